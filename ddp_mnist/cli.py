@@ -1,0 +1,248 @@
+"""The command line: the only place that knows flags, verbs and exit codes.
+
+Heavy imports stand inside the verbs, so that `--help` and a wrong flag answer at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from ddp_mnist import __version__
+from ddp_mnist.config import (
+    Distribution,
+    Flags,
+    Recipe,
+    Run,
+    TrainConfig,
+    describe_bounds,
+    flag_name,
+    value_type,
+)
+from ddp_mnist.errors import DdpMnistError, FailedElsewhere, UsageError, one_line
+
+EXIT_CODES = """exit codes: 0 done, 1 check failed, 2 usage or configuration, 3 data, 4 checkpoint,
+5 storage, 6 peer lost or time-out, 7 diverged, 130 SIGINT, 143 SIGTERM"""
+
+
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """Runs one verb and exits with its code; an expected failure is one line on stderr."""
+    code = 0
+    try:
+        run_verb(list(sys.argv[1:] if argv is None else argv))
+    except DdpMnistError as error:
+        code = error.code
+        if speaks_for_its_machine(error):
+            print(one_line(error), file=sys.stderr, flush=True)
+    except KeyboardInterrupt:
+        code = 130
+        print("ddp-mnist: interrupted (code 130)", file=sys.stderr, flush=True)
+    sys.exit(code)
+
+
+def run_verb(argv: list[str]) -> None:
+    # torch.distributed.launch puts --local-rank=N first; LOCAL_RANK says the same.
+    while argv and re.fullmatch(r"--local[-_]rank=\d+", argv[0]):
+        argv = argv[1:]
+    parser = make_parser()
+    if not argv:
+        parser.print_help()
+        return
+    arguments = parser.parse_args(argv)
+    arguments.verb(arguments)
+
+
+def speaks_for_its_machine(error: DdpMnistError) -> bool:
+    """Whether this rank prints the error, so that it is seen once and not once per rank.
+
+    All ranks of a launcher meet the same wrong flag. Local rank 0 tells it; the launcher then ends
+    the others, which hold their line back for as long as that takes. One that is still alive met
+    something that local rank 0 did not, and tells it.
+    """
+    if isinstance(error, FailedElsewhere):
+        return False
+    after_meeting = isinstance(error.__cause__, DdpMnistError)  # the ranks have agreed who speaks
+    if not after_meeting and int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", 0))):
+        time.sleep(3)
+    return True
+
+
+# --- Parsing
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse whose errors are UsageErrors in terms of the flag."""
+
+    def error(self, message: str) -> NoReturn:
+        if match := re.fullmatch(r"argument ([^:]+): (.*)", message):
+            message = f"{match[1].split(', ')[-1]}: {match[2]}"
+        raise UsageError(f"{message}; see {self.prog} --help")
+
+
+def make_parser() -> Parser:
+    parser = Parser(
+        prog="ddp-mnist",
+        description="Trains MNIST with DDP on one process, many, or many machines.",
+        epilog=EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"ddp-mnist {__version__}")
+    verbs = parser.add_subparsers(metavar="VERB", parser_class=Parser, required=True)
+
+    def add_verb(name: str, does: Callable[[argparse.Namespace], None], help: str) -> Parser:
+        verb = verbs.add_parser(name, help=help, description=help, allow_abbrev=False)
+        verb.set_defaults(verb=does)
+        return verb
+
+    verb = add_verb("train", train, "Train, validate, test once, and write the run folder.")
+    for group in (Run, Recipe, Distribution):
+        add_flags(verb, group)
+
+    verb = add_verb("evaluate", evaluate, "Exact metrics of a finished run on a split.")
+    verb.add_argument("run", metavar="RUN", help="run folder, e.g. runs/latest")
+    verb.add_argument("--split", default="test", choices=("test", "validation", "train"))
+    verb.add_argument("--dataset", help="another data set than the run's")
+    verb.add_argument("--cache-dir", help="folder of decoded data sets")
+    verb.add_argument(
+        "--batch-size", type=whole_number, help="images per process and pass; changes no result"
+    )
+    verb.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    add_flags(verb, Distribution, without=("sync_bn", "comm_hook", "compile", "mixed_precision"))
+
+    verb = add_verb("predict", predict, "Label image files; one JSON line each.")
+    verb.add_argument("run", metavar="RUN", help="run folder, e.g. runs/latest")
+    verb.add_argument("images", metavar="IMAGE", nargs="+", help="image file, or folder of images")
+
+    verb = add_verb("prepare", prepare, "Fetch and decode a data set once, into the cache.")
+    verb.add_argument("--dataset", default="mnist", help="as for train [mnist]")
+    verb.add_argument("--cache-dir", help="folder of decoded data sets")
+    verb.add_argument("--refresh", action="store_true", help="anew, although it is cached")
+    return parser
+
+
+def add_flags(parser: Parser, group: type[Flags], without: tuple[str, ...] = ()) -> None:
+    """One help group per dataclass, one flag per field."""
+    section = parser.add_argument_group(group.__name__, (group.__doc__ or "").strip())
+    for field in dataclasses.fields(group):  # type: ignore[arg-type]
+        if field.name in without:
+            continue
+        kind, help = value_type(group, field), field.metadata["help"]
+        if kind is bool:
+            action = argparse.BooleanOptionalAction if field.name == "augment" else "store_true"
+            section.add_argument(flag_name(field), action=action, default=False, help=help)
+            continue
+        default = "" if field.default is None else f" [{field.default}]"
+        section.add_argument(
+            flag_name(field),
+            type={int: whole_number, float: number, str: str}[kind],
+            default=field.default,
+            metavar=metavar(field, kind),
+            help=(help + default).replace("%", "%%"),
+        )
+
+
+def metavar(field: dataclasses.Field[Any], kind: type) -> str:
+    choices = field.metadata["choices"]
+    return "{" + ",".join(choices) + "}" if choices else {int: "N", float: "X", str: "TEXT"}[kind]
+
+
+def whole_number(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+
+
+def number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+
+
+def from_arguments(group: type[Flags], arguments: argparse.Namespace) -> Any:
+    """The dataclass with the values given. Raises UsageError for an illegal one."""
+    names = [f.name for f in dataclasses.fields(group)]  # type: ignore[arg-type]
+    given = vars(arguments)
+    return group(**{name: given[name] for name in names if name in given})
+
+
+# --- Verbs
+
+
+def train(arguments: argparse.Namespace) -> None:
+    config = TrainConfig(
+        from_arguments(Run, arguments),
+        from_arguments(Recipe, arguments),
+        from_arguments(Distribution, arguments),
+    )
+    from ddp_mnist.launch import find_launch
+
+    launch = find_launch(config.distribution)
+    from ddp_mnist.train import train as run
+
+    run(config, launch)
+
+
+def evaluate(arguments: argparse.Namespace) -> None:
+    distribution = from_arguments(Distribution, arguments)
+    from ddp_mnist.launch import find_launch
+
+    launch = find_launch(distribution)
+    from ddp_mnist.evaluate_run import evaluate_run
+
+    metrics = evaluate_run(
+        arguments.run,
+        arguments.split,
+        distribution,
+        launch,
+        dataset=arguments.dataset,
+        cache_dir=arguments.cache_dir,
+        per_process=arguments.batch_size,
+    )
+    if metrics is not None:
+        print(json.dumps(metrics) if arguments.json else metrics_table(metrics))
+
+
+def metrics_table(metrics: dict[str, Any]) -> str:
+    lines = [
+        f"{metrics['split']} split of {metrics['dataset']['name']}: {metrics['count']:,} images",
+        f"accuracy {metrics['accuracy']:.4f}   loss {metrics['loss']:.4f}",
+        "class    accuracy   taken for (label's row: images per prediction)",
+    ]
+    for name, accuracy, row in zip(
+        metrics["classes"], metrics["class_accuracy"], metrics["confusion"], strict=True
+    ):
+        shown = "     -" if accuracy is None else f"{accuracy:.4f}"
+        lines.append(f"{name[:8]:<8} {shown:>8}   " + " ".join(f"{n:>5}" for n in row))
+    return "\n".join(lines)
+
+
+def predict(arguments: argparse.Namespace) -> None:
+    from ddp_mnist.predict import predict as label
+
+    for line in label(arguments.run, arguments.images):
+        print(json.dumps(line), flush=True)
+
+
+def prepare(arguments: argparse.Namespace) -> None:
+    from ddp_mnist import data
+
+    name, notes = data.choose(arguments.dataset, arguments.cache_dir)
+    images = data.load(name, arguments.cache_dir, refresh=arguments.refresh)
+    for note in [*notes, *images.warnings, *images.notes]:
+        print(note)
+    print(
+        f"{images.name}: {len(images.train_labels):,} train and {len(images.test_labels):,} test"
+        f" images of {len(images.classes)} classes in {data.cache_folder(arguments.cache_dir)}"
+    )
+    print(f"digest {images.digest}")

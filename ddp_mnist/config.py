@@ -1,0 +1,265 @@
+"""Every flag of `train` as a field of a frozen dataclass, with its sentence and its legal values.
+
+A dataclass is a help group; a field is a flag. Values are checked when the object is made, so a
+configuration that exists is a legal one, wherever it came from.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import types
+import typing
+from dataclasses import dataclass
+from typing import Any
+
+from ddp_mnist.errors import UsageError
+
+
+def flag(
+    default: Any,
+    help: str,
+    *,
+    choices: tuple[str, ...] = (),
+    least: float | None = None,
+    most: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+) -> Any:
+    """A dataclass field that is also a command-line flag.
+
+    Args:
+        default: the value when the flag is not given; None means "decided later, and then shown".
+        help: one sentence.
+        choices: the legal words, for a flag that takes a word.
+        least, most: closed bounds of a number.
+        above, below: open bounds of a number.
+    """
+    bounds = {"least": least, "most": most, "above": above, "below": below}
+    return dataclasses.field(
+        default=default, metadata={"help": help, "choices": choices, "bounds": bounds}
+    )
+
+
+def flag_name(field: dataclasses.Field[Any]) -> str:
+    return "--" + field.name.replace("_", "-")
+
+
+def value_type(cls: type, field: dataclasses.Field[Any]) -> type:
+    """The type that a value of this flag has when it is not None."""
+    annotation = typing.get_type_hints(cls)[field.name]
+    if isinstance(annotation, types.UnionType):
+        return next(t for t in typing.get_args(annotation) if t is not type(None))
+    return annotation
+
+
+def describe_bounds(bounds: dict[str, float | None]) -> str:
+    words = {"least": "at least", "most": "at most", "above": "more than", "below": "less than"}
+    return " and ".join(f"{words[k]} {v:g}" for k, v in bounds.items() if v is not None)
+
+
+class Flags:
+    """Checks each value against its flag's choices and bounds.
+
+    Raises:
+        UsageError: names the flag, the value and the legal values.
+    """
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            value = getattr(self, field.name)
+            if value is not None:
+                self._check(field, value)
+
+    def _check(self, field: dataclasses.Field[Any], value: Any) -> None:
+        shown = f"{flag_name(field)} {value}"
+        if field.metadata["choices"] and value not in field.metadata["choices"]:
+            raise UsageError(f"{shown}: choose from {', '.join(field.metadata['choices'])}")
+        if value == "":
+            raise UsageError(f"{flag_name(field)}: the value is empty; give one or leave it out")
+        bounds = field.metadata["bounds"]
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UsageError(f"{shown}: must be a finite number {describe_bounds(bounds)}".rstrip())
+        too_small = (bounds["least"] is not None and value < bounds["least"]) or (
+            bounds["above"] is not None and value <= bounds["above"]
+        )
+        too_big = (bounds["most"] is not None and value > bounds["most"]) or (
+            bounds["below"] is not None and value >= bounds["below"]
+        )
+        if too_small or too_big:
+            raise UsageError(f"{shown}: must be {describe_bounds(bounds)}")
+
+
+@dataclass(frozen=True)
+class Run(Flags):
+    """What to train on, and where it writes."""
+
+    dataset: str = flag(
+        "mnist",
+        "mnist, auto (mnist, else digits), fashion_mnist, digits, a Hub data set's id, or a folder.",
+    )
+    run_dir: str | None = flag(None, "Folder of this run [runs/<dataset>-<NNN>].")
+    seed: int = flag(0, "Seed of the weights, the order and the augmentation.", least=0, most=2**31)
+    cache_dir: str | None = flag(
+        None, "Folder of decoded data sets [$DDP_MNIST_CACHE, else ~/.cache/ddp_mnist]."
+    )
+    log_every: int = flag(25, "Optimizer steps between two log lines.", least=1, most=10**6)
+    quiet: bool = flag(False, "Print errors only.")
+    dry_run: bool = flag(False, "Print what would run, and stop.")
+
+
+@dataclass(frozen=True)
+class Recipe(Flags):
+    """What is learnt, and how."""
+
+    model: str = flag("cnn", "The net.", choices=("cnn", "mlp", "resnet18", "cnn_bn"))
+    epochs: int | None = flag(
+        None, "Passes over the train images [by data set].", least=1, most=10**6
+    )
+    batch_size: int | None = flag(
+        None,
+        "GLOBAL batch: images per optimizer step over all processes [by data set].",
+        least=1,
+        most=10**7,
+    )
+    lr: float = flag(1e-2, "Highest learning rate.", above=0, most=100)
+    weight_decay: float = flag(1e-2, "AdamW's weight decay.", least=0, most=10)
+    warmup: float = flag(
+        0.15, "Share of all steps in which the rate rises to --lr.", least=0, below=1
+    )
+    label_smoothing: float = flag(
+        0.1, "Share of the target spread over all classes.", least=0, below=1
+    )
+    augment: bool = flag(False, "Rotate, scale and shift each train image at random.")
+    val_size: int | None = flag(
+        None,
+        "Train images held out to decide by [5000, at most a fifth; 0 = none].",
+        least=0,
+        most=10**9,
+    )
+    target_accuracy: float | None = flag(
+        None, "Stop once the validation accuracy is this high.", above=0, most=1
+    )
+    patience: int | None = flag(
+        None,
+        "Stop after this many epochs without a better validation, and keep the best weights.",
+        least=1,
+        most=10**6,
+    )
+    grad_accum: int = flag(
+        1, "Parts that each step is split into; changes no result.", least=1, most=10**6
+    )
+    max_grad_norm: float | None = flag(
+        None, "Clip the gradient of each step to this norm.", above=0, most=1e6
+    )
+
+
+@dataclass(frozen=True)
+class Distribution(Flags):
+    """How many processes, where, and how they talk."""
+
+    backend: str = flag(
+        "auto",
+        "auto = nccl on GPUs, gloo on CPUs.",
+        choices=("auto", "nccl", "gloo", "mpi"),
+    )
+    init_method: str | None = flag(
+        None, "tcp://HOST:PORT of rank 0, or env://; only without a launcher."
+    )
+    rank: int | None = flag(None, "This process's rank, with --init-method.", least=0, most=10**6)
+    world_size: int | None = flag(
+        None, "Number of processes, with --init-method.", least=1, most=10**6
+    )
+    local_rank: int | None = flag(
+        None, "This process's rank on its machine [found out].", least=0, most=10**4
+    )
+    cpu: bool = flag(False, "Train on the CPU although there is a GPU.")
+    dist_timeout: float = flag(
+        300.0, "Seconds to wait for another process.", least=1, most=7 * 24 * 3600
+    )
+    mixed_precision: str | None = flag(
+        None,
+        "auto = fp16 on a GPU, bf16 on a CPU that has it; fp64 is for proofs [the launcher's, else auto].",
+        choices=("auto", "no", "fp16", "bf16", "fp64"),
+    )
+    sync_bn: bool = flag(False, "BatchNorm over all processes (GPUs only).")
+    comm_hook: str = flag(
+        "none",
+        "What DDP sends of a gradient: all of it, half precision, or low rank.",
+        choices=("none", "fp16", "bf16", "powersgd"),
+    )
+    compile: bool = flag(False, "torch.compile the model.")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """All that `train` is told."""
+
+    run: Run = dataclasses.field(default_factory=Run)
+    recipe: Recipe = dataclasses.field(default_factory=Recipe)
+    distribution: Distribution = dataclasses.field(default_factory=Distribution)
+
+    def __post_init__(self) -> None:
+        recipe = self.recipe
+        decides_by_validation = recipe.target_accuracy is not None or recipe.patience is not None
+        if recipe.val_size == 0 and decides_by_validation:
+            asked = "--patience" if recipe.target_accuracy is None else "--target-accuracy"
+            raise UsageError(f"{asked}: needs validation images; leave out --val-size 0")
+        if self.distribution.sync_bn and recipe.model not in ("cnn_bn", "resnet18"):
+            raise UsageError(
+                f"--sync-bn: {recipe.model} has no BatchNorm; use --model cnn_bn or leave it out"
+            )
+
+
+def resolve_recipe(recipe: Recipe, rows: int, world_size: int) -> Recipe:
+    """The recipe with every "by data set" filled in for this data and this many processes.
+
+    A step takes 144 images (1, 2, 3, 4, 6 and 8 processes divide that), or 72 of a small set; a
+    run takes at least 2 epochs and 300 steps.
+
+    Args:
+        recipe: as given.
+        rows: images in the train split, validation images still among them.
+        world_size: number of processes; a step is dealt out evenly to them.
+
+    Raises:
+        UsageError: what was asked for does not fit the data or the world size.
+    """
+    val_size = min(5000, rows // 5) if recipe.val_size is None else recipe.val_size
+    train_rows = rows - val_size
+    if train_rows < 1:
+        raise UsageError(f"--val-size {val_size}: the train split has {rows}; give at most {rows - 1}")
+    parts = world_size * recipe.grad_accum
+    batch_size = recipe.batch_size
+    if batch_size is None:
+        batch_size = 144 if train_rows >= 50 * 144 else 72
+        batch_size = _nearest_multiples(min(batch_size, train_rows), parts, train_rows)[-1]
+    elif batch_size % parts:
+        legal = _nearest_multiples(batch_size, parts, train_rows)
+        raise UsageError(
+            f"--batch-size {batch_size}: does not divide by {_parts(world_size, recipe.grad_accum)};"
+            f" nearest legal: {' or '.join(map(str, legal))}"
+        )
+    if batch_size > train_rows:
+        largest = train_rows // parts * parts
+        remedy = f"use at most --batch-size {largest}" if largest else "use fewer processes"
+        raise UsageError(
+            f"--batch-size {batch_size}: only {train_rows} train images"
+            f" ({rows} less {val_size} for validation); {remedy}"
+        )
+    epochs = recipe.epochs
+    if epochs is None:
+        epochs = max(2, math.ceil(300 / (train_rows // batch_size)))
+    return dataclasses.replace(recipe, epochs=epochs, batch_size=batch_size, val_size=val_size)
+
+
+def _nearest_multiples(size: int, parts: int, train_rows: int) -> list[int]:
+    """The multiples of `parts` next to `size`, those that the data can fill if there are any."""
+    below, above = size // parts * parts, -(-size // parts) * parts
+    legal = sorted({n for n in (below, above) if 0 < n <= train_rows})
+    return legal or [max(below, parts)]
+
+
+def _parts(world_size: int, grad_accum: int) -> str:
+    processes = f"{world_size} process{'es' if world_size > 1 else ''}"
+    return processes if grad_accum == 1 else f"{processes} x {grad_accum} parts (--grad-accum)"

@@ -1,0 +1,287 @@
+"""A data set as two pairs of tensors, memory-mapped from the cache, and the order it is read in."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from ddp_mnist.errors import DataError, StorageError
+from ddp_mnist.seeding import generator
+from ddp_mnist.sources import Source, find_source
+
+CACHE_FORMAT = 1
+METADATA_KEY = "ddp_mnist"  # one key: with several, safetensors writes them in random order
+TENSORS = ("train_images", "train_labels", "test_images", "test_labels")
+
+
+@dataclass(frozen=True)
+class ImageData:
+    """A decoded data set.
+
+    Attributes:
+        name: for people, e.g. mnist.
+        source: kind and place, e.g. hub:ylecun/mnist.
+        digest: SHA-256 of pixels, labels, class names and conversions.
+        classes: class names; a label is an index into it.
+        notes: what was converted.
+        train_images, test_images: uint8 [N, 28, 28], read-only by convention.
+        train_labels, test_labels: int64 [N].
+        warnings: what happened while it was opened.
+    """
+
+    name: str
+    source: str
+    digest: str
+    classes: list[str]
+    notes: list[str]
+    train_images: Tensor
+    train_labels: Tensor
+    test_images: Tensor
+    test_labels: Tensor
+    warnings: list[str] = field(default_factory=list)
+
+    def describe(self) -> dict[str, Any]:
+        """What a summary says of it."""
+        return {
+            "name": self.name,
+            "source": self.source,
+            "digest": self.digest,
+            "train_rows": len(self.train_labels),
+            "test_rows": len(self.test_labels),
+        }
+
+
+# --- The cache
+
+
+def cache_folder(cache_dir: str | None) -> Path:
+    """--cache-dir, else DDP_MNIST_CACHE, else ~/.cache/ddp_mnist."""
+    chosen = cache_dir or os.environ.get("DDP_MNIST_CACHE") or "~/.cache/ddp_mnist"
+    return Path(chosen).expanduser()
+
+
+def choose(dataset: str, cache_dir: str | None = None) -> tuple[str, list[str]]:
+    """What to load, and what a person has to be told of the choice.
+
+    `auto` is mnist where it can be had, else digits. Any other name is what it says, or an error.
+    """
+    if dataset != "auto":
+        return dataset, []
+    try:
+        load("mnist", cache_dir)
+    except DataError as error:
+        return "digits", [
+            f"MNIST could not be had: {str(error).partition(';')[0]}",
+            "INSTEAD OF MNIST, this is a run on the 1,797 digits built into scikit-learn",
+        ]
+    return "mnist", []
+
+
+def load(dataset: str, cache_dir: str | None = None, *, refresh: bool = False) -> ImageData:
+    """Opens the data set from the cache; reads and decodes it first if it is not there.
+
+    One process per machine decodes, under a file lock; the others wait for it and map its file.
+
+    Args:
+        dataset: what `choose` returned.
+        cache_dir: see `cache_folder`.
+        refresh: read it anew although it is cached.
+
+    Raises:
+        UsageError, DataError: no such data set, or it cannot be read.
+        StorageError: the cache folder cannot be written.
+    """
+    source = find_source(dataset)
+    folder = cache_folder(cache_dir)
+    fingerprint = _fingerprint(source)
+    path = folder / f"{_cache_name(source)}.safetensors"
+    if not refresh and (data := _open(path, source, fingerprint)):
+        return data
+    with _storage_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(path.with_suffix(".lock")):
+            damaged = path.exists() and not refresh
+            data = None if refresh else _open(path, source, fingerprint)
+            if data is None:
+                _build(path, source, fingerprint)
+                data = _open(path, source, fingerprint)
+    if data is None:
+        raise StorageError(
+            f"{path}: what was written cannot be read back; check the disk, or use --cache-dir"
+        )
+    if damaged:
+        data.warnings.append(f"{path} was damaged or out of date and was built anew")
+    return data
+
+
+def _cache_name(source: Source) -> str:
+    """A file name that two sources never share."""
+    readable = re.sub(r"[^A-Za-z0-9._-]+", "_", source.name)
+    return f"{source.kind}-{readable}-{hashlib.sha256(source.place.encode()).hexdigest()[:8]}"
+
+
+def _fingerprint(source: Source) -> str:
+    what = [CACHE_FORMAT, source.kind, source.place, source.fingerprint()]
+    return hashlib.sha256(json.dumps(what).encode()).hexdigest()
+
+
+def _open(path: Path, source: Source, fingerprint: str) -> ImageData | None:
+    """The cached data set, or None if it is not there, damaged, or of other files."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            about = json.loads((file.metadata() or {})[METADATA_KEY])
+            tensors = {name: file.get_tensor(name) for name in TENSORS}
+    except (OSError, SafetensorError, KeyError, ValueError):
+        return None
+    # 55 MB of SHA-256 cost 30 ms; a damaged cache would cost a wrong result.
+    if about["fingerprint"] != fingerprint or about["digest"] != _digest(tensors, about):
+        return None
+    return ImageData(
+        name=source.name,
+        source=f"{source.kind}:{source.place}",
+        digest=about["digest"],
+        classes=about["classes"],
+        notes=about["notes"],
+        **tensors,
+    )
+
+
+def _build(path: Path, source: Source, fingerprint: str) -> None:
+    """Decodes into a temporary name and renames: a file under its own name is whole."""
+    for leftover in path.parent.glob(f"{path.stem}.*.tmp"):
+        leftover.unlink()  # of a builder that was killed; nobody else writes under this lock
+    decoded = source.read()
+    tensors = {
+        f"{split}_{kind}": torch.from_numpy(array.copy())
+        for kind, arrays in (("images", decoded.images), ("labels", decoded.labels))
+        for split, array in arrays.items()
+    }
+    about: dict[str, Any] = {"classes": decoded.classes, "notes": decoded.notes}
+    about |= {"digest": _digest(tensors, about), "fingerprint": fingerprint}
+    temporary = path.with_name(f"{path.stem}.{os.getpid()}.tmp")
+    try:
+        save_file(tensors, temporary, metadata={METADATA_KEY: json.dumps(about, sort_keys=True)})
+        temporary.chmod(0o644)  # safetensors writes 0600; a cache may be shared by a group
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _digest(tensors: dict[str, Tensor], about: dict[str, Any]) -> str:
+    sha = hashlib.sha256(json.dumps([about["classes"], about["notes"]]).encode())
+    for name in TENSORS:
+        sha.update(f"{name}{list(tensors[name].shape)}".encode())
+        sha.update(tensors[name].numpy())
+    return sha.hexdigest()
+
+
+@contextlib.contextmanager
+def _storage_errors(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise StorageError(
+            f"{folder}: the cache cannot be written ({reason}); use --cache-dir or DDP_MNIST_CACHE"
+            " to put it elsewhere"
+        ) from error
+
+
+# --- Rows and their order
+
+
+def split_rows(rows: int, val_size: int) -> tuple[Tensor, Tensor]:
+    """Row numbers for training and for validation, int64; the same for every seed and run."""
+    order = torch.randperm(rows, generator=generator("validation"))
+    return order[val_size:], order[:val_size]
+
+
+class Rows(Dataset[tuple[Tensor, Tensor, Tensor]]):
+    """Some rows of a split, fetched a whole batch at a time.
+
+    A batch is (images uint8 [B, 28, 28], labels int64 [B], numbers int64 [B]); a number is the
+    position among these rows, which augmentation is looked up by.
+    """
+
+    def __init__(self, images: Tensor, labels: Tensor, rows: Tensor | None = None) -> None:
+        self.images, self.labels = images, labels
+        self.rows = torch.arange(len(labels)) if rows is None else rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, number: int) -> tuple[Tensor, Tensor, Tensor]:
+        images, labels, numbers = self.__getitems__([number])
+        return images[0], labels[0], numbers[0]
+
+    def __getitems__(self, numbers: list[int] | Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        numbers = torch.as_tensor(numbers)
+        rows = self.rows[numbers]
+        return self.images[rows], self.labels[rows], numbers
+
+
+class GlobalBatches:
+    """A batch sampler of GLOBAL batches: the same on every rank, a function of (seed, epoch).
+
+    Accelerate deals each one out to the ranks (`split_batches=True`). The rows after an epoch's
+    last full batch are left out, others in each epoch.
+
+    Args:
+        rows: how many there are.
+        batch_size: of one optimizer step, over all ranks.
+        seed: of the order.
+        parts: micro-batches that a step is split into, each of them dealt out to all ranks.
+    """
+
+    drop_last = True
+
+    def __init__(self, rows: int, batch_size: int, seed: int, parts: int = 1) -> None:
+        self.rows, self.seed, self.parts = rows, seed, parts
+        self.batch_size = batch_size // parts  # the name that Accelerate reads
+        self.steps_per_epoch = rows // batch_size
+        self.epoch = self.first_step = 0
+
+    def begin(self, epoch: int, first_step: int = 0) -> None:
+        """The next iteration is that of `epoch`, from its optimizer step `first_step` on."""
+        self.epoch, self.first_step = epoch, first_step
+
+    def __len__(self) -> int:
+        return (self.steps_per_epoch - self.first_step) * self.parts
+
+    def __iter__(self) -> Iterator[Tensor]:
+        order = torch.randperm(self.rows, generator=generator("order", self.seed, self.epoch))
+        used = order[: self.steps_per_epoch * self.parts * self.batch_size]
+        yield from used.split(self.batch_size)[self.first_step * self.parts :]
+
+
+def as_fetched(batch: Any) -> Any:
+    """For DataLoader's collate_fn: Rows already returns whole batches."""
+    return batch
+
+
+def train_loader(rows: Rows, batches: GlobalBatches) -> DataLoader[Any]:
+    # A generator of its own: iterating would otherwise draw a seed from the global one.
+    return DataLoader(
+        rows, batch_sampler=batches, collate_fn=as_fetched, generator=torch.Generator()
+    )
+
+
+def eval_loader(rows: Rows, batch_size: int) -> DataLoader[Any]:
+    """In order, all rows; the last batch may be short."""
+    return DataLoader(
+        rows, batch_size=batch_size, collate_fn=as_fetched, generator=torch.Generator()
+    )

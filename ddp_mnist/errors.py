@@ -1,0 +1,68 @@
+"""What can go wrong in a way we expect, with the exit code of each and its one line.
+
+An expected failure is one line on stderr: what was typed or found, where, and what to do.
+A traceback means a bug in this package.
+"""
+
+from __future__ import annotations
+
+
+class DdpMnistError(Exception):
+    """An expected failure. The message starts with what the person typed and ends with a remedy."""
+
+    code = 1
+
+
+class CheckFailed(DdpMnistError):
+    """A proof or a check did not hold."""
+
+    code = 1
+
+
+class UsageError(DdpMnistError):
+    """A flag, a configuration, or an environment that contradicts it."""
+
+    code = 2
+
+
+class DataError(DdpMnistError):
+    """The data set is missing, damaged or not what was asked for."""
+
+    code = 3
+
+
+class CheckpointError(DdpMnistError):
+    """A finished run or a checkpoint cannot be read, or does not fit the flags."""
+
+    code = 4
+
+
+class StorageError(DdpMnistError):
+    """A folder cannot be written, or the disk is full."""
+
+    code = 5
+
+
+class PeerError(DdpMnistError):
+    """Another process was lost, or did not come or answer in time."""
+
+    code = 6
+
+
+class DivergedError(DdpMnistError):
+    """The loss is no longer a finite number."""
+
+    code = 7
+
+
+class FailedElsewhere(DdpMnistError):
+    """Another rank failed first and says so; this one ends with the same code and says nothing."""
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+def one_line(error: DdpMnistError) -> str:
+    """The line a person sees, e.g. `ddp-mnist: error: --epochs 0: must be ... (code 2)`."""
+    return f"ddp-mnist: error: {' '.join(str(error).split())} (code {error.code})"

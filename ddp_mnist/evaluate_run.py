@@ -1,0 +1,97 @@
+"""`evaluate RUN`: exact metrics of a finished run, on any number of processes.
+
+Only rank 0's machine needs the run folder: rank 0 reads the weights and sends them to the others.
+"""
+
+from __future__ import annotations
+
+import base64
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from ddp_mnist import data, run_folder, runtime, weights
+from ddp_mnist.config import Distribution
+from ddp_mnist.errors import CheckpointError, UsageError
+from ddp_mnist.evaluation import evaluate_split, prepare_split
+from ddp_mnist.launch import Launch
+
+
+def evaluate_run(
+    run: str,
+    split: str,
+    flags: Distribution,
+    launch: Launch,
+    *,
+    dataset: str | None = None,
+    cache_dir: str | None = None,
+    per_process: int | None = None,
+) -> dict[str, Any] | None:
+    """Metrics in full precision, as a dict for JSON on rank 0; None on the other ranks.
+
+    Args:
+        run: run folder, needed on rank 0's machine only.
+        split: test, validation or train (train without the validation images).
+        dataset: another one than the run's own.
+        per_process: images per process and forward pass; changes no result.
+
+    Raises:
+        CheckpointError: the run folder or its weights cannot be read.
+        DataError: the data set is not there, or has another number of classes.
+    """
+    if per_process is not None and per_process < 1:
+        raise UsageError(f"--batch-size {per_process}: must be at least 1")
+    with runtime.start(flags, launch, full_precision=True) as world:
+        board = world.board
+        sent = board.decided_by_rank_0("run", lambda: _read_run(run))
+        trained = weights.from_bytes(base64.b64decode(sent["weights"]), run)
+        name = dataset or sent["dataset"]
+        images = data.load(name, cache_dir or sent["cache_dir"])
+        board.wait_for_all("data")
+        runtime.check_same_everywhere(board, {"the data's digest": images.digest})
+        rows = _rows(images, split, sent["val_size"])
+        if len(images.classes) > len(trained.classes):
+            raise UsageError(
+                f"--dataset {name}: has {len(images.classes)} classes, the run"
+                f" {len(trained.classes)}; choose a data set of the same classes"
+            )
+        model = trained.model.to(world.accelerator.device)
+        loader = prepare_split(world.accelerator, rows, per_process)
+        metrics = evaluate_split(world.accelerator, model, loader, len(trained.classes))
+        if not world.accelerator.is_main_process:
+            return None
+        return {
+            "run": run,
+            "split": split,
+            "dataset": images.describe(),
+            "world_size": world.accelerator.num_processes,
+            "classes": trained.classes,
+            **asdict(metrics),
+        }
+
+
+def _read_run(run: str) -> dict[str, Any]:
+    """What the other ranks need: weights, data set and size of the validation split."""
+    content = weights.read_bytes(run)
+    try:
+        config = run_folder.read_json(Path(run) / run_folder.CONFIG)
+        return {
+            "weights": base64.b64encode(content).decode(),
+            "dataset": config["run"]["dataset"],
+            "cache_dir": config["run"]["cache_dir"],
+            "val_size": config["recipe"]["val_size"],
+        }
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{run}: {run_folder.CONFIG} is missing or damaged; name a run that `train` wrote"
+        ) from error
+
+
+def _rows(images: data.ImageData, split: str, val_size: int) -> data.Rows:
+    if split == "test":
+        return data.Rows(images.test_images, images.test_labels)
+    train_numbers, val_numbers = data.split_rows(len(images.train_labels), val_size)
+    if split == "validation" and val_size == 0:
+        raise UsageError("--split validation: the run held no images out (--val-size 0)")
+    numbers = train_numbers if split == "train" else val_numbers
+    return data.Rows(images.train_images, images.train_labels, numbers)

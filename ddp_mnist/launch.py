@@ -1,0 +1,262 @@
+"""Where this process stands: from the environment or the flags to rank, world size and main address.
+
+One table of cases for every way of starting: plain python, `accelerate launch`, torchrun,
+`python -m torch.distributed.launch`, `srun`, variables set by hand, and one command per process
+with `--init-method tcp://HOST:PORT`. Nothing here imports torch or opens a connection.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from ddp_mnist.config import Distribution
+from ddp_mnist.errors import UsageError
+
+CONFIGS = "accelerate_configs"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One process's place in the run.
+
+    Attributes:
+        launcher: python, accelerate, torchrun, slurm, environment or tcp.
+        rank, world_size: 0 <= rank < world_size.
+        local_rank, local_world_size: the same among the processes of this machine; None = not
+            told, to be found by comparing host names.
+        num_machines: None = not told, likewise.
+        main_host, main_port: where rank 0 (or the launcher's agent) is met; None if alone.
+        agent_store: the launcher already serves a store there (torchrun, accelerate launch).
+        attempt: how often an elastic launcher restarted the workers.
+    """
+
+    launcher: str = "python"
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int | None = None
+    local_world_size: int | None = None
+    num_machines: int | None = None
+    main_host: str | None = None
+    main_port: int | None = None
+    agent_store: bool = False
+    attempt: int = 0
+
+    @property
+    def child_of_launcher(self) -> bool:
+        """Whether a launcher started this process and should take it along when it dies."""
+        return self.launcher in ("accelerate", "torchrun")
+
+
+def find_launch(flags: Distribution, env: Mapping[str, str] = os.environ) -> Launch:
+    """Reads this process's place from the flags, else from the environment.
+
+    Raises:
+        UsageError: the flags or variables are incomplete, contradict each other, or come from a
+            launcher that would leave this process alone without saying so.
+    """
+    if flags.backend == "mpi":
+        raise UsageError(
+            "--backend mpi: PyTorch's wheels are built without MPI; use gloo (CPUs) or nccl (GPUs)"
+        )
+    if flags.init_method is not None and not flags.init_method.startswith("env://"):
+        return _from_tcp_flags(flags, env)
+    if flags.rank is not None or flags.world_size is not None:
+        env = _with_flags(flags, env)
+    if "WORLD_SIZE" in env or "RANK" in env:
+        return _from_environment(env)
+    if flags.init_method is not None:
+        raise UsageError(
+            "--init-method env://: RANK and WORLD_SIZE are not set; set them with MASTER_ADDR and"
+            " MASTER_PORT, or give --init-method tcp://HOST:PORT --rank R --world-size N"
+        )
+    if int(env.get("SLURM_NTASKS", 1)) > 1:
+        return _from_slurm(env)
+    _refuse_loners(env)
+    return Launch(launcher="accelerate" if "ACCELERATE_MIXED_PRECISION" in env else "python")
+
+
+def _from_tcp_flags(flags: Distribution, env: Mapping[str, str]) -> Launch:
+    """`--init-method tcp://HOST:PORT --rank R --world-size N`, one command per process."""
+    url = urlsplit(flags.init_method or "")
+    try:
+        host, port = url.hostname, url.port
+    except ValueError:
+        host = port = None
+    if url.scheme != "tcp" or not host or not port:
+        raise UsageError(
+            f"--init-method {flags.init_method}: must be tcp://HOST:PORT (port 1 to 65535) or env://"
+        )
+    if flags.rank is None or flags.world_size is None:
+        missing = "--rank" if flags.rank is None else "--world-size"
+        raise UsageError(
+            f"--init-method {flags.init_method}: {missing} is missing;"
+            " each process needs --rank R --world-size N"
+        )
+    if "TORCHELASTIC_RUN_ID" in env:
+        raise UsageError(
+            f"--init-method {flags.init_method}: a launcher started this process and gives rank and"
+            " address itself; leave out --init-method, --rank and --world-size"
+        )
+    return Launch(
+        launcher="tcp",
+        rank=_checked_rank(flags.rank, flags.world_size, "--rank"),
+        world_size=flags.world_size,
+        local_rank=flags.local_rank,
+        main_host=host,
+        main_port=port,
+    )
+
+
+def _with_flags(flags: Distribution, env: Mapping[str, str]) -> dict[str, str]:
+    """The environment with --rank and --world-size put in; a contradiction is refused."""
+    merged = dict(env)
+    for name, value in (("RANK", flags.rank), ("WORLD_SIZE", flags.world_size)):
+        flag = "--" + name.lower().replace("_", "-")
+        if value is None:
+            continue
+        if "MASTER_ADDR" not in env:
+            raise UsageError(f"{flag} {value}: needs --init-method tcp://HOST:PORT beside it")
+        if env.get(name, str(value)) != str(value):
+            raise UsageError(
+                f"{flag} {value}: the environment says {name}={env[name]}; leave one of them out"
+            )
+        merged[name] = str(value)
+    return merged
+
+
+def _from_environment(env: Mapping[str, str]) -> Launch:
+    """RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, as torchrun sets them or as set by hand."""
+    for name, other in (("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK")):
+        if name not in env:
+            raise UsageError(
+                f"{other}={env[other]}: {name} is not set; a launcher sets both, so set both or none"
+            )
+    world_size = _number(env, "WORLD_SIZE", least=1)
+    rank = _checked_rank(_number(env, "RANK"), world_size, "RANK")
+    by_agent = "TORCHELASTIC_RUN_ID" in env
+    if world_size > 1 or by_agent:
+        for name in ("MASTER_ADDR", "MASTER_PORT"):
+            if not env.get(name):
+                raise UsageError(
+                    f"WORLD_SIZE={world_size}: {name} is not set; it says where rank 0 is met"
+                )
+    launcher = "environment"
+    if by_agent:
+        launcher = "accelerate" if "ACCELERATE_MIXED_PRECISION" in env else "torchrun"
+    return Launch(
+        launcher=launcher,
+        rank=rank,
+        world_size=world_size,
+        local_rank=_number(env, "LOCAL_RANK") if "LOCAL_RANK" in env else None,
+        local_world_size=_number(env, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in env else None,
+        num_machines=_number(env, "GROUP_WORLD_SIZE") if by_agent else None,
+        main_host=env.get("MASTER_ADDR"),
+        main_port=_number(env, "MASTER_PORT") if env.get("MASTER_PORT") else None,
+        agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        attempt=int(env.get("TORCHELASTIC_RESTART_COUNT", 0)),
+    )
+
+
+def _from_slurm(env: Mapping[str, str]) -> Launch:
+    """The variables that `srun` gives each task.
+
+    A batch script has SLURM_NTASKS too, but no SLURM_STEP_ID: there, python started without srun
+    would train alone.
+    """
+    world_size = int(env.get("SLURM_STEP_NUM_TASKS", env["SLURM_NTASKS"]))
+    if "SLURM_STEP_ID" not in env or "SLURM_PROCID" not in env:
+        raise UsageError(
+            f"SLURM_NTASKS={env['SLURM_NTASKS']}: this process was not started by srun and would"
+            " train alone; put srun before the command, or unset SLURM_NTASKS"
+        )
+    nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", "")
+    host = env.get("MASTER_ADDR") or first_slurm_host(nodes)
+    if not host:
+        raise UsageError(
+            "SLURM_JOB_NODELIST: is not set; set MASTER_ADDR to the host of SLURM_PROCID 0"
+        )
+    # Two jobs on one node must not meet: the port follows the job id, in the unprivileged range
+    # below the kernel's own choices (32768 and up on Linux).
+    port = 15000 + int(env.get("SLURM_JOB_ID", 0)) % 15000
+    return Launch(
+        launcher="slurm",
+        rank=_checked_rank(int(env["SLURM_PROCID"]), world_size, "SLURM_PROCID"),
+        world_size=world_size,
+        local_rank=_number(env, "SLURM_LOCALID") if "SLURM_LOCALID" in env else None,
+        num_machines=int(env.get("SLURM_STEP_NUM_NODES", env.get("SLURM_NNODES", 1))),
+        main_host=host,
+        main_port=_number(env, "MASTER_PORT") if env.get("MASTER_PORT") else port,
+    )
+
+
+def first_slurm_host(nodes: str) -> str:
+    """The first host of SLURM's compact list, e.g. gpu[003-005,9],cpu1 -> gpu003."""
+    match = re.match(r"([^\[,]*)(?:\[(\d+)[^\]]*\]([^,\[]*))?", nodes)
+    return "".join(part or "" for part in match.groups()) if match else ""
+
+
+def _refuse_loners(env: Mapping[str, str]) -> None:
+    """Two launchers promise several processes and then start ones that know of no other."""
+    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE"):
+        if int(env.get(name, 1)) > 1:
+            raise UsageError(
+                f"{name}={env[name]}: mpirun is not supported as a launcher, each process would"
+                " train alone; use torchrun or accelerate launch"
+            )
+    # accelerate's MULTI_CPU path starts ONE process unless mpirun is named; that it was asked for
+    # several shows in a MASTER_ADDR without a WORLD_SIZE.
+    if "ACCELERATE_USE_CPU" in env and "MASTER_ADDR" in env:
+        raise UsageError(
+            "accelerate launch: was asked for several processes but started only this one (its CPU"
+            f" path needs mpirun); use --config_file {CONFIGS}/multi_cpu.yaml"
+        )
+
+
+def _number(env: Mapping[str, str], name: str, least: int = 0) -> int:
+    try:
+        value = int(env[name])
+    except ValueError:
+        value = -1
+    if value < least:
+        raise UsageError(f"{name}={env[name]}: must be a whole number of at least {least}")
+    return value
+
+
+def _checked_rank(rank: int, world_size: int, name: str) -> int:
+    if rank >= world_size:
+        raise UsageError(
+            f"{name} {rank}: the world size is {world_size}; ranks are 0 to {world_size - 1}"
+        )
+    return rank
+
+
+def interface_towards(host: str, port: int) -> str | None:
+    """The network interface whose address this machine uses to reach `host`.
+
+    A UDP socket is connected, which asks the routing table and sends nothing. gloo would instead
+    advertise whatever address the host's own name resolves to, which on Debian is 127.0.1.1.
+
+    Returns:
+        A name such as eth0, or None where the host is unknown or no route leads there.
+    """
+    import psutil
+
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)
+            own = ipaddress.ip_address(probe.getsockname()[0])
+    except OSError:
+        return None
+    for name, addresses in psutil.net_if_addrs().items():
+        for entry in addresses:
+            if entry.family in (socket.AF_INET, socket.AF_INET6):
+                if ipaddress.ip_address(entry.address.partition("%")[0]) == own:
+                    return name
+    return None

@@ -1,0 +1,100 @@
+"""The nets: uint8 images [B, 28, 28] in, logits [B, classes] out.
+
+Each normalises its input into the dtype of its own weights, so the same pixels feed float32,
+float64 and autocast. None knows a rank, a device or a flag.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+# Mean and standard deviation of MNIST's 60,000 train images, as shares of 255.
+PIXEL_MEAN, PIXEL_STD = 0.1307, 0.3081
+
+
+def normalise(images: Tensor, dtype: torch.dtype) -> Tensor:
+    """uint8 [B, 28, 28] in 0..255 to [B, 1, 28, 28] of mean 0 and deviation 1 (on MNIST)."""
+    return ((images.to(dtype) / 255 - PIXEL_MEAN) / PIXEL_STD).unsqueeze(1)
+
+
+class CNN(nn.Module):
+    """Three convolutions, 29,290 parameters for ten classes.
+
+    GroupNorm instead of BatchNorm: a sample's output does not depend on the batch it is in, so N
+    processes compute what one process computes.
+    """
+
+    def __init__(self, classes: int = 10) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(1, 16, 3, padding=1)
+        self.norm1 = nn.GroupNorm(1, 16)
+        self.conv2 = nn.Conv2d(16, 32, 3, padding=1)
+        self.norm2 = nn.GroupNorm(1, 32)
+        self.conv3 = nn.Conv2d(32, 64, 3, padding=1)
+        self.norm3 = nn.GroupNorm(1, 64)
+        self.head = nn.Linear(64 * 3 * 3, classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = normalise(images, self.head.weight.dtype)
+        x = F.relu(self.norm1(F.max_pool2d(self.conv1(x), 2)))
+        x = F.relu(self.norm2(F.max_pool2d(self.conv2(x), 2)))
+        x = F.max_pool2d(F.relu(self.norm3(self.conv3(x))), 2)
+        return self.head(x.flatten(1))
+
+
+class MLP(nn.Module):
+    """Two hidden layers of 128: the smallest thing that learns."""
+
+    def __init__(self, classes: int = 10) -> None:
+        super().__init__()
+        self.hidden1 = nn.Linear(28 * 28, 128)
+        self.hidden2 = nn.Linear(128, 128)
+        self.head = nn.Linear(128, classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = normalise(images, self.head.weight.dtype).flatten(1)
+        return self.head(F.relu(self.hidden2(F.relu(self.hidden1(x)))))
+
+
+class CNNBatchNorm(nn.Module):
+    """CNN with BatchNorm: each process normalises by its own share of the batch.
+
+    N processes are therefore not one process, unless --sync-bn makes the statistics global.
+    """
+
+    def __init__(self, classes: int = 10) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(1, 16, 3, padding=1)
+        self.norm1 = nn.BatchNorm2d(16)
+        self.conv2 = nn.Conv2d(16, 32, 3, padding=1)
+        self.norm2 = nn.BatchNorm2d(32)
+        self.conv3 = nn.Conv2d(32, 64, 3, padding=1)
+        self.norm3 = nn.BatchNorm2d(64)
+        self.head = nn.Linear(64 * 3 * 3, classes)
+
+    forward = CNN.forward
+
+
+class ResNet18(nn.Module):
+    """torchvision's ResNet-18 (11 million parameters, BatchNorm) with one input channel."""
+
+    def __init__(self, classes: int = 10) -> None:
+        super().__init__()
+        from torchvision.models import resnet18  # over a second, so only where it is used
+
+        self.net = resnet18(num_classes=classes)
+        self.net.conv1 = nn.Conv2d(1, 64, 7, stride=2, padding=3, bias=False)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.net(normalise(images, self.net.fc.weight.dtype))
+
+
+MODELS: dict[str, type[nn.Module]] = {
+    "cnn": CNN,
+    "mlp": MLP,
+    "cnn_bn": CNNBatchNorm,
+    "resnet18": ResNet18,
+}
+HAS_BUFFERS = ("cnn_bn", "resnet18")

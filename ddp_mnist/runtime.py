@@ -1,0 +1,353 @@
+"""Starts and ends this process's part of the world: group, device, precision, threads, Accelerator.
+
+The only module that makes an Accelerator. World size 1 takes the same path as any other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils import (
+    DataLoaderConfiguration,
+    DDPCommunicationHookType,
+    DistributedDataParallelKwargs,
+    GradientAccumulationPlugin,
+    InitProcessGroupKwargs,
+)
+
+from ddp_mnist.config import Distribution
+from ddp_mnist.errors import DdpMnistError, FailedElsewhere, PeerError, UsageError
+from ddp_mnist.launch import CONFIGS, Launch, interface_towards
+from ddp_mnist.rendezvous import Board, meet
+
+COMM_HOOKS = {
+    "none": DDPCommunicationHookType.NO,
+    "fp16": DDPCommunicationHookType.FP16,
+    "bf16": DDPCommunicationHookType.BF16,
+    "powersgd": DDPCommunicationHookType.POWER_SGD,
+}
+
+
+@dataclass(frozen=True)
+class World:
+    """This process's view of all processes.
+
+    Attributes:
+        accelerator: prepared for this device, precision and world size.
+        board: what the ranks tell each other outside of collectives.
+        backend: nccl, gloo, or none for a process on its own.
+        precision: what is in effect: no, fp16, bf16 or fp64.
+        num_machines: how many hosts take part.
+        threads: CPU threads of this process.
+    """
+
+    accelerator: Accelerator
+    board: Board
+    backend: str
+    precision: str
+    num_machines: int
+    threads: int
+
+
+@contextlib.contextmanager
+def start(
+    flags: Distribution,
+    launch: Launch,
+    *,
+    grad_accum: int = 1,
+    buffers: bool = False,
+    full_precision: bool = False,
+) -> Iterator[World]:
+    """Meets the other processes, yields the World, and ends it in order on every path.
+
+    Args:
+        flags: the distribution flags.
+        launch: this process's place.
+        grad_accum: micro-batches per optimizer step.
+        buffers: whether DDP has buffers to keep equal (BatchNorm's running statistics).
+        full_precision: compute in the dtype of the weights, whatever flags and launcher say.
+
+    Raises:
+        UsageError: device, backend and precision do not fit together or do not exist here.
+        PeerError: another process did not come, was lost, or did not answer in time.
+        FailedElsewhere: another rank failed first.
+    """
+    device = choose_device(flags)
+    precision = "no" if full_precision else precision_in_effect(flags, launch, device)
+    backend = choose_backend(flags, launch, device)
+    if launch.child_of_launcher:
+        die_with_parent()
+    board = meet(launch, flags.dist_timeout)
+    try:
+        local_rank, local_size = place_on_machine(launch, board)
+        threads = set_threads(launch, device, local_size)
+        if backend != "none":
+            check_gpus_suffice(flags, backend, device, local_size)
+            choose_interface(launch, backend)
+            form_group(board, backend, device, local_rank, flags.dist_timeout)
+        tell_accelerate(launch, local_rank, local_size)
+        accelerator = Accelerator(
+            cpu=device == "cpu",
+            mixed_precision="no" if precision == "fp64" else precision,
+            dataloader_config=DataLoaderConfiguration(split_batches=True, non_blocking=True),
+            gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=grad_accum),
+            kwargs_handlers=[
+                InitProcessGroupKwargs(backend=None if backend == "none" else backend),
+                DistributedDataParallelKwargs(
+                    broadcast_buffers=buffers,
+                    gradient_as_bucket_view=True,
+                    comm_hook=COMM_HOOKS[flags.comm_hook],
+                ),
+            ],
+        )
+        refuse_loner(launch, accelerator)
+        yield World(
+            accelerator=accelerator,
+            board=board,
+            backend=backend,
+            precision=precision,
+            num_machines=launch.num_machines or len(set(board.hosts)),
+            threads=threads,
+        )
+        board.leave()
+    except DdpMnistError as error:
+        traceback.clear_frames(error.__traceback__)
+        raise first_cause(board, error) from error
+    except RuntimeError as error:  # torch.distributed's own errors are RuntimeErrors too
+        traceback.clear_frames(error.__traceback__)
+        if not is_connection_error(error):
+            raise
+        raise first_cause(board, peer_error(board, error)) from error
+    finally:
+        end()
+
+
+def end() -> None:
+    """Drops DDP's reducer before the group: the other way round a gloo thread may abort at exit.
+
+    The frames that held the model are gone by now, or cleared.
+    """
+    gc.collect()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def choose_device(flags: Distribution) -> str:
+    """cuda where there is one and nobody asked for the CPU, else cpu."""
+    wants_cpu = flags.cpu or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("true", "1")
+    return "cuda" if torch.cuda.is_available() and not wants_cpu else "cpu"
+
+
+def choose_backend(flags: Distribution, launch: Launch, device: str) -> str:
+    """none for a process on its own, else gloo or nccl."""
+    if launch.world_size == 1 and not launch.agent_store:
+        return "none"
+    if flags.backend == "nccl" and device == "cpu":
+        raise UsageError("--backend nccl: needs a GPU and this machine shows none; use gloo")
+    if flags.backend != "auto":
+        return flags.backend
+    return "nccl" if device == "cuda" else "gloo"
+
+
+def has_native_bf16() -> bool:
+    """Whether the CPU multiplies bfloat16 itself, where emulating it would be slower than fp32."""
+    capabilities = torch.cpu.get_capabilities()
+    return any(capabilities.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
+
+
+def precision_in_effect(flags: Distribution, launch: Launch, device: str) -> str:
+    """no, fp16, bf16 or fp64. The flag beats the launcher's YAML; neither given means auto."""
+    from_launcher = os.environ.get("ACCELERATE_MIXED_PRECISION")
+    asked = flags.mixed_precision or from_launcher or "auto"
+    if asked == "auto":
+        if device == "cuda":
+            return "fp16"
+        return "bf16" if has_native_bf16() else "no"
+    if asked == "fp16" and device == "cpu":
+        raise UsageError(fp16_on_cpu(flags, launch))
+    if asked not in ("no", "fp16", "bf16", "fp64"):
+        raise UsageError(f"--mixed_precision {asked}: choose from no, fp16, bf16")
+    return asked
+
+
+def fp16_on_cpu(flags: Distribution, launch: Launch) -> str:
+    """accelerate itself would train in fp32 and still report fp16."""
+    if flags.mixed_precision:
+        return "--mixed-precision fp16: needs a GPU; on a CPU use bf16, no or auto"
+    machines = launch.num_machines or 1
+    config = "multi_node_cpu" if machines > 1 else "multi_cpu" if launch.world_size > 1 else "cpu"
+    return (
+        "accelerate launch: its config asks for fp16, which needs a GPU, and this machine shows"
+        f" none; use --config_file {CONFIGS}/{config}.yaml"
+    )
+
+
+def place_on_machine(launch: Launch, board: Board) -> tuple[int, int]:
+    """Local rank and number of processes on this machine, as told or by comparing hosts."""
+    if not board.hosts:
+        return 0, 1
+    same_host = [r for r, host in enumerate(board.hosts) if host == board.hosts[launch.rank]]
+    local_rank, local_size = launch.local_rank, launch.local_world_size
+    return (
+        same_host.index(launch.rank) if local_rank is None else local_rank,
+        len(same_host) if local_size is None else local_size,
+    )
+
+
+def set_threads(launch: Launch, device: str, local_size: int) -> int:
+    """Shares this machine's cores among its processes.
+
+    A launcher sets OMP_NUM_THREADS=1 of its own accord, which leaves cores idle; a larger number,
+    or one set without a launcher, was meant and stays.
+    """
+    told = int(os.environ.get("OMP_NUM_THREADS") or 0)
+    if told > 1 or (told == 1 and not launch.child_of_launcher):
+        return torch.get_num_threads()
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
+    threads = max(1, cores // local_size) if device == "cpu" else 1
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    torch.set_num_threads(threads)
+    return threads
+
+
+def check_gpus_suffice(flags: Distribution, backend: str, device: str, local_size: int) -> None:
+    if backend == "nccl" and local_size > torch.cuda.device_count():
+        raise UsageError(
+            f"{local_size} processes on this machine, but {torch.cuda.device_count()} GPUs: NCCL"
+            " needs one each; start fewer processes, or share a GPU with --backend gloo"
+        )
+
+
+def choose_interface(launch: Launch, backend: str) -> None:
+    """Tells gloo and NCCL the interface that leads to rank 0; a variable that is set wins."""
+    if not (launch.main_host and launch.main_port):
+        return
+    interface = interface_towards(launch.main_host, launch.main_port)
+    if interface is None:
+        return
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    if interface != "lo":
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+
+
+def form_group(board: Board, backend: str, device: str, local_rank: int, timeout_s: float) -> None:
+    """All ranks have come: opens the connections between them."""
+    if dist.is_initialized():
+        raise UsageError(
+            f"WORLD_SIZE={board.world_size}: a process group of {dist.get_world_size()} exists"
+            " already in this process; start the trainer in a process of its own"
+        )
+    options: dict[str, Any] = {}
+    if backend == "nccl":
+        options["device_id"] = torch.device("cuda", local_rank)
+    dist.init_process_group(
+        backend,
+        store=dist.PrefixStore("group", board.store),
+        rank=board.rank,
+        world_size=board.world_size,
+        timeout=timedelta(seconds=timeout_s),
+        **options,
+    )
+
+
+def tell_accelerate(launch: Launch, local_rank: int, local_size: int) -> None:
+    """Accelerate learns from these variables that a group exists, however it was started."""
+    if not dist.is_initialized():
+        os.environ.pop("LOCAL_RANK", None)  # alone: a stale one would have it look for a group
+        return
+    os.environ.update(
+        RANK=str(launch.rank),
+        WORLD_SIZE=str(launch.world_size),
+        LOCAL_RANK=str(local_rank),
+        LOCAL_WORLD_SIZE=str(local_size),
+        MASTER_ADDR=str(launch.main_host),
+        MASTER_PORT=str(launch.main_port),
+    )
+
+
+def refuse_loner(launch: Launch, accelerator: Accelerator) -> None:
+    """N processes that each believe to be alone would be N unrelated trainings."""
+    if accelerator.num_processes != launch.world_size:
+        raise UsageError(
+            f"WORLD_SIZE={launch.world_size}: but Accelerate formed a group of"
+            f" {accelerator.num_processes}, so each process would train alone;"
+            f" use a config from {CONFIGS}"
+        )
+
+
+def die_with_parent() -> None:
+    """A worker whose launcher is killed would train on as an orphan (Linux only)."""
+    if not sys.platform.startswith("linux"):
+        return
+    PR_SET_PDEATHSIG = 1
+    parent = os.getppid()
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:  # it died in between, and the signal will not come
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def check_same_everywhere(board: Board, facts: dict[str, Any]) -> None:
+    """Compares what every rank believes: configuration, data digest, package versions.
+
+    DDP compares the shapes of the parameters and nothing else.
+
+    Raises:
+        UsageError: names the first fact that differs, its values and their ranks.
+    """
+    board.post(f"facts/{board.rank}", facts)
+
+    def compare() -> str:
+        everyone = [board.read(f"facts/{rank}") for rank in range(board.world_size)]
+        for key in facts:
+            values = [json_facts.get(key) for json_facts in everyone]
+            if any(value != values[0] for value in values):
+                odd = next(rank for rank, value in enumerate(values) if value != values[0])
+                return (
+                    f"{key}: rank 0 has {values[0]}, rank {odd} has {values[odd]};"
+                    " start every process with the same flags, data and packages"
+                )
+        return ""
+
+    if difference := board.decided_by_rank_0("facts", compare):
+        raise UsageError(difference)
+
+
+def is_connection_error(error: RuntimeError) -> bool:
+    """gloo and the store raise plain RuntimeErrors when a connection ends or times out."""
+    text = str(error).lower()
+    signs = ("connection", "timed out", "timeout", "gloo", "nccl", "socket", "broken pipe")
+    return any(sign in text for sign in signs)
+
+
+def peer_error(board: Board, error: BaseException) -> PeerError:
+    first_sentence = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+    lost = board.silent_ranks()
+    who = f"rank {', '.join(map(str, lost))}" if lost else "another rank"
+    return PeerError(
+        f"lost contact with {who} of {board.world_size}: {first_sentence[:200]};"
+        " see that process's own output, then start the run again"
+    )
+
+
+def first_cause(board: Board, error: DdpMnistError) -> DdpMnistError:
+    """`error` if this rank is the first to fail, else a silent stand-in for the first failure."""
+    if isinstance(error, FailedElsewhere) or board.claim_failure(error):
+        return error
+    failure = board.failure() or {"message": str(error), "code": error.code}
+    return FailedElsewhere(failure["message"], failure["code"])

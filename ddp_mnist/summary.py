@@ -1,0 +1,161 @@
+"""What a run says about itself: the plan, the progress line, summary.json and the last lines."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import platform
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from ddp_mnist.config import TrainConfig, flag_name
+from ddp_mnist.data import ImageData
+from ddp_mnist.evaluation import Metrics
+from ddp_mnist.run_folder import RunFolder
+from ddp_mnist.runtime import World
+
+PACKAGES = ("torch", "torchvision", "accelerate", "datasets", "evaluate", "safetensors")
+MAY_DIFFER = ("run_dir", "cache_dir", "quiet", "rank", "local_rank", "init_method")
+
+
+def facts(config: TrainConfig, world: World, images: ImageData) -> dict[str, Any]:
+    """What has to be equal on every rank, under the name that a person knows it by."""
+    groups = (config.run, config.recipe, config.distribution)
+    flags = {
+        flag_name(field): getattr(group, field.name)
+        for group in groups
+        for field in dataclasses.fields(group)
+        if field.name not in MAY_DIFFER
+    }
+    return {
+        **flags,
+        "--mixed-precision": world.precision,
+        "--backend": world.backend,
+        "the data's digest": images.digest,
+        "the code's digest": code_digest(),
+        **versions(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Python's and each package's version, read from metadata: importing them would cost seconds."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "missing"
+    return found
+
+
+def code_digest() -> str:
+    """SHA-256 over this package's modules."""
+    sha = hashlib.sha256()
+    for file in sorted(Path(__file__).parent.glob("*.py")):
+        sha.update(file.read_bytes())
+    return sha.hexdigest()[:16]
+
+
+def git_commit() -> str | None:
+    """The commit of the checkout that this package runs from, with + if files were changed."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+"]
+    command += ["--abbrev=40", "--exclude=*"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() or None
+
+
+def plan(config: TrainConfig, world: World, images: ImageData, folder: Path | None) -> str:
+    """The resolved run, before its first step."""
+    recipe, size = config.recipe, world.accelerator.num_processes
+    assert recipe.epochs and recipe.batch_size and recipe.val_size is not None
+    train_rows = len(images.train_labels) - recipe.val_size
+    steps, left_out = divmod(train_rows, recipe.batch_size)
+    share = recipe.batch_size // size // recipe.grad_accum
+    parts = f" x {recipe.grad_accum} parts" if recipe.grad_accum > 1 else ""
+    machines = f"{world.num_machines} machine{'s' if world.num_machines > 1 else ''}"
+    lines = {
+        "data": f"{images.name}: {train_rows:,} train, {recipe.val_size:,} validation,"
+        f" {len(images.test_labels):,} test images, {len(images.classes)} classes",
+        "source": "; ".join([images.source, *images.notes]),
+        "processes": f"{size} on {machines}, backend {world.backend}, device"
+        f" {world.accelerator.device}, {world.threads} threads each, precision {world.precision}",
+        "batch": f"{recipe.batch_size} images a step = {size} processes{parts} x {share}",
+        "steps": f"{recipe.epochs * steps:,} = {recipe.epochs} epochs x {steps:,}; each epoch"
+        f" leaves out {left_out} images, others each time",
+        "model": f"{recipe.model}, seed {config.run.seed}",
+        "writes": str(folder) if folder else "nothing (--dry-run)",
+    }
+    return "\n".join(f"{name:<10} {text}" for name, text in lines.items())
+
+
+def progress_line(line: dict[str, Any], step: int, total_steps: int, epochs: int) -> str:
+    return (
+        f"epoch {line['epoch'] + 1}/{epochs}  step {step:>{len(str(total_steps))}}/{total_steps}"
+        f"  loss {line['loss']:.4f}  rate {line['lr']:.5f}"
+        f"  {line['images_per_second']:,.0f} images/s"
+    )
+
+
+def summarise(
+    config: TrainConfig,
+    world: World,
+    images: ImageData,
+    *,
+    test: Metrics,
+    val_accuracy: float | None,
+    stopped_by: str | None,
+    epochs: int,
+    steps: int,
+    skipped_steps: int,
+    notes: list[str],
+    train_seconds: float,
+    total_seconds: float,
+) -> dict[str, Any]:
+    """summary.json: the result, and all that is needed to judge it.
+
+    Seconds are wall-clock; train_seconds is the time in training steps, without validation.
+    """
+    recipe = config.recipe
+    assert recipe.batch_size
+    return {
+        "outcome": "finished",
+        "stopped_by": stopped_by,
+        "test_accuracy": test.accuracy,
+        "test_loss": test.loss,
+        "test_count": test.count,
+        "val_accuracy": val_accuracy,
+        "epochs": epochs,
+        "steps": steps,
+        "skipped_steps": skipped_steps,
+        "resumed_from": [],
+        "global_batch_size": recipe.batch_size,
+        "world_size": world.accelerator.num_processes,
+        "num_machines": world.num_machines,
+        "device": str(world.accelerator.device),
+        "backend": world.backend,
+        "precision": world.precision,
+        "seed": config.run.seed,
+        "train_seconds": round(train_seconds, 3),
+        "total_seconds": round(total_seconds, 3),
+        "images_per_second": round(steps * recipe.batch_size / max(train_seconds, 1e-9), 1),
+        "dataset": images.describe(),
+        "notes": [*notes, *images.notes, *images.warnings],
+        "class_accuracy": test.class_accuracy,
+        "confusion": test.confusion,
+        "versions": versions(),
+        "git": git_commit(),
+    }
+
+
+def last_lines(outcome: dict[str, Any], run: RunFolder) -> str:
+    return (
+        f"test accuracy {outcome['test_accuracy']:.4f} on {outcome['test_count']:,} images of"
+        f" {outcome['dataset']['name']}, {outcome['world_size']} processes,"
+        f" {outcome['train_seconds']:.1f} s of training\n"
+        f"written to {run.path}"
+    )
