@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
 import json
 import os
 import re
@@ -23,7 +22,6 @@ from ddp_mnist.config import (
     Recipe,
     Run,
     TrainConfig,
-    describe_bounds,
     flag_name,
     value_type,
 )
@@ -69,8 +67,8 @@ def speaks_for_its_machine(error: DdpMnistError) -> bool:
     """
     if isinstance(error, FailedElsewhere):
         return False
-    after_meeting = isinstance(error.__cause__, DdpMnistError)  # the ranks have agreed who speaks
-    if not after_meeting and int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", 0))):
+    local_rank = os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0"
+    if not error.agreed and local_rank != "0":
         time.sleep(3)
     return True
 
@@ -135,18 +133,18 @@ def add_flags(parser: Parser, group: type[Flags], without: tuple[str, ...] = ())
     for field in dataclasses.fields(group):  # type: ignore[arg-type]
         if field.name in without:
             continue
-        kind, help = value_type(group, field), field.metadata["help"]
+        kind, sentence = value_type(group, field), field.metadata["help"]
         if kind is bool:
             action = argparse.BooleanOptionalAction if field.name == "augment" else "store_true"
-            section.add_argument(flag_name(field), action=action, default=False, help=help)
+            section.add_argument(flag_name(field), action=action, default=False, help=sentence)
             continue
         default = "" if field.default is None else f" [{field.default}]"
         section.add_argument(
             flag_name(field),
-            type={int: whole_number, float: number, str: str}[kind],
+            type=PARSERS[kind],
             default=field.default,
             metavar=metavar(field, kind),
-            help=(help + default).replace("%", "%%"),
+            help=(sentence + default).replace("%", "%%"),
         )
 
 
@@ -167,6 +165,9 @@ def number(text: str) -> float:
         return float(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+
+
+PARSERS: dict[type, Callable[[str], Any]] = {int: whole_number, float: number, str: str}
 
 
 def from_arguments(group: type[Flags], arguments: argparse.Namespace) -> Any:

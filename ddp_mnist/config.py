@@ -96,7 +96,7 @@ class Run(Flags):
 
     dataset: str = flag(
         "mnist",
-        "mnist, auto (mnist, else digits), fashion_mnist, digits, a Hub data set's id, or a folder.",
+        "mnist, auto (mnist, else digits), fashion_mnist, digits, a Hub id, or a folder.",
     )
     run_dir: str | None = flag(None, "Folder of this run [runs/<dataset>-<NNN>].")
     seed: int = flag(0, "Seed of the weights, the order and the augmentation.", least=0, most=2**31)
@@ -179,7 +179,8 @@ class Distribution(Flags):
     )
     mixed_precision: str | None = flag(
         None,
-        "auto = fp16 on a GPU, bf16 on a CPU that has it; fp64 is for proofs [the launcher's, else auto].",
+        "auto = fp16 on a GPU, bf16 on a CPU that has it; fp64 is for proofs"
+        " [the launcher's, else auto].",
         choices=("auto", "no", "fp16", "bf16", "fp64"),
     )
     sync_bn: bool = flag(False, "BatchNorm over all processes (GPUs only).")
@@ -228,7 +229,9 @@ def resolve_recipe(recipe: Recipe, rows: int, world_size: int) -> Recipe:
     val_size = min(5000, rows // 5) if recipe.val_size is None else recipe.val_size
     train_rows = rows - val_size
     if train_rows < 1:
-        raise UsageError(f"--val-size {val_size}: the train split has {rows}; give at most {rows - 1}")
+        raise UsageError(
+            f"--val-size {val_size}: the train split has {rows}; give at most {rows - 1}"
+        )
     parts = world_size * recipe.grad_accum
     batch_size = recipe.batch_size
     if batch_size is None:
@@ -237,8 +240,8 @@ def resolve_recipe(recipe: Recipe, rows: int, world_size: int) -> Recipe:
     elif batch_size % parts:
         legal = _nearest_multiples(batch_size, parts, train_rows)
         raise UsageError(
-            f"--batch-size {batch_size}: does not divide by {_parts(world_size, recipe.grad_accum)};"
-            f" nearest legal: {' or '.join(map(str, legal))}"
+            f"--batch-size {batch_size}: does not divide by {_parts(world_size, recipe.grad_accum)}"
+            f"; nearest legal: {' or '.join(map(str, legal))}"
         )
     if batch_size > train_rows:
         largest = train_rows // parts * parts

@@ -17,7 +17,7 @@ from filelock import FileLock
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from ddp_mnist.errors import DataError, StorageError
 from ddp_mnist.seeding import generator
@@ -185,7 +185,7 @@ def _digest(tensors: dict[str, Tensor], about: dict[str, Any]) -> str:
     sha = hashlib.sha256(json.dumps([about["classes"], about["notes"]]).encode())
     for name in TENSORS:
         sha.update(f"{name}{list(tensors[name].shape)}".encode())
-        sha.update(tensors[name].numpy())
+        sha.update(tensors[name].numpy().data)
     return sha.hexdigest()
 
 
@@ -234,7 +234,7 @@ class Rows(Dataset[tuple[Tensor, Tensor, Tensor]]):
         return self.images[rows], self.labels[rows], numbers
 
 
-class GlobalBatches:
+class GlobalBatches(Sampler[Any]):
     """A batch sampler of GLOBAL batches: the same on every rank, a function of (seed, epoch).
 
     Accelerate deals each one out to the ranks (`split_batches=True`). The rows after an epoch's

@@ -8,9 +8,15 @@ from __future__ import annotations
 
 
 class DdpMnistError(Exception):
-    """An expected failure. The message starts with what the person typed and ends with a remedy."""
+    """An expected failure. The message starts with what the person typed and ends with a remedy.
+
+    Attributes:
+        code: the exit code.
+        agreed: whether the ranks have agreed that this one tells it.
+    """
 
     code = 1
+    agreed = False
 
 
 class CheckFailed(DdpMnistError):
@@ -55,7 +61,7 @@ class DivergedError(DdpMnistError):
     code = 7
 
 
-class FailedElsewhere(DdpMnistError):
+class FailedElsewhere(DdpMnistError):  # not an error of this rank's
     """Another rank failed first and says so; this one ends with the same code and says nothing."""
 
     def __init__(self, message: str, code: int) -> None:

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ddp_mnist import data, run_folder, runtime, weights
+from ddp_mnist import data, rendezvous, run_folder, runtime, weights
 from ddp_mnist.config import Distribution
 from ddp_mnist.errors import CheckpointError, UsageError
 from ddp_mnist.evaluation import evaluate_split, prepare_split
@@ -48,7 +48,7 @@ def evaluate_run(
         name = dataset or sent["dataset"]
         images = data.load(name, cache_dir or sent["cache_dir"])
         board.wait_for_all("data")
-        runtime.check_same_everywhere(board, {"the data's digest": images.digest})
+        rendezvous.check_same(board, {"the data's digest": images.digest})
         rows = _rows(images, split, sent["val_size"])
         if len(images.classes) > len(trained.classes):
             raise UsageError(

@@ -77,10 +77,10 @@ def evaluate_split(
     counted = sum(len(batch) for batch in labels)
     if counted != rows:
         raise RuntimeError(f"counted {counted} rows of a split of {rows}: the metrics are wrong")
-    result = [None]
+    result: list[Any] = [None]
     if accelerator.is_main_process:
-        result = [summarise(torch.cat(labels), torch.cat(predictions), torch.cat(losses), classes)]  # type: ignore[list-item]
-    return broadcast_object_list(result)[0]  # type: ignore[return-value]
+        result = [summarise(torch.cat(labels), torch.cat(predictions), torch.cat(losses), classes)]
+    return broadcast_object_list(result)[0]
 
 
 def summarise(labels: Tensor, predictions: Tensor, losses: Tensor, classes: int) -> Metrics:

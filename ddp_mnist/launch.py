@@ -1,4 +1,4 @@
-"""Where this process stands: from the environment or the flags to rank, world size and main address.
+"""Where this process stands: environment or flags in, rank, world size and main address out.
 
 One table of cases for every way of starting: plain python, `accelerate launch`, torchrun,
 `python -m torch.distributed.launch`, `srun`, variables set by hand, and one command per process
@@ -135,7 +135,7 @@ def _from_environment(env: Mapping[str, str]) -> Launch:
     for name, other in (("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK")):
         if name not in env:
             raise UsageError(
-                f"{other}={env[other]}: {name} is not set; a launcher sets both, so set both or none"
+                f"{other}={env[other]}: {name} is not set; a launcher sets both: set both, or none"
             )
     world_size = _number(env, "WORLD_SIZE", least=1)
     rank = _checked_rank(_number(env, "RANK"), world_size, "RANK")
@@ -256,7 +256,7 @@ def interface_towards(host: str, port: int) -> str | None:
         return None
     for name, addresses in psutil.net_if_addrs().items():
         for entry in addresses:
-            if entry.family in (socket.AF_INET, socket.AF_INET6):
-                if ipaddress.ip_address(entry.address.partition("%")[0]) == own:
-                    return name
+            is_ip = entry.family in (socket.AF_INET, socket.AF_INET6)
+            if is_ip and ipaddress.ip_address(entry.address.partition("%")[0]) == own:
+                return name
     return None

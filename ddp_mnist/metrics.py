@@ -47,7 +47,7 @@ class ConfusionMatrix(evaluate.Metric):
 def classification_metrics(
     predictions: np.ndarray, references: np.ndarray, classes: int
 ) -> dict[str, Any]:
-    """Accuracy and confusion matrix of int64 predictions [N] and references [N], 0 <= both < classes.
+    """Accuracy and confusion matrix of int64 predictions [N] and references [N] in 0..classes-1.
 
     Returns:
         {"accuracy": float, "confusion": int[classes][classes]}.

@@ -97,4 +97,3 @@ MODELS: dict[str, type[nn.Module]] = {
     "cnn_bn": CNNBatchNorm,
     "resnet18": ResNet18,
 }
-HAS_BUFFERS = ("cnn_bn", "resnet18")

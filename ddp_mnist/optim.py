@@ -9,7 +9,7 @@ from ddp_mnist.config import Recipe
 
 
 def make_optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.AdamW:
-    """AdamW (Loshchilov and Hutter, 2019) that decays matrices and kernels, not gains and biases."""
+    """AdamW (Loshchilov and Hutter, 2019); decays matrices and kernels, not gains and biases."""
     parameters = list(model.parameters())
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": recipe.weight_decay},

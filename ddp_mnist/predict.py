@@ -66,7 +66,8 @@ def as_mnist(file: Path) -> np.ndarray:
     of mass in the middle: how MNIST itself was made (LeCun et al., 1998, section III.A).
     """
     try:
-        with PIL.Image.open(file) as image:
+        with PIL.Image.open(file) as opened:
+            image: PIL.Image.Image = opened
             if image.mode in ("RGBA", "LA", "P", "PA"):  # transparent means paper
                 layer = image.convert("RGBA")
                 paper = PIL.Image.new("RGBA", layer.size, "white")
@@ -90,8 +91,9 @@ def centred(grey: np.ndarray) -> np.ndarray:
     crop = grey[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
     scale = 20 / max(crop.shape)
     height, width = (max(1, round(side * scale)) for side in crop.shape)
-    small = PIL.Image.fromarray(crop).resize((width, height), PIL.Image.Resampling.BOX
-                                             if scale < 1 else PIL.Image.Resampling.BILINEAR)
+    small = PIL.Image.fromarray(crop).resize(
+        (width, height), PIL.Image.Resampling.BOX if scale < 1 else PIL.Image.Resampling.BILINEAR
+    )
     pixels = np.asarray(small, dtype=np.float64)
     mass = max(pixels.sum(), 1.0)
     centre_y = (pixels.sum(1) * np.arange(height)).sum() / mass

@@ -8,17 +8,17 @@ main port belongs on a private network.
 from __future__ import annotations
 
 import json
-import os
 import platform
 import socket
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from ddp_mnist.errors import DdpMnistError, FailedElsewhere, PeerError, UsageError
+from ddp_mnist.errors import FailedElsewhere, PeerError, UsageError
 from ddp_mnist.launch import Launch
 
 POLL_S = 0.05
@@ -27,7 +27,7 @@ POLL_S = 0.05
 def host_id() -> str:
     """A name that differs between machines, and between network namespaces on one machine."""
     try:
-        network = os.stat("/proc/self/ns/net").st_ino
+        network = Path("/proc/self/ns/net").stat().st_ino
     except OSError:
         network = 0
     return f"{platform.node()}/{network}"
@@ -88,14 +88,14 @@ class Board:
                 return
             time.sleep(POLL_S / 10)
 
-    def claim_failure(self, error: DdpMnistError) -> bool:
-        """Posts `error` as the run's failure. True for the first rank to do so."""
-        mine = json.dumps({"rank": self.rank, "message": str(error), "code": error.code})
+    def claim_failure(self, message: str, code: int) -> dict[str, Any] | None:
+        """Posts this rank's error as the run's. None if it is the first, else the first one."""
+        mine = {"rank": self.rank, "message": message, "code": code}
         try:
-            first = self.store.compare_set("failure", "", mine)
+            first = json.loads(self.store.compare_set("failure", "", json.dumps(mine)))
         except RuntimeError:  # rank 0 served the store and is gone: nobody can be asked
-            return True
-        return first.decode() == mine
+            return None
+        return None if first["rank"] == self.rank else first
 
     def failure(self) -> dict[str, Any] | None:
         """The failure that was posted first: rank, message, code. None if there is none."""
@@ -129,19 +129,6 @@ def meet(launch: Launch, timeout_s: float) -> Board:
         PeerError: nobody answers at the main address, or not all came, within `timeout_s`.
         UsageError: the main port is in use, or two processes have the same rank.
     """
-    board = _open_board(launch, timeout_s)
-    if board.store.add(f"taken/{launch.rank}", 1) > 1:
-        raise UsageError(
-            f"--rank {launch.rank}: another process came with this rank;"
-            f" each needs its own, 0 to {launch.world_size - 1}"
-        )
-    board.post(f"here/{launch.rank}", host_id())
-    _wait_for_ranks(board, timeout_s, f"{launch.main_host}:{launch.main_port}", "process")
-    board.hosts = [board.read(f"here/{rank}") for rank in range(launch.world_size)]
-    return board
-
-
-def _open_board(launch: Launch, timeout_s: float) -> Board:
     if launch.world_size == 1 and not launch.agent_store:
         return Board(dist.HashStore(), 0, 1)
     assert launch.main_host is not None and launch.main_port is not None
@@ -152,9 +139,46 @@ def _open_board(launch: Launch, timeout_s: float) -> Board:
         timeout_s=timeout_s,
         who=f"rank {launch.rank} of {launch.world_size}",
     )
-    return Board(
+    board = Board(
         dist.PrefixStore(f"ddp_mnist/{launch.attempt}", store), launch.rank, launch.world_size
     )
+    _gather(board, timeout_s, f"{launch.main_host}:{launch.main_port}", "process")
+    return board
+
+
+def meet_machines(host: str, port: int, rank: int, machines: int, timeout_s: float) -> Board:
+    """`meet` for machines that have started no process yet; machine 0 serves the store."""
+    who = f"machine {rank} of {machines}"
+    store = open_store(host, port, serve=rank == 0, timeout_s=timeout_s, who=who)
+    board = Board(dist.PrefixStore("machines", store), rank, machines)
+    _gather(board, timeout_s, f"{host}:{port}", "machine")
+    return board
+
+
+def check_same(board: Board, facts: dict[str, Any]) -> None:
+    """Compares what every rank believes: configuration, data digest, package versions.
+
+    DDP compares the shapes of the parameters and nothing else.
+
+    Raises:
+        UsageError: names the first fact that differs, its values and their ranks.
+    """
+    board.post(f"facts/{board.rank}", facts)
+
+    def compare() -> str:
+        everyone = [board.read(f"facts/{rank}") for rank in range(board.world_size)]
+        for key in facts:
+            values = [theirs.get(key) for theirs in everyone]
+            odd = [rank for rank, value in enumerate(values) if value != values[0]]
+            if odd:
+                return (
+                    f"{key}: rank 0 has {values[0]}, rank {_some(odd)} has {values[odd[0]]};"
+                    " start every process with the same flags, data and packages"
+                )
+        return ""
+
+    if difference := board.decided_by_rank_0("facts", compare):
+        raise UsageError(difference)
 
 
 def open_store(host: str, port: int, *, serve: bool, timeout_s: float, who: str) -> dist.TCPStore:
@@ -198,7 +222,7 @@ def _wait_for_answer(host: str, port: int, timeout_s: float, who: str) -> None:
                 return
         except OSError as error:
             if time.monotonic() >= deadline:
-                reason = (error.strerror or str(error) or "no answer").lower()
+                reason = (error.strerror or str(error)).lower()
                 raise PeerError(
                     f"{host}:{port}: {who} reached nobody there within {timeout_s:g} s ({reason});"
                     " is rank 0 running, is the address right, is the port open?"
@@ -206,8 +230,14 @@ def _wait_for_answer(host: str, port: int, timeout_s: float, who: str) -> None:
         time.sleep(min(0.2, max(0.0, deadline - time.monotonic())))
 
 
-def _wait_for_ranks(board: Board, timeout_s: float, address: str, unit: str) -> None:
-    """Until every rank posted `here/<rank>`; after `timeout_s`, says who is missing."""
+def _gather(board: Board, timeout_s: float, address: str, unit: str) -> None:
+    """Posts where this rank runs and waits until all have; after `timeout_s` says who has not."""
+    if board.store.add(f"taken/{board.rank}", 1) > 1:
+        raise UsageError(
+            f"{address}: another {unit} came with rank {board.rank} before this one;"
+            f" give each {unit} a rank of its own, 0 to {board.world_size - 1}"
+        )
+    board.post(f"here/{board.rank}", host_id())
     deadline = time.monotonic() + timeout_s
     missing = list(range(board.world_size))
     while missing := [rank for rank in missing if not board.has(f"here/{rank}")]:
@@ -220,6 +250,7 @@ def _wait_for_ranks(board: Board, timeout_s: float, address: str, unit: str) -> 
                 f" missing: rank {_some(missing)}; start them, or check that they use this address"
             )
         time.sleep(POLL_S)
+    board.hosts = [board.read(f"here/{rank}") for rank in range(board.world_size)]
 
 
 def _some(ranks: list[int], most: int = 8) -> str:

@@ -33,6 +33,7 @@ from ddp_mnist.errors import DdpMnistError, FailedElsewhere, PeerError, UsageErr
 from ddp_mnist.launch import CONFIGS, Launch, interface_towards
 from ddp_mnist.rendezvous import Board, meet
 
+PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 COMM_HOOKS = {
     "none": DDPCommunicationHookType.NO,
     "fp16": DDPCommunicationHookType.FP16,
@@ -68,7 +69,6 @@ def start(
     launch: Launch,
     *,
     grad_accum: int = 1,
-    buffers: bool = False,
     full_precision: bool = False,
 ) -> Iterator[World]:
     """Meets the other processes, yields the World, and ends it in order on every path.
@@ -77,7 +77,6 @@ def start(
         flags: the distribution flags.
         launch: this process's place.
         grad_accum: micro-batches per optimizer step.
-        buffers: whether DDP has buffers to keep equal (BatchNorm's running statistics).
         full_precision: compute in the dtype of the weights, whatever flags and launcher say.
 
     Raises:
@@ -92,13 +91,14 @@ def start(
         die_with_parent()
     board = meet(launch, flags.dist_timeout)
     try:
-        local_rank, local_size = place_on_machine(launch, board)
-        threads = set_threads(launch, device, local_size)
+        place = place_on_machine(launch, board)
+        threads = set_threads(launch, device, place.processes_here)
         if backend != "none":
-            check_gpus_suffice(flags, backend, device, local_size)
-            choose_interface(launch, backend)
-            form_group(board, backend, device, local_rank, flags.dist_timeout)
-        tell_accelerate(launch, local_rank, local_size)
+            if backend == "nccl":
+                check_gpus_suffice(place)
+            choose_interface(launch)
+            form_group(board, backend, place, flags.dist_timeout)
+        tell_accelerate(launch, place)
         accelerator = Accelerator(
             cpu=device == "cpu",
             mixed_precision="no" if precision == "fp64" else precision,
@@ -107,7 +107,6 @@ def start(
             kwargs_handlers=[
                 InitProcessGroupKwargs(backend=None if backend == "none" else backend),
                 DistributedDataParallelKwargs(
-                    broadcast_buffers=buffers,
                     gradient_as_bucket_view=True,
                     comm_hook=COMM_HOOKS[flags.comm_hook],
                 ),
@@ -123,14 +122,12 @@ def start(
             threads=threads,
         )
         board.leave()
-    except DdpMnistError as error:
-        traceback.clear_frames(error.__traceback__)
-        raise first_cause(board, error) from error
-    except RuntimeError as error:  # torch.distributed's own errors are RuntimeErrors too
-        traceback.clear_frames(error.__traceback__)
-        if not is_connection_error(error):
+    except BaseException as error:
+        traceback.clear_frames(error.__traceback__)  # they hold the model, and it the group
+        cause = first_cause(board, as_expected(board, error))
+        if cause is error:
             raise
-        raise first_cause(board, peer_error(board, error)) from error
+        raise cause from error
     finally:
         end()
 
@@ -195,19 +192,31 @@ def fp16_on_cpu(flags: Distribution, launch: Launch) -> str:
     )
 
 
-def place_on_machine(launch: Launch, board: Board) -> tuple[int, int]:
-    """Local rank and number of processes on this machine, as told or by comparing hosts."""
+@dataclass(frozen=True)
+class Place:
+    """Where a rank stands among the processes of its machine.
+
+    A launcher's node may be a part of a host: two of them in a rehearsal share its cores.
+    """
+
+    local_rank: int
+    local_world_size: int
+    processes_here: int
+
+
+def place_on_machine(launch: Launch, board: Board) -> Place:
+    """As the launcher told, else by comparing the hosts that the ranks posted."""
     if not board.hosts:
-        return 0, 1
-    same_host = [r for r, host in enumerate(board.hosts) if host == board.hosts[launch.rank]]
-    local_rank, local_size = launch.local_rank, launch.local_world_size
-    return (
-        same_host.index(launch.rank) if local_rank is None else local_rank,
-        len(same_host) if local_size is None else local_size,
+        return Place(0, 1, 1)
+    here = [rank for rank, host in enumerate(board.hosts) if host == board.hosts[launch.rank]]
+    return Place(
+        here.index(launch.rank) if launch.local_rank is None else launch.local_rank,
+        launch.local_world_size or len(here),
+        len(here),
     )
 
 
-def set_threads(launch: Launch, device: str, local_size: int) -> int:
+def set_threads(launch: Launch, device: str, processes_here: int) -> int:
     """Shares this machine's cores among its processes.
 
     A launcher sets OMP_NUM_THREADS=1 of its own accord, which leaves cores idle; a larger number,
@@ -220,21 +229,22 @@ def set_threads(launch: Launch, device: str, local_size: int) -> int:
         cores = len(os.sched_getaffinity(0))
     else:
         cores = os.cpu_count() or 1
-    threads = max(1, cores // local_size) if device == "cpu" else 1
+    threads = max(1, cores // processes_here) if device == "cpu" else 1
     os.environ["OMP_NUM_THREADS"] = str(threads)
     torch.set_num_threads(threads)
     return threads
 
 
-def check_gpus_suffice(flags: Distribution, backend: str, device: str, local_size: int) -> None:
-    if backend == "nccl" and local_size > torch.cuda.device_count():
+def check_gpus_suffice(place: Place) -> None:
+    """Accelerate would let a GPU take two ranks, which NCCL refuses much later."""
+    if place.local_world_size > torch.cuda.device_count():
         raise UsageError(
-            f"{local_size} processes on this machine, but {torch.cuda.device_count()} GPUs: NCCL"
-            " needs one each; start fewer processes, or share a GPU with --backend gloo"
+            f"{place.local_world_size} processes on this machine, but {torch.cuda.device_count()}"
+            " GPUs: NCCL needs one each; start fewer, or share a GPU with --backend gloo"
         )
 
 
-def choose_interface(launch: Launch, backend: str) -> None:
+def choose_interface(launch: Launch) -> None:
     """Tells gloo and NCCL the interface that leads to rank 0; a variable that is set wins."""
     if not (launch.main_host and launch.main_port):
         return
@@ -246,7 +256,7 @@ def choose_interface(launch: Launch, backend: str) -> None:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
 
 
-def form_group(board: Board, backend: str, device: str, local_rank: int, timeout_s: float) -> None:
+def form_group(board: Board, backend: str, place: Place, timeout_s: float) -> None:
     """All ranks have come: opens the connections between them."""
     if dist.is_initialized():
         raise UsageError(
@@ -255,7 +265,7 @@ def form_group(board: Board, backend: str, device: str, local_rank: int, timeout
         )
     options: dict[str, Any] = {}
     if backend == "nccl":
-        options["device_id"] = torch.device("cuda", local_rank)
+        options["device_id"] = torch.device("cuda", place.local_rank)
     dist.init_process_group(
         backend,
         store=dist.PrefixStore("group", board.store),
@@ -266,7 +276,7 @@ def form_group(board: Board, backend: str, device: str, local_rank: int, timeout
     )
 
 
-def tell_accelerate(launch: Launch, local_rank: int, local_size: int) -> None:
+def tell_accelerate(launch: Launch, place: Place) -> None:
     """Accelerate learns from these variables that a group exists, however it was started."""
     if not dist.is_initialized():
         os.environ.pop("LOCAL_RANK", None)  # alone: a stale one would have it look for a group
@@ -274,8 +284,8 @@ def tell_accelerate(launch: Launch, local_rank: int, local_size: int) -> None:
     os.environ.update(
         RANK=str(launch.rank),
         WORLD_SIZE=str(launch.world_size),
-        LOCAL_RANK=str(local_rank),
-        LOCAL_WORLD_SIZE=str(local_size),
+        LOCAL_RANK=str(place.local_rank),
+        LOCAL_WORLD_SIZE=str(place.local_world_size),
         MASTER_ADDR=str(launch.main_host),
         MASTER_PORT=str(launch.main_port),
     )
@@ -295,59 +305,39 @@ def die_with_parent() -> None:
     """A worker whose launcher is killed would train on as an orphan (Linux only)."""
     if not sys.platform.startswith("linux"):
         return
-    PR_SET_PDEATHSIG = 1
     parent = os.getppid()
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:  # it died in between, and the signal will not come
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-def check_same_everywhere(board: Board, facts: dict[str, Any]) -> None:
-    """Compares what every rank believes: configuration, data digest, package versions.
+def as_expected(board: Board, error: BaseException) -> BaseException:
+    """A broken connection as a PeerError that names the lost rank; any other error as it is.
 
-    DDP compares the shapes of the parameters and nothing else.
-
-    Raises:
-        UsageError: names the first fact that differs, its values and their ranks.
+    gloo, NCCL and the store raise RuntimeErrors that only their texts tell apart.
     """
-    board.post(f"facts/{board.rank}", facts)
-
-    def compare() -> str:
-        everyone = [board.read(f"facts/{rank}") for rank in range(board.world_size)]
-        for key in facts:
-            values = [json_facts.get(key) for json_facts in everyone]
-            if any(value != values[0] for value in values):
-                odd = next(rank for rank, value in enumerate(values) if value != values[0])
-                return (
-                    f"{key}: rank 0 has {values[0]}, rank {odd} has {values[odd]};"
-                    " start every process with the same flags, data and packages"
-                )
-        return ""
-
-    if difference := board.decided_by_rank_0("facts", compare):
-        raise UsageError(difference)
-
-
-def is_connection_error(error: RuntimeError) -> bool:
-    """gloo and the store raise plain RuntimeErrors when a connection ends or times out."""
-    text = str(error).lower()
     signs = ("connection", "timed out", "timeout", "gloo", "nccl", "socket", "broken pipe")
-    return any(sign in text for sign in signs)
-
-
-def peer_error(board: Board, error: BaseException) -> PeerError:
-    first_sentence = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+    text = str(error).lower()
+    if not isinstance(error, RuntimeError) or not any(sign in text for sign in signs):
+        return error
     lost = board.silent_ranks()
     who = f"rank {', '.join(map(str, lost))}" if lost else "another rank"
-    return PeerError(
-        f"lost contact with {who} of {board.world_size}: {first_sentence[:200]};"
-        " see that process's own output, then start the run again"
+    peer_error = PeerError(
+        f"lost contact with {who} of {board.world_size} ({str(error).splitlines()[0][:160]});"
+        " see what that process says, then start the run again"
     )
+    peer_error.__cause__ = error
+    return peer_error
 
 
-def first_cause(board: Board, error: DdpMnistError) -> DdpMnistError:
-    """`error` if this rank is the first to fail, else a silent stand-in for the first failure."""
-    if isinstance(error, FailedElsewhere) or board.claim_failure(error):
+def first_cause(board: Board, error: BaseException) -> BaseException:
+    """`error`, marked to be told, if this rank is the first to fail; else a silent stand-in."""
+    if isinstance(error, FailedElsewhere):
         return error
-    failure = board.failure() or {"message": str(error), "code": error.code}
-    return FailedElsewhere(failure["message"], failure["code"])
+    code = error.code if isinstance(error, DdpMnistError) else 1
+    failure = board.claim_failure(str(error) or type(error).__name__, code)
+    if failure is not None:
+        return FailedElsewhere(failure["message"], failure["code"])
+    if isinstance(error, DdpMnistError):
+        error.agreed = True
+    return error

@@ -172,7 +172,9 @@ def read_folder(folder: Path) -> DatasetDict:
     import datasets
 
     if not any(p.is_file() for p in folder.rglob("*")):
-        raise DataError(f"--dataset {folder}: the folder is empty; put parquet or image files there")
+        raise DataError(
+            f"--dataset {folder}: the folder is empty; put parquet or image files there"
+        )
     with quiet_datasets():
         try:
             if (folder / "dataset_dict.json").exists():
@@ -330,8 +332,11 @@ def decode_image(cell: dict[str, Any], converted: set[str], where: str) -> np.nd
         with PIL.Image.open(file) as image:
             if image.mode == "L" and image.size == (28, 28):
                 return np.asarray(image)
-            converted.add(f"{image.width}x{image.height} {image.mode}"
-                          if len(converted) < 3 else "other sizes")
+            converted.add(
+                f"{image.width}x{image.height} {image.mode}"
+                if len(converted) < 3
+                else "other sizes"
+            )
             grey = image.convert("RGBA").convert("L") if image.mode == "P" else image.convert("L")
             return np.asarray(grey.resize((28, 28), PIL.Image.Resampling.BILINEAR))
     except Exception as error:  # Pillow raises OSError, SyntaxError, ValueError and more
@@ -388,7 +393,9 @@ def read_idx_array(file: Path, dimensions: int) -> np.ndarray:
     try:
         raw = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
     except (OSError, EOFError) as error:
-        raise DataError(f"{file}: cannot be unpacked ({innermost(error)}); fetch it again") from error
+        raise DataError(
+            f"{file}: cannot be unpacked ({innermost(error)}); fetch it again"
+        ) from error
     header = 4 + 4 * dimensions
     shape = tuple(int(n) for n in np.frombuffer(raw[4:header], dtype=">u4"))
     if raw[:4] != bytes([0, 0, 8, dimensions]) or len(raw) - header != int(np.prod(shape)):
@@ -411,8 +418,8 @@ def read_digits() -> Decoded:
     pixels, labels = load_digits(return_X_y=True)
     small = pixels.reshape(-1, 8, 8).astype(np.int64)
     large = np.pad(small.repeat(3, axis=1).repeat(3, axis=2), ((0, 0), (3, 3), (3, 3)))
-    total = sum(large[:, dy : dy + 28, dx : dx + 28] for dy in range(3) for dx in range(3))
-    images = (total * 255 // (16 * 9)).astype(np.uint8)
+    shifted = [large[:, dy : dy + 28, dx : dx + 28] for dy in range(3) for dx in range(3)]
+    images = (np.sum(shifted, axis=0) * 255 // (16 * 9)).astype(np.uint8)
     order = np.random.RandomState(0).permutation(len(images))  # frozen by NumPy for all time
     parts = {"train": order[360:], "test": order[:360]}
     return Decoded(

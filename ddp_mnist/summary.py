@@ -40,7 +40,7 @@ def facts(config: TrainConfig, world: World, images: ImageData) -> dict[str, Any
 
 
 def versions() -> dict[str, str]:
-    """Python's and each package's version, read from metadata: importing them would cost seconds."""
+    """Python's and each package's version, from metadata: importing them would cost seconds."""
     found = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -77,14 +77,14 @@ def plan(config: TrainConfig, world: World, images: ImageData, folder: Path | No
     steps, left_out = divmod(train_rows, recipe.batch_size)
     share = recipe.batch_size // size // recipe.grad_accum
     parts = f" x {recipe.grad_accum} parts" if recipe.grad_accum > 1 else ""
-    machines = f"{world.num_machines} machine{'s' if world.num_machines > 1 else ''}"
     lines = {
         "data": f"{images.name}: {train_rows:,} train, {recipe.val_size:,} validation,"
         f" {len(images.test_labels):,} test images, {len(images.classes)} classes",
         "source": "; ".join([images.source, *images.notes]),
-        "processes": f"{size} on {machines}, backend {world.backend}, device"
-        f" {world.accelerator.device}, {world.threads} threads each, precision {world.precision}",
-        "batch": f"{recipe.batch_size} images a step = {size} processes{parts} x {share}",
+        "processes": f"{size} on {count(world.num_machines, 'machine')}, backend {world.backend},"
+        f" device {device(world)}, {count(world.threads, 'thread')} each,"
+        f" precision {world.precision}",
+        "batch": f"{recipe.batch_size} images a step = {count(size, 'process')}{parts} x {share}",
         "steps": f"{recipe.epochs * steps:,} = {recipe.epochs} epochs x {steps:,}; each epoch"
         f" leaves out {left_out} images, others each time",
         "model": f"{recipe.model}, seed {config.run.seed}",
@@ -136,7 +136,7 @@ def summarise(
         "global_batch_size": recipe.batch_size,
         "world_size": world.accelerator.num_processes,
         "num_machines": world.num_machines,
-        "device": str(world.accelerator.device),
+        "device": device(world),
         "backend": world.backend,
         "precision": world.precision,
         "seed": config.run.seed,
@@ -155,7 +155,19 @@ def summarise(
 def last_lines(outcome: dict[str, Any], run: RunFolder) -> str:
     return (
         f"test accuracy {outcome['test_accuracy']:.4f} on {outcome['test_count']:,} images of"
-        f" {outcome['dataset']['name']}, {outcome['world_size']} processes,"
+        f" {outcome['dataset']['name']}, {count(outcome['world_size'], 'process')},"
         f" {outcome['train_seconds']:.1f} s of training\n"
         f"written to {run.path}"
     )
+
+
+def device(world: World) -> str:
+    """cpu or cuda:N; Accelerate numbers the CPU too when there are several processes."""
+    found = world.accelerator.device
+    return "cpu" if found.type == "cpu" else str(found)
+
+
+def count(number: int, noun: str) -> str:
+    """1 process, 2 processes."""
+    ending = "" if number == 1 else "es" if noun.endswith("s") else "s"
+    return f"{number:,} {noun}{ending}"

@@ -16,18 +16,18 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ddp_mnist import data, run_folder, runtime, summary, weights
+from ddp_mnist import data, rendezvous, run_folder, runtime, summary, weights
 from ddp_mnist.augment import affine_table, apply_affine
 from ddp_mnist.config import TrainConfig, resolve_recipe
 from ddp_mnist.errors import DivergedError
 from ddp_mnist.evaluation import evaluate_split, prepare_split
 from ddp_mnist.launch import Launch
-from ddp_mnist.models import HAS_BUFFERS, MODELS
+from ddp_mnist.models import MODELS
 from ddp_mnist.optim import learning_rate, make_optimizer
 from ddp_mnist.run_folder import RunFolder
 from ddp_mnist.runtime import World
-from ddp_mnist.seeding import seed_of
 from ddp_mnist.screen import Screen
+from ddp_mnist.seeding import seed_of
 
 BAD_STEPS_ALLOWED = 3  # losses that are not finite, between two log lines
 
@@ -39,11 +39,8 @@ def train(config: TrainConfig, launch: Launch) -> dict[str, Any]:
         DdpMnistError: every expected failure, see errors.py.
     """
     started = time.monotonic()
-    options = {
-        "grad_accum": config.recipe.grad_accum,
-        "buffers": config.recipe.model in HAS_BUFFERS,
-    }
-    with runtime.start(config.distribution, launch, **options) as world:
+    parts = config.recipe.grad_accum
+    with runtime.start(config.distribution, launch, grad_accum=parts) as world:
         config, images, notes = resolve(config, world)
         screen = Screen(world.accelerator.is_main_process and not config.run.quiet)
         if config.run.dry_run:
@@ -134,7 +131,8 @@ def train_in(
                 line["images_per_second"] = seen / seconds
                 run.append_metrics(step, line)
                 progress = summary.progress_line(line, step, total_steps, recipe.epochs)
-                screen.progress(progress)
+                if step % batches.steps_per_epoch:
+                    screen.progress(progress)
 
         # --- Decide by the validation images, on numbers that all ranks share
         if recipe.val_size:
@@ -203,7 +201,7 @@ def resolve(config: TrainConfig, world: World) -> tuple[TrainConfig, data.ImageD
     size = world.accelerator.num_processes
     recipe = resolve_recipe(config.recipe, len(images.train_labels), size)
     config = TrainConfig(run, recipe, config.distribution)
-    runtime.check_same_everywhere(board, summary.facts(config, world, images))
+    rendezvous.check_same(board, summary.facts(config, world, images))
     return config, images, notes
 
 
@@ -227,8 +225,10 @@ def build_model(config: TrainConfig, world: World, classes: int) -> nn.Module:
         model.double()
     if config.distribution.sync_bn:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    model.to(world.accelerator.device, memory_format=torch.channels_last)
-    return torch.compile(model) if config.distribution.compile else model
+    model.to(world.accelerator.device).to(memory_format=torch.channels_last)
+    if config.distribution.compile:
+        model.compile()
+    return model
 
 
 def throw_away_one_backward(model: nn.Module, rows: data.Rows, batch_size: int) -> None:

@@ -1,0 +1,186 @@
+"""One machine's part of a run over several: `make train-multinode`.
+
+    python -m ddp_mnist.multinode --machine-rank 0 --main-process-ip 192.168.1.201 -- --epochs 2
+
+A bare launcher waits 15 minutes for a missing machine and then does not say which. Here the
+machines meet first, with a deadline, and only then does each start `accelerate launch`. Without
+rank and address, two nodes are rehearsed on this machine, over TCP, each with its own launcher.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+from ddp_mnist.errors import DdpMnistError, UsageError, one_line
+from ddp_mnist.launch import CONFIGS
+
+DEFAULT_PORT = 12345
+
+
+@dataclass(frozen=True)
+class Node:
+    """This machine among the machines of a run."""
+
+    machine_rank: int
+    main_process_ip: str
+    main_process_port: int
+    num_machines: int
+    nproc_per_node: int
+    config: str
+
+    def command(self, arguments: Sequence[str]) -> list[str]:
+        """What starts this machine's processes."""
+        return [
+            *(sys.executable, "-m", "accelerate.commands.launch"),
+            *("--config_file", f"{CONFIGS}/{self.config}.yaml"),
+            *("--num_machines", str(self.num_machines)),
+            *("--num_processes", str(self.num_machines * self.nproc_per_node)),
+            *("--machine_rank", str(self.machine_rank)),
+            *("--main_process_ip", self.main_process_ip),
+            *("--main_process_port", str(self.main_process_port)),
+            *("-m", "ddp_mnist", "train", *arguments),
+        ]
+
+
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    try:
+        code = run(list(sys.argv[1:] if argv is None else argv))
+    except DdpMnistError as error:
+        print(one_line(error), file=sys.stderr, flush=True)
+        code = error.code
+    except KeyboardInterrupt:
+        code = 130
+    sys.exit(code)
+
+
+def run(argv: list[str]) -> int:
+    """The exit code of the rehearsal; a real node becomes its launcher and does not return."""
+    flags, arguments = parse(argv)
+    if bool(flags.machine_rank) != bool(flags.main_process_ip):
+        given, missing = "MACHINE_RANK", "MAIN_PROCESS_IP"
+        if flags.main_process_ip:
+            given, missing = missing, given
+        raise UsageError(
+            f"{given}: needs {missing} beside it, e.g. make train-multinode MACHINE_RANK=0"
+            " MAIN_PROCESS_IP=192.168.1.201; give both, or none to rehearse on this machine"
+        )
+    if not flags.machine_rank:
+        return rehearse(flags, arguments)
+    node = make_node(flags)
+    meet(node, timeout_of(arguments))
+    return os.execv(sys.executable, node.command(arguments))
+
+
+def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Our flags, and after `--` those of train. An empty value, as make passes it, is none."""
+    end = argv.index("--") if "--" in argv else len(argv)
+    ours, train = argv[:end], argv[end + 1 :]
+    parser = argparse.ArgumentParser(prog="python -m ddp_mnist.multinode", description=__doc__)
+    for name in ("machine-rank", "main-process-ip", "main-process-port"):
+        parser.add_argument(f"--{name}", default="")
+    for name in ("num-machines", "nproc-per-node"):
+        parser.add_argument(f"--{name}", default="")
+    return parser.parse_args(ours), train
+
+
+def make_node(flags: argparse.Namespace) -> Node:
+    import torch
+
+    gpus = torch.cuda.device_count()
+    num_machines = whole_number("NUM_MACHINES", flags.num_machines or "2", least=1)
+    rank = whole_number("MACHINE_RANK", flags.machine_rank, least=0)
+    if rank >= num_machines:
+        raise UsageError(
+            f"MACHINE_RANK={rank}: of {num_machines} machines, the ranks are 0 to"
+            f" {num_machines - 1}; set NUM_MACHINES too if there are more"
+        )
+    return Node(
+        machine_rank=rank,
+        main_process_ip=flags.main_process_ip,
+        main_process_port=whole_number(
+            "MAIN_PROCESS_PORT", flags.main_process_port or str(DEFAULT_PORT), least=1, most=65535
+        ),
+        num_machines=num_machines,
+        nproc_per_node=whole_number(
+            "NPROC_PER_NODE", flags.nproc_per_node or str(gpus or 1), least=1
+        ),
+        config="multi_node" if gpus else "multi_node_cpu",
+    )
+
+
+def whole_number(name: str, text: str, *, least: int, most: int = 10**6) -> int:
+    if not text.isdecimal() or not least <= int(text) <= most:
+        raise UsageError(f"{name}={text}: must be a whole number of at least {least}")
+    return int(text)
+
+
+def timeout_of(arguments: list[str]) -> float:
+    """The --dist-timeout among train's flags, or its default; train itself checks the rest."""
+    from ddp_mnist.cli import make_parser
+
+    return make_parser().parse_args(["train", *arguments]).dist_timeout
+
+
+def meet(node: Node, timeout_s: float) -> None:
+    """Returns on every machine once all have come to the main port and agree on their numbers.
+
+    Raises:
+        PeerError: nobody answers there, or not all machines came, within `timeout_s`.
+        UsageError: the port is taken, a rank came twice, or the machines' numbers differ.
+    """
+    from ddp_mnist import rendezvous
+
+    print(
+        f"machine {node.machine_rank} of {node.num_machines}: meeting the others at"
+        f" {node.main_process_ip}:{node.main_process_port} (up to {timeout_s:g} s)",
+        flush=True,
+    )
+    board = rendezvous.meet_machines(
+        node.main_process_ip,
+        node.main_process_port,
+        node.machine_rank,
+        node.num_machines,
+        timeout_s,
+    )
+    rendezvous.check_same(
+        board, {"NPROC_PER_NODE": node.nproc_per_node, "the config": f"{node.config}.yaml"}
+    )
+    board.leave()  # closes the port, which the launcher of machine 0 opens again
+
+
+def rehearse(flags: argparse.Namespace, arguments: list[str]) -> int:
+    """Two launchers on this machine, a machine rank each; the code of the first to fail."""
+    print("REHEARSAL: two nodes on this machine, on its CPU, over TCP", flush=True)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = int(flags.main_process_port or probe.getsockname()[1])
+    per_node = whole_number("NPROC_PER_NODE", flags.nproc_per_node or "1", least=1)
+    nodes = [Node(rank, "127.0.0.1", port, 2, per_node, "multi_node_cpu") for rank in (0, 1)]
+    launchers = []
+    for node in nodes:
+        print(f"node {node.machine_rank}: {' '.join(node.command(arguments)[1:])}", flush=True)
+        launchers.append(subprocess.Popen(node.command(arguments)))
+    try:
+        while True:
+            codes = [launcher.poll() for launcher in launchers]
+            if any(codes) or None not in codes:
+                return next((code for code in codes if code), 0)
+            time.sleep(0.1)
+    finally:
+        for launcher in launchers:
+            if launcher.poll() is None:
+                launcher.terminate()
+        for launcher in launchers:
+            launcher.wait()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""The same training on torch alone, without Accelerate: what `prepare` and `accumulate` stand for.
+
+    torchrun --nproc-per-node 2 -m ddp_mnist.plain_ddp --dataset digits --epochs 2
+
+Same order, same rates, same weights as `ddp_mnist train` (a test compares them); no validation, no
+run folder, no mixed precision. Read it beside train.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from ddp_mnist import data
+from ddp_mnist.config import Recipe, resolve_recipe
+from ddp_mnist.models import MODELS
+from ddp_mnist.optim import learning_rate, make_optimizer
+
+
+def train_plain(
+    images: data.ImageData, recipe: Recipe, seed: int, dtype: torch.dtype
+) -> tuple[nn.Module, float]:
+    """Trains in the process group that stands. Returns the model and its test accuracy."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    gpu = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
+    recipe = resolve_recipe(recipe, len(images.train_labels), world_size)
+    assert recipe.epochs and recipe.batch_size and recipe.val_size is not None
+    numbers, _ = data.split_rows(len(images.train_labels), recipe.val_size)
+    rows = data.Rows(images.train_images, images.train_labels, numbers)
+    batches = data.GlobalBatches(len(rows), recipe.batch_size, seed)
+    share = recipe.batch_size // world_size
+    mine = slice(rank * share, (rank + 1) * share)
+
+    torch.manual_seed(seed)
+    net = MODELS[recipe.model](len(images.classes)).to(device, dtype)
+    net = net.to(memory_format=torch.channels_last)
+    model = nn.parallel.DistributedDataParallel(net, gradient_as_bucket_view=True)
+    optimizer = make_optimizer(model, recipe)
+
+    step, total_steps = 0, recipe.epochs * batches.steps_per_epoch
+    for epoch in range(recipe.epochs):
+        batches.begin(epoch)
+        for batch in batches:
+            inputs, labels, _ = (t.to(device) for t in rows.__getitems__(batch[mine]))
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(step, total_steps, recipe.lr, recipe.warmup)
+            # backward() averages the gradients over the ranks while it computes them
+            F.cross_entropy(
+                model(inputs), labels, label_smoothing=recipe.label_smoothing
+            ).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            step += 1
+
+    with torch.no_grad():  # every rank counts its own rows; the counts are added up, divided once
+        right = torch.zeros(2, dtype=torch.int64, device=device)
+        for start in range(rank, len(images.test_labels), world_size * 1000):
+            part = slice(start, start + world_size * 1000, world_size)
+            hits = net(images.test_images[part].to(device)).argmax(1).cpu()
+            right += torch.tensor([int((hits == images.test_labels[part]).sum()), len(hits)])
+        dist.all_reduce(right)
+    assert right[1] == len(images.test_labels)
+    return net, (right[0] / right[1]).item()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="ddp_mnist.plain_ddp", description=__doc__)
+    parser.add_argument("--dataset", default="mnist")
+    parser.add_argument("--epochs", type=int)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+
+    dist.init_process_group(timeout=timedelta(seconds=300))  # reads RANK, WORLD_SIZE, MASTER_ADDR
+    images = data.load(arguments.dataset)
+    recipe = Recipe(epochs=arguments.epochs)
+    model, accuracy = train_plain(images, recipe, arguments.seed, torch.float32)
+    if dist.get_rank() == 0:
+        print(f"test accuracy {accuracy:.4f} on {len(images.test_labels):,} images")
+    del model
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

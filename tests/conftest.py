@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+LAUNCHER_PREFIXES = ("SLURM_", "ACCELERATE_", "TORCHELASTIC_", "OMPI_", "PMI_", "DDP_MNIST_CACHE")
+LAUNCHER_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def clean_environment(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """No launcher's variables, no network, and a cache and a home of the tests' own."""
+    for name in list(os.environ):
+        if name.startswith(LAUNCHER_PREFIXES) or name in LAUNCHER_NAMES:
+            del os.environ[name]
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    os.environ["DDP_MNIST_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+    os.environ["HF_HOME"] = str(tmp_path_factory.mktemp("huggingface"))
+    os.environ["PYTHONPATH"] = str(Path(__file__).parent.parent)
+
+
+@pytest.fixture(scope="session")
+def mnist() -> Path:
+    """The folder of the real MNIST; tests that need it are skipped where it is not."""
+    beside = Path(__file__).parent.parent.parent / "shared" / "mnist"
+    folder = Path(os.environ.get("DDP_MNIST_TEST_DATA") or beside)
+    if not folder.is_dir():
+        pytest.skip(f"no MNIST in {folder}; set DDP_MNIST_TEST_DATA to a folder that holds it")
+    return folder

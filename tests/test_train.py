@@ -1,0 +1,239 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from ddp_mnist import run_folder
+from ddp_mnist.config import Distribution, Recipe, Run, TrainConfig
+from tests.training import (
+    Seen,
+    just_train,
+    largest_difference,
+    proof_config,
+    train_and_watch,
+    weights_of,
+)
+from tests.worlds import World, run_world
+
+STEPS = 45
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Seen]:
+    """The run that all others are compared with."""
+    folder = tmp_path_factory.mktemp("one")
+    [seen] = run_world(1, train_and_watch, proof_config(), folder=folder)
+    return folder / "run", seen
+
+
+def per_step(ranks: list[Seen], parts: int = 1) -> list[list[int]]:
+    """The image numbers of each step over all ranks, sorted."""
+    micro = [[n for seen in ranks for n in seen.numbers[i]] for i in range(len(ranks[0].numbers))]
+    return [sorted(sum(micro[i : i + parts], [])) for i in range(0, len(micro), parts)]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_n_processes_equal_one(size: int, one_process: tuple[Path, Seen], tmp_path: Path) -> None:
+    reference, alone = one_process
+    ranks = run_world(size, train_and_watch, proof_config(), folder=tmp_path)
+    assert per_step(ranks) == per_step([alone])
+    assert len(alone.numbers) == STEPS
+    assert all(seen.rates == alone.rates for seen in ranks)
+    assert largest_difference(weights_of(tmp_path / "run"), weights_of(reference)) < 1e-9
+    assert ranks[0].summary["world_size"] == size
+    assert ranks[0].summary["backend"] == "gloo"
+    assert ranks[0].summary["confusion"] == alone.summary["confusion"]
+    assert [seen.summary["test_count"] for seen in ranks] == [360] * size
+
+
+def test_training_changes_every_tensor(one_process: tuple[Path, Seen]) -> None:
+    from ddp_mnist.models import CNN
+
+    torch.manual_seed(0)
+    start = {name: tensor.double() for name, tensor in CNN(10).state_dict().items()}
+    trained = weights_of(one_process[0])
+    changed = {name: (trained[name] - start[name]).abs().max().item() for name in start}
+    assert min(changed.values()) > 1e-3, changed
+
+
+def test_the_rate_rises_and_falls(one_process: tuple[Path, Seen]) -> None:
+    rates = one_process[1].rates
+    assert len(rates) == STEPS
+    assert max(rates) == pytest.approx(0.01, rel=0.03)
+    assert rates[0] == pytest.approx(0.01 / (0.15 * STEPS))
+    assert rates[-1] == pytest.approx(0.01 / (0.85 * STEPS))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_accumulation_changes_no_result(
+    size: int, one_process: tuple[Path, Seen], tmp_path: Path
+) -> None:
+    reference, alone = one_process
+    ranks = run_world(size, train_and_watch, proof_config(grad_accum=3), folder=tmp_path)
+    assert per_step(ranks, parts=3) == per_step([alone])
+    assert ranks[0].summary["steps"] == STEPS
+    assert ranks[0].rates[::3] == alone.rates
+    assert largest_difference(weights_of(tmp_path / "run"), weights_of(reference)) < 1e-9
+
+
+def test_augmentation_and_clipping_on_two_processes_equal_one(tmp_path: Path) -> None:
+    config = proof_config(augment=True, max_grad_norm=0.5, epochs=2)
+    for size in (1, 2):
+        (tmp_path / str(size)).mkdir()
+        run_world(size, just_train, config, folder=tmp_path / str(size))
+    one, two = (weights_of(tmp_path / str(size) / "run") for size in (1, 2))
+    assert largest_difference(two, one) < 1e-9
+    # both had an effect
+    (tmp_path / "plain").mkdir()
+    run_world(1, just_train, proof_config(epochs=2), folder=tmp_path / "plain")
+    assert largest_difference(weights_of(tmp_path / "plain" / "run"), one) > 1e-2
+
+
+def test_fp32_after_one_step_on_two_processes_is_near_one(tmp_path: Path) -> None:
+    states = []
+    for size in (1, 2):
+        (tmp_path / str(size)).mkdir()
+        config = TrainConfig(
+            Run(dataset="digits", run_dir="run", quiet=True),
+            # one batch is the whole epoch
+            Recipe(epochs=1, batch_size=1150 // 2 * 2, lr=1e-3, warmup=0),
+            Distribution(cpu=True, mixed_precision="no"),
+        )
+        ranks = run_world(size, just_train, config, folder=tmp_path / str(size))
+        assert ranks[0]["steps"] == 1
+        states.append(weights_of(tmp_path / str(size) / "run"))
+    assert largest_difference(states[1], states[0]) < 1e-5
+
+
+def test_run_folder_of_a_finished_run(one_process: tuple[Path, Seen]) -> None:
+    run, seen = one_process
+    names = {path.name for path in run.iterdir()}
+    assert names == {
+        "config.json",
+        "metrics.jsonl",
+        "model.safetensors",
+        "status.json",
+        "summary.json",
+    }
+    summary = run_folder.read_json(run / "summary.json")
+    assert summary == seen.summary
+    required = (
+        "test_accuracy test_loss test_count confusion val_accuracy epochs steps skipped_steps"
+        " resumed_from global_batch_size world_size num_machines device backend precision seed"
+        " train_seconds total_seconds images_per_second dataset versions git outcome"
+    )
+    assert set(required.split()) <= summary.keys()
+    assert summary["precision"] == "fp64"
+    assert summary["device"] == "cpu"
+    assert summary["test_count"] == 360 == sum(map(sum, summary["confusion"]))
+    right = sum(summary["confusion"][c][c] for c in range(10))
+    assert summary["test_accuracy"] == right / 360
+    assert summary["dataset"]["name"] == "digits"
+    assert (summary["dataset"]["train_rows"], summary["dataset"]["test_rows"]) == (1437, 360)
+
+    status = run_folder.read_json(run / "status.json")
+    expected = {"state": "finished", "exit_code": 0, "phase": "done", "step": STEPS, "error": None}
+    assert status == expected
+
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "loss" in line]
+    assert [line["step"] for line in steps] == list(range(1, STEPS + 1))
+    assert [line["lr"] for line in steps] == seen.rates
+    validations = [line for line in lines if "val_accuracy" in line]
+    assert [line["step"] for line in validations] == [15, 30, 45]
+    assert validations[-1]["val_accuracy"] == summary["val_accuracy"]
+    config = run_folder.read_json(run / "config.json")
+    assert config["recipe"]["batch_size"] == 72
+    assert config["recipe"]["val_size"] == 287
+
+
+def test_the_logged_loss_is_that_of_all_processes(
+    one_process: tuple[Path, Seen], tmp_path: Path
+) -> None:
+    run_world(2, just_train, proof_config(), folder=tmp_path)
+
+    def losses(run: Path) -> list[float]:
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        return [line["loss"] for line in lines if "loss" in line]
+
+    assert losses(tmp_path / "run") == pytest.approx(losses(one_process[0]), rel=1e-9)
+
+
+def test_stops_at_the_target_accuracy_on_all_ranks(tmp_path: Path) -> None:
+    config = proof_config(epochs=20, target_accuracy=0.5)
+    ranks = run_world(2, just_train, config, folder=tmp_path)
+    assert ranks[0]["stopped_by"] == "--target-accuracy"
+    assert ranks[0]["epochs"] == ranks[1]["epochs"] < 20
+    assert ranks[0]["val_accuracy"] >= 0.5
+
+
+def test_patience_keeps_the_best_weights(tmp_path: Path) -> None:
+    # a rate so high that later epochs get worse
+    config = proof_config(epochs=40, patience=2, lr=0.05, warmup=0.9)
+    [summary] = run_world(1, just_train, config, folder=tmp_path)
+    assert summary["stopped_by"] == "--patience"
+    lines = [json.loads(x) for x in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    accuracies = [line["val_accuracy"] for line in lines if "val_accuracy" in line]
+    best = accuracies.index(max(accuracies))
+    assert len(accuracies) == best + 3
+    assert summary["val_accuracy"] == max(accuracies)
+    from ddp_mnist.config import Distribution
+    from ddp_mnist.evaluate_run import evaluate_run
+    from ddp_mnist.launch import Launch
+
+    again = evaluate_run(str(tmp_path / "run"), "validation", Distribution(cpu=True), Launch())
+    assert again is not None
+    assert again["accuracy"] == max(accuracies)
+
+
+def test_divergence_ends_with_code_7_on_every_rank(tmp_path: Path) -> None:
+    config = proof_config(lr=99.0, warmup=0.0, model="mlp", weight_decay=10.0, epochs=30)
+    outcomes = World(2, just_train, config, folder=tmp_path).outcomes()
+    assert {getattr(error, "code", error) for error in outcomes} == {7}
+    told = [error for error in outcomes if error.agreed]
+    assert len(told) == 1
+    assert str(told[0]).startswith("--lr 99: ")
+    status = run_folder.read_json(tmp_path / "run" / "status.json")
+    assert (status["state"], status["exit_code"]) == ("failed", 7)
+    assert not (tmp_path / "run" / "model.safetensors").exists()
+
+
+def test_dry_run_says_all_and_writes_nothing(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = TrainConfig(
+        Run(dataset="digits", dry_run=True), Recipe(), Distribution(cpu=True, mixed_precision="no")
+    )
+    run_world(2, just_train, config, folder=tmp_path)
+    shown = capfd.readouterr().out
+    assert list(tmp_path.iterdir()) == []
+    for part in (
+        "digits: 1,150 train, 287 validation, 360 test images",
+        "2 on 1 machine, backend gloo, device cpu",
+        "precision no",
+        "72 images a step = 2 processes x 36",
+        "300 = 20 epochs x 15",
+        "leaves out 70 images",
+    ):
+        assert part in shown
+
+
+def test_ranks_that_differ_are_refused_before_the_first_step(tmp_path: Path) -> None:
+    outcomes = World(3, _train_with_own_seed, folder=tmp_path).outcomes()
+    assert {error.code for error in outcomes} == {2}
+    [told] = [error for error in outcomes if error.agreed]
+    assert str(told).startswith("--seed: rank 0 has 0, rank 2 has 5; ")
+    assert not (tmp_path / "run").exists()
+
+
+def _train_with_own_seed() -> None:
+    import dataclasses
+    import os
+
+    config = proof_config()
+    if os.environ["RANK"] == "2":
+        config = dataclasses.replace(config, run=dataclasses.replace(config.run, seed=5))
+    just_train(config)

@@ -1,0 +1,76 @@
+"""Runs of the real trainer inside a world, with what each step saw and used."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ddp_mnist import data, run_folder
+from ddp_mnist.config import Distribution, Recipe, Run, TrainConfig
+from ddp_mnist.launch import find_launch
+
+PROOF = {"epochs": 3, "batch_size": 72}  # 45 steps of digits; 1, 2 and 3 processes divide 72
+
+
+def proof_config(run_dir: str = "run", **recipe: Any) -> TrainConfig:
+    """float64 on the digits, a log line at every step."""
+    return TrainConfig(
+        Run(dataset="digits", run_dir=run_dir, log_every=1, quiet=True),
+        Recipe(**{**PROOF, **recipe}),
+        Distribution(cpu=True, mixed_precision="fp64", dist_timeout=30),
+    )
+
+
+@dataclass
+class Seen:
+    """One rank's part of a run: numbers of the images per micro-batch, and the rates."""
+
+    summary: dict[str, Any]
+    numbers: list[list[int]]
+    rates: list[float]
+
+
+def train_and_watch(config: TrainConfig) -> Seen:
+    """The trainer as it is; its loader and its rate are watched from outside."""
+    from ddp_mnist import train
+
+    numbers: list[list[int]] = []
+    rates: list[float] = []
+    fetch, rate_of = data.Rows.__getitems__, train.learning_rate
+
+    def watched_fetch(rows: data.Rows, chosen: Any) -> Any:
+        batch = fetch(rows, chosen)
+        if len(rows) > 1000:  # the train rows, not those of an evaluation
+            numbers.append(batch[2].tolist())
+        return batch
+
+    def watched_rate(*args: Any) -> float:
+        rates.append(rate_of(*args))
+        return rates[-1]
+
+    data.Rows.__getitems__ = watched_fetch  # type: ignore[method-assign]
+    train.learning_rate = watched_rate
+    summary = train.train(config, find_launch(config.distribution))
+    return Seen(summary, numbers[1:], rates)  # the first batch is that of the warm-up
+
+
+def just_train(config: TrainConfig) -> dict[str, Any]:
+    from ddp_mnist.train import train
+
+    return train(config, find_launch(config.distribution))
+
+
+def weights_of(run: Path) -> dict[str, Any]:
+    """The tensors of a run folder."""
+    from safetensors.torch import load_file
+
+    return load_file(run / run_folder.MODEL)
+
+
+def largest_difference(a: dict[str, Any], b: dict[str, Any]) -> float:
+    """Largest |a - b| of any element, relative to the largest |b| of its tensor."""
+    assert a.keys() == b.keys()
+    return max(
+        ((a[k].double() - b[k].double()).abs().max() / b[k].double().abs().max()).item() for k in a
+    )
