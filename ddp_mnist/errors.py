@@ -64,7 +64,7 @@ class DivergedError(DdpMnistError):
 class FailedElsewhere(DdpMnistError):  # not an error of this rank's
     """Another rank failed first and says so; this one ends with the same code and says nothing."""
 
-    def __init__(self, message: str, code: int) -> None:
+    def __init__(self, message: str, code: int = 6) -> None:
         super().__init__(message)
         self.code = code
 

@@ -222,14 +222,11 @@ def set_threads(launch: Launch, device: str, processes_here: int) -> int:
     A launcher sets OMP_NUM_THREADS=1 of its own accord, which leaves cores idle; a larger number,
     or one set without a launcher, was meant and stays.
     """
-    told = int(os.environ.get("OMP_NUM_THREADS") or 0)
-    if told > 1 or (told == 1 and not launch.child_of_launcher):
-        return torch.get_num_threads()
-    if hasattr(os, "sched_getaffinity"):
-        cores = len(os.sched_getaffinity(0))
-    else:
-        cores = os.cpu_count() or 1
-    threads = max(1, cores // processes_here) if device == "cpu" else 1
+    threads = int(os.environ.get("OMP_NUM_THREADS") or 0)
+    if threads < 1 or (threads == 1 and launch.child_of_launcher):
+        can_tell = hasattr(os, "sched_getaffinity")
+        cores = len(os.sched_getaffinity(0)) if can_tell else os.cpu_count() or 1
+        threads = max(1, cores // processes_here) if device == "cpu" else 1
     os.environ["OMP_NUM_THREADS"] = str(threads)
     torch.set_num_threads(threads)
     return threads

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,3 +76,10 @@ def largest_difference(a: dict[str, Any], b: dict[str, Any]) -> float:
     return max(
         ((a[k].double() - b[k].double()).abs().max() / b[k].double().abs().max()).item() for k in a
     )
+
+
+def what_it_says(config: TrainConfig) -> str:
+    """What this rank prints on stdout."""
+    with contextlib.redirect_stdout(io.StringIO()) as screen:
+        just_train(config)
+    return screen.getvalue()
