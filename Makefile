@@ -33,8 +33,20 @@ help: ## List the targets
 
 venv: $(READY) ## Make .venv with the pinned versions (about 5 GB on Linux, a few minutes)
 
+# A set-up that failed half-way has no .ready: it says where it failed, the next make goes on.
+# The import at the end finds a torch of another release than torchvision's, which pip lets pass.
 $(VENV)/.ready: pyproject.toml constraints.txt
-	@PYTHON="$(PYTHON)" VENV="$(VENV)" sh tools/make_venv.sh
+	@fail() { echo "make venv: $$1" >&2; exit 1; }; \
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
+	fail "$(PYTHON) is missing or older than Python 3.11; name one: make PYTHON=python3.12"; \
+	$(PY) -c '' 2>/dev/null || $(PYTHON) -m venv --clear $(VENV) || \
+	fail "$(PYTHON) -m venv failed; on Debian and Ubuntu: apt install python3-venv"; \
+	echo "setting up $(VENV) with the versions of constraints.txt (5 GB on Linux, minutes)"; \
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]' || \
+	fail "pip failed (see above); check network and disk space, then make again"; \
+	$(PY) -c 'import torch, torchvision' || \
+	fail "torch and torchvision do not fit together (see above); make clean, then make again"; \
+	touch $@
 
 train: $(READY) ## Train with the best set-up of this machine: its GPUs, else two CPU processes
 	@gpus=$$($(PY) -c 'import torch; print(torch.cuda.device_count())') && \

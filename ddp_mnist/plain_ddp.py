@@ -63,11 +63,14 @@ def train_plain(
         right = torch.zeros(2, dtype=torch.int64, device=device)
         for start in range(rank, len(images.test_labels), world_size * 1000):
             part = slice(start, start + world_size * 1000, world_size)
-            hits = net(images.test_images[part].to(device)).argmax(1).cpu()
-            right += torch.tensor([int((hits == images.test_labels[part]).sum()), len(hits)])
+            labels = images.test_labels[part].to(device)
+            predictions = net(images.test_images[part].to(device)).argmax(1)
+            right[0] += (predictions == labels).sum()
+            right[1] += len(labels)
         dist.all_reduce(right)
-    assert right[1] == len(images.test_labels)
-    return net, (right[0] / right[1]).item()
+    hits, seen = right.tolist()
+    assert seen == len(images.test_labels)
+    return net, hits / seen
 
 
 def main() -> None:

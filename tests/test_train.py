@@ -49,8 +49,11 @@ def metrics_lines(run: Path) -> list[dict[str, Any]]:
 
 def per_step(ranks: list[Seen], parts: int = 1) -> list[list[int]]:
     """The image numbers of each step over all ranks, sorted."""
-    micro = [[n for seen in ranks for n in seen.numbers[i]] for i in range(len(ranks[0].numbers))]
-    return [sorted(sum(micro[i : i + parts], [])) for i in range(0, len(micro), parts)]
+    batches = len(ranks[0].numbers)
+    return [
+        sorted(n for seen in ranks for part in seen.numbers[i : i + parts] for n in part)
+        for i in range(0, batches, parts)
+    ]
 
 
 @pytest.mark.parametrize("size", [2, 3])

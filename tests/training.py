@@ -51,7 +51,7 @@ def train_and_watch(config: TrainConfig) -> Seen:
         rates.append(rate_of(*args))
         return rates[-1]
 
-    data.Rows.__getitems__ = watched_fetch  # type: ignore[method-assign]
+    data.Rows.__getitems__ = watched_fetch
     train.learning_rate = watched_rate
     summary = train.train(config, find_launch(config.distribution))
     return Seen(summary, numbers[1:], rates)  # the first batch is that of the warm-up

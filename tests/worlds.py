@@ -112,6 +112,8 @@ class World:
         return outcomes
 
 
-def run_world(size: int, function: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
+def run_world(
+    size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 120, **options: Any
+) -> list[Any]:
     """What `function` returned on each of `size` processes."""
-    return World(size, function, *args, **options).results()
+    return World(size, function, *args, **options).results(timeout_s)

@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ddp_mnist import data
+from ddp_mnist.config import Recipe
+from tests.training import PROOF, just_train, largest_difference, proof_config, weights_of
+from tests.worlds import run_world
+
+
+def train_plainly() -> tuple[dict[str, Any], float]:
+    """The plain loop in float64; MASTER_ADDR and the rest are set by the world."""
+    import torch.distributed as dist
+
+    from ddp_mnist.plain_ddp import train_plain
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    model, accuracy = train_plain(data.load("digits"), Recipe(**PROOF), 0, torch.float64)
+    dist.destroy_process_group()
+    return {name: tensor.numpy() for name, tensor in model.state_dict().items()}, accuracy
+
+
+def test_the_trainer_equals_the_plain_loop(tmp_path: Path) -> None:
+    [trained, _] = run_world(2, just_train, proof_config(), folder=tmp_path)
+    plain = run_world(2, train_plainly, folder=tmp_path)
+    for weights, accuracy in plain:
+        tensors = {name: torch.from_numpy(array) for name, array in weights.items()}
+        assert largest_difference(weights_of(tmp_path / "run"), tensors) < 1e-9
+        assert accuracy == trained["test_accuracy"]
