@@ -42,12 +42,7 @@ class Hosts:
             for index, name in enumerate(self.names):
                 outside = f"{self.bridge}p{index}"
                 run("ip", "netns", "add", name)
-                run(
-                    *["ip", "link", "add"],
-                    outside,
-                    *["type", "veth", "peer", "name", "eth0", "netns"],
-                    name,
-                )
+                run("ip", "link", "add", outside, "type", "veth", "peer", "eth0", "netns", name)
                 run("ip", "link", "set", outside, "master", self.bridge, "up")
                 inside = ["ip", "-n", name]
                 run(*inside, "link", "set", "lo", "up")
