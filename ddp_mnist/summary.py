@@ -95,7 +95,7 @@ def plan(config: TrainConfig, world: World, images: ImageData, folder: Path | No
 
 def progress_line(line: dict[str, Any], step: int, total_steps: int, epochs: int) -> str:
     return (
-        f"epoch {line['epoch'] + 1}/{epochs}  step {step:>{len(str(total_steps))}}/{total_steps}"
+        f"epoch {line['epoch'] + 1:>{len(str(epochs))}}/{epochs}  step {step:>{len(str(total_steps))}}/{total_steps}"
         f"  loss {line['loss']:.4f}  rate {line['lr']:.5f}"
         f"  {line['images_per_second']:,.0f} images/s"
     )

@@ -144,7 +144,7 @@ def test_gpu_configs_without_a_gpu(config: str, instead: str, tmp_path: Path) ->
     """No two lone trainers: one line that names the config to use."""
     hidden = {"CUDA_VISIBLE_DEVICES": "-1"}
     here = ["--num_processes", "2", "--main_process_ip", "127.0.0.1", "--main_process_port"]
-    nodes = [[]]
+    nodes: list[list[str]] = [[]]
     if config == "multi_node.yaml":
         port = str(free_port())
         nodes = [[*here, port, "--machine_rank", rank] for rank in ("0", "1")]

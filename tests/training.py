@@ -7,12 +7,13 @@ import io
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from ddp_mnist import data, run_folder
 from ddp_mnist.config import Distribution, Recipe, Run, TrainConfig
 from ddp_mnist.launch import find_launch
 
-PROOF = {"epochs": 3, "batch_size": 72}  # 45 steps of digits; 1, 2 and 3 processes divide 72
+PROOF: dict[str, Any] = {"epochs": 3, "batch_size": 72}  # 45 steps of digits; 1, 2 and 3 processes divide 72
 
 
 def proof_config(run_dir: str = "run", **recipe: Any) -> TrainConfig:
@@ -51,9 +52,11 @@ def train_and_watch(config: TrainConfig) -> Seen:
         rates.append(rate_of(*args))
         return rates[-1]
 
-    data.Rows.__getitems__ = watched_fetch
-    train.learning_rate = watched_rate
-    summary = train.train(config, find_launch(config.distribution))
+    with (
+        patch.object(data.Rows, "__getitems__", watched_fetch),
+        patch.object(train, "learning_rate", watched_rate),
+    ):
+        summary = train.train(config, find_launch(config.distribution))
     return Seen(summary, numbers[1:], rates)  # the first batch is that of the warm-up
 
 
