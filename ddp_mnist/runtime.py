@@ -11,6 +11,7 @@ import gc
 import os
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -53,6 +54,7 @@ class World:
         precision: what is in effect: no, fp16, bf16 or fp64.
         num_machines: how many hosts take part.
         threads: CPU threads of this process.
+        started: time.monotonic() when this process began to look for the others.
     """
 
     accelerator: Accelerator
@@ -61,6 +63,7 @@ class World:
     precision: str
     num_machines: int
     threads: int
+    started: float
 
 
 @contextlib.contextmanager
@@ -84,6 +87,7 @@ def start(
         PeerError: another process did not come, was lost, or did not answer in time.
         FailedElsewhere: another rank failed first.
     """
+    started = time.monotonic()
     device = choose_device(flags)
     precision = "no" if full_precision else precision_in_effect(flags, launch, device)
     backend = choose_backend(flags, launch, device)
@@ -120,6 +124,7 @@ def start(
             precision=precision,
             num_machines=launch.num_machines or len(set(board.hosts)),
             threads=threads,
+            started=started,
         )
         board.leave()
     except BaseException as error:

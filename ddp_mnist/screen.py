@@ -21,7 +21,7 @@ class Screen:
         self.speaks = speaks
         self._last = time.monotonic()
 
-    def progress(self, line: str) -> None:
+    def now_and_then(self, line: str) -> None:
         """`say`, but not more often than a person reads."""
         if time.monotonic() - self._last >= SECONDS_BETWEEN:
             self.say(line)

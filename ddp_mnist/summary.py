@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import platform
 import subprocess
+import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 from ddp_mnist.config import TrainConfig, flag_name
 from ddp_mnist.data import ImageData
 from ddp_mnist.evaluation import Metrics
+from ddp_mnist.progress import Progress
 from ddp_mnist.run_folder import RunFolder
 from ddp_mnist.runtime import World
 
@@ -90,61 +92,48 @@ def plan(config: TrainConfig, world: World, images: ImageData, folder: Path | No
         "model": f"{recipe.model}, seed {config.run.seed}",
         "writes": str(folder) if folder else "nothing (--dry-run)",
     }
-    return "\n".join(f"{name:<10} {text}" for name, text in lines.items())
+    plan = [f"{name:<10} {text}" for name, text in lines.items()]
+    return "\n".join([*images.warnings, *plan])
 
 
 def progress_line(line: dict[str, Any], step: int, total_steps: int, epochs: int) -> str:
+    epoch = str(line["epoch"] + 1).rjust(len(str(epochs)))
+    done = str(step).rjust(len(str(total_steps)))
     return (
-        f"epoch {line['epoch'] + 1:>{len(str(epochs))}}/{epochs}  step {step:>{len(str(total_steps))}}/{total_steps}"
+        f"epoch {epoch}/{epochs}  step {done}/{total_steps}"
         f"  loss {line['loss']:.4f}  rate {line['lr']:.5f}"
         f"  {line['images_per_second']:,.0f} images/s"
     )
 
 
 def summarise(
-    config: TrainConfig,
-    world: World,
-    images: ImageData,
-    *,
-    test: Metrics,
-    val_accuracy: float | None,
-    stopped_by: str | None,
-    epochs: int,
-    steps: int,
-    skipped_steps: int,
-    notes: list[str],
-    train_seconds: float,
-    total_seconds: float,
+    config: TrainConfig, world: World, images: ImageData, progress: Progress, test: Metrics
 ) -> dict[str, Any]:
-    """summary.json: the result, and all that is needed to judge it.
-
-    Seconds are wall-clock; train_seconds is the time in training steps, without validation.
-    """
-    recipe = config.recipe
-    assert recipe.batch_size
+    """summary.json: the result, and all that is needed to judge it. Seconds are wall-clock."""
+    batch_size, seconds = config.recipe.batch_size or 0, progress.train_seconds
     return {
         "outcome": "finished",
-        "stopped_by": stopped_by,
+        "stopped_by": progress.stopped_by,
         "test_accuracy": test.accuracy,
         "test_loss": test.loss,
         "test_count": test.count,
-        "val_accuracy": val_accuracy,
-        "epochs": epochs,
-        "steps": steps,
-        "skipped_steps": skipped_steps,
+        "val_accuracy": progress.val_accuracy,
+        "epochs": progress.epoch,
+        "steps": progress.step,
+        "skipped_steps": progress.skipped_steps,
         "resumed_from": [],
-        "global_batch_size": recipe.batch_size,
+        "global_batch_size": batch_size,
         "world_size": world.accelerator.num_processes,
         "num_machines": world.num_machines,
         "device": device(world),
         "backend": world.backend,
         "precision": world.precision,
         "seed": config.run.seed,
-        "train_seconds": round(train_seconds, 3),
-        "total_seconds": round(total_seconds, 3),
-        "images_per_second": round(steps * recipe.batch_size / max(train_seconds, 1e-9), 1),
+        "train_seconds": round(seconds, 3),
+        "total_seconds": round(time.monotonic() - world.started, 3),
+        "images_per_second": round(progress.step * batch_size / max(seconds, 1e-9), 1),
         "dataset": images.describe(),
-        "notes": [*notes, *images.notes, *images.warnings],
+        "notes": [*images.warnings, *images.notes],
         "class_accuracy": test.class_accuracy,
         "confusion": test.confusion,
         "versions": versions(),

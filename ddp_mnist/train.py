@@ -24,47 +24,41 @@ from ddp_mnist.evaluation import evaluate_split, prepare_split
 from ddp_mnist.launch import Launch
 from ddp_mnist.models import MODELS
 from ddp_mnist.optim import learning_rate, make_optimizer
+from ddp_mnist.progress import Progress
 from ddp_mnist.run_folder import RunFolder
 from ddp_mnist.runtime import World
 from ddp_mnist.screen import Screen
 from ddp_mnist.seeding import seed_of
 
-BAD_STEPS_ALLOWED = 3  # losses that are not finite, between two log lines
+BAD_STEPS_ALLOWED = 3  # losses that are not finite, over all ranks, between two log lines
 
 
 def train(config: TrainConfig, launch: Launch) -> dict[str, Any]:
-    """One rank's part of a run. Returns the summary on rank 0, {} on the others.
+    """One rank's part of a run. Returns the summary; {} of a dry run.
 
     Raises:
         DdpMnistError: every expected failure, see errors.py.
     """
-    started = time.monotonic()
     parts = config.recipe.grad_accum
     with runtime.start(config.distribution, launch, grad_accum=parts) as world:
-        config, images, notes = resolve(config, world)
+        config, images = resolve(config, world)
         screen = Screen(world.accelerator.is_main_process and not config.run.quiet)
         if config.run.dry_run:
             screen.say(summary.plan(config, world, images, None))
             return {}
         run = open_run_folder(config, world, images)
         with run.told_how_it_ended():
-            return train_in(run, screen, config, world, images, notes, started)
+            return train_in(run, config, world, images, screen)
 
 
 def train_in(
-    run: RunFolder,
-    screen: Screen,
-    config: TrainConfig,
-    world: World,
-    images: data.ImageData,
-    notes: list[str],
-    started: float,
+    run: RunFolder, config: TrainConfig, world: World, images: data.ImageData, screen: Screen
 ) -> dict[str, Any]:
     """The story: data, model, loop, validation, test."""
     accelerator, recipe, seed = world.accelerator, config.recipe, config.run.seed
     assert recipe.epochs and recipe.batch_size and recipe.val_size is not None
     device, classes = accelerator.device, len(images.classes)
-    screen.say("\n".join([*notes, summary.plan(config, world, images, run.path)]))
+    screen.say(summary.plan(config, world, images, run.path))
 
     # --- Data: global batches, the same on every rank, which Accelerate deals out
     train_numbers, val_numbers = data.split_rows(len(images.train_labels), recipe.val_size)
@@ -84,19 +78,17 @@ def train_in(
     throw_away_one_backward(model, train_rows, recipe.batch_size // accelerator.num_processes)
 
     # --- Train
-    step = skipped_steps = bad_steps = 0
-    train_seconds, clock = 0.0, time.monotonic()
-    best_accuracy, best_epoch, best_weights = -1.0, 0, None
-    val_accuracy = stopped_by = None
+    progress, best_weights = Progress(), None
     sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss_sum, seen, bad_steps
     for epoch in range(recipe.epochs):
-        run.status(phase="training", step=step)
+        run.status(phase="training", step=progress.step)
         model.train()
         batches.begin(epoch)
         table = affine_table(len(train_rows), seed, epoch).to(device) if recipe.augment else None
+        clock = time.monotonic()
         for inputs, labels, numbers in loader:
-            torch.manual_seed(seed_of("step", seed, step, accelerator.process_index))
-            rate = learning_rate(step, total_steps, recipe.lr, recipe.warmup)
+            torch.manual_seed(seed_of("step", seed, progress.step, accelerator.process_index))
+            rate = learning_rate(progress.step, total_steps, recipe.lr, recipe.warmup)
             for group in optimizer.param_groups:
                 group["lr"] = rate
             if table is not None:
@@ -112,81 +104,57 @@ def train_in(
                 optimizer.zero_grad()
             sums += step_sums(loss.detach(), len(labels))
             if not accelerator.sync_gradients:
-                continue  # a part of a step
-            step += 1
-            skipped_steps += accelerator.optimizer_step_was_skipped
+                continue  # only a part of a step
+            progress.step += 1
+            progress.skipped_steps += accelerator.optimizer_step_was_skipped
 
             # --- Now and then all ranks add up what they saw: the loop's one synchronisation
-            if step % config.run.log_every == 0 or step % batches.steps_per_epoch == 0:
+            end_of_epoch = progress.step % batches.steps_per_epoch == 0
+            if progress.step % config.run.log_every == 0 or end_of_epoch:
                 loss_sum, seen, bad_steps = accelerator.reduce(sums).tolist()
                 sums.zero_()
-                if bad_steps > BAD_STEPS_ALLOWED * accelerator.num_processes:
-                    raise DivergedError(
-                        f"--lr {recipe.lr:g}: by step {step} the loss is not a finite number any"
-                        " more; use a lower rate, or --max-grad-norm 1"
-                    )
+                refuse_divergence(bad_steps, progress.step, config)
                 seconds, clock = time.monotonic() - clock, time.monotonic()
-                train_seconds += seconds
+                progress.train_seconds += seconds
                 line = {"epoch": epoch, "loss": loss_sum / max(seen, 1), "lr": rate}
                 line["images_per_second"] = seen / seconds
-                run.append_metrics(step, line)
-                progress = summary.progress_line(line, step, total_steps, recipe.epochs)
-                if step % batches.steps_per_epoch:
-                    screen.progress(progress)
+                run.append_metrics(progress.step, line)
+                shown = summary.progress_line(line, progress.step, total_steps, recipe.epochs)
+                if not end_of_epoch:
+                    screen.now_and_then(shown)
+        progress.epoch += 1
 
         # --- Decide by the validation images, on numbers that all ranks share
         if recipe.val_size:
-            run.status(phase="validation", step=step)
-            validation = evaluate_split(accelerator, model, val_loader, classes)
-            val_accuracy = validation.accuracy
-            line = {"epoch": epoch, "val_accuracy": val_accuracy, "val_loss": validation.loss}
-            run.append_metrics(step, line)
-            progress += f"  validation {val_accuracy:.4f}"
-            if val_accuracy > best_accuracy:
-                best_accuracy, best_epoch = val_accuracy, epoch
-                if recipe.patience:
-                    best_weights = {k: v.clone() for k, v in model.state_dict().items()}
-            if recipe.target_accuracy and val_accuracy >= recipe.target_accuracy:
-                stopped_by = "--target-accuracy"
-            elif recipe.patience and epoch - best_epoch >= recipe.patience:
-                stopped_by = "--patience"
-        screen.say(progress)
-        clock = time.monotonic()
-        if stopped_by:
-            screen.say(f"stopped by {stopped_by} after epoch {epoch + 1}")
+            run.status(phase="validation", step=progress.step)
+            found = evaluate_split(accelerator, model, val_loader, classes)
+            line = {"epoch": epoch, "val_accuracy": found.accuracy, "val_loss": found.loss}
+            run.append_metrics(progress.step, line)
+            shown += f"  validation {found.accuracy:.4f}"
+            if progress.validated(found.accuracy, recipe) and recipe.patience:
+                best_weights = {name: w.clone() for name, w in model.state_dict().items()}
+        screen.say(shown)
+        if progress.stopped_by:
+            screen.say(f"stopped by {progress.stopped_by} after epoch {progress.epoch}")
             break
 
     # --- Test once, in full precision, the weights that are kept
-    run.status(phase="test", step=step)
+    run.status(phase="test", step=progress.step)
     if best_weights is not None:
         model.load_state_dict(best_weights)
-        val_accuracy = best_accuracy
+        progress.val_accuracy = progress.best_accuracy
     final = accelerator.unwrap_model(model, keep_fp32_wrapper=False, keep_torch_compile=False)
     test = evaluate_split(accelerator, final, prepare_split(accelerator, test_rows), classes)
-    run.write_bytes(
-        run_folder.MODEL, weights.to_bytes(final.state_dict(), recipe.model, images.classes)
-    )
-    outcome = summary.summarise(
-        config,
-        world,
-        images,
-        test=test,
-        val_accuracy=val_accuracy,
-        stopped_by=stopped_by,
-        epochs=epoch + 1,
-        steps=step,
-        skipped_steps=skipped_steps,
-        notes=notes,
-        train_seconds=train_seconds,
-        total_seconds=time.monotonic() - started,
-    )
+    content = weights.to_bytes(final.state_dict(), recipe.model, images.classes)
+    run.write_bytes(run_folder.MODEL, content)
+    outcome = summary.summarise(config, world, images, progress, test)
     run.write_json(run_folder.SUMMARY, outcome)
     screen.say(summary.last_lines(outcome, run))
     return outcome
 
 
-def resolve(config: TrainConfig, world: World) -> tuple[TrainConfig, data.ImageData, list[str]]:
-    """The configuration with every default filled in, the data, and what to say of the choice.
+def resolve(config: TrainConfig, world: World) -> tuple[TrainConfig, data.ImageData]:
+    """The configuration with every default filled in, and the data.
 
     Every machine has the data before the first collective; rank 0 decides what `auto` means.
     Nothing starts unless all ranks believe the same.
@@ -196,13 +164,14 @@ def resolve(config: TrainConfig, world: World) -> tuple[TrainConfig, data.ImageD
         "dataset", lambda: data.choose(config.run.dataset, cache_dir)
     )
     images = data.load(name, cache_dir)
+    images = dataclasses.replace(images, warnings=[*notes, *images.warnings])
     board.wait_for_all("data")
     run = dataclasses.replace(config.run, dataset=name)
     size = world.accelerator.num_processes
     recipe = resolve_recipe(config.recipe, len(images.train_labels), size)
     config = TrainConfig(run, recipe, config.distribution)
     rendezvous.check_same(board, summary.facts(config, world, images))
-    return config, images, notes
+    return config, images
 
 
 def open_run_folder(config: TrainConfig, world: World, images: data.ImageData) -> RunFolder:
@@ -249,3 +218,12 @@ def step_sums(loss: torch.Tensor, images: int) -> torch.Tensor:
     finite = torch.isfinite(loss)
     loss_sum = torch.where(finite, loss.double() * images, 0.0)
     return torch.stack([loss_sum, finite * float(images), (~finite).double()])
+
+
+def refuse_divergence(bad_steps: float, step: int, config: TrainConfig) -> None:
+    """Raises DivergedError on all ranks alike; `bad_steps` is summed over them."""
+    if bad_steps > BAD_STEPS_ALLOWED:
+        raise DivergedError(
+            f"--lr {config.recipe.lr:g}: by step {step} the loss is not a finite number any more;"
+            " use a lower rate, or --max-grad-norm 1"
+        )
