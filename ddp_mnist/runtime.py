@@ -91,6 +91,8 @@ def start(
     device = choose_device(flags)
     precision = "no" if full_precision else precision_in_effect(flags, launch, device)
     backend = choose_backend(flags, launch, device)
+    if flags.sync_bn and device == "cpu":
+        raise UsageError("--sync-bn: needs GPUs; on a CPU use --model cnn, which has GroupNorm")
     if launch.child_of_launcher:
         die_with_parent()
     board = meet(launch, flags.dist_timeout)

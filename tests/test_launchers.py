@@ -192,3 +192,13 @@ def test_evaluate_on_two_processes_equals_the_summary(alone: Path, tmp_path: Pat
         assert found["count"] == 360
         assert found["confusion"] == summary["confusion"]
         assert found["loss"] == pytest.approx(summary["test_loss"], rel=1e-12)
+
+
+@pytest.mark.soak
+def test_fifty_runs_end_in_order(tmp_path: Path) -> None:
+    """Exit 0, and nothing on stderr: no abort at exit, no warning of a library's."""
+    arguments = [*ACCELERATE, str(CONFIGS / "multi_cpu.yaml"), *TRAIN, "--dataset", "digits"]
+    for number in range(50):
+        run = ["--epochs", "1", "--run-dir", f"run-{number}"]
+        ended = python(*arguments, *run, folder=tmp_path)
+        assert (ended.code, ended.err) == (0, ""), f"run {number}"

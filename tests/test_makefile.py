@@ -1,0 +1,89 @@
+"""The set-up, with a stand-in for python that fails where it is told to."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.commands import REPOSITORY, Ended
+
+STAND_IN = """#!/bin/sh
+# Fails at the step that the file `broken` names; notes each step in `steps`.
+here={folder}
+case "$*" in
+    *version_info*) step=version ;;
+    "-m venv"*) step=venv; for target in "$@"; do :; done ;;
+    "-m pip"*) step=pip ;;
+    *torchvision*) step=pair ;;
+    *ddp_mnist*) step=run ;;
+    *) step=other ;;
+esac
+[ $step = other ] || echo $step >>$here/steps
+[ "$(cat $here/broken 2>/dev/null)" = $step ] && exit 1
+if [ $step = venv ]; then mkdir -p "$target/bin"; cp "$0" "$target/bin/python"; fi
+exit 0
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        shutil.copy(REPOSITORY / name, tmp_path)
+    python = tmp_path / "python-stand-in"
+    python.write_text(STAND_IN.format(folder=tmp_path))
+    python.chmod(0o755)
+    return tmp_path
+
+
+def make(checkout: Path, *arguments: str) -> Ended:
+    done = subprocess.run(
+        ["make", "--no-print-directory", *arguments, f"PYTHON={checkout}/python-stand-in"],
+        cwd=checkout,
+        capture_output=True,
+        text=True,
+        env=os.environ,
+        timeout=20,
+    )
+    return Ended(done.returncode, done.stdout, done.stderr)
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        ("version", "older than Python 3.11; name one: make PYTHON=python3.12"),
+        ("venv", "apt install python3-venv"),
+        ("pip", "check network and disk space, then make again"),
+        ("pair", "torch and torchvision do not fit together (see above); make clean"),
+    ],
+)
+def test_a_set_up_that_failed_says_where_and_is_mended(
+    broken: str, message: str, checkout: Path
+) -> None:
+    (checkout / "broken").write_text(broken)
+    failed = make(checkout, "train-single")
+    assert failed.code != 0
+    assert message in failed.err
+    assert not (checkout / ".venv" / ".ready").exists()
+    assert "run" not in (checkout / "steps").read_text()
+
+    (checkout / "broken").unlink()
+    mended = make(checkout, "train-single")
+    assert mended.code == 0, mended.err
+    assert (checkout / "steps").read_text().split()[-3:] == ["pip", "pair", "run"]
+
+
+def test_a_set_up_that_stands_is_not_done_again(checkout: Path) -> None:
+    make(checkout, "train-single")
+    (checkout / "steps").unlink()
+    assert make(checkout, "train-single").code == 0
+    assert (checkout / "steps").read_text().split() == ["run"]
+
+
+def test_an_environment_that_is_there_already(checkout: Path) -> None:
+    assert make(checkout, "train-single", "VENV=").code == 0
+    assert (checkout / "steps").read_text().split() == ["run"]
+    assert not (checkout / ".venv").exists()
