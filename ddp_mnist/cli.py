@@ -6,8 +6,11 @@ Heavy imports stand inside the verbs, so that `--help` and a wrong flag answer a
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
+import io
 import json
+import math
 import os
 import re
 import sys
@@ -22,17 +25,23 @@ from ddp_mnist.config import (
     Recipe,
     Run,
     TrainConfig,
+    describe_bounds,
     flag_name,
     value_type,
 )
-from ddp_mnist.errors import DdpMnistError, FailedElsewhere, UsageError, one_line
+from ddp_mnist.errors import DdpMnistError, FailedElsewhere, UsageError, did_you_mean, one_line
 
 EXIT_CODES = """exit codes: 0 done, 1 check failed, 2 usage or configuration, 3 data, 4 checkpoint,
 5 storage, 6 peer lost or time-out, 7 diverged, 130 SIGINT, 143 SIGTERM"""
+RUN, CACHE_DIR = "run folder, e.g. runs/latest", "folder of decoded data sets"
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Runs one verb and exits with its code; an expected failure is one line on stderr."""
+    # When a peer is gone, torch's store would print a C++ stack for each call; it raises as well.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a folder's name may be no UTF-8
     code = 0
     try:
         run_verb(list(sys.argv[1:] if argv is None else argv))
@@ -42,8 +51,20 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
             print(one_line(error), file=sys.stderr, flush=True)
     except KeyboardInterrupt:
         code = 130
-        print("ddp-mnist: interrupted (code 130)", file=sys.stderr, flush=True)
+        if local_rank() == "0":
+            print("ddp-mnist: interrupted (code 130)", file=sys.stderr, flush=True)
+    finally:
+        flush_stdout()
     sys.exit(code)
+
+
+def flush_stdout() -> None:
+    """A reader that went away (`| head -1`) is no error, and nothing to tell at exit."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def run_verb(argv: list[str]) -> None:
@@ -54,6 +75,8 @@ def run_verb(argv: list[str]) -> None:
     if not argv:
         parser.print_help()
         return
+    if argv[0].startswith("-") and argv[0] not in ("-h", "--help", "--version"):
+        raise UsageError(f"{argv[0]}: comes after the verb; see ddp-mnist --help")
     arguments = parser.parse_args(argv)
     arguments.verb(arguments)
 
@@ -67,22 +90,48 @@ def speaks_for_its_machine(error: DdpMnistError) -> bool:
     """
     if isinstance(error, FailedElsewhere):
         return False
-    local_rank = os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0"
-    if not error.agreed and local_rank != "0":
+    if not error.agreed and local_rank() != "0":
         time.sleep(3)
     return True
+
+
+def local_rank() -> str:
+    return os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0"
 
 
 # --- Parsing
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse whose errors are UsageErrors in terms of the flag."""
+    """argparse whose errors are UsageErrors that begin with what was typed."""
 
     def error(self, message: str) -> NoReturn:
         if match := re.fullmatch(r"argument ([^:]+): (.*)", message):
-            message = f"{match[1].split(', ')[-1]}: {match[2]}"
+            problem = match[2].replace("expected one argument", "needs a value")
+            problem = re.sub("ignored explicit argument.*", "takes no value", problem)
+            message = f"{match[1]}: {problem}"
+        elif match := re.fullmatch(r"the following arguments are required: (.*)", message):
+            message = f"{self.prog.split()[-1]}: {match[1]} is missing"
         raise UsageError(f"{message}; see {self.prog} --help")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """What is unknown is refused by the verb, which knows what would have been legal."""
+        known, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            flags = [word for word in unknown if word.startswith("-")] or unknown
+            typed = flags[0].partition("=")[0]
+            legal = re.findall(r"--[a-z-]+", self.format_usage())
+            hint = did_you_mean(typed, legal) or f"; see {self.prog} --help"
+            raise UsageError(f"{typed}: there is no such flag or argument here{hint}")
+        return known, unknown
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            name = "".join(f"{option} " for option in action.option_strings)
+            legal = list(action.choices)
+            raise UsageError(
+                f"{name}{value}: choose from {', '.join(legal)}{did_you_mean(value, legal)}"
+            )
 
 
 def make_parser() -> Parser:
@@ -106,23 +155,36 @@ def make_parser() -> Parser:
         add_flags(verb, group)
 
     verb = add_verb("evaluate", evaluate, "Exact metrics of a finished run on a split.")
-    verb.add_argument("run", metavar="RUN", help="run folder, e.g. runs/latest")
-    verb.add_argument("--split", default="test", choices=("test", "validation", "train"))
-    verb.add_argument("--dataset", help="another data set than the run's")
-    verb.add_argument("--cache-dir", help="folder of decoded data sets")
+    verb.add_argument("run", metavar="RUN", type=text("RUN"), help=RUN)
     verb.add_argument(
-        "--batch-size", type=whole_number, help="images per process and pass; changes no result"
+        "--split", default="test", choices=("test", "validation", "train"), help="[test]"
+    )
+    verb.add_argument("--dataset", type=text("--dataset"), help="another data set than the run's")
+    verb.add_argument("--cache-dir", type=text("--cache-dir"), help=CACHE_DIR)
+    verb.add_argument(
+        "--batch-size",
+        type=number("--batch-size", int, "at least 1"),
+        metavar="N",
+        help="images per process and pass; changes no result",
     )
     verb.add_argument("--json", action="store_true", help="one JSON object on stdout")
     add_flags(verb, Distribution, without=("sync_bn", "comm_hook", "compile", "mixed_precision"))
 
     verb = add_verb("predict", predict, "Label image files; one JSON line each.")
-    verb.add_argument("run", metavar="RUN", help="run folder, e.g. runs/latest")
-    verb.add_argument("images", metavar="IMAGE", nargs="+", help="image file, or folder of images")
+    verb.add_argument("run", metavar="RUN", type=text("RUN"), help=RUN)
+    verb.add_argument(
+        "images",
+        metavar="IMAGE",
+        type=text("IMAGE"),
+        nargs="+",
+        help="image file, or folder of images",
+    )
 
     verb = add_verb("prepare", prepare, "Fetch and decode a data set once, into the cache.")
-    verb.add_argument("--dataset", default="mnist", help="as for train [mnist]")
-    verb.add_argument("--cache-dir", help="folder of decoded data sets")
+    verb.add_argument(
+        "--dataset", type=text("--dataset"), default="mnist", help="as for train [mnist]"
+    )
+    verb.add_argument("--cache-dir", type=text("--cache-dir"), help=CACHE_DIR)
     verb.add_argument("--refresh", action="store_true", help="anew, although it is cached")
     return parser
 
@@ -139,9 +201,10 @@ def add_flags(parser: Parser, group: type[Flags], without: tuple[str, ...] = ())
             section.add_argument(flag_name(field), action=action, default=False, help=sentence)
             continue
         default = "" if field.default is None else f" [{field.default}]"
+        name, legal = flag_name(field), describe_bounds(field.metadata["bounds"])
         section.add_argument(
-            flag_name(field),
-            type=PARSERS[kind],
+            name,
+            type=text(name) if kind is str else number(name, kind, legal),
             default=field.default,
             metavar=metavar(field, kind),
             help=(sentence + default).replace("%", "%%"),
@@ -153,21 +216,29 @@ def metavar(field: dataclasses.Field[Any], kind: type) -> str:
     return "{" + ",".join(choices) + "}" if choices else {int: "N", float: "X", str: "TEXT"}[kind]
 
 
-def whole_number(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+def text(name: str) -> Callable[[str], str]:
+    """A parser for argparse: any text but an empty one."""
+
+    def parse(typed: str) -> str:
+        if not typed:
+            raise UsageError(f"{name}: the value is empty; give one or leave it out")
+        return typed
+
+    return parse
 
 
-def number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+def number(name: str, kind: type, legal: str) -> Callable[[str], float]:
+    """A parser for argparse: a whole number, or a finite one, with the legal ones in the error."""
+    what = "whole" if kind is int else "finite"
 
+    def parse(typed: str) -> float:
+        with contextlib.suppress(ValueError, OverflowError):
+            if math.isfinite(value := kind(typed)):
+                return value
+        shown = typed[:60] or "''"
+        raise UsageError(f"{name} {shown}: must be a {what} number {legal}")
 
-PARSERS: dict[type, Callable[[str], Any]] = {int: whole_number, float: number, str: str}
+    return parse
 
 
 def from_arguments(group: type[Flags], arguments: argparse.Namespace) -> Any:

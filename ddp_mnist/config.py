@@ -13,7 +13,7 @@ import typing
 from dataclasses import dataclass
 from typing import Any
 
-from ddp_mnist.errors import UsageError
+from ddp_mnist.errors import UsageError, did_you_mean
 
 
 def flag(
@@ -35,7 +35,7 @@ def flag(
         least, most: closed bounds of a number.
         above, below: open bounds of a number.
     """
-    bounds = {"least": least, "most": most, "above": above, "below": below}
+    bounds = {"least": least, "above": above, "most": most, "below": below}
     return dataclasses.field(
         default=default, metadata={"help": help, "choices": choices, "bounds": bounds}
     )
@@ -54,8 +54,9 @@ def value_type(cls: type, field: dataclasses.Field[Any]) -> type:
 
 
 def describe_bounds(bounds: dict[str, float | None]) -> str:
+    """E.g. at least 1 and at most 1,000,000."""
     words = {"least": "at least", "most": "at most", "above": "more than", "below": "less than"}
-    return " and ".join(f"{words[k]} {v:g}" for k, v in bounds.items() if v is not None)
+    return " and ".join(f"{words[k]} {v:,.10g}" for k, v in bounds.items() if v is not None)
 
 
 class Flags:
@@ -72,14 +73,16 @@ class Flags:
                 self._check(field, value)
 
     def _check(self, field: dataclasses.Field[Any], value: Any) -> None:
-        shown = f"{flag_name(field)} {value}"
-        if field.metadata["choices"] and value not in field.metadata["choices"]:
-            raise UsageError(f"{shown}: choose from {', '.join(field.metadata['choices'])}")
+        shown = f"{flag_name(field)} {str(value)[:60]}"
+        choices, bounds = field.metadata["choices"], field.metadata["bounds"]
         if value == "":
             raise UsageError(f"{flag_name(field)}: the value is empty; give one or leave it out")
-        bounds = field.metadata["bounds"]
+        if choices and value not in choices:
+            raise UsageError(
+                f"{shown}: choose from {', '.join(choices)}{did_you_mean(value, choices)}"
+            )
         if isinstance(value, float) and not math.isfinite(value):
-            raise UsageError(f"{shown}: must be a finite number {describe_bounds(bounds)}".rstrip())
+            raise UsageError(f"{shown}: must be a finite number {describe_bounds(bounds)}")
         too_small = (bounds["least"] is not None and value < bounds["least"]) or (
             bounds["above"] is not None and value <= bounds["above"]
         )
@@ -215,8 +218,8 @@ class TrainConfig:
 def resolve_recipe(recipe: Recipe, rows: int, world_size: int) -> Recipe:
     """The recipe with every "by data set" filled in for this data and this many processes.
 
-    A step takes 144 images (1, 2, 3, 4, 6 and 8 processes divide that), or 72 of a small set; a
-    run takes at least 2 epochs and 300 steps.
+    A step takes 144 images (1, 2, 3, 4, 6 and 8 processes divide that), or 72 of a small set, or
+    what divides evenly next to it; a run takes at least 2 epochs and 300 steps.
 
     Args:
         recipe: as given.
@@ -232,23 +235,24 @@ def resolve_recipe(recipe: Recipe, rows: int, world_size: int) -> Recipe:
         raise UsageError(
             f"--val-size {val_size}: the train split has {rows}; give at most {rows - 1}"
         )
-    parts = world_size * recipe.grad_accum
+    least = world_size * recipe.grad_accum
+    legal = range(least, train_rows + 1, least)
+    parts = _parts(world_size, recipe.grad_accum)
+    there = f"{train_rows} train images ({rows} less {val_size} for validation)"
+    if not legal:
+        raise UsageError(
+            f"--batch-size: must be at least {least} for {parts}, but only {there} are there;"
+            " use fewer of them"
+        )
     batch_size = recipe.batch_size
     if batch_size is None:
-        batch_size = 144 if train_rows >= 50 * 144 else 72
-        batch_size = _nearest_multiples(min(batch_size, train_rows), parts, train_rows)[-1]
-    elif batch_size % parts:
-        legal = _nearest_multiples(batch_size, parts, train_rows)
+        batch_size = _nearest(legal, 144 if train_rows >= 50 * 144 else 72)[-1]
+    elif batch_size > train_rows:
+        raise UsageError(f"--batch-size {batch_size}: only {there}; use at most {legal[-1]}")
+    elif batch_size not in legal:
+        nearest = " or ".join(map(str, _nearest(legal, batch_size)))
         raise UsageError(
-            f"--batch-size {batch_size}: does not divide by {_parts(world_size, recipe.grad_accum)}"
-            f"; nearest legal: {' or '.join(map(str, legal))}"
-        )
-    if batch_size > train_rows:
-        largest = train_rows // parts * parts
-        remedy = f"use at most --batch-size {largest}" if largest else "use fewer processes"
-        raise UsageError(
-            f"--batch-size {batch_size}: only {train_rows} train images"
-            f" ({rows} less {val_size} for validation); {remedy}"
+            f"--batch-size {batch_size}: does not divide by {parts}; nearest legal: {nearest}"
         )
     epochs = recipe.epochs
     if epochs is None:
@@ -256,11 +260,10 @@ def resolve_recipe(recipe: Recipe, rows: int, world_size: int) -> Recipe:
     return dataclasses.replace(recipe, epochs=epochs, batch_size=batch_size, val_size=val_size)
 
 
-def _nearest_multiples(size: int, parts: int, train_rows: int) -> list[int]:
-    """The multiples of `parts` next to `size`, those that the data can fill if there are any."""
-    below, above = size // parts * parts, -(-size // parts) * parts
-    legal = sorted({n for n in (below, above) if 0 < n <= train_rows})
-    return legal or [max(below, parts)]
+def _nearest(legal: range, size: int) -> list[int]:
+    """The legal batch size below `size` and the one above it, or the last one at either end."""
+    below, above = size // legal.step * legal.step, -(-size // legal.step) * legal.step
+    return sorted({min(max(n, legal[0]), legal[-1]) for n in (below, above)})
 
 
 def _parts(world_size: int, grad_accum: int) -> str:

@@ -71,7 +71,10 @@ class ImageData:
 def cache_folder(cache_dir: str | None) -> Path:
     """--cache-dir, else DDP_MNIST_CACHE, else ~/.cache/ddp_mnist."""
     chosen = cache_dir or os.environ.get("DDP_MNIST_CACHE") or "~/.cache/ddp_mnist"
-    return Path(chosen).expanduser()
+    try:
+        return Path(chosen).expanduser()
+    except RuntimeError as error:  # no home folder, as in some containers
+        raise StorageError(f"{chosen}: {error}; use --cache-dir or DDP_MNIST_CACHE") from error
 
 
 def choose(dataset: str, cache_dir: str | None = None) -> tuple[str, list[str]]:
@@ -82,13 +85,12 @@ def choose(dataset: str, cache_dir: str | None = None) -> tuple[str, list[str]]:
     if dataset != "auto":
         return dataset, []
     try:
-        load("mnist", cache_dir)
+        return "mnist", load("mnist", cache_dir).warnings
     except DataError as error:
         return "digits", [
             f"MNIST could not be had: {str(error).partition(';')[0]}",
             "INSTEAD OF MNIST, this is a run on the 1,797 digits built into scikit-learn",
         ]
-    return "mnist", []
 
 
 def load(dataset: str, cache_dir: str | None = None, *, refresh: bool = False) -> ImageData:
@@ -114,24 +116,25 @@ def load(dataset: str, cache_dir: str | None = None, *, refresh: bool = False) -
     with _storage_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(path.with_suffix(".lock")):
-            damaged = path.exists() and not refresh
-            data = None if refresh else _open(path, source, fingerprint)
-            if data is None:
-                _build(path, source, fingerprint)
-                data = _open(path, source, fingerprint)
+            # Another process may have built it while this one waited for the lock.
+            if not refresh and (data := _open(path, source, fingerprint)):
+                return data
+            replaced = path.exists() and not refresh
+            _build(path, source, fingerprint)
+            data = _open(path, source, fingerprint)
     if data is None:
         raise StorageError(
             f"{path}: what was written cannot be read back; check the disk, or use --cache-dir"
         )
-    if damaged:
+    if replaced:
         data.warnings.append(f"{path} was damaged or out of date and was built anew")
     return data
 
 
 def _cache_name(source: Source) -> str:
     """A file name that two sources never share."""
-    readable = re.sub(r"[^A-Za-z0-9._-]+", "_", source.name)
-    return f"{source.kind}-{readable}-{hashlib.sha256(source.place.encode()).hexdigest()[:8]}"
+    readable = re.sub(r"[^A-Za-z0-9._-]+", "_", source.name)[:60]
+    return f"{source.kind}-{readable}-{hashlib.sha256(os.fsencode(source.place)).hexdigest()[:8]}"
 
 
 def _fingerprint(source: Source) -> str:
@@ -144,11 +147,13 @@ def _open(path: Path, source: Source, fingerprint: str) -> ImageData | None:
     try:
         with safe_open(path, framework="pt") as file:
             about = json.loads((file.metadata() or {})[METADATA_KEY])
+            # Mapped, not read: the processes of a machine share one copy in memory.
             tensors = {name: file.get_tensor(name) for name in TENSORS}
-    except (OSError, SafetensorError, KeyError, ValueError):
+        # 55 MB of SHA-256 cost 30 ms; a damaged cache would cost a wrong result.
+        whole = about["fingerprint"] == fingerprint and about["digest"] == _digest(tensors, about)
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError):
         return None
-    # 55 MB of SHA-256 cost 30 ms; a damaged cache would cost a wrong result.
-    if about["fingerprint"] != fingerprint or about["digest"] != _digest(tensors, about):
+    if not whole:
         return None
     return ImageData(
         name=source.name,
@@ -184,7 +189,7 @@ def _build(path: Path, source: Source, fingerprint: str) -> None:
 def _digest(tensors: dict[str, Tensor], about: dict[str, Any]) -> str:
     sha = hashlib.sha256(json.dumps([about["classes"], about["notes"]]).encode())
     for name in TENSORS:
-        sha.update(f"{name}{list(tensors[name].shape)}".encode())
+        sha.update(f"{name} {tensors[name].dtype} {list(tensors[name].shape)}".encode())
         sha.update(tensors[name].numpy().data)
     return sha.hexdigest()
 
@@ -264,8 +269,8 @@ class GlobalBatches(Sampler[Any]):
 
     def __iter__(self) -> Iterator[Tensor]:
         order = torch.randperm(self.rows, generator=generator("order", self.seed, self.epoch))
-        used = order[: self.steps_per_epoch * self.parts * self.batch_size]
-        yield from used.split(self.batch_size)[self.first_step * self.parts :]
+        for batch in range(self.first_step * self.parts, self.steps_per_epoch * self.parts):
+            yield order[batch * self.batch_size : (batch + 1) * self.batch_size]
 
 
 def as_fetched(batch: Any) -> Any:

@@ -6,6 +6,8 @@ A traceback means a bug in this package.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 
 class DdpMnistError(Exception):
     """An expected failure. The message starts with what the person typed and ends with a remedy.
@@ -71,4 +73,15 @@ class FailedElsewhere(DdpMnistError):  # not an error of this rank's
 
 def one_line(error: DdpMnistError) -> str:
     """The line a person sees, e.g. `ddp-mnist: error: --epochs 0: must be ... (code 2)`."""
-    return f"ddp-mnist: error: {' '.join(str(error).split())} (code {error.code})"
+    words = " ".join(str(error).split())
+    # A file name or a damaged file may hold bytes that would steer the terminal.
+    shown = "".join(character if character.isprintable() else "?" for character in words)
+    return f"ddp-mnist: error: {shown} (code {error.code})"
+
+
+def did_you_mean(typed: str, legal: Iterable[str]) -> str:
+    """`; did you mean cnn?`, to follow an error, or nothing where no legal word is near."""
+    import difflib  # only a wrong word needs it
+
+    near = difflib.get_close_matches(typed.lower(), legal, n=1, cutoff=0.7)
+    return f"; did you mean {near[0]}?" if near else ""

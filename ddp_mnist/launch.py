@@ -64,45 +64,36 @@ def find_launch(flags: Distribution, env: Mapping[str, str] = os.environ) -> Lau
         raise UsageError(
             "--backend mpi: PyTorch's wheels are built without MPI; use gloo (CPUs) or nccl (GPUs)"
         )
-    if flags.init_method is not None and not flags.init_method.startswith("env://"):
-        return _from_tcp_flags(flags, env)
-    if flags.rank is not None or flags.world_size is not None:
-        env = _with_flags(flags, env)
-    if "WORLD_SIZE" in env or "RANK" in env:
-        return _from_environment(env)
-    if flags.init_method is not None:
-        raise UsageError(
-            "--init-method env://: RANK and WORLD_SIZE are not set; set them with MASTER_ADDR and"
-            " MASTER_PORT, or give --init-method tcp://HOST:PORT --rank R --world-size N"
-        )
-    if int(env.get("SLURM_NTASKS", 1)) > 1:
-        return _from_slurm(env)
-    _refuse_loners(env)
-    return Launch(launcher="accelerate" if "ACCELERATE_MIXED_PRECISION" in env else "python")
+    if flags.init_method in (None, "env://"):
+        launch = _from_variables(flags, _with_flags(flags, env))
+    else:
+        launch = _from_tcp_flags(flags, env)
+    if flags.local_rank is not None:
+        _checked_rank(flags.local_rank, launch.world_size, "--local-rank")
+    return launch
 
 
 def _from_tcp_flags(flags: Distribution, env: Mapping[str, str]) -> Launch:
     """`--init-method tcp://HOST:PORT --rank R --world-size N`, one command per process."""
-    url = urlsplit(flags.init_method or "")
+    shown = f"--init-method {flags.init_method}"
     try:
-        host, port = url.hostname, url.port
-    except ValueError:
-        host = port = None
-    if url.scheme != "tcp" or not host or not port:
+        url = urlsplit(flags.init_method or "")
+        host, port, rest = url.hostname, url.port, (url.path + url.query + url.fragment).strip("/")
+    except ValueError:  # a port or an IPv6 address that is none
+        host = port = rest = None
+    if not host or not port or rest or url.scheme != "tcp":
+        raise UsageError(f"{shown}: must be tcp://HOST:PORT (port 1 to 65535) or env://")
+    if "TORCHELASTIC_RUN_ID" in env:
         raise UsageError(
-            f"--init-method {flags.init_method}: must be tcp://HOST:PORT (port 1 to 65535) or env://"
+            f"{shown}: a launcher started this process and gives rank and address itself; leave out"
+            " --init-method, --rank and --world-size"
         )
     if flags.rank is None or flags.world_size is None:
         missing = "--rank" if flags.rank is None else "--world-size"
         raise UsageError(
-            f"--init-method {flags.init_method}: {missing} is missing;"
-            " each process needs --rank R --world-size N"
+            f"{shown}: {missing} is missing; each process needs --rank R --world-size N"
         )
-    if "TORCHELASTIC_RUN_ID" in env:
-        raise UsageError(
-            f"--init-method {flags.init_method}: a launcher started this process and gives rank and"
-            " address itself; leave out --init-method, --rank and --world-size"
-        )
+    _with_flags(flags, env)
     return Launch(
         launcher="tcp",
         rank=_checked_rank(flags.rank, flags.world_size, "--rank"),
@@ -114,20 +105,36 @@ def _from_tcp_flags(flags: Distribution, env: Mapping[str, str]) -> Launch:
 
 
 def _with_flags(flags: Distribution, env: Mapping[str, str]) -> dict[str, str]:
-    """The environment with --rank and --world-size put in; a contradiction is refused."""
+    """The environment with the flags for ranks put in; a contradiction is refused."""
     merged = dict(env)
-    for name, value in (("RANK", flags.rank), ("WORLD_SIZE", flags.world_size)):
-        flag = "--" + name.lower().replace("_", "-")
-        if value is None:
-            continue
-        if "MASTER_ADDR" not in env:
-            raise UsageError(f"{flag} {value}: needs --init-method tcp://HOST:PORT beside it")
-        if env.get(name, str(value)) != str(value):
+    for flag, name, value in (
+        ("--rank", "RANK", flags.rank),
+        ("--world-size", "WORLD_SIZE", flags.world_size),
+        ("--local-rank", "LOCAL_RANK", flags.local_rank),
+    ):
+        if value is not None and merged.setdefault(name, str(value)) != str(value):
             raise UsageError(
                 f"{flag} {value}: the environment says {name}={env[name]}; leave one of them out"
             )
-        merged[name] = str(value)
     return merged
+
+
+def _from_variables(flags: Distribution, env: Mapping[str, str]) -> Launch:
+    """Whatever launcher it is that the variables tell of, or none."""
+    for flag, value in (("--rank", flags.rank), ("--world-size", flags.world_size)):
+        if value is not None and "MASTER_ADDR" not in env:
+            raise UsageError(f"{flag} {value}: needs --init-method tcp://HOST:PORT beside it")
+    if "WORLD_SIZE" in env or "RANK" in env:
+        return _from_environment(env)
+    if flags.init_method is not None:
+        raise UsageError(
+            "--init-method env://: RANK and WORLD_SIZE are not set; set them with MASTER_ADDR and"
+            " MASTER_PORT, or give --init-method tcp://HOST:PORT --rank R --world-size N"
+        )
+    if (_optional(env, "SLURM_STEP_NUM_TASKS") or _optional(env, "SLURM_NTASKS") or 1) > 1:
+        return _from_slurm(env)
+    _refuse_loners(env)
+    return Launch(launcher="accelerate" if "ACCELERATE_MIXED_PRECISION" in env else "python")
 
 
 def _from_environment(env: Mapping[str, str]) -> Launch:
@@ -153,13 +160,13 @@ def _from_environment(env: Mapping[str, str]) -> Launch:
         launcher=launcher,
         rank=rank,
         world_size=world_size,
-        local_rank=_number(env, "LOCAL_RANK") if "LOCAL_RANK" in env else None,
-        local_world_size=_number(env, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in env else None,
-        num_machines=_number(env, "GROUP_WORLD_SIZE") if by_agent else None,
+        local_rank=_optional(env, "LOCAL_RANK"),
+        local_world_size=_optional(env, "LOCAL_WORLD_SIZE", least=1),
+        num_machines=_optional(env, "GROUP_WORLD_SIZE", least=1) if by_agent else None,
         main_host=env.get("MASTER_ADDR"),
-        main_port=_number(env, "MASTER_PORT") if env.get("MASTER_PORT") else None,
+        main_port=_optional(env, "MASTER_PORT", least=1, most=65535),
         agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        attempt=int(env.get("TORCHELASTIC_RESTART_COUNT", 0)),
+        attempt=_optional(env, "TORCHELASTIC_RESTART_COUNT") or 0,
     )
 
 
@@ -169,12 +176,13 @@ def _from_slurm(env: Mapping[str, str]) -> Launch:
     A batch script has SLURM_NTASKS too, but no SLURM_STEP_ID: there, python started without srun
     would train alone.
     """
-    world_size = int(env.get("SLURM_STEP_NUM_TASKS", env["SLURM_NTASKS"]))
     if "SLURM_STEP_ID" not in env or "SLURM_PROCID" not in env:
         raise UsageError(
-            f"SLURM_NTASKS={env['SLURM_NTASKS']}: this process was not started by srun and would"
-            " train alone; put srun before the command, or unset SLURM_NTASKS"
+            f"SLURM_NTASKS={env.get('SLURM_NTASKS')}: this process was not started by srun and"
+            " would train alone; put srun before the command, or unset SLURM_NTASKS"
         )
+    tasks = "SLURM_STEP_NUM_TASKS" if env.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
+    world_size = _number(env, tasks, least=1)
     nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", "")
     host = env.get("MASTER_ADDR") or first_slurm_host(nodes)
     if not host:
@@ -183,28 +191,27 @@ def _from_slurm(env: Mapping[str, str]) -> Launch:
         )
     # Two jobs on one node must not meet: the port follows the job id, in the unprivileged range
     # below the kernel's own choices (32768 and up on Linux).
-    port = 15000 + int(env.get("SLURM_JOB_ID", 0)) % 15000
+    port = 15000 + (_optional(env, "SLURM_JOB_ID") or 0) % 15000
     return Launch(
         launcher="slurm",
-        rank=_checked_rank(int(env["SLURM_PROCID"]), world_size, "SLURM_PROCID"),
+        rank=_checked_rank(_number(env, "SLURM_PROCID"), world_size, "SLURM_PROCID"),
         world_size=world_size,
-        local_rank=_number(env, "SLURM_LOCALID") if "SLURM_LOCALID" in env else None,
-        num_machines=int(env.get("SLURM_STEP_NUM_NODES", env.get("SLURM_NNODES", 1))),
+        local_rank=_optional(env, "SLURM_LOCALID"),
+        num_machines=_optional(env, "SLURM_STEP_NUM_NODES") or _optional(env, "SLURM_NNODES"),
         main_host=host,
-        main_port=_number(env, "MASTER_PORT") if env.get("MASTER_PORT") else port,
+        main_port=_optional(env, "MASTER_PORT", least=1, most=65535) or port,
     )
 
 
 def first_slurm_host(nodes: str) -> str:
     """The first host of SLURM's compact list, e.g. gpu[003-005,9],cpu1 -> gpu003."""
-    match = re.match(r"([^\[,]*)(?:\[(\d+)[^\]]*\]([^,\[]*))?", nodes)
-    return "".join(part or "" for part in match.groups()) if match else ""
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", nodes).partition(",")[0].strip()
 
 
 def _refuse_loners(env: Mapping[str, str]) -> None:
     """Two launchers promise several processes and then start ones that know of no other."""
     for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE"):
-        if int(env.get(name, 1)) > 1:
+        if (_optional(env, name) or 1) > 1:
             raise UsageError(
                 f"{name}={env[name]}: mpirun is not supported as a launcher, each process would"
                 " train alone; use torchrun or accelerate launch"
@@ -218,14 +225,23 @@ def _refuse_loners(env: Mapping[str, str]) -> None:
         )
 
 
-def _number(env: Mapping[str, str], name: str, least: int = 0) -> int:
+def _number(env: Mapping[str, str], name: str, least: int = 0, most: int | None = None) -> int:
     try:
         value = int(env[name])
     except ValueError:
-        value = -1
-    if value < least:
-        raise UsageError(f"{name}={env[name]}: must be a whole number of at least {least}")
+        value = least - 1
+    if value < least or (most is not None and value > most):
+        bounds = f"of at least {least}" if most is None else f"from {least} to {most}"
+        raise UsageError(
+            f"{name}={env[name]}: must be a whole number {bounds}; correct or unset it"
+        )
     return value
+
+
+def _optional(
+    env: Mapping[str, str], name: str, least: int = 0, most: int | None = None
+) -> int | None:
+    return _number(env, name, least, most) if env.get(name) else None
 
 
 def _checked_rank(rank: int, world_size: int, name: str) -> int:
@@ -251,8 +267,8 @@ def interface_towards(host: str, port: int) -> str | None:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(address)
-            own = ipaddress.ip_address(probe.getsockname()[0])
-    except OSError:
+            own = ipaddress.ip_address(probe.getsockname()[0].partition("%")[0])
+    except (OSError, UnicodeError):  # a name such as a..b raises the latter
         return None
     for name, addresses in psutil.net_if_addrs().items():
         for entry in addresses:

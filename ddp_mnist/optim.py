@@ -24,8 +24,8 @@ def learning_rate(step: int, total_steps: int, peak: float, warmup: float) -> fl
     """The rate of optimizer step `step`, 0 <= step < total_steps.
 
     Rises in a straight line over the first `warmup` of all steps to `peak`, then falls in a
-    straight line to peak / total_steps. A function of the step alone: it has no state to save,
-    and no number of processes that could step it more than once.
+    straight line to 0, which it would reach one step after the last. A function of the step alone:
+    it has no state to save, and no number of processes could step it more than once.
     """
     rising = warmup * total_steps
     up = (step + 1) / rising if rising > 0 else 1.0

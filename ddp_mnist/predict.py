@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import PIL.Image
+import PIL.ImageOps
 import torch
 
 from ddp_mnist import weights
@@ -52,7 +53,7 @@ def find_images(path: str) -> list[Path]:
     place = Path(path)
     if not place.is_dir():
         return [place]
-    files = sorted(p for p in place.iterdir() if p.suffix.lower() in SUFFIXES)
+    files = sorted(p for p in place.iterdir() if p.suffix.lower() in SUFFIXES and p.is_file())
     if not files:
         raise DataError(f"{path}: holds no images; give files or a folder of them")
     return files
@@ -67,15 +68,18 @@ def as_mnist(file: Path) -> np.ndarray:
     """
     try:
         with PIL.Image.open(file) as opened:
-            image: PIL.Image.Image = opened
+            image: PIL.Image.Image = PIL.ImageOps.exif_transpose(opened)  # upright, as viewers do
             if image.mode in ("RGBA", "LA", "P", "PA"):  # transparent means paper
                 layer = image.convert("RGBA")
                 paper = PIL.Image.new("RGBA", layer.size, "white")
                 image = PIL.Image.alpha_composite(paper, layer)
-            grey = np.asarray(image.convert("L"))
-    except (OSError, ValueError, SyntaxError) as error:
-        reason = getattr(error, "strerror", None) or "no image that Pillow reads"
-        raise DataError(f"{file}: {reason.lower()}; give a PNG or JPEG file") from error
+            if image.mode.startswith("I;16"):  # convert would clip it
+                grey = (np.asarray(image) >> 8).astype(np.uint8)
+            else:
+                grey = np.asarray(image.convert("L"))
+    except (OSError, ValueError, SyntaxError, PIL.Image.DecompressionBombError) as error:
+        reason = (getattr(error, "strerror", None) or "").lower() or "no image that Pillow reads"
+        raise DataError(f"{file}: {reason}; give a PNG or JPEG file") from error
     border = np.concatenate([grey[0], grey[-1], grey[:, 0], grey[:, -1]])
     if np.median(border) > 127:
         grey = 255 - grey

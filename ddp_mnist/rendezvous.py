@@ -7,18 +7,20 @@ main port belongs on a private network.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import platform
 import socket
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from ddp_mnist.errors import FailedElsewhere, PeerError, UsageError
+from ddp_mnist.errors import DdpMnistError, FailedElsewhere, PeerError, UsageError
 from ddp_mnist.launch import Launch
 
 POLL_S = 0.05
@@ -80,13 +82,16 @@ class Board:
     def leave(self) -> None:
         """Returns once every rank has come to its end; the one that serves the store goes last."""
         self.wait_for_all("end")
-        if self.rank != 0:
-            self.store.add("left", 1)
-        deadline = time.monotonic() + 5
-        while self.rank == 0 and time.monotonic() < deadline:
-            if self.store.add("left", 0) == self.world_size - 1:
-                return
-            time.sleep(POLL_S / 10)
+        self.go_last(self.world_size - 1)
+
+    def go_last(self, others: int, patience_s: float = 5) -> None:
+        """Rank 0, which may serve the store, returns once `others` ranks have called this too."""
+        with contextlib.suppress(RuntimeError):  # the store is gone: nothing to keep up
+            left = self.store.add("left", 1 if self.rank else 0)
+            deadline = time.monotonic() + patience_s
+            while self.rank == 0 and left < others and time.monotonic() < deadline:
+                time.sleep(POLL_S / 10)
+                left = self.store.add("left", 0)
 
     def claim_failure(self, message: str, code: int) -> dict[str, Any] | None:
         """Posts this rank's error as the run's. None if it is the first, else the first one."""
@@ -110,11 +115,15 @@ class Board:
             raise FailedElsewhere(failure["message"], failure["code"])
 
     def silent_ranks(self, patience_s: float = 1.5) -> list[int]:
-        """After a connection broke: the ranks that do not post that they are still here."""
+        """After a connection broke: the ranks that do not post that they are still here.
+
+        Every survivor has to call this at about the same time. Ends early once a rank has posted
+        its failure, which is the better answer.
+        """
         try:
             self.post(f"survivor/{self.rank}", True)
             deadline = time.monotonic() + patience_s
-            while time.monotonic() < deadline:
+            while time.monotonic() < deadline and not self.failure():
                 time.sleep(POLL_S)
             ranks = range(self.world_size)
             return [rank for rank in ranks if not self.has(f"survivor/{rank}")]
@@ -122,15 +131,32 @@ class Board:
             return [0]  # rank 0 served the store
 
 
+def first_cause(board: Board, error: BaseException) -> BaseException:
+    """`error`, marked to be told, if this rank is the first to fail; else a silent stand-in."""
+    if isinstance(error, FailedElsewhere) or getattr(error, "agreed", False):
+        return error
+    code = 130 if isinstance(error, KeyboardInterrupt) else getattr(error, "code", 1)
+    failure = board.claim_failure(str(error) or type(error).__name__, code)
+    if failure is not None:
+        return FailedElsewhere(failure["message"], failure["code"])
+    if isinstance(error, DdpMnistError):
+        error.agreed = True
+    return error
+
+
 def meet(launch: Launch, timeout_s: float) -> Board:
     """Opens the store and returns once every rank has posted where it runs.
 
     Raises:
         PeerError: nobody answers at the main address, or not all came, within `timeout_s`.
-        UsageError: the main port is in use, or two processes have the same rank.
+        UsageError: the main port is in use, two processes have the same rank, or they were told
+            different world sizes.
+        FailedElsewhere: another rank found that out first, and says it.
     """
     if launch.world_size == 1 and not launch.agent_store:
-        return Board(dist.HashStore(), 0, 1)
+        board = Board(dist.HashStore(), 0, 1)
+        board.hosts = [host_id()]
+        return board
     assert launch.main_host is not None and launch.main_port is not None
     store = open_store(
         launch.main_host,
@@ -185,19 +211,36 @@ def open_store(host: str, port: int, *, serve: bool, timeout_s: float, who: str)
     """Serves the store on `port`, or connects to the one at `host`:`port`.
 
     Plain sockets are tried first: TCPStore retries in C++, prints warnings as it does, and cannot
-    be interrupted.
+    be interrupted. Where something else than a store answers it would wait for good, so it is
+    opened in a thread that can be left behind.
     """
     if serve:
         _refuse_used_port(port)
         host = "localhost"  # its own server, whatever name or address the others see it under
     else:
         _wait_for_answer(host, port, timeout_s, who)
-    return dist.TCPStore(
-        host,
-        port,
-        is_master=serve,
-        timeout=timedelta(seconds=timeout_s),
-        wait_for_workers=False,
+    outcome: list[dist.TCPStore | RuntimeError] = []
+
+    def connect() -> None:
+        timeout = timedelta(seconds=timeout_s)
+        try:
+            outcome.append(
+                dist.TCPStore(host, port, is_master=serve, timeout=timeout, wait_for_workers=False)
+            )
+        except RuntimeError as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=connect, daemon=True)
+    thread.start()
+    thread.join(timeout_s + 1)  # its own time-out comes first, where it keeps one
+    if outcome and isinstance(outcome[0], dist.TCPStore):
+        return outcome[0]
+    reason = str(outcome[0]).splitlines()[0] if outcome else "no answer"
+    if serve:  # it was free a moment ago
+        raise _port_in_use(port, reason)
+    raise PeerError(
+        f"{host}:{port}: {who} found something there that is not rank 0 ({reason});"
+        " is the address right, is the port used by another program?"
     )
 
 
@@ -207,10 +250,14 @@ def _refuse_used_port(port: int) -> None:
         try:
             probe.bind(("", port))
         except OSError as error:
-            raise UsageError(
-                f"port {port}: cannot be opened here ({error.strerror.lower()});"
-                " end what uses it, or give every process another port"
-            ) from None
+            raise _port_in_use(port, _reason(error)) from None
+
+
+def _port_in_use(port: int, reason: str) -> UsageError:
+    return UsageError(
+        f"port {port}: cannot be opened here ({reason}); end what uses it, or give every process"
+        " another port"
+    )
 
 
 def _wait_for_answer(host: str, port: int, timeout_s: float, who: str) -> None:
@@ -220,9 +267,9 @@ def _wait_for_answer(host: str, port: int, timeout_s: float, who: str) -> None:
             left = deadline - time.monotonic()
             with socket.create_connection((host, port), timeout=max(0.1, min(5.0, left))):
                 return
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # the latter for a name such as a..b
             if time.monotonic() >= deadline:
-                reason = (error.strerror or str(error)).lower()
+                reason = _reason(error)
                 raise PeerError(
                     f"{host}:{port}: {who} reached nobody there within {timeout_s:g} s ({reason});"
                     " is rank 0 running, is the address right, is the port open?"
@@ -231,13 +278,35 @@ def _wait_for_answer(host: str, port: int, timeout_s: float, who: str) -> None:
 
 
 def _gather(board: Board, timeout_s: float, address: str, unit: str) -> None:
-    """Posts where this rank runs and waits until all have; after `timeout_s` says who has not."""
-    if board.store.add(f"taken/{board.rank}", 1) > 1:
-        raise UsageError(
-            f"{address}: another {unit} came with rank {board.rank} before this one;"
-            f" give each {unit} a rank of its own, 0 to {board.world_size - 1}"
-        )
-    board.post(f"here/{board.rank}", host_id())
+    """Posts where this rank runs, and returns once all ranks have; raises as `meet` does."""
+    with _while_rank_0_serves(address):
+        if board.store.add(f"taken/{board.rank}", 1) > 1:
+            raise UsageError(
+                f"{address}: another {unit} came with rank {board.rank} before this one;"
+                f" give each {unit} a rank of its own, 0 to {board.world_size - 1}"
+            )
+        board.post(f"here/{board.rank}", [host_id(), board.world_size])
+        try:
+            _wait_for_others(board, timeout_s, address, unit)
+        except DdpMnistError as error:
+            cause = first_cause(board, error)
+            came = [rank for rank in range(board.world_size) if board.has(f"here/{rank}")]
+            board.go_last(others=len(came) - 1)
+            raise cause from None
+
+
+@contextlib.contextmanager
+def _while_rank_0_serves(address: str) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise PeerError(
+            f"{address}: rank 0, which serves this port, went away before all had come;"
+            " see what it says, then start again"
+        ) from error
+
+
+def _wait_for_others(board: Board, timeout_s: float, address: str, unit: str) -> None:
     deadline = time.monotonic() + timeout_s
     missing = list(range(board.world_size))
     while missing := [rank for rank in missing if not board.has(f"here/{rank}")]:
@@ -250,7 +319,19 @@ def _gather(board: Board, timeout_s: float, address: str, unit: str) -> None:
                 f" missing: rank {_some(missing)}; start them, or check that they use this address"
             )
         time.sleep(POLL_S)
-    board.hosts = [board.read(f"here/{rank}") for rank in range(board.world_size)]
+    here = [board.read(f"here/{rank}") for rank in range(board.world_size)]
+    board.hosts = [host for host, _ in here]
+    for rank, (_, world_size) in enumerate(here):
+        if world_size != board.world_size:
+            raise UsageError(
+                f"{address}: rank {board.rank} was told of {board.world_size}, rank {rank} of"
+                f" {world_size}; start every {unit} with the same number"
+            )
+
+
+def _reason(error: Exception) -> str:
+    """What the system says, e.g. connection refused."""
+    return (getattr(error, "strerror", None) or str(error)).lower()
 
 
 def _some(ranks: list[int], most: int = 8) -> str:

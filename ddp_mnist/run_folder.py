@@ -14,6 +14,13 @@ from ddp_mnist.errors import DdpMnistError, StorageError, UsageError
 
 CONFIG, METRICS, MODEL = "config.json", "metrics.jsonl", "model.safetensors"
 STATUS, SUMMARY = "status.json", "summary.json"
+FIRST_STATUS: dict[str, Any] = {
+    "state": "running",
+    "exit_code": None,
+    "phase": "starting",
+    "step": 0,
+    "error": None,
+}
 
 
 class RunFolder:
@@ -25,24 +32,17 @@ class RunFolder:
 
     def __init__(self, path: str | Path | None) -> None:
         self.path = Path(path) if path else None
-        self._status: dict[str, Any] = {
-            "state": "running",
-            "exit_code": None,
-            "phase": "starting",
-            "step": 0,
-            "error": None,
-        }
+        self._status = dict(FIRST_STATUS)
 
     def write_json(self, name: str, content: dict[str, Any]) -> None:
         """Replaces the file atomically. Raises StorageError."""
-        if self.path:
-            with storage_errors(self.path):
-                write_atomically(self.path / name, to_json(content).encode())
+        # A path may hold bytes that are no UTF-8; backslashreplace makes them JSON's \udcXX.
+        self.write_bytes(name, to_json(content).encode(errors="backslashreplace"))
 
     def write_bytes(self, name: str, content: bytes) -> None:
         """Replaces the file atomically. Raises StorageError."""
         if self.path:
-            with storage_errors(self.path):
+            with storage_errors(self.path / name):
                 write_atomically(self.path / name, content)
 
     def status(self, **changes: Any) -> None:
@@ -53,7 +53,8 @@ class RunFolder:
     def append_metrics(self, step: int, metrics: dict[str, Any]) -> None:
         """One JSON object per line in metrics.jsonl."""
         if self.path:
-            with storage_errors(self.path), open(self.path / METRICS, "a") as file:
+            path = self.path / METRICS
+            with storage_errors(path), open(path, "a", encoding="utf-8") as file:
                 file.write(json.dumps({"step": step, **metrics}) + "\n")
 
     @contextlib.contextmanager
@@ -81,6 +82,8 @@ class RunFolder:
 def create(run_dir: str | None, dataset: str, root: Path = Path("runs")) -> Path:
     """Makes a new run folder: `run_dir`, else runs/<dataset>-<NNN> with the next free number.
 
+    The folder holds a status.json from then on, which makes it a run's.
+
     Raises:
         UsageError: the folder holds a run already.
         StorageError: it cannot be made or written.
@@ -88,15 +91,19 @@ def create(run_dir: str | None, dataset: str, root: Path = Path("runs")) -> Path
     if run_dir is not None:
         path = Path(run_dir)
         with storage_errors(path):
-            if (path / CONFIG).exists() or (path / STATUS).exists():
-                raise UsageError(f"--run-dir {run_dir}: holds a run already; name another folder")
             path.mkdir(parents=True, exist_ok=True)
-            _try_to_write(path)
+            try:
+                _claim(path)
+            except FileExistsError:
+                raise UsageError(
+                    f"--run-dir {run_dir}: holds a run already; name another folder"
+                ) from None
             return path
     with storage_errors(root):
         root.mkdir(parents=True, exist_ok=True)
         path = _next_free(root, re.sub(r"[^A-Za-z0-9._-]+", "_", dataset))
-        latest = root / f".latest-{os.getpid()}"
+        _claim(path)
+        latest = root / f".latest-{path.name}"
         latest.symlink_to(path.name)
         os.replace(latest, root / "latest")
         return path
@@ -114,21 +121,22 @@ def _next_free(root: Path, stem: str) -> Path:
             return path
 
 
-def _try_to_write(path: Path) -> None:
-    probe = path / f".write-{os.getpid()}"
-    probe.touch()
-    probe.unlink()
+def _claim(path: Path) -> None:
+    """Of two runs that begin in one folder at once, the second gets a FileExistsError."""
+    with open(path / STATUS, "x") as file:
+        file.write(to_json(FIRST_STATUS))
 
 
 def to_json(content: dict[str, Any]) -> str:
     """Indented, but a list of numbers stays on one line."""
     text = json.dumps(content, indent=2, ensure_ascii=False)
-    lists = re.compile(r"\[\s+([^\[\]{}\"]+?)\s+\]")
+    # Only a list spread over lines begins so; a bracket in a text is followed by no line break.
+    lists = re.compile(r"\[\n\s*([^\[\]{}\"]+?)\s+\]")
     return lists.sub(lambda m: "[" + re.sub(r"\s+", " ", m[1]) + "]", text) + "\n"
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text())
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def write_atomically(path: Path, content: bytes) -> None:

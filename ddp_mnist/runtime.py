@@ -30,9 +30,9 @@ from accelerate.utils import (
 )
 
 from ddp_mnist.config import Distribution
-from ddp_mnist.errors import DdpMnistError, FailedElsewhere, PeerError, UsageError
+from ddp_mnist.errors import PeerError, UsageError
 from ddp_mnist.launch import CONFIGS, Launch, interface_towards
-from ddp_mnist.rendezvous import Board, meet
+from ddp_mnist.rendezvous import Board, first_cause, meet
 
 PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 COMM_HOOKS = {
@@ -97,46 +97,48 @@ def start(
         die_with_parent()
     board = meet(launch, flags.dist_timeout)
     try:
-        place = place_on_machine(launch, board)
-        threads = set_threads(launch, device, place.processes_here)
-        if backend != "none":
-            if backend == "nccl":
-                check_gpus_suffice(place)
-            choose_interface(launch)
-            form_group(board, backend, place, flags.dist_timeout)
-        tell_accelerate(launch, place)
-        accelerator = Accelerator(
-            cpu=device == "cpu",
-            mixed_precision="no" if precision == "fp64" else precision,
-            dataloader_config=DataLoaderConfiguration(split_batches=True, non_blocking=True),
-            gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=grad_accum),
-            kwargs_handlers=[
-                InitProcessGroupKwargs(backend=None if backend == "none" else backend),
-                DistributedDataParallelKwargs(
-                    gradient_as_bucket_view=True,
-                    comm_hook=COMM_HOOKS[flags.comm_hook],
-                ),
-            ],
-        )
-        refuse_loner(launch, accelerator)
-        yield World(
-            accelerator=accelerator,
-            board=board,
-            backend=backend,
-            precision=precision,
-            num_machines=launch.num_machines or len(set(board.hosts)),
-            threads=threads,
-            started=started,
-        )
-        board.leave()
+        with first_error_wins(board):
+            place = place_on_machine(launch, board)
+            threads = set_threads(launch, device, place.processes_here)
+            if backend != "none":
+                if backend == "nccl":
+                    check_gpus_suffice(place)
+                choose_interface(launch)
+                form_group(board, backend, place, flags.dist_timeout)
+            tell_accelerate(launch, place)
+            accelerator = make_accelerator(flags, device, backend, precision, grad_accum)
+            refuse_loner(launch, accelerator)
+            yield World(
+                accelerator=accelerator,
+                board=board,
+                backend=backend,
+                precision=precision,
+                num_machines=launch.num_machines or len(set(board.hosts)),
+                threads=threads,
+                started=started,
+            )
+            board.leave()
+    finally:
+        end()
+
+
+@contextlib.contextmanager
+def first_error_wins(board: Board) -> Iterator[None]:
+    """Of the errors that end the ranks, the first is raised, where it came up; the rest is silent.
+
+    Raises:
+        FailedElsewhere: instead of this rank's error, because another rank failed before.
+        PeerError: instead of a broken connection; it names the rank that was lost.
+    """
+    try:
+        yield
     except BaseException as error:
         traceback.clear_frames(error.__traceback__)  # they hold the model, and it the group
         cause = first_cause(board, as_expected(board, error))
+        board.go_last(board.world_size - 1, patience_s=2)  # the others read the cause from it
         if cause is error:
             raise
         raise cause from error
-    finally:
-        end()
 
 
 def end() -> None:
@@ -147,6 +149,23 @@ def end() -> None:
     gc.collect()
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def make_accelerator(
+    flags: Distribution, device: str, backend: str, precision: str, grad_accum: int
+) -> Accelerator:
+    return Accelerator(
+        cpu=device == "cpu",
+        mixed_precision="no" if precision == "fp64" else precision,
+        dataloader_config=DataLoaderConfiguration(split_batches=True, non_blocking=True),
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=grad_accum),
+        kwargs_handlers=[
+            InitProcessGroupKwargs(backend=None if backend == "none" else backend),
+            DistributedDataParallelKwargs(
+                gradient_as_bucket_view=True, comm_hook=COMM_HOOKS[flags.comm_hook]
+            ),
+        ],
+    )
 
 
 def choose_device(flags: Distribution) -> str:
@@ -229,7 +248,11 @@ def set_threads(launch: Launch, device: str, processes_here: int) -> int:
     A launcher sets OMP_NUM_THREADS=1 of its own accord, which leaves cores idle; a larger number,
     or one set without a launcher, was meant and stays.
     """
-    threads = int(os.environ.get("OMP_NUM_THREADS") or 0)
+    told = os.environ.get("OMP_NUM_THREADS") or "0"
+    outermost = told.partition(",")[0]  # OpenMP takes a list, one entry per level of nesting
+    if not outermost.isdecimal():
+        raise UsageError(f"OMP_NUM_THREADS={told}: must be a whole number; set it or unset it")
+    threads = int(outermost)
     if threads < 1 or (threads == 1 and launch.child_of_launcher):
         can_tell = hasattr(os, "sched_getaffinity")
         cores = len(os.sched_getaffinity(0)) if can_tell else os.cpu_count() or 1
@@ -324,6 +347,7 @@ def as_expected(board: Board, error: BaseException) -> BaseException:
     text = str(error).lower()
     if not isinstance(error, RuntimeError) or not any(sign in text for sign in signs):
         return error
+    end()  # closes this rank's connections too, or a rank that waits for this one would look lost
     lost = board.silent_ranks()
     who = f"rank {', '.join(map(str, lost))}" if lost else "another rank"
     peer_error = PeerError(
@@ -332,16 +356,3 @@ def as_expected(board: Board, error: BaseException) -> BaseException:
     )
     peer_error.__cause__ = error
     return peer_error
-
-
-def first_cause(board: Board, error: BaseException) -> BaseException:
-    """`error`, marked to be told, if this rank is the first to fail; else a silent stand-in."""
-    if isinstance(error, FailedElsewhere):
-        return error
-    code = error.code if isinstance(error, DdpMnistError) else 1
-    failure = board.claim_failure(str(error) or type(error).__name__, code)
-    if failure is not None:
-        return FailedElsewhere(failure["message"], failure["code"])
-    if isinstance(error, DdpMnistError):
-        error.agreed = True
-    return error

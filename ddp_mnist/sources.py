@@ -7,10 +7,16 @@ the result. Heavy libraries are imported where they are used, because a cached r
 from __future__ import annotations
 
 import contextlib
+import errno
 import gzip
 import io
+import math
 import os
+import re
+import struct
 import tempfile
+import threading
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,9 +24,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ddp_mnist.errors import DataError, UsageError
+from ddp_mnist.errors import DataError, StorageError, UsageError
 
 if TYPE_CHECKING:
+    import PIL.Image
     from datasets import Dataset, DatasetDict
 
 HUB_IDS = {"mnist": "ylecun/mnist", "fashion_mnist": "zalando-datasets/fashion_mnist"}
@@ -30,6 +37,8 @@ OFFLINE_REMEDY = (
 )
 HUB_TIMEOUT_S = 5.0
 MAX_CLASSES = 1000
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+UNWRITABLE = (*NO_SPACE, errno.EACCES, errno.EROFS, errno.ENOTDIR)
 
 
 @dataclass
@@ -61,22 +70,40 @@ class Source:
     place: str
 
     def read(self) -> Decoded:
-        """Raises DataError when it is missing, damaged or not a set of labelled images."""
-        if self.kind == "digits":
-            return read_digits()
-        if self.kind == "hub":
-            return decode(read_hub(self.place), self.place)
-        folder = Path(self.place)
-        idx = find_idx_files(folder)
-        return read_idx(idx) if idx else decode(read_folder(folder), self.place)
+        """The whole data set, decoded.
+
+        Raises:
+            DataError: it is missing, damaged or not a set of labelled images.
+            StorageError: no space to unpack it in.
+        """
+        with readable(self.place):
+            if self.kind == "digits":
+                return read_digits()
+            if self.kind == "hub":
+                return decode(read_hub(self.place), self.place)
+            folder = Path(self.place)
+            idx = find_idx_files(folder)
+            return read_idx(idx) if idx else decode(read_folder(folder), self.place)
 
     def fingerprint(self) -> list[list[Any]]:
         """Name, size and time of each file of a folder: what changes when the data do."""
         if self.kind != "folder":
             return []
-        files = sorted(p for p in Path(self.place).rglob("*") if p.is_file())
-        stats = [(p, p.stat()) for p in files]
+        with readable(self.place):
+            files = sorted(p for p in Path(self.place).rglob("*") if p.is_file())
+            stats = [(p, p.stat()) for p in files]
         return [[str(p.relative_to(self.place)), s.st_size, s.st_mtime_ns] for p, s in stats]
+
+
+@contextlib.contextmanager
+def readable(place: str) -> Iterator[None]:
+    """Turns what the file system and pyarrow raise (OSError, ValueError) into a DataError."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"--dataset {place}: cannot be read ({innermost(error)}); check its files"
+        ) from error
 
 
 def find_source(dataset: str) -> Source:
@@ -90,14 +117,16 @@ def find_source(dataset: str) -> Source:
         return Source("digits", "digits", "sklearn.datasets.load_digits")
     if dataset in HUB_IDS:
         return Source(dataset, "hub", HUB_IDS[dataset])
-    path = Path(dataset).expanduser()
-    if path.is_dir():
-        return Source(path.resolve().name, "folder", str(path.resolve()))
-    if path.exists():
-        raise DataError(f"--dataset {dataset}: is a file; give the folder it lies in")
+    # Unlike pathlib's, these two raise nothing for ~nobody or links in a circle.
+    path = Path(os.path.realpath(os.path.expanduser(dataset)))  # noqa: PTH111
+    with readable(dataset):
+        if dataset and path.is_dir():
+            return Source(path.name, "folder", str(path))
+        if dataset and path.exists():
+            raise DataError(f"--dataset {dataset}: is a file; give the folder it lies in")
     if dataset.startswith((".", "/", "~")) or dataset.count("/") > 1:
         raise DataError(f"--dataset {dataset}: there is no such folder; check the path")
-    if dataset.count("/") == 1 and all(dataset.split("/")):
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", dataset, re.ASCII):
         return Source(dataset.replace("/", "--"), "hub", dataset)
     raise UsageError(
         f"--dataset {dataset}: no such folder; choose from mnist, auto, fashion_mnist, digits,"
@@ -115,53 +144,83 @@ def read_hub(hub_id: str) -> DatasetDict:
     """
     import datasets
     import huggingface_hub
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
-    online = False
-    reason = "HF_HUB_OFFLINE is set"
-    if not huggingface_hub.constants.HF_HUB_OFFLINE:
-        try:
-            huggingface_hub.HfApi().dataset_info(hub_id, timeout=HUB_TIMEOUT_S)
-            online = True
-        except (GatedRepoError, RepositoryNotFoundError) as error:
-            raise DataError(
-                f"--dataset {hub_id}: the Hub has no such data set for you; check the id, or log in"
-                " (hf auth login) if it is private"
-            ) from error
-        except Exception as error:  # any transport's own error: httpx, requests, sockets, proxies
-            reason = innermost(error)
-    with quiet_datasets(offline=not online):
-        try:
+    reason = why_out_of_reach(hub_id)
+    quiet_datasets()
+    try:
+        with no_network() if reason else contextlib.nullcontext():
             return datasets.load_dataset(hub_id)
-        except ConnectionError:
-            raise DataError(
-                f"--dataset {hub_id}: not in the cache, and the Hub cannot be reached ({reason});"
-                f" {OFFLINE_REMEDY}"
-            ) from None
-        except Exception as error:
-            raise DataError(
-                f"--dataset {hub_id}: cannot be read ({innermost(error)}); {OFFLINE_REMEDY}"
-            ) from error
+    except Exception as error:  # its own and those of pyarrow, fsspec and the transport
+        check_space(error, huggingface_hub.constants.HF_HOME, "HF_HOME", UNWRITABLE)
+        what = f"cannot be read ({innermost(error)})"
+        if isinstance(error, ConnectionError):
+            reason = reason or innermost(error)
+            what = f"not in the cache, and the Hub cannot be reached ({reason})"
+        raise DataError(f"--dataset {hub_id}: {what}; {OFFLINE_REMEDY}") from error
+
+
+def why_out_of_reach(hub_id: str) -> str:
+    """Why the Hub cannot be asked for this data set now; "" if it can.
+
+    Raises:
+        DataError: the Hub says that there is no such data set.
+    """
+    import huggingface_hub
+
+    if huggingface_hub.constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE is set"
+    hub = huggingface_hub.HfApi()
+    outcome: list[Exception | None] = []
+
+    def ask() -> None:
+        try:
+            hub.dataset_info(hub_id, timeout=HUB_TIMEOUT_S)
+            outcome.append(None)
+        except Exception as error:  # any transport's own error: httpx, requests, sockets, proxies
+            outcome.append(error)
+
+    # A thread, because no time-out of a request covers a name server that does not answer.
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(HUB_TIMEOUT_S)
+    error = outcome[0] if outcome else TimeoutError(f"no answer within {HUB_TIMEOUT_S:.0f} s")
+    if getattr(getattr(error, "response", None), "status_code", None) in (401, 403, 404):
+        raise DataError(
+            f"--dataset {hub_id}: the Hub has no such data set for you; check the id, or log in"
+            " (hf auth login) if it is private"
+        ) from error
+    return innermost(error) if error else ""
+
+
+def quiet_datasets() -> None:
+    """No bars and no log lines of `datasets`: what a person has to know, we say."""
+    import datasets
+
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    datasets.disable_progress_bars()
 
 
 @contextlib.contextmanager
-def quiet_datasets(*, offline: bool = False) -> Iterator[None]:
-    """No bars, no log lines; `offline` as HF_HUB_OFFLINE would, which is read only at import."""
+def no_network() -> Iterator[None]:
+    """What HF_HUB_OFFLINE=1 does, which is read only at import."""
     import datasets
     import huggingface_hub
 
     before = (datasets.config.HF_HUB_OFFLINE, huggingface_hub.constants.HF_HUB_OFFLINE)
-    verbosity = datasets.logging.get_verbosity()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
-    datasets.disable_progress_bars()
-    if offline:
-        datasets.config.HF_HUB_OFFLINE = huggingface_hub.constants.HF_HUB_OFFLINE = True
+    datasets.config.HF_HUB_OFFLINE = huggingface_hub.constants.HF_HUB_OFFLINE = True
     try:
         yield
     finally:
         datasets.config.HF_HUB_OFFLINE, huggingface_hub.constants.HF_HUB_OFFLINE = before
-        datasets.logging.set_verbosity(verbosity)
-        datasets.enable_progress_bars()
+
+
+def check_space(error: BaseException, folder: str, variable: str, codes: tuple[int, ...]) -> None:
+    """Raises StorageError if one of these errno codes is what `error` comes from."""
+    for cause in causes(error):
+        if isinstance(cause, OSError) and cause.errno in codes:
+            raise StorageError(
+                f"{folder}: cannot be written ({cause.strerror}); set {variable} to another folder"
+            ) from error
 
 
 # --- A folder
@@ -175,37 +234,51 @@ def read_folder(folder: Path) -> DatasetDict:
         raise DataError(
             f"--dataset {folder}: the folder is empty; put parquet or image files there"
         )
-    with quiet_datasets():
-        try:
+    quiet_datasets()
+    try:
+        with no_network():
             if (folder / "dataset_dict.json").exists():
                 return datasets.load_from_disk(str(folder))
             # Its Arrow copy is only needed until the images are decoded.
             with tempfile.TemporaryDirectory(prefix="ddp_mnist-") as scratch:
                 return datasets.load_dataset(str(folder), cache_dir=scratch, keep_in_memory=True)
-        except OSError as error:
-            if error.errno is not None and error.errno in (28, 122):  # no space, quota
-                raise
-            raise DataError(unreadable(folder, error)) from error
-        except Exception as error:  # datasets raises its own and pyarrow's, with no common base
-            raise DataError(unreadable(folder, error)) from error
+    except Exception as error:  # datasets raises its own and pyarrow's, with no common base
+        check_space(error, tempfile.gettempdir(), "TMPDIR", NO_SPACE)
+        raise DataError(f"--dataset {folder}: {what_is_wrong(folder, error)}") from error
 
 
-def unreadable(folder: Path, error: BaseException) -> str:
-    """One sentence that names the damaged file where one can be found."""
+def what_is_wrong(folder: Path, error: BaseException) -> str:
+    """Why `error` came, in one sentence that names the file where one can be found."""
+    types: dict[str, tuple[Any, str]] = {}
+    for file in sorted(p for p in folder.rglob("*") if p.suffix in (".parquet", ".arrow")):
+        name = str(file.relative_to(folder))
+        try:
+            table = read_table(file)
+        except Exception as damage:
+            return f"{name} is damaged ({innermost(damage)}); fetch it again"
+        if len(table) == 0:
+            return f"{name} has no rows; fetch it again, or leave it out"
+        for column, kind in zip(table.schema.names, table.schema.types, strict=True):
+            first, other = types.setdefault(column, (kind, name))
+            if kind != first:
+                return (
+                    f"column {column} is {first} in {other} and {kind} in {name};"
+                    " give both the same type"
+                )
+    return (
+        f"cannot be read ({innermost(error)}); give it parquet files, or images in train/CLASS/"
+        " and test/CLASS/"
+    )
+
+
+def read_table(file: Path) -> Any:
+    """A parquet file, or an Arrow stream as save_to_disk writes it, as a pyarrow.Table."""
     import pyarrow.parquet
 
-    for file in sorted(folder.rglob("*.parquet")):
-        try:
-            pyarrow.parquet.ParquetFile(file).read()
-        except Exception as damage:
-            return (
-                f"--dataset {folder}: {file.relative_to(folder)} is damaged"
-                f" ({innermost(damage)}); fetch it again"
-            )
-    return (
-        f"--dataset {folder}: cannot be read ({innermost(error)}); it needs parquet files or images"
-        " in train/CLASS/ and test/CLASS/"
-    )
+    if file.suffix == ".parquet":
+        return pyarrow.parquet.ParquetFile(file).read()
+    with pyarrow.ipc.open_stream(file.read_bytes()) as stream:
+        return stream.read_all()
 
 
 # --- Decoding
@@ -228,22 +301,54 @@ def decode(dataset: DatasetDict, place: str) -> Decoded:
             raise DataError(f"--dataset {place}: split {split} has no rows; check its files")
     image_column = find_image_column(dataset["train"], place)
     label_column = find_label_column(dataset["train"], place)
+    missing = {image_column, label_column} - set(dataset["test"].column_names)
+    if missing:
+        raise DataError(
+            f"--dataset {place}: split test has no column {missing.pop()};"
+            " give it the columns of train"
+        )
+    same_type(dataset, label_column, place)
     images: dict[str, np.ndarray] = {}
     labels: dict[str, np.ndarray] = {}
     classes: list[str] = []
     converted: set[str] = set()
     for split in ("train", "test"):
         where = f"--dataset {place}: split {split}"
-        missing = {image_column, label_column} - set(dataset[split].column_names)
-        if missing:
-            raise DataError(
-                f"{where} has no column {missing.pop()}; give both splits the same columns"
-            )
         labels[split], classes = decode_labels(dataset[split], label_column, classes, where)
         images[split], seen = decode_images(dataset[split], image_column, where)
         converted |= seen
-    notes = [f"images of {', '.join(sorted(converted))} became 28x28 grey"] if converted else []
-    return Decoded(images, labels, classes, notes)
+    refuse_unseen(labels, classes, f"--dataset {place}: split test, column {label_column}")
+    return Decoded(images, labels, classes, conversion_notes(converted))
+
+
+def same_type(dataset: DatasetDict, column: str, place: str) -> None:
+    """Splits that were saved one by one may differ: a 3 of test is then not a 3 of train."""
+    train, test = (dataset[split].features[column] for split in ("train", "test"))
+    if train != test:
+        raise DataError(
+            f"--dataset {place}: column {column} is {train} in train and {test} in test;"
+            " give both the same type and the same names"
+        )
+
+
+def refuse_unseen(labels: dict[str, np.ndarray], classes: list[str], where: str) -> None:
+    """A class without a train row cannot be learnt: a test row of it is a slip in the labels."""
+    unseen = np.flatnonzero(~np.isin(labels["test"], labels["train"]))
+    if unseen.size:
+        row = unseen[0]
+        raise DataError(
+            f"{where}: row {row} has label {classes[labels['test'][row]]}, which no train row has;"
+            " correct the labels, or add such rows to train"
+        )
+
+
+def conversion_notes(converted: set[str]) -> list[str]:
+    """One sentence for the kinds of images that were converted, e.g. {"32x32 RGB"}."""
+    if not converted:
+        return []
+    kinds = ", ".join(sorted(converted)[:3])
+    more = f" and {len(converted) - 3} more kinds" if len(converted) > 3 else ""
+    return [f"images of {kinds}{more} became 28x28 grey"]
 
 
 def find_image_column(rows: Dataset, place: str) -> str:
@@ -259,7 +364,7 @@ def find_image_column(rows: Dataset, place: str) -> str:
     if not columns:
         raise DataError(
             f"--dataset {place}: no image column among {', '.join(rows.column_names)};"
-            " it needs images and labels"
+            " add one, named image"
         )
     return columns[0]
 
@@ -281,30 +386,38 @@ def decode_labels(
     rows: Dataset, column: str, classes: list[str], where: str
 ) -> tuple[np.ndarray, list[str]]:
     """int64 labels and the class names; `classes` is what the train split gave, or empty."""
-    from datasets import ClassLabel
-
-    values = rows.with_format("arrow")[:].column(column).to_pylist()
-    if any(value is None for value in values):
-        raise DataError(f"{where}, column {column}: row {values.index(None)} has no label")
+    where = f"{where}, column {column}"
+    try:
+        values = rows.with_format("arrow")[:].column(column).to_pylist()
+    except ValueError as error:  # words that are not UTF-8
+        raise DataError(f"{where}: cannot be read ({innermost(error)}); correct it") from error
+    if None in values:
+        raise DataError(f"{where}: row {values.index(None)} has no label; label it or leave it out")
+    declared = getattr(rows.features[column], "names", None)  # of a ClassLabel
+    classes = classes or declared or found_classes(values, where)
+    if len(classes) > MAX_CLASSES:
+        raise DataError(f"{where}: {len(classes)} classes; give at most {MAX_CLASSES}")
     if isinstance(values[0], str):
-        classes = classes or sorted(set(values))
-        number = {name: i for i, name in enumerate(classes)}
-        values = [number.get(value, -1) for value in values]
-    elif not all(isinstance(value, int) for value in values):
-        raise DataError(f"{where}, column {column}: labels must be whole numbers or words")
-    feature = rows.features[column]
-    if not classes:
-        named = isinstance(feature, ClassLabel)
-        highest = min(max(values), MAX_CLASSES)
-        classes = feature.names if named else [str(i) for i in range(highest + 1)]
-    labels = np.asarray(values, dtype=np.int64)
-    bad = np.flatnonzero((labels < 0) | (labels >= min(len(classes), MAX_CLASSES)))
-    if bad.size:
-        raise DataError(
-            f"{where}, column {column}: row {bad[0]} has label {values[bad[0]]}, outside 0 to"
-            f" {min(len(classes), MAX_CLASSES) - 1}; correct the labels"
-        )
-    return labels, list(classes)
+        number_of = {name: number for number, name in enumerate(classes)}
+        numbers = [number_of.get(value, -1) for value in values]
+        legal = f"one of train's {len(classes)} words"
+    else:
+        numbers = values
+        legal = f"a whole number from 0 to {len(classes) - 1}"
+    for row, number in enumerate(numbers):
+        if not 0 <= number < len(classes):
+            raise DataError(f"{where}: row {row} has label {values[row]}; give {legal}")
+    return np.asarray(numbers, dtype=np.int64), list(classes)
+
+
+def found_classes(values: list[Any], where: str) -> list[str]:
+    """Class names where none are declared: the words, or 0 to the highest number."""
+    if isinstance(values[0], str):
+        return sorted(set(values))
+    if isinstance(values[0], int):
+        highest = min(max(0, max(values)), MAX_CLASSES - 1)
+        return [str(number) for number in range(highest + 1)]
+    raise DataError(f"{where}: labels are {type(values[0]).__name__}; give whole numbers or words")
 
 
 def decode_images(rows: Dataset, column: str, where: str) -> tuple[np.ndarray, set[str]]:
@@ -313,34 +426,47 @@ def decode_images(rows: Dataset, column: str, where: str) -> tuple[np.ndarray, s
 
     if isinstance(rows.features[column], Image):
         rows = rows.cast_column(column, Image(decode=False))
+    batches = rows.select_columns([column]).with_format(None).iter(batch_size=1000)
     images = np.empty((len(rows), 28, 28), dtype=np.uint8)
     converted: set[str] = set()
-    row = 0
-    for batch in rows.select_columns([column]).iter(batch_size=1000):
-        for cell in batch[column]:
-            images[row] = decode_image(cell, converted, f"{where}, column {column}: row {row}")
-            row += 1
+    for row, cell in enumerate(cell for batch in batches for cell in batch[column]):
+        images[row] = decode_image(cell, converted, f"{where}, column {column}: row {row}")
     return images, converted
 
 
-def decode_image(cell: dict[str, Any], converted: set[str], where: str) -> np.ndarray:
+def decode_image(cell: dict[str, Any] | None, converted: set[str], where: str) -> np.ndarray:
     """One image, {bytes, path}, as uint8 [28, 28]; what it was is added to `converted`."""
     import PIL.Image
 
+    file = cell and (cell["bytes"] or cell.get("path"))
+    if not file:
+        raise DataError(f"{where} has no image; add it or leave the row out")
     try:
-        file = io.BytesIO(cell["bytes"]) if cell.get("bytes") else cell["path"]
-        with PIL.Image.open(file) as image:
+        with PIL.Image.open(io.BytesIO(file) if isinstance(file, bytes) else file) as image:
             if image.mode == "L" and image.size == (28, 28):
                 return np.asarray(image)
-            converted.add(
-                f"{image.width}x{image.height} {image.mode}"
-                if len(converted) < 3
-                else "other sizes"
-            )
-            grey = image.convert("RGBA").convert("L") if image.mode == "P" else image.convert("L")
-            return np.asarray(grey.resize((28, 28), PIL.Image.Resampling.BILINEAR))
+            converted.add(f"{image.width}x{image.height} {image.mode}")
+            return np.asarray(as_grey(image).resize((28, 28), PIL.Image.Resampling.BILINEAR))
+    except PIL.UnidentifiedImageError:
+        reason = "of no format that Pillow knows"
     except Exception as error:  # Pillow raises OSError, SyntaxError, ValueError and more
-        raise DataError(f"{where} is no readable image ({innermost(error)})") from error
+        reason = in_short(error)
+    name = f" {file}" if isinstance(file, str) else ""
+    raise DataError(f"{where}{name} is no readable image ({reason}); replace it or leave it out")
+
+
+def as_grey(image: PIL.Image.Image) -> PIL.Image.Image:
+    """Mode L. Transparent means white paper; 16-bit greys keep their upper 8 bits."""
+    import PIL.Image
+
+    if image.mode.startswith("I"):  # convert("L") would make all above 255 white
+        return PIL.Image.fromarray((np.asarray(image) // 256).clip(0, 255).astype(np.uint8))
+    if image.mode == "F":
+        raise ValueError("mode F has no fixed range: save 8-bit images")
+    if image.has_transparency_data:
+        layer = image.convert("RGBA")
+        image = PIL.Image.alpha_composite(PIL.Image.new("RGBA", layer.size, "white"), layer)
+    return image.convert("L")
 
 
 # --- MNIST's own files
@@ -379,26 +505,27 @@ def read_idx(files: dict[str, tuple[Path, Path]]) -> Decoded:
         images[split] = read_idx_array(image_file, dimensions=3)
         labels[split] = read_idx_array(label_file, dimensions=1).astype(np.int64)
         if images[split].shape[1:] != (28, 28):
-            raise DataError(f"{image_file}: images must be 28x28; this is not MNIST")
+            raise DataError(f"{image_file}: images must be 28x28; fetch MNIST's own file")
         if len(images[split]) != len(labels[split]) or len(labels[split]) == 0:
             raise DataError(
-                f"{image_file}: {len(images[split])} images but {len(labels[split])} labels"
+                f"{image_file}: {len(images[split])} images but {len(labels[split])} labels;"
+                " fetch both files again"
             )
     highest = max(int(split.max()) for split in labels.values())
-    return Decoded(images, labels, [str(i) for i in range(max(10, highest + 1))])
+    classes = [str(number) for number in range(max(10, highest + 1))]
+    refuse_unseen(labels, classes, str(files["test"][1]))
+    return Decoded(images, labels, classes)
 
 
 def read_idx_array(file: Path, dimensions: int) -> np.ndarray:
     """uint8 array of an IDX file, plain or .gz."""
     try:
         raw = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
-    except (OSError, EOFError) as error:
-        raise DataError(
-            f"{file}: cannot be unpacked ({innermost(error)}); fetch it again"
-        ) from error
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{file}: cannot be read ({innermost(error)}); fetch it again") from error
     header = 4 + 4 * dimensions
-    shape = tuple(int(n) for n in np.frombuffer(raw[4:header], dtype=">u4"))
-    if raw[:4] != bytes([0, 0, 8, dimensions]) or len(raw) - header != int(np.prod(shape)):
+    shape = struct.unpack(f">{dimensions}I", raw[4:header].ljust(4 * dimensions, b"\0"))
+    if raw[:4] != bytes([0, 0, 8, dimensions]) or len(raw) != header + math.prod(shape):
         raise DataError(f"{file}: is not an IDX file, or is cut short; fetch it again")
     return np.frombuffer(raw, dtype=np.uint8, offset=header).reshape(shape)
 
@@ -430,9 +557,21 @@ def read_digits() -> Decoded:
     )
 
 
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """The error, then what it came from, down to the bottom."""
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
+
+
 def innermost(error: BaseException) -> str:
     """The cause at the bottom of a chain, in one short line."""
-    while (inner := error.__cause__ or error.__context__) is not None:
-        error = inner
+    *_, last = causes(error)
+    return in_short(last)
+
+
+def in_short(error: BaseException) -> str:
+    """The first line of what it says, without a full stop."""
     text = str(error).strip().splitlines()
     return (text[0] if text else type(error).__name__)[:160].rstrip(os.sep + ". ")

@@ -19,7 +19,7 @@ from ddp_mnist.run_folder import RunFolder
 from ddp_mnist.runtime import World
 
 PACKAGES = ("torch", "torchvision", "accelerate", "datasets", "evaluate", "safetensors")
-MAY_DIFFER = ("run_dir", "cache_dir", "quiet", "rank", "local_rank", "init_method")
+MAY_DIFFER = ("run_dir", "cache_dir", "quiet", "rank", "local_rank", "world_size", "init_method")
 
 
 def facts(config: TrainConfig, world: World, images: ImageData) -> dict[str, Any]:
@@ -62,10 +62,13 @@ def code_digest() -> str:
 
 def git_commit() -> str | None:
     """The commit of the checkout that this package runs from, with + if files were changed."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+"]
-    command += ["--abbrev=40", "--exclude=*"]
+    here = Path(__file__)
+    tracked = ["ls-files", "--error-unmatch", here.name]  # .venv may lie in another checkout
+    describe = ["describe", "--always", "--dirty=+", "--abbrev=40", "--exclude=*"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)
+        for command in (tracked, describe):
+            git = ["git", "-C", str(here.parent), *command]
+            done = subprocess.run(git, capture_output=True, text=True, timeout=5, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip() or None

@@ -47,7 +47,7 @@ def train(config: TrainConfig, launch: Launch) -> dict[str, Any]:
             screen.say(summary.plan(config, world, images, None))
             return {}
         run = open_run_folder(config, world, images)
-        with run.told_how_it_ended():
+        with run.told_how_it_ended(), runtime.first_error_wins(world.board):
             return train_in(run, config, world, images, screen)
 
 

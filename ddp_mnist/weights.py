@@ -52,9 +52,10 @@ def from_bytes(content: bytes, where: str) -> Trained:
         about = json.loads(header["__metadata__"][METADATA_KEY])
         model = MODELS[about["architecture"]](len(about["classes"]))
         state = load(content)
-        model.to(next(t.dtype for t in state.values() if t.is_floating_point()))
+        dtypes = [t.dtype for t in state.values() if t.is_floating_point()]
+        model.to(dtypes[0])
         model.load_state_dict(state)
-    except (ValueError, KeyError, StopIteration, RuntimeError, SafetensorError) as error:
+    except (ValueError, LookupError, TypeError, RuntimeError, SafetensorError) as error:
         raise CheckpointError(
             f"{where}: {MODEL} is damaged or not from ddp_mnist ({type(error).__name__});"
             " train the run again"

@@ -1,0 +1,127 @@
+"""A Hub of one data set on this machine, behind HF_ENDPOINT, that answers what `datasets` asks."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+COMMIT = "c0ffee" + "0" * 34
+
+# For the start of a script. `datasets` also asks hosts that HF_ENDPOINT does not move (counters of
+# downloads, its viewer); a name that is not this machine's gets no answer, and none is looked up.
+LOOPBACK_ONLY = """
+import socket
+look_up = socket.getaddrinfo
+def look_up_here(host, *args, **kwargs):
+    if host != "127.0.0.1":
+        raise socket.gaierror(-2, "Name or service not known")
+    return look_up(host, *args, **kwargs)
+socket.getaddrinfo = look_up_here
+"""
+
+Answer = tuple[int, dict[str, str], bytes]
+
+
+def hub_environment(endpoint: str, home: Path) -> dict[str, str]:
+    """Variables of a process that knows no Hub but `endpoint` and has its caches in `home`."""
+    mine = {k: v for k, v in os.environ.items() if not k.startswith("HF_") and "proxy" not in k}
+    return mine | {
+        "HF_ENDPOINT": endpoint,
+        "HF_HOME": str(home / "huggingface"),
+        "DDP_MNIST_CACHE": str(home / "cache"),
+        "HF_UPDATE_DOWNLOAD_COUNTS": "0",
+    }
+
+
+class Hub:
+    """Serves the parquet files of a folder as the data set `hub_id`; 404 for all others.
+
+    Attributes:
+        endpoint: for HF_ENDPOINT.
+        requests: method and path of each request so far.
+    """
+
+    def __init__(self, hub_id: str, folder: Path) -> None:
+        self.hub_id = hub_id
+        self.files = {path.name: path.read_bytes() for path in folder.glob("*.parquet")}
+        self.requests: list[str] = []
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
+        self.endpoint = f"http://127.0.0.1:{self.server.server_address[1]}"
+
+    @contextmanager
+    def running(self) -> Iterator[Hub]:
+        """Answers within the `with`; after it the port is closed."""
+        thread = threading.Thread(target=self.server.serve_forever, args=(0.05,), daemon=True)
+        thread.start()
+        try:
+            yield self
+        finally:
+            self.server.shutdown()
+            self.server.server_close()
+            thread.join()
+
+    def answer(self, path: str) -> Answer:
+        """What the Hub says to a request for `path`: as huggingface_hub 2.4 reads it."""
+        api = f"/api/datasets/{self.hub_id}"
+        if path == api or path.startswith(f"{api}/revision/"):
+            return as_json({"id": self.hub_id, "sha": COMMIT})
+        if path.startswith((f"{api}/tree/", f"{api}/paths-info/")):
+            return as_json([self.describe(name) for name in self.files])
+        if path.startswith(f"/datasets/{self.hub_id}/resolve/"):
+            return self.resolve(path.rpartition("/")[2])
+        return 404, {"X-Error-Code": "RepoNotFound"}, b""
+
+    def describe(self, name: str) -> dict[str, Any]:
+        oid = hashlib.sha1(self.files[name]).hexdigest()
+        return {"type": "file", "path": name, "size": len(self.files[name]), "oid": oid}
+
+    def resolve(self, name: str) -> Answer:
+        headers = {"X-Repo-Commit": COMMIT}
+        if name not in self.files:
+            return 404, headers | {"X-Error-Code": "EntryNotFound"}, b""
+        return 200, headers | {"ETag": f'"{self.describe(name)["oid"]}"'}, self.files[name]
+
+    def _handler(self) -> type[BaseHTTPRequestHandler]:
+        hub = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def respond(self) -> None:
+                self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                hub.requests.append(f"{self.command} {self.path}")
+                status, headers, content = hub.answer(self.path.partition("?")[0])
+                self.send_response(status)
+                for name, value in (headers | {"Content-Length": str(len(content))}).items():
+                    self.send_header(name, value)
+                self.end_headers()
+                if self.command != "HEAD":
+                    self.wfile.write(content)
+
+            do_GET = do_HEAD = do_POST = respond  # noqa: N815
+
+            def log_message(self, *args: Any) -> None:
+                """Nothing on the tests' screen."""
+
+        return Handler
+
+
+def as_json(value: Any) -> Answer:
+    return 200, {"Content-Type": "application/json"}, json.dumps(value).encode()
+
+
+@contextmanager
+def silent_server() -> Iterator[str]:
+    """An endpoint where connecting works and no answer ever comes."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen(16)
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"

@@ -1,0 +1,573 @@
+from __future__ import annotations
+
+import json
+import os
+import struct
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ddp_mnist import data
+from ddp_mnist.data import GlobalBatches, ImageData, Rows, eval_loader, split_rows, train_loader
+from ddp_mnist.errors import DataError, StorageError
+from ddp_mnist.seeding import generator
+from ddp_mnist.sources import Decoded, Source
+from tests.test_sources import LABELS, PIXELS, TEST, TRAIN, save_to_disk, write_idx, write_parquet
+from tests.worlds import World, run_world
+
+# --- What is loaded
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A small data set: 12 train and 5 test rows."""
+    return write_idx(tmp_path / "small")
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    return tmp_path / "cache"
+
+
+def load(folder: Path, cache: Path, **options: Any) -> ImageData:
+    return data.load(str(folder), str(cache), **options)
+
+
+def cached_file(cache: Path) -> Path:
+    [file] = cache.glob("*.safetensors")
+    return file
+
+
+def test_what_is_loaded(folder: Path, cache: Path) -> None:
+    images = load(folder, cache)
+    assert torch.equal(images.train_images, torch.from_numpy(PIXELS[:TRAIN].copy()))
+    assert torch.equal(images.test_images, torch.from_numpy(PIXELS[TRAIN:].copy()))
+    assert images.train_labels.tolist() == LABELS[:TRAIN]
+    assert images.test_labels.tolist() == LABELS[TRAIN:]
+    assert images.train_images.dtype == images.test_images.dtype == torch.uint8
+    assert images.train_labels.dtype == images.test_labels.dtype == torch.int64
+    assert (images.name, images.source) == ("small", f"folder:{folder}")
+    assert images.classes == list("0123456789")
+    assert (images.notes, images.warnings) == ([], [])
+    assert images.describe() == {
+        "name": "small",
+        "source": f"folder:{folder}",
+        "digest": images.digest,
+        "train_rows": TRAIN,
+        "test_rows": TEST,
+    }
+
+
+def test_conversions_are_remembered(cache: Path) -> None:
+    for _ in range(2):
+        assert data.load("digits", str(cache)).notes == ["the 8x8 digits were enlarged to 28x28"]
+
+
+def test_the_second_time_comes_from_the_cache(
+    folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = load(folder, cache)
+    before = cached_file(cache).stat()
+    monkeypatch.setattr(Source, "read", None)  # calling it would fail
+    second = load(folder, cache)
+    assert cached_file(cache).stat() == before
+    assert same(first, second)
+    assert second.warnings == []
+    names = sorted(path.name for path in cache.iterdir())
+    assert names == [cached_file(cache).with_suffix(".lock").name, cached_file(cache).name]
+
+
+def same(a: ImageData, b: ImageData) -> bool:
+    names = ("name", "source", "digest", "classes", "notes")
+    return all(getattr(a, name) == getattr(b, name) for name in names) and all(
+        torch.equal(getattr(a, name), getattr(b, name)) for name in data.TENSORS
+    )
+
+
+def test_refresh_reads_anew(folder: Path, cache: Path) -> None:
+    load(folder, cache)
+    before = cached_file(cache).stat()
+    images = load(folder, cache, refresh=True)
+    assert cached_file(cache).stat().st_ino != before.st_ino
+    assert images.warnings == []
+
+
+def test_a_change_in_the_folder_is_seen(folder: Path, cache: Path) -> None:
+    first = load(folder, cache)
+    write_idx(folder, train_labels=[3, *LABELS[1:TRAIN]])
+    second = load(folder, cache)
+    assert second.train_labels[0] == 3
+    assert second.digest != first.digest
+    expected = f"{cached_file(cache)} was damaged or out of date and was built anew"
+    assert second.warnings == [expected]
+
+
+def test_two_folders_of_one_name_do_not_share_a_cache(tmp_path: Path, cache: Path) -> None:
+    one = write_idx(tmp_path / "a" / "numbers")
+    two = write_idx(tmp_path / "b" / "numbers", train_labels=LABELS[:TRAIN][::-1])
+    assert load(one, cache).train_labels.tolist() == LABELS[:TRAIN]
+    assert load(two, cache).train_labels.tolist() == LABELS[:TRAIN][::-1]
+    assert load(one, cache).warnings == []
+
+
+def test_a_folder_with_a_long_or_strange_name(tmp_path: Path, cache: Path) -> None:
+    for name in ("n" * 250, "zahlen ü*?[x]", os.fsdecode(b"\xff\xfe")):
+        folder = write_idx(tmp_path / name)
+        assert load(folder, cache).name == name
+        assert load(folder, cache).warnings == []
+
+
+# --- The digest
+
+
+def test_the_digest_is_that_of_the_data_not_of_the_place(tmp_path: Path, cache: Path) -> None:
+    digests = {
+        load(write_idx(tmp_path / "a"), cache).digest,
+        load(write_idx(tmp_path / "b", gz=True), cache).digest,
+        load(write_idx(tmp_path / "c" / "MNIST" / "raw").parents[1], tmp_path / "other").digest,
+        load(write_parquet(tmp_path / "d", hf=10), cache).digest,
+    }
+    assert len(digests) == 1
+
+
+def test_any_difference_in_the_data_is_one_in_the_digest(tmp_path: Path, cache: Path) -> None:
+    pixel = PIXELS[:TRAIN].copy()
+    pixel[7, 13, 13] ^= 1
+    digests = [
+        load(write_idx(tmp_path / "a"), cache).digest,
+        load(write_idx(tmp_path / "pixel", train_images=pixel), cache).digest,
+        load(write_idx(tmp_path / "label", test_labels=[0, 1, 2, 3, 1]), cache).digest,
+        load(write_idx(tmp_path / "order", train_images=PIXELS[:TRAIN][::-1]), cache).digest,
+        load(write_parquet(tmp_path / "classes"), cache).digest,
+        load(save_to_disk(tmp_path / "names"), cache).digest,
+        load(save_to_disk(tmp_path / "other", "wxyZ", "wxyZ"), cache).digest,
+    ]
+    assert len(set(digests)) == len(digests)
+
+
+def test_the_digest_of_the_digits(cache: Path) -> None:
+    """The number that every machine has to come to."""
+    expected = "76676f83892bffc61d6478f95c4b4ef77d3029c7f9499a427282a75a7f5d5fb4"
+    assert data.load("digits", str(cache)).digest == expected
+
+
+# --- A damaged cache
+
+
+def with_header(change: Callable[[dict[str, Any]], object]) -> Callable[[bytes], bytes]:
+    """Changes the header of a safetensors file: 8 bytes of length, JSON, then the tensors."""
+
+    def spoil(content: bytes) -> bytes:
+        [length] = struct.unpack("<Q", content[:8])
+        header = json.loads(content[8 : 8 + length])
+        change(header)
+        text = json.dumps(header).encode()
+        return struct.pack("<Q", len(text)) + text + content[8 + length :]
+
+    return spoil
+
+
+def with_about(change: Callable[[dict[str, Any]], object]) -> Callable[[bytes], bytes]:
+    def spoil(header: dict[str, Any]) -> None:
+        about = json.loads(header["__metadata__"][data.METADATA_KEY])
+        change(about)
+        header["__metadata__"][data.METADATA_KEY] = json.dumps(about)
+
+    return with_header(spoil)
+
+
+def flipped(at: int) -> Callable[[bytes], bytes]:
+    def spoil(content: bytes) -> bytes:
+        spoilt = bytearray(content)
+        spoilt[at] ^= 1
+        return bytes(spoilt)
+
+    return spoil
+
+
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "one bit of a label or pixel": flipped(-1),
+    "one bit of another": flipped(-5000),
+    "truncated": lambda content: content[:-1],
+    "half": lambda content: content[: len(content) // 2],
+    "empty": lambda _: b"",
+    "garbage": lambda content: b"\x13" * len(content),
+    "garbage in the header": flipped(20),
+    "longer": lambda content: content + b"0",
+    "pixels read as signed": with_header(lambda h: h["train_images"].update(dtype="I8")),
+    "labels read as floats": with_header(lambda h: h["test_labels"].update(dtype="F64")),
+    "no metadata": with_header(lambda h: h.pop("__metadata__")),
+    "metadata that are a list": with_header(
+        lambda h: h["__metadata__"].update({data.METADATA_KEY: "[]"})
+    ),
+    "of other files": with_about(lambda a: a.update(fingerprint="0" * 64)),
+    "other class names": with_about(lambda a: a["classes"].reverse()),
+    "no class names": with_about(lambda a: a.pop("classes")),
+    "no digest": with_about(lambda a: a.pop("digest")),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_cache_is_built_anew(damage: str, folder: Path, cache: Path) -> None:
+    whole = load(folder, cache)
+    file = cached_file(cache)
+    before = file.read_bytes()
+    file.unlink()  # `whole` is mapped from it
+    file.write_bytes(DAMAGES[damage](before))
+    again = load(folder, cache)
+    assert same(again, whole)
+    assert again.warnings == [f"{file} was damaged or out of date and was built anew"]
+    assert file.read_bytes() == before
+    assert load(folder, cache).warnings == []
+
+
+def test_auto_passes_on_what_happened_to_the_cache(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Source, "read", lambda _: small())
+    assert data.choose("auto", str(cache)) == ("mnist", [])
+    file = cached_file(cache)
+    file.write_bytes(b"")
+    expected = f"{file} was damaged or out of date and was built anew"
+    assert data.choose("auto", str(cache)) == ("mnist", [expected])
+
+
+def small() -> Decoded:
+    return Decoded(
+        {"train": PIXELS[:TRAIN], "test": PIXELS[TRAIN:]},
+        {"train": np.asarray(LABELS[:TRAIN]), "test": np.asarray(LABELS[TRAIN:])},
+        list("0123"),
+    )
+
+
+def test_a_name_is_chosen_as_it_is(cache: Path) -> None:
+    for name in ("mnist", "digits", "/nowhere"):
+        assert data.choose(name, str(cache)) == (name, [])
+    assert not cache.exists()
+
+
+def test_auto_falls_back_for_a_lack_of_data_only(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk would stop the digits as well, and silently training on them is no help."""
+
+    def failing(error: Exception) -> Callable[[Source], Decoded]:
+        def read(_: Source) -> Decoded:
+            raise error
+
+        return read
+
+    monkeypatch.setattr(Source, "read", failing(DataError("no data; do this; or that")))
+    name, [why, what] = data.choose("auto", str(cache))
+    assert (name, why) == ("digits", "MNIST could not be had: no data")
+    assert what == "INSTEAD OF MNIST, this is a run on the 1,797 digits built into scikit-learn"
+    monkeypatch.setattr(Source, "read", failing(StorageError("no space; clear some")))
+    with pytest.raises(StorageError):
+        data.choose("auto", str(cache))
+
+
+# --- Where the cache lies
+
+
+def test_which_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("DDP_MNIST_CACHE", "~/there")
+    assert data.cache_folder("here") == Path("here")
+    assert data.cache_folder(None) == Path("/home/me/there")
+    monkeypatch.delenv("DDP_MNIST_CACHE")
+    assert data.cache_folder(None) == Path("/home/me/.cache/ddp_mnist")
+
+
+def cannot_be_written(cache: Path, folder: Path) -> str:
+    """The reason in the message, once the rest of it is as it has to be."""
+    with pytest.raises(StorageError) as caught:
+        load(folder, cache)
+    assert caught.value.code == 5
+    beginning = f"{cache}: the cache cannot be written ("
+    end = "); use --cache-dir or DDP_MNIST_CACHE to put it elsewhere"
+    message = str(caught.value)
+    assert message.startswith(beginning)
+    assert message.endswith(end)
+    return message.removeprefix(beginning).removesuffix(end)
+
+
+def test_a_cache_that_cannot_be_made(folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    assert cannot_be_written(file, folder) == "File exists"
+    assert cannot_be_written(file / "cache", folder) == "Not a directory"
+    assert cannot_be_written(Path("/proc/cache"), folder) == "No such file or directory"
+
+
+def test_no_home_folder() -> None:
+    with pytest.raises(StorageError, match=r"^~nobody-here/x: .*; use --cache-dir or DDP_MNIST_C"):
+        data.cache_folder("~nobody-here/x")
+
+
+@pytest.fixture
+def mounted(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
+    """Mounts a file system in memory with the options given."""
+    place = tmp_path / "mounted"
+    place.mkdir()
+
+    def mount(options: str) -> Path:
+        command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(place)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode != 0:
+            pytest.skip(f"a file system cannot be mounted here: {done.stderr.strip()}")
+        return place
+
+    yield mount
+    subprocess.run(["umount", str(place)], capture_output=True)
+
+
+def test_a_full_cache_disk(folder: Path, mounted: Callable[[str], Path]) -> None:
+    cache = mounted("size=8k")
+    assert "No space left on device" in cannot_be_written(cache, folder)
+    assert [path.suffix for path in cache.iterdir()] == [".lock"]
+
+
+def test_a_cache_that_can_only_be_read(
+    folder: Path, tmp_path: Path, mounted: Callable[[str], Path]
+) -> None:
+    cache = mounted("size=1m")
+    written = load(folder, cache)
+    mounted("remount,ro")
+    assert same(load(folder, cache), written)
+    other = write_idx(tmp_path / "other")
+    assert cannot_be_written(cache, other) == "Read-only file system"
+
+
+def test_bad_data_is_not_blamed_on_the_cache(folder: Path, cache: Path) -> None:
+    next(folder.glob("train-images*")).write_bytes(b"")
+    with pytest.raises(DataError):
+        load(folder, cache)
+    assert [path.suffix for path in cache.iterdir()] == [".lock"]
+
+
+# --- Several processes
+
+
+def counting_read(folder: str, cache: str, log: str, seconds: float) -> dict[str, Any]:
+    """Loads with a decoder that leaves a line and takes its time."""
+    read = Source.read
+
+    def slow_read(self: Source) -> Decoded:
+        with open(log, "a") as file:
+            file.write("read\n")
+        time.sleep(seconds)
+        return read(self)
+
+    Source.read = slow_read  # type: ignore[method-assign]
+    images = data.load(folder, cache)
+    return {
+        "digest": images.digest,
+        "labels": images.train_labels.tolist(),
+        "pixels": int(images.train_images.long().sum()),
+        "warnings": images.warnings,
+    }
+
+
+def test_many_processes_build_one_cache_once(folder: Path, cache: Path, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.touch()
+    results = run_world(4, counting_read, str(folder), str(cache), str(log), 0.5, folder=tmp_path)
+    assert log.read_text() == "read\n"
+    expected = {
+        "digest": load(folder, cache).digest,
+        "labels": LABELS[:TRAIN],
+        "pixels": int(PIXELS[:TRAIN].sum()),
+        "warnings": [],
+    }
+    assert results == [expected] * 4
+
+
+def stuck(folder: str, cache: str, where: str, log: str) -> None:
+    """Stops for good while it decodes, or when the file is written but has no name yet."""
+
+    def stop(*_: Any) -> None:
+        Path(log).touch()
+        time.sleep(600)
+
+    if where == "decoding":
+        Source.read = stop  # type: ignore[assignment, method-assign]
+    else:
+        os.replace = stop  # type: ignore[assignment]
+    data.load(folder, cache)
+
+
+def wait_for(file: Path) -> None:
+    deadline = time.monotonic() + 30
+    while not file.exists():
+        assert time.monotonic() < deadline, f"{file} does not come"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("where", ["decoding", "renaming"])
+def test_a_killed_builder_leaves_nothing_behind(
+    where: str, folder: Path, cache: Path, tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+    world = World(1, stuck, str(folder), str(cache), where, str(log), folder=tmp_path)
+    wait_for(log)
+    assert len(list(cache.glob("*.tmp"))) == (where == "renaming")
+    world.processes[0].kill()
+    [outcome] = world.outcomes()
+    assert isinstance(outcome, ConnectionError)
+    assert not list(cache.glob("*.safetensors"))
+
+    images = load(folder, cache)
+    assert images.train_labels.tolist() == LABELS[:TRAIN]
+    assert images.warnings == []
+    assert not list(cache.glob("*.tmp"))
+
+
+# --- Rows and their order
+
+
+@pytest.mark.parametrize(
+    ("rows", "val_size"), [(1437, 287), (10, 0), (10, 10), (1, 0), (60_000, 5_000)]
+)
+def test_split_rows(rows: int, val_size: int) -> None:
+    train, validation = split_rows(rows, val_size)
+    assert (len(train), len(validation)) == (rows - val_size, val_size)
+    assert sorted(train.tolist() + validation.tolist()) == list(range(rows))
+    assert train.dtype == validation.dtype == torch.int64
+
+
+def test_split_rows_is_the_same_for_every_seed_and_run() -> None:
+    splits = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        splits.append([part.tolist() for part in split_rows(100, 20)])
+    assert splits[0] == splits[1]
+    assert splits[0][1][:5] == [47, 40, 46, 34, 69]  # of every version of torch
+
+
+@pytest.fixture
+def rows() -> Rows:
+    """Twenty rows out of 40, each image filled with its row in the split."""
+    numbers = torch.arange(40)
+    images = numbers.to(torch.uint8)[:, None, None].expand(40, 28, 28)
+    return Rows(images, numbers + 100, torch.arange(39, 0, -2))
+
+
+def test_rows_come_a_batch_at_a_time_or_one_by_one(rows: Rows) -> None:
+    assert len(rows) == 20
+    for chosen in ([3, 0, 19], torch.tensor([3, 0, 19])):
+        images, labels, numbers = rows.__getitems__(chosen)
+        assert images.shape == (3, 28, 28)
+        assert (images.dtype, labels.dtype, numbers.dtype) == (
+            torch.uint8,
+            torch.int64,
+            torch.int64,
+        )
+        assert images[:, 5, 5].tolist() == [33, 39, 1]
+        assert labels.tolist() == [133, 139, 101]
+        assert numbers.tolist() == [3, 0, 19]
+    image, label, number = rows[3]
+    assert (image.shape, int(image[0, 0])) == ((28, 28), 33)
+    assert (int(label), int(number)) == (133, 3)
+
+
+def test_rows_are_all_of_them_unless_told(rows: Rows) -> None:
+    every = Rows(rows.images, rows.labels)
+    assert len(every) == 40
+    assert every.__getitems__([7])[1].tolist() == [107]
+
+
+def numbers_of(batches: GlobalBatches, epoch: int, first_step: int = 0) -> list[list[int]]:
+    batches.begin(epoch, first_step)
+    steps = [batch.tolist() for batch in batches]
+    assert len(steps) == len(batches)
+    return steps
+
+
+def test_the_order_is_a_function_of_seed_and_epoch() -> None:
+    epochs = {
+        (seed, epoch): numbers_of(GlobalBatches(100, 8, seed), epoch)
+        for seed in (0, 1)
+        for epoch in (0, 1)
+    }
+    torch.manual_seed(5)
+    again = GlobalBatches(100, 8, 1)
+    assert numbers_of(again, 1) == epochs[1, 1]
+    assert numbers_of(again, 0) == epochs[1, 0]  # whatever was read before
+    assert len({str(order) for order in epochs.values()}) == 4
+    permutation = torch.randperm(100, generator=generator("order", 1, 0)).tolist()
+    assert list(chain(*epochs[1, 0])) == permutation[:96]
+
+
+def test_an_epoch_has_each_row_at_most_once_and_leaves_out_others_each_time() -> None:
+    batches = GlobalBatches(100, 8, seed=0)
+    left_out = []
+    for epoch in range(20):
+        steps = numbers_of(batches, epoch)
+        assert [len(step) for step in steps] == [8] * 12
+        used = set(chain(*steps))
+        assert len(used) == 96
+        assert used <= set(range(100))
+        left_out.append(frozenset(range(100)) - used)
+    assert len(set(left_out)) == 20
+
+
+@pytest.mark.parametrize("parts", [1, 2, 4])
+def test_first_step_goes_on_exactly(parts: int) -> None:
+    batches = GlobalBatches(100, 8, seed=3, parts=parts)
+    whole = numbers_of(batches, 2)
+    assert len(whole) == 12 * parts
+    for first_step in (0, 1, 7, 11, 12):
+        assert numbers_of(batches, 2, first_step) == whole[first_step * parts :]
+
+
+@pytest.mark.parametrize("parts", [2, 4, 8])
+def test_parts_split_a_step_into_pieces(parts: int) -> None:
+    whole = numbers_of(GlobalBatches(100, 8, seed=3), 1)
+    pieces = numbers_of(GlobalBatches(100, 8, seed=3, parts=parts), 1)
+    assert {len(piece) for piece in pieces} == {8 // parts}
+    joined = [list(chain(*pieces[i : i + parts])) for i in range(0, len(pieces), parts)]
+    assert joined == whole
+
+
+def test_what_accelerate_reads_of_the_sampler() -> None:
+    batches = GlobalBatches(100, 24, seed=0, parts=3)
+    assert (batches.batch_size, batches.drop_last, batches.steps_per_epoch) == (8, True, 4)
+
+
+def test_fewer_rows_than_a_batch_are_no_step() -> None:
+    assert numbers_of(GlobalBatches(7, 8, seed=0), 0) == []
+
+
+def test_the_train_loader_gives_what_the_sampler_says(rows: Rows) -> None:
+    batches = GlobalBatches(len(rows), 6, seed=0)
+    expected = numbers_of(batches, 4, first_step=1)
+    got = list(train_loader(rows, batches))
+    assert [numbers.tolist() for _, _, numbers in got] == expected
+    for images, labels, numbers in got:
+        assert images.shape == (6, 28, 28)
+        assert labels.tolist() == [139 - 2 * number for number in numbers.tolist()]
+
+
+def test_the_eval_loader_gives_all_rows_in_order(rows: Rows) -> None:
+    got = list(eval_loader(rows, 6))
+    assert [len(labels) for _, labels, _ in got] == [6, 6, 6, 2]
+    assert torch.cat([numbers for _, _, numbers in got]).tolist() == list(range(20))
+    assert torch.cat([labels for _, labels, _ in got]).tolist() == list(range(139, 100, -2))
+
+
+def test_loaders_draw_nothing_from_the_global_generator(rows: Rows) -> None:
+    before = torch.get_rng_state()
+    split_rows(100, 10)
+    batches = GlobalBatches(len(rows), 6, seed=0)
+    for epoch in range(2):
+        batches.begin(epoch)
+        list(train_loader(rows, batches))
+        list(eval_loader(rows, 6))
+    assert torch.equal(torch.get_rng_state(), before)

@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ddp_mnist import data
+from ddp_mnist.config import Recipe
+from ddp_mnist.models import MODELS, PIXEL_MEAN, PIXEL_STD, normalise
+from tests.worlds import run_world
+
+NAMES = ("cnn", "mlp", "cnn_bn", "resnet18")
+
+
+def make(name: str, classes: int = 10) -> nn.Module:
+    torch.manual_seed(0)
+    return MODELS[name](classes)
+
+
+def images(count: int) -> torch.Tensor:
+    """uint8 [count, 28, 28]."""
+    stream = torch.Generator().manual_seed(1)
+    return torch.randint(0, 256, (count, 28, 28), dtype=torch.uint8, generator=stream)
+
+
+def test_the_names_are_those_of_the_flag() -> None:
+    assert tuple(MODELS) == NAMES
+    for name in NAMES:
+        assert Recipe(model=name).model == name
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        # weights and biases of three convolutions, gains and shifts of three norms, and the head
+        ("cnn", 16 * 10 + 32 * (9 * 16 + 1) + 64 * (9 * 32 + 1) + 2 * (16 + 32 + 64) + 5770),
+        ("cnn_bn", 29_290),
+        ("mlp", 784 * 128 + 128 + 128 * 128 + 128 + 128 * 10 + 10),
+        # torchvision's, with 10 classes for 1000 and 1 channel for 3
+        ("resnet18", 11_689_512 - 513 * 990 - 2 * 64 * 49),
+    ],
+)
+def test_number_of_parameters(name: str, parameters: int) -> None:
+    assert sum(p.numel() for p in make(name).parameters()) == parameters
+    assert name != "cnn" or parameters == 29_290
+
+
+def test_normalise() -> None:
+    pixels = torch.tensor([[[0, 255], [51, 102]]], dtype=torch.uint8)
+    expected = (torch.tensor([[[[0.0, 1.0], [0.2, 0.4]]]]) - 0.1307) / 0.3081
+    for dtype in (torch.float32, torch.float64):
+        result = normalise(pixels, dtype)
+        assert result.dtype == dtype
+        assert result.shape == (1, 1, 2, 2)
+        assert torch.allclose(result, expected.to(dtype), atol=1e-6)
+    assert (PIXEL_MEAN, PIXEL_STD) == (0.1307, 0.3081)
+
+
+def test_mean_and_deviation_are_those_of_mnist(mnist: Path) -> None:
+    pixels = data.load(str(mnist)).train_images.double() / 255
+    assert pixels.mean().item() == pytest.approx(PIXEL_MEAN, abs=1e-4)
+    assert pixels.std().item() == pytest.approx(PIXEL_STD, abs=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_have_the_dtype_of_the_weights(name: str, dtype: torch.dtype) -> None:
+    logits = make(name).to(dtype)(images(3))
+    assert logits.shape == (3, 10)
+    assert logits.dtype == dtype
+    assert logits.isfinite().all()
+    assert logits.std() > 1e-3
+
+
+@pytest.mark.parametrize("name", ["cnn", "mlp", "cnn_bn"])
+def test_float32_is_near_float64(name: str) -> None:
+    single = make(name)(images(4)).double()
+    double = make(name).double()(images(4))
+    assert torch.allclose(single, double, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("classes", [2, 47])
+def test_other_numbers_of_classes(name: str, classes: int) -> None:
+    assert make(name, classes)(images(2)).shape == (2, classes)
+
+
+@pytest.mark.parametrize("name", ["cnn", "mlp"])
+def test_a_sample_does_not_see_the_batch_that_it_is_in(name: str) -> None:
+    model, batch = make(name).double(), images(12)
+    together = model(batch)
+    alone = torch.cat([model(batch[i : i + 1]) for i in range(12)])
+    backwards = model(batch.flip(0)).flip(0)
+    assert torch.allclose(together, alone, rtol=1e-12, atol=1e-12)
+    assert torch.allclose(together, backwards, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["cnn_bn", "resnet18"])
+def test_batch_norm_does(name: str) -> None:
+    """Only while it trains; which is why --sync-bn exists."""
+    model, batch = make(name).double(), images(4)
+    assert not torch.allclose(model(batch)[:2], model(batch[:2]), rtol=1e-3)
+    model.eval()
+    assert torch.allclose(model(batch)[:2], model(batch[:2]), rtol=1e-9)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_parameter_gets_a_gradient(name: str) -> None:
+    model = make(name)
+    F.cross_entropy(model(images(8)), torch.arange(8)).backward()
+    for parameter_name, parameter in model.named_parameters():
+        assert parameter.grad is not None, parameter_name
+        assert parameter.grad.isfinite().all(), parameter_name
+        assert parameter.grad.abs().max() > 0, parameter_name
+
+
+@pytest.mark.parametrize("name", ["cnn", "mlp", "cnn_bn"])
+def test_forward_draws_no_random_number(name: str) -> None:
+    model = make(name)
+    before = torch.get_rng_state()
+    model(images(2))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_equal_seeds_give_equal_weights() -> None:
+    for name in NAMES:
+        states = [make(name).state_dict() for _ in range(2)]
+        assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
+
+
+def imports_torchvision(name: str) -> bool:
+    before = "torchvision" in sys.modules
+    MODELS[name]()
+    return not before and "torchvision" in sys.modules
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_only_the_resnet_imports_torchvision(name: str, tmp_path: Path) -> None:
+    """In a process that has the whole trainer loaded."""
+    assert run_world(1, imports_torchvision, name, folder=tmp_path) == [name == "resnet18"]

@@ -1,0 +1,259 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import PIL.Image
+import pytest
+import torch
+
+from ddp_mnist import cli, data, weights
+from ddp_mnist.errors import CheckpointError, DataError
+from ddp_mnist.models import MODELS
+from ddp_mnist.predict import as_mnist, centred, find_images, predict
+
+CLASSES = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
+
+
+@pytest.fixture(scope="module")
+def model() -> torch.nn.Module:
+    """A net that nobody trained, but with an opinion of its own."""
+    torch.manual_seed(3)
+    model = MODELS["cnn"](10).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3)
+    return model
+
+
+@pytest.fixture(scope="module")
+def run(model: torch.nn.Module, tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("run")
+    content = weights.to_bytes(model.state_dict(), "cnn", CLASSES)
+    (folder / "model.safetensors").write_bytes(content)
+    return str(folder)
+
+
+def digits(count: int) -> np.ndarray:
+    """uint8 [count, 28, 28]: bright strokes on black."""
+    return data.load("digits").test_images[:count].numpy()
+
+
+def save(pixels: np.ndarray, path: Path) -> Path:
+    PIL.Image.fromarray(pixels).save(path)
+    return path
+
+
+def seven() -> np.ndarray:
+    """A large drawing, uint8 [200, 160]: bright on black, far from the middle."""
+    frame = np.zeros((200, 160), dtype=np.uint8)
+    frame[20:30, 10:70] = 255
+    frame[20:120, 60:70] = 255
+    return frame
+
+
+# --- What the net sees
+
+
+def test_28x28_is_taken_as_it_is(tmp_path: Path) -> None:
+    for number, image in enumerate(digits(5)):
+        seen = as_mnist(save(image, tmp_path / f"{number}.png"))
+        assert seen.dtype == np.uint8
+        assert np.array_equal(seen, image)
+
+
+def test_dark_strokes_on_bright_paper_are_inverted(tmp_path: Path) -> None:
+    for number, image in enumerate(digits(5)):
+        assert np.array_equal(as_mnist(save(255 - image, tmp_path / f"{number}.png")), image)
+
+
+@pytest.mark.parametrize("grey", [0, 255])
+@pytest.mark.parametrize("shape", [(28, 28), (100, 60), (1, 1)])
+def test_a_blank_page_stays_blank(grey: int, shape: tuple[int, int], tmp_path: Path) -> None:
+    page = np.full(shape, grey, dtype=np.uint8)
+    assert np.array_equal(as_mnist(save(page, tmp_path / "x.png")), np.zeros((28, 28)))
+
+
+@pytest.mark.parametrize("mode", ["RGB", "RGBA", "1", "P", "CMYK", "I;16"])
+def test_other_modes_of_the_same_image_look_the_same(mode: str, tmp_path: Path) -> None:
+    image = np.where(digits(1)[0] > 127, 255, 0).astype(np.uint8)
+    if mode == "I;16":
+        picture = PIL.Image.fromarray(image.astype(np.uint16) * 257)
+    else:
+        picture = PIL.Image.fromarray(image).convert(mode)
+    path = tmp_path / ("x.tif" if mode == "CMYK" else "x.png")
+    picture.save(path)
+    with PIL.Image.open(path) as opened:
+        assert opened.mode == mode
+    assert np.array_equal(as_mnist(path), image)
+
+
+def test_16_bits_keep_their_shades(tmp_path: Path) -> None:
+    image = digits(1)[0]
+    path = tmp_path / "x.png"
+    PIL.Image.fromarray(image.astype(np.uint16) * 256).save(path)
+    assert np.array_equal(as_mnist(path), image)
+
+
+def test_transparent_is_paper(tmp_path: Path) -> None:
+    """Black strokes on nothing: all pixels are black, and only the opacity draws."""
+    image = digits(1)[0]
+    picture = np.zeros((28, 28, 4), dtype=np.uint8)
+    picture[..., 3] = image
+    assert np.array_equal(as_mnist(save(picture, tmp_path / "x.png")), image)
+
+
+def test_a_large_digit_lands_in_the_middle_at_mnists_size(tmp_path: Path) -> None:
+    drawn = as_mnist(save(255 - seven(), tmp_path / "x.png"))
+    rows, columns = np.flatnonzero(drawn.any(1)), np.flatnonzero(drawn.any(0))
+    assert rows[-1] - rows[0] + 1 == 20  # its longer side
+    assert columns[-1] - columns[0] + 1 == 12
+    mass = drawn.astype(float) / drawn.sum()
+    assert (mass.sum(1) * np.arange(28)).sum() == pytest.approx(13.5, abs=0.5)
+    assert (mass.sum(0) * np.arange(28)).sum() == pytest.approx(13.5, abs=0.5)
+    assert drawn.max() == 255
+    assert drawn[rows[0], columns].min() > 200  # the bar of the seven
+
+
+@pytest.mark.parametrize("scale", [1, 2, 5])
+@pytest.mark.parametrize(("down", "right"), [(0, 0), (60, 80), (80, 0)])
+def test_place_and_size_of_a_drawing_do_not_matter(scale: int, down: int, right: int) -> None:
+    expected = centred(seven())
+    moved = np.roll(seven(), (down, right), axis=(0, 1)).repeat(scale, 0).repeat(scale, 1)
+    assert np.abs(centred(moved).astype(int) - expected).max() <= 60
+    assert np.abs(centred(moved).astype(int) - expected).mean() < 2
+
+
+def test_a_small_drawing_is_enlarged() -> None:
+    small = np.zeros((12, 9), dtype=np.uint8)
+    small[3:8, 4] = 200
+    drawn = centred(small)
+    assert np.flatnonzero(drawn.any(1)).tolist() == list(range(4, 24))
+    assert set(np.unique(drawn)) == {0, 200}
+
+
+def test_a_dot_and_a_line_fit() -> None:
+    dot = np.zeros((300, 300), dtype=np.uint8)
+    dot[299, 299] = 255
+    assert centred(dot).sum() == 20 * 20 * 255
+    line = np.zeros((300, 40), dtype=np.uint8)
+    line[:, 39] = 255
+    assert np.flatnonzero(centred(line).any(0)).size == 1
+
+
+def test_a_picture_that_a_phone_turned_is_upright(tmp_path: Path) -> None:
+    upright = PIL.Image.fromarray(255 - seven())
+    exif = PIL.Image.Exif()
+    exif[0x0112] = 6  # shown turned by 90 degrees
+    path = tmp_path / "x.png"
+    upright.rotate(90, expand=True).save(path, exif=exif)
+    assert np.array_equal(as_mnist(path), as_mnist(save(255 - seven(), tmp_path / "y.png")))
+
+
+# --- Which files
+
+
+def test_a_folder_is_read_in_the_order_of_names(tmp_path: Path) -> None:
+    for name in ("b.PNG", "a.jpeg", "10.png", "9.png", "notes.txt", ".hidden"):
+        (tmp_path / name).touch()
+    (tmp_path / "folder.png").mkdir()
+    assert [p.name for p in find_images(str(tmp_path))] == ["10.png", "9.png", "a.jpeg", "b.PNG"]
+    assert find_images("what/ever.xyz") == [Path("what/ever.xyz")]
+
+
+def test_a_folder_without_images(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").touch()
+    with pytest.raises(DataError) as told:
+        find_images(str(tmp_path))
+    assert str(told.value) == f"{tmp_path}: holds no images; give files or a folder of them"
+
+
+def test_files_that_are_no_images(tmp_path: Path) -> None:
+    text = tmp_path / "x.png"
+    text.write_text("no picture")
+    cut = save(seven(), tmp_path / "cut.png")
+    cut.write_bytes(cut.read_bytes()[:60])
+    for path, reason in [
+        (tmp_path / "none.png", "no such file or directory"),
+        (text, "no image that Pillow reads"),
+        (cut, "no image that Pillow reads"),
+    ]:
+        with pytest.raises(DataError) as told:
+            as_mnist(path)
+        assert str(told.value) == f"{path}: {reason}; give a PNG or JPEG file"
+
+
+def test_a_decompression_bomb_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save(seven(), tmp_path / "x.png")
+    monkeypatch.setattr(PIL.Image, "MAX_IMAGE_PIXELS", 100)
+    with pytest.raises(DataError, match=r"x\.png: no image that Pillow reads"):
+        as_mnist(path)
+
+
+# --- Labels
+
+
+def test_labels_are_the_nets_own(run: str, model: torch.nn.Module, tmp_path: Path) -> None:
+    images = digits(300)  # more than one batch
+    files = [str(save(image, tmp_path / f"{n:03d}.png")) for n, image in enumerate(images)]
+    with torch.inference_mode():
+        expected = model(torch.from_numpy(images)).softmax(1)
+    assert len(set(expected.argmax(1).tolist())) > 1
+    found = list(predict(run, files))
+    assert [line["file"] for line in found] == files
+    assert [line["label"] for line in found] == [CLASSES[i] for i in expected.argmax(1)]
+    for line, row in zip(found, expected.tolist(), strict=True):
+        assert list(line["probabilities"]) == CLASSES
+        assert list(line["probabilities"].values()) == pytest.approx(row, abs=1e-5)
+        assert line["probability"] == max(line["probabilities"].values())
+        assert line["probability"] == line["probabilities"][line["label"]]
+    assert list(predict(run, [str(tmp_path)])) == found
+
+
+def test_the_verb_prints_json_lines(
+    run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    image = save(digits(1)[0], tmp_path / "數.png")
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["predict", run, str(image), str(image)])
+    out, err = capsys.readouterr()
+    assert (ended.value.code, err) == (0, "")
+    first, second = (json.loads(line) for line in out.splitlines())
+    assert first == second
+    assert first["file"] == str(image)
+    assert first["label"] in CLASSES
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "begins"),
+    [
+        (["{run}", "{tmp}/none.png"], 3, "{tmp}/none.png: no such file or directory; give a PNG"),
+        (["{run}", "{tmp}"], 3, "{tmp}: holds no images"),
+        (["{tmp}/none", "x.png"], 4, "{tmp}/none: there is no such run folder"),
+        (["{tmp}", "x.png"], 4, "{tmp}: is no finished run (model.safetensors: No such file"),
+    ],
+)
+def test_what_cannot_be_read_is_one_line(
+    arguments: list[str],
+    code: int,
+    begins: str,
+    run: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    places: dict[str, Any] = {"run": run, "tmp": tmp_path}
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["predict", *(a.format(**places) for a in arguments)])
+    out, err = capsys.readouterr()
+    assert (ended.value.code, out) == (code, "")
+    assert err.startswith(f"ddp-mnist: error: {begins.format(**places)}")
+    assert err.endswith(f" (code {code})\n")
+    assert err.count("\n") == 1
+
+
+def test_a_damaged_model_is_refused(run: str, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(weights.read_bytes(run)[:1000])
+    with pytest.raises(CheckpointError, match=f"^{tmp_path}: model.safetensors is damaged"):
+        list(predict(str(tmp_path), ["x.png"]))

@@ -1,0 +1,393 @@
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from ddp_mnist.errors import DataError, FailedElsewhere, PeerError, UsageError
+from ddp_mnist.launch import Launch
+from ddp_mnist.rendezvous import (
+    Board,
+    check_same,
+    first_cause,
+    host_id,
+    meet,
+    meet_machines,
+    open_store,
+)
+from tests.worlds import World, free_port, run_world
+
+TIMEOUT_S = 0.6  # of every meeting that fails here
+
+
+def place(rank: int, world_size: int, port: int, host: str = "127.0.0.1") -> Launch:
+    return Launch("tcp", rank, world_size, main_host=host, main_port=port)
+
+
+def meet_as(ranks: list[int], world_sizes: list[int], host: str = "127.0.0.1") -> Any:
+    """One process's meeting: its hosts, or its error and the seconds that it took."""
+    number = int(os.environ.get("RANK", 0))
+    port = int(os.environ["MASTER_PORT"])
+    time.sleep(0.1 * number)  # so that the order is known
+    started = time.monotonic()
+    try:
+        board = meet(place(ranks[number], world_sizes[number], port, host), TIMEOUT_S)
+    except Exception as error:
+        return error, time.monotonic() - started
+    board.leave()
+    return board.hosts
+
+
+def meetings(ranks: list[int], world_sizes: list[int], folder: Path) -> list[Any]:
+    """`meet_as` in as many processes as there are ranks."""
+    variables = {"MASTER_PORT": str(free_port())}
+    return run_world(len(ranks), meet_as, ranks, world_sizes, folder=folder, variables=variables)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
+def test_processes_meet_and_know_where_each_runs(host: str, tmp_path: Path) -> None:
+    if host == "::1" and not has_ipv6():
+        pytest.skip("no IPv6 here")
+    hosts = run_world(2, meet_as, [0, 1], [2, 2], host, folder=tmp_path)
+    assert hosts == [[host_id()] * 2] * 2
+
+
+def has_ipv6() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
+
+
+def test_a_process_on_its_own_meets_nobody() -> None:
+    board = meet(Launch(), 1)
+    assert (board.rank, board.world_size, board.hosts) == (0, 1, [host_id()])
+    assert board.decided_by_rank_0("key", lambda: [1, "two"]) == [1, "two"]
+    board.wait_for_all("data")
+    check_same(board, {"--seed": 0})
+    board.leave()
+
+
+def test_a_missing_process_is_named_by_the_first_to_notice(tmp_path: Path) -> None:
+    outcomes = meetings([0, 2], [4, 4], tmp_path)
+    errors = [error for error, _ in outcomes]
+    assert {error.code for error in errors} == {6}
+    assert max(seconds for _, seconds in outcomes) < TIMEOUT_S + 2
+    [told] = [error for error in errors if error.agreed]
+    assert isinstance(told, PeerError)
+    assert "2 of 4 processes came within 0.6 s; missing: rank 1, 3; start them" in str(told)
+    [silent] = [error for error in errors if not error.agreed]
+    assert isinstance(silent, FailedElsewhere)
+    assert str(silent) == str(told)
+
+
+def test_one_process_of_two() -> None:
+    port, started = free_port(), time.monotonic()
+    with pytest.raises(PeerError) as told:
+        meet(place(0, 2, port), TIMEOUT_S)
+    assert TIMEOUT_S < time.monotonic() - started < TIMEOUT_S + 2
+    assert str(told.value).startswith(
+        f"127.0.0.1:{port}: 1 of 2 processes came within 0.6 s; missing: rank 1;"
+    )
+    assert told.value.agreed
+
+
+def test_one_machine_of_two() -> None:
+    port = free_port()
+    with pytest.raises(PeerError, match=r"1 of 2 machines came within 0.6 s; missing: rank 1;"):
+        meet_machines("127.0.0.1", port, 0, 2, TIMEOUT_S)
+
+
+@pytest.mark.parametrize(
+    ("host", "reason"),
+    [
+        ("127.0.0.1", "connection refused"),
+        ("no.such.host.invalid", "name"),
+        ("a..b", "label empty or too long"),
+    ],
+)
+def test_nobody_at_the_address(host: str, reason: str) -> None:
+    port, started = free_port(), time.monotonic()
+    with pytest.raises(PeerError) as told:
+        meet(place(1, 2, port, host), TIMEOUT_S)
+    assert 0.5 < time.monotonic() - started < TIMEOUT_S + 2
+    message = str(told.value)
+    assert message.startswith(f"{host}:{port}: rank 1 of 2 reached nobody there within 0.6 s (")
+    assert reason in message
+
+
+@pytest.fixture
+def stranger() -> Any:
+    """A port where something listens that is no store, and never answers."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        yield server.getsockname()[1]
+
+
+def test_something_else_at_the_address(stranger: int, tmp_path: Path) -> None:
+    variables = {"MASTER_PORT": str(stranger)}
+    [[error, seconds]] = run_world(1, meet_as, [1], [2], folder=tmp_path, variables=variables)
+    assert isinstance(error, PeerError)
+    assert "rank 1 of 2 found something there that is not rank 0 (no answer)" in str(error)
+    assert seconds < TIMEOUT_S + 2
+
+
+def test_a_port_that_is_taken_is_named_at_once(stranger: int) -> None:
+    started = time.monotonic()
+    with pytest.raises(UsageError, match=f"^port {stranger}: cannot be opened here \\(address al"):
+        meet(place(0, 2, stranger), 60)
+    assert time.monotonic() - started < 1
+
+
+def test_two_processes_with_one_rank(tmp_path: Path) -> None:
+    first, second, third = meetings([0, 1, 1], [3, 3, 3], tmp_path)
+    error, seconds = third
+    assert isinstance(error, UsageError)
+    assert seconds < 1
+    assert "another process came with rank 1 before this one" in str(error)
+    assert "a rank of its own, 0 to 2" in str(error)
+    # who was there before goes on waiting for the rank that is missing
+    assert [error.code for error, _ in (first, second)] == [6, 6]
+    assert all("2 of 3 processes came" in str(error) for error, _ in (first, second))
+
+
+def test_two_processes_with_rank_0(tmp_path: Path) -> None:
+    [[first, _], [second, seconds]] = meetings([0, 0], [2, 2], tmp_path)
+    assert isinstance(first, PeerError)
+    assert isinstance(second, UsageError)
+    assert str(second).startswith("port ")
+    assert seconds < 1
+
+
+def test_processes_that_were_told_different_world_sizes(tmp_path: Path) -> None:
+    outcomes = meetings([0, 1], [2, 3], tmp_path)
+    assert [error.code for error, _ in outcomes] == [2, 2]
+    assert max(seconds for _, seconds in outcomes) < 1
+    assert isinstance(outcomes[0][0], UsageError)
+    assert "rank 0 was told of 2, rank 1 of 3" in str(outcomes[0][0])
+    assert isinstance(outcomes[1][0], FailedElsewhere)
+
+
+def wait_and_lose_rank_0() -> Any:
+    if os.environ["RANK"] == "0":
+        store = open_store("", int(os.environ["MASTER_PORT"]), serve=True, timeout_s=5, who="")
+        time.sleep(0.5)
+        del store
+        os._exit(1)
+    return meet_as([0, 1], [2, 2])
+
+
+def test_rank_0_goes_away_while_others_wait(tmp_path: Path) -> None:
+    _, [error, seconds] = World(2, wait_and_lose_rank_0, folder=tmp_path).outcomes()
+    assert isinstance(error, PeerError)
+    assert "rank 0, which serves this port, went away before all had come" in str(error)
+    assert seconds < TIMEOUT_S
+
+
+# --- The board, by threads that share a store
+
+
+def boards(size: int) -> list[Board]:
+    store = dist.HashStore()
+    return [Board(store, rank, size) for rank in range(size)]
+
+
+def at_once(*tasks: Callable[[], Any]) -> list[Any]:
+    """What each task returned or raised, run in threads side by side."""
+    results: list[Any] = [None] * len(tasks)
+
+    def run(number: int) -> None:
+        try:
+            results[number] = tasks[number]()
+        except Exception as error:
+            results[number] = error
+
+    threads = [threading.Thread(target=run, args=(n,), daemon=True) for n in range(len(tasks))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive()
+    return results
+
+
+def test_rank_0_decides_for_all() -> None:
+    asked = []
+
+    def decide() -> dict[str, Any]:
+        asked.append(threading.get_ident())
+        time.sleep(0.2)  # longer than a poll
+        return {"folder": "runs/digits-001", "notes": [1, None]}
+
+    results = at_once(*[lambda b=b: b.decided_by_rank_0("run", decide) for b in boards(3)])
+    assert results == [{"folder": "runs/digits-001", "notes": [1, None]}] * 3
+    assert len(asked) == 1
+
+
+def test_all_wait_for_the_last() -> None:
+    here: list[int] = []
+
+    def come(board: Board) -> list[int]:
+        time.sleep(0.1 * board.rank)
+        here.append(board.rank)
+        board.wait_for_all("data")
+        return sorted(here)
+
+    assert at_once(*[lambda b=b: come(b) for b in boards(3)]) == [[0, 1, 2]] * 3
+
+
+def test_rank_0_leaves_last() -> None:
+    left: list[int] = []
+
+    def leave(board: Board) -> None:
+        board.wait_for_all("end")
+        time.sleep(0.15 * board.rank)
+        board.go_last(board.world_size - 1)
+        left.append(board.rank)
+
+    at_once(*[lambda b=b: leave(b) for b in boards(3)])
+    assert left.index(0) > 0
+    assert sorted(left) == [0, 1, 2]
+    zero, _ = boards(2)
+    started = time.monotonic()
+    zero.go_last(1, patience_s=0.2)  # the other was killed
+    assert 0.2 <= time.monotonic() - started < 2
+
+
+def test_the_first_failure_counts() -> None:
+    zero, one, two = boards(3)
+    assert zero.failure() is None
+    zero.raise_if_failed()
+    assert one.claim_failure("--lr 1: no", 7) is None
+    failure = {"rank": 1, "message": "--lr 1: no", "code": 7}
+    assert two.claim_failure("something later", 1) == failure
+    assert zero.failure() == one.failure() == failure
+    one.raise_if_failed()  # its own
+    with pytest.raises(FailedElsewhere, match=r"^--lr 1: no$") as told:
+        zero.raise_if_failed()
+    assert told.value.code == 7
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda board: board.read("never"),
+        lambda board: board.decided_by_rank_0("never", int),
+        lambda board: board.wait_for_all("never"),
+        lambda board: board.leave(),
+    ],
+)
+def test_waiting_ends_when_another_rank_fails(wait: Callable[[Board], Any]) -> None:
+    zero, one = boards(2)
+
+    def fail() -> float:
+        time.sleep(0.2)
+        zero.claim_failure("no data", 3)
+        return time.monotonic()
+
+    def wait_and_see() -> tuple[Any, float]:
+        with pytest.raises(FailedElsewhere, match="no data") as told:
+            wait(one)
+        return told.value.code, time.monotonic()
+
+    failed_at, (code, ended_at) = at_once(fail, wait_and_see)
+    assert code == 3
+    assert 0 <= ended_at - failed_at < 1
+
+
+def test_first_cause_marks_the_one_that_tells() -> None:
+    zero, one, two = boards(3)
+    error = DataError("no data")
+    assert first_cause(one, error) is error
+    assert error.agreed
+    late = first_cause(zero, ValueError("what followed"))
+    assert isinstance(late, FailedElsewhere)
+    assert (str(late), late.code, late.agreed) == ("no data", 3, False)
+    assert first_cause(two, late) is late
+
+
+@pytest.mark.parametrize(
+    ("error", "posted"),
+    [
+        (KeyboardInterrupt(), ("KeyboardInterrupt", 130)),
+        (ZeroDivisionError("by 0"), ("by 0", 1)),
+        (PeerError("gone"), ("gone", 6)),
+    ],
+)
+def test_what_is_posted_of_a_failure(error: BaseException, posted: tuple[str, int]) -> None:
+    zero, one = boards(2)
+    assert first_cause(one, error) is error
+    failure = zero.failure()
+    assert failure
+    assert (failure["message"], failure["code"]) == posted
+
+
+def test_silent_ranks() -> None:
+    zero, one, _, three = boards(4)
+    results = at_once(*[lambda b=b: b.silent_ranks(0.3) for b in (zero, one, three)])
+    assert results == [[2]] * 3
+    zero.claim_failure("no data", 3)
+    started = time.monotonic()
+    one.silent_ranks(5)
+    assert time.monotonic() - started < 1
+
+
+class GoneStore:
+    """What a store whose server was killed does."""
+
+    def _fail(self, *_: Any) -> Any:
+        raise RuntimeError("Broken pipe")
+
+    set = get = add = check = compare_set = _fail
+
+
+def test_a_store_that_is_gone_is_rank_0_that_is_gone() -> None:
+    board = Board(GoneStore(), 1, 3)  # type: ignore[arg-type]
+    assert board.silent_ranks(0.1) == [0]
+    assert board.failure() is None
+    assert board.claim_failure("lost", 6) is None
+    board.go_last(2)
+
+
+@pytest.mark.parametrize("value", [None, True, 0, 1.5, "数", [1, [2]], {"a": None}])
+def test_what_is_posted_is_read(value: Any) -> None:
+    zero, one = boards(2)
+    assert not one.has("key")
+    zero.post("key", value)
+    assert one.has("key")
+    assert one.read("key") == value == json.loads(json.dumps(value))
+
+
+def test_equal_facts_pass() -> None:
+    facts = {"--seed": 0, "torch": "2.15", "the data's digest": "ab"}
+    assert at_once(*[lambda b=b: check_same(b, facts) for b in boards(3)]) == [None] * 3
+
+
+def test_the_first_fact_that_differs_is_named_with_its_ranks() -> None:
+    def facts(rank: int) -> dict[str, Any]:
+        return {"--seed": 0, "torch": "2.15" if rank in (0, 2) else "2.14", "python": rank}
+
+    results = at_once(*[lambda b=b: check_same(b, facts(b.rank)) for b in boards(4)])
+    expected = (
+        "torch: rank 0 has 2.15, rank 1, 3 has 2.14;"
+        " start every process with the same flags, data and packages"
+    )
+    assert [(type(error), str(error)) for error in results] == [(UsageError, expected)] * 4
+
+
+def test_many_ranks_are_not_all_listed() -> None:
+    results = at_once(*[lambda b=b: check_same(b, {"x": b.rank > 0}) for b in boards(12)])
+    assert str(results[0]).startswith(
+        "x: rank 0 has False, rank 1, 2, 3, 4, 5, 6, 7, 8 ... has True;"
+    )

@@ -1,0 +1,493 @@
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ddp_mnist import run_folder, runtime
+from ddp_mnist.config import Distribution
+from ddp_mnist.errors import FailedElsewhere, PeerError, UsageError
+from ddp_mnist.launch import Launch, find_launch
+from ddp_mnist.rendezvous import Board
+from tests.training import just_train, proof_config
+from tests.worlds import World, free_port, launcher_variables, run_world
+
+PAIR = Launch("torchrun", 0, 2, 0, 2, 1, "127.0.0.1", 29500, agent_store=True)
+
+# --- Device, precision, backend
+
+
+@pytest.mark.parametrize("launcher", [None, "", "no", "fp16", "bf16"])
+@pytest.mark.parametrize("flag", [None, "auto", "no", "fp16", "bf16", "fp64"])
+@pytest.mark.parametrize(("device", "native"), [("cuda", False), ("cpu", True), ("cpu", False)])
+def test_precision_in_effect(
+    launcher: str | None,
+    flag: str | None,
+    device: str,
+    native: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if launcher is not None:
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launcher)
+    monkeypatch.setattr(runtime, "has_native_bf16", lambda: native)
+    flags = Distribution(mixed_precision=flag)
+    asked = flag or launcher or "auto"  # the flag beats the launcher
+    if (asked, device) == ("fp16", "cpu"):
+        with pytest.raises(UsageError, match="needs a GPU"):
+            runtime.precision_in_effect(flags, Launch(), device)
+        return
+    auto = "fp16" if device == "cuda" else "bf16" if native else "no"
+    expected = auto if asked == "auto" else asked
+    assert runtime.precision_in_effect(flags, Launch(), device) == expected
+
+
+def test_a_launchers_precision_that_we_do_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
+    with pytest.raises(UsageError, match=r"^--mixed_precision fp8: choose from no, fp16, bf16$"):
+        runtime.precision_in_effect(Distribution(), Launch(), "cpu")
+
+
+@pytest.mark.parametrize(
+    ("launch", "config"),
+    [
+        (Launch("accelerate"), "cpu"),
+        (PAIR, "multi_cpu"),
+        (dataclasses.replace(PAIR, num_machines=2), "multi_node_cpu"),
+        (dataclasses.replace(PAIR, num_machines=None), "multi_cpu"),
+    ],
+)
+def test_fp16_on_a_cpu_names_the_config_to_use(
+    launch: Launch, config: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(UsageError) as told:
+        runtime.precision_in_effect(Distribution(mixed_precision="fp16"), launch, "cpu")
+    assert str(told.value) == ("--mixed-precision fp16: needs a GPU; on a CPU use bf16, no or auto")
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    with pytest.raises(UsageError) as told:
+        runtime.precision_in_effect(Distribution(), launch, "cpu")
+    assert str(told.value).startswith("accelerate launch: its config asks for fp16, which needs a")
+    assert str(told.value).endswith(f"; use --config_file accelerate_configs/{config}.yaml")
+    assert (Path(__file__).parent.parent / "accelerate_configs" / f"{config}.yaml").is_file()
+
+
+@pytest.mark.parametrize(
+    ("flag", "variable", "has_gpu", "device"),
+    [
+        (False, None, True, "cuda"),
+        (False, None, False, "cpu"),
+        (True, None, True, "cpu"),
+        (False, "True", True, "cpu"),
+        (False, "1", True, "cpu"),
+        (False, "False", True, "cuda"),
+        (False, "", True, "cuda"),
+    ],
+)
+def test_choose_device(
+    flag: bool, variable: str | None, has_gpu: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if variable is not None:
+        monkeypatch.setenv("ACCELERATE_USE_CPU", variable)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    assert runtime.choose_device(Distribution(cpu=flag)) == device
+
+
+@pytest.mark.parametrize(
+    ("flag", "launch", "device", "backend"),
+    [
+        ("auto", Launch(), "cpu", "none"),
+        ("gloo", Launch(), "cpu", "none"),
+        ("auto", PAIR, "cpu", "gloo"),
+        ("auto", PAIR, "cuda", "nccl"),
+        ("gloo", PAIR, "cuda", "gloo"),
+        ("gloo", PAIR, "cpu", "gloo"),
+        ("nccl", PAIR, "cuda", "nccl"),
+        # a launcher that serves a store has formed a world, if only of one
+        ("auto", dataclasses.replace(PAIR, world_size=1), "cpu", "gloo"),
+    ],
+)
+def test_choose_backend(flag: str, launch: Launch, device: str, backend: str) -> None:
+    assert runtime.choose_backend(Distribution(backend=flag), launch, device) == backend
+
+
+def test_nccl_on_a_cpu_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"^--backend nccl: needs a GPU and this machine shows n"):
+        runtime.choose_backend(Distribution(backend="nccl"), PAIR, "cpu")
+
+
+# --- The machine
+
+
+@pytest.mark.parametrize(
+    ("variable", "launcher", "device", "processes_here", "threads"),
+    [
+        (None, "python", "cpu", 1, 8),
+        (None, "tcp", "cpu", 2, 4),
+        (None, "tcp", "cpu", 3, 2),
+        (None, "tcp", "cpu", 100, 1),
+        (None, "python", "cuda", 1, 1),
+        ("", "python", "cpu", 2, 4),
+        ("0", "python", "cpu", 2, 4),
+        ("1", "torchrun", "cpu", 2, 4),  # set by the launcher, of its own accord
+        ("1", "accelerate", "cpu", 4, 2),
+        ("1", "torchrun", "cuda", 2, 1),
+        ("1", "tcp", "cpu", 2, 1),  # set by a person
+        ("3", "torchrun", "cpu", 2, 3),
+        ("16", "python", "cpu", 1, 16),
+        ("2", "python", "cuda", 1, 2),
+    ],
+)
+def test_set_threads(
+    variable: str | None,
+    launcher: str,
+    device: str,
+    processes_here: int,
+    threads: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "before")
+    if variable is None:
+        monkeypatch.delenv("OMP_NUM_THREADS")
+    else:
+        monkeypatch.setenv("OMP_NUM_THREADS", variable)
+    set_to: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", set_to.append)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    assert runtime.set_threads(Launch(launcher), device, processes_here) == threads
+    assert set_to == [threads]
+    assert os.environ["OMP_NUM_THREADS"] == str(threads)
+
+
+@pytest.mark.parametrize("variable", ["4,2", "many"])
+def test_threads_that_are_no_number(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", variable)
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
+    if variable == "4,2":  # OpenMP's form for nested regions
+        assert runtime.set_threads(Launch(), "cpu", 1) == 4
+    else:
+        with pytest.raises(UsageError, match=r"^OMP_NUM_THREADS=many: "):
+            runtime.set_threads(Launch(), "cpu", 1)
+
+
+@pytest.mark.parametrize(
+    ("launch", "hosts", "place"),
+    [
+        (Launch(), [], (0, 1, 1)),
+        (Launch("tcp", 0, 3), ["a", "b", "a"], (0, 2, 2)),
+        (Launch("tcp", 1, 3), ["a", "b", "a"], (0, 1, 1)),
+        (Launch("tcp", 2, 3), ["a", "b", "a"], (1, 2, 2)),
+        (Launch("tcp", 2, 3, local_rank=0), ["a", "b", "a"], (0, 2, 2)),
+        # two nodes that are rehearsed on one host share its cores
+        (Launch("torchrun", 3, 4, 1, 2, 2), ["a"] * 4, (1, 2, 4)),
+    ],
+)
+def test_place_on_machine(launch: Launch, hosts: list[str], place: tuple[int, int, int]) -> None:
+    board = Board(dist.HashStore(), launch.rank, launch.world_size)
+    board.hosts = hosts
+    assert dataclasses.astuple(runtime.place_on_machine(launch, board)) == place
+
+
+def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    runtime.check_gpus_suffice(runtime.Place(1, 2, 2))
+    with pytest.raises(UsageError, match=r"^3 processes on this machine, but 2 GPUs: NCCL need"):
+        runtime.check_gpus_suffice(runtime.Place(0, 3, 3))
+
+
+@pytest.mark.parametrize(
+    ("host", "before", "after"),
+    [
+        ("127.0.0.1", {}, {"GLOO_SOCKET_IFNAME": "lo"}),
+        ("127.0.0.1", {"GLOO_SOCKET_IFNAME": "eth7"}, {"GLOO_SOCKET_IFNAME": "eth7"}),
+        ("no.such.host.invalid", {}, {}),
+        (None, {}, {}),
+    ],
+)
+def test_choose_interface(
+    host: str | None,
+    before: dict[str, str],
+    after: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    for name in names:
+        monkeypatch.setenv(name, "")  # so that it is put back
+        monkeypatch.delenv(name)
+    for name, value in before.items():
+        monkeypatch.setenv(name, value)
+    runtime.choose_interface(Launch("tcp", 0, 2, main_host=host, main_port=9))
+    assert {name: os.environ[name] for name in names if name in os.environ} == after
+
+
+def test_both_libraries_learn_of_a_real_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "interface_towards", lambda *_: "eth1")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "mine")
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "")
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME")
+    runtime.choose_interface(Launch("tcp", 0, 2, main_host="h", main_port=9))
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "mine"
+    assert os.environ["NCCL_SOCKET_IFNAME"] == "eth1"
+
+
+def leave_a_child(folder: str) -> None:
+    """Starts a process that waits as a worker does, and is killed itself."""
+    if os.fork() == 0:
+        runtime.die_with_parent()
+        Path(folder, "child").write_text(str(os.getpid()))
+        time.sleep(60)
+        os._exit(0)
+    while not Path(folder, "child").exists():
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="PR_SET_PDEATHSIG is Linux's")
+def test_a_worker_dies_with_its_launcher(tmp_path: Path) -> None:
+    World(1, leave_a_child, str(tmp_path), folder=tmp_path).outcomes()
+    child = int((tmp_path / "child").read_text())
+    deadline = time.monotonic() + 5
+    while is_running(child) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not is_running(child)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+# --- The world as it stands
+
+
+def what_stands() -> dict[str, Any]:
+    flags = Distribution(cpu=True, mixed_precision="no", dist_timeout=20)
+    with runtime.start(flags, find_launch(flags), grad_accum=3) as world:
+        accelerator = world.accelerator
+        total = accelerator.reduce(torch.tensor(accelerator.process_index + 1)).item()
+        found = {
+            "backend": world.backend,
+            "precision": world.precision,
+            "num_machines": world.num_machines,
+            "threads": (world.threads, torch.get_num_threads()),
+            "processes": accelerator.num_processes,
+            "rank": accelerator.process_index,
+            "main": accelerator.is_main_process,
+            "device": accelerator.device.type,
+            "accumulation": accelerator.gradient_accumulation_steps,
+            "sum over ranks": total,
+        }
+    return found | {"group afterwards": dist.is_initialized()}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_the_world_is_what_was_started(size: int, tmp_path: Path) -> None:
+    expected = {
+        "backend": "gloo" if size > 1 else "none",
+        "precision": "no",
+        "num_machines": 1,
+        "threads": (1, 1),
+        "processes": size,
+        "device": "cpu",
+        "accumulation": 3,
+        "sum over ranks": size * (size + 1) // 2,
+        "group afterwards": False,
+    }
+    found = run_world(size, what_stands, folder=tmp_path)
+    assert found == [expected | {"rank": rank, "main": rank == 0} for rank in range(size)]
+
+
+# --- Loners: faults row 23
+
+
+def train_beside_a_group_of_one() -> Any:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return just_train(proof_config())
+
+
+def train_where_accelerate_sees_one_process() -> Any:
+    """As under a launcher that it does not understand."""
+    runtime.Accelerator = lambda **_: SimpleNamespace(num_processes=1)
+    return just_train(proof_config())
+
+
+@pytest.mark.parametrize(
+    ("train", "message"),
+    [
+        (
+            train_beside_a_group_of_one,
+            "WORLD_SIZE=2: a process group of 1 exists already in this process;",
+        ),
+        (
+            train_where_accelerate_sees_one_process,
+            "WORLD_SIZE=2: but Accelerate formed a group of 1, so each process would train alone;",
+        ),
+    ],
+)
+def test_processes_that_would_each_train_alone(train: Any, message: str, tmp_path: Path) -> None:
+    outcomes = World(2, train, folder=tmp_path).outcomes()
+    assert [error.code for error in outcomes] == [2, 2]
+    [told] = [error for error in outcomes if error.agreed]
+    assert isinstance(told, UsageError)
+    assert str(told).startswith(message)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_one_that_was_promised_another_does_not_train_alone(tmp_path: Path) -> None:
+    variables = launcher_variables(0, 2, free_port())
+    started = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-m", "ddp_mnist", "train", "--dataset", "digits", "--dist-timeout", "1"],
+        env=os.environ | variables,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert time.monotonic() - started < 20  # importing torch takes most of it
+    assert (done.returncode, done.stdout) == (6, "")
+    assert re.fullmatch(
+        r"ddp-mnist: error: 127\.0\.0\.1:\d+: 1 of 2 processes came within 1 s; missing: rank 1;"
+        r" start them, or check that they use this address \(code 6\)\n",
+        done.stderr,
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_accelerate_has_to_know_of_all() -> None:
+    accelerator: Any = SimpleNamespace(num_processes=2)
+    runtime.refuse_loner(PAIR, accelerator)
+    accelerator.num_processes = 1
+    with pytest.raises(UsageError, match=r"^WORLD_SIZE=2: .*use a config from accelerate_configs$"):
+        runtime.refuse_loner(PAIR, accelerator)
+
+
+# --- Ranks that are not alike: faults row 22
+
+
+def train_otherwise(what: str) -> Any:
+    from ddp_mnist import data, summary
+
+    if os.environ["RANK"] == "1":
+        versions, load = summary.versions(), data.load
+        if what == "torch":
+            summary.versions = lambda: versions | {"torch": "2.0.0"}
+        elif what == "the code's digest":
+            summary.code_digest = lambda: "0123"
+        else:
+            data.load = lambda *args: dataclasses.replace(load(*args), digest="4567")
+    return just_train(proof_config())
+
+
+@pytest.mark.parametrize(
+    ("what", "value"),
+    [("torch", "2.0.0"), ("the code's digest", "0123"), ("the data's digest", "4567")],
+)
+def test_ranks_with_other_packages_code_or_data_are_refused(
+    what: str, value: str, tmp_path: Path
+) -> None:
+    outcomes = World(2, train_otherwise, what, folder=tmp_path).outcomes()
+    assert [error.code for error in outcomes] == [2, 2]
+    [told] = [error for error in outcomes if error.agreed]
+    assert re.match(rf"{what}: rank 0 has \S+, rank 1 has {value}; start every ", str(told))
+    assert not (tmp_path / "run").exists()
+
+
+# --- Ranks that are lost: faults rows 1 and 21
+
+
+def train_and_fail(who: int, how: str) -> Any:
+    """Trains; at step 5 rank `who` fails. Other ranks: their error and the seconds to it."""
+    from ddp_mnist import train
+
+    rate_of, reached = train.learning_rate, [0.0]
+
+    def failing_rate(step: int, total_steps: int, peak: float, warmup: float) -> float:
+        if step == 5:
+            reached[0] = time.monotonic()
+            if os.environ["RANK"] == str(who):
+                fail(how)
+        return rate_of(step, total_steps, peak, warmup)
+
+    train.learning_rate = failing_rate
+    try:
+        just_train(proof_config())
+    except Exception as error:
+        return error, time.monotonic() - reached[0]
+
+
+def fail(how: str) -> None:
+    if how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif how == "exits 0":
+        os._exit(0)
+    elif how == "interrupted":
+        raise KeyboardInterrupt
+    raise ZeroDivisionError("a bug")
+
+
+@pytest.fixture(scope="module", params=[(2, 0, "killed"), (3, 1, "killed"), (3, 2, "exits 0")])
+def lost(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[int, int, list[Any], Path]:
+    """World size, the rank that was lost, what became of the others, and the run folder."""
+    size, who, how = request.param
+    folder = tmp_path_factory.mktemp("lost")
+    outcomes = World(size, train_and_fail, who, how, folder=folder).outcomes()
+    del outcomes[who]
+    return size, who, outcomes, folder / "run"
+
+
+def test_a_lost_rank_ends_the_others_and_is_named(
+    lost: tuple[int, int, list[Any], Path],
+) -> None:
+    size, who, outcomes, _ = lost
+    assert [error.code for error, _ in outcomes] == [6] * (size - 1)
+    assert max(seconds for _, seconds in outcomes) < 5
+    [told] = [error for error, _ in outcomes if error.agreed]
+    assert isinstance(told, PeerError)
+    assert str(told).startswith(f"lost contact with rank {who} of {size} (")
+    assert str(told).endswith("; see what that process says, then start the run again")
+    # whoever else is there has the first one's error
+    assert all(str(error) == str(told) for error, _ in outcomes)
+
+
+def test_status_of_a_run_that_lost_a_rank(lost: tuple[int, int, list[Any], Path]) -> None:
+    _, who, [[error, _], *_], run = lost
+    status = run_folder.read_json(run / "status.json")
+    if who == 0:  # nobody is left who writes it
+        assert status["state"] == "running"
+    else:
+        assert (status["state"], status["exit_code"]) == ("failed", 6)
+        assert status["error"] == str(error)
+
+
+@pytest.mark.parametrize("who", [0, 1], ids=["on rank 0", "on rank 1"])
+def test_a_bug_on_one_rank_ends_the_other_which_is_silent(who: int, tmp_path: Path) -> None:
+    outcomes = World(2, train_and_fail, who, "raises", folder=tmp_path).outcomes()
+    bug, _ = outcomes[who]
+    assert isinstance(bug, ZeroDivisionError)
+    other, seconds = outcomes[1 - who]
+    assert seconds < 5
+    assert isinstance(other, FailedElsewhere)
+    assert (str(other), other.code, other.agreed) == ("a bug", 1, False)
+
+
+def test_an_interrupt_on_one_rank_ends_the_other(tmp_path: Path) -> None:
+    [interrupted, [other, seconds]] = World(
+        2, train_and_fail, 0, "interrupted", folder=tmp_path
+    ).outcomes()
+    assert isinstance(interrupted, KeyboardInterrupt)
+    assert isinstance(other, FailedElsewhere)
+    assert other.code == 130
+    assert seconds < 5

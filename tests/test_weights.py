@@ -1,0 +1,165 @@
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ddp_mnist import weights
+from ddp_mnist.errors import CheckpointError
+from ddp_mnist.models import MODELS
+from tests.worlds import run_world
+
+CLASSES = [str(digit) for digit in range(10)]
+
+
+def state(name: str = "cnn", classes: int = 10) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    return MODELS[name](classes).state_dict()
+
+
+@pytest.fixture(scope="module")
+def content() -> bytes:
+    return weights.to_bytes(state("mlp"), "mlp", CLASSES)
+
+
+def header_of(content: bytes) -> dict[str, Any]:
+    [size] = struct.unpack("<Q", content[:8])
+    return json.loads(content[8 : 8 + size])
+
+
+def with_header(content: bytes, header: Any) -> bytes:
+    """The same tensors under another header."""
+    [size] = struct.unpack("<Q", content[:8])
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + content[8 + size :]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", ["cnn", "mlp", "cnn_bn"])
+def test_round_trip(name: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = MODELS[name](3).to(dtype).to(memory_format=torch.channels_last).eval()
+    classes = ["zero", "数", "x y"]
+    trained = weights.from_bytes(weights.to_bytes(model.state_dict(), name, classes), "run")
+    assert (trained.architecture, trained.classes) == (name, classes)
+    assert not trained.model.training
+    assert trained.model.state_dict().keys() == model.state_dict().keys()
+    for key, value in model.state_dict().items():
+        assert trained.model.state_dict()[key].dtype == value.dtype
+        assert torch.equal(trained.model.state_dict()[key], value)
+    images = torch.randint(0, 256, (2, 28, 28), dtype=torch.uint8)
+    assert torch.allclose(trained.model(images), model(images), atol=1e-5)
+
+
+def digest_of_cnn() -> str:
+    return hashlib.sha256(weights.to_bytes(state(), "cnn", CLASSES)).hexdigest()
+
+
+def test_equal_weights_give_equal_bytes(tmp_path: Path) -> None:
+    """In this process and in others, again and again."""
+    digests = {digest_of_cnn() for _ in range(20)}
+    digests.update(
+        digest for _ in range(3) for digest in run_world(1, digest_of_cnn, folder=tmp_path)
+    )
+    assert len(digests) == 1
+
+
+def test_where_tensors_lie_in_memory_changes_no_byte() -> None:
+    spread = {
+        name: tensor.to(memory_format=torch.channels_last) if tensor.ndim == 4 else tensor
+        for name, tensor in state().items()
+    }
+    assert weights.to_bytes(spread, "cnn", CLASSES) == weights.to_bytes(state(), "cnn", CLASSES)
+
+
+def test_one_changed_weight_changes_the_bytes(content: bytes) -> None:
+    other = state("mlp")
+    other["head.bias"][3] += 1e-6
+    assert weights.to_bytes(other, "mlp", CLASSES) != content
+
+
+def test_the_metadata_is_one_key_that_says_what_it_is(content: bytes) -> None:
+    metadata = header_of(content)["__metadata__"]
+    assert metadata == {"ddp_mnist": json.dumps({"architecture": "mlp", "classes": CLASSES})}
+
+
+def refused(content: bytes) -> str:
+    with pytest.raises(CheckpointError) as told:
+        weights.from_bytes(content, "runs/x")
+    message = str(told.value)
+    assert message.startswith("runs/x: model.safetensors is damaged or not from ddp_mnist (")
+    assert message.endswith("; train the run again")
+    return message
+
+
+@pytest.mark.parametrize("part", range(20))
+def test_a_file_that_is_cut_short_is_refused(part: int, content: bytes) -> None:
+    ends = [0, 4, 8, 9, 100, *(len(content) * n // 15 for n in range(1, 15)), len(content) - 1]
+    assert len(ends) == 20
+    refused(content[: ends[part]])
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"\0" * 64,
+        b"\xff" * 64,
+        b"PK\3\4" + b"x" * 200,
+        b"not a model",
+        struct.pack("<Q", 2) + b"[]",
+        struct.pack("<Q", 4) + b"null",
+        struct.pack("<Q", 2**62) + b"{}",
+        struct.pack("<Q", 5000) + b"[" * 5000,
+        struct.pack("<Q", 3) + b"\xff\xfe\xfd",
+    ],
+)
+def test_garbage_is_refused(garbage: bytes) -> None:
+    refused(garbage)
+
+
+@pytest.mark.parametrize(
+    "about",
+    [
+        None,
+        "",
+        "[]",
+        "5",
+        "{}",
+        '{"architecture": "mlp"}',
+        '{"architecture": "vgg", "classes": []}',
+        '{"architecture": ["mlp"], "classes": ["0"]}',
+        '{"architecture": "mlp", "classes": 10}',
+        '{"architecture": "mlp", "classes": ["0", "1"]}',
+        '{"architecture": "cnn", "classes": ["0", "1", "2", "3", "4", "5", "6", "7", "8", "9"]}',
+    ],
+)
+def test_metadata_that_does_not_fit_is_refused(about: str | None, content: bytes) -> None:
+    header = header_of(content)
+    header["__metadata__"] = {} if about is None else {"ddp_mnist": about}
+    refused(with_header(content, header))
+
+
+def test_a_file_without_weights_is_refused() -> None:
+    refused(weights.to_bytes({}, "mlp", CLASSES))
+    refused(weights.to_bytes({"count": torch.tensor([1])}, "mlp", CLASSES))
+
+
+def test_bytes_of_a_run(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "model.safetensors").write_bytes(content)
+    assert weights.read_bytes(str(tmp_path)) == content
+
+
+def test_a_run_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError) as told:
+        weights.read_bytes(f"{tmp_path}/none")
+    assert str(told.value) == (
+        f"{tmp_path}/none: there is no such run folder"
+        " (model.safetensors: No such file or directory); name one, e.g. runs/latest"
+    )
+    with pytest.raises(CheckpointError, match=f"^{tmp_path}: is no finished run \\(model.safe"):
+        weights.read_bytes(str(tmp_path))
