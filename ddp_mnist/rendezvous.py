@@ -45,6 +45,7 @@ class Board:
         store: shared by all ranks.
         rank, world_size: this process and how many there are.
         hosts: one `host_id` per rank, once all are known.
+        lost: the ranks that are known to be gone.
     """
 
     def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
@@ -52,6 +53,8 @@ class Board:
         self.rank = rank
         self.world_size = world_size
         self.hosts: list[str] = []
+        self.lost: list[int] = []
+        self._went = False
 
     def post(self, key: str, value: Any) -> None:
         self.store.set(key, json.dumps(value))
@@ -85,11 +88,18 @@ class Board:
         self.go_last(self.world_size - 1)
 
     def go_last(self, others: int, patience_s: float = 5) -> None:
-        """Rank 0, which may serve the store, returns once `others` ranks have called this too."""
+        """Rank 0, which may serve the store, returns once `others` ranks have called this too.
+
+        Those that are lost are not waited for. Whoever calls it again has gone already.
+        """
+        if self._went:
+            return
+        self._went = True
+        awaited = others - len(self.lost)
         with contextlib.suppress(RuntimeError):  # the store is gone: nothing to keep up
             left = self.store.add("left", 1 if self.rank else 0)
             deadline = time.monotonic() + patience_s
-            while self.rank == 0 and left < others and time.monotonic() < deadline:
+            while self.rank == 0 and left < awaited and time.monotonic() < deadline:
                 time.sleep(POLL_S / 10)
                 left = self.store.add("left", 0)
 
@@ -126,9 +136,10 @@ class Board:
             while time.monotonic() < deadline and not self.failure():
                 time.sleep(POLL_S)
             ranks = range(self.world_size)
-            return [rank for rank in ranks if not self.has(f"survivor/{rank}")]
+            self.lost = [rank for rank in ranks if not self.has(f"survivor/{rank}")]
         except RuntimeError:
-            return [0]  # rank 0 served the store
+            self.lost = [0]  # it served the store
+        return self.lost
 
 
 def first_cause(board: Board, error: BaseException) -> BaseException:

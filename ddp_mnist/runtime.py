@@ -135,7 +135,8 @@ def first_error_wins(board: Board) -> Iterator[None]:
     except BaseException as error:
         traceback.clear_frames(error.__traceback__)  # they hold the model, and it the group
         cause = first_cause(board, as_expected(board, error))
-        board.go_last(board.world_size - 1, patience_s=2)  # the others read the cause from it
+        end()  # the others' connections break now, and they look for the cause
+        board.go_last(board.world_size - 1, patience_s=2)  # which they read from its store
         if cause is error:
             raise
         raise cause from error

@@ -263,6 +263,11 @@ def test_rank_0_leaves_last() -> None:
     started = time.monotonic()
     zero.go_last(1, patience_s=0.2)  # the other was killed
     assert 0.2 <= time.monotonic() - started < 2
+    zero.go_last(1)  # has gone already
+    one_of_two, _ = boards(2)
+    one_of_two.lost = [1]
+    one_of_two.go_last(1)
+    assert time.monotonic() - started < 2
 
 
 def test_the_first_failure_counts() -> None:
