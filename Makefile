@@ -71,7 +71,7 @@ evaluate: $(READY) ## Exact metrics of RUN=runs/latest on its test images
 	@$(PY) -m ddp_mnist evaluate $(RUN) $(ARGS)
 
 test: $(READY) ## Run the tests (about 4 minutes on 2 cores, no network)
-	@$(PY) -m pytest $(ARGS)
+	@$(PY) -m pytest -n 2 --dist loadfile $(ARGS)
 
 soak: $(READY) ## Run the long tests too (under an hour)
 	@$(PY) -m pytest -m soak --timeout 3600 $(ARGS)

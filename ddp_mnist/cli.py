@@ -30,6 +30,7 @@ from ddp_mnist.config import (
     value_type,
 )
 from ddp_mnist.errors import DdpMnistError, FailedElsewhere, UsageError, did_you_mean, one_line
+from ddp_mnist.screen import Screen
 
 EXIT_CODES = """exit codes: 0 done, 1 check failed, 2 usage or configuration, 3 data, 4 checkpoint,
 5 storage, 6 peer lost or time-out, 7 diverged, 130 SIGINT, 143 SIGTERM"""
@@ -282,7 +283,7 @@ def evaluate(arguments: argparse.Namespace) -> None:
         per_process=arguments.batch_size,
     )
     if metrics is not None:
-        print(json.dumps(metrics) if arguments.json else metrics_table(metrics))
+        Screen(True).say(json.dumps(metrics) if arguments.json else metrics_table(metrics))
 
 
 def metrics_table(metrics: dict[str, Any]) -> str:
@@ -302,8 +303,9 @@ def metrics_table(metrics: dict[str, Any]) -> str:
 def predict(arguments: argparse.Namespace) -> None:
     from ddp_mnist.predict import predict as label
 
+    screen = Screen(True)
     for line in label(arguments.run, arguments.images):
-        print(json.dumps(line), flush=True)
+        screen.say(json.dumps(line))
 
 
 def prepare(arguments: argparse.Namespace) -> None:
@@ -311,10 +313,11 @@ def prepare(arguments: argparse.Namespace) -> None:
 
     name, notes = data.choose(arguments.dataset, arguments.cache_dir)
     images = data.load(name, arguments.cache_dir, refresh=arguments.refresh)
+    screen = Screen(True)
     for note in [*notes, *images.warnings, *images.notes]:
-        print(note)
-    print(
+        screen.say(note)
+    screen.say(
         f"{images.name}: {len(images.train_labels):,} train and {len(images.test_labels):,} test"
         f" images of {len(images.classes)} classes in {data.cache_folder(arguments.cache_dir)}"
     )
-    print(f"digest {images.digest}")
+    screen.say(f"digest {images.digest}")

@@ -105,15 +105,16 @@ class Board:
 
     def claim_failure(self, message: str, code: int) -> dict[str, Any] | None:
         """Posts this rank's error as the run's. None if it is the first, else the first one."""
-        mine = {"rank": self.rank, "message": message, "code": code}
+        mine = {"rank": self.rank, "message": message, "code": code, "lost": self.lost}
         try:
             first = json.loads(self.store.compare_set("failure", "", json.dumps(mine)))
         except RuntimeError:  # rank 0 served the store and is gone: nobody can be asked
             return None
+        self.lost = first["lost"]
         return None if first["rank"] == self.rank else first
 
     def failure(self) -> dict[str, Any] | None:
-        """The failure that was posted first: rank, message, code. None if there is none."""
+        """The failure that was posted first: rank, message, code, lost. None if there is none."""
         try:
             return json.loads(self.store.get("failure")) if self.has("failure") else None
         except RuntimeError:
@@ -127,13 +128,15 @@ class Board:
     def silent_ranks(self, patience_s: float = 1.5) -> list[int]:
         """After a connection broke: the ranks that do not post that they are still here.
 
-        Every survivor has to call this at about the same time. Ends early once a rank has posted
-        its failure, which is the better answer.
+        Every survivor has to call this at about the same time. Once a rank has posted its failure,
+        that is the better answer, and nothing is waited for.
         """
         try:
             self.post(f"survivor/{self.rank}", True)
             deadline = time.monotonic() + patience_s
-            while time.monotonic() < deadline and not self.failure():
+            while time.monotonic() < deadline:
+                if failure := self.failure():
+                    return failure["lost"]
                 time.sleep(POLL_S)
             ranks = range(self.world_size)
             self.lost = [rank for rank in ranks if not self.has(f"survivor/{rank}")]

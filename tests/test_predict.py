@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import PIL.Image
@@ -224,6 +225,16 @@ def test_the_verb_prints_json_lines(
     assert first == second
     assert first["file"] == str(image)
     assert first["label"] in CLASSES
+
+
+def test_a_reader_that_went_away_is_no_error(
+    run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    image = save(digits(1)[0], tmp_path / "x.png")
+    monkeypatch.setattr("builtins.print", Mock(side_effect=BrokenPipeError))
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["predict", run, str(image), str(image)])
+    assert ended.value.code == 0
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import threading
 import time
@@ -25,7 +26,7 @@ from ddp_mnist.rendezvous import (
 )
 from tests.worlds import World, free_port, run_world
 
-TIMEOUT_S = 0.6  # of every meeting that fails here
+TIMEOUT_S = 0.8  # of every meeting that fails here
 
 
 def place(rank: int, world_size: int, port: int, host: str = "127.0.0.1") -> Launch:
@@ -36,7 +37,9 @@ def meet_as(ranks: list[int], world_sizes: list[int], host: str = "127.0.0.1") -
     """One process's meeting: its hosts, or its error and the seconds that it took."""
     number = int(os.environ.get("RANK", 0))
     port = int(os.environ["MASTER_PORT"])
-    time.sleep(0.1 * number)  # so that the order is known
+    Path(f"started-{number}").touch()
+    while len(list(Path().glob("started-*"))) < len(ranks):
+        time.sleep(0.01)  # starting a process takes long where others use the machine too
     started = time.monotonic()
     try:
         board = meet(place(ranks[number], world_sizes[number], port, host), TIMEOUT_S)
@@ -85,7 +88,7 @@ def test_a_missing_process_is_named_by_the_first_to_notice(tmp_path: Path) -> No
     assert max(seconds for _, seconds in outcomes) < TIMEOUT_S + 2
     [told] = [error for error in errors if error.agreed]
     assert isinstance(told, PeerError)
-    assert "2 of 4 processes came within 0.6 s; missing: rank 1, 3; start them" in str(told)
+    assert "2 of 4 processes came within 0.8 s; missing: rank 1, 3; start them" in str(told)
     [silent] = [error for error in errors if not error.agreed]
     assert isinstance(silent, FailedElsewhere)
     assert str(silent) == str(told)
@@ -97,14 +100,14 @@ def test_one_process_of_two() -> None:
         meet(place(0, 2, port), TIMEOUT_S)
     assert TIMEOUT_S < time.monotonic() - started < TIMEOUT_S + 2
     assert str(told.value).startswith(
-        f"127.0.0.1:{port}: 1 of 2 processes came within 0.6 s; missing: rank 1;"
+        f"127.0.0.1:{port}: 1 of 2 processes came within 0.8 s; missing: rank 1;"
     )
     assert told.value.agreed
 
 
 def test_one_machine_of_two() -> None:
     port = free_port()
-    with pytest.raises(PeerError, match=r"1 of 2 machines came within 0.6 s; missing: rank 1;"):
+    with pytest.raises(PeerError, match=r"1 of 2 machines came within 0.8 s; missing: rank 1;"):
         meet_machines("127.0.0.1", port, 0, 2, TIMEOUT_S)
 
 
@@ -122,7 +125,7 @@ def test_nobody_at_the_address(host: str, reason: str) -> None:
         meet(place(1, 2, port, host), TIMEOUT_S)
     assert 0.5 < time.monotonic() - started < TIMEOUT_S + 2
     message = str(told.value)
-    assert message.startswith(f"{host}:{port}: rank 1 of 2 reached nobody there within 0.6 s (")
+    assert message.startswith(f"{host}:{port}: rank 1 of 2 reached nobody there within 0.8 s (")
     assert reason in message
 
 
@@ -151,29 +154,27 @@ def test_a_port_that_is_taken_is_named_at_once(stranger: int) -> None:
 
 
 def test_two_processes_with_one_rank(tmp_path: Path) -> None:
-    first, second, third = meetings([0, 1, 1], [3, 3, 3], tmp_path)
-    error, seconds = third
-    assert isinstance(error, UsageError)
-    assert seconds < 1
-    assert "another process came with rank 1 before this one" in str(error)
-    assert "a rank of its own, 0 to 2" in str(error)
+    outcomes = meetings([0, 1, 1], [3, 3, 3], tmp_path)
+    [second] = [error for error, _ in outcomes if isinstance(error, UsageError)]
+    assert "another process came with rank 1 before this one" in str(second)
+    assert "a rank of its own, 0 to 2" in str(second)
     # who was there before goes on waiting for the rank that is missing
-    assert [error.code for error, _ in (first, second)] == [6, 6]
-    assert all("2 of 3 processes came" in str(error) for error, _ in (first, second))
+    others = [error for error, _ in outcomes if error is not second]
+    assert [error.code for error in others] == [6, 6]
+    assert all("2 of 3 processes came" in str(error) for error in others)
 
 
 def test_two_processes_with_rank_0(tmp_path: Path) -> None:
-    [[first, _], [second, seconds]] = meetings([0, 0], [2, 2], tmp_path)
-    assert isinstance(first, PeerError)
-    assert isinstance(second, UsageError)
-    assert str(second).startswith("port ")
-    assert seconds < 1
+    outcomes = [error for error, _ in meetings([0, 0], [2, 2], tmp_path)]
+    outcomes.sort(key=lambda error: error.code)
+    assert [type(error) for error in outcomes] == [UsageError, PeerError]
+    assert re.match(r"port \d+: cannot be opened here \(", str(outcomes[0]))
 
 
 def test_processes_that_were_told_different_world_sizes(tmp_path: Path) -> None:
     outcomes = meetings([0, 1], [2, 3], tmp_path)
     assert [error.code for error, _ in outcomes] == [2, 2]
-    assert max(seconds for _, seconds in outcomes) < 1
+    assert max(seconds for _, seconds in outcomes) < TIMEOUT_S
     assert isinstance(outcomes[0][0], UsageError)
     assert "rank 0 was told of 2, rank 1 of 3" in str(outcomes[0][0])
     assert isinstance(outcomes[1][0], FailedElsewhere)
@@ -182,8 +183,9 @@ def test_processes_that_were_told_different_world_sizes(tmp_path: Path) -> None:
 def wait_and_lose_rank_0() -> Any:
     if os.environ["RANK"] == "0":
         store = open_store("", int(os.environ["MASTER_PORT"]), serve=True, timeout_s=5, who="")
-        time.sleep(0.5)
-        del store
+        Path("started-0").touch()
+        while not dist.PrefixStore("ddp_mnist/0", store).check(["here/1"]):
+            time.sleep(0.01)
         os._exit(1)
     return meet_as([0, 1], [2, 2])
 
@@ -192,7 +194,7 @@ def test_rank_0_goes_away_while_others_wait(tmp_path: Path) -> None:
     _, [error, seconds] = World(2, wait_and_lose_rank_0, folder=tmp_path).outcomes()
     assert isinstance(error, PeerError)
     assert "rank 0, which serves this port, went away before all had come" in str(error)
-    assert seconds < TIMEOUT_S
+    assert seconds < TIMEOUT_S + 2
 
 
 # --- The board, by threads that share a store
@@ -275,7 +277,7 @@ def test_the_first_failure_counts() -> None:
     assert zero.failure() is None
     zero.raise_if_failed()
     assert one.claim_failure("--lr 1: no", 7) is None
-    failure = {"rank": 1, "message": "--lr 1: no", "code": 7}
+    failure = {"rank": 1, "message": "--lr 1: no", "code": 7, "lost": []}
     assert two.claim_failure("something later", 1) == failure
     assert zero.failure() == one.failure() == failure
     one.raise_if_failed()  # its own
@@ -342,10 +344,18 @@ def test_silent_ranks() -> None:
     zero, one, _, three = boards(4)
     results = at_once(*[lambda b=b: b.silent_ranks(0.3) for b in (zero, one, three)])
     assert results == [[2]] * 3
-    zero.claim_failure("no data", 3)
+
+
+def test_a_posted_failure_says_which_ranks_are_lost() -> None:
+    zero, one, two, _ = boards(4)
+    one.lost = [3]
+    assert one.claim_failure("lost contact", 6) is None
     started = time.monotonic()
-    one.silent_ranks(5)
-    assert time.monotonic() - started < 1
+    assert two.silent_ranks(60) == [3]
+    zero.claim_failure("me too", 6)
+    assert zero.lost == [3]
+    at_once(*[lambda b=b: b.go_last(3, 60) for b in (zero, one, two)])
+    assert time.monotonic() - started < 10
 
 
 class GoneStore:

@@ -23,6 +23,8 @@ from ddp_mnist.rendezvous import Board
 from tests.training import just_train, proof_config
 from tests.worlds import World, free_port, launcher_variables, run_world
 
+# What is promised, and more where others use the machine at the same time.
+SECONDS = 5 * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 PAIR = Launch("torchrun", 0, 2, 0, 2, 1, "127.0.0.1", 29500, agent_store=True)
 
 # --- Device, precision, backend
@@ -453,7 +455,7 @@ def test_a_lost_rank_ends_the_others_and_is_named(
 ) -> None:
     size, who, outcomes, _ = lost
     assert [error.code for error, _ in outcomes] == [6] * (size - 1)
-    assert max(seconds for _, seconds in outcomes) < 5
+    assert max(seconds for _, seconds in outcomes) < SECONDS
     [told] = [error for error, _ in outcomes if error.agreed]
     assert isinstance(told, PeerError)
     assert str(told).startswith(f"lost contact with rank {who} of {size} (")
@@ -478,7 +480,7 @@ def test_a_bug_on_one_rank_ends_the_other_which_is_silent(who: int, tmp_path: Pa
     bug, _ = outcomes[who]
     assert isinstance(bug, ZeroDivisionError)
     other, seconds = outcomes[1 - who]
-    assert seconds < 5
+    assert seconds < SECONDS
     assert isinstance(other, FailedElsewhere)
     assert (str(other), other.code, other.agreed) == ("a bug", 1, False)
 
@@ -490,4 +492,4 @@ def test_an_interrupt_on_one_rank_ends_the_other(tmp_path: Path) -> None:
     assert isinstance(interrupted, KeyboardInterrupt)
     assert isinstance(other, FailedElsewhere)
     assert other.code == 130
-    assert seconds < 5
+    assert seconds < SECONDS

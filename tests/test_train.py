@@ -90,29 +90,37 @@ def test_the_rate_rises_and_falls(one_process: tuple[Path, Seen]) -> None:
     assert rates[-1] == pytest.approx(0.01 / (0.85 * STEPS))
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_accumulation_changes_no_result(
-    size: int, one_process: tuple[Path, Seen], tmp_path: Path
-) -> None:
-    reference, alone = one_process
-    ranks = run_world(size, train_and_watch, proof_config(grad_accum=3), folder=tmp_path)
-    assert per_step(ranks, parts=3) == per_step([alone])
-    assert ranks[0].summary["steps"] == STEPS
-    assert ranks[0].rates[::3] == alone.rates
-    assert largest_difference(weights_of(tmp_path / "run"), weights_of(reference)) < 1e-9
+def test_accumulation_changes_no_result(tmp_path: Path) -> None:
+    """Three parts per step, on one process and on two, against whole steps; the smallest net."""
+    runs = {}
+    for name, size, parts in (("whole", 1, 1), ("alone", 1, 3), ("pair", 2, 3)):
+        config = proof_config(name, model="mlp", grad_accum=parts)
+        runs[name] = run_world(size, train_and_watch, config, folder=tmp_path)
+    [whole] = runs["whole"]
+    for name in ("alone", "pair"):
+        ranks = runs[name]
+        assert per_step(ranks, parts=3) == per_step([whole])
+        assert ranks[0].summary["steps"] == STEPS
+        assert ranks[0].rates[::3] == whole.rates
+        assert (
+            largest_difference(weights_of(tmp_path / name), weights_of(tmp_path / "whole")) < 1e-9
+        )
 
 
 def test_augmentation_and_clipping_on_two_processes_equal_one(tmp_path: Path) -> None:
-    config = proof_config(augment=True, max_grad_norm=0.5, epochs=1)
-    for size in (1, 2):
-        (tmp_path / str(size)).mkdir()
-        run_world(size, just_train, config, folder=tmp_path / str(size))
-    one, two = (weights_of(tmp_path / str(size) / "run") for size in (1, 2))
-    assert largest_difference(two, one) < 1e-9
+    for name, size, recipe in (
+        ("one", 1, {"augment": True, "max_grad_norm": 0.5}),
+        ("two", 2, {"augment": True, "max_grad_norm": 0.5}),
+        ("without clipping", 1, {"augment": True}),
+        ("without augmentation", 1, {"max_grad_norm": 0.5}),
+    ):
+        config = proof_config(name, model="mlp", **recipe)
+        run_world(size, just_train, config, folder=tmp_path)
+    one = weights_of(tmp_path / "one")
+    assert largest_difference(weights_of(tmp_path / "two"), one) < 1e-9
     # both had an effect
-    (tmp_path / "plain").mkdir()
-    run_world(1, just_train, proof_config(epochs=1), folder=tmp_path / "plain")
-    assert largest_difference(weights_of(tmp_path / "plain" / "run"), one) > 1e-2
+    assert largest_difference(weights_of(tmp_path / "without clipping"), one) > 1e-2
+    assert largest_difference(weights_of(tmp_path / "without augmentation"), one) > 1e-2
 
 
 def test_fp32_after_one_step_on_two_processes_is_near_one(tmp_path: Path) -> None:
@@ -186,7 +194,7 @@ def test_the_logged_loss_is_that_of_all_processes(
 
 
 def test_stops_at_the_target_accuracy_on_all_ranks(tmp_path: Path) -> None:
-    config = proof_config(epochs=20, target_accuracy=0.5)
+    config = proof_config(epochs=20, target_accuracy=0.5, model="mlp")
     ranks = run_world(2, just_train, config, folder=tmp_path)
     assert ranks[0]["stopped_by"] == "--target-accuracy"
     assert ranks[0]["epochs"] == ranks[1]["epochs"] < 20
