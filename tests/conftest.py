@@ -8,6 +8,8 @@ import pytest
 LAUNCHER_PREFIXES = ("SLURM_", "ACCELERATE_", "TORCHELASTIC_", "OMPI_", "PMI_", "DDP_MNIST_CACHE")
 LAUNCHER_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
+os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported
+
 
 @pytest.fixture(autouse=True, scope="session")
 def clean_environment(tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -15,7 +17,6 @@ def clean_environment(tmp_path_factory: pytest.TempPathFactory) -> None:
     for name in list(os.environ):
         if name.startswith(LAUNCHER_PREFIXES) or name in LAUNCHER_NAMES:
             del os.environ[name]
-    os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ["DDP_MNIST_CACHE"] = str(tmp_path_factory.mktemp("cache"))
     os.environ["HF_HOME"] = str(tmp_path_factory.mktemp("huggingface"))
     os.environ["PYTHONPATH"] = str(Path(__file__).parent.parent)
