@@ -13,6 +13,7 @@ import torch
 
 from ddp_mnist import weights
 from ddp_mnist.errors import DataError
+from ddp_mnist.sources import as_grey
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff")
 BATCH = 256
@@ -68,15 +69,8 @@ def as_mnist(file: Path) -> np.ndarray:
     """
     try:
         with PIL.Image.open(file) as opened:
-            image: PIL.Image.Image = PIL.ImageOps.exif_transpose(opened)  # upright, as viewers do
-            if image.mode in ("RGBA", "LA", "P", "PA"):  # transparent means paper
-                layer = image.convert("RGBA")
-                paper = PIL.Image.new("RGBA", layer.size, "white")
-                image = PIL.Image.alpha_composite(paper, layer)
-            if image.mode.startswith("I;16"):  # convert would clip it
-                grey = (np.asarray(image) >> 8).astype(np.uint8)
-            else:
-                grey = np.asarray(image.convert("L"))
+            upright = PIL.ImageOps.exif_transpose(opened)  # as viewers show it
+            grey = np.asarray(as_grey(upright))
     except (OSError, ValueError, SyntaxError, PIL.Image.DecompressionBombError) as error:
         reason = (getattr(error, "strerror", None) or "").lower() or "no image that Pillow reads"
         raise DataError(f"{file}: {reason}; give a PNG or JPEG file") from error
