@@ -118,7 +118,7 @@ def make_node(flags: argparse.Namespace) -> Node:
 
 def whole_number(name: str, text: str, *, least: int, most: int = 10**6) -> int:
     if not text.isdecimal() or not least <= int(text) <= most:
-        raise UsageError(f"{name}={text}: must be a whole number of at least {least}")
+        raise UsageError(f"{name}={text}: must be a whole number from {least} to {most}")
     return int(text)
 
 
@@ -157,11 +157,17 @@ def meet(node: Node, timeout_s: float) -> None:
 
 
 def rehearse(flags: argparse.Namespace, arguments: list[str]) -> int:
-    """Two launchers on this machine, a machine rank each; the code of the first to fail."""
+    """Two launchers on this machine, one machine rank each; 1, accelerate's code, if one fails."""
     print("REHEARSAL: two nodes on this machine, on its CPU, over TCP", flush=True)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = int(flags.main_process_port or probe.getsockname()[1])
+        free = str(probe.getsockname()[1])
+    if flags.num_machines not in ("", "2"):
+        raise UsageError(
+            f"NUM_MACHINES={flags.num_machines}: the rehearsal has two nodes; for more, give"
+            " MACHINE_RANK and MAIN_PROCESS_IP"
+        )
+    port = whole_number("MAIN_PROCESS_PORT", flags.main_process_port or free, least=1, most=65535)
     per_node = whole_number("NPROC_PER_NODE", flags.nproc_per_node or "1", least=1)
     nodes = [Node(rank, "127.0.0.1", port, 2, per_node, "multi_node_cpu") for rank in (0, 1)]
     launchers = []

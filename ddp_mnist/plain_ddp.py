@@ -2,8 +2,9 @@
 
     torchrun --nproc-per-node 2 -m ddp_mnist.plain_ddp --dataset digits --epochs 2
 
-Same order, same rates, same weights as `ddp_mnist train` (a test compares them); no validation, no
-run folder, no mixed precision. Read it beside train.py.
+Same order, same rates, same weights as `ddp_mnist train` (a test compares them in float64); no
+accumulation, augmentation, clipping, validation, run folder or mixed precision. Read it beside
+train.py.
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ def train_plain(
             optimizer.zero_grad()
             step += 1
 
+    net.eval()
     with torch.no_grad():  # every rank counts its own rows; the counts are added up, divided once
         right = torch.zeros(2, dtype=torch.int64, device=device)
         for start in range(rank, len(images.test_labels), world_size * 1000):

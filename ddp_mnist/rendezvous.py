@@ -21,18 +21,23 @@ from typing import Any
 import torch.distributed as dist
 
 from ddp_mnist.errors import DdpMnistError, FailedElsewhere, PeerError, UsageError
-from ddp_mnist.launch import Launch
+from ddp_mnist.launch import Launch, address_towards
 
 POLL_S = 0.05
 
 
 def host_id() -> str:
-    """A name that differs between machines, and between network namespaces on one machine."""
+    """A name that differs between machines, and between network namespaces on one machine.
+
+    Cloned machines share a host name, and the first namespace has one number on all of them: only
+    the boot tells them apart.
+    """
     try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         network = Path("/proc/self/ns/net").stat().st_ino
     except OSError:
-        network = 0
-    return f"{platform.node()}/{network}"
+        boot, network = "", 0
+    return f"{platform.node()}/{boot}/{network}"
 
 
 class Board:
@@ -45,6 +50,7 @@ class Board:
         store: shared by all ranks.
         rank, world_size: this process and how many there are.
         hosts: one `host_id` per rank, once all are known.
+        addresses: this machine's own address towards the main one, per rank, where there is one.
         lost: the ranks that are known to be gone.
     """
 
@@ -53,6 +59,7 @@ class Board:
         self.rank = rank
         self.world_size = world_size
         self.hosts: list[str] = []
+        self.addresses: list[str | None] = []
         self.lost: list[int] = []
         self._went = False
 
@@ -149,7 +156,10 @@ def first_cause(board: Board, error: BaseException) -> BaseException:
     """`error`, marked to be told, if this rank is the first to fail; else a silent stand-in."""
     if isinstance(error, FailedElsewhere) or getattr(error, "agreed", False):
         return error
-    code = 130 if isinstance(error, KeyboardInterrupt) else getattr(error, "code", 1)
+    if isinstance(error, KeyboardInterrupt):  # it reached every rank: local rank 0 tells it
+        board.claim_failure("interrupted", 130)
+        return error
+    code = getattr(error, "code", 1)
     failure = board.claim_failure(str(error) or type(error).__name__, code)
     if failure is not None:
         return FailedElsewhere(failure["message"], failure["code"])
@@ -195,18 +205,23 @@ def meet_machines(host: str, port: int, rank: int, machines: int, timeout_s: flo
     return board
 
 
-def check_same(board: Board, facts: dict[str, Any]) -> None:
+def check_same(board: Board, facts: dict[str, Any], about: str = "facts") -> None:
     """Compares what every rank believes: configuration, data digest, package versions.
 
     DDP compares the shapes of the parameters and nothing else.
 
+    Args:
+        board: shared by all ranks.
+        facts: this rank's, by the name that a person knows them by.
+        about: another word for each comparison on one board.
+
     Raises:
         UsageError: names the first fact that differs, its values and their ranks.
     """
-    board.post(f"facts/{board.rank}", facts)
+    board.post(f"{about}/{board.rank}", facts)
 
     def compare() -> str:
-        everyone = [board.read(f"facts/{rank}") for rank in range(board.world_size)]
+        everyone = [board.read(f"{about}/{rank}") for rank in range(board.world_size)]
         for key in facts:
             values = [theirs.get(key) for theirs in everyone]
             odd = [rank for rank, value in enumerate(values) if value != values[0]]
@@ -217,7 +232,7 @@ def check_same(board: Board, facts: dict[str, Any]) -> None:
                 )
         return ""
 
-    if difference := board.decided_by_rank_0("facts", compare):
+    if difference := board.decided_by_rank_0(about, compare):
         raise UsageError(difference)
 
 
@@ -299,7 +314,9 @@ def _gather(board: Board, timeout_s: float, address: str, unit: str) -> None:
                 f"{address}: another {unit} came with rank {board.rank} before this one;"
                 f" give each {unit} a rank of its own, 0 to {board.world_size - 1}"
             )
-        board.post(f"here/{board.rank}", [host_id(), board.world_size])
+        host, _, port = address.rpartition(":")
+        own_address = address_towards(host, int(port))
+        board.post(f"here/{board.rank}", [host_id(), board.world_size, own_address])
         try:
             _wait_for_others(board, timeout_s, address, unit)
         except DdpMnistError as error:
@@ -334,8 +351,9 @@ def _wait_for_others(board: Board, timeout_s: float, address: str, unit: str) ->
             )
         time.sleep(POLL_S)
     here = [board.read(f"here/{rank}") for rank in range(board.world_size)]
-    board.hosts = [host for host, _ in here]
-    for rank, (_, world_size) in enumerate(here):
+    board.hosts = [host for host, _, _ in here]
+    board.addresses = [own_address for _, _, own_address in here]
+    for rank, (_, world_size, _) in enumerate(here):
         if world_size != board.world_size:
             raise UsageError(
                 f"{address}: rank {board.rank} was told of {board.world_size}, rank {rank} of"

@@ -52,6 +52,7 @@ class RunFolder:
 
     def append_metrics(self, step: int, metrics: dict[str, Any]) -> None:
         """One JSON object per line in metrics.jsonl."""
+        self._status["step"] = step
         if self.path:
             path = self.path / METRICS
             with storage_errors(path), open(path, "a", encoding="utf-8") as file:

@@ -11,6 +11,7 @@ import gc
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Iterator
@@ -31,8 +32,8 @@ from accelerate.utils import (
 
 from ddp_mnist.config import Distribution
 from ddp_mnist.errors import PeerError, UsageError
-from ddp_mnist.launch import CONFIGS, Launch, interface_towards
-from ddp_mnist.rendezvous import Board, first_cause, meet
+from ddp_mnist.launch import CONFIGS, Launch, interface_towards, is_loopback
+from ddp_mnist.rendezvous import Board, check_same, first_cause, meet
 
 PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 COMM_HOOKS = {
@@ -103,7 +104,10 @@ def start(
             if backend != "none":
                 if backend == "nccl":
                     check_gpus_suffice(place)
-                choose_interface(launch)
+                choose_interface(launch, board)
+                check_same(
+                    board, {"--backend": backend, "--mixed-precision": precision}, "what auto chose"
+                )
                 form_group(board, backend, place, flags.dist_timeout)
             tell_accelerate(launch, place)
             accelerator = make_accelerator(flags, device, backend, precision, grad_accum)
@@ -134,12 +138,28 @@ def first_error_wins(board: Board) -> Iterator[None]:
         yield
     except BaseException as error:
         traceback.clear_frames(error.__traceback__)  # they hold the model, and it the group
-        cause = first_cause(board, as_expected(board, error))
-        end()  # the others' connections break now, and they look for the cause
-        board.go_last(board.world_size - 1, patience_s=2)  # which they read from its store
+        with signals_ignored():
+            cause = first_cause(board, as_expected(board, error))
+            end()  # the others' connections break now, and they look for the cause
+            board.go_last(board.world_size - 1, patience_s=2)  # which they read from its store
         if cause is error:
             raise
         raise cause from error
+
+
+@contextlib.contextmanager
+def signals_ignored() -> Iterator[None]:
+    """A launcher that sees one worker end sends the others SIGTERM while they find out why."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may change handlers
+        return
+    signals = (signal.SIGTERM, signal.SIGINT)
+    before = [signal.signal(each, signal.SIG_IGN) for each in signals]
+    try:
+        yield
+    finally:
+        for each, handler in zip(signals, before, strict=True):
+            signal.signal(each, handler)
 
 
 def end() -> None:
@@ -147,8 +167,8 @@ def end() -> None:
 
     The frames that held the model are gone by now, or cleared.
     """
-    gc.collect()
     if dist.is_initialized():
+        gc.collect()
         dist.destroy_process_group()
 
 
@@ -257,26 +277,40 @@ def set_threads(launch: Launch, device: str, processes_here: int) -> int:
     if threads < 1 or (threads == 1 and launch.child_of_launcher):
         can_tell = hasattr(os, "sched_getaffinity")
         cores = len(os.sched_getaffinity(0)) if can_tell else os.cpu_count() or 1
-        threads = max(1, cores // processes_here) if device == "cpu" else 1
+        share = os.environ.get("SLURM_CPUS_PER_TASK", "")
+        threads = int(share) if share.isdecimal() else max(1, cores // processes_here)
+        threads = threads if device == "cpu" else 1
     os.environ["OMP_NUM_THREADS"] = str(threads)
     torch.set_num_threads(threads)
     return threads
 
 
 def check_gpus_suffice(place: Place) -> None:
-    """Accelerate would let a GPU take two ranks, which NCCL refuses much later."""
-    if place.local_world_size > torch.cuda.device_count():
+    """Accelerate would let a GPU take two ranks, which NCCL refuses much later.
+
+    SLURM may show each task one GPU, its own; whether they are different NCCL finds out.
+    """
+    shown_its_own = "SLURM_STEP_ID" in os.environ and torch.cuda.device_count() == 1
+    if place.local_world_size > torch.cuda.device_count() and not shown_its_own:
         raise UsageError(
             f"{place.local_world_size} processes on this machine, but {torch.cuda.device_count()}"
             " GPUs: NCCL needs one each; start fewer, or share a GPU with --backend gloo"
         )
 
 
-def choose_interface(launch: Launch) -> None:
-    """Tells gloo and NCCL the interface that leads to rank 0; a variable that is set wins."""
+def choose_interface(launch: Launch, board: Board) -> None:
+    """Tells gloo and NCCL the interface that leads to rank 0; a variable that is set wins.
+
+    To rank 0 its own name may lead over loopback: it takes the interface towards another host.
+    """
     if not (launch.main_host and launch.main_port):
         return
-    interface = interface_towards(launch.main_host, launch.main_port)
+    towards, own = launch.main_host, board.addresses[board.rank]
+    if own is None or is_loopback(own):
+        others = zip(board.hosts, board.addresses, strict=True)
+        elsewhere = (a for host, a in others if host != board.hosts[board.rank] and a)
+        towards = next(elsewhere, towards)
+    interface = interface_towards(towards, launch.main_port)
     if interface is None:
         return
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
@@ -293,7 +327,7 @@ def form_group(board: Board, backend: str, place: Place, timeout_s: float) -> No
         )
     options: dict[str, Any] = {}
     if backend == "nccl":
-        options["device_id"] = torch.device("cuda", place.local_rank)
+        options["device_id"] = torch.device("cuda", place.local_rank % torch.cuda.device_count())
     dist.init_process_group(
         backend,
         store=dist.PrefixStore("group", board.store),
@@ -346,7 +380,9 @@ def as_expected(board: Board, error: BaseException) -> BaseException:
     """
     signs = ("connection", "timed out", "timeout", "gloo", "nccl", "socket", "broken pipe")
     text = str(error).lower()
-    if not isinstance(error, RuntimeError) or not any(sign in text for sign in signs):
+    if board.world_size == 1 or not isinstance(error, RuntimeError):
+        return error
+    if not any(sign in text for sign in signs):
         return error
     end()  # closes this rank's connections too, or a rank that waits for this one would look lost
     lost = board.silent_ranks()

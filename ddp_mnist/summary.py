@@ -102,9 +102,10 @@ def plan(config: TrainConfig, world: World, images: ImageData, folder: Path | No
 def progress_line(line: dict[str, Any], step: int, total_steps: int, epochs: int) -> str:
     epoch = str(line["epoch"] + 1).rjust(len(str(epochs)))
     done = str(step).rjust(len(str(total_steps)))
+    loss = "not finite" if line["loss"] is None else f"{line['loss']:.4f}"
     return (
         f"epoch {epoch}/{epochs}  step {done}/{total_steps}"
-        f"  loss {line['loss']:.4f}  rate {line['lr']:.5f}"
+        f"  loss {loss}  rate {line['lr']:.5f}"
         f"  {line['images_per_second']:,.0f} images/s"
     )
 

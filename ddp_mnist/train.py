@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from accelerate import Accelerator
 from torch import nn
 
 from ddp_mnist import data, rendezvous, run_folder, runtime, summary, weights
@@ -30,7 +31,7 @@ from ddp_mnist.runtime import World
 from ddp_mnist.screen import Screen
 from ddp_mnist.seeding import seed_of
 
-BAD_STEPS_ALLOWED = 3  # losses that are not finite, over all ranks, between two log lines
+BAD_STEPS_ALLOWED = 3  # of fp16, in a row
 
 
 def train(config: TrainConfig, launch: Launch) -> dict[str, Any]:
@@ -39,6 +40,7 @@ def train(config: TrainConfig, launch: Launch) -> dict[str, Any]:
     Raises:
         DdpMnistError: every expected failure, see errors.py.
     """
+    # --- Meet the other processes, and agree on data and configuration
     parts = config.recipe.grad_accum
     with runtime.start(config.distribution, launch, grad_accum=parts) as world:
         config, images = resolve(config, world)
@@ -48,7 +50,9 @@ def train(config: TrainConfig, launch: Launch) -> dict[str, Any]:
             return {}
         run = open_run_folder(config, world, images)
         with run.told_how_it_ended(), runtime.first_error_wins(world.board):
-            return train_in(run, config, world, images, screen)
+            outcome = train_in(run, config, world, images, screen)
+            world.board.wait_for_all("trained")
+            return outcome
 
 
 def train_in(
@@ -75,11 +79,11 @@ def train_in(
         model, optimizer, data.train_loader(train_rows, batches)
     )
     val_loader = prepare_split(accelerator, val_rows)
-    throw_away_one_backward(model, train_rows, recipe.batch_size // accelerator.num_processes)
+    throw_away_one_backward(model, train_rows, batches.batch_size // accelerator.num_processes)
 
-    # --- Train
-    progress, best_weights = Progress(), None
-    sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss_sum, seen, bad_steps
+    # --- Train: rate of the step, forward, backward, clip, update
+    progress, best_weights, bad_in_a_row = Progress(), None, 0.0
+    sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss_sum, seen, bad
     for epoch in range(recipe.epochs):
         run.status(phase="training", step=progress.step)
         model.train()
@@ -111,12 +115,13 @@ def train_in(
             # --- Now and then all ranks add up what they saw: the loop's one synchronisation
             end_of_epoch = progress.step % batches.steps_per_epoch == 0
             if progress.step % config.run.log_every == 0 or end_of_epoch:
-                loss_sum, seen, bad_steps = accelerator.reduce(sums).tolist()
+                loss_sum, seen, bad = accelerator.reduce(sums).tolist()
                 sums.zero_()
-                refuse_divergence(bad_steps, progress.step, config)
+                bad_in_a_row = bad_in_a_row + bad if bad else 0.0
+                refuse_divergence(bad_in_a_row, progress.step, config, accelerator)
                 seconds, clock = time.monotonic() - clock, time.monotonic()
                 progress.train_seconds += seconds
-                line = {"epoch": epoch, "loss": loss_sum / max(seen, 1), "lr": rate}
+                line = {"epoch": epoch, "loss": loss_sum / seen if seen else None, "lr": rate}
                 line["images_per_second"] = seen / seconds
                 run.append_metrics(progress.step, line)
                 shown = summary.progress_line(line, progress.step, total_steps, recipe.epochs)
@@ -138,13 +143,15 @@ def train_in(
             screen.say(f"stopped by {progress.stopped_by} after epoch {progress.epoch}")
             break
 
-    # --- Test once, in full precision, the weights that are kept
+    # --- Test once, without autocast, the weights that are kept
     run.status(phase="test", step=progress.step)
     if best_weights is not None:
         model.load_state_dict(best_weights)
         progress.val_accuracy = progress.best_accuracy
     final = accelerator.unwrap_model(model, keep_fp32_wrapper=False, keep_torch_compile=False)
     test = evaluate_split(accelerator, final, prepare_split(accelerator, test_rows), classes)
+
+    # --- Write what stays
     content = weights.to_bytes(final.state_dict(), recipe.model, images.classes)
     run.write_bytes(run_folder.MODEL, content)
     outcome = summary.summarise(config, world, images, progress, test)
@@ -182,7 +189,10 @@ def open_run_folder(config: TrainConfig, world: World, images: data.ImageData) -
 
     path = world.board.decided_by_rank_0("run folder", create)
     run = RunFolder(path if world.accelerator.is_main_process else None)
-    run.write_json(run_folder.CONFIG, dataclasses.asdict(config))
+    resolved = dataclasses.asdict(config)
+    resolved["run"]["run_dir"] = path
+    resolved["distribution"] |= {"backend": world.backend, "mixed_precision": world.precision}
+    run.write_json(run_folder.CONFIG, resolved)
     return run
 
 
@@ -214,15 +224,28 @@ def throw_away_one_backward(model: nn.Module, rows: data.Rows, batch_size: int) 
 
 
 def step_sums(loss: torch.Tensor, images: int) -> torch.Tensor:
-    """float64 [loss_sum, seen, bad_steps] of one batch, without asking the device for a number."""
+    """float64 [loss_sum, seen, bad] of one batch, without asking the device for a number.
+
+    A batch whose loss is not finite is one bad batch, and neither seen nor summed.
+    """
     finite = torch.isfinite(loss)
     loss_sum = torch.where(finite, loss.double() * images, 0.0)
     return torch.stack([loss_sum, finite * float(images), (~finite).double()])
 
 
-def refuse_divergence(bad_steps: float, step: int, config: TrainConfig) -> None:
-    """Raises DivergedError on all ranks alike; `bad_steps` is summed over them."""
-    if bad_steps > BAD_STEPS_ALLOWED:
+def refuse_divergence(
+    bad_in_a_row: float, step: int, config: TrainConfig, accelerator: Accelerator
+) -> None:
+    """Raises DivergedError, on all ranks alike, once the weights cannot be saved any more.
+
+    Without a loss scaler one loss that is not finite has spoilt them already; with fp16's, which
+    leaves such a step out, it takes several steps in a row.
+
+    Args:
+        bad_in_a_row: batches over all ranks, since the last time that none was bad.
+    """
+    batches_per_step = accelerator.num_processes * config.recipe.grad_accum
+    if bad_in_a_row > (BAD_STEPS_ALLOWED * batches_per_step if accelerator.scaler else 0):
         raise DivergedError(
             f"--lr {config.recipe.lr:g}: by step {step} the loss is not a finite number any more;"
             " use a lower rate, or --max-grad-norm 1"

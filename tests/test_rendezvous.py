@@ -327,7 +327,7 @@ def test_first_cause_marks_the_one_that_tells() -> None:
 @pytest.mark.parametrize(
     ("error", "posted"),
     [
-        (KeyboardInterrupt(), ("KeyboardInterrupt", 130)),
+        (KeyboardInterrupt(), ("interrupted", 130)),
         (ZeroDivisionError("by 0"), ("by 0", 1)),
         (PeerError("gone"), ("gone", 6)),
     ],
@@ -338,6 +338,16 @@ def test_what_is_posted_of_a_failure(error: BaseException, posted: tuple[str, in
     failure = zero.failure()
     assert failure
     assert (failure["message"], failure["code"]) == posted
+
+
+def test_an_interrupt_reaches_every_rank_and_stays_one() -> None:
+    zero, one = boards(2)
+    interrupts = KeyboardInterrupt(), KeyboardInterrupt()
+    assert first_cause(zero, interrupts[0]) is interrupts[0]
+    assert first_cause(one, interrupts[1]) is interrupts[1]
+    failure = one.failure()
+    assert failure
+    assert (failure["rank"], failure["code"]) == (0, 130)
 
 
 def test_silent_ranks() -> None:

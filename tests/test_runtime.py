@@ -206,6 +206,12 @@ def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -
         runtime.check_gpus_suffice(runtime.Place(0, 3, 3))
 
 
+def two_hosts(first: str | None, second: str | None) -> Board:
+    board = Board(dist.HashStore(), 0, 2)
+    board.hosts, board.addresses = ["a", "b"], [first, second]
+    return board
+
+
 @pytest.mark.parametrize(
     ("host", "before", "after"),
     [
@@ -227,7 +233,8 @@ def test_choose_interface(
         monkeypatch.delenv(name)
     for name, value in before.items():
         monkeypatch.setenv(name, value)
-    runtime.choose_interface(Launch("tcp", 0, 2, main_host=host, main_port=9))
+    launch = Launch("tcp", 0, 2, main_host=host, main_port=9)
+    runtime.choose_interface(launch, two_hosts("127.0.0.1", None))
     assert {name: os.environ[name] for name in names if name in os.environ} == after
 
 
@@ -236,9 +243,21 @@ def test_both_libraries_learn_of_a_real_interface(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "mine")
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "")
     monkeypatch.delenv("NCCL_SOCKET_IFNAME")
-    runtime.choose_interface(Launch("tcp", 0, 2, main_host="h", main_port=9))
+    launch = Launch("tcp", 0, 2, main_host="h", main_port=9)
+    runtime.choose_interface(launch, two_hosts("10.0.0.1", "10.0.0.2"))
     assert os.environ["GLOO_SOCKET_IFNAME"] == "mine"
     assert os.environ["NCCL_SOCKET_IFNAME"] == "eth1"
+
+
+def test_rank_0_whose_name_is_loopback_takes_the_way_to_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = []
+    monkeypatch.setattr(runtime, "interface_towards", lambda host, _: asked.append(host))
+    launch = Launch("slurm", 0, 2, main_host="node0", main_port=9)
+    runtime.choose_interface(launch, two_hosts("127.0.1.1", "10.0.0.2"))
+    runtime.choose_interface(launch, two_hosts("10.0.0.1", "10.0.0.2"))
+    assert asked == ["10.0.0.2", "node0"]
 
 
 def leave_a_child(folder: str) -> None:

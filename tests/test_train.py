@@ -220,10 +220,11 @@ def test_patience_keeps_the_best_weights(tmp_path: Path) -> None:
     assert again["accuracy"] == max(accuracies)
 
 
-def test_divergence_ends_with_code_7_on_every_rank(tmp_path: Path) -> None:
+@pytest.mark.parametrize("log_every", [1, 5])
+def test_divergence_ends_with_code_7_on_every_rank(log_every: int, tmp_path: Path) -> None:
     # each step multiplies the weights by 1 - 99 x 10: float32 overflows after 13
     config = TrainConfig(
-        Run(dataset="digits", run_dir="run", log_every=5, quiet=True),
+        Run(dataset="digits", run_dir="run", log_every=log_every, quiet=True),
         Recipe(model="mlp", lr=99.0, weight_decay=10.0, warmup=0.0),
         Distribution(cpu=True, mixed_precision="no"),
     )
