@@ -20,9 +20,7 @@ class Accuracy(evaluate.Metric):
     """Share of predictions that equal the reference."""
 
     def _info(self) -> evaluate.MetricInfo:
-        return evaluate.MetricInfo(
-            description=self.__doc__ or "", citation="", features=FEATURES, format="numpy"
-        )
+        return evaluate.MetricInfo(description=self.__doc__ or "", citation="", features=FEATURES)
 
     def _compute(self, predictions: Any, references: Any) -> dict[str, float]:
         return {"accuracy": float(np.mean(np.equal(predictions, references)))}
@@ -32,9 +30,7 @@ class ConfusionMatrix(evaluate.Metric):
     """How often each class was taken for each: matrix[reference][prediction]."""
 
     def _info(self) -> evaluate.MetricInfo:
-        return evaluate.MetricInfo(
-            description=self.__doc__ or "", citation="", features=FEATURES, format="numpy"
-        )
+        return evaluate.MetricInfo(description=self.__doc__ or "", citation="", features=FEATURES)
 
     def _compute(
         self, predictions: Any, references: Any, classes: int

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,9 @@ import pytest
 LAUNCHER_PREFIXES = ("SLURM_", "ACCELERATE_", "TORCHELASTIC_", "OMPI_", "PMI_", "DDP_MNIST_CACHE")
 LAUNCHER_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported
+# Both are read when huggingface_hub is imported.
+HUGGINGFACE = tempfile.TemporaryDirectory(prefix="ddp_mnist-")
+os.environ.update(HF_HUB_OFFLINE="1", HF_HOME=HUGGINGFACE.name)
 
 
 LONGEST = ("test_launchers.py", "test_multinode.py", "test_train.py", "test_runtime.py")
@@ -26,7 +29,6 @@ def clean_environment(tmp_path_factory: pytest.TempPathFactory) -> None:
         if name.startswith(LAUNCHER_PREFIXES) or name in LAUNCHER_NAMES:
             del os.environ[name]
     os.environ["DDP_MNIST_CACHE"] = str(tmp_path_factory.mktemp("cache"))
-    os.environ["HF_HOME"] = str(tmp_path_factory.mktemp("huggingface"))
     os.environ["PYTHONPATH"] = str(Path(__file__).parent.parent)
 
 
