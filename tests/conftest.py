@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 LAUNCHER_PREFIXES = ("SLURM_", "ACCELERATE_", "TORCHELASTIC_", "OMPI_", "PMI_", "DDP_MNIST_CACHE")
+# `make test VENV=` would reach the makes that tests start
+MAKE_NAMES = ("MAKEFLAGS", "MAKEOVERRIDES", "MFLAGS", "VENV", "PYTHON")
 LAUNCHER_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 # Both are read when huggingface_hub is imported.
@@ -26,7 +28,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def clean_environment(tmp_path_factory: pytest.TempPathFactory) -> None:
     """No launcher's variables, no network, and a cache and a home of the tests' own."""
     for name in list(os.environ):
-        if name.startswith(LAUNCHER_PREFIXES) or name in LAUNCHER_NAMES:
+        if name.startswith(LAUNCHER_PREFIXES) or name in LAUNCHER_NAMES + MAKE_NAMES:
             del os.environ[name]
     os.environ["DDP_MNIST_CACHE"] = str(tmp_path_factory.mktemp("cache"))
     os.environ["PYTHONPATH"] = str(Path(__file__).parent.parent)
