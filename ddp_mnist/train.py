@@ -236,7 +236,7 @@ def step_sums(loss: torch.Tensor, images: int) -> torch.Tensor:
 def refuse_divergence(
     bad_in_a_row: float, step: int, config: TrainConfig, accelerator: Accelerator
 ) -> None:
-    """Raises DivergedError, on all ranks alike, once the weights cannot be saved any more.
+    """Raises DivergedError, on all ranks alike, once the weights are beyond repair.
 
     Without a loss scaler one loss that is not finite has spoilt them already; with fp16's, which
     leaves such a step out, it takes several steps in a row.
