@@ -5,12 +5,14 @@
 # Each target makes .venv with the pinned versions first. An environment that is there already:
 #   make train PYTHON=/path/to/python VENV=
 # Flags for ddp-mnist: make train ARGS="--epochs 5 --seed 1"
+# To go on by itself, up to three times, when a process is lost: make train RESTARTS=3
 
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
 RUN ?= runs/latest
 PROCESSES ?= 2
+RESTARTS ?= 0
 
 ifeq ($(VENV),)
 PY := $(PYTHON)
@@ -20,7 +22,8 @@ PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 endif
 
-LAUNCH = $(PY) -m accelerate.commands.launch --main_process_port 0 --config_file accelerate_configs
+RESTART = $(PY) $(if $(filter-out 0,$(RESTARTS)),-m ddp_mnist.restart $(RESTARTS) --)
+LAUNCH = $(RESTART) -m accelerate.commands.launch --main_process_port 0 --config_file accelerate_configs
 TRAIN = -m ddp_mnist train --dataset auto
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
@@ -56,7 +59,7 @@ train: $(READY) ## Train with the best set-up of this machine: its GPUs, else tw
 	$(LAUNCH)/"$$@" $(ARGS)
 
 train-single: $(READY) ## Train in one process, without a launcher
-	@$(PY) $(TRAIN) $(ARGS)
+	@$(RESTART) $(TRAIN) $(ARGS)
 
 train-multi: $(READY) ## Train in PROCESSES=2 processes on this machine's CPU
 	@$(LAUNCH)/multi_cpu.yaml --num_processes $(PROCESSES) $(TRAIN) --mixed-precision auto $(ARGS)

@@ -199,14 +199,16 @@ def add_flags(parser: Parser, group: type[Flags], without: tuple[str, ...] = ())
         kind, sentence = value_type(group, field), field.metadata["help"]
         if kind is bool:
             action = argparse.BooleanOptionalAction if field.name == "augment" else "store_true"
-            section.add_argument(flag_name(field), action=action, default=False, help=sentence)
+            section.add_argument(
+                flag_name(field), action=action, default=argparse.SUPPRESS, help=sentence
+            )
             continue
         default = "" if field.default is None else f" [{field.default}]"
         name, legal = flag_name(field), describe_bounds(field.metadata["bounds"])
         section.add_argument(
             name,
             type=text(name) if kind is str else number(name, kind, legal),
-            default=field.default,
+            default=argparse.SUPPRESS,  # what was typed is there, and nothing else
             metavar=metavar(field, kind),
             help=(sentence + default).replace("%", "%%"),
         )
@@ -257,6 +259,7 @@ def train(arguments: argparse.Namespace) -> None:
         from_arguments(Run, arguments),
         from_arguments(Recipe, arguments),
         from_arguments(Distribution, arguments),
+        typed=frozenset(vars(arguments)) - {"verb"},
     )
     from ddp_mnist.launch import find_launch
 

@@ -102,10 +102,18 @@ class Run(Flags):
         "mnist, auto (mnist, else digits), fashion_mnist, digits, a Hub id, or a folder.",
     )
     run_dir: str | None = flag(None, "Folder of this run [runs/<dataset>-<NNN>].")
+    resume: str | None = flag(
+        None,
+        "Run folder whose newest checkpoint to go on from; auto = that of --run-dir, if any.",
+    )
     seed: int = flag(0, "Seed of the weights, the order and the augmentation.", least=0, most=2**31)
     cache_dir: str | None = flag(
         None, "Folder of decoded data sets [$DDP_MNIST_CACHE, else ~/.cache/ddp_mnist]."
     )
+    checkpoint_every: int = flag(
+        100, "Optimizer steps between two checkpoints.", least=1, most=10**9
+    )
+    keep: int = flag(3, "Newest checkpoints that are kept.", least=2, most=10**6)
     log_every: int = flag(25, "Optimizer steps between two log lines.", least=1, most=10**6)
     quiet: bool = flag(False, "Print errors only.")
     dry_run: bool = flag(False, "Print what would run, and stop.")
@@ -197,14 +205,25 @@ class Distribution(Flags):
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """All that `train` is told."""
+    """All that `train` is told.
+
+    Attributes:
+        typed: names of the fields that a person gave; a resumed run takes the others over.
+    """
 
     run: Run = dataclasses.field(default_factory=Run)
     recipe: Recipe = dataclasses.field(default_factory=Recipe)
     distribution: Distribution = dataclasses.field(default_factory=Distribution)
+    typed: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
-        recipe = self.recipe
+        run, recipe = self.run, self.recipe
+        if run.resume == "auto" and run.run_dir is None:
+            raise UsageError("--resume auto: needs --run-dir, the folder to go on in or to begin")
+        if run.resume not in (None, "auto") and run.run_dir not in (None, run.resume):
+            raise UsageError(
+                f"--resume {run.resume}: goes on in that folder; leave out --run-dir {run.run_dir}"
+            )
         decides_by_validation = recipe.target_accuracy is not None or recipe.patience is not None
         if recipe.val_size == 0 and decides_by_validation:
             asked = "--patience" if recipe.target_accuracy is None else "--target-accuracy"

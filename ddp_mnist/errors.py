@@ -63,6 +63,16 @@ class DivergedError(DdpMnistError):
     code = 7
 
 
+class Preempted(DdpMnistError):
+    """A signal asked the run to stop: all ranks did, and it is saved."""
+
+    agreed = True  # raised on rank 0 alone
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.code = code
+
+
 class FailedElsewhere(DdpMnistError):  # not an error of this rank's
     """Another rank failed first and says so; this one ends with the same code and says nothing."""
 

@@ -5,7 +5,6 @@ Only rank 0's machine needs the run folder: rank 0 reads the weights and sends t
 
 from __future__ import annotations
 
-import base64
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -43,8 +42,9 @@ def evaluate_run(
         raise UsageError(f"--batch-size {per_process}: must be at least 1")
     with runtime.start(flags, launch, full_precision=True) as world:
         board = world.board
-        sent = board.decided_by_rank_0("run", lambda: _read_run(run))
-        trained = weights.from_bytes(base64.b64decode(sent["weights"]), run)
+        content = weights.read_bytes(run) if board.rank == 0 else b""
+        sent = board.decided_by_rank_0("run", lambda: _read_config(run))
+        trained = weights.from_bytes(world.send_from_rank_0(content), run)
         name = dataset or sent["dataset"]
         images = data.load(name, cache_dir or sent["cache_dir"])
         board.wait_for_all("data")
@@ -70,13 +70,11 @@ def evaluate_run(
         }
 
 
-def _read_run(run: str) -> dict[str, Any]:
-    """What the other ranks need: weights, data set and size of the validation split."""
-    content = weights.read_bytes(run)
+def _read_config(run: str) -> dict[str, Any]:
+    """What the other ranks need beside the weights: data set and size of the validation split."""
     try:
         config = run_folder.read_json(Path(run) / run_folder.CONFIG)
         return {
-            "weights": base64.b64encode(content).decode(),
             "dataset": config["run"]["dataset"],
             "cache_dir": config["run"]["cache_dir"],
             "val_size": config["recipe"]["val_size"],

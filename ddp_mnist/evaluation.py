@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from ddp_mnist.data import Rows, eval_loader
+from ddp_mnist.stopping import StopSignals
 
 IMAGES_PER_PROCESS = 1000  # per forward pass; changes no result, only time and memory
 
@@ -48,15 +49,21 @@ def prepare_split(accelerator: Accelerator, rows: Rows, per_process: int | None 
 
 @torch.no_grad()
 def evaluate_split(
-    accelerator: Accelerator, model: nn.Module, loader: DataLoader[Any], classes: int
+    accelerator: Accelerator,
+    model: nn.Module,
+    loader: DataLoader[Any],
+    classes: int,
+    stop: StopSignals | None = None,
 ) -> Metrics:
     """Runs the model over the whole split; every rank gets the same Metrics.
 
     Args:
         loader: from `prepare_split`.
         classes: number of classes.
+        stop: asked after each batch whether the ranks are to end here.
 
     Raises:
+        Preempted, FailedElsewhere: they are.
         RuntimeError: not every row was counted exactly once.
     """
     was_training = model.training
@@ -71,6 +78,8 @@ def evaluate_split(
         labels.append(gathered[0])
         predictions.append(gathered[1])
         losses.append(gathered[2])
+        if stop:
+            stop.ask(accelerator)
     model.train(was_training)
 
     rows = len(loader.dataset)  # type: ignore[arg-type]

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
+from ddp_mnist.config import Distribution
 from ddp_mnist.errors import DdpMnistError, UsageError, one_line
 from ddp_mnist.launch import CONFIGS
 
@@ -126,7 +127,8 @@ def timeout_of(arguments: list[str]) -> float:
     """The --dist-timeout among train's flags, or its default; train itself checks the rest."""
     from ddp_mnist.cli import make_parser
 
-    return make_parser().parse_args(["train", *arguments]).dist_timeout
+    typed = vars(make_parser().parse_args(["train", *arguments]))
+    return typed.get("dist_timeout", Distribution.dist_timeout)
 
 
 def meet(node: Node, timeout_s: float) -> None:

@@ -1,4 +1,7 @@
-"""The run folder: who may use it, and files that are replaced whole or not at all."""
+"""The run folder: who may use it, and files that are replaced whole or not at all.
+
+One process writes it: the one that holds its lock, which the kernel takes back when that is killed.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,17 @@ import contextlib
 import json
 import os
 import re
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ddp_mnist.errors import DdpMnistError, StorageError, UsageError
+from filelock import FileLock, Timeout
+
+from ddp_mnist.errors import DdpMnistError, Preempted, StorageError, UsageError
 
 CONFIG, METRICS, MODEL = "config.json", "metrics.jsonl", "model.safetensors"
-STATUS, SUMMARY = "status.json", "summary.json"
+STATUS, SUMMARY, CHECKPOINTS, LOCK = "status.json", "summary.json", "checkpoints", ".lock"
 FIRST_STATUS: dict[str, Any] = {
     "state": "running",
     "exit_code": None,
@@ -28,10 +34,12 @@ class RunFolder:
 
     Args:
         path: the folder, or None on ranks that do not write.
+        lock: this process's, if it has the folder to itself; released when the run has ended.
     """
 
-    def __init__(self, path: str | Path | None) -> None:
+    def __init__(self, path: str | Path | None, lock: FileLock | None = None) -> None:
         self.path = Path(path) if path else None
+        self._lock = lock
         self._status = dict(FIRST_STATUS)
 
     def write_json(self, name: str, content: dict[str, Any]) -> None:
@@ -58,56 +66,144 @@ class RunFolder:
             with storage_errors(path), open(path, "a", encoding="utf-8") as file:
                 file.write(json.dumps({"step": step, **metrics}) + "\n")
 
+    def metrics_size(self) -> int:
+        """Bytes in metrics.jsonl."""
+        try:
+            return (self.path / METRICS).stat().st_size if self.path else 0
+        except FileNotFoundError:
+            return 0
+
+    def cut_metrics(self, size: int) -> None:
+        """Takes off the lines after the first `size` bytes: those of steps that are done again."""
+        if self.path and self.metrics_size() > size:
+            with storage_errors(self.path / METRICS):
+                os.truncate(self.path / METRICS, size)
+
     @contextlib.contextmanager
     def told_how_it_ended(self) -> Iterator[None]:
         """Whatever ends the block ends up in status.json, with the exit code it will have."""
         try:
             self.status()
             yield
+            self.status(state="finished", exit_code=0, phase="done")
+        except Preempted as stop:
+            self.ended("preempted", stop.code, str(stop))
+            raise
         except DdpMnistError as error:
-            self._ended(error.code, str(error))
+            self.ended("failed", error.code, str(error))
             raise
         except KeyboardInterrupt:
-            self._ended(130, "interrupted")
+            self.ended("failed", 130, "interrupted")
             raise
         except BaseException as error:
-            self._ended(1, repr(error))
+            self.ended("failed", 1, repr(error))
             raise
-        self.status(state="finished", exit_code=0, phase="done")
+        finally:
+            self.release()
 
-    def _ended(self, code: int, message: str) -> None:
+    def release(self) -> None:
+        """Others may write the folder from now on."""
+        if self._lock:
+            unlock(self._lock)
+
+    def ended(self, state: str, code: int, message: str) -> None:
         with contextlib.suppress(StorageError):  # the first error is the one to be told
-            self.status(state="failed", exit_code=code, error=message)
+            self.status(state=state, exit_code=code, error=message)
 
 
-def create(run_dir: str | None, dataset: str, root: Path = Path("runs")) -> Path:
+def create(
+    run_dir: str | None, dataset: str, root: Path = Path("runs"), begin_again: bool = False
+) -> RunFolder:
     """Makes a new run folder: `run_dir`, else runs/<dataset>-<NNN> with the next free number.
 
-    The folder holds a status.json from then on, which makes it a run's.
+    The folder holds a status.json from then on, which makes it a run's. To `begin_again` in one
+    whose run saved nothing is allowed.
 
     Raises:
         UsageError: the folder holds a run already.
         StorageError: it cannot be made or written.
     """
-    if run_dir is not None:
-        path = Path(run_dir)
-        with storage_errors(path):
-            path.mkdir(parents=True, exist_ok=True)
-            try:
-                _claim(path)
-            except FileExistsError:
-                raise UsageError(
-                    f"--run-dir {run_dir}: holds a run already; name another folder"
-                ) from None
-            return path
+    path = reserve(dataset, root) if run_dir is None else Path(run_dir)
+    with storage_errors(path):
+        path.mkdir(parents=True, exist_ok=True)
+    if not begin_again:
+        _refuse_a_run(path)
+    run = take_over(path)
+    if not begin_again:
+        _refuse_a_run(path)  # one that began and ended since
+    run.cut_metrics(0)
+    run.status()
+    return run
+
+
+def take_over(path: Path) -> RunFolder:
+    """The folder of a run that has ended in whatever way, without what a killed one left half done.
+
+    Raises:
+        UsageError: another process is writing it.
+        StorageError: it cannot be written.
+    """
+    lock = lock_folder(path)
+    with storage_errors(path):
+        for folder in (path, path / CHECKPOINTS):
+            for leftover in folder.glob(".*.tmp"):
+                leftover.unlink()
+    return RunFolder(path, lock)
+
+
+def _refuse_a_run(path: Path) -> None:
+    if (path / STATUS).exists():
+        raise UsageError(
+            f"--run-dir {path}: holds a run already; name another folder, or go on with that run:"
+            f" --resume {path}"
+        )
+
+
+def reserve(dataset: str, root: Path = Path("runs")) -> Path:
+    """Makes the empty folder runs/<dataset>-<NNN>, the next free number, and runs/latest to it.
+
+    Raises:
+        StorageError: it cannot be made.
+    """
     with storage_errors(root):
         root.mkdir(parents=True, exist_ok=True)
         path = _next_free(root, re.sub(r"[^A-Za-z0-9._-]+", "_", dataset))
-        _claim(path)
         latest = root / f".latest-{path.name}"
         latest.symlink_to(path.name)
         os.replace(latest, root / "latest")
         return path
+
+
+def lock_folder(path: Path) -> FileLock:
+    """Raises UsageError if another process has it, StorageError if there can be no lock."""
+    lock = FileLock(path / LOCK, thread_local=False)
+    with storage_errors(path):
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            raise UsageError(
+                f"{path}: another run is writing there; wait until it has ended, or name another"
+                " --run-dir"
+            ) from None
+    return lock
+
+
+def unlock(lock: FileLock) -> None:
+    """The file goes while it is locked: whoever has it open then finds it gone, and retries."""
+    with contextlib.suppress(OSError):
+        Path(lock.lock_file).unlink()
+    lock.release()
+
+
+def in_use(path: Path) -> bool:
+    """Whether a process is writing this run folder."""
+    if not (path / LOCK).exists():
+        return False
+    try:
+        unlock(lock_folder(path))
+    except UsageError:
+        return True
+    return False
 
 
 def _next_free(root: Path, stem: str) -> Path:
@@ -120,12 +216,6 @@ def _next_free(root: Path, stem: str) -> Path:
         with contextlib.suppress(FileExistsError):  # another run took the number just now
             path.mkdir()
             return path
-
-
-def _claim(path: Path) -> None:
-    """Of two runs that begin in one folder at once, the second gets a FileExistsError."""
-    with open(path / STATUS, "x") as file:
-        file.write(to_json(FIRST_STATUS))
 
 
 def to_json(content: dict[str, Any]) -> str:
@@ -141,8 +231,9 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Readers see the old content or the new one, never a part."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    """Readers see the old content or the new one, never a part; a crash of the machine included."""
+    # A signal's thread may write the same file as the main thread.
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
     try:
         with open(temporary, "wb") as file:
             file.write(content)
@@ -151,6 +242,12 @@ def write_atomically(path: Path, content: bytes) -> None:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+    if hasattr(os, "O_DIRECTORY"):  # not on Windows, which has no such call
+        folder = os.open(path.parent, os.O_DIRECTORY)
+        try:
+            os.fsync(folder)  # the new name is on the disk too
+        finally:
+            os.close(folder)
 
 
 @contextlib.contextmanager

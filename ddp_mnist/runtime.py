@@ -26,8 +26,8 @@ from accelerate.utils import (
     DataLoaderConfiguration,
     DDPCommunicationHookType,
     DistributedDataParallelKwargs,
-    GradientAccumulationPlugin,
     InitProcessGroupKwargs,
+    broadcast,
 )
 
 from ddp_mnist.config import Distribution
@@ -66,13 +66,22 @@ class World:
     threads: int
     started: float
 
+    def send_from_rank_0(self, content: bytes) -> bytes:
+        """Rank 0's `content` on every rank, by broadcast: its machine alone has the file."""
+        device, is_sender = self.accelerator.device, self.accelerator.is_main_process
+        size = int(broadcast(torch.tensor(len(content), device=device)).item())
+        if not size:
+            return b""
+        buffer = bytearray(content if is_sender else size)
+        sent = broadcast(torch.frombuffer(buffer, dtype=torch.uint8).to(device))
+        return sent.cpu().numpy().tobytes()
+
 
 @contextlib.contextmanager
 def start(
     flags: Distribution,
     launch: Launch,
     *,
-    grad_accum: int = 1,
     full_precision: bool = False,
 ) -> Iterator[World]:
     """Meets the other processes, yields the World, and ends it in order on every path.
@@ -80,7 +89,6 @@ def start(
     Args:
         flags: the distribution flags.
         launch: this process's place.
-        grad_accum: micro-batches per optimizer step.
         full_precision: compute in the dtype of the weights, whatever flags and launcher say.
 
     Raises:
@@ -110,7 +118,7 @@ def start(
                 )
                 form_group(board, backend, place, flags.dist_timeout)
             tell_accelerate(launch, place)
-            accelerator = make_accelerator(flags, device, backend, precision, grad_accum)
+            accelerator = make_accelerator(flags, device, backend, precision)
             refuse_loner(launch, accelerator)
             yield World(
                 accelerator=accelerator,
@@ -172,14 +180,11 @@ def end() -> None:
         dist.destroy_process_group()
 
 
-def make_accelerator(
-    flags: Distribution, device: str, backend: str, precision: str, grad_accum: int
-) -> Accelerator:
+def make_accelerator(flags: Distribution, device: str, backend: str, precision: str) -> Accelerator:
     return Accelerator(
         cpu=device == "cpu",
         mixed_precision="no" if precision == "fp64" else precision,
         dataloader_config=DataLoaderConfiguration(split_batches=True, non_blocking=True),
-        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=grad_accum),
         kwargs_handlers=[
             InitProcessGroupKwargs(backend=None if backend == "none" else backend),
             DistributedDataParallelKwargs(

@@ -14,12 +14,15 @@ from typing import Any
 from ddp_mnist.config import TrainConfig, flag_name
 from ddp_mnist.data import ImageData
 from ddp_mnist.evaluation import Metrics
-from ddp_mnist.progress import Progress
+from ddp_mnist.resume import State
 from ddp_mnist.run_folder import RunFolder
 from ddp_mnist.runtime import World
 
 PACKAGES = ("torch", "torchvision", "accelerate", "datasets", "evaluate", "safetensors")
-MAY_DIFFER = ("run_dir", "cache_dir", "quiet", "rank", "local_rank", "world_size", "init_method")
+MAY_DIFFER = (
+    *("run_dir", "resume", "cache_dir", "quiet"),
+    *("rank", "local_rank", "world_size", "init_method"),
+)
 
 
 def facts(config: TrainConfig, world: World, images: ImageData) -> dict[str, Any]:
@@ -111,9 +114,13 @@ def progress_line(line: dict[str, Any], step: int, total_steps: int, epochs: int
 
 
 def summarise(
-    config: TrainConfig, world: World, images: ImageData, progress: Progress, test: Metrics
+    config: TrainConfig, world: World, images: ImageData, state: State, test: Metrics
 ) -> dict[str, Any]:
-    """summary.json: the result, and all that is needed to judge it. Seconds are wall-clock."""
+    """summary.json: the result, and all that is needed to judge it.
+
+    Seconds are wall-clock, summed over the parts of a run that was taken up again.
+    """
+    progress = state.progress
     batch_size, seconds = config.recipe.batch_size or 0, progress.train_seconds
     return {
         "outcome": "finished",
@@ -121,11 +128,11 @@ def summarise(
         "test_accuracy": test.accuracy,
         "test_loss": test.loss,
         "test_count": test.count,
-        "val_accuracy": progress.val_accuracy,
+        "val_accuracy": progress.best_accuracy if state.best_weights else progress.val_accuracy,
         "epochs": progress.epoch,
         "steps": progress.step,
         "skipped_steps": progress.skipped_steps,
-        "resumed_from": [],
+        "resumed_from": progress.resumed_from,
         "global_batch_size": batch_size,
         "world_size": world.accelerator.num_processes,
         "num_machines": world.num_machines,
@@ -134,7 +141,8 @@ def summarise(
         "precision": world.precision,
         "seed": config.run.seed,
         "train_seconds": round(seconds, 3),
-        "total_seconds": round(time.monotonic() - world.started, 3),
+        "save_seconds": round(progress.save_seconds, 3),
+        "total_seconds": round(time.monotonic() - state.started, 3),
         "images_per_second": round(progress.step * batch_size / max(seconds, 1e-9), 1),
         "dataset": images.describe(),
         "notes": [*images.warnings, *images.notes],

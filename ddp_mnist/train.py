@@ -9,15 +9,18 @@ Two epochs of MNIST take about half a minute on two cores and end near 99.2 % te
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
+from accelerate.utils import broadcast
 from torch import nn
 
-from ddp_mnist import data, rendezvous, run_folder, runtime, summary, weights
+from ddp_mnist import checkpoint, data, rendezvous, resume, run_folder, runtime, stopping, summary
+from ddp_mnist import weights as weights_file
 from ddp_mnist.augment import affine_table, apply_affine
 from ddp_mnist.config import TrainConfig, resolve_recipe
 from ddp_mnist.errors import DivergedError
@@ -25,8 +28,7 @@ from ddp_mnist.evaluation import evaluate_split, prepare_split
 from ddp_mnist.launch import Launch
 from ddp_mnist.models import MODELS
 from ddp_mnist.optim import learning_rate, make_optimizer
-from ddp_mnist.progress import Progress
-from ddp_mnist.run_folder import RunFolder
+from ddp_mnist.progress import Lookout
 from ddp_mnist.runtime import World
 from ddp_mnist.screen import Screen
 from ddp_mnist.seeding import seed_of
@@ -35,33 +37,44 @@ BAD_STEPS_ALLOWED = 3  # of fp16, in a row
 
 
 def train(config: TrainConfig, launch: Launch) -> dict[str, Any]:
-    """One rank's part of a run. Returns the summary; {} of a dry run.
+    """One rank's part of a run. Returns the summary; {} if there is nothing to train.
 
     Raises:
-        DdpMnistError: every expected failure, see errors.py.
+        DdpMnistError: every expected failure, see errors.py; Preempted if a signal came.
     """
     # --- Meet the other processes, and agree on data and configuration
-    parts = config.recipe.grad_accum
-    with runtime.start(config.distribution, launch, grad_accum=parts) as world:
-        config, images = resolve(config, world)
+    with runtime.start(config.distribution, launch) as world:
         screen = Screen(world.accelerator.is_main_process and not config.run.quiet)
+        found = world.board.decided_by_rank_0("resume", lambda: resume.find(config.run))
+        if found and resume.is_finished(found, config):
+            screen.say(resume.finished_line(found))
+            return {}
+        config, images = resolve(resume.inherit(config, found), world)
         if config.run.dry_run:
             screen.say(summary.plan(config, world, images, None))
             return {}
-        run = open_run_folder(config, world, images)
-        with run.told_how_it_ended(), runtime.first_error_wins(world.board):
-            outcome = train_in(run, config, world, images, screen)
-            world.board.wait_for_all("trained")
-            return outcome
+        with stopping.listen() as stop:  # no folder stands before every rank listens
+            rendezvous.check_same(world.board, summary.facts(config, world, images))
+            opened = resume.open_run(config, world, images.digest, summary.versions(), found)
+            with opened.run.told_how_it_ended(), runtime.first_error_wins(world.board):
+                outcome = train_in(opened, config, world, images, screen, stop)
+                world.board.wait_for_all("trained")
+                return outcome
 
 
 def train_in(
-    run: RunFolder, config: TrainConfig, world: World, images: data.ImageData, screen: Screen
+    opened: resume.Opened,
+    config: TrainConfig,
+    world: World,
+    images: data.ImageData,
+    screen: Screen,
+    stop: stopping.StopSignals,
 ) -> dict[str, Any]:
     """The story: data, model, loop, validation, test."""
-    accelerator, recipe, seed = world.accelerator, config.recipe, config.run.seed
+    run, accelerator, recipe, seed = opened.run, world.accelerator, config.recipe, config.run.seed
     assert recipe.epochs and recipe.batch_size and recipe.val_size is not None
     device, classes = accelerator.device, len(images.classes)
+    accelerator.gradient_accumulation_steps = recipe.grad_accum
     screen.say(summary.plan(config, world, images, run.path))
 
     # --- Data: global batches, the same on every rank, which Accelerate deals out
@@ -73,23 +86,35 @@ def train_in(
     total_steps = recipe.epochs * batches.steps_per_epoch
 
     # --- Model and optimizer, equal on every rank
-    model = build_model(config, world, classes)
-    optimizer = make_optimizer(model, recipe)
+    net = build_model(config, world, classes)
+    optimizer = make_optimizer(net, recipe)
     model, optimizer, loader = accelerator.prepare(
-        model, optimizer, data.train_loader(train_rows, batches)
+        net, optimizer, data.train_loader(train_rows, batches)
     )
     val_loader = prepare_split(accelerator, val_rows)
     throw_away_one_backward(model, train_rows, batches.batch_size // accelerator.num_processes)
 
+    # --- All that changes from here on, as a checkpoint left it or from the beginning
+    state = resume.State(net, optimizer, accelerator.scaler, world.started)
+    if content := world.send_from_rank_0(opened.checkpoint):
+        saved = checkpoint.from_bytes(content, f"the checkpoint in {run.path}")
+        state.restore(saved["state"], recipe, batches.steps_per_epoch)
+        screen.say(resume.lines(opened, state.progress.step))
+    progress = state.progress
+    save = functools.partial(resume.save, opened, state, config.run.keep)
+    stop.save = save
+    stop.at_once = lambda: run.ended("failed", 130, "interrupted twice")
+
     # --- Train: rate of the step, forward, backward, clip, update
-    progress, best_weights, bad_in_a_row = Progress(), None, 0.0
-    sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss_sum, seen, bad
-    for epoch in range(recipe.epochs):
+    lookout = Lookout(progress.step)
+    sums = torch.zeros(5, dtype=torch.float64, device=device)  # loss_sum, seen, bad, stop, seconds
+    while progress.epoch < recipe.epochs and not progress.stopped_by:
+        epoch, first_step = progress.epoch, progress.epoch * batches.steps_per_epoch
         run.status(phase="training", step=progress.step)
         model.train()
-        batches.begin(epoch)
+        batches.begin(epoch, progress.step - first_step)
         table = affine_table(len(train_rows), seed, epoch).to(device) if recipe.augment else None
-        clock = time.monotonic()
+        shown, clock = f"epoch {epoch + 1}/{recipe.epochs}", time.monotonic()
         for inputs, labels, numbers in loader:
             torch.manual_seed(seed_of("step", seed, progress.step, accelerator.process_index))
             rate = learning_rate(progress.step, total_steps, recipe.lr, recipe.warmup)
@@ -106,55 +131,66 @@ def train_in(
                     accelerator.clip_grad_norm_(model.parameters(), recipe.max_grad_norm)
                 optimizer.step()
                 optimizer.zero_grad()
-            sums += step_sums(loss.detach(), len(labels))
+            sums[:3] += step_sums(loss.detach(), len(labels))
             if not accelerator.sync_gradients:
                 continue  # only a part of a step
             progress.step += 1
             progress.skipped_steps += accelerator.optimizer_step_was_skipped
 
             # --- Now and then all ranks add up what they saw: the loop's one synchronisation
-            end_of_epoch = progress.step % batches.steps_per_epoch == 0
-            if progress.step % config.run.log_every == 0 or end_of_epoch:
-                loss_sum, seen, bad = accelerator.reduce(sums).tolist()
-                sums.zero_()
-                bad_in_a_row = bad_in_a_row + bad if bad else 0.0
-                refuse_divergence(bad_in_a_row, progress.step, config, accelerator)
-                seconds, clock = time.monotonic() - clock, time.monotonic()
-                progress.train_seconds += seconds
-                line = {"epoch": epoch, "loss": loss_sum / seen if seen else None, "lr": rate}
-                line["images_per_second"] = seen / seconds
+            end_of_epoch = progress.step == first_step + batches.steps_per_epoch
+            log = end_of_epoch or progress.step % config.run.log_every == 0
+            checkpoint_is_due = progress.step % config.run.checkpoint_every == 0
+            if not (log or checkpoint_is_due or progress.step >= lookout.next):
+                continue
+            sums[3], sums[4] = stop.weight, time.monotonic() - clock
+            loss_sum, seen, bad, wants_stop, seconds = accelerator.reduce(sums).tolist()
+            sums.zero_()
+            clock = time.monotonic()
+            progress.add(loss_sum, seen, bad, seconds / accelerator.num_processes)
+            lookout.looked(progress.step, seconds / accelerator.num_processes)
+            refuse_divergence(progress.bad_in_a_row, progress.step, config, accelerator)
+            if log:
+                line = {"epoch": epoch, "lr": rate, **progress.log_line()}
                 run.append_metrics(progress.step, line)
                 shown = summary.progress_line(line, progress.step, total_steps, recipe.epochs)
                 if not end_of_epoch:
                     screen.now_and_then(shown)
-        progress.epoch += 1
+            if checkpoint_is_due:
+                save()
+            stop.obey(wants_stop, accelerator.is_main_process)
 
         # --- Decide by the validation images, on numbers that all ranks share
+        found = None
         if recipe.val_size:
             run.status(phase="validation", step=progress.step)
-            found = evaluate_split(accelerator, model, val_loader, classes)
+            found = evaluate_split(accelerator, model, val_loader, classes, stop)
+        progress.epoch += 1
+        if found:
             line = {"epoch": epoch, "val_accuracy": found.accuracy, "val_loss": found.loss}
             run.append_metrics(progress.step, line)
             shown += f"  validation {found.accuracy:.4f}"
             if progress.validated(found.accuracy, recipe) and recipe.patience:
-                best_weights = {name: w.clone() for name, w in model.state_dict().items()}
+                state.best_weights = {name: w.clone() for name, w in net.state_dict().items()}
         screen.say(shown)
         if progress.stopped_by:
             screen.say(f"stopped by {progress.stopped_by} after epoch {progress.epoch}")
-            break
 
     # --- Test once, without autocast, the weights that are kept
     run.status(phase="test", step=progress.step)
-    if best_weights is not None:
-        model.load_state_dict(best_weights)
-        progress.val_accuracy = progress.best_accuracy
+    save()
     final = accelerator.unwrap_model(model, keep_fp32_wrapper=False, keep_torch_compile=False)
-    test = evaluate_split(accelerator, final, prepare_split(accelerator, test_rows), classes)
+    if state.best_weights:
+        final = build_model(config, world, classes)
+        final.load_state_dict(state.best_weights)
+    broadcast(list(final.buffers()))  # BatchNorm's, which DDP sends only before a forward
+    test_loader = prepare_split(accelerator, test_rows)
+    test = evaluate_split(accelerator, final, test_loader, classes, stop)
 
     # --- Write what stays
-    content = weights.to_bytes(final.state_dict(), recipe.model, images.classes)
+    content = weights_file.to_bytes(final.state_dict(), recipe.model, images.classes)
     run.write_bytes(run_folder.MODEL, content)
-    outcome = summary.summarise(config, world, images, progress, test)
+    outcome = summary.summarise(config, world, images, state, test)
     run.write_json(run_folder.SUMMARY, outcome)
     screen.say(summary.last_lines(outcome, run))
     return outcome
@@ -164,7 +200,6 @@ def resolve(config: TrainConfig, world: World) -> tuple[TrainConfig, data.ImageD
     """The configuration with every default filled in, and the data.
 
     Every machine has the data before the first collective; rank 0 decides what `auto` means.
-    Nothing starts unless all ranks believe the same.
     """
     board, cache_dir = world.board, config.run.cache_dir
     name, notes = board.decided_by_rank_0(
@@ -176,24 +211,7 @@ def resolve(config: TrainConfig, world: World) -> tuple[TrainConfig, data.ImageD
     run = dataclasses.replace(config.run, dataset=name)
     size = world.accelerator.num_processes
     recipe = resolve_recipe(config.recipe, len(images.train_labels), size)
-    config = TrainConfig(run, recipe, config.distribution)
-    rendezvous.check_same(board, summary.facts(config, world, images))
-    return config, images
-
-
-def open_run_folder(config: TrainConfig, world: World, images: data.ImageData) -> RunFolder:
-    """Made by rank 0, on its machine; the other ranks go on once it stands."""
-
-    def create() -> str:
-        return str(run_folder.create(config.run.run_dir, images.name))
-
-    path = world.board.decided_by_rank_0("run folder", create)
-    run = RunFolder(path if world.accelerator.is_main_process else None)
-    resolved = dataclasses.asdict(config)
-    resolved["run"]["run_dir"] = path
-    resolved["distribution"] |= {"backend": world.backend, "mixed_precision": world.precision}
-    run.write_json(run_folder.CONFIG, resolved)
-    return run
+    return dataclasses.replace(config, run=run, recipe=recipe), images
 
 
 def build_model(config: TrainConfig, world: World, classes: int) -> nn.Module:
@@ -226,10 +244,12 @@ def throw_away_one_backward(model: nn.Module, rows: data.Rows, batch_size: int) 
 def step_sums(loss: torch.Tensor, images: int) -> torch.Tensor:
     """float64 [loss_sum, seen, bad] of one batch, without asking the device for a number.
 
-    A batch whose loss is not finite is one bad batch, and neither seen nor summed.
+    A batch whose loss is not finite is one bad batch, and neither seen nor summed. Rounded to
+    2**-30, sums are exact, and therefore equal however a run was cut into parts.
     """
     finite = torch.isfinite(loss)
     loss_sum = torch.where(finite, loss.double() * images, 0.0)
+    loss_sum = (loss_sum * 2**30).round() / 2**30
     return torch.stack([loss_sum, finite * float(images), (~finite).double()])
 
 

@@ -224,7 +224,7 @@ def test_the_table_of_wrong_command_lines_is_no_shorter_than_it_was() -> None:
         ("--batch_size=7", "--batch-size"),
         ("--epoch", "--epochs"),
         ("--no-agument", "--no-augment"),
-        ("--resum", None),
+        ("--resum", "--resume"),
     ],
 )
 def test_a_typo_names_the_nearest_flag(

@@ -16,6 +16,13 @@ from ddp_mnist.errors import DataError, FailedElsewhere, StorageError, UsageErro
 from ddp_mnist.run_folder import RunFolder, create, read_json, to_json, write_atomically
 
 
+def make(run_dir: str | None, dataset: str, root: Path = Path("runs")) -> Path | None:
+    """The folder of a run that began, and that nobody writes any more."""
+    run = create(run_dir, dataset, root)
+    run.release()
+    return run.path
+
+
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
@@ -25,9 +32,9 @@ def names(folder: Path) -> list[str]:
 
 def test_folders_are_numbered_and_latest_points_to_the_last(tmp_path: Path) -> None:
     root = tmp_path / "runs"
-    assert create(None, "digits", root) == root / "digits-001"
-    assert create(None, "digits", root) == root / "digits-002"
-    assert create(None, "mnist", root) == root / "mnist-001"
+    assert make(None, "digits", root) == root / "digits-001"
+    assert make(None, "digits", root) == root / "digits-002"
+    assert make(None, "mnist", root) == root / "mnist-001"
     assert names(root) == ["digits-001", "digits-002", "latest", "mnist-001"]
     latest = root / "latest"
     assert latest.is_symlink()
@@ -38,7 +45,7 @@ def test_folders_are_numbered_and_latest_points_to_the_last(tmp_path: Path) -> N
 def test_the_number_follows_the_highest_that_is_taken(tmp_path: Path) -> None:
     for name in ("digits-007", "digits-1000", "digits-x", "mnist-5000", "digits-2000-old"):
         (tmp_path / name).mkdir()
-    assert create(None, "digits", tmp_path).name == "digits-1001"
+    assert make(None, "digits", tmp_path) == tmp_path / "digits-1001"
 
 
 @pytest.mark.parametrize(
@@ -50,14 +57,14 @@ def test_the_number_follows_the_highest_that_is_taken(tmp_path: Path) -> None:
     ],
 )
 def test_a_data_sets_name_becomes_a_files_name(dataset: str, name: str, tmp_path: Path) -> None:
-    assert create(None, dataset, tmp_path).name == name
+    assert make(None, dataset, tmp_path) == tmp_path / name
 
 
 def test_by_default_runs_lie_in_the_working_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert create(None, "digits") == Path("runs/digits-001")
+    assert make(None, "digits") == Path("runs/digits-001")
     assert (tmp_path / "runs" / "digits-001").is_dir()
 
 
@@ -82,7 +89,7 @@ def at_once(count: int, task: Callable[[], Any]) -> list[Any]:
 
 
 def test_runs_that_begin_at_once_get_folders_of_their_own(tmp_path: Path) -> None:
-    made = at_once(20, lambda: create(None, "digits", tmp_path))
+    made = at_once(20, lambda: make(None, "digits", tmp_path))
     expected = [tmp_path / f"digits-{number:03d}" for number in range(1, 21)]
     assert sorted(made) == expected
     assert names(tmp_path) == [*(path.name for path in expected), "latest"]
@@ -91,17 +98,18 @@ def test_runs_that_begin_at_once_get_folders_of_their_own(tmp_path: Path) -> Non
 
 def test_a_folder_of_ones_own(tmp_path: Path) -> None:
     folder = tmp_path / "a" / "b"
-    assert create(str(folder), "digits") == folder
+    assert make(str(folder), "digits") == folder
     assert names(folder) == ["status.json"]
     other = tmp_path / "c"
     other.mkdir()
     (other / "notes.txt").write_text("mine")
-    assert create(str(other), "digits") == other  # holds no run
+    assert make(str(other), "digits") == other  # holds no run
     assert names(other) == ["notes.txt", "status.json"]
 
 
 def test_a_new_folder_says_at_once_that_the_run_began(tmp_path: Path) -> None:
-    for folder in (create(str(tmp_path / "run"), "digits"), create(None, "digits", tmp_path)):
+    for folder in (make(str(tmp_path / "run"), "digits"), make(None, "digits", tmp_path)):
+        assert folder
         assert read_json(folder / "status.json") == FRESH
 
 
@@ -109,14 +117,17 @@ def test_a_folder_that_holds_a_run_is_refused(tmp_path: Path) -> None:
     (tmp_path / "status.json").write_text("{}")
     with pytest.raises(UsageError) as told:
         create(str(tmp_path), "digits")
-    assert str(told.value) == f"--run-dir {tmp_path}: holds a run already; name another folder"
+    assert str(told.value) == (
+        f"--run-dir {tmp_path}: holds a run already; name another folder, or go on with that run:"
+        f" --resume {tmp_path}"
+    )
     assert told.value.code == 2
     assert (tmp_path / "status.json").read_text() == "{}"
 
 
 def test_of_runs_that_begin_at_once_in_one_folder_one_goes_on(tmp_path: Path) -> None:
     outcomes = at_once(20, lambda: create(str(tmp_path / "run"), "digits"))
-    assert outcomes.count(tmp_path / "run") == 1
+    assert sum(isinstance(outcome, RunFolder) for outcome in outcomes) == 1
     assert sum(isinstance(outcome, UsageError) for outcome in outcomes) == 19
 
 

@@ -294,7 +294,7 @@ def is_running(pid: int) -> bool:
 
 def what_stands() -> dict[str, Any]:
     flags = Distribution(cpu=True, mixed_precision="no", dist_timeout=20)
-    with runtime.start(flags, find_launch(flags), grad_accum=3) as world:
+    with runtime.start(flags, find_launch(flags)) as world:
         accelerator = world.accelerator
         total = accelerator.reduce(torch.tensor(accelerator.process_index + 1)).item()
         found = {
@@ -306,7 +306,6 @@ def what_stands() -> dict[str, Any]:
             "rank": accelerator.process_index,
             "main": accelerator.is_main_process,
             "device": accelerator.device.type,
-            "accumulation": accelerator.gradient_accumulation_steps,
             "sum over ranks": total,
         }
     return found | {"group afterwards": dist.is_initialized()}
@@ -321,7 +320,6 @@ def test_the_world_is_what_was_started(size: int, tmp_path: Path) -> None:
         "threads": (1, 1),
         "processes": size,
         "device": "cpu",
-        "accumulation": 3,
         "sum over ranks": size * (size + 1) // 2,
         "group afterwards": False,
     }

@@ -143,6 +143,7 @@ def test_run_folder_of_a_finished_run(one_process: tuple[Path, Seen]) -> None:
     run, seen = one_process
     names = {path.name for path in run.iterdir()}
     assert names == {
+        "checkpoints",
         "config.json",
         "metrics.jsonl",
         "model.safetensors",

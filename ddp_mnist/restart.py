@@ -1,0 +1,116 @@
+"""Runs a training command again when a process was lost: `make train RESTARTS=3`.
+
+    python -m ddp_mnist.restart 3 -- -m torch.distributed.run --nproc-per-node 2 \\
+        -m ddp_mnist train --dataset digits
+
+What follows `--` is given to python. A launcher's exit code is 1 whatever happened, and its own
+restart would repeat a mistyped flag too; status.json in the run folder tells what it was. Only the
+machine of rank 0 has that file: a run over many machines is restarted by its scheduler.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+from ddp_mnist import run_folder
+from ddp_mnist.cli import make_parser
+from ddp_mnist.config import Run
+from ddp_mnist.errors import DdpMnistError, UsageError, one_line
+
+ORPHANS_MAY_TAKE_S = 60  # processes whose launcher was killed save, and end
+
+
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    try:
+        code = run(list(sys.argv[1:] if argv is None else argv))
+    except DdpMnistError as error:
+        print(one_line(error), file=sys.stderr, flush=True)
+        code = error.code
+    sys.exit(code)
+
+
+def run(argv: list[str]) -> int:
+    """The exit code: that of status.json where there is one, else the command's."""
+    if len(argv) < 3 or not argv[0].isdecimal() or argv[1] != "--" or "train" not in argv:
+        raise UsageError("python -m ddp_mnist.restart: needs RESTARTS -- COMMAND ... train FLAGS")
+    restarts, command = int(argv[0]), [sys.executable, *argv[2:]]
+    typed = vars(make_parser().parse_args(argv[argv.index("train") :]))
+    folder, first = place(typed)
+    again = [] if "resume" in typed else ["--resume", "auto"]
+    try:
+        for attempt in range(restarts + 1):
+            code, stopped = run_once([*command, *first, *(again if attempt else [])])
+            status = status_of(folder)
+            reason = loss(status)
+            if stopped or reason is None or attempt == restarts:
+                break
+            print(f"restart {attempt + 1} of {restarts}: {reason}", flush=True)
+        return code and (status.get("exit_code") or code)
+    finally:
+        if first and not any(folder.iterdir()):
+            folder.rmdir()  # it never came to a run
+
+
+def place(typed: dict[str, Any]) -> tuple[Path, list[str]]:
+    """The run's folder, and the flags that put it there if the person left that open."""
+    folder = typed.get("resume")
+    if folder in (None, "auto"):
+        folder = typed.get("run_dir")
+    if folder:
+        return Path(folder), []
+    made = run_folder.reserve(typed.get("dataset", Run.dataset))
+    return made, ["--run-dir", str(made)]
+
+
+def run_once(command: list[str]) -> tuple[int, bool]:
+    """The command's exit code, and whether a signal came that asks for an end.
+
+    SIGTERM and SIGUSR1 are handed on; a terminal's SIGINT reaches the command by itself.
+    """
+    process = subprocess.Popen(command)
+    stopped = False
+
+    def hand_on(number: int, _frame: FrameType | None) -> None:
+        nonlocal stopped
+        stopped = True
+        if number != signal.SIGINT:
+            process.send_signal(number)
+
+    signals = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+    before = [signal.signal(each, hand_on) for each in signals]
+    try:
+        return process.wait(), stopped
+    finally:
+        for each, handler in zip(signals, before, strict=True):
+            signal.signal(each, handler)
+
+
+def status_of(folder: Path) -> dict[str, Any]:
+    """status.json once nobody writes the folder any more; {} if there is none."""
+    deadline = time.monotonic() + ORPHANS_MAY_TAKE_S
+    while run_folder.in_use(folder) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    try:
+        return run_folder.read_json(folder / run_folder.STATUS)
+    except (OSError, ValueError):
+        return {}
+
+
+def loss(status: dict[str, Any]) -> str | None:
+    """Why the run should go on by itself; None where a person has to look, or it is done."""
+    if status.get("state") == "failed" and status["exit_code"] == 6:
+        return status["error"]
+    if status.get("state") == "running":
+        return "the process that wrote the run folder was killed"
+    return None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,333 @@
+"""Taking up a run again: what it was told before, what may differ now, and what may not.
+
+A flag that is not typed keeps the value that the run began with, so `--resume runs/mnist-001` is
+all that is needed. How many processes there are and how they talk is asked for anew each time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ddp_mnist import checkpoint, run_folder
+from ddp_mnist.config import Recipe, Run, TrainConfig
+from ddp_mnist.errors import CheckpointError, DivergedError, UsageError
+from ddp_mnist.progress import Progress
+from ddp_mnist.run_folder import CONFIG, STATUS, SUMMARY, RunFolder
+from ddp_mnist.runtime import World
+
+FORMAT = 1
+TAKEN_OVER = {
+    "run": ("dataset", "cache_dir", "seed", "checkpoint_every", "keep", "log_every"),
+    "recipe": tuple(field.name for field in dataclasses.fields(Recipe)),
+}
+MAY_CHANGE = (
+    *("--checkpoint-every", "--keep", "--log-every"),
+    *("--epochs", "--target-accuracy", "--patience", "--grad-accum"),
+)
+
+
+@dataclasses.dataclass
+class State:
+    """All that changes in a run.
+
+    Attributes:
+        net: the bare model, without DDP around it.
+        optimizer: its moments and step counts.
+        scaler: fp16's loss scaler, or None.
+        started: time.monotonic() at which the run would have begun without a break.
+        progress: counts and times.
+        best_weights: of the best validation, where --patience asks for them.
+    """
+
+    net: nn.Module
+    optimizer: Any
+    scaler: Any
+    started: float
+    progress: Progress = dataclasses.field(default_factory=Progress)
+    best_weights: dict[str, Tensor] | None = None
+
+    def content(self) -> dict[str, Any]:
+        self.progress.total_seconds = time.monotonic() - self.started
+        return {
+            "model": self.net.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "scaler": self.scaler.state_dict() if self.scaler else None,
+            "progress": dataclasses.asdict(self.progress),
+            "best_weights": self.best_weights,
+        }
+
+    def restore(self, content: dict[str, Any], recipe: Recipe, steps_per_epoch: int) -> None:
+        """Takes over what `content` returned, under a recipe that may have changed since.
+
+        Raises:
+            UsageError: fewer epochs are asked for than are done.
+        """
+        self.net.load_state_dict(content["model"])
+        self.optimizer.load_state_dict(content["optimizer"])
+        if self.scaler and content["scaler"]:
+            self.scaler.load_state_dict(content["scaler"])
+        if content["best_weights"] is not None:
+            device = next(self.net.parameters()).device
+            self.best_weights = {n: w.to(device) for n, w in content["best_weights"].items()}
+        self.progress = Progress(**content["progress"])
+        self.started -= self.progress.total_seconds
+        step, epoch = self.progress.step, self.progress.epoch
+        self.progress.resumed_from.append(step)
+        if step == epoch * steps_per_epoch:  # an epoch has just been validated
+            self.progress.decide(recipe)
+        assert recipe.epochs
+        if step > recipe.epochs * steps_per_epoch:
+            raise UsageError(
+                f"--epochs {recipe.epochs}: the run is beyond them, at step {step} and in epoch"
+                f" {epoch + 1}; ask for at least {-(-step // steps_per_epoch)}"
+            )
+
+
+def save(opened: Opened, state: State, keep: int) -> str:
+    """Called on every rank at the same step; rank 0 writes. Returns a clause that says where.
+
+    Raises:
+        DivergedError: the weights are not finite numbers, although each loss was.
+        StorageError: the checkpoint cannot be written.
+    """
+    clock, step, path = time.monotonic(), state.progress.step, opened.run.path
+    finite = [torch.isfinite(parameter).all() for parameter in state.net.parameters()]
+    if not torch.stack(finite).all():
+        raise DivergedError(
+            f"--lr {opened.about['flags']['--lr']:g}: by step {step} the weights are not finite"
+            " numbers any more; use a lower rate, or --max-grad-norm 1"
+        )
+    if path:
+        about = {**opened.about, "metrics_size": opened.run.metrics_size()}
+        checkpoint.save(path, step, {**about, "state": state.content()}, keep)
+    state.progress.save_seconds += time.monotonic() - clock
+    return f"stopped after step {step} and saved; go on with --resume {path}"
+
+
+def find(run: Run) -> dict[str, Any] | None:
+    """What the folder says of the run to go on with; None to begin one. Called on rank 0 only.
+
+    Returns:
+        path, config (as it was resolved), state, epochs and accuracy (of a finished run).
+
+    Raises:
+        CheckpointError: --resume names no run, or its config.json cannot be read.
+    """
+    if run.resume is None:
+        return None
+    path = Path(run.run_dir or "" if run.resume == "auto" else run.resume)
+    try:
+        state = run_folder.read_json(path / STATUS)["state"] if (path / STATUS).exists() else None
+        if state != "finished" and run.resume == "auto" and not checkpoint.newest_first(path):
+            return None
+        found = {"path": str(path), "state": state, **run_folder.read_json(path / CONFIG)}
+        if state == "finished":
+            found["accuracy"] = run_folder.read_json(path / SUMMARY)["test_accuracy"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "damaged"
+        raise CheckpointError(
+            f"--resume {run.resume}: {path} holds no run that train wrote"
+            f" ({Path(getattr(error, 'filename', None) or path).name}: {reason}); name one, e.g."
+            " runs/latest"
+        ) from error
+    return found
+
+
+def is_finished(found: dict[str, Any], config: TrainConfig) -> bool:
+    """Whether there is nothing left to do: it ended in order, and no more epochs are asked for."""
+    more = "epochs" in config.typed and (config.recipe.epochs or 0) > found["recipe"]["epochs"]
+    return found["state"] == "finished" and not more
+
+
+def inherit(config: TrainConfig, found: dict[str, Any] | None) -> TrainConfig:
+    """`config` with the run's own values for all that was not typed.
+
+    Raises:
+        CheckpointError: config.json holds something else than a run's flags.
+    """
+    if found is None:
+        return config
+    try:
+        groups = {}
+        for name, fields in TAKEN_OVER.items():
+            group, saved = getattr(config, name), found[name]
+            mine = {f for f in config.typed if getattr(group, f, None) != "auto"}
+            values = {field: saved[field] for field in fields if field not in mine}
+            groups[name] = dataclasses.replace(group, **values)
+        groups["run"] = dataclasses.replace(groups["run"], run_dir=found["path"])
+        return dataclasses.replace(config, **groups)
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{found['path']}: {CONFIG} is damaged ({error}); begin the run anew elsewhere"
+        ) from error
+
+
+@dataclasses.dataclass
+class Opened:
+    """A run folder that stands, and what the run in it goes on from.
+
+    Attributes:
+        run: the folder.
+        about: what each checkpoint says of the run, beside the State.
+        checkpoint: the bytes to go on from; none at the beginning of a run, and on other ranks.
+        changed: what is not as it was when the checkpoint was made.
+        warnings: checkpoints that were passed over.
+    """
+
+    run: RunFolder
+    about: dict[str, Any]
+    checkpoint: bytes = b""
+    changed: list[str] = dataclasses.field(default_factory=list)
+    warnings: list[str] = dataclasses.field(default_factory=list)
+
+
+def open_run(
+    config: TrainConfig, world: World, digest: str, versions: dict[str, str], found: Any
+) -> Opened:
+    """Made or taken over by rank 0, on its machine; the other ranks go on once it stands.
+
+    Args:
+        config: resolved.
+        world: the processes.
+        digest: the data's.
+        versions: of the packages.
+        found: what `find` told, on every rank.
+
+    Raises:
+        UsageError: the folder holds a run, or another process is writing it.
+        CheckpointError: no checkpoint is whole, or the newest does not fit the flags.
+        StorageError: the folder cannot be written.
+    """
+    run_id = found["run_id"] if found else uuid.uuid4().hex
+    opened = Opened(RunFolder(None), about(config, world, run_id, digest, versions))
+
+    def open_it() -> str:
+        if found:
+            take_up(opened, Path(found["path"]))
+        else:
+            opened.run = run_folder.create(
+                config.run.run_dir, config.run.dataset, begin_again=config.run.resume == "auto"
+            )
+        return str(opened.run.path)
+
+    path = world.board.decided_by_rank_0("run folder", open_it)
+    resolved = {
+        "run_id": run_id,
+        "run": dataclasses.asdict(config.run) | {"run_dir": path},
+        "recipe": dataclasses.asdict(config.recipe),
+        "distribution": dataclasses.asdict(config.distribution)
+        | {"backend": world.backend, "mixed_precision": world.precision},
+    }
+    opened.run.write_json(CONFIG, resolved)
+    return opened
+
+
+def take_up(opened: Opened, path: Path) -> None:
+    """Locks the folder of a run that stands, and reads its newest whole checkpoint."""
+    opened.run = run_folder.take_over(path)
+    opened.checkpoint, step, opened.warnings = checkpoint.read_newest(path)
+    where = f"step {step} of {path}"
+    content = checkpoint.from_bytes(opened.checkpoint, where)
+    opened.changed = changes(content, opened.about, where)
+    if content["state"]["progress"]["step"] != step:
+        raise CheckpointError(f"{where}: is that of another step; remove it to use the one before")
+    opened.run.cut_metrics(content["metrics_size"])
+
+
+def about(
+    config: TrainConfig, world: World, run_id: str, digest: str, versions: dict[str, str]
+) -> dict[str, Any]:
+    """What a checkpoint says of its run beside the State; `world` holds what may change."""
+    flags = {**dataclasses.asdict(config.run), **dataclasses.asdict(config.recipe)}
+    for name in ("run_dir", "resume", "cache_dir", "quiet", "dry_run"):
+        del flags[name]
+    return {
+        "format": FORMAT,
+        "run_id": run_id,
+        "flags": {"--" + name.replace("_", "-"): value for name, value in flags.items()},
+        "digest": digest,
+        "optimizer": "AdamW",
+        "world": {
+            "world size": world.accelerator.num_processes,
+            "device": world.accelerator.device.type,
+            "--backend": world.backend,
+            "--mixed-precision": world.precision,
+            **versions,
+        },
+    }
+
+
+def changes(content: dict[str, Any], now: dict[str, Any], where: str) -> list[str]:
+    """What differs between a checkpoint and the run as it is told now, for people.
+
+    Args:
+        content: of the checkpoint.
+        now: `about` this part of the run.
+        where: the checkpoint, for people.
+
+    Raises:
+        CheckpointError: something differs that may not, or it is no checkpoint of this run.
+    """
+    try:
+        if content["format"] != FORMAT:
+            raise CheckpointError(f"{where}: has format {content['format']}, this is {FORMAT}")
+        _refuse(content, now, where)
+        pairs = [(name, content["flags"].get(name), now["flags"][name]) for name in MAY_CHANGE]
+        world = now["world"]
+        pairs += [(name, content["world"].get(name), world[name]) for name in world]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{where}: is not from ddp_mnist ({type(error).__name__}: {error}); remove it"
+        ) from error
+    note = {"--epochs": " (another schedule of the rate from here on)"}
+    return [f"{name} {a} -> {b}{note.get(name, '')}" for name, a, b in pairs if a != b]
+
+
+def _refuse(content: dict[str, Any], now: dict[str, Any], where: str) -> None:
+    remedy = "leave it as it was, or begin another run"
+    if content["digest"] != now["digest"]:
+        dataset = now["flags"]["--dataset"]
+        raise CheckpointError(
+            f"--dataset {dataset}: its images are not those of {where}"
+            f" ({content['flags']['--dataset']}, digest {content['digest'][:8]}, now"
+            f" {now['digest'][:8]}); {remedy}"
+        )
+    for name, value in now["flags"].items():
+        if name in MAY_CHANGE or name == "--dataset":
+            continue
+        if (saved := content["flags"][name]) != value:
+            raise CheckpointError(f"{name} {value}: {where} was made with {saved}; {remedy}")
+    was, is_now = content["world"]["--mixed-precision"], now["world"]["--mixed-precision"]
+    if was != is_now and "fp64" in (was, is_now):
+        raise CheckpointError(
+            f"--mixed-precision {is_now}: {where} was made with {was}, whose weights have another"
+            f" dtype; {remedy}"
+        )
+    if content["optimizer"] != now["optimizer"]:
+        raise CheckpointError(f"{where}: was made with {content['optimizer']}; {remedy}")
+    if content["run_id"] != now["run_id"]:
+        raise CheckpointError(
+            f"{where}: belongs to another run than the folder's {CONFIG}; remove it to use the one"
+            " before"
+        )
+
+
+def lines(opened: Opened, step: int) -> str:
+    """What the screen says when a run goes on."""
+    changed = f"changed: {', '.join(opened.changed)}" if opened.changed else "nothing changed"
+    return "\n".join([*opened.warnings, f"resumed    after step {step:,}; {changed}"])
+
+
+def finished_line(found: dict[str, Any]) -> str:
+    epochs = found["recipe"]["epochs"]
+    return (
+        f"{found['path']}: finished already, {epochs} epochs, test accuracy"
+        f" {found['accuracy']:.4f}; for more of them use --epochs"
+    )

@@ -1,0 +1,103 @@
+"""SIGTERM, SIGUSR1 and SIGINT: noted the moment they come, obeyed once all ranks have agreed.
+
+A scheduler may signal one process of many; the ranks have to stop at the same step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+
+import torch
+from accelerate import Accelerator
+
+from ddp_mnist.errors import FailedElsewhere, Preempted
+
+# What a rank adds to the all-reduced sum. In float64 it tells apart the signals of 4,096 ranks.
+WEIGHTS = {signal.SIGTERM: 1.0, signal.SIGUSR1: 2.0**20, signal.SIGINT: 2.0**40}
+CODES = {signal.SIGTERM: 143, signal.SIGUSR1: 143, signal.SIGINT: 130}
+
+
+class StopSignals:
+    """The signal that this process got, and what all ranks do about it.
+
+    Attributes:
+        weight: what this rank adds to the sum over all ranks; 0 as long as no signal came.
+        save: called on every rank, at the same step, before the run ends.
+        at_once: called for a second SIGINT, in another thread; then the process is gone.
+    """
+
+    def __init__(self) -> None:
+        self.weight = 0.0
+        self.save: Callable[[], str] = lambda: "nothing was there to save yet"
+        self.at_once: Callable[[], None] = lambda: None
+
+    def note(self, number: int) -> None:
+        """A second SIGINT does not wait for anybody, and not for a collective that hangs."""
+        weight = WEIGHTS[signal.Signals(number)]
+        if number == signal.SIGINT and self.weight == weight:
+            try:
+                self.at_once()
+            finally:
+                os._exit(CODES[signal.SIGINT])
+        self.weight = max(self.weight, weight)
+
+    def ask(self, accelerator: Accelerator) -> None:
+        """`obey` where the ranks have nothing else to add up. All of them have to call it."""
+        mine = torch.tensor(self.weight, dtype=torch.float64, device=accelerator.device)
+        self.obey(accelerator.reduce(mine).item(), accelerator.is_main_process)
+
+    def obey(self, agreed: float, is_main_process: bool) -> None:
+        """Saves and ends the run if a signal came to any rank.
+
+        Args:
+            agreed: the sum of all ranks' weights.
+
+        Raises:
+            Preempted: on the main process, which tells it.
+            FailedElsewhere: on the others, with the same code.
+        """
+        if not agreed:
+            return
+        number = max((s for s, w in WEIGHTS.items() if agreed >= w), key=WEIGHTS.__getitem__)
+        message = f"{number.name}: {self.save()}"
+        error = Preempted if is_main_process else FailedElsewhere
+        raise error(message, CODES[number])
+
+
+@contextlib.contextmanager
+def listen() -> Iterator[StopSignals]:
+    """From here on the stop signals are noted, also while the main thread waits in a collective.
+
+    A Python handler would run when the collective returns, up to the time-out later; the byte
+    that the C handler writes is read by a thread at once. After an error the signals stay
+    ignored: a launcher that ends the other workers must not cut the last line short.
+    """
+    stop = StopSignals()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop  # only the main thread may change handlers
+        return
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+
+    def watch() -> None:
+        while byte := reader.recv(1):
+            stop.note(byte[0])
+        reader.close()
+
+    threading.Thread(target=watch, daemon=True).start()
+    wakeup_before = signal.set_wakeup_fd(writer.fileno())
+    before = {number: signal.signal(number, lambda *_: None) for number in WEIGHTS}
+    in_order = False
+    try:
+        yield stop
+        in_order = True
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler if in_order else signal.SIG_IGN)
+        signal.set_wakeup_fd(wakeup_before)
+        writer.close()
