@@ -13,6 +13,7 @@ ARGS ?=
 RUN ?= runs/latest
 PROCESSES ?= 2
 RESTARTS ?= 0
+CHAOS ?= 200
 
 ifeq ($(VENV),)
 PY := $(PYTHON)
@@ -76,8 +77,8 @@ evaluate: $(READY) ## Exact metrics of RUN=runs/latest on its test images
 test: $(READY) ## Run the tests (about 4 minutes on 2 cores, no network)
 	@$(PY) -m pytest -n 2 --dist loadfile $(ARGS)
 
-soak: $(READY) ## Run the long tests too (under an hour)
-	@$(PY) -m pytest -m soak --timeout 3600 $(ARGS)
+soak: $(READY) ## Run the long tests (under an hour); CHAOS=200 hits that many runs at random
+	@CHAOS=$(CHAOS) $(PY) -m pytest -m soak --timeout 3600 -s $(ARGS)
 
 gpu-check: $(READY) ## Run the tests that need a GPU
 	@$(PY) -m pytest -m gpu $(ARGS)

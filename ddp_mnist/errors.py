@@ -68,7 +68,7 @@ class Preempted(DdpMnistError):
 
     agreed = True  # raised on rank 0 alone
 
-    def __init__(self, message: str, code: int) -> None:
+    def __init__(self, message: str, code: int = 143) -> None:
         super().__init__(message)
         self.code = code
 

@@ -52,15 +52,21 @@ class Board:
         hosts: one `host_id` per rank, once all are known.
         addresses: this machine's own address towards the main one, per rank, where there is one.
         lost: the ranks that are known to be gone.
+        served_by_launcher: the store goes with the launcher, else with rank 0.
+        unreachable: nobody serves the store any more.
     """
 
-    def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
+    def __init__(
+        self, store: dist.Store, rank: int, world_size: int, served_by_launcher: bool = False
+    ) -> None:
         self.store = store
         self.rank = rank
         self.world_size = world_size
         self.hosts: list[str] = []
         self.addresses: list[str | None] = []
         self.lost: list[int] = []
+        self.served_by_launcher = served_by_launcher
+        self.unreachable = False
         self._went = False
 
     def post(self, key: str, value: Any) -> None:
@@ -148,7 +154,8 @@ class Board:
             ranks = range(self.world_size)
             self.lost = [rank for rank in ranks if not self.has(f"survivor/{rank}")]
         except RuntimeError:
-            self.lost = [0]  # it served the store
+            self.unreachable = True
+            self.lost = [] if self.served_by_launcher else [0]
         return self.lost
 
 
@@ -190,7 +197,10 @@ def meet(launch: Launch, timeout_s: float) -> Board:
         who=f"rank {launch.rank} of {launch.world_size}",
     )
     board = Board(
-        dist.PrefixStore(f"ddp_mnist/{launch.attempt}", store), launch.rank, launch.world_size
+        dist.PrefixStore(f"ddp_mnist/{launch.attempt}", store),
+        launch.rank,
+        launch.world_size,
+        launch.agent_store,
     )
     _gather(board, timeout_s, f"{launch.main_host}:{launch.main_port}", "process")
     return board

@@ -105,7 +105,7 @@ def save(opened: Opened, state: State, keep: int) -> str:
             " numbers any more; use a lower rate, or --max-grad-norm 1"
         )
     if path:
-        about = {**opened.about, "metrics_size": opened.run.metrics_size()}
+        about = {**opened.about, "metrics_lines": opened.run.metrics_lines}
         checkpoint.save(path, step, {**about, "state": state.content()}, keep)
     state.progress.save_seconds += time.monotonic() - clock
     return f"stopped after step {step} and saved; go on with --resume {path}"
@@ -231,14 +231,21 @@ def open_run(
 
 def take_up(opened: Opened, path: Path) -> None:
     """Locks the folder of a run that stands, and reads its newest whole checkpoint."""
-    opened.run = run_folder.take_over(path)
-    opened.checkpoint, step, opened.warnings = checkpoint.read_newest(path)
-    where = f"step {step} of {path}"
-    content = checkpoint.from_bytes(opened.checkpoint, where)
-    opened.changed = changes(content, opened.about, where)
-    if content["state"]["progress"]["step"] != step:
-        raise CheckpointError(f"{where}: is that of another step; remove it to use the one before")
-    opened.run.cut_metrics(content["metrics_size"])
+    run = run_folder.take_over(path)
+    try:
+        opened.checkpoint, step, opened.warnings = checkpoint.read_newest(path)
+        where = f"step {step} of {path}"
+        content = checkpoint.from_bytes(opened.checkpoint, where)
+        opened.changed = changes(content, opened.about, where)
+        if content["state"]["progress"]["step"] != step:
+            raise CheckpointError(
+                f"{where}: is that of another step; remove it to use the one before"
+            )
+    except BaseException:
+        run.release()
+        raise
+    run.cut_metrics(content["metrics_lines"])
+    opened.run = run
 
 
 def about(

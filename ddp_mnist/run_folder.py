@@ -35,11 +35,15 @@ class RunFolder:
     Args:
         path: the folder, or None on ranks that do not write.
         lock: this process's, if it has the folder to itself; released when the run has ended.
+
+    Attributes:
+        metrics_lines: how many lines of this run metrics.jsonl holds.
     """
 
     def __init__(self, path: str | Path | None, lock: FileLock | None = None) -> None:
         self.path = Path(path) if path else None
         self._lock = lock
+        self.metrics_lines = 0
         self._status = dict(FIRST_STATUS)
 
     def write_json(self, name: str, content: dict[str, Any]) -> None:
@@ -65,19 +69,17 @@ class RunFolder:
             path = self.path / METRICS
             with storage_errors(path), open(path, "a", encoding="utf-8") as file:
                 file.write(json.dumps({"step": step, **metrics}) + "\n")
+        self.metrics_lines += 1
 
-    def metrics_size(self) -> int:
-        """Bytes in metrics.jsonl."""
-        try:
-            return (self.path / METRICS).stat().st_size if self.path else 0
-        except FileNotFoundError:
-            return 0
-
-    def cut_metrics(self, size: int) -> None:
-        """Takes off the lines after the first `size` bytes: those of steps that are done again."""
-        if self.path and self.metrics_size() > size:
-            with storage_errors(self.path / METRICS):
-                os.truncate(self.path / METRICS, size)
+    def cut_metrics(self, count: int) -> None:
+        """Takes off all but the first `count` lines: those of steps that are done again."""
+        self.metrics_lines = 0
+        if self.path and (self.path / METRICS).exists():
+            path = self.path / METRICS
+            with storage_errors(path):
+                kept = path.read_bytes().splitlines(keepends=True)[:count]
+                os.truncate(path, sum(map(len, kept)))
+            self.metrics_lines = len(kept)
 
     @contextlib.contextmanager
     def told_how_it_ended(self) -> Iterator[None]:
@@ -129,10 +131,14 @@ def create(
     if not begin_again:
         _refuse_a_run(path)
     run = take_over(path)
-    if not begin_again:
-        _refuse_a_run(path)  # one that began and ended since
-    run.cut_metrics(0)
-    run.status()
+    try:
+        if not begin_again:
+            _refuse_a_run(path)  # one that began and ended since
+        run.cut_metrics(0)
+        run.status()
+    except BaseException:
+        run.release()
+        raise
     return run
 
 

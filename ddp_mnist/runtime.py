@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import gc
 import os
+import re
 import signal
 import sys
 import threading
@@ -392,8 +393,11 @@ def as_expected(board: Board, error: BaseException) -> BaseException:
     end()  # closes this rank's connections too, or a rank that waits for this one would look lost
     lost = board.silent_ranks()
     who = f"rank {', '.join(map(str, lost))}" if lost else "another rank"
+    if board.unreachable and board.served_by_launcher:
+        who = "the launcher and a rank"
+    reason = re.sub(r"^\[\S*\] ", "", str(error).splitlines()[0])  # gloo's own source line
     peer_error = PeerError(
-        f"lost contact with {who} of {board.world_size} ({str(error).splitlines()[0][:160]});"
+        f"lost contact with {who} of {board.world_size} ({reason[:120]});"
         " see what that process says, then start the run again"
     )
     peer_error.__cause__ = error

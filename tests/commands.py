@@ -30,13 +30,17 @@ class Ended:
 
 
 class Started:
-    """`python *arguments`, running."""
+    """`python *arguments`, running; or, without a `program`, the arguments as they are."""
 
     def __init__(
-        self, arguments: list[str], folder: Path, variables: dict[str, str] | None = None
+        self,
+        arguments: list[str],
+        folder: Path,
+        variables: dict[str, str] | None = None,
+        program: str | None = sys.executable,
     ) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, *arguments],
+            [program, *arguments] if program else arguments,
             cwd=folder,
             env={**os.environ, **(variables or {})},
             stdout=subprocess.PIPE,

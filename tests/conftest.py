@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,14 +16,37 @@ LAUNCHER_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_POR
 # Both are read when huggingface_hub is imported.
 HUGGINGFACE = tempfile.TemporaryDirectory(prefix="ddp_mnist-")
 os.environ.update(HF_HUB_OFFLINE="1", HF_HOME=HUGGINGFACE.name)
+os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # as the command line sets it
 
 
-LONGEST = ("test_launchers.py", "test_multinode.py", "test_train.py", "test_runtime.py")
+LONGEST = (
+    *("test_faults.py", "test_launchers.py", "test_resume.py"),
+    *("test_multinode.py", "test_train.py", "test_runtime.py"),
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest files first, so that two workers end at about the same time."""
     items.sort(key=lambda item: item.path.name not in LONGEST)
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """After the long tests: how often each fault was tried, and how often we held."""
+    if "soak" not in (config.option.markexpr or "") or "not soak" in config.option.markexpr:
+        return
+    tried: Counter[str] = Counter()
+    held: Counter[str] = Counter()
+    for outcome in ("passed", "failed"):
+        for report in terminalreporter.getreports(outcome):
+            if report.when != "call" and outcome == "passed":
+                continue
+            counts = dict(report.user_properties)
+            name = report.nodeid.rpartition("::")[2]
+            tried[name] += counts.get("tried", 1)
+            held[name] += counts.get("held", int(outcome == "passed"))
+    terminalreporter.section("tried / held")
+    for name in tried:
+        terminalreporter.write_line(f"{tried[name]:>5} / {held[name]:<5} {name}")
 
 
 @pytest.fixture(autouse=True, scope="session")

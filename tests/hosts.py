@@ -65,6 +65,19 @@ class Hosts:
     def address(self, index: int) -> str:
         return f"{SUBNET}.{index + 1}"
 
+    def cut(self, index: int) -> None:
+        """Host `index` is off the network, as if its cable were pulled."""
+        run("ip", "link", "set", f"{self.bridge}p{index}", "down")
+
+    def mend(self, index: int) -> None:
+        run("ip", "link", "set", f"{self.bridge}p{index}", "up")
+
+    def shape(self, index: int, link: str) -> None:
+        """What host `index` sends goes over a worse link, e.g. `delay 20ms` or `loss 2%`."""
+        name = self.names[index]
+        tc = ["tc", "qdisc", "add", "dev", "eth0", "root", "netem", *link.split()]
+        run("ip", "netns", "exec", name, *tc)
+
     def command(self, index: int, *command: str) -> list[str]:
         """`command` on host `index`, under that host's name."""
         named = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', self.names[index]]

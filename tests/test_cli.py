@@ -196,7 +196,7 @@ REFUSED: list[tuple[list[str], str]] = [
 
 
 @pytest.mark.parametrize(("argv", "begins"), REFUSED, ids=lambda value: str(value)[:40])
-def test_a_wrong_command_line_is_one_line_that_begins_with_what_was_typed(
+def test_fault_32_a_wrong_command_line_is_one_line_that_begins_with_what_was_typed(
     argv: list[str],
     begins: str,
     capsys: pytest.CaptureFixture[str],
@@ -245,7 +245,9 @@ def test_a_typo_names_the_nearest_flag(
         ["predict", "runs/none"],
     ],
 )
-def test_a_wrong_command_line_ends_within_a_second(argv: list[str], tmp_path: Path) -> None:
+def test_fault_32_a_wrong_command_line_ends_within_a_second(
+    argv: list[str], tmp_path: Path
+) -> None:
     started = time.monotonic()
     done = subprocess.run([*PROGRAM, *argv], cwd=tmp_path, capture_output=True, text=True)
     assert time.monotonic() - started < 1
@@ -312,7 +314,7 @@ def test_a_failure_told_elsewhere_is_silent_and_keeps_its_code(
     assert run_here(capsys, "train") == (7, "", "")
 
 
-def test_control_c_is_one_line_per_machine(
+def test_fault_13_control_c_is_one_line_per_machine(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failing(monkeypatch, KeyboardInterrupt())
@@ -355,7 +357,7 @@ def test_a_bug_is_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
         cli.main(["train"])
 
 
-def test_a_reader_that_went_away_is_no_error() -> None:
+def test_fault_35_a_reader_that_went_away_is_no_error() -> None:
     reading, writing = os.pipe()
     os.close(reading)
     done = subprocess.run([*PROGRAM, "--help"], stdout=writing, stderr=subprocess.PIPE)

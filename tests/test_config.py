@@ -273,7 +273,7 @@ def test_what_is_given_stays() -> None:
         ),
     ],
 )
-def test_what_does_not_fit_is_refused_with_what_would(
+def test_fault_27_what_does_not_fit_is_refused_with_what_would(
     given: dict[str, Any], rows: int, world_size: int, message: str
 ) -> None:
     with pytest.raises(UsageError) as told:

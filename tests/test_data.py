@@ -253,7 +253,7 @@ def test_a_name_is_chosen_as_it_is(cache: Path) -> None:
     assert not cache.exists()
 
 
-def test_auto_falls_back_for_a_lack_of_data_only(
+def test_fault_28_auto_falls_back_for_a_lack_of_data_only(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A full disk would stop the digits as well, and silently training on them is no help."""
@@ -298,7 +298,7 @@ def cannot_be_written(cache: Path, folder: Path) -> str:
     return message.removeprefix(beginning).removesuffix(end)
 
 
-def test_a_cache_that_cannot_be_made(folder: Path, tmp_path: Path) -> None:
+def test_fault_29_a_cache_that_cannot_be_made(folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
     assert cannot_be_written(file, folder) == "File exists"
@@ -329,13 +329,13 @@ def mounted(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
         subprocess.run(["umount", "--lazy", str(place)], check=True)
 
 
-def test_a_full_cache_disk(folder: Path, mounted: Callable[[str], Path]) -> None:
+def test_fault_29_a_full_cache_disk(folder: Path, mounted: Callable[[str], Path]) -> None:
     cache = mounted("size=8k")
     assert "No space left on device" in cannot_be_written(cache, folder)
     assert [path.suffix for path in cache.iterdir()] == [".lock"]
 
 
-def test_a_disk_that_fills_up_at_the_end(
+def test_fault_29_a_disk_that_fills_up_at_the_end(
     folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: Any) -> None:
@@ -387,7 +387,9 @@ def counting_read(folder: str, cache: str, log: str, seconds: float) -> dict[str
     }
 
 
-def test_many_processes_build_one_cache_once(folder: Path, cache: Path, tmp_path: Path) -> None:
+def test_fault_30_many_processes_build_one_cache_once(
+    folder: Path, cache: Path, tmp_path: Path
+) -> None:
     log = tmp_path / "log"
     log.touch()
     results = run_world(4, counting_read, str(folder), str(cache), str(log), 0.5, folder=tmp_path)
@@ -423,7 +425,7 @@ def wait_for(file: Path) -> None:
 
 
 @pytest.mark.parametrize("where", ["decoding", "renaming"])
-def test_a_killed_builder_leaves_nothing_behind(
+def test_fault_30_a_killed_builder_leaves_nothing_behind(
     where: str, folder: Path, cache: Path, tmp_path: Path
 ) -> None:
     log = tmp_path / "log"

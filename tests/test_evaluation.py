@@ -67,14 +67,14 @@ def check_cells(processes: int, cells: list[tuple[int, int]], folder: Path) -> N
 
 
 @pytest.mark.parametrize("processes", [1, 2, 3, 4])
-def test_every_row_counts_once(processes: int, tmp_path: Path) -> None:
+def test_fault_31_every_row_counts_once(processes: int, tmp_path: Path) -> None:
     """Rows 1..64, each with another batch size of 1..8."""
     check_cells(processes, [(rows, 1 + 3 * rows % 8) for rows in range(1, 65)], tmp_path)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("processes", [1, 2, 3, 4])
-def test_every_row_counts_once_in_all_cells(processes: int, tmp_path: Path) -> None:
+def test_fault_31_every_row_counts_once_in_all_cells(processes: int, tmp_path: Path) -> None:
     """Rows 1..64 x batch 1..8: 512 cells on each number of processes."""
     cells = [(rows, size) for rows in range(1, 65) for size in range(1, 9)]
     check_cells(processes, cells, tmp_path)

@@ -171,7 +171,7 @@ def test_accelerates_cpu_flag_that_starts_one_process_for_two(tmp_path: Path) ->
     assert list(tmp_path.iterdir()) == []
 
 
-def test_nobody_else_comes(tmp_path: Path) -> None:
+def test_fault_23_nobody_else_comes(tmp_path: Path) -> None:
     """The second kind of loner: WORLD_SIZE=2 and one process."""
     variables = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     variables["MASTER_PORT"] = str(free_port())

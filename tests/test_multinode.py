@@ -116,7 +116,7 @@ def test_incomplete_or_wrong_variables(
     assert line.startswith(f"ddp-mnist: error: {message}")
 
 
-def test_a_machine_that_never_comes(tmp_path: Path) -> None:
+def test_fault_17_a_machine_that_never_comes(tmp_path: Path) -> None:
     """Machine 0 says how many came; machine 1, with nobody at the address, says which address."""
     port = str(free_port())
     here = ["--main-process-ip", "127.0.0.1", "--main-process-port", port]

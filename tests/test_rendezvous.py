@@ -94,7 +94,7 @@ def test_a_missing_process_is_named_by_the_first_to_notice(tmp_path: Path) -> No
     assert str(silent) == str(told)
 
 
-def test_one_process_of_two() -> None:
+def test_fault_23_one_process_of_two() -> None:
     port, started = free_port(), time.monotonic()
     with pytest.raises(PeerError) as told:
         meet(place(0, 2, port), TIMEOUT_S)
@@ -105,7 +105,7 @@ def test_one_process_of_two() -> None:
     assert told.value.agreed
 
 
-def test_one_machine_of_two() -> None:
+def test_fault_17_one_machine_of_two() -> None:
     port = free_port()
     with pytest.raises(PeerError, match=r"1 of 2 machines came within 0.8 s; missing: rank 1;"):
         meet_machines("127.0.0.1", port, 0, 2, TIMEOUT_S)
@@ -119,7 +119,7 @@ def test_one_machine_of_two() -> None:
         ("a..b", "label empty or too long"),
     ],
 )
-def test_nobody_at_the_address(host: str, reason: str) -> None:
+def test_fault_16_nobody_at_the_address(host: str, reason: str) -> None:
     port, started = free_port(), time.monotonic()
     with pytest.raises(PeerError) as told:
         meet(place(1, 2, port, host), TIMEOUT_S)
@@ -146,7 +146,7 @@ def test_something_else_at_the_address(stranger: int, tmp_path: Path) -> None:
     assert seconds < TIMEOUT_S + 2
 
 
-def test_a_port_that_is_taken_is_named_at_once(stranger: int) -> None:
+def test_fault_15_a_port_that_is_taken_is_named_at_once(stranger: int) -> None:
     started = time.monotonic()
     with pytest.raises(UsageError, match=f"^port {stranger}: cannot be opened here \\(address al"):
         meet(place(0, 2, stranger), 60)

@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
+import subprocess
+import sys
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -12,8 +16,19 @@ from unittest.mock import Mock
 import pytest
 
 from ddp_mnist import run_folder
-from ddp_mnist.errors import DataError, FailedElsewhere, StorageError, UsageError
-from ddp_mnist.run_folder import RunFolder, create, read_json, to_json, write_atomically
+from ddp_mnist.errors import DataError, FailedElsewhere, Preempted, StorageError, UsageError
+from ddp_mnist.run_folder import (
+    RunFolder,
+    create,
+    in_use,
+    lock_folder,
+    read_json,
+    reserve,
+    take_over,
+    to_json,
+    unlock,
+    write_atomically,
+)
 
 
 def make(run_dir: str | None, dataset: str, root: Path = Path("runs")) -> Path | None:
@@ -113,7 +128,7 @@ def test_a_new_folder_says_at_once_that_the_run_began(tmp_path: Path) -> None:
         assert read_json(folder / "status.json") == FRESH
 
 
-def test_a_folder_that_holds_a_run_is_refused(tmp_path: Path) -> None:
+def test_fault_14_a_folder_that_holds_a_run_is_refused(tmp_path: Path) -> None:
     (tmp_path / "status.json").write_text("{}")
     with pytest.raises(UsageError) as told:
         create(str(tmp_path), "digits")
@@ -125,7 +140,7 @@ def test_a_folder_that_holds_a_run_is_refused(tmp_path: Path) -> None:
     assert (tmp_path / "status.json").read_text() == "{}"
 
 
-def test_of_runs_that_begin_at_once_in_one_folder_one_goes_on(tmp_path: Path) -> None:
+def test_fault_14_of_runs_that_begin_at_once_in_one_folder_one_goes_on(tmp_path: Path) -> None:
     outcomes = at_once(20, lambda: create(str(tmp_path / "run"), "digits"))
     assert sum(isinstance(outcome, RunFolder) for outcome in outcomes) == 1
     assert sum(isinstance(outcome, UsageError) for outcome in outcomes) == 19
@@ -147,7 +162,7 @@ def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
     assert names(tmp_path) == ["file"]
 
 
-def test_a_folder_that_is_read_only_is_noticed_before_training(
+def test_fault_06_a_folder_that_is_read_only_is_noticed_before_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(path: Path, _: str) -> None:  # chmod would not stop root
@@ -156,6 +171,176 @@ def test_a_folder_that_is_read_only_is_noticed_before_training(
     monkeypatch.setattr(run_folder, "open", refuse, raising=False)
     with pytest.raises(StorageError, match=f"^{tmp_path}/.*: cannot be written \\(Permission den"):
         create(str(tmp_path), "digits")
+
+
+def test_a_reserved_folder_is_empty_and_the_latest(tmp_path: Path) -> None:
+    root = tmp_path / "deep" / "runs"
+    assert [reserve("a/b", root), reserve("a/b", root)] == [root / "a_b-001", root / "a_b-002"]
+    assert names(root) == ["a_b-001", "a_b-002", "latest"]
+    assert (root / "latest").readlink() == Path("a_b-002")
+    assert names(root / "a_b-002") == []
+    assert make(str(root / "a_b-002"), "a/b") == root / "a_b-002"
+
+
+def test_a_place_where_nothing_can_be_reserved(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError, match=f"^{tmp_path}/file: cannot be written"):
+        reserve("digits", tmp_path / "file")
+
+
+def test_a_run_that_saved_nothing_can_begin_again(tmp_path: Path) -> None:
+    killed = create(str(tmp_path), "digits")
+    killed.append_metrics(25, {"loss": 0.5})
+    killed.status(phase="training", step=30)
+    killed.release()
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(UsageError, match="holds a run already"):
+        create(str(tmp_path), "digits")
+    assert read_json(tmp_path / "status.json")["step"] == 30
+    run = create(str(tmp_path), "digits", begin_again=True)
+    assert run.path == tmp_path
+    assert read_json(tmp_path / "status.json") == FRESH
+    assert (tmp_path / "metrics.jsonl").read_bytes() == b""
+    assert names(tmp_path) == [".lock", "metrics.jsonl", "notes.txt", "status.json"]
+    run.release()
+
+
+def test_a_run_that_began_and_ended_meanwhile_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def late(path: Path) -> RunFolder:
+        (path / "status.json").write_text("{}")
+        return take_over(path)
+
+    monkeypatch.setattr(run_folder, "take_over", late)
+    with pytest.raises(UsageError, match="holds a run already"):
+        create(str(tmp_path), "digits")
+    assert (tmp_path / "status.json").read_text() == "{}"
+    assert not in_use(tmp_path)
+
+
+# --- Who may write it
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from ddp_mnist.run_folder import lock_folder
+lock = lock_folder(Path(sys.argv[1]))
+print("holds it", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def holder(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Another process, which has `tmp_path` to itself."""
+    command = [sys.executable, "-c", HOLDER, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout
+        assert process.stdout.readline() == b"holds it\n"
+        yield process
+        process.kill()
+
+
+@pytest.mark.usefixtures("holder")
+def test_a_folder_that_another_process_writes_is_refused(tmp_path: Path) -> None:
+    leftover = tmp_path / ".status.json.1-1.tmp"
+    leftover.touch()
+    for take in (
+        lambda: lock_folder(tmp_path),
+        lambda: take_over(tmp_path),
+        lambda: create(str(tmp_path), "digits"),
+        lambda: create(str(tmp_path), "digits", begin_again=True),
+    ):
+        assert in_use(tmp_path)
+        started = time.monotonic()
+        with pytest.raises(UsageError) as told:
+            take()
+        assert time.monotonic() - started < 2
+        assert str(told.value) == (
+            f"{tmp_path}: another run is writing there; wait until it has ended, or name another"
+            " --run-dir"
+        )
+        assert told.value.code == 2
+    assert names(tmp_path) == [".lock", leftover.name]
+
+
+def test_the_kernel_frees_the_folder_of_a_killed_process(
+    holder: subprocess.Popen[bytes], tmp_path: Path
+) -> None:
+    assert in_use(tmp_path)
+    holder.kill()
+    holder.wait()
+    assert names(tmp_path) == [".lock"]
+    run = take_over(tmp_path)
+    assert in_use(tmp_path)
+    run.release()
+    assert not in_use(tmp_path)
+    assert names(tmp_path) == []
+
+
+def test_to_ask_whether_a_folder_is_in_use_leaves_nothing_there(tmp_path: Path) -> None:
+    assert not in_use(tmp_path / "gone")
+    assert not in_use(tmp_path)
+    assert names(tmp_path) == []
+    (tmp_path / ".lock").touch()  # of a process that was killed
+    assert not in_use(tmp_path)
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("error", [None, DataError("no"), KeyboardInterrupt()])
+def test_the_folder_is_free_once_the_run_has_ended(
+    error: BaseException | None, tmp_path: Path
+) -> None:
+    run = create(str(tmp_path), "digits")
+    with contextlib.suppress(DataError, KeyboardInterrupt), run.told_how_it_ended():
+        assert in_use(tmp_path)
+        if error:
+            raise error
+    assert not in_use(tmp_path)
+    assert names(tmp_path) == ["status.json"]
+
+
+def test_never_do_two_hold_the_lock_although_its_file_comes_and_goes(tmp_path: Path) -> None:
+    inside: list[int] = []
+    most = []
+
+    def take_and_leave() -> int:
+        taken = 0
+        for _ in range(200):
+            with contextlib.suppress(UsageError):
+                lock = lock_folder(tmp_path)
+                inside.append(1)
+                time.sleep(0)
+                most.append(len(inside))
+                inside.pop()
+                unlock(lock)
+                taken += 1
+        return taken
+
+    taken = at_once(8, take_and_leave)
+    assert max(most) == 1
+    assert sum(taken) == len(most)
+    assert names(tmp_path) == []
+
+
+def test_what_a_killed_process_left_half_written_is_removed(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "other").mkdir()
+    stays = ["status.json", "notes.tmp", ".hidden", "checkpoints/step-00000001.pt", "other/.x.tmp"]
+    goes = [".status.json.12-34.tmp", ".x.tmp", "checkpoints/.step-00000002.pt.12-34.tmp"]
+    for name in (*stays, *goes):
+        (tmp_path / name).touch()
+    take_over(tmp_path).release()
+    left = [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()]
+    assert sorted(left) == sorted(stays)
+
+
+def test_a_folder_that_cannot_be_locked(tmp_path: Path) -> None:
+    (tmp_path / ".lock").mkdir()
+    with pytest.raises(StorageError, match=f"^{tmp_path}/.lock: cannot be written") as told:
+        take_over(tmp_path)
+    assert told.value.code == 5
 
 
 # --- How it goes
@@ -207,6 +392,23 @@ def test_status_of_a_run_that_fails(
     }
 
 
+@pytest.mark.parametrize(("signal", "code"), [("SIGTERM", 143), ("SIGINT", 130)])
+def test_status_of_a_run_that_a_signal_stopped(signal: str, code: int, tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    stop = Preempted(f"{signal}: stopped after step 7 and saved", code)
+    with pytest.raises(Preempted) as told, run.told_how_it_ended():
+        run.status(phase="training", step=7)
+        raise stop
+    assert told.value is stop
+    assert read_json(tmp_path / "status.json") == {
+        "state": "preempted",
+        "exit_code": code,
+        "phase": "training",
+        "step": 7,
+        "error": f"{signal}: stopped after step 7 and saved",
+    }
+
+
 def test_a_full_disk_does_not_hide_the_first_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -227,6 +429,7 @@ def test_ranks_without_a_folder_write_nothing(
         run.write_json("x.json", {})
         run.write_bytes("x", b"")
         run.append_metrics(1, {"loss": 1.0})
+        run.cut_metrics(0)
     assert names(tmp_path) == []
 
 
@@ -240,6 +443,37 @@ def test_metrics_are_one_object_per_line(tmp_path: Path) -> None:
         {"step": 50, "epoch": 0, "note": "數\n"},
     ]
     assert lines[0] == '{"step": 25, "epoch": 0, "loss": 0.5}'
+
+
+def test_metrics_of_steps_that_are_done_again_are_cut_off(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    run.cut_metrics(0)
+    assert names(tmp_path) == []
+    for step in (25, 50, 75):
+        run.append_metrics(step, {"note": "數"})
+    assert run.metrics_lines == 3
+    metrics = tmp_path / "metrics.jsonl"
+    with open(metrics, "ab") as file:
+        file.write(b'{"step": 100, "lo')  # killed here
+    lines = metrics.read_bytes().splitlines(keepends=True)
+    for asked, left in ((9, 4), (4, 4), (3, 3), (1, 1), (2, 1), (0, 0)):
+        run.cut_metrics(asked)
+        assert metrics.read_bytes() == b"".join(lines[:left])
+        assert run.metrics_lines == left
+    run.append_metrics(25, {"loss": 1.0})
+    assert metrics.read_text() == '{"step": 25, "loss": 1.0}\n'
+    assert run.metrics_lines == 1
+
+
+def test_metrics_that_cannot_be_cut_are_a_storage_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunFolder(tmp_path)
+    run.append_metrics(1, {})
+    broken = Mock(side_effect=OSError(errno.EIO, "Input/output error"))
+    monkeypatch.setattr(run_folder.os, "truncate", broken)
+    with pytest.raises(StorageError, match=r"metrics.jsonl: cannot be written \(Input/outp"):
+        run.cut_metrics(0)
 
 
 def test_a_folder_that_is_gone_is_a_storage_error(tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ def test_a_launchers_precision_that_we_do_not_know(monkeypatch: pytest.MonkeyPat
         (dataclasses.replace(PAIR, num_machines=None), "multi_cpu"),
     ],
 )
-def test_fp16_on_a_cpu_names_the_config_to_use(
+def test_fault_25_fp16_on_a_cpu_names_the_config_to_use(
     launch: Launch, config: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(UsageError) as told:
@@ -273,7 +273,7 @@ def leave_a_child(folder: str) -> None:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="PR_SET_PDEATHSIG is Linux's")
-def test_a_worker_dies_with_its_launcher(tmp_path: Path) -> None:
+def test_fault_02_a_worker_dies_with_its_launcher(tmp_path: Path) -> None:
     World(1, leave_a_child, str(tmp_path), folder=tmp_path).outcomes()
     child = int((tmp_path / "child").read_text())
     deadline = time.monotonic() + 5
@@ -354,7 +354,9 @@ def train_where_accelerate_sees_one_process() -> Any:
         ),
     ],
 )
-def test_processes_that_would_each_train_alone(train: Any, message: str, tmp_path: Path) -> None:
+def test_fault_23_processes_that_would_each_train_alone(
+    train: Any, message: str, tmp_path: Path
+) -> None:
     outcomes = World(2, train, folder=tmp_path).outcomes()
     assert [error.code for error in outcomes] == [2, 2]
     [told] = [error for error in outcomes if error.agreed]
@@ -363,7 +365,7 @@ def test_processes_that_would_each_train_alone(train: Any, message: str, tmp_pat
     assert list(tmp_path.iterdir()) == []
 
 
-def test_one_that_was_promised_another_does_not_train_alone(tmp_path: Path) -> None:
+def test_fault_23_one_that_was_promised_another_does_not_train_alone(tmp_path: Path) -> None:
     variables = launcher_variables(0, 2, free_port())
     started = time.monotonic()
     done = subprocess.run(
@@ -412,7 +414,7 @@ def train_otherwise(what: str) -> Any:
     ("what", "value"),
     [("torch", "2.0.0"), ("the code's digest", "0123"), ("the data's digest", "4567")],
 )
-def test_ranks_with_other_packages_code_or_data_are_refused(
+def test_fault_22_ranks_with_other_packages_code_or_data_are_refused(
     what: str, value: str, tmp_path: Path
 ) -> None:
     outcomes = World(2, train_otherwise, what, folder=tmp_path).outcomes()
@@ -467,7 +469,7 @@ def lost(
     return size, who, outcomes, folder / "run"
 
 
-def test_a_lost_rank_ends_the_others_and_is_named(
+def test_fault_01_a_lost_rank_ends_the_others_and_is_named(
     lost: tuple[int, int, list[Any], Path],
 ) -> None:
     size, who, outcomes, _ = lost
@@ -481,7 +483,7 @@ def test_a_lost_rank_ends_the_others_and_is_named(
     assert all(str(error) == str(told) for error, _ in outcomes)
 
 
-def test_status_of_a_run_that_lost_a_rank(lost: tuple[int, int, list[Any], Path]) -> None:
+def test_fault_01_status_of_a_run_that_lost_a_rank(lost: tuple[int, int, list[Any], Path]) -> None:
     _, who, [[error, _], *_], run = lost
     status = run_folder.read_json(run / "status.json")
     if who == 0:  # nobody is left who writes it
@@ -492,7 +494,9 @@ def test_status_of_a_run_that_lost_a_rank(lost: tuple[int, int, list[Any], Path]
 
 
 @pytest.mark.parametrize("who", [0, 1], ids=["on rank 0", "on rank 1"])
-def test_a_bug_on_one_rank_ends_the_other_which_is_silent(who: int, tmp_path: Path) -> None:
+def test_fault_21_a_bug_on_one_rank_ends_the_other_which_is_silent(
+    who: int, tmp_path: Path
+) -> None:
     outcomes = World(2, train_and_fail, who, "raises", folder=tmp_path).outcomes()
     bug, _ = outcomes[who]
     assert isinstance(bug, ZeroDivisionError)

@@ -43,7 +43,7 @@ print("trained on", voice.speaks, file=sys.stderr)
 """
 
 
-def test_a_reader_that_goes_away_does_not_end_the_training() -> None:
+def test_fault_35_a_reader_that_goes_away_does_not_end_the_training() -> None:
     reading, writing = os.pipe()
     with subprocess.Popen(
         [sys.executable, "-c", PROGRAM], stdout=writing, stderr=subprocess.PIPE, text=True

@@ -566,7 +566,7 @@ PARQUET_FAULTS: dict[str, tuple[Spoiler, str]] = {
 
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("fault", PARQUET_FAULTS)
-def test_a_fault_in_parquet_is_named(fault: str, tmp_path: Path) -> None:
+def test_fault_26_a_fault_in_parquet_is_named(fault: str, tmp_path: Path) -> None:
     spoil, expected = PARQUET_FAULTS[fault]
     spoil(write_parquet(tmp_path / "it"))
     assert expected in refused(tmp_path / "it")
@@ -611,7 +611,7 @@ IMAGE_FAULTS: dict[str, tuple[Spoiler, str]] = {
 
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("fault", IMAGE_FAULTS)
-def test_a_fault_among_image_files_is_named(fault: str, tmp_path: Path) -> None:
+def test_fault_26_a_fault_among_image_files_is_named(fault: str, tmp_path: Path) -> None:
     spoil, expected = IMAGE_FAULTS[fault]
     spoil(write_images(tmp_path / "it"))
     assert expected in refused(tmp_path / "it")
@@ -661,7 +661,7 @@ SAVED_FAULTS: dict[str, tuple[Spoiler, str]] = {
 
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("fault", SAVED_FAULTS)
-def test_a_fault_in_a_saved_data_set_is_named(fault: str, tmp_path: Path) -> None:
+def test_fault_26_a_fault_in_a_saved_data_set_is_named(fault: str, tmp_path: Path) -> None:
     spoil, expected = SAVED_FAULTS[fault]
     spoil(save_to_disk(tmp_path / "it"))
     assert expected in refused(tmp_path / "it")
@@ -717,14 +717,14 @@ GZ_FAULTS: dict[str, tuple[Spoiler, str]] = {
 
 
 @pytest.mark.parametrize("fault", IDX_FAULTS)
-def test_a_fault_in_idx_files_is_named(fault: str, tmp_path: Path) -> None:
+def test_fault_26_a_fault_in_idx_files_is_named(fault: str, tmp_path: Path) -> None:
     spoil, expected = IDX_FAULTS[fault]
     spoil(write_idx(tmp_path / "it"))
     assert expected in refused(tmp_path / "it")
 
 
 @pytest.mark.parametrize("fault", GZ_FAULTS)
-def test_a_fault_in_packed_idx_files_is_named(fault: str, tmp_path: Path) -> None:
+def test_fault_26_a_fault_in_packed_idx_files_is_named(fault: str, tmp_path: Path) -> None:
     spoil, expected = GZ_FAULTS[fault]
     spoil(write_idx(tmp_path / "it", gz=True))
     assert expected in refused(tmp_path / "it")
@@ -757,7 +757,9 @@ def failing_with(code: int, text: str) -> Callable[..., None]:
     return fail
 
 
-def test_no_space_to_unpack_a_folder_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fault_29_no_space_to_unpack_a_folder_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     full = failing_with(28, "No space left on device")
     monkeypatch.setattr("datasets.load_dataset", full)
     with pytest.raises(StorageError) as caught:
@@ -951,7 +953,7 @@ def test_a_data_set_that_the_hub_does_not_have(with_hub: tuple[Path, Hub, list[A
     assert with_hub[2][2] == ["DataError", 3, message]
 
 
-def test_caches_do_without_the_hub(with_hub: tuple[Path, Hub, list[Any]]) -> None:
+def test_fault_28_caches_do_without_the_hub(with_hub: tuple[Path, Hub, list[Any]]) -> None:
     home, hub, _ = with_hub
     asked = len(hub.requests)
     script = f"""
@@ -1001,7 +1003,7 @@ def test_offline_is_believed() -> None:
     assert sources.why_out_of_reach("ylecun/mnist") == "HF_HUB_OFFLINE is set"
 
 
-def test_nothing_cached_and_no_hub(without_hub: Runs) -> None:
+def test_fault_28_nothing_cached_and_no_hub(without_hub: Runs) -> None:
     """`auto` is the digits, loudly; `mnist` is an error. One process tells both."""
     seconds, [[name, notes]] = without_hub["closed"].result()
     assert seconds < DEADLINE_S
@@ -1013,7 +1015,9 @@ def test_nothing_cached_and_no_hub(without_hub: Runs) -> None:
 
 
 @pytest.mark.parametrize("how", ["silent", "no names"])
-def test_nothing_cached_and_a_hub_that_does_not_answer(how: str, without_hub: Runs) -> None:
+def test_fault_28_nothing_cached_and_a_hub_that_does_not_answer(
+    how: str, without_hub: Runs
+) -> None:
     seconds, [[kind, code, message]] = without_hub[how].result()
     assert 4 < seconds < DEADLINE_S
     assert (kind, code) == ("DataError", 3)

@@ -222,7 +222,7 @@ def test_patience_keeps_the_best_weights(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("log_every", [1, 5])
-def test_divergence_ends_with_code_7_on_every_rank(log_every: int, tmp_path: Path) -> None:
+def test_fault_24_divergence_ends_with_code_7_on_every_rank(log_every: int, tmp_path: Path) -> None:
     # each step multiplies the weights by 1 - 99 x 10: float32 overflows after 13
     config = TrainConfig(
         Run(dataset="digits", run_dir="run", log_every=log_every, quiet=True),
@@ -257,7 +257,7 @@ def test_dry_run_says_all_and_writes_nothing(tmp_path: Path) -> None:
         assert part in shown
 
 
-def test_ranks_that_differ_are_refused_before_the_first_step(tmp_path: Path) -> None:
+def test_fault_22_ranks_that_differ_are_refused_before_the_first_step(tmp_path: Path) -> None:
     outcomes = World(3, _train_with_own_seed, folder=tmp_path).outcomes()
     assert {error.code for error in outcomes} == {2}
     [told] = [error for error in outcomes if error.agreed]

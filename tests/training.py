@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
+import os
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,3 +89,27 @@ def what_it_says(config: TrainConfig) -> str:
     with contextlib.redirect_stdout(io.StringIO()) as screen:
         just_train(config)
     return screen.getvalue()
+
+
+def train_until(config: TrainConfig, step: int, number: int = signal.SIGTERM, by: int = 0) -> None:
+    """A run in which rank `by` gets a signal as it begins optimizer step `step`."""
+    from ddp_mnist import train
+
+    rate_of = train.learning_rate
+
+    def rate(now: int, *args: Any) -> float:
+        if now == step and os.environ.get("RANK", "0") == str(by):
+            os.kill(os.getpid(), number)
+        return rate_of(now, *args)
+
+    with patch.object(train, "learning_rate", rate):
+        train.train(config, find_launch(config.distribution))
+
+
+def resumed(config: TrainConfig, **typed: Any) -> TrainConfig:
+    """Goes on with the run of `config`; `typed` are flags of its recipe that a person gives."""
+    run = dataclasses.replace(config.run, run_dir=None, resume=config.run.run_dir)
+    recipe = dataclasses.replace(config.recipe, **typed)
+    return dataclasses.replace(
+        config, run=run, recipe=recipe, typed=frozenset({"resume", "quiet", *typed})
+    )

@@ -1,0 +1,667 @@
+"""Whole runs that something happens to. The number in a test's name is the fault's.
+
+Faults that concern one module are tested beside it, under the same kind of name; `pytest -k
+fault_05` runs all of one number.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from ddp_mnist import checkpoint, run_folder
+from ddp_mnist.config import TrainConfig
+from ddp_mnist.errors import FailedElsewhere, PeerError, StorageError, UsageError
+from tests import hosts
+from tests.chaos import chaos, config_of, is_alive, leftovers, newest_step, wait_for_checkpoint
+from tests.commands import TORCHRUN, TRAIN, Ended, Started
+from tests.training import just_train, resumed, train_until
+from tests.worlds import World, run_world
+
+# Long enough to be hit in the middle: 900 steps of the smallest net.
+LONG = "--dataset digits --model mlp --epochs 60 --mixed-precision no --checkpoint-every 5"
+LONG += " --dist-timeout 8 --quiet --run-dir"
+HUSH = {"OMP_NUM_THREADS": "1"}
+
+
+def long(run_dir: str = "run") -> TrainConfig:
+    told = config_of("patient", Path(run_dir))
+    return dataclasses.replace(told, recipe=dataclasses.replace(told.recipe, epochs=60))
+
+
+def status(run: Path) -> tuple[str, int | None]:
+    found = run_folder.read_json(run / "status.json")
+    return found["state"], found["exit_code"]
+
+
+def torchrun(run: Path, *flags: str) -> Started:
+    launcher = [*TORCHRUN, "--standalone", "--nproc-per-node", "2"]
+    return Started([*launcher, *TRAIN, *LONG.split(), str(run), *flags], run.parent, HUSH)
+
+
+def workers_of(started: Started) -> list[psutil.Process]:
+    """By rank, as their launcher started them."""
+    return psutil.Process(started.process.pid).children()
+
+
+def seconds_until_gone(processes: list[psutil.Process], timeout_s: float = 30) -> float:
+    began = time.monotonic()
+    psutil.wait_procs(processes, timeout=timeout_s)
+    assert not [process for process in processes if is_alive(process)]
+    return time.monotonic() - began
+
+
+# --- A process is lost
+
+
+def test_fault_01_a_killed_worker_under_a_launcher(tmp_path: Path) -> None:
+    """And 34: what the kernel does to a worker that took too much memory is the same SIGKILL."""
+    run = tmp_path / "run"
+    started = torchrun(run)
+    wait_for_checkpoint(run)
+    workers = workers_of(started)
+    workers[1].kill()
+    assert seconds_until_gone(workers) < 5
+    ended = started.ended()
+    [line] = ended.error_lines
+    assert line.startswith("ddp-mnist: error: lost contact with rank 1 of 2 (")
+    assert line.endswith("(code 6)")
+    assert status(run) == ("failed", 6)
+    assert "Signal 9" in ended.err or "SIGKILL" in ended.err  # the launcher's own sentence
+    assert checkpoint.read_newest(run)[2] == []
+
+
+def test_fault_02_a_killed_launcher_leaves_no_orphan_and_no_second_writer(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    started = torchrun(run)
+    wait_for_checkpoint(run)
+    workers = workers_of(started)
+    assert run_folder.in_use(run)
+    started.process.kill()
+    assert seconds_until_gone(workers) < 5
+    started.ended()
+    assert not run_folder.in_use(run)
+    assert status(run) == ("preempted", 143)  # the workers had the time to save
+
+
+def test_fault_34_a_run_that_lost_a_worker_goes_on_by_itself(tmp_path: Path) -> None:
+    """`make train RESTARTS=3` with two hits, and the weights of the unbroken run."""
+    unbroken, run = tmp_path / "unbroken", tmp_path / "run"
+    flags = ["--epochs", "12"]
+    launcher = [*TORCHRUN, "--standalone", "--nproc-per-node", "2"]
+    assert torchrun(unbroken, *flags).ended().code == 0
+    restart = ["-m", "ddp_mnist.restart", "3", "--", *launcher, *TRAIN]
+    started = Started([*restart, *LONG.split(), str(run), *flags], tmp_path, HUSH)
+    first = wait_for_checkpoint(run)
+    hit = 0
+    while hit < 2 and time.time() - first < 60 and started.process.poll() is None:
+        by_launcher = [launcher.children() for launcher in workers_of(started)]
+        trains = by_launcher and len(by_launcher[0]) == 2 and status(run)[0] == "running"
+        if trains and newest_step(run) > 20 * (hit + 1):
+            by_launcher[0][1].kill()
+            seconds_until_gone(by_launcher[0])
+            hit += 1
+        time.sleep(0.02)
+    ended = started.ended()
+    assert ended.code == 0, ended.err
+    restarts = [line for line in ended.out.splitlines() if line.startswith("restart ")]
+    assert [line[:14] for line in restarts] == [f"restart {n} of 3" for n in range(1, hit + 1)]
+    assert hit >= 1
+    summary = run_folder.read_json(run / "summary.json")
+    assert len(summary["resumed_from"]) == hit
+    assert summary["resumed_from"][0] > 0
+    assert (run / "model.safetensors").read_bytes() == (unbroken / "model.safetensors").read_bytes()
+
+
+def test_fault_20_a_frozen_peer_that_is_woken_in_time(tmp_path: Path) -> None:
+    world = World(2, just_train, long(), folder=tmp_path)
+    wait_for_checkpoint(tmp_path / "run")
+    frozen = psutil.Process(world.processes[1].pid)
+    frozen.suspend()
+    time.sleep(3)
+    frozen.resume()
+    assert [summary["steps"] for summary in world.results()] == [900, 900]
+
+
+def test_fault_20_a_peer_that_stays_frozen(tmp_path: Path) -> None:
+    told = long()
+    patient = dataclasses.replace(told.distribution, dist_timeout=4.0)
+    told = dataclasses.replace(told, distribution=patient)
+    world = World(2, just_train, told, folder=tmp_path)
+    wait_for_checkpoint(tmp_path / "run")
+    began = time.monotonic()
+    frozen = psutil.Process(world.processes[1].pid)
+    frozen.suspend()
+    try:
+        while status(tmp_path / "run")[0] == "running":
+            assert time.monotonic() - began < 14
+            time.sleep(0.05)
+    finally:
+        frozen.resume()
+    assert status(tmp_path / "run") == ("failed", 6)
+    rank_0, _ = world.outcomes()
+    assert isinstance(rank_0, PeerError)
+    assert str(rank_0).startswith("lost contact with rank 1 of 2 (")
+
+
+@pytest.mark.parametrize("how", ["raises", "exits"])
+def test_fault_21_one_rank_fails_alone(how: str, tmp_path: Path) -> None:
+    world = World(3, _fail_on_rank_2, long(), how, folder=tmp_path)
+    wait_for_checkpoint(tmp_path / "run")
+    began = time.monotonic()
+    outcomes = world.outcomes()
+    assert time.monotonic() - began < 10  # from the first checkpoint; the fault comes later
+    codes = [getattr(outcome, "code", None) for outcome in outcomes]
+    state, code = status(tmp_path / "run")
+    if how == "raises":
+        assert isinstance(outcomes[2], ZeroDivisionError)
+        assert [type(outcome) for outcome in outcomes[:2]] == [FailedElsewhere] * 2
+        assert (state, code) == ("failed", 1)
+        error = run_folder.read_json(tmp_path / "run" / "status.json")["error"]
+        assert error == "the first one"
+    else:
+        assert codes[:2] == [6, 6]
+        assert (state, code) == ("failed", 6)
+        told = [outcome for outcome in outcomes[:2] if outcome.agreed]
+        assert [str(error)[:33] for error in told] == ["lost contact with rank 2 of 3 (Co"]
+
+
+def _fail_on_rank_2(told: TrainConfig, how: str) -> Any:
+    from unittest.mock import patch
+
+    from ddp_mnist import train
+
+    rate_of = train.learning_rate
+
+    def rate(step: int, *args: Any) -> float:
+        if step == 40 and os.environ["RANK"] == "2":
+            if how == "exits":
+                os._exit(0)
+            raise ZeroDivisionError("the first one")
+        return rate_of(step, *args)
+
+    with patch.object(train, "learning_rate", rate):
+        return just_train(told)
+
+
+# --- The disk
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """900 KB: room for two checkpoints of the cnn, not for a third beside them."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=900k", "tmpfs", str(folder)]
+    if (
+        not sys.platform.startswith("linux")
+        or subprocess.run(mount, capture_output=True).returncode
+    ):
+        pytest.skip("mounting a small disk needs Linux and root")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_fault_05_a_full_disk(small_disk: Path, tmp_path: Path) -> None:
+    told = config_of("plain", small_disk / "run")
+    outcomes = World(2, just_train, told, folder=tmp_path).outcomes()
+    assert [error.code for error in outcomes] == [5, 5]
+    assert isinstance(outcomes[0], StorageError)
+    run = small_disk / "run"
+    assert str(outcomes[0]).startswith(f"{run}/checkpoints/")
+    assert "cannot be written (No space left on device); free space" in str(outcomes[0])
+    assert status(run) == ("failed", 5)
+    assert leftovers(run) == []
+    raw, step, warnings = checkpoint.read_newest(run)
+    assert (step, warnings) == (8, [])
+    checkpoint.from_bytes(raw, run)
+
+
+def test_fault_06_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    began = time.monotonic()
+    outcomes = World(
+        2, just_train, long(str(tmp_path / "file" / "run")), folder=tmp_path
+    ).outcomes()
+    assert time.monotonic() - began < 10
+    assert [error.code for error in outcomes] == [5, 5]
+
+
+def write_calls(trace: str, folder: Path) -> list[tuple[str, str]]:
+    """(call, file name) of each successful call on files in `folder` that changes the disk."""
+    calls = []
+    for line in trace.splitlines():
+        if str(folder) in line and (match := re.search(r"\b([a-z0-9_]+)\((.*)\) = (\d+)", line)):
+            name, arguments = match[1], match[2]
+            if name.startswith("open") and "O_CREAT" not in arguments:
+                continue
+            calls.append((name, Path(re.findall(r"[<\"](/[^>\"]*)[>\"]", arguments)[-1]).name))
+    return calls
+
+
+SAVE = """
+import sys
+from pathlib import Path
+import torch
+from ddp_mnist import checkpoint
+run = Path(sys.argv[1])
+content = {"weights": torch.arange(40_000, dtype=torch.float64)}
+checkpoint.save(run, 4, content, keep=2)
+"""
+TRACED = "openat,open,write,fsync,fdatasync,rename,renameat,renameat2,unlink,unlinkat,mkdir"
+
+
+def strace(folder: Path, *options: str, save: str = SAVE) -> tuple[Ended, str]:
+    """A process that saves one checkpoint, under strace."""
+    if not shutil.which("strace"):
+        pytest.skip("needs strace")
+    trace = folder / "trace"
+    command = ["strace", "-f", "-y", "-o", str(trace), "-e", f"trace={TRACED}", *options]
+    done = subprocess.run(
+        [*command, sys.executable, "-c", save, str(folder / "run")],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    return Ended(done.returncode, done.stdout, done.stderr), trace.read_text()
+
+
+def saved_before(run: Path) -> None:
+    import torch
+
+    for step in (1, 2, 3):
+        content = {"weights": torch.full((40_000,), step, dtype=torch.float64)}
+        checkpoint.save(run, step, content, keep=2)
+
+
+def test_fault_04_the_order_on_disk(tmp_path: Path) -> None:
+    """File written, on the disk, renamed; the folder on the disk; then an old one removed."""
+    run = tmp_path / "run"
+    run.mkdir()
+    saved_before(run)
+    ended, trace = strace(tmp_path)
+    assert ended.code == 0, ended.err
+    calls = write_calls(trace, run / "checkpoints")
+    names = [name for name, _ in calls]
+    first = next(number for number, name in enumerate(names) if name == "write")
+    order = [name for name in names[first:] if name != "write"]
+    assert order == ["fsync", "rename", "fsync", "unlink"]
+    files = [file for name, file in calls[first:] if name in ("fsync", "rename", "unlink")]
+    assert files[0].endswith(".tmp")
+    assert files[1:] == ["step-00000004.pt", "checkpoints", "step-00000002.pt"]
+
+
+@pytest.mark.soak
+def test_fault_03_killed_or_refused_at_every_call_of_a_save(
+    tmp_path: Path, record_property: Any
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    saved_before(run)
+    before = {path.name: path.read_bytes() for path in (run / "checkpoints").iterdir()}
+    _, trace = strace(tmp_path)
+    counted: dict[str, int] = {}
+    for line in trace.splitlines():
+        if match := re.search(r"^\d+ +([a-z0-9]+)\(", line):
+            counted[match[1]] = counted.get(match[1], 0) + 1
+    tried = held = 0
+    for name, _ in sorted(set(write_calls(trace, run / "checkpoints"))):
+        ours = [
+            number
+            for number, line in enumerate(re.findall(rf"^\d+ +{name}\(.*$", trace, re.M), start=1)
+            if str(run / "checkpoints") in line and ("open" not in name or "O_CREAT" in line)
+        ]
+        for number in ours:
+            for fault in ("signal=SIGKILL", "error=ENOSPC", "error=EIO"):
+                shutil.rmtree(run)
+                (run / "checkpoints").mkdir(parents=True)
+                for old, content in before.items():
+                    (run / "checkpoints" / old).write_bytes(content)
+                ended, _ = strace(tmp_path, "-e", f"inject={name}:{fault}:when={number}")
+                tried += 1
+                raw, step, warnings = checkpoint.read_newest(run)
+                checkpoint.from_bytes(raw, run)
+                assert warnings == []
+                assert step in (3, 4), (name, number, fault)
+                if "SIGKILL" in fault:
+                    assert ended.code == -signal.SIGKILL
+                else:
+                    last = ended.err.strip().splitlines()[-1]
+                    assert last.startswith("ddp_mnist.errors.StorageError: "), (name, ended.err)
+                    assert str(run) in last
+                    assert leftovers(run) == [], (name, number, fault)
+                held += 1
+    record_property("tried", tried)
+    record_property("held", held)
+    assert tried >= 15
+
+
+# --- Signals
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR1, 143)]
+)
+def test_fault_11_and_13_all_ranks_stop_at_one_step(
+    number: signal.Signals, code: int, tmp_path: Path
+) -> None:
+    world = World(3, train_until, long(), 40, number, 1, folder=tmp_path)
+    outcomes = world.outcomes()
+    assert [error.code for error in outcomes] == [code] * 3
+    [told] = [error for error in outcomes if error.agreed]
+    run = tmp_path / "run"
+    assert str(told) == (
+        f"{number.name}: stopped after step {newest_step(run)} and saved; go on with --resume run"
+    )
+    assert status(run) == ("preempted", code)
+    assert not (run / "model.safetensors").exists()
+    assert leftovers(run) == []
+
+
+@pytest.mark.parametrize("whom", ["launcher", "worker"])
+def test_fault_11_and_12_sigterm_under_a_launcher(whom: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    started = torchrun(run)
+    wait_for_checkpoint(run)
+    workers = workers_of(started)
+    (started.process if whom == "launcher" else workers[1]).send_signal(signal.SIGTERM)
+    assert seconds_until_gone(workers) < 10
+    ended = started.ended()
+    [line] = ended.error_lines
+    assert line.startswith("ddp-mnist: error: SIGTERM: stopped after step ")
+    assert line.endswith(f"and saved; go on with --resume {run} (code 143)")
+    assert status(run) == ("preempted", 143)
+
+
+@pytest.mark.parametrize("phase", ["validation", "test", "save"])
+def test_fault_11_in_evaluation_and_during_a_save(phase: str, tmp_path: Path) -> None:
+    run_world(2, just_train, config_of("patient", Path("unbroken")), folder=tmp_path)
+    told = config_of("patient", Path("run"))
+    outcomes = World(2, _stopped_in, told, phase, folder=tmp_path).outcomes()
+    assert [error.code for error in outcomes] == [143, 143]
+    run = tmp_path / "run"
+    assert status(run) == ("preempted", 143)
+    step = {"validation": 15, "test": 90}.get(phase, newest_step(run))
+    assert newest_step(run) == step
+    [summary, _] = run_world(2, just_train, resumed(told), folder=tmp_path)
+    assert summary["resumed_from"] == [step]
+    for name in ("model.safetensors",):
+        assert (run / name).read_bytes() == (tmp_path / "unbroken" / name).read_bytes()
+
+
+def _stopped_in(told: TrainConfig, phase: str) -> Any:
+    """SIGTERM comes to rank 1 as rank 0 enters the phase, or to rank 0 as it writes."""
+    from unittest.mock import patch
+
+    from ddp_mnist import train
+
+    evaluate, save = train.evaluate_split, checkpoint.save
+
+    def evaluate_and_stop(accelerator: Any, model: Any, loader: Any, *args: Any) -> Any:
+        which = "test" if len(loader.dataset) == 360 else "validation"
+        if which == phase and os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.2)
+        return evaluate(accelerator, model, loader, *args)
+
+    def save_and_stop(*args: Any, **options: Any) -> None:
+        if phase == "save":
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.2)
+        save(*args, **options)
+
+    with (
+        patch.object(train, "evaluate_split", evaluate_and_stop),
+        patch.object(checkpoint, "save", save_and_stop),
+    ):
+        return just_train(told)
+
+
+def test_fault_13_control_c_once_and_twice(tmp_path: Path) -> None:
+    ended = {}
+    for times in (1, 2):
+        run = tmp_path / f"run{times}"
+        started = Started([*TRAIN, *LONG.split(), str(run)], tmp_path, HUSH)
+        wait_for_checkpoint(run)
+        if times == 2:  # a save that takes its time would be waited for
+            psutil.Process(started.process.pid).suspend()
+            started.process.send_signal(signal.SIGINT)
+            psutil.Process(started.process.pid).resume()
+            time.sleep(0.002)
+        started.process.send_signal(signal.SIGINT)
+        began = time.monotonic()
+        ended[times] = started.ended()
+        assert time.monotonic() - began < 5
+    assert ended[1].code == 130
+    [line] = ended[1].err.splitlines()
+    assert line.startswith("ddp-mnist: error: SIGINT: stopped after step ")
+    assert status(tmp_path / "run1") == ("preempted", 130)
+    assert ended[2].code == 130
+
+
+# --- Two runs in one folder
+
+
+def test_fault_14_a_second_run_at_the_same_time_and_after(tmp_path: Path) -> None:
+    world = World(1, just_train, long(), folder=tmp_path)
+    run = tmp_path / "run"
+    wait_for_checkpoint(run)
+    [second] = World(1, just_train, resumed(long()), folder=tmp_path).outcomes()
+    assert isinstance(second, UsageError)
+    assert str(second).startswith("run: another run is writing there; ")
+    [third] = World(1, just_train, long(), folder=tmp_path).outcomes()
+    assert isinstance(third, UsageError)
+    [summary] = world.results()
+    assert (summary["steps"], summary["resumed_from"]) == (900, [])
+    before = (run / "status.json").read_bytes()
+    [fourth] = World(1, just_train, long(), folder=tmp_path).outcomes()
+    assert str(fourth).startswith("--run-dir run: holds a run already; ")
+    assert (run / "status.json").read_bytes() == before
+
+
+# --- Payloads
+
+
+def test_fault_09_no_code_of_a_checkpoint_is_run(tmp_path: Path) -> None:
+    import hashlib
+    import pickle
+
+    told = config_of("patient", Path("run"))
+    World(1, train_until, told, 20, folder=tmp_path).outcomes()
+    newest = checkpoint.newest_first(tmp_path / "run")[0]
+    planted = tmp_path / "planted"
+
+    class Payload:
+        def __reduce__(self) -> Any:
+            return (os.system, (f"touch {planted}",))
+
+    content = pickle.dumps({"format": 1, "state": Payload()})
+    newest.write_bytes(content + hashlib.sha256(content).digest())
+    [error] = World(1, just_train, resumed(told), folder=tmp_path).outcomes()
+    assert error.code == 4
+    assert "nothing of it was run" in str(error)
+    assert not planted.exists()
+
+
+# --- Overflow
+
+
+def test_fault_24_a_streak_of_overflows_ends_the_run(tmp_path: Path) -> None:
+    """A loss scaler that never finds a scale: its steps are left out, and that has an end."""
+    [error] = World(1, _always_overflows, long(), folder=tmp_path).outcomes()
+    assert error.code == 7
+    assert str(error).startswith("--lr 0.01: by step ")
+    run = tmp_path / "run"
+    assert status(run) == ("failed", 7)
+    assert newest_step(run) == 20  # the last good one stays
+
+
+def _always_overflows(told: TrainConfig) -> Any:
+    from unittest.mock import patch
+
+    import torch
+
+    from ddp_mnist import train
+
+    sums = train.step_sums
+    steps = 0
+
+    def overflow(loss: torch.Tensor, images: int) -> torch.Tensor:
+        nonlocal steps
+        steps += 1
+        return sums(loss if steps <= 20 else loss * float("inf"), images)
+
+    with patch.object(train, "step_sums", overflow):
+        return just_train(told)
+
+
+# --- The network
+
+
+def two_hosts(network: hosts.Hosts, folder: Path, *flags: str) -> list[Started]:
+    """One process on each of two hosts over TCP; the first serves the main port."""
+    address = f"tcp://{network.address(0)}:29444"
+    started = []
+    for rank in (0, 1):
+        here = folder / f"host{rank}"
+        here.mkdir()
+        command = [sys.executable, *TRAIN, *LONG.split(), "run", "--init-method", address]
+        command += ["--rank", str(rank), "--world-size", "2", *flags]
+        started.append(Started(network.command(rank, *command), here, HUSH, program=None))
+    return started
+
+
+def first_error(started: Started) -> str:
+    """stderr of one that failed, which is one line."""
+    ended = started.ended()
+    [line] = ended.err.splitlines()
+    return line
+
+
+@pytest.mark.soak
+def test_fault_18_a_link_that_is_cut_for_3_s_and_for_good(tmp_path: Path) -> None:
+    hosts.require_hosts()
+    for seconds in (3, None):
+        folder = tmp_path / str(seconds)
+        folder.mkdir()
+        with hosts.Hosts(2) as network:
+            started = two_hosts(network, folder)
+            run = folder / "host0" / "run"
+            wait_for_checkpoint(run)
+            network.cut(1)
+            if seconds:
+                time.sleep(seconds)
+                network.mend(1)
+                assert [each.ended().code for each in started] == [0, 0]
+                continue
+            began, kept = time.monotonic(), newest_step(run)
+            lines = [first_error(each) for each in started]
+            assert time.monotonic() - began < 8 + 10
+            assert [line[:41] for line in lines] == [
+                "ddp-mnist: error: lost contact with rank "[:41]
+            ] * 2
+            assert [each.process.returncode for each in started] == [6, 6]
+            assert status(run) == ("failed", 6)
+            assert newest_step(run) >= kept
+
+
+@pytest.mark.soak
+def test_fault_19_a_slow_or_lossy_link_changes_no_weight(tmp_path: Path) -> None:
+    hosts.require_hosts()
+    written = []
+    for number, link in enumerate((None, "delay 20ms", "delay 3ms loss 2%")):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        with hosts.Hosts(2) as network:
+            if link:
+                network.shape(1, link)
+            started = two_hosts(network, folder, "--epochs", "2", "--dist-timeout", "60")
+            assert [each.ended().code for each in started] == [0, 0]
+        written.append((folder / "host0" / "run" / "model.safetensors").read_bytes())
+    assert written == [written[0]] * 3
+
+
+@pytest.mark.soak
+def test_fault_17_a_node_that_comes_late(tmp_path: Path) -> None:
+    hosts.require_hosts()
+    with hosts.Hosts(2) as network:
+        address = f"tcp://{network.address(0)}:29444"
+        started = []
+        for rank in (1, 0):
+            flags = ["--init-method", address, "--rank", str(rank), "--world-size", "2"]
+            command = [sys.executable, *TRAIN, *LONG.split(), "run", *flags, "--epochs", "1"]
+            here = tmp_path / f"host{rank}"
+            here.mkdir()
+            started.append(Started(network.command(rank, *command), here, HUSH, program=None))
+            time.sleep(5)
+        assert [each.ended().code for each in started] == [0, 0]
+
+
+# --- Chaos
+
+
+KILLS = ["SIGKILL worker", "SIGKILL worker", "SIGKILL all"]
+STOPS = ["SIGTERM worker", "SIGTERM worker", "SIGTERM all", "SIGINT worker", "SIGUSR1 worker"]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("launcher", "faults", "share"),
+    [
+        ("none", KILLS, 0.9),
+        ("torchrun", ["SIGKILL worker", "SIGKILL launcher", "SIGKILL both"], 0.05),
+        ("accelerate", ["SIGKILL worker", "SIGKILL launcher", "SIGKILL both"], 0.05),
+        ("none", STOPS, 0.45),
+        ("torchrun", ["SIGTERM worker", "SIGTERM launcher"], 0.05),
+    ],
+)
+def test_fault_01_02_11_12_chaos(
+    launcher: str, faults: list[str], share: float, tmp_path: Path, record_property: Any
+) -> None:
+    """CHAOS=200 hits at random moments; each run is taken up again, and ends as if unharmed."""
+    count = max(1, round(int(os.environ.get("CHAOS", "20")) * share))
+    seed = int(os.environ.get("CHAOS_SEED", "0"))
+    tally = chaos(tmp_path, count, seed, launcher, faults)
+    print(f"{launcher}: {tally}")
+    record_property("tried", tally.tried.total())
+    record_property("held", tally.held.total())
+    assert tally.held.total() == count
+
+
+@pytest.fixture(autouse=True)
+def no_orphans() -> Iterator[None]:
+    """No process that a test started outlives it, however hard it was hit."""
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    yield
+    deadline = time.monotonic() + 10
+    while left := [child for child in psutil.Process().children(recursive=True) if is_ours(child)]:
+        left = [child for child in left if child.pid not in before]
+        if not left or time.monotonic() > deadline:
+            break
+        time.sleep(0.05)
+    assert not left, [name_of(child) for child in left]
+
+
+def is_ours(process: psutil.Process) -> bool:
+    """Not one of multiprocessing's own, which stay for the next test."""
+    keepers = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")
+    return is_alive(process) and not any(keeper in name_of(process) for keeper in keepers)
+
+
+def name_of(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""

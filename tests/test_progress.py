@@ -1,0 +1,161 @@
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+
+import pytest
+
+from ddp_mnist.config import Recipe
+from ddp_mnist.progress import Lookout, Progress
+
+
+def test_what_the_ranks_saw_is_added_up() -> None:
+    progress = Progress()
+    progress.add(30.0, 10.0, 0.0, 0.5)
+    progress.add(12.0, 4.0, 0.0, 0.25)
+    assert (progress.loss_sum, progress.seen, progress.seconds) == (42.0, 14.0, 0.75)
+    assert progress.log_line() == {"loss": 3.0, "images_per_second": 14 / 0.75}
+    progress.add(8.0, 2.0, 0.0, 0.25)
+    assert progress.log_line() == {"loss": 4.0, "images_per_second": 8.0}
+    assert progress.train_seconds == 1.0
+
+
+def test_a_line_of_which_no_loss_was_finite() -> None:
+    progress = Progress()
+    progress.add(0.0, 0.0, 3.0, 0.5)
+    assert progress.log_line() == {"loss": None, "images_per_second": 0.0}
+    assert progress.log_line() == {"loss": None, "images_per_second": 0.0}
+
+
+def test_bad_batches_count_until_a_look_finds_none() -> None:
+    progress = Progress()
+    counts = []
+    for bad in (2.0, 3.0, 0.0, 1.0):
+        progress.add(1.0, 1.0, bad, 0.1)
+        progress.log_line()
+        counts.append(progress.bad_in_a_row)
+    assert counts == [2.0, 5.0, 0.0, 1.0]
+
+
+def test_the_best_validation_is_the_first_of_the_highest() -> None:
+    progress = Progress()
+    improved = []
+    for epoch, accuracy in enumerate([0.0, 0.7, 0.9, 0.8, 0.9], start=1):
+        progress.epoch = epoch
+        improved.append(progress.validated(accuracy, Recipe()))
+        assert progress.val_accuracy == accuracy
+    assert improved == [True, True, True, False, False]
+    assert (progress.best_accuracy, progress.best_epoch) == (0.9, 3)
+    assert progress.stopped_by is None
+
+
+def stopped_after(recipe: Recipe, accuracies: list[float]) -> tuple[int, str | None]:
+    """The epoch after which the run ends, and the flag that ended it."""
+    progress = Progress()
+    for accuracy in accuracies:
+        progress.epoch += 1
+        progress.validated(accuracy, recipe)
+        if progress.stopped_by:
+            break
+    return progress.epoch, progress.stopped_by
+
+
+@pytest.mark.parametrize(
+    ("recipe", "accuracies", "expected"),
+    [
+        (Recipe(), [0.5, 0.5, 0.5], (3, None)),
+        (Recipe(target_accuracy=0.9), [0.5, 0.89, 0.9, 0.95], (3, "--target-accuracy")),
+        (Recipe(target_accuracy=1.0), [0.5, 0.99], (2, None)),
+        (Recipe(patience=1), [0.5, 0.6, 0.6, 0.7], (3, "--patience")),
+        (Recipe(patience=2), [0.5, 0.4, 0.6, 0.6, 0.5, 0.9], (5, "--patience")),
+        (Recipe(patience=3), [0.5, 0.4, 0.5], (3, None)),
+        (Recipe(patience=1, target_accuracy=0.5), [0.5], (1, "--target-accuracy")),
+        (Recipe(patience=1, target_accuracy=0.9), [0.5, 0.4], (2, "--patience")),
+    ],
+)
+def test_when_a_run_ends_early(
+    recipe: Recipe, accuracies: list[float], expected: tuple[int, str | None]
+) -> None:
+    assert stopped_after(recipe, accuracies) == expected
+
+
+def test_a_recipe_that_asks_for_more_goes_on() -> None:
+    progress = Progress(epoch=4, val_accuracy=0.9, best_accuracy=0.9, best_epoch=2)
+    progress.decide(Recipe(target_accuracy=0.9))
+    assert progress.stopped_by == "--target-accuracy"
+    progress.decide(Recipe(patience=2))
+    assert progress.stopped_by == "--patience"
+    for more in (Recipe(target_accuracy=0.91), Recipe(patience=3), Recipe()):
+        progress.stopped_by = "--patience"
+        progress.decide(more)
+        assert progress.stopped_by is None
+
+
+def test_without_a_validation_nothing_is_decided_by_it() -> None:
+    progress = Progress(epoch=1, best_epoch=1)
+    progress.decide(Recipe(target_accuracy=0.1))
+    assert progress.stopped_by is None
+
+
+def test_it_can_be_saved_as_plain_values() -> None:
+    progress = Progress(step=7, resumed_from=[3])
+    progress.add(1.5, 2.0, 1.0, 0.1)
+    copy = Progress(**dataclasses.asdict(progress))
+    assert copy == progress
+    copy.resumed_from.append(7)
+    assert (progress.resumed_from, Progress().resumed_from) == ([3], [])
+
+
+# --- When the ranks look up
+
+
+def looks(seconds_per_step: float, steps: int, first: int = 0) -> list[int]:
+    """The steps at which ranks of this pace look up."""
+    lookout, last, found = Lookout(first), first, []
+    for step in range(first + 1, first + steps + 1):
+        if step >= lookout.next:
+            lookout.looked(step, (step - last) * seconds_per_step)
+            last = step
+            found.append(step)
+    return found
+
+
+def test_they_look_up_after_one_step_and_then_once_a_second() -> None:
+    assert looks(0.125, 30) == [1, 9, 17, 25]
+    assert looks(0.125, 30, first=1000) == [1001, 1009, 1017, 1025]
+    assert looks(0.3, 10) == [1, 4, 7, 10]
+    assert looks(1.0, 3) == looks(5.0, 3) == looks(1e9, 3) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("pace", [1e-3, 0.0137, 0.1, 0.26, 0.49])
+def test_about_a_second_lies_between_two_looks(pace: float) -> None:
+    found = looks(pace, int(20 / pace))
+    gaps = [(b - a) * pace for a, b in itertools.pairwise(found)]
+    assert 19 <= len(gaps) <= 40
+    assert all(0.5 < gap < 1.01 for gap in gaps)
+
+
+def test_a_step_that_took_no_time_is_no_error() -> None:
+    lookout = Lookout(0)
+    lookout.looked(1, 0.0)
+    assert lookout.next == 1001
+
+
+def test_looks_in_between_change_the_plan() -> None:
+    lookout = Lookout(0)
+    lookout.looked(1, 0.1)
+    assert lookout.next == 11
+    lookout.looked(5, 2.0)  # for a log line
+    assert lookout.next == 7
+
+
+def test_equal_numbers_make_equal_plans_with_a_step_at_least() -> None:
+    numbers = random.Random(0)
+    a, b, step = Lookout(3), Lookout(3), 3
+    for _ in range(1000):
+        step += numbers.randrange(1, 50)
+        seconds = 10 ** numbers.uniform(-6, 6)
+        a.looked(step, seconds)
+        b.looked(step, seconds)
+        assert step < a.next == b.next
