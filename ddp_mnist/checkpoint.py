@@ -50,7 +50,8 @@ def save(run: Path, step: int, content: dict[str, Any], keep: int) -> None:
 def newest_first(run: Path) -> list[Path]:
     """The checkpoints by step: clocks jump, and a copied folder has other times."""
     found = (run / CHECKPOINTS).glob("step-*.pt")
-    return sorted((p for p in found if NAME.fullmatch(p.name)), key=step_of, reverse=True)
+    files = (path for path in found if NAME.fullmatch(path.name) and path.is_file())
+    return sorted(files, key=step_of, reverse=True)
 
 
 def step_of(path: Path) -> int:

@@ -33,6 +33,8 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     except DdpMnistError as error:
         print(one_line(error), file=sys.stderr, flush=True)
         code = error.code
+    except KeyboardInterrupt:
+        code = 130
     sys.exit(code)
 
 
@@ -46,10 +48,12 @@ def run(argv: list[str]) -> int:
     again = [] if "resume" in typed else ["--resume", "auto"]
     try:
         for attempt in range(restarts + 1):
+            before = age(folder)
             code, stopped = run_once([*command, *first, *(again if attempt else [])])
-            status = status_of(folder)
+            # A status that this attempt did not write is that of another run, or of an older part.
+            status = status_of(folder) if age(folder) != before else {}
             reason = loss(status)
-            if stopped or reason is None or attempt == restarts:
+            if code == 0 or stopped or reason is None or attempt == restarts:
                 break
             print(f"restart {attempt + 1} of {restarts}: {reason}", flush=True)
         return code and (status.get("exit_code") or code)
@@ -86,16 +90,25 @@ def run_once(command: list[str]) -> tuple[int, bool]:
     signals = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
     before = [signal.signal(each, hand_on) for each in signals]
     try:
-        return process.wait(), stopped
+        code = process.wait()
+        return (code if code >= 0 else 128 - code), stopped  # as a shell counts signals
     finally:
         for each, handler in zip(signals, before, strict=True):
             signal.signal(each, handler)
 
 
+def age(folder: Path) -> int | None:
+    """When status.json was written, in ns; None if there is none."""
+    status = folder / run_folder.STATUS
+    return status.stat().st_mtime_ns if status.exists() else None
+
+
 def status_of(folder: Path) -> dict[str, Any]:
-    """status.json once nobody writes the folder any more; {} if there is none."""
+    """status.json once nobody writes the folder any more; {} if that does not end."""
     deadline = time.monotonic() + ORPHANS_MAY_TAKE_S
-    while run_folder.in_use(folder) and time.monotonic() < deadline:
+    while run_folder.in_use(folder):
+        if time.monotonic() > deadline:
+            return {}
         time.sleep(0.1)
     try:
         return run_folder.read_json(folder / run_folder.STATUS)

@@ -77,7 +77,8 @@ class RunFolder:
         if self.path and (self.path / METRICS).exists():
             path = self.path / METRICS
             with storage_errors(path):
-                kept = path.read_bytes().splitlines(keepends=True)[:count]
+                lines = path.read_bytes().splitlines(keepends=True)[:count]
+                kept = [line for line in lines if line.endswith(b"\n")]  # the machine may crash
                 os.truncate(path, sum(map(len, kept)))
             self.metrics_lines = len(kept)
 
@@ -136,6 +137,8 @@ def create(
             _refuse_a_run(path)  # one that began and ended since
         run.cut_metrics(0)
         run.status()
+        if path.parent == root:
+            _point_latest_to(path)
     except BaseException:
         run.release()
         raise
@@ -149,12 +152,16 @@ def take_over(path: Path) -> RunFolder:
         UsageError: another process is writing it.
         StorageError: it cannot be written.
     """
-    lock = lock_folder(path)
-    with storage_errors(path):
-        for folder in (path, path / CHECKPOINTS):
-            for leftover in folder.glob(".*.tmp"):
-                leftover.unlink()
-    return RunFolder(path, lock)
+    run = RunFolder(path, lock_folder(path))
+    try:
+        with storage_errors(path):
+            for leftover in [*path.glob(".*.tmp"), *(path / CHECKPOINTS).glob(".*.tmp")]:
+                if leftover.is_file():
+                    leftover.unlink()
+    except StorageError:
+        run.release()
+        raise
+    return run
 
 
 def _refuse_a_run(path: Path) -> None:
@@ -166,18 +173,23 @@ def _refuse_a_run(path: Path) -> None:
 
 
 def reserve(dataset: str, root: Path = Path("runs")) -> Path:
-    """Makes the empty folder runs/<dataset>-<NNN>, the next free number, and runs/latest to it.
+    """Makes the empty folder runs/<dataset>-<NNN>, with the next free number.
 
     Raises:
         StorageError: it cannot be made.
     """
     with storage_errors(root):
         root.mkdir(parents=True, exist_ok=True)
-        path = _next_free(root, re.sub(r"[^A-Za-z0-9._-]+", "_", dataset))
-        latest = root / f".latest-{path.name}"
-        latest.symlink_to(path.name)
-        os.replace(latest, root / "latest")
-        return path
+        return _next_free(root, re.sub(r"[^A-Za-z0-9._-]+", "_", dataset))
+
+
+def _point_latest_to(path: Path) -> None:
+    """runs/latest is a link to the run that began last."""
+    link = path.with_name(f".latest-{path.name}")
+    with storage_errors(link):
+        link.unlink(missing_ok=True)
+        link.symlink_to(path.name)
+        os.replace(link, path.with_name("latest"))
 
 
 def lock_folder(path: Path) -> FileLock:

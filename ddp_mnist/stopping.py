@@ -18,8 +18,8 @@ from accelerate import Accelerator
 from ddp_mnist.errors import FailedElsewhere, Preempted
 
 # What a rank adds to the all-reduced sum. In float64 it tells apart the signals of 4,096 ranks.
-WEIGHTS = {signal.SIGTERM: 1.0, signal.SIGUSR1: 2.0**20, signal.SIGINT: 2.0**40}
-CODES = {signal.SIGTERM: 143, signal.SIGUSR1: 143, signal.SIGINT: 130}
+WEIGHTS: dict[int, float] = {signal.SIGTERM: 1.0, signal.SIGUSR1: 2.0**20, signal.SIGINT: 2.0**40}
+CODES: dict[int, int] = {signal.SIGTERM: 143, signal.SIGUSR1: 143, signal.SIGINT: 130}
 
 
 class StopSignals:
@@ -38,7 +38,7 @@ class StopSignals:
 
     def note(self, number: int) -> None:
         """A second SIGINT does not wait for anybody, and not for a collective that hangs."""
-        weight = WEIGHTS[signal.Signals(number)]
+        weight = WEIGHTS.get(number, 0.0)  # other signals with a Python handler come here too
         if number == signal.SIGINT and self.weight == weight:
             try:
                 self.at_once()
@@ -64,7 +64,7 @@ class StopSignals:
         if not agreed:
             return
         number = max((s for s, w in WEIGHTS.items() if agreed >= w), key=WEIGHTS.__getitem__)
-        message = f"{number.name}: {self.save()}"
+        message = f"{signal.Signals(number).name}: {self.save()}"
         error = Preempted if is_main_process else FailedElsewhere
         raise error(message, CODES[number])
 

@@ -117,6 +117,7 @@ STRAYS = [
     "step-00000009.pt.damaged",
     "step-00000009.pt.tmp",
     "step-00000009.pt~",
+    "step-00000009.pt.old.pt",
     "step-0000009.pt",
     "step--0000009.pt",
     "step-0000000x.pt",

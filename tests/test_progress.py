@@ -122,6 +122,7 @@ def looks(seconds_per_step: float, steps: int, first: int = 0) -> list[int]:
 
 
 def test_they_look_up_after_one_step_and_then_once_a_second() -> None:
+    assert Lookout(5).next == 6
     assert looks(0.125, 30) == [1, 9, 17, 25]
     assert looks(0.125, 30, first=1000) == [1001, 1009, 1017, 1025]
     assert looks(0.3, 10) == [1, 4, 7, 10]

@@ -97,7 +97,7 @@ def test_a_lost_process_is_one_restart(
     assert run(monkeypatch, [attempt(1, LOST), attempt(0, FINISHED)]) == 0
     assert calls() == [[*DIGITS, *RUN_DIR], [*DIGITS, *RUN_DIR, *AUTO]]
     assert capsys.readouterr().out == "restart 1 of 3: rank 1 was lost\n"
-    assert run_folder.read_json(Path("runs/latest/status.json")) == FINISHED
+    assert run_folder.read_json(Path("runs/digits-001/status.json")) == FINISHED
 
 
 def test_a_run_that_was_killed_is_taken_up(
@@ -226,12 +226,35 @@ def test_one_that_still_writes_is_waited_for(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_one_that_never_ends_is_not_waited_for_forever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(restart, "ORPHANS_MAY_TAKE_S", 0.3)
-    plan = [attempt(1, KILLED), attempt(0, FINISHED)]
     with orphan(Path("a")):
         started = time.monotonic()
-        assert run(monkeypatch, plan, ("--run-dir", "a")) == 0
-        assert 0.6 <= time.monotonic() - started < 5
-    assert len(calls()) == 2
+        assert run(monkeypatch, [attempt(1, KILLED)], ("--run-dir", "a")) == 1
+        assert 0.3 <= time.monotonic() - started < 5
+    assert len(calls()) == 1  # a second writer would be refused
+
+
+@pytest.mark.parametrize("old", [LOST, KILLED, FINISHED])
+def test_a_status_that_the_command_did_not_write_says_nothing(
+    old: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("a").mkdir()
+    Path("a/status.json").write_text(json.dumps(old))
+    assert run(monkeypatch, [attempt(2)], ("--run-dir", "a")) == 2
+    assert len(calls()) == 1
+
+
+def test_a_command_that_worked_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run(monkeypatch, [attempt(0, KILLED)]) == 0
+    assert len(calls()) == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_command_that_a_signal_ended_has_a_shells_code(
+    number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    die = f"import os; os.kill(os.getpid(), {int(number)})"
+    monkeypatch.setenv("PLAN", "[]")
+    assert restart.run(["0", "--", "-c", die, "train", *DIGITS]) == 128 + number
 
 
 def test_the_lock_file_of_a_killed_process_is_no_reason_to_wait(
@@ -335,7 +358,7 @@ def test_else_one_is_made(typed: dict[str, str], name: str) -> None:
     made = Path("runs") / name
     assert place(typed) == (made, ["--run-dir", str(made)])
     assert (made.is_dir(), names(made)) == (True, [])
-    assert Path("runs/latest").resolve() == made.resolve()
+    assert names("runs") == [name]  # runs/latest leads to runs that began
 
 
 NEEDS = "python -m ddp_mnist.restart: needs RESTARTS -- COMMAND ... train FLAGS"

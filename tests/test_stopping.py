@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import ctypes
 import os
 import random
 import signal
@@ -18,7 +17,7 @@ import torch
 from ddp_mnist import stopping
 from ddp_mnist.errors import FailedElsewhere, Preempted, StorageError
 from ddp_mnist.stopping import WEIGHTS, StopSignals, listen
-from tests.worlds import World
+from tests.commands import Started
 
 TERM, USR1, INT = signal.SIGTERM, signal.SIGUSR1, signal.SIGINT
 
@@ -140,10 +139,10 @@ def test_ask_adds_up_the_weights_of_all_ranks() -> None:
     ],
 )
 def test_the_strongest_signal_is_kept(
-    noted: list[signal.Signals], strongest: signal.Signals
+    noted: list[signal.Signals], strongest: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(stopping.os, "_exit", Mock(side_effect=AssertionError))
     stop = StopSignals()
-    stop.at_once = Mock(side_effect=AssertionError)
     assert stop.weight == 0
     for number in noted:
         stop.note(number)
@@ -172,7 +171,7 @@ def test_a_second_interrupt_ends_the_process_whatever_happens(
 # --- Listening
 
 
-Handlers = dict[signal.Signals, Any]
+Handlers = dict[int, Any]
 
 
 def handlers() -> Handlers:
@@ -266,44 +265,59 @@ def test_another_thread_than_the_main_one_changes_nothing(before: Handlers) -> N
     assert found[2] == 0
 
 
-def wait_in_c() -> None:
-    """Writes down what is noted, while its main thread is in a call that no signal ends."""
-    libc = ctypes.CDLL(None)
-    mutex = ctypes.create_string_buffer(256)
-    libc.pthread_mutex_init(mutex, None)
+# Its main thread is in a call that no signal ends, so that no Python handler would run.
+HANGS = """
+import ctypes, sys, threading, time
+from pathlib import Path
+from unittest.mock import Mock
+sys.modules.update(torch=Mock(), accelerate=Mock())  # seconds, and not needed to listen
+from ddp_mnist.stopping import listen
+
+libc = ctypes.CDLL(None)
+mutex = ctypes.create_string_buffer(256)
+libc.pthread_mutex_init(mutex, None)
+libc.pthread_mutex_lock(mutex)
+
+with listen() as stop:
+    def tell():
+        while not stop.weight:
+            time.sleep(0.01)
+        Path("noted").touch()
+
+    stop.at_once = lambda: Path("at_once").write_text(f"{stop.weight:g}")
+    threading.Thread(target=tell).start()
+    Path("ready").touch()
     libc.pthread_mutex_lock(mutex)
-    with listen() as stop:
-
-        def write(name: str) -> None:
-            Path(name).write_text(f"{stop.weight:g}")
-
-        def tell() -> None:
-            until(lambda: stop.weight, 60)
-            write("noted")
-
-        stop.at_once = lambda: write("at_once")
-        threading.Thread(target=tell).start()
-        write("ready")
-        libc.pthread_mutex_lock(mutex)
+"""
 
 
 def test_a_process_that_hangs_notes_a_signal_and_ends_at_the_second_interrupt(
     tmp_path: Path,
 ) -> None:
-    world = World(1, wait_in_c, folder=tmp_path)
-    [process] = world.processes
-    assert process.pid
+    process = Started(["-c", HANGS], tmp_path).process
     try:
-        until((tmp_path / "ready").exists, 60)
-        os.kill(process.pid, INT)
+        until((tmp_path / "ready").exists, 20)
+        process.send_signal(INT)
         until((tmp_path / "noted").exists, 5)
         time.sleep(0.1)
-        assert process.is_alive()
+        assert process.poll() is None
         assert not (tmp_path / "at_once").exists()
-        os.kill(process.pid, INT)
-        process.join(5)
-        assert process.exitcode == 130
+        process.send_signal(INT)
+        assert process.wait(5) == 130
         assert (tmp_path / "at_once").read_text() == f"{WEIGHTS[INT]:g}"
     finally:
         process.kill()
-        process.join()
+        assert process.communicate() == ("", "")
+
+
+def test_other_signals_with_a_handler_do_no_harm() -> None:
+    before = signal.signal(signal.SIGWINCH, lambda *_: None)
+    try:
+        with listen() as stop:
+            os.kill(os.getpid(), signal.SIGWINCH)
+            time.sleep(0.1)
+            os.kill(os.getpid(), signal.SIGTERM)
+            until(lambda: stop.weight)
+            assert stop.weight == WEIGHTS[TERM]
+    finally:
+        signal.signal(signal.SIGWINCH, before)
