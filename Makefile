@@ -78,7 +78,7 @@ test: $(READY) ## Run the tests (about 4 minutes on 2 cores, no network)
 	@$(PY) -m pytest -n 2 --dist loadfile $(ARGS)
 
 soak: $(READY) ## Run the long tests (under an hour); CHAOS=200 hits that many runs at random
-	@CHAOS=$(CHAOS) $(PY) -m pytest -m soak --timeout 3600 -s $(ARGS)
+	@CHAOS=$(CHAOS) $(PY) -m pytest -m soak -n 2 --timeout 3600 $(ARGS)
 
 gpu-check: $(READY) ## Run the tests that need a GPU
 	@$(PY) -m pytest -m gpu $(ARGS)

@@ -258,7 +258,7 @@ def leftovers(run: Path) -> list[str]:
     return sorted({str(path.relative_to(run)) for path in found})
 
 
-def chaos(folder: Path, count: int, seed: int, launcher: str, faults: list[str]) -> Tally:
+def chaos(folder: Path, count: int, seed: str, launcher: str, faults: list[str]) -> Tally:
     """Hits `count` runs of all recipes on 1 to 3 processes; raises at the first that differs."""
     tally, chance = Tally(), random.Random(seed)
     kinds: dict[tuple[str, int], tuple[Chaos, Any, float]] = {}

@@ -36,17 +36,19 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         return
     tried: Counter[str] = Counter()
     held: Counter[str] = Counter()
+    details: dict[str, str] = {}
     for outcome in ("passed", "failed"):
         for report in terminalreporter.getreports(outcome):
             if report.when != "call" and outcome == "passed":
                 continue
             counts = dict(report.user_properties)
             name = report.nodeid.rpartition("::")[2]
+            details[name] = counts.get("details", "")
             tried[name] += counts.get("tried", 1)
             held[name] += counts.get("held", int(outcome == "passed"))
     terminalreporter.section("tried / held")
     for name in tried:
-        terminalreporter.write_line(f"{tried[name]:>5} / {held[name]:<5} {name}")
+        terminalreporter.write_line(f"{tried[name]:>5} / {held[name]:<5} {name}  {details[name]}")
 
 
 @pytest.fixture(autouse=True, scope="session")

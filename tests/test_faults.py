@@ -619,23 +619,28 @@ STOPS = ["SIGTERM worker", "SIGTERM worker", "SIGTERM all", "SIGINT worker", "SI
 @pytest.mark.parametrize(
     ("launcher", "faults", "share"),
     [
-        ("none", KILLS, 0.9),
+        *[("none", KILLS, 0.225)] * 4,
         ("torchrun", ["SIGKILL worker", "SIGKILL launcher", "SIGKILL both"], 0.05),
         ("accelerate", ["SIGKILL worker", "SIGKILL launcher", "SIGKILL both"], 0.05),
-        ("none", STOPS, 0.45),
+        *[("none", STOPS, 0.225)] * 2,
         ("torchrun", ["SIGTERM worker", "SIGTERM launcher"], 0.05),
     ],
 )
 def test_fault_01_02_11_12_chaos(
-    launcher: str, faults: list[str], share: float, tmp_path: Path, record_property: Any
+    launcher: str,
+    faults: list[str],
+    share: float,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    record_property: Any,
 ) -> None:
     """CHAOS=200 hits at random moments; each run is taken up again, and ends as if unharmed."""
-    count = max(1, round(int(os.environ.get("CHAOS", "20")) * share))
-    seed = int(os.environ.get("CHAOS_SEED", "0"))
+    count = max(1, round(int(os.environ.get("CHAOS") or "20") * share))
+    seed = f"{os.environ.get('CHAOS_SEED', '0')} {request.node.name}"
     tally = chaos(tmp_path, count, seed, launcher, faults)
-    print(f"{launcher}: {tally}")
     record_property("tried", tally.tried.total())
     record_property("held", tally.held.total())
+    record_property("details", f"{launcher}: {tally}")
     assert tally.held.total() == count
 
 
