@@ -95,26 +95,28 @@ def from_bytes(raw: bytes, where: object) -> dict[str, Any]:
 
 
 def read_newest(run: Path) -> tuple[bytes, int, list[str]]:
-    """The bytes of the newest whole checkpoint, its step, and a line for each that is damaged.
+    """The bytes of the newest whole checkpoint, its step, and a line for each passed over.
 
-    Those are renamed, so that none of them is taken for the newest again.
+    Damaged ones are renamed, so that none of them is taken for the newest again.
 
     Raises:
         CheckpointError: there is none, or none is whole.
     """
     passed_over: dict[Path, str] = {}
+    damaged: list[Path] = []
     for path in newest_first(run):
         try:
             raw = path.read_bytes()
             verified(raw)
         except Damaged as damage:
             passed_over[path] = str(damage)
+            damaged.append(path)
         except OSError as error:
             passed_over[path] = f"cannot be read ({error.strerror})"
         else:
             with storage_errors(path):
-                for damaged in passed_over:
-                    os.replace(damaged, damaged.with_name(f"{damaged.name}.damaged"))
+                for bad in damaged:
+                    os.replace(bad, bad.with_name(f"{bad.name}.damaged"))
             step = step_of(path)
             lines = [f"{p}: {why}; going on from step {step}" for p, why in passed_over.items()]
             return raw, step, lines

@@ -6,6 +6,8 @@ Predictions and labels are gathered as integers and given to metrics that derive
 
 from __future__ import annotations
 
+import importlib
+import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +47,16 @@ def prepare_split(accelerator: Accelerator, rows: Rows, per_process: int | None 
     """A loader that deals `rows` out to the processes in order."""
     batch_size = (per_process or IMAGES_PER_PROCESS) * accelerator.num_processes
     return accelerator.prepare_data_loader(eval_loader(rows, batch_size))
+
+
+def import_metrics_meanwhile() -> None:
+    """Imports `evaluate` in a thread, beside the first steps of a training.
+
+    It takes over a second, for which all ranks would wait in the first validation, deaf to
+    signals and to the loss of a rank.
+    """
+    module = ("ddp_mnist.metrics",)
+    threading.Thread(target=importlib.import_module, args=module, daemon=True).start()
 
 
 @torch.no_grad()

@@ -4,19 +4,31 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
+
 from ddp_mnist.config import Recipe
+from ddp_mnist.errors import DivergedError
+from ddp_mnist.runtime import World
+
+BAD_STEPS_ALLOWED = 3  # of fp16, in a row: losses that are not finite
+# A scaler begins at 2**16 and halves its scale with each step that it leaves out: at 2**-8 it is
+# the gradients themselves that are not finite.
+SKIPPED_STEPS_ALLOWED = 24
 
 
 @dataclass
 class Progress:
-    """Counts and times of a run, over all its parts; equal on all ranks but for the last digits.
+    """Counts and times of a run, over all parts that led to where it is.
+
+    Equal on all ranks, but for the seconds, which each measures itself.
 
     Attributes:
         epoch: epochs completed.
         step: optimizer steps taken.
         skipped_steps: of these, the ones that fp16's loss scaler left out.
+        skipped_in_a_row: of these, since the last that it did not.
         train_seconds: wall-clock time in training steps, without validation.
-        save_seconds: of these, the time in saving checkpoints.
+        save_seconds: wall-clock time in saving checkpoints.
         total_seconds: wall-clock time since the processes began to look for each other.
         val_accuracy: of the weights as they are; None before the first validation.
         best_accuracy, best_epoch: the highest so far, and after how many epochs.
@@ -29,6 +41,7 @@ class Progress:
     epoch: int = 0
     step: int = 0
     skipped_steps: int = 0
+    skipped_in_a_row: int = 0
     train_seconds: float = 0.0
     save_seconds: float = 0.0
     total_seconds: float = 0.0
@@ -42,6 +55,13 @@ class Progress:
     seen: float = 0.0
     seconds: float = 0.0
 
+    def stepped(self, skipped: bool) -> None:
+        """One more step, which the scaler may have left out: on all ranks alike, as it sees the
+        gradients after the all-reduce."""
+        self.step += 1
+        self.skipped_steps += skipped
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
+
     def add(self, loss_sum: float, seen: float, bad: float, seconds: float) -> None:
         """Takes in what all ranks saw since they last added it up."""
         self.loss_sum += loss_sum
@@ -49,6 +69,21 @@ class Progress:
         self.seconds += seconds
         self.train_seconds += seconds
         self.bad_in_a_row = self.bad_in_a_row + bad if bad else 0.0
+
+    def refuse_divergence(self, recipe: Recipe, world: World) -> None:
+        """Raises DivergedError, on all ranks alike, once the weights are beyond repair.
+
+        Without a loss scaler one loss that is not finite has spoilt them already; with fp16's,
+        which leaves such a step out, it takes several looks in a row.
+        """
+        scaler, batches = world.accelerator.scaler, world.accelerator.num_processes
+        allowed = BAD_STEPS_ALLOWED * batches * recipe.grad_accum if scaler else 0
+        if self.bad_in_a_row > allowed or self.skipped_in_a_row > SKIPPED_STEPS_ALLOWED:
+            what = "loss" if self.bad_in_a_row > allowed else "gradient"
+            raise DivergedError(
+                f"--lr {recipe.lr:g}: by step {self.step} the {what} is not a finite number any"
+                " more; use a lower rate, or --max-grad-norm 1"
+            )
 
     def log_line(self) -> dict[str, float | None]:
         """Mean loss (None if none was finite) and speed since the last log line; begins anew."""
@@ -83,13 +118,37 @@ class Lookout:
 
     Args:
         step: the step that is taken already; they look up after the next one.
+
+    Attributes:
+        next: the step after which to look up at the latest; equal on all ranks.
+        rate: this rank's steps per second.
     """
 
     def __init__(self, step: int) -> None:
         self.last = step
         self.next = step + 1
+        self.rate = 0.0
 
-    def looked(self, step: int, seconds: float) -> None:
-        """Plans the next look. `seconds` since the last one have to be equal on all ranks."""
-        self.next = step + max(1, int((step - self.last) / max(seconds, 1e-3)))
+    def looked(self, step: int, seconds: float, rate: float) -> None:
+        """Plans the next look.
+
+        Args:
+            step: where all ranks are.
+            seconds: since the last look, on this rank.
+            rate: the mean of what the ranks told of their `rate`; the same number on each.
+        """
+        self.next = step + max(1, int(rate))
+        self.rate = (step - self.last) / max(seconds, 1e-3)
         self.last = step
+
+
+def step_sums(loss: torch.Tensor, images: int) -> torch.Tensor:
+    """float64 [loss_sum, seen, bad] of one batch, without asking the device for a number.
+
+    A batch whose loss is not finite is one bad batch, and neither seen nor summed. Rounded to
+    2**-30, sums are exact, and therefore equal however a run was cut into parts.
+    """
+    finite = torch.isfinite(loss)
+    loss_sum = torch.where(finite, loss.double() * images, 0.0)
+    loss_sum = (loss_sum * 2**30).round() / 2**30
+    return torch.stack([loss_sum, finite * float(images), (~finite).double()])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import platform
 import socket
 import threading
@@ -53,11 +54,17 @@ class Board:
         addresses: this machine's own address towards the main one, per rank, where there is one.
         lost: the ranks that are known to be gone.
         served_by_launcher: the store goes with the launcher, else with rank 0.
-        unreachable: nobody serves the store any more.
+        unreachable: nobody serves the store any more, or the link to it is dead.
+        patience_s: how long one call of the store may take.
     """
 
     def __init__(
-        self, store: dist.Store, rank: int, world_size: int, served_by_launcher: bool = False
+        self,
+        store: dist.Store,
+        rank: int,
+        world_size: int,
+        served_by_launcher: bool = False,
+        patience_s: float = 60.0,
     ) -> None:
         self.store = store
         self.rank = rank
@@ -67,20 +74,50 @@ class Board:
         self.lost: list[int] = []
         self.served_by_launcher = served_by_launcher
         self.unreachable = False
+        self.patience_s = patience_s
         self._went = False
 
+    def ask(self, method: str, *args: Any) -> Any:
+        """A call of the store. Over a dead link torch's would wait for good.
+
+        Raises:
+            RuntimeError: the store is gone, or does not answer in time.
+        """
+        if self.unreachable:
+            raise RuntimeError("the connection to the main address is gone")
+        answer: list[Any] = []
+
+        def call() -> None:
+            try:
+                answer.append(getattr(self.store, method)(*args))
+            except RuntimeError as error:
+                answer.append(error)
+
+        thread = threading.Thread(target=call, daemon=True)  # it can be left behind
+        thread.start()
+        thread.join(self.patience_s)
+        if not answer or isinstance(answer[0], RuntimeError):
+            self.unreachable = True
+            timed_out = RuntimeError(f"timed out: no answer within {self.patience_s:g} s")
+            raise answer[0] if answer else timed_out
+        return answer[0]
+
     def post(self, key: str, value: Any) -> None:
-        self.store.set(key, json.dumps(value))
+        self.ask("set", key, json.dumps(value))
 
     def has(self, key: str) -> bool:
-        return self.store.check([key])
+        return self.ask("check", [key])
 
-    def read(self, key: str) -> Any:
-        """Waits for `key` for as long as it takes, or until a rank posts its failure."""
+    def read(self, key: str, within_s: float = math.inf) -> Any:
+        """Waits for `key` for as long as it takes, or until a rank posts its failure.
+
+        Raises:
+            PeerError: it is not there within `within_s`.
+        """
+        deadline = time.monotonic() + within_s
         while not self.has(key):
-            self.raise_if_failed()
-            time.sleep(POLL_S)
-        return json.loads(self.store.get(key))
+            self._wait(deadline, f"no word of {key} from another process within {within_s:g} s")
+        return json.loads(self.ask("get", key))
 
     def decided_by_rank_0(self, key: str, decide: Callable[[], Any]) -> Any:
         """Rank 0's answer on every rank. Others wait by polling, however long it takes."""
@@ -88,16 +125,27 @@ class Board:
             self.post(key, decide())
         return self.read(key)
 
-    def wait_for_all(self, key: str) -> None:
-        """Returns once every rank has come here, however long it takes."""
-        self.store.add(key, 1)
-        while self.store.add(key, 0) < self.world_size:
-            self.raise_if_failed()
-            time.sleep(POLL_S)
+    def wait_for_all(self, key: str, within_s: float = math.inf) -> None:
+        """Returns once every rank has come here, however long it takes.
+
+        Raises:
+            PeerError: not all of them have within `within_s`.
+        """
+        deadline = time.monotonic() + within_s
+        self.ask("add", key, 1)
+        while (came := self.ask("add", key, 0)) < self.world_size:
+            told = f"{came} of {self.world_size} processes came to '{key}' within {within_s:g} s"
+            self._wait(deadline, told)
+
+    def _wait(self, deadline: float, told: str) -> None:
+        self.raise_if_failed()
+        if time.monotonic() > deadline:
+            raise PeerError(f"{told}; see what the others say, then start the run again")
+        time.sleep(POLL_S)
 
     def leave(self) -> None:
         """Returns once every rank has come to its end; the one that serves the store goes last."""
-        self.wait_for_all("end")
+        self.wait_for_all("end", within_s=self.patience_s)
         self.go_last(self.world_size - 1)
 
     def go_last(self, others: int, patience_s: float = 5) -> None:
@@ -110,17 +158,17 @@ class Board:
         self._went = True
         awaited = others - len(self.lost)
         with contextlib.suppress(RuntimeError):  # the store is gone: nothing to keep up
-            left = self.store.add("left", 1 if self.rank else 0)
+            left = self.ask("add", "left", 1 if self.rank else 0)
             deadline = time.monotonic() + patience_s
             while self.rank == 0 and left < awaited and time.monotonic() < deadline:
                 time.sleep(POLL_S / 10)
-                left = self.store.add("left", 0)
+                left = self.ask("add", "left", 0)
 
     def claim_failure(self, message: str, code: int) -> dict[str, Any] | None:
         """Posts this rank's error as the run's. None if it is the first, else the first one."""
         mine = {"rank": self.rank, "message": message, "code": code, "lost": self.lost}
         try:
-            first = json.loads(self.store.compare_set("failure", "", json.dumps(mine)))
+            first = json.loads(self.ask("compare_set", "failure", "", json.dumps(mine)))
         except RuntimeError:  # rank 0 served the store and is gone: nobody can be asked
             return None
         self.lost = first["lost"]
@@ -129,7 +177,7 @@ class Board:
     def failure(self) -> dict[str, Any] | None:
         """The failure that was posted first: rank, message, code, lost. None if there is none."""
         try:
-            return json.loads(self.store.get("failure")) if self.has("failure") else None
+            return json.loads(self.ask("get", "failure")) if self.has("failure") else None
         except RuntimeError:
             return None
 
@@ -144,6 +192,7 @@ class Board:
         Every survivor has to call this at about the same time. Once a rank has posted its failure,
         that is the better answer, and nothing is waited for.
         """
+        self.patience_s = min(self.patience_s, 3.0)  # the time-out has passed already
         try:
             self.post(f"survivor/{self.rank}", True)
             deadline = time.monotonic() + patience_s
@@ -154,7 +203,6 @@ class Board:
             ranks = range(self.world_size)
             self.lost = [rank for rank in ranks if not self.has(f"survivor/{rank}")]
         except RuntimeError:
-            self.unreachable = True
             self.lost = [] if self.served_by_launcher else [0]
         return self.lost
 
@@ -201,6 +249,7 @@ def meet(launch: Launch, timeout_s: float) -> Board:
         launch.rank,
         launch.world_size,
         launch.agent_store,
+        timeout_s,
     )
     _gather(board, timeout_s, f"{launch.main_host}:{launch.main_port}", "process")
     return board
@@ -210,7 +259,7 @@ def meet_machines(host: str, port: int, rank: int, machines: int, timeout_s: flo
     """`meet` for machines that have started no process yet; machine 0 serves the store."""
     who = f"machine {rank} of {machines}"
     store = open_store(host, port, serve=rank == 0, timeout_s=timeout_s, who=who)
-    board = Board(dist.PrefixStore("machines", store), rank, machines)
+    board = Board(dist.PrefixStore("machines", store), rank, machines, patience_s=timeout_s)
     _gather(board, timeout_s, f"{host}:{port}", "machine")
     return board
 
@@ -231,7 +280,9 @@ def check_same(board: Board, facts: dict[str, Any], about: str = "facts") -> Non
     board.post(f"{about}/{board.rank}", facts)
 
     def compare() -> str:
-        everyone = [board.read(f"{about}/{rank}") for rank in range(board.world_size)]
+        everyone = [
+            board.read(f"{about}/{rank}", board.patience_s) for rank in range(board.world_size)
+        ]
         for key in facts:
             values = [theirs.get(key) for theirs in everyone]
             odd = [rank for rank, value in enumerate(values) if value != values[0]]
@@ -319,7 +370,7 @@ def _wait_for_answer(host: str, port: int, timeout_s: float, who: str) -> None:
 def _gather(board: Board, timeout_s: float, address: str, unit: str) -> None:
     """Posts where this rank runs, and returns once all ranks have; raises as `meet` does."""
     with _while_rank_0_serves(address):
-        if board.store.add(f"taken/{board.rank}", 1) > 1:
+        if board.ask("add", f"taken/{board.rank}", 1) > 1:
             raise UsageError(
                 f"{address}: another {unit} came with rank {board.rank} before this one;"
                 f" give each {unit} a rank of its own, 0 to {board.world_size - 1}"

@@ -68,7 +68,8 @@ def place(typed: dict[str, Any]) -> tuple[Path, list[str]]:
     if folder in (None, "auto"):
         folder = typed.get("run_dir")
     if folder:
-        return Path(folder), []
+        path = Path(folder)  # runs/latest may lead elsewhere before the command has ended
+        return (path.parent / path.readlink() if path.is_symlink() else path), []
     made = run_folder.reserve(typed.get("dataset", Run.dataset))
     return made, ["--run-dir", str(made)]
 
@@ -78,20 +79,22 @@ def run_once(command: list[str]) -> tuple[int, bool]:
 
     SIGTERM and SIGUSR1 are handed on; a terminal's SIGINT reaches the command by itself.
     """
-    process = subprocess.Popen(command)
-    stopped = False
+    process: subprocess.Popen[bytes] | None = None
+    came: list[int] = []
 
     def hand_on(number: int, _frame: FrameType | None) -> None:
-        nonlocal stopped
-        stopped = True
-        if number != signal.SIGINT:
+        came.append(number)
+        if process and number != signal.SIGINT:
             process.send_signal(number)
 
     signals = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
     before = [signal.signal(each, hand_on) for each in signals]
     try:
+        process = subprocess.Popen(command)
+        for number in came:  # before it stood
+            process.send_signal(number)
         code = process.wait()
-        return (code if code >= 0 else 128 - code), stopped  # as a shell counts signals
+        return (code if code >= 0 else 128 - code), bool(came)  # as a shell counts signals
     finally:
         for each, handler in zip(signals, before, strict=True):
             signal.signal(each, handler)

@@ -16,11 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from ddp_mnist import checkpoint, run_folder
-from ddp_mnist.config import Recipe, Run, TrainConfig
+from ddp_mnist.config import Recipe, TrainConfig
+from ddp_mnist.data import ImageData
 from ddp_mnist.errors import CheckpointError, DivergedError, UsageError
 from ddp_mnist.progress import Progress
 from ddp_mnist.run_folder import CONFIG, STATUS, SUMMARY, RunFolder
 from ddp_mnist.runtime import World
+from ddp_mnist.versions import code_digest, package_versions
 
 FORMAT = 1
 TAKEN_OVER = {
@@ -67,83 +69,115 @@ class State:
         """Takes over what `content` returned, under a recipe that may have changed since.
 
         Raises:
-            UsageError: fewer epochs are asked for than are done.
+            CheckpointError: the tensors are not those of this net and optimizer.
         """
-        self.net.load_state_dict(content["model"])
-        self.optimizer.load_state_dict(content["optimizer"])
-        if self.scaler and content["scaler"]:
-            self.scaler.load_state_dict(content["scaler"])
-        if content["best_weights"] is not None:
-            device = next(self.net.parameters()).device
-            self.best_weights = {n: w.to(device) for n, w in content["best_weights"].items()}
-        self.progress = Progress(**content["progress"])
+        groups = self.optimizer.param_groups
+        fused = [group["fused"] for group in groups]  # as this device needs it
+        try:
+            self.net.load_state_dict(content["model"])
+            self.optimizer.load_state_dict(content["optimizer"])
+            if self.scaler and content["scaler"]:
+                self.scaler.load_state_dict(content["scaler"])
+            if content["best_weights"] is not None:
+                device = next(self.net.parameters()).device
+                self.best_weights = {n: w.to(device) for n, w in content["best_weights"].items()}
+            self.progress = Progress(**content["progress"])
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise CheckpointError(
+                f"the checkpoint does not fit the model or the optimizer ({error}); remove it to"
+                " use the one before"
+            ) from error
+        for group, was in zip(self.optimizer.param_groups, fused, strict=True):
+            group["fused"] = was
         self.started -= self.progress.total_seconds
-        step, epoch = self.progress.step, self.progress.epoch
-        self.progress.resumed_from.append(step)
-        if step == epoch * steps_per_epoch:  # an epoch has just been validated
+        self.progress.resumed_from.append(self.progress.step)
+        if self.progress.step == self.progress.epoch * steps_per_epoch:  # it was just validated
             self.progress.decide(recipe)
-        assert recipe.epochs
-        if step > recipe.epochs * steps_per_epoch:
-            raise UsageError(
-                f"--epochs {recipe.epochs}: the run is beyond them, at step {step} and in epoch"
-                f" {epoch + 1}; ask for at least {-(-step // steps_per_epoch)}"
-            )
+
+
+def go_on(
+    state: State, opened: Opened, world: World, recipe: Recipe, steps_per_epoch: int
+) -> str | None:
+    """Brings every rank to where rank 0's checkpoint left the run. Returns what to say of it."""
+    raw = world.send_from_rank_0(opened.checkpoint)
+    if not raw:
+        return None
+    opened.checkpoint = b""  # it may be large
+    where = f"the checkpoint of {opened.folder.path}"
+    state.restore(checkpoint.from_bytes(raw, where)["state"], recipe, steps_per_epoch)
+    changed = f"changed: {', '.join(opened.changed)}" if opened.changed else "nothing changed"
+    resumed = f"resumed    after step {state.progress.step:,}; {changed}"
+    return "\n".join([*opened.warnings, resumed])
 
 
 def save(opened: Opened, state: State, keep: int) -> str:
-    """Called on every rank at the same step; rank 0 writes. Returns a clause that says where.
+    """Called on every rank at the same step; rank 0 writes. Returns what a stopped run says.
 
     Raises:
         DivergedError: the weights are not finite numbers, although each loss was.
         StorageError: the checkpoint cannot be written.
     """
-    clock, step, path = time.monotonic(), state.progress.step, opened.run.path
+    clock, step, folder = time.monotonic(), state.progress.step, opened.folder
     finite = [torch.isfinite(parameter).all() for parameter in state.net.parameters()]
     if not torch.stack(finite).all():
         raise DivergedError(
             f"--lr {opened.about['flags']['--lr']:g}: by step {step} the weights are not finite"
             " numbers any more; use a lower rate, or --max-grad-norm 1"
         )
-    if path:
-        about = {**opened.about, "metrics_lines": opened.run.metrics_lines}
-        checkpoint.save(path, step, {**about, "state": state.content()}, keep)
+    folder.step = step
+    if folder.path:
+        about = {**opened.about, "metrics_lines": folder.metrics_lines}
+        checkpoint.save(folder.path, step, {**about, "state": state.content()}, keep)
     state.progress.save_seconds += time.monotonic() - clock
-    return f"stopped after step {step} and saved; go on with --resume {path}"
+    return f"stopped after step {step} and saved; go on with --resume {folder.path}"
 
 
-def find(run: Run) -> dict[str, Any] | None:
-    """What the folder says of the run to go on with; None to begin one. Called on rank 0 only.
+def find(config: TrainConfig) -> dict[str, Any] | None:
+    """The run to go on with, or None to begin one. Called on rank 0 only, which has the folder.
 
     Returns:
-        path, config (as it was resolved), state, epochs and accuracy (of a finished run).
+        What config.json holds, and `path`; `finished`: what to say if there is nothing to do.
 
     Raises:
-        CheckpointError: --resume names no run, or its config.json cannot be read.
+        CheckpointError: --resume names no run, or its files cannot be read.
     """
-    if run.resume is None:
+    resume = config.run.resume
+    if resume is None:
         return None
-    path = Path(run.run_dir or "" if run.resume == "auto" else run.resume)
+    path = Path(config.run.run_dir or "" if resume == "auto" else resume)
+    if path.is_symlink():  # runs/latest may lead elsewhere before this run has ended
+        path = path.parent / path.readlink()
     try:
         state = run_folder.read_json(path / STATUS)["state"] if (path / STATUS).exists() else None
-        if state != "finished" and run.resume == "auto" and not checkpoint.newest_first(path):
+        if state != "finished" and resume == "auto" and not checkpoint.newest_first(path):
             return None
-        found = {"path": str(path), "state": state, **run_folder.read_json(path / CONFIG)}
-        if state == "finished":
-            found["accuracy"] = run_folder.read_json(path / SUMMARY)["test_accuracy"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "damaged"
+        found = {**run_folder.read_json(path / CONFIG), "path": str(path), "finished": None}
+        assert found["run_id"]
+        if state == "finished" and not _wants_more(config, found["recipe"]):
+            found["finished"] = _finished(path, run_folder.read_json(path / SUMMARY))
+    except (OSError, ValueError, KeyError, TypeError, AssertionError) as error:
+        name = Path(getattr(error, "filename", None) or path).name
+        reason = error.strerror if isinstance(error, OSError) else "damaged, or of another program"
         raise CheckpointError(
-            f"--resume {run.resume}: {path} holds no run that train wrote"
-            f" ({Path(getattr(error, 'filename', None) or path).name}: {reason}); name one, e.g."
-            " runs/latest"
+            f"--resume {resume}: {path} holds no run to go on with ({name}: {reason});"
+            " name one, e.g. runs/latest"
         ) from error
     return found
 
 
-def is_finished(found: dict[str, Any], config: TrainConfig) -> bool:
-    """Whether there is nothing left to do: it ended in order, and no more epochs are asked for."""
-    more = "epochs" in config.typed and (config.recipe.epochs or 0) > found["recipe"]["epochs"]
-    return found["state"] == "finished" and not more
+def _wants_more(config: TrainConfig, recipe: dict[str, Any]) -> bool:
+    """Whether a finished run is asked for more epochs, or not to stop where it did."""
+    more_epochs = "epochs" in config.typed and (config.recipe.epochs or 0) > recipe["epochs"]
+    stops = config.typed & {"target_accuracy", "patience"}
+    return more_epochs or any(getattr(config.recipe, name) != recipe[name] for name in stops)
+
+
+def _finished(path: Path, summary: dict[str, Any]) -> str:
+    stopped = f", stopped by {summary['stopped_by']}" if summary["stopped_by"] else ""
+    return (
+        f"{path}: finished already, after {summary['epochs']} epochs{stopped}, test accuracy"
+        f" {summary['test_accuracy']:.4f}; to go on, change {summary['stopped_by'] or '--epochs'}"
+    )
 
 
 def inherit(config: TrainConfig, found: dict[str, Any] | None) -> TrainConfig:
@@ -161,7 +195,6 @@ def inherit(config: TrainConfig, found: dict[str, Any] | None) -> TrainConfig:
             mine = {f for f in config.typed if getattr(group, f, None) != "auto"}
             values = {field: saved[field] for field in fields if field not in mine}
             groups[name] = dataclasses.replace(group, **values)
-        groups["run"] = dataclasses.replace(groups["run"], run_dir=found["path"])
         return dataclasses.replace(config, **groups)
     except (KeyError, TypeError) as error:
         raise CheckpointError(
@@ -174,64 +207,64 @@ class Opened:
     """A run folder that stands, and what the run in it goes on from.
 
     Attributes:
-        run: the folder.
+        folder: where the run writes.
+        resolved: what config.json is to hold.
         about: what each checkpoint says of the run, beside the State.
         checkpoint: the bytes to go on from; none at the beginning of a run, and on other ranks.
         changed: what is not as it was when the checkpoint was made.
         warnings: checkpoints that were passed over.
     """
 
-    run: RunFolder
+    folder: RunFolder
+    resolved: dict[str, Any]
     about: dict[str, Any]
     checkpoint: bytes = b""
     changed: list[str] = dataclasses.field(default_factory=list)
     warnings: list[str] = dataclasses.field(default_factory=list)
 
 
-def open_run(
-    config: TrainConfig, world: World, digest: str, versions: dict[str, str], found: Any
-) -> Opened:
+def open_run(config: TrainConfig, world: World, images: ImageData, found: Any) -> Opened:
     """Made or taken over by rank 0, on its machine; the other ranks go on once it stands.
 
     Args:
         config: resolved.
         world: the processes.
-        digest: the data's.
-        versions: of the packages.
+        images: the data.
         found: what `find` told, on every rank.
 
     Raises:
-        UsageError: the folder holds a run, or another process is writing it.
+        UsageError: the folder holds a run, another process is writing it, or fewer epochs are
+            asked for than are done.
         CheckpointError: no checkpoint is whole, or the newest does not fit the flags.
         StorageError: the folder cannot be written.
     """
     run_id = found["run_id"] if found else uuid.uuid4().hex
-    opened = Opened(RunFolder(None), about(config, world, run_id, digest, versions))
-
-    def open_it() -> str:
-        if found:
-            take_up(opened, Path(found["path"]))
-        else:
-            opened.run = run_folder.create(
-                config.run.run_dir, config.run.dataset, begin_again=config.run.resume == "auto"
-            )
-        return str(opened.run.path)
-
-    path = world.board.decided_by_rank_0("run folder", open_it)
+    run = dataclasses.asdict(config.run)
     resolved = {
         "run_id": run_id,
-        "run": dataclasses.asdict(config.run) | {"run_dir": path},
+        "run": run,
         "recipe": dataclasses.asdict(config.recipe),
         "distribution": dataclasses.asdict(config.distribution)
         | {"backend": world.backend, "mixed_precision": world.precision},
     }
-    opened.run.write_json(CONFIG, resolved)
+    opened = Opened(RunFolder(None), resolved, about(config, world, run_id, images.digest))
+
+    def open_it() -> str:
+        if found:
+            take_up(opened, Path(found["path"]), config.recipe, images)
+        else:
+            opened.folder = run_folder.create(
+                config.run.run_dir, images.name, begin_again=config.run.resume == "auto"
+            )
+        return str(opened.folder.path)
+
+    run |= {"run_dir": world.board.decided_by_rank_0("run folder", open_it), "resume": None}
     return opened
 
 
-def take_up(opened: Opened, path: Path) -> None:
+def take_up(opened: Opened, path: Path, recipe: Recipe, images: ImageData) -> None:
     """Locks the folder of a run that stands, and reads its newest whole checkpoint."""
-    run = run_folder.take_over(path)
+    folder = run_folder.take_over(path)
     try:
         opened.checkpoint, step, opened.warnings = checkpoint.read_newest(path)
         where = f"step {step} of {path}"
@@ -241,16 +274,35 @@ def take_up(opened: Opened, path: Path) -> None:
             raise CheckpointError(
                 f"{where}: is that of another step; remove it to use the one before"
             )
+        assert recipe.epochs and recipe.batch_size and recipe.val_size is not None
+        steps_per_epoch = (len(images.train_labels) - recipe.val_size) // recipe.batch_size
+        if step > recipe.epochs * steps_per_epoch:
+            raise UsageError(
+                f"--epochs {recipe.epochs}: the run is beyond them, at step {step}; ask for at"
+                f" least {-(-step // steps_per_epoch)}"
+            )
+        folder.cut_metrics(content["metrics_lines"])
     except BaseException:
-        run.release()
+        folder.release()
         raise
-    run.cut_metrics(content["metrics_lines"])
-    opened.run = run
+    folder.step = step
+    opened.folder = folder
 
 
-def about(
-    config: TrainConfig, world: World, run_id: str, digest: str, versions: dict[str, str]
-) -> dict[str, Any]:
+def refuse_uneven(recipe: Recipe, world_size: int, found: Any) -> None:
+    """A resumed run keeps its batch: it is the number of processes that has to fit."""
+    parts = world_size * recipe.grad_accum
+    if found and recipe.batch_size and recipe.batch_size % parts:
+        most = recipe.batch_size // recipe.grad_accum
+        legal = [n for n in range(1, most + 1) if recipe.batch_size % (n * recipe.grad_accum) == 0]
+        raise UsageError(
+            f"--resume {found['path']}: its batch of {recipe.batch_size} does not divide by"
+            f" {parts}, for {world_size} processes x --grad-accum {recipe.grad_accum}; use"
+            f" {', '.join(map(str, legal[:12]))} processes"
+        )
+
+
+def about(config: TrainConfig, world: World, run_id: str, digest: str) -> dict[str, Any]:
     """What a checkpoint says of its run beside the State; `world` holds what may change."""
     flags = {**dataclasses.asdict(config.run), **dataclasses.asdict(config.recipe)}
     for name in ("run_dir", "resume", "cache_dir", "quiet", "dry_run"):
@@ -266,7 +318,12 @@ def about(
             "device": world.accelerator.device.type,
             "--backend": world.backend,
             "--mixed-precision": world.precision,
-            **versions,
+            "--sync-bn": config.distribution.sync_bn,
+            "--comm-hook": config.distribution.comm_hook,
+            "--compile": config.distribution.compile,
+            "threads": world.threads,
+            **package_versions(),
+            "the code's digest": code_digest(),
         },
     }
 
@@ -285,6 +342,9 @@ def changes(content: dict[str, Any], now: dict[str, Any], where: str) -> list[st
     try:
         if content["format"] != FORMAT:
             raise CheckpointError(f"{where}: has format {content['format']}, this is {FORMAT}")
+        for name in ("progress", "model", "optimizer", "scaler", "best_weights"):
+            content["state"][name]
+        content["metrics_lines"], content["state"]["progress"]["step"]
         _refuse(content, now, where)
         pairs = [(name, content["flags"].get(name), now["flags"][name]) for name in MAY_CHANGE]
         world = now["world"]
@@ -324,17 +384,3 @@ def _refuse(content: dict[str, Any], now: dict[str, Any], where: str) -> None:
             f"{where}: belongs to another run than the folder's {CONFIG}; remove it to use the one"
             " before"
         )
-
-
-def lines(opened: Opened, step: int) -> str:
-    """What the screen says when a run goes on."""
-    changed = f"changed: {', '.join(opened.changed)}" if opened.changed else "nothing changed"
-    return "\n".join([*opened.warnings, f"resumed    after step {step:,}; {changed}"])
-
-
-def finished_line(found: dict[str, Any]) -> str:
-    epochs = found["recipe"]["epochs"]
-    return (
-        f"{found['path']}: finished already, {epochs} epochs, test accuracy"
-        f" {found['accuracy']:.4f}; for more of them use --epochs"
-    )

@@ -20,6 +20,7 @@ from ddp_mnist.errors import DdpMnistError, Preempted, StorageError, UsageError
 
 CONFIG, METRICS, MODEL = "config.json", "metrics.jsonl", "model.safetensors"
 STATUS, SUMMARY, CHECKPOINTS, LOCK = "status.json", "summary.json", "checkpoints", ".lock"
+LEFTOVER = ".*.[0-9]*-[0-9]*.tmp"  # of a process that was killed as it wrote
 FIRST_STATUS: dict[str, Any] = {
     "state": "running",
     "exit_code": None,
@@ -37,6 +38,7 @@ class RunFolder:
         lock: this process's, if it has the folder to itself; released when the run has ended.
 
     Attributes:
+        step: what status.json will say, whenever it is written.
         metrics_lines: how many lines of this run metrics.jsonl holds.
     """
 
@@ -44,6 +46,7 @@ class RunFolder:
         self.path = Path(path) if path else None
         self._lock = lock
         self.metrics_lines = 0
+        self.step = 0
         self._status = dict(FIRST_STATUS)
 
     def write_json(self, name: str, content: dict[str, Any]) -> None:
@@ -59,12 +62,13 @@ class RunFolder:
 
     def status(self, **changes: Any) -> None:
         """Replaces status.json: state, exit_code, phase, step, error."""
-        self._status |= changes
+        self.step = changes.get("step", self.step)
+        self._status |= {**changes, "step": self.step}
         self.write_json(STATUS, self._status)
 
     def append_metrics(self, step: int, metrics: dict[str, Any]) -> None:
         """One JSON object per line in metrics.jsonl."""
-        self._status["step"] = step
+        self.step = step
         if self.path:
             path = self.path / METRICS
             with storage_errors(path), open(path, "a", encoding="utf-8") as file:
@@ -78,7 +82,9 @@ class RunFolder:
             path = self.path / METRICS
             with storage_errors(path):
                 lines = path.read_bytes().splitlines(keepends=True)[:count]
-                kept = [line for line in lines if line.endswith(b"\n")]  # the machine may crash
+                kept = [
+                    line for line in lines if line.endswith(b"\n")
+                ]  # after a crash of the machine one may be torn
                 os.truncate(path, sum(map(len, kept)))
             self.metrics_lines = len(kept)
 
@@ -129,16 +135,14 @@ def create(
     path = reserve(dataset, root) if run_dir is None else Path(run_dir)
     with storage_errors(path):
         path.mkdir(parents=True, exist_ok=True)
-    if not begin_again:
-        _refuse_a_run(path)
+    _refuse_a_run(path, begin_again)
     run = take_over(path)
     try:
-        if not begin_again:
-            _refuse_a_run(path)  # one that began and ended since
+        _refuse_a_run(path, begin_again)  # one that began and ended since
         run.cut_metrics(0)
-        run.status()
         if path.parent == root:
             _point_latest_to(path)
+        run.status()
     except BaseException:
         run.release()
         raise
@@ -155,7 +159,7 @@ def take_over(path: Path) -> RunFolder:
     run = RunFolder(path, lock_folder(path))
     try:
         with storage_errors(path):
-            for leftover in [*path.glob(".*.tmp"), *(path / CHECKPOINTS).glob(".*.tmp")]:
+            for leftover in [*path.glob(LEFTOVER), *(path / CHECKPOINTS).glob(LEFTOVER)]:
                 if leftover.is_file():
                     leftover.unlink()
     except StorageError:
@@ -164,8 +168,10 @@ def take_over(path: Path) -> RunFolder:
     return run
 
 
-def _refuse_a_run(path: Path) -> None:
-    if (path / STATUS).exists():
+def _refuse_a_run(path: Path, begin_again: bool) -> None:
+    """Raises UsageError if the folder holds a run; to begin again is right if it saved nothing."""
+    saved_nothing = begin_again and not any((path / CHECKPOINTS).glob("step-*.pt"))
+    if (path / STATUS).exists() and not saved_nothing:
         raise UsageError(
             f"--run-dir {path}: holds a run already; name another folder, or go on with that run:"
             f" --resume {path}"

@@ -33,7 +33,7 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.weight = 0.0
-        self.save: Callable[[], str] = lambda: "nothing was there to save yet"
+        self.save: Callable[[], str] = lambda: "stopped"
         self.at_once: Callable[[], None] = lambda: None
 
     def note(self, number: int) -> None:
@@ -70,12 +70,15 @@ class StopSignals:
 
 
 @contextlib.contextmanager
-def listen() -> Iterator[StopSignals]:
+def listen(has_launcher: bool = True) -> Iterator[StopSignals]:
     """From here on the stop signals are noted, also while the main thread waits in a collective.
 
     A Python handler would run when the collective returns, up to the time-out later; the byte
-    that the C handler writes is read by a thread at once. After an error the signals stay
-    ignored: a launcher that ends the other workers must not cut the last line short.
+    that the C handler writes is read by a thread at once.
+
+    Args:
+        has_launcher: after an error the signals stay ignored, so that a launcher that ends the
+            other workers cannot cut this one's last line short.
     """
     stop = StopSignals()
     if threading.current_thread() is not threading.main_thread():
@@ -98,6 +101,6 @@ def listen() -> Iterator[StopSignals]:
         in_order = True
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler if in_order else signal.SIG_IGN)
+            signal.signal(number, handler if in_order or not has_launcher else signal.SIG_IGN)
         signal.set_wakeup_fd(wakeup_before)
         writer.close()

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import platform
-import subprocess
 import time
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +13,8 @@ from ddp_mnist.evaluation import Metrics
 from ddp_mnist.resume import State
 from ddp_mnist.run_folder import RunFolder
 from ddp_mnist.runtime import World
+from ddp_mnist.versions import code_digest, git_commit, package_versions
 
-PACKAGES = ("torch", "torchvision", "accelerate", "datasets", "evaluate", "safetensors")
 MAY_DIFFER = (
     *("run_dir", "resume", "cache_dir", "quiet"),
     *("rank", "local_rank", "world_size", "init_method"),
@@ -40,41 +36,8 @@ def facts(config: TrainConfig, world: World, images: ImageData) -> dict[str, Any
         "--backend": world.backend,
         "the data's digest": images.digest,
         "the code's digest": code_digest(),
-        **versions(),
+        **package_versions(),
     }
-
-
-def versions() -> dict[str, str]:
-    """Python's and each package's version, from metadata: importing them would cost seconds."""
-    found = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "missing"
-    return found
-
-
-def code_digest() -> str:
-    """SHA-256 over this package's modules."""
-    sha = hashlib.sha256()
-    for file in sorted(Path(__file__).parent.glob("*.py")):
-        sha.update(file.read_bytes())
-    return sha.hexdigest()[:16]
-
-
-def git_commit() -> str | None:
-    """The commit of the checkout that this package runs from, with + if files were changed."""
-    here = Path(__file__)
-    tracked = ["ls-files", "--error-unmatch", here.name]  # .venv may lie in another checkout
-    describe = ["describe", "--always", "--dirty=+", "--abbrev=40", "--exclude=*"]
-    try:
-        for command in (tracked, describe):
-            git = ["git", "-C", str(here.parent), *command]
-            done = subprocess.run(git, capture_output=True, text=True, timeout=5, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip() or None
 
 
 def plan(config: TrainConfig, world: World, images: ImageData, folder: Path | None) -> str:
@@ -148,7 +111,7 @@ def summarise(
         "notes": [*images.warnings, *images.notes],
         "class_accuracy": test.class_accuracy,
         "confusion": test.confusion,
-        "versions": versions(),
+        "versions": package_versions(),
         "git": git_commit(),
     }
 

@@ -15,25 +15,21 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from accelerate import Accelerator
 from accelerate.utils import broadcast
 from torch import nn
 
-from ddp_mnist import checkpoint, data, rendezvous, resume, run_folder, runtime, stopping, summary
+from ddp_mnist import data, rendezvous, resume, run_folder, runtime, stopping, summary
 from ddp_mnist import weights as weights_file
 from ddp_mnist.augment import affine_table, apply_affine
 from ddp_mnist.config import TrainConfig, resolve_recipe
-from ddp_mnist.errors import DivergedError
-from ddp_mnist.evaluation import evaluate_split, prepare_split
+from ddp_mnist.evaluation import evaluate_split, import_metrics_meanwhile, prepare_split
 from ddp_mnist.launch import Launch
 from ddp_mnist.models import MODELS
 from ddp_mnist.optim import learning_rate, make_optimizer
-from ddp_mnist.progress import Lookout
+from ddp_mnist.progress import Lookout, step_sums
 from ddp_mnist.runtime import World
 from ddp_mnist.screen import Screen
 from ddp_mnist.seeding import seed_of
-
-BAD_STEPS_ALLOWED = 3  # of fp16, in a row
 
 
 def train(config: TrainConfig, launch: Launch) -> dict[str, Any]:
@@ -42,23 +38,23 @@ def train(config: TrainConfig, launch: Launch) -> dict[str, Any]:
     Raises:
         DdpMnistError: every expected failure, see errors.py; Preempted if a signal came.
     """
-    # --- Meet the other processes, and agree on data and configuration
+    # --- Meet the other processes, and agree on what to do, on data and configuration
     with runtime.start(config.distribution, launch) as world:
         screen = Screen(world.accelerator.is_main_process and not config.run.quiet)
-        found = world.board.decided_by_rank_0("resume", lambda: resume.find(config.run))
-        if found and resume.is_finished(found, config):
-            screen.say(resume.finished_line(found))
+        found = world.board.decided_by_rank_0("resume", lambda: resume.find(config))
+        if found and found["finished"]:
+            screen.say(found["finished"])
             return {}
-        config, images = resolve(resume.inherit(config, found), world)
-        if config.run.dry_run:
-            screen.say(summary.plan(config, world, images, None))
-            return {}
-        with stopping.listen() as stop:  # no folder stands before every rank listens
+        config, images = resolve(config, found, world)
+        with stopping.listen(launch.child_of_launcher) as stop:
             rendezvous.check_same(world.board, summary.facts(config, world, images))
-            opened = resume.open_run(config, world, images.digest, summary.versions(), found)
-            with opened.run.told_how_it_ended(), runtime.first_error_wins(world.board):
+            if config.run.dry_run:
+                screen.say(summary.plan(config, world, images, None))
+                return {}
+            opened = resume.open_run(config, world, images, found)  # every rank listens by now
+            with opened.folder.told_how_it_ended(), runtime.first_error_wins(world.board):
                 outcome = train_in(opened, config, world, images, screen, stop)
-                world.board.wait_for_all("trained")
+                world.board.wait_for_all("trained", within_s=config.distribution.dist_timeout)
                 return outcome
 
 
@@ -71,11 +67,13 @@ def train_in(
     stop: stopping.StopSignals,
 ) -> dict[str, Any]:
     """The story: data, model, loop, validation, test."""
-    run, accelerator, recipe, seed = opened.run, world.accelerator, config.recipe, config.run.seed
+    folder, accelerator = opened.folder, world.accelerator
+    recipe, seed = config.recipe, config.run.seed
     assert recipe.epochs and recipe.batch_size and recipe.val_size is not None
     device, classes = accelerator.device, len(images.classes)
     accelerator.gradient_accumulation_steps = recipe.grad_accum
-    screen.say(summary.plan(config, world, images, run.path))
+    screen.say(summary.plan(config, world, images, folder.path))
+    folder.write_json(run_folder.CONFIG, opened.resolved)
 
     # --- Data: global batches, the same on every rank, which Accelerate deals out
     train_numbers, val_numbers = data.split_rows(len(images.train_labels), recipe.val_size)
@@ -93,24 +91,23 @@ def train_in(
     )
     val_loader = prepare_split(accelerator, val_rows)
     throw_away_one_backward(model, train_rows, batches.batch_size // accelerator.num_processes)
+    if accelerator.is_main_process:
+        import_metrics_meanwhile()
 
-    # --- All that changes from here on, as a checkpoint left it or from the beginning
+    # --- All that changes from here on, from the beginning or as a checkpoint left it
     state = resume.State(net, optimizer, accelerator.scaler, world.started)
-    if content := world.send_from_rank_0(opened.checkpoint):
-        saved = checkpoint.from_bytes(content, f"the checkpoint in {run.path}")
-        state.restore(saved["state"], recipe, batches.steps_per_epoch)
-        screen.say(resume.lines(opened, state.progress.step))
+    if resumed := resume.go_on(state, opened, world, recipe, batches.steps_per_epoch):
+        screen.say(resumed)
     progress = state.progress
-    save = functools.partial(resume.save, opened, state, config.run.keep)
-    stop.save = save
-    stop.at_once = lambda: run.ended("failed", 130, "interrupted twice")
+    stop.save = save = functools.partial(resume.save, opened, state, config.run.keep)
+    stop.at_once = lambda: folder.ended("failed", 130, "interrupted twice")
 
     # --- Train: rate of the step, forward, backward, clip, update
     lookout = Lookout(progress.step)
-    sums = torch.zeros(5, dtype=torch.float64, device=device)  # loss_sum, seen, bad, stop, seconds
+    sums = torch.zeros(5, dtype=torch.float64, device=device)  # loss_sum, seen, bad, stop, rate
     while progress.epoch < recipe.epochs and not progress.stopped_by:
         epoch, first_step = progress.epoch, progress.epoch * batches.steps_per_epoch
-        run.status(phase="training", step=progress.step)
+        folder.status(phase="training", step=progress.step)
         model.train()
         batches.begin(epoch, progress.step - first_step)
         table = affine_table(len(train_rows), seed, epoch).to(device) if recipe.augment else None
@@ -134,8 +131,7 @@ def train_in(
             sums[:3] += step_sums(loss.detach(), len(labels))
             if not accelerator.sync_gradients:
                 continue  # only a part of a step
-            progress.step += 1
-            progress.skipped_steps += accelerator.optimizer_step_was_skipped
+            progress.stepped(skipped=accelerator.optimizer_step_was_skipped)
 
             # --- Now and then all ranks add up what they saw: the loop's one synchronisation
             end_of_epoch = progress.step == first_step + batches.steps_per_epoch
@@ -143,41 +139,42 @@ def train_in(
             checkpoint_is_due = progress.step % config.run.checkpoint_every == 0
             if not (log or checkpoint_is_due or progress.step >= lookout.next):
                 continue
-            sums[3], sums[4] = stop.weight, time.monotonic() - clock
-            loss_sum, seen, bad, wants_stop, seconds = accelerator.reduce(sums).tolist()
+            sums[3], sums[4] = stop.weight, lookout.rate
+            loss_sum, seen, bad, wants_stop, rates = accelerator.reduce(sums).tolist()
             sums.zero_()
-            clock = time.monotonic()
-            progress.add(loss_sum, seen, bad, seconds / accelerator.num_processes)
-            lookout.looked(progress.step, seconds / accelerator.num_processes)
-            refuse_divergence(progress.bad_in_a_row, progress.step, config, accelerator)
+            seconds, clock = time.monotonic() - clock, time.monotonic()
+            progress.add(loss_sum, seen, bad, seconds)
+            lookout.looked(progress.step, seconds, rates / accelerator.num_processes)
+            progress.refuse_divergence(recipe, world)
             if log:
                 line = {"epoch": epoch, "lr": rate, **progress.log_line()}
-                run.append_metrics(progress.step, line)
+                folder.append_metrics(progress.step, line)
                 shown = summary.progress_line(line, progress.step, total_steps, recipe.epochs)
                 if not end_of_epoch:
                     screen.now_and_then(shown)
-            if checkpoint_is_due:
+            if checkpoint_is_due and not wants_stop:
                 save()
-            stop.obey(wants_stop, accelerator.is_main_process)
+            stop.obey(wants_stop, accelerator.is_main_process)  # saves too
 
         # --- Decide by the validation images, on numbers that all ranks share
-        found = None
+        validation = None
         if recipe.val_size:
-            run.status(phase="validation", step=progress.step)
-            found = evaluate_split(accelerator, model, val_loader, classes, stop)
+            folder.status(phase="validation", step=progress.step)
+            validation = evaluate_split(accelerator, model, val_loader, classes, stop)
         progress.epoch += 1
-        if found:
-            line = {"epoch": epoch, "val_accuracy": found.accuracy, "val_loss": found.loss}
-            run.append_metrics(progress.step, line)
-            shown += f"  validation {found.accuracy:.4f}"
-            if progress.validated(found.accuracy, recipe) and recipe.patience:
+        if validation:
+            accuracy = validation.accuracy
+            line = {"epoch": epoch, "val_accuracy": accuracy, "val_loss": validation.loss}
+            folder.append_metrics(progress.step, line)
+            shown += f"  validation {accuracy:.4f}"
+            if progress.validated(accuracy, recipe) and recipe.patience:
                 state.best_weights = {name: w.clone() for name, w in net.state_dict().items()}
         screen.say(shown)
         if progress.stopped_by:
             screen.say(f"stopped by {progress.stopped_by} after epoch {progress.epoch}")
 
     # --- Test once, without autocast, the weights that are kept
-    run.status(phase="test", step=progress.step)
+    folder.status(phase="test", step=progress.step)
     save()
     final = accelerator.unwrap_model(model, keep_fp32_wrapper=False, keep_torch_compile=False)
     if state.best_weights:
@@ -189,19 +186,23 @@ def train_in(
 
     # --- Write what stays
     content = weights_file.to_bytes(final.state_dict(), recipe.model, images.classes)
-    run.write_bytes(run_folder.MODEL, content)
+    folder.write_bytes(run_folder.MODEL, content)
     outcome = summary.summarise(config, world, images, state, test)
-    run.write_json(run_folder.SUMMARY, outcome)
-    screen.say(summary.last_lines(outcome, run))
+    folder.write_json(run_folder.SUMMARY, outcome)
+    screen.say(summary.last_lines(outcome, folder))
     return outcome
 
 
-def resolve(config: TrainConfig, world: World) -> tuple[TrainConfig, data.ImageData]:
+def resolve(
+    config: TrainConfig, found: dict[str, Any] | None, world: World
+) -> tuple[TrainConfig, data.ImageData]:
     """The configuration with every default filled in, and the data.
 
     Every machine has the data before the first collective; rank 0 decides what `auto` means.
+    A run that goes on keeps what it began with, but for the flags that were typed.
     """
-    board, cache_dir = world.board, config.run.cache_dir
+    config = resume.inherit(config, found)
+    board, cache_dir, size = world.board, config.run.cache_dir, world.accelerator.num_processes
     name, notes = board.decided_by_rank_0(
         "dataset", lambda: data.choose(config.run.dataset, cache_dir)
     )
@@ -209,7 +210,7 @@ def resolve(config: TrainConfig, world: World) -> tuple[TrainConfig, data.ImageD
     images = dataclasses.replace(images, warnings=[*notes, *images.warnings])
     board.wait_for_all("data")
     run = dataclasses.replace(config.run, dataset=name)
-    size = world.accelerator.num_processes
+    resume.refuse_uneven(config.recipe, size, found)
     recipe = resolve_recipe(config.recipe, len(images.train_labels), size)
     return dataclasses.replace(config, run=run, recipe=recipe), images
 
@@ -239,34 +240,3 @@ def throw_away_one_backward(model: nn.Module, rows: data.Rows, batch_size: int) 
     images, labels, _ = rows.__getitems__(torch.arange(batch_size))
     F.cross_entropy(model(images.to(device)), labels.to(device)).backward()
     model.zero_grad()
-
-
-def step_sums(loss: torch.Tensor, images: int) -> torch.Tensor:
-    """float64 [loss_sum, seen, bad] of one batch, without asking the device for a number.
-
-    A batch whose loss is not finite is one bad batch, and neither seen nor summed. Rounded to
-    2**-30, sums are exact, and therefore equal however a run was cut into parts.
-    """
-    finite = torch.isfinite(loss)
-    loss_sum = torch.where(finite, loss.double() * images, 0.0)
-    loss_sum = (loss_sum * 2**30).round() / 2**30
-    return torch.stack([loss_sum, finite * float(images), (~finite).double()])
-
-
-def refuse_divergence(
-    bad_in_a_row: float, step: int, config: TrainConfig, accelerator: Accelerator
-) -> None:
-    """Raises DivergedError, on all ranks alike, once the weights are beyond repair.
-
-    Without a loss scaler one loss that is not finite has spoilt them already; with fp16's, which
-    leaves such a step out, it takes several steps in a row.
-
-    Args:
-        bad_in_a_row: batches over all ranks, since the last time that none was bad.
-    """
-    batches_per_step = accelerator.num_processes * config.recipe.grad_accum
-    if bad_in_a_row > (BAD_STEPS_ALLOWED * batches_per_step if accelerator.scaler else 0):
-        raise DivergedError(
-            f"--lr {config.recipe.lr:g}: by step {step} the loss is not a finite number any more;"
-            " use a lower rate, or --max-grad-norm 1"
-        )

@@ -98,11 +98,13 @@ class Training:
             self.launcher = psutil.Process(self.running.process.pid)
 
     def workers(self) -> list[psutil.Process]:
-        if isinstance(self.running, World):
-            return [psutil.Process(p.pid) for p in self.running.processes if p.pid]
-        assert self.launcher
-        found = self.launcher.children()
-        return found or [self.launcher]  # python itself, without a launcher
+        try:
+            if isinstance(self.running, World):
+                return [psutil.Process(each.pid) for each in self.running.processes]
+            assert self.launcher
+            return self.launcher.children()
+        except psutil.NoSuchProcess:
+            return []  # it has ended
 
     def ended(self) -> None:
         if isinstance(self.running, World):
@@ -171,13 +173,13 @@ class Chaos:
         self.tally.tried[fault] += 1
         steps = [newest_step(run)]
         for _ in range(times - 1):
+            before = (run / run_folder.STATUS).read_bytes()
             started = self.start(run, resume=True)
+            wait_until_changed(run / run_folder.STATUS, before)
             if self._hit(started, run, fault, seconds / 2):
                 steps.append(newest_step(run))
         if run_folder.read_json(run / run_folder.STATUS)["state"] != "finished":
             self.start(run, resume=True).ended()
-        else:
-            steps.pop()
         summary = run_folder.read_json(run / run_folder.SUMMARY)
         assert 0 < summary["resumed_from"][0] <= STEPS, summary["resumed_from"]
         assert summary["resumed_from"][-1] == steps[-1], (summary["resumed_from"], steps)
@@ -192,6 +194,9 @@ class Chaos:
         """Whether the run was alive and unfinished when the fault came."""
         time.sleep(self.random.uniform(0, seconds))
         workers = started.workers()
+        if not workers:
+            started.ended()
+            return False
         name, _, whom = fault.partition(" ")
         victims = {
             "worker": [self.random.choice(workers)],
@@ -231,14 +236,22 @@ class Chaos:
         return True
 
 
-def wait_for_checkpoint(run: Path, timeout_s: float = 60) -> float:
+def wait_for_checkpoint(run: Path) -> float:
     """time.time() when the first one is there."""
+    wait_until(lambda: checkpoint.newest_first(run))
+    return time.time()
+
+
+def wait_until(condition: Callable[[], Any], timeout_s: float = 60) -> None:
     deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        if checkpoint.newest_first(run):
-            return time.time()
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"not within {timeout_s:g} s")
         time.sleep(0.002)
-    raise TimeoutError(f"no checkpoint in {run}")
+
+
+def wait_until_changed(file: Path, before: bytes) -> None:
+    wait_until(lambda: file.read_bytes() != before)
 
 
 def newest_step(run: Path) -> int:

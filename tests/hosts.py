@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import subprocess
@@ -10,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
+REPOSITORY = Path(__file__).parent.parent
 SUBNET = "10.77.0"
+NUMBERS = itertools.count()
 
 
 def require_hosts() -> None:
@@ -28,12 +31,15 @@ class Hosts:
     """`count` hosts on one bridge, 10.77.0.1 and up; each resolves its own name to 127.0.0.1.
 
     That is what Debian's default /etc/hosts does, and what makes gloo advertise an address that
-    only the host itself can reach.
+    only the host itself can reach. `delay_ms` (each way) and `loss_percent` make all links worse.
     """
 
-    def __init__(self, count: int) -> None:
-        self.names = [f"ddpm{os.getpid()}h{index}" for index in range(count)]
-        self.bridge = f"ddpmb{os.getpid() % 10000}"
+    def __init__(self, count: int, delay_ms: float = 0, loss_percent: float = 0) -> None:
+        self.worse = (str(delay_ms), str(loss_percent)) if delay_ms or loss_percent else None
+        self.wires: list[subprocess.Popen[str]] = []
+        number = next(NUMBERS)  # a deleted namespace goes once its last process has gone
+        self.names = [f"ddpm{os.getpid()}n{number}h{index}" for index in range(count)]
+        self.bridge = f"ddpb{os.getpid() % 10**5}n{number}"  # with p0 behind it, at most 15 letters
 
     def __enter__(self) -> Hosts:
         try:
@@ -42,8 +48,7 @@ class Hosts:
             for index, name in enumerate(self.names):
                 outside = f"{self.bridge}p{index}"
                 run("ip", "netns", "add", name)
-                run("ip", "link", "add", outside, "type", "veth", "peer", "eth0", "netns", name)
-                run("ip", "link", "set", outside, "master", self.bridge, "up")
+                self._plug_in(name, outside)
                 inside = ["ip", "-n", name]
                 run(*inside, "link", "set", "lo", "up")
                 run(*inside, "addr", "add", f"{self.address(index)}/24", "dev", "eth0")
@@ -56,8 +61,24 @@ class Hosts:
             raise
         return self
 
+    def _plug_in(self, name: str, outside: str) -> None:
+        """A cable from the host's eth0 to the bridge, or a worse link where one is asked for."""
+        if self.worse is None:
+            run("ip", "link", "add", outside, "type", "veth", "peer", "eth0", "netns", name)
+            run("ip", "link", "set", outside, "master", self.bridge, "up")
+            return
+        command = [sys.executable, "-m", "tests.wire", name, self.bridge, outside, *self.worse]
+        wire = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY)
+        self.wires.append(wire)
+        assert wire.stdout
+        assert wire.stdout.readline() == "ready\n"
+
     def __exit__(self, *_error: object) -> None:
-        for name in self.names:
+        for wire in self.wires:
+            wire.kill()
+            wire.communicate()
+        for index, name in enumerate(self.names):
+            subprocess.run(["ip", "link", "delete", f"{self.bridge}p{index}"], capture_output=True)
             subprocess.run(["ip", "netns", "delete", name], capture_output=True)
             shutil.rmtree(Path("/etc/netns") / name, ignore_errors=True)
         subprocess.run(["ip", "link", "delete", self.bridge], capture_output=True)
@@ -71,12 +92,6 @@ class Hosts:
 
     def mend(self, index: int) -> None:
         run("ip", "link", "set", f"{self.bridge}p{index}", "up")
-
-    def shape(self, index: int, link: str) -> None:
-        """What host `index` sends goes over a worse link, e.g. `delay 20ms` or `loss 2%`."""
-        name = self.names[index]
-        tc = ["tc", "qdisc", "add", "dev", "eth0", "root", "netem", *link.split()]
-        run("ip", "netns", "exec", name, *tc)
 
     def command(self, index: int, *command: str) -> list[str]:
         """`command` on host `index`, under that host's name."""

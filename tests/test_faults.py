@@ -580,16 +580,88 @@ def test_fault_18_a_link_that_is_cut_for_3_s_and_for_good(tmp_path: Path) -> Non
 def test_fault_19_a_slow_or_lossy_link_changes_no_weight(tmp_path: Path) -> None:
     hosts.require_hosts()
     written = []
-    for number, link in enumerate((None, "delay 20ms", "delay 3ms loss 2%")):
-        folder = tmp_path / str(number)
+    for delay_ms, loss_percent in ((0, 0), (10, 0), (1, 1)):
+        folder = tmp_path / str(delay_ms)
         folder.mkdir()
-        with hosts.Hosts(2) as network:
-            if link:
-                network.shape(1, link)
+        with hosts.Hosts(2, delay_ms, loss_percent) as network:
             started = two_hosts(network, folder, "--epochs", "2", "--dist-timeout", "60")
             assert [each.ended().code for each in started] == [0, 0]
         written.append((folder / "host0" / "run" / "model.safetensors").read_bytes())
     assert written == [written[0]] * 3
+
+
+@pytest.mark.soak
+def test_fault_15_a_main_port_that_is_taken_on_a_host(tmp_path: Path) -> None:
+    hosts.require_hosts()
+    listen = "import socket, time; s = socket.create_server(('', 29444)); time.sleep(60)"
+    with hosts.Hosts(1) as network:
+        other = Started(network.command(0, sys.executable, "-c", listen), tmp_path, program=None)
+        time.sleep(1)
+        began = time.monotonic()
+        code, line = on_a_host(network, 0, tmp_path, f"tcp://{network.address(0)}:29444", rank=0)
+        took = time.monotonic() - began
+        for process in psutil.Process(other.process.pid).children(recursive=True):
+            process.kill()
+        other.process.kill()
+        other.ended()
+    assert (code, line[:31]) == (2, "ddp-mnist: error: port 29444: c")
+    assert took < 5
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("address", ["10.77.0.99:29444", "no-such-host:29444"])
+def test_fault_16_a_main_address_where_nobody_is(address: str, tmp_path: Path) -> None:
+    hosts.require_hosts()
+    began = time.monotonic()
+    with hosts.Hosts(1) as network:
+        code, line = on_a_host(network, 0, tmp_path, f"tcp://{address}", rank=1)
+    assert time.monotonic() - began < 4 + 10
+    assert code == 6
+    assert line.startswith(f"ddp-mnist: error: {address}: rank 1 of 2 reached nobody there")
+
+
+@pytest.mark.soak
+def test_fault_17_a_node_that_never_comes(tmp_path: Path) -> None:
+    hosts.require_hosts()
+    began = time.monotonic()
+    with hosts.Hosts(1) as network:
+        code, line = on_a_host(network, 0, tmp_path, f"tcp://{network.address(0)}:29444", rank=0)
+    assert time.monotonic() - began < 4 + 10
+    assert code == 6
+    assert "1 of 2 processes came within 4 s; missing: rank 1" in line
+
+
+def on_a_host(
+    network: hosts.Hosts, index: int, folder: Path, address: str, rank: int
+) -> tuple[int, str]:
+    """The code of one process of two that cannot meet the other, and its one line."""
+    command = [sys.executable, *TRAIN, *LONG.split(), "run", "--init-method", address]
+    command += ["--rank", str(rank), "--world-size", "2", "--dist-timeout", "4"]
+    ended = Started(network.command(index, *command), folder, HUSH, program=None).ended()
+    [line] = ended.err.splitlines()
+    assert not (folder / "run").exists()
+    return ended.code, line
+
+
+@pytest.mark.soak
+def test_fault_20_a_frozen_host(tmp_path: Path) -> None:
+    hosts.require_hosts()
+    with hosts.Hosts(2) as network:
+        started = two_hosts(network, tmp_path)
+        run = tmp_path / "host0" / "run"
+        wait_for_checkpoint(run)
+        trainers = [psutil.Process(each.process.pid) for each in started]
+        frozen = [trainers[1], *trainers[1].children(recursive=True)]
+        for process in frozen:
+            process.suspend()
+        began = time.monotonic()
+        line = first_error(started[0])
+        assert time.monotonic() - began < 8 + 10
+        for process in frozen:
+            process.resume()
+        started[1].ended()
+    assert line.startswith("ddp-mnist: error: lost contact with rank 1 of 2 (")
+    assert status(run) == ("failed", 6)
 
 
 @pytest.mark.soak

@@ -3,10 +3,13 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from ddp_mnist.config import Recipe
+from ddp_mnist.errors import DivergedError
 from ddp_mnist.progress import Lookout, Progress
 
 
@@ -115,48 +118,89 @@ def looks(seconds_per_step: float, steps: int, first: int = 0) -> list[int]:
     lookout, last, found = Lookout(first), first, []
     for step in range(first + 1, first + steps + 1):
         if step >= lookout.next:
-            lookout.looked(step, (step - last) * seconds_per_step)
+            lookout.looked(step, (step - last) * seconds_per_step, lookout.rate)
             last = step
             found.append(step)
     return found
 
 
-def test_they_look_up_after_one_step_and_then_once_a_second() -> None:
+def test_they_look_up_after_a_step_or_two_and_then_once_a_second() -> None:
     assert Lookout(5).next == 6
-    assert looks(0.125, 30) == [1, 9, 17, 25]
-    assert looks(0.125, 30, first=1000) == [1001, 1009, 1017, 1025]
-    assert looks(0.3, 10) == [1, 4, 7, 10]
+    assert looks(0.125, 30) == [1, 2, 10, 18, 26]  # the second one measures
+    assert looks(0.125, 30, first=1000) == [1001, 1002, 1010, 1018, 1026]
+    assert looks(0.3, 10) == [1, 2, 5, 8]
     assert looks(1.0, 3) == looks(5.0, 3) == looks(1e9, 3) == [1, 2, 3]
 
 
 @pytest.mark.parametrize("pace", [1e-3, 0.0137, 0.1, 0.26, 0.49])
 def test_about_a_second_lies_between_two_looks(pace: float) -> None:
     found = looks(pace, int(20 / pace))
-    gaps = [(b - a) * pace for a, b in itertools.pairwise(found)]
+    gaps = [(b - a) * pace for a, b in itertools.pairwise(found[1:])]
     assert 19 <= len(gaps) <= 40
     assert all(0.5 < gap < 1.01 for gap in gaps)
 
 
 def test_a_step_that_took_no_time_is_no_error() -> None:
     lookout = Lookout(0)
-    lookout.looked(1, 0.0)
-    assert lookout.next == 1001
+    lookout.looked(1, 0.0, 0.0)
+    assert (lookout.next, lookout.rate) == (2, 1000.0)
 
 
 def test_looks_in_between_change_the_plan() -> None:
     lookout = Lookout(0)
-    lookout.looked(1, 0.1)
-    assert lookout.next == 11
-    lookout.looked(5, 2.0)  # for a log line
-    assert lookout.next == 7
+    lookout.looked(1, 0.1, 10.0)
+    assert (lookout.next, lookout.rate) == (11, pytest.approx(10))
+    lookout.looked(5, 2.0, 2.9)  # for a log line
+    assert (lookout.next, lookout.rate) == (7, 2.0)
 
 
-def test_equal_numbers_make_equal_plans_with_a_step_at_least() -> None:
+def test_equal_rates_make_equal_plans_with_a_step_at_least() -> None:
     numbers = random.Random(0)
     a, b, step = Lookout(3), Lookout(3), 3
     for _ in range(1000):
         step += numbers.randrange(1, 50)
-        seconds = 10 ** numbers.uniform(-6, 6)
-        a.looked(step, seconds)
-        b.looked(step, seconds)
+        rate = 10 ** numbers.uniform(-6, 6)
+        a.looked(step, numbers.uniform(0.1, 3), rate)
+        b.looked(step, numbers.uniform(0.1, 3), rate)
         assert step < a.next == b.next
+
+
+def scaled(world_size: int, scaler: bool) -> Any:
+    accelerator = SimpleNamespace(scaler=scaler or None, num_processes=world_size)
+    return SimpleNamespace(accelerator=accelerator)
+
+
+def test_without_a_scaler_one_bad_loss_is_the_end() -> None:
+    progress = Progress(step=7)
+    progress.refuse_divergence(Recipe(), scaled(2, scaler=False))
+    progress.add(1.0, 1.0, 1.0, 0.1)
+    with pytest.raises(DivergedError, match=r"^--lr 0.01: by step 7 the loss is not a finite"):
+        progress.refuse_divergence(Recipe(), scaled(2, scaler=False))
+
+
+def test_with_a_scaler_a_few_bad_steps_are_not() -> None:
+    progress, world = Progress(), scaled(2, scaler=True)
+    recipe = Recipe(grad_accum=2)
+    for _ in range(3):
+        progress.add(0.0, 0.0, 4.0, 0.1)  # 2 processes x 2 parts
+        progress.refuse_divergence(recipe, world)
+    progress.add(0.0, 0.0, 1.0, 0.1)
+    with pytest.raises(DivergedError):
+        progress.refuse_divergence(recipe, world)
+    progress.add(1.0, 1.0, 0.0, 0.1)
+    progress.refuse_divergence(recipe, world)
+
+
+def test_fault_24_gradients_that_always_overflow_have_an_end() -> None:
+    progress, world = Progress(), scaled(1, scaler=True)
+    for _ in range(24):
+        progress.stepped(skipped=True)
+        progress.refuse_divergence(Recipe(), world)
+    progress.stepped(skipped=False)
+    for _ in range(24):
+        progress.stepped(skipped=True)
+    progress.refuse_divergence(Recipe(), world)
+    assert (progress.step, progress.skipped_steps) == (49, 48)
+    progress.stepped(skipped=True)
+    with pytest.raises(DivergedError, match=r"^--lr 0.01: by step 50 the gradient is not"):
+        progress.refuse_divergence(Recipe(), world)

@@ -245,9 +245,25 @@ def test_fault_08_another_seed_data_set_or_dtype_is_refused_by_name(
 
 def test_fewer_epochs_than_are_done_are_refused(stopped: tuple[TrainConfig, Path]) -> None:
     told, folder = stopped
+    before = snapshot(folder)
     [error] = World(1, just_train, resumed(told, epochs=1), folder=folder).outcomes()
     assert isinstance(error, UsageError)
     assert str(error).startswith("--epochs 1: the run is beyond them, at step ")
+    assert str(error).endswith("ask for at least 2")
+    assert snapshot(folder) == before
+
+
+def test_processes_that_do_not_divide_the_batch_are_refused(
+    stopped: tuple[TrainConfig, Path],
+) -> None:
+    told, folder = stopped
+    outcomes = World(5, just_train, resumed(told), folder=folder).outcomes()
+    assert {error.code for error in outcomes} == {2}
+    [told_by] = [error for error in outcomes if error.agreed]
+    assert str(told_by) == (
+        "--resume run: its batch of 72 does not divide by 10, for 5 processes x --grad-accum 2;"
+        " use 1, 2, 3, 4, 6, 9, 12, 18, 36 processes"
+    )
 
 
 def test_fault_08_what_changed_is_said_in_one_line(tmp_path: Path) -> None:
@@ -288,7 +304,8 @@ def test_a_finished_run_is_one_line_and_untouched(tmp_path: Path) -> None:
     ):
         [screen] = run_world(1, what_it_says, again, folder=tmp_path)
         [line] = screen.splitlines()
-        assert line.startswith("run: finished already, 1 epochs, test accuracy 0.")
+        assert line.startswith("run: finished already, after 1 epochs, test accuracy 0.")
+        assert line.endswith("; to go on, change --epochs")
         assert snapshot(tmp_path) == before
 
 
@@ -312,6 +329,62 @@ def test_auto_begins_and_begins_again_where_nothing_was_saved(tmp_path: Path) ->
     steps = [line["step"] for line in what_stays(run)[1]]
     assert steps == [7, 14, 15, 15]
     assert leftovers(run) == []
+
+
+def test_latest_may_lead_elsewhere_meanwhile(tmp_path: Path) -> None:
+    told = config("runs/a", epochs=2)
+    stop(told, tmp_path, step=5)
+    latest = tmp_path / "runs" / "latest"
+    assert latest.readlink() == Path("a")
+    by_link = resumed(dataclasses.replace(told, run=dataclasses.replace(told.run, run_dir="x")))
+    by_link = dataclasses.replace(
+        by_link, run=dataclasses.replace(by_link.run, resume="runs/latest")
+    )
+    world = World(1, _move_latest_then_train, by_link, folder=tmp_path)
+    assert world.results()[0]["steps"] == 30
+    assert sorted(path.name for path in (tmp_path / "runs" / "b").iterdir()) == []
+    assert run_folder.read_json(tmp_path / "runs" / "a" / "status.json")["state"] == "finished"
+
+
+def _move_latest_then_train(told: TrainConfig) -> dict[str, Any]:
+    from unittest.mock import patch
+
+    from ddp_mnist import train
+
+    build = train.build_model
+
+    def move(*args: Any) -> Any:
+        if not Path("runs/b").exists():
+            Path("runs/b").mkdir()
+            Path("runs/latest").unlink()
+            Path("runs/latest").symlink_to("b")
+        return build(*args)
+
+    with patch.object(train, "build_model", move):
+        return just_train(told)
+
+
+def test_a_folder_is_found_under_any_spelling(tmp_path: Path) -> None:
+    told = config(epochs=1)
+    stop(told, tmp_path, step=5)
+    again = resumed(told)
+    spelt = dataclasses.replace(again, run=dataclasses.replace(again.run, resume="./run/"))
+    [summary] = run_world(1, just_train, spelt, folder=tmp_path)
+    assert summary["steps"] == 15
+
+
+def test_one_command_begins_goes_on_and_is_done(tmp_path: Path) -> None:
+    """What a scheduler does that queues a preempted job again."""
+    told = config("run", epochs=2)
+    auto = dataclasses.replace(told, run=dataclasses.replace(told.run, resume="auto"))
+    auto = dataclasses.replace(auto, typed=frozenset({"dataset", "epochs", "batch_size"}))
+    first = stop(auto, tmp_path, step=3, size=2)
+    second = stop(auto, tmp_path, step=20, size=2, by=1)
+    [summary, _] = run_world(2, just_train, auto, folder=tmp_path)
+    assert summary["resumed_from"] == [first, second]
+    assert run_world(2, just_train, auto, folder=tmp_path) == [{}, {}]
+    run_world(2, just_train, config("unbroken", epochs=2), folder=tmp_path)
+    assert what_stays(tmp_path / "run") == what_stays(tmp_path / "unbroken")
 
 
 def test_times_are_summed_over_the_parts(tmp_path: Path) -> None:
@@ -361,7 +434,7 @@ def test_fault_07_no_run_or_a_damaged_one(tmp_path: Path) -> None:
     for error in outcomes:
         assert isinstance(error, DdpMnistError), error
         assert error.code == 4, error
-    assert str(outcomes[0]).startswith("--resume run: run holds no run that train wrote")
+    assert str(outcomes[0]).startswith("--resume run: run holds no run to go on with")
     assert str(outcomes[-2]).startswith(f"run/checkpoints/{newest.name}: is damaged or cut short")
     assert "holds no complete checkpoint" in str(outcomes[-1])
 

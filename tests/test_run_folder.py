@@ -332,8 +332,8 @@ def test_never_do_two_hold_the_lock_although_its_file_comes_and_goes(tmp_path: P
 def test_what_a_killed_process_left_half_written_is_removed(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "other").mkdir()
-    stays = ["status.json", "notes.tmp", ".hidden", "checkpoints/step-00000001.pt", "other/.x.tmp"]
-    goes = [".status.json.12-34.tmp", ".x.tmp", "checkpoints/.step-00000002.pt.12-34.tmp"]
+    stays = ["status.json", "notes.tmp", ".hidden", "checkpoints/step-00000001.pt", ".x.tmp"]
+    goes = [".status.json.12-34.tmp", "checkpoints/.step-00000002.pt.12-34.tmp"]
     for name in (*stays, *goes):
         (tmp_path / name).touch()
     take_over(tmp_path).release()

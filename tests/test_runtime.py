@@ -400,9 +400,9 @@ def train_otherwise(what: str) -> Any:
     from ddp_mnist import data, summary
 
     if os.environ["RANK"] == "1":
-        versions, load = summary.versions(), data.load
+        versions, load = summary.package_versions(), data.load
         if what == "torch":
-            summary.versions = lambda: versions | {"torch": "2.0.0"}
+            summary.package_versions = lambda: versions | {"torch": "2.0.0"}
         elif what == "the code's digest":
             summary.code_digest = lambda: "0123"
         else:

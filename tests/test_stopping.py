@@ -107,7 +107,7 @@ def test_what_cannot_be_saved_is_told_instead() -> None:
 def test_before_there_is_anything_to_save() -> None:
     with pytest.raises(Preempted) as told:
         StopSignals().obey(WEIGHTS[TERM], True)
-    assert str(told.value) == "SIGTERM: nothing was there to save yet"
+    assert str(told.value) == "SIGTERM: stopped"
     assert told.value.agreed
 
 
@@ -121,7 +121,7 @@ def test_ask_adds_up_the_weights_of_all_ranks() -> None:
     accelerator = Mock(device="cpu", reduce=reduce, is_main_process=False)
     stop = StopSignals()
     stop.note(TERM)
-    with pytest.raises(FailedElsewhere, match="SIGINT: nothing was there") as told:
+    with pytest.raises(FailedElsewhere, match="SIGINT: stopped") as told:
         stop.ask(accelerator)
     assert told.value.code == 130
     assert (sums[0].item(), sums[0].dtype) == (1.0, torch.float64)

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import subprocess
-from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from ddp_mnist import summary
+from ddp_mnist import summary, versions
 from ddp_mnist.config import Distribution, Recipe, Run, TrainConfig
 from ddp_mnist.run_folder import RunFolder
 
@@ -26,65 +24,6 @@ from ddp_mnist.run_folder import RunFolder
 )
 def test_count(number: int, noun: str, text: str) -> None:
     assert summary.count(number, noun) == text
-
-
-def test_versions_are_those_of_all_packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = summary.versions()
-    packages = {"torch", "torchvision", "accelerate", "datasets", "evaluate", "safetensors"}
-    assert found.keys() == packages | {"python"}
-    assert all(found[package] == version(package) for package in packages)
-    assert torch.__version__.startswith(found["torch"].partition("+")[0])
-    monkeypatch.setattr(summary, "PACKAGES", ("no-such-package",))
-    assert summary.versions()["no-such-package"] == "missing"
-
-
-def test_the_codes_digest_changes_with_the_code(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert summary.code_digest() == summary.code_digest()
-    monkeypatch.setattr(summary, "__file__", str(tmp_path / "summary.py"))
-    (tmp_path / "train.py").write_text("a = 1\n")
-    before = summary.code_digest()
-    (tmp_path / "notes.txt").write_text("no code")
-    assert summary.code_digest() == before
-    (tmp_path / "train.py").write_text("a = 2\n")
-    assert summary.code_digest() != before
-    assert len(before) == 16
-
-
-def git(folder: Path, *arguments: str) -> str:
-    who = ("-c", "user.name=t", "-c", "user.email=t@t", "-c", "commit.gpgsign=false")
-    command = ["git", "-C", str(folder), *who, *arguments]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
-
-
-def test_the_commit_is_that_of_the_checkout(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    package = tmp_path / "ddp_mnist"
-    package.mkdir()
-    code = package / "summary.py"
-    code.write_text("a = 1\n")
-    monkeypatch.setattr(summary, "__file__", str(code))
-    assert summary.git_commit() is None  # no checkout
-    git(tmp_path, "init", "-q")
-    (tmp_path / "readme").touch()
-    git(tmp_path, "add", "readme")
-    git(tmp_path, "commit", "-qm", "somebody else's")
-    assert summary.git_commit() is None  # in a checkout, but not a part of it
-    git(tmp_path, "add", "ddp_mnist")
-    git(tmp_path, "commit", "-qm", "ours")
-    git(tmp_path, "tag", "v1")
-    commit = git(tmp_path, "rev-parse", "HEAD")
-    assert len(commit) == 40
-    assert summary.git_commit() == commit
-    code.write_text("a = 2\n")
-    assert summary.git_commit() == commit + "+"
-
-
-def test_no_commit_where_there_is_no_git(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "")
-    assert summary.git_commit() is None
 
 
 def world(device: str = "cpu", processes: int = 1) -> Any:
@@ -109,8 +48,8 @@ def test_facts_are_what_has_to_be_equal() -> None:
     # what is in effect, not what was asked for
     assert (facts["--mixed-precision"], facts["--backend"]) == ("bf16", "gloo")
     assert facts["the data's digest"] == "abc"
-    assert facts["the code's digest"] == summary.code_digest()
-    assert facts["torch"] == version("torch")
+    assert facts["the code's digest"] == versions.code_digest()
+    assert facts["torch"] == versions.package_versions()["torch"]
     for may_differ in ("run-dir", "cache-dir", "quiet", "rank", "local-rank", "world-size"):
         assert f"--{may_differ}" not in facts
     other = TrainConfig(
