@@ -74,7 +74,7 @@ train-multinode: $(READY) ## This node's part (MACHINE_RANK= MAIN_PROCESS_IP=), 
 evaluate: $(READY) ## Exact metrics of RUN=runs/latest on its test images
 	@$(PY) -m ddp_mnist evaluate $(RUN) $(ARGS)
 
-test: $(READY) ## Run the tests (about 4 minutes on 2 cores, no network)
+test: $(READY) ## Run the tests (about 6 minutes on 2 cores, no network)
 	@$(PY) -m pytest -n 2 --dist loadfile $(ARGS)
 
 soak: $(READY) ## Run the long tests (under an hour); CHAOS=200 hits that many runs at random

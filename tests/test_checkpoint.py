@@ -94,7 +94,7 @@ def test_a_file_is_named_by_its_step_and_ends_with_its_digest(tmp_path: Path) ->
     assert torch.load(io.BytesIO(raw[:-DIGEST_BYTES]))["step"] == 7
 
 
-def test_the_newest_are_kept_by_step_whatever_the_clock_says(tmp_path: Path) -> None:
+def test_fault_33_the_newest_are_kept_by_step_whatever_the_clock_says(tmp_path: Path) -> None:
     for step in (1, 2, 3, 99_999_999, 100_000_000):
         save(tmp_path, step, content(step), keep=3)
         os.utime(at(tmp_path, step), (10**9 - step, 10**9 - step))  # each older than the last
@@ -126,7 +126,7 @@ STRAYS = [
 ]
 
 
-def test_files_of_other_names_are_left_alone(tmp_path: Path) -> None:
+def test_fault_10_files_of_other_names_are_left_alone(tmp_path: Path) -> None:
     place(tmp_path, {})
     for stray in STRAYS:
         (tmp_path / "checkpoints" / stray).write_bytes(to_bytes(content(9)))
@@ -138,14 +138,14 @@ def test_files_of_other_names_are_left_alone(tmp_path: Path) -> None:
     assert names(tmp_path) == sorted([*STRAYS, "step-00000002.pt", "step-00000003.pt"])
 
 
-def test_a_folder_named_like_a_checkpoint_is_not_taken_for_one(tmp_path: Path) -> None:
+def test_fault_10_a_folder_named_like_a_checkpoint_is_not_taken_for_one(tmp_path: Path) -> None:
     place(tmp_path, {1: to_bytes(content(1))})
     at(tmp_path, 9).mkdir()
     raw, step, _ = read_newest(tmp_path)
     assert (raw, step) == (to_bytes(content(1)), 1)
 
 
-def test_the_new_one_is_on_the_disk_before_an_older_one_goes(
+def test_fault_04_the_new_one_is_on_the_disk_before_an_older_one_goes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for step in (1, 2):
@@ -219,7 +219,7 @@ def run(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EDQUOT])
 @pytest.mark.parametrize("function", ["fsync", "replace"])
-def test_a_call_that_fails_leaves_the_older_ones_and_no_other(
+def test_fault_05_a_call_that_fails_leaves_the_older_ones_and_no_other(
     function: str, number: int, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patched:
@@ -230,7 +230,7 @@ def test_a_call_that_fails_leaves_the_older_ones_and_no_other(
     assert steps(run) == [3, 2]
 
 
-def test_a_disk_that_fills_up_half_way(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fault_05_a_disk_that_fills_up_half_way(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_folder, "open", HalfWritten, raising=False)
     refused(run, "No space left on device")
 
@@ -274,7 +274,7 @@ def passed_over(damaged: bytes, why: str, folder: Path) -> None:
 OTHER = "is damaged or cut short: its SHA-256 is another"
 
 
-def test_a_file_that_is_cut_short_is_passed_over(tmp_path: Path) -> None:
+def test_fault_07_a_file_that_is_cut_short_is_passed_over(tmp_path: Path) -> None:
     raw = to_bytes(content(2))
     for part in range(20):
         size = [1, DIGEST_BYTES, DIGEST_BYTES + 1, len(raw) - DIGEST_BYTES, len(raw) - 1][part % 5]
@@ -284,7 +284,7 @@ def test_a_file_that_is_cut_short_is_passed_over(tmp_path: Path) -> None:
         passed_over(raw[:size], why, tmp_path / str(part))
 
 
-def test_a_file_that_is_empty_is_passed_over(tmp_path: Path) -> None:
+def test_fault_07_a_file_that_is_empty_is_passed_over(tmp_path: Path) -> None:
     passed_over(b"", "is empty", tmp_path)
 
 
@@ -292,7 +292,7 @@ def test_a_file_that_is_longer_is_passed_over(tmp_path: Path) -> None:
     passed_over(to_bytes(content(2)) + b"\0", OTHER, tmp_path)
 
 
-def test_one_bit_that_flipped_is_noticed(tmp_path: Path) -> None:
+def test_fault_07_one_bit_that_flipped_is_noticed(tmp_path: Path) -> None:
     raw = to_bytes(content(2))
     bits = random.Random(0).sample(range(len(raw) * 8), 190)
     bits += random.Random(1).sample(range((len(raw) - DIGEST_BYTES) * 8, len(raw) * 8), 10)
@@ -319,7 +319,7 @@ def test_each_damaged_one_is_told(tmp_path: Path) -> None:
     ]
 
 
-def test_where_none_is_whole_all_stay_as_they_are(tmp_path: Path) -> None:
+def test_fault_07_where_none_is_whole_all_stay_as_they_are(tmp_path: Path) -> None:
     place(tmp_path, {1: b"", 2: b"x", 3: b""})
     with pytest.raises(CheckpointError) as told:
         read_newest(tmp_path)
@@ -390,7 +390,7 @@ def legacy(content: Any) -> bytes:
 @pytest.mark.parametrize("write", [zipped, legacy, pickle.dumps])
 @pytest.mark.parametrize("wrapped", ["bare", "list", "dict", "state"])
 @pytest.mark.parametrize("function", [os.system, exec])
-def test_a_file_that_would_run_code_is_refused_and_runs_none(
+def test_fault_09_a_file_that_would_run_code_is_refused_and_runs_none(
     function: Callable[..., Any], wrapped: str, write: Callable[[Any], bytes], tmp_path: Path
 ) -> None:
     trace = tmp_path / "was_here"

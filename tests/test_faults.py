@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -75,7 +76,9 @@ def seconds_until_gone(processes: list[psutil.Process], timeout_s: float = 30) -
 # --- A process is lost
 
 
-def test_fault_01_02_and_34_a_worker_is_killed_and_then_the_launcher(tmp_path: Path) -> None:
+def test_fault_01_fault_02_fault_34_a_worker_is_killed_and_then_the_launcher(
+    tmp_path: Path,
+) -> None:
     """What `make train RESTARTS=3` goes through, to the weights of the unbroken run.
 
     A worker that took too much memory is killed by the kernel with the same signal.
@@ -277,6 +280,19 @@ def strace(folder: Path, *options: str, save: str = SAVE) -> tuple[Ended, str]:
     return Ended(done.returncode, done.stdout, done.stderr), trace.read_text()
 
 
+def calls_by_number(trace: str, folder: Path) -> dict[str, list[int]]:
+    """By name, which of their thread's calls those of `write_calls` are: so strace counts."""
+    found: dict[str, list[int]] = {}
+    counted: Counter[tuple[str, str]] = Counter()
+    for line in trace.splitlines():
+        if match := re.match(r"(\d+) +([a-z0-9_]+)\(", line):
+            thread, name = match.groups()
+            counted[thread, name] += 1
+            if write_calls(line, folder):
+                found.setdefault(name, []).append(counted[thread, name])
+    return found
+
+
 def saved_before(run: Path) -> None:
     import torch
 
@@ -311,18 +327,9 @@ def test_fault_03_killed_or_refused_at_every_call_of_a_save(
     saved_before(run)
     before = {path.name: path.read_bytes() for path in (run / "checkpoints").iterdir()}
     _, trace = strace(tmp_path)
-    counted: dict[str, int] = {}
-    for line in trace.splitlines():
-        if match := re.search(r"^\d+ +([a-z0-9]+)\(", line):
-            counted[match[1]] = counted.get(match[1], 0) + 1
     tried = held = 0
-    for name, _ in sorted(set(write_calls(trace, run / "checkpoints"))):
-        ours = [
-            number
-            for number, line in enumerate(re.findall(rf"^\d+ +{name}\(.*$", trace, re.M), start=1)
-            if str(run / "checkpoints") in line and ("open" not in name or "O_CREAT" in line)
-        ]
-        for number in ours:
+    for name, numbers in calls_by_number(trace, run / "checkpoints").items():
+        for number in numbers:
             for fault in ("signal=SIGKILL", "error=ENOSPC", "error=EIO"):
                 shutil.rmtree(run)
                 (run / "checkpoints").mkdir(parents=True)
@@ -353,7 +360,7 @@ def test_fault_03_killed_or_refused_at_every_call_of_a_save(
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR1, 143)]
 )
-def test_fault_12_and_13_a_signal_to_one_of_three_stops_all_at_one_step(
+def test_fault_12_fault_13_a_signal_to_one_of_three_stops_all_at_one_step(
     number: signal.Signals, code: int, tmp_path: Path
 ) -> None:
     world = World(3, train_until, long(), 40, number, 1, folder=tmp_path)
@@ -698,7 +705,7 @@ STOPS = ["SIGTERM worker", "SIGTERM worker", "SIGTERM all", "SIGINT worker", "SI
         ("torchrun", ["SIGTERM worker", "SIGTERM launcher"], 0.05),
     ],
 )
-def test_fault_01_02_11_12_chaos(
+def test_fault_01_fault_02_fault_11_fault_12_chaos(
     launcher: str,
     faults: list[str],
     share: float,
