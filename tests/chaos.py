@@ -231,7 +231,8 @@ class Chaos:
         elif whom == "launcher":
             assert took < 5, f"{fault}: {took:.1f} s"
         elif self.size > 1:
-            assert after["exit_code"] in (6, None), after
+            # With its launcher killed first, a worker may save with the others before it dies.
+            assert after["exit_code"] in ((6, None, 143) if whom == "both" else (6, None)), after
             assert took < 5, f"{fault}: {took:.1f} s"
         return True
 
