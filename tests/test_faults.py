@@ -33,6 +33,7 @@ from tests.chaos import (
     is_alive,
     leftovers,
     newest_step,
+    seconds_until_gone,
     wait_for_checkpoint,
     what_stays,
 )
@@ -64,13 +65,6 @@ def torchrun(run: Path, *flags: str) -> Started:
 def workers_of(started: Started) -> list[psutil.Process]:
     """By rank, as their launcher started them."""
     return psutil.Process(started.process.pid).children()
-
-
-def seconds_until_gone(processes: list[psutil.Process], timeout_s: float = 30) -> float:
-    began = time.monotonic()
-    psutil.wait_procs(processes, timeout=timeout_s)
-    assert not [process for process in processes if is_alive(process)]
-    return time.monotonic() - began
 
 
 # --- A process is lost
