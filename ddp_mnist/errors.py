@@ -6,7 +6,9 @@ A traceback means a bug in this package.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import NoReturn
 
 
 class DdpMnistError(Exception):
@@ -87,6 +89,18 @@ def one_line(error: DdpMnistError) -> str:
     # A file name or a damaged file may hold bytes that would steer the terminal.
     shown = "".join(character if character.isprintable() else "?" for character in words)
     return f"ddp-mnist: error: {shown} (code {error.code})"
+
+
+def run_program(run: Callable[[list[str]], int], argv: Sequence[str] | None) -> NoReturn:
+    """Exits with what `run` returns for the command line; an expected failure is its one line."""
+    try:
+        code = run(list(sys.argv[1:] if argv is None else argv))
+    except DdpMnistError as error:
+        print(one_line(error), file=sys.stderr, flush=True)
+        code = error.code
+    except KeyboardInterrupt:
+        code = 130
+    sys.exit(code)
 
 
 def did_you_mean(typed: str, legal: Iterable[str]) -> str:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from ddp_mnist.config import Distribution
-from ddp_mnist.errors import DdpMnistError, UsageError, one_line
+from ddp_mnist.errors import UsageError, run_program
 from ddp_mnist.launch import CONFIGS
 
 DEFAULT_PORT = 12345
@@ -52,14 +52,7 @@ class Node:
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
-    try:
-        code = run(list(sys.argv[1:] if argv is None else argv))
-    except DdpMnistError as error:
-        print(one_line(error), file=sys.stderr, flush=True)
-        code = error.code
-    except KeyboardInterrupt:
-        code = 130
-    sys.exit(code)
+    run_program(run, argv)
 
 
 def run(argv: list[str]) -> int:

@@ -22,20 +22,13 @@ from typing import Any, NoReturn
 from ddp_mnist import run_folder
 from ddp_mnist.cli import make_parser
 from ddp_mnist.config import Run
-from ddp_mnist.errors import DdpMnistError, UsageError, one_line
+from ddp_mnist.errors import UsageError, run_program
 
 ORPHANS_MAY_TAKE_S = 60  # processes whose launcher was killed save, and end
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
-    try:
-        code = run(list(sys.argv[1:] if argv is None else argv))
-    except DdpMnistError as error:
-        print(one_line(error), file=sys.stderr, flush=True)
-        code = error.code
-    except KeyboardInterrupt:
-        code = 130
-    sys.exit(code)
+    run_program(run, argv)
 
 
 def run(argv: list[str]) -> int:

@@ -99,9 +99,9 @@ def go_on(
     state: State, opened: Opened, world: World, recipe: Recipe, steps_per_epoch: int
 ) -> str | None:
     """Brings every rank to where rank 0's checkpoint left the run. Returns what to say of it."""
-    raw = world.send_from_rank_0(opened.checkpoint)
-    if not raw:
+    if not opened.goes_on:
         return None
+    raw = world.send_from_rank_0(opened.checkpoint)
     opened.checkpoint = b""  # it may be large
     where = f"the checkpoint of {opened.folder.path}"
     state.restore(checkpoint.from_bytes(raw, where)["state"], recipe, steps_per_epoch)
@@ -124,7 +124,7 @@ def save(opened: Opened, state: State, keep: int) -> str:
             f"--lr {opened.about['flags']['--lr']:g}: by step {step} the weights are not finite"
             " numbers any more; use a lower rate, or --max-grad-norm 1"
         )
-    folder.step = step
+    folder.reached(step)
     if folder.path:
         about = {**opened.about, "metrics_lines": folder.metrics_lines}
         checkpoint.save(folder.path, step, {**about, "state": state.content()}, keep)
@@ -210,7 +210,8 @@ class Opened:
         folder: where the run writes.
         resolved: what config.json is to hold.
         about: what each checkpoint says of the run, beside the State.
-        checkpoint: the bytes to go on from; none at the beginning of a run, and on other ranks.
+        goes_on: whether there is a checkpoint to go on from; known on every rank.
+        checkpoint: its bytes, on rank 0.
         changed: what is not as it was when the checkpoint was made.
         warnings: checkpoints that were passed over.
     """
@@ -218,6 +219,7 @@ class Opened:
     folder: RunFolder
     resolved: dict[str, Any]
     about: dict[str, Any]
+    goes_on: bool
     checkpoint: bytes = b""
     changed: list[str] = dataclasses.field(default_factory=list)
     warnings: list[str] = dataclasses.field(default_factory=list)
@@ -247,7 +249,9 @@ def open_run(config: TrainConfig, world: World, images: ImageData, found: Any) -
         "distribution": dataclasses.asdict(config.distribution)
         | {"backend": world.backend, "mixed_precision": world.precision},
     }
-    opened = Opened(RunFolder(None), resolved, about(config, world, run_id, images.digest))
+    opened = Opened(
+        RunFolder(None), resolved, about(config, world, run_id, images.digest), bool(found)
+    )
 
     def open_it() -> str:
         if found:
@@ -285,7 +289,7 @@ def take_up(opened: Opened, path: Path, recipe: Recipe, images: ImageData) -> No
     except BaseException:
         folder.release()
         raise
-    folder.step = step
+    folder.reached(step)
     opened.folder = folder
 
 

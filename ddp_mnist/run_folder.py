@@ -38,7 +38,6 @@ class RunFolder:
         lock: this process's, if it has the folder to itself; released when the run has ended.
 
     Attributes:
-        step: what status.json will say, whenever it is written.
         metrics_lines: how many lines of this run metrics.jsonl holds.
     """
 
@@ -46,7 +45,6 @@ class RunFolder:
         self.path = Path(path) if path else None
         self._lock = lock
         self.metrics_lines = 0
-        self.step = 0
         self._status = dict(FIRST_STATUS)
 
     def write_json(self, name: str, content: dict[str, Any]) -> None:
@@ -62,13 +60,16 @@ class RunFolder:
 
     def status(self, **changes: Any) -> None:
         """Replaces status.json: state, exit_code, phase, step, error."""
-        self.step = changes.get("step", self.step)
-        self._status |= {**changes, "step": self.step}
+        self._status |= changes
         self.write_json(STATUS, self._status)
+
+    def reached(self, step: int) -> None:
+        """What status.json will say when it is written next."""
+        self._status["step"] = step
 
     def append_metrics(self, step: int, metrics: dict[str, Any]) -> None:
         """One JSON object per line in metrics.jsonl."""
-        self.step = step
+        self.reached(step)
         if self.path:
             path = self.path / METRICS
             with storage_errors(path), open(path, "a", encoding="utf-8") as file:

@@ -530,17 +530,23 @@ def _always_overflows(told: TrainConfig) -> Any:
 # --- The network
 
 
-def two_hosts(network: hosts.Hosts, folder: Path, *flags: str) -> list[Started]:
-    """One process on each of two hosts over TCP; the first serves the main port."""
+def on_a_host(
+    network: hosts.Hosts, index: int, folder: Path, address: str, rank: int, *flags: str
+) -> Started:
+    """One process of two, over TCP, on a host with a disk of its own."""
+    here = folder / f"host{index}"
+    here.mkdir()
+    command = [sys.executable, *TRAIN, *LONG.split(), "run", "--init-method", address]
+    command += ["--rank", str(rank), "--world-size", "2", *flags]
+    return Started(network.command(index, *command), here, HUSH, program=None)
+
+
+def two_hosts(network: hosts.Hosts, folder: Path, *flags: str, late_s: float = 0) -> list[Started]:
+    """One process on each of two hosts; the first serves the main port, and may come late."""
     address = f"tcp://{network.address(0)}:29444"
-    started = []
-    for rank in (0, 1):
-        here = folder / f"host{rank}"
-        here.mkdir()
-        command = [sys.executable, *TRAIN, *LONG.split(), "run", "--init-method", address]
-        command += ["--rank", str(rank), "--world-size", "2", *flags]
-        started.append(Started(network.command(rank, *command), here, HUSH, program=None))
-    return started
+    second = on_a_host(network, 1, folder, address, 1, *flags)
+    time.sleep(late_s)
+    return [on_a_host(network, 0, folder, address, 0, *flags), second]
 
 
 def first_error(started: Started) -> str:
@@ -602,7 +608,7 @@ def test_fault_15_a_main_port_that_is_taken_on_a_host(tmp_path: Path) -> None:
         other = Started(network.command(0, sys.executable, "-c", listen), tmp_path, program=None)
         time.sleep(1)
         began = time.monotonic()
-        code, line = on_a_host(network, 0, tmp_path, f"tcp://{network.address(0)}:29444", rank=0)
+        code, line = alone_on_a_host(network, tmp_path, f"tcp://{network.address(0)}:29444", rank=0)
         took = time.monotonic() - began
         for process in psutil.Process(other.process.pid).children(recursive=True):
             process.kill()
@@ -618,7 +624,7 @@ def test_fault_16_a_main_address_where_nobody_is(address: str, tmp_path: Path) -
     hosts.require_hosts()
     began = time.monotonic()
     with hosts.Hosts(1) as network:
-        code, line = on_a_host(network, 0, tmp_path, f"tcp://{address}", rank=1)
+        code, line = alone_on_a_host(network, tmp_path, f"tcp://{address}", rank=1)
     assert time.monotonic() - began < 4 + 10
     assert code == 6
     assert line.startswith(f"ddp-mnist: error: {address}: rank 1 of 2 reached nobody there")
@@ -629,22 +635,18 @@ def test_fault_17_a_node_that_never_comes(tmp_path: Path) -> None:
     hosts.require_hosts()
     began = time.monotonic()
     with hosts.Hosts(1) as network:
-        code, line = on_a_host(network, 0, tmp_path, f"tcp://{network.address(0)}:29444", rank=0)
+        code, line = alone_on_a_host(network, tmp_path, f"tcp://{network.address(0)}:29444", rank=0)
     assert time.monotonic() - began < 4 + 10
     assert code == 6
     assert "1 of 2 processes came within 4 s; missing: rank 1" in line
 
 
-def on_a_host(
-    network: hosts.Hosts, index: int, folder: Path, address: str, rank: int
-) -> tuple[int, str]:
+def alone_on_a_host(network: hosts.Hosts, folder: Path, address: str, rank: int) -> tuple[int, str]:
     """The code of one process of two that cannot meet the other, and its one line."""
-    command = [sys.executable, *TRAIN, *LONG.split(), "run", "--init-method", address]
-    command += ["--rank", str(rank), "--world-size", "2", "--dist-timeout", "4"]
-    ended = Started(network.command(index, *command), folder, HUSH, program=None).ended()
-    [line] = ended.err.splitlines()
-    assert not (folder / "run").exists()
-    return ended.code, line
+    started = on_a_host(network, 0, folder, address, rank, "--dist-timeout", "4")
+    line = first_error(started)
+    assert not (folder / "host0" / "run").exists()
+    return started.process.returncode, line
 
 
 @pytest.mark.soak
@@ -672,15 +674,7 @@ def test_fault_20_a_frozen_host(tmp_path: Path) -> None:
 def test_fault_17_a_node_that_comes_late(tmp_path: Path) -> None:
     hosts.require_hosts()
     with hosts.Hosts(2) as network:
-        address = f"tcp://{network.address(0)}:29444"
-        started = []
-        for rank in (1, 0):
-            flags = ["--init-method", address, "--rank", str(rank), "--world-size", "2"]
-            command = [sys.executable, *TRAIN, *LONG.split(), "run", *flags, "--epochs", "1"]
-            here = tmp_path / f"host{rank}"
-            here.mkdir()
-            started.append(Started(network.command(rank, *command), here, HUSH, program=None))
-            time.sleep(5)
+        started = two_hosts(network, tmp_path, "--epochs", "1", late_s=5)
         assert [each.ended().code for each in started] == [0, 0]
 
 
