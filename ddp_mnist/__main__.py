@@ -1,4 +1,4 @@
-from ddp_mnist.cli import main
+from ddp_mnist.cli import program
 
 if __name__ == "__main__":
-    main()
+    program()

@@ -29,12 +29,32 @@ from ddp_mnist.config import (
     flag_name,
     value_type,
 )
-from ddp_mnist.errors import DdpMnistError, FailedElsewhere, UsageError, did_you_mean, one_line
+from ddp_mnist.errors import (
+    CheckFailed,
+    DdpMnistError,
+    FailedElsewhere,
+    UsageError,
+    did_you_mean,
+    one_line,
+)
 from ddp_mnist.screen import Screen
 
 EXIT_CODES = """exit codes: 0 done, 1 check failed, 2 usage or configuration, 3 data, 4 checkpoint,
 5 storage, 6 peer lost or time-out, 7 diverged, 130 SIGINT, 143 SIGTERM"""
 RUN, CACHE_DIR = "run folder, e.g. runs/latest", "folder of decoded data sets"
+
+
+def program() -> NoReturn:
+    """`main` for a process of its own, which ends without taking apart what it imported.
+
+    With torch that takes a second, in which a launcher or a scheduler waits for nothing.
+    """
+    try:
+        main()
+    except SystemExit as ended:
+        with contextlib.suppress(OSError):
+            sys.stderr.flush()
+        os._exit(int(ended.code or 0))
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
@@ -187,6 +207,26 @@ def make_parser() -> Parser:
     )
     verb.add_argument("--cache-dir", type=text("--cache-dir"), help=CACHE_DIR)
     verb.add_argument("--refresh", action="store_true", help="anew, although it is cached")
+
+    verb = add_verb("bench", bench, "How fast it is here, as ratios of what runs side by side.")
+    verb.add_argument(
+        "what",
+        metavar="WHAT",
+        choices=("feed", "loop", "scaling", "startup", "baseline"),
+        help="feed, loop, scaling, startup or baseline",
+    )
+    verb.add_argument("--dataset", type=text("--dataset"), default="mnist", help="[mnist]")
+    verb.add_argument("--cache-dir", type=text("--cache-dir"), help=CACHE_DIR)
+    verb.add_argument(
+        "--processes", type=number("--processes", int, "at least 1"), default=2, help="[2]"
+    )
+    verb.add_argument(
+        "--repeats",
+        type=number("--repeats", int, "at least 2"),
+        default=7,
+        help="rounds after the warm-up [7]",
+    )
+    verb.add_argument("--plot", type=text("--plot"), metavar="FILE", help="a PNG of the figures")
     return parser
 
 
@@ -324,3 +364,28 @@ def prepare(arguments: argparse.Namespace) -> None:
         f" images of {len(images.classes)} classes in {data.cache_folder(arguments.cache_dir)}"
     )
     screen.say(f"digest {images.digest}")
+
+
+def bench(arguments: argparse.Namespace) -> None:
+    for name, least in (("processes", 1), ("repeats", 2)):
+        if (value := getattr(arguments, name)) < least:
+            raise UsageError(f"--{name} {value}: must be at least {least}")
+    from ddp_mnist.bench import benches
+
+    options = benches.Options(
+        arguments.dataset, arguments.cache_dir, arguments.processes, arguments.repeats
+    )
+    rows = benches.BENCHES[arguments.what](options)
+    screen = Screen(True)
+    for row in rows:
+        screen.say(str(row))
+    if arguments.plot:
+        from ddp_mnist.bench.plot import plot
+
+        plot(arguments.what, rows, arguments.plot)
+    screen.say(json.dumps(benches.describe(arguments.what, rows)))
+    if missed := [row.what for row in rows if not row.held]:
+        raise CheckFailed(
+            f"bench {arguments.what}: {', '.join(missed)}: below what two free CPU cores reach; "
+            "close other programs and repeat"
+        )

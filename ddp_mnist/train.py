@@ -75,12 +75,16 @@ def train_in(
     screen.say(summary.plan(config, world, images, folder.path))
     folder.write_json(run_folder.CONFIG, opened.resolved)
 
-    # --- Data: global batches, the same on every rank, which Accelerate deals out
+    # --- Data on the device, in global batches that are the same on every rank; Accelerate deals
+    # each of them out
+    images = images.to(device)
     train_numbers, val_numbers = data.split_rows(len(images.train_labels), recipe.val_size)
     train_rows = data.Rows(images.train_images, images.train_labels, train_numbers)
     val_rows = data.Rows(images.train_images, images.train_labels, val_numbers)
     test_rows = data.Rows(images.test_images, images.test_labels)
-    batches = data.GlobalBatches(len(train_rows), recipe.batch_size, seed, recipe.grad_accum)
+    batches = data.GlobalBatches(
+        len(train_rows), recipe.batch_size, seed, recipe.grad_accum, device
+    )
     total_steps = recipe.epochs * batches.steps_per_epoch
 
     # --- Model and optimizer, equal on every rank
@@ -235,8 +239,7 @@ def throw_away_one_backward(model: nn.Module, rows: data.Rows, batch_size: int) 
     Done once before training, in fresh and resumed runs alike, so that both sum in one order.
     In eval mode, which leaves BatchNorm's statistics alone.
     """
-    device = next(model.parameters()).device
     model.eval()
     images, labels, _ = rows.__getitems__(torch.arange(batch_size))
-    F.cross_entropy(model(images.to(device)), labels.to(device)).backward()
+    F.cross_entropy(model(images), labels).backward()
     model.zero_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import platform
 import subprocess
@@ -22,10 +23,19 @@ def package_versions() -> dict[str, str]:
     return found
 
 
+def cpu_model() -> str:
+    """What Linux calls the processor; elsewhere its architecture."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()
+
+
 def code_digest() -> str:
     """SHA-256 over this package's modules."""
     sha = hashlib.sha256()
-    for file in sorted(Path(__file__).parent.glob("*.py")):
+    for file in sorted(Path(__file__).parent.rglob("*.py")):
         sha.update(file.read_bytes())
     return sha.hexdigest()[:16]
 

@@ -17,9 +17,9 @@ import psutil
 
 from ddp_mnist import checkpoint, run_folder
 from ddp_mnist.config import Distribution, Recipe, Run, TrainConfig
+from ddp_mnist.local_world import LocalWorld
 from tests.commands import ACCELERATE, CONFIGS, TORCHRUN, TRAIN, Started
 from tests.training import just_train
-from tests.worlds import World
 
 STEPS = 90
 RECIPES: dict[str, dict[str, Any]] = {
@@ -99,7 +99,7 @@ class Training:
 
     def workers(self) -> list[psutil.Process]:
         try:
-            if isinstance(self.running, World):
+            if isinstance(self.running, LocalWorld):
                 return [psutil.Process(each.pid) for each in self.running.processes]
             assert self.launcher
             return self.launcher.children()
@@ -107,7 +107,7 @@ class Training:
             return []  # it has ended
 
     def ended(self) -> None:
-        if isinstance(self.running, World):
+        if isinstance(self.running, LocalWorld):
             self.running.outcomes()
         else:
             self.running.ended()
@@ -136,7 +136,7 @@ class Chaos:
         config = config_of(self.recipe, run)
         if self.launcher == "none":
             wanted = resumed(config) if resume else config
-            return Training(lambda: World(self.size, just_train, wanted, folder=self.folder))
+            return Training(lambda: LocalWorld(self.size, just_train, wanted, folder=self.folder))
         flags = flags_of(self.recipe, run)
         if resume:
             flags = ["--resume", str(run), "--mixed-precision", "no"]

@@ -17,10 +17,10 @@ import torch
 from ddp_mnist import data
 from ddp_mnist.data import GlobalBatches, ImageData, Rows, eval_loader, split_rows, train_loader
 from ddp_mnist.errors import DataError, StorageError
+from ddp_mnist.local_world import LocalWorld, run_world
 from ddp_mnist.seeding import generator
 from ddp_mnist.sources import Decoded, Source
 from tests.test_sources import LABELS, PIXELS, TEST, TRAIN, save_to_disk, write_idx, write_parquet
-from tests.worlds import World, run_world
 
 # --- What is loaded
 
@@ -429,7 +429,7 @@ def test_fault_30_a_killed_builder_leaves_nothing_behind(
     where: str, folder: Path, cache: Path, tmp_path: Path
 ) -> None:
     log = tmp_path / "log"
-    world = World(1, stuck, str(folder), str(cache), where, str(log), folder=tmp_path)
+    world = LocalWorld(1, stuck, str(folder), str(cache), where, str(log), folder=tmp_path)
     wait_for(log)
     assert len(list(cache.glob("*.tmp"))) == (where == "renaming")
     world.processes[0].kill()

@@ -11,7 +11,7 @@ from torch import nn
 from ddp_mnist.config import Distribution
 from ddp_mnist.data import Rows
 from ddp_mnist.evaluation import Metrics, evaluate_split, prepare_split, summarise
-from tests.worlds import run_world
+from ddp_mnist.local_world import run_world
 
 CLASSES = 4
 

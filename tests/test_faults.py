@@ -25,6 +25,7 @@ import pytest
 from ddp_mnist import checkpoint, run_folder
 from ddp_mnist.config import Run, TrainConfig
 from ddp_mnist.errors import FailedElsewhere, PeerError, StorageError, UsageError
+from ddp_mnist.local_world import LocalWorld, run_world
 from tests import hosts
 from tests.chaos import (
     chaos,
@@ -39,7 +40,6 @@ from tests.chaos import (
 )
 from tests.commands import TORCHRUN, TRAIN, Ended, Started
 from tests.training import just_train, resumed, train_until
-from tests.worlds import World, run_world
 
 # Long enough to be hit in the middle: 900 steps of the smallest net.
 LONG = "--dataset digits --model mlp --epochs 60 --mixed-precision no --checkpoint-every 5"
@@ -121,7 +121,7 @@ def going_on(run: Path) -> Run:
 
 
 def test_fault_20_a_frozen_peer_that_is_woken_in_time(tmp_path: Path) -> None:
-    world = World(2, just_train, long(epochs=10), folder=tmp_path)
+    world = LocalWorld(2, just_train, long(epochs=10), folder=tmp_path)
     wait_for_checkpoint(tmp_path / "run")
     frozen = psutil.Process(world.processes[1].pid)
     frozen.suspend()
@@ -135,7 +135,7 @@ def test_fault_20_a_peer_that_stays_frozen(tmp_path: Path) -> None:
     told = long()
     patient = dataclasses.replace(told.distribution, dist_timeout=4.0)
     told = dataclasses.replace(told, distribution=patient)
-    world = World(2, just_train, told, folder=tmp_path)
+    world = LocalWorld(2, just_train, told, folder=tmp_path)
     wait_for_checkpoint(tmp_path / "run")
     began = time.monotonic()
     frozen = psutil.Process(world.processes[1].pid)
@@ -154,7 +154,7 @@ def test_fault_20_a_peer_that_stays_frozen(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("how", ["raises", "exits"])
 def test_fault_21_one_rank_fails_alone(how: str, tmp_path: Path) -> None:
-    world = World(3, _fail_on_rank_2, long(), how, folder=tmp_path)
+    world = LocalWorld(3, _fail_on_rank_2, long(), how, folder=tmp_path)
     wait_for_checkpoint(tmp_path / "run")
     began = time.monotonic()
     outcomes = world.outcomes()
@@ -212,7 +212,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 def test_fault_05_a_full_disk(small_disk: Path, tmp_path: Path) -> None:
     told = config_of("plain", small_disk / "run")
-    outcomes = World(2, just_train, told, folder=tmp_path).outcomes()
+    outcomes = LocalWorld(2, just_train, told, folder=tmp_path).outcomes()
     assert [error.code for error in outcomes] == [5, 5]
     assert isinstance(outcomes[0], StorageError)
     run = small_disk / "run"
@@ -228,7 +228,7 @@ def test_fault_05_a_full_disk(small_disk: Path, tmp_path: Path) -> None:
 def test_fault_06_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     began = time.monotonic()
-    outcomes = World(
+    outcomes = LocalWorld(
         2, just_train, long(str(tmp_path / "file" / "run")), folder=tmp_path
     ).outcomes()
     assert time.monotonic() - began < 10
@@ -357,7 +357,7 @@ def test_fault_03_killed_or_refused_at_every_call_of_a_save(
 def test_fault_12_fault_13_a_signal_to_one_of_three_stops_all_at_one_step(
     number: signal.Signals, code: int, tmp_path: Path
 ) -> None:
-    world = World(3, train_until, long(), 40, number, 1, folder=tmp_path)
+    world = LocalWorld(3, train_until, long(), 40, number, 1, folder=tmp_path)
     outcomes = world.outcomes()
     assert [error.code for error in outcomes] == [code] * 3
     [told] = [error for error in outcomes if error.agreed]
@@ -388,7 +388,7 @@ def test_fault_11_sigterm_to_the_launcher(tmp_path: Path) -> None:
 def test_fault_11_in_evaluation_and_during_a_save(phase: str, tmp_path: Path) -> None:
     run_world(2, just_train, config_of("patient", Path("unbroken")), folder=tmp_path)
     told = config_of("patient", Path("run"))
-    outcomes = World(2, _stopped_in, told, phase, folder=tmp_path).outcomes()
+    outcomes = LocalWorld(2, _stopped_in, told, phase, folder=tmp_path).outcomes()
     assert [error.code for error in outcomes] == [143, 143]
     run = tmp_path / "run"
     assert status(run) == ("preempted", 143)
@@ -455,18 +455,18 @@ def test_fault_13_control_c_once_and_twice(tmp_path: Path) -> None:
 
 def test_fault_14_a_second_run_at_the_same_time_and_after(tmp_path: Path) -> None:
     told = long(epochs=20)
-    world = World(1, just_train, told, folder=tmp_path)
+    world = LocalWorld(1, just_train, told, folder=tmp_path)
     run = tmp_path / "run"
     wait_for_checkpoint(run)
-    [second] = World(1, just_train, resumed(told), folder=tmp_path).outcomes()
+    [second] = LocalWorld(1, just_train, resumed(told), folder=tmp_path).outcomes()
     assert isinstance(second, UsageError)
     assert str(second).startswith("run: another run is writing there; ")
-    [third] = World(1, just_train, told, folder=tmp_path).outcomes()
+    [third] = LocalWorld(1, just_train, told, folder=tmp_path).outcomes()
     assert isinstance(third, UsageError)
     [summary] = world.results()
     assert (summary["steps"], summary["resumed_from"]) == (300, [])
     before = (run / "status.json").read_bytes()
-    [fourth] = World(1, just_train, told, folder=tmp_path).outcomes()
+    [fourth] = LocalWorld(1, just_train, told, folder=tmp_path).outcomes()
     assert str(fourth).startswith("--run-dir run: holds a run already; ")
     assert (run / "status.json").read_bytes() == before
 
@@ -479,7 +479,7 @@ def test_fault_09_no_code_of_a_checkpoint_is_run(tmp_path: Path) -> None:
     import pickle
 
     told = config_of("patient", Path("run"))
-    World(1, train_until, told, 20, folder=tmp_path).outcomes()
+    LocalWorld(1, train_until, told, 20, folder=tmp_path).outcomes()
     newest = checkpoint.newest_first(tmp_path / "run")[0]
     planted = tmp_path / "planted"
 
@@ -489,7 +489,7 @@ def test_fault_09_no_code_of_a_checkpoint_is_run(tmp_path: Path) -> None:
 
     content = pickle.dumps({"format": 1, "state": Payload()})
     newest.write_bytes(content + hashlib.sha256(content).digest())
-    [error] = World(1, just_train, resumed(told), folder=tmp_path).outcomes()
+    [error] = LocalWorld(1, just_train, resumed(told), folder=tmp_path).outcomes()
     assert error.code == 4
     assert "nothing of it was run" in str(error)
     assert not planted.exists()
@@ -500,7 +500,7 @@ def test_fault_09_no_code_of_a_checkpoint_is_run(tmp_path: Path) -> None:
 
 def test_fault_24_a_streak_of_overflows_ends_the_run(tmp_path: Path) -> None:
     """A loss scaler that never finds a scale: its steps are left out, and that has an end."""
-    [error] = World(1, _always_overflows, long(), folder=tmp_path).outcomes()
+    [error] = LocalWorld(1, _always_overflows, long(), folder=tmp_path).outcomes()
     assert error.code == 7
     assert str(error).startswith("--lr 0.01: by step ")
     run = tmp_path / "run"

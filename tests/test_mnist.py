@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from ddp_mnist.config import Distribution, Recipe, Run, TrainConfig
+from ddp_mnist.local_world import run_world
 from tests.training import just_train
-from tests.worlds import run_world
 
 
 def train_mnist(mnist: Path, seed: int, processes: int, epochs: int, folder: Path) -> float:

@@ -10,8 +10,8 @@ from torch import nn
 
 from ddp_mnist import data
 from ddp_mnist.config import Recipe
+from ddp_mnist.local_world import run_world
 from ddp_mnist.models import MODELS, PIXEL_MEAN, PIXEL_STD, normalise
-from tests.worlds import run_world
 
 NAMES = ("cnn", "mlp", "cnn_bn", "resnet18")
 

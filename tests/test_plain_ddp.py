@@ -7,19 +7,22 @@ import torch
 
 from ddp_mnist import data
 from ddp_mnist.config import Recipe
+from ddp_mnist.local_world import run_world
 from tests.training import PROOF, just_train, largest_difference, proof_config, weights_of
-from tests.worlds import run_world
 
 
 def train_plainly() -> tuple[dict[str, Any], float]:
     """The plain loop in float64; MASTER_ADDR and the rest are set by the world."""
     import torch.distributed as dist
 
-    from ddp_mnist.plain_ddp import train_plain
+    from ddp_mnist.plain_ddp import test_accuracy, train_plain
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    model, accuracy = train_plain(data.load("digits"), Recipe(**PROOF), 0, torch.float64)
+    digits = data.load("digits")
+    model, seconds = train_plain(digits, Recipe(**PROOF), 0, torch.float64)
+    assert seconds > 0
+    accuracy = test_accuracy(model, digits)
     dist.destroy_process_group()
     return {name: tensor.numpy() for name, tensor in model.state_dict().items()}, accuracy
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from ddp_mnist.errors import DataError, FailedElsewhere, PeerError, UsageError
 from ddp_mnist.launch import Launch
+from ddp_mnist.local_world import LocalWorld, free_port, run_world
 from ddp_mnist.rendezvous import (
     Board,
     check_same,
@@ -24,7 +25,6 @@ from ddp_mnist.rendezvous import (
     meet_machines,
     open_store,
 )
-from tests.worlds import World, free_port, run_world
 
 TIMEOUT_S = 0.8  # of every meeting that fails here
 
@@ -191,7 +191,7 @@ def wait_and_lose_rank_0() -> Any:
 
 
 def test_rank_0_goes_away_while_others_wait(tmp_path: Path) -> None:
-    _, [error, seconds] = World(2, wait_and_lose_rank_0, folder=tmp_path).outcomes()
+    _, [error, seconds] = LocalWorld(2, wait_and_lose_rank_0, folder=tmp_path).outcomes()
     assert isinstance(error, PeerError)
     assert "rank 0, which serves this port, went away before all had come" in str(error)
     assert seconds < TIMEOUT_S + 2

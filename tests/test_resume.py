@@ -11,6 +11,7 @@ import pytest
 from ddp_mnist import checkpoint, run_folder
 from ddp_mnist.config import Distribution, Recipe, Run, TrainConfig
 from ddp_mnist.errors import CheckpointError, DdpMnistError, UsageError
+from ddp_mnist.local_world import LocalWorld, run_world
 from tests.chaos import leftovers, what_stays
 from tests.training import (
     Seen,
@@ -23,7 +24,6 @@ from tests.training import (
     weights_of,
     what_it_says,
 )
-from tests.worlds import World, run_world
 
 # All that a checkpoint has to carry: parts of steps, random images, clipping, the best so far.
 EVERYTHING: dict[str, Any] = {
@@ -49,7 +49,9 @@ def config(run_dir: str = "run", **recipe: Any) -> TrainConfig:
 
 def stop(told: TrainConfig, folder: Path, step: int, size: int = 1, by: int = 0) -> int:
     """The step at which a run stopped that got SIGTERM on rank `by` at `step`."""
-    outcomes = World(size, train_until, told, step, signal.SIGTERM, by, folder=folder).outcomes()
+    outcomes = LocalWorld(
+        size, train_until, told, step, signal.SIGTERM, by, folder=folder
+    ).outcomes()
     assert [getattr(outcome, "code", outcome) for outcome in outcomes] == [143] * size
     run = folder / str(told.run.run_dir)
     status = run_folder.read_json(run / "status.json")
@@ -151,7 +153,7 @@ def test_the_rest_of_the_samples_in_order_on_another_world_size(
 def test_other_machines_need_no_run_folder(tmp_path: Path) -> None:
     told = config(epochs=2)
     stop(told, tmp_path, step=10, size=2)
-    outcomes = World(2, _train_elsewhere, resumed(told), folder=tmp_path).results()
+    outcomes = LocalWorld(2, _train_elsewhere, resumed(told), folder=tmp_path).results()
     assert outcomes[0]["resumed_from"] == outcomes[1]["resumed_from"] != []
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith("rank")] == ["rank1"]
     assert list((tmp_path / "rank1").iterdir()) == []
@@ -201,7 +203,7 @@ def test_fault_08_another_recipe_is_refused_by_name(
 ) -> None:
     told, folder = stopped
     before = snapshot(folder)
-    [error] = World(1, just_train, resumed(told, **typed), folder=folder).outcomes()
+    [error] = LocalWorld(1, just_train, resumed(told, **typed), folder=folder).outcomes()
     assert isinstance(error, CheckpointError)
     assert str(error).startswith(shown)
     assert "was made with" in str(error)
@@ -238,7 +240,7 @@ def test_fault_08_another_seed_data_set_or_dtype_is_refused_by_name(
         (data, f"--dataset {tmp_path / 'images'}: "),
         (double, "--mixed-precision fp64: "),
     ):
-        [error] = World(1, just_train, other, folder=folder).outcomes()
+        [error] = LocalWorld(1, just_train, other, folder=folder).outcomes()
         assert isinstance(error, CheckpointError), error
         assert str(error).startswith(shown), error
 
@@ -246,7 +248,7 @@ def test_fault_08_another_seed_data_set_or_dtype_is_refused_by_name(
 def test_fewer_epochs_than_are_done_are_refused(stopped: tuple[TrainConfig, Path]) -> None:
     told, folder = stopped
     before = snapshot(folder)
-    [error] = World(1, just_train, resumed(told, epochs=1), folder=folder).outcomes()
+    [error] = LocalWorld(1, just_train, resumed(told, epochs=1), folder=folder).outcomes()
     assert isinstance(error, UsageError)
     assert str(error).startswith("--epochs 1: the run is beyond them, at step ")
     assert str(error).endswith("ask for at least 2")
@@ -257,7 +259,7 @@ def test_processes_that_do_not_divide_the_batch_are_refused(
     stopped: tuple[TrainConfig, Path],
 ) -> None:
     told, folder = stopped
-    outcomes = World(5, just_train, resumed(told), folder=folder).outcomes()
+    outcomes = LocalWorld(5, just_train, resumed(told), folder=folder).outcomes()
     assert {error.code for error in outcomes} == {2}
     [told_by] = [error for error in outcomes if error.agreed]
     assert str(told_by) == (
@@ -340,7 +342,7 @@ def test_latest_may_lead_elsewhere_meanwhile(tmp_path: Path) -> None:
     by_link = dataclasses.replace(
         by_link, run=dataclasses.replace(by_link.run, resume="runs/latest")
     )
-    world = World(1, _move_latest_then_train, by_link, folder=tmp_path)
+    world = LocalWorld(1, _move_latest_then_train, by_link, folder=tmp_path)
     assert world.results()[0]["steps"] == 30
     assert sorted(path.name for path in (tmp_path / "runs" / "b").iterdir()) == []
     assert run_folder.read_json(tmp_path / "runs" / "a" / "status.json")["state"] == "finished"
@@ -414,22 +416,22 @@ def test_flags_that_contradict_each_other(flags: dict[str, str], message: str) -
 
 def test_fault_07_no_run_or_a_damaged_one(tmp_path: Path) -> None:
     told = config(epochs=1)
-    outcomes = [World(1, just_train, resumed(told), folder=tmp_path).outcomes()[0]]
+    outcomes = [LocalWorld(1, just_train, resumed(told), folder=tmp_path).outcomes()[0]]
     run_world(1, just_train, told, folder=tmp_path)
     run = tmp_path / "run"
     (run / "status.json").write_text(json.dumps(run_folder.FIRST_STATUS))
     good = (run / "config.json").read_text()
     for damage in ("", "{}", "[]", '{"run": 1, "recipe": {}, "run_id": "x"}', good[:100]):
         (run / "config.json").write_text(damage)
-        outcomes += World(1, just_train, resumed(told), folder=tmp_path).outcomes()
+        outcomes += LocalWorld(1, just_train, resumed(told), folder=tmp_path).outcomes()
     (run / "config.json").write_text(good)
     newest, *_ = checkpoint.newest_first(run)
     for path in checkpoint.newest_first(run):
         path.write_bytes(path.read_bytes()[:-1])
-    outcomes += World(1, just_train, resumed(told), folder=tmp_path).outcomes()
+    outcomes += LocalWorld(1, just_train, resumed(told), folder=tmp_path).outcomes()
     for path in run.glob("checkpoints/*"):
         path.unlink()
-    outcomes += World(1, just_train, resumed(told), folder=tmp_path).outcomes()
+    outcomes += LocalWorld(1, just_train, resumed(told), folder=tmp_path).outcomes()
     assert len(outcomes) == 8
     for error in outcomes:
         assert isinstance(error, DdpMnistError), error
@@ -450,10 +452,10 @@ def test_fault_07_a_checkpoint_of_another_run_or_step_is_never_taken(tmp_path: P
     newest.with_name(theirs.name).write_bytes(theirs.read_bytes())
     if newest.name != theirs.name:
         newest.unlink()
-    [error] = World(1, just_train, resumed(told), folder=tmp_path).outcomes()
+    [error] = LocalWorld(1, just_train, resumed(told), folder=tmp_path).outcomes()
     assert isinstance(error, CheckpointError)
     assert "belongs to another run" in str(error)
     newest.with_name("step-00000029.pt").write_bytes(own)
-    [error] = World(1, just_train, resumed(told), folder=tmp_path).outcomes()
+    [error] = LocalWorld(1, just_train, resumed(told), folder=tmp_path).outcomes()
     assert isinstance(error, CheckpointError)
     assert "is that of another step" in str(error)

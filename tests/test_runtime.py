@@ -19,9 +19,9 @@ from ddp_mnist import run_folder, runtime
 from ddp_mnist.config import Distribution
 from ddp_mnist.errors import FailedElsewhere, PeerError, UsageError
 from ddp_mnist.launch import Launch, find_launch
+from ddp_mnist.local_world import LocalWorld, free_port, launcher_variables, run_world
 from ddp_mnist.rendezvous import Board
 from tests.training import just_train, proof_config
-from tests.worlds import World, free_port, launcher_variables, run_world
 
 # What is promised, and more where others use the machine at the same time.
 SECONDS = 5 * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
@@ -274,7 +274,7 @@ def leave_a_child(folder: str) -> None:
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="PR_SET_PDEATHSIG is Linux's")
 def test_fault_02_a_worker_dies_with_its_launcher(tmp_path: Path) -> None:
-    World(1, leave_a_child, str(tmp_path), folder=tmp_path).outcomes()
+    LocalWorld(1, leave_a_child, str(tmp_path), folder=tmp_path).outcomes()
     child = int((tmp_path / "child").read_text())
     deadline = time.monotonic() + 5
     while is_running(child) and time.monotonic() < deadline:
@@ -357,7 +357,7 @@ def train_where_accelerate_sees_one_process() -> Any:
 def test_fault_23_processes_that_would_each_train_alone(
     train: Any, message: str, tmp_path: Path
 ) -> None:
-    outcomes = World(2, train, folder=tmp_path).outcomes()
+    outcomes = LocalWorld(2, train, folder=tmp_path).outcomes()
     assert [error.code for error in outcomes] == [2, 2]
     [told] = [error for error in outcomes if error.agreed]
     assert isinstance(told, UsageError)
@@ -417,7 +417,7 @@ def train_otherwise(what: str) -> Any:
 def test_fault_22_ranks_with_other_packages_code_or_data_are_refused(
     what: str, value: str, tmp_path: Path
 ) -> None:
-    outcomes = World(2, train_otherwise, what, folder=tmp_path).outcomes()
+    outcomes = LocalWorld(2, train_otherwise, what, folder=tmp_path).outcomes()
     assert [error.code for error in outcomes] == [2, 2]
     [told] = [error for error in outcomes if error.agreed]
     assert re.match(rf"{what}: rank 0 has \S+, rank 1 has {value}; start every ", str(told))
@@ -464,7 +464,7 @@ def lost(
     """World size, the rank that was lost, what became of the others, and the run folder."""
     size, who, how = request.param
     folder = tmp_path_factory.mktemp("lost")
-    outcomes = World(size, train_and_fail, who, how, folder=folder).outcomes()
+    outcomes = LocalWorld(size, train_and_fail, who, how, folder=folder).outcomes()
     del outcomes[who]
     return size, who, outcomes, folder / "run"
 
@@ -497,7 +497,7 @@ def test_fault_01_status_of_a_run_that_lost_a_rank(lost: tuple[int, int, list[An
 def test_fault_21_a_bug_on_one_rank_ends_the_other_which_is_silent(
     who: int, tmp_path: Path
 ) -> None:
-    outcomes = World(2, train_and_fail, who, "raises", folder=tmp_path).outcomes()
+    outcomes = LocalWorld(2, train_and_fail, who, "raises", folder=tmp_path).outcomes()
     bug, _ = outcomes[who]
     assert isinstance(bug, ZeroDivisionError)
     other, seconds = outcomes[1 - who]
@@ -507,7 +507,7 @@ def test_fault_21_a_bug_on_one_rank_ends_the_other_which_is_silent(
 
 
 def test_an_interrupt_on_one_rank_ends_the_other(tmp_path: Path) -> None:
-    [interrupted, [other, seconds]] = World(
+    [interrupted, [other, seconds]] = LocalWorld(
         2, train_and_fail, 0, "interrupted", folder=tmp_path
     ).outcomes()
     assert isinstance(interrupted, KeyboardInterrupt)

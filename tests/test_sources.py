@@ -25,9 +25,9 @@ import pytest
 
 from ddp_mnist import sources
 from ddp_mnist.errors import DataError, DdpMnistError, StorageError, UsageError, one_line
+from ddp_mnist.local_world import free_port
 from ddp_mnist.sources import Decoded, Source, find_source, innermost
 from tests.hub import LOOPBACK_ONLY, Hub, as_json, hub_environment, silent_server
-from tests.worlds import free_port
 
 # datasets and huggingface_hub read their environment at import: not before conftest.py set it.
 

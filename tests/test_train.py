@@ -9,6 +9,7 @@ import torch
 
 from ddp_mnist import run_folder
 from ddp_mnist.config import Distribution, Recipe, Run, TrainConfig
+from ddp_mnist.local_world import LocalWorld, run_world
 from tests.training import (
     Seen,
     just_train,
@@ -18,7 +19,6 @@ from tests.training import (
     weights_of,
     what_it_says,
 )
-from tests.worlds import World, run_world
 
 STEPS = 45
 
@@ -229,7 +229,7 @@ def test_fault_24_divergence_ends_with_code_7_on_every_rank(log_every: int, tmp_
         Recipe(model="mlp", lr=99.0, weight_decay=10.0, warmup=0.0),
         Distribution(cpu=True, mixed_precision="no"),
     )
-    outcomes = World(2, just_train, config, folder=tmp_path).outcomes()
+    outcomes = LocalWorld(2, just_train, config, folder=tmp_path).outcomes()
     assert [getattr(error, "code", None) for error in outcomes] == [7, 7]
     told = [error for error in outcomes if error.agreed]
     assert len(told) == 1
@@ -258,7 +258,7 @@ def test_dry_run_says_all_and_writes_nothing(tmp_path: Path) -> None:
 
 
 def test_fault_22_ranks_that_differ_are_refused_before_the_first_step(tmp_path: Path) -> None:
-    outcomes = World(3, _train_with_own_seed, folder=tmp_path).outcomes()
+    outcomes = LocalWorld(3, _train_with_own_seed, folder=tmp_path).outcomes()
     assert {error.code for error in outcomes} == {2}
     [told] = [error for error in outcomes if error.agreed]
     assert str(told).startswith("--seed: rank 0 has 0, rank 2 has 5; ")

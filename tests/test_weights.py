@@ -11,8 +11,8 @@ import torch
 
 from ddp_mnist import weights
 from ddp_mnist.errors import CheckpointError
+from ddp_mnist.local_world import run_world
 from ddp_mnist.models import MODELS
-from tests.worlds import run_world
 
 CLASSES = [str(digit) for digit in range(10)]
 

@@ -1,4 +1,8 @@
-"""Worlds of several processes, from a forkserver that has torch loaded: 0.1 s instead of 5."""
+"""Processes of this machine that form a group, without a launcher.
+
+They come from a forkserver that has torch loaded, so one stands in 0.1 s instead of 5: proofs,
+benchmarks and tests that need many worlds go through it.
+"""
 
 from __future__ import annotations
 
@@ -46,10 +50,10 @@ def _member(
         results.send((False, (error, traceback.format_exc())))
     results.close()
     sys.stdout.flush()
-    os._exit(0)  # the result is out; nothing at interpreter exit belongs to the test
+    os._exit(0)  # the result is out; nothing at interpreter exit belongs to it
 
 
-class World:
+class LocalWorld:
     """`size` processes that each run one function.
 
     Args:
@@ -116,4 +120,4 @@ def run_world(
     size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 120, **options: Any
 ) -> list[Any]:
     """What `function` returned on each of `size` processes."""
-    return World(size, function, *args, **options).results(timeout_s)
+    return LocalWorld(size, function, *args, **options).results(timeout_s)

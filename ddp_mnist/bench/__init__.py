@@ -1,0 +1,1 @@
+"""How fast it is on this machine, as ratios of what ran side by side."""

@@ -1,0 +1,85 @@
+"""What is said of repeated measurements: n, median, spread, and ratios of what ran side by side."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+CONFIDENCE = 0.90
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median, lowest, highest and number of measurements."""
+
+    median: float
+    lowest: float
+    highest: float
+    n: int
+
+    def __str__(self) -> str:
+        return f"{self.median:.4g}  ({self.lowest:.4g} to {self.highest:.4g}, n = {self.n})"
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """Of pairs, each measured one right after the other.
+
+    Attributes:
+        median: of the pairs' ratios.
+        low, high: 90 % interval of their mean, by Student's t.
+        n: pairs.
+    """
+
+    median: float
+    low: float
+    high: float
+    n: int
+
+    def __str__(self) -> str:
+        return f"{self.median:.3f}  (90 %: {self.low:.3f} to {self.high:.3f}, n = {self.n})"
+
+
+def spread(values: Sequence[float]) -> Spread:
+    return Spread(statistics.median(values), min(values), max(values), len(values))
+
+
+def ratio(over: Sequence[float], under: Sequence[float]) -> Ratio:
+    """over[i] / under[i]; the interval is that of the geometric mean. At least two pairs."""
+    pairs = [a / b for a, b in zip(over, under, strict=True)]
+    low, high = interval([math.log(pair) for pair in pairs])
+    return Ratio(statistics.median(pairs), math.exp(low), math.exp(high), len(pairs))
+
+
+def ratio_of_difference(a: Sequence[float], b: Sequence[float], base: Sequence[float]) -> Ratio:
+    """(a[i] - b[i]) / base[i]: the share that the difference has. At least two triples."""
+    shares = [(x - y) / z for x, y, z in zip(a, b, base, strict=True)]
+    return Ratio(statistics.median(shares), *interval(shares), len(shares))
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """The 90 % interval of the mean, by Student's t. At least two values."""
+    from scipy.stats import t  # over a second
+
+    mean, n = statistics.fmean(values), len(values)
+    reach = float(t.ppf((1 + CONFIDENCE) / 2, n - 1)) * statistics.stdev(values) / math.sqrt(n)
+    return mean - reach, mean + reach
+
+
+def alternate(
+    kinds: Sequence[str], repeats: int, measure: Callable[[str], Any], *, warm_up: bool = True
+) -> dict[str, list[Any]]:
+    """`repeats` rounds of measure(kind) for each kind, every other round in reverse order.
+
+    A first round, if `warm_up`, is thrown away.
+    """
+    measured: dict[str, list[Any]] = {kind: [] for kind in kinds}
+    for number in range(-int(warm_up), repeats):
+        for kind in kinds if number % 2 == 0 else reversed(kinds):
+            value = measure(kind)
+            if number >= 0:
+                measured[kind].append(value)
+    return measured
