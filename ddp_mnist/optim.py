@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch._dynamo  # by AdamW at the latest: then for a second in which no signal is obeyed
 from torch import nn
 
 from ddp_mnist.config import Recipe
