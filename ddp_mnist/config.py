@@ -136,7 +136,7 @@ class Recipe(Flags):
     lr: float = flag(1e-2, "Highest learning rate.", above=0, most=100)
     weight_decay: float = flag(1e-2, "AdamW's weight decay.", least=0, most=10)
     warmup: float = flag(
-        0.15, "Share of all steps in which the rate rises to --lr.", least=0, below=1
+        0.25, "Share of all steps in which the rate rises to --lr.", least=0, below=1
     )
     label_smoothing: float = flag(
         0.1, "Share of the target spread over all classes.", least=0, below=1
@@ -238,7 +238,7 @@ def resolve_recipe(recipe: Recipe, rows: int, world_size: int) -> Recipe:
     """The recipe with every "by data set" filled in for this data and this many processes.
 
     A step takes 144 images (1, 2, 3, 4, 6 and 8 processes divide that), or 72 of a small set, or
-    what divides evenly next to it; a run takes at least 2 epochs and 300 steps.
+    what divides evenly next to it; a run takes as many epochs as make 300 steps.
 
     Args:
         recipe: as given.
@@ -275,7 +275,7 @@ def resolve_recipe(recipe: Recipe, rows: int, world_size: int) -> Recipe:
         )
     epochs = recipe.epochs
     if epochs is None:
-        epochs = max(2, math.ceil(300 / (train_rows // batch_size)))
+        epochs = math.ceil(300 / (train_rows // batch_size))
     return dataclasses.replace(recipe, epochs=epochs, batch_size=batch_size, val_size=val_size)
 
 

@@ -15,32 +15,39 @@ PIXEL_MEAN, PIXEL_STD = 0.1307, 0.3081
 
 
 def normalise(images: Tensor, dtype: torch.dtype) -> Tensor:
-    """uint8 [B, 28, 28] in 0..255 to [B, 1, 28, 28] of mean 0 and deviation 1 (on MNIST)."""
-    return ((images.to(dtype) / 255 - PIXEL_MEAN) / PIXEL_STD).unsqueeze(1)
+    """uint8 of any shape, in 0..255, to mean 0 and deviation 1 (on MNIST)."""
+    return images.to(dtype).mul_(1 / (255 * PIXEL_STD)).sub_(PIXEL_MEAN / PIXEL_STD)
+
+
+def quarters(images: Tensor) -> Tensor:
+    """uint8 [B, 28, 28] to [B, 4, 14, 14]: each 2x2 square of pixels becomes four channels.
+
+    Nothing is lost, and a convolution has a quarter of the places to visit.
+    """
+    squares = images.view(-1, 14, 2, 14, 2).permute(0, 2, 4, 1, 3)
+    return squares.reshape(-1, 4, 14, 14)
 
 
 class CNN(nn.Module):
-    """Three convolutions, 29,290 parameters for ten classes.
+    """Two convolutions on 14x14 squares of 2x2 pixels, 25,674 parameters for ten classes.
 
     GroupNorm instead of BatchNorm: a sample's output does not depend on the batch it is in, so N
-    processes compute what one process computes.
+    processes compute what one process computes. Normalising after the pooling visits a quarter of
+    the numbers.
     """
 
     def __init__(self, classes: int = 10) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(1, 16, 3, padding=1)
-        self.norm1 = nn.GroupNorm(1, 16)
-        self.conv2 = nn.Conv2d(16, 32, 3, padding=1)
-        self.norm2 = nn.GroupNorm(1, 32)
-        self.conv3 = nn.Conv2d(32, 64, 3, padding=1)
-        self.norm3 = nn.GroupNorm(1, 64)
+        self.conv1 = nn.Conv2d(4, 32, 3, padding=1)
+        self.norm1 = nn.GroupNorm(4, 32)
+        self.conv2 = nn.Conv2d(32, 64, 3, padding=1)
+        self.norm2 = nn.GroupNorm(4, 64)
         self.head = nn.Linear(64 * 3 * 3, classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        x = normalise(images, self.head.weight.dtype)
+        x = normalise(quarters(images), self.head.weight.dtype)
         x = F.relu(self.norm1(F.max_pool2d(self.conv1(x), 2)))
         x = F.relu(self.norm2(F.max_pool2d(self.conv2(x), 2)))
-        x = F.max_pool2d(F.relu(self.norm3(self.conv3(x))), 2)
         return self.head(x.flatten(1))
 
 
@@ -66,12 +73,10 @@ class CNNBatchNorm(nn.Module):
 
     def __init__(self, classes: int = 10) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(1, 16, 3, padding=1)
-        self.norm1 = nn.BatchNorm2d(16)
-        self.conv2 = nn.Conv2d(16, 32, 3, padding=1)
-        self.norm2 = nn.BatchNorm2d(32)
-        self.conv3 = nn.Conv2d(32, 64, 3, padding=1)
-        self.norm3 = nn.BatchNorm2d(64)
+        self.conv1 = nn.Conv2d(4, 32, 3, padding=1)
+        self.norm1 = nn.BatchNorm2d(32)
+        self.conv2 = nn.Conv2d(32, 64, 3, padding=1)
+        self.norm2 = nn.BatchNorm2d(64)
         self.head = nn.Linear(64 * 3 * 3, classes)
 
     forward = CNN.forward
@@ -88,7 +93,7 @@ class ResNet18(nn.Module):
         self.net.conv1 = nn.Conv2d(1, 64, 7, stride=2, padding=3, bias=False)
 
     def forward(self, images: Tensor) -> Tensor:
-        return self.net(normalise(images, self.net.fc.weight.dtype))
+        return self.net(normalise(images.unsqueeze(1), self.net.fc.weight.dtype))
 
 
 MODELS: dict[str, type[nn.Module]] = {

@@ -16,9 +16,11 @@ def make_optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.AdamW:
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": recipe.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
+    # With a shorter memory of squares than 0.999 (about 1,000 steps), a run of 381 steps gains.
     # Fused is faster on a CPU. On a GPU it would skip an fp16 step that overflowed by itself, and
     # the step would count as taken.
-    return torch.optim.AdamW(groups, lr=recipe.lr, fused=parameters[0].device.type == "cpu")
+    on_cpu = parameters[0].device.type == "cpu"
+    return torch.optim.AdamW(groups, lr=recipe.lr, betas=(0.9, 0.98), fused=on_cpu)
 
 
 def learning_rate(step: int, total_steps: int, peak: float, warmup: float) -> float:
