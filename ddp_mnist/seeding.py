@@ -16,3 +16,15 @@ def seed_of(purpose: str, *counters: int) -> int:
 def generator(purpose: str, *counters: int) -> torch.Generator:
     """A CPU generator seeded by `seed_of`."""
     return torch.Generator().manual_seed(seed_of(purpose, *counters))
+
+
+def seed_draws(device: torch.device, purpose: str, *counters: int) -> None:
+    """Seeds what a net may draw in forward, on this device.
+
+    torch.manual_seed does so for every kind of device, and for each that is not there it notes the
+    call with its stack: 0.9 ms and a little memory, for each step.
+    """
+    seed = seed_of(purpose, *counters)
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(seed)

@@ -29,7 +29,7 @@ from ddp_mnist.optim import learning_rate, make_optimizer
 from ddp_mnist.progress import Lookout, step_sums
 from ddp_mnist.runtime import World
 from ddp_mnist.screen import Screen
-from ddp_mnist.seeding import seed_of
+from ddp_mnist.seeding import seed_draws
 
 
 def train(config: TrainConfig, launch: Launch) -> dict[str, Any]:
@@ -117,7 +117,7 @@ def train_in(
         table = affine_table(len(train_rows), seed, epoch).to(device) if recipe.augment else None
         shown, clock = f"epoch {epoch + 1}/{recipe.epochs}", time.monotonic()
         for inputs, labels, numbers in loader:
-            torch.manual_seed(seed_of("step", seed, progress.step, accelerator.process_index))
+            seed_draws(device, "step", seed, progress.step, accelerator.process_index)
             rate = learning_rate(progress.step, total_steps, recipe.lr, recipe.warmup)
             for group in optimizer.param_groups:
                 group["lr"] = rate

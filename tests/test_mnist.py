@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,6 +18,7 @@ def train_mnist(mnist: Path, seed: int, processes: int, epochs: int, folder: Pat
         Recipe(epochs=epochs),
         Distribution(cpu=True, mixed_precision="auto"),
     )
+    folder.mkdir(exist_ok=True)
     summary = run_world(processes, just_train, config, folder=folder, timeout_s=240)[0]
     assert summary["test_count"] == 10_000
     assert summary["dataset"]["train_rows"] == 60_000
@@ -24,11 +26,13 @@ def train_mnist(mnist: Path, seed: int, processes: int, epochs: int, folder: Pat
 
 
 def test_one_epoch_on_two_processes(mnist: Path, tmp_path: Path) -> None:
-    assert train_mnist(mnist, 0, 2, 1, tmp_path) >= 0.985
+    assert train_mnist(mnist, 0, 2, 1, tmp_path) >= 0.988
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("processes", [1, 2])
-@pytest.mark.parametrize("seed", range(5))
-def test_two_epochs_with_five_seeds(mnist: Path, seed: int, processes: int, tmp_path: Path) -> None:
-    assert train_mnist(mnist, seed, processes, 2, tmp_path) >= 0.990
+def test_one_epoch_with_ten_seeds(mnist: Path, tmp_path: Path, record_property: Any) -> None:
+    accuracies = [train_mnist(mnist, seed, 2, 1, tmp_path / str(seed)) for seed in range(10)]
+    mean = sum(accuracies) / len(accuracies)
+    record_property("details", f"mean {mean:.4f}, lowest {min(accuracies):.4f}")
+    assert mean >= 0.990
+    assert min(accuracies) >= 0.988
