@@ -14,6 +14,7 @@ RUN ?= runs/latest
 PROCESSES ?= 2
 RESTARTS ?= 0
 CHAOS ?= 200
+BENCH ?= loop
 
 ifeq ($(VENV),)
 PY := $(PYTHON)
@@ -29,7 +30,7 @@ TRAIN = -m ddp_mnist train --dataset auto
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
 .DEFAULT_GOAL := help
-.PHONY: help venv train train-single train-multi train-multinode evaluate test soak check fmt \
+.PHONY: help venv train train-single train-multi train-multinode evaluate bench test soak check fmt \
 	gpu-check clean
 
 help: ## List the targets
@@ -73,6 +74,9 @@ train-multinode: $(READY) ## This node's part (MACHINE_RANK= MAIN_PROCESS_IP=), 
 
 evaluate: $(READY) ## Exact metrics of RUN=runs/latest on its test images
 	@$(PY) -m ddp_mnist evaluate $(RUN) $(ARGS)
+
+bench: $(READY) ## How fast it is here: BENCH=feed, loop, scaling, startup or baseline
+	@$(PY) -m ddp_mnist bench $(BENCH) --dataset auto $(ARGS)
 
 test: $(READY) ## Run the tests (about 6 minutes on 2 cores, no network)
 	@$(PY) -m pytest -n 2 --dist loadfile $(ARGS)

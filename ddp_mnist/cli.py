@@ -223,8 +223,8 @@ def make_parser() -> Parser:
     verb.add_argument(
         "--repeats",
         type=number("--repeats", int, "at least 2"),
-        default=7,
-        help="rounds after the warm-up [7]",
+        default=11,
+        help="rounds after the warm-up [11]",
     )
     verb.add_argument("--plot", type=text("--plot"), metavar="FILE", help="a PNG of the figures")
     return parser
@@ -370,13 +370,15 @@ def bench(arguments: argparse.Namespace) -> None:
     for name, least in (("processes", 1), ("repeats", 2)):
         if (value := getattr(arguments, name)) < least:
             raise UsageError(f"--{name} {value}: must be at least {least}")
+    from ddp_mnist import data
     from ddp_mnist.bench import benches
 
-    options = benches.Options(
-        arguments.dataset, arguments.cache_dir, arguments.processes, arguments.repeats
-    )
-    rows = benches.BENCHES[arguments.what](options)
     screen = Screen(True)
+    name, notes = data.choose(arguments.dataset, arguments.cache_dir)
+    for note in notes:
+        screen.say(note)
+    options = benches.Options(name, arguments.cache_dir, arguments.processes, arguments.repeats)
+    rows = benches.BENCHES[arguments.what](options)
     for row in rows:
         screen.say(str(row))
     if arguments.plot:
@@ -386,6 +388,6 @@ def bench(arguments: argparse.Namespace) -> None:
     screen.say(json.dumps(benches.describe(arguments.what, rows)))
     if missed := [row.what for row in rows if not row.held]:
         raise CheckFailed(
-            f"bench {arguments.what}: {', '.join(missed)}: below what two free CPU cores reach; "
-            "close other programs and repeat"
+            f"bench {arguments.what}: {', '.join(missed)}: not what two free CPU cores reach; close"
+            " other programs and repeat"
         )

@@ -165,10 +165,10 @@ MNIST, DIGITS = 60_000, 1437
 @pytest.mark.parametrize(
     ("rows", "world_size", "grad_accum", "batch_size", "val_size", "epochs"),
     [
-        *[(MNIST, size, 1, 144, 5000, 2) for size in (1, 2, 3, 4, 6, 8)],
-        (MNIST, 5, 1, 145, 5000, 2),
-        (MNIST, 7, 1, 147, 5000, 2),
-        (MNIST, 2, 5, 150, 5000, 2),
+        *[(MNIST, size, 1, 144, 5000, 1) for size in (1, 2, 3, 4, 6, 8)],
+        (MNIST, 5, 1, 145, 5000, 1),
+        (MNIST, 7, 1, 147, 5000, 1),
+        (MNIST, 2, 5, 150, 5000, 1),
         *[(DIGITS, size, 1, 72, 287, 20) for size in (1, 2, 3, 4, 6, 8)],
         (DIGITS, 5, 1, 75, 287, 20),
         (DIGITS, 7, 1, 77, 287, 22),

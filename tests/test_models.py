@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import sys
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from torch import nn
 from ddp_mnist import data
 from ddp_mnist.config import Recipe
 from ddp_mnist.local_world import run_world
-from ddp_mnist.models import MODELS, PIXEL_MEAN, PIXEL_STD, normalise
+from ddp_mnist.models import MODELS, PIXEL_MEAN, PIXEL_STD, normalise, quarters
 
 NAMES = ("cnn", "mlp", "cnn_bn", "resnet18")
 
@@ -36,9 +37,9 @@ def test_the_names_are_those_of_the_flag() -> None:
 @pytest.mark.parametrize(
     ("name", "parameters"),
     [
-        # weights and biases of three convolutions, gains and shifts of three norms, and the head
-        ("cnn", 16 * 10 + 32 * (9 * 16 + 1) + 64 * (9 * 32 + 1) + 2 * (16 + 32 + 64) + 5770),
-        ("cnn_bn", 29_290),
+        # weights and biases of two convolutions, gains and shifts of two norms, and the head
+        ("cnn", 32 * (9 * 4 + 1) + 64 * (9 * 32 + 1) + 2 * (32 + 64) + 5770),
+        ("cnn_bn", 25_642),
         ("mlp", 784 * 128 + 128 + 128 * 128 + 128 + 128 * 10 + 10),
         # torchvision's, with 10 classes for 1000 and 1 channel for 3
         ("resnet18", 11_689_512 - 513 * 990 - 2 * 64 * 49),
@@ -46,16 +47,16 @@ def test_the_names_are_those_of_the_flag() -> None:
 )
 def test_number_of_parameters(name: str, parameters: int) -> None:
     assert sum(p.numel() for p in make(name).parameters()) == parameters
-    assert name != "cnn" or parameters == 29_290
+    assert name != "cnn" or parameters == 25_642
 
 
 def test_normalise() -> None:
     pixels = torch.tensor([[[0, 255], [51, 102]]], dtype=torch.uint8)
-    expected = (torch.tensor([[[[0.0, 1.0], [0.2, 0.4]]]]) - 0.1307) / 0.3081
+    expected = (torch.tensor([[[0.0, 1.0], [0.2, 0.4]]]) - 0.1307) / 0.3081
     for dtype in (torch.float32, torch.float64):
         result = normalise(pixels, dtype)
         assert result.dtype == dtype
-        assert result.shape == (1, 1, 2, 2)
+        assert result.shape == (1, 2, 2)
         assert torch.allclose(result, expected.to(dtype), atol=1e-6)
     assert (PIXEL_MEAN, PIXEL_STD) == (0.1307, 0.3081)
 
@@ -142,3 +143,12 @@ def imports_torchvision(name: str) -> bool:
 def test_only_the_resnet_imports_torchvision(name: str, tmp_path: Path) -> None:
     """In a process that has the whole trainer loaded."""
     assert run_world(1, imports_torchvision, name, folder=tmp_path) == [name == "resnet18"]
+
+
+def test_the_net_sees_each_square_of_four_pixels_as_channels() -> None:
+    image = torch.arange(28 * 28).reshape(1, 28, 28) % 251
+    squares = quarters(image.to(torch.uint8))
+    assert squares.shape == (1, 4, 14, 14)
+    for row, column in itertools.product((0, 5, 13), (0, 7, 13)):
+        square = image[0, 2 * row : 2 * row + 2, 2 * column : 2 * column + 2]
+        assert squares[0, :, row, column].tolist() == square.flatten().tolist()

@@ -52,7 +52,9 @@ def started(command: list[str]) -> Iterator[subprocess.Popen[str]]:
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
+        process.wait()
+        assert process.stdout
+        process.stdout.close()
 
 
 def seconds_to_end(command: list[str]) -> tuple[float, list[Any]]:
