@@ -78,7 +78,7 @@ evaluate: $(READY) ## Exact metrics of RUN=runs/latest on its test images
 bench: $(READY) ## How fast it is here: BENCH=feed, loop, scaling, startup or baseline
 	@$(PY) -m ddp_mnist bench $(BENCH) --dataset auto $(ARGS)
 
-test: $(READY) ## Run the tests (about 6 minutes on 2 cores, no network)
+test: $(READY) ## Run the tests (about 5 minutes on 2 cores, no network)
 	@$(PY) -m pytest -n 2 --dist loadfile $(ARGS)
 
 soak: $(READY) ## Run the long tests (under an hour); CHAOS=200 hits that many runs at random

@@ -56,8 +56,8 @@ def plan(config: TrainConfig, world: World, images: ImageData, folder: Path | No
         f" device {device(world)}, {count(world.threads, 'thread')} each,"
         f" precision {world.precision}",
         "batch": f"{recipe.batch_size} images a step = {count(size, 'process')}{parts} x {share}",
-        "steps": f"{recipe.epochs * steps:,} = {recipe.epochs} epochs x {steps:,}; each epoch"
-        f" leaves out {left_out} images, others each time",
+        "steps": f"{recipe.epochs * steps:,} = {count(recipe.epochs, 'epoch')} x {steps:,}; each"
+        f" epoch leaves out {left_out} images, others each time",
         "model": f"{recipe.model}, seed {config.run.seed}",
         "writes": str(folder) if folder else "nothing (--dry-run)",
     }
