@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import gc
 import os
 import re
@@ -20,6 +21,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import accelerate.optimizer
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
@@ -29,6 +31,7 @@ from accelerate.utils import (
     DistributedDataParallelKwargs,
     InitProcessGroupKwargs,
     broadcast,
+    is_lomo_available,
 )
 
 from ddp_mnist.config import Distribution
@@ -184,6 +187,9 @@ def end() -> None:
 
 
 def make_accelerator(flags: Distribution, device: str, backend: str, precision: str) -> Accelerator:
+    # Its optimizer looks for a package on the disk twice in each step: half a millisecond, and on a
+    # cluster's network disk all ranks at once. One look is enough.
+    accelerate.optimizer.is_lomo_available = functools.cache(is_lomo_available)
     return Accelerator(
         cpu=device == "cpu",
         mixed_precision="no" if precision == "fp64" else precision,

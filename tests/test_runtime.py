@@ -10,7 +10,9 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
+import accelerate.optimizer
 import pytest
 import torch
 import torch.distributed as dist
@@ -514,3 +516,11 @@ def test_an_interrupt_on_one_rank_ends_the_other(tmp_path: Path) -> None:
     assert isinstance(other, FailedElsewhere)
     assert other.code == 130
     assert seconds < SECONDS
+
+
+def test_the_optimizer_does_not_look_for_a_package_in_each_step() -> None:
+    runtime.make_accelerator(Distribution(), "cpu", "none", "no")
+    accelerate.optimizer.is_lomo_available()
+    with patch("importlib.util.find_spec") as look:
+        assert not accelerate.optimizer.is_lomo_available()
+    look.assert_not_called()
