@@ -217,14 +217,9 @@ def make_parser() -> Parser:
     )
     verb.add_argument("--dataset", type=text("--dataset"), default="mnist", help="[mnist]")
     verb.add_argument("--cache-dir", type=text("--cache-dir"), help=CACHE_DIR)
+    verb.add_argument("--processes", type=at_least(1, "--processes"), default=2, help="[2]")
     verb.add_argument(
-        "--processes", type=number("--processes", int, "at least 1"), default=2, help="[2]"
-    )
-    verb.add_argument(
-        "--repeats",
-        type=number("--repeats", int, "at least 2"),
-        default=11,
-        help="rounds after the warm-up [11]",
+        "--repeats", type=at_least(2, "--repeats"), default=11, help="rounds after the warm-up [11]"
     )
     verb.add_argument("--plot", type=text("--plot"), metavar="FILE", help="a PNG of the figures")
     return parser
@@ -280,6 +275,18 @@ def number(name: str, kind: type, legal: str) -> Callable[[str], float]:
                 return value
         shown = typed[:60] or "''"
         raise UsageError(f"{name} {shown}: must be a {what} number {legal}")
+
+    return parse
+
+
+def at_least(least: int, name: str) -> Callable[[str], float]:
+    """A parser for argparse: a whole number that is not less."""
+    whole = number(name, int, f"at least {least}")
+
+    def parse(typed: str) -> float:
+        if (value := whole(typed)) < least:
+            raise UsageError(f"{name} {typed}: must be at least {least}")
+        return value
 
     return parse
 
@@ -367,9 +374,6 @@ def prepare(arguments: argparse.Namespace) -> None:
 
 
 def bench(arguments: argparse.Namespace) -> None:
-    for name, least in (("processes", 1), ("repeats", 2)):
-        if (value := getattr(arguments, name)) < least:
-            raise UsageError(f"--{name} {value}: must be at least {least}")
     from ddp_mnist import data
     from ddp_mnist.bench import benches
 

@@ -3,7 +3,7 @@
     python -m ddp_mnist train --dataset digits
     accelerate launch --config_file accelerate_configs/multi_cpu.yaml -m ddp_mnist train
 
-An epoch of MNIST takes four to eight seconds on two cores and ends near 99.1 % test accuracy.
+An epoch of MNIST takes about eight seconds on two cores and ends near 99.1 % test accuracy.
 """
 
 from __future__ import annotations
@@ -75,8 +75,7 @@ def train_in(
     screen.say(summary.plan(config, world, images, folder.path))
     folder.write_json(run_folder.CONFIG, opened.resolved)
 
-    # --- Data on the device, in global batches that are the same on every rank; Accelerate deals
-    # each of them out
+    # --- Data on the device: global batches, the same on every rank, which Accelerate deals out
     images = images.to(device)
     train_numbers, val_numbers = data.split_rows(len(images.train_labels), recipe.val_size)
     train_rows = data.Rows(images.train_images, images.train_labels, train_numbers)

@@ -188,6 +188,12 @@ def test_a_plot_is_a_png(tmp_path: Path) -> None:
         plot("feed", [SPEED], str(tmp_path / "no" / "feed.png"))
 
 
+def test_each_benchmark_can_be_typed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "none"])
+    assert f"none: choose from {', '.join(benches.BENCHES)}" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("argv", "begins"),
     [

@@ -92,24 +92,22 @@ def speeds_of(kinds: list[str], options: Options, processes: int) -> dict[str, l
     return {kind: [min(of) for of in zip(*(r[kind] for r in ranks), strict=True)] for kind in kinds}
 
 
-def feed(options: Options) -> list[Row]:
-    speeds = speeds_of(["train", "resident"], options, options.processes)
-    share = ratio(speeds["train"], speeds["resident"])
+def loop_against(kind: str, name: str, options: Options) -> list[Row]:
+    speeds = speeds_of(["train", kind], options, options.processes)
+    share = ratio(speeds["train"], speeds[kind])
     return [
         Row("train.py, images/s", spread(speeds["train"])),
-        Row("one resident batch, images/s", spread(speeds["resident"])),
+        Row(f"{name}, images/s", spread(speeds[kind])),
         Row("ratio", share, "lower end at least 0.95", share.low >= 0.95),
     ]
+
+
+def feed(options: Options) -> list[Row]:
+    return loop_against("resident", "one resident batch", options)
 
 
 def loop(options: Options) -> list[Row]:
-    speeds = speeds_of(["train", "plain"], options, options.processes)
-    share = ratio(speeds["train"], speeds["plain"])
-    return [
-        Row("train.py, images/s", spread(speeds["train"])),
-        Row("plain_ddp.py, images/s", spread(speeds["plain"])),
-        Row("ratio", share, "lower end at least 0.95", share.low >= 0.95),
-    ]
+    return loop_against("plain", "plain_ddp.py", options)
 
 
 def scaling(options: Options) -> list[Row]:
