@@ -49,8 +49,6 @@ def _member(
     except BaseException as error:
         results.send((False, (error, traceback.format_exc())))
     results.close()
-    sys.stdout.flush()
-    os._exit(0)  # the result is out; nothing at interpreter exit belongs to it
 
 
 class LocalWorld:

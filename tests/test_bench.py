@@ -1,17 +1,19 @@
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
+import itertools
 import json
-import math
-import statistics
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from ddp_mnist import cli, data
-from ddp_mnist.bench import benches, commands, idx
+from ddp_mnist import cli, data, runtime
+from ddp_mnist.bench import benches, commands, idx, steps
 from ddp_mnist.bench.benches import Options, Row
 from ddp_mnist.bench.conventional import accuracy, make_net
 from ddp_mnist.bench.figures import Ratio, alternate, interval, ratio, ratio_of_difference, spread
@@ -19,26 +21,33 @@ from ddp_mnist.bench.plot import plot
 from ddp_mnist.bench.steps import time_steps
 from ddp_mnist.config import Distribution, Run, TrainConfig
 from ddp_mnist.errors import CheckFailed, StorageError
+from ddp_mnist.launch import find_launch
 from ddp_mnist.local_world import run_world
+from ddp_mnist.runtime import World
 
 # --- Figures
 
 
-def test_the_interval_is_student_s() -> None:
-    # t(0.95, 4 degrees of freedom) = 2.132 in any table
-    values = [1.0, 2.0, 3.0, 4.0, 5.0]
-    reach = 2.132 * statistics.stdev(values) / math.sqrt(5)
-    assert interval(values) == pytest.approx((3 - reach, 3 + reach), abs=1e-3)
+@pytest.mark.parametrize(
+    ("n", "k"),  # any table of the sign test at 5 %, one-sided
+    [(2, 1), (5, 1), (7, 1), (8, 2), (11, 3), (13, 4), (25, 8)],
+)
+def test_the_interval_is_the_sign_test_s(n: int, k: int) -> None:
+    values = [float((7 * i) % n if n % 7 else i) for i in range(n)]  # 0 to n-1 in some order
+    assert sorted(values) == list(range(n))
+    assert interval(values) == (k - 1, n - k)
+
+
+def test_the_interval_holds_the_median_nine_times_in_ten() -> None:
+    draws = torch.randn(2000, 11, generator=torch.Generator().manual_seed(0)).exp()  # median 1
+    held = sum(low <= 1 <= high for low, high in map(interval, draws.tolist()))
+    assert held / 2000 == pytest.approx(0.935, abs=0.02)  # 1 - 2 (1 + 11 + 55) / 2**11
 
 
 def test_a_ratio_pairs_what_was_measured_together() -> None:
     # Each pair has the ratio 2, whatever the machine did meanwhile.
-    even = ratio([2, 20, 200], [1, 10, 100])
-    assert (even.median, even.n) == (2, 3)
-    assert (even.low, even.high) == pytest.approx((2, 2))
-    uneven = ratio([1, 2, 4], [1, 1, 1])
-    assert uneven.median == 2
-    assert uneven.low * uneven.high == pytest.approx(4)  # around the geometric mean
+    assert ratio([2, 20, 200], [1, 10, 100]) == Ratio(2, 2, 2, 3)
+    assert ratio([1, 2, 9], [1, 1, 1]) == Ratio(2, 1, 9, 3)
     with pytest.raises(ValueError, match="zip"):
         ratio([1, 2], [1])
 
@@ -76,7 +85,7 @@ def measured(processes: int, folder: Path, kinds: list[str]) -> list[dict[str, l
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_each_kind_of_step_is_timed(processes: int, tmp_path: Path) -> None:
-    kinds = ["train", "resident", "silent", "independent"] + ["plain"] * (processes > 1)
+    kinds = ["train", "resident", "silent", "lockstep", "independent"] + ["plain"] * (processes > 1)
     ranks = measured(processes, tmp_path, kinds)
     assert len(ranks) == processes
     for speeds in ranks:
@@ -85,6 +94,27 @@ def test_each_kind_of_step_is_timed(processes: int, tmp_path: Path) -> None:
             assert len(values) == 2
             assert all(1 < images_per_s < 1e6 for images_per_s in values)
     assert list(tmp_path.iterdir()) == []  # a timed run writes nothing
+
+
+def steps_that_take_turns() -> tuple[float, float]:
+    """Seconds of ten steps, alone and in lockstep, where each rank is slow in every other one."""
+
+    @contextlib.contextmanager
+    def ready(_config: Any, _images: Any, world: World, *, exchange: bool) -> Iterator[Any]:
+        assert not exchange
+        turns = itertools.count(world.accelerator.process_index)
+        yield range(10), lambda _: time.sleep(0.04 * (next(turns) % 2))
+
+    steps.ready_to_step = ready
+    config, images = TrainConfig(), data.load("digits")
+    with runtime.start(config.distribution, find_launch(config.distribution)) as world:
+        return steps.silent_steps(config, images, world), steps.lockstep(config, images, world)
+
+
+def test_in_lockstep_each_step_is_as_long_as_on_its_slowest_rank(tmp_path: Path) -> None:
+    for silent, lockstep in run_world(2, steps_that_take_turns, folder=tmp_path):
+        assert silent == pytest.approx(0.2, abs=0.1)
+        assert lockstep == pytest.approx(0.4, abs=0.1)
 
 
 def test_the_conventional_recipe_is_that_of_pytorchs_example(tmp_path: Path) -> None:
@@ -176,9 +206,9 @@ def test_a_benchmark_of_digits_from_end_to_end(monkeypatch: pytest.MonkeyPatch) 
     by_name = {row.what: row.figure.median for row in rows}
     for who in ("1 process", "2 processes"):
         assert by_name[f"{who}: images/s"] > 1
-        shares = [by_name[f"{who}: share of {part}"] for part in ("computing", "the rest")]
-        exchange = by_name[f"{who}: share of exchanging gradients"]
-        assert sum(shares) + exchange == pytest.approx(1, abs=0.2)  # medians do not add up
+        shares = [share for name, share in by_name.items() if name.startswith(f"{who}: share of")]
+        assert len(shares) == 4
+        assert sum(shares) == pytest.approx(1, abs=0.2)  # medians do not add up
 
 
 def test_a_plot_is_a_png(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Callable, Sequence
@@ -30,7 +31,7 @@ class Ratio:
 
     Attributes:
         median: of the pairs' ratios.
-        low, high: 90 % interval of their mean, by Student's t.
+        low, high: 90 % interval of that median; the lowest and highest of fewer than five pairs.
         n: pairs.
     """
 
@@ -48,25 +49,28 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def ratio(over: Sequence[float], under: Sequence[float]) -> Ratio:
-    """over[i] / under[i]; the interval is that of the geometric mean. At least two pairs."""
+    """over[i] / under[i]."""
     pairs = [a / b for a, b in zip(over, under, strict=True)]
-    low, high = interval([math.log(pair) for pair in pairs])
-    return Ratio(statistics.median(pairs), math.exp(low), math.exp(high), len(pairs))
+    return Ratio(statistics.median(pairs), *interval(pairs), len(pairs))
 
 
 def ratio_of_difference(a: Sequence[float], b: Sequence[float], base: Sequence[float]) -> Ratio:
-    """(a[i] - b[i]) / base[i]: the share that the difference has. At least two triples."""
+    """(a[i] - b[i]) / base[i]: the share that the difference has."""
     shares = [(x - y) / z for x, y, z in zip(a, b, base, strict=True)]
     return Ratio(statistics.median(shares), *interval(shares), len(shares))
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """The 90 % interval of the mean, by Student's t. At least two values."""
-    from scipy.stats import t  # over a second
+    """The 90 % interval of the median, by the sign test (Conover, 1999); assumes no distribution.
 
-    mean, n = statistics.fmean(values), len(values)
-    reach = float(t.ppf((1 + CONFIDENCE) / 2, n - 1)) * statistics.stdev(values) / math.sqrt(n)
-    return mean - reach, mean + reach
+    Each value lies below the true median with probability 1/2, so the k-th lowest lies above it
+    with that of fewer than k heads in n throws; k is the largest for which this is at most 5 %.
+    """
+    ordered, n = sorted(values), len(values)
+    allowed = (1 - CONFIDENCE) / 2 * 2**n
+    tails = itertools.accumulate(math.comb(n, heads) for heads in range(n))
+    k = max(1, sum(tail <= allowed for tail in tails))
+    return ordered[k - 1], ordered[-k]
 
 
 def alternate(

@@ -5,6 +5,7 @@ Kinds, each with the images of `steps` global batches:
     plain         plain_ddp.py's
     resident      forward, backward and update on one batch that lies ready: no feed
     silent        the same without the exchange of gradients: compute alone
+    lockstep      silent, with each step as long as on the rank that was slowest in it
     independent   train.py's feed and step, without the exchange of gradients
 """
 
@@ -43,6 +44,7 @@ def time_steps(
             "plain": plain_loop,
             "resident": resident_steps,
             "silent": silent_steps,
+            "lockstep": lockstep,
             "independent": independent_loop,
         }
 
@@ -131,6 +133,22 @@ def resident_steps(
 
 def silent_steps(config: TrainConfig, images: data.ImageData, world: World) -> float:
     return resident_steps(config, images, world, exchange=False)
+
+
+def lockstep(config: TrainConfig, images: data.ImageData, world: World) -> float:
+    """What is lost by waiting for each other, were an exchange to cost nothing."""
+    with ready_to_step(config, images, world, exchange=False) as (loader, step):
+        batch = next(iter(loader))
+        step(batch)
+        clock = [time.monotonic()]
+        for _ in range(len(loader)):
+            step(batch)
+            synchronise(world)
+            clock.append(time.monotonic())
+    seconds = torch.tensor(clock, dtype=torch.float64).diff().to(world.accelerator.device)
+    if world.accelerator.num_processes > 1:
+        torch.distributed.all_reduce(seconds, torch.distributed.ReduceOp.MAX)
+    return seconds.sum().item()
 
 
 def independent_loop(config: TrainConfig, images: data.ImageData, world: World) -> float:
