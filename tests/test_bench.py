@@ -105,7 +105,7 @@ def steps_that_take_turns() -> tuple[float, float]:
         turns = itertools.count(world.accelerator.process_index)
         yield range(10), lambda _: time.sleep(0.04 * (next(turns) % 2))
 
-    steps.ready_to_step = ready
+    steps.ready_to_step = ready  # type: ignore[assignment]
     config, images = TrainConfig(), data.load("digits")
     with runtime.start(config.distribution, find_launch(config.distribution)) as world:
         return steps.silent_steps(config, images, world), steps.lockstep(config, images, world)
