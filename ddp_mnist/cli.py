@@ -41,6 +41,7 @@ from ddp_mnist.screen import Screen
 
 EXIT_CODES = """exit codes: 0 done, 1 check failed, 2 usage or configuration, 3 data, 4 checkpoint,
 5 storage, 6 peer lost or time-out, 7 diverged, 130 SIGINT, 143 SIGTERM"""
+BENCHES = ("feed", "loop", "evaluation", "scaling", "startup", "memory", "baseline")
 RUN, CACHE_DIR = "run folder, e.g. runs/latest", "folder of decoded data sets"
 
 
@@ -212,8 +213,8 @@ def make_parser() -> Parser:
     verb.add_argument(
         "what",
         metavar="WHAT",
-        choices=("feed", "loop", "scaling", "startup", "baseline"),
-        help="feed, loop, scaling, startup or baseline",
+        choices=BENCHES,
+        help=", ".join(BENCHES),
     )
     verb.add_argument("--dataset", type=text("--dataset"), default="mnist", help="[mnist]")
     verb.add_argument("--cache-dir", type=text("--cache-dir"), help=CACHE_DIR)

@@ -85,7 +85,8 @@ def measured(processes: int, folder: Path, kinds: list[str]) -> list[dict[str, l
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_each_kind_of_step_is_timed(processes: int, tmp_path: Path) -> None:
-    kinds = ["train", "resident", "silent", "lockstep", "independent"] + ["plain"] * (processes > 1)
+    kinds = ["train", "resident", "silent", "lockstep", "independent", "evaluation"]
+    kinds += ["plain"] * (processes > 1)
     ranks = measured(processes, tmp_path, kinds)
     assert len(ranks) == processes
     for speeds in ranks:
@@ -143,6 +144,14 @@ def test_start_up_is_timed_to_the_first_step() -> None:
     first_step = commands.seconds_to_first_step([], ["--dataset", "digits"])
     assert 0.5 < floor < 60
     assert 0.5 < first_step < 60
+
+
+def test_private_memory_is_that_of_the_largest_process() -> None:
+    child = "held = bytearray(200_000_000); import time; time.sleep(0.3)"
+    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', '{child}'])"
+    assert commands.peak_anonymous_mb(["-c", parent]) == pytest.approx(205, abs=10)
+    with pytest.raises(CheckFailed, match="code 3: no memory"):
+        commands.peak_anonymous_mb(["-c", "print('no memory'); raise SystemExit(3)"])
 
 
 def test_a_command_that_fails_is_told() -> None:
@@ -227,7 +236,7 @@ def test_each_benchmark_can_be_typed(capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.parametrize(
     ("argv", "begins"),
     [
-        (["feeds"], "feeds: choose from feed, loop, scaling, startup, baseline; did you mean"),
+        (["feeds"], "feeds: choose from feed, loop, evaluation,"),
         (["feed", "--repeats", "1"], "--repeats 1: must be at least 2"),
         (["feed", "--processes", "0"], "--processes 0: must be at least 1"),
         (["feed", "--plot", ""], "--plot: the value is empty"),

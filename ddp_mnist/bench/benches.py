@@ -2,8 +2,10 @@
 
     feed       train.py's loop against the same step on one batch that lies ready
     loop       train.py's loop against plain_ddp.py's
+    evaluation the exact metrics of a split, against training on as many images
     scaling    1 to N processes against as many independent ones, and where the time goes
     startup    command to first optimizer step, against a ten-line program's
+    memory     a process's private memory at its highest, against that program's
     baseline   command to the end of a run, against the conventional recipe's four epochs (long)
 
 Each warms up, alternates what it compares, repeats, and tells median and spread.
@@ -136,6 +138,17 @@ def scaling(options: Options) -> list[Row]:
     return rows
 
 
+def evaluation(options: Options) -> list[Row]:
+    speeds = speeds_of(["train", "evaluation"], options, options.processes)
+    share = ratio(speeds["train"], speeds["evaluation"])
+    held = share.median <= 0.35
+    return [
+        Row("train.py, images/s", spread(speeds["train"])),
+        Row("evaluation, images/s", spread(speeds["evaluation"])),
+        Row("time of an evaluation over that of training", share, "at most 0.35", held),
+    ]
+
+
 # --- Commands
 
 
@@ -154,6 +167,27 @@ def startup(options: Options) -> list[Row]:
     for how in ("", ", launched"):
         over = ratio(seconds[f"train{how}"], seconds[f"floor{how}"])
         rows.append(Row(f"train over floor{how}", over, "at most 1.25", over.median <= 1.25))
+    return rows
+
+
+def memory(options: Options) -> list[Row]:
+    data.load(options.dataset, options.cache_dir)  # into the cache
+    arguments = [*commands.data_flags(options.dataset, options.cache_dir), "--quiet"]
+    rows = []
+    for how, before in {"": [], ", launched": commands.launcher(options.processes)}.items():
+        floor, train = [], []
+        for _ in range(options.repeats):
+            floor.append(commands.peak_anonymous_mb([*before, *commands.FLOOR]))
+            with tempfile.TemporaryDirectory(prefix="ddp_mnist-") as scratch:
+                run = ["--run-dir", f"{scratch}/run"]
+                command = [*before, *commands.TRAIN, *arguments, *run]
+                train.append(commands.peak_anonymous_mb(command))
+        above = spread([ours - least for ours, least in zip(train, floor, strict=True)])
+        rows += [
+            Row(f"floor{how}, MB", spread(floor)),
+            Row(f"train{how}, MB", spread(train)),
+            Row(f"above the floor{how}, MB", above, "at most 150", above.median <= 150),
+        ]
     return rows
 
 
@@ -212,7 +246,9 @@ def baseline(options: Options) -> list[Row]:
 BENCHES: dict[str, Callable[[Options], list[Row]]] = {
     "feed": feed,
     "loop": loop,
+    "evaluation": evaluation,
     "scaling": scaling,
     "startup": startup,
+    "memory": memory,
     "baseline": baseline,
 }

@@ -91,3 +91,34 @@ def seconds_to_floors_step(before: list[str]) -> float:
     if not times:
         raise CheckFailed(f"{FLOOR[0]}: took no step: {said}")
     return max(times) - begun
+
+
+def peak_anonymous_mb(command: list[str]) -> float:
+    """Megabytes of private memory, at their highest, of the command's largest process (Linux).
+
+    Looked at 50 times a second; files that are mapped, as the cache and libraries, do not count.
+    """
+    peak = 0
+    with started(command) as process:
+        while process.poll() is None:
+            for pid in [process.pid, *descendants(process.pid)]:
+                with contextlib.suppress(OSError, StopIteration):  # it ended meanwhile
+                    status = Path(f"/proc/{pid}/status").read_text().splitlines()
+                    line = next(line for line in status if line.startswith("RssAnon:"))
+                    peak = max(peak, int(line.split()[1]))
+            time.sleep(0.02)
+        assert process.stdout
+        said = process.stdout.read()
+    if process.returncode:
+        raise CheckFailed(f"{' '.join(command)}: ended with code {process.returncode}: {said}")
+    return peak * 1024 / 1e6
+
+
+def descendants(pid: int) -> list[int]:
+    """Ids of its children and theirs."""
+    import psutil
+
+    try:
+        return [child.pid for child in psutil.Process(pid).children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []

@@ -7,6 +7,7 @@ Kinds, each with the images of `steps` global batches:
     silent        the same without the exchange of gradients: compute alone
     lockstep      silent, with each step as long as on the rank that was slowest in it
     independent   train.py's feed and step, without the exchange of gradients
+    evaluation    the exact metrics of as many images, without a step
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from ddp_mnist import data, plain_ddp, runtime, stopping
 from ddp_mnist import train as trainer
 from ddp_mnist.bench.figures import alternate
 from ddp_mnist.config import TrainConfig, resolve_recipe
+from ddp_mnist.evaluation import evaluate_split, prepare_split
 from ddp_mnist.launch import find_launch
 from ddp_mnist.optim import make_optimizer
 from ddp_mnist.resume import Opened
@@ -46,6 +48,7 @@ def time_steps(
             "silent": silent_steps,
             "lockstep": lockstep,
             "independent": independent_loop,
+            "evaluation": evaluation,
         }
 
         def measure(kind: str) -> float:
@@ -159,6 +162,15 @@ def independent_loop(config: TrainConfig, images: data.ImageData, world: World) 
             step(batch)
         synchronise(world)
         return time.monotonic() - clock
+
+
+def evaluation(config: TrainConfig, images: data.ImageData, world: World) -> float:
+    classes, images = len(images.classes), images.to(world.accelerator.device)
+    net = trainer.build_model(config, world, classes)
+    rows = data.Rows(images.train_images, images.train_labels)
+    clock = time.monotonic()
+    evaluate_split(world.accelerator, net, prepare_split(world.accelerator, rows), classes)
+    return time.monotonic() - clock
 
 
 def synchronise(world: World) -> None:
