@@ -41,7 +41,7 @@ from ddp_mnist.screen import Screen
 
 EXIT_CODES = """exit codes: 0 done, 1 check failed, 2 usage or configuration, 3 data, 4 checkpoint,
 5 storage, 6 peer lost or time-out, 7 diverged, 130 SIGINT, 143 SIGTERM"""
-BENCHES = ("feed", "loop", "evaluation", "scaling", "startup", "memory", "baseline")
+BENCHES = ("feed", "loop", "evaluation", "scaling", "forecast", "startup", "memory", "baseline")
 RUN, CACHE_DIR = "run folder, e.g. runs/latest", "folder of decoded data sets"
 
 

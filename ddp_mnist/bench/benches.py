@@ -4,6 +4,7 @@
     loop       train.py's loop against plain_ddp.py's
     evaluation the exact metrics of a split, against training on as many images
     scaling    1 to N processes against as many independent ones, and where the time goes
+    forecast   what exchanging gradients will cost on 2 to 1,024 processes
     startup    command to first optimizer step, against a ten-line program's
     memory     a process's private memory at its highest, against that program's
     baseline   command to the end of a run, against the conventional recipe's four epochs (long)
@@ -25,13 +26,23 @@ from typing import Any
 from ddp_mnist import data, run_folder
 from ddp_mnist.bench import commands, idx
 from ddp_mnist.bench.figures import Ratio, Spread, alternate, ratio, ratio_of_difference, spread
+from ddp_mnist.bench.forecast import (
+    Link,
+    Round,
+    all_reduce_seconds,
+    efficiency,
+    gradient_bytes,
+    measure_rounds,
+)
 from ddp_mnist.bench.steps import time_steps
 from ddp_mnist.config import Distribution, Run, TrainConfig
+from ddp_mnist.errors import UsageError
 from ddp_mnist.local_world import run_world
 from ddp_mnist.summary import count
 from ddp_mnist.versions import cpu_model, package_versions
 
 STEPS = 100  # optimizer steps of a timed round: one to three seconds
+ETHERNET, ETHERNET_NAME = Link(100e-6, 1.1e9), "assumed 100 us and 1,100 MB/s"  # 10 Gbit/s
 
 
 @dataclass(frozen=True)
@@ -80,18 +91,25 @@ def describe(bench: str, rows: list[Row]) -> dict[str, Any]:
 # --- Steps
 
 
-def speeds_of(kinds: list[str], options: Options, processes: int) -> dict[str, list[float]]:
-    """Images/s over all processes per round of each kind, as the slowest rank saw them."""
+def on_processes(
+    size: int, function: Callable[..., Any], options: Options, *args: Any
+) -> list[Any]:
+    """What `function(config, *args, STEPS, repeats)` returned on each of them."""
     data.load(options.dataset, options.cache_dir)  # into the cache: the processes have a deadline
     config = TrainConfig(
         Run(dataset=options.dataset, cache_dir=options.cache_dir, quiet=True),
         distribution=Distribution(mixed_precision="auto"),
     )
-    ranks = run_world(
-        *(processes, time_steps, config, kinds, STEPS, options.repeats),
+    return run_world(
+        *(size, function, config, *args, STEPS, options.repeats),
         folder=Path.cwd(),
         timeout_s=commands.PATIENCE_S,
     )
+
+
+def speeds_of(kinds: list[str], options: Options, processes: int) -> dict[str, list[float]]:
+    """Images/s over all processes per round of each kind, as the slowest rank saw them."""
+    ranks = on_processes(processes, time_steps, options, kinds)
     return {kind: [min(of) for of in zip(*(r[kind] for r in ranks), strict=True)] for kind in kinds}
 
 
@@ -147,6 +165,34 @@ def evaluation(options: Options) -> list[Row]:
         Row("evaluation, images/s", spread(speeds["evaluation"])),
         Row("time of an evaluation over that of training", share, "at most 0.35", held),
     ]
+
+
+def forecast(options: Options) -> list[Row]:
+    """Of the link that is here, and of one that is only assumed."""
+    if options.processes == 1:
+        raise UsageError("--processes 1: an all-reduce needs at least 2")
+    rounds: list[Round] = on_processes(options.processes, measure_rounds, options)[0]
+    links = [each.link for each in rounds]
+    classes = len(data.load(options.dataset, options.cache_dir).classes)
+    size = gradient_bytes(TrainConfig(), classes)
+    by_formula = [all_reduce_seconds(options.processes, size, link) for link in links]
+    rows = [
+        Row("latency, us", spread([1e6 * link.latency_s for link in links])),
+        Row("bandwidth, MB/s", spread([link.bytes_per_s / 1e6 for link in links])),
+        Row("computing a step, ms", spread([1e3 * each.step_s for each in rounds])),
+        Row(
+            f"all-reduce of {size:,} bytes, over the formula",
+            ratio([each.exchange_s for each in rounds], by_formula),
+        ),
+    ]
+    for where, over in {"this link": links, ETHERNET_NAME: [ETHERNET] * len(links)}.items():
+        for processes in (2**power for power in range(1, 11)):
+            shares = [
+                efficiency(processes, size, each.step_s, link)
+                for each, link in zip(rounds, over, strict=True)
+            ]
+            rows.append(Row(f"{where}, {processes:,} processes: efficiency", spread(shares)))
+    return rows
 
 
 # --- Commands
@@ -248,6 +294,7 @@ BENCHES: dict[str, Callable[[Options], list[Row]]] = {
     "loop": loop,
     "evaluation": evaluation,
     "scaling": scaling,
+    "forecast": forecast,
     "startup": startup,
     "memory": memory,
     "baseline": baseline,

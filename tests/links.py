@@ -1,0 +1,28 @@
+"""All-reduces timed on this host, one process of a group over TCP; rank 0 prints JSON.
+
+python -m tests.links tcp://HOST:PORT RANK WORLD_SIZE BYTES
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+
+from ddp_mnist import runtime
+from ddp_mnist.bench.forecast import measure_link, time_all_reduce
+from ddp_mnist.config import Distribution
+from ddp_mnist.launch import find_launch
+
+
+def main() -> None:
+    address, rank, world_size, size = sys.argv[1:]
+    flags = Distribution(init_method=address, rank=int(rank), world_size=int(world_size), cpu=True)
+    with runtime.start(flags, find_launch(flags)) as world:
+        link, seconds = measure_link(), time_all_reduce(int(size))
+        if world.accelerator.is_main_process:
+            print(json.dumps({**asdict(link), "seconds": seconds}))
+
+
+if __name__ == "__main__":
+    main()
