@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 
 from ddp_mnist import __version__
 from ddp_mnist.config import (
+    PRESETS,
     Distribution,
     Flags,
     Recipe,
@@ -292,10 +293,21 @@ def at_least(least: int, name: str) -> Callable[[str], float]:
     return parse
 
 
-def from_arguments(group: type[Flags], arguments: argparse.Namespace) -> Any:
+def train_config(arguments: argparse.Namespace) -> TrainConfig:
+    """What was typed, and what the preset says of the rest: both beat what a resumed run had."""
+    typed = vars(arguments)
+    given = {**PRESETS.get(typed.get("preset", ""), {}), **typed}
+    return TrainConfig(
+        from_arguments(Run, given),
+        from_arguments(Recipe, given),
+        from_arguments(Distribution, given),
+        typed=frozenset(given) - {"verb"},
+    )
+
+
+def from_arguments(group: type[Flags], given: dict[str, Any]) -> Any:
     """The dataclass with the values given. Raises UsageError for an illegal one."""
     names = [f.name for f in dataclasses.fields(group)]  # type: ignore[arg-type]
-    given = vars(arguments)
     return group(**{name: given[name] for name in names if name in given})
 
 
@@ -303,12 +315,7 @@ def from_arguments(group: type[Flags], arguments: argparse.Namespace) -> Any:
 
 
 def train(arguments: argparse.Namespace) -> None:
-    config = TrainConfig(
-        from_arguments(Run, arguments),
-        from_arguments(Recipe, arguments),
-        from_arguments(Distribution, arguments),
-        typed=frozenset(vars(arguments)) - {"verb"},
-    )
+    config = train_config(arguments)
     from ddp_mnist.launch import find_launch
 
     launch = find_launch(config.distribution)
@@ -318,7 +325,7 @@ def train(arguments: argparse.Namespace) -> None:
 
 
 def evaluate(arguments: argparse.Namespace) -> None:
-    distribution = from_arguments(Distribution, arguments)
+    distribution = from_arguments(Distribution, vars(arguments))
     from ddp_mnist.launch import find_launch
 
     launch = find_launch(distribution)

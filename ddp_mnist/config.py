@@ -119,11 +119,23 @@ class Run(Flags):
     dry_run: bool = flag(False, "Print what would run, and stop.")
 
 
+# What --preset stands for: values of Recipe's fields, which a typed flag beats.
+PRESETS: dict[str, dict[str, Any]] = {
+    "fast": {},
+    "accurate": {"model": "cnn_deep", "epochs": 14, "augment": True, "warmup": 0.1},
+}
+
+
 @dataclass(frozen=True)
 class Recipe(Flags):
     """What is learnt, and how."""
 
-    model: str = flag("cnn", "The net.", choices=("cnn", "mlp", "resnet18", "cnn_bn"))
+    preset: str = flag(
+        "fast",
+        "fast = 99 % in one epoch; accurate = 99.7 % in minutes; a typed flag beats either.",
+        choices=tuple(PRESETS),
+    )
+    model: str = flag("cnn", "The net.", choices=("cnn", "cnn_deep", "mlp", "resnet18", "cnn_bn"))
     epochs: int | None = flag(
         None, "Passes over the train images [by data set].", least=1, most=10**6
     )

@@ -7,13 +7,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
 
 from ddp_mnist import cli
-from ddp_mnist.config import Distribution, Flags, Recipe, Run, flag_name
+from ddp_mnist.config import PRESETS, Distribution, Flags, Recipe, Run, TrainConfig, flag_name
 from ddp_mnist.errors import CheckpointError, FailedElsewhere, UsageError
 
 PROGRAM = (sys.executable, "-m", "ddp_mnist")
@@ -93,7 +92,7 @@ def test_help_shows_defaults_and_choices(capsys: pytest.CaptureFixture[str]) -> 
     _, out, _ = run_here(capsys, "train", "--help")
     said = " ".join(out.split())
     assert "--lr X Highest learning rate. [0.01]" in said
-    assert "--model {cnn,mlp,resnet18,cnn_bn} The net. [cnn]" in said
+    assert "--model {cnn,cnn_deep,mlp,resnet18,cnn_bn} The net. [cnn]" in said
     assert "--augment, --no-augment Rotate" in said
 
 
@@ -136,11 +135,13 @@ REFUSED: list[tuple[list[str], str]] = [
     (["train", "--rank", "-1"], "--rank -1: must be at least 0"),
     (["train", "--world-size", "0"], "--world-size 0: must be at least 1"),
     # words
-    (["train", "--model", "CNN"], "--model CNN: choose from cnn, mlp, resnet18, cnn_bn; did you m"),
+    (["train", "--model", "CNN"], "--model CNN: choose from cnn, cnn_deep, mlp, resnet18, cnn_bn;"),
     (
         ["train", "--model", "resnet"],
-        "--model resnet: choose from cnn, mlp, resnet18, cnn_bn; did ",
+        "--model resnet: choose from cnn, cnn_deep, mlp, resnet18, cnn_bn; did ",
     ),
+    (["train", "--preset", "quick"], "--preset quick: choose from fast, accurate"),
+    (["train", "--preset", "accurate", "--lr", "0"], "--lr 0.0: must be more than 0"),
     (["train", "--model", ""], "--model: the value is empty"),
     (["train", "--model", "数字"], "--model 数字: choose from cnn"),
     (["train", "--backend", "ncll"], "--backend ncll: choose from auto, nccl, gloo, mpi; did you"),
@@ -365,23 +366,38 @@ def test_fault_35_a_reader_that_went_away_is_no_error() -> None:
     assert (done.returncode, done.stderr) == (0, b"")
 
 
+def config_of(line: str) -> TrainConfig:
+    return cli.train_config(cli.make_parser().parse_args(line.split()))
+
+
 def test_what_is_given_arrives() -> None:
-    parser = cli.make_parser()
     line = "train --lr 0.5 --epochs 3 --augment --dataset digits --backend gloo --quiet"
-    arguments = parser.parse_args(line.split())
-    expected: list[tuple[type[Flags], dict[str, Any]]] = [
-        (Run, {"dataset": "digits", "quiet": True}),
-        (Recipe, {"lr": 0.5, "epochs": 3, "augment": True}),
-        (Distribution, {"backend": "gloo"}),
-    ]
-    for group, given in expected:
-        assert cli.from_arguments(group, arguments) == group(**given)
-    nothing = parser.parse_args(["train"])
-    assert [cli.from_arguments(group, nothing) for group, _ in expected] == [
-        Run(),
-        Recipe(),
-        Distribution(),
-    ]
+    assert config_of(line) == TrainConfig(
+        Run(dataset="digits", quiet=True),
+        Recipe(lr=0.5, epochs=3, augment=True),
+        Distribution(backend="gloo"),
+        typed=frozenset({"lr", "epochs", "augment", "dataset", "backend", "quiet"}),
+    )
+    assert config_of("train") == TrainConfig()
+
+
+def test_a_typed_flag_beats_the_preset_on_either_side_of_it() -> None:
+    preset = PRESETS["accurate"]
+    for line in (
+        "train --preset accurate --no-augment --seed 7",
+        "train --seed 7 --no-augment --preset accurate",
+    ):
+        config = config_of(line)
+        assert config.recipe == Recipe(preset="accurate", **{**preset, "augment": False})
+        assert config.run == Run(seed=7)
+        # on a resumed run, the preset's values are as good as typed
+        assert config.typed == {"preset", "augment", "seed", *preset}
+    assert config_of("train --preset fast").recipe == Recipe()
+
+
+def test_each_preset_holds_legal_values() -> None:
+    for name, values in PRESETS.items():
+        assert Recipe(preset=name, **values).preset == name
 
 
 def test_evaluate_prints_a_table_in_which_a_class_without_rows_has_no_accuracy() -> None:

@@ -14,7 +14,8 @@ from ddp_mnist.config import Recipe
 from ddp_mnist.local_world import run_world
 from ddp_mnist.models import MODELS, PIXEL_MEAN, PIXEL_STD, normalise, quarters
 
-NAMES = ("cnn", "mlp", "cnn_bn", "resnet18")
+NAMES = ("cnn", "cnn_deep", "mlp", "cnn_bn", "resnet18")
+OURS = [name for name in NAMES if name != "resnet18"]
 
 
 def make(name: str, classes: int = 10) -> nn.Module:
@@ -40,6 +41,8 @@ def test_the_names_are_those_of_the_flag() -> None:
         # weights and biases of two convolutions, gains and shifts of two norms, and the head
         ("cnn", 32 * (9 * 4 + 1) + 64 * (9 * 32 + 1) + 2 * (32 + 64) + 5770),
         ("cnn_bn", 25_642),
+        # 3x3 kernels 4 to 32, 32 to 32, 32 to 64, 64 to 64, each with bias, gain and shift
+        ("cnn_deep", 9 * (4 * 32 + 32 * 32 + 32 * 64 + 64 * 64) + 3 * (2 * 32 + 2 * 64) + 5770),
         ("mlp", 784 * 128 + 128 + 128 * 128 + 128 + 128 * 10 + 10),
         # torchvision's, with 10 classes for 1000 and 1 channel for 3
         ("resnet18", 11_689_512 - 513 * 990 - 2 * 64 * 49),
@@ -77,7 +80,7 @@ def test_logits_have_the_dtype_of_the_weights(name: str, dtype: torch.dtype) -> 
     assert logits.std() > 1e-3
 
 
-@pytest.mark.parametrize("name", ["cnn", "mlp", "cnn_bn"])
+@pytest.mark.parametrize("name", OURS)
 def test_float32_is_near_float64(name: str) -> None:
     single = make(name)(images(4)).double()
     double = make(name).double()(images(4))
@@ -90,7 +93,7 @@ def test_other_numbers_of_classes(name: str, classes: int) -> None:
     assert make(name, classes)(images(2)).shape == (2, classes)
 
 
-@pytest.mark.parametrize("name", ["cnn", "mlp"])
+@pytest.mark.parametrize("name", ["cnn", "cnn_deep", "mlp"])
 def test_a_sample_does_not_see_the_batch_that_it_is_in(name: str) -> None:
     model, batch = make(name).double(), images(12)
     together = model(batch)
@@ -119,7 +122,7 @@ def test_each_parameter_gets_a_gradient(name: str) -> None:
         assert parameter.grad.abs().max() > 0, parameter_name
 
 
-@pytest.mark.parametrize("name", ["cnn", "mlp", "cnn_bn"])
+@pytest.mark.parametrize("name", OURS)
 def test_forward_draws_no_random_number(name: str) -> None:
     model = make(name)
     before = torch.get_rng_state()

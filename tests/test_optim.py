@@ -53,7 +53,7 @@ def test_a_run_of_one_step_takes_it_at_the_peak() -> None:
         assert learning_rate(0, 1, 0.01, warmup) == 0.01
 
 
-@pytest.mark.parametrize("name", ["cnn", "mlp", "cnn_bn"])
+@pytest.mark.parametrize("name", ["cnn", "cnn_deep", "mlp", "cnn_bn"])
 def test_matrices_and_kernels_decay_and_nothing_else(name: str) -> None:
     model = MODELS[name]()
     optimizer = make_optimizer(model, Recipe(lr=0.3, weight_decay=0.25))

@@ -40,7 +40,7 @@ def with_header(content: bytes, header: Any) -> bytes:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("name", ["cnn", "mlp", "cnn_bn"])
+@pytest.mark.parametrize("name", ["cnn", "cnn_deep", "mlp", "cnn_bn"])
 def test_round_trip(name: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     model = MODELS[name](3).to(dtype).to(memory_format=torch.channels_last).eval()
