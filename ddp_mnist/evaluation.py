@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from ddp_mnist.data import Rows, eval_loader
 from ddp_mnist.stopping import StopSignals
 
-IMAGES_PER_PROCESS = 1000  # per forward pass; changes no result, only time and memory
+IMAGES_PER_PROCESS = 500  # per forward pass; changes no result, only time and memory
 
 
 @dataclass(frozen=True)

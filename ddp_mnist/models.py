@@ -19,17 +19,8 @@ def normalise(images: Tensor, dtype: torch.dtype) -> Tensor:
     return images.to(dtype).mul_(1 / (255 * PIXEL_STD)).sub_(PIXEL_MEAN / PIXEL_STD)
 
 
-def quarters(images: Tensor) -> Tensor:
-    """uint8 [B, 28, 28] to [B, 4, 14, 14]: each 2x2 square of pixels becomes four channels.
-
-    Nothing is lost, and a convolution has a quarter of the places to visit.
-    """
-    squares = images.view(-1, 14, 2, 14, 2).permute(0, 2, 4, 1, 3)
-    return squares.reshape(-1, 4, 14, 14)
-
-
 class CNN(nn.Module):
-    """Two convolutions on 14x14 squares of 2x2 pixels, 25,642 parameters for ten classes.
+    """Two convolutions, the first on every other pixel; 25,642 parameters for ten classes.
 
     GroupNorm instead of BatchNorm: a sample's output does not depend on the batch it is in, so N
     processes compute what one process computes. Normalising after the pooling visits a quarter of
@@ -38,14 +29,14 @@ class CNN(nn.Module):
 
     def __init__(self, classes: int = 10) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(4, 32, 3, padding=1)
+        self.conv1 = nn.Conv2d(1, 32, 6, stride=2, padding=2)
         self.norm1 = nn.GroupNorm(4, 32)
         self.conv2 = nn.Conv2d(32, 64, 3, padding=1)
         self.norm2 = nn.GroupNorm(4, 64)
         self.head = nn.Linear(64 * 3 * 3, classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        x = normalise(quarters(images), self.head.weight.dtype)
+        x = normalise(images.unsqueeze(1), self.head.weight.dtype)
         x = F.relu(self.norm1(F.max_pool2d(self.conv1(x), 2)))
         x = F.relu(self.norm2(F.max_pool2d(self.conv2(x), 2)))
         return self.head(x.flatten(1))
@@ -59,7 +50,7 @@ class CNNDeep(nn.Module):
 
     def __init__(self, classes: int = 10) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(4, 32, 3, padding=1)
+        self.conv1 = nn.Conv2d(1, 32, 6, stride=2, padding=2)
         self.norm1 = nn.GroupNorm(4, 32)
         self.conv2 = nn.Conv2d(32, 32, 3, padding=1)
         self.norm2 = nn.GroupNorm(4, 32)
@@ -70,7 +61,7 @@ class CNNDeep(nn.Module):
         self.head = nn.Linear(64 * 3 * 3, classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        x = normalise(quarters(images), self.head.weight.dtype)
+        x = normalise(images.unsqueeze(1), self.head.weight.dtype)
         x = F.relu(self.norm1(self.conv1(x)))
         x = F.relu(self.norm2(F.max_pool2d(self.conv2(x), 2)))
         x = F.relu(self.norm3(self.conv3(x)))
@@ -100,7 +91,7 @@ class CNNBatchNorm(nn.Module):
 
     def __init__(self, classes: int = 10) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(4, 32, 3, padding=1)
+        self.conv1 = nn.Conv2d(1, 32, 6, stride=2, padding=2)
         self.norm1 = nn.BatchNorm2d(32)
         self.conv2 = nn.Conv2d(32, 64, 3, padding=1)
         self.norm2 = nn.BatchNorm2d(64)
