@@ -16,6 +16,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from ddp_mnist import __version__
@@ -42,7 +43,16 @@ from ddp_mnist.screen import Screen
 
 EXIT_CODES = """exit codes: 0 done, 1 check failed, 2 usage or configuration, 3 data, 4 checkpoint,
 5 storage, 6 peer lost or time-out, 7 diverged, 130 SIGINT, 143 SIGTERM"""
-BENCHES = ("feed", "loop", "evaluation", "scaling", "forecast", "startup", "memory", "baseline")
+BENCHES = {
+    "feed": "train.py's loop against the same step on one batch that lies ready (a minute)",
+    "loop": "train.py's loop against plain_ddp.py's (a minute)",
+    "evaluation": "exact metrics of a split, against training on as many images (a minute)",
+    "scaling": "1 to N processes against as many independent ones, and where time goes (minutes)",
+    "forecast": "what exchanging gradients will cost on 2 to 1,024 processes (a minute)",
+    "startup": "command to first optimizer step, against a ten-line program's (minutes)",
+    "memory": "a process's private memory at its highest, against that program's (minutes)",
+    "baseline": "a whole run, against four epochs of PyTorch's own example (an hour)",
+}
 RUN, CACHE_DIR = "run folder, e.g. runs/latest", "folder of decoded data sets"
 
 
@@ -211,17 +221,18 @@ def make_parser() -> Parser:
     verb.add_argument("--refresh", action="store_true", help="anew, although it is cached")
 
     verb = add_verb("bench", bench, "How fast it is here, as ratios of what runs side by side.")
-    verb.add_argument(
-        "what",
-        metavar="WHAT",
-        choices=BENCHES,
-        help=", ".join(BENCHES),
-    )
+    verb.formatter_class = argparse.RawDescriptionHelpFormatter
+    verb.epilog = "\n".join(f"{what:<11} {sentence}" for what, sentence in BENCHES.items())
+    verb.add_argument("what", metavar="WHAT", choices=BENCHES, help="one of those below")
     verb.add_argument("--dataset", type=text("--dataset"), default="mnist", help="[mnist]")
     verb.add_argument("--cache-dir", type=text("--cache-dir"), help=CACHE_DIR)
-    verb.add_argument("--processes", type=at_least(1, "--processes"), default=2, help="[2]")
     verb.add_argument(
-        "--repeats", type=at_least(2, "--repeats"), default=11, help="rounds after the warm-up [11]"
+        "--processes",
+        type=at_least(1, "--processes"),
+        help="one per GPU, else with one CPU thread [GPUs, else 2]",
+    )
+    verb.add_argument(
+        "--repeats", type=at_least(5, "--repeats"), help="rounds [11; memory, baseline: 5]"
     )
     verb.add_argument("--plot", type=text("--plot"), metavar="FILE", help="a PNG of the figures")
     return parser
@@ -382,24 +393,30 @@ def prepare(arguments: argparse.Namespace) -> None:
 
 
 def bench(arguments: argparse.Namespace) -> None:
+    plot = Path(arguments.plot) if arguments.plot else None
+    if plot and (plot.suffix != ".png" or not plot.absolute().parent.is_dir()):
+        raise UsageError(f"--plot {plot}: must be a .png in a folder that is there")
     from ddp_mnist import data
     from ddp_mnist.bench import benches
 
-    screen = Screen(True)
+    screen, what = Screen(True), arguments.what
     name, notes = data.choose(arguments.dataset, arguments.cache_dir)
     for note in notes:
         screen.say(note)
-    options = benches.Options(name, arguments.cache_dir, arguments.processes, arguments.repeats)
-    rows = benches.BENCHES[arguments.what](options)
+    repeats = arguments.repeats or (5 if what in ("memory", "baseline") else 11)
+    processes = arguments.processes or benches.default_processes()
+    options = benches.Options(name, arguments.cache_dir, processes, repeats)
+    rows = benches.BENCHES[what](options)
     for row in rows:
         screen.say(str(row))
-    if arguments.plot:
-        from ddp_mnist.bench.plot import plot
+    screen.say(json.dumps(benches.describe(what, options, rows)))
+    if plot:
+        from ddp_mnist.bench.plot import draw
 
-        plot(arguments.what, rows, arguments.plot)
-    screen.say(json.dumps(benches.describe(arguments.what, rows)))
-    if missed := [row.what for row in rows if not row.held]:
+        draw(what, rows, plot)
+    missed = [f"{row.what} {row.figure}, promised {row.promise}" for row in rows if not row.held]
+    if missed:
         raise CheckFailed(
-            f"bench {arguments.what}: {', '.join(missed)}: not what two free CPU cores reach; close"
-            " other programs and repeat"
+            f"bench {what}: {'; '.join(missed)} on MNIST and two free CPU cores; close other"
+            " programs and repeat"
         )

@@ -15,6 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ddp_mnist.errors import FailedElsewhere
+
 FORKSERVER = mp.get_context("forkserver")
 FORKSERVER.set_forkserver_preload(
     ["torch._dynamo", "ddp_mnist.train", "ddp_mnist.metrics", "ddp_mnist.evaluate_run", __name__]
@@ -106,11 +108,11 @@ class LocalWorld:
         return results
 
     def results(self, timeout_s: float = 120) -> list[Any]:
-        """Like `outcomes`, but an exception on any rank is raised here."""
+        """Like `outcomes`, but an exception on any rank is raised here, before what it caused."""
         outcomes = self.outcomes(timeout_s)
-        for outcome in outcomes:
-            if isinstance(outcome, BaseException):
-                raise outcome
+        errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+        for error in sorted(errors, key=lambda error: isinstance(error, FailedElsewhere)):
+            raise error
         return outcomes
 
 

@@ -47,6 +47,12 @@ def train_plain(
     model = nn.parallel.DistributedDataParallel(net, gradient_as_bucket_view=True)
     optimizer = make_optimizer(model, recipe)
 
+    # DDP settles how it groups the gradients in the first backward, which is thrown away.
+    model.eval()
+    model(rows.__getitems__(torch.arange(share))[0]).sum().backward()
+    model.zero_grad()
+    model.train()
+
     step, total_steps = 0, recipe.epochs * batches.steps_per_epoch
     clock = time.monotonic()
     for epoch in range(recipe.epochs):

@@ -1,26 +1,28 @@
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
 import itertools
 import json
+import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
+import psutil
 import pytest
 import torch
 
 from ddp_mnist import cli, data, runtime
+from ddp_mnist import train as trainer
 from ddp_mnist.bench import benches, commands, idx, steps
 from ddp_mnist.bench.benches import Options, Row
 from ddp_mnist.bench.conventional import accuracy, make_net
 from ddp_mnist.bench.figures import Ratio, alternate, interval, ratio, ratio_of_difference, spread
-from ddp_mnist.bench.plot import plot
+from ddp_mnist.bench.plot import draw
 from ddp_mnist.bench.steps import time_steps
 from ddp_mnist.config import Distribution, Run, TrainConfig
-from ddp_mnist.errors import CheckFailed, StorageError
+from ddp_mnist.errors import CheckFailed, StorageError, UsageError
 from ddp_mnist.launch import find_launch
 from ddp_mnist.local_world import run_world
 from ddp_mnist.runtime import World
@@ -61,7 +63,9 @@ def test_a_spread() -> None:
     assert str(spread([3.0, 1.0, 2.0])) == "2  (1 to 3, n = 3)"
 
 
-def test_rounds_alternate_and_the_first_is_thrown_away() -> None:
+def test_rounds_alternate_and_the_first_is_thrown_away(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     order: list[str] = []
 
     def measure(kind: str) -> int:
@@ -70,7 +74,14 @@ def test_rounds_alternate_and_the_first_is_thrown_away() -> None:
 
     assert alternate("ab", 2, measure) == {"a": [3, 6], "b": [4, 5]}
     assert "".join(order) == "baabba"
-    assert alternate("ab", 1, lambda kind: kind, warm_up=False) == {"a": ["a"], "b": ["b"]}
+    assert capsys.readouterr().err.splitlines() == [
+        "warm-up: a 2, b 1",
+        "round 1 of 2: a 3, b 4",
+        "round 2 of 2: a 6, b 5",
+    ]
+    alone = alternate("ab", 1, lambda kind: ord(kind), warm_up=False, aloud=False)
+    assert alone == {"a": [97], "b": [98]}
+    assert capsys.readouterr().err == ""
 
 
 # --- What is measured
@@ -97,14 +108,74 @@ def test_each_kind_of_step_is_timed(processes: int, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []  # a timed run writes nothing
 
 
+def equal_after_steps(exchange: bool) -> bool:
+    """Whether the ranks hold the same weights after three steps on their own images."""
+    config = TrainConfig(distribution=Distribution(cpu=True, mixed_precision="no"))
+    with runtime.start(config.distribution, find_launch(config.distribution)) as world:
+        config, images = steps.shortened(config, data.load("digits"), 3, world)
+        build, nets = trainer.build_model, []
+
+        def remembered(*arguments: Any) -> torch.nn.Module:
+            nets.append(build(*arguments))
+            return nets[-1]
+
+        trainer.build_model = remembered  # type: ignore[assignment]
+        loader, step = steps.ready_to_step(config, images, world, exchange=exchange)
+        assert len(steps.timed(step, loader, world)) == 3
+        mine = torch.cat([p.detach().flatten() for p in nets[0].parameters()])
+        rank_0s = mine.clone()
+        torch.distributed.broadcast(rank_0s, 0)
+        return torch.equal(mine, rank_0s)
+
+
+@pytest.mark.parametrize("exchange", [False, True])
+def test_silent_steps_exchange_no_gradients(exchange: bool, tmp_path: Path) -> None:
+    assert run_world(2, equal_after_steps, exchange, folder=tmp_path) == [True, exchange]
+
+
+def test_only_full_batches_are_counted() -> None:
+    images = data.load("digits")  # 1,437 rows: 19 batches of 72
+    world = Mock(accelerator=Mock(num_processes=2))
+    for asked, batches in ((100, 19), (19, 19), (3, 3)):
+        config, short = steps.shortened(TrainConfig(), images, asked, world)
+        assert (config.recipe.epochs, config.recipe.val_size) == (1, 0)
+        assert len(short.train_labels) == len(short.train_images) == 72 * batches
+
+
+def test_ranks_that_wait_are_as_fast_as_the_slowest(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = [{"train": [10.0, 20.0], "silent": [10.0, 40.0]} for _ in range(2)]
+    ranks[1] = {"train": [30.0, 10.0], "silent": [30.0, 20.0]}
+    monkeypatch.setattr(benches, "on_processes", lambda *_, **__: ranks)
+    speeds = benches.speeds_of(["train", "silent"], Options("digits", None, 2, 2), 2)
+    assert speeds == {"train": [10, 10], "silent": [20, 30]}
+
+
+@pytest.mark.parametrize(("speed", "held"), [(0.951, True), (0.949, False)])
+def test_a_promise_is_missed_at_its_bound(
+    speed: float, held: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = Options("digits", None, 2, 5)
+    for bench, kinds in (
+        (benches.feed, ("train", "resident")),
+        (benches.loop, ("train", "plain")),
+        (benches.scaling, ("train", "independent", "resident", "silent", "lockstep")),
+    ):
+        speeds = {kind: [100.0] * 5 for kind in kinds} | {"train": [100 * speed] * 5}
+        monkeypatch.setattr(benches, "speeds_of", lambda *_, speeds=speeds, **__: speeds)
+        assert [row.held for row in bench(options) if row.promise][-1] == held
+    # an evaluation that takes 0.35 of a training pass is three times as fast
+    speeds = {"train": [35.0 / speed * 0.95] * 5, "evaluation": [100.0] * 5}
+    monkeypatch.setattr(benches, "speeds_of", lambda *_, **__: speeds)
+    assert [row.held for row in benches.evaluation(options) if row.promise] == [held]
+
+
 def steps_that_take_turns() -> tuple[float, float]:
     """Seconds of ten steps, alone and in lockstep, where each rank is slow in every other one."""
 
-    @contextlib.contextmanager
-    def ready(_config: Any, _images: Any, world: World, *, exchange: bool) -> Iterator[Any]:
+    def ready(_config: Any, _images: Any, world: World, *, exchange: bool) -> Any:
         assert not exchange
         turns = itertools.count(world.accelerator.process_index)
-        yield range(10), lambda _: time.sleep(0.04 * (next(turns) % 2))
+        return [None] * 10, lambda _: time.sleep(0.04 * (next(turns) % 2))
 
     steps.ready_to_step = ready  # type: ignore[assignment]
     config, images = TrainConfig(), data.load("digits")
@@ -154,6 +225,30 @@ def test_private_memory_is_that_of_the_largest_process() -> None:
         commands.peak_anonymous_mb(["-c", "print('no memory'); raise SystemExit(3)"])
 
 
+def test_without_proc_memory_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "exists", lambda _: False)
+    with pytest.raises(UsageError, match="bench memory: needs Linux's /proc"):
+        commands.peak_anonymous_mb(["-c", "pass"])
+
+
+def test_a_floor_that_fails_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "floor.py").write_text("print('exitcode : 1'); raise SystemExit(1)")
+    monkeypatch.setattr(commands, "FLOOR", [str(tmp_path / "floor.py")])
+    with pytest.raises(CheckFailed, match="ended with code 1: exitcode : 1"):
+        commands.seconds_to_floors_step([])
+
+
+def test_nothing_of_a_command_is_left() -> None:
+    sleeper = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
+    spawn = f"subprocess.Popen([sys.executable, '-c', '{sleeper}'], start_new_session=True)"
+    parent = f"import subprocess, sys, time; {spawn}; time.sleep(60)"
+    with commands.started(["-c", parent]) as (process, output):
+        while not (number := os.pread(output.fileno(), 100, 0)).endswith(b"\n"):
+            time.sleep(0.01)
+    assert process.returncode
+    assert not psutil.pid_exists(int(number))
+
+
 def test_a_command_that_fails_is_told() -> None:
     with pytest.raises(CheckFailed, match=r"ended with code 2.*--epochs 0: must be at least 1"):
         commands.seconds_to_end([*commands.TRAIN, "--epochs", "0"])
@@ -197,6 +292,7 @@ def test_the_last_line_is_json(
     assert told["rows"][1]["low"] == 0.96
     assert told["versions"]["torch"] == importlib.metadata.version("torch")
     assert told["machine"]["cores"] >= 1
+    assert (told["dataset"], told["processes"], told["repeats"]) == ("digits", 2, 11)
 
 
 def test_a_missed_promise_is_code_1_after_all_figures(
@@ -206,7 +302,20 @@ def test_a_missed_promise_is_code_1_after_all_figures(
     assert code == 1
     assert "MISSED: lower end at least 0.95" in lines[1]
     assert json.loads(lines[-1])["rows"][1]["held"] is False
-    assert err.startswith("ddp-mnist: error: bench feed: ratio: ")
+    assert err.startswith(
+        "ddp-mnist: error: bench feed: ratio 0.900 (90 %: 0.800 to 0.990, n = 7), promised lower e"
+    )
+
+
+def test_figures_are_told_although_the_plot_fails(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "a.png").mkdir()
+    more = ("--plot", str(tmp_path / "a.png"))
+    code, lines, err = bench(capsys, monkeypatch, SPEED, FASTER, more=more)
+    assert code == 5
+    assert json.loads(lines[-1])["rows"][0]["median"] == 1050
+    assert "a.png: cannot be written" in err
 
 
 def test_a_benchmark_of_digits_from_end_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,10 +330,10 @@ def test_a_benchmark_of_digits_from_end_to_end(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_plot_is_a_png(tmp_path: Path) -> None:
-    plot("feed", [SPEED, FASTER, SLOWER], str(tmp_path / "feed.png"))
+    draw("feed", [SPEED, FASTER, SLOWER], tmp_path / "feed.png")
     assert (tmp_path / "feed.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(StorageError, match=r"--plot .*cannot be written"):
-        plot("feed", [SPEED], str(tmp_path / "no" / "feed.png"))
+        draw("feed", [SPEED], tmp_path / "no" / "feed.png")
 
 
 def test_each_benchmark_can_be_typed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -237,9 +346,12 @@ def test_each_benchmark_can_be_typed(capsys: pytest.CaptureFixture[str]) -> None
     ("argv", "begins"),
     [
         (["feeds"], "feeds: choose from feed, loop, evaluation,"),
-        (["feed", "--repeats", "1"], "--repeats 1: must be at least 2"),
+        (["feed", "--repeats", "4"], "--repeats 4: must be at least 5"),
         (["feed", "--processes", "0"], "--processes 0: must be at least 1"),
         (["feed", "--plot", ""], "--plot: the value is empty"),
+        (["feed", "--plot", "a.pdf"], "--plot a.pdf: must be a .png in a folder that is there"),
+        (["feed", "--plot", "no/a.png"], "--plot no/a.png: must be a .png in a folder that is th"),
+        (["loop", "--processes", "1", "--dataset", "digits"], "--processes 1: plain_ddp.py needs"),
     ],
 )
 def test_a_wrong_flag_is_one_line(

@@ -15,8 +15,8 @@ from ddp_mnist.bench.forecast import (
     LARGE,
     SMALL,
     Link,
+    Round,
     all_reduce_seconds,
-    efficiency,
     gradient_bytes,
     link_from,
 )
@@ -46,11 +46,6 @@ def test_a_link_is_found_from_two_all_reduces(processes: int) -> None:
     assert found.bytes_per_s == pytest.approx(SLOW.bytes_per_s)
 
 
-def test_efficiency_is_the_share_of_computing() -> None:
-    assert efficiency(1, 1e6, 0.5, SLOW) == 1
-    assert efficiency(2, 1e6, 2 * 0.501, SLOW) == pytest.approx(0.5)
-
-
 def test_gradients_are_as_large_as_the_parameters() -> None:
     net = CNN()
     net(torch.zeros(1, 28, 28, dtype=torch.uint8)).sum().backward()
@@ -58,13 +53,27 @@ def test_gradients_are_as_large_as_the_parameters() -> None:
     assert gradient_bytes(TrainConfig(), 10) == sum(sizes) == 102_568
 
 
+def test_a_forecast_is_the_share_of_computing(monkeypatch: pytest.MonkeyPatch) -> None:
+    # 1 ms of computing; 8 processes pass 14 messages of 1 us and 102,568 / 8 bytes
+    round_ = Round(Link(1e-6, 1e9), compute_s=1e-3, step_s=1.5e-3, exchange_s=1e-4)
+    monkeypatch.setattr(benches, "on_processes", lambda *_: [[round_, round_]])
+    rows = benches.forecast(Options("digits", None, processes=2, repeats=2))
+    medians = {row.what: row.figure.median for row in rows}
+    all_reduce = 14 * (1e-6 + 102_568 / 8 / 1e9)
+    assert medians["8 processes, this link"] == pytest.approx(1e-3 / (1e-3 + all_reduce))
+    two = 2 * (1e-6 + 102_568 / 2 / 1e9)
+    assert medians["2 processes: all-reduce over formula"] == pytest.approx(1e-4 / two)
+    assert medians["2 processes: step over formula"] == pytest.approx(1.5e-3 / (1e-3 + two))
+
+
 def test_a_forecast_of_digits_from_end_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(benches, "STEPS", 3)
     rows = benches.forecast(Options("digits", None, processes=2, repeats=2))
     medians: dict[str, Any] = {row.what: row.figure.median for row in rows}
-    here = [medians[f"this link, {2**power:,} processes: efficiency"] for power in range(1, 11)]
-    assert here == sorted(here, reverse=True)
-    assert 0 < here[-1] < here[0] < 1
+    for link in ("this link", "10 Gbit/s"):
+        shares = [medians[f"{2**power:,} processes, {link}"] for power in range(1, 11)]
+        assert shares == sorted(shares, reverse=True)
+        assert 0 < shares[-1] < shares[0] < 1
     with pytest.raises(UsageError, match="--processes 1: "):
         benches.forecast(Options("digits", None, processes=1, repeats=2))
 
@@ -79,13 +88,13 @@ def all_reduces_on(network: hosts.Hosts, processes: int, size: int) -> dict[str,
                 *(str(rank), str(processes), str(size)),
             ),
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
             text=True,
             cwd=Path(__file__).parent.parent,
         )
         for rank in range(processes)
     ]
     said = [process.communicate(timeout=120)[0] for process in started]
+    assert [process.returncode for process in started] == [0] * processes
     return json.loads(said[0])
 
 

@@ -5,30 +5,39 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+
+import psutil
+import torch
 
 from ddp_mnist import run_folder
-from ddp_mnist.errors import CheckFailed
+from ddp_mnist.errors import CheckFailed, UsageError
 
 REPOSITORY = Path(__file__).parents[2]
 FLOOR = [str(Path(__file__).with_name("floor.py"))]
-TRAIN = ["-m", "ddp_mnist", "train"]
+TRAIN = ["-m", "ddp_mnist", "train", "--mixed-precision", "auto"]
 PATIENCE_S = 1800.0
 
 
 def launcher(processes: int) -> list[str]:
-    """`accelerate launch` for CPU processes, as `make train-multi` types it."""
-    config = str(REPOSITORY / "accelerate_configs" / "multi_cpu.yaml")
+    """`accelerate launch` with the stored configuration for this machine.
+
+    Raises:
+        UsageError: the package was installed without the repository around it.
+    """
+    name = "multi_cpu" if not torch.cuda.is_available() else "multi_gpu"
+    config = REPOSITORY / "accelerate_configs" / f"{name}.yaml"
+    if not config.exists():
+        raise UsageError(f"bench: {config} is not there; run it in a clone of the repository")
     return [
         *("-m", "accelerate.commands.launch", "--main_process_port", "0"),
-        *("--config_file", config, "--num_processes", str(processes)),
+        *("--config_file", str(config), "--num_processes", str(processes)),
     ]
 
 
@@ -37,35 +46,60 @@ def data_flags(dataset: str, cache_dir: str | None) -> list[str]:
 
 
 @contextlib.contextmanager
-def started(command: list[str]) -> Iterator[subprocess.Popen[str]]:
-    """`python *command` in a process group of its own, of which nothing is left afterwards."""
-    process = subprocess.Popen(
-        [sys.executable, *command],
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+def started(command: list[str]) -> Iterator[tuple[subprocess.Popen[bytes], IO[bytes]]]:
+    """`python *command` and the file it writes to. Nothing of it is left afterwards."""
+    path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+    with tempfile.TemporaryFile() as output:
+        process = subprocess.Popen(
+            [sys.executable, *command],
+            env={**os.environ, "PYTHONPATH": path},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+        try:
+            yield process, output
+        finally:
+            # torchrun's workers are in sessions of their own: a signal to a group misses them
+            children = descendants(process.pid)
+            process.kill()
+            for child in children:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    child.kill()
+            psutil.wait_procs(children, timeout=10)
+            process.wait()
+
+
+def descendants(pid: int) -> list[psutil.Process]:
+    """Its children and theirs."""
     try:
-        yield process
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        assert process.stdout
-        process.stdout.close()
+        return psutil.Process(pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+def said(command: list[str], process: subprocess.Popen[bytes], output: IO[bytes]) -> list[Any]:
+    """The lines of JSON that it printed until its good end.
+
+    Raises:
+        CheckFailed: it ended otherwise, or not within PATIENCE_S.
+    """
+    try:
+        code = process.wait(PATIENCE_S)
+    except subprocess.TimeoutExpired as error:
+        raise CheckFailed(f"{' '.join(command)}: still runs after {PATIENCE_S:.0f} s") from error
+    output.seek(0)
+    lines = output.read().decode(errors="replace").splitlines()
+    if code:
+        raise CheckFailed(f"{' '.join(command)}: ended with code {code}: {' '.join(lines)}")
+    return [json.loads(line) for line in lines if line.startswith("{")]
 
 
 def seconds_to_end(command: list[str]) -> tuple[float, list[Any]]:
     """From start to a good end, and the lines of JSON that were printed."""
     clock = time.monotonic()
-    with started(command) as process:
-        said, _ = process.communicate(timeout=PATIENCE_S)
-        seconds = time.monotonic() - clock
-    if process.returncode:
-        raise CheckFailed(f"{' '.join(command)}: ended with code {process.returncode}: {said}")
-    return seconds, [json.loads(line) for line in said.splitlines() if line.startswith("{")]
+    with started(command) as (process, output):
+        lines = said(command, process, output)
+        return time.monotonic() - clock, lines
 
 
 def seconds_to_first_step(before: list[str], arguments: list[str]) -> float:
@@ -74,10 +108,11 @@ def seconds_to_first_step(before: list[str], arguments: list[str]) -> float:
         metrics = Path(scratch) / "run" / run_folder.METRICS
         command = [*before, *TRAIN, *arguments, "--log-every", "1"]
         begun = time.time()
-        with started([*command, "--run-dir", str(metrics.parent)]) as process:
+        with started([*command, "--run-dir", str(metrics.parent)]) as (process, output):
             while not (metrics.exists() and metrics.stat().st_size):
                 if process.poll() is not None:
-                    raise CheckFailed(f"{' '.join(command)}: {process.communicate()[0]}")
+                    said(command, process, output)
+                    raise CheckFailed(f"{' '.join(command)}: ended without a step")
                 time.sleep(0.005)
             return metrics.stat().st_mtime - begun
 
@@ -85,40 +120,28 @@ def seconds_to_first_step(before: list[str], arguments: list[str]) -> float:
 def seconds_to_floors_step(before: list[str]) -> float:
     """The same of floor.py, which prints when its first step is done: of the slowest process."""
     begun = time.time()
-    with started([*before, *FLOOR]) as process:
-        said, _ = process.communicate(timeout=PATIENCE_S)
-    times = [float(line) for line in said.split() if line.replace(".", "", 1).isdecimal()]
-    if not times:
-        raise CheckFailed(f"{FLOOR[0]}: took no step: {said}")
-    return max(times) - begun
+    _, lines = seconds_to_end([*before, *FLOOR])
+    return max(line["first_step"] for line in lines) - begun
 
 
 def peak_anonymous_mb(command: list[str]) -> float:
-    """Megabytes of private memory, at their highest, of the command's largest process (Linux).
+    """Megabytes of private memory, at their highest, of the command's largest process.
 
-    Looked at 50 times a second; files that are mapped, as the cache and libraries, do not count.
+    Looked at some 40 times a second; mapped files, as the cache and libraries, do not count.
+
+    Raises:
+        UsageError: there is no /proc, as on macOS.
     """
+    if not Path("/proc/self/status").exists():
+        raise UsageError("bench memory: needs Linux's /proc")
     peak = 0
-    with started(command) as process:
+    with started(command) as (process, output):
         while process.poll() is None:
-            for pid in [process.pid, *descendants(process.pid)]:
+            for pid in [process.pid, *(child.pid for child in descendants(process.pid))]:
                 with contextlib.suppress(OSError, StopIteration):  # it ended meanwhile
                     status = Path(f"/proc/{pid}/status").read_text().splitlines()
                     line = next(line for line in status if line.startswith("RssAnon:"))
                     peak = max(peak, int(line.split()[1]))
             time.sleep(0.02)
-        assert process.stdout
-        said = process.stdout.read()
-    if process.returncode:
-        raise CheckFailed(f"{' '.join(command)}: ended with code {process.returncode}: {said}")
+        said(command, process, output)
     return peak * 1024 / 1e6
-
-
-def descendants(pid: int) -> list[int]:
-    """Ids of its children and theirs."""
-    import psutil
-
-    try:
-        return [child.pid for child in psutil.Process(pid).children(recursive=True)]
-    except psutil.NoSuchProcess:
-        return []

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 from torchvision import transforms
 from torchvision.datasets import MNIST
 
-EPOCHS = 4  # it is at 99 % by then
+EPOCHS = 4  # it is near 99 % by then
 
 
 def make_net() -> nn.Module:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 CONFIDENCE = 0.90
 
@@ -27,11 +27,11 @@ class Spread:
 
 @dataclass(frozen=True)
 class Ratio:
-    """Of pairs, each measured one right after the other.
+    """Of pairs, each from one round.
 
     Attributes:
         median: of the pairs' ratios.
-        low, high: 90 % interval of that median; the lowest and highest of fewer than five pairs.
+        low, high: 90 % interval of that median; of fewer than five pairs, the lowest and highest.
         n: pairs.
     """
 
@@ -41,7 +41,8 @@ class Ratio:
     n: int
 
     def __str__(self) -> str:
-        return f"{self.median:.3f}  (90 %: {self.low:.3f} to {self.high:.3f}, n = {self.n})"
+        sure = "90 %: " if self.n >= 5 else ""
+        return f"{self.median:.3f}  ({sure}{self.low:.3f} to {self.high:.3f}, n = {self.n})"
 
 
 def spread(values: Sequence[float]) -> Spread:
@@ -74,16 +75,27 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def alternate(
-    kinds: Sequence[str], repeats: int, measure: Callable[[str], Any], *, warm_up: bool = True
-) -> dict[str, list[Any]]:
+    kinds: Sequence[str],
+    repeats: int,
+    measure: Callable[[str], float],
+    *,
+    warm_up: bool = True,
+    aloud: bool = True,
+) -> dict[str, list[float]]:
     """`repeats` rounds of measure(kind) for each kind, every other round in reverse order.
 
-    A first round, if `warm_up`, is thrown away.
+    Args:
+        warm_up: measure a first round, and throw it away.
+        aloud: tell each round on stderr, for who waits.
     """
-    measured: dict[str, list[Any]] = {kind: [] for kind in kinds}
+    measured: dict[str, list[float]] = {kind: [] for kind in kinds}
     for number in range(-int(warm_up), repeats):
-        for kind in kinds if number % 2 == 0 else reversed(kinds):
-            value = measure(kind)
-            if number >= 0:
-                measured[kind].append(value)
+        figures = {kind: measure(kind) for kind in (kinds if number % 2 == 0 else reversed(kinds))}
+        if number >= 0:
+            for kind in kinds:
+                measured[kind].append(figures[kind])
+        if aloud:
+            name = f"round {number + 1} of {repeats}" if number >= 0 else "warm-up"
+            shown = ", ".join(f"{kind} {figures[kind]:.4g}" for kind in kinds)
+            print(f"{name}: {shown}", file=sys.stderr, flush=True)
     return measured

@@ -3,9 +3,11 @@
     python ddp_mnist/bench/floor.py
     accelerate launch --config_file accelerate_configs/multi_cpu.yaml ddp_mnist/bench/floor.py
 
-Run as a file, so that nothing else of this package is imported. Prints the time of its first step.
+Run as a file, so that nothing else of this package is imported. Prints the
+Unix time at the end of its first step.
 """
 
+import json
 import time
 
 import torch
@@ -16,6 +18,6 @@ net = torch.nn.Linear(784, 10)
 model, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters()))
 accelerator.backward(model(torch.zeros(72, 784, device=accelerator.device)).sum())
 optimizer.step()
-print(f"{time.time():.3f}", flush=True)
+print(json.dumps({"first_step": time.time()}), flush=True)
 del model
 accelerator.end_training()

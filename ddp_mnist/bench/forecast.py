@@ -10,7 +10,8 @@ of Parallel and Distributed Computing 69, 2009). The latency is that of a messag
 with gloo, which asks the receiver before it sends, twice that of a packet.
 
 These nets' gradients fill a single DDP bucket, so nothing of the exchange hides behind the backward
-pass: a step of p processes is computing plus all-reduce.
+pass: if each process keeps its local batch, a step takes the time of computing it, plus an
+all-reduce. That is the least: waiting for whichever process is slowest comes on top, and grows.
 """
 
 from __future__ import annotations
@@ -48,15 +49,17 @@ class Link:
 
 @dataclass(frozen=True)
 class Round:
-    """What was measured one right after the other.
+    """What rank 0 saw, one right after the other.
 
     Attributes:
         link: from two sizes of all-reduce.
-        step_s: seconds of forward, backward and update alone.
-        exchange_s: seconds of an all-reduce as large as the gradients.
+        compute_s: seconds of forward, backward and update alone.
+        step_s: seconds of the same with the exchange of gradients.
+        exchange_s: seconds of an all-reduce as large as the gradients, without a step around it.
     """
 
     link: Link
+    compute_s: float
     step_s: float
     exchange_s: float
 
@@ -73,45 +76,44 @@ def link_from(processes: int, small_s: float, large_s: float) -> Link:
     return Link(small_s / rounds - SMALL / (processes * bytes_per_s), bytes_per_s)
 
 
-def efficiency(processes: int, size: float, step_s: float, link: Link) -> float:
-    """Images/s of `processes` over those of as many independent ones, with equal local batches."""
-    return step_s / (step_s + all_reduce_seconds(processes, size, link))
-
-
 def gradient_bytes(config: TrainConfig, classes: int) -> int:
     """float32, without a --comm-hook."""
     net = MODELS[config.recipe.model](classes)
     return 4 * sum(p.numel() for p in net.parameters())
 
 
-def time_all_reduce(size: int, calls: int = CALLS) -> float:
+def time_all_reduce(size: int, device: torch.device, calls: int = CALLS) -> float:
     """Median seconds of an all-reduce of `size` bytes of float32 in the group that stands."""
-    payload = torch.zeros(size // 4)
-    seconds = []
+    payload, seconds = torch.zeros(size // 4, device=device), []
     for _ in range(calls + 1):
         clock = time.monotonic()
         dist.all_reduce(payload)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
         seconds.append(time.monotonic() - clock)
     return statistics.median(seconds[1:])
 
 
-def measure_link() -> Link:
-    large_s = time_all_reduce(LARGE)  # first: it opens TCP's windows
-    return link_from(dist.get_world_size(), time_all_reduce(SMALL), large_s)
+def measure_link(device: torch.device) -> Link:
+    large_s = time_all_reduce(LARGE, device)  # first: it opens TCP's windows
+    return link_from(dist.get_world_size(), time_all_reduce(SMALL, device), large_s)
 
 
 def measure_rounds(config: TrainConfig, step_count: int, repeats: int) -> list[Round]:
-    """Rounds on CPUs, the first thrown away. Runs in every process of a group of at least two."""
+    """The first round is thrown away. Runs in every process of a group of at least two."""
     rounds = []
     with runtime.start(config.distribution, find_launch(config.distribution)) as world:
+        accelerator, device = world.accelerator, world.accelerator.device
         images = data.load(config.run.dataset, config.run.cache_dir)
         config, images = steps.shortened(config, images, step_count, world)
         assert config.recipe.batch_size
+        count = len(images.train_labels) // config.recipe.batch_size
         size = gradient_bytes(config, len(images.classes))
         for _ in range(repeats + 1):
-            world.accelerator.wait_for_everyone()
-            seconds = steps.silent_steps(config, images, world)
-            step_s = seconds / (len(images.train_labels) // config.recipe.batch_size)
-            world.accelerator.wait_for_everyone()
-            rounds.append(Round(measure_link(), step_s, time_all_reduce(size)))
+            accelerator.wait_for_everyone()
+            compute_s = steps.silent_steps(config, images, world) / count
+            accelerator.wait_for_everyone()
+            step_s = steps.resident_steps(config, images, world) / count
+            link, exchange_s = measure_link(device), time_all_reduce(size, device)
+            rounds.append(Round(link, compute_s, step_s, exchange_s))
     return rounds[1:]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from ddp_mnist.bench.benches import Row
 from ddp_mnist.bench.figures import Ratio
 from ddp_mnist.errors import StorageError
 
 
-def plot(bench: str, rows: list[Row], path: str) -> None:
+def draw(bench: str, rows: list[Row], path: Path) -> None:
     """Speeds or seconds at the left, ratios at the right, because they share no scale.
 
     Raises:
@@ -22,7 +24,7 @@ def plot(bench: str, rows: list[Row], path: str) -> None:
     axes = figure.subplots(1, 2)
     figure.suptitle(f"ddp-mnist bench {bench}")
     for axis, group, title in zip(
-        axes, groups, ("median, lowest, highest", "ratios, 90 %"), strict=True
+        axes, groups, ("median, lowest, highest", "ratios and shares, 90 % interval"), strict=True
     ):
         for place, row in enumerate(group):
             spread = row.figure

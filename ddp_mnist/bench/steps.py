@@ -1,4 +1,4 @@
-"""Training steps timed side by side in one group of processes.
+"""Training steps timed side by side in one group of processes, each with one CPU thread.
 
 Kinds, each with the images of `steps` global batches:
     train         train.py's loop, by its own count of seconds in training
@@ -6,16 +6,16 @@ Kinds, each with the images of `steps` global batches:
     resident      forward, backward and update on one batch that lies ready: no feed
     silent        the same without the exchange of gradients: compute alone
     lockstep      silent, with each step as long as on the rank that was slowest in it
-    independent   train.py's feed and step, without the exchange of gradients
-    evaluation    the exact metrics of as many images, without a step
+    independent   the feed and such silent steps; not train.py's accounts, which are charged to it
+    evaluation    the exact metrics of as many images, without autocast, as in the final test
 """
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
+import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -33,6 +33,9 @@ from ddp_mnist.run_folder import RunFolder
 from ddp_mnist.runtime import World
 from ddp_mnist.screen import Screen
 
+Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Step = Callable[[Batch], None]
+
 
 def time_steps(
     config: TrainConfig, kinds: list[str], steps: int, repeats: int
@@ -41,42 +44,35 @@ def time_steps(
     with runtime.start(config.distribution, find_launch(config.distribution)) as world:
         images = data.load(config.run.dataset, config.run.cache_dir)
         config, images = shortened(config, images, steps, world)
-        steppers = {
-            "train": train_loop,
-            "plain": plain_loop,
-            "resident": resident_steps,
-            "silent": silent_steps,
-            "lockstep": lockstep,
-            "independent": independent_loop,
-            "evaluation": evaluation,
-        }
 
         def measure(kind: str) -> float:
             world.accelerator.wait_for_everyone()
-            seconds = steppers[kind](config, images, world)
+            seconds = KINDS[kind](config, images, world)
             world.accelerator.free_memory()
             return len(images.train_labels) / seconds
 
-        return alternate(kinds, repeats, measure)
+        return alternate(kinds, repeats, measure, aloud=world.accelerator.is_main_process)
 
 
 def shortened(
     config: TrainConfig, images: data.ImageData, steps: int, world: World
 ) -> tuple[TrainConfig, data.ImageData]:
-    """One epoch of `steps` full batches, no validation, a tenth of MNIST's test images."""
-    size = world.accelerator.num_processes
-    full = resolve_recipe(config.recipe, len(images.train_labels), size)
+    """One epoch of at most `steps` full batches, no validation, a tenth of MNIST's test images."""
+    rows = len(images.train_labels)
+    full = resolve_recipe(config.recipe, rows, world.accelerator.num_processes)
     assert full.batch_size
-    rows = min(steps * full.batch_size, len(images.train_labels))
-    images = dataclasses.replace(
+    rows = min(steps, rows // full.batch_size) * full.batch_size
+    images = replace(
         images,
         train_images=images.train_images[:rows],
         train_labels=images.train_labels[:rows],
         test_images=images.test_images[:1000],
         test_labels=images.test_labels[:1000],
     )
-    recipe = dataclasses.replace(full, epochs=1, val_size=0)
-    return dataclasses.replace(config, recipe=recipe), images
+    return replace(config, recipe=replace(full, epochs=1, val_size=0)), images
+
+
+# --- Seconds of each kind
 
 
 def train_loop(config: TrainConfig, images: data.ImageData, world: World) -> float:
@@ -86,17 +82,61 @@ def train_loop(config: TrainConfig, images: data.ImageData, world: World) -> flo
     return outcome["train_seconds"]
 
 
-def plain_loop(config: TrainConfig, images: data.ImageData, world: World) -> float:
-    with world.accelerator.autocast():
-        _, seconds = plain_ddp.train_plain(images, config.recipe, config.run.seed, torch.float32)
+def plain_loop(config: TrainConfig, images: data.ImageData, _world: World) -> float:
+    _, seconds = plain_ddp.train_plain(images, config.recipe, config.run.seed, torch.float32)
     return seconds
 
 
-@contextlib.contextmanager
+def resident_steps(config: TrainConfig, images: data.ImageData, world: World) -> float:
+    loader, step = ready_to_step(config, images, world, exchange=True)
+    return timed(step, itertools.repeat(next(iter(loader)), len(loader)), world)[-1]
+
+
+def silent_steps(config: TrainConfig, images: data.ImageData, world: World) -> float:
+    loader, step = ready_to_step(config, images, world, exchange=False)
+    return timed(step, itertools.repeat(next(iter(loader)), len(loader)), world)[-1]
+
+
+def lockstep(config: TrainConfig, images: data.ImageData, world: World) -> float:
+    """What is lost by waiting for each other, were an exchange to cost nothing."""
+    loader, step = ready_to_step(config, images, world, exchange=False)
+    clock = timed(step, itertools.repeat(next(iter(loader)), len(loader)), world)
+    seconds = torch.tensor([0.0, *clock], dtype=torch.float64).diff().to(world.accelerator.device)
+    if world.accelerator.num_processes > 1:
+        torch.distributed.all_reduce(seconds, torch.distributed.ReduceOp.MAX)
+    return seconds.sum().item()
+
+
+def independent_loop(config: TrainConfig, images: data.ImageData, world: World) -> float:
+    loader, step = ready_to_step(config, images, world, exchange=False)
+    return timed(step, loader, world)[-1]
+
+
+def evaluation(config: TrainConfig, images: data.ImageData, world: World) -> float:
+    classes, images = len(images.classes), images.to(world.accelerator.device)
+    net = trainer.build_model(config, world, classes)
+    rows = data.Rows(images.train_images, images.train_labels)
+    loader = prepare_split(world.accelerator, rows)
+    clock = time.monotonic()
+    evaluate_split(world.accelerator, net, loader, classes)
+    return time.monotonic() - clock
+
+
+KINDS: dict[str, Callable[[TrainConfig, data.ImageData, World], float]] = {
+    "train": train_loop,
+    "plain": plain_loop,
+    "resident": resident_steps,
+    "silent": silent_steps,
+    "lockstep": lockstep,
+    "independent": independent_loop,
+    "evaluation": evaluation,
+}
+
+
 def ready_to_step(
     config: TrainConfig, images: data.ImageData, world: World, *, exchange: bool
-) -> Iterator[tuple[Any, Callable[[Any], None]]]:
-    """The prepared loader, and a function that takes one step on a batch of it."""
+) -> tuple[Any, Step]:
+    """The prepared loader, and a step on a batch of it that has been taken once."""
     accelerator, recipe = world.accelerator, config.recipe
     assert recipe.batch_size
     net = trainer.build_model(config, world, len(images.classes))
@@ -112,67 +152,23 @@ def ready_to_step(
     )
     model.train()
 
-    def step(batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
+    def step(batch: Batch) -> None:
         loss = F.cross_entropy(model(batch[0]), batch[1], label_smoothing=recipe.label_smoothing)
         accelerator.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
 
-    yield loader, step
+    step(next(iter(loader)))
+    return loader, step
 
 
-def resident_steps(
-    config: TrainConfig, images: data.ImageData, world: World, *, exchange: bool = True
-) -> float:
-    with ready_to_step(config, images, world, exchange=exchange) as (loader, step):
-        batch = next(iter(loader))
+def timed(step: Step, batches: Iterable[Batch], world: World) -> list[float]:
+    """Seconds from the start to the end of each step."""
+    on_gpu = world.accelerator.device.type == "cuda"
+    ends, clock = [], time.monotonic()
+    for batch in batches:
         step(batch)
-        clock = time.monotonic()
-        for _ in range(len(loader)):
-            step(batch)
-        synchronise(world)
-        return time.monotonic() - clock
-
-
-def silent_steps(config: TrainConfig, images: data.ImageData, world: World) -> float:
-    return resident_steps(config, images, world, exchange=False)
-
-
-def lockstep(config: TrainConfig, images: data.ImageData, world: World) -> float:
-    """What is lost by waiting for each other, were an exchange to cost nothing."""
-    with ready_to_step(config, images, world, exchange=False) as (loader, step):
-        batch = next(iter(loader))
-        step(batch)
-        clock = [time.monotonic()]
-        for _ in range(len(loader)):
-            step(batch)
-            synchronise(world)
-            clock.append(time.monotonic())
-    seconds = torch.tensor(clock, dtype=torch.float64).diff().to(world.accelerator.device)
-    if world.accelerator.num_processes > 1:
-        torch.distributed.all_reduce(seconds, torch.distributed.ReduceOp.MAX)
-    return seconds.sum().item()
-
-
-def independent_loop(config: TrainConfig, images: data.ImageData, world: World) -> float:
-    with ready_to_step(config, images, world, exchange=False) as (loader, step):
-        step(next(iter(loader)))
-        clock = time.monotonic()
-        for batch in loader:
-            step(batch)
-        synchronise(world)
-        return time.monotonic() - clock
-
-
-def evaluation(config: TrainConfig, images: data.ImageData, world: World) -> float:
-    classes, images = len(images.classes), images.to(world.accelerator.device)
-    net = trainer.build_model(config, world, classes)
-    rows = data.Rows(images.train_images, images.train_labels)
-    clock = time.monotonic()
-    evaluate_split(world.accelerator, net, prepare_split(world.accelerator, rows), classes)
-    return time.monotonic() - clock
-
-
-def synchronise(world: World) -> None:
-    if world.accelerator.device.type == "cuda":
-        torch.cuda.synchronize()
+        if on_gpu:
+            torch.cuda.synchronize()
+        ends.append(time.monotonic() - clock)
+    return ends
