@@ -15,7 +15,7 @@ from torch import Tensor
 from ddp_mnist.seeding import generator
 
 MAX_ROTATION_DEGREES = 12.0
-MAX_SHIFT_PIXELS = 2.0
+MAX_SHIFT_PIXELS = 3.0
 MAX_SCALE = 0.10
 
 
