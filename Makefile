@@ -75,7 +75,7 @@ train-multinode: $(READY) ## This node's part (MACHINE_RANK= MAIN_PROCESS_IP=), 
 evaluate: $(READY) ## Exact metrics of RUN=runs/latest on its test images
 	@$(PY) -m ddp_mnist evaluate $(RUN) $(ARGS)
 
-bench: $(READY) ## How fast it is here: BENCH=feed, loop, scaling, startup or baseline
+bench: $(READY) ## How fast it is here: BENCH=loop, scaling, startup ... (ddp-mnist bench --help)
 	@$(PY) -m ddp_mnist bench $(BENCH) --dataset auto $(ARGS)
 
 test: $(READY) ## Run the tests (about 5 minutes on 2 cores, no network)
