@@ -4,23 +4,72 @@ from __future__ import annotations
 
 import torch
 import torch._dynamo  # by AdamW at the latest: then for a second in which no signal is obeyed
-from torch import nn
+from torch import Tensor, nn
 
 from ddp_mnist.config import Recipe
 
+MOMENTUM = 0.9
+KERNEL_RATE = 5.0  # rates of an orthogonal step over AdamW's
+
+
+class Muon(torch.optim.AdamW):
+    """AdamW, but for convolutions: their kernels move along their momentum, made orthogonal.
+
+    Jordan et al., Muon: an optimizer for hidden layers in neural networks, 2024. A kernel
+    [out, in, height, width] is a matrix [out, in x height x width]. torch.optim.Muon takes no
+    kernels and computes in bfloat16, in which N processes would not be one; this one computes in
+    the dtype of the weights.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for weight in group["params"]:
+                if weight.ndim == 4 and weight.grad is not None:
+                    self._step_kernel(weight, group["lr"], group["weight_decay"])
+                    weight.grad = None  # AdamW passes over what has none
+        super().step(closure)
+
+    def _step_kernel(self, kernel: Tensor, rate: float, weight_decay: float) -> None:
+        state, gradient = self.state[kernel], kernel.grad
+        assert gradient is not None
+        if not state:  # under the names that AdamW's checkpoints have
+            state["step"], state["exp_avg"] = torch.zeros(()), torch.zeros_like(kernel)
+        state["step"] += 1
+        state["exp_avg"].lerp_(gradient, 1 - MOMENTUM)
+        ahead = gradient.lerp(state["exp_avg"], MOMENTUM)  # Nesterov's
+        direction = orthogonal(ahead.flatten(1)).reshape(kernel.shape)
+        kernel.mul_(1 - rate * weight_decay).sub_(direction, alpha=KERNEL_RATE * rate)
+
+
+def orthogonal(matrix: Tensor) -> Tensor:
+    """Nearly U V' of the singular value decomposition U S V' of a matrix [rows, columns].
+
+    Five steps of a Newton-Schulz iteration whose polynomial (Jordan et al.) raises small singular
+    values quickly and leaves them between 0.7 and 1.2. Zeros stay zeros.
+    """
+    x = matrix / (matrix.norm() + 1e-7)
+    if tall := len(x) > len(x.T):
+        x = x.T
+    for _ in range(5):
+        gram = x @ x.T
+        x = 3.4445 * x + (2.0315 * gram @ gram - 4.7750 * gram) @ x
+    return x.T if tall else x
+
 
 def make_optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.AdamW:
-    """AdamW (Loshchilov and Hutter, 2019); decays matrices and kernels, not gains and biases."""
+    """AdamW (Loshchilov and Hutter, 2019) or Muon; decays matrices and kernels, not the rest."""
     parameters = list(model.parameters())
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": recipe.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
-    # With a shorter memory of squares than 0.999 (about 1,000 steps), a run of 381 steps gains.
+    # A short memory of squares: 0.98, some 50 steps, was chosen over 0.999 on validation images.
     # Fused is faster on a CPU. On a GPU it would skip an fp16 step that overflowed by itself, and
     # the step would count as taken.
+    kind = Muon if recipe.optimizer == "muon" else torch.optim.AdamW
     on_cpu = parameters[0].device.type == "cpu"
-    return torch.optim.AdamW(groups, lr=recipe.lr, betas=(0.9, 0.98), fused=on_cpu)
+    return kind(groups, lr=recipe.lr, betas=(0.9, 0.98), fused=on_cpu)
 
 
 def learning_rate(step: int, total_steps: int, peak: float, warmup: float) -> float:

@@ -24,7 +24,7 @@ from ddp_mnist.run_folder import CONFIG, STATUS, SUMMARY, RunFolder
 from ddp_mnist.runtime import World
 from ddp_mnist.versions import code_digest, package_versions
 
-FORMAT = 1
+FORMAT = 2
 TAKEN_OVER = {
     "run": ("dataset", "cache_dir", "seed", "checkpoint_every", "keep", "log_every"),
     "recipe": tuple(field.name for field in dataclasses.fields(Recipe)),
@@ -316,7 +316,6 @@ def about(config: TrainConfig, world: World, run_id: str, digest: str) -> dict[s
         "run_id": run_id,
         "flags": {"--" + name.replace("_", "-"): value for name, value in flags.items()},
         "digest": digest,
-        "optimizer": "AdamW",
         "world": {
             "world size": world.accelerator.num_processes,
             "device": world.accelerator.device.type,
@@ -381,8 +380,6 @@ def _refuse(content: dict[str, Any], now: dict[str, Any], where: str) -> None:
             f"--mixed-precision {is_now}: {where} was made with {was}, whose weights have another"
             f" dtype; {remedy}"
         )
-    if content["optimizer"] != now["optimizer"]:
-        raise CheckpointError(f"{where}: was made with {content['optimizer']}; {remedy}")
     if content["run_id"] != now["run_id"]:
         raise CheckpointError(
             f"{where}: belongs to another run than the folder's {CONFIG}; remove it to use the one"

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
 from ddp_mnist.config import Recipe
 from ddp_mnist.models import MODELS
-from ddp_mnist.optim import learning_rate, make_optimizer
+from ddp_mnist.optim import KERNEL_RATE, MOMENTUM, learning_rate, make_optimizer, orthogonal
 
 
 def rates(total_steps: int, peak: float, warmup: float) -> list[float]:
@@ -80,3 +82,77 @@ def test_a_step_is_that_of_adamw() -> None:
     weight, bias = model.parameters()
     assert torch.allclose(weight, before[0] * (1 - 0.1 * 0.5) - 0.1, atol=1e-8)
     assert torch.allclose(bias, before[1] - 0.1, atol=1e-8)
+
+
+# --- Muon
+
+
+@pytest.mark.parametrize("shape", [(32, 36), (64, 288), (8, 3), (1, 9)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_orthogonal_keeps_the_directions_and_evens_out_their_lengths(
+    shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    stream = torch.Generator().manual_seed(0)
+    u, _, v = torch.linalg.svd(torch.randn(shape, generator=stream).double(), full_matrices=False)
+    lengths = torch.logspace(0, -1.5, len(v), dtype=torch.float64)  # 1 down to 0.03
+    result = orthogonal((1e3 * u * lengths @ v).to(dtype))
+    assert (result.shape, result.dtype) == (shape, dtype)
+    within = u.T @ result.double() @ v.T
+    assert within.diagonal().min() > 0.6
+    assert within.diagonal().max() < 1.3
+    assert (within - within.diagonal().diag()).abs().max() < 1e-4
+
+
+def test_orthogonal_of_nothing_is_nothing() -> None:
+    assert torch.equal(orthogonal(torch.zeros(3, 5)), torch.zeros(3, 5))
+
+
+def step_with(name: str, net: torch.nn.Module, gradients: list[torch.Tensor]) -> torch.nn.Module:
+    """A copy of the net after one step along these gradients, at rate 0.1, decay 0.5."""
+    net = copy.deepcopy(net)
+    optimizer = make_optimizer(net, Recipe(optimizer=name, lr=0.1, weight_decay=0.5))
+    for parameter, gradient in zip(net.parameters(), gradients, strict=True):
+        parameter.grad = gradient.clone()
+    optimizer.step()
+    return net
+
+
+def test_muon_moves_kernels_by_its_own_rule_and_all_else_as_adamw() -> None:
+    torch.manual_seed(0)
+    net = MODELS["cnn"]().double().to(memory_format=torch.channels_last)
+    gradients = [torch.randn_like(p) for p in net.parameters()]
+    by_muon, by_adamw = (step_with(name, net, gradients) for name in ("muon", "adamw"))
+    pairs = zip(net.named_parameters(), gradients, strict=True)
+    for (name, before), gradient in pairs:
+        after = by_muon.get_parameter(name)
+        if not name.startswith("conv") or name.endswith("bias"):
+            assert torch.equal(after, by_adamw.get_parameter(name)), name
+            continue
+        momentum = (1 - MOMENTUM) * gradient
+        ahead = (1 - MOMENTUM) * gradient + MOMENTUM * momentum
+        direction = orthogonal(ahead.reshape(len(ahead), -1)).reshape(before.shape)
+        expected = before * (1 - 0.1 * 0.5) - KERNEL_RATE * 0.1 * direction
+        assert torch.allclose(after, expected, rtol=1e-12, atol=1e-12), name
+
+
+def test_muon_remembers_its_momentum_through_a_checkpoint() -> None:
+    torch.manual_seed(0)
+    recipe, unbroken = Recipe(optimizer="muon"), MODELS["cnn_deep"]()
+    gradients = [[torch.randn_like(p) for p in unbroken.parameters()] for _ in range(2)]
+
+    def step(net: torch.nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+        for parameter, gradient in zip(net.parameters(), gradients[number], strict=True):
+            parameter.grad = gradient.clone()
+        optimizer.step()
+
+    optimizer = make_optimizer(unbroken, recipe)
+    step(unbroken, optimizer, 0)
+    resumed, forgetful = copy.deepcopy(unbroken), copy.deepcopy(unbroken)
+    loaded = make_optimizer(resumed, recipe)
+    loaded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    step(unbroken, optimizer, 1)
+    step(resumed, loaded, 1)
+    step(forgetful, make_optimizer(forgetful, recipe), 1)
+    for name, expected in unbroken.named_parameters():
+        assert torch.equal(resumed.get_parameter(name), expected), name
+        assert not torch.equal(forgetful.get_parameter(name), expected), name

@@ -76,7 +76,14 @@ def test_a_resumed_run_is_the_unbroken_one_bit_for_bit(size: int, tmp_path: Path
     assert leftovers(tmp_path / "run") == []
 
 
-@pytest.mark.parametrize("recipe", [{"model": "cnn"}, {"model": "cnn_bn", "patience": None}])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        {"model": "cnn"},
+        {"model": "cnn_bn", "patience": None},
+        {"model": "cnn_deep", "optimizer": "muon"},
+    ],
+)
 def test_the_convolutional_nets_too(recipe: dict[str, Any], tmp_path: Path) -> None:
     recipe = {**recipe, "epochs": 1, "augment": False}
     run_world(2, just_train, config("unbroken", **recipe), folder=tmp_path)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ddp_mnist import run_folder
-from ddp_mnist.config import Distribution, Recipe, Run, TrainConfig
+from ddp_mnist.config import PRESETS, Distribution, Recipe, Run, TrainConfig
 from ddp_mnist.local_world import LocalWorld, run_world
 from tests.training import (
     Seen,
@@ -121,6 +121,14 @@ def test_augmentation_and_clipping_on_two_processes_equal_one(tmp_path: Path) ->
     # both had an effect
     assert largest_difference(weights_of(tmp_path / "without clipping"), one) > 1e-2
     assert largest_difference(weights_of(tmp_path / "without augmentation"), one) > 1e-2
+
+
+def test_the_accurate_preset_on_two_processes_equals_one(tmp_path: Path) -> None:
+    for name, size in (("one", 1), ("two", 2)):
+        config = proof_config(name, **{**PRESETS["accurate"], "epochs": 2})
+        run_world(size, just_train, config, folder=tmp_path)
+    one, two = weights_of(tmp_path / "one"), weights_of(tmp_path / "two")
+    assert largest_difference(two, one) < 1e-9
 
 
 def test_fp32_after_one_step_on_two_and_three_processes_is_near_one(tmp_path: Path) -> None:
