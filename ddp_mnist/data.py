@@ -262,7 +262,8 @@ class Rows(Dataset[tuple[Tensor, Tensor, Tensor]]):
     def __getitems__(self, numbers: list[int] | Tensor) -> tuple[Tensor, Tensor, Tensor]:
         numbers = torch.as_tensor(numbers, device=self.rows.device)
         rows = self.rows[numbers]
-        return self.images[rows], self.labels[rows], numbers
+        # images[rows] would copy pixel by pixel: four times as long
+        return self.images.index_select(0, rows), self.labels[rows], numbers
 
 
 class GlobalBatches(Sampler[Any]):

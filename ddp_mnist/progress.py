@@ -142,13 +142,18 @@ class Lookout:
         self.last = step
 
 
-def step_sums(loss: torch.Tensor, images: int) -> torch.Tensor:
-    """float64 [loss_sum, seen, bad] of one batch, without asking the device for a number.
+def sum_up(losses: list[torch.Tensor], images: int) -> torch.Tensor:
+    """float64 [loss_sum, seen, bad] of some batches, without asking the device for a number.
 
     A batch whose loss is not finite is one bad batch, and neither seen nor summed. Rounded to
     2**-30, sums are exact, and therefore equal however a run was cut into parts.
+
+    Args:
+        losses: of each batch the mean over its images, a scalar.
+        images: in each batch.
     """
+    loss = torch.stack(losses).double()
     finite = torch.isfinite(loss)
-    loss_sum = torch.where(finite, loss.double() * images, 0.0)
-    loss_sum = (loss_sum * 2**30).round() / 2**30
-    return torch.stack([loss_sum, finite * float(images), (~finite).double()])
+    loss_sums = (torch.where(finite, loss * images, 0.0) * 2**30).round() / 2**30
+    seen = finite.sum() * float(images)
+    return torch.stack([loss_sums.sum(), seen, (~finite).sum().double()])

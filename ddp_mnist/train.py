@@ -26,7 +26,7 @@ from ddp_mnist.evaluation import evaluate_split, import_metrics_meanwhile, prepa
 from ddp_mnist.launch import Launch
 from ddp_mnist.models import MODELS
 from ddp_mnist.optim import learning_rate, make_optimizer
-from ddp_mnist.progress import Lookout, step_sums
+from ddp_mnist.progress import Lookout, sum_up
 from ddp_mnist.runtime import World
 from ddp_mnist.screen import Screen
 from ddp_mnist.seeding import seed_draws
@@ -107,7 +107,7 @@ def train_in(
 
     # --- Train: rate of the step, forward, backward, clip, update
     lookout = Lookout(progress.step)
-    sums = torch.zeros(5, dtype=torch.float64, device=device)  # loss_sum, seen, bad, stop, rate
+    losses: list[torch.Tensor] = []  # since all ranks last looked
     while progress.epoch < recipe.epochs and not progress.stopped_by:
         epoch, first_step = progress.epoch, progress.epoch * batches.steps_per_epoch
         folder.status(phase="training", step=progress.step)
@@ -131,7 +131,7 @@ def train_in(
                     accelerator.clip_grad_norm_(model.parameters(), recipe.max_grad_norm)
                 optimizer.step()
                 optimizer.zero_grad()
-            sums[:3] += step_sums(loss.detach(), len(labels))
+            losses.append(loss.detach())
             if not accelerator.sync_gradients:
                 continue  # only a part of a step
             progress.stepped(skipped=accelerator.optimizer_step_was_skipped)
@@ -142,9 +142,10 @@ def train_in(
             checkpoint_is_due = progress.step % config.run.checkpoint_every == 0
             if not (log or checkpoint_is_due or progress.step >= lookout.next):
                 continue
-            sums[3], sums[4] = stop.weight, lookout.rate
+            mine = torch.tensor([stop.weight, lookout.rate], dtype=torch.float64, device=device)
+            sums = torch.cat([sum_up(losses, len(labels)), mine])
             loss_sum, seen, bad, wants_stop, rates = accelerator.reduce(sums).tolist()
-            sums.zero_()
+            losses.clear()
             seconds, clock = time.monotonic() - clock, time.monotonic()
             progress.add(loss_sum, seen, bad, seconds)
             lookout.looked(progress.step, seconds, rates / accelerator.num_processes)

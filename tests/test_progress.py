@@ -7,10 +7,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from ddp_mnist.config import Recipe
 from ddp_mnist.errors import DivergedError
-from ddp_mnist.progress import Lookout, Progress
+from ddp_mnist.progress import Lookout, Progress, sum_up
 
 
 def test_what_the_ranks_saw_is_added_up() -> None:
@@ -22,6 +23,20 @@ def test_what_the_ranks_saw_is_added_up() -> None:
     progress.add(8.0, 2.0, 0.0, 0.25)
     assert progress.log_line() == {"loss": 4.0, "images_per_second": 8.0}
     assert progress.train_seconds == 1.0
+
+
+def test_a_batch_whose_loss_is_not_finite_is_neither_seen_nor_summed() -> None:
+    losses = [torch.tensor(loss) for loss in (0.5, float("nan"), 2.25, float("-inf"))]
+    assert sum_up(losses, images=72).tolist() == [(0.5 + 2.25) * 72, 2 * 72, 2]
+
+
+def test_sums_are_equal_however_they_were_cut() -> None:
+    losses = list(torch.rand(100, generator=torch.Generator().manual_seed(0)))
+    whole = sum_up(losses, 72)
+    for cut in (1, 33, 50, 99):
+        parts = sum_up(losses[:cut], 72) + sum_up(losses[cut:], 72)
+        assert torch.equal(parts, whole)
+    assert whole[0].item() == pytest.approx(72 * sum(loss.item() for loss in losses), rel=1e-9)
 
 
 def test_a_line_of_which_no_loss_was_finite() -> None:
