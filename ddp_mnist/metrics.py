@@ -31,9 +31,11 @@ def missing(*modules: str) -> Iterator[None]:
 # For an Evaluator that is not used here, which does without them: half of the import.
 with missing("scipy.stats", "transformers"):
     import evaluate
-    from datasets import Features, Value
+    from datasets import Features, Sequence, Value
 
-FEATURES = Features({"predictions": Value("int64"), "references": Value("int64")})
+# A split is one example with all its images: `datasets` looks at each example in Python.
+WHOLE_SPLIT = Sequence(Value("int64"))
+FEATURES = Features({"predictions": WHOLE_SPLIT, "references": WHOLE_SPLIT})
 
 
 class Accuracy(evaluate.Metric):
@@ -56,7 +58,7 @@ class ConfusionMatrix(evaluate.Metric):
         self, predictions: Any, references: Any, classes: int
     ) -> dict[str, list[list[int]]]:
         cells = np.asarray(references) * classes + np.asarray(predictions)
-        counts = np.bincount(cells, minlength=classes * classes)
+        counts = np.bincount(cells.ravel(), minlength=classes * classes)
         return {"confusion": counts.reshape(classes, classes).tolist()}
 
 
@@ -72,5 +74,5 @@ def classification_metrics(
     with tempfile.TemporaryDirectory(prefix="ddp_mnist-") as scratch:
         accuracy = Accuracy(keep_in_memory=True, cache_dir=scratch)
         confusion = ConfusionMatrix(keep_in_memory=True, cache_dir=scratch)
-        inputs = {"predictions": predictions, "references": references}
+        inputs = {"predictions": [predictions], "references": [references]}
         return accuracy.compute(**inputs) | confusion.compute(**inputs, classes=classes)
