@@ -211,7 +211,7 @@ def test_the_conventional_recipe_is_that_of_pytorchs_example(tmp_path: Path) -> 
 
 
 def test_start_up_is_timed_to_the_first_step() -> None:
-    floor = commands.seconds_to_floors_step([])
+    floor = commands.seconds_to_floors_step(commands.launcher(2))
     first_step = commands.seconds_to_first_step([], ["--dataset", "digits"])
     assert 0.5 < floor < 60
     assert 0.5 < first_step < 60

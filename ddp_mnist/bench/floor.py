@@ -18,6 +18,7 @@ net = torch.nn.Linear(784, 10)
 model, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters()))
 accelerator.backward(model(torch.zeros(72, 784, device=accelerator.device)).sum())
 optimizer.step()
-print(json.dumps({"first_step": time.time()}), flush=True)
+line = json.dumps({"first_step": time.time()}) + "\n"
+print(line, end="", flush=True)  # at once: processes share the output
 del model
 accelerator.end_training()
