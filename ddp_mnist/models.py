@@ -20,7 +20,7 @@ def normalise(images: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class CNN(nn.Module):
-    """Two convolutions, the first on every other pixel; 25,642 parameters for ten classes.
+    """Two convolutions, the first of 6x6 with stride 2; 25,642 parameters for ten classes.
 
     GroupNorm instead of BatchNorm: a sample's output does not depend on the batch it is in, so N
     processes compute what one process computes. Normalising after the pooling visits a quarter of
@@ -30,9 +30,9 @@ class CNN(nn.Module):
     def __init__(self, classes: int = 10) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(1, 32, 6, stride=2, padding=2)
-        self.norm1 = nn.GroupNorm(4, 32)
+        self.norm1: nn.Module = nn.GroupNorm(4, 32)
         self.conv2 = nn.Conv2d(32, 64, 3, padding=1)
-        self.norm2 = nn.GroupNorm(4, 64)
+        self.norm2: nn.Module = nn.GroupNorm(4, 64)
         self.head = nn.Linear(64 * 3 * 3, classes)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -45,7 +45,7 @@ class CNN(nn.Module):
 class CNNDeep(nn.Module):
     """Like CNN with two convolutions before each pooling: 72,010 parameters for ten classes.
 
-    Four times the arithmetic, and a quarter fewer errors after as many epochs.
+    Four times the arithmetic.
     """
 
     def __init__(self, classes: int = 10) -> None:
@@ -83,21 +83,16 @@ class MLP(nn.Module):
         return self.head(F.relu(self.hidden2(F.relu(self.hidden1(x)))))
 
 
-class CNNBatchNorm(nn.Module):
+class CNNBatchNorm(CNN):
     """CNN with BatchNorm: each process normalises by its own share of the batch.
 
     N processes are therefore not one process, unless --sync-bn makes the statistics global.
     """
 
     def __init__(self, classes: int = 10) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(1, 32, 6, stride=2, padding=2)
+        super().__init__(classes)
         self.norm1 = nn.BatchNorm2d(32)
-        self.conv2 = nn.Conv2d(32, 64, 3, padding=1)
         self.norm2 = nn.BatchNorm2d(64)
-        self.head = nn.Linear(64 * 3 * 3, classes)
-
-    forward = CNN.forward
 
 
 class ResNet18(nn.Module):
