@@ -305,14 +305,14 @@ def at_least(least: int, name: str) -> Callable[[str], float]:
 
 
 def train_config(arguments: argparse.Namespace) -> TrainConfig:
-    """What was typed, and what the preset says of the rest: both beat what a resumed run had."""
+    """What was typed, and what the preset says of the rest of a run that begins."""
     typed = vars(arguments)
     given = {**PRESETS.get(typed.get("preset", ""), {}), **typed}
     return TrainConfig(
         from_arguments(Run, given),
         from_arguments(Recipe, given),
         from_arguments(Distribution, given),
-        typed=frozenset(given) - {"verb"},
+        typed=frozenset(typed) - {"verb"},
     )
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import torch
-import torch._dynamo  # by AdamW at the latest: then for a second in which no signal is obeyed
+import torch._dynamo  # AdamW would import it later, for a second in which signals wait
 from torch import Tensor, nn
 
 from ddp_mnist.config import Recipe
 
 MOMENTUM = 0.9
-KERNEL_RATE = 5.0  # rates of an orthogonal step over AdamW's
+KERNEL_RATE = 5.0  # times the rate is the length of a kernel's step, by its spectral norm
 
 
 class Muon(torch.optim.AdamW):
@@ -33,9 +33,8 @@ class Muon(torch.optim.AdamW):
     def _step_kernel(self, kernel: Tensor, rate: float, weight_decay: float) -> None:
         state, gradient = self.state[kernel], kernel.grad
         assert gradient is not None
-        if not state:  # under the names that AdamW's checkpoints have
+        if not state:  # AdamW asks for a step when it loads a checkpoint
             state["step"], state["exp_avg"] = torch.zeros(()), torch.zeros_like(kernel)
-        state["step"] += 1
         state["exp_avg"].lerp_(gradient, 1 - MOMENTUM)
         ahead = gradient.lerp(state["exp_avg"], MOMENTUM)  # Nesterov's
         direction = orthogonal(ahead.flatten(1)).reshape(kernel.shape)
@@ -48,13 +47,14 @@ def orthogonal(matrix: Tensor) -> Tensor:
     Five steps of a Newton-Schulz iteration whose polynomial (Jordan et al.) raises small singular
     values quickly and leaves them between 0.7 and 1.2. Zeros stay zeros.
     """
+    rows, columns = matrix.shape
     x = matrix / (matrix.norm() + 1e-7)
-    if tall := len(x) > len(x.T):
+    if rows > columns:  # the smaller product
         x = x.T
     for _ in range(5):
         gram = x @ x.T
         x = 3.4445 * x + (2.0315 * gram @ gram - 4.7750 * gram) @ x
-    return x.T if tall else x
+    return x.T if rows > columns else x
 
 
 def make_optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.AdamW:
@@ -66,10 +66,10 @@ def make_optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.AdamW:
     ]
     # A short memory of squares: 0.98, some 50 steps, was chosen over 0.999 on validation images.
     # Fused is faster on a CPU. On a GPU it would skip an fp16 step that overflowed by itself, and
-    # the step would count as taken.
+    # the step would count as taken; None lets torch choose the next fastest.
     kind = Muon if recipe.optimizer == "muon" else torch.optim.AdamW
-    on_cpu = parameters[0].device.type == "cpu"
-    return kind(groups, lr=recipe.lr, betas=(0.9, 0.98), fused=on_cpu)
+    fused = True if parameters[0].device.type == "cpu" else None
+    return kind(groups, lr=recipe.lr, betas=(0.9, 0.98), fused=fused)
 
 
 def learning_rate(step: int, total_steps: int, peak: float, warmup: float) -> float:

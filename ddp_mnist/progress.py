@@ -27,7 +27,7 @@ class Progress:
         step: optimizer steps taken.
         skipped_steps: of these, the ones that fp16's loss scaler left out.
         skipped_in_a_row: of these, since the last that it did not.
-        train_seconds: wall-clock time in training steps, without validation.
+        train_seconds: wall-clock time in training steps, without validation and saving.
         save_seconds: wall-clock time in saving checkpoints.
         total_seconds: wall-clock time since the processes began to look for each other.
         val_accuracy: of the weights as they are; None before the first validation.

@@ -30,8 +30,13 @@ TAKEN_OVER = {
     "recipe": tuple(field.name for field in dataclasses.fields(Recipe)),
 }
 MAY_CHANGE = (
-    *("--checkpoint-every", "--keep", "--log-every"),
-    *("--epochs", "--target-accuracy", "--patience", "--grad-accum"),
+    "--checkpoint-every",
+    "--keep",
+    "--log-every",
+    "--epochs",
+    "--target-accuracy",
+    "--patience",
+    "--grad-accum",
 )
 
 
@@ -72,8 +77,9 @@ class State:
             CheckpointError: the tensors are not those of this net and optimizer.
         """
         groups = self.optimizer.param_groups
-        fused = [group["fused"] for group in groups]  # as this device needs it
         try:
+            for group, saved in zip(groups, content["optimizer"]["param_groups"], strict=True):
+                saved["fused"] = group["fused"]  # as this device needs it
             self.net.load_state_dict(content["model"])
             self.optimizer.load_state_dict(content["optimizer"])
             if self.scaler and content["scaler"]:
@@ -87,8 +93,10 @@ class State:
                 f"the checkpoint does not fit the model or the optimizer ({error}); remove it to"
                 " use the one before"
             ) from error
-        for group, was in zip(self.optimizer.param_groups, fused, strict=True):
-            group["fused"] = was
+        if (
+            recipe.patience and self.best_weights is None
+        ):  # nobody kept them: the search begins here
+            self.progress.best_accuracy, self.progress.best_epoch = -1.0, self.progress.epoch
         self.started -= self.progress.total_seconds
         self.progress.resumed_from.append(self.progress.step)
         if self.progress.step == self.progress.epoch * steps_per_epoch:  # it was just validated
@@ -153,6 +161,11 @@ def find(config: TrainConfig) -> dict[str, Any] | None:
             return None
         found = {**run_folder.read_json(path / CONFIG), "path": str(path), "finished": None}
         assert found["run_id"]
+        if found["format"] != FORMAT:
+            raise CheckpointError(
+                f"--resume {resume}: {path} is of another version of ddp_mnist (format"
+                f" {found['format']}, this is {FORMAT}); go on with that one, or begin anew"
+            )
         if state == "finished" and not _wants_more(config, found["recipe"]):
             found["finished"] = _finished(path, run_folder.read_json(path / SUMMARY))
     except (OSError, ValueError, KeyError, TypeError, AssertionError) as error:
@@ -187,6 +200,7 @@ def inherit(config: TrainConfig, found: dict[str, Any] | None) -> TrainConfig:
         CheckpointError: config.json holds something else than a run's flags.
     """
     if found is None:
+        config.refuse_contradictions()
         return config
     try:
         groups = {}
@@ -195,11 +209,13 @@ def inherit(config: TrainConfig, found: dict[str, Any] | None) -> TrainConfig:
             mine = {f for f in config.typed if getattr(group, f, None) != "auto"}
             values = {field: saved[field] for field in fields if field not in mine}
             groups[name] = dataclasses.replace(group, **values)
-        return dataclasses.replace(config, **groups)
     except (KeyError, TypeError) as error:
         raise CheckpointError(
             f"{found['path']}: {CONFIG} is damaged ({error}); begin the run anew elsewhere"
         ) from error
+    config = dataclasses.replace(config, **groups)
+    config.refuse_contradictions()
+    return config
 
 
 @dataclasses.dataclass
@@ -244,6 +260,7 @@ def open_run(config: TrainConfig, world: World, images: ImageData, found: Any) -
     run = dataclasses.asdict(config.run)
     resolved = {
         "run_id": run_id,
+        "format": FORMAT,
         "run": run,
         "recipe": dataclasses.asdict(config.recipe),
         "distribution": dataclasses.asdict(config.distribution)

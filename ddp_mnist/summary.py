@@ -16,8 +16,14 @@ from ddp_mnist.runtime import World
 from ddp_mnist.versions import code_digest, git_commit, package_versions
 
 MAY_DIFFER = (
-    *("run_dir", "resume", "cache_dir", "quiet"),
-    *("rank", "local_rank", "world_size", "init_method"),
+    "run_dir",
+    "resume",
+    "cache_dir",
+    "quiet",
+    "rank",
+    "local_rank",
+    "world_size",
+    "init_method",
 )
 
 
@@ -59,6 +65,8 @@ def plan(config: TrainConfig, world: World, images: ImageData, folder: Path | No
         "steps": f"{recipe.epochs * steps:,} = {count(recipe.epochs, 'epoch')} x {steps:,}; each"
         f" epoch leaves out {left_out} images, others each time",
         "model": f"{recipe.model}, seed {config.run.seed}",
+        "recipe": f"{recipe.preset}: {recipe.optimizer}, rate {recipe.lr:g} after"
+        f" {recipe.warmup:.0%} of the steps, {'augmented' if recipe.augment else 'as they are'}",
         "writes": str(folder) if folder else "nothing (--dry-run)",
     }
     plan = [f"{name:<10} {text}" for name, text in lines.items()]

@@ -158,6 +158,7 @@ def train_in(
                     screen.now_and_then(shown)
             if checkpoint_is_due and not wants_stop:
                 save()
+                clock = time.monotonic()
             stop.obey(wants_stop, accelerator.is_main_process)  # saves too
 
         # --- Decide by the validation images, on numbers that all ranks share

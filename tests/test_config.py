@@ -141,6 +141,11 @@ def test_configurations_cannot_be_changed() -> None:
             {"sync_bn": True},
             "--sync-bn: mlp has no BatchNorm; use --model cnn_bn or leave it out",
         ),
+        (
+            {"model": "mlp", "optimizer": "muon"},
+            {},
+            "--optimizer muon: mlp has no convolutions; use --optimizer adamw",
+        ),
     ],
 )
 def test_flags_that_contradict_each_other(
@@ -155,6 +160,14 @@ def test_flags_that_contradict_each_other(
 def test_sync_bn_goes_with_the_nets_that_have_batch_norm(model: str) -> None:
     config = TrainConfig(Run(), Recipe(model=model), Distribution(sync_bn=True))
     assert config.distribution.sync_bn
+
+
+def test_the_accurate_preset_takes_sixteen_times_as_many_steps() -> None:
+    for rows in (1437, 60_000):
+        fast = resolve_recipe(Recipe(), rows, 1)
+        accurate = resolve_recipe(Recipe(preset="accurate"), rows, 1)
+        assert fast.epochs and accurate.epochs == 16 * fast.epochs
+    assert resolve_recipe(Recipe(preset="accurate", epochs=3), 60_000, 1).epochs == 3
 
 
 # --- What is decided by the data set

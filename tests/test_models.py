@@ -11,7 +11,7 @@ from torch import nn
 from ddp_mnist import data
 from ddp_mnist.config import Recipe
 from ddp_mnist.local_world import run_world
-from ddp_mnist.models import MODELS, PIXEL_MEAN, PIXEL_STD, normalise
+from ddp_mnist.models import MODELS, PIXEL_MEAN, PIXEL_STD, moved_by_a_pixel, normalise
 
 NAMES = ("cnn", "cnn_deep", "mlp", "cnn_bn", "resnet18")
 OURS = [name for name in NAMES if name != "resnet18"]
@@ -100,6 +100,24 @@ def test_a_sample_does_not_see_the_batch_that_it_is_in(name: str) -> None:
     backwards = model(batch.flip(0)).flip(0)
     assert torch.allclose(together, alone, rtol=1e-12, atol=1e-12)
     assert torch.allclose(together, backwards, rtol=1e-12, atol=1e-12)
+
+
+def test_moved_by_a_pixel() -> None:
+    image = torch.arange(1, 10, dtype=torch.uint8).reshape(1, 3, 3)
+    as_it_is, down, up, right, left = moved_by_a_pixel(image)
+    assert torch.equal(as_it_is, image)
+    assert down.tolist() == [[[0, 0, 0], [1, 2, 3], [4, 5, 6]]]
+    assert up.tolist() == [[[4, 5, 6], [7, 8, 9], [0, 0, 0]]]
+    assert right.tolist() == [[[0, 1, 2], [0, 4, 5], [0, 7, 8]]]
+    assert left.tolist() == [[[2, 3, 0], [5, 6, 0], [8, 9, 0]]]
+
+
+def test_the_deep_net_averages_five_views_unless_it_trains() -> None:
+    model, batch = make("cnn_deep").double(), images(4)
+    views = [model(view) for view in moved_by_a_pixel(batch)]
+    assert torch.equal(views[0], model(batch))
+    assert not torch.allclose(views[0], views[1], rtol=1e-3)
+    assert torch.allclose(model.eval()(batch), sum(views) / 5, rtol=1e-12)
 
 
 @pytest.mark.parametrize("name", ["cnn_bn", "resnet18"])

@@ -71,17 +71,30 @@ def test_matrices_and_kernels_decay_and_nothing_else(name: str) -> None:
     assert decaying["lr"] == other["lr"] == 0.3
 
 
-def test_a_step_is_that_of_adamw() -> None:
-    """The first one: each element moves by the rate against its gradient's sign, then decays."""
+def test_two_steps_are_those_of_adamw() -> None:
+    """By the paper's formula: decay, then the mean gradient over the root of the mean square."""
     model = torch.nn.Linear(2, 1).double()
-    before = [p.detach().clone() for p in model.parameters()]
+    weight, bias = (p.detach().clone() for p in model.parameters())
     optimizer = make_optimizer(model, Recipe(lr=0.1, weight_decay=0.5))
-    for parameter in model.parameters():
-        parameter.grad = torch.full_like(parameter, 4.0)
-    optimizer.step()
-    weight, bias = model.parameters()
-    assert torch.allclose(weight, before[0] * (1 - 0.1 * 0.5) - 0.1, atol=1e-8)
-    assert torch.allclose(bias, before[1] - 0.1, atol=1e-8)
+    mean = square = 0.0
+    for step, gradient in enumerate([4.0, -1.0], start=1):
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, gradient)
+        optimizer.step()
+        mean = 0.9 * mean + 0.1 * gradient
+        square = 0.98 * square + 0.02 * gradient**2
+        move = (mean / (1 - 0.9**step)) / ((square / (1 - 0.98**step)) ** 0.5 + 1e-8)
+        weight = weight * (1 - 0.1 * 0.5) - 0.1 * move
+        bias = bias - 0.1 * move
+    assert torch.allclose(model.weight, weight, rtol=1e-9)
+    assert torch.allclose(model.bias, bias, rtol=1e-9)
+
+
+def test_only_a_cpu_takes_the_fused_step() -> None:
+    """On a GPU it would pass over an fp16 overflow by itself; False would be the slowest there."""
+    for device, fused in (("cpu", True), ("meta", None)):
+        optimizer = make_optimizer(MODELS["mlp"]().to(device), Recipe())
+        assert [group["fused"] for group in optimizer.param_groups] == [fused, fused]
 
 
 # --- Muon
@@ -107,32 +120,37 @@ def test_orthogonal_of_nothing_is_nothing() -> None:
     assert torch.equal(orthogonal(torch.zeros(3, 5)), torch.zeros(3, 5))
 
 
-def step_with(name: str, net: torch.nn.Module, gradients: list[torch.Tensor]) -> torch.nn.Module:
-    """A copy of the net after one step along these gradients, at rate 0.1, decay 0.5."""
+Gradients = list[torch.Tensor]
+
+
+def steps_with(name: str, net: torch.nn.Module, steps: list[Gradients]) -> torch.nn.Module:
+    """A copy of the net after steps along these gradients, at rate 0.1, decay 0.5."""
     net = copy.deepcopy(net)
     optimizer = make_optimizer(net, Recipe(optimizer=name, lr=0.1, weight_decay=0.5))
-    for parameter, gradient in zip(net.parameters(), gradients, strict=True):
-        parameter.grad = gradient.clone()
-    optimizer.step()
+    for gradients in steps:
+        for parameter, gradient in zip(net.parameters(), gradients, strict=True):
+            parameter.grad = gradient.clone()
+        optimizer.step()
     return net
 
 
 def test_muon_moves_kernels_by_its_own_rule_and_all_else_as_adamw() -> None:
     torch.manual_seed(0)
     net = MODELS["cnn"]().double().to(memory_format=torch.channels_last)
-    gradients = [torch.randn_like(p) for p in net.parameters()]
-    by_muon, by_adamw = (step_with(name, net, gradients) for name in ("muon", "adamw"))
-    pairs = zip(net.named_parameters(), gradients, strict=True)
-    for (name, before), gradient in pairs:
+    steps = [[torch.randn_like(p) for p in net.parameters()] for _ in range(3)]
+    by_muon, by_adamw = (steps_with(name, net, steps) for name in ("muon", "adamw"))
+    for number, (name, before) in enumerate(net.named_parameters()):
         after = by_muon.get_parameter(name)
         if not name.startswith("conv") or name.endswith("bias"):
             assert torch.equal(after, by_adamw.get_parameter(name)), name
             continue
-        momentum = (1 - MOMENTUM) * gradient
-        ahead = (1 - MOMENTUM) * gradient + MOMENTUM * momentum
-        direction = orthogonal(ahead.reshape(len(ahead), -1)).reshape(before.shape)
-        expected = before * (1 - 0.1 * 0.5) - KERNEL_RATE * 0.1 * direction
-        assert torch.allclose(after, expected, rtol=1e-12, atol=1e-12), name
+        momentum, expected = torch.zeros_like(before), before.detach()
+        for gradients in steps:
+            momentum = MOMENTUM * momentum + (1 - MOMENTUM) * gradients[number]
+            ahead = MOMENTUM * momentum + (1 - MOMENTUM) * gradients[number]
+            direction = orthogonal(ahead.reshape(len(ahead), -1)).reshape(before.shape)
+            expected = expected * (1 - 0.1 * 0.5) - KERNEL_RATE * 0.1 * direction
+        assert torch.allclose(after, expected, rtol=1e-9, atol=1e-9), name
 
 
 def test_muon_remembers_its_momentum_through_a_checkpoint() -> None:

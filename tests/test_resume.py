@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ddp_mnist import checkpoint, run_folder
+from ddp_mnist import checkpoint, cli, resume, run_folder
 from ddp_mnist.config import Distribution, Recipe, Run, TrainConfig
 from ddp_mnist.errors import CheckpointError, DdpMnistError, UsageError
 from ddp_mnist.local_world import LocalWorld, run_world
@@ -134,6 +134,71 @@ def test_early_stop_and_best_weights_survive(tmp_path: Path) -> None:
     for same in ("stopped_by", "steps", "epochs", "val_accuracy", "test_accuracy", "test_loss"):
         assert summary[same] == unbroken[same], same
     assert what_stays(tmp_path / "run") == what_stays(tmp_path / "unbroken")
+
+
+def test_patience_typed_on_resume_begins_to_look_for_the_best_weights(tmp_path: Path) -> None:
+    """None were kept so far, so what is tested in the end is the best from here on."""
+    recipe: dict[str, Any] = {"epochs": 8, "patience": None, "lr": 0.05, "warmup": 0.0}
+    told = config(**recipe)
+    run_world(1, just_train, told, folder=tmp_path)
+    again = resumed(told, epochs=30, patience=2)
+    [summary] = run_world(1, just_train, again, folder=tmp_path)
+    assert summary["stopped_by"] == "--patience"
+    lines = what_stays(tmp_path / "run")[1]
+    seen = {line["epoch"]: line["val_accuracy"] for line in lines if "val_accuracy" in line}
+    since = {epoch: accuracy for epoch, accuracy in seen.items() if epoch >= 8}
+    assert len(since) >= 3
+    assert summary["val_accuracy"] == max(since.values())
+    assert max(since, key=lambda epoch: since[epoch]) == summary["epochs"] - 3
+
+
+def typed(line: str) -> TrainConfig:
+    return cli.train_config(cli.make_parser().parse_args(line.split()))
+
+
+def test_a_preset_typed_again_leaves_the_run_as_it_was() -> None:
+    """The run's own values were typed beside it when it began."""
+    began = typed("train --preset accurate --dataset digits --model mlp --optimizer adamw")
+    found = {
+        "path": "run",
+        "run": dataclasses.asdict(began.run),
+        "recipe": dataclasses.asdict(began.recipe) | {"epochs": 4},
+    }
+    again = resume.inherit(typed("train --resume run --preset accurate"), found)
+    assert (again.recipe.model, again.recipe.optimizer) == ("mlp", "adamw")
+    assert again.recipe.epochs == 4
+    with pytest.raises(CheckpointError, match=r"config\.json is damaged"):
+        resume.inherit(again, {**found, "recipe": {}})
+
+
+def test_flags_that_contradict_those_of_the_run() -> None:
+    began = TrainConfig(recipe=Recipe(model="cnn_bn", val_size=0))
+    found: dict[str, Any] = {
+        "path": "run",
+        "run": dataclasses.asdict(began.run),
+        "recipe": dataclasses.asdict(began.recipe),
+    }
+    again = TrainConfig(Run(resume="run"), distribution=Distribution(sync_bn=True))
+    assert resume.inherit(again, found).recipe.model == "cnn_bn"
+    found["recipe"]["model"] = "cnn"
+    with pytest.raises(UsageError, match="--sync-bn: cnn has no BatchNorm"):
+        resume.inherit(again, found)
+    again = TrainConfig(
+        Run(resume="run"), Recipe(patience=2), typed=frozenset({"resume", "patience"})
+    )
+    with pytest.raises(UsageError, match="--patience: needs validation images"):
+        resume.inherit(again, found)
+
+
+def test_a_run_of_another_version_is_called_that(tmp_path: Path) -> None:
+    told = config(epochs=1)
+    run_world(1, just_train, told, folder=tmp_path)
+    path = tmp_path / "run" / "config.json"
+    written = json.loads(path.read_text())
+    path.write_text(json.dumps({**written, "format": 1}))
+    again = TrainConfig(Run(resume=str(tmp_path / "run")))
+    with pytest.raises(CheckpointError, match=r"another version of ddp_mnist \(format 1, this is"):
+        resume.find(again)
 
 
 # --- On another number of processes

@@ -33,31 +33,34 @@ def make_net() -> nn.Module:
     )
 
 
-def accuracy(net: nn.Module, loader: DataLoader) -> float:
+def accuracy(net: nn.Module, loader: DataLoader, device: str) -> float:
     net.eval()
+    right = 0
     with torch.no_grad():
-        right = sum(int((net(images).argmax(1) == labels).sum()) for images, labels in loader)
+        for images, labels in loader:
+            right += int((net(images.to(device)).argmax(1) == labels.to(device)).sum())
     return right / len(loader.dataset)  # type: ignore[arg-type]
 
 
 def main(folder: str, epochs: int = EPOCHS) -> None:
     torch.manual_seed(1)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     to_tensor = transforms.Compose(
         [transforms.ToTensor(), transforms.Normalize((0.1307,), (0.3081,))]
     )
     train = DataLoader(MNIST(folder, transform=to_tensor), batch_size=64, shuffle=True)
     test = DataLoader(MNIST(folder, train=False, transform=to_tensor), batch_size=1000)
-    net = make_net()
+    net = make_net().to(device)
     optimizer = torch.optim.Adadelta(net.parameters(), lr=1.0)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.7)
     for epoch in range(epochs):
         net.train()
         for images, labels in train:
             optimizer.zero_grad()
-            F.cross_entropy(net(images), labels).backward()
+            F.cross_entropy(net(images.to(device)), labels.to(device)).backward()
             optimizer.step()
         schedule.step()
-        line = {"epoch": epoch + 1, "test_accuracy": accuracy(net, test)}
+        line = {"epoch": epoch + 1, "test_accuracy": accuracy(net, test, device)}
         print(json.dumps(line), flush=True)
 
 

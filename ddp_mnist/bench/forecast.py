@@ -116,4 +116,5 @@ def measure_rounds(config: TrainConfig, step_count: int, repeats: int) -> list[R
             step_s = steps.resident_steps(config, images, world) / count
             link, exchange_s = measure_link(device), time_all_reduce(size, device)
             rounds.append(Round(link, compute_s, step_s, exchange_s))
+            accelerator.free_memory()
     return rounds[1:]

@@ -89,19 +89,20 @@ def plain_loop(config: TrainConfig, images: data.ImageData, _world: World) -> fl
 
 def resident_steps(config: TrainConfig, images: data.ImageData, world: World) -> float:
     loader, step = ready_to_step(config, images, world, exchange=True)
-    return timed(step, itertools.repeat(next(iter(loader)), len(loader)), world)[-1]
+    return timed(step, itertools.repeat(next(iter(loader)), len(loader)), world)
 
 
 def silent_steps(config: TrainConfig, images: data.ImageData, world: World) -> float:
     loader, step = ready_to_step(config, images, world, exchange=False)
-    return timed(step, itertools.repeat(next(iter(loader)), len(loader)), world)[-1]
+    return timed(step, itertools.repeat(next(iter(loader)), len(loader)), world)
 
 
 def lockstep(config: TrainConfig, images: data.ImageData, world: World) -> float:
     """What is lost by waiting for each other, were an exchange to cost nothing."""
     loader, step = ready_to_step(config, images, world, exchange=False)
-    clock = timed(step, itertools.repeat(next(iter(loader)), len(loader)), world)
-    seconds = torch.tensor([0.0, *clock], dtype=torch.float64).diff().to(world.accelerator.device)
+    batch, device = next(iter(loader)), world.accelerator.device
+    each = [timed(step, [batch], world) for _ in range(len(loader))]
+    seconds = torch.tensor(each, dtype=torch.float64, device=device)
     if world.accelerator.num_processes > 1:
         torch.distributed.all_reduce(seconds, torch.distributed.ReduceOp.MAX)
     return seconds.sum().item()
@@ -109,7 +110,7 @@ def lockstep(config: TrainConfig, images: data.ImageData, world: World) -> float
 
 def independent_loop(config: TrainConfig, images: data.ImageData, world: World) -> float:
     loader, step = ready_to_step(config, images, world, exchange=False)
-    return timed(step, loader, world)[-1]
+    return timed(step, loader, world)
 
 
 def evaluation(config: TrainConfig, images: data.ImageData, world: World) -> float:
@@ -162,13 +163,11 @@ def ready_to_step(
     return loader, step
 
 
-def timed(step: Step, batches: Iterable[Batch], world: World) -> list[float]:
-    """Seconds from the start to the end of each step."""
-    on_gpu = world.accelerator.device.type == "cuda"
-    ends, clock = [], time.monotonic()
+def timed(step: Step, batches: Iterable[Batch], world: World) -> float:
+    """Seconds until the last step is done."""
+    clock = time.monotonic()
     for batch in batches:
         step(batch)
-        if on_gpu:
-            torch.cuda.synchronize()
-        ends.append(time.monotonic() - clock)
-    return ends
+    if world.accelerator.device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.monotonic() - clock
