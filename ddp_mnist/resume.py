@@ -93,9 +93,7 @@ class State:
                 f"the checkpoint does not fit the model or the optimizer ({error}); remove it to"
                 " use the one before"
             ) from error
-        if (
-            recipe.patience and self.best_weights is None
-        ):  # nobody kept them: the search begins here
+        if recipe.patience and self.best_weights is None:  # none were kept: the search begins here
             self.progress.best_accuracy, self.progress.best_epoch = -1.0, self.progress.epoch
         self.started -= self.progress.total_seconds
         self.progress.resumed_from.append(self.progress.step)
