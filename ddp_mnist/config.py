@@ -127,6 +127,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "optimizer": "muon",
         "warmup": 0.1,
         "augment": True,
+        "val_size": 0,  # it was chosen with images held out, and is trained on all
     },
 }
 # ... and a number of epochs, as a multiple of what the data set needs for a good result.
@@ -257,7 +258,7 @@ class TrainConfig:
         decides_by_validation = recipe.target_accuracy is not None or recipe.patience is not None
         if recipe.val_size == 0 and decides_by_validation:
             asked = "--patience" if recipe.target_accuracy is None else "--target-accuracy"
-            raise UsageError(f"{asked}: needs validation images; leave out --val-size 0")
+            raise UsageError(f"{asked}: needs validation images; give --val-size, e.g. 5000")
         if self.distribution.sync_bn and recipe.model not in ("cnn_bn", "resnet18"):
             raise UsageError(
                 f"--sync-bn: {recipe.model} has no BatchNorm; use --model cnn_bn or leave it out"

@@ -175,10 +175,10 @@ REFUSED: list[tuple[list[str], str]] = [
     (["train", "--init-method", "env://"], "--init-method env://: RANK and WORLD_SIZE are not set"),
     (["train", "--init-method", "tcp://h:1"], "--init-method tcp://h:1: --rank is missing"),
     (["train", "--sync-bn"], "--sync-bn: cnn has no BatchNorm; use --model cnn_bn or leave it out"),
-    (["train", "--patience", "3", "--val-size", "0"], "--patience: needs validation images; leave"),
+    (["train", "--patience", "3", "--val-size", "0"], "--patience: needs validation images; give"),
     (
         ["train", "--target-accuracy", ".9", "--val-size", "0"],
-        "--target-accuracy: needs validation images; leave out --val-size 0",
+        "--target-accuracy: needs validation images; give --val-size, e.g. 5000",
     ),
     # the other verbs
     (["evaluate"], "evaluate: RUN is missing; see ddp-mnist evaluate --help"),

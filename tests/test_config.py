@@ -129,12 +129,12 @@ def test_configurations_cannot_be_changed() -> None:
         (
             {"val_size": 0, "patience": 2},
             {},
-            "--patience: needs validation images; leave out --val-size 0",
+            "--patience: needs validation images; give --val-size, e.g. 5000",
         ),
         (
             {"val_size": 0, "target_accuracy": 0.9},
             {},
-            "--target-accuracy: needs validation images; leave out --val-size 0",
+            "--target-accuracy: needs validation images; give --val-size, e.g. 5000",
         ),
         (
             {"model": "mlp"},
