@@ -30,8 +30,8 @@ TRAIN = -m ddp_mnist train --dataset auto
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
 .DEFAULT_GOAL := help
-.PHONY: help venv train train-single train-multi train-multinode evaluate bench test soak check fmt \
-	gpu-check clean
+.PHONY: help venv train train-single train-multi train-multinode evaluate doctor verify bench test \
+	soak check fmt gpu-check clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -74,6 +74,15 @@ train-multinode: $(READY) ## This node's part (MACHINE_RANK= MAIN_PROCESS_IP=), 
 
 evaluate: $(READY) ## Exact metrics of RUN=runs/latest on its test images
 	@$(PY) -m ddp_mnist evaluate $(RUN) $(ARGS)
+
+doctor: $(READY) ## Accept or reject this machine, or several (MACHINE_RANK= MAIN_PROCESS_IP=)
+	@if [ -z "$(MACHINE_RANK)$(MAIN_PROCESS_IP)" ]; then $(PY) -m ddp_mnist doctor $(ARGS); \
+	else $(PY) -m ddp_mnist.multinode --verb doctor --machine-rank "$(MACHINE_RANK)" \
+	--main-process-ip "$(MAIN_PROCESS_IP)" --main-process-port "$(MAIN_PROCESS_PORT)" \
+	--num-machines "$(NUM_MACHINES)" --nproc-per-node "$(NPROC_PER_NODE)" -- $(ARGS); fi
+
+verify: $(READY) ## Prove here that N processes train as one, resume exactly, count right
+	@$(PY) -m ddp_mnist verify $(ARGS)
 
 bench: $(READY) ## How fast it is here: BENCH=loop, scaling, startup ... (ddp-mnist bench --help)
 	@$(PY) -m ddp_mnist bench $(BENCH) --dataset auto $(ARGS)

@@ -35,6 +35,7 @@ from ddp_mnist.errors import (
     CheckFailed,
     DdpMnistError,
     FailedElsewhere,
+    StorageError,
     UsageError,
     did_you_mean,
     one_line,
@@ -53,6 +54,12 @@ BENCHES = {
     "memory": "a process's private memory at its highest, against that program's (minutes)",
     "baseline": "a whole run, against four epochs of PyTorch's own example (an hour)",
 }
+PLANTS = {
+    "sampler": "each rank shuffles by a seed of its own",
+    "gradients": "gradients are summed over the ranks, not averaged",
+    "parameter": "one parameter that DDP does not synchronise",
+}
+DOCTOR_TIMEOUT_S = 60.0  # a person waits for the verdict
 RUN, CACHE_DIR = "run folder, e.g. runs/latest", "folder of decoded data sets"
 
 
@@ -219,6 +226,63 @@ def make_parser() -> Parser:
     )
     verb.add_argument("--cache-dir", type=text("--cache-dir"), help=CACHE_DIR)
     verb.add_argument("--refresh", action="store_true", help="anew, although it is cached")
+
+    verb = add_verb(
+        "doctor", doctor, "Accept or reject this machine, or the machines that a launcher joins."
+    )
+    verb.add_argument(
+        "--processes",
+        type=at_least(2, "--processes"),
+        metavar="N",
+        help="to start on this machine, without a launcher [one per GPU, else 2]",
+    )
+    verb.add_argument(
+        "--minutes",
+        type=number("--minutes", float, "of at least 0"),
+        default=0.0,
+        metavar="X",
+        help="burn-in: repeat collectives and training for so long [0]",
+    )
+    verb.add_argument("--dataset", type=text("--dataset"), default="mnist", help="[mnist]")
+    verb.add_argument("--cache-dir", type=text("--cache-dir"), help=CACHE_DIR)
+    verb.add_argument(
+        "--run-dir", type=text("--run-dir"), default="runs", help="where runs would be made [runs]"
+    )
+    verb.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    verb.add_argument("--save", type=text("--save"), metavar="FILE", help="the same into a file")
+    verb.add_argument(
+        "--against",
+        type=text("--against"),
+        metavar="FILE",
+        help="compare speeds with what another box of the same type saved",
+    )
+    verb.add_argument(
+        "--tolerance",
+        type=number("--tolerance", float, "of at least 0"),
+        default=0.5,
+        metavar="X",
+        help="share by which a speed may be worse than there [0.5]",
+    )
+    add_flags(verb, Distribution, without=("sync_bn", "comm_hook", "compile", "mixed_precision"))
+
+    verb = add_verb(
+        "verify", verify, "Prove here that N processes train as one, resume exactly, count right."
+    )
+    verb.add_argument(
+        "--processes",
+        type=at_least(2, "--processes"),
+        default=3,
+        metavar="N",
+        help="2, 3 ... N processes are compared with one, if they divide 24 [3]",
+    )
+    verb.formatter_class = argparse.RawDescriptionHelpFormatter
+    verb.epilog = "\n".join(f"{name:<11} {fault}" for name, fault in PLANTS.items())
+    verb.add_argument(
+        "--plant", choices=PLANTS, help="a fault to be caught, one of those below; exit code 1"
+    )
+    verb.add_argument(
+        "--save", type=text("--save"), default="verify.json", help="[verify.json]", metavar="FILE"
+    )
 
     verb = add_verb("bench", bench, "How fast it is here, as ratios of what runs side by side.")
     verb.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -390,6 +454,99 @@ def prepare(arguments: argparse.Namespace) -> None:
         f" images of {len(images.classes)} classes in {data.cache_folder(arguments.cache_dir)}"
     )
     screen.say(f"digest {images.digest}")
+
+
+def doctor(arguments: argparse.Namespace) -> None:
+    save = place_to_save(arguments.save)
+    for name in ("minutes", "tolerance"):
+        if (value := getattr(arguments, name)) < 0:
+            raise UsageError(f"--{name} {value:g}: must be at least 0")
+    compared_with = saved_by_doctor(arguments.against)
+    given = {"dist_timeout": DOCTOR_TIMEOUT_S, **vars(arguments)}
+    distribution = from_arguments(Distribution, given)
+    from ddp_mnist.launch import find_launch
+
+    launch = find_launch(distribution)
+    from ddp_mnist.doctor import examination
+    from ddp_mnist.doctor.findings import against
+    from ddp_mnist.doctor.machine import Options
+
+    speaks = launch.rank == 0
+    screen = Screen(speaks and not arguments.json)
+    options = Options(
+        dataset=arguments.dataset,
+        cache_dir=arguments.cache_dir,
+        run_dir=arguments.run_dir,
+        processes=arguments.processes or examination.default_processes(),
+    )
+    findings = []
+    for finding in examination.examine(distribution, launch, options, arguments.minutes):
+        findings.append(finding)
+        screen.say(str(finding))
+    if compared_with:
+        for finding in against(findings, compared_with, arguments.tolerance):
+            findings.append(finding)
+            screen.say(str(finding))
+    processes = launch.world_size if launch.world_size > 1 else options.processes
+    verdict = examination.describe(findings, processes)
+    if save and speaks:
+        write_json(save, verdict)
+    Screen(speaks and arguments.json).say(json.dumps(verdict))
+    screen.say(f"verdict: {verdict['verdict']}")
+    if wrong := examination.complaint(findings):
+        raise CheckFailed(wrong) if speaks else FailedElsewhere(wrong, CheckFailed.code)
+
+
+def saved_by_doctor(file: str | None) -> dict[str, Any] | None:
+    """What --save wrote there; read before minutes are spent on examining."""
+    if file is None:
+        return None
+    try:
+        saved = json.loads(Path(file).read_text(encoding="utf-8"))
+        for finding in saved["findings"]:
+            {name: float(value) for name, value in finding["figures"].items()}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        reason = getattr(error, "strerror", None) or "not from doctor --save"
+        raise UsageError(f"--against {file}: cannot be read ({reason}); name another") from error
+    return saved
+
+
+def place_to_save(file: str | None) -> Path | None:
+    """--save, checked before minutes are spent on what is to be saved."""
+    if file is None:
+        return None
+    path = Path(file)
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise UsageError(f"--save {path}: must be a file in a folder that is there")
+    return path
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    from ddp_mnist.run_folder import to_json, write_atomically
+
+    try:
+        write_atomically(path, to_json(content).encode())
+    except OSError as error:
+        raise StorageError(
+            f"--save {path}: cannot be written ({error.strerror}); name another file"
+        ) from error
+
+
+def verify(arguments: argparse.Namespace) -> None:
+    save = place_to_save(arguments.save)
+    assert save
+    from ddp_mnist import verify as proofs
+
+    screen, checks, plant = Screen(True), [], arguments.plant
+    sizes = proofs.sizes_up_to(arguments.processes)
+    for line in proofs.verify(sizes, plant):
+        screen.say(str(line))
+        if isinstance(line, proofs.Check):
+            checks.append(line)
+    write_json(save, proofs.describe(checks, sizes, plant))
+    if wrong := proofs.complaint(checks, plant):
+        raise CheckFailed(wrong)
+    screen.say(f"all {len(checks)} checks passed; written to {save}")
 
 
 def bench(arguments: argparse.Namespace) -> None:

@@ -140,6 +140,13 @@ def load(dataset: str, cache_dir: str | None = None, *, refresh: bool = False) -
     return data
 
 
+def cached(dataset: str, cache_dir: str | None = None) -> ImageData | None:
+    """The data set, if it is in the cache and whole. Raises as `find_source` does."""
+    source = find_source(dataset)
+    path = cache_folder(cache_dir) / f"{_cache_name(source)}.safetensors"
+    return _open(path, source, _fingerprint(source))
+
+
 def _cache_name(source: Source) -> str:
     """A file name that two sources never share."""
     readable = re.sub(r"[^A-Za-z0-9._-]+", "_", source.name)[:60]

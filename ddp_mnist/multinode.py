@@ -1,4 +1,4 @@
-"""One machine's part of a run over several: `make train-multinode`.
+"""One machine's part of a run over several: `make train-multinode`, or `make doctor`.
 
     python -m ddp_mnist.multinode --machine-rank 0 --main-process-ip 192.168.1.201 -- --epochs 2
 
@@ -17,11 +17,14 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from ddp_mnist.config import Distribution
-from ddp_mnist.errors import UsageError, run_program
+from ddp_mnist.errors import CheckFailed, UsageError, run_program
 from ddp_mnist.launch import CONFIGS
+
+if TYPE_CHECKING:
+    from ddp_mnist.rendezvous import Board  # imports torch: a wrong number is told at once
 
 DEFAULT_PORT = 12345
 
@@ -36,6 +39,7 @@ class Node:
     num_machines: int
     nproc_per_node: int
     config: str
+    verb: str = "train"
 
     def command(self, arguments: Sequence[str]) -> list[str]:
         """What starts this machine's processes."""
@@ -47,7 +51,7 @@ class Node:
             *("--machine_rank", str(self.machine_rank)),
             *("--main_process_ip", self.main_process_ip),
             *("--main_process_port", str(self.main_process_port)),
-            *("-m", "ddp_mnist", "train", *arguments),
+            *("-m", "ddp_mnist", self.verb, *arguments),
         ]
 
 
@@ -69,20 +73,24 @@ def run(argv: list[str]) -> int:
     if not flags.machine_rank:
         return rehearse(flags, arguments)
     node = make_node(flags)
-    meet(node, timeout_of(arguments))
+    if node.verb == "doctor":
+        examine_way(node, timeout_of(node.verb, arguments))
+    else:
+        meet(node, timeout_of(node.verb, arguments))
     return os.execv(sys.executable, node.command(arguments))
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Our flags, and after `--` those of train. An empty value, as make passes it, is none."""
+    """Our flags, and after `--` the verb's. An empty value, as make passes it, is none."""
     end = argv.index("--") if "--" in argv else len(argv)
-    ours, train = argv[:end], argv[end + 1 :]
+    ours, arguments = argv[:end], argv[end + 1 :]
     parser = argparse.ArgumentParser(prog="python -m ddp_mnist.multinode", description=__doc__)
     for name in ("machine-rank", "main-process-ip", "main-process-port"):
         parser.add_argument(f"--{name}", default="")
     for name in ("num-machines", "nproc-per-node"):
         parser.add_argument(f"--{name}", default="")
-    return parser.parse_args(ours), train
+    parser.add_argument("--verb", default="train", choices=("train", "doctor"))
+    return parser.parse_args(ours), arguments
 
 
 def make_node(flags: argparse.Namespace) -> Node:
@@ -107,6 +115,7 @@ def make_node(flags: argparse.Namespace) -> Node:
             "NPROC_PER_NODE", flags.nproc_per_node or str(gpus or 1), least=1
         ),
         config="multi_node" if gpus else "multi_node_cpu",
+        verb=flags.verb,
     )
 
 
@@ -116,12 +125,26 @@ def whole_number(name: str, text: str, *, least: int, most: int = 10**6) -> int:
     return int(text)
 
 
-def timeout_of(arguments: list[str]) -> float:
-    """The --dist-timeout among train's flags, or its default; train itself checks the rest."""
-    from ddp_mnist.cli import make_parser
+def timeout_of(verb: str, arguments: list[str]) -> float:
+    """The --dist-timeout among the verb's flags, or its default; the verb checks the rest."""
+    from ddp_mnist.cli import DOCTOR_TIMEOUT_S, make_parser
 
-    typed = vars(make_parser().parse_args(["train", *arguments]))
-    return typed.get("dist_timeout", Distribution.dist_timeout)
+    typed = vars(make_parser().parse_args([verb, *arguments]))
+    default = DOCTOR_TIMEOUT_S if verb == "doctor" else Distribution.dist_timeout
+    return typed.get("dist_timeout", default)
+
+
+def examine_way(node: Node, timeout_s: float) -> None:
+    """`meet` for the doctor, who says how far it goes. Raises CheckFailed where it does not."""
+    from ddp_mnist.doctor import network
+
+    for finding in network.examine_way(node, timeout_s):
+        print(f"machine {node.machine_rank}: {finding}", flush=True)
+        if finding.level == "FAIL":
+            raise CheckFailed(
+                f"doctor: '{finding.name}' is FAIL on machine {node.machine_rank}; do what its line"
+                " says, then examine again"
+            )
 
 
 def meet(node: Node, timeout_s: float) -> None:
@@ -145,10 +168,21 @@ def meet(node: Node, timeout_s: float) -> None:
         node.num_machines,
         timeout_s,
     )
-    rendezvous.check_same(
-        board, {"NPROC_PER_NODE": node.nproc_per_node, "the config": f"{node.config}.yaml"}
-    )
+    check_told_alike(board, node)
     board.leave()  # closes the port, which the launcher of machine 0 opens again
+
+
+def check_told_alike(board: Board, node: Node) -> None:
+    """Raises UsageError on every machine if they were told different numbers."""
+    from ddp_mnist import rendezvous
+
+    try:
+        rendezvous.check_same(
+            board, {"NPROC_PER_NODE": node.nproc_per_node, "the config": f"{node.config}.yaml"}
+        )
+    except UsageError:
+        board.leave()  # machine 0, which serves the store, goes last
+        raise
 
 
 def rehearse(flags: argparse.Namespace, arguments: list[str]) -> int:

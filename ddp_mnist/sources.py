@@ -165,7 +165,7 @@ def why_out_of_reach(hub_id: str) -> str:
     Raises:
         DataError: the Hub says that there is no such data set.
     """
-    import huggingface_hub
+    import huggingface_hub.constants
 
     if huggingface_hub.constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE is set"

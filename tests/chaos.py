@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import shutil
 import signal
@@ -18,8 +17,8 @@ import psutil
 from ddp_mnist import checkpoint, run_folder
 from ddp_mnist.config import Distribution, Recipe, Run, TrainConfig
 from ddp_mnist.local_world import LocalWorld
+from ddp_mnist.proofs import just_train, what_stays
 from tests.commands import ACCELERATE, CONFIGS, TORCHRUN, TRAIN, Started
-from tests.training import just_train
 
 STEPS = 90
 RECIPES: dict[str, dict[str, Any]] = {
@@ -59,14 +58,6 @@ def flags_of(recipe: str, run: Path) -> list[str]:
     for name, value in typed.items():
         flags += ["--" + name.replace("_", "-")] + ([] if value is True else [str(value)])
     return flags
-
-
-def what_stays(run: Path) -> tuple[bytes, list[dict[str, Any]]]:
-    """The weights' bytes and the lines of metrics.jsonl, without the speeds."""
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    for line in lines:
-        line.pop("images_per_second", None)
-    return (run / run_folder.MODEL).read_bytes(), lines
 
 
 @dataclass

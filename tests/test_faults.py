@@ -26,6 +26,7 @@ from ddp_mnist import checkpoint, run_folder
 from ddp_mnist.config import Run, TrainConfig
 from ddp_mnist.errors import FailedElsewhere, PeerError, StorageError, UsageError
 from ddp_mnist.local_world import LocalWorld, run_world
+from ddp_mnist.proofs import just_train, resumed, train_until
 from tests import hosts
 from tests.chaos import (
     chaos,
@@ -39,7 +40,6 @@ from tests.chaos import (
     what_stays,
 )
 from tests.commands import TORCHRUN, TRAIN, Ended, Started
-from tests.training import just_train, resumed, train_until
 
 # Long enough to be hit in the middle: 900 steps of the smallest net.
 LONG = "--dataset digits --model mlp --epochs 60 --mixed-precision no --checkpoint-every 5"

@@ -10,8 +10,8 @@ import pytest
 
 from ddp_mnist import run_folder
 from ddp_mnist.local_world import free_port
+from ddp_mnist.proofs import largest_difference, weights_of
 from tests.commands import ACCELERATE, CONFIGS, TORCHRUN, TRAIN, Started, python
-from tests.training import largest_difference, weights_of
 
 # 45 steps in float64, of the net that needs the least time: launching is what is tested here.
 PROOF = "--dataset digits --model mlp --epochs 3 --batch-size 72 --mixed-precision fp64"

@@ -9,7 +9,7 @@ import pytest
 
 from ddp_mnist.config import Distribution, Recipe, Run, TrainConfig
 from ddp_mnist.local_world import run_world
-from tests.training import just_train
+from ddp_mnist.proofs import just_train
 
 
 def train_mnist(mnist: Path, seed: int, processes: int, epochs: int, folder: Path) -> float:

@@ -9,9 +9,9 @@ import pytest
 
 from ddp_mnist import multinode, run_folder
 from ddp_mnist.local_world import free_port
+from ddp_mnist.proofs import largest_difference, weights_of
 from tests.commands import REPOSITORY, Ended, python
 from tests.hosts import Hosts, require_hosts
-from tests.training import largest_difference, weights_of
 
 MULTINODE = ["-m", "ddp_mnist.multinode"]
 PROOF = "--dataset digits --model mlp --epochs 3 --batch-size 72 --mixed-precision fp64 --run-dir"

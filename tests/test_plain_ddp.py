@@ -8,7 +8,7 @@ import torch
 from ddp_mnist import data
 from ddp_mnist.config import Recipe
 from ddp_mnist.local_world import run_world
-from tests.training import PROOF, just_train, largest_difference, proof_config, weights_of
+from ddp_mnist.proofs import PROOF, just_train, largest_difference, proof_config, weights_of
 
 
 def train_plainly() -> tuple[dict[str, Any], float]:

@@ -12,8 +12,7 @@ from ddp_mnist import checkpoint, cli, resume, run_folder
 from ddp_mnist.config import Distribution, Recipe, Run, TrainConfig
 from ddp_mnist.errors import CheckpointError, DdpMnistError, UsageError
 from ddp_mnist.local_world import LocalWorld, run_world
-from tests.chaos import leftovers, what_stays
-from tests.training import (
+from ddp_mnist.proofs import (
     Seen,
     just_train,
     largest_difference,
@@ -22,8 +21,9 @@ from tests.training import (
     train_and_watch,
     train_until,
     weights_of,
-    what_it_says,
 )
+from tests.chaos import leftovers, what_stays
+from tests.training import what_it_says
 
 # All that a checkpoint has to carry: parts of steps, random images, clipping, the best so far.
 EVERYTHING: dict[str, Any] = {

@@ -22,8 +22,8 @@ from ddp_mnist.config import Distribution
 from ddp_mnist.errors import FailedElsewhere, PeerError, UsageError
 from ddp_mnist.launch import Launch, find_launch
 from ddp_mnist.local_world import LocalWorld, free_port, launcher_variables, run_world
+from ddp_mnist.proofs import just_train, proof_config
 from ddp_mnist.rendezvous import Board
-from tests.training import just_train, proof_config
 
 # What is promised, and more where others use the machine at the same time.
 SECONDS = 5 * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))

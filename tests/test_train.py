@@ -10,15 +10,16 @@ import torch
 from ddp_mnist import run_folder
 from ddp_mnist.config import PRESETS, Distribution, Recipe, Run, TrainConfig
 from ddp_mnist.local_world import LocalWorld, run_world
-from tests.training import (
+from ddp_mnist.proofs import (
     Seen,
     just_train,
     largest_difference,
+    per_step,
     proof_config,
     train_and_watch,
     weights_of,
-    what_it_says,
 )
+from tests.training import what_it_says
 
 STEPS = 45
 
@@ -45,15 +46,6 @@ def one_process(proofs: dict[int, tuple[Path, list[Seen]]]) -> tuple[Path, Seen]
 
 def metrics_lines(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
-def per_step(ranks: list[Seen], parts: int = 1) -> list[list[int]]:
-    """The image numbers of each step over all ranks, sorted."""
-    batches = len(ranks[0].numbers)
-    return [
-        sorted(n for seen in ranks for part in seen.numbers[i : i + parts] for n in part)
-        for i in range(0, batches, parts)
-    ]
 
 
 @pytest.mark.parametrize("size", [2, 3])

@@ -1,0 +1,151 @@
+"""Every collective, checked for its result on every rank, and timed by message size.
+
+The payload is whole numbers in float32, below 2**13, so that sums over 2,000 ranks are exact in any
+order. Each function returns whether this rank got what it should have.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ddp_mnist.bench.forecast import time_all_reduce
+
+LENGTH = 1000  # elements; no multiple of a likely number of ranks
+LATE_S = 0.2
+SIZES = {"1 KB": 2**10, "64 KB": 2**16, "1 MB": 2**20, "16 MB": 2**24}  # bytes
+
+
+def payload(rank: int, device: torch.device, length: int = LENGTH) -> Tensor:
+    """What `rank` contributes: float32 [length], different on each rank."""
+    return ((torch.arange(length, device=device) + 31 * rank) % 2**13).float()
+
+
+def payloads(world_size: int, device: torch.device) -> Tensor:
+    """float32 [world_size, LENGTH]."""
+    return torch.stack([payload(rank, device) for rank in range(world_size)])
+
+
+def broadcast(rank: int, world_size: int, device: torch.device) -> bool:
+    got = payload(rank, device)
+    dist.broadcast(got, src=world_size - 1)
+    return torch.equal(got, payload(world_size - 1, device))
+
+
+def all_reduce(rank: int, world_size: int, device: torch.device) -> bool:
+    got = payload(rank, device)
+    dist.all_reduce(got)
+    return torch.equal(got, payloads(world_size, device).sum(0))
+
+
+def all_reduce_max(rank: int, world_size: int, device: torch.device) -> bool:
+    got = payload(rank, device)
+    dist.all_reduce(got, dist.ReduceOp.MAX)
+    return torch.equal(got, payloads(world_size, device).amax(0))
+
+
+def reduce(rank: int, world_size: int, device: torch.device) -> bool:
+    got = payload(rank, device)
+    dist.reduce(got, dst=0)
+    return rank != 0 or torch.equal(got, payloads(world_size, device).sum(0))
+
+
+def all_gather(rank: int, world_size: int, device: torch.device) -> bool:
+    got = [torch.zeros(LENGTH, device=device) for _ in range(world_size)]
+    dist.all_gather(got, payload(rank, device))
+    return torch.equal(torch.stack(got), payloads(world_size, device))
+
+
+def gather(rank: int, world_size: int, device: torch.device) -> bool:
+    got = [torch.zeros(LENGTH, device=device) for _ in range(world_size)]
+    dist.gather(payload(rank, device), got if rank == 0 else None, dst=0)
+    return rank != 0 or torch.equal(torch.stack(got), payloads(world_size, device))
+
+
+def scatter(rank: int, world_size: int, device: torch.device) -> bool:
+    got = torch.zeros(LENGTH, device=device)
+    sent = list(payloads(world_size, device)) if rank == 0 else None
+    dist.scatter(got, sent, src=0)
+    return torch.equal(got, payload(rank, device))
+
+
+def reduce_scatter(rank: int, world_size: int, device: torch.device) -> bool:
+    """Part r of the sum goes to rank r."""
+    got = torch.zeros(LENGTH, device=device)
+    mine = payload(rank, device, LENGTH * world_size)
+    dist.reduce_scatter_tensor(got, mine)
+    parts = [payload(other, device, LENGTH * world_size) for other in range(world_size)]
+    return torch.equal(got, torch.stack(parts).sum(0).view(world_size, LENGTH)[rank])
+
+
+def all_to_all(rank: int, world_size: int, device: torch.device) -> bool:
+    """Part r of each rank's payload goes to rank r."""
+    got = torch.zeros(LENGTH * world_size, device=device)
+    dist.all_to_all_single(got, payload(rank, device, LENGTH * world_size))
+    parts = [payload(other, device, LENGTH * world_size) for other in range(world_size)]
+    expected = [part.view(world_size, LENGTH)[rank] for part in parts]
+    return torch.equal(got, torch.cat(expected))
+
+
+def send_recv(rank: int, world_size: int, device: torch.device) -> bool:
+    """Around the ring: to the next rank, from the one before."""
+    got = torch.zeros(LENGTH, device=device)
+    before, after = (rank - 1) % world_size, (rank + 1) % world_size
+    if rank % 2 == 0:
+        dist.send(payload(rank, device), after)
+        dist.recv(got, before)
+    else:
+        dist.recv(got, before)
+        dist.send(payload(rank, device), after)
+    return torch.equal(got, payload(before, device))
+
+
+def barrier(rank: int, world_size: int, device: torch.device) -> bool:
+    """The last rank comes late; no other may pass before it."""
+    dist.all_reduce(torch.zeros(1, device=device))  # all begin now
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    clock = time.monotonic()
+    if rank == world_size - 1:
+        time.sleep(LATE_S)
+    dist.barrier()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.monotonic() - clock > LATE_S / 2
+
+
+COLLECTIVES: dict[str, Callable[[int, int, torch.device], bool]] = {
+    "broadcast": broadcast,
+    "all-reduce": all_reduce,
+    "all-reduce (max)": all_reduce_max,
+    "reduce": reduce,
+    "all-gather": all_gather,
+    "gather": gather,
+    "scatter": scatter,
+    "reduce-scatter": reduce_scatter,
+    "all-to-all": all_to_all,
+    "send/recv": send_recv,
+    "barrier": barrier,
+}
+
+
+def outcome(name: str, rank: int, world_size: int, device: torch.device) -> str:
+    """right, wrong, or absent where the backend has no such collective."""
+    try:
+        return "right" if COLLECTIVES[name](rank, world_size, device) else "wrong"
+    except (RuntimeError, NotImplementedError) as error:
+        if "support" in str(error) or isinstance(error, NotImplementedError):
+            return "absent"
+        raise
+
+
+def all_reduce_speeds(device: torch.device) -> dict[str, float]:
+    """Milliseconds of an all-reduce, by message size."""
+    return {
+        f"all-reduce of {size}, ms": 1e3 * time_all_reduce(count, device)
+        for size, count in SIZES.items()
+    }

@@ -1,0 +1,227 @@
+"""What can be found out once the processes have met, on one machine or on many.
+
+Every rank examines; what each saw goes to rank 0 over the store, and rank 0 tells.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ddp_mnist import data, runtime, stopping, train
+from ddp_mnist.config import Distribution, Recipe, Run, TrainConfig, resolve_recipe
+from ddp_mnist.doctor import collectives
+from ddp_mnist.doctor.findings import Finding, failed, passed, warned
+from ddp_mnist.doctor.machine import Options
+from ddp_mnist.launch import Launch
+from ddp_mnist.proofs import watching
+from ddp_mnist.resume import Opened
+from ddp_mnist.run_folder import RunFolder
+from ddp_mnist.runtime import World
+from ddp_mnist.screen import Screen
+from ddp_mnist.summary import count
+from ddp_mnist.versions import code_digest, package_versions
+
+CLOCKS_S = 5.0  # that may lie between two machines' clocks
+SLOW = 1.5  # times the median rank's seconds
+EPOCHS = 5  # of the digits: 75 steps
+LEAST_ACCURACY = 0.8  # after them; a net that guesses has 0.1
+
+
+class Group:
+    """The processes that have met, and what they tell each other."""
+
+    def __init__(self, world: World) -> None:
+        self.world, self.board = world, world.board
+        self.rank, self.size = world.board.rank, world.accelerator.num_processes
+        self.device = world.accelerator.device
+        self.questions = 0
+
+    def everyones(self, mine: Any) -> list[Any]:
+        """What each rank gave here, by rank; on every rank. JSON's types only."""
+        self.questions += 1
+        key = f"doctor/{self.questions}"
+        self.board.post(f"{key}/{self.rank}", mine)
+        patience = self.board.patience_s
+        return [self.board.read(f"{key}/{rank}", patience) for rank in range(self.size)]
+
+    def who(self, ranks: list[int]) -> str:
+        """E.g. rank 1 (host b), 3 (host c); eight at most."""
+        hosts = self.board.hosts
+        shown = ", ".join(f"{rank} ({hosts[rank].partition('/')[0]})" for rank in ranks[:8])
+        return f"rank {shown}" + (" ..." if len(ranks) > 8 else "")
+
+
+def examine_group(
+    flags: Distribution, launch: Launch, options: Options, minutes: float = 0
+) -> list[Finding]:
+    """The findings, on every rank. Raises as `runtime.start` does if the processes do not meet."""
+    clock = time.monotonic()
+    with runtime.start(flags, launch) as world:
+        group = Group(world)
+        machines = count(world.num_machines, "machine")
+        seconds = time.monotonic() - clock
+        findings = [
+            passed(
+                "rendezvous",
+                f"{count(group.size, 'process')} on {machines} met within {seconds:.1f} s, backend"
+                f" {world.backend}, precision {world.precision}",
+            )
+        ]
+        findings += same_everywhere(group, options)
+        findings += clocks(group)
+        findings += right_results(group)
+        findings += speeds(group)
+        findings += slowest(group)
+        findings += training(group)
+        if minutes:
+            findings += burn_in(group, minutes)
+        return findings
+
+
+def same_everywhere(group: Group, options: Options) -> Iterator[Finding]:
+    """Versions, code and data: DDP would train on without a word where they differ."""
+    images = data.cached(options.dataset, options.cache_dir)
+    mine = {
+        **package_versions(),
+        "the code of ddp_mnist": code_digest(),
+        f"the data of {options.dataset}": images.digest[:16] if images else "not cached",
+    }
+    everyones = group.everyones(mine)
+    differ = False
+    for what in mine:
+        values = [theirs.get(what) for theirs in everyones]
+        odd = [rank for rank, value in enumerate(values) if value != values[0]]
+        if not odd:
+            continue
+        differ = True
+        said = f"{what}: rank 0 has {values[0]}, {group.who(odd)} {values[odd[0]]}"
+        if "not cached" in values:
+            yield warned("same data", said, "run ddp-mnist prepare on each machine")
+        else:
+            yield failed("same", said, "install the same versions, code and data everywhere")
+    if not differ:
+        yield passed("same", f"versions, code and data of {count(group.size, 'process')} are equal")
+
+
+def clocks(group: Group) -> Iterator[Finding]:
+    """All ranks read theirs at the same moment, as far as the store tells."""
+    group.board.wait_for_all("doctor/clocks", within_s=group.board.patience_s)
+    times = group.everyones(time.time())
+    apart = max(times) - min(times)
+    if apart > CLOCKS_S:
+        middle = statistics.median_low(times)
+        odd = [rank for rank, now in enumerate(times) if abs(now - middle) > CLOCKS_S / 2]
+        remedy = "set the clocks by NTP (chrony), or logs and time-outs mislead"
+        yield warned("clocks", f"{apart:,.0f} s apart: {group.who(odd)}", remedy)
+    else:
+        yield passed("clocks", f"within {max(apart, 0.1):.1f} s of each other")
+
+
+def right_results(group: Group) -> Iterator[Finding]:
+    """Every collective's result, on every rank."""
+    absent, right = [], []
+    for name in collectives.COLLECTIVES:
+        outcome = collectives.outcome(name, group.rank, group.size, group.device)
+        outcomes = group.everyones(outcome)
+        if wrong := [rank for rank, each in enumerate(outcomes) if each == "wrong"]:
+            yield failed(
+                name,
+                f"wrong result on {group.who(wrong)}",
+                "do not train here; repeat on fewer machines to find the bad one (memory, network"
+                " card, driver, library)",
+            )
+        elif "absent" in outcomes:
+            absent.append(name)
+        else:
+            right.append(name)
+    lacks = f"; {group.world.backend} has no {', '.join(absent)}" if absent else ""
+    yield passed("collectives", f"right on every rank: {', '.join(right)}{lacks}")
+
+
+def speeds(group: Group) -> Iterator[Finding]:
+    """Of all-reduces, by message size."""
+    figures = collectives.all_reduce_speeds(group.device)
+    shown = ", ".join(
+        f"{size} {figures[f'all-reduce of {size}, ms']:.3g} ms" for size in collectives.SIZES
+    )
+    megabytes = collectives.SIZES["16 MB"] / 1e6
+    rate = megabytes / figures["all-reduce of 16 MB, ms"] * 1e3
+    yield passed("speed", f"all-reduce of {shown} ({rate:,.0f} MB/s)", figures)
+
+
+def slowest(group: Group) -> Iterator[Finding]:
+    """Every rank computes the same at the same time; DDP goes as fast as the slowest."""
+    group.world.accelerator.wait_for_everyone()
+    times = group.everyones(compute_s(group.device))
+    middle = statistics.median_low(times)
+    slow = [rank for rank, seconds in enumerate(times) if seconds > SLOW * middle]
+    figures = {"computing, ms": 1e3 * max(times)}
+    if slow:
+        factor = max(times) / middle
+        remedy = "look for throttling, other programs, fewer cores or an older card there"
+        said = f"{group.who(slow)}: {factor:.1f} times the median rank's time"
+        yield warned("slow rank", said, remedy)
+    else:
+        said = f"slowest rank takes {max(times) / middle:.2f} times the median's time"
+        yield passed("computing", said, figures)
+
+
+def compute_s(device: torch.device, tries: int = 15) -> float:
+    """Least seconds of ten matrix products [512, 512]: what others take of a machine adds."""
+    square, least = torch.ones(512, 512, device=device), float("inf")
+    for _ in range(tries):
+        clock = time.monotonic()
+        for _ in range(10):
+            square = square @ square / 512
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        least = min(least, time.monotonic() - clock)
+    return least
+
+
+def training(group: Group) -> Iterator[Finding]:
+    """The real trainer on the digits, which need no network: ends with equal weights that work."""
+    images = data.load("digits")
+    recipe = resolve_recipe(Recipe(epochs=EPOCHS), len(images.train_labels), group.size)
+    config = TrainConfig(Run(dataset="digits", quiet=True), recipe)
+    nowhere = Opened(RunFolder(None), {}, {}, goes_on=False)
+    with watching() as seen, stopping.listen(has_launcher=False) as stop:
+        outcome = train.train_in(nowhere, config, group.world, images, Screen(False), stop)
+    group.world.accelerator.free_memory()
+    digests = group.everyones(seen.weights)
+    odd = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    accuracy, speed = outcome["test_accuracy"], outcome["images_per_second"]
+    said = f"{outcome['steps']} steps on the digits, accuracy {accuracy:.2f}, {speed:,.0f} images/s"
+    if odd:
+        remedy = "do not train here; run ddp-mnist verify on each machine"
+        yield failed("training", f"other weights than rank 0's on {group.who(odd)}", remedy)
+    elif accuracy < LEAST_ACCURACY:
+        remedy = "do not train here; run ddp-mnist verify on each machine"
+        yield failed("training", f"{said}, which is below {LEAST_ACCURACY}", remedy)
+    else:
+        yield passed("training", f"{said}, equal weights on every rank", {"images/s": speed})
+
+
+def burn_in(group: Group, minutes: float) -> Iterator[Finding]:
+    """Results and training again and again; what heats up or comes loose shows after a while."""
+    started, rounds, found = time.monotonic(), 0, list[Finding]()
+    while group.board.decided_by_rank_0(
+        f"doctor/burn-in/{rounds}", lambda: time.monotonic() - started < 60 * minutes
+    ):
+        found += [*right_results(group), *training(group)]
+        rounds += 1
+    wrong = [finding for finding in found if finding.level != "PASS"]
+    speed = [f.figures["images/s"] for f in found if "images/s" in f.figures]
+    said = f"{rounds} rounds in {minutes:g} minutes"
+    if wrong:
+        said += f", first of {len(wrong)} faults: {wrong[0].name}, {wrong[0].said}"
+        yield replace(wrong[0], name="burn-in", said=said)
+    else:
+        spread = f"{min(speed):,.0f} to {max(speed):,.0f} images/s" if speed else "none"
+        yield passed("burn-in", f"{said}, all right, {spread}")

@@ -1,0 +1,144 @@
+"""The way between machines, before a process starts: name, route, who is there, ports."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+
+import psutil
+
+from ddp_mnist import rendezvous
+from ddp_mnist.doctor.findings import FAIL, Finding, failed, passed, warned
+from ddp_mnist.errors import DdpMnistError
+from ddp_mnist.launch import address_towards, interface_towards, is_loopback
+from ddp_mnist.multinode import Node, check_told_alike
+from ddp_mnist.rendezvous import Board
+
+CONNECT_S = 5.0
+
+
+def examine_way(node: Node, timeout_s: float) -> Iterator[Finding]:
+    """One machine's part, in the order in which things have to work; ends at the first FAIL."""
+    for examine in (main_address, route):
+        finding = examine(node)
+        yield finding
+        if finding.level == FAIL:
+            return
+    where = f"{node.main_process_ip}:{node.main_process_port}"
+    try:
+        clock = time.monotonic()
+        board = rendezvous.meet_machines(
+            node.main_process_ip,
+            node.main_process_port,
+            node.machine_rank,
+            node.num_machines,
+            timeout_s,
+        )
+        met_s = time.monotonic() - clock
+        yield passed("meeting", f"{node.num_machines} machines met at {where} in {met_s:.1f} s")
+        check_told_alike(board, node)
+        findings = list(connections(board))
+        board.leave()
+        yield from findings
+    except DdpMnistError as error:
+        said, _, remedy = str(error).rpartition("; ")
+        yield failed("meeting", said, remedy)
+
+
+def main_address(node: Node) -> Finding:
+    """Whether the main address is one, and machine 0's."""
+    host, port = node.main_process_ip, node.main_process_port
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        remedy = (
+            f"add {host} to /etc/hosts or DNS, or give an address: MAIN_PROCESS_IP=192.168.1.201"
+        )
+        return failed("main address", f"{host} has no address ({reason(error)})", remedy)
+    addresses = sorted({str(entry[4][0]) for entry in found})
+    shown = host if addresses == [host] else f"{host} is {', '.join(addresses)}"
+    mine = own_addresses()
+    is_mine = any(address in mine or is_loopback(address) for address in addresses)
+    if node.machine_rank == 0 and not is_mine:
+        remedy = f"on machine 0, give one of its own: {', '.join(sorted(mine))}"
+        return failed("main address", f"{shown}, which is no address of this machine", remedy)
+    if node.machine_rank == 0 and all(map(is_loopback, addresses)):
+        remedy = f"give the other machines one of {', '.join(sorted(mine)) or 'its addresses'}"
+        return warned("main address", f"{shown}, which only this machine can reach", remedy)
+    if node.machine_rank > 0 and is_mine:
+        remedy = "give the address of machine 0, unless both run on this machine"
+        return warned("main address", f"{shown}, which is this machine's own", remedy)
+    return passed("main address", shown)
+
+
+def own_addresses() -> set[str]:
+    """Of this machine's interfaces, without loopback."""
+    families = (socket.AF_INET, socket.AF_INET6)
+    entries = (entry for each in psutil.net_if_addrs().values() for entry in each)
+    addresses = {e.address.partition("%")[0] for e in entries if e.family in families}
+    return {address for address in addresses if not is_loopback(address)}
+
+
+def route(node: Node) -> Finding:
+    host, port = node.main_process_ip, node.main_process_port
+    own, interface = address_towards(host, port), interface_towards(host, port)
+    if own is None:
+        remedy = "bring up the interface of that network, or give another address of machine 0"
+        return failed("route", f"none from this machine to {host}", remedy)
+    return passed("route", f"to {host} over {interface}, from {own}")
+
+
+def connections(board: Board) -> Iterator[Finding]:
+    """Each machine connects to each other, at a port that the system chose, as gloo and NCCL do.
+
+    The main port may be open in a firewall that drops all others.
+    """
+    others = [a for rank, a in enumerate(board.addresses) if rank != board.rank and a]
+    own = board.addresses[board.rank]
+    if (own is None or is_loopback(own)) and others:
+        own = address_towards(others[0], 1)
+    family = socket.AF_INET6 if own and ":" in own else socket.AF_INET
+    with socket.socket(family) as server:
+        server.bind(("", 0))
+        server.listen()
+        board.post(f"listens/{board.rank}", [own, server.getsockname()[1]])
+        unreached = [
+            (rank, *place, why)
+            for rank in range(board.world_size)
+            if rank != board.rank
+            for place in [board.read(f"listens/{rank}", board.patience_s)]
+            if (why := refusal(*place))
+        ]
+        board.post(f"reached/{board.rank}", not unreached)
+        board.wait_for_all("connections", within_s=board.patience_s)
+    if unreached:
+        rank, address, port, why = unreached[0]
+        yield failed(
+            "connections",
+            f"machine {rank} cannot be reached at {address}:{port} ({why})",
+            "open all TCP ports between the machines in firewalls and security groups",
+        )
+        return
+    deaf = [r for r in range(board.world_size) if not board.read(f"reached/{r}", board.patience_s)]
+    if deaf:
+        shown = ", ".join(map(str, deaf))
+        remedy = "see what it says there"
+        yield failed("connections", f"machine {shown} cannot reach all others", remedy)
+    else:
+        yield passed("connections", f"to {board.world_size - 1} other machines, at ports of theirs")
+
+
+def refusal(address: str | None, port: int) -> str:
+    """Why no connection is made within CONNECT_S; "" if one is."""
+    if address is None:
+        return "it has no address"
+    try:
+        with socket.create_connection((address, port), timeout=CONNECT_S):
+            return ""
+    except OSError as error:
+        return reason(error)
+
+
+def reason(error: Exception) -> str:
+    return (getattr(error, "strerror", None) or str(error)).lower()

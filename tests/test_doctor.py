@@ -1,0 +1,633 @@
+"""Each finding of the doctor is provoked by a planted fault; a healthy machine provokes none."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import os
+import signal
+import socket
+import time
+from collections import namedtuple
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ddp_mnist import cli, data, runtime, sources
+from ddp_mnist.config import Distribution
+from ddp_mnist.doctor import collectives, examination, group, machine, network
+from ddp_mnist.doctor.findings import (
+    FAIL,
+    PASS,
+    WARN,
+    Finding,
+    against,
+    failed,
+    passed,
+    warned,
+    worst,
+)
+from ddp_mnist.doctor.machine import Options
+from ddp_mnist.errors import PeerError
+from ddp_mnist.launch import find_launch
+from ddp_mnist.local_world import free_port, run_world
+from ddp_mnist.multinode import Node
+from ddp_mnist.proofs import watching
+
+Patch = pytest.MonkeyPatch
+
+
+def only(findings: Iterator[Finding]) -> Finding:
+    [finding] = findings
+    return finding
+
+
+# --- One machine
+
+
+def test_a_healthy_machine_is_found_healthy(tmp_path: Path, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_: [(0, 0, 0, "", ("192.0.2.7", 0))])
+    options = Options(dataset="digits", cache_dir=str(tmp_path), run_dir=str(tmp_path), port=None)
+    findings = list(machine.examine_machine(options))
+    assert len(findings) == 13
+    assert [str(finding) for finding in findings if finding.level != PASS] == []
+
+
+def faulty_version(patch: Patch, _folder: Path) -> None:
+    """torchvision requires one torch exactly; this is another one."""
+    real = machine.importlib.metadata.version
+    patch.setattr(
+        machine.importlib.metadata,
+        "version",
+        lambda name: "2.13.0" if name == "torch" else real(name),
+    )
+
+
+def missing_package(patch: Patch, _folder: Path) -> None:
+    patch.setattr(machine, "package_versions", lambda: {"python": "3", "accelerate": "missing"})
+    patch.setattr(machine, "PACKAGES", ("accelerate",))
+
+
+def default_config(patch: Patch, folder: Path) -> None:
+    from accelerate.commands.config import config_args
+
+    (folder / "default_config.yaml").write_text("mixed_precision: fp16\n")
+    patch.setattr(config_args, "default_config_file", str(folder / "default_config.yaml"))
+
+
+def gpu_without_driver(patch: Patch, folder: Path) -> None:
+    (folder / "nvidia0").touch()
+    (folder / "nvidiactl").touch()
+    patch.setattr(machine, "DEVICES", folder)
+
+
+def wrong_product(patch: Patch, _folder: Path) -> None:
+    real = torch.Tensor.__matmul__
+
+    def multiply(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        result = real(a, b)
+        if a.dtype == torch.float32:
+            result[3, 5] += 1
+        return result
+
+    patch.setattr(torch.Tensor, "__matmul__", multiply)
+
+
+def container_quota(patch: Patch, folder: Path) -> None:
+    (folder / "cpu.max").write_text("150000 100000\n")
+    patch.setattr(machine, "CGROUP", folder)
+    patch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
+
+
+def one_core(patch: Patch, folder: Path) -> None:
+    patch.setattr(machine, "CGROUP", folder)
+    patch.setattr(os, "sched_getaffinity", lambda _: {0})
+
+
+def little_memory(patch: Patch, folder: Path) -> None:
+    (folder / "memory.max").write_text(f"{3 * 10**9}\n")
+    (folder / "memory.current").write_text(f"{2 * 10**9}\n")
+    patch.setattr(machine, "CGROUP", folder)
+
+
+def full_disk(patch: Patch, _folder: Path) -> None:
+    usage = namedtuple("usage", "total used free")
+    patch.setattr(machine.shutil, "disk_usage", lambda _: usage(10**9, 10**9 - 10**7, 10**7))
+
+
+def few_handles(patch: Patch, _folder: Path) -> None:
+    import resource
+
+    patch.setattr(resource, "getrlimit", lambda _: (256, 4096))
+
+
+def folders_are_files(_patch: Patch, folder: Path) -> None:
+    (folder / "file").touch()
+
+
+def no_hub(patch: Patch, _folder: Path) -> None:
+    patch.setattr(sources, "why_out_of_reach", lambda _: "no route to host")
+
+
+def loopback_name(patch: Patch, _folder: Path) -> None:
+    patch.setattr(socket, "getaddrinfo", lambda *_: [(0, 0, 0, "", ("127.0.1.1", 0))])
+    patch.setattr(machine, "interface_towards", lambda *_: "eth7")
+
+
+def nameless(patch: Patch, _folder: Path) -> None:
+    def unknown(*_: Any) -> Any:
+        raise socket.gaierror(-2, "Name or service not known")
+
+    patch.setattr(socket, "getaddrinfo", unknown)
+
+
+def no_such_interface(patch: Patch, _folder: Path) -> None:
+    patch.setenv("GLOO_SOCKET_IFNAME", "ib9")
+
+
+def nothing(_patch: Patch, _folder: Path) -> None:
+    pass
+
+
+MACHINE_FAULTS: list[tuple[Callable[[Patch, Path], None], Any, str, str, str]] = [
+    (faulty_version, machine.packages, FAIL, "torchvision needs torch>=", "make venv"),
+    (missing_package, machine.packages, FAIL, "accelerate is missing", "make venv"),
+    (default_config, machine.default_config, WARN, "used in silence", "--config_file"),
+    (gpu_without_driver, machine.gpus, FAIL, "1 in /dev, but torch", "update the driver"),
+    (wrong_product, machine.processor, FAIL, "1 wrong numbers in a matrix", "do not train here"),
+    (container_quota, machine.cores, WARN, "the container may use 1.5", "OMP_NUM_THREADS=1"),
+    (one_core, machine.cores, WARN, "1 cores, for 2 processes", "start at most 1"),
+    (little_memory, machine.memory, FAIL, "1.0 GB free, for 2", "free 2.0 GB"),
+    (full_disk, machine.shared_memory, WARN, "10 MB free in /dev/shm", "--shm-size"),
+    (few_handles, machine.file_handles, WARN, "256 per process", "ulimit -n 4096"),
+    (full_disk, machine.cache_folder, FAIL, "10 MB free, needs 200", "--cache-dir or DDP_MNI"),
+    (full_disk, machine.run_folder, FAIL, "10 MB free, needs 50", "--run-dir"),
+    (folders_are_files, machine.cache_folder, FAIL, "cannot be written (Not a dir", "--cache-dir"),
+    (folders_are_files, machine.run_folder, FAIL, "cannot be written (Not a dir", "--run-dir"),
+    (no_hub, machine.data_set, WARN, "Hub cannot be reached (no route to", "HF_ENDPOINT"),
+    (loopback_name, machine.host_name, WARN, "is 127.0.1.1: other ma", "GLOO_SOCKET_IFNAME=eth7"),
+    (nameless, machine.host_name, WARN, "has no address", "/etc/hosts"),
+    (no_such_interface, machine.interfaces, FAIL, "GLOO_SOCKET_IFNAME=ib9", "unset it, or name"),
+]
+
+
+@pytest.mark.parametrize(
+    ("plant", "examine", "level", "said", "remedy"),
+    MACHINE_FAULTS,
+    ids=[f"{plant.__name__}-{examine.__name__}" for plant, examine, *_ in MACHINE_FAULTS],
+)
+def test_a_fault_of_the_machine_is_named(
+    plant: Callable[[Patch, Path], None],
+    examine: Callable[[Options], Iterator[Finding]],
+    level: str,
+    said: str,
+    remedy: str,
+    monkeypatch: Patch,
+    tmp_path: Path,
+) -> None:
+    options = Options(cache_dir=str(tmp_path / "file"), run_dir=str(tmp_path / "file"))
+    plant(monkeypatch, tmp_path)
+    finding = only(examine(options))
+    monkeypatch.undo()
+    assert finding.level == level
+    assert said in finding.said
+    assert remedy in finding.remedy
+
+
+def test_a_port_in_use_is_named() -> None:
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        finding = only(machine.main_port(Options(port=port)))
+    assert (finding.level, finding.said) == (
+        WARN,
+        f"{port} cannot be opened (address already in use)",
+    )
+    assert "MAIN_PROCESS_PORT" in finding.remedy
+    assert only(machine.main_port(Options(port=port))).level == PASS
+
+
+@pytest.mark.parametrize(
+    ("line", "level", "said"),
+    [
+        ("0, 580.10, 0, Not Active, 35", PASS, "driver 580.10, 35 C, no memory errors, full"),
+        ("1, 580.10, 3, Not Active, 35", FAIL, "3 uncorrected memory errors"),
+        ("2, 580.10, [N/A], Active, 91", WARN, "slowed down by its hardware at 91 C"),
+    ],
+)
+def test_what_the_driver_tells_of_a_gpu(
+    line: str, level: str, said: str, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\necho '{line}'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    finding = only(machine.nvidia_smi())
+    assert (finding.name, finding.level) == (f"GPU {line[0]}", level)
+    assert said in finding.said
+
+
+def test_data_in_the_cache_needs_no_hub(tmp_path: Path, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(sources, "why_out_of_reach", lambda _: "no route to host")
+    data.load("digits", str(tmp_path))
+    finding = only(machine.data_set(Options(dataset="digits", cache_dir=str(tmp_path))))
+    assert (finding.level, finding.said) == (PASS, "digits is in the cache")
+
+
+def test_an_examination_that_fails_is_a_finding(monkeypatch: Patch) -> None:
+    def broken(_options: Options) -> Iterator[Finding]:
+        raise ValueError("no idea")
+        yield
+
+    monkeypatch.setattr(machine, "EXAMINATIONS", (broken, machine.file_handles))
+    first, second = machine.examine_machine(Options())
+    assert (first.level, first.name) == (FAIL, "broken")
+    assert first.said == "could not be examined (ValueError: no idea)"
+    assert second.level == PASS
+
+
+# --- Processes that have met
+
+
+def on_rank_1(*patches: Any) -> Any:
+    """The patches, on rank 1 only."""
+    stack = contextlib.ExitStack()
+    for each in patches if os.environ["RANK"] == "1" else ():
+        stack.enter_context(each)
+    return stack
+
+
+def spoilt(collective: Callable[..., Any]) -> Callable[..., Any]:
+    """Its result on this rank is off by one in one number."""
+
+    def spoil(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        result = collective(tensor, *args, **kwargs)
+        tensor.view(-1)[-1] += 1
+        return result
+
+    return spoil
+
+
+def sent_wrong(payload: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """As if what this rank sends were damaged on its way."""
+    return lambda *args: payload(*args) + (args[0] == 1)
+
+
+def no_gather(*_: Any) -> bool:
+    raise RuntimeError("this backend does not support gather")
+
+
+def other_data(*_: Any) -> Any:
+    return dataclasses.replace(data.load("digits"), digest="0" * 64)
+
+
+def examine_with_faults() -> dict[str, list[Finding]]:
+    """In one world, each examination with a fault; on rank 1 where nothing else is said."""
+    flags, options = Distribution(cpu=True, dist_timeout=20), Options(dataset="digits")
+    found: dict[str, list[Finding]] = {}
+    with runtime.start(flags, find_launch(flags)) as world:
+        here = group.Group(world)
+
+        def examine(name: str, faults: Any, findings: Iterator[Finding]) -> None:
+            with faults:
+                found[name] = list(findings)
+
+        same = group.same_everywhere
+        versions, now = group.package_versions(), time.time
+        older = {**versions, "torch": "2.14.0"}
+        examine("healthy", on_rank_1(), same(here, options))
+        examine(
+            "version",
+            on_rank_1(patch.object(group, "package_versions", lambda: older)),
+            same(here, options),
+        )
+        examine(
+            "code", on_rank_1(patch.object(group, "code_digest", lambda: "0")), same(here, options)
+        )
+        examine("data", on_rank_1(patch.object(data, "cached", other_data)), same(here, options))
+        examine(
+            "no data", on_rank_1(patch.object(data, "cached", lambda *_: None)), same(here, options)
+        )
+        ahead = patch.object(time, "time", lambda: now() + 3600)
+        examine("clock", on_rank_1(ahead), group.clocks(here))
+        examine("right results", on_rank_1(), group.right_results(here))
+        examine(
+            "wrong sum",
+            on_rank_1(patch.object(dist, "all_reduce", spoilt(dist.all_reduce))),
+            group.right_results(here),
+        )
+        examine(
+            "damaged",
+            on_rank_1(patch.object(collectives, "payload", sent_wrong(collectives.payload))),
+            group.right_results(here),
+        )
+        gather_is_absent = patch.dict(collectives.COLLECTIVES, gather=no_gather)
+        examine("absent", gather_is_absent, group.right_results(here))
+        impatient = patch.object(dist, "barrier", lambda: None)
+        examine("barrier", impatient, group.right_results(here))
+        dist.barrier()
+        measured = group.compute_s(here.device)
+        examine(
+            "slow",
+            on_rank_1(patch.object(group, "compute_s", lambda _: 3 * measured)),
+            group.slowest(here),
+        )
+        lone = patch.object(group, "watching", lambda: watching("parameter"))
+        short = patch.object(group, "EPOCHS", 1)
+        with short:
+            examine("parameter", lone, group.training(here))
+            high = patch.object(group, "LEAST_ACCURACY", 1.1)
+            examine("accuracy", high, group.training(here))
+            easy = patch.object(group, "LEAST_ACCURACY", 0.0)
+            with easy:
+                examine("burn-in", on_rank_1(), group.burn_in(here, 0.01))
+                examine("bad burn-in", lone, group.burn_in(here, 0.01))
+        examine("speeds", on_rank_1(), group.speeds(here))
+    return found
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Finding]]:
+    """What both ranks found alike."""
+    folder = tmp_path_factory.mktemp("doctor")
+    data.load("digits")
+    first, second = run_world(2, examine_with_faults, folder=folder)
+    for name in first:
+        assert [(f.level, f.name) for f in first[name]] == [
+            (f.level, f.name) for f in second[name]
+        ], name
+    return first
+
+
+@pytest.mark.parametrize(
+    ("fault", "level", "name", "said", "remedy"),
+    [
+        ("version", FAIL, "same", "torch: rank 0 has 2.1", "install the same versions"),
+        ("version", FAIL, "same", "2.14.0", "everywhere"),
+        ("code", FAIL, "same", "the code of ddp_mnist: rank 0 has", "install the same"),
+        ("data", FAIL, "same", "the data of digits: rank 0 has", "install the same"),
+        ("no data", WARN, "same data", "not cached", "ddp-mnist prepare on each machine"),
+        ("clock", WARN, "clocks", "3,600 s apart: rank", "NTP"),
+        ("wrong sum", FAIL, "all-reduce", "wrong result on rank 1 (", "do not train here"),
+        ("barrier", FAIL, "barrier", "wrong result on rank 0 (", "do not train here"),
+        ("slow", WARN, "slow rank", "rank 1 (", "throttling"),
+        ("parameter", FAIL, "training", "other weights than rank 0's on rank 1 (", "verify"),
+        ("accuracy", FAIL, "training", "which is below 1.1", "verify"),
+        ("bad burn-in", FAIL, "burn-in", "first of 1 faults: training, other weights", "verify"),
+    ],
+)
+def test_a_fault_of_the_group_is_named(
+    fault: str, level: str, name: str, said: str, remedy: str, found: dict[str, list[Finding]]
+) -> None:
+    finding = next(each for each in found[fault] if each.level != PASS)
+    assert (finding.level, finding.name) == (level, name)
+    assert said in finding.said
+    assert remedy in finding.remedy
+
+
+def test_a_damaged_transfer_shows_in_every_collective(found: dict[str, list[Finding]]) -> None:
+    wrong = [each.name for each in found["damaged"] if each.level == FAIL]
+    # the barrier carries nothing
+    assert wrong == [name for name in collectives.COLLECTIVES if name != "barrier"]
+
+
+def test_a_collective_that_the_backend_lacks_is_no_fault(found: dict[str, list[Finding]]) -> None:
+    [finding] = found["absent"]
+    assert finding.level == PASS
+    assert finding.said.endswith("; gloo has no gather")
+
+
+def test_a_healthy_group_is_found_healthy(found: dict[str, list[Finding]]) -> None:
+    for name in ("healthy", "right results", "burn-in", "speeds"):
+        [finding] = found[name]
+        assert finding.level == PASS, str(finding)
+    assert found["right results"][0].said == (
+        f"right on every rank: {', '.join(collectives.COLLECTIVES)}"
+    )
+    assert found["burn-in"][0].said.startswith("1 rounds in 0.01 minutes, all right")
+    assert list(found["speeds"][0].figures) == [
+        f"all-reduce of {size}, ms" for size in ("1 KB", "64 KB", "1 MB", "16 MB")
+    ]
+
+
+def kill_rank_1(*_: Any) -> list[Finding]:
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return []
+
+
+def fail_on_rank_1(*_: Any) -> list[Finding]:
+    if os.environ["RANK"] == "1":
+        raise PeerError("lost contact with rank 0; start the run again")
+    return []
+
+
+@pytest.mark.parametrize(
+    ("member", "said", "remedy"),
+    [
+        (kill_rank_1, "2 of this machine: ConnectionError: was killed", "dmesg"),
+        (fail_on_rank_1, "lost contact with rank 0", "start the run again"),
+    ],
+)
+def test_processes_that_end_early_are_a_finding(
+    member: Callable[..., Any], said: str, remedy: str, monkeypatch: Patch
+) -> None:
+    monkeypatch.setattr(examination, "as_member", member)
+    [finding] = examination.examine_processes(Distribution(), Options(), minutes=0)
+    assert (finding.level, finding.name, finding.said) == (FAIL, "processes", said)
+    assert remedy in finding.remedy
+
+
+# --- The way between machines
+
+
+def node(host: str, machine_rank: int = 0, port: int = 12345) -> Node:
+    return Node(machine_rank, host, port, 2, 1, "multi_node_cpu", "doctor")
+
+
+@pytest.mark.parametrize(
+    ("host", "machine_rank", "level", "said", "remedy"),
+    [
+        ("203.0.113.5", 0, FAIL, "203.0.113.5, which is no address of this machine", "own: 192"),
+        ("no-such-host.invalid", 1, FAIL, "no-such-host.invalid has no address (", "/etc/hosts"),
+        ("127.0.0.1", 0, WARN, "127.0.0.1, which only this machine can reach", "one of 192.0.2"),
+        ("192.0.2.7", 1, WARN, "192.0.2.7, which is this machine's own", "address of machine 0"),
+        ("192.0.2.7", 0, PASS, "192.0.2.7", ""),
+        ("203.0.113.5", 1, PASS, "203.0.113.5", ""),
+    ],
+)
+def test_the_main_address(
+    host: str, machine_rank: int, level: str, said: str, remedy: str, monkeypatch: Patch
+) -> None:
+    monkeypatch.setattr(network, "own_addresses", lambda: {"192.0.2.7"})
+    finding = network.main_address(node(host, machine_rank))
+    assert (finding.level, finding.name) == (level, "main address")
+    assert said in finding.said
+    assert remedy in finding.remedy
+
+
+def test_own_addresses_are_those_of_the_interfaces() -> None:
+    assert not {"127.0.0.1", "::1"} & network.own_addresses()
+
+
+def test_no_route_is_named(monkeypatch: Patch) -> None:
+    assert network.route(node("127.0.0.1")).said == "to 127.0.0.1 over lo, from 127.0.0.1"
+    monkeypatch.setattr(network, "address_towards", lambda *_: None)
+    finding = network.route(node("203.0.113.5", 1))
+    assert (finding.level, finding.said) == (FAIL, "none from this machine to 203.0.113.5")
+
+
+def test_a_machine_that_does_not_come_is_named() -> None:
+    port = free_port()
+    *way, last = network.examine_way(node("127.0.0.1", port=port), timeout_s=1)
+    assert [finding.name for finding in way] == ["main address", "route"]
+    assert (last.level, last.name) == (FAIL, "meeting")
+    assert "1 of 2 machines came within 1 s; missing: rank 1" in last.said
+    port = free_port()
+    *_, last = network.examine_way(node("127.0.0.1", 1, port), timeout_s=1)
+    assert last.level == FAIL
+    assert f"127.0.0.1:{port}: machine 1 of 2 reached nobody there within 1 s" in last.said
+
+
+def meet_in_threads(second: Node, port: int) -> list[list[Finding]]:
+    """What machine 0 and the second one find."""
+    ways = (node("127.0.0.1", port=port), second)
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(lambda each: list(network.examine_way(each, timeout_s=10)), ways))
+
+
+def test_two_machines_that_reach_each_other() -> None:
+    port = free_port()
+    for findings in meet_in_threads(node("127.0.0.1", 1, port), port):
+        assert [finding.name for finding in findings][2:] == ["meeting", "connections"]
+        assert worst(findings) == WARN  # both are this machine
+
+
+def test_machines_that_were_told_different_numbers() -> None:
+    port = free_port()
+    two_each = dataclasses.replace(node("127.0.0.1", 1, port), nproc_per_node=2)
+    said = [findings[-1].said for findings in meet_in_threads(two_each, port)]
+    assert said[0].startswith("NPROC_PER_NODE: rank 0 has 1, rank 1 has 2")
+
+
+def test_ports_that_a_firewall_drops_are_named(monkeypatch: Patch) -> None:
+    """Machine 0 cannot reach machine 1, which can reach it."""
+    monkeypatch.setattr(network, "CONNECT_S", 0.2)
+    real = network.refusal
+    asked = itertools.count()
+
+    def refusal(address: str, port: int) -> str:
+        return "timed out" if next(asked) == 0 else real(address, port)
+
+    monkeypatch.setattr(network, "refusal", refusal)
+    port = free_port()
+    found = meet_in_threads(node("127.0.0.1", 1, port), port)
+    assert all(findings[-1].level == FAIL for findings in found)
+    said = " / ".join(findings[-1].said for findings in found)
+    assert said.count("cannot be reached at 127.0.0.1:") == 1
+    assert said.count("cannot reach all others") == 1
+
+
+def test_a_closed_port_is_refused() -> None:
+    assert network.refusal("127.0.0.1", free_port()) == "connection refused"
+    assert network.refusal(None, 1) == "it has no address"
+
+
+# --- The verdict
+
+HERE = [
+    passed("speed", "fast", {"all-reduce, ms": 2.0, "images/s": 900.0}),
+    warned("clocks", "apart", "set them"),
+]
+
+
+def saved(**figures: float) -> dict[str, Any]:
+    return {"findings": [{"figures": figures}]}
+
+
+def test_speeds_are_compared_with_those_of_another_box() -> None:
+    there = saved(**{"all-reduce, ms": 1.4, "images/s": 1000.0})
+    findings = against(HERE, there, tolerance=0.5)
+    assert [finding.level for finding in findings] == [PASS, PASS]
+    assert findings[0].said == "all-reduce, ms: 2 here, 1.4 there (within 50%)"
+    slow, low = against(HERE, saved(**{"all-reduce, ms": 1.3, "images/s": 1400.0}), tolerance=0.5)
+    assert (slow.level, slow.said) == (FAIL, "all-reduce, ms: 2 here, 1.3 there, worse by 54%")
+    assert (low.level, low.said) == (FAIL, "images/s: 900 here, 1400 there, worse by 56%")
+    [other] = against(HERE, saved(**{"all-gather, ms": 1.0}), tolerance=0.5)
+    assert (other.level, other.said) == (WARN, "not measured here: all-gather, ms")
+
+
+def test_the_worst_finding_is_the_verdict() -> None:
+    assert worst([]) == PASS
+    assert worst(HERE) == WARN
+    assert worst([*HERE, failed("disk", "full", "free it")]) == FAIL
+
+
+def test_a_finding_is_told_in_eighty_columns() -> None:
+    told = str(failed("main address", "host-a has no address " * 8, "give another one " * 9))
+    lines = told.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert lines[0].startswith("FAIL  main address   host-a has")
+    assert [line for line in lines if "->" in line] == [line for line in lines if "-> give" in line]
+    assert "\n".join(lines).count("->") == 1
+
+
+def doctor(
+    capsys: pytest.CaptureFixture[str], monkeypatch: Patch, findings: list[Finding], *argv: str
+) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of the verb, whose examination finds these."""
+    monkeypatch.setattr(examination, "examine", lambda *_: iter(findings))
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["doctor", *argv])
+    out, err = capsys.readouterr()
+    assert isinstance(ended.value.code, int)
+    return ended.value.code, out, err
+
+
+def test_the_verb(capsys: pytest.CaptureFixture[str], monkeypatch: Patch, tmp_path: Path) -> None:
+    file = str(tmp_path / "here.json")
+    code, out, err = doctor(capsys, monkeypatch, HERE, "--save", file)
+    assert (code, err) == (0, "")
+    assert out.splitlines()[-1] == "verdict: WARN"
+    bad = [*HERE, failed("disk", "full", "free it")]
+    code, out, err = doctor(capsys, monkeypatch, bad, "--json", "--against", file)
+    assert code == 1
+    assert err.startswith("ddp-mnist: error: doctor: 1 of 5 findings are FAIL (disk); do what")
+    told = json.loads(out)
+    assert (told["verdict"], told["processes"]) == ("FAIL", 2)
+    assert [finding["name"] for finding in told["findings"]] == [
+        "speed",
+        "clocks",
+        "disk",
+        "against",
+        "against",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("argv", "begins"),
+    [
+        (["--processes", "1"], "--processes 1: must be at least 2"),
+        (["--minutes", "-1"], "--minutes -1: must be at least 0"),
+        (["--tolerance", "nan"], "--tolerance nan: must be a finite number of at least 0"),
+        (["--save", "no/d.json"], "--save no/d.json: must be a file in a folder that is there"),
+        (["--against", "no.json"], "--against no.json: cannot be read (No such file or director"),
+        (["--against", "pyproject.toml"], "--against pyproject.toml: cannot be read (not from do"),
+    ],
+)
+def test_a_wrong_flag_is_one_line(
+    argv: list[str], begins: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["doctor", *argv])
+    assert ended.value.code == 2
+    assert begins in capsys.readouterr().err

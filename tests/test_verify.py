@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from ddp_mnist import cli, verify
+from ddp_mnist.errors import CheckFailed
+from ddp_mnist.verify import CAUGHT_BY, Check, Watched
+
+GOOD = Check("samples", 2, "a step's images", "0 of 45 differ", "0 of 45", held=True)
+BAD = Check("weights", 3, "weights after 45 steps", "differ by 1", "at most 1e-09", held=False)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Watched:
+    """The run of one process that the others are compared with."""
+    return verify.watched_run(1, tmp_path_factory.mktemp("proofs"))
+
+
+def test_all_is_well_here(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["verify", "--processes", "2"])
+    out, err = capsys.readouterr()
+    assert (ended.value.code, err) == (0, "")
+    *lines, last = out.splitlines()
+    assert last == "all 10 checks passed; written to verify.json"
+    assert max(map(len, lines)) <= 80
+    # which rank took which images: each rank of one and of two processes, in two steps
+    taken = [re.findall(r"\d+", line.partition("images,")[2]) for line in lines if "rank" in line]
+    taken = [numbers for numbers in taken if numbers]
+    assert [len(numbers) for numbers in taken] == [6] * 6
+    assert taken[0] == taken[2]  # rank 0 of two has the first half of what one process has
+    assert not set(taken[2]) & set(taken[3])
+    written = json.loads(Path("verify.json").read_text())
+    assert (written["passed"], written["processes"], written["planted"]) == (True, [1, 2], None)
+    names = [(check["name"], check["processes"]) for check in written["checks"]]
+    assert names == [
+        ("resume", 1),
+        ("accumulation", 1),
+        ("samples", 2),
+        ("rates", 2),
+        ("gradients", 2),
+        ("weights", 2),
+        ("replicas", 2),
+        ("resume", 2),
+        ("accumulation", 2),
+        ("metrics", 2),
+    ]
+    assert all(check["held"] for check in written["checks"])
+    differences = re.findall(r"differ by (\S+)", out)
+    assert len(differences) == 4
+    assert all(float(difference) < 1e-11 for difference in differences)
+
+
+@pytest.mark.parametrize(
+    ("plant", "fails"),
+    [
+        ("sampler", {"samples", "gradients", "weights"}),
+        ("gradients", {"gradients", "weights"}),
+        ("parameter", {"gradients", "weights", "replicas"}),
+    ],
+)
+def test_a_planted_fault_is_caught_by_the_check_that_is_meant_to(
+    plant: str, fails: set[str], alone: Watched, tmp_path: Path
+) -> None:
+    checks = list(verify.equal_to_one(verify.watched_run(2, tmp_path, plant), alone))
+    assert {check.name for check in checks if not check.held} == fails
+    told = verify.complaint(checks, plant)
+    assert told
+    assert told.startswith(f"verify --plant {plant}: caught by '{CAUGHT_BY[plant]}'")
+
+
+def test_a_plant_is_a_failed_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exit code 1 in any case, and the file says what was planted."""
+    monkeypatch.setattr(verify, "verify", lambda _sizes, _plant: iter([GOOD, BAD]))
+    arguments = cli.make_parser().parse_args(
+        ["verify", "--plant", "gradients", "--save", str(tmp_path / "v.json")]
+    )
+    with pytest.raises(CheckFailed, match="--plant gradients: NOT caught by 'gradients'"):
+        cli.verify(arguments)
+    written = json.loads((tmp_path / "v.json").read_text())
+    assert (written["passed"], written["planted"]) == (False, "gradients")
+
+
+def test_what_is_complained_of() -> None:
+    assert verify.complaint([GOOD, GOOD], None) is None
+    told = verify.complaint([GOOD, BAD], None)
+    assert told
+    assert told.startswith(
+        "verify: 1 of 2 checks failed, first 'weights' on 3 processes (differ by 1, must be at"
+    )
+    assert str(BAD).startswith("FAIL  weights       3  weights after 45 steps")
+    assert str(BAD).endswith("differ by 1, must be at most 1e-09")
+    assert str(GOOD).endswith(" 0 of 45 differ")
+
+
+def test_a_run_that_was_not_interrupted_proves_nothing(
+    alone: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verify, "STOPS_AT", 1000)
+    check = verify.resume_is_exact(alone)
+    assert check.figure == "0 of 49 differ"
+    assert not check.held
+
+
+def test_one_that_differs_is_counted() -> None:
+    assert verify.none_differs("x", 2, "", [1, 2, 3], [1, 2, 3]).held
+    check = verify.none_differs("x", 2, "", [1, 5, 3], [1, 2, 3])
+    assert (check.held, check.figure) == (False, "1 of 3 differ")
+    assert verify.bounded("x", 2, "", 1e-9).held
+    assert not verify.bounded("x", 2, "", 1.1e-9).held
+    assert not verify.bounded("x", 2, "", float("nan")).held
+
+
+def test_the_numbers_of_processes_that_can_be_compared() -> None:
+    assert verify.sizes_up_to(2) == [2]
+    assert verify.sizes_up_to(8) == [2, 3, 4, 6, 8]
+
+
+def test_the_plants_are_those_of_the_flag() -> None:
+    assert set(cli.PLANTS) == set(CAUGHT_BY)
+
+
+@pytest.mark.parametrize(
+    ("argv", "begins"),
+    [
+        (["--processes", "1"], "--processes 1: must be at least 2"),
+        (["--plant", "seed"], "--plant seed: choose from sampler, gradients, parameter"),
+        (["--save", "no/v.json"], "--save no/v.json: must be a file in a folder that is there"),
+        (["--save", "."], "--save .: must be a file in a folder that is there"),
+    ],
+)
+def test_a_wrong_flag_is_one_line(
+    argv: list[str], begins: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["verify", *argv])
+    assert ended.value.code == 2
+    assert begins in capsys.readouterr().err
