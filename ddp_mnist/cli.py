@@ -50,6 +50,7 @@ BENCHES = {
     "evaluation": "exact metrics of a split, against training on as many images (a minute)",
     "scaling": "1 to N processes against as many independent ones, and where time goes (minutes)",
     "forecast": "what exchanging gradients will cost on 2 to 1,024 processes (a minute)",
+    "strategies": "one process, DataParallel and DDP with several hooks (minutes)",
     "startup": "command to first optimizer step, against a ten-line program's (minutes)",
     "memory": "a process's private memory at its highest, against that program's (minutes)",
     "baseline": "a whole run, against four epochs of PyTorch's own example (an hour)",

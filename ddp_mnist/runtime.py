@@ -46,6 +46,9 @@ COMM_HOOKS = {
     "bf16": DDPCommunicationHookType.BF16,
     "powersgd": DDPCommunicationHookType.POWER_SGD,
 }
+# By default it would begin at step 1,000, which a run of MNIST does not reach, and until then send
+# all. Orthogonalising a gradient of zeros needs the epsilon.
+POWERSGD = {"start_powerSGD_iter": 32, "orthogonalization_epsilon": 1e-8}
 
 
 @dataclass(frozen=True)
@@ -197,7 +200,9 @@ def make_accelerator(flags: Distribution, device: str, backend: str, precision: 
         kwargs_handlers=[
             InitProcessGroupKwargs(backend=None if backend == "none" else backend),
             DistributedDataParallelKwargs(
-                gradient_as_bucket_view=True, comm_hook=COMM_HOOKS[flags.comm_hook]
+                gradient_as_bucket_view=True,
+                comm_hook=COMM_HOOKS[flags.comm_hook],
+                comm_state_option=POWERSGD if flags.comm_hook == "powersgd" else {},
             ),
         ],
     )

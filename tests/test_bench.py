@@ -18,7 +18,15 @@ from ddp_mnist import train as trainer
 from ddp_mnist.bench import benches, commands, idx, steps
 from ddp_mnist.bench.benches import Options, Row
 from ddp_mnist.bench.conventional import accuracy, make_net
-from ddp_mnist.bench.figures import Ratio, alternate, interval, ratio, ratio_of_difference, spread
+from ddp_mnist.bench.figures import (
+    Absent,
+    Ratio,
+    alternate,
+    interval,
+    ratio,
+    ratio_of_difference,
+    spread,
+)
 from ddp_mnist.bench.plot import draw
 from ddp_mnist.bench.steps import time_steps
 from ddp_mnist.config import Distribution, Run, TrainConfig
@@ -91,7 +99,7 @@ def measured(processes: int, folder: Path, kinds: list[str]) -> list[dict[str, l
     config = TrainConfig(
         Run(dataset="digits", quiet=True), distribution=Distribution(mixed_precision="no")
     )
-    return run_world(processes, time_steps, config, kinds, 3, 2, folder=folder)
+    return run_world(processes, time_steps, config, benches.these(*kinds), 3, 2, folder=folder)
 
 
 @pytest.mark.parametrize("processes", [1, 2])
@@ -147,7 +155,7 @@ def test_ranks_that_wait_are_as_fast_as_the_slowest(monkeypatch: pytest.MonkeyPa
     ranks = [{"train": [10.0, 20.0], "silent": [10.0, 40.0]} for _ in range(2)]
     ranks[1] = {"train": [30.0, 10.0], "silent": [30.0, 20.0]}
     monkeypatch.setattr(benches, "on_processes", lambda *_, **__: ranks)
-    speeds = benches.speeds_of(["train", "silent"], Options("digits", None, 2, 2), 2)
+    speeds = benches.speeds_of(benches.these("train", "silent"), Options("digits", None, 2, 2), 2)
     assert speeds == {"train": [10, 10], "silent": [20, 30]}
 
 
@@ -194,11 +202,11 @@ def test_start_up_is_a_ratio_to_the_floor(
         lambda before, _flags: 4.4 if is_launched(before) else seconds,
     )
     rows = {row.what: row for row in benches.startup(OPTIONS)}
-    assert rows["floor, s"].figure.median == 2
-    assert rows["train, launched, s"].figure.median == 4.4
-    assert rows["train over floor"].figure.median == seconds / 2
+    assert rows["floor, s"].median == 2
+    assert rows["train, launched, s"].median == 4.4
+    assert rows["train over floor"].median == seconds / 2
     assert rows["train over floor"].held is held
-    assert rows["train over floor, launched"].figure.median == 1.1
+    assert rows["train over floor, launched"].median == 1.1
     assert rows["train over floor, launched"].held
 
 
@@ -213,9 +221,9 @@ def test_memory_is_what_lies_above_the_floor(
 
     monkeypatch.setattr(commands, "peak_anonymous_mb", measured)
     rows = {row.what: row for row in benches.memory(OPTIONS)}
-    assert rows["above the floor, MB"].figure.median == pytest.approx(peak - 400)
+    assert rows["above the floor, MB"].median == pytest.approx(peak - 400)
     assert rows["above the floor, MB"].held is held
-    assert rows["above the floor, launched, MB"].figure.median == 100
+    assert rows["above the floor, launched, MB"].median == 100
     assert rows["above the floor, launched, MB"].held
 
 
@@ -253,10 +261,10 @@ def test_the_baseline_is_a_ratio_to_the_conventional_recipe(
     rows = {row.what: row for row in benches.baseline(OPTIONS)}
     assert seeds == [0, 1, 2, 3, 4]
     assert len(set(caches)) == 5  # each empty, as it has just been named
-    assert rows["conventional, test accuracy"].figure.median == 0.98
-    assert rows["times faster"].figure.median == 160 / ours
-    assert rows["times faster, empty cache"].figure.median == 160 / 13
-    assert rows["share above the floor"].figure.median == pytest.approx((ours - 4.7) / 160)
+    assert rows["conventional, test accuracy"].median == 0.98
+    assert rows["times faster"].median == 160 / ours
+    assert rows["times faster, empty cache"].median == 160 / 13
+    assert rows["share above the floor"].median == pytest.approx((ours - 4.7) / 160)
     assert [row.what for row in rows.values() if not row.held] == missed
 
 
@@ -412,7 +420,7 @@ def test_figures_are_told_although_the_plot_fails(
 def test_a_benchmark_of_digits_from_end_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(benches, "STEPS", 3)
     rows = benches.scaling(Options("digits", None, processes=2, repeats=2))
-    by_name = {row.what: row.figure.median for row in rows}
+    by_name = {row.what: row.median for row in rows}
     for who in ("1 process", "2 processes"):
         assert by_name[f"{who}: images/s"] > 1
         shares = [share for name, share in by_name.items() if name.startswith(f"{who}: share of")]
@@ -420,8 +428,29 @@ def test_a_benchmark_of_digits_from_end_to_end(monkeypatch: pytest.MonkeyPatch) 
         assert sum(shares) == pytest.approx(1, abs=0.2)  # medians do not add up
 
 
+def test_strategies_of_digits_from_end_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(benches, "STEPS", 3)
+    rows = benches.strategies(Options("digits", None, processes=2, repeats=1))
+    one, absent, *three = rows[:5]
+    assert one.what.startswith("one process, ")
+    assert all(row.median > 1 for row in (one, *three))
+    assert absent.what == "DataParallel: images/s"
+    assert str(absent.figure) == "needs two GPUs and finds 0; it knows no CPUs"
+    with pytest.raises(ValueError, match="DataParallel: images/s: needs two GPUs"):
+        _ = absent.median
+    over = [row.what for row in rows if row.what.endswith("over one process")]
+    assert over == [
+        "DDP over one process",
+        "DDP, fp16 hook over one process",
+        "DDP, PowerSGD hook over one process",
+    ]
+    described = benches.describe("strategies", OPTIONS, rows)
+    assert json.loads(json.dumps(described))["rows"][1]["why_not"] == str(absent.figure)
+
+
 def test_a_plot_is_a_png(tmp_path: Path) -> None:
-    draw("feed", [SPEED, FASTER, SLOWER], tmp_path / "feed.png")
+    absent = Row("DataParallel", Absent("needs two GPUs"))
+    draw("feed", [SPEED, FASTER, SLOWER, absent], tmp_path / "feed.png")
     assert (tmp_path / "feed.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(StorageError, match=r"--plot .*cannot be written"):
         draw("feed", [SPEED], tmp_path / "no" / "feed.png")

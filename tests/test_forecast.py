@@ -58,7 +58,7 @@ def test_a_forecast_is_the_share_of_computing(monkeypatch: pytest.MonkeyPatch) -
     round_ = Round(Link(1e-6, 1e9), compute_s=1e-3, step_s=1.5e-3, exchange_s=1e-4)
     monkeypatch.setattr(benches, "on_processes", lambda *_: [[round_, round_]])
     rows = benches.forecast(Options("digits", None, processes=2, repeats=2))
-    medians = {row.what: row.figure.median for row in rows}
+    medians = {row.what: row.median for row in rows}
     all_reduce = 14 * (1e-6 + 102_568 / 8 / 1e9)
     assert medians["8 processes, this link"] == pytest.approx(1e-3 / (1e-3 + all_reduce))
     two = 2 * (1e-6 + 102_568 / 2 / 1e9)
@@ -69,7 +69,7 @@ def test_a_forecast_is_the_share_of_computing(monkeypatch: pytest.MonkeyPatch) -
 def test_a_forecast_of_digits_from_end_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(benches, "STEPS", 3)
     rows = benches.forecast(Options("digits", None, processes=2, repeats=2))
-    medians: dict[str, Any] = {row.what: row.figure.median for row in rows}
+    medians: dict[str, Any] = {row.what: row.median for row in rows}
     for link in ("this link", "10 Gbit/s"):
         shares = [medians[f"{2**power:,} processes, {link}"] for power in range(1, 11)]
         assert shares == sorted(shares, reverse=True)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -121,6 +122,29 @@ def test_the_accurate_preset_on_two_processes_equals_one(tmp_path: Path) -> None
         run_world(size, just_train, config, folder=tmp_path)
     one, two = weights_of(tmp_path / "one"), weights_of(tmp_path / "two")
     assert largest_difference(two, one) < 1e-9
+
+
+def test_what_a_comm_hook_sends_is_coarser_and_the_same_for_all(tmp_path: Path) -> None:
+    """PowerSGD from step 32 on; two processes, in full precision otherwise."""
+    plain = proof_config("none")
+    distribution = dataclasses.replace(plain.distribution, mixed_precision="no")
+    runs = {}
+    for hook in ("none", "fp16", "bf16", "powersgd"):
+        config = dataclasses.replace(
+            proof_config(hook),
+            distribution=dataclasses.replace(distribution, comm_hook=hook),
+        )
+        ranks = run_world(2, train_and_watch, config, folder=tmp_path)
+        assert ranks[0].weights == ranks[1].weights
+        assert ranks[0].summary["test_accuracy"] > 0.8
+        runs[hook] = ranks[0].gradient_norms
+    first = {}
+    for hook, norms in runs.items():
+        off = [abs(ours / theirs - 1) for ours, theirs in zip(norms, runs["none"], strict=True)]
+        first[hook] = next((step for step, each in enumerate(off) if each > 1e-7), None)
+        assert off[0] < 1e-2
+    # of PowerSGD's 32 whole exchanges the first was that of the backward which is thrown away
+    assert first == {"none": None, "fp16": 0, "bf16": 0, "powersgd": 31}
 
 
 def test_fp32_after_one_step_on_two_and_three_processes_is_near_one(tmp_path: Path) -> None:
@@ -267,7 +291,6 @@ def test_fault_22_ranks_that_differ_are_refused_before_the_first_step(tmp_path: 
 
 
 def _train_with_own_seed() -> None:
-    import dataclasses
     import os
 
     config = proof_config()

@@ -22,7 +22,15 @@ import torch
 
 from ddp_mnist import data, run_folder
 from ddp_mnist.bench import commands, idx
-from ddp_mnist.bench.figures import Ratio, Spread, alternate, ratio, ratio_of_difference, spread
+from ddp_mnist.bench.figures import (
+    Absent,
+    Ratio,
+    Spread,
+    alternate,
+    ratio,
+    ratio_of_difference,
+    spread,
+)
 from ddp_mnist.bench.forecast import (
     Link,
     Round,
@@ -30,7 +38,8 @@ from ddp_mnist.bench.forecast import (
     gradient_bytes,
     measure_rounds,
 )
-from ddp_mnist.bench.steps import time_steps
+from ddp_mnist.bench.steps import KINDS, Kind, time_steps
+from ddp_mnist.bench.strategies import STRATEGIES, cores
 from ddp_mnist.config import Distribution, Run, TrainConfig
 from ddp_mnist.errors import UsageError
 from ddp_mnist.local_world import run_world
@@ -62,9 +71,16 @@ class Row:
     """
 
     what: str
-    figure: Ratio | Spread
+    figure: Ratio | Spread | Absent
     promise: str | None = None
     held: bool = True
+
+    @property
+    def median(self) -> float:
+        """Raises ValueError for what cannot be measured here."""
+        if isinstance(self.figure, Absent):
+            raise ValueError(f"{self.what}: {self.figure}")
+        return self.figure.median
 
     def __str__(self) -> str:
         mark = f"  {'held' if self.held else 'MISSED'}: {self.promise}" if self.promise else ""
@@ -108,7 +124,7 @@ def on_processes(
 
 
 def speeds_of(
-    kinds: list[str], options: Options, processes: int, precision: str = "auto"
+    kinds: dict[str, Kind], options: Options, processes: int, precision: str = "auto"
 ) -> dict[str, list[float]]:
     """Images/s over all processes per round of each kind.
 
@@ -125,8 +141,12 @@ def speeds_of(
     }
 
 
+def these(*names: str) -> dict[str, Kind]:
+    return {name: KINDS[name] for name in names}
+
+
 def loop_against(kind: str, name: str, options: Options, precision: str = "auto") -> list[Row]:
-    speeds = speeds_of(["train", kind], options, options.processes, precision)
+    speeds = speeds_of(these("train", kind), options, options.processes, precision)
     share = ratio(speeds["train"], speeds[kind])
     return [
         Row("train.py, images/s", spread(speeds["train"])),
@@ -147,7 +167,7 @@ def loop(options: Options) -> list[Row]:
 
 
 def evaluation(options: Options) -> list[Row]:
-    speeds = speeds_of(["train", "evaluation"], options, options.processes)
+    speeds = speeds_of(these("train", "evaluation"), options, options.processes)
     share = ratio(speeds["train"], speeds["evaluation"])
     held = share.median <= 0.35
     return [
@@ -162,7 +182,7 @@ def scaling(options: Options) -> list[Row]:
     kinds = ["train", "independent", "resident", "silent", "lockstep"]
     rows = []
     for size in range(1, options.processes + 1):
-        speeds = speeds_of(kinds, options, size)
+        speeds = speeds_of(these(*kinds), options, size)
         seconds = {kind: [1 / speed for speed in speeds[kind]] for kind in kinds}
 
         def share(kind: str, less: str, of: dict[str, list[float]] = seconds) -> Ratio:
@@ -213,6 +233,29 @@ def forecast(options: Options) -> list[Row]:
         Row(f"{who}: step over formula", ratio([r.step_s for r in rounds], expected)),
         *(Row(f"{p:,} processes, this link", efficiency(seconds(p))) for p in sizes),
         *(Row(f"{p:,} processes, 10 Gbit/s", efficiency(seconds(p, ETHERNET))) for p in sizes),
+    ]
+
+
+def strategies(options: Options) -> list[Row]:
+    """Why DDP, in numbers: each strategy with the same global batch."""
+    if options.processes == 1:
+        raise UsageError("--processes 1: there is nothing to share; give at least 2")
+    kinds = dict(STRATEGIES)
+    absent: dict[str, Absent] = {}
+    if (gpus := torch.cuda.device_count()) < 2:
+        del kinds["DataParallel"]
+        absent["DataParallel"] = Absent(f"needs two GPUs and finds {gpus}; it knows no CPUs")
+    speeds = speeds_of(kinds, options, options.processes, precision="no")
+    threads = "" if gpus else f", {count(cores(), 'thread')}"
+    names = {"one process": f"one process{threads}"}
+    shown: dict[str, Spread | Absent] = {k: spread(speeds[k]) for k in kinds} | absent
+    return [
+        *(Row(f"{names.get(k, k)}: images/s", shown[k]) for k in STRATEGIES),
+        *(
+            Row(f"{kind} over one process", ratio(speeds[kind], speeds["one process"]))
+            for kind in kinds
+            if kind != "one process"
+        ),
     ]
 
 
@@ -323,6 +366,7 @@ BENCHES: dict[str, Callable[[Options], list[Row]]] = {
     "evaluation": evaluation,
     "scaling": scaling,
     "forecast": forecast,
+    "strategies": strategies,
     "startup": startup,
     "memory": memory,
     "baseline": baseline,

@@ -45,6 +45,16 @@ class Ratio:
         return f"{self.median:.3f}  ({sure}{self.low:.3f} to {self.high:.3f}, n = {self.n})"
 
 
+@dataclass(frozen=True)
+class Absent:
+    """What cannot be measured here, and why."""
+
+    why_not: str
+
+    def __str__(self) -> str:
+        return self.why_not
+
+
 def spread(values: Sequence[float]) -> Spread:
     return Spread(statistics.median(values), min(values), max(values), len(values))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ddp_mnist.bench.benches import Row
-from ddp_mnist.bench.figures import Ratio
+from ddp_mnist.bench.figures import Absent, Ratio
 from ddp_mnist.errors import StorageError
 
 
@@ -17,8 +17,10 @@ def draw(bench: str, rows: list[Row], path: Path) -> None:
     """
     from matplotlib.figure import Figure
 
+    measured = [row for row in rows if not isinstance(row.figure, Absent)]
     groups = [
-        [row for row in rows if isinstance(row.figure, Ratio) is ratios] for ratios in (False, True)
+        [row for row in measured if isinstance(row.figure, Ratio) is ratios]
+        for ratios in (False, True)
     ]
     figure = Figure(figsize=(12, 1 + 0.45 * max(map(len, groups))), layout="constrained")
     axes = figure.subplots(1, 2)
@@ -28,6 +30,7 @@ def draw(bench: str, rows: list[Row], path: Path) -> None:
     ):
         for place, row in enumerate(group):
             spread = row.figure
+            assert not isinstance(spread, Absent)
             low, high = (
                 (spread.low, spread.high)
                 if isinstance(spread, Ratio)

@@ -35,10 +35,11 @@ from ddp_mnist.screen import Screen
 
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Step = Callable[[Batch], None]
+Kind = Callable[[TrainConfig, data.ImageData, World], float]  # seconds
 
 
 def time_steps(
-    config: TrainConfig, kinds: list[str], steps: int, repeats: int
+    config: TrainConfig, kinds: dict[str, Kind], steps: int, repeats: int
 ) -> dict[str, list[float]]:
     """Images/s over all ranks, per round of each kind. Runs in every process of a group."""
     with runtime.start(config.distribution, find_launch(config.distribution)) as world:
@@ -47,11 +48,11 @@ def time_steps(
 
         def measure(kind: str) -> float:
             world.accelerator.wait_for_everyone()
-            seconds = KINDS[kind](config, images, world)
+            seconds = kinds[kind](config, images, world)
             world.accelerator.free_memory()
             return len(images.train_labels) / seconds
 
-        return alternate(kinds, repeats, measure, aloud=world.accelerator.is_main_process)
+        return alternate(list(kinds), repeats, measure, aloud=world.accelerator.is_main_process)
 
 
 def shortened(
@@ -123,7 +124,7 @@ def evaluation(config: TrainConfig, images: data.ImageData, world: World) -> flo
     return time.monotonic() - clock
 
 
-KINDS: dict[str, Callable[[TrainConfig, data.ImageData, World], float]] = {
+KINDS: dict[str, Kind] = {
     "train": train_loop,
     "plain": plain_loop,
     "resident": resident_steps,
