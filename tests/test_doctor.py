@@ -352,6 +352,11 @@ def examine_with_faults() -> dict[str, list[Finding]]:
                 examine("burn-in", on_rank_1(), group.burn_in(here, 0.01))
                 examine("bad burn-in", lone, group.burn_in(here, 0.01))
         examine("speeds", on_rank_1(), group.speeds(here))
+        few = patch.object(machine, "EXAMINATIONS", (machine.cores, machine.main_port))
+        with few:
+            examine("machine", on_rank_1(), group.machines_alone(here, options))
+            narrow = patch.object(os, "sched_getaffinity", lambda _: {0})
+            examine("narrow machine", narrow, group.machines_alone(here, options))
     return found
 
 
@@ -382,6 +387,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Finding]]:
         ("slow", WARN, "slow rank", "rank 1 (", "throttling"),
         ("parameter", FAIL, "training", "other weights than rank 0's on rank 1 (", "verify"),
         ("accuracy", FAIL, "training", "which is below 1.1", "verify"),
+        ("narrow machine", WARN, "cores", ": 1 cores, for 2 processes", "start at most 1"),
         ("bad burn-in", FAIL, "burn-in", "first of 1 faults: training, other weights", "verify"),
     ],
 )
@@ -407,12 +413,13 @@ def test_a_collective_that_the_backend_lacks_is_no_fault(found: dict[str, list[F
 
 
 def test_a_healthy_group_is_found_healthy(found: dict[str, list[Finding]]) -> None:
-    for name in ("healthy", "right results", "burn-in", "speeds"):
+    for name in ("healthy", "right results", "burn-in", "speeds", "machine"):
         [finding] = found[name]
         assert finding.level == PASS, str(finding)
     assert found["right results"][0].said == (
         f"right on every rank: {', '.join(collectives.COLLECTIVES)}"
     )
+    assert found["machine"][0].said.endswith(": 1 examination, all well")  # for both ranks
     assert found["burn-in"][0].said.startswith("1 rounds in 0.01 minutes, all right")
     assert list(found["speeds"][0].figures) == [
         f"all-reduce of {size}, ms" for size in ("1 KB", "64 KB", "1 MB", "16 MB")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -62,8 +62,7 @@ def examine_processes(flags: Distribution, options: Options, minutes: float) -> 
 
 def as_member(flags: Distribution, options: Options, minutes: float) -> list[Finding]:
     """One process's part of `examine_processes`."""
-    options = replace(options, port=None)  # it is used by now
-    return examine_group(flags, find_launch(flags), options, minutes)
+    return examine_group(flags, find_launch(flags), options, minutes, machines_too=False)
 
 
 def describe(findings: Sequence[Finding], processes: int) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -16,8 +16,8 @@ import torch
 from ddp_mnist import data, runtime, stopping, train
 from ddp_mnist.config import Distribution, Recipe, Run, TrainConfig, resolve_recipe
 from ddp_mnist.doctor import collectives
-from ddp_mnist.doctor.findings import Finding, failed, passed, warned
-from ddp_mnist.doctor.machine import Options
+from ddp_mnist.doctor.findings import PASS, Finding, failed, passed, warned
+from ddp_mnist.doctor.machine import Options, examine_machine
 from ddp_mnist.launch import Launch
 from ddp_mnist.proofs import watching
 from ddp_mnist.resume import Opened
@@ -50,17 +50,30 @@ class Group:
         patience = self.board.patience_s
         return [self.board.read(f"{key}/{rank}", patience) for rank in range(self.size)]
 
+    def host(self, rank: int) -> str:
+        return self.board.hosts[rank].partition("/")[0]
+
     def who(self, ranks: list[int]) -> str:
-        """E.g. rank 1 (host b), 3 (host c); eight at most."""
-        hosts = self.board.hosts
-        shown = ", ".join(f"{rank} ({hosts[rank].partition('/')[0]})" for rank in ranks[:8])
+        """E.g. rank 1 (host-b), 3 (host-c); eight at most."""
+        shown = ", ".join(f"{rank} ({self.host(rank)})" for rank in ranks[:8])
         return f"rank {shown}" + (" ..." if len(ranks) > 8 else "")
 
 
 def examine_group(
-    flags: Distribution, launch: Launch, options: Options, minutes: float = 0
+    flags: Distribution,
+    launch: Launch,
+    options: Options,
+    minutes: float = 0,
+    *,
+    machines_too: bool = True,
 ) -> list[Finding]:
-    """The findings, on every rank. Raises as `runtime.start` does if the processes do not meet."""
+    """The findings, on every rank. Raises as `runtime.start` does if the processes do not meet.
+
+    Args:
+        options: for the machines; the number of processes on each is found out.
+        minutes: of burn-in.
+        machines_too: whether each machine is examined on its own as well.
+    """
     clock = time.monotonic()
     with runtime.start(flags, launch) as world:
         group = Group(world)
@@ -73,6 +86,8 @@ def examine_group(
                 f" {world.backend}, precision {world.precision}",
             )
         ]
+        if machines_too:
+            findings += machines_alone(group, options)
         findings += same_everywhere(group, options)
         findings += clocks(group)
         findings += right_results(group)
@@ -82,6 +97,23 @@ def examine_group(
         if minutes:
             findings += burn_in(group, minutes)
         return findings
+
+
+def machines_alone(group: Group, options: Options) -> Iterator[Finding]:
+    """What the first rank of each machine finds there; of a healthy machine one line."""
+    hosts = group.board.hosts
+    here = hosts[group.rank]
+    # The main port is in use by now.
+    options = replace(options, processes=hosts.count(here), port=None)
+    is_first = hosts.index(here) == group.rank
+    mine = [asdict(finding) for finding in examine_machine(options)] if is_first else []
+    for rank, found in enumerate(group.everyones(mine)):
+        findings = [Finding(**each) for each in found]
+        unwell = [finding for finding in findings if finding.level != PASS]
+        yield from (replace(each, said=f"{group.host(rank)}: {each.said}") for each in unwell)
+        if findings and not unwell:
+            said = f"{group.host(rank)}: {count(len(findings), 'examination')}, all well"
+            yield passed("machine", said)
 
 
 def same_everywhere(group: Group, options: Options) -> Iterator[Finding]:
@@ -216,7 +248,7 @@ def burn_in(group: Group, minutes: float) -> Iterator[Finding]:
     ):
         found += [*right_results(group), *training(group)]
         rounds += 1
-    wrong = [finding for finding in found if finding.level != "PASS"]
+    wrong = [finding for finding in found if finding.level != PASS]
     speed = [f.figures["images/s"] for f in found if "images/s" in f.figures]
     said = f"{rounds} rounds in {minutes:g} minutes"
     if wrong:

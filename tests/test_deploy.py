@@ -1,0 +1,250 @@
+"""The recipes for clusters, as far as they can be run without one."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import psutil
+import pytest
+import yaml
+
+from ddp_mnist.local_world import free_port
+from tests.commands import REPOSITORY, Started
+
+DEPLOY = REPOSITORY / "deploy"
+SCRIPTS = ("slurm.sbatch", "ssh.sh")
+SCRIPTS_OF_PYTHON = sysconfig.get_path("scripts")
+# What train is told beside what a recipe tells it: data that need no network, the smallest net
+SMALL = ["--dataset", "digits", "--model", "mlp", "--mixed-precision", "no", "--epochs", "2"]
+LONG = [*SMALL[:-1], "400"]
+
+# Starts two tasks with the variables that srun gives them, notes their numbers, and ends with the
+# highest exit code, as srun does.
+SRUN = """#!/bin/bash
+while [[ $1 == -* ]]; do shift; done
+for rank in 0 1; do
+    SLURM_STEP_ID=0 SLURM_PROCID=$rank SLURM_LOCALID=$rank SLURM_STEP_NUM_TASKS=2 \\
+    SLURM_STEP_NUM_NODES=1 SLURM_STEP_NODELIST=127.0.0.1 "$@" &
+    echo $! >>{folder}/tasks
+done
+code=0
+for task in $(cat {folder}/tasks); do
+    wait $task
+    ended=$?
+    (( ended > code )) && code=$ended
+done
+rm {folder}/tasks
+exit $code
+"""
+SCONTROL = """#!/bin/sh
+echo "$@" >>{folder}/scontrol
+"""
+SSH = """#!/bin/sh
+shift 2
+exec sh -c "$1"
+"""
+
+
+def stand_in(folder: Path, **programs: str) -> dict[str, str]:
+    """Programs in front of the others on the path; the variables for that."""
+    (folder / "bin").mkdir(exist_ok=True)
+    for name, text in programs.items():
+        program = folder / "bin" / name
+        program.write_text(text.replace("{folder}", str(folder)))
+        program.chmod(0o755)
+    path = [str(folder / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]]
+    return {"PATH": os.pathsep.join(path), "PYTHONPATH": str(REPOSITORY)}
+
+
+def summary_of(run: Path) -> dict[str, Any]:
+    return json.loads((run / "summary.json").read_text())
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_script_is_clean(script: str) -> None:
+    shellcheck = Path(SCRIPTS_OF_PYTHON) / "shellcheck"
+    done = subprocess.run([shellcheck, DEPLOY / script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+# --- SLURM
+
+
+def sbatch(folder: Path, *arguments: str) -> Started:
+    """The batch script as SLURM would start it on the first node of job 7."""
+    variables = stand_in(folder, srun=SRUN, scontrol=SCONTROL)
+    variables |= {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2", "PY": sys.executable}
+    script = str(DEPLOY / "slurm.sbatch")
+    return Started(["bash", script, *arguments], folder, variables, program=None)
+
+
+def test_slurm_trains_on_two_tasks(tmp_path: Path) -> None:
+    ended = sbatch(tmp_path, *SMALL).ended()
+    assert ended.code == 0, ended.err
+    summary = summary_of(tmp_path / "runs" / "slurm-7")
+    assert (summary["world_size"], summary["num_machines"]) == (2, 1)
+    assert not (tmp_path / "scontrol").exists()
+
+
+def test_a_job_whose_time_is_up_is_requeued_and_goes_on(tmp_path: Path) -> None:
+    job = sbatch(tmp_path, *LONG)
+    run = tmp_path / "runs" / "slurm-7"
+    wait_until(lambda: reached(run) > 20)
+    for task in (tmp_path / "tasks").read_text().split():
+        psutil.Process(int(task)).send_signal(signal.SIGUSR1)
+    assert job.ended().code == 143
+    assert (tmp_path / "scontrol").read_text() == "requeue 7\n"
+    stopped = reached(run)
+    # SLURM starts the same script again, under the same number
+    ended = sbatch(tmp_path, *LONG[:-1], str(stopped // 19 + 1)).ended()
+    assert ended.code == 0, ended.err
+    assert summary_of(run)["resumed_from"] == [stopped]
+    assert (tmp_path / "scontrol").read_text() == "requeue 7\n"
+
+
+def reached(run: Path) -> int:
+    """The step that status.json tells of."""
+    try:
+        return json.loads((run / "status.json").read_text())["step"]
+    except (OSError, ValueError, KeyError):
+        return -1
+
+
+def wait_until(holds: Any, within_s: float = 60) -> None:
+    deadline = time.monotonic() + within_s
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+# --- Kubernetes
+
+
+def manifests(name: str) -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all((DEPLOY / name).read_text()))
+
+
+def test_the_job_is_what_kubernetes_expects() -> None:
+    service, job = manifests("kubernetes-job.yaml")
+    for each in (service, job):
+        kubernetes_validate.validate(each, "1.30", strict=True)
+    pod = job["spec"]["template"]["spec"]
+    assert pod["subdomain"] == service["metadata"]["name"]
+    assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
+    variables = {each["name"]: each.get("value") for each in pod["containers"][0]["env"]}
+    assert int(variables["WORLD_SIZE"]) == job["spec"]["completions"] == job["spec"]["parallelism"]
+    assert int(variables["MASTER_PORT"]) == service["spec"]["ports"][0]["port"]
+    mounted = {each["name"]: each["mountPath"] for each in pod["containers"][0]["volumeMounts"]}
+    assert {each["name"] for each in pod["volumes"]} == set(mounted)
+    assert mounted["runs"] == "/work/runs"  # where the image's working directory has them
+
+
+def test_the_trainjob_is_what_kubeflow_expects() -> None:
+    from kubeflow_trainer_api.models import TrainerV1alpha1TrainJob
+
+    [trainjob] = manifests("kubernetes-trainjob.yaml")
+    read = TrainerV1alpha1TrainJob.from_dict(trainjob)
+    assert read.to_dict() == trainjob  # a field that it does not know would be lost
+
+
+@pytest.fixture
+def name_of_rank_0(tmp_path: Path) -> Iterator[list[str]]:
+    """What runs a command where the name that the Service gives to rank 0's pod is known."""
+    if not (sys.platform == "linux" and os.geteuid() == 0 and shutil.which("unshare")):
+        pytest.skip("a name for one command needs Linux, root and unshare")
+    hosts = tmp_path / "hosts"
+    hosts.write_text("127.0.0.1 localhost ddp-mnist-0.ddp-mnist\n")
+    mount = f'mount --bind {hosts} /etc/hosts && exec "$@"'
+    yield ["unshare", "--mount", "sh", "-c", mount, "sh"]
+
+
+def test_the_job_trains_on_two_pods(name_of_rank_0: list[str], tmp_path: Path) -> None:
+    _, job = manifests("kubernetes-job.yaml")
+    [container] = job["spec"]["template"]["spec"]["containers"]
+    pods = []
+    for index in range(job["spec"]["completions"]):
+        variables = {each["name"]: each.get("value", str(index)) for each in container["env"]}
+        command = [*name_of_rank_0, *container["command"], *container["args"], *SMALL]
+        pod = tmp_path / f"pod-{index}"
+        pod.mkdir()
+        pods.append(Started(command, pod, variables | stand_in(pod), program=None))
+    for started in pods:
+        ended = started.ended()
+        assert ended.code == 0, ended.err
+    assert summary_of(tmp_path / "pod-0" / "runs" / "job")["world_size"] == 2
+    assert not (tmp_path / "pod-1" / "runs").exists()  # only rank 0 needs the disk
+
+
+def test_the_trainjob_trains_on_two_nodes(tmp_path: Path) -> None:
+    """With the variables that Kubeflow's runtime for torch gives each node."""
+    [trainjob] = manifests("kubernetes-trainjob.yaml")
+    trainer = trainjob["spec"]["trainer"]
+    variables = {
+        "PET_NNODES": str(trainer["numNodes"]),
+        "PET_NPROC_PER_NODE": str(trainer["numProcPerNode"]),
+        "PET_MASTER_ADDR": "127.0.0.1",
+        "PET_MASTER_PORT": str(free_port()),
+        "OMP_NUM_THREADS": "1",
+    }
+    nodes = []
+    for rank in range(trainer["numNodes"]):
+        mine = {**variables, **stand_in(tmp_path), "PET_NODE_RANK": str(rank)}
+        command = [*trainer["command"], *trainer["args"], *SMALL]
+        nodes.append(Started(command, tmp_path, mine, program=None))
+    for node in nodes:
+        ended = node.ended()
+        assert ended.code == 0, ended.err
+    summary = summary_of(tmp_path / "runs" / "trainjob")
+    assert (summary["world_size"], summary["num_machines"]) == (2, 2)
+
+
+# --- The rest
+
+
+def test_the_image_has_what_an_install_needs() -> None:
+    lines = (DEPLOY / "Dockerfile").read_text().splitlines()
+    copied = [name for line in lines if line.startswith("COPY") for name in line.split()[1:-1]]
+    assert all((REPOSITORY / name).exists() for name in copied)
+    assert {"pyproject.toml", "constraints.txt", "README.md", "LICENSE", "ddp_mnist"} <= {*copied}
+    [work] = [line.split()[1] for line in lines if line.startswith("WORKDIR")]
+    assert work == "/work"
+    command = json.loads(next(line for line in lines if line.startswith("CMD"))[3:])
+    assert command == ["python", "-m", "ddp_mnist", "doctor"]
+
+
+def test_ssh_starts_a_part_on_each_host(tmp_path: Path) -> None:
+    variables = stand_in(tmp_path, ssh=SSH) | {
+        "FOLDER": str(REPOSITORY),
+        "ARGS": " ".join([*SMALL, "--run-dir", str(tmp_path / "run")]),
+        "PYTHON": sys.executable,
+        "VENV": "",
+        "MAIN_PROCESS_PORT": str(free_port()),
+    }
+    script = str(DEPLOY / "ssh.sh")
+    command = ["bash", script, "127.0.0.1", "127.0.0.1"]
+    ended = Started(command, tmp_path, variables, program=None).ended()
+    assert ended.code == 0, ended.err
+    summary = summary_of(tmp_path / "run")
+    assert (summary["world_size"], summary["num_machines"]) == (2, 2)
+    ended = Started(["bash", script, "host"], tmp_path, variables, program=None).ended()
+    assert (ended.code, ended.err) == (
+        2,
+        "ssh.sh: give at least two hosts, the one of rank 0 first\n",
+    )
+
+
+def test_ssh_ends_with_the_code_of_a_part_that_fails(tmp_path: Path) -> None:
+    variables = stand_in(tmp_path, ssh="#!/bin/sh\ncase $3 in *RANK=1*) exit 3;; esac\n")
+    command = ["bash", str(DEPLOY / "ssh.sh"), "host-a", "host-b"]
+    assert Started(command, tmp_path, variables, program=None).ended().code == 3
