@@ -338,7 +338,13 @@ def choose_interface(launch: Launch, board: Board) -> None:
 
 
 def form_group(board: Board, backend: str, place: Place, timeout_s: float) -> None:
-    """All ranks have come: opens the connections between them."""
+    """All ranks have come: opens the connections between them.
+
+    In a thread that can be left behind, because gloo tries five times as long as it is told.
+
+    Raises:
+        PeerError: some cannot be made, as where a firewall lets only the main port by.
+    """
     if dist.is_initialized():
         raise UsageError(
             f"WORLD_SIZE={board.world_size}: a process group of {dist.get_world_size()} exists"
@@ -347,13 +353,34 @@ def form_group(board: Board, backend: str, place: Place, timeout_s: float) -> No
     options: dict[str, Any] = {}
     if backend == "nccl":
         options["device_id"] = torch.device("cuda", place.local_rank % torch.cuda.device_count())
-    dist.init_process_group(
-        backend,
-        store=dist.PrefixStore("group", board.store),
-        rank=board.rank,
-        world_size=board.world_size,
-        timeout=timedelta(seconds=timeout_s),
-        **options,
+    outcome: list[RuntimeError | None] = []
+
+    def connect() -> None:
+        try:
+            dist.init_process_group(
+                backend,
+                store=dist.PrefixStore("group", board.store),
+                rank=board.rank,
+                world_size=board.world_size,
+                timeout=timedelta(seconds=timeout_s),
+                **options,
+            )
+            outcome.append(None)
+        except RuntimeError as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=connect, daemon=True)
+    thread.start()
+    thread.join(timeout_s + 1)
+    if outcome == [None]:
+        return
+    if outcome and outcome[0] and "connectFullMesh" not in str(outcome[0]):
+        raise outcome[0]
+    variable = "NCCL_SOCKET_IFNAME" if backend == "nccl" else "GLOO_SOCKET_IFNAME"
+    raise PeerError(
+        f"{board.world_size} processes met, but within {timeout_s:g} s rank {board.rank} could not"
+        f" connect to all others; open all TCP ports between the machines, or set {variable} to the"
+        f" interface that leads there (it is {os.environ.get(variable, 'not set')})"
     )
 
 

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).parent.parent
-SUBNET = "10.77.0"
+SUBNETS = {4: "10.77.0.", 6: "fd77::"}
+DECOY = "10.99.0."  # of interfaces that lead nowhere
 NUMBERS = itertools.count()
 
 
@@ -31,10 +32,25 @@ class Hosts:
     """`count` hosts on one bridge, 10.77.0.1 and up; each resolves its own name to 127.0.0.1.
 
     That is what Debian's default /etc/hosts does, and what makes gloo advertise an address that
-    only the host itself can reach. `delay_ms` (each way) and `loss_percent` make all links worse.
+    only the host itself can reach.
+
+    Args:
+        delay_ms, loss_percent: make all links worse; the delay each way.
+        ip: 4 or 6; the hosts have no addresses of the other kind.
+        decoys: each host has two more interfaces, with addresses that no other host reaches, and
+            its name is the address of one of them.
     """
 
-    def __init__(self, count: int, delay_ms: float = 0, loss_percent: float = 0) -> None:
+    def __init__(
+        self,
+        count: int,
+        delay_ms: float = 0,
+        loss_percent: float = 0,
+        *,
+        ip: int = 4,
+        decoys: bool = False,
+    ) -> None:
+        self.ip, self.decoys = ip, decoys
         self.worse = (str(delay_ms), str(loss_percent)) if delay_ms or loss_percent else None
         self.wires: list[subprocess.Popen[str]] = []
         number = next(NUMBERS)  # a deleted namespace goes once its last process has gone
@@ -51,15 +67,25 @@ class Hosts:
                 self._plug_in(name, outside)
                 inside = ["ip", "-n", name]
                 run(*inside, "link", "set", "lo", "up")
-                run(*inside, "addr", "add", f"{self.address(index)}/24", "dev", "eth0")
-                run(*inside, "link", "set", "eth0", "up")
+                self._give_address(inside, "eth0", self.address(index))
+                own = "::1" if self.ip == 6 else "127.0.0.1"
+                own = f"{DECOY}{index + 1}" if self.decoys else own
                 hosts = Path("/etc/netns") / name / "hosts"
                 hosts.parent.mkdir(parents=True)
-                hosts.write_text(f"127.0.0.1 localhost {name}\n")
+                hosts.write_text(f"127.0.0.1 localhost\n::1 localhost\n{own} {name}\n")
+                if self.decoys:
+                    run(*inside, "link", "add", "eth1", "type", "veth", "peer", "eth2")
+                    self._give_address(inside, "eth1", own)
+                    self._give_address(inside, "eth2", f"172.31.{index}.1")
         except BaseException:
             self.__exit__()
             raise
         return self
+
+    def _give_address(self, inside: list[str], interface: str, address: str) -> None:
+        network = [f"{address}/64", "nodad"] if ":" in address else [f"{address}/24"]
+        run(*inside, "addr", "add", *network, "dev", interface)
+        run(*inside, "link", "set", interface, "up")
 
     def _plug_in(self, name: str, outside: str) -> None:
         """A cable from the host's eth0 to the bridge, or a worse link where one is asked for."""
@@ -84,7 +110,20 @@ class Hosts:
         subprocess.run(["ip", "link", "delete", self.bridge], capture_output=True)
 
     def address(self, index: int) -> str:
-        return f"{SUBNET}.{index + 1}"
+        return f"{SUBNETS[self.ip]}{index + 1}"
+
+    def url(self, index: int, port: int) -> str:
+        """For --init-method."""
+        host = f"[{self.address(index)}]" if self.ip == 6 else self.address(index)
+        return f"tcp://{host}:{port}"
+
+    def drop_all_but(self, index: int, port: int) -> None:
+        """A firewall on host `index` that lets nobody in but to `port`."""
+        rules = (
+            "add table inet wall; add chain inet wall in { type filter hook input priority 0; };"
+            f" add rule inet wall in iif eth0 tcp dport != {port} tcp flags syn / syn,ack drop"
+        )
+        run("ip", "netns", "exec", self.names[index], "nft", rules)
 
     def cut(self, index: int) -> None:
         """Host `index` is off the network, as if its cable were pulled."""
