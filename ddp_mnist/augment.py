@@ -14,9 +14,9 @@ from torch import Tensor
 
 from ddp_mnist.seeding import generator
 
-MAX_ROTATION_DEGREES = 12.0
-MAX_SHIFT_PIXELS = 3.0
-MAX_SCALE = 0.10
+MAX_ROTATION_DEGREES = 18.0
+MAX_SHIFT_PIXELS = 4.0
+MAX_SCALE = 0.20
 
 
 def affine_table(rows: int, seed: int, epoch: int) -> Tensor:

@@ -60,12 +60,12 @@ def test_the_table_holds_rotations_scales_and_shifts_within_their_bounds() -> No
     assert torch.allclose(a, d) and torch.allclose(b, -c)  # a rotation and a scale, no shear
     angle = torch.rad2deg(torch.atan2(c, a))
     scale = 1 / torch.sqrt(a * d - b * c)
-    assert (MAX_ROTATION_DEGREES, MAX_SCALE, MAX_SHIFT_PIXELS) == (12, 0.10, 3)
+    assert (MAX_ROTATION_DEGREES, MAX_SCALE, MAX_SHIFT_PIXELS) == (18, 0.20, 4)
     for value, low, high in [
-        (angle, -12, 12),
-        (scale, 1 / 1.10, 1.10),
-        (x / PIXEL, -3, 3),
-        (y / PIXEL, -3, 3),
+        (angle, -18, 18),
+        (scale, 1 / 1.20, 1.20),
+        (x / PIXEL, -4, 4),
+        (y / PIXEL, -4, 4),
     ]:
         near = 0.002 * (high - low)
         assert low - 1e-5 <= value.min() < low + near

@@ -162,12 +162,20 @@ def test_sync_bn_goes_with_the_nets_that_have_batch_norm(model: str) -> None:
     assert config.distribution.sync_bn
 
 
-def test_the_accurate_preset_takes_sixteen_times_as_many_steps() -> None:
-    for rows in (1437, 60_000):
-        fast = resolve_recipe(Recipe(), rows, 1)
-        accurate = resolve_recipe(Recipe(preset="accurate"), rows, 1)
-        assert fast.epochs and accurate.epochs == 16 * fast.epochs
-    assert resolve_recipe(Recipe(preset="accurate", epochs=3), 60_000, 1).epochs == 3
+@pytest.mark.parametrize(
+    ("rows", "given", "batch_size", "epochs"),
+    [
+        (60_000, {}, 288, 20),  # of 208 steps
+        (1437, {}, 144, 445),  # of 9
+        (60_000, {"epochs": 3, "batch_size": 100}, 100, 3),
+        (60_000, {"batch_size": 1000}, 1000, 67),
+    ],
+)
+def test_the_accurate_preset_takes_four_thousand_steps_of_twice_the_batch(
+    rows: int, given: dict[str, Any], batch_size: int, epochs: int
+) -> None:
+    recipe = resolve_recipe(Recipe(preset="accurate", val_size=0, **given), rows, 1)
+    assert (recipe.batch_size, recipe.epochs) == (batch_size, epochs)
 
 
 # --- What is decided by the data set
