@@ -458,37 +458,40 @@ def prepare(arguments: argparse.Namespace) -> None:
 
 
 def doctor(arguments: argparse.Namespace) -> None:
-    save = place_to_save(arguments.save)
     for name in ("minutes", "tolerance"):
         if (value := getattr(arguments, name)) < 0:
             raise UsageError(f"--{name} {value:g}: must be at least 0")
-    compared_with = saved_by_doctor(arguments.against)
     given = {"dist_timeout": DOCTOR_TIMEOUT_S, **vars(arguments)}
     distribution = from_arguments(Distribution, given)
     from ddp_mnist.launch import find_launch
 
     launch = find_launch(distribution)
+    speaks = launch.rank == 0  # the files are on its machine
+    save = place_to_save(arguments.save if speaks else None)
+    compared_with = saved_by_doctor(arguments.against if speaks else None)
     from ddp_mnist.doctor import examination
     from ddp_mnist.doctor.findings import against
+    from ddp_mnist.sources import find_source
+
+    dataset = "mnist" if arguments.dataset == "auto" else arguments.dataset
+    find_source(dataset)  # a name that is none is told before anything else
     from ddp_mnist.doctor.machine import Options
 
-    speaks = launch.rank == 0
     screen = Screen(speaks and not arguments.json)
     options = Options(
-        dataset=arguments.dataset,
+        dataset=dataset,
         cache_dir=arguments.cache_dir,
         run_dir=arguments.run_dir,
         processes=arguments.processes or examination.default_processes(),
     )
-    findings = []
-    for finding in examination.examine(distribution, launch, options, arguments.minutes):
-        findings.append(finding)
-        screen.say(str(finding))
-    if compared_with:
-        for finding in against(findings, compared_with, arguments.tolerance):
-            findings.append(finding)
-            screen.say(str(finding))
+    aloud = not arguments.json
+    findings = examination.examine(distribution, launch, options, arguments.minutes, aloud=aloud)
     processes = launch.world_size if launch.world_size > 1 else options.processes
+    if compared_with:
+        compared = against(findings, compared_with, arguments.tolerance, processes)
+        findings += compared
+        for finding in compared:
+            screen.say(str(finding))
     verdict = examination.describe(findings, processes)
     if save and speaks:
         write_json(save, verdict)
@@ -536,6 +539,8 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 def verify(arguments: argparse.Namespace) -> None:
     save = place_to_save(arguments.save)
     assert save
+    if (os.environ.get("WORLD_SIZE") or "1") != "1":
+        raise UsageError("verify: starts its own processes; start it without a launcher")
     from ddp_mnist import verify as proofs
 
     screen, checks, plant = Screen(True), [], arguments.plant

@@ -44,6 +44,8 @@ def launcher_variables(rank: int, size: int, port: int) -> dict[str, str]:
 def _member(
     results: Any, function: Callable[..., Any], variables: dict[str, str], folder: str, args: tuple
 ) -> None:
+    for name in [name for name in os.environ if name.startswith("TORCHELASTIC_")]:
+        del os.environ[name]  # of a launcher that started this program, and not these processes
     os.environ.update(variables)
     os.chdir(folder)
     try:

@@ -168,9 +168,8 @@ def weights_of(run: Path) -> dict[str, Tensor]:
 def largest_difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
     """Largest |a - b| of any element, relative to the largest |b| of its tensor."""
     assert a.keys() == b.keys()
-    return max(
-        ((a[k].double() - b[k].double()).abs().max() / b[k].double().abs().max()).item() for k in a
-    )
+    each = [(a[k].double() - b[k].double()).abs().max() / b[k].double().abs().max() for k in a]
+    return torch.stack(each).max().item()  # NaN if any is, which Python's max may pass over
 
 
 def what_stays(run: Path) -> tuple[bytes, list[dict[str, Any]]]:

@@ -21,6 +21,7 @@ import torch
 
 from ddp_mnist import data, runtime, weights
 from ddp_mnist.config import Distribution
+from ddp_mnist.errors import DdpMnistError
 from ddp_mnist.evaluation import evaluate_split, prepare_split
 from ddp_mnist.launch import find_launch
 from ddp_mnist.local_world import LocalWorld, run_world
@@ -90,6 +91,12 @@ def verify(sizes: Sequence[int], plant: str | None = None) -> Iterator[Check | s
     """
     with tempfile.TemporaryDirectory(prefix="ddp-mnist-verify-") as scratch:
         folder = Path(scratch)
+        yield from proofs_in(folder, sizes, plant)
+
+
+def proofs_in(folder: Path, sizes: Sequence[int], plant: str | None) -> Iterator[Check | str]:
+    """See `verify`. A run that breaks down is a failed check, and the last one."""
+    try:
         alone = watched_run(1, folder)
         yield from who_took_what(alone)
         if not plant:
@@ -103,6 +110,9 @@ def verify(sizes: Sequence[int], plant: str | None = None) -> Iterator[Check | s
                 yield resume_is_exact(run)
                 yield accumulation_is_exact(size, alone)
                 yield metrics_are_exact(size, alone)
+    except (DdpMnistError, OSError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        yield Check("runs", max(sizes), "each comes to its end", reason, "no error", held=False)
 
 
 def watched_run(size: int, folder: Path, plant: str | None = None) -> Watched:

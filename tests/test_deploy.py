@@ -32,7 +32,7 @@ LONG = [*SMALL[:-1], "400"]
 # Starts two tasks with the variables that srun gives them, notes their numbers, and ends with the
 # highest exit code, as srun does.
 SRUN = """#!/bin/bash
-while [[ $1 == -* ]]; do shift; done
+while [[ $1 == -* ]]; do echo "$1" >>{folder}/options; shift; done
 for rank in 0 1; do
     SLURM_STEP_ID=0 SLURM_PROCID=$rank SLURM_LOCALID=$rank SLURM_STEP_NUM_TASKS=2 \\
     SLURM_STEP_NUM_NODES=1 SLURM_STEP_NODELIST=127.0.0.1 "$@" &
@@ -85,6 +85,7 @@ def sbatch(folder: Path, *arguments: str) -> Started:
     """The batch script as SLURM would start it on the first node of job 7."""
     variables = stand_in(folder, srun=SRUN, scontrol=SCONTROL)
     variables |= {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2", "PY": sys.executable}
+    variables["SLURM_CPUS_PER_TASK"] = "1"
     script = str(DEPLOY / "slurm.sbatch")
     return Started(["bash", script, *arguments], folder, variables, program=None)
 
@@ -95,6 +96,8 @@ def test_slurm_trains_on_two_tasks(tmp_path: Path) -> None:
     summary = summary_of(tmp_path / "runs" / "slurm-7")
     assert (summary["world_size"], summary["num_machines"]) == (2, 1)
     assert not (tmp_path / "scontrol").exists()
+    options = (tmp_path / "options").read_text().split()
+    assert options == ["--kill-on-bad-exit=0", "--cpus-per-task=1"]
 
 
 def test_a_job_whose_time_is_up_is_requeued_and_goes_on(tmp_path: Path) -> None:

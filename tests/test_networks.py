@@ -195,3 +195,33 @@ def test_the_doctor_names_a_machine_that_does_not_come(tmp_path: Path) -> None:
     assert "machine 0: FAIL  meeting" in ended.out
     assert "1 of 2 machines came within 5 s; missing: rank 1" in " ".join(ended.out.split())
     assert "machine 1: FAIL  meeting" in lost.out
+
+
+def train_multinode(hosts: Hosts, folder: Path) -> bytes:
+    """The weights of `make train-multinode` on two hosts."""
+    folder.mkdir()
+    started = [
+        on_host(
+            hosts,
+            rank,
+            folder,
+            *("make", "--no-print-directory", "-C", str(REPOSITORY), "train-multinode"),
+            *(f"PYTHON={sys.executable}", "VENV=", f"MACHINE_RANK={rank}"),
+            f"MAIN_PROCESS_IP={hosts.address(0)}",
+            f"ARGS={' '.join(PROOF)} --run-dir {folder / f'host{rank}' / 'run'}",
+        )
+        for rank in (0, 1)
+    ]
+    for each in started:
+        ended = each.ended(240)
+        assert ended.code == 0, ended.out + ended.err
+    return (folder / "host0" / "run" / run_folder.MODEL).read_bytes()
+
+
+@pytest.mark.soak
+def test_a_slow_and_lossy_network_ends_with_the_weights_of_a_quiet_one(tmp_path: Path) -> None:
+    require_hosts()
+    with Hosts(2) as quiet:
+        expected = train_multinode(quiet, tmp_path / "quiet")
+    with Hosts(2, delay_ms=50, loss_percent=1) as bad:
+        assert train_multinode(bad, tmp_path / "bad") == expected

@@ -5,9 +5,11 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from ddp_mnist import cli, verify
 from ddp_mnist.errors import CheckFailed
+from ddp_mnist.proofs import largest_difference
 from ddp_mnist.verify import CAUGHT_BY, Check, Watched
 
 GOOD = Check("samples", 2, "a step's images", "0 of 45 differ", "0 of 45", held=True)
@@ -143,3 +145,30 @@ def test_a_wrong_flag_is_one_line(
         cli.main(["verify", *argv])
     assert ended.value.code == 2
     assert begins in capsys.readouterr().err
+
+
+def test_a_run_that_breaks_down_is_a_failed_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    def killed(*_: object) -> Watched:
+        raise ConnectionError("was killed")
+
+    monkeypatch.setattr(verify, "watched_run", killed)
+    [check] = verify.verify([2, 3])
+    assert isinstance(check, Check)
+    assert (check.name, check.held, check.figure) == ("runs", False, "ConnectionError: was killed")
+
+
+def test_under_a_launcher_it_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SystemExit):
+        cli.main(["verify"])
+    assert (
+        "verify: starts its own processes; start it without a launcher" in capsys.readouterr().err
+    )
+
+
+def test_a_nan_is_a_difference() -> None:
+    weights = {"a": torch.ones(2), "b": torch.tensor([1.0, float("nan")])}
+    difference = largest_difference({"a": torch.ones(2), "b": torch.ones(2)}, weights)
+    assert not verify.bounded("x", 2, "", difference).held

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -23,46 +23,65 @@ from ddp_mnist.doctor.machine import Options, examine_machine
 from ddp_mnist.errors import DdpMnistError
 from ddp_mnist.launch import Launch, find_launch
 from ddp_mnist.local_world import run_world
+from ddp_mnist.screen import Screen
 from ddp_mnist.versions import cpu_model, package_versions
 
 START_S = 120  # to start processes and examine them once
 
 
 def default_processes() -> int:
-    """One per GPU; two where there is none."""
-    return torch.cuda.device_count() or 2
+    """One per GPU, but at least two."""
+    return max(2, torch.cuda.device_count())
 
 
 def examine(
-    flags: Distribution, launch: Launch, options: Options, minutes: float = 0
-) -> Iterator[Finding]:
-    """Findings as they come. With a launcher, the same ones on every rank."""
+    flags: Distribution, launch: Launch, options: Options, minutes: float = 0, *, aloud: bool
+) -> list[Finding]:
+    """The findings; with a launcher, the same ones on every rank. Aloud, as they come."""
     if launch.world_size > 1:
-        yield from examine_group(flags, launch, options, minutes)
-        return
-    yield from examine_machine(options)
-    yield from examine_processes(flags, options, minutes)
+        try:
+            return examine_group(flags, launch, options, minutes, aloud=aloud)
+        except DdpMnistError as error:
+            findings = [as_finding("rendezvous", error)]
+            Screen(aloud and launch.rank == 0).say(str(findings[0]))
+            return findings
+    findings = []
+    for finding in examine_machine(options):
+        findings.append(finding)
+        Screen(aloud).say(str(finding))
+    return findings + examine_processes(flags, options, minutes, aloud=aloud)
 
 
-def examine_processes(flags: Distribution, options: Options, minutes: float) -> list[Finding]:
+def as_finding(name: str, error: DdpMnistError) -> Finding:
+    said, _, remedy = str(error).rpartition("; ")
+    return failed(name, said, remedy)
+
+
+def examine_processes(
+    flags: Distribution, options: Options, minutes: float, *, aloud: bool
+) -> list[Finding]:
     """Of this machine, started here."""
-    arguments = (flags, options, minutes)
+    if flags.backend == "auto" and 0 < torch.cuda.device_count() < options.processes:
+        flags = replace(flags, backend="gloo")  # NCCL needs a GPU for each
+    arguments = (flags, options, minutes, aloud)
     timeout_s = START_S + flags.dist_timeout + 60 * minutes
     try:
         return run_world(
             options.processes, as_member, *arguments, folder=Path.cwd(), timeout_s=timeout_s
         )[0]
     except DdpMnistError as error:
-        said, _, remedy = str(error).rpartition("; ")
-        return [failed("processes", said, remedy)]
-    except (OSError, RuntimeError) as error:  # a process that was killed, or came to no end
+        finding = as_finding("processes", error)
+    except (OSError, RuntimeError, ValueError) as error:  # one was killed, or came to no end
         said = f"{options.processes} of this machine: {type(error).__name__}: {error}"
-        return [failed("processes", said, "see dmesg for what killed it; try --processes 2")]
+        finding = failed("processes", said, "see dmesg for what killed it; try --processes 2")
+    Screen(aloud).say(str(finding))
+    return [finding]
 
 
-def as_member(flags: Distribution, options: Options, minutes: float) -> list[Finding]:
+def as_member(flags: Distribution, options: Options, minutes: float, aloud: bool) -> list[Finding]:
     """One process's part of `examine_processes`."""
-    return examine_group(flags, find_launch(flags), options, minutes, machines_too=False)
+    launch = find_launch(flags)
+    return examine_group(flags, launch, options, minutes, machines_too=False, aloud=aloud)
 
 
 def describe(findings: Sequence[Finding], processes: int) -> dict[str, Any]:

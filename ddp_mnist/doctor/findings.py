@@ -59,18 +59,26 @@ def worst(findings: Iterable[Finding]) -> str:
     return FAIL if FAIL in levels else WARN if WARN in levels else PASS
 
 
-def against(findings: Iterable[Finding], saved: dict[str, Any], tolerance: float) -> list[Finding]:
+def against(
+    findings: Iterable[Finding], saved: dict[str, Any], tolerance: float, processes: int
+) -> list[Finding]:
     """Each figure beside that of another box of the same type.
 
     Args:
         findings: of this box.
         saved: what --save wrote there.
         tolerance: the share by which a figure may be worse.
+        processes: that were examined here.
     """
+    if saved["processes"] != processes:
+        said = f"{processes} processes here, {saved['processes']} there: speeds are not comparable"
+        return [warned("against", said, "examine both with the same number of processes")]
     there = {name: value for f in saved["findings"] for name, value in f["figures"].items()}
     here = {name: value for f in findings for name, value in f.figures.items()}
     compared = []
     for name in sorted(here.keys() & there.keys()):
+        if min(here[name], there[name]) <= 0:
+            continue  # nothing to divide by
         smaller_is_better = name.endswith((" ms", " s"))
         worse = here[name] / there[name] if smaller_is_better else there[name] / here[name]
         said = f"{name}: {here[name]:.4g} here, {there[name]:.4g} there"

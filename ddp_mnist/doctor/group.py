@@ -5,19 +5,22 @@ Every rank examines; what each saw goes to rank 0 over the store, and rank 0 tel
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ddp_mnist import data, runtime, stopping, train
 from ddp_mnist.config import Distribution, Recipe, Run, TrainConfig, resolve_recipe
 from ddp_mnist.doctor import collectives
-from ddp_mnist.doctor.findings import PASS, Finding, failed, passed, warned
+from ddp_mnist.doctor.findings import FAIL, PASS, Finding, failed, passed, warned, worst
 from ddp_mnist.doctor.machine import Options, examine_machine
+from ddp_mnist.errors import DdpMnistError
 from ddp_mnist.launch import Launch
 from ddp_mnist.proofs import watching
 from ddp_mnist.resume import Opened
@@ -27,6 +30,8 @@ from ddp_mnist.screen import Screen
 from ddp_mnist.summary import count
 from ddp_mnist.versions import code_digest, package_versions
 
+NOT_CACHED = "not cached"
+LATE_S = 0.2
 CLOCKS_S = 5.0  # that may lie between two machines' clocks
 SLOW = 1.5  # times the median rank's seconds
 EPOCHS = 5  # of the digits: 75 steps
@@ -66,37 +71,73 @@ def examine_group(
     minutes: float = 0,
     *,
     machines_too: bool = True,
+    aloud: bool = False,
 ) -> list[Finding]:
-    """The findings, on every rank. Raises as `runtime.start` does if the processes do not meet.
+    """The findings, on every rank.
 
     Args:
         options: for the machines; the number of processes on each is found out.
         minutes: of burn-in.
         machines_too: whether each machine is examined on its own as well.
+        aloud: rank 0 prints each finding as it comes.
+
+    Raises:
+        DdpMnistError: the processes did not meet; see `runtime.start`.
     """
     clock = time.monotonic()
-    with runtime.start(flags, launch) as world:
-        group = Group(world)
-        machines = count(world.num_machines, "machine")
-        seconds = time.monotonic() - clock
-        findings = [
-            passed(
-                "rendezvous",
-                f"{count(group.size, 'process')} on {machines} met within {seconds:.1f} s, backend"
-                f" {world.backend}, precision {world.precision}",
-            )
-        ]
-        if machines_too:
-            findings += machines_alone(group, options)
-        findings += same_everywhere(group, options)
-        findings += clocks(group)
-        findings += right_results(group)
-        findings += speeds(group)
-        findings += slowest(group)
-        findings += training(group)
-        if minutes:
-            findings += burn_in(group, minutes)
-        return findings
+    findings: list[Finding] = []
+    screen = Screen(aloud and launch.rank == 0)
+    try:
+        with runtime.start(flags, launch) as world:
+            group = Group(world)
+            met = met_within(group, time.monotonic() - clock)
+            for finding in (met, *examinations(group, options, minutes, machines_too)):
+                findings.append(finding)
+                screen.say(str(finding))
+    except DdpMnistError as error:
+        if not findings:
+            raise
+        if worst(findings) != FAIL:  # of an examination that failed, the finding says more
+            said, _, remedy = str(error).rpartition("; ")
+            findings.append(failed("the end", said, remedy))
+            screen.say(str(findings[-1]))
+    return findings
+
+
+def met_within(group: Group, seconds: float) -> Finding:
+    world = group.world
+    who = f"{count(group.size, 'process')} on {count(world.num_machines, 'machine')}"
+    how = f"backend {world.backend}, precision {world.precision}"
+    return passed("rendezvous", f"{who} met within {seconds:.1f} s, {how}")
+
+
+def examinations(
+    group: Group, options: Options, minutes: float, machines_too: bool
+) -> Iterator[Finding]:
+    """One after the other; where one breaks down, what comes after it could not work either."""
+    steps: dict[str, Callable[[], Iterator[Finding]]] = {
+        "machine": lambda: machines_alone(group, options) if machines_too else iter(()),
+        "same": lambda: same_everywhere(group, options),
+        "clocks": lambda: clocks(group),
+        "collectives": lambda: right_results(group),
+        "speed": lambda: speeds(group),
+        "computing": lambda: slowest(group),
+        "training": lambda: training(group, options),
+        "burn-in": lambda: burn_in(group, options, minutes) if minutes else iter(()),
+    }
+    for name, examine in steps.items():
+        try:
+            yield from examine()
+        except (RuntimeError, ValueError, DdpMnistError) as error:
+            yield failed(name, reason(error), "see what the other machines say, then the network")
+            return
+
+
+def reason(error: Exception) -> str:
+    """The line that tells the cause: NCCL's is its last."""
+    text = str(error).strip() or type(error).__name__
+    cause = text.partition("Last error:")[2].strip()
+    return (cause or text.splitlines()[0])[:300]
 
 
 def machines_alone(group: Group, options: Options) -> Iterator[Finding]:
@@ -122,23 +163,40 @@ def same_everywhere(group: Group, options: Options) -> Iterator[Finding]:
     mine = {
         **package_versions(),
         "the code of ddp_mnist": code_digest(),
-        f"the data of {options.dataset}": images.digest[:16] if images else "not cached",
+        f"the data of {options.dataset}": images.digest[:16] if images else NOT_CACHED,
+        **variables(),
     }
+    if group.device.type == "cuda":
+        mine["CUDA"] = str(torch.version.cuda)
+        mine["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+        mine["GPU"] = torch.cuda.get_device_name(group.device)
     everyones = group.everyones(mine)
     differ = False
     for what in mine:
         values = [theirs.get(what) for theirs in everyones]
-        odd = [rank for rank, value in enumerate(values) if value != values[0]]
-        if not odd:
-            continue
-        differ = True
-        said = f"{what}: rank 0 has {values[0]}, {group.who(odd)} {values[odd[0]]}"
-        if "not cached" in values:
+        there = [value for value in values if value != NOT_CACHED]
+        first = there[0] if there else NOT_CACHED
+        odd = [rank for rank, value in enumerate(values) if value not in (first, NOT_CACHED)]
+        without = [rank for rank, value in enumerate(values) if value == NOT_CACHED]
+        differ |= bool(odd or (there and without))
+        if odd:
+            said = f"{what}: rank {values.index(first)} has {first}, {group.who(odd)}"
+            said += f" {values[odd[0]]}"
+            yield failed(
+                "same", said, "make versions, variables, code and data the same everywhere"
+            )
+        elif there and without:
+            said = f"{what}: not cached on {group.who(without)}"
             yield warned("same data", said, "run ddp-mnist prepare on each machine")
-        else:
-            yield failed("same", said, "install the same versions, code and data everywhere")
     if not differ:
         yield passed("same", f"versions, code and data of {count(group.size, 'process')} are equal")
+
+
+def variables() -> dict[str, str]:
+    """What NCCL and gloo are told, but for the interface, whose name may differ."""
+    names = [name for name in os.environ if name.startswith(("NCCL_", "GLOO_"))]
+    told = {name: os.environ[name] for name in names if not name.endswith("_SOCKET_IFNAME")}
+    return {"NCCL_ and GLOO_ variables": " ".join(f"{n}={v}" for n, v in sorted(told.items()))}
 
 
 def clocks(group: Group) -> Iterator[Finding]:
@@ -158,8 +216,17 @@ def clocks(group: Group) -> Iterator[Finding]:
 def right_results(group: Group) -> Iterator[Finding]:
     """Every collective's result, on every rank."""
     absent, right = [], []
-    for name in collectives.COLLECTIVES:
-        outcome = collectives.outcome(name, group.rank, group.size, group.device)
+    for name in (*collectives.COLLECTIVES, "barrier"):
+        try:
+            outcome = (
+                ("right" if barrier_holds(group) else "wrong")
+                if name == "barrier"
+                else collectives.outcome(name, group.rank, group.size, group.device)
+            )
+        except RuntimeError as error:
+            remedy = "see what the other ranks say; for NCCL, start again with NCCL_DEBUG=INFO"
+            yield failed(name, f"fails on {group.who([group.rank])}: {reason(error)}", remedy)
+            return
         outcomes = group.everyones(outcome)
         if wrong := [rank for rank, each in enumerate(outcomes) if each == "wrong"]:
             yield failed(
@@ -168,12 +235,29 @@ def right_results(group: Group) -> Iterator[Finding]:
                 "do not train here; repeat on fewer machines to find the bad one (memory, network"
                 " card, driver, library)",
             )
-        elif "absent" in outcomes:
+        elif set(outcomes) == {"absent"}:
             absent.append(name)
+        elif "absent" in outcomes:
+            lacking = [rank for rank, each in enumerate(outcomes) if each == "absent"]
+            remedy = "install the same versions everywhere"
+            yield failed(name, f"{group.who(lacking)} has no such collective", remedy)
         else:
             right.append(name)
     lacks = f"; {group.world.backend} has no {', '.join(absent)}" if absent else ""
     yield passed("collectives", f"right on every rank: {', '.join(right)}{lacks}")
+
+
+def barrier_holds(group: Group) -> bool:
+    """The last rank comes late, and posts that before it enters; nobody may pass before."""
+    group.questions += 1
+    key = f"doctor/entered/{group.questions}"
+    if group.rank == group.size - 1:
+        time.sleep(LATE_S)
+        group.board.post(key, True)
+    dist.barrier()
+    if group.device.type == "cuda":
+        torch.cuda.synchronize()
+    return group.board.has(key)
 
 
 def speeds(group: Group) -> Iterator[Finding]:
@@ -198,28 +282,32 @@ def slowest(group: Group) -> Iterator[Finding]:
         factor = max(times) / middle
         remedy = "look for throttling, other programs, fewer cores or an older card there"
         said = f"{group.who(slow)}: {factor:.1f} times the median rank's time"
-        yield warned("slow rank", said, remedy)
+        yield replace(warned("slow rank", said, remedy), figures=figures)
     else:
         said = f"slowest rank takes {max(times) / middle:.2f} times the median's time"
         yield passed("computing", said, figures)
 
 
 def compute_s(device: torch.device, tries: int = 15) -> float:
-    """Least seconds of ten matrix products [512, 512]: what others take of a machine adds."""
-    square, least = torch.ones(512, 512, device=device), float("inf")
+    """Least seconds of ten matrix products: what others take of a machine adds.
+
+    [512, 512] on a CPU, [8192, 8192] on a GPU, which small ones would not occupy.
+    """
+    size = 8192 if device.type == "cuda" else 512
+    square, least = torch.ones(size, size, device=device), float("inf")
     for _ in range(tries):
         clock = time.monotonic()
         for _ in range(10):
-            square = square @ square / 512
+            square = square @ square / size
         if device.type == "cuda":
             torch.cuda.synchronize()
         least = min(least, time.monotonic() - clock)
     return least
 
 
-def training(group: Group) -> Iterator[Finding]:
+def training(group: Group, options: Options) -> Iterator[Finding]:
     """The real trainer on the digits, which need no network: ends with equal weights that work."""
-    images = data.load("digits")
+    images = data.load("digits", options.cache_dir)
     recipe = resolve_recipe(Recipe(epochs=EPOCHS), len(images.train_labels), group.size)
     config = TrainConfig(Run(dataset="digits", quiet=True), recipe)
     nowhere = Opened(RunFolder(None), {}, {}, goes_on=False)
@@ -240,13 +328,13 @@ def training(group: Group) -> Iterator[Finding]:
         yield passed("training", f"{said}, equal weights on every rank", {"images/s": speed})
 
 
-def burn_in(group: Group, minutes: float) -> Iterator[Finding]:
+def burn_in(group: Group, options: Options, minutes: float) -> Iterator[Finding]:
     """Results and training again and again; what heats up or comes loose shows after a while."""
     started, rounds, found = time.monotonic(), 0, list[Finding]()
     while group.board.decided_by_rank_0(
         f"doctor/burn-in/{rounds}", lambda: time.monotonic() - started < 60 * minutes
     ):
-        found += [*right_results(group), *training(group)]
+        found += [*right_results(group), *training(group, options)]
         rounds += 1
     wrong = [finding for finding in found if finding.level != PASS]
     speed = [f.figures["images/s"] for f in found if "images/s" in f.figures]
@@ -255,5 +343,9 @@ def burn_in(group: Group, minutes: float) -> Iterator[Finding]:
         said += f", first of {len(wrong)} faults: {wrong[0].name}, {wrong[0].said}"
         yield replace(wrong[0], name="burn-in", said=said)
     else:
-        spread = f"{min(speed):,.0f} to {max(speed):,.0f} images/s" if speed else "none"
-        yield passed("burn-in", f"{said}, all right, {spread}")
+        early, late = statistics.median(speed[:3]), statistics.median(speed[-3:])
+        said += f", all right, {early:,.0f} images/s at first and {late:,.0f} at last"
+        if late < early / SLOW:
+            yield warned("burn-in", said, "look for throttling (nvidia-smi -q -d PERFORMANCE)")
+        else:
+            yield passed("burn-in", said)

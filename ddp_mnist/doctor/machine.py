@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import shutil
@@ -111,8 +112,11 @@ def default_config(_: Options) -> Iterator[Finding]:
 def gpus(_: Options) -> Iterator[Finding]:
     """Whether torch sees those that are there, and each computes a product right."""
     there = len(list(DEVICES.glob("nvidia[0-9]*")))
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
     if not torch.cuda.is_available():
-        if there:
+        if there and hidden is not None:
+            yield passed("GPUs", f"{there}, hidden by CUDA_VISIBLE_DEVICES={hidden}")
+        elif there:
             built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPUs only"
             remedy = "update the driver, or install the torch that fits it"
             what = f"{there} in /dev, but torch (built for {built}) sees none"
@@ -120,16 +124,10 @@ def gpus(_: Options) -> Iterator[Finding]:
         else:
             yield passed("GPUs", "none; training runs on the CPU, with gloo")
         return
-    if there and torch.cuda.device_count() < there:
-        shown = os.environ.get("CUDA_VISIBLE_DEVICES")
-        yield warned(
-            "GPUs",
-            f"{there} in /dev, {torch.cuda.device_count()} for torch"
-            f" (CUDA_VISIBLE_DEVICES={shown})",
-            "unset CUDA_VISIBLE_DEVICES, if all are yours",
-        )
+    mine = torch.cuda.device_count()
     nccl = ".".join(map(str, torch.cuda.nccl.version()))
-    yield passed("GPUs", f"CUDA {torch.version.cuda}, NCCL {nccl}")
+    part = f" of {there} in /dev" if there > mine else ""
+    yield passed("GPUs", f"{mine}{part}, CUDA {torch.version.cuda}, NCCL {nccl}")
     for number in range(torch.cuda.device_count()):
         yield product(torch.device("cuda", number), torch.cuda.get_device_name(number))
     yield from nvidia_smi()
@@ -181,9 +179,8 @@ def cores(options: Options) -> Iterator[Finding]:
     remedy = f"start at most {mine} processes, or give this machine more cores"
     if allowed is not None and allowed < mine:
         what += f", of which the container may use {allowed:g}"
-        mine, remedy = int(allowed), f"set OMP_NUM_THREADS=1 and start at most {int(allowed)}"
-        yield warned("cores", what, remedy)
-    elif mine < options.processes and not torch.cuda.is_available():
+        mine, remedy = max(1, int(allowed)), "set OMP_NUM_THREADS=1, and start fewer processes"
+    if mine < options.processes and not torch.cuda.is_available():
         yield warned("cores", what, remedy)
     else:
         yield passed("cores", what)
@@ -202,7 +199,7 @@ def memory(options: Options) -> Iterator[Finding]:
     free = psutil.virtual_memory().available
     try:
         limit = (CGROUP / "memory.max").read_text().strip()
-        used = int((CGROUP / "memory.current").read_text())
+        used = int((CGROUP / "memory.current").read_text()) - reclaimable()
         free = free if limit == "max" else min(free, int(limit) - used)
     except (OSError, ValueError):
         pass
@@ -213,6 +210,14 @@ def memory(options: Options) -> Iterator[Finding]:
         yield failed("memory", what, remedy)
     else:
         yield passed("memory", what)
+
+
+def reclaimable() -> int:
+    """Bytes of files that the container has read, which count as used and can be dropped."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        lines = (CGROUP / "memory.stat").read_text().splitlines()
+        return sum(int(line.split()[1]) for line in lines if line.startswith("inactive_file "))
+    return 0
 
 
 def shared_memory(_: Options) -> Iterator[Finding]:
@@ -318,7 +323,9 @@ def interfaces(_: Options) -> Iterator[Finding]:
     up = []
     for name, addresses in psutil.net_if_addrs().items():
         own = [a.address for a in addresses if a.family in (socket.AF_INET, socket.AF_INET6)]
-        if own and stats[name].isup and not all(map(is_loopback, own)):
+        # A labelled address (eth0:vip) is one of its interface.
+        state = stats.get(name.partition(":")[0])
+        if own and state and state.isup and not all(map(is_loopback, own)):
             up.append(f"{name} ({own[0]})")
     names, told = psutil.net_if_addrs(), os.environ.get("GLOO_SOCKET_IFNAME")
     if told and told not in names:

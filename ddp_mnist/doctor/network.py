@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 
@@ -37,13 +38,21 @@ def examine_way(node: Node, timeout_s: float) -> Iterator[Finding]:
         )
         met_s = time.monotonic() - clock
         yield passed("meeting", f"{node.num_machines} machines met at {where} in {met_s:.1f} s")
+    except DdpMnistError as error:
+        said, _, remedy = str(error).rpartition("; ")
+        yield failed("meeting", said, remedy)
+        return
+    try:
         check_told_alike(board, node)
         findings = list(connections(board))
         board.leave()
         yield from findings
     except DdpMnistError as error:
         said, _, remedy = str(error).rpartition("; ")
-        yield failed("meeting", said, remedy)
+        yield failed("connections", said, remedy)
+    except RuntimeError as error:  # of the store, which machine 0 serves
+        said = f"machine 0 went away ({str(error).splitlines()[0]})"
+        yield failed("connections", said, "see what it says there, then start again")
 
 
 def main_address(node: Node) -> Finding:
@@ -103,15 +112,17 @@ def connections(board: Board) -> Iterator[Finding]:
         server.bind(("", 0))
         server.listen()
         board.post(f"listens/{board.rank}", [own, server.getsockname()[1]])
+        ranks = [rank for rank in range(board.world_size) if rank != board.rank]
+        places = [board.read(f"listens/{rank}", board.patience_s) for rank in ranks]
+        with ThreadPoolExecutor(len(ranks)) as pool:  # one deadline for all of them
+            reasons = list(pool.map(lambda place: refusal(*place), places))
         unreached = [
             (rank, *place, why)
-            for rank in range(board.world_size)
-            if rank != board.rank
-            for place in [board.read(f"listens/{rank}", board.patience_s)]
-            if (why := refusal(*place))
+            for rank, place, why in zip(ranks, places, reasons, strict=True)
+            if why
         ]
         board.post(f"reached/{board.rank}", not unreached)
-        board.wait_for_all("connections", within_s=board.patience_s)
+        board.wait_for_all("connections", within_s=board.patience_s + CONNECT_S)
     if unreached:
         rank, address, port, why = unreached[0]
         yield failed(
