@@ -10,6 +10,7 @@ rank and address, two nodes are rehearsed on this machine, over TCP, each with i
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import socket
 import subprocess
@@ -17,6 +18,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from ddp_mnist.config import Distribution
@@ -74,7 +76,7 @@ def run(argv: list[str]) -> int:
         return rehearse(flags, arguments)
     node = make_node(flags)
     if node.verb == "doctor":
-        examine_way(node, timeout_of(node.verb, arguments))
+        examine_way(node, arguments)
     else:
         meet(node, timeout_of(node.verb, arguments))
     return os.execv(sys.executable, node.command(arguments))
@@ -134,17 +136,27 @@ def timeout_of(verb: str, arguments: list[str]) -> float:
     return typed.get("dist_timeout", default)
 
 
-def examine_way(node: Node, timeout_s: float) -> None:
-    """`meet` for the doctor, who says how far it goes. Raises CheckFailed where it does not."""
-    from ddp_mnist.doctor import network
+def examine_way(node: Node, arguments: list[str]) -> None:
+    """`meet` for the doctor, who says how far it goes. Raises CheckFailed where it does not.
 
-    for finding in network.examine_way(node, timeout_s):
-        print(f"machine {node.machine_rank}: {finding}", flush=True)
-        if finding.level == "FAIL":
-            raise CheckFailed(
-                f"doctor: '{finding.name}' is FAIL on machine {node.machine_rank}; do what its line"
-                " says, then examine again"
-            )
+    The findings go on to the processes that are started next, for the verdict of all.
+    """
+    from ddp_mnist import cli
+    from ddp_mnist.doctor import examination, network
+
+    typed = cli.make_parser().parse_args(["doctor", *arguments])
+    shown, findings = sys.stderr if typed.json else sys.stdout, []
+    for finding in network.examine_way(node, timeout_of("doctor", arguments)):
+        print(f"machine {node.machine_rank}: {finding}", file=shown, flush=True)
+        findings.append(finding)
+    if wrong := examination.complaint(findings):
+        verdict = examination.describe(findings, processes=0)
+        if typed.json:
+            print(json.dumps(verdict), flush=True)
+        if typed.save:
+            cli.write_json(Path(typed.save), verdict)
+        raise CheckFailed(f"machine {node.machine_rank}: {wrong}")
+    network.pass_on(findings)
 
 
 def meet(node: Node, timeout_s: float) -> None:

@@ -118,14 +118,17 @@ def test_the_doctor_finds_a_healthy_cluster_healthy(tmp_path: Path) -> None:
     for rank, out in enumerate((first.out, second.out)):
         for name in ("main address", "route", "meeting", "connections"):
             assert f"machine {rank}: PASS  {name}" in out
-    assert first.out.splitlines()[-1] == "verdict: PASS"
+    assert first.out.splitlines()[-1].startswith("verdict: ")
     assert "verdict" not in second.out  # rank 0 tells it
     verdict = run_folder.read_json(tmp_path / "verdict.json")
+    unwell = {finding["name"] for finding in verdict["findings"] if finding["level"] != "PASS"}
+    assert unwell <= {"slow rank"}  # where other tests share the cores, one may be
     found = {finding["name"]: finding["said"] for finding in verdict["findings"]}
     assert found["rendezvous"].startswith("2 processes on 2 machines met")
     examined = [f["said"] for f in verdict["findings"] if f["name"] == "machine"]
     assert [said.split(":")[0] for said in examined] == names
-    assert all(said.endswith("examinations, all well") for said in examined)
+    # 13 of each machine, and name, route, meeting and connections before it
+    assert all(said.endswith(": 17 examinations, all well") for said in examined)
 
 
 def test_the_doctor_names_a_firewall_that_drops_the_data_ports(tmp_path: Path) -> None:
@@ -145,8 +148,8 @@ def test_the_doctor_names_a_firewall_that_drops_the_data_ports(tmp_path: Path) -
     assert "-> open all TCP ports between the machines" in first.out
     assert "machine 1: FAIL  connections    machine 0 cannot reach all others" in second.out
     assert first.error_lines == [
-        "ddp-mnist: error: doctor: 'connections' is FAIL on machine 0; do what its line says, then"
-        " examine again (code 1)"
+        "ddp-mnist: error: machine 0: doctor: 1 of 4 findings are FAIL (connections); do what their"
+        " lines say, then examine again (code 1)"
     ]
 
 

@@ -20,6 +20,7 @@ from ddp_mnist.config import Distribution, Recipe, Run, TrainConfig, resolve_rec
 from ddp_mnist.doctor import collectives
 from ddp_mnist.doctor.findings import FAIL, PASS, Finding, failed, passed, warned, worst
 from ddp_mnist.doctor.machine import Options, examine_machine
+from ddp_mnist.doctor.network import passed_on
 from ddp_mnist.errors import DdpMnistError
 from ddp_mnist.launch import Launch
 from ddp_mnist.proofs import watching
@@ -147,7 +148,8 @@ def machines_alone(group: Group, options: Options) -> Iterator[Finding]:
     # The main port is in use by now.
     options = replace(options, processes=hosts.count(here), port=None)
     is_first = hosts.index(here) == group.rank
-    mine = [asdict(finding) for finding in examine_machine(options)] if is_first else []
+    alone = (*passed_on(), *examine_machine(options)) if is_first else ()
+    mine = [asdict(finding) for finding in alone]
     for rank, found in enumerate(group.everyones(mine)):
         findings = [Finding(**each) for each in found]
         unwell = [finding for finding in findings if finding.level != PASS]

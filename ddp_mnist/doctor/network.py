@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import os
 import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 
 import psutil
 
@@ -17,6 +20,7 @@ from ddp_mnist.multinode import Node, check_told_alike
 from ddp_mnist.rendezvous import Board
 
 CONNECT_S = 5.0
+PASSED_ON = "DDP_MNIST_DOCTOR_WAY"  # what was found on the way, for the processes that follow
 
 
 def examine_way(node: Node, timeout_s: float) -> Iterator[Finding]:
@@ -53,6 +57,16 @@ def examine_way(node: Node, timeout_s: float) -> Iterator[Finding]:
     except RuntimeError as error:  # of the store, which machine 0 serves
         said = f"machine 0 went away ({str(error).splitlines()[0]})"
         yield failed("connections", said, "see what it says there, then start again")
+
+
+def pass_on(findings: list[Finding]) -> None:
+    """To the processes that this one starts, or becomes."""
+    os.environ[PASSED_ON] = json.dumps([asdict(finding) for finding in findings])
+
+
+def passed_on() -> list[Finding]:
+    """What this machine found before its processes were started; [] without that."""
+    return [Finding(**each) for each in json.loads(os.environ.get(PASSED_ON, "[]"))]
 
 
 def main_address(node: Node) -> Finding:
