@@ -166,22 +166,23 @@ def meet(node: Node, timeout_s: float) -> None:
         PeerError: nobody answers there, or not all machines came, within `timeout_s`.
         UsageError: the port is taken, a rank came twice, or the machines' numbers differ.
     """
-    from ddp_mnist import rendezvous
 
     print(
         f"machine {node.machine_rank} of {node.num_machines}: meeting the others at"
         f" {node.main_process_ip}:{node.main_process_port} (up to {timeout_s:g} s)",
         flush=True,
     )
-    board = rendezvous.meet_machines(
-        node.main_process_ip,
-        node.main_process_port,
-        node.machine_rank,
-        node.num_machines,
-        timeout_s,
-    )
+    board = meet_others(node, timeout_s)
     check_told_alike(board, node)
     board.leave()  # closes the port, which the launcher of machine 0 opens again
+
+
+def meet_others(node: Node, timeout_s: float) -> Board:
+    """Raises as `rendezvous.meet` does."""
+    from ddp_mnist import rendezvous
+
+    host, port = node.main_process_ip, node.main_process_port
+    return rendezvous.meet_machines(host, port, node.machine_rank, node.num_machines, timeout_s)
 
 
 def check_told_alike(board: Board, node: Node) -> None:

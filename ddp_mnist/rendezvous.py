@@ -340,7 +340,7 @@ def _refuse_used_port(port: int) -> None:
         try:
             probe.bind(("", port))
         except OSError as error:
-            raise _port_in_use(port, _reason(error)) from None
+            raise _port_in_use(port, reason(error)) from None
 
 
 def _port_in_use(port: int, reason: str) -> UsageError:
@@ -359,9 +359,9 @@ def _wait_for_answer(host: str, port: int, timeout_s: float, who: str) -> None:
                 return
         except (OSError, UnicodeError) as error:  # the latter for a name such as a..b
             if time.monotonic() >= deadline:
-                reason = _reason(error)
+                why = reason(error)
                 raise PeerError(
-                    f"{host}:{port}: {who} reached nobody there within {timeout_s:g} s ({reason});"
+                    f"{host}:{port}: {who} reached nobody there within {timeout_s:g} s ({why});"
                     " is rank 0 running, is the address right, is the port open?"
                 ) from None
         time.sleep(min(0.2, max(0.0, deadline - time.monotonic())))
@@ -422,7 +422,7 @@ def _wait_for_others(board: Board, timeout_s: float, address: str, unit: str) ->
             )
 
 
-def _reason(error: Exception) -> str:
+def reason(error: Exception) -> str:
     """What the system says, e.g. connection refused."""
     return (getattr(error, "strerror", None) or str(error)).lower()
 

@@ -38,6 +38,7 @@ from ddp_mnist.config import Distribution
 from ddp_mnist.errors import PeerError, UsageError
 from ddp_mnist.launch import CONFIGS, Launch, interface_towards, is_loopback
 from ddp_mnist.rendezvous import Board, check_same, first_cause, meet
+from ddp_mnist.versions import cores
 
 PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 COMM_HOOKS = {
@@ -294,10 +295,8 @@ def set_threads(launch: Launch, device: str, processes_here: int) -> int:
         raise UsageError(f"OMP_NUM_THREADS={told}: must be a whole number; set it or unset it")
     threads = int(outermost)
     if threads < 1 or (threads == 1 and launch.child_of_launcher):
-        can_tell = hasattr(os, "sched_getaffinity")
-        cores = len(os.sched_getaffinity(0)) if can_tell else os.cpu_count() or 1
         share = os.environ.get("SLURM_CPUS_PER_TASK", "")
-        threads = int(share) if share.isdecimal() else max(1, cores // processes_here)
+        threads = int(share) if share.isdecimal() else max(1, cores() // processes_here)
         threads = threads if device == "cpu" else 1
     os.environ["OMP_NUM_THREADS"] = str(threads)
     torch.set_num_threads(threads)

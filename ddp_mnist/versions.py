@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import platform
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
@@ -30,6 +31,12 @@ def cpu_model() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.machine()
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    can_tell = hasattr(os, "sched_getaffinity")
+    return len(os.sched_getaffinity(0)) if can_tell else os.cpu_count() or 1
 
 
 def code_digest() -> str:

@@ -150,7 +150,7 @@ def test_the_job_is_what_kubernetes_expects() -> None:
     assert int(variables["MASTER_PORT"]) == service["spec"]["ports"][0]["port"]
     mounted = {each["name"]: each["mountPath"] for each in pod["containers"][0]["volumeMounts"]}
     assert {each["name"] for each in pod["volumes"]} == set(mounted)
-    assert mounted["runs"] == "/work/runs"  # where the image's working directory has them
+    assert mounted["runs"] == "/app/runs"  # where the image's working directory has them
 
 
 def test_the_trainjob_is_what_kubeflow_expects() -> None:
@@ -221,7 +221,7 @@ def test_the_image_has_what_an_install_needs() -> None:
     assert all((REPOSITORY / name).exists() for name in copied)
     assert {"pyproject.toml", "constraints.txt", "README.md", "LICENSE", "ddp_mnist"} <= {*copied}
     [work] = [line.split()[1] for line in lines if line.startswith("WORKDIR")]
-    assert work == "/work"
+    assert work == "/app"
     command = json.loads(next(line for line in lines if line.startswith("CMD"))[3:])
     assert command == ["python", "-m", "ddp_mnist", "doctor"]
 

@@ -8,7 +8,6 @@ net of its own; only gradients travel, while the rest of them is still being com
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Callable, Iterator
 
@@ -23,6 +22,7 @@ from ddp_mnist.bench.steps import ready_to_step, timed
 from ddp_mnist.config import TrainConfig
 from ddp_mnist.optim import make_optimizer
 from ddp_mnist.runtime import COMM_HOOKS, POWERSGD, World
+from ddp_mnist.versions import cores
 
 Strategy = Callable[[TrainConfig, data.ImageData, World], float]
 
@@ -91,11 +91,6 @@ def all_cores() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
-
-
-def cores() -> int:
-    can_tell = hasattr(os, "sched_getaffinity")
-    return len(os.sched_getaffinity(0)) if can_tell else os.cpu_count() or 1
 
 
 def ddp(config: TrainConfig, images: data.ImageData, world: World) -> float:

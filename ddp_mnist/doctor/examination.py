@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ddp_mnist.config import Distribution
-from ddp_mnist.doctor.findings import FAIL, Finding, failed, worst
+from ddp_mnist.doctor.findings import FAIL, Finding, failed, from_error, worst
 from ddp_mnist.doctor.group import examine_group
 from ddp_mnist.doctor.machine import Options, examine_machine
 from ddp_mnist.errors import DdpMnistError
@@ -42,7 +42,7 @@ def examine(
         try:
             return examine_group(flags, launch, options, minutes, aloud=aloud)
         except DdpMnistError as error:
-            findings = [as_finding("rendezvous", error)]
+            findings = [from_error("rendezvous", error)]
             Screen(aloud and launch.rank == 0).say(str(findings[0]))
             return findings
     findings = []
@@ -50,11 +50,6 @@ def examine(
         findings.append(finding)
         Screen(aloud).say(str(finding))
     return findings + examine_processes(flags, options, minutes, aloud=aloud)
-
-
-def as_finding(name: str, error: DdpMnistError) -> Finding:
-    said, _, remedy = str(error).rpartition("; ")
-    return failed(name, said, remedy)
 
 
 def examine_processes(
@@ -70,7 +65,7 @@ def examine_processes(
             options.processes, as_member, *arguments, folder=Path.cwd(), timeout_s=timeout_s
         )[0]
     except DdpMnistError as error:
-        finding = as_finding("processes", error)
+        finding = from_error("processes", error)
     except (OSError, RuntimeError, ValueError) as error:  # one was killed, or came to no end
         said = f"{options.processes} of this machine: {type(error).__name__}: {error}"
         finding = failed("processes", said, "see dmesg for what killed it; try --processes 2")

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from ddp_mnist.errors import DdpMnistError
+
 PASS, WARN, FAIL = "PASS", "WARN", "FAIL"
 COLUMNS, INDENT = 80, " " * 21
 
@@ -52,6 +54,12 @@ def warned(name: str, said: str, remedy: str) -> Finding:
 
 def failed(name: str, said: str, remedy: str) -> Finding:
     return Finding(FAIL, name, said, remedy)
+
+
+def from_error(name: str, error: DdpMnistError) -> Finding:
+    """Its line: what it says, and behind the last semicolon what to do."""
+    said, _, remedy = str(error).rpartition("; ")
+    return failed(name, said, remedy)
 
 
 def worst(findings: Iterable[Finding]) -> str:

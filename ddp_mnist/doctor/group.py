@@ -18,7 +18,7 @@ import torch.distributed as dist
 from ddp_mnist import data, runtime, stopping, train
 from ddp_mnist.config import Distribution, Recipe, Run, TrainConfig, resolve_recipe
 from ddp_mnist.doctor import collectives
-from ddp_mnist.doctor.findings import FAIL, PASS, Finding, failed, passed, warned, worst
+from ddp_mnist.doctor.findings import FAIL, PASS, Finding, failed, from_error, passed, warned, worst
 from ddp_mnist.doctor.machine import Options, examine_machine
 from ddp_mnist.doctor.network import passed_on
 from ddp_mnist.errors import DdpMnistError
@@ -99,8 +99,7 @@ def examine_group(
         if not findings:
             raise
         if worst(findings) != FAIL:  # of an examination that failed, the finding says more
-            said, _, remedy = str(error).rpartition("; ")
-            findings.append(failed("the end", said, remedy))
+            findings.append(from_error("the end", error))
             screen.say(str(findings[-1]))
     return findings
 

@@ -17,7 +17,7 @@ import psutil
 import torch
 from packaging.requirements import Requirement
 
-from ddp_mnist import data, sources
+from ddp_mnist import data, sources, versions
 from ddp_mnist.doctor.findings import Finding, failed, passed, warned
 from ddp_mnist.launch import interface_towards, is_loopback
 from ddp_mnist.versions import PACKAGES, cpu_model, package_versions
@@ -63,11 +63,11 @@ def examine_machine(options: Options) -> Iterator[Finding]:
 
 def packages(_: Options) -> Iterator[Finding]:
     """Each package is there, in a version that the others are made for."""
-    versions = package_versions()
-    broken = [f"{name} is missing" for name, found in versions.items() if found == "missing"]
+    there = package_versions()
+    broken = [f"{name} is missing" for name, found in there.items() if found == "missing"]
     for package in PACKAGES:
-        broken += unmet(package) if versions[package] != "missing" else []
-    shown = ", ".join(f"{name} {found}" for name, found in versions.items())
+        broken += unmet(package) if there[package] != "missing" else []
+    shown = ", ".join(f"{name} {found}" for name, found in there.items())
     if broken:
         remedy = "install the versions of constraints.txt: make clean, then make venv"
         yield failed("packages", "; ".join(broken), remedy)
@@ -172,9 +172,7 @@ def product(device: torch.device, name: str) -> Finding:
 
 def cores(options: Options) -> Iterator[Finding]:
     """Cores that this process may use, after affinity and a container's quota."""
-    can_tell = hasattr(os, "sched_getaffinity")
-    mine = len(os.sched_getaffinity(0)) if can_tell else os.cpu_count() or 1
-    allowed = quota()
+    mine, allowed = versions.cores(), quota()
     what = f"{mine} cores, for {options.processes} processes"
     remedy = f"start at most {mine} processes, or give this machine more cores"
     if allowed is not None and allowed < mine:

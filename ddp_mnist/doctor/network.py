@@ -12,12 +12,11 @@ from dataclasses import asdict
 
 import psutil
 
-from ddp_mnist import rendezvous
-from ddp_mnist.doctor.findings import FAIL, Finding, failed, passed, warned
+from ddp_mnist.doctor.findings import FAIL, Finding, failed, from_error, passed, warned
 from ddp_mnist.errors import DdpMnistError
 from ddp_mnist.launch import address_towards, interface_towards, is_loopback
-from ddp_mnist.multinode import Node, check_told_alike
-from ddp_mnist.rendezvous import Board
+from ddp_mnist.multinode import Node, check_told_alike, meet_others
+from ddp_mnist.rendezvous import Board, reason
 
 CONNECT_S = 5.0
 PASSED_ON = "DDP_MNIST_DOCTOR_WAY"  # what was found on the way, for the processes that follow
@@ -33,18 +32,11 @@ def examine_way(node: Node, timeout_s: float) -> Iterator[Finding]:
     where = f"{node.main_process_ip}:{node.main_process_port}"
     try:
         clock = time.monotonic()
-        board = rendezvous.meet_machines(
-            node.main_process_ip,
-            node.main_process_port,
-            node.machine_rank,
-            node.num_machines,
-            timeout_s,
-        )
+        board = meet_others(node, timeout_s)
         met_s = time.monotonic() - clock
         yield passed("meeting", f"{node.num_machines} machines met at {where} in {met_s:.1f} s")
     except DdpMnistError as error:
-        said, _, remedy = str(error).rpartition("; ")
-        yield failed("meeting", said, remedy)
+        yield from_error("meeting", error)
         return
     try:
         check_told_alike(board, node)
@@ -52,8 +44,7 @@ def examine_way(node: Node, timeout_s: float) -> Iterator[Finding]:
         board.leave()
         yield from findings
     except DdpMnistError as error:
-        said, _, remedy = str(error).rpartition("; ")
-        yield failed("connections", said, remedy)
+        yield from_error("connections", error)
     except RuntimeError as error:  # of the store, which machine 0 serves
         said = f"machine 0 went away ({str(error).splitlines()[0]})"
         yield failed("connections", said, "see what it says there, then start again")
@@ -163,7 +154,3 @@ def refusal(address: str | None, port: int) -> str:
             return ""
     except OSError as error:
         return reason(error)
-
-
-def reason(error: Exception) -> str:
-    return (getattr(error, "strerror", None) or str(error)).lower()
