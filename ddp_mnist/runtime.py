@@ -36,9 +36,9 @@ from accelerate.utils import (
 
 from ddp_mnist.config import Distribution
 from ddp_mnist.errors import PeerError, UsageError
+from ddp_mnist.hardware import cores
 from ddp_mnist.launch import CONFIGS, Launch, interface_towards, is_loopback
 from ddp_mnist.rendezvous import Board, check_same, first_cause, meet
-from ddp_mnist.versions import cores
 
 PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 COMM_HOOKS = {

@@ -23,6 +23,7 @@ from ddp_mnist import data, runtime, weights
 from ddp_mnist.config import Distribution
 from ddp_mnist.errors import DdpMnistError
 from ddp_mnist.evaluation import evaluate_split, prepare_split
+from ddp_mnist.hardware import cpu_model
 from ddp_mnist.launch import find_launch
 from ddp_mnist.local_world import LocalWorld, run_world
 from ddp_mnist.proofs import (
@@ -38,7 +39,7 @@ from ddp_mnist.proofs import (
     weights_of,
     what_stays,
 )
-from ddp_mnist.versions import cpu_model, package_versions
+from ddp_mnist.versions import package_versions
 
 LIMIT = 1e-9  # of a relative difference
 PARTS = 3  # that a step is split into

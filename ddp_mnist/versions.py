@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import os
 import platform
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
@@ -22,21 +20,6 @@ def package_versions() -> dict[str, str]:
         except PackageNotFoundError:
             found[package] = "missing"
     return found
-
-
-def cpu_model() -> str:
-    """What Linux calls the processor; elsewhere its architecture."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.machine()
-
-
-def cores() -> int:
-    """Cores that this process may use."""
-    can_tell = hasattr(os, "sched_getaffinity")
-    return len(os.sched_getaffinity(0)) if can_tell else os.cpu_count() or 1
 
 
 def code_digest() -> str:

@@ -29,22 +29,23 @@ SCRIPTS_OF_PYTHON = sysconfig.get_path("scripts")
 SMALL = ["--dataset", "digits", "--model", "mlp", "--mixed-precision", "no", "--epochs", "2"]
 LONG = [*SMALL[:-1], "400"]
 
-# Starts two tasks with the variables that srun gives them, notes their numbers, and ends with the
-# highest exit code, as srun does.
+# Starts two tasks with the variables that srun gives them, passes signals on to them, and ends with
+# the highest exit code, as srun does.
 SRUN = """#!/bin/bash
+trap 'kill -USR1 $tasks' USR1
+trap 'kill -TERM $tasks' TERM
 while [[ $1 == -* ]]; do echo "$1" >>{folder}/options; shift; done
 for rank in 0 1; do
     SLURM_STEP_ID=0 SLURM_PROCID=$rank SLURM_LOCALID=$rank SLURM_STEP_NUM_TASKS=2 \\
     SLURM_STEP_NUM_NODES=1 SLURM_STEP_NODELIST=127.0.0.1 "$@" &
-    echo $! >>{folder}/tasks
+    tasks="$tasks $!"
 done
 code=0
-for task in $(cat {folder}/tasks); do
-    wait $task
-    ended=$?
+for task in $tasks; do
+    wait $task; ended=$?
+    while kill -0 $task 2>/dev/null; do wait $task; ended=$?; done  # a signal ended the wait
     (( ended > code )) && code=$ended
 done
-rm {folder}/tasks
 exit $code
 """
 SCONTROL = """#!/bin/sh
@@ -104,8 +105,7 @@ def test_a_job_whose_time_is_up_is_requeued_and_goes_on(tmp_path: Path) -> None:
     job = sbatch(tmp_path, *LONG)
     run = tmp_path / "runs" / "slurm-7"
     wait_until(lambda: reached(run) > 20)
-    for task in (tmp_path / "tasks").read_text().split():
-        psutil.Process(int(task)).send_signal(signal.SIGUSR1)
+    job.process.send_signal(signal.SIGUSR1)
     assert job.ended().code == 143
     assert (tmp_path / "scontrol").read_text() == "requeue 7\n"
     stopped = reached(run)
@@ -114,6 +114,16 @@ def test_a_job_whose_time_is_up_is_requeued_and_goes_on(tmp_path: Path) -> None:
     assert ended.code == 0, ended.err
     assert summary_of(run)["resumed_from"] == [stopped]
     assert (tmp_path / "scontrol").read_text() == "requeue 7\n"
+
+
+def test_a_job_that_was_cancelled_does_not_come_back(tmp_path: Path) -> None:
+    """scancel sends SIGTERM to the tasks, which save, and leaves the script to end by itself."""
+    job = sbatch(tmp_path, *LONG)
+    wait_until(lambda: reached(tmp_path / "runs" / "slurm-7") > 20)
+    [srun] = psutil.Process(job.process.pid).children()
+    srun.send_signal(signal.SIGTERM)
+    assert job.ended().code == 143
+    assert not (tmp_path / "scontrol").exists()
 
 
 def reached(run: Path) -> int:

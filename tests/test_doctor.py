@@ -23,7 +23,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddp_mnist import cli, data, runtime, sources
+from ddp_mnist import cli, data, hardware, runtime, sources
 from ddp_mnist.config import Distribution
 from ddp_mnist.doctor import collectives, examination, group, machine, network
 from ddp_mnist.doctor.findings import (
@@ -103,9 +103,8 @@ def wrong_product(patch: Patch, _folder: Path) -> None:
     patch.setattr(torch.Tensor, "__matmul__", multiply)
 
 
-def container_quota(patch: Patch, folder: Path) -> None:
-    (folder / "cpu.max").write_text("150000 100000\n")
-    patch.setattr(machine, "CGROUP", folder)
+def container_quota(patch: Patch, _folder: Path) -> None:
+    patch.setattr(hardware, "cpu_quota", lambda: 1.5)
     patch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
 
 
@@ -121,16 +120,12 @@ def hidden_gpu(patch: Patch, folder: Path) -> None:
     patch.setenv("CUDA_VISIBLE_DEVICES", "")
 
 
-def one_core(patch: Patch, folder: Path) -> None:
-    patch.setattr(machine, "CGROUP", folder)
+def one_core(patch: Patch, _folder: Path) -> None:
     patch.setattr(os, "sched_getaffinity", lambda _: {0})
 
 
-def little_memory(patch: Patch, folder: Path) -> None:
-    (folder / "memory.max").write_text(f"{3 * 10**9}\n")
-    (folder / "memory.current").write_text(f"{5 * 10**9 // 2}\n")
-    (folder / "memory.stat").write_text(f"file 1\ninactive_file {10**9 // 2}\n")
-    patch.setattr(machine, "CGROUP", folder)
+def little_memory(patch: Patch, _folder: Path) -> None:
+    patch.setattr(hardware, "free_memory", lambda: 1e9)
 
 
 def full_disk(patch: Patch, _folder: Path) -> None:
@@ -178,10 +173,10 @@ MACHINE_FAULTS: list[tuple[Callable[[Patch, Path], None], Any, str, str, str]] =
     (default_config, machine.default_config, WARN, "used in silence", "--config_file"),
     (gpu_without_driver, machine.gpus, FAIL, "1 in /dev, but torch", "update the driver"),
     (wrong_product, machine.processor, FAIL, "1 wrong numbers in a matrix", "do not train here"),
-    (container_quota, machine.cores, WARN, "the container may use 1.5", "OMP_NUM_THREADS=1"),
+    (container_quota, machine.cores, WARN, "1 core (its control group allows 1.5", "at most 1"),
     (labelled_address, machine.interfaces, PASS, "eth9:vip (192.0.2.8)", ""),
     (hidden_gpu, machine.gpus, PASS, "hidden by CUDA_VISIBLE_DEVICES=", ""),
-    (one_core, machine.cores, WARN, "1 cores, for 2 processes", "start at most 1"),
+    (one_core, machine.cores, WARN, "1 core, for 2 processes", "start at most 1"),
     (little_memory, machine.memory, FAIL, "1.0 GB free, for 2", "free 2.0 GB"),
     (full_disk, machine.shared_memory, WARN, "10 MB free in /dev/shm", "--shm-size"),
     (few_handles, machine.file_handles, WARN, "256 per process", "ulimit -n 4096"),
@@ -313,6 +308,12 @@ def unsupported(*_: Any) -> bool:
     raise RuntimeError("NCCL error, unhandled\nLast error: Cuda failure 'operation not supported'")
 
 
+def wrong_there(device: torch.device, name: str) -> Finding:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        wrong_product(monkeypatch, Path())
+        return machine.product(device, name)
+
+
 def other_data(*_: Any) -> Any:
     return dataclasses.replace(data.load("digits"), digest="0" * 64)
 
@@ -374,6 +375,8 @@ def examine_with_faults() -> dict[str, list[Finding]]:
             on_rank_1(patch.object(group, "compute_s", lambda _: 3 * measured)),
             group.slowest(here),
         )
+        too_hot = patch.object(group, "product", wrong_there)
+        examine("hot", on_rank_1(too_hot), group.unwell_devices(here))
         lone = patch.object(group, "watching", lambda: watching("parameter"))
         short = patch.object(group, "EPOCHS", 1)
         with short:
@@ -423,7 +426,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Finding]]:
         ("slow", WARN, "slow rank", "rank 1 (", "throttling"),
         ("parameter", FAIL, "training", "other weights than rank 0's on rank 1 (", "verify"),
         ("accuracy", FAIL, "training", "which is below 1.1", "verify"),
-        ("narrow machine", WARN, "cores", ": 1 cores, for 2 processes", "start at most 1"),
+        ("narrow machine", WARN, "cores", ": 1 core, for 2 processes", "start at most 1"),
+        ("hot", FAIL, "cpu", "rank 1 (", "overheating"),
         ("bad burn-in", FAIL, "burn-in", "first of 1 faults: training, other weights", "verify"),
     ],
 )

@@ -42,9 +42,10 @@ from ddp_mnist.bench.steps import KINDS, Kind, time_steps
 from ddp_mnist.bench.strategies import STRATEGIES
 from ddp_mnist.config import Distribution, Run, TrainConfig
 from ddp_mnist.errors import UsageError
+from ddp_mnist.hardware import cores, cpu_model
 from ddp_mnist.local_world import run_world
 from ddp_mnist.summary import count
-from ddp_mnist.versions import cores, cpu_model, package_versions
+from ddp_mnist.versions import package_versions
 
 STEPS = 380  # optimizer steps of a timed round at most: an epoch of MNIST
 ALONE = ("silent", "independent")  # kinds of step in which no rank waits for another

@@ -20,9 +20,9 @@ from ddp_mnist import data
 from ddp_mnist import train as trainer
 from ddp_mnist.bench.steps import ready_to_step, timed
 from ddp_mnist.config import TrainConfig
+from ddp_mnist.hardware import cores
 from ddp_mnist.optim import make_optimizer
 from ddp_mnist.runtime import COMM_HOOKS, POWERSGD, World
-from ddp_mnist.versions import cores
 
 Strategy = Callable[[TrainConfig, data.ImageData, World], float]
 

@@ -21,10 +21,11 @@ from ddp_mnist.doctor.findings import FAIL, Finding, failed, from_error, worst
 from ddp_mnist.doctor.group import examine_group
 from ddp_mnist.doctor.machine import Options, examine_machine
 from ddp_mnist.errors import DdpMnistError
+from ddp_mnist.hardware import cpu_model
 from ddp_mnist.launch import Launch, find_launch
 from ddp_mnist.local_world import run_world
 from ddp_mnist.screen import Screen
-from ddp_mnist.versions import cpu_model, package_versions
+from ddp_mnist.versions import package_versions
 
 START_S = 120  # to start processes and examine them once
 

@@ -19,7 +19,7 @@ from ddp_mnist import data, runtime, stopping, train
 from ddp_mnist.config import Distribution, Recipe, Run, TrainConfig, resolve_recipe
 from ddp_mnist.doctor import collectives
 from ddp_mnist.doctor.findings import FAIL, PASS, Finding, failed, from_error, passed, warned, worst
-from ddp_mnist.doctor.machine import Options, examine_machine
+from ddp_mnist.doctor.machine import Options, examine_machine, nvidia_smi, product
 from ddp_mnist.doctor.network import passed_on
 from ddp_mnist.errors import DdpMnistError
 from ddp_mnist.launch import Launch
@@ -28,7 +28,7 @@ from ddp_mnist.resume import Opened
 from ddp_mnist.run_folder import RunFolder
 from ddp_mnist.runtime import World
 from ddp_mnist.screen import Screen
-from ddp_mnist.summary import count
+from ddp_mnist.summary import count, device
 from ddp_mnist.versions import code_digest, package_versions
 
 NOT_CACHED = "not cached"
@@ -273,7 +273,7 @@ def speeds(group: Group) -> Iterator[Finding]:
 
 
 def slowest(group: Group) -> Iterator[Finding]:
-    """Every rank computes the same at the same time; DDP goes as fast as the slowest."""
+    """Every rank computes the same at the same time, and right; DDP is as fast as the slowest."""
     group.world.accelerator.wait_for_everyone()
     times = group.everyones(compute_s(group.device))
     middle = statistics.median_low(times)
@@ -287,6 +287,21 @@ def slowest(group: Group) -> Iterator[Finding]:
     else:
         said = f"slowest rank takes {max(times) / middle:.2f} times the median's time"
         yield passed("computing", said, figures)
+    yield from unwell_devices(group)
+
+
+def unwell_devices(group: Group) -> Iterator[Finding]:
+    """What is wrong with the rank's own device, or its machine's GPUs, right after they worked."""
+    own = device(group.world)
+    mine = [product(torch.device(own), own)]
+    is_first = group.board.hosts.index(group.board.hosts[group.rank]) == group.rank
+    if group.device.type == "cuda" and is_first:
+        mine += nvidia_smi()
+    unwell = [asdict(finding) for finding in mine if finding.level != PASS]
+    for rank, found in enumerate(group.everyones(unwell)):
+        for each in found:
+            finding = Finding(**each)
+            yield replace(finding, said=f"{group.who([rank])}: {finding.said}")
 
 
 def compute_s(device: torch.device, tries: int = 15) -> float:
@@ -330,12 +345,15 @@ def training(group: Group, options: Options) -> Iterator[Finding]:
 
 
 def burn_in(group: Group, options: Options, minutes: float) -> Iterator[Finding]:
-    """Results and training again and again; what heats up or comes loose shows after a while."""
+    """Work and training again and again: what heats up or comes loose shows after a while."""
     started, rounds, found = time.monotonic(), 0, list[Finding]()
     while group.board.decided_by_rank_0(
         f"doctor/burn-in/{rounds}", lambda: time.monotonic() - started < 60 * minutes
     ):
-        found += [*right_results(group), *training(group, options)]
+        found += right_results(group)
+        found += training(group, options)
+        compute_s(group.device)
+        found += unwell_devices(group)
         rounds += 1
     wrong = [finding for finding in found if finding.level != PASS]
     speed = [f.figures["images/s"] for f in found if "images/s" in f.figures]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
+import math
 import os
 import shutil
 import socket
@@ -17,16 +17,17 @@ import psutil
 import torch
 from packaging.requirements import Requirement
 
-from ddp_mnist import data, sources, versions
+from ddp_mnist import data, hardware, sources
 from ddp_mnist.doctor.findings import Finding, failed, passed, warned
 from ddp_mnist.launch import interface_towards, is_loopback
-from ddp_mnist.versions import PACKAGES, cpu_model, package_versions
+from ddp_mnist.summary import count
+from ddp_mnist.versions import PACKAGES, package_versions
 
 MB = 1e6
 CACHE_MB, RUNS_MB = 200, 50  # a decoded MNIST and its lock; three checkpoints and the rest
 PROCESS_MB = 1000  # of a training process, with what torch maps
 HANDLES = 1024
-CGROUP, DEVICES = Path("/sys/fs/cgroup"), Path("/dev")
+DEVICES = Path("/dev")
 
 
 @dataclass(frozen=True)
@@ -156,7 +157,7 @@ def nvidia_smi() -> Iterator[Finding]:
 
 
 def processor(_: Options) -> Iterator[Finding]:
-    yield product(torch.device("cpu"), cpu_model())
+    yield product(torch.device("cpu"), hardware.cpu_model())
 
 
 def product(device: torch.device, name: str) -> Finding:
@@ -171,51 +172,25 @@ def product(device: torch.device, name: str) -> Finding:
 
 
 def cores(options: Options) -> Iterator[Finding]:
-    """Cores that this process may use, after affinity and a container's quota."""
-    mine, allowed = versions.cores(), quota()
-    what = f"{mine} cores, for {options.processes} processes"
-    remedy = f"start at most {mine} processes, or give this machine more cores"
-    if allowed is not None and allowed < mine:
-        what += f", of which the container may use {allowed:g}"
-        mine, remedy = max(1, int(allowed)), "set OMP_NUM_THREADS=1, and start fewer processes"
+    """Cores that this process may keep busy, after affinity and a container's quota."""
+    mine, quota = hardware.cores(), hardware.cpu_quota()
+    limit = "" if math.isinf(quota) else f" (its control group allows {quota:g} at once)"
+    what = f"{count(mine, 'core')}{limit}, for {options.processes} processes"
     if mine < options.processes and not torch.cuda.is_available():
+        remedy = f"start at most {mine}, or give this machine or container more cores"
         yield warned("cores", what, remedy)
     else:
         yield passed("cores", what)
 
 
-def quota() -> float | None:
-    """CPUs that the container may use at once; None without a limit (cgroup v2)."""
-    try:
-        most, period = (CGROUP / "cpu.max").read_text().split()
-        return None if most == "max" else int(most) / int(period)
-    except (OSError, ValueError):
-        return None
-
-
 def memory(options: Options) -> Iterator[Finding]:
-    free = psutil.virtual_memory().available
-    try:
-        limit = (CGROUP / "memory.max").read_text().strip()
-        used = int((CGROUP / "memory.current").read_text()) - reclaimable()
-        free = free if limit == "max" else min(free, int(limit) - used)
-    except (OSError, ValueError):
-        pass
-    needed = options.processes * PROCESS_MB * MB
+    free, needed = hardware.free_memory(), options.processes * PROCESS_MB * MB
     what = f"{free / 1e9:.1f} GB free, for {options.processes} processes"
     if free < needed:
         remedy = f"free {needed / 1e9:.1f} GB, or start fewer processes"
         yield failed("memory", what, remedy)
     else:
         yield passed("memory", what)
-
-
-def reclaimable() -> int:
-    """Bytes of files that the container has read, which count as used and can be dropped."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        lines = (CGROUP / "memory.stat").read_text().splitlines()
-        return sum(int(line.split()[1]) for line in lines if line.startswith("inactive_file "))
-    return 0
 
 
 def shared_memory(_: Options) -> Iterator[Finding]:

@@ -1,0 +1,81 @@
+"""What this process may use of its machine, where a container or its affinity allows less."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+CGROUP, OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+
+
+def cpu_model() -> str:
+    """What Linux calls the processor; elsewhere its architecture."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def cores() -> int:
+    """Cores that this process may keep busy: of its affinity, what the quota allows; at least 1."""
+    can_tell = hasattr(os, "sched_getaffinity")
+    mine = len(os.sched_getaffinity(0)) if can_tell else os.cpu_count() or 1
+    return max(1, int(min(mine, cpu_quota())))
+
+
+def cpu_quota() -> float:
+    """CPUs that its control groups let it use at once; infinite without a limit."""
+    allowed = float("inf")
+    for group in control_groups("cpu"):
+        for files in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):  # v2, v1
+            with contextlib.suppress(OSError, ValueError):  # ValueError: the quota is "max"
+                text = " ".join((group / file).read_text() for file in files)
+                most, period = map(int, text.split())
+                allowed = min(allowed, most / period) if most > 0 else allowed
+    return allowed
+
+
+def free_memory() -> float:
+    """Bytes that can be had: of the machine's, what its control groups allow."""
+    free = float(psutil.virtual_memory().available)
+    for group in control_groups("memory"):
+        for limit, usage in (
+            ("memory.max", "memory.current"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+        ):
+            with contextlib.suppress(OSError, ValueError):  # ValueError: the limit is "max"
+                most, used = (int((group / file).read_text()) for file in (limit, usage))
+                free = min(free, most - used + reclaimable(group))
+    return free
+
+
+def reclaimable(group: Path) -> int:
+    """Bytes of files that the group has read, which count as used and can be dropped."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        numbers = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        return int(numbers.get("total_inactive_file") or numbers["inactive_file"])
+    return 0
+
+
+def control_groups(controller: str) -> Iterator[Path]:
+    """Folders of the groups that this process is in, innermost first; of cgroup v2, else of v1.
+
+    A limit of any of them holds. A container sees its own group as the outermost.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        for line in OWN_CGROUPS.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers and controller not in controllers.split(","):
+                continue
+            root = CGROUP / controllers if controllers else CGROUP
+            inner = root / path.lstrip("/")
+            while inner != root:
+                yield inner
+                inner = inner.parent
+            yield root
