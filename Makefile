@@ -30,7 +30,7 @@ TRAIN = -m ddp_mnist train --dataset auto
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
 .DEFAULT_GOAL := help
-.PHONY: help venv train train-single train-multi train-multinode evaluate doctor verify bench test \
+.PHONY: help venv train train-single train-multi train-multinode evaluate report doctor verify bench test \
 	soak check fmt gpu-check clean
 
 help: ## List the targets
@@ -74,6 +74,9 @@ train-multinode: $(READY) ## This node's part (MACHINE_RANK= MAIN_PROCESS_IP=), 
 
 evaluate: $(READY) ## Exact metrics of RUN=runs/latest on its test images
 	@$(PY) -m ddp_mnist evaluate $(RUN) $(ARGS)
+
+report: $(READY) ## One HTML page that tells of RUN=runs/latest
+	@$(PY) -m ddp_mnist report $(RUN) $(ARGS)
 
 doctor: $(READY) ## Accept or reject this machine, or several (MACHINE_RANK= MAIN_PROCESS_IP=)
 	@if [ -z "$(MACHINE_RANK)$(MAIN_PROCESS_IP)" ]; then $(PY) -m ddp_mnist doctor $(ARGS); \

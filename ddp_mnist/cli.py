@@ -81,6 +81,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Runs one verb and exits with its code; an expected failure is one line on stderr."""
     # When a peer is gone, torch's store would print a C++ stack for each call; it raises as well.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # the profiler's own, on every start
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a folder's name may be no UTF-8
     code = 0
@@ -218,8 +219,29 @@ def make_parser() -> Parser:
         metavar="IMAGE",
         type=text("IMAGE"),
         nargs="+",
-        help="image file, or folder of images",
+        help="image file, folder of images, or - for one on stdin",
     )
+    verb.add_argument(
+        "--show", type=text("--show"), metavar="FILE", help="a PNG of what the model saw, and said"
+    )
+
+    verb = add_verb("report", report, "One HTML file that tells of runs; it needs no network.")
+    verb.add_argument("runs", metavar="RUN", type=text("RUN"), nargs="+", help=RUN)
+    verb.add_argument(
+        "--out", type=text("--out"), metavar="FILE", help="[report.html in the first RUN]"
+    )
+    verb.add_argument("--png", action="store_true", help="each curve as a PNG too, beside it")
+
+    verb = add_verb("export", export, "The weights of a run for use elsewhere, with a model card.")
+    verb.add_argument("run", metavar="RUN", type=text("RUN"), help=RUN)
+    verb.add_argument(
+        "--format",
+        type=text("--format"),
+        default="safetensors,torch",
+        metavar="A,B",
+        help="safetensors, torch (torch.export) or onnx, several with commas [safetensors,torch]",
+    )
+    verb.add_argument("--out", type=text("--out"), metavar="FOLDER", help="[RUN/export]")
 
     verb = add_verb("prepare", prepare, "Fetch and decode a data set once, into the cache.")
     verb.add_argument(
@@ -395,7 +417,12 @@ def train(arguments: argparse.Namespace) -> None:
     from ddp_mnist.launch import find_launch
 
     launch = find_launch(config.distribution)
+    screen = Screen(launch.rank == 0 and not config.run.quiet)
+    screen.say("loading    PyTorch and Accelerate")
     from ddp_mnist.train import train as run
+
+    if launch.world_size > 1:
+        screen.say(f"meeting    {launch.world_size} processes")
 
     run(config, launch)
 
@@ -435,19 +462,58 @@ def metrics_table(metrics: dict[str, Any]) -> str:
 
 
 def predict(arguments: argparse.Namespace) -> None:
-    from ddp_mnist.predict import predict as label
+    picture = a_png("--show", arguments.show)
+    from ddp_mnist.predict import draw, predict_and_see
+
+    screen, answers = Screen(True), []
+    for line, seen in predict_and_see(arguments.run, arguments.images):
+        screen.say(json.dumps(line))
+        answers += [(line, seen)] if picture else []
+    if picture:
+        draw(answers, picture)
+
+
+def a_png(flag: str, file: str | None) -> Path | None:
+    """Where a picture is to be written, checked before the work that it shows."""
+    path = Path(file) if file else None
+    if path and (path.suffix != ".png" or not path.absolute().parent.is_dir()):
+        raise UsageError(f"{flag} {path}: must be a .png in a folder that is there")
+    return path
+
+
+def report(arguments: argparse.Namespace) -> None:
+    out = place_to_save(arguments.out, "--out")
+    from ddp_mnist.report import report as write
+
+    for path in write(arguments.runs, str(out) if out else None, png=arguments.png):
+        Screen(True).say(f"written to {path}")
+
+
+def export(arguments: argparse.Namespace) -> None:
+    formats = list(dict.fromkeys(arguments.format.split(",")))
+    legal = ("safetensors", "torch", "onnx")
+    for name in formats:
+        if name not in legal:
+            hint = did_you_mean(name, legal)
+            raise UsageError(f"--format {name}: choose from {', '.join(legal)}{hint}")
+    from ddp_mnist.export import CHECKED_IMAGES
+    from ddp_mnist.export import export as write
 
     screen = Screen(True)
-    for line in label(arguments.run, arguments.images):
-        screen.say(json.dumps(line))
+    for path, apart in write(arguments.run, formats, arguments.out):
+        checked = f"logits of {CHECKED_IMAGES} images within {apart:.0e} of the model's"
+        screen.say(f"{path}: {checked}")
+    screen.say(
+        f"to the Hub: hf upload YOUR_NAME/{Path(arguments.run).resolve().name} {path.parent}"
+    )
 
 
 def prepare(arguments: argparse.Namespace) -> None:
     from ddp_mnist import data
 
-    name, notes = data.choose(arguments.dataset, arguments.cache_dir)
-    images = data.load(name, arguments.cache_dir, refresh=arguments.refresh)
     screen = Screen(True)
+    name, notes = data.choose(arguments.dataset, arguments.cache_dir, screen.say)
+    images = data.load(name, arguments.cache_dir, refresh=arguments.refresh, say=screen.say)
     for note in [*notes, *images.warnings, *images.notes]:
         screen.say(note)
     screen.say(
@@ -515,13 +581,13 @@ def saved_by_doctor(file: str | None) -> dict[str, Any] | None:
     return saved
 
 
-def place_to_save(file: str | None) -> Path | None:
-    """--save, checked before minutes are spent on what is to be saved."""
+def place_to_save(file: str | None, flag: str = "--save") -> Path | None:
+    """Checked before minutes are spent on what is to be saved."""
     if file is None:
         return None
     path = Path(file)
     if path.is_dir() or not path.absolute().parent.is_dir():
-        raise UsageError(f"--save {path}: must be a file in a folder that is there")
+        raise UsageError(f"{flag} {path}: must be a file in a folder that is there")
     return path
 
 
@@ -556,9 +622,7 @@ def verify(arguments: argparse.Namespace) -> None:
 
 
 def bench(arguments: argparse.Namespace) -> None:
-    plot = Path(arguments.plot) if arguments.plot else None
-    if plot and (plot.suffix != ".png" or not plot.absolute().parent.is_dir()):
-        raise UsageError(f"--plot {plot}: must be a .png in a folder that is there")
+    plot = a_png("--plot", arguments.plot)
     from ddp_mnist import data
     from ddp_mnist.bench import benches
 

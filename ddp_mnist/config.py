@@ -115,6 +115,12 @@ class Run(Flags):
     )
     keep: int = flag(3, "Newest checkpoints that are kept.", least=2, most=10**6)
     log_every: int = flag(25, "Optimizer steps between two log lines.", least=1, most=10**6)
+    trackers: str | None = flag(
+        None, "Beside metrics.jsonl: tensorboard, wandb, mlflow, trackio ..., or several: a,b."
+    )
+    profile: int = flag(
+        0, "Optimizer steps to trace, after some to warm up; a trace per rank.", least=0, most=1000
+    )
     quiet: bool = flag(False, "Print errors only.")
     dry_run: bool = flag(False, "Print what would run, and stop.")
 

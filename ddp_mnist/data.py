@@ -9,7 +9,7 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -86,7 +86,13 @@ def cache_folder(cache_dir: str | None) -> Path:
         raise StorageError(f"{chosen}: {error}; use --cache-dir or DDP_MNIST_CACHE") from error
 
 
-def choose(dataset: str, cache_dir: str | None = None) -> tuple[str, list[str]]:
+def silent(_line: str) -> None:
+    pass
+
+
+def choose(
+    dataset: str, cache_dir: str | None = None, say: Callable[[str], None] = silent
+) -> tuple[str, list[str]]:
     """What to load, and what a person has to be told of the choice.
 
     `auto` is mnist where it can be had, else digits. Any other name is what it says, or an error.
@@ -94,7 +100,7 @@ def choose(dataset: str, cache_dir: str | None = None) -> tuple[str, list[str]]:
     if dataset != "auto":
         return dataset, []
     try:
-        return "mnist", load("mnist", cache_dir).warnings
+        return "mnist", load("mnist", cache_dir, say=say).warnings
     except DataError as error:
         return "digits", [
             f"MNIST could not be had: {str(error).partition(';')[0]}",
@@ -102,7 +108,13 @@ def choose(dataset: str, cache_dir: str | None = None) -> tuple[str, list[str]]:
         ]
 
 
-def load(dataset: str, cache_dir: str | None = None, *, refresh: bool = False) -> ImageData:
+def load(
+    dataset: str,
+    cache_dir: str | None = None,
+    *,
+    refresh: bool = False,
+    say: Callable[[str], None] = silent,
+) -> ImageData:
     """Opens the data set from the cache; reads and decodes it first if it is not there.
 
     One process per machine decodes, under a file lock; the others wait for it and map its file.
@@ -111,6 +123,7 @@ def load(dataset: str, cache_dir: str | None = None, *, refresh: bool = False) -
         dataset: what `choose` returned.
         cache_dir: see `cache_folder`.
         refresh: read it anew although it is cached.
+        say: is told when that begins, as it can take a minute.
 
     Raises:
         UsageError, DataError: no such data set, or it cannot be read.
@@ -129,6 +142,7 @@ def load(dataset: str, cache_dir: str | None = None, *, refresh: bool = False) -
             if not refresh and (data := _open(path, source, fingerprint)):
                 return data
             replaced = path.exists() and not refresh
+            say(f"reading    {source.name}, decoded once into {folder}")
             _build(path, source, fingerprint)
             data = _open(path, source, fingerprint)
     if data is None:

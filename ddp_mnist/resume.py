@@ -24,9 +24,9 @@ from ddp_mnist.run_folder import CONFIG, STATUS, SUMMARY, RunFolder
 from ddp_mnist.runtime import World
 from ddp_mnist.versions import code_digest, package_versions
 
-FORMAT = 2
+FORMAT = 3
 TAKEN_OVER = {
-    "run": ("dataset", "cache_dir", "seed", "checkpoint_every", "keep", "log_every"),
+    "run": ("dataset", "cache_dir", "seed", "checkpoint_every", "keep", "log_every", "trackers"),
     "recipe": tuple(field.name for field in dataclasses.fields(Recipe)),
 }
 MAY_CHANGE = (
@@ -324,7 +324,7 @@ def refuse_uneven(recipe: Recipe, world_size: int, found: Any) -> None:
 def about(config: TrainConfig, world: World, run_id: str, digest: str) -> dict[str, Any]:
     """What a checkpoint says of its run beside the State; `world` holds what may change."""
     flags = {**dataclasses.asdict(config.run), **dataclasses.asdict(config.recipe)}
-    for name in ("run_dir", "resume", "cache_dir", "quiet", "dry_run"):
+    for name in ("run_dir", "resume", "cache_dir", "trackers", "profile", "quiet", "dry_run"):
         del flags[name]
     return {
         "format": FORMAT,

@@ -39,13 +39,20 @@ class RunFolder:
 
     Attributes:
         metrics_lines: how many lines of this run metrics.jsonl holds.
+        trackers: what else is told the metrics, see tracking.py.
     """
 
     def __init__(self, path: str | Path | None, lock: FileLock | None = None) -> None:
         self.path = Path(path) if path else None
         self._lock = lock
         self.metrics_lines = 0
+        self.trackers: list[Any] = []
         self._status = dict(FIRST_STATUS)
+
+    @property
+    def step(self) -> int:
+        """The last that this run is known to have taken."""
+        return int(self._status["step"])
 
     def write_json(self, name: str, content: dict[str, Any]) -> None:
         """Replaces the file atomically. Raises StorageError."""
@@ -68,13 +75,15 @@ class RunFolder:
         self._status["step"] = step
 
     def append_metrics(self, step: int, metrics: dict[str, Any]) -> None:
-        """One JSON object per line in metrics.jsonl."""
+        """One JSON object per line in metrics.jsonl, and the same to the trackers."""
         self.reached(step)
         if self.path:
             path = self.path / METRICS
             with storage_errors(path), open(path, "a", encoding="utf-8") as file:
                 file.write(json.dumps({"step": step, **metrics}) + "\n")
         self.metrics_lines += 1
+        for tracker in self.trackers:
+            tracker.log(metrics, step)
 
     def cut_metrics(self, count: int) -> None:
         """Takes off all but the first `count` lines: those of steps that are done again."""

@@ -13,6 +13,7 @@ from ddp_mnist.evaluation import Metrics
 from ddp_mnist.resume import State
 from ddp_mnist.run_folder import RunFolder
 from ddp_mnist.runtime import World
+from ddp_mnist.screen import panel
 from ddp_mnist.versions import code_digest, git_commit, package_versions
 
 MAY_DIFFER = (
@@ -69,27 +70,49 @@ def plan(config: TrainConfig, world: World, images: ImageData, folder: Path | No
         f" {recipe.warmup:.0%} of the steps, {'augmented' if recipe.augment else 'as they are'}",
         "writes": str(folder) if folder else "nothing (--dry-run)",
     }
-    plan = [f"{name:<10} {text}" for name, text in lines.items()]
-    return "\n".join([*images.warnings, *plan])
+    return "\n".join([*images.warnings, panel(lines)])
 
 
-def progress_line(line: dict[str, Any], step: int, total_steps: int, epochs: int) -> str:
-    epoch = str(line["epoch"] + 1).rjust(len(str(epochs)))
+def step_line(line: dict[str, Any], step: int, total_steps: int, batch_size: int) -> str:
+    """While an epoch runs."""
     done = str(step).rjust(len(str(total_steps)))
+    seconds = (total_steps - step) * batch_size / max(line["images_per_second"], 1e-9)
+    return f"step {done}/{total_steps}  {speed_and_loss(line)}  {duration(seconds)} left"
+
+
+def epoch_line(line: dict[str, Any], epochs: int, validation: Metrics | None) -> str:
+    """When it has ended, with its last log line, if it took a step since the run was taken up."""
+    epoch = str(line["epoch"] + 1).rjust(len(str(epochs)))
+    parts = [f"epoch {epoch}/{epochs}"]
+    parts += [speed_and_loss(line)] if "loss" in line else []
+    parts += [f"validation {validation.accuracy:.4f}"] if validation else []
+    return "  ".join(parts)
+
+
+def speed_and_loss(line: dict[str, Any]) -> str:
     loss = "not finite" if line["loss"] is None else f"{line['loss']:.4f}"
-    return (
-        f"epoch {epoch}/{epochs}  step {done}/{total_steps}"
-        f"  loss {loss}  rate {line['lr']:.5f}"
-        f"  {line['images_per_second']:,.0f} images/s"
-    )
+    return f"loss {loss}  rate {line['lr']:.5f}  {line['images_per_second']:,.0f} images/s"
+
+
+def duration(seconds: float) -> str:
+    """Minutes and seconds, as 0:07; from an hour on with hours, as 1:02:07."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def summarise(
-    config: TrainConfig, world: World, images: ImageData, state: State, test: Metrics
+    config: TrainConfig,
+    world: World,
+    images: ImageData,
+    state: State,
+    test: Metrics,
+    rank_seconds: list[float],
 ) -> dict[str, Any]:
     """summary.json: the result, and all that is needed to judge it.
 
-    Seconds are wall-clock, summed over the parts of a run that was taken up again.
+    Seconds are wall-clock, summed over the parts of a run that was taken up again; `rank_seconds`
+    are those in training steps, of each rank.
     """
     progress = state.progress
     batch_size, seconds = config.recipe.batch_size or 0, progress.train_seconds
@@ -115,7 +138,19 @@ def summarise(
         "save_seconds": round(progress.save_seconds, 3),
         "total_seconds": round(time.monotonic() - state.started, 3),
         "images_per_second": round(progress.step * batch_size / max(seconds, 1e-9), 1),
+        "ranks": [
+            {
+                "rank": rank,
+                "host": host.partition("/")[0],
+                "train_seconds": round(own, 3),
+                "images_per_second": round(
+                    progress.step * batch_size / len(rank_seconds) / max(own, 1e-9), 1
+                ),
+            }
+            for rank, (host, own) in enumerate(zip(world.board.hosts, rank_seconds, strict=True))
+        ],
         "dataset": images.describe(),
+        "classes": images.classes,
         "notes": [*images.warnings, *images.notes],
         "class_accuracy": test.class_accuracy,
         "confusion": test.confusion,
@@ -125,12 +160,19 @@ def summarise(
 
 
 def last_lines(outcome: dict[str, Any], run: RunFolder) -> str:
-    return (
+    """The result; the first line says it all."""
+    wrong = round((1 - outcome["test_accuracy"]) * outcome["test_count"])
+    result = (
         f"test accuracy {outcome['test_accuracy']:.4f} on {outcome['test_count']:,} images of"
-        f" {outcome['dataset']['name']}, {count(outcome['world_size'], 'process')},"
-        f" {outcome['train_seconds']:.1f} s of training\n"
-        f"written to {run.path}"
+        f" {outcome['dataset']['name']} ({wrong:,} wrong), loss {outcome['test_loss']:.4f}"
     )
+    lines = {
+        "trained": f"{outcome['train_seconds']:.1f} s on {count(outcome['world_size'], 'process')},"
+        f" {outcome['images_per_second']:,.0f} images/s; {outcome['total_seconds']:.1f} s in all",
+        "written to": str(run.path),
+        "see": f"ddp-mnist report {run.path}",
+    }
+    return f"{result}\n{panel(lines)}"
 
 
 def device(world: World) -> str:

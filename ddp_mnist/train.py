@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from accelerate.utils import broadcast
 from torch import nn
 
-from ddp_mnist import data, rendezvous, resume, run_folder, runtime, stopping, summary
+from ddp_mnist import data, rendezvous, resume, run_folder, runtime, stopping, summary, tracking
 from ddp_mnist import weights as weights_file
 from ddp_mnist.augment import affine_table, apply_affine
 from ddp_mnist.config import TrainConfig, resolve_recipe
@@ -26,6 +26,7 @@ from ddp_mnist.evaluation import evaluate_split, import_metrics_meanwhile, prepa
 from ddp_mnist.launch import Launch
 from ddp_mnist.models import MODELS
 from ddp_mnist.optim import learning_rate, make_optimizer
+from ddp_mnist.profiling import StepProfiler
 from ddp_mnist.progress import Lookout, sum_up
 from ddp_mnist.runtime import World
 from ddp_mnist.screen import Screen
@@ -39,20 +40,24 @@ def train(config: TrainConfig, launch: Launch) -> dict[str, Any]:
         DdpMnistError: every expected failure, see errors.py; Preempted if a signal came.
     """
     # --- Meet the other processes, and agree on what to do, on data and configuration
-    with runtime.start(config.distribution, launch) as world:
-        screen = Screen(world.accelerator.is_main_process and not config.run.quiet)
+    speaks = launch.rank == 0 and not config.run.quiet
+    with Screen(speaks) as screen, runtime.start(config.distribution, launch) as world:
         found = world.board.decided_by_rank_0("resume", lambda: resume.find(config))
         if found and found["finished"]:
             screen.say(found["finished"])
             return {}
-        config, images = resolve(config, found, world)
+        config, images = resolve(config, found, world, screen)
         with stopping.listen(launch.child_of_launcher) as stop:
             rendezvous.check_same(world.board, summary.facts(config, world, images))
             if config.run.dry_run:
                 screen.say(summary.plan(config, world, images, None))
                 return {}
             opened = resume.open_run(config, world, images, found)  # every rank listens by now
-            with opened.folder.told_how_it_ended(), runtime.first_error_wins(world.board):
+            with (
+                opened.folder.told_how_it_ended(),
+                runtime.first_error_wins(world.board),
+                tracking.tracked(config, opened.folder, world, screen),
+            ):
                 outcome = train_in(opened, config, world, images, screen, stop)
                 world.board.wait_for_all("trained", within_s=config.distribution.dist_timeout)
                 return outcome
@@ -93,6 +98,8 @@ def train_in(
         net, optimizer, data.train_loader(train_rows, batches)
     )
     val_loader = prepare_split(accelerator, val_rows)
+    if config.distribution.compile:
+        screen.say("compiling  the model, which can take minutes")
     throw_away_one_backward(model, train_rows, batches.batch_size // accelerator.num_processes)
     if accelerator.is_main_process:
         import_metrics_meanwhile()
@@ -106,7 +113,10 @@ def train_in(
     stop.at_once = lambda: folder.ended("failed", 130, "interrupted twice")
 
     # --- Train: rate of the step, forward, backward, clip, update
-    lookout = Lookout(progress.step)
+    lookout, profiler = (
+        Lookout(progress.step),
+        StepProfiler(config.run.profile, accelerator, folder),
+    )
     losses: list[torch.Tensor] = []  # since all ranks last looked
     while progress.epoch < recipe.epochs and not progress.stopped_by:
         epoch, first_step = progress.epoch, progress.epoch * batches.steps_per_epoch
@@ -114,7 +124,8 @@ def train_in(
         model.train()
         batches.begin(epoch, progress.step - first_step)
         table = affine_table(len(train_rows), seed, epoch).to(device) if recipe.augment else None
-        shown, clock = f"epoch {epoch + 1}/{recipe.epochs}", time.monotonic()
+        line: dict[str, Any] = {"epoch": epoch}
+        clock = time.monotonic()
         for inputs, labels, numbers in loader:
             seed_draws(device, "step", seed, progress.step, accelerator.process_index)
             rate = learning_rate(progress.step, total_steps, recipe.lr, recipe.warmup)
@@ -135,6 +146,8 @@ def train_in(
             if not accelerator.sync_gradients:
                 continue  # only a part of a step
             progress.stepped(skipped=accelerator.optimizer_step_was_skipped)
+            if table_of_times := profiler.step():
+                screen.say(table_of_times)
 
             # --- Now and then all ranks add up what they saw: the loop's one synchronisation
             end_of_epoch = progress.step == first_step + batches.steps_per_epoch
@@ -151,11 +164,10 @@ def train_in(
             lookout.looked(progress.step, seconds, rates / accelerator.num_processes)
             progress.refuse_divergence(recipe, world)
             if log:
-                line = {"epoch": epoch, "lr": rate, **progress.log_line()}
+                line |= {"lr": rate, **progress.log_line()}
                 folder.append_metrics(progress.step, line)
-                shown = summary.progress_line(line, progress.step, total_steps, recipe.epochs)
-                if not end_of_epoch:
-                    screen.now_and_then(shown)
+                shown = summary.step_line(line, progress.step, total_steps, recipe.batch_size)
+                screen.progress(progress.step / total_steps, shown)
             if checkpoint_is_due and not wants_stop:
                 save()
                 clock = time.monotonic()
@@ -168,13 +180,11 @@ def train_in(
             validation = evaluate_split(accelerator, model, val_loader, classes, stop)
         progress.epoch += 1
         if validation:
-            accuracy = validation.accuracy
-            line = {"epoch": epoch, "val_accuracy": accuracy, "val_loss": validation.loss}
-            folder.append_metrics(progress.step, line)
-            shown += f"  validation {accuracy:.4f}"
-            if progress.validated(accuracy, recipe) and recipe.patience:
+            decided = {"val_accuracy": validation.accuracy, "val_loss": validation.loss}
+            folder.append_metrics(progress.step, {"epoch": epoch, **decided})
+            if progress.validated(validation.accuracy, recipe) and recipe.patience:
                 state.best_weights = {name: w.clone() for name, w in net.state_dict().items()}
-        screen.say(shown)
+        screen.say(summary.epoch_line(line, recipe.epochs, validation))
         if progress.stopped_by:
             screen.say(f"stopped by {progress.stopped_by} after epoch {progress.epoch}")
 
@@ -192,14 +202,16 @@ def train_in(
     # --- Write what stays
     content = weights_file.to_bytes(final.state_dict(), recipe.model, images.classes)
     folder.write_bytes(run_folder.MODEL, content)
-    outcome = summary.summarise(config, world, images, state, test)
+    own_seconds = torch.tensor([progress.train_seconds], dtype=torch.float64, device=device)
+    rank_seconds = accelerator.gather(own_seconds).tolist()
+    outcome = summary.summarise(config, world, images, state, test, rank_seconds)
     folder.write_json(run_folder.SUMMARY, outcome)
     screen.say(summary.last_lines(outcome, folder))
     return outcome
 
 
 def resolve(
-    config: TrainConfig, found: dict[str, Any] | None, world: World
+    config: TrainConfig, found: dict[str, Any] | None, world: World, screen: Screen
 ) -> tuple[TrainConfig, data.ImageData]:
     """The configuration with every default filled in, and the data.
 
@@ -209,9 +221,9 @@ def resolve(
     config = resume.inherit(config, found)
     board, cache_dir, size = world.board, config.run.cache_dir, world.accelerator.num_processes
     name, notes = board.decided_by_rank_0(
-        "dataset", lambda: data.choose(config.run.dataset, cache_dir)
+        "dataset", lambda: data.choose(config.run.dataset, cache_dir, screen.say)
     )
-    images = data.load(name, cache_dir)
+    images = data.load(name, cache_dir, say=screen.say)
     images = dataclasses.replace(images, warnings=[*notes, *images.warnings])
     board.wait_for_all("data")
     run = dataclasses.replace(config.run, dataset=name)

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from tests.commands import python
+
 LAUNCHER_PREFIXES = ("SLURM_", "ACCELERATE_", "TORCHELASTIC_", "OMPI_", "PMI_", "DDP_MNIST_CACHE")
 # `make test VENV=` would reach the makes that tests start
 MAKE_NAMES = ("MAKEFLAGS", "MAKEOVERRIDES", "MFLAGS", "VENV", "PYTHON")
@@ -69,3 +71,13 @@ def mnist() -> Path:
     if not folder.is_dir():
         pytest.skip(f"no MNIST in {folder}; set DDP_MNIST_TEST_DATA to a folder that holds it")
     return folder
+
+
+@pytest.fixture(scope="session")
+def mnist_run(mnist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A default run on the real MNIST, and what it printed, in out.txt beside it."""
+    folder = tmp_path_factory.mktemp("default")
+    ended = python("-m", "ddp_mnist", "train", "--dataset", str(mnist), folder=folder)
+    assert ended.code == 0, ended.err
+    (folder / "out.txt").write_text(ended.out)
+    return folder / "runs" / "mnist-001"

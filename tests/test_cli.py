@@ -162,8 +162,14 @@ REFUSED: list[tuple[list[str], str]] = [
     (["train", "--quiet=yes"], "--quiet: takes no value"),
     (["train", "--no-quiet"], "--no-quiet: there is no such flag or argument here"),
     (["evaluate", "runs/x", "--mixed-precision", "no"], "--mixed-precision: there is no such fl"),
-    (["trian"], "trian: choose from train, evaluate, predict, prepare, doctor, verify, bench; did"),
-    (["TRAIN"], "TRAIN: choose from train, evaluate, predict, prepare, doctor, verify, bench; did"),
+    (
+        ["trian"],
+        "trian: choose from train, evaluate, predict, report, export, prepare, doctor, verify,",
+    ),
+    (
+        ["TRAIN"],
+        "TRAIN: choose from train, evaluate, predict, report, export, prepare, doctor, verify,",
+    ),
     (["?"], "?: choose from train"),
     ([""], ": choose from train"),
     (["--epochs", "3", "train"], "--epochs: comes after the verb"),

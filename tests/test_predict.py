@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -11,7 +13,8 @@ import pytest
 import torch
 
 from ddp_mnist import cli, data, weights
-from ddp_mnist.errors import CheckpointError, DataError
+from ddp_mnist.cli import a_png
+from ddp_mnist.errors import CheckpointError, DataError, UsageError
 from ddp_mnist.models import MODELS
 from ddp_mnist.predict import as_mnist, centred, find_images, predict
 
@@ -268,3 +271,79 @@ def test_a_damaged_model_is_refused(run: str, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(weights.read_bytes(run)[:1000])
     with pytest.raises(CheckpointError, match=f"^{tmp_path}: model.safetensors is damaged"):
         list(predict(str(tmp_path), ["x.png"]))
+
+
+def test_one_image_comes_on_stdin(
+    run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    image = save(digits(1)[0], tmp_path / "x.png")
+    [expected] = predict(run, [str(image)])
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(image.read_bytes())))
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["predict", run, "-"])
+    assert ended.value.code == 0
+    assert json.loads(capsys.readouterr().out) == {**expected, "file": "-"}
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(b"")))
+    with pytest.raises(
+        DataError, match=r"^-: no image that Pillow reads; give a PNG or JPEG file$"
+    ):
+        list(predict(run, ["-"]))
+
+
+def test_what_the_model_saw_is_drawn(run: str, tmp_path: Path) -> None:
+    for number, image in enumerate(digits(10)):
+        save(255 - image, tmp_path / f"{number}.png")
+    picture = tmp_path / "seen.png"
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["predict", run, str(tmp_path), "--show", str(picture)])
+    assert ended.value.code == 0
+    with PIL.Image.open(picture) as shown:
+        assert shown.size == (1040, 351)  # two rows of eight
+        assert np.asarray(shown.convert("L")).std() > 20
+    for wrong in ("seen.jpg", "none/seen.png"):
+        with pytest.raises(
+            UsageError, match=r"^--show .*: must be a \.png in a folder that is the"
+        ):
+            a_png("--show", str(tmp_path / wrong))
+
+
+# --- The real MNIST
+
+
+def test_1000_test_images_are_labelled_as_evaluate_does(
+    mnist: Path, mnist_run: Path, tmp_path: Path
+) -> None:
+    """As they are; and inverted, enlarged and moved about on a larger page, nearly as well."""
+    images = data.load(str(mnist))
+    pixels, labels = images.test_images[:1000], images.test_labels[:1000].tolist()
+    trained = weights.from_bytes(weights.read_bytes(str(mnist_run)), "")
+    with torch.inference_mode():
+        expected = [str(label) for label in trained.model(pixels).argmax(1).tolist()]
+    right = sum(int(guess) == label for guess, label in zip(expected, labels, strict=True))
+    assert right > 980
+
+    (tmp_path / "same").mkdir()
+    (tmp_path / "other").mkdir()
+    for number, image in enumerate(pixels.numpy()):
+        save(image, tmp_path / "same" / f"{number:04d}.png")
+        size = 60 + number % 7 * 40  # 60 to 300 pixels
+        page = PIL.Image.new("L", (size + 50, size + 20 + number % 3 * 30), 255)
+        drawn = PIL.Image.fromarray(255 - image).resize((size, size), PIL.Image.Resampling.BICUBIC)
+        page.paste(drawn, (number % 50, number % 20))
+        page.save(tmp_path / "other" / f"{number:04d}.png")
+    found = [line["label"] for line in predict(str(mnist_run), [str(tmp_path / "same")])]
+    assert found == expected
+    others = [line["label"] for line in predict(str(mnist_run), [str(tmp_path / "other")])]
+    also_right = sum(int(guess) == label for guess, label in zip(others, labels, strict=True))
+    assert also_right >= 0.95 * right
+
+
+def test_what_a_run_prints_fits_a_log(mnist_run: Path) -> None:
+    """No control characters, and 80 columns are enough, but for the name of a folder."""
+    printed = (mnist_run.parent.parent / "out.txt").read_text()
+    assert all(character.isprintable() or character == "\n" for character in printed)
+    lines = printed.splitlines()
+    assert [line for line in lines if len(line) > 80 and "/" not in line] == []
+    assert lines[0] == "loading    PyTorch and Accelerate"
+    assert lines[-4].startswith("test accuracy 0.99")
+    assert lines[-2:] == ["written to runs/mnist-001", "see        ddp-mnist report runs/mnist-001"]

@@ -1,14 +1,18 @@
 from __future__ import annotations
 
+import contextlib
 import os
+import pty
+import re
 import subprocess
 import sys
+import termios
 import time
 
 import pytest
 
 from ddp_mnist import screen
-from ddp_mnist.screen import Screen
+from ddp_mnist.screen import Screen, panel
 
 
 def test_only_a_screen_that_speaks_is_heard(capsys: pytest.CaptureFixture[str]) -> None:
@@ -25,12 +29,50 @@ def test_progress_comes_now_and_then(
     voice = Screen(True)
     for second in (0.0, 0.5, 1.0, 1.5, 1.9, 2.0, 10.0, 10.5):
         now = 100.0 + second
-        voice.now_and_then(f"{second}")
+        voice.progress(second / 20, f"{second}")
     now = 110.6
     voice.say("said anyway")
     now = 111.5
-    voice.now_and_then("too soon after it")
+    voice.progress(0.6, "too soon after it")
     assert capsys.readouterr().out.split("\n") == ["1.0", "2.0", "10.0", "said anyway", ""]
+
+
+ON_A_TERMINAL = """
+from ddp_mnist.screen import Screen
+with Screen(True) as voice:
+    voice.say("begins")
+    voice.progress(0.25, "step 1/4")
+    voice.progress(0.5, "step 2/4")
+    voice.say("epoch 1/2")
+    voice.progress(0.75, "step 3/4")
+print("after it")
+"""
+
+
+def test_on_a_terminal_progress_is_a_bar_below_the_lines() -> None:
+    """What a terminal would show: the last text of each line, after its carriage returns."""
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (24, 80))
+    with subprocess.Popen([sys.executable, "-c", ON_A_TERMINAL], stdout=theirs) as process:
+        os.close(theirs)
+        written = b""
+        with contextlib.suppress(OSError):  # Linux's way to say that the other end is closed
+            while part := os.read(ours, 4096):
+                written += part
+    os.close(ours)
+    assert process.returncode == 0
+    assert re.search(r"█+ +step 1/4.*█+ +step 2/4", written.decode(), re.DOTALL)
+    lines = [line.rpartition("\r")[2] for line in written.decode().split("\r\n")]
+    assert lines == ["begins", "epoch 1/2", "after it", ""]  # the bar is gone
+
+
+def test_a_panel_fits_in_80_columns() -> None:
+    path = "/a/very/long/path/" * 6
+    shown = panel({"data": "of " + 30 * "words ", "source": path}).splitlines()
+    assert shown[0].startswith("data       of words words")
+    assert shown[1].startswith("           words")
+    assert max(map(len, shown[:-1])) <= 80
+    assert path in shown[-1]  # a path stays whole, to be copied
 
 
 PROGRAM = """

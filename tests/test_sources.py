@@ -865,7 +865,8 @@ def run_script(
         timeout=60,
     )
     assert (done.returncode, done.stderr) == (code, stderr)
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    lines = done.stdout.splitlines()
+    return [json.loads(line) for line in lines if not line.startswith("reading ")]
 
 
 def timed(*args: Any, **options: Any) -> tuple[float, Any]:

@@ -60,22 +60,48 @@ def test_facts_are_what_has_to_be_equal() -> None:
     assert summary.facts(other, world(), images) == facts
 
 
-def test_progress_line() -> None:
-    line = {"epoch": 1, "loss": 0.51234, "lr": 0.0099, "images_per_second": 12345.6}
-    assert summary.progress_line(line, 25, 3810, 10) == (
-        "epoch  2/10  step   25/3810  loss 0.5123  rate 0.00990  12,346 images/s"
+LINE = {"epoch": 1, "loss": 0.51234, "lr": 0.0099, "images_per_second": 12345.6}
+
+
+def test_step_line() -> None:
+    shown = summary.step_line(LINE, 25, 3810, 144)
+    assert shown == "step   25/3810  loss 0.5123  rate 0.00990  12,346 images/s  0:44 left"
+    assert len(shown) <= 70  # beside a bar, in 80 columns
+
+
+def test_epoch_line() -> None:
+    decided: Any = SimpleNamespace(accuracy=0.99139)
+    assert summary.epoch_line(LINE, 10, decided) == (
+        "epoch  2/10  loss 0.5123  rate 0.00990  12,346 images/s  validation 0.9914"
     )
+    assert summary.epoch_line({**LINE, "loss": None}, 10, None) == (
+        "epoch  2/10  loss not finite  rate 0.00990  12,346 images/s"
+    )
+    # taken up after the epoch's last step
+    assert summary.epoch_line({"epoch": 0}, 1, decided) == "epoch 1/1  validation 0.9914"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"), [(0.4, "0:00"), (59.6, "1:00"), (754, "12:34"), (3727, "1:02:07")]
+)
+def test_duration(seconds: float, shown: str) -> None:
+    assert summary.duration(seconds) == shown
 
 
 def test_last_lines(tmp_path: Path) -> None:
     outcome = {
-        "test_accuracy": 0.99123,
+        "test_accuracy": 0.9912,
         "test_count": 10_000,
+        "test_loss": 0.03456,
         "dataset": {"name": "mnist"},
         "world_size": 2,
         "train_seconds": 12.34,
+        "total_seconds": 15.67,
+        "images_per_second": 8617.3,
     }
     assert summary.last_lines(outcome, RunFolder(tmp_path)).splitlines() == [
-        "test accuracy 0.9912 on 10,000 images of mnist, 2 processes, 12.3 s of training",
+        "test accuracy 0.9912 on 10,000 images of mnist (88 wrong), loss 0.0346",
+        "trained    12.3 s on 2 processes, 8,617 images/s; 15.7 s in all",
         f"written to {tmp_path}",
+        f"see        ddp-mnist report {tmp_path}",
     ]

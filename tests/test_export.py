@@ -1,0 +1,143 @@
+"""Each form gives the model's logits, also where this package is not installed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from ddp_mnist import cli, export, weights
+from ddp_mnist.errors import CheckFailed, UsageError
+from ddp_mnist.local_world import run_world
+from ddp_mnist.models import MODELS
+from ddp_mnist.proofs import just_train, proof_config
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of float64, whose exports are float32."""
+    folder = tmp_path_factory.mktemp("export")
+    run_world(1, just_train, proof_config(epochs=1), folder=folder)
+    return folder / "run"
+
+
+def logits(run: Path, images: torch.Tensor) -> torch.Tensor:
+    with torch.inference_mode():
+        return weights.from_bytes(weights.read_bytes(str(run)), "").model(images).float()
+
+
+USE = {
+    "model.pt2": "torch.export.load('model.pt2').module()(images)",
+    "model.onnx": "torch.from_numpy(onnxruntime.InferenceSession('model.onnx').run(None, "
+    "{'images': images.numpy()})[0])",
+}
+
+
+def test_exported_models_give_the_same_logits_without_this_package(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "export"
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["export", str(run), "--format", "safetensors,torch,onnx", "--out", str(out)])
+    said = capsys.readouterr().out.splitlines()
+    assert ended.value.code == 0
+    assert [line.split(":")[0] for line in said[:3]] == [
+        str(out / f"model.{ending}") for ending in ("safetensors", "pt2", "onnx")
+    ]
+    assert said[3] == f"to the Hub: hf upload YOUR_NAME/run {out}"
+    images = torch.randint(0, 256, (100, 28, 28), dtype=torch.uint8)
+    torch.save(images, tmp_path / "images.pt")
+    for file, call in USE.items():
+        program = (
+            "import sys, torch, onnxruntime\n"
+            f"images = torch.load({str(tmp_path / 'images.pt')!r})\n"
+            f"torch.save({call}.detach(), {str(tmp_path / 'logits.pt')!r})\n"
+            "assert 'ddp_mnist' not in sys.modules\n"
+        )
+        subprocess.run([sys.executable, "-c", program], cwd=out, check=True, capture_output=True)
+        apart = (torch.load(tmp_path / "logits.pt") - logits(run, images)).abs().max()
+        assert apart < 1e-4, file
+    state = load_file(out / "model.safetensors")
+    assert {name: tuple(tensor.shape) for name, tensor in state.items()} == {
+        name: tuple(tensor.shape) for name, tensor in MODELS["cnn"](10).state_dict().items()
+    }
+    assert {tensor.dtype for tensor in state.values()} == {torch.float32}
+
+
+def test_the_card_tells_the_runs_own_figures(run: Path, tmp_path: Path) -> None:
+    export.export(str(run), ["safetensors", "torch"], str(tmp_path))
+    _, front, text = (tmp_path / "README.md").read_text().split("---\n", 2)
+    summary = json.loads((run / "summary.json").read_text())
+    about = yaml.safe_load(front)
+    [model] = about["model-index"]
+    [metric] = model["results"][0]["metrics"]
+    assert metric["value"] == summary["test_accuracy"]
+    assert f"| test accuracy | {summary['test_accuracy']:.4f} on 360 images |" in text
+    assert "25,642 parameters" in text
+    assert "1,150 images of digits:" in text
+    assert summary["dataset"]["digest"] in text
+    assert "datasets" not in about  # it is on no Hub
+    assert "model.onnx" not in text  # which was not asked for
+    assert json.loads((tmp_path / "config.json").read_text())["architecture"] == "cnn"
+
+
+@pytest.mark.parametrize("architecture", [name for name in MODELS if name != "cnn"])
+def test_every_net_can_be_exported(architecture: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    net = MODELS[architecture](10).eval()
+    trained = weights.Trained(net, architecture, list("0123456789"))
+    for write in (export.write_safetensors, export.write_torch):
+        path, outputs = write(trained, tmp_path)
+        assert export.largest_difference(net, outputs, path) <= 1e-4
+
+
+def test_a_form_with_other_logits_is_refused() -> None:
+    net = MODELS["mlp"](10).eval()
+
+    def wrong(images: torch.Tensor) -> torch.Tensor:
+        logits = net(images).detach()
+        logits[-1, 3] += 2e-4
+        return logits
+
+    with pytest.raises(CheckFailed, match=r"^x: gives logits that differ by 2\.0e-04 from the mod"):
+        export.largest_difference(net, wrong, Path("x"))
+    with pytest.raises(CheckFailed):
+        export.largest_difference(net, lambda images: net(images).detach() * torch.nan, Path("x"))
+
+
+def test_onnx_without_its_packages_says_what_to_install(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(export.importlib.util, "find_spec", lambda name: name == "onnx" or None)
+    message = r"^--format onnx: needs onnxscript, onnxruntime; pip install 'ddp-mnist\[onnx\]'"
+    with pytest.raises(UsageError, match=message):
+        export.export(str(run), ["onnx"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "begins"),
+    [
+        (["{run}", "--format", "onyx"], 2, "--format onyx: choose from safetensors, torch, onnx;"),
+        (["{tmp}/none"], 4, "{tmp}/none: there is no such run folder"),
+    ],
+)
+def test_what_cannot_be_exported_is_one_line(
+    arguments: list[str],
+    code: int,
+    begins: str,
+    run: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    places = {"run": str(run), "tmp": str(tmp_path)}
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["export", *(a.format(**places) for a in arguments)])
+    [line] = capsys.readouterr().err.splitlines()
+    assert ended.value.code == code
+    assert line.startswith(f"ddp-mnist: error: {begins.format(**places)}")

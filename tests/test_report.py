@@ -1,0 +1,278 @@
+"""The page tells what the run's files tell, in a real browser too."""
+
+from __future__ import annotations
+
+import dataclasses
+import html.parser
+import json
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import PIL.Image
+import pytest
+
+from ddp_mnist import cli, data, plots, report, run_folder
+from ddp_mnist.errors import CheckpointError
+from ddp_mnist.local_world import run_world
+from ddp_mnist.proofs import just_train, proof_config, train_until
+
+ELEMENTS_WITHOUT_AN_END = ("meta", "link", "img", "br", "input")
+
+
+class Page(html.parser.HTMLParser):
+    """What stands in a page.
+
+    Attributes:
+        figures: by (run, name), of the <data> elements: value and text.
+        ids, links, images: all there are.
+        loads: what would be fetched from elsewhere.
+        text: all of it.
+    """
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.figures: dict[tuple[str, str], tuple[str, str]] = {}
+        self.ids: list[str] = []
+        self.links: list[str] = []
+        self.images: list[dict[str, str]] = []
+        self.loads: list[str] = []
+        self.text = ""
+        self.open: list[str] = []
+        self._figure: tuple[str, str, str] | None = None
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attributes: Any) -> None:
+        given = {name: value or "" for name, value in attributes}
+        self.ids += [given["id"]] if "id" in given else []
+        self.links += [given["href"]] if tag == "a" else []
+        self.images += [given] if tag == "img" else []
+        for name in ("src", "href", "xlink:href"):
+            place = given.get(name, "#")
+            if tag != "a" and not place.startswith(("#", "data:")):
+                self.loads.append(place)
+        if tag == "data":
+            self._figure = given["data-run"], given["data-figure"], given["value"]
+        if tag not in ELEMENTS_WITHOUT_AN_END:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attributes: Any) -> None:
+        self.handle_starttag(tag, attributes)
+        if tag not in ELEMENTS_WITHOUT_AN_END:
+            self.handle_endtag(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, text: str) -> None:
+        self.text += text
+        if self._figure and self.open[-1:] == ["data"]:
+            run, name, value = self._figure
+            self.figures[run, name] = value, text
+            self._figure = None
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two runs that ended, on two processes, and one that was stopped."""
+    folder = tmp_path_factory.mktemp("report")
+    data.load("digits")
+    for name, recipe in (("first", {}), ("second", {"epochs": 1, "label_smoothing": 0.0})):
+        config = proof_config(name, **recipe)
+        distribution = dataclasses.replace(config.distribution, mixed_precision="no")
+        config = dataclasses.replace(config, distribution=distribution)
+        run_world(2, just_train, config, folder=folder)
+    stopped = proof_config("stopped")
+    with pytest.raises(Exception, match="stopped after step 21"):
+        run_world(1, train_until, stopped, 20, folder=folder)
+    return folder
+
+
+def summary_of(run: Path) -> dict[str, Any]:
+    return run_folder.read_json(run / "summary.json")
+
+
+def test_the_figures_are_those_of_summary_json(folder: Path) -> None:
+    [path] = report.report([str(folder / "first")])
+    assert path == folder / "first" / "report.html"
+    page, summary = Page(path.read_text()), summary_of(folder / "first")
+    wrong = round((1 - summary["test_accuracy"]) * 360)
+    assert page.figures == {
+        ("first", "test_accuracy"): (
+            str(summary["test_accuracy"]),
+            f"{summary['test_accuracy']:.4f}",
+        ),
+        ("first", "wrong"): (str(wrong), str(wrong)),
+        ("first", "val_accuracy"): (
+            str(summary["val_accuracy"]),
+            f"{summary['val_accuracy']:.4f}",
+        ),
+        ("first", "train_seconds"): (
+            str(summary["train_seconds"]),
+            f"{summary['train_seconds']:.1f}",
+        ),
+        ("first", "images_per_second"): (
+            str(summary["images_per_second"]),
+            f"{summary['images_per_second']:,.0f}",
+        ),
+        ("first", "world_size"): ("2", "2"),
+    }
+    rows = [[str(n) for n in row] for row in summary["confusion"]]
+    shown = re.findall(
+        r'<th scope="row">\d</th>\s*((?:<td class="[cz].*?</td>\s*)+)', path.read_text()
+    )
+    assert [re.findall(r">([\d,]+)</td>", row) for row in shown] == rows
+    for rank in summary["ranks"]:
+        assert f"{rank['images_per_second']:,.0f}" in page.text
+
+
+def test_the_page_needs_nothing_else(folder: Path) -> None:
+    [path] = report.report([str(folder / "first"), str(folder / "second")])
+    text = path.read_text()
+    page = Page(text)
+    assert page.loads == []
+    assert "<script" not in text
+    assert "@import" not in text
+    assert len(page.ids) == len(set(page.ids))
+    inner = [link.removeprefix("#") for link in page.links if link.startswith("#")]
+    assert set(inner) <= set(page.ids)
+    assert all(image["alt"] for image in page.images)
+    assert path.stat().st_size < 1.5e6
+
+
+def test_the_most_certain_mistakes_are_shown(folder: Path) -> None:
+    run, images = folder / "first", data.load("digits")
+    told = report.read_run(run)
+    report.find_mistakes(told, str(run))
+    assert len(told.mistakes) == min(report.MOST_WRONG, told.wrong)
+    assert told.mistakes
+    certainty = [mistake.guesses[0][1] for mistake in told.mistakes]
+    assert certainty == sorted(certainty, reverse=True)
+    for mistake in told.mistakes:
+        assert mistake.label == images.classes[images.test_labels[mistake.number]]
+        assert mistake.label != mistake.guesses[0][0]
+        assert mistake.label_probability < mistake.guesses[0][1]
+
+
+def test_runs_side_by_side(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "both.html"
+    runs = [str(folder / name) for name in ("first", "second", "stopped")]
+    written = report.report(runs, str(out), png=True)
+    page = Page(out.read_text())
+    for name in ("first", "second"):
+        value = str(summary_of(folder / name)["test_accuracy"])
+        assert page.figures[name, "test_accuracy"][0] == value
+    assert ("stopped", "test_accuracy") not in page.figures
+    assert "it is preempted at step 21" in " ".join(page.text.split())
+    told = [report.read_run(folder / name) for name in ("first", "second")]
+    rows = {name: (values, differ) for name, values, differ in report.side_by_side(told)}
+    assert rows["--epochs"] == (["3", "1"], True)
+    assert rows["--label-smoothing"] == (["0.1", "0"], True)
+    assert rows["--seed"] == (["0", "0"], False)
+    assert rows["--val-size"][1] is False
+    assert [path.name for path in written[1:]] == [
+        f"both-{curve.key}.png" for curve in plots.CURVES
+    ]
+    for path in written[1:]:
+        with PIL.Image.open(path) as picture:
+            assert picture.size == (880, 500)
+
+
+def test_curves_are_drawn_from_metrics_jsonl(folder: Path) -> None:
+    lines = report.read_run(folder / "first").metrics
+    loss, accuracy = plots.CURVES[:2]
+    figure = plots.draw(loss, {"first": lines, "none": []})
+    assert figure
+    [line] = figure.axes[0].get_lines()
+    told = [each for each in lines if "loss" in each]
+    assert np.asarray(line.get_xdata()).tolist() == [each["step"] for each in told]
+    assert np.asarray(line.get_ydata()).tolist() == [each["loss"] for each in told]
+    assert plots.draw(accuracy, {"one epoch": lines[:16]}) is None  # a point is no curve
+    svg = plots.as_svg(figure, "loss")
+    assert plots.INK not in svg
+    assert "var(--series-0)" in svg
+    assert 'aria-label="Training loss' in svg
+
+
+def test_names_in_a_runs_files_are_no_html(folder: Path, tmp_path: Path) -> None:
+    run = tmp_path / "<b>run"
+    shutil.copytree(folder / "first", run)
+    config = run_folder.read_json(run / "config.json")
+    config["run"]["dataset"] = "<script>alert(1)</script>"
+    (run / "config.json").write_text(json.dumps(config))
+    [path] = report.report([str(run)])
+    text = path.read_text()
+    assert "<script>" not in text
+    assert "<b>run" not in text
+    assert "&lt;script&gt;alert(1)" in text
+
+
+def test_without_the_images_the_page_says_so(folder: Path, tmp_path: Path) -> None:
+    told = report.read_run(folder / "first")
+    told.config["run"]["cache_dir"] = str(tmp_path)
+    report.find_mistakes(told, str(folder / "first"))
+    assert told.mistakes == []
+    assert told.no_mistakes == "The test images are not in the cache of this machine."
+    told = report.read_run(folder / "first")
+    told.summary["dataset"]["digest"] = "0"
+    report.find_mistakes(told, str(folder / "first"))
+    assert told.no_mistakes == "The test images are other ones in the cache of this machine."
+
+
+def test_what_is_no_run_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(CheckpointError, match=r"is no run that can be told of \(metrics.jsonl: No"):
+        report.report([str(tmp_path)])
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["report", str(tmp_path / "none")])
+    assert ended.value.code == 4
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+# --- In a browser
+
+
+def chromium(page: Path, *flags: str) -> str:
+    """The page's DOM after it was loaded without a network; console messages fail the test."""
+    program = shutil.which("chromium") or shutil.which("chromium-browser")
+    if not program:
+        pytest.skip("no chromium on the path")
+    command = [program, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"]
+    command += ["--host-resolver-rules=MAP * ~NOTFOUND", "--proxy-server=127.0.0.1:9"]
+    command += [f"--user-data-dir={page.parent / 'profile'}", *flags, page.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ)
+    assert done.returncode == 0, done.stderr
+    assert [line for line in done.stderr.splitlines() if ":CONSOLE" in line] == []
+    return done.stdout
+
+
+def test_a_default_run_in_chromium(mnist_run: Path, tmp_path: Path) -> None:
+    [path] = report.report([str(mnist_run)], str(tmp_path / "report.html"))
+    assert path.stat().st_size < 1.5e6
+    page, summary = Page(chromium(path, "--dump-dom")), summary_of(mnist_run)
+    name = mnist_run.name
+    assert float(page.figures[name, "test_accuracy"][0]) == summary["test_accuracy"]
+    assert page.figures[name, "test_accuracy"][1] == f"{summary['test_accuracy']:.4f}"
+    assert float(page.figures[name, "images_per_second"][0]) == summary["images_per_second"]
+    assert len(page.images) == report.MOST_WRONG
+
+
+@pytest.mark.parametrize("width", [360, 1100])
+def test_the_page_is_not_wider_than_a_phone(mnist_run: Path, width: int, tmp_path: Path) -> None:
+    """Tables scroll within themselves; the page as a whole does not."""
+    report.report([str(mnist_run)], str(tmp_path / "report.html"))
+    probe = tmp_path / "probe.html"
+    # a frame of that width, as a headless window is at least 500 wide
+    probe.write_text(
+        f'<iframe id="f" src="report.html" style="width:{width}px;height:900px"></iframe>'
+        "<script>onload = () => { const d = document.getElementById('f').contentDocument;"
+        " document.body.append('wide ' + d.documentElement.scrollWidth) }</script>"
+    )
+    shown = chromium(probe, "--dump-dom", "--allow-file-access-from-files")
+    found = re.search(r"wide (\d+)", shown)
+    assert found
+    assert int(found[1]) <= width
