@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Runs one verb and exits with its code; an expected failure is one line on stderr."""
     # When a peer is gone, torch's store would print a C++ stack for each call; it raises as well.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # the profiler's own, on every start
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's starts and stops
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a folder's name may be no UTF-8
     code = 0

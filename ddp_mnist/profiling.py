@@ -18,6 +18,7 @@ from accelerate import Accelerator
 from accelerate.utils import ProfileKwargs, gather_object
 
 from ddp_mnist.run_folder import RunFolder, storage_errors, write_atomically
+from ddp_mnist.screen import Screen
 
 WARM_UP = 10  # steps before; the first ones are slower than all others
 ROWS = 10
@@ -32,19 +33,22 @@ class StepProfiler:
         steps: optimizer steps to trace, the same on every rank.
         accelerator: the Accelerator.
         folder: of the run.
+        screen: is told where the time went.
     """
 
-    def __init__(self, steps: int, accelerator: Accelerator, folder: RunFolder) -> None:
-        self.steps, self.accelerator, self.folder = steps, accelerator, folder
+    def __init__(
+        self, steps: int, accelerator: Accelerator, folder: RunFolder, screen: Screen
+    ) -> None:
+        self.steps, self.accelerator, self.folder, self.screen = steps, accelerator, folder, screen
         self.taken = 0
         self._tracing = ExitStack()
         self._profile: Any = None
         self._started = 0.0
 
-    def step(self) -> str | None:
-        """Called on all ranks after each optimizer step. Returns the table, once, on each rank."""
+    def step(self) -> None:
+        """Called on all ranks after each optimizer step. Raises StorageError."""
         if self.steps == 0:
-            return None
+            return
         self.taken += 1
         if self.taken == WARM_UP:
             activities = ["cpu"] + (["cuda"] if self.accelerator.device.type == "cuda" else [])
@@ -52,10 +56,9 @@ class StepProfiler:
             self._profile = self._tracing.enter_context(profile)
             self._started = time.monotonic()
         if self.taken == WARM_UP + self.steps:
-            return self._finish()
-        return None
+            self._finish()
 
-    def _finish(self) -> str:
+    def _finish(self) -> None:
         if self.accelerator.device.type == "cuda":
             torch.cuda.synchronize()
         seconds = time.monotonic() - self._started
@@ -71,7 +74,7 @@ class StepProfiler:
                 for rank, content in enumerate(traces):
                     write_atomically(place / f"rank-{rank}.json.gz", content)
         shown = table(self._profile.key_averages(), self.steps, seconds)
-        return f"{shown}\ntraces     {self.folder.path}/{FOLDER}/rank-0.json.gz ..."
+        self.screen.say(f"{shown}\ntraces     {self.folder.path}/{FOLDER}/rank-0.json.gz ...")
 
 
 def table(entries: Any, steps: int, seconds: float) -> str:

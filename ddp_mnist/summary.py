@@ -170,9 +170,9 @@ def last_lines(outcome: dict[str, Any], run: RunFolder) -> str:
         "trained": f"{outcome['train_seconds']:.1f} s on {count(outcome['world_size'], 'process')},"
         f" {outcome['images_per_second']:,.0f} images/s; {outcome['total_seconds']:.1f} s in all",
         "written to": str(run.path),
-        "see": f"ddp-mnist report {run.path}",
     }
-    return f"{result}\n{panel(lines)}"
+    see = f"see        ddp-mnist report {run.path}"  # a command is not wrapped, however long
+    return f"{result}\n{panel(lines)}\n{see}"
 
 
 def device(world: World) -> str:

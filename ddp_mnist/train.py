@@ -113,10 +113,8 @@ def train_in(
     stop.at_once = lambda: folder.ended("failed", 130, "interrupted twice")
 
     # --- Train: rate of the step, forward, backward, clip, update
-    lookout, profiler = (
-        Lookout(progress.step),
-        StepProfiler(config.run.profile, accelerator, folder),
-    )
+    lookout = Lookout(progress.step)
+    profiler = StepProfiler(config.run.profile, accelerator, folder, screen)
     losses: list[torch.Tensor] = []  # since all ranks last looked
     while progress.epoch < recipe.epochs and not progress.stopped_by:
         epoch, first_step = progress.epoch, progress.epoch * batches.steps_per_epoch
@@ -146,8 +144,7 @@ def train_in(
             if not accelerator.sync_gradients:
                 continue  # only a part of a step
             progress.stepped(skipped=accelerator.optimizer_step_was_skipped)
-            if table_of_times := profiler.step():
-                screen.say(table_of_times)
+            profiler.step()
 
             # --- Now and then all ranks add up what they saw: the loop's one synchronisation
             end_of_epoch = progress.step == first_step + batches.steps_per_epoch
