@@ -60,6 +60,7 @@ PLANTS = {
     "gradients": "gradients are summed over the ranks, not averaged",
     "parameter": "one parameter that DDP does not synchronise",
 }
+EXPORTS = ("safetensors", "torch", "onnx")
 DOCTOR_TIMEOUT_S = 60.0  # a person waits for the verdict
 RUN, CACHE_DIR = "run folder, e.g. runs/latest", "folder of decoded data sets"
 
@@ -225,12 +226,14 @@ def make_parser() -> Parser:
         "--show", type=text("--show"), metavar="FILE", help="a PNG of what the model saw, and said"
     )
 
-    verb = add_verb("report", report, "One HTML file that tells of runs; it needs no network.")
+    verb = add_verb("report", report, "One HTML page about runs, which needs no network.")
     verb.add_argument("runs", metavar="RUN", type=text("RUN"), nargs="+", help=RUN)
     verb.add_argument(
         "--out", type=text("--out"), metavar="FILE", help="[report.html in the first RUN]"
     )
     verb.add_argument("--png", action="store_true", help="each curve as a PNG too, beside it")
+    verb.add_argument("--dataset", type=text("--dataset"), help="where the runs' images are now")
+    verb.add_argument("--cache-dir", type=text("--cache-dir"), help=CACHE_DIR)
 
     verb = add_verb("export", export, "The weights of a run for use elsewhere, with a model card.")
     verb.add_argument("run", metavar="RUN", type=text("RUN"), help=RUN)
@@ -466,11 +469,13 @@ def predict(arguments: argparse.Namespace) -> None:
     from ddp_mnist.predict import draw, predict_and_see
 
     screen, answers = Screen(True), []
-    for line, seen in predict_and_see(arguments.run, arguments.images):
-        screen.say(json.dumps(line))
-        answers += [(line, seen)] if picture else []
-    if picture:
-        draw(answers, picture)
+    try:
+        for line, seen in predict_and_see(arguments.run, arguments.images):
+            screen.say(json.dumps(line))
+            answers += [(line, seen)] if picture and seen is not None else []
+    finally:  # of the files that could be read
+        if picture and answers:
+            draw(answers, picture)
 
 
 def a_png(flag: str, file: str | None) -> Path | None:
@@ -485,27 +490,30 @@ def report(arguments: argparse.Namespace) -> None:
     out = place_to_save(arguments.out, "--out")
     from ddp_mnist.report import report as write
 
-    for path in write(arguments.runs, str(out) if out else None, png=arguments.png):
-        Screen(True).say(f"written to {path}")
+    screen = Screen(True)
+    screen.say("reading    the runs, and asking each model for its mistakes")
+    for path in write(
+        arguments.runs,
+        str(out) if out else None,
+        png=arguments.png,
+        dataset=arguments.dataset,
+        cache_dir=arguments.cache_dir,
+    ):
+        screen.say(f"written to {path}")
 
 
 def export(arguments: argparse.Namespace) -> None:
-    formats = list(dict.fromkeys(arguments.format.split(",")))
-    legal = ("safetensors", "torch", "onnx")
+    formats = list(dict.fromkeys(name.strip() for name in arguments.format.split(",")))
     for name in formats:
-        if name not in legal:
-            hint = did_you_mean(name, legal)
-            raise UsageError(f"--format {name}: choose from {', '.join(legal)}{hint}")
-    from ddp_mnist.export import CHECKED_IMAGES
+        if name not in EXPORTS:
+            hint = did_you_mean(name, EXPORTS)
+            raise UsageError(f"--format {name}: choose from {', '.join(EXPORTS)}{hint}")
     from ddp_mnist.export import export as write
 
     screen = Screen(True)
-    for path, apart in write(arguments.run, formats, arguments.out):
-        checked = f"logits of {CHECKED_IMAGES} images within {apart:.0e} of the model's"
-        screen.say(f"{path}: {checked}")
-    screen.say(
-        f"to the Hub: hf upload YOUR_NAME/{Path(arguments.run).resolve().name} {path.parent}"
-    )
+    folder = write(arguments.run, formats, arguments.out, screen.say)
+    screen.say(f"written to {folder}")
+    screen.say(f"to the Hub: hf upload YOUR_NAME/{Path(arguments.run).resolve().name} {folder}")
 
 
 def prepare(arguments: argparse.Namespace) -> None:

@@ -197,6 +197,11 @@ class Recipe(Flags):
         None, "Clip the gradient of each step to this norm.", above=0, most=1e6
     )
 
+    def steps_per_epoch(self, rows: int) -> int:
+        """Optimizer steps of a resolved recipe with `rows` images in the train split."""
+        assert self.batch_size and self.val_size is not None
+        return (rows - self.val_size) // self.batch_size
+
 
 @dataclass(frozen=True)
 class Distribution(Flags):

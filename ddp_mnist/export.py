@@ -1,25 +1,26 @@
 """The verb `export`: a run's model for use elsewhere, each form checked for equal outputs.
 
     ddp-mnist export runs/latest                    # RUN/export/: safetensors, torch.export, a card
-    ddp-mnist export runs/latest --format onnx      # needs the extra: pip install 'ddp-mnist[onnx]'
+    ddp-mnist export runs/latest --format onnx      # needs the extra: pip install -e '.[onnx]'
 
 All forms take uint8 images [B, 28, 28], bright strokes on black, with any B, and give logits
-[B, classes]: what normalises the pixels is in the model.
+[B, classes]: what normalises the pixels is in the model. Nothing is written before all are checked.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
+import io
 import json
 import logging
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from ddp_mnist import __version__, run_folder, weights
@@ -28,60 +29,78 @@ from ddp_mnist.templates import render
 from ddp_mnist.weights import Trained
 
 FOLDER = "export"
+CARD, ABOUT = "README.md", "config.json"
 CHECKED_IMAGES = 100
 LIMIT = 1e-4  # of a logit, absolute: other libraries sum in another order
-FORMATS = ("safetensors", "torch", "onnx")
+Outputs = Callable[[Tensor], Tensor]  # of images, logits
 
 
-def export(run: str, formats: list[str], out: str | None = None) -> list[tuple[Path, float]]:
-    """Files written, each with the largest difference of its logits from the run's model.
+def export(
+    run: str, formats: list[str], out: str | None = None, say: Callable[[str], None] = print
+) -> Path:
+    """Writes the forms and a model card. Returns their folder.
 
     Args:
         run: folder of a finished run.
-        formats: of FORMATS.
-        out: folder for the files; else RUN/export.
+        formats: of FORMS.
+        out: a folder of their own; else RUN/export. An earlier export there is replaced.
+        say: is told the largest difference of each form's logits from those of the run's model.
 
     Raises:
         CheckpointError: the run has not finished.
-        UsageError: a package is missing.
+        UsageError: a package is missing, or the folder holds something else.
         CheckFailed: a form gives other logits than the model.
         StorageError: a file cannot be written.
     """
     if "onnx" in formats:
         require("onnx", "onnxscript", "onnxruntime")
-    content = weights.read_bytes(run)
-    trained = weights.from_bytes(content, run)
-    trained.model.float()
     folder = Path(out) if out else Path(run) / FOLDER
-    with run_folder.storage_errors(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-    written = []
+    refuse_other_files(folder)
+    trained = weights.from_bytes(weights.read_bytes(run), run)
+    trained.model.float()
+    contents = {}
     for name in formats:
-        path, outputs = WRITERS[name](trained, folder)
-        written.append((path, largest_difference(trained.model, outputs, path)))
-    with run_folder.storage_errors(folder):
-        card = model_card(trained, run, [path.name for path, _ in written])
-        run_folder.write_atomically(folder / "README.md", card.encode())
-        about = {"architecture": trained.architecture, "classes": trained.classes}
-        run_folder.write_atomically(folder / "config.json", run_folder.to_json(about).encode())
-    return written
+        form = FORMS[name]
+        contents[form.file] = content = form.write(trained)
+        apart = largest_difference(trained.model, form.read(content), form.file)
+        say(f"{form.file}: logits of {CHECKED_IMAGES} images within {apart:.0e} of the model's")
+    about = {"architecture": trained.architecture, "classes": trained.classes}
+    contents[CARD] = model_card(trained, run, list(contents)).encode()
+    contents[ABOUT] = run_folder.to_json(about).encode()
+    with run_folder.storage_errors(folder, "--out"):
+        folder.mkdir(parents=True, exist_ok=True)
+        for form in FORMS.values():
+            (folder / form.file).unlink(missing_ok=True)
+        for file, content in contents.items():
+            run_folder.write_atomically(folder / file, content)
+    return folder
 
 
-def read(run: str, file: str) -> dict[str, Any]:
+def refuse_other_files(folder: Path) -> None:
+    """Raises UsageError if something would be lost; what begins with a dot may be there."""
+    own = {CARD, ABOUT, *(form.file for form in FORMS.values())}
+    with run_folder.storage_errors(folder, "--out"):
+        if folder.exists() and not folder.is_dir():
+            raise UsageError(f"--out {folder}: is a file; name a folder")
+        there = {p.name for p in folder.iterdir()} if folder.exists() else set()
+    others = sorted(name for name in there - own if not name.startswith("."))
+    if others or (CARD in there and not is_an_export(folder)):
+        found = ", ".join(others[:3]) or CARD
+        raise UsageError(f"--out {folder}: holds other files ({found}); name a folder of its own")
+
+
+def is_an_export(folder: Path) -> bool:
     try:
-        return run_folder.read_json(Path(run) / file)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{run}: {file} is missing or damaged; export a finished run"
-        ) from error
+        return set(run_folder.read_json(folder / ABOUT)) == {"architecture", "classes"}
+    except (OSError, ValueError):
+        return False
 
 
 def require(*packages: str) -> None:
     missing = [package for package in packages if importlib.util.find_spec(package) is None]
     if missing:
         raise UsageError(
-            f"--format onnx: needs {', '.join(missing)}; pip install 'ddp-mnist[onnx]', or leave it"
-            " out"
+            f"--format onnx: needs {', '.join(missing)}; pip install -e '.[onnx]', or leave it out"
         )
 
 
@@ -92,19 +111,20 @@ def check_images() -> Tensor:
     return torch.randint(0, 256, size, generator=stream, dtype=torch.uint8)
 
 
-def largest_difference(model: nn.Module, outputs: Callable[[Tensor], Tensor], path: Path) -> float:
+def largest_difference(model: nn.Module, outputs: Outputs, file: str) -> float:
     """Of the logits of 100 images, all at once and one alone. Raises CheckFailed above LIMIT."""
     images = check_images()
     with torch.inference_mode():
         expected = model(images)
-    apart = max(
-        (outputs(images) - expected).abs().max().item(),
-        (outputs(images[:1]) - expected[:1]).abs().max().item(),
-    )
+    with torch.no_grad():  # an exported program takes no tensor of inference mode
+        apart = max(
+            (outputs(images) - expected).abs().max().item(),
+            (outputs(images[:1]) - expected[:1]).abs().max().item(),
+        )
     if not apart <= LIMIT:
         raise CheckFailed(
-            f"{path}: gives logits that differ by {apart:.1e} from the model's, allowed are"
-            f" {LIMIT:g}; do not use it"
+            f"{file}: gives logits that differ by {apart:.1e} from the model's, allowed are"
+            f" {LIMIT:g}; leave that format out"
         )
     return apart
 
@@ -112,65 +132,68 @@ def largest_difference(model: nn.Module, outputs: Callable[[Tensor], Tensor], pa
 # --- The forms
 
 
-def write_safetensors(trained: Trained, folder: Path) -> tuple[Path, Callable[[Tensor], Tensor]]:
+@dataclass(frozen=True)
+class Form:
+    """How a model is written.
+
+    Attributes:
+        file: its name.
+        write: makes the file's content.
+        read: makes of that, as others will, what gives the logits.
+    """
+
+    file: str
+    write: Callable[[Trained], bytes]
+    read: Callable[[bytes], Outputs]
+
+
+def as_safetensors(trained: Trained) -> bytes:
     """The weights under the names of the net's parameters."""
-    path = folder / "model.safetensors"
-    state = trained.model.state_dict()
-    content = weights.to_bytes(state, trained.architecture, trained.classes)
-    with run_folder.storage_errors(path):
-        run_folder.write_atomically(path, content)
-    again = weights.from_bytes(content, str(path)).model
-    again.load_state_dict(load_file(path))
-
-    def outputs(images: Tensor) -> Tensor:
-        with torch.inference_mode():
-            return again(images)
-
-    return path, outputs
+    return weights.to_bytes(trained.model.state_dict(), trained.architecture, trained.classes)
 
 
-def write_torch(trained: Trained, folder: Path) -> tuple[Path, Callable[[Tensor], Tensor]]:
+def of_safetensors(content: bytes) -> Outputs:
+    return weights.from_bytes(content, "the export").model
+
+
+def as_program(trained: Trained) -> bytes:
     """Weights and computation, which torch.export.load reads without this package."""
-    path = folder / "model.pt2"
-    example = torch.zeros(2, 28, 28, dtype=torch.uint8)
-    batch = torch.export.Dim("batch", min=1)
-    with quiet(), run_folder.storage_errors(path):
+    written = io.BytesIO()
+    with quiet():
         program = torch.export.export(
-            trained.model, (example,), dynamic_shapes=({0: batch},), strict=False
+            trained.model, (EXAMPLE,), dynamic_shapes=({0: ANY_BATCH},), strict=False
         )
-        torch.export.save(program, path)
-        again = torch.export.load(path).module()
-
-    def outputs(images: Tensor) -> Tensor:
-        with torch.no_grad():
-            return again(images)
-
-    return path, outputs
+        torch.export.save(program, written)
+    return written.getvalue()
 
 
-def write_onnx(trained: Trained, folder: Path) -> tuple[Path, Callable[[Tensor], Tensor]]:
+def of_program(content: bytes) -> Outputs:
+    with quiet():
+        return torch.export.load(io.BytesIO(content)).module()
+
+
+def as_onnx(trained: Trained) -> bytes:
     """For ONNX Runtime and what else reads it."""
-    import onnxruntime
-
-    path = folder / "model.onnx"
-    with quiet(), run_folder.storage_errors(path):
-        torch.onnx.export(
+    with quiet():
+        program = torch.onnx.export(
             trained.model,
-            (torch.zeros(2, 28, 28, dtype=torch.uint8),),
-            path,
+            (EXAMPLE,),
             dynamo=True,
             external_data=False,
             input_names=["images"],
             output_names=["logits"],
-            dynamic_shapes=({0: torch.export.Dim("batch", min=1)},),
+            dynamic_shapes=({0: ANY_BATCH},),
             verbose=False,
         )
-    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    assert program
+    return program.model_proto.SerializeToString()
 
-    def outputs(images: Tensor) -> Tensor:
-        return torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
 
-    return path, outputs
+def of_onnx(content: bytes) -> Outputs:
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
+    return lambda images: torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
 
 
 @contextlib.contextmanager
@@ -186,10 +209,12 @@ def quiet() -> Iterator[None]:
         logging.disable(level)
 
 
-WRITERS: dict[str, Callable[[Trained, Path], tuple[Path, Callable[[Tensor], Tensor]]]] = {
-    "safetensors": write_safetensors,
-    "torch": write_torch,
-    "onnx": write_onnx,
+EXAMPLE = torch.zeros(2, 28, 28, dtype=torch.uint8)
+ANY_BATCH = torch.export.Dim("batch", min=1)
+FORMS = {
+    "safetensors": Form("model.safetensors", as_safetensors, of_safetensors),
+    "torch": Form("model.pt2", as_program, of_program),
+    "onnx": Form("model.onnx", as_onnx, of_onnx),
 }
 
 
@@ -199,15 +224,19 @@ WRITERS: dict[str, Callable[[Trained, Path], tuple[Path, Callable[[Tensor], Tens
 def model_card(trained: Trained, run: str, files: list[str]) -> str:
     """README.md as the Hugging Face Hub reads it; every figure is the run's own.
 
-    What stands between the lines of hyphens is YAML, of which JSON is a part.
+    What stands between the lines of hyphens is YAML, of which JSON is a part. Of data that lie in a
+    folder it tells the digest and not where; a licence is for who gives the weights away to choose.
+
+    Raises:
+        CheckpointError: a file of the run is missing or damaged.
     """
     summary = read(run, run_folder.SUMMARY)
     val_size = read(run, run_folder.CONFIG)["recipe"]["val_size"]
     dataset = summary["dataset"]
-    is_hub = dataset["source"].startswith("hub:")
-    hub_id = dataset["source"].removeprefix("hub:") if is_hub else None
+    kind, _, place = dataset["source"].partition(":")
+    hub_id = place if kind == "hub" else None
+    source = dataset["name"] if Path(place).is_absolute() else dataset["source"]
     front = {
-        "license": "apache-2.0",
         "library_name": "pytorch",
         "pipeline_tag": "image-classification",
         "tags": ["ddp_mnist", trained.architecture],
@@ -238,7 +267,17 @@ def model_card(trained: Trained, run: str, files: list[str]) -> str:
         classes=trained.classes,
         parameters=sum(parameter.numel() for parameter in trained.model.parameters()),
         s=summary,
+        source=source,
         val_size=val_size,
         version=__version__,
         files=files,
     )
+
+
+def read(run: str, file: str) -> dict[str, Any]:
+    try:
+        return run_folder.read_json(Path(run) / file)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{run}: {file} is missing or damaged; export a finished run"
+        ) from error

@@ -13,6 +13,11 @@ import psutil
 CGROUP, OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
+def describe() -> dict[str, str | int]:
+    """This machine, to stand beside figures that were measured on it."""
+    return {"cpu": cpu_model(), "cores": os.cpu_count() or 1, "system": platform.platform()}
+
+
 def cpu_model() -> str:
     """What Linux calls the processor; elsewhere its architecture."""
     with contextlib.suppress(OSError):

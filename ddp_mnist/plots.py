@@ -28,7 +28,9 @@ STYLE: Any = {
     "grid.linewidth": 0.4,
     "font.size": 8,
     "axes.titlesize": 9,
+    "text.parse_math": False,  # a run's name may hold dollars
 }
+LEGEND: Any = {"frameon": False, "fontsize": 7}
 INCHES = (4.4, 2.5)
 DPI = 200
 
@@ -45,6 +47,7 @@ class Curve:
 
 CURVES = (
     Curve("loss", "Training loss", "nats, with label smoothing"),
+    Curve("accuracy", "Training accuracy", "share right"),
     Curve("val_accuracy", "Validation accuracy", "share right", marker="o"),
     Curve("val_loss", "Validation loss", "nats", marker="o"),
     Curve("lr", "Learning rate", "of the step"),
@@ -64,29 +67,30 @@ def draw(curve: Curve, runs: Mapping[str, Sequence[dict[str, Any]]]) -> Figure |
     Args:
         runs: lines of metrics.jsonl.
     """
-    told = {name: found for name, m in runs.items() if (found := points(m, curve.key))[0]}
-    if max((len(steps) for steps, _ in told.values()), default=0) < 2:
+    found = {name: points(lines, curve.key) for name, lines in runs.items()}
+    found = {name: (steps, values) for name, (steps, values) in found.items() if steps}
+    if max((len(steps) for steps, _ in found.values()), default=0) < 2:
         return None
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=INCHES, layout="constrained")
         axes = figure.add_subplot()
         for number, name in enumerate(runs):
-            if name in told:
+            if name in found:
                 axes.plot(
-                    *told[name],
-                    label=name,
+                    *found[name],
                     color=SERIES[number % len(SERIES)],
                     linestyle=DASHES[number // len(SERIES) % len(DASHES)],
                     # a single value beside lines would not be seen
-                    marker=curve.marker or ("o" if len(told[name][0]) == 1 else ""),
+                    marker=curve.marker or ("o" if len(found[name][0]) == 1 else ""),
                     markersize=3,
                     linewidth=1.4,
                 )
         axes.set_title(f"{curve.title} ({curve.unit})", loc="left")
         axes.set_xlabel("optimizer step")
         axes.grid(visible=True)
-        if len(told) > 1:
-            axes.legend(frameon=False, fontsize=7)
+        if len(found) > 1:
+            # matplotlib leaves out names that begin with _, but not behind a space of no width
+            axes.legend(axes.get_lines(), [f"\u200b{name}" for name in found], **LEGEND)
     return figure
 
 
@@ -110,5 +114,5 @@ def as_svg(figure: Figure, name: str) -> str:
 
 def as_png(figure: Figure, path: Path) -> None:
     """Black on white. Raises StorageError."""
-    with storage_errors(path):
+    with storage_errors(path, "--out"):
         figure.savefig(path, dpi=DPI, facecolor="white")

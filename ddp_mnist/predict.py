@@ -26,6 +26,8 @@ SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff")
 BATCH = 256
 STDIN = Path("-")
 COLUMNS, INCHES = 8, 1.3  # of what --show draws
+MOST_SHOWN = 64
+FAINT = 0.25  # of the strongest stroke: less is paper, its shadows and its grain
 
 
 def predict(run: str, images: Iterable[str]) -> Iterator[dict[str, Any]]:
@@ -34,8 +36,12 @@ def predict(run: str, images: Iterable[str]) -> Iterator[dict[str, Any]]:
         yield line
 
 
-def predict_and_see(run: str, images: Iterable[str]) -> Iterator[tuple[dict[str, Any], np.ndarray]]:
+def predict_and_see(
+    run: str, images: Iterable[str]
+) -> Iterator[tuple[dict[str, Any], np.ndarray | None]]:
     """Like `predict`, with what the model saw: uint8 [28, 28]. In the order given.
+
+    A file that cannot be read has a line {file, error}, and None for the image.
 
     Args:
         run: run folder.
@@ -43,34 +49,58 @@ def predict_and_see(run: str, images: Iterable[str]) -> Iterator[tuple[dict[str,
             image on stdin.
 
     Raises:
-        CheckpointError: no finished run. DataError: no readable image.
+        CheckpointError: no finished run.
+        DataError: a folder holds no images; or, after all others were labelled, some file could
+            not be read.
     """
     trained = weights.from_bytes(weights.read_bytes(run), run)
-    dtype = next(trained.model.parameters()).dtype
     files = [file for image in images for file in find_images(image)]
+    errors: list[DataError] = []
     for start in range(0, len(files), BATCH):
-        batch = files[start : start + BATCH]
-        pixels = np.stack([as_mnist(file) for file in batch])
-        with torch.inference_mode():
-            probabilities = trained.model(torch.from_numpy(pixels)).to(dtype).softmax(1)
-        for file, row, seen in zip(batch, probabilities.tolist(), pixels, strict=True):
-            best = max(range(len(row)), key=row.__getitem__)
-            named = {name: round(p, 6) for name, p in zip(trained.classes, row, strict=True)}
-            line = {
-                "file": str(file),
-                "label": trained.classes[best],
-                "probability": round(row[best], 6),
-                "probabilities": named,
-            }
+        lines: list[dict[str, Any]] = []
+        pixels: list[np.ndarray | None] = []
+        for file in files[start : start + BATCH]:
+            lines.append({"file": str(file)})
+            try:
+                pixels.append(as_mnist(file))
+            except DataError as error:
+                errors.append(error)
+                lines[-1]["error"] = str(error).removeprefix(f"{file}: ")
+                pixels.append(None)
+        readable = [image for image in pixels if image is not None]
+        rows = iter(probabilities(trained.model, readable) if readable else [])
+        for line, seen in zip(lines, pixels, strict=True):
+            if seen is not None:
+                row = next(rows)
+                best = max(range(len(row)), key=row.__getitem__)
+                line["label"] = trained.classes[best]
+                line["probability"] = round(row[best], 6)
+                line["probabilities"] = {
+                    name: round(p, 6) for name, p in zip(trained.classes, row, strict=True)
+                }
             yield line, seen
+    if len(errors) == 1:
+        raise errors[0]
+    if errors:
+        raise DataError(f"{errors[0]} ({len(errors)} of {len(files):,} files are unreadable)")
+
+
+@torch.inference_mode()
+def probabilities(model: torch.nn.Module, images: Sequence[np.ndarray]) -> list[list[float]]:
+    """Of each class, for each uint8 [28, 28]."""
+    return model(torch.from_numpy(np.stack(images))).softmax(1).tolist()
 
 
 def find_images(path: str) -> list[Path]:
-    """The file itself, or the images directly in a folder."""
+    """The file itself, or the images directly in a folder, hidden ones not."""
     place = Path(path)
     if place == STDIN or not place.is_dir():
         return [place]
-    files = sorted(p for p in place.iterdir() if p.suffix.lower() in SUFFIXES and p.is_file())
+    files = sorted(
+        p
+        for p in place.iterdir()
+        if p.suffix.lower() in SUFFIXES and p.is_file() and not p.name.startswith(".")
+    )
     if not files:
         raise DataError(f"{path}: holds no images; give files or a folder of them")
     return files
@@ -80,8 +110,12 @@ def as_mnist(file: Path) -> np.ndarray:
     """An image file as MNIST draws digits: uint8 [28, 28], bright strokes on black.
 
     28x28 images are taken as they are, but for dark strokes on a bright ground, which are
-    inverted. Others are cropped to their strokes, scaled to fit 20x20 and placed with their centre
-    of mass in the middle: how MNIST itself was made (LeCun et al., 1998, section III.A).
+    inverted. Of others the ground is whatever brightness their border has; they are cropped to
+    their strokes, scaled to fit 20x20 and placed with their centre of mass in the middle: how MNIST
+    itself was made (LeCun et al., 1998, section III.A).
+
+    Raises:
+        DataError: it cannot be read, or shows nothing.
     """
     try:
         with PIL.Image.open(
@@ -89,20 +123,33 @@ def as_mnist(file: Path) -> np.ndarray:
         ) as opened:
             upright = PIL.ImageOps.exif_transpose(opened)  # as viewers show it
             grey = np.asarray(as_grey(upright))
+            if grey.min() == grey.max() and upright.has_transparency_data:
+                grey = np.asarray(as_grey(upright, paper="black"))  # white strokes
     except (OSError, ValueError, SyntaxError, PIL.Image.DecompressionBombError) as error:
         reason = (getattr(error, "strerror", None) or "").lower() or "no image that Pillow reads"
         raise DataError(f"{file}: {reason}; give a PNG or JPEG file") from error
-    border = np.concatenate([grey[0], grey[-1], grey[:, 0], grey[:, -1]])
-    if np.median(border) > 127:
-        grey = 255 - grey
-    return grey if grey.shape == (28, 28) else centred(grey)
+    if grey.min() == grey.max():
+        raise DataError(f"{file}: is of one colour all over; give an image of a digit")
+    ground = np.median(np.concatenate([grey[0], grey[-1], grey[:, 0], grey[:, -1]]))
+    if grey.shape == (28, 28):
+        return 255 - grey if ground > 127 else grey
+    return centred(strokes_on(float(ground), grey))
+
+
+def strokes_on(ground: float, grey: np.ndarray) -> np.ndarray:
+    """uint8 [H, W] of any ground, with contrast, to strokes that reach 255 on black.
+
+    Strokes are on the side of the ground that has the greater contrast.
+    """
+    brighter = grey.astype(np.float64) - ground
+    strokes = brighter if brighter.max() >= -brighter.min() else -brighter
+    strokes = strokes.clip(0) / strokes.max()
+    return np.where(strokes > FAINT, strokes * 255, 0).round().astype(np.uint8)
 
 
 def centred(grey: np.ndarray) -> np.ndarray:
     """uint8 [H, W], bright strokes on black, to uint8 [28, 28] as MNIST places a digit."""
-    strokes = grey > max(32, int(grey.max()) // 4)
-    if not strokes.any():
-        return np.zeros((28, 28), dtype=np.uint8)
+    strokes = grey > 0
     rows, columns = np.flatnonzero(strokes.any(1)), np.flatnonzero(strokes.any(0))
     crop = grey[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
     scale = 20 / max(crop.shape)
@@ -122,17 +169,20 @@ def centred(grey: np.ndarray) -> np.ndarray:
 
 
 def draw(answers: Sequence[tuple[dict[str, Any], np.ndarray]], path: Path) -> None:
-    """A picture of what `predict_and_see` gave. Raises StorageError."""
+    """A picture of the first MOST_SHOWN that `predict_and_see` gave. Raises StorageError."""
     from matplotlib.figure import Figure
 
-    rows = -(-len(answers) // COLUMNS)
-    figure = Figure(figsize=(COLUMNS * INCHES, rows * INCHES * 1.35), layout="constrained")
+    shown = answers[:MOST_SHOWN]
+    rows = -(-len(shown) // COLUMNS)
+    figure = Figure(figsize=(COLUMNS * INCHES, rows * INCHES * 1.35 + 0.3), layout="constrained")
+    figure.suptitle(f"{len(shown)} of {len(answers):,} images", fontsize=9)
     places = figure.subplots(rows, COLUMNS).flat
-    for axis, (line, seen) in zip(places, answers, strict=False):
+    for axis, (line, seen) in zip(places, shown, strict=False):
         axis.imshow(seen, cmap="gray", vmin=0, vmax=255)
         name = Path(line["file"]).name
-        axis.set_title(f"{name[-18:]}\n{line['label']} ({line['probability']:.2f})", fontsize=8)
+        answer = f"{name[-18:]}\n{line['label']} ({line['probability']:.2f})"
+        axis.set_title(answer, fontsize=8, parse_math=False)
     for axis in figure.axes:
         axis.axis("off")
-    with storage_errors(path):
+    with storage_errors(path, "--show"):
         figure.savefig(path, dpi=100)

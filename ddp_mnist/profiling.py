@@ -1,5 +1,7 @@
 """`--profile N`: where the time of N steps goes, on every rank.
 
+They are steps in a row of one epoch, so that no validation is among them, and warm ones if there
+are enough.
 The traces come together on rank 0, as machines share no disk: RUN/profile/rank-0.json.gz and so on,
 which chrome://tracing and ui.perfetto.dev open as they are.
 """
@@ -16,7 +18,9 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import ProfileKwargs, gather_object
+from torch.autograd import DeviceType
 
+from ddp_mnist.errors import UsageError
 from ddp_mnist.run_folder import RunFolder, storage_errors, write_atomically
 from ddp_mnist.screen import Screen
 
@@ -40,29 +44,43 @@ class StepProfiler:
         self, steps: int, accelerator: Accelerator, folder: RunFolder, screen: Screen
     ) -> None:
         self.steps, self.accelerator, self.folder, self.screen = steps, accelerator, folder, screen
-        self.taken = 0
+        self.begin: int | None = None  # the step after which tracing begins
+        self.on_gpu = accelerator.device.type == "cuda"
         self._tracing = ExitStack()
         self._profile: Any = None
         self._started = 0.0
 
-    def step(self) -> None:
-        """Called on all ranks after each optimizer step. Raises StorageError."""
+    def plan(self, done: int, per_epoch: int, total: int) -> None:
+        """Chooses the steps of a run that has taken `done`; says so if too few are left."""
         if self.steps == 0:
             return
-        self.taken += 1
-        if self.taken == WARM_UP:
-            activities = ["cpu"] + (["cuda"] if self.accelerator.device.type == "cuda" else [])
+        self.begin = first_traced(self.steps, done, per_epoch, total)
+        if self.begin is None:
+            self.screen.say(
+                f"--profile {self.steps}: nothing is traced, no epoch has so many steps left"
+            )
+
+    def step(self, done: int) -> None:
+        """Called on all ranks after optimizer step `done`. Raises StorageError."""
+        if self.begin is None:
+            return
+        if done == self.begin:
+            activities = ["cpu"] + (["cuda"] if self.on_gpu else [])
             profile = self.accelerator.profile(ProfileKwargs(activities=activities))
             self._profile = self._tracing.enter_context(profile)
-            self._started = time.monotonic()
-        if self.taken == WARM_UP + self.steps:
-            self._finish()
+            self._started = self._clock()
+        if done == self.begin + self.steps:
+            seconds = self._clock() - self._started
+            self._tracing.close()
+            self._write(seconds)
 
-    def _finish(self) -> None:
-        if self.accelerator.device.type == "cuda":
+    def _clock(self) -> float:
+        """Seconds, when all that was asked of the GPU is done."""
+        if self.on_gpu:
             torch.cuda.synchronize()
-        seconds = time.monotonic() - self._started
-        self._tracing.close()
+        return time.monotonic()
+
+    def _write(self, seconds: float) -> None:
         with tempfile.TemporaryDirectory(prefix="ddp_mnist-") as scratch:
             trace = Path(scratch) / "trace.json"
             self._profile.export_chrome_trace(str(trace))
@@ -73,20 +91,77 @@ class StepProfiler:
                 place.mkdir(exist_ok=True)
                 for rank, content in enumerate(traces):
                     write_atomically(place / f"rank-{rank}.json.gz", content)
-        shown = table(self._profile.key_averages(), self.steps, seconds)
-        self.screen.say(f"{shown}\ntraces     {self.folder.path}/{FOLDER}/rank-0.json.gz ...")
+        times = own_times(self._profile.key_averages(), self.on_gpu)
+        self.screen.say(
+            f"{table(times, self.steps, seconds)}\n"
+            f"traces     {self.folder.path}/{FOLDER}/rank-0.json.gz ..."
+        )
 
 
-def table(entries: Any, steps: int, seconds: float) -> str:
-    """The largest entries by their own time, and the share of communication, in 80 columns.
+def refuse_too_many(steps: int, per_epoch: int) -> None:
+    """Raises UsageError if no epoch has so many steps and one before them."""
+    if steps >= per_epoch > 1:
+        raise UsageError(
+            f"--profile {steps}: an epoch has {per_epoch} steps; ask for at most {per_epoch - 1}"
+        )
+
+
+def first_traced(steps: int, done: int, per_epoch: int, total: int) -> int | None:
+    """After which step to begin, so that `steps` of one epoch follow; None if there is none.
+
+    The first one that is warm, else the last one that there is.
+
+    Args:
+        steps: to trace.
+        done: steps behind the run; the next one is slow, and not traced.
+        per_epoch: steps of an epoch.
+        total: steps of the run.
+    """
+    fits = [
+        step
+        for step in range(done + 1, total - steps + 1)
+        if 1 <= step % per_epoch <= per_epoch - steps
+    ]
+    warm = [step for step in fits if step >= done + WARM_UP]
+    return warm[0] if warm else fits[-1] if fits else None
+
+
+def own_times(entries: Any, on_gpu: bool) -> list[tuple[float, str, int]]:
+    """(microseconds, name, calls) of what took time itself, without what it calls; largest first.
+
+    On a GPU these are its kernels alone: what called them is listed beside them with the same time,
+    and a range that somebody named with that of all kernels in it. gloo works in threads of its
+    own, for which the profiler knows the whole time only.
 
     Args:
         entries: averages of the profiler, one per name.
+        on_gpu: whether to tell the GPU's time instead of the CPU's.
+    """
+    if on_gpu:
+        kernels = [
+            entry
+            for entry in entries
+            if entry.device_type == DeviceType.CUDA and not entry.is_user_annotation
+        ]
+        times = [(entry.self_device_time_total, entry.key, entry.count) for entry in kernels]
+        times += [(e.cpu_time_total, e.key, e.count) for e in entries if e.key.startswith(GLOO)]
+    else:
+        times = [
+            (e.cpu_time_total if e.key.startswith(GLOO) else e.self_cpu_time_total, e.key, e.count)
+            for e in entries
+        ]
+    return sorted(times, reverse=True)
+
+
+def table(times: list[tuple[float, str, int]], steps: int, seconds: float) -> str:
+    """The largest entries by their own time, and the share of communication, in 80 columns.
+
+    Args:
+        times: of `own_times`.
         steps: that they are of.
         seconds: that these took by the clock.
     """
-    times = sorted(((own_us(e), e.key, e.count) for e in entries), reverse=True)
-    talk = sum(us for us, name, _ in times if name.startswith((GLOO, NCCL)))
+    exchange = sum(us for us, name, _ in times if name.startswith((GLOO, NCCL)))
     total = seconds * 1e6
     lines = [f"profile    {steps} steps of rank 0, {total / steps / 1e3:.2f} ms a step"]
     lines += [f"{'entry, by its own time':<44} {'calls':>7} {'ms a step':>11} {'share':>7}"]
@@ -95,16 +170,7 @@ def table(entries: Any, steps: int, seconds: float) -> str:
         for us, name, count in times[:ROWS]
     ]
     lines += [
-        f"{'communication, beside the rest':<52} {talk / steps / 1e3:>11.3f} {talk / total:>7.1%}"
+        f"{'communication, beside the rest':<52} {exchange / steps / 1e3:>11.3f}"
+        f" {exchange / total:>7.1%}"
     ]
     return "\n".join(lines)
-
-
-def own_us(entry: Any) -> float:
-    """Microseconds of an entry without what it calls: on the GPU, if it works there.
-
-    gloo works in threads of its own, for which the profiler knows the whole time only.
-    """
-    if entry.key.startswith(GLOO):
-        return float(entry.cpu_time_total)
-    return float(getattr(entry, "self_device_time_total", 0) or entry.self_cpu_time_total)

@@ -35,7 +35,8 @@ class Progress:
         stopped_by: the flag that ended the run early.
         resumed_from: the steps at which the run was taken up again.
         bad_in_a_row: batches whose loss was not finite, since the last look at which none was.
-        loss_sum, seen, seconds: of the steps since the last log line.
+        loss_sum, right, seen, seconds: of the steps since the last log line.
+        epoch_loss_sum, epoch_right, epoch_seen, epoch_seconds: of those of this epoch.
     """
 
     epoch: int = 0
@@ -52,8 +53,13 @@ class Progress:
     resumed_from: list[int] = field(default_factory=list)
     bad_in_a_row: float = 0.0
     loss_sum: float = 0.0
+    right: float = 0.0
     seen: float = 0.0
     seconds: float = 0.0
+    epoch_loss_sum: float = 0.0
+    epoch_right: float = 0.0
+    epoch_seen: float = 0.0
+    epoch_seconds: float = 0.0
 
     def stepped(self, skipped: bool) -> None:
         """One more step, which the scaler may have left out: on all ranks alike, as it sees the
@@ -62,11 +68,15 @@ class Progress:
         self.skipped_steps += skipped
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
 
-    def add(self, loss_sum: float, seen: float, bad: float, seconds: float) -> None:
+    def add(self, loss_sum: float, right: float, seen: float, bad: float, seconds: float) -> None:
         """Takes in what all ranks saw since they last added it up."""
-        self.loss_sum += loss_sum
-        self.seen += seen
-        self.seconds += seconds
+        self.loss_sum, self.epoch_loss_sum = (
+            self.loss_sum + loss_sum,
+            self.epoch_loss_sum + loss_sum,
+        )
+        self.right, self.epoch_right = self.right + right, self.epoch_right + right
+        self.seen, self.epoch_seen = self.seen + seen, self.epoch_seen + seen
+        self.seconds, self.epoch_seconds = self.seconds + seconds, self.epoch_seconds + seconds
         self.train_seconds += seconds
         self.bad_in_a_row = self.bad_in_a_row + bad if bad else 0.0
 
@@ -86,12 +96,16 @@ class Progress:
             )
 
     def log_line(self) -> dict[str, float | None]:
-        """Mean loss (None if none was finite) and speed since the last log line; begins anew."""
-        line = {
-            "loss": self.loss_sum / self.seen if self.seen else None,
-            "images_per_second": self.seen / max(self.seconds, 1e-9),
-        }
-        self.loss_sum = self.seen = self.seconds = 0.0
+        """Means since the last log line, which begin anew."""
+        line = means(self.loss_sum, self.right, self.seen, self.seconds)
+        self.loss_sum = self.right = self.seen = self.seconds = 0.0
+        return line
+
+    def end_epoch(self) -> dict[str, float | None]:
+        """Means of the epoch that ends here."""
+        self.epoch += 1
+        line = means(self.epoch_loss_sum, self.epoch_right, self.epoch_seen, self.epoch_seconds)
+        self.epoch_loss_sum = self.epoch_right = self.epoch_seen = self.epoch_seconds = 0.0
         return line
 
     def validated(self, accuracy: float, recipe: Recipe) -> bool:
@@ -142,18 +156,29 @@ class Lookout:
         self.last = step
 
 
-def sum_up(losses: list[torch.Tensor], images: int) -> torch.Tensor:
-    """float64 [loss_sum, seen, bad] of some batches, without asking the device for a number.
+def means(loss_sum: float, right: float, seen: float, seconds: float) -> dict[str, float | None]:
+    """Loss and accuracy per image, None if no loss was finite, and images per second."""
+    return {
+        "loss": loss_sum / seen if seen else None,
+        "accuracy": right / seen if seen else None,
+        "images_per_second": seen / max(seconds, 1e-9),
+    }
+
+
+def sum_up(losses: list[torch.Tensor], hits: list[torch.Tensor], images: int) -> torch.Tensor:
+    """float64 [loss_sum, right, seen, bad] of batches, without asking the device for a number.
 
     A batch whose loss is not finite is one bad batch, and neither seen nor summed. Rounded to
     2**-30, sums are exact, and therefore equal however a run was cut into parts.
 
     Args:
         losses: of each batch the mean over its images, a scalar.
+        hits: of each batch how many it got right, a scalar.
         images: in each batch.
     """
     loss = torch.stack(losses).double()
     finite = torch.isfinite(loss)
     loss_sums = (torch.where(finite, loss * images, 0.0) * 2**30).round() / 2**30
+    right = torch.where(finite, torch.stack(hits), 0).sum().double()
     seen = finite.sum() * float(images)
-    return torch.stack([loss_sums.sum(), seen, (~finite).sum().double()])
+    return torch.stack([loss_sums.sum(), right, seen, (~finite).sum().double()])

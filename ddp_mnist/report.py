@@ -12,11 +12,12 @@ from __future__ import annotations
 import base64
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import PIL.Image
 import torch
 
@@ -24,7 +25,6 @@ from ddp_mnist import data, plots, run_folder, templates, weights
 from ddp_mnist.errors import CheckpointError, DdpMnistError
 
 MOST_WRONG = 24
-OTHERS = 2  # classes that a wrong answer is shown with
 BATCH = 500
 
 
@@ -34,29 +34,29 @@ class Mistake:
 
     Attributes:
         number: its place in the test split.
-        label: what it is.
-        guesses: the most likely classes with their probabilities, the highest first.
-        label_probability: what the label was given.
+        label, label_probability: what it is, and what that was given.
+        guess, guess_probability: what it was taken for.
         png: the image, as a data URI.
     """
 
     number: int
     label: str
-    guesses: list[tuple[str, float]]
     label_probability: float
+    guess: str
+    guess_probability: float
     png: str
 
 
 @dataclass
-class Told:
-    """What a run's folder tells.
+class ReportedRun:
+    """What a run's folder holds.
 
     Attributes:
         name: of the folder.
         config: config.json.
         metrics: the lines of metrics.jsonl.
-        summary: summary.json; {} while it has not ended.
-        status: status.json.
+        summary: summary.json; {} if the run has not finished, or not again.
+        status: status.json; its state may be "killed" too.
         mistakes: the most certain ones first.
         no_mistakes: why there are none to be seen.
     """
@@ -105,28 +105,40 @@ class Told:
         return lines
 
 
-def report(runs: Sequence[str], out: str | None = None, *, png: bool = False) -> list[Path]:
+def report(
+    folders: Sequence[str],
+    out: str | None = None,
+    *,
+    png: bool = False,
+    dataset: str | None = None,
+    cache_dir: str | None = None,
+) -> list[Path]:
     """Writes the page, and with `png` each curve beside it. Returns the files written.
 
     Args:
-        runs: run folders.
+        folders: of runs.
         out: the page's file; else report.html in the first run's folder.
+        png: whether to write the curves.
+        dataset, cache_dir: where the test images are now, if not where the runs had them.
 
     Raises:
-        CheckpointError: one is no run.
+        CheckpointError: one is no run, or of another version.
         StorageError: a file cannot be written.
     """
-    told = [read_run(Path(run)) for run in runs]
-    if len({each.name for each in told}) < len(told):
-        for run, each in zip(runs, told, strict=True):
-            each.name = run
-    for run, each in zip(runs, told, strict=True):
-        find_mistakes(each, run)
-    metrics = {each.name: each.metrics for each in told}
+    runs = [read_run(Path(folder)) for folder in folders]
+    if len({run.name for run in runs}) < len(runs):
+        for folder, run in zip(folders, runs, strict=True):
+            run.name = folder
+    for folder, run in zip(folders, runs, strict=True):
+        run.config["run"] |= {"dataset": dataset} if dataset else {}
+        run.config["run"] |= {"cache_dir": cache_dir} if cache_dir else {}
+        find_mistakes(run, folder)
+    metrics = {run.name: run.metrics for run in runs}
     figures = {c.key: drawn for c in plots.CURVES if (drawn := plots.draw(c, metrics))}
-    page = Path(out) if out else Path(runs[0]) / "report.html"
-    with run_folder.storage_errors(page):
-        run_folder.write_atomically(page, page_of(told, figures).encode())
+    page = Path(out) if out else Path(folders[0]) / "report.html"
+    content = page_of(runs, figures).encode()
+    with run_folder.storage_errors(page, "--out"):
+        run_folder.write_atomically(page, content)
     written = [page]
     if png:
         for key, figure in figures.items():
@@ -135,45 +147,54 @@ def report(runs: Sequence[str], out: str | None = None, *, png: bool = False) ->
     return written
 
 
-def read_run(run: Path) -> Told:
+def read_run(path: Path) -> ReportedRun:
     """Raises CheckpointError if it is no run."""
     try:
-        name = run.resolve().name  # of what runs/latest leads to
-        lines = (run / run_folder.METRICS).read_text(encoding="utf-8").splitlines()
-        ended = (run / run_folder.SUMMARY).exists()
-        return Told(
-            name=name,
-            config=run_folder.read_json(run / run_folder.CONFIG),
-            metrics=[json.loads(line) for line in lines],
-            summary=run_folder.read_json(run / run_folder.SUMMARY) if ended else {},
-            status=run_folder.read_json(run / run_folder.STATUS),
+        status = run_folder.read_json(path / run_folder.STATUS)
+        if status["state"] == "running" and not run_folder.in_use(path):
+            status["state"] = "killed"
+        finished = status["state"] == "finished"
+        return ReportedRun(
+            name=path.resolve().name,  # of what runs/latest leads to
+            config=run_folder.read_json(path / run_folder.CONFIG),
+            metrics=list(read_metrics(path / run_folder.METRICS)),
+            summary=run_folder.read_json(path / run_folder.SUMMARY) if finished else {},
+            status=status,
         )
-    except (OSError, ValueError) as error:
-        file = Path(getattr(error, "filename", None) or run_folder.METRICS).name
-        reason = getattr(error, "strerror", None) or "damaged"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        file = Path(getattr(error, "filename", None) or path).name
+        reason = getattr(error, "strerror", None) or "damaged, or of another program"
         raise CheckpointError(
-            f"{run}: is no run that can be told of ({file}: {reason}); name one, e.g. runs/latest"
+            f"{path}: holds no run to report on ({file}: {reason}); name one, e.g. runs/latest"
         ) from error
+
+
+def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
+    """Its lines, if there are any; the last one may be torn, when the machine went down."""
+    lines = path.read_text(encoding="utf-8").split("\n") if path.exists() else [""]
+    for line in lines[:-1]:
+        yield json.loads(line)
 
 
 # --- The images that were taken for something else
 
 
-def find_mistakes(told: Told, run: str) -> None:
+def find_mistakes(run: ReportedRun, folder: str) -> None:
     """Asks the run's model once more, if its test images are at hand."""
-    if not told.summary:
-        told.no_mistakes = "The run has not ended."
+    if not run.summary:
+        run.no_mistakes = "The run has not finished."
         return
     try:
-        trained = weights.from_bytes(weights.read_bytes(run), run)
-        flags = told.config["run"]
-        images = data.cached(flags["dataset"], flags["cache_dir"])
+        trained = weights.from_bytes(weights.read_bytes(folder), folder)
+        images = data.cached(run.config["run"]["dataset"], run.config["run"]["cache_dir"])
     except DdpMnistError as error:
-        told.no_mistakes = str(error)
+        run.no_mistakes = str(error)
         return
-    if images is None or images.digest != told.summary["dataset"]["digest"]:
-        found = "not" if images is None else "other ones"
-        told.no_mistakes = f"The test images are {found} in the cache of this machine."
+    if images is None:
+        run.no_mistakes = "The test images are not in the cache of this machine."
+        return
+    if images.digest != run.summary["dataset"]["digest"]:
+        run.no_mistakes = "The cache of this machine holds other images than the run had."
         return
     probabilities = all_probabilities(trained.model, images.test_images)
     predictions = probabilities.argmax(1)
@@ -181,18 +202,19 @@ def find_mistakes(told: Told, run: str) -> None:
     certain_first = probabilities[wrong].max(1).values.argsort(descending=True, stable=True)
     for number in wrong[certain_first][:MOST_WRONG].tolist():
         row, label = probabilities[number], int(images.test_labels[number])
-        best = row.argsort(descending=True, stable=True)[:OTHERS].tolist()
-        told.mistakes.append(
+        guess = int(predictions[number])
+        run.mistakes.append(
             Mistake(
                 number,
                 trained.classes[label],
-                [(trained.classes[guess], float(row[guess])) for guess in best],
                 float(row[label]),
+                trained.classes[guess],
+                float(row[guess]),
                 as_data_uri(images.test_images[number]),
             )
         )
-    if not told.mistakes:
-        told.no_mistakes = "There are none."
+    if not run.mistakes:
+        run.no_mistakes = "There are none."
 
 
 @torch.inference_mode()
@@ -211,22 +233,28 @@ def as_data_uri(image: torch.Tensor) -> str:
 # --- The page
 
 
-def page_of(told: Sequence[Told], figures: dict[str, Any]) -> str:
-    """The HTML."""
+def page_of(runs: Sequence[ReportedRun], figures: dict[str, Any]) -> str:
+    """The HTML. Raises CheckpointError if a run's files lack something."""
     svgs = [plots.as_svg(figure, key.replace("_", "-")) for key, figure in figures.items()]
-    return templates.render("report.html", runs=told, curves=svgs, rows=side_by_side(told))
+    try:
+        return templates.render("report.html", runs=runs, curves=svgs, rows=side_by_side(runs))
+    except (KeyError, jinja2.UndefinedError) as error:
+        raise CheckpointError(
+            f"{', '.join(run.name for run in runs)}: written by another version of ddp_mnist"
+            f" ({error}); use that one's report"
+        ) from error
 
 
-def side_by_side(told: Sequence[Told]) -> list[tuple[str, list[str], bool]]:
+def side_by_side(runs: Sequence[ReportedRun]) -> list[tuple[str, list[str], bool]]:
     """Name, value of each run, and whether they differ: the result, then every setting."""
     columns = []
-    for each in told:
-        s, config = each.summary, each.config
-        column = {"state": each.status["state"]}
+    for run in runs:
+        s, config = run.summary, run.config
+        column = {"state": run.status["state"]}
         if s:
             column |= {
                 "test accuracy": f"{s['test_accuracy']:.4f}",
-                "wrong": f"{each.wrong:,} of {s['test_count']:,}",
+                "wrong": f"{run.wrong:,} of {s['test_count']:,}",
                 "test loss": f"{s['test_loss']:.4f}",
                 "validation accuracy": shown(s["val_accuracy"]),
                 "training": f"{s['train_seconds']:.1f} s",
@@ -234,7 +262,8 @@ def side_by_side(told: Sequence[Told]) -> list[tuple[str, list[str], bool]]:
                 "speed": f"{s['images_per_second']:,.0f} images/s",
                 "epochs, steps": f"{s['epochs']}, {s['steps']:,}",
                 "resumed after step": ", ".join(map(str, s["resumed_from"])) or "never",
-                "processes": f"{s['world_size']} on {s['num_machines']} machines",
+                "processes": str(s["world_size"]),
+                "machines": str(s["num_machines"]),
                 "device": s["device"],
                 "backend": s["backend"],
                 "precision": s["precision"],
@@ -242,7 +271,7 @@ def side_by_side(told: Sequence[Told]) -> list[tuple[str, list[str], bool]]:
                 "digest": s["dataset"]["digest"][:16],
                 "commit": s["git"] or "unknown",
             }
-            column |= s["versions"]
+            column |= {name: str(value) for name, value in s["machine"].items()} | s["versions"]
         for group in ("run", "recipe", "distribution"):
             for name, value in config[group].items():
                 column[f"--{name.replace('_', '-')}"] = shown(value)

@@ -24,7 +24,7 @@ from ddp_mnist.run_folder import CONFIG, STATUS, SUMMARY, RunFolder
 from ddp_mnist.runtime import World
 from ddp_mnist.versions import code_digest, package_versions
 
-FORMAT = 3
+FORMAT = 4
 TAKEN_OVER = {
     "run": ("dataset", "cache_dir", "seed", "checkpoint_every", "keep", "log_every", "trackers"),
     "recipe": tuple(field.name for field in dataclasses.fields(Recipe)),
@@ -51,6 +51,8 @@ class State:
         started: time.monotonic() at which the run would have begun without a break.
         progress: counts and times.
         best_weights: of the best validation, where --patience asks for them.
+        first_step, seconds_before: where this part of the run began, and the seconds in training
+            steps by then.
     """
 
     net: nn.Module
@@ -59,6 +61,8 @@ class State:
     started: float
     progress: Progress = dataclasses.field(default_factory=Progress)
     best_weights: dict[str, Tensor] | None = None
+    first_step: int = 0
+    seconds_before: float = 0.0
 
     def content(self) -> dict[str, Any]:
         self.progress.total_seconds = time.monotonic() - self.started
@@ -97,6 +101,7 @@ class State:
             self.progress.best_accuracy, self.progress.best_epoch = -1.0, self.progress.epoch
         self.started -= self.progress.total_seconds
         self.progress.resumed_from.append(self.progress.step)
+        self.first_step, self.seconds_before = self.progress.step, self.progress.train_seconds
         if self.progress.step == self.progress.epoch * steps_per_epoch:  # it was just validated
             self.progress.decide(recipe)
 
@@ -293,8 +298,8 @@ def take_up(opened: Opened, path: Path, recipe: Recipe, images: ImageData) -> No
             raise CheckpointError(
                 f"{where}: is that of another step; remove it to use the one before"
             )
-        assert recipe.epochs and recipe.batch_size and recipe.val_size is not None
-        steps_per_epoch = (len(images.train_labels) - recipe.val_size) // recipe.batch_size
+        assert recipe.epochs
+        steps_per_epoch = recipe.steps_per_epoch(len(images.train_labels))
         if step > recipe.epochs * steps_per_epoch:
             raise UsageError(
                 f"--epochs {recipe.epochs}: the run is beyond them, at step {step}; ask for at"

@@ -285,11 +285,12 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 @contextlib.contextmanager
-def storage_errors(path: Path) -> Iterator[None]:
+def storage_errors(path: Path, flag: str = "--run-dir") -> Iterator[None]:
+    """An OSError becomes a StorageError; `flag` names the place."""
     try:
         yield
     except OSError as error:
         raise StorageError(
             f"{error.filename or path}: cannot be written ({error.strerror});"
-            " free space or mend permissions, or use another --run-dir"
+            f" free space or mend permissions, or use another {flag}"
         ) from error

@@ -455,8 +455,8 @@ def decode_image(cell: dict[str, Any] | None, converted: set[str], where: str) -
     raise DataError(f"{where}{name} is no readable image ({reason}); replace it or leave it out")
 
 
-def as_grey(image: PIL.Image.Image) -> PIL.Image.Image:
-    """Mode L. Transparent means white paper; 16-bit greys keep their upper 8 bits."""
+def as_grey(image: PIL.Image.Image, paper: str = "white") -> PIL.Image.Image:
+    """Mode L. `paper` shows through what is transparent; 16-bit greys keep their upper 8 bits."""
     import PIL.Image
 
     if image.mode.startswith("I"):  # convert("L") would make all above 255 white
@@ -465,7 +465,7 @@ def as_grey(image: PIL.Image.Image) -> PIL.Image.Image:
         raise ValueError("mode F has no fixed range: save 8-bit images")
     if image.has_transparency_data:
         layer = image.convert("RGBA")
-        image = PIL.Image.alpha_composite(PIL.Image.new("RGBA", layer.size, "white"), layer)
+        image = PIL.Image.alpha_composite(PIL.Image.new("RGBA", layer.size, paper), layer)
     return image.convert("L")
 
 

@@ -7,6 +7,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from ddp_mnist import hardware
 from ddp_mnist.config import TrainConfig, flag_name
 from ddp_mnist.data import ImageData
 from ddp_mnist.evaluation import Metrics
@@ -76,22 +79,24 @@ def plan(config: TrainConfig, world: World, images: ImageData, folder: Path | No
 def step_line(line: dict[str, Any], step: int, total_steps: int, batch_size: int) -> str:
     """While an epoch runs."""
     done = str(step).rjust(len(str(total_steps)))
-    seconds = (total_steps - step) * batch_size / max(line["images_per_second"], 1e-9)
-    return f"step {done}/{total_steps}  {speed_and_loss(line)}  {duration(seconds)} left"
+    shown = f"step {done}/{total_steps}  loss {loss(line)}  rate {line['lr']:.5f}"
+    if not (speed := line["images_per_second"]):
+        return shown
+    left = duration((total_steps - step) * batch_size / speed)
+    return f"{shown}  {speed:,.0f} images/s  {left} left"
 
 
-def epoch_line(line: dict[str, Any], epochs: int, validation: Metrics | None) -> str:
-    """When it has ended, with its last log line, if it took a step since the run was taken up."""
-    epoch = str(line["epoch"] + 1).rjust(len(str(epochs)))
-    parts = [f"epoch {epoch}/{epochs}"]
-    parts += [speed_and_loss(line)] if "loss" in line else []
+def epoch_line(epoch: int, epochs: int, means: dict[str, Any], validation: Metrics | None) -> str:
+    """When `epoch`, counted from 0, has ended."""
+    parts = [f"epoch {str(epoch + 1).rjust(len(str(epochs)))}/{epochs}", f"loss {loss(means)}"]
+    parts += [f"accuracy {means['accuracy']:.4f}"] if means["accuracy"] is not None else []
+    parts += [f"{means['images_per_second']:,.0f} images/s"]
     parts += [f"validation {validation.accuracy:.4f}"] if validation else []
     return "  ".join(parts)
 
 
-def speed_and_loss(line: dict[str, Any]) -> str:
-    loss = "not finite" if line["loss"] is None else f"{line['loss']:.4f}"
-    return f"loss {loss}  rate {line['lr']:.5f}  {line['images_per_second']:,.0f} images/s"
+def loss(line: dict[str, Any]) -> str:
+    return "not finite" if line["loss"] is None else f"{line['loss']:.4f}"
 
 
 def duration(seconds: float) -> str:
@@ -111,11 +116,12 @@ def summarise(
 ) -> dict[str, Any]:
     """summary.json: the result, and all that is needed to judge it.
 
-    Seconds are wall-clock, summed over the parts of a run that was taken up again; `rank_seconds`
-    are those in training steps, of each rank.
+    Seconds are wall-clock, summed over the parts of a run that was taken up again. `rank_seconds`
+    are those in training steps, of each rank in this part: the ranks of others were other ones.
     """
     progress = state.progress
     batch_size, seconds = config.recipe.batch_size or 0, progress.train_seconds
+    part = (progress.step - state.first_step) * batch_size
     return {
         "outcome": "finished",
         "stopped_by": progress.stopped_by,
@@ -143,9 +149,7 @@ def summarise(
                 "rank": rank,
                 "host": host.partition("/")[0],
                 "train_seconds": round(own, 3),
-                "images_per_second": round(
-                    progress.step * batch_size / len(rank_seconds) / max(own, 1e-9), 1
-                ),
+                "images_per_second": round(part / len(rank_seconds) / max(own, 1e-9), 1),
             }
             for rank, (host, own) in enumerate(zip(world.board.hosts, rank_seconds, strict=True))
         ],
@@ -154,6 +158,7 @@ def summarise(
         "notes": [*images.warnings, *images.notes],
         "class_accuracy": test.class_accuracy,
         "confusion": test.confusion,
+        "machine": machine(world),
         "versions": package_versions(),
         "git": git_commit(),
     }
@@ -173,6 +178,13 @@ def last_lines(outcome: dict[str, Any], run: RunFolder) -> str:
     }
     see = f"see        ddp-mnist report {run.path}"  # a command is not wrapped, however long
     return f"{result}\n{panel(lines)}\n{see}"
+
+
+def machine(world: World) -> dict[str, Any]:
+    """Of rank 0."""
+    found = world.accelerator.device
+    gpu = torch.cuda.get_device_name(found) if found.type == "cuda" else "none used"
+    return {**hardware.describe(), "gpu": gpu}
 
 
 def device(world: World) -> str:

@@ -1,14 +1,15 @@
 """The trackers that --trackers names: what Accelerate logs to, beside metrics.jsonl.
 
-One process has them, the one that has the run folder. A tracker that fails, as when its server is
-gone, is left out from there on; a training does not end for that.
+One process has them, the one that has the run folder. A tracker that raises an error, as when its
+server is gone, is left out from there on; a training does not end for that. One that takes its time
+over each number holds up the steps.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, filter_trackers, get_available_trackers
@@ -23,7 +24,7 @@ PROJECT, FOLDER = "ddp_mnist", "tracking"
 
 
 def named(trackers: str | None) -> list[str]:
-    """Names separated by commas, checked.
+    """Names separated by commas, checked where the trackers will run: on rank 0.
 
     Raises:
         UsageError: Accelerate knows no such tracker, or its package is not installed.
@@ -50,7 +51,7 @@ def tracked(config: TrainConfig, folder: RunFolder, world: World, screen: Screen
     Raises:
         UsageError: one cannot be started.
     """
-    names = named(config.run.trackers)
+    names = named(config.run.trackers) if folder.path else []
     if folder.path is None or not names:
         yield
         return
@@ -60,16 +61,22 @@ def tracked(config: TrainConfig, folder: RunFolder, world: World, screen: Screen
     options = {
         "tensorboard": {"purge_step": folder.step + 1},  # steps that are done again
         "wandb": {"name": folder.path.name, "dir": place},
+        "mlflow": {"run_name": folder.path.name},
+        "trackio": {"name": folder.path.name},
     }
-    recipe = dataclasses.asdict(config.recipe) | {"seed": config.run.seed}
-    told = {name: value for name, value in recipe.items() if value is not None}
+    settings = dataclasses.asdict(config.recipe) | {
+        "seed": config.run.seed,
+        "dataset": config.run.dataset,
+        "world_size": accelerator.num_processes,
+        "precision": world.precision,
+    }
+    given = {name: value for name, value in settings.items() if value is not None}
     try:
-        accelerator.init_trackers(PROJECT, config=told, init_kwargs=options)
+        accelerator.init_trackers(PROJECT, config=given, init_kwargs=options)
     except Exception as error:  # whatever a service raises
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise UsageError(
-            f"--trackers {config.run.trackers}: cannot be started ({reason}); mend that, or leave"
-            " it out"
+            f"--trackers {config.run.trackers}: cannot be started ({in_a_line(error)}); mend that,"
+            " or leave it out"
         ) from error
     folder.trackers = [Guarded(tracker, screen) for tracker in accelerator.trackers]
     try:
@@ -99,15 +106,19 @@ class Guarded:
     def finish(self) -> None:
         self._call(self.tracker.finish)
 
-    def _call(self, does: Any) -> None:
+    def _call(self, action: Callable[[], None]) -> None:
         if not self.works:
             return
         try:
-            does()
+            action()
         except Exception as error:
             self.works = False
-            reason = " ".join(str(error).split())[:200] or type(error).__name__
             self.screen.say(
-                f"--trackers {self.tracker.name}: failed ({reason}); left out from here on,"
-                " metrics.jsonl has everything"
+                f"--trackers {self.tracker.name}: failed ({in_a_line(error)}); left out from here"
+                " on, metrics.jsonl has everything"
             )
+
+
+def in_a_line(error: Exception) -> str:
+    """What a service says, which may be a page."""
+    return " ".join(str(error).split())[:200] or type(error).__name__

@@ -26,7 +26,7 @@ from ddp_mnist.evaluation import evaluate_split, import_metrics_meanwhile, prepa
 from ddp_mnist.launch import Launch
 from ddp_mnist.models import MODELS
 from ddp_mnist.optim import learning_rate, make_optimizer
-from ddp_mnist.profiling import StepProfiler
+from ddp_mnist.profiling import StepProfiler, refuse_too_many
 from ddp_mnist.progress import Lookout, sum_up
 from ddp_mnist.runtime import World
 from ddp_mnist.screen import Screen
@@ -115,14 +115,15 @@ def train_in(
     # --- Train: rate of the step, forward, backward, clip, update
     lookout = Lookout(progress.step)
     profiler = StepProfiler(config.run.profile, accelerator, folder, screen)
+    profiler.plan(progress.step, batches.steps_per_epoch, total_steps)
     losses: list[torch.Tensor] = []  # since all ranks last looked
+    hits: list[torch.Tensor] = []
     while progress.epoch < recipe.epochs and not progress.stopped_by:
         epoch, first_step = progress.epoch, progress.epoch * batches.steps_per_epoch
         folder.status(phase="training", step=progress.step)
         model.train()
         batches.begin(epoch, progress.step - first_step)
         table = affine_table(len(train_rows), seed, epoch).to(device) if recipe.augment else None
-        line: dict[str, Any] = {"epoch": epoch}
         clock = time.monotonic()
         for inputs, labels, numbers in loader:
             seed_draws(device, "step", seed, progress.step, accelerator.process_index)
@@ -141,10 +142,11 @@ def train_in(
                 optimizer.step()
                 optimizer.zero_grad()
             losses.append(loss.detach())
+            hits.append((logits.detach().argmax(1) == labels).sum())
             if not accelerator.sync_gradients:
                 continue  # only a part of a step
             progress.stepped(skipped=accelerator.optimizer_step_was_skipped)
-            profiler.step()
+            profiler.step(progress.step)
 
             # --- Now and then all ranks add up what they saw: the loop's one synchronisation
             end_of_epoch = progress.step == first_step + batches.steps_per_epoch
@@ -153,15 +155,16 @@ def train_in(
             if not (log or checkpoint_is_due or progress.step >= lookout.next):
                 continue
             mine = torch.tensor([stop.weight, lookout.rate], dtype=torch.float64, device=device)
-            sums = torch.cat([sum_up(losses, len(labels)), mine])
-            loss_sum, seen, bad, wants_stop, rates = accelerator.reduce(sums).tolist()
+            sums = torch.cat([sum_up(losses, hits, len(labels)), mine])
+            loss_sum, right, seen, bad, wants_stop, rates = accelerator.reduce(sums).tolist()
             losses.clear()
+            hits.clear()
             seconds, clock = time.monotonic() - clock, time.monotonic()
-            progress.add(loss_sum, seen, bad, seconds)
+            progress.add(loss_sum, right, seen, bad, seconds)
             lookout.looked(progress.step, seconds, rates / accelerator.num_processes)
             progress.refuse_divergence(recipe, world)
             if log:
-                line |= {"lr": rate, **progress.log_line()}
+                line = {"epoch": epoch, "lr": rate, **progress.log_line()}
                 folder.append_metrics(progress.step, line)
                 shown = summary.step_line(line, progress.step, total_steps, recipe.batch_size)
                 screen.progress(progress.step / total_steps, shown)
@@ -174,19 +177,21 @@ def train_in(
         validation = None
         if recipe.val_size:
             folder.status(phase="validation", step=progress.step)
+            screen.progress(progress.step / total_steps, "validation")
             validation = evaluate_split(accelerator, model, val_loader, classes, stop)
-        progress.epoch += 1
+        means = progress.end_epoch()
         if validation:
             decided = {"val_accuracy": validation.accuracy, "val_loss": validation.loss}
             folder.append_metrics(progress.step, {"epoch": epoch, **decided})
             if progress.validated(validation.accuracy, recipe) and recipe.patience:
                 state.best_weights = {name: w.clone() for name, w in net.state_dict().items()}
-        screen.say(summary.epoch_line(line, recipe.epochs, validation))
+        screen.say(summary.epoch_line(epoch, recipe.epochs, means, validation))
         if progress.stopped_by:
             screen.say(f"stopped by {progress.stopped_by} after epoch {progress.epoch}")
 
     # --- Test once, without autocast, the weights that are kept
     folder.status(phase="test", step=progress.step)
+    screen.progress(1.0, "test")
     save()
     final = accelerator.unwrap_model(model, keep_fp32_wrapper=False, keep_torch_compile=False)
     if state.best_weights:
@@ -197,9 +202,12 @@ def train_in(
     test = evaluate_split(accelerator, final, test_loader, classes, stop)
 
     # --- Write what stays
+    tested = {"test_accuracy": test.accuracy, "test_loss": test.loss}
+    folder.append_metrics(progress.step, {"epoch": progress.epoch - 1, **tested})
     content = weights_file.to_bytes(final.state_dict(), recipe.model, images.classes)
     folder.write_bytes(run_folder.MODEL, content)
-    own_seconds = torch.tensor([progress.train_seconds], dtype=torch.float64, device=device)
+    seconds = progress.train_seconds - state.seconds_before
+    own_seconds = torch.tensor([seconds], dtype=torch.float64, device=device)
     rank_seconds = accelerator.gather(own_seconds).tolist()
     outcome = summary.summarise(config, world, images, state, test, rank_seconds)
     folder.write_json(run_folder.SUMMARY, outcome)
@@ -217,6 +225,7 @@ def resolve(
     """
     config = resume.inherit(config, found)
     board, cache_dir, size = world.board, config.run.cache_dir, world.accelerator.num_processes
+    board.decided_by_rank_0("trackers", lambda: tracking.named(config.run.trackers))
     name, notes = board.decided_by_rank_0(
         "dataset", lambda: data.choose(config.run.dataset, cache_dir, screen.say)
     )
@@ -226,6 +235,7 @@ def resolve(
     run = dataclasses.replace(config.run, dataset=name)
     resume.refuse_uneven(config.recipe, size, found)
     recipe = resolve_recipe(config.recipe, len(images.train_labels), size)
+    refuse_too_many(config.run.profile, recipe.steps_per_epoch(len(images.train_labels)))
     return dataclasses.replace(config, run=run, recipe=recipe), images
 
 

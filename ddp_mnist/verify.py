@@ -7,8 +7,6 @@ float32 code on two processes drifts a hundredth away from one process, float64 
 from __future__ import annotations
 
 import itertools
-import os
-import platform
 import signal
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -19,11 +17,10 @@ from typing import Any
 
 import torch
 
-from ddp_mnist import data, runtime, weights
+from ddp_mnist import data, hardware, runtime, weights
 from ddp_mnist.config import Distribution
 from ddp_mnist.errors import DdpMnistError
 from ddp_mnist.evaluation import evaluate_split, prepare_split
-from ddp_mnist.hardware import cpu_model
 from ddp_mnist.launch import find_launch
 from ddp_mnist.local_world import LocalWorld, run_world
 from ddp_mnist.proofs import (
@@ -275,6 +272,6 @@ def describe(checks: Sequence[Check], sizes: Sequence[int], plant: str | None) -
         "processes": [1, *sizes],
         "planted": plant,
         "checks": [asdict(check) for check in checks],
-        "machine": {"cpu": cpu_model(), "cores": os.cpu_count(), "system": platform.platform()},
+        "machine": hardware.describe(),
         "versions": package_versions(),
     }

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -44,13 +47,13 @@ def test_exported_models_give_the_same_logits_without_this_package(
 ) -> None:
     out = tmp_path / "export"
     with pytest.raises(SystemExit) as ended:
-        cli.main(["export", str(run), "--format", "safetensors,torch,onnx", "--out", str(out)])
+        cli.main(["export", str(run), "--format", "safetensors, torch,onnx", "--out", str(out)])
     said = capsys.readouterr().out.splitlines()
     assert ended.value.code == 0
     assert [line.split(":")[0] for line in said[:3]] == [
-        str(out / f"model.{ending}") for ending in ("safetensors", "pt2", "onnx")
+        f"model.{ending}" for ending in ("safetensors", "pt2", "onnx")
     ]
-    assert said[3] == f"to the Hub: hf upload YOUR_NAME/run {out}"
+    assert said[3:] == [f"written to {out}", f"to the Hub: hf upload YOUR_NAME/run {out}"]
     images = torch.randint(0, 256, (100, 28, 28), dtype=torch.uint8)
     torch.save(images, tmp_path / "images.pt")
     for file, call in USE.items():
@@ -84,17 +87,18 @@ def test_the_card_tells_the_runs_own_figures(run: Path, tmp_path: Path) -> None:
     assert summary["dataset"]["digest"] in text
     assert "datasets" not in about  # it is on no Hub
     assert "model.onnx" not in text  # which was not asked for
+    assert "license" not in about  # of weights, whose data may be anybody's
     assert json.loads((tmp_path / "config.json").read_text())["architecture"] == "cnn"
 
 
 @pytest.mark.parametrize("architecture", [name for name in MODELS if name != "cnn"])
-def test_every_net_can_be_exported(architecture: str, tmp_path: Path) -> None:
+def test_every_net_can_be_exported(architecture: str) -> None:
     torch.manual_seed(0)
     net = MODELS[architecture](10).eval()
     trained = weights.Trained(net, architecture, list("0123456789"))
-    for write in (export.write_safetensors, export.write_torch):
-        path, outputs = write(trained, tmp_path)
-        assert export.largest_difference(net, outputs, path) <= 1e-4
+    for form in (export.FORMS["safetensors"], export.FORMS["torch"]):
+        outputs = form.read(form.write(trained))
+        assert export.largest_difference(net, outputs, form.file) <= 1e-4
 
 
 def test_a_form_with_other_logits_is_refused() -> None:
@@ -106,18 +110,78 @@ def test_a_form_with_other_logits_is_refused() -> None:
         return logits
 
     with pytest.raises(CheckFailed, match=r"^x: gives logits that differ by 2\.0e-04 from the mod"):
-        export.largest_difference(net, wrong, Path("x"))
+        export.largest_difference(net, wrong, "x")
     with pytest.raises(CheckFailed):
-        export.largest_difference(net, lambda images: net(images).detach() * torch.nan, Path("x"))
+        export.largest_difference(net, lambda images: net(images).detach() * torch.nan, "x")
 
 
 def test_onnx_without_its_packages_says_what_to_install(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(export.importlib.util, "find_spec", lambda name: name == "onnx" or None)
-    message = r"^--format onnx: needs onnxscript, onnxruntime; pip install 'ddp-mnist\[onnx\]'"
+    message = r"^--format onnx: needs onnxscript, onnxruntime; pip install -e '\.\[onnx\]'"
     with pytest.raises(UsageError, match=message):
         export.export(str(run), ["onnx"])
+
+
+def test_what_the_card_tells_to_type_works(run: Path, tmp_path: Path) -> None:
+    export.export(str(run), ["safetensors", "torch", "onnx"], str(tmp_path), say=Mock())
+    snippets = re.findall(r"```python\n(.*?)```", (tmp_path / "README.md").read_text(), re.DOTALL)
+    assert len(snippets) == 3
+    for snippet in snippets:
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", snippet], cwd=tmp_path, capture_output=True
+        )
+        assert done.returncode == 0, done.stderr
+
+
+def test_where_a_folder_of_data_lies_is_not_published(run: Path, tmp_path: Path) -> None:
+    shutil.copytree(run, tmp_path / "run")
+    summary = json.loads((run / "summary.json").read_text())
+    summary["dataset"] |= {"name": "project", "source": "folder:/home/alice/project"}
+    (tmp_path / "run" / "summary.json").write_text(json.dumps(summary))
+    export.export(str(tmp_path / "run"), ["safetensors"], say=Mock())
+    card = (tmp_path / "run" / "export" / "README.md").read_text()
+    assert "alice" not in card
+    assert "1,150 images of project," in card
+
+
+def test_an_export_replaces_the_one_before_as_a_whole(run: Path, tmp_path: Path) -> None:
+    (tmp_path / ".gitattributes").touch()
+    export.export(str(run), ["safetensors", "torch"], str(tmp_path), say=Mock())
+    export.export(str(run), ["safetensors"], str(tmp_path), say=Mock())
+    assert {path.name for path in tmp_path.iterdir()} == {
+        ".gitattributes",
+        "README.md",
+        "config.json",
+        "model.safetensors",
+    }
+
+
+def test_nothing_of_others_is_replaced(run: Path, tmp_path: Path) -> None:
+    before = {path: path.read_bytes() for path in run.iterdir() if path.is_file()}
+    with pytest.raises(UsageError, match=r"^--out .*: holds other files \(.*\); name a folder of"):
+        export.export(str(run), ["safetensors"], str(run))
+    assert {path: path.read_bytes() for path in run.iterdir() if path.is_file()} == before
+    (tmp_path / "README.md").write_text("mine")
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match=r": holds other files \(file\);"):
+        export.export(str(run), ["safetensors"], str(tmp_path))
+    with pytest.raises(UsageError, match=r"^--out .*/file: is a file; name a folder$"):
+        export.export(str(run), ["safetensors"], str(tmp_path / "file"))
+    (tmp_path / "file").unlink()
+    with pytest.raises(UsageError, match=r": holds other files \(README.md\);"):
+        export.export(str(run), ["safetensors"], str(tmp_path))
+    assert (tmp_path / "README.md").read_text() == "mine"
+
+
+def test_a_form_that_fails_leaves_nothing(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(export, "LIMIT", -1.0)
+    with pytest.raises(CheckFailed):
+        export.export(str(run), ["torch"], str(tmp_path / "out"))
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

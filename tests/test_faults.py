@@ -518,11 +518,11 @@ def _always_overflows(told: TrainConfig) -> Any:
     sums = train.sum_up
     steps = 0
 
-    def overflow(losses: list[torch.Tensor], images: int) -> torch.Tensor:
+    def overflow(losses: list[torch.Tensor], *others: Any) -> torch.Tensor:
         nonlocal steps
         first, steps = steps, steps + len(losses)
         spoilt = [loss * float("inf" if n >= 20 else 1) for n, loss in enumerate(losses, first)]
-        return sums(spoilt, images)
+        return sums(spoilt, *others)
 
     with patch.object(train, "sum_up", overflow):
         return just_train(told)

@@ -11,6 +11,7 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
+from matplotlib.figure import Figure
 
 from ddp_mnist import cli, data, weights
 from ddp_mnist.cli import a_png
@@ -75,9 +76,24 @@ def test_dark_strokes_on_bright_paper_are_inverted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("grey", [0, 255])
 @pytest.mark.parametrize("shape", [(28, 28), (100, 60), (1, 1)])
-def test_a_blank_page_stays_blank(grey: int, shape: tuple[int, int], tmp_path: Path) -> None:
-    page = np.full(shape, grey, dtype=np.uint8)
-    assert np.array_equal(as_mnist(save(page, tmp_path / "x.png")), np.zeros((28, 28)))
+def test_a_blank_page_is_no_digit(grey: int, shape: tuple[int, int], tmp_path: Path) -> None:
+    page = save(np.full(shape, grey, dtype=np.uint8), tmp_path / "x.png")
+    with pytest.raises(DataError, match=r"x\.png: is of one colour all over; give an image of a d"):
+        as_mnist(page)
+
+
+@pytest.mark.parametrize(
+    ("paper", "ink"), [(180, 20), (150, 20), (120, 10), (100, 0), (60, 255), (200, 90), (90, 200)]
+)
+def test_paper_and_ink_may_have_any_brightness(paper: int, ink: int, tmp_path: Path) -> None:
+    """As a phone sees them, with some noise."""
+    drawn = np.where(seven() > 0, float(ink), float(paper))
+    noise = np.random.default_rng(0).normal(0, abs(paper - ink) / 25, drawn.shape)
+    photo = (drawn + noise).clip(0, 255).round().astype(np.uint8)
+    expected = as_mnist(save(seven(), tmp_path / "clean.png"))
+    seen = as_mnist(save(photo, tmp_path / "photo.png"))
+    assert np.array_equal(seen > 0, expected > 0)
+    assert np.abs(seen.astype(int) - expected).mean() < 6
 
 
 @pytest.mark.parametrize("mode", ["RGB", "RGBA", "1", "P", "CMYK", "I;16"])
@@ -106,6 +122,8 @@ def test_transparent_is_paper(tmp_path: Path) -> None:
     image = digits(1)[0]
     picture = np.zeros((28, 28, 4), dtype=np.uint8)
     picture[..., 3] = image
+    assert np.array_equal(as_mnist(save(picture, tmp_path / "x.png")), image)
+    picture[..., :3] = 255  # white strokes on nothing
     assert np.array_equal(as_mnist(save(picture, tmp_path / "x.png")), image)
 
 
@@ -160,7 +178,7 @@ def test_a_picture_that_a_phone_turned_is_upright(tmp_path: Path) -> None:
 
 
 def test_a_folder_is_read_in_the_order_of_names(tmp_path: Path) -> None:
-    for name in ("b.PNG", "a.jpeg", "10.png", "9.png", "notes.txt", ".hidden"):
+    for name in ("b.PNG", "a.jpeg", "10.png", "9.png", "notes.txt", ".hidden", "._9.png"):
         (tmp_path / name).touch()
     (tmp_path / "folder.png").mkdir()
     assert [p.name for p in find_images(str(tmp_path))] == ["10.png", "9.png", "a.jpeg", "b.PNG"]
@@ -261,10 +279,33 @@ def test_what_cannot_be_read_is_one_line(
     with pytest.raises(SystemExit) as ended:
         cli.main(["predict", *(a.format(**places) for a in arguments)])
     out, err = capsys.readouterr()
-    assert (ended.value.code, out) == (code, "")
+    assert ended.value.code == code
+    assert "label" not in out
     assert err.startswith(f"ddp-mnist: error: {begins.format(**places)}")
     assert err.endswith(f" (code {code})\n")
     assert err.count("\n") == 1
+
+
+def test_files_beside_one_that_cannot_be_read_have_their_answers(
+    run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number, image in enumerate(digits(3)):
+        save(image, tmp_path / f"{number}.png")
+    (tmp_path / "1a.png").write_text("no picture")
+    picture = tmp_path / "seen.png"
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["predict", run, str(tmp_path), "--show", str(picture)])
+    out, err = capsys.readouterr()
+    lines = [json.loads(line) for line in out.splitlines()]
+    assert [Path(line["file"]).name for line in lines] == ["0.png", "1.png", "1a.png", "2.png"]
+    assert ["label" in line for line in lines] == [True, True, False, True]
+    assert lines[2]["error"] == "no image that Pillow reads; give a PNG or JPEG file"
+    assert ended.value.code == 3
+    assert err == f"ddp-mnist: error: {tmp_path}/1a.png: {lines[2]['error']} (code 3)\n"
+    assert picture.exists()
+    (tmp_path / "2.png").write_text("no picture")
+    with pytest.raises(DataError, match=r"1a\.png: .* \(2 of 5 files are unreadable\)$"):
+        list(predict(run, [str(tmp_path)]))
 
 
 def test_a_damaged_model_is_refused(run: str, tmp_path: Path) -> None:
@@ -290,16 +331,32 @@ def test_one_image_comes_on_stdin(
         list(predict(run, ["-"]))
 
 
-def test_what_the_model_saw_is_drawn(run: str, tmp_path: Path) -> None:
-    for number, image in enumerate(digits(10)):
-        save(255 - image, tmp_path / f"{number}.png")
+def test_what_the_model_saw_is_drawn(
+    run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number, image in enumerate(digits(70)):
+        save(255 - image, tmp_path / f"{number:02d}_$^$.png")  # no formula
     picture = tmp_path / "seen.png"
+    drawn: list[Figure] = []
+
+    def save_and_keep(figure: Figure, *arguments: Any, **named: Any) -> None:
+        drawn.append(figure)
+        savefig(figure, *arguments, **named)
+
+    savefig = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", save_and_keep)
+    answers = list(predict(run, [str(tmp_path)]))
     with pytest.raises(SystemExit) as ended:
         cli.main(["predict", run, str(tmp_path), "--show", str(picture)])
     assert ended.value.code == 0
     with PIL.Image.open(picture) as shown:
-        assert shown.size == (1040, 351)  # two rows of eight
-        assert np.asarray(shown.convert("L")).std() > 20
+        assert shown.size == (1040, 1434)  # eight rows of eight
+    [figure] = drawn
+    assert figure.get_suptitle() == "64 of 70 images"
+    for axis, answer, image in zip(figure.axes, answers, digits(64), strict=False):
+        name = Path(answer["file"]).name
+        assert axis.get_title() == f"{name}\n{answer['label']} ({answer['probability']:.2f})"
+        assert np.array_equal(np.asarray(axis.get_images()[0].get_array()), image)
     for wrong in ("seen.jpg", "none/seen.png"):
         with pytest.raises(
             UsageError, match=r"^--show .*: must be a \.png in a folder that is the"

@@ -16,41 +16,49 @@ from ddp_mnist.progress import Lookout, Progress, sum_up
 
 def test_what_the_ranks_saw_is_added_up() -> None:
     progress = Progress()
-    progress.add(30.0, 10.0, 0.0, 0.5)
-    progress.add(12.0, 4.0, 0.0, 0.25)
+    progress.add(30.0, 6.0, 10.0, 0.0, 0.5)
+    progress.add(12.0, 1.0, 4.0, 0.0, 0.25)
     assert (progress.loss_sum, progress.seen, progress.seconds) == (42.0, 14.0, 0.75)
-    assert progress.log_line() == {"loss": 3.0, "images_per_second": 14 / 0.75}
-    progress.add(8.0, 2.0, 0.0, 0.25)
-    assert progress.log_line() == {"loss": 4.0, "images_per_second": 8.0}
+    assert progress.log_line() == {"loss": 3.0, "accuracy": 0.5, "images_per_second": 14 / 0.75}
+    progress.add(8.0, 1.0, 2.0, 0.0, 0.25)
+    assert progress.log_line() == {"loss": 4.0, "accuracy": 0.5, "images_per_second": 8.0}
     assert progress.train_seconds == 1.0
+    # the epoch's line is of all its steps, whatever was logged in between
+    progress.add(14.0, 4.0, 0.0, 0.0, 0.0)
+    assert progress.end_epoch() == {"loss": 4.0, "accuracy": 0.75, "images_per_second": 16.0}
+    assert progress.epoch == 1
+    progress.add(3.0, 1.0, 2.0, 0.0, 0.5)
+    assert progress.end_epoch() == {"loss": 1.5, "accuracy": 0.5, "images_per_second": 4.0}
 
 
 def test_a_batch_whose_loss_is_not_finite_is_neither_seen_nor_summed() -> None:
     losses = [torch.tensor(loss) for loss in (0.5, float("nan"), 2.25, float("-inf"))]
-    assert sum_up(losses, images=72).tolist() == [(0.5 + 2.25) * 72, 2 * 72, 2]
+    hits = [torch.tensor(hit) for hit in (50, 40, 60, 30)]
+    assert sum_up(losses, hits, images=72).tolist() == [(0.5 + 2.25) * 72, 110, 2 * 72, 2]
 
 
 def test_sums_are_equal_however_they_were_cut() -> None:
     losses = list(torch.rand(100, generator=torch.Generator().manual_seed(0)))
-    whole = sum_up(losses, 72)
+    hits = list(torch.randint(73, (100,)))
+    whole = sum_up(losses, hits, 72)
     for cut in (1, 33, 50, 99):
-        parts = sum_up(losses[:cut], 72) + sum_up(losses[cut:], 72)
+        parts = sum_up(losses[:cut], hits[:cut], 72) + sum_up(losses[cut:], hits[cut:], 72)
         assert torch.equal(parts, whole)
     assert whole[0].item() == pytest.approx(72 * sum(loss.item() for loss in losses), rel=1e-9)
 
 
 def test_a_line_of_which_no_loss_was_finite() -> None:
     progress = Progress()
-    progress.add(0.0, 0.0, 3.0, 0.5)
-    assert progress.log_line() == {"loss": None, "images_per_second": 0.0}
-    assert progress.log_line() == {"loss": None, "images_per_second": 0.0}
+    progress.add(0.0, 0.0, 0.0, 3.0, 0.5)
+    assert progress.log_line() == {"loss": None, "accuracy": None, "images_per_second": 0.0}
+    assert progress.log_line() == {"loss": None, "accuracy": None, "images_per_second": 0.0}
 
 
 def test_bad_batches_count_until_a_look_finds_none() -> None:
     progress = Progress()
     counts = []
     for bad in (2.0, 3.0, 0.0, 1.0):
-        progress.add(1.0, 1.0, bad, 0.1)
+        progress.add(1.0, 0.0, 1.0, bad, 0.1)
         progress.log_line()
         counts.append(progress.bad_in_a_row)
     assert counts == [2.0, 5.0, 0.0, 1.0]
@@ -118,7 +126,7 @@ def test_without_a_validation_nothing_is_decided_by_it() -> None:
 
 def test_it_can_be_saved_as_plain_values() -> None:
     progress = Progress(step=7, resumed_from=[3])
-    progress.add(1.5, 2.0, 1.0, 0.1)
+    progress.add(1.5, 0.0, 2.0, 1.0, 0.1)
     copy = Progress(**dataclasses.asdict(progress))
     assert copy == progress
     copy.resumed_from.append(7)
@@ -188,7 +196,7 @@ def scaled(world_size: int, scaler: bool) -> Any:
 def test_without_a_scaler_one_bad_loss_is_the_end() -> None:
     progress = Progress(step=7)
     progress.refuse_divergence(Recipe(), scaled(2, scaler=False))
-    progress.add(1.0, 1.0, 1.0, 0.1)
+    progress.add(1.0, 0.0, 1.0, 1.0, 0.1)
     with pytest.raises(DivergedError, match=r"^--lr 0.01: by step 7 the loss is not a finite"):
         progress.refuse_divergence(Recipe(), scaled(2, scaler=False))
 
@@ -197,12 +205,12 @@ def test_with_a_scaler_a_few_bad_steps_are_not() -> None:
     progress, world = Progress(), scaled(2, scaler=True)
     recipe = Recipe(grad_accum=2)
     for _ in range(3):
-        progress.add(0.0, 0.0, 4.0, 0.1)  # 2 processes x 2 parts
+        progress.add(0.0, 0.0, 0.0, 4.0, 0.1)  # 2 processes x 2 parts
         progress.refuse_divergence(recipe, world)
-    progress.add(0.0, 0.0, 1.0, 0.1)
+    progress.add(0.0, 0.0, 0.0, 1.0, 0.1)
     with pytest.raises(DivergedError):
         progress.refuse_divergence(recipe, world)
-    progress.add(1.0, 1.0, 0.0, 0.1)
+    progress.add(1.0, 0.0, 1.0, 0.0, 0.1)
     progress.refuse_divergence(recipe, world)
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import html
 import html.parser
 import json
 import os
 import re
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +140,7 @@ def test_the_page_needs_nothing_else(folder: Path) -> None:
     assert page.loads == []
     assert "<script" not in text
     assert "@import" not in text
+    assert all(place.startswith("#") for place in re.findall(r"url\((.*?)\)", text))
     assert len(page.ids) == len(set(page.ids))
     inner = [link.removeprefix("#") for link in page.links if link.startswith("#")]
     assert set(inner) <= set(page.ids)
@@ -151,12 +154,12 @@ def test_the_most_certain_mistakes_are_shown(folder: Path) -> None:
     report.find_mistakes(told, str(run))
     assert len(told.mistakes) == min(report.MOST_WRONG, told.wrong)
     assert told.mistakes
-    certainty = [mistake.guesses[0][1] for mistake in told.mistakes]
+    certainty = [mistake.guess_probability for mistake in told.mistakes]
     assert certainty == sorted(certainty, reverse=True)
     for mistake in told.mistakes:
         assert mistake.label == images.classes[images.test_labels[mistake.number]]
-        assert mistake.label != mistake.guesses[0][0]
-        assert mistake.label_probability < mistake.guesses[0][1]
+        assert mistake.label != mistake.guess
+        assert mistake.label_probability < mistake.guess_probability
 
 
 def test_runs_side_by_side(folder: Path, tmp_path: Path) -> None:
@@ -168,7 +171,7 @@ def test_runs_side_by_side(folder: Path, tmp_path: Path) -> None:
         value = str(summary_of(folder / name)["test_accuracy"])
         assert page.figures[name, "test_accuracy"][0] == value
     assert ("stopped", "test_accuracy") not in page.figures
-    assert "it is preempted at step 21" in " ".join(page.text.split())
+    assert "has no result. It was stopped, at step 21" in " ".join(page.text.split())
     told = [report.read_run(folder / name) for name in ("first", "second")]
     rows = {name: (values, differ) for name, values, differ in report.side_by_side(told)}
     assert rows["--epochs"] == (["3", "1"], True)
@@ -185,14 +188,15 @@ def test_runs_side_by_side(folder: Path, tmp_path: Path) -> None:
 
 def test_curves_are_drawn_from_metrics_jsonl(folder: Path) -> None:
     lines = report.read_run(folder / "first").metrics
-    loss, accuracy = plots.CURVES[:2]
+    loss, accuracy, val_accuracy = plots.CURVES[:3]
     figure = plots.draw(loss, {"first": lines, "none": []})
     assert figure
     [line] = figure.axes[0].get_lines()
     told = [each for each in lines if "loss" in each]
     assert np.asarray(line.get_xdata()).tolist() == [each["step"] for each in told]
     assert np.asarray(line.get_ydata()).tolist() == [each["loss"] for each in told]
-    assert plots.draw(accuracy, {"one epoch": lines[:16]}) is None  # a point is no curve
+    assert plots.draw(accuracy, {"one epoch": lines[:16]})
+    assert plots.draw(val_accuracy, {"one epoch": lines[:16]}) is None  # a point is no curve
     svg = plots.as_svg(figure, "loss")
     assert plots.INK not in svg
     assert "var(--series-0)" in svg
@@ -221,16 +225,110 @@ def test_without_the_images_the_page_says_so(folder: Path, tmp_path: Path) -> No
     told = report.read_run(folder / "first")
     told.summary["dataset"]["digest"] = "0"
     report.find_mistakes(told, str(folder / "first"))
-    assert told.no_mistakes == "The test images are other ones in the cache of this machine."
+    assert told.no_mistakes == "The cache of this machine holds other images than the run had."
 
 
 def test_what_is_no_run_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(CheckpointError, match=r"is no run that can be told of \(metrics.jsonl: No"):
+    with pytest.raises(CheckpointError, match=r"holds no run to report on \(status.json: No such"):
         report.report([str(tmp_path)])
     with pytest.raises(SystemExit) as ended:
         cli.main(["report", str(tmp_path / "none")])
     assert ended.value.code == 4
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def unfinished(folder: Path, copy: Path, state: str, **changes: Any) -> Path:
+    """A copy of a finished run, whose status says something else."""
+    shutil.copytree(folder / "first", copy)
+    status = run_folder.read_json(copy / "status.json") | {"state": state, **changes}
+    (copy / "status.json").write_text(json.dumps(status))
+    return copy
+
+
+def test_a_result_from_before_more_epochs_is_none(folder: Path, tmp_path: Path) -> None:
+    """The run was taken up again, with a summary of its first end, and was stopped."""
+    run = unfinished(folder, tmp_path / "run", "preempted", step=50)
+    assert (run / "summary.json").exists()
+    [path] = report.report([str(run)])
+    page = Page(path.read_text())
+    assert page.figures == {}
+    assert "It was stopped, at step 50" in " ".join(page.text.split())
+
+
+def test_a_run_that_failed_at_its_first_step(folder: Path, tmp_path: Path) -> None:
+    run = unfinished(folder, tmp_path / "run", "failed", step=1, error="--lr 1: no number")
+    (run / "metrics.jsonl").unlink()
+    [path] = report.report([str(run)])
+    text = " ".join(Page(path.read_text()).text.split())
+    assert "It failed, at step 1: --lr 1: no number." in text
+    assert "Too few steps were logged for a curve." in text
+
+
+def test_a_run_that_was_killed_and_one_that_runs(folder: Path, tmp_path: Path) -> None:
+    run = unfinished(folder, tmp_path / "run", "running", step=7)
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write('{"step": 8, "lo')  # torn
+    [path] = report.report([str(run)])
+    assert "It was killed, at step 7" in " ".join(Page(path.read_text()).text.split())
+    lock = run_folder.lock_folder(run)
+    [path] = report.report([str(run)])
+    assert "no result yet. It is running, at step 7" in " ".join(
+        Page(path.read_text()).text.split()
+    )
+    run_folder.unlock(lock)
+
+
+@pytest.mark.parametrize("name", ["a$^$", "_base", "<&>"])
+def test_any_name_of_a_run_is_in_the_legend(name: str, folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder / "first", tmp_path / name)
+    [path] = report.report([str(tmp_path / name), str(folder / "second")])
+    svg = path.read_text().partition("<svg")[2]
+    assert html.unescape(svg).count(f"\u200b{name}<") == len(plots.CURVES)
+
+
+def test_a_run_of_another_version_is_one_line(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder / "first", tmp_path / "run")
+    summary = summary_of(tmp_path / "run")
+    del summary["ranks"]
+    (tmp_path / "run" / "summary.json").write_text(json.dumps(summary))
+    with pytest.raises(CheckpointError, match=r"^run: written by another version .*'ranks'"):
+        report.report([str(tmp_path / "run")])
+
+
+def luminance(colour: Sequence[float]) -> float:
+    """Relative, of sRGB from 0 to 255: WCAG 2.2."""
+    linear = [
+        c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4
+        for c in (channel / 255 for channel in colour)
+    ]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_text_has_the_contrast_that_wcag_asks_for(theme: str) -> None:
+    css = (Path(report.__file__).parent / "templates" / "report.html").read_text()
+    light, dark = re.findall(r":root \{(.*?)\}", css, re.DOTALL)
+    colours = {
+        name: [int(value[i : i + 2], 16) for i in (0, 2, 4)]
+        for name, value in re.findall(r"--([\w-]+): #(\w{6})", light if theme == "light" else dark)
+    }
+
+    def on_paper(name: str, share: float) -> list[float]:
+        pairs = zip(colours[name], colours["paper"], strict=True)
+        return [share * a + (1 - share) * b for a, b in pairs]
+
+    most = re.search(r"--share: \{\{ (\d+) \+ (\d+) \* n", css)
+    assert most
+    darkest = (int(most[1]) + int(most[2])) / 100
+    pairs: list[tuple[Sequence[float], Sequence[float]]] = [
+        *((colours[name], colours["paper"]) for name in ("ink", "soft", "link", "wrong")),
+        *((colours[name], colours["panel"]) for name in ("ink", "soft", "wrong")),
+        (colours["ink"], on_paper("wrong", darkest)),
+        (colours["ink"], on_paper("right", 0.28)),
+    ]
+    for pair in pairs:
+        dim, bright = sorted(map(luminance, pair))
+        assert (bright + 0.05) / (dim + 0.05) >= 4.5, pair
 
 
 # --- In a browser

@@ -69,16 +69,21 @@ def test_step_line() -> None:
     assert len(shown) <= 70  # beside a bar, in 80 columns
 
 
+def test_a_step_of_which_no_loss_was_finite() -> None:
+    """Nobody knows how long it will take."""
+    line = {**LINE, "loss": None, "images_per_second": 0.0}
+    assert summary.step_line(line, 1, 10, 144) == "step  1/10  loss not finite  rate 0.00990"
+
+
 def test_epoch_line() -> None:
+    means = {"loss": 0.51234, "accuracy": 0.97, "images_per_second": 12345.6}
     decided: Any = SimpleNamespace(accuracy=0.99139)
-    assert summary.epoch_line(LINE, 10, decided) == (
-        "epoch  2/10  loss 0.5123  rate 0.00990  12,346 images/s  validation 0.9914"
+    assert summary.epoch_line(1, 10, means, decided) == (
+        "epoch  2/10  loss 0.5123  accuracy 0.9700  12,346 images/s  validation 0.9914"
     )
-    assert summary.epoch_line({**LINE, "loss": None}, 10, None) == (
-        "epoch  2/10  loss not finite  rate 0.00990  12,346 images/s"
+    assert summary.epoch_line(0, 1, {**means, "loss": None, "accuracy": None}, None) == (
+        "epoch 1/1  loss not finite  12,346 images/s"
     )
-    # taken up after the epoch's last step
-    assert summary.epoch_line({"epoch": 0}, 1, decided) == "epoch 1/1  validation 0.9914"
 
 
 @pytest.mark.parametrize(

@@ -87,15 +87,27 @@ def test_tensorboard_holds_what_metrics_jsonl_holds_also_after_a_resume(tmp_path
     run_world(2, just_train, config, folder=tmp_path)
     run = tmp_path / "run"
     assert scalars(run) == logged(run)
-    assert set(scalars(run)) >= {"loss", "lr", "images_per_second", "val_accuracy", "val_loss"}
+    assert set(scalars(run)) >= {"loss", "accuracy", "lr", "images_per_second", "val_accuracy"}
+    result = json.loads((run / "summary.json").read_text())["test_accuracy"]
+    assert scalars(run)["test_accuracy"] == {45: pytest.approx(result)}
     assert len(list((run / "tracking" / "ddp_mnist").glob("events.*"))) == 1
 
     again = dataclasses.replace(config, run=dataclasses.replace(config.run, run_dir="again"))
     LocalWorld(1, train_until, again, 20, folder=tmp_path).outcomes()
     run_world(1, just_train, resumed(again), folder=tmp_path)
     assert scalars(tmp_path / "again") == logged(tmp_path / "again")
-    told = json.loads((tmp_path / "again" / "config.json").read_text())
-    assert told["run"]["trackers"] == "tensorboard"  # taken over, not typed again
+    config_file = json.loads((tmp_path / "again" / "config.json").read_text())
+    assert config_file["run"]["trackers"] == "tensorboard"  # taken over, not typed again
+
+
+def test_a_wrong_name_is_refused_before_there_is_a_folder(tmp_path: Path) -> None:
+    with pytest.raises(Exception, match=r"^--trackers tensorbord: choose from"):
+        run_world(2, just_train, config_with("tensorbord"), folder=tmp_path)
+    dry = config_with("tensorbord")
+    dry = dataclasses.replace(dry, run=dataclasses.replace(dry.run, dry_run=True))
+    with pytest.raises(Exception, match=r"^--trackers tensorbord: choose from"):
+        run_world(1, just_train, dry, folder=tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 class Broken(TensorBoardTracker):

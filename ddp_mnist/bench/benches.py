@@ -7,8 +7,6 @@ process is warmed up first. Processes have one CPU thread each, as under `make t
 from __future__ import annotations
 
 import itertools
-import os
-import platform
 import statistics
 import tempfile
 from collections.abc import Callable
@@ -20,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ddp_mnist import data, run_folder
+from ddp_mnist import data, hardware, run_folder
 from ddp_mnist.bench import commands, idx
 from ddp_mnist.bench.figures import (
     Absent,
@@ -42,7 +40,6 @@ from ddp_mnist.bench.steps import KINDS, Kind, time_steps
 from ddp_mnist.bench.strategies import STRATEGIES
 from ddp_mnist.config import Distribution, Run, TrainConfig
 from ddp_mnist.errors import UsageError
-from ddp_mnist.hardware import cores, cpu_model
 from ddp_mnist.local_world import run_world
 from ddp_mnist.summary import count
 from ddp_mnist.versions import package_versions
@@ -99,7 +96,7 @@ def describe(bench: str, options: Options, rows: list[Row]) -> dict[str, Any]:
         "bench": bench,
         "date": date.today().isoformat(),
         **{name: getattr(options, name) for name in ("dataset", "processes", "repeats")},
-        "machine": {"cpu": cpu_model(), "cores": os.cpu_count(), "system": platform.platform()},
+        "machine": hardware.describe(),
         "versions": package_versions(),
         "rows": [
             {"what": row.what, **asdict(row.figure), "promise": row.promise, "held": row.held}
@@ -247,7 +244,7 @@ def strategies(options: Options) -> list[Row]:
         del kinds["DataParallel"]
         absent["DataParallel"] = Absent(f"needs two GPUs and finds {gpus}; it knows no CPUs")
     speeds = speeds_of(kinds, options, options.processes, precision="no")
-    threads = "" if gpus else f", {count(cores(), 'thread')}"
+    threads = "" if gpus else f", {count(hardware.cores(), 'thread')}"
     names = {"one process": f"one process{threads}"}
     shown: dict[str, Spread | Absent] = {k: spread(speeds[k]) for k in kinds} | absent
     return [

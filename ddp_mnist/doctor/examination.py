@@ -6,7 +6,6 @@ launcher on one or more machines, what they are together.
 
 from __future__ import annotations
 
-import os
 import platform
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -16,12 +15,12 @@ from typing import Any
 
 import torch
 
+from ddp_mnist import hardware
 from ddp_mnist.config import Distribution
 from ddp_mnist.doctor.findings import FAIL, Finding, failed, from_error, worst
 from ddp_mnist.doctor.group import examine_group
 from ddp_mnist.doctor.machine import Options, examine_machine
 from ddp_mnist.errors import DdpMnistError
-from ddp_mnist.hardware import cpu_model
 from ddp_mnist.launch import Launch, find_launch
 from ddp_mnist.local_world import run_world
 from ddp_mnist.screen import Screen
@@ -87,12 +86,7 @@ def describe(findings: Sequence[Finding], processes: int) -> dict[str, Any]:
         "date": date.today().isoformat(),
         "processes": processes,
         "findings": [asdict(finding) for finding in findings],
-        "machine": {
-            "host": platform.node(),
-            "cpu": cpu_model(),
-            "cores": os.cpu_count(),
-            "system": platform.platform(),
-        },
+        "machine": {"host": platform.node(), **hardware.describe()},
         "versions": package_versions(),
     }
 
