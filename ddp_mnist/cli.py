@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 
 from ddp_mnist import __version__
 from ddp_mnist.config import (
+    NETS,
     PRESETS,
     Distribution,
     Flags,
@@ -303,6 +304,9 @@ def make_parser() -> Parser:
     )
     verb.formatter_class = argparse.RawDescriptionHelpFormatter
     verb.epilog = "\n".join(f"{name:<11} {fault}" for name, fault in PLANTS.items())
+    verb.add_argument(
+        "--model", default="cnn", choices=NETS, metavar="NET", help="the net to train [cnn]"
+    )
     verb.add_argument(
         "--plant", choices=PLANTS, help="a fault to be caught, one of those below; exit code 1"
     )
@@ -619,11 +623,11 @@ def verify(arguments: argparse.Namespace) -> None:
 
     screen, checks, plant = Screen(True), [], arguments.plant
     sizes = proofs.sizes_up_to(arguments.processes)
-    for line in proofs.verify(sizes, plant):
+    for line in proofs.verify(sizes, plant, arguments.model):
         screen.say(str(line))
         if isinstance(line, proofs.Check):
             checks.append(line)
-    write_json(save, proofs.describe(checks, sizes, plant))
+    write_json(save, proofs.describe(checks, sizes, plant, arguments.model))
     if wrong := proofs.complaint(checks, plant):
         raise CheckFailed(wrong)
     screen.say(f"all {len(checks)} checks passed; written to {save}")

@@ -125,6 +125,7 @@ class Run(Flags):
     dry_run: bool = flag(False, "Print what would run, and stop.")
 
 
+NETS = ("cnn", "cnn_deep", "mlp", "resnet18", "cnn_bn")
 # What --preset stands for on the command line: values of Recipe's fields, chosen on MNIST ...
 PRESETS: dict[str, dict[str, Any]] = {
     "fast": {},
@@ -151,7 +152,7 @@ class Recipe(Flags):
         "fast = 300 steps or more; accurate = 4,000 of a deeper net. Typed flags beat it.",
         choices=tuple(PRESETS),
     )
-    model: str = flag("cnn", "The net.", choices=("cnn", "cnn_deep", "mlp", "resnet18", "cnn_bn"))
+    model: str = flag("cnn", "The net.", choices=NETS)
     epochs: int | None = flag(
         None, "Passes over the train images [by data set].", least=1, most=10**6
     )

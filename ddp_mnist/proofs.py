@@ -118,7 +118,8 @@ def plant_into(net: nn.Module, plant: str | None) -> None:
         for parameter in net.parameters():
             parameter.register_hook(lambda gradient: gradient * world_size)
     if plant == "parameter":
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ["head.bias"])
+        last = [name for name, _ in net.named_parameters()][-1]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, [last])
 
 
 def gradient_norm(net: nn.Module) -> float:

@@ -90,7 +90,7 @@ def epoch_line(epoch: int, epochs: int, means: dict[str, Any], validation: Metri
     """When `epoch`, counted from 0, has ended."""
     parts = [f"epoch {str(epoch + 1).rjust(len(str(epochs)))}/{epochs}", f"loss {loss(means)}"]
     parts += [f"accuracy {means['accuracy']:.4f}"] if means["accuracy"] is not None else []
-    parts += [f"{means['images_per_second']:,.0f} images/s"]
+    parts += [f"{means['images_per_second']:>6,.0f} images/s"]
     parts += [f"validation {validation.accuracy:.4f}"] if validation else []
     return "  ".join(parts)
 

@@ -67,8 +67,9 @@ class Check:
 
 @dataclass(frozen=True)
 class Watched:
-    """A run of one world: its folder, and what each rank saw."""
+    """A run of one world: its net and folder, and what each rank saw."""
 
+    model: str
     folder: Path
     ranks: list[Seen]
 
@@ -80,28 +81,33 @@ def sizes_up_to(processes: int) -> list[int]:
     return [n for n in range(2, processes + 1) if batch_size % (PARTS * n) == 0]
 
 
-def verify(sizes: Sequence[int], plant: str | None = None) -> Iterator[Check | str]:
+def verify(
+    sizes: Sequence[int], plant: str | None = None, model: str = "cnn"
+) -> Iterator[Check | str]:
     """Checks as they are done, and lines that show which rank took which images.
 
     Args:
         sizes: numbers of processes, each compared with one.
         plant: one of PLANTS, in all runs but that of one process; what it cannot touch is left out.
+        model: the net that is trained.
     """
     with tempfile.TemporaryDirectory(prefix="ddp-mnist-verify-") as scratch:
         folder = Path(scratch)
-        yield from proofs_in(folder, sizes, plant)
+        yield from proofs_in(folder, sizes, plant, model)
 
 
-def proofs_in(folder: Path, sizes: Sequence[int], plant: str | None) -> Iterator[Check | str]:
+def proofs_in(
+    folder: Path, sizes: Sequence[int], plant: str | None, model: str
+) -> Iterator[Check | str]:
     """See `verify`. A run that breaks down is a failed check, and the last one."""
     try:
-        alone = watched_run(1, folder)
+        alone = watched_run(1, folder, model)
         yield from who_took_what(alone)
         if not plant:
             yield resume_is_exact(alone)
             yield accumulation_is_exact(1, alone)
         for size in sizes:
-            run = watched_run(size, folder, plant)
+            run = watched_run(size, folder, model, plant)
             yield from who_took_what(run)
             yield from equal_to_one(run, alone)
             if not plant:
@@ -113,10 +119,10 @@ def proofs_in(folder: Path, sizes: Sequence[int], plant: str | None) -> Iterator
         yield Check("runs", max(sizes), "each comes to its end", reason, "no error", held=False)
 
 
-def watched_run(size: int, folder: Path, plant: str | None = None) -> Watched:
-    config = proof_config(f"on-{size}")
+def watched_run(size: int, folder: Path, model: str, plant: str | None = None) -> Watched:
+    config = proof_config(f"on-{size}", model=model)
     ranks = run_world(size, train_and_watch, config, plant, folder=folder)
-    return Watched(folder / f"on-{size}", ranks)
+    return Watched(model, folder / f"on-{size}", ranks)
 
 
 def who_took_what(run: Watched) -> Iterator[str]:
@@ -156,7 +162,7 @@ def equal_to_one(run: Watched, alone: Watched) -> Iterator[Check]:
 def resume_is_exact(run: Watched) -> Check:
     """Interrupted by a signal to its last rank and taken up again, a run is the unbroken one."""
     size, folder = len(run.ranks), run.folder.parent
-    config = proof_config(f"interrupted-on-{size}")
+    config = proof_config(f"interrupted-on-{size}", model=run.model)
     interrupted = (config, STOPS_AT, signal.SIGTERM, size - 1)
     LocalWorld(size, train_until, *interrupted, folder=folder).outcomes()
     [again, *_] = run_world(size, just_train, resumed(config), folder=folder)
@@ -181,7 +187,7 @@ def resume_is_exact(run: Watched) -> Check:
 
 def accumulation_is_exact(size: int, alone: Watched) -> Check:
     """A step in parts is the whole step."""
-    config = proof_config(f"parts-on-{size}", grad_accum=PARTS)
+    config = proof_config(f"parts-on-{size}", model=alone.model, grad_accum=PARTS)
     run_world(size, just_train, config, folder=alone.folder.parent)
     parts = weights_of(alone.folder.parent / f"parts-on-{size}")
     difference = largest_difference(parts, weights_of(alone.folder))
@@ -264,13 +270,16 @@ def complaint(checks: Sequence[Check], plant: str | None) -> str | None:
     )
 
 
-def describe(checks: Sequence[Check], sizes: Sequence[int], plant: str | None) -> dict[str, Any]:
+def describe(
+    checks: Sequence[Check], sizes: Sequence[int], plant: str | None, model: str
+) -> dict[str, Any]:
     """verify.json."""
     return {
         "passed": all(check.held for check in checks),
         "date": date.today().isoformat(),
         "processes": [1, *sizes],
         "planted": plant,
+        "model": model,
         "checks": [asdict(check) for check in checks],
         "machine": hardware.describe(),
         "versions": package_versions(),

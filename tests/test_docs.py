@@ -119,19 +119,25 @@ def test_the_edits_for_ones_own_trainer_work(tmp_path: Path) -> None:
         # a diff's first line of an unchanged blank has its space taken off by editors
         hunk = "".join(line if line != "\n" else " \n" for line in hunk.splitlines(keepends=True))
         file.write_text(patched(file.read_text(), hunk))
-    command = ["-m", "ddp_mnist", "train", "--dataset", "digits", "--model", "linear"]
-    done = subprocess.run(
-        [sys.executable, *command, "--epochs", "5"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=100,
+
+    def ddp_mnist(*words: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", "ddp_mnist", *words, "--model", "linear"],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            timeout=100,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    accuracy = re.search(
+        r"test accuracy (0\.\d+)", ddp_mnist("train", "--dataset", "digits", "--epochs", "5")
     )
-    assert done.returncode == 0, done.stderr
-    accuracy = re.search(r"test accuracy (0\.\d+)", done.stdout)
     assert accuracy
     assert float(accuracy[1]) > 0.8
+    assert "all 10 checks passed" in ddp_mnist("verify", "--processes", "2")
 
 
 def anchor(heading: str) -> str:
@@ -173,5 +179,6 @@ def test_the_readmes_have_the_same_sections_and_commands() -> None:
             sorted(set(re.findall(pattern, text, re.MULTILINE))) for text in (english, chinese)
         ]
         assert found[0] == found[1], pattern
-    flags = [sorted(set(re.findall(r"--[a-z][a-z-]+", text))) for text in (english, chinese)]
-    assert flags[0] == flags[1]
+    for pattern in (r"--[a-z][a-z-]+", r"(?<![\w.])\d+(?:[,.]\d+)+"):  # flags, figures
+        found = [sorted(set(re.findall(pattern, text))) for text in (english, chinese)]
+        assert found[0] == found[1], pattern

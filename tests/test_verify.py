@@ -19,7 +19,7 @@ BAD = Check("weights", 3, "weights after 45 steps", "differ by 1", "at most 1e-0
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Watched:
     """The run of one process that the others are compared with."""
-    return verify.watched_run(1, tmp_path_factory.mktemp("proofs"))
+    return verify.watched_run(1, tmp_path_factory.mktemp("proofs"), "cnn")
 
 
 def test_all_is_well_here(
@@ -71,7 +71,7 @@ def test_all_is_well_here(
 def test_a_planted_fault_is_caught_by_the_check_that_is_meant_to(
     plant: str, fails: set[str], alone: Watched, tmp_path: Path
 ) -> None:
-    checks = list(verify.equal_to_one(verify.watched_run(2, tmp_path, plant), alone))
+    checks = list(verify.equal_to_one(verify.watched_run(2, tmp_path, "cnn", plant), alone))
     assert {check.name for check in checks if not check.held} == fails
     told = verify.complaint(checks, plant)
     assert told
@@ -80,7 +80,7 @@ def test_a_planted_fault_is_caught_by_the_check_that_is_meant_to(
 
 def test_a_plant_is_a_failed_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Exit code 1 in any case, and the file says what was planted."""
-    monkeypatch.setattr(verify, "verify", lambda _sizes, _plant: iter([GOOD, BAD]))
+    monkeypatch.setattr(verify, "verify", lambda *_: iter([GOOD, BAD]))
     arguments = cli.make_parser().parse_args(
         ["verify", "--plant", "gradients", "--save", str(tmp_path / "v.json")]
     )
@@ -107,7 +107,7 @@ def test_a_run_that_was_not_interrupted_proves_nothing(
 ) -> None:
     monkeypatch.setattr(verify, "STOPS_AT", 1000)
     check = verify.resume_is_exact(alone)
-    assert check.figure == "0 of 49 differ"
+    assert check.figure == "0 of 50 differ"
     assert not check.held
 
 
@@ -145,6 +145,16 @@ def test_a_wrong_flag_is_one_line(
         cli.main(["verify", *argv])
     assert ended.value.code == 2
     assert begins in capsys.readouterr().err
+
+
+def test_another_net_is_proven_or_found_to_depend_on_the_processes() -> None:
+    """BatchNorm of each process's own share is not that of the batch, and each check says so."""
+    checks = [line for line in verify.verify([2], model="mlp") if isinstance(line, Check)]
+    assert len(checks) == 10
+    assert all(check.held for check in checks)
+    checks = [line for line in verify.verify([2], model="cnn_bn") if isinstance(line, Check)]
+    failed = {check.name for check in checks if not check.held}
+    assert failed >= {"gradients", "weights"}
 
 
 def test_a_run_that_breaks_down_is_a_failed_check(monkeypatch: pytest.MonkeyPatch) -> None:
