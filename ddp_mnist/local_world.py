@@ -6,8 +6,10 @@ benchmarks and tests that need many worlds go through it.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing as mp
 import os
+import random
 import socket
 import sys
 import traceback
@@ -15,8 +17,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ddp_mnist.errors import FailedElsewhere
+from ddp_mnist.errors import FailedElsewhere, UsageError
 
+PORTS = range(15000, 30000)
 FORKSERVER = mp.get_context("forkserver")
 FORKSERVER.set_forkserver_preload(
     ["torch._dynamo", "ddp_mnist.train", "ddp_mnist.metrics", "ddp_mnist.evaluate_run", __name__]
@@ -24,9 +27,19 @@ FORKSERVER.set_forkserver_preload(
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port at which nobody listens, to be opened a little later.
+
+    The system picks ports from 32768 on for connections that go out, and one of those could be
+    taken in between.
+
+    Raises:
+        UsageError: none was found.
+    """
+    for port in random.SystemRandom().sample(PORTS, 100):
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("", port))
+            return port
+    raise UsageError(f"ports {PORTS[0]} to {PORTS[-1]}: no free one was found; end what uses them")
 
 
 def launcher_variables(rank: int, size: int, port: int) -> dict[str, str]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -24,6 +23,7 @@ from typing import TYPE_CHECKING, NoReturn
 from ddp_mnist.config import Distribution
 from ddp_mnist.errors import CheckFailed, UsageError, run_program
 from ddp_mnist.launch import CONFIGS
+from ddp_mnist.local_world import free_port
 
 if TYPE_CHECKING:
     from ddp_mnist.rendezvous import Board  # imports torch: a wrong number is told at once
@@ -201,15 +201,14 @@ def check_told_alike(board: Board, node: Node) -> None:
 def rehearse(flags: argparse.Namespace, arguments: list[str]) -> int:
     """Two launchers on this machine, one machine rank each; 1, accelerate's code, if one fails."""
     print("REHEARSAL: two nodes on this machine, on its CPU, over TCP", flush=True)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        free = str(probe.getsockname()[1])
     if flags.num_machines not in ("", "2"):
         raise UsageError(
             f"NUM_MACHINES={flags.num_machines}: the rehearsal has two nodes; for more, give"
             " MACHINE_RANK and MAIN_PROCESS_IP"
         )
-    port = whole_number("MAIN_PROCESS_PORT", flags.main_process_port or free, least=1, most=65535)
+    port = whole_number(
+        "MAIN_PROCESS_PORT", flags.main_process_port or str(free_port()), least=1, most=65535
+    )
     per_node = whole_number("NPROC_PER_NODE", flags.nproc_per_node or "1", least=1)
     nodes = [Node(rank, "127.0.0.1", port, 2, per_node, "multi_node_cpu") for rank in (0, 1)]
     launchers = []

@@ -401,7 +401,7 @@ def test_auto_begins_and_begins_again_where_nothing_was_saved(tmp_path: Path) ->
     [summary] = run_world(1, just_train, auto, folder=tmp_path)
     assert (summary["resumed_from"], summary["steps"]) == ([], 15)
     steps = [line["step"] for line in what_stays(run)[1]]
-    assert steps == [7, 14, 15, 15]
+    assert steps == [7, 14, 15, 15, 15]  # three of its epoch, validation, test
     assert leftovers(run) == []
 
 
