@@ -90,7 +90,7 @@ verify: $(READY) ## Prove here that N processes train as one, resume exactly, co
 bench: $(READY) ## How fast it is here: BENCH=loop, scaling, startup ... (ddp-mnist bench --help)
 	@$(PY) -m ddp_mnist bench $(BENCH) --dataset auto $(ARGS)
 
-test: $(READY) ## Run the tests (about 5 minutes on 2 cores, no network)
+test: $(READY) ## Run the tests (about 7 minutes on 2 cores, no network)
 	@$(PY) -m pytest -n 2 --dist loadfile $(ARGS)
 
 soak: $(READY) ## Run the long tests (under an hour); CHAOS=200 hits that many runs at random
