@@ -29,6 +29,10 @@ LAUNCH = $(RESTART) -m accelerate.commands.launch --main_process_port 0 --config
 TRAIN = -m ddp_mnist train --dataset auto
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
+# A variable that nobody reads would be passed over in silence
+$(foreach name,DATASET EPOCHS LR MODEL SEED,$(if $(filter command,$(firstword $(origin $(name)))),\
+$(error $(name)=$($(name)): is a flag, not a variable; make train ARGS="--$(shell echo $(name) | tr A-Z a-z) $($(name))")))
+
 .DEFAULT_GOAL := help
 .PHONY: help venv train train-single train-multi train-multinode evaluate report doctor verify bench test \
 	soak check fmt gpu-check clean
@@ -36,7 +40,7 @@ export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-venv: $(READY) ## Make .venv with the pinned versions (about 5 GB on Linux, a few minutes)
+venv: $(READY) ## Make .venv with the pinned versions (about 6.5 GB on Linux, a few minutes)
 
 # A set-up that failed half-way has no .ready: it says where it failed, the next make goes on.
 # The import at the end finds a torch of another release than torchvision's, which pip lets pass.
@@ -46,7 +50,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	fail "$(PYTHON) is missing or older than Python 3.11; name one: make PYTHON=python3.12"; \
 	$(PY) -c '' 2>/dev/null || $(PYTHON) -m venv --clear $(VENV) || \
 	fail "$(PYTHON) -m venv failed; on Debian and Ubuntu: apt install python3-venv"; \
-	echo "setting up $(VENV) with the versions of constraints.txt (5 GB on Linux, minutes)"; \
+	echo "setting up $(VENV) with the versions of constraints.txt (6.5 GB on Linux, minutes)"; \
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]' || \
 	fail "pip failed (see above); check network and disk space, then make again"; \
 	$(PY) -c 'import torch, torchvision' || \

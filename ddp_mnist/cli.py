@@ -62,6 +62,18 @@ PLANTS = {
     "parameter": "one parameter that DDP does not synchronise",
 }
 EXPORTS = ("safetensors", "torch", "onnx")
+IN_TUTORIALS = {  # flags of other trainers
+    "--amp": "here it is --mixed-precision fp16",
+    "--dist-url": "here it is --init-method",
+    "--dist-backend": "here it is --backend",
+    "--fp16": "here it is --mixed-precision fp16",
+    "--gpu": "CUDA_VISIBLE_DEVICES chooses; one process for each GPU, by a launcher",
+    "--local_rank": "here it is --local-rank",
+    "--no-cuda": "here it is --cpu",
+    "--num-workers": "none are needed, the images are in memory",
+    "--save-model": "leave it out, a run always does",
+    "--workers": "none are needed, the images are in memory",
+}
 DOCTOR_TIMEOUT_S = 60.0  # a person waits for the verdict
 RUN, CACHE_DIR = "run folder, e.g. runs/latest", "folder of decoded data sets"
 
@@ -113,8 +125,8 @@ def flush_stdout() -> None:
 
 def run_verb(argv: list[str]) -> None:
     # torch.distributed.launch puts --local-rank=N first; LOCAL_RANK says the same.
-    while argv and re.fullmatch(r"--local[-_]rank=\d+", argv[0]):
-        argv = argv[1:]
+    while rank := re.match(r"--local[-_]rank(=| )\d+( |$)", " ".join(argv[:2])):
+        argv = argv[1 if rank[1] == "=" else 2 :]
     parser = make_parser()
     if not argv:
         parser.print_help()
@@ -166,6 +178,8 @@ class Parser(argparse.ArgumentParser):
             typed = flags[0].partition("=")[0]
             legal = re.findall(r"--[a-z-]+", self.format_usage())
             hint = did_you_mean(typed, legal) or f"; see {self.prog} --help"
+            if advice := IN_TUTORIALS.get(typed):
+                hint = f"; {advice}"
             raise UsageError(f"{typed}: there is no such flag or argument here{hint}")
         return known, unknown
 
@@ -230,7 +244,7 @@ def make_parser() -> Parser:
     verb = add_verb("report", report, "One HTML page about runs, which needs no network.")
     verb.add_argument("runs", metavar="RUN", type=text("RUN"), nargs="+", help=RUN)
     verb.add_argument(
-        "--out", type=text("--out"), metavar="FILE", help="[report.html in the first RUN]"
+        "--out", type=text("--out"), metavar="FILE", help="[report.html in RUN, or beside several]"
     )
     verb.add_argument("--png", action="store_true", help="each curve as a PNG too, beside it")
     verb.add_argument("--dataset", type=text("--dataset"), help="where the runs' images are now")
@@ -458,7 +472,8 @@ def metrics_table(metrics: dict[str, Any]) -> str:
     lines = [
         f"{metrics['split']} split of {metrics['dataset']['name']}: {metrics['count']:,} images",
         f"accuracy {metrics['accuracy']:.4f}   loss {metrics['loss']:.4f}",
-        "class    accuracy   taken for (label's row: images per prediction)",
+        "rows: what the images are; columns: what they were taken for",
+        "class    accuracy   " + " ".join(f"{name[:5]:>5}" for name in metrics["classes"]),
     ]
     for name, accuracy, row in zip(
         metrics["classes"], metrics["class_accuracy"], metrics["confusion"], strict=True
@@ -628,7 +643,7 @@ def verify(arguments: argparse.Namespace) -> None:
         if isinstance(line, proofs.Check):
             checks.append(line)
     write_json(save, proofs.describe(checks, sizes, plant, arguments.model))
-    if wrong := proofs.complaint(checks, plant):
+    if wrong := proofs.complaint(checks, plant, arguments.model):
         raise CheckFailed(wrong)
     screen.say(f"all {len(checks)} checks passed; written to {save}")
 

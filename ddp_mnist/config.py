@@ -223,7 +223,7 @@ class Distribution(Flags):
     local_rank: int | None = flag(
         None, "This process's rank on its machine [found out].", least=0, most=10**4
     )
-    cpu: bool = flag(False, "Train on the CPU although there is a GPU.")
+    cpu: bool = flag(False, "Use the CPU although there is a GPU.")
     dist_timeout: float = flag(
         300.0, "Seconds to wait for another process.", least=1, most=7 * 24 * 3600
     )

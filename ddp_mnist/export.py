@@ -70,7 +70,9 @@ def export(
     with run_folder.storage_errors(folder, "--out"):
         folder.mkdir(parents=True, exist_ok=True)
         for form in FORMS.values():
-            (folder / form.file).unlink(missing_ok=True)
+            if form.file not in contents and (folder / form.file).exists():
+                (folder / form.file).unlink()
+                say(f"{form.file}: taken away, of an earlier export; name all in one --format")
         for file, content in contents.items():
             run_folder.write_atomically(folder / file, content)
     return folder

@@ -30,7 +30,8 @@ STYLE: Any = {
     "axes.titlesize": 9,
     "text.parse_math": False,  # a run's name may hold dollars
 }
-LEGEND: Any = {"frameon": False, "fontsize": 7}
+LEGEND_COLUMNS, LEGEND_INCHES = 3, 0.16
+LEGEND: Any = {"frameon": False, "fontsize": 7, "ncols": LEGEND_COLUMNS}
 INCHES = (4.4, 2.5)
 DPI = 200
 
@@ -72,7 +73,9 @@ def draw(curve: Curve, runs: Mapping[str, Sequence[dict[str, Any]]]) -> Figure |
     if max((len(steps) for steps, _ in found.values()), default=0) < 2:
         return None
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=INCHES, layout="constrained")
+        rows = -(-len(found) // LEGEND_COLUMNS) if len(found) > 1 else 0
+        width, height = INCHES
+        figure = Figure(figsize=(width, height + rows * LEGEND_INCHES), layout="constrained")
         axes = figure.add_subplot()
         for number, name in enumerate(runs):
             if name in found:
@@ -88,9 +91,10 @@ def draw(curve: Curve, runs: Mapping[str, Sequence[dict[str, Any]]]) -> Figure |
         axes.set_title(f"{curve.title} ({curve.unit})", loc="left")
         axes.set_xlabel("optimizer step")
         axes.grid(visible=True)
-        if len(found) > 1:
+        if rows:
             # matplotlib leaves out names that begin with _, but not behind a space of no width
-            axes.legend(axes.get_lines(), [f"\u200b{name}" for name in found], **LEGEND)
+            names = [f"\u200b{name}" for name in found]
+            figure.legend(axes.get_lines(), names, loc="outside lower left", **LEGEND)
     return figure
 
 

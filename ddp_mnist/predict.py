@@ -82,7 +82,7 @@ def predict_and_see(
     if len(errors) == 1:
         raise errors[0]
     if errors:
-        raise DataError(f"{errors[0]} ({len(errors)} of {len(files):,} files are unreadable)")
+        raise DataError(f"{errors[0]} ({len(errors)} of {len(files):,} files have no answer)")
 
 
 @torch.inference_mode()
@@ -110,9 +110,9 @@ def as_mnist(file: Path) -> np.ndarray:
     """An image file as MNIST draws digits: uint8 [28, 28], bright strokes on black.
 
     28x28 images are taken as they are, but for dark strokes on a bright ground, which are
-    inverted. Of others the ground is whatever brightness their border has; they are cropped to
-    their strokes, scaled to fit 20x20 and placed with their centre of mass in the middle: how MNIST
-    itself was made (LeCun et al., 1998, section III.A).
+    inverted. Of others the ground may have any brightness; they are cropped to their strokes,
+    scaled to fit 20x20 and placed with their centre of mass in the middle: how MNIST itself was
+    made (LeCun et al., 1998, section III.A).
 
     Raises:
         DataError: it cannot be read, or shows nothing.
@@ -130,18 +130,36 @@ def as_mnist(file: Path) -> np.ndarray:
         raise DataError(f"{file}: {reason}; give a PNG or JPEG file") from error
     if grey.min() == grey.max():
         raise DataError(f"{file}: is of one colour all over; give an image of a digit")
-    ground = np.median(np.concatenate([grey[0], grey[-1], grey[:, 0], grey[:, -1]]))
     if grey.shape == (28, 28):
-        return 255 - grey if ground > 127 else grey
-    return centred(strokes_on(float(ground), grey))
+        border = np.concatenate([grey[0], grey[-1], grey[:, 0], grey[:, -1]])
+        return 255 - grey if np.median(border) > 127 else grey
+    return centred(strokes_of(grey))
 
 
-def strokes_on(ground: float, grey: np.ndarray) -> np.ndarray:
-    """uint8 [H, W] of any ground, with contrast, to strokes that reach 255 on black.
+def ground_of(grey: np.ndarray) -> np.ndarray:
+    """float64 [H, W]: the paper's brightness under uneven light, a plane through the border's.
 
-    Strokes are on the side of the ground that has the greater contrast.
+    Fitted twice, the second time to the half that is nearest, as a stroke may touch the border.
     """
-    brighter = grey.astype(np.float64) - ground
+    height, width = grey.shape
+    y, x = np.mgrid[:height, :width]
+    at_border = (y % (height - 1 or 1) == 0) | (x % (width - 1 or 1) == 0)
+    places = np.stack([np.ones_like(x), x / width, y / height], axis=-1)
+    points, values = places[at_border].astype(np.float64), grey[at_border].astype(np.float64)
+    residuals = np.abs(values - np.median(values))
+    for _ in range(2):
+        near = residuals <= max(np.median(residuals), 2.0)
+        plane = np.linalg.lstsq(points[near], values[near], rcond=None)[0]
+        residuals = np.abs(points @ plane - values)
+    return places @ plane
+
+
+def strokes_of(grey: np.ndarray) -> np.ndarray:
+    """uint8 [H, W] with contrast to strokes that reach 255 on black, on an even ground.
+
+    They are on the side of the ground that has the greater contrast.
+    """
+    brighter = grey.astype(np.float64) - ground_of(grey)
     strokes = brighter if brighter.max() >= -brighter.min() else -brighter
     strokes = strokes.clip(0) / strokes.max()
     return np.where(strokes > FAINT, strokes * 255, 0).round().astype(np.uint8)

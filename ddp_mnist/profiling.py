@@ -170,7 +170,7 @@ def table(times: list[tuple[float, str, int]], steps: int, seconds: float) -> st
         for us, name, count in times[:ROWS]
     ]
     lines += [
-        f"{'communication, beside the rest':<52} {exchange / steps / 1e3:>11.3f}"
+        f"{'communication, partly at the same time':<52} {exchange / steps / 1e3:>11.3f}"
         f" {exchange / total:>7.1%}"
     ]
     return "\n".join(lines)

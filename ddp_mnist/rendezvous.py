@@ -398,6 +398,19 @@ def _while_rank_0_serves(address: str) -> Iterator[None]:
         ) from error
 
 
+def is_own(host: str) -> bool:
+    """Whether an address of `host` is one of this machine's; True if it cannot be told."""
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), 0, type=socket.SOCK_STREAM)
+    except OSError:
+        return True
+    for family, kind, *_, place in found:
+        with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
+            probe.bind(place)
+            return True
+    return False
+
+
 def _wait_for_others(board: Board, timeout_s: float, address: str, unit: str) -> None:
     deadline = time.monotonic() + timeout_s
     missing = list(range(board.world_size))
@@ -406,9 +419,13 @@ def _wait_for_others(board: Board, timeout_s: float, address: str, unit: str) ->
         if time.monotonic() > deadline:
             came = board.world_size - len(missing)
             plural = "processes" if unit == "process" else f"{unit}s"
+            number = "rank" if unit == "process" else unit
+            foreign = board.rank == 0 and not is_own(address.rpartition(":")[0])
+            note = ", which is none of this machine's own" if foreign else ""
             raise PeerError(
                 f"{address}: {came} of {board.world_size} {plural} came within {timeout_s:g} s;"
-                f" missing: rank {_some(missing)}; start them, or check that they use this address"
+                f" missing: {number} {_some(missing)}; start them, or check that they use this"
+                f" address{note}"
             )
         time.sleep(POLL_S)
     here = [board.read(f"here/{rank}") for rank in range(board.world_size)]

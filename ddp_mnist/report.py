@@ -117,7 +117,7 @@ def report(
 
     Args:
         folders: of runs.
-        out: the page's file; else report.html in the first run's folder.
+        out: the page's file; else report.html in the run's folder, or beside those of several.
         png: whether to write the curves.
         dataset, cache_dir: where the test images are now, if not where the runs had them.
 
@@ -125,6 +125,8 @@ def report(
         CheckpointError: one is no run, or of another version.
         StorageError: a file cannot be written.
     """
+    # runs/latest is one of the others
+    folders = list({Path(folder).resolve(): folder for folder in reversed(folders)}.values())[::-1]
     runs = [read_run(Path(folder)) for folder in folders]
     if len({run.name for run in runs}) < len(runs):
         for folder, run in zip(folders, runs, strict=True):
@@ -135,7 +137,8 @@ def report(
         find_mistakes(run, folder)
     metrics = {run.name: run.metrics for run in runs}
     figures = {c.key: drawn for c in plots.CURVES if (drawn := plots.draw(c, metrics))}
-    page = Path(out) if out else Path(folders[0]) / "report.html"
+    first = Path(folders[0]).resolve()
+    page = Path(out) if out else (first if len(runs) == 1 else first.parent) / "report.html"
     content = page_of(runs, figures).encode()
     with run_folder.storage_errors(page, "--out"):
         run_folder.write_atomically(page, content)

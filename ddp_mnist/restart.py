@@ -33,6 +33,8 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 def run(argv: list[str]) -> int:
     """The exit code: that of status.json where there is one, else the command's."""
+    if argv and argv[1:2] == ["--"] and not argv[0].isdecimal():
+        raise UsageError(f"RESTARTS={argv[0]}: must be a whole number")
     if len(argv) < 3 or not argv[0].isdecimal() or argv[1] != "--" or "train" not in argv:
         raise UsageError("python -m ddp_mnist.restart: needs RESTARTS -- COMMAND ... train FLAGS")
     restarts, command = int(argv[0]), [sys.executable, *argv[2:]]
@@ -63,7 +65,9 @@ def place(typed: dict[str, Any]) -> tuple[Path, list[str]]:
     if folder:
         path = Path(folder)  # runs/latest may lead elsewhere before the command has ended
         return (path.parent / path.readlink() if path.is_symlink() else path), []
-    made = run_folder.reserve(typed.get("dataset", Run.dataset))
+    dataset = Path(typed.get("dataset", Run.dataset))
+    name = dataset.resolve().name if dataset.is_dir() else str(dataset).replace("/", "--")
+    made = run_folder.reserve(name)
     return made, ["--run-dir", str(made)]
 
 

@@ -140,7 +140,9 @@ def save(opened: Opened, state: State, keep: int) -> str:
         about = {**opened.about, "metrics_lines": folder.metrics_lines}
         checkpoint.save(folder.path, step, {**about, "state": state.content()}, keep)
     state.progress.save_seconds += time.monotonic() - clock
-    return f"stopped after step {step} and saved; go on with --resume {folder.path}"
+    return (
+        f"stopped after step {step} and saved; the same command goes on with --resume {folder.path}"
+    )
 
 
 def find(config: TrainConfig) -> dict[str, Any] | None:
@@ -191,7 +193,7 @@ def _wants_more(config: TrainConfig, recipe: dict[str, Any]) -> bool:
 def _finished(path: Path, summary: dict[str, Any]) -> str:
     stopped = f", stopped by {summary['stopped_by']}" if summary["stopped_by"] else ""
     return (
-        f"{path}: finished already, after {summary['epochs']} epochs{stopped}, test accuracy"
+        f"{path}: finished already, after epoch {summary['epochs']}{stopped}, test accuracy"
         f" {summary['test_accuracy']:.4f}; to go on, change {summary['stopped_by'] or '--epochs'}"
     )
 
@@ -264,6 +266,7 @@ def open_run(config: TrainConfig, world: World, images: ImageData, found: Any) -
     resolved = {
         "run_id": run_id,
         "format": FORMAT,
+        "digest": images.digest,
         "run": run,
         "recipe": dataclasses.asdict(config.recipe),
         "distribution": dataclasses.asdict(config.distribution)
@@ -311,6 +314,21 @@ def take_up(opened: Opened, path: Path, recipe: Recipe, images: ImageData) -> No
         raise
     folder.reached(step)
     opened.folder = folder
+
+
+def refuse_other_images(dataset: str, digest: str, found: Any) -> None:
+    """A resumed run keeps its images, wherever they lie now."""
+    if found and found["digest"] != digest:
+        raise _other_images(
+            dataset, digest, found["path"], found["run"]["dataset"], found["digest"]
+        )
+
+
+def _other_images(dataset: str, digest: str, where: str, was: str, before: str) -> CheckpointError:
+    return CheckpointError(
+        f"--dataset {dataset}: its images are not those of {where} ({was}, digest {before[:8]}, now"
+        f" {digest[:8]}); leave it as it was, or begin another run"
+    )
 
 
 def refuse_uneven(recipe: Recipe, world_size: int, found: Any) -> None:
@@ -383,12 +401,8 @@ def changes(content: dict[str, Any], now: dict[str, Any], where: str) -> list[st
 def _refuse(content: dict[str, Any], now: dict[str, Any], where: str) -> None:
     remedy = "leave it as it was, or begin another run"
     if content["digest"] != now["digest"]:
-        dataset = now["flags"]["--dataset"]
-        raise CheckpointError(
-            f"--dataset {dataset}: its images are not those of {where}"
-            f" ({content['flags']['--dataset']}, digest {content['digest'][:8]}, now"
-            f" {now['digest'][:8]}); {remedy}"
-        )
+        dataset, was = now["flags"]["--dataset"], content["flags"]["--dataset"]
+        raise _other_images(dataset, now["digest"], where, was, content["digest"])
     for name, value in now["flags"].items():
         if name in MAY_CHANGE or name == "--dataset":
             continue

@@ -13,6 +13,7 @@ import os
 import re
 import signal
 import sys
+import textwrap
 import threading
 import time
 import traceback
@@ -217,10 +218,10 @@ def choose_device(flags: Distribution) -> str:
 
 def choose_backend(flags: Distribution, launch: Launch, device: str) -> str:
     """none for a process on its own, else gloo or nccl."""
-    if launch.world_size == 1 and not launch.agent_store:
-        return "none"
     if flags.backend == "nccl" and device == "cpu":
         raise UsageError("--backend nccl: needs a GPU and this machine shows none; use gloo")
+    if launch.world_size == 1 and not launch.agent_store:
+        return "none"
     if flags.backend != "auto":
         return flags.backend
     return "nccl" if device == "cuda" else "gloo"
@@ -436,7 +437,7 @@ def as_expected(board: Board, error: BaseException) -> BaseException:
         who = "the launcher and a rank"
     reason = re.sub(r"^\[\S*\] ", "", str(error).splitlines()[0])  # gloo's own source line
     peer_error = PeerError(
-        f"lost contact with {who} of {board.world_size} ({reason[:120]});"
+        f"lost contact with {who} of {board.world_size} ({textwrap.shorten(reason, 120)});"
         " see what that process says, then start the run again"
     )
     peer_error.__cause__ = error

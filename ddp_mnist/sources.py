@@ -294,7 +294,7 @@ def decode(dataset: DatasetDict, place: str) -> Decoded:
         found = ", ".join(getattr(dataset, "keys", lambda: ["one without a name"])())
         raise DataError(
             f"--dataset {place}: needs the splits train and test, found: {found}; name the files or"
-            " folders so"
+            " folders so, e.g. train/cat/1.png and test/cat/2.png"
         )
     for split in ("train", "test"):
         if len(dataset[split]) == 0:

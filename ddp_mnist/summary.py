@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import shutil
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -66,11 +69,11 @@ def plan(config: TrainConfig, world: World, images: ImageData, folder: Path | No
         f" device {device(world)}, {count(world.threads, 'thread')} each,"
         f" precision {world.precision}",
         "batch": f"{recipe.batch_size} images a step = {count(size, 'process')}{parts} x {share}",
-        "steps": f"{recipe.epochs * steps:,} = {count(recipe.epochs, 'epoch')} x {steps:,}; each"
-        f" epoch leaves out {left_out} images, others each time",
+        "steps": f"{recipe.epochs * steps:,} = {count(recipe.epochs, 'epoch')} x {steps:,}; the"
+        f" {left_out} images left over are others in each epoch",
         "model": f"{recipe.model}, seed {config.run.seed}",
-        "recipe": f"{recipe.preset}: {recipe.optimizer}, rate {recipe.lr:g} after"
-        f" {recipe.warmup:.0%} of the steps, {'augmented' if recipe.augment else 'as they are'}",
+        "recipe": f"{recipe.preset}: {recipe.optimizer}, rate up to {recipe.lr:g} in the first"
+        f" {recipe.warmup:.0%} of the steps, images {'' if recipe.augment else 'not '}augmented",
         "writes": str(folder) if folder else "nothing (--dry-run)",
     }
     return "\n".join([*images.warnings, panel(lines)])
@@ -176,8 +179,19 @@ def last_lines(outcome: dict[str, Any], run: RunFolder) -> str:
         f" {outcome['images_per_second']:,.0f} images/s; {outcome['total_seconds']:.1f} s in all",
         "written to": str(run.path),
     }
-    see = f"see        ddp-mnist report {run.path}"  # a command is not wrapped, however long
+    if outcome["test_accuracy"] < 2 / len(outcome["classes"]):
+        lines["careful"] = "that is hardly better than guessing; use a lower --lr, or more --epochs"
+    see = f"see        {program()} report {run.path}"  # a command is not wrapped, however long
     return f"{result}\n{panel(lines)}\n{see}"
+
+
+def program() -> str:
+    """How this program can be called from here, to be pasted: `make` activates no environment."""
+    if shutil.which("ddp-mnist"):
+        return "ddp-mnist"
+    python = sys.executable
+    here = os.path.relpath(python)
+    return f"{here if len(here) < len(python) else python} -m ddp_mnist"
 
 
 def machine(world: World) -> dict[str, Any]:

@@ -233,6 +233,7 @@ def resolve(
     images = dataclasses.replace(images, warnings=[*notes, *images.warnings])
     board.wait_for_all("data")
     run = dataclasses.replace(config.run, dataset=name)
+    resume.refuse_other_images(name, images.digest, found)
     resume.refuse_uneven(config.recipe, size, found)
     recipe = resolve_recipe(config.recipe, len(images.train_labels), size)
     refuse_too_many(config.run.profile, recipe.steps_per_epoch(len(images.train_labels)))

@@ -36,6 +36,7 @@ from ddp_mnist.proofs import (
     weights_of,
     what_stays,
 )
+from ddp_mnist.summary import count
 from ddp_mnist.versions import package_versions
 
 LIMIT = 1e-9  # of a relative difference
@@ -246,7 +247,7 @@ def none_differs(
     return Check(name, size, compared, figure, f"0 of {len(expected)}", not different)
 
 
-def complaint(checks: Sequence[Check], plant: str | None) -> str | None:
+def complaint(checks: Sequence[Check], plant: str | None, model: str = "cnn") -> str | None:
     """What is wrong, in one line, or None. A planted fault is wrong in any case."""
     failed = [check for check in checks if not check.held]
     if plant:
@@ -263,10 +264,15 @@ def complaint(checks: Sequence[Check], plant: str | None) -> str | None:
     if not failed:
         return None
     first = failed[0]
+    remedy = "do not trust results from here before it passes with the versions in constraints.txt"
+    if model != "cnn":
+        remedy = (
+            f"if it passes without --model, {model} takes other steps with other shares of a batch,"
+            " as nets with BatchNorm do"
+        )
     return (
         f"verify: {len(failed)} of {len(checks)} checks failed, first '{first.name}' on"
-        f" {first.processes} processes ({first.figure}, must be {first.must_be}); do not trust"
-        " results from here before it passes with the versions in constraints.txt"
+        f" {count(first.processes, 'process')} ({first.figure}, must be {first.must_be}); {remedy}"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from ddp_mnist.errors import CheckpointError
 from ddp_mnist.models import MODELS
-from ddp_mnist.run_folder import MODEL
+from ddp_mnist.run_folder import MODEL, STATUS, read_json
 
 METADATA_KEY = "ddp_mnist"  # one key: with several, safetensors writes them in random order
 
@@ -39,6 +40,12 @@ def read_bytes(run: str) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            status = read_json(Path(run) / STATUS)
+            raise CheckpointError(
+                f"{run}: has no result yet ({status['state']}, step {status['step']}); let it"
+                f" finish, or go on with it: train --resume {run}"
+            ) from error
         reason = "is no finished run" if Path(run).is_dir() else "there is no such run folder"
         raise CheckpointError(
             f"{run}: {reason} ({path.name}: {error.strerror}); name one, e.g. runs/latest"
@@ -50,6 +57,10 @@ def from_bytes(content: bytes, where: str) -> Trained:
     try:
         header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
         about = json.loads(header["__metadata__"][METADATA_KEY])
+        if (net := about["architecture"]) not in MODELS:
+            raise CheckpointError(
+                f"{where}: has a net that is not known here, {net}; use the code that trained it"
+            )
         model = MODELS[about["architecture"]](len(about["classes"]))
         state = load(content)
         dtypes = [t.dtype for t in state.values() if t.is_floating_point()]

@@ -173,7 +173,9 @@ REFUSED: list[tuple[list[str], str]] = [
     (["?"], "?: choose from train"),
     ([""], ": choose from train"),
     (["--epochs", "3", "train"], "--epochs: comes after the verb"),
-    (["--local-rank", "0", "train"], "--local-rank: comes after the verb"),
+    (["--local-rank", "x", "train"], "--local-rank: comes after the verb"),
+    (["train", "--no-cuda"], "--no-cuda: there is no such flag or argument here; here it is --cpu"),
+    (["train", "--workers", "4"], "--workers: there is no such flag or argument here; none are ne"),
     # what goes together
     (["train", "--rank", "0"], "--rank 0: needs --init-method tcp://HOST:PORT beside it"),
     (["train", "--world-size", "2"], "--world-size 2: needs --init-method tcp://HOST:PORT"),
@@ -294,12 +296,16 @@ def test_a_wrong_environment_is_one_line_too(
 # --- How it ends
 
 
-@pytest.mark.parametrize("before", ["--local-rank=0", "--local_rank=0", "--local-rank=13"])
+@pytest.mark.parametrize(
+    "before", ["--local-rank=0", "--local_rank=0", "--local-rank=13", "--local_rank 1"]
+)
 def test_local_rank_before_the_verb_is_accepted(
     before: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """torch.distributed.launch puts it there."""
-    assert run_here(capsys, before, "train", "--help") == run_here(capsys, "train", "--help")
+    assert run_here(capsys, *before.split(), "train", "--help") == run_here(
+        capsys, "train", "--help"
+    )
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
@@ -420,7 +426,8 @@ def test_evaluate_prints_a_table_in_which_a_class_without_rows_has_no_accuracy()
     assert cli.metrics_table(metrics).splitlines() == [
         "test split of digits: 1,234 images",
         "accuracy 0.7500   loss 0.5000",
-        "class    accuracy   taken for (label's row: images per prediction)",
+        "rows: what the images are; columns: what they were taken for",
+        "class    accuracy    zero   one",
         "zero       0.7500       3     1",
         "one             -       0     0",
     ]

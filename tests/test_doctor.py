@@ -573,7 +573,7 @@ def test_a_machine_that_does_not_come_is_named() -> None:
     *way, last = network.examine_way(node("127.0.0.1", port=port), timeout_s=1)
     assert [finding.name for finding in way] == ["main address", "route"]
     assert (last.level, last.name) == (FAIL, "meeting")
-    assert "1 of 2 machines came within 1 s; missing: rank 1" in last.said
+    assert "1 of 2 machines came within 1 s; missing: machine 1" in last.said
     port = free_port()
     *_, last = network.examine_way(node("127.0.0.1", 1, port), timeout_s=1)
     assert last.level == FAIL

@@ -87,3 +87,13 @@ def test_an_environment_that_is_there_already(checkout: Path) -> None:
     assert make(checkout, "train-single", "VENV=").code == 0
     assert (checkout / "steps").read_text().split() == ["run"]
     assert not (checkout / ".venv").exists()
+
+
+def test_a_flag_that_was_given_as_a_variable_is_refused(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused = make(checkout, "train-single", "EPOCHS=3")
+    assert refused.code != 0
+    assert 'EPOCHS=3: is a flag, not a variable; make train ARGS="--epochs 3"' in refused.err
+    monkeypatch.setenv("EPOCHS", "3")  # of something else
+    assert make(checkout, "train-single").code == 0

@@ -123,7 +123,7 @@ def test_fault_17_a_machine_that_never_comes(tmp_path: Path) -> None:
     wait = ["--", "--dist-timeout", "2"]
     first = python(*MULTINODE, "--machine-rank", "0", *here, *wait, folder=tmp_path)
     assert first.code == 6
-    assert "1 of 2 machines came within 2 s; missing: rank 1" in first.err
+    assert "1 of 2 machines came within 2 s; missing: machine 1" in first.err
     second = python(*MULTINODE, "--machine-rank", "1", *here, *wait, folder=tmp_path)
     assert second.code == 6
     assert f"127.0.0.1:{port}: machine 1 of 2 reached nobody there within 2 s" in second.err

@@ -196,7 +196,7 @@ def test_the_doctor_names_a_machine_that_does_not_come(tmp_path: Path) -> None:
         hosts.cut(1)
         ended, lost = started.ended(), other.ended()
     assert "machine 0: FAIL  meeting" in ended.out
-    assert "1 of 2 machines came within 5 s; missing: rank 1" in " ".join(ended.out.split())
+    assert "1 of 2 machines came within 5 s; missing: machine 1" in " ".join(ended.out.split())
     assert "machine 1: FAIL  meeting" in lost.out
 
 

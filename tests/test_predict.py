@@ -96,6 +96,21 @@ def test_paper_and_ink_may_have_any_brightness(paper: int, ink: int, tmp_path: P
     assert np.abs(seen.astype(int) - expected).mean() < 6
 
 
+@pytest.mark.parametrize(("left", "right"), [(0.9, 1.05), (0.8, 1.1), (0.55, 1.1), (1.0, 0.5)])
+def test_light_may_fall_from_one_side(left: float, right: float, tmp_path: Path) -> None:
+    light = np.linspace(left, right, 160) * np.linspace(1.0, 0.95, 200)[:, None]
+    photo = np.where(seven() > 0, 40.0, 200.0) * light
+    expected = as_mnist(save(seven(), tmp_path / "clean.png"))
+    seen = as_mnist(save(photo.clip(0, 255).astype(np.uint8), tmp_path / "photo.png"))
+    assert np.array_equal(seen > 0, expected > 0)
+
+
+def test_a_stroke_may_touch_the_border(tmp_path: Path) -> None:
+    drawn = np.where(seven()[20:, 10:] > 0, 30, 180).astype(np.uint8)  # cut close on two sides
+    expected = as_mnist(save(seven(), tmp_path / "clean.png"))
+    assert np.array_equal(as_mnist(save(drawn, tmp_path / "cut.png")) > 0, expected > 0)
+
+
 @pytest.mark.parametrize("mode", ["RGB", "RGBA", "1", "P", "CMYK", "I;16"])
 def test_other_modes_of_the_same_image_look_the_same(mode: str, tmp_path: Path) -> None:
     image = np.where(digits(1)[0] > 127, 255, 0).astype(np.uint8)
@@ -304,7 +319,7 @@ def test_files_beside_one_that_cannot_be_read_have_their_answers(
     assert err == f"ddp-mnist: error: {tmp_path}/1a.png: {lines[2]['error']} (code 3)\n"
     assert picture.exists()
     (tmp_path / "2.png").write_text("no picture")
-    with pytest.raises(DataError, match=r"1a\.png: .* \(2 of 5 files are unreadable\)$"):
+    with pytest.raises(DataError, match=r"1a\.png: .* \(2 of 5 files have no answer\)$"):
         list(predict(run, [str(tmp_path)]))
 
 

@@ -40,7 +40,7 @@ def test_each_rank_leaves_a_trace_of_its_steps(tmp_path: Path) -> None:
     assert len(shown) == 2 + 10 + 1
     assert max(map(len, shown)) <= 80
     share = float(shown[-1].split()[-1].rstrip("%"))
-    assert shown[-1].startswith("communication, beside the rest")
+    assert shown[-1].startswith("communication, partly at the same time")
     assert share > 0.1  # gloo's threads are counted
     assert "traces     run/profile/rank-0.json.gz" in said
 

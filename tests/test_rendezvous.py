@@ -107,7 +107,7 @@ def test_fault_23_one_process_of_two() -> None:
 
 def test_fault_17_one_machine_of_two() -> None:
     port = free_port()
-    with pytest.raises(PeerError, match=r"1 of 2 machines came within 0.8 s; missing: rank 1;"):
+    with pytest.raises(PeerError, match=r"1 of 2 machines came within 0.8 s; missing: machine 1;"):
         meet_machines("127.0.0.1", port, 0, 2, TIMEOUT_S)
 
 

@@ -172,6 +172,13 @@ def test_runs_side_by_side(folder: Path, tmp_path: Path) -> None:
         assert page.figures[name, "test_accuracy"][0] == value
     assert ("stopped", "test_accuracy") not in page.figures
     assert "has no result. It was stopped, at step 21" in " ".join(page.text.split())
+    # one that a link leads to is there once, and several have a page of their own
+    (folder / "latest").symlink_to("first")
+    [beside] = report.report([runs[0], str(folder / "latest"), runs[1]])
+    assert beside == folder / "report.html"
+    assert set(Page(beside.read_text()).figures) == {
+        (name, figure) for name in ("first", "second") for _, figure in page.figures
+    }
     told = [report.read_run(folder / name) for name in ("first", "second")]
     rows = {name: (values, differ) for name, values, differ in report.side_by_side(told)}
     assert rows["--epochs"] == (["3", "1"], True)
@@ -183,7 +190,7 @@ def test_runs_side_by_side(folder: Path, tmp_path: Path) -> None:
     ]
     for path in written[1:]:
         with PIL.Image.open(path) as picture:
-            assert picture.size == (880, 500)
+            assert picture.size == (880, 532)  # with a line of names
 
 
 def test_curves_are_drawn_from_metrics_jsonl(folder: Path) -> None:

@@ -352,7 +352,7 @@ def test_a_folder_that_was_typed_is_the_place(typed: dict[str, str], expected: s
 
 @pytest.mark.parametrize(
     ("typed", "name"),
-    [({}, "mnist-001"), ({"dataset": "digits"}, "digits-001"), ({"dataset": "a/b"}, "a_b-001")],
+    [({}, "mnist-001"), ({"dataset": "digits"}, "digits-001"), ({"dataset": "a/b"}, "a--b-001")],
 )
 def test_else_one_is_made(typed: dict[str, str], name: str) -> None:
     made = Path("runs") / name
@@ -374,10 +374,10 @@ NEEDS = "python -m ddp_mnist.restart: needs RESTARTS -- COMMAND ... train FLAGS"
         (["3", "--", "-c", SCRIPT], NEEDS),
         (["3", *COMMAND], NEEDS),
         ([*COMMAND], NEEDS),
-        (["-1", "--", *COMMAND], NEEDS),
-        (["", "--", *COMMAND], NEEDS),
-        (["1.5", "--", *COMMAND], NEEDS),
-        (["many", "--", *COMMAND], NEEDS),
+        (["-1", "--", *COMMAND], "RESTARTS=-1: must be a whole number"),
+        (["", "--", *COMMAND], "RESTARTS=: must be a whole number"),
+        (["1.5", "--", *COMMAND], "RESTARTS=1.5: must be a whole number"),
+        (["many", "--", *COMMAND], "RESTARTS=many: must be a whole number"),
         (["3", "--", *COMMAND, "--epoch", "3"], "--epoch: there is no such flag .*--epochs.*"),
         (["3", "--", *COMMAND, "--lr", "fast"], "--lr fast: must be a finite number .*"),
         (["3", "--", *COMMAND, "--run-dir"], "--run-dir: needs a value; .*"),

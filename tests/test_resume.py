@@ -378,7 +378,7 @@ def test_a_finished_run_is_one_line_and_untouched(tmp_path: Path) -> None:
     ):
         [screen] = run_world(1, what_it_says, again, folder=tmp_path)
         [line] = screen.splitlines()
-        assert line.startswith("run: finished already, after 1 epochs, test accuracy 0.")
+        assert line.startswith("run: finished already, after epoch 1, test accuracy 0.")
         assert line.endswith("; to go on, change --epochs")
         assert snapshot(tmp_path) == before
 

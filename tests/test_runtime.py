@@ -124,9 +124,10 @@ def test_choose_backend(flag: str, launch: Launch, device: str, backend: str) ->
     assert runtime.choose_backend(Distribution(backend=flag), launch, device) == backend
 
 
-def test_nccl_on_a_cpu_is_refused() -> None:
+@pytest.mark.parametrize("launch", [PAIR, Launch()])
+def test_nccl_on_a_cpu_is_refused(launch: Launch) -> None:
     with pytest.raises(UsageError, match=r"^--backend nccl: needs a GPU and this machine shows n"):
-        runtime.choose_backend(Distribution(backend="nccl"), PAIR, "cpu")
+        runtime.choose_backend(Distribution(backend="nccl"), launch, "cpu")
 
 
 # --- The machine

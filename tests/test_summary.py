@@ -93,7 +93,7 @@ def test_duration(seconds: float, shown: str) -> None:
     assert summary.duration(seconds) == shown
 
 
-def test_last_lines(tmp_path: Path) -> None:
+def test_last_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     outcome = {
         "test_accuracy": 0.9912,
         "test_count": 10_000,
@@ -103,10 +103,25 @@ def test_last_lines(tmp_path: Path) -> None:
         "train_seconds": 12.34,
         "total_seconds": 15.67,
         "images_per_second": 8617.3,
+        "classes": list("0123456789"),
     }
+    monkeypatch.setattr(summary, "program", lambda: "ddp-mnist")
     assert summary.last_lines(outcome, RunFolder(tmp_path)).splitlines() == [
         "test accuracy 0.9912 on 10,000 images of mnist (88 wrong), loss 0.0346",
         "trained    12.3 s on 2 processes, 8,617 images/s; 15.7 s in all",
         f"written to {tmp_path}",
         f"see        ddp-mnist report {tmp_path}",
     ]
+    guessed = summary.last_lines({**outcome, "test_accuracy": 0.11}, RunFolder(tmp_path))
+    assert "careful    that is hardly better than guessing; use a lower --lr, or" in guessed
+
+
+def test_the_program_can_be_called_as_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under make no environment is active, and the command is not on the path."""
+    monkeypatch.setattr(summary.shutil, "which", lambda _: "/usr/bin/ddp-mnist")
+    assert summary.program() == "ddp-mnist"
+    monkeypatch.setattr(summary.shutil, "which", lambda _: None)
+    monkeypatch.setattr(summary.sys, "executable", str(Path.cwd() / ".venv" / "bin" / "python"))
+    assert summary.program() == ".venv/bin/python -m ddp_mnist"
+    monkeypatch.setattr(summary.sys, "executable", "/py")
+    assert summary.program() == "/py -m ddp_mnist"

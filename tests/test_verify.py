@@ -97,6 +97,10 @@ def test_what_is_complained_of() -> None:
     assert told.startswith(
         "verify: 1 of 2 checks failed, first 'weights' on 3 processes (differ by 1, must be at"
     )
+    assert told.endswith("before it passes with the versions in constraints.txt")
+    told = verify.complaint([BAD], None, "cnn_bn")
+    assert told
+    assert "if it passes without --model, cnn_bn takes other steps" in told
     assert str(BAD).startswith("FAIL  weights       3  weights after 45 steps")
     assert str(BAD).endswith("differ by 1, must be at most 1e-09")
     assert str(GOOD).endswith(" 0 of 45 differ")

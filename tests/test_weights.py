@@ -131,7 +131,6 @@ def test_garbage_is_refused(garbage: bytes) -> None:
         "5",
         "{}",
         '{"architecture": "mlp"}',
-        '{"architecture": "vgg", "classes": []}',
         '{"architecture": ["mlp"], "classes": ["0"]}',
         '{"architecture": "mlp", "classes": 10}',
         '{"architecture": "mlp", "classes": ["0", "1"]}',
@@ -142,6 +141,26 @@ def test_metadata_that_does_not_fit_is_refused(about: str | None, content: bytes
     header = header_of(content)
     header["__metadata__"] = {} if about is None else {"ddp_mnist": about}
     refused(with_header(content, header))
+
+
+def test_a_net_that_this_code_does_not_have_is_named(content: bytes) -> None:
+    header = header_of(content)
+    header["__metadata__"] = {"ddp_mnist": '{"architecture": "vgg", "classes": []}'}
+    with pytest.raises(CheckpointError) as told:
+        weights.from_bytes(with_header(content, header), "runs/x")
+    assert str(told.value) == (
+        "runs/x: has a net that is not known here, vgg; use the code that trained it"
+    )
+
+
+def test_a_run_without_a_result_says_how_far_it_is(tmp_path: Path) -> None:
+    (tmp_path / "status.json").write_text('{"state": "preempted", "step": 33}')
+    with pytest.raises(CheckpointError) as told:
+        weights.read_bytes(str(tmp_path))
+    assert str(told.value) == (
+        f"{tmp_path}: has no result yet (preempted, step 33); let it finish, or go on with it:"
+        f" train --resume {tmp_path}"
+    )
 
 
 def test_a_file_without_weights_is_refused() -> None:

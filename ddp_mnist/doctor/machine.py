@@ -285,7 +285,7 @@ def host_name(_: Options) -> Iterator[Finding]:
         yield warned(
             "host name",
             f"{shown}: other machines cannot reach that",
-            f"nothing for ddp-mnist, which chooses the interface; else GLOO_SOCKET_IFNAME={chosen}",
+            f"ddp-mnist needs nothing; for other programs set GLOO_SOCKET_IFNAME={chosen}",
         )
     else:
         yield passed("host name", shown)
