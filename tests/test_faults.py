@@ -363,7 +363,8 @@ def test_fault_12_fault_13_a_signal_to_one_of_three_stops_all_at_one_step(
     [told] = [error for error in outcomes if error.agreed]
     run = tmp_path / "run"
     assert str(told) == (
-        f"{number.name}: stopped after step {newest_step(run)} and saved; the same command goes on with --resume run"
+        f"{number.name}: stopped after step {newest_step(run)} and saved; the same command goes on"
+        " with --resume run"
     )
     assert status(run) == ("preempted", code)
     assert not (run / "model.safetensors").exists()
