@@ -34,6 +34,7 @@ from ddp_mnist.config import (
 )
 from ddp_mnist.errors import (
     CheckFailed,
+    DataError,
     DdpMnistError,
     FailedElsewhere,
     StorageError,
@@ -64,6 +65,8 @@ PLANTS = {
 EXPORTS = ("safetensors", "torch", "onnx")
 IN_TUTORIALS = {  # flags of other trainers
     "--amp": "here it is --mixed-precision fp16",
+    "--evaluate": "here it is another command: ddp-mnist evaluate RUN",
+    "--opt-level": "here it is --mixed-precision fp16",
     "--dist-url": "here it is --init-method",
     "--dist-backend": "here it is --backend",
     "--fp16": "here it is --mixed-precision fp16",
@@ -178,8 +181,8 @@ class Parser(argparse.ArgumentParser):
             typed = flags[0].partition("=")[0]
             legal = re.findall(r"--[a-z-]+", self.format_usage())
             hint = did_you_mean(typed, legal) or f"; see {self.prog} --help"
-            if advice := IN_TUTORIALS.get(typed):
-                hint = f"; {advice}"
+            if self.prog.endswith(" train") and typed in IN_TUTORIALS:
+                hint = f"; {IN_TUTORIALS[typed]}"
             raise UsageError(f"{typed}: there is no such flag or argument here{hint}")
         return known, unknown
 
@@ -244,7 +247,10 @@ def make_parser() -> Parser:
     verb = add_verb("report", report, "One HTML page about runs, which needs no network.")
     verb.add_argument("runs", metavar="RUN", type=text("RUN"), nargs="+", help=RUN)
     verb.add_argument(
-        "--out", type=text("--out"), metavar="FILE", help="[report.html in RUN, or beside several]"
+        "--out",
+        type=text("--out"),
+        metavar="FILE",
+        help="[RUN/report.html; of several runs, beside the first]",
     )
     verb.add_argument("--png", action="store_true", help="each curve as a PNG too, beside it")
     verb.add_argument("--dataset", type=text("--dataset"), help="where the runs' images are now")
@@ -487,14 +493,17 @@ def predict(arguments: argparse.Namespace) -> None:
     picture = a_png("--show", arguments.show)
     from ddp_mnist.predict import draw, predict_and_see
 
-    screen, answers = Screen(True), []
+    screen, answers, unread = Screen(True), [], None
     try:
         for line, seen in predict_and_see(arguments.run, arguments.images):
             screen.say(json.dumps(line))
             answers += [(line, seen)] if picture and seen is not None else []
-    finally:  # of the files that could be read
-        if picture and answers:
-            draw(answers, picture)
+    except DataError as error:
+        unread = error
+    if picture and answers:
+        draw(answers, picture)
+    if unread:
+        raise unread
 
 
 def a_png(flag: str, file: str | None) -> Path | None:

@@ -27,6 +27,7 @@ BATCH = 256
 STDIN = Path("-")
 COLUMNS, INCHES = 8, 1.3  # of what --show draws
 MOST_SHOWN = 64
+LEAST_CONTRAST = 8  # of 255, between ground and strokes
 FAINT = 0.25  # of the strongest stroke: less is paper, its shadows and its grain
 
 
@@ -128,12 +129,16 @@ def as_mnist(file: Path) -> np.ndarray:
     except (OSError, ValueError, SyntaxError, PIL.Image.DecompressionBombError) as error:
         reason = (getattr(error, "strerror", None) or "").lower() or "no image that Pillow reads"
         raise DataError(f"{file}: {reason}; give a PNG or JPEG file") from error
+    nothing = DataError(f"{file}: shows nothing but its ground; give an image of a digit")
     if grey.min() == grey.max():
-        raise DataError(f"{file}: is of one colour all over; give an image of a digit")
+        raise nothing
     if grey.shape == (28, 28):
         border = np.concatenate([grey[0], grey[-1], grey[:, 0], grey[:, -1]])
         return 255 - grey if np.median(border) > 127 else grey
-    return centred(strokes_of(grey))
+    brighter = grey - ground_of(grey)
+    if np.abs(brighter).max() < LEAST_CONTRAST:
+        raise nothing
+    return centred(strokes_of(brighter))
 
 
 def ground_of(grey: np.ndarray) -> np.ndarray:
@@ -154,12 +159,11 @@ def ground_of(grey: np.ndarray) -> np.ndarray:
     return places @ plane
 
 
-def strokes_of(grey: np.ndarray) -> np.ndarray:
-    """uint8 [H, W] with contrast to strokes that reach 255 on black, on an even ground.
+def strokes_of(brighter: np.ndarray) -> np.ndarray:
+    """uint8 [H, W], strokes that reach 255 on black, of float64 [H, W], the contrast to the ground.
 
     They are on the side of the ground that has the greater contrast.
     """
-    brighter = grey.astype(np.float64) - ground_of(grey)
     strokes = brighter if brighter.max() >= -brighter.min() else -brighter
     strokes = strokes.clip(0) / strokes.max()
     return np.where(strokes > FAINT, strokes * 255, 0).round().astype(np.uint8)

@@ -98,7 +98,7 @@ class StepProfiler:
         )
 
 
-def refuse_too_many(steps: int, per_epoch: int) -> None:
+def refuse_long_profile(steps: int, per_epoch: int) -> None:
     """Raises UsageError if no epoch has so many steps and one before them."""
     if steps >= per_epoch > 1:
         raise UsageError(
@@ -117,10 +117,9 @@ def first_traced(steps: int, done: int, per_epoch: int, total: int) -> int | Non
         per_epoch: steps of an epoch.
         total: steps of the run.
     """
+    near = min(total - steps, done + WARM_UP + 2 * per_epoch)
     fits = [
-        step
-        for step in range(done + 1, total - steps + 1)
-        if 1 <= step % per_epoch <= per_epoch - steps
+        step for step in range(done + 1, near + 1) if 1 <= step % per_epoch <= per_epoch - steps
     ]
     warm = [step for step in fits if step >= done + WARM_UP]
     return warm[0] if warm else fits[-1] if fits else None

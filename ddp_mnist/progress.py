@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -14,6 +15,30 @@ BAD_STEPS_ALLOWED = 3  # of fp16, in a row: losses that are not finite
 # A scaler begins at 2**16 and halves its scale with each step that it leaves out: at 2**-8 it is
 # the gradients themselves that are not finite.
 SKIPPED_STEPS_ALLOWED = 24
+
+
+@dataclass
+class Sums:
+    """Over steps, of all ranks: losses of images, images that were right, images seen; seconds."""
+
+    loss: float = 0.0
+    right: float = 0.0
+    seen: float = 0.0
+    seconds: float = 0.0
+
+    def add(self, loss: float, right: float, seen: float, seconds: float) -> None:
+        self.loss += loss
+        self.right += right
+        self.seen += seen
+        self.seconds += seconds
+
+    def means(self) -> dict[str, float | None]:
+        """Loss and accuracy per image, None if no loss was finite, and images per second."""
+        return {
+            "loss": self.loss / self.seen if self.seen else None,
+            "accuracy": self.right / self.seen if self.seen else None,
+            "images_per_second": self.seen / max(self.seconds, 1e-9),
+        }
 
 
 @dataclass
@@ -35,8 +60,7 @@ class Progress:
         stopped_by: the flag that ended the run early.
         resumed_from: the steps at which the run was taken up again.
         bad_in_a_row: batches whose loss was not finite, since the last look at which none was.
-        loss_sum, right, seen, seconds: of the steps since the last log line.
-        epoch_loss_sum, epoch_right, epoch_seen, epoch_seconds: of those of this epoch.
+        since_log, in_epoch: of the steps since the last log line, and of this epoch's.
     """
 
     epoch: int = 0
@@ -52,14 +76,14 @@ class Progress:
     stopped_by: str | None = None
     resumed_from: list[int] = field(default_factory=list)
     bad_in_a_row: float = 0.0
-    loss_sum: float = 0.0
-    right: float = 0.0
-    seen: float = 0.0
-    seconds: float = 0.0
-    epoch_loss_sum: float = 0.0
-    epoch_right: float = 0.0
-    epoch_seen: float = 0.0
-    epoch_seconds: float = 0.0
+    since_log: Sums = field(default_factory=Sums)
+    in_epoch: Sums = field(default_factory=Sums)
+
+    @classmethod
+    def of(cls, plain: dict[str, Any]) -> Progress:
+        """From what asdict made of one. Raises KeyError or TypeError if it is something else."""
+        sums = {name: Sums(**plain[name]) for name in ("since_log", "in_epoch")}
+        return cls(**{**plain, **sums})
 
     def stepped(self, skipped: bool) -> None:
         """One more step, which the scaler may have left out: on all ranks alike, as it sees the
@@ -68,15 +92,10 @@ class Progress:
         self.skipped_steps += skipped
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
 
-    def add(self, loss_sum: float, right: float, seen: float, bad: float, seconds: float) -> None:
+    def add(self, loss: float, right: float, seen: float, bad: float, seconds: float) -> None:
         """Takes in what all ranks saw since they last added it up."""
-        self.loss_sum, self.epoch_loss_sum = (
-            self.loss_sum + loss_sum,
-            self.epoch_loss_sum + loss_sum,
-        )
-        self.right, self.epoch_right = self.right + right, self.epoch_right + right
-        self.seen, self.epoch_seen = self.seen + seen, self.epoch_seen + seen
-        self.seconds, self.epoch_seconds = self.seconds + seconds, self.epoch_seconds + seconds
+        self.since_log.add(loss, right, seen, seconds)
+        self.in_epoch.add(loss, right, seen, seconds)
         self.train_seconds += seconds
         self.bad_in_a_row = self.bad_in_a_row + bad if bad else 0.0
 
@@ -97,15 +116,13 @@ class Progress:
 
     def log_line(self) -> dict[str, float | None]:
         """Means since the last log line, which begin anew."""
-        line = means(self.loss_sum, self.right, self.seen, self.seconds)
-        self.loss_sum = self.right = self.seen = self.seconds = 0.0
+        line, self.since_log = self.since_log.means(), Sums()
         return line
 
     def end_epoch(self) -> dict[str, float | None]:
         """Means of the epoch that ends here."""
+        line, self.in_epoch = self.in_epoch.means(), Sums()
         self.epoch += 1
-        line = means(self.epoch_loss_sum, self.epoch_right, self.epoch_seen, self.epoch_seconds)
-        self.epoch_loss_sum = self.epoch_right = self.epoch_seen = self.epoch_seconds = 0.0
         return line
 
     def validated(self, accuracy: float, recipe: Recipe) -> bool:
@@ -156,17 +173,8 @@ class Lookout:
         self.last = step
 
 
-def means(loss_sum: float, right: float, seen: float, seconds: float) -> dict[str, float | None]:
-    """Loss and accuracy per image, None if no loss was finite, and images per second."""
-    return {
-        "loss": loss_sum / seen if seen else None,
-        "accuracy": right / seen if seen else None,
-        "images_per_second": seen / max(seconds, 1e-9),
-    }
-
-
 def sum_up(losses: list[torch.Tensor], hits: list[torch.Tensor], images: int) -> torch.Tensor:
-    """float64 [loss_sum, right, seen, bad] of batches, without asking the device for a number.
+    """float64 [loss, right, seen, bad] of batches, without asking the device for a number.
 
     A batch whose loss is not finite is one bad batch, and neither seen nor summed. Rounded to
     2**-30, sums are exact, and therefore equal however a run was cut into parts.

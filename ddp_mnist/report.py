@@ -125,16 +125,16 @@ def report(
         CheckpointError: one is no run, or of another version.
         StorageError: a file cannot be written.
     """
-    # runs/latest is one of the others
-    folders = list({Path(folder).resolve(): folder for folder in reversed(folders)}.values())[::-1]
+    once: dict[Path, str] = {}  # runs/latest is one of the others
+    for folder in folders:
+        once.setdefault(Path(folder).resolve(), folder)
+    folders = list(once.values())
     runs = [read_run(Path(folder)) for folder in folders]
     if len({run.name for run in runs}) < len(runs):
         for folder, run in zip(folders, runs, strict=True):
             run.name = folder
     for folder, run in zip(folders, runs, strict=True):
-        run.config["run"] |= {"dataset": dataset} if dataset else {}
-        run.config["run"] |= {"cache_dir": cache_dir} if cache_dir else {}
-        find_mistakes(run, folder)
+        find_mistakes(run, folder, dataset, cache_dir)
     metrics = {run.name: run.metrics for run in runs}
     figures = {c.key: drawn for c in plots.CURVES if (drawn := plots.draw(c, metrics))}
     first = Path(folders[0]).resolve()
@@ -157,14 +157,20 @@ def read_run(path: Path) -> ReportedRun:
         if status["state"] == "running" and not run_folder.in_use(path):
             status["state"] = "killed"
         finished = status["state"] == "finished"
-        return ReportedRun(
+        run = ReportedRun(
             name=path.resolve().name,  # of what runs/latest leads to
             config=run_folder.read_json(path / run_folder.CONFIG),
             metrics=list(read_metrics(path / run_folder.METRICS)),
             summary=run_folder.read_json(path / run_folder.SUMMARY) if finished else {},
             status=status,
         )
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        page_of([run], {})  # has all that a page shows
+        return run
+    except (KeyError, jinja2.UndefinedError) as error:
+        raise CheckpointError(
+            f"{path}: is of another version of ddp_mnist ({error}); use that one's report"
+        ) from error
+    except (OSError, ValueError, TypeError) as error:
         file = Path(getattr(error, "filename", None) or path).name
         reason = getattr(error, "strerror", None) or "damaged, or of another program"
         raise CheckpointError(
@@ -182,14 +188,17 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
 # --- The images that were taken for something else
 
 
-def find_mistakes(run: ReportedRun, folder: str) -> None:
+def find_mistakes(
+    run: ReportedRun, folder: str, dataset: str | None = None, cache_dir: str | None = None
+) -> None:
     """Asks the run's model once more, if its test images are at hand."""
     if not run.summary:
         run.no_mistakes = "The run has not finished."
         return
     try:
         trained = weights.from_bytes(weights.read_bytes(folder), folder)
-        images = data.cached(run.config["run"]["dataset"], run.config["run"]["cache_dir"])
+        flags = run.config["run"]
+        images = data.cached(dataset or flags["dataset"], cache_dir or flags["cache_dir"])
     except DdpMnistError as error:
         run.no_mistakes = str(error)
         return
@@ -237,15 +246,9 @@ def as_data_uri(image: torch.Tensor) -> str:
 
 
 def page_of(runs: Sequence[ReportedRun], figures: dict[str, Any]) -> str:
-    """The HTML. Raises CheckpointError if a run's files lack something."""
+    """The HTML."""
     svgs = [plots.as_svg(figure, key.replace("_", "-")) for key, figure in figures.items()]
-    try:
-        return templates.render("report.html", runs=runs, curves=svgs, rows=side_by_side(runs))
-    except (KeyError, jinja2.UndefinedError) as error:
-        raise CheckpointError(
-            f"{', '.join(run.name for run in runs)}: written by another version of ddp_mnist"
-            f" ({error}); use that one's report"
-        ) from error
+    return templates.render("report.html", runs=runs, curves=svgs, rows=side_by_side(runs))
 
 
 def side_by_side(runs: Sequence[ReportedRun]) -> list[tuple[str, list[str], bool]]:

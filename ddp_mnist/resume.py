@@ -91,7 +91,7 @@ class State:
             if content["best_weights"] is not None:
                 device = next(self.net.parameters()).device
                 self.best_weights = {n: w.to(device) for n, w in content["best_weights"].items()}
-            self.progress = Progress(**content["progress"])
+            self.progress = Progress.of(content["progress"])
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise CheckpointError(
                 f"the checkpoint does not fit the model or the optimizer ({error}); remove it to"
@@ -141,7 +141,7 @@ def save(opened: Opened, state: State, keep: int) -> str:
         checkpoint.save(folder.path, step, {**about, "state": state.content()}, keep)
     state.progress.save_seconds += time.monotonic() - clock
     return (
-        f"stopped after step {step} and saved; the same command goes on with --resume {folder.path}"
+        f"stopped after step {step} and saved; to go on, add --resume {folder.path} to the command"
     )
 
 

@@ -61,6 +61,7 @@ def plan(config: TrainConfig, world: World, images: ImageData, folder: Path | No
     steps, left_out = divmod(train_rows, recipe.batch_size)
     share = recipe.batch_size // size // recipe.grad_accum
     parts = f" x {recipe.grad_accum} parts" if recipe.grad_accum > 1 else ""
+    rest = f"; {left_out} images are left out, others in each epoch" if left_out else ""
     lines = {
         "data": f"{images.name}: {train_rows:,} train, {recipe.val_size:,} validation,"
         f" {len(images.test_labels):,} test images, {len(images.classes)} classes",
@@ -69,8 +70,7 @@ def plan(config: TrainConfig, world: World, images: ImageData, folder: Path | No
         f" device {device(world)}, {count(world.threads, 'thread')} each,"
         f" precision {world.precision}",
         "batch": f"{recipe.batch_size} images a step = {count(size, 'process')}{parts} x {share}",
-        "steps": f"{recipe.epochs * steps:,} = {count(recipe.epochs, 'epoch')} x {steps:,}; the"
-        f" {left_out} images left over are others in each epoch",
+        "steps": f"{recipe.epochs * steps:,} = {count(recipe.epochs, 'epoch')} x {steps:,}{rest}",
         "model": f"{recipe.model}, seed {config.run.seed}",
         "recipe": f"{recipe.preset}: {recipe.optimizer}, rate up to {recipe.lr:g} in the first"
         f" {recipe.warmup:.0%} of the steps, images {'' if recipe.augment else 'not '}augmented",
@@ -179,7 +179,8 @@ def last_lines(outcome: dict[str, Any], run: RunFolder) -> str:
         f" {outcome['images_per_second']:,.0f} images/s; {outcome['total_seconds']:.1f} s in all",
         "written to": str(run.path),
     }
-    if outcome["test_accuracy"] < 2 / len(outcome["classes"]):
+    guessed = max(map(sum, outcome["confusion"])) / outcome["test_count"]  # the largest class
+    if outcome["test_accuracy"] < guessed + 0.1 * (1 - guessed):
         lines["careful"] = "that is hardly better than guessing; use a lower --lr, or more --epochs"
     see = f"see        {program()} report {run.path}"  # a command is not wrapped, however long
     return f"{result}\n{panel(lines)}\n{see}"

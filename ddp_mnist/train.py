@@ -26,7 +26,7 @@ from ddp_mnist.evaluation import evaluate_split, import_metrics_meanwhile, prepa
 from ddp_mnist.launch import Launch
 from ddp_mnist.models import MODELS
 from ddp_mnist.optim import learning_rate, make_optimizer
-from ddp_mnist.profiling import StepProfiler, refuse_too_many
+from ddp_mnist.profiling import StepProfiler, refuse_long_profile
 from ddp_mnist.progress import Lookout, sum_up
 from ddp_mnist.runtime import World
 from ddp_mnist.screen import Screen
@@ -116,8 +116,8 @@ def train_in(
     lookout = Lookout(progress.step)
     profiler = StepProfiler(config.run.profile, accelerator, folder, screen)
     profiler.plan(progress.step, batches.steps_per_epoch, total_steps)
-    losses: list[torch.Tensor] = []  # since all ranks last looked
-    hits: list[torch.Tensor] = []
+    losses: list[torch.Tensor] = []  # of each batch since all ranks last looked
+    hits: list[torch.Tensor] = []  # how many each of them got right
     while progress.epoch < recipe.epochs and not progress.stopped_by:
         epoch, first_step = progress.epoch, progress.epoch * batches.steps_per_epoch
         folder.status(phase="training", step=progress.step)
@@ -206,9 +206,8 @@ def train_in(
     folder.append_metrics(progress.step, {"epoch": progress.epoch - 1, **tested})
     content = weights_file.to_bytes(final.state_dict(), recipe.model, images.classes)
     folder.write_bytes(run_folder.MODEL, content)
-    seconds = progress.train_seconds - state.seconds_before
-    own_seconds = torch.tensor([seconds], dtype=torch.float64, device=device)
-    rank_seconds = accelerator.gather(own_seconds).tolist()
+    own_seconds = [progress.train_seconds - state.seconds_before]
+    rank_seconds = accelerator.gather(torch.tensor(own_seconds, device=device)).tolist()
     outcome = summary.summarise(config, world, images, state, test, rank_seconds)
     folder.write_json(run_folder.SUMMARY, outcome)
     screen.say(summary.last_lines(outcome, folder))
@@ -236,7 +235,7 @@ def resolve(
     resume.refuse_other_images(name, images.digest, found)
     resume.refuse_uneven(config.recipe, size, found)
     recipe = resolve_recipe(config.recipe, len(images.train_labels), size)
-    refuse_too_many(config.run.profile, recipe.steps_per_epoch(len(images.train_labels)))
+    refuse_long_profile(config.run.profile, recipe.steps_per_epoch(len(images.train_labels)))
     return dataclasses.replace(config, run=run, recipe=recipe), images
 
 

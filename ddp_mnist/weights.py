@@ -40,11 +40,12 @@ def read_bytes(run: str) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        with contextlib.suppress(OSError, ValueError, KeyError):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             status = read_json(Path(run) / STATUS)
+            state = "finished" if status["state"] == "finished" else "not finished"
             raise CheckpointError(
-                f"{run}: has no result yet ({status['state']}, step {status['step']}); let it"
-                f" finish, or go on with it: train --resume {run}"
+                f"{run}: {state}, at step {status['step']}, and has no {path.name}; let it finish,"
+                f" or go on: ddp-mnist train --resume {run}"
             ) from error
         reason = "is no finished run" if Path(run).is_dir() else "there is no such run folder"
         raise CheckpointError(

@@ -101,6 +101,10 @@ def test_every_net_can_be_exported(architecture: str) -> None:
         assert export.largest_difference(net, outputs, form.file) <= 1e-4
 
 
+def test_the_forms_are_those_of_the_flag() -> None:
+    assert tuple(export.FORMS) == cli.EXPORTS
+
+
 def test_a_form_with_other_logits_is_refused() -> None:
     net = MODELS["mlp"](10).eval()
 

@@ -363,8 +363,8 @@ def test_fault_12_fault_13_a_signal_to_one_of_three_stops_all_at_one_step(
     [told] = [error for error in outcomes if error.agreed]
     run = tmp_path / "run"
     assert str(told) == (
-        f"{number.name}: stopped after step {newest_step(run)} and saved; the same command goes on"
-        " with --resume run"
+        f"{number.name}: stopped after step {newest_step(run)} and saved; to go on,"
+        " add --resume run to the command"
     )
     assert status(run) == ("preempted", code)
     assert not (run / "model.safetensors").exists()
@@ -381,7 +381,7 @@ def test_fault_11_sigterm_to_the_launcher(tmp_path: Path) -> None:
     ended = started.ended()
     [line] = ended.error_lines
     assert line.startswith("ddp-mnist: error: SIGTERM: stopped after step ")
-    assert line.endswith(f"and saved; the same command goes on with --resume {run} (code 143)")
+    assert line.endswith(f"and saved; to go on, add --resume {run} to the command (code 143)")
     assert status(run) == ("preempted", 143)
 
 

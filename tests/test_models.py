@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ddp_mnist import data
-from ddp_mnist.config import Recipe
+from ddp_mnist.config import NETS, Recipe
 from ddp_mnist.local_world import run_world
 from ddp_mnist.models import MODELS, PIXEL_MEAN, PIXEL_STD, moved_by_a_pixel, normalise
 
@@ -29,7 +29,7 @@ def images(count: int) -> torch.Tensor:
 
 
 def test_the_names_are_those_of_the_flag() -> None:
-    assert tuple(MODELS) == NAMES
+    assert tuple(MODELS) == NAMES == NETS
     for name in NAMES:
         assert Recipe(model=name).model == name
 

@@ -78,7 +78,15 @@ def test_dark_strokes_on_bright_paper_are_inverted(tmp_path: Path) -> None:
 @pytest.mark.parametrize("shape", [(28, 28), (100, 60), (1, 1)])
 def test_a_blank_page_is_no_digit(grey: int, shape: tuple[int, int], tmp_path: Path) -> None:
     page = save(np.full(shape, grey, dtype=np.uint8), tmp_path / "x.png")
-    with pytest.raises(DataError, match=r"x\.png: is of one colour all over; give an image of a d"):
+    with pytest.raises(DataError, match=r"x\.png: shows nothing but its ground; give an image of"):
+        as_mnist(page)
+
+
+@pytest.mark.parametrize("shape", [(100, 60), (64, 64), (1, 2), (300, 31)])
+def test_a_shadow_is_no_digit(shape: tuple[int, int], tmp_path: Path) -> None:
+    plane = np.linspace(60, 200, shape[0])[:, None] + np.linspace(0, 50, shape[1])
+    page = save(plane.round().astype(np.uint8), tmp_path / "x.png")
+    with pytest.raises(DataError, match=r"x\.png: shows nothing but its ground"):
         as_mnist(page)
 
 

@@ -11,14 +11,14 @@ import torch
 
 from ddp_mnist.config import Recipe
 from ddp_mnist.errors import DivergedError
-from ddp_mnist.progress import Lookout, Progress, sum_up
+from ddp_mnist.progress import Lookout, Progress, Sums, sum_up
 
 
 def test_what_the_ranks_saw_is_added_up() -> None:
     progress = Progress()
     progress.add(30.0, 6.0, 10.0, 0.0, 0.5)
     progress.add(12.0, 1.0, 4.0, 0.0, 0.25)
-    assert (progress.loss_sum, progress.seen, progress.seconds) == (42.0, 14.0, 0.75)
+    assert progress.since_log == progress.in_epoch == Sums(42.0, 7.0, 14.0, 0.75)
     assert progress.log_line() == {"loss": 3.0, "accuracy": 0.5, "images_per_second": 14 / 0.75}
     progress.add(8.0, 1.0, 2.0, 0.0, 0.25)
     assert progress.log_line() == {"loss": 4.0, "accuracy": 0.5, "images_per_second": 8.0}
@@ -127,7 +127,7 @@ def test_without_a_validation_nothing_is_decided_by_it() -> None:
 def test_it_can_be_saved_as_plain_values() -> None:
     progress = Progress(step=7, resumed_from=[3])
     progress.add(1.5, 0.0, 2.0, 1.0, 0.1)
-    copy = Progress(**dataclasses.asdict(progress))
+    copy = Progress.of(dataclasses.asdict(progress))
     assert copy == progress
     copy.resumed_from.append(7)
     assert (progress.resumed_from, Progress().resumed_from) == ([3], [])

@@ -174,8 +174,9 @@ def test_runs_side_by_side(folder: Path, tmp_path: Path) -> None:
     assert "has no result. It was stopped, at step 21" in " ".join(page.text.split())
     # one that a link leads to is there once, and several have a page of their own
     (folder / "latest").symlink_to("first")
-    [beside] = report.report([runs[0], str(folder / "latest"), runs[1]])
+    [beside] = report.report([runs[0], runs[1], str(folder / "latest")])
     assert beside == folder / "report.html"
+    assert beside.read_text().index("<h2>first") < beside.read_text().index("<h2>second")
     assert set(Page(beside.read_text()).figures) == {
         (name, figure) for name in ("first", "second") for _, figure in page.figures
     }
@@ -294,12 +295,16 @@ def test_any_name_of_a_run_is_in_the_legend(name: str, folder: Path, tmp_path: P
 
 
 def test_a_run_of_another_version_is_one_line(folder: Path, tmp_path: Path) -> None:
-    shutil.copytree(folder / "first", tmp_path / "run")
-    summary = summary_of(tmp_path / "run")
-    del summary["ranks"]
-    (tmp_path / "run" / "summary.json").write_text(json.dumps(summary))
-    with pytest.raises(CheckpointError, match=r"^run: written by another version .*'ranks'"):
-        report.report([str(tmp_path / "run")])
+    shutil.copytree(folder / "first", run := tmp_path / "run")
+    summary = summary_of(run)
+    for name in ("ranks", "dataset"):
+        lacking = {key: value for key, value in summary.items() if key != name}
+        (run / "summary.json").write_text(json.dumps(lacking))
+        with pytest.raises(CheckpointError, match=rf"run: is of another version .*{name}'"):
+            report.report([str(folder / "first"), str(run)])
+    (run / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"run: is of another version of .*'run'"):
+        report.report([str(run)])
 
 
 def luminance(colour: Sequence[float]) -> float:

@@ -94,7 +94,7 @@ def test_duration(seconds: float, shown: str) -> None:
 
 
 def test_last_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    outcome = {
+    outcome: dict[str, Any] = {
         "test_accuracy": 0.9912,
         "test_count": 10_000,
         "test_loss": 0.03456,
@@ -103,7 +103,7 @@ def test_last_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "train_seconds": 12.34,
         "total_seconds": 15.67,
         "images_per_second": 8617.3,
-        "classes": list("0123456789"),
+        "confusion": [[900 if c == label else 100 // 9 for c in range(10)] for label in range(10)],
     }
     monkeypatch.setattr(summary, "program", lambda: "ddp-mnist")
     assert summary.last_lines(outcome, RunFolder(tmp_path)).splitlines() == [
@@ -112,8 +112,15 @@ def test_last_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         f"written to {tmp_path}",
         f"see        ddp-mnist report {tmp_path}",
     ]
-    guessed = summary.last_lines({**outcome, "test_accuracy": 0.11}, RunFolder(tmp_path))
-    assert "careful    that is hardly better than guessing; use a lower --lr, or" in guessed
+    for accuracy, confusion, is_guessed in (
+        (0.11, outcome["confusion"], True),
+        (0.5, outcome["confusion"], False),
+        (0.91, [[9000, 0], [900, 100]], True),  # all are taken for the larger of two
+        (0.99, [[5000, 0], [100, 4900]], False),
+    ):
+        changed = {**outcome, "test_accuracy": accuracy, "confusion": confusion}
+        warned = "careful    that is hardly better than guessing; use a lower --lr, or"
+        assert (warned in summary.last_lines(changed, RunFolder(tmp_path))) is is_guessed
 
 
 def test_the_program_can_be_called_as_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

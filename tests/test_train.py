@@ -277,7 +277,7 @@ def test_dry_run_says_all_and_writes_nothing(tmp_path: Path) -> None:
         "precision no",
         "72 images a step = 2 processes x 36",
         "300 = 20 epochs x 15",
-        "the 70 images left over",
+        "70 images are left out",
     ):
         assert part in shown
 

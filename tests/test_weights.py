@@ -158,8 +158,8 @@ def test_a_run_without_a_result_says_how_far_it_is(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as told:
         weights.read_bytes(str(tmp_path))
     assert str(told.value) == (
-        f"{tmp_path}: has no result yet (preempted, step 33); let it finish, or go on with it:"
-        f" train --resume {tmp_path}"
+        f"{tmp_path}: not finished, at step 33, and has no model.safetensors; let it finish, or go"
+        f" on: ddp-mnist train --resume {tmp_path}"
     )
 
 
