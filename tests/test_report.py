@@ -302,6 +302,7 @@ def test_a_run_of_another_version_is_one_line(folder: Path, tmp_path: Path) -> N
         (run / "summary.json").write_text(json.dumps(lacking))
         with pytest.raises(CheckpointError, match=rf"run: is of another version .*{name}'"):
             report.report([str(folder / "first"), str(run)])
+    (run / "summary.json").write_text(json.dumps(summary))
     (run / "config.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"run: is of another version of .*'run'"):
         report.report([str(run)])

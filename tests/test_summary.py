@@ -115,7 +115,7 @@ def test_last_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for accuracy, confusion, is_guessed in (
         (0.11, outcome["confusion"], True),
         (0.5, outcome["confusion"], False),
-        (0.91, [[9000, 0], [900, 100]], True),  # all are taken for the larger of two
+        (0.905, [[9000, 0], [950, 50]], True),  # all are taken for the larger of two
         (0.99, [[5000, 0], [100, 4900]], False),
     ):
         changed = {**outcome, "test_accuracy": accuracy, "confusion": confusion}
