@@ -137,7 +137,7 @@ def report(
         find_mistakes(run, folder, dataset, cache_dir)
     metrics = {run.name: run.metrics for run in runs}
     figures = {c.key: drawn for c in plots.CURVES if (drawn := plots.draw(c, metrics))}
-    first = Path(folders[0]).resolve()
+    first = Path(folders[0])
     page = Path(out) if out else (first if len(runs) == 1 else first.parent) / "report.html"
     content = page_of(runs, figures).encode()
     with run_folder.storage_errors(page, "--out"):
