@@ -90,7 +90,10 @@ def run_once(command: list[str]) -> tuple[int, bool]:
         process = subprocess.Popen(command)
         for number in came:  # before it stood
             process.send_signal(number)
-        code = process.wait()
+        # Not wait(): Python sees to a signal between two of its steps, and one that comes just as a
+        # wait without an end begins would be handed on only when the command has ended.
+        while (code := process.poll()) is None:
+            time.sleep(0.05)
         return (code if code >= 0 else 128 - code), bool(came)  # as a shell counts signals
     finally:
         for each, handler in zip(signals, before, strict=True):
