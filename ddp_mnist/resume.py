@@ -51,8 +51,7 @@ class State:
         started: time.monotonic() at which the run would have begun without a break.
         progress: counts and times.
         best_weights: of the best validation, where --patience asks for them.
-        first_step, seconds_before: where this part of the run began, and the seconds in training
-            steps by then.
+        seconds_before: in training steps, when this part of the run began.
     """
 
     net: nn.Module
@@ -61,7 +60,6 @@ class State:
     started: float
     progress: Progress = dataclasses.field(default_factory=Progress)
     best_weights: dict[str, Tensor] | None = None
-    first_step: int = 0
     seconds_before: float = 0.0
 
     def content(self) -> dict[str, Any]:
@@ -101,7 +99,7 @@ class State:
             self.progress.best_accuracy, self.progress.best_epoch = -1.0, self.progress.epoch
         self.started -= self.progress.total_seconds
         self.progress.resumed_from.append(self.progress.step)
-        self.first_step, self.seconds_before = self.progress.step, self.progress.train_seconds
+        self.seconds_before = self.progress.train_seconds
         if self.progress.step == self.progress.epoch * steps_per_epoch:  # it was just validated
             self.progress.decide(recipe)
 

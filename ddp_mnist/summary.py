@@ -124,7 +124,8 @@ def summarise(
     """
     progress = state.progress
     batch_size, seconds = config.recipe.batch_size or 0, progress.train_seconds
-    part = (progress.step - state.first_step) * batch_size
+    began = progress.resumed_from[-1] if progress.resumed_from else 0
+    part = (progress.step - began) * batch_size
     return {
         "outcome": "finished",
         "stopped_by": progress.stopped_by,

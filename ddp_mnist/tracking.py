@@ -30,6 +30,8 @@ def named(trackers: str | None) -> list[str]:
         UsageError: Accelerate knows no such tracker, or its package is not installed.
     """
     names = [name.strip() for name in (trackers or "").split(",") if name.strip()]
+    if not names:
+        return []  # without looking for all the packages
     legal = sorted(LOGGER_TYPE_TO_CLASS)
     there = [str(name) for name in get_available_trackers()]
     for name in names:
