@@ -236,7 +236,7 @@ class Distribution(Flags):
     sync_bn: bool = flag(False, "BatchNorm over all processes (GPUs only).")
     comm_hook: str = flag(
         "none",
-        "What DDP sends of a gradient: all of it, half precision, or low rank.",
+        "What DDP sends of a gradient: all of it, half precision, or low rank (not with fp16).",
         choices=("none", "fp16", "bf16", "powersgd"),
     )
     compile: bool = flag(False, "torch.compile the model.")

@@ -106,15 +106,22 @@ def start(
         FailedElsewhere: another rank failed first.
     """
     started = time.monotonic()
-    gc.freeze()  # what was imported stays: walking it would cost 0.3 s in each full collection
     device = choose_device(flags)
     precision = "no" if full_precision else precision_in_effect(flags, launch, device)
     backend = choose_backend(flags, launch, device)
     if flags.sync_bn and device == "cpu":
         raise UsageError("--sync-bn: needs GPUs; on a CPU use --model cnn, which has GroupNorm")
+    if flags.comm_hook == "powersgd" and precision == "fp16":
+        # It adds what it left unsent to the next gradient: an infinity, which the loss scaler
+        # skips once, would come back in every step.
+        raise UsageError(
+            "--comm-hook powersgd: cannot recover from an overflow, and fp16 has some in most runs;"
+            " add --mixed-precision bf16, or no"
+        )
     if launch.child_of_launcher:
         die_with_parent()
     board = meet(launch, flags.dist_timeout)
+    gc.freeze()  # what was imported stays: walking it would cost 0.3 s in each full collection
     try:
         with first_error_wins(board):
             place = place_on_machine(launch, board)

@@ -1,0 +1,365 @@
+"""fp16 with a real loss scaler and float16 autocast, on the CPU, in place of the GPU it is for.
+
+The command line refuses fp16 on a CPU, where it gains nothing: float16 convolutions cost 6 ms an
+image. So the runs are of 150 digits, and all of one world size are made in one set of processes.
+What is not Accelerate's, torch's or this package's own here: where the scaler comes from, that the
+optimizer is not fused, and an infinity in a gradient.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock, patch
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from torch import nn
+
+from ddp_mnist import checkpoint, data, run_folder, runtime, train
+from ddp_mnist.config import Distribution, Recipe, Run, TrainConfig
+from ddp_mnist.errors import DdpMnistError, DivergedError, PeerError, UsageError
+from ddp_mnist.launch import Launch
+from ddp_mnist.local_world import free_port, run_world
+from ddp_mnist.progress import Progress
+from ddp_mnist.proofs import just_train, resumed, train_until, weights_of, what_stays
+
+TRAIN_ROWS, VAL_ROWS, TEST_ROWS = 120, 30, 40
+BATCH, EPOCHS = 12, 3
+STEPS = EPOCHS * TRAIN_ROWS // BATCH
+FIRST_SCALE, GROWTH_INTERVAL = 2.0**16, 3
+OVERFLOWS = (5, 21)  # steps, from 0: before and after the interruption
+INTERRUPTED = 12
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {"model": "mlp"},
+    "accumulated": {"model": "mlp", "grad_accum": 2},
+    "clipped": {"model": "mlp", "max_grad_norm": 0.5},
+    "muon": {"model": "cnn", "optimizer": "muon"},
+    "batchnorm": {"model": "cnn_bn"},
+    "patient": {"model": "mlp", "patience": 2, "epochs": 12, "lr": 0.03},
+}
+
+Told = tuple[TrainConfig, dict[str, Any]]  # a run, and the options of fp16_on_a_cpu
+
+
+def config(run_dir: str, **recipe: Any) -> TrainConfig:
+    return TrainConfig(
+        Run(dataset="digits", run_dir=run_dir, log_every=4, quiet=True),
+        Recipe(**{"epochs": EPOCHS, "batch_size": BATCH, "val_size": VAL_ROWS, **recipe}),
+        Distribution(cpu=True, dist_timeout=60),
+    )
+
+
+# --- The stand-in
+
+
+@dataclass
+class Seen:
+    """What one rank saw in a run.
+
+    Attributes:
+        result: the summary, or the error that ended the run.
+        skipped: whether each step was left out.
+        scales: the scaler's, after each step.
+        dtypes: of the logits in training.
+    """
+
+    result: Any = None
+    skipped: list[bool] = field(default_factory=list)
+    scales: list[float] = field(default_factory=list)
+    dtypes: set[torch.dtype] = field(default_factory=set)
+
+    @property
+    def skipped_steps(self) -> list[int]:
+        return [step for step, skipped in enumerate(self.skipped) if skipped]
+
+
+@contextlib.contextmanager
+def fp16_on_a_cpu(
+    overflows: Any = (), growth_interval: int = GROWTH_INTERVAL, comm_hook: str = "none"
+) -> Iterator[Seen]:
+    """What is trained within computes as on a GPU; the last rank overflows at some steps."""
+    make_accelerator, make_optimizer = runtime.make_accelerator, train.make_optimizer
+    load, rate_of, stepped = data.load, train.learning_rate, Progress.stepped
+    seen, step, scalers = Seen(), [-1], list[torch.amp.GradScaler]()
+    overflows_here = os.environ.get("RANK", "0") == str(int(os.environ.get("WORLD_SIZE", 1)) - 1)
+
+    def accelerator(flags: Distribution, *args: Any) -> Accelerator:
+        made = make_accelerator(dataclasses.replace(flags, comm_hook=comm_hook), *args)
+        assert made.mixed_precision == "fp16"
+        scalers.append(
+            torch.amp.GradScaler("cpu", init_scale=FIRST_SCALE, growth_interval=growth_interval)
+        )
+        made.native_amp, made.scaler = True, scalers[0]  # as its __init__ does for a GPU
+        return made
+
+    def optimizer(net: nn.Module, recipe: Recipe) -> torch.optim.AdamW:
+        made = make_optimizer(net, recipe)
+        names = ("params", "weight_decay")
+        groups = [{name: group[name] for name in names} for group in made.param_groups]
+        first = next(net.parameters())
+        first.register_hook(
+            lambda gradient: (
+                torch.full_like(gradient, math.inf)
+                if overflows_here and step[0] in overflows
+                else gradient
+            )
+        )
+        net.get_submodule("head").register_forward_hook(
+            lambda _, __, logits: seen.dtypes.add(logits.dtype) if net.training else None
+        )
+        return type(made)(groups, lr=recipe.lr, betas=made.defaults["betas"])
+
+    def rate(now: int, *args: Any) -> float:
+        step[0] = now
+        return rate_of(now, *args)
+
+    def watched(progress: Progress, skipped: bool) -> None:
+        stepped(progress, skipped)
+        seen.skipped.append(skipped)
+        seen.scales.append(scalers[0].get_scale())
+
+    def fewer(*args: Any, **options: Any) -> data.ImageData:
+        images, rows = load(*args, **options), TRAIN_ROWS + VAL_ROWS
+        return dataclasses.replace(
+            images,
+            train_images=images.train_images[:rows],
+            train_labels=images.train_labels[:rows],
+            test_images=images.test_images[:TEST_ROWS],
+            test_labels=images.test_labels[:TEST_ROWS],
+        )
+
+    with (
+        patch.object(runtime, "precision_in_effect", lambda *_: "fp16"),
+        patch.object(runtime, "make_accelerator", accelerator),
+        patch.object(train, "make_optimizer", optimizer),
+        patch.object(train, "learning_rate", rate),
+        patch.object(Progress, "stepped", watched),
+        patch.object(data, "load", fewer),
+    ):
+        yield seen
+
+
+def train_in_turn(runs: list[Told], ports: list[int]) -> list[Seen]:
+    """One rank's part in several runs. `until` among a run's options is the step of a SIGTERM."""
+    found = []
+    for (told, options), port in zip(runs, ports, strict=True):
+        options = dict(options)
+        until = options.pop("until", None)
+        if "MASTER_PORT" in os.environ:
+            os.environ["MASTER_PORT"] = str(port)
+        with fp16_on_a_cpu(**options) as seen:
+            try:
+                if until is None:
+                    seen.result = just_train(told)
+                else:
+                    train_until(told, until, by=int(os.environ.get("WORLD_SIZE", 1)) - 1)
+            except DdpMnistError as error:
+                seen.result = error.with_traceback(None)
+        found.append(seen)
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+    return found
+
+
+def on(size: int, runs: list[Told], folder: Path) -> list[list[Seen]]:
+    """Per run what each rank saw."""
+    ports = [free_port() for _ in runs]
+    ranks = run_world(size, train_in_turn, runs, ports, folder=folder)
+    return [list(seen) for seen in zip(*ranks, strict=True)]
+
+
+# --- Twelve kinds of run, unbroken and interrupted
+
+
+@dataclass
+class Pair:
+    """A run of one kind that nothing happened to, and one that was interrupted and taken up."""
+
+    unbroken: list[Seen]
+    interrupted: list[Seen]
+    resumed: list[Seen]
+    folder: Path
+    kind: str
+
+    @property
+    def runs(self) -> tuple[Path, Path]:
+        return self.folder / self.kind, self.folder / f"{self.kind} interrupted"
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Pair]:
+    found = {}
+    for size in (1, 2):
+        folder, runs = tmp_path_factory.mktemp(f"on{size}"), list[Told]()
+        for kind, recipe in KINDS.items():
+            broken = config(f"{kind} interrupted", **recipe)
+            options: dict[str, Any] = {"overflows": OVERFLOWS}
+            runs += [(config(kind, **recipe), options), (broken, options | {"until": INTERRUPTED})]
+            runs += [(resumed(broken), options)]
+        seen = on(size, runs, folder)
+        for number, kind in enumerate(KINDS):
+            unbroken, interrupted, again = seen[3 * number : 3 * number + 3]
+            found[kind, size] = Pair(unbroken, interrupted, again, folder, kind)
+    return found
+
+
+EVERY = pytest.mark.parametrize(("kind", "size"), [(k, n) for n in (1, 2) for k in KINDS])
+
+
+def last_checkpoint(run: Path) -> tuple[int, dict[str, Any]]:
+    path = checkpoint.newest_first(run)[0]
+    return checkpoint.step_of(path), checkpoint.from_bytes(path.read_bytes(), path)["state"]
+
+
+def scaler_after(skipped: list[bool], growth_interval: int) -> tuple[float, int]:
+    """The scale and the growth tracker, by the rule: halve or count, double when counted far."""
+    scale, tracker = FIRST_SCALE, 0
+    for each in skipped:
+        scale, tracker = (scale / 2, 0) if each else (scale, tracker + 1)
+        if tracker == growth_interval:
+            scale, tracker = scale * 2, 0
+    return scale, tracker
+
+
+@EVERY
+def test_all_ranks_leave_out_the_step_at_which_one_overflowed(
+    kind: str, size: int, pairs: dict[tuple[str, int], Pair]
+) -> None:
+    pair = pairs[kind, size]
+    first = pair.unbroken[0]
+    assert len(pair.unbroken) == size
+    for seen in pair.unbroken:
+        assert seen.dtypes == {torch.float16}
+        assert seen.skipped == first.skipped
+        assert seen.scales == first.scales
+        assert seen.result["skipped_steps"] == len(first.skipped_steps)
+        assert seen.result["steps"] == len(first.skipped)
+    assert set(OVERFLOWS) <= set(first.skipped_steps)
+    # The scale grows until gradients overflow by themselves; most steps are taken.
+    assert len(OVERFLOWS) < len(first.skipped_steps) < len(first.skipped) / 2
+    assert any(after == 2 * before for before, after in itertools.pairwise(first.scales))
+    assert first.result["precision"] == "fp16"
+    assert first.result["test_count"] == TEST_ROWS
+    if kind != "patient":
+        assert first.result["steps"] == STEPS
+        assert first.result["test_accuracy"] > 0.5
+
+
+@EVERY
+def test_the_checkpoint_holds_the_scaler_and_the_steps_that_were_taken(
+    kind: str, size: int, pairs: dict[tuple[str, int], Pair]
+) -> None:
+    pair = pairs[kind, size]
+    seen = pair.unbroken[0]
+    step, state = last_checkpoint(pair.runs[0])
+    scale, tracker = scaler_after(seen.skipped, GROWTH_INTERVAL)
+    assert (state["scaler"]["scale"], state["scaler"]["_growth_tracker"]) == (scale, tracker)
+    assert seen.scales[-1] == scale
+    assert step == state["progress"]["step"] == len(seen.skipped)
+    assert state["progress"]["skipped_steps"] == len(seen.skipped_steps)
+    taken = {int(moments["step"]) for moments in state["optimizer"]["state"].values()}
+    kernels_count_none = {0} if kind == "muon" else set()
+    assert taken == {step - len(seen.skipped_steps)} | kernels_count_none
+    for tensor in state["model"].values():
+        assert torch.isfinite(tensor).all()
+
+
+@EVERY
+def test_interrupted_and_resumed_is_unbroken_bit_for_bit(
+    kind: str, size: int, pairs: dict[tuple[str, int], Pair]
+) -> None:
+    pair = pairs[kind, size]
+    assert [seen.result.code for seen in pair.interrupted] == [143] * size
+    for unbroken, first, second in zip(pair.unbroken, pair.interrupted, pair.resumed, strict=True):
+        assert INTERRUPTED < len(first.skipped) <= INTERRUPTED + 4  # the next log line
+        assert second.result["resumed_from"] == [len(first.skipped)]
+        assert first.skipped + second.skipped == unbroken.skipped
+        assert first.scales + second.scales == unbroken.scales
+        for same in ("skipped_steps", "steps", "epochs", "stopped_by", "val_accuracy"):
+            assert second.result[same] == unbroken.result[same], same
+    assert what_stays(pair.runs[1]) == what_stays(pair.runs[0])
+    (step, state), (expected_step, expected) = map(last_checkpoint, reversed(pair.runs))
+    assert step == expected_step
+    assert state["scaler"] == expected["scaler"]
+    for name in ("model", "optimizer", "best_weights"):
+        torch.testing.assert_close(state[name], expected[name], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_patience_keeps_the_weights_of_the_best_epoch(
+    size: int, pairs: dict[tuple[str, int], Pair]
+) -> None:
+    pair = pairs["patient", size]
+    assert pair.unbroken[0].result["stopped_by"] == "--patience"
+    _, state = last_checkpoint(pair.runs[1])
+    best = state["best_weights"]
+    torch.testing.assert_close(weights_of(pair.runs[1]), best, rtol=0, atol=0)
+    assert not any(weight.equal(best[name]) for name, weight in state["model"].items())
+
+
+# --- Overflows without end, and hooks
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_fault_24_gradients_that_always_overflow_end_the_run_on_all_ranks(
+    size: int, tmp_path: Path
+) -> None:
+    told = config("run", model="mlp", epochs=EPOCHS + 1)
+    told = dataclasses.replace(told, run=dataclasses.replace(told.run, log_every=1))
+    [ranks] = on(size, [(told, {"overflows": range(5, 100), "growth_interval": 100})], tmp_path)
+    for seen in ranks:
+        assert seen.skipped_steps == list(range(5, 30))  # 25 in a row
+        assert seen.scales[-1] == FIRST_SCALE / 2**25
+        assert seen.result.code == 7
+    [spoken] = [seen.result for seen in ranks if seen.result.agreed]
+    assert isinstance(spoken, DivergedError)
+    assert str(spoken).startswith("--lr 0.01: by step 30 the gradient is not a finite number any")
+    status = run_folder.read_json(tmp_path / "run" / "status.json")
+    assert (status["state"], status["exit_code"]) == ("failed", 7)
+
+
+def test_comm_hooks_and_one_overflow(tmp_path: Path) -> None:
+    """PowerSGD, which adds what it left unsent to the next gradient, does not get over it."""
+    hooks = ("none", "fp16", "powersgd")
+    runs: list[Told] = [
+        (
+            config(hook, model="mlp", epochs=8),
+            {"overflows": [40], "growth_interval": 100, "comm_hook": hook},
+        )
+        for hook in hooks
+    ]
+    results = {}
+    for hook, ranks in zip(hooks, on(2, runs, tmp_path), strict=True):
+        assert 40 in ranks[0].skipped_steps
+        assert ranks[0].skipped == ranks[1].skipped
+        results[hook] = ranks[0].result
+    for hook in ("none", "fp16"):
+        assert results[hook]["steps"] == 80
+        assert results[hook]["test_accuracy"] > 0.5
+    assert isinstance(results["powersgd"], DdpMnistError)
+    assert results["powersgd"].code == 7
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "no", "fp64"])
+def test_powersgd_is_refused_with_fp16(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "precision_in_effect", lambda *_: precision)
+    monkeypatch.setattr(runtime, "meet", Mock(side_effect=PeerError("went on")))
+    flags = Distribution(cpu=True, comm_hook="powersgd")
+    with pytest.raises(DdpMnistError) as told, runtime.start(flags, Launch()):
+        pass
+    if precision == "fp16":
+        assert isinstance(told.value, UsageError)
+        assert str(told.value).startswith("--comm-hook powersgd: ")
+        assert str(told.value).endswith("; add --mixed-precision bf16, or no")
+    else:
+        assert str(told.value) == "went on"
