@@ -29,15 +29,15 @@ from ddp_mnist import checkpoint, data, run_folder, runtime, train
 from ddp_mnist.config import Distribution, Recipe, Run, TrainConfig
 from ddp_mnist.errors import DdpMnistError, DivergedError, PeerError, UsageError
 from ddp_mnist.launch import Launch
-from ddp_mnist.local_world import free_port, run_world
+from ddp_mnist.local_world import LocalWorld, free_port
 from ddp_mnist.progress import Progress
 from ddp_mnist.proofs import just_train, resumed, train_until, weights_of, what_stays
 
 TRAIN_ROWS, VAL_ROWS, TEST_ROWS = 120, 30, 40
 BATCH, EPOCHS = 12, 3
 STEPS = EPOCHS * TRAIN_ROWS // BATCH
-FIRST_SCALE, GROWTH_INTERVAL = 2.0**16, 3
-OVERFLOWS = (5, 21)  # steps, from 0: before and after the interruption
+FIRST_SCALE, GROWTH_INTERVAL = 2.0**20, 5  # torch's 2**16 and 2,000 are for longer runs
+OVERFLOWS = (10, 21)  # steps, from 0: before and after the interruption
 INTERRUPTED = 12
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {"model": "mlp"},
@@ -45,7 +45,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "clipped": {"model": "mlp", "max_grad_norm": 0.5},
     "muon": {"model": "cnn", "optimizer": "muon"},
     "batchnorm": {"model": "cnn_bn"},
-    "patient": {"model": "mlp", "patience": 2, "epochs": 12, "lr": 0.03},
+    "patient": {"model": "mlp", "patience": 2, "epochs": 30, "lr": 0.03},
 }
 
 Told = tuple[TrainConfig, dict[str, Any]]  # a run, and the options of fp16_on_a_cpu
@@ -53,7 +53,7 @@ Told = tuple[TrainConfig, dict[str, Any]]  # a run, and the options of fp16_on_a
 
 def config(run_dir: str, **recipe: Any) -> TrainConfig:
     return TrainConfig(
-        Run(dataset="digits", run_dir=run_dir, log_every=4, quiet=True),
+        Run(dataset="digits", run_dir=run_dir, log_every=3, quiet=True),
         Recipe(**{"epochs": EPOCHS, "batch_size": BATCH, "val_size": VAL_ROWS, **recipe}),
         Distribution(cpu=True, dist_timeout=60),
     )
@@ -171,11 +171,14 @@ def train_in_turn(runs: list[Told], ports: list[int]) -> list[Seen]:
     return found
 
 
-def on(size: int, runs: list[Told], folder: Path) -> list[list[Seen]]:
-    """Per run what each rank saw."""
+def start(size: int, runs: list[Told], folder: Path) -> LocalWorld:
     ports = [free_port() for _ in runs]
-    ranks = run_world(size, train_in_turn, runs, ports, folder=folder)
-    return [list(seen) for seen in zip(*ranks, strict=True)]
+    return LocalWorld(size, train_in_turn, runs, ports, folder=folder)
+
+
+def seen_in(world: LocalWorld) -> list[list[Seen]]:
+    """Per run what each rank saw."""
+    return [list(ranks) for ranks in zip(*world.results(timeout_s=240), strict=True)]
 
 
 # --- Twelve kinds of run, unbroken and interrupted
@@ -198,18 +201,20 @@ class Pair:
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Pair]:
+    runs = list[Told]()
+    for kind, recipe in KINDS.items():
+        broken = config(f"{kind} interrupted", **recipe)
+        options: dict[str, Any] = {"overflows": OVERFLOWS}
+        runs += [(config(kind, **recipe), options), (broken, options | {"until": INTERRUPTED})]
+        runs += [(resumed(broken), options)]
+    folders = {size: tmp_path_factory.mktemp(f"on{size}") for size in (1, 2)}
+    worlds = {size: start(size, runs, folder) for size, folder in folders.items()}
     found = {}
-    for size in (1, 2):
-        folder, runs = tmp_path_factory.mktemp(f"on{size}"), list[Told]()
-        for kind, recipe in KINDS.items():
-            broken = config(f"{kind} interrupted", **recipe)
-            options: dict[str, Any] = {"overflows": OVERFLOWS}
-            runs += [(config(kind, **recipe), options), (broken, options | {"until": INTERRUPTED})]
-            runs += [(resumed(broken), options)]
-        seen = on(size, runs, folder)
+    for size, world in worlds.items():
+        seen = seen_in(world)
         for number, kind in enumerate(KINDS):
             unbroken, interrupted, again = seen[3 * number : 3 * number + 3]
-            found[kind, size] = Pair(unbroken, interrupted, again, folder, kind)
+            found[kind, size] = Pair(unbroken, interrupted, again, folders[size], kind)
     return found
 
 
@@ -281,7 +286,8 @@ def test_interrupted_and_resumed_is_unbroken_bit_for_bit(
     pair = pairs[kind, size]
     assert [seen.result.code for seen in pair.interrupted] == [143] * size
     for unbroken, first, second in zip(pair.unbroken, pair.interrupted, pair.resumed, strict=True):
-        assert INTERRUPTED < len(first.skipped) <= INTERRUPTED + 4  # the next log line
+        assert INTERRUPTED < len(first.skipped) <= INTERRUPTED + 3  # the next log line
+        assert scaler_after(first.skipped, GROWTH_INTERVAL) != (FIRST_SCALE, 0)
         assert second.result["resumed_from"] == [len(first.skipped)]
         assert first.skipped + second.skipped == unbroken.skipped
         assert first.scales + second.scales == unbroken.scales
@@ -314,16 +320,16 @@ def test_patience_keeps_the_weights_of_the_best_epoch(
 def test_fault_24_gradients_that_always_overflow_end_the_run_on_all_ranks(
     size: int, tmp_path: Path
 ) -> None:
-    told = config("run", model="mlp", epochs=EPOCHS + 1)
+    told = config("run", model="mlp")
     told = dataclasses.replace(told, run=dataclasses.replace(told.run, log_every=1))
-    [ranks] = on(size, [(told, {"overflows": range(5, 100), "growth_interval": 100})], tmp_path)
+    [ranks] = seen_in(start(size, [(told, {"overflows": range(STEPS)})], tmp_path))
     for seen in ranks:
-        assert seen.skipped_steps == list(range(5, 30))  # 25 in a row
+        assert seen.skipped_steps == list(range(25))
         assert seen.scales[-1] == FIRST_SCALE / 2**25
         assert seen.result.code == 7
     [spoken] = [seen.result for seen in ranks if seen.result.agreed]
     assert isinstance(spoken, DivergedError)
-    assert str(spoken).startswith("--lr 0.01: by step 30 the gradient is not a finite number any")
+    assert str(spoken).startswith("--lr 0.01: by step 25 the gradient is not a finite number any")
     status = run_folder.read_json(tmp_path / "run" / "status.json")
     assert (status["state"], status["exit_code"]) == ("failed", 7)
 
@@ -339,7 +345,7 @@ def test_comm_hooks_and_one_overflow(tmp_path: Path) -> None:
         for hook in hooks
     ]
     results = {}
-    for hook, ranks in zip(hooks, on(2, runs, tmp_path), strict=True):
+    for hook, ranks in zip(hooks, seen_in(start(2, runs, tmp_path)), strict=True):
         assert 40 in ranks[0].skipped_steps
         assert ranks[0].skipped == ranks[1].skipped
         results[hook] = ranks[0].result
