@@ -286,7 +286,7 @@ def test_interrupted_and_resumed_is_unbroken_bit_for_bit(
     pair = pairs[kind, size]
     assert [seen.result.code for seen in pair.interrupted] == [143] * size
     for unbroken, first, second in zip(pair.unbroken, pair.interrupted, pair.resumed, strict=True):
-        assert INTERRUPTED < len(first.skipped) <= INTERRUPTED + 3  # the next log line
+        assert INTERRUPTED < len(first.skipped) < len(unbroken.skipped)
         assert scaler_after(first.skipped, GROWTH_INTERVAL) != (FIRST_SCALE, 0)
         assert second.result["resumed_from"] == [len(first.skipped)]
         assert first.skipped + second.skipped == unbroken.skipped
