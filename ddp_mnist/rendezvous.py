@@ -56,6 +56,7 @@ class Board:
         served_by_launcher: the store goes with the launcher, else with rank 0.
         unreachable: nobody serves the store any more, or the link to it is dead.
         patience_s: how long one call of the store may take.
+        signalled: time.monotonic() when a stop signal came to this process; None before.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class Board:
         self.served_by_launcher = served_by_launcher
         self.unreachable = False
         self.patience_s = patience_s
+        self.signalled: float | None = None
         self._went = False
 
     def ask(self, method: str, *args: Any) -> Any:
@@ -194,6 +196,7 @@ class Board:
         """
         self.patience_s = min(self.patience_s, 3.0)  # the time-out has passed already
         try:
+            self.post("roll call", True)
             self.post(f"survivor/{self.rank}", True)
             deadline = time.monotonic() + patience_s
             while time.monotonic() < deadline:
@@ -205,6 +208,15 @@ class Board:
         except RuntimeError:
             self.lost = [] if self.served_by_launcher else [0]
         return self.lost
+
+    def answers_roll_call(self) -> bool:
+        """Whether a rank is looking for silent ones; then this one has answered."""
+        try:
+            if called := self.has("roll call"):
+                self.post(f"survivor/{self.rank}", True)
+        except RuntimeError:
+            return False
+        return called
 
 
 def first_cause(board: Board, error: BaseException) -> BaseException:

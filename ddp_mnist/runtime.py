@@ -17,7 +17,7 @@ import textwrap
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -35,6 +35,7 @@ from accelerate.utils import (
     is_lomo_available,
 )
 
+from ddp_mnist import nccl
 from ddp_mnist.config import Distribution
 from ddp_mnist.errors import PeerError, UsageError
 from ddp_mnist.hardware import cores
@@ -135,7 +136,7 @@ def start(
                 )
                 form_group(board, backend, place, flags.dist_timeout)
             tell_accelerate(launch, place)
-            accelerator = make_accelerator(flags, device, backend, precision)
+            accelerator = make_accelerator(flags, device, backend, precision, board)
             refuse_loner(launch, accelerator)
             yield World(
                 accelerator=accelerator,
@@ -148,7 +149,7 @@ def start(
             )
             board.leave()
     finally:
-        end()
+        end(in_order=True)
         gc.unfreeze()
 
 
@@ -188,21 +189,33 @@ def signals_ignored() -> Iterator[None]:
             signal.signal(each, handler)
 
 
-def end() -> None:
+def end(*, in_order: bool = False) -> None:
     """Drops DDP's reducer before the group: the other way round a gloo thread may abort at exit.
 
     The frames that held the model are gone by now, or cleared.
+
+    Args:
+        in_order: all ranks have come to their end; else NCCL's collectives may wait for a lost one.
     """
-    if dist.is_initialized():
-        gc.collect()
+    if not dist.is_initialized() or dist.group.WORLD in nccl.aborted:
+        return
+    gc.collect()
+    if dist.get_backend() == "nccl" and not in_order:
+        nccl.abort()
+    else:
         dist.destroy_process_group()
 
 
-def make_accelerator(flags: Distribution, device: str, backend: str, precision: str) -> Accelerator:
+def make_accelerator(
+    flags: Distribution, device: str, backend: str, precision: str, board: Board
+) -> Accelerator:
     # Its optimizer looks for a package on the disk twice in each step: half a millisecond, and on a
     # cluster's network disk all ranks at once. One look is enough.
     accelerate.optimizer.is_lomo_available = functools.cache(is_lomo_available)
-    return Accelerator(
+    kind: Callable[..., Accelerator] = Accelerator
+    if backend == "nccl":
+        kind = functools.partial(nccl.NcclAccelerator, board, flags.dist_timeout)
+    return kind(
         cpu=device == "cpu",
         mixed_precision="no" if precision == "fp64" else precision,
         dataloader_config=DataLoaderConfiguration(split_batches=True, non_blocking=True),
@@ -361,6 +374,7 @@ def form_group(board: Board, backend: str, place: Place, timeout_s: float) -> No
     if backend == "nccl":
         options["device_id"] = torch.device("cuda", place.local_rank % torch.cuda.device_count())
     outcome: list[RuntimeError | None] = []
+    collectives_s = timeout_s + (nccl.WATCHDOG_LAST_S if backend == "nccl" else 0)
 
     def connect() -> None:
         try:
@@ -369,7 +383,7 @@ def form_group(board: Board, backend: str, place: Place, timeout_s: float) -> No
                 store=dist.PrefixStore("group", board.store),
                 rank=board.rank,
                 world_size=board.world_size,
-                timeout=timedelta(seconds=timeout_s),
+                timeout=timedelta(seconds=collectives_s),
                 **options,
             )
             outcome.append(None)

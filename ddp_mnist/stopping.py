@@ -10,12 +10,14 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import torch
 from accelerate import Accelerator
 
 from ddp_mnist.errors import FailedElsewhere, Preempted
+from ddp_mnist.rendezvous import Board
 
 # What a rank adds to the all-reduced sum. In float64 it tells apart the signals of 4,096 ranks.
 WEIGHTS: dict[int, float] = {signal.SIGTERM: 1.0, signal.SIGUSR1: 2.0**20, signal.SIGINT: 2.0**40}
@@ -70,7 +72,7 @@ class StopSignals:
 
 
 @contextlib.contextmanager
-def listen(has_launcher: bool = True) -> Iterator[StopSignals]:
+def listen(has_launcher: bool = True, board: Board | None = None) -> Iterator[StopSignals]:
     """From here on the stop signals are noted, also while the main thread waits in a collective.
 
     A Python handler would run when the collective returns, up to the time-out later; the byte
@@ -79,6 +81,7 @@ def listen(has_launcher: bool = True) -> Iterator[StopSignals]:
     Args:
         has_launcher: after an error the signals stay ignored, so that a launcher that ends the
             other workers cannot cut this one's last line short.
+        board: is told when a signal came.
     """
     stop = StopSignals()
     if threading.current_thread() is not threading.main_thread():
@@ -90,6 +93,8 @@ def listen(has_launcher: bool = True) -> Iterator[StopSignals]:
     def watch() -> None:
         while byte := reader.recv(1):
             stop.note(byte[0])
+            if board and stop.weight:
+                board.signalled = board.signalled or time.monotonic()
         reader.close()
 
     threading.Thread(target=watch, daemon=True).start()

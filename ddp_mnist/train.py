@@ -47,7 +47,7 @@ def train(config: TrainConfig, launch: Launch) -> dict[str, Any]:
             screen.say(found["finished"])
             return {}
         config, images = resolve(config, found, world, screen)
-        with stopping.listen(launch.child_of_launcher) as stop:
+        with stopping.listen(launch.child_of_launcher, world.board) as stop:
             rendezvous.check_same(world.board, summary.facts(config, world, images))
             if config.run.dry_run:
                 screen.say(summary.plan(config, world, images, None))

@@ -522,7 +522,8 @@ def test_an_interrupt_on_one_rank_ends_the_other(tmp_path: Path) -> None:
 
 
 def test_the_optimizer_does_not_look_for_a_package_in_each_step() -> None:
-    runtime.make_accelerator(Distribution(), "cpu", "none", "no")
+    board = Board(dist.HashStore(), 0, 1)
+    runtime.make_accelerator(Distribution(), "cpu", "none", "no", board)
     accelerate.optimizer.is_lomo_available()
     with patch("importlib.util.find_spec") as look:
         assert not accelerate.optimizer.is_lomo_available()

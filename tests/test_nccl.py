@@ -1,0 +1,357 @@
+"""NCCL's waits and end without a GPU: CUDA's event, the collectives and the group are stand-ins."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock, patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+
+from ddp_mnist import nccl, run_folder, runtime
+from ddp_mnist.config import Distribution
+from ddp_mnist.errors import FailedElsewhere, PeerError
+from ddp_mnist.local_world import LocalWorld
+from ddp_mnist.nccl import NcclAccelerator
+from ddp_mnist.proofs import just_train, proof_config
+from ddp_mnist.rendezvous import Board
+
+# What is promised, and more where others use the machine at the same time.
+SECONDS = 5 * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+
+
+class Clock:
+    """Time that passes in sleep alone, and there by 1 us at the least."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.sleeps = 0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += max(seconds, 1e-6)
+        self.sleeps += 1
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(nccl, "time", clock)
+    monkeypatch.setattr(nccl, "error_of_the_group", lambda: "SUCCESS")
+    return clock
+
+
+def waiting(clock: Clock, gpu_s: float, timeout_s: float = 300.0) -> NcclAccelerator:
+    """Rank 0's of two, whose GPU is done after so many seconds."""
+    accelerator = object.__new__(NcclAccelerator)
+    accelerator.board, accelerator.timeout_s = Board(dist.HashStore(), 0, 2), timeout_s
+    done_at = clock.now + gpu_s
+    event = SimpleNamespace(record=Mock(), query=lambda: clock.now >= done_at)
+    accelerator.new_event = lambda: event  # type: ignore[method-assign, assignment]
+    return accelerator
+
+
+# --- One wait
+
+
+@pytest.mark.parametrize(
+    ("gpu_s", "late_s", "queries"),
+    [(0.0, 0.0, 0), (0.001, 2e-6, 1_100), (0.05, 60e-6, 3_100), (2.0, 1.1e-3, 6_000)],
+)
+def test_a_wait_ends_soon_after_the_gpu_is_done(
+    gpu_s: float, late_s: float, queries: int, clock: Clock
+) -> None:
+    accelerator = waiting(clock, gpu_s)
+    began = clock.now
+    accelerator.wait_for_gpu()
+    assert gpu_s <= clock.now - began + 1e-9 <= gpu_s + late_s + 1e-8
+    assert clock.sleeps <= queries
+
+
+def test_the_store_is_asked_twice_a_second_and_not_in_a_short_wait(clock: Clock) -> None:
+    for gpu_s, looks in ((0.4, 0), (0.6, 1), (10.3, 20)):
+        accelerator = waiting(clock, gpu_s)
+        with patch.object(accelerator.board, "failure", return_value=None) as asked:
+            accelerator.wait_for_gpu()
+        assert asked.call_count == looks
+
+
+def ends(accelerator: NcclAccelerator, error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=says):
+        accelerator.wait_for_gpu()
+
+
+def test_a_wait_ends_at_the_timeout(clock: Clock) -> None:
+    began = clock.now
+    ends(waiting(clock, 1e6, timeout_s=20), dist.DistBackendError, "^timed out: .* within 20 s$")
+    assert 20 <= clock.now - began <= 20.6
+    waiting(clock, 19.0, timeout_s=20).wait_for_gpu()
+
+
+def test_a_wait_ends_when_another_rank_has_failed(clock: Clock) -> None:
+    accelerator = waiting(clock, 1e6)
+    other = Board(accelerator.board.store, 1, 2)
+    other.claim_failure("a bug", 1)
+    began = clock.now
+    ends(accelerator, FailedElsewhere, "^a bug$")
+    assert clock.now - began <= 0.6
+
+
+def test_a_wait_ends_when_another_rank_looks_for_the_lost(clock: Clock) -> None:
+    accelerator = waiting(clock, 1e6)
+    other = Board(accelerator.board.store, 1, 2)
+    found: list[list[int]] = []
+    looks = threading.Thread(target=lambda: found.append(other.silent_ranks()))
+    looks.start()
+    while not other.has("survivor/1"):
+        time.sleep(0.001)
+    ends(accelerator, dist.DistBackendError, "^another rank lost a connection$")
+    looks.join()
+    assert found == [[]]  # this one has answered
+
+
+@pytest.mark.parametrize("broken", ["COMM_ERROR", "TIMEOUT", "REMOTE_ERROR"])
+def test_a_wait_ends_when_the_watchdog_saw_an_error(
+    broken: str, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nccl, "error_of_the_group", lambda: broken)
+    began = clock.now
+    ends(waiting(clock, 1e6), dist.DistBackendError, f"connection is broken: {broken}$")
+    assert clock.now - began <= 0.6
+
+
+def test_a_wait_ends_when_the_store_is_gone(clock: Clock) -> None:
+    accelerator = waiting(clock, 1e6)
+    accelerator.board.store = Mock(check=Mock(side_effect=RuntimeError("reset by peer")))
+    began = clock.now
+    ends(accelerator, dist.DistBackendError, "^the connection to the main address is gone$")
+    assert clock.now - began <= 0.6
+
+
+@pytest.mark.parametrize("before_s", [100.0, 0.0, -2.0])
+def test_a_wait_ends_some_seconds_after_a_stop_signal(before_s: float, clock: Clock) -> None:
+    """It came before the wait began, or in it; if all ranks are there, the wait is over by then."""
+    accelerator = waiting(clock, 1e6)
+    accelerator.board.signalled = clock.now - before_s
+    expected = clock.now + max(0.0, -before_s) + nccl.AFTER_SIGNAL_S
+    ends(accelerator, dist.DistBackendError, "^a stop signal came, and the connection is silent ")
+    assert expected <= clock.now <= expected + 0.6
+    accelerator = waiting(clock, nccl.AFTER_SIGNAL_S - 0.1)
+    accelerator.board.signalled = clock.now - before_s
+    accelerator.wait_for_gpu()
+
+
+def test_the_host_waits_wherever_it_is_about_to_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    happened: list[str] = []
+
+    def named(name: str) -> Any:
+        return lambda *_, **__: happened.append(name) or name
+
+    for name in ("reduce", "gather", "backward"):
+        monkeypatch.setattr(Accelerator, name, named(name))
+    monkeypatch.setattr(Accelerator, "sync_gradients", True, raising=False)
+    accelerator = object.__new__(NcclAccelerator)
+    accelerator.wait_for_gpu = named("wait")  # type: ignore[method-assign]
+    accelerator.scaler = None
+    assert accelerator.reduce(torch.ones(1)) == "reduce"
+    assert accelerator.gather((torch.ones(1),)) == "gather"
+    accelerator.backward(torch.ones(1))  # nobody reads anything: the GPU may lag behind
+    accelerator.scaler = torch.amp.GradScaler("cpu")
+    accelerator.backward(torch.ones(1))
+    monkeypatch.setattr(Accelerator, "sync_gradients", False)
+    accelerator.backward(torch.ones(1))  # a part of a step
+    waits = "reduce wait gather wait backward backward wait backward"
+    assert happened == waits.split()
+
+
+# --- A run that loses a rank
+
+
+def train_beside(who: int, how: str, timeout_s: float) -> tuple[Exception, float]:
+    """Rank `who` fails as it comes to its fifth all-reduce, in which the others' GPUs wait."""
+    make_accelerator, reduce = runtime.make_accelerator, Accelerator.reduce
+    rank, reduces, stuck = int(os.environ["RANK"]), [0], [0.0]
+
+    class Event:
+        def record(self) -> None: ...
+
+        def query(self) -> bool:
+            return not stuck[0]
+
+    class StandIn(NcclAccelerator):
+        new_event = Event
+
+    def accelerator(flags: Distribution, *args: Any) -> Accelerator:
+        def stand_in(**options: Any) -> Accelerator:
+            return StandIn(args[-1], flags.dist_timeout, **options)
+
+        with patch.object(runtime, "Accelerator", stand_in):
+            return make_accelerator(flags, *args)
+
+    def enqueue(self: Accelerator, tensor: torch.Tensor, *args: Any) -> Any:
+        reduces[0] += 1
+        if reduces[0] < 5:
+            return reduce(self, tensor, *args)
+        if rank == who:
+            fail(how, timeout_s)
+        stuck[0] = time.monotonic()
+        if how == "killed, one is told" and rank == 2:
+            os.kill(os.getpid(), signal.SIGTERM)  # by the launcher of its node
+        return tensor
+
+    def error_of_the_group() -> str:
+        return "COMM_ERROR" if how == "killed, NCCL sees it" and stuck[0] else "SUCCESS"
+
+    told = proof_config(model="mlp")
+    told = dataclasses.replace(
+        told, distribution=dataclasses.replace(told.distribution, dist_timeout=timeout_s)
+    )
+    with (
+        patch.object(runtime, "make_accelerator", accelerator),
+        patch.object(Accelerator, "reduce", enqueue),
+        patch.object(nccl, "error_of_the_group", error_of_the_group),
+        patch.object(nccl, "AFTER_SIGNAL_S", 1.0),
+        pytest.raises(Exception) as ended,
+    ):
+        just_train(told)
+    return ended.value.with_traceback(None), time.monotonic() - stuck[0]
+
+
+def fail(how: str, timeout_s: float) -> None:
+    if how.startswith("killed"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "frozen":
+        time.sleep(timeout_s + 20)
+        os._exit(0)
+    raise ZeroDivisionError("a bug")
+
+
+@pytest.mark.parametrize(
+    ("size", "who", "how", "timeout_s"),
+    [
+        (3, 1, "killed, one is told", 60.0),
+        (2, 1, "killed, NCCL sees it", 60.0),
+        (2, 0, "killed with the store", 60.0),
+        (3, 1, "killed, nobody is told", 3.0),
+    ],
+)
+def test_fault_01_a_rank_that_is_lost_is_named_in_one_line(
+    size: int, who: int, how: str, timeout_s: float, tmp_path: Path
+) -> None:
+    outcomes = LocalWorld(size, train_beside, who, how, timeout_s, folder=tmp_path).outcomes()
+    del outcomes[who]
+    errors = [error for error, _ in outcomes]
+    assert [error.code for error in errors] == [6] * (size - 1)
+    waited_for = timeout_s if timeout_s == 3 else 0
+    assert max(seconds for _, seconds in outcomes) < waited_for + SECONDS
+    [told] = [error for error in errors if error.agreed]
+    assert isinstance(told, PeerError)
+    assert str(told).startswith(f"lost contact with rank {who} of {size} (")
+    assert {str(error) for error in errors} == {str(told)}
+    if who:  # else nobody is left who writes it
+        status = run_folder.read_json(tmp_path / "run" / "status.json")
+        assert (status["state"], status["exit_code"]) == ("failed", 6)
+        assert status["error"] == str(told)
+
+
+def test_fault_21_a_bug_on_one_rank_ends_the_others(tmp_path: Path) -> None:
+    outcomes = LocalWorld(3, train_beside, 1, "raises", 60.0, folder=tmp_path).outcomes()
+    bug, _ = outcomes.pop(1)
+    assert isinstance(bug, ZeroDivisionError)
+    for error, seconds in outcomes:
+        assert isinstance(error, FailedElsewhere)
+        assert (str(error), error.code) == ("a bug", 1)
+        assert seconds < SECONDS
+
+
+# --- The group's begin and end
+
+
+@pytest.mark.parametrize(("backend", "seconds"), [("gloo", 20.0), ("nccl", 50.0)])
+def test_the_watchdogs_timeout_is_later_than_the_waits(
+    backend: str, seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    init = Mock()
+    monkeypatch.setattr(dist, "init_process_group", init)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    board = Board(dist.HashStore(), 0, 1)
+    runtime.form_group(board, backend, runtime.Place(0, 1, 1), 20.0)
+    assert init.call_args.kwargs["timeout"] == timedelta(seconds=seconds)
+
+
+def test_only_nccl_has_an_accelerator_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    of_nccl, usual = Mock(), Mock()
+    monkeypatch.setattr(nccl, "NcclAccelerator", of_nccl)
+    monkeypatch.setattr(runtime, "Accelerator", usual)
+    board = Board(dist.HashStore(), 0, 1)
+    for backend, device in (("none", "cpu"), ("gloo", "cpu"), ("none", "cuda"), ("gloo", "cuda")):
+        runtime.make_accelerator(Distribution(), device, backend, "no", board)
+    assert (usual.call_count, of_nccl.call_count) == (4, 0)
+    runtime.make_accelerator(Distribution(dist_timeout=7), "cuda", "nccl", "fp16", board)
+    assert of_nccl.call_args.args == (board, 7)
+    assert of_nccl.call_args.kwargs["mixed_precision"] == "fp16"
+
+
+class Group:
+    """One whose collectives wait for a lost peer: its end is told to `calls`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+        self.calls: list[str] = []
+        self.hangs = threading.Event()
+        self.hangs.set()
+        found = SimpleNamespace(
+            is_initialized=lambda: True,
+            get_backend=lambda: backend,
+            destroy_process_group=lambda: self.calls.append("destroy"),
+            group=SimpleNamespace(WORLD=self),
+        )
+        monkeypatch.setattr(runtime, "dist", found)
+        monkeypatch.setattr(nccl, "dist", found)
+        monkeypatch.setattr(nccl, "aborted", [])
+
+    def abort(self) -> None:
+        self.calls.append("abort")
+        self.hangs.wait(60)
+
+
+def test_after_an_error_nccl_is_aborted_once_and_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    group = Group(monkeypatch, "nccl")
+    for in_order in (False, False, True):  # each place that ends it after an error
+        runtime.end(in_order=in_order)
+    assert group.calls == ["abort"]
+    assert nccl.aborted == [group]
+
+
+def test_an_abort_that_hangs_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nccl, "ABORT_S", 0.05)
+    group = Group(monkeypatch, "nccl")
+    group.hangs.clear()
+    began = time.monotonic()
+    runtime.end()
+    runtime.end(in_order=True)
+    assert time.monotonic() - began < 2
+    assert group.calls == ["abort"]
+    group.hangs.set()
+
+
+@pytest.mark.parametrize(("backend", "in_order"), [("nccl", True), ("gloo", True), ("gloo", False)])
+def test_any_other_end_is_a_destroy(
+    backend: str, in_order: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = Group(monkeypatch, backend)
+    runtime.end(in_order=in_order)
+    assert group.calls == ["destroy"]
