@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ class NcclAccelerator(Accelerator):
         options: the Accelerator's.
     """
 
-    new_event = staticmethod(torch.cuda.Event)
+    new_event: Callable[[], Any] = torch.cuda.Event
 
     def __init__(self, board: Board, timeout_s: float, **options: Any) -> None:
         super().__init__(**options)
@@ -96,7 +97,7 @@ class NcclAccelerator(Accelerator):
             raise dist.DistBackendError("another rank lost a connection")
         now, signalled = time.monotonic(), self.board.signalled
         if signalled is not None and now - max(began, signalled) > AFTER_SIGNAL_S:
-            raise dist.DistBackendError("a stop signal came, and the connection is silent since")
+            raise dist.DistBackendError(f"timed out: {AFTER_SIGNAL_S:g} s after a stop signal")
         if now - began > self.timeout_s:
             raise dist.DistBackendError(f"timed out: no answer within {self.timeout_s:g} s")
 

@@ -12,12 +12,15 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from accelerate import Accelerator
 
 from ddp_mnist.errors import FailedElsewhere, Preempted
-from ddp_mnist.rendezvous import Board
+
+if TYPE_CHECKING:
+    from ddp_mnist.rendezvous import Board
 
 # What a rank adds to the all-reduced sum. In float64 it tells apart the signals of 4,096 ranks.
 WEIGHTS: dict[int, float] = {signal.SIGTERM: 1.0, signal.SIGUSR1: 2.0**20, signal.SIGINT: 2.0**40}

@@ -148,7 +148,8 @@ def train_in(
             progress.stepped(skipped=accelerator.optimizer_step_was_skipped)
             profiler.step(progress.step)
 
-            # --- Now and then all ranks add up what they saw: the loop's one synchronisation
+            # --- Now and then all ranks add up what they saw: the loop's one synchronisation, but
+            # for fp16's loss scaler, which reads in each step whether the gradient overflowed
             end_of_epoch = progress.step == first_step + batches.steps_per_epoch
             log = end_of_epoch or progress.step % config.run.log_every == 0
             checkpoint_is_due = progress.step % config.run.checkpoint_every == 0

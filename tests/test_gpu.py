@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
 from ddp_mnist import run_folder
-from tests.commands import ACCELERATE, CONFIGS, TORCHRUN, TRAIN, python
+from tests.chaos import wait_for_checkpoint
+from tests.commands import ACCELERATE, CONFIGS, TORCHRUN, TRAIN, Started, python
 
 pytestmark = [
     pytest.mark.gpu,
@@ -50,6 +53,22 @@ def test_more_processes_than_gpus_with_nccl_are_refused(tmp_path: Path) -> None:
     ended = python(*TORCHRUN, "--nproc-per-node", processes, *DIGITS, folder=tmp_path)
     [line] = ended.error_lines
     assert "share a GPU with --backend gloo" in line
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_fault_01_a_worker_killed_over_nccl_ends_the_other_with_code_6(tmp_path: Path) -> None:
+    arguments = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", *DIGITS, "--epochs", "5000"]
+    started = Started([*arguments, "--checkpoint-every", "5"], tmp_path)
+    wait_for_checkpoint(tmp_path / "run")
+    _, killed = psutil.Process(started.process.pid).children()
+    killed.kill()
+    began = time.monotonic()
+    ended = started.ended()
+    assert time.monotonic() - began < 30  # when the launcher would kill the other one
+    status = run_folder.read_json(tmp_path / "run" / "status.json")
+    assert (status["state"], status["exit_code"]) == ("failed", 6)
+    [line] = ended.error_lines
+    assert line.startswith("ddp-mnist: error: lost contact with rank 1 of 2 (")
 
 
 def test_a_cpu_config_uses_no_gpu(tmp_path: Path) -> None:

@@ -13,9 +13,11 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from ddp_mnist import stopping
 from ddp_mnist.errors import FailedElsewhere, Preempted, StorageError
+from ddp_mnist.rendezvous import Board
 from ddp_mnist.stopping import WEIGHTS, StopSignals, listen
 from tests.commands import Started
 
@@ -238,6 +240,22 @@ def test_a_signal_is_noted_and_nothing_else_happens(number: signal.Signals) -> N
         os.kill(os.getpid(), number)
         until(lambda: stop.weight)
         assert stop.weight == WEIGHTS[number]
+
+
+@pytest.mark.usefixtures("before")
+def test_the_board_is_told_when_the_first_signal_came() -> None:
+    board = Board(dist.HashStore(), 0, 1)
+    with listen(board=board) as stop:
+        assert board.signalled is None
+        began = time.monotonic()
+        os.kill(os.getpid(), TERM)
+        until(lambda: board.signalled)
+        first = board.signalled
+        assert first is not None
+        assert began <= first <= time.monotonic()
+        os.kill(os.getpid(), INT)
+        until(lambda: stop.weight == WEIGHTS[INT])
+        assert board.signalled == first
 
 
 @pytest.mark.usefixtures("before")
