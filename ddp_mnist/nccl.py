@@ -88,18 +88,24 @@ class NcclAccelerator(Accelerator):
     def _look(self, began: float) -> None:
         """Raises what `wait_for_gpu` does if there is a reason not to wait any longer."""
         self.board.raise_if_failed()
-        error = error_of_the_group()
-        if error != "SUCCESS":
-            raise dist.DistBackendError(f"NCCL's connection is broken: {error}")
+        if reason := self._reason_to_end(began):
+            self.board.answer_roll_call()
+            raise dist.DistBackendError(reason)
+
+    def _reason_to_end(self, began: float) -> str | None:
+        """In words by which runtime knows a lost peer, as gloo's."""
+        if (error := error_of_the_group()) != "SUCCESS":
+            return f"NCCL's connection is broken: {error}"
+        if self.board.roll_is_called():
+            return "another rank lost a connection"
         if self.board.unreachable:
-            raise dist.DistBackendError("the connection to the main address is gone")
-        if self.board.answers_roll_call():
-            raise dist.DistBackendError("another rank lost a connection")
+            return "the connection to the main address is gone"
         now, signalled = time.monotonic(), self.board.signalled
         if signalled is not None and now - max(began, signalled) > AFTER_SIGNAL_S:
-            raise dist.DistBackendError(f"timed out: {AFTER_SIGNAL_S:g} s after a stop signal")
+            return f"timed out: {AFTER_SIGNAL_S:g} s after a stop signal"
         if now - began > self.timeout_s:
-            raise dist.DistBackendError(f"timed out: no answer within {self.timeout_s:g} s")
+            return f"timed out: no answer within {self.timeout_s:g} s"
+        return None
 
 
 def error_of_the_group() -> str:

@@ -209,14 +209,16 @@ class Board:
             self.lost = [] if self.served_by_launcher else [0]
         return self.lost
 
-    def answers_roll_call(self) -> bool:
-        """Whether a rank is looking for silent ones; then this one has answered."""
-        try:
-            if called := self.has("roll call"):
-                self.post(f"survivor/{self.rank}", True)
-        except RuntimeError:
-            return False
-        return called
+    def roll_is_called(self) -> bool:
+        """Whether a rank is looking for silent ones, for which all have to answer."""
+        with contextlib.suppress(RuntimeError):
+            return self.has("roll call")
+        return False
+
+    def answer_roll_call(self) -> None:
+        """Also before it is called, by a rank that is about to be busy with its own end."""
+        with contextlib.suppress(RuntimeError):
+            self.post(f"survivor/{self.rank}", True)
 
 
 def first_cause(board: Board, error: BaseException) -> BaseException:

@@ -95,8 +95,10 @@ def ends(accelerator: NcclAccelerator, error: type[Exception], says: str) -> Non
 
 def test_a_wait_ends_at_the_timeout(clock: Clock) -> None:
     began = clock.now
-    ends(waiting(clock, 1e6, timeout_s=20), dist.DistBackendError, "^timed out: .* within 20 s$")
+    accelerator = waiting(clock, 1e6, timeout_s=20)
+    ends(accelerator, dist.DistBackendError, "^timed out: .* within 20 s$")
     assert 20 <= clock.now - began <= 20.6
+    assert accelerator.board.has("survivor/0")  # it may be busy with its end when others ask
     waiting(clock, 19.0, timeout_s=20).wait_for_gpu()
 
 
@@ -281,6 +283,17 @@ def test_fault_21_a_bug_on_one_rank_ends_the_others(tmp_path: Path) -> None:
 
 
 # --- The group's begin and end
+
+
+@pytest.mark.skipif(not dist.is_nccl_available(), reason="this torch has no NCCL")
+def test_torch_has_what_only_a_gpu_would_call() -> None:
+    assert callable(dist.ProcessGroup.abort)
+    assert callable(dist.ProcessGroup._get_backend)
+    assert callable(dist.ProcessGroupNCCL.get_error)
+    from torch._C._distributed_c10d import ErrorType
+
+    assert ErrorType.SUCCESS.name == "SUCCESS"
+    assert issubclass(dist.DistBackendError, RuntimeError)
 
 
 @pytest.mark.parametrize(("backend", "seconds"), [("gloo", 20.0), ("nccl", 50.0)])
