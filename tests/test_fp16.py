@@ -13,6 +13,8 @@ import dataclasses
 import itertools
 import math
 import os
+import signal
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,7 +33,7 @@ from ddp_mnist.errors import DdpMnistError, DivergedError, PeerError, UsageError
 from ddp_mnist.launch import Launch
 from ddp_mnist.local_world import LocalWorld, free_port
 from ddp_mnist.progress import Progress
-from ddp_mnist.proofs import just_train, resumed, train_until, weights_of, what_stays
+from ddp_mnist.proofs import just_train, resumed, weights_of, what_stays
 
 TRAIN_ROWS, VAL_ROWS, TEST_ROWS = 120, 30, 40
 BATCH, EPOCHS = 12, 3
@@ -85,13 +87,23 @@ class Seen:
 
 @contextlib.contextmanager
 def fp16_on_a_cpu(
-    overflows: Any = (), growth_interval: int = GROWTH_INTERVAL, comm_hook: str = "none"
+    overflows: Any = (),
+    until: int | None = None,
+    growth_interval: int = GROWTH_INTERVAL,
+    comm_hook: str = "none",
 ) -> Iterator[Seen]:
-    """What is trained within computes as on a GPU; the last rank overflows at some steps."""
+    """What is trained within computes as on a GPU.
+
+    Args:
+        overflows: steps at which a gradient of the last rank is infinite.
+        until: the step at which the last rank gets SIGTERM.
+        growth_interval: steps after which the scale doubles.
+        comm_hook: --comm-hook, without what refuses it.
+    """
     make_accelerator, make_optimizer = runtime.make_accelerator, train.make_optimizer
     load, rate_of, stepped = data.load, train.learning_rate, Progress.stepped
     seen, step, scalers = Seen(), [-1], list[torch.amp.GradScaler]()
-    overflows_here = os.environ.get("RANK", "0") == str(int(os.environ.get("WORLD_SIZE", 1)) - 1)
+    is_last = os.environ.get("RANK", "0") == str(int(os.environ.get("WORLD_SIZE", 1)) - 1)
 
     def accelerator(flags: Distribution, *args: Any) -> Accelerator:
         made = make_accelerator(dataclasses.replace(flags, comm_hook=comm_hook), *args)
@@ -110,7 +122,7 @@ def fp16_on_a_cpu(
         first.register_hook(
             lambda gradient: (
                 torch.full_like(gradient, math.inf)
-                if overflows_here and step[0] in overflows
+                if is_last and step[0] in overflows
                 else gradient
             )
         )
@@ -121,6 +133,9 @@ def fp16_on_a_cpu(
 
     def rate(now: int, *args: Any) -> float:
         step[0] = now
+        if is_last and now == until:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.1)  # for the thread that notes it, on a busy machine
         return rate_of(now, *args)
 
     def watched(progress: Progress, skipped: bool) -> None:
@@ -150,19 +165,14 @@ def fp16_on_a_cpu(
 
 
 def train_in_turn(runs: list[Told], ports: list[int]) -> list[Seen]:
-    """One rank's part in several runs. `until` among a run's options is the step of a SIGTERM."""
+    """One rank's part in several runs."""
     found = []
     for (told, options), port in zip(runs, ports, strict=True):
-        options = dict(options)
-        until = options.pop("until", None)
         if "MASTER_PORT" in os.environ:
             os.environ["MASTER_PORT"] = str(port)
         with fp16_on_a_cpu(**options) as seen:
             try:
-                if until is None:
-                    seen.result = just_train(told)
-                else:
-                    train_until(told, until, by=int(os.environ.get("WORLD_SIZE", 1)) - 1)
+                seen.result = just_train(told)
             except DdpMnistError as error:
                 seen.result = error.with_traceback(None)
         found.append(seen)
