@@ -58,7 +58,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	touch $@
 
 train: $(READY) ## Train with the best set-up of this machine: its GPUs, else two CPU processes
-	@gpus=$$($(PY) -c 'import torch; print(torch.cuda.device_count())') && \
+	@gpus=$$($(PY) -c 'from ddp_mnist.hardware import gpus; print(gpus())') && \
 	if [ "$$gpus" -gt 1 ]; then set -- multi_gpu.yaml --num_processes $$gpus $(TRAIN); \
 	elif [ "$$gpus" -eq 1 ]; then set -- single_gpu.yaml $(TRAIN); \
 	else set -- multi_cpu.yaml --num_processes $(PROCESSES) $(TRAIN) --mixed-precision auto; fi; \

@@ -27,6 +27,26 @@ def cpu_model() -> str:
     return platform.machine()
 
 
+def gpus() -> int:
+    """GPUs that torch can compute on here.
+
+    Its own count comes from the management library, which counts them under a driver that is too
+    old for this torch as well.
+    """
+    import torch  # only who asks for GPUs waits for it
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def hide_gpus() -> None:
+    """From this process and those that it starts. CUDA reads it when it is first asked anything.
+
+    An optimizer's step on a CPU would open a GPU that torch sees, which fails if that is broken or
+    belongs to another process alone.
+    """
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 def cores() -> int:
     """Cores that this process may keep busy: of its affinity, what the quota allows; at least 1."""
     can_tell = hasattr(os, "sched_getaffinity")

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from ddp_mnist import hardware
 from ddp_mnist.config import Distribution
 from ddp_mnist.errors import CheckFailed, UsageError, run_program
 from ddp_mnist.launch import CONFIGS
@@ -96,9 +97,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def make_node(flags: argparse.Namespace) -> Node:
-    import torch
-
-    gpus = torch.cuda.device_count()
+    gpus = hardware.gpus()
     num_machines = whole_number("NUM_MACHINES", flags.num_machines or "2", least=1)
     rank = whole_number("MACHINE_RANK", flags.machine_rank, least=0)
     if rank >= num_machines:

@@ -31,6 +31,17 @@ LONGEST = (
 )
 
 
+def asked_for(marker: str, config: pytest.Config) -> bool:
+    expression = config.option.markexpr or ""
+    return marker in expression and f"not {marker}" not in expression
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """On a machine with GPUs the tests are the same, on its CPU, but for those that ask for one."""
+    if not asked_for("gpu", config):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest files first, so that two workers end at about the same time."""
     items.sort(key=lambda item: item.path.name not in LONGEST)
@@ -38,7 +49,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     """After the long tests: how often each fault was tried, and how often we held."""
-    if "soak" not in (config.option.markexpr or "") or "not soak" in config.option.markexpr:
+    if not asked_for("soak", config):
         return
     tried: Counter[str] = Counter()
     held: Counter[str] = Counter()

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from ddp_mnist import hardware
 
@@ -49,6 +50,17 @@ def test_a_container_has_the_cores_of_its_quota(groups: Path, quota: int, cores:
     write(groups, own="0::/", cpu__max=f"{quota} 100000")
     assert hardware.cpu_quota() == quota / 100000
     assert hardware.cores() == cores
+
+
+@pytest.mark.parametrize(
+    ("counted", "available", "found"), [(0, False, 0), (2, True, 2), (2, False, 0)]
+)
+def test_a_gpu_under_a_driver_that_is_too_old_is_none(
+    counted: int, available: bool, found: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: counted)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
+    assert hardware.gpus() == found
 
 
 def test_files_that_were_read_do_not_take_memory_away(groups: Path) -> None:
