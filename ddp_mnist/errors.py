@@ -91,6 +91,13 @@ def one_line(error: DdpMnistError) -> str:
     return f"ddp-mnist: error: {shown} (code {error.code})"
 
 
+def cause(error: BaseException) -> str:
+    """The line of a library's error that tells why: NCCL's stands behind `Last error:`."""
+    text = str(error).strip() or type(error).__name__
+    last = text.partition("Last error:")[2].strip()
+    return (last or text).splitlines()[0].strip()
+
+
 def run_program(run: Callable[[list[str]], int], argv: Sequence[str] | None) -> NoReturn:
     """Exits with what `run` returns for the command line; an expected failure is its one line."""
     try:

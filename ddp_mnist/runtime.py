@@ -37,8 +37,8 @@ from accelerate.utils import (
 
 from ddp_mnist import nccl
 from ddp_mnist.config import Distribution
-from ddp_mnist.errors import PeerError, UsageError
-from ddp_mnist.hardware import cores
+from ddp_mnist.errors import PeerError, UsageError, cause
+from ddp_mnist.hardware import cores, gpus, hide_gpus
 from ddp_mnist.launch import CONFIGS, Launch, interface_towards, is_loopback
 from ddp_mnist.rendezvous import Board, check_same, first_cause, meet
 
@@ -128,15 +128,15 @@ def start(
             place = place_on_machine(launch, board)
             threads = set_threads(launch, device, place.processes_here)
             if backend != "none":
-                if backend == "nccl":
-                    check_gpus_suffice(place)
                 choose_interface(launch, board)
                 check_same(
                     board, {"--backend": backend, "--mixed-precision": precision}, "what auto chose"
                 )
+                if backend == "nccl":
+                    check_gpus_differ(board, place)
                 form_group(board, backend, place, flags.dist_timeout)
-            tell_accelerate(launch, place)
-            accelerator = make_accelerator(flags, device, backend, precision, board)
+            with telling_accelerate(launch, place, device):
+                accelerator = make_accelerator(flags, device, backend, precision, board)
             refuse_loner(launch, accelerator)
             yield World(
                 accelerator=accelerator,
@@ -232,8 +232,10 @@ def make_accelerator(
 
 def choose_device(flags: Distribution) -> str:
     """cuda where there is one and nobody asked for the CPU, else cpu."""
-    wants_cpu = flags.cpu or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("true", "1")
-    return "cuda" if torch.cuda.is_available() and not wants_cpu else "cpu"
+    if flags.cpu or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("true", "1"):
+        hide_gpus()
+        return "cpu"
+    return "cuda" if gpus() else "cpu"
 
 
 def choose_backend(flags: Distribution, launch: Launch, device: str) -> str:
@@ -254,8 +256,13 @@ def has_native_bf16() -> bool:
 
 
 def precision_in_effect(flags: Distribution, launch: Launch, device: str) -> str:
-    """no, fp16, bf16 or fp64. The flag beats the launcher's YAML; neither given means auto."""
+    """no, fp16, bf16 or fp64. The flag beats the launcher's YAML; neither given means auto.
+
+    A YAML's fp16 was meant for the GPUs that --cpu leaves aside.
+    """
     from_launcher = os.environ.get("ACCELERATE_MIXED_PRECISION")
+    if flags.cpu and from_launcher == "fp16":
+        from_launcher = None
     asked = flags.mixed_precision or from_launcher or "auto"
     if asked == "auto":
         if device == "cuda":
@@ -316,24 +323,40 @@ def set_threads(launch: Launch, device: str, processes_here: int) -> int:
         raise UsageError(f"OMP_NUM_THREADS={told}: must be a whole number; set it or unset it")
     threads = int(outermost)
     if threads < 1 or (threads == 1 and launch.child_of_launcher):
-        share = os.environ.get("SLURM_CPUS_PER_TASK", "")
-        threads = int(share) if share.isdecimal() else max(1, cores() // processes_here)
-        threads = threads if device == "cpu" else 1
+        ours, sharers = cores(), processes_here
+        if (of_task := os.environ.get("SLURM_CPUS_PER_TASK", "")).isdecimal():
+            # srun starts a process for each task, or a launcher, which starts several
+            sharers = (launch.local_world_size or 1) if launch.child_of_launcher else 1
+            ours = min(ours, int(of_task))
+        threads = max(1, ours // sharers) if device == "cpu" else 1
     os.environ["OMP_NUM_THREADS"] = str(threads)
     torch.set_num_threads(threads)
     return threads
 
 
-def check_gpus_suffice(place: Place) -> None:
-    """Accelerate would let a GPU take two ranks, which NCCL refuses much later.
+def gpu_of(place: Place) -> int:
+    """Number of the GPU that a rank takes: its local rank's, as far as it is shown so many.
 
-    SLURM may show each task one GPU, its own; whether they are different NCCL finds out.
+    Ranks that share a GPU count on from the first one again; SLURM, or CUDA_VISIBLE_DEVICES, may
+    show each rank a single GPU, its own, which is number 0 to all of them.
     """
-    shown_its_own = "SLURM_STEP_ID" in os.environ and torch.cuda.device_count() == 1
-    if place.local_world_size > torch.cuda.device_count() and not shown_its_own:
+    return place.local_rank % gpus()
+
+
+def check_gpus_differ(board: Board, place: Place) -> None:
+    """Raises UsageError if ranks of this machine would take the same GPU, which NCCL refuses late.
+
+    Their numbers do not tell, where each rank is shown other GPUs; what is burnt in does.
+    """
+    mine = torch.cuda.get_device_properties(gpu_of(place)).uuid
+    board.post(f"gpu/{board.rank}", str(mine))
+    here = [rank for rank, host in enumerate(board.hosts) if host == board.hosts[board.rank]]
+    taken = {board.read(f"gpu/{rank}", board.patience_s) for rank in here}
+    if len(taken) < len(here):
+        plural = "s" if len(taken) > 1 else ""
         raise UsageError(
-            f"{place.local_world_size} processes on this machine, but {torch.cuda.device_count()}"
-            " GPUs: NCCL needs one each; start fewer, or share a GPU with --backend gloo"
+            f"{len(here)} processes on this machine, but {len(taken)} GPU{plural}: NCCL needs one"
+            " each; start fewer, or share a GPU with --backend gloo"
         )
 
 
@@ -372,7 +395,7 @@ def form_group(board: Board, backend: str, place: Place, timeout_s: float) -> No
         )
     options: dict[str, Any] = {}
     if backend == "nccl":
-        options["device_id"] = torch.device("cuda", place.local_rank % torch.cuda.device_count())
+        options["device_id"] = torch.device("cuda", gpu_of(place))
     outcome: list[RuntimeError | None] = []
     collectives_s = timeout_s + (nccl.WATCHDOG_LAST_S if backend == "nccl" else 0)
 
@@ -405,19 +428,28 @@ def form_group(board: Board, backend: str, place: Place, timeout_s: float) -> No
     )
 
 
-def tell_accelerate(launch: Launch, place: Place) -> None:
-    """Accelerate learns from these variables that a group exists, however it was started."""
+@contextlib.contextmanager
+def telling_accelerate(launch: Launch, place: Place, device: str) -> Iterator[None]:
+    """Accelerate learns from these variables that a group exists, however it was started.
+
+    It takes the local rank for the number of a GPU, which DDP would send its batches to.
+    """
     if not dist.is_initialized():
         os.environ.pop("LOCAL_RANK", None)  # alone: a stale one would have it look for a group
+        yield
         return
     os.environ.update(
         RANK=str(launch.rank),
         WORLD_SIZE=str(launch.world_size),
-        LOCAL_RANK=str(place.local_rank),
+        LOCAL_RANK=str(gpu_of(place) if device == "cuda" else place.local_rank),
         LOCAL_WORLD_SIZE=str(place.local_world_size),
         MASTER_ADDR=str(launch.main_host),
         MASTER_PORT=str(launch.main_port),
     )
+    try:
+        yield
+    finally:
+        os.environ["LOCAL_RANK"] = str(place.local_rank)
 
 
 def refuse_loner(launch: Launch, accelerator: Accelerator) -> None:
@@ -451,12 +483,17 @@ def as_expected(board: Board, error: BaseException) -> BaseException:
         return error
     if not any(sign in text for sign in signs):
         return error
+    if "invalid usage" in text:
+        return UsageError(
+            f"--backend nccl: {textwrap.shorten(cause(error), 200)}; give each process a GPU of"
+            " its own, or share one with --backend gloo; NCCL_DEBUG=WARN tells more"
+        )
     end()  # closes this rank's connections too, or a rank that waits for this one would look lost
     lost = board.silent_ranks()
     who = f"rank {', '.join(map(str, lost))}" if lost else "another rank"
     if board.unreachable and board.served_by_launcher:
         who = "the launcher and a rank"
-    reason = re.sub(r"^\[\S*\] ", "", str(error).splitlines()[0])  # gloo's own source line
+    reason = re.sub(r"^\[\S*\] ", "", cause(error))  # gloo's own source line
     peer_error = PeerError(
         f"lost contact with {who} of {board.world_size} ({textwrap.shorten(reason, 120)});"
         " see what that process says, then start the run again"

@@ -204,9 +204,9 @@ def machine(world: World) -> dict[str, Any]:
 
 
 def device(world: World) -> str:
-    """cpu or cuda:N; Accelerate numbers the CPU too when there are several processes."""
+    """cpu or cuda:N. Accelerate numbers the CPU among several processes, and not a lone GPU."""
     found = world.accelerator.device
-    return "cpu" if found.type == "cpu" else str(found)
+    return "cpu" if found.type == "cpu" else f"{found.type}:{found.index or 0}"
 
 
 def count(number: int, noun: str) -> str:

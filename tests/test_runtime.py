@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import re
@@ -102,8 +103,12 @@ def test_choose_device(
 ) -> None:
     if variable is not None:
         monkeypatch.setenv("ACCELERATE_USE_CPU", variable)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setattr(runtime, "gpus", lambda: int(has_gpu))
     assert runtime.choose_device(Distribution(cpu=flag)) == device
+    # who wants the CPU hides the GPUs, before torch is asked for them
+    wants_cpu = flag or variable in ("True", "1")
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ("" if wants_cpu else "0")
 
 
 @pytest.mark.parametrize(
@@ -173,6 +178,31 @@ def test_set_threads(
     assert os.environ["OMP_NUM_THREADS"] == str(threads)
 
 
+@pytest.mark.parametrize(
+    ("launch", "of_task", "threads"),
+    [
+        (Launch("slurm"), "4", 4),  # a task for each process
+        (Launch("slurm"), "16", 8),  # more than it may use
+        (Launch("torchrun", local_world_size=2), "4", 2),  # a task for the launcher
+        (Launch("accelerate", local_world_size=4), "8", 2),
+        (Launch("torchrun", local_world_size=2), "16", 4),
+        (Launch("torchrun", local_world_size=4), "2", 1),
+        (Launch("torchrun", local_world_size=4), "many", 4),
+    ],
+)
+def test_a_launchers_processes_share_what_slurm_gave_it(
+    launch: Launch, of_task: str, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1" if launch.child_of_launcher else "")
+    monkeypatch.setenv("SLURM_CPUS_PER_TASK", of_task)
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
+    monkeypatch.setattr(runtime, "cores", lambda: 8)
+    assert runtime.set_threads(launch, "cpu", processes_here=2) == threads
+    assert runtime.set_threads(Launch("slurm"), "cuda", processes_here=2) == int(
+        os.environ["OMP_NUM_THREADS"]
+    )
+
+
 @pytest.mark.parametrize("variable", ["4,2", "many"])
 def test_threads_that_are_no_number(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", variable)
@@ -202,11 +232,60 @@ def test_place_on_machine(launch: Launch, hosts: list[str], place: tuple[int, in
     assert dataclasses.astuple(runtime.place_on_machine(launch, board)) == place
 
 
-def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    runtime.check_gpus_suffice(runtime.Place(1, 2, 2))
-    with pytest.raises(UsageError, match=r"^3 processes on this machine, but 2 GPUs: NCCL need"):
-        runtime.check_gpus_suffice(runtime.Place(0, 3, 3))
+@pytest.mark.parametrize(
+    ("hosts", "taken", "told"),
+    [
+        ("aa", "GPU-1 GPU-2", None),
+        ("ab", "GPU-1 GPU-1", None),  # of another machine, whatever it is called
+        ("aab", "GPU-1 GPU-2 GPU-1", None),
+        ("aa", "GPU-1 GPU-1", "2 processes on this machine, but 1 GPU: NCCL needs one each; "),
+        ("aaa", "GPU-1 GPU-2 GPU-1", "3 processes on this machine, but 2 GPUs: NCCL needs one"),
+    ],
+)
+def test_ranks_of_a_machine_that_would_take_the_same_gpu_are_refused(
+    hosts: str, taken: str, told: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    board = Board(dist.HashStore(), 0, len(hosts))
+    board.hosts = list(hosts)
+    uuids = taken.split()
+    for rank, uuid in enumerate(uuids[1:], 1):
+        board.post(f"gpu/{rank}", uuid)
+    monkeypatch.setattr(runtime, "gpus", lambda: 8)
+    properties = SimpleNamespace(uuid=uuids[0])
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    with pytest.raises(UsageError, match=f"^{told}") if told else contextlib.nullcontext():
+        runtime.check_gpus_differ(board, runtime.Place(0, len(hosts), len(hosts)))
+
+
+@pytest.mark.parametrize(
+    ("local_rank", "gpus", "taken"), [(0, 1, 0), (1, 1, 0), (1, 2, 1), (3, 2, 1), (3, 8, 3)]
+)
+def test_the_gpu_of_a_rank(
+    local_rank: int, gpus: int, taken: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runtime, "gpus", lambda: gpus)
+    assert runtime.gpu_of(runtime.Place(local_rank, 2, 2)) == taken
+
+
+DUPLICATE = """NCCL error in: /src/NCCLUtils.cpp:94, invalid usage (run with NCCL_DEBUG=WARN)
+ncclInvalidUsage: This usually reflects invalid usage of NCCL library.
+Last error:
+Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1000"""
+UNHANDLED = """NCCL error in: /src/NCCLUtils.cpp:94, unhandled system error, NCCL version 2
+ncclSystemError: System call (e.g. socket, malloc) or external library call failed.
+Last error:
+Error while creating shared memory segment /dev/shm/nccl-x (size 9637888)"""
+
+
+def test_what_nccl_means_stands_last() -> None:
+    board = Board(dist.HashStore(), 0, 2)
+    misused = runtime.as_expected(board, RuntimeError(DUPLICATE))
+    assert isinstance(misused, UsageError)  # nobody was lost
+    assert str(misused).startswith("--backend nccl: Duplicate GPU detected : rank 1 and rank 0 bo")
+    board.patience_s = 0.1
+    failed = runtime.as_expected(board, RuntimeError(UNHANDLED))
+    assert isinstance(failed, PeerError)
+    assert "(Error while creating shared memory segment /dev/shm/nccl-x (size" in str(failed)
 
 
 def two_hosts(first: str | None, second: str | None) -> Board:

@@ -32,7 +32,8 @@ def world(device: str = "cpu", processes: int = 1) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("device", "shown"), [("cpu", "cpu"), ("cpu:1", "cpu"), ("cuda:1", "cuda:1")]
+    ("device", "shown"),
+    [("cpu", "cpu"), ("cpu:1", "cpu"), ("cuda:1", "cuda:1"), ("cuda", "cuda:0")],
 )
 def test_device(device: str, shown: str) -> None:
     assert summary.device(world(device)) == shown

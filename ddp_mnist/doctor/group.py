@@ -21,7 +21,7 @@ from ddp_mnist.doctor import collectives
 from ddp_mnist.doctor.findings import FAIL, PASS, Finding, failed, from_error, passed, warned, worst
 from ddp_mnist.doctor.machine import Options, examine_machine, nvidia_smi, product
 from ddp_mnist.doctor.network import passed_on
-from ddp_mnist.errors import DdpMnistError
+from ddp_mnist.errors import DdpMnistError, cause
 from ddp_mnist.launch import Launch
 from ddp_mnist.proofs import watching
 from ddp_mnist.resume import Opened
@@ -129,15 +129,10 @@ def examinations(
         try:
             yield from examine()
         except (RuntimeError, ValueError, DdpMnistError) as error:
-            yield failed(name, reason(error), "see what the other machines say, then the network")
+            yield failed(
+                name, cause(error)[:300], "see what the other machines say, then the network"
+            )
             return
-
-
-def reason(error: Exception) -> str:
-    """The line that tells the cause: NCCL's is its last."""
-    text = str(error).strip() or type(error).__name__
-    cause = text.partition("Last error:")[2].strip()
-    return (cause or text.splitlines()[0])[:300]
 
 
 def machines_alone(group: Group, options: Options) -> Iterator[Finding]:
@@ -226,7 +221,7 @@ def right_results(group: Group) -> Iterator[Finding]:
             )
         except RuntimeError as error:
             remedy = "see what the other ranks say; for NCCL, start again with NCCL_DEBUG=INFO"
-            yield failed(name, f"fails on {group.who([group.rank])}: {reason(error)}", remedy)
+            yield failed(name, f"fails on {group.who([group.rank])}: {cause(error)[:300]}", remedy)
             return
         outcomes = group.everyones(outcome)
         if wrong := [rank for rank, each in enumerate(outcomes) if each == "wrong"]:
