@@ -343,7 +343,8 @@ def make_parser() -> Parser:
     verb.add_argument(
         "--processes",
         type=at_least(1, "--processes"),
-        help="one per GPU, else with one CPU thread [GPUs, else 2]",
+        help="one per GPU, else with one CPU thread [GPUs, else 2; loop, forecast and strategies:"
+        " at least 2]",
     )
     verb.add_argument(
         "--repeats", type=at_least(5, "--repeats"), help="rounds [11; memory, baseline: 5]"
@@ -568,6 +569,10 @@ def doctor(arguments: argparse.Namespace) -> None:
     from ddp_mnist.launch import find_launch
 
     launch = find_launch(distribution)
+    if distribution.cpu:
+        from ddp_mnist.hardware import hide_gpus
+
+        hide_gpus()
     speaks = launch.rank == 0  # the files are on its machine
     save = place_to_save(arguments.save if speaks else None)
     compared_with = saved_by_doctor(arguments.against if speaks else None)
@@ -664,11 +669,11 @@ def bench(arguments: argparse.Namespace) -> None:
 
     screen, what = Screen(True), arguments.what
     name, notes = data.choose(arguments.dataset, arguments.cache_dir)
-    for note in notes:
-        screen.say(note)
     repeats = arguments.repeats or (5 if what in ("memory", "baseline") else 11)
-    processes = arguments.processes or benches.default_processes()
+    processes = arguments.processes or benches.default_processes(what)
     options = benches.Options(name, arguments.cache_dir, processes, repeats)
+    for note in [*notes, *benches.notes(options)]:
+        screen.say(note)
     rows = benches.BENCHES[what](options)
     for row in rows:
         screen.say(str(row))

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_mnist.errors import FailedElsewhere, UsageError
+from ddp_mnist.hardware import gpus
 
 PORTS = range(15000, 30000)
 FORKSERVER = mp.get_context("forkserver")
@@ -40,6 +41,11 @@ def free_port() -> int:
             probe.bind(("", port))
             return port
     raise UsageError(f"ports {PORTS[0]} to {PORTS[-1]}: no free one was found; end what uses them")
+
+
+def backend_among(processes: int) -> str:
+    """For as many of this machine: auto, or gloo where they share a GPU, as NCCL needs one each."""
+    return "gloo" if 0 < gpus() < processes else "auto"
 
 
 def launcher_variables(rank: int, size: int, port: int) -> dict[str, str]:

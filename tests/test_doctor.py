@@ -23,7 +23,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddp_mnist import cli, data, hardware, runtime, sources
+from ddp_mnist import cli, data, hardware, local_world, runtime, sources
 from ddp_mnist.config import Distribution
 from ddp_mnist.doctor import collectives, examination, group, machine, network
 from ddp_mnist.doctor.findings import (
@@ -88,6 +88,7 @@ def default_config(patch: Patch, folder: Path) -> None:
 def gpu_without_driver(patch: Patch, folder: Path) -> None:
     (folder / "nvidia0").touch()
     (folder / "nvidiactl").touch()
+    patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     patch.setattr(machine, "DEVICES", folder)
 
 
@@ -117,7 +118,7 @@ def labelled_address(patch: Patch, _folder: Path) -> None:
 
 def hidden_gpu(patch: Patch, folder: Path) -> None:
     gpu_without_driver(patch, folder)
-    patch.setenv("CUDA_VISIBLE_DEVICES", "")
+    patch.setenv("CUDA_VISIBLE_DEVICES", "-1")
 
 
 def one_core(patch: Patch, _folder: Path) -> None:
@@ -175,7 +176,7 @@ MACHINE_FAULTS: list[tuple[Callable[[Patch, Path], None], Any, str, str, str]] =
     (wrong_product, machine.processor, FAIL, "1 wrong numbers in a matrix", "do not train here"),
     (container_quota, machine.cores, WARN, "1 core (its control group allows 1.5", "at most 1"),
     (labelled_address, machine.interfaces, PASS, "eth9:vip (192.0.2.8)", ""),
-    (hidden_gpu, machine.gpus, PASS, "hidden by CUDA_VISIBLE_DEVICES=", ""),
+    (hidden_gpu, machine.gpus, PASS, "hidden by CUDA_VISIBLE_DEVICES=-1", ""),
     (one_core, machine.cores, WARN, "1 core, for 2 processes", "start at most 1"),
     (little_memory, machine.memory, FAIL, "1.0 GB free, for 2", "free 2.0 GB"),
     (full_disk, machine.shared_memory, WARN, "10 MB free in /dev/shm", "--shm-size"),
@@ -465,6 +466,38 @@ def test_a_healthy_group_is_found_healthy(found: dict[str, list[Finding]]) -> No
     ]
 
 
+@pytest.mark.parametrize(("flags", "shown"), [([], "0"), (["--cpu"], "")])
+def test_on_the_cpu_the_doctor_shows_nobody_a_gpu(
+    flags: list[str], shown: str, monkeypatch: Patch
+) -> None:
+    """One that is broken, or somebody else's alone, would fail each process's first step."""
+    seen: list[str] = []
+
+    def look() -> int:
+        seen.append(os.environ["CUDA_VISIBLE_DEVICES"])
+        return 0
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setattr(hardware, "gpus", look)
+    monkeypatch.setattr(examination, "examine", lambda *_, **__: [])
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["doctor", "--dataset", "digits", *flags])
+    assert (ended.value.code, seen) == (0, [shown])
+
+
+def test_gloo_sends_from_main_memory(monkeypatch: Patch) -> None:
+    """Its send and recv know no tensor of a GPU; NCCL's know nothing else."""
+    moved: list[str] = []
+    for name in ("send", "recv"):
+        monkeypatch.setattr(dist, name, lambda tensor, _: moved.append(tensor.device.type))
+    for backend, device in (("gloo", "cpu"), ("nccl", "meta")):
+        monkeypatch.setattr(dist, "get_backend", lambda named=backend: named)
+        with contextlib.suppress(NotImplementedError):  # nothing to compare on a meta device
+            collectives.send_recv(0, 2, torch.device("meta"))
+        assert set(moved) == {device}
+        moved.clear()
+
+
 def kill_rank_1(*_: Any) -> list[Finding]:
     if os.environ["RANK"] == "1":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -505,7 +538,8 @@ def two_on_gloo(flags: Distribution, *_: Any) -> list[Finding]:
 
 
 def test_one_gpu_is_shared_by_two_processes(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(hardware, "gpus", lambda: 1)
+    monkeypatch.setattr(local_world, "gpus", lambda: 1)
     monkeypatch.setattr(examination, "as_member", two_on_gloo)
     options = Options(processes=examination.default_processes())
     assert options.processes == 2

@@ -48,6 +48,11 @@ def test_gloo_with_two_processes_on_one_gpu(tmp_path: Path) -> None:
     assert summary["test_accuracy"] >= 0.975
 
 
+def test_the_doctor_accepts_the_machine(tmp_path: Path) -> None:
+    ended = python("-m", "ddp_mnist", "doctor", "--dataset", "digits", folder=tmp_path)
+    assert ended.code == 0, ended.out
+
+
 def test_more_processes_than_gpus_with_nccl_are_refused(tmp_path: Path) -> None:
     processes = str(torch.cuda.device_count() + 1)
     ended = python(*TORCHRUN, "--nproc-per-node", processes, *DIGITS, folder=tmp_path)

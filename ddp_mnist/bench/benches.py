@@ -16,8 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ddp_mnist import data, hardware, run_folder
 from ddp_mnist.bench import commands, idx
 from ddp_mnist.bench.figures import (
@@ -40,11 +38,12 @@ from ddp_mnist.bench.steps import KINDS, Kind, time_steps
 from ddp_mnist.bench.strategies import STRATEGIES
 from ddp_mnist.config import Distribution, Run, TrainConfig
 from ddp_mnist.errors import UsageError
-from ddp_mnist.local_world import run_world
+from ddp_mnist.local_world import backend_among, run_world
 from ddp_mnist.summary import count
 from ddp_mnist.versions import package_versions
 
 STEPS = 380  # optimizer steps of a timed round at most: an epoch of MNIST
+BETWEEN = ("loop", "forecast", "strategies")  # of a process group: one process has none
 ALONE = ("silent", "independent")  # kinds of step in which no rank waits for another
 ETHERNET = Link(latency_s=100e-6, bytes_per_s=1.1e9)  # 10 Gbit/s; 50 us to ask, 50 to answer
 
@@ -85,9 +84,20 @@ class Row:
         return f"{self.what:<52} {self.figure}{mark}"
 
 
-def default_processes() -> int:
-    """One per GPU; two where there is none."""
-    return torch.cuda.device_count() or 2
+def default_processes(bench: str) -> int:
+    """One per GPU; two where there is none, and at least two for what takes a process group."""
+    return max(hardware.gpus() or 2, 2 if bench in BETWEEN else 1)
+
+
+def notes(options: Options) -> list[str]:
+    """What to know before the figures."""
+    if backend_among(options.processes) != "gloo":
+        return []
+    gpus = count(hardware.gpus(), "GPU")
+    return [
+        f"{options.processes} processes share {gpus} over gloo: compare the ratios below, not the"
+        " speeds, with those of processes that have a GPU each"
+    ]
 
 
 def describe(bench: str, options: Options, rows: list[Row]) -> dict[str, Any]:
@@ -96,7 +106,7 @@ def describe(bench: str, options: Options, rows: list[Row]) -> dict[str, Any]:
         "bench": bench,
         "date": date.today().isoformat(),
         **{name: getattr(options, name) for name in ("dataset", "processes", "repeats")},
-        "machine": hardware.describe(),
+        "machine": {**hardware.describe(), "gpus": hardware.gpus()},
         "versions": package_versions(),
         "rows": [
             {"what": row.what, **asdict(row.figure), "promise": row.promise, "held": row.held}
@@ -115,7 +125,7 @@ def on_processes(
     data.load(options.dataset, options.cache_dir)  # into the cache: the processes have a deadline
     config = TrainConfig(
         Run(dataset=options.dataset, cache_dir=options.cache_dir, quiet=True),
-        distribution=Distribution(mixed_precision=precision),
+        distribution=Distribution(mixed_precision=precision, backend=backend_among(size)),
     )
     args = (config, *args, STEPS, options.repeats)
     return run_world(size, function, *args, folder=Path.cwd(), timeout_s=commands.PATIENCE_S)
@@ -240,7 +250,7 @@ def strategies(options: Options) -> list[Row]:
         raise UsageError("--processes 1: there is nothing to share; give at least 2")
     kinds = dict(STRATEGIES)
     absent: dict[str, Absent] = {}
-    if (gpus := torch.cuda.device_count()) < 2:
+    if (gpus := hardware.gpus()) < 2:
         del kinds["DataParallel"]
         absent["DataParallel"] = Absent(f"needs two GPUs and finds {gpus}; it knows no CPUs")
     speeds = speeds_of(kinds, options, options.processes, precision="no")

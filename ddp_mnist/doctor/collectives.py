@@ -92,7 +92,13 @@ def all_to_all(rank: int, world_size: int, device: torch.device) -> bool:
 
 
 def send_recv(rank: int, world_size: int, device: torch.device) -> bool:
-    """Around the ring: to the next rank, from the one before."""
+    """Around the ring: to the next rank, from the one before.
+
+    Of all that gloo does, this alone it cannot do on a GPU: it hands the tensor's address to a
+    socket. There numbers in main memory go around.
+    """
+    if dist.get_backend() == "gloo":
+        device = torch.device("cpu")
     got = torch.zeros(LENGTH, device=device)
     before, after = (rank - 1) % world_size, (rank + 1) % world_size
     if rank % 2 == 0:

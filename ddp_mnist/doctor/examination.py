@@ -13,8 +13,6 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ddp_mnist import hardware
 from ddp_mnist.config import Distribution
 from ddp_mnist.doctor.findings import FAIL, Finding, failed, from_error, worst
@@ -22,7 +20,7 @@ from ddp_mnist.doctor.group import examine_group
 from ddp_mnist.doctor.machine import Options, examine_machine
 from ddp_mnist.errors import DdpMnistError
 from ddp_mnist.launch import Launch, find_launch
-from ddp_mnist.local_world import run_world
+from ddp_mnist.local_world import backend_among, run_world
 from ddp_mnist.screen import Screen
 from ddp_mnist.versions import package_versions
 
@@ -31,7 +29,7 @@ START_S = 120  # to start processes and examine them once
 
 def default_processes() -> int:
     """One per GPU, but at least two."""
-    return max(2, torch.cuda.device_count())
+    return max(2, hardware.gpus())
 
 
 def examine(
@@ -56,8 +54,8 @@ def examine_processes(
     flags: Distribution, options: Options, minutes: float, *, aloud: bool
 ) -> list[Finding]:
     """Of this machine, started here."""
-    if flags.backend == "auto" and 0 < torch.cuda.device_count() < options.processes:
-        flags = replace(flags, backend="gloo")  # NCCL needs a GPU for each
+    if flags.backend == "auto":
+        flags = replace(flags, backend=backend_among(options.processes))
     arguments = (flags, options, minutes, aloud)
     timeout_s = START_S + flags.dist_timeout + 60 * minutes
     try:

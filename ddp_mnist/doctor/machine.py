@@ -15,11 +15,13 @@ from pathlib import Path
 
 import psutil
 import torch
+import torch.distributed as dist
 from packaging.requirements import Requirement
 
 from ddp_mnist import data, hardware, sources
 from ddp_mnist.doctor.findings import Finding, failed, passed, warned
 from ddp_mnist.launch import interface_towards, is_loopback
+from ddp_mnist.local_world import run_world
 from ddp_mnist.summary import count
 from ddp_mnist.versions import PACKAGES, package_versions
 
@@ -112,11 +114,12 @@ def default_config(_: Options) -> Iterator[Finding]:
 
 def gpus(_: Options) -> Iterator[Finding]:
     """Whether torch sees those that are there, and each computes a product right."""
-    there = len(list(DEVICES.glob("nvidia[0-9]*")))
+    there, mine = len(list(DEVICES.glob("nvidia[0-9]*"))), hardware.gpus()
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if not torch.cuda.is_available():
+    if not mine:
         if there and hidden is not None:
-            yield passed("GPUs", f"{there}, hidden by CUDA_VISIBLE_DEVICES={hidden}")
+            by = f"CUDA_VISIBLE_DEVICES={hidden}" if hidden else "--cpu, or CUDA_VISIBLE_DEVICES="
+            yield passed("GPUs", f"{there}, hidden by {by}")
         elif there:
             built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPUs only"
             remedy = "update the driver, or install the torch that fits it"
@@ -125,13 +128,21 @@ def gpus(_: Options) -> Iterator[Finding]:
         else:
             yield passed("GPUs", "none; training runs on the CPU, with gloo")
         return
-    mine = torch.cuda.device_count()
     nccl = ".".join(map(str, torch.cuda.nccl.version()))
     part = f" of {there} in /dev" if there > mine else ""
     yield passed("GPUs", f"{mine}{part}, CUDA {torch.version.cuda}, NCCL {nccl}")
-    for number in range(torch.cuda.device_count()):
-        yield product(torch.device("cuda", number), torch.cuda.get_device_name(number))
+    if not dist.is_initialized():  # else each rank examines its own
+        yield from run_world(1, gpu_products, folder=Path.cwd())[0]
     yield from nvidia_smi()
+
+
+def gpu_products() -> list[Finding]:
+    """Of each GPU, in a process of its own: whoever opened one keeps it open until the end.
+
+    In the compute mode EXCLUSIVE_PROCESS that would keep out the processes that are started next.
+    """
+    numbers = range(hardware.gpus())
+    return [product(torch.device("cuda", n), torch.cuda.get_device_name(n)) for n in numbers]
 
 
 def nvidia_smi() -> Iterator[Finding]:
@@ -176,7 +187,7 @@ def cores(options: Options) -> Iterator[Finding]:
     mine, quota = hardware.cores(), hardware.cpu_quota()
     limit = "" if math.isinf(quota) else f" (its control group allows {quota:g} at once)"
     what = f"{count(mine, 'core')}{limit}, for {options.processes} processes"
-    if mine < options.processes and not torch.cuda.is_available():
+    if mine < options.processes and not hardware.gpus():
         remedy = f"start at most {mine}, or give this machine or container more cores"
         yield warned("cores", what, remedy)
     else:
@@ -198,7 +209,7 @@ def shared_memory(_: Options) -> Iterator[Finding]:
     if not (DEVICES / "shm").is_dir():
         return
     free = shutil.disk_usage(DEVICES / "shm").free
-    needed = 1000 * MB if torch.cuda.device_count() > 1 else 32 * MB
+    needed = 1000 * MB if hardware.gpus() > 1 else 32 * MB
     what = f"{free / MB:,.0f} MB free in /dev/shm"
     if free < needed:
         yield warned("shared memory", what, "for docker: --shm-size 2g, or --ipc host")
