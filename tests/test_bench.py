@@ -6,16 +6,18 @@ import json
 import os
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 
 from ddp_mnist import cli, data, runtime
 from ddp_mnist import train as trainer
-from ddp_mnist.bench import benches, commands, idx, steps
+from ddp_mnist.bench import benches, commands, idx, steps, strategies
 from ddp_mnist.bench.benches import Options, Row
 from ddp_mnist.bench.conventional import accuracy, make_net
 from ddp_mnist.bench.figures import (
@@ -33,6 +35,7 @@ from ddp_mnist.config import Distribution, Run, TrainConfig
 from ddp_mnist.errors import CheckFailed, StorageError, UsageError
 from ddp_mnist.launch import find_launch
 from ddp_mnist.local_world import run_world
+from ddp_mnist.rendezvous import Board
 from ddp_mnist.runtime import World
 
 # --- Figures
@@ -445,7 +448,22 @@ def test_strategies_of_digits_from_end_to_end(monkeypatch: pytest.MonkeyPatch) -
         "DDP, PowerSGD hook over one process",
     ]
     described = benches.describe("strategies", OPTIONS, rows)
+    assert described["machine"]["gpus"] == 0
     assert json.loads(json.dumps(described))["rows"][1]["why_not"] == str(absent.figure)
+
+
+def test_ranks_that_have_nothing_to_do_are_in_no_collective(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """There is no group here, so one would fail; with NCCL it would keep the rank's GPU busy."""
+    store, seconds = dist.HashStore(), []
+    monkeypatch.setattr(strategies, "train_alone", lambda *_: 1.5)
+    accelerator = SimpleNamespace(device=torch.device("cpu"))
+    for rank in (0, 1):
+        monkeypatch.setattr(strategies, "ROUNDS", itertools.count())
+        world: Any = SimpleNamespace(board=Board(store, rank, 2), accelerator=accelerator)
+        seconds += [strategies.one_process(TrainConfig(), data.load("digits"), world)]
+    assert seconds == [1.5, 1.5]
 
 
 def test_a_plot_is_a_png(tmp_path: Path) -> None:

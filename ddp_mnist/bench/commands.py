@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import IO, Any
 
 import psutil
-import torch
 
-from ddp_mnist import run_folder
+from ddp_mnist import hardware, run_folder
 from ddp_mnist.errors import CheckFailed, UsageError
 
 REPOSITORY = Path(__file__).parents[2]
@@ -29,9 +28,16 @@ def launcher(processes: int) -> list[str]:
     """`accelerate launch` with the stored configuration for this machine.
 
     Raises:
-        UsageError: the package was installed without the repository around it.
+        UsageError: there are fewer GPUs, or the package was installed without the repository
+            around it.
     """
-    name = "multi_cpu" if not torch.cuda.is_available() else "multi_gpu"
+    gpus = hardware.gpus()
+    if 0 < gpus < processes:
+        raise UsageError(
+            f"--processes {processes}: a launched process needs a GPU of its own, and this machine"
+            f" shows {gpus}; give at most {gpus}, or CUDA_VISIBLE_DEVICES= for the CPU"
+        )
+    name = "multi_cpu" if not gpus else "multi_gpu" if processes > 1 else "single_gpu"
     config = REPOSITORY / "accelerate_configs" / f"{name}.yaml"
     if not config.exists():
         raise UsageError(f"bench: {config} is not there; run it in a clone of the repository")

@@ -8,12 +8,13 @@ net of its own; only gradients travel, while the rest of them is still being com
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
-from accelerate.utils import DistributedDataParallelKwargs, broadcast
+from accelerate.utils import DistributedDataParallelKwargs
 from torch import nn
 
 from ddp_mnist import data
@@ -24,6 +25,7 @@ from ddp_mnist.hardware import cores
 from ddp_mnist.optim import make_optimizer
 from ddp_mnist.runtime import COMM_HOOKS, POWERSGD, World
 
+ROUNDS = itertools.count()  # of `alone`, the same on every rank
 Strategy = Callable[[TrainConfig, data.ImageData, World], float]
 
 
@@ -43,11 +45,13 @@ def alone(
     world: World,
     wrap: Callable[[nn.Module], nn.Module],
 ) -> float:
-    seconds = torch.zeros((), dtype=torch.float64, device=world.accelerator.device)
-    if world.accelerator.is_main_process:
+    """The other ranks poll for its seconds: in a collective they would keep their GPUs busy."""
+
+    def seconds() -> float:
         with all_cores():
-            seconds += train_alone(config, images, world.accelerator.device, wrap)
-    return broadcast(seconds).item()
+            return train_alone(config, images, world.accelerator.device, wrap)
+
+    return world.board.decided_by_rank_0(f"alone/{next(ROUNDS)}", seconds)
 
 
 def train_alone(
