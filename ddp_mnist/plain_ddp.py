@@ -31,7 +31,7 @@ def train_plain(
     """Trains in the process group that stands. Returns the net and the seconds that it took."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     gpu = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
+    device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
     recipe = resolve_recipe(recipe, len(images.train_labels), world_size)
     assert recipe.epochs and recipe.batch_size and recipe.val_size is not None
     images = images.to(device)
@@ -100,6 +100,8 @@ def main() -> None:
     arguments = parser.parse_args()
 
     dist.init_process_group(timeout=timedelta(seconds=300))  # reads RANK, WORLD_SIZE, MASTER_ADDR
+    if torch.cuda.is_available():  # else each process would open GPU 0 too, and wait for that one
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     images = data.load(arguments.dataset)
     recipe = Recipe(epochs=arguments.epochs)
     net, seconds = train_plain(images, recipe, arguments.seed, torch.float32)
