@@ -1,0 +1,283 @@
+"""A machine that shows GPUs and has none, and what this project decides there.
+
+    python -m tests.gpu_standin     prints the decisions as JSON, in the environment of `machine`
+
+What torch counts by is a stub of NVIDIA's management library, compiled where there is a compiler.
+Where a decision takes processes that meet, they meet, over gloo.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+HERE = Path(__file__).parent / "machine_with_gpus"
+REPOSITORY = Path(__file__).parent.parent
+YAMLS = ("single_gpu", "multi_gpu", "multi_node", "cpu", "multi_cpu", "multi_node_cpu")
+PAIR = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+TORCHRUN = {**PAIR, "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+SRUN = {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_JOB_NODELIST": "localhost"}
+
+
+def machine(
+    folder: Path, gpus: int, *, works: bool = True, computes: bool = True
+) -> dict[str, str]:
+    """The environment of a command on such a machine.
+
+    Args:
+        folder: for the compiled stub.
+        gpus: that the management library counts.
+        works: False is a driver that is too old for this torch: it counts them and runs nothing.
+        computes: whether what a GPU would do is done, on the CPU; else it is an error.
+    """
+    variables = {
+        **{name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"},
+        "STANDIN_GPUS": str(gpus),
+        "PATH": os.pathsep.join([str(HERE), os.environ["PATH"]]),
+        "PYTHONPATH": os.pathsep.join([str(HERE), str(REPOSITORY)]),
+    }
+    if compiler := shutil.which("cc"):
+        library = folder / "libnvidia-ml.so.1"
+        if not library.exists():
+            command = [compiler, "-shared", "-fPIC", "-o", str(library), str(HERE / "nvml.c")]
+            subprocess.run(command, check=True)
+        variables["LD_LIBRARY_PATH"] = str(folder)
+        if works:
+            variables["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # else it asks CUDA, which says no
+    elif works:
+        variables["STANDIN_COUNTS"] = "1"
+    if works and computes:
+        variables["STANDIN_COMPUTES"] = "1"
+    return variables
+
+
+# --- What one process decides for itself
+
+
+def told(decide: Callable[[], Any]) -> Any:
+    """What it decides, or the sentence with which it refuses."""
+    from ddp_mnist.errors import DdpMnistError
+
+    try:
+        return decide()
+    except DdpMnistError as error:
+        return str(error)
+
+
+def way(variables: dict[str, str], *flags: str) -> Any:
+    """Device, backend and precision of `train *flags`, started with these variables."""
+    from ddp_mnist import cli, runtime
+    from ddp_mnist.launch import find_launch
+
+    def decide() -> list[str]:
+        typed = cli.train_config(cli.make_parser().parse_args(["train", *flags])).distribution
+        launch = find_launch(typed)
+        device = runtime.choose_device(typed)
+        precision = runtime.precision_in_effect(typed, launch, device)
+        return [device, runtime.choose_backend(typed, launch, device), precision]
+
+    with patch.dict(os.environ, variables):
+        return told(decide)
+
+
+def workers(config: str) -> list[dict[str, str]]:
+    """The environment of each process that `accelerate launch` would start on this machine."""
+    import torch.distributed.run
+    from accelerate.commands import launch
+
+    started: list[dict[str, str]] = []
+
+    def one(command: Any, env: dict[str, str]) -> Any:  # noqa: ARG001
+        started.append(env)
+        return SimpleNamespace(wait=lambda: None, returncode=0)
+
+    def several(arguments: Any) -> None:
+        local_size = int(arguments.nproc_per_node)
+        nodes = int(arguments.nnodes.partition(":")[0])
+        for rank in range(local_size):
+            numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": nodes * local_size}
+            numbers |= {"LOCAL_WORLD_SIZE": local_size, "GROUP_WORLD_SIZE": nodes}
+            told = {name: str(number) for name, number in numbers.items()}
+            started.append({**os.environ, **TORCHRUN, **told})
+
+    yaml = str(REPOSITORY / "accelerate_configs" / f"{config}.yaml")
+    with (
+        patch.object(launch.subprocess, "Popen", one),
+        patch.object(torch.distributed.run, "run", several),
+    ):
+        parser = launch.launch_command_parser()
+        launch.launch_command(
+            parser.parse_args(["--config_file", yaml, "-m", "ddp_mnist", "train"])
+        )
+    return started
+
+
+def launched(config: str, *flags: str) -> Any:
+    """How many workers a stored configuration starts, and what they decide, all alike."""
+    decided = [way(env, *flags) for env in workers(config)]
+    assert all(each == decided[0] for each in decided)
+    return [len(decided), decided[0]]
+
+
+def on_this_machine() -> dict[str, Any]:
+    import torch
+
+    from ddp_mnist import hardware, multinode, runtime
+    from ddp_mnist.bench import benches, commands
+    from ddp_mnist.doctor import examination
+    from ddp_mnist.doctor import machine as doctor
+    from ddp_mnist.local_world import backend_among
+
+    runtime.has_native_bf16 = lambda: False
+    node = ["--machine-rank", "0", "--main-process-ip", "192.0.2.1"]
+    flags, _ = multinode.parse(node)
+    made = multinode.make_node(flags)
+    for_doctor = examination.default_processes()
+
+    def options(what: str) -> Any:
+        return benches.Options("digits", None, benches.default_processes(what), 5)
+
+    def config_for(processes: int) -> str:
+        command = commands.launcher(processes)
+        return Path(command[command.index("--config_file") + 1]).stem
+
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    return {
+        "gpus": hardware.gpus(),
+        "node": [made.config, made.nproc_per_node],
+        "doctor": [for_doctor, backend_among(for_doctor)],
+        "doctor finds": [f"{each.level} {each.name}" for each in doctor.gpus(doctor.Options())],
+        "doctor opened one": getattr(torch.cuda, "opened", False),
+        "bench": {what: benches.default_processes(what) for what in benches.BENCHES},
+        "bench says": benches.notes(options("loop")),
+        "bench launches": [told(functools.partial(config_for, size)) for size in (1, 2)],
+        "yaml": {config: launched(config) for config in YAMLS},
+        "yaml --cpu": launched("single_gpu", "--cpu"),
+        "yaml --cpu fp16": launched("single_gpu", "--cpu", "--mixed-precision", "fp16"),
+        "plain": way({}),
+        "plain --cpu": way({}, "--cpu"),
+        "torchrun": way({**TORCHRUN, **ranks}),
+        "torchrun gloo": way({**TORCHRUN, **ranks}, "--backend", "gloo"),
+        "srun": way({**SRUN, "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}),
+        "tcp": way({}, "--init-method", "tcp://127.0.0.1:1", "--rank", "0", "--world-size", "2"),
+    }
+
+
+# --- What processes decide that have met
+
+
+def meet(flags: dict[str, Any], each: list[dict[str, str]]) -> dict[str, Any]:
+    """One rank's part. `each` has variables of each rank, on top of those of the pair."""
+    import torch
+
+    from ddp_mnist import runtime
+    from ddp_mnist.config import Distribution
+    from ddp_mnist.launch import find_launch
+
+    rank = int(os.environ["RANK"])
+    os.environ.update(each[rank])
+    for name in [name for name, value in os.environ.items() if value == "not set"]:
+        del os.environ[name]
+    typed = Distribution(dist_timeout=20, **flags)
+    launch = find_launch(typed)
+    with runtime.start(typed, launch) as world:
+        model = world.accelerator.prepare_model(torch.nn.Linear(2, 2))
+        world.accelerator.wait_for_everyone()
+        return {
+            "device": str(world.accelerator.device),
+            "backend": world.backend,
+            "local rank": os.environ["LOCAL_RANK"],
+            "DDP": type(model).__name__,
+        }
+
+
+def meetings(gpus: int, folder: Path) -> dict[str, Any]:
+    """By name what both ranks came to, or the sentence that one of them tells."""
+    from ddp_mnist import errors, local_world, proofs
+
+    def world(flags: dict[str, Any], *each: dict[str, str]) -> Any:
+        outcomes = local_world.LocalWorld(
+            2, meet, flags, list(each) or [{}, {}], folder=folder
+        ).outcomes()
+        refused = [error for error in outcomes if isinstance(error, errors.DdpMnistError)]
+        if refused:
+            said = {str(error) for error in refused}
+            return [*said, sorted({error.code for error in refused})]
+        return outcomes
+
+    own = [{"CUDA_VISIBLE_DEVICES": str(gpu)} for gpu in range(2)]
+    without = dict.fromkeys(("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_RANK"), "not set")
+    port = str(local_world.free_port())
+    srun = [
+        {**without, **SRUN, **own[k], "SLURM_PROCID": f"{k}", "SLURM_LOCALID": f"{k}"}
+        | {"MASTER_PORT": port}
+        for k in range(2)
+    ]
+    found = {"nccl": world({})}
+    if gpus == 1:
+        found |= {
+            "gloo": world({"backend": "gloo"}),
+            "srun torchrun": world({}, *[{"SLURM_STEP_ID": "0"}] * 2),
+            "cpu": world({"cpu": True}),
+            "verify": local_world.run_world(
+                1, a_proof, proofs.proof_config(epochs=1), folder=folder
+            ),
+        }
+    else:
+        tcp = {"LOCAL_WORLD_SIZE": "not set", "LOCAL_RANK": "not set"}
+        found |= {
+            "a GPU each": world({}, *[tcp | each for each in own]),
+            "the same GPU": world({}, *[tcp | own[0]] * 2),
+            "srun": world({}, *srun),
+            "plain_ddp.py": local_world.run_world(2, plainly, folder=folder),
+            "as NCCL says": world({}, *[own[0] | {"STANDIN_SERIAL": f"{k}"} for k in range(2)]),
+        }
+    return found
+
+
+def a_proof(config: Any) -> bool:
+    """Whether a run of `verify` opened a GPU."""
+    import torch
+
+    from ddp_mnist.proofs import just_train
+
+    just_train(config)
+    return torch.cuda.opened  # type: ignore[attr-defined]
+
+
+def plainly() -> int:
+    """The GPU that plain_ddp.py works on."""
+    import torch
+
+    from ddp_mnist import plain_ddp
+
+    with patch.object(sys, "argv", ["plain_ddp", "--dataset", "digits", "--epochs", "1"]):
+        plain_ddp.main()
+    return torch.cuda.current_device()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--meet", type=int, default=0, metavar="GPUS")
+    arguments = parser.parse_args()
+    with contextlib.redirect_stdout(sys.stderr):
+        found = on_this_machine()
+        if arguments.meet:
+            found["met"] = meetings(arguments.meet, arguments.folder)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""Python imports this first on a stand-in machine: its GPUs compute, on the CPU.
+
+What asks for a GPU that is there gets a CPU tensor; one that is not there is an error in CUDA's
+words. NCCL is gloo. Everything else is torch's, accelerate's and our own code, which goes on
+believing in `cuda:N`. What this cannot show: whether a kernel, NCCL or fp16 on a GPU works.
+"""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn import parallel
+from torch.overrides import TorchFunctionMode
+
+current = [0]
+MOST = 256  # rows of a product: what is right for a GPU takes a CPU minutes
+
+
+def count() -> int:
+    """For a machine without a C compiler, and so without the management library."""
+    visible = torch.cuda._parse_visible_devices()
+    return len([gpu for gpu in visible if int(gpu) < int(os.environ["STANDIN_GPUS"])])
+
+
+def checked(index: int | None) -> int:
+    if (index or 0) >= torch.cuda.device_count():
+        raise RuntimeError("CUDA error: invalid device ordinal")
+    return index or 0
+
+
+def on_cpu(value: Any) -> Any:
+    if isinstance(value, str) and value.startswith("cuda"):
+        value = torch.device(value)
+    if isinstance(value, torch.device) and value.type == "cuda":
+        checked(value.index)
+        torch.cuda.opened = True  # type: ignore[attr-defined]
+        return torch.device("cpu")
+    return value
+
+
+class OnTheCpu(TorchFunctionMode):
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if function is torch.device:
+            return function(*args, **kwargs)
+        if function is torch.ones:
+            args = tuple(min(size, MOST) if isinstance(size, int) else size for size in args)
+        given = {name: on_cpu(value) for name, value in kwargs.items()}
+        return function(*map(on_cpu, args), **given)
+
+
+def set_device(device: Any) -> None:
+    current[0] = checked(device if isinstance(device, int) else torch.device(device).index)
+
+
+def properties(device: Any) -> SimpleNamespace:
+    index = checked(device if isinstance(device, int) else torch.device(device).index)
+    serial = os.environ.get("STANDIN_SERIAL", "")  # which makes one GPU look like two
+    return SimpleNamespace(uuid=f"GPU-{number(index)}{serial}")
+
+
+def number(index: int) -> str:
+    """Of all GPUs of the machine, that of the visible one with this index."""
+    return str(torch.cuda._parse_visible_devices()[index])
+
+
+def current_accelerator(check_available: bool = False) -> None:
+    """An optimizer asks this in each step, and opens the GPU if there is one."""
+    if check_available and torch.cuda.is_available():
+        torch.cuda.opened = True  # type: ignore[attr-defined]
+
+
+def init_process_group(_: str | None = None, **options: Any) -> None:
+    """NCCL's refusal is the one that it has for two ranks on one GPU."""
+    device = options.pop("device_id", None)
+    real_init("gloo", **options)
+    if device is not None:
+        mine, taken = number(device.index), [""] * dist.get_world_size()
+        dist.all_gather_object(taken, mine)
+        if taken.count(mine) > 1:
+            raise RuntimeError(
+                "NCCL error in: NCCLUtils.cpp:94, invalid usage (run with NCCL_DEBUG=WARN for"
+                " details)\nncclInvalidUsage: This usually reflects invalid usage of NCCL.\n"
+                f"Last error:\nDuplicate GPU detected : rank {dist.get_rank()} on CUDA device 1000"
+            )
+
+
+class DistributedDataParallel(parallel.DistributedDataParallel):
+    def __init__(self, module: Any, device_ids: Any = None, **options: Any) -> None:
+        options.pop("output_device", None)
+        for index in device_ids or []:
+            checked(index)  # the first forward would fail, when it moves its input there
+        super().__init__(module, **options)
+
+
+real_init = dist.init_process_group
+if os.environ.get("STANDIN_COUNTS"):
+    torch.cuda.device_count = count
+    torch.cuda.is_available = lambda: count() > 0
+if os.environ.get("STANDIN_COMPUTES"):
+    for owner, name, stand_in in (
+        (torch.cuda, "opened", False),
+        (torch.cuda, "set_device", set_device),
+        (torch.cuda, "current_device", lambda: current[0]),
+        (torch.cuda, "synchronize", lambda *_: None),
+        (torch.cuda, "get_device_name", lambda *_: "stand-in"),
+        (torch.cuda, "get_device_properties", properties),
+        (torch.cuda.nccl, "version", lambda: (2, 0, 0)),
+        (torch.accelerator, "current_accelerator", current_accelerator),
+        (dist, "init_process_group", init_process_group),
+        (parallel, "DistributedDataParallel", DistributedDataParallel),
+    ):
+        setattr(owner, name, stand_in)
+    OnTheCpu().__enter__()

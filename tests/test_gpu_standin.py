@@ -1,0 +1,307 @@
+"""What is decided on machines with GPUs, on ones that only seem to have them.
+
+See `gpu_standin.py`: no kernel and no NCCL runs here; `make gpu-check` is for a real GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddp_mnist import run_folder
+from tests.commands import REPOSITORY, Ended
+from tests.gpu_standin import machine
+
+KINDS: dict[str, dict[str, Any]] = {
+    "one": {"gpus": 1},
+    "two": {"gpus": 2},
+    "old driver": {"gpus": 1, "works": False},
+}
+NO_GPU = "needs a GPU, and this machine shows none; use --config_file accelerate_configs"
+REFUSED = (
+    "2 processes on this machine, but 1 GPU: NCCL needs one each; start fewer, or share a GPU with"
+    " --backend gloo"
+)
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("nvml")
+
+
+@pytest.fixture(scope="module")
+def decided(library: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """By kind of machine; one process on each, beside those that have to meet there."""
+
+    def ask(kind: str) -> Any:
+        meeting = ["--meet", str(KINDS[kind]["gpus"])] if KINDS[kind].get("works", True) else []
+        ended = subprocess.run(
+            [sys.executable, "-m", "tests.gpu_standin", folder, *meeting],
+            env=machine(library, **KINDS[kind]),
+            capture_output=True,
+            text=True,
+            timeout=250,
+        )
+        assert ended.returncode == 0, ended.stderr
+        return json.loads(ended.stdout.splitlines()[-1])
+
+    folder = str(tmp_path_factory.mktemp("decided"))
+    machine(library, 1)  # compiled once
+    with ThreadPoolExecutor() as pool:
+        return dict(zip(KINDS, pool.map(ask, KINDS), strict=True))
+
+
+def command(*arguments: str, env: dict[str, str], folder: Path = REPOSITORY) -> Ended:
+    done = subprocess.run(
+        arguments, cwd=folder, env=env, capture_output=True, text=True, timeout=250
+    )
+    return Ended(done.returncode, done.stdout, done.stderr)
+
+
+def make(target: str, env: dict[str, str], *flags: str, python: str = sys.executable) -> Ended:
+    shown = f"ARGS={' '.join(flags)}"
+    return command(
+        "make", "--no-print-directory", target, f"PYTHON={python}", "VENV=", shown, env=env
+    )
+
+
+# --- One process
+
+
+@pytest.mark.parametrize(("kind", "gpus"), [("one", 1), ("two", 2), ("old driver", 0)])
+def test_gpus_are_those_that_torch_can_use(kind: str, gpus: int, decided: dict[str, Any]) -> None:
+    assert decided[kind]["gpus"] == gpus
+
+
+@pytest.mark.parametrize(
+    ("way", "with_gpu", "without"),
+    [
+        ("plain", ["cuda", "none", "fp16"], ["cpu", "none", "no"]),
+        ("plain --cpu", ["cpu", "none", "no"], ["cpu", "none", "no"]),
+        ("torchrun", ["cuda", "nccl", "fp16"], ["cpu", "gloo", "no"]),
+        ("torchrun gloo", ["cuda", "gloo", "fp16"], ["cpu", "gloo", "no"]),
+        ("srun", ["cuda", "nccl", "fp16"], ["cpu", "gloo", "no"]),
+        ("tcp", ["cuda", "nccl", "fp16"], ["cpu", "gloo", "no"]),
+    ],
+)
+def test_device_backend_and_precision(
+    way: str, with_gpu: list[str], without: list[str], decided: dict[str, Any]
+) -> None:
+    assert decided["one"][way] == decided["two"][way] == with_gpu
+    assert decided["old driver"][way] == without
+
+
+@pytest.mark.parametrize(
+    ("config", "workers", "with_gpu", "without"),
+    [
+        ("single_gpu", 1, ["cuda", "none", "fp16"], "cpu"),
+        ("multi_gpu", 2, ["cuda", "nccl", "fp16"], "multi_cpu"),
+        ("multi_node", 2, ["cuda", "nccl", "fp16"], "multi_node_cpu"),
+        ("cpu", 1, ["cpu", "none", "no"], None),
+        ("multi_cpu", 2, ["cpu", "gloo", "no"], None),
+        ("multi_node_cpu", 1, ["cpu", "gloo", "no"], None),
+    ],
+)
+def test_the_stored_configurations(
+    config: str,
+    workers: int,
+    with_gpu: list[str],
+    without: str | None,
+    decided: dict[str, Any],
+) -> None:
+    assert decided["one"]["yaml"][config] == [workers, with_gpu]
+    assert decided["two"]["yaml"][config] == [workers, with_gpu]
+    number, told = decided["old driver"]["yaml"][config]
+    assert number == workers
+    if without:
+        assert told.endswith(f"{NO_GPU}/{without}.yaml")
+    else:
+        assert told == with_gpu
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_cpu_beats_the_precision_of_a_gpu_configuration(kind: str, decided: dict[str, Any]) -> None:
+    assert decided[kind]["yaml --cpu"] == [1, ["cpu", "none", "no"]]
+    [_, refused] = decided[kind]["yaml --cpu fp16"]
+    assert refused == "--mixed-precision fp16: needs a GPU; on a CPU use bf16, no or auto"
+
+
+def test_what_several_machines_start_here(decided: dict[str, Any]) -> None:
+    assert decided["one"]["node"] == ["multi_node", 1]
+    assert decided["two"]["node"] == ["multi_node", 2]
+    assert decided["old driver"]["node"] == ["multi_node_cpu", 1]
+
+
+def test_what_the_doctor_starts(decided: dict[str, Any]) -> None:
+    assert decided["one"]["doctor"] == [2, "gloo"]
+    assert decided["two"]["doctor"] == [2, "auto"]
+    assert decided["old driver"]["doctor"] == [2, "auto"]
+
+
+def test_the_doctor_looks_at_gpus_without_keeping_them(decided: dict[str, Any]) -> None:
+    two = ["PASS GPUs", "PASS cuda:0", "PASS cuda:1", "PASS GPU 0", "PASS GPU 1"]
+    assert decided["two"]["doctor finds"] == two
+    assert decided["one"]["doctor finds"] == ["PASS GPUs", "PASS cuda:0", "PASS GPU 0"]
+    assert not decided["one"]["doctor opened one"]
+    assert not decided["two"]["doctor opened one"]
+
+
+def test_what_bench_starts(decided: dict[str, Any]) -> None:
+    assert set(decided["two"]["bench"].values()) == {2}
+    assert set(decided["old driver"]["bench"].values()) == {2}
+    several = {what for what, processes in decided["one"]["bench"].items() if processes == 2}
+    assert several == {"loop", "forecast", "strategies"}  # the others compare within a process
+    [note] = decided["one"]["bench says"]
+    assert note.startswith("2 processes share 1 GPU over gloo: ")
+    assert decided["two"]["bench says"] == decided["old driver"]["bench says"] == []
+    one, refused = decided["one"]["bench launches"]
+    assert one == "single_gpu"
+    assert refused.startswith("--processes 2: a launched process needs a GPU of its own, and this")
+    assert decided["two"]["bench launches"] == ["single_gpu", "multi_gpu"]
+    assert decided["old driver"]["bench launches"] == ["multi_cpu", "multi_cpu"]
+
+
+# --- Processes that have met
+
+
+def places(met: list[dict[str, str]]) -> list[tuple[str, str, str]]:
+    assert {rank["DDP"] for rank in met} == {"DistributedDataParallel"}
+    return [(rank["device"], rank["backend"], rank["local rank"]) for rank in met]
+
+
+def test_two_processes_share_one_gpu_over_gloo(decided: dict[str, Any]) -> None:
+    """The local rank stays what it is, for who speaks; DDP gets the number of the GPU."""
+    met = decided["one"]["met"]["gloo"]
+    assert places(met) == [("cuda:0", "gloo", "0"), ("cuda:0", "gloo", "1")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "start"),
+    [("one", "nccl"), ("one", "srun torchrun"), ("two", "the same GPU")],
+)
+def test_two_processes_on_one_gpu_are_refused_with_nccl(
+    kind: str, start: str, decided: dict[str, Any]
+) -> None:
+    assert decided[kind]["met"][start] == [REFUSED, [2]]
+
+
+def test_two_gpus_are_taken_by_local_rank(decided: dict[str, Any]) -> None:
+    met = decided["two"]["met"]["nccl"]
+    assert places(met) == [("cuda:0", "nccl", "0"), ("cuda:1", "nccl", "1")]
+
+
+@pytest.mark.parametrize("start", ["a GPU each", "srun"])
+def test_processes_that_are_shown_a_gpu_each(start: str, decided: dict[str, Any]) -> None:
+    met = decided["two"]["met"][start]
+    assert places(met) == [("cuda:0", "nccl", "0"), ("cuda:0", "nccl", "1")]
+
+
+def test_nccl_that_is_misused_lost_nobody(decided: dict[str, Any]) -> None:
+    told, codes = decided["two"]["met"]["as NCCL says"]
+    assert told.startswith("--backend nccl: Duplicate GPU detected : rank ")
+    assert codes == [2]
+
+
+def test_a_run_on_the_cpu_opens_no_gpu(decided: dict[str, Any]) -> None:
+    met = decided["one"]["met"]["cpu"]
+    assert places(met) == [("cpu:0", "gloo", "0"), ("cpu:0", "gloo", "1")]
+    assert decided["one"]["met"]["verify"] == [False]
+
+
+def test_the_plain_loop_works_on_its_own_gpu(decided: dict[str, Any]) -> None:
+    assert decided["two"]["met"]["plain_ddp.py"] == [0, 1]
+
+
+# --- Commands
+
+
+@pytest.mark.parametrize(
+    ("kind", "starts"),
+    [
+        ("two", "multi_gpu.yaml --num_processes 2 -m ddp_mnist train --dataset auto --lr 1"),
+        (
+            "old driver",
+            "multi_cpu.yaml --num_processes 2 -m ddp_mnist train --dataset auto"
+            " --mixed-precision auto --lr 1",
+        ),
+    ],
+)
+def test_make_train_takes_the_best_set_up(
+    kind: str, starts: str, library: Path, tmp_path: Path
+) -> None:
+    python = tmp_path / "python"
+    python.write_text(
+        f'#!/bin/sh\ncase "$1" in -c) exec {sys.executable} "$@" ;; esac\necho "$@"\n'
+    )
+    python.chmod(0o755)
+    env = machine(library, **KINDS[kind], computes=False)
+    ended = make("train", env, "--lr", "1", python=str(python))
+    assert ended.code == 0, ended.err
+    assert ended.out.endswith(f"--config_file accelerate_configs/{starts}\n")
+
+
+def test_make_train_on_one_gpu(library: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    flags = ["--dataset", "digits", "--epochs", "2", "--run-dir", str(run)]
+    ended = make("train", machine(library, 1), *flags)
+    assert (ended.code, ended.err) == (0, "")
+    summary = run_folder.read_json(run / "summary.json")
+    assert (summary["device"], summary["backend"], summary["precision"]) == (
+        "cuda:0",
+        "none",
+        "fp16",
+    )
+    assert summary["test_accuracy"] > 0.9
+
+
+def test_make_train_on_the_cpu_of_a_machine_whose_gpu_is_broken(
+    library: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    flags = ["--cpu", "--dataset", "digits", "--epochs", "1", "--run-dir", str(run)]
+    ended = make("train", machine(library, 1, computes=False), *flags)
+    assert (ended.code, ended.err) == (0, "")
+    summary = run_folder.read_json(run / "summary.json")
+    assert (summary["device"], summary["backend"]) == ("cpu", "none")
+    assert summary["precision"] in ("no", "bf16")
+
+
+def test_make_doctor_accepts_one_gpu(library: Path) -> None:
+    ended = make("doctor", machine(library, 1), "--dataset", "digits", "--json")
+    assert ended.code == 0, ended.out + ended.err
+    found = json.loads(ended.out)
+    assert found["verdict"] in ("PASS", "WARN")
+    said = {finding["name"]: finding["said"] for finding in found["findings"]}
+    assert "2 processes on 1 machine met within" in said["rendezvous"]
+    assert said["rendezvous"].endswith("backend gloo, precision fp16")
+    assert "send/recv" in said["collectives"]
+    assert "equal weights on every rank" in said["training"]
+
+
+def test_make_bench_on_one_gpu(library: Path) -> None:
+    ended = make("bench", machine(library, 1), "--dataset", "digits", "--repeats", "5")
+    assert [line for line in ended.error_lines if "promised" not in line] == []
+    assert ended.out.startswith("2 processes share 1 GPU over gloo: ")
+    assert "train.py over plain_ddp.py" in ended.out
+
+
+@pytest.mark.parametrize("flags", [[], ["-m", "gpu"]])
+def test_the_tests_show_no_gpu_unless_they_are_for_one(flags: list[str], tmp_path: Path) -> None:
+    asks = tmp_path / "test_asks.py"
+    asks.write_text(
+        "import os, pytest\n"
+        "@pytest.mark.gpu\n"
+        "def test_on_gpu(): assert os.environ['CUDA_VISIBLE_DEVICES'] == '0'\n"
+        "def test_on_cpu(): assert os.environ['CUDA_VISIBLE_DEVICES'] == ''\n"
+    )
+    env = machine(tmp_path, 1, works=False) | {"CUDA_VISIBLE_DEVICES": "0"}
+    config = ["-c", str(REPOSITORY / "pyproject.toml"), "-p", "no:cacheprovider"]
+    arguments = ["-m", "pytest", *config, "-p", "tests.conftest", *flags, str(asks)]
+    ended = command(sys.executable, *arguments, env=env, folder=tmp_path)
+    assert "1 passed, 1 deselected" in ended.out, ended.out
