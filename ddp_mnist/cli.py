@@ -41,6 +41,7 @@ from ddp_mnist.errors import (
     UsageError,
     did_you_mean,
     one_line,
+    printable,
 )
 from ddp_mnist.screen import Screen
 
@@ -78,6 +79,7 @@ IN_TUTORIALS = {  # flags of other trainers
     "--workers": "none are needed, the images are in memory",
 }
 DOCTOR_TIMEOUT_S = 60.0  # a person waits for the verdict
+MATRIX_COLUMNS = 80  # of evaluate's table with the classes' names, before there are numbers instead
 RUN, CACHE_DIR = "run folder, e.g. runs/latest", "folder of decoded data sets"
 
 
@@ -242,6 +244,12 @@ def make_parser() -> Parser:
     )
     verb.add_argument(
         "--show", type=text("--show"), metavar="FILE", help="a PNG of what the model saw, and said"
+    )
+    verb.add_argument(
+        "--digit-photos",
+        action=argparse.BooleanOptionalAction,
+        help="take other files than 28x28 grey ones for photos of digits, and cut these out"
+        " [if trained on MNIST or the like]",
     )
 
     verb = add_verb("report", report, "One HTML page about runs, which needs no network.")
@@ -476,17 +484,29 @@ def evaluate(arguments: argparse.Namespace) -> None:
 
 
 def metrics_table(metrics: dict[str, Any]) -> str:
+    """Accuracy, loss and confusion matrix; where names are too wide, columns are numbers."""
+    names = [printable(name) for name in metrics["classes"]]
+    counts = [f"{n}" for row in metrics["confusion"] for n in row]
+    width = max(5, *map(len, names), *map(len, counts))
+    columns, taken_for = names, "what they were taken for"
+    if (width + 1) * len(names) + max(map(len, names)) > MATRIX_COLUMNS:
+        columns = [str(number) for number in range(len(names))]
+        names = [f"{number} {name}" for number, name in enumerate(names)]
+        taken_for += ", by number"
+        width = max(5, *map(len, columns), *map(len, counts))
+    first = max(len("class"), *map(len, names))
     lines = [
-        f"{metrics['split']} split of {metrics['dataset']['name']}: {metrics['count']:,} images",
+        f"{metrics['split']} split of {printable(metrics['dataset']['name'])}:"
+        f" {metrics['count']:,} images",
         f"accuracy {metrics['accuracy']:.4f}   loss {metrics['loss']:.4f}",
-        "rows: what the images are; columns: what they were taken for",
-        "class    accuracy   " + " ".join(f"{name[:5]:>5}" for name in metrics["classes"]),
+        f"rows: what the images are; columns: {taken_for}",
+        f"{'class':<{first}} accuracy   " + " ".join(f"{name:>{width}}" for name in columns),
     ]
     for name, accuracy, row in zip(
-        metrics["classes"], metrics["class_accuracy"], metrics["confusion"], strict=True
+        names, metrics["class_accuracy"], metrics["confusion"], strict=True
     ):
-        shown = "     -" if accuracy is None else f"{accuracy:.4f}"
-        lines.append(f"{name[:8]:<8} {shown:>8}   " + " ".join(f"{n:>5}" for n in row))
+        shown = "-" if accuracy is None else f"{accuracy:.4f}"
+        lines.append(f"{name:<{first}} {shown:>8}   " + " ".join(f"{n:>{width}}" for n in row))
     return "\n".join(lines)
 
 
@@ -496,7 +516,8 @@ def predict(arguments: argparse.Namespace) -> None:
 
     screen, answers, unread = Screen(True), [], None
     try:
-        for line, seen in predict_and_see(arguments.run, arguments.images):
+        found = predict_and_see(arguments.run, arguments.images, arguments.digit_photos)
+        for line, seen in found:
             screen.say(json.dumps(line))
             answers += [(line, seen)] if picture and seen is not None else []
     except DataError as error:

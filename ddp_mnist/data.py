@@ -21,12 +21,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from ddp_mnist.decode import IMAGE_SHAPE, Preparation, decoding_digest
 from ddp_mnist.errors import DataError, StorageError
 from ddp_mnist.seeding import generator
-from ddp_mnist.sources import Source, find_source
+from ddp_mnist.sources import Decoded, Source, find_source
 
-CACHE_FORMAT = 2
+CACHE_FORMAT = 3
 METADATA_KEY = "ddp_mnist"  # one key: with several, safetensors writes them in random order
+SPLITS = ("train", "test")
 TENSORS = ("train_images", "train_labels", "test_images", "test_labels")
 
 
@@ -39,7 +41,7 @@ class ImageData:
         source: kind and place, e.g. hub:ylecun/mnist.
         digest: SHA-256 of pixels, labels, class names and conversions.
         classes: class names; a label is an index into it.
-        notes: what was converted.
+        preparation: how the images were made.
         train_images, test_images: uint8 [N, 28, 28], read-only by convention.
         train_labels, test_labels: int64 [N].
         warnings: what happened while it was opened.
@@ -49,12 +51,17 @@ class ImageData:
     source: str
     digest: str
     classes: list[str]
-    notes: list[str]
+    preparation: Preparation
     train_images: Tensor
     train_labels: Tensor
     test_images: Tensor
     test_labels: Tensor
     warnings: list[str] = field(default_factory=list)
+
+    @property
+    def notes(self) -> list[str]:
+        """What was converted, one sentence each."""
+        return self.preparation.notes
 
     def to(self, device: torch.device) -> ImageData:
         """The same in a device's memory, where a whole MNIST takes 55 MB; on a CPU no copy."""
@@ -162,18 +169,20 @@ def cached(dataset: str, cache_dir: str | None = None) -> ImageData | None:
 
 
 def _cache_name(source: Source) -> str:
-    """A file name that two sources never share."""
+    """A file name that two sources never share, and two decoders neither: an edited clone has the
+    folder in common with others, and not the file."""
     readable = re.sub(r"[^A-Za-z0-9._-]+", "_", source.name)[:60]
-    return f"{source.kind}-{readable}-{hashlib.sha256(os.fsencode(source.place)).hexdigest()[:8]}"
+    key = os.fsencode(source.place) + f"/{CACHE_FORMAT}/{decoding_digest()}".encode()
+    return f"{source.kind}-{readable}-{hashlib.sha256(key).hexdigest()[:8]}"
 
 
 def _fingerprint(source: Source) -> str:
-    what = [CACHE_FORMAT, source.kind, source.place, source.fingerprint()]
+    what = [CACHE_FORMAT, decoding_digest(), source.kind, source.place, source.fingerprint()]
     return hashlib.sha256(json.dumps(what).encode()).hexdigest()
 
 
 def _open(path: Path, source: Source, fingerprint: str) -> ImageData | None:
-    """The cached data set, or None if it is not there, damaged, or of other files."""
+    """The cached data set, or None if it is not there, damaged, or not of these files and code."""
     try:
         with safe_open(path, framework="pt") as file:
             about = json.loads((file.metadata() or {})[METADATA_KEY])
@@ -181,6 +190,8 @@ def _open(path: Path, source: Source, fingerprint: str) -> ImageData | None:
             tensors = {name: file.get_tensor(name) for name in TENSORS}
         # 18 ms, where SHA-256 takes up to 140; a damaged cache would cost a wrong result.
         whole = about["fingerprint"] == fingerprint and about["checksum"] == _crc32(tensors, about)
+        whole = whole and _have_expected_form(tensors)
+        preparation = Preparation(**about["preparation"])
     except (OSError, SafetensorError, KeyError, TypeError, ValueError):
         return None
     if not whole:
@@ -190,8 +201,18 @@ def _open(path: Path, source: Source, fingerprint: str) -> ImageData | None:
         source=f"{source.kind}:{source.place}",
         digest=about["digest"],
         classes=about["classes"],
-        notes=about["notes"],
+        preparation=preparation,
         **tensors,
+    )
+
+
+def _have_expected_form(tensors: dict[str, Tensor]) -> bool:
+    """Whether these are images and labels of the shapes and dtypes that this code computes with."""
+    splits = [(tensors[f"{split}_images"], tensors[f"{split}_labels"]) for split in SPLITS]
+    return all(
+        (images.dtype, labels.dtype) == (torch.uint8, torch.int64)
+        and (images.shape[1:], labels.shape) == (IMAGE_SHAPE, images.shape[:1])
+        for images, labels in splits
     )
 
 
@@ -205,8 +226,12 @@ def _build(path: Path, source: Source, fingerprint: str) -> None:
         for kind, arrays in (("images", decoded.images), ("labels", decoded.labels))
         for split, array in arrays.items()
     }
-    about: dict[str, Any] = {"classes": decoded.classes, "notes": decoded.notes}
-    about |= {"digest": _sha256(tensors, about), "fingerprint": fingerprint}
+    about: dict[str, Any] = {
+        "classes": decoded.classes,
+        "preparation": dataclasses.asdict(decoded.preparation()),
+        "digest": _sha256(tensors, decoded),
+        "fingerprint": fingerprint,
+    }
     about["checksum"] = _crc32(tensors, about)
     temporary = path.with_name(f"{path.stem}.{os.getpid()}.tmp")
     try:
@@ -219,17 +244,17 @@ def _build(path: Path, source: Source, fingerprint: str) -> None:
 
 def _crc32(tensors: dict[str, Tensor], about: dict[str, Any]) -> int:
     """Of all that the file holds: finds damage, where the digest tells data sets apart."""
-    told = [about[key] for key in ("classes", "notes", "digest", "fingerprint")]
-    checksum = zlib.crc32(json.dumps(told).encode())
+    told = [about[key] for key in ("classes", "preparation", "digest", "fingerprint")]
+    checksum = zlib.crc32(json.dumps(told, sort_keys=True).encode())
     for name in TENSORS:
         checksum = zlib.crc32(_kind(name, tensors[name]), checksum)
         checksum = zlib.crc32(tensors[name].numpy().data, checksum)
     return checksum
 
 
-def _sha256(tensors: dict[str, Tensor], about: dict[str, Any]) -> str:
+def _sha256(tensors: dict[str, Tensor], decoded: Decoded) -> str:
     """Of pixels, labels, class names and conversions."""
-    sha = hashlib.sha256(json.dumps([about["classes"], about["notes"]]).encode())
+    sha = hashlib.sha256(json.dumps([decoded.classes, decoded.notes]).encode())
     for name in TENSORS:
         sha.update(_kind(name, tensors[name]))
         sha.update(tensors[name].numpy().data)

@@ -85,10 +85,18 @@ class FailedElsewhere(DdpMnistError):  # not an error of this rank's
 
 def one_line(error: DdpMnistError) -> str:
     """The line a person sees, e.g. `ddp-mnist: error: --epochs 0: must be ... (code 2)`."""
-    words = " ".join(str(error).split())
-    # A file name or a damaged file may hold bytes that would steer the terminal.
-    shown = "".join(character if character.isprintable() else "?" for character in words)
-    return f"ddp-mnist: error: {shown} (code {error.code})"
+    return f"ddp-mnist: error: {printable(str(error))} (code {error.code})"
+
+
+def warn(message: str) -> None:
+    """One line on stderr about a result that may not be the one that was meant."""
+    print(f"ddp-mnist: warning: {printable(message)}", file=sys.stderr, flush=True)
+
+
+def printable(text: str) -> str:
+    """In one line, and without what would steer a terminal: names come from files and folders."""
+    words = " ".join(text.split())
+    return "".join(character if character.isprintable() else "?" for character in words)
 
 
 def cause(error: BaseException) -> str:

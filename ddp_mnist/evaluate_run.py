@@ -36,7 +36,8 @@ def evaluate_run(
 
     Raises:
         CheckpointError: the run folder or its weights cannot be read.
-        DataError: the data set is not there, or has another number of classes.
+        DataError: the data set is not there.
+        UsageError: it has another number of classes, or too few images for the split.
     """
     if per_process is not None and per_process < 1:
         raise UsageError(f"--batch-size {per_process}: must be at least 1")
@@ -88,8 +89,13 @@ def _read_config(run: str) -> dict[str, Any]:
 def _rows(images: data.ImageData, split: str, val_size: int) -> data.Rows:
     if split == "test":
         return data.Rows(images.test_images, images.test_labels)
-    train_numbers, val_numbers = data.split_rows(len(images.train_labels), val_size)
     if split == "validation" and val_size == 0:
         raise UsageError("--split validation: the run held no images out (--val-size 0)")
+    if (there := len(images.train_labels)) <= val_size:
+        raise UsageError(
+            f"--split {split}: {images.name} has {there:,} train images, and the run held"
+            f" {val_size:,} out; use --split test"
+        )
+    train_numbers, val_numbers = data.split_rows(there, val_size)
     numbers = train_numbers if split == "train" else val_numbers
     return data.Rows(images.train_images, images.train_labels, numbers)

@@ -6,7 +6,10 @@ Predictions and labels are gathered as integers and given to metrics that derive
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
+import json
+import math
 import threading
 from dataclasses import dataclass
 from typing import Any
@@ -14,11 +17,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from ddp_mnist.data import Rows, eval_loader
+from ddp_mnist.runtime import broadcast_bytes
 from ddp_mnist.stopping import StopSignals
 
 IMAGES_PER_PROCESS = 500  # per forward pass; changes no result, only time and memory
@@ -45,7 +48,9 @@ class Metrics:
 
 def prepare_split(accelerator: Accelerator, rows: Rows, per_process: int | None = None) -> Any:
     """A loader that deals `rows` out to the processes in order."""
-    batch_size = (per_process or IMAGES_PER_PROCESS) * accelerator.num_processes
+    # More than there are would have Accelerate repeat rows until the last batch is full.
+    most = math.ceil(len(rows) / accelerator.num_processes)
+    batch_size = min(per_process or IMAGES_PER_PROCESS, most) * accelerator.num_processes
     return accelerator.prepare_data_loader(eval_loader(rows, batch_size))
 
 
@@ -98,10 +103,11 @@ def evaluate_split(
     counted = sum(len(batch) for batch in labels)
     if counted != rows:
         raise RuntimeError(f"counted {counted} rows of a split of {rows}: the metrics are wrong")
-    result: list[Any] = [None]
+    counted_by_rank_0 = b""
     if accelerator.is_main_process:
-        result = [summarise(torch.cat(labels), torch.cat(predictions), torch.cat(losses), classes)]
-    return broadcast_object_list(result)[0]
+        metrics = summarise(torch.cat(labels), torch.cat(predictions), torch.cat(losses), classes)
+        counted_by_rank_0 = json.dumps(dataclasses.asdict(metrics)).encode()
+    return Metrics(**json.loads(broadcast_bytes(accelerator, counted_by_rank_0)))
 
 
 def summarise(labels: Tensor, predictions: Tensor, losses: Tensor, classes: int) -> Metrics:

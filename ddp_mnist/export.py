@@ -3,8 +3,9 @@
     ddp-mnist export runs/latest                    # RUN/export/: safetensors, torch.export, a card
     ddp-mnist export runs/latest --format onnx      # needs the extra: pip install -e '.[onnx]'
 
-All forms take uint8 images [B, 28, 28], bright strokes on black, with any B, and give logits
-[B, classes]: what normalises the pixels is in the model. Nothing is written before all are checked.
+All forms take uint8 images [B, 28, 28] with any B, and give logits [B, classes]: what normalises
+the pixels is in the model. The card says what images these are. Nothing is written before all are
+checked.
 """
 
 from __future__ import annotations
@@ -151,7 +152,8 @@ class Form:
 
 def as_safetensors(trained: Trained) -> bytes:
     """The weights under the names of the net's parameters."""
-    return weights.to_bytes(trained.model.state_dict(), trained.architecture, trained.classes)
+    state, preparation = trained.model.state_dict(), trained.preparation
+    return weights.to_bytes(state, trained.architecture, trained.classes, preparation)
 
 
 def of_safetensors(content: bytes) -> Outputs:
@@ -267,6 +269,7 @@ def model_card(trained: Trained, run: str, files: list[str]) -> str:
         front=json.dumps(front, indent=2, ensure_ascii=False),
         architecture=trained.architecture,
         classes=trained.classes,
+        preparation=trained.preparation,
         parameters=sum(parameter.numel() for parameter in trained.model.parameters()),
         s=summary,
         source=source,

@@ -1,11 +1,15 @@
 """`predict RUN IMAGE...`: the class of image files, for a person's own pictures too.
 
-ddp-mnist predict runs/latest seven.png photos/
-cat seven.png | ddp-mnist predict runs/latest -
+    ddp-mnist predict runs/latest seven.png photos/
+    cat seven.png | ddp-mnist predict runs/latest -
+
+An image is prepared as training prepared it. For MNIST and data sets made like it, a file of
+another form than theirs is a photo of a digit, and gets what MNIST's authors did to a scan.
 """
 
 from __future__ import annotations
 
+import contextlib
 import io
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,32 +17,45 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import PIL.ExifTags
 import PIL.Image
-import PIL.ImageOps
 import torch
+from PIL.Image import Transpose
 
 from ddp_mnist import weights
-from ddp_mnist.errors import DataError
+from ddp_mnist.decode import DIGITS, IMAGE_SHAPE, as_grey, decode_image, is_as_seen
+from ddp_mnist.errors import DataError, UsageError, warn
 from ddp_mnist.run_folder import storage_errors
-from ddp_mnist.sources import as_grey
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff")
 BATCH = 256
 STDIN = Path("-")
 COLUMNS, INCHES = 8, 1.3  # of what --show draws
 MOST_SHOWN = 64
+LONGEST_SIDE = 1000  # of a photo, in pixels: a digit fills 20 of them
+UPRIGHT: dict[Any, Transpose] = {  # by the EXIF tag that tells how the camera was held
+    2: Transpose.FLIP_LEFT_RIGHT,
+    3: Transpose.ROTATE_180,
+    4: Transpose.FLIP_TOP_BOTTOM,
+    5: Transpose.TRANSPOSE,
+    6: Transpose.ROTATE_270,
+    7: Transpose.TRANSVERSE,
+    8: Transpose.ROTATE_90,
+}
 LEAST_CONTRAST = 8  # of 255, between ground and strokes
 FAINT = 0.25  # of the strongest stroke: less is paper, its shadows and its grain
 
 
-def predict(run: str, images: Iterable[str]) -> Iterator[dict[str, Any]]:
+def predict(
+    run: str, images: Iterable[str], digit_photos: bool | None = None
+) -> Iterator[dict[str, Any]]:
     """One {file, label, probability, probabilities} per image; see `predict_and_see`."""
-    for line, _ in predict_and_see(run, images):
+    for line, _ in predict_and_see(run, images, digit_photos):
         yield line
 
 
 def predict_and_see(
-    run: str, images: Iterable[str]
+    run: str, images: Iterable[str], digit_photos: bool | None = None
 ) -> Iterator[tuple[dict[str, Any], np.ndarray | None]]:
     """Like `predict`, with what the model saw: uint8 [28, 28]. In the order given.
 
@@ -48,13 +65,17 @@ def predict_and_see(
         run: run folder.
         images: files, or folders whose images are taken in the order of their names; - is one
             image on stdin.
+        digit_photos: whether files of another form than MNIST's are photos of digits; None: if
+            the run was trained on MNIST or what is made like it.
 
     Raises:
         CheckpointError: no finished run.
+        UsageError: photos of digits are nothing for this run.
         DataError: a folder holds no images; or, after all others were labelled, some file could
             not be read.
     """
     trained = weights.from_bytes(weights.read_bytes(run), run)
+    prepare = as_mnist if takes_photos(run, trained, digit_photos) else as_trained
     files = [file for image in images for file in find_images(image)]
     errors: list[DataError] = []
     for start in range(0, len(files), BATCH):
@@ -63,7 +84,7 @@ def predict_and_see(
         for file in files[start : start + BATCH]:
             lines.append({"file": str(file)})
             try:
-                pixels.append(as_mnist(file))
+                pixels.append(prepare(file))
             except DataError as error:
                 errors.append(error)
                 lines[-1]["error"] = str(error).removeprefix(f"{file}: ")
@@ -107,6 +128,53 @@ def find_images(path: str) -> list[Path]:
     return files
 
 
+# --- An image file as the net sees it
+
+
+def takes_photos(run: str, trained: weights.Trained, asked: bool | None) -> bool:
+    """Whether files of other sizes are photos of digits, or what was `asked` for.
+
+    Raises:
+        UsageError: photos of digits would not look like the images of this run.
+    """
+    preparation = trained.preparation
+    if asked and preparation and not preparation.bright_on_black:
+        raise UsageError(
+            f"--digit-photos: {run} was trained on images that are not bright strokes on black, as"
+            " it would make them; leave it out"
+        )
+    if asked is not None:
+        return asked
+    if preparation:
+        return preparation.digit_photos
+    if photos := trained.classes == DIGITS:  # what every run took its images for at the time
+        warn(
+            f"{run}: an earlier version wrote its model, without how its images were made; taken"
+            " for MNIST's digits; if it was trained on others, add --no-digit-photos"
+        )
+    return photos
+
+
+@contextlib.contextmanager
+def opened(file: Path) -> Iterator[PIL.Image.Image]:
+    """An image file, or stdin. Raises DataError for all that Pillow raises on a damaged one."""
+    try:
+        content = io.BytesIO(sys.stdin.buffer.read()) if file == STDIN else file
+        with PIL.Image.open(content) as image:
+            yield image
+    except DataError:
+        raise
+    except Exception as error:  # OSError, SyntaxError, ValueError, struct.error and more
+        reason = (getattr(error, "strerror", None) or "").lower() or "no image that Pillow reads"
+        raise DataError(f"{file}: {reason}; give a PNG or JPEG file") from error
+
+
+def as_trained(file: Path) -> np.ndarray:
+    """uint8 [28, 28], as training would have made it of the same file. Raises DataError."""
+    with opened(file) as image:
+        return decode_image(image)
+
+
 def as_mnist(file: Path) -> np.ndarray:
     """An image file as MNIST draws digits: uint8 [28, 28], bright strokes on black.
 
@@ -118,27 +186,35 @@ def as_mnist(file: Path) -> np.ndarray:
     Raises:
         DataError: it cannot be read, or shows nothing.
     """
-    try:
-        with PIL.Image.open(
-            io.BytesIO(sys.stdin.buffer.read()) if file == STDIN else file
-        ) as opened:
-            upright = PIL.ImageOps.exif_transpose(opened)  # as viewers show it
-            grey = np.asarray(as_grey(upright))
-            if grey.min() == grey.max() and upright.has_transparency_data:
-                grey = np.asarray(as_grey(upright, paper="black"))  # white strokes
-    except (OSError, ValueError, SyntaxError, PIL.Image.DecompressionBombError) as error:
-        reason = (getattr(error, "strerror", None) or "").lower() or "no image that Pillow reads"
-        raise DataError(f"{file}: {reason}; give a PNG or JPEG file") from error
+    with opened(file) as image:
+        grey = decode_image(image) if is_as_seen(image) else as_viewed(image)
     nothing = DataError(f"{file}: shows nothing but its ground; give an image of a digit")
     if grey.min() == grey.max():
         raise nothing
-    if grey.shape == (28, 28):
+    if grey.shape == IMAGE_SHAPE:
         border = np.concatenate([grey[0], grey[-1], grey[:, 0], grey[:, -1]])
         return 255 - grey if np.median(border) > 127 else grey
     brighter = grey - ground_of(grey)
     if np.abs(brighter).max() < LEAST_CONTRAST:
         raise nothing
     return centred(strokes_of(brighter))
+
+
+def as_viewed(image: PIL.Image.Image) -> np.ndarray:
+    """uint8 [H, W], upright as viewers show it, and no side longer than LONGEST_SIDE.
+
+    It is made small at once, as what follows takes 66 bytes a pixel.
+    """
+    image.draft("L", (LONGEST_SIDE, LONGEST_SIDE))  # a JPEG is not even decoded in full
+    grey = as_grey(image)
+    low, high = grey.getextrema()
+    if low == high and image.has_transparency_data:
+        grey = as_grey(image, paper="black")  # white strokes
+    grey.thumbnail((LONGEST_SIDE, LONGEST_SIDE))
+    turn = None
+    with contextlib.suppress(Exception):  # EXIF may be damaged where the image is not
+        turn = UPRIGHT.get(image.getexif().get(PIL.ExifTags.Base.Orientation))
+    return np.asarray(grey if turn is None else grey.transpose(turn))
 
 
 def ground_of(grey: np.ndarray) -> np.ndarray:

@@ -17,11 +17,12 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import ProfileKwargs, gather_object
+from accelerate.utils import ProfileKwargs
 from torch.autograd import DeviceType
 
 from ddp_mnist.errors import UsageError
 from ddp_mnist.run_folder import RunFolder, storage_errors, write_atomically
+from ddp_mnist.runtime import gather_bytes
 from ddp_mnist.screen import Screen
 
 WARM_UP = 10  # steps before; the first ones are slower than all others
@@ -84,7 +85,7 @@ class StepProfiler:
         with tempfile.TemporaryDirectory(prefix="ddp_mnist-") as scratch:
             trace = Path(scratch) / "trace.json"
             self._profile.export_chrome_trace(str(trace))
-            traces = gather_object([gzip.compress(trace.read_bytes(), 6)])
+            traces = gather_bytes(self.accelerator, gzip.compress(trace.read_bytes(), 6))
         if self.folder.path:
             place = self.folder.path / FOLDER
             with storage_errors(place):

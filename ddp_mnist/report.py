@@ -56,6 +56,7 @@ class ReportedRun:
         config: config.json.
         metrics: the lines of metrics.jsonl.
         summary: summary.json; {} if the run has not finished, or not again.
+        earlier: summary.json of a part that had finished, if the run was taken up again since.
         status: status.json; its state may be "killed" too.
         mistakes: the most certain ones first.
         no_mistakes: why there are none to be seen.
@@ -66,6 +67,7 @@ class ReportedRun:
     metrics: list[dict[str, Any]]
     summary: dict[str, Any]
     status: dict[str, Any]
+    earlier: dict[str, Any] = field(default_factory=dict)
     mistakes: list[Mistake] = field(default_factory=list)
     no_mistakes: str = ""
 
@@ -157,12 +159,15 @@ def read_run(path: Path) -> ReportedRun:
         if status["state"] == "running" and not run_folder.in_use(path):
             status["state"] = "killed"
         finished = status["state"] == "finished"
+        has_summary = finished or (path / run_folder.SUMMARY).exists()
+        summary = run_folder.read_json(path / run_folder.SUMMARY) if has_summary else {}
         run = ReportedRun(
             name=path.resolve().name,  # of what runs/latest leads to
             config=run_folder.read_json(path / run_folder.CONFIG),
             metrics=list(read_metrics(path / run_folder.METRICS)),
-            summary=run_folder.read_json(path / run_folder.SUMMARY) if finished else {},
+            summary=summary if finished else {},
             status=status,
+            earlier={} if finished else summary,
         )
         page_of([run], {})  # has all that a page shows
         return run

@@ -78,13 +78,28 @@ class World:
 
     def send_from_rank_0(self, content: bytes) -> bytes:
         """Rank 0's `content` on every rank, by broadcast: its machine alone has the file."""
-        device, is_sender = self.accelerator.device, self.accelerator.is_main_process
-        size = int(broadcast(torch.tensor(len(content), device=device)).item())
-        if not size:
-            return b""
-        buffer = bytearray(content if is_sender else size)
-        sent = broadcast(torch.frombuffer(buffer, dtype=torch.uint8).to(device))
-        return sent.cpu().numpy().tobytes()
+        return broadcast_bytes(self.accelerator, content)
+
+
+# Objects would travel as pickles, and whoever reads a pickle runs what its sender put there.
+def broadcast_bytes(accelerator: Accelerator, content: bytes) -> bytes:
+    """Rank 0's `content` on every rank."""
+    device, is_sender = accelerator.device, accelerator.is_main_process
+    size = int(broadcast(torch.tensor(len(content), device=device)).item())
+    if not size:
+        return b""
+    buffer = bytearray(content if is_sender else size)
+    sent = broadcast(torch.frombuffer(buffer, dtype=torch.uint8).to(device))
+    return sent.cpu().numpy().tobytes()
+
+
+def gather_bytes(accelerator: Accelerator, content: bytes) -> list[bytes]:
+    """Each rank's `content`, not empty, in the order of the ranks; on every rank."""
+    device = accelerator.device
+    sizes = accelerator.gather(torch.tensor([len(content)], device=device)).tolist()
+    mine = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(device)
+    everyone = accelerator.gather(accelerator.pad_across_processes(mine)).view(len(sizes), -1)
+    return [row[:size].cpu().numpy().tobytes() for row, size in zip(everyone, sizes, strict=True)]
 
 
 @contextlib.contextmanager

@@ -1,7 +1,8 @@
 """Reads a data set from where it lives: the Hub, a folder, or the digits inside scikit-learn.
 
-Everything becomes uint8 images [N, 28, 28] and int64 labels [N], once; the cache in data.py keeps
-the result. Heavy libraries are imported where they are used, because a cached run needs none.
+Everything becomes uint8 images [N, 28, 28] and int64 labels [N], once; decode.py says how, and the
+cache in data.py keeps the result. Heavy libraries are imported where they are used, because a
+cached run needs none.
 """
 
 from __future__ import annotations
@@ -24,10 +25,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ddp_mnist.errors import DataError, StorageError, UsageError
+from ddp_mnist.decode import (
+    DIGITS,
+    IMAGE_SHAPE,
+    Preparation,
+    bright_on_black,
+    decode_image,
+    decoding_digest,
+    is_as_seen,
+)
+from ddp_mnist.errors import DataError, StorageError, UsageError, printable
 
 if TYPE_CHECKING:
-    import PIL.Image
     from datasets import Dataset, DatasetDict
 
 HUB_IDS = {"mnist": "ylecun/mnist", "fashion_mnist": "zalando-datasets/fashion_mnist"}
@@ -50,12 +59,24 @@ class Decoded:
         labels: int64 [N] per split, 0 <= label < len(classes).
         classes: their names.
         notes: what was converted, one sentence each.
+        as_stored: whether no file had to be converted.
     """
 
     images: dict[str, np.ndarray]
     labels: dict[str, np.ndarray]
     classes: list[str]
     notes: list[str] = field(default_factory=list)
+    as_stored: bool = True
+
+    def preparation(self) -> Preparation:
+        """How these images were made, by facts of the data and not by a name."""
+        bright = all(bright_on_black(images) for images in self.images.values())
+        return Preparation(
+            decoding=decoding_digest(),
+            notes=self.notes,
+            bright_on_black=bright,
+            digit_photos=bright and self.as_stored and self.classes == DIGITS,
+        )
 
 
 # --- Which source
@@ -121,7 +142,7 @@ def find_source(dataset: str) -> Source:
     path = Path(os.path.realpath(os.path.expanduser(dataset)))  # noqa: PTH111
     with readable(dataset):
         if dataset and path.is_dir():
-            return Source(path.name, "folder", str(path))
+            return Source(printable(path.name), "folder", str(path))
         if dataset and path.exists():
             raise DataError(f"--dataset {dataset}: is a file; give the folder it lies in")
     if dataset.startswith((".", "/", "~")) or dataset.count("/") > 1:
@@ -132,6 +153,12 @@ def find_source(dataset: str) -> Source:
         f"--dataset {dataset}: no such folder; choose from mnist, auto, fashion_mnist, digits,"
         " a Hub id (owner/name) or a folder"
     )
+
+
+def from_anywhere(dataset: str) -> str:
+    """What finds the same data from another working directory: of a folder its whole path."""
+    source = find_source(dataset)
+    return source.place if source.kind == "folder" else dataset
 
 
 # --- The Hub
@@ -318,7 +345,7 @@ def decode(dataset: DatasetDict, place: str) -> Decoded:
         images[split], seen = decode_images(dataset[split], image_column, where)
         converted |= seen
     refuse_unseen(labels, classes, f"--dataset {place}: split test, column {label_column}")
-    return Decoded(images, labels, classes, conversion_notes(converted))
+    return Decoded(images, labels, classes, conversion_notes(converted), not converted)
 
 
 def same_type(dataset: DatasetDict, column: str, place: str) -> None:
@@ -427,14 +454,14 @@ def decode_images(rows: Dataset, column: str, where: str) -> tuple[np.ndarray, s
     if isinstance(rows.features[column], Image):
         rows = rows.cast_column(column, Image(decode=False))
     batches = rows.select_columns([column]).with_format(None).iter(batch_size=1000)
-    images = np.empty((len(rows), 28, 28), dtype=np.uint8)
+    images = np.empty((len(rows), *IMAGE_SHAPE), dtype=np.uint8)
     converted: set[str] = set()
     for row, cell in enumerate(cell for batch in batches for cell in batch[column]):
-        images[row] = decode_image(cell, converted, f"{where}, column {column}: row {row}")
+        images[row] = decode_cell(cell, converted, f"{where}, column {column}: row {row}")
     return images, converted
 
 
-def decode_image(cell: dict[str, Any] | None, converted: set[str], where: str) -> np.ndarray:
+def decode_cell(cell: dict[str, Any] | None, converted: set[str], where: str) -> np.ndarray:
     """One image, {bytes, path}, as uint8 [28, 28]; what it was is added to `converted`."""
     import PIL.Image
 
@@ -443,30 +470,15 @@ def decode_image(cell: dict[str, Any] | None, converted: set[str], where: str) -
         raise DataError(f"{where} has no image; add it or leave the row out")
     try:
         with PIL.Image.open(io.BytesIO(file) if isinstance(file, bytes) else file) as image:
-            if image.mode == "L" and image.size == (28, 28):
-                return np.asarray(image)
-            converted.add(f"{image.width}x{image.height} {image.mode}")
-            return np.asarray(as_grey(image).resize((28, 28), PIL.Image.Resampling.BILINEAR))
+            if not is_as_seen(image):
+                converted.add(f"{image.width}x{image.height} {image.mode}")
+            return decode_image(image)
     except PIL.UnidentifiedImageError:
         reason = "of no format that Pillow knows"
     except Exception as error:  # Pillow raises OSError, SyntaxError, ValueError and more
         reason = in_short(error)
     name = f" {file}" if isinstance(file, str) else ""
     raise DataError(f"{where}{name} is no readable image ({reason}); replace it or leave it out")
-
-
-def as_grey(image: PIL.Image.Image, paper: str = "white") -> PIL.Image.Image:
-    """Mode L. `paper` shows through what is transparent; 16-bit greys keep their upper 8 bits."""
-    import PIL.Image
-
-    if image.mode.startswith("I"):  # convert("L") would make all above 255 white
-        return PIL.Image.fromarray((np.asarray(image) // 256).clip(0, 255).astype(np.uint8))
-    if image.mode == "F":
-        raise ValueError("mode F has no fixed range: save 8-bit images")
-    if image.has_transparency_data:
-        layer = image.convert("RGBA")
-        image = PIL.Image.alpha_composite(PIL.Image.new("RGBA", layer.size, paper), layer)
-    return image.convert("L")
 
 
 # --- MNIST's own files
@@ -504,7 +516,7 @@ def read_idx(files: dict[str, tuple[Path, Path]]) -> Decoded:
     for split, (image_file, label_file) in files.items():
         images[split] = read_idx_array(image_file, dimensions=3)
         labels[split] = read_idx_array(label_file, dimensions=1).astype(np.int64)
-        if images[split].shape[1:] != (28, 28):
+        if images[split].shape[1:] != IMAGE_SHAPE:
             raise DataError(f"{image_file}: images must be 28x28; fetch MNIST's own file")
         if len(images[split]) != len(labels[split]) or len(labels[split]) == 0:
             raise DataError(

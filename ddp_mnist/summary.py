@@ -15,6 +15,7 @@ import torch
 from ddp_mnist import hardware
 from ddp_mnist.config import TrainConfig, flag_name
 from ddp_mnist.data import ImageData
+from ddp_mnist.errors import printable
 from ddp_mnist.evaluation import Metrics
 from ddp_mnist.resume import State
 from ddp_mnist.run_folder import RunFolder
@@ -23,6 +24,7 @@ from ddp_mnist.screen import panel
 from ddp_mnist.versions import code_digest, git_commit, package_versions
 
 MAY_DIFFER = (
+    "dataset",  # a folder may lie elsewhere on each machine: the digest of what it holds is equal
     "run_dir",
     "resume",
     "cache_dir",
@@ -65,7 +67,7 @@ def plan(config: TrainConfig, world: World, images: ImageData, folder: Path | No
     lines = {
         "data": f"{images.name}: {train_rows:,} train, {recipe.val_size:,} validation,"
         f" {len(images.test_labels):,} test images, {len(images.classes)} classes",
-        "source": "; ".join([images.source, *images.notes]),
+        "source": "; ".join([printable(images.source), *images.notes]),
         "processes": f"{size} on {count(world.num_machines, 'machine')}, backend {world.backend},"
         f" device {device(world)}, {count(world.threads, 'thread')} each,"
         f" precision {world.precision}",

@@ -31,6 +31,7 @@ from ddp_mnist.progress import Lookout, sum_up
 from ddp_mnist.runtime import World
 from ddp_mnist.screen import Screen
 from ddp_mnist.seeding import seed_draws
+from ddp_mnist.sources import from_anywhere
 
 
 def train(config: TrainConfig, launch: Launch) -> dict[str, Any]:
@@ -205,7 +206,9 @@ def train_in(
     # --- Write what stays
     tested = {"test_accuracy": test.accuracy, "test_loss": test.loss}
     folder.append_metrics(progress.step, {"epoch": progress.epoch - 1, **tested})
-    content = weights_file.to_bytes(final.state_dict(), recipe.model, images.classes)
+    content = weights_file.to_bytes(
+        final.state_dict(), recipe.model, images.classes, images.preparation
+    )
     folder.write_bytes(run_folder.MODEL, content)
     own_seconds = [progress.train_seconds - state.seconds_before]
     rank_seconds = accelerator.gather(torch.tensor(own_seconds, device=device)).tolist()
@@ -232,7 +235,8 @@ def resolve(
     images = data.load(name, cache_dir, say=screen.say)
     images = dataclasses.replace(images, warnings=[*notes, *images.warnings])
     board.wait_for_all("data")
-    run = dataclasses.replace(config.run, dataset=name)
+    place = cache_dir and str(data.cache_folder(cache_dir).absolute())
+    run = dataclasses.replace(config.run, dataset=from_anywhere(name), cache_dir=place)
     resume.refuse_other_images(name, images.digest, found)
     resume.refuse_uneven(config.recipe, size, found)
     recipe = resolve_recipe(config.recipe, len(images.train_labels), size)

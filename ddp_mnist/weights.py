@@ -3,42 +3,68 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
-from ddp_mnist.errors import CheckpointError
+from ddp_mnist.decode import Preparation, decoding_digest
+from ddp_mnist.errors import CheckpointError, warn
 from ddp_mnist.models import MODELS
-from ddp_mnist.run_folder import MODEL, STATUS, read_json
+from ddp_mnist.run_folder import MODEL, STATUS, SUMMARY, read_json
 
 METADATA_KEY = "ddp_mnist"  # one key: with several, safetensors writes them in random order
 
 
 @dataclass(frozen=True)
 class Trained:
-    """A net with the weights of a finished run, in eval mode on the CPU, and its class names."""
+    """A net with the weights of a finished run, in eval mode on the CPU.
+
+    Attributes:
+        model: the net.
+        architecture: its name in MODELS.
+        classes: the class names, in the order of the logits.
+        preparation: how the images were made that it was trained on; None in a file of an earlier
+            version, which does not tell.
+    """
 
     model: nn.Module
     architecture: str
     classes: list[str]
+    preparation: Preparation | None = None
 
 
-def to_bytes(state: dict[str, Tensor], architecture: str, classes: list[str]) -> bytes:
+def to_bytes(
+    state: dict[str, Tensor],
+    architecture: str,
+    classes: list[str],
+    preparation: Preparation | None = None,
+) -> bytes:
     """Equal weights give equal bytes."""
-    about = json.dumps({"architecture": architecture, "classes": classes}, sort_keys=True)
+    about: dict[str, Any] = {"architecture": architecture, "classes": classes}
+    if preparation:
+        about["preparation"] = dataclasses.asdict(preparation)
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
-    return save(tensors, metadata={METADATA_KEY: about})
+    return save(tensors, metadata={METADATA_KEY: json.dumps(about, sort_keys=True)})
 
 
 def read_bytes(run: str) -> bytes:
-    """model.safetensors of run folder `run`. Raises CheckpointError if there is none."""
+    """model.safetensors of run folder `run`.
+
+    A run that was taken up again, for more epochs, and has not finished since still holds the
+    model of its earlier part: that is read, and said on stderr.
+
+    Raises:
+        CheckpointError: there is none.
+    """
     path = Path(run) / MODEL
     try:
-        return path.read_bytes()
+        content = path.read_bytes()
     except OSError as error:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             status = read_json(Path(run) / STATUS)
@@ -51,6 +77,20 @@ def read_bytes(run: str) -> bytes:
         raise CheckpointError(
             f"{run}: {reason} ({path.name}: {error.strerror}); name one, e.g. runs/latest"
         ) from error
+    warn_of_unfinished(run)
+    return content
+
+
+def warn_of_unfinished(run: str) -> None:
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # a model without a run
+        status = read_json(Path(run) / STATUS)
+        if status["state"] != "finished":
+            steps = read_json(Path(run) / SUMMARY)["steps"]
+            warn(
+                f"{run}: was taken up again and is not finished ({status['state']}, at step"
+                f" {status['step']}); this is its earlier model, of step {steps}; let it finish, or"
+                f" go on: ddp-mnist train --resume {run}"
+            )
 
 
 def from_bytes(content: bytes, where: str) -> Trained:
@@ -62,6 +102,12 @@ def from_bytes(content: bytes, where: str) -> Trained:
             raise CheckpointError(
                 f"{where}: has a net that is not known here, {net}; use the code that trained it"
             )
+        preparation = about.get("preparation") and Preparation(**about["preparation"])
+        if preparation and preparation.decoding != decoding_digest():
+            raise CheckpointError(
+                f"{where}: was trained on images that another decoder made ({preparation.decoding},"
+                f" here it is {decoding_digest()}); use the code that trained it"
+            )
         model = MODELS[about["architecture"]](len(about["classes"]))
         state = load(content)
         dtypes = [t.dtype for t in state.values() if t.is_floating_point()]
@@ -72,4 +118,4 @@ def from_bytes(content: bytes, where: str) -> Trained:
             f"{where}: {MODEL} is damaged or not from ddp_mnist ({type(error).__name__});"
             " train the run again"
         ) from error
-    return Trained(model.eval(), about["architecture"], about["classes"])
+    return Trained(model.eval(), about["architecture"], about["classes"], preparation)

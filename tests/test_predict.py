@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 
 from ddp_mnist import cli, data, weights
 from ddp_mnist.cli import a_png
+from ddp_mnist.decode import Preparation, decoding_digest
 from ddp_mnist.errors import CheckpointError, DataError, UsageError
 from ddp_mnist.models import MODELS
 from ddp_mnist.predict import as_mnist, centred, find_images, predict
@@ -37,7 +38,8 @@ def model() -> torch.nn.Module:
 @pytest.fixture(scope="module")
 def run(model: torch.nn.Module, tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("run")
-    content = weights.to_bytes(model.state_dict(), "cnn", CLASSES)
+    made = Preparation(decoding_digest(), [], bright_on_black=True, digit_photos=True)
+    content = weights.to_bytes(model.state_dict(), "cnn", CLASSES, made)
     (folder / "model.safetensors").write_bytes(content)
     return str(folder)
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import jinja2
+
+from ddp_mnist.errors import printable
 
 ENVIRONMENT = jinja2.Environment(
     loader=jinja2.FileSystemLoader(Path(__file__).parent),
@@ -14,6 +17,14 @@ ENVIRONMENT = jinja2.Environment(
     trim_blocks=True,
     lstrip_blocks=True,
 )
+
+
+def markdown(text: str) -> str:
+    """Text that Markdown and its HTML show as it is: names come from whoever made the data."""
+    return re.sub(r"([\\`*_{}\[\]<>()#+!|&~$-])", r"\\\1", printable(text))
+
+
+ENVIRONMENT.filters["markdown"] = markdown
 
 
 def render(name: str, **facts: Any) -> str:
