@@ -49,7 +49,7 @@ class Metrics:
 def prepare_split(accelerator: Accelerator, rows: Rows, per_process: int | None = None) -> Any:
     """A loader that deals `rows` out to the processes in order."""
     # More than there are would have Accelerate repeat rows until the last batch is full.
-    most = math.ceil(len(rows) / accelerator.num_processes)
+    most = max(1, math.ceil(len(rows) / accelerator.num_processes))
     batch_size = min(per_process or IMAGES_PER_PROCESS, most) * accelerator.num_processes
     return accelerator.prepare_data_loader(eval_loader(rows, batch_size))
 

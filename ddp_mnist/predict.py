@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import io
 import sys
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -160,8 +161,8 @@ def opened(file: Path) -> Iterator[PIL.Image.Image]:
     """An image file, or stdin. Raises DataError for all that Pillow raises on a damaged one."""
     try:
         content = io.BytesIO(sys.stdin.buffer.read()) if file == STDIN else file
-        with PIL.Image.open(content) as image:
-            yield image
+        with warnings.catch_warnings(action="ignore"), PIL.Image.open(content) as image:
+            yield image  # Pillow warns of what it can do without, as a part of the EXIF
     except DataError:
         raise
     except Exception as error:  # OSError, SyntaxError, ValueError, struct.error and more

@@ -16,7 +16,7 @@ import torch
 
 from ddp_mnist import data
 from ddp_mnist.data import GlobalBatches, ImageData, Rows, eval_loader, split_rows, train_loader
-from ddp_mnist.errors import DataError, StorageError
+from ddp_mnist.errors import DataError, StorageError, printable
 from ddp_mnist.local_world import LocalWorld, run_world
 from ddp_mnist.seeding import generator
 from ddp_mnist.sources import Decoded, Source

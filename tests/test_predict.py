@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import re
+import struct
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,10 +18,23 @@ from matplotlib.figure import Figure
 
 from ddp_mnist import cli, data, weights
 from ddp_mnist.cli import a_png
-from ddp_mnist.decode import Preparation, decoding_digest
+from ddp_mnist.config import Distribution, Recipe, Run, TrainConfig
+from ddp_mnist.decode import DIGITS, Preparation, decoding_digest
 from ddp_mnist.errors import CheckpointError, DataError, UsageError
+from ddp_mnist.evaluate_run import evaluate_run
+from ddp_mnist.launch import Launch
+from ddp_mnist.local_world import run_world
 from ddp_mnist.models import MODELS
-from ddp_mnist.predict import as_mnist, centred, find_images, predict
+from ddp_mnist.predict import (
+    as_mnist,
+    as_trained,
+    centred,
+    find_images,
+    predict,
+    predict_and_see,
+    probabilities,
+)
+from ddp_mnist.proofs import just_train
 
 CLASSES = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
 
@@ -198,6 +213,205 @@ def test_a_picture_that_a_phone_turned_is_upright(tmp_path: Path) -> None:
     path = tmp_path / "x.png"
     upright.rotate(90, expand=True).save(path, exif=exif)
     assert np.array_equal(as_mnist(path), as_mnist(save(255 - seven(), tmp_path / "y.png")))
+
+
+def with_exif(entries: bytes, count: int) -> bytes:
+    return b"Exif\0\0II*\0\x08\0\0\0" + struct.pack("<H", count) + entries + b"\0\0\0\0"
+
+
+TURNED = struct.pack("<HHIHH", 0x0112, 3, 1, 6, 0)  # by 90 degrees
+WIDTH_OF_1_5 = struct.pack("<HHIf", 0x0100, 11, 1, 1.5)
+
+
+@pytest.mark.parametrize(
+    ("exif", "turned"),
+    [
+        (with_exif(TURNED, 1), True),
+        (with_exif(WIDTH_OF_1_5 + TURNED, 2), True),
+        (with_exif(TURNED[:5], 1), False),
+        (with_exif(TURNED.replace(b"\6", b"\x63"), 1), False),
+        (b"Exif\0\0nothing", False),
+    ],
+)
+@pytest.mark.parametrize("form", ["png", "jpg", "webp"])
+def test_damaged_exif_costs_no_answer(exif: bytes, turned: bool, form: str, tmp_path: Path) -> None:
+    drawn = PIL.Image.fromarray(255 - seven())
+    stored = drawn.rotate(90, expand=True) if turned else drawn
+    stored.save(tmp_path / f"x.{form}", exif=exif, quality=95)
+    seen = as_mnist(tmp_path / f"x.{form}").astype(int)
+    assert np.abs(seen - as_mnist(save(255 - seven(), tmp_path / "y.png"))).mean() < 3
+
+
+def test_whatever_pillow_raises_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = save(seven(), tmp_path / "x.png")
+    monkeypatch.setattr(PIL.Image, "open", Mock(side_effect=struct.error("bad char")))
+    for prepare in (as_mnist, as_trained):
+        with pytest.raises(DataError, match=r"x\.png: no image that Pillow reads; give a PNG or"):
+            prepare(file)
+
+
+def test_a_large_photo_is_seen_as_a_small_one_is(tmp_path: Path) -> None:
+    drawn = PIL.Image.fromarray(255 - seven())
+    large = drawn.resize((3200, 4000), PIL.Image.Resampling.BICUBIC)
+    expected = as_mnist(save(255 - seven(), tmp_path / "small.png")).astype(int)
+    for form, mode in (("png", "RGB"), ("jpg", "RGB"), ("png", "P"), ("png", "1")):
+        large.convert(mode).save(tmp_path / f"large.{form}")
+        assert np.abs(as_mnist(tmp_path / f"large.{form}") - expected).mean() < 4
+
+
+# --- As training prepared it
+
+
+def write_images(
+    folder: Path, split: str, images: list[PIL.Image.Image], labels: list[str]
+) -> None:
+    for number, (image, label) in enumerate(zip(images, labels, strict=True)):
+        place = folder / split / label
+        place.mkdir(parents=True, exist_ok=True)
+        image.save(place / f"{number:04d}.png")
+
+
+def photos(labels: np.ndarray) -> list[PIL.Image.Image]:
+    """64x64, in colour: dark, light, and bright in the left, right or upper half."""
+    random = np.random.default_rng(len(labels))
+    images = []
+    for label in labels:
+        pixels = np.full((64, 64, 3), 200 if label == 1 else 60)
+        half = {2: np.s_[:, :32], 3: np.s_[:, 32:], 4: np.s_[:32]}.get(int(label))
+        if half:
+            pixels[half] = (230, 180, 150)
+        pixels = pixels + random.integers(-40, 40, pixels.shape)
+        images.append(PIL.Image.fromarray(pixels.clip(0, 255).astype(np.uint8)))
+    return images
+
+
+def digit_files(kind: str, pixels: np.ndarray) -> list[PIL.Image.Image]:
+    images = [PIL.Image.fromarray(image) for image in pixels]
+    if kind.startswith("dark"):
+        images = [PIL.Image.fromarray(255 - image) for image in pixels]
+    if kind.endswith("96"):
+        images = [image.resize((96, 96), PIL.Image.Resampling.BICUBIC) for image in images]
+    return images
+
+
+def train_and_answer(
+    folder: str,
+) -> tuple[dict[str, Any], list[int], list[str], list[dict[str, Any]]]:
+    """What evaluate counts, the labels of its rows and what it says of each, and of each file."""
+    config = TrainConfig(
+        Run(dataset=folder, run_dir="run", quiet=True),
+        Recipe(epochs=8, batch_size=50, val_size=0),
+        Distribution(cpu=True, mixed_precision="no"),
+    )
+    just_train(config)
+    counted = evaluate_run("run", "test", config.distribution, Launch())
+    assert counted
+    trained, images = weights.from_bytes(weights.read_bytes("run"), "run"), data.load(folder)
+    with torch.inference_mode():
+        guesses = trained.model(images.test_images).argmax(1).tolist()
+    files = [str(file) for file in sorted((Path(folder) / "test").rglob("*.png"))]
+    answers = list(predict("run", files))
+    return counted, images.test_labels.tolist(), [images.classes[g] for g in guesses], answers
+
+
+@pytest.mark.parametrize(
+    "kind", ["mnist 28", "digits 28", "dark 28", "dark 96", "bright 96", "photos"]
+)
+def test_files_of_a_data_set_have_the_labels_that_evaluate_counts(
+    kind: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    folder, sizes = tmp_path / "set", {"train": 500, "test": 100}
+    if kind == "photos":
+        for split, rows in sizes.items():
+            numbers = np.arange(rows) % 5
+            names = ["dark", "light", "left", "right", "top"]
+            write_images(folder, split, photos(numbers), [names[n] for n in numbers])
+    else:
+        name = str(request.getfixturevalue("mnist")) if kind == "mnist 28" else "digits"
+        images = data.load(name)
+        for split, rows in sizes.items():
+            pixels = getattr(images, f"{split}_images")[:rows].numpy()
+            labels = getattr(images, f"{split}_labels")[:rows].tolist()
+            write_images(folder, split, digit_files(kind, pixels), [str(n) for n in labels])
+    [outcome] = run_world(1, train_and_answer, str(folder), folder=tmp_path)
+    counted, labels, guesses, answers = outcome
+    assert counted["accuracy"] > 0.8  # and not by chance
+    assert [line["label"] for line in answers] == guesses
+    confusion = np.zeros_like(counted["confusion"])
+    for label, line in zip(labels, answers, strict=True):
+        confusion[label][counted["classes"].index(line["label"])] += 1
+    assert confusion.tolist() == counted["confusion"]
+
+
+def run_of(
+    folder: Path, model: torch.nn.Module, classes: list[str], made: Preparation | None
+) -> str:
+    folder.mkdir()
+    content = weights.to_bytes(model.state_dict(), "cnn", classes, made)
+    (folder / "model.safetensors").write_bytes(content)
+    return str(folder)
+
+
+def test_photos_of_digits_are_for_those_who_ask(model: torch.nn.Module, tmp_path: Path) -> None:
+    """The net alone knows what it was trained on, and so says what photos are made into."""
+    page = save(np.pad(255 - digits(1)[0], 30, constant_values=255), tmp_path / "x.png")
+    as_it_is, cut_out = as_trained(page), as_mnist(page)
+    bright = Preparation(decoding_digest(), [], bright_on_black=True, digit_photos=False)
+    dark = dataclasses.replace(bright, bright_on_black=False)
+    letters = run_of(tmp_path / "letters", model, list("abcdefghij"), bright)
+    own = run_of(tmp_path / "own", model, DIGITS, dark)
+
+    def seen(run: str, asked: bool | None) -> np.ndarray | None:
+        [(_, image)] = predict_and_see(run, [str(page)], asked)
+        return image
+
+    assert np.array_equal(seen(letters, None), as_it_is)  # type: ignore[arg-type]
+    assert np.array_equal(seen(letters, True), cut_out)  # type: ignore[arg-type]
+    assert np.array_equal(seen(letters, False), as_it_is)  # type: ignore[arg-type]
+    assert np.array_equal(seen(own, None), as_it_is)  # type: ignore[arg-type]
+    with pytest.raises(UsageError) as told:
+        seen(own, True)
+    assert str(told.value) == (
+        f"--digit-photos: {own} was trained on images that are not bright strokes on black, as it"
+        " would make them; leave it out"
+    )
+
+
+def test_a_model_of_an_earlier_version_is_read_and_the_guess_is_told(
+    model: torch.nn.Module, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = str(save(np.pad(255 - digits(1)[0], 30, constant_values=255), tmp_path / "x.png"))
+    numbers = run_of(tmp_path / "numbers", model, DIGITS, None)
+    words = run_of(tmp_path / "words", model, CLASSES, None)
+    for run, flags, expected, told in [
+        (numbers, [], as_mnist(Path(page)), True),
+        (numbers, ["--digit-photos"], as_mnist(Path(page)), False),
+        (numbers, ["--no-digit-photos"], as_trained(Path(page)), False),
+        (words, [], as_trained(Path(page)), False),
+    ]:
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["predict", run, page, *flags])
+        out, err = capsys.readouterr()
+        assert ended.value.code == 0
+        row = probabilities(model, [expected])[0]
+        assert json.loads(out)["probability"] == pytest.approx(max(row), abs=1e-5)
+        assert err == told * (
+            f"ddp-mnist: warning: {run}: an earlier version wrote its model, without how its images"
+            " were made; taken for MNIST's digits; if it was trained on others, add"
+            " --no-digit-photos\n"
+        )
+
+
+def test_a_model_of_another_decoder_is_refused(run: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "decoding_digest", lambda: "0123456789abcdef")
+    with pytest.raises(CheckpointError) as told:
+        list(predict(run, ["x.png"]))
+    assert str(told.value) == (
+        f"{run}: was trained on images that another decoder made ({decoding_digest()}, here it is"
+        " 0123456789abcdef); use the code that trained it"
+    )
 
 
 # --- Which files

@@ -1,0 +1,172 @@
+"""One decoder for all who prepare an image, and what it remembers of a data set."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import PIL.Image
+import pytest
+
+from ddp_mnist import data, decode
+from ddp_mnist.decode import Preparation, as_grey, bright_on_black, decode_image, decoding_digest
+from ddp_mnist.local_world import run_world
+from ddp_mnist.predict import as_mnist, as_trained
+from ddp_mnist.sources import Decoded
+
+MEGAPIXELS = 12
+MODES = ("L", "LA", "RGB", "RGBA", "P", "1", "CMYK", "YCbCr", "HSV", "I", "I;16", "PA")
+
+
+def rgba(width: int, height: int) -> PIL.Image.Image:
+    """Colours and opacities of every kind."""
+    values = np.random.default_rng(width).integers(0, 256, (height, width, 4), dtype=np.uint8)
+    values[: height // 2, :, 3] = 255
+    return PIL.Image.fromarray(values)
+
+
+def sample(mode: str, width: int = 67, height: int = 45) -> PIL.Image.Image:
+    if mode == "I;16":
+        values = np.arange(width * height).reshape(height, width) * 21 % 65536
+        return PIL.Image.fromarray(values.astype(np.uint16))
+    if mode == "I":
+        return PIL.Image.fromarray(np.arange(width * height, dtype=np.int32).reshape(height, -1))
+    image = rgba(width, height)
+    if mode == "PA":
+        return image.convert("RGB").convert("P").convert("PA")
+    if mode in ("HSV", "YCbCr", "P", "CMYK"):
+        image = image.convert("RGB")
+    image = image.convert(mode)
+    if mode == "P":
+        image.info["transparency"] = bytes(range(256))
+    return image
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_strips_give_what_the_whole_image_gives(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    image = sample(mode)
+    assert image.mode == mode
+    whole = np.asarray(decode._strip_as_grey(image, "white"))
+    for strip in (1, 67 * 7, 67 * 45, 2**20):
+        monkeypatch.setattr(decode, "STRIP", strip)
+        grey = as_grey(image)
+        assert grey.mode == "L"
+        assert np.array_equal(np.asarray(grey), whole)
+    if mode == "RGB":  # one colour counts as transparent
+        image.info["transparency"] = image.getpixel((3, 3))
+        monkeypatch.setattr(decode, "STRIP", 67 * 7)
+        assert as_grey(image).getpixel((3, 3)) == 255
+        assert as_grey(image, "black").getpixel((3, 3)) == 0
+
+
+def test_what_the_decoder_does_has_not_changed() -> None:
+    """By hand, so that a change of the decoder is a decision: every cache and model is of one."""
+    image = rgba(90, 50)
+    paper = PIL.Image.new("RGBA", image.size, "white")
+    grey = PIL.Image.alpha_composite(paper, image).convert("L")
+    stretched = grey.resize((28, 28), PIL.Image.Resampling.BILINEAR)
+    assert np.array_equal(decode_image(image), np.asarray(stretched))
+    assert decode_image(sample("L", 28, 28)).tolist() == np.asarray(sample("L", 28, 28)).tolist()
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda image: 255 - decode_image(image),
+        lambda image: decode_image(image)[:, ::-1],
+        lambda image: np.asarray(image.convert("RGB").resize((28, 28))),
+        lambda image: np.asarray(as_grey(image).resize((28, 28), PIL.Image.Resampling.BICUBIC)),
+        lambda image: np.asarray(as_grey(image, "black").resize((28, 28), 2)),
+        lambda image: decode_image(image).astype(np.float32),
+    ],
+)
+def test_an_edited_decoder_has_another_digest(
+    edit: Callable[[PIL.Image.Image], np.ndarray], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = decoding_digest.__wrapped__()
+    assert before == decoding_digest()
+    assert decoding_digest.__wrapped__() == before
+    monkeypatch.setattr(decode, "decode_image", edit)
+    assert decoding_digest.__wrapped__() != before
+
+
+# --- What kind of images a data set holds
+
+
+def digits(split: str = "train") -> np.ndarray:
+    return getattr(data.load("digits"), f"{split}_images").numpy()[:200]
+
+
+def preparation_of(
+    train: np.ndarray,
+    test: np.ndarray | None = None,
+    *,
+    classes: list[str] = decode.DIGITS,
+    as_stored: bool = True,
+) -> Preparation:
+    images = {"train": train, "test": train if test is None else test}
+    labels = {split: np.zeros(len(rows), dtype=np.int64) for split, rows in images.items()}
+    return Decoded(images, labels, classes, [], as_stored).preparation()
+
+
+def test_digits_as_mnist_stores_them_are_known_by_facts() -> None:
+    expected = Preparation(decoding_digest(), [], bright_on_black=True, digit_photos=True)
+    assert preparation_of(digits()) == expected
+    for other in (
+        preparation_of(digits(), classes=list("abcdefghij")),  # letters may be drawn so too
+        preparation_of(digits(), classes=[*decode.DIGITS, "none"]),
+        preparation_of(digits(), as_stored=False),  # photos of 96x96, say
+    ):
+        assert (other.bright_on_black, other.digit_photos) == (True, False)
+
+
+def test_images_that_are_not_bright_strokes_on_black() -> None:
+    images, blank = digits(), np.zeros((1, 28, 28), dtype=np.uint8)
+    clothes = np.stack([np.roll(image.repeat(2, 0)[14:42], 4, 0) for image in images])
+    clothes[:, :20, 0] = 200  # they fill their frame, as Fashion-MNIST's do
+    one_inverted = np.concatenate([images, 255 - images[:1]])
+    for train, test in [
+        (255 - images, None),
+        (clothes, None),
+        (images, 255 - images),
+        (images, one_inverted),  # predict would invert that one file, and evaluate does not
+        (images, np.concatenate([images, blank])),  # predict would refuse it
+    ]:
+        other = preparation_of(train, test)
+        assert (other.bright_on_black, other.digit_photos) == (False, False)
+    few = images.copy()
+    few[:15, 0, 14] = 255  # as in 1.3 % of MNIST
+    assert bright_on_black(few)
+
+
+def test_mnist_and_the_digits_are_of_that_kind(mnist: Path) -> None:
+    for dataset in ("digits", str(mnist)):
+        assert data.load(dataset).preparation.digit_photos
+
+
+# --- Memory
+
+
+def bytes_a_pixel(file: str, photo: bool) -> float:
+    """Memory at its highest while a file is prepared, above what this process had before."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    (as_mnist if photo else as_trained)(Path(file))
+    kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    return kilobytes * 1024 / (MEGAPIXELS * 10**6)
+
+
+@pytest.mark.parametrize(
+    ("photo", "mode", "limit"), [(False, "RGBA", 8), (True, "RGB", 12), (True, "L", 10)]
+)
+def test_a_large_photo_takes_little_memory(
+    photo: bool, mode: str, limit: float, tmp_path: Path
+) -> None:
+    """4 bytes a pixel are Pillow's own, but for grey."""
+    width, height = 4000, MEGAPIXELS * 250
+    page = PIL.Image.new(mode, (width, height), "white")
+    page.paste(PIL.Image.new(mode, (width // 9, height // 2), "black"), (width // 2, height // 4))
+    page.save(tmp_path / "x.png", compress_level=1)
+    [taken] = run_world(1, bytes_a_pixel, str(tmp_path / "x.png"), photo, folder=tmp_path)
+    assert taken < limit
