@@ -494,7 +494,7 @@ def metrics_table(metrics: dict[str, Any]) -> str:
         names = [f"{number} {name}" for number, name in enumerate(names)]
         taken_for += ", by number"
         width = max(5, *map(len, columns), *map(len, counts))
-    first = max(len("class"), *map(len, names))
+    first = max(8, *map(len, names))
     lines = [
         f"{metrics['split']} split of {printable(metrics['dataset']['name'])}:"
         f" {metrics['count']:,} images",

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from ddp_mnist import __version__, run_folder, weights
-from ddp_mnist.errors import CheckFailed, CheckpointError, UsageError
+from ddp_mnist.errors import CheckFailed, CheckpointError, UsageError, printable
 from ddp_mnist.templates import render
 from ddp_mnist.weights import Trained
 
@@ -237,9 +237,10 @@ def model_card(trained: Trained, run: str, files: list[str]) -> str:
     summary = read(run, run_folder.SUMMARY)
     val_size = read(run, run_folder.CONFIG)["recipe"]["val_size"]
     dataset = summary["dataset"]
+    name = printable(dataset["name"])
     kind, _, place = dataset["source"].partition(":")
     hub_id = place if kind == "hub" else None
-    source = dataset["name"] if Path(place).is_absolute() else dataset["source"]
+    source = name if Path(place).is_absolute() else dataset["source"]
     front = {
         "library_name": "pytorch",
         "pipeline_tag": "image-classification",
@@ -251,7 +252,7 @@ def model_card(trained: Trained, run: str, files: list[str]) -> str:
                 "results": [
                     {
                         "task": {"type": "image-classification"},
-                        "dataset": {"name": dataset["name"], "type": hub_id or dataset["name"]},
+                        "dataset": {"name": name, "type": hub_id or name},
                         "metrics": [
                             {
                                 "type": "accuracy",

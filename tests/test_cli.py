@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -431,3 +432,50 @@ def test_evaluate_prints_a_table_in_which_a_class_without_rows_has_no_accuracy()
         "zero       0.7500       3     1",
         "one             -       0     0",
     ]
+
+
+def metrics_of(classes: list[str], confusion: list[list[int]]) -> dict[str, Any]:
+    return {
+        "split": "test",
+        "dataset": {"name": "set"},
+        "count": 10,
+        "accuracy": 0.5,
+        "loss": 0.5,
+        "classes": classes,
+        "class_accuracy": [0.5] * len(classes),
+        "confusion": confusion,
+    }
+
+
+def test_evaluate_shows_the_names_of_classes_whole() -> None:
+    names = ["blue_square", "red_circle", "red_square"]
+    table = cli.metrics_table(metrics_of(names, [[3, 0, 1], [0, 2, 0], [0, 0, 123456]]))
+    assert table.splitlines()[2:] == [
+        "rows: what the images are; columns: what they were taken for",
+        "class       accuracy   blue_square  red_circle  red_square",
+        "blue_square   0.5000             3           0           1",
+        "red_circle    0.5000             0           2           0",
+        "red_square    0.5000             0           0      123456",
+    ]
+
+
+def test_names_that_are_too_wide_for_columns_have_numbers() -> None:
+    names = ["T - shirt / top", "Trouser", "Pullover", "Dress", "Ankle boot"]
+    rows = [[7 * (row == column) for column in range(5)] for row in range(5)]
+    lines = cli.metrics_table(metrics_of(names, rows)).splitlines()
+    assert lines[2:5] == [
+        "rows: what the images are; columns: what they were taken for, by number",
+        "class             accuracy       0     1     2     3     4",
+        "0 T - shirt / top   0.5000       7     0     0     0     0",
+    ]
+    assert lines[-1] == "4 Ankle boot        0.5000       0     0     0     0     7"
+    assert max(map(len, lines)) <= 80
+
+
+def test_names_that_would_steer_a_terminal_are_cleaned() -> None:
+    table = cli.metrics_table(
+        metrics_of(["a\x1b[2Jb", "c\nd\x9b"], [[1, 0], [0, 1]]) | {"dataset": {"name": "x\x1b[H"}}
+    )
+    assert all(character.isprintable() or character == "\n" for character in table)
+    assert table.splitlines()[0] == "test split of x?[H: 10 images"
+    assert table.splitlines()[3].split() == ["class", "accuracy", "a?[2Jb", "c", "d?"]

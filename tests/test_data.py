@@ -9,10 +9,13 @@ from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from ddp_mnist import data
 from ddp_mnist.data import GlobalBatches, ImageData, Rows, eval_loader, split_rows, train_loader
@@ -226,6 +229,49 @@ def test_a_damaged_cache_is_built_anew(damage: str, folder: Path, cache: Path) -
     assert again.warnings == [f"{file} was damaged or out of date and was built anew"]
     assert file.read_bytes() == before
     assert load(folder, cache).warnings == []
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"train_images": torch.zeros(TRAIN, 64, 64, 3, dtype=torch.uint8)},
+        {"test_images": torch.zeros(TEST, 28, 28)},
+        {"test_labels": torch.zeros(TEST)},
+        {"train_labels": torch.zeros(TRAIN + 1, dtype=torch.int64)},
+    ],
+    ids=lambda other: f"{next(iter(other))}",
+)
+def test_a_cache_of_other_shapes_is_built_anew(
+    other: dict[str, torch.Tensor], folder: Path, cache: Path
+) -> None:
+    """Whole, and of these files: written by code that was edited."""
+    whole = load(folder, cache)
+    file = cached_file(cache)
+    with safe_open(file, framework="pt") as content:
+        about = json.loads(content.metadata()[data.METADATA_KEY])
+    tensors = {name: getattr(whole, name).clone() for name in data.TENSORS} | other
+    about["checksum"] = data._crc32(tensors, about)
+    file.unlink()
+    save_file(tensors, file, metadata={data.METADATA_KEY: json.dumps(about)})
+    again = load(folder, cache)
+    assert same(again, whole)
+    assert again.warnings == [f"{file} was damaged or out of date and was built anew"]
+
+
+def test_a_clone_with_another_decoder_shares_the_folder_and_not_the_file(
+    folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load(folder, cache)
+    mine = cached_file(cache)
+    before = mine.read_bytes()
+    with monkeypatch.context() as clone:
+        clone.setattr(data, "decoding_digest", lambda: "0123456789abcdef")
+        assert load(folder, cache).warnings == []
+        assert data.cached(str(folder), str(cache))
+    assert len(list(cache.glob("*.safetensors"))) == 2
+    assert mine.read_bytes() == before
+    monkeypatch.setattr(Source, "read", Mock(side_effect=AssertionError))
+    assert load(folder, cache).warnings == []  # it is read as it was left
 
 
 def test_auto_passes_on_what_happened_to_the_cache(

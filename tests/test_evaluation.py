@@ -2,14 +2,19 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from ddp_mnist import data, evaluate_run
 from ddp_mnist.config import Distribution
 from ddp_mnist.data import Rows
+from ddp_mnist.errors import UsageError
 from ddp_mnist.evaluation import Metrics, evaluate_split, prepare_split, summarise
 from ddp_mnist.local_world import run_world
 
@@ -95,6 +100,78 @@ def evaluate_with_planted_fault(extra: int) -> None:
 
     Accelerator.gather_for_metrics = faulty
     evaluate_all([(7, 8)])
+
+
+def test_a_batch_is_never_larger_than_the_split(tmp_path: Path) -> None:
+    """Accelerate would repeat the rows until the last batch is full, in a list."""
+
+    def loader_of(processes: int, rows: int, per_process: int) -> Any:
+        fake: Any = SimpleNamespace(num_processes=processes, prepare_data_loader=lambda x: x)
+        return prepare_split(fake, make_rows(rows), per_process)
+
+    assert loader_of(2, 7, 10**9).batch_size == 8
+    assert loader_of(1, 7, 10**9).batch_size == 7
+    assert loader_of(3, 64, 5).batch_size == 15
+    assert loader_of(2, 0, 10**9).batch_size == 2
+    check_cells(2, [(7, 10**9), (1, 10**9)], tmp_path)
+
+
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_a_split_that_another_data_set_is_too_small_for(split: str) -> None:
+    images = data.load("digits")
+    for val_size in (5000, 1437):
+        with pytest.raises(UsageError) as told:
+            evaluate_run._rows(images, split, val_size)
+        assert str(told.value) == (
+            f"--split {split}: digits has 1,437 train images, and the run held {val_size:,} out;"
+            " use --split test"
+        )
+        assert len(evaluate_run._rows(images, "test", val_size)) == 360
+    assert len(evaluate_run._rows(images, "train", 1436)) == 1
+    assert len(evaluate_run._rows(images, "validation", 1436)) == 1436
+
+
+def test_no_pickle_travels_between_ranks(tmp_path: Path) -> None:
+    """Who could write the store before the group forms could pose as rank 0 and send one."""
+    ranks = run_world(3, evaluate_without_pickles, folder=tmp_path)
+    assert ranks[0] == ranks[1] == ranks[2]
+    metrics, sent, gathered = ranks[0]
+    assert metrics == evaluate_alone((10, 4))
+    assert sent == b"from rank 0"
+    assert gathered == [bytes([rank]) * (rank * 1000 + 1) for rank in range(3)]
+
+
+def evaluate_alone(cell: tuple[int, int]) -> Metrics:
+    confusion, loss = counted_by_hand(cell[0])
+    right = [row[label] for label, row in enumerate(confusion)]
+    return Metrics(
+        accuracy=sum(right) / cell[0],
+        loss=pytest.approx(loss, rel=1e-12),
+        count=cell[0],
+        confusion=confusion,
+        class_accuracy=[n / sum(row) for n, row in zip(right, confusion, strict=True)],
+    )
+
+
+def evaluate_without_pickles() -> tuple[Metrics, bytes, list[bytes]]:
+    import torch.distributed as dist
+
+    from ddp_mnist import runtime
+    from ddp_mnist.launch import find_launch
+
+    names = ("broadcast_object_list", "all_gather_object", "gather_object", "scatter_object_list")
+    flags = Distribution(cpu=True, dist_timeout=60)
+    with (
+        patch.multiple(dist, **dict.fromkeys(names)),
+        runtime.start(flags, find_launch(flags)) as world,
+    ):
+        rank = world.accelerator.process_index
+        loader = prepare_split(world.accelerator, make_rows(10), 4)
+        return (
+            evaluate_split(world.accelerator, TableLookup(), loader, CLASSES),
+            runtime.broadcast_bytes(world.accelerator, b"from rank 0" if rank == 0 else b""),
+            runtime.gather_bytes(world.accelerator, bytes([rank]) * (rank * 1000 + 1)),
+        )
 
 
 def test_summarise() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -148,6 +150,65 @@ def test_where_a_folder_of_data_lies_is_not_published(run: Path, tmp_path: Path)
     card = (tmp_path / "run" / "export" / "README.md").read_text()
     assert "alice" not in card
     assert "1,150 images of project," in card
+
+
+def card_of(run: Path, folder: Path, **changes: Any) -> str:
+    """The card of a copy of the run, whose images were made otherwise."""
+    shutil.copytree(run, copy := folder / "copy")
+    trained = weights.from_bytes(weights.read_bytes(str(run)), "")
+    assert trained.preparation
+    preparation = dataclasses.replace(trained.preparation, **changes.pop("preparation", {}))
+    classes = changes.pop("classes", trained.classes)
+    content = weights.to_bytes(trained.model.state_dict(), "cnn", classes, preparation)
+    (copy / "model.safetensors").write_bytes(content)
+    summary = json.loads((run / "summary.json").read_text())
+    summary["dataset"] |= changes
+    (copy / "summary.json").write_text(json.dumps(summary))
+    export.export(str(copy), ["safetensors"], say=Mock())
+    again = (copy / "export" / "model.safetensors").read_bytes()
+    assert weights.from_bytes(again, "").preparation == preparation  # it goes on with the weights
+    return (copy / "export" / "README.md").read_text()
+
+
+def test_the_card_says_what_images_these_are(run: Path, tmp_path: Path) -> None:
+    export.export(str(run), ["safetensors"], str(tmp_path / "digits"), say=Mock())
+    digits = " ".join((tmp_path / "digits" / "README.md").read_text().split())
+    assert "In: uint8 images [B, 28, 28], grey, bright strokes on black. Out: logits" in digits
+    assert "For the training, the 8x8 digits were enlarged to 28x28." in digits
+    assert "A digit in a photo has to be cut out and drawn as these are, as `ddp-mnist" in digits
+    made = {
+        "notes": ["images of 64x64 RGB became 28x28 grey"],
+        "bright_on_black": False,
+        "digit_photos": False,
+    }
+    photos = " ".join(card_of(run, tmp_path, preparation=made).split())
+    assert "In: uint8 images [B, 28, 28], grey. Out: logits" in photos
+    assert "bright" not in photos
+    assert "For the training, images of 64x64 RGB became 28x28 grey." in photos
+    assert '`image.convert("L").resize((28, 28), Resampling.BILINEAR)` of Pillow' in photos
+    assert "digit" not in photos.partition("grey.")[2].partition("| |")[0].replace("digits:", "")
+
+
+def test_names_in_the_card_are_shown_and_do_nothing(run: Path, tmp_path: Path) -> None:
+    names = [
+        "<script>x",
+        "[l](javascript:x)",
+        "`b`",
+        "*a*|",
+        "e\x1b[2J",
+        "$f$",
+        "g_h",
+        "8",
+        "9",
+        "0",
+    ]
+    card = card_of(run, tmp_path, classes=names, name="**n**\x9b", source="folder:/a/b")
+    assert not {"\x1b", "\x9b"} & set(card)
+    assert "trained on \\*\\*n\\*\\*?\n" in card
+    assert r"of \<script\>x, \[l\]\(javascript:x\), \`b\`, \*a\*\|, e?\[2J, \$f\$, g\_h, 8" in card
+    [listed] = re.findall(r"```json\n(.*)\n```", card)
+    assert json.loads(listed) == names  # to be read by programs
+    assert "<script>" not in card
 
 
 def test_an_export_replaces_the_one_before_as_a_whole(run: Path, tmp_path: Path) -> None:

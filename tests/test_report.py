@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import html
 import html.parser
+import io
 import json
 import os
 import re
@@ -260,7 +262,47 @@ def test_a_result_from_before_more_epochs_is_none(folder: Path, tmp_path: Path) 
     [path] = report.report([str(run)])
     page = Page(path.read_text())
     assert page.figures == {}
-    assert "It was stopped, at step 50" in " ".join(page.text.split())
+    text = " ".join(page.text.split())
+    assert "It was stopped, at step 50" in text
+    accuracy = f"{summary_of(run)['test_accuracy']:.4f}"
+    assert (
+        f"It had finished before, after step 45 with test accuracy {accuracy}, and was taken up"
+        " again: the model in its folder is the one of then."
+    ) in text
+
+
+def test_other_verbs_say_that_they_answer_with_the_earlier_model(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = unfinished(folder, tmp_path / "run", "preempted", step=50)
+    image = tmp_path / "x.png"
+    PIL.Image.fromarray(data.load("digits").test_images[0].numpy()).save(image)
+    verbs = [["predict", str(image)], ["export", "--format", "safetensors"], ["evaluate"]]
+    lines = [[verb, str(run), *rest] for verb, *rest in verbs]
+    lines.append(["predict", str(folder / "first"), str(image)])
+    [outcomes] = run_world(1, typed, lines, folder=tmp_path)
+    told = (
+        f"ddp-mnist: warning: {run}: was taken up again and is not finished (preempted, at step"
+        " 50); this is its earlier model, of step 45; let it finish, or go on: ddp-mnist train"
+        f" --resume {run}\n"
+    )
+    assert outcomes == [(0, told)] * 3 + [(0, "")]
+    report.report([str(run)])
+    assert capsys.readouterr().err == ""  # the page says it
+
+
+def typed(lines: list[list[str]]) -> list[tuple[Any, str]]:
+    """Exit code and stderr of each."""
+    outcomes = []
+    for line in lines:
+        with (
+            contextlib.redirect_stderr(io.StringIO()) as err,
+            contextlib.redirect_stdout(io.StringIO()),
+            pytest.raises(SystemExit) as ended,
+        ):
+            cli.main(line)
+        outcomes.append((ended.value.code, err.getvalue()))
+    return outcomes
 
 
 def test_a_run_that_failed_at_its_first_step(folder: Path, tmp_path: Path) -> None:

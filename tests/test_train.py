@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,11 @@ from ddp_mnist.proofs import (
     largest_difference,
     per_step,
     proof_config,
+    resumed,
     train_and_watch,
     weights_of,
 )
+from tests.test_sources import write_idx
 from tests.training import what_it_says
 
 STEPS = 45
@@ -262,6 +265,55 @@ def test_fault_24_divergence_ends_with_code_7_on_every_rank(log_every: int, tmp_
     status = run_folder.read_json(tmp_path / "run" / "status.json")
     assert (status["state"], status["exit_code"]) == ("failed", 7)
     assert not (tmp_path / "run" / "model.safetensors").exists()
+
+
+def of_a_folder(**changes: Any) -> TrainConfig:
+    config = proof_config(epochs=2, batch_size=4, val_size=0)
+    run = {"dataset": "data/set", "cache_dir": "cache", **changes}
+    return dataclasses.replace(config, run=dataclasses.replace(config.run, **run))
+
+
+def test_a_folder_given_relative_to_here_is_found_from_elsewhere(tmp_path: Path) -> None:
+    """By evaluate, report and --resume, each in another working directory."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    write_idx(here / "data" / "set")
+    there.mkdir()
+    run_world(1, just_train, of_a_folder(), folder=here)
+    told = run_folder.read_json(here / "run" / "config.json")["run"]
+    assert (told["dataset"], told["cache_dir"]) == (f"{here}/data/set", f"{here}/cache")
+    [(counted, reported)] = run_world(1, evaluate_and_report, "../here/run", folder=there)
+    assert counted == 5
+    assert reported != "The test images are not in the cache of this machine."
+    more = resumed(of_a_folder(run_dir="../here/run"), epochs=3)
+    [summary] = run_world(1, just_train, more, folder=there)
+    assert summary["resumed_from"] == [6]
+    assert list(there.iterdir()) == []
+
+
+def evaluate_and_report(run: str) -> tuple[int, str]:
+    from ddp_mnist import report
+    from ddp_mnist.evaluate_run import evaluate_run
+    from ddp_mnist.launch import Launch
+
+    counted = evaluate_run(run, "test", Distribution(cpu=True), Launch())
+    assert counted
+    reported = report.read_run(Path(run))
+    report.find_mistakes(reported, run)
+    assert reported.mistakes or reported.no_mistakes
+    return counted["count"], reported.no_mistakes
+
+
+def test_a_folder_may_lie_elsewhere_on_each_machine(tmp_path: Path) -> None:
+    for rank in range(2):
+        write_idx(tmp_path / str(rank) / "data" / "set")
+    first, second = run_world(2, train_in_a_folder_of_its_own, folder=tmp_path)
+    assert first["test_count"] == second["test_count"] == 5
+    assert first["dataset"]["source"] == f"folder:{tmp_path}/0/data/set"
+
+
+def train_in_a_folder_of_its_own() -> dict[str, Any]:
+    os.chdir(os.environ["RANK"])
+    return just_train(of_a_folder())
 
 
 def test_dry_run_says_all_and_writes_nothing(tmp_path: Path) -> None:

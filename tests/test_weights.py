@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from ddp_mnist import weights
+from ddp_mnist.decode import Preparation, decoding_digest
 from ddp_mnist.errors import CheckpointError
 from ddp_mnist.local_world import run_world
 from ddp_mnist.models import MODELS
@@ -133,6 +134,8 @@ def test_garbage_is_refused(garbage: bytes) -> None:
         '{"architecture": "mlp"}',
         '{"architecture": ["mlp"], "classes": ["0"]}',
         '{"architecture": "mlp", "classes": 10}',
+        '{"architecture": "mlp", "classes": ["0"], "preparation": {"decoding": "x"}}',
+        '{"architecture": "mlp", "classes": ["0"], "preparation": "x"}',
         '{"architecture": "mlp", "classes": ["0", "1"]}',
         '{"architecture": "cnn", "classes": ["0", "1", "2", "3", "4", "5", "6", "7", "8", "9"]}',
     ],
@@ -171,6 +174,36 @@ def test_a_file_without_weights_is_refused() -> None:
 def test_bytes_of_a_run(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "model.safetensors").write_bytes(content)
     assert weights.read_bytes(str(tmp_path)) == content
+
+
+@pytest.mark.parametrize("state", ["running", "failed", "preempted", "finished"])
+def test_a_model_of_before_more_epochs_is_told(
+    state: str, tmp_path: Path, content: bytes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "model.safetensors").write_bytes(content)
+    (tmp_path / "status.json").write_text(json.dumps({"state": state, "step": 50}))
+    assert weights.read_bytes(str(tmp_path)) == content
+    assert capsys.readouterr().err == ""  # a run that has not ended yet, or a copy of its model
+    (tmp_path / "summary.json").write_text(json.dumps({"steps": 45}))
+    assert weights.read_bytes(str(tmp_path)) == content
+    told = (
+        f"ddp-mnist: warning: {tmp_path}: was taken up again and is not finished ({state}, at step"
+        " 50); this is its earlier model, of step 45; let it finish, or go on: ddp-mnist train"
+        f" --resume {tmp_path}\n"
+    )
+    assert capsys.readouterr().err == told * (state != "finished")
+
+
+def test_how_the_images_were_made_lies_with_the_weights() -> None:
+    preparation = Preparation(decoding_digest(), ["images of 3x3 L became 28x28 grey"], True, False)
+    content = weights.to_bytes(state("mlp"), "mlp", CLASSES, preparation)
+    assert weights.from_bytes(content, "run").preparation == preparation
+    metadata = header_of(content)["__metadata__"]
+    assert list(metadata) == ["ddp_mnist"]
+    assert list(json.loads(metadata["ddp_mnist"])) == ["architecture", "classes", "preparation"]
+    assert (
+        weights.from_bytes(weights.to_bytes(state("mlp"), "mlp", CLASSES), "").preparation is None
+    )
 
 
 def test_a_run_that_is_not_there(tmp_path: Path) -> None:
