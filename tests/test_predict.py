@@ -279,9 +279,9 @@ def photos(labels: np.ndarray) -> list[PIL.Image.Image]:
     images = []
     for label in labels:
         pixels = np.full((64, 64, 3), 200 if label == 1 else 60)
-        half = {2: np.s_[:, :32], 3: np.s_[:, 32:], 4: np.s_[:32]}.get(int(label))
-        if half:
-            pixels[half] = (230, 180, 150)
+        if label >= 2:
+            bright = [pixels[:, :32], pixels[:, 32:], pixels[:32]][label - 2]
+            bright[:] = (230, 180, 150)
         pixels = pixels + random.integers(-40, 40, pixels.shape)
         images.append(PIL.Image.fromarray(pixels.clip(0, 255).astype(np.uint8)))
     return images
