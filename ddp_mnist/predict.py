@@ -33,7 +33,7 @@ BATCH = 256
 STDIN = Path("-")
 COLUMNS, INCHES = 8, 1.3  # of what --show draws
 MOST_SHOWN = 64
-LONGEST_SIDE = 1000  # of a photo, in pixels: a digit fills 20 of them
+LONGEST_SIDE = 1000  # of a photo, in pixels; the digit in it will be 20 high
 UPRIGHT: dict[Any, Transpose] = {  # by the EXIF tag that tells how the camera was held
     2: Transpose.FLIP_LEFT_RIGHT,
     3: Transpose.ROTATE_180,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import PIL.Image
@@ -15,6 +16,7 @@ from ddp_mnist.decode import Preparation, as_grey, bright_on_black, decode_image
 from ddp_mnist.local_world import run_world
 from ddp_mnist.predict import as_mnist, as_trained
 from ddp_mnist.sources import Decoded
+from tests.test_sources import write_idx
 
 MEGAPIXELS = 12
 MODES = ("L", "LA", "RGB", "RGBA", "P", "1", "CMYK", "YCbCr", "HSV", "I", "I;16", "PA")
@@ -122,11 +124,31 @@ def test_digits_as_mnist_stores_them_are_known_by_facts() -> None:
         assert (other.bright_on_black, other.digit_photos) == (True, False)
 
 
+def drawn_to_the_border() -> np.ndarray:
+    """Bright on black, in a frame that they fill, as Fashion-MNIST's clothes do."""
+    clothes = digits().repeat(2, 1)[:, 14:42].copy()
+    clothes[:, :20, 0] = 200
+    return clothes
+
+
+def test_idx_files_have_no_names_and_are_told_apart_all_the_same(tmp_path: Path) -> None:
+    for name, images, expected in [
+        ("digits", digits(), True),
+        ("clothes", drawn_to_the_border(), False),
+        ("dark", 255 - digits(), False),
+    ]:
+        rows: Any = {f"{split}_images": images[:40] for split in ("train", "test")}
+        rows |= {f"{split}_labels": np.arange(40) % 10 for split in ("train", "test")}
+        folder = write_idx(tmp_path / name, **rows)
+        loaded = data.load(str(folder), str(tmp_path / "cache"))
+        assert loaded.classes == decode.DIGITS
+        assert loaded.preparation.digit_photos is expected
+
+
 def test_images_that_are_not_bright_strokes_on_black() -> None:
     images, blank = digits(), np.zeros((1, 28, 28), dtype=np.uint8)
-    clothes = np.stack([np.roll(image.repeat(2, 0)[14:42], 4, 0) for image in images])
-    clothes[:, :20, 0] = 200  # they fill their frame, as Fashion-MNIST's do
     one_inverted = np.concatenate([images, 255 - images[:1]])
+    clothes = drawn_to_the_border()
     for train, test in [
         (255 - images, None),
         (clothes, None),
