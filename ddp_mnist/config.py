@@ -109,7 +109,7 @@ class Run(Flags):
     seed: int = flag(0, "Seed of the weights, the order and the augmentation.", least=0, most=2**31)
     cache_dir: str | None = flag(
         None,
-        "Decoded images [$DDP_MNIST_CACHE, else ~/.cache/ddp_mnist]; prepare --refresh renews them.",
+        "Decoded images [$DDP_MNIST_CACHE, else ~/.cache/ddp_mnist]; prepare --refresh renews it.",
     )
     checkpoint_every: int = flag(
         100, "Optimizer steps between two checkpoints.", least=1, most=10**9
