@@ -185,7 +185,7 @@ def test_the_card_says_what_images_these_are(run: Path, tmp_path: Path) -> None:
     assert "In: uint8 images [B, 28, 28], grey. Out: logits" in photos
     assert "bright" not in photos
     assert "For the training, images of 64x64 RGB became 28x28 grey." in photos
-    assert '`image.convert("L").resize((28, 28), Resampling.BILINEAR)` of Pillow' in photos
+    assert 'in Pillow `image.convert("L").resize((28, 28), Resampling.BILINEAR)`' in photos
     assert "digit" not in photos.partition("grey.")[2].partition("| |")[0].replace("digits:", "")
 
 

@@ -23,7 +23,7 @@ import pytest
 from ddp_mnist import cli, data, plots, report, run_folder
 from ddp_mnist.errors import CheckpointError
 from ddp_mnist.local_world import run_world
-from ddp_mnist.proofs import just_train, proof_config, train_until
+from ddp_mnist.proofs import just_train, proof_config, resumed, train_until
 
 ELEMENTS_WITHOUT_AN_END = ("meta", "link", "img", "br", "input")
 
@@ -274,7 +274,13 @@ def test_a_result_from_before_more_epochs_is_none(folder: Path, tmp_path: Path) 
 def test_other_verbs_say_that_they_answer_with_the_earlier_model(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = unfinished(folder, tmp_path / "run", "preempted", step=50)
+    run = Path(shutil.copytree(folder / "first", tmp_path / "run"))
+    more = resumed(proof_config(str(run)), epochs=5)
+    distribution = dataclasses.replace(more.distribution, mixed_precision="no")
+    with pytest.raises(Exception, match="stopped after step 51"):
+        run_world(
+            1, train_until, dataclasses.replace(more, distribution=distribution), 50, folder=folder
+        )
     image = tmp_path / "x.png"
     PIL.Image.fromarray(data.load("digits").test_images[0].numpy()).save(image)
     verbs = [["predict", str(image)], ["export", "--format", "safetensors"], ["evaluate"]]
@@ -283,7 +289,7 @@ def test_other_verbs_say_that_they_answer_with_the_earlier_model(
     [outcomes] = run_world(1, typed, lines, folder=tmp_path)
     told = (
         f"ddp-mnist: warning: {run}: was taken up again and is not finished (preempted, at step"
-        " 50); this is its earlier model, of step 45; let it finish, or go on: ddp-mnist train"
+        " 51); this is its earlier model, of step 45; let it finish, or go on: ddp-mnist train"
         f" --resume {run}\n"
     )
     assert outcomes == [(0, told)] * 3 + [(0, "")]
