@@ -302,7 +302,7 @@ def test_the_watchdogs_timeout_is_later_than_the_waits(
 ) -> None:
     init = Mock()
     monkeypatch.setattr(dist, "init_process_group", init)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(runtime, "gpus", lambda: 1)
     board = Board(dist.HashStore(), 0, 1)
     runtime.form_group(board, backend, runtime.Place(0, 1, 1), 20.0)
     assert init.call_args.kwargs["timeout"] == timedelta(seconds=seconds)
