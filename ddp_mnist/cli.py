@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ddp_mnist import __version__
+from ddp_mnist import __version__, streams
 from ddp_mnist.config import (
     NETS,
     PRESETS,
@@ -88,6 +88,7 @@ def program() -> NoReturn:
 
     With torch that takes a second, in which a launcher or a scheduler waits for nothing.
     """
+    streams.open_what_is_closed()
     try:
         main()
     except SystemExit as ended:
@@ -105,27 +106,19 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         sys.stdout.reconfigure(errors="backslashreplace")  # a folder's name may be no UTF-8
     code = 0
     try:
-        run_verb(list(sys.argv[1:] if argv is None else argv))
+        try:
+            run_verb(list(sys.argv[1:] if argv is None else argv))
+        finally:
+            streams.flush_stdout()  # what argparse prints waits in the buffer
     except DdpMnistError as error:
         code = error.code
         if speaks_for_its_machine(error):
-            print(one_line(error), file=sys.stderr, flush=True)
+            streams.tell(one_line(error))
     except KeyboardInterrupt:
         code = 130
         if local_rank() == "0":
-            print("ddp-mnist: interrupted (code 130)", file=sys.stderr, flush=True)
-    finally:
-        flush_stdout()
+            streams.tell("ddp-mnist: interrupted (code 130)")
     sys.exit(code)
-
-
-def flush_stdout() -> None:
-    """A reader that went away (`| head -1`) is no error, and nothing to tell at exit."""
-    try:
-        sys.stdout.flush()
-    except OSError:
-        with contextlib.suppress(OSError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def run_verb(argv: list[str]) -> None:
@@ -453,7 +446,7 @@ def train(arguments: argparse.Namespace) -> None:
     from ddp_mnist.launch import find_launch
 
     launch = find_launch(config.distribution)
-    screen = Screen(launch.rank == 0 and not config.run.quiet)
+    screen = Screen(launch.rank == 0 and not config.run.quiet, trains=not config.run.dry_run)
     screen.say("loading    PyTorch and Accelerate")
     from ddp_mnist.train import train as run
 
@@ -519,6 +512,8 @@ def predict(arguments: argparse.Namespace) -> None:
         found = predict_and_see(arguments.run, arguments.images, arguments.digit_photos)
         for line, seen in found:
             screen.say(json.dumps(line))
+            if not (screen.speaks or picture):
+                return  # nobody reads the rest
             answers += [(line, seen)] if picture and seen is not None else []
     except DataError as error:
         unread = error

@@ -6,9 +6,7 @@ A traceback means a bug in this package.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterable, Sequence
-from typing import NoReturn
+from collections.abc import Iterable
 
 
 class DdpMnistError(Exception):
@@ -104,18 +102,6 @@ def cause(error: BaseException) -> str:
     text = str(error).strip() or type(error).__name__
     last = text.partition("Last error:")[2].strip()
     return (last or text).splitlines()[0].strip()
-
-
-def run_program(run: Callable[[list[str]], int], argv: Sequence[str] | None) -> NoReturn:
-    """Exits with what `run` returns for the command line; an expected failure is its one line."""
-    try:
-        code = run(list(sys.argv[1:] if argv is None else argv))
-    except DdpMnistError as error:
-        print(one_line(error), file=sys.stderr, flush=True)
-        code = error.code
-    except KeyboardInterrupt:
-        code = 130
-    sys.exit(code)
 
 
 def did_you_mean(typed: str, legal: Iterable[str]) -> str:

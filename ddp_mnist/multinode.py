@@ -22,9 +22,11 @@ from typing import TYPE_CHECKING, NoReturn
 
 from ddp_mnist import hardware
 from ddp_mnist.config import Distribution
-from ddp_mnist.errors import CheckFailed, UsageError, run_program
+from ddp_mnist.errors import CheckFailed, UsageError
 from ddp_mnist.launch import CONFIGS
 from ddp_mnist.local_world import free_port
+from ddp_mnist.screen import Screen
+from ddp_mnist.streams import run_program, tell
 
 if TYPE_CHECKING:
     from ddp_mnist.rendezvous import Board  # imports torch: a wrong number is told at once
@@ -144,16 +146,15 @@ def examine_way(node: Node, arguments: list[str]) -> None:
     from ddp_mnist.doctor import examination, network
 
     typed = cli.make_parser().parse_args(["doctor", *arguments])
-    shown, findings = sys.stderr if typed.json else sys.stdout, []
+    say, findings = tell if typed.json else Screen(True).say, []
     for finding in network.examine_way(node, timeout_of("doctor", arguments)):
-        print(f"machine {node.machine_rank}: {finding}", file=shown, flush=True)
+        say(f"machine {node.machine_rank}: {finding}")
         findings.append(finding)
     if wrong := examination.complaint(findings):
         verdict = examination.describe(findings, processes=0)
-        if typed.json:
-            print(json.dumps(verdict), flush=True)
         if typed.save:
             cli.write_json(Path(typed.save), verdict)
+        Screen(typed.json).say(json.dumps(verdict))
         raise CheckFailed(f"machine {node.machine_rank}: {wrong}")
     network.pass_on(findings)
 
@@ -165,11 +166,9 @@ def meet(node: Node, timeout_s: float) -> None:
         PeerError: nobody answers there, or not all machines came, within `timeout_s`.
         UsageError: the port is taken, a rank came twice, or the machines' numbers differ.
     """
-
-    print(
+    Screen(True, trains=True).say(
         f"machine {node.machine_rank} of {node.num_machines}: meeting the others at"
-        f" {node.main_process_ip}:{node.main_process_port} (up to {timeout_s:g} s)",
-        flush=True,
+        f" {node.main_process_ip}:{node.main_process_port} (up to {timeout_s:g} s)"
     )
     board = meet_others(node, timeout_s)
     check_told_alike(board, node)
@@ -199,7 +198,8 @@ def check_told_alike(board: Board, node: Node) -> None:
 
 def rehearse(flags: argparse.Namespace, arguments: list[str]) -> int:
     """Two launchers on this machine, one machine rank each; 1, accelerate's code, if one fails."""
-    print("REHEARSAL: two nodes on this machine, on its CPU, over TCP", flush=True)
+    screen = Screen(True, trains=True)
+    screen.say("REHEARSAL: two nodes on this machine, on its CPU, over TCP")
     if flags.num_machines not in ("", "2"):
         raise UsageError(
             f"NUM_MACHINES={flags.num_machines}: the rehearsal has two nodes; for more, give"
@@ -212,7 +212,7 @@ def rehearse(flags: argparse.Namespace, arguments: list[str]) -> int:
     nodes = [Node(rank, "127.0.0.1", port, 2, per_node, "multi_node_cpu") for rank in (0, 1)]
     launchers = []
     for node in nodes:
-        print(f"node {node.machine_rank}: {' '.join(node.command(arguments)[1:])}", flush=True)
+        screen.say(f"node {node.machine_rank}: {' '.join(node.command(arguments)[1:])}")
         launchers.append(subprocess.Popen(node.command(arguments)))
     try:
         while True:

@@ -22,7 +22,9 @@ from typing import Any, NoReturn
 from ddp_mnist import run_folder
 from ddp_mnist.cli import make_parser
 from ddp_mnist.config import Run
-from ddp_mnist.errors import UsageError, run_program
+from ddp_mnist.errors import UsageError
+from ddp_mnist.screen import Screen
+from ddp_mnist.streams import run_program
 
 ORPHANS_MAY_TAKE_S = 60  # processes whose launcher was killed save, and end
 
@@ -50,7 +52,7 @@ def run(argv: list[str]) -> int:
             reason = loss(status)
             if code == 0 or stopped or reason is None or attempt == restarts:
                 break
-            print(f"restart {attempt + 1} of {restarts}: {reason}", flush=True)
+            Screen(True, trains=True).say(f"restart {attempt + 1} of {restarts}: {reason}")
         return code and (status.get("exit_code") or code)
     finally:
         if first and not any(folder.iterdir()):

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 import textwrap
 import time
+from collections.abc import Iterator
 from typing import Any
+
+from ddp_mnist.errors import StorageError
+from ddp_mnist.streams import tell, written_out
 
 SECONDS_BETWEEN = 1.0
 COLUMNS, INDENT = 80, " " * 11
@@ -21,11 +24,12 @@ class Screen:
     file or a pipe has no control characters.
 
     Args:
-        speaks: whether lines go to the screen.
+        speaks: whether lines go to the screen; no longer, once their reader went away.
+        trains: whether the lines tell of a training, which goes on where they cannot be written.
     """
 
-    def __init__(self, speaks: bool) -> None:
-        self.speaks = speaks
+    def __init__(self, speaks: bool, *, trains: bool = False) -> None:
+        self.speaks, self.trains = speaks, trains
         self._last = time.monotonic()
         self._bar: Any = None
 
@@ -57,24 +61,36 @@ class Screen:
             self._bar = tqdm(
                 total=1, bar_format=BAR, file=sys.stdout, leave=False, dynamic_ncols=True
             )
-        self._bar.n = done
-        self._bar.set_description_str(line)
+        with self._heard():
+            self._bar.n = done
+            self._bar.set_description_str(line)
 
     def say(self, line: str) -> None:
-        """One line on stdout. A reader that went away (`| head -1`) does not end the training."""
+        """One line on stdout. Raises StorageError, e.g. on a full disk, unless a training says it.
+
+        A reader that went away (`| head -1`) is no error: the screen is silent from then on.
+        """
         if not self.speaks:
             return
         self._last = time.monotonic()
-        try:
+        with self._heard():
             if self._bar is not None:
                 self._bar.write(line, file=sys.stdout)
             else:
-                print(line, flush=True)
-        except OSError:
+                print(line)
+
+    @contextlib.contextmanager
+    def _heard(self) -> Iterator[None]:
+        try:
+            with written_out():
+                yield
+        except BrokenPipeError:
             self.speaks = False
-            # What is left in the buffer must not raise again when Python closes stdout.
-            with contextlib.suppress(OSError, ValueError):
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        except StorageError as error:
+            self.speaks = False
+            if not self.trains:
+                raise
+            tell(f"ddp-mnist: warning: {error}; the run goes on in silence, its folder tells all")
 
 
 def panel(lines: dict[str, str]) -> str:

@@ -42,7 +42,10 @@ def train(config: TrainConfig, launch: Launch) -> dict[str, Any]:
     """
     # --- Meet the other processes, and agree on what to do, on data and configuration
     speaks = launch.rank == 0 and not config.run.quiet
-    with Screen(speaks) as screen, runtime.start(config.distribution, launch) as world:
+    with (
+        Screen(speaks, trains=not config.run.dry_run) as screen,
+        runtime.start(config.distribution, launch) as world,
+    ):
         found = world.board.decided_by_rank_0("resume", lambda: resume.find(config))
         if found and found["finished"]:
             screen.say(found["finished"])

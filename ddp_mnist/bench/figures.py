@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+from ddp_mnist.streams import tell
 
 CONFIDENCE = 0.90
 
@@ -107,5 +108,5 @@ def alternate(
         if aloud:
             name = f"round {number + 1} of {repeats}" if number >= 0 else "warm-up"
             shown = ", ".join(f"{kind} {figures[kind]:.4g}" for kind in kinds)
-            print(f"{name}: {shown}", file=sys.stderr, flush=True)
+            tell(f"{name}: {shown}")
     return measured
