@@ -65,8 +65,7 @@ def place(typed: dict[str, Any]) -> tuple[Path, list[str]]:
     if folder in (None, "auto"):
         folder = typed.get("run_dir")
     if folder:
-        path = Path(folder)  # runs/latest may lead elsewhere before the command has ended
-        return (path.parent / path.readlink() if path.is_symlink() else path), []
+        return run_folder.without_link(Path(folder)), []
     dataset = Path(typed.get("dataset", Run.dataset))
     name = dataset.resolve().name if dataset.is_dir() else str(dataset).replace("/", "--")
     made = run_folder.reserve(name)

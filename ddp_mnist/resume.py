@@ -109,7 +109,7 @@ def go_on(
 ) -> str | None:
     """Brings every rank to where rank 0's checkpoint left the run. Returns what to say of it."""
     if not opened.goes_on:
-        return None
+        return "\n".join(opened.folder.warnings) or None
     raw = world.send_from_rank_0(opened.checkpoint)
     opened.checkpoint = b""  # it may be large
     where = f"the checkpoint of {opened.folder.path}"
@@ -155,9 +155,7 @@ def find(config: TrainConfig) -> dict[str, Any] | None:
     resume = config.run.resume
     if resume is None:
         return None
-    path = Path(config.run.run_dir or "" if resume == "auto" else resume)
-    if path.is_symlink():  # runs/latest may lead elsewhere before this run has ended
-        path = path.parent / path.readlink()
+    path = run_folder.without_link(Path(config.run.run_dir or "" if resume == "auto" else resume))
     try:
         state = run_folder.read_json(path / STATUS)["state"] if (path / STATUS).exists() else None
         if state != "finished" and resume == "auto" and not checkpoint.newest_first(path):

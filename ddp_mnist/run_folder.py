@@ -6,6 +6,7 @@ One process writes it: the one that holds its lock, which the kernel takes back 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import re
@@ -20,6 +21,7 @@ from ddp_mnist.errors import DdpMnistError, Preempted, StorageError, UsageError
 
 CONFIG, METRICS, MODEL = "config.json", "metrics.jsonl", "model.safetensors"
 STATUS, SUMMARY, CHECKPOINTS, LOCK = "status.json", "summary.json", "checkpoints", ".lock"
+LATEST = "latest"  # a link, beside the runs
 LEFTOVER = ".*.[0-9]*-[0-9]*.tmp"  # of a process that was killed as it wrote
 FIRST_STATUS: dict[str, Any] = {
     "state": "running",
@@ -40,6 +42,7 @@ class RunFolder:
     Attributes:
         metrics_lines: how many lines of this run metrics.jsonl holds.
         trackers: what else is told the metrics, see tracking.py.
+        warnings: what the person should know about the folder, in lines.
     """
 
     def __init__(self, path: str | Path | None, lock: FileLock | None = None) -> None:
@@ -47,6 +50,7 @@ class RunFolder:
         self._lock = lock
         self.metrics_lines = 0
         self.trackers: list[Any] = []
+        self.warnings: list[str] = []
         self._status = dict(FIRST_STATUS)
 
     @property
@@ -139,10 +143,16 @@ def create(
     whose run saved nothing is allowed.
 
     Raises:
-        UsageError: the folder holds a run already.
+        UsageError: the folder holds a run already, or files of something else.
         StorageError: it cannot be made or written.
     """
-    path = reserve(dataset, root) if run_dir is None else Path(run_dir)
+    with storage_errors(Path(run_dir or root)):
+        path = reserve(dataset, root) if run_dir is None else without_link(Path(run_dir))
+    if path.absolute() == (root / LATEST).absolute():
+        raise UsageError(
+            f"--run-dir {run_dir}: is the name of the link to the run that began last; name another"
+            " folder, or leave it out"
+        )
     with storage_errors(path):
         path.mkdir(parents=True, exist_ok=True)
     _refuse_a_run(path, begin_again)
@@ -151,7 +161,7 @@ def create(
         _refuse_a_run(path, begin_again)  # one that began and ended since
         run.cut_metrics(0)
         if path.parent == root:
-            _point_latest_to(path)
+            run.warnings += _point_latest_to(path)
         run.status()
     except BaseException:
         run.release()
@@ -178,8 +188,24 @@ def take_over(path: Path) -> RunFolder:
     return run
 
 
+def without_link(path: Path) -> Path:
+    """What runs/latest leads to now, as it may lead elsewhere before a run has ended."""
+    return path.parent / path.readlink() if path.is_symlink() else path
+
+
 def _refuse_a_run(path: Path, begin_again: bool) -> None:
-    """Raises UsageError if the folder holds a run; to begin again is right if it saved nothing."""
+    """Raises UsageError if the folder holds a run, or what another program calls as a run does.
+
+    To begin again is right if the run saved nothing.
+    """
+    # A run's first file is status.json, so these are not a run's without it.
+    ours = (CONFIG, METRICS, MODEL, SUMMARY, CHECKPOINTS)
+    theirs = [name for name in ours if (path / name).exists()]
+    if theirs and not (path / STATUS).exists():
+        raise UsageError(
+            f"--run-dir {path}: holds files that are not of a run and would be written over"
+            f" ({', '.join(theirs)}); name another folder"
+        )
     saved_nothing = begin_again and not any((path / CHECKPOINTS).glob("step-*.pt"))
     if (path / STATUS).exists() and not saved_nothing:
         raise UsageError(
@@ -199,13 +225,16 @@ def reserve(dataset: str, root: Path = Path("runs")) -> Path:
         return _next_free(root, re.sub(r"[^A-Za-z0-9._-]+", "_", dataset))
 
 
-def _point_latest_to(path: Path) -> None:
-    """runs/latest is a link to the run that began last."""
-    link = path.with_name(f".latest-{path.name}")
+def _point_latest_to(path: Path) -> list[str]:
+    """Makes runs/latest a link to the run that began last; or returns why it stays as it is."""
+    latest, link = path.with_name(LATEST), path.with_name(f".{LATEST}-{path.name}")
+    if latest.exists() and not latest.is_symlink():  # made one by a copy, as `scp -r` makes it
+        return [f"{latest}: is no link and stays as it is; move it away to have one to {path}"]
     with storage_errors(link):
         link.unlink(missing_ok=True)
         link.symlink_to(path.name)
-        os.replace(link, path.with_name("latest"))
+        os.replace(link, latest)
+    return []
 
 
 def lock_folder(path: Path) -> FileLock:
@@ -230,12 +259,17 @@ def unlock(lock: FileLock) -> None:
 
 
 def in_use(path: Path) -> bool:
-    """Whether a process is writing this run folder."""
-    if not (path / LOCK).exists():
-        return False
+    """Whether a process is writing this run folder; True if that cannot be told.
+
+    The lock is tried through a file that is open for reading only, so that a run which belongs to
+    somebody else can be asked too. Nothing is written.
+    """
     try:
-        unlock(lock_folder(path))
-    except UsageError:
+        with open(path / LOCK, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except OSError:  # it is locked; or it may not be read, or the disk knows no locks
         return True
     return False
 

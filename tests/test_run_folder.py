@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -290,7 +291,90 @@ def test_to_ask_whether_a_folder_is_in_use_leaves_nothing_there(tmp_path: Path) 
     assert names(tmp_path) == []
     (tmp_path / ".lock").touch()  # of a process that was killed
     assert not in_use(tmp_path)
+    assert names(tmp_path) == [".lock"]
+
+
+@contextlib.contextmanager
+def may_only_read(folder: Path) -> Iterator[None]:
+    """As somebody else than the folder's owner, who is root where the tests run as root."""
+    modes = {path: path.stat().st_mode for path in (folder, *folder.iterdir())}
+    for path in modes:
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    if is_root := os.geteuid() == 0:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        if is_root:
+            os.seteuid(0)
+        for path, mode in modes.items():
+            path.chmod(mode)
+
+
+def test_a_folder_that_may_only_be_read_can_be_asked_too() -> None:
+    with tempfile.TemporaryDirectory() as place:  # pytest's own belongs to one user
+        folder = Path(place)
+        lock = lock_folder(folder)
+        with may_only_read(folder):
+            assert in_use(folder)
+        unlock(lock)
+        (folder / ".lock").touch()  # of a process that was killed
+        with may_only_read(folder):
+            assert not in_use(folder)
+        assert names(folder) == [".lock"]
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "metrics.jsonl", "model.safetensors", "summary.json", "checkpoints"]
+)
+@pytest.mark.parametrize("begin_again", [False, True])
+def test_files_of_something_else_are_not_written_over(
+    name: str, begin_again: bool, tmp_path: Path
+) -> None:
+    if name == "checkpoints":
+        (tmp_path / name).mkdir()
+        file = tmp_path / name / "step-00000001.pt"
+    else:
+        file = tmp_path / name
+    file.write_text("a model of the Hub")
+    with pytest.raises(UsageError) as refused:
+        create(str(tmp_path), "digits", begin_again=begin_again)
+    assert str(refused.value) == (
+        f"--run-dir {tmp_path}: holds files that are not of a run and would be written over"
+        f" ({name}); name another folder"
+    )
+    assert file.read_text() == "a model of the Hub"
+    assert names(tmp_path) == [name]
+
+
+def test_a_folder_called_latest_stays_and_ends_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("runs/latest", "./runs/latest", str(tmp_path / "runs" / "latest")):
+        with pytest.raises(UsageError, match=f"--run-dir {name}: is the name of the link"):
+            create(name, "digits")
     assert names(tmp_path) == []
+
+    (tmp_path / "runs" / "latest").mkdir(parents=True)  # as `cp -rL` leaves it
+    run = create(None, "digits")
+    run.release()
+    assert names(tmp_path / "runs") == ["digits-001", "latest"]
+    assert run.warnings == [
+        "runs/latest: is no link and stays as it is; move it away to have one to runs/digits-001"
+    ]
+    assert not (tmp_path / "runs" / "latest").is_symlink()
+
+
+def test_to_begin_again_through_latest_is_to_begin_where_it_leads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert make(None, "digits") == Path("runs/digits-001")
+    run = create("runs/latest", "digits", begin_again=True)
+    run.release()
+    assert run.path == Path("runs/digits-001")
+    assert Path("runs/latest").readlink() == Path("digits-001")
 
 
 @pytest.mark.parametrize("error", [None, DataError("no"), KeyboardInterrupt()])
