@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddp_mnist import checkpoint, run_folder
-from ddp_mnist.config import Recipe, TrainConfig
+from ddp_mnist import checkpoint, data, run_folder
+from ddp_mnist.config import Recipe, TrainConfig, flag_name
 from ddp_mnist.data import ImageData
 from ddp_mnist.errors import CheckpointError, DivergedError, UsageError
 from ddp_mnist.progress import Progress
@@ -38,6 +38,17 @@ MAY_CHANGE = (
     "--patience",
     "--grad-accum",
 )
+
+NOT_OF_THE_RESULT = (
+    "--run-dir",
+    "--resume",
+    "--cache-dir",
+    "--trackers",
+    "--profile",
+    "--quiet",
+    "--dry-run",
+)
+REMEDY = "leave it as it was, or begin another run"
 
 
 @dataclasses.dataclass
@@ -150,7 +161,9 @@ def find(config: TrainConfig) -> dict[str, Any] | None:
         What config.json holds, and `path`; `finished`: what to say if there is nothing to do.
 
     Raises:
-        CheckpointError: --resume names no run, or its files cannot be read.
+        CheckpointError: --resume names no run, its files cannot be read, or it has finished and
+            the flags that were typed are those of another run.
+        DataError: the --dataset typed for a finished run is another than its own, and not there.
     """
     resume = config.run.resume
     if resume is None:
@@ -168,6 +181,7 @@ def find(config: TrainConfig) -> dict[str, Any] | None:
                 f" {found['format']}, this is {FORMAT}); go on with that one, or begin anew"
             )
         if state == "finished" and not _wants_more(config, found["recipe"]):
+            _refuse_another_run(config, found)
             found["finished"] = _finished(path, run_folder.read_json(path / SUMMARY))
     except (OSError, ValueError, KeyError, TypeError, AssertionError) as error:
         name = Path(getattr(error, "filename", None) or path).name
@@ -184,6 +198,19 @@ def _wants_more(config: TrainConfig, recipe: dict[str, Any]) -> bool:
     more_epochs = "epochs" in config.typed and (config.recipe.epochs or 0) > recipe["epochs"]
     stops = config.typed & {"target_accuracy", "patience"}
     return more_epochs or any(getattr(config.recipe, name) != recipe[name] for name in stops)
+
+
+def _refuse_another_run(config: TrainConfig, found: dict[str, Any]) -> None:
+    """Nothing is left to do for a finished run, but what was typed may ask for another one."""
+    run, path, typed = config.run, found["path"], config.typed
+    if "dataset" in typed and run.dataset not in ("auto", found["run"]["dataset"]):
+        images = data.load(run.dataset, run.cache_dir or found["run"]["cache_dir"])
+        refuse_other_images(run.dataset, images.digest, found)
+    for group, saved in ((run, found["run"]), (config.recipe, found["recipe"])):
+        for field in dataclasses.fields(group):
+            name = flag_name(field)
+            if field.name in typed and name not in (*NOT_OF_THE_RESULT, *MAY_CHANGE, "--dataset"):
+                _refuse_value(name, getattr(group, field.name), saved[field.name], path)
 
 
 def _finished(path: Path, summary: dict[str, Any]) -> str:
@@ -323,7 +350,7 @@ def refuse_other_images(dataset: str, digest: str, found: Any) -> None:
 def _other_images(dataset: str, digest: str, where: str, was: str, before: str) -> CheckpointError:
     return CheckpointError(
         f"--dataset {dataset}: its images are not those of {where} ({was}, digest {before[:8]}, now"
-        f" {digest[:8]}); leave it as it was, or begin another run"
+        f" {digest[:8]}); {REMEDY}"
     )
 
 
@@ -343,12 +370,11 @@ def refuse_uneven(recipe: Recipe, world_size: int, found: Any) -> None:
 def about(config: TrainConfig, world: World, run_id: str, digest: str) -> dict[str, Any]:
     """What a checkpoint says of its run beside the State; `world` holds what may change."""
     flags = {**dataclasses.asdict(config.run), **dataclasses.asdict(config.recipe)}
-    for name in ("run_dir", "resume", "cache_dir", "trackers", "profile", "quiet", "dry_run"):
-        del flags[name]
+    named = {"--" + name.replace("_", "-"): value for name, value in flags.items()}
     return {
         "format": FORMAT,
         "run_id": run_id,
-        "flags": {"--" + name.replace("_", "-"): value for name, value in flags.items()},
+        "flags": {n: value for n, value in named.items() if n not in NOT_OF_THE_RESULT},
         "digest": digest,
         "world": {
             "world size": world.accelerator.num_processes,
@@ -394,21 +420,24 @@ def changes(content: dict[str, Any], now: dict[str, Any], where: str) -> list[st
     return [f"{name} {a} -> {b}{note.get(name, '')}" for name, a, b in pairs if a != b]
 
 
+def _refuse_value(name: str, value: Any, saved: Any, where: str) -> None:
+    if value != saved:
+        raise CheckpointError(f"{name} {value}: {where} was made with {saved}; {REMEDY}")
+
+
 def _refuse(content: dict[str, Any], now: dict[str, Any], where: str) -> None:
-    remedy = "leave it as it was, or begin another run"
     if content["digest"] != now["digest"]:
         dataset, was = now["flags"]["--dataset"], content["flags"]["--dataset"]
         raise _other_images(dataset, now["digest"], where, was, content["digest"])
     for name, value in now["flags"].items():
         if name in MAY_CHANGE or name == "--dataset":
             continue
-        if (saved := content["flags"][name]) != value:
-            raise CheckpointError(f"{name} {value}: {where} was made with {saved}; {remedy}")
+        _refuse_value(name, value, content["flags"][name], where)
     was, is_now = content["world"]["--mixed-precision"], now["world"]["--mixed-precision"]
     if was != is_now and "fp64" in (was, is_now):
         raise CheckpointError(
             f"--mixed-precision {is_now}: {where} was made with {was}, whose weights have another"
-            f" dtype; {remedy}"
+            f" dtype; {REMEDY}"
         )
     if content["run_id"] != now["run_id"]:
         raise CheckpointError(

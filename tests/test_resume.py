@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from ddp_mnist.proofs import (
     weights_of,
 )
 from tests.chaos import leftovers, what_stays
+from tests.test_sources import write_idx
 from tests.training import what_it_says
 
 # All that a checkpoint has to carry: parts of steps, random images, clipping, the best so far.
@@ -380,6 +382,43 @@ def test_a_finished_run_is_one_line_and_untouched(tmp_path: Path) -> None:
         assert line.startswith("run: finished already, after epoch 1, test accuracy 0.")
         assert line.endswith("; to go on, change --epochs")
         assert snapshot(tmp_path) == before
+
+
+def test_a_finished_run_is_not_taken_for_another_one(tmp_path: Path) -> None:
+    told = config(epochs=1)
+    run_world(1, just_train, told, folder=tmp_path)
+    before = snapshot(tmp_path)
+
+    def typed(**flags: Any) -> TrainConfig:
+        again = resumed(told)
+        names = {field.name for field in dataclasses.fields(Run)}
+        run = {name: value for name, value in flags.items() if name in names}
+        recipe = {name: value for name, value in flags.items() if name not in names}
+        return dataclasses.replace(
+            again,
+            run=dataclasses.replace(again.run, **{"dataset": "auto", "quiet": False, **run}),
+            recipe=dataclasses.replace(again.recipe, **recipe),
+            typed=frozenset(flags),
+        )
+
+    others = {
+        "--lr 0.02: run was made with 0.01; leave": typed(lr=0.02),
+        "--seed 1: run was made with 0; leave": typed(seed=1),
+        "--preset accurate: run was made with fast; leave": typed(preset="accurate"),
+        "--augment False: run was made with True; leave": typed(augment=False),
+        f"--dataset {tmp_path / 'other'}: its images are not": typed(
+            dataset=str(write_idx(tmp_path / "other"))
+        ),
+    }
+    for begins, other in others.items():
+        [error] = LocalWorld(1, just_train, other, folder=tmp_path).outcomes()
+        assert isinstance(error, CheckpointError), begins
+        assert str(error).startswith(begins)
+    same = typed(lr=0.01, seed=0, dataset="digits", batch_size=72, log_every=3, epochs=1)
+    [screen] = run_world(1, what_it_says, same, folder=tmp_path)
+    assert screen.startswith("run: finished already, after epoch 1")
+    shutil.rmtree(tmp_path / "other")
+    assert snapshot(tmp_path) == before
 
 
 def test_more_epochs_go_on_with_a_finished_run(tmp_path: Path) -> None:
