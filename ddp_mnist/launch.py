@@ -217,11 +217,11 @@ def _refuse_loners(env: Mapping[str, str]) -> None:
                 " train alone; use torchrun or accelerate launch"
             )
     # accelerate's MULTI_CPU path starts ONE process unless mpirun is named; that it was asked for
-    # several shows in a MASTER_ADDR without a WORLD_SIZE.
+    # several shows in a MASTER_ADDR without a WORLD_SIZE, which may as well be the person's own.
     if "ACCELERATE_USE_CPU" in env and "MASTER_ADDR" in env:
         raise UsageError(
-            "accelerate launch: was asked for several processes but started only this one (its CPU"
-            f" path needs mpirun); use --config_file {CONFIGS}/multi_cpu.yaml"
+            f"MASTER_ADDR={env['MASTER_ADDR']}: is set, but accelerate launch started one process;"
+            f" for several use --config_file {CONFIGS}/multi_cpu.yaml, for one unset MASTER_ADDR"
         )
 
 

@@ -53,6 +53,8 @@ COMM_HOOKS = {
 # all. Orthogonalising a gradient of zeros needs the epsilon.
 POWERSGD = {"start_powerSGD_iter": 32, "orthogonalization_epsilon": 1e-8}
 
+CRASHES_IN_DETAIL = "2.15."  # of torch: a segmentation fault where DDP begins to log
+
 
 @dataclass(frozen=True)
 class World:
@@ -407,6 +409,12 @@ def form_group(board: Board, backend: str, place: Place, timeout_s: float) -> No
         raise UsageError(
             f"WORLD_SIZE={board.world_size}: a process group of {dist.get_world_size()} exists"
             " already in this process; start the trainer in a process of its own"
+        )
+    asked, version = os.environ.get("TORCH_DISTRIBUTED_DEBUG", ""), torch.__version__
+    crashes = asked.upper() == "DETAIL" and version.startswith(CRASHES_IN_DETAIL)
+    if crashes and board.world_size > 1:
+        raise UsageError(
+            f"TORCH_DISTRIBUTED_DEBUG={asked}: makes torch {version} crash in DDP; use INFO"
         )
     options: dict[str, Any] = {}
     if backend == "nccl":

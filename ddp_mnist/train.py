@@ -202,7 +202,8 @@ def train_in(
     if state.best_weights:
         final = build_model(config, world, classes)
         final.load_state_dict(state.best_weights)
-    broadcast(list(final.buffers()))  # BatchNorm's, which DDP sends only before a forward
+    if buffers := list(final.buffers()):  # BatchNorm's, which DDP sends only before a forward
+        broadcast(buffers)
     test_loader = prepare_split(accelerator, test_rows)
     test = evaluate_split(accelerator, final, test_loader, classes, stop)
 

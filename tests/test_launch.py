@@ -225,8 +225,8 @@ REFUSED: dict[str, tuple[dict[str, str], dict[str, Any], str]] = {
     "accelerate launch --cpu --num_processes 2": (
         ACCELERATE_SIMPLE | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"},
         {},
-        "accelerate launch: was asked for several processes but started only this one (its CPU path"
-        " needs mpirun); use --config_file accelerate_configs/multi_cpu.yaml",
+        "MASTER_ADDR=127.0.0.1: is set, but accelerate launch started one process; for several use"
+        " --config_file accelerate_configs/multi_cpu.yaml, for one unset MASTER_ADDR",
     ),
     "--backend mpi": ({}, {"backend": "mpi"}, "--backend mpi: PyTorch's wheels are built without"),
     "--rank alone": ({}, {"rank": 0}, "--rank 0: needs --init-method tcp://HOST:PORT beside it"),

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_mnist import run_folder, runtime
-from ddp_mnist.config import Distribution
+from ddp_mnist.config import Distribution, TrainConfig
 from ddp_mnist.errors import FailedElsewhere, PeerError, UsageError
 from ddp_mnist.launch import Launch, find_launch
 from ddp_mnist.local_world import LocalWorld, free_port, launcher_variables, run_world
@@ -607,3 +607,33 @@ def test_the_optimizer_does_not_look_for_a_package_in_each_step() -> None:
     with patch("importlib.util.find_spec") as look:
         assert not accelerate.optimizer.is_lomo_available()
     look.assert_not_called()
+
+
+# --- Debugging aids of torch and Accelerate
+
+
+def short_run() -> TrainConfig:
+    told = proof_config("debugged", model="mlp")
+    return dataclasses.replace(told, recipe=dataclasses.replace(told.recipe, epochs=1))
+
+
+def test_a_debug_level_with_which_torch_crashes_is_refused(tmp_path: Path) -> None:
+    detail = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
+    outcomes = LocalWorld(2, just_train, short_run(), folder=tmp_path, variables=detail).outcomes()
+    version = torch.__version__
+    if not version.startswith(runtime.CRASHES_IN_DETAIL):
+        pytest.skip(f"torch {version} is not known to crash")
+    assert [outcome.code for outcome in outcomes] == [2, 2]
+    line = f"TORCH_DISTRIBUTED_DEBUG=DETAIL: makes torch {version} crash in DDP; use INFO"
+    assert line in [str(outcome) for outcome in outcomes]
+    assert list(tmp_path.iterdir()) == []
+    [alone] = run_world(1, just_train, short_run(), folder=tmp_path, variables=detail)
+    assert alone["steps"] == 15
+
+
+def test_accelerate_may_check_the_shapes_of_what_the_ranks_send(tmp_path: Path) -> None:
+    """What `accelerate launch --debug` sets. The net has no buffers, of which nothing is sent."""
+    told, variables = short_run(), {"ACCELERATE_DEBUG_MODE": "true"}
+    summary, _ = run_world(2, just_train, told, folder=tmp_path, variables=variables)
+    assert summary["steps"] == 15
+    assert (tmp_path / "debugged" / "model.safetensors").exists()
