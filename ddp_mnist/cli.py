@@ -10,10 +10,12 @@ import contextlib
 import dataclasses
 import io
 import json
+import logging
 import math
 import os
 import re
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -102,6 +104,8 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     # When a peer is gone, torch's store would print a C++ stack for each call; it raises as well.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's starts and stops
+    # Who has no home would be told on stderr where its cache is.
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a folder's name may be no UTF-8
     code = 0
@@ -524,11 +528,8 @@ def predict(arguments: argparse.Namespace) -> None:
 
 
 def a_png(flag: str, file: str | None) -> Path | None:
-    """Where a picture is to be written, checked before the work that it shows."""
-    path = Path(file) if file else None
-    if path and (path.suffix != ".png" or not path.absolute().parent.is_dir()):
-        raise UsageError(f"{flag} {path}: must be a .png in a folder that is there")
-    return path
+    """Where a picture is to be written; see `place_to_save`."""
+    return place_to_save(file, flag, ".png")
 
 
 def report(arguments: argparse.Namespace) -> None:
@@ -638,14 +639,32 @@ def saved_by_doctor(file: str | None) -> dict[str, Any] | None:
     return saved
 
 
-def place_to_save(file: str | None, flag: str = "--save") -> Path | None:
-    """Checked before minutes are spent on what is to be saved."""
+def place_to_save(file: str | None, flag: str = "--save", ending: str = "") -> Path | None:
+    """Checked before minutes are spent on what is to be saved.
+
+    Raises:
+        UsageError: it is no place for a file; a device is none either, it would be replaced.
+        StorageError: nothing can be written there.
+    """
     if file is None:
         return None
     path = Path(file)
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        raise UsageError(f"{flag} {path}: must be a file in a folder that is there")
+    try:
+        there = path.absolute().parent.is_dir() and (path.is_file() or not path.exists())
+        if not there or not path.name.endswith(ending):
+            raise UsageError(
+                f"{flag} {path}: must be a {ending or 'file'} in a folder that is there"
+            )
+        # Tried, as os.access knows nothing of a full disk, and lets root write anywhere.
+        with tempfile.TemporaryFile(dir=path.absolute().parent, buffering=0) as probe:
+            probe.write(bytes(4096))
+    except OSError as error:
+        raise cannot_be_saved(flag, path, error) from error
     return path
+
+
+def cannot_be_saved(flag: str, path: Path, error: OSError) -> StorageError:
+    return StorageError(f"{flag} {path}: cannot be written ({error.strerror}); name another file")
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
@@ -654,9 +673,7 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     try:
         write_atomically(path, to_json(content).encode())
     except OSError as error:
-        raise StorageError(
-            f"--save {path}: cannot be written ({error.strerror}); name another file"
-        ) from error
+        raise cannot_be_saved("--save", path, error) from error
 
 
 def verify(arguments: argparse.Namespace) -> None:

@@ -7,6 +7,7 @@ all that is needed. How many processes there are and how they talk is asked for 
 from __future__ import annotations
 
 import dataclasses
+import sys
 import time
 import uuid
 from pathlib import Path
@@ -22,9 +23,11 @@ from ddp_mnist.errors import CheckpointError, DivergedError, UsageError
 from ddp_mnist.progress import Progress
 from ddp_mnist.run_folder import CONFIG, STATUS, SUMMARY, RunFolder
 from ddp_mnist.runtime import World
+from ddp_mnist.streams import tell
 from ddp_mnist.versions import code_digest, package_versions
 
 FORMAT = 4
+FOLDER_KEY = "run folder"  # under which rank 0 tells the others its path
 TAKEN_OVER = {
     "run": ("dataset", "cache_dir", "seed", "checkpoint_every", "keep", "log_every", "trackers"),
     "recipe": tuple(field.name for field in dataclasses.fields(Recipe)),
@@ -150,8 +153,24 @@ def save(opened: Opened, state: State, keep: int) -> str:
         checkpoint.save(folder.path, step, {**about, "state": state.content()}, keep)
     state.progress.save_seconds += time.monotonic() - clock
     return (
-        f"stopped after step {step} and saved; to go on, add --resume {folder.path} to the command"
+        f"stopped after step {step} and saved; to go on, add --resume {opened.where} to the command"
     )
+
+
+def give_up(opened: Opened) -> None:
+    """What a run that is interrupted twice says, as nothing is saved any more."""
+    folder = opened.folder
+    if folder.path is None:
+        return
+    folder.ended("failed", 130, "interrupted twice")
+    rest = "nothing is saved"
+    if saved := checkpoint.newest_first(folder.path):
+        rest = (
+            f"nothing after step {checkpoint.step_of(saved[0])} is saved; to go on from there, add"
+            f" --resume {opened.where} to the command"
+        )
+    below_the_bar = "\n" if sys.stderr.isatty() else ""
+    tell(f"{below_the_bar}ddp-mnist: interrupted twice: stopped at once, {rest} (code 130)")
 
 
 def find(config: TrainConfig) -> dict[str, Any] | None:
@@ -253,6 +272,7 @@ class Opened:
     Attributes:
         folder: where the run writes.
         resolved: what config.json is to hold.
+        where: the folder's path on rank 0's machine; known on every rank.
         about: what each checkpoint says of the run, beside the State.
         goes_on: whether there is a checkpoint to go on from; known on every rank.
         checkpoint: its bytes, on rank 0.
@@ -267,6 +287,7 @@ class Opened:
     checkpoint: bytes = b""
     changed: list[str] = dataclasses.field(default_factory=list)
     warnings: list[str] = dataclasses.field(default_factory=list)
+    where: str = ""
 
 
 def open_run(config: TrainConfig, world: World, images: ImageData, found: Any) -> Opened:
@@ -308,7 +329,8 @@ def open_run(config: TrainConfig, world: World, images: ImageData, found: Any) -
             )
         return str(opened.folder.path)
 
-    run |= {"run_dir": world.board.decided_by_rank_0("run folder", open_it), "resume": None}
+    opened.where = world.board.decided_by_rank_0(FOLDER_KEY, open_it)
+    run |= {"run_dir": opened.where, "resume": None}
     return opened
 
 

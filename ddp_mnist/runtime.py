@@ -66,6 +66,7 @@ class World:
         backend: nccl, gloo, or none for a process on its own.
         precision: what is in effect: no, fp16, bf16 or fp64.
         num_machines: how many hosts take part.
+        local_rank: this process's place among those that its launcher, or else its host, has.
         threads: CPU threads of this process.
         started: time.monotonic() when this process began to look for the others.
     """
@@ -75,6 +76,7 @@ class World:
     backend: str
     precision: str
     num_machines: int
+    local_rank: int
     threads: int
     started: float
 
@@ -161,6 +163,7 @@ def start(
                 backend=backend,
                 precision=precision,
                 num_machines=launch.num_machines or len(set(board.hosts)),
+                local_rank=place.local_rank,
                 threads=threads,
                 started=started,
             )

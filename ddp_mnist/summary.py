@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import math
 import os
 import shutil
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +18,12 @@ import torch
 from ddp_mnist import hardware
 from ddp_mnist.config import TrainConfig, flag_name
 from ddp_mnist.data import ImageData
-from ddp_mnist.errors import printable
+from ddp_mnist.errors import FailedElsewhere, printable
 from ddp_mnist.evaluation import Metrics
-from ddp_mnist.resume import State
+from ddp_mnist.resume import FOLDER_KEY, State
 from ddp_mnist.run_folder import RunFolder
 from ddp_mnist.runtime import World
-from ddp_mnist.screen import panel
+from ddp_mnist.screen import Screen, panel
 from ddp_mnist.versions import code_digest, git_commit, package_versions
 
 MAY_DIFFER = (
@@ -75,10 +78,43 @@ def plan(config: TrainConfig, world: World, images: ImageData, folder: Path | No
         "steps": f"{recipe.epochs * steps:,} = {count(recipe.epochs, 'epoch')} x {steps:,}{rest}",
         "model": f"{recipe.model}, seed {config.run.seed}",
         "recipe": f"{recipe.preset}: {recipe.optimizer}, rate up to {recipe.lr:g} in the first"
-        f" {recipe.warmup:.0%} of the steps, images {'' if recipe.augment else 'not '}augmented",
+        f" {recipe.warmup:.0%} of the steps, images {'' if recipe.augment else 'not '}augmented"
+        f"{smoothing(recipe.label_smoothing, len(images.classes))}",
         "writes": str(folder) if folder else "nothing (--dry-run)",
     }
     return "\n".join([*images.warnings, panel(lines)])
+
+
+def smoothing(share: float, classes: int) -> str:
+    """Why the train loss of a net that is always right and sure is not 0.
+
+    It is the entropy of the smoothed targets, in nats (Szegedy et al., 2016, section 7).
+    """
+    if not share:
+        return ""
+    wrong = share / classes
+    right = 1 - share + wrong
+    least = -right * math.log(right) - (classes - 1) * wrong * math.log(wrong)
+    return f", label smoothing {share:g}: the train loss ends near {least:.2f}, not near 0"
+
+
+@contextlib.contextmanager
+def told_elsewhere(world: World, aloud: bool) -> Iterator[None]:
+    """On each machine but rank 0's, one process says that it joined, and where the result is."""
+    board = world.board
+    screen = Screen(aloud and board.rank > 0 and world.local_rank == 0, trains=True)
+    if not screen.speaks:
+        yield
+        return
+    host = board.hosts[0].partition("/")[0]
+    screen.say(f"joined     as rank {board.rank} of {board.world_size}; rank 0 on {host} reports")
+    try:
+        yield
+    except FailedElsewhere as error:
+        screen.say(f"ended      {' '.join(str(error).split())}")
+        raise
+    folder = f", in {board.read(FOLDER_KEY)}" if board.has(FOLDER_KEY) else ""
+    screen.say(f"done       the result is on {host}{folder}")
 
 
 def step_line(line: dict[str, Any], step: int, total_steps: int, batch_size: int) -> str:

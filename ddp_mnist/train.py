@@ -45,6 +45,7 @@ def train(config: TrainConfig, launch: Launch) -> dict[str, Any]:
     with (
         Screen(speaks, trains=not config.run.dry_run) as screen,
         runtime.start(config.distribution, launch) as world,
+        summary.told_elsewhere(world, aloud=not config.run.quiet),
     ):
         found = world.board.decided_by_rank_0("resume", lambda: resume.find(config))
         if found and found["finished"]:
@@ -114,7 +115,7 @@ def train_in(
         screen.say(resumed)
     progress = state.progress
     stop.save = save = functools.partial(resume.save, opened, state, config.run.keep)
-    stop.at_once = lambda: folder.ended("failed", 130, "interrupted twice")
+    stop.at_once = functools.partial(resume.give_up, opened)
 
     # --- Train: rate of the step, forward, backward, clip, update
     lookout = Lookout(progress.step)

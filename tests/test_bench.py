@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import importlib.metadata
 import itertools
 import json
@@ -412,7 +413,8 @@ def test_a_missed_promise_is_code_1_after_all_figures(
 def test_figures_are_told_although_the_plot_fails(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    (tmp_path / "a.png").mkdir()
+    full = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", Mock(side_effect=full))
     more = ("--plot", str(tmp_path / "a.png"))
     code, lines, err = bench(capsys, monkeypatch, SPEED, FASTER, more=more)
     assert code == 5

@@ -267,6 +267,46 @@ def test_fault_32_a_wrong_command_line_ends_within_a_second(
 
 
 @pytest.mark.parametrize(
+    "argv",
+    [
+        ["verify", "--save"],
+        ["doctor", "--dataset", "digits", "--save"],
+        ["report", "RUN", "--out"],
+        ["predict", "RUN", "x.png", "--show"],
+        ["bench", "loop", "--dataset", "digits", "--plot"],
+    ],
+    ids=lambda argv: argv[0],
+)
+def test_where_nothing_can_be_written_is_told_before_the_work(
+    argv: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flag, pipe = argv[-1], tmp_path / "pipe.png"
+    os.mkfifo(pipe)  # as /dev/stdout and /dev/null, it would be replaced by a file
+    code, out, err = run_here(capsys, *argv, str(pipe))
+    assert (code, out) == (2, "")
+    kind = ".png" if flag in ("--show", "--plot") else "file"
+    assert f"error: {flag} {pipe}: must be a {kind} in a folder that is there (code 2)" in err
+    assert pipe.is_fifo()
+    # Not even root can write there.
+    code, out, err = run_here(capsys, *argv, "/proc/self/fd/x.png")
+    assert (code, out) == (5, "")
+    assert f"error: {flag} /proc/self/fd/x.png: cannot be written (" in err
+    assert err.endswith("; name another file (code 5)\n")
+
+
+def test_who_has_no_home_is_told_nothing_about_matplotlib() -> None:
+    program = (
+        "from ddp_mnist import cli\ntry: cli.main(['--version'])\nexcept SystemExit: pass\n"
+        "import matplotlib; matplotlib.get_cachedir()"
+    )
+    homeless = {"HOME": "/proc/none", "XDG_CONFIG_HOME": "", "XDG_CACHE_HOME": ""}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env={**os.environ, **homeless}, capture_output=True
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+@pytest.mark.parametrize(
     ("variables", "begins"),
     [
         ({"RANK": "0"}, "RANK=0: WORLD_SIZE is not set"),

@@ -449,6 +449,12 @@ def test_fault_13_control_c_once_and_twice(tmp_path: Path) -> None:
     assert line.startswith("ddp-mnist: error: SIGINT: stopped after step ")
     assert status(tmp_path / "run1") == ("preempted", 130)
     assert ended[2].code == 130
+    [line] = ended[2].err.splitlines()
+    assert re.fullmatch(
+        rf"ddp-mnist: interrupted twice: stopped at once, nothing after step \d+ is saved; to go on"
+        rf" from there, add --resume {tmp_path / 'run2'} to the command \(code 130\)",
+        line,
+    )
 
 
 # --- Two runs in one folder

@@ -135,3 +135,22 @@ def test_the_program_can_be_called_as_it_is_named(monkeypatch: pytest.MonkeyPatc
     assert summary.program() == ".venv/bin/python -m ddp_mnist"
     monkeypatch.setattr(summary.sys, "executable", "/py")
     assert summary.program() == "/py -m ddp_mnist"
+
+
+@pytest.mark.parametrize(("share", "classes"), [(0.1, 10), (0.3, 4), (0.5, 2)])
+def test_a_smoothed_loss_ends_near_what_the_best_logits_have(share: float, classes: int) -> None:
+    logits = torch.zeros(1, classes, requires_grad=True)
+    optimizer = torch.optim.LBFGS([logits], max_iter=200)
+    label = torch.zeros(1, dtype=torch.long)
+
+    def loss() -> torch.Tensor:
+        optimizer.zero_grad()
+        found = torch.nn.functional.cross_entropy(logits, label, label_smoothing=share)
+        found.backward()
+        return found
+
+    optimizer.step(loss)
+    said = summary.smoothing(share, classes)
+    assert said.startswith(f", label smoothing {share:g}: ")
+    assert f"ends near {loss().item():.2f}, not near 0" in said
+    assert summary.smoothing(0.0, classes) == ""

@@ -28,7 +28,7 @@ from ddp_mnist.resume import Opened
 from ddp_mnist.run_folder import RunFolder
 from ddp_mnist.runtime import World
 from ddp_mnist.screen import Screen
-from ddp_mnist.summary import count, device
+from ddp_mnist.summary import count, device, told_elsewhere
 from ddp_mnist.versions import code_digest, package_versions
 
 NOT_CACHED = "not cached"
@@ -89,7 +89,7 @@ def examine_group(
     findings: list[Finding] = []
     screen = Screen(aloud and launch.rank == 0)
     try:
-        with runtime.start(flags, launch) as world:
+        with runtime.start(flags, launch) as world, told_elsewhere(world, aloud):
             group = Group(world)
             met = met_within(group, time.monotonic() - clock)
             for finding in (met, *examinations(group, options, minutes, machines_too)):
