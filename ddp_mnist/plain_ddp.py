@@ -1,5 +1,6 @@
 """The same training on torch alone, without Accelerate: what `prepare` and `accumulate` stand for.
 
+    python -m ddp_mnist.plain_ddp --dataset digits --epochs 2
     torchrun --nproc-per-node 2 -m ddp_mnist.plain_ddp --dataset digits --epochs 2
 
 Same order, same rates, same weights as `ddp_mnist train` (a test compares them in float64); no
@@ -99,6 +100,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
 
+    if "RANK" not in os.environ:  # no launcher: a group of one
+        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+        os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     dist.init_process_group(timeout=timedelta(seconds=300))  # reads RANK, WORLD_SIZE, MASTER_ADDR
     if torch.cuda.is_available():  # else each process would open GPU 0 too, and wait for that one
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

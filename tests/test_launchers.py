@@ -11,7 +11,7 @@ import pytest
 from ddp_mnist import run_folder
 from ddp_mnist.local_world import free_port
 from ddp_mnist.proofs import largest_difference, weights_of
-from tests.commands import ACCELERATE, CONFIGS, TORCHRUN, TRAIN, Started, python
+from tests.commands import ACCELERATE, CONFIGS, REPOSITORY, TORCHRUN, TRAIN, Started, python
 
 # 45 steps in float64, of the net that needs the least time: launching is what is tested here.
 PROOF = "--dataset digits --model mlp --epochs 3 --batch-size 72 --mixed-precision fp64"
@@ -79,6 +79,23 @@ def test_accelerate_multi_cpu(alone: Path, tmp_path: Path) -> None:
     ended = python(*arguments, folder=tmp_path)
     assert (ended.code, ended.err) == (0, "")
     check_equal(run, alone, 2)
+
+
+def test_the_file_as_tutorials_start_it(alone: Path, tmp_path: Path) -> None:
+    """`torchrun train.py`, and `python -m ddp_mnist.train`."""
+    two = [*TORCHRUN, "--standalone", "--nproc-per-node", "2"]
+    script = str(REPOSITORY / "ddp_mnist" / "train.py")
+    runs = {"module": ["-m", "ddp_mnist.train"], "script": [*two, script]}
+    started = {
+        name: Started([*command, *proof(tmp_path / name)[len(TRAIN) :]], tmp_path, HUSH)
+        for name, command in runs.items()
+    }
+    for name, each in started.items():
+        ended = each.ended()
+        assert (ended.code, ended.err) == (0, ""), name
+        assert "test accuracy" in ended.out
+    check_equal(tmp_path / "script", alone, 2)
+    assert largest_difference(weights_of(tmp_path / "module"), weights_of(alone)) < 1e-9
 
 
 def test_one_command_per_process_over_tcp(alone: Path, tmp_path: Path) -> None:

@@ -78,6 +78,10 @@ def test_two_hosts_whose_own_name_is_loopback(alone: Path, tmp_path: Path) -> No
         for process in started:
             out, err = process.communicate(timeout=150)
             assert process.returncode == 0, out + err
+        assert out.splitlines()[1:] == [
+            f"joined     as rank 1 of 2; rank 0 on {hosts.names[0]} reports",
+            f"done       the result is on {hosts.names[0]}, in {tmp_path / 'disk0' / 'run'}",
+        ]
     run = tmp_path / "disk0" / "run"
     summary = run_folder.read_json(run / "summary.json")
     assert (summary["world_size"], summary["num_machines"]) == (2, 2)

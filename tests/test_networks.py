@@ -120,6 +120,10 @@ def test_the_doctor_finds_a_healthy_cluster_healthy(tmp_path: Path) -> None:
             assert f"machine {rank}: PASS  {name}" in out
     assert first.out.splitlines()[-1].startswith("verdict: ")
     assert "verdict" not in second.out  # rank 0 tells it
+    assert second.out.splitlines()[-2:] == [
+        f"joined     as rank 1 of 2; rank 0 on {names[0]} reports",
+        f"done       the result is on {names[0]}",
+    ]
     verdict = run_folder.read_json(tmp_path / "verdict.json")
     unwell = {finding["name"] for finding in verdict["findings"] if finding["level"] != "PASS"}
     assert unwell <= {"slow rank"}  # where other tests share the cores, one may be

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from ddp_mnist import data
 from ddp_mnist.config import Recipe
 from ddp_mnist.local_world import run_world
 from ddp_mnist.proofs import PROOF, just_train, largest_difference, proof_config, weights_of
+from tests.commands import REPOSITORY, Started
 
 
 def train_plainly() -> tuple[dict[str, Any], float]:
@@ -34,3 +36,18 @@ def test_the_trainer_equals_the_plain_loop(tmp_path: Path) -> None:
         tensors = {name: torch.from_numpy(array) for name, array in weights.items()}
         assert largest_difference(weights_of(tmp_path / "run"), tensors) < 1e-9
         assert accuracy == trained["test_accuracy"]
+
+
+def test_started_plainly_it_trains_alone(tmp_path: Path) -> None:
+    flags = ["--dataset", "digits", "--epochs", "1"]
+    script = [str(REPOSITORY / "ddp_mnist" / "plain_ddp.py")]
+    started = [
+        Started([*command, *flags], tmp_path) for command in (script, ["-m", "ddp_mnist.plain_ddp"])
+    ]
+    said = []
+    for each in started:
+        ended = each.ended()
+        assert (ended.code, ended.err) == (0, "")
+        said.append(ended.out.partition(" images")[0])
+    assert said[0] == said[1]
+    assert re.fullmatch(r"test accuracy 0\.\d{4} on 360", said[0])

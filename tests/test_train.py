@@ -1,16 +1,22 @@
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
 import json
 import os
+import re
+import signal
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
-from ddp_mnist import run_folder
+from ddp_mnist import rendezvous, run_folder
 from ddp_mnist.config import PRESETS, Distribution, Recipe, Run, TrainConfig
+from ddp_mnist.errors import DdpMnistError
 from ddp_mnist.local_world import LocalWorld, run_world
 from ddp_mnist.proofs import (
     Seen,
@@ -20,6 +26,7 @@ from ddp_mnist.proofs import (
     proof_config,
     resumed,
     train_and_watch,
+    train_until,
     weights_of,
 )
 from tests.test_sources import write_idx
@@ -349,3 +356,48 @@ def _train_with_own_seed() -> None:
     if os.environ["RANK"] == "2":
         config = dataclasses.replace(config, run=dataclasses.replace(config.run, seed=5))
     just_train(config)
+
+
+# --- Other machines
+
+
+def on_two_machines(told: TrainConfig, stop_at: int | None = None) -> tuple[str, int]:
+    """What one process on a machine of its own prints, and its exit code."""
+    rank = os.environ["RANK"]
+    os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    code = 0
+    with (
+        patch.object(rendezvous, "host_id", lambda: f"box{rank}/boot/net"),
+        contextlib.redirect_stdout(io.StringIO()) as screen,
+    ):
+        try:
+            if stop_at is None:
+                just_train(told)
+            else:
+                train_until(told, stop_at, signal.SIGTERM, by=1)
+        except DdpMnistError as error:
+            code = error.code
+    return screen.getvalue(), code
+
+
+def test_the_second_machine_says_who_reports_and_where_the_result_is(tmp_path: Path) -> None:
+    loud = proof_config("done", model="mlp", epochs=1)
+    loud = dataclasses.replace(loud, run=dataclasses.replace(loud.run, quiet=False))
+    joined = "joined     as rank 1 of 2; rank 0 on box0 reports"
+    [(first, _), (second, _)] = run_world(2, on_two_machines, loud, folder=tmp_path)
+    assert "joined" not in first
+    assert second.splitlines() == [joined, "done       the result is on box0, in done"]
+
+    stopped = dataclasses.replace(loud, run=dataclasses.replace(loud.run, run_dir="stopped"))
+    both = run_world(2, on_two_machines, stopped, 5, folder=tmp_path)
+    assert [code for _, code in both] == [143, 143]
+    first, last = both[1][0].splitlines()
+    assert first == joined
+    assert re.fullmatch(
+        r"ended      SIGTERM: stopped after step \d+ and saved; to go on, add --resume stopped to"
+        r" the command",
+        last,
+    )
+
+    quiet = proof_config("quiet", model="mlp", epochs=1)
+    assert run_world(2, on_two_machines, quiet, folder=tmp_path) == [("", 0), ("", 0)]
