@@ -25,6 +25,7 @@ READY := $(VENV)/.ready
 endif
 
 RESTART = $(PY) $(if $(filter-out 0,$(RESTARTS)),-m ddp_mnist.restart $(RESTARTS) --)
+OWN = PYTHON=/path/to/python VENV=
 LAUNCH = $(RESTART) -m accelerate.commands.launch --main_process_port 0 --config_file accelerate_configs
 TRAIN = -m ddp_mnist train --dataset auto
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
@@ -50,9 +51,11 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	fail "$(PYTHON) is missing or older than Python 3.11; name one: make PYTHON=python3.12"; \
 	$(PY) -c '' 2>/dev/null || $(PYTHON) -m venv --clear $(VENV) || \
 	fail "$(PYTHON) -m venv failed; on Debian and Ubuntu: apt install python3-venv"; \
-	echo "setting up $(VENV) with the versions of constraints.txt (6.5 GB on Linux, minutes)"; \
-	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]' || \
-	fail "pip failed (see above); check network and disk space, then make again"; \
+	echo "setting up $(VENV) with the versions of constraints.txt (6.5 GB on Linux, minutes);" \
+	"for an environment with a torch of your own: make $(MAKECMDGOALS) $(OWN)"; \
+	$(PY) -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev]' || \
+	fail "pip failed (see above); check network and disk space, then make again, or use an \
+	environment that is there: make $(MAKECMDGOALS) $(OWN)"; \
 	$(PY) -c 'import torch, torchvision' || \
 	fail "torch and torchvision do not fit together (see above); make clean, then make again"; \
 	touch $@

@@ -23,6 +23,7 @@ case "$*" in
     *) step=other ;;
 esac
 [ $step = other ] || echo $step >>$here/steps
+case "$step $*" in "pip "*quiet*) ;; "pip "*) echo "Collecting torch" ;; esac
 [ "$(cat $here/broken 2>/dev/null)" = $step ] && exit 1
 if [ $step = venv ]; then mkdir -p "$target/bin"; cp "$0" "$target/bin/python"; fi
 exit 0
@@ -56,7 +57,11 @@ def make(checkout: Path, *arguments: str) -> Ended:
     [
         ("version", "older than Python 3.11; name one: make PYTHON=python3.12"),
         ("venv", "apt install python3-venv"),
-        ("pip", "check network and disk space, then make again"),
+        (
+            "pip",
+            "check network and disk space, then make again, or use an environment that is there:"
+            " make train-single PYTHON=/path/to/python VENV=",
+        ),
         ("pair", "torch and torchvision do not fit together (see above); make clean"),
     ],
 )
@@ -74,6 +79,12 @@ def test_a_set_up_that_failed_says_where_and_is_mended(
     mended = make(checkout, "train-single")
     assert mended.code == 0, mended.err
     assert (checkout / "steps").read_text().split()[-3:] == ["pip", "pair", "run"]
+
+
+def test_a_set_up_shows_what_it_does_and_how_to_do_without(checkout: Path) -> None:
+    done = make(checkout, "train-single")
+    assert "make train-single PYTHON=/path/to/python VENV=" in done.out.splitlines()[0]
+    assert "Collecting torch" in done.out  # what pip tells of each package
 
 
 def test_a_set_up_that_stands_is_not_done_again(checkout: Path) -> None:
