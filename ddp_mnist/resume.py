@@ -182,7 +182,7 @@ def find(config: TrainConfig) -> dict[str, Any] | None:
     Raises:
         CheckpointError: --resume names no run, its files cannot be read, or it has finished and
             the flags that were typed are those of another run.
-        DataError: the --dataset typed for a finished run is another than its own, and not there.
+        DataError: the folder that is typed as a finished run's --dataset cannot be read.
     """
     resume = config.run.resume
     if resume is None:
@@ -223,8 +223,10 @@ def _refuse_another_run(config: TrainConfig, found: dict[str, Any]) -> None:
     """Nothing is left to do for a finished run, but what was typed may ask for another one."""
     run, path, typed = config.run, found["path"], config.typed
     if "dataset" in typed and run.dataset not in ("auto", found["run"]["dataset"]):
+        if not Path(run.dataset).is_dir():
+            _refuse_value("--dataset", run.dataset, found["run"]["dataset"], path)
         images = data.load(run.dataset, run.cache_dir or found["run"]["cache_dir"])
-        refuse_other_images(run.dataset, images.digest, found)
+        refuse_other_images(run.dataset, images.digest, found)  # a folder may have been moved
     for group, saved in ((run, found["run"]), (config.recipe, found["recipe"])):
         for field in dataclasses.fields(group):
             name = flag_name(field)
@@ -272,12 +274,12 @@ class Opened:
     Attributes:
         folder: where the run writes.
         resolved: what config.json is to hold.
-        where: the folder's path on rank 0's machine; known on every rank.
         about: what each checkpoint says of the run, beside the State.
         goes_on: whether there is a checkpoint to go on from; known on every rank.
         checkpoint: its bytes, on rank 0.
         changed: what is not as it was when the checkpoint was made.
         warnings: checkpoints that were passed over.
+        where: the folder's path on rank 0's machine; known on every rank.
     """
 
     folder: RunFolder

@@ -39,12 +39,7 @@ def open_what_is_closed() -> None:
         try:
             os.fstat(number)
         except OSError:
-            null = os.open(os.devnull, flags)
-            if null == number:
-                os.set_inheritable(number, True)
-            else:
-                os.dup2(null, number)
-                os.close(null)
+            os.set_inheritable(os.open(os.devnull, flags), True)  # the lowest number that is free
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
 

@@ -406,6 +406,7 @@ def test_a_finished_run_is_not_taken_for_another_one(tmp_path: Path) -> None:
         "--seed 1: run was made with 0; leave": typed(seed=1),
         "--preset accurate: run was made with fast; leave": typed(preset="accurate"),
         "--augment False: run was made with True; leave": typed(augment=False),
+        "--dataset mnist: run was made with digits; leave": typed(dataset="mnist"),
         f"--dataset {tmp_path / 'other'}: its images are not": typed(
             dataset=str(write_idx(tmp_path / "other"))
         ),
