@@ -52,7 +52,8 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PY) -c '' 2>/dev/null || $(PYTHON) -m venv --clear $(VENV) || \
 	fail "$(PYTHON) -m venv failed; on Debian and Ubuntu: apt install python3-venv"; \
 	echo "setting up $(VENV) with the versions of constraints.txt (6.5 GB on Linux, minutes);" \
-	"for an environment with a torch of your own: make $(MAKECMDGOALS) $(OWN)"; \
+	"for an environment with a torch of your own, such as PyTorch's CPU wheels (see pytorch.org):" \
+	"make $(MAKECMDGOALS) $(OWN)"; \
 	$(PY) -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev]' || \
 	fail "pip failed (see above); check network and disk space, then make again, or use an \
 	environment that is there: make $(MAKECMDGOALS) $(OWN)"; \
