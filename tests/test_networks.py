@@ -106,13 +106,10 @@ def doctor(hosts: Hosts, folder: Path, *variables: str, main: str = "") -> list[
 
 def test_the_doctor_finds_a_healthy_cluster_healthy(tmp_path: Path) -> None:
     require_hosts()
+    flags = f"--dataset digits --save {tmp_path / 'verdict.json'}"
     with Hosts(2, decoys=True) as hosts:
-        first, second = (
-            started.ended()
-            for started in doctor(hosts, tmp_path, "ARGS=--dataset digits --save verdict.json")
-        )
+        first, second = (started.ended() for started in doctor(hosts, tmp_path, f"ARGS={flags}"))
         names = hosts.names
-    (REPOSITORY / "verdict.json").replace(tmp_path / "verdict.json")
     assert first.code == 0, first.out + first.err
     assert second.code == 0, second.out + second.err
     for rank, out in enumerate((first.out, second.out)):
