@@ -355,6 +355,7 @@ def make_parser() -> Parser:
         "--repeats", type=at_least(5, "--repeats"), help="rounds [11; memory, baseline: 5]"
     )
     verb.add_argument("--plot", type=text("--plot"), metavar="FILE", help="a PNG of the figures")
+    verb.add_argument("--check", action="store_true", help="exit code 1 where a goal is missed")
     return parser
 
 
@@ -715,8 +716,8 @@ def bench(arguments: argparse.Namespace) -> None:
         from ddp_mnist.bench.plot import draw
 
         draw(what, rows, plot)
-    missed = [f"{row.what} {row.figure}, promised {row.promise}" for row in rows if not row.held]
-    if missed:
+    missed = [f"{row.what} {row.figure}, goal {row.goal}" for row in rows if not row.met]
+    if arguments.check and missed:
         raise CheckFailed(
             f"bench {what}: {'; '.join(missed)} on MNIST and two free CPU cores; close other"
             " programs and repeat"

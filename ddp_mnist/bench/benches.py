@@ -1,4 +1,4 @@
-"""The verb `bench`: what each benchmark measures, and what it promises.
+"""The verb `bench`: what each benchmark measures, and the goal that a figure should meet.
 
 Each alternates what it compares, repeats, and tells median and spread; what is timed within a
 process is warmed up first. Processes have one CPU thread each, as under `make train` on two cores.
@@ -60,17 +60,17 @@ class Options:
 
 @dataclass(frozen=True)
 class Row:
-    """A figure, and what the project promises of it on MNIST and two CPU cores.
+    """A figure, and its goal on MNIST and two free CPU cores.
 
     Attributes:
-        promise: the bound in words; None if nothing is promised.
-        held: whether the figure is within it.
+        goal: the bound in words; None if there is none.
+        met: whether the figure is within it.
     """
 
     what: str
     figure: Ratio | Spread | Absent
-    promise: str | None = None
-    held: bool = True
+    goal: str | None = None
+    met: bool = True
 
     @property
     def median(self) -> float:
@@ -80,7 +80,7 @@ class Row:
         return self.figure.median
 
     def __str__(self) -> str:
-        mark = f"  {'held' if self.held else 'MISSED'}: {self.promise}" if self.promise else ""
+        mark = f"  goal {'met' if self.met else 'missed'}: {self.goal}" if self.goal else ""
         return f"{self.what:<52} {self.figure}{mark}"
 
 
@@ -109,7 +109,7 @@ def describe(bench: str, options: Options, rows: list[Row]) -> dict[str, Any]:
         "machine": {**hardware.describe(), "gpus": hardware.gpus()},
         "versions": package_versions(),
         "rows": [
-            {"what": row.what, **asdict(row.figure), "promise": row.promise, "held": row.held}
+            {"what": row.what, **asdict(row.figure), "goal": row.goal, "met": row.met}
             for row in rows
         ],
     }
@@ -177,11 +177,11 @@ def loop(options: Options) -> list[Row]:
 def evaluation(options: Options) -> list[Row]:
     speeds = speeds_of(these("train", "evaluation"), options, options.processes)
     share = ratio(speeds["train"], speeds["evaluation"])
-    held = share.median <= 0.35
+    met = share.median <= 0.35
     return [
         Row("train.py, images/s", spread(speeds["train"])),
         Row("evaluation, images/s", spread(speeds["evaluation"])),
-        Row("time of an evaluation over that of training", share, "at most 0.35", held),
+        Row("time of an evaluation over that of training", share, "at most 0.35", met),
     ]
 
 
@@ -197,12 +197,12 @@ def scaling(options: Options) -> list[Row]:
             return ratio_of_difference(of[kind], of[less], of["train"])
 
         efficiency = ratio(speeds["train"], speeds["independent"])
-        promise = "at least 0.95" if size > 1 else None
-        held = promise is None or efficiency.median >= 0.95
+        goal = "at least 0.95" if size > 1 else None
+        met = goal is None or efficiency.median >= 0.95
         who = count(size, "process")
         rows += [
             Row(f"{who}: images/s", spread(speeds["train"])),
-            Row(f"{who}: of as many independent ones", efficiency, promise, held),
+            Row(f"{who}: of as many independent ones", efficiency, goal, met),
             Row(f"{who}: share of computing", ratio(seconds["silent"], seconds["train"])),
             Row(f"{who}: share of waiting for the slowest", share("lockstep", "silent")),
             Row(f"{who}: share of exchanging gradients", share("resident", "lockstep")),
@@ -303,8 +303,8 @@ def memory(options: Options) -> list[Row]:
     for how, _ in ways(options):
         pairs = zip(peaks[f"train{how}"], peaks[f"floor{how}"], strict=True)
         above = spread([ours - least for ours, least in pairs])
-        held = above.median <= 150
-        rows.append(Row(f"above the floor{how}, MB", above, "at most 150", held))
+        met = above.median <= 150
+        rows.append(Row(f"above the floor{how}, MB", above, "at most 150", met))
     return rows
 
 

@@ -36,7 +36,7 @@ def draw(bench: str, rows: list[Row], path: Path) -> None:
                 if isinstance(spread, Ratio)
                 else (spread.lowest, spread.highest)
             )
-            axis.barh(place, spread.median, color="#4c78a8" if row.held else "#e45756")
+            axis.barh(place, spread.median, color="#4c78a8" if row.met else "#e45756")
             axis.plot([low, high], [place, place], color="black", marker="|")
         axis.set_yticks(range(len(group)), [row.what for row in group])
         axis.invert_yaxis()
