@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
+from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -49,9 +51,56 @@ def hide_gpus() -> None:
 
 def cores() -> int:
     """Cores that this process may keep busy: of its affinity, what the quota allows; at least 1."""
-    can_tell = hasattr(os, "sched_getaffinity")
-    mine = len(os.sched_getaffinity(0)) if can_tell else os.cpu_count() or 1
-    return max(1, int(min(mine, cpu_quota())))
+    return max(1, int(min(len(affinity()), cpu_quota())))
+
+
+def affinity() -> set[int]:
+    """Numbers of the cores on which this process may run."""
+    if hasattr(os, "sched_getaffinity"):
+        return os.sched_getaffinity(0)
+    return set(range(os.cpu_count() or 1))
+
+
+@dataclass(frozen=True)
+class Load:
+    """What other programs take of the cores that this process may keep busy.
+
+    Attributes:
+        held: cores that they hold, from 0 to `cores`.
+        cores: see there.
+        programs: names of the two that use most; none that uses less than a tenth of a core.
+    """
+
+    held: float
+    cores: int
+    programs: list[str]
+
+
+def load(seconds: float = 1.0) -> Load:
+    """Measured for so long, in which this process does nothing.
+
+    Time that a virtual machine's host gave to others counts as held.
+    """
+    before = cpu_seconds()
+    busy = psutil.cpu_percent(seconds, percpu=True)
+    used: dict[str, float] = defaultdict(float)
+    for process, total in cpu_seconds().items():
+        used[process[1]] += total - before.get(process, total)
+    most = sorted(used, key=used.__getitem__, reverse=True)[:2]
+    mine = affinity()
+    shares = [busy[core] for core in mine] if max(mine) < len(busy) else busy
+    free = len(shares) - sum(shares) / 100
+    programs = [name for name in most if used[name] >= 0.1 * seconds]
+    return Load(max(0.0, cores() - free), cores(), programs)
+
+
+def cpu_seconds() -> dict[tuple[int, str], float]:
+    """By number and name of each process but this one, as far as it may be seen."""
+    return {
+        (process.pid, process.info["name"]): sum(process.info["cpu_times"][:2])
+        for process in psutil.process_iter(["name", "cpu_times"])
+        if process.info["cpu_times"] and process.pid != os.getpid()
+    }
 
 
 def cpu_quota() -> float:

@@ -389,6 +389,15 @@ def examine_with_faults() -> dict[str, list[Finding]]:
                 examine("burn-in", on_rank_1(), group.burn_in(here, options, 0.01))
                 examine("bad burn-in", lone, group.burn_in(here, options, 0.01))
         examine("speeds", on_rank_1(), group.speeds(here))
+        idle = hardware.Load(0.3, 2, ["python"])
+        examine("idle", patch.object(hardware, "load", lambda: idle), group.load(here))
+        assert here.busy == ""
+        busy = hardware.Load(1.6, 2, ["python", "cc1plus"])
+        examine("busy", patch.object(hardware, "load", lambda: busy), group.load(here))
+        examine("busy speeds", on_rank_1(), group.speeds(here))
+        examine("busy computing", on_rank_1(), group.slowest(here))
+        examine("busy training", short, group.training(here, options))
+        here.busy = ""
         few = patch.object(machine, "EXAMINATIONS", (machine.cores, machine.main_port))
         with few:
             examine("machine", on_rank_1(), group.machines_alone(here, options))
@@ -424,6 +433,13 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Finding]]:
         ("lacking", FAIL, "gather", "rank 1 (", "same versions everywhere"),
         ("broken", FAIL, "all-reduce", "Cuda failure 'operation not supported'", "NCCL_DEBUG"),
         ("barrier", FAIL, "barrier", "wrong result on rank 0 (", "do not train here"),
+        (
+            "busy",
+            WARN,
+            "load",
+            ": other programs hold 1.6 of 2 cores (python, cc1plus)",
+            "end them",
+        ),
         ("slow", WARN, "slow rank", "rank 1 (", "throttling"),
         ("parameter", FAIL, "training", "other weights than rank 0's on rank 1 (", "verify"),
         ("accuracy", FAIL, "training", "which is below 1.1", "verify"),
@@ -498,6 +514,16 @@ def test_gloo_sends_from_main_memory(monkeypatch: Patch) -> None:
         moved.clear()
 
 
+def test_speeds_of_a_busy_machine_say_so(found: dict[str, list[Finding]]) -> None:
+    [idle] = found["idle"]
+    assert (idle.level, idle.said) == (PASS, "other programs hold 15% of the cores")
+    for name in ("speeds", "computing", "training"):
+        finding = found[f"busy {name}"][0]
+        assert ", on a busy machine" in finding.said, str(finding)
+    for name in ("speeds", "slow", "parameter", "accuracy", "burn-in"):
+        assert "busy machine" not in found[name][0].said
+
+
 def kill_rank_1(*_: Any) -> list[Finding]:
     if os.environ["RANK"] == "1":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -526,11 +552,11 @@ def examine_until_it_breaks_down(dataset: str) -> list[Finding]:
 def test_what_was_found_before_a_break_down_is_kept(tmp_path: Path) -> None:
     for findings in run_world(2, examine_until_it_breaks_down, "digits", folder=tmp_path):
         names = [finding.name for finding in findings]
-        assert names[:3] == ["rendezvous", "same", "clocks"]
+        assert names[:4] == ["rendezvous", "same", "clocks", "load"]
         assert worst(findings) == FAIL
-    assert findings[3].name == "scatter"
-    assert findings[3].said.startswith("fails on rank 1 (")
-    assert findings[3].said.endswith("no route to host")
+    assert findings[4].name == "scatter"
+    assert findings[4].said.startswith("fails on rank 1 (")
+    assert findings[4].said.endswith("no route to host")
 
 
 def two_on_gloo(flags: Distribution, *_: Any) -> list[Finding]:
@@ -684,6 +710,24 @@ def test_speeds_are_compared_with_those_of_another_box() -> None:
     assert against(HERE, saved(**{"images/s": 0.0}), tolerance=0.5, processes=2) == []
     [other] = against(HERE, there, tolerance=0.5, processes=8)
     assert (other.level, other.said[:33]) == (WARN, "8 processes here, 2 there: speeds")
+
+
+def test_a_speed_that_is_worse_on_a_busy_machine_says_so() -> None:
+    busy = warned("load", "box0: other programs hold 1.6 of 2 cores (cc1)", "end them")
+    there = saved(**{"all-reduce, ms": 1.9, "images/s": 1400.0})
+    same, low = against([*HERE, busy], there, tolerance=0.5, processes=2)
+    assert (same.level, same.said) == (PASS, "all-reduce, ms: 2 here, 1.9 there (within 50%)")
+    assert (low.level, low.said) == (
+        FAIL,
+        "images/s: 900 here, 1400 there, worse by 56%, on a busy machine"
+        " (box0: other programs hold 1.6 of 2 cores (cc1))",
+    )
+    assert low.remedy.startswith("examine again while nothing else runs; if it stays, look for")
+    there["findings"].append(dataclasses.asdict(busy))
+    first, *rest = against(HERE, there, tolerance=0.5, processes=2)
+    assert (first.level, first.name) == (WARN, "against")
+    assert "measured on a busy machine (box0: other programs hold 1.6 of 2 cores" in first.said
+    assert "busy" not in " ".join(finding.said for finding in rest)
 
 
 def test_the_worst_finding_is_the_verdict() -> None:

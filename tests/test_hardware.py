@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -91,3 +93,45 @@ def test_version_1_tells_each_controller_in_a_folder_of_its_own(groups: Path) ->
     write(memory / "docker", memory__stat=f"inactive_file 1\ntotal_inactive_file {GB // 4}")
     assert hardware.cores() == 2
     assert hardware.free_memory() == 1.25 * GB
+
+
+def running(monkeypatch: pytest.MonkeyPatch, percent: list[float], **programs: float) -> None:
+    """Over a second each core is busy for `percent`, and each program for its seconds, twice."""
+    seconds = iter((0.0, 1.0))
+
+    def process_iter(_: list[str]) -> Iterator[Any]:
+        now = next(seconds)
+        for pid, (name, used) in enumerate([*programs.items()] * 2):
+            info = {"name": name, "cpu_times": (5 + 0.75 * used * now, 0.25 * used * now, 9.0)}
+            yield SimpleNamespace(pid=pid, info=info)
+        yield SimpleNamespace(pid=os.getpid(), info={"name": "me", "cpu_times": (9 * now, 0.0)})
+        yield SimpleNamespace(pid=99, info={"name": "another user's", "cpu_times": None})
+
+    monkeypatch.setattr(hardware.psutil, "process_iter", process_iter)
+    monkeypatch.setattr(hardware.psutil, "cpu_percent", lambda *_, **__: percent)
+
+
+def test_what_other_programs_hold_is_named(groups: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    eight = [100.0, 100.0, 50.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+    running(monkeypatch, eight, cc1plus=0.25, make=0.01, python=0.9, firefox=0.1)
+    assert hardware.load() == hardware.Load(2.5, 8, ["python", "cc1plus"])
+    running(monkeypatch, eight, make=0.01)
+    assert hardware.load() == hardware.Load(2.5, 8, [])  # they came and went, or are not shown
+    # of the cores that are its own
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {2, 3})
+    running(monkeypatch, eight)
+    assert hardware.load() == hardware.Load(0.5, 2, [])
+    # a quota of 4 of 8: six are free, then two
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    write(groups, own="0::/", cpu__max="400000 100000")
+    running(monkeypatch, [100.0, 100.0] + [0.0] * 6)
+    assert hardware.load() == hardware.Load(0, 4, [])
+    running(monkeypatch, [100.0] * 6 + [0.0] * 2)
+    assert hardware.load() == hardware.Load(2, 4, [])
+
+
+def test_the_load_of_this_machine_is_within_its_cores() -> None:
+    load = hardware.load(0.1)
+    assert load.cores == hardware.cores()
+    assert 0 <= load.held <= load.cores
+    assert len(load.programs) <= 2

@@ -123,7 +123,7 @@ def test_the_doctor_finds_a_healthy_cluster_healthy(tmp_path: Path) -> None:
     ]
     verdict = run_folder.read_json(tmp_path / "verdict.json")
     unwell = {finding["name"] for finding in verdict["findings"] if finding["level"] != "PASS"}
-    assert unwell <= {"slow rank"}  # where other tests share the cores, one may be
+    assert unwell <= {"load", "slow rank"}  # other tests share the cores
     found = {finding["name"]: finding["said"] for finding in verdict["findings"]}
     assert found["rendezvous"].startswith("2 processes on 2 machines met")
     examined = [f["said"] for f in verdict["findings"] if f["name"] == "machine"]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ddp_mnist.errors import DdpMnistError
 
 PASS, WARN, FAIL = "PASS", "WARN", "FAIL"
+LOAD = "load"  # the finding that tells what other programs hold
 COLUMNS, INDENT = 80, " " * 21
 
 
@@ -67,8 +68,13 @@ def worst(findings: Iterable[Finding]) -> str:
     return FAIL if FAIL in levels else WARN if WARN in levels else PASS
 
 
+def busy(findings: Iterable[Mapping[str, Any]]) -> str:
+    """What other programs held of the machines that were busy; empty if none was."""
+    return "; ".join(f["said"] for f in findings if (f.get("name"), f.get("level")) == (LOAD, WARN))
+
+
 def against(
-    findings: Iterable[Finding], saved: dict[str, Any], tolerance: float, processes: int
+    findings: Sequence[Finding], saved: dict[str, Any], tolerance: float, processes: int
 ) -> list[Finding]:
     """Each figure beside that of another box of the same type.
 
@@ -84,6 +90,10 @@ def against(
     there = {name: value for f in saved["findings"] for name, value in f["figures"].items()}
     here = {name: value for f in findings for name, value in f.figures.items()}
     compared = []
+    if busy_there := busy(saved["findings"]):
+        said = f"what is compared with was measured on a busy machine ({busy_there})"
+        compared.append(warned("against", said, "examine that box again while nothing else runs"))
+    busy_here = busy(map(asdict, findings))
     for name in sorted(here.keys() & there.keys()):
         if min(here[name], there[name]) <= 0:
             continue  # nothing to divide by
@@ -93,8 +103,12 @@ def against(
         if worse <= 1 + tolerance:
             compared.append(passed("against", f"{said} (within {tolerance:.0%})"))
         else:
+            said = f"{said}, worse by {worse - 1:.0%}"
             remedy = "look for what differs: clocks, throttling, neighbours, cables, versions"
-            compared.append(failed("against", f"{said}, worse by {worse - 1:.0%}", remedy))
+            if busy_here:
+                said = f"{said}, on a busy machine ({busy_here})"
+                remedy = f"examine again while nothing else runs; if it stays, {remedy}"
+            compared.append(failed("against", said, remedy))
     if missing := sorted(there.keys() - here.keys()):
         remedy = "examine both with the same flags and numbers of processes"
         compared.append(warned("against", f"not measured here: {', '.join(missing)}", remedy))

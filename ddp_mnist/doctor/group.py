@@ -15,10 +15,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddp_mnist import data, runtime, stopping, train
+from ddp_mnist import data, hardware, runtime, stopping, train
 from ddp_mnist.config import Distribution, Recipe, Run, TrainConfig, resolve_recipe
 from ddp_mnist.doctor import collectives
-from ddp_mnist.doctor.findings import FAIL, PASS, Finding, failed, from_error, passed, warned, worst
+from ddp_mnist.doctor.findings import (
+    FAIL,
+    LOAD,
+    PASS,
+    Finding,
+    failed,
+    from_error,
+    passed,
+    warned,
+    worst,
+)
 from ddp_mnist.doctor.machine import Options, examine_machine, nvidia_smi, product
 from ddp_mnist.doctor.network import passed_on
 from ddp_mnist.errors import DdpMnistError, cause
@@ -34,6 +44,7 @@ from ddp_mnist.versions import code_digest, package_versions
 NOT_CACHED = "not cached"
 LATE_S = 0.2
 CLOCKS_S = 5.0  # that may lie between two machines' clocks
+BUSY = 0.25  # of a machine's cores, that other programs may hold
 SLOW = 1.5  # times the median rank's seconds
 EPOCHS = 5  # of the digits: 75 steps
 LEAST_ACCURACY = 0.8  # after them; a net that guesses has 0.1
@@ -47,6 +58,12 @@ class Group:
         self.rank, self.size = world.board.rank, world.accelerator.num_processes
         self.device = world.accelerator.device
         self.questions = 0
+        self.busy = ""  # what is said beside a speed; see `load`
+
+    @property
+    def is_first_here(self) -> bool:
+        """Of the ranks on this machine."""
+        return self.board.hosts.index(self.board.hosts[self.rank]) == self.rank
 
     def everyones(self, mine: Any) -> list[Any]:
         """What each rank gave here, by rank; on every rank. JSON's types only."""
@@ -119,6 +136,7 @@ def examinations(
         "machine": lambda: machines_alone(group, options) if machines_too else iter(()),
         "same": lambda: same_everywhere(group, options),
         "clocks": lambda: clocks(group),
+        "load": lambda: load(group),
         "collectives": lambda: right_results(group),
         "speed": lambda: speeds(group),
         "computing": lambda: slowest(group),
@@ -141,8 +159,7 @@ def machines_alone(group: Group, options: Options) -> Iterator[Finding]:
     here = hosts[group.rank]
     # The main port is in use by now.
     options = replace(options, processes=hosts.count(here), port=None)
-    is_first = hosts.index(here) == group.rank
-    alone = (*passed_on(), *examine_machine(options)) if is_first else ()
+    alone = (*passed_on(), *examine_machine(options)) if group.is_first_here else ()
     mine = [asdict(finding) for finding in alone]
     for rank, found in enumerate(group.everyones(mine)):
         findings = [Finding(**each) for each in found]
@@ -256,6 +273,25 @@ def barrier_holds(group: Group) -> bool:
     return group.board.has(key)
 
 
+def load(group: Group) -> Iterator[Finding]:
+    """What other programs hold of each machine, while all ranks wait: speeds come later."""
+    loads = group.everyones(asdict(hardware.load()) if group.is_first_here else None)
+    most = 0.0
+    for rank, each in enumerate(loads):
+        if each is None:
+            continue
+        held, cores = each["held"], each["cores"]
+        most = max(most, held / cores)
+        if held > BUSY * cores:
+            group.busy = ", on a busy machine"
+            names = f" ({', '.join(each['programs'])})" if each["programs"] else ""
+            said = f"{group.host(rank)}: other programs hold {held:.1f} of {count(cores, 'core')}"
+            remedy = "end them, or wait, and examine again: what follows is slower beside them"
+            yield warned(LOAD, said + names, remedy)
+    if not group.busy:
+        yield passed(LOAD, f"other programs hold {most:.0%} of the cores")
+
+
 def speeds(group: Group) -> Iterator[Finding]:
     """Of all-reduces, by message size."""
     figures = collectives.all_reduce_speeds(group.device)
@@ -264,7 +300,7 @@ def speeds(group: Group) -> Iterator[Finding]:
     )
     megabytes = collectives.SIZES["16 MB"] / 1e6
     rate = megabytes / figures["all-reduce of 16 MB, ms"] * 1e3
-    yield passed("speed", f"all-reduce of {shown} ({rate:,.0f} MB/s)", figures)
+    yield passed("speed", f"all-reduce of {shown} ({rate:,.0f} MB/s){group.busy}", figures)
 
 
 def slowest(group: Group) -> Iterator[Finding]:
@@ -277,10 +313,10 @@ def slowest(group: Group) -> Iterator[Finding]:
     if slow:
         factor = max(times) / middle
         remedy = "look for throttling, other programs, fewer cores or an older card there"
-        said = f"{group.who(slow)}: {factor:.1f} times the median rank's time"
+        said = f"{group.who(slow)}: {factor:.1f} times the median rank's time{group.busy}"
         yield replace(warned("slow rank", said, remedy), figures=figures)
     else:
-        said = f"slowest rank takes {max(times) / middle:.2f} times the median's time"
+        said = f"slowest rank takes {max(times) / middle:.2f} times the median's time{group.busy}"
         yield passed("computing", said, figures)
     yield from unwell_devices(group)
 
@@ -289,8 +325,7 @@ def unwell_devices(group: Group) -> Iterator[Finding]:
     """What is wrong with the rank's own device, or its machine's GPUs, right after they worked."""
     own = device(group.world)
     mine = [product(torch.device(own), own)]
-    is_first = group.board.hosts.index(group.board.hosts[group.rank]) == group.rank
-    if group.device.type == "cuda" and is_first:
+    if group.device.type == "cuda" and group.is_first_here:
         mine += nvidia_smi()
     unwell = [asdict(finding) for finding in mine if finding.level != PASS]
     for rank, found in enumerate(group.everyones(unwell)):
@@ -329,6 +364,7 @@ def training(group: Group, options: Options) -> Iterator[Finding]:
     odd = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     accuracy, speed = outcome["test_accuracy"], outcome["images_per_second"]
     said = f"{outcome['steps']} steps on the digits, accuracy {accuracy:.2f}, {speed:,.0f} images/s"
+    said += group.busy
     if odd:
         remedy = "do not train here; run ddp-mnist verify on each machine"
         yield failed("training", f"other weights than rank 0's on {group.who(odd)}", remedy)
