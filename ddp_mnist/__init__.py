@@ -1,3 +1,12 @@
 """MNIST with a plain PyTorch loop that Accelerate prepares: one process, many, many machines."""
 
+import os
+
 __version__ = "0.1.0"
+
+# OpenMP's threads wait for each other by spinning, for milliseconds unless told otherwise. Where
+# other programs hold the cores, they spin while the thread that they wait for cannot run, and a
+# training gets a tenth of its share of the machine. The runtime reads this as torch is loaded, so
+# it stands where all that belongs to this package begins. What a person has set stays.
+if not os.environ.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}:
+    os.environ["GOMP_SPINCOUNT"] = "1000"

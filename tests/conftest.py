@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
+import ddp_mnist  # noqa: F401  # before a test loads torch: see there
 from tests.commands import python
 
 LAUNCHER_PREFIXES = ("SLURM_", "ACCELERATE_", "TORCHELASTIC_", "OMPI_", "PMI_", "DDP_MNIST_CACHE")
@@ -22,10 +23,6 @@ LAUNCHER_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_POR
 HUGGINGFACE = tempfile.TemporaryDirectory(prefix="ddp_mnist-")
 os.environ.update(HF_HUB_OFFLINE="1", HF_HOME=HUGGINGFACE.name)
 os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # as the command line sets it
-# The tests' workers share the cores, and threads that wait by spinning take them from each other:
-# two runs at once took 16 s, and with this 7.5 s.
-os.environ["OMP_WAIT_POLICY"] = "passive"
-
 
 LONGEST = (
     *("test_docs.py", "test_launchers.py", "test_deploy.py", "test_faults.py", "test_report.py"),

@@ -1,0 +1,98 @@
+"""How OpenMP's threads wait for each other is settled before torch is loaded, however we start."""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from ddp_mnist.local_world import run_world
+from tests.commands import REPOSITORY, TORCHRUN, TRAIN, Started, python
+
+# Python imports it before all else. A launcher, which is none of this package, gets the real torch.
+STAND_IN = """
+import importlib.abc, os, sys
+
+class Torch(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == "torch" and ("RANK" in os.environ or os.environ["ASK"] == "all"):
+            names = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+            print("torch finds", *(os.environ.get(name) for name in names), flush=True)
+            os._exit(0)
+
+sys.meta_path.insert(0, Torch())
+"""
+DIRECTLY = {
+    "python -m": TRAIN,
+    "console script": [str(Path(sysconfig.get_path("scripts")) / "ddp-mnist"), "train"],
+    "plain_ddp": ["-m", "ddp_mnist.plain_ddp"],
+    "conventional": ["-m", "ddp_mnist.bench.conventional", "."],
+    "import": ["-c", "import ddp_mnist.train"],
+}
+LAUNCHED = {
+    "torchrun": [*TORCHRUN, "--nproc-per-node", "2", *TRAIN],
+    "accelerate, by the rehearsal": ["-m", "ddp_mnist.multinode", "--", "--dataset", "digits"],
+}
+
+
+@pytest.fixture
+def nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests' own process is a program of this package too."""
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def found_by_torch(ways: dict[str, list[str]], folder: Path, **variables: str) -> dict[str, str]:
+    """What each way's processes print as they come to torch, side by side."""
+    (folder / "sitecustomize.py").write_text(STAND_IN)
+    path = os.pathsep.join([str(folder), str(REPOSITORY)])
+    variables |= {"PYTHONPATH": path}
+    started = {way: Started(command, REPOSITORY, variables) for way, command in ways.items()}
+    ended = {way: each.ended() for way, each in started.items()}
+    found = {}
+    for way, each in ended.items():
+        lines = [line for line in each.out.splitlines() if line.startswith("torch finds ")]
+        assert lines, f"{way}: {each.out}{each.err}"
+        assert len(set(lines)) == 1, f"{way}: {lines}"
+        found[way] = f"{len(lines)} x {lines[0].removeprefix('torch finds ')}"
+    return found
+
+
+@pytest.mark.usefixtures("nothing_set")
+def test_threads_spin_shortly_however_a_process_is_started(tmp_path: Path) -> None:
+    one, two = "1 x 1000 None", "2 x 1000 None"
+    found = found_by_torch(DIRECTLY, tmp_path, ASK="all")
+    assert found == dict.fromkeys(DIRECTLY, one)
+    found = found_by_torch(LAUNCHED, tmp_path, ASK="workers")
+    assert found == dict.fromkeys(LAUNCHED, two)
+
+
+@pytest.mark.usefixtures("nothing_set")
+@pytest.mark.parametrize(
+    ("name", "value", "found"),
+    [("GOMP_SPINCOUNT", "7", "1 x 7 None"), ("OMP_WAIT_POLICY", "active", "1 x None active")],
+)
+def test_what_a_person_set_stays(name: str, value: str, found: str, tmp_path: Path) -> None:
+    ways = {"python -m": TRAIN}
+    assert found_by_torch(ways, tmp_path, ASK="all", **{name: value}) == {"python -m": found}
+
+
+@pytest.mark.usefixtures("nothing_set")
+def test_the_runtime_takes_it() -> None:
+    """GNU's tells what it read as it was loaded, which is what counts."""
+    show = {"OMP_DISPLAY_ENV": "verbose"}
+    ended = python("-c", "import ddp_mnist.models", folder=REPOSITORY, variables=show)
+    assert ended.code == 0
+    if "GOMP_SPINCOUNT" not in ended.err:
+        pytest.skip("this torch comes with another OpenMP")
+    assert "GOMP_SPINCOUNT = '1000'" in ended.err
+
+
+def spin_count() -> str | None:
+    return os.environ.get("GOMP_SPINCOUNT")
+
+
+def test_processes_of_a_local_world_inherit_it(tmp_path: Path) -> None:
+    assert run_world(1, spin_count, folder=tmp_path) == [os.environ["GOMP_SPINCOUNT"]] == ["1000"]
