@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
-import ddp_mnist  # noqa: F401  # before a test loads torch: see there
+import ddp_mnist  # noqa: F401  # sets what has to stand before a test loads torch
 from tests.commands import python
 
 LAUNCHER_PREFIXES = ("SLURM_", "ACCELERATE_", "TORCHELASTIC_", "OMPI_", "PMI_", "DDP_MNIST_CACHE")
