@@ -86,11 +86,6 @@ def one_line(error: DdpMnistError) -> str:
     return f"ddp-mnist: error: {printable(str(error))} (code {error.code})"
 
 
-def warn(message: str) -> None:
-    """One line on stderr about a result that may not be the one that was meant."""
-    print(f"ddp-mnist: warning: {printable(message)}", file=sys.stderr, flush=True)
-
-
 def printable(text: str) -> str:
     """In one line, and without what would steer a terminal: names come from files and folders."""
     words = " ".join(text.split())

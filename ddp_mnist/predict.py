@@ -25,8 +25,9 @@ from PIL.Image import Transpose
 
 from ddp_mnist import weights
 from ddp_mnist.decode import DIGITS, IMAGE_SHAPE, as_grey, decode_image, is_as_seen
-from ddp_mnist.errors import DataError, UsageError, warn
+from ddp_mnist.errors import DataError, UsageError
 from ddp_mnist.run_folder import storage_errors
+from ddp_mnist.streams import warn
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff")
 BATCH = 256

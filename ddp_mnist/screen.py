@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ddp_mnist.errors import StorageError
-from ddp_mnist.streams import tell, written_out
+from ddp_mnist.streams import warn, written_out
 
 SECONDS_BETWEEN = 1.0
 COLUMNS, INDENT = 80, " " * 11
@@ -90,7 +90,7 @@ class Screen:
             self.speaks = False
             if not self.trains:
                 raise
-            tell(f"ddp-mnist: warning: {error}; the run goes on in silence, its folder tells all")
+            warn(f"{error}; the run goes on in silence, its folder tells all")
 
 
 def panel(lines: dict[str, str]) -> str:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 
-from ddp_mnist.errors import DdpMnistError, StorageError, one_line
+from ddp_mnist.errors import DdpMnistError, StorageError, one_line, printable
 
 
 def run_program(run: Callable[[list[str]], int], argv: Sequence[str] | None) -> NoReturn:
@@ -76,6 +76,11 @@ def tell(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
     except OSError:
         _drop_what_is_left(2)
+
+
+def warn(message: str) -> None:
+    """One line on stderr about a result that may not be the one that was meant."""
+    tell(f"ddp-mnist: warning: {printable(message)}")
 
 
 def _drop_what_is_left(number: int) -> None:

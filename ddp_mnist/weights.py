@@ -14,9 +14,10 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from ddp_mnist.decode import Preparation, decoding_digest
-from ddp_mnist.errors import CheckpointError, warn
+from ddp_mnist.errors import CheckpointError
 from ddp_mnist.models import MODELS
 from ddp_mnist.run_folder import MODEL, STATUS, SUMMARY, read_json
+from ddp_mnist.streams import warn
 
 METADATA_KEY = "ddp_mnist"  # one key: with several, safetensors writes them in random order
 
