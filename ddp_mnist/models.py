@@ -30,20 +30,21 @@ def moved_by_a_pixel(images: Tensor) -> list[Tensor]:
 
 
 class CNN(nn.Module):
-    """Two convolutions, the first of 6x6 with stride 2; 25,642 parameters for ten classes.
+    """Two convolutions, the first of 6x6 with stride 2; 37,834 parameters for ten classes.
 
     GroupNorm instead of BatchNorm: a sample's output does not depend on the batch it is in, so N
     processes compute what one process computes. Normalising after the pooling visits a quarter of
-    the numbers.
+    the numbers. Without padding the first convolution leaves 12x12, so each pooling halves evenly:
+    14x14 would cost a third more, and the last pooling would drop what it is spent on.
     """
 
     def __init__(self, classes: int = 10) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(1, 32, 6, stride=2, padding=2)
+        self.conv1 = nn.Conv2d(1, 32, 6, stride=2)
         self.norm1: nn.Module = nn.GroupNorm(4, 32)
-        self.conv2 = nn.Conv2d(32, 64, 3, padding=1)
-        self.norm2: nn.Module = nn.GroupNorm(4, 64)
-        self.head = nn.Linear(64 * 3 * 3, classes)
+        self.conv2 = nn.Conv2d(32, 96, 3, padding=1)
+        self.norm2: nn.Module = nn.GroupNorm(4, 96)
+        self.head = nn.Linear(96 * 3 * 3, classes)
 
     def forward(self, images: Tensor) -> Tensor:
         x = normalise(images.unsqueeze(1), self.head.weight.dtype)
@@ -109,7 +110,7 @@ class CNNBatchNorm(CNN):
     def __init__(self, classes: int = 10) -> None:
         super().__init__(classes)
         self.norm1 = nn.BatchNorm2d(32)
-        self.norm2 = nn.BatchNorm2d(64)
+        self.norm2 = nn.BatchNorm2d(96)
 
 
 class ResNet18(nn.Module):

@@ -53,7 +53,8 @@ def orthogonal(matrix: Tensor) -> Tensor:
         x = x.T
     for _ in range(5):
         gram = x @ x.T
-        x = 3.4445 * x + (2.0315 * gram @ gram - 4.7750 * gram) @ x
+        weights = torch.addmm(gram, gram, gram, beta=-4.7750, alpha=2.0315)
+        x = torch.addmm(x, weights, x, beta=3.4445)
     return x.T if rows > columns else x
 
 
@@ -65,6 +66,7 @@ def make_optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.AdamW:
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
     # A short memory of squares: 0.98, some 50 steps, was chosen over 0.999 on validation images.
+    assert recipe.optimizer, "resolve_recipe decides"
     # Fused is faster on a CPU. On a GPU it would skip an fp16 step that overflowed by itself, and
     # the step would count as taken; None lets torch choose the next fastest.
     kind = Muon if recipe.optimizer == "muon" else torch.optim.AdamW

@@ -24,10 +24,9 @@ import torch
 from PIL.Image import Transpose
 
 from ddp_mnist import weights
-from ddp_mnist.decode import DIGITS, IMAGE_SHAPE, as_grey, decode_image, is_as_seen
+from ddp_mnist.decode import IMAGE_SHAPE, as_grey, decode_image, is_as_seen
 from ddp_mnist.errors import DataError, UsageError
 from ddp_mnist.run_folder import storage_errors
-from ddp_mnist.streams import warn
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff")
 BATCH = 256
@@ -140,21 +139,12 @@ def takes_photos(run: str, trained: weights.Trained, asked: bool | None) -> bool
         UsageError: photos of digits would not look like the images of this run.
     """
     preparation = trained.preparation
-    if asked and preparation and not preparation.bright_on_black:
+    if asked and not preparation.bright_on_black:
         raise UsageError(
             f"--digit-photos: {run} was trained on images that are not bright strokes on black, as"
             " it would make them; leave it out"
         )
-    if asked is not None:
-        return asked
-    if preparation:
-        return preparation.digit_photos
-    if photos := trained.classes == DIGITS:  # what every run took its images for at the time
-        warn(
-            f"{run}: an earlier version wrote its model, without how its images were made; taken"
-            " for MNIST's digits; if it was trained on others, add --no-digit-photos"
-        )
-    return photos
+    return preparation.digit_photos if asked is None else asked
 
 
 @contextlib.contextmanager

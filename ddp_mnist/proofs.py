@@ -19,11 +19,11 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_mnist import data, run_folder, train, weights
+from ddp_mnist import data, run_folder, train
 from ddp_mnist.config import Distribution, Recipe, Run, TrainConfig
 from ddp_mnist.launch import find_launch
 
@@ -108,7 +108,8 @@ def watching(plant: str | None = None) -> Iterator[Seen]:
     ):
         yield seen
     [net] = nets
-    seen.weights = hashlib.sha256(weights.to_bytes(net.state_dict(), "", [])).hexdigest()
+    tensors = {name: tensor.contiguous() for name, tensor in net.state_dict().items()}
+    seen.weights = hashlib.sha256(save(tensors)).hexdigest()
 
 
 def plant_into(net: nn.Module, plant: str | None) -> None:

@@ -26,7 +26,7 @@ from ddp_mnist.runtime import World
 from ddp_mnist.streams import tell
 from ddp_mnist.versions import code_digest, package_versions
 
-FORMAT = 4
+FORMAT = 5
 FOLDER_KEY = "run folder"  # under which rank 0 tells the others its path
 TAKEN_OVER = {
     "run": ("dataset", "cache_dir", "seed", "checkpoint_every", "keep", "log_every", "trackers"),

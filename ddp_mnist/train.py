@@ -3,7 +3,7 @@
     python -m ddp_mnist train --dataset digits
     accelerate launch --config_file accelerate_configs/multi_cpu.yaml -m ddp_mnist train
 
-An epoch of MNIST takes four to eight seconds on two cores and ends near 99.1 % test accuracy.
+An epoch of MNIST takes four to eight seconds on two cores and ends near 99.2 % test accuracy.
 """
 
 from __future__ import annotations

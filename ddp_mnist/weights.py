@@ -7,7 +7,6 @@ import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load, save
@@ -30,26 +29,24 @@ class Trained:
         model: the net.
         architecture: its name in MODELS.
         classes: the class names, in the order of the logits.
-        preparation: how the images were made that it was trained on; None in a file of an earlier
-            version, which does not tell.
+        preparation: how the images were made that it was trained on.
     """
 
     model: nn.Module
     architecture: str
     classes: list[str]
-    preparation: Preparation | None = None
+    preparation: Preparation
 
 
 def to_bytes(
-    state: dict[str, Tensor],
-    architecture: str,
-    classes: list[str],
-    preparation: Preparation | None = None,
+    state: dict[str, Tensor], architecture: str, classes: list[str], preparation: Preparation
 ) -> bytes:
     """Equal weights give equal bytes."""
-    about: dict[str, Any] = {"architecture": architecture, "classes": classes}
-    if preparation:
-        about["preparation"] = dataclasses.asdict(preparation)
+    about = {
+        "architecture": architecture,
+        "classes": classes,
+        "preparation": dataclasses.asdict(preparation),
+    }
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
     return save(tensors, metadata={METADATA_KEY: json.dumps(about, sort_keys=True)})
 
@@ -103,8 +100,13 @@ def from_bytes(content: bytes, where: str) -> Trained:
             raise CheckpointError(
                 f"{where}: has a net that is not known here, {net}; use the code that trained it"
             )
-        preparation = about.get("preparation") and Preparation(**about["preparation"])
-        if preparation and preparation.decoding != decoding_digest():
+        if "preparation" not in about:
+            raise CheckpointError(
+                f"{where}: was trained by an earlier version, with other nets; use that version, or"
+                " train it again"
+            )
+        preparation = Preparation(**about["preparation"])
+        if preparation.decoding != decoding_digest():
             raise CheckpointError(
                 f"{where}: was trained on images that another decoder made ({preparation.decoding},"
                 f" here it is {decoding_digest()}); use the code that trained it"

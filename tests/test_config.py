@@ -212,8 +212,23 @@ def test_defaults(
     assert (recipe.batch_size, recipe.val_size, recipe.epochs) == (batch_size, val_size, epochs)
 
 
+@pytest.mark.parametrize(
+    ("model", "optimizer"),
+    [
+        *[(model, "muon") for model in ("cnn", "cnn_deep", "cnn_bn")],
+        *[(model, "adamw") for model in ("mlp", "resnet18")],
+    ],
+)
+def test_the_net_decides_the_optimizer(model: str, optimizer: str) -> None:
+    assert resolve_recipe(Recipe(model=model), DIGITS, 1).optimizer == optimizer
+    typed = Recipe(model=model, optimizer="adamw")
+    assert resolve_recipe(typed, DIGITS, 1).optimizer == "adamw"
+
+
 def test_what_is_given_stays() -> None:
-    given = Recipe(model="mlp", epochs=1, batch_size=64, val_size=437, lr=0.5, patience=2)
+    given = Recipe(
+        model="mlp", optimizer="adamw", epochs=1, batch_size=64, val_size=437, lr=0.5, patience=2
+    )
     assert resolve_recipe(given, DIGITS, 2) == given
 
 
@@ -345,5 +360,5 @@ def test_batch_sizes_that_are_suggested_are_accepted(rows: int) -> None:
                 for size in filter(None, legal.groups()):
                     suggested = dataclasses.replace(given, batch_size=int(size))
                     assert resolve_recipe(suggested, rows, world_size) == dataclasses.replace(
-                        suggested, val_size=min(5000, rows // 5)
+                        suggested, val_size=min(5000, rows // 5), optimizer="muon"
                     )

@@ -84,7 +84,7 @@ def test_the_card_tells_the_runs_own_figures(run: Path, tmp_path: Path) -> None:
     [metric] = model["results"][0]["metrics"]
     assert metric["value"] == summary["test_accuracy"]
     assert f"| test accuracy | {summary['test_accuracy']:.4f} on 360 images |" in text
-    assert "25,642 parameters" in text
+    assert "37,834 parameters" in text
     assert "1,150 images of digits:" in text
     assert summary["dataset"]["digest"] in text
     assert "datasets" not in about  # it is on no Hub

@@ -26,13 +26,13 @@ def train_mnist(mnist: Path, seed: int, processes: int, epochs: int, folder: Pat
 
 
 def test_one_epoch_on_two_processes(mnist: Path, tmp_path: Path) -> None:
-    assert train_mnist(mnist, 0, 2, 1, tmp_path) >= 0.988
+    assert train_mnist(mnist, 0, 2, 1, tmp_path) >= 0.99
 
 
 @pytest.mark.soak
-def test_one_epoch_with_ten_seeds(mnist: Path, tmp_path: Path, record_property: Any) -> None:
-    accuracies = [train_mnist(mnist, seed, 2, 1, tmp_path / str(seed)) for seed in range(10)]
+def test_one_epoch_with_twenty_seeds(mnist: Path, tmp_path: Path, record_property: Any) -> None:
+    accuracies = [train_mnist(mnist, seed, 2, 1, tmp_path / str(seed)) for seed in range(20)]
     mean = sum(accuracies) / len(accuracies)
     record_property("details", f"mean {mean:.4f}, lowest {min(accuracies):.4f}")
-    assert mean >= 0.990
-    assert min(accuracies) >= 0.988
+    assert mean >= 0.992
+    assert min(accuracies) >= 0.99

@@ -58,7 +58,7 @@ def test_a_run_of_one_step_takes_it_at_the_peak() -> None:
 @pytest.mark.parametrize("name", ["cnn", "cnn_deep", "mlp", "cnn_bn"])
 def test_matrices_and_kernels_decay_and_nothing_else(name: str) -> None:
     model = MODELS[name]()
-    optimizer = make_optimizer(model, Recipe(lr=0.3, weight_decay=0.25))
+    optimizer = make_optimizer(model, Recipe(optimizer="adamw", lr=0.3, weight_decay=0.25))
     decaying, other = optimizer.param_groups
     names = {parameter: name for name, parameter in model.named_parameters()}
     assert {names[p] for p in decaying["params"]} == {
@@ -75,7 +75,7 @@ def test_two_steps_are_those_of_adamw() -> None:
     """By the paper's formula: decay, then the mean gradient over the root of the mean square."""
     model = torch.nn.Linear(2, 1).double()
     weight, bias = (p.detach().clone() for p in model.parameters())
-    optimizer = make_optimizer(model, Recipe(lr=0.1, weight_decay=0.5))
+    optimizer = make_optimizer(model, Recipe(optimizer="adamw", lr=0.1, weight_decay=0.5))
     mean = square = 0.0
     for step, gradient in enumerate([4.0, -1.0], start=1):
         for parameter in model.parameters():
@@ -93,7 +93,7 @@ def test_two_steps_are_those_of_adamw() -> None:
 def test_only_a_cpu_takes_the_fused_step() -> None:
     """On a GPU it would pass over an fp16 overflow by itself; False would be the slowest there."""
     for device, fused in (("cpu", True), ("meta", None)):
-        optimizer = make_optimizer(MODELS["mlp"]().to(device), Recipe())
+        optimizer = make_optimizer(MODELS["mlp"]().to(device), Recipe(optimizer="adamw"))
         assert [group["fused"] for group in optimizer.param_groups] == [fused, fused]
 
 

@@ -32,7 +32,6 @@ from ddp_mnist.predict import (
     find_images,
     predict,
     predict_and_see,
-    probabilities,
 )
 from ddp_mnist.proofs import just_train
 
@@ -345,9 +344,7 @@ def test_files_of_a_data_set_have_the_labels_that_evaluate_counts(
     assert confusion.tolist() == counted["confusion"]
 
 
-def run_of(
-    folder: Path, model: torch.nn.Module, classes: list[str], made: Preparation | None
-) -> str:
+def run_of(folder: Path, model: torch.nn.Module, classes: list[str], made: Preparation) -> str:
     folder.mkdir()
     content = weights.to_bytes(model.state_dict(), "cnn", classes, made)
     (folder / "model.safetensors").write_bytes(content)
@@ -377,31 +374,6 @@ def test_photos_of_digits_are_for_those_who_ask(model: torch.nn.Module, tmp_path
         f"--digit-photos: {own} was trained on images that are not bright strokes on black, as it"
         " would make them; leave it out"
     )
-
-
-def test_a_model_of_an_earlier_version_is_read_and_the_guess_is_told(
-    model: torch.nn.Module, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    page = str(save(np.pad(255 - digits(1)[0], 30, constant_values=255), tmp_path / "x.png"))
-    numbers = run_of(tmp_path / "numbers", model, DIGITS, None)
-    words = run_of(tmp_path / "words", model, CLASSES, None)
-    for run, flags, expected, told in [
-        (numbers, [], as_mnist(Path(page)), True),
-        (numbers, ["--digit-photos"], as_mnist(Path(page)), False),
-        (numbers, ["--no-digit-photos"], as_trained(Path(page)), False),
-        (words, [], as_trained(Path(page)), False),
-    ]:
-        with pytest.raises(SystemExit) as ended:
-            cli.main(["predict", run, page, *flags])
-        out, err = capsys.readouterr()
-        assert ended.value.code == 0
-        row = probabilities(model, [expected])[0]
-        assert json.loads(out)["probability"] == pytest.approx(max(row), abs=1e-5)
-        assert err == told * (
-            f"ddp-mnist: warning: {run}: an earlier version wrote its model, without how its images"
-            " were made; taken for MNIST's digits; if it was trained on others, add"
-            " --no-digit-photos\n"
-        )
 
 
 def test_a_model_of_another_decoder_is_refused(run: str, monkeypatch: pytest.MonkeyPatch) -> None:

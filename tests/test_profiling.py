@@ -33,7 +33,7 @@ def test_each_rank_leaves_a_trace_of_its_steps(tmp_path: Path) -> None:
         with gzip.open(tmp_path / "run" / "profile" / f"rank-{rank}.json.gz") as file:
             names = [event.get("name") for event in json.load(file)["traceEvents"]]
         assert names.count("DistributedDataParallel.forward") == STEPS
-        assert names.count("Optimizer.step#AdamW.step") == STEPS
+        assert names.count("Optimizer.step#Muon.step") == STEPS
         assert "gloo:all_reduce" in names
     shown = said.partition("profile    ")[2].partition("traces ")[0].splitlines()
     assert re.fullmatch(rf"{STEPS} steps of rank 0, \d+\.\d\d ms a step", shown[0])

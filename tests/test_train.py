@@ -89,8 +89,8 @@ def test_the_rate_rises_and_falls(one_process: tuple[Path, Seen]) -> None:
     rates = one_process[1].rates
     assert len(rates) == STEPS
     assert max(rates) == pytest.approx(0.01, rel=0.03)
-    assert rates[0] == pytest.approx(0.01 / (0.25 * STEPS))
-    assert rates[-1] == pytest.approx(0.01 / (0.75 * STEPS))
+    assert rates[0] == pytest.approx(0.01 / (0.1 * STEPS))
+    assert rates[-1] == pytest.approx(0.01 / (0.9 * STEPS))
 
 
 def test_accumulation_changes_no_result(tmp_path: Path) -> None:
