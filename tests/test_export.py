@@ -18,6 +18,7 @@ import yaml
 from safetensors.torch import load_file
 
 from ddp_mnist import cli, export, weights
+from ddp_mnist.decode import DIGITS, Preparation, decoding_digest
 from ddp_mnist.errors import CheckFailed, UsageError
 from ddp_mnist.local_world import run_world
 from ddp_mnist.models import MODELS
@@ -93,11 +94,14 @@ def test_the_card_tells_the_runs_own_figures(run: Path, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "config.json").read_text())["architecture"] == "cnn"
 
 
+AS_THEY_ARE = Preparation(decoding_digest(), [], bright_on_black=True, digit_photos=True)
+
+
 @pytest.mark.parametrize("architecture", [name for name in MODELS if name != "cnn"])
 def test_every_net_can_be_exported(architecture: str) -> None:
     torch.manual_seed(0)
     net = MODELS[architecture](10).eval()
-    trained = weights.Trained(net, architecture, list("0123456789"))
+    trained = weights.Trained(net, architecture, DIGITS, AS_THEY_ARE)
     for form in (export.FORMS["safetensors"], export.FORMS["torch"]):
         outputs = form.read(form.write(trained))
         assert export.largest_difference(net, outputs, form.file) <= 1e-4
