@@ -41,7 +41,7 @@ def gpus() -> int:
 
 
 def hide_gpus() -> None:
-    """From this process and those that it starts. CUDA reads it when it is first asked anything.
+    """Hides all GPUs from this process and its children; CUDA reads this at its first call.
 
     An optimizer's step on a CPU would open a GPU that torch sees, which fails if that is broken or
     belongs to another process alone.
@@ -77,7 +77,7 @@ class Load:
 
 
 def load(seconds: float = 1.0) -> Load:
-    """Measured for so long, in which this process does nothing.
+    """Measures for `seconds`, during which this process sleeps.
 
     Time that a virtual machine's host gave to others counts as held.
     """
@@ -95,7 +95,7 @@ def load(seconds: float = 1.0) -> Load:
 
 
 def cpu_seconds() -> dict[tuple[int, str], float]:
-    """By number and name of each process but this one, as far as it may be seen."""
+    """CPU seconds of every other process that may be seen, by PID and name."""
     return {
         (process.pid, process.info["name"]): sum(process.info["cpu_times"][:2])
         for process in psutil.process_iter(["name", "cpu_times"])

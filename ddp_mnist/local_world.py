@@ -44,7 +44,7 @@ def free_port() -> int:
 
 
 def backend_among(processes: int) -> str:
-    """For as many of this machine: auto, or gloo where they share a GPU, as NCCL needs one each."""
+    """Returns auto, or gloo where the processes share a GPU, as NCCL needs one each."""
     return "gloo" if 0 < gpus() < processes else "auto"
 
 

@@ -100,7 +100,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
 
-    if "RANK" not in os.environ:  # no launcher: a group of one
+    if not os.environ.keys() & {"RANK", "WORLD_SIZE", "SLURM_PROCID"}:  # no launcher: one process
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
         os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     dist.init_process_group(timeout=timedelta(seconds=300))  # reads RANK, WORLD_SIZE, MASTER_ADDR

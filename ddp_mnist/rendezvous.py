@@ -195,9 +195,8 @@ class Board:
         that is the better answer, and nothing is waited for.
         """
         self.patience_s = min(self.patience_s, 3.0)  # the time-out has passed already
+        self.call_roll()
         try:
-            self.post("roll call", True)
-            self.post(f"survivor/{self.rank}", True)
             deadline = time.monotonic() + patience_s
             while time.monotonic() < deadline:
                 if failure := self.failure():
@@ -215,9 +214,10 @@ class Board:
             return self.has("roll call")
         return False
 
-    def answer_roll_call(self) -> None:
-        """Also before it is called, by a rank that is about to be busy with its own end."""
+    def call_roll(self) -> None:
+        """Asks all ranks whether they are still here, and answers for this one."""
         with contextlib.suppress(RuntimeError):
+            self.post("roll call", True)
             self.post(f"survivor/{self.rank}", True)
 
 

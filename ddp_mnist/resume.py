@@ -7,6 +7,7 @@ all that is needed. How many processes there are and how they talk is asked for 
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 import time
 import uuid
@@ -23,6 +24,7 @@ from ddp_mnist.errors import CheckpointError, DivergedError, UsageError
 from ddp_mnist.progress import Progress
 from ddp_mnist.run_folder import CONFIG, STATUS, SUMMARY, RunFolder
 from ddp_mnist.runtime import World
+from ddp_mnist.sources import HUB_IDS
 from ddp_mnist.streams import tell
 from ddp_mnist.versions import code_digest, package_versions
 
@@ -222,7 +224,8 @@ def _wants_more(config: TrainConfig, recipe: dict[str, Any]) -> bool:
 def _refuse_another_run(config: TrainConfig, found: dict[str, Any]) -> None:
     """Nothing is left to do for a finished run, but what was typed may ask for another one."""
     run, path, typed = config.run, found["path"], config.typed
-    if "dataset" in typed and run.dataset not in ("auto", found["run"]["dataset"]):
+    same = run.dataset == "auto" or _same_place(run.dataset, found["run"]["dataset"])
+    if "dataset" in typed and not same:
         if not Path(run.dataset).is_dir():
             _refuse_value("--dataset", run.dataset, found["run"]["dataset"], path)
         images = data.load(run.dataset, run.cache_dir or found["run"]["cache_dir"])
@@ -232,6 +235,12 @@ def _refuse_another_run(config: TrainConfig, found: dict[str, Any]) -> None:
             name = flag_name(field)
             if field.name in typed and name not in (*NOT_OF_THE_RESULT, *MAY_CHANGE, "--dataset"):
                 _refuse_value(name, getattr(group, field.name), saved[field.name], path)
+
+
+def _same_place(typed: str, stored: str) -> bool:
+    """Whether two names are of one data set; a folder may be gone since."""
+    place = os.path.realpath(os.path.expanduser(typed))  # noqa: PTH111
+    return stored in (typed, place) or HUB_IDS.get(typed, typed) == HUB_IDS.get(stored, stored)
 
 
 def _finished(path: Path, summary: dict[str, Any]) -> str:

@@ -194,7 +194,7 @@ def without_link(path: Path) -> Path:
 
 
 def _refuse_a_run(path: Path, begin_again: bool) -> None:
-    """Raises UsageError if the folder holds a run, or what another program calls as a run does.
+    """Raises UsageError if the folder holds a run, or another program's files with a run's names.
 
     To begin again is right if the run saved nothing.
     """
@@ -229,7 +229,9 @@ def _point_latest_to(path: Path) -> list[str]:
     """Makes runs/latest a link to the run that began last; or returns why it stays as it is."""
     latest, link = path.with_name(LATEST), path.with_name(f".{LATEST}-{path.name}")
     if latest.exists() and not latest.is_symlink():  # made one by a copy, as `scp -r` makes it
-        return [f"{latest}: is no link and stays as it is; move it away to have one to {path}"]
+        return [
+            f"{latest}: is not a symlink and was left alone; move it away to let it point to {path}"
+        ]
     with storage_errors(link):
         link.unlink(missing_ok=True)
         link.symlink_to(path.name)

@@ -31,7 +31,6 @@ from accelerate.utils import (
     DDPCommunicationHookType,
     DistributedDataParallelKwargs,
     InitProcessGroupKwargs,
-    broadcast,
     is_lomo_available,
 )
 
@@ -81,20 +80,35 @@ class World:
     started: float
 
     def send_from_rank_0(self, content: bytes) -> bytes:
-        """Rank 0's `content` on every rank, by broadcast: its machine alone has the file."""
+        """Returns rank 0's `content` on every rank: its machine alone has the file."""
         return broadcast_bytes(self.accelerator, content)
+
+    def wait_for_gpu(self) -> None:
+        """Returns once this process's GPU has done what it was given so far; at once on a CPU.
+
+        Raises:
+            RuntimeError: over NCCL, a peer is lost; see `nccl.NcclAccelerator.wait_for_gpu`.
+        """
+        if isinstance(self.accelerator, nccl.NcclAccelerator):
+            self.accelerator.wait_for_gpu()
+        elif self.accelerator.device.type == "cuda":
+            torch.cuda.synchronize()
 
 
 # Objects would travel as pickles, and whoever reads a pickle runs what its sender put there.
 def broadcast_bytes(accelerator: Accelerator, content: bytes) -> bytes:
-    """Rank 0's `content` on every rank."""
-    device, is_sender = accelerator.device, accelerator.is_main_process
-    size = int(broadcast(torch.tensor(len(content), device=device)).item())
+    """Returns rank 0's `content` on every rank.
+
+    As a sum with zeros, because over NCCL the Accelerator's reduce can be waited for and notices a
+    lost peer, where a broadcast could not.
+    """
+    device = accelerator.device
+    mine = content if accelerator.is_main_process else b""
+    size = int(accelerator.reduce(torch.tensor(len(mine), device=device)).item())
     if not size:
         return b""
-    buffer = bytearray(content if is_sender else size)
-    sent = broadcast(torch.frombuffer(buffer, dtype=torch.uint8).to(device))
-    return sent.cpu().numpy().tobytes()
+    payload = torch.frombuffer(bytearray(mine or size), dtype=torch.uint8).to(device)
+    return accelerator.reduce(payload).cpu().numpy().tobytes()
 
 
 def gather_bytes(accelerator: Accelerator, content: bytes) -> list[bytes]:
@@ -366,7 +380,7 @@ def gpu_of(place: Place) -> int:
 def check_gpus_differ(board: Board, place: Place) -> None:
     """Raises UsageError if ranks of this machine would take the same GPU, which NCCL refuses late.
 
-    Their numbers do not tell, where each rank is shown other GPUs; what is burnt in does.
+    Their numbers do not tell, where each rank is shown other GPUs; their UUIDs do.
     """
     mine = torch.cuda.get_device_properties(gpu_of(place)).uuid
     board.post(f"gpu/{board.rank}", str(mine))
@@ -423,7 +437,7 @@ def form_group(board: Board, backend: str, place: Place, timeout_s: float) -> No
     if backend == "nccl":
         options["device_id"] = torch.device("cuda", gpu_of(place))
     outcome: list[RuntimeError | None] = []
-    collectives_s = timeout_s + (nccl.WATCHDOG_LAST_S if backend == "nccl" else 0)
+    collectives_s = timeout_s + (nccl.WATCHDOG_MARGIN_S if backend == "nccl" else 0)
 
     def connect() -> None:
         try:
@@ -514,6 +528,7 @@ def as_expected(board: Board, error: BaseException) -> BaseException:
             f"--backend nccl: {textwrap.shorten(cause(error), 200)}; give each process a GPU of"
             " its own, or share one with --backend gloo; NCCL_DEBUG=WARN tells more"
         )
+    board.call_roll()  # before the end, which may take seconds over NCCL
     end()  # closes this rank's connections too, or a rank that waits for this one would look lost
     lost = board.silent_ranks()
     who = f"rank {', '.join(map(str, lost))}" if lost else "another rank"

@@ -90,7 +90,7 @@ class Screen:
             self.speaks = False
             if not self.trains:
                 raise
-            warn(f"{error}; the run goes on in silence, its folder tells all")
+            warn(f"{error}; the run goes on without output; see its folder")
 
 
 def panel(lines: dict[str, str]) -> str:

@@ -60,7 +60,7 @@ def written_out() -> Iterator[None]:
         if isinstance(error, BrokenPipeError):
             raise
         raise StorageError(
-            f"stdout: cannot be written ({error.strerror}); free space, or let it go elsewhere"
+            f"stdout: cannot be written ({error.strerror}); free space, or redirect it elsewhere"
         ) from error
 
 

@@ -19,8 +19,8 @@ def main() -> None:
     address, rank, world_size, size = sys.argv[1:]
     flags = Distribution(init_method=address, rank=int(rank), world_size=int(world_size), cpu=True)
     with runtime.start(flags, find_launch(flags)) as world:
-        device = world.accelerator.device
-        link, seconds = measure_link(device), time_all_reduce(int(size), device)
+        device, wait = world.accelerator.device, world.wait_for_gpu
+        link, seconds = measure_link(device, wait), time_all_reduce(int(size), device, wait)
         if world.accelerator.is_main_process:
             print(json.dumps({**asdict(link), "seconds": seconds}))
 

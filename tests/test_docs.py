@@ -68,6 +68,7 @@ def test_a_fence_says_what_it_is(fence: Fence) -> None:
         subprocess.run(["bash", "-n"], input=fence.body, text=True, check=True)
 
 
+@pytest.mark.timeout(600)  # the guide has twenty commands, each of which starts Python
 @pytest.mark.parametrize("page", [p for p in PAGES if any(f.page == p for f in RUN)], ids=str)
 def test_what_a_page_tells_to_type_works(page: Path, tmp_path: Path) -> None:
     for name in ("ddp_mnist", "accelerate_configs", "Makefile", "pyproject.toml", "deploy"):
@@ -86,7 +87,7 @@ def test_what_a_page_tells_to_type_works(page: Path, tmp_path: Path) -> None:
         env={**os.environ, **variables},
         capture_output=True,
         text=True,
-        timeout=270,
+        timeout=590,
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
 

@@ -46,7 +46,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "accumulated": {"model": "mlp", "grad_accum": 2},
     "clipped": {"model": "mlp", "max_grad_norm": 0.5},
     "muon": {"model": "cnn", "optimizer": "muon"},
-    "batchnorm": {"model": "cnn_bn"},
+    "batchnorm": {"model": "cnn_bn", "optimizer": "adamw"},
     "patient": {"model": "mlp", "patience": 2, "epochs": 30, "lr": 0.03},
 }
 

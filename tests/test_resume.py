@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import shutil
 import signal
 from pathlib import Path
@@ -415,6 +416,16 @@ def test_a_finished_run_is_not_taken_for_another_one(tmp_path: Path) -> None:
         [error] = LocalWorld(1, just_train, other, folder=tmp_path).outcomes()
         assert isinstance(error, CheckpointError), begins
         assert str(error).startswith(begins)
+    # The same data under another name, be it gone since, is not looked at again.
+    assert [resume._same_place(name, "ylecun/mnist") for name in ("mnist", "digits")] == [
+        True,
+        False,
+    ]
+    home = Path.home() / "gone"
+    assert resume._same_place("~/gone", str(home)) and resume._same_place(str(home), str(home))
+    assert resume._same_place(os.path.relpath(home), str(home)) and not resume._same_place(
+        "gone", str(home)
+    )
     same = typed(lr=0.01, seed=0, dataset="digits", batch_size=72, log_every=3, epochs=1)
     [screen] = run_world(1, what_it_says, same, folder=tmp_path)
     assert screen.startswith("run: finished already, after epoch 1")

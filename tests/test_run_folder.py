@@ -361,7 +361,8 @@ def test_a_folder_called_latest_stays_and_ends_no_run(
     run.release()
     assert names(tmp_path / "runs") == ["digits-001", "latest"]
     assert run.warnings == [
-        "runs/latest: is no link and stays as it is; move it away to have one to runs/digits-001"
+        "runs/latest: is not a symlink and was left alone; move it away to let it point to"
+        " runs/digits-001"
     ]
     assert not (tmp_path / "runs" / "latest").is_symlink()
 

@@ -183,7 +183,7 @@ def test_fault_05_what_cannot_be_written_to_stdout_is_code_5(folder: Path) -> No
     for (verb, *_), ended in zip(commands, all_ended, strict=True):
         line = (
             "ddp-mnist: error: stdout: cannot be written (No space left on device); free space, or"
-            " let it go elsewhere (code 5)\n"
+            " redirect it elsewhere (code 5)\n"
         )
         assert (ended.code, ended.err) == (5, line), verb
 
@@ -196,7 +196,7 @@ def test_fault_05_a_training_goes_on_although_stdout_is_full(folder: Path) -> No
     assert (full.code, both.code) == (0, 0)
     assert full.err == (
         "ddp-mnist: warning: stdout: cannot be written (No space left on device); free space, or"
-        " let it go elsewhere; the run goes on in silence, its folder tells all\n"
+        " redirect it elsewhere; the run goes on without output; see its folder\n"
     )
     for name in ("silent", "mute"):
         status = json.loads((folder / name / "status.json").read_text())

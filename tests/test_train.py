@@ -408,5 +408,7 @@ def test_a_folder_called_latest_is_told_at_the_start(tmp_path: Path) -> None:
     loud = proof_config("runs/a", model="mlp", epochs=1)
     loud = dataclasses.replace(loud, run=dataclasses.replace(loud.run, quiet=False))
     [screen] = run_world(1, what_it_says, loud, folder=tmp_path)
-    line = "runs/latest: is no link and stays as it is; move it away to have one to runs/a"
+    line = (
+        "runs/latest: is not a symlink and was left alone; move it away to let it point to runs/a"
+    )
     assert line in screen.splitlines()

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -82,21 +83,22 @@ def gradient_bytes(config: TrainConfig, classes: int) -> int:
     return 4 * sum(p.numel() for p in net.parameters())
 
 
-def time_all_reduce(size: int, device: torch.device, calls: int = CALLS) -> float:
+def time_all_reduce(
+    size: int, device: torch.device, wait: Callable[[], None], calls: int = CALLS
+) -> float:
     """Median seconds of an all-reduce of `size` bytes of float32 in the group that stands."""
     payload, seconds = torch.zeros(size // 4, device=device), []
     for _ in range(calls + 1):
         clock = time.monotonic()
         dist.all_reduce(payload)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
+        wait()
         seconds.append(time.monotonic() - clock)
     return statistics.median(seconds[1:])
 
 
-def measure_link(device: torch.device) -> Link:
-    large_s = time_all_reduce(LARGE, device)  # first: it opens TCP's windows
-    return link_from(dist.get_world_size(), time_all_reduce(SMALL, device), large_s)
+def measure_link(device: torch.device, wait: Callable[[], None]) -> Link:
+    large_s = time_all_reduce(LARGE, device, wait)  # first: it opens TCP's windows
+    return link_from(dist.get_world_size(), time_all_reduce(SMALL, device, wait), large_s)
 
 
 def measure_rounds(config: TrainConfig, step_count: int, repeats: int) -> list[Round]:
@@ -114,7 +116,8 @@ def measure_rounds(config: TrainConfig, step_count: int, repeats: int) -> list[R
             compute_s = steps.silent_steps(config, images, world) / count
             accelerator.wait_for_everyone()
             step_s = steps.resident_steps(config, images, world) / count
-            link, exchange_s = measure_link(device), time_all_reduce(size, device)
+            link = measure_link(device, world.wait_for_gpu)
+            exchange_s = time_all_reduce(size, device, world.wait_for_gpu)
             rounds.append(Round(link, compute_s, step_s, exchange_s))
             accelerator.free_memory()
     return rounds[1:]

@@ -234,7 +234,9 @@ def right_results(group: Group) -> Iterator[Finding]:
             outcome = (
                 ("right" if barrier_holds(group) else "wrong")
                 if name == "barrier"
-                else collectives.outcome(name, group.rank, group.size, group.device)
+                else collectives.outcome(
+                    name, group.rank, group.size, group.device, group.world.wait_for_gpu
+                )
             )
         except RuntimeError as error:
             remedy = "see what the other ranks say; for NCCL, start again with NCCL_DEBUG=INFO"
@@ -268,8 +270,7 @@ def barrier_holds(group: Group) -> bool:
         time.sleep(LATE_S)
         group.board.post(key, True)
     dist.barrier()
-    if group.device.type == "cuda":
-        torch.cuda.synchronize()
+    group.world.wait_for_gpu()
     return group.board.has(key)
 
 
@@ -294,7 +295,7 @@ def load(group: Group) -> Iterator[Finding]:
 
 def speeds(group: Group) -> Iterator[Finding]:
     """Of all-reduces, by message size."""
-    figures = collectives.all_reduce_speeds(group.device)
+    figures = collectives.all_reduce_speeds(group.device, group.world.wait_for_gpu)
     shown = ", ".join(
         f"{size} {figures[f'all-reduce of {size}, ms']:.3g} ms" for size in collectives.SIZES
     )
