@@ -6,6 +6,8 @@ float64 and autocast. None knows a rank, a device or a flag.
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -20,13 +22,11 @@ def normalise(images: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def moved_by_a_pixel(images: Tensor) -> list[Tensor]:
-    """[B, 28, 28] as they are, and moved down, up, right and left by one pixel, 0 moving in."""
+    """[B, 28, 28] moved by -1, 0 and 1 pixel in both directions, nine in all, 0 moving in."""
     height, width = images.shape[1:]
     padded = F.pad(images, (1, 1, 1, 1))
-    return [
-        padded[:, top : top + height, left : left + width]
-        for top, left in ((1, 1), (0, 1), (2, 1), (1, 0), (1, 2))
-    ]
+    corners = itertools.product(range(3), repeat=2)
+    return [padded[:, top : top + height, left : left + width] for top, left in corners]
 
 
 class CNN(nn.Module):
@@ -54,24 +54,24 @@ class CNN(nn.Module):
 
 
 class CNNDeep(nn.Module):
-    """Like CNN with two convolutions before each pooling: 72,010 parameters for ten classes.
+    """Like CNN with two convolutions before each pooling: 130,378 parameters for ten classes.
 
-    Four times the arithmetic. In eval mode the logits are the mean over five views of an image, as
-    it is and moved by one pixel to each side: that mends one error in ten, and costs nothing where
-    the time goes, in training.
+    Four times the arithmetic. In eval mode the logits are the mean over nine views of an image,
+    moved by up to a pixel: that mends one error in five, and costs nothing where the time goes, in
+    training.
     """
 
     def __init__(self, classes: int = 10) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(1, 32, 6, stride=2, padding=2)
+        self.conv1 = nn.Conv2d(1, 32, 6, stride=2)
         self.norm1 = nn.GroupNorm(4, 32)
         self.conv2 = nn.Conv2d(32, 32, 3, padding=1)
         self.norm2 = nn.GroupNorm(4, 32)
-        self.conv3 = nn.Conv2d(32, 64, 3, padding=1)
-        self.norm3 = nn.GroupNorm(4, 64)
-        self.conv4 = nn.Conv2d(64, 64, 3, padding=1)
-        self.norm4 = nn.GroupNorm(4, 64)
-        self.head = nn.Linear(64 * 3 * 3, classes)
+        self.conv3 = nn.Conv2d(32, 96, 3, padding=1)
+        self.norm3 = nn.GroupNorm(4, 96)
+        self.conv4 = nn.Conv2d(96, 96, 3, padding=1)
+        self.norm4 = nn.GroupNorm(4, 96)
+        self.head = nn.Linear(96 * 3 * 3, classes)
 
     def forward(self, images: Tensor) -> Tensor:
         if self.training:

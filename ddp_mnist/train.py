@@ -130,7 +130,9 @@ def train_in(
         folder.status(phase="training", step=progress.step)
         model.train()
         batches.begin(epoch, progress.step - first_step)
-        table = affine_table(len(train_rows), seed, epoch).to(device) if recipe.augment else None
+        table = None
+        if recipe.augment:
+            table = affine_table(len(train_rows), seed, epoch, recipe.epochs).to(device)
         clock = time.monotonic()
         for inputs, labels, numbers in loader:
             seed_draws(device, "step", seed, progress.step, accelerator.process_index)

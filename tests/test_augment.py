@@ -35,27 +35,27 @@ def maps(count: int, x: float = 0.0, y: float = 0.0) -> torch.Tensor:
 
 
 def test_the_table_is_a_function_of_seed_and_epoch() -> None:
-    table = affine_table(100, seed=3, epoch=5)
+    table = affine_table(100, seed=3, epoch=5, epochs=20)
     assert table.shape == (100, 2, 3)
     assert table.dtype == torch.float32
-    assert torch.equal(table, affine_table(100, seed=3, epoch=5))
+    assert torch.equal(table, affine_table(100, seed=3, epoch=5, epochs=20))
     for seed, epoch in [(3, 6), (4, 5), (5, 3)]:
-        other = affine_table(100, seed=seed, epoch=epoch)
+        other = affine_table(100, seed=seed, epoch=epoch, epochs=20)
         assert (other != table).flatten(1).any(1).all()
 
 
 def test_the_table_neither_uses_nor_changes_the_global_stream() -> None:
     torch.manual_seed(1)
-    first, before = affine_table(5, 0, 0), torch.get_rng_state()
+    first, before = affine_table(5, 0, 0, 1), torch.get_rng_state()
     torch.manual_seed(2)
-    assert torch.equal(affine_table(5, 0, 0), first)
+    assert torch.equal(affine_table(5, 0, 0, 1), first)
     torch.manual_seed(1)
-    affine_table(5, 0, 0)
+    affine_table(5, 0, 0, 1)
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_the_table_holds_rotations_scales_and_shifts_within_their_bounds() -> None:
-    table = affine_table(20_000, 0, 0).double()
+    table = affine_table(20_000, 0, 0, 1).double()
     (a, b, x), (c, d, y) = (row.unbind(1) for row in table.unbind(1))
     assert torch.allclose(a, d) and torch.allclose(b, -c)  # a rotation and a scale, no shear
     angle = torch.rad2deg(torch.atan2(c, a))
@@ -74,6 +74,17 @@ def test_the_table_holds_rotations_scales_and_shifts_within_their_bounds() -> No
     draws = torch.stack([angle, scale.log(), x, y])
     assert draws.corrcoef().fill_diagonal_(0).abs().max() < 0.03
     assert (draws.mean(1) / draws.std(1)).abs().max() < 0.03
+
+
+def test_the_last_quarter_of_the_epochs_moves_images_half_as_far() -> None:
+    def moves(epoch: int, epochs: int) -> torch.Tensor:
+        """Angle, log-scale and both shifts, [4, 50]."""
+        table = affine_table(50, 0, epoch, epochs).double()
+        (a, _, x), (c, _, y) = (row.unbind(1) for row in table.unbind(1))
+        return torch.stack([torch.atan2(c, a), -torch.hypot(a, c).log(), x, y])
+
+    for epoch, epochs, share in [(15, 20, 0.5), (19, 20, 0.5), (3, 4, 0.5), (14, 20, 1), (0, 1, 1)]:
+        assert torch.allclose(moves(epoch, epochs), share * moves(epoch, 1000), atol=1e-6)
 
 
 # --- What it does to images
@@ -116,7 +127,7 @@ def test_right_angles_turn_the_image(degrees: int) -> None:
 
 
 def test_it_is_the_affine_grid_of_torch() -> None:
-    batch, table = images(64), affine_table(64, 0, 0)
+    batch, table = images(64), affine_table(64, 0, 0, 1)
     grid = F.affine_grid(table, [64, 1, 28, 28], align_corners=False)
     expected = F.grid_sample(batch[:, None].float(), grid, align_corners=False)[:, 0].round()
     moved = apply_affine(batch, table)
@@ -126,7 +137,7 @@ def test_it_is_the_affine_grid_of_torch() -> None:
 
 
 def test_a_sample_becomes_the_same_in_any_batch_bit_for_bit() -> None:
-    batch, table = images(72), affine_table(72, 0, 0)
+    batch, table = images(72), affine_table(72, 0, 0, 1)
     together = apply_affine(batch, table)
     for size in (1, 2, 3, 5, 24, 36):
         parts = zip(batch.split(size), table.split(size), strict=True)
@@ -138,8 +149,8 @@ def test_a_sample_becomes_the_same_in_any_batch_bit_for_bit() -> None:
 def test_it_changes_images_and_leaves_its_input_alone() -> None:
     batch = images(8)
     before = batch.clone()
-    moved = apply_affine(batch, affine_table(8, 0, 0))
+    moved = apply_affine(batch, affine_table(8, 0, 0, 1))
     assert torch.equal(batch, before)
     assert (moved != batch).flatten(1).any(1).all()
     blank = torch.zeros(2, 28, 28, dtype=torch.uint8)
-    assert torch.equal(apply_affine(blank, affine_table(2, 0, 0)), blank)
+    assert torch.equal(apply_affine(blank, affine_table(2, 0, 0, 1)), blank)

@@ -11,7 +11,14 @@ from torch import nn
 from ddp_mnist import data
 from ddp_mnist.config import NETS, Recipe
 from ddp_mnist.local_world import run_world
-from ddp_mnist.models import MODELS, PIXEL_MEAN, PIXEL_STD, moved_by_a_pixel, normalise
+from ddp_mnist.models import (
+    MODELS,
+    PIXEL_MEAN,
+    PIXEL_STD,
+    VERSION,
+    moved_by_a_pixel,
+    normalise,
+)
 
 NAMES = ("cnn", "cnn_deep", "mlp", "cnn_bn", "resnet18")
 OURS = [name for name in NAMES if name != "resnet18"]
@@ -42,7 +49,7 @@ def test_the_names_are_those_of_the_flag() -> None:
         ("cnn", 32 * (36 + 1) + 96 * (9 * 32 + 1) + 2 * (32 + 96) + 10 * (9 * 96 + 1)),
         ("cnn_bn", 37_834),
         # a 6x6 kernel, then 3x3 kernels, each layer with bias, gain and shift; and the head
-        ("cnn_deep", 36 * 32 + 9 * (32 * 32 + 32 * 64 + 64 * 64) + 3 * (2 * 32 + 2 * 64) + 5770),
+        ("cnn_deep", 36 * 32 + 9 * (32 * 32 + 32 * 96 + 96 * 96) + 3 * (2 * 32 + 2 * 96) + 8650),
         ("mlp", 784 * 128 + 128 + 128 * 128 + 128 + 128 * 10 + 10),
         # torchvision's, with 10 classes for 1000 and 1 channel for 3
         ("resnet18", 11_689_512 - 513 * 990 - 2 * 64 * 49),
@@ -105,20 +112,46 @@ def test_a_sample_does_not_see_the_batch_that_it_is_in(name: str) -> None:
 
 def test_moved_by_a_pixel() -> None:
     image = torch.arange(1, 10, dtype=torch.uint8).reshape(1, 3, 3)
-    as_it_is, down, up, right, left = moved_by_a_pixel(image)
-    assert torch.equal(as_it_is, image)
-    assert down.tolist() == [[[0, 0, 0], [1, 2, 3], [4, 5, 6]]]
-    assert up.tolist() == [[[4, 5, 6], [7, 8, 9], [0, 0, 0]]]
-    assert right.tolist() == [[[0, 1, 2], [0, 4, 5], [0, 7, 8]]]
-    assert left.tolist() == [[[2, 3, 0], [5, 6, 0], [8, 9, 0]]]
+    assert [view[0].tolist() for view in moved_by_a_pixel(image)] == [
+        [[0, 0, 0], [0, 1, 2], [0, 4, 5]],
+        [[0, 0, 0], [1, 2, 3], [4, 5, 6]],
+        [[0, 0, 0], [2, 3, 0], [5, 6, 0]],
+        [[0, 1, 2], [0, 4, 5], [0, 7, 8]],
+        [[1, 2, 3], [4, 5, 6], [7, 8, 9]],
+        [[2, 3, 0], [5, 6, 0], [8, 9, 0]],
+        [[0, 4, 5], [0, 7, 8], [0, 0, 0]],
+        [[4, 5, 6], [7, 8, 9], [0, 0, 0]],
+        [[5, 6, 0], [8, 9, 0], [0, 0, 0]],
+    ]
 
 
-def test_the_deep_net_averages_five_views_unless_it_trains() -> None:
+def test_the_deep_net_averages_nine_views_unless_it_trains() -> None:
     model, batch = make("cnn_deep").double(), images(4)
     views = [model(view) for view in moved_by_a_pixel(batch)]
-    assert torch.equal(views[0], model(batch))
-    assert not torch.allclose(views[0], views[1], rtol=1e-3)
-    assert torch.allclose(model.eval()(batch), sum(views) / 5, rtol=1e-12)
+    assert torch.equal(views[4], model(batch))
+    assert not torch.allclose(views[4], views[1], rtol=1e-3)
+    assert torch.allclose(model.eval()(batch), sum(views) / 9, rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("cnn", 346.7558624882951),
+        ("cnn_deep", 428.04555493218015),
+        ("mlp", 2436764.327454491),
+        ("cnn_bn", 2168960.5315724476),
+    ],
+)
+def test_the_same_weights_compute_the_same_in_this_version(name: str, expected: float) -> None:
+    """Fails when old weights would mean something else: then raise VERSION."""
+    assert VERSION == 2
+    model = MODELS[name](3).double().eval()
+    for number, tensor in enumerate(model.state_dict().values()):
+        if tensor.is_floating_point():
+            waves = torch.linspace(-1, 2, tensor.numel(), dtype=torch.float64).sin().abs()
+            tensor.copy_(waves.reshape(tensor.shape) + 0.01 * number)
+    image = torch.arange(28 * 28).remainder(251).to(torch.uint8).reshape(1, 28, 28)
+    assert model(image)[0, 0].item() == pytest.approx(expected, rel=1e-9)
 
 
 @pytest.mark.parametrize("name", ["cnn_bn", "resnet18"])
