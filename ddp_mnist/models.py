@@ -57,7 +57,7 @@ class CNNDeep(nn.Module):
     """Like CNN with two convolutions before each pooling: 130,378 parameters for ten classes.
 
     Four times the arithmetic. In eval mode the logits are the mean over nine views of an image,
-    moved by up to a pixel: that mends one error in five, and costs nothing where the time goes, in
+    moved by up to a pixel: that mends one error in ten, and costs nothing where the time goes, in
     training.
     """
 
