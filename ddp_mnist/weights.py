@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ddp_mnist.decode import Preparation, decoding_digest
 from ddp_mnist.errors import CheckpointError
-from ddp_mnist.models import MODELS
+from ddp_mnist.models import MODELS, VERSION
 from ddp_mnist.run_folder import MODEL, STATUS, SUMMARY, read_json
 from ddp_mnist.streams import warn
 
@@ -46,6 +46,7 @@ def to_bytes(
         "architecture": architecture,
         "classes": classes,
         "preparation": dataclasses.asdict(preparation),
+        "version": VERSION,
     }
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
     return save(tensors, metadata={METADATA_KEY: json.dumps(about, sort_keys=True)})
@@ -100,10 +101,10 @@ def from_bytes(content: bytes, where: str) -> Trained:
             raise CheckpointError(
                 f"{where}: has a net that is not known here, {net}; use the code that trained it"
             )
-        if "preparation" not in about:
+        if (version := about.get("version", 1)) != VERSION:
             raise CheckpointError(
-                f"{where}: was trained by an earlier version, with other nets; use that version, or"
-                " train it again"
+                f"{where}: was trained with nets of version {version}, here they are {VERSION};"
+                " use the code that trained it, or train it again"
             )
         preparation = Preparation(**about["preparation"])
         if preparation.decoding != decoding_digest():

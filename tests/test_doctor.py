@@ -295,17 +295,17 @@ def sent_wrong(payload: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
     return lambda *args: payload(*args) + (args[0] == 1)
 
 
-def no_gather(*_: Any) -> bool:
+def no_gather(*_: Any) -> Any:
     raise RuntimeError("this backend does not support gather")
 
 
-def gather_and_deny(*args: Any) -> bool:
+def gather_and_deny(*args: Any) -> Any:
     """The other ranks' part of it works."""
     collectives.gather(*args)
     return no_gather()
 
 
-def unsupported(*_: Any) -> bool:
+def unsupported(*_: Any) -> Any:
     raise RuntimeError("NCCL error, unhandled\nLast error: Cuda failure 'operation not supported'")
 
 
@@ -536,10 +536,10 @@ def fail_on_rank_1(*_: Any) -> list[Finding]:
     return []
 
 
-def break_down(*_: Any) -> bool:
+def break_down(*_: Any) -> collectives.Pair:
     if os.environ["RANK"] == "1":
         raise RuntimeError("no route to host")
-    return True
+    return torch.zeros(1), torch.zeros(1)
 
 
 def examine_until_it_breaks_down(dataset: str) -> list[Finding]:

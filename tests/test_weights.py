@@ -14,7 +14,7 @@ from ddp_mnist import weights
 from ddp_mnist.decode import Preparation, decoding_digest
 from ddp_mnist.errors import CheckpointError
 from ddp_mnist.local_world import run_world
-from ddp_mnist.models import MODELS
+from ddp_mnist.models import MODELS, VERSION
 
 CLASSES = [str(digit) for digit in range(10)]
 PREPARED = Preparation(decoding_digest(), ["images of 3x3 L became 28x28 grey"], True, False)
@@ -131,7 +131,8 @@ def test_garbage_is_refused(garbage: bytes) -> None:
 
 def described(**changes: Any) -> str:
     """Metadata of an mlp, but for these."""
-    about = {"architecture": "mlp", "classes": CLASSES, "preparation": asdict(PREPARED)}
+    about = {"architecture": "mlp", "classes": CLASSES, "version": VERSION}
+    about["preparation"] = asdict(PREPARED)
     return json.dumps({**about, **changes}, sort_keys=True)
 
 
@@ -143,7 +144,7 @@ def described(**changes: Any) -> str:
         "[]",
         "5",
         "{}",
-        '{"classes": ["0"]}',
+        f'{{"architecture": "mlp", "version": {VERSION}}}',
         described(architecture=["mlp"], classes=["0"]),
         described(classes=10),
         described(classes=["0", "1"]),
@@ -168,16 +169,18 @@ def test_a_net_that_this_code_does_not_have_is_named(content: bytes) -> None:
     )
 
 
-def test_a_model_of_an_earlier_version_is_refused(content: bytes) -> None:
-    """Its nets may compute something else with the same weights."""
+@pytest.mark.parametrize("version", [None, 1, VERSION + 1])
+def test_weights_of_a_net_that_computed_something_else_are_refused(
+    version: int | None, content: bytes
+) -> None:
     header = header_of(content)
-    about = json.dumps({"architecture": "mlp", "classes": CLASSES})
-    header["__metadata__"] = {"ddp_mnist": about}
+    about = {"architecture": "mlp", "classes": CLASSES} | ({"version": version} if version else {})
+    header["__metadata__"] = {"ddp_mnist": json.dumps(about)}
     with pytest.raises(CheckpointError) as told:
         weights.from_bytes(with_header(content, header), "runs/x")
     assert str(told.value) == (
-        "runs/x: was trained by an earlier version, with other nets; use that version, or train it"
-        " again"
+        f"runs/x: was trained with nets of version {version or 1}, here they are {VERSION};"
+        " use the code that trained it, or train it again"
     )
 
 
