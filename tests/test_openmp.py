@@ -62,7 +62,7 @@ def found_by_torch(ways: dict[str, list[str]], folder: Path, **variables: str) -
 
 @pytest.mark.usefixtures("nothing_set")
 def test_threads_spin_shortly_however_a_process_is_started(tmp_path: Path) -> None:
-    one, two = "1 x 1000 None", "2 x 1000 None"
+    one, two = "1 x 10000 None", "2 x 10000 None"
     found = found_by_torch(DIRECTLY, tmp_path, ASK="all")
     assert found == dict.fromkeys(DIRECTLY, one)
     found = found_by_torch(LAUNCHED, tmp_path, ASK="workers")
@@ -87,7 +87,7 @@ def test_the_runtime_takes_it() -> None:
     assert ended.code == 0
     if "GOMP_SPINCOUNT" not in ended.err:
         pytest.skip("this torch comes with another OpenMP")
-    assert "GOMP_SPINCOUNT = '1000'" in ended.err
+    assert "GOMP_SPINCOUNT = '10000'" in ended.err
 
 
 def spin_count() -> str | None:
@@ -95,4 +95,4 @@ def spin_count() -> str | None:
 
 
 def test_processes_of_a_local_world_inherit_it(tmp_path: Path) -> None:
-    assert run_world(1, spin_count, folder=tmp_path) == [os.environ["GOMP_SPINCOUNT"]] == ["1000"]
+    assert run_world(1, spin_count, folder=tmp_path) == [os.environ["GOMP_SPINCOUNT"]] == ["10000"]
