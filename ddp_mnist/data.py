@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from ddp_mnist.decode import IMAGE_SHAPE, Preparation, decoding_digest
+from ddp_mnist.decode import IMAGE_SHAPE, Preparation, decoder_digest
 from ddp_mnist.errors import DataError, StorageError
 from ddp_mnist.seeding import generator
 from ddp_mnist.sources import Decoded, Source, find_source
@@ -172,12 +172,12 @@ def _cache_name(source: Source) -> str:
     """A file name that two sources never share, and two decoders neither: an edited clone has the
     folder in common with others, and not the file."""
     readable = re.sub(r"[^A-Za-z0-9._-]+", "_", source.name)[:60]
-    key = os.fsencode(source.place) + f"/{CACHE_FORMAT}/{decoding_digest()}".encode()
+    key = os.fsencode(source.place) + f"/{CACHE_FORMAT}/{decoder_digest()}".encode()
     return f"{source.kind}-{readable}-{hashlib.sha256(key).hexdigest()[:8]}"
 
 
 def _fingerprint(source: Source) -> str:
-    what = [CACHE_FORMAT, decoding_digest(), source.kind, source.place, source.fingerprint()]
+    what = [CACHE_FORMAT, decoder_digest(), source.kind, source.place, source.fingerprint()]
     return hashlib.sha256(json.dumps(what).encode()).hexdigest()
 
 

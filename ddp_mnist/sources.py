@@ -31,7 +31,6 @@ from ddp_mnist.decode import (
     Preparation,
     bright_on_black,
     decode_image,
-    decoding_digest,
     is_as_seen,
 )
 from ddp_mnist.errors import DataError, StorageError, UsageError, printable
@@ -72,7 +71,6 @@ class Decoded:
         """How these images were made, by facts of the data and not by a name."""
         bright = all(bright_on_black(images) for images in self.images.values())
         return Preparation(
-            decoding=decoding_digest(),
             notes=self.notes,
             bright_on_black=bright,
             digit_photos=bright and self.as_stored and self.classes == DIGITS,

@@ -265,7 +265,7 @@ def test_a_clone_with_another_decoder_shares_the_folder_and_not_the_file(
     mine = cached_file(cache)
     before = mine.read_bytes()
     with monkeypatch.context() as clone:
-        clone.setattr(data, "decoding_digest", lambda: "0123456789abcdef")
+        clone.setattr(data, "decoder_digest", lambda: "0123456789abcdef")
         assert load(folder, cache).warnings == []
         assert data.cached(str(folder), str(cache))
     assert len(list(cache.glob("*.safetensors"))) == 2

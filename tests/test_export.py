@@ -18,7 +18,7 @@ import yaml
 from safetensors.torch import load_file
 
 from ddp_mnist import cli, export, weights
-from ddp_mnist.decode import DIGITS, Preparation, decoding_digest
+from ddp_mnist.decode import DIGITS, Preparation
 from ddp_mnist.errors import CheckFailed, UsageError
 from ddp_mnist.local_world import run_world
 from ddp_mnist.models import MODELS
@@ -94,7 +94,7 @@ def test_the_card_tells_the_runs_own_figures(run: Path, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "config.json").read_text())["architecture"] == "cnn"
 
 
-AS_THEY_ARE = Preparation(decoding_digest(), [], bright_on_black=True, digit_photos=True)
+AS_THEY_ARE = Preparation([], bright_on_black=True, digit_photos=True)
 
 
 @pytest.mark.parametrize("architecture", [name for name in MODELS if name != "cnn"])

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from ddp_mnist import weights
-from ddp_mnist.decode import Preparation, decoding_digest
+from ddp_mnist.decode import Preparation
 from ddp_mnist.errors import CheckpointError
 from ddp_mnist.local_world import run_world
 from ddp_mnist.models import MODELS, VERSION
 
 CLASSES = [str(digit) for digit in range(10)]
-PREPARED = Preparation(decoding_digest(), ["images of 3x3 L became 28x28 grey"], True, False)
+PREPARED = Preparation(["images of 3x3 L became 28x28 grey"], True, False)
 
 
 def state(name: str = "cnn", classes: int = 10) -> dict[str, torch.Tensor]:
@@ -149,7 +149,7 @@ def described(**changes: Any) -> str:
         described(classes=10),
         described(classes=["0", "1"]),
         described(architecture="cnn"),
-        described(preparation={"decoding": "x"}),
+        described(preparation={"notes": []}),
         described(preparation="x"),
     ],
 )
