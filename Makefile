@@ -24,7 +24,7 @@ PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 endif
 
-RESTART = $(PY) $(if $(filter-out 0,$(RESTARTS)),-m ddp_mnist.restart $(RESTARTS) --)
+RESTART = $(PY) $(if $(filter-out 0,$(RESTARTS)),-m ddp_mnist.verbs.restart $(RESTARTS) --)
 OWN = PYTHON=/path/to/python VENV=
 LAUNCH = $(RESTART) -m accelerate.commands.launch --main_process_port 0 --config_file accelerate_configs
 TRAIN = -m ddp_mnist train --dataset auto
@@ -75,7 +75,7 @@ train-multi: $(READY) ## Train in PROCESSES=2 processes on this machine's CPU
 	@$(LAUNCH)/multi_cpu.yaml --num_processes $(PROCESSES) $(TRAIN) --mixed-precision auto $(ARGS)
 
 train-multinode: $(READY) ## This node's part (MACHINE_RANK= MAIN_PROCESS_IP=), or a rehearsal of two
-	@$(PY) -m ddp_mnist.multinode --machine-rank "$(MACHINE_RANK)" \
+	@$(PY) -m ddp_mnist.verbs.multinode --machine-rank "$(MACHINE_RANK)" \
 	--main-process-ip "$(MAIN_PROCESS_IP)" --main-process-port "$(MAIN_PROCESS_PORT)" \
 	--num-machines "$(NUM_MACHINES)" --nproc-per-node "$(NPROC_PER_NODE)" \
 	-- --dataset auto --mixed-precision auto $(ARGS)
@@ -88,7 +88,7 @@ report: $(READY) ## One HTML page that tells of RUN=runs/latest
 
 doctor: $(READY) ## Accept or reject this machine, or several (MACHINE_RANK= MAIN_PROCESS_IP=)
 	@if [ -z "$(MACHINE_RANK)$(MAIN_PROCESS_IP)" ]; then $(PY) -m ddp_mnist doctor $(ARGS); \
-	else $(PY) -m ddp_mnist.multinode --verb doctor --machine-rank "$(MACHINE_RANK)" \
+	else $(PY) -m ddp_mnist.verbs.multinode --verb doctor --machine-rank "$(MACHINE_RANK)" \
 	--main-process-ip "$(MAIN_PROCESS_IP)" --main-process-port "$(MAIN_PROCESS_PORT)" \
 	--num-machines "$(NUM_MACHINES)" --nproc-per-node "$(NPROC_PER_NODE)" -- $(ARGS); fi
 

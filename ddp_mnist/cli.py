@@ -21,19 +21,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ddp_mnist import __version__, streams
-from ddp_mnist.config import (
-    NETS,
-    PRESETS,
-    Distribution,
-    Flags,
-    Recipe,
-    Run,
-    TrainConfig,
-    describe_bounds,
-    flag_name,
-    value_type,
-)
+from ddp_mnist import __version__
+from ddp_mnist.config import NETS, PRESETS, Distribution, Recipe, Run, TrainConfig
 from ddp_mnist.errors import (
     CheckFailed,
     DataError,
@@ -45,7 +34,8 @@ from ddp_mnist.errors import (
     one_line,
     printable,
 )
-from ddp_mnist.screen import Screen
+from ddp_mnist.flags import Flags, describe_bounds, flag_name, value_type
+from ddp_mnist.run.console import Console, flush_stdout, open_what_is_closed, tell
 
 EXIT_CODES = """exit codes: 0 done, 1 check failed, 2 usage or configuration, 3 data, 4 checkpoint,
 5 storage, 6 peer lost or time-out, 7 diverged, 130 SIGINT, 143 SIGTERM"""
@@ -90,7 +80,7 @@ def program() -> NoReturn:
 
     With torch that takes a second, in which a launcher or a scheduler waits for nothing.
     """
-    streams.open_what_is_closed()
+    open_what_is_closed()
     try:
         main()
     except SystemExit as ended:
@@ -113,15 +103,15 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         try:
             run_verb(list(sys.argv[1:] if argv is None else argv))
         finally:
-            streams.flush_stdout()  # what argparse prints waits in the buffer
+            flush_stdout()  # what argparse prints waits in the buffer
     except DdpMnistError as error:
         code = error.code
         if speaks_for_its_machine(error):
-            streams.tell(one_line(error))
+            tell(one_line(error))
     except KeyboardInterrupt:
         code = 130
         if local_rank() == "0":
-            streams.tell("ddp-mnist: interrupted (code 130)")
+            tell("ddp-mnist: interrupted (code 130)")
     sys.exit(code)
 
 
@@ -448,25 +438,25 @@ def from_arguments(group: type[Flags], given: dict[str, Any]) -> Any:
 
 def train(arguments: argparse.Namespace) -> None:
     config = train_config(arguments)
-    from ddp_mnist.launch import find_launch
+    from ddp_mnist.cluster.launch import find_launch
 
     launch = find_launch(config.distribution)
-    screen = Screen(launch.rank == 0 and not config.run.quiet, trains=not config.run.dry_run)
-    screen.say("loading    PyTorch and Accelerate")
+    console = Console(launch.rank == 0 and not config.run.quiet, trains=not config.run.dry_run)
+    console.print("loading    PyTorch and Accelerate")
     from ddp_mnist.train import train as run
 
     if launch.world_size > 1:
-        screen.say(f"meeting    {launch.world_size} processes")
+        console.print(f"meeting    {launch.world_size} processes")
 
     run(config, launch)
 
 
 def evaluate(arguments: argparse.Namespace) -> None:
     distribution = from_arguments(Distribution, vars(arguments))
-    from ddp_mnist.launch import find_launch
+    from ddp_mnist.cluster.launch import find_launch
 
     launch = find_launch(distribution)
-    from ddp_mnist.evaluate_run import evaluate_run
+    from ddp_mnist.verbs.evaluate import evaluate_run
 
     metrics = evaluate_run(
         arguments.run,
@@ -478,7 +468,7 @@ def evaluate(arguments: argparse.Namespace) -> None:
         per_process=arguments.batch_size,
     )
     if metrics is not None:
-        Screen(True).say(json.dumps(metrics) if arguments.json else metrics_table(metrics))
+        Console(True).print(json.dumps(metrics) if arguments.json else metrics_table(metrics))
 
 
 def metrics_table(metrics: dict[str, Any]) -> str:
@@ -510,14 +500,14 @@ def metrics_table(metrics: dict[str, Any]) -> str:
 
 def predict(arguments: argparse.Namespace) -> None:
     picture = a_png("--show", arguments.show)
-    from ddp_mnist.predict import draw, predict_and_see
+    from ddp_mnist.verbs.predict import draw, predict_and_see
 
-    screen, answers, unread = Screen(True), [], None
+    console, answers, unread = Console(True), [], None
     try:
         found = predict_and_see(arguments.run, arguments.images, arguments.digit_photos)
         for line, seen in found:
-            screen.say(json.dumps(line))
-            if not (screen.speaks or picture):
+            console.print(json.dumps(line))
+            if not (console.verbose or picture):
                 return  # nobody reads the rest
             answers += [(line, seen)] if picture and seen is not None else []
     except DataError as error:
@@ -535,10 +525,10 @@ def a_png(flag: str, file: str | None) -> Path | None:
 
 def report(arguments: argparse.Namespace) -> None:
     out = place_to_save(arguments.out, "--out")
-    from ddp_mnist.report import report as write
+    from ddp_mnist.verbs.report import report as write
 
-    screen = Screen(True)
-    screen.say("reading    the runs, and asking each model for its mistakes")
+    console = Console(True)
+    console.print("reading    the runs, and asking each model for its mistakes")
     for path in write(
         arguments.runs,
         str(out) if out else None,
@@ -546,7 +536,7 @@ def report(arguments: argparse.Namespace) -> None:
         dataset=arguments.dataset,
         cache_dir=arguments.cache_dir,
     ):
-        screen.say(f"written to {path}")
+        console.print(f"written to {path}")
 
 
 def export(arguments: argparse.Namespace) -> None:
@@ -555,27 +545,27 @@ def export(arguments: argparse.Namespace) -> None:
         if name not in EXPORTS:
             hint = did_you_mean(name, EXPORTS)
             raise UsageError(f"--format {name}: choose from {', '.join(EXPORTS)}{hint}")
-    from ddp_mnist.export import export as write
+    from ddp_mnist.verbs.export import export as write
 
-    screen = Screen(True)
-    folder = write(arguments.run, formats, arguments.out, screen.say)
-    screen.say(f"written to {folder}")
-    screen.say(f"to the Hub: hf upload YOUR_NAME/{Path(arguments.run).resolve().name} {folder}")
+    console = Console(True)
+    folder = write(arguments.run, formats, arguments.out, console.print)
+    console.print(f"written to {folder}")
+    console.print(f"to the Hub: hf upload YOUR_NAME/{Path(arguments.run).resolve().name} {folder}")
 
 
 def prepare(arguments: argparse.Namespace) -> None:
-    from ddp_mnist import data
+    from ddp_mnist.data import cache
 
-    screen = Screen(True)
-    name, notes = data.choose(arguments.dataset, arguments.cache_dir, screen.say)
-    images = data.load(name, arguments.cache_dir, refresh=arguments.refresh, say=screen.say)
+    console = Console(True)
+    name, notes = cache.choose(arguments.dataset, arguments.cache_dir, console.print)
+    images = cache.load(name, arguments.cache_dir, refresh=arguments.refresh, say=console.print)
     for note in [*notes, *images.warnings, *images.notes]:
-        screen.say(note)
-    screen.say(
+        console.print(note)
+    console.print(
         f"{images.name}: {len(images.train_labels):,} train and {len(images.test_labels):,} test"
-        f" images of {len(images.classes)} classes in {data.cache_folder(arguments.cache_dir)}"
+        f" images of {len(images.classes)} classes in {cache.cache_folder(arguments.cache_dir)}"
     )
-    screen.say(f"digest {images.digest}")
+    console.print(f"digest {images.digest}")
 
 
 def doctor(arguments: argparse.Namespace) -> None:
@@ -584,46 +574,48 @@ def doctor(arguments: argparse.Namespace) -> None:
             raise UsageError(f"--{name} {value:g}: must be at least 0")
     given = {"dist_timeout": DOCTOR_TIMEOUT_S, **vars(arguments)}
     distribution = from_arguments(Distribution, given)
-    from ddp_mnist.launch import find_launch
+    from ddp_mnist.cluster.launch import find_launch
 
     launch = find_launch(distribution)
     if distribution.cpu:
-        from ddp_mnist.hardware import hide_gpus
+        from ddp_mnist.cluster.hardware import hide_gpus
 
         hide_gpus()
-    speaks = launch.rank == 0  # the files are on its machine
-    save = place_to_save(arguments.save if speaks else None)
-    compared_with = saved_by_doctor(arguments.against if speaks else None)
+    verbose = launch.rank == 0  # the files are on its machine
+    save = place_to_save(arguments.save if verbose else None)
+    compared_with = saved_by_doctor(arguments.against if verbose else None)
+    from ddp_mnist.data.sources import find_source
     from ddp_mnist.doctor import examination
     from ddp_mnist.doctor.findings import against
-    from ddp_mnist.sources import find_source
 
     dataset = "mnist" if arguments.dataset == "auto" else arguments.dataset
     find_source(dataset)  # a name that is none is told before anything else
     from ddp_mnist.doctor.machine import Options
 
-    screen = Screen(speaks and not arguments.json)
+    console = Console(verbose and not arguments.json)
     options = Options(
         dataset=dataset,
         cache_dir=arguments.cache_dir,
         run_dir=arguments.run_dir,
         processes=arguments.processes or examination.default_processes(),
     )
-    aloud = not arguments.json
-    findings = examination.examine(distribution, launch, options, arguments.minutes, aloud=aloud)
+    verbose = not arguments.json
+    findings = examination.examine(
+        distribution, launch, options, arguments.minutes, verbose=verbose
+    )
     processes = launch.world_size if launch.world_size > 1 else options.processes
     if compared_with:
         compared = against(findings, compared_with, arguments.tolerance, processes)
         findings += compared
         for finding in compared:
-            screen.say(str(finding))
+            console.print(str(finding))
     verdict = examination.describe(findings, processes)
-    if save and speaks:
+    if save and verbose:
         write_json(save, verdict)
-    Screen(speaks and arguments.json).say(json.dumps(verdict))
-    screen.say(f"verdict: {verdict['verdict']}")
+    Console(verbose and arguments.json).print(json.dumps(verdict))
+    console.print(f"verdict: {verdict['verdict']}")
     if wrong := examination.complaint(findings):
-        raise CheckFailed(wrong) if speaks else FailedElsewhere(wrong, CheckFailed.code)
+        raise CheckFailed(wrong) if verbose else FailedElsewhere(wrong, CheckFailed.code)
 
 
 def saved_by_doctor(file: str | None) -> dict[str, Any] | None:
@@ -669,7 +661,7 @@ def cannot_be_saved(flag: str, path: Path, error: OSError) -> StorageError:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    from ddp_mnist.run_folder import to_json, write_atomically
+    from ddp_mnist.run.folder import to_json, write_atomically
 
     try:
         write_atomically(path, to_json(content).encode())
@@ -682,36 +674,36 @@ def verify(arguments: argparse.Namespace) -> None:
     assert save
     if (os.environ.get("WORLD_SIZE") or "1") != "1":
         raise UsageError("verify: starts its own processes; start it without a launcher")
-    from ddp_mnist import verify as proofs
+    from ddp_mnist.verify import proofs as proofs
 
-    screen, checks, plant = Screen(True), [], arguments.plant
+    console, checks, plant = Console(True), [], arguments.plant
     sizes = proofs.sizes_up_to(arguments.processes)
     for line in proofs.verify(sizes, plant, arguments.model):
-        screen.say(str(line))
+        console.print(str(line))
         if isinstance(line, proofs.Check):
             checks.append(line)
     write_json(save, proofs.describe(checks, sizes, plant, arguments.model))
     if wrong := proofs.complaint(checks, plant, arguments.model):
         raise CheckFailed(wrong)
-    screen.say(f"all {len(checks)} checks passed; written to {save}")
+    console.print(f"all {len(checks)} checks passed; written to {save}")
 
 
 def bench(arguments: argparse.Namespace) -> None:
     plot = a_png("--plot", arguments.plot)
-    from ddp_mnist import data
     from ddp_mnist.bench import benches
+    from ddp_mnist.data import cache
 
-    screen, what = Screen(True), arguments.what
-    name, notes = data.choose(arguments.dataset, arguments.cache_dir)
+    console, what = Console(True), arguments.what
+    name, notes = cache.choose(arguments.dataset, arguments.cache_dir)
     repeats = arguments.repeats or (5 if what in ("memory", "baseline") else 11)
     processes = arguments.processes or benches.default_processes(what)
     options = benches.Options(name, arguments.cache_dir, processes, repeats)
     for note in [*notes, *benches.notes(options)]:
-        screen.say(note)
+        console.print(note)
     rows = benches.BENCHES[what](options)
     for row in rows:
-        screen.say(str(row))
-    screen.say(json.dumps(benches.describe(what, options, rows)))
+        console.print(str(row))
+    console.print(json.dumps(benches.describe(what, options, rows)))
     if plot:
         from ddp_mnist.bench.plot import draw
 

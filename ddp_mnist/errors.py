@@ -6,7 +6,8 @@ A traceback means a bug in this package.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Iterator
 
 
 class DdpMnistError(Exception):
@@ -105,3 +106,28 @@ def did_you_mean(typed: str, legal: Iterable[str]) -> str:
 
     near = difflib.get_close_matches(typed.lower(), legal, n=1, cutoff=0.7)
     return f"; did you mean {near[0]}?" if near else ""
+
+
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """The error, then what it came from, down to the bottom."""
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
+
+
+def innermost(error: BaseException) -> str:
+    """The cause at the bottom of a chain, in one short line."""
+    *_, last = causes(error)
+    return in_short(last)
+
+
+def in_short(error: BaseException) -> str:
+    """The first line of what it says, without a full stop."""
+    text = str(error).strip().splitlines()
+    return (text[0] if text else type(error).__name__)[:160].rstrip(os.sep + ". ")
+
+
+def reason(error: Exception) -> str:
+    """What the system says, e.g. connection refused."""
+    return (getattr(error, "strerror", None) or str(error)).lower()

@@ -20,14 +20,15 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from ddp_mnist import data
 from ddp_mnist.config import Recipe, resolve_recipe
+from ddp_mnist.data import cache
+from ddp_mnist.data.batches import GlobalBatches, ImageData, Rows, split_rows
 from ddp_mnist.models import MODELS
 from ddp_mnist.optim import learning_rate, make_optimizer
 
 
 def train_plain(
-    images: data.ImageData, recipe: Recipe, seed: int, dtype: torch.dtype
+    images: ImageData, recipe: Recipe, seed: int, dtype: torch.dtype
 ) -> tuple[nn.Module, float]:
     """Trains in the process group that stands. Returns the net and the seconds that it took."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -36,9 +37,9 @@ def train_plain(
     recipe = resolve_recipe(recipe, len(images.train_labels), world_size)
     assert recipe.epochs and recipe.batch_size and recipe.val_size is not None
     images = images.to(device)
-    numbers, _ = data.split_rows(len(images.train_labels), recipe.val_size)
-    rows = data.Rows(images.train_images, images.train_labels, numbers)
-    batches = data.GlobalBatches(len(rows), recipe.batch_size, seed, device=device)
+    numbers, _ = split_rows(len(images.train_labels), recipe.val_size)
+    rows = Rows(images.train_images, images.train_labels, numbers)
+    batches = GlobalBatches(len(rows), recipe.batch_size, seed, device=device)
     share = recipe.batch_size // world_size
     mine = slice(rank * share, (rank + 1) * share)
 
@@ -74,7 +75,7 @@ def train_plain(
     return net, time.monotonic() - clock
 
 
-def test_accuracy(net: nn.Module, images: data.ImageData) -> float:
+def test_accuracy(net: nn.Module, images: ImageData) -> float:
     """Every rank counts its own rows; the counts are added up, divided once."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     device = next(net.parameters()).device
@@ -106,7 +107,7 @@ def main() -> None:
     dist.init_process_group(timeout=timedelta(seconds=300))  # reads RANK, WORLD_SIZE, MASTER_ADDR
     if torch.cuda.is_available():  # else each process would open GPU 0 too, and wait for that one
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    images = data.load(arguments.dataset)
+    images = cache.load(arguments.dataset)
     recipe = Recipe(epochs=arguments.epochs)
     net, seconds = train_plain(images, recipe, arguments.seed, torch.float32)
     accuracy = test_accuracy(net, images)

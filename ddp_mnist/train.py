@@ -20,20 +20,27 @@ import torch.nn.functional as F
 from accelerate.utils import broadcast
 from torch import nn
 
-from ddp_mnist import data, rendezvous, resume, run_folder, runtime, stopping, summary, tracking
-from ddp_mnist import weights as weights_file
 from ddp_mnist.augment import affine_table, apply_affine
+from ddp_mnist.cluster import rendezvous
+from ddp_mnist.cluster.failures import propagate_first_error
+from ddp_mnist.cluster.launch import Launch
+from ddp_mnist.cluster.signals import StopSignals, listen
+from ddp_mnist.cluster.world import World, join_world
 from ddp_mnist.config import TrainConfig, resolve_recipe
-from ddp_mnist.evaluation import evaluate_split, import_metrics_meanwhile, prepare_split
-from ddp_mnist.launch import Launch
+from ddp_mnist.data import cache
+from ddp_mnist.data.batches import GlobalBatches, ImageData, Rows, split_rows, train_loader
+from ddp_mnist.data.sources import from_anywhere
 from ddp_mnist.models import MODELS
 from ddp_mnist.optim import learning_rate, make_optimizer
-from ddp_mnist.profiling import StepProfiler, refuse_long_profile
-from ddp_mnist.progress import Lookout, sum_up
-from ddp_mnist.runtime import World
-from ddp_mnist.screen import Screen
+from ddp_mnist.run import resume, summary, tracking
+from ddp_mnist.run import weights as weights_file
+from ddp_mnist.run.console import Console
+from ddp_mnist.run.evaluation import evaluate_split, import_metrics_meanwhile, prepare_split
+from ddp_mnist.run.folder import CONFIG, MODEL, SUMMARY
+from ddp_mnist.run.meter import SyncSchedule, sum_up
+from ddp_mnist.run.profiling import StepProfiler, refuse_long_profile
+from ddp_mnist.run.state import State
 from ddp_mnist.seeding import seed_draws
-from ddp_mnist.sources import from_anywhere
 
 
 def train(config: TrainConfig, launch: Launch) -> dict[str, Any]:
@@ -43,30 +50,30 @@ def train(config: TrainConfig, launch: Launch) -> dict[str, Any]:
         DdpMnistError: every expected failure, see errors.py; Preempted if a signal came.
     """
     # --- Meet the other processes, and agree on what to do, on data and configuration
-    speaks = launch.rank == 0 and not config.run.quiet
+    verbose = launch.rank == 0 and not config.run.quiet
     with (
-        Screen(speaks, trains=not config.run.dry_run) as screen,
-        runtime.start(config.distribution, launch) as world,
-        summary.told_elsewhere(world, aloud=not config.run.quiet),
+        Console(verbose, trains=not config.run.dry_run) as console,
+        join_world(config.distribution, launch) as world,
+        summary.told_elsewhere(world, verbose=not config.run.quiet),
     ):
-        found = world.board.decided_by_rank_0("resume", lambda: resume.find(config))
+        found = world.store.broadcast_from_rank0("resume", lambda: resume.find(config))
         if found and found["finished"]:
-            screen.say(found["finished"])
+            console.print(found["finished"])
             return {}
-        config, images = resolve(config, found, world, screen)
-        with stopping.listen(launch.child_of_launcher, world.board) as stop:
-            rendezvous.check_same(world.board, summary.facts(config, world, images))
+        config, images = resolve(config, found, world, console)
+        with listen(launch.child_of_launcher, world.store) as stop:
+            rendezvous.check_same(world.store, summary.facts(config, world, images))
             if config.run.dry_run:
-                screen.say(summary.plan(config, world, images, None))
+                console.print(summary.plan(config, world, images, None))
                 return {}
             opened = resume.open_run(config, world, images, found)  # every rank listens by now
             with (
-                opened.folder.told_how_it_ended(),
-                runtime.first_error_wins(world.board),
-                tracking.tracked(config, opened.folder, world, screen),
+                opened.folder.record_outcome(),
+                propagate_first_error(world.store),
+                tracking.tracked(config, opened.folder, world, console),
             ):
-                outcome = train_in(opened, config, world, images, screen, stop)
-                world.board.wait_for_all("trained", within_s=config.distribution.dist_timeout)
+                outcome = train_in(opened, config, world, images, console, stop)
+                world.store.barrier("trained", within_s=config.distribution.dist_timeout)
                 return outcome
 
 
@@ -74,9 +81,9 @@ def train_in(
     opened: resume.Opened,
     config: TrainConfig,
     world: World,
-    images: data.ImageData,
-    screen: Screen,
-    stop: stopping.StopSignals,
+    images: ImageData,
+    console: Console,
+    stop: StopSignals,
 ) -> dict[str, Any]:
     """The story: data, model, loop, validation, test."""
     folder, accelerator = opened.folder, world.accelerator
@@ -84,44 +91,42 @@ def train_in(
     assert recipe.epochs and recipe.batch_size and recipe.val_size is not None
     device, classes = accelerator.device, len(images.classes)
     accelerator.gradient_accumulation_steps = recipe.grad_accum
-    screen.say(summary.plan(config, world, images, folder.path))
-    folder.write_json(run_folder.CONFIG, opened.resolved)
+    console.print(summary.plan(config, world, images, folder.path))
+    folder.write_json(CONFIG, opened.resolved)
 
     # --- Data on the device: global batches, the same on every rank, which Accelerate deals out
     images = images.to(device)
-    train_numbers, val_numbers = data.split_rows(len(images.train_labels), recipe.val_size)
-    train_rows = data.Rows(images.train_images, images.train_labels, train_numbers)
-    val_rows = data.Rows(images.train_images, images.train_labels, val_numbers)
-    test_rows = data.Rows(images.test_images, images.test_labels)
-    batches = data.GlobalBatches(
-        len(train_rows), recipe.batch_size, seed, recipe.grad_accum, device
-    )
+    train_numbers, val_numbers = split_rows(len(images.train_labels), recipe.val_size)
+    train_rows = Rows(images.train_images, images.train_labels, train_numbers)
+    val_rows = Rows(images.train_images, images.train_labels, val_numbers)
+    test_rows = Rows(images.test_images, images.test_labels)
+    batches = GlobalBatches(len(train_rows), recipe.batch_size, seed, recipe.grad_accum, device)
     total_steps = recipe.epochs * batches.steps_per_epoch
 
     # --- Model and optimizer, equal on every rank
     net = build_model(config, world, classes)
     optimizer = make_optimizer(net, recipe)
     model, optimizer, loader = accelerator.prepare(
-        net, optimizer, data.train_loader(train_rows, batches)
+        net, optimizer, train_loader(train_rows, batches)
     )
     val_loader = prepare_split(accelerator, val_rows)
     if config.distribution.compile:
-        screen.say("compiling  the model, which can take minutes")
+        console.print("compiling  the model, which can take minutes")
     throw_away_one_backward(model, train_rows, batches.batch_size // accelerator.num_processes)
     if accelerator.is_main_process:
         import_metrics_meanwhile()
 
     # --- All that changes from here on, from the beginning or as a checkpoint left it
-    state = resume.State(net, optimizer, accelerator.scaler, world.started)
+    state = State(net, optimizer, accelerator.scaler, world.started)
     if resumed := resume.go_on(state, opened, world, recipe, batches.steps_per_epoch):
-        screen.say(resumed)
+        console.print(resumed)
     progress = state.progress
     stop.save = save = functools.partial(resume.save, opened, state, config.run.keep)
     stop.at_once = functools.partial(resume.give_up, opened)
 
     # --- Train: rate of the step, forward, backward, clip, update
-    lookout = Lookout(progress.step)
-    profiler = StepProfiler(config.run.profile, accelerator, folder, screen)
+    schedule = SyncSchedule(progress.step)
+    profiler = StepProfiler(config.run.profile, accelerator, folder, console)
     profiler.plan(progress.step, batches.steps_per_epoch, total_steps)
     losses: list[torch.Tensor] = []  # of each batch since all ranks last looked
     hits: list[torch.Tensor] = []  # how many each of them got right
@@ -162,22 +167,22 @@ def train_in(
             end_of_epoch = progress.step == first_step + batches.steps_per_epoch
             log = end_of_epoch or progress.step % config.run.log_every == 0
             checkpoint_is_due = progress.step % config.run.checkpoint_every == 0
-            if not (log or checkpoint_is_due or progress.step >= lookout.next):
+            if not (log or checkpoint_is_due or progress.step >= schedule.next):
                 continue
-            mine = torch.tensor([stop.weight, lookout.rate], dtype=torch.float64, device=device)
+            mine = torch.tensor([stop.weight, schedule.rate], dtype=torch.float64, device=device)
             sums = torch.cat([sum_up(losses, hits, len(labels)), mine])
             loss_sum, right, seen, bad, wants_stop, rates = accelerator.reduce(sums).tolist()
             losses.clear()
             hits.clear()
             seconds, clock = time.monotonic() - clock, time.monotonic()
             progress.add(loss_sum, right, seen, bad, seconds)
-            lookout.looked(progress.step, seconds, rates / accelerator.num_processes)
+            schedule.synced(progress.step, seconds, rates / accelerator.num_processes)
             progress.refuse_divergence(recipe, world)
             if log:
                 line = {"epoch": epoch, "lr": rate, **progress.log_line()}
                 folder.append_metrics(progress.step, line)
                 shown = summary.step_line(line, progress.step, total_steps, recipe.batch_size)
-                screen.progress(progress.step / total_steps, shown)
+                console.progress(progress.step / total_steps, shown)
             if checkpoint_is_due and not wants_stop:
                 save()
                 clock = time.monotonic()
@@ -187,7 +192,7 @@ def train_in(
         validation = None
         if recipe.val_size:
             folder.status(phase="validation", step=progress.step)
-            screen.progress(progress.step / total_steps, "validation")
+            console.progress(progress.step / total_steps, "validation")
             validation = evaluate_split(accelerator, model, val_loader, classes, stop)
         means = progress.end_epoch()
         if validation:
@@ -195,13 +200,13 @@ def train_in(
             folder.append_metrics(progress.step, {"epoch": epoch, **decided})
             if progress.validated(validation.accuracy, recipe) and recipe.patience:
                 state.best_weights = {name: w.clone() for name, w in net.state_dict().items()}
-        screen.say(summary.epoch_line(epoch, recipe.epochs, means, validation))
+        console.print(summary.epoch_line(epoch, recipe.epochs, means, validation))
         if progress.stopped_by:
-            screen.say(f"stopped by {progress.stopped_by} after epoch {progress.epoch}")
+            console.print(f"stopped by {progress.stopped_by} after epoch {progress.epoch}")
 
     # --- Test once, without autocast, the weights that are kept
     folder.status(phase="test", step=progress.step)
-    screen.progress(1.0, "test")
+    console.progress(1.0, "test")
     save()
     final = accelerator.unwrap_model(model, keep_fp32_wrapper=False, keep_torch_compile=False)
     if state.best_weights:
@@ -218,33 +223,33 @@ def train_in(
     content = weights_file.to_bytes(
         final.state_dict(), recipe.model, images.classes, images.preparation
     )
-    folder.write_bytes(run_folder.MODEL, content)
+    folder.write_bytes(MODEL, content)
     own_seconds = [progress.train_seconds - state.seconds_before]
     rank_seconds = accelerator.gather(torch.tensor(own_seconds, device=device)).tolist()
     outcome = summary.summarise(config, world, images, state, test, rank_seconds)
-    folder.write_json(run_folder.SUMMARY, outcome)
-    screen.say(summary.last_lines(outcome, folder))
+    folder.write_json(SUMMARY, outcome)
+    console.print(summary.last_lines(outcome, folder))
     return outcome
 
 
 def resolve(
-    config: TrainConfig, found: dict[str, Any] | None, world: World, screen: Screen
-) -> tuple[TrainConfig, data.ImageData]:
+    config: TrainConfig, found: dict[str, Any] | None, world: World, console: Console
+) -> tuple[TrainConfig, ImageData]:
     """The configuration with every default filled in, and the data.
 
     Every machine has the data before the first collective; rank 0 decides what `auto` means.
     A run that goes on keeps what it began with, but for the flags that were typed.
     """
     config = resume.inherit(config, found)
-    board, cache_dir, size = world.board, config.run.cache_dir, world.accelerator.num_processes
-    board.decided_by_rank_0("trackers", lambda: tracking.named(config.run.trackers))
-    name, notes = board.decided_by_rank_0(
-        "dataset", lambda: data.choose(config.run.dataset, cache_dir, screen.say)
+    store, cache_dir, size = world.store, config.run.cache_dir, world.accelerator.num_processes
+    store.broadcast_from_rank0("trackers", lambda: tracking.named(config.run.trackers))
+    name, notes = store.broadcast_from_rank0(
+        "dataset", lambda: cache.choose(config.run.dataset, cache_dir, console.print)
     )
-    images = data.load(name, cache_dir, say=screen.say)
+    images = cache.load(name, cache_dir, say=console.print)
     images = dataclasses.replace(images, warnings=[*notes, *images.warnings])
-    board.wait_for_all("data")
-    place = cache_dir and str(data.cache_folder(cache_dir).absolute())
+    store.barrier("data")
+    place = cache_dir and str(cache.cache_folder(cache_dir).absolute())
     run = dataclasses.replace(config.run, dataset=from_anywhere(name), cache_dir=place)
     resume.refuse_other_images(name, images.digest, found)
     resume.refuse_uneven(config.recipe, size, found)
@@ -267,7 +272,7 @@ def build_model(config: TrainConfig, world: World, classes: int) -> nn.Module:
     return model
 
 
-def throw_away_one_backward(model: nn.Module, rows: data.Rows, batch_size: int) -> None:
+def throw_away_one_backward(model: nn.Module, rows: Rows, batch_size: int) -> None:
     """DDP regroups its gradient buckets after the first backward, which changes the last bits.
 
     Done once before training, in fresh and resumed runs alike, so that both sum in one order.

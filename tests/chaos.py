@@ -14,10 +14,11 @@ from typing import Any
 
 import psutil
 
-from ddp_mnist import checkpoint, run_folder
+from ddp_mnist.cluster.local import LocalWorld
 from ddp_mnist.config import Distribution, Recipe, Run, TrainConfig
-from ddp_mnist.local_world import LocalWorld
-from ddp_mnist.proofs import just_train, what_stays
+from ddp_mnist.run import checkpoint
+from ddp_mnist.run.folder import STATUS, SUMMARY, read_json
+from ddp_mnist.verify.watch import just_train, what_stays
 from tests.commands import ACCELERATE, CONFIGS, TORCHRUN, TRAIN, Started
 
 STEPS = 90
@@ -144,7 +145,7 @@ class Chaos:
         started = self.start(run, resume=False)
         first = wait_for_checkpoint(run)
         started.ended()
-        seconds = (run / run_folder.SUMMARY).stat().st_mtime - first
+        seconds = (run / SUMMARY).stat().st_mtime - first
         return what_stays(run), seconds
 
     def hit(self, number: int, fault: str, expected: Any, seconds: float) -> None:
@@ -164,14 +165,14 @@ class Chaos:
         self.tally.tried[fault] += 1
         steps = [newest_step(run)]
         for _ in range(times - 1):
-            before = (run / run_folder.STATUS).read_bytes()
+            before = (run / STATUS).read_bytes()
             started = self.start(run, resume=True)
-            wait_until_changed(run / run_folder.STATUS, before)
+            wait_until_changed(run / STATUS, before)
             if self._hit(started, run, fault, seconds / 2):
                 steps.append(newest_step(run))
-        if run_folder.read_json(run / run_folder.STATUS)["state"] != "finished":
+        if read_json(run / STATUS)["state"] != "finished":
             self.start(run, resume=True).ended()
-        summary = run_folder.read_json(run / run_folder.SUMMARY)
+        summary = read_json(run / SUMMARY)
         assert 0 < summary["resumed_from"][0] <= STEPS, summary["resumed_from"]
         assert summary["resumed_from"][-1] == steps[-1], (summary["resumed_from"], steps)
         weights, lines = what_stays(run)
@@ -195,7 +196,7 @@ class Chaos:
             "launcher": [started.launcher],
             "both": [started.launcher, self.random.choice(workers)],
         }[whom]
-        status = run_folder.read_json(run / run_folder.STATUS)
+        status = read_json(run / STATUS)
         if status["state"] != "running":
             started.ended()
             return False
@@ -208,7 +209,7 @@ class Chaos:
         took = seconds_until_gone(workers)
         started.ended()
         assert not any(is_alive(worker) for worker in workers)
-        after = run_folder.read_json(run / run_folder.STATUS)
+        after = read_json(run / STATUS)
         if after["state"] == "finished":
             return False
         self.tally.longest_s = max(self.tally.longest_s, took)

@@ -109,7 +109,7 @@ def mnist_run(mnist: Path, worker_id: str, tmp_path_factory: pytest.TempPathFact
             ended = python("-m", "ddp_mnist", "train", "--dataset", str(mnist), folder=folder)
             assert ended.code == 0, ended.err
             (folder / "out.txt").write_text(ended.out)
-    from ddp_mnist import data
+    from ddp_mnist.data import cache
 
-    data.load(str(mnist))  # into this worker's cache
+    cache.load(str(mnist))  # into this worker's cache
     return folder / "runs" / "mnist-001"

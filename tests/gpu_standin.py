@@ -77,15 +77,20 @@ def told(decide: Callable[[], Any]) -> Any:
 
 def way(variables: dict[str, str], *flags: str) -> Any:
     """Device, backend and precision of `train *flags`, started with these variables."""
-    from ddp_mnist import cli, runtime
-    from ddp_mnist.launch import find_launch
+    from ddp_mnist import cli
+    from ddp_mnist.cluster.device import (
+        choose_backend,
+        choose_device,
+        precision_in_effect,
+    )
+    from ddp_mnist.cluster.launch import find_launch
 
     def decide() -> list[str]:
         typed = cli.train_config(cli.make_parser().parse_args(["train", *flags])).distribution
         launch = find_launch(typed)
-        device = runtime.choose_device(typed)
-        precision = runtime.precision_in_effect(typed, launch, device)
-        return [device, runtime.choose_backend(typed, launch, device), precision]
+        device = choose_device(typed)
+        precision = precision_in_effect(typed, launch, device)
+        return [device, choose_backend(typed, launch, device), precision]
 
     with patch.dict(os.environ, variables):
         return told(decide)
@@ -133,13 +138,14 @@ def launched(config: str, *flags: str) -> Any:
 def on_this_machine() -> dict[str, Any]:
     import torch
 
-    from ddp_mnist import hardware, multinode, runtime
     from ddp_mnist.bench import benches, commands
+    from ddp_mnist.cluster import device, hardware
+    from ddp_mnist.cluster.local import backend_among
     from ddp_mnist.doctor import examination
     from ddp_mnist.doctor import machine as doctor
-    from ddp_mnist.local_world import backend_among
+    from ddp_mnist.verbs import multinode
 
-    runtime.has_native_bf16 = lambda: False
+    device.has_native_bf16 = lambda: False
     node = ["--machine-rank", "0", "--main-process-ip", "192.0.2.1"]
     flags, _ = multinode.parse(node)
     made = multinode.make_node(flags)
@@ -181,9 +187,9 @@ def meet(flags: dict[str, Any], each: list[dict[str, str]]) -> dict[str, Any]:
     """One rank's part. `each` has variables of each rank, on top of those of the pair."""
     import torch
 
-    from ddp_mnist import runtime
+    from ddp_mnist.cluster.launch import find_launch
+    from ddp_mnist.cluster.world import join_world
     from ddp_mnist.config import Distribution
-    from ddp_mnist.launch import find_launch
 
     rank = int(os.environ["RANK"])
     os.environ.update(each[rank])
@@ -191,7 +197,7 @@ def meet(flags: dict[str, Any], each: list[dict[str, str]]) -> dict[str, Any]:
         del os.environ[name]
     typed = Distribution(dist_timeout=20, **flags)
     launch = find_launch(typed)
-    with runtime.start(typed, launch) as world:
+    with join_world(typed, launch) as world:
         model = world.accelerator.prepare_model(torch.nn.Linear(2, 2))
         world.accelerator.wait_for_everyone()
         return {
@@ -204,12 +210,12 @@ def meet(flags: dict[str, Any], each: list[dict[str, str]]) -> dict[str, Any]:
 
 def meetings(gpus: int, folder: Path) -> dict[str, Any]:
     """By name what both ranks came to, or the sentence that one of them tells."""
-    from ddp_mnist import errors, local_world, proofs
+    from ddp_mnist import errors
+    from ddp_mnist.cluster.local import LocalWorld, free_port, run_world
+    from ddp_mnist.verify import watch
 
     def world(flags: dict[str, Any], *each: dict[str, str]) -> Any:
-        outcomes = local_world.LocalWorld(
-            2, meet, flags, list(each) or [{}, {}], folder=folder
-        ).outcomes()
+        outcomes = LocalWorld(2, meet, flags, list(each) or [{}, {}], folder=folder).outcomes()
         refused = [error for error in outcomes if isinstance(error, errors.DdpMnistError)]
         if refused:
             said = {str(error) for error in refused}
@@ -218,7 +224,7 @@ def meetings(gpus: int, folder: Path) -> dict[str, Any]:
 
     own = [{"CUDA_VISIBLE_DEVICES": str(gpu)} for gpu in range(2)]
     without = dict.fromkeys(("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_RANK"), "not set")
-    port = str(local_world.free_port())
+    port = str(free_port())
     srun = [
         {**without, **SRUN, **own[k], "SLURM_PROCID": f"{k}", "SLURM_LOCALID": f"{k}"}
         | {"MASTER_PORT": port}
@@ -230,9 +236,7 @@ def meetings(gpus: int, folder: Path) -> dict[str, Any]:
             "gloo": world({"backend": "gloo"}),
             "srun torchrun": world({}, *[{"SLURM_STEP_ID": "0"}] * 2),
             "cpu": world({"cpu": True}),
-            "verify": local_world.run_world(
-                1, a_proof, proofs.proof_config(epochs=1), folder=folder
-            ),
+            "verify": run_world(1, a_proof, watch.proof_config(epochs=1), folder=folder),
         }
     else:
         tcp = {"LOCAL_WORLD_SIZE": "not set", "LOCAL_RANK": "not set"}
@@ -240,7 +244,7 @@ def meetings(gpus: int, folder: Path) -> dict[str, Any]:
             "a GPU each": world({}, *[tcp | each for each in own]),
             "the same GPU": world({}, *[tcp | own[0]] * 2),
             "srun": world({}, *srun),
-            "plain_ddp.py": local_world.run_world(2, plainly, folder=folder),
+            "plain_ddp.py": run_world(2, plainly, folder=folder),
             "as NCCL says": world({}, *[own[0] | {"STANDIN_SERIAL": f"{k}"} for k in range(2)]),
         }
     return found
@@ -250,7 +254,7 @@ def a_proof(config: Any) -> bool:
     """Whether a run of `verify` opened a GPU."""
     import torch
 
-    from ddp_mnist.proofs import just_train
+    from ddp_mnist.verify.watch import just_train
 
     just_train(config)
     return torch.cuda.opened  # type: ignore[attr-defined]

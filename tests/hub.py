@@ -109,7 +109,7 @@ class Hub:
             do_GET = do_HEAD = do_POST = respond  # noqa: N815
 
             def log_message(self, *args: Any) -> None:
-                """Nothing on the tests' screen."""
+                """Nothing on the tests' console."""
 
         return Handler
 

@@ -9,16 +9,16 @@ import json
 import sys
 from dataclasses import asdict
 
-from ddp_mnist import runtime
 from ddp_mnist.bench.forecast import measure_link, time_all_reduce
+from ddp_mnist.cluster.launch import find_launch
+from ddp_mnist.cluster.world import join_world
 from ddp_mnist.config import Distribution
-from ddp_mnist.launch import find_launch
 
 
 def main() -> None:
     address, rank, world_size, size = sys.argv[1:]
     flags = Distribution(init_method=address, rank=int(rank), world_size=int(world_size), cpu=True)
-    with runtime.start(flags, find_launch(flags)) as world:
+    with join_world(flags, find_launch(flags)) as world:
         device, wait = world.accelerator.device, world.wait_for_gpu
         link, seconds = measure_link(device, wait), time_all_reduce(int(size), device, wait)
         if world.accelerator.is_main_process:

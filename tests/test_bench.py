@@ -16,9 +16,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddp_mnist import cli, data, runtime
+from ddp_mnist import cli
 from ddp_mnist import train as trainer
-from ddp_mnist.bench import benches, commands, idx, steps, strategies
+from ddp_mnist.bench import benches, commands, steps, strategies
 from ddp_mnist.bench.benches import Options, Row
 from ddp_mnist.bench.conventional import accuracy, make_net
 from ddp_mnist.bench.figures import (
@@ -32,12 +32,14 @@ from ddp_mnist.bench.figures import (
 )
 from ddp_mnist.bench.plot import draw
 from ddp_mnist.bench.steps import time_steps
+from ddp_mnist.cluster.launch import find_launch
+from ddp_mnist.cluster.local import run_world
+from ddp_mnist.cluster.store import Store
+from ddp_mnist.cluster.world import World, join_world
 from ddp_mnist.config import Distribution, Run, TrainConfig
+from ddp_mnist.data import cache
+from ddp_mnist.data.idx import write
 from ddp_mnist.errors import CheckFailed, StorageError, UsageError
-from ddp_mnist.launch import find_launch
-from ddp_mnist.local_world import run_world
-from ddp_mnist.rendezvous import Board
-from ddp_mnist.runtime import World
 
 # --- Figures
 
@@ -91,7 +93,7 @@ def test_rounds_alternate_and_the_first_is_thrown_away(
         "round 1 of 2: a 3, b 4",
         "round 2 of 2: a 6, b 5",
     ]
-    alone = alternate("ab", 1, lambda kind: ord(kind), warm_up=False, aloud=False)
+    alone = alternate("ab", 1, lambda kind: ord(kind), warm_up=False, verbose=False)
     assert alone == {"a": [97], "b": [98]}
     assert capsys.readouterr().err == ""
 
@@ -123,8 +125,8 @@ def test_each_kind_of_step_is_timed(processes: int, tmp_path: Path) -> None:
 def equal_after_steps(exchange: bool) -> bool:
     """Whether the ranks hold the same weights after three steps on their own images."""
     config = TrainConfig(distribution=Distribution(cpu=True, mixed_precision="no"))
-    with runtime.start(config.distribution, find_launch(config.distribution)) as world:
-        config, images = steps.shortened(config, data.load("digits"), 3, world)
+    with join_world(config.distribution, find_launch(config.distribution)) as world:
+        config, images = steps.shortened(config, cache.load("digits"), 3, world)
         build, nets = trainer.build_model, []
 
         def remembered(*arguments: Any) -> torch.nn.Module:
@@ -147,7 +149,7 @@ def test_silent_steps_exchange_no_gradients(exchange: bool, tmp_path: Path) -> N
 
 
 def test_only_full_batches_are_counted() -> None:
-    images = data.load("digits")  # 1,437 rows: 19 batches of 72
+    images = cache.load("digits")  # 1,437 rows: 19 batches of 72
     world = Mock(accelerator=Mock(num_processes=2))
     for asked, batches in ((100, 19), (19, 19), (3, 3)):
         config, short = steps.shortened(TrainConfig(), images, asked, world)
@@ -257,7 +259,7 @@ def test_the_baseline_is_a_ratio_to_the_conventional_recipe(
         if "--seed" not in given:
             caches.append(given["--cache-dir"])
             return 13.0, []
-        assert given["--cache-dir"] == str(data.cache_folder(None))
+        assert given["--cache-dir"] == str(cache.cache_folder(None))
         seeds.append(int(given["--seed"]))
         return ours, []
 
@@ -291,8 +293,8 @@ def steps_that_take_turns() -> tuple[float, float]:
 
     steps.ready_to_step = ready  # type: ignore[assignment]
     steps.time = SimpleNamespace(monotonic=lambda: seconds[0])  # type: ignore[assignment]
-    config, images = TrainConfig(), data.load("digits")
-    with runtime.start(config.distribution, find_launch(config.distribution)) as world:
+    config, images = TrainConfig(), cache.load("digits")
+    with join_world(config.distribution, find_launch(config.distribution)) as world:
         return steps.silent_steps(config, images, world), steps.lockstep(config, images, world)
 
 
@@ -305,8 +307,8 @@ def test_in_lockstep_each_step_is_as_long_as_on_its_slowest_rank(tmp_path: Path)
 def test_the_conventional_recipe_is_that_of_pytorchs_example(tmp_path: Path) -> None:
     net = make_net()
     assert sum(p.numel() for p in net.parameters()) == 1_199_882
-    images = data.load("digits")
-    idx.write(images, tmp_path / "MNIST" / "raw")
+    images = cache.load("digits")
+    write(images, tmp_path / "MNIST" / "raw")
     from torchvision.datasets import MNIST
 
     for split, is_train in (("train", True), ("test", False)):
@@ -485,8 +487,8 @@ def test_ranks_that_have_nothing_to_do_are_in_no_collective(
     accelerator = SimpleNamespace(device=torch.device("cpu"))
     for rank in (0, 1):
         monkeypatch.setattr(strategies, "ROUNDS", itertools.count())
-        world: Any = SimpleNamespace(board=Board(store, rank, 2), accelerator=accelerator)
-        seconds += [strategies.one_process(TrainConfig(), data.load("digits"), world)]
+        world: Any = SimpleNamespace(store=Store(store, rank, 2), accelerator=accelerator)
+        seconds += [strategies.one_process(TrainConfig(), cache.load("digits"), world)]
     assert seconds == [1.5, 1.5]
 
 

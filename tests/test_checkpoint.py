@@ -16,8 +16,8 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from ddp_mnist import run_folder
-from ddp_mnist.checkpoint import (
+from ddp_mnist.errors import CheckpointError, StorageError, one_line
+from ddp_mnist.run.checkpoint import (
     DIGEST_BYTES,
     Damaged,
     from_bytes,
@@ -27,7 +27,6 @@ from ddp_mnist.checkpoint import (
     step_of,
     to_bytes,
 )
-from ddp_mnist.errors import CheckpointError, StorageError, one_line
 
 
 def content(step: int = 0) -> dict[str, Any]:
@@ -231,7 +230,7 @@ def test_fault_05_a_call_that_fails_leaves_the_older_ones_and_no_other(
 
 
 def test_fault_05_a_disk_that_fills_up_half_way(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_folder, "open", HalfWritten, raising=False)
+    monkeypatch.setattr("ddp_mnist.run.folder.open", HalfWritten, raising=False)
     refused(run, "No space left on device")
 
 

@@ -13,8 +13,9 @@ from unittest.mock import Mock
 import pytest
 
 from ddp_mnist import cli
-from ddp_mnist.config import PRESETS, Distribution, Flags, Recipe, Run, TrainConfig, flag_name
+from ddp_mnist.config import PRESETS, Distribution, Recipe, Run, TrainConfig
 from ddp_mnist.errors import CheckpointError, FailedElsewhere, UsageError
+from ddp_mnist.flags import Flags, flag_name
 
 PROGRAM = (sys.executable, "-m", "ddp_mnist")
 ONE_LINE = re.compile(r"ddp-mnist: error: (.+) \(code 2\)\n")

@@ -7,17 +7,9 @@ from typing import Any
 
 import pytest
 
-from ddp_mnist.config import (
-    Distribution,
-    Flags,
-    Recipe,
-    Run,
-    TrainConfig,
-    flag_name,
-    resolve_recipe,
-    value_type,
-)
+from ddp_mnist.config import Distribution, Recipe, Run, TrainConfig, resolve_recipe
 from ddp_mnist.errors import UsageError
+from ddp_mnist.flags import Flags, flag_name, value_type
 
 GROUPS: tuple[type[Flags], ...] = (Run, Recipe, Distribution)
 FIELDS = [

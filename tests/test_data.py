@@ -17,12 +17,22 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from ddp_mnist import data
-from ddp_mnist.data import GlobalBatches, ImageData, Rows, eval_loader, split_rows, train_loader
+from ddp_mnist.cluster.local import LocalWorld, run_world
+from ddp_mnist.data.batches import (
+    TENSORS,
+    GlobalBatches,
+    ImageData,
+    Rows,
+    eval_loader,
+    split_rows,
+    train_loader,
+)
+from ddp_mnist.data.cache import METADATA_KEY, _crc32, cache_folder, cached, choose
+from ddp_mnist.data.cache import load as load_cached
+from ddp_mnist.data.decode import Decoded
+from ddp_mnist.data.sources import Source
 from ddp_mnist.errors import DataError, StorageError, printable
-from ddp_mnist.local_world import LocalWorld, run_world
 from ddp_mnist.seeding import generator
-from ddp_mnist.sources import Decoded, Source
 from tests.test_sources import LABELS, PIXELS, TEST, TRAIN, save_to_disk, write_idx, write_parquet
 
 # --- What is loaded
@@ -40,7 +50,7 @@ def cache(tmp_path: Path) -> Path:
 
 
 def load(folder: Path, cache: Path, **options: Any) -> ImageData:
-    return data.load(str(folder), str(cache), **options)
+    return load_cached(str(folder), str(cache), **options)
 
 
 def cached_file(cache: Path) -> Path:
@@ -70,7 +80,7 @@ def test_what_is_loaded(folder: Path, cache: Path) -> None:
 
 def test_conversions_are_remembered(cache: Path) -> None:
     for _ in range(2):
-        assert data.load("digits", str(cache)).notes == ["the 8x8 digits were enlarged to 28x28"]
+        assert load_cached("digits", str(cache)).notes == ["the 8x8 digits were enlarged to 28x28"]
 
 
 def test_the_second_time_comes_from_the_cache(
@@ -90,7 +100,7 @@ def test_the_second_time_comes_from_the_cache(
 def same(a: ImageData, b: ImageData) -> bool:
     names = ("name", "source", "digest", "classes", "notes")
     return all(getattr(a, name) == getattr(b, name) for name in names) and all(
-        torch.equal(getattr(a, name), getattr(b, name)) for name in data.TENSORS
+        torch.equal(getattr(a, name), getattr(b, name)) for name in TENSORS
     )
 
 
@@ -158,7 +168,7 @@ def test_any_difference_in_the_data_is_one_in_the_digest(tmp_path: Path, cache: 
 def test_the_digest_of_the_digits(cache: Path) -> None:
     """The number that every machine has to come to."""
     expected = "76676f83892bffc61d6478f95c4b4ef77d3029c7f9499a427282a75a7f5d5fb4"
-    assert data.load("digits", str(cache)).digest == expected
+    assert load_cached("digits", str(cache)).digest == expected
 
 
 # --- A damaged cache
@@ -179,9 +189,9 @@ def with_header(change: Callable[[dict[str, Any]], object]) -> Callable[[bytes],
 
 def with_about(change: Callable[[dict[str, Any]], object]) -> Callable[[bytes], bytes]:
     def spoil(header: dict[str, Any]) -> None:
-        about = json.loads(header["__metadata__"][data.METADATA_KEY])
+        about = json.loads(header["__metadata__"][METADATA_KEY])
         change(about)
-        header["__metadata__"][data.METADATA_KEY] = json.dumps(about)
+        header["__metadata__"][METADATA_KEY] = json.dumps(about)
 
     return with_header(spoil)
 
@@ -208,7 +218,7 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
     "labels read as floats": with_header(lambda h: h["test_labels"].update(dtype="F64")),
     "no metadata": with_header(lambda h: h.pop("__metadata__")),
     "metadata that are a list": with_header(
-        lambda h: h["__metadata__"].update({data.METADATA_KEY: "[]"})
+        lambda h: h["__metadata__"].update({METADATA_KEY: "[]"})
     ),
     "of other files": with_about(lambda a: a.update(fingerprint="0" * 64)),
     "other class names": with_about(lambda a: a["classes"].reverse()),
@@ -248,11 +258,11 @@ def test_a_cache_of_other_shapes_is_built_anew(
     whole = load(folder, cache)
     file = cached_file(cache)
     with safe_open(file, framework="pt") as content:
-        about = json.loads(content.metadata()[data.METADATA_KEY])
-    tensors = {name: getattr(whole, name).clone() for name in data.TENSORS} | other
-    about["checksum"] = data._crc32(tensors, about)
+        about = json.loads(content.metadata()[METADATA_KEY])
+    tensors = {name: getattr(whole, name).clone() for name in TENSORS} | other
+    about["checksum"] = _crc32(tensors, about)
     file.unlink()
-    save_file(tensors, file, metadata={data.METADATA_KEY: json.dumps(about)})
+    save_file(tensors, file, metadata={METADATA_KEY: json.dumps(about)})
     again = load(folder, cache)
     assert same(again, whole)
     assert again.warnings == [f"{file} was damaged or out of date and was built anew"]
@@ -265,9 +275,9 @@ def test_a_clone_with_another_decoder_shares_the_folder_and_not_the_file(
     mine = cached_file(cache)
     before = mine.read_bytes()
     with monkeypatch.context() as clone:
-        clone.setattr(data, "decoder_digest", lambda: "0123456789abcdef")
+        clone.setattr("ddp_mnist.data.cache.decoder_digest", lambda: "0123456789abcdef")
         assert load(folder, cache).warnings == []
-        assert data.cached(str(folder), str(cache))
+        assert cached(str(folder), str(cache))
     assert len(list(cache.glob("*.safetensors"))) == 2
     assert mine.read_bytes() == before
     monkeypatch.setattr(Source, "read", Mock(side_effect=AssertionError))
@@ -278,11 +288,11 @@ def test_auto_passes_on_what_happened_to_the_cache(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Source, "read", lambda _: small())
-    assert data.choose("auto", str(cache)) == ("mnist", [])
+    assert choose("auto", str(cache)) == ("mnist", [])
     file = cached_file(cache)
     file.write_bytes(b"")
     expected = f"{file} was damaged or out of date and was built anew"
-    assert data.choose("auto", str(cache)) == ("mnist", [expected])
+    assert choose("auto", str(cache)) == ("mnist", [expected])
 
 
 def small() -> Decoded:
@@ -295,7 +305,7 @@ def small() -> Decoded:
 
 def test_a_name_is_chosen_as_it_is(cache: Path) -> None:
     for name in ("mnist", "digits", "/nowhere"):
-        assert data.choose(name, str(cache)) == (name, [])
+        assert choose(name, str(cache)) == (name, [])
     assert not cache.exists()
 
 
@@ -311,12 +321,12 @@ def test_fault_28_auto_falls_back_for_a_lack_of_data_only(
         return read
 
     monkeypatch.setattr(Source, "read", failing(DataError("no data; do this; or that")))
-    name, [why, what] = data.choose("auto", str(cache))
+    name, [why, what] = choose("auto", str(cache))
     assert (name, why) == ("digits", "MNIST could not be had: no data")
     assert what == "INSTEAD OF MNIST, this is a run on the 1,797 digits built into scikit-learn"
     monkeypatch.setattr(Source, "read", failing(StorageError("no space; clear some")))
     with pytest.raises(StorageError):
-        data.choose("auto", str(cache))
+        choose("auto", str(cache))
 
 
 # --- Where the cache lies
@@ -325,10 +335,10 @@ def test_fault_28_auto_falls_back_for_a_lack_of_data_only(
 def test_which_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
     monkeypatch.setenv("DDP_MNIST_CACHE", "~/there")
-    assert data.cache_folder("here") == Path("here")
-    assert data.cache_folder(None) == Path("/home/me/there")
+    assert cache_folder("here") == Path("here")
+    assert cache_folder(None) == Path("/home/me/there")
     monkeypatch.delenv("DDP_MNIST_CACHE")
-    assert data.cache_folder(None) == Path("/home/me/.cache/ddp_mnist")
+    assert cache_folder(None) == Path("/home/me/.cache/ddp_mnist")
 
 
 def cannot_be_written(cache: Path, folder: Path) -> str:
@@ -354,7 +364,7 @@ def test_fault_29_a_cache_that_cannot_be_made(folder: Path, tmp_path: Path) -> N
 
 def test_no_home_folder() -> None:
     with pytest.raises(StorageError, match=r"^~nobody-here/x: .*; use --cache-dir or DDP_MNIST_C"):
-        data.cache_folder("~nobody-here/x")
+        cache_folder("~nobody-here/x")
 
 
 @pytest.fixture
@@ -424,7 +434,7 @@ def counting_read(folder: str, cache: str, log: str, seconds: float) -> dict[str
         return read(self)
 
     Source.read = slow_read  # type: ignore[method-assign]
-    images = data.load(folder, cache)
+    images = load(folder, cache)
     return {
         "digest": images.digest,
         "labels": images.train_labels.tolist(),
@@ -460,7 +470,7 @@ def stuck(folder: str, cache: str, where: str, log: str) -> None:
         Source.read = stop  # type: ignore[assignment, method-assign]
     else:
         os.replace = stop  # type: ignore[assignment]
-    data.load(folder, cache)
+    load(folder, cache)
 
 
 def wait_for(file: Path) -> None:

@@ -10,11 +10,20 @@ import numpy as np
 import PIL.Image
 import pytest
 
-from ddp_mnist import data, decode
-from ddp_mnist.decode import Preparation, as_grey, bright_on_black, decode_image
-from ddp_mnist.local_world import run_world
-from ddp_mnist.predict import as_mnist, as_trained
-from ddp_mnist.sources import Decoded
+from ddp_mnist.cluster.local import run_world
+from ddp_mnist.data import cache
+from ddp_mnist.data.decode import (
+    DIGITS,
+    Decoded,
+    Preparation,
+    __file__,
+    _strip_as_grey,
+    as_grey,
+    bright_on_black,
+    decode_image,
+    decoder_digest,
+)
+from ddp_mnist.verbs.predict import as_mnist, as_trained
 from tests.test_sources import write_idx
 
 MEGAPIXELS = 12
@@ -49,15 +58,15 @@ def sample(mode: str, width: int = 67, height: int = 45) -> PIL.Image.Image:
 def test_strips_give_what_the_whole_image_gives(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     image = sample(mode)
     assert image.mode == mode
-    whole = np.asarray(decode._strip_as_grey(image, "white"))
+    whole = np.asarray(_strip_as_grey(image, "white"))
     for strip in (1, 67 * 7, 67 * 45, 2**20):
-        monkeypatch.setattr(decode, "STRIP", strip)
+        monkeypatch.setattr("ddp_mnist.data.decode.STRIP", strip)
         grey = as_grey(image)
         assert grey.mode == "L"
         assert np.array_equal(np.asarray(grey), whole)
     if mode == "RGB":  # one colour counts as transparent
         image.info["transparency"] = image.getpixel((3, 3))
-        monkeypatch.setattr(decode, "STRIP", 67 * 7)
+        monkeypatch.setattr("ddp_mnist.data.decode.STRIP", 67 * 7)
         assert as_grey(image).getpixel((3, 3)) == 255
         assert as_grey(image, "black").getpixel((3, 3)) == 0
 
@@ -75,24 +84,24 @@ def test_what_the_decoder_does_has_not_changed() -> None:
 def test_an_edited_decoder_has_another_digest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before, edited = decode.decoder_digest(), tmp_path / "decode.py"
-    edited.write_text(Path(decode.__file__).read_text().replace("BILINEAR", "NEAREST"))
-    monkeypatch.setattr(decode, "__file__", str(edited))
-    assert decode.decoder_digest() != before
+    before, edited = decoder_digest(), tmp_path / "decode.py"
+    edited.write_text(Path(__file__).read_text().replace("BILINEAR", "NEAREST"))
+    monkeypatch.setattr("ddp_mnist.data.decode.__file__", str(edited))
+    assert decoder_digest() != before
 
 
 # --- What kind of images a data set holds
 
 
 def digits(split: str = "train") -> np.ndarray:
-    return getattr(data.load("digits"), f"{split}_images").numpy()[:200]
+    return getattr(cache.load("digits"), f"{split}_images").numpy()[:200]
 
 
 def preparation_of(
     train: np.ndarray,
     test: np.ndarray | None = None,
     *,
-    classes: list[str] = decode.DIGITS,
+    classes: list[str] = DIGITS,
     as_stored: bool = True,
 ) -> Preparation:
     images = {"train": train, "test": train if test is None else test}
@@ -105,7 +114,7 @@ def test_digits_as_mnist_stores_them_are_known_by_facts() -> None:
     assert preparation_of(digits()) == expected
     for other in (
         preparation_of(digits(), classes=list("abcdefghij")),  # letters may be drawn so too
-        preparation_of(digits(), classes=[*decode.DIGITS, "none"]),
+        preparation_of(digits(), classes=[*DIGITS, "none"]),
         preparation_of(digits(), as_stored=False),  # photos of 96x96, say
     ):
         assert (other.bright_on_black, other.digit_photos) == (True, False)
@@ -127,8 +136,8 @@ def test_idx_files_have_no_names_and_are_told_apart_all_the_same(tmp_path: Path)
         rows: Any = {f"{split}_images": images[:40] for split in ("train", "test")}
         rows |= {f"{split}_labels": np.arange(40) % 10 for split in ("train", "test")}
         folder = write_idx(tmp_path / name, **rows)
-        loaded = data.load(str(folder), str(tmp_path / "cache"))
-        assert loaded.classes == decode.DIGITS
+        loaded = cache.load(str(folder), str(tmp_path / "cache"))
+        assert loaded.classes == DIGITS
         assert loaded.preparation.digit_photos is expected
 
 
@@ -152,7 +161,7 @@ def test_images_that_are_not_bright_strokes_on_black() -> None:
 
 def test_mnist_and_the_digits_are_of_that_kind(mnist: Path) -> None:
     for dataset in ("digits", str(mnist)):
-        assert data.load(dataset).preparation.digit_photos
+        assert cache.load(dataset).preparation.digit_photos
 
 
 # --- Memory

@@ -19,7 +19,7 @@ import psutil
 import pytest
 import yaml
 
-from ddp_mnist.local_world import free_port
+from ddp_mnist.cluster.local import free_port
 from tests.commands import REPOSITORY, Started
 
 DEPLOY = REPOSITORY / "deploy"

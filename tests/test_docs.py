@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_mnist.local_world import free_port
+from ddp_mnist.cluster.local import free_port
 from tests.commands import REPOSITORY
 
 NEEDS = ("gpu", "slurm", "hub", "network", "hosts", "images", "minutes")

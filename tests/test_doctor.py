@@ -23,8 +23,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddp_mnist import cli, data, hardware, local_world, runtime, sources
+from ddp_mnist import cli
+from ddp_mnist.cluster import hardware
+from ddp_mnist.cluster.launch import find_launch
+from ddp_mnist.cluster.local import free_port, run_world
+from ddp_mnist.cluster.nodes import Node
+from ddp_mnist.cluster.world import join_world
 from ddp_mnist.config import Distribution
+from ddp_mnist.data import cache
 from ddp_mnist.doctor import collectives, examination, group, machine, network
 from ddp_mnist.doctor.findings import (
     FAIL,
@@ -39,10 +45,7 @@ from ddp_mnist.doctor.findings import (
 )
 from ddp_mnist.doctor.machine import Options
 from ddp_mnist.errors import PeerError
-from ddp_mnist.launch import find_launch
-from ddp_mnist.local_world import free_port, run_world
-from ddp_mnist.multinode import Node
-from ddp_mnist.proofs import watching
+from ddp_mnist.verify.watch import watching
 
 Patch = pytest.MonkeyPatch
 
@@ -105,7 +108,7 @@ def wrong_product(patch: Patch, _folder: Path) -> None:
 
 
 def container_quota(patch: Patch, _folder: Path) -> None:
-    patch.setattr(hardware, "cpu_quota", lambda: 1.5)
+    patch.setattr("ddp_mnist.cluster.hardware.cpu_quota", lambda: 1.5)
     patch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
 
 
@@ -126,7 +129,7 @@ def one_core(patch: Patch, _folder: Path) -> None:
 
 
 def little_memory(patch: Patch, _folder: Path) -> None:
-    patch.setattr(hardware, "free_memory", lambda: 1e9)
+    patch.setattr("ddp_mnist.cluster.hardware.free_memory", lambda: 1e9)
 
 
 def full_disk(patch: Patch, _folder: Path) -> None:
@@ -145,7 +148,7 @@ def folders_are_files(_patch: Patch, folder: Path) -> None:
 
 
 def no_hub(patch: Patch, _folder: Path) -> None:
-    patch.setattr(sources, "why_out_of_reach", lambda _: "no route to host")
+    patch.setattr("ddp_mnist.data.sources.why_out_of_reach", lambda _: "no route to host")
 
 
 def loopback_name(patch: Patch, _folder: Path) -> None:
@@ -250,8 +253,8 @@ def test_what_the_driver_tells_of_a_gpu(
 
 
 def test_data_in_the_cache_needs_no_hub(tmp_path: Path, monkeypatch: Patch) -> None:
-    monkeypatch.setattr(sources, "why_out_of_reach", lambda _: "no route to host")
-    data.load("digits", str(tmp_path))
+    monkeypatch.setattr("ddp_mnist.data.sources.why_out_of_reach", lambda _: "no route to host")
+    cache.load("digits", str(tmp_path))
     finding = only(machine.data_set(Options(dataset="digits", cache_dir=str(tmp_path))))
     assert (finding.level, finding.said) == (PASS, "digits is in the cache")
 
@@ -316,14 +319,14 @@ def wrong_there(device: torch.device, name: str) -> Finding:
 
 
 def other_data(*_: Any) -> Any:
-    return dataclasses.replace(data.load("digits"), digest="0" * 64)
+    return dataclasses.replace(cache.load("digits"), digest="0" * 64)
 
 
 def examine_with_faults() -> dict[str, list[Finding]]:
     """In one world, each examination with a fault; on rank 1 where nothing else is said."""
     flags, options = Distribution(cpu=True, dist_timeout=20), Options(dataset="digits")
     found: dict[str, list[Finding]] = {}
-    with runtime.start(flags, find_launch(flags)) as world:
+    with join_world(flags, find_launch(flags)) as world:
         here = group.Group(world)
 
         def examine(name: str, faults: Any, findings: Iterator[Finding]) -> None:
@@ -344,9 +347,13 @@ def examine_with_faults() -> dict[str, list[Finding]]:
         )
         told = patch.dict(os.environ, NCCL_ALGO="Ring", GLOO_SOCKET_IFNAME="ib0")
         examine("variable", on_rank_1(told), same(here, options))
-        examine("data", on_rank_1(patch.object(data, "cached", other_data)), same(here, options))
         examine(
-            "no data", on_rank_1(patch.object(data, "cached", lambda *_: None)), same(here, options)
+            "data", on_rank_1(patch.object(group.cache, "cached", other_data)), same(here, options)
+        )
+        examine(
+            "no data",
+            on_rank_1(patch.object(group.cache, "cached", lambda *_: None)),
+            same(here, options),
         )
         ahead = patch.object(time, "time", lambda: now() + 3600)
         examine("clock", on_rank_1(ahead), group.clocks(here))
@@ -410,7 +417,7 @@ def examine_with_faults() -> dict[str, list[Finding]]:
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Finding]]:
     """What both ranks found alike."""
     folder = tmp_path_factory.mktemp("doctor")
-    data.load("digits")
+    cache.load("digits")
     first, second = run_world(2, examine_with_faults, folder=folder)
     for name in first:
         assert [(f.level, f.name) for f in first[name]] == [
@@ -494,7 +501,7 @@ def test_on_the_cpu_the_doctor_shows_nobody_a_gpu(
         return 0
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    monkeypatch.setattr(hardware, "gpus", look)
+    monkeypatch.setattr("ddp_mnist.cluster.hardware.gpus", look)
     monkeypatch.setattr(examination, "examine", lambda *_, **__: [])
     with pytest.raises(SystemExit) as ended:
         cli.main(["doctor", "--dataset", "digits", *flags])
@@ -564,12 +571,12 @@ def two_on_gloo(flags: Distribution, *_: Any) -> list[Finding]:
 
 
 def test_one_gpu_is_shared_by_two_processes(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(hardware, "gpus", lambda: 1)
-    monkeypatch.setattr(local_world, "gpus", lambda: 1)
+    monkeypatch.setattr("ddp_mnist.cluster.hardware.gpus", lambda: 1)
+    monkeypatch.setattr("ddp_mnist.cluster.local.gpus", lambda: 1)
     monkeypatch.setattr(examination, "as_member", two_on_gloo)
     options = Options(processes=examination.default_processes())
     assert options.processes == 2
-    [finding] = examination.examine_processes(Distribution(), options, minutes=0, aloud=False)
+    [finding] = examination.examine_processes(Distribution(), options, minutes=0, verbose=False)
     assert finding.said == "gloo"
 
 
@@ -584,7 +591,7 @@ def test_processes_that_end_early_are_a_finding(
     member: Callable[..., Any], said: str, remedy: str, monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr(examination, "as_member", member)
-    [finding] = examination.examine_processes(Distribution(), Options(), minutes=0, aloud=False)
+    [finding] = examination.examine_processes(Distribution(), Options(), minutes=0, verbose=False)
     assert (finding.level, finding.name, finding.said) == (FAIL, "processes", said)
     assert remedy in finding.remedy
 

@@ -11,12 +11,13 @@ import pytest
 import torch
 from torch import nn
 
-from ddp_mnist import data, evaluate_run
+from ddp_mnist.cluster.local import run_world
 from ddp_mnist.config import Distribution
-from ddp_mnist.data import Rows
+from ddp_mnist.data import cache
+from ddp_mnist.data.batches import Rows
 from ddp_mnist.errors import UsageError
-from ddp_mnist.evaluation import Metrics, evaluate_split, prepare_split, summarise
-from ddp_mnist.local_world import run_world
+from ddp_mnist.run.evaluation import Metrics, evaluate_split, prepare_split, summarise
+from ddp_mnist.verbs import evaluate
 
 CLASSES = 4
 
@@ -52,11 +53,11 @@ def counted_by_hand(count: int) -> tuple[list[list[int]], float]:
 
 def evaluate_all(cells: list[tuple[int, int]]) -> list[Metrics]:
     """One world's Metrics for each (number of rows, images per process and batch)."""
-    from ddp_mnist import runtime
-    from ddp_mnist.launch import find_launch
+    from ddp_mnist.cluster.launch import find_launch
+    from ddp_mnist.cluster.world import join_world
 
     flags = Distribution(cpu=True, dist_timeout=60)
-    with runtime.start(flags, find_launch(flags)) as world:
+    with join_world(flags, find_launch(flags)) as world:
         model = TableLookup()
         loaders = [prepare_split(world.accelerator, make_rows(rows), size) for rows, size in cells]
         return [evaluate_split(world.accelerator, model, each, CLASSES) for each in loaders]
@@ -118,17 +119,17 @@ def test_a_batch_is_never_larger_than_the_split(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("split", ["train", "validation"])
 def test_a_split_that_another_data_set_is_too_small_for(split: str) -> None:
-    images = data.load("digits")
+    images = cache.load("digits")
     for val_size in (5000, 1437):
         with pytest.raises(UsageError) as told:
-            evaluate_run._rows(images, split, val_size)
+            evaluate._rows(images, split, val_size)
         assert str(told.value) == (
             f"--split {split}: digits has 1,437 train images, and the run held {val_size:,} out;"
             " use --split test"
         )
-        assert len(evaluate_run._rows(images, "test", val_size)) == 360
-    assert len(evaluate_run._rows(images, "train", 1436)) == 1
-    assert len(evaluate_run._rows(images, "validation", 1436)) == 1436
+        assert len(evaluate._rows(images, "test", val_size)) == 360
+    assert len(evaluate._rows(images, "train", 1436)) == 1
+    assert len(evaluate._rows(images, "validation", 1436)) == 1436
 
 
 def test_no_pickle_travels_between_ranks(tmp_path: Path) -> None:
@@ -146,22 +147,22 @@ def test_no_pickle_travels_between_ranks(tmp_path: Path) -> None:
 def evaluate_without_pickles() -> tuple[Metrics, bytes, list[bytes]]:
     import torch.distributed as dist
 
-    from ddp_mnist import runtime
-    from ddp_mnist.launch import find_launch
+    from ddp_mnist.cluster.launch import find_launch
+    from ddp_mnist.cluster.world import broadcast_bytes, gather_bytes, join_world
 
     names = ("broadcast_object_list", "all_gather_object", "gather_object", "scatter_object_list")
     fakes: Any = dict.fromkeys(names)  # None is no function
     flags = Distribution(cpu=True, dist_timeout=60)
     with (
         patch.multiple(dist, **fakes),
-        runtime.start(flags, find_launch(flags)) as world,
+        join_world(flags, find_launch(flags)) as world,
     ):
         rank = world.accelerator.process_index
         loader = prepare_split(world.accelerator, make_rows(10), 4)
         return (
             evaluate_split(world.accelerator, TableLookup(), loader, CLASSES),
-            runtime.broadcast_bytes(world.accelerator, b"from rank 0" if rank == 0 else b""),
-            runtime.gather_bytes(world.accelerator, bytes([rank]) * (rank * 1000 + 1)),
+            broadcast_bytes(world.accelerator, b"from rank 0" if rank == 0 else b""),
+            gather_bytes(world.accelerator, bytes([rank]) * (rank * 1000 + 1)),
         )
 
 

@@ -17,12 +17,14 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from ddp_mnist import cli, export, weights
-from ddp_mnist.decode import DIGITS, Preparation
+from ddp_mnist import cli
+from ddp_mnist.cluster.local import run_world
+from ddp_mnist.data.decode import DIGITS, Preparation
 from ddp_mnist.errors import CheckFailed, UsageError
-from ddp_mnist.local_world import run_world
 from ddp_mnist.models import MODELS
-from ddp_mnist.proofs import just_train, proof_config
+from ddp_mnist.run import weights
+from ddp_mnist.verbs import export
+from ddp_mnist.verify.watch import just_train, proof_config
 
 
 @pytest.fixture(scope="module")
@@ -247,7 +249,7 @@ def test_nothing_of_others_is_replaced(run: Path, tmp_path: Path) -> None:
 def test_a_form_that_fails_leaves_nothing(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(export, "LIMIT", -1.0)
+    monkeypatch.setattr("ddp_mnist.verbs.export.LIMIT", -1.0)
     with pytest.raises(CheckFailed):
         export.export(str(run), ["torch"], str(tmp_path / "out"))
     assert list(tmp_path.iterdir()) == []

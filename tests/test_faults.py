@@ -22,11 +22,12 @@ from typing import Any
 import psutil
 import pytest
 
-from ddp_mnist import checkpoint, run_folder
+from ddp_mnist.cluster.local import LocalWorld, run_world
 from ddp_mnist.config import Run, TrainConfig
 from ddp_mnist.errors import FailedElsewhere, PeerError, StorageError, UsageError
-from ddp_mnist.local_world import LocalWorld, run_world
-from ddp_mnist.proofs import just_train, resumed, train_until
+from ddp_mnist.run import checkpoint
+from ddp_mnist.run.folder import in_use, read_json
+from ddp_mnist.verify.watch import just_train, resumed, train_until
 from tests import hosts
 from tests.chaos import (
     chaos,
@@ -54,7 +55,7 @@ def long(run_dir: str = "run", epochs: int = 60) -> TrainConfig:
 
 
 def status(run: Path) -> tuple[str, int | None]:
-    found = run_folder.read_json(run / "status.json")
+    found = read_json(run / "status.json")
     return found["state"], found["exit_code"]
 
 
@@ -78,7 +79,7 @@ def test_fault_01_fault_02_fault_34_a_worker_is_killed_and_then_the_launcher(
     A worker that took too much memory is killed by the kernel with the same signal.
     """
     run, told = tmp_path / "run", config_of("patient", Path("unbroken"))
-    restart = ["-m", "ddp_mnist.restart", "3", "--", *TWO_PROCESSES, *TRAIN]
+    restart = ["-m", "ddp_mnist.verbs.restart", "3", "--", *TWO_PROCESSES, *TRAIN]
     started = Started([*restart, *flags_of("patient", run)], tmp_path, HUSH)
     wait_for_checkpoint(run)
     [launcher] = workers_of(started)
@@ -95,7 +96,7 @@ def test_fault_01_fault_02_fault_34_a_worker_is_killed_and_then_the_launcher(
     workers = launcher.children()
     launcher.kill()
     assert seconds_until_gone(workers) < 5  # no orphan, and no second writer
-    assert not run_folder.in_use(run)
+    assert not in_use(run)
     ended = started.ended()
     assert status(run) == ("preempted", 143)  # the workers had the time to save
     assert ended.code == 143
@@ -110,7 +111,7 @@ def test_fault_01_fault_02_fault_34_a_worker_is_killed_and_then_the_launcher(
 
     second = newest_step(run)
     run_world(2, just_train, dataclasses.replace(told, run=going_on(run)), folder=tmp_path)
-    assert run_folder.read_json(run / "summary.json")["resumed_from"] == [first, second]
+    assert read_json(run / "summary.json")["resumed_from"] == [first, second]
     run_world(2, just_train, told, folder=tmp_path)
     assert what_stays(run) == what_stays(tmp_path / "unbroken")
     assert leftovers(run) == []
@@ -165,7 +166,7 @@ def test_fault_21_one_rank_fails_alone(how: str, tmp_path: Path) -> None:
         assert isinstance(outcomes[2], ZeroDivisionError)
         assert [type(outcome) for outcome in outcomes[:2]] == [FailedElsewhere] * 2
         assert (state, code) == ("failed", 1)
-        error = run_folder.read_json(tmp_path / "run" / "status.json")["error"]
+        error = read_json(tmp_path / "run" / "status.json")["error"]
         assert error == "the first one"
     else:
         assert codes[:2] == [6, 6]

@@ -27,13 +27,19 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from torch import nn
 
-from ddp_mnist import checkpoint, data, run_folder, runtime, train
+from ddp_mnist import train
+from ddp_mnist.cluster import world
+from ddp_mnist.cluster.launch import Launch
+from ddp_mnist.cluster.local import LocalWorld, free_port
+from ddp_mnist.cluster.world import join_world
 from ddp_mnist.config import Distribution, Recipe, Run, TrainConfig
+from ddp_mnist.data import cache
+from ddp_mnist.data.batches import ImageData
 from ddp_mnist.errors import DdpMnistError, DivergedError, PeerError, UsageError
-from ddp_mnist.launch import Launch
-from ddp_mnist.local_world import LocalWorld, free_port
-from ddp_mnist.progress import Progress
-from ddp_mnist.proofs import just_train, resumed, weights_of, what_stays
+from ddp_mnist.run import checkpoint
+from ddp_mnist.run.folder import read_json
+from ddp_mnist.run.state import Progress
+from ddp_mnist.verify.watch import just_train, resumed, weights_of, what_stays
 
 TRAIN_ROWS, VAL_ROWS, TEST_ROWS = 120, 30, 40
 BATCH, EPOCHS = 12, 3
@@ -100,8 +106,8 @@ def fp16_on_a_cpu(
         growth_interval: steps after which the scale doubles.
         comm_hook: --comm-hook, without what refuses it.
     """
-    make_accelerator, make_optimizer = runtime.make_accelerator, train.make_optimizer
-    load, rate_of, stepped = data.load, train.learning_rate, Progress.stepped
+    make_accelerator, make_optimizer = world.make_accelerator, train.make_optimizer
+    load, rate_of, stepped = cache.load, train.learning_rate, Progress.stepped
     seen, step, scalers = Seen(), [-1], list[torch.amp.GradScaler]()
     is_last = os.environ.get("RANK", "0") == str(int(os.environ.get("WORLD_SIZE", 1)) - 1)
 
@@ -143,7 +149,7 @@ def fp16_on_a_cpu(
         seen.skipped.append(skipped)
         seen.scales.append(scalers[0].get_scale())
 
-    def fewer(*args: Any, **options: Any) -> data.ImageData:
+    def fewer(*args: Any, **options: Any) -> ImageData:
         images, rows = load(*args, **options), TRAIN_ROWS + VAL_ROWS
         return dataclasses.replace(
             images,
@@ -154,12 +160,12 @@ def fp16_on_a_cpu(
         )
 
     with (
-        patch.object(runtime, "precision_in_effect", lambda *_: "fp16"),
-        patch.object(runtime, "make_accelerator", accelerator),
+        patch.object(world, "precision_in_effect", lambda *_: "fp16"),
+        patch.object(world, "make_accelerator", accelerator),
         patch.object(train, "make_optimizer", optimizer),
         patch.object(train, "learning_rate", rate),
         patch.object(Progress, "stepped", watched),
-        patch.object(data, "load", fewer),
+        patch.object(cache, "load", fewer),
     ):
         yield seen
 
@@ -220,8 +226,8 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Pai
     folders = {size: tmp_path_factory.mktemp(f"on{size}") for size in (1, 2)}
     worlds = {size: start(size, runs, folder) for size, folder in folders.items()}
     found = {}
-    for size, world in worlds.items():
-        seen = seen_in(world)
+    for size, each in worlds.items():
+        seen = seen_in(each)
         for number, kind in enumerate(KINDS):
             unbroken, interrupted, again = seen[3 * number : 3 * number + 3]
             found[kind, size] = Pair(unbroken, interrupted, again, folders[size], kind)
@@ -340,7 +346,7 @@ def test_fault_24_gradients_that_always_overflow_end_the_run_on_all_ranks(
     [spoken] = [seen.result for seen in ranks if seen.result.agreed]
     assert isinstance(spoken, DivergedError)
     assert str(spoken).startswith("--lr 0.01: by step 25 the gradient is not a finite number any")
-    status = run_folder.read_json(tmp_path / "run" / "status.json")
+    status = read_json(tmp_path / "run" / "status.json")
     assert (status["state"], status["exit_code"]) == ("failed", 7)
 
 
@@ -368,10 +374,10 @@ def test_comm_hooks_and_one_overflow(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16", "no", "fp64"])
 def test_powersgd_is_refused_with_fp16(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime, "precision_in_effect", lambda *_: precision)
-    monkeypatch.setattr(runtime, "meet", Mock(side_effect=PeerError("went on")))
+    monkeypatch.setattr("ddp_mnist.cluster.device.precision_in_effect", lambda *_: precision)
+    monkeypatch.setattr("ddp_mnist.cluster.world.meet", Mock(side_effect=PeerError("went on")))
     flags = Distribution(cpu=True, comm_hook="powersgd")
-    with pytest.raises(DdpMnistError) as told, runtime.start(flags, Launch()):
+    with pytest.raises(DdpMnistError) as told, join_world(flags, Launch()):
         pass
     if precision == "fp16":
         assert isinstance(told.value, UsageError)

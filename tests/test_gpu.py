@@ -10,7 +10,7 @@ import psutil
 import pytest
 import torch
 
-from ddp_mnist import run_folder
+from ddp_mnist.run.folder import read_json
 from tests.chaos import wait_for_checkpoint
 from tests.commands import ACCELERATE, CONFIGS, TORCHRUN, TRAIN, Started, python
 
@@ -24,7 +24,7 @@ DIGITS = [*TRAIN, "--dataset", "digits", "--run-dir", "run"]
 def summary_of(*arguments: str, folder: Path) -> dict[str, Any]:
     ended = python(*arguments, folder=folder)
     assert ended.code == 0, ended.err
-    return run_folder.read_json(folder / "run" / "summary.json")
+    return read_json(folder / "run" / "summary.json")
 
 
 def test_single_gpu_trains_in_fp16(tmp_path: Path) -> None:
@@ -70,7 +70,7 @@ def test_fault_01_a_worker_killed_over_nccl_ends_the_other_with_code_6(tmp_path:
     began = time.monotonic()
     ended = started.ended()
     assert time.monotonic() - began < 30  # when the launcher would kill the other one
-    status = run_folder.read_json(tmp_path / "run" / "status.json")
+    status = read_json(tmp_path / "run" / "status.json")
     assert (status["state"], status["exit_code"]) == ("failed", 6)
     [line] = ended.error_lines
     assert line.startswith("ddp-mnist: error: lost contact with rank 1 of 2 (")

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from ddp_mnist import run_folder
+from ddp_mnist.run.folder import read_json
 from tests.commands import REPOSITORY, Ended
 from tests.gpu_standin import machine
 
@@ -176,7 +176,7 @@ def places(met: list[dict[str, str]]) -> list[tuple[str, str, str]]:
 
 
 def test_two_processes_share_one_gpu_over_gloo(decided: dict[str, Any]) -> None:
-    """The local rank stays what it is, for who speaks; DDP gets the number of the GPU."""
+    """The local rank stays what it is, for who verbose; DDP gets the number of the GPU."""
     met = decided["one"]["met"]["gloo"]
     assert places(met) == [("cuda:0", "gloo", "0"), ("cuda:0", "gloo", "1")]
 
@@ -251,7 +251,7 @@ def test_make_train_on_one_gpu(library: Path, tmp_path: Path) -> None:
     flags = ["--dataset", "digits", "--epochs", "2", "--run-dir", str(run)]
     ended = make("train", machine(library, 1), *flags)
     assert (ended.code, ended.err) == (0, "")
-    summary = run_folder.read_json(run / "summary.json")
+    summary = read_json(run / "summary.json")
     assert (summary["device"], summary["backend"], summary["precision"]) == (
         "cuda:0",
         "none",
@@ -267,7 +267,7 @@ def test_make_train_on_the_cpu_of_a_machine_whose_gpu_is_broken(
     flags = ["--cpu", "--dataset", "digits", "--epochs", "1", "--run-dir", str(run)]
     ended = make("train", machine(library, 1, computes=False), *flags)
     assert (ended.code, ended.err) == (0, "")
-    summary = run_folder.read_json(run / "summary.json")
+    summary = read_json(run / "summary.json")
     assert (summary["device"], summary["backend"]) == ("cpu", "none")
     assert summary["precision"] in ("no", "bf16")
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from ddp_mnist import hardware
+from ddp_mnist.cluster import hardware
 
 GB = 10**9
 
@@ -19,8 +19,8 @@ GB = 10**9
 @pytest.fixture
 def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A machine of 8 cores with 16 GB free, without control groups."""
-    monkeypatch.setattr(hardware, "CGROUP", tmp_path)
-    monkeypatch.setattr(hardware, "OWN_CGROUPS", tmp_path / "own")
+    monkeypatch.setattr("ddp_mnist.cluster.hardware.CGROUP", tmp_path)
+    monkeypatch.setattr("ddp_mnist.cluster.hardware.OWN_CGROUPS", tmp_path / "own")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     monkeypatch.setattr(
         hardware.psutil, "virtual_memory", lambda: SimpleNamespace(available=16 * GB)

@@ -6,9 +6,10 @@ from typing import Any
 import psutil
 import pytest
 
+from ddp_mnist.cluster.interfaces import interface_towards
+from ddp_mnist.cluster.launch import Launch, find_launch, first_slurm_host
 from ddp_mnist.config import Distribution
 from ddp_mnist.errors import UsageError
-from ddp_mnist.launch import Launch, find_launch, first_slurm_host, interface_towards
 
 # What each launcher was seen to set (accelerate 1.15, torch 2.15), without what says nothing.
 TORCHRUN = {

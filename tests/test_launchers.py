@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from ddp_mnist import run_folder
-from ddp_mnist.local_world import free_port
-from ddp_mnist.proofs import largest_difference, weights_of
+from ddp_mnist.cluster.local import free_port
+from ddp_mnist.run.folder import read_json
+from ddp_mnist.verify.watch import largest_difference, weights_of
 from tests.commands import ACCELERATE, CONFIGS, REPOSITORY, TORCHRUN, TRAIN, Started, python
 
 # 45 steps in float64, of the net that needs the least time: launching is what is tested here.
@@ -36,12 +36,12 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("alone") / "run"
     ended = python(*proof(run), folder=run.parent)
     assert (ended.code, ended.err) == (0, ""), ended.err
-    assert run_folder.read_json(run / "summary.json")["backend"] == "none"
+    assert read_json(run / "summary.json")["backend"] == "none"
     return run
 
 
 def check_equal(run: Path, alone: Path, world_size: int, num_machines: int = 1) -> None:
-    summary = run_folder.read_json(run / "summary.json")
+    summary = read_json(run / "summary.json")
     assert summary["world_size"] == world_size
     assert summary["num_machines"] == num_machines
     assert summary["backend"] == "gloo"
@@ -147,7 +147,7 @@ def test_accelerate_cpu_is_one_process(tmp_path: Path) -> None:
     arguments = [*ACCELERATE, str(CONFIGS / "cpu.yaml"), *TRAIN, "--dataset", "digits"]
     ended = python(*arguments, "--epochs", "1", "--run-dir", "run", folder=tmp_path)
     assert ended.code == 0
-    summary = run_folder.read_json(tmp_path / "run" / "summary.json")
+    summary = read_json(tmp_path / "run" / "summary.json")
     assert (summary["world_size"], summary["backend"], summary["precision"]) == (1, "none", "no")
 
 
@@ -201,7 +201,7 @@ def test_fault_23_nobody_else_comes(tmp_path: Path) -> None:
 
 
 def test_evaluate_on_two_processes_equals_the_summary(alone: Path, tmp_path: Path) -> None:
-    summary = run_folder.read_json(alone / "summary.json")
+    summary = read_json(alone / "summary.json")
     evaluate = ["-m", "ddp_mnist", "evaluate", str(alone), "--json"]
     for launcher in ([], [*TORCHRUN, "--standalone", "--nproc-per-node", "2"]):
         ended = python(*launcher, *evaluate, folder=tmp_path)

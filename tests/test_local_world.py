@@ -4,9 +4,8 @@ import socket
 
 import pytest
 
-from ddp_mnist import local_world
+from ddp_mnist.cluster.local import free_port
 from ddp_mnist.errors import UsageError
-from ddp_mnist.local_world import free_port
 
 
 def test_a_free_port_is_free_and_not_one_of_those_for_outgoing_connections() -> None:
@@ -22,8 +21,8 @@ def test_a_port_that_is_taken_is_passed_over(monkeypatch: pytest.MonkeyPatch) ->
         other.listen()
         taken = other.getsockname()[1]
         free = free_port()
-        monkeypatch.setattr(local_world, "PORTS", [taken] * 99 + [free])
+        monkeypatch.setattr("ddp_mnist.cluster.local.PORTS", [taken] * 99 + [free])
         assert free_port() == free
-        monkeypatch.setattr(local_world, "PORTS", [taken] * 100)
+        monkeypatch.setattr("ddp_mnist.cluster.local.PORTS", [taken] * 100)
         with pytest.raises(UsageError, match=rf"^ports {taken} to {taken}: no free one was found;"):
             free_port()

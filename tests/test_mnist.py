@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from ddp_mnist.cluster.local import run_world
 from ddp_mnist.config import Distribution, Recipe, Run, TrainConfig
-from ddp_mnist.local_world import run_world
-from ddp_mnist.proofs import just_train
+from ddp_mnist.verify.watch import just_train
 
 
 def train_mnist(mnist: Path, seed: int, processes: int, epochs: int, folder: Path) -> float:

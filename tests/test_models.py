@@ -8,17 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ddp_mnist import data
+from ddp_mnist.cluster.local import run_world
 from ddp_mnist.config import NETS, Recipe
-from ddp_mnist.local_world import run_world
-from ddp_mnist.models import (
-    MODELS,
-    PIXEL_MEAN,
-    PIXEL_STD,
-    VERSION,
-    moved_by_a_pixel,
-    normalise,
-)
+from ddp_mnist.data import cache
+from ddp_mnist.models import MODELS, PIXEL_MEAN, PIXEL_STD, VERSION, moved_by_a_pixel, normalise
 
 NAMES = ("cnn", "cnn_deep", "mlp", "cnn_bn", "resnet18")
 OURS = [name for name in NAMES if name != "resnet18"]
@@ -72,7 +65,7 @@ def test_normalise() -> None:
 
 
 def test_mean_and_deviation_are_those_of_mnist(mnist: Path) -> None:
-    pixels = data.load(str(mnist)).train_images.double() / 255
+    pixels = cache.load(str(mnist)).train_images.double() / 255
     assert pixels.mean().item() == pytest.approx(PIXEL_MEAN, abs=1e-4)
     assert pixels.std().item() == pytest.approx(PIXEL_STD, abs=1e-4)
 

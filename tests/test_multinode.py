@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from ddp_mnist import multinode, run_folder
-from ddp_mnist.local_world import free_port
-from ddp_mnist.proofs import largest_difference, weights_of
+from ddp_mnist.cluster.local import free_port
+from ddp_mnist.run.folder import read_json
+from ddp_mnist.verbs import multinode
+from ddp_mnist.verify.watch import largest_difference, weights_of
 from tests.commands import REPOSITORY, Ended, python
 from tests.hosts import Hosts, require_hosts
 
-MULTINODE = ["-m", "ddp_mnist.multinode"]
+MULTINODE = ["-m", "ddp_mnist.verbs.multinode"]
 PROOF = "--dataset digits --model mlp --epochs 3 --batch-size 72 --mixed-precision fp64 --run-dir"
 
 
@@ -44,7 +45,7 @@ def test_rehearsal(alone: Path, tmp_path: Path) -> None:
     assert ended.code == 0, ended.err
     assert ended.out.splitlines()[0].startswith("REHEARSAL: two nodes on this machine")
     assert ended.out.count("--machine_rank 0") == ended.out.count("--machine_rank 1") == 1
-    summary = run_folder.read_json(tmp_path / "run" / "summary.json")
+    summary = read_json(tmp_path / "run" / "summary.json")
     assert (summary["world_size"], summary["num_machines"]) == (2, 2)
     assert largest_difference(weights_of(tmp_path / "run"), weights_of(alone)) < 1e-9
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
@@ -83,7 +84,7 @@ def test_two_hosts_whose_own_name_is_loopback(alone: Path, tmp_path: Path) -> No
             f"done       the result is on {hosts.names[0]}, in {tmp_path / 'disk0' / 'run'}",
         ]
     run = tmp_path / "disk0" / "run"
-    summary = run_folder.read_json(run / "summary.json")
+    summary = read_json(run / "summary.json")
     assert (summary["world_size"], summary["num_machines"]) == (2, 2)
     assert largest_difference(weights_of(run), weights_of(alone)) < 1e-9
     assert not (tmp_path / "disk1" / "run").exists()  # only rank 0's machine has the run folder

@@ -18,13 +18,17 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 
-from ddp_mnist import nccl, run_folder, runtime
+from ddp_mnist.cluster import nccl, world
+from ddp_mnist.cluster.device import Place
+from ddp_mnist.cluster.failures import end_group
+from ddp_mnist.cluster.local import LocalWorld
+from ddp_mnist.cluster.nccl import NcclAccelerator
+from ddp_mnist.cluster.store import Store
+from ddp_mnist.cluster.world import form_group, make_accelerator
 from ddp_mnist.config import Distribution
 from ddp_mnist.errors import FailedElsewhere, PeerError
-from ddp_mnist.local_world import LocalWorld
-from ddp_mnist.nccl import NcclAccelerator
-from ddp_mnist.proofs import just_train, proof_config
-from ddp_mnist.rendezvous import Board
+from ddp_mnist.run.folder import read_json
+from ddp_mnist.verify.watch import just_train, proof_config
 
 # What is promised, and more where others use the machine at the same time.
 SECONDS = 5 * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
@@ -48,15 +52,15 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(nccl, "time", clock)
-    monkeypatch.setattr(nccl, "error_of_the_group", lambda: "SUCCESS")
+    monkeypatch.setattr("ddp_mnist.cluster.nccl.time", clock)
+    monkeypatch.setattr("ddp_mnist.cluster.nccl.error_of_the_group", lambda: "SUCCESS")
     return clock
 
 
 def waiting(clock: Clock, gpu_s: float, timeout_s: float = 300.0) -> NcclAccelerator:
     """Rank 0's of two, whose GPU is done after so many seconds."""
     accelerator = object.__new__(NcclAccelerator)
-    accelerator.board, accelerator.timeout_s = Board(dist.HashStore(), 0, 2), timeout_s
+    accelerator.store, accelerator.timeout_s = Store(dist.HashStore(), 0, 2), timeout_s
     done_at = clock.now + gpu_s
     event = SimpleNamespace(record=Mock(), query=lambda: clock.now >= done_at)
     accelerator.new_event = Mock(return_value=event)
@@ -83,7 +87,7 @@ def test_a_wait_ends_soon_after_the_gpu_is_done(
 def test_the_store_is_asked_twice_a_second_and_not_in_a_short_wait(clock: Clock) -> None:
     for gpu_s, looks in ((0.4, 0), (0.6, 1), (10.3, 20)):
         accelerator = waiting(clock, gpu_s)
-        with patch.object(accelerator.board, "failure", return_value=None) as asked:
+        with patch.object(accelerator.store, "failure", return_value=None) as asked:
             accelerator.wait_for_gpu()
         assert asked.call_count == looks
 
@@ -98,14 +102,14 @@ def test_a_wait_ends_at_the_timeout(clock: Clock) -> None:
     accelerator = waiting(clock, 1e6, timeout_s=20)
     ends(accelerator, dist.DistBackendError, "^timed out: .* within 20 s$")
     assert 20 <= clock.now - began <= 20.6
-    assert accelerator.board.has("survivor/0")  # it may be busy with its end when others ask
+    assert accelerator.store.exists("survivor/0")  # it may be busy with its end when others ask
     waiting(clock, 19.0, timeout_s=20).wait_for_gpu()
 
 
 def test_a_wait_ends_when_another_rank_has_failed(clock: Clock) -> None:
     accelerator = waiting(clock, 1e6)
-    other = Board(accelerator.board.store, 1, 2)
-    other.claim_failure("a bug", 1)
+    other = Store(accelerator.store.c10d, 1, 2)
+    other.report_failure("a bug", 1)
     began = clock.now
     ends(accelerator, FailedElsewhere, "^a bug$")
     assert clock.now - began <= 0.6
@@ -113,11 +117,11 @@ def test_a_wait_ends_when_another_rank_has_failed(clock: Clock) -> None:
 
 def test_a_wait_ends_when_another_rank_looks_for_the_lost(clock: Clock) -> None:
     accelerator = waiting(clock, 1e6)
-    other = Board(accelerator.board.store, 1, 2)
+    other = Store(accelerator.store.c10d, 1, 2)
     found: list[list[int]] = []
-    looks = threading.Thread(target=lambda: found.append(other.silent_ranks()))
+    looks = threading.Thread(target=lambda: found.append(other.find_dead_ranks()))
     looks.start()
-    while not other.has("survivor/1"):
+    while not other.exists("survivor/1"):
         time.sleep(0.001)
     ends(accelerator, dist.DistBackendError, "^another rank lost a connection$")
     looks.join()
@@ -128,7 +132,7 @@ def test_a_wait_ends_when_another_rank_looks_for_the_lost(clock: Clock) -> None:
 def test_a_wait_ends_when_the_watchdog_saw_an_error(
     broken: str, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nccl, "error_of_the_group", lambda: broken)
+    monkeypatch.setattr("ddp_mnist.cluster.nccl.error_of_the_group", lambda: broken)
     began = clock.now
     ends(waiting(clock, 1e6), dist.DistBackendError, f"connection is broken: {broken}$")
     assert clock.now - began <= 0.6
@@ -136,7 +140,7 @@ def test_a_wait_ends_when_the_watchdog_saw_an_error(
 
 def test_a_wait_ends_when_the_store_is_gone(clock: Clock) -> None:
     accelerator = waiting(clock, 1e6)
-    accelerator.board.store = Mock(check=Mock(side_effect=RuntimeError("reset by peer")))
+    accelerator.store.c10d = Mock(check=Mock(side_effect=RuntimeError("reset by peer")))
     began = clock.now
     ends(accelerator, dist.DistBackendError, "^the connection to the main address is gone$")
     assert clock.now - began <= 0.6
@@ -146,12 +150,12 @@ def test_a_wait_ends_when_the_store_is_gone(clock: Clock) -> None:
 def test_a_wait_ends_some_seconds_after_a_stop_signal(before_s: float, clock: Clock) -> None:
     """It came before the wait began, or in it; if all ranks are there, the wait is over by then."""
     accelerator = waiting(clock, 1e6)
-    accelerator.board.signalled = clock.now - before_s
+    accelerator.store.signalled = clock.now - before_s
     expected = clock.now + max(0.0, -before_s) + nccl.AFTER_SIGNAL_S
     ends(accelerator, dist.DistBackendError, "^timed out: 10 s after a stop signal$")
     assert expected <= clock.now <= expected + 0.6
     accelerator = waiting(clock, nccl.AFTER_SIGNAL_S - 0.1)
-    accelerator.board.signalled = clock.now - before_s
+    accelerator.store.signalled = clock.now - before_s
     accelerator.wait_for_gpu()
 
 
@@ -187,7 +191,7 @@ def test_the_host_waits_wherever_it_is_about_to_read(monkeypatch: pytest.MonkeyP
 
 def train_beside(who: int, how: str, timeout_s: float) -> tuple[Exception, float]:
     """Rank `who` fails as it comes to its fifth all-reduce, in which the others' GPUs wait."""
-    make_accelerator, reduce = runtime.make_accelerator, Accelerator.reduce
+    make_accelerator, reduce = world.make_accelerator, Accelerator.reduce
     rank, reduces, stuck = int(os.environ["RANK"]), [0], [0.0]
 
     class Event:
@@ -203,7 +207,7 @@ def train_beside(who: int, how: str, timeout_s: float) -> tuple[Exception, float
         def stand_in(**options: Any) -> Accelerator:
             return StandIn(args[-1], flags.dist_timeout, **options)
 
-        with patch.object(runtime, "Accelerator", stand_in):
+        with patch.object(world, "Accelerator", stand_in):
             return make_accelerator(flags, *args)
 
     def enqueue(self: Accelerator, tensor: torch.Tensor, *args: Any) -> Any:
@@ -225,7 +229,7 @@ def train_beside(who: int, how: str, timeout_s: float) -> tuple[Exception, float
         told, distribution=dataclasses.replace(told.distribution, dist_timeout=timeout_s)
     )
     with (
-        patch.object(runtime, "make_accelerator", accelerator),
+        patch.object(world, "make_accelerator", accelerator),
         patch.object(Accelerator, "reduce", enqueue),
         patch.object(nccl, "error_of_the_group", error_of_the_group),
         patch.object(nccl, "AFTER_SIGNAL_S", 1.0),
@@ -267,7 +271,7 @@ def test_fault_01_a_rank_that_is_lost_is_named_in_one_line(
     assert str(told).startswith(f"lost contact with rank {who} of {size} (")
     assert {str(error) for error in errors} == {str(told)}
     if who:  # else nobody is left who writes it
-        status = run_folder.read_json(tmp_path / "run" / "status.json")
+        status = read_json(tmp_path / "run" / "status.json")
         assert (status["state"], status["exit_code"]) == ("failed", 6)
         assert status["error"] == str(told)
 
@@ -302,22 +306,22 @@ def test_the_watchdogs_timeout_is_later_than_the_waits(
 ) -> None:
     init = Mock()
     monkeypatch.setattr(dist, "init_process_group", init)
-    monkeypatch.setattr(runtime, "gpus", lambda: 1)
-    board = Board(dist.HashStore(), 0, 1)
-    runtime.form_group(board, backend, runtime.Place(0, 1, 1), 20.0)
+    monkeypatch.setattr("ddp_mnist.cluster.device.gpus", lambda: 1)
+    store = Store(dist.HashStore(), 0, 1)
+    form_group(store, backend, Place(0, 1, 1), 20.0)
     assert init.call_args.kwargs["timeout"] == timedelta(seconds=seconds)
 
 
 def test_only_nccl_has_an_accelerator_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     of_nccl, usual = Mock(), Mock()
-    monkeypatch.setattr(nccl, "NcclAccelerator", of_nccl)
-    monkeypatch.setattr(runtime, "Accelerator", usual)
-    board = Board(dist.HashStore(), 0, 1)
+    monkeypatch.setattr("ddp_mnist.cluster.nccl.NcclAccelerator", of_nccl)
+    monkeypatch.setattr("ddp_mnist.cluster.world.Accelerator", usual)
+    store = Store(dist.HashStore(), 0, 1)
     for backend, device in (("none", "cpu"), ("gloo", "cpu"), ("none", "cuda"), ("gloo", "cuda")):
-        runtime.make_accelerator(Distribution(), device, backend, "no", board)
+        make_accelerator(Distribution(), device, backend, "no", store)
     assert (usual.call_count, of_nccl.call_count) == (4, 0)
-    runtime.make_accelerator(Distribution(dist_timeout=7), "cuda", "nccl", "fp16", board)
-    assert of_nccl.call_args.args == (board, 7)
+    make_accelerator(Distribution(dist_timeout=7), "cuda", "nccl", "fp16", store)
+    assert of_nccl.call_args.args == (store, 7)
     assert of_nccl.call_args.kwargs["mixed_precision"] == "fp16"
 
 
@@ -334,9 +338,9 @@ class Group:
             destroy_process_group=lambda: self.calls.append("destroy"),
             group=SimpleNamespace(WORLD=self),
         )
-        monkeypatch.setattr(runtime, "dist", found)
-        monkeypatch.setattr(nccl, "dist", found)
-        monkeypatch.setattr(nccl, "aborted", [])
+        monkeypatch.setattr("ddp_mnist.cluster.world.dist", found)
+        monkeypatch.setattr("ddp_mnist.cluster.nccl.dist", found)
+        monkeypatch.setattr("ddp_mnist.cluster.nccl.aborted", [])
 
     def abort(self) -> None:
         self.calls.append("abort")
@@ -348,18 +352,18 @@ def test_after_an_error_nccl_is_aborted_once_and_not_waited_for(
 ) -> None:
     group = Group(monkeypatch, "nccl")
     for in_order in (False, False, True):  # each place that ends it after an error
-        runtime.end(in_order=in_order)
+        end_group(in_order=in_order)
     assert group.calls == ["abort"]
     assert nccl.aborted == [group]
 
 
 def test_an_abort_that_hangs_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nccl, "ABORT_S", 0.05)
+    monkeypatch.setattr("ddp_mnist.cluster.nccl.ABORT_S", 0.05)
     group = Group(monkeypatch, "nccl")
     group.hangs.clear()
     began = time.monotonic()
-    runtime.end()
-    runtime.end(in_order=True)
+    end_group()
+    end_group(in_order=True)
     assert time.monotonic() - began < 2
     assert group.calls == ["abort"]
     group.hangs.set()
@@ -370,5 +374,5 @@ def test_any_other_end_is_a_destroy(
     backend: str, in_order: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     group = Group(monkeypatch, backend)
-    runtime.end(in_order=in_order)
+    end_group(in_order=in_order)
     assert group.calls == ["destroy"]

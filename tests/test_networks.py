@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from ddp_mnist import run_folder
-from ddp_mnist.proofs import largest_difference, weights_of
+from ddp_mnist.run.folder import MODEL, read_json
+from ddp_mnist.verify.watch import largest_difference, weights_of
 from tests.commands import REPOSITORY, Started, python
 from tests.hosts import Hosts, require_hosts
 
@@ -82,7 +82,7 @@ def test_the_interface_that_leads_to_the_others_is_found(
             ended = started.ended()
             assert ended.code == 0, ended.err
     run = tmp_path / "host0" / "run"
-    summary = run_folder.read_json(run / "summary.json")
+    summary = read_json(run / "summary.json")
     assert (summary["world_size"], summary["num_machines"]) == (count, count)
     assert largest_difference(weights_of(run), weights_of(alone)) < 1e-9
 
@@ -121,7 +121,7 @@ def test_the_doctor_finds_a_healthy_cluster_healthy(tmp_path: Path) -> None:
         f"joined     as rank 1 of 2; rank 0 on {names[0]} reports",
         f"done       the result is on {names[0]}",
     ]
-    verdict = run_folder.read_json(tmp_path / "verdict.json")
+    verdict = read_json(tmp_path / "verdict.json")
     unwell = {finding["name"] for finding in verdict["findings"] if finding["level"] != "PASS"}
     assert unwell <= {"load", "slow rank"}  # other tests share the cores
     found = {finding["name"]: finding["said"] for finding in verdict["findings"]}
@@ -219,7 +219,7 @@ def train_multinode(hosts: Hosts, folder: Path) -> bytes:
     for each in started:
         ended = each.ended(240)
         assert ended.code == 0, ended.out + ended.err
-    return (folder / "host0" / "run" / run_folder.MODEL).read_bytes()
+    return (folder / "host0" / "run" / MODEL).read_bytes()
 
 
 @pytest.mark.soak

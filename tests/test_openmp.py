@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_mnist.local_world import run_world
+from ddp_mnist.cluster.local import run_world
 from tests.commands import REPOSITORY, TORCHRUN, TRAIN, Started, python
 
 # Python imports it before all else. A launcher, which is none of this package, gets the real torch.
@@ -33,7 +33,13 @@ DIRECTLY = {
 }
 LAUNCHED = {
     "torchrun": [*TORCHRUN, "--nproc-per-node", "2", *TRAIN],
-    "accelerate, by the rehearsal": ["-m", "ddp_mnist.multinode", "--", "--dataset", "digits"],
+    "accelerate, by the rehearsal": [
+        "-m",
+        "ddp_mnist.verbs.multinode",
+        "--",
+        "--dataset",
+        "digits",
+    ],
 }
 
 

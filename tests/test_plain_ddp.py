@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from ddp_mnist import data
+from ddp_mnist.cluster.local import run_world
 from ddp_mnist.config import Recipe
-from ddp_mnist.local_world import run_world
-from ddp_mnist.proofs import PROOF, just_train, largest_difference, proof_config, weights_of
+from ddp_mnist.data import cache
+from ddp_mnist.verify.watch import PROOF, just_train, largest_difference, proof_config, weights_of
 from tests.commands import REPOSITORY, Started
 
 
@@ -21,7 +21,7 @@ def train_plainly() -> tuple[dict[str, Any], float]:
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    digits = data.load("digits")
+    digits = cache.load("digits")
     model, seconds = train_plain(digits, Recipe(**PROOF), 0, torch.float64)
     assert seconds > 0
     accuracy = test_accuracy(model, digits)

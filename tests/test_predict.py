@@ -16,16 +16,18 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
-from ddp_mnist import cli, data, weights
+from ddp_mnist import cli
 from ddp_mnist.cli import a_png
+from ddp_mnist.cluster.launch import Launch
+from ddp_mnist.cluster.local import run_world
 from ddp_mnist.config import Distribution, Recipe, Run, TrainConfig
-from ddp_mnist.decode import DIGITS, Preparation
+from ddp_mnist.data import cache
+from ddp_mnist.data.decode import DIGITS, Preparation
 from ddp_mnist.errors import CheckpointError, DataError, UsageError
-from ddp_mnist.evaluate_run import evaluate_run
-from ddp_mnist.launch import Launch
-from ddp_mnist.local_world import run_world
 from ddp_mnist.models import MODELS
-from ddp_mnist.predict import (
+from ddp_mnist.run import weights
+from ddp_mnist.verbs.evaluate import evaluate_run
+from ddp_mnist.verbs.predict import (
     as_mnist,
     as_trained,
     centred,
@@ -33,7 +35,7 @@ from ddp_mnist.predict import (
     predict,
     predict_and_see,
 )
-from ddp_mnist.proofs import just_train
+from ddp_mnist.verify.watch import just_train
 
 CLASSES = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
 
@@ -60,7 +62,7 @@ def run(model: torch.nn.Module, tmp_path_factory: pytest.TempPathFactory) -> str
 
 def digits(count: int) -> np.ndarray:
     """uint8 [count, 28, 28]: bright strokes on black."""
-    return data.load("digits").test_images[:count].numpy()
+    return cache.load("digits").test_images[:count].numpy()
 
 
 def save(pixels: np.ndarray, path: Path) -> Path:
@@ -307,7 +309,7 @@ def train_and_answer(
     just_train(config)
     counted = evaluate_run("run", "test", config.distribution, Launch())
     assert counted
-    trained, images = weights.from_bytes(weights.read_bytes("run"), "run"), data.load(folder)
+    trained, images = weights.from_bytes(weights.read_bytes("run"), "run"), cache.load(folder)
     with torch.inference_mode():
         guesses = trained.model(images.test_images).argmax(1).tolist()
     files = [str(file) for file in sorted((Path(folder) / "test").rglob("*.png"))]
@@ -329,7 +331,7 @@ def test_files_of_a_data_set_have_the_labels_that_evaluate_counts(
             write_images(folder, split, photos(numbers), [names[n] for n in numbers])
     else:
         name = str(request.getfixturevalue("mnist")) if kind == "mnist 28" else "digits"
-        images = data.load(name)
+        images = cache.load(name)
         for split, rows in sizes.items():
             pixels = getattr(images, f"{split}_images")[:rows].numpy()
             labels = getattr(images, f"{split}_labels")[:rows].tolist()
@@ -573,7 +575,7 @@ def test_1000_test_images_are_labelled_as_evaluate_does(
     mnist: Path, mnist_run: Path, tmp_path: Path
 ) -> None:
     """As they are; and inverted, enlarged and moved about on a larger page, nearly as well."""
-    images = data.load(str(mnist))
+    images = cache.load(str(mnist))
     pixels, labels = images.test_images[:1000], images.test_labels[:1000].tolist()
     trained = weights.from_bytes(weights.read_bytes(str(mnist_run)), "")
     with torch.inference_mode():

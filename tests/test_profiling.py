@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch.autograd import DeviceType
 
-from ddp_mnist.local_world import run_world
-from ddp_mnist.profiling import StepProfiler, first_traced, own_times, table
-from ddp_mnist.proofs import just_train, proof_config, weights_of
-from ddp_mnist.run_folder import RunFolder
-from ddp_mnist.screen import Screen
+from ddp_mnist.cluster.local import run_world
+from ddp_mnist.run.console import Console
+from ddp_mnist.run.folder import RunFolder
+from ddp_mnist.run.profiling import StepProfiler, first_traced, own_times, table
+from ddp_mnist.verify.watch import just_train, proof_config, weights_of
 from tests.training import what_it_says
 
 STEPS = 6  # of an epoch of 15
@@ -83,7 +83,7 @@ def test_steps_of_one_epoch_are_traced(
 
 def test_a_run_with_too_few_steps_left_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     accelerator: Any = SimpleNamespace(device=torch.device("cpu"))
-    profiler = StepProfiler(5, accelerator, RunFolder(None), Screen(True))
+    profiler = StepProfiler(5, accelerator, RunFolder(None), Console(True))
     profiler.plan(40, 15, 45)
     for step in range(41, 46):
         profiler.step(step)

@@ -11,7 +11,8 @@ import torch
 
 from ddp_mnist.config import Recipe
 from ddp_mnist.errors import DivergedError
-from ddp_mnist.progress import Lookout, Progress, Sums, sum_up
+from ddp_mnist.run.meter import SyncSchedule, sum_up
+from ddp_mnist.run.state import Progress, Sums
 
 
 def test_what_the_ranks_saw_is_added_up() -> None:
@@ -138,17 +139,17 @@ def test_it_can_be_saved_as_plain_values() -> None:
 
 def looks(seconds_per_step: float, steps: int, first: int = 0) -> list[int]:
     """The steps at which ranks of this pace look up."""
-    lookout, last, found = Lookout(first), first, []
+    schedule, last, found = SyncSchedule(first), first, []
     for step in range(first + 1, first + steps + 1):
-        if step >= lookout.next:
-            lookout.looked(step, (step - last) * seconds_per_step, lookout.rate)
+        if step >= schedule.next:
+            schedule.synced(step, (step - last) * seconds_per_step, schedule.rate)
             last = step
             found.append(step)
     return found
 
 
 def test_they_look_up_after_a_step_or_two_and_then_once_a_second() -> None:
-    assert Lookout(5).next == 6
+    assert SyncSchedule(5).next == 6
     assert looks(0.125, 30) == [1, 2, 10, 18, 26]  # the second one measures
     assert looks(0.125, 30, first=1000) == [1001, 1002, 1010, 1018, 1026]
     assert looks(0.3, 10) == [1, 2, 5, 8]
@@ -164,27 +165,27 @@ def test_about_a_second_lies_between_two_looks(pace: float) -> None:
 
 
 def test_a_step_that_took_no_time_is_no_error() -> None:
-    lookout = Lookout(0)
-    lookout.looked(1, 0.0, 0.0)
-    assert (lookout.next, lookout.rate) == (2, 1000.0)
+    schedule = SyncSchedule(0)
+    schedule.synced(1, 0.0, 0.0)
+    assert (schedule.next, schedule.rate) == (2, 1000.0)
 
 
 def test_looks_in_between_change_the_plan() -> None:
-    lookout = Lookout(0)
-    lookout.looked(1, 0.1, 10.0)
-    assert (lookout.next, lookout.rate) == (11, pytest.approx(10))
-    lookout.looked(5, 2.0, 2.9)  # for a log line
-    assert (lookout.next, lookout.rate) == (7, 2.0)
+    schedule = SyncSchedule(0)
+    schedule.synced(1, 0.1, 10.0)
+    assert (schedule.next, schedule.rate) == (11, pytest.approx(10))
+    schedule.synced(5, 2.0, 2.9)  # for a log line
+    assert (schedule.next, schedule.rate) == (7, 2.0)
 
 
 def test_equal_rates_make_equal_plans_with_a_step_at_least() -> None:
     numbers = random.Random(0)
-    a, b, step = Lookout(3), Lookout(3), 3
+    a, b, step = SyncSchedule(3), SyncSchedule(3), 3
     for _ in range(1000):
         step += numbers.randrange(1, 50)
         rate = 10 ** numbers.uniform(-6, 6)
-        a.looked(step, numbers.uniform(0.1, 3), rate)
-        b.looked(step, numbers.uniform(0.1, 3), rate)
+        a.synced(step, numbers.uniform(0.1, 3), rate)
+        b.synced(step, numbers.uniform(0.1, 3), rate)
         assert step < a.next == b.next
 
 

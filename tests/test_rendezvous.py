@@ -13,18 +13,12 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from ddp_mnist.cluster.failures import first_cause
+from ddp_mnist.cluster.launch import Launch
+from ddp_mnist.cluster.local import LocalWorld, free_port, run_world
+from ddp_mnist.cluster.rendezvous import check_same, meet, meet_machines
+from ddp_mnist.cluster.store import Store, host_id, open_store
 from ddp_mnist.errors import DataError, FailedElsewhere, PeerError, UsageError
-from ddp_mnist.launch import Launch
-from ddp_mnist.local_world import LocalWorld, free_port, run_world
-from ddp_mnist.rendezvous import (
-    Board,
-    check_same,
-    first_cause,
-    host_id,
-    meet,
-    meet_machines,
-    open_store,
-)
 
 TIMEOUT_S = 0.8  # of every meeting that fails here
 
@@ -42,11 +36,11 @@ def meet_as(ranks: list[int], world_sizes: list[int], host: str = "127.0.0.1") -
         time.sleep(0.01)  # starting a process takes long where others use the machine too
     started = time.monotonic()
     try:
-        board = meet(place(ranks[number], world_sizes[number], port, host), TIMEOUT_S)
+        store = meet(place(ranks[number], world_sizes[number], port, host), TIMEOUT_S)
     except Exception as error:
         return error, time.monotonic() - started
-    board.leave()
-    return board.hosts
+    store.close()
+    return store.hosts
 
 
 def meetings(ranks: list[int], world_sizes: list[int], folder: Path) -> list[Any]:
@@ -73,12 +67,12 @@ def has_ipv6() -> bool:
 
 
 def test_a_process_on_its_own_meets_nobody() -> None:
-    board = meet(Launch(), 1)
-    assert (board.rank, board.world_size, board.hosts) == (0, 1, [host_id()])
-    assert board.decided_by_rank_0("key", lambda: [1, "two"]) == [1, "two"]
-    board.wait_for_all("data")
-    check_same(board, {"--seed": 0})
-    board.leave()
+    store = meet(Launch(), 1)
+    assert (store.rank, store.world_size, store.hosts) == (0, 1, [host_id()])
+    assert store.broadcast_from_rank0("key", lambda: [1, "two"]) == [1, "two"]
+    store.barrier("data")
+    check_same(store, {"--seed": 0})
+    store.close()
 
 
 def test_a_missing_process_is_named_by_the_first_to_notice(tmp_path: Path) -> None:
@@ -197,12 +191,12 @@ def test_rank_0_goes_away_while_others_wait(tmp_path: Path) -> None:
     assert seconds < TIMEOUT_S + 2
 
 
-# --- The board, by threads that share a store
+# --- The store, by threads that share a store
 
 
-def boards(size: int) -> list[Board]:
+def boards(size: int) -> list[Store]:
     store = dist.HashStore()
-    return [Board(store, rank, size) for rank in range(size)]
+    return [Store(store, rank, size) for rank in range(size)]
 
 
 def at_once(*tasks: Callable[[], Any]) -> list[Any]:
@@ -232,7 +226,7 @@ def test_rank_0_decides_for_all() -> None:
         time.sleep(0.2)  # longer than a poll
         return {"folder": "runs/digits-001", "notes": [1, None]}
 
-    results = at_once(*[lambda b=b: b.decided_by_rank_0("run", decide) for b in boards(3)])
+    results = at_once(*[lambda b=b: b.broadcast_from_rank0("run", decide) for b in boards(3)])
     assert results == [{"folder": "runs/digits-001", "notes": [1, None]}] * 3
     assert len(asked) == 1
 
@@ -240,10 +234,10 @@ def test_rank_0_decides_for_all() -> None:
 def test_all_wait_for_the_last() -> None:
     here: list[int] = []
 
-    def come(board: Board) -> list[int]:
-        time.sleep(0.1 * board.rank)
-        here.append(board.rank)
-        board.wait_for_all("data")
+    def come(store: Store) -> list[int]:
+        time.sleep(0.1 * store.rank)
+        here.append(store.rank)
+        store.barrier("data")
         return sorted(here)
 
     assert at_once(*[lambda b=b: come(b) for b in boards(3)]) == [[0, 1, 2]] * 3
@@ -252,23 +246,23 @@ def test_all_wait_for_the_last() -> None:
 def test_rank_0_leaves_last() -> None:
     left: list[int] = []
 
-    def leave(board: Board) -> None:
-        board.wait_for_all("end")
-        time.sleep(0.15 * board.rank)
-        board.go_last(board.world_size - 1)
-        left.append(board.rank)
+    def leave(store: Store) -> None:
+        store.barrier("end")
+        time.sleep(0.15 * store.rank)
+        store.shutdown(store.world_size - 1)
+        left.append(store.rank)
 
     at_once(*[lambda b=b: leave(b) for b in boards(3)])
     assert left.index(0) > 0
     assert sorted(left) == [0, 1, 2]
     zero, _ = boards(2)
     started = time.monotonic()
-    zero.go_last(1, patience_s=0.2)  # the other was killed
+    zero.shutdown(1, patience_s=0.2)  # the other was killed
     assert 0.2 <= time.monotonic() - started < 2
-    zero.go_last(1)  # has gone already
+    zero.shutdown(1)  # has gone already
     one_of_two, _ = boards(2)
     one_of_two.lost = [1]
-    one_of_two.go_last(1)
+    one_of_two.shutdown(1)
     assert time.monotonic() - started < 2
 
 
@@ -276,9 +270,9 @@ def test_the_first_failure_counts() -> None:
     zero, one, two = boards(3)
     assert zero.failure() is None
     zero.raise_if_failed()
-    assert one.claim_failure("--lr 1: no", 7) is None
+    assert one.report_failure("--lr 1: no", 7) is None
     failure = {"rank": 1, "message": "--lr 1: no", "code": 7, "lost": []}
-    assert two.claim_failure("something later", 1) == failure
+    assert two.report_failure("something later", 1) == failure
     assert zero.failure() == one.failure() == failure
     one.raise_if_failed()  # its own
     with pytest.raises(FailedElsewhere, match=r"^--lr 1: no$") as told:
@@ -289,18 +283,18 @@ def test_the_first_failure_counts() -> None:
 @pytest.mark.parametrize(
     "wait",
     [
-        lambda board: board.read("never"),
-        lambda board: board.decided_by_rank_0("never", int),
-        lambda board: board.wait_for_all("never"),
-        lambda board: board.leave(),
+        lambda store: store.get("never"),
+        lambda store: store.broadcast_from_rank0("never", int),
+        lambda store: store.barrier("never"),
+        lambda store: store.close(),
     ],
 )
-def test_waiting_ends_when_another_rank_fails(wait: Callable[[Board], Any]) -> None:
+def test_waiting_ends_when_another_rank_fails(wait: Callable[[Store], Any]) -> None:
     zero, one = boards(2)
 
     def fail() -> float:
         time.sleep(0.2)
-        zero.claim_failure("no data", 3)
+        zero.report_failure("no data", 3)
         return time.monotonic()
 
     def wait_and_see() -> tuple[Any, float]:
@@ -352,19 +346,19 @@ def test_an_interrupt_reaches_every_rank_and_stays_one() -> None:
 
 def test_silent_ranks() -> None:
     zero, one, _, three = boards(4)
-    results = at_once(*[lambda b=b: b.silent_ranks(0.3) for b in (zero, one, three)])
+    results = at_once(*[lambda b=b: b.find_dead_ranks(0.3) for b in (zero, one, three)])
     assert results == [[2]] * 3
 
 
 def test_a_posted_failure_says_which_ranks_are_lost() -> None:
     zero, one, two, _ = boards(4)
     one.lost = [3]
-    assert one.claim_failure("lost contact", 6) is None
+    assert one.report_failure("lost contact", 6) is None
     started = time.monotonic()
-    assert two.silent_ranks(60) == [3]
-    zero.claim_failure("me too", 6)
+    assert two.find_dead_ranks(60) == [3]
+    zero.report_failure("me too", 6)
     assert zero.lost == [3]
-    at_once(*[lambda b=b: b.go_last(3, 60) for b in (zero, one, two)])
+    at_once(*[lambda b=b: b.shutdown(3, 60) for b in (zero, one, two)])
     assert time.monotonic() - started < 10
 
 
@@ -378,20 +372,20 @@ class GoneStore:
 
 
 def test_a_store_that_is_gone_is_rank_0_that_is_gone() -> None:
-    board = Board(GoneStore(), 1, 3)  # type: ignore[arg-type]
-    assert board.silent_ranks(0.1) == [0]
-    assert board.failure() is None
-    assert board.claim_failure("lost", 6) is None
-    board.go_last(2)
+    store = Store(GoneStore(), 1, 3)  # type: ignore[arg-type]
+    assert store.find_dead_ranks(0.1) == [0]
+    assert store.failure() is None
+    assert store.report_failure("lost", 6) is None
+    store.shutdown(2)
 
 
 @pytest.mark.parametrize("value", [None, True, 0, 1.5, "数", [1, [2]], {"a": None}])
 def test_what_is_posted_is_read(value: Any) -> None:
     zero, one = boards(2)
-    assert not one.has("key")
-    zero.post("key", value)
-    assert one.has("key")
-    assert one.read("key") == value == json.loads(json.dumps(value))
+    assert not one.exists("key")
+    zero.set("key", value)
+    assert one.exists("key")
+    assert one.get("key") == value == json.loads(json.dumps(value))
 
 
 def test_equal_facts_pass() -> None:

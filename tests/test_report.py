@@ -20,10 +20,13 @@ import numpy as np
 import PIL.Image
 import pytest
 
-from ddp_mnist import cli, data, plots, report, run_folder
+from ddp_mnist import cli
+from ddp_mnist.cluster.local import run_world
+from ddp_mnist.data import cache
 from ddp_mnist.errors import CheckpointError
-from ddp_mnist.local_world import run_world
-from ddp_mnist.proofs import just_train, proof_config, resumed, train_until
+from ddp_mnist.run.folder import lock_folder, read_json, unlock
+from ddp_mnist.verbs import plots, report
+from ddp_mnist.verify.watch import just_train, proof_config, resumed, train_until
 
 ELEMENTS_WITHOUT_AN_END = ("meta", "link", "img", "br", "input")
 
@@ -85,7 +88,7 @@ class Page(html.parser.HTMLParser):
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two runs that ended, on two processes, and one that was stopped."""
     folder = tmp_path_factory.mktemp("report")
-    data.load("digits")
+    cache.load("digits")
     for name, recipe in (("first", {}), ("second", {"epochs": 1, "label_smoothing": 0.0})):
         config = proof_config(name, **recipe)
         distribution = dataclasses.replace(config.distribution, mixed_precision="no")
@@ -98,7 +101,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def summary_of(run: Path) -> dict[str, Any]:
-    return run_folder.read_json(run / "summary.json")
+    return read_json(run / "summary.json")
 
 
 def test_the_figures_are_those_of_summary_json(folder: Path) -> None:
@@ -151,7 +154,7 @@ def test_the_page_needs_nothing_else(folder: Path) -> None:
 
 
 def test_the_most_certain_mistakes_are_shown(folder: Path) -> None:
-    run, images = folder / "first", data.load("digits")
+    run, images = folder / "first", cache.load("digits")
     told = report.read_run(run)
     report.find_mistakes(told, str(run))
     assert len(told.mistakes) == min(report.MOST_WRONG, told.wrong)
@@ -216,7 +219,7 @@ def test_curves_are_drawn_from_metrics_jsonl(folder: Path) -> None:
 def test_names_in_a_runs_files_are_no_html(folder: Path, tmp_path: Path) -> None:
     run = tmp_path / "<b>run"
     shutil.copytree(folder / "first", run)
-    config = run_folder.read_json(run / "config.json")
+    config = read_json(run / "config.json")
     config["run"]["dataset"] = "<script>alert(1)</script>"
     (run / "config.json").write_text(json.dumps(config))
     [path] = report.report([str(run)])
@@ -250,7 +253,7 @@ def test_what_is_no_run_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixtur
 def unfinished(folder: Path, copy: Path, state: str, **changes: Any) -> Path:
     """A copy of a finished run, whose status says something else."""
     shutil.copytree(folder / "first", copy)
-    status = run_folder.read_json(copy / "status.json") | {"state": state, **changes}
+    status = read_json(copy / "status.json") | {"state": state, **changes}
     (copy / "status.json").write_text(json.dumps(status))
     return copy
 
@@ -282,7 +285,7 @@ def test_other_verbs_say_that_they_answer_with_the_earlier_model(
             1, train_until, dataclasses.replace(more, distribution=distribution), 50, folder=folder
         )
     image = tmp_path / "x.png"
-    PIL.Image.fromarray(data.load("digits").test_images[0].numpy()).save(image)
+    PIL.Image.fromarray(cache.load("digits").test_images[0].numpy()).save(image)
     verbs = [["predict", str(image)], ["export", "--format", "safetensors"], ["evaluate"]]
     lines = [[verb, str(run), *rest] for verb, *rest in verbs]
     lines.append(["predict", str(folder / "first"), str(image)])
@@ -326,12 +329,12 @@ def test_a_run_that_was_killed_and_one_that_runs(folder: Path, tmp_path: Path) -
         file.write('{"step": 8, "lo')  # torn
     [path] = report.report([str(run)])
     assert "It was killed, at step 7" in " ".join(Page(path.read_text()).text.split())
-    lock = run_folder.lock_folder(run)
+    lock = lock_folder(run)
     [path] = report.report([str(run)])
     assert "no result yet. It is running, at step 7" in " ".join(
         Page(path.read_text()).text.split()
     )
-    run_folder.unlock(lock)
+    unlock(lock)
 
 
 @pytest.mark.parametrize("name", ["a$^$", "_base", "<&>"])

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from ddp_mnist import restart, run_folder
-from ddp_mnist.restart import loss, place
+from ddp_mnist.run.folder import RunFolder, lock_folder, read_json, unlock
+from ddp_mnist.verbs import restart
+from ddp_mnist.verbs.restart import loss, place
 from tests.commands import Started
 
 LOST = {"state": "failed", "exit_code": 6, "error": "rank 1 was lost"}
@@ -97,7 +98,7 @@ def test_a_lost_process_is_one_restart(
     assert run(monkeypatch, [attempt(1, LOST), attempt(0, FINISHED)]) == 0
     assert calls() == [[*DIGITS, *RUN_DIR], [*DIGITS, *RUN_DIR, *AUTO]]
     assert capsys.readouterr().out == "restart 1 of 3: rank 1 was lost\n"
-    assert run_folder.read_json(Path("runs/digits-001/status.json")) == FINISHED
+    assert read_json(Path("runs/digits-001/status.json")) == FINISHED
 
 
 def test_a_run_that_was_killed_is_taken_up(
@@ -197,13 +198,13 @@ def test_a_status_that_is_no_json_is_none(monkeypatch: pytest.MonkeyPatch) -> No
 def orphan(folder: Path) -> Iterator[threading.Event]:
     """Holds the folder's lock until the event; then says that it saved, and ends."""
     folder.mkdir()
-    lock, ends = run_folder.lock_folder(folder), threading.Event()
+    lock, ends = lock_folder(folder), threading.Event()
 
     def go_on() -> None:
         if ends.wait(10):
             preempted = {"state": "preempted", "exit_code": 143, "error": "saved"}
-            run_folder.RunFolder(folder).write_json("status.json", preempted)
-        run_folder.unlock(lock)
+            RunFolder(folder).write_json("status.json", preempted)
+        unlock(lock)
 
     thread = threading.Thread(target=go_on)
     thread.start()
@@ -225,7 +226,7 @@ def test_one_that_still_writes_is_waited_for(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_one_that_never_ends_is_not_waited_for_forever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(restart, "ORPHANS_MAY_TAKE_S", 0.3)
+    monkeypatch.setattr("ddp_mnist.verbs.restart.ORPHANS_MAY_TAKE_S", 0.3)
     with orphan(Path("a")):
         started = time.monotonic()
         assert run(monkeypatch, [attempt(1, KILLED)], ("--run-dir", "a")) == 1
@@ -275,7 +276,7 @@ def test_the_lock_file_of_a_killed_process_is_no_reason_to_wait(
 
 def stand_in_that_waits(folder: Path, first: Attempt) -> Started:
     started = Started(
-        ["-m", "ddp_mnist.restart", "3", "--", *COMMAND, *DIGITS],
+        ["-m", "ddp_mnist.verbs.restart", "3", "--", *COMMAND, *DIGITS],
         folder,
         {"PLAN": json.dumps([first, attempt(0)])},
     )
@@ -361,7 +362,7 @@ def test_else_one_is_made(typed: dict[str, str], name: str) -> None:
     assert names("runs") == [name]  # runs/latest leads to runs that began
 
 
-NEEDS = "python -m ddp_mnist.restart: needs RESTARTS -- COMMAND ... train FLAGS"
+NEEDS = "python -m ddp_mnist.verbs.restart: needs RESTARTS -- COMMAND ... train FLAGS"
 
 
 @pytest.mark.parametrize(

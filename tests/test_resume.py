@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 
-from ddp_mnist import checkpoint, cli, resume, run_folder
+from ddp_mnist import cli
+from ddp_mnist.cluster.local import LocalWorld, run_world
 from ddp_mnist.config import Distribution, Recipe, Run, TrainConfig
 from ddp_mnist.errors import CheckpointError, DdpMnistError, UsageError
-from ddp_mnist.local_world import LocalWorld, run_world
-from ddp_mnist.proofs import (
+from ddp_mnist.run import checkpoint, resume
+from ddp_mnist.run.folder import FIRST_STATUS, read_json
+from ddp_mnist.verify.watch import (
     Seen,
     just_train,
     largest_difference,
@@ -57,7 +59,7 @@ def stop(told: TrainConfig, folder: Path, step: int, size: int = 1, by: int = 0)
     ).outcomes()
     assert [getattr(outcome, "code", outcome) for outcome in outcomes] == [143] * size
     run = folder / str(told.run.run_dir)
-    status = run_folder.read_json(run / "status.json")
+    status = read_json(run / "status.json")
     assert (status["state"], status["exit_code"]) == ("preempted", 143)
     return checkpoint.step_of(checkpoint.newest_first(run)[0])
 
@@ -108,7 +110,7 @@ def test_taken_up_at_every_kind_of_step(tmp_path: Path) -> None:
     expected = what_stays(unbroken)
     kept = {checkpoint.step_of(p): p.read_bytes() for p in checkpoint.newest_first(unbroken)}
     assert sorted(kept) == list(range(1, STEPS + 1))
-    status = json.dumps({**run_folder.FIRST_STATUS})
+    status = json.dumps({**FIRST_STATUS})
     for step in (1, 14, 15, 16, 45):
         for path in checkpoint.newest_first(unbroken):
             path.unlink()
@@ -348,9 +350,9 @@ def test_fault_08_what_changed_is_said_in_one_line(tmp_path: Path) -> None:
     loud = resumed(told, epochs=3, grad_accum=1)
     loud = dataclasses.replace(loud, run=dataclasses.replace(loud.run, quiet=False, log_every=5))
     loud = dataclasses.replace(loud, typed=loud.typed | {"log_every"})
-    screen, silent = run_world(2, what_it_says, loud, folder=tmp_path)
+    console, silent = run_world(2, what_it_says, loud, folder=tmp_path)
     assert silent == ""
-    [line] = [line for line in screen.splitlines() if line.startswith("resumed ")]
+    [line] = [line for line in console.splitlines() if line.startswith("resumed ")]
     for part in (
         f"after step {step}; changed: --log-every 7 -> 5",
         "--epochs 2 -> 3 (another schedule of the rate from here on)",
@@ -361,7 +363,7 @@ def test_fault_08_what_changed_is_said_in_one_line(tmp_path: Path) -> None:
         assert part in line
     # the checkpoints' step and what was not typed stayed: no other flag is named
     assert "--lr" not in line
-    summary = run_folder.read_json(tmp_path / "run" / "summary.json")
+    summary = read_json(tmp_path / "run" / "summary.json")
     assert (summary["epochs"], summary["steps"]) == (3, 45)
 
 
@@ -378,8 +380,8 @@ def test_a_finished_run_is_one_line_and_untouched(tmp_path: Path) -> None:
         auto,
         dataclasses.replace(named, run=dataclasses.replace(named.run, quiet=False)),
     ):
-        [screen] = run_world(1, what_it_says, again, folder=tmp_path)
-        [line] = screen.splitlines()
+        [console] = run_world(1, what_it_says, again, folder=tmp_path)
+        [line] = console.splitlines()
         assert line.startswith("run: finished already, after epoch 1, test accuracy 0.")
         assert line.endswith("; to go on, change --epochs")
         assert snapshot(tmp_path) == before
@@ -427,8 +429,8 @@ def test_a_finished_run_is_not_taken_for_another_one(tmp_path: Path) -> None:
         "gone", str(home)
     )
     same = typed(lr=0.01, seed=0, dataset="digits", batch_size=72, log_every=3, epochs=1)
-    [screen] = run_world(1, what_it_says, same, folder=tmp_path)
-    assert screen.startswith("run: finished already, after epoch 1")
+    [console] = run_world(1, what_it_says, same, folder=tmp_path)
+    assert console.startswith("run: finished already, after epoch 1")
     shutil.rmtree(tmp_path / "other")
     assert snapshot(tmp_path) == before
 
@@ -445,7 +447,7 @@ def test_auto_begins_and_begins_again_where_nothing_was_saved(tmp_path: Path) ->
     auto = dataclasses.replace(told, run=dataclasses.replace(told.run, resume="auto"))
     run = tmp_path / "run"
     run.mkdir()
-    (run / "status.json").write_text(json.dumps(run_folder.FIRST_STATUS))
+    (run / "status.json").write_text(json.dumps(FIRST_STATUS))
     (run / "metrics.jsonl").write_text('{"step": 7, "loss": 1.0}\n')
     (run / ".config.json.1-2.tmp").write_text("{")
     [summary] = run_world(1, just_train, auto, folder=tmp_path)
@@ -467,7 +469,7 @@ def test_latest_may_lead_elsewhere_meanwhile(tmp_path: Path) -> None:
     world = LocalWorld(1, _move_latest_then_train, by_link, folder=tmp_path)
     assert world.results()[0]["steps"] == 30
     assert sorted(path.name for path in (tmp_path / "runs" / "b").iterdir()) == []
-    assert run_folder.read_json(tmp_path / "runs" / "a" / "status.json")["state"] == "finished"
+    assert read_json(tmp_path / "runs" / "a" / "status.json")["state"] == "finished"
 
 
 def _move_latest_then_train(told: TrainConfig) -> dict[str, Any]:
@@ -541,7 +543,7 @@ def test_fault_07_no_run_or_a_damaged_one(tmp_path: Path) -> None:
     outcomes = [LocalWorld(1, just_train, resumed(told), folder=tmp_path).outcomes()[0]]
     run_world(1, just_train, told, folder=tmp_path)
     run = tmp_path / "run"
-    (run / "status.json").write_text(json.dumps(run_folder.FIRST_STATUS))
+    (run / "status.json").write_text(json.dumps(FIRST_STATUS))
     good = (run / "config.json").read_text()
     for damage in ("", "{}", "[]", '{"run": 1, "recipe": {}, "run_id": "x"}', good[:100]):
         (run / "config.json").write_text(damage)

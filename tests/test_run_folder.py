@@ -16,16 +16,15 @@ from unittest.mock import Mock
 
 import pytest
 
-from ddp_mnist import run_folder
 from ddp_mnist.errors import DataError, FailedElsewhere, Preempted, StorageError, UsageError
-from ddp_mnist.run_folder import (
+from ddp_mnist.run.folder import (
     RunFolder,
-    create,
+    create_run_folder,
     in_use,
+    lock_existing,
     lock_folder,
     read_json,
     reserve,
-    take_over,
     to_json,
     unlock,
     write_atomically,
@@ -34,7 +33,7 @@ from ddp_mnist.run_folder import (
 
 def make(run_dir: str | None, dataset: str, root: Path = Path("runs")) -> Path | None:
     """The folder of a run that began, and that nobody writes any more."""
-    run = create(run_dir, dataset, root)
+    run = create_run_folder(run_dir, dataset, root)
     run.release()
     return run.path
 
@@ -132,7 +131,7 @@ def test_a_new_folder_says_at_once_that_the_run_began(tmp_path: Path) -> None:
 def test_fault_14_a_folder_that_holds_a_run_is_refused(tmp_path: Path) -> None:
     (tmp_path / "status.json").write_text("{}")
     with pytest.raises(UsageError) as told:
-        create(str(tmp_path), "digits")
+        create_run_folder(str(tmp_path), "digits")
     assert str(told.value) == (
         f"--run-dir {tmp_path}: holds a run already; name another folder, or go on with that run:"
         f" --resume {tmp_path}"
@@ -142,7 +141,7 @@ def test_fault_14_a_folder_that_holds_a_run_is_refused(tmp_path: Path) -> None:
 
 
 def test_fault_14_of_runs_that_begin_at_once_in_one_folder_one_goes_on(tmp_path: Path) -> None:
-    outcomes = at_once(20, lambda: create(str(tmp_path / "run"), "digits"))
+    outcomes = at_once(20, lambda: create_run_folder(str(tmp_path / "run"), "digits"))
     assert sum(isinstance(outcome, RunFolder) for outcome in outcomes) == 1
     assert sum(isinstance(outcome, UsageError) for outcome in outcomes) == 19
 
@@ -151,14 +150,14 @@ def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
     with pytest.raises(StorageError) as told:
-        create(str(file / "run"), "digits")
+        create_run_folder(str(file / "run"), "digits")
     assert str(told.value).startswith(f"{file}/run: cannot be written (Not a directory); ")
     with pytest.raises(StorageError, match=f"^{file}: cannot be written \\(File exists\\); "):
-        create(str(file), "digits")
+        create_run_folder(str(file), "digits")
     with pytest.raises(StorageError, match=f"^{file}: cannot be written"):
-        create(None, "digits", file)
+        create_run_folder(None, "digits", file)
     with pytest.raises(StorageError, match="File name too long") as told:
-        create(str(tmp_path / ("x" * 300)), "digits")
+        create_run_folder(str(tmp_path / ("x" * 300)), "digits")
     assert told.value.code == 5
     assert names(tmp_path) == ["file"]
 
@@ -169,9 +168,9 @@ def test_fault_06_a_folder_that_is_read_only_is_noticed_before_training(
     def refuse(path: Path, _: str) -> None:  # chmod would not stop root
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
-    monkeypatch.setattr(run_folder, "open", refuse, raising=False)
+    monkeypatch.setattr("ddp_mnist.run.folder.open", refuse, raising=False)
     with pytest.raises(StorageError, match=f"^{tmp_path}/.*: cannot be written \\(Permission den"):
-        create(str(tmp_path), "digits")
+        create_run_folder(str(tmp_path), "digits")
 
 
 def test_a_reserved_folder_is_empty_and_the_latest_once_a_run_begins(tmp_path: Path) -> None:
@@ -195,15 +194,15 @@ def test_a_place_where_nothing_can_be_reserved(tmp_path: Path) -> None:
 
 
 def test_a_run_that_saved_nothing_can_begin_again(tmp_path: Path) -> None:
-    killed = create(str(tmp_path), "digits")
+    killed = create_run_folder(str(tmp_path), "digits")
     killed.append_metrics(25, {"loss": 0.5})
     killed.status(phase="training", step=30)
     killed.release()
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(UsageError, match="holds a run already"):
-        create(str(tmp_path), "digits")
+        create_run_folder(str(tmp_path), "digits")
     assert read_json(tmp_path / "status.json")["step"] == 30
-    run = create(str(tmp_path), "digits", begin_again=True)
+    run = create_run_folder(str(tmp_path), "digits", begin_again=True)
     assert run.path == tmp_path
     assert read_json(tmp_path / "status.json") == FRESH
     assert (tmp_path / "metrics.jsonl").read_bytes() == b""
@@ -216,11 +215,11 @@ def test_a_run_that_began_and_ended_meanwhile_is_refused(
 ) -> None:
     def late(path: Path) -> RunFolder:
         (path / "status.json").write_text("{}")
-        return take_over(path)
+        return lock_existing(path)
 
-    monkeypatch.setattr(run_folder, "take_over", late)
+    monkeypatch.setattr("ddp_mnist.run.folder.lock_existing", late)
     with pytest.raises(UsageError, match="holds a run already"):
-        create(str(tmp_path), "digits")
+        create_run_folder(str(tmp_path), "digits")
     assert names(tmp_path) == ["status.json"]  # and no lock
     assert (tmp_path / "status.json").read_text() == "{}"
 
@@ -254,9 +253,9 @@ def test_a_folder_that_another_process_writes_is_refused(tmp_path: Path) -> None
     leftover.touch()
     for take in (
         lambda: lock_folder(tmp_path),
-        lambda: take_over(tmp_path),
-        lambda: create(str(tmp_path), "digits"),
-        lambda: create(str(tmp_path), "digits", begin_again=True),
+        lambda: lock_existing(tmp_path),
+        lambda: create_run_folder(str(tmp_path), "digits"),
+        lambda: create_run_folder(str(tmp_path), "digits", begin_again=True),
     ):
         assert in_use(tmp_path)
         started = time.monotonic()
@@ -278,7 +277,7 @@ def test_the_kernel_frees_the_folder_of_a_killed_process(
     holder.kill()
     holder.wait()
     assert names(tmp_path) == [".lock"]
-    run = take_over(tmp_path)
+    run = lock_existing(tmp_path)
     assert in_use(tmp_path)
     run.release()
     assert not in_use(tmp_path)
@@ -338,7 +337,7 @@ def test_files_of_something_else_are_not_written_over(
         file = tmp_path / name
     file.write_text("a model of the Hub")
     with pytest.raises(UsageError) as refused:
-        create(str(tmp_path), "digits", begin_again=begin_again)
+        create_run_folder(str(tmp_path), "digits", begin_again=begin_again)
     assert str(refused.value) == (
         f"--run-dir {tmp_path}: holds files that are not of a run and would be written over"
         f" ({name}); name another folder"
@@ -353,11 +352,11 @@ def test_a_folder_called_latest_stays_and_ends_no_run(
     monkeypatch.chdir(tmp_path)
     for name in ("runs/latest", "./runs/latest", str(tmp_path / "runs" / "latest")):
         with pytest.raises(UsageError, match=f"--run-dir {name}: is the name of the link"):
-            create(name, "digits")
+            create_run_folder(name, "digits")
     assert names(tmp_path) == []
 
     (tmp_path / "runs" / "latest").mkdir(parents=True)  # as `cp -rL` leaves it
-    run = create(None, "digits")
+    run = create_run_folder(None, "digits")
     run.release()
     assert names(tmp_path / "runs") == ["digits-001", "latest"]
     assert run.warnings == [
@@ -372,7 +371,7 @@ def test_to_begin_again_through_latest_is_to_begin_where_it_leads(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert make(None, "digits") == Path("runs/digits-001")
-    run = create("runs/latest", "digits", begin_again=True)
+    run = create_run_folder("runs/latest", "digits", begin_again=True)
     run.release()
     assert run.path == Path("runs/digits-001")
     assert Path("runs/latest").readlink() == Path("digits-001")
@@ -382,8 +381,8 @@ def test_to_begin_again_through_latest_is_to_begin_where_it_leads(
 def test_the_folder_is_free_once_the_run_has_ended(
     error: BaseException | None, tmp_path: Path
 ) -> None:
-    run = create(str(tmp_path), "digits")
-    with contextlib.suppress(DataError, KeyboardInterrupt), run.told_how_it_ended():
+    run = create_run_folder(str(tmp_path), "digits")
+    with contextlib.suppress(DataError, KeyboardInterrupt), run.record_outcome():
         assert in_use(tmp_path)
         if error:
             raise error
@@ -421,7 +420,7 @@ def test_what_a_killed_process_left_half_written_is_removed(tmp_path: Path) -> N
     goes = [".status.json.12-34.tmp", "checkpoints/.step-00000002.pt.12-34.tmp"]
     for name in (*stays, *goes):
         (tmp_path / name).touch()
-    take_over(tmp_path).release()
+    lock_existing(tmp_path).release()
     left = [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()]
     assert sorted(left) == sorted(stays)
 
@@ -429,7 +428,7 @@ def test_what_a_killed_process_left_half_written_is_removed(tmp_path: Path) -> N
 def test_a_folder_that_cannot_be_locked(tmp_path: Path) -> None:
     (tmp_path / ".lock").mkdir()
     with pytest.raises(StorageError, match=f"^{tmp_path}/.lock: cannot be written") as told:
-        take_over(tmp_path)
+        lock_existing(tmp_path)
     assert told.value.code == 5
 
 
@@ -441,7 +440,7 @@ FRESH = {"state": "running", "exit_code": None, "phase": "starting", "step": 0, 
 def test_status_of_a_run_that_finishes(tmp_path: Path) -> None:
     run = RunFolder(tmp_path)
     status = tmp_path / "status.json"
-    with run.told_how_it_ended():
+    with run.record_outcome():
         assert read_json(status) == FRESH
         run.status(phase="training", step=15)
         assert read_json(status) == FRESH | {"phase": "training", "step": 15}
@@ -469,7 +468,7 @@ def test_status_of_a_run_that_fails(
     error: BaseException, code: int, message: str, tmp_path: Path
 ) -> None:
     run = RunFolder(tmp_path)
-    with pytest.raises(type(error)) as told, run.told_how_it_ended():
+    with pytest.raises(type(error)) as told, run.record_outcome():
         run.status(phase="validation", step=7)
         raise error
     assert told.value is error
@@ -486,7 +485,7 @@ def test_status_of_a_run_that_fails(
 def test_status_of_a_run_that_a_signal_stopped(signal: str, code: int, tmp_path: Path) -> None:
     run = RunFolder(tmp_path)
     stop = Preempted(f"{signal}: stopped after step 7 and saved", code)
-    with pytest.raises(Preempted) as told, run.told_how_it_ended():
+    with pytest.raises(Preempted) as told, run.record_outcome():
         run.status(phase="training", step=7)
         raise stop
     assert told.value is stop
@@ -504,8 +503,8 @@ def test_a_full_disk_does_not_hide_the_first_error(
 ) -> None:
     full = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
     run = RunFolder(tmp_path)
-    with pytest.raises(DataError, match="the first"), run.told_how_it_ended():
-        monkeypatch.setattr(run_folder.os, "fsync", full)
+    with pytest.raises(DataError, match="the first"), run.record_outcome():
+        monkeypatch.setattr(os, "fsync", full)
         raise DataError("the first")
     assert read_json(tmp_path / "status.json") == FRESH
 
@@ -515,7 +514,7 @@ def test_ranks_without_a_folder_write_nothing(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     run = RunFolder(None)
-    with run.told_how_it_ended():
+    with run.record_outcome():
         run.write_json("x.json", {})
         run.write_bytes("x", b"")
         run.append_metrics(1, {"loss": 1.0})
@@ -561,7 +560,7 @@ def test_metrics_that_cannot_be_cut_are_a_storage_error(
     run = RunFolder(tmp_path)
     run.append_metrics(1, {})
     broken = Mock(side_effect=OSError(errno.EIO, "Input/output error"))
-    monkeypatch.setattr(run_folder.os, "truncate", broken)
+    monkeypatch.setattr(os, "truncate", broken)
     with pytest.raises(StorageError, match=r"metrics.jsonl: cannot be written \(Input/outp"):
         run.cut_metrics(0)
 
@@ -590,7 +589,7 @@ def test_a_file_is_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         seen.append((path.read_bytes(), Path(source).read_bytes(), Path(source).parent))
         replace(source, target)
 
-    monkeypatch.setattr(run_folder.os, "replace", watched)
+    monkeypatch.setattr(os, "replace", watched)
     write_atomically(path, b"new and longer")
     assert seen == [(b"old", b"new and longer", tmp_path)]
     assert path.read_bytes() == b"new and longer"
@@ -604,7 +603,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_other(
     run = RunFolder(tmp_path)
     run.write_bytes("model", b"old")
     full = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
-    monkeypatch.setattr(run_folder.os, function, full)
+    monkeypatch.setattr(os, function, full)
     with pytest.raises(StorageError) as told:
         run.write_bytes("model", b"new")
     assert str(told.value) == (

@@ -18,13 +18,33 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddp_mnist import run_folder, runtime
+from ddp_mnist.cluster import world
+from ddp_mnist.cluster.device import (
+    Place,
+    check_gpus_differ,
+    choose_backend,
+    choose_device,
+    gpu_of,
+    place_on_machine,
+    precision_in_effect,
+    set_threads,
+)
+from ddp_mnist.cluster.failures import as_expected
+from ddp_mnist.cluster.launch import Launch, find_launch
+from ddp_mnist.cluster.local import LocalWorld, free_port, launcher_variables, run_world
+from ddp_mnist.cluster.store import Store
+from ddp_mnist.cluster.world import (
+    CRASHES_IN_DETAIL,
+    check_world_size,
+    choose_interface,
+    die_with_parent,
+    join_world,
+    make_accelerator,
+)
 from ddp_mnist.config import Distribution, TrainConfig
 from ddp_mnist.errors import FailedElsewhere, PeerError, UsageError
-from ddp_mnist.launch import Launch, find_launch
-from ddp_mnist.local_world import LocalWorld, free_port, launcher_variables, run_world
-from ddp_mnist.proofs import just_train, proof_config
-from ddp_mnist.rendezvous import Board
+from ddp_mnist.run.folder import read_json
+from ddp_mnist.verify.watch import just_train, proof_config
 
 # What is promised, and more where others use the machine at the same time.
 SECONDS = 5 * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
@@ -45,22 +65,22 @@ def test_precision_in_effect(
 ) -> None:
     if launcher is not None:
         monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launcher)
-    monkeypatch.setattr(runtime, "has_native_bf16", lambda: native)
+    monkeypatch.setattr("ddp_mnist.cluster.device.has_native_bf16", lambda: native)
     flags = Distribution(mixed_precision=flag)
     asked = flag or launcher or "auto"  # the flag beats the launcher
     if (asked, device) == ("fp16", "cpu"):
         with pytest.raises(UsageError, match="needs a GPU"):
-            runtime.precision_in_effect(flags, Launch(), device)
+            precision_in_effect(flags, Launch(), device)
         return
     auto = "fp16" if device == "cuda" else "bf16" if native else "no"
     expected = auto if asked == "auto" else asked
-    assert runtime.precision_in_effect(flags, Launch(), device) == expected
+    assert precision_in_effect(flags, Launch(), device) == expected
 
 
 def test_a_launchers_precision_that_we_do_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
     with pytest.raises(UsageError, match=r"^--mixed_precision fp8: choose from no, fp16, bf16$"):
-        runtime.precision_in_effect(Distribution(), Launch(), "cpu")
+        precision_in_effect(Distribution(), Launch(), "cpu")
 
 
 @pytest.mark.parametrize(
@@ -76,11 +96,11 @@ def test_fault_25_fp16_on_a_cpu_names_the_config_to_use(
     launch: Launch, config: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(UsageError) as told:
-        runtime.precision_in_effect(Distribution(mixed_precision="fp16"), launch, "cpu")
+        precision_in_effect(Distribution(mixed_precision="fp16"), launch, "cpu")
     assert str(told.value) == ("--mixed-precision fp16: needs a GPU; on a CPU use bf16, no or auto")
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
     with pytest.raises(UsageError) as told:
-        runtime.precision_in_effect(Distribution(), launch, "cpu")
+        precision_in_effect(Distribution(), launch, "cpu")
     assert str(told.value).startswith("accelerate launch: its config asks for fp16, which needs a")
     assert str(told.value).endswith(f"; use --config_file accelerate_configs/{config}.yaml")
     assert (Path(__file__).parent.parent / "accelerate_configs" / f"{config}.yaml").is_file()
@@ -104,8 +124,8 @@ def test_choose_device(
     if variable is not None:
         monkeypatch.setenv("ACCELERATE_USE_CPU", variable)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    monkeypatch.setattr(runtime, "gpus", lambda: int(has_gpu))
-    assert runtime.choose_device(Distribution(cpu=flag)) == device
+    monkeypatch.setattr("ddp_mnist.cluster.device.gpus", lambda: int(has_gpu))
+    assert choose_device(Distribution(cpu=flag)) == device
     # who wants the CPU hides the GPUs, before torch is asked for them
     wants_cpu = flag or variable in ("True", "1")
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ("" if wants_cpu else "0")
@@ -126,13 +146,13 @@ def test_choose_device(
     ],
 )
 def test_choose_backend(flag: str, launch: Launch, device: str, backend: str) -> None:
-    assert runtime.choose_backend(Distribution(backend=flag), launch, device) == backend
+    assert choose_backend(Distribution(backend=flag), launch, device) == backend
 
 
 @pytest.mark.parametrize("launch", [PAIR, Launch()])
 def test_nccl_on_a_cpu_is_refused(launch: Launch) -> None:
     with pytest.raises(UsageError, match=r"^--backend nccl: needs a GPU and this machine shows n"):
-        runtime.choose_backend(Distribution(backend="nccl"), launch, "cpu")
+        choose_backend(Distribution(backend="nccl"), launch, "cpu")
 
 
 # --- The machine
@@ -173,7 +193,7 @@ def test_set_threads(
     set_to: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", set_to.append)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
-    assert runtime.set_threads(Launch(launcher), device, processes_here) == threads
+    assert set_threads(Launch(launcher), device, processes_here) == threads
     assert set_to == [threads]
     assert os.environ["OMP_NUM_THREADS"] == str(threads)
 
@@ -196,9 +216,9 @@ def test_a_launchers_processes_share_what_slurm_gave_it(
     monkeypatch.setenv("OMP_NUM_THREADS", "1" if launch.child_of_launcher else "")
     monkeypatch.setenv("SLURM_CPUS_PER_TASK", of_task)
     monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
-    monkeypatch.setattr(runtime, "cores", lambda: 8)
-    assert runtime.set_threads(launch, "cpu", processes_here=2) == threads
-    assert runtime.set_threads(Launch("slurm"), "cuda", processes_here=2) == int(
+    monkeypatch.setattr("ddp_mnist.cluster.device.cores", lambda: 8)
+    assert set_threads(launch, "cpu", processes_here=2) == threads
+    assert set_threads(Launch("slurm"), "cuda", processes_here=2) == int(
         os.environ["OMP_NUM_THREADS"]
     )
 
@@ -208,10 +228,10 @@ def test_threads_that_are_no_number(variable: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("OMP_NUM_THREADS", variable)
     monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
     if variable == "4,2":  # OpenMP's form for nested regions
-        assert runtime.set_threads(Launch(), "cpu", 1) == 4
+        assert set_threads(Launch(), "cpu", 1) == 4
     else:
         with pytest.raises(UsageError, match=r"^OMP_NUM_THREADS=many: "):
-            runtime.set_threads(Launch(), "cpu", 1)
+            set_threads(Launch(), "cpu", 1)
 
 
 @pytest.mark.parametrize(
@@ -227,9 +247,9 @@ def test_threads_that_are_no_number(variable: str, monkeypatch: pytest.MonkeyPat
     ],
 )
 def test_place_on_machine(launch: Launch, hosts: list[str], place: tuple[int, int, int]) -> None:
-    board = Board(dist.HashStore(), launch.rank, launch.world_size)
-    board.hosts = hosts
-    assert dataclasses.astuple(runtime.place_on_machine(launch, board)) == place
+    store = Store(dist.HashStore(), launch.rank, launch.world_size)
+    store.hosts = hosts
+    assert dataclasses.astuple(place_on_machine(launch, store)) == place
 
 
 @pytest.mark.parametrize(
@@ -245,16 +265,16 @@ def test_place_on_machine(launch: Launch, hosts: list[str], place: tuple[int, in
 def test_ranks_of_a_machine_that_would_take_the_same_gpu_are_refused(
     hosts: str, taken: str, told: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    board = Board(dist.HashStore(), 0, len(hosts))
-    board.hosts = list(hosts)
+    store = Store(dist.HashStore(), 0, len(hosts))
+    store.hosts = list(hosts)
     uuids = taken.split()
     for rank, uuid in enumerate(uuids[1:], 1):
-        board.post(f"gpu/{rank}", uuid)
-    monkeypatch.setattr(runtime, "gpus", lambda: 8)
+        store.set(f"gpu/{rank}", uuid)
+    monkeypatch.setattr("ddp_mnist.cluster.device.gpus", lambda: 8)
     properties = SimpleNamespace(uuid=uuids[0])
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     with pytest.raises(UsageError, match=f"^{told}") if told else contextlib.nullcontext():
-        runtime.check_gpus_differ(board, runtime.Place(0, len(hosts), len(hosts)))
+        check_gpus_differ(store, Place(0, len(hosts), len(hosts)))
 
 
 @pytest.mark.parametrize(
@@ -263,8 +283,8 @@ def test_ranks_of_a_machine_that_would_take_the_same_gpu_are_refused(
 def test_the_gpu_of_a_rank(
     local_rank: int, gpus: int, taken: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runtime, "gpus", lambda: gpus)
-    assert runtime.gpu_of(runtime.Place(local_rank, 2, 2)) == taken
+    monkeypatch.setattr("ddp_mnist.cluster.device.gpus", lambda: gpus)
+    assert gpu_of(Place(local_rank, 2, 2)) == taken
 
 
 DUPLICATE = """NCCL error in: /src/NCCLUtils.cpp:94, invalid usage (run with NCCL_DEBUG=WARN)
@@ -278,20 +298,20 @@ Error while creating shared memory segment /dev/shm/nccl-x (size 9637888)"""
 
 
 def test_what_nccl_means_stands_last() -> None:
-    board = Board(dist.HashStore(), 0, 2)
-    misused = runtime.as_expected(board, RuntimeError(DUPLICATE))
+    store = Store(dist.HashStore(), 0, 2)
+    misused = as_expected(store, RuntimeError(DUPLICATE))
     assert isinstance(misused, UsageError)  # nobody was lost
     assert str(misused).startswith("--backend nccl: Duplicate GPU detected : rank 1 and rank 0 bo")
-    board.patience_s = 0.1
-    failed = runtime.as_expected(board, RuntimeError(UNHANDLED))
+    store.patience_s = 0.1
+    failed = as_expected(store, RuntimeError(UNHANDLED))
     assert isinstance(failed, PeerError)
     assert "(Error while creating shared memory segment /dev/shm/nccl-x (size" in str(failed)
 
 
-def two_hosts(first: str | None, second: str | None) -> Board:
-    board = Board(dist.HashStore(), 0, 2)
-    board.hosts, board.addresses = ["a", "b"], [first, second]
-    return board
+def two_hosts(first: str | None, second: str | None) -> Store:
+    store = Store(dist.HashStore(), 0, 2)
+    store.hosts, store.addresses = ["a", "b"], [first, second]
+    return store
 
 
 @pytest.mark.parametrize(
@@ -316,17 +336,17 @@ def test_choose_interface(
     for name, value in before.items():
         monkeypatch.setenv(name, value)
     launch = Launch("tcp", 0, 2, main_host=host, main_port=9)
-    runtime.choose_interface(launch, two_hosts("127.0.0.1", None))
+    choose_interface(launch, two_hosts("127.0.0.1", None))
     assert {name: os.environ[name] for name in names if name in os.environ} == after
 
 
 def test_both_libraries_learn_of_a_real_interface(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime, "interface_towards", lambda *_: "eth1")
+    monkeypatch.setattr("ddp_mnist.cluster.world.interface_towards", lambda *_: "eth1")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "mine")
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "")
     monkeypatch.delenv("NCCL_SOCKET_IFNAME")
     launch = Launch("tcp", 0, 2, main_host="h", main_port=9)
-    runtime.choose_interface(launch, two_hosts("10.0.0.1", "10.0.0.2"))
+    choose_interface(launch, two_hosts("10.0.0.1", "10.0.0.2"))
     assert os.environ["GLOO_SOCKET_IFNAME"] == "mine"
     assert os.environ["NCCL_SOCKET_IFNAME"] == "eth1"
 
@@ -335,17 +355,19 @@ def test_rank_0_whose_name_is_loopback_takes_the_way_to_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked = []
-    monkeypatch.setattr(runtime, "interface_towards", lambda host, _: asked.append(host))
+    monkeypatch.setattr(
+        "ddp_mnist.cluster.world.interface_towards", lambda host, _: asked.append(host)
+    )
     launch = Launch("slurm", 0, 2, main_host="node0", main_port=9)
-    runtime.choose_interface(launch, two_hosts("127.0.1.1", "10.0.0.2"))
-    runtime.choose_interface(launch, two_hosts("10.0.0.1", "10.0.0.2"))
+    choose_interface(launch, two_hosts("127.0.1.1", "10.0.0.2"))
+    choose_interface(launch, two_hosts("10.0.0.1", "10.0.0.2"))
     assert asked == ["10.0.0.2", "node0"]
 
 
 def leave_a_child(folder: str) -> None:
     """Starts a process that waits as a worker does, and is killed itself."""
     if os.fork() == 0:
-        runtime.die_with_parent()
+        die_with_parent()
         Path(folder, "child").write_text(str(os.getpid()))
         time.sleep(60)
         os._exit(0)
@@ -376,7 +398,7 @@ def is_running(pid: int) -> bool:
 
 def what_stands() -> dict[str, Any]:
     flags = Distribution(cpu=True, mixed_precision="no", dist_timeout=20)
-    with runtime.start(flags, find_launch(flags)) as world:
+    with join_world(flags, find_launch(flags)) as world:
         accelerator = world.accelerator
         total = accelerator.reduce(torch.tensor(accelerator.process_index + 1)).item()
         found = {
@@ -419,7 +441,7 @@ def train_beside_a_group_of_one() -> Any:
 
 def train_where_accelerate_sees_one_process() -> Any:
     """As under a launcher that it does not understand."""
-    runtime.Accelerator = lambda **_: SimpleNamespace(num_processes=1)
+    world.Accelerator = lambda **_: SimpleNamespace(num_processes=1)
     return just_train(proof_config())
 
 
@@ -469,26 +491,27 @@ def test_fault_23_one_that_was_promised_another_does_not_train_alone(tmp_path: P
 
 def test_accelerate_has_to_know_of_all() -> None:
     accelerator: Any = SimpleNamespace(num_processes=2)
-    runtime.refuse_loner(PAIR, accelerator)
+    check_world_size(PAIR, accelerator)
     accelerator.num_processes = 1
     with pytest.raises(UsageError, match=r"^WORLD_SIZE=2: .*use a config from accelerate_configs$"):
-        runtime.refuse_loner(PAIR, accelerator)
+        check_world_size(PAIR, accelerator)
 
 
 # --- Ranks that are not alike: faults row 22
 
 
 def train_otherwise(what: str) -> Any:
-    from ddp_mnist import data, summary
+    from ddp_mnist.data import cache
+    from ddp_mnist.run import summary
 
     if os.environ["RANK"] == "1":
-        versions, load = summary.package_versions(), data.load
+        versions, load = summary.package_versions(), cache.load
         if what == "torch":
             summary.package_versions = lambda: versions | {"torch": "2.0.0"}
         elif what == "the code's digest":
             summary.code_digest = lambda: "0123"
         else:
-            data.load = lambda *args, **more: dataclasses.replace(
+            cache.load = lambda *args, **more: dataclasses.replace(
                 load(*args, **more), digest="4567"
             )
     return just_train(proof_config())
@@ -569,7 +592,7 @@ def test_fault_01_a_lost_rank_ends_the_others_and_is_named(
 
 def test_fault_01_status_of_a_run_that_lost_a_rank(lost: tuple[int, int, list[Any], Path]) -> None:
     _, who, [[error, _], *_], run = lost
-    status = run_folder.read_json(run / "status.json")
+    status = read_json(run / "status.json")
     if who == 0:  # nobody is left who writes it
         assert status["state"] == "running"
     else:
@@ -601,8 +624,8 @@ def test_an_interrupt_on_one_rank_ends_the_other(tmp_path: Path) -> None:
 
 
 def test_the_optimizer_does_not_look_for_a_package_in_each_step() -> None:
-    board = Board(dist.HashStore(), 0, 1)
-    runtime.make_accelerator(Distribution(), "cpu", "none", "no", board)
+    store = Store(dist.HashStore(), 0, 1)
+    make_accelerator(Distribution(), "cpu", "none", "no", store)
     accelerate.optimizer.is_lomo_available()
     with patch("importlib.util.find_spec") as look:
         assert not accelerate.optimizer.is_lomo_available()
@@ -621,7 +644,7 @@ def test_a_debug_level_with_which_torch_crashes_is_refused(tmp_path: Path) -> No
     detail = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
     outcomes = LocalWorld(2, just_train, short_run(), folder=tmp_path, variables=detail).outcomes()
     version = torch.__version__
-    if not version.startswith(runtime.CRASHES_IN_DETAIL):
+    if not version.startswith(CRASHES_IN_DETAIL):
         pytest.skip(f"torch {version} is not known to crash")
     assert [outcome.code for outcome in outcomes] == [2, 2]
     line = f"TORCH_DISTRIBUTED_DEBUG=DETAIL: makes torch {version} crash in DDP; use INFO"

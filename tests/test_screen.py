@@ -11,13 +11,12 @@ import time
 
 import pytest
 
-from ddp_mnist import screen
-from ddp_mnist.screen import Screen, panel
+from ddp_mnist.run.console import Console, panel
 
 
 def test_only_a_screen_that_speaks_is_heard(capsys: pytest.CaptureFixture[str]) -> None:
-    Screen(True).say("one\ntwo")
-    Screen(False).say("silent")
+    Console(True).print("one\ntwo")
+    Console(False).print("silent")
     assert capsys.readouterr().out == "one\ntwo\n"
 
 
@@ -25,25 +24,25 @@ def test_progress_comes_now_and_then(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 100.0
-    monkeypatch.setattr(screen.time, "monotonic", lambda: now)
-    voice = Screen(True)
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    voice = Console(True)
     for second in (0.0, 0.5, 1.0, 1.5, 1.9, 2.0, 10.0, 10.5):
         now = 100.0 + second
         voice.progress(second / 20, f"{second}")
     now = 110.6
-    voice.say("said anyway")
+    voice.print("said anyway")
     now = 111.5
     voice.progress(0.6, "too soon after it")
     assert capsys.readouterr().out.split("\n") == ["1.0", "2.0", "10.0", "said anyway", ""]
 
 
 ON_A_TERMINAL = """
-from ddp_mnist.screen import Screen
-with Screen(True) as voice:
-    voice.say("begins")
+from ddp_mnist.console import Console
+with Console(True) as voice:
+    voice.print("begins")
     voice.progress(0.25, "step 1/4")
     voice.progress(0.5, "step 2/4")
-    voice.say("epoch 1/2")
+    voice.print("epoch 1/2")
     voice.progress(0.75, "step 3/4")
 print("after it")
 """
@@ -77,11 +76,11 @@ def test_a_panel_fits_in_80_columns() -> None:
 
 PROGRAM = """
 import sys
-from ddp_mnist.screen import Screen
-voice = Screen(True)
+from ddp_mnist.console import Console
+voice = Console(True)
 for number in range(20_000):
-    voice.say(f"line {number}")
-print("trained on", voice.speaks, file=sys.stderr)
+    voice.print(f"line {number}")
+print("trained on", voice.verbose, file=sys.stderr)
 """
 
 
@@ -99,7 +98,7 @@ def test_fault_35_a_reader_that_goes_away_does_not_end_the_training() -> None:
 
 
 def test_each_line_is_out_at_once() -> None:
-    program = "import time; from ddp_mnist.screen import Screen; Screen(True).say('x'); " + (
+    program = "import time; from ddp_mnist.console import Console; Console(True).print('x'); " + (
         "time.sleep(60)"
     )
     started = time.monotonic()

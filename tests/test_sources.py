@@ -23,10 +23,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from ddp_mnist import sources
-from ddp_mnist.errors import DataError, DdpMnistError, StorageError, UsageError, one_line
-from ddp_mnist.local_world import free_port
-from ddp_mnist.sources import Decoded, Source, find_source, innermost
+from ddp_mnist.cluster.local import free_port
+from ddp_mnist.data import sources
+from ddp_mnist.data.decode import Decoded
+from ddp_mnist.data.sources import Source, find_source
+from ddp_mnist.errors import DataError, DdpMnistError, StorageError, UsageError, innermost, one_line
 from tests.hub import LOOPBACK_ONLY, Hub, as_json, hub_environment, silent_server
 
 # datasets and huggingface_hub read their environment at import: not before conftest.py set it.
@@ -772,7 +773,7 @@ def test_fault_29_no_space_to_unpack_a_folder_in(
 
 @pytest.mark.parametrize("code", [28, 13, 30])
 def test_no_place_for_what_comes_from_the_hub(code: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "why_out_of_reach", lambda _: "")
+    monkeypatch.setattr("ddp_mnist.data.sources.why_out_of_reach", lambda _: "")
     monkeypatch.setattr("datasets.load_dataset", failing_with(code, "Refused"))
     with pytest.raises(StorageError) as caught:
         find_source("mnist").read()

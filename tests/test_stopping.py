@@ -15,10 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddp_mnist import stopping
+from ddp_mnist.cluster.signals import WEIGHTS, StopSignals, listen
+from ddp_mnist.cluster.store import Store
 from ddp_mnist.errors import FailedElsewhere, Preempted, StorageError
-from ddp_mnist.rendezvous import Board
-from ddp_mnist.stopping import WEIGHTS, StopSignals, listen
 from tests.commands import Started
 
 TERM, USR1, INT = signal.SIGTERM, signal.SIGUSR1, signal.SIGINT
@@ -143,7 +142,7 @@ def test_ask_adds_up_the_weights_of_all_ranks() -> None:
 def test_the_strongest_signal_is_kept(
     noted: list[signal.Signals], strongest: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stopping.os, "_exit", Mock(side_effect=AssertionError))
+    monkeypatch.setattr(os, "_exit", Mock(side_effect=AssertionError))
     stop = StopSignals()
     assert stop.weight == 0
     for number in noted:
@@ -158,7 +157,7 @@ def test_a_second_interrupt_ends_the_process_whatever_happens(
 ) -> None:
     at_once.reset_mock()
     exits = Mock(side_effect=SystemExit)
-    monkeypatch.setattr(stopping.os, "_exit", exits)
+    monkeypatch.setattr(os, "_exit", exits)
     stop = StopSignals()
     stop.at_once = at_once
     for number in (INT, *between):
@@ -244,18 +243,18 @@ def test_a_signal_is_noted_and_nothing_else_happens(number: signal.Signals) -> N
 
 @pytest.mark.usefixtures("before")
 def test_the_board_is_told_when_the_first_signal_came() -> None:
-    board = Board(dist.HashStore(), 0, 1)
-    with listen(board=board) as stop:
-        assert board.signalled is None
+    store = Store(dist.HashStore(), 0, 1)
+    with listen(store=store) as stop:
+        assert store.signalled is None
         began = time.monotonic()
         os.kill(os.getpid(), TERM)
-        until(lambda: board.signalled)
-        first = board.signalled
+        until(lambda: store.signalled)
+        first = store.signalled
         assert first is not None
         assert began <= first <= time.monotonic()
         os.kill(os.getpid(), INT)
         until(lambda: stop.weight == WEIGHTS[INT])
-        assert board.signalled == first
+        assert store.signalled == first
 
 
 @pytest.mark.usefixtures("before")

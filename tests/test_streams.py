@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from ddp_mnist import data
-from ddp_mnist.local_world import run_world
+from ddp_mnist.cluster.local import run_world
+from ddp_mnist.data import cache
 from tests.commands import Started
 
 FULL, CLOSED = "/dev/full", None
@@ -77,17 +77,17 @@ def run_all(commands: list[tuple[list[str], str | None, str | None, str | None]]
     import numpy as np  # noqa: F401
     import PIL.Image  # noqa: F401
 
-    import ddp_mnist.predict  # noqa: F401
+    import ddp_mnist.verbs.predict  # noqa: F401
 
     return [run_forked(*command) for command in commands]
 
 
 def run_all_without_measuring(commands: list[Any]) -> list[Forked]:
     """`run_all`, but what verify and bench would take minutes for is there at once."""
-    from ddp_mnist import verify
     from ddp_mnist.bench import benches
+    from ddp_mnist.verify import proofs
 
-    verify.verify = lambda *_: iter(["begins"])
+    proofs.verify = lambda *_: iter(["begins"])
     benches.BENCHES["feed"] = lambda *_: []
     return run_all(commands)
 
@@ -98,7 +98,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import PIL.Image
 
     place = tmp_path_factory.mktemp("streams")
-    images = data.load("digits")
+    images = cache.load("digits")
     PIL.Image.fromarray(images.test_images[0].squeeze().numpy()).save(place / "image.png")
     [[done]] = run_world(
         1, run_all, [(["train", *QUICK, "--run-dir", "run"], "in", "out", "err")], folder=place

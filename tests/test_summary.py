@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from ddp_mnist import summary, versions
 from ddp_mnist.config import Distribution, Recipe, Run, TrainConfig
-from ddp_mnist.run_folder import RunFolder
+from ddp_mnist.run import summary
+from ddp_mnist.run.environment import code_digest, package_versions
+from ddp_mnist.run.folder import RunFolder
 
 
 @pytest.mark.parametrize(
@@ -48,8 +49,8 @@ def test_facts_are_what_has_to_be_equal() -> None:
     # what is in effect, not what was asked for
     assert (facts["--mixed-precision"], facts["--backend"]) == ("bf16", "gloo")
     assert facts["the data's digest"] == "abc"
-    assert facts["the code's digest"] == versions.code_digest()
-    assert facts["torch"] == versions.package_versions()["torch"]
+    assert facts["the code's digest"] == code_digest()
+    assert facts["torch"] == package_versions()["torch"]
     for may_differ in (
         *("dataset", "run-dir", "cache-dir", "quiet"),
         *("rank", "local-rank", "world-size"),
@@ -108,7 +109,7 @@ def test_last_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "images_per_second": 8617.3,
         "confusion": [[900 if c == label else 100 // 9 for c in range(10)] for label in range(10)],
     }
-    monkeypatch.setattr(summary, "program", lambda: "ddp-mnist")
+    monkeypatch.setattr("ddp_mnist.run.summary.program", lambda: "ddp-mnist")
     assert summary.last_lines(outcome, RunFolder(tmp_path)).splitlines() == [
         "test accuracy 0.9912 on 10,000 images of mnist (88 wrong), loss 0.0346",
         "trained    12.3 s on 2 processes, 8,617 images/s; 15.7 s in all",

@@ -12,19 +12,18 @@ import pytest
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, TensorBoardTracker
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from ddp_mnist import tracking
+from ddp_mnist.cluster.local import LocalWorld, run_world
 from ddp_mnist.errors import UsageError
-from ddp_mnist.local_world import LocalWorld, run_world
-from ddp_mnist.proofs import just_train, proof_config, resumed, train_until
-from ddp_mnist.screen import Screen
-from ddp_mnist.tracking import Guarded, named
+from ddp_mnist.run.console import Console
+from ddp_mnist.run.tracking import Guarded, named
+from ddp_mnist.verify.watch import just_train, proof_config, resumed, train_until
 
 
 @pytest.mark.parametrize("name", sorted(set(LOGGER_TYPE_TO_CLASS) - {"tensorboard"}))
 def test_a_tracker_that_is_not_installed_says_how(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tracking, "get_available_trackers", lambda: ["tensorboard"])
+    monkeypatch.setattr("ddp_mnist.run.tracking.get_available_trackers", lambda: ["tensorboard"])
     with pytest.raises(UsageError, match=f"^--trackers {name}: its package is not installed; pip"):
         named(f"tensorboard,{name}")
 
@@ -42,7 +41,7 @@ def test_names_are_separated_by_commas() -> None:
 def test_one_that_fails_is_left_out_and_said_once(capsys: pytest.CaptureFixture[str]) -> None:
     service = Mock()
     service.name = "wandb"
-    tracker = Guarded(service, Screen(True))
+    tracker = Guarded(service, Console(True))
     tracker.log({"loss": 1.0, "best": None}, 25)
     service.log.assert_called_once_with({"loss": 1.0}, step=25)
     service.log.side_effect = ConnectionError("no route\nto host")

@@ -14,11 +14,11 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from ddp_mnist import rendezvous, run_folder
+from ddp_mnist.cluster.local import LocalWorld, run_world
 from ddp_mnist.config import PRESETS, Distribution, Recipe, Run, TrainConfig
 from ddp_mnist.errors import DdpMnistError
-from ddp_mnist.local_world import LocalWorld, run_world
-from ddp_mnist.proofs import (
+from ddp_mnist.run.folder import read_json
+from ddp_mnist.verify.watch import (
     Seen,
     just_train,
     largest_difference,
@@ -185,7 +185,7 @@ def test_run_folder_of_a_finished_run(one_process: tuple[Path, Seen]) -> None:
         "status.json",
         "summary.json",
     }
-    summary = run_folder.read_json(run / "summary.json")
+    summary = read_json(run / "summary.json")
     assert summary == seen.summary
     required = (
         "test_accuracy test_loss test_count confusion val_accuracy epochs steps skipped_steps"
@@ -201,7 +201,7 @@ def test_run_folder_of_a_finished_run(one_process: tuple[Path, Seen]) -> None:
     assert summary["dataset"]["name"] == "digits"
     assert (summary["dataset"]["train_rows"], summary["dataset"]["test_rows"]) == (1437, 360)
 
-    status = run_folder.read_json(run / "status.json")
+    status = read_json(run / "status.json")
     expected = {"state": "finished", "exit_code": 0, "phase": "done", "step": STEPS, "error": None}
     assert status == expected
 
@@ -212,7 +212,7 @@ def test_run_folder_of_a_finished_run(one_process: tuple[Path, Seen]) -> None:
     validations = [line for line in lines if "val_accuracy" in line]
     assert [line["step"] for line in validations] == [15, 30, 45]
     assert validations[-1]["val_accuracy"] == summary["val_accuracy"]
-    config = run_folder.read_json(run / "config.json")
+    config = read_json(run / "config.json")
     assert config["recipe"]["batch_size"] == 72
     assert config["recipe"]["val_size"] == 287
 
@@ -247,9 +247,9 @@ def test_patience_keeps_the_best_weights(tmp_path: Path) -> None:
     best = accuracies.index(max(accuracies))
     assert len(accuracies) == best + 3
     assert summary["val_accuracy"] == max(accuracies)
+    from ddp_mnist.cluster.launch import Launch
     from ddp_mnist.config import Distribution
-    from ddp_mnist.evaluate_run import evaluate_run
-    from ddp_mnist.launch import Launch
+    from ddp_mnist.verbs.evaluate import evaluate_run
 
     again = evaluate_run(str(tmp_path / "run"), "validation", Distribution(cpu=True), Launch())
     assert again is not None
@@ -269,7 +269,7 @@ def test_fault_24_divergence_ends_with_code_7_on_every_rank(log_every: int, tmp_
     told = [error for error in outcomes if error.agreed]
     assert len(told) == 1
     assert str(told[0]).startswith("--lr 99: ")
-    status = run_folder.read_json(tmp_path / "run" / "status.json")
+    status = read_json(tmp_path / "run" / "status.json")
     assert (status["state"], status["exit_code"]) == ("failed", 7)
     assert not (tmp_path / "run" / "model.safetensors").exists()
 
@@ -286,7 +286,7 @@ def test_a_folder_given_relative_to_here_is_found_from_elsewhere(tmp_path: Path)
     write_idx(here / "data" / "set")
     there.mkdir()
     run_world(1, just_train, of_a_folder(), folder=here)
-    told = run_folder.read_json(here / "run" / "config.json")["run"]
+    told = read_json(here / "run" / "config.json")["run"]
     assert (told["dataset"], told["cache_dir"]) == (f"{here}/data/set", f"{here}/cache")
     [(counted, reported)] = run_world(1, evaluate_and_report, "../here/run", folder=there)
     assert counted == 5
@@ -298,9 +298,9 @@ def test_a_folder_given_relative_to_here_is_found_from_elsewhere(tmp_path: Path)
 
 
 def evaluate_and_report(run: str) -> tuple[int, str]:
-    from ddp_mnist import report
-    from ddp_mnist.evaluate_run import evaluate_run
-    from ddp_mnist.launch import Launch
+    from ddp_mnist.cluster.launch import Launch
+    from ddp_mnist.verbs import report
+    from ddp_mnist.verbs.evaluate import evaluate_run
 
     counted = evaluate_run(run, "test", Distribution(cpu=True), Launch())
     assert counted
@@ -367,8 +367,8 @@ def on_two_machines(told: TrainConfig, stop_at: int | None = None) -> tuple[str,
     os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     code = 0
     with (
-        patch.object(rendezvous, "host_id", lambda: f"box{rank}/boot/net"),
-        contextlib.redirect_stdout(io.StringIO()) as screen,
+        patch("ddp_mnist.cluster.rendezvous.host_id", lambda: f"box{rank}/boot/net"),
+        contextlib.redirect_stdout(io.StringIO()) as console,
     ):
         try:
             if stop_at is None:
@@ -377,7 +377,7 @@ def on_two_machines(told: TrainConfig, stop_at: int | None = None) -> tuple[str,
                 train_until(told, stop_at, signal.SIGTERM, by=1)
         except DdpMnistError as error:
             code = error.code
-    return screen.getvalue(), code
+    return console.getvalue(), code
 
 
 def test_the_second_machine_says_who_reports_and_where_the_result_is(tmp_path: Path) -> None:
@@ -407,8 +407,8 @@ def test_a_folder_called_latest_is_told_at_the_start(tmp_path: Path) -> None:
     (tmp_path / "runs" / "latest").mkdir(parents=True)
     loud = proof_config("runs/a", model="mlp", epochs=1)
     loud = dataclasses.replace(loud, run=dataclasses.replace(loud.run, quiet=False))
-    [screen] = run_world(1, what_it_says, loud, folder=tmp_path)
+    [console] = run_world(1, what_it_says, loud, folder=tmp_path)
     line = (
         "runs/latest: is not a symlink and was left alone; move it away to let it point to runs/a"
     )
-    assert line in screen.splitlines()
+    assert line in console.splitlines()

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from ddp_mnist import cli, verify
+from ddp_mnist import cli
 from ddp_mnist.errors import CheckFailed
-from ddp_mnist.proofs import largest_difference
-from ddp_mnist.verify import CAUGHT_BY, Check, Watched
+from ddp_mnist.verify import proofs
+from ddp_mnist.verify.proofs import CAUGHT_BY, Check, Watched
+from ddp_mnist.verify.watch import largest_difference
 
 GOOD = Check("samples", 2, "a step's images", "0 of 45 differ", "0 of 45", held=True)
 BAD = Check("weights", 3, "weights after 45 steps", "differ by 1", "at most 1e-09", held=False)
@@ -19,7 +20,7 @@ BAD = Check("weights", 3, "weights after 45 steps", "differ by 1", "at most 1e-0
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Watched:
     """The run of one process that the others are compared with."""
-    return verify.watched_run(1, tmp_path_factory.mktemp("proofs"), "cnn")
+    return proofs.watched_run(1, tmp_path_factory.mktemp("proofs"), "cnn")
 
 
 def test_all_is_well_here(
@@ -71,16 +72,16 @@ def test_all_is_well_here(
 def test_a_planted_fault_is_caught_by_the_check_that_is_meant_to(
     plant: str, fails: set[str], alone: Watched, tmp_path: Path
 ) -> None:
-    checks = list(verify.equal_to_one(verify.watched_run(2, tmp_path, "cnn", plant), alone))
+    checks = list(proofs.equal_to_one(proofs.watched_run(2, tmp_path, "cnn", plant), alone))
     assert {check.name for check in checks if not check.held} == fails
-    told = verify.complaint(checks, plant)
+    told = proofs.complaint(checks, plant)
     assert told
     assert told.startswith(f"verify --plant {plant}: caught by '{CAUGHT_BY[plant]}'")
 
 
 def test_a_plant_is_a_failed_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Exit code 1 in any case, and the file says what was planted."""
-    monkeypatch.setattr(verify, "verify", lambda *_: iter([GOOD, BAD]))
+    monkeypatch.setattr("ddp_mnist.verify.proofs.verify", lambda *_: iter([GOOD, BAD]))
     arguments = cli.make_parser().parse_args(
         ["verify", "--plant", "gradients", "--save", str(tmp_path / "v.json")]
     )
@@ -91,14 +92,14 @@ def test_a_plant_is_a_failed_check(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_what_is_complained_of() -> None:
-    assert verify.complaint([GOOD, GOOD], None) is None
-    told = verify.complaint([GOOD, BAD], None)
+    assert proofs.complaint([GOOD, GOOD], None) is None
+    told = proofs.complaint([GOOD, BAD], None)
     assert told
     assert told.startswith(
         "verify: 1 of 2 checks failed, first 'weights' on 3 processes (differ by 1, must be at"
     )
     assert told.endswith("before it passes with the versions in constraints.txt")
-    told = verify.complaint([BAD], None, "cnn_bn")
+    told = proofs.complaint([BAD], None, "cnn_bn")
     assert told
     assert "if it passes without --model, cnn_bn takes other steps" in told
     assert str(BAD).startswith("FAIL  weights       3  weights after 45 steps")
@@ -109,24 +110,24 @@ def test_what_is_complained_of() -> None:
 def test_a_run_that_was_not_interrupted_proves_nothing(
     alone: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(verify, "STOPS_AT", 1000)
-    check = verify.resume_is_exact(alone)
+    monkeypatch.setattr("ddp_mnist.verify.proofs.STOPS_AT", 1000)
+    check = proofs.resume_is_exact(alone)
     assert check.figure == "0 of 50 differ"
     assert not check.held
 
 
 def test_one_that_differs_is_counted() -> None:
-    assert verify.none_differs("x", 2, "", [1, 2, 3], [1, 2, 3]).held
-    check = verify.none_differs("x", 2, "", [1, 5, 3], [1, 2, 3])
+    assert proofs.none_differs("x", 2, "", [1, 2, 3], [1, 2, 3]).held
+    check = proofs.none_differs("x", 2, "", [1, 5, 3], [1, 2, 3])
     assert (check.held, check.figure) == (False, "1 of 3 differ")
-    assert verify.bounded("x", 2, "", 1e-9).held
-    assert not verify.bounded("x", 2, "", 1.1e-9).held
-    assert not verify.bounded("x", 2, "", float("nan")).held
+    assert proofs.bounded("x", 2, "", 1e-9).held
+    assert not proofs.bounded("x", 2, "", 1.1e-9).held
+    assert not proofs.bounded("x", 2, "", float("nan")).held
 
 
 def test_the_numbers_of_processes_that_can_be_compared() -> None:
-    assert verify.sizes_up_to(2) == [2]
-    assert verify.sizes_up_to(8) == [2, 3, 4, 6, 8]
+    assert proofs.sizes_up_to(2) == [2]
+    assert proofs.sizes_up_to(8) == [2, 3, 4, 6, 8]
 
 
 def test_the_plants_are_those_of_the_flag() -> None:
@@ -153,8 +154,8 @@ def test_a_wrong_flag_is_one_line(
 
 def test_a_net_that_depends_on_the_number_of_processes_is_found(tmp_path: Path) -> None:
     """BatchNorm of each process's own share is not that of the batch."""
-    one, two = (verify.watched_run(size, tmp_path, "cnn_bn") for size in (1, 2))
-    failed = {check.name for check in verify.equal_to_one(two, one) if not check.held}
+    one, two = (proofs.watched_run(size, tmp_path, "cnn_bn") for size in (1, 2))
+    failed = {check.name for check in proofs.equal_to_one(two, one) if not check.held}
     assert failed == {"gradients", "weights"}
 
 
@@ -162,8 +163,8 @@ def test_a_run_that_breaks_down_is_a_failed_check(monkeypatch: pytest.MonkeyPatc
     def killed(*_: object) -> Watched:
         raise ConnectionError("was killed")
 
-    monkeypatch.setattr(verify, "watched_run", killed)
-    [check] = verify.verify([2, 3])
+    monkeypatch.setattr("ddp_mnist.verify.proofs.watched_run", killed)
+    [check] = proofs.verify([2, 3])
     assert isinstance(check, Check)
     assert (check.name, check.held, check.figure) == ("runs", False, "ConnectionError: was killed")
 
@@ -182,4 +183,4 @@ def test_under_a_launcher_it_is_refused(
 def test_a_nan_is_a_difference() -> None:
     weights = {"a": torch.ones(2), "b": torch.tensor([1.0, float("nan")])}
     difference = largest_difference({"a": torch.ones(2), "b": torch.ones(2)}, weights)
-    assert not verify.bounded("x", 2, "", difference).held
+    assert not proofs.bounded("x", 2, "", difference).held

@@ -7,30 +7,30 @@ from pathlib import Path
 import pytest
 import torch
 
-from ddp_mnist import versions
+from ddp_mnist.run.environment import code_digest, git_commit, package_versions
 
 
 def test_versions_are_those_of_all_packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = versions.package_versions()
+    found = package_versions()
     packages = {"torch", "torchvision", "accelerate", "datasets", "evaluate", "safetensors"}
     assert found.keys() == packages | {"python"}
     assert all(found[package] == version(package) for package in packages)
     assert torch.__version__.startswith(found["torch"].partition("+")[0])
-    monkeypatch.setattr(versions, "PACKAGES", ("no-such-package",))
-    assert versions.package_versions()["no-such-package"] == "missing"
+    monkeypatch.setattr("ddp_mnist.run.environment.PACKAGES", ("no-such-package",))
+    assert package_versions()["no-such-package"] == "missing"
 
 
 def test_the_codes_digest_changes_with_the_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert versions.code_digest() == versions.code_digest()
-    monkeypatch.setattr(versions, "__file__", str(tmp_path / "summary.py"))
+    assert code_digest() == code_digest()
+    monkeypatch.setattr("ddp_mnist.run.environment.__file__", str(tmp_path / "summary.py"))
     (tmp_path / "train.py").write_text("a = 1\n")
-    before = versions.code_digest()
+    before = code_digest()
     (tmp_path / "notes.txt").write_text("no code")
-    assert versions.code_digest() == before
+    assert code_digest() == before
     (tmp_path / "train.py").write_text("a = 2\n")
-    assert versions.code_digest() != before
+    assert code_digest() != before
     assert len(before) == 16
 
 
@@ -47,23 +47,23 @@ def test_the_commit_is_that_of_the_checkout(
     package.mkdir()
     code = package / "summary.py"
     code.write_text("a = 1\n")
-    monkeypatch.setattr(versions, "__file__", str(code))
-    assert versions.git_commit() is None  # no checkout
+    monkeypatch.setattr("ddp_mnist.run.environment.__file__", str(code))
+    assert git_commit() is None  # no checkout
     git(tmp_path, "init", "-q")
     (tmp_path / "readme").touch()
     git(tmp_path, "add", "readme")
     git(tmp_path, "commit", "-qm", "somebody else's")
-    assert versions.git_commit() is None  # in a checkout, but not a part of it
+    assert git_commit() is None  # in a checkout, but not a part of it
     git(tmp_path, "add", "ddp_mnist")
     git(tmp_path, "commit", "-qm", "ours")
     git(tmp_path, "tag", "v1")
     commit = git(tmp_path, "rev-parse", "HEAD")
     assert len(commit) == 40
-    assert versions.git_commit() == commit
+    assert git_commit() == commit
     code.write_text("a = 2\n")
-    assert versions.git_commit() == commit + "+"
+    assert git_commit() == commit + "+"
 
 
 def test_no_commit_where_there_is_no_git(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
-    assert versions.git_commit() is None
+    assert git_commit() is None

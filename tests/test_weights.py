@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from ddp_mnist import weights
-from ddp_mnist.decode import Preparation
+from ddp_mnist.cluster.local import run_world
+from ddp_mnist.data.decode import Preparation
 from ddp_mnist.errors import CheckpointError
-from ddp_mnist.local_world import run_world
 from ddp_mnist.models import MODELS, VERSION
+from ddp_mnist.run import weights
 
 CLASSES = [str(digit) for digit in range(10)]
 PREPARED = Preparation(["images of 3x3 L became 28x28 grey"], True, False)

@@ -6,11 +6,11 @@ import contextlib
 import io
 
 from ddp_mnist.config import TrainConfig
-from ddp_mnist.proofs import just_train
+from ddp_mnist.verify.watch import just_train
 
 
 def what_it_says(config: TrainConfig) -> str:
     """What this rank prints on stdout."""
-    with contextlib.redirect_stdout(io.StringIO()) as screen:
+    with contextlib.redirect_stdout(io.StringIO()) as console:
         just_train(config)
-    return screen.getvalue()
+    return console.getvalue()

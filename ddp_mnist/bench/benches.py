@@ -16,8 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ddp_mnist import data, hardware, run_folder
-from ddp_mnist.bench import commands, idx
+from ddp_mnist.bench import commands
 from ddp_mnist.bench.figures import (
     Absent,
     Ratio,
@@ -27,20 +26,18 @@ from ddp_mnist.bench.figures import (
     ratio_of_difference,
     spread,
 )
-from ddp_mnist.bench.forecast import (
-    Link,
-    Round,
-    all_reduce_seconds,
-    gradient_bytes,
-    measure_rounds,
-)
+from ddp_mnist.bench.forecast import Link, Round, all_reduce_seconds, gradient_bytes, measure_rounds
 from ddp_mnist.bench.steps import KINDS, Kind, time_steps
 from ddp_mnist.bench.strategies import STRATEGIES
+from ddp_mnist.cluster import hardware
+from ddp_mnist.cluster.local import backend_among, run_world
 from ddp_mnist.config import Distribution, Run, TrainConfig
+from ddp_mnist.data.cache import cache_folder, load
+from ddp_mnist.data.idx import write
 from ddp_mnist.errors import UsageError
-from ddp_mnist.local_world import backend_among, run_world
-from ddp_mnist.summary import count
-from ddp_mnist.versions import package_versions
+from ddp_mnist.run.environment import package_versions
+from ddp_mnist.run.folder import SUMMARY, read_json
+from ddp_mnist.run.summary import count
 
 STEPS = 380  # optimizer steps of a timed round at most: an epoch of MNIST
 BETWEEN = ("loop", "forecast", "strategies")  # of a process group: one process has none
@@ -122,7 +119,7 @@ def on_processes(
     size: int, function: Callable[..., Any], options: Options, *args: Any, precision: str = "auto"
 ) -> list[Any]:
     """What `function(config, *args, STEPS, repeats)` returned on each of them."""
-    data.load(options.dataset, options.cache_dir)  # into the cache: the processes have a deadline
+    load(options.dataset, options.cache_dir)  # into the cache: the processes have a deadline
     config = TrainConfig(
         Run(dataset=options.dataset, cache_dir=options.cache_dir, quiet=True),
         distribution=Distribution(mixed_precision=precision, backend=backend_among(size)),
@@ -219,7 +216,7 @@ def forecast(options: Options) -> list[Row]:
     if options.processes == 1:
         raise UsageError("--processes 1: an all-reduce needs at least 2")
     rounds: list[Round] = on_processes(options.processes, measure_rounds, options)[0]
-    classes = len(data.load(options.dataset, options.cache_dir).classes)
+    classes = len(load(options.dataset, options.cache_dir).classes)
     size = gradient_bytes(TrainConfig(), classes)
 
     def seconds(processes: int, link: Link | None = None) -> list[float]:
@@ -271,7 +268,7 @@ def strategies(options: Options) -> list[Row]:
 
 
 def startup(options: Options) -> list[Row]:
-    data.load(options.dataset, options.cache_dir)  # into the cache
+    load(options.dataset, options.cache_dir)  # into the cache
     arguments = commands.data_flags(options.dataset, options.cache_dir)
     measures: dict[str, Callable[[], float]] = {}
     for how, before in ways(options):
@@ -286,7 +283,7 @@ def startup(options: Options) -> list[Row]:
 
 
 def memory(options: Options) -> list[Row]:
-    data.load(options.dataset, options.cache_dir)  # into the cache
+    load(options.dataset, options.cache_dir)  # into the cache
     arguments = commands.data_flags(options.dataset, options.cache_dir)
 
     def train(before: list[str]) -> float:
@@ -316,11 +313,11 @@ def ways(options: Options) -> list[tuple[str, list[str]]]:
 def baseline(options: Options) -> list[Row]:
     """Each round has its own seed; the conventional recipe has that of its source."""
     launched = commands.launcher(options.processes)
-    images = data.load(options.dataset, options.cache_dir)
+    images = load(options.dataset, options.cache_dir)
     seeds = itertools.count()
     accuracies: dict[str, list[float]] = {"conventional": [], "train": []}
     with tempfile.TemporaryDirectory(prefix="ddp_mnist-") as scratch:
-        idx.write(images, Path(scratch) / "MNIST" / "raw")
+        write(images, Path(scratch) / "MNIST" / "raw")
 
         def conventional() -> float:
             seconds, lines = commands.seconds_to_end(
@@ -336,9 +333,9 @@ def baseline(options: Options) -> list[Row]:
 
         def train_from_cache() -> float:
             with tempfile.TemporaryDirectory(dir=scratch) as folder:
-                run, cache = Path(folder) / "run", data.cache_folder(options.cache_dir)
+                run, cache = Path(folder) / "run", cache_folder(options.cache_dir)
                 seconds = train(cache, run, "--seed", str(next(seeds)))
-                outcome = run_folder.read_json(run / run_folder.SUMMARY)
+                outcome = read_json(run / SUMMARY)
             accuracies["train"].append(outcome["test_accuracy"])
             return seconds
 

@@ -15,8 +15,9 @@ from typing import IO, Any
 
 import psutil
 
-from ddp_mnist import hardware, run_folder
+from ddp_mnist.cluster import hardware
 from ddp_mnist.errors import CheckFailed, UsageError
+from ddp_mnist.run.folder import METRICS
 
 REPOSITORY = Path(__file__).parents[2]
 FLOOR = [str(Path(__file__).with_name("floor.py"))]
@@ -111,7 +112,7 @@ def seconds_to_end(command: list[str]) -> tuple[float, list[Any]]:
 def seconds_to_first_step(before: list[str], arguments: list[str]) -> float:
     """From start to the first line of metrics.jsonl, which tells of the first optimizer step."""
     with tempfile.TemporaryDirectory(prefix="ddp_mnist-") as scratch:
-        metrics = Path(scratch) / "run" / run_folder.METRICS
+        metrics = Path(scratch) / "run" / METRICS
         command = [*before, *TRAIN, *arguments, "--log-every", "1"]
         begun = time.time()
         with started([*command, "--run-dir", str(metrics.parent)]) as (process, output):

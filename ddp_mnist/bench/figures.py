@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ddp_mnist.streams import tell
+from ddp_mnist.run.console import tell
 
 CONFIDENCE = 0.90
 
@@ -91,13 +91,13 @@ def alternate(
     measure: Callable[[str], float],
     *,
     warm_up: bool = True,
-    aloud: bool = True,
+    verbose: bool = True,
 ) -> dict[str, list[float]]:
     """`repeats` rounds of measure(kind) for each kind, every other round in reverse order.
 
     Args:
         warm_up: measure a first round, and throw it away.
-        aloud: tell each round on stderr, for who waits.
+        verbose: tell each round on stderr, for who waits.
     """
     measured: dict[str, list[float]] = {kind: [] for kind in kinds}
     for number in range(-int(warm_up), repeats):
@@ -105,7 +105,7 @@ def alternate(
         if number >= 0:
             for kind in kinds:
                 measured[kind].append(figures[kind])
-        if aloud:
+        if verbose:
             name = f"round {number + 1} of {repeats}" if number >= 0 else "warm-up"
             shown = ", ".join(f"{kind} {figures[kind]:.4g}" for kind in kinds)
             tell(f"{name}: {shown}")

@@ -24,10 +24,11 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from ddp_mnist import data, runtime
 from ddp_mnist.bench import steps
+from ddp_mnist.cluster.launch import find_launch
+from ddp_mnist.cluster.world import join_world
 from ddp_mnist.config import TrainConfig
-from ddp_mnist.launch import find_launch
+from ddp_mnist.data import cache
 from ddp_mnist.models import MODELS
 
 # Bytes: latency alone, and bandwidth above all. With less than 4 KB, gloo leaves out messages.
@@ -104,9 +105,9 @@ def measure_link(device: torch.device, wait: Callable[[], None]) -> Link:
 def measure_rounds(config: TrainConfig, step_count: int, repeats: int) -> list[Round]:
     """The first round is thrown away. Runs in every process of a group of at least two."""
     rounds = []
-    with runtime.start(config.distribution, find_launch(config.distribution)) as world:
+    with join_world(config.distribution, find_launch(config.distribution)) as world:
         accelerator, device = world.accelerator, world.accelerator.device
-        images = data.load(config.run.dataset, config.run.cache_dir)
+        images = cache.load(config.run.dataset, config.run.cache_dir)
         config, images = steps.shortened(config, images, step_count, world)
         assert config.recipe.batch_size
         count = len(images.train_labels) // config.recipe.batch_size

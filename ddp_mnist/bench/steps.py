@@ -21,29 +21,32 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ddp_mnist import data, plain_ddp, runtime, stopping
+from ddp_mnist import plain_ddp
 from ddp_mnist import train as trainer
 from ddp_mnist.bench.figures import alternate
+from ddp_mnist.cluster.launch import find_launch
+from ddp_mnist.cluster.signals import listen
+from ddp_mnist.cluster.world import World, join_world
 from ddp_mnist.config import TrainConfig, resolve_recipe
-from ddp_mnist.evaluation import evaluate_split, prepare_split
-from ddp_mnist.launch import find_launch
+from ddp_mnist.data import cache
+from ddp_mnist.data.batches import GlobalBatches, ImageData, Rows, train_loader
 from ddp_mnist.optim import make_optimizer
-from ddp_mnist.resume import Opened
-from ddp_mnist.run_folder import RunFolder
-from ddp_mnist.runtime import World
-from ddp_mnist.screen import Screen
+from ddp_mnist.run.console import Console
+from ddp_mnist.run.evaluation import evaluate_split, prepare_split
+from ddp_mnist.run.folder import RunFolder
+from ddp_mnist.run.resume import Opened
 
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Step = Callable[[Batch], None]
-Kind = Callable[[TrainConfig, data.ImageData, World], float]  # seconds
+Kind = Callable[[TrainConfig, ImageData, World], float]  # seconds
 
 
 def time_steps(
     config: TrainConfig, kinds: dict[str, Kind], steps: int, repeats: int
 ) -> dict[str, list[float]]:
     """Images/s over all ranks, per round of each kind. Runs in every process of a group."""
-    with runtime.start(config.distribution, find_launch(config.distribution)) as world:
-        images = data.load(config.run.dataset, config.run.cache_dir)
+    with join_world(config.distribution, find_launch(config.distribution)) as world:
+        images = cache.load(config.run.dataset, config.run.cache_dir)
         config, images = shortened(config, images, steps, world)
 
         def measure(kind: str) -> float:
@@ -52,12 +55,12 @@ def time_steps(
             world.accelerator.free_memory()
             return len(images.train_labels) / seconds
 
-        return alternate(list(kinds), repeats, measure, aloud=world.accelerator.is_main_process)
+        return alternate(list(kinds), repeats, measure, verbose=world.accelerator.is_main_process)
 
 
 def shortened(
-    config: TrainConfig, images: data.ImageData, steps: int, world: World
-) -> tuple[TrainConfig, data.ImageData]:
+    config: TrainConfig, images: ImageData, steps: int, world: World
+) -> tuple[TrainConfig, ImageData]:
     """One epoch of at most `steps` full batches, no validation, a tenth of MNIST's test images."""
     rows = len(images.train_labels)
     full = resolve_recipe(config.recipe, rows, world.accelerator.num_processes)
@@ -76,29 +79,29 @@ def shortened(
 # --- Seconds of each kind
 
 
-def train_loop(config: TrainConfig, images: data.ImageData, world: World) -> float:
+def train_loop(config: TrainConfig, images: ImageData, world: World) -> float:
     nowhere = Opened(RunFolder(None), {}, {}, goes_on=False)
-    with stopping.listen(has_launcher=False) as stop:
-        outcome = trainer.train_in(nowhere, config, world, images, Screen(False), stop)
+    with listen(has_launcher=False) as stop:
+        outcome = trainer.train_in(nowhere, config, world, images, Console(False), stop)
     return outcome["train_seconds"]
 
 
-def plain_loop(config: TrainConfig, images: data.ImageData, _world: World) -> float:
+def plain_loop(config: TrainConfig, images: ImageData, _world: World) -> float:
     _, seconds = plain_ddp.train_plain(images, config.recipe, config.run.seed, torch.float32)
     return seconds
 
 
-def resident_steps(config: TrainConfig, images: data.ImageData, world: World) -> float:
+def resident_steps(config: TrainConfig, images: ImageData, world: World) -> float:
     loader, step = ready_to_step(config, images, world, exchange=True)
     return timed(step, itertools.repeat(next(iter(loader)), len(loader)), world)
 
 
-def silent_steps(config: TrainConfig, images: data.ImageData, world: World) -> float:
+def silent_steps(config: TrainConfig, images: ImageData, world: World) -> float:
     loader, step = ready_to_step(config, images, world, exchange=False)
     return timed(step, itertools.repeat(next(iter(loader)), len(loader)), world)
 
 
-def lockstep(config: TrainConfig, images: data.ImageData, world: World) -> float:
+def lockstep(config: TrainConfig, images: ImageData, world: World) -> float:
     """What is lost by waiting for each other, were an exchange to cost nothing."""
     loader, step = ready_to_step(config, images, world, exchange=False)
     batch, device = next(iter(loader)), world.accelerator.device
@@ -109,15 +112,15 @@ def lockstep(config: TrainConfig, images: data.ImageData, world: World) -> float
     return seconds.sum().item()
 
 
-def independent_loop(config: TrainConfig, images: data.ImageData, world: World) -> float:
+def independent_loop(config: TrainConfig, images: ImageData, world: World) -> float:
     loader, step = ready_to_step(config, images, world, exchange=False)
     return timed(step, loader, world)
 
 
-def evaluation(config: TrainConfig, images: data.ImageData, world: World) -> float:
+def evaluation(config: TrainConfig, images: ImageData, world: World) -> float:
     classes, images = len(images.classes), images.to(world.accelerator.device)
     net = trainer.build_model(config, world, classes)
-    rows = data.Rows(images.train_images, images.train_labels)
+    rows = Rows(images.train_images, images.train_labels)
     loader = prepare_split(world.accelerator, rows)
     clock = time.monotonic()
     evaluate_split(world.accelerator, net, loader, classes)
@@ -136,21 +139,21 @@ KINDS: dict[str, Kind] = {
 
 
 def ready_to_step(
-    config: TrainConfig, images: data.ImageData, world: World, *, exchange: bool
+    config: TrainConfig, images: ImageData, world: World, *, exchange: bool
 ) -> tuple[Any, Step]:
     """The prepared loader, and a step on a batch of it that has been taken once."""
     accelerator, recipe = world.accelerator, config.recipe
     assert recipe.batch_size
     net = trainer.build_model(config, world, len(images.classes))
     images = images.to(accelerator.device)
-    rows = data.Rows(images.train_images, images.train_labels)
-    batches = data.GlobalBatches(
+    rows = Rows(images.train_images, images.train_labels)
+    batches = GlobalBatches(
         len(rows), recipe.batch_size, config.run.seed, device=accelerator.device
     )
     # Accelerate wraps a model in DDP unless it is told that no training follows.
     model = accelerator.prepare_model(net, evaluation_mode=not exchange)
     optimizer, loader = accelerator.prepare(
-        make_optimizer(net, recipe), data.train_loader(rows, batches)
+        make_optimizer(net, recipe), train_loader(rows, batches)
     )
     model.train()
 

@@ -17,31 +17,31 @@ import torch.nn.functional as F
 from accelerate.utils import DistributedDataParallelKwargs
 from torch import nn
 
-from ddp_mnist import data
 from ddp_mnist import train as trainer
 from ddp_mnist.bench.steps import ready_to_step, timed
+from ddp_mnist.cluster.hardware import cores
+from ddp_mnist.cluster.world import COMM_HOOKS, POWERSGD, World
 from ddp_mnist.config import TrainConfig
-from ddp_mnist.hardware import cores
+from ddp_mnist.data.batches import GlobalBatches, ImageData, Rows
 from ddp_mnist.optim import make_optimizer
-from ddp_mnist.runtime import COMM_HOOKS, POWERSGD, World
 
 ROUNDS = itertools.count()  # of `alone`, the same on every rank
-Strategy = Callable[[TrainConfig, data.ImageData, World], float]
+Strategy = Callable[[TrainConfig, ImageData, World], float]
 
 
-def one_process(config: TrainConfig, images: data.ImageData, world: World) -> float:
+def one_process(config: TrainConfig, images: ImageData, world: World) -> float:
     """Rank 0 alone takes the whole batch, with every CPU core; the other ranks wait."""
     return alone(config, images, world, lambda net: net)
 
 
-def data_parallel(config: TrainConfig, images: data.ImageData, world: World) -> float:
+def data_parallel(config: TrainConfig, images: ImageData, world: World) -> float:
     """Rank 0 alone, on all GPUs."""
     return alone(config, images, world, nn.DataParallel)
 
 
 def alone(
     config: TrainConfig,
-    images: data.ImageData,
+    images: ImageData,
     world: World,
     wrap: Callable[[nn.Module], nn.Module],
 ) -> float:
@@ -51,12 +51,12 @@ def alone(
         with all_cores():
             return train_alone(config, images, world.accelerator.device, wrap)
 
-    return world.board.decided_by_rank_0(f"alone/{next(ROUNDS)}", seconds)
+    return world.store.broadcast_from_rank0(f"alone/{next(ROUNDS)}", seconds)
 
 
 def train_alone(
     config: TrainConfig,
-    images: data.ImageData,
+    images: ImageData,
     device: torch.device,
     wrap: Callable[[nn.Module], nn.Module],
 ) -> float:
@@ -64,8 +64,8 @@ def train_alone(
     recipe = config.recipe
     assert recipe.batch_size
     images = images.to(device)
-    rows = data.Rows(images.train_images, images.train_labels)
-    batches = data.GlobalBatches(len(rows), recipe.batch_size, config.run.seed, device=device)
+    rows = Rows(images.train_images, images.train_labels)
+    batches = GlobalBatches(len(rows), recipe.batch_size, config.run.seed, device=device)
     torch.manual_seed(config.run.seed)
     net = trainer.MODELS[recipe.model](len(images.classes)).to(device)
     net.to(memory_format=torch.channels_last)
@@ -97,19 +97,19 @@ def all_cores() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def ddp(config: TrainConfig, images: data.ImageData, world: World) -> float:
+def ddp(config: TrainConfig, images: ImageData, world: World) -> float:
     return with_hook("none", config, images, world)
 
 
-def ddp_fp16(config: TrainConfig, images: data.ImageData, world: World) -> float:
+def ddp_fp16(config: TrainConfig, images: ImageData, world: World) -> float:
     return with_hook("fp16", config, images, world)
 
 
-def ddp_powersgd(config: TrainConfig, images: data.ImageData, world: World) -> float:
+def ddp_powersgd(config: TrainConfig, images: ImageData, world: World) -> float:
     return with_hook("powersgd", config, images, world)
 
 
-def with_hook(hook: str, config: TrainConfig, images: data.ImageData, world: World) -> float:
+def with_hook(hook: str, config: TrainConfig, images: ImageData, world: World) -> float:
     """Each process takes its share; its gradients are sent as --comm-hook says."""
     handler = world.accelerator.ddp_handler
     assert isinstance(handler, DistributedDataParallelKwargs)

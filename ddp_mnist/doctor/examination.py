@@ -13,16 +13,16 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from ddp_mnist import hardware
+from ddp_mnist.cluster import hardware
+from ddp_mnist.cluster.launch import Launch, find_launch
+from ddp_mnist.cluster.local import backend_among, run_world
 from ddp_mnist.config import Distribution
 from ddp_mnist.doctor.findings import FAIL, Finding, failed, from_error, worst
 from ddp_mnist.doctor.group import examine_group
 from ddp_mnist.doctor.machine import Options, examine_machine
 from ddp_mnist.errors import DdpMnistError
-from ddp_mnist.launch import Launch, find_launch
-from ddp_mnist.local_world import backend_among, run_world
-from ddp_mnist.screen import Screen
-from ddp_mnist.versions import package_versions
+from ddp_mnist.run.console import Console
+from ddp_mnist.run.environment import package_versions
 
 START_S = 120  # to start processes and examine them once
 
@@ -33,30 +33,30 @@ def default_processes() -> int:
 
 
 def examine(
-    flags: Distribution, launch: Launch, options: Options, minutes: float = 0, *, aloud: bool
+    flags: Distribution, launch: Launch, options: Options, minutes: float = 0, *, verbose: bool
 ) -> list[Finding]:
     """The findings; with a launcher, the same ones on every rank. Aloud, as they come."""
     if launch.world_size > 1:
         try:
-            return examine_group(flags, launch, options, minutes, aloud=aloud)
+            return examine_group(flags, launch, options, minutes, verbose=verbose)
         except DdpMnistError as error:
             findings = [from_error("rendezvous", error)]
-            Screen(aloud and launch.rank == 0).say(str(findings[0]))
+            Console(verbose and launch.rank == 0).print(str(findings[0]))
             return findings
     findings = []
     for finding in examine_machine(options):
         findings.append(finding)
-        Screen(aloud).say(str(finding))
-    return findings + examine_processes(flags, options, minutes, aloud=aloud)
+        Console(verbose).print(str(finding))
+    return findings + examine_processes(flags, options, minutes, verbose=verbose)
 
 
 def examine_processes(
-    flags: Distribution, options: Options, minutes: float, *, aloud: bool
+    flags: Distribution, options: Options, minutes: float, *, verbose: bool
 ) -> list[Finding]:
     """Of this machine, started here."""
     if flags.backend == "auto":
         flags = replace(flags, backend=backend_among(options.processes))
-    arguments = (flags, options, minutes, aloud)
+    arguments = (flags, options, minutes, verbose)
     timeout_s = START_S + flags.dist_timeout + 60 * minutes
     try:
         return run_world(
@@ -67,14 +67,16 @@ def examine_processes(
     except (OSError, RuntimeError, ValueError) as error:  # one was killed, or came to no end
         said = f"{options.processes} of this machine: {type(error).__name__}: {error}"
         finding = failed("processes", said, "see dmesg for what killed it; try --processes 2")
-    Screen(aloud).say(str(finding))
+    Console(verbose).print(str(finding))
     return [finding]
 
 
-def as_member(flags: Distribution, options: Options, minutes: float, aloud: bool) -> list[Finding]:
+def as_member(
+    flags: Distribution, options: Options, minutes: float, verbose: bool
+) -> list[Finding]:
     """One process's part of `examine_processes`."""
     launch = find_launch(flags)
-    return examine_group(flags, launch, options, minutes, machines_too=False, aloud=aloud)
+    return examine_group(flags, launch, options, minutes, machines_too=False, verbose=verbose)
 
 
 def describe(findings: Sequence[Finding], processes: int) -> dict[str, Any]:

@@ -15,8 +15,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddp_mnist import data, hardware, runtime, stopping, train
+from ddp_mnist import train
+from ddp_mnist.cluster import hardware
+from ddp_mnist.cluster.launch import Launch
+from ddp_mnist.cluster.signals import listen
+from ddp_mnist.cluster.world import World, join_world
 from ddp_mnist.config import Distribution, Recipe, Run, TrainConfig, resolve_recipe
+from ddp_mnist.data import cache
 from ddp_mnist.doctor import collectives
 from ddp_mnist.doctor.findings import (
     FAIL,
@@ -32,14 +37,12 @@ from ddp_mnist.doctor.findings import (
 from ddp_mnist.doctor.machine import Options, examine_machine, nvidia_smi, product
 from ddp_mnist.doctor.network import passed_on
 from ddp_mnist.errors import DdpMnistError, cause
-from ddp_mnist.launch import Launch
-from ddp_mnist.proofs import watching
-from ddp_mnist.resume import Opened
-from ddp_mnist.run_folder import RunFolder
-from ddp_mnist.runtime import World
-from ddp_mnist.screen import Screen
-from ddp_mnist.summary import count, device, told_elsewhere
-from ddp_mnist.versions import code_digest, package_versions
+from ddp_mnist.run.console import Console
+from ddp_mnist.run.environment import code_digest, package_versions
+from ddp_mnist.run.folder import RunFolder
+from ddp_mnist.run.resume import Opened
+from ddp_mnist.run.summary import count, device, told_elsewhere
+from ddp_mnist.verify.watch import watching
 
 NOT_CACHED = "not cached"
 LATE_S = 0.2
@@ -54,8 +57,8 @@ class Group:
     """The processes that have met, and what they tell each other."""
 
     def __init__(self, world: World) -> None:
-        self.world, self.board = world, world.board
-        self.rank, self.size = world.board.rank, world.accelerator.num_processes
+        self.world, self.store = world, world.store
+        self.rank, self.size = world.store.rank, world.accelerator.num_processes
         self.device = world.accelerator.device
         self.questions = 0
         self.busy = ""  # what is said beside a speed; see `load`
@@ -63,18 +66,18 @@ class Group:
     @property
     def is_first_here(self) -> bool:
         """Of the ranks on this machine."""
-        return self.board.hosts.index(self.board.hosts[self.rank]) == self.rank
+        return self.store.hosts.index(self.store.hosts[self.rank]) == self.rank
 
     def everyones(self, mine: Any) -> list[Any]:
         """What each rank gave here, by rank; on every rank. JSON's types only."""
         self.questions += 1
         key = f"doctor/{self.questions}"
-        self.board.post(f"{key}/{self.rank}", mine)
-        patience = self.board.patience_s
-        return [self.board.read(f"{key}/{rank}", patience) for rank in range(self.size)]
+        self.store.set(f"{key}/{self.rank}", mine)
+        patience = self.store.patience_s
+        return [self.store.get(f"{key}/{rank}", patience) for rank in range(self.size)]
 
     def host(self, rank: int) -> str:
-        return self.board.hosts[rank].partition("/")[0]
+        return self.store.hosts[rank].partition("/")[0]
 
     def who(self, ranks: list[int]) -> str:
         """E.g. rank 1 (host-b), 3 (host-c); eight at most."""
@@ -89,7 +92,7 @@ def examine_group(
     minutes: float = 0,
     *,
     machines_too: bool = True,
-    aloud: bool = False,
+    verbose: bool = False,
 ) -> list[Finding]:
     """The findings, on every rank.
 
@@ -97,27 +100,27 @@ def examine_group(
         options: for the machines; the number of processes on each is found out.
         minutes: of burn-in.
         machines_too: whether each machine is examined on its own as well.
-        aloud: rank 0 prints each finding as it comes.
+        verbose: rank 0 prints each finding as it comes.
 
     Raises:
         DdpMnistError: the processes did not meet; see `runtime.start`.
     """
     clock = time.monotonic()
     findings: list[Finding] = []
-    screen = Screen(aloud and launch.rank == 0)
+    console = Console(verbose and launch.rank == 0)
     try:
-        with runtime.start(flags, launch) as world, told_elsewhere(world, aloud):
+        with join_world(flags, launch) as world, told_elsewhere(world, verbose):
             group = Group(world)
             met = met_within(group, time.monotonic() - clock)
             for finding in (met, *examinations(group, options, minutes, machines_too)):
                 findings.append(finding)
-                screen.say(str(finding))
+                console.print(str(finding))
     except DdpMnistError as error:
         if not findings:
             raise
         if worst(findings) != FAIL:  # of an examination that failed, the finding says more
             findings.append(from_error("the end", error))
-            screen.say(str(findings[-1]))
+            console.print(str(findings[-1]))
     return findings
 
 
@@ -155,7 +158,7 @@ def examinations(
 
 def machines_alone(group: Group, options: Options) -> Iterator[Finding]:
     """What the first rank of each machine finds there; of a healthy machine one line."""
-    hosts = group.board.hosts
+    hosts = group.store.hosts
     here = hosts[group.rank]
     # The main port is in use by now.
     options = replace(options, processes=hosts.count(here), port=None)
@@ -172,7 +175,7 @@ def machines_alone(group: Group, options: Options) -> Iterator[Finding]:
 
 def same_everywhere(group: Group, options: Options) -> Iterator[Finding]:
     """Versions, code and data: DDP would train on without a word where they differ."""
-    images = data.cached(options.dataset, options.cache_dir)
+    images = cache.cached(options.dataset, options.cache_dir)
     mine = {
         **package_versions(),
         "the code of ddp_mnist": code_digest(),
@@ -214,7 +217,7 @@ def variables() -> dict[str, str]:
 
 def clocks(group: Group) -> Iterator[Finding]:
     """All ranks read theirs at the same moment, as far as the store tells."""
-    group.board.wait_for_all("doctor/clocks", within_s=group.board.patience_s)
+    group.store.barrier("doctor/clocks", within_s=group.store.patience_s)
     times = group.everyones(time.time())
     apart = max(times) - min(times)
     if apart > CLOCKS_S:
@@ -268,10 +271,10 @@ def barrier_holds(group: Group) -> bool:
     key = f"doctor/entered/{group.questions}"
     if group.rank == group.size - 1:
         time.sleep(LATE_S)
-        group.board.post(key, True)
+        group.store.set(key, True)
     dist.barrier()
     group.world.wait_for_gpu()
-    return group.board.has(key)
+    return group.store.exists(key)
 
 
 def load(group: Group) -> Iterator[Finding]:
@@ -354,12 +357,12 @@ def compute_s(device: torch.device, tries: int = 15) -> float:
 
 def training(group: Group, options: Options) -> Iterator[Finding]:
     """The real trainer on the digits, which need no network: ends with equal weights that work."""
-    images = data.load("digits", options.cache_dir)
+    images = cache.load("digits", options.cache_dir)
     recipe = resolve_recipe(Recipe(epochs=EPOCHS), len(images.train_labels), group.size)
     config = TrainConfig(Run(dataset="digits", quiet=True), recipe)
     nowhere = Opened(RunFolder(None), {}, {}, goes_on=False)
-    with watching() as seen, stopping.listen(has_launcher=False) as stop:
-        outcome = train.train_in(nowhere, config, group.world, images, Screen(False), stop)
+    with watching() as seen, listen(has_launcher=False) as stop:
+        outcome = train.train_in(nowhere, config, group.world, images, Console(False), stop)
     group.world.accelerator.free_memory()
     digests = group.everyones(seen.weights)
     odd = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
@@ -379,7 +382,7 @@ def training(group: Group, options: Options) -> Iterator[Finding]:
 def burn_in(group: Group, options: Options, minutes: float) -> Iterator[Finding]:
     """Work and training again and again: what heats up or comes loose shows after a while."""
     started, rounds, found = time.monotonic(), 0, list[Finding]()
-    while group.board.decided_by_rank_0(
+    while group.store.broadcast_from_rank0(
         f"doctor/burn-in/{rounds}", lambda: time.monotonic() - started < 60 * minutes
     ):
         found += right_results(group)

@@ -18,12 +18,13 @@ import torch
 import torch.distributed as dist
 from packaging.requirements import Requirement
 
-from ddp_mnist import data, hardware, sources
+from ddp_mnist.cluster import hardware
+from ddp_mnist.cluster.interfaces import interface_towards, is_loopback
+from ddp_mnist.cluster.local import run_world
+from ddp_mnist.data import cache, sources
 from ddp_mnist.doctor.findings import Finding, failed, passed, warned
-from ddp_mnist.launch import interface_towards, is_loopback
-from ddp_mnist.local_world import run_world
-from ddp_mnist.summary import count
-from ddp_mnist.versions import PACKAGES, package_versions
+from ddp_mnist.run.environment import PACKAGES, package_versions
+from ddp_mnist.run.summary import count
 
 MB = 1e6
 CACHE_MB, RUNS_MB = 200, 50  # a decoded MNIST and its lock; three checkpoints and the rest
@@ -234,7 +235,7 @@ def file_handles(_: Options) -> Iterator[Finding]:
 
 
 def cache_folder(options: Options) -> Iterator[Finding]:
-    folder = data.cache_folder(options.cache_dir)
+    folder = cache.cache_folder(options.cache_dir)
     yield writable("cache", folder, CACHE_MB, "--cache-dir or DDP_MNIST_CACHE")
 
 
@@ -263,7 +264,7 @@ def writable(name: str, folder: Path, needed_mb: float, flag: str) -> Finding:
 def data_set(options: Options) -> Iterator[Finding]:
     """In the cache, or to be had; from the Hub or the mirror that HF_ENDPOINT names."""
     source = sources.find_source(options.dataset)
-    if data.cached(options.dataset, options.cache_dir):
+    if cache.cached(options.dataset, options.cache_dir):
         yield passed("data", f"{source.name} is in the cache")
     elif source.kind != "hub":
         yield passed("data", f"{source.name} is on this machine")

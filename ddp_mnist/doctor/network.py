@@ -12,11 +12,11 @@ from dataclasses import asdict
 
 import psutil
 
+from ddp_mnist.cluster.interfaces import address_towards, interface_towards, is_loopback
+from ddp_mnist.cluster.nodes import Node, check_told_alike, meet_others
+from ddp_mnist.cluster.store import Store
 from ddp_mnist.doctor.findings import FAIL, Finding, failed, from_error, passed, warned
-from ddp_mnist.errors import DdpMnistError
-from ddp_mnist.launch import address_towards, interface_towards, is_loopback
-from ddp_mnist.multinode import Node, check_told_alike, meet_others
-from ddp_mnist.rendezvous import Board, reason
+from ddp_mnist.errors import DdpMnistError, reason
 
 CONNECT_S = 5.0
 PASSED_ON = "DDP_MNIST_DOCTOR_WAY"  # what was found on the way, for the processes that follow
@@ -32,16 +32,16 @@ def examine_way(node: Node, timeout_s: float) -> Iterator[Finding]:
     where = f"{node.main_process_ip}:{node.main_process_port}"
     try:
         clock = time.monotonic()
-        board = meet_others(node, timeout_s)
+        store = meet_others(node, timeout_s)
         met_s = time.monotonic() - clock
         yield passed("meeting", f"{node.num_machines} machines met at {where} in {met_s:.1f} s")
     except DdpMnistError as error:
         yield from_error("meeting", error)
         return
     try:
-        check_told_alike(board, node)
-        findings = list(connections(board))
-        board.leave()
+        check_told_alike(store, node)
+        findings = list(connections(store))
+        store.close()
         yield from findings
     except DdpMnistError as error:
         yield from_error("connections", error)
@@ -103,22 +103,22 @@ def route(node: Node) -> Finding:
     return passed("route", f"to {host} over {interface}, from {own}")
 
 
-def connections(board: Board) -> Iterator[Finding]:
+def connections(store: Store) -> Iterator[Finding]:
     """Each machine connects to each other, at a port that the system chose, as gloo and NCCL do.
 
     The main port may be open in a firewall that drops all others.
     """
-    others = [a for rank, a in enumerate(board.addresses) if rank != board.rank and a]
-    own = board.addresses[board.rank]
+    others = [a for rank, a in enumerate(store.addresses) if rank != store.rank and a]
+    own = store.addresses[store.rank]
     if (own is None or is_loopback(own)) and others:
         own = address_towards(others[0], 1)
     family = socket.AF_INET6 if own and ":" in own else socket.AF_INET
     with socket.socket(family) as server:
         server.bind(("", 0))
         server.listen()
-        board.post(f"listens/{board.rank}", [own, server.getsockname()[1]])
-        ranks = [rank for rank in range(board.world_size) if rank != board.rank]
-        places = [board.read(f"listens/{rank}", board.patience_s) for rank in ranks]
+        store.set(f"listens/{store.rank}", [own, server.getsockname()[1]])
+        ranks = [rank for rank in range(store.world_size) if rank != store.rank]
+        places = [store.get(f"listens/{rank}", store.patience_s) for rank in ranks]
         with ThreadPoolExecutor(len(ranks)) as pool:  # one deadline for all of them
             reasons = list(pool.map(lambda place: refusal(*place), places))
         unreached = [
@@ -126,8 +126,8 @@ def connections(board: Board) -> Iterator[Finding]:
             for rank, place, why in zip(ranks, places, reasons, strict=True)
             if why
         ]
-        board.post(f"reached/{board.rank}", not unreached)
-        board.wait_for_all("connections", within_s=board.patience_s + CONNECT_S)
+        store.set(f"reached/{store.rank}", not unreached)
+        store.barrier("connections", within_s=store.patience_s + CONNECT_S)
     if unreached:
         rank, address, port, why = unreached[0]
         yield failed(
@@ -136,13 +136,13 @@ def connections(board: Board) -> Iterator[Finding]:
             "open all TCP ports between the machines in firewalls and security groups",
         )
         return
-    deaf = [r for r in range(board.world_size) if not board.read(f"reached/{r}", board.patience_s)]
+    deaf = [r for r in range(store.world_size) if not store.get(f"reached/{r}", store.patience_s)]
     if deaf:
         shown = ", ".join(map(str, deaf))
         remedy = "see what it says there"
         yield failed("connections", f"machine {shown} cannot reach all others", remedy)
     else:
-        yield passed("connections", f"to {board.world_size - 1} other machines, at ports of theirs")
+        yield passed("connections", f"to {store.world_size - 1} other machines, at ports of theirs")
 
 
 def refusal(address: str | None, port: int) -> str:

@@ -1,0 +1,81 @@
+"""."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ddp_mnist.cluster.launch import CONFIGS
+from ddp_mnist.errors import UsageError
+from ddp_mnist.run.console import Console
+
+if TYPE_CHECKING:
+    from ddp_mnist.cluster.store import Store
+
+
+DEFAULT_PORT = 12345
+
+
+@dataclass(frozen=True)
+class Node:
+    """This machine among the machines of a run."""
+
+    machine_rank: int
+    main_process_ip: str
+    main_process_port: int
+    num_machines: int
+    nproc_per_node: int
+    config: str
+    verb: str = "train"
+
+    def command(self, arguments: Sequence[str]) -> list[str]:
+        """What starts this machine's processes."""
+        return [
+            *(sys.executable, "-m", "accelerate.commands.launch"),
+            *("--config_file", f"{CONFIGS}/{self.config}.yaml"),
+            *("--num_machines", str(self.num_machines)),
+            *("--num_processes", str(self.num_machines * self.nproc_per_node)),
+            *("--machine_rank", str(self.machine_rank)),
+            *("--main_process_ip", self.main_process_ip),
+            *("--main_process_port", str(self.main_process_port)),
+            *("-m", "ddp_mnist", self.verb, *arguments),
+        ]
+
+
+def meet(node: Node, timeout_s: float) -> None:
+    """Returns on every machine once all have come to the main port and agree on their numbers.
+
+    Raises:
+        PeerError: nobody answers there, or not all machines came, within `timeout_s`.
+        UsageError: the port is taken, a rank came twice, or the machines' numbers differ.
+    """
+    Console(True, trains=True).print(
+        f"machine {node.machine_rank} of {node.num_machines}: meeting the others at"
+        f" {node.main_process_ip}:{node.main_process_port} (up to {timeout_s:g} s)"
+    )
+    store = meet_others(node, timeout_s)
+    check_told_alike(store, node)
+    store.close()  # closes the port, which the launcher of machine 0 opens again
+
+
+def meet_others(node: Node, timeout_s: float) -> Store:
+    """Raises as `rendezvous.meet` does."""
+    from ddp_mnist.cluster import rendezvous
+
+    host, port = node.main_process_ip, node.main_process_port
+    return rendezvous.meet_machines(host, port, node.machine_rank, node.num_machines, timeout_s)
+
+
+def check_told_alike(store: Store, node: Node) -> None:
+    """Raises UsageError on every machine if they were told different numbers."""
+    from ddp_mnist.cluster import rendezvous
+
+    try:
+        rendezvous.check_same(
+            store, {"NPROC_PER_NODE": node.nproc_per_node, "the config": f"{node.config}.yaml"}
+        )
+    except UsageError:
+        store.close()  # machine 0, which serves the store, goes last
+        raise

@@ -1,0 +1,340 @@
+"""Starts and ends this process's part of the world: group, device, precision, threads, Accelerator.
+
+The only module that makes an Accelerator. World size 1 takes the same path as any other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import gc
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import accelerate.optimizer
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils import (
+    DataLoaderConfiguration,
+    DDPCommunicationHookType,
+    DistributedDataParallelKwargs,
+    InitProcessGroupKwargs,
+    is_lomo_available,
+)
+
+from ddp_mnist.cluster import nccl
+from ddp_mnist.cluster.device import (
+    Place,
+    check_gpus_differ,
+    choose_backend,
+    choose_device,
+    gpu_of,
+    place_on_machine,
+    precision_in_effect,
+    set_threads,
+)
+from ddp_mnist.cluster.failures import end_group, propagate_first_error
+from ddp_mnist.cluster.interfaces import interface_towards, is_loopback
+from ddp_mnist.cluster.launch import CONFIGS, Launch
+from ddp_mnist.cluster.rendezvous import check_same, meet
+from ddp_mnist.cluster.store import Store
+from ddp_mnist.config import Distribution
+from ddp_mnist.errors import PeerError, UsageError
+
+PR_SET_PDEATHSIG = 1  # from linux/prctl.h
+
+COMM_HOOKS = {
+    "none": DDPCommunicationHookType.NO,
+    "fp16": DDPCommunicationHookType.FP16,
+    "bf16": DDPCommunicationHookType.BF16,
+    "powersgd": DDPCommunicationHookType.POWER_SGD,
+}
+
+# By default it would begin at step 1,000, which a run of MNIST does not reach, and until then send
+# all. Orthogonalising a gradient of zeros needs the epsilon.
+POWERSGD = {"start_powerSGD_iter": 32, "orthogonalization_epsilon": 1e-8}
+
+CRASHES_IN_DETAIL = "2.15."  # of torch: a segmentation fault where DDP begins to log
+
+
+@dataclass(frozen=True)
+class World:
+    """This process's view of all processes.
+
+    Attributes:
+        accelerator: prepared for this device, precision and world size.
+        store: what the ranks tell each other outside of collectives.
+        backend: nccl, gloo, or none for a process on its own.
+        precision: what is in effect: no, fp16, bf16 or fp64.
+        num_machines: how many hosts take part.
+        local_rank: this process's place among those that its launcher, or else its host, has.
+        threads: CPU threads of this process.
+        started: time.monotonic() when this process began to look for the others.
+    """
+
+    accelerator: Accelerator
+    store: Store
+    backend: str
+    precision: str
+    num_machines: int
+    local_rank: int
+    threads: int
+    started: float
+
+    def broadcast_bytes_from_rank0(self, content: bytes) -> bytes:
+        """Returns rank 0's `content` on every rank: its machine alone has the file."""
+        return broadcast_bytes(self.accelerator, content)
+
+    def wait_for_gpu(self) -> None:
+        """Returns once this process's GPU has done what it was given so far; at once on a CPU.
+
+        Raises:
+            RuntimeError: over NCCL, a peer is lost; see `nccl.NcclAccelerator.wait_for_gpu`.
+        """
+        if isinstance(self.accelerator, nccl.NcclAccelerator):
+            self.accelerator.wait_for_gpu()
+        elif self.accelerator.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+# Objects would travel as pickles, and whoever reads a pickle runs what its sender put there.
+def broadcast_bytes(accelerator: Accelerator, content: bytes) -> bytes:
+    """Returns rank 0's `content` on every rank.
+
+    As a sum with zeros, because over NCCL the Accelerator's reduce can be waited for and notices a
+    lost peer, where a broadcast could not.
+    """
+    device = accelerator.device
+    mine = content if accelerator.is_main_process else b""
+    size = int(accelerator.reduce(torch.tensor(len(mine), device=device)).item())
+    if not size:
+        return b""
+    payload = torch.frombuffer(bytearray(mine or size), dtype=torch.uint8).to(device)
+    return accelerator.reduce(payload).cpu().numpy().tobytes()
+
+
+def gather_bytes(accelerator: Accelerator, content: bytes) -> list[bytes]:
+    """Each rank's `content`, not empty, in the order of the ranks; on every rank."""
+    device = accelerator.device
+    sizes = accelerator.gather(torch.tensor([len(content)], device=device)).tolist()
+    mine = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(device)
+    everyone = accelerator.gather(accelerator.pad_across_processes(mine)).view(len(sizes), -1)
+    return [row[:size].cpu().numpy().tobytes() for row, size in zip(everyone, sizes, strict=True)]
+
+
+@contextlib.contextmanager
+def join_world(
+    flags: Distribution,
+    launch: Launch,
+    *,
+    full_precision: bool = False,
+) -> Iterator[World]:
+    """Meets the other processes, yields the World, and ends it in order on every path.
+
+    Args:
+        flags: the distribution flags.
+        launch: this process's place.
+        full_precision: compute in the dtype of the weights, whatever flags and launcher say.
+
+    Raises:
+        UsageError: device, backend and precision do not fit together or do not exist here.
+        PeerError: another process did not come, was lost, or did not answer in time.
+        FailedElsewhere: another rank failed first.
+    """
+    started = time.monotonic()
+    device = choose_device(flags)
+    precision = "no" if full_precision else precision_in_effect(flags, launch, device)
+    backend = choose_backend(flags, launch, device)
+    if flags.sync_bn and device == "cpu":
+        raise UsageError("--sync-bn: needs GPUs; on a CPU use --model cnn, which has GroupNorm")
+    if flags.comm_hook == "powersgd" and precision == "fp16":
+        # It adds what it left unsent to the next gradient: an infinity, which the loss scaler
+        # skips once, would come back in every step.
+        raise UsageError(
+            "--comm-hook powersgd: cannot recover from an overflow, and fp16 has some in most runs;"
+            " add --mixed-precision bf16, or no"
+        )
+    if launch.child_of_launcher:
+        die_with_parent()
+    store = meet(launch, flags.dist_timeout)
+    gc.freeze()  # what was imported stays: walking it would cost 0.3 s in each full collection
+    try:
+        with propagate_first_error(store):
+            place = place_on_machine(launch, store)
+            threads = set_threads(launch, device, place.processes_here)
+            if backend != "none":
+                choose_interface(launch, store)
+                check_same(
+                    store, {"--backend": backend, "--mixed-precision": precision}, "what auto chose"
+                )
+                if backend == "nccl":
+                    check_gpus_differ(store, place)
+                form_group(store, backend, place, flags.dist_timeout)
+            with export_env(launch, place, device):
+                accelerator = make_accelerator(flags, device, backend, precision, store)
+            check_world_size(launch, accelerator)
+            yield World(
+                accelerator=accelerator,
+                store=store,
+                backend=backend,
+                precision=precision,
+                num_machines=launch.num_machines or len(set(store.hosts)),
+                local_rank=place.local_rank,
+                threads=threads,
+                started=started,
+            )
+            store.close()
+    finally:
+        end_group(in_order=True)
+        gc.unfreeze()
+
+
+def make_accelerator(
+    flags: Distribution, device: str, backend: str, precision: str, store: Store
+) -> Accelerator:
+    # Its optimizer looks for a package on the disk twice in each step: half a millisecond, and on a
+    # cluster's network disk all ranks at once. One look is enough.
+    accelerate.optimizer.is_lomo_available = functools.cache(is_lomo_available)
+    kind: Callable[..., Accelerator] = Accelerator
+    if backend == "nccl":
+        kind = functools.partial(nccl.NcclAccelerator, store, flags.dist_timeout)
+    return kind(
+        cpu=device == "cpu",
+        mixed_precision="no" if precision == "fp64" else precision,
+        dataloader_config=DataLoaderConfiguration(split_batches=True, non_blocking=True),
+        kwargs_handlers=[
+            InitProcessGroupKwargs(backend=None if backend == "none" else backend),
+            DistributedDataParallelKwargs(
+                gradient_as_bucket_view=True,
+                comm_hook=COMM_HOOKS[flags.comm_hook],
+                comm_state_option=POWERSGD if flags.comm_hook == "powersgd" else {},
+            ),
+        ],
+    )
+
+
+def choose_interface(launch: Launch, store: Store) -> None:
+    """Tells gloo and NCCL the interface that leads to rank 0; a variable that is set wins.
+
+    To rank 0 its own name may lead over loopback: it takes the interface towards another host.
+    """
+    if not (launch.main_host and launch.main_port):
+        return
+    towards, own = launch.main_host, store.addresses[store.rank]
+    if own is None or is_loopback(own):
+        others = zip(store.hosts, store.addresses, strict=True)
+        elsewhere = (a for host, a in others if host != store.hosts[store.rank] and a)
+        towards = next(elsewhere, towards)
+    interface = interface_towards(towards, launch.main_port)
+    if interface is None:
+        return
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    if interface != "lo":
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+
+
+def form_group(store: Store, backend: str, place: Place, timeout_s: float) -> None:
+    """All ranks have come: opens the connections between them.
+
+    In a thread that can be left behind, because gloo tries five times as long as it is told.
+
+    Raises:
+        PeerError: some cannot be made, as where a firewall lets only the main port by.
+    """
+    if dist.is_initialized():
+        raise UsageError(
+            f"WORLD_SIZE={store.world_size}: a process group of {dist.get_world_size()} exists"
+            " already in this process; start the trainer in a process of its own"
+        )
+    asked, version = os.environ.get("TORCH_DISTRIBUTED_DEBUG", ""), torch.__version__
+    crashes = asked.upper() == "DETAIL" and version.startswith(CRASHES_IN_DETAIL)
+    if crashes and store.world_size > 1:
+        raise UsageError(
+            f"TORCH_DISTRIBUTED_DEBUG={asked}: makes torch {version} crash in DDP; use INFO"
+        )
+    options: dict[str, Any] = {}
+    if backend == "nccl":
+        options["device_id"] = torch.device("cuda", gpu_of(place))
+    outcome: list[RuntimeError | None] = []
+    collectives_s = timeout_s + (nccl.WATCHDOG_MARGIN_S if backend == "nccl" else 0)
+
+    def connect() -> None:
+        try:
+            dist.init_process_group(
+                backend,
+                store=dist.PrefixStore("group", store.c10d),
+                rank=store.rank,
+                world_size=store.world_size,
+                timeout=timedelta(seconds=collectives_s),
+                **options,
+            )
+            outcome.append(None)
+        except RuntimeError as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=connect, daemon=True)
+    thread.start()
+    thread.join(timeout_s + 1)
+    if outcome == [None]:
+        return
+    if outcome and outcome[0] and "connectFullMesh" not in str(outcome[0]):
+        raise outcome[0]
+    variable = "NCCL_SOCKET_IFNAME" if backend == "nccl" else "GLOO_SOCKET_IFNAME"
+    raise PeerError(
+        f"{store.world_size} processes met, but within {timeout_s:g} s rank {store.rank} could not"
+        f" connect to all others; open all TCP ports between the machines, or set {variable} to the"
+        f" interface that leads there (it is {os.environ.get(variable, 'not set')})"
+    )
+
+
+@contextlib.contextmanager
+def export_env(launch: Launch, place: Place, device: str) -> Iterator[None]:
+    """Accelerate learns from these variables that a group exists, however it was started.
+
+    It takes the local rank for the number of a GPU, which DDP would send its batches to.
+    """
+    if not dist.is_initialized():
+        os.environ.pop("LOCAL_RANK", None)  # alone: a stale one would have it look for a group
+        yield
+        return
+    os.environ.update(
+        RANK=str(launch.rank),
+        WORLD_SIZE=str(launch.world_size),
+        LOCAL_RANK=str(gpu_of(place) if device == "cuda" else place.local_rank),
+        LOCAL_WORLD_SIZE=str(place.local_world_size),
+        MASTER_ADDR=str(launch.main_host),
+        MASTER_PORT=str(launch.main_port),
+    )
+    try:
+        yield
+    finally:
+        os.environ["LOCAL_RANK"] = str(place.local_rank)
+
+
+def check_world_size(launch: Launch, accelerator: Accelerator) -> None:
+    """N processes that each believe to be alone would be N unrelated trainings."""
+    if accelerator.num_processes != launch.world_size:
+        raise UsageError(
+            f"WORLD_SIZE={launch.world_size}: but Accelerate formed a group of"
+            f" {accelerator.num_processes}, so each process would train alone;"
+            f" use a config from {CONFIGS}"
+        )
+
+
+def die_with_parent() -> None:
+    """A worker whose launcher is killed would train on as an orphan (Linux only)."""
+    if not sys.platform.startswith("linux"):
+        return
+    parent = os.getppid()
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:  # it died in between, and the signal will not come
+        os.kill(os.getpid(), signal.SIGTERM)

@@ -1,0 +1,126 @@
+"""Exact metrics of a split on any number of processes.
+
+Predictions and labels are gathered as integers and given to metrics that derive from
+`evaluate.Metric`, on rank 0. No Hub and no lock file is involved; the number of rows is checked.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import math
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from ddp_mnist.cluster.signals import StopSignals
+from ddp_mnist.cluster.world import broadcast_bytes
+from ddp_mnist.data.batches import Rows, eval_loader
+
+IMAGES_PER_PROCESS = 500  # per forward pass; changes no result, only time and memory
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """What a split's predictions amount to.
+
+    Attributes:
+        accuracy: share of rows whose highest logit is the label's.
+        loss: mean cross-entropy, without label smoothing, in nats.
+        count: rows, each counted once.
+        confusion: confusion[label][prediction] = rows.
+        class_accuracy: share of right ones among the rows of each class; None if it has no row.
+    """
+
+    accuracy: float
+    loss: float
+    count: int
+    confusion: list[list[int]]
+    class_accuracy: list[float | None]
+
+
+def prepare_split(accelerator: Accelerator, rows: Rows, per_process: int | None = None) -> Any:
+    """A loader that deals `rows` out to the processes in order."""
+    # More than there are would have Accelerate repeat rows until the last batch is full.
+    most = max(1, math.ceil(len(rows) / accelerator.num_processes))
+    batch_size = min(per_process or IMAGES_PER_PROCESS, most) * accelerator.num_processes
+    return accelerator.prepare_data_loader(eval_loader(rows, batch_size))
+
+
+def import_metrics_meanwhile() -> None:
+    """Imports `evaluate` in a thread, beside the first steps of a training.
+
+    It takes over a second, for which all ranks would wait in the first validation, deaf to
+    signals and to the loss of a rank.
+    """
+    module = ("ddp_mnist.run.metrics",)
+    threading.Thread(target=importlib.import_module, args=module, daemon=True).start()
+
+
+@torch.no_grad()
+def evaluate_split(
+    accelerator: Accelerator,
+    model: nn.Module,
+    loader: DataLoader[Any],
+    classes: int,
+    stop: StopSignals | None = None,
+) -> Metrics:
+    """Runs the model over the whole split; every rank gets the same Metrics.
+
+    Args:
+        loader: from `prepare_split`.
+        classes: number of classes.
+        stop: asked after each batch whether the ranks are to end here.
+
+    Raises:
+        Preempted, FailedElsewhere: they are.
+        RuntimeError: not every row was counted exactly once.
+    """
+    was_training = model.training
+    model.eval()
+    labels, predictions, losses = [], [], []
+    for images, batch_labels, _ in loader:
+        logits = model(images)
+        loss = F.cross_entropy(logits, batch_labels, reduction="none")
+        # The last batch is filled up with repeated rows so that all ranks get equally many;
+        # gather_for_metrics takes these off again.
+        gathered = accelerator.gather_for_metrics((batch_labels, logits.argmax(1), loss.double()))
+        labels.append(gathered[0])
+        predictions.append(gathered[1])
+        losses.append(gathered[2])
+        if stop:
+            stop.ask(accelerator)
+    model.train(was_training)
+
+    rows = len(loader.dataset)  # type: ignore[arg-type]
+    counted = sum(len(batch) for batch in labels)
+    if counted != rows:
+        raise RuntimeError(f"counted {counted} rows of a split of {rows}: the metrics are wrong")
+    counted_by_rank_0 = b""
+    if accelerator.is_main_process:
+        metrics = summarise(torch.cat(labels), torch.cat(predictions), torch.cat(losses), classes)
+        counted_by_rank_0 = json.dumps(dataclasses.asdict(metrics)).encode()
+    return Metrics(**json.loads(broadcast_bytes(accelerator, counted_by_rank_0)))
+
+
+def summarise(labels: Tensor, predictions: Tensor, losses: Tensor, classes: int) -> Metrics:
+    """Metrics of gathered int64 labels [N], int64 predictions [N] and float64 losses [N]."""
+    from ddp_mnist.run.metrics import classification_metrics
+
+    counted = classification_metrics(predictions.cpu().numpy(), labels.cpu().numpy(), classes)
+    confusion = counted["confusion"]
+    rows_of_class = [sum(row) for row in confusion]
+    return Metrics(
+        accuracy=counted["accuracy"],
+        loss=losses.sum().item() / len(losses),
+        count=sum(rows_of_class),
+        confusion=confusion,
+        class_accuracy=[confusion[c][c] / n if n else None for c, n in enumerate(rows_of_class)],
+    )

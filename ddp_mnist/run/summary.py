@@ -1,0 +1,257 @@
+"""What a run says about itself: the plan, the progress line, summary.json and the last lines."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ddp_mnist.cluster import hardware
+from ddp_mnist.cluster.world import World
+from ddp_mnist.config import TrainConfig
+from ddp_mnist.data.batches import ImageData
+from ddp_mnist.errors import FailedElsewhere, printable
+from ddp_mnist.flags import flag_name
+from ddp_mnist.run.console import Console, panel
+from ddp_mnist.run.environment import code_digest, git_commit, package_versions
+from ddp_mnist.run.evaluation import Metrics
+from ddp_mnist.run.folder import RunFolder
+from ddp_mnist.run.resume import FOLDER_KEY
+from ddp_mnist.run.state import State
+
+MAY_DIFFER = (
+    "dataset",  # a folder may lie elsewhere on each machine: the digest of what it holds is equal
+    "run_dir",
+    "resume",
+    "cache_dir",
+    "quiet",
+    "rank",
+    "local_rank",
+    "world_size",
+    "init_method",
+)
+
+
+def facts(config: TrainConfig, world: World, images: ImageData) -> dict[str, Any]:
+    """What has to be equal on every rank, under the name that a person knows it by."""
+    groups = (config.run, config.recipe, config.distribution)
+    flags = {
+        flag_name(field): getattr(group, field.name)
+        for group in groups
+        for field in dataclasses.fields(group)
+        if field.name not in MAY_DIFFER
+    }
+    return {
+        **flags,
+        "--mixed-precision": world.precision,
+        "--backend": world.backend,
+        "the data's digest": images.digest,
+        "the code's digest": code_digest(),
+        **package_versions(),
+    }
+
+
+def plan(config: TrainConfig, world: World, images: ImageData, folder: Path | None) -> str:
+    """The resolved run, before its first step."""
+    recipe, size = config.recipe, world.accelerator.num_processes
+    assert recipe.epochs and recipe.batch_size and recipe.val_size is not None
+    train_rows = len(images.train_labels) - recipe.val_size
+    steps, left_out = divmod(train_rows, recipe.batch_size)
+    share = recipe.batch_size // size // recipe.grad_accum
+    parts = f" x {recipe.grad_accum} parts" if recipe.grad_accum > 1 else ""
+    rest = f"; {left_out} images are left out, others in each epoch" if left_out else ""
+    lines = {
+        "data": f"{images.name}: {train_rows:,} train, {recipe.val_size:,} validation,"
+        f" {len(images.test_labels):,} test images, {len(images.classes)} classes",
+        "source": "; ".join([printable(images.source), *images.notes]),
+        "processes": f"{size} on {count(world.num_machines, 'machine')}, backend {world.backend},"
+        f" device {device(world)}, {count(world.threads, 'thread')} each,"
+        f" precision {world.precision}",
+        "batch": f"{recipe.batch_size} images a step = {count(size, 'process')}{parts} x {share}",
+        "steps": f"{recipe.epochs * steps:,} = {count(recipe.epochs, 'epoch')} x {steps:,}{rest}",
+        "model": f"{recipe.model}, seed {config.run.seed}",
+        "recipe": f"{recipe.preset}: {recipe.optimizer}, rate up to {recipe.lr:g} in the first"
+        f" {recipe.warmup:.0%} of the steps, images {'' if recipe.augment else 'not '}augmented"
+        f"{smoothing(recipe.label_smoothing, len(images.classes))}",
+        "writes": str(folder) if folder else "nothing (--dry-run)",
+    }
+    return "\n".join([*images.warnings, panel(lines)])
+
+
+def smoothing(share: float, classes: int) -> str:
+    """Why the train loss of a net that is always right and sure is not 0.
+
+    It is the entropy of the smoothed targets, in nats (Szegedy et al., 2016, section 7).
+    """
+    if not share:
+        return ""
+    wrong = share / classes
+    right = 1 - share + wrong
+    least = -right * math.log(right) - (classes - 1) * wrong * math.log(wrong)
+    return f", label smoothing {share:g}: the train loss ends near {least:.2f}, not near 0"
+
+
+@contextlib.contextmanager
+def told_elsewhere(world: World, verbose: bool) -> Iterator[None]:
+    """On each machine but rank 0's, one process says that it joined, and where the result is."""
+    store = world.store
+    console = Console(verbose and store.rank > 0 and world.local_rank == 0, trains=True)
+    if not console.verbose:
+        yield
+        return
+    host = store.hosts[0].partition("/")[0]
+    console.print(
+        f"joined     as rank {store.rank} of {store.world_size}; rank 0 on {host} reports"
+    )
+    try:
+        yield
+    except FailedElsewhere as error:
+        console.print(f"ended      {' '.join(str(error).split())}")
+        raise
+    folder = f", in {store.get(FOLDER_KEY)}" if store.exists(FOLDER_KEY) else ""
+    console.print(f"done       the result is on {host}{folder}")
+
+
+def step_line(line: dict[str, Any], step: int, total_steps: int, batch_size: int) -> str:
+    """While an epoch runs."""
+    done = str(step).rjust(len(str(total_steps)))
+    shown = f"step {done}/{total_steps}  loss {loss(line)}  rate {line['lr']:.5f}"
+    if not (speed := line["images_per_second"]):
+        return shown
+    left = duration((total_steps - step) * batch_size / speed)
+    return f"{shown}  {speed:,.0f} images/s  {left} left"
+
+
+def epoch_line(epoch: int, epochs: int, means: dict[str, Any], validation: Metrics | None) -> str:
+    """When `epoch`, counted from 0, has ended."""
+    parts = [f"epoch {str(epoch + 1).rjust(len(str(epochs)))}/{epochs}", f"loss {loss(means)}"]
+    parts += [f"accuracy {means['accuracy']:.4f}"] if means["accuracy"] is not None else []
+    parts += [f"{means['images_per_second']:>6,.0f} images/s"]
+    parts += [f"validation {validation.accuracy:.4f}"] if validation else []
+    return "  ".join(parts)
+
+
+def loss(line: dict[str, Any]) -> str:
+    return "not finite" if line["loss"] is None else f"{line['loss']:.4f}"
+
+
+def duration(seconds: float) -> str:
+    """Minutes and seconds, as 0:07; from an hour on with hours, as 1:02:07."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def summarise(
+    config: TrainConfig,
+    world: World,
+    images: ImageData,
+    state: State,
+    test: Metrics,
+    rank_seconds: list[float],
+) -> dict[str, Any]:
+    """summary.json: the result, and all that is needed to judge it.
+
+    Seconds are wall-clock, summed over the parts of a run that was taken up again. `rank_seconds`
+    are those in training steps, of each rank in this part: the ranks of others were other ones.
+    """
+    progress = state.progress
+    batch_size, seconds = config.recipe.batch_size or 0, progress.train_seconds
+    began = progress.resumed_from[-1] if progress.resumed_from else 0
+    part = (progress.step - began) * batch_size
+    return {
+        "outcome": "finished",
+        "stopped_by": progress.stopped_by,
+        "test_accuracy": test.accuracy,
+        "test_loss": test.loss,
+        "test_count": test.count,
+        "val_accuracy": progress.best_accuracy if state.best_weights else progress.val_accuracy,
+        "epochs": progress.epoch,
+        "steps": progress.step,
+        "skipped_steps": progress.skipped_steps,
+        "resumed_from": progress.resumed_from,
+        "global_batch_size": batch_size,
+        "world_size": world.accelerator.num_processes,
+        "num_machines": world.num_machines,
+        "device": device(world),
+        "backend": world.backend,
+        "precision": world.precision,
+        "seed": config.run.seed,
+        "train_seconds": round(seconds, 3),
+        "save_seconds": round(progress.save_seconds, 3),
+        "total_seconds": round(time.monotonic() - state.started, 3),
+        "images_per_second": round(progress.step * batch_size / max(seconds, 1e-9), 1),
+        "ranks": [
+            {
+                "rank": rank,
+                "host": host.partition("/")[0],
+                "train_seconds": round(own, 3),
+                "images_per_second": round(part / len(rank_seconds) / max(own, 1e-9), 1),
+            }
+            for rank, (host, own) in enumerate(zip(world.store.hosts, rank_seconds, strict=True))
+        ],
+        "dataset": images.describe(),
+        "classes": images.classes,
+        "notes": [*images.warnings, *images.notes],
+        "class_accuracy": test.class_accuracy,
+        "confusion": test.confusion,
+        "machine": machine(world),
+        "versions": package_versions(),
+        "git": git_commit(),
+    }
+
+
+def last_lines(outcome: dict[str, Any], run: RunFolder) -> str:
+    """The result; the first line says it all."""
+    wrong = round((1 - outcome["test_accuracy"]) * outcome["test_count"])
+    result = (
+        f"test accuracy {outcome['test_accuracy']:.4f} on {outcome['test_count']:,} images of"
+        f" {outcome['dataset']['name']} ({wrong:,} wrong), loss {outcome['test_loss']:.4f}"
+    )
+    lines = {
+        "trained": f"{outcome['train_seconds']:.1f} s on {count(outcome['world_size'], 'process')},"
+        f" {outcome['images_per_second']:,.0f} images/s; {outcome['total_seconds']:.1f} s in all",
+        "written to": str(run.path),
+    }
+    guessed = max(map(sum, outcome["confusion"])) / outcome["test_count"]  # the largest class
+    if outcome["test_accuracy"] < guessed + 0.1 * (1 - guessed):
+        lines["careful"] = "that is hardly better than guessing; use a lower --lr, or more --epochs"
+    see = f"see        {program()} report {run.path}"  # a command is not wrapped, however long
+    return f"{result}\n{panel(lines)}\n{see}"
+
+
+def program() -> str:
+    """How this program can be called from here, to be pasted: `make` activates no environment."""
+    if shutil.which("ddp-mnist"):
+        return "ddp-mnist"
+    python = sys.executable
+    here = os.path.relpath(python)
+    return f"{here if len(here) < len(python) else python} -m ddp_mnist"
+
+
+def machine(world: World) -> dict[str, Any]:
+    """Of rank 0."""
+    found = world.accelerator.device
+    gpu = torch.cuda.get_device_name(found) if found.type == "cuda" else "none used"
+    return {**hardware.describe(), "gpu": gpu}
+
+
+def device(world: World) -> str:
+    """cpu or cuda:N. Accelerate numbers the CPU among several processes, and not a lone GPU."""
+    found = world.accelerator.device
+    return "cpu" if found.type == "cpu" else f"{found.type}:{found.index or 0}"
+
+
+def count(number: int, noun: str) -> str:
+    """1 process, 2 processes."""
+    ending = "" if number == 1 else "es" if noun.endswith("s") else "s"
+    return f"{number:,} {noun}{ending}"

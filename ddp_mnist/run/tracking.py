@@ -1,0 +1,128 @@
+"""The trackers that --trackers names: what Accelerate logs to, beside metrics.jsonl.
+
+One process has them, the one that has the run folder. A tracker that raises an error, as when its
+server is gone, is left out from there on; a training does not end for that. One that takes its time
+over each number holds up the steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, filter_trackers, get_available_trackers
+
+from ddp_mnist.cluster.world import World
+from ddp_mnist.config import TrainConfig
+from ddp_mnist.errors import UsageError, did_you_mean
+from ddp_mnist.run.console import Console
+from ddp_mnist.run.folder import RunFolder
+
+PROJECT, FOLDER = "ddp_mnist", "tracking"
+
+
+def named(trackers: str | None) -> list[str]:
+    """Names separated by commas, checked where the trackers will run: on rank 0.
+
+    Raises:
+        UsageError: Accelerate knows no such tracker, or its package is not installed.
+    """
+    names = [name.strip() for name in (trackers or "").split(",") if name.strip()]
+    if not names:
+        return []  # without looking for all the packages
+    legal = sorted(LOGGER_TYPE_TO_CLASS)
+    there = [str(name) for name in get_available_trackers()]
+    for name in names:
+        if name not in legal:
+            hint = did_you_mean(name, legal)
+            raise UsageError(f"--trackers {name}: choose from {', '.join(legal)}{hint}")
+        if name not in there:
+            raise UsageError(
+                f"--trackers {name}: its package is not installed; pip install"
+                f" {name.replace('_', '-')}, or leave it out"
+            )
+    return names
+
+
+@contextlib.contextmanager
+def tracked(
+    config: TrainConfig, folder: RunFolder, world: World, console: Console
+) -> Iterator[None]:
+    """While the block runs, what is logged to the folder goes to the trackers too.
+
+    Raises:
+        UsageError: one cannot be started.
+    """
+    names = named(config.run.trackers) if folder.path else []
+    if folder.path is None or not names:
+        yield
+        return
+    accelerator, place = world.accelerator, str(folder.path / FOLDER)
+    accelerator.project_configuration.set_directories(place)
+    accelerator.log_with = filter_trackers(names, place)
+    options = {
+        "tensorboard": {"purge_step": folder.step + 1},  # steps that are done again
+        "wandb": {"name": folder.path.name, "dir": place},
+        "mlflow": {"run_name": folder.path.name},
+        "trackio": {"name": folder.path.name},
+    }
+    settings = dataclasses.asdict(config.recipe) | {
+        "seed": config.run.seed,
+        "dataset": config.run.dataset,
+        "world_size": accelerator.num_processes,
+        "precision": world.precision,
+    }
+    given = {name: value for name, value in settings.items() if value is not None}
+    try:
+        accelerator.init_trackers(PROJECT, config=given, init_kwargs=options)
+    except Exception as error:  # whatever a service raises
+        raise UsageError(
+            f"--trackers {config.run.trackers}: cannot be started ({in_a_line(error)}); mend that,"
+            " or leave it out"
+        ) from error
+    folder.trackers = [Guarded(tracker, console) for tracker in accelerator.trackers]
+    try:
+        yield
+    finally:
+        for tracker in folder.trackers:
+            tracker.finish()
+        accelerator.trackers = []
+
+
+class Guarded:
+    """A tracker that is left out after its first error.
+
+    Args:
+        tracker: one of Accelerate's.
+        console: where that is said.
+    """
+
+    def __init__(self, tracker: Any, console: Console) -> None:
+        self.tracker, self.console = tracker, console
+        self.works = True
+
+    def log(self, metrics: dict[str, Any], step: int) -> None:
+        numbers = {name: value for name, value in metrics.items() if value is not None}
+        self._call(lambda: self.tracker.log(numbers, step=step))
+
+    def finish(self) -> None:
+        self._call(self.tracker.finish)
+
+    def _call(self, action: Callable[[], None]) -> None:
+        if not self.works:
+            return
+        try:
+            action()
+        except Exception as error:
+            self.works = False
+            self.console.print(
+                f"--trackers {self.tracker.name}: failed ({in_a_line(error)}); left out from here"
+                " on, metrics.jsonl has everything"
+            )
+
+
+def in_a_line(error: Exception) -> str:
+    """What a service says, which may be a page."""
+    return " ".join(str(error).split())[:200] or type(error).__name__

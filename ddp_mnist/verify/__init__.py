@@ -1,0 +1,1 @@
+"""Proofs, made by training: N processes equal one, resumed equals unbroken, exact metrics."""
