@@ -434,7 +434,7 @@ def counting_read(folder: str, cache: str, log: str, seconds: float) -> dict[str
         return read(self)
 
     Source.read = slow_read  # type: ignore[method-assign]
-    images = load(folder, cache)
+    images = load_cached(folder, cache)
     return {
         "digest": images.digest,
         "labels": images.train_labels.tolist(),
@@ -470,7 +470,7 @@ def stuck(folder: str, cache: str, where: str, log: str) -> None:
         Source.read = stop  # type: ignore[assignment, method-assign]
     else:
         os.replace = stop  # type: ignore[assignment]
-    load(folder, cache)
+    load_cached(folder, cache)
 
 
 def wait_for(file: Path) -> None:

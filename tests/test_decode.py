@@ -11,12 +11,11 @@ import PIL.Image
 import pytest
 
 from ddp_mnist.cluster.local import run_world
-from ddp_mnist.data import cache
+from ddp_mnist.data import cache, decode
 from ddp_mnist.data.decode import (
     DIGITS,
     Decoded,
     Preparation,
-    __file__,
     _strip_as_grey,
     as_grey,
     bright_on_black,
@@ -85,7 +84,7 @@ def test_an_edited_decoder_has_another_digest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before, edited = decoder_digest(), tmp_path / "decode.py"
-    edited.write_text(Path(__file__).read_text().replace("BILINEAR", "NEAREST"))
+    edited.write_text(Path(decode.__file__).read_text().replace("BILINEAR", "NEAREST"))
     monkeypatch.setattr("ddp_mnist.data.decode.__file__", str(edited))
     assert decoder_digest() != before
 
