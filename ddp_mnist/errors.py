@@ -6,7 +6,6 @@ A traceback means a bug in this package.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator
 
 
@@ -93,11 +92,15 @@ def printable(text: str) -> str:
     return "".join(character if character.isprintable() else "?" for character in words)
 
 
-def cause(error: BaseException) -> str:
-    """The line of a library's error that tells why: NCCL's stands behind `Last error:`."""
-    text = str(error).strip() or type(error).__name__
-    last = text.partition("Last error:")[2].strip()
-    return (last or text).splitlines()[0].strip()
+def reason(error: BaseException) -> str:
+    """Return in one short line why it failed: what the system or a library says at the bottom.
+
+    The text of NCCL's errors begins with where it happened; its reason stands behind `Last error:`.
+    """
+    *_, bottom = causes(error)
+    text = getattr(bottom, "strerror", None) or str(bottom)
+    text = text.rpartition("Last error:")[2].strip() or type(bottom).__name__
+    return text.splitlines()[0][:200].rstrip("/. ")
 
 
 def did_you_mean(typed: str, legal: Iterable[str]) -> str:
@@ -114,20 +117,3 @@ def causes(error: BaseException) -> Iterator[BaseException]:
     while cause is not None:
         yield cause
         cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
-
-
-def innermost(error: BaseException) -> str:
-    """The cause at the bottom of a chain, in one short line."""
-    *_, last = causes(error)
-    return in_short(last)
-
-
-def in_short(error: BaseException) -> str:
-    """The first line of what it says, without a full stop."""
-    text = str(error).strip().splitlines()
-    return (text[0] if text else type(error).__name__)[:160].rstrip(os.sep + ". ")
-
-
-def reason(error: Exception) -> str:
-    """What the system says, e.g. connection refused."""
-    return (getattr(error, "strerror", None) or str(error)).lower()

@@ -27,7 +27,7 @@ from ddp_mnist.cluster.local import free_port
 from ddp_mnist.data import sources
 from ddp_mnist.data.decode import Decoded
 from ddp_mnist.data.sources import Source, find_source
-from ddp_mnist.errors import DataError, DdpMnistError, StorageError, UsageError, innermost, one_line
+from ddp_mnist.errors import DataError, DdpMnistError, StorageError, UsageError, one_line, reason
 from tests.hub import LOOPBACK_ONLY, Hub, as_json, hub_environment, silent_server
 
 # datasets and huggingface_hub read their environment at import: not before conftest.py set it.
@@ -810,9 +810,9 @@ def test_innermost_is_one_short_line() -> None:
         except ValueError as error:
             raise RuntimeError("around it") from error
     except RuntimeError as error:
-        assert innermost(error) == "the cause"
-    assert innermost(KeyError()) == "KeyError"
-    assert len(innermost(OSError("x" * 999))) == 160
+        assert reason(error) == "the cause"
+    assert reason(KeyError()) == "KeyError"
+    assert len(reason(OSError("x" * 999))) == 160
 
 
 # --- The Hub

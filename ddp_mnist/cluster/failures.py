@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from ddp_mnist.cluster import nccl
 from ddp_mnist.cluster.store import Store
-from ddp_mnist.errors import DdpMnistError, FailedElsewhere, PeerError, UsageError, cause
+from ddp_mnist.errors import DdpMnistError, FailedElsewhere, PeerError, UsageError, reason
 
 
 def first_cause(store: Store, error: BaseException) -> BaseException:
@@ -100,7 +100,7 @@ def as_expected(store: Store, error: BaseException) -> BaseException:
         return error
     if "invalid usage" in text:
         return UsageError(
-            f"--backend nccl: {textwrap.shorten(cause(error), 200)}; give each process a GPU of"
+            f"--backend nccl: {textwrap.shorten(reason(error), 200)}; give each process a GPU of"
             " its own, or share one with --backend gloo; NCCL_DEBUG=WARN tells more"
         )
     store.request_liveness()  # before the end, which may take seconds over NCCL
@@ -109,9 +109,9 @@ def as_expected(store: Store, error: BaseException) -> BaseException:
     who = f"rank {', '.join(map(str, lost))}" if lost else "another rank"
     if store.unreachable and store.served_by_launcher:
         who = "the launcher and a rank"
-    reason = re.sub(r"^\[\S*\] ", "", cause(error))  # gloo's own source line
+    why = re.sub(r"^\[\S*\] ", "", reason(error))  # gloo's own source line
     peer_error = PeerError(
-        f"lost contact with {who} of {store.world_size} ({textwrap.shorten(reason, 120)});"
+        f"lost contact with {who} of {store.world_size} ({textwrap.shorten(why, 120)});"
         " see what that process says, then start the run again"
     )
     peer_error.__cause__ = error

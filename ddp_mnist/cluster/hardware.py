@@ -138,7 +138,7 @@ def reclaimable(group: Path) -> int:
 
 
 def control_groups(controller: str) -> Iterator[Path]:
-    """Folders of the groups that this process is in, innermost first; of cgroup v2, else of v1.
+    """Folders of the groups that this process is in, reason first; of cgroup v2, else of v1.
 
     A limit of any of them holds. A container sees its own group as the outermost.
     """

@@ -16,7 +16,7 @@ from ddp_mnist.data.decode import (
     Decoded,
     refuse_unseen,
 )
-from ddp_mnist.errors import DataError, innermost
+from ddp_mnist.errors import DataError, reason
 
 if TYPE_CHECKING:
     pass
@@ -77,7 +77,7 @@ def read_idx_array(file: Path, dimensions: int) -> np.ndarray:
     try:
         raw = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
     except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{file}: cannot be read ({innermost(error)}); fetch it again") from error
+        raise DataError(f"{file}: cannot be read ({reason(error)}); fetch it again") from error
     header = 4 + 4 * dimensions
     shape = struct.unpack(f">{dimensions}I", raw[4:header].ljust(4 * dimensions, b"\0"))
     if raw[:4] != bytes([0, 0, 8, dimensions]) or len(raw) != header + math.prod(shape):

@@ -34,9 +34,8 @@ from ddp_mnist.errors import (
     StorageError,
     UsageError,
     causes,
-    in_short,
-    innermost,
     printable,
+    reason,
 )
 
 if TYPE_CHECKING:
@@ -102,7 +101,7 @@ def readable(place: str) -> Iterator[None]:
         yield
     except (OSError, ValueError) as error:
         raise DataError(
-            f"--dataset {place}: cannot be read ({innermost(error)}); check its files"
+            f"--dataset {place}: cannot be read ({reason(error)}); check its files"
         ) from error
 
 
@@ -151,17 +150,17 @@ def read_hub(hub_id: str) -> DatasetDict:
     import datasets
     import huggingface_hub
 
-    reason = why_out_of_reach(hub_id)
+    why = why_out_of_reach(hub_id)
     quiet_datasets()
     try:
-        with no_network() if reason else contextlib.nullcontext():
+        with no_network() if why else contextlib.nullcontext():
             return datasets.load_dataset(hub_id)
     except Exception as error:  # its own and those of pyarrow, fsspec and the transport
         check_space(error, huggingface_hub.constants.HF_HOME, "HF_HOME", UNWRITABLE)
-        what = f"cannot be read ({innermost(error)})"
+        what = f"cannot be read ({reason(error)})"
         if isinstance(error, ConnectionError):
-            reason = reason or innermost(error)
-            what = f"not in the cache, and the Hub cannot be reached ({reason})"
+            why = why or reason(error)
+            what = f"not in the cache, and the Hub cannot be reached ({why})"
         raise DataError(f"--dataset {hub_id}: {what}; {OFFLINE_REMEDY}") from error
 
 
@@ -195,7 +194,7 @@ def why_out_of_reach(hub_id: str) -> str:
             f"--dataset {hub_id}: the Hub has no such data set for you; check the id, or log in"
             " (hf auth login) if it is private"
         ) from error
-    return innermost(error) if error else ""
+    return reason(error) if error else ""
 
 
 def quiet_datasets() -> None:
@@ -261,7 +260,7 @@ def what_is_wrong(folder: Path, error: BaseException) -> str:
         try:
             table = read_table(file)
         except Exception as damage:
-            return f"{name} is damaged ({innermost(damage)}); fetch it again"
+            return f"{name} is damaged ({reason(damage)}); fetch it again"
         if len(table) == 0:
             return f"{name} has no rows; fetch it again, or leave it out"
         for column, kind in zip(table.schema.names, table.schema.types, strict=True):
@@ -272,7 +271,7 @@ def what_is_wrong(folder: Path, error: BaseException) -> str:
                     " give both the same type"
                 )
     return (
-        f"cannot be read ({innermost(error)}); give it parquet files, or images in train/CLASS/"
+        f"cannot be read ({reason(error)}); give it parquet files, or images in train/CLASS/"
         " and test/CLASS/"
     )
 
@@ -385,7 +384,7 @@ def decode_labels(
     try:
         values = rows.with_format("arrow")[:].column(column).to_pylist()
     except ValueError as error:  # words that are not UTF-8
-        raise DataError(f"{where}: cannot be read ({innermost(error)}); correct it") from error
+        raise DataError(f"{where}: cannot be read ({reason(error)}); correct it") from error
     if None in values:
         raise DataError(f"{where}: row {values.index(None)} has no label; label it or leave it out")
     declared = getattr(rows.features[column], "names", None)  # of a ClassLabel
@@ -442,11 +441,11 @@ def decode_cell(cell: dict[str, Any] | None, converted: set[str], where: str) ->
                 converted.add(f"{image.width}x{image.height} {image.mode}")
             return decode_image(image)
     except PIL.UnidentifiedImageError:
-        reason = "of no format that Pillow knows"
+        why = "of no format that Pillow knows"
     except Exception as error:  # Pillow raises OSError, SyntaxError, ValueError and more
-        reason = in_short(error)
+        why = reason(error)
     name = f" {file}" if isinstance(file, str) else ""
-    raise DataError(f"{where}{name} is no readable image ({reason}); replace it or leave it out")
+    raise DataError(f"{where}{name} is no readable image ({why}); replace it or leave it out")
 
 
 # --- The digits inside scikit-learn

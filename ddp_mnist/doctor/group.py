@@ -36,7 +36,7 @@ from ddp_mnist.doctor.findings import (
 )
 from ddp_mnist.doctor.machine import Options, examine_machine, nvidia_smi, product
 from ddp_mnist.doctor.network import passed_on
-from ddp_mnist.errors import DdpMnistError, cause
+from ddp_mnist.errors import DdpMnistError, reason
 from ddp_mnist.run.console import Console
 from ddp_mnist.run.environment import code_digest, package_versions
 from ddp_mnist.run.folder import RunFolder
@@ -151,7 +151,7 @@ def examinations(
             yield from examine()
         except (RuntimeError, ValueError, DdpMnistError) as error:
             yield failed(
-                name, cause(error)[:300], "see what the other machines say, then the network"
+                name, reason(error)[:300], "see what the other machines say, then the network"
             )
             return
 
@@ -243,7 +243,7 @@ def right_results(group: Group) -> Iterator[Finding]:
             )
         except RuntimeError as error:
             remedy = "see what the other ranks say; for NCCL, start again with NCCL_DEBUG=INFO"
-            yield failed(name, f"fails on {group.who([group.rank])}: {cause(error)[:300]}", remedy)
+            yield failed(name, f"fails on {group.who([group.rank])}: {reason(error)[:300]}", remedy)
             return
         outcomes = group.everyones(outcome)
         if wrong := [rank for rank, each in enumerate(outcomes) if each == "wrong"]:
