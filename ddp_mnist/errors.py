@@ -93,14 +93,19 @@ def printable(text: str) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """Return in one short line why it failed: what the system or a library says at the bottom.
+    """Return in one short line what the system or a library says of it.
 
     The text of NCCL's errors begins with where it happened; its reason stands behind `Last error:`.
     """
-    *_, bottom = causes(error)
-    text = getattr(bottom, "strerror", None) or str(bottom)
-    text = text.rpartition("Last error:")[2].strip() or type(bottom).__name__
+    text = getattr(error, "strerror", None) or str(error)
+    text = text.rpartition("Last error:")[2].strip() or type(error).__name__
     return text.splitlines()[0][:200].rstrip("/. ")
+
+
+def root_cause(error: BaseException) -> BaseException:
+    """Return the error at the bottom of the chain; libraries wrap what the system said."""
+    *_, bottom = causes(error)
+    return bottom
 
 
 def did_you_mean(typed: str, legal: Iterable[str]) -> str:

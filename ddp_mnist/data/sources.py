@@ -36,6 +36,7 @@ from ddp_mnist.errors import (
     causes,
     printable,
     reason,
+    root_cause,
 )
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ def readable(place: str) -> Iterator[None]:
         yield
     except (OSError, ValueError) as error:
         raise DataError(
-            f"--dataset {place}: cannot be read ({reason(error)}); check its files"
+            f"--dataset {place}: cannot be read ({reason(root_cause(error))}); check its files"
         ) from error
 
 
@@ -157,9 +158,9 @@ def read_hub(hub_id: str) -> DatasetDict:
             return datasets.load_dataset(hub_id)
     except Exception as error:  # its own and those of pyarrow, fsspec and the transport
         check_space(error, huggingface_hub.constants.HF_HOME, "HF_HOME", UNWRITABLE)
-        what = f"cannot be read ({reason(error)})"
+        what = f"cannot be read ({reason(root_cause(error))})"
         if isinstance(error, ConnectionError):
-            why = why or reason(error)
+            why = why or reason(root_cause(error))
             what = f"not in the cache, and the Hub cannot be reached ({why})"
         raise DataError(f"--dataset {hub_id}: {what}; {OFFLINE_REMEDY}") from error
 
@@ -194,7 +195,7 @@ def why_out_of_reach(hub_id: str) -> str:
             f"--dataset {hub_id}: the Hub has no such data set for you; check the id, or log in"
             " (hf auth login) if it is private"
         ) from error
-    return reason(error) if error else ""
+    return reason(root_cause(error)) if error else ""
 
 
 def quiet_datasets() -> None:
@@ -260,7 +261,7 @@ def what_is_wrong(folder: Path, error: BaseException) -> str:
         try:
             table = read_table(file)
         except Exception as damage:
-            return f"{name} is damaged ({reason(damage)}); fetch it again"
+            return f"{name} is damaged ({reason(root_cause(damage))}); fetch it again"
         if len(table) == 0:
             return f"{name} has no rows; fetch it again, or leave it out"
         for column, kind in zip(table.schema.names, table.schema.types, strict=True):
@@ -271,7 +272,7 @@ def what_is_wrong(folder: Path, error: BaseException) -> str:
                     " give both the same type"
                 )
     return (
-        f"cannot be read ({reason(error)}); give it parquet files, or images in train/CLASS/"
+        f"cannot be read ({reason(root_cause(error))}); give it parquet files, or images in train/CLASS/"
         " and test/CLASS/"
     )
 
@@ -384,7 +385,9 @@ def decode_labels(
     try:
         values = rows.with_format("arrow")[:].column(column).to_pylist()
     except ValueError as error:  # words that are not UTF-8
-        raise DataError(f"{where}: cannot be read ({reason(error)}); correct it") from error
+        raise DataError(
+            f"{where}: cannot be read ({reason(root_cause(error))}); correct it"
+        ) from error
     if None in values:
         raise DataError(f"{where}: row {values.index(None)} has no label; label it or leave it out")
     declared = getattr(rows.features[column], "names", None)  # of a ClassLabel
