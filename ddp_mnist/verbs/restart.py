@@ -1,11 +1,8 @@
-"""Runs a training command again when a process was lost: `make train RESTARTS=3`.
+"""`make train RESTARTS=3`: run a training command again when it lost a process.
 
-    python -m ddp_mnist.verbs.restart 3 -- -m torch.distributed.run --nproc-per-node 2 \\
-        -m ddp_mnist train --dataset digits
-
-What follows `--` is given to python. A launcher's exit code is 1 whatever happened, and its own
-restart would repeat a mistyped flag too; status.json in the run folder tells what it was. Only the
-machine of rank 0 has that file: a run over many machines is restarted by its scheduler.
+A launcher's exit code is 1 whatever happened, and its own restart would repeat a mistyped flag too;
+status.json in the run folder says what it was. Only rank 0's machine has that file: a run over many
+machines is restarted by its scheduler.
 """
 
 from __future__ import annotations
@@ -19,47 +16,68 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from ddp_mnist.cli import make_parser
 from ddp_mnist.config import Run
 from ddp_mnist.errors import UsageError
 from ddp_mnist.run.console import Console, run_program
 from ddp_mnist.run.folder import STATUS, in_use, read_json, reserve, without_link
 
-ORPHANS_MAY_TAKE_S = 60  # processes whose launcher was killed save, and end
+ORPHANS_MAY_TAKE_S = 60  # processes whose launcher was killed save their checkpoint, and end
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """Run `python -m ddp_mnist.verbs.restart N -- COMMAND ... train FLAGS`."""
     run_program(run, argv)
 
 
 def run(argv: list[str]) -> int:
-    """The exit code: that of status.json where there is one, else the command's."""
+    """Return the exit code of `N -- COMMAND ... train FLAGS`."""
+    from ddp_mnist.cli import make_parser
+
     if argv and argv[1:2] == ["--"] and not argv[0].isdecimal():
         raise UsageError(f"RESTARTS={argv[0]}: must be a whole number")
     if len(argv) < 3 or not argv[0].isdecimal() or argv[1] != "--" or "train" not in argv:
         raise UsageError("python -m ddp_mnist.verbs.restart: needs N -- COMMAND ... train FLAGS")
-    restarts, command = int(argv[0]), [sys.executable, *argv[2:]]
     typed = vars(make_parser().parse_args(argv[argv.index("train") :]))
-    folder, first = place(typed)
+    return restart(int(argv[0]), argv[2:], typed)
+
+
+def restart(restarts: int, command: Sequence[str], typed: dict[str, Any]) -> int:
+    """Run `python COMMAND`, again with `--resume auto` for as long as a process was lost.
+
+    Args:
+        restarts: how often to run it again at most.
+        command: what to give to python; ends with flags of `train`.
+        typed: those flags by field name, without the ones that were left out.
+
+    Returns:
+        The exit code in status.json where there is one, else the command's.
+
+    Raises:
+        StorageError: no run folder can be made.
+    """
+    folder, flags = choose_folder(typed)
     again = [] if "resume" in typed else ["--resume", "auto"]
     try:
         for attempt in range(restarts + 1):
-            before = age(folder)
-            code, stopped = run_once([*command, *first, *(again if attempt else [])])
-            # A status that this attempt did not write is that of another run, or of an older part.
-            status = status_of(folder) if age(folder) != before else {}
-            reason = loss(status)
-            if code == 0 or stopped or reason is None or attempt == restarts:
+            before = written_at(folder)
+            arguments = [*command, *flags, *(again if attempt else [])]
+            code, signalled = run_once([sys.executable, *arguments])
+            # A status that this attempt did not write is an older one's.
+            status = read_status(folder) if written_at(folder) != before else {}
+            reason = why_again(status)
+            if code == 0 or signalled or reason is None or attempt == restarts:
                 break
             Console(True, trains=True).print(f"restart {attempt + 1} of {restarts}: {reason}")
         return code and (status.get("exit_code") or code)
     finally:
-        if first and not any(folder.iterdir()):
-            folder.rmdir()  # it never came to a run
+        if flags and not any(folder.iterdir()):
+            folder.rmdir()  # no run began
 
 
-def place(typed: dict[str, Any]) -> tuple[Path, list[str]]:
-    """The run's folder, and the flags that put it there if the person left that open."""
+def choose_folder(typed: dict[str, Any]) -> tuple[Path, list[str]]:
+    """Return the run's folder, and the flags that put the run there if none were typed."""
     folder = typed.get("resume")
     if folder in (None, "auto"):
         folder = typed.get("run_dir")
@@ -72,42 +90,41 @@ def place(typed: dict[str, Any]) -> tuple[Path, list[str]]:
 
 
 def run_once(command: list[str]) -> tuple[int, bool]:
-    """The command's exit code, and whether a signal came that asks for an end.
+    """Return the command's exit code, and whether this process was asked to stop meanwhile.
 
-    SIGTERM and SIGUSR1 are handed on; a terminal's SIGINT reaches the command by itself.
+    SIGTERM and SIGUSR1 are forwarded; a terminal sends SIGINT to the command too.
     """
     process: subprocess.Popen[bytes] | None = None
-    came: list[int] = []
+    received: list[int] = []
 
-    def hand_on(number: int, _frame: FrameType | None) -> None:
-        came.append(number)
+    def forward(number: int, _frame: FrameType | None) -> None:
+        received.append(number)
         if process and number != signal.SIGINT:
             process.send_signal(number)
 
-    signals = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-    before = [signal.signal(each, hand_on) for each in signals]
+    before = [signal.signal(number, forward) for number in SIGNALS]
     try:
         process = subprocess.Popen(command)
-        for number in came:  # before it stood
+        for number in received:  # before there was a process
             process.send_signal(number)
-        # Not wait(): Python sees to a signal between two of its steps, and one that comes just as a
-        # wait without an end begins would be handed on only when the command has ended.
+        # Not wait(): Python handles a signal between two of its steps, and one that arrives just as
+        # a wait without an end begins would be forwarded only when the command has ended.
         while (code := process.poll()) is None:
             time.sleep(0.05)
-        return (code if code >= 0 else 128 - code), bool(came)  # as a shell counts signals
+        return (code if code >= 0 else 128 - code), bool(received)  # as a shell counts signals
     finally:
-        for each, handler in zip(signals, before, strict=True):
-            signal.signal(each, handler)
+        for number, handler in zip(SIGNALS, before, strict=True):
+            signal.signal(number, handler)
 
 
-def age(folder: Path) -> int | None:
-    """When status.json was written, in ns; None if there is none."""
+def written_at(folder: Path) -> int | None:
+    """Return when status.json was written, in ns; None if there is none."""
     status = folder / STATUS
     return status.stat().st_mtime_ns if status.exists() else None
 
 
-def status_of(folder: Path) -> dict[str, Any]:
-    """status.json once nobody writes the folder any more; {} if that does not end."""
+def read_status(folder: Path) -> dict[str, Any]:
+    """Return status.json once no process writes the folder any more; {} if one does not end."""
     deadline = time.monotonic() + ORPHANS_MAY_TAKE_S
     while in_use(folder):
         if time.monotonic() > deadline:
@@ -119,8 +136,8 @@ def status_of(folder: Path) -> dict[str, Any]:
         return {}
 
 
-def loss(status: dict[str, Any]) -> str | None:
-    """Why the run should go on by itself; None where a person has to look, or it is done."""
+def why_again(status: dict[str, Any]) -> str | None:
+    """Return why the run should go on by itself; None where a person has to look, or it is done."""
     if status.get("state") == "failed" and status["exit_code"] == 6:
         return status["error"]
     if status.get("state") == "running":
