@@ -44,11 +44,9 @@ BENCHES = {
     "loop": "train.py's loop against plain_ddp.py's (a minute)",
     "evaluation": "exact metrics of a split, against training on as many images (a minute)",
     "scaling": "1 to N processes against as many independent ones, and where time goes (minutes)",
-    "forecast": "what exchanging gradients will cost on 2 to 1,024 processes (a minute)",
     "strategies": "one process, DataParallel and DDP with several hooks (minutes)",
     "startup": "command to first optimizer step, against a ten-line program's (minutes)",
     "memory": "a process's private memory at its highest, against that program's (minutes)",
-    "baseline": "a whole run, against four epochs of PyTorch's own example (an hour)",
 }
 PLANTS = {
     "sampler": "each rank shuffles by a seed of its own",
@@ -338,13 +336,12 @@ def make_parser() -> Parser:
     verb.add_argument(
         "--processes",
         type=at_least(1, "--processes"),
-        help="one per GPU, else with one CPU thread [GPUs, else 2; loop, forecast and strategies:"
+        help="one per GPU, else with one CPU thread [GPUs, else 2; loop and strategies:"
         " at least 2]",
     )
     verb.add_argument(
-        "--repeats", type=at_least(5, "--repeats"), help="rounds [11; memory, baseline: 5]"
+        "--repeats", type=at_least(5, "--repeats"), help="rounds [11; memory: 5]"
     )
-    verb.add_argument("--plot", type=text("--plot"), metavar="FILE", help="a PNG of the figures")
     verb.add_argument("--check", action="store_true", help="exit code 1 where a goal is missed")
     return parser
 
@@ -689,13 +686,12 @@ def verify(arguments: argparse.Namespace) -> None:
 
 
 def bench(arguments: argparse.Namespace) -> None:
-    plot = a_png("--plot", arguments.plot)
     from ddp_mnist.bench import benches
     from ddp_mnist.data import cache
 
     console, what = Console(True), arguments.what
     name, notes = cache.choose(arguments.dataset, arguments.cache_dir)
-    repeats = arguments.repeats or (5 if what in ("memory", "baseline") else 11)
+    repeats = arguments.repeats or (5 if what == "memory" else 11)
     processes = arguments.processes or benches.default_processes(what)
     options = benches.Options(name, arguments.cache_dir, processes, repeats)
     for note in [*notes, *benches.notes(options)]:
@@ -704,10 +700,6 @@ def bench(arguments: argparse.Namespace) -> None:
     for row in rows:
         console.print(str(row))
     console.print(json.dumps(benches.describe(what, options, rows)))
-    if plot:
-        from ddp_mnist.bench.plot import draw
-
-        draw(what, rows, plot)
     missed = [f"{row.what} {row.figure}, goal {row.goal}" for row in rows if not row.met]
     if arguments.check and missed:
         raise CheckFailed(

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import errno
 import importlib.metadata
 import itertools
 import json
@@ -20,9 +19,7 @@ from ddp_mnist import cli
 from ddp_mnist import train as trainer
 from ddp_mnist.bench import benches, commands, steps, strategies
 from ddp_mnist.bench.benches import Options, Row
-from ddp_mnist.bench.conventional import accuracy, make_net
 from ddp_mnist.bench.figures import (
-    Absent,
     Ratio,
     alternate,
     interval,
@@ -30,7 +27,6 @@ from ddp_mnist.bench.figures import (
     ratio_of_difference,
     spread,
 )
-from ddp_mnist.bench.plot import draw
 from ddp_mnist.bench.steps import time_steps
 from ddp_mnist.cluster.launch import find_launch
 from ddp_mnist.cluster.local import run_world
@@ -38,8 +34,7 @@ from ddp_mnist.cluster.store import Store
 from ddp_mnist.cluster.world import World, join_world
 from ddp_mnist.config import Distribution, Run, TrainConfig
 from ddp_mnist.data import cache
-from ddp_mnist.data.idx import write
-from ddp_mnist.errors import CheckFailed, StorageError, UsageError
+from ddp_mnist.errors import CheckFailed, UsageError
 
 # --- Figures
 
@@ -200,7 +195,7 @@ def test_start_up_is_a_ratio_to_the_floor(
 ) -> None:
     """Alone 2 s, launched 4; the trainer alone takes what is given, and launched 4.4."""
     monkeypatch.setattr(
-        commands, "seconds_to_floors_step", lambda before: 4.0 if is_launched(before) else 2.0
+        commands, "seconds_to_baseline_step", lambda before: 4.0 if is_launched(before) else 2.0
     )
     monkeypatch.setattr(
         commands,
@@ -221,7 +216,7 @@ def test_memory_is_what_lies_above_the_floor(
     peak: float, met: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def measured(command: Command) -> float:
-        if commands.FLOOR[-1] in command:
+        if commands.BASELINE[-1] in command:
             return 400.0
         return 500.0 if is_launched(command) else peak
 
@@ -231,47 +226,6 @@ def test_memory_is_what_lies_above_the_floor(
     assert rows["above the floor, MB"].met is met
     assert rows["above the floor, launched, MB"].median == 100
     assert rows["above the floor, launched, MB"].met
-
-
-@pytest.mark.parametrize(
-    ("ours", "accuracy", "missed"),
-    [
-        (10.0, 0.99, []),
-        (10.1, 0.99, ["times faster", "share above the floor"]),
-        (10.0, 0.9899, ["train, test accuracy"]),
-    ],
-)
-def test_the_baseline_is_a_ratio_to_the_conventional_recipe(
-    ours: float, accuracy: float, missed: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The conventional recipe takes 160 s, the floor 5; with an empty cache ours takes 13."""
-    seeds, caches = [], []
-
-    def measured(command: Command) -> tuple[float, list[dict[str, Any]]]:
-        if "ddp_mnist.bench.conventional" in command:
-            return 160.0, [{"test_accuracy": 0.5}, {"test_accuracy": 0.98}]
-        if commands.FLOOR[-1] in command:
-            return 4.7, []
-        given = dict(itertools.pairwise(command))
-        run = Path(given["--run-dir"])
-        run.mkdir()
-        (run / "summary.json").write_text(json.dumps({"test_accuracy": accuracy}))
-        if "--seed" not in given:
-            caches.append(given["--cache-dir"])
-            return 13.0, []
-        assert given["--cache-dir"] == str(cache.cache_folder(None))
-        seeds.append(int(given["--seed"]))
-        return ours, []
-
-    monkeypatch.setattr(commands, "seconds_to_end", measured)
-    rows = {row.what: row for row in benches.baseline(OPTIONS)}
-    assert seeds == [0, 1, 2, 3, 4]
-    assert len(set(caches)) == 5  # each empty, as it has just been named
-    assert rows["conventional, test accuracy"].median == 0.98
-    assert rows["times faster"].median == 160 / ours
-    assert rows["times faster, empty cache"].median == 160 / 13
-    assert rows["share above the floor"].median == pytest.approx((ours - 4.7) / 160)
-    assert [row.what for row in rows.values() if not row.met] == missed
 
 
 def steps_that_take_turns() -> tuple[float, float]:
@@ -304,29 +258,8 @@ def test_in_lockstep_each_step_is_as_long_as_on_its_slowest_rank(tmp_path: Path)
         assert lockstep == pytest.approx(0.4)
 
 
-def test_the_conventional_recipe_is_that_of_pytorchs_example(tmp_path: Path) -> None:
-    net = make_net()
-    assert sum(p.numel() for p in net.parameters()) == 1_199_882
-    images = cache.load("digits")
-    write(images, tmp_path / "MNIST" / "raw")
-    from torchvision.datasets import MNIST
-
-    for split, is_train in (("train", True), ("test", False)):
-        read = MNIST(str(tmp_path), train=is_train)
-        assert torch.equal(read.data, getattr(images, f"{split}_images"))
-        assert torch.equal(read.targets, getattr(images, f"{split}_labels"))
-
-    class AlwaysThree(torch.nn.Module):
-        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-            return torch.eye(10)[3].expand(len(inputs), 10)
-
-    rows = [(torch.zeros(1), label) for label in (3, 1, 3, 3, 9)]
-    loader: Any = torch.utils.data.DataLoader(rows, batch_size=2)  # type: ignore[arg-type]
-    assert accuracy(AlwaysThree(), loader, "cpu") == 3 / 5
-
-
 def test_start_up_is_timed_to_the_first_step() -> None:
-    floor = commands.seconds_to_floors_step(commands.launcher(2))
+    floor = commands.seconds_to_baseline_step(commands.launcher(2))
     first_step = commands.seconds_to_first_step([], ["--dataset", "digits"])
     assert 0.5 < floor < 60
     assert 0.5 < first_step < 60
@@ -348,9 +281,9 @@ def test_without_proc_memory_is_not_measured(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_floor_that_fails_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "floor.py").write_text("print('exitcode : 1'); raise SystemExit(1)")
-    monkeypatch.setattr(commands, "FLOOR", [str(tmp_path / "floor.py")])
+    monkeypatch.setattr(commands, "BASELINE", [str(tmp_path / "floor.py")])
     with pytest.raises(CheckFailed, match="ended with code 1: exitcode : 1"):
-        commands.seconds_to_floors_step([])
+        commands.seconds_to_baseline_step([])
 
 
 def test_nothing_of_a_command_is_left() -> None:
@@ -434,18 +367,6 @@ def test_a_check_of_goals_that_are_met_ends_well(
     assert (code, err) == (0, "")
 
 
-def test_figures_are_told_although_the_plot_fails(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    full = OSError(errno.ENOSPC, "No space left on device")
-    monkeypatch.setattr("matplotlib.figure.Figure.savefig", Mock(side_effect=full))
-    more = ("--plot", str(tmp_path / "a.png"))
-    code, lines, err = bench(capsys, monkeypatch, SPEED, FASTER, more=more)
-    assert code == 5
-    assert json.loads(lines[-1])["rows"][0]["median"] == 1050
-    assert "a.png: cannot be written" in err
-
-
 def test_a_benchmark_of_digits_from_end_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(benches, "STEPS", 3)
     rows = benches.scaling(Options("digits", None, processes=2, repeats=2))
@@ -492,14 +413,6 @@ def test_ranks_that_have_nothing_to_do_are_in_no_collective(
     assert seconds == [1.5, 1.5]
 
 
-def test_a_plot_is_a_png(tmp_path: Path) -> None:
-    absent = Row("DataParallel", Absent("needs two GPUs"))
-    draw("feed", [SPEED, FASTER, SLOWER, absent], tmp_path / "feed.png")
-    assert (tmp_path / "feed.png").read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(StorageError, match=r"--plot .*cannot be written"):
-        draw("feed", [SPEED], tmp_path / "no" / "feed.png")
-
-
 def test_each_benchmark_can_be_typed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main(["bench", "none"])
@@ -510,11 +423,10 @@ def test_each_benchmark_can_be_typed(capsys: pytest.CaptureFixture[str]) -> None
     ("argv", "begins"),
     [
         (["feeds"], "feeds: choose from feed, loop, evaluation,"),
+        (["forecast"], "forecast: choose from feed, loop, evaluation,"),
+        (["baseline"], "baseline: choose from feed, loop, evaluation,"),
         (["feed", "--repeats", "4"], "--repeats 4: must be at least 5"),
         (["feed", "--processes", "0"], "--processes 0: must be at least 1"),
-        (["feed", "--plot", ""], "--plot: the value is empty"),
-        (["feed", "--plot", "a.pdf"], "--plot a.pdf: must be a .png in a folder that is there"),
-        (["feed", "--plot", "no/a.png"], "--plot no/a.png: must be a .png in a folder that is th"),
         (["loop", "--processes", "1", "--dataset", "digits"], "--processes 1: plain_ddp.py needs"),
     ],
 )

@@ -274,7 +274,6 @@ def test_fault_32_a_wrong_command_line_ends_within_a_second(
         ["doctor", "--dataset", "digits", "--save"],
         ["report", "RUN", "--out"],
         ["predict", "RUN", "x.png", "--show"],
-        ["bench", "loop", "--dataset", "digits", "--plot"],
     ],
     ids=lambda argv: argv[0],
 )

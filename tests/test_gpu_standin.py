@@ -156,7 +156,7 @@ def test_what_bench_starts(decided: dict[str, Any]) -> None:
     assert set(decided["two"]["bench"].values()) == {2}
     assert set(decided["old driver"]["bench"].values()) == {2}
     several = {what for what, processes in decided["one"]["bench"].items() if processes == 2}
-    assert several == {"loop", "forecast", "strategies"}  # the others compare within a process
+    assert several == {"loop", "strategies"}  # the others compare within a process
     [note] = decided["one"]["bench says"]
     assert note.startswith("2 processes share 1 GPU over gloo: ")
     assert decided["two"]["bench says"] == decided["old driver"]["bench says"] == []

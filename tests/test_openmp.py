@@ -28,7 +28,6 @@ DIRECTLY = {
     "python -m": TRAIN,
     "console script": [str(Path(sysconfig.get_path("scripts")) / "ddp-mnist"), "train"],
     "plain_ddp": ["-m", "ddp_mnist.plain_ddp"],
-    "conventional": ["-m", "ddp_mnist.bench.conventional", "."],
     "import": ["-c", "import ddp_mnist.train"],
 }
 LAUNCHED = {

@@ -6,7 +6,6 @@ process is warmed up first. Processes have one CPU thread each, as under `make t
 
 from __future__ import annotations
 
-import itertools
 import statistics
 import tempfile
 from collections.abc import Callable
@@ -26,23 +25,19 @@ from ddp_mnist.bench.figures import (
     ratio_of_difference,
     spread,
 )
-from ddp_mnist.bench.forecast import Link, Round, all_reduce_seconds, gradient_bytes, measure_rounds
 from ddp_mnist.bench.steps import KINDS, Kind, time_steps
 from ddp_mnist.bench.strategies import STRATEGIES
 from ddp_mnist.cluster import hardware
 from ddp_mnist.cluster.local import backend_among, run_world
 from ddp_mnist.config import Distribution, Run, TrainConfig
-from ddp_mnist.data.cache import cache_folder, load
-from ddp_mnist.data.idx import write
+from ddp_mnist.data.cache import load
 from ddp_mnist.errors import UsageError
 from ddp_mnist.run.environment import package_versions
-from ddp_mnist.run.folder import SUMMARY, read_json
 from ddp_mnist.run.summary import count
 
 STEPS = 380  # optimizer steps of a timed round at most: an epoch of MNIST
-BETWEEN = ("loop", "forecast", "strategies")  # of a process group: one process has none
+BETWEEN = ("loop", "strategies")  # of a process group: one process has none
 ALONE = ("silent", "independent")  # kinds of step in which no rank waits for another
-ETHERNET = Link(latency_s=100e-6, bytes_per_s=1.1e9)  # 10 Gbit/s; 50 us to ask, 50 to answer
 
 
 @dataclass(frozen=True)
@@ -208,39 +203,6 @@ def scaling(options: Options) -> list[Row]:
     return rows
 
 
-def forecast(options: Options) -> list[Row]:
-    """Of the link between processes of this machine, and of one that is only assumed.
-
-    Each process keeps the local batch that it has here, so the global batch grows with them.
-    """
-    if options.processes == 1:
-        raise UsageError("--processes 1: an all-reduce needs at least 2")
-    rounds: list[Round] = on_processes(options.processes, measure_rounds, options)[0]
-    classes = len(load(options.dataset, options.cache_dir).classes)
-    size = gradient_bytes(TrainConfig(), classes)
-
-    def seconds(processes: int, link: Link | None = None) -> list[float]:
-        return [all_reduce_seconds(processes, size, link or each.link) for each in rounds]
-
-    def efficiency(exchange: list[float]) -> Ratio:
-        steps = [r.compute_s + extra for r, extra in zip(rounds, exchange, strict=True)]
-        return ratio([r.compute_s for r in rounds], steps)
-
-    here = seconds(options.processes)
-    expected = [r.compute_s + extra for r, extra in zip(rounds, here, strict=True)]
-    sizes = [2**power for power in range(1, 11)]
-    who = count(options.processes, "process")
-    return [
-        Row("latency, us", spread([1e6 * r.link.latency_s for r in rounds])),
-        Row("bandwidth, MB/s", spread([r.link.bytes_per_s / 1e6 for r in rounds])),
-        Row("computing a step, ms", spread([1e3 * r.compute_s for r in rounds])),
-        Row(f"{who}: all-reduce over formula", ratio([r.exchange_s for r in rounds], here)),
-        Row(f"{who}: step over formula", ratio([r.step_s for r in rounds], expected)),
-        *(Row(f"{p:,} processes, this link", efficiency(seconds(p))) for p in sizes),
-        *(Row(f"{p:,} processes, 10 Gbit/s", efficiency(seconds(p, ETHERNET))) for p in sizes),
-    ]
-
-
 def strategies(options: Options) -> list[Row]:
     """Why DDP, in numbers: each strategy with the same global batch."""
     if options.processes == 1:
@@ -272,7 +234,7 @@ def startup(options: Options) -> list[Row]:
     arguments = commands.data_flags(options.dataset, options.cache_dir)
     measures: dict[str, Callable[[], float]] = {}
     for how, before in ways(options):
-        measures[f"floor{how}"] = partial(commands.seconds_to_floors_step, before)
+        measures[f"floor{how}"] = partial(commands.seconds_to_baseline_step, before)
         measures[f"train{how}"] = partial(commands.seconds_to_first_step, before, arguments)
     seconds = alternate(list(measures), options.repeats, lambda kind: measures[kind]())
     rows = [Row(f"{kind}, s", spread(times)) for kind, times in seconds.items()]
@@ -293,7 +255,7 @@ def memory(options: Options) -> list[Row]:
 
     measures: dict[str, Callable[[], float]] = {}
     for how, before in ways(options):
-        measures[f"floor{how}"] = partial(commands.peak_anonymous_mb, [*before, *commands.FLOOR])
+        measures[f"floor{how}"] = partial(commands.peak_anonymous_mb, [*before, *commands.BASELINE])
         measures[f"train{how}"] = partial(train, before)
     peaks = alternate(list(measures), options.repeats, lambda kind: measures[kind](), warm_up=False)
     rows = [Row(f"{kind}, MB", spread(peak)) for kind, peak in peaks.items()]
@@ -310,69 +272,12 @@ def ways(options: Options) -> list[tuple[str, list[str]]]:
     return [("", []), (", launched", commands.launcher(options.processes))]
 
 
-def baseline(options: Options) -> list[Row]:
-    """Each round has its own seed; the conventional recipe has that of its source."""
-    launched = commands.launcher(options.processes)
-    images = load(options.dataset, options.cache_dir)
-    seeds = itertools.count()
-    accuracies: dict[str, list[float]] = {"conventional": [], "train": []}
-    with tempfile.TemporaryDirectory(prefix="ddp_mnist-") as scratch:
-        write(images, Path(scratch) / "MNIST" / "raw")
-
-        def conventional() -> float:
-            seconds, lines = commands.seconds_to_end(
-                ["-m", "ddp_mnist.bench.conventional", scratch]
-            )
-            accuracies["conventional"].append(lines[-1]["test_accuracy"])
-            return seconds
-
-        def train(cache: Path, run: Path, *flags: str) -> float:
-            where = commands.data_flags(options.dataset, str(cache))
-            command = [*launched, *commands.TRAIN, *where, "--run-dir", str(run), *flags]
-            return commands.seconds_to_end(command)[0]
-
-        def train_from_cache() -> float:
-            with tempfile.TemporaryDirectory(dir=scratch) as folder:
-                run, cache = Path(folder) / "run", cache_folder(options.cache_dir)
-                seconds = train(cache, run, "--seed", str(next(seeds)))
-                outcome = read_json(run / SUMMARY)
-            accuracies["train"].append(outcome["test_accuracy"])
-            return seconds
-
-        def train_from_nothing() -> float:
-            with tempfile.TemporaryDirectory(dir=scratch) as folder:
-                return train(Path(folder) / "cache", Path(folder) / "run")
-
-        measures: dict[str, Callable[[], float]] = {
-            "floor": lambda: commands.seconds_to_end([*launched, *commands.FLOOR])[0],
-            "train": train_from_cache,
-            "train, empty cache": train_from_nothing,
-            "conventional": conventional,
-        }
-        order = list(measures)
-        seconds = alternate(order, options.repeats, lambda kind: measures[kind](), warm_up=False)
-    base = seconds["conventional"]
-    times, cold = ratio(base, seconds["train"]), ratio(base, seconds["train, empty cache"])
-    above = ratio_of_difference(seconds["train"], seconds["floor"], base)
-    reached = spread(accuracies["train"])
-    return [
-        *(Row(f"{kind}, s", spread(seconds[kind])) for kind in order),
-        Row("conventional, test accuracy", spread(accuracies["conventional"])),
-        Row("train, test accuracy", reached, "at least 0.99", reached.median >= 0.99),
-        Row("times faster", times, "at least 16", times.median >= 16),
-        Row("times faster, empty cache", cold, "at least 12", cold.median >= 12),
-        Row("share above the floor", above, "at most 1/30", above.median <= 1 / 30),
-    ]
-
-
 BENCHES: dict[str, Callable[[Options], list[Row]]] = {
     "feed": feed,
     "loop": loop,
     "evaluation": evaluation,
     "scaling": scaling,
-    "forecast": forecast,
     "strategies": strategies,
     "startup": startup,
     "memory": memory,
-    "baseline": baseline,
 }

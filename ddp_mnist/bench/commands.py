@@ -20,7 +20,7 @@ from ddp_mnist.errors import CheckFailed, UsageError
 from ddp_mnist.run.folder import METRICS
 
 REPOSITORY = Path(__file__).parents[2]
-FLOOR = [str(Path(__file__).with_name("floor.py"))]
+BASELINE = [str(Path(__file__).with_name("baseline_program.py"))]
 TRAIN = ["-m", "ddp_mnist", "train", "--mixed-precision", "auto"]
 PATIENCE_S = 1800.0
 
@@ -124,10 +124,11 @@ def seconds_to_first_step(before: list[str], arguments: list[str]) -> float:
             return metrics.stat().st_mtime - begun
 
 
-def seconds_to_floors_step(before: list[str]) -> float:
-    """The same of floor.py, which prints when its first step is done: of the slowest process."""
+def seconds_to_baseline_step(before: list[str]) -> float:
+    """The same of the baseline program, which prints when its first step is done: of the slowest
+    process."""
     begun = time.time()
-    _, lines = seconds_to_end([*before, *FLOOR])
+    _, lines = seconds_to_end([*before, *BASELINE])
     return max(line["first_step"] for line in lines) - begun
 
 

@@ -7,7 +7,6 @@ import math
 import struct
 import zlib
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -17,12 +16,6 @@ from ddp_mnist.data.decode import (
     refuse_unseen,
 )
 from ddp_mnist.errors import DataError, reason
-
-if TYPE_CHECKING:
-    pass
-from torch import Tensor
-
-from ddp_mnist.data.batches import ImageData
 
 # --- MNIST's own files
 
@@ -83,21 +76,3 @@ def read_idx_array(file: Path, dimensions: int) -> np.ndarray:
     if raw[:4] != bytes([0, 0, 8, dimensions]) or len(raw) != header + math.prod(shape):
         raise DataError(f"{file}: is not an IDX file, or is cut short; fetch it again")
     return np.frombuffer(raw, dtype=np.uint8, offset=header).reshape(shape)
-
-
-UNSIGNED_BYTE = 8
-
-
-def write(images: ImageData, folder: Path) -> None:
-    """The four files of a data set into `folder`, which is made."""
-    folder.mkdir(parents=True)
-    for split, name in (("train", "train"), ("test", "t10k")):
-        pixels, labels = getattr(images, f"{split}_images"), getattr(images, f"{split}_labels")
-        (folder / f"{name}-images-idx3-ubyte").write_bytes(to_idx(pixels))
-        (folder / f"{name}-labels-idx1-ubyte").write_bytes(to_idx(labels.byte()))
-
-
-def to_idx(values: Tensor) -> bytes:
-    """uint8 of any shape: a magic number, the sizes as big-endian 32-bit numbers, the bytes."""
-    header = struct.pack(f">BBBB{values.ndim}I", 0, 0, UNSIGNED_BYTE, values.ndim, *values.shape)
-    return header + values.numpy().tobytes()

@@ -6,13 +6,13 @@ order. Each function returns what this rank got and what it should have got.
 
 from __future__ import annotations
 
+import statistics
+import time
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-from ddp_mnist.bench.forecast import time_all_reduce
 
 LENGTH = 1000  # elements; no multiple of a likely number of ranks
 # Training needs none of these, and a backend may lack them.
@@ -145,6 +145,19 @@ def outcome(
         if name in OPTIONAL and "does not support" in str(error):
             return "absent"
         raise
+
+
+def time_all_reduce(
+    size: int, device: torch.device, wait: Callable[[], None], calls: int = 20
+) -> float:
+    """Return the median seconds of an all-reduce of `size` bytes of float32 in this group."""
+    payload, seconds = torch.zeros(size // 4, device=device), []
+    for _ in range(calls + 1):
+        clock = time.monotonic()
+        dist.all_reduce(payload)
+        wait()
+        seconds.append(time.monotonic() - clock)
+    return statistics.median(seconds[1:])
 
 
 def all_reduce_speeds(device: torch.device, wait: Callable[[], None]) -> dict[str, float]:

@@ -1,10 +1,10 @@
-"""The least that a program can do which trains with Accelerate: what start-up is compared with.
+"""The least that a program which trains with Accelerate can do: `bench startup` and `bench memory`
+compare with it.
 
-    python ddp_mnist/bench/floor.py
-    accelerate launch --config_file accelerate_configs/multi_cpu.yaml ddp_mnist/bench/floor.py
+    python ddp_mnist/bench/baseline_program.py
 
-Run as a file, so that nothing else of this package is imported. Prints the
-Unix time at the end of its first step.
+It is run as a file, alone or under `accelerate launch`, so that nothing else of this package is
+imported, and prints the Unix time at the end of its first step.
 """
 
 import json
