@@ -36,6 +36,7 @@ from ddp_mnist.errors import (
 )
 from ddp_mnist.flags import Flags, describe_bounds, flag_name, value_type
 from ddp_mnist.run.console import Console, flush_stdout, open_what_is_closed, tell
+from ddp_mnist.verify.faults import FAULTS
 
 EXIT_CODES = """exit codes: 0 done, 1 check failed, 2 usage or configuration, 3 data, 4 checkpoint,
 5 storage, 6 peer lost or time-out, 7 diverged, 130 SIGINT, 143 SIGTERM"""
@@ -47,11 +48,6 @@ BENCHES = {
     "strategies": "one process, DataParallel and DDP with several hooks (minutes)",
     "startup": "command to first optimizer step, against a ten-line program's (minutes)",
     "memory": "a process's private memory at its highest, against that program's (minutes)",
-}
-PLANTS = {
-    "sampler": "each rank shuffles by a seed of its own",
-    "gradients": "gradients are summed over the ranks, not averaged",
-    "parameter": "one parameter that DDP does not synchronise",
 }
 EXPORTS = ("safetensors", "torch", "onnx")
 IN_TUTORIALS = {  # flags of other trainers
@@ -316,12 +312,12 @@ def make_parser() -> Parser:
         help="2, 3 ... N processes are compared with one, if they divide 24 [3]",
     )
     verb.formatter_class = argparse.RawDescriptionHelpFormatter
-    verb.epilog = "\n".join(f"{name:<11} {fault}" for name, fault in PLANTS.items())
+    verb.epilog = "\n".join(f"{name:<11} {fault.sentence}" for name, fault in FAULTS.items())
     verb.add_argument(
         "--model", default="cnn", choices=NETS, metavar="NET", help="the net to train [cnn]"
     )
     verb.add_argument(
-        "--plant", choices=PLANTS, help="a fault to be caught, one of those below; exit code 1"
+        "--inject", choices=FAULTS, help="a fault to be caught, one of those below; exit code 1"
     )
     verb.add_argument(
         "--save", type=text("--save"), default="verify.json", help="[verify.json]", metavar="FILE"
@@ -578,18 +574,19 @@ def doctor(arguments: argparse.Namespace) -> None:
         from ddp_mnist.cluster.hardware import hide_gpus
 
         hide_gpus()
-    verbose = launch.rank == 0  # the files are on its machine
-    save = place_to_save(arguments.save if verbose else None)
-    compared_with = saved_by_doctor(arguments.against if verbose else None)
+    is_rank0 = launch.rank == 0  # the files are on its machine
+    save = place_to_save(arguments.save if is_rank0 else None)
+    compared_with = saved_by_doctor(arguments.against if is_rank0 else None)
     from ddp_mnist.data.sources import find_source
     from ddp_mnist.doctor import examination
-    from ddp_mnist.doctor.findings import against
+    from ddp_mnist.doctor.compare import against
+    from ddp_mnist.verify.results import failure_summary
 
     dataset = "mnist" if arguments.dataset == "auto" else arguments.dataset
     find_source(dataset)  # a name that is none is told before anything else
     from ddp_mnist.doctor.machine import Options
 
-    console = Console(verbose and not arguments.json)
+    console = Console(is_rank0 and not arguments.json)
     options = Options(
         dataset=dataset,
         cache_dir=arguments.cache_dir,
@@ -607,12 +604,12 @@ def doctor(arguments: argparse.Namespace) -> None:
         for finding in compared:
             console.print(str(finding))
     verdict = examination.describe(findings, processes)
-    if save and verbose:
+    if save:
         write_json(save, verdict)
-    Console(verbose and arguments.json).print(json.dumps(verdict))
+    Console(is_rank0 and arguments.json).print(json.dumps(verdict))
     console.print(f"verdict: {verdict['verdict']}")
-    if wrong := examination.complaint(findings):
-        raise CheckFailed(wrong) if verbose else FailedElsewhere(wrong, CheckFailed.code)
+    if wrong := failure_summary("doctor", findings):
+        raise CheckFailed(wrong) if is_rank0 else FailedElsewhere(wrong, CheckFailed.code)
 
 
 def saved_by_doctor(file: str | None) -> dict[str, Any] | None:
@@ -671,16 +668,17 @@ def verify(arguments: argparse.Namespace) -> None:
     assert save
     if (os.environ.get("WORLD_SIZE") or "1") != "1":
         raise UsageError("verify: starts its own processes; start it without a launcher")
-    from ddp_mnist.verify import proofs as proofs
+    from ddp_mnist.verify import proofs
+    from ddp_mnist.verify.results import CheckResult
 
-    console, checks, plant = Console(True), [], arguments.plant
+    console, checks, fault = Console(True), list[CheckResult](), arguments.inject
     sizes = proofs.sizes_up_to(arguments.processes)
-    for line in proofs.verify(sizes, plant, arguments.model):
+    for line in proofs.verify(sizes, fault, arguments.model):
         console.print(str(line))
-        if isinstance(line, proofs.Check):
+        if isinstance(line, CheckResult):
             checks.append(line)
-    write_json(save, proofs.describe(checks, sizes, plant, arguments.model))
-    if wrong := proofs.complaint(checks, plant, arguments.model):
+    write_json(save, proofs.describe(checks, sizes, fault, arguments.model))
+    if wrong := proofs.failure_summary(checks, fault, arguments.model):
         raise CheckFailed(wrong)
     console.print(f"all {len(checks)} checks passed; written to {save}")
 

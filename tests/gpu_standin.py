@@ -163,7 +163,7 @@ def on_this_machine() -> dict[str, Any]:
         "gpus": hardware.gpus(),
         "node": [made.config, made.nproc_per_node],
         "doctor": [for_doctor, backend_among(for_doctor)],
-        "doctor finds": [f"{each.level} {each.name}" for each in doctor.gpus(doctor.Options())],
+        "doctor finds": [f"{each.status} {each.name}" for each in doctor.gpus(doctor.Options())],
         "doctor opened one": getattr(torch.cuda, "opened", False),
         "bench": {what: benches.default_processes(what) for what in benches.BENCHES},
         "bench says": benches.notes(options("loop")),

@@ -1,4 +1,4 @@
-"""Each finding of the doctor is provoked by a planted fault; a healthy machine provokes none."""
+"""Each finding of the doctor is provoked by an injected fault; a healthy machine provokes none."""
 
 from __future__ import annotations
 
@@ -32,25 +32,25 @@ from ddp_mnist.cluster.world import join_world
 from ddp_mnist.config import Distribution
 from ddp_mnist.data import cache
 from ddp_mnist.doctor import collectives, examination, group, machine, network
-from ddp_mnist.doctor.findings import (
+from ddp_mnist.doctor.compare import against
+from ddp_mnist.doctor.machine import Options
+from ddp_mnist.errors import PeerError
+from ddp_mnist.verify.results import (
     FAIL,
     PASS,
     WARN,
-    Finding,
-    against,
+    CheckResult,
     failed,
     passed,
     warned,
     worst,
 )
-from ddp_mnist.doctor.machine import Options
-from ddp_mnist.errors import PeerError
 from ddp_mnist.verify.watch import watching
 
 Patch = pytest.MonkeyPatch
 
 
-def only(findings: Iterator[Finding]) -> Finding:
+def only(findings: Iterator[CheckResult]) -> CheckResult:
     [finding] = findings
     return finding
 
@@ -63,7 +63,7 @@ def test_a_healthy_machine_is_found_healthy(tmp_path: Path, monkeypatch: Patch) 
     options = Options(dataset="digits", cache_dir=str(tmp_path), run_dir=str(tmp_path), port=None)
     findings = list(machine.examine_machine(options))
     assert len(findings) == 13
-    assert [str(finding) for finding in findings if finding.level != PASS] == []
+    assert [str(finding) for finding in findings if finding.status != PASS] == []
 
 
 def faulty_version(patch: Patch, _folder: Path) -> None:
@@ -196,26 +196,26 @@ MACHINE_FAULTS: list[tuple[Callable[[Patch, Path], None], Any, str, str, str]] =
 
 
 @pytest.mark.parametrize(
-    ("plant", "examine", "level", "said", "remedy"),
+    ("inject", "examine", "status", "text", "fix"),
     MACHINE_FAULTS,
-    ids=[f"{plant.__name__}-{examine.__name__}" for plant, examine, *_ in MACHINE_FAULTS],
+    ids=[f"{inject.__name__}-{examine.__name__}" for inject, examine, *_ in MACHINE_FAULTS],
 )
 def test_a_fault_of_the_machine_is_named(
-    plant: Callable[[Patch, Path], None],
-    examine: Callable[[Options], Iterator[Finding]],
-    level: str,
-    said: str,
-    remedy: str,
+    inject: Callable[[Patch, Path], None],
+    examine: Callable[[Options], Iterator[CheckResult]],
+    status: str,
+    text: str,
+    fix: str,
     monkeypatch: Patch,
     tmp_path: Path,
 ) -> None:
     options = Options(cache_dir=str(tmp_path / "file"), run_dir=str(tmp_path / "file"))
-    plant(monkeypatch, tmp_path)
+    inject(monkeypatch, tmp_path)
     finding = only(examine(options))
     monkeypatch.undo()
-    assert finding.level == level
-    assert said in finding.said
-    assert remedy in finding.remedy
+    assert finding.status == status
+    assert text in finding.text
+    assert fix in finding.fix
 
 
 def test_a_port_in_use_is_named() -> None:
@@ -224,16 +224,16 @@ def test_a_port_in_use_is_named() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         finding = only(machine.main_port(Options(port=port)))
-    assert (finding.level, finding.said) == (
+    assert (finding.status, finding.text) == (
         WARN,
         f"{port} cannot be opened (address already in use)",
     )
-    assert "MAIN_PROCESS_PORT" in finding.remedy
-    assert only(machine.main_port(Options(port=port))).level == PASS
+    assert "MAIN_PROCESS_PORT" in finding.fix
+    assert only(machine.main_port(Options(port=port))).status == PASS
 
 
 @pytest.mark.parametrize(
-    ("line", "level", "said"),
+    ("line", "status", "text"),
     [
         ("0, 580.10, 0, Not Active, 35", PASS, "driver 580.10, 35 C, no memory errors, full"),
         ("1, 580.10, 3, Not Active, 35", FAIL, "3 uncorrected memory errors"),
@@ -241,34 +241,34 @@ def test_a_port_in_use_is_named() -> None:
     ],
 )
 def test_what_the_driver_tells_of_a_gpu(
-    line: str, level: str, said: str, tmp_path: Path, monkeypatch: Patch
+    line: str, status: str, text: str, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     program = tmp_path / "nvidia-smi"
     program.write_text(f"#!/bin/sh\necho '{line}'\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     finding = only(machine.nvidia_smi())
-    assert (finding.name, finding.level) == (f"GPU {line[0]}", level)
-    assert said in finding.said
+    assert (finding.name, finding.status) == (f"GPU {line[0]}", status)
+    assert text in finding.text
 
 
 def test_data_in_the_cache_needs_no_hub(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr("ddp_mnist.data.sources.why_out_of_reach", lambda _: "no route to host")
     cache.load("digits", str(tmp_path))
     finding = only(machine.data_set(Options(dataset="digits", cache_dir=str(tmp_path))))
-    assert (finding.level, finding.said) == (PASS, "digits is in the cache")
+    assert (finding.status, finding.text) == (PASS, "digits is in the cache")
 
 
 def test_an_examination_that_fails_is_a_finding(monkeypatch: Patch) -> None:
-    def broken(_options: Options) -> Iterator[Finding]:
+    def broken(_options: Options) -> Iterator[CheckResult]:
         raise ValueError("no idea")
         yield
 
     monkeypatch.setattr(machine, "EXAMINATIONS", (broken, machine.file_handles))
     first, second = machine.examine_machine(Options())
-    assert (first.level, first.name) == (FAIL, "broken")
-    assert first.said == "could not be examined (ValueError: no idea)"
-    assert second.level == PASS
+    assert (first.status, first.name) == (FAIL, "broken")
+    assert first.text == "could not be examined (ValueError: no idea)"
+    assert second.status == PASS
 
 
 # --- Processes that have met
@@ -312,7 +312,7 @@ def unsupported(*_: Any) -> Any:
     raise RuntimeError("NCCL error, unhandled\nLast error: Cuda failure 'operation not supported'")
 
 
-def wrong_there(device: torch.device, name: str) -> Finding:
+def wrong_there(device: torch.device, name: str) -> CheckResult:
     with pytest.MonkeyPatch.context() as monkeypatch:
         wrong_product(monkeypatch, Path())
         return machine.product(device, name)
@@ -322,14 +322,14 @@ def other_data(*_: Any) -> Any:
     return dataclasses.replace(cache.load("digits"), digest="0" * 64)
 
 
-def examine_with_faults() -> dict[str, list[Finding]]:
-    """In one world, each examination with a fault; on rank 1 where nothing else is said."""
+def examine_with_faults() -> dict[str, list[CheckResult]]:
+    """In one world, each examination with a fault; on rank 1 where nothing else is text."""
     flags, options = Distribution(cpu=True, dist_timeout=20), Options(dataset="digits")
-    found: dict[str, list[Finding]] = {}
+    found: dict[str, list[CheckResult]] = {}
     with join_world(flags, find_launch(flags)) as world:
         here = group.Group(world)
 
-        def examine(name: str, faults: Any, findings: Iterator[Finding]) -> None:
+        def examine(name: str, faults: Any, findings: Iterator[CheckResult]) -> None:
             with faults:
                 found[name] = list(findings)
 
@@ -414,20 +414,20 @@ def examine_with_faults() -> dict[str, list[Finding]]:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Finding]]:
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[CheckResult]]:
     """What both ranks found alike."""
     folder = tmp_path_factory.mktemp("doctor")
     cache.load("digits")
     first, second = run_world(2, examine_with_faults, folder=folder)
     for name in first:
-        assert [(f.level, f.name) for f in first[name]] == [
-            (f.level, f.name) for f in second[name]
+        assert [(f.status, f.name) for f in first[name]] == [
+            (f.status, f.name) for f in second[name]
         ], name
     return first
 
 
 @pytest.mark.parametrize(
-    ("fault", "level", "name", "said", "remedy"),
+    ("fault", "status", "name", "text", "fix"),
     [
         ("version", FAIL, "same", "torch: rank 0 has 2.1", "the same everywhere"),
         ("version", FAIL, "same", "2.14.0", "everywhere"),
@@ -456,34 +456,36 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Finding]]:
     ],
 )
 def test_a_fault_of_the_group_is_named(
-    fault: str, level: str, name: str, said: str, remedy: str, found: dict[str, list[Finding]]
+    fault: str, status: str, name: str, text: str, fix: str, found: dict[str, list[CheckResult]]
 ) -> None:
-    finding = next(each for each in found[fault] if each.level != PASS)
-    assert (finding.level, finding.name) == (level, name)
-    assert said in finding.said
-    assert remedy in finding.remedy
+    finding = next(each for each in found[fault] if each.status != PASS)
+    assert (finding.status, finding.name) == (status, name)
+    assert text in finding.text
+    assert fix in finding.fix
 
 
-def test_a_damaged_transfer_shows_in_every_collective(found: dict[str, list[Finding]]) -> None:
-    wrong = [each.name for each in found["damaged"] if each.level == FAIL]
+def test_a_damaged_transfer_shows_in_every_collective(found: dict[str, list[CheckResult]]) -> None:
+    wrong = [each.name for each in found["damaged"] if each.status == FAIL]
     assert wrong == list(collectives.COLLECTIVES)  # but for the barrier, which carries nothing
 
 
-def test_a_collective_that_the_backend_lacks_is_no_fault(found: dict[str, list[Finding]]) -> None:
+def test_a_collective_that_the_backend_lacks_is_no_fault(
+    found: dict[str, list[CheckResult]],
+) -> None:
     [finding] = found["absent"]
-    assert finding.level == PASS
-    assert finding.said.endswith("; gloo has no gather")
+    assert finding.status == PASS
+    assert finding.text.endswith("; gloo has no gather")
 
 
-def test_a_healthy_group_is_found_healthy(found: dict[str, list[Finding]]) -> None:
+def test_a_healthy_group_is_found_healthy(found: dict[str, list[CheckResult]]) -> None:
     for name in ("healthy", "right results", "burn-in", "speeds", "machine"):
         [finding] = found[name]
-        assert finding.level == PASS, str(finding)
-    assert found["right results"][0].said == (
+        assert finding.status == PASS, str(finding)
+    assert found["right results"][0].text == (
         f"right on every rank: {', '.join(collectives.COLLECTIVES)}, barrier"
     )
-    assert found["machine"][0].said.endswith(": 1 examination, all well")  # for both ranks
-    assert re.match(r"\d rounds in 0.01 minutes, all right, ", found["burn-in"][0].said)
+    assert found["machine"][0].text.endswith(": 1 examination, all well")  # for both ranks
+    assert re.match(r"\d rounds in 0.01 minutes, all right, ", found["burn-in"][0].text)
     assert list(found["speeds"][0].figures) == [
         f"all-reduce of {size}, ms" for size in ("1 KB", "64 KB", "1 MB", "16 MB")
     ]
@@ -521,23 +523,23 @@ def test_gloo_sends_from_main_memory(monkeypatch: Patch) -> None:
         moved.clear()
 
 
-def test_speeds_of_a_busy_machine_say_so(found: dict[str, list[Finding]]) -> None:
+def test_speeds_of_a_busy_machine_say_so(found: dict[str, list[CheckResult]]) -> None:
     [idle] = found["idle"]
-    assert (idle.level, idle.said) == (PASS, "other programs hold 15% of the cores")
+    assert (idle.status, idle.text) == (PASS, "other programs hold 15% of the cores")
     for name in ("speeds", "computing", "training"):
         finding = found[f"busy {name}"][0]
-        assert ", on a busy machine" in finding.said, str(finding)
+        assert ", on a busy machine" in finding.text, str(finding)
     for name in ("speeds", "slow", "parameter", "accuracy", "burn-in"):
-        assert "busy machine" not in found[name][0].said
+        assert "busy machine" not in found[name][0].text
 
 
-def kill_rank_1(*_: Any) -> list[Finding]:
+def kill_rank_1(*_: Any) -> list[CheckResult]:
     if os.environ["RANK"] == "1":
         os.kill(os.getpid(), signal.SIGKILL)
     return []
 
 
-def fail_on_rank_1(*_: Any) -> list[Finding]:
+def fail_on_rank_1(*_: Any) -> list[CheckResult]:
     if os.environ["RANK"] == "1":
         raise PeerError("lost contact with rank 0; start the run again")
     return []
@@ -549,7 +551,7 @@ def break_down(*_: Any) -> collectives.Pair:
     return torch.zeros(1), torch.zeros(1)
 
 
-def examine_until_it_breaks_down(dataset: str) -> list[Finding]:
+def examine_until_it_breaks_down(dataset: str) -> list[CheckResult]:
     with patch.dict(collectives.COLLECTIVES, scatter=break_down):
         flags = Distribution(cpu=True, dist_timeout=5)
         options = Options(dataset=dataset)
@@ -562,11 +564,11 @@ def test_what_was_found_before_a_break_down_is_kept(tmp_path: Path) -> None:
         assert names[:4] == ["rendezvous", "same", "clocks", "load"]
         assert worst(findings) == FAIL
     assert findings[4].name == "scatter"
-    assert findings[4].said.startswith("fails on rank 1 (")
-    assert findings[4].said.endswith("no route to host")
+    assert findings[4].text.startswith("fails on rank 1 (")
+    assert findings[4].text.endswith("no route to host")
 
 
-def two_on_gloo(flags: Distribution, *_: Any) -> list[Finding]:
+def two_on_gloo(flags: Distribution, *_: Any) -> list[CheckResult]:
     return [passed("backend", flags.backend)]
 
 
@@ -577,23 +579,23 @@ def test_one_gpu_is_shared_by_two_processes(monkeypatch: Patch) -> None:
     options = Options(processes=examination.default_processes())
     assert options.processes == 2
     [finding] = examination.examine_processes(Distribution(), options, minutes=0, verbose=False)
-    assert finding.said == "gloo"
+    assert finding.text == "gloo"
 
 
 @pytest.mark.parametrize(
-    ("member", "said", "remedy"),
+    ("member", "text", "fix"),
     [
         (kill_rank_1, "2 of this machine: ConnectionError: was killed", "dmesg"),
         (fail_on_rank_1, "lost contact with rank 0", "start the run again"),
     ],
 )
 def test_processes_that_end_early_are_a_finding(
-    member: Callable[..., Any], said: str, remedy: str, monkeypatch: Patch
+    member: Callable[..., Any], text: str, fix: str, monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr(examination, "as_member", member)
     [finding] = examination.examine_processes(Distribution(), Options(), minutes=0, verbose=False)
-    assert (finding.level, finding.name, finding.said) == (FAIL, "processes", said)
-    assert remedy in finding.remedy
+    assert (finding.status, finding.name, finding.text) == (FAIL, "processes", text)
+    assert fix in finding.fix
 
 
 # --- The way between machines
@@ -604,7 +606,7 @@ def node(host: str, machine_rank: int = 0, port: int = 12345) -> Node:
 
 
 @pytest.mark.parametrize(
-    ("host", "machine_rank", "level", "said", "remedy"),
+    ("host", "machine_rank", "status", "text", "fix"),
     [
         ("203.0.113.5", 0, FAIL, "203.0.113.5, which is no address of this machine", "own: 192"),
         ("no-such-host.invalid", 1, FAIL, "no-such-host.invalid has no address (", "/etc/hosts"),
@@ -615,13 +617,13 @@ def node(host: str, machine_rank: int = 0, port: int = 12345) -> Node:
     ],
 )
 def test_the_main_address(
-    host: str, machine_rank: int, level: str, said: str, remedy: str, monkeypatch: Patch
+    host: str, machine_rank: int, status: str, text: str, fix: str, monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr(network, "own_addresses", lambda: {"192.0.2.7"})
     finding = network.main_address(node(host, machine_rank))
-    assert (finding.level, finding.name) == (level, "main address")
-    assert said in finding.said
-    assert remedy in finding.remedy
+    assert (finding.status, finding.name) == (status, "main address")
+    assert text in finding.text
+    assert fix in finding.fix
 
 
 def test_own_addresses_are_those_of_the_interfaces() -> None:
@@ -629,25 +631,25 @@ def test_own_addresses_are_those_of_the_interfaces() -> None:
 
 
 def test_no_route_is_named(monkeypatch: Patch) -> None:
-    assert network.route(node("127.0.0.1")).said == "to 127.0.0.1 over lo, from 127.0.0.1"
+    assert network.route(node("127.0.0.1")).text == "to 127.0.0.1 over lo, from 127.0.0.1"
     monkeypatch.setattr(network, "address_towards", lambda *_: None)
     finding = network.route(node("203.0.113.5", 1))
-    assert (finding.level, finding.said) == (FAIL, "none from this machine to 203.0.113.5")
+    assert (finding.status, finding.text) == (FAIL, "none from this machine to 203.0.113.5")
 
 
 def test_a_machine_that_does_not_come_is_named() -> None:
     port = free_port()
     *way, last = network.examine_way(node("127.0.0.1", port=port), timeout_s=1)
     assert [finding.name for finding in way] == ["main address", "route"]
-    assert (last.level, last.name) == (FAIL, "meeting")
-    assert "1 of 2 machines came within 1 s; missing: machine 1" in last.said
+    assert (last.status, last.name) == (FAIL, "meeting")
+    assert "1 of 2 machines came within 1 s; missing: machine 1" in last.text
     port = free_port()
     *_, last = network.examine_way(node("127.0.0.1", 1, port), timeout_s=1)
-    assert last.level == FAIL
-    assert f"127.0.0.1:{port}: machine 1 of 2 reached nobody there within 1 s" in last.said
+    assert last.status == FAIL
+    assert f"127.0.0.1:{port}: machine 1 of 2 reached nobody there within 1 s" in last.text
 
 
-def meet_in_threads(second: Node, port: int) -> list[list[Finding]]:
+def meet_in_threads(second: Node, port: int) -> list[list[CheckResult]]:
     """What machine 0 and the second one find."""
     ways = (node("127.0.0.1", port=port), second)
     with ThreadPoolExecutor(2) as pool:
@@ -664,8 +666,8 @@ def test_two_machines_that_reach_each_other() -> None:
 def test_machines_that_were_told_different_numbers() -> None:
     port = free_port()
     two_each = dataclasses.replace(node("127.0.0.1", 1, port), nproc_per_node=2)
-    said = [findings[-1].said for findings in meet_in_threads(two_each, port)]
-    assert said[0].startswith("NPROC_PER_NODE: rank 0 has 1, rank 1 has 2")
+    text = [findings[-1].text for findings in meet_in_threads(two_each, port)]
+    assert text[0].startswith("NPROC_PER_NODE: rank 0 has 1, rank 1 has 2")
 
 
 def test_ports_that_a_firewall_drops_are_named(monkeypatch: Patch) -> None:
@@ -680,14 +682,14 @@ def test_ports_that_a_firewall_drops_are_named(monkeypatch: Patch) -> None:
     monkeypatch.setattr(network, "refusal", refusal)
     port = free_port()
     found = meet_in_threads(node("127.0.0.1", 1, port), port)
-    assert all(findings[-1].level == FAIL for findings in found)
-    said = " / ".join(findings[-1].said for findings in found)
-    assert said.count("cannot be reached at 127.0.0.1:") == 1
-    assert said.count("cannot reach all others") == 1
+    assert all(findings[-1].status == FAIL for findings in found)
+    text = " / ".join(findings[-1].text for findings in found)
+    assert text.count("cannot be reached at 127.0.0.1:") == 1
+    assert text.count("cannot reach all others") == 1
 
 
 def test_a_closed_port_is_refused() -> None:
-    assert network.refusal("127.0.0.1", free_port()) == "connection refused"
+    assert network.refusal("127.0.0.1", free_port()) == "Connection refused"
     assert network.refusal(None, 1) == "it has no address"
 
 
@@ -706,35 +708,35 @@ def saved(**figures: float) -> dict[str, Any]:
 def test_speeds_are_compared_with_those_of_another_box() -> None:
     there = saved(**{"all-reduce, ms": 1.4, "images/s": 1000.0})
     findings = against(HERE, there, tolerance=0.5, processes=2)
-    assert [finding.level for finding in findings] == [PASS, PASS]
-    assert findings[0].said == "all-reduce, ms: 2 here, 1.4 there (within 50%)"
+    assert [finding.status for finding in findings] == [PASS, PASS]
+    assert findings[0].text == "all-reduce, ms: 2 here, 1.4 there (within 50%)"
     there = saved(**{"all-reduce, ms": 1.3, "images/s": 1400.0})
     slow, low = against(HERE, there, tolerance=0.5, processes=2)
-    assert (slow.level, slow.said) == (FAIL, "all-reduce, ms: 2 here, 1.3 there, worse by 54%")
-    assert (low.level, low.said) == (FAIL, "images/s: 900 here, 1400 there, worse by 56%")
+    assert (slow.status, slow.text) == (FAIL, "all-reduce, ms: 2 here, 1.3 there, worse by 54%")
+    assert (low.status, low.text) == (FAIL, "images/s: 900 here, 1400 there, worse by 56%")
     [other] = against(HERE, saved(**{"all-gather, ms": 1.0}), tolerance=0.5, processes=2)
-    assert (other.level, other.said) == (WARN, "not measured here: all-gather, ms")
+    assert (other.status, other.text) == (WARN, "not measured here: all-gather, ms")
     assert against(HERE, saved(**{"images/s": 0.0}), tolerance=0.5, processes=2) == []
     [other] = against(HERE, there, tolerance=0.5, processes=8)
-    assert (other.level, other.said[:33]) == (WARN, "8 processes here, 2 there: speeds")
+    assert (other.status, other.text[:33]) == (WARN, "8 processes here, 2 there: speeds")
 
 
 def test_a_speed_that_is_worse_on_a_busy_machine_says_so() -> None:
     busy = warned("load", "box0: other programs hold 1.6 of 2 cores (cc1)", "end them")
     there = saved(**{"all-reduce, ms": 1.9, "images/s": 1400.0})
     same, low = against([*HERE, busy], there, tolerance=0.5, processes=2)
-    assert (same.level, same.said) == (PASS, "all-reduce, ms: 2 here, 1.9 there (within 50%)")
-    assert (low.level, low.said) == (
+    assert (same.status, same.text) == (PASS, "all-reduce, ms: 2 here, 1.9 there (within 50%)")
+    assert (low.status, low.text) == (
         FAIL,
         "images/s: 900 here, 1400 there, worse by 56%, on a busy machine"
         " (box0: other programs hold 1.6 of 2 cores (cc1))",
     )
-    assert low.remedy.startswith("examine again while nothing else runs; if it stays, look for")
+    assert low.fix.startswith("check again while nothing else runs; if it stays, look for")
     there["findings"].append(dataclasses.asdict(busy))
     first, *rest = against(HERE, there, tolerance=0.5, processes=2)
-    assert (first.level, first.name) == (WARN, "against")
-    assert "measured on a busy machine (box0: other programs hold 1.6 of 2 cores" in first.said
-    assert "busy" not in " ".join(finding.said for finding in rest)
+    assert (first.status, first.name) == (WARN, "against")
+    assert "measured while it was busy (box0: other programs hold 1.6 of 2 cores" in first.text
+    assert "busy" not in " ".join(finding.text for finding in rest)
 
 
 def test_the_worst_finding_is_the_verdict() -> None:
@@ -753,7 +755,7 @@ def test_a_finding_is_told_in_eighty_columns() -> None:
 
 
 def doctor(
-    capsys: pytest.CaptureFixture[str], monkeypatch: Patch, findings: list[Finding], *argv: str
+    capsys: pytest.CaptureFixture[str], monkeypatch: Patch, findings: list[CheckResult], *argv: str
 ) -> tuple[int, str, str]:
     """Exit code, stdout and stderr of the verb, whose examination finds these."""
     monkeypatch.setattr(examination, "examine", lambda *_, **__: list(findings))
@@ -772,7 +774,7 @@ def test_the_verb(capsys: pytest.CaptureFixture[str], monkeypatch: Patch, tmp_pa
     bad = [*HERE, failed("disk", "full", "free it")]
     code, out, err = doctor(capsys, monkeypatch, bad, "--json", "--against", file)
     assert code == 1
-    assert err.startswith("ddp-mnist: error: doctor: 1 of 5 findings are FAIL (disk); do what")
+    assert err.startswith("ddp-mnist: error: doctor: 1 of 5 checks failed (disk); do what")
     told = json.loads(out)
     assert (told["verdict"], told["processes"]) == ("FAIL", 2)
     assert [finding["name"] for finding in told["findings"]] == [

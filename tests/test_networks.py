@@ -122,11 +122,11 @@ def test_the_doctor_finds_a_healthy_cluster_healthy(tmp_path: Path) -> None:
         f"done       the result is on {names[0]}",
     ]
     verdict = read_json(tmp_path / "verdict.json")
-    unwell = {finding["name"] for finding in verdict["findings"] if finding["level"] != "PASS"}
+    unwell = {finding["name"] for finding in verdict["findings"] if finding["status"] != "PASS"}
     assert unwell <= {"load", "slow rank"}  # other tests share the cores
-    found = {finding["name"]: finding["said"] for finding in verdict["findings"]}
+    found = {finding["name"]: finding["text"] for finding in verdict["findings"]}
     assert found["rendezvous"].startswith("2 processes on 2 machines met")
-    examined = [f["said"] for f in verdict["findings"] if f["name"] == "machine"]
+    examined = [f["text"] for f in verdict["findings"] if f["name"] == "machine"]
     assert [said.split(":")[0] for said in examined] == names
     # 13 of each machine, and name, route, meeting and connections before it
     assert all(said.endswith(": 17 examinations, all well") for said in examined)
@@ -149,7 +149,7 @@ def test_the_doctor_names_a_firewall_that_drops_the_data_ports(tmp_path: Path) -
     assert "-> open all TCP ports between the machines" in first.out
     assert "machine 1: FAIL  connections    machine 0 cannot reach all others" in second.out
     assert first.error_lines == [
-        "ddp-mnist: error: machine 0: doctor: 1 of 4 findings are FAIL (connections); do what their"
+        "ddp-mnist: error: machine 0: doctor: 1 of 4 checks failed (connections); do what their"
         " lines say, then examine again (code 1)"
     ]
 

@@ -10,11 +10,13 @@ import torch
 from ddp_mnist import cli
 from ddp_mnist.errors import CheckFailed
 from ddp_mnist.verify import proofs
-from ddp_mnist.verify.proofs import CAUGHT_BY, Check, Watched
+from ddp_mnist.verify.faults import FAULTS
+from ddp_mnist.verify.proofs import Watched
+from ddp_mnist.verify.results import FAIL, PASS, CheckResult
 from ddp_mnist.verify.watch import largest_difference
 
-GOOD = Check("samples", 2, "a step's images", "0 of 45 differ", "0 of 45", held=True)
-BAD = Check("weights", 3, "weights after 45 steps", "differ by 1", "at most 1e-09", held=False)
+GOOD = proofs.exact("samples", 2, "steps' images", [1, 2, 3], [1, 2, 3])
+BAD = proofs.bounded("weights", 3, "weights after 45 steps", 1.0)
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +44,7 @@ def test_all_is_well_here(
     assert not set(taken[2]) & set(taken[3])
     written = json.loads(Path("verify.json").read_text())
     assert (written["passed"], written["processes"], written["planted"]) == (True, [1, 2], None)
-    names = [(check["name"], check["processes"]) for check in written["checks"]]
+    names = [(check["name"], check["figures"]["processes"]) for check in written["checks"]]
     assert names == [
         ("resume", 1),
         ("accumulation", 1),
@@ -55,56 +57,52 @@ def test_all_is_well_here(
         ("accumulation", 2),
         ("metrics", 2),
     ]
-    assert all(check["held"] for check in written["checks"])
-    differences = re.findall(r"differ by (\S+)", out)
+    assert all(check["status"] == PASS for check in written["checks"])
+    differences = re.findall(r"off by (\S+)", out)
     assert len(differences) == 4
     assert all(float(difference) < 1e-11 for difference in differences)
 
 
 @pytest.mark.parametrize(
-    ("plant", "fails"),
+    ("fault", "fails"),
     [
         ("sampler", {"samples", "gradients", "weights"}),
         ("gradients", {"gradients", "weights"}),
         ("parameter", {"gradients", "weights", "replicas"}),
     ],
 )
-def test_a_planted_fault_is_caught_by_the_check_that_is_meant_to(
-    plant: str, fails: set[str], alone: Watched, tmp_path: Path
+def test_an_injected_fault_is_caught_by_the_check_that_is_meant_to(
+    fault: str, fails: set[str], alone: Watched, tmp_path: Path
 ) -> None:
-    checks = list(proofs.equal_to_one(proofs.watched_run(2, tmp_path, "cnn", plant), alone))
-    assert {check.name for check in checks if not check.held} == fails
-    told = proofs.complaint(checks, plant)
+    checks = list(proofs.equal_to_one(proofs.watched_run(2, tmp_path, "cnn", fault), alone))
+    assert {check.name for check in checks if check.status == FAIL} == fails
+    told = proofs.failure_summary(checks, fault)
     assert told
-    assert told.startswith(f"verify --plant {plant}: caught by '{CAUGHT_BY[plant]}'")
+    assert told.startswith(f"verify --inject {fault}: caught by '{FAULTS[fault].caught_by}'")
 
 
-def test_a_plant_is_a_failed_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Exit code 1 in any case, and the file says what was planted."""
+def test_an_injected_fault_is_a_failed_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Exit code 1 in any case, and the file says what was injected."""
     monkeypatch.setattr("ddp_mnist.verify.proofs.verify", lambda *_: iter([GOOD, BAD]))
     arguments = cli.make_parser().parse_args(
-        ["verify", "--plant", "gradients", "--save", str(tmp_path / "v.json")]
+        ["verify", "--inject", "gradients", "--save", str(tmp_path / "v.json")]
     )
-    with pytest.raises(CheckFailed, match="--plant gradients: NOT caught by 'gradients'"):
+    with pytest.raises(CheckFailed, match="--inject gradients: NOT caught by 'gradients'"):
         cli.verify(arguments)
     written = json.loads((tmp_path / "v.json").read_text())
     assert (written["passed"], written["planted"]) == (False, "gradients")
 
 
-def test_what_is_complained_of() -> None:
-    assert proofs.complaint([GOOD, GOOD], None) is None
-    told = proofs.complaint([GOOD, BAD], None)
-    assert told
-    assert told.startswith(
-        "verify: 1 of 2 checks failed, first 'weights' on 3 processes (differ by 1, must be at"
-    )
-    assert told.endswith("before it passes with the versions in constraints.txt")
-    told = proofs.complaint([BAD], None, "cnn_bn")
-    assert told
-    assert "if it passes without --model, cnn_bn takes other steps" in told
-    assert str(BAD).startswith("FAIL  weights       3  weights after 45 steps")
-    assert str(BAD).endswith("differ by 1, must be at most 1e-09")
-    assert str(GOOD).endswith(" 0 of 45 differ")
+def test_the_failed_checks_are_summed_up_in_a_line() -> None:
+    assert proofs.failure_summary([GOOD, GOOD], None) is None
+    summary = proofs.failure_summary([GOOD, BAD], None)
+    assert summary
+    assert summary.startswith("verify: 1 of 2 checks failed (weights); do not trust results")
+    summary = proofs.failure_summary([BAD], None, "cnn_bn")
+    assert summary
+    assert "if it passes without --model, cnn_bn takes other steps" in summary
 
 
 def test_a_run_that_was_not_interrupted_proves_nothing(
@@ -112,17 +110,20 @@ def test_a_run_that_was_not_interrupted_proves_nothing(
 ) -> None:
     monkeypatch.setattr("ddp_mnist.verify.proofs.STOPS_AT", 1000)
     check = proofs.resume_is_exact(alone)
-    assert check.figure == "0 of 50 differ"
-    assert not check.held
+    assert check.status == FAIL
+    assert "0 of 50 weights and log lines differ, but it was resumed 0 times" in check.text
 
 
 def test_one_that_differs_is_counted() -> None:
-    assert proofs.none_differs("x", 2, "", [1, 2, 3], [1, 2, 3]).held
-    check = proofs.none_differs("x", 2, "", [1, 5, 3], [1, 2, 3])
-    assert (check.held, check.figure) == (False, "1 of 3 differ")
-    assert proofs.bounded("x", 2, "", 1e-9).held
-    assert not proofs.bounded("x", 2, "", 1.1e-9).held
-    assert not proofs.bounded("x", 2, "", float("nan")).held
+    assert str(GOOD) == "PASS  samples        2 processes: 0 of 3 steps' images differ"
+    check = proofs.exact("x", 2, "steps' images", [1, 5, 3], [1, 2, 3])
+    assert (check.status, check.text) == (
+        FAIL,
+        "2 processes: 1 of 3 steps' images differ, must be 0",
+    )
+    assert BAD.text == "3 processes: weights after 45 steps, off by 1.0e+00, must be at most 1e-09"
+    assert proofs.bounded("x", 2, "", 1e-9).status == PASS
+    assert proofs.bounded("x", 2, "", 1.1e-9).status == FAIL
 
 
 def test_the_numbers_of_processes_that_can_be_compared() -> None:
@@ -130,15 +131,11 @@ def test_the_numbers_of_processes_that_can_be_compared() -> None:
     assert proofs.sizes_up_to(8) == [2, 3, 4, 6, 8]
 
 
-def test_the_plants_are_those_of_the_flag() -> None:
-    assert set(cli.PLANTS) == set(CAUGHT_BY)
-
-
 @pytest.mark.parametrize(
     ("argv", "begins"),
     [
         (["--processes", "1"], "--processes 1: must be at least 2"),
-        (["--plant", "seed"], "--plant seed: choose from sampler, gradients, parameter"),
+        (["--inject", "seed"], "--inject seed: choose from sampler, gradients, parameter"),
         (["--save", "no/v.json"], "--save no/v.json: must be a file in a folder that is there"),
         (["--save", "."], "--save .: must be a file in a folder that is there"),
     ],
@@ -155,7 +152,7 @@ def test_a_wrong_flag_is_one_line(
 def test_a_net_that_depends_on_the_number_of_processes_is_found(tmp_path: Path) -> None:
     """BatchNorm of each process's own share is not that of the batch."""
     one, two = (proofs.watched_run(size, tmp_path, "cnn_bn") for size in (1, 2))
-    failed = {check.name for check in proofs.equal_to_one(two, one) if not check.held}
+    failed = {check.name for check in proofs.equal_to_one(two, one) if check.status == FAIL}
     assert failed == {"gradients", "weights"}
 
 
@@ -165,8 +162,8 @@ def test_a_run_that_breaks_down_is_a_failed_check(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr("ddp_mnist.verify.proofs.watched_run", killed)
     [check] = proofs.verify([2, 3])
-    assert isinstance(check, Check)
-    assert (check.name, check.held, check.figure) == ("runs", False, "ConnectionError: was killed")
+    assert isinstance(check, CheckResult)
+    assert (check.name, check.status, check.text) == ("runs", FAIL, "ConnectionError: was killed")
 
 
 def test_under_a_launcher_it_is_refused(
@@ -183,4 +180,4 @@ def test_under_a_launcher_it_is_refused(
 def test_a_nan_is_a_difference() -> None:
     weights = {"a": torch.ones(2), "b": torch.tensor([1.0, float("nan")])}
     difference = largest_difference({"a": torch.ones(2), "b": torch.ones(2)}, weights)
-    assert not proofs.bounded("x", 2, "", difference).held
+    assert proofs.bounded("x", 2, "", difference).status == FAIL

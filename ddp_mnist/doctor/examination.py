@@ -17,12 +17,12 @@ from ddp_mnist.cluster import hardware
 from ddp_mnist.cluster.launch import Launch, find_launch
 from ddp_mnist.cluster.local import backend_among, run_world
 from ddp_mnist.config import Distribution
-from ddp_mnist.doctor.findings import FAIL, Finding, failed, from_error, worst
 from ddp_mnist.doctor.group import examine_group
 from ddp_mnist.doctor.machine import Options, examine_machine
 from ddp_mnist.errors import DdpMnistError
 from ddp_mnist.run.console import Console
 from ddp_mnist.run.environment import package_versions
+from ddp_mnist.verify.results import CheckResult, failed, from_error, worst
 
 START_S = 120  # to start processes and examine them once
 
@@ -34,7 +34,7 @@ def default_processes() -> int:
 
 def examine(
     flags: Distribution, launch: Launch, options: Options, minutes: float = 0, *, verbose: bool
-) -> list[Finding]:
+) -> list[CheckResult]:
     """The findings; with a launcher, the same ones on every rank. Aloud, as they come."""
     if launch.world_size > 1:
         try:
@@ -52,7 +52,7 @@ def examine(
 
 def examine_processes(
     flags: Distribution, options: Options, minutes: float, *, verbose: bool
-) -> list[Finding]:
+) -> list[CheckResult]:
     """Of this machine, started here."""
     if flags.backend == "auto":
         flags = replace(flags, backend=backend_among(options.processes))
@@ -65,21 +65,21 @@ def examine_processes(
     except DdpMnistError as error:
         finding = from_error("processes", error)
     except (OSError, RuntimeError, ValueError) as error:  # one was killed, or came to no end
-        said = f"{options.processes} of this machine: {type(error).__name__}: {error}"
-        finding = failed("processes", said, "see dmesg for what killed it; try --processes 2")
+        text = f"{options.processes} of this machine: {type(error).__name__}: {error}"
+        finding = failed("processes", text, "see dmesg for what killed it; try --processes 2")
     Console(verbose).print(str(finding))
     return [finding]
 
 
 def as_member(
     flags: Distribution, options: Options, minutes: float, verbose: bool
-) -> list[Finding]:
+) -> list[CheckResult]:
     """One process's part of `examine_processes`."""
     launch = find_launch(flags)
     return examine_group(flags, launch, options, minutes, machines_too=False, verbose=verbose)
 
 
-def describe(findings: Sequence[Finding], processes: int) -> dict[str, Any]:
+def describe(findings: Sequence[CheckResult], processes: int) -> dict[str, Any]:
     """What --json prints and --save writes."""
     return {
         "verdict": worst(findings),
@@ -89,14 +89,3 @@ def describe(findings: Sequence[Finding], processes: int) -> dict[str, Any]:
         "machine": {"host": platform.node(), **hardware.describe()},
         "versions": package_versions(),
     }
-
-
-def complaint(findings: Sequence[Finding]) -> str | None:
-    """What is wrong, in one line; None without a FAIL."""
-    wrong = [finding.name for finding in findings if finding.level == FAIL]
-    if not wrong:
-        return None
-    return (
-        f"doctor: {len(wrong)} of {len(findings)} findings are FAIL ({', '.join(wrong)}); do what"
-        " their lines say, then examine again"
-    )

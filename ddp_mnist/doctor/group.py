@@ -23,17 +23,7 @@ from ddp_mnist.cluster.world import World, join_world
 from ddp_mnist.config import Distribution, Recipe, Run, TrainConfig, resolve_recipe
 from ddp_mnist.data import cache
 from ddp_mnist.doctor import collectives
-from ddp_mnist.doctor.findings import (
-    FAIL,
-    LOAD,
-    PASS,
-    Finding,
-    failed,
-    from_error,
-    passed,
-    warned,
-    worst,
-)
+from ddp_mnist.doctor.compare import LOAD
 from ddp_mnist.doctor.machine import Options, examine_machine, nvidia_smi, product
 from ddp_mnist.doctor.network import passed_on
 from ddp_mnist.errors import DdpMnistError, reason
@@ -42,6 +32,16 @@ from ddp_mnist.run.environment import code_digest, package_versions
 from ddp_mnist.run.folder import RunFolder
 from ddp_mnist.run.resume import Opened
 from ddp_mnist.run.summary import count, device, told_elsewhere
+from ddp_mnist.verify.results import (
+    FAIL,
+    PASS,
+    CheckResult,
+    failed,
+    from_error,
+    passed,
+    warned,
+    worst,
+)
 from ddp_mnist.verify.watch import watching
 
 NOT_CACHED = "not cached"
@@ -61,7 +61,7 @@ class Group:
         self.rank, self.size = world.store.rank, world.accelerator.num_processes
         self.device = world.accelerator.device
         self.questions = 0
-        self.busy = ""  # what is said beside a speed; see `load`
+        self.busy = ""  # what is text beside a speed; see `load`
 
     @property
     def is_first_here(self) -> bool:
@@ -93,7 +93,7 @@ def examine_group(
     *,
     machines_too: bool = True,
     verbose: bool = False,
-) -> list[Finding]:
+) -> list[CheckResult]:
     """The findings, on every rank.
 
     Args:
@@ -106,7 +106,7 @@ def examine_group(
         DdpMnistError: the processes did not meet; see `runtime.start`.
     """
     clock = time.monotonic()
-    findings: list[Finding] = []
+    findings: list[CheckResult] = []
     console = Console(verbose and launch.rank == 0)
     try:
         with join_world(flags, launch) as world, told_elsewhere(world, verbose):
@@ -124,7 +124,7 @@ def examine_group(
     return findings
 
 
-def met_within(group: Group, seconds: float) -> Finding:
+def met_within(group: Group, seconds: float) -> CheckResult:
     world = group.world
     who = f"{count(group.size, 'process')} on {count(world.num_machines, 'machine')}"
     how = f"backend {world.backend}, precision {world.precision}"
@@ -133,9 +133,9 @@ def met_within(group: Group, seconds: float) -> Finding:
 
 def examinations(
     group: Group, options: Options, minutes: float, machines_too: bool
-) -> Iterator[Finding]:
+) -> Iterator[CheckResult]:
     """One after the other; where one breaks down, what comes after it could not work either."""
-    steps: dict[str, Callable[[], Iterator[Finding]]] = {
+    steps: dict[str, Callable[[], Iterator[CheckResult]]] = {
         "machine": lambda: machines_alone(group, options) if machines_too else iter(()),
         "same": lambda: same_everywhere(group, options),
         "clocks": lambda: clocks(group),
@@ -156,7 +156,7 @@ def examinations(
             return
 
 
-def machines_alone(group: Group, options: Options) -> Iterator[Finding]:
+def machines_alone(group: Group, options: Options) -> Iterator[CheckResult]:
     """What the first rank of each machine finds there; of a healthy machine one line."""
     hosts = group.store.hosts
     here = hosts[group.rank]
@@ -165,15 +165,15 @@ def machines_alone(group: Group, options: Options) -> Iterator[Finding]:
     alone = (*passed_on(), *examine_machine(options)) if group.is_first_here else ()
     mine = [asdict(finding) for finding in alone]
     for rank, found in enumerate(group.everyones(mine)):
-        findings = [Finding(**each) for each in found]
-        unwell = [finding for finding in findings if finding.level != PASS]
-        yield from (replace(each, said=f"{group.host(rank)}: {each.said}") for each in unwell)
+        findings = [CheckResult(**each) for each in found]
+        unwell = [finding for finding in findings if finding.status != PASS]
+        yield from (replace(each, text=f"{group.host(rank)}: {each.text}") for each in unwell)
         if findings and not unwell:
-            said = f"{group.host(rank)}: {count(len(findings), 'examination')}, all well"
-            yield passed("machine", said)
+            text = f"{group.host(rank)}: {count(len(findings), 'examination')}, all well"
+            yield passed("machine", text)
 
 
-def same_everywhere(group: Group, options: Options) -> Iterator[Finding]:
+def same_everywhere(group: Group, options: Options) -> Iterator[CheckResult]:
     """Versions, code and data: DDP would train on without a word where they differ."""
     images = cache.cached(options.dataset, options.cache_dir)
     mine = {
@@ -196,14 +196,14 @@ def same_everywhere(group: Group, options: Options) -> Iterator[Finding]:
         without = [rank for rank, value in enumerate(values) if value == NOT_CACHED]
         differ |= bool(odd or (there and without))
         if odd:
-            said = f"{what}: rank {values.index(first)} has {first}, {group.who(odd)}"
-            said += f" {values[odd[0]]}"
+            text = f"{what}: rank {values.index(first)} has {first}, {group.who(odd)}"
+            text += f" {values[odd[0]]}"
             yield failed(
-                "same", said, "make versions, variables, code and data the same everywhere"
+                "same", text, "make versions, variables, code and data the same everywhere"
             )
         elif there and without:
-            said = f"{what}: not cached on {group.who(without)}"
-            yield warned("same data", said, "run ddp-mnist prepare on each machine")
+            text = f"{what}: not cached on {group.who(without)}"
+            yield warned("same data", text, "run ddp-mnist prepare on each machine")
     if not differ:
         yield passed("same", f"versions, code and data of {count(group.size, 'process')} are equal")
 
@@ -215,7 +215,7 @@ def variables() -> dict[str, str]:
     return {"NCCL_ and GLOO_ variables": " ".join(f"{n}={v}" for n, v in sorted(told.items()))}
 
 
-def clocks(group: Group) -> Iterator[Finding]:
+def clocks(group: Group) -> Iterator[CheckResult]:
     """All ranks read theirs at the same moment, as far as the store tells."""
     group.store.barrier("doctor/clocks", within_s=group.store.patience_s)
     times = group.everyones(time.time())
@@ -223,13 +223,13 @@ def clocks(group: Group) -> Iterator[Finding]:
     if apart > CLOCKS_S:
         middle = statistics.median_low(times)
         odd = [rank for rank, now in enumerate(times) if abs(now - middle) > CLOCKS_S / 2]
-        remedy = "set the clocks by NTP (chrony), or logs and time-outs mislead"
-        yield warned("clocks", f"{apart:,.0f} s apart: {group.who(odd)}", remedy)
+        fix = "set the clocks by NTP (chrony), or logs and time-outs mislead"
+        yield warned("clocks", f"{apart:,.0f} s apart: {group.who(odd)}", fix)
     else:
         yield passed("clocks", f"within {max(apart, 0.1):.1f} s of each other")
 
 
-def right_results(group: Group) -> Iterator[Finding]:
+def right_results(group: Group) -> Iterator[CheckResult]:
     """Every collective's result, on every rank."""
     absent, right = [], []
     for name in (*collectives.COLLECTIVES, "barrier"):
@@ -242,8 +242,8 @@ def right_results(group: Group) -> Iterator[Finding]:
                 )
             )
         except RuntimeError as error:
-            remedy = "see what the other ranks say; for NCCL, start again with NCCL_DEBUG=INFO"
-            yield failed(name, f"fails on {group.who([group.rank])}: {reason(error)[:300]}", remedy)
+            fix = "see what the other ranks say; for NCCL, start again with NCCL_DEBUG=INFO"
+            yield failed(name, f"fails on {group.who([group.rank])}: {reason(error)[:300]}", fix)
             return
         outcomes = group.everyones(outcome)
         if wrong := [rank for rank, each in enumerate(outcomes) if each == "wrong"]:
@@ -257,8 +257,8 @@ def right_results(group: Group) -> Iterator[Finding]:
             absent.append(name)
         elif "absent" in outcomes:
             lacking = [rank for rank, each in enumerate(outcomes) if each == "absent"]
-            remedy = "install the same versions everywhere"
-            yield failed(name, f"{group.who(lacking)} has no such collective", remedy)
+            fix = "install the same versions everywhere"
+            yield failed(name, f"{group.who(lacking)} has no such collective", fix)
         else:
             right.append(name)
     lacks = f"; {group.world.backend} has no {', '.join(absent)}" if absent else ""
@@ -277,7 +277,7 @@ def barrier_holds(group: Group) -> bool:
     return group.store.exists(key)
 
 
-def load(group: Group) -> Iterator[Finding]:
+def load(group: Group) -> Iterator[CheckResult]:
     """What other programs hold of each machine, while all ranks wait: speeds come later."""
     loads = group.everyones(asdict(hardware.load()) if group.is_first_here else None)
     most = 0.0
@@ -289,14 +289,14 @@ def load(group: Group) -> Iterator[Finding]:
         if held > BUSY * cores:
             group.busy = ", on a busy machine"
             names = f" ({', '.join(each['programs'])})" if each["programs"] else ""
-            said = f"{group.host(rank)}: other programs hold {held:.1f} of {count(cores, 'core')}"
-            remedy = "end them, or wait, and examine again: what follows is slower beside them"
-            yield warned(LOAD, said + names, remedy)
+            text = f"{group.host(rank)}: other programs hold {held:.1f} of {count(cores, 'core')}"
+            fix = "end them, or wait, and examine again: what follows is slower beside them"
+            yield warned(LOAD, text + names, fix)
     if not group.busy:
         yield passed(LOAD, f"other programs hold {most:.0%} of the cores")
 
 
-def speeds(group: Group) -> Iterator[Finding]:
+def speeds(group: Group) -> Iterator[CheckResult]:
     """Of all-reduces, by message size."""
     figures = collectives.all_reduce_speeds(group.device, group.world.wait_for_gpu)
     shown = ", ".join(
@@ -307,7 +307,7 @@ def speeds(group: Group) -> Iterator[Finding]:
     yield passed("speed", f"all-reduce of {shown} ({rate:,.0f} MB/s){group.busy}", figures)
 
 
-def slowest(group: Group) -> Iterator[Finding]:
+def slowest(group: Group) -> Iterator[CheckResult]:
     """Every rank computes the same at the same time, and right; DDP is as fast as the slowest."""
     group.world.accelerator.wait_for_everyone()
     times = group.everyones(compute_s(group.device))
@@ -316,26 +316,26 @@ def slowest(group: Group) -> Iterator[Finding]:
     figures = {"computing, ms": 1e3 * max(times)}
     if slow:
         factor = max(times) / middle
-        remedy = "look for throttling, other programs, fewer cores or an older card there"
-        said = f"{group.who(slow)}: {factor:.1f} times the median rank's time{group.busy}"
-        yield replace(warned("slow rank", said, remedy), figures=figures)
+        fix = "look for throttling, other programs, fewer cores or an older card there"
+        text = f"{group.who(slow)}: {factor:.1f} times the median rank's time{group.busy}"
+        yield replace(warned("slow rank", text, fix), figures=figures)
     else:
-        said = f"slowest rank takes {max(times) / middle:.2f} times the median's time{group.busy}"
-        yield passed("computing", said, figures)
+        text = f"slowest rank takes {max(times) / middle:.2f} times the median's time{group.busy}"
+        yield passed("computing", text, figures)
     yield from unwell_devices(group)
 
 
-def unwell_devices(group: Group) -> Iterator[Finding]:
+def unwell_devices(group: Group) -> Iterator[CheckResult]:
     """What is wrong with the rank's own device, or its machine's GPUs, right after they worked."""
     own = device(group.world)
     mine = [product(torch.device(own), own)]
     if group.device.type == "cuda" and group.is_first_here:
         mine += nvidia_smi()
-    unwell = [asdict(finding) for finding in mine if finding.level != PASS]
+    unwell = [asdict(finding) for finding in mine if finding.status != PASS]
     for rank, found in enumerate(group.everyones(unwell)):
         for each in found:
-            finding = Finding(**each)
-            yield replace(finding, said=f"{group.who([rank])}: {finding.said}")
+            finding = CheckResult(**each)
+            yield replace(finding, text=f"{group.who([rank])}: {finding.text}")
 
 
 def compute_s(device: torch.device, tries: int = 15) -> float:
@@ -355,7 +355,7 @@ def compute_s(device: torch.device, tries: int = 15) -> float:
     return least
 
 
-def training(group: Group, options: Options) -> Iterator[Finding]:
+def training(group: Group, options: Options) -> Iterator[CheckResult]:
     """The real trainer on the digits, which need no network: ends with equal weights that work."""
     images = cache.load("digits", options.cache_dir)
     recipe = resolve_recipe(Recipe(epochs=EPOCHS), len(images.train_labels), group.size)
@@ -367,21 +367,21 @@ def training(group: Group, options: Options) -> Iterator[Finding]:
     digests = group.everyones(seen.weights)
     odd = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     accuracy, speed = outcome["test_accuracy"], outcome["images_per_second"]
-    said = f"{outcome['steps']} steps on the digits, accuracy {accuracy:.2f}, {speed:,.0f} images/s"
-    said += group.busy
+    text = f"{outcome['steps']} steps on the digits, accuracy {accuracy:.2f}, {speed:,.0f} images/s"
+    text += group.busy
     if odd:
-        remedy = "do not train here; run ddp-mnist verify on each machine"
-        yield failed("training", f"other weights than rank 0's on {group.who(odd)}", remedy)
+        fix = "do not train here; run ddp-mnist verify on each machine"
+        yield failed("training", f"other weights than rank 0's on {group.who(odd)}", fix)
     elif accuracy < LEAST_ACCURACY:
-        remedy = "do not train here; run ddp-mnist verify on each machine"
-        yield failed("training", f"{said}, which is below {LEAST_ACCURACY}", remedy)
+        fix = "do not train here; run ddp-mnist verify on each machine"
+        yield failed("training", f"{text}, which is below {LEAST_ACCURACY}", fix)
     else:
-        yield passed("training", f"{said}, equal weights on every rank", {"images/s": speed})
+        yield passed("training", f"{text}, equal weights on every rank", {"images/s": speed})
 
 
-def burn_in(group: Group, options: Options, minutes: float) -> Iterator[Finding]:
+def burn_in(group: Group, options: Options, minutes: float) -> Iterator[CheckResult]:
     """Work and training again and again: what heats up or comes loose shows after a while."""
-    started, rounds, found = time.monotonic(), 0, list[Finding]()
+    started, rounds, found = time.monotonic(), 0, list[CheckResult]()
     while group.store.broadcast_from_rank0(
         f"doctor/burn-in/{rounds}", lambda: time.monotonic() - started < 60 * minutes
     ):
@@ -390,16 +390,16 @@ def burn_in(group: Group, options: Options, minutes: float) -> Iterator[Finding]
         compute_s(group.device)
         found += unwell_devices(group)
         rounds += 1
-    wrong = [finding for finding in found if finding.level != PASS]
+    wrong = [finding for finding in found if finding.status != PASS]
     speed = [f.figures["images/s"] for f in found if "images/s" in f.figures]
-    said = f"{rounds} rounds in {minutes:g} minutes"
+    text = f"{rounds} rounds in {minutes:g} minutes"
     if wrong:
-        said += f", first of {len(wrong)} faults: {wrong[0].name}, {wrong[0].said}"
-        yield replace(wrong[0], name="burn-in", said=said)
+        text += f", first of {len(wrong)} faults: {wrong[0].name}, {wrong[0].text}"
+        yield replace(wrong[0], name="burn-in", text=text)
     else:
         early, late = statistics.median(speed[:3]), statistics.median(speed[-3:])
-        said += f", all right, {early:,.0f} images/s at first and {late:,.0f} at last"
+        text += f", all right, {early:,.0f} images/s at first and {late:,.0f} at last"
         if late < early / SLOW:
-            yield warned("burn-in", said, "look for throttling (nvidia-smi -q -d PERFORMANCE)")
+            yield warned("burn-in", text, "look for throttling (nvidia-smi -q -d PERFORMANCE)")
         else:
-            yield passed("burn-in", said)
+            yield passed("burn-in", text)

@@ -22,9 +22,9 @@ from ddp_mnist.cluster import hardware
 from ddp_mnist.cluster.interfaces import interface_towards, is_loopback
 from ddp_mnist.cluster.local import run_world
 from ddp_mnist.data import cache, sources
-from ddp_mnist.doctor.findings import Finding, failed, passed, warned
 from ddp_mnist.run.environment import PACKAGES, package_versions
 from ddp_mnist.run.summary import count
+from ddp_mnist.verify.results import CheckResult, failed, passed, warned
 
 MB = 1e6
 CACHE_MB, RUNS_MB = 200, 50  # a decoded MNIST and its lock; three checkpoints and the rest
@@ -51,7 +51,7 @@ class Options:
     port: int | None = 12345
 
 
-def examine_machine(options: Options) -> Iterator[Finding]:
+def examine_machine(options: Options) -> Iterator[CheckResult]:
     """One or more findings of each kind. An examination that fails is a finding too."""
     for examine in EXAMINATIONS:
         try:
@@ -65,7 +65,7 @@ def examine_machine(options: Options) -> Iterator[Finding]:
 # --- Software
 
 
-def packages(_: Options) -> Iterator[Finding]:
+def packages(_: Options) -> Iterator[CheckResult]:
     """Each package is there, in a version that the others are made for."""
     there = package_versions()
     broken = [f"{name} is missing" for name, found in there.items() if found == "missing"]
@@ -73,8 +73,8 @@ def packages(_: Options) -> Iterator[Finding]:
         broken += unmet(package) if there[package] != "missing" else []
     shown = ", ".join(f"{name} {found}" for name, found in there.items())
     if broken:
-        remedy = "install the versions of constraints.txt: make clean, then make venv"
-        yield failed("packages", "; ".join(broken), remedy)
+        fix = "install the versions of constraints.txt: make clean, then make venv"
+        yield failed("packages", "; ".join(broken), fix)
     else:
         yield passed("packages", shown)
 
@@ -95,7 +95,7 @@ def unmet(package: str) -> list[str]:
     return broken
 
 
-def default_config(_: Options) -> Iterator[Finding]:
+def default_config(_: Options) -> Iterator[CheckResult]:
     """accelerate uses a default configuration in silence when no --config_file is given."""
     from accelerate.commands.config import config_args
 
@@ -113,7 +113,7 @@ def default_config(_: Options) -> Iterator[Finding]:
 # --- Processors and memory
 
 
-def gpus(_: Options) -> Iterator[Finding]:
+def gpus(_: Options) -> Iterator[CheckResult]:
     """Whether torch sees those that are there, and each computes a product right."""
     there, mine = len(list(DEVICES.glob("nvidia[0-9]*"))), hardware.gpus()
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -123,9 +123,9 @@ def gpus(_: Options) -> Iterator[Finding]:
             yield passed("GPUs", f"{there}, hidden by {by}")
         elif there:
             built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPUs only"
-            remedy = "update the driver, or install the torch that fits it"
+            fix = "update the driver, or install the torch that fits it"
             what = f"{there} in /dev, but torch (built for {built}) sees none"
-            yield failed("GPUs", what, remedy)
+            yield failed("GPUs", what, fix)
         else:
             yield passed("GPUs", "none; training runs on the CPU, with gloo")
         return
@@ -137,7 +137,7 @@ def gpus(_: Options) -> Iterator[Finding]:
     yield from nvidia_smi()
 
 
-def gpu_products() -> list[Finding]:
+def gpu_products() -> list[CheckResult]:
     """Of each GPU, in a process of its own: whoever opened one keeps it open until the end.
 
     In the compute mode EXCLUSIVE_PROCESS that would keep out the processes that are started next.
@@ -146,7 +146,7 @@ def gpu_products() -> list[Finding]:
     return [product(torch.device("cuda", n), torch.cuda.get_device_name(n)) for n in numbers]
 
 
-def nvidia_smi() -> Iterator[Finding]:
+def nvidia_smi() -> Iterator[CheckResult]:
     """What the driver tells of each GPU: memory errors, and clocks that it holds back."""
     fields = "index,driver_version,ecc.errors.uncorrected.volatile.total"
     fields += ",clocks_event_reasons.hw_slowdown,temperature.gpu"
@@ -154,8 +154,8 @@ def nvidia_smi() -> Iterator[Finding]:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError) as error:
-        remedy = "see whether it runs in a shell"
-        yield warned("driver", f"nvidia-smi tells nothing ({type(error).__name__})", remedy)
+        fix = "see whether it runs in a shell"
+        yield warned("driver", f"nvidia-smi tells nothing ({type(error).__name__})", fix)
         return
     for line in done.stdout.splitlines():
         number, driver, errors, slowdown, celsius = (cell.strip() for cell in line.split(","))
@@ -168,44 +168,44 @@ def nvidia_smi() -> Iterator[Finding]:
             yield passed(name, f"driver {driver}, {celsius} C, no memory errors, full clocks")
 
 
-def processor(_: Options) -> Iterator[Finding]:
+def processor(_: Options) -> Iterator[CheckResult]:
     yield product(torch.device("cpu"), hardware.cpu_model())
 
 
-def product(device: torch.device, name: str) -> Finding:
+def product(device: torch.device, name: str) -> CheckResult:
     """A matrix product of small whole numbers, which is exact in float32 in any order."""
     stream = torch.Generator().manual_seed(0)
     a, b = torch.randint(-8, 9, (2, 512, 512), generator=stream)
     wrong = ((a.float().to(device) @ b.float().to(device)).cpu() != (a @ b).float()).sum().item()
     if wrong:
-        remedy = "do not train here; look for overheating, overclocking, bad memory"
-        return failed(str(device), f"{name}: {wrong} wrong numbers in a matrix product", remedy)
+        fix = "do not train here; look for overheating, overclocking, bad memory"
+        return failed(str(device), f"{name}: {wrong} wrong numbers in a matrix product", fix)
     return passed(str(device), f"{name}: a matrix product is right")
 
 
-def cores(options: Options) -> Iterator[Finding]:
+def cores(options: Options) -> Iterator[CheckResult]:
     """Cores that this process may keep busy, after affinity and a container's quota."""
     mine, quota = hardware.cores(), hardware.cpu_quota()
     limit = "" if math.isinf(quota) else f" (its control group allows {quota:g} at once)"
     what = f"{count(mine, 'core')}{limit}, for {options.processes} processes"
     if mine < options.processes and not hardware.gpus():
-        remedy = f"start at most {mine}, or give this machine or container more cores"
-        yield warned("cores", what, remedy)
+        fix = f"start at most {mine}, or give this machine or container more cores"
+        yield warned("cores", what, fix)
     else:
         yield passed("cores", what)
 
 
-def memory(options: Options) -> Iterator[Finding]:
+def memory(options: Options) -> Iterator[CheckResult]:
     free, needed = hardware.free_memory(), options.processes * PROCESS_MB * MB
     what = f"{free / 1e9:.1f} GB free, for {options.processes} processes"
     if free < needed:
-        remedy = f"free {needed / 1e9:.1f} GB, or start fewer processes"
-        yield failed("memory", what, remedy)
+        fix = f"free {needed / 1e9:.1f} GB, or start fewer processes"
+        yield failed("memory", what, fix)
     else:
         yield passed("memory", what)
 
 
-def shared_memory(_: Options) -> Iterator[Finding]:
+def shared_memory(_: Options) -> Iterator[CheckResult]:
     """NCCL passes gradients between the GPUs of a machine through /dev/shm."""
     if not (DEVICES / "shm").is_dir():
         return
@@ -218,15 +218,15 @@ def shared_memory(_: Options) -> Iterator[Finding]:
         yield passed("shared memory", what)
 
 
-def file_handles(_: Options) -> Iterator[Finding]:
+def file_handles(_: Options) -> Iterator[CheckResult]:
     if os.name != "posix":
         return
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 <= soft < HANDLES:
-        remedy = f"ulimit -n {HANDLES if hard < 0 else min(hard, 65536)}"
-        yield warned("file handles", f"{soft} per process, which many ranks use up", remedy)
+        fix = f"ulimit -n {HANDLES if hard < 0 else min(hard, 65536)}"
+        yield warned("file handles", f"{soft} per process, which many ranks use up", fix)
     else:
         yield passed("file handles", f"{soft if soft >= 0 else 'any number of'} per process")
 
@@ -234,16 +234,16 @@ def file_handles(_: Options) -> Iterator[Finding]:
 # --- Disks and data
 
 
-def cache_folder(options: Options) -> Iterator[Finding]:
+def cache_folder(options: Options) -> Iterator[CheckResult]:
     folder = cache.cache_folder(options.cache_dir)
     yield writable("cache", folder, CACHE_MB, "--cache-dir or DDP_MNIST_CACHE")
 
 
-def run_folder(options: Options) -> Iterator[Finding]:
+def run_folder(options: Options) -> Iterator[CheckResult]:
     yield writable("runs", Path(options.run_dir), RUNS_MB, "--run-dir")
 
 
-def writable(name: str, folder: Path, needed_mb: float, flag: str) -> Finding:
+def writable(name: str, folder: Path, needed_mb: float, flag: str) -> CheckResult:
     """Writes, and measures the room, in `folder` or in the one in which it would be made."""
     there = next(f for f in (folder, *folder.absolute().parents) if f.exists())
     try:
@@ -261,7 +261,7 @@ def writable(name: str, folder: Path, needed_mb: float, flag: str) -> Finding:
     return passed(name, f"{folder}: writable, {free / 1e9:,.1f} GB free")
 
 
-def data_set(options: Options) -> Iterator[Finding]:
+def data_set(options: Options) -> Iterator[CheckResult]:
     """In the cache, or to be had; from the Hub or the mirror that HF_ENDPOINT names."""
     source = sources.find_source(options.dataset)
     if cache.cached(options.dataset, options.cache_dir):
@@ -282,14 +282,14 @@ def data_set(options: Options) -> Iterator[Finding]:
 # --- Network
 
 
-def host_name(_: Options) -> Iterator[Finding]:
+def host_name(_: Options) -> Iterator[CheckResult]:
     """gloo advertises the address that a host's own name has, unless it is told an interface."""
     name = socket.gethostname()
     try:
         addresses = {str(entry[4][0]) for entry in socket.getaddrinfo(name, None)}
     except OSError:
-        remedy = f"add it to /etc/hosts: 127.0.1.1 {name}"
-        yield warned("host name", f"{name} has no address", remedy)
+        fix = f"add it to /etc/hosts: 127.0.1.1 {name}"
+        yield warned("host name", f"{name} has no address", fix)
         return
     shown = f"{name} is {', '.join(sorted(addresses))}"
     if all(is_loopback(address) for address in addresses):
@@ -303,7 +303,7 @@ def host_name(_: Options) -> Iterator[Finding]:
         yield passed("host name", shown)
 
 
-def interfaces(_: Options) -> Iterator[Finding]:
+def interfaces(_: Options) -> Iterator[CheckResult]:
     stats = psutil.net_if_stats()
     up = []
     for name, addresses in psutil.net_if_addrs().items():
@@ -314,14 +314,14 @@ def interfaces(_: Options) -> Iterator[Finding]:
             up.append(f"{name} ({own[0]})")
     names, told = psutil.net_if_addrs(), os.environ.get("GLOO_SOCKET_IFNAME")
     if told and told not in names:
-        remedy = f"unset it, or name one of {', '.join(names)}"
+        fix = f"unset it, or name one of {', '.join(names)}"
         what = f"GLOO_SOCKET_IFNAME={told}: there is no such interface"
-        yield failed("interfaces", what, remedy)
+        yield failed("interfaces", what, fix)
     else:
         yield passed("interfaces", ", ".join(up) or "none but loopback: this machine is alone")
 
 
-def main_port(options: Options) -> Iterator[Finding]:
+def main_port(options: Options) -> Iterator[CheckResult]:
     """Whether rank 0 could be met here."""
     if options.port is None:
         return
@@ -336,7 +336,7 @@ def main_port(options: Options) -> Iterator[Finding]:
     yield passed("main port", f"{options.port} is free")
 
 
-EXAMINATIONS: tuple[Callable[[Options], Iterator[Finding]], ...] = (
+EXAMINATIONS: tuple[Callable[[Options], Iterator[CheckResult]], ...] = (
     packages,
     default_config,
     gpus,

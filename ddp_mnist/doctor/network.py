@@ -15,19 +15,19 @@ import psutil
 from ddp_mnist.cluster.interfaces import address_towards, interface_towards, is_loopback
 from ddp_mnist.cluster.nodes import Node, check_told_alike, meet_others
 from ddp_mnist.cluster.store import Store
-from ddp_mnist.doctor.findings import FAIL, Finding, failed, from_error, passed, warned
 from ddp_mnist.errors import DdpMnistError, reason
+from ddp_mnist.verify.results import FAIL, CheckResult, failed, from_error, passed, warned
 
 CONNECT_S = 5.0
 PASSED_ON = "DDP_MNIST_DOCTOR_WAY"  # what was found on the way, for the processes that follow
 
 
-def examine_way(node: Node, timeout_s: float) -> Iterator[Finding]:
+def examine_way(node: Node, timeout_s: float) -> Iterator[CheckResult]:
     """One machine's part, in the order in which things have to work; ends at the first FAIL."""
     for examine in (main_address, route):
         finding = examine(node)
         yield finding
-        if finding.level == FAIL:
+        if finding.status == FAIL:
             return
     where = f"{node.main_process_ip}:{node.main_process_port}"
     try:
@@ -46,43 +46,41 @@ def examine_way(node: Node, timeout_s: float) -> Iterator[Finding]:
     except DdpMnistError as error:
         yield from_error("connections", error)
     except RuntimeError as error:  # of the store, which machine 0 serves
-        said = f"machine 0 went away ({str(error).splitlines()[0]})"
-        yield failed("connections", said, "see what it says there, then start again")
+        text = f"machine 0 went away ({str(error).splitlines()[0]})"
+        yield failed("connections", text, "see what it says there, then start again")
 
 
-def pass_on(findings: list[Finding]) -> None:
+def pass_on(findings: list[CheckResult]) -> None:
     """To the processes that this one starts, or becomes."""
     os.environ[PASSED_ON] = json.dumps([asdict(finding) for finding in findings])
 
 
-def passed_on() -> list[Finding]:
+def passed_on() -> list[CheckResult]:
     """What this machine found before its processes were started; [] without that."""
-    return [Finding(**each) for each in json.loads(os.environ.get(PASSED_ON, "[]"))]
+    return [CheckResult(**each) for each in json.loads(os.environ.get(PASSED_ON, "[]"))]
 
 
-def main_address(node: Node) -> Finding:
+def main_address(node: Node) -> CheckResult:
     """Whether the main address is one, and machine 0's."""
     host, port = node.main_process_ip, node.main_process_port
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
-        remedy = (
-            f"add {host} to /etc/hosts or DNS, or give an address: MAIN_PROCESS_IP=192.168.1.201"
-        )
-        return failed("main address", f"{host} has no address ({reason(error)})", remedy)
+        fix = f"add {host} to /etc/hosts or DNS, or give an address: MAIN_PROCESS_IP=192.168.1.201"
+        return failed("main address", f"{host} has no address ({reason(error)})", fix)
     addresses = sorted({str(entry[4][0]) for entry in found})
     shown = host if addresses == [host] else f"{host} is {', '.join(addresses)}"
     mine = own_addresses()
     is_mine = any(address in mine or is_loopback(address) for address in addresses)
     if node.machine_rank == 0 and not is_mine:
-        remedy = f"on machine 0, give one of its own: {', '.join(sorted(mine))}"
-        return failed("main address", f"{shown}, which is no address of this machine", remedy)
+        fix = f"on machine 0, give one of its own: {', '.join(sorted(mine))}"
+        return failed("main address", f"{shown}, which is no address of this machine", fix)
     if node.machine_rank == 0 and all(map(is_loopback, addresses)):
-        remedy = f"give the other machines one of {', '.join(sorted(mine)) or 'its addresses'}"
-        return warned("main address", f"{shown}, which only this machine can reach", remedy)
+        fix = f"give the other machines one of {', '.join(sorted(mine)) or 'its addresses'}"
+        return warned("main address", f"{shown}, which only this machine can reach", fix)
     if node.machine_rank > 0 and is_mine:
-        remedy = "give the address of machine 0, unless both run on this machine"
-        return warned("main address", f"{shown}, which is this machine's own", remedy)
+        fix = "give the address of machine 0, unless both run on this machine"
+        return warned("main address", f"{shown}, which is this machine's own", fix)
     return passed("main address", shown)
 
 
@@ -94,16 +92,16 @@ def own_addresses() -> set[str]:
     return {address for address in addresses if not is_loopback(address)}
 
 
-def route(node: Node) -> Finding:
+def route(node: Node) -> CheckResult:
     host, port = node.main_process_ip, node.main_process_port
     own, interface = address_towards(host, port), interface_towards(host, port)
     if own is None:
-        remedy = "bring up the interface of that network, or give another address of machine 0"
-        return failed("route", f"none from this machine to {host}", remedy)
+        fix = "bring up the interface of that network, or give another address of machine 0"
+        return failed("route", f"none from this machine to {host}", fix)
     return passed("route", f"to {host} over {interface}, from {own}")
 
 
-def connections(store: Store) -> Iterator[Finding]:
+def connections(store: Store) -> Iterator[CheckResult]:
     """Each machine connects to each other, at a port that the system chose, as gloo and NCCL do.
 
     The main port may be open in a firewall that drops all others.
@@ -139,8 +137,8 @@ def connections(store: Store) -> Iterator[Finding]:
     deaf = [r for r in range(store.world_size) if not store.get(f"reached/{r}", store.patience_s)]
     if deaf:
         shown = ", ".join(map(str, deaf))
-        remedy = "see what it says there"
-        yield failed("connections", f"machine {shown} cannot reach all others", remedy)
+        fix = "see what it says there"
+        yield failed("connections", f"machine {shown} cannot reach all others", fix)
     else:
         yield passed("connections", f"to {store.world_size - 1} other machines, at ports of theirs")
 

@@ -113,13 +113,14 @@ def examine_way(node: Node, arguments: list[str]) -> None:
     """
     from ddp_mnist import cli
     from ddp_mnist.doctor import examination, network
+    from ddp_mnist.verify.results import failure_summary
 
     typed = cli.make_parser().parse_args(["doctor", *arguments])
     say, findings = tell if typed.json else Console(True).print, []
     for finding in network.examine_way(node, timeout_of("doctor", arguments)):
         say(f"machine {node.machine_rank}: {finding}")
         findings.append(finding)
-    if wrong := examination.complaint(findings):
+    if wrong := failure_summary("doctor", findings):
         verdict = examination.describe(findings, processes=0)
         if typed.save:
             cli.write_json(Path(typed.save), verdict)

@@ -29,6 +29,9 @@ from ddp_mnist.run import weights
 from ddp_mnist.run.environment import package_versions
 from ddp_mnist.run.evaluation import evaluate_split, prepare_split
 from ddp_mnist.run.summary import count
+from ddp_mnist.verify import results
+from ddp_mnist.verify.faults import FAULTS
+from ddp_mnist.verify.results import FAIL, PASS, CheckResult
 from ddp_mnist.verify.watch import (
     STEPS,
     Seen,
@@ -44,35 +47,12 @@ from ddp_mnist.verify.watch import (
 )
 
 LIMIT = 1e-9  # of a relative difference
-
 PARTS = 3  # that a step is split into
-
 STOPS_AT = 20  # the step at which a run is interrupted
-
 # Rows, and images per process and pass: fewer rows than processes, a short last pass, none short
 SHARDS = ((1, 4), (7, 4), (101, 10), (360, 30))
-
 SHOWN_STEPS, SHOWN_IMAGES = 2, 6
-
-CAUGHT_BY = {"sampler": "samples", "gradients": "gradients", "parameter": "replicas"}
-
-
-@dataclass(frozen=True)
-class Check:
-    """One comparison: what came out, and what has to."""
-
-    name: str
-    processes: int
-    compared: str
-    figure: str
-    must_be: str
-    held: bool
-
-    def __str__(self) -> str:
-        verdict = "PASS" if self.held else "FAIL"
-        must = "" if self.held else f", must be {self.must_be}"
-        who = f"{self.name:<12} {self.processes:>2}"
-        return f"{verdict}  {who}  {self.compared:<38} {self.figure}{must}"
+FIX = "do not trust results from here before it passes with the versions in constraints.txt"
 
 
 @dataclass(frozen=True)
@@ -85,58 +65,58 @@ class Watched:
 
 
 def sizes_up_to(processes: int) -> list[int]:
-    """Numbers of processes that can be compared with one: they divide a part of the batch."""
+    """Return the numbers of processes that divide a part of the batch, from 2 on."""
     batch_size = proof_config().recipe.batch_size
     assert batch_size
     return [n for n in range(2, processes + 1) if batch_size % (PARTS * n) == 0]
 
 
 def verify(
-    sizes: Sequence[int], plant: str | None = None, model: str = "cnn"
-) -> Iterator[Check | str]:
-    """Checks as they are done, and lines that show which rank took which images.
+    sizes: Sequence[int], fault: str | None = None, model: str = "cnn"
+) -> Iterator[CheckResult | str]:
+    """Yield check results as they come, and lines that show which rank took which images.
+
+    A run that breaks down is a failed check, and the last one.
 
     Args:
         sizes: numbers of processes, each compared with one.
-        plant: one of PLANTS, in all runs but that of one process; what it cannot touch is left out.
+        fault: one of FAULTS, injected into all runs but that of one process; checks that it cannot
+            touch are left out.
         model: the net that is trained.
     """
     with tempfile.TemporaryDirectory(prefix="ddp-mnist-verify-") as scratch:
-        folder = Path(scratch)
-        yield from proofs_in(folder, sizes, plant, model)
+        try:
+            yield from proofs_in(Path(scratch), sizes, fault, model)
+        except (DdpMnistError, OSError) as error:
+            yield results.failed("runs", f"{type(error).__name__}: {error}", FIX)
 
 
 def proofs_in(
-    folder: Path, sizes: Sequence[int], plant: str | None, model: str
-) -> Iterator[Check | str]:
-    """See `verify`. A run that breaks down is a failed check, and the last one."""
-    try:
-        alone = watched_run(1, folder, model)
-        yield from who_took_what(alone)
-        if not plant:
-            yield resume_is_exact(alone)
-            yield accumulation_is_exact(1, alone)
-        for size in sizes:
-            run = watched_run(size, folder, model, plant)
-            yield from who_took_what(run)
-            yield from equal_to_one(run, alone)
-            if not plant:
-                yield resume_is_exact(run)
-                yield accumulation_is_exact(size, alone)
-                yield metrics_are_exact(size, alone)
-    except (DdpMnistError, OSError) as error:
-        reason = f"{type(error).__name__}: {error}"
-        yield Check("runs", max(sizes), "each comes to its end", reason, "no error", held=False)
+    folder: Path, sizes: Sequence[int], fault: str | None, model: str
+) -> Iterator[CheckResult | str]:
+    alone = watched_run(1, folder, model)
+    yield from who_took_what(alone)
+    if not fault:
+        yield resume_is_exact(alone)
+        yield accumulation_is_exact(1, alone)
+    for size in sizes:
+        run = watched_run(size, folder, model, fault)
+        yield from who_took_what(run)
+        yield from equal_to_one(run, alone)
+        if not fault:
+            yield resume_is_exact(run)
+            yield accumulation_is_exact(size, alone)
+            yield metrics_are_exact(size, alone)
 
 
-def watched_run(size: int, folder: Path, model: str, plant: str | None = None) -> Watched:
+def watched_run(size: int, folder: Path, model: str, fault: str | None = None) -> Watched:
     config = proof_config(f"on-{size}", model=model)
-    ranks = run_world(size, train_and_watch, config, plant, folder=folder)
+    ranks = run_world(size, train_and_watch, config, fault, folder=folder)
     return Watched(model, folder / f"on-{size}", ranks)
 
 
 def who_took_what(run: Watched) -> Iterator[str]:
-    """The first images of each rank in the first steps."""
+    """Yield the first images of each rank in the first steps."""
     for step in range(SHOWN_STEPS):
         for rank, seen in enumerate(run.ranks):
             numbers = seen.numbers[step]
@@ -148,64 +128,54 @@ def who_took_what(run: Watched) -> Iterator[str]:
 # --- Proofs
 
 
-def equal_to_one(run: Watched, alone: Watched) -> Iterator[Check]:
-    """Images, rates, gradients and weights of N processes are those of one."""
+def equal_to_one(run: Watched, alone: Watched) -> Iterator[CheckResult]:
+    """Compare images, learning rates, gradients and weights of N processes with those of one."""
     size, [one] = len(run.ranks), alone.ranks
     rank_0 = run.ranks[0]
-    yield none_differs(
-        "samples", size, "a step's images = one process's", per_step(run.ranks), per_step([one])
-    )
+    yield exact("samples", size, "steps' images", per_step(run.ranks), per_step([one]))
     rates = [rank.rates for rank in run.ranks]
-    yield none_differs(
-        "rates", size, "each rank's rates = one process's", rates, [one.rates] * size
-    )
+    yield exact("rates", size, "ranks' learning rates", rates, [one.rates] * size)
     first = abs(rank_0.gradient_norms[0] / one.gradient_norms[0] - 1)
-    yield bounded("gradients", size, "first gradient's norm = one process's", first)
+    yield bounded("gradients", size, "first gradient's norm", first)
     difference = largest_difference(weights_of(run.folder), weights_of(alone.folder))
-    yield bounded("weights", size, f"weights after {STEPS} steps = one process's", difference)
+    yield bounded("weights", size, f"weights after {STEPS} steps", difference)
     digests = [rank.weights for rank in run.ranks]
-    yield none_differs(
-        "replicas", size, "each rank's weights = rank 0's", digests, digests[:1] * size
-    )
+    yield exact("replicas", size, "ranks' weights", digests, digests[:1] * size)
 
 
-def resume_is_exact(run: Watched) -> Check:
-    """Interrupted by a signal to its last rank and taken up again, a run is the unbroken one."""
+def resume_is_exact(run: Watched) -> CheckResult:
+    """Compare a run that a signal to its last rank interrupts, and its resumption, with `run`."""
     size, folder = len(run.ranks), run.folder.parent
     config = proof_config(f"interrupted-on-{size}", model=run.model)
     interrupted = (config, STOPS_AT, signal.SIGTERM, size - 1)
     LocalWorld(size, train_until, *interrupted, folder=folder).outcomes()
     [again, *_] = run_world(size, just_train, resumed(config), folder=folder)
-    after = again.get("resumed_from", [])  # a finished run tells nothing
-    here, there = (
+    found, expected = (
         [weights_bytes, *log_lines]
-        for weights_bytes, log_lines in (
-            what_stays(folder / f"interrupted-on-{size}"),
-            what_stays(run.folder),
+        for weights_bytes, log_lines in map(
+            what_stays, (folder / f"interrupted-on-{size}", run.folder)
         )
     )
-    different = sum(a != b for a, b in itertools.zip_longest(here, there))
-    return Check(
-        "resume",
-        size,
-        "interrupted: weights, log = unbroken",
-        f"{different} of {len(there)} differ",
-        f"0, and taken up once (was: after steps {after})",
-        len(after) == 1 and not different,
-    )
+    pairs = list(itertools.zip_longest(found, expected))
+    result = exact("resume", size, "weights and log lines", *zip(*pairs, strict=True))
+    after = again.get("resumed_from", [])  # a run that had finished returns nothing
+    if len(after) == 1:
+        return result
+    text = f"{result.text}, but it was resumed {len(after)} times, must be 1"
+    return results.failed("resume", text, FIX)
 
 
-def accumulation_is_exact(size: int, alone: Watched) -> Check:
-    """A step in parts is the whole step."""
+def accumulation_is_exact(size: int, alone: Watched) -> CheckResult:
+    """Compare steps in parts with whole steps."""
     config = proof_config(f"parts-on-{size}", model=alone.model, grad_accum=PARTS)
     run_world(size, just_train, config, folder=alone.folder.parent)
     parts = weights_of(alone.folder.parent / f"parts-on-{size}")
     difference = largest_difference(parts, weights_of(alone.folder))
-    return bounded("accumulation", size, f"{PARTS} parts a step = one process's whole", difference)
+    return bounded("accumulation", size, f"weights by {PARTS} parts a step", difference)
 
 
-def metrics_are_exact(size: int, alone: Watched) -> Check:
-    """Each row of a split counts once, on shards of unequal length too."""
+def metrics_are_exact(size: int, alone: Watched) -> CheckResult:
+    """Compare confusion matrices with counts by hand, on shards of unequal length too."""
     run = str(alone.folder)
     counted = run_world(size, count_shards, run, folder=alone.folder.parent)[0]
     trained, images = weights.from_bytes(weights.read_bytes(run), run), cache.load("digits")
@@ -217,12 +187,11 @@ def metrics_are_exact(size: int, alone: Watched) -> Check:
         pairs = (images.test_labels[:rows], predictions[:rows])
         confusion.index_put_(pairs, torch.tensor(1), accumulate=True)
         expected.append(confusion.tolist())
-    what = f"{', '.join(str(rows) for rows, _ in SHARDS)} rows = by hand"
-    return none_differs("metrics", size, what, counted, expected)
+    return exact("metrics", size, "splits' confusion matrices", counted, expected)
 
 
 def count_shards(run: str) -> list[list[list[int]]]:
-    """The confusion matrix of each of SHARDS; one rank's part."""
+    """Return the confusion matrix of each of SHARDS; one rank's part."""
     flags = Distribution(cpu=True)
     with join_world(flags, find_launch(flags), full_precision=True) as world:
         trained, images = weights.from_bytes(weights.read_bytes(run), run), cache.load("digits")
@@ -240,60 +209,62 @@ def count_shards(run: str) -> list[list[list[int]]]:
         ]
 
 
-# --- What came out
+# --- Results
 
 
-def bounded(name: str, size: int, compared: str, difference: float) -> Check:
-    figure = f"differ by {difference:.1e}"
-    return Check(name, size, compared, figure, f"at most {LIMIT:.0e}", difference <= LIMIT)
+def bounded(name: str, size: int, what: str, difference: float) -> CheckResult:
+    text = f"{count(size, 'process')}: {what}, off by {difference:.1e}"
+    figures = {"processes": size, "difference": difference}
+    if difference <= LIMIT:
+        return CheckResult(PASS, name, text, figures=figures)
+    return CheckResult(FAIL, name, f"{text}, must be at most {LIMIT:.0e}", FIX, figures)
 
 
-def none_differs(
-    name: str, size: int, compared: str, found: Sequence[Any], expected: Sequence[Any]
-) -> Check:
+def exact(
+    name: str, size: int, what: str, found: Sequence[Any], expected: Sequence[Any]
+) -> CheckResult:
     different = sum(a != b for a, b in zip(found, expected, strict=True))
-    figure = f"{different} of {len(expected)} differ"
-    return Check(name, size, compared, figure, f"0 of {len(expected)}", not different)
+    text = f"{count(size, 'process')}: {different} of {len(expected)} {what} differ"
+    figures = {"processes": size, "different": different, "compared": len(expected)}
+    if not different:
+        return CheckResult(PASS, name, text, figures=figures)
+    return CheckResult(FAIL, name, f"{text}, must be 0", FIX, figures)
 
 
-def complaint(checks: Sequence[Check], plant: str | None, model: str = "cnn") -> str | None:
-    """What is wrong, in one line, or None. A planted fault is wrong in any case."""
-    failed = [check for check in checks if not check.held]
-    if plant:
-        meant = [check for check in checks if check.name == CAUGHT_BY[plant]]
-        if meant and all(check in failed for check in meant):
+def failure_summary(
+    checks: Sequence[CheckResult], fault: str | None, model: str = "cnn"
+) -> str | None:
+    """Return in one line what is wrong, or None. An injected fault is wrong in any case."""
+    if fault:
+        name = FAULTS[fault].caught_by
+        meant = [check.status for check in checks if check.name == name]
+        if meant and set(meant) == {FAIL}:
             return (
-                f"verify --plant {plant}: caught by '{CAUGHT_BY[plant]}', as it should be;"
-                " leave the flag out to test what is really here"
+                f"verify --inject {fault}: caught by '{name}', as it should be; leave the flag out"
+                " to test what is really here"
             )
         return (
-            f"verify --plant {plant}: NOT caught by '{CAUGHT_BY[plant]}'; verify is"
-            " broken here, do not rely on it"
+            f"verify --inject {fault}: NOT caught by '{name}'; verify is broken here, do not rely"
+            " on it"
         )
-    if not failed:
-        return None
-    first = failed[0]
-    remedy = "do not trust results from here before it passes with the versions in constraints.txt"
+    fix = FIX
     if model != "cnn":
-        remedy = (
+        fix = (
             f"if it passes without --model, {model} takes other steps with other shares of a batch,"
             " as nets with BatchNorm do"
         )
-    return (
-        f"verify: {len(failed)} of {len(checks)} checks failed, first '{first.name}' on"
-        f" {count(first.processes, 'process')} ({first.figure}, must be {first.must_be}); {remedy}"
-    )
+    return results.failure_summary("verify", checks, fix)
 
 
 def describe(
-    checks: Sequence[Check], sizes: Sequence[int], plant: str | None, model: str
+    checks: Sequence[CheckResult], sizes: Sequence[int], fault: str | None, model: str
 ) -> dict[str, Any]:
-    """verify.json."""
+    """Return the content of verify.json."""
     return {
-        "passed": all(check.held for check in checks),
+        "passed": all(check.status == PASS for check in checks),
         "date": date.today().isoformat(),
         "processes": [1, *sizes],
-        "planted": plant,
+        "planted": fault,
         "model": model,
         "checks": [asdict(check) for check in checks],
         "machine": hardware.describe(),

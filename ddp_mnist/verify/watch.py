@@ -68,15 +68,15 @@ def just_train(config: TrainConfig) -> dict[str, Any]:
     return train.train(config, find_launch(config.distribution))
 
 
-def train_and_watch(config: TrainConfig, plant: str | None = None) -> Seen:
+def train_and_watch(config: TrainConfig, fault: str | None = None) -> Seen:
     """The trainer as it is, or with a plant: sampler, gradients or parameter."""
-    with watching(plant) as seen:
+    with watching(fault) as seen:
         seen.summary = just_train(config)
     return seen
 
 
 @contextlib.contextmanager
-def watching(plant: str | None = None) -> Iterator[Seen]:
+def watching(fault: str | None = None) -> Iterator[Seen]:
     """What the run that is made within does; complete once it has ended."""
     seen, nets = Seen(), list[nn.Module]()
     make_loader, make_optimizer = train_loader, train.make_optimizer
@@ -89,13 +89,13 @@ def watching(plant: str | None = None) -> Iterator[Seen]:
             return batch
 
     def loader(rows: Rows, batches: GlobalBatches) -> Any:
-        if plant == "sampler":
+        if fault == "sampler":
             batches.seed += int(os.environ.get("RANK", 0))
         return make_loader(WatchedRows(rows.images, rows.labels, rows.rows), batches)
 
     def optimizer(net: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
         nets.append(net)
-        plant_into(net, plant)
+        plant_into(net, fault)
         made = make_optimizer(net, recipe)
         made.register_step_pre_hook(lambda *_: seen.gradient_norms.append(gradient_norm(net)))
         return made
@@ -115,13 +115,13 @@ def watching(plant: str | None = None) -> Iterator[Seen]:
     seen.weights = hashlib.sha256(save(tensors)).hexdigest()
 
 
-def plant_into(net: nn.Module, plant: str | None) -> None:
+def plant_into(net: nn.Module, fault: str | None) -> None:
     """Before DDP takes the net."""
-    if plant == "gradients":
+    if fault == "gradients":
         world_size = int(os.environ.get("WORLD_SIZE", 1))
         for parameter in net.parameters():
             parameter.register_hook(lambda gradient: gradient * world_size)
-    if plant == "parameter":
+    if fault == "parameter":
         last = [name for name, _ in net.named_parameters()][-1]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, [last])
 
