@@ -335,9 +335,7 @@ def make_parser() -> Parser:
         help="one per GPU, else with one CPU thread [GPUs, else 2; loop and strategies:"
         " at least 2]",
     )
-    verb.add_argument(
-        "--repeats", type=at_least(5, "--repeats"), help="rounds [11; memory: 5]"
-    )
+    verb.add_argument("--repeats", type=at_least(5, "--repeats"), help="rounds [11; memory: 5]")
     verb.add_argument("--check", action="store_true", help="exit code 1 where a goal is missed")
     return parser
 

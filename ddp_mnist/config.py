@@ -9,10 +9,10 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from ddp_mnist.errors import UsageError
-from ddp_mnist.flags import Flags, flag
+from ddp_mnist.flags import Flags, OnResume, flag, flag_values, same_flag
 
 
 @dataclass(frozen=True)
@@ -22,29 +22,50 @@ class Run(Flags):
     dataset: str = flag(
         "mnist",
         "mnist, auto (mnist, else digits), fashion_mnist, digits, a Hub id, or a folder.",
+        on_resume="same images",
+        may_differ=True,  # a folder may lie elsewhere on each machine: equal is what it holds
     )
-    run_dir: str | None = flag(None, "Folder of this run [runs/<dataset>-<NNN>].")
+    run_dir: str | None = flag(None, "Folder of this run [runs/<dataset>-<NNN>].", may_differ=True)
     resume: str | None = flag(
         None,
         "Run folder whose newest checkpoint to go on from; auto = that of --run-dir, if any.",
+        may_differ=True,
     )
-    seed: int = flag(0, "Seed of the weights, the order and the augmentation.", least=0, most=2**31)
+    seed: int = flag(
+        0,
+        "Seed of the weights, the order and the augmentation.",
+        least=0,
+        most=2**31,
+        on_resume="must equal",
+    )
     cache_dir: str | None = flag(
         None,
         "Decoded images [$DDP_MNIST_CACHE, else ~/.cache/ddp_mnist]; prepare --refresh renews it.",
+        on_resume="inherited",
+        may_differ=True,
     )
     checkpoint_every: int = flag(
-        100, "Optimizer steps between two checkpoints.", least=1, most=10**9
+        100,
+        "Optimizer steps between two checkpoints.",
+        least=1,
+        most=10**9,
+        on_resume="may change",
     )
-    keep: int = flag(3, "Newest checkpoints that are kept.", least=2, most=10**6)
-    log_every: int = flag(25, "Optimizer steps between two log lines.", least=1, most=10**6)
+    keep: int = flag(
+        3, "Newest checkpoints that are kept.", least=2, most=10**6, on_resume="may change"
+    )
+    log_every: int = flag(
+        25, "Optimizer steps between two log lines.", least=1, most=10**6, on_resume="may change"
+    )
     trackers: str | None = flag(
-        None, "Beside metrics.jsonl: tensorboard, wandb, mlflow, trackio ..., or several: a,b."
+        None,
+        "Beside metrics.jsonl: tensorboard, wandb, mlflow, trackio ..., or several: a,b.",
+        on_resume="inherited",
     )
     profile: int = flag(
         0, "Optimizer steps to trace, after some to warm up; a trace per rank.", least=0, most=1000
     )
-    quiet: bool = flag(False, "Print errors only.")
+    quiet: bool = flag(False, "Print errors only.", may_differ=True)
     dry_run: bool = flag(False, "Print what would run, and stop.")
 
 
@@ -74,6 +95,8 @@ LEAST_STEPS = {"fast": 300, "accurate": 4000}
 class Recipe(Flags):
     """What is learnt, and how."""
 
+    on_resume: ClassVar[OnResume] = "must equal"
+
     preset: str = flag(
         "fast",
         "fast = 300 steps or more; accurate = 4,000 of a deeper net. Typed flags beat it.",
@@ -81,7 +104,11 @@ class Recipe(Flags):
     )
     model: str = flag("cnn", "The net.", choices=NETS)
     epochs: int | None = flag(
-        None, "Passes over the train images [by data set].", least=1, most=10**6
+        None,
+        "Passes over the train images [by data set].",
+        least=1,
+        most=10**6,
+        on_resume="may change",
     )
     batch_size: int | None = flag(
         None,
@@ -110,25 +137,44 @@ class Recipe(Flags):
         most=10**9,
     )
     target_accuracy: float | None = flag(
-        None, "Stop once the validation accuracy is this high.", above=0, most=1
+        None,
+        "Stop once the validation accuracy is this high.",
+        above=0,
+        most=1,
+        on_resume="may change",
     )
     patience: int | None = flag(
         None,
         "Stop after this many epochs without a better validation, and keep the best weights.",
         least=1,
         most=10**6,
+        on_resume="may change",
     )
     grad_accum: int = flag(
-        1, "Parts that each step is split into; changes no result.", least=1, most=10**6
+        1,
+        "Parts that each step is split into; changes no result.",
+        least=1,
+        most=10**6,
+        on_resume="may change",
     )
     max_grad_norm: float | None = flag(
         None, "Clip the gradient of each step to this norm.", above=0, most=1e6
     )
 
-    def steps_per_epoch(self, rows: int) -> int:
-        """Optimizer steps of a resolved recipe with `rows` images in the train split."""
-        assert self.batch_size and self.val_size is not None
-        return (rows - self.val_size) // self.batch_size
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedRecipe(Recipe):
+    """A recipe for one data set and one number of processes, in which nothing is left open."""
+
+    epochs: int = same_flag(Recipe, "epochs")
+    batch_size: int = same_flag(Recipe, "batch_size")
+    optimizer: str = same_flag(Recipe, "optimizer")
+    val_size: int = same_flag(Recipe, "val_size")
+    steps_per_epoch: int
+
+    @property
+    def total_steps(self) -> int:
+        return self.epochs * self.steps_per_epoch
 
 
 @dataclass(frozen=True)
@@ -141,14 +187,20 @@ class Distribution(Flags):
         choices=("auto", "nccl", "gloo", "mpi"),
     )
     init_method: str | None = flag(
-        None, "tcp://HOST:PORT of rank 0, or env://; only without a launcher."
+        None, "tcp://HOST:PORT of rank 0, or env://; only without a launcher.", may_differ=True
     )
-    rank: int | None = flag(None, "This process's rank, with --init-method.", least=0, most=10**6)
+    rank: int | None = flag(
+        None, "This process's rank, with --init-method.", least=0, most=10**6, may_differ=True
+    )
     world_size: int | None = flag(
-        None, "Number of processes, with --init-method.", least=1, most=10**6
+        None, "Number of processes, with --init-method.", least=1, most=10**6, may_differ=True
     )
     local_rank: int | None = flag(
-        None, "This process's rank on its machine [found out].", least=0, most=10**4
+        None,
+        "This process's rank on its machine [found out].",
+        least=0,
+        most=10**4,
+        may_differ=True,
     )
     cpu: bool = flag(False, "Use the CPU although there is a GPU.")
     dist_timeout: float = flag(
@@ -208,8 +260,15 @@ class TrainConfig:
             raise UsageError("--optimizer muon: mlp has no convolutions; use --optimizer adamw")
 
 
-def resolve_recipe(recipe: Recipe, rows: int, world_size: int) -> Recipe:
-    """The recipe with every "by data set" filled in for this data and this many processes.
+@dataclass(frozen=True, kw_only=True)
+class ResolvedConfig(TrainConfig):
+    """All that a run does, with every default filled in."""
+
+    recipe: ResolvedRecipe
+
+
+def resolve_recipe(recipe: Recipe, rows: int, world_size: int) -> ResolvedRecipe:
+    """Return the recipe with every "by data set" filled in for this data and world size.
 
     A step takes 144 images (1, 2, 3, 4, 6 and 8 processes divide that), or 72 of a small set, or
     what divides evenly next to it; a run takes as many epochs as make 300 steps. With --preset
@@ -253,9 +312,14 @@ def resolve_recipe(recipe: Recipe, rows: int, world_size: int) -> Recipe:
     if epochs is None:
         epochs = math.ceil(LEAST_STEPS[recipe.preset] / (train_rows // batch_size))
     optimizer = recipe.optimizer or ("muon" if recipe.model in BY_MUON else "adamw")
-    return dataclasses.replace(
-        recipe, epochs=epochs, batch_size=batch_size, val_size=val_size, optimizer=optimizer
-    )
+    resolved = {
+        "epochs": epochs,
+        "batch_size": batch_size,
+        "val_size": val_size,
+        "optimizer": optimizer,
+        "steps_per_epoch": train_rows // batch_size,
+    }
+    return ResolvedRecipe(**flag_values(recipe) | resolved)
 
 
 def _nearest(legal: range, size: int) -> list[int]:

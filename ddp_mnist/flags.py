@@ -1,4 +1,4 @@
-"""."""
+"""A flag is a field of a frozen dataclass: its sentence, its legal values and its policies."""
 
 from __future__ import annotations
 
@@ -6,22 +6,33 @@ import dataclasses
 import math
 import types
 import typing
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, ClassVar, Literal
 
 from ddp_mnist.errors import UsageError, did_you_mean
+
+OnResume = Literal[
+    "must equal",  # inherited; another value is refused
+    "may change",  # inherited; another value counts from then on, and is reported
+    "same images",  # inherited; another place is fine where the same images lie
+    "inherited",  # inherited; another value counts, the result is the same
+    "not inherited",  # given anew each time
+]
 
 
 def flag(
     default: Any,
     help: str,
     *,
-    choices: tuple[str, ...] = (),
+    choices: Iterable[str] = (),
     least: float | None = None,
     most: float | None = None,
     above: float | None = None,
     below: float | None = None,
+    on_resume: OnResume | None = None,
+    may_differ: bool = False,
 ) -> Any:
-    """A dataclass field that is also a command-line flag.
+    """Return a dataclass field that is also a command-line flag.
 
     Args:
         default: the value when the flag is not given; None means "decided later, and then shown".
@@ -29,19 +40,51 @@ def flag(
         choices: the legal words, for a flag that takes a word.
         least, most: closed bounds of a number.
         above, below: open bounds of a number.
+        on_resume: what a resumed run does with it, if not as its dataclass says.
+        may_differ: whether ranks may be given different values.
     """
     bounds = {"least": least, "above": above, "most": most, "below": below}
     return dataclasses.field(
-        default=default, metadata={"help": help, "choices": choices, "bounds": bounds}
+        default=default,
+        metadata={
+            "help": help,
+            "choices": tuple(choices),
+            "bounds": bounds,
+            "on_resume": on_resume,
+            "may_differ": may_differ,
+        },
     )
 
 
-def flag_name(field: dataclasses.Field[Any]) -> str:
-    return "--" + field.name.replace("_", "-")
+def same_flag(group: type[Flags], name: str) -> Any:
+    """Return a field for the same flag in a subclass, where it is required."""
+    [field] = [field for field in flag_fields(group) if field.name == name]
+    return dataclasses.field(metadata=field.metadata)
+
+
+def flag_fields(group: Flags | type[Flags], *on_resume: OnResume) -> list[dataclasses.Field[Any]]:
+    """Return the fields that are flags: all, or those with one of these policies."""
+    return [
+        field
+        for field in dataclasses.fields(group)  # type: ignore[arg-type]
+        if field.metadata
+        and (not on_resume or (field.metadata["on_resume"] or group.on_resume) in on_resume)
+    ]
+
+
+def flag_values(group: Flags, *on_resume: OnResume) -> dict[str, Any]:
+    """Return these flags' values by field name, e.g. {"batch_size": 144}."""
+    return {field.name: getattr(group, field.name) for field in flag_fields(group, *on_resume)}
+
+
+def flag_name(field: dataclasses.Field[Any] | str) -> str:
+    """Return it as typed, e.g. --batch-size."""
+    name = field if isinstance(field, str) else field.name
+    return "--" + name.replace("_", "-")
 
 
 def value_type(cls: type, field: dataclasses.Field[Any]) -> type:
-    """The type that a value of this flag has when it is not None."""
+    """Return the type that a value of this flag has when it is not None."""
     annotation = typing.get_type_hints(cls)[field.name]
     if isinstance(annotation, types.UnionType):
         return next(t for t in typing.get_args(annotation) if t is not type(None))
@@ -49,20 +92,25 @@ def value_type(cls: type, field: dataclasses.Field[Any]) -> type:
 
 
 def describe_bounds(bounds: dict[str, float | None]) -> str:
-    """E.g. at least 1 and at most 1,000,000."""
+    """Return e.g. "at least 1 and at most 1,000,000"."""
     words = {"least": "at least", "most": "at most", "above": "more than", "below": "less than"}
     return " and ".join(f"{words[k]} {v:,.10g}" for k, v in bounds.items() if v is not None)
 
 
 class Flags:
-    """Checks each value against its flag's choices and bounds.
+    """A base of dataclasses that checks each value against its flag's choices and bounds.
+
+    Attributes:
+        on_resume: the policy of the flags that name none.
 
     Raises:
         UsageError: names the flag, the value and the legal values.
     """
 
+    on_resume: ClassVar[OnResume] = "not inherited"
+
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+        for field in flag_fields(self):
             value = getattr(self, field.name)
             if value is not None:
                 self._check(field, value)

@@ -6,7 +6,7 @@ import torch
 import torch._dynamo  # AdamW would import it later, for a second in which signals wait
 from torch import Tensor, nn
 
-from ddp_mnist.config import Recipe
+from ddp_mnist.config import ResolvedRecipe
 
 MOMENTUM = 0.9
 KERNEL_RATE = 5.0  # times the rate is the length of a kernel's step, by its spectral norm
@@ -58,7 +58,7 @@ def orthogonal(matrix: Tensor) -> Tensor:
     return x.T if rows > columns else x
 
 
-def make_optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.AdamW:
+def make_optimizer(model: nn.Module, recipe: ResolvedRecipe) -> torch.optim.AdamW:
     """AdamW (Loshchilov and Hutter, 2019) or Muon; decays matrices and kernels, not the rest."""
     parameters = list(model.parameters())
     groups = [
@@ -66,7 +66,6 @@ def make_optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.AdamW:
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
     # A short memory of squares: 0.98, some 50 steps, was chosen over 0.999 on validation images.
-    assert recipe.optimizer, "resolve_recipe decides"
     # Fused is faster on a CPU. On a GPU it would skip an fp16 step that overflowed by itself, and
     # the step would count as taken; None lets torch choose the next fastest.
     kind = Muon if recipe.optimizer == "muon" else torch.optim.AdamW

@@ -28,14 +28,13 @@ from ddp_mnist.optim import learning_rate, make_optimizer
 
 
 def train_plain(
-    images: ImageData, recipe: Recipe, seed: int, dtype: torch.dtype
+    images: ImageData, given: Recipe, seed: int, dtype: torch.dtype
 ) -> tuple[nn.Module, float]:
     """Trains in the process group that stands. Returns the net and the seconds that it took."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     gpu = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
-    recipe = resolve_recipe(recipe, len(images.train_labels), world_size)
-    assert recipe.epochs and recipe.batch_size and recipe.val_size is not None
+    recipe = resolve_recipe(given, len(images.train_labels), world_size)
     images = images.to(device)
     numbers, _ = split_rows(len(images.train_labels), recipe.val_size)
     rows = Rows(images.train_images, images.train_labels, numbers)
@@ -55,7 +54,7 @@ def train_plain(
     model.zero_grad()
     model.train()
 
-    step, total_steps = 0, recipe.epochs * batches.steps_per_epoch
+    step, total_steps = 0, recipe.total_steps
     clock = time.monotonic()
     for epoch in range(recipe.epochs):
         batches.begin(epoch)

@@ -26,7 +26,7 @@ from ddp_mnist.cluster.failures import propagate_first_error
 from ddp_mnist.cluster.launch import Launch
 from ddp_mnist.cluster.signals import StopSignals, listen
 from ddp_mnist.cluster.world import World, join_world
-from ddp_mnist.config import TrainConfig, resolve_recipe
+from ddp_mnist.config import ResolvedConfig, TrainConfig, resolve_recipe
 from ddp_mnist.data import cache
 from ddp_mnist.data.batches import GlobalBatches, ImageData, Rows, split_rows, train_loader
 from ddp_mnist.data.sources import from_anywhere
@@ -60,26 +60,26 @@ def train(config: TrainConfig, launch: Launch) -> dict[str, Any]:
         if found and found["finished"]:
             console.print(found["finished"])
             return {}
-        config, images = resolve(config, found, world, console)
+        resolved, images = resolve(config, found, world, console)
         with listen(launch.child_of_launcher, world.store) as stop:
-            rendezvous.check_same(world.store, summary.facts(config, world, images))
+            rendezvous.check_same(world.store, summary.facts(resolved, world, images))
             if config.run.dry_run:
-                console.print(summary.plan(config, world, images, None))
+                console.print(summary.plan(resolved, world, images, None))
                 return {}
-            opened = resume.open_run(config, world, images, found)  # every rank listens by now
+            opened = resume.open_run(resolved, world, images, found)  # every rank listens by now
             with (
                 opened.folder.record_outcome(),
                 propagate_first_error(world.store),
-                tracking.tracked(config, opened.folder, world, console),
+                tracking.tracked(resolved, opened.folder, world, console),
             ):
-                outcome = train_in(opened, config, world, images, console, stop)
+                outcome = train_in(opened, resolved, world, images, console, stop)
                 world.store.barrier("trained", within_s=config.distribution.dist_timeout)
                 return outcome
 
 
 def train_in(
     opened: resume.Opened,
-    config: TrainConfig,
+    config: ResolvedConfig,
     world: World,
     images: ImageData,
     console: Console,
@@ -88,7 +88,6 @@ def train_in(
     """The story: data, model, loop, validation, test."""
     folder, accelerator = opened.folder, world.accelerator
     recipe, seed = config.recipe, config.run.seed
-    assert recipe.epochs and recipe.batch_size and recipe.val_size is not None
     device, classes = accelerator.device, len(images.classes)
     accelerator.gradient_accumulation_steps = recipe.grad_accum
     console.print(summary.plan(config, world, images, folder.path))
@@ -101,7 +100,7 @@ def train_in(
     val_rows = Rows(images.train_images, images.train_labels, val_numbers)
     test_rows = Rows(images.test_images, images.test_labels)
     batches = GlobalBatches(len(train_rows), recipe.batch_size, seed, recipe.grad_accum, device)
-    total_steps = recipe.epochs * batches.steps_per_epoch
+    total_steps = recipe.total_steps
 
     # --- Model and optimizer, equal on every rank
     net = build_model(config, world, classes)
@@ -234,7 +233,7 @@ def train_in(
 
 def resolve(
     config: TrainConfig, found: dict[str, Any] | None, world: World, console: Console
-) -> tuple[TrainConfig, ImageData]:
+) -> tuple[ResolvedConfig, ImageData]:
     """The configuration with every default filled in, and the data.
 
     Every machine has the data before the first collective; rank 0 decides what `auto` means.
@@ -254,8 +253,8 @@ def resolve(
     resume.refuse_other_images(name, images.digest, found)
     resume.refuse_uneven(config.recipe, size, found)
     recipe = resolve_recipe(config.recipe, len(images.train_labels), size)
-    refuse_long_profile(config.run.profile, recipe.steps_per_epoch(len(images.train_labels)))
-    return dataclasses.replace(config, run=run, recipe=recipe), images
+    refuse_long_profile(config.run.profile, recipe.steps_per_epoch)
+    return ResolvedConfig(run, config.distribution, config.typed, recipe=recipe), images
 
 
 def build_model(config: TrainConfig, world: World, classes: int) -> nn.Module:

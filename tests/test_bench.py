@@ -32,9 +32,18 @@ from ddp_mnist.cluster.launch import find_launch
 from ddp_mnist.cluster.local import run_world
 from ddp_mnist.cluster.store import Store
 from ddp_mnist.cluster.world import World, join_world
-from ddp_mnist.config import Distribution, Run, TrainConfig
+from ddp_mnist.config import (
+    Distribution,
+    Recipe,
+    ResolvedConfig,
+    Run,
+    TrainConfig,
+    resolve_recipe,
+)
 from ddp_mnist.data import cache
 from ddp_mnist.errors import CheckFailed, UsageError
+
+DIGITS_CONFIG = ResolvedConfig(recipe=resolve_recipe(Recipe(), rows=1437, world_size=1))
 
 # --- Figures
 
@@ -247,7 +256,7 @@ def steps_that_take_turns() -> tuple[float, float]:
 
     steps.ready_to_step = ready  # type: ignore[assignment]
     steps.time = SimpleNamespace(monotonic=lambda: seconds[0])  # type: ignore[assignment]
-    config, images = TrainConfig(), cache.load("digits")
+    config, images = DIGITS_CONFIG, cache.load("digits")
     with join_world(config.distribution, find_launch(config.distribution)) as world:
         return steps.silent_steps(config, images, world), steps.lockstep(config, images, world)
 
@@ -409,7 +418,7 @@ def test_ranks_that_have_nothing_to_do_are_in_no_collective(
     for rank in (0, 1):
         monkeypatch.setattr(strategies, "ROUNDS", itertools.count())
         world: Any = SimpleNamespace(store=Store(store, rank, 2), accelerator=accelerator)
-        seconds += [strategies.one_process(TrainConfig(), cache.load("digits"), world)]
+        seconds += [strategies.one_process(DIGITS_CONFIG, cache.load("digits"), world)]
     assert seconds == [1.5, 1.5]
 
 

@@ -32,7 +32,7 @@ from ddp_mnist.cluster import world
 from ddp_mnist.cluster.launch import Launch
 from ddp_mnist.cluster.local import LocalWorld, free_port
 from ddp_mnist.cluster.world import join_world
-from ddp_mnist.config import Distribution, Recipe, Run, TrainConfig
+from ddp_mnist.config import Distribution, Recipe, ResolvedRecipe, Run, TrainConfig
 from ddp_mnist.data import cache
 from ddp_mnist.data.batches import ImageData
 from ddp_mnist.errors import DdpMnistError, DivergedError, PeerError, UsageError
@@ -120,7 +120,7 @@ def fp16_on_a_cpu(
         made.native_amp, made.scaler = True, scalers[0]  # as its __init__ does for a GPU
         return made
 
-    def optimizer(net: nn.Module, recipe: Recipe) -> torch.optim.AdamW:
+    def optimizer(net: nn.Module, recipe: ResolvedRecipe) -> torch.optim.AdamW:
         made = make_optimizer(net, recipe)
         names = ("params", "weight_decay")
         groups = [{name: group[name] for name in names} for group in made.param_groups]

@@ -1,13 +1,18 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
 
-from ddp_mnist.config import Recipe
+from ddp_mnist.config import Recipe, ResolvedRecipe, resolve_recipe
 from ddp_mnist.models import MODELS
 from ddp_mnist.optim import KERNEL_RATE, MOMENTUM, learning_rate, make_optimizer, orthogonal
+
+
+def resolved(**recipe: Any) -> ResolvedRecipe:
+    return resolve_recipe(Recipe(**recipe), rows=1437, world_size=1)
 
 
 def rates(total_steps: int, peak: float, warmup: float) -> list[float]:
@@ -58,7 +63,7 @@ def test_a_run_of_one_step_takes_it_at_the_peak() -> None:
 @pytest.mark.parametrize("name", ["cnn", "cnn_deep", "mlp", "cnn_bn"])
 def test_matrices_and_kernels_decay_and_nothing_else(name: str) -> None:
     model = MODELS[name]()
-    optimizer = make_optimizer(model, Recipe(optimizer="adamw", lr=0.3, weight_decay=0.25))
+    optimizer = make_optimizer(model, resolved(optimizer="adamw", lr=0.3, weight_decay=0.25))
     decaying, other = optimizer.param_groups
     names = {parameter: name for name, parameter in model.named_parameters()}
     assert {names[p] for p in decaying["params"]} == {
@@ -75,7 +80,7 @@ def test_two_steps_are_those_of_adamw() -> None:
     """By the paper's formula: decay, then the mean gradient over the root of the mean square."""
     model = torch.nn.Linear(2, 1).double()
     weight, bias = (p.detach().clone() for p in model.parameters())
-    optimizer = make_optimizer(model, Recipe(optimizer="adamw", lr=0.1, weight_decay=0.5))
+    optimizer = make_optimizer(model, resolved(optimizer="adamw", lr=0.1, weight_decay=0.5))
     mean = square = 0.0
     for step, gradient in enumerate([4.0, -1.0], start=1):
         for parameter in model.parameters():
@@ -93,7 +98,7 @@ def test_two_steps_are_those_of_adamw() -> None:
 def test_only_a_cpu_takes_the_fused_step() -> None:
     """On a GPU it would pass over an fp16 overflow by itself; False would be the slowest there."""
     for device, fused in (("cpu", True), ("meta", None)):
-        optimizer = make_optimizer(MODELS["mlp"]().to(device), Recipe(optimizer="adamw"))
+        optimizer = make_optimizer(MODELS["mlp"]().to(device), resolved(optimizer="adamw"))
         assert [group["fused"] for group in optimizer.param_groups] == [fused, fused]
 
 
@@ -126,7 +131,7 @@ Gradients = list[torch.Tensor]
 def steps_with(name: str, net: torch.nn.Module, steps: list[Gradients]) -> torch.nn.Module:
     """A copy of the net after steps along these gradients, at rate 0.1, decay 0.5."""
     net = copy.deepcopy(net)
-    optimizer = make_optimizer(net, Recipe(optimizer=name, lr=0.1, weight_decay=0.5))
+    optimizer = make_optimizer(net, resolved(optimizer=name, lr=0.1, weight_decay=0.5))
     for gradients in steps:
         for parameter, gradient in zip(net.parameters(), gradients, strict=True):
             parameter.grad = gradient.clone()
@@ -155,7 +160,7 @@ def test_muon_moves_kernels_by_its_own_rule_and_all_else_as_adamw() -> None:
 
 def test_muon_remembers_its_momentum_through_a_checkpoint() -> None:
     torch.manual_seed(0)
-    recipe, unbroken = Recipe(optimizer="muon"), MODELS["cnn_deep"]()
+    recipe, unbroken = resolved(optimizer="muon"), MODELS["cnn_deep"]()
     gradients = [[torch.randn_like(p) for p in unbroken.parameters()] for _ in range(2)]
 
     def step(net: torch.nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:

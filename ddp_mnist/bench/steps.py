@@ -27,7 +27,7 @@ from ddp_mnist.bench.figures import alternate
 from ddp_mnist.cluster.launch import find_launch
 from ddp_mnist.cluster.signals import listen
 from ddp_mnist.cluster.world import World, join_world
-from ddp_mnist.config import TrainConfig, resolve_recipe
+from ddp_mnist.config import ResolvedConfig, TrainConfig, resolve_recipe
 from ddp_mnist.data import cache
 from ddp_mnist.data.batches import GlobalBatches, ImageData, Rows, train_loader
 from ddp_mnist.optim import make_optimizer
@@ -38,7 +38,7 @@ from ddp_mnist.run.resume import Opened
 
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Step = Callable[[Batch], None]
-Kind = Callable[[TrainConfig, ImageData, World], float]  # seconds
+Kind = Callable[[ResolvedConfig, ImageData, World], float]  # seconds
 
 
 def time_steps(
@@ -60,12 +60,12 @@ def time_steps(
 
 def shortened(
     config: TrainConfig, images: ImageData, steps: int, world: World
-) -> tuple[TrainConfig, ImageData]:
+) -> tuple[ResolvedConfig, ImageData]:
     """One epoch of at most `steps` full batches, no validation, a tenth of MNIST's test images."""
     rows = len(images.train_labels)
     full = resolve_recipe(config.recipe, rows, world.accelerator.num_processes)
-    assert full.batch_size
-    rows = min(steps, rows // full.batch_size) * full.batch_size
+    steps = min(steps, rows // full.batch_size)
+    rows = steps * full.batch_size
     images = replace(
         images,
         train_images=images.train_images[:rows],
@@ -73,35 +73,36 @@ def shortened(
         test_images=images.test_images[:1000],
         test_labels=images.test_labels[:1000],
     )
-    return replace(config, recipe=replace(full, epochs=1, val_size=0)), images
+    recipe = replace(full, epochs=1, val_size=0, steps_per_epoch=steps)
+    return ResolvedConfig(config.run, config.distribution, recipe=recipe), images
 
 
 # --- Seconds of each kind
 
 
-def train_loop(config: TrainConfig, images: ImageData, world: World) -> float:
+def train_loop(config: ResolvedConfig, images: ImageData, world: World) -> float:
     nowhere = Opened(RunFolder(None), {}, {}, goes_on=False)
     with listen(has_launcher=False) as stop:
         outcome = trainer.train_in(nowhere, config, world, images, Console(False), stop)
     return outcome["train_seconds"]
 
 
-def plain_loop(config: TrainConfig, images: ImageData, _world: World) -> float:
+def plain_loop(config: ResolvedConfig, images: ImageData, _world: World) -> float:
     _, seconds = plain_ddp.train_plain(images, config.recipe, config.run.seed, torch.float32)
     return seconds
 
 
-def resident_steps(config: TrainConfig, images: ImageData, world: World) -> float:
+def resident_steps(config: ResolvedConfig, images: ImageData, world: World) -> float:
     loader, step = ready_to_step(config, images, world, exchange=True)
     return timed(step, itertools.repeat(next(iter(loader)), len(loader)), world)
 
 
-def silent_steps(config: TrainConfig, images: ImageData, world: World) -> float:
+def silent_steps(config: ResolvedConfig, images: ImageData, world: World) -> float:
     loader, step = ready_to_step(config, images, world, exchange=False)
     return timed(step, itertools.repeat(next(iter(loader)), len(loader)), world)
 
 
-def lockstep(config: TrainConfig, images: ImageData, world: World) -> float:
+def lockstep(config: ResolvedConfig, images: ImageData, world: World) -> float:
     """What is lost by waiting for each other, were an exchange to cost nothing."""
     loader, step = ready_to_step(config, images, world, exchange=False)
     batch, device = next(iter(loader)), world.accelerator.device
@@ -112,12 +113,12 @@ def lockstep(config: TrainConfig, images: ImageData, world: World) -> float:
     return seconds.sum().item()
 
 
-def independent_loop(config: TrainConfig, images: ImageData, world: World) -> float:
+def independent_loop(config: ResolvedConfig, images: ImageData, world: World) -> float:
     loader, step = ready_to_step(config, images, world, exchange=False)
     return timed(step, loader, world)
 
 
-def evaluation(config: TrainConfig, images: ImageData, world: World) -> float:
+def evaluation(config: ResolvedConfig, images: ImageData, world: World) -> float:
     classes, images = len(images.classes), images.to(world.accelerator.device)
     net = trainer.build_model(config, world, classes)
     rows = Rows(images.train_images, images.train_labels)
@@ -139,11 +140,10 @@ KINDS: dict[str, Kind] = {
 
 
 def ready_to_step(
-    config: TrainConfig, images: ImageData, world: World, *, exchange: bool
+    config: ResolvedConfig, images: ImageData, world: World, *, exchange: bool
 ) -> tuple[Any, Step]:
     """The prepared loader, and a step on a batch of it that has been taken once."""
     accelerator, recipe = world.accelerator, config.recipe
-    assert recipe.batch_size
     net = trainer.build_model(config, world, len(images.classes))
     images = images.to(accelerator.device)
     rows = Rows(images.train_images, images.train_labels)

@@ -21,26 +21,26 @@ from ddp_mnist import train as trainer
 from ddp_mnist.bench.steps import ready_to_step, timed
 from ddp_mnist.cluster.hardware import cores
 from ddp_mnist.cluster.world import COMM_HOOKS, POWERSGD, World
-from ddp_mnist.config import TrainConfig
+from ddp_mnist.config import ResolvedConfig
 from ddp_mnist.data.batches import GlobalBatches, ImageData, Rows
 from ddp_mnist.optim import make_optimizer
 
 ROUNDS = itertools.count()  # of `alone`, the same on every rank
-Strategy = Callable[[TrainConfig, ImageData, World], float]
+Strategy = Callable[[ResolvedConfig, ImageData, World], float]
 
 
-def one_process(config: TrainConfig, images: ImageData, world: World) -> float:
+def one_process(config: ResolvedConfig, images: ImageData, world: World) -> float:
     """Rank 0 alone takes the whole batch, with every CPU core; the other ranks wait."""
     return alone(config, images, world, lambda net: net)
 
 
-def data_parallel(config: TrainConfig, images: ImageData, world: World) -> float:
+def data_parallel(config: ResolvedConfig, images: ImageData, world: World) -> float:
     """Rank 0 alone, on all GPUs."""
     return alone(config, images, world, nn.DataParallel)
 
 
 def alone(
-    config: TrainConfig,
+    config: ResolvedConfig,
     images: ImageData,
     world: World,
     wrap: Callable[[nn.Module], nn.Module],
@@ -55,14 +55,13 @@ def alone(
 
 
 def train_alone(
-    config: TrainConfig,
+    config: ResolvedConfig,
     images: ImageData,
     device: torch.device,
     wrap: Callable[[nn.Module], nn.Module],
 ) -> float:
     """Seconds of an epoch, after a step that is not counted."""
     recipe = config.recipe
-    assert recipe.batch_size
     images = images.to(device)
     rows = Rows(images.train_images, images.train_labels)
     batches = GlobalBatches(len(rows), recipe.batch_size, config.run.seed, device=device)
@@ -97,19 +96,19 @@ def all_cores() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def ddp(config: TrainConfig, images: ImageData, world: World) -> float:
+def ddp(config: ResolvedConfig, images: ImageData, world: World) -> float:
     return with_hook("none", config, images, world)
 
 
-def ddp_fp16(config: TrainConfig, images: ImageData, world: World) -> float:
+def ddp_fp16(config: ResolvedConfig, images: ImageData, world: World) -> float:
     return with_hook("fp16", config, images, world)
 
 
-def ddp_powersgd(config: TrainConfig, images: ImageData, world: World) -> float:
+def ddp_powersgd(config: ResolvedConfig, images: ImageData, world: World) -> float:
     return with_hook("powersgd", config, images, world)
 
 
-def with_hook(hook: str, config: TrainConfig, images: ImageData, world: World) -> float:
+def with_hook(hook: str, config: ResolvedConfig, images: ImageData, world: World) -> float:
     """Each process takes its share; its gradients are sent as --comm-hook says."""
     handler = world.accelerator.ddp_handler
     assert isinstance(handler, DistributedDataParallelKwargs)

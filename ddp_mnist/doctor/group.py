@@ -20,7 +20,7 @@ from ddp_mnist.cluster import hardware
 from ddp_mnist.cluster.launch import Launch
 from ddp_mnist.cluster.signals import listen
 from ddp_mnist.cluster.world import World, join_world
-from ddp_mnist.config import Distribution, Recipe, Run, TrainConfig, resolve_recipe
+from ddp_mnist.config import Distribution, Recipe, ResolvedConfig, Run, resolve_recipe
 from ddp_mnist.data import cache
 from ddp_mnist.doctor import collectives
 from ddp_mnist.doctor.compare import LOAD
@@ -359,7 +359,7 @@ def training(group: Group, options: Options) -> Iterator[CheckResult]:
     """The real trainer on the digits, which need no network: ends with equal weights that work."""
     images = cache.load("digits", options.cache_dir)
     recipe = resolve_recipe(Recipe(epochs=EPOCHS), len(images.train_labels), group.size)
-    config = TrainConfig(Run(dataset="digits", quiet=True), recipe)
+    config = ResolvedConfig(Run(dataset="digits", quiet=True), recipe=recipe)
     nowhere = Opened(RunFolder(None), {}, {}, goes_on=False)
     with watching() as seen, listen(has_launcher=False) as stop:
         outcome = train.train_in(nowhere, config, group.world, images, Console(False), stop)

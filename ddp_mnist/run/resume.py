@@ -17,12 +17,12 @@ from typing import Any
 import torch
 
 from ddp_mnist.cluster.world import World
-from ddp_mnist.config import Recipe, TrainConfig
+from ddp_mnist.config import Recipe, ResolvedConfig, ResolvedRecipe, Run, TrainConfig
 from ddp_mnist.data import cache
 from ddp_mnist.data.batches import ImageData
 from ddp_mnist.data.sources import HUB_IDS
 from ddp_mnist.errors import CheckpointError, DivergedError, UsageError
-from ddp_mnist.flags import flag_name
+from ddp_mnist.flags import Flags, OnResume, flag_fields, flag_name, flag_values
 from ddp_mnist.run import checkpoint
 from ddp_mnist.run.console import tell
 from ddp_mnist.run.environment import code_digest, package_versions
@@ -41,31 +41,6 @@ from ddp_mnist.run.state import State
 FORMAT = 5
 
 FOLDER_KEY = "run folder"  # under which rank 0 tells the others its path
-
-TAKEN_OVER = {
-    "run": ("dataset", "cache_dir", "seed", "checkpoint_every", "keep", "log_every", "trackers"),
-    "recipe": tuple(field.name for field in dataclasses.fields(Recipe)),
-}
-
-MAY_CHANGE = (
-    "--checkpoint-every",
-    "--keep",
-    "--log-every",
-    "--epochs",
-    "--target-accuracy",
-    "--patience",
-    "--grad-accum",
-)
-
-NOT_OF_THE_RESULT = (
-    "--run-dir",
-    "--resume",
-    "--cache-dir",
-    "--trackers",
-    "--profile",
-    "--quiet",
-    "--dry-run",
-)
 
 REMEDY = "leave it as it was, or begin another run"
 
@@ -181,10 +156,9 @@ def _refuse_another_run(config: TrainConfig, found: dict[str, Any]) -> None:
         images = cache.load(run.dataset, run.cache_dir or found["run"]["cache_dir"])
         refuse_other_images(run.dataset, images.digest, found)  # a folder may have been moved
     for group, saved in ((run, found["run"]), (config.recipe, found["recipe"])):
-        for field in dataclasses.fields(group):
-            name = flag_name(field)
-            if field.name in typed and name not in (*NOT_OF_THE_RESULT, *MAY_CHANGE, "--dataset"):
-                _refuse_value(name, getattr(group, field.name), saved[field.name], path)
+        for name, value in flag_values(group, "must equal").items():
+            if name in typed:
+                _refuse_value(flag_name(name), value, saved[name], path)
 
 
 def _same_place(typed: str, stored: str) -> bool:
@@ -212,10 +186,11 @@ def inherit(config: TrainConfig, found: dict[str, Any] | None) -> TrainConfig:
         return config
     try:
         groups = {}
-        for name, fields in TAKEN_OVER.items():
+        for name in ("run", "recipe"):
             group, saved = getattr(config, name), found[name]
+            inherited = flag_values(group, "must equal", "may change", "same images", "inherited")
             mine = {f for f in config.typed if getattr(group, f, None) != "auto"}
-            values = {field: saved[field] for field in fields if field not in mine}
+            values = {flag: saved[flag] for flag in inherited if flag not in mine}
             groups[name] = dataclasses.replace(group, **values)
     except (KeyError, TypeError) as error:
         raise CheckpointError(
@@ -251,7 +226,7 @@ class Opened:
     where: str = ""
 
 
-def open_run(config: TrainConfig, world: World, images: ImageData, found: Any) -> Opened:
+def open_run(config: ResolvedConfig, world: World, images: ImageData, found: Any) -> Opened:
     """Made or taken over by rank 0, on its machine; the other ranks go on once it stands.
 
     Args:
@@ -273,7 +248,7 @@ def open_run(config: TrainConfig, world: World, images: ImageData, found: Any) -
         "format": FORMAT,
         "digest": images.digest,
         "run": run,
-        "recipe": dataclasses.asdict(config.recipe),
+        "recipe": flag_values(config.recipe),
         "distribution": dataclasses.asdict(config.distribution)
         | {"backend": world.backend, "mixed_precision": world.precision},
     }
@@ -283,7 +258,7 @@ def open_run(config: TrainConfig, world: World, images: ImageData, found: Any) -
 
     def open_it() -> str:
         if found:
-            load_latest(opened, Path(found["path"]), config.recipe, images)
+            load_latest(opened, Path(found["path"]), config.recipe)
         else:
             opened.folder = create_run_folder(
                 config.run.run_dir, images.name, begin_again=config.run.resume == "auto"
@@ -295,7 +270,7 @@ def open_run(config: TrainConfig, world: World, images: ImageData, found: Any) -
     return opened
 
 
-def load_latest(opened: Opened, path: Path, recipe: Recipe, images: ImageData) -> None:
+def load_latest(opened: Opened, path: Path, recipe: ResolvedRecipe) -> None:
     """Locks the folder of a run that stands, and reads its newest whole checkpoint."""
     folder = lock_existing(path)
     try:
@@ -307,12 +282,10 @@ def load_latest(opened: Opened, path: Path, recipe: Recipe, images: ImageData) -
             raise CheckpointError(
                 f"{where}: is that of another step; remove it to use the one before"
             )
-        assert recipe.epochs
-        steps_per_epoch = recipe.steps_per_epoch(len(images.train_labels))
-        if step > recipe.epochs * steps_per_epoch:
+        if step > recipe.total_steps:
             raise UsageError(
                 f"--epochs {recipe.epochs}: the run is beyond them, at step {step}; ask for at"
-                f" least {-(-step // steps_per_epoch)}"
+                f" least {-(-step // recipe.steps_per_epoch)}"
             )
         folder.cut_metrics(content["metrics_lines"])
     except BaseException:
@@ -352,12 +325,12 @@ def refuse_uneven(recipe: Recipe, world_size: int, found: Any) -> None:
 
 def about(config: TrainConfig, world: World, run_id: str, digest: str) -> dict[str, Any]:
     """What a checkpoint says of its run beside the State; `world` holds what may change."""
-    flags = {**dataclasses.asdict(config.run), **dataclasses.asdict(config.recipe)}
-    named = {"--" + name.replace("_", "-"): value for name, value in flags.items()}
+    of_the_result: tuple[OnResume, ...] = ("must equal", "may change", "same images")
+    flags = flag_values(config.run, *of_the_result) | flag_values(config.recipe, *of_the_result)
     return {
         "format": FORMAT,
         "run_id": run_id,
-        "flags": {n: value for n, value in named.items() if n not in NOT_OF_THE_RESULT},
+        "flags": {flag_name(name): value for name, value in flags.items()},
         "digest": digest,
         "world": {
             "world size": world.accelerator.num_processes,
@@ -392,7 +365,8 @@ def changes(content: dict[str, Any], now: dict[str, Any], where: str) -> list[st
             content["state"][name]
         content["metrics_lines"], content["state"]["progress"]["step"]
         _refuse(content, now, where)
-        pairs = [(name, content["flags"].get(name), now["flags"][name]) for name in MAY_CHANGE]
+        may_change = names(Run, "may change") + names(Recipe, "may change")
+        pairs = [(name, content["flags"].get(name), now["flags"][name]) for name in may_change]
         world = now["world"]
         pairs += [(name, content["world"].get(name), world[name]) for name in world]
     except (KeyError, TypeError, AttributeError) as error:
@@ -401,6 +375,11 @@ def changes(content: dict[str, Any], now: dict[str, Any], where: str) -> list[st
         ) from error
     note = {"--epochs": " (another schedule of the rate from here on)"}
     return [f"{name} {a} -> {b}{note.get(name, '')}" for name, a, b in pairs if a != b]
+
+
+def names(group: type[Flags], on_resume: OnResume) -> list[str]:
+    """Return the flags with this policy, as typed."""
+    return [flag_name(field) for field in flag_fields(group, on_resume)]
 
 
 def _refuse_value(name: str, value: Any, saved: Any, where: str) -> None:
@@ -412,10 +391,8 @@ def _refuse(content: dict[str, Any], now: dict[str, Any], where: str) -> None:
     if content["digest"] != now["digest"]:
         dataset, was = now["flags"]["--dataset"], content["flags"]["--dataset"]
         raise _other_images(dataset, now["digest"], where, was, content["digest"])
-    for name, value in now["flags"].items():
-        if name in MAY_CHANGE or name == "--dataset":
-            continue
-        _refuse_value(name, value, content["flags"][name], where)
+    for name in names(Run, "must equal") + names(Recipe, "must equal"):
+        _refuse_value(name, now["flags"][name], content["flags"][name], where)
     was, is_now = content["world"]["--mixed-precision"], now["world"]["--mixed-precision"]
     if was != is_now and "fp64" in (was, is_now):
         raise CheckpointError(

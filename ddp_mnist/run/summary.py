@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 import os
 import shutil
@@ -17,28 +16,16 @@ import torch
 
 from ddp_mnist.cluster import hardware
 from ddp_mnist.cluster.world import World
-from ddp_mnist.config import TrainConfig
+from ddp_mnist.config import ResolvedConfig, TrainConfig
 from ddp_mnist.data.batches import ImageData
 from ddp_mnist.errors import FailedElsewhere, printable
-from ddp_mnist.flags import flag_name
+from ddp_mnist.flags import flag_fields, flag_name
 from ddp_mnist.run.console import Console, panel
 from ddp_mnist.run.environment import code_digest, git_commit, package_versions
 from ddp_mnist.run.evaluation import Metrics
 from ddp_mnist.run.folder import RunFolder
 from ddp_mnist.run.resume import FOLDER_KEY
 from ddp_mnist.run.state import State
-
-MAY_DIFFER = (
-    "dataset",  # a folder may lie elsewhere on each machine: the digest of what it holds is equal
-    "run_dir",
-    "resume",
-    "cache_dir",
-    "quiet",
-    "rank",
-    "local_rank",
-    "world_size",
-    "init_method",
-)
 
 
 def facts(config: TrainConfig, world: World, images: ImageData) -> dict[str, Any]:
@@ -47,8 +34,8 @@ def facts(config: TrainConfig, world: World, images: ImageData) -> dict[str, Any
     flags = {
         flag_name(field): getattr(group, field.name)
         for group in groups
-        for field in dataclasses.fields(group)
-        if field.name not in MAY_DIFFER
+        for field in flag_fields(group)
+        if not field.metadata["may_differ"]
     }
     return {
         **flags,
@@ -60,12 +47,11 @@ def facts(config: TrainConfig, world: World, images: ImageData) -> dict[str, Any
     }
 
 
-def plan(config: TrainConfig, world: World, images: ImageData, folder: Path | None) -> str:
+def plan(config: ResolvedConfig, world: World, images: ImageData, folder: Path | None) -> str:
     """The resolved run, before its first step."""
     recipe, size = config.recipe, world.accelerator.num_processes
-    assert recipe.epochs and recipe.batch_size and recipe.val_size is not None
-    train_rows = len(images.train_labels) - recipe.val_size
-    steps, left_out = divmod(train_rows, recipe.batch_size)
+    train_rows, steps = len(images.train_labels) - recipe.val_size, recipe.steps_per_epoch
+    left_out = train_rows - steps * recipe.batch_size
     share = recipe.batch_size // size // recipe.grad_accum
     parts = f" x {recipe.grad_accum} parts" if recipe.grad_accum > 1 else ""
     rest = f"; {left_out} images are left out, others in each epoch" if left_out else ""
@@ -77,7 +63,7 @@ def plan(config: TrainConfig, world: World, images: ImageData, folder: Path | No
         f" device {device(world)}, {count(world.threads, 'thread')} each,"
         f" precision {world.precision}",
         "batch": f"{recipe.batch_size} images a step = {count(size, 'process')}{parts} x {share}",
-        "steps": f"{recipe.epochs * steps:,} = {count(recipe.epochs, 'epoch')} x {steps:,}{rest}",
+        "steps": f"{recipe.total_steps:,} = {count(recipe.epochs, 'epoch')} x {steps:,}{rest}",
         "model": f"{recipe.model}, seed {config.run.seed}",
         "recipe": f"{recipe.preset}: {recipe.optimizer}, rate up to {recipe.lr:g} in the first"
         f" {recipe.warmup:.0%} of the steps, images {'' if recipe.augment else 'not '}augmented"
@@ -152,7 +138,7 @@ def duration(seconds: float) -> str:
 
 
 def summarise(
-    config: TrainConfig,
+    config: ResolvedConfig,
     world: World,
     images: ImageData,
     state: State,
@@ -165,7 +151,7 @@ def summarise(
     are those in training steps, of each rank in this part: the ranks of others were other ones.
     """
     progress = state.progress
-    batch_size, seconds = config.recipe.batch_size or 0, progress.train_seconds
+    batch_size, seconds = config.recipe.batch_size, progress.train_seconds
     began = progress.resumed_from[-1] if progress.resumed_from else 0
     part = (progress.step - began) * batch_size
     return {

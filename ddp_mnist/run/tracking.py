@@ -8,7 +8,6 @@ over each number holds up the steps.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,6 +16,7 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, filter_trackers, get_avail
 from ddp_mnist.cluster.world import World
 from ddp_mnist.config import TrainConfig
 from ddp_mnist.errors import UsageError, did_you_mean
+from ddp_mnist.flags import flag_values
 from ddp_mnist.run.console import Console
 from ddp_mnist.run.folder import RunFolder
 
@@ -68,7 +68,7 @@ def tracked(
         "mlflow": {"run_name": folder.path.name},
         "trackio": {"name": folder.path.name},
     }
-    settings = dataclasses.asdict(config.recipe) | {
+    settings = flag_values(config.recipe) | {
         "seed": config.run.seed,
         "dataset": config.run.dataset,
         "world_size": accelerator.num_processes,

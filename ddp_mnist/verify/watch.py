@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_mnist import train
 from ddp_mnist.cluster.launch import find_launch
-from ddp_mnist.config import Distribution, Recipe, Run, TrainConfig
+from ddp_mnist.config import Distribution, Recipe, ResolvedRecipe, Run, TrainConfig
 from ddp_mnist.data.batches import GlobalBatches, Rows, train_loader
 from ddp_mnist.run.folder import METRICS, MODEL
 
@@ -93,7 +93,7 @@ def watching(fault: str | None = None) -> Iterator[Seen]:
             batches.seed += int(os.environ.get("RANK", 0))
         return make_loader(WatchedRows(rows.images, rows.labels, rows.rows), batches)
 
-    def optimizer(net: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
+    def optimizer(net: nn.Module, recipe: ResolvedRecipe) -> torch.optim.Optimizer:
         nets.append(net)
         plant_into(net, fault)
         made = make_optimizer(net, recipe)
