@@ -36,7 +36,7 @@ from ddp_mnist.run import resume, summary, tracking
 from ddp_mnist.run import weights as weights_file
 from ddp_mnist.run.console import Console
 from ddp_mnist.run.evaluation import evaluate_split, import_metrics_meanwhile, prepare_split
-from ddp_mnist.run.folder import CONFIG, MODEL, SUMMARY
+from ddp_mnist.run.folder import CONFIG, MODEL, SUMMARY, RunFolder
 from ddp_mnist.run.meter import SyncSchedule, sum_up
 from ddp_mnist.run.profiling import StepProfiler, refuse_long_profile
 from ddp_mnist.run.state import State
@@ -52,6 +52,7 @@ def train(config: TrainConfig, launch: Launch) -> dict[str, Any]:
     # --- Meet the other processes, and agree on what to do, on data and configuration
     verbose = launch.rank == 0 and not config.run.quiet
     with (
+        RunFolder() as folder,
         Console(verbose, trains=not config.run.dry_run) as console,
         join_world(config.distribution, launch) as world,
         summary.told_elsewhere(world, verbose=not config.run.quiet),
@@ -66,11 +67,10 @@ def train(config: TrainConfig, launch: Launch) -> dict[str, Any]:
             if config.run.dry_run:
                 console.print(summary.plan(resolved, world, images, None))
                 return {}
-            opened = resume.open_run(resolved, world, images, found)  # every rank listens by now
+            opened = resume.open_run(resolved, world, images, found, folder)  # all listen
             with (
-                opened.folder.record_outcome(),
                 propagate_first_error(world.store),
-                tracking.tracked(resolved, opened.folder, world, console),
+                tracking.tracked(resolved, folder, world, console),
             ):
                 outcome = train_in(opened, resolved, world, images, console, stop)
                 world.store.barrier("trained", within_s=config.distribution.dist_timeout)

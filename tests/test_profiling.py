@@ -83,7 +83,7 @@ def test_steps_of_one_epoch_are_traced(
 
 def test_a_run_with_too_few_steps_left_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     accelerator: Any = SimpleNamespace(device=torch.device("cpu"))
-    profiler = StepProfiler(5, accelerator, RunFolder(None), Console(True))
+    profiler = StepProfiler(5, accelerator, RunFolder(), Console(True))
     profiler.plan(40, 15, 45)
     for step in range(41, 46):
         profiler.step(step)

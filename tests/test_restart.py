@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from ddp_mnist.run.folder import RunFolder, lock_folder, read_json, unlock
+from ddp_mnist.run.folder import lock_folder, read_json, to_json, unlock, write_atomically
 from ddp_mnist.verbs import restart
 from tests.commands import Started
 
@@ -225,7 +225,7 @@ def orphan(folder: Path) -> Iterator[threading.Event]:
 
     def go_on() -> None:
         if ends.wait(10):
-            RunFolder(folder).write_json("status.json", PREEMPTED)
+            write_atomically(folder / "status.json", to_json(PREEMPTED).encode())
         unlock(lock)
 
     thread = threading.Thread(target=go_on)

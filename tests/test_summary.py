@@ -110,7 +110,9 @@ def test_last_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "confusion": [[900 if c == label else 100 // 9 for c in range(10)] for label in range(10)],
     }
     monkeypatch.setattr("ddp_mnist.run.summary.program", lambda: "ddp-mnist")
-    assert summary.last_lines(outcome, RunFolder(tmp_path)).splitlines() == [
+    folder = RunFolder()
+    folder.path = tmp_path
+    assert summary.last_lines(outcome, folder).splitlines() == [
         "test accuracy 0.9912 on 10,000 images of mnist (88 wrong), loss 0.0346",
         "trained    12.3 s on 2 processes, 8,617 images/s; 15.7 s in all",
         f"written to {tmp_path}",
@@ -124,7 +126,7 @@ def test_last_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         changed = {**outcome, "test_accuracy": accuracy, "confusion": confusion}
         warned = "careful    that is hardly better than guessing; use a lower --lr, or"
-        assert (warned in summary.last_lines(changed, RunFolder(tmp_path))) is is_guessed
+        assert (warned in summary.last_lines(changed, folder)) is is_guessed
 
 
 def test_the_program_can_be_called_as_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,7 +81,7 @@ def shortened(
 
 
 def train_loop(config: ResolvedConfig, images: ImageData, world: World) -> float:
-    nowhere = Opened(RunFolder(None), {}, {}, goes_on=False)
+    nowhere = Opened(RunFolder(), {}, {}, goes_on=False)
     with listen(has_launcher=False) as stop:
         outcome = trainer.train_in(nowhere, config, world, images, Console(False), stop)
     return outcome["train_seconds"]

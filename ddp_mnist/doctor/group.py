@@ -360,7 +360,7 @@ def training(group: Group, options: Options) -> Iterator[CheckResult]:
     images = cache.load("digits", options.cache_dir)
     recipe = resolve_recipe(Recipe(epochs=EPOCHS), len(images.train_labels), group.size)
     config = ResolvedConfig(Run(dataset="digits", quiet=True), recipe=recipe)
-    nowhere = Opened(RunFolder(None), {}, {}, goes_on=False)
+    nowhere = Opened(RunFolder(), {}, {}, goes_on=False)
     with watching() as seen, listen(has_launcher=False) as stop:
         outcome = train.train_in(nowhere, config, group.world, images, Console(False), stop)
     group.world.accelerator.free_memory()

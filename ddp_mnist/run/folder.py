@@ -1,12 +1,13 @@
-"""The run folder: who may use it, and files that are replaced whole or not at all.
+"""The run folder: who may write it, how its run ended, and files that are replaced whole.
 
-One process writes it: the one that holds its lock, which the kernel takes back when that is killed.
+One process writes it, the one that holds its lock; the kernel frees the lock of a killed process.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import json
 import os
 import re
@@ -17,15 +18,17 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from ddp_mnist.errors import DdpMnistError, Preempted, StorageError, UsageError
+from ddp_mnist.errors import DdpMnistError, Preempted, StorageError, UsageError, reason
 
 CONFIG, METRICS, MODEL = "config.json", "metrics.jsonl", "model.safetensors"
 
 STATUS, SUMMARY, CHECKPOINTS, LOCK = "status.json", "summary.json", "checkpoints", ".lock"
 
+RUNS = Path("runs")  # where run folders are numbered
+
 LATEST = "latest"  # a link, beside the runs
 
-LEFTOVER = ".*.[0-9]*-[0-9]*.tmp"  # of a process that was killed as it wrote
+LEFTOVER = ".*.[0-9]*-[0-9]*.tmp"  # of a process that was killed while it wrote
 
 FIRST_STATUS: dict[str, Any] = {
     "state": "running",
@@ -37,53 +40,123 @@ FIRST_STATUS: dict[str, Any] = {
 
 
 class RunFolder:
-    """A run's files. Only rank 0 has one on disk; on other ranks every method does nothing.
+    """A run's files, and in status.json how the run ended, whatever ended it.
 
-    Args:
-        path: the folder, or None on ranks that do not write.
-        lock: this process's, if it has the folder to itself; released when the run has ended.
+    It has no place on disk until `create` or `open` gives it one, which only rank 0 does; without
+    a place every method does nothing. As a context manager it frees the folder at the end.
 
     Attributes:
+        path: the folder, or None.
         metrics_lines: how many lines of this run metrics.jsonl holds.
-        trackers: what else is told the metrics, see tracking.py.
-        warnings: what the person should know about the folder, in lines.
+        trackers: what the metrics are logged to as well, see tracking.py.
+        warnings: lines about the folder for the person.
     """
 
-    def __init__(self, path: str | Path | None, lock: FileLock | None = None) -> None:
-        self.path = Path(path) if path else None
-        self._lock = lock
+    def __init__(self) -> None:
+        self.path: Path | None = None
         self.metrics_lines = 0
         self.trackers: list[Any] = []
         self.warnings: list[str] = []
+        self._lock: FileLock | None = None
         self._status = dict(FIRST_STATUS)
+        self._began = False
+
+    def __enter__(self) -> RunFolder:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        """Record how the run ended, if it began, with the exit code it will have."""
+        try:
+            if not self._began:
+                return
+            if error is None:
+                self.status(state="finished", exit_code=0, phase="done")
+            elif isinstance(error, DdpMnistError):
+                state = "preempted" if isinstance(error, Preempted) else "failed"
+                self.record_outcome(state, error.code, str(error))
+            elif isinstance(error, KeyboardInterrupt):
+                self.record_outcome("failed", 130, "interrupted")
+            else:
+                self.record_outcome("failed", 1, repr(error))
+        finally:
+            self.release()
+
+    def create(
+        self, run_dir: str | None, dataset: str, root: Path = RUNS, begin_again: bool = False
+    ) -> None:
+        """Make and open `run_dir`, or else runs/<dataset>-<NNN> with the next free number.
+
+        To `begin_again` in the folder of a run that saved nothing is allowed.
+
+        Raises:
+            UsageError: the folder holds a run already, or another program's files.
+            StorageError: it cannot be made or written.
+        """
+        with storage_errors(Path(run_dir or root)):
+            path = reserve(dataset, root) if run_dir is None else without_link(Path(run_dir))
+        if path.absolute() == (root / LATEST).absolute():
+            raise UsageError(
+                f"--run-dir {run_dir}: is the name of the link to the run that began last; name"
+                " another folder, or leave it out"
+            )
+        with storage_errors(path):
+            path.mkdir(parents=True, exist_ok=True)
+        self.open(path)
+        refuse_other_content(path, begin_again)
+        self.cut_metrics(0)
+        if path.parent == root:
+            self._point_latest_here(path)
+        self.begin()
+
+    def open(self, path: Path) -> None:
+        """Lock the folder of a run, and remove what a killed process left half written there.
+
+        Raises:
+            UsageError: another process is writing it.
+            StorageError: it cannot be written.
+        """
+        self._lock, self.path = lock_folder(path), path
+        with storage_errors(path):
+            for leftover in [*path.glob(LEFTOVER), *(path / CHECKPOINTS).glob(LEFTOVER)]:
+                if leftover.is_file():
+                    leftover.unlink()
+
+    def begin(self) -> None:
+        """Write that the run is running. From now on its end is recorded; before, nothing is."""
+        self._began = True
+        self.status()
 
     @property
     def step(self) -> int:
-        """The last that this run is known to have taken."""
+        """The last optimizer step that the run is known to have taken."""
         return int(self._status["step"])
 
     def write_json(self, name: str, content: dict[str, Any]) -> None:
-        """Replaces the file atomically. Raises StorageError."""
-        # A path may hold bytes that are no UTF-8; backslashreplace makes them JSON's \udcXX.
-        self.write_bytes(name, to_json(content).encode(errors="backslashreplace"))
+        """Replace the file atomically. Raises StorageError."""
+        self.write_bytes(name, to_json(content).encode())
 
     def write_bytes(self, name: str, content: bytes) -> None:
-        """Replaces the file atomically. Raises StorageError."""
+        """Replace the file atomically. Raises StorageError."""
         if self.path:
             with storage_errors(self.path / name):
                 write_atomically(self.path / name, content)
 
     def status(self, **changes: Any) -> None:
-        """Replaces status.json: state, exit_code, phase, step, error."""
+        """Replace status.json, with changes of state, exit_code, phase, step or error."""
         self._status |= changes
         self.write_json(STATUS, self._status)
 
+    def record_outcome(self, state: str, exit_code: int, error: str) -> None:
+        """Write what ended the run to status.json, unless that fails too."""
+        with contextlib.suppress(StorageError):  # the first error is the one to report
+            self.status(state=state, exit_code=exit_code, error=error)
+
     def reached(self, step: int) -> None:
-        """What status.json will say when it is written next."""
+        """Note the step; status.json holds it when it is written next."""
         self._status["step"] = step
 
     def append_metrics(self, step: int, metrics: dict[str, Any]) -> None:
-        """One JSON object per line in metrics.jsonl, and the same to the trackers."""
+        """Append one JSON object as a line to metrics.jsonl, and log it to the trackers."""
         self.reached(step)
         if self.path:
             path = self.path / METRICS
@@ -94,121 +167,54 @@ class RunFolder:
             tracker.log(metrics, step)
 
     def cut_metrics(self, count: int) -> None:
-        """Takes off all but the first `count` lines: those of steps that are done again."""
+        """Cut off all but the first `count` lines: they are of steps that are done again."""
         self.metrics_lines = 0
         if self.path and (self.path / METRICS).exists():
             path = self.path / METRICS
             with storage_errors(path):
                 lines = path.read_bytes().splitlines(keepends=True)[:count]
-                kept = [
-                    line for line in lines if line.endswith(b"\n")
-                ]  # after a crash of the machine one may be torn
+                # A crash of the machine may have torn the last one.
+                kept = [line for line in lines if line.endswith(b"\n")]
                 os.truncate(path, sum(map(len, kept)))
             self.metrics_lines = len(kept)
 
-    @contextlib.contextmanager
-    def record_outcome(self) -> Iterator[None]:
-        """Whatever ends the block ends up in status.json, with the exit code it will have."""
-        try:
-            self.status()
-            yield
-            self.status(state="finished", exit_code=0, phase="done")
-        except Preempted as stop:
-            self.ended("preempted", stop.code, str(stop))
-            raise
-        except DdpMnistError as error:
-            self.ended("failed", error.code, str(error))
-            raise
-        except KeyboardInterrupt:
-            self.ended("failed", 130, "interrupted")
-            raise
-        except BaseException as error:
-            self.ended("failed", 1, repr(error))
-            raise
-        finally:
-            self.release()
-
     def release(self) -> None:
-        """Others may write the folder from now on."""
+        """Let other processes write the folder."""
         if self._lock:
             unlock(self._lock)
 
-    def ended(self, state: str, code: int, message: str) -> None:
-        with contextlib.suppress(StorageError):  # the first error is the one to be told
-            self.status(state=state, exit_code=code, error=message)
-
-
-def create_run_folder(
-    run_dir: str | None, dataset: str, root: Path = Path("runs"), begin_again: bool = False
-) -> RunFolder:
-    """Makes a new run folder: `run_dir`, else runs/<dataset>-<NNN> with the next free number.
-
-    The folder holds a status.json from then on, which makes it a run's. To `begin_again` in one
-    whose run saved nothing is allowed.
-
-    Raises:
-        UsageError: the folder holds a run already, or files of something else.
-        StorageError: it cannot be made or written.
-    """
-    with storage_errors(Path(run_dir or root)):
-        path = reserve(dataset, root) if run_dir is None else without_link(Path(run_dir))
-    if path.absolute() == (root / LATEST).absolute():
-        raise UsageError(
-            f"--run-dir {run_dir}: is the name of the link to the run that began last; name another"
-            " folder, or leave it out"
-        )
-    with storage_errors(path):
-        path.mkdir(parents=True, exist_ok=True)
-    _refuse_a_run(path, begin_again)
-    run = lock_existing(path)
-    try:
-        _refuse_a_run(path, begin_again)  # one that began and ended since
-        run.cut_metrics(0)
-        if path.parent == root:
-            run.warnings += _point_latest_to(path)
-        run.status()
-    except BaseException:
-        run.release()
-        raise
-    return run
-
-
-def lock_existing(path: Path) -> RunFolder:
-    """The folder of a run that has ended in whatever way, without what a killed one left half done.
-
-    Raises:
-        UsageError: another process is writing it.
-        StorageError: it cannot be written.
-    """
-    run = RunFolder(path, lock_folder(path))
-    try:
-        with storage_errors(path):
-            for leftover in [*path.glob(LEFTOVER), *(path / CHECKPOINTS).glob(LEFTOVER)]:
-                if leftover.is_file():
-                    leftover.unlink()
-    except StorageError:
-        run.release()
-        raise
-    return run
+    def _point_latest_here(self, path: Path) -> None:
+        """Make runs/latest a link to this run, or warn that it has to stay as it is."""
+        latest, link = path.with_name(LATEST), path.with_name(f".{LATEST}-{path.name}")
+        if latest.exists() and not latest.is_symlink():  # `scp -r` copies the link as a folder
+            self.warnings.append(
+                f"{latest}: is not a symlink and was left alone; move it away to let it point to"
+                f" {path}"
+            )
+            return
+        with storage_errors(link):
+            link.unlink(missing_ok=True)
+            link.symlink_to(path.name)
+            os.replace(link, latest)
 
 
 def without_link(path: Path) -> Path:
-    """What runs/latest leads to now, as it may lead elsewhere before a run has ended."""
+    """Return the folder that runs/latest points to now; another run may change the link."""
     return path.parent / path.readlink() if path.is_symlink() else path
 
 
-def _refuse_a_run(path: Path, begin_again: bool) -> None:
-    """Raises UsageError if the folder holds a run, or another program's files with a run's names.
+def refuse_other_content(path: Path, begin_again: bool) -> None:
+    """Raise UsageError if the folder holds a run, or another program's files with a run's names.
 
     To begin again is right if the run saved nothing.
     """
-    # A run's first file is status.json, so these are not a run's without it.
-    ours = (CONFIG, METRICS, MODEL, SUMMARY, CHECKPOINTS)
-    theirs = [name for name in ours if (path / name).exists()]
-    if theirs and not (path / STATUS).exists():
+    # A run's first file is status.json, so without it these belong to another program.
+    names = (CONFIG, METRICS, MODEL, SUMMARY, CHECKPOINTS)
+    foreign = [name for name in names if (path / name).exists()]
+    if foreign and not (path / STATUS).exists():
         raise UsageError(
             f"--run-dir {path}: holds files that are not of a run and would be written over"
-            f" ({', '.join(theirs)}); name another folder"
+            f" ({', '.join(foreign)}); name another folder"
         )
     saved_nothing = begin_again and not any((path / CHECKPOINTS).glob("step-*.pt"))
     if (path / STATUS).exists() and not saved_nothing:
@@ -218,33 +224,32 @@ def _refuse_a_run(path: Path, begin_again: bool) -> None:
         )
 
 
-def reserve(dataset: str, root: Path = Path("runs")) -> Path:
-    """Makes the empty folder runs/<dataset>-<NNN>, with the next free number.
+def reserve(dataset: str, root: Path = RUNS) -> Path:
+    """Make the empty folder runs/<dataset>-<NNN> with the next free number.
 
     Raises:
         StorageError: it cannot be made.
     """
+    stem = re.sub(r"[^A-Za-z0-9._-]+", "_", dataset)
+    pattern = re.compile(re.escape(stem) + r"-(\d+)")
     with storage_errors(root):
         root.mkdir(parents=True, exist_ok=True)
-        return _next_free(root, re.sub(r"[^A-Za-z0-9._-]+", "_", dataset))
-
-
-def _point_latest_to(path: Path) -> list[str]:
-    """Makes runs/latest a link to the run that began last; or returns why it stays as it is."""
-    latest, link = path.with_name(LATEST), path.with_name(f".{LATEST}-{path.name}")
-    if latest.exists() and not latest.is_symlink():  # made one by a copy, as `scp -r` makes it
-        return [
-            f"{latest}: is not a symlink and was left alone; move it away to let it point to {path}"
-        ]
-    with storage_errors(link):
-        link.unlink(missing_ok=True)
-        link.symlink_to(path.name)
-        os.replace(link, latest)
-    return []
+        taken = [int(m[1]) for path in root.iterdir() if (m := pattern.fullmatch(path.name))]
+        for number in itertools.count(max(taken, default=0) + 1):
+            path = root / f"{stem}-{number:03d}"
+            with contextlib.suppress(FileExistsError):  # another run took the number just now
+                path.mkdir()
+                break
+    return path
 
 
 def lock_folder(path: Path) -> FileLock:
-    """Raises UsageError if another process has it, StorageError if there can be no lock."""
+    """Return the lock, held.
+
+    Raises:
+        UsageError: another process holds it.
+        StorageError: the folder cannot be locked.
+    """
     lock = FileLock(path / LOCK, thread_local=False)
     with storage_errors(path):
         try:
@@ -258,17 +263,16 @@ def lock_folder(path: Path) -> FileLock:
 
 
 def unlock(lock: FileLock) -> None:
-    """The file goes while it is locked: whoever has it open then finds it gone, and retries."""
+    """Release the lock; its file goes first, so that who has it open finds it gone and retries."""
     with contextlib.suppress(OSError):
         Path(lock.lock_file).unlink()
     lock.release()
 
 
 def in_use(path: Path) -> bool:
-    """Whether a process is writing this run folder; True if that cannot be told.
+    """Return whether a process is writing this run folder; True if that cannot be found out.
 
-    The lock is tried through a file that is open for reading only, so that a run which belongs to
-    somebody else can be asked too. Nothing is written.
+    It writes nothing: the file is opened for reading only, so another user's run can be asked too.
     """
     try:
         with open(path / LOCK, "rb") as file:
@@ -280,32 +284,18 @@ def in_use(path: Path) -> bool:
     return False
 
 
-def _next_free(root: Path, stem: str) -> Path:
-    pattern = re.compile(re.escape(stem) + r"-(\d+)")
-    taken = [int(m[1]) for p in root.iterdir() if (m := pattern.fullmatch(p.name))]
-    number = max(taken, default=0)
-    while True:
-        number += 1
-        path = root / f"{stem}-{number:03d}"
-        with contextlib.suppress(FileExistsError):  # another run took the number just now
-            path.mkdir()
-            return path
-
-
 def to_json(content: dict[str, Any]) -> str:
-    """Indented, but a list of numbers stays on one line."""
-    text = json.dumps(content, indent=2, ensure_ascii=False)
-    # Only a list spread over lines begins so; a bracket in a text is followed by no line break.
-    lists = re.compile(r"\[\n\s*([^\[\]{}\"]+?)\s+\]")
-    return lists.sub(lambda m: "[" + re.sub(r"\s+", " ", m[1]) + "]", text) + "\n"
+    """Return the object as indented JSON, in ASCII, so that a path of any bytes can be written."""
+    return json.dumps(content, indent=2) + "\n"
 
 
 def read_json(path: Path) -> dict[str, Any]:
+    """Return the object in the file. Raises OSError or ValueError."""
     return json.loads(path.read_text(encoding="utf-8"))
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Readers see the old content or the new one, never a part; a crash of the machine included."""
+    """Write a file so that readers see the old content or the new one, also after a power cut."""
     # A signal's thread may write the same file as the main thread.
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
     try:
@@ -316,21 +306,20 @@ def write_atomically(path: Path, content: bytes) -> None:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-    if hasattr(os, "O_DIRECTORY"):  # not on Windows, which has no such call
-        folder = os.open(path.parent, os.O_DIRECTORY)
-        try:
-            os.fsync(folder)  # the new name is on the disk too
-        finally:
-            os.close(folder)
+    folder = os.open(path.parent, os.O_DIRECTORY)
+    try:
+        os.fsync(folder)  # the new name is on the disk too
+    finally:
+        os.close(folder)
 
 
 @contextlib.contextmanager
 def storage_errors(path: Path, flag: str = "--run-dir") -> Iterator[None]:
-    """An OSError becomes a StorageError; `flag` names the place."""
+    """Turn an OSError of the block into a StorageError that says which flag moves the place."""
     try:
         yield
     except OSError as error:
         raise StorageError(
-            f"{error.filename or path}: cannot be written ({error.strerror});"
+            f"{error.filename or path}: cannot be written ({reason(error)});"
             f" free space or mend permissions, or use another {flag}"
         ) from error

@@ -31,8 +31,6 @@ from ddp_mnist.run.folder import (
     STATUS,
     SUMMARY,
     RunFolder,
-    create_run_folder,
-    lock_existing,
     read_json,
     without_link,
 )
@@ -89,7 +87,7 @@ def give_up(opened: Opened) -> None:
     folder = opened.folder
     if folder.path is None:
         return
-    folder.ended("failed", 130, "interrupted twice")
+    folder.record_outcome("failed", 130, "interrupted twice")
     rest = "nothing is saved"
     if saved := checkpoint.newest_first(folder.path):
         rest = (
@@ -226,14 +224,17 @@ class Opened:
     where: str = ""
 
 
-def open_run(config: ResolvedConfig, world: World, images: ImageData, found: Any) -> Opened:
-    """Made or taken over by rank 0, on its machine; the other ranks go on once it stands.
+def open_run(
+    config: ResolvedConfig, world: World, images: ImageData, found: Any, folder: RunFolder
+) -> Opened:
+    """Create the run folder on rank 0's machine, or open it; other ranks go on once it stands.
 
     Args:
         config: resolved.
         world: the processes.
         images: the data.
         found: what `find` told, on every rank.
+        folder: without a place; rank 0 gives it one.
 
     Raises:
         UsageError: the folder holds a run, another process is writing it, or fewer epochs are
@@ -252,18 +253,15 @@ def open_run(config: ResolvedConfig, world: World, images: ImageData, found: Any
         "distribution": dataclasses.asdict(config.distribution)
         | {"backend": world.backend, "mixed_precision": world.precision},
     }
-    opened = Opened(
-        RunFolder(None), resolved, about(config, world, run_id, images.digest), bool(found)
-    )
+    opened = Opened(folder, resolved, about(config, world, run_id, images.digest), bool(found))
 
     def open_it() -> str:
         if found:
             load_latest(opened, Path(found["path"]), config.recipe)
         else:
-            opened.folder = create_run_folder(
-                config.run.run_dir, images.name, begin_again=config.run.resume == "auto"
-            )
-        return str(opened.folder.path)
+            begin_again = config.run.resume == "auto"
+            folder.create(config.run.run_dir, images.name, begin_again=begin_again)
+        return str(folder.path)
 
     opened.where = world.store.broadcast_from_rank0(FOLDER_KEY, open_it)
     run |= {"run_dir": opened.where, "resume": None}
@@ -272,27 +270,21 @@ def open_run(config: ResolvedConfig, world: World, images: ImageData, found: Any
 
 def load_latest(opened: Opened, path: Path, recipe: ResolvedRecipe) -> None:
     """Locks the folder of a run that stands, and reads its newest whole checkpoint."""
-    folder = lock_existing(path)
-    try:
-        opened.checkpoint, step, opened.warnings = checkpoint.read_newest(path)
-        where = f"step {step} of {path}"
-        content = checkpoint.from_bytes(opened.checkpoint, where)
-        opened.changed = changes(content, opened.about, where)
-        if content["state"]["progress"]["step"] != step:
-            raise CheckpointError(
-                f"{where}: is that of another step; remove it to use the one before"
-            )
-        if step > recipe.total_steps:
-            raise UsageError(
-                f"--epochs {recipe.epochs}: the run is beyond them, at step {step}; ask for at"
-                f" least {-(-step // recipe.steps_per_epoch)}"
-            )
-        folder.cut_metrics(content["metrics_lines"])
-    except BaseException:
-        folder.release()
-        raise
-    folder.reached(step)
-    opened.folder = folder
+    opened.folder.open(path)
+    opened.checkpoint, step, opened.warnings = checkpoint.read_newest(path)
+    where = f"step {step} of {path}"
+    content = checkpoint.from_bytes(opened.checkpoint, where)
+    opened.changed = changes(content, opened.about, where)
+    if content["state"]["progress"]["step"] != step:
+        raise CheckpointError(f"{where}: is that of another step; remove it to use the one before")
+    if step > recipe.total_steps:
+        raise UsageError(
+            f"--epochs {recipe.epochs}: the run is beyond them, at step {step}; ask for at"
+            f" least {-(-step // recipe.steps_per_epoch)}"
+        )
+    opened.folder.cut_metrics(content["metrics_lines"])
+    opened.folder.reached(step)
+    opened.folder.begin()
 
 
 def refuse_other_images(dataset: str, digest: str, found: Any) -> None:
