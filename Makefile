@@ -35,8 +35,8 @@ $(foreach name,DATASET EPOCHS LR MODEL SEED,$(if $(filter command,$(firstword $(
 $(error $(name)=$($(name)): is a flag, not a variable; make train ARGS="--$(shell echo $(name) | tr A-Z a-z) $($(name))")))
 
 .DEFAULT_GOAL := help
-.PHONY: help venv train train-single train-multi train-multinode evaluate report doctor verify bench test \
-	soak check fmt gpu-check clean
+.PHONY: help venv train train-single train-multi train-multinode evaluate report doctor verify bench \
+	test test-system soak check fmt gpu-check clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -98,8 +98,11 @@ verify: $(READY) ## Prove here that N processes train as one, resume exactly, co
 bench: $(READY) ## How fast it is here: BENCH=loop, scaling, startup ... (ddp-mnist bench --help)
 	@$(PY) -m ddp_mnist bench $(BENCH) --dataset auto $(ARGS)
 
-test: $(READY) ## Run the tests (about 7 minutes on 2 cores, no network)
+test: $(READY) ## Run the tests (about 3 minutes on 2 cores, no network)
 	@$(PY) -m pytest -n 2 --dist loadfile $(ARGS)
+
+test-system: $(READY) ## Run those of launchers, recipes, networks and documents (about 2 minutes)
+	@$(PY) -m pytest -n 2 --dist loadfile -m "system and not soak and not gpu" $(ARGS)
 
 soak: $(READY) ## Run the long tests (under an hour); CHAOS=200 hits that many runs at random
 	@CHAOS=$(CHAOS) $(PY) -m pytest -m soak -n 2 --timeout 3600 $(ARGS)

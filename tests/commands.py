@@ -1,10 +1,12 @@
-"""Commands as a person types them, in a folder of their own."""
+"""Commands as a person types them, each in a folder of its own."""
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +15,18 @@ CONFIGS = REPOSITORY / "accelerate_configs"
 TRAIN = ["-m", "ddp_mnist", "train"]
 TORCHRUN = ["-m", "torch.distributed.run"]
 ACCELERATE = ["-m", "accelerate.commands.launch", "--main_process_port", "0", "--config_file"]
+MAKE = ["make", "--no-print-directory", f"PYTHON={sys.executable}", "VENV="]
+# 45 steps in float64, of the net that needs the least time: starting is what is tested with it.
+PROOF = "--dataset digits --model mlp --epochs 3 --batch-size 72 --mixed-precision fp64"
+PROOF += " --log-every 1 --run-dir"
+
+
+def proof(run: Path, *more: str) -> list[str]:
+    """Return the arguments of the run that every way of starting has to repeat."""
+    return [*TRAIN, *PROOF.split(), str(run), *more]
+
+
+# --- Commands of this test
 
 
 @dataclass
@@ -62,3 +76,47 @@ def python(
     *arguments: str, folder: Path, variables: dict[str, str] | None = None, timeout_s: float = 120
 ) -> Ended:
     return Started(list(arguments), folder, variables).ended(timeout_s)
+
+
+def all_succeed(started: list[Started]) -> list[Ended]:
+    """Wait for each, which has to end with code 0 and nothing on stderr."""
+    ended = [each.ended() for each in started]
+    assert [(each.code, each.err) for each in ended] == [(0, "")] * len(ended)
+    return ended
+
+
+# --- Commands of the documents
+
+
+@dataclass(frozen=True)
+class Fence:
+    """A block of code in a page; `mark` is the word behind its language."""
+
+    page: Path
+    line: int
+    language: str
+    mark: str
+    body: str
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.line}"
+
+
+def fences_of(page: Path) -> list[Fence]:
+    text = (REPOSITORY / page).read_text(encoding="utf-8")
+    found = re.finditer(r"^```(\S*) *(.*?)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    return [Fence(page, text.count("\n", 0, m.start()) + 1, m[1], m[2], m[3]) for m in found]
+
+
+def shell(script: str, folder: Path, timeout_s: float = 120) -> Ended:
+    """Run a script in `folder`, as a person would in a clone with its environment activated."""
+    for name in ("ddp_mnist", "accelerate_configs", "Makefile", "pyproject.toml", "deploy"):
+        (folder / name).symlink_to(REPOSITORY / name)
+    variables = {
+        "PATH": os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]]),
+        "MAKEFLAGS": f"PYTHON={sys.executable} VENV=",
+        "PYTHONPATH": str(folder),
+        "OMP_NUM_THREADS": "1",  # else torchrun remarks that it sets it
+    }
+    command = ["bash", "-e", "-o", "pipefail", "-c", script]
+    return Started(command, folder, variables, program=None).ended(timeout_s)

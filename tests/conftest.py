@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import tempfile
 from collections import Counter
+from collections.abc import Callable
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ import pytest
 from filelock import FileLock
 
 import ddp_mnist  # noqa: F401  # sets what has to stand before a test loads torch
-from tests.commands import python
+from tests.commands import TRAIN, proof, python
+
+Maker = Callable[[Path], None]
 
 LAUNCHER_PREFIXES = ("SLURM_", "ACCELERATE_", "TORCHELASTIC_", "OMPI_", "PMI_", "DDP_MNIST_CACHE")
 # `make test VENV=` would reach the makes that tests start
@@ -25,19 +28,19 @@ os.environ.update(HF_HUB_OFFLINE="1", HF_HOME=HUGGINGFACE.name)
 os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # as the command line sets it
 
 LONGEST = (
-    *("test_docs.py", "test_launchers.py", "test_deploy.py", "test_faults.py", "test_report.py"),
-    *("test_resume.py", "test_multinode.py", "test_train.py", "test_predict.py"),
+    *("test_docs.py", "test_launchers.py", "test_gpu_standin.py", "test_networks.py"),
+    *("test_faults.py", "test_report.py", "test_resume.py", "test_train.py", "test_predict.py"),
 )
 
 
-def asked_for(marker: str, config: pytest.Config) -> bool:
+def is_requested(marker: str, config: pytest.Config) -> bool:
     expression = config.option.markexpr or ""
     return marker in expression and f"not {marker}" not in expression
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """On a machine with GPUs the tests are the same, on its CPU, but for those that ask for one."""
-    if not asked_for("gpu", config):
+    """On a machine with GPUs the tests are the same, on its CPU, but for those that request one."""
+    if not is_requested("gpu", config):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
@@ -48,7 +51,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     """After the long tests: how often each fault was tried, and how often we held."""
-    if not asked_for("soak", config):
+    if not is_requested("soak", config):
         return
     tried: Counter[str] = Counter()
     held: Counter[str] = Counter()
@@ -99,17 +102,45 @@ def mnist() -> Path:
 
 
 @pytest.fixture(scope="session")
-def mnist_run(mnist: Path, worker_id: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A default run on the real MNIST, one for all workers; out.txt has what it printed."""
+def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Maker], Path]:
+    """Return a function that makes a folder of results, once for all workers."""
     base = tmp_path_factory.getbasetemp()
-    folder = (base if worker_id == "master" else base.parent) / "default"
-    with FileLock(f"{folder}.lock"):
-        folder.mkdir(exist_ok=True)
-        if not (folder / "out.txt").exists():
-            ended = python("-m", "ddp_mnist", "train", "--dataset", str(mnist), folder=folder)
-            assert ended.code == 0, ended.err
-            (folder / "out.txt").write_text(ended.out)
+    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+    def make_once(name: str, make: Maker) -> Path:
+        folder = base / name
+        with FileLock(f"{folder}.lock"):
+            if not (folder / "made").exists():
+                folder.mkdir(exist_ok=True)
+                make(folder)
+                (folder / "made").touch()
+        return folder
+
+    return make_once
+
+
+@pytest.fixture(scope="session")
+def mnist_run(mnist: Path, once: Callable[[str, Maker], Path]) -> Path:
+    """Return a default run on the real MNIST; out.txt has what it printed."""
+
+    def make(folder: Path) -> None:
+        ended = python(*TRAIN, "--dataset", str(mnist), folder=folder)
+        assert ended.code == 0, ended.err
+        (folder / "out.txt").write_text(ended.out)
+
+    folder = once("default", make)
     from ddp_mnist.data import cache
 
     cache.load(str(mnist))  # into this worker's cache
     return folder / "runs" / "mnist-001"
+
+
+@pytest.fixture(scope="session")
+def alone(once: Callable[[str, Maker], Path]) -> Path:
+    """Return the run of one process that every other way of starting has to equal."""
+
+    def make(folder: Path) -> None:
+        ended = python(*proof(folder / "run"), folder=folder)
+        assert (ended.code, ended.err) == (0, "")
+
+    return once("alone", make) / "run"

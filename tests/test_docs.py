@@ -1,25 +1,23 @@
 """What the documents tell people to type works, what they quote is in the code, no link is dead.
 
 A fence may have a mark behind its language. If it names what the commands need (gpu, slurm, hub,
-network, hosts, a person's own images, minutes), they are parsed only. All others are run, in the
-order of their page, and end with 0.
+network, hosts, a person's own images, minutes), they are parsed only. `proof` is run by
+test_launchers.py, which compares the result. All others are run here, in the order of their page,
+and end with 0.
 """
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
-import sys
-import sysconfig
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from ddp_mnist.cluster.local import free_port
-from tests.commands import REPOSITORY
+from tests.commands import REPOSITORY, TRAIN, Fence, fences_of, python, shell
+
+pytestmark = pytest.mark.system
 
 NEEDS = ("gpu", "slurm", "hub", "network", "hosts", "images", "minutes")
 PAGES = sorted(
@@ -30,66 +28,30 @@ PAGES = sorted(
 LANGUAGES = ("sh", "python", "text", "diff", "mermaid")
 
 
-@dataclass(frozen=True)
-class Fence:
-    """A block of code in a page."""
-
-    page: Path
-    line: int
-    language: str
-    mark: str
-    body: str
-
-    def __str__(self) -> str:
-        return f"{self.page}:{self.line}"
-
-
-def fences_of(page: Path) -> list[Fence]:
-    text = (REPOSITORY / page).read_text(encoding="utf-8")
-    found = re.finditer(r"^```(\S*) *(.*?)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
-    return [Fence(page, text.count("\n", 0, m.start()) + 1, m[1], m[2], m[3]) for m in found]
-
-
 FENCES = [fence for page in PAGES for fence in fences_of(page)]
-RUN = [fence for fence in FENCES if fence.language == "sh" and fence.mark not in NEEDS]
+RUN = [fence for fence in FENCES if fence.language == "sh" and not fence.mark]
 
 
 def test_the_pages_are_there() -> None:
     names = {str(page) for page in PAGES}
     assert {"README.md", "README.zh-CN.md", "CONTRIBUTING.md", "docs/guide.md"} <= names
-    assert len(RUN) >= 12
+    assert len(RUN) >= 6
 
 
 @pytest.mark.parametrize("fence", FENCES, ids=str)
 def test_a_fence_says_what_it_is(fence: Fence) -> None:
     assert fence.language in LANGUAGES
     if fence.language == "sh":
-        assert fence.mark in ("", *NEEDS)
+        assert fence.mark in ("", "proof", *NEEDS)
         subprocess.run(["bash", "-n"], input=fence.body, text=True, check=True)
 
 
-@pytest.mark.timeout(600)  # the guide has twenty commands, each of which starts Python
 @pytest.mark.parametrize("page", [p for p in PAGES if any(f.page == p for f in RUN)], ids=str)
 def test_what_a_page_tells_to_type_works(page: Path, tmp_path: Path) -> None:
-    for name in ("ddp_mnist", "accelerate_configs", "Makefile", "pyproject.toml", "deploy"):
-        (tmp_path / name).symlink_to(REPOSITORY / name)
-    path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])
-    # `make` takes this environment, as it would its own
-    makeflags = f"PYTHON={sys.executable} VENV="
-    variables = {"PATH": path, "MAKEFLAGS": makeflags, "PYTHONPATH": str(tmp_path)}
-    ports = {port: str(free_port()) for port in ("29500", "29501")}
-    # In one shell, as a person types them: what a block exports reaches the blocks after it.
+    """In one shell, as a person types it: what a block exports reaches the blocks after it."""
     blocks = [f"echo '# {fence}' >&2\n{fence.body}" for fence in RUN if fence.page == page]
-    script = re.sub("29500|29501", lambda match: ports[match[0]], "".join(blocks))
-    done = subprocess.run(
-        ["bash", "-e", "-o", "pipefail", "-c", script],
-        cwd=tmp_path,
-        env={**os.environ, **variables},
-        capture_output=True,
-        text=True,
-        timeout=590,
-    )
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    ended = shell("".join(blocks), tmp_path, timeout_s=270)
+    assert ended.code == 0, f"{ended.out}\n{ended.err}"
 
 
 def test_what_a_page_quotes_is_in_the_code() -> None:
@@ -119,24 +81,15 @@ def test_the_edits_for_ones_own_trainer_work(tmp_path: Path) -> None:
         hunk = "".join(line if line != "\n" else " \n" for line in hunk.splitlines(keepends=True))
         file.write_text(patched(file.read_text(), hunk))
 
-    def ddp_mnist(*words: str) -> str:
-        done = subprocess.run(
-            [sys.executable, "-m", "ddp_mnist", *words, "--model", "linear"],
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(tmp_path)},
-            capture_output=True,
-            text=True,
-            timeout=100,
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    accuracy = re.search(
-        r"test accuracy (0\.\d+)", ddp_mnist("train", "--dataset", "digits", "--epochs", "5")
-    )
-    assert accuracy
+    here = {"PYTHONPATH": str(tmp_path)}
+    train = [*TRAIN, "--model", "linear", "--dataset", "digits", "--epochs", "5"]
+    ended = python(*train, folder=tmp_path, variables=here)
+    accuracy = re.search(r"test accuracy (0\.\d+)", ended.out)
+    assert accuracy, ended.err
     assert float(accuracy[1]) > 0.8
-    assert "all 10 checks passed" in ddp_mnist("verify", "--processes", "2")
+    verify = ["-m", "ddp_mnist", "verify", "--model", "linear", "--processes", "2"]
+    ended = python(*verify, folder=tmp_path, variables=here)
+    assert "all 10 checks passed" in ended.out, ended.out + ended.err
 
 
 def anchor(heading: str) -> str:

@@ -1,119 +1,90 @@
-"""Every way of starting, with the real launchers: one training, and always the same."""
+"""Every way of starting, with the real launchers: one training, and always the same.
+
+The guide's own lines are among them: a fence marked `proof` is run here, with the proof's flags.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from ddp_mnist.cluster.local import free_port
 from ddp_mnist.run.folder import read_json
-from ddp_mnist.verify.watch import largest_difference, weights_of
-from tests.commands import ACCELERATE, CONFIGS, REPOSITORY, TORCHRUN, TRAIN, Started, python
+from tests.commands import (
+    ACCELERATE,
+    CONFIGS,
+    PROOF,
+    REPOSITORY,
+    TORCHRUN,
+    TRAIN,
+    Ended,
+    Fence,
+    Started,
+    all_succeed,
+    fences_of,
+    proof,
+    python,
+    shell,
+)
+from tests.training import check_equal
 
-# 45 steps in float64, of the net that needs the least time: launching is what is tested here.
-PROOF = "--dataset digits --model mlp --epochs 3 --batch-size 72 --mixed-precision fp64"
-PROOF += " --log-every 1 --run-dir"
+pytestmark = pytest.mark.system
+
 # torchrun remarks that it sets OMP_NUM_THREADS, torch.distributed.launch that it is deprecated
 HUSH = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore::FutureWarning"}
 LAUNCH = ["-m", "torch.distributed.launch"]
+GUIDE = [fence for fence in fences_of(Path("docs/guide.md")) if fence.mark == "proof"]
+TRAININGS = {fence.body.split()[0]: fence for fence in GUIDE if "evaluate" not in fence.body}
 
 
-def proof(run: Path, *more: str) -> list[str]:
-    return [*TRAIN, *PROOF.split(), str(run), *more]
+def run_fence(fence: Fence, folder: Path, written: str, instead: str) -> Ended:
+    """Run the lines of a fence on free ports, with `instead` for its flags as they are written."""
+    ports = {port: str(free_port()) for port in ("29500", "29501")}
+    script = re.sub("29500|29501", lambda match: ports[match[0]], fence.body)
+    script, replaced = re.subn(written, instead, script)
+    assert replaced == script.count("ddp_mnist") or script.startswith("make")
+    return shell(script, folder)
 
 
-def metrics(run: Path) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if "loss" in line]
+# --- One training, whatever starts it
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Plain python, one process: what every launcher has to equal."""
-    run = tmp_path_factory.mktemp("alone") / "run"
-    ended = python(*proof(run), folder=run.parent)
-    assert (ended.code, ended.err) == (0, ""), ended.err
-    assert read_json(run / "summary.json")["backend"] == "none"
-    return run
+def test_the_guide_shows_each_way_of_starting() -> None:
+    ways = {"torchrun", "python", "MASTER_ADDR=127.0.0.1", "accelerate", "make"}
+    assert set(TRAININGS) == ways
+    assert len(GUIDE) == len(ways) + 1  # and an evaluation
 
 
-def check_equal(run: Path, alone: Path, world_size: int, num_machines: int = 1) -> None:
-    summary = read_json(run / "summary.json")
-    assert summary["world_size"] == world_size
-    assert summary["num_machines"] == num_machines
-    assert summary["backend"] == "gloo"
-    assert summary["test_count"] == 360
-    ours, theirs = metrics(run), metrics(alone)
-    assert len(ours) == 45
-    assert [line["lr"] for line in ours] == [line["lr"] for line in theirs]
-    # equal losses at every step: the same images were seen
-    expected = [line["loss"] for line in theirs]
-    assert [line["loss"] for line in ours] == pytest.approx(expected, rel=1e-9)
-    assert largest_difference(weights_of(run), weights_of(alone)) < 1e-9
-
-
-def test_torchrun_with_three(alone: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    arguments = [*TORCHRUN, "--standalone", "--nproc-per-node", "3", *proof(run)]
-    ended = python(*arguments, folder=tmp_path, variables=HUSH)
+@pytest.mark.parametrize("way", TRAININGS)
+def test_the_guides_own_line(way: str, alone: Path, tmp_path: Path) -> None:
+    flags = rf"{PROOF} {tmp_path / 'run'}"
+    ended = run_fence(TRAININGS[way], tmp_path, r"--dataset digits(?: --epochs \d)?", flags)
     assert (ended.code, ended.err) == (0, "")
-    check_equal(run, alone, 3)
+    check_equal(tmp_path / "run", alone, 2, num_machines=2 if way == "make" else 1)
+    if way == "make":
+        assert ended.out.splitlines()[0].startswith("REHEARSAL: two nodes on this machine")
+        assert ended.out.count("--machine_rank 0") == ended.out.count("--machine_rank 1") == 1
 
 
-def test_torch_distributed_launch_with_two(alone: Path, tmp_path: Path) -> None:
+def test_torch_distributed_launch_with_three(alone: Path, tmp_path: Path) -> None:
     """It puts --local-rank=N before the verb."""
-    run = tmp_path / "run"
-    port = str(free_port())
-    arguments = [*LAUNCH, "--nproc-per-node", "2", "--master-port", port, *proof(run)]
-    ended = python(*arguments, folder=tmp_path, variables=HUSH)
-    assert (ended.code, ended.err) == (0, "")
-    check_equal(run, alone, 2)
-
-
-def test_accelerate_multi_cpu(alone: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    arguments = [*ACCELERATE, str(CONFIGS / "multi_cpu.yaml"), *proof(run)]
-    ended = python(*arguments, folder=tmp_path)
-    assert (ended.code, ended.err) == (0, "")
-    check_equal(run, alone, 2)
+    arguments = [*LAUNCH, "--nproc-per-node", "3", "--master-port", str(free_port())]
+    all_succeed([Started([*arguments, *proof(tmp_path / "run")], tmp_path, HUSH)])
+    check_equal(tmp_path / "run", alone, 3)
 
 
 def test_the_file_as_tutorials_start_it(alone: Path, tmp_path: Path) -> None:
-    """`torchrun train.py`, and `python -m ddp_mnist.train`."""
-    two = [*TORCHRUN, "--standalone", "--nproc-per-node", "2"]
-    script = str(REPOSITORY / "ddp_mnist" / "train.py")
-    runs = {"module": ["-m", "ddp_mnist.train"], "script": [*two, script]}
-    started = {
-        name: Started([*command, *proof(tmp_path / name)[len(TRAIN) :]], tmp_path, HUSH)
-        for name, command in runs.items()
-    }
-    for name, each in started.items():
-        ended = each.ended()
-        assert (ended.code, ended.err) == (0, ""), name
-        assert "test accuracy" in ended.out
-    check_equal(tmp_path / "script", alone, 2)
-    assert largest_difference(weights_of(tmp_path / "module"), weights_of(alone)) < 1e-9
-
-
-def test_one_command_per_process_over_tcp(alone: Path, tmp_path: Path) -> None:
-    run, address = tmp_path / "run", f"tcp://127.0.0.1:{free_port()}"
-    started = [
-        Started(
-            proof(run, "--init-method", address, "--rank", str(rank), "--world-size", "2"), tmp_path
-        )
-        for rank in (1, 0)
-    ]
-    for each in started:
-        ended = each.ended()
-        assert (ended.code, ended.err) == (0, "")
-    check_equal(run, alone, 2)
+    """`torchrun train.py`: the script begins anew as a module, under the launcher's variables."""
+    script = [str(REPOSITORY / "ddp_mnist" / "train.py"), *proof(tmp_path / "run")[len(TRAIN) :]]
+    arguments = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", *script]
+    all_succeed([Started(arguments, tmp_path, HUSH)])
+    check_equal(tmp_path / "run", alone, 2)
 
 
 def test_variables_as_srun_sets_them(alone: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
     shared = {
         "SLURM_JOB_ID": str(free_port()),
         "SLURM_STEP_ID": "0",
@@ -122,95 +93,52 @@ def test_variables_as_srun_sets_them(alone: Path, tmp_path: Path) -> None:
         "SLURM_NNODES": "2",
         "SLURM_STEP_NUM_NODES": "2",
         "SLURM_JOB_NODELIST": "localhost",
+        "SLURM_LOCALID": "0",
     }
-    started = [
-        Started(proof(run), tmp_path, {**shared, "SLURM_PROCID": rank, "SLURM_LOCALID": "0"})
-        for rank in ("0", "1")
-    ]
-    for each in started:
-        ended = each.ended()
-        assert (ended.code, ended.err) == (0, "")
-    check_equal(run, alone, 2, num_machines=2)
+    tasks = [{**shared, "SLURM_PROCID": rank} for rank in ("0", "1")]
+    all_succeed([Started(proof(tmp_path / "run"), tmp_path, task) for task in tasks])
+    check_equal(tmp_path / "run", alone, 2, num_machines=2)
 
 
-def test_variables_set_by_hand(alone: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
-    started = [Started(proof(run), tmp_path, {**shared, "RANK": rank}) for rank in ("0", "1")]
-    for each in started:
-        ended = each.ended()
-        assert (ended.code, ended.err) == (0, "")
-    check_equal(run, alone, 2)
+def test_evaluate_under_a_launcher_equals_the_summary(alone: Path, tmp_path: Path) -> None:
+    """On three processes, which the 360 images and the batches do not come out even for."""
+    [fence] = [fence for fence in GUIDE if "evaluate" in fence.body]
+    ended = run_fence(fence, tmp_path, "runs/latest", f"{alone} --json")
+    assert ended.code == 0, ended.err
+    found, summary = json.loads(ended.out), read_json(alone / "summary.json")
+    assert (found["world_size"], found["count"]) == (3, 360)
+    assert found["confusion"] == summary["confusion"]
+    assert found["loss"] == pytest.approx(summary["test_loss"], rel=1e-12)
 
 
-def test_accelerate_cpu_is_one_process(tmp_path: Path) -> None:
-    arguments = [*ACCELERATE, str(CONFIGS / "cpu.yaml"), *TRAIN, "--dataset", "digits"]
-    ended = python(*arguments, "--epochs", "1", "--run-dir", "run", folder=tmp_path)
-    assert ended.code == 0
-    summary = read_json(tmp_path / "run" / "summary.json")
-    assert (summary["world_size"], summary["backend"], summary["precision"]) == (1, "none", "no")
+# --- What would train alone, and is refused
 
 
-@pytest.mark.parametrize(
-    ("config", "instead"),
-    [
-        ("single_gpu.yaml", "cpu.yaml"),
-        ("multi_gpu.yaml", "multi_cpu.yaml"),
-        ("multi_node.yaml", "multi_node_cpu.yaml"),
-    ],
-)
-def test_gpu_configs_without_a_gpu(config: str, instead: str, tmp_path: Path) -> None:
-    """No two lone trainers: one line that names the config to use."""
-    hidden = {"CUDA_VISIBLE_DEVICES": "-1"}
-    here = ["--num_processes", "2", "--main_process_ip", "127.0.0.1", "--main_process_port"]
-    nodes: list[list[str]] = [[]]
-    if config == "multi_node.yaml":
-        port = str(free_port())
-        nodes = [[*here, port, "--machine_rank", rank] for rank in ("0", "1")]
-    started = [
-        Started([*ACCELERATE, str(CONFIGS / config), *node, *TRAIN], tmp_path, hidden)
-        for node in nodes
-    ]
-    for each in started:
-        ended = each.ended()
-        assert ended.code == 1  # accelerate's own; the line has ours
-        [line] = ended.error_lines
-        assert line.endswith(f"use --config_file accelerate_configs/{instead} (code 2)")
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_accelerates_cpu_flag_that_starts_one_process_for_two(tmp_path: Path) -> None:
-    arguments = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", *TRAIN]
-    ended = python(*arguments, folder=tmp_path)
+def test_a_gpu_configuration_without_a_gpu(tmp_path: Path) -> None:
+    """No two lone trainers: one line that names the config to use. test_gpu_standin has them all."""
+    arguments = [*ACCELERATE, str(CONFIGS / "multi_gpu.yaml"), *TRAIN]
+    ended = python(*arguments, folder=tmp_path, variables={"CUDA_VISIBLE_DEVICES": "-1"})
+    assert ended.code == 1  # accelerate's own; the line has ours
     [line] = ended.error_lines
-    assert "MASTER_ADDR=127.0.0.1: is set, but accelerate launch started one process" in line
-    assert line.endswith("(code 2)")
+    assert line.endswith("use --config_file accelerate_configs/multi_cpu.yaml (code 2)")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_fault_23_nobody_else_comes(tmp_path: Path) -> None:
-    """The second kind of loner: WORLD_SIZE=2 and one process."""
+def test_fault_23_two_kinds_of_loners(tmp_path: Path) -> None:
+    """accelerate's --cpu starts one process for two; WORLD_SIZE=2, and nobody else comes."""
+    launch = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", *TRAIN]
     variables = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     variables["MASTER_PORT"] = str(free_port())
-    arguments = [*TRAIN, "--dataset", "digits", "--dist-timeout", "2"]
-    ended = python(*arguments, folder=tmp_path, variables=variables, timeout_s=20)
-    assert ended.code == 6
-    [line] = ended.err.splitlines()
+    lonely = [*TRAIN, "--dataset", "digits", "--dist-timeout", "2"]
+    both = [Started(launch, tmp_path), Started(lonely, tmp_path, variables)]
+    one_for_two, nobody_else = (started.ended(60) for started in both)
+    [line] = one_for_two.error_lines
+    assert "MASTER_ADDR=127.0.0.1: is set, but accelerate launch started one process" in line
+    assert line.endswith("(code 2)")
+    assert nobody_else.code == 6
+    [line] = nobody_else.err.splitlines()
     assert "1 of 2 processes came within 2 s; missing: rank 1" in line
     assert list(tmp_path.iterdir()) == []
-
-
-def test_evaluate_on_two_processes_equals_the_summary(alone: Path, tmp_path: Path) -> None:
-    summary = read_json(alone / "summary.json")
-    evaluate = ["-m", "ddp_mnist", "evaluate", str(alone), "--json"]
-    for launcher in ([], [*TORCHRUN, "--standalone", "--nproc-per-node", "2"]):
-        ended = python(*launcher, *evaluate, folder=tmp_path)
-        assert ended.code == 0, ended.err
-        found = json.loads(ended.out)
-        assert found["world_size"] == (2 if launcher else 1)
-        assert found["count"] == 360
-        assert found["confusion"] == summary["confusion"]
-        assert found["loss"] == pytest.approx(summary["test_loss"], rel=1e-12)
 
 
 @pytest.mark.soak
@@ -219,5 +147,4 @@ def test_fifty_runs_end_in_order(tmp_path: Path) -> None:
     arguments = [*ACCELERATE, str(CONFIGS / "multi_cpu.yaml"), *TRAIN, "--dataset", "digits"]
     for number in range(50):
         run = ["--epochs", "1", "--run-dir", f"run-{number}"]
-        ended = python(*arguments, *run, folder=tmp_path)
-        assert (ended.code, ended.err) == (0, ""), f"run {number}"
+        all_succeed([Started([*arguments, *run], tmp_path)])

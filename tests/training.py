@@ -1,16 +1,43 @@
-"""What a run prints."""
+"""What a run prints, and whether a run equals another."""
 
 from __future__ import annotations
 
 import contextlib
 import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
 
 from ddp_mnist.config import TrainConfig
-from ddp_mnist.verify.watch import just_train
+from ddp_mnist.run.folder import read_json
+from ddp_mnist.verify.watch import just_train, largest_difference, weights_of
 
 
 def what_it_says(config: TrainConfig) -> str:
-    """What this rank prints on stdout."""
+    """Return what this rank prints on stdout."""
     with contextlib.redirect_stdout(io.StringIO()) as console:
         just_train(config)
     return console.getvalue()
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if "loss" in line]
+
+
+def check_equal(run: Path, one_process: Path, world_size: int, num_machines: int = 1) -> None:
+    """Compare a proof's run with that of one process: world, learning rates, losses, weights."""
+    summary = read_json(run / "summary.json")
+    assert summary["world_size"] == world_size
+    assert summary["num_machines"] == num_machines
+    assert summary["backend"] == "gloo"
+    assert summary["test_count"] == 360
+    ours, theirs = metrics(run), metrics(one_process)
+    assert len(ours) == 45
+    assert [line["lr"] for line in ours] == [line["lr"] for line in theirs]
+    # equal losses at every step: the same images were seen
+    expected = [line["loss"] for line in theirs]
+    assert [line["loss"] for line in ours] == pytest.approx(expected, rel=1e-9)
+    assert largest_difference(weights_of(run), weights_of(one_process)) < 1e-9

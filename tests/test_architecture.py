@@ -1,0 +1,192 @@
+"""The package is a house with floors: what may import what, and how long anything may become."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+from tests.commands import REPOSITORY
+
+PACKAGE = REPOSITORY / "ddp_mnist"
+# From the ground up. A name is a module of the top folder, or a folder; imports go down only.
+FLOORS = (
+    ("__init__",),
+    ("errors", "deadline", "models", "seeding"),
+    ("flags", "augment", "data"),
+    ("config",),
+    ("optim", "cluster"),
+    ("plain_ddp", "run"),
+    ("train", "verbs"),
+    ("verify", "doctor", "bench"),
+    ("cli",),
+    ("__main__",),
+)
+FLOOR_OF = {name: number for number, names in enumerate(FLOORS) for name in names}
+NO_VERB_FIRST = ("What", "Of", "Whether", "How", "Why", "Where")
+
+
+@cache
+def files() -> dict[str, ast.Module]:
+    """Return the syntax tree of each module by its name, e.g. ddp_mnist.run.state."""
+    trees = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(REPOSITORY).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        trees[name] = ast.parse(path.read_text(encoding="utf-8"), str(path))
+    return trees
+
+
+def names_in(tree: ast.Module) -> Iterator[str]:
+    """Yield all that a module imports anywhere, and each string that is a dotted name of ours."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.module and not node.level, "relative imports hide where they lead"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            if re.fullmatch(r"ddp_mnist(\.\w+)+", node.value):
+                yield node.value
+
+
+@cache
+def imports() -> dict[str, set[str]]:
+    """Return the modules of this package that each of them imports."""
+    found = {}
+    for name, tree in files().items():
+        ours = [each for each in names_in(tree) if each.startswith("ddp_mnist")]
+        found[name] = {module_of(each) for each in ours} - {name, "ddp_mnist"}
+    return found
+
+
+def module_of(name: str) -> str:
+    """Return the module that `name`, perhaps of a function in it, belongs to."""
+    return name if name in files() else name.rpartition(".")[0]
+
+
+def unit(module: str) -> str:
+    """Return the top-level module or folder that a module belongs to."""
+    return (module.split(".") + ["__init__"])[1]
+
+
+def functions() -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    for name, tree in files().items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                yield f"{name}.{node.name}", node
+
+
+def length(node: ast.stmt) -> int:
+    assert node.end_lineno
+    return node.end_lineno - node.lineno + 1
+
+
+def nesting(node: ast.AST) -> int:
+    """Return how many blocks are open at the deepest place in `node`, itself included."""
+    blocks = (ast.For, ast.While, ast.If, ast.With, ast.Try)
+    deepest = max((nesting(child) for child in ast.iter_child_nodes(node)), default=0)
+    return deepest + isinstance(node, blocks)
+
+
+def lines_of(folder: Path) -> int:
+    return sum(len(path.read_text().splitlines()) for path in folder.rglob("*.py"))
+
+
+# --- Imports
+
+
+def test_every_file_has_a_floor() -> None:
+    assert {unit(module) for module in files()} == set(FLOOR_OF)
+
+
+@pytest.mark.xfail(strict=True, reason="10 imports go up")
+def test_no_import_goes_up() -> None:
+    """Imports in functions and for type checkers count too; a folder is one unit."""
+    upwards = [
+        f"{module} imports {target}"
+        for module, targets in imports().items()
+        for target in targets
+        if unit(module) != unit(target) and FLOOR_OF[unit(module)] <= FLOOR_OF[unit(target)]
+    ]
+    assert upwards == []
+
+
+def test_no_circle_between_files() -> None:
+    try:
+        TopologicalSorter(imports()).prepare()
+    except CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
+
+
+@pytest.mark.xfail(strict=True, reason="doctor.machine does")
+def test_only_the_cluster_opens_sockets() -> None:
+    allowed = ("ddp_mnist.cluster.", "ddp_mnist.doctor.network")
+    users = [name for name, tree in files().items() if "socket" in names_in(tree)]
+    assert [name for name in users if not name.startswith(allowed)] == []
+
+
+@pytest.mark.xfail(strict=True, reason="verify.watch has one")
+def test_no_mock_in_the_package() -> None:
+    users = [name for name, tree in files().items() if "unittest.mock" in "\n".join(names_in(tree))]
+    assert users == []
+
+
+@pytest.mark.xfail(strict=True, reason="verbs.templates defines 3 functions")
+def test_a_folder_defines_and_exports_nothing() -> None:
+    for path in PACKAGE.glob("*/**/__init__.py"):
+        body = ast.parse(path.read_text()).body
+        assert len(body) == 1, path
+        assert ast.get_docstring(ast.Module(body, [])), path
+
+
+# --- Sizes
+
+
+@pytest.mark.xfail(strict=True, reason="4 functions are longer")
+def test_no_function_is_long() -> None:
+    limits = {"ddp_mnist.train.fit": 100}
+    long = [(name, length(node)) for name, node in functions()]
+    assert [each for each in long if each[1] > limits.get(each[0], 60)] == []
+
+
+@pytest.mark.xfail(strict=True, reason="train.py has 288 lines")
+def test_the_training_can_be_read_at_once() -> None:
+    assert len((PACKAGE / "train.py").read_text().splitlines()) <= 170
+    [fit] = [node for name, node in functions() if name == "ddp_mnist.train.fit"]
+    loops = [node for node in ast.walk(fit) if isinstance(node, ast.For)]
+    [batches] = [loop for loop in loops if "loader" in ast.unparse(loop.iter)]
+    assert length(batches) <= 55
+    assert nesting(batches) <= 3
+
+
+@pytest.mark.xfail(strict=True, reason="11,846 lines")
+def test_the_package_stays_small() -> None:
+    assert lines_of(PACKAGE) <= 8_500
+
+
+@pytest.mark.xfail(strict=True, reason="16,700 lines")
+def test_the_tests_stay_small() -> None:
+    assert lines_of(REPOSITORY / "tests") <= 11_500
+
+
+# --- Words
+
+
+@pytest.mark.xfail(strict=True, reason="111 are not")
+def test_a_docstring_is_a_sentence_with_a_verb() -> None:
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    nodes = [
+        (name, node)
+        for name, tree in files().items()
+        for node in ast.walk(tree)
+        if isinstance(node, kinds)
+    ]
+    first = [f"{name}: {(ast.get_docstring(node) or '').split(chr(10))[0]}" for name, node in nodes]
+    pattern = re.compile(rf"\S+: ({'|'.join(NO_VERB_FIRST)})\b")
+    assert [line for line in first if pattern.match(line)] == []
