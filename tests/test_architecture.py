@@ -51,8 +51,7 @@ def names_in(tree: ast.Module) -> Iterator[str]:
             assert node.module and not node.level, "relative imports hide where they lead"
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            if re.fullmatch(r"ddp_mnist(\.\w+)+", node.value):
-                yield node.value
+            yield from re.findall(r"^ddp_mnist(?:\.\w+)+$", node.value)
 
 
 @cache
@@ -72,7 +71,7 @@ def module_of(name: str) -> str:
 
 def unit(module: str) -> str:
     """Return the top-level module or folder that a module belongs to."""
-    return (module.split(".") + ["__init__"])[1]
+    return module.split(".")[1] if "." in module else "__init__"
 
 
 def functions() -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:

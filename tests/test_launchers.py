@@ -115,7 +115,7 @@ def test_evaluate_under_a_launcher_equals_the_summary(alone: Path, tmp_path: Pat
 
 
 def test_a_gpu_configuration_without_a_gpu(tmp_path: Path) -> None:
-    """No two lone trainers: one line that names the config to use. test_gpu_standin has them all."""
+    """No two lone trainers: one line names the config to use. test_gpu_standin has them all."""
     arguments = [*ACCELERATE, str(CONFIGS / "multi_gpu.yaml"), *TRAIN]
     ended = python(*arguments, folder=tmp_path, variables={"CUDA_VISIBLE_DEVICES": "-1"})
     assert ended.code == 1  # accelerate's own; the line has ours

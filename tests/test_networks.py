@@ -12,28 +12,23 @@ from typing import Any
 import pytest
 
 from ddp_mnist.run.folder import MODEL, read_json
-from ddp_mnist.verify.watch import largest_difference, weights_of
-from tests.commands import REPOSITORY, Started, python
+from tests.commands import MAKE, REPOSITORY, Ended, Started, proof
 from tests.hosts import Hosts, require_hosts
+from tests.training import check_equal
+
+pytestmark = pytest.mark.system
 
 PORT = 29444
-PROOF = ["--dataset", "digits", "--model", "mlp", "--epochs", "1", "--batch-size", "72"]
-PROOF += ["--mixed-precision", "fp64"]
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run of one process on one host."""
+@pytest.fixture(autouse=True)
+def network() -> None:
     require_hosts()
     assert not {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"} & set(os.environ)
-    run = tmp_path_factory.mktemp("alone") / "run"
-    ended = python("-m", "ddp_mnist", "train", *PROOF, "--run-dir", str(run), folder=run.parent)
-    assert ended.code == 0, ended.err
-    return run
 
 
 def on_host(hosts: Hosts, index: int, folder: Path, *command: str) -> Started:
-    """A command in the host's own folder, which is its home and its disk."""
+    """Start a command in the host's own folder, which is its home and its disk."""
     disk = folder / f"host{index}"
     disk.mkdir(exist_ok=True)
     own = {
@@ -46,19 +41,31 @@ def on_host(hosts: Hosts, index: int, folder: Path, *command: str) -> Started:
 
 
 def train(hosts: Hosts, folder: Path, *more: str) -> list[Started]:
-    """One process on each host, started with the tutorials' TCP flags."""
+    """Train in one process on each host, started with the tutorials' TCP flags."""
     size = len(hosts.names)
+    world = ["--init-method", hosts.url(0, PORT), "--world-size", str(size), *more]
+    ranks = [proof(Path("run"), *world, "--rank", str(rank)) for rank in range(size)]
+    return [on_host(hosts, rank, folder, sys.executable, *ranks[rank]) for rank in range(size)]
+
+
+def make(target: str, hosts: Hosts, folder: Path, *variables: str, main: str = "") -> list[Started]:
+    """Start `make train-multinode` or `make doctor` on each host, with one process there."""
     return [
         on_host(
             hosts,
             rank,
             folder,
-            *(sys.executable, "-m", "ddp_mnist", "train", *PROOF, "--run-dir", "run"),
-            *("--init-method", hosts.url(0, PORT), "--rank", str(rank)),
-            *("--world-size", str(size), *more),
+            *(*MAKE, "-C", str(REPOSITORY), target, f"MACHINE_RANK={rank}"),
+            *(f"MAIN_PROCESS_IP={main or hosts.address(0)}", f"MAIN_PROCESS_PORT={PORT}"),
+            f"NUM_MACHINES={len(hosts.names)}",
+            *(each.replace("HOST", str(folder / f"host{rank}")) for each in variables),
         )
-        for rank in range(size)
+        for rank in range(len(hosts.names))
     ]
+
+
+def ends_of(started: list[Started]) -> list[Ended]:
+    return [each.ended(240) for each in started]
 
 
 NETWORKS = [
@@ -78,37 +85,55 @@ def test_the_interface_that_leads_to_the_others_is_found(
     count: int, network: dict[str, Any], alone: Path, tmp_path: Path
 ) -> None:
     with Hosts(count, **network) as hosts:
-        for started in train(hosts, tmp_path, "--dist-timeout", "60"):
-            ended = started.ended()
+        for ended in ends_of(train(hosts, tmp_path, "--dist-timeout", "60")):
             assert ended.code == 0, ended.err
+    check_equal(tmp_path / "host0" / "run", alone, count, num_machines=count)
+
+
+def train_multinode(hosts: Hosts, folder: Path) -> list[Ended]:
+    folder.mkdir(exist_ok=True)
+    flags = " ".join(proof(Path("HOST/run"))[3:])
+    ended = ends_of(make("train-multinode", hosts, folder, f"ARGS={flags}"))
+    assert [each.code for each in ended] == [0, 0], ended
+    return ended
+
+
+def test_two_hosts_whose_own_name_is_loopback(alone: Path, tmp_path: Path) -> None:
+    """Separate networks, names, disks and caches, and no GLOO_SOCKET_IFNAME."""
+    with Hosts(2) as hosts:
+        _, second = train_multinode(hosts, tmp_path)
     run = tmp_path / "host0" / "run"
-    summary = read_json(run / "summary.json")
-    assert (summary["world_size"], summary["num_machines"]) == (count, count)
-    assert largest_difference(weights_of(run), weights_of(alone)) < 1e-9
-
-
-def doctor(hosts: Hosts, folder: Path, *variables: str, main: str = "") -> list[Started]:
-    """`make doctor` on each host."""
-    return [
-        on_host(
-            hosts,
-            rank,
-            folder,
-            *("make", "--no-print-directory", "-C", str(REPOSITORY), "doctor"),
-            *(f"PYTHON={sys.executable}", "VENV=", f"MACHINE_RANK={rank}"),
-            *(f"MAIN_PROCESS_IP={main or hosts.address(0)}", f"MAIN_PROCESS_PORT={PORT}"),
-            f"NUM_MACHINES={len(hosts.names)}",
-            *variables,
-        )
-        for rank in range(len(hosts.names))
+    assert second.out.splitlines()[1:] == [
+        f"joined     as rank 1 of 2; rank 0 on {hosts.names[0]} reports",
+        f"done       the result is on {hosts.names[0]}, in {run}",
     ]
+    check_equal(run, alone, 2, num_machines=2)
+    assert not (tmp_path / "host1" / "run").exists()  # only rank 0's machine has the run folder
+    assert (tmp_path / "host1" / "cache").is_dir()
+
+
+@pytest.mark.soak
+def test_a_slow_and_lossy_network_ends_with_the_weights_of_a_quiet_one(tmp_path: Path) -> None:
+    with Hosts(2) as hosts:
+        train_multinode(hosts, tmp_path / "quiet")
+    with Hosts(2, delay_ms=50, loss_percent=1) as hosts:
+        train_multinode(hosts, tmp_path / "bad")
+    quiet, bad = ((tmp_path / name / "host0" / "run" / MODEL) for name in ("quiet", "bad"))
+    assert quiet.read_bytes() == bad.read_bytes()
+
+
+# --- The doctor
+
+
+def require_firewall() -> None:
+    if not shutil.which("nft"):
+        pytest.skip("a firewall needs the nft command")
 
 
 def test_the_doctor_finds_a_healthy_cluster_healthy(tmp_path: Path) -> None:
-    require_hosts()
     flags = f"--dataset digits --save {tmp_path / 'verdict.json'}"
     with Hosts(2, decoys=True) as hosts:
-        first, second = (started.ended() for started in doctor(hosts, tmp_path, f"ARGS={flags}"))
+        first, second = ends_of(make("doctor", hosts, tmp_path, f"ARGS={flags}"))
         names = hosts.names
     assert first.code == 0, first.out + first.err
     assert second.code == 0, second.out + second.err
@@ -134,13 +159,11 @@ def test_the_doctor_finds_a_healthy_cluster_healthy(tmp_path: Path) -> None:
 
 def test_the_doctor_names_a_firewall_that_drops_the_data_ports(tmp_path: Path) -> None:
     """Host 1 can be reached at no port but the main one, which it does not serve."""
-    require_hosts()
-    if not shutil.which("nft"):
-        pytest.skip("a firewall needs the nft command")
+    require_firewall()
     with Hosts(2) as hosts:
         hosts.drop_all_but(1, PORT)
         began = time.monotonic()
-        first, second = (started.ended() for started in doctor(hosts, tmp_path))
+        first, second = ends_of(make("doctor", hosts, tmp_path))
         assert time.monotonic() - began < 30
         address = hosts.address(1)
     assert first.code != 0
@@ -156,13 +179,11 @@ def test_the_doctor_names_a_firewall_that_drops_the_data_ports(tmp_path: Path) -
 
 @pytest.mark.soak
 def test_a_firewall_ends_a_training_with_one_line(tmp_path: Path) -> None:
-    require_hosts()
-    if not shutil.which("nft"):
-        pytest.skip("a firewall needs the nft command")
+    require_firewall()
     with Hosts(2) as hosts:
         hosts.drop_all_but(0, PORT)  # gloo's higher rank connects to the lower one
         began = time.monotonic()
-        both = [started.ended() for started in train(hosts, tmp_path, "--dist-timeout", "8")]
+        both = ends_of(train(hosts, tmp_path, "--dist-timeout", "8"))
         assert time.monotonic() - began < 8 + 10 + 10  # time-out, end, and start
     assert [ended.code for ended in both] == [6, 6]
     [line] = [line for ended in both for line in ended.error_lines]
@@ -182,50 +203,18 @@ def test_a_firewall_ends_a_training_with_one_line(tmp_path: Path) -> None:
     ],
 )
 def test_the_doctor_names_a_wrong_main_address(main: str, said: str, tmp_path: Path) -> None:
-    require_hosts()
     with Hosts(1) as hosts:
-        [ended] = (started.ended() for started in doctor(hosts, tmp_path, main=main))
+        [ended] = ends_of(make("doctor", hosts, tmp_path, main=main))
     assert ended.code != 0
     assert f"machine 0: {said}" in ended.out
 
 
 @pytest.mark.soak
 def test_the_doctor_names_a_machine_that_does_not_come(tmp_path: Path) -> None:
-    require_hosts()
     with Hosts(2) as hosts:
-        started, other = doctor(hosts, tmp_path, "ARGS=--dist-timeout 5")
+        started, other = make("doctor", hosts, tmp_path, "ARGS=--dist-timeout 5")
         hosts.cut(1)
         ended, lost = started.ended(), other.ended()
     assert "machine 0: FAIL  meeting" in ended.out
     assert "1 of 2 machines came within 5 s; missing: machine 1" in " ".join(ended.out.split())
     assert "machine 1: FAIL  meeting" in lost.out
-
-
-def train_multinode(hosts: Hosts, folder: Path) -> bytes:
-    """The weights of `make train-multinode` on two hosts."""
-    folder.mkdir()
-    started = [
-        on_host(
-            hosts,
-            rank,
-            folder,
-            *("make", "--no-print-directory", "-C", str(REPOSITORY), "train-multinode"),
-            *(f"PYTHON={sys.executable}", "VENV=", f"MACHINE_RANK={rank}"),
-            f"MAIN_PROCESS_IP={hosts.address(0)}",
-            f"ARGS={' '.join(PROOF)} --run-dir {folder / f'host{rank}' / 'run'}",
-        )
-        for rank in (0, 1)
-    ]
-    for each in started:
-        ended = each.ended(240)
-        assert ended.code == 0, ended.out + ended.err
-    return (folder / "host0" / "run" / MODEL).read_bytes()
-
-
-@pytest.mark.soak
-def test_a_slow_and_lossy_network_ends_with_the_weights_of_a_quiet_one(tmp_path: Path) -> None:
-    require_hosts()
-    with Hosts(2) as quiet:
-        expected = train_multinode(quiet, tmp_path / "quiet")
-    with Hosts(2, delay_ms=50, loss_percent=1) as bad:
-        assert train_multinode(bad, tmp_path / "bad") == expected
