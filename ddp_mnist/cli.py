@@ -432,7 +432,7 @@ def train(arguments: argparse.Namespace) -> None:
     from ddp_mnist.cluster.launch import find_launch
 
     launch = find_launch(config.distribution)
-    console = Console(launch.rank == 0 and not config.run.quiet, trains=not config.run.dry_run)
+    console = Console(launch.rank == 0 and not config.run.quiet, must_arrive=config.run.dry_run)
     console.print("loading    PyTorch and Accelerate")
     from ddp_mnist.train import train as run
 

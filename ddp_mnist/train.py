@@ -53,7 +53,7 @@ def train(config: TrainConfig, launch: Launch) -> dict[str, Any]:
     verbose = launch.rank == 0 and not config.run.quiet
     with (
         RunFolder() as folder,
-        Console(verbose, trains=not config.run.dry_run) as console,
+        Console(verbose, must_arrive=config.run.dry_run) as console,
         join_world(config.distribution, launch) as world,
         summary.told_elsewhere(world, verbose=not config.run.quiet),
     ):

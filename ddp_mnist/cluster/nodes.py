@@ -51,7 +51,7 @@ def meet(node: Node, timeout_s: float) -> None:
         PeerError: nobody answers there, or not all machines came, within `timeout_s`.
         UsageError: the port is taken, a rank came twice, or the machines' numbers differ.
     """
-    Console(True, trains=True).print(
+    Console(True, must_arrive=False).print(
         f"machine {node.machine_rank} of {node.num_machines}: meeting the others at"
         f" {node.main_process_ip}:{node.main_process_port} (up to {timeout_s:g} s)"
     )

@@ -1,4 +1,4 @@
-"""stdin, stdout and stderr: what a program prints arrives, or its exit code says so."""
+"""What the program prints, and that it arrives: else the exit code says so."""
 
 from __future__ import annotations
 
@@ -8,13 +8,131 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
-from ddp_mnist.errors import DdpMnistError, StorageError, one_line, printable
+from ddp_mnist.errors import DdpMnistError, StorageError, one_line, printable, reason
+
+COLUMNS, INDENT = 80, " " * 11
+
+SECONDS_BETWEEN = 1.0  # two lines of progress, where there is no terminal
+
+BAR = "{bar:8} {desc}"
+
+
+class Console:
+    """What one rank prints on stdout; other ranks, and --quiet, are not verbose.
+
+    On a terminal progress is a bar below the lines, elsewhere a line now and then: what goes to a
+    file or a pipe has no control characters. As a context manager it removes the bar at the end.
+
+    Args:
+        verbose: whether anything is printed; becomes False once stdout cannot be written.
+        must_arrive: whether a line that cannot be written is an error. A training goes on.
+    """
+
+    def __init__(self, verbose: bool, *, must_arrive: bool = True) -> None:
+        self.verbose, self.must_arrive = verbose, must_arrive
+        self._last = time.monotonic()
+        self._bar: Any = None
+
+    def __enter__(self) -> Console:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        """Remove the bar, so that what others print begins a line."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+    def print(self, line: str) -> None:
+        """Print a line. Raises StorageError, e.g. if the disk is full, where it must arrive.
+
+        A reader that went away (`| head -1`) is no error: nothing is printed from then on.
+        """
+        if not self.verbose:
+            return
+        self._last = time.monotonic()
+        with self._going_on():
+            if self._bar is not None:
+                self._bar.write(line, file=sys.stdout)
+            else:
+                print(line)
+
+    def progress(self, done: float, line: str) -> None:
+        """Show how far the run is.
+
+        Args:
+            done: share of all there is to do, 0 to 1.
+            line: for people, in 70 columns.
+        """
+        if not self.verbose:
+            return
+        if not sys.stdout.isatty():
+            if time.monotonic() - self._last >= SECONDS_BETWEEN:
+                self.print(line)
+            return
+        with self._going_on():
+            if self._bar is None:
+                from tqdm import tqdm
+
+                self._bar = tqdm(
+                    total=1, bar_format=BAR, file=sys.stdout, leave=False, dynamic_ncols=True
+                )
+            self._bar.n = done
+            self._bar.set_description_str(line)
+
+    @contextlib.contextmanager
+    def _going_on(self) -> Iterator[None]:
+        """Print no more once stdout could not be written; raise only where lines must arrive."""
+        try:
+            with stdout_errors():
+                yield
+        except BrokenPipeError:
+            self.verbose = False
+        except StorageError as error:
+            self.verbose = False
+            if self.must_arrive:
+                raise
+            warn(f"{error}; the run goes on without output; see its folder")
+
+
+def panel(lines: dict[str, str]) -> str:
+    """Return a line for each name and its text, wrapped at 80 columns; paths stay whole."""
+    wrapped = [
+        textwrap.wrap(
+            text,
+            COLUMNS,
+            initial_indent=f"{name:<10} ",
+            subsequent_indent=INDENT,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        for name, text in lines.items()
+    ]
+    return "\n".join(line for each in wrapped for line in each)
+
+
+# --- One line on stderr
+
+
+def tell(line: str) -> None:
+    """Print a line on stderr; where that cannot be written either, the exit code has to do."""
+    try:
+        print(line, file=sys.stderr, flush=True)
+    except OSError:
+        _discard_buffer(sys.stderr)
+
+
+def warn(message: str) -> None:
+    """Print on stderr that a result may not be the one that was meant."""
+    tell(f"ddp-mnist: warning: {printable(message)}")
+
+
+# --- The process's streams
 
 
 def run_program(run: Callable[[list[str]], int], argv: Sequence[str] | None) -> NoReturn:
-    """Exits with what `run` returns for the command line; an expected failure is its one line."""
+    """Exit with what `run` returns for the command line; print an expected failure as one line."""
     open_what_is_closed()
     try:
         code = run(list(sys.argv[1:] if argv is None else argv))
@@ -27,11 +145,12 @@ def run_program(run: Callable[[list[str]], int], argv: Sequence[str] | None) -> 
 
 
 def open_what_is_closed() -> None:
-    """Gives a standard stream that was closed before the start (`>&-`, as daemons do) its number.
+    """Give a standard stream that was closed before the start (`>&-`, as daemons do) its number.
 
-    Else the next file to be opened, a checkpoint say, would get it, and with it what any library
-    prints. stdin and stdout get /dev/null the wrong way round: to use them fails as if they were
-    closed. What is meant for a closed stderr is for nobody.
+    Else the next file to be opened, a checkpoint say, would get that number, and with it what any
+    library prints. /dev/null takes the place, for stdin write-only and for stdout read-only: to
+    read or to print is an error then, as on a closed stream, and neither an empty input nor a
+    result that is lost without a word. What is printed on a closed stderr may be lost.
     """
     for number, name, flags in (
         (0, "stdin", os.O_WRONLY),
@@ -46,9 +165,15 @@ def open_what_is_closed() -> None:
             setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
 
 
+def flush_stdout() -> None:
+    """Write what waits in stdout's buffer. Raises StorageError, but not if the reader went away."""
+    with contextlib.suppress(BrokenPipeError), stdout_errors():
+        pass
+
+
 @contextlib.contextmanager
-def written_out() -> Iterator[None]:
-    """What the block prints, and what is left in the buffer, is written when it ends.
+def stdout_errors() -> Iterator[None]:
+    """Flush stdout after the block, which writes to nothing else.
 
     Raises:
         BrokenPipeError: the reader went away (`| head -1`).
@@ -58,134 +183,15 @@ def written_out() -> Iterator[None]:
         yield
         sys.stdout.flush()
     except OSError as error:
-        _drop_what_is_left(1)
+        _discard_buffer(sys.stdout)
         if isinstance(error, BrokenPipeError):
             raise
         raise StorageError(
-            f"stdout: cannot be written ({error.strerror}); free space, or redirect it elsewhere"
+            f"stdout: cannot be written ({reason(error)}); free space, or redirect it elsewhere"
         ) from error
 
 
-def flush_stdout() -> None:
-    """Raises StorageError. A reader that went away has read what it wanted."""
-    with contextlib.suppress(BrokenPipeError), written_out():
-        pass
-
-
-def tell(line: str) -> None:
-    """One line on stderr; where that cannot be written either, the exit code has to do."""
-    try:
-        print(line, file=sys.stderr, flush=True)
-    except OSError:
-        _drop_what_is_left(2)
-
-
-def warn(message: str) -> None:
-    """One line on stderr about a result that may not be the one that was meant."""
-    tell(f"ddp-mnist: warning: {printable(message)}")
-
-
-def _drop_what_is_left(number: int) -> None:
-    """A buffer that could not be written must not fail once more when Python ends."""
-    stream = sys.stdout if number == 1 else sys.stderr
+def _discard_buffer(stream: TextIO) -> None:
+    """Send what could not be written to /dev/null, so that it fails no more when Python ends."""
     with contextlib.suppress(OSError, ValueError):  # a test's stream has no number
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-
-
-SECONDS_BETWEEN = 1.0
-
-COLUMNS, INDENT = 80, " " * 11
-
-BAR = "{bar:8} {desc}"
-
-
-class Console:
-    """One rank's voice; the others, and --quiet, are silent. Ends as a context manager.
-
-    On a terminal progress is a bar below the lines, elsewhere a line now and then: what goes to a
-    file or a pipe has no control characters.
-
-    Args:
-        verbose: whether lines go to the console; no longer, once their reader went away.
-        trains: whether the lines tell of a training, which goes on where they cannot be written.
-    """
-
-    def __init__(self, verbose: bool, *, trains: bool = False) -> None:
-        self.verbose, self.trains = verbose, trains
-        self._last = time.monotonic()
-        self._bar: Any = None
-
-    def __enter__(self) -> Console:
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        """Takes the bar away, so that what others print begins a line."""
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
-
-    def progress(self, done: float, line: str) -> None:
-        """How far it is.
-
-        Args:
-            done: share of all there is to do, 0 to 1.
-            line: for people, in 70 columns.
-        """
-        if not self.verbose:
-            return
-        if not sys.stdout.isatty():
-            if time.monotonic() - self._last >= SECONDS_BETWEEN:
-                self.print(line)
-            return
-        if self._bar is None:
-            from tqdm import tqdm
-
-            self._bar = tqdm(
-                total=1, bar_format=BAR, file=sys.stdout, leave=False, dynamic_ncols=True
-            )
-        with self._heard():
-            self._bar.n = done
-            self._bar.set_description_str(line)
-
-    def print(self, line: str) -> None:
-        """One line on stdout. Raises StorageError, e.g. on a full disk, unless a training says it.
-
-        A reader that went away (`| head -1`) is no error: the console is silent from then on.
-        """
-        if not self.verbose:
-            return
-        self._last = time.monotonic()
-        with self._heard():
-            if self._bar is not None:
-                self._bar.write(line, file=sys.stdout)
-            else:
-                print(line)
-
-    @contextlib.contextmanager
-    def _heard(self) -> Iterator[None]:
-        try:
-            with written_out():
-                yield
-        except BrokenPipeError:
-            self.verbose = False
-        except StorageError as error:
-            self.verbose = False
-            if not self.trains:
-                raise
-            warn(f"{error}; the run goes on without output; see its folder")
-
-
-def panel(lines: dict[str, str]) -> str:
-    """Name and text of each, in 80 columns; only a word that is longer, as a path, stands out."""
-    wrapped = [
-        textwrap.wrap(
-            text,
-            COLUMNS,
-            initial_indent=f"{name:<10} ",
-            subsequent_indent=INDENT,
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
-        for name, text in lines.items()
-    ]
-    return "\n".join(line for each in wrapped for line in each)

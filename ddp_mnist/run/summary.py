@@ -90,7 +90,7 @@ def smoothing(share: float, classes: int) -> str:
 def told_elsewhere(world: World, verbose: bool) -> Iterator[None]:
     """On each machine but rank 0's, one process says that it joined, and where the result is."""
     store = world.store
-    console = Console(verbose and store.rank > 0 and world.local_rank == 0, trains=True)
+    console = Console(verbose and store.rank > 0 and world.local_rank == 0, must_arrive=False)
     if not console.verbose:
         yield
         return

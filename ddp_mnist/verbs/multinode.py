@@ -131,7 +131,7 @@ def examine_way(node: Node, arguments: list[str]) -> None:
 
 def rehearse(flags: argparse.Namespace, arguments: list[str]) -> int:
     """Two launchers on this machine, one machine rank each; 1, accelerate's code, if one fails."""
-    console = Console(True, trains=True)
+    console = Console(True, must_arrive=False)
     console.print("REHEARSAL: two nodes on this machine, on its CPU, over TCP")
     if flags.num_machines not in ("", "2"):
         raise UsageError(

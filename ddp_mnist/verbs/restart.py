@@ -69,7 +69,7 @@ def restart(restarts: int, command: Sequence[str], typed: dict[str, Any]) -> int
             reason = why_again(status)
             if code == 0 or signalled or reason is None or attempt == restarts:
                 break
-            Console(True, trains=True).print(f"restart {attempt + 1} of {restarts}: {reason}")
+            Console(True, must_arrive=False).print(f"restart {attempt + 1} of {restarts}: {reason}")
         return code and (status.get("exit_code") or code)
     finally:
         if flags and not any(folder.iterdir()):

@@ -1,0 +1,264 @@
+"""What a command prints arrives, or its exit code says so; a stream may be closed from the start.
+
+A process that has torch loaded forks for each command, which then takes a second and not five.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddp_mnist.cluster.local import run_world
+from ddp_mnist.data import cache
+from ddp_mnist.run.console import Console, panel
+from tests.commands import Ended, Started
+
+# --- What a console prints
+
+
+def test_progress_comes_now_and_then_and_only_from_who_is_verbose(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    console, silent = Console(True), Console(False)
+    for second in (0.0, 0.5, 1.0, 1.5, 1.9, 2.0, 10.0, 10.5):
+        now = 100.0 + second
+        console.progress(second / 20, f"{second}")
+        silent.progress(second / 20, "silent")
+    now = 110.6
+    console.print("one\ntwo")
+    silent.print("silent")
+    now = 111.5
+    console.progress(0.6, "too soon after it")
+    assert capsys.readouterr().out.split("\n") == ["1.0", "2.0", "10.0", "one", "two", ""]
+
+
+ON_A_TERMINAL = """
+from ddp_mnist.run.console import Console
+with Console(True) as console:
+    console.print("begins")
+    console.progress(0.25, "step 1/4")
+    console.progress(0.5, "step 2/4")
+    console.print("epoch 1/2")
+    console.progress(0.75, "step 3/4")
+print("after it")
+"""
+
+
+def test_on_a_terminal_progress_is_a_bar_below_the_lines() -> None:
+    """A terminal shows the last text of each line, after its carriage returns."""
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (24, 80))
+    with subprocess.Popen([sys.executable, "-c", ON_A_TERMINAL], stdout=theirs) as process:
+        os.close(theirs)
+        written = b""
+        with contextlib.suppress(OSError):  # Linux's way to say that the other end is closed
+            while part := os.read(ours, 4096):
+                written += part
+    os.close(ours)
+    assert process.returncode == 0
+    assert re.search(r"█+ +step 1/4.*█+ +step 2/4", written.decode(), re.DOTALL)
+    lines = [line.rpartition("\r")[2] for line in written.decode().split("\r\n")]
+    assert lines == ["begins", "epoch 1/2", "after it", ""]  # the bar is gone
+
+
+def test_a_panel_fits_in_80_columns() -> None:
+    path = "/a/very/long/path/" * 6
+    shown = panel({"data": "of " + 30 * "words ", "source": path}).splitlines()
+    assert shown[0].startswith("data       of words words")
+    assert shown[1].startswith("           words")
+    assert max(map(len, shown[:-1])) <= 80
+    assert path in shown[-1]  # a path stays whole, to be copied
+
+
+MANY_LINES = """
+import sys, time
+from ddp_mnist.run.console import Console
+console = Console(True)
+console.print("the first")
+time.sleep(0.2)
+for number in range(20_000):
+    console.print(f"line {number}")
+print("went on", console.verbose, file=sys.stderr)
+"""
+
+
+def test_fault_35_a_line_is_out_at_once_and_a_reader_that_goes_away_ends_nothing() -> None:
+    reading, writing = os.pipe()
+    with subprocess.Popen(
+        [sys.executable, "-c", MANY_LINES], stdout=writing, stderr=subprocess.PIPE, text=True
+    ) as process:
+        os.close(writing)
+        with open(reading, "rb", buffering=0) as reader:
+            first = b""
+            while not first.endswith(b"\n"):
+                first += reader.read(100)  # returns what is there, without waiting for more
+        _, err = process.communicate(timeout=20)
+    assert first == b"the first\n"
+    assert (process.returncode, err) == (0, "went on False\n")
+
+
+# --- Commands whose streams are full or closed
+
+FULL, CLOSED = "/dev/full", None
+QUICK = ("--dataset", "digits", "--model", "mlp", "--epochs", "1")
+CANNOT = "stdout: cannot be written"
+
+
+def run_forked(argv: Sequence[str], *streams: str | None) -> Ended:
+    """Run a command in a process that was forked; each stream is a file's name, or closed."""
+    pid = os.fork()
+    if pid == 0:
+        for number, file in enumerate(streams):
+            if file is not CLOSED:
+                opened = os.open(file, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+                os.dup2(opened, number)
+                os.close(opened)
+        for number, (file, name) in enumerate(
+            zip(streams, ("stdin", "stdout", "stderr"), strict=True)
+        ):
+            if file is CLOSED:
+                os.close(number)
+                setattr(sys, name, None)  # as Python starts
+            else:
+                setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
+        sys.argv = ["ddp-mnist", *argv]
+        from ddp_mnist import cli
+
+        try:
+            cli.program()
+        finally:  # whatever else comes out of it is a traceback
+            import traceback
+
+            traceback.print_exc()
+            os._exit(99)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    out, err = (
+        Path(file).read_text() if file not in (CLOSED, FULL) else "" for file in streams[1:]
+    )
+    return Ended(code, out, err)
+
+
+def run_all(commands: list[Any]) -> list[Ended]:
+    """Run one after the other; what verify and bench would take minutes for is left out."""
+    import numpy as np  # noqa: F401
+    import PIL.Image  # noqa: F401
+
+    import ddp_mnist.verbs.predict  # noqa: F401
+    from ddp_mnist.bench import benches
+    from ddp_mnist.verify import proofs
+
+    proofs.verify = lambda *_: iter(["begins"])
+    benches.BENCHES["feed"] = lambda *_: []
+    return [run_forked(*command) for command in commands]
+
+
+def run_in(folder: Path, commands: list[Any]) -> list[Ended]:
+    [ended] = run_world(1, run_all, commands, folder=folder)
+    return ended
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Hold a finished run and an image."""
+    import PIL.Image
+
+    place = tmp_path_factory.mktemp("streams")
+    images = cache.load("digits")
+    PIL.Image.fromarray(images.test_images[0].squeeze().numpy()).save(place / "image.png")
+    [done] = run_in(place, [(["train", *QUICK, "--run-dir", "run"], "in", "out", "err")])
+    assert done.code == 0, done.err
+    return place
+
+
+def check_finished(run: Path) -> None:
+    """Assert that the run finished, and that nothing which was printed went into its files."""
+    status = json.loads((run / "status.json").read_text())
+    assert (status["state"], status["exit_code"]) == ("finished", 0)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert lines[-1]["test_accuracy"] > 0.1
+
+
+def test_fault_35_streams_that_were_closed_before_the_start(folder: Path) -> None:
+    commands: list[Any] = [(["predict", "run", "-"], CLOSED, "out", "err")]
+    for open_ones in itertools.product((True, False), repeat=3):
+        names = zip(("in", "out", "err"), open_ones, strict=True)
+        streams = [name if is_open else CLOSED for name, is_open in names]
+        commands.append((["predict", "run", "image.png"], *streams))
+        run_dir = f"closed-{'-'.join(map(str, open_ones))}"
+        commands.append((["train", *QUICK, "--run-dir", run_dir], *streams))
+    without_stdin, *others = run_in(folder, commands)
+    assert without_stdin.code == 3
+    assert without_stdin.err.lower().startswith("ddp-mnist: error: -: bad file descriptor; ")
+    for (argv, _, out, err), ended in zip(commands[1:], others, strict=True):
+        said = ended.err.splitlines()
+        if argv[0] == "train":
+            check_finished(folder / argv[-1])
+        assert ended.code == (5 if argv[0] == "predict" and not out else 0), argv
+        if out:
+            assert ended.out and not said, argv
+        elif err:
+            assert len(said) == 1 and f"{CANNOT} (Bad file descriptor)" in said[0], said
+
+
+def test_fault_35_a_process_that_was_really_started_with_nothing_open(folder: Path) -> None:
+    command = f"{sys.executable} -m ddp_mnist predict run image.png <&- >&- 2>&-"
+    ended = Started(["bash", "-c", command], folder, program=None).ended()
+    assert (ended.code, ended.out, ended.err) == (5, "", "")
+
+
+def test_fault_05_what_cannot_be_written_to_stdout_is_code_5(folder: Path) -> None:
+    verbs: list[list[str]] = [
+        ["predict", "run", "image.png"],
+        ["evaluate", "run"],
+        ["evaluate", "run", "--json"],
+        ["report", "run", "--out", "page.html"],
+        ["export", "run", "--out", "there"],
+        ["prepare", "--dataset", "digits"],
+        ["doctor", "--dataset", "digits"],
+        ["verify", "--save", "proofs.json"],
+        ["bench", "feed", "--dataset", "digits"],
+        ["train", *QUICK, "--dry-run"],
+        ["--help"],
+        ["--version"],
+    ]
+    commands = [(verb, "in", FULL, "err") for verb in verbs]
+    for (verb, *_), ended in zip(commands, run_in(folder, commands), strict=True):
+        assert ended.code == 5, verb
+        assert ended.err.startswith(f"ddp-mnist: error: {CANNOT} (No space left on dev"), ended.err
+        assert ended.err.endswith("; free space, or redirect it elsewhere (code 5)\n"), ended.err
+        assert ended.err.count("\n") == 1, ended.err
+
+
+def test_fault_05_a_training_goes_on_although_stdout_is_full_and_errors_keep_their_code(
+    folder: Path,
+) -> None:
+    full, both, wrong, none = run_in(
+        folder,
+        [
+            (["train", *QUICK, "--run-dir", "silent"], "in", FULL, "err"),
+            (["train", *QUICK, "--run-dir", "mute"], "in", FULL, FULL),
+            (["train", "--lr", "0"], "in", "out", FULL),
+            (["predict", "no", "x"], "in", FULL, FULL),
+        ],
+    )
+    assert [ended.code for ended in (full, both, wrong, none)] == [0, 0, 2, 4]
+    assert full.err.startswith(f"ddp-mnist: warning: {CANNOT} (No space left on device); ")
+    assert full.err.endswith("the run goes on without output; see its folder\n")
+    assert full.err.count("\n") == 1
+    check_finished(folder / "silent")
+    check_finished(folder / "mute")
