@@ -491,11 +491,12 @@ def metrics_table(metrics: dict[str, Any]) -> str:
 
 def predict(arguments: argparse.Namespace) -> None:
     picture = a_png("--show", arguments.show)
-    from ddp_mnist.verbs.predict import draw, predict_and_see
+    from ddp_mnist.verbs.predict import draw
+    from ddp_mnist.verbs.predict import predict as label
 
     console, answers, unread = Console(True), [], None
     try:
-        found = predict_and_see(arguments.run, arguments.images, arguments.digit_photos)
+        found = label(arguments.run, arguments.images, arguments.digit_photos)
         for line, seen in found:
             console.print(json.dumps(line))
             if not (console.verbose or picture):
