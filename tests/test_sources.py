@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import concurrent.futures
 import gzip
 import hashlib
 import io
@@ -12,8 +11,9 @@ import struct
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,10 @@ import pytest
 
 from ddp_mnist.cluster.local import free_port
 from ddp_mnist.data import sources
+from ddp_mnist.data.cache import choose
 from ddp_mnist.data.decode import Decoded
 from ddp_mnist.data.sources import Source, find_source
-from ddp_mnist.errors import DataError, DdpMnistError, StorageError, UsageError, one_line, reason
+from ddp_mnist.errors import DataError, DdpMnistError, StorageError, UsageError, one_line
 from tests.hub import LOOPBACK_ONLY, Hub, as_json, hub_environment, silent_server
 
 # datasets and huggingface_hub read their environment at import: not before conftest.py set it.
@@ -45,11 +46,11 @@ def read(folder: Path) -> Decoded:
 # --- Folders of every format
 
 
-def encoded(pixels: Any, mode: str | None = None, kind: str = "PNG") -> bytes:
-    """An image file of a Pillow image, or of an array, converted to `mode`."""
+def encoded(pixels: Any, kind: str = "PNG", **options: Any) -> bytes:
+    """Return an image file of a Pillow image or of an array."""
     image = pixels if isinstance(pixels, PIL.Image.Image) else PIL.Image.fromarray(pixels)
     file = io.BytesIO()
-    (image.convert(mode) if mode else image).save(file, kind)
+    image.save(file, kind, **options)
     return file.getvalue()
 
 
@@ -61,36 +62,38 @@ def cells_of(files: Sequence[bytes | None]) -> pa.Array:
     return pa.array(cells, pa.struct([("bytes", pa.binary()), ("path", pa.string())]))
 
 
-def write_split(folder: Path, split: str, *, hf: int = 0, **columns: Any) -> None:
-    """A parquet file with the columns `image` and `label`; others, or None to leave one out.
+def features_of(names: Sequence[str]) -> Any:
+    """Return Hugging Face's metadata of images with labels of these names."""
+    import datasets
 
-    Args:
-        folder: made if it is not there.
-        split: train or test.
-        hf: number of classes for Hugging Face's metadata (Image, ClassLabel), as MNIST has them.
-        columns: lists or Arrow arrays in place of the good ones.
+    label = datasets.ClassLabel(names=list(names))
+    return datasets.Features({"image": datasets.Image(), "label": label})
+
+
+def table_of(split: str, names: Sequence[str] = (), **columns: Any) -> pa.Table:
+    """Return a split's columns `image` and `label`; `columns` replace them, or leave out if None.
+
+    With `names` it has Hugging Face's metadata, as MNIST has.
     """
-    good = {"image": cells_of(PNGS[SPLITS[split]]), "label": LABELS[SPLITS[split]]}
-    table = pa.table({k: v for k, v in (good | columns).items() if v is not None})
-    if hf:
-        import datasets
+    rows = SPLITS[split]
+    every = {"image": cells_of(PNGS[rows]), "label": LABELS[rows], **columns}
+    table = pa.table({name: values for name, values in every.items() if values is not None})
+    return table.cast(features_of(names).arrow_schema) if names else table
 
-        names = [str(number) for number in range(hf)]
-        label = datasets.ClassLabel(names=names)
-        features = datasets.Features({"image": datasets.Image(), "label": label})
-        table = table.cast(features.arrow_schema)
+
+def write_split(folder: Path, split: str, names: Sequence[str] = (), **columns: Any) -> None:
     folder.mkdir(exist_ok=True)
-    pq.write_table(table, folder / f"{split}-00000-of-00001.parquet")
+    pq.write_table(table_of(split, names, **columns), folder / f"{split}-00000-of-00001.parquet")
 
 
-def write_parquet(folder: Path, *, hf: int = 0) -> Path:
+def write_parquet(folder: Path, names: Sequence[str] = ()) -> Path:
     for split in SPLITS:
-        write_split(folder, split, hf=hf)
+        write_split(folder, split, names)
     return folder
 
 
 def write_images(folder: Path) -> Path:
-    """train/CLASS/*.png and test/CLASS/*.png, of the classes ant, bee, cat, dog."""
+    """Write train/CLASS/*.png and test/CLASS/*.png, of the classes ant, bee, cat, dog."""
     for split, rows in SPLITS.items():
         for row in range(rows.start, rows.stop):
             file = folder / split / ("ant", "bee", "cat", "dog")[LABELS[row]] / f"{row:02}.png"
@@ -102,20 +105,27 @@ def write_images(folder: Path) -> Path:
 def save_to_disk(folder: Path, train_names: str = "wxyz", test_names: str = "wxyz") -> Path:
     import datasets
 
-    splits = {}
-    for split, names in (("train", train_names), ("test", test_names)):
-        label = datasets.ClassLabel(names=list(names))
-        features = datasets.Features({"image": datasets.Image(), "label": label})
-        columns = {"image": cells_of(PNGS[SPLITS[split]]), "label": LABELS[SPLITS[split]]}
-        table = pa.table(columns).cast(features.arrow_schema)
-        splits[split] = datasets.Dataset(table, info=datasets.DatasetInfo(features=features))
+    return save_splits(
+        folder,
+        **{
+            split: datasets.Dataset(
+                table_of(split, names), info=datasets.DatasetInfo(features=features_of(names))
+            )
+            for split, names in (("train", train_names), ("test", test_names))
+        },
+    )
+
+
+def save_splits(folder: Path, **splits: Any) -> Path:
+    import datasets
+
     datasets.disable_progress_bars()
     datasets.DatasetDict(splits).with_format("arrow").save_to_disk(str(folder))
     return folder
 
 
 def write_idx(folder: Path, *, gz: bool = False, dot: str = "-", **changed: Any) -> Path:
-    """MNIST's four files; `changed` has other train_images, train_labels, test_images, ..."""
+    """Write MNIST's four files; `changed` has other train_images, train_labels, test_images, ..."""
     folder.mkdir(parents=True, exist_ok=True)
     for split, stem in (("train", "train"), ("test", "t10k")):
         images = np.asarray(changed.get(f"{split}_images", PIXELS[SPLITS[split]]))
@@ -129,189 +139,136 @@ def write_idx(folder: Path, *, gz: bool = False, dot: str = "-", **changed: Any)
     return folder
 
 
-def same_as_written(decoded: Decoded) -> bool:
-    return all(
-        np.array_equal(decoded.images[split], PIXELS[rows])
-        and decoded.labels[split].tolist() == LABELS[rows]
-        and (decoded.images[split].dtype, decoded.labels[split].dtype) == (np.uint8, np.int64)
-        for split, rows in SPLITS.items()
-    )
-
-
 # --- Which source
 
 
-@pytest.mark.parametrize(
-    ("dataset", "source"),
-    [
-        ("mnist", Source("mnist", "hub", "ylecun/mnist")),
-        (
-            "fashion_mnist",
-            Source("fashion_mnist", "hub", "zalando-datasets/fashion_mnist"),
-        ),
-        ("digits", Source("digits", "digits", "sklearn.datasets.load_digits")),
-        ("someone/some-set_2.0", Source("someone--some-set_2.0", "hub", "someone/some-set_2.0")),
-    ],
-)
-def test_names(dataset: str, source: Source) -> None:
-    assert find_source(dataset) == source
-
-
-def test_a_folder_is_found_under_any_spelling(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder is the same under any spelling."""
     (tmp_path / "sub" / "numbers").mkdir(parents=True)
     (tmp_path / "link").symlink_to("sub/numbers")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
-    expected = Source("numbers", "folder", str(tmp_path.resolve() / "sub" / "numbers"))
-    for spelling in (tmp_path / "sub/numbers", "sub/numbers", "./sub/numbers/", "~/sub/numbers"):
-        assert find_source(str(spelling)) == expected
-    assert find_source("link") == expected
-    assert find_source("./sub/..").place == str(tmp_path.resolve())
-
-
-@pytest.mark.parametrize("dataset", ["mnits", "", " ", "MNIST", "a b/c", "/".join("é1")])
-def test_an_unknown_name_is_a_usage_error(dataset: str) -> None:
-    with pytest.raises(UsageError) as caught:
-        find_source(dataset)
-    assert str(caught.value) == (
-        f"--dataset {dataset}: no such folder; choose from mnist, auto, fashion_mnist, digits, a"
-        " Hub id (owner/name) or a folder"
-    )
+    folder = str(tmp_path.resolve() / "sub" / "numbers")
+    for dataset, source in {
+        "mnist": Source("mnist", "hub", "ylecun/mnist"),
+        "fashion_mnist": Source("fashion_mnist", "hub", "zalando-datasets/fashion_mnist"),
+        "digits": Source("digits", "digits", "sklearn.datasets.load_digits"),
+        "someone/some-set_2.0": Source("someone--some-set_2.0", "hub", "someone/some-set_2.0"),
+        "./sub/..": Source(tmp_path.name, "folder", str(tmp_path.resolve())),
+        **dict.fromkeys(
+            ("sub/numbers", "./sub/numbers/", "~/sub/numbers", folder, "link"),
+            Source("numbers", "folder", folder),
+        ),
+    }.items():
+        assert find_source(dataset) == source
 
 
 @pytest.mark.parametrize(
-    "dataset", ["/nowhere", "./nowhere", "a/b/c", "~nobody-here/x", "loop/x/y"]
+    ("dataset", "error", "fix"),
+    [
+        *[
+            (name, UsageError, "choose from mnist, auto, fashion_mnist, digits,")
+            for name in ("mnits", "", " ", "MNIST", "a b/c", "é/1")
+        ],
+        *[
+            (path, DataError, "check the path")
+            for path in ("/nowhere", "./nowhere", "a/b/c", "~nobody-here/x", "loop/x/y")
+        ],
+        ("train.parquet", DataError, "give the folder it lies in"),
+        ("/" + "x" * 300, DataError, "check its files"),
+    ],
 )
-def test_a_path_that_does_not_exist(
-    dataset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_name_or_path_that_is_none(
+    dataset: str,
+    error: type[DdpMnistError],
+    fix: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "train.parquet").touch()
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(error) as caught:
         find_source(dataset)
-    assert str(caught.value) == f"--dataset {dataset}: there is no such folder; check the path"
+    assert str(caught.value).startswith(f"--dataset {dataset}: ")
+    assert fix in str(caught.value).partition("; ")[2]
 
 
-def test_a_path_that_is_a_file_or_no_path(tmp_path: Path) -> None:
-    file = tmp_path / "train.parquet"
-    file.touch()
-    with pytest.raises(DataError, match=r"train.parquet: is a file; give the folder it lies in$"):
-        find_source(str(file))
-    with pytest.raises(DataError, match=r"cannot be read \(.*name too long.*\); check its files$"):
-        find_source("/" + "x" * 300)
-
-
-# --- The digits
+# --- Good data
 
 
 def test_digits() -> None:
+    """They are scikit-learn's in a fixed order, the same bytes on every machine."""
+    from sklearn.datasets import load_digits
+
     digits = find_source("digits").read()
     assert digits.classes == list("0123456789")
     assert digits.notes == ["the 8x8 digits were enlarged to 28x28"]
-    assert {split: array.shape for split, array in digits.images.items()} == {
-        "train": (1437, 28, 28),
-        "test": (360, 28, 28),
-    }
-    every = np.concatenate([digits.images["train"], digits.images["test"]])
-    assert (every.dtype, every.min(), every.max()) == (np.uint8, 0, 255)
-    frame = np.ones((28, 28), dtype=bool)
-    frame[1:-1, 1:-1] = False
-    assert not every[:, frame].any()
-    assert digits.labels["train"].dtype == digits.labels["test"].dtype == np.int64
-    assert np.bincount(digits.labels["train"]).tolist() == [
-        151,
-        147,
-        141,
-        154,
-        151,
-        142,
-        137,
-        140,
-        135,
-        139,
-    ]
-    assert np.bincount(digits.labels["test"]).tolist() == [27, 35, 36, 29, 30, 40, 44, 39, 39, 41]
-    # the same bytes on every machine
-    assert (
-        hashlib.sha256(every.tobytes()).hexdigest()
-        == "fbade72e9c27027b1c97d5533cdc2dc87f94b43e80062cc9e3e1da25cccb4f31"
-    )
-
-
-def test_digits_are_scikit_learns_in_a_fixed_order() -> None:
-    from sklearn.datasets import load_digits
-
     pixels, labels = load_digits(return_X_y=True)
     order = np.random.RandomState(0).permutation(1797)
-    digits = find_source("digits").read()
-    assert digits.labels["test"].tolist() == labels[order[:360]].tolist()
-    assert digits.labels["train"].tolist() == labels[order[360:]].tolist()
-    # the middle of each 3x3 block is the pixel itself, 0..16 brought to 0..255
-    middles = digits.images["test"][:, 3::3, 3::3][:, :8, :8].reshape(360, 64)
-    assert np.array_equal(middles, pixels[order[:360]].astype(int) * 255 // 16)
+    for split, rows in (("train", order[360:]), ("test", order[:360])):
+        images = digits.images[split]
+        assert (images.shape, images.dtype) == ((len(rows), 28, 28), np.uint8)
+        assert digits.labels[split].dtype == np.int64
+        assert digits.labels[split].tolist() == labels[rows].tolist()
+        # the middle of each 3x3 block is the pixel itself, 0..16 brought to 0..255
+        middles = images[:, 3::3, 3::3][:, :8, :8].reshape(-1, 64)
+        assert np.array_equal(middles, pixels[rows].astype(int) * 255 // 16)
+    every = np.concatenate([digits.images["train"], digits.images["test"]])
+    assert every[:, 1:-1, 1:-1].sum() == every.sum()  # nothing in the frame
+    expected = "fbade72e9c27027b1c97d5533cdc2dc87f94b43e80062cc9e3e1da25cccb4f31"
+    assert hashlib.sha256(every.tobytes()).hexdigest() == expected
 
 
-# --- Good folders
-
-
-@pytest.mark.parametrize("hf", [0, 4])
-def test_parquet_with_and_without_metadata(hf: int, tmp_path: Path) -> None:
-    decoded = read(write_parquet(tmp_path, hf=hf))
-    assert same_as_written(decoded)
-    assert decoded.classes == ["0", "1", "2", "3"]
-    assert decoded.notes == []
-
-
-def test_declared_classes_may_be_more_than_those_met(tmp_path: Path) -> None:
-    assert read(write_parquet(tmp_path, hf=10)).classes == list("0123456789")
-
-
-def test_parquet_in_several_files_with_other_columns(tmp_path: Path) -> None:
-    write_parquet(tmp_path)
-    first = tmp_path / "train-00000-of-00001.parquet"
-    table = pq.read_table(first).append_column("writer", [["me"] * TRAIN])
-    first.unlink()
+def in_several_files(folder: Path) -> None:
+    """Write the train split as two files, with a column that nobody needs."""
+    write_split(folder, "test", writer=["me"] * TEST)
+    table = table_of("train", writer=["me"] * TRAIN)
     for part, rows in enumerate((slice(0, 7), slice(7, TRAIN))):
         piece = table.slice(rows.start, rows.stop - rows.start)
-        pq.write_table(piece, tmp_path / f"train-0000{part}-of-00002.parquet")
-    assert same_as_written(read(tmp_path))
+        pq.write_table(piece, folder / f"train-0000{part}-of-00002.parquet")
+
+
+def with_words(folder: Path) -> None:
+    words = ["four", "one", "three", "two"]  # sorted, as classes are
+    for split, rows in SPLITS.items():
+        write_split(folder, split, label=[words[label] for label in LABELS[rows]])
+
+
+Writer = Callable[[Path], object]
+GOOD: dict[str, tuple[Writer, list[str]]] = {
+    "parquet": (write_parquet, list("0123")),
+    "parquet with metadata": (lambda f: write_parquet(f, "0123"), list("0123")),
+    "more classes than rows have": (lambda f: write_parquet(f, "0123456789"), list("0123456789")),
+    "several files": (in_several_files, list("0123")),
+    "words": (with_words, ["four", "one", "three", "two"]),
+    "save_to_disk": (save_to_disk, list("wxyz")),
+    "idx": (write_idx, list("0123456789")),
+    "idx in raw": (lambda f: write_idx(f / "raw", gz=True), list("0123456789")),
+    "idx of torchvision": (lambda f: write_idx(f / "MNIST/raw", dot="."), list("0123456789")),
+}
+
+
+@pytest.mark.parametrize("how", GOOD)
+def test_every_format_gives_what_was_written(how: str, tmp_path: Path) -> None:
+    write, classes = GOOD[how]
+    write(tmp_path)
+    decoded = read(tmp_path)
+    assert (decoded.classes, decoded.notes) == (classes, [])
+    for split, rows in SPLITS.items():
+        images, labels = decoded.images[split], decoded.labels[split]
+        assert (images.dtype, labels.dtype) == (np.uint8, np.int64)
+        assert np.array_equal(images, PIXELS[rows])
+        assert labels.tolist() == LABELS[rows]
 
 
 def test_images_in_folders_of_their_class(tmp_path: Path) -> None:
     decoded = read(write_images(tmp_path))
-    assert decoded.classes == ["ant", "bee", "cat", "dog"]
-    assert decoded.notes == []
+    assert (decoded.classes, decoded.notes) == (["ant", "bee", "cat", "dog"], [])
     for split, rows in SPLITS.items():  # read class by class, in the order of names
         order = sorted(range(rows.start, rows.stop), key=lambda row: (LABELS[row], row))
         assert decoded.labels[split].tolist() == [LABELS[row] for row in order]
         assert np.array_equal(decoded.images[split], PIXELS[order])
-
-
-def test_save_to_disk(tmp_path: Path) -> None:
-    decoded = read(save_to_disk(tmp_path))
-    assert same_as_written(decoded)
-    assert decoded.classes == ["w", "x", "y", "z"]
-
-
-def test_words_as_labels(tmp_path: Path) -> None:
-    words = ["four", "one", "three", "two"]  # sorted, as classes are
-    for split, rows in SPLITS.items():
-        write_split(tmp_path, split, label=[words[label] for label in LABELS[rows]])
-    decoded = read(tmp_path)
-    assert same_as_written(decoded)
-    assert decoded.classes == words
-
-
-@pytest.mark.parametrize("gz", [False, True])
-@pytest.mark.parametrize("place", [".", "raw", "MNIST/raw"])
-def test_idx_files(place: str, gz: bool, tmp_path: Path) -> None:
-    write_idx(tmp_path / place, gz=gz, dot="." if gz else "-")
-    decoded = read(tmp_path)
-    assert same_as_written(decoded)
-    assert decoded.classes == list("0123456789")
-    assert decoded.notes == []
 
 
 def test_real_mnist(mnist: Path, tmp_path: Path) -> None:
@@ -333,8 +290,9 @@ def test_real_mnist(mnist: Path, tmp_path: Path) -> None:
 # --- Conversions
 
 
-def with_images(folder: Path, files: list[bytes]) -> Decoded:
-    """A data set that begins with these images; what it decodes to."""
+def with_images(folder: Path, *images: Any) -> Decoded:
+    """Return what a data set that begins with these images decodes to."""
+    files = [image if isinstance(image, bytes) else encoded(image) for image in images]
     write_parquet(folder)
     write_split(folder, "train", image=cells_of([*files, *PNGS[len(files) : TRAIN]]))
     return read(folder)
@@ -354,33 +312,24 @@ def one_colour(mode: str, colour: Any, side: int = 28) -> PIL.Image.Image:
         (one_colour("RGBA", (0, 0, 255, 255)), "28x28 RGBA", 29),
         (one_colour("RGBA", (0, 0, 0, 0)), "28x28 RGBA", 255),  # transparent means paper
         (one_colour("RGB", (255, 0, 0)).quantize(2), "28x28 P", 76),
+        (encoded(one_colour("P", 0), transparency=0), "28x28 P", 255),
         (one_colour("LA", (0, 0)), "28x28 LA", 255),
         (one_colour("I;16", 0x8000), "28x28 I;16", 128),
         (one_colour("I;16", 0xFFFF), "28x28 I;16", 255),
         (one_colour("I;16", 0x00FF), "28x28 I;16", 0),
     ],
 )
-def test_every_mode_becomes_grey(
-    image: PIL.Image.Image, kind: str, grey: int, tmp_path: Path
-) -> None:
-    decoded = with_images(tmp_path, [encoded(image)])
+def test_every_mode_becomes_grey(image: Any, kind: str, grey: int, tmp_path: Path) -> None:
+    decoded = with_images(tmp_path, image)
     assert set(decoded.images["train"][0].ravel().tolist()) == {grey}
     assert np.array_equal(decoded.images["train"][1:], PIXELS[1:TRAIN])
     assert decoded.notes == [f"images of {kind} became 28x28 grey"]
 
 
-def test_a_transparent_colour_of_a_palette_is_paper(tmp_path: Path) -> None:
-    file = io.BytesIO()
-    PIL.Image.fromarray(np.zeros((28, 28), dtype=np.uint8)).convert("P").save(
-        file, "PNG", transparency=0
-    )
-    assert with_images(tmp_path, [file.getvalue()]).images["train"][0].min() == 255
-
-
 def test_large_images_keep_their_picture(tmp_path: Path) -> None:
     large = PIXELS[0].repeat(2, axis=0).repeat(2, axis=1)
     jpeg = encoded(np.full((28, 28), 90, dtype=np.uint8), kind="JPEG")
-    decoded = with_images(tmp_path, [encoded(large), jpeg])
+    decoded = with_images(tmp_path, large, jpeg)
     shrunk = decoded.images["train"][0].astype(int)
     # a triangle filter blurs noise, and keeps what it is blurred from
     assert abs(shrunk.mean() - PIXELS[0].mean()) < 2
@@ -389,34 +338,19 @@ def test_large_images_keep_their_picture(tmp_path: Path) -> None:
     assert decoded.notes == ["images of 56x56 L became 28x28 grey"]
 
 
-def test_mixed_sizes_are_told_in_one_line(tmp_path: Path) -> None:
-    def squares(*sides: int) -> list[bytes]:
-        return [encoded(one_colour("L", 7, side)) for side in sides]
-
-    three = with_images(tmp_path, squares(20, 30, 40, 20, 30, 40))
+def test_mixed_sizes_are_reported_in_one_line(tmp_path: Path) -> None:
+    three = with_images(tmp_path, *[one_colour("L", 7, side) for side in (20, 30, 40, 20, 30)])
     assert three.notes == ["images of 20x20 L, 30x30 L, 40x40 L became 28x28 grey"]
-    five = with_images(tmp_path, squares(50, 20, 30, 40, 60, 60))
+    five = with_images(tmp_path, *[one_colour("L", 7, side) for side in (50, 20, 30, 40, 60, 60)])
     assert five.notes == ["images of 20x20 L, 30x30 L, 40x40 L and 2 more kinds became 28x28 grey"]
     assert set(five.images["train"][:6].ravel().tolist()) == {7}
 
 
-# --- Faults
+# --- Faults: how a good folder is spoilt, and words that the error has to have
 
 Spoiler = Callable[[Path], object]
-REMEDIES = ("add", "check", "correct", "fetch", "give", "label", "name", "put", "replace")
-
-
-def refused(folder: Path) -> str:
-    """What is said of a bad folder, after the checks that hold for all of them."""
-    with pytest.raises(DdpMnistError) as caught:
-        read(folder)
-    message = str(caught.value)
-    assert type(caught.value) is DataError
-    assert "\n" not in message
-    assert one_line(caught.value).endswith(" (code 3)")
-    assert str(folder) in message.partition(": ")[0]
-    assert message.rpartition("; ")[2].split()[0] in REMEDIES, message
-    return message.replace(str(folder), "DIR").removeprefix("--dataset DIR: ")
+Faults = dict[str, tuple[Spoiler, str]]
+FIXES = ("add", "check", "correct", "fetch", "give", "label", "name", "put", "replace")
 
 
 def rewritten(name: str, change: Callable[[bytes], bytes]) -> Spoiler:
@@ -427,154 +361,94 @@ def removed(name: str) -> Spoiler:
     return lambda folder: (folder / name).unlink()
 
 
-def split_with(split: str, *, hf: int = 0, **columns: Any) -> Spoiler:
-    return lambda folder: write_split(folder, split, hf=hf, **columns)
-
-
-def both(*, hf: int = 0, **columns: Any) -> Spoiler:
-    """The same first five rows of columns in both splits."""
-
-    def spoil(folder: Path) -> None:
-        for split in SPLITS:
-            write_split(folder, split, hf=hf, **{"image": cells_of(PNGS[:5]), **columns})
-
-    return spoil
-
-
-def with_row(row: int, file: bytes | None) -> pa.Array:
-    return cells_of([*PNGS[:row], file, *PNGS[row + 1 : TRAIN]])
+def cut(size: int) -> Callable[[bytes], bytes]:
+    return lambda content: content[:size]
 
 
 def flipped(at: int) -> Callable[[bytes], bytes]:
     return lambda content: content[:at] + bytes([content[at] ^ 0x55]) + content[at + 1 :]
 
 
-def bad_text(values: list[bytes]) -> pa.Array:
-    """Strings that are not UTF-8."""
-    return pa.array(values, pa.binary()).view(pa.string())
+def in_train(names: str = "", **columns: Any) -> Spoiler:
+    return lambda folder: write_split(folder, "train", names, **columns)
+
+
+def in_test(**columns: Any) -> Spoiler:
+    return lambda folder: write_split(folder, "test", **columns)
+
+
+def in_both(**columns: Any) -> Spoiler:
+    """Return what writes the same first five rows of columns into both splits."""
+
+    def spoil(folder: Path) -> None:
+        for split in SPLITS:
+            write_split(folder, split, **{"image": cells_of(PNGS[:5]), **columns})
+
+    return spoil
+
+
+def image_at(row: int, file: bytes | None) -> Spoiler:
+    return in_train(image=cells_of([*PNGS[:row], file, *PNGS[row + 1 : TRAIN]]))
+
+
+def label_at(row: int, label: Any, names: str = "") -> Spoiler:
+    return in_train(names, label=[*LABELS[:row], label, *LABELS[row + 1 : TRAIN]])
 
 
 TRAIN_FILE, TEST_FILE = "train-00000-of-00001.parquet", "test-00000-of-00001.parquet"
-NEGATIVE = [0, 1, 2, -1, *LABELS[4:TRAIN]]
-IN_TRAIN, IN_TEST = "split train, column", "split test, column"
+NO_ROWS = {"image": cells_of([]), "label": pa.array([], pa.int64())}
+NOT_TEXT = pa.array([b"a\xff"] * 5, pa.binary()).view(pa.string())
+TIFF = encoded(one_colour("F", 0.5), kind="TIFF")
+IMAGE, LABEL = "split train, column image:", "split train, column label:"
 
-PARQUET_FAULTS: dict[str, tuple[Spoiler, str]] = {
-    "truncated": (rewritten(TRAIN_FILE, lambda content: content[:900]), f"{TRAIN_FILE} is damaged"),
-    "without footer": (rewritten(TEST_FILE, lambda c: c[:-9]), f"{TEST_FILE} is damaged"),
-    "garbage": (rewritten(TRAIN_FILE, lambda c: b"\x13" * len(c)), f"{TRAIN_FILE} is damaged"),
-    "empty file": (rewritten(TEST_FILE, lambda _: b""), f"{TEST_FILE} is damaged"),
-    "no image column": (both(image=None, label=[1, 2]), "no image column among label;"),
-    "images that are words": (
-        both(image=pa.array(["a.png"] * 5), label=[0] * 5),
-        "no image column among image, label;",
-    ),
-    "no label column": (both(label=None), "no label column among image;"),
-    "label column by another name": (
-        both(label=None, digit=[0] * 5),
-        "no label column among image, digit;",
-    ),
-    "test without images": (split_with("test", image=None), f"{IN_TEST} image: row 0 has no image"),
-    "test without labels": (split_with("test", label=None), f"{IN_TEST} label: row 0 has no label"),
-    "words in one split only": (
-        split_with("test", label=list("abcde")),
-        f"column label is string in {TEST_FILE} and int64 in {TRAIN_FILE};",
-    ),
-    "image of another type": (
-        split_with("test", image=[1, 2, 3, 4, 5]),
-        f"column image is int64 in {TEST_FILE} and struct<",
-    ),
-    "label -1": (split_with("train", label=NEGATIVE), f"{IN_TRAIN} label: row 3 has label -1;"),
-    "all labels -1": (split_with("train", label=[-1] * TRAIN), "row 0 has label -1; give a whole"),
-    "label -1 of declared classes": (
-        split_with("train", hf=4, label=NEGATIVE),
-        f"{IN_TRAIN} label: row 3 has label -1; give a whole number from 0 to 3",
-    ),
-    "label beyond declared classes": (
-        split_with("train", hf=3),
-        f"{IN_TRAIN} label: row 3 has label 3; give a whole number from 0 to 2",
-    ),
-    "label None": (
-        split_with("train", label=[0, 1, None, *LABELS[3:TRAIN]]),
-        f"{IN_TRAIN} label: row 2 has no label;",
-    ),
-    "labels all None": (both(label=[None] * 5), f"{IN_TRAIN} label: row 0 has no label;"),
-    "huge label": (
-        split_with("train", label=[0, 2**40, *LABELS[2:TRAIN]]),
-        f"{IN_TRAIN} label: row 1 has label {2**40}; give a whole number from 0 to 999",
-    ),
+PARQUET_FAULTS: Faults = {
+    "truncated": (rewritten(TRAIN_FILE, cut(900)), "cannot be read (Parquet magic bytes"),
+    "without footer": (rewritten(TEST_FILE, cut(-9)), "cannot be read ("),
+    "garbage": (rewritten(TRAIN_FILE, lambda c: b"\x13" * len(c)), "cannot be read (Parquet magic"),
+    "empty file": (rewritten(TEST_FILE, cut(0)), "Parquet file size is 0 bytes)"),
+    "no image column": (in_both(image=None, label=[1, 2]), "no image column among label;"),
+    "images that are words": (in_both(image=["a"] * 5, label=[0] * 5), "no image column among"),
+    "no label column": (in_both(label=None), "no label column among image;"),
+    "label by another name": (in_both(label=None, digit=[0] * 5), "among image, digit;"),
+    "test without images": (in_test(image=None), "test, column image: row 0 has no image"),
+    "test without labels": (in_test(label=None), "test, column label: row 0 has no label"),
+    "words in one split only": (in_test(label=list("abcde")), "cannot be read (Failed to parse"),
+    "image of another type": (in_test(image=[1, 2, 3, 4, 5]), "cannot be read ("),
+    "label -1": (label_at(3, -1), f"{LABEL} row 3 has label -1; give a whole number from 0 to 3"),
+    "all labels -1": (in_train(label=[-1] * TRAIN), "row 0 has label -1; give a whole"),
+    "label -1 of declared": (label_at(3, -1, "wxyz"), "row 3 has label -1; give a whole number"),
+    "label beyond declared": (in_train("xyz"), "row 3 has label 3; give a whole number from 0"),
+    "label None": (label_at(2, None), f"{LABEL} row 2 has no label;"),
+    "labels all None": (in_both(label=[None] * 5), f"{LABEL} row 0 has no label;"),
+    "huge label": (label_at(1, 2**40), f"{LABEL} row 1 has label {2**40}; give a whole number"),
     "label too large for int64": (
-        both(label=pa.array([0, 1, 2, 3, 2**64 - 1], pa.uint64())),
-        f"{IN_TRAIN} label: row 4 has label {2**64 - 1};",
+        in_both(label=pa.array([0, 1, 2, 3, 2**64 - 1], pa.uint64())),
+        f"{LABEL} row 4 has label {2**64 - 1};",
     ),
-    "labels with a fraction": (both(label=[0.0, 1.0, 2.5, 3.0, 1.0]), "label: labels are float;"),
-    "labels that are lists": (both(label=[[1]] * 5), "label: labels are list;"),
-    "labels that are no text": (
-        both(label=bad_text([b"a\xff"] * 5)),
-        f"{IN_TRAIN} label: cannot be read (",
-    ),
+    "fractions": (in_both(label=[0.0, 1.0, 2.5, 3.0, 1.0]), "label: labels are float;"),
+    "labels that are lists": (in_both(label=[[1]] * 5), "label: labels are list;"),
+    "labels that are no text": (in_both(label=NOT_TEXT), "cannot be read ("),
     "too many words": (
-        both(image=cells_of(PNGS[:1] * 1001), label=[f"w{n}" for n in range(1001)]),
-        "split train, column label: 1001 classes; give at most 1000",
+        in_both(image=cells_of(PNGS[:1] * 1001), label=[f"w{n}" for n in range(1001)]),
+        f"{LABEL} 1001 classes; give at most 1000",
     ),
-    "test label above train's": (
-        split_with("test", label=[0, 1, 7, 2, 3]),
-        f"{IN_TEST} label: row 2 has label 7; give a whole number from 0 to 3",
-    ),
-    "test label that no train row has": (
-        split_with("train", label=[0, 1, 3] * 4),
-        f"{IN_TEST} label: row 2 has label 2, which no train row has;",
-    ),
-    "no rows in test": (
-        split_with("test", image=cells_of([]), label=pa.array([], pa.int64())),
-        f"{TEST_FILE} has no rows;",
-    ),
-    "no rows in train": (
-        split_with("train", image=cells_of([]), label=pa.array([], pa.int64())),
-        f"{TRAIN_FILE} has no rows;",
-    ),
+    "test label above train's": (in_test(label=[0, 1, 7, 2, 3]), "row 2 has label 7; give a"),
+    "class in test only": (in_train(label=[0, 1, 3] * 4), "test: row 2 has label 2, which no"),
+    "no rows in test": (in_test(**NO_ROWS), "cannot be read ("),
+    "no rows in train": (in_train(**NO_ROWS), "cannot be read ("),
     "no test split": (removed(TEST_FILE), "needs the splits train and test, found: train;"),
     "no train split": (removed(TRAIN_FILE), "needs the splits train and test, found: test;"),
-    "image cut short": (
-        split_with("train", image=with_row(7, PNGS[7][:300])),
-        f"{IN_TRAIN} image: row 7 is no readable image (image file is truncated);",
-    ),
-    "image damaged": (
-        split_with("train", image=with_row(11, flipped(200)(PNGS[11]))),
-        f"{IN_TRAIN} image: row 11 is no readable image (",
-    ),
-    "image that is none": (
-        split_with("train", image=with_row(0, b"GIF, or so")),
-        f"{IN_TRAIN} image: row 0 is no readable image (of no format that Pillow knows);",
-    ),
-    "image of unknown range": (
-        split_with("train", image=with_row(4, encoded(one_colour("F", 0.5), kind="TIFF"))),
-        f"{IN_TRAIN} image: row 4 is no readable image (mode F has no fixed range",
-    ),
-    "image None": (
-        split_with("train", image=with_row(5, None)),
-        f"{IN_TRAIN} image: row 5 has no image;",
-    ),
-    "image of no bytes": (
-        split_with("train", hf=4, image=with_row(6, b"")),
-        f"{IN_TRAIN} image: row 6 has no image;",
-    ),
+    "image cut short": (image_at(7, PNGS[7][:300]), f"{IMAGE} row 7 is no readable image (image"),
+    "image damaged": (image_at(11, flipped(200)(PNGS[11])), f"{IMAGE} row 11 is no readable"),
+    "image that is none": (image_at(0, b"GIF, or so"), f"{IMAGE} row 0 is no readable image (of"),
+    "image of unknown range": (image_at(4, TIFF), f"{IMAGE} row 4 is no readable image (mode F"),
+    "image None": (image_at(5, None), f"{IMAGE} row 5 has no image;"),
+    "image of no bytes": (image_at(6, b""), f"{IMAGE} row 6 has no image;"),
     "README that is no YAML": (
         lambda folder: (folder / "README.md").write_text("---\nconfigs: [\n---\n"),
         "cannot be read (",
     ),
 }
-
-
-@pytest.mark.timeout(20)
-@pytest.mark.parametrize("fault", PARQUET_FAULTS)
-def test_fault_26_a_fault_in_parquet_is_named(fault: str, tmp_path: Path) -> None:
-    spoil, expected = PARQUET_FAULTS[fault]
-    spoil(write_parquet(tmp_path / "it"))
-    assert expected in refused(tmp_path / "it")
-
-
-def renamed(old: str, new: str) -> Spoiler:
-    return lambda folder: (folder / old).rename(folder / new)
 
 
 def emptied(folder: Path) -> None:
@@ -587,49 +461,38 @@ def only_text(folder: Path) -> None:
     (folder / "notes.txt").write_text("1\n2\n")
 
 
-IMAGE_FAULTS: dict[str, tuple[Spoiler, str]] = {
+IMAGE_FAULTS: Faults = {
     "broken file": (
         rewritten("train/bee/05.png", flipped(200)),
-        "split train, column image: row 4 DIR/train/bee/05.png is no readable image (broken",
+        f"{IMAGE} row 4 DIR/train/bee/05.png is no readable image (broken",
     ),
     "empty file": (
-        rewritten("test/ant/12.png", lambda _: b""),
-        "split test, column image: row 0 DIR/test/ant/12.png is no readable image (of no format",
+        rewritten("test/ant/12.png", cut(0)),
+        "row 0 DIR/test/ant/12.png is no readable",
     ),
     "no test images": (lambda f: shutil.rmtree(f / "test"), "found: train;"),
     "no classes": (
         lambda f: [p.rename(p.parent.parent / p.name) for p in f.rglob("*.png")],
-        "split train, column label: row 0 has no label;",
+        f"{LABEL} row 0 has no label;",
     ),
     "class in test only": (
-        renamed("test/dog", "test/Dog"),
-        "split test, column label: row 0 has label Dog, which no train row has;",
+        lambda f: (f / "test/dog").rename(f / "test/Dog"),
+        "split test: row 0 has label Dog, which no train row has;",
     ),
     "nothing at all": (emptied, "the folder is empty;"),
     "other files": (only_text, "needs the splits train and test, found: train;"),
 }
 
 
-@pytest.mark.timeout(20)
-@pytest.mark.parametrize("fault", IMAGE_FAULTS)
-def test_fault_26_a_fault_among_image_files_is_named(fault: str, tmp_path: Path) -> None:
-    spoil, expected = IMAGE_FAULTS[fault]
-    spoil(write_images(tmp_path / "it"))
-    assert expected in refused(tmp_path / "it")
-
-
-def saved_test(labels: pa.Array | None) -> Spoiler:
-    """Splits without declared classes, the test split with these labels."""
+def saved_test(**columns: Any) -> Spoiler:
+    """Return what saves splits without declared classes, the test split with these columns."""
 
     def spoil(folder: Path) -> None:
         import datasets
 
-        train = {"image": cells_of(PNGS[:TRAIN]), "label": pa.array(LABELS[:TRAIN])}
-        test = {"image": cells_of(PNGS[TRAIN:])} | ({} if labels is None else {"label": labels})
-        splits = {"train": pa.table(train), "test": pa.table(test)}
         shutil.rmtree(folder)
-        saved = {split: datasets.Dataset(table) for split, table in splits.items()}
-        datasets.DatasetDict(saved).save_to_disk(str(folder))
+        test = datasets.Dataset(table_of("test", **columns))
+        save_splits(folder, train=datasets.Dataset(table_of("train")), test=test)
 
     return spoil
 
@@ -640,54 +503,38 @@ def split_alone(folder: Path) -> None:
 
 
 ARROW = "train/data-00000-of-00001.arrow"
-SAVED_FAULTS: dict[str, tuple[Spoiler, str]] = {
-    "cut short": (rewritten(ARROW, lambda content: content[:3000]), f"{ARROW} is damaged ("),
-    "empty file": (rewritten(ARROW, lambda _: b""), f"{ARROW} is damaged ("),
-    "missing file": (removed(ARROW), ARROW),
+FRACTIONS = [0.0, 1.0, 2.5, 3.0, 1.0]
+SAVED_FAULTS: Faults = {
+    "cut short": (rewritten(ARROW, cut(3000)), "cannot be read ("),
+    "empty file": (rewritten(ARROW, cut(0)), "cannot be read ("),
+    "missing file": (removed(ARROW), "cannot be read (No such file"),
     "other class names in test": (
         lambda folder: save_to_disk(folder, test_names="zyxw"),
         "column label is ClassLabel(names=['w', 'x', 'y', 'z']) in train and ClassLabel(names=['",
     ),
-    "labels with a fraction in test": (
-        saved_test(pa.array([0.0, 1.0, 2.5, 3.0, 1.0])),
+    "fractions in test": (
+        saved_test(label=FRACTIONS),
         "column label is Value('int64') in train and Value('float64') in test;",
     ),
-    "test without labels": (saved_test(None), "split test has no column label;"),
-    "a split alone": (
-        split_alone,
-        "needs the splits train and test, found: ",
-    ),
+    "test without labels": (saved_test(label=None), "label is Value('int64') in train and missing"),
+    "no rows": (saved_test(**NO_ROWS), "cannot be read ("),
+    "a split alone": (split_alone, "needs the splits train and test, found: "),
 }
-
-
-@pytest.mark.timeout(20)
-@pytest.mark.parametrize("fault", SAVED_FAULTS)
-def test_fault_26_a_fault_in_a_saved_data_set_is_named(fault: str, tmp_path: Path) -> None:
-    spoil, expected = SAVED_FAULTS[fault]
-    spoil(save_to_disk(tmp_path / "it"))
-    assert expected in refused(tmp_path / "it")
-
 
 IMAGES, IDX_LABELS = "train-images-idx3-ubyte", "train-labels-idx1-ubyte"
 NO_IDX = "is not an IDX file, or is cut short; fetch it again"
-IDX_FAULTS: dict[str, tuple[Spoiler, str]] = {
-    "cut short": (rewritten(IMAGES, lambda content: content[:-1]), f"DIR/{IMAGES}: {NO_IDX}"),
+IDX_FAULTS: Faults = {
+    "cut short": (rewritten(IMAGES, cut(-1)), f"DIR/{IMAGES}: {NO_IDX}"),
     "longer": (rewritten(IDX_LABELS, lambda c: c + b"0"), f"DIR/{IDX_LABELS}: {NO_IDX}"),
-    "cut in the header": (rewritten(IMAGES, lambda c: c[:10]), f"DIR/{IMAGES}: {NO_IDX}"),
-    "empty": (rewritten(IDX_LABELS, lambda _: b""), f"DIR/{IDX_LABELS}: {NO_IDX}"),
+    "cut in the header": (rewritten(IMAGES, cut(10)), f"DIR/{IMAGES}: {NO_IDX}"),
+    "empty": (rewritten(IDX_LABELS, cut(0)), f"DIR/{IDX_LABELS}: {NO_IDX}"),
     "wrong magic": (rewritten(IMAGES, flipped(2)), f"DIR/{IMAGES}: {NO_IDX}"),
-    "labels for images": (
-        lambda f: shutil.copy(f / IDX_LABELS, f / IMAGES),
-        f"DIR/{IMAGES}: {NO_IDX}",
-    ),
+    "labels for images": (lambda f: shutil.copy(f / IDX_LABELS, f / IMAGES), f"{IMAGES}: {NO_IDX}"),
     "sizes beyond all memory": (
         rewritten(IMAGES, lambda c: c[:4] + b"\xff" * 12 + c[16:]),
         f"DIR/{IMAGES}: {NO_IDX}",
     ),
-    "three of four": (
-        removed(IDX_LABELS),
-        "of MNIST's four IDX files only 3 are there; fetch the others",
-    ),
+    "three of four": (removed(IDX_LABELS), "of MNIST's four IDX files only 3 are there; fetch"),
     "counts differ": (
         lambda f: write_idx(f, test_labels=LABELS[:3]),
         "DIR/t10k-images-idx3-ubyte: 5 images but 3 labels; fetch both files again",
@@ -700,54 +547,60 @@ IDX_FAULTS: dict[str, tuple[Spoiler, str]] = {
         lambda f: write_idx(f, train_images=PIXELS[:TRAIN, :14]),
         f"DIR/{IMAGES}: images must be 28x28; fetch",
     ),
-    "test label that no train row has": (
+    "class in test only": (
         lambda f: write_idx(f, test_labels=[0, 1, 2, 77, 3]),
-        "DIR/t10k-labels-idx1-ubyte: row 3 has label 77, which no train row has; correct",
+        "split test: row 3 has label 77, which no train row has; correct",
     ),
 }
-GZ_FAULTS: dict[str, tuple[Spoiler, str]] = {
-    "cut short": (rewritten(f"{IMAGES}.gz", lambda c: c[:-9]), f"DIR/{IMAGES}.gz: cannot be read"),
+GZ_FAULTS: Faults = {
+    "cut short": (rewritten(f"{IMAGES}.gz", cut(-9)), f"DIR/{IMAGES}.gz: cannot be read"),
     "one byte": (rewritten(f"{IMAGES}.gz", flipped(100)), f"DIR/{IMAGES}.gz: cannot be read ("),
     "no deflate": (
         rewritten(f"{IMAGES}.gz", lambda c: c[:10] + b"\xff" + c[11:]),
         f"DIR/{IMAGES}.gz: cannot be read (Error -3 while decompressing data: invalid block type)",
     ),
     "no gzip": (rewritten(f"{IDX_LABELS}.gz", flipped(0)), f"DIR/{IDX_LABELS}.gz: cannot be read"),
-    "empty": (rewritten(f"{IDX_LABELS}.gz", lambda _: b""), f"DIR/{IDX_LABELS}.gz: "),
+    "empty": (rewritten(f"{IDX_LABELS}.gz", cut(0)), f"DIR/{IDX_LABELS}.gz: "),
+}
+
+FAULTS = {
+    f"{kind}: {fault}": (write, *how)
+    for kind, write, faults in (
+        ("parquet", write_parquet, PARQUET_FAULTS),
+        ("images", write_images, IMAGE_FAULTS),
+        ("saved", save_to_disk, SAVED_FAULTS),
+        ("idx", write_idx, IDX_FAULTS),
+        ("idx.gz", lambda folder: write_idx(folder, gz=True), GZ_FAULTS),
+    )
+    for fault, how in faults.items()
 }
 
 
-@pytest.mark.parametrize("fault", IDX_FAULTS)
-def test_fault_26_a_fault_in_idx_files_is_named(fault: str, tmp_path: Path) -> None:
-    spoil, expected = IDX_FAULTS[fault]
-    spoil(write_idx(tmp_path / "it"))
-    assert expected in refused(tmp_path / "it")
+def refused(source: Callable[[], object], folder: Path) -> str:
+    """Return what is said of a bad folder, after the checks that hold for all of them."""
+    with pytest.raises(DdpMnistError) as caught:
+        source()
+    message = str(caught.value)
+    assert type(caught.value) is DataError
+    assert "\n" not in message
+    assert one_line(caught.value).endswith(" (code 3)")
+    assert str(folder) in message.partition(": ")[0]
+    assert message.rpartition("; ")[2].split()[0] in FIXES, message
+    return message.replace(str(folder), "DIR").removeprefix("--dataset DIR: ")
 
 
-@pytest.mark.parametrize("fault", GZ_FAULTS)
-def test_fault_26_a_fault_in_packed_idx_files_is_named(fault: str, tmp_path: Path) -> None:
-    spoil, expected = GZ_FAULTS[fault]
-    spoil(write_idx(tmp_path / "it", gz=True))
-    assert expected in refused(tmp_path / "it")
-
-
-def test_a_folder_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tests may run as root, who may read all: the refusal is put in by hand."""
-
-    def refuse(*_: Any, **__: Any) -> None:
-        raise PermissionError(13, "Permission denied", str(tmp_path))
-
-    source = find_source(str(write_idx(tmp_path)))
-    monkeypatch.setattr(Path, "rglob", refuse)
-    for use in (source.fingerprint, source.read):
-        (tmp_path / IMAGES).unlink(missing_ok=True)
-        with pytest.raises(DataError, match=r"^--dataset .*[;,:] .*; (check|fetch) ") as caught:
-            use()
-        assert str(tmp_path) in str(caught.value)
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_fault_26_a_fault_in_a_folder_is_named(fault: str, tmp_path: Path) -> None:
+    write, spoil, expected = FAULTS[fault]
+    folder = tmp_path / "it"
+    write(folder)
+    spoil(folder)
+    assert expected in refused(find_source(str(folder)).read, folder)
 
 
 def failing_with(code: int, text: str) -> Callable[..., None]:
-    """An OSError, wrapped as datasets wraps it."""
+    """Return what raises an OSError, wrapped as datasets wraps it."""
 
     def fail(*_: Any, **__: Any) -> None:
         try:
@@ -758,27 +611,39 @@ def failing_with(code: int, text: str) -> Callable[..., None]:
     return fail
 
 
-def test_fault_29_no_space_to_unpack_a_folder_in(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_folder_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests may run as root, who may read all: the refusal is put in by hand."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise PermissionError(13, "Permission denied", str(tmp_path))
+
+    source = find_source(str(tmp_path))
+    monkeypatch.setattr(Path, "rglob", refuse)
+    for use in (source.fingerprint, source.read):
+        assert refused(use, tmp_path) == "cannot be read (Permission denied); check its files"
+
+
+@pytest.mark.parametrize(
+    ("what", "code", "place", "variable"),
+    [
+        ("folder", 28, tempfile.gettempdir(), "TMPDIR"),
+        *[("mnist", code, os.environ["HF_HOME"], "HF_HOME") for code in (28, 13, 30)],
+    ],
+)
+def test_fault_29_no_space_to_unpack_in(
+    what: str,
+    code: int,
+    place: str,
+    variable: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    full = failing_with(28, "No space left on device")
-    monkeypatch.setattr("datasets.load_dataset", full)
-    with pytest.raises(StorageError) as caught:
-        read(write_parquet(tmp_path))
-    assert str(caught.value) == (
-        f"{tempfile.gettempdir()}: cannot be written (No space left on device); set TMPDIR to"
-        " another folder"
-    )
-
-
-@pytest.mark.parametrize("code", [28, 13, 30])
-def test_no_place_for_what_comes_from_the_hub(code: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ddp_mnist.data.sources.why_out_of_reach", lambda _: "")
+    monkeypatch.setattr(sources, "why_out_of_reach", lambda _: "")
     monkeypatch.setattr("datasets.load_dataset", failing_with(code, "Refused"))
+    source = find_source(what if what == "mnist" else str(write_parquet(tmp_path)))
     with pytest.raises(StorageError) as caught:
-        find_source("mnist").read()
-    home = os.environ["HF_HOME"]
-    expected = f"{home}: cannot be written (Refused); set HF_HOME to another folder"
+        source.read()
+    expected = f"{place}: cannot be written (Refused); set {variable} to another folder"
     assert str(caught.value) == expected
 
 
@@ -794,70 +659,58 @@ def test_a_folder_needs_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr(socket, "getaddrinfo", no_sockets)
     monkeypatch.setattr(socket.socket, "connect", no_sockets)
-    assert same_as_written(read(write_parquet(tmp_path)))
+    assert np.array_equal(read(write_parquet(tmp_path)).images["test"], PIXELS[TRAIN:])
     config = "{config_name: it, data_files: 'hf://datasets/some/one/train.parquet'}"
     (tmp_path / "README.md").write_text(f"---\nconfigs:\n- {config}\n---\n")
-    message = refused(tmp_path)
+    message = refused(find_source(str(tmp_path)).read, tmp_path)
     assert "cannot be read (" in message
     assert "a socket was opened" not in message
     assert datasets.config.HF_HUB_OFFLINE is False
 
 
-def test_innermost_is_one_short_line() -> None:
-    try:
-        try:
-            raise ValueError("  the cause.\nand more\n")
-        except ValueError as error:
-            raise RuntimeError("around it") from error
-    except RuntimeError as error:
-        assert reason(error) == "the cause"
-    assert reason(KeyError()) == "KeyError"
-    assert len(reason(OSError("x" * 999))) == 160
-
-
 # --- The Hub
 
-DEADLINE_S = 15
+# In processes of their own, because HF_ENDPOINT is read at import.
 SHOW = """
-import hashlib, json, sys, time
+import hashlib, json, os, sys
+from ddp_mnist.cli import main
+from ddp_mnist.data import cache
 from ddp_mnist.errors import DdpMnistError
-def show(function):
+def show(function, *arguments):
     try:
-        result = function()
+        result = function(*arguments)
     except DdpMnistError as error:
         result = [type(error).__name__, error.code, str(error)]
     print(json.dumps(result), flush=True)
-def waited_for_a_cpu():
-    try:
-        with open("/proc/self/schedstat") as file:
-            return int(file.read().split()[1]) / 1e9
-    except OSError:
-        return 0.0
-import atexit
-atexit.register(lambda: print(waited_for_a_cpu(), flush=True))
-"""
-LOAD = """
-from ddp_mnist import data
 def values(dataset):
-    images = data.load(dataset)
+    images = cache.load(dataset)
     pixels = hashlib.sha256(images.train_images.numpy().tobytes()).hexdigest()
     return [images.source, pixels, images.test_labels.tolist(), images.warnings]
 """
-WRITTEN = [
+WITH_HUB = """
+show(values, "mnist")
+show(cache.choose, "auto")
+show(values, "nobody/nothing")
+"""
+WITHOUT_HUB = """
+show(values, "mnist")
+show(lambda: "datasets" in sys.modules or "huggingface_hub" in sys.modules)
+os.environ["DDP_MNIST_CACHE"] += "2"
+show(values, "mnist")
+main(["prepare", "--dataset", "fashion_mnist"])
+"""
+MNIST_WRITTEN = [
     "hub:ylecun/mnist",
     hashlib.sha256(PIXELS[:TRAIN].tobytes()).hexdigest(),
     LABELS[TRAIN:],
     [],
 ]
+OUT_OF_REACH = "not in the cache, and the Hub cannot be reached"
+DEADLINE_S = 15
 
 
-def run_script(
-    script: str, endpoint: str, home: Path, *, code: int = 0, stderr: str = ""
-) -> list[Any]:
-    """What it showed on stdout, then the seconds that it waited for a CPU.
-
-    A new process, because HF_ENDPOINT is read at import.
-    """
+def run_script(script: str, endpoint: str, home: Path, *, code: int = 0) -> tuple[list[Any], str]:
+    """Return what a script showed, and its stderr."""
     done = subprocess.run(
         [sys.executable, "-c", LOOPBACK_ONLY + SHOW + script],
         env=hub_environment(endpoint, home),
@@ -865,135 +718,87 @@ def run_script(
         text=True,
         timeout=60,
     )
-    assert (done.returncode, done.stderr) == (code, stderr)
+    assert done.returncode == code, done.stderr
     lines = done.stdout.splitlines()
-    return [json.loads(line) for line in lines if not line.startswith("reading ")]
+    return [json.loads(line) for line in lines if not line.startswith("reading ")], done.stderr
 
 
-def timed(*args: Any, **options: Any) -> tuple[float, Any]:
-    """Seconds that `run_script` takes where nobody else wants the CPUs, and its result."""
-    start = time.monotonic()
-    *shown, waited_for_a_cpu = run_script(*args, **options)
-    return time.monotonic() - start - waited_for_a_cpu, shown
-
-
-READ_MNIST = """
-from ddp_mnist.sources import find_source
-show(lambda: find_source("mnist").read())
-"""
-DEAF_NAME_SERVER = """
-def deaf(*args, **kwargs):
-    time.sleep(100)
-socket.getaddrinfo = deaf
-"""
-AUTO_THEN_PREPARE = """
-from ddp_mnist import data
-from ddp_mnist.cli import main
-show(lambda: data.choose("auto"))
-main(["prepare", "--dataset", "mnist"])
-"""
-WAY_OUT = (
-    "; run ddp-mnist prepare where there is a network and copy the cache folder, give a folder"
-    " (--dataset PATH), or train on the built-in digits (--dataset digits)"
-)
-NOT_HERE = "--dataset ylecun/mnist: not in the cache, and the Hub cannot be reached ("
-REFUSED = f"{NOT_HERE}[Errno 111] Connection refused)"
-Runs = dict[str, "concurrent.futures.Future[tuple[float, Any]]"]
-
-
-@pytest.fixture(scope="module")
-def without_hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
-    """Runs with nothing cached and the Hub out of reach in several ways, all at the same time."""
-    closed = f"http://127.0.0.1:{free_port()}"
-
-    def home() -> Path:
-        return tmp_path_factory.mktemp("home")
-
-    with concurrent.futures.ThreadPoolExecutor() as pool, silent_server() as silent:
-        line = f"ddp-mnist: error: {REFUSED}{WAY_OUT} (code 3)\n"
-        yield {
-            "closed": pool.submit(timed, AUTO_THEN_PREPARE, closed, home(), code=3, stderr=line),
-            "silent": pool.submit(timed, READ_MNIST, silent, home()),
-            "no names": pool.submit(
-                timed, DEAF_NAME_SERVER + READ_MNIST, "http://hub.invalid", home()
-            ),
-        }
-
-
-@pytest.fixture(scope="module")
-def with_hub(
-    tmp_path_factory: pytest.TempPathFactory,
-    without_hub: Runs,  # noqa: ARG001 (they run meanwhile)
-) -> tuple[Path, Hub, list[Any]]:
-    """A home after it read from the Hub, the Hub (down again), and what was shown."""
-    folder, home = tmp_path_factory.mktemp("hub"), tmp_path_factory.mktemp("home")
-    script = """
-show(lambda: values("mnist"))
-show(lambda: data.choose("auto"))
-show(lambda: values("nobody/nothing"))
-"""
-    with Hub("ylecun/mnist", write_parquet(folder, hf=4)).running() as hub:
-        return home, hub, run_script(LOAD + script, hub.endpoint, home)
-
-
-def test_reads_from_the_hub(with_hub: tuple[Path, Hub, list[Any]]) -> None:
-    _, hub, shown = with_hub
-    assert shown[0] == WRITTEN
+def test_fault_28_the_hub_is_read_once_and_the_caches_do_without_it(tmp_path: Path) -> None:
+    """First ours, without loading the libraries, then Hugging Face's; what is in none is code 3."""
+    with Hub("ylecun/mnist", write_parquet(tmp_path / "hub", "wxyz")).running() as hub:
+        [mnist, auto, nobody], _ = run_script(WITH_HUB, hub.endpoint, tmp_path)
+    assert mnist == MNIST_WRITTEN
     for name in hub.files:
         assert sum(r.startswith("GET") and r.endswith(f"/{name}") for r in hub.requests) == 1
+    assert auto == ["mnist", []]
+    assert nobody[:2] == ["DataError", 3]
+    assert nobody[2].startswith("--dataset nobody/nothing: the Hub has no such data set for you;")
 
-
-def test_auto_is_mnist_where_the_hub_has_it(with_hub: tuple[Path, Hub, list[Any]]) -> None:
-    assert with_hub[2][1] == ["mnist", []]
-
-
-def test_a_data_set_that_the_hub_does_not_have(with_hub: tuple[Path, Hub, list[Any]]) -> None:
-    message = (
-        "--dataset nobody/nothing: the Hub has no such data set for you; check the id, or log in"
-        " (hf auth login) if it is private"
-    )
-    assert with_hub[2][2] == ["DataError", 3, message]
-
-
-def test_fault_28_caches_do_without_the_hub(with_hub: tuple[Path, Hub, list[Any]]) -> None:
-    home, hub, _ = with_hub
-    asked = len(hub.requests)
-    script = f"""
-show(lambda: values("mnist"))
-show(lambda: "datasets" in sys.modules or "huggingface_hub" in sys.modules)
-import shutil
-shutil.rmtree({str(home / "cache")!r})
-show(lambda: values("mnist"))
-"""
-    ours, imported, hugging_faces, _ = run_script(LOAD + script, hub.endpoint, home)
-    assert ours == WRITTEN
-    assert imported is False
-    assert hugging_faces == WRITTEN
-    assert len(hub.requests) == asked
+    requests = len(hub.requests)
+    shown, error = run_script(WITHOUT_HUB, hub.endpoint, tmp_path, code=3)
+    assert shown == [MNIST_WRITTEN, False, MNIST_WRITTEN]
+    assert len(hub.requests) == requests
+    why = f"{OUT_OF_REACH} ([Errno 111] Connection refused); {sources.OFFLINE_FIX}"
+    name = "zalando-datasets/fashion_mnist"
+    assert error == f"ddp-mnist: error: --dataset {name}: {why} (code 3)\n"
 
 
 @pytest.fixture
-def ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
-    """`why_out_of_reach`, in this process, of a Hub that answers everything with one thing."""
+def endpoint(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Lets this process try the network, and a Hub at the endpoint that it is called with."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    return lambda url: monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", url)
 
+
+def test_fault_28_nothing_cached_and_no_hub(
+    endpoint: Callable[[str], None], tmp_path: Path
+) -> None:
+    """`auto` is the digits, loudly."""
+    endpoint(f"http://127.0.0.1:{free_port()}")
+    start = time.monotonic()
+    name, [why, instead] = choose("auto", str(tmp_path))
+    assert time.monotonic() - start < DEADLINE_S
+    assert name == "digits"
+    assert OUT_OF_REACH in why
+    assert "Connection refused" in why
+    assert instead.startswith("INSTEAD OF MNIST, this is a run on the 1,797 digits")
+
+
+@pytest.mark.parametrize("who", ["hub", "name server"])
+def test_fault_28_nothing_cached_and_a_hub_that_does_not_answer(
+    who: str, endpoint: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a tenth of the patience; no time-out of a request covers a name server."""
+    assert 2 * sources.HUB_TIMEOUT_S < DEADLINE_S
+    monkeypatch.setattr(sources, "HUB_TIMEOUT_S", sources.HUB_TIMEOUT_S / 10)
+    end = threading.Event()
+    if who == "name server":
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: end.wait(60))
+    with silent_server() as silent:
+        endpoint(silent if who == "hub" else "http://hub.invalid")
+        start = time.monotonic()
+        with pytest.raises(DataError) as caught:
+            find_source("mnist").read()
+    end.set()
+    assert 0.4 < time.monotonic() - start < DEADLINE_S
+    assert OUT_OF_REACH in str(caught.value)
+    assert str(caught.value).endswith(f"; {sources.OFFLINE_FIX}")
+
+
+def test_a_hub_that_refuses_or_is_ill(
+    endpoint: Callable[[str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def ask(status: int, headers: dict[str, str], content: bytes) -> str:
+        """Return `why_out_of_reach` of a Hub that answers everything with one thing."""
         hub = Hub("ylecun/mnist", tmp_path)
         monkeypatch.setattr(hub, "answer", lambda _: (status, headers, content))
-        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.endpoint)
+        endpoint(hub.endpoint)
         with hub.running():
             return sources.why_out_of_reach("ylecun/mnist")
 
-    return ask
-
-
-@pytest.mark.parametrize("status", [401, 403, 404])
-def test_a_hub_that_refuses(status: int, ask: Callable[..., str]) -> None:
-    with pytest.raises(DataError, match=r"^--dataset ylecun/mnist: the Hub has no such data set"):
-        ask(status, {}, b"")
-
-
-def test_a_hub_that_is_ill_is_out_of_reach(ask: Callable[..., str]) -> None:
+    for status in (401, 403, 404):
+        with pytest.raises(DataError, match=r"^--dataset ylecun/mnist: the Hub has no such data"):
+            ask(status, {}, b"")
     assert "503 Service Unavailable" in ask(503, {}, b"")
     portal = ask(200, {"Content-Type": "text/html"}, b"<html>please log in</html>")
     assert portal == "Expecting value: line 1 column 1 (char 0)"
@@ -1003,25 +808,3 @@ def test_a_hub_that_is_ill_is_out_of_reach(ask: Callable[..., str]) -> None:
 def test_offline_is_believed() -> None:
     assert os.environ["HF_HUB_OFFLINE"] == "1"  # tests/conftest.py
     assert sources.why_out_of_reach("ylecun/mnist") == "HF_HUB_OFFLINE is set"
-
-
-def test_fault_28_nothing_cached_and_no_hub(without_hub: Runs) -> None:
-    """`auto` is the digits, loudly; `mnist` is an error. One process tells both."""
-    seconds, [[name, notes]] = without_hub["closed"].result()
-    assert seconds < DEADLINE_S
-    assert name == "digits"
-    assert notes == [
-        f"MNIST could not be had: {REFUSED}",
-        "INSTEAD OF MNIST, this is a run on the 1,797 digits built into scikit-learn",
-    ]
-
-
-@pytest.mark.parametrize("how", ["silent", "no names"])
-def test_fault_28_nothing_cached_and_a_hub_that_does_not_answer(
-    how: str, without_hub: Runs
-) -> None:
-    seconds, [[kind, code, message]] = without_hub[how].result()
-    assert 4 < seconds < DEADLINE_S
-    assert (kind, code) == ("DataError", 3)
-    assert message.startswith(NOT_HERE)
-    assert message.endswith(WAY_OUT)

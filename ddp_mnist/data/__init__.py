@@ -1,1 +1,4 @@
-"""The data set: decoded once, cached, read in global batches. Imports errors and seeding alone."""
+"""The data set, decoded once, cached, and read in global batches.
+
+May import errors, deadline and seeding, and nothing else of this package.
+"""

@@ -1,4 +1,9 @@
-"""."""
+"""The data set as a learner meets it: rows of images, and the order in which they are read.
+
+N processes train as one would only if, together, they read what one would. So the sampler yields
+GLOBAL batches, the same on every rank, and Accelerate gives each rank its part of each one
+(`DataLoaderConfiguration(split_batches=True)`). Nothing here knows its rank.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +32,7 @@ class ImageData:
         digest: SHA-256 of pixels, labels, class names and conversions.
         classes: class names; a label is an index into it.
         preparation: how the images were made.
-        train_images, test_images: uint8 [N, 28, 28], read-only by convention.
+        train_images, test_images: uint8 [N, H, W], read-only by convention.
         train_labels, test_labels: int64 [N].
         warnings: what happened while it was opened.
     """
@@ -45,18 +50,18 @@ class ImageData:
 
     @property
     def notes(self) -> list[str]:
-        """What was converted, one sentence each."""
+        """Return what was converted, one sentence each."""
         return self.preparation.notes
 
     def to(self, device: torch.device) -> ImageData:
-        """The same in a device's memory, where a whole MNIST takes 55 MB; on a CPU no copy."""
+        """Return the same in a device's memory (55 MB for MNIST); on a CPU nothing is copied."""
         if device.type == "cpu":
             return self  # Accelerate numbers each process's CPU: .to() would unmap the file
         moved = {name: getattr(self, name).to(device) for name in TENSORS}
         return dataclasses.replace(self, **moved)
 
     def describe(self) -> dict[str, Any]:
-        """What a summary says of it."""
+        """Return the facts that a summary holds of it."""
         return {
             "name": self.name,
             "source": self.source,
@@ -66,11 +71,24 @@ class ImageData:
         }
 
 
-# --- Rows and their order
+# --- Rows
+
+
+def split(images: ImageData, val_size: int) -> tuple[Rows, Rows, Rows]:
+    """Return the rows to train, validate and test on.
+
+    `val_size` train rows are held out for validation, the same ones for every seed and run.
+    """
+    train, validation = split_rows(len(images.train_labels), val_size)
+    return (
+        Rows(images.train_images, images.train_labels, train),
+        Rows(images.train_images, images.train_labels, validation),
+        Rows(images.test_images, images.test_labels),
+    )
 
 
 def split_rows(rows: int, val_size: int) -> tuple[Tensor, Tensor]:
-    """Row numbers for training and for validation, int64; the same for every seed and run."""
+    """Return the rows for training and for validation, int64, as indices into the train split."""
     order = torch.randperm(rows, generator=generator("validation"))
     return order[val_size:], order[:val_size]
 
@@ -78,8 +96,12 @@ def split_rows(rows: int, val_size: int) -> tuple[Tensor, Tensor]:
 class Rows(Dataset[tuple[Tensor, Tensor, Tensor]]):
     """Some rows of a split, fetched a whole batch at a time.
 
-    A batch is (images uint8 [B, 28, 28], labels int64 [B], numbers int64 [B]); a number is the
-    position among these rows, which augmentation is looked up by.
+    A batch is (images uint8 [B, H, W], labels int64 [B], indices int64 [B]). An index is the
+    position among these rows; augmentation looks up its random numbers by it.
+
+    Args:
+        images, labels: of the whole split.
+        rows: which of them, as indices into the split; all if None.
     """
 
     def __init__(self, images: Tensor, labels: Tensor, rows: Tensor | None = None) -> None:
@@ -90,32 +112,34 @@ class Rows(Dataset[tuple[Tensor, Tensor, Tensor]]):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, number: int) -> tuple[Tensor, Tensor, Tensor]:
-        images, labels, numbers = self.__getitems__([number])
-        return images[0], labels[0], numbers[0]
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
+        images, labels, indices = self.__getitems__([index])
+        return images[0], labels[0], indices[0]
 
-    def __getitems__(self, numbers: list[int] | Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        numbers = torch.as_tensor(numbers, device=self.rows.device)
-        rows = self.rows[numbers]
+    def __getitems__(self, indices: list[int] | Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        indices = torch.as_tensor(indices, device=self.rows.device)
+        rows = self.rows[indices]
         # images[rows] would copy pixel by pixel: four times as long
-        return self.images.index_select(0, rows), self.labels[rows], numbers
+        return self.images.index_select(0, rows), self.labels[rows], indices
+
+
+# --- Their order
 
 
 class GlobalBatches(Sampler[Any]):
     """A batch sampler of GLOBAL batches: the same on every rank, a function of (seed, epoch).
 
-    Accelerate deals each one out to the ranks (`split_batches=True`). The rows after an epoch's
-    last full batch are left out, others in each epoch.
+    The rows after an epoch's last full batch are left out, others in each epoch.
 
     Args:
         rows: how many there are.
-        batch_size: of one optimizer step, over all ranks.
+        batch_size: images of one optimizer step, over all ranks.
         seed: of the order.
         parts: micro-batches that a step is split into, each of them dealt out to all ranks.
         device: where the rows lie; an epoch's order is sent there once, not batch by batch.
     """
 
-    drop_last = True
+    drop_last = True  # Accelerate reads this name and `batch_size`
 
     def __init__(
         self,
@@ -126,12 +150,15 @@ class GlobalBatches(Sampler[Any]):
         device: torch.device | str = "cpu",
     ) -> None:
         self.rows, self.seed, self.parts, self.device = rows, seed, parts, device
-        self.batch_size = batch_size // parts  # the name that Accelerate reads
+        self.batch_size = batch_size // parts
         self.steps_per_epoch = rows // batch_size
         self.epoch = self.first_step = 0
 
     def begin(self, epoch: int, first_step: int = 0) -> None:
-        """The next iteration is that of `epoch`, from its optimizer step `first_step` on."""
+        """Make the next iteration that of `epoch`, from its optimizer step `first_step` on.
+
+        A resumed run starts in the middle of an epoch without reading what came before.
+        """
         self.epoch, self.first_step = epoch, first_step
 
     def __len__(self) -> int:
@@ -144,20 +171,21 @@ class GlobalBatches(Sampler[Any]):
             yield order[batch * self.batch_size : (batch + 1) * self.batch_size]
 
 
-def as_fetched(batch: Any) -> Any:
-    """For DataLoader's collate_fn: Rows already returns whole batches."""
-    return batch
-
-
 def train_loader(rows: Rows, batches: GlobalBatches) -> DataLoader[Any]:
-    # A generator of its own: iterating would otherwise draw a seed from the global one.
-    return DataLoader(
-        rows, batch_sampler=batches, collate_fn=as_fetched, generator=torch.Generator()
-    )
+    """Return a loader of the global batches, each of which Accelerate splits among the ranks."""
+    return _loader(rows, batch_sampler=batches)
 
 
 def eval_loader(rows: Rows, batch_size: int) -> DataLoader[Any]:
-    """In order, all rows; the last batch may be short."""
-    return DataLoader(
-        rows, batch_size=batch_size, collate_fn=as_fetched, generator=torch.Generator()
-    )
+    """Return a loader of all rows in order; its last batch may be short."""
+    return _loader(rows, batch_size=batch_size)
+
+
+def _loader(rows: Rows, **order: Any) -> DataLoader[Any]:
+    # Rows returns whole batches, so there is nothing to collate. And a generator of its own:
+    # iterating would otherwise take a seed from the global one.
+    return DataLoader(rows, collate_fn=_unchanged, generator=torch.Generator(), **order)
+
+
+def _unchanged(batch: Any) -> Any:
+    return batch

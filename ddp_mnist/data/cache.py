@@ -1,4 +1,4 @@
-"""A data set as two pairs of tensors, memory-mapped from the cache, and the order it is read in."""
+"""The cache: each data set is decoded once, into a file that all processes of a machine map."""
 
 from __future__ import annotations
 
@@ -20,21 +20,17 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ddp_mnist.data.batches import TENSORS, ImageData
-from ddp_mnist.data.decode import IMAGE_SHAPE, Decoded, Preparation, decoder_digest
+from ddp_mnist.data.decode import Decoded, Preparation, decoder_digest
 from ddp_mnist.data.sources import Source, find_source
-from ddp_mnist.errors import DataError, StorageError
+from ddp_mnist.errors import DataError, StorageError, reason
 
-CACHE_FORMAT = 3
+CACHE_FORMAT = 4
 
 METADATA_KEY = "ddp_mnist"  # one key: with several, safetensors writes them in random order
 
-SPLITS = ("train", "test")
-
-# --- The cache
-
 
 def cache_folder(cache_dir: str | None) -> Path:
-    """--cache-dir, else DDP_MNIST_CACHE, else ~/.cache/ddp_mnist."""
+    """Return --cache-dir, else DDP_MNIST_CACHE, else ~/.cache/ddp_mnist."""
     chosen = cache_dir or os.environ.get("DDP_MNIST_CACHE") or "~/.cache/ddp_mnist"
     try:
         return Path(chosen).expanduser()
@@ -43,13 +39,13 @@ def cache_folder(cache_dir: str | None) -> Path:
 
 
 def silent(_line: str) -> None:
-    pass
+    """Print nothing."""
 
 
 def choose(
     dataset: str, cache_dir: str | None = None, say: Callable[[str], None] = silent
 ) -> tuple[str, list[str]]:
-    """What to load, and what a person has to be told of the choice.
+    """Return the data set to load, and warnings about the choice.
 
     `auto` is mnist where it can be had, else digits. Any other name is what it says, or an error.
     """
@@ -71,104 +67,98 @@ def load(
     refresh: bool = False,
     say: Callable[[str], None] = silent,
 ) -> ImageData:
-    """Opens the data set from the cache; reads and decodes it first if it is not there.
+    """Return the data set from the cache; read and decode it first if it is not there.
 
     One process per machine decodes, under a file lock; the others wait for it and map its file.
 
     Args:
         dataset: what `choose` returned.
         cache_dir: see `cache_folder`.
-        refresh: read it anew although it is cached.
-        say: is told when that begins, as it can take a minute.
+        refresh: read it again although it is cached, and remove what other decoders made of it.
+        say: is called when reading begins, as it can take a minute.
 
     Raises:
         UsageError, DataError: no such data set, or it cannot be read.
         StorageError: the cache folder cannot be written.
     """
     source = find_source(dataset)
-    folder = cache_folder(cache_dir)
-    fingerprint = _fingerprint(source)
-    path = folder / f"{_cache_name(source)}.safetensors"
+    path, fingerprint = _path(source, cache_dir), _fingerprint(source)
     if not refresh and (data := _open(path, source, fingerprint)):
         return data
+    folder = path.parent
+    stem = path.stem.rpartition("-")[0]
     with _storage_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        with FileLock(path.with_suffix(".lock")):
+        with FileLock(folder / f"{stem}.lock"):
             # Another process may have built it while this one waited for the lock.
             if not refresh and (data := _open(path, source, fingerprint)):
                 return data
             replaced = path.exists() and not refresh
             say(f"reading    {source.name}, decoded once into {folder}")
+            for leftover in folder.glob(f"{stem}-*.tmp"):
+                leftover.unlink()  # of a builder that was killed; nobody else writes now
             _build(path, source, fingerprint)
             data = _open(path, source, fingerprint)
+            for other in folder.glob(f"{stem}-*.safetensors") if refresh else ():
+                if other != path:
+                    other.unlink()
     if data is None:
         raise StorageError(
             f"{path}: what was written cannot be read back; check the disk, or use --cache-dir"
         )
     if replaced:
-        data.warnings.append(f"{path} was damaged or out of date and was built anew")
+        data.warnings.append(f"{path} was damaged or out of date and was built again")
     return data
 
 
 def cached(dataset: str, cache_dir: str | None = None) -> ImageData | None:
-    """The data set, if it is in the cache and whole. Raises as `find_source` does."""
+    """Return the data set if it is in the cache and whole. Raises as `find_source` does."""
     source = find_source(dataset)
-    path = cache_folder(cache_dir) / f"{_cache_name(source)}.safetensors"
-    return _open(path, source, _fingerprint(source))
+    return _open(_path(source, cache_dir), source, _fingerprint(source))
 
 
-def _cache_name(source: Source) -> str:
-    """A file name that two sources never share, and two decoders neither: an edited clone has the
-    folder in common with others, and not the file."""
+def _path(source: Source, cache_dir: str | None) -> Path:
+    """Return a path that two sources never share, and two decoders neither.
+
+    An edited clone has the folder in common with others, and not the file.
+    """
     readable = re.sub(r"[^A-Za-z0-9._-]+", "_", source.name)[:60]
-    key = os.fsencode(source.place) + f"/{CACHE_FORMAT}/{decoder_digest()}".encode()
-    return f"{source.kind}-{readable}-{hashlib.sha256(key).hexdigest()[:8]}"
+    place = source.place.encode(errors="surrogateescape")
+    decoder = f"{CACHE_FORMAT}/{decoder_digest()}".encode()
+    keys = [hashlib.sha256(key).hexdigest()[:8] for key in (place, decoder)]
+    return cache_folder(cache_dir) / f"{source.kind}-{readable}-{'-'.join(keys)}.safetensors"
 
 
 def _fingerprint(source: Source) -> str:
-    what = [CACHE_FORMAT, decoder_digest(), source.kind, source.place, source.fingerprint()]
-    return hashlib.sha256(json.dumps(what).encode()).hexdigest()
+    """Return a hash of the files that the data set is made of."""
+    files = [source.kind, source.place, source.fingerprint()]
+    return hashlib.sha256(json.dumps(files).encode()).hexdigest()
 
 
 def _open(path: Path, source: Source, fingerprint: str) -> ImageData | None:
-    """The cached data set, or None if it is not there, damaged, or not of these files and code."""
+    """Return the cached data set; None if it is not there, damaged, or not of these files."""
     try:
         with safe_open(path, framework="pt") as file:
             about = json.loads((file.metadata() or {})[METADATA_KEY])
             # Mapped, not read: the processes of a machine share one copy in memory.
             tensors = {name: file.get_tensor(name) for name in TENSORS}
         # 18 ms, where SHA-256 takes up to 140; a damaged cache would cost a wrong result.
-        whole = about["fingerprint"] == fingerprint and about["checksum"] == _crc32(tensors, about)
-        whole = whole and _have_expected_form(tensors)
-        preparation = Preparation(**about["preparation"])
+        if about["fingerprint"] != fingerprint or about.pop("checksum") != _crc32(tensors, about):
+            return None
+        return ImageData(
+            name=source.name,
+            source=f"{source.kind}:{source.place}",
+            digest=about["digest"],
+            classes=about["classes"],
+            preparation=Preparation(**about["preparation"]),
+            **tensors,
+        )
     except (OSError, SafetensorError, KeyError, TypeError, ValueError):
         return None
-    if not whole:
-        return None
-    return ImageData(
-        name=source.name,
-        source=f"{source.kind}:{source.place}",
-        digest=about["digest"],
-        classes=about["classes"],
-        preparation=preparation,
-        **tensors,
-    )
-
-
-def _have_expected_form(tensors: dict[str, Tensor]) -> bool:
-    """Whether these are images and labels of the shapes and dtypes that this code computes with."""
-    splits = [(tensors[f"{split}_images"], tensors[f"{split}_labels"]) for split in SPLITS]
-    return all(
-        (images.dtype, labels.dtype) == (torch.uint8, torch.int64)
-        and (images.shape[1:], labels.shape) == (IMAGE_SHAPE, images.shape[:1])
-        for images, labels in splits
-    )
 
 
 def _build(path: Path, source: Source, fingerprint: str) -> None:
-    """Decodes into a temporary name and renames: a file under its own name is whole."""
-    for leftover in path.parent.glob(f"{path.stem}.*.tmp"):
-        leftover.unlink()  # of a builder that was killed; nobody else writes under this lock
+    """Decode into a temporary name and rename it: a file under its own name is whole."""
     decoded = source.read()
     tensors = {
         f"{split}_{kind}": torch.from_numpy(array.copy())
@@ -192,26 +182,26 @@ def _build(path: Path, source: Source, fingerprint: str) -> None:
 
 
 def _crc32(tensors: dict[str, Tensor], about: dict[str, Any]) -> int:
-    """Of all that the file holds: finds damage, where the digest tells data sets apart."""
-    told = [about[key] for key in ("classes", "preparation", "digest", "fingerprint")]
-    checksum = zlib.crc32(json.dumps(told, sort_keys=True).encode())
-    for name in TENSORS:
-        checksum = zlib.crc32(_kind(name, tensors[name]), checksum)
-        checksum = zlib.crc32(tensors[name].numpy().data, checksum)
+    """Return a checksum of all that the file holds: it finds damage."""
+    checksum = zlib.crc32(json.dumps(about, sort_keys=True).encode())
+    for part in _content(tensors):
+        checksum = zlib.crc32(part, checksum)
     return checksum
 
 
 def _sha256(tensors: dict[str, Tensor], decoded: Decoded) -> str:
-    """Of pixels, labels, class names and conversions."""
+    """Return the digest of pixels, labels, class names and conversions: it tells data apart."""
     sha = hashlib.sha256(json.dumps([decoded.classes, decoded.notes]).encode())
-    for name in TENSORS:
-        sha.update(_kind(name, tensors[name]))
-        sha.update(tensors[name].numpy().data)
+    for part in _content(tensors):
+        sha.update(part)
     return sha.hexdigest()
 
 
-def _kind(name: str, tensor: Tensor) -> bytes:
-    return f"{name} {tensor.dtype} {list(tensor.shape)}".encode()
+def _content(tensors: dict[str, Tensor]) -> Iterator[bytes | memoryview]:
+    for name in TENSORS:
+        tensor = tensors[name]
+        yield f"{name} {tensor.dtype} {list(tensor.shape)}".encode()
+        yield tensor.numpy().data
 
 
 @contextlib.contextmanager
@@ -219,8 +209,7 @@ def _storage_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
         raise StorageError(
-            f"{folder}: the cache cannot be written ({reason}); use --cache-dir or DDP_MNIST_CACHE"
-            " to put it elsewhere"
+            f"{folder}: the cache cannot be written ({reason(error)}); use --cache-dir or"
+            " DDP_MNIST_CACHE to put it elsewhere"
         ) from error

@@ -1,4 +1,4 @@
-"""Makes of an image file what a net sees: the one decoder of training and of all that comes after.
+"""The one decoder: what it makes of an image file is what a net sees, in training and after it.
 
 What was decided when a data set was read lies with the weights, so that `predict` does the same.
 """
@@ -6,20 +6,26 @@ What was decided when a data set was read lies with the weights, so that `predic
 from __future__ import annotations
 
 import hashlib
+import io
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ddp_mnist.errors import DataError
+from ddp_mnist.errors import DataError, reason
 
 if TYPE_CHECKING:
     import PIL.Image
+    from datasets import Dataset, DatasetDict
 
 IMAGE_SHAPE = (28, 28)
 
-DIGITS = [str(number) for number in range(10)]
+DIGITS = [str(digit) for digit in range(10)]
+
+SPLITS = ("train", "test")
+
+MAX_CLASSES = 1000
 
 STRIP = 2**20  # pixels that are converted at a time
 
@@ -42,8 +48,44 @@ class Preparation:
     digit_photos: bool
 
 
+@dataclass
+class Decoded:
+    """A data set in memory.
+
+    Attributes:
+        images: uint8 [N, *IMAGE_SHAPE] per split (train, test).
+        labels: int64 [N] per split, 0 <= label < len(classes).
+        classes: their names.
+        notes: what was converted, one sentence each.
+        as_stored: whether no file had to be converted.
+    """
+
+    images: dict[str, np.ndarray]
+    labels: dict[str, np.ndarray]
+    classes: list[str]
+    notes: list[str] = field(default_factory=list)
+    as_stored: bool = True
+
+    def preparation(self) -> Preparation:
+        """Return how these images were made, by facts of the data and not by a name."""
+        bright = all(bright_on_black(images) for images in self.images.values())
+        return Preparation(
+            notes=self.notes,
+            bright_on_black=bright,
+            digit_photos=bright and self.as_stored and self.classes == DIGITS,
+        )
+
+
+def decoder_digest() -> str:
+    """Return 16 hex digits of this file: an edited decoder has others, with no version to raise."""
+    return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:16]
+
+
+# --- An image
+
+
 def decode_image(image: PIL.Image.Image) -> np.ndarray:
-    """An opened image file as uint8 IMAGE_SHAPE: greyscale, and stretched if of another size.
+    """Return an opened image file as uint8 IMAGE_SHAPE: greyscale, stretched if of another size.
 
     Takes at most 6 bytes a pixel on top of a file in memory, 4 of them Pillow's own.
     """
@@ -55,12 +97,12 @@ def decode_image(image: PIL.Image.Image) -> np.ndarray:
 
 
 def is_as_seen(image: PIL.Image.Image) -> bool:
-    """Whether there is nothing to convert."""
+    """Return whether there is nothing to convert."""
     return image.mode == "L" and image.size == IMAGE_SHAPE[::-1]
 
 
 def as_grey(image: PIL.Image.Image, paper: str = "white") -> PIL.Image.Image:
-    """Mode L. `paper` shows through what is transparent; 16-bit greys keep their upper 8 bits.
+    """Return it in mode L, 16-bit greys by their upper 8 bits; `paper` shows where it is clear.
 
     Strip by strip, as the steps between take up to 16 bytes a pixel. Raises ValueError for mode F.
     """
@@ -87,13 +129,8 @@ def _strip_as_grey(image: PIL.Image.Image, paper: str) -> PIL.Image.Image:
     return image.convert("L")
 
 
-def decoder_digest() -> str:
-    """16 hex digits of this file: an edited decoder has others, without a version to be raised."""
-    return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:16]
-
-
 def bright_on_black(images: np.ndarray) -> bool:
-    """Whether uint8 [N, H, W] are bright strokes within a black border, as MNIST's are.
+    """Return whether uint8 [N, H, W] are bright strokes within a black border, as MNIST's are.
 
     None is blank, none has a bright border, and hardly any has something in its outermost pixels:
     of MNIST's train images 1.3 %, of pictures that fill their frame most.
@@ -105,40 +142,134 @@ def bright_on_black(images: np.ndarray) -> bool:
     return none_blank and none_bright and float((border.max(axis=1) < DARK).mean()) > 0.9
 
 
-@dataclass
-class Decoded:
-    """A data set in memory.
+# --- A data set
 
-    Attributes:
-        images: uint8 [N, 28, 28] per split (train, test).
-        labels: int64 [N] per split, 0 <= label < len(classes).
-        classes: their names.
-        notes: what was converted, one sentence each.
-        as_stored: whether no file had to be converted.
+
+def decode_dataset(dataset: DatasetDict, place: str) -> Decoded:
+    """Find the image and the label column, and decode every image.
+
+    Raises:
+        DataError: names the split, column and row.
     """
-
-    images: dict[str, np.ndarray]
-    labels: dict[str, np.ndarray]
-    classes: list[str]
-    notes: list[str] = field(default_factory=list)
-    as_stored: bool = True
-
-    def preparation(self) -> Preparation:
-        """How these images were made, by facts of the data and not by a name."""
-        bright = all(bright_on_black(images) for images in self.images.values())
-        return Preparation(
-            notes=self.notes,
-            bright_on_black=bright,
-            digit_photos=bright and self.as_stored and self.classes == DIGITS,
-        )
-
-
-def refuse_unseen(labels: dict[str, np.ndarray], classes: list[str], where: str) -> None:
-    """A class without a train row cannot be learnt: a test row of it is a slip in the labels."""
-    unseen = np.flatnonzero(~np.isin(labels["test"], labels["train"]))
-    if unseen.size:
-        row = unseen[0]
+    where = f"--dataset {place}"
+    names = list(dataset) if isinstance(dataset, dict) else ["one without a name"]
+    if not set(SPLITS) <= set(names):
         raise DataError(
-            f"{where}: row {row} has label {classes[labels['test'][row]]}, which no train row has;"
-            " correct the labels, or add such rows to train"
+            f"{where}: needs the splits train and test, found: {', '.join(names)}; name the files"
+            " or folders so, e.g. train/cat/1.png and test/cat/2.png"
         )
+    train, test = (dataset[split] for split in SPLITS)
+    image_column, label_column = _find_columns(train, where)
+    for column in (image_column, label_column):
+        # Splits that were saved one by one may differ: a 3 of test is then not a 3 of train.
+        if (kind := train.features[column]) != (other := test.features.get(column, "missing")):
+            raise DataError(
+                f"{where}: column {column} is {kind} in train and {other} in test; give both the"
+                " same type and the same names"
+            )
+    images: dict[str, np.ndarray] = {}
+    labels: dict[str, np.ndarray] = {}
+    classes: list[str] = []
+    converted: set[str] = set()
+    for split in SPLITS:
+        place = f"{where}: split {split}"
+        if len(dataset[split]) == 0:
+            raise DataError(f"{place} has no rows; check its files")
+        labels[split], classes = _decode_labels(dataset[split], label_column, classes, place)
+        images[split] = _decode_images(dataset[split], image_column, converted, place)
+    return Decoded(images, labels, classes, _conversion_notes(converted), not converted)
+
+
+def _find_columns(rows: Dataset, where: str) -> tuple[str, str]:
+    """Return the names of the image column and of the label column."""
+    from datasets import ClassLabel, Image
+
+    features = rows.features.items()
+    images = [name for name, feature in features if isinstance(feature, Image)]
+    # Plain parquet without Hugging Face's metadata stores an image as {bytes, path}.
+    images += [name for name, kind in features if isinstance(kind, dict) and "bytes" in kind]
+    labels = [name for name, feature in features if isinstance(feature, ClassLabel)]
+    labels += [name for name in ("label", "labels") if name in rows.features]
+    for what, found in (("image", images), ("label", labels)):
+        if not found:
+            raise DataError(
+                f"{where}: no {what} column among {', '.join(rows.column_names)};"
+                f" add one, named {what}"
+            )
+    return images[0], labels[0]
+
+
+def _decode_labels(
+    rows: Dataset, column: str, classes: list[str], where: str
+) -> tuple[np.ndarray, list[str]]:
+    """Return int64 labels and the class names; `classes` are those of train, or none yet."""
+    where = f"{where}, column {column}"
+    values = rows.with_format("arrow")[:].column(column).to_pylist()
+    if None in values:
+        raise DataError(f"{where}: row {values.index(None)} has no label; label it or leave it out")
+    declared = getattr(rows.features[column], "names", None)  # of a ClassLabel
+    classes = classes or declared or _classes_of(values, where)
+    if len(classes) > MAX_CLASSES:
+        raise DataError(f"{where}: {len(classes)} classes; give at most {MAX_CLASSES}")
+    words = isinstance(values[0], str)
+    index_of = {name if words else index: index for index, name in enumerate(classes)}
+    for row, value in enumerate(values):
+        if value not in index_of:
+            legal = (
+                "a word that train has" if words else f"a whole number from 0 to {len(classes) - 1}"
+            )
+            raise DataError(f"{where}: row {row} has label {value}; give {legal}")
+    return np.asarray([index_of[value] for value in values], dtype=np.int64), list(classes)
+
+
+def _classes_of(values: list[Any], where: str) -> list[str]:
+    """Return class names where none are declared: the words, or 0 to the highest number."""
+    if isinstance(values[0], str):
+        return sorted(set(values))
+    if isinstance(values[0], int):
+        highest = min(max(0, max(values)), MAX_CLASSES - 1)
+        return [str(label) for label in range(highest + 1)]
+    raise DataError(f"{where}: labels are {type(values[0]).__name__}; give whole numbers or words")
+
+
+def _decode_images(rows: Dataset, column: str, converted: set[str], where: str) -> np.ndarray:
+    """Return uint8 [N, *IMAGE_SHAPE]; add the kinds that were converted, e.g. 32x32 RGB."""
+    from datasets import Image
+
+    if isinstance(rows.features[column], Image):
+        rows = rows.cast_column(column, Image(decode=False))
+    batches = rows.select_columns([column]).with_format(None).iter(batch_size=1000)
+    images = np.empty((len(rows), *IMAGE_SHAPE), dtype=np.uint8)
+    for row, cell in enumerate(cell for batch in batches for cell in batch[column]):
+        images[row] = _decode_cell(cell, converted, f"{where}, column {column}: row {row}")
+    return images
+
+
+def _decode_cell(cell: dict[str, Any] | None, converted: set[str], where: str) -> np.ndarray:
+    """Return one image, {bytes, path}, as uint8 IMAGE_SHAPE; add its kind to `converted`."""
+    import PIL.Image
+
+    file = cell and (cell["bytes"] or cell.get("path"))
+    if not file:
+        raise DataError(f"{where} has no image; add it or leave the row out")
+    try:
+        with PIL.Image.open(io.BytesIO(file) if isinstance(file, bytes) else file) as image:
+            if not is_as_seen(image):
+                converted.add(f"{image.width}x{image.height} {image.mode}")
+            return decode_image(image)
+    except PIL.UnidentifiedImageError:
+        why = "of no format that Pillow knows"
+    except Exception as error:  # Pillow raises OSError, SyntaxError, ValueError and more
+        why = reason(error)
+    name = f" {file}" if isinstance(file, str) else ""
+    raise DataError(f"{where}{name} is no readable image ({why}); replace it or leave it out")
+
+
+def _conversion_notes(converted: set[str]) -> list[str]:
+    """Return one sentence for the kinds of images that were converted, or none."""
+    if not converted:
+        return []
+    kinds = ", ".join(sorted(converted)[:3])
+    more = f" and {len(converted) - 3} more kinds" if len(converted) > 3 else ""
+    height, width = IMAGE_SHAPE
+    return [f"images of {kinds}{more} became {width}x{height} grey"]
