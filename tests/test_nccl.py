@@ -338,7 +338,7 @@ class Group:
             destroy_process_group=lambda: self.calls.append("destroy"),
             group=SimpleNamespace(WORLD=self),
         )
-        monkeypatch.setattr("ddp_mnist.cluster.world.dist", found)
+        monkeypatch.setattr("ddp_mnist.cluster.failures.dist", found)
         monkeypatch.setattr("ddp_mnist.cluster.nccl.dist", found)
         monkeypatch.setattr("ddp_mnist.cluster.nccl.aborted", [])
 

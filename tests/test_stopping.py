@@ -288,7 +288,7 @@ import ctypes, sys, threading, time
 from pathlib import Path
 from unittest.mock import Mock
 sys.modules.update(torch=Mock(), accelerate=Mock())  # seconds, and not needed to listen
-from ddp_mnist.stopping import listen
+from ddp_mnist.cluster.signals import listen
 
 libc = ctypes.CDLL(None)
 mutex = ctypes.create_string_buffer(256)
