@@ -168,9 +168,9 @@ def train_in(
             checkpoint_is_due = progress.step % config.run.checkpoint_every == 0
             if not (log or checkpoint_is_due or progress.step >= schedule.next):
                 continue
-            mine = torch.tensor([stop.weight, schedule.rate], dtype=torch.float64, device=device)
+            mine = torch.tensor([schedule.rate, *stop.requests], dtype=torch.float64, device=device)
             sums = torch.cat([sum_up(losses, hits, len(labels)), mine])
-            loss_sum, right, seen, bad, wants_stop, rates = accelerator.reduce(sums).tolist()
+            loss_sum, right, seen, bad, rates, *requests = accelerator.reduce(sums).tolist()
             losses.clear()
             hits.clear()
             seconds, clock = time.monotonic() - clock, time.monotonic()
@@ -182,10 +182,10 @@ def train_in(
                 folder.append_metrics(progress.step, line)
                 shown = summary.step_line(line, progress.step, total_steps, recipe.batch_size)
                 console.progress(progress.step / total_steps, shown)
-            if checkpoint_is_due and not wants_stop:
+            if checkpoint_is_due and not any(requests):
                 save()
                 clock = time.monotonic()
-            stop.obey(wants_stop, accelerator.is_main_process)  # saves too
+            stop.obey(requests, accelerator.is_main_process)  # saves too
 
         # --- Decide by the validation images, on numbers that all ranks share
         validation = None

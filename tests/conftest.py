@@ -13,9 +13,12 @@ import pytest
 from filelock import FileLock
 
 import ddp_mnist  # noqa: F401  # sets what has to stand before a test loads torch
+from ddp_mnist.cluster.local import preload
 from tests.commands import TRAIN, proof, python
 
 Maker = Callable[[Path], None]
+
+preload("ddp_mnist.train", "ddp_mnist.run.metrics", "ddp_mnist.verbs.evaluate")
 
 LAUNCHER_PREFIXES = ("SLURM_", "ACCELERATE_", "TORCHELASTIC_", "OMPI_", "PMI_", "DDP_MNIST_CACHE")
 # `make test VENV=` would reach the makes that tests start

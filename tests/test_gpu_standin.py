@@ -6,6 +6,7 @@ See `gpu_standin.py`: no kernel and no NCCL runs here; `make gpu-check` is for a
 from __future__ import annotations
 
 import json
+import platform
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -25,8 +26,8 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 NO_GPU = "needs a GPU, and this machine shows none; use --config_file accelerate_configs"
 REFUSED = (
-    "2 processes on this machine, but 1 GPU: NCCL needs one each; start fewer, or share a GPU with"
-    " --backend gloo"
+    f"2 processes on {platform.node()}, but 1 GPU: NCCL needs one each; start fewer, or share a GPU"
+    " with --backend gloo"
 )
 
 

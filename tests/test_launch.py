@@ -6,7 +6,7 @@ from typing import Any
 import psutil
 import pytest
 
-from ddp_mnist.cluster.interfaces import interface_towards
+from ddp_mnist.cluster.interfaces import interface_towards, is_own, own_addresses
 from ddp_mnist.cluster.launch import Launch, find_launch, first_slurm_host
 from ddp_mnist.config import Distribution
 from ddp_mnist.errors import UsageError
@@ -347,6 +347,14 @@ def test_first_slurm_host(nodes: str, first: str) -> None:
 )
 def test_only_a_worker_dies_with_its_launcher(launcher: str, child: bool) -> None:
     assert Launch(launcher).child_of_launcher == child
+
+
+def test_the_addresses_of_this_machine() -> None:
+    own = own_addresses()
+    assert not {"127.0.0.1", "::1"} & own
+    hosts = ["127.0.0.1", "127.1.2.3", "localhost", "[::1]", "a..b", *own]
+    assert [host for host in hosts if not is_own(host)] == []
+    assert not is_own("203.0.113.5")
 
 
 def test_interface_towards_an_address_of_this_machine() -> None:

@@ -102,7 +102,7 @@ def test_a_wait_ends_at_the_timeout(clock: Clock) -> None:
     accelerator = waiting(clock, 1e6, timeout_s=20)
     ends(accelerator, dist.DistBackendError, "^timed out: .* within 20 s$")
     assert 20 <= clock.now - began <= 20.6
-    assert accelerator.store.exists("survivor/0")  # it may be busy with its end when others ask
+    assert accelerator.store.exists("alive/0")  # it may be busy with its end when others ask
     waiting(clock, 19.0, timeout_s=20).wait_for_gpu()
 
 
@@ -121,7 +121,7 @@ def test_a_wait_ends_when_another_rank_looks_for_the_lost(clock: Clock) -> None:
     found: list[list[int]] = []
     looks = threading.Thread(target=lambda: found.append(other.find_dead_ranks()))
     looks.start()
-    while not other.exists("survivor/1"):
+    while not other.exists("alive/1"):
         time.sleep(0.001)
     ends(accelerator, dist.DistBackendError, "^another rank lost a connection$")
     looks.join()

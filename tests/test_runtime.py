@@ -258,8 +258,8 @@ def test_place_on_machine(launch: Launch, hosts: list[str], place: tuple[int, in
         ("aa", "GPU-1 GPU-2", None),
         ("ab", "GPU-1 GPU-1", None),  # of another machine, whatever it is called
         ("aab", "GPU-1 GPU-2 GPU-1", None),
-        ("aa", "GPU-1 GPU-1", "2 processes on this machine, but 1 GPU: NCCL needs one each; "),
-        ("aaa", "GPU-1 GPU-2 GPU-1", "3 processes on this machine, but 2 GPUs: NCCL needs one"),
+        ("aa", "GPU-1 GPU-1", "2 processes on a, but 1 GPU: NCCL needs one each; "),
+        ("aaa", "GPU-1 GPU-2 GPU-1", "3 processes on a, but 2 GPUs: NCCL needs one"),
     ],
 )
 def test_ranks_of_a_machine_that_would_take_the_same_gpu_are_refused(

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
 import socket
 import threading
@@ -15,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddp_mnist.cluster.signals import WEIGHTS, StopSignals, listen
+from ddp_mnist.cluster.signals import EXIT_CODES, StopSignals, listen
 from ddp_mnist.cluster.store import Store
 from ddp_mnist.errors import FailedElsewhere, Preempted, StorageError
 from tests.commands import Started
@@ -33,134 +32,84 @@ def until(condition: Callable[[], Any], timeout_s: float = 2) -> None:
 # --- What the ranks do about the signals of all of them
 
 
-def sum_of(ranks: dict[signal.Signals, int]) -> float:
-    """What an all-reduce makes of so many ranks' signals."""
-    weights = [WEIGHTS[number] for number, count in ranks.items() for _ in range(count)]
-    return torch.tensor(weights, dtype=torch.float64).sum().item()
-
-
-def obeyed(agreed: float, is_main_process: bool) -> tuple[type[Exception], int, str, int]:
-    """The error that ends the run, its code and message, and how often was saved."""
-    stop = StopSignals()
-    save = Mock(return_value="stopped after step 5 and saved")
-    stop.save = save
-    with pytest.raises((Preempted, FailedElsewhere)) as told:
-        stop.obey(agreed, is_main_process)
-    return told.type, told.value.code, str(told.value), save.call_count
-
-
 @pytest.mark.parametrize(
-    ("ranks", "name", "code"),
+    ("requests", "name", "code"),
     [
-        ({TERM: 1}, "SIGTERM", 143),
-        ({TERM: 2}, "SIGTERM", 143),
-        ({TERM: 4096}, "SIGTERM", 143),
-        ({USR1: 1}, "SIGUSR1", 143),
-        ({USR1: 4096}, "SIGUSR1", 143),
-        ({TERM: 4095, USR1: 1}, "SIGUSR1", 143),
-        ({INT: 1}, "SIGINT", 130),
-        ({INT: 4096}, "SIGINT", 130),
-        ({USR1: 4095, INT: 1}, "SIGINT", 130),
-        ({TERM: 4095, INT: 1}, "SIGINT", 130),
-        ({TERM: 2000, USR1: 2095, INT: 1}, "SIGINT", 130),
-        ({TERM: 1, USR1: 1, INT: 4094}, "SIGINT", 130),
+        ([1, 0, 0], "SIGTERM", 143),
+        ([4096, 0, 0], "SIGTERM", 143),
+        ([0, 1, 0], "SIGUSR1", 143),
+        ([4095, 1, 0], "SIGUSR1", 143),
+        ([0, 0, 1], "SIGINT", 130),
+        ([2000, 2095, 1], "SIGINT", 130),
     ],
 )
 @pytest.mark.parametrize(
     ("is_main_process", "error"), [(True, Preempted), (False, FailedElsewhere)]
 )
 def test_every_rank_saves_once_and_ends_with_the_strongest_signals_code(
-    is_main_process: bool,
-    error: type[Exception],
-    ranks: dict[signal.Signals, int],
-    name: str,
-    code: int,
+    is_main_process: bool, error: type[Exception], requests: list[float], name: str, code: int
 ) -> None:
-    message = f"{name}: stopped after step 5 and saved"
-    assert obeyed(sum_of(ranks), is_main_process) == (error, code, message, 1)
+    stop = StopSignals()
+    stop.save = save = Mock(return_value="stopped after step 5 and saved")
+    with pytest.raises(error) as raised:
+        stop.obey(requests, is_main_process)
+    assert isinstance(raised.value, Preempted | FailedElsewhere)
+    assert raised.value.code == code
+    assert raised.value.agreed == is_main_process
+    assert str(raised.value) == f"{name}: stopped after step 5 and saved"
+    save.assert_called_once_with()
 
 
-def test_any_mixture_is_told_apart() -> None:
-    numbers = random.Random(0)
-    for _ in range(300):
-        ranks = {}
-        for number in numbers.sample([TERM, USR1, INT], numbers.randint(1, 3)):
-            ranks[number] = numbers.randint(1, numbers.choice([2, 4096 // 3]))
-        strongest = max(ranks, key=[TERM, USR1, INT].index)
-        message = obeyed(sum_of(ranks), True)[2]
-        assert message.startswith(f"{strongest.name}: "), ranks
-
-
-@pytest.mark.parametrize("is_main_process", [True, False])
-def test_without_a_signal_the_run_goes_on(is_main_process: bool) -> None:
+def test_without_a_signal_the_run_goes_on() -> None:
     stop = StopSignals()
     stop.save = Mock(side_effect=AssertionError)
-    stop.obey(0.0, is_main_process)
+    for is_main_process in (True, False):
+        stop.obey([0.0, 0.0, 0.0], is_main_process)
 
 
-def test_what_cannot_be_saved_is_told_instead() -> None:
+def test_what_cannot_be_saved_is_the_error_instead() -> None:
+    with pytest.raises(Preempted, match=r"^SIGTERM: stopped$"):
+        StopSignals().obey([1, 0, 0], True)  # before there is anything to save
     stop = StopSignals()
     stop.save = Mock(side_effect=StorageError("the disk is full"))
     with pytest.raises(StorageError, match="the disk is full"):
-        stop.obey(WEIGHTS[TERM], True)
+        stop.obey([1, 0, 0], True)
 
 
-def test_before_there_is_anything_to_save() -> None:
-    with pytest.raises(Preempted) as told:
-        StopSignals().obey(WEIGHTS[TERM], True)
-    assert str(told.value) == "SIGTERM: stopped"
-    assert told.value.agreed
-
-
-def test_ask_adds_up_the_weights_of_all_ranks() -> None:
-    sums: list[torch.Tensor] = []
+def test_ask_adds_up_the_requests_of_all_ranks() -> None:
+    sent: list[torch.Tensor] = []
 
     def reduce(mine: torch.Tensor) -> torch.Tensor:
-        sums.append(mine)
-        return mine + WEIGHTS[INT]
+        sent.append(mine)
+        return mine + torch.tensor([0, 0, 1])
 
-    accelerator = Mock(device="cpu", reduce=reduce, is_main_process=False)
     stop = StopSignals()
     stop.note(TERM)
-    with pytest.raises(FailedElsewhere, match="SIGINT: stopped") as told:
-        stop.ask(accelerator)
-    assert told.value.code == 130
-    assert (sums[0].item(), sums[0].dtype) == (1.0, torch.float64)
+    with pytest.raises(FailedElsewhere, match="SIGINT: stopped"):
+        stop.ask(Mock(device="cpu", reduce=reduce, is_main_process=False))
+    assert (sent[0].tolist(), sent[0].dtype) == ([1, 0, 0], torch.float64)
 
 
-@pytest.mark.parametrize(
-    ("noted", "strongest"),
-    [
-        ([TERM], TERM),
-        ([TERM, TERM, TERM], TERM),
-        ([TERM, USR1], USR1),
-        ([USR1, TERM], USR1),
-        ([TERM, INT], INT),
-        ([INT, TERM, USR1], INT),
-    ],
-)
-def test_the_strongest_signal_is_kept(
-    noted: list[signal.Signals], strongest: signal.Signals, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_signal_has_a_slot(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "_exit", Mock(side_effect=AssertionError))
     stop = StopSignals()
-    assert stop.weight == 0
-    for number in noted:
+    found = [list(stop.requests)]
+    for number in (signal.SIGWINCH, USR1, USR1, INT, TERM, TERM):
         stop.note(number)
-    assert stop.weight == WEIGHTS[strongest]
+        found.append(list(stop.requests))
+    none, usr1, int_too = [0, 0, 0], [0, 1, 0], [0, 1, 1]
+    assert found == [none, none, usr1, usr1, int_too, [1, 1, 1], [1, 1, 1]]
 
 
 @pytest.mark.parametrize("at_once", [Mock(), Mock(side_effect=StorageError("full"))])
-@pytest.mark.parametrize("between", [[], [TERM, USR1]])
 def test_a_second_interrupt_ends_the_process_whatever_happens(
-    between: list[signal.Signals], at_once: Mock, monkeypatch: pytest.MonkeyPatch
+    at_once: Mock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    at_once.reset_mock()
     exits = Mock(side_effect=SystemExit)
     monkeypatch.setattr(os, "_exit", exits)
     stop = StopSignals()
     stop.at_once = at_once
-    for number in (INT, *between):
+    for number in (INT, TERM, USR1):
         stop.note(number)
     exits.assert_not_called()
     with pytest.raises(SystemExit):
@@ -176,12 +125,12 @@ Handlers = dict[int, Any]
 
 
 def handlers() -> Handlers:
-    return {number: signal.getsignal(number) for number in WEIGHTS}
+    return {number: signal.getsignal(number) for number in EXIT_CODES}
 
 
 @pytest.fixture
 def before() -> Iterator[Handlers]:
-    """Handlers that are not the usual ones; the test's own are back afterwards."""
+    """Set handlers that are not the usual ones, and restore the test's own afterwards."""
     usual = handlers()
     signal.signal(TERM, signal.SIG_IGN)
     signal.signal(USR1, lambda *_: None)
@@ -193,7 +142,7 @@ def before() -> Iterator[Handlers]:
 
 @pytest.fixture
 def wakeup_fd() -> Iterator[int]:
-    """A wakeup fd that was there already."""
+    """Set a wakeup fd as somebody else may have done before."""
     ours, other = socket.socketpair()
     ours.setblocking(False)
     usual = signal.set_wakeup_fd(ours.fileno())
@@ -224,46 +173,34 @@ def test_after_an_error_the_signals_stay_ignored(wakeup_fd: int) -> None:
     threads = set(threading.enumerate())
     with pytest.raises(ZeroDivisionError), listen():
         raise ZeroDivisionError
-    assert handlers() == dict.fromkeys(WEIGHTS, signal.SIG_IGN)
+    assert handlers() == dict.fromkeys(EXIT_CODES, signal.SIG_IGN)
     assert wakeup_fd_now() == wakeup_fd
-    for number in WEIGHTS:
-        os.kill(os.getpid(), number)
     until(lambda: set(threading.enumerate()) <= threads)
 
 
 @pytest.mark.usefixtures("before")
-@pytest.mark.parametrize("number", WEIGHTS)
-def test_a_signal_is_noted_and_nothing_else_happens(number: signal.Signals) -> None:
-    with listen() as stop:
-        assert stop.weight == 0
-        os.kill(os.getpid(), number)
-        until(lambda: stop.weight)
-        assert stop.weight == WEIGHTS[number]
-
-
-@pytest.mark.usefixtures("before")
-def test_the_board_is_told_when_the_first_signal_came() -> None:
+def test_signals_are_noted_and_the_store_knows_when_the_first_came() -> None:
     store = Store(dist.HashStore(), 0, 1)
-    with listen(store=store) as stop:
-        assert store.signalled is None
-        began = time.monotonic()
-        os.kill(os.getpid(), TERM)
-        until(lambda: store.signalled)
-        first = store.signalled
-        assert first is not None
-        assert began <= first <= time.monotonic()
-        os.kill(os.getpid(), INT)
-        until(lambda: stop.weight == WEIGHTS[INT])
-        assert store.signalled == first
-
-
-@pytest.mark.usefixtures("before")
-def test_signals_that_follow_each_other_are_all_noted() -> None:
-    with listen() as stop:
-        for number in (TERM, TERM, USR1, TERM, INT, TERM):
-            os.kill(os.getpid(), number)
-            time.sleep(0.02)
-        until(lambda: stop.weight == WEIGHTS[INT])
+    winch = signal.signal(signal.SIGWINCH, lambda *_: None)  # some other signal with a handler
+    try:
+        with listen(store=store) as stop:
+            os.kill(os.getpid(), signal.SIGWINCH)
+            time.sleep(0.1)
+            assert store.signalled is None
+            began = time.monotonic()
+            os.kill(os.getpid(), TERM)
+            until(lambda: store.signalled)
+            first = store.signalled
+            assert first is not None
+            assert began <= first <= time.monotonic()
+            assert stop.requests == [1, 0, 0]
+            for number in (USR1, TERM, INT):
+                os.kill(os.getpid(), number)
+                time.sleep(0.02)
+            until(lambda: stop.requests == [1, 1, 1])
+            assert store.signalled == first
+    finally:
+        signal.signal(signal.SIGWINCH, winch)
 
 
 def test_another_thread_than_the_main_one_changes_nothing(before: Handlers) -> None:
@@ -271,7 +208,7 @@ def test_another_thread_than_the_main_one_changes_nothing(before: Handlers) -> N
 
     def inside() -> None:
         with listen() as stop:
-            found.extend([handlers(), set(threading.enumerate()), stop.weight])
+            found.extend([handlers(), set(threading.enumerate()), stop.requests])
 
     threads = set(threading.enumerate())
     thread = threading.Thread(target=inside)
@@ -279,7 +216,7 @@ def test_another_thread_than_the_main_one_changes_nothing(before: Handlers) -> N
     thread.join()
     assert found[0] == handlers() == before
     assert found[1] <= {*threads, thread}
-    assert found[2] == 0
+    assert found[2] == [0, 0, 0]
 
 
 # Its main thread is in a call that no signal ends, so that no Python handler would run.
@@ -296,13 +233,13 @@ libc.pthread_mutex_init(mutex, None)
 libc.pthread_mutex_lock(mutex)
 
 with listen() as stop:
-    def tell():
-        while not stop.weight:
+    def report():
+        while not any(stop.requests):
             time.sleep(0.01)
         Path("noted").touch()
 
-    stop.at_once = lambda: Path("at_once").write_text(f"{stop.weight:g}")
-    threading.Thread(target=tell).start()
+    stop.at_once = lambda: Path("at_once").write_text(str(stop.requests))
+    threading.Thread(target=report).start()
     Path("ready").touch()
     libc.pthread_mutex_lock(mutex)
 """
@@ -321,20 +258,7 @@ def test_a_process_that_hangs_notes_a_signal_and_ends_at_the_second_interrupt(
         assert not (tmp_path / "at_once").exists()
         process.send_signal(INT)
         assert process.wait(5) == 130
-        assert (tmp_path / "at_once").read_text() == f"{WEIGHTS[INT]:g}"
+        assert (tmp_path / "at_once").read_text() == "[0.0, 0.0, 1.0]"
     finally:
         process.kill()
         assert process.communicate() == ("", "")
-
-
-def test_other_signals_with_a_handler_do_no_harm() -> None:
-    before = signal.signal(signal.SIGWINCH, lambda *_: None)
-    try:
-        with listen() as stop:
-            os.kill(os.getpid(), signal.SIGWINCH)
-            time.sleep(0.1)
-            os.kill(os.getpid(), signal.SIGTERM)
-            until(lambda: stop.weight)
-            assert stop.weight == WEIGHTS[TERM]
-    finally:
-        signal.signal(signal.SIGWINCH, before)

@@ -28,12 +28,14 @@ from ddp_mnist.bench.figures import (
 from ddp_mnist.bench.steps import KINDS, Kind, time_steps
 from ddp_mnist.bench.strategies import STRATEGIES
 from ddp_mnist.cluster import hardware
-from ddp_mnist.cluster.local import backend_among, run_world
+from ddp_mnist.cluster.local import backend_among, preload, run_world
 from ddp_mnist.config import Distribution, Run, TrainConfig
 from ddp_mnist.data.cache import load
 from ddp_mnist.errors import UsageError
 from ddp_mnist.run.environment import package_versions
 from ddp_mnist.run.summary import count
+
+preload("ddp_mnist.train", "ddp_mnist.run.metrics")
 
 STEPS = 380  # optimizer steps of a timed round at most: an epoch of MNIST
 BETWEEN = ("loop", "strategies")  # of a process group: one process has none

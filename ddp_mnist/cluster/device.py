@@ -1,4 +1,4 @@
-"""."""
+"""What a process computes with: device, backend, precision, threads, and which of the GPUs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ddp_mnist.errors import UsageError
 
 
 def choose_device(flags: Distribution) -> str:
-    """cuda where there is one and nobody asked for the CPU, else cpu."""
+    """Return cuda where there is a GPU and nobody requested the CPU, else cpu."""
     if flags.cpu or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("true", "1"):
         hide_gpus()
         return "cpu"
@@ -23,7 +23,7 @@ def choose_device(flags: Distribution) -> str:
 
 
 def choose_backend(flags: Distribution, launch: Launch, device: str) -> str:
-    """none for a process on its own, else gloo or nccl."""
+    """Return none for a process on its own, else gloo or nccl."""
     if flags.backend == "nccl" and device == "cpu":
         raise UsageError("--backend nccl: needs a GPU and this machine shows none; use gloo")
     if launch.world_size == 1 and not launch.agent_store:
@@ -34,33 +34,33 @@ def choose_backend(flags: Distribution, launch: Launch, device: str) -> str:
 
 
 def has_native_bf16() -> bool:
-    """Whether the CPU multiplies bfloat16 itself, where emulating it would be slower than fp32."""
+    """Return whether the CPU multiplies bfloat16 itself; emulated, it would be slower than fp32."""
     capabilities = torch.cpu.get_capabilities()
     return any(capabilities.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
 
 
 def precision_in_effect(flags: Distribution, launch: Launch, device: str) -> str:
-    """no, fp16, bf16 or fp64. The flag beats the launcher's YAML; neither given means auto.
+    """Return no, fp16, bf16 or fp64. The flag beats the launcher's YAML; neither means auto.
 
-    A YAML's fp16 was meant for the GPUs that --cpu leaves aside.
+    A YAML's fp16 is meant for GPUs, so --cpu overrides it.
     """
     from_launcher = os.environ.get("ACCELERATE_MIXED_PRECISION")
     if flags.cpu and from_launcher == "fp16":
         from_launcher = None
-    asked = flags.mixed_precision or from_launcher or "auto"
-    if asked == "auto":
+    requested = flags.mixed_precision or from_launcher or "auto"
+    if requested == "auto":
         if device == "cuda":
             return "fp16"
         return "bf16" if has_native_bf16() else "no"
-    if asked == "fp16" and device == "cpu":
+    if requested == "fp16" and device == "cpu":
         raise UsageError(fp16_on_cpu(flags, launch))
-    if asked not in ("no", "fp16", "bf16", "fp64"):
-        raise UsageError(f"--mixed_precision {asked}: choose from no, fp16, bf16")
-    return asked
+    if requested not in ("no", "fp16", "bf16", "fp64"):
+        raise UsageError(f"--mixed_precision {requested}: choose from no, fp16, bf16")
+    return requested
 
 
 def fp16_on_cpu(flags: Distribution, launch: Launch) -> str:
-    """accelerate itself would train in fp32 and still report fp16."""
+    """Return why there is no fp16: accelerate would train in fp32 and still report fp16."""
     if flags.mixed_precision:
         return "--mixed-precision fp16: needs a GPU; on a CPU use bf16, no or auto"
     machines = launch.num_machines or 1
@@ -73,9 +73,9 @@ def fp16_on_cpu(flags: Distribution, launch: Launch) -> str:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank stands among the processes of its machine.
+    """A rank's place among the processes of its launcher, and how many run on this machine.
 
-    A launcher's node may be a part of a host: two of them in a rehearsal share its cores.
+    They differ where two nodes are rehearsed on one machine, and share its cores.
     """
 
     local_rank: int
@@ -84,27 +84,24 @@ class Place:
 
 
 def place_on_machine(launch: Launch, store: Store) -> Place:
-    """As the launcher told, else by comparing the hosts that the ranks posted."""
+    """Return what the launcher says, or else what the hosts of all ranks say."""
     if not store.hosts:
         return Place(0, 1, 1)
     here = [rank for rank, host in enumerate(store.hosts) if host == store.hosts[launch.rank]]
-    return Place(
-        here.index(launch.rank) if launch.local_rank is None else launch.local_rank,
-        launch.local_world_size or len(here),
-        len(here),
-    )
+    local_rank = here.index(launch.rank) if launch.local_rank is None else launch.local_rank
+    return Place(local_rank, launch.local_world_size or len(here), len(here))
 
 
 def set_threads(launch: Launch, device: str, processes_here: int) -> int:
-    """Shares this machine's cores among its processes.
+    """Share this machine's cores among its processes, and return this one's number of threads.
 
     A launcher sets OMP_NUM_THREADS=1 of its own accord, which leaves cores idle; a larger number,
     or one set without a launcher, was meant and stays.
     """
-    told = os.environ.get("OMP_NUM_THREADS") or "0"
-    outermost = told.partition(",")[0]  # OpenMP takes a list, one entry per level of nesting
+    given = os.environ.get("OMP_NUM_THREADS") or "0"
+    outermost = given.partition(",")[0]  # OpenMP takes a list, one entry per level of nesting
     if not outermost.isdecimal():
-        raise UsageError(f"OMP_NUM_THREADS={told}: must be a whole number; set it or unset it")
+        raise UsageError(f"OMP_NUM_THREADS={given}: must be a whole number; set it or unset it")
     threads = int(outermost)
     if threads < 1 or (threads == 1 and launch.child_of_launcher):
         ours, sharers = cores(), processes_here
@@ -119,26 +116,25 @@ def set_threads(launch: Launch, device: str, processes_here: int) -> int:
 
 
 def gpu_of(place: Place) -> int:
-    """Number of the GPU that a rank takes: its local rank's, as far as it is shown so many.
+    """Return the number of a rank's GPU: its local rank, modulo the GPUs that it sees.
 
-    Ranks that share a GPU count on from the first one again; SLURM, or CUDA_VISIBLE_DEVICES, may
-    show each rank a single GPU, its own, which is number 0 to all of them.
+    SLURM, or CUDA_VISIBLE_DEVICES, may show each rank its own GPU alone, as number 0.
     """
     return place.local_rank % gpus()
 
 
 def check_gpus_differ(store: Store, place: Place) -> None:
-    """Raises UsageError if ranks of this machine would take the same GPU, which NCCL refuses late.
+    """Raise UsageError on every rank if two of a machine would take the same GPU.
 
-    Their numbers do not tell, where each rank is shown other GPUs; their UUIDs do.
+    NCCL refuses that late. UUIDs tell GPUs apart, where each rank sees others under one number.
     """
     mine = torch.cuda.get_device_properties(gpu_of(place)).uuid
-    store.set(f"gpu/{store.rank}", str(mine))
-    here = [rank for rank, host in enumerate(store.hosts) if host == store.hosts[store.rank]]
-    taken = {store.get(f"gpu/{rank}", store.patience_s) for rank in here}
-    if len(taken) < len(here):
-        plural = "s" if len(taken) > 1 else ""
-        raise UsageError(
-            f"{len(here)} processes on this machine, but {len(taken)} GPU{plural}: NCCL needs one"
-            " each; start fewer, or share a GPU with --backend gloo"
-        )
+    gpus_of_ranks = store.all_gather("gpu", str(mine))
+    for host in dict.fromkeys(store.hosts):
+        here = [gpu for gpu, on in zip(gpus_of_ranks, store.hosts, strict=True) if on == host]
+        if (count := len(set(here))) < len(here):
+            raise UsageError(
+                f"{len(here)} processes on {host.partition('/')[0]}, but {count}"
+                f" GPU{'s' if count > 1 else ''}: NCCL needs one each; start fewer, or share a GPU"
+                " with --backend gloo"
+            )

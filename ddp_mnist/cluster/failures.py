@@ -1,4 +1,4 @@
-"""."""
+"""How an error on one rank ends them all: the first one is raised, the others are silent."""
 
 from __future__ import annotations
 
@@ -17,12 +17,15 @@ from ddp_mnist.cluster import nccl
 from ddp_mnist.cluster.store import Store
 from ddp_mnist.errors import DdpMnistError, FailedElsewhere, PeerError, UsageError, reason
 
+# gloo, NCCL and the store raise RuntimeErrors that only their texts tell apart.
+LOST_CONNECTION = ("connection", "timed out", "timeout", "socket", "broken pipe")
+
 
 def first_cause(store: Store, error: BaseException) -> BaseException:
-    """`error`, marked to be told, if this rank is the first to fail; else a silent stand-in."""
+    """Return `error`, marked as agreed, if this rank fails first; else a silent stand-in."""
     if isinstance(error, FailedElsewhere) or getattr(error, "agreed", False):
         return error
-    if isinstance(error, KeyboardInterrupt):  # it reached every rank: local rank 0 tells it
+    if isinstance(error, KeyboardInterrupt):  # it reached every rank, and local rank 0 prints it
         store.report_failure("interrupted", 130)
         return error
     code = getattr(error, "code", 1)
@@ -36,7 +39,7 @@ def first_cause(store: Store, error: BaseException) -> BaseException:
 
 @contextlib.contextmanager
 def propagate_first_error(store: Store) -> Iterator[None]:
-    """Of the errors that end the ranks, the first is raised, where it came up; the rest is silent.
+    """Let the first error that ends a rank end all of them.
 
     Raises:
         FailedElsewhere: instead of this rank's error, because another rank failed before.
@@ -49,7 +52,7 @@ def propagate_first_error(store: Store) -> Iterator[None]:
         with signals_ignored():
             cause = first_cause(store, as_expected(store, error))
             end_group()  # the others' connections break now, and they look for the cause
-            store.shutdown(store.world_size - 1, patience_s=2)  # which they read from its store
+            store.shutdown(store.world_size - 1, patience_s=2)  # while they read it in its store
         if cause is error:
             raise
         raise cause from error
@@ -57,7 +60,7 @@ def propagate_first_error(store: Store) -> Iterator[None]:
 
 @contextlib.contextmanager
 def signals_ignored() -> Iterator[None]:
-    """A launcher that sees one worker end sends the others SIGTERM while they find out why."""
+    """Ignore the SIGTERM of a launcher that lost a worker while this rank finds out why."""
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread may change handlers
         return
@@ -71,9 +74,9 @@ def signals_ignored() -> Iterator[None]:
 
 
 def end_group(*, in_order: bool = False) -> None:
-    """Drops DDP's reducer before the group: the other way round a gloo thread may abort at exit.
+    """End the process group, but DDP's reducer before it: else a gloo thread may abort at exit.
 
-    The frames that held the model are gone by now, or cleared.
+    The frames that held the model have ended by now, or are cleared.
 
     Args:
         in_order: all ranks have come to their end; else NCCL's collectives may wait for a lost one.
@@ -88,31 +91,33 @@ def end_group(*, in_order: bool = False) -> None:
 
 
 def as_expected(store: Store, error: BaseException) -> BaseException:
-    """A broken connection as a PeerError that names the lost rank; any other error as it is.
+    """Return a broken connection as a PeerError that names the lost rank; other errors as they are.
 
-    gloo, NCCL and the store raise RuntimeErrors that only their texts tell apart.
+    NCCL calls many things a "system error": it is a lost peer only if a rank is dead, or if its
+    reason says so.
     """
-    signs = ("connection", "timed out", "timeout", "gloo", "nccl", "socket", "broken pipe")
-    text = str(error).lower()
-    if store.world_size == 1 or not isinstance(error, RuntimeError):
-        return error
-    if not any(sign in text for sign in signs):
+    text, why = str(error).lower(), re.sub(r"^\[\S*\] ", "", reason(error))  # gloo's source line
+    from_nccl = "nccl error" in text
+    lost_connection = any(sign in text for sign in (*LOST_CONNECTION, "gloo", "nccl"))
+    if store.world_size == 1 or not isinstance(error, RuntimeError) or not lost_connection:
         return error
     if "invalid usage" in text:
         return UsageError(
-            f"--backend nccl: {textwrap.shorten(reason(error), 200)}; give each process a GPU of"
-            " its own, or share one with --backend gloo; NCCL_DEBUG=WARN tells more"
+            f"--backend nccl: {why}; give each process a GPU of its own, or share one with"
+            " --backend gloo; NCCL_DEBUG=WARN tells more"
         )
     store.request_liveness()  # before the end, which may take seconds over NCCL
     end_group()  # closes this rank's connections too: who waits for this one would look lost
     lost = store.find_dead_ranks()
+    all_there = not lost and not store.unreachable
+    if from_nccl and all_there and not any(sign in why.lower() for sign in LOST_CONNECTION):
+        return UsageError(
+            f"--backend nccl: {why}; see what NCCL_DEBUG=WARN tells, or use --backend gloo"
+        )
     who = f"rank {', '.join(map(str, lost))}" if lost else "another rank"
     if store.unreachable and store.served_by_launcher:
         who = "the launcher and a rank"
-    why = re.sub(r"^\[\S*\] ", "", reason(error))  # gloo's own source line
-    peer_error = PeerError(
+    return PeerError(
         f"lost contact with {who} of {store.world_size} ({textwrap.shorten(why, 120)});"
         " see what that process says, then start the run again"
     )
-    peer_error.__cause__ = error
-    return peer_error

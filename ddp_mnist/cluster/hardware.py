@@ -16,12 +16,12 @@ CGROUP, OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def describe() -> dict[str, str | int]:
-    """This machine, to stand beside figures that were measured on it."""
+    """Describe this machine, beside figures that were measured on it."""
     return {"cpu": cpu_model(), "cores": os.cpu_count() or 1, "system": platform.platform()}
 
 
 def cpu_model() -> str:
-    """What Linux calls the processor; elsewhere its architecture."""
+    """Return the processor's name on Linux; elsewhere its architecture."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -30,32 +30,30 @@ def cpu_model() -> str:
 
 
 def gpus() -> int:
-    """GPUs that torch can compute on here.
+    """Return how many GPUs torch can compute on here.
 
-    Its own count comes from the management library, which counts them under a driver that is too
-    old for this torch as well.
+    torch's own count includes those whose driver is too old for it.
     """
-    import torch  # only who asks for GPUs waits for it
+    import torch  # slow, so only where the answer is needed
 
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def hide_gpus() -> None:
-    """Hides all GPUs from this process and its children; CUDA reads this at its first call.
+    """Hide all GPUs from this process and its children; CUDA reads this at its first call.
 
-    An optimizer's step on a CPU would open a GPU that torch sees, which fails if that is broken or
-    belongs to another process alone.
+    An optimizer's step on a CPU would open a GPU that torch sees, which may be broken or taken.
     """
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def cores() -> int:
-    """Cores that this process may keep busy: of its affinity, what the quota allows; at least 1."""
+    """Return how many cores this process may keep busy, by its affinity and quota; at least 1."""
     return max(1, int(min(len(affinity()), cpu_quota())))
 
 
 def affinity() -> set[int]:
-    """Numbers of the cores on which this process may run."""
+    """Return the numbers of the cores on which this process may run."""
     if hasattr(os, "sched_getaffinity"):
         return os.sched_getaffinity(0)
     return set(range(os.cpu_count() or 1))
@@ -63,11 +61,11 @@ def affinity() -> set[int]:
 
 @dataclass(frozen=True)
 class Load:
-    """What other programs take of the cores that this process may keep busy.
+    """Load of other programs on the cores that this process may keep busy.
 
     Attributes:
         held: cores that they hold, from 0 to `cores`.
-        cores: see there.
+        cores: that this process may keep busy.
         programs: names of the two that use most; none that uses less than a tenth of a core.
     """
 
@@ -77,10 +75,7 @@ class Load:
 
 
 def load(seconds: float = 1.0) -> Load:
-    """Measures for `seconds`, during which this process sleeps.
-
-    Time that a virtual machine's host gave to others counts as held.
-    """
+    """Sleep for `seconds` and measure; time that a virtual machine's host takes counts as held."""
     before = cpu_seconds()
     busy = psutil.cpu_percent(seconds, percpu=True)
     used: dict[str, float] = defaultdict(float)
@@ -95,7 +90,7 @@ def load(seconds: float = 1.0) -> Load:
 
 
 def cpu_seconds() -> dict[tuple[int, str], float]:
-    """CPU seconds of every other process that may be seen, by PID and name."""
+    """Return the CPU seconds of every other process that can be seen, by PID and name."""
     return {
         (process.pid, process.info["name"]): sum(process.info["cpu_times"][:2])
         for process in psutil.process_iter(["name", "cpu_times"])
@@ -104,7 +99,7 @@ def cpu_seconds() -> dict[tuple[int, str], float]:
 
 
 def cpu_quota() -> float:
-    """CPUs that its control groups let it use at once; infinite without a limit."""
+    """Return how many CPUs its control groups let it use at once; infinite without a limit."""
     allowed = float("inf")
     for group in control_groups("cpu"):
         for files in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):  # v2, v1
@@ -116,7 +111,7 @@ def cpu_quota() -> float:
 
 
 def free_memory() -> float:
-    """Bytes that can be had: of the machine's, what its control groups allow."""
+    """Return the free bytes of the machine, as far as its control groups allow."""
     free = float(psutil.virtual_memory().available)
     for group in control_groups("memory"):
         for limit, usage in (
@@ -130,7 +125,7 @@ def free_memory() -> float:
 
 
 def reclaimable(group: Path) -> int:
-    """Bytes of files that the group has read, which count as used and can be dropped."""
+    """Return the bytes of files that the group has read, which count as used but can be freed."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         numbers = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
         return int(numbers.get("total_inactive_file") or numbers["inactive_file"])
@@ -138,7 +133,7 @@ def reclaimable(group: Path) -> int:
 
 
 def control_groups(controller: str) -> Iterator[Path]:
-    """Folders of the groups that this process is in, reason first; of cgroup v2, else of v1.
+    """Yield the folders of the groups that this process is in, of cgroup v2 or else v1.
 
     A limit of any of them holds. A container sees its own group as the outermost.
     """

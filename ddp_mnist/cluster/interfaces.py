@@ -1,16 +1,20 @@
-"""."""
+"""This machine's addresses, network interfaces and ports."""
 
 from __future__ import annotations
 
-import contextlib
 import ipaddress
 import socket
+from collections.abc import Iterator
+
+import psutil
+
+from ddp_mnist.errors import reason
 
 
 def address_towards(host: str, port: int) -> str | None:
-    """This machine's address that packets to `host` leave from; None if no route leads there.
+    """Return this machine's address that packets to `host` leave from; None without a route.
 
-    A UDP socket is connected, which asks the routing table and sends nothing.
+    A UDP socket is connected, which consults the routing table and sends nothing.
     """
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
@@ -22,40 +26,54 @@ def address_towards(host: str, port: int) -> str | None:
 
 
 def interface_towards(host: str, port: int) -> str | None:
-    """The network interface that leads to `host`, e.g. eth0; None if no route leads there.
+    """Return the network interface that leads to `host`, e.g. eth0; None without a route.
 
     gloo would instead advertise whatever address the host's own name resolves to, which on Debian
     is 127.0.1.1.
     """
-    import psutil
-
-    own = address_towards(host, port)
-    if own is None:
-        return None
-    for name, addresses in psutil.net_if_addrs().items():
-        for entry in addresses:
-            is_ip = entry.family in (socket.AF_INET, socket.AF_INET6)
-            if is_ip and _ip(entry.address) == _ip(own):
-                return name
-    return None
-
-
-def _ip(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    return ipaddress.ip_address(address.partition("%")[0])
+    own = _plain(address_towards(host, port) or "")
+    return next((name for name, address in _interfaces() if address == own), None)
 
 
 def is_loopback(address: str) -> bool:
-    return _ip(address).is_loopback
+    """Return whether only this machine can reach `address`."""
+    return ipaddress.ip_address(_plain(address)).is_loopback
+
+
+def own_addresses() -> set[str]:
+    """Return the addresses of this machine's interfaces, without loopback."""
+    return {address for _, address in _interfaces() if not is_loopback(address)}
 
 
 def is_own(host: str) -> bool:
-    """Whether an address of `host` is one of this machine's; True if it cannot be told."""
+    """Return whether an address of `host` is one of this machine's; True if it has none at all."""
     try:
-        found = socket.getaddrinfo(host.strip("[]"), 0, type=socket.SOCK_STREAM)
-    except OSError:
+        found = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
         return True
-    for family, kind, *_, place in found:
-        with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
-            probe.bind(place)
-            return True
-    return False
+    addresses = {_plain(str(place[0])) for *_, place in found}
+    return any(map(is_loopback, addresses)) or not addresses.isdisjoint(own_addresses())
+
+
+def _interfaces() -> Iterator[tuple[str, str]]:
+    """Yield the name of each interface with each of its IP addresses."""
+    for name, entries in psutil.net_if_addrs().items():
+        for entry in entries:
+            if entry.family in (socket.AF_INET, socket.AF_INET6):
+                yield name, _plain(entry.address)
+
+
+def _plain(address: str) -> str:
+    """Return an IPv6 address without its zone, e.g. fe80::1%eth0."""
+    return address.partition("%")[0]
+
+
+def why_port_is_taken(port: int) -> str:
+    """Return why no server can listen at `port` of this machine; "" if one can."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            return reason(error)
+    return ""

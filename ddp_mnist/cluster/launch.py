@@ -21,15 +21,14 @@ CONFIGS = "accelerate_configs"
 
 @dataclass(frozen=True)
 class Launch:
-    """One process's place in the run.
+    """One process's place in the run; None where the launcher does not say.
 
     Attributes:
         launcher: python, accelerate, torchrun, slurm, environment or tcp.
         rank, world_size: 0 <= rank < world_size.
-        local_rank, local_world_size: the same among the processes of this machine; None = not
-            told, to be found by comparing host names.
-        num_machines: None = not told, likewise.
-        main_host, main_port: where rank 0 (or the launcher's agent) is met; None if alone.
+        local_rank, local_world_size: the same among the processes of this machine.
+        num_machines: how many machines take part.
+        main_host, main_port: where rank 0, or the launcher's agent, serves the store.
         agent_store: the launcher already serves a store there (torchrun, accelerate launch).
         attempt: how often an elastic launcher restarted the workers.
     """
@@ -47,16 +46,16 @@ class Launch:
 
     @property
     def child_of_launcher(self) -> bool:
-        """Whether a launcher started this process and should take it along when it dies."""
+        """Whether a launcher started this process, which has to end with it."""
         return self.launcher in ("accelerate", "torchrun")
 
 
 def find_launch(flags: Distribution, env: Mapping[str, str] = os.environ) -> Launch:
-    """Reads this process's place from the flags, else from the environment.
+    """Return this process's place, from the flags or else from the environment.
 
     Raises:
-        UsageError: the flags or variables are incomplete, contradict each other, or come from a
-            launcher that would leave this process alone without saying so.
+        UsageError: they are incomplete, contradict each other, or come from a launcher with which
+            this process would train alone.
     """
     if flags.backend == "mpi":
         raise UsageError(
@@ -67,17 +66,17 @@ def find_launch(flags: Distribution, env: Mapping[str, str] = os.environ) -> Lau
     else:
         launch = _from_tcp_flags(flags, env)
     if flags.local_rank is not None:
-        _checked_rank(flags.local_rank, launch.world_size, "--local-rank")
+        _check_rank("--local-rank", flags.local_rank, launch.world_size)
     return launch
 
 
 def _from_tcp_flags(flags: Distribution, env: Mapping[str, str]) -> Launch:
-    """`--init-method tcp://HOST:PORT --rank R --world-size N`, one command per process."""
+    """Read `--init-method tcp://HOST:PORT --rank R --world-size N`, one command per process."""
     shown = f"--init-method {flags.init_method}"
     try:
         url = urlsplit(flags.init_method or "")
         host, port, rest = url.hostname, url.port, (url.path + url.query + url.fragment).strip("/")
-    except ValueError:  # a port or an IPv6 address that is none
+    except ValueError:  # from a port or an IPv6 address that is none
         host = port = rest = None
     if not host or not port or rest or url.scheme != "tcp":
         raise UsageError(f"{shown}: must be tcp://HOST:PORT (port 1 to 65535) or env://")
@@ -86,24 +85,19 @@ def _from_tcp_flags(flags: Distribution, env: Mapping[str, str]) -> Launch:
             f"{shown}: a launcher started this process and gives rank and address itself; leave out"
             " --init-method, --rank and --world-size"
         )
-    if flags.rank is None or flags.world_size is None:
-        missing = "--rank" if flags.rank is None else "--world-size"
-        raise UsageError(
-            f"{shown}: {missing} is missing; each process needs --rank R --world-size N"
-        )
-    _with_flags(flags, env)
-    return Launch(
-        launcher="tcp",
-        rank=_checked_rank(flags.rank, flags.world_size, "--rank"),
-        world_size=flags.world_size,
-        local_rank=flags.local_rank,
-        main_host=host,
-        main_port=port,
-    )
+    for name, value in (("--rank", flags.rank), ("--world-size", flags.world_size)):
+        if value is None:
+            raise UsageError(
+                f"{shown}: {name} is missing; each process needs --rank R --world-size N"
+            )
+    place = _with_flags(flags, env)
+    world_size = _number(place, "WORLD_SIZE", least=1)
+    rank = _check_rank("--rank", _number(place, "RANK"), world_size)
+    return Launch("tcp", rank, world_size, flags.local_rank, main_host=host, main_port=port)
 
 
 def _with_flags(flags: Distribution, env: Mapping[str, str]) -> dict[str, str]:
-    """The environment with the flags for ranks put in; a contradiction is refused."""
+    """Return the environment with the flags for ranks in it, which may not contradict it."""
     merged = dict(env)
     for flag, name, value in (
         ("--rank", "RANK", flags.rank),
@@ -118,7 +112,7 @@ def _with_flags(flags: Distribution, env: Mapping[str, str]) -> dict[str, str]:
 
 
 def _from_variables(flags: Distribution, env: Mapping[str, str]) -> Launch:
-    """Whatever launcher it is that the variables tell of, or none."""
+    """Find out which launcher set the variables, and read them; without one, a lone process."""
     for flag, value in (("--rank", flags.rank), ("--world-size", flags.world_size)):
         if value is not None and "MASTER_ADDR" not in env:
             raise UsageError(f"{flag} {value}: needs --init-method tcp://HOST:PORT beside it")
@@ -136,20 +130,20 @@ def _from_variables(flags: Distribution, env: Mapping[str, str]) -> Launch:
 
 
 def _from_environment(env: Mapping[str, str]) -> Launch:
-    """RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, as torchrun sets them or as set by hand."""
+    """Read RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, set by torchrun or by hand."""
     for name, other in (("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK")):
         if name not in env:
             raise UsageError(
                 f"{other}={env[other]}: {name} is not set; a launcher sets both: set both, or none"
             )
     world_size = _number(env, "WORLD_SIZE", least=1)
-    rank = _checked_rank(_number(env, "RANK"), world_size, "RANK")
+    rank = _check_rank("RANK", _number(env, "RANK"), world_size)
     by_agent = "TORCHELASTIC_RUN_ID" in env
     if world_size > 1 or by_agent:
         for name in ("MASTER_ADDR", "MASTER_PORT"):
             if not env.get(name):
                 raise UsageError(
-                    f"WORLD_SIZE={world_size}: {name} is not set; it says where rank 0 is met"
+                    f"WORLD_SIZE={world_size}: {name} is not set; it says where rank 0 serves"
                 )
     launcher = "environment"
     if by_agent:
@@ -169,10 +163,9 @@ def _from_environment(env: Mapping[str, str]) -> Launch:
 
 
 def _from_slurm(env: Mapping[str, str]) -> Launch:
-    """The variables that `srun` gives each task.
+    """Read the variables that `srun` gives each task.
 
-    A batch script has SLURM_NTASKS too, but no SLURM_STEP_ID: there, python started without srun
-    would train alone.
+    A batch script has SLURM_NTASKS too, but no SLURM_STEP_ID.
     """
     if "SLURM_STEP_ID" not in env or "SLURM_PROCID" not in env:
         raise UsageError(
@@ -187,12 +180,12 @@ def _from_slurm(env: Mapping[str, str]) -> Launch:
         raise UsageError(
             "SLURM_JOB_NODELIST: is not set; set MASTER_ADDR to the host of SLURM_PROCID 0"
         )
-    # Two jobs on one node must not meet: the port follows the job id, in the unprivileged range
-    # below the kernel's own choices (32768 and up on Linux).
+    # Two jobs on one node need different ports, so the port follows the job id, in the unprivileged
+    # range below the kernel's own choices (32768 and up on Linux).
     port = 15000 + (_optional(env, "SLURM_JOB_ID") or 0) % 15000
     return Launch(
         launcher="slurm",
-        rank=_checked_rank(_number(env, "SLURM_PROCID"), world_size, "SLURM_PROCID"),
+        rank=_check_rank("SLURM_PROCID", _number(env, "SLURM_PROCID"), world_size),
         world_size=world_size,
         local_rank=_optional(env, "SLURM_LOCALID"),
         num_machines=_optional(env, "SLURM_STEP_NUM_NODES") or _optional(env, "SLURM_NNODES"),
@@ -202,20 +195,20 @@ def _from_slurm(env: Mapping[str, str]) -> Launch:
 
 
 def first_slurm_host(nodes: str) -> str:
-    """The first host of SLURM's compact list, e.g. gpu[003-005,9],cpu1 -> gpu003."""
+    """Return the first host of SLURM's compact list, e.g. gpu[003-005,9],cpu1 -> gpu003."""
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", nodes).partition(",")[0].strip()
 
 
 def _refuse_lone_processes(env: Mapping[str, str]) -> None:
-    """Two launchers promise several processes and then start ones that know of no other."""
+    """Raise UsageError under launchers whose processes do not know of each other."""
     for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE"):
         if (_optional(env, name) or 1) > 1:
             raise UsageError(
                 f"{name}={env[name]}: mpirun is not supported as a launcher, each process would"
                 " train alone; use torchrun or accelerate launch"
             )
-    # accelerate's MULTI_CPU path starts ONE process unless mpirun is named; that it was asked for
-    # several shows in a MASTER_ADDR without a WORLD_SIZE, which may as well be the person's own.
+    # accelerate's MULTI_CPU path starts one process unless mpirun is named. Only a MASTER_ADDR
+    # without a WORLD_SIZE, which a person may have set too, shows that several were requested.
     if "ACCELERATE_USE_CPU" in env and "MASTER_ADDR" in env:
         raise UsageError(
             f"MASTER_ADDR={env['MASTER_ADDR']}: is set, but accelerate launch started one process;"
@@ -242,7 +235,7 @@ def _optional(
     return _number(env, name, least, most) if env.get(name) else None
 
 
-def _checked_rank(rank: int, world_size: int, name: str) -> int:
+def _check_rank(name: str, rank: int, world_size: int) -> int:
     if rank >= world_size:
         raise UsageError(
             f"{name} {rank}: the world size is {world_size}; ranks are 0 to {world_size - 1}"

@@ -9,7 +9,6 @@ stand-ins in the place of CUDA's event and of the group.
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +18,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 
 from ddp_mnist.cluster.store import Store
+from ddp_mnist.deadline import with_deadline
 
 LOOK_EVERY_S = 0.5
 
@@ -27,7 +27,7 @@ LOOK_EVERY_S = 0.5
 # to look, 10 to abort, 3.5 to find out who was lost and to let the others read it.
 AFTER_SIGNAL_S = 10.0
 
-# What the watchdog's time-out is longer by. It counts from when a collective was enqueued, up to a
+# How much longer the watchdog's time-out is. It counts from when a collective was enqueued, up to a
 # second before a wait for it begins, and is there for the few waits that are not these.
 WATCHDOG_MARGIN_S = 30.0
 
@@ -40,11 +40,10 @@ class NcclAccelerator(Accelerator):
     """An Accelerator whose host waits for its GPU in Python wherever it is about to read a result.
 
     That is after a reduce and a gather, and with a loss scaler, which reads whether the gradient
-    overflowed, after each backward that exchanges gradients. Where nobody is lost the host would
-    have waited there for as long.
+    overflowed, after each backward that exchanges gradients.
 
     Args:
-        store: tells of ranks that failed.
+        store: knows which ranks failed.
         timeout_s: how long a wait may take.
         options: the Accelerator's.
     """
@@ -71,12 +70,10 @@ class NcclAccelerator(Accelerator):
             self.wait_for_gpu()
 
     def wait_for_gpu(self) -> None:
-        """Returns once the GPU has done what it was given so far.
-
-        A wait costs up to 1 ms more than one in CUDA, and under 0.1 ms if it is a short one.
+        """Return once the GPU has done its work so far, up to 1 ms later than a wait in CUDA.
 
         Raises:
-            FailedElsewhere: another rank posted its failure.
+            FailedElsewhere: another rank reported its failure.
             DistBackendError: a peer is lost or silent, as gloo's RuntimeErrors say it.
         """
         event = self.new_event()
@@ -85,20 +82,16 @@ class NcclAccelerator(Accelerator):
         while not event.query():
             now = time.monotonic()
             if now - looked > LOOK_EVERY_S:
-                self._look(began)
+                self.store.raise_if_failed()
+                if reason := self._reason_to_end(began):
+                    self.store.request_liveness()
+                    raise dist.DistBackendError(reason)
                 looked = time.monotonic()
             waited = now - began
             time.sleep(0 if waited < 0.002 else 50e-6 if waited < 0.1 else 0.001)
 
-    def _look(self, began: float) -> None:
-        """Raises what `wait_for_gpu` does if there is a reason not to wait any longer."""
-        self.store.raise_if_failed()
-        if reason := self._reason_to_end(began):
-            self.store.request_liveness()
-            raise dist.DistBackendError(reason)
-
     def _reason_to_end(self, began: float) -> str | None:
-        """In words by which runtime knows a lost peer, as gloo's."""
+        """Return why not to wait any longer, in words that `failures` takes for a lost peer."""
         if (error := error_of_the_group()) != "SUCCESS":
             return f"NCCL's connection is broken: {error}"
         if self.store.liveness_requested():
@@ -114,7 +107,7 @@ class NcclAccelerator(Accelerator):
 
 
 def error_of_the_group() -> str:
-    """What torch's watchdog saw, ten times a second: SUCCESS, COMM_ERROR or TIMEOUT.
+    """Return what torch's watchdog saw, ten times a second: SUCCESS, COMM_ERROR or TIMEOUT.
 
     It ends the process a minute later (4 x TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC). A backend that
     is wrapped for debugging does not tell.
@@ -126,13 +119,12 @@ def error_of_the_group() -> str:
 
 
 def abort() -> None:
-    """Ends the group's collectives on this GPU, and leaves the group as it is.
+    """End the group's collectives on this GPU, and leave the group as it is.
 
-    destroy_process_group would first wait until they are done. In a thread that can be left behind.
+    destroy_process_group would first wait until they are done.
     """
     group = dist.group.WORLD
     assert group
     aborted.append(group)
-    thread = threading.Thread(target=group.abort, daemon=True)
-    thread.start()
-    thread.join(ABORT_S)
+    with contextlib.suppress(RuntimeError, TimeoutError):
+        with_deadline(group.abort, ABORT_S)

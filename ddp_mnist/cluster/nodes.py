@@ -1,4 +1,4 @@
-"""."""
+"""The machines of a run, which meet and agree before each of them starts its processes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from ddp_mnist.cluster.launch import CONFIGS
 from ddp_mnist.errors import UsageError
-from ddp_mnist.run.console import Console
 
 if TYPE_CHECKING:
     from ddp_mnist.cluster.store import Store
@@ -20,7 +19,7 @@ DEFAULT_PORT = 12345
 
 @dataclass(frozen=True)
 class Node:
-    """This machine among the machines of a run."""
+    """This machine among the machines of a run; `config` names a file of accelerate_configs."""
 
     machine_rank: int
     main_process_ip: str
@@ -31,7 +30,7 @@ class Node:
     verb: str = "train"
 
     def command(self, arguments: Sequence[str]) -> list[str]:
-        """What starts this machine's processes."""
+        """Return the command that starts this machine's processes."""
         return [
             *(sys.executable, "-m", "accelerate.commands.launch"),
             *("--config_file", f"{CONFIGS}/{self.config}.yaml"),
@@ -45,37 +44,32 @@ class Node:
 
 
 def meet(node: Node, timeout_s: float) -> None:
-    """Returns on every machine once all have come to the main port and agree on their numbers.
+    """Return on every machine once all have come to the main port and agree on their numbers.
 
     Raises:
         PeerError: nobody answers there, or not all machines came, within `timeout_s`.
         UsageError: the port is taken, a rank came twice, or the machines' numbers differ.
     """
-    Console(True, must_arrive=False).print(
-        f"machine {node.machine_rank} of {node.num_machines}: meeting the others at"
-        f" {node.main_process_ip}:{node.main_process_port} (up to {timeout_s:g} s)"
-    )
     store = meet_others(node, timeout_s)
-    check_told_alike(store, node)
+    check_agreement(store, node)
     store.close()  # closes the port, which the launcher of machine 0 opens again
 
 
 def meet_others(node: Node, timeout_s: float) -> Store:
-    """Raises as `rendezvous.meet` does."""
-    from ddp_mnist.cluster import rendezvous
+    """Return the machines' store; raise as `rendezvous.meet` does."""
+    from ddp_mnist.cluster import rendezvous  # torch: a rehearsal does without
 
     host, port = node.main_process_ip, node.main_process_port
     return rendezvous.meet_machines(host, port, node.machine_rank, node.num_machines, timeout_s)
 
 
-def check_told_alike(store: Store, node: Node) -> None:
-    """Raises UsageError on every machine if they were told different numbers."""
+def check_agreement(store: Store, node: Node) -> None:
+    """Raise UsageError on every machine if they were given different numbers."""
     from ddp_mnist.cluster import rendezvous
 
+    numbers = {"NPROC_PER_NODE": node.nproc_per_node, "the config": f"{node.config}.yaml"}
     try:
-        rendezvous.check_same(
-            store, {"NPROC_PER_NODE": node.nproc_per_node, "the config": f"{node.config}.yaml"}
-        )
+        rendezvous.check_same(store, numbers)
     except UsageError:
-        store.close()  # machine 0, which serves the store, goes last
+        store.close()  # machine 0, which serves the store, leaves last
         raise

@@ -11,7 +11,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,62 +23,63 @@ if TYPE_CHECKING:
     from ddp_mnist.cluster.store import Store
 
 
-# What a rank adds to the all-reduced sum. In float64 it tells apart the signals of 4,096 ranks.
-WEIGHTS: dict[int, float] = {signal.SIGTERM: 1.0, signal.SIGUSR1: 2.0**20, signal.SIGINT: 2.0**40}
-
-CODES: dict[int, int] = {signal.SIGTERM: 143, signal.SIGUSR1: 143, signal.SIGINT: 130}
+# By signal; of several the last one in this order is obeyed.
+EXIT_CODES: dict[int, int] = {signal.SIGTERM: 143, signal.SIGUSR1: 143, signal.SIGINT: 130}
 
 
 class StopSignals:
-    """The signal that this process got, and what all ranks do about it.
+    """The signals that this process got, and what all ranks do about them.
 
     Attributes:
-        weight: what this rank adds to the sum over all ranks; 0 as long as no signal came.
+        requests: a slot per signal, in the order of EXIT_CODES: 1 once it came to this process.
         save: called on every rank, at the same step, before the run ends.
-        at_once: called for a second SIGINT, in another thread; then the process is gone.
+        at_once: called for a second SIGINT, in another thread; then the process ends.
     """
 
     def __init__(self) -> None:
-        self.weight = 0.0
+        self.requests = [0.0] * len(EXIT_CODES)
         self.save: Callable[[], str] = lambda: "stopped"
         self.at_once: Callable[[], None] = lambda: None
 
     def note(self, number: int) -> None:
-        """A second SIGINT does not wait for anybody, and not for a collective that hangs."""
-        weight = WEIGHTS.get(number, 0.0)  # other signals with a Python handler come here too
-        if number == signal.SIGINT and self.weight == weight:
+        """Fill the signal's slot. A second SIGINT waits for nobody, and for no collective."""
+        if number not in EXIT_CODES:  # other signals with a Python handler come here too
+            return
+        slot = list(EXIT_CODES).index(number)
+        if number == signal.SIGINT and self.requests[slot]:
             try:
                 self.at_once()
             finally:
-                os._exit(CODES[signal.SIGINT])
-        self.weight = max(self.weight, weight)
+                os._exit(EXIT_CODES[number])
+        self.requests[slot] = 1.0
 
     def ask(self, accelerator: Accelerator) -> None:
         """`obey` where the ranks have nothing else to add up. All of them have to call it."""
-        mine = torch.tensor(self.weight, dtype=torch.float64, device=accelerator.device)
-        self.obey(accelerator.reduce(mine).item(), accelerator.is_main_process)
+        mine = torch.tensor(self.requests, dtype=torch.float64, device=accelerator.device)
+        self.obey(accelerator.reduce(mine).tolist(), accelerator.is_main_process)
 
-    def obey(self, agreed: float, is_main_process: bool) -> None:
-        """Saves and ends the run if a signal came to any rank.
+    def obey(self, requests: Sequence[float], is_main_process: bool) -> None:
+        """Save and end the run if a signal came to any rank.
 
         Args:
-            agreed: the sum of all ranks' weights.
+            requests: the sums over all ranks of their `requests`.
+            is_main_process: whether this rank reports it.
 
         Raises:
-            Preempted: on the main process, which tells it.
+            Preempted: on the main process.
             FailedElsewhere: on the others, with the same code.
         """
-        if not agreed:
+        came = [number for number, ranks in zip(EXIT_CODES, requests, strict=True) if ranks]
+        if not came:
             return
-        number = max((s for s, w in WEIGHTS.items() if agreed >= w), key=WEIGHTS.__getitem__)
-        message = f"{signal.Signals(number).name}: {self.save()}"
+        message = f"{signal.Signals(came[-1]).name}: {self.save()}"
         error = Preempted if is_main_process else FailedElsewhere
-        raise error(message, CODES[number])
+        raise error(message, EXIT_CODES[came[-1]])
 
 
 @contextlib.contextmanager
 def listen(has_launcher: bool = True, store: Store | None = None) -> Iterator[StopSignals]:
-    """From here on the stop signals are noted, also while the main thread waits in a collective.
+    """Note the stop signals from here on, also while the main thread waits in a collective.
 
     A Python handler would run when the collective returns, up to the time-out later; the byte
     that the C handler writes is read by a thread at once.
@@ -86,7 +87,7 @@ def listen(has_launcher: bool = True, store: Store | None = None) -> Iterator[St
     Args:
         has_launcher: after an error the signals stay ignored, so that a launcher that ends the
             other workers cannot cut this one's last line short.
-        store: is told when a signal came.
+        store: its `signalled` is set when the first signal comes.
     """
     stop = StopSignals()
     if threading.current_thread() is not threading.main_thread():
@@ -98,13 +99,13 @@ def listen(has_launcher: bool = True, store: Store | None = None) -> Iterator[St
     def watch() -> None:
         while byte := reader.recv(1):
             stop.note(byte[0])
-            if store and stop.weight:
+            if store and any(stop.requests):
                 store.signalled = store.signalled or time.monotonic()
         reader.close()
 
     threading.Thread(target=watch, daemon=True).start()
     wakeup_before = signal.set_wakeup_fd(writer.fileno())
-    before = {number: signal.signal(number, lambda *_: None) for number in WEIGHTS}
+    before = {number: signal.signal(number, lambda *_: None) for number in EXIT_CODES}
     in_order = False
     try:
         yield stop

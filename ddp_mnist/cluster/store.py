@@ -1,4 +1,8 @@
-"""."""
+"""What the processes tell each other outside of collectives: JSON, by key, in one small store.
+
+It is torch.distributed's TCPStore at the main address, served by rank 0 or by the launcher's agent.
+It listens on all interfaces without authentication, so the main port belongs on a private network.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,6 @@ import json
 import math
 import platform
 import socket
-import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -16,16 +19,18 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ddp_mnist.cluster.interfaces import why_port_is_taken
+from ddp_mnist.deadline import with_deadline
 from ddp_mnist.errors import FailedElsewhere, PeerError, UsageError, reason
 
 POLL_S = 0.05
 
 
 def host_id() -> str:
-    """A name that differs between machines, and between network namespaces on one machine.
+    """Return a name that differs between machines, and between network namespaces on one machine.
 
     Cloned machines share a host name, and the first namespace has one number on all of them: only
-    the boot tells them apart.
+    the boot id tells them apart.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -36,20 +41,22 @@ def host_id() -> str:
 
 
 class Store:
-    """The store, with what this project posts on it.
+    """The key-value store that all ranks share. Each key is written by one rank.
 
-    Every key is written by one rank. Waiting is polling, so that a failure that another rank
-    posted ends the wait at once.
+    Waiting is polling, so that it ends at once when another rank reports its failure. Calls raise
+    RuntimeError when the store is gone or does not answer in time.
 
     Args:
-        c10d: torch.distributed's store, shared by all ranks.
+        c10d: torch.distributed's store.
         rank, world_size: this process and how many there are.
+        served_by_launcher: the store ends with the launcher, else with rank 0.
+        patience_s: how long one call may take.
+
+    Attributes:
         hosts: one `host_id` per rank, once all are known.
-        addresses: this machine's own address towards the main one, per rank, where there is one.
-        lost: the ranks that are known to be gone.
-        served_by_launcher: the store goes with the launcher, else with rank 0.
+        addresses: per rank its machine's own address towards the main one, or None.
+        lost: the ranks that are known to be dead.
         unreachable: nobody serves the store any more, or the link to it is dead.
-        patience_s: how long one call of the store may take.
         signalled: time.monotonic() when a stop signal came to this process; None before.
     """
 
@@ -62,41 +69,28 @@ class Store:
         patience_s: float = 60.0,
     ) -> None:
         self.c10d = c10d
-        self.rank = rank
-        self.world_size = world_size
+        self.rank, self.world_size = rank, world_size
+        self.served_by_launcher = served_by_launcher
+        self.patience_s = patience_s
         self.hosts: list[str] = []
         self.addresses: list[str | None] = []
         self.lost: list[int] = []
-        self.served_by_launcher = served_by_launcher
         self.unreachable = False
-        self.patience_s = patience_s
         self.signalled: float | None = None
-        self._went = False
+        self._has_left = False
 
     def call(self, method: str, *args: Any) -> Any:
-        """A call of the store. Over a dead link torch's would wait for good.
-
-        Raises:
-            RuntimeError: the store is gone, or does not answer in time.
-        """
+        """Call a method of torch's store, which over a dead link would wait for good."""
         if self.unreachable:
             raise RuntimeError("the connection to the main address is gone")
-        answer: list[Any] = []
-
-        def call() -> None:
-            try:
-                answer.append(getattr(self.c10d, method)(*args))
-            except RuntimeError as error:
-                answer.append(error)
-
-        thread = threading.Thread(target=call, daemon=True)  # it can be left behind
-        thread.start()
-        thread.join(self.patience_s)
-        if not answer or isinstance(answer[0], RuntimeError):
+        try:
+            return with_deadline(lambda: getattr(self.c10d, method)(*args), self.patience_s)
+        except RuntimeError:
             self.unreachable = True
-            timed_out = RuntimeError(f"timed out: no answer within {self.patience_s:g} s")
-            raise answer[0] if answer else timed_out
-        return answer[0]
+            raise
+        except TimeoutError as error:
+            self.unreachable = True
+            raise RuntimeError(f"timed out: {error}") from None
 
     def set(self, key: str, value: Any) -> None:
         self.call("set", key, json.dumps(value))
@@ -105,7 +99,7 @@ class Store:
         return self.call("check", [key])
 
     def get(self, key: str, within_s: float = math.inf) -> Any:
-        """Waits for `key` for as long as it takes, or until a rank posts its failure.
+        """Return the value of `key` as soon as it is there, or a rank reports its failure.
 
         Raises:
             PeerError: it is not there within `within_s`.
@@ -116,13 +110,21 @@ class Store:
         return json.loads(self.call("get", key))
 
     def broadcast_from_rank0(self, key: str, decide: Callable[[], Any]) -> Any:
-        """Rank 0's answer on every rank. Others wait by polling, however long it takes."""
+        """Return on every rank what `decide` returns on rank 0, however long it takes."""
         if self.rank == 0:
             self.set(key, decide())
         return self.get(key)
 
+    def all_gather(self, key: str, mine: Any) -> list[Any]:
+        """Return each rank's value, by rank, on every rank."""
+        self.set(f"{key}/{self.rank}", mine)
+        ranks = range(self.world_size)
+        return self.broadcast_from_rank0(
+            key, lambda: [self.get(f"{key}/{rank}", self.patience_s) for rank in ranks]
+        )
+
     def barrier(self, key: str, within_s: float = math.inf) -> None:
-        """Returns once every rank has come here, however long it takes.
+        """Return once every rank has come here.
 
         Raises:
             PeerError: not all of them have within `within_s`.
@@ -130,30 +132,30 @@ class Store:
         deadline = time.monotonic() + within_s
         self.call("add", key, 1)
         while (came := self.call("add", key, 0)) < self.world_size:
-            told = f"{came} of {self.world_size} processes came to '{key}' within {within_s:g} s"
-            self._wait(deadline, told)
+            of_all = f"{came} of {self.world_size} processes"
+            self._wait(deadline, f"{of_all} came to '{key}' within {within_s:g} s")
 
-    def _wait(self, deadline: float, told: str) -> None:
+    def _wait(self, deadline: float, what_is_missing: str) -> None:
         self.raise_if_failed()
         if time.monotonic() > deadline:
-            raise PeerError(f"{told}; see what the others say, then start the run again")
+            raise PeerError(f"{what_is_missing}; see what the others say, then start the run again")
         time.sleep(POLL_S)
 
     def close(self) -> None:
-        """Returns once every rank has come to its end; the one that serves the store goes last."""
+        """Return once every rank has come to its end; the one that serves the store leaves last."""
         self.barrier("end", within_s=self.patience_s)
         self.shutdown(self.world_size - 1)
 
     def shutdown(self, others: int, patience_s: float = 5) -> None:
-        """Rank 0, which may serve the store, returns once `others` ranks have called this too.
+        """Leave the store: rank 0, which may serve it, once `others` ranks have left or are lost.
 
-        Those that are lost are not waited for. Whoever calls it again has gone already.
+        A second call does nothing.
         """
-        if self._went:
+        if self._has_left:
             return
-        self._went = True
+        self._has_left = True
         awaited = others - len(self.lost)
-        with contextlib.suppress(RuntimeError):  # the store is gone: nothing to keep up
+        with contextlib.suppress(RuntimeError):  # the store is gone: nobody needs rank 0
             left = self.call("add", "left", 1 if self.rank else 0)
             deadline = time.monotonic() + patience_s
             while self.rank == 0 and left < awaited and time.monotonic() < deadline:
@@ -161,32 +163,33 @@ class Store:
                 left = self.call("add", "left", 0)
 
     def report_failure(self, message: str, code: int) -> dict[str, Any] | None:
-        """Posts this rank's error as the run's. None if it is the first, else the first one."""
+        """Record this rank's error as the run's. Return None, or the one that came before it."""
         mine = {"rank": self.rank, "message": message, "code": code, "lost": self.lost}
         try:
             first = json.loads(self.call("compare_set", "failure", "", json.dumps(mine)))
-        except RuntimeError:  # rank 0 served the store and is gone: nobody can be asked
+        except RuntimeError:  # rank 0 served the store and is dead
             return None
         self.lost = first["lost"]
         return None if first["rank"] == self.rank else first
 
     def failure(self) -> dict[str, Any] | None:
-        """The failure that was posted first: rank, message, code, lost. None if there is none."""
+        """Return the failure reported first: rank, message, code, lost. None if there is none."""
         try:
             return json.loads(self.call("get", "failure")) if self.exists("failure") else None
         except RuntimeError:
             return None
 
     def raise_if_failed(self) -> None:
+        """Raise FailedElsewhere if another rank has reported its failure."""
         failure = self.failure()
         if failure and failure["rank"] != self.rank:
             raise FailedElsewhere(failure["message"], failure["code"])
 
     def find_dead_ranks(self, patience_s: float = 1.5) -> list[int]:
-        """After a connection broke: the ranks that do not post that they are still here.
+        """Return the ranks that do not answer after a connection broke.
 
-        Every survivor has to call this at about the same time. Once a rank has posted its failure,
-        that is the better answer, and nothing is waited for.
+        Every survivor has to call this at about the same time. A failure that a rank reports ends
+        the search: it says which ranks are lost.
         """
         self.patience_s = min(self.patience_s, 3.0)  # the time-out has passed already
         self.request_liveness()
@@ -197,78 +200,65 @@ class Store:
                     return failure["lost"]
                 time.sleep(POLL_S)
             ranks = range(self.world_size)
-            self.lost = [rank for rank in ranks if not self.exists(f"survivor/{rank}")]
+            self.lost = [rank for rank in ranks if not self.exists(f"alive/{rank}")]
         except RuntimeError:
             self.lost = [] if self.served_by_launcher else [0]
         return self.lost
 
     def liveness_requested(self) -> bool:
-        """Whether a rank is looking for silent ones, for which all have to answer."""
+        """Return whether a rank is looking for dead ones, for which all have to answer."""
         with contextlib.suppress(RuntimeError):
-            return self.exists("roll call")
+            return self.exists("liveness requested")
         return False
 
     def request_liveness(self) -> None:
-        """Asks all ranks whether they are still here, and answers for this one."""
+        """Request an answer from every rank, and answer for this one."""
         with contextlib.suppress(RuntimeError):
-            self.set("roll call", True)
-            self.set(f"survivor/{self.rank}", True)
+            self.set("liveness requested", True)
+            self.set(f"alive/{self.rank}", True)
 
 
 def open_store(host: str, port: int, *, serve: bool, timeout_s: float, who: str) -> dist.TCPStore:
-    """Serves the store on `port`, or connects to the one at `host`:`port`.
+    """Serve the store on `port`, or connect to the one at `host`:`port`.
 
-    Plain sockets are tried first: TCPStore retries in C++, prints warnings as it does, and cannot
-    be interrupted. Where something else than a store answers it would wait for good, so it is
-    opened in a thread that can be left behind.
+    Plain sockets try first: TCPStore retries in C++, and prints warnings as it does.
+
+    Raises:
+        UsageError: the port to serve on is in use.
+        PeerError: nobody answers within `timeout_s`, or something that is no store.
     """
     if serve:
-        _refuse_used_port(port)
-        host = "localhost"  # its own server, whatever name or address the others see it under
+        host = "localhost"  # its own server, whatever address the others know it by
+        if why := why_port_is_taken(port):
+            raise _port_in_use(port, why)
     else:
         _wait_for_answer(host, port, timeout_s, who)
-    outcome: list[dist.TCPStore | RuntimeError] = []
-
-    def connect() -> None:
-        timeout = timedelta(seconds=timeout_s)
-        try:
-            outcome.append(
-                dist.TCPStore(host, port, is_master=serve, timeout=timeout, wait_for_workers=False)
-            )
-        except RuntimeError as error:
-            outcome.append(error)
-
-    thread = threading.Thread(target=connect, daemon=True)
-    thread.start()
-    thread.join(timeout_s + 1)  # its own time-out comes first, where it keeps one
-    if outcome and isinstance(outcome[0], dist.TCPStore):
-        return outcome[0]
-    reason = str(outcome[0]).splitlines()[0] if outcome else "no answer"
-    if serve:  # it was free a moment ago
-        raise _port_in_use(port, reason)
-    raise PeerError(
-        f"{host}:{port}: {who} found something there that is not rank 0 ({reason});"
-        " is the address right, is the port used by another program?"
-    )
-
-
-def _refuse_used_port(port: int) -> None:
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))
-        except OSError as error:
+    timeout = timedelta(seconds=timeout_s)
+    try:
+        return with_deadline(
+            lambda: dist.TCPStore(
+                host, port, is_master=serve, timeout=timeout, wait_for_workers=False
+            ),
+            timeout_s + 1,  # its own time-out comes first, unless what answers is no store
+        )
+    except (RuntimeError, TimeoutError) as error:
+        if serve:  # the port was free a moment ago
             raise _port_in_use(port, reason(error)) from None
+        raise PeerError(
+            f"{host}:{port}: {who} found something there that is not rank 0 ({reason(error)});"
+            " is the address right, is the port used by another program?"
+        ) from None
 
 
-def _port_in_use(port: int, reason: str) -> UsageError:
+def _port_in_use(port: int, why: str) -> UsageError:
     return UsageError(
-        f"port {port}: cannot be opened here ({reason}); end what uses it, or give every process"
+        f"port {port}: cannot be opened here ({why}); end what uses it, or give every process"
         " another port"
     )
 
 
 def _wait_for_answer(host: str, port: int, timeout_s: float, who: str) -> None:
+    """Raise PeerError if nobody answers at `host`:`port` within `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:
@@ -277,9 +267,9 @@ def _wait_for_answer(host: str, port: int, timeout_s: float, who: str) -> None:
                 return
         except (OSError, UnicodeError) as error:  # the latter for a name such as a..b
             if time.monotonic() >= deadline:
-                why = reason(error)
                 raise PeerError(
-                    f"{host}:{port}: {who} reached nobody there within {timeout_s:g} s ({why});"
+                    f"{host}:{port}: {who} reached nobody there within {timeout_s:g} s"
+                    f" ({reason(error)});"
                     " is rank 0 running, is the address right, is the port open?"
                 ) from None
         time.sleep(min(0.2, max(0.0, deadline - time.monotonic())))

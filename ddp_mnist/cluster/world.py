@@ -12,12 +12,10 @@ import gc
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 import accelerate.optimizer
 import torch
@@ -48,6 +46,7 @@ from ddp_mnist.cluster.launch import CONFIGS, Launch
 from ddp_mnist.cluster.rendezvous import check_same, meet
 from ddp_mnist.cluster.store import Store
 from ddp_mnist.config import Distribution
+from ddp_mnist.deadline import with_deadline
 from ddp_mnist.errors import PeerError, UsageError
 
 PR_SET_PDEATHSIG = 1  # from linux/prctl.h
@@ -74,9 +73,9 @@ class World:
         accelerator: prepared for this device, precision and world size.
         store: what the ranks tell each other outside of collectives.
         backend: nccl, gloo, or none for a process on its own.
-        precision: what is in effect: no, fp16, bf16 or fp64.
+        precision: the one in effect: no, fp16, bf16 or fp64.
         num_machines: how many hosts take part.
-        local_rank: this process's place among those that its launcher, or else its host, has.
+        local_rank: this process's place among those of its launcher, or else of its host.
         threads: CPU threads of this process.
         started: time.monotonic() when this process began to look for the others.
     """
@@ -90,12 +89,8 @@ class World:
     threads: int
     started: float
 
-    def broadcast_bytes_from_rank0(self, content: bytes) -> bytes:
-        """Returns rank 0's `content` on every rank: its machine alone has the file."""
-        return broadcast_bytes(self.accelerator, content)
-
     def wait_for_gpu(self) -> None:
-        """Returns once this process's GPU has done what it was given so far; at once on a CPU.
+        """Return once this process's GPU has done its work so far; at once on a CPU.
 
         Raises:
             RuntimeError: over NCCL, a peer is lost; see `nccl.NcclAccelerator.wait_for_gpu`.
@@ -108,10 +103,10 @@ class World:
 
 # Objects would travel as pickles, and whoever reads a pickle runs what its sender put there.
 def broadcast_bytes(accelerator: Accelerator, content: bytes) -> bytes:
-    """Returns rank 0's `content` on every rank.
+    """Return rank 0's `content` on every rank.
 
-    As a sum with zeros, because over NCCL the Accelerator's reduce can be waited for and notices a
-    lost peer, where a broadcast could not.
+    It is a sum with zeros, because over NCCL a wait for the Accelerator's reduce notices a lost
+    peer, where one for a broadcast would not.
     """
     device = accelerator.device
     mine = content if accelerator.is_main_process else b""
@@ -123,7 +118,7 @@ def broadcast_bytes(accelerator: Accelerator, content: bytes) -> bytes:
 
 
 def gather_bytes(accelerator: Accelerator, content: bytes) -> list[bytes]:
-    """Each rank's `content`, not empty, in the order of the ranks; on every rank."""
+    """Return each rank's `content`, which is not empty, by rank, on every rank."""
     device = accelerator.device
     sizes = accelerator.gather(torch.tensor([len(content)], device=device)).tolist()
     mine = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(device)
@@ -133,12 +128,9 @@ def gather_bytes(accelerator: Accelerator, content: bytes) -> list[bytes]:
 
 @contextlib.contextmanager
 def join_world(
-    flags: Distribution,
-    launch: Launch,
-    *,
-    full_precision: bool = False,
+    flags: Distribution, launch: Launch, *, full_precision: bool = False
 ) -> Iterator[World]:
-    """Meets the other processes, yields the World, and ends it in order on every path.
+    """Meet the other processes, yield the World, and end it in order on every path.
 
     Args:
         flags: the distribution flags.
@@ -154,15 +146,7 @@ def join_world(
     device = choose_device(flags)
     precision = "no" if full_precision else precision_in_effect(flags, launch, device)
     backend = choose_backend(flags, launch, device)
-    if flags.sync_bn and device == "cpu":
-        raise UsageError("--sync-bn: needs GPUs; on a CPU use --model cnn, which has GroupNorm")
-    if flags.comm_hook == "powersgd" and precision == "fp16":
-        # It adds what it left unsent to the next gradient: an infinity, which the loss scaler
-        # skips once, would come back in every step.
-        raise UsageError(
-            "--comm-hook powersgd: cannot recover from an overflow, and fp16 has some in most runs;"
-            " add --mixed-precision bf16, or no"
-        )
+    refuse_misfits(flags, device, precision)
     if launch.child_of_launcher:
         die_with_parent()
     store = meet(launch, flags.dist_timeout)
@@ -172,12 +156,11 @@ def join_world(
             place = place_on_machine(launch, store)
             threads = set_threads(launch, device, place.processes_here)
             if backend != "none":
-                choose_interface(launch, store)
-                check_same(
-                    store, {"--backend": backend, "--mixed-precision": precision}, "what auto chose"
-                )
+                chosen = {"--backend": backend, "--mixed-precision": precision}
+                check_same(store, chosen, "what auto chose")
                 if backend == "nccl":
                     check_gpus_differ(store, place)
+                choose_interface(launch, store)
                 form_group(store, backend, place, flags.dist_timeout)
             with export_env(launch, place, device):
                 accelerator = make_accelerator(flags, device, backend, precision, store)
@@ -198,9 +181,23 @@ def join_world(
         gc.unfreeze()
 
 
+def refuse_misfits(flags: Distribution, device: str, precision: str) -> None:
+    """Raise UsageError for flags that exclude each other."""
+    if flags.sync_bn and device == "cpu":
+        raise UsageError("--sync-bn: needs GPUs; on a CPU use --model cnn, which has GroupNorm")
+    # PowerSGD adds what it left unsent to the next gradient: an infinity, which the loss scaler
+    # skips once, would come back in every step.
+    if flags.comm_hook == "powersgd" and precision == "fp16":
+        raise UsageError(
+            "--comm-hook powersgd: cannot recover from an overflow, and fp16 has some in most runs;"
+            " add --mixed-precision bf16, or no"
+        )
+
+
 def make_accelerator(
     flags: Distribution, device: str, backend: str, precision: str, store: Store
 ) -> Accelerator:
+    """Return the Accelerator of this process; over NCCL, one whose waits end with a lost peer."""
     # Its optimizer looks for a package on the disk twice in each step: half a millisecond, and on a
     # cluster's network disk all ranks at once. One look is enough.
     accelerate.optimizer.is_lomo_available = functools.cache(is_lomo_available)
@@ -223,7 +220,7 @@ def make_accelerator(
 
 
 def choose_interface(launch: Launch, store: Store) -> None:
-    """Tells gloo and NCCL the interface that leads to rank 0; a variable that is set wins.
+    """Set gloo's and NCCL's interface to the one that leads to rank 0; a set variable wins.
 
     To rank 0 its own name may lead over loopback: it takes the interface towards another host.
     """
@@ -243,62 +240,56 @@ def choose_interface(launch: Launch, store: Store) -> None:
 
 
 def form_group(store: Store, backend: str, place: Place, timeout_s: float) -> None:
-    """All ranks have come: opens the connections between them.
-
-    In a thread that can be left behind, because gloo tries five times as long as it is told.
+    """Open the connections between the ranks, all of which have come.
 
     Raises:
-        PeerError: some cannot be made, as where a firewall lets only the main port by.
+        UsageError: there is a group already, or torch would crash in this one.
+        PeerError: some connections cannot be made, as where a firewall only opens the main port.
     """
+    refuse_broken_start(store)
+    is_nccl = backend == "nccl"
+    collectives_s = timeout_s + (nccl.WATCHDOG_MARGIN_S if is_nccl else 0)
+    connect = functools.partial(
+        dist.init_process_group,
+        backend,
+        store=dist.PrefixStore("group", store.c10d),
+        rank=store.rank,
+        world_size=store.world_size,
+        timeout=timedelta(seconds=collectives_s),
+        device_id=torch.device("cuda", gpu_of(place)) if is_nccl else None,
+    )
+    try:
+        with_deadline(connect, timeout_s + 1)  # gloo tries five times as long
+    except (RuntimeError, TimeoutError) as error:
+        if isinstance(error, RuntimeError) and "connectFullMesh" not in str(error):
+            raise
+        variable = "NCCL_SOCKET_IFNAME" if is_nccl else "GLOO_SOCKET_IFNAME"
+        raise PeerError(
+            f"{store.world_size} processes met, but within {timeout_s:g} s rank {store.rank} could"
+            " not connect to all others; open all TCP ports between the machines, or set"
+            f" {variable} to the interface that leads there"
+            f" (it is {os.environ.get(variable, 'not set')})"
+        ) from None
+
+
+def refuse_broken_start(store: Store) -> None:
+    """Raise UsageError if a group exists already, or a debug level would crash torch."""
     if dist.is_initialized():
         raise UsageError(
             f"WORLD_SIZE={store.world_size}: a process group of {dist.get_world_size()} exists"
             " already in this process; start the trainer in a process of its own"
         )
-    asked, version = os.environ.get("TORCH_DISTRIBUTED_DEBUG", ""), torch.__version__
-    crashes = asked.upper() == "DETAIL" and version.startswith(CRASHES_IN_DETAIL)
+    level, version = os.environ.get("TORCH_DISTRIBUTED_DEBUG", ""), torch.__version__
+    crashes = level.upper() == "DETAIL" and version.startswith(CRASHES_IN_DETAIL)
     if crashes and store.world_size > 1:
         raise UsageError(
-            f"TORCH_DISTRIBUTED_DEBUG={asked}: makes torch {version} crash in DDP; use INFO"
+            f"TORCH_DISTRIBUTED_DEBUG={level}: makes torch {version} crash in DDP; use INFO"
         )
-    options: dict[str, Any] = {}
-    if backend == "nccl":
-        options["device_id"] = torch.device("cuda", gpu_of(place))
-    outcome: list[RuntimeError | None] = []
-    collectives_s = timeout_s + (nccl.WATCHDOG_MARGIN_S if backend == "nccl" else 0)
-
-    def connect() -> None:
-        try:
-            dist.init_process_group(
-                backend,
-                store=dist.PrefixStore("group", store.c10d),
-                rank=store.rank,
-                world_size=store.world_size,
-                timeout=timedelta(seconds=collectives_s),
-                **options,
-            )
-            outcome.append(None)
-        except RuntimeError as error:
-            outcome.append(error)
-
-    thread = threading.Thread(target=connect, daemon=True)
-    thread.start()
-    thread.join(timeout_s + 1)
-    if outcome == [None]:
-        return
-    if outcome and outcome[0] and "connectFullMesh" not in str(outcome[0]):
-        raise outcome[0]
-    variable = "NCCL_SOCKET_IFNAME" if backend == "nccl" else "GLOO_SOCKET_IFNAME"
-    raise PeerError(
-        f"{store.world_size} processes met, but within {timeout_s:g} s rank {store.rank} could not"
-        f" connect to all others; open all TCP ports between the machines, or set {variable} to the"
-        f" interface that leads there (it is {os.environ.get(variable, 'not set')})"
-    )
 
 
 @contextlib.contextmanager
 def export_env(launch: Launch, place: Place, device: str) -> Iterator[None]:
-    """Accelerate learns from these variables that a group exists, however it was started.
+    """Set the variables from which Accelerate learns of the group, however it was started.
 
     It takes the local rank for the number of a GPU, which DDP would send its batches to.
     """
@@ -321,7 +312,7 @@ def export_env(launch: Launch, place: Place, device: str) -> Iterator[None]:
 
 
 def check_world_size(launch: Launch, accelerator: Accelerator) -> None:
-    """N processes that each believe to be alone would be N unrelated trainings."""
+    """Raise UsageError if this process would train alone beside others that do."""
     if accelerator.num_processes != launch.world_size:
         raise UsageError(
             f"WORLD_SIZE={launch.world_size}: but Accelerate formed a group of"
@@ -331,7 +322,7 @@ def check_world_size(launch: Launch, accelerator: Accelerator) -> None:
 
 
 def die_with_parent() -> None:
-    """A worker whose launcher is killed would train on as an orphan (Linux only)."""
+    """Let this worker end when its launcher is killed, instead of training on (Linux only)."""
     if not sys.platform.startswith("linux"):
         return
     parent = os.getppid()

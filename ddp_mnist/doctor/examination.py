@@ -15,7 +15,7 @@ from typing import Any
 
 from ddp_mnist.cluster import hardware
 from ddp_mnist.cluster.launch import Launch, find_launch
-from ddp_mnist.cluster.local import backend_among, run_world
+from ddp_mnist.cluster.local import backend_among, preload, run_world
 from ddp_mnist.config import Distribution
 from ddp_mnist.doctor.group import examine_group
 from ddp_mnist.doctor.machine import Options, examine_machine
@@ -23,6 +23,8 @@ from ddp_mnist.errors import DdpMnistError
 from ddp_mnist.run.console import Console
 from ddp_mnist.run.environment import package_versions
 from ddp_mnist.verify.results import CheckResult, failed, from_error, worst
+
+preload("ddp_mnist.train", "ddp_mnist.run.metrics")
 
 START_S = 120  # to start processes and examine them once
 

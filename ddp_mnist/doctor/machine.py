@@ -19,7 +19,7 @@ import torch.distributed as dist
 from packaging.requirements import Requirement
 
 from ddp_mnist.cluster import hardware
-from ddp_mnist.cluster.interfaces import interface_towards, is_loopback
+from ddp_mnist.cluster.interfaces import interface_towards, is_loopback, why_port_is_taken
 from ddp_mnist.cluster.local import run_world
 from ddp_mnist.data import cache, sources
 from ddp_mnist.run.environment import PACKAGES, package_versions
@@ -325,14 +325,10 @@ def main_port(options: Options) -> Iterator[CheckResult]:
     """Whether rank 0 could be met here."""
     if options.port is None:
         return
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", options.port))
-        except OSError as error:
-            what = f"{options.port} cannot be opened ({(error.strerror or '').lower()})"
-            yield warned("main port", what, "end what uses it, or give MAIN_PROCESS_PORT another")
-            return
+    if why := why_port_is_taken(options.port):
+        what = f"{options.port} cannot be opened ({why})"
+        yield warned("main port", what, "end what uses it, or give MAIN_PROCESS_PORT another")
+        return
     yield passed("main port", f"{options.port} is free")
 
 

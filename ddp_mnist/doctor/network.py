@@ -10,10 +10,14 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 
-import psutil
-
-from ddp_mnist.cluster.interfaces import address_towards, interface_towards, is_loopback
-from ddp_mnist.cluster.nodes import Node, check_told_alike, meet_others
+from ddp_mnist.cluster.interfaces import (
+    address_towards,
+    interface_towards,
+    is_loopback,
+    is_own,
+    own_addresses,
+)
+from ddp_mnist.cluster.nodes import Node, check_agreement, meet_others
 from ddp_mnist.cluster.store import Store
 from ddp_mnist.errors import DdpMnistError, reason
 from ddp_mnist.verify.results import FAIL, CheckResult, failed, from_error, passed, warned
@@ -39,7 +43,7 @@ def examine_way(node: Node, timeout_s: float) -> Iterator[CheckResult]:
         yield from_error("meeting", error)
         return
     try:
-        check_told_alike(store, node)
+        check_agreement(store, node)
         findings = list(connections(store))
         store.close()
         yield from findings
@@ -70,8 +74,7 @@ def main_address(node: Node) -> CheckResult:
         return failed("main address", f"{host} has no address ({reason(error)})", fix)
     addresses = sorted({str(entry[4][0]) for entry in found})
     shown = host if addresses == [host] else f"{host} is {', '.join(addresses)}"
-    mine = own_addresses()
-    is_mine = any(address in mine or is_loopback(address) for address in addresses)
+    mine, is_mine = own_addresses(), any(map(is_own, addresses))
     if node.machine_rank == 0 and not is_mine:
         fix = f"on machine 0, give one of its own: {', '.join(sorted(mine))}"
         return failed("main address", f"{shown}, which is no address of this machine", fix)
@@ -82,14 +85,6 @@ def main_address(node: Node) -> CheckResult:
         fix = "give the address of machine 0, unless both run on this machine"
         return warned("main address", f"{shown}, which is this machine's own", fix)
     return passed("main address", shown)
-
-
-def own_addresses() -> set[str]:
-    """Of this machine's interfaces, without loopback."""
-    families = (socket.AF_INET, socket.AF_INET6)
-    entries = (entry for each in psutil.net_if_addrs().values() for entry in each)
-    addresses = {e.address.partition("%")[0] for e in entries if e.family in families}
-    return {address for address in addresses if not is_loopback(address)}
 
 
 def route(node: Node) -> CheckResult:

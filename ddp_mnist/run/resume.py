@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ddp_mnist.cluster.world import World
+from ddp_mnist.cluster.world import World, broadcast_bytes
 from ddp_mnist.config import Recipe, ResolvedConfig, ResolvedRecipe, Run, TrainConfig
 from ddp_mnist.data import cache
 from ddp_mnist.data.batches import ImageData
@@ -49,7 +49,7 @@ def go_on(
     """Brings every rank to where rank 0's checkpoint left the run. Returns what to say of it."""
     if not opened.goes_on:
         return "\n".join(opened.folder.warnings) or None
-    raw = world.broadcast_bytes_from_rank0(opened.checkpoint)
+    raw = broadcast_bytes(world.accelerator, opened.checkpoint)
     opened.checkpoint = b""  # it may be large
     where = f"the checkpoint of {opened.folder.path}"
     state.restore(checkpoint.from_bytes(raw, where)["state"], recipe, steps_per_epoch)

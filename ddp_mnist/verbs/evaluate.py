@@ -11,7 +11,7 @@ from typing import Any
 
 from ddp_mnist.cluster import rendezvous
 from ddp_mnist.cluster.launch import Launch
-from ddp_mnist.cluster.world import join_world
+from ddp_mnist.cluster.world import broadcast_bytes, join_world
 from ddp_mnist.config import Distribution
 from ddp_mnist.data import cache
 from ddp_mnist.data.batches import ImageData, Rows, split_rows
@@ -50,7 +50,7 @@ def evaluate_run(
         store = world.store
         content = weights.read_bytes(run) if store.rank == 0 else b""
         sent = store.broadcast_from_rank0("run", lambda: _read_config(run))
-        trained = weights.from_bytes(world.broadcast_bytes_from_rank0(content), run)
+        trained = weights.from_bytes(broadcast_bytes(world.accelerator, content), run)
         name = dataset or sent["dataset"]
         images = cache.load(name, cache_dir or sent["cache_dir"])
         store.barrier("data")

@@ -48,7 +48,12 @@ def run(argv: list[str]) -> int:
     if node.verb == "doctor":
         examine_way(node, arguments)
     else:
-        meet(node, timeout_of(node.verb, arguments))
+        timeout_s = timeout_of(node.verb, arguments)
+        Console(True, must_arrive=False).print(
+            f"machine {node.machine_rank} of {node.num_machines}: meeting the others at"
+            f" {node.main_process_ip}:{node.main_process_port} (up to {timeout_s:g} s)"
+        )
+        meet(node, timeout_s)
     return os.execv(sys.executable, node.command(arguments))
 
 

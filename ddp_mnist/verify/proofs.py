@@ -19,7 +19,7 @@ import torch
 
 from ddp_mnist.cluster import hardware
 from ddp_mnist.cluster.launch import find_launch
-from ddp_mnist.cluster.local import LocalWorld, run_world
+from ddp_mnist.cluster.local import LocalWorld, preload, run_world
 from ddp_mnist.cluster.world import join_world
 from ddp_mnist.config import Distribution
 from ddp_mnist.data import cache
@@ -45,6 +45,8 @@ from ddp_mnist.verify.watch import (
     weights_of,
     what_stays,
 )
+
+preload("ddp_mnist.train", "ddp_mnist.run.metrics")
 
 LIMIT = 1e-9  # of a relative difference
 PARTS = 3  # that a step is split into
