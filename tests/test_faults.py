@@ -23,10 +23,10 @@ import psutil
 import pytest
 
 from ddp_mnist.cluster.local import LocalWorld, run_world
-from ddp_mnist.config import Run, TrainConfig
+from ddp_mnist.config import TrainConfig
 from ddp_mnist.errors import FailedElsewhere, PeerError, StorageError, UsageError
 from ddp_mnist.run import checkpoint
-from ddp_mnist.run.folder import in_use, read_json
+from ddp_mnist.run.folder import MODEL, in_use, read_json
 from ddp_mnist.verify.watch import just_train, resumed, train_until
 from tests import hosts
 from tests.chaos import (
@@ -38,6 +38,7 @@ from tests.chaos import (
     newest_step,
     seconds_until_gone,
     wait_for_checkpoint,
+    wait_until,
     what_stays,
 )
 from tests.commands import TORCHRUN, TRAIN, Ended, Started
@@ -50,8 +51,16 @@ TWO_PROCESSES = [*TORCHRUN, "--standalone", "--nproc-per-node", "2"]
 
 
 def long(run_dir: str = "run", epochs: int = 60) -> TrainConfig:
-    told = config_of("patient", Path(run_dir))
-    return dataclasses.replace(told, recipe=dataclasses.replace(told.recipe, epochs=epochs))
+    config = config_of("patient", Path(run_dir))
+    return dataclasses.replace(config, recipe=dataclasses.replace(config.recipe, epochs=epochs))
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the run of two processes that nothing happened to."""
+    folder = tmp_path_factory.mktemp("unbroken")
+    run_world(2, just_train, config_of("patient", Path("run")), folder=folder)
+    return folder / "run"
 
 
 def status(run: Path) -> tuple[str, int | None]:
@@ -72,13 +81,13 @@ def workers_of(started: Started) -> list[psutil.Process]:
 
 
 def test_fault_01_fault_02_fault_34_a_worker_is_killed_and_then_the_launcher(
-    tmp_path: Path,
+    unbroken: Path, tmp_path: Path
 ) -> None:
-    """What `make train RESTARTS=3` goes through, to the weights of the unbroken run.
+    """`make train RESTARTS=3` begins again by itself, and ends with the unbroken run's weights.
 
     A worker that took too much memory is killed by the kernel with the same signal.
     """
-    run, told = tmp_path / "run", config_of("patient", Path("unbroken"))
+    run = tmp_path / "run"
     restart = ["-m", "ddp_mnist.verbs.restart", "3", "--", *TWO_PROCESSES, *TRAIN]
     started = Started([*restart, *flags_of("patient", run)], tmp_path, HUSH)
     wait_for_checkpoint(run)
@@ -110,22 +119,14 @@ def test_fault_01_fault_02_fault_34_a_worker_is_killed_and_then_the_launcher(
     assert line.startswith("restart 1 of 3: lost contact with rank 1 of 2 (")
 
     second = newest_step(run)
-    run_world(2, just_train, dataclasses.replace(told, run=going_on(run)), folder=tmp_path)
+    run_world(2, just_train, resumed(config_of("patient", run)), folder=tmp_path)
     assert read_json(run / "summary.json")["resumed_from"] == [first, second]
-    run_world(2, just_train, told, folder=tmp_path)
-    assert what_stays(run) == what_stays(tmp_path / "unbroken")
+    assert what_stays(run) == what_stays(unbroken)
     assert leftovers(run) == []
 
 
-def going_on(run: Path) -> Run:
-    return Run(resume=str(run), quiet=True)
-
-
 def test_fault_20_a_frozen_peer_that_is_woken_in_time(tmp_path: Path) -> None:
-    world = LocalWorld(2, just_train, long(epochs=10), folder=tmp_path)
-    wait_for_checkpoint(tmp_path / "run")
-    frozen = psutil.Process(world.processes[1].pid)
-    frozen.suspend()
+    world, frozen = freeze_rank_1(long(epochs=10), tmp_path)
     time.sleep(3)
     assert status(tmp_path / "run")[0] == "running"
     frozen.resume()
@@ -133,24 +134,25 @@ def test_fault_20_a_frozen_peer_that_is_woken_in_time(tmp_path: Path) -> None:
 
 
 def test_fault_20_a_peer_that_stays_frozen(tmp_path: Path) -> None:
-    told = long()
-    patient = dataclasses.replace(told.distribution, dist_timeout=4.0)
-    told = dataclasses.replace(told, distribution=patient)
-    world = LocalWorld(2, just_train, told, folder=tmp_path)
-    wait_for_checkpoint(tmp_path / "run")
-    began = time.monotonic()
-    frozen = psutil.Process(world.processes[1].pid)
-    frozen.suspend()
+    config = long()
+    patient = dataclasses.replace(config.distribution, dist_timeout=4.0)
+    world, frozen = freeze_rank_1(dataclasses.replace(config, distribution=patient), tmp_path)
     try:
-        while status(tmp_path / "run")[0] == "running":
-            assert time.monotonic() - began < 14
-            time.sleep(0.05)
+        wait_until(lambda: status(tmp_path / "run")[0] != "running", 4 + 10)
     finally:
         frozen.resume()
     assert status(tmp_path / "run") == ("failed", 6)
     rank_0, _ = world.outcomes()
     assert isinstance(rank_0, PeerError)
     assert str(rank_0).startswith("lost contact with rank 1 of 2 (")
+
+
+def freeze_rank_1(config: TrainConfig, folder: Path) -> tuple[LocalWorld, psutil.Process]:
+    world = LocalWorld(2, just_train, config, folder=folder)
+    wait_for_checkpoint(folder / "run")
+    frozen = psutil.Process(world.processes[1].pid)
+    frozen.suspend()
+    return world, frozen
 
 
 @pytest.mark.parametrize("how", ["raises", "exits"])
@@ -171,11 +173,11 @@ def test_fault_21_one_rank_fails_alone(how: str, tmp_path: Path) -> None:
     else:
         assert codes[:2] == [6, 6]
         assert (state, code) == ("failed", 6)
-        told = [outcome for outcome in outcomes[:2] if outcome.agreed]
-        assert [str(error)[:31] for error in told] == ["lost contact with rank 2 of 3 ("]
+        reported = [outcome for outcome in outcomes[:2] if outcome.agreed]
+        assert [str(error)[:31] for error in reported] == ["lost contact with rank 2 of 3 ("]
 
 
-def _fail_on_rank_2(told: TrainConfig, how: str) -> Any:
+def _fail_on_rank_2(config: TrainConfig, how: str) -> Any:
     from unittest.mock import patch
 
     from ddp_mnist import train
@@ -190,7 +192,7 @@ def _fail_on_rank_2(told: TrainConfig, how: str) -> Any:
         return rate_of(step, *args)
 
     with patch.object(train, "learning_rate", rate):
-        return just_train(told)
+        return just_train(config)
 
 
 # --- The disk
@@ -198,7 +200,7 @@ def _fail_on_rank_2(told: TrainConfig, how: str) -> Any:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """900 KB: room for two checkpoints of the cnn, not for a third beside them."""
+    """Mount 900 KB: room for two checkpoints of the cnn, not for a third beside them."""
     folder = tmp_path / "disk"
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=900k", "tmpfs", str(folder)]
@@ -212,8 +214,8 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_fault_05_a_full_disk(small_disk: Path, tmp_path: Path) -> None:
-    told = config_of("plain", small_disk / "run")
-    outcomes = LocalWorld(2, just_train, told, folder=tmp_path).outcomes()
+    config = config_of("plain", small_disk / "run")
+    outcomes = LocalWorld(2, just_train, config, folder=tmp_path).outcomes()
     assert [error.code for error in outcomes] == [5, 5]
     assert isinstance(outcomes[0], StorageError)
     run = small_disk / "run"
@@ -229,9 +231,8 @@ def test_fault_05_a_full_disk(small_disk: Path, tmp_path: Path) -> None:
 def test_fault_06_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     began = time.monotonic()
-    outcomes = LocalWorld(
-        2, just_train, long(str(tmp_path / "file" / "run")), folder=tmp_path
-    ).outcomes()
+    config = long(str(tmp_path / "file" / "run"))
+    outcomes = LocalWorld(2, just_train, config, folder=tmp_path).outcomes()
     assert time.monotonic() - began < 10
     assert [error.code for error in outcomes] == [5, 5]
 
@@ -361,12 +362,10 @@ def test_fault_12_fault_13_a_signal_to_one_of_three_stops_all_at_one_step(
     world = LocalWorld(3, train_until, long(), 40, number, 1, folder=tmp_path)
     outcomes = world.outcomes()
     assert [error.code for error in outcomes] == [code] * 3
-    [told] = [error for error in outcomes if error.agreed]
+    [reported] = [str(error) for error in outcomes if error.agreed]
     run = tmp_path / "run"
-    assert str(told) == (
-        f"{number.name}: stopped after step {newest_step(run)} and saved; to go on,"
-        " add --resume run to the command"
-    )
+    assert reported.startswith(f"{number.name}: stopped after step {newest_step(run)} and saved; ")
+    assert reported.endswith("add --resume run to the command")
     assert status(run) == ("preempted", code)
     assert not (run / "model.safetensors").exists()
     assert leftovers(run) == []
@@ -387,22 +386,22 @@ def test_fault_11_sigterm_to_the_launcher(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("phase", ["validation", "test", "save"])
-def test_fault_11_in_evaluation_and_during_a_save(phase: str, tmp_path: Path) -> None:
-    run_world(2, just_train, config_of("patient", Path("unbroken")), folder=tmp_path)
-    told = config_of("patient", Path("run"))
-    outcomes = LocalWorld(2, _stopped_in, told, phase, folder=tmp_path).outcomes()
+def test_fault_11_in_evaluation_and_during_a_save(
+    phase: str, unbroken: Path, tmp_path: Path
+) -> None:
+    config = config_of("patient", Path("run"))
+    outcomes = LocalWorld(2, _stopped_in, config, phase, folder=tmp_path).outcomes()
     assert [error.code for error in outcomes] == [143, 143]
     run = tmp_path / "run"
     assert status(run) == ("preempted", 143)
     step = {"validation": 15, "test": 90}.get(phase, newest_step(run))
     assert newest_step(run) == step
-    [summary, _] = run_world(2, just_train, resumed(told), folder=tmp_path)
+    [summary, _] = run_world(2, just_train, resumed(config), folder=tmp_path)
     assert summary["resumed_from"] == [step]
-    for name in ("model.safetensors",):
-        assert (run / name).read_bytes() == (tmp_path / "unbroken" / name).read_bytes()
+    assert (run / MODEL).read_bytes() == (unbroken / MODEL).read_bytes()
 
 
-def _stopped_in(told: TrainConfig, phase: str) -> Any:
+def _stopped_in(config: TrainConfig, phase: str) -> Any:
     """SIGTERM comes to rank 1 as rank 0 enters the phase, or to rank 0 as it writes."""
     from unittest.mock import patch
 
@@ -427,55 +426,61 @@ def _stopped_in(told: TrainConfig, phase: str) -> Any:
         patch.object(train, "evaluate_split", evaluate_and_stop),
         patch.object(checkpoint, "save", save_and_stop),
     ):
-        return just_train(told)
+        return just_train(config)
 
 
 def test_fault_13_control_c_once_and_twice(tmp_path: Path) -> None:
-    ended = {}
-    for times in (1, 2):
-        run = tmp_path / f"run{times}"
-        started = Started([*TRAIN, *LONG.split(), str(run)], tmp_path, HUSH)
+    runs = [tmp_path / "run1", tmp_path / "run2"]
+    once, twice = (Started([*TRAIN, *LONG.split(), str(run)], tmp_path, HUSH) for run in runs)
+    for started, run in ((once, runs[0]), (twice, runs[1])):
         wait_for_checkpoint(run)
-        if times == 2:  # a save that takes its time would be waited for
-            psutil.Process(started.process.pid).suspend()
-            started.process.send_signal(signal.SIGINT)
-            psutil.Process(started.process.pid).resume()
-            time.sleep(0.002)
         started.process.send_signal(signal.SIGINT)
-        began = time.monotonic()
-        ended[times] = started.ended()
-        assert time.monotonic() - began < 5
-    assert ended[1].code == 130
-    [line] = ended[1].err.splitlines()
+    wait_until(lambda: not is_pending(signal.SIGINT, twice))  # else the second would be lost
+    twice.process.send_signal(signal.SIGINT)
+    began = time.monotonic()
+    first, second = once.ended(), twice.ended()
+    assert time.monotonic() - began < 5
+    assert (first.code, second.code) == (130, 130)
+    [line] = first.err.splitlines()
     assert line.startswith("ddp-mnist: error: SIGINT: stopped after step ")
-    assert status(tmp_path / "run1") == ("preempted", 130)
-    assert ended[2].code == 130
-    [line] = ended[2].err.splitlines()
+    assert status(runs[0]) == ("preempted", 130)
+    [line] = second.err.splitlines()
     assert re.fullmatch(
-        rf"ddp-mnist: interrupted twice: stopped at once, nothing after step \d+ is saved; to go on"
-        rf" from there, add --resume {tmp_path / 'run2'} to the command \(code 130\)",
+        rf"ddp-mnist: interrupted twice: stopped at once, nothing after step \d+ is saved;"
+        rf" .* --resume {runs[1]} to the command \(code 130\)",
         line,
     )
+
+
+def is_pending(number: signal.Signals, started: Started) -> bool:
+    """Return whether a signal has not been delivered yet; two of one number would become one."""
+    file = Path(f"/proc/{started.process.pid}/status")
+    if not file.exists():  # not Linux
+        time.sleep(0.01)
+        return False
+    [mask] = re.findall(r"^ShdPnd:\s*(\w+)$", file.read_text(), re.MULTILINE)
+    return bool(int(mask, 16) & 1 << (number - 1))
 
 
 # --- Two runs in one folder
 
 
 def test_fault_14_a_second_run_at_the_same_time_and_after(tmp_path: Path) -> None:
-    told = long(epochs=20)
-    world = LocalWorld(1, just_train, told, folder=tmp_path)
-    run = tmp_path / "run"
+    config, run = long(epochs=20), tmp_path / "run"
+
+    def refused(second: TrainConfig) -> str:
+        [error] = LocalWorld(1, just_train, second, folder=tmp_path).outcomes()
+        assert isinstance(error, UsageError)
+        return str(error)
+
+    world = LocalWorld(1, just_train, config, folder=tmp_path)
     wait_for_checkpoint(run)
-    [second] = LocalWorld(1, just_train, resumed(told), folder=tmp_path).outcomes()
-    assert isinstance(second, UsageError)
-    assert str(second).startswith("run: another run is writing there; ")
-    [third] = LocalWorld(1, just_train, told, folder=tmp_path).outcomes()
-    assert isinstance(third, UsageError)
+    assert refused(resumed(config)).startswith("run: another run is writing there; ")
+    refused(config)
     [summary] = world.results()
     assert (summary["steps"], summary["resumed_from"]) == (300, [])
     before = (run / "status.json").read_bytes()
-    [fourth] = LocalWorld(1, just_train, told, folder=tmp_path).outcomes()
-    assert str(fourth).startswith("--run-dir run: holds a run already; ")
+    assert refused(config).startswith("--run-dir run: holds a run already; ")
     assert (run / "status.json").read_bytes() == before
 
 
@@ -486,21 +491,21 @@ def test_fault_09_no_code_of_a_checkpoint_is_run(tmp_path: Path) -> None:
     import hashlib
     import pickle
 
-    told = config_of("patient", Path("run"))
-    LocalWorld(1, train_until, told, 20, folder=tmp_path).outcomes()
+    config = config_of("patient", Path("run"))
+    LocalWorld(1, train_until, config, 20, folder=tmp_path).outcomes()
     newest = checkpoint.newest_first(tmp_path / "run")[0]
-    planted = tmp_path / "planted"
+    proof = tmp_path / "the payload was run"
 
     class Payload:
         def __reduce__(self) -> Any:
-            return (os.system, (f"touch {planted}",))
+            return (os.system, (f"touch '{proof}'",))
 
     content = pickle.dumps({"format": 1, "state": Payload()})
     newest.write_bytes(content + hashlib.sha256(content).digest())
-    [error] = LocalWorld(1, just_train, resumed(told), folder=tmp_path).outcomes()
+    [error] = LocalWorld(1, just_train, resumed(config), folder=tmp_path).outcomes()
     assert error.code == 4
     assert "nothing of it was run" in str(error)
-    assert not planted.exists()
+    assert not proof.exists()
 
 
 # --- Overflow
@@ -516,7 +521,7 @@ def test_fault_24_a_streak_of_overflows_ends_the_run(tmp_path: Path) -> None:
     assert newest_step(run) == 20  # the last good one stays
 
 
-def _always_overflows(told: TrainConfig) -> Any:
+def _always_overflows(config: TrainConfig) -> Any:
     from unittest.mock import patch
 
     import torch
@@ -533,7 +538,7 @@ def _always_overflows(told: TrainConfig) -> Any:
         return sums(spoilt, *others)
 
     with patch.object(train, "sum_up", overflow):
-        return just_train(told)
+        return just_train(config)
 
 
 # --- The network
@@ -628,26 +633,24 @@ def test_fault_15_a_main_port_that_is_taken_on_a_host(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("address", ["10.77.0.99:29444", "no-such-host:29444"])
-def test_fault_16_a_main_address_where_nobody_is(address: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("address", "rank", "line"),
+    [
+        ("10.77.0.99:29444", 1, "10.77.0.99:29444: rank 1 of 2 reached nobody there"),
+        ("no-such-host:29444", 1, "no-such-host:29444: rank 1 of 2 reached nobody there"),
+        ("10.77.0.1:29444", 0, "1 of 2 processes came within 4 s; missing: rank 1"),
+    ],
+)
+def test_fault_16_fault_17_nobody_at_the_main_address_and_nobody_else(
+    address: str, rank: int, line: str, tmp_path: Path
+) -> None:
     hosts.require_hosts()
     began = time.monotonic()
     with hosts.Hosts(1) as network:
-        code, line = alone_on_a_host(network, tmp_path, f"tcp://{address}", rank=1)
+        code, found = alone_on_a_host(network, tmp_path, f"tcp://{address}", rank)
     assert time.monotonic() - began < 4 + 10
     assert code == 6
-    assert line.startswith(f"ddp-mnist: error: {address}: rank 1 of 2 reached nobody there")
-
-
-@pytest.mark.soak
-def test_fault_17_a_node_that_never_comes(tmp_path: Path) -> None:
-    hosts.require_hosts()
-    began = time.monotonic()
-    with hosts.Hosts(1) as network:
-        code, line = alone_on_a_host(network, tmp_path, f"tcp://{network.address(0)}:29444", rank=0)
-    assert time.monotonic() - began < 4 + 10
-    assert code == 6
-    assert "1 of 2 processes came within 4 s; missing: rank 1" in line
+    assert line in found
 
 
 def alone_on_a_host(network: hosts.Hosts, folder: Path, address: str, rank: int) -> tuple[int, str]:
