@@ -28,7 +28,7 @@ from ddp_mnist.cluster.signals import StopSignals, listen
 from ddp_mnist.cluster.world import World, join_world
 from ddp_mnist.config import ResolvedConfig, TrainConfig, resolve_recipe
 from ddp_mnist.data import cache
-from ddp_mnist.data.batches import GlobalBatches, ImageData, Rows, split_rows, train_loader
+from ddp_mnist.data.batches import GlobalBatches, ImageData, Rows, split_images, train_loader
 from ddp_mnist.data.sources import from_anywhere
 from ddp_mnist.models import MODELS
 from ddp_mnist.optim import learning_rate, make_optimizer
@@ -95,10 +95,7 @@ def train_in(
 
     # --- Data on the device: global batches, the same on every rank, which Accelerate deals out
     images = images.to(device)
-    train_numbers, val_numbers = split_rows(len(images.train_labels), recipe.val_size)
-    train_rows = Rows(images.train_images, images.train_labels, train_numbers)
-    val_rows = Rows(images.train_images, images.train_labels, val_numbers)
-    test_rows = Rows(images.test_images, images.test_labels)
+    train_rows, val_rows, test_rows = split_images(images, recipe.val_size)
     batches = GlobalBatches(len(train_rows), recipe.batch_size, seed, recipe.grad_accum, device)
     total_steps = recipe.total_steps
 

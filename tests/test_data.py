@@ -21,7 +21,7 @@ from ddp_mnist.data.batches import (
     ImageData,
     Rows,
     eval_loader,
-    split,
+    split_images,
     train_loader,
 )
 from ddp_mnist.data.cache import METADATA_KEY, cache_folder, cached, choose
@@ -435,7 +435,7 @@ def numbered(train: int, test: int = 3) -> ImageData:
 
 @pytest.mark.parametrize(("rows", "val_size"), [(1437, 287), (10, 0), (10, 10), (60_000, 5_000)])
 def test_split_holds_validation_rows_out(rows: int, val_size: int) -> None:
-    train, validation, test = split(numbered(rows), val_size)
+    train, validation, test = split_images(numbered(rows), val_size)
     assert (len(train), len(validation), len(test)) == (rows - val_size, val_size, 3)
     taken = [part.rows.tolist() for part in (train, validation)]
     assert sorted(chain(*taken)) == list(range(rows))
@@ -448,7 +448,7 @@ def test_split_is_the_same_for_every_seed_and_run() -> None:
     splits = []
     for seed in (0, 1):
         torch.manual_seed(seed)
-        splits.append([part.rows.tolist() for part in split(numbered(100), 20)])
+        splits.append([part.rows.tolist() for part in split_images(numbered(100), 20)])
     assert splits[0] == splits[1]
     assert splits[0][1][:5] == [47, 40, 46, 34, 69]  # of every version of torch
 
@@ -551,7 +551,7 @@ def test_the_eval_loader_gives_all_rows_in_order(rows: Rows) -> None:
 
 def test_loaders_take_nothing_from_the_global_generator(rows: Rows) -> None:
     before = torch.get_rng_state()
-    split(numbered(100), 10)
+    split_images(numbered(100), 10)
     batches = GlobalBatches(len(rows), 6, seed=0)
     for epoch in range(2):
         batches.begin(epoch)
