@@ -526,9 +526,9 @@ def _always_overflows(config: TrainConfig) -> Any:
 
     import torch
 
-    from ddp_mnist import train
+    from ddp_mnist.run import meter
 
-    sums = train.sum_up
+    sums = meter.sum_up
     steps = 0
 
     def overflow(losses: list[torch.Tensor], *others: Any) -> torch.Tensor:
@@ -537,7 +537,7 @@ def _always_overflows(config: TrainConfig) -> Any:
         spoilt = [loss * float("inf" if n >= 20 else 1) for n, loss in enumerate(losses, first)]
         return sums(spoilt, *others)
 
-    with patch.object(train, "sum_up", overflow):
+    with patch.object(meter, "sum_up", overflow):
         return just_train(config)
 
 

@@ -107,7 +107,7 @@ def fp16_on_a_cpu(
         comm_hook: --comm-hook, without what refuses it.
     """
     make_accelerator, make_optimizer = world.make_accelerator, train.make_optimizer
-    load, rate_of, stepped = cache.load, train.learning_rate, Progress.stepped
+    load, rate_of, stepped = cache.load, train.learning_rate, Progress.count_step
     seen, step, scalers = Seen(), [-1], list[torch.amp.GradScaler]()
     is_last = os.environ.get("RANK", "0") == str(int(os.environ.get("WORLD_SIZE", 1)) - 1)
 
@@ -164,7 +164,7 @@ def fp16_on_a_cpu(
         patch.object(world, "make_accelerator", accelerator),
         patch.object(train, "make_optimizer", optimizer),
         patch.object(train, "learning_rate", rate),
-        patch.object(Progress, "stepped", watched),
+        patch.object(Progress, "count_step", watched),
         patch.object(cache, "load", fewer),
     ):
         yield seen

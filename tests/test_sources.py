@@ -366,14 +366,7 @@ def cut(size: int) -> Callable[[bytes], bytes]:
 
 
 def flipped(at: int) -> Callable[[bytes], bytes]:
-    """Return what flips some bits of the byte at this place, counted from the end if negative."""
-
-    def flip(content: bytes) -> bytes:
-        spoilt = bytearray(content)
-        spoilt[at] ^= 0x55
-        return bytes(spoilt)
-
-    return flip
+    return lambda content: content[:at] + bytes([content[at] ^ 0x55]) + content[at + 1 :]
 
 
 def in_train(names: str = "", **columns: Any) -> Spoiler:

@@ -69,14 +69,14 @@ LINE = {"epoch": 1, "loss": 0.51234, "lr": 0.0099, "images_per_second": 12345.6}
 
 def test_step_line() -> None:
     shown = summary.step_line(LINE, 25, 3810, 144)
-    assert shown == "step   25/3810  loss 0.5123  rate 0.00990  12,346 images/s  0:44 left"
+    assert shown == "step   25/3810  loss 0.5123  lr 0.00990  12,346 images/s  0:44 left"
     assert len(shown) <= 70  # beside a bar, in 80 columns
 
 
 def test_a_step_of_which_no_loss_was_finite() -> None:
     """Nobody knows how long it will take."""
     line = {**LINE, "loss": None, "images_per_second": 0.0}
-    assert summary.step_line(line, 1, 10, 144) == "step  1/10  loss not finite  rate 0.00990"
+    assert summary.step_line(line, 1, 10, 144) == "step  1/10  loss not finite  lr 0.00990"
 
 
 def test_epoch_line() -> None:

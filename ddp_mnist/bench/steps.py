@@ -31,10 +31,8 @@ from ddp_mnist.config import ResolvedConfig, TrainConfig, resolve_recipe
 from ddp_mnist.data import cache
 from ddp_mnist.data.batches import GlobalBatches, ImageData, Rows, train_loader
 from ddp_mnist.optim import make_optimizer
-from ddp_mnist.run.console import Console
+from ddp_mnist.run import session
 from ddp_mnist.run.evaluation import evaluate_split, prepare_split
-from ddp_mnist.run.folder import RunFolder
-from ddp_mnist.run.resume import Opened
 
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Step = Callable[[Batch], None]
@@ -81,9 +79,8 @@ def shortened(
 
 
 def train_loop(config: ResolvedConfig, images: ImageData, world: World) -> float:
-    nowhere = Opened(RunFolder(), {}, {}, goes_on=False)
     with listen(has_launcher=False) as stop:
-        outcome = trainer.train_in(nowhere, config, world, images, Console(False), stop)
+        outcome = trainer.fit(session.Run(config, world, images, stop))
     return outcome["train_seconds"]
 
 

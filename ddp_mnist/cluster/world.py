@@ -28,6 +28,7 @@ from accelerate.utils import (
     InitProcessGroupKwargs,
     is_lomo_available,
 )
+from torch import nn
 
 from ddp_mnist.cluster import nccl
 from ddp_mnist.cluster.device import (
@@ -309,6 +310,17 @@ def export_env(launch: Launch, place: Place, device: str) -> Iterator[None]:
         yield
     finally:
         os.environ["LOCAL_RANK"] = str(place.local_rank)
+
+
+def settle_ddp_buckets(model: nn.Module, images: torch.Tensor) -> None:
+    """Do one backward pass and throw it away, in fresh and resumed runs alike.
+
+    DDP regroups its gradient buckets after the first backward pass, which changes the order of
+    sums, and with it the last bits. In eval mode, which leaves BatchNorm's statistics alone.
+    """
+    model.eval()
+    model(images).sum().backward()
+    model.zero_grad()
 
 
 def check_world_size(launch: Launch, accelerator: Accelerator) -> None:

@@ -27,11 +27,10 @@ from ddp_mnist.doctor.compare import LOAD
 from ddp_mnist.doctor.machine import Options, examine_machine, nvidia_smi, product
 from ddp_mnist.doctor.network import passed_on
 from ddp_mnist.errors import DdpMnistError, reason
+from ddp_mnist.run import session
 from ddp_mnist.run.console import Console
 from ddp_mnist.run.environment import code_digest, package_versions
-from ddp_mnist.run.folder import RunFolder
-from ddp_mnist.run.resume import Opened
-from ddp_mnist.run.summary import count, device, told_elsewhere
+from ddp_mnist.run.summary import count, device, narrated_elsewhere
 from ddp_mnist.verify.results import (
     FAIL,
     PASS,
@@ -109,7 +108,7 @@ def examine_group(
     findings: list[CheckResult] = []
     console = Console(verbose and launch.rank == 0)
     try:
-        with join_world(flags, launch) as world, told_elsewhere(world, verbose):
+        with join_world(flags, launch) as world, narrated_elsewhere(world, verbose):
             group = Group(world)
             met = met_within(group, time.monotonic() - clock)
             for finding in (met, *examinations(group, options, minutes, machines_too)):
@@ -360,9 +359,8 @@ def training(group: Group, options: Options) -> Iterator[CheckResult]:
     images = cache.load("digits", options.cache_dir)
     recipe = resolve_recipe(Recipe(epochs=EPOCHS), len(images.train_labels), group.size)
     config = ResolvedConfig(Run(dataset="digits", quiet=True), recipe=recipe)
-    nowhere = Opened(RunFolder(), {}, {}, goes_on=False)
     with watching() as seen, listen(has_launcher=False) as stop:
-        outcome = train.train_in(nowhere, config, group.world, images, Console(False), stop)
+        outcome = train.fit(session.Run(config, group.world, images, stop))
     group.world.accelerator.free_memory()
     digests = group.everyones(seen.weights)
     odd = [rank for rank, digest in enumerate(digests) if digest != digests[0]]

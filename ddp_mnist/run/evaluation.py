@@ -1,7 +1,7 @@
 """Exact metrics of a split on any number of processes.
 
 Predictions and labels are gathered as integers and given to metrics that derive from
-`evaluate.Metric`, on rank 0. No Hub and no lock file is involved; the number of rows is checked.
+`evaluate.Metric`, on rank 0. Neither the Hub nor a lock file is involved; the rows are counted.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ IMAGES_PER_PROCESS = 500  # per forward pass; changes no result, only time and m
 
 @dataclass(frozen=True)
 class Metrics:
-    """What a split's predictions amount to.
+    """The metrics of a split.
 
     Attributes:
         accuracy: share of rows whose highest logit is the label's.
         loss: mean cross-entropy, without label smoothing, in nats.
         count: rows, each counted once.
         confusion: confusion[label][prediction] = rows.
-        class_accuracy: share of right ones among the rows of each class; None if it has no row.
+        class_accuracy: share of correct predictions for each class; None if it has no row.
     """
 
     accuracy: float
@@ -47,21 +47,22 @@ class Metrics:
 
 
 def prepare_split(accelerator: Accelerator, rows: Rows, per_process: int | None = None) -> Any:
-    """A loader that deals `rows` out to the processes in order."""
+    """Return a loader that splits `rows` among the processes, in order."""
     # More than there are would have Accelerate repeat rows until the last batch is full.
     most = max(1, math.ceil(len(rows) / accelerator.num_processes))
     batch_size = min(per_process or IMAGES_PER_PROCESS, most) * accelerator.num_processes
     return accelerator.prepare_data_loader(eval_loader(rows, batch_size))
 
 
-def import_metrics_meanwhile() -> None:
-    """Imports `evaluate` in a thread, beside the first steps of a training.
+def import_metrics_meanwhile(accelerator: Accelerator) -> None:
+    """Import `evaluate` in a thread, on rank 0, beside the first steps of a training.
 
     It takes over a second, for which all ranks would wait in the first validation, deaf to
     signals and to the loss of a rank.
     """
-    module = ("ddp_mnist.run.metrics",)
-    threading.Thread(target=importlib.import_module, args=module, daemon=True).start()
+    if accelerator.is_main_process:
+        module = ("ddp_mnist.run.metrics",)
+        threading.Thread(target=importlib.import_module, args=module, daemon=True).start()
 
 
 @torch.no_grad()
@@ -72,15 +73,15 @@ def evaluate_split(
     classes: int,
     stop: StopSignals | None = None,
 ) -> Metrics:
-    """Runs the model over the whole split; every rank gets the same Metrics.
+    """Run the model over the whole split. Return the same Metrics on every rank.
 
     Args:
         loader: from `prepare_split`.
         classes: number of classes.
-        stop: asked after each batch whether the ranks are to end here.
+        stop: after each batch, all ranks check whether a stop signal came to any of them.
 
     Raises:
-        Preempted, FailedElsewhere: they are.
+        Preempted, FailedElsewhere: one did.
         RuntimeError: not every row was counted exactly once.
     """
     was_training = model.training
@@ -89,8 +90,8 @@ def evaluate_split(
     for images, batch_labels, _ in loader:
         logits = model(images)
         loss = F.cross_entropy(logits, batch_labels, reduction="none")
-        # The last batch is filled up with repeated rows so that all ranks get equally many;
-        # gather_for_metrics takes these off again.
+        # The last batch is padded with repeated rows so that all ranks get equally many;
+        # gather_for_metrics drops these again.
         gathered = accelerator.gather_for_metrics((batch_labels, logits.argmax(1), loss.double()))
         labels.append(gathered[0])
         predictions.append(gathered[1])
@@ -111,7 +112,7 @@ def evaluate_split(
 
 
 def summarise(labels: Tensor, predictions: Tensor, losses: Tensor, classes: int) -> Metrics:
-    """Metrics of gathered int64 labels [N], int64 predictions [N] and float64 losses [N]."""
+    """Return the metrics of int64 labels [N], int64 predictions [N] and float64 losses [N]."""
     from ddp_mnist.run.metrics import classification_metrics
 
     counted = classification_metrics(predictions.cpu().numpy(), labels.cpu().numpy(), classes)

@@ -1,53 +1,106 @@
-"""How far a run has come: all that changes in it, besides the weights and the optimizer."""
+"""Losses, counts and times between two sync points, and when the next sync point is due."""
 
 from __future__ import annotations
 
+import time
+
 import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from ddp_mnist.config import Recipe
+from ddp_mnist.run.state import Progress
 
 
-class SyncSchedule:
-    """When the ranks next look up from their work: at one step, about once a second.
+class Meter:
+    """What this rank saw since the last sync point; at a sync point all ranks add theirs up.
+
+    Between sync points nothing is read from the device, so the host runs ahead of a GPU. They come
+    about once a second, at the same step on all ranks: each plans the next one from the mean of all
+    ranks' speeds.
 
     Args:
-        step: the step that is taken already; they look up after the next one.
-
-    Attributes:
-        next: the step after which to look up at the latest; equal on all ranks.
-        rate: this rank's steps per second.
+        accelerator: of this rank.
+        progress: gets the sums.
+        recipe: of the run.
     """
 
-    def __init__(self, step: int) -> None:
-        self.last = step
-        self.next = step + 1
-        self.rate = 0.0
+    def __init__(self, accelerator: Accelerator, progress: Progress, recipe: Recipe) -> None:
+        self.accelerator, self.progress, self.recipe = accelerator, progress, recipe
+        self.losses: list[Tensor] = []
+        self.correct: list[Tensor] = []
+        self.images_per_batch = 0
+        self.last_sync = progress.step
+        self.next_sync = progress.step + 1
+        self.steps_per_s = 0.0
+        self.restart_clock()
 
-    def synced(self, step: int, seconds: float, rate: float) -> None:
-        """Plans the next look.
+    def restart_clock(self) -> None:
+        """Leave out of the training's seconds what came since the last sync point."""
+        self.clock = time.monotonic()
+
+    def update(self, loss: Tensor, logits: Tensor, labels: Tensor) -> None:
+        """Note a batch: its mean loss, a scalar, logits [B, classes] and int64 labels [B]."""
+        self.losses.append(loss.detach())
+        self.correct.append((logits.detach().argmax(1) == labels).sum())
+        self.images_per_batch = len(labels)
+
+    def sync_due(self) -> bool:
+        """Return whether the planned step has come; on all ranks the same."""
+        return self.progress.step >= self.next_sync
+
+    def all_reduce(self, stop_requests: list[float]) -> list[float]:
+        """Add up what all ranks saw into their progress, and plan the next sync point.
 
         Args:
-            step: where all ranks are.
-            seconds: since the last look, on this rank.
-            rate: the mean of what the ranks told of their `rate`; the same number on each.
+            stop_requests: of this rank; any numbers.
+
+        Returns:
+            Their sums over all ranks.
+
+        Raises:
+            DivergedError: on all ranks alike.
         """
-        self.next = step + max(1, int(rate))
-        self.rate = (step - self.last) / max(seconds, 1e-3)
-        self.last = step
+        sums = sum_up(self.losses, self.correct, self.images_per_batch)
+        mine = sums.new_tensor([*stop_requests, self.steps_per_s])
+        reduced = self.accelerator.reduce(torch.cat([sums, mine])).tolist()
+        loss, correct, seen, bad, *requests, steps_per_s = reduced
+        self.losses.clear()
+        self.correct.clear()
+        seconds = time.monotonic() - self.clock
+        self.restart_clock()
+        self.progress.add(loss, correct, seen, bad, seconds)
+        self.plan(seconds, steps_per_s / self.accelerator.num_processes)
+        self.progress.raise_if_diverged(self.recipe, self.accelerator)
+        return requests
+
+    def plan(self, seconds: float, steps_per_s: float) -> None:
+        """Plan the next sync point, about a second from here.
+
+        Args:
+            seconds: since the last one, on this rank.
+            steps_per_s: the mean of what the ranks measured before; equal on all of them.
+        """
+        step = self.progress.step
+        self.next_sync = step + max(1, int(steps_per_s))
+        self.steps_per_s = (step - self.last_sync) / max(seconds, 1e-3)
+        self.last_sync = step
 
 
-def sum_up(losses: list[torch.Tensor], hits: list[torch.Tensor], images: int) -> torch.Tensor:
-    """float64 [loss, right, seen, bad] of batches, without asking the device for a number.
+def sum_up(losses: list[Tensor], correct: list[Tensor], images_per_batch: int) -> Tensor:
+    """Return float64 [loss, correct, seen, bad] over batches, without a sync of the device.
 
     A batch whose loss is not finite is one bad batch, and neither seen nor summed. Rounded to
     2**-30, sums are exact, and therefore equal however a run was cut into parts.
 
     Args:
         losses: of each batch the mean over its images, a scalar.
-        hits: of each batch how many it got right, a scalar.
-        images: in each batch.
+        correct: of each batch the number of images that were classified right, a scalar.
+        images_per_batch: how many images each batch has on this rank.
     """
     loss = torch.stack(losses).double()
     finite = torch.isfinite(loss)
-    loss_sums = (torch.where(finite, loss * images, 0.0) * 2**30).round() / 2**30
-    right = torch.where(finite, torch.stack(hits), 0).sum().double()
-    seen = finite.sum() * float(images)
-    return torch.stack([loss_sums.sum(), right, seen, (~finite).sum().double()])
+    loss_sums = (torch.where(finite, loss * images_per_batch, 0.0) * 2**30).round() / 2**30
+    counted = torch.where(finite, torch.stack(correct), 0).sum().double()
+    seen = finite.sum() * float(images_per_batch)
+    return torch.stack([loss_sums.sum(), counted, seen, (~finite).sum().double()])

@@ -1,7 +1,7 @@
 """Classification metrics as classes of `evaluate`, which need neither the Hub nor a lock file.
 
-Importing this imports `evaluate` and `datasets`, over a second: only rank 0 does, when it has
-something to count.
+Importing this imports `evaluate` and `datasets`, which takes over a second: only rank 0 does, when
+it has something to count.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import numpy as np
 
 @contextlib.contextmanager
 def missing(*modules: str) -> Iterator[None]:
-    """As if these were not installed, unless they are imported already."""
+    """Make imports of these modules fail, as if they were not installed."""
     hidden = [name for name in modules if name not in sys.modules]
-    # Importing what is None there raises ImportError.
+    # An import raises ImportError where it finds None.
     sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]
     try:
         yield
@@ -28,7 +28,7 @@ def missing(*modules: str) -> Iterator[None]:
             del sys.modules[name]
 
 
-# For an Evaluator that is not used here, which does without them: half of the import.
+# `evaluate` imports these for its Evaluator, which is not used here: half of its import time.
 with missing("scipy.stats", "transformers"):
     import evaluate
     from datasets import Features, Sequence, Value
@@ -66,7 +66,7 @@ class ConfusionMatrix(evaluate.Metric):
 def classification_metrics(
     predictions: np.ndarray, references: np.ndarray, classes: int
 ) -> dict[str, Any]:
-    """Accuracy and confusion matrix of int64 predictions [N] and references [N] in 0..classes-1.
+    """Count int64 predictions [N] against references [N], both in 0..classes-1.
 
     Returns:
         {"accuracy": float, "confusion": int[classes][classes]}.

@@ -1,45 +1,44 @@
-"""."""
+"""All that changes in a run, and nothing else: what a checkpoint holds."""
 
 from __future__ import annotations
 
-import dataclasses
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from accelerate import Accelerator
 from torch import Tensor, nn
 
-from ddp_mnist.cluster.world import World
 from ddp_mnist.config import Recipe
 from ddp_mnist.errors import CheckpointError, DivergedError
+from ddp_mnist.run.evaluation import Metrics
 
 BAD_STEPS_ALLOWED = 3  # of fp16, in a row: losses that are not finite
-
-# A scaler begins at 2**16 and halves its scale with each step that it leaves out: at 2**-8 it is
-# the gradients themselves that are not finite.
+# A loss scaler begins at 2**16 and halves with each step that it skips: at 2**-8 it is the
+# gradients themselves that are not finite.
 SKIPPED_STEPS_ALLOWED = 24
 
 
 @dataclass
 class Sums:
-    """Over steps, of all ranks: losses of images, images that were right, images seen; seconds."""
+    """Sums over steps and ranks: loss in nats, images classified right, images seen; seconds."""
 
     loss: float = 0.0
-    right: float = 0.0
+    correct: float = 0.0
     seen: float = 0.0
     seconds: float = 0.0
 
-    def add(self, loss: float, right: float, seen: float, seconds: float) -> None:
+    def add(self, loss: float, correct: float, seen: float, seconds: float) -> None:
         self.loss += loss
-        self.right += right
+        self.correct += correct
         self.seen += seen
         self.seconds += seconds
 
     def means(self) -> dict[str, float | None]:
-        """Loss and accuracy per image, None if no loss was finite, and images per second."""
+        """Return loss and accuracy per image, None if no loss was finite, and images per second."""
         return {
             "loss": self.loss / self.seen if self.seen else None,
-            "accuracy": self.right / self.seen if self.seen else None,
+            "accuracy": self.correct / self.seen if self.seen else None,
             "images_per_second": self.seen / max(self.seconds, 1e-9),
         }
 
@@ -53,17 +52,17 @@ class Progress:
     Attributes:
         epoch: epochs completed.
         step: optimizer steps taken.
-        skipped_steps: of these, the ones that fp16's loss scaler left out.
-        skipped_in_a_row: of these, since the last that it did not.
+        skipped_steps: of these, the ones that fp16's loss scaler skipped.
+        skipped_in_a_row: of these, since the last that it did not skip.
         train_seconds: wall-clock time in training steps, without validation and saving.
         save_seconds: wall-clock time in saving checkpoints.
         total_seconds: wall-clock time since the processes began to look for each other.
         val_accuracy: of the weights as they are; None before the first validation.
         best_accuracy, best_epoch: the highest so far, and after how many epochs.
         stopped_by: the flag that ended the run early.
-        resumed_from: the steps at which the run was taken up again.
-        bad_in_a_row: batches whose loss was not finite, since the last look at which none was.
-        since_log, in_epoch: of the steps since the last log line, and of this epoch's.
+        resumed_from: the steps from which the run was resumed.
+        bad_in_a_row: batches whose loss was not finite, since the last sync point without any.
+        since_log, in_epoch: sums over the steps since the last log line, and over this epoch's.
     """
 
     epoch: int = 0
@@ -83,62 +82,61 @@ class Progress:
     in_epoch: Sums = field(default_factory=Sums)
 
     @classmethod
-    def of(cls, plain: dict[str, Any]) -> Progress:
-        """From what asdict made of one. Raises KeyError or TypeError if it is something else."""
+    def from_dict(cls, plain: dict[str, Any]) -> Progress:
+        """Undo asdict. Raise KeyError or TypeError for the dict of something else."""
         sums = {name: Sums(**plain[name]) for name in ("since_log", "in_epoch")}
         return cls(**{**plain, **sums})
 
-    def stepped(self, skipped: bool) -> None:
-        """One more step, which the scaler may have left out: on all ranks alike, as it sees the
-        gradients after the all-reduce."""
+    def count_step(self, skipped: bool) -> None:
+        """Count an optimizer step. All ranks skip it or none: each sees the averaged gradients."""
         self.step += 1
         self.skipped_steps += skipped
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
 
-    def add(self, loss: float, right: float, seen: float, bad: float, seconds: float) -> None:
-        """Takes in what all ranks saw since they last added it up."""
-        self.since_log.add(loss, right, seen, seconds)
-        self.in_epoch.add(loss, right, seen, seconds)
+    def add(self, loss: float, correct: float, seen: float, bad: float, seconds: float) -> None:
+        """Add what all ranks saw since the last sync point."""
+        self.since_log.add(loss, correct, seen, seconds)
+        self.in_epoch.add(loss, correct, seen, seconds)
         self.train_seconds += seconds
         self.bad_in_a_row = self.bad_in_a_row + bad if bad else 0.0
 
-    def refuse_divergence(self, recipe: Recipe, world: World) -> None:
-        """Raises DivergedError, on all ranks alike, once the weights are beyond repair.
+    def raise_if_diverged(self, recipe: Recipe, accelerator: Accelerator) -> None:
+        """Raise DivergedError, on all ranks alike, once the weights are beyond repair.
 
-        Without a loss scaler one loss that is not finite has spoilt them already; with fp16's,
-        which leaves such a step out, it takes several looks in a row.
+        Without a loss scaler one loss that is not finite has spoilt them already; fp16's skips such
+        a step, so it takes several in a row.
         """
-        scaler, batches = world.accelerator.scaler, world.accelerator.num_processes
-        allowed = BAD_STEPS_ALLOWED * batches * recipe.grad_accum if scaler else 0
+        batches_per_step = accelerator.num_processes * recipe.grad_accum
+        allowed = BAD_STEPS_ALLOWED * batches_per_step if accelerator.scaler else 0
         if self.bad_in_a_row > allowed or self.skipped_in_a_row > SKIPPED_STEPS_ALLOWED:
             what = "loss" if self.bad_in_a_row > allowed else "gradient"
             raise DivergedError(
                 f"--lr {recipe.lr:g}: by step {self.step} the {what} is not a finite number any"
-                " more; use a lower rate, or --max-grad-norm 1"
+                " more; use a lower learning rate, or --max-grad-norm 1"
             )
 
-    def log_line(self) -> dict[str, float | None]:
-        """Means since the last log line, which begin anew."""
+    def end_log_line(self) -> dict[str, float | None]:
+        """Return the means since the last log line, and begin anew."""
         line, self.since_log = self.since_log.means(), Sums()
         return line
 
     def end_epoch(self) -> dict[str, float | None]:
-        """Means of the epoch that ends here."""
+        """Count an epoch. Return its means."""
         line, self.in_epoch = self.in_epoch.means(), Sums()
         self.epoch += 1
         return line
 
-    def validated(self, accuracy: float, recipe: Recipe) -> bool:
-        """Notes an accuracy that all ranks share. True if it is the best so far."""
+    def add_validation(self, accuracy: float, recipe: Recipe) -> bool:
+        """Note an accuracy that all ranks share. Return whether it is the best so far."""
         self.val_accuracy = accuracy
         improved = accuracy > self.best_accuracy
         if improved:
             self.best_accuracy, self.best_epoch = accuracy, self.epoch
-        self.decide(recipe)
+        self.decide_to_stop(recipe)
         return improved
 
-    def decide(self, recipe: Recipe) -> None:
-        """Sets stopped_by, after a validation."""
+    def decide_to_stop(self, recipe: Recipe) -> None:
+        """Set stopped_by, after a validation."""
         accuracy, target, patience = self.val_accuracy, recipe.target_accuracy, recipe.patience
         self.stopped_by = None
         if target is not None and accuracy is not None and accuracy >= target:
@@ -147,7 +145,7 @@ class Progress:
             self.stopped_by = "--patience"
 
 
-@dataclasses.dataclass
+@dataclass
 class State:
     """All that changes in a run.
 
@@ -157,7 +155,7 @@ class State:
         scaler: fp16's loss scaler, or None.
         started: time.monotonic() at which the run would have begun without a break.
         progress: counts and times.
-        best_weights: of the best validation, where --patience asks for them.
+        best_weights: of the best validation, where --patience needs them.
         seconds_before: in training steps, when this part of the run began.
     """
 
@@ -165,22 +163,32 @@ class State:
     optimizer: Any
     scaler: Any
     started: float
-    progress: Progress = dataclasses.field(default_factory=Progress)
+    progress: Progress = field(default_factory=Progress)
     best_weights: dict[str, Tensor] | None = None
     seconds_before: float = 0.0
 
+    def end_epoch(self, recipe: Recipe, validation: Metrics | None) -> dict[str, float | None]:
+        """Count an epoch. Return its means. With --patience, keep the weights if they are best."""
+        means = self.progress.end_epoch()
+        if validation:
+            improved = self.progress.add_validation(validation.accuracy, recipe)
+            if improved and recipe.patience:
+                self.best_weights = {name: w.clone() for name, w in self.net.state_dict().items()}
+        return means
+
     def content(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps: tensors and plain values."""
         self.progress.total_seconds = time.monotonic() - self.started
         return {
             "model": self.net.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "scaler": self.scaler.state_dict() if self.scaler else None,
-            "progress": dataclasses.asdict(self.progress),
+            "progress": asdict(self.progress),
             "best_weights": self.best_weights,
         }
 
     def restore(self, content: dict[str, Any], recipe: Recipe, steps_per_epoch: int) -> None:
-        """Takes over what `content` returned, under a recipe that may have changed since.
+        """Take over what `content` returned, under a recipe that may have changed since.
 
         Raises:
             CheckpointError: the tensors are not those of this net and optimizer.
@@ -196,7 +204,7 @@ class State:
             if content["best_weights"] is not None:
                 device = next(self.net.parameters()).device
                 self.best_weights = {n: w.to(device) for n, w in content["best_weights"].items()}
-            self.progress = Progress.of(content["progress"])
+            self.progress = Progress.from_dict(content["progress"])
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise CheckpointError(
                 f"the checkpoint does not fit the model or the optimizer ({error}); remove it to"
@@ -208,4 +216,4 @@ class State:
         self.progress.resumed_from.append(self.progress.step)
         self.seconds_before = self.progress.train_seconds
         if self.progress.step == self.progress.epoch * steps_per_epoch:  # it was just validated
-            self.progress.decide(recipe)
+            self.progress.decide_to_stop(recipe)

@@ -18,22 +18,20 @@ from ddp_mnist.cluster import hardware
 from ddp_mnist.cluster.world import World
 from ddp_mnist.config import ResolvedConfig, TrainConfig
 from ddp_mnist.data.batches import ImageData
-from ddp_mnist.errors import FailedElsewhere, printable
+from ddp_mnist.errors import printable
 from ddp_mnist.flags import flag_fields, flag_name
 from ddp_mnist.run.console import Console, panel
 from ddp_mnist.run.environment import code_digest, git_commit, package_versions
 from ddp_mnist.run.evaluation import Metrics
 from ddp_mnist.run.folder import RunFolder
-from ddp_mnist.run.resume import FOLDER_KEY
 from ddp_mnist.run.state import State
 
 
 def facts(config: TrainConfig, world: World, images: ImageData) -> dict[str, Any]:
-    """What has to be equal on every rank, under the name that a person knows it by."""
-    groups = (config.run, config.recipe, config.distribution)
+    """Return what has to be equal on every rank, under the name that a person knows it by."""
     flags = {
         flag_name(field): getattr(group, field.name)
-        for group in groups
+        for group in (config.run, config.recipe, config.distribution)
         for field in flag_fields(group)
         if not field.metadata["may_differ"]
     }
@@ -48,7 +46,7 @@ def facts(config: TrainConfig, world: World, images: ImageData) -> dict[str, Any
 
 
 def plan(config: ResolvedConfig, world: World, images: ImageData, folder: Path | None) -> str:
-    """The resolved run, before its first step."""
+    """Return the resolved run as a panel, to be shown before its first step."""
     recipe, size = config.recipe, world.accelerator.num_processes
     train_rows, steps = len(images.train_labels) - recipe.val_size, recipe.steps_per_epoch
     left_out = train_rows - steps * recipe.batch_size
@@ -65,8 +63,9 @@ def plan(config: ResolvedConfig, world: World, images: ImageData, folder: Path |
         "batch": f"{recipe.batch_size} images a step = {count(size, 'process')}{parts} x {share}",
         "steps": f"{recipe.total_steps:,} = {count(recipe.epochs, 'epoch')} x {steps:,}{rest}",
         "model": f"{recipe.model}, seed {config.run.seed}",
-        "recipe": f"{recipe.preset}: {recipe.optimizer}, rate up to {recipe.lr:g} in the first"
-        f" {recipe.warmup:.0%} of the steps, images {'' if recipe.augment else 'not '}augmented"
+        "recipe": f"{recipe.preset}: {recipe.optimizer}, learning rate up to {recipe.lr:g}"
+        f" in the first {recipe.warmup:.0%} of the steps,"
+        f" images {'' if recipe.augment else 'not '}augmented"
         f"{smoothing(recipe.label_smoothing, len(images.classes))}",
         "writes": str(folder) if folder else "nothing (--dry-run)",
     }
@@ -74,7 +73,7 @@ def plan(config: ResolvedConfig, world: World, images: ImageData, folder: Path |
 
 
 def smoothing(share: float, classes: int) -> str:
-    """Why the train loss of a net that is always right and sure is not 0.
+    """Say why the train loss of a perfect net is not 0.
 
     It is the entropy of the smoothed targets, in nats (Szegedy et al., 2016, section 7).
     """
@@ -87,30 +86,28 @@ def smoothing(share: float, classes: int) -> str:
 
 
 @contextlib.contextmanager
-def told_elsewhere(world: World, verbose: bool) -> Iterator[None]:
-    """On each machine but rank 0's, one process says that it joined, and where the result is."""
+def narrated_elsewhere(world: World, verbose: bool, folder_key: str = "") -> Iterator[None]:
+    """Let one process on each machine but rank 0's say that it joined, and where the result is.
+
+    Args:
+        folder_key: under which the store has the run folder's path, once there is one.
+    """
     store = world.store
     console = Console(verbose and store.rank > 0 and world.local_rank == 0, must_arrive=False)
-    if not console.verbose:
-        yield
-        return
     host = store.hosts[0].partition("/")[0]
     console.print(
         f"joined     as rank {store.rank} of {store.world_size}; rank 0 on {host} reports"
     )
-    try:
-        yield
-    except FailedElsewhere as error:
-        console.print(f"ended      {' '.join(str(error).split())}")
-        raise
-    folder = f", in {store.get(FOLDER_KEY)}" if store.exists(FOLDER_KEY) else ""
-    console.print(f"done       the result is on {host}{folder}")
+    yield
+    if console.verbose:
+        folder = f", in {store.get(folder_key)}" if store.exists(folder_key) else ""
+        console.print(f"done       the result is on {host}{folder}")
 
 
 def step_line(line: dict[str, Any], step: int, total_steps: int, batch_size: int) -> str:
-    """While an epoch runs."""
+    """Return the line of an optimizer step, in 70 columns."""
     done = str(step).rjust(len(str(total_steps)))
-    shown = f"step {done}/{total_steps}  loss {loss(line)}  rate {line['lr']:.5f}"
+    shown = f"step {done}/{total_steps}  loss {loss(line)}  lr {line['lr']:.5f}"
     if not (speed := line["images_per_second"]):
         return shown
     left = duration((total_steps - step) * batch_size / speed)
@@ -118,7 +115,7 @@ def step_line(line: dict[str, Any], step: int, total_steps: int, batch_size: int
 
 
 def epoch_line(epoch: int, epochs: int, means: dict[str, Any], validation: Metrics | None) -> str:
-    """When `epoch`, counted from 0, has ended."""
+    """Return the line of `epoch`, counted from 0, that has ended."""
     parts = [f"epoch {str(epoch + 1).rjust(len(str(epochs)))}/{epochs}", f"loss {loss(means)}"]
     parts += [f"accuracy {means['accuracy']:.4f}"] if means["accuracy"] is not None else []
     parts += [f"{means['images_per_second']:>6,.0f} images/s"]
@@ -131,7 +128,7 @@ def loss(line: dict[str, Any]) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Minutes and seconds, as 0:07; from an hour on with hours, as 1:02:07."""
+    """Return minutes and seconds, as 0:07; from an hour on with hours, as 1:02:07."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
@@ -145,10 +142,10 @@ def summarise(
     test: Metrics,
     rank_seconds: list[float],
 ) -> dict[str, Any]:
-    """summary.json: the result, and all that is needed to judge it.
+    """Return summary.json: the result, and all that is needed to judge it.
 
-    Seconds are wall-clock, summed over the parts of a run that was taken up again. `rank_seconds`
-    are those in training steps, of each rank in this part: the ranks of others were other ones.
+    Seconds are wall-clock, summed over the parts of a run that was resumed. `rank_seconds` are
+    those in training steps of each rank, in this part alone: other parts had other ranks.
     """
     progress = state.progress
     batch_size, seconds = config.recipe.batch_size, progress.train_seconds
@@ -197,7 +194,7 @@ def summarise(
 
 
 def last_lines(outcome: dict[str, Any], run: RunFolder) -> str:
-    """The result; the first line says it all."""
+    """Return the result as lines; the first says it all."""
     wrong = round((1 - outcome["test_accuracy"]) * outcome["test_count"])
     result = (
         f"test accuracy {outcome['test_accuracy']:.4f} on {outcome['test_count']:,} images of"
@@ -216,7 +213,7 @@ def last_lines(outcome: dict[str, Any], run: RunFolder) -> str:
 
 
 def program() -> str:
-    """How this program can be called from here, to be pasted: `make` activates no environment."""
+    """Return how this program is called from here: `make` activates no environment."""
     if shutil.which("ddp-mnist"):
         return "ddp-mnist"
     python = sys.executable
@@ -225,19 +222,19 @@ def program() -> str:
 
 
 def machine(world: World) -> dict[str, Any]:
-    """Of rank 0."""
+    """Return rank 0's machine."""
     found = world.accelerator.device
     gpu = torch.cuda.get_device_name(found) if found.type == "cuda" else "none used"
     return {**hardware.describe(), "gpu": gpu}
 
 
 def device(world: World) -> str:
-    """cpu or cuda:N. Accelerate numbers the CPU among several processes, and not a lone GPU."""
+    """Return cpu or cuda:N. Accelerate numbers the CPU of several processes, but no lone GPU."""
     found = world.accelerator.device
     return "cpu" if found.type == "cpu" else f"{found.type}:{found.index or 0}"
 
 
 def count(number: int, noun: str) -> str:
-    """1 process, 2 processes."""
+    """Return e.g. 1 process, 2 processes."""
     ending = "" if number == 1 else "es" if noun.endswith("s") else "s"
     return f"{number:,} {noun}{ending}"

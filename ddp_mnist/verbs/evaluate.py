@@ -14,7 +14,7 @@ from ddp_mnist.cluster.launch import Launch
 from ddp_mnist.cluster.world import broadcast_bytes, join_world
 from ddp_mnist.config import Distribution
 from ddp_mnist.data import cache
-from ddp_mnist.data.batches import ImageData, Rows, split_images
+from ddp_mnist.data.batches import ImageData, Rows, split_rows
 from ddp_mnist.errors import CheckpointError, UsageError
 from ddp_mnist.run import weights
 from ddp_mnist.run.evaluation import evaluate_split, prepare_split
@@ -92,9 +92,8 @@ def _read_config(run: str) -> dict[str, Any]:
 
 
 def _rows(images: ImageData, split: str, val_size: int) -> Rows:
-    train, validation, test = split_images(images, val_size)
     if split == "test":
-        return test
+        return Rows(images.test_images, images.test_labels)
     if split == "validation" and val_size == 0:
         raise UsageError("--split validation: the run held no images out (--val-size 0)")
     if (there := len(images.train_labels)) <= val_size:
@@ -102,4 +101,6 @@ def _rows(images: ImageData, split: str, val_size: int) -> Rows:
             f"--split {split}: {images.name} has {there:,} train images, and the run held"
             f" {val_size:,} out; use --split test"
         )
-    return train if split == "train" else validation
+    train_numbers, val_numbers = split_rows(there, val_size)
+    numbers = train_numbers if split == "train" else val_numbers
+    return Rows(images.train_images, images.train_labels, numbers)

@@ -1,0 +1,294 @@
+"""One rank's part in a run: what all ranks agree on first, and the bookkeeping while it trains."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ddp_mnist.cluster.launch import Launch
+from ddp_mnist.cluster.rendezvous import check_same
+from ddp_mnist.cluster.signals import StopSignals, listen
+from ddp_mnist.cluster.world import World, broadcast_bytes
+from ddp_mnist.config import ResolvedConfig, TrainConfig, resolve_recipe
+from ddp_mnist.data import cache
+from ddp_mnist.data.batches import ImageData
+from ddp_mnist.data.sources import from_anywhere
+from ddp_mnist.errors import DivergedError
+from ddp_mnist.flags import flag_values
+from ddp_mnist.run import checkpoint, resume, summary, tracking, weights
+from ddp_mnist.run.console import Console, tell
+from ddp_mnist.run.evaluation import Metrics
+from ddp_mnist.run.folder import CONFIG, MODEL, SUMMARY, RunFolder
+from ddp_mnist.run.profiling import StepProfiler, refuse_long_profile
+from ddp_mnist.run.state import Progress, State
+
+FOLDER_KEY = "run folder"  # under which the store has its path
+
+
+@dataclass
+class Run:
+    """What `fit` is given: settings, processes, data, and where it writes; by default nowhere.
+
+    Attributes:
+        config: resolved: it has the values that the data and the number of processes decide.
+        world: all processes.
+        images: the data set.
+        stop: the stop signals that came.
+        folder: of the run; on ranks that do not write it has no place.
+        console: silent on all ranks but one.
+        identity: what each checkpoint says of the run, see `resume.identity`.
+        resumed: whether there is a checkpoint to go on from; equal on all ranks.
+        checkpoint: its bytes, on rank 0.
+        where: the folder's path on rank 0's machine.
+    """
+
+    config: ResolvedConfig
+    world: World
+    images: ImageData
+    stop: StopSignals
+    folder: RunFolder = field(default_factory=RunFolder)
+    console: Console = field(default_factory=lambda: Console(False))
+    identity: dict[str, Any] = field(default_factory=dict)
+    resumed: bool = False
+    checkpoint: bytes = b""
+    where: str = ""
+
+    def __post_init__(self) -> None:
+        flags, recipe = self.config.run, self.config.recipe
+        self.total_steps = recipe.total_steps
+        self.profiler = StepProfiler(
+            flags.profile, self.world.accelerator, self.folder, self.console
+        )
+
+    # --- Before the first step
+
+    def restore(self, state: State) -> Progress:
+        """Bring every rank to where rank 0's checkpoint left the run. Return how far it has come.
+
+        From here on a stop signal saves the state.
+
+        Raises:
+            CheckpointError: its tensors are not those of this net and optimizer.
+        """
+        recipe = self.config.recipe
+        if self.resumed:
+            raw = broadcast_bytes(self.world.accelerator, self.checkpoint)
+            self.checkpoint = b""  # it may be large
+            content = checkpoint.from_bytes(raw, f"the checkpoint of {self.where}")
+            state.restore(content["state"], recipe, recipe.steps_per_epoch)
+        self.stop.save = functools.partial(self.save, state)
+        self.stop.at_once = self.give_up
+        self.profiler.plan(state.progress.step, recipe.steps_per_epoch, self.total_steps)
+        return state.progress
+
+    # --- While it trains
+
+    def log_due(self, progress: Progress) -> bool:
+        return progress.step % self.config.run.log_every == 0
+
+    def checkpoint_due(self, progress: Progress) -> bool:
+        return progress.step % self.config.run.checkpoint_every == 0
+
+    def log_step(self, progress: Progress, lr: float) -> None:
+        """Write the means since the last log line, and show them."""
+        line = {"epoch": progress.epoch, "lr": lr, **progress.end_log_line()}
+        self.folder.append_metrics(progress.step, line)
+        batch_size = self.config.recipe.batch_size
+        shown = summary.step_line(line, progress.step, self.total_steps, batch_size)
+        self.console.progress(progress.step / self.total_steps, shown)
+
+    def log_epoch(
+        self, means: dict[str, Any], progress: Progress, validation: Metrics | None
+    ) -> None:
+        """Write what the validation found, and show the epoch that has ended."""
+        epoch = progress.epoch - 1
+        if validation:
+            decided = {"val_accuracy": validation.accuracy, "val_loss": validation.loss}
+            self.folder.append_metrics(progress.step, {"epoch": epoch, **decided})
+        self.console.print(summary.epoch_line(epoch, self.config.recipe.epochs, means, validation))
+        if progress.stopped_by:
+            self.console.print(f"stopped by {progress.stopped_by} after epoch {progress.epoch}")
+
+    def phase(self, name: str, progress: Progress) -> None:
+        """Say in status.json and on the console what comes now."""
+        self.folder.status(phase=name, step=progress.step)
+        self.console.progress(progress.step / self.total_steps, name)
+
+    def save(self, state: State) -> str:
+        """Write a checkpoint; all ranks come here at the same step. Return what a stopped run says.
+
+        Raises:
+            DivergedError: the weights are not finite numbers, although each loss was.
+            StorageError: the checkpoint cannot be written.
+        """
+        clock, step, flags = time.monotonic(), state.progress.step, self.config.run
+        finite = [torch.isfinite(parameter).all() for parameter in state.net.parameters()]
+        if not torch.stack(finite).all():
+            raise DivergedError(
+                f"--lr {self.config.recipe.lr:g}: by step {step} the weights are not finite numbers"
+                " any more; use a lower learning rate, or --max-grad-norm 1"
+            )
+        self.folder.reached(step)
+        if self.folder.path:
+            about = {**self.identity, "metrics_lines": self.folder.metrics_lines}
+            content = {**about, "state": state.content()}
+            checkpoint.save(self.folder.path, step, content, flags.keep)
+        state.progress.save_seconds += time.monotonic() - clock
+        return (
+            f"stopped after step {step} and saved; to go on, add --resume {self.where} to the"
+            " command"
+        )
+
+    def give_up(self) -> None:
+        """Say what is saved already, after a second Ctrl-C, which saves nothing any more."""
+        if self.folder.path is None:
+            return
+        self.folder.record_outcome("failed", 130, "interrupted twice")
+        rest = "nothing is saved"
+        if saved := checkpoint.newest_first(self.folder.path):
+            rest = (
+                f"nothing after step {checkpoint.step_of(saved[0])} is saved; to go on from there,"
+                f" add --resume {self.where} to the command"
+            )
+        below_the_bar = "\n" if sys.stderr.isatty() else ""
+        tell(f"{below_the_bar}ddp-mnist: interrupted twice: stopped at once, {rest} (code 130)")
+
+    # --- After the last step
+
+    def finish(self, state: State, net: nn.Module, test: Metrics) -> dict[str, Any]:
+        """Write the test's metrics, the weights and the summary, and show the result."""
+        progress, accelerator = state.progress, self.world.accelerator
+        tested = {"test_accuracy": test.accuracy, "test_loss": test.loss}
+        self.folder.append_metrics(progress.step, {"epoch": progress.epoch - 1, **tested})
+        model, images = self.config.recipe.model, self.images
+        content = weights.to_bytes(net.state_dict(), model, images.classes, images.preparation)
+        self.folder.write_bytes(MODEL, content)
+        own_seconds = [progress.train_seconds - state.seconds_before]
+        rank_seconds = accelerator.gather(torch.tensor(own_seconds, device=accelerator.device))
+        outcome = summary.summarise(
+            self.config, self.world, images, state, test, rank_seconds.tolist()
+        )
+        self.folder.write_json(SUMMARY, outcome)
+        self.console.print(summary.last_lines(outcome, self.folder))
+        return outcome
+
+
+@contextlib.contextmanager
+def open_run(
+    config: TrainConfig, world: World, launch: Launch, folder: RunFolder
+) -> Iterator[Run | None]:
+    """Agree with all ranks on settings, data and folder. Yield the run; None if there is none.
+
+    There is none after --dry-run, and where the run that --resume names has finished.
+
+    Raises:
+        DdpMnistError: on all ranks: whatever is missing, damaged, contradictory or different.
+    """
+    verbose = not config.run.quiet
+    with (
+        Console(verbose and launch.rank == 0, must_arrive=False) as console,
+        summary.narrated_elsewhere(world, verbose, FOLDER_KEY),
+    ):
+        found = world.store.broadcast_from_rank0("resume", lambda: resume.find(config))
+        if found and found["finished"]:
+            console.print(found["finished"])
+            yield None
+            return
+        config, images = agree(config, world, console, found)
+        with listen(launch.child_of_launcher, world.store) as stop:
+            check_same(world.store, summary.facts(config, world, images))
+            if config.run.dry_run:
+                console.print(summary.plan(config, world, images, None))
+                yield None
+                return
+            run = Run(config, world, images, stop, folder, console)
+            notes = open_folder(run, found)
+            console.print(summary.plan(config, world, images, folder.path))
+            with tracking.tracked(config, folder, world, console):
+                for note in notes:
+                    console.print(note)
+                yield run
+
+
+def agree(
+    config: TrainConfig, world: World, console: Console, found: dict[str, Any] | None
+) -> tuple[ResolvedConfig, ImageData]:
+    """Return the configuration with every default filled in, and the data.
+
+    Every machine has the data before the first collective; rank 0 decides what `auto` means.
+    A run that goes on keeps the values that it began with, but for the flags that were typed.
+    """
+    config = resume.inherit(config, found)
+    store, cache_dir = world.store, config.run.cache_dir
+    store.broadcast_from_rank0("trackers", lambda: tracking.named(config.run.trackers))
+    name, notes = store.broadcast_from_rank0(
+        "dataset", lambda: cache.choose(config.run.dataset, cache_dir, console.print)
+    )
+    images = cache.load(name, cache_dir, say=console.print)
+    images = replace(images, warnings=[*notes, *images.warnings])
+    store.barrier("data")
+    if found:
+        resume.check_images(name, images.digest, found)
+        resume.check_batch(config.recipe, store.world_size, found)
+    recipe = resolve_recipe(config.recipe, len(images.train_labels), store.world_size)
+    refuse_long_profile(config.run.profile, recipe.steps_per_epoch)
+    place = cache_dir and str(cache.cache_folder(cache_dir).absolute())
+    run = replace(config.run, dataset=from_anywhere(name), cache_dir=place)
+    return ResolvedConfig(
+        run=run, recipe=recipe, distribution=config.distribution, typed=config.typed
+    ), images
+
+
+def open_folder(run: Run, found: dict[str, Any] | None) -> list[str]:
+    """Make the run's folder, or take over that of a run that goes on: on rank 0's machine.
+
+    Returns:
+        Lines for the person, on rank 0.
+
+    Raises:
+        UsageError: the folder holds a run, another process is writing it, or fewer epochs are
+            asked for than are done.
+        CheckpointError: no checkpoint is whole, or the newest does not fit the flags.
+        StorageError: the folder cannot be written.
+    """
+    config, world, notes = run.config, run.world, list[str]()
+    run_id = found["run_id"] if found else uuid.uuid4().hex
+    run.identity = resume.identity(config, world, run_id, run.images.digest)
+    run.resumed = bool(found)
+
+    def open_it() -> str:
+        if found:
+            path = Path(found["path"])
+            run.checkpoint, lines = resume.load_latest(run.folder, path, run.identity, config)
+            run.folder.begin()
+            notes.extend(lines)
+        else:
+            begin_again = config.run.resume == "auto"
+            run.folder.create(config.run.run_dir, run.images.name, begin_again=begin_again)
+            notes.extend(run.folder.warnings)
+        return str(run.folder.path)
+
+    run.where = world.store.broadcast_from_rank0(FOLDER_KEY, open_it)
+    run.folder.write_json(
+        CONFIG,
+        {
+            "run_id": run_id,
+            "format": resume.FORMAT,
+            "digest": run.images.digest,
+            "run": flag_values(config.run) | {"run_dir": run.where, "resume": None},
+            "recipe": flag_values(config.recipe),
+            "distribution": flag_values(config.distribution)
+            | {"backend": world.backend, "mixed_precision": world.precision},
+        },
+    )
+    return notes

@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from ddp_mnist.config import Recipe
+from ddp_mnist.errors import DivergedError
+from ddp_mnist.run import meter
+from ddp_mnist.run.meter import Meter, sum_up
+from ddp_mnist.run.state import Progress, Sums
+
+
+def test_a_batch_whose_loss_is_not_finite_is_neither_seen_nor_summed() -> None:
+    losses = [torch.tensor(loss) for loss in (0.5, float("nan"), 2.25, float("-inf"))]
+    correct = [torch.tensor(count) for count in (50, 40, 60, 30)]
+    assert sum_up(losses, correct, 72).tolist() == [(0.5 + 2.25) * 72, 110, 2 * 72, 2]
+
+
+def test_sums_are_equal_however_they_were_cut() -> None:
+    losses = list(torch.rand(100, generator=torch.Generator().manual_seed(0)))
+    correct = list(torch.randint(73, (100,)))
+    whole = sum_up(losses, correct, 72)
+    for cut in (1, 33, 50, 99):
+        parts = sum_up(losses[:cut], correct[:cut], 72) + sum_up(losses[cut:], correct[cut:], 72)
+        assert torch.equal(parts, whole)
+    assert whole[0].item() == pytest.approx(72 * sum(loss.item() for loss in losses), rel=1e-9)
+
+
+class Clock:
+    """Stands in for the module time."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(meter, "time", clock)
+    return clock
+
+
+def ranks(count: int) -> Any:
+    """Return an accelerator whose ranks all saw the same."""
+    return SimpleNamespace(num_processes=count, scaler=None, reduce=lambda mine: mine * count)
+
+
+def see(made: Meter, loss: float, labels: list[int]) -> None:
+    """Show a batch whose images are all taken for class 1."""
+    made.update(torch.tensor(loss), torch.tensor([[0.0, 1.0]] * len(labels)), torch.tensor(labels))
+
+
+def test_at_a_sync_point_all_ranks_add_up_what_they_saw(clock: Clock) -> None:
+    progress = Progress(step=3)
+    made = Meter(ranks(2), progress, Recipe())
+    see(made, 0.5, [1, 0, 1])
+    see(made, 0.25, [1, 1, 1])
+    clock.now += 0.5
+    assert made.all_reduce([0.0, 1.0, 0.0]) == [0.0, 2.0, 0.0]
+    assert progress.in_epoch == Sums(loss=4.5, correct=10.0, seen=12.0, seconds=0.5)
+    clock.now += 5.0
+    made.restart_clock()  # a checkpoint was written
+    see(made, 1.0, [0])
+    clock.now += 0.25
+    made.all_reduce([0.0])
+    assert progress.since_log == Sums(loss=6.5, correct=10.0, seen=14.0, seconds=0.75)
+    see(made, float("nan"), [1])
+    with pytest.raises(DivergedError, match=r"^--lr 0\.01: "):
+        made.all_reduce([0.0])
+
+
+def sync_points(clock: Clock, seconds_per_step: float, steps: int, first: int = 0) -> list[int]:
+    """Return the steps at which a rank of this speed comes to sync points."""
+    progress = Progress(step=first)
+    made, found = Meter(ranks(1), progress, Recipe()), []
+    for step in range(first + 1, first + steps + 1):
+        progress.step = step
+        clock.now += seconds_per_step
+        see(made, 0.5, [1])
+        if made.sync_due():
+            made.all_reduce([])
+            found.append(step)
+    return found
+
+
+def test_they_come_after_a_step_or_two_and_then_once_a_second(clock: Clock) -> None:
+    assert sync_points(clock, 0.125, 30) == [1, 2, 10, 18, 26]  # the second one measures
+    assert sync_points(clock, 0.125, 30, first=1000) == [1001, 1002, 1010, 1018, 1026]
+    assert sync_points(clock, 0.3, 10) == [1, 2, 5, 8]
+    for slow in (1.0, 5.0, 1e9):
+        assert sync_points(clock, slow, 3) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("pace", [1e-3, 0.0137, 0.1, 0.26, 0.49])
+def test_about_a_second_lies_between_two(clock: Clock, pace: float) -> None:
+    found = sync_points(clock, pace, int(20 / pace))
+    gaps = [(b - a) * pace for a, b in itertools.pairwise(found[1:])]
+    assert 19 <= len(gaps) <= 40
+    assert all(0.5 < gap < 1.01 for gap in gaps)
+
+
+def test_the_plan_is_made_from_numbers_that_all_ranks_share() -> None:
+    progress = Progress()
+    one, other = (Meter(ranks(2), progress, Recipe()) for _ in range(2))
+    for number in range(1, 200):
+        progress.step += 1 + number % 40
+        shared = 10 ** (number % 13 - 6)
+        one.plan(seconds=0.1 * number, steps_per_s=shared)
+        other.plan(seconds=3.0, steps_per_s=shared)
+        assert progress.step < one.next_sync == other.next_sync
+    one.plan(seconds=0.0, steps_per_s=0.0)  # a step that took no time is no error
+    assert one.next_sync == progress.step + 1

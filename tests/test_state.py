@@ -1,0 +1,154 @@
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ddp_mnist.config import Recipe
+from ddp_mnist.errors import DivergedError
+from ddp_mnist.run.state import Progress, Sums
+
+
+def test_sums_of_all_ranks_become_means() -> None:
+    progress = Progress()
+    progress.add(30.0, 6.0, 10.0, 0.0, 0.5)
+    progress.add(12.0, 1.0, 4.0, 0.0, 0.25)
+    assert progress.since_log == progress.in_epoch == Sums(42.0, 7.0, 14.0, 0.75)
+    assert progress.end_log_line() == {"loss": 3.0, "accuracy": 0.5, "images_per_second": 14 / 0.75}
+    progress.add(8.0, 1.0, 2.0, 0.0, 0.25)
+    assert progress.end_log_line() == {"loss": 4.0, "accuracy": 0.5, "images_per_second": 8.0}
+    assert progress.train_seconds == 1.0
+    # the epoch's line is of all its steps, whatever was logged in between
+    progress.add(14.0, 4.0, 0.0, 0.0, 0.0)
+    assert progress.end_epoch() == {"loss": 4.0, "accuracy": 0.75, "images_per_second": 16.0}
+    assert progress.epoch == 1
+    progress.add(3.0, 1.0, 2.0, 0.0, 0.5)
+    assert progress.end_epoch() == {"loss": 1.5, "accuracy": 0.5, "images_per_second": 4.0}
+
+
+def test_a_line_of_which_no_loss_was_finite() -> None:
+    progress = Progress()
+    progress.add(0.0, 0.0, 0.0, 3.0, 0.5)
+    assert progress.end_log_line() == {"loss": None, "accuracy": None, "images_per_second": 0.0}
+    assert progress.end_log_line() == {"loss": None, "accuracy": None, "images_per_second": 0.0}
+
+
+def test_bad_batches_count_until_a_sync_point_without_any() -> None:
+    progress = Progress()
+    counts = []
+    for bad in (2.0, 3.0, 0.0, 1.0):
+        progress.add(1.0, 0.0, 1.0, bad, 0.1)
+        progress.end_log_line()
+        counts.append(progress.bad_in_a_row)
+    assert counts == [2.0, 5.0, 0.0, 1.0]
+
+
+def test_the_best_validation_is_the_first_of_the_highest() -> None:
+    progress = Progress()
+    improved = []
+    for epoch, accuracy in enumerate([0.0, 0.7, 0.9, 0.8, 0.9], start=1):
+        progress.epoch = epoch
+        improved.append(progress.add_validation(accuracy, Recipe()))
+        assert progress.val_accuracy == accuracy
+    assert improved == [True, True, True, False, False]
+    assert (progress.best_accuracy, progress.best_epoch) == (0.9, 3)
+    assert progress.stopped_by is None
+
+
+def stopped_after(recipe: Recipe, accuracies: list[float]) -> tuple[int, str | None]:
+    """The epoch after which the run ends, and the flag that ended it."""
+    progress = Progress()
+    for accuracy in accuracies:
+        progress.epoch += 1
+        progress.add_validation(accuracy, recipe)
+        if progress.stopped_by:
+            break
+    return progress.epoch, progress.stopped_by
+
+
+@pytest.mark.parametrize(
+    ("recipe", "accuracies", "expected"),
+    [
+        (Recipe(), [0.5, 0.5, 0.5], (3, None)),
+        (Recipe(target_accuracy=0.9), [0.5, 0.89, 0.9, 0.95], (3, "--target-accuracy")),
+        (Recipe(target_accuracy=1.0), [0.5, 0.99], (2, None)),
+        (Recipe(patience=1), [0.5, 0.6, 0.6, 0.7], (3, "--patience")),
+        (Recipe(patience=2), [0.5, 0.4, 0.6, 0.6, 0.5, 0.9], (5, "--patience")),
+        (Recipe(patience=3), [0.5, 0.4, 0.5], (3, None)),
+        (Recipe(patience=1, target_accuracy=0.5), [0.5], (1, "--target-accuracy")),
+        (Recipe(patience=1, target_accuracy=0.9), [0.5, 0.4], (2, "--patience")),
+    ],
+)
+def test_when_a_run_ends_early(
+    recipe: Recipe, accuracies: list[float], expected: tuple[int, str | None]
+) -> None:
+    assert stopped_after(recipe, accuracies) == expected
+
+
+def test_a_recipe_that_asks_for_more_goes_on() -> None:
+    progress = Progress(epoch=4, val_accuracy=0.9, best_accuracy=0.9, best_epoch=2)
+    progress.decide_to_stop(Recipe(target_accuracy=0.9))
+    assert progress.stopped_by == "--target-accuracy"
+    progress.decide_to_stop(Recipe(patience=2))
+    assert progress.stopped_by == "--patience"
+    for more in (Recipe(target_accuracy=0.91), Recipe(patience=3), Recipe()):
+        progress.stopped_by = "--patience"
+        progress.decide_to_stop(more)
+        assert progress.stopped_by is None
+
+
+def test_without_a_validation_nothing_is_decided_by_it() -> None:
+    progress = Progress(epoch=1, best_epoch=1)
+    progress.decide_to_stop(Recipe(target_accuracy=0.1))
+    assert progress.stopped_by is None
+
+
+def test_it_can_be_saved_as_plain_values() -> None:
+    progress = Progress(step=7, resumed_from=[3])
+    progress.add(1.5, 0.0, 2.0, 1.0, 0.1)
+    copy = Progress.from_dict(dataclasses.asdict(progress))
+    assert copy == progress
+    copy.resumed_from.append(7)
+    assert (progress.resumed_from, Progress().resumed_from) == ([3], [])
+
+
+def scaled(world_size: int, scaler: bool) -> Any:
+    return SimpleNamespace(scaler=scaler or None, num_processes=world_size)
+
+
+def test_without_a_scaler_one_bad_loss_is_the_end() -> None:
+    progress = Progress(step=7)
+    progress.raise_if_diverged(Recipe(), scaled(2, scaler=False))
+    progress.add(1.0, 0.0, 1.0, 1.0, 0.1)
+    with pytest.raises(DivergedError, match=r"^--lr 0.01: by step 7 the loss is not a finite"):
+        progress.raise_if_diverged(Recipe(), scaled(2, scaler=False))
+
+
+def test_with_a_scaler_a_few_bad_steps_are_not() -> None:
+    progress, accelerator = Progress(), scaled(2, scaler=True)
+    recipe = Recipe(grad_accum=2)
+    for _ in range(3):
+        progress.add(0.0, 0.0, 0.0, 4.0, 0.1)  # 2 processes x 2 parts
+        progress.raise_if_diverged(recipe, accelerator)
+    progress.add(0.0, 0.0, 0.0, 1.0, 0.1)
+    with pytest.raises(DivergedError):
+        progress.raise_if_diverged(recipe, accelerator)
+    progress.add(1.0, 0.0, 1.0, 0.0, 0.1)
+    progress.raise_if_diverged(recipe, accelerator)
+
+
+def test_fault_24_gradients_that_always_overflow_have_an_end() -> None:
+    progress, accelerator = Progress(), scaled(1, scaler=True)
+    for _ in range(24):
+        progress.count_step(skipped=True)
+        progress.raise_if_diverged(Recipe(), accelerator)
+    progress.count_step(skipped=False)
+    for _ in range(24):
+        progress.count_step(skipped=True)
+    progress.raise_if_diverged(Recipe(), accelerator)
+    assert (progress.step, progress.skipped_steps) == (49, 48)
+    progress.count_step(skipped=True)
+    with pytest.raises(DivergedError, match=r"^--lr 0.01: by step 50 the gradient is not"):
+        progress.raise_if_diverged(Recipe(), accelerator)
