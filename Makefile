@@ -24,10 +24,13 @@ PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 endif
 
-RESTART = $(PY) $(if $(filter-out 0,$(RESTARTS)),-m ddp_mnist.verbs.restart $(RESTARTS) --)
+RESTART = $(PY) $(if $(filter-out 0,$(RESTARTS)),-m ddp_mnist restart $(RESTARTS) --)
 OWN = PYTHON=/path/to/python VENV=
 LAUNCH = $(RESTART) -m accelerate.commands.launch --main_process_port 0 --config_file accelerate_configs
 TRAIN = -m ddp_mnist train --dataset auto
+MULTINODE = $(PY) -m ddp_mnist multinode --machine-rank="$(MACHINE_RANK)" \
+	--main-process-ip="$(MAIN_PROCESS_IP)" --main-process-port="$(MAIN_PROCESS_PORT)" \
+	--num-machines="$(NUM_MACHINES)" --nproc-per-node="$(NPROC_PER_NODE)"
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
 # A variable that nobody reads would be passed over in silence
@@ -62,7 +65,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	touch $@
 
 train: $(READY) ## Train with the best set-up of this machine: its GPUs, else two CPU processes
-	@gpus=$$($(PY) -c 'from ddp_mnist.hardware import gpus; print(gpus())') && \
+	@gpus=$$($(PY) -c 'from ddp_mnist.cluster.hardware import gpus; print(gpus())') && \
 	if [ "$$gpus" -gt 1 ]; then set -- multi_gpu.yaml --num_processes $$gpus $(TRAIN); \
 	elif [ "$$gpus" -eq 1 ]; then set -- single_gpu.yaml $(TRAIN); \
 	else set -- multi_cpu.yaml --num_processes $(PROCESSES) $(TRAIN) --mixed-precision auto; fi; \
@@ -75,10 +78,7 @@ train-multi: $(READY) ## Train in PROCESSES=2 processes on this machine's CPU
 	@$(LAUNCH)/multi_cpu.yaml --num_processes $(PROCESSES) $(TRAIN) --mixed-precision auto $(ARGS)
 
 train-multinode: $(READY) ## This node's part (MACHINE_RANK= MAIN_PROCESS_IP=), or a rehearsal of two
-	@$(PY) -m ddp_mnist.verbs.multinode --machine-rank "$(MACHINE_RANK)" \
-	--main-process-ip "$(MAIN_PROCESS_IP)" --main-process-port "$(MAIN_PROCESS_PORT)" \
-	--num-machines "$(NUM_MACHINES)" --nproc-per-node "$(NPROC_PER_NODE)" \
-	-- --dataset auto --mixed-precision auto $(ARGS)
+	@$(MULTINODE) -- --dataset auto --mixed-precision auto $(ARGS)
 
 evaluate: $(READY) ## Exact metrics of RUN=runs/latest on its test images
 	@$(PY) -m ddp_mnist evaluate $(RUN) $(ARGS)
@@ -88,9 +88,7 @@ report: $(READY) ## One HTML page that tells of RUN=runs/latest
 
 doctor: $(READY) ## Accept or reject this machine, or several (MACHINE_RANK= MAIN_PROCESS_IP=)
 	@if [ -z "$(MACHINE_RANK)$(MAIN_PROCESS_IP)" ]; then $(PY) -m ddp_mnist doctor $(ARGS); \
-	else $(PY) -m ddp_mnist.verbs.multinode --verb doctor --machine-rank "$(MACHINE_RANK)" \
-	--main-process-ip "$(MAIN_PROCESS_IP)" --main-process-port "$(MAIN_PROCESS_PORT)" \
-	--num-machines "$(NUM_MACHINES)" --nproc-per-node "$(NPROC_PER_NODE)" -- $(ARGS); fi
+	else $(MULTINODE) --verb doctor -- $(ARGS); fi
 
 verify: $(READY) ## Prove here that N processes train as one, resume exactly, count right
 	@$(PY) -m ddp_mnist verify $(ARGS)

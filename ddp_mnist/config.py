@@ -129,7 +129,9 @@ class Recipe(Flags):
     label_smoothing: float = flag(
         0.1, "Share of the target spread over all classes.", least=0, below=1
     )
-    augment: bool = flag(False, "Rotate, scale and shift each train image at random.")
+    augment: bool = flag(
+        False, "Rotate, scale and shift each train image at random.", negatable=True
+    )
     val_size: int | None = flag(
         None,
         "Train images held out to decide by [5000, at most a fifth; 0 = none].",

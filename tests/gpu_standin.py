@@ -86,7 +86,7 @@ def way(variables: dict[str, str], *flags: str) -> Any:
     from ddp_mnist.cluster.launch import find_launch
 
     def decide() -> list[str]:
-        typed = cli.train_config(cli.make_parser().parse_args(["train", *flags])).distribution
+        typed = cli.train_config(flags).distribution
         launch = find_launch(typed)
         device = choose_device(typed)
         precision = precision_in_effect(typed, launch, device)
@@ -138,17 +138,18 @@ def launched(config: str, *flags: str) -> Any:
 def on_this_machine() -> dict[str, Any]:
     import torch
 
+    from ddp_mnist import cli
     from ddp_mnist.bench import benches, commands
     from ddp_mnist.cluster import device, hardware
     from ddp_mnist.cluster.local import backend_among
     from ddp_mnist.doctor import examination
     from ddp_mnist.doctor import machine as doctor
     from ddp_mnist.verbs import multinode
+    from ddp_mnist.verbs.flags import Multinode
 
     device.has_native_bf16 = lambda: False
     node = ["--machine-rank", "0", "--main-process-ip", "192.0.2.1"]
-    flags, _ = multinode.parse(node)
-    made = multinode.make_node(flags)
+    made = multinode.make_node(Multinode.of(cli.parse("multinode", node, Multinode)))
     for_doctor = examination.default_processes()
 
     def options(what: str) -> Any:

@@ -16,6 +16,7 @@ from ddp_mnist import cli
 from ddp_mnist.config import PRESETS, Distribution, Recipe, Run, TrainConfig
 from ddp_mnist.errors import CheckpointError, FailedElsewhere, UsageError
 from ddp_mnist.flags import Flags, flag_name
+from ddp_mnist.verbs.evaluate import metrics_table
 
 PROGRAM = (sys.executable, "-m", "ddp_mnist")
 ONE_LINE = re.compile(r"ddp-mnist: error: (.+) \(code 2\)\n")
@@ -420,7 +421,7 @@ def test_fault_35_a_reader_that_went_away_is_no_error() -> None:
 
 
 def config_of(line: str) -> TrainConfig:
-    return cli.train_config(cli.make_parser().parse_args(line.split()))
+    return cli.train_config(line.split()[1:])
 
 
 def test_what_is_given_arrives() -> None:
@@ -464,7 +465,7 @@ def test_evaluate_prints_a_table_in_which_a_class_without_rows_has_no_accuracy()
         "class_accuracy": [0.75, None],
         "confusion": [[3, 1], [0, 0]],
     }
-    assert cli.metrics_table(metrics).splitlines() == [
+    assert metrics_table(metrics).splitlines() == [
         "test split of digits: 1,234 images",
         "accuracy 0.7500   loss 0.5000",
         "rows: what the images are; columns: what they were taken for",
@@ -489,7 +490,7 @@ def metrics_of(classes: list[str], confusion: list[list[int]]) -> dict[str, Any]
 
 def test_evaluate_shows_the_names_of_classes_whole() -> None:
     names = ["blue_square", "red_circle", "red_square"]
-    table = cli.metrics_table(metrics_of(names, [[3, 0, 1], [0, 2, 0], [0, 0, 123456]]))
+    table = metrics_table(metrics_of(names, [[3, 0, 1], [0, 2, 0], [0, 0, 123456]]))
     assert table.splitlines()[2:] == [
         "rows: what the images are; columns: what they were taken for",
         "class       accuracy   blue_square  red_circle  red_square",
@@ -502,7 +503,7 @@ def test_evaluate_shows_the_names_of_classes_whole() -> None:
 def test_names_that_are_too_wide_for_columns_have_numbers() -> None:
     names = ["T - shirt / top", "Trouser", "Pullover", "Dress", "Ankle boot"]
     rows = [[7 * (row == column) for column in range(5)] for row in range(5)]
-    lines = cli.metrics_table(metrics_of(names, rows)).splitlines()
+    lines = metrics_table(metrics_of(names, rows)).splitlines()
     assert lines[2:5] == [
         "rows: what the images are; columns: what they were taken for, by number",
         "class             accuracy       0     1     2     3     4",
@@ -513,7 +514,7 @@ def test_names_that_are_too_wide_for_columns_have_numbers() -> None:
 
 
 def test_names_that_would_steer_a_terminal_are_cleaned() -> None:
-    table = cli.metrics_table(
+    table = metrics_table(
         metrics_of(["a\x1b[2Jb", "c\nd\x9b"], [[1, 0], [0, 1]]) | {"dataset": {"name": "x\x1b[H"}}
     )
     assert all(character.isprintable() or character == "\n" for character in table)

@@ -24,6 +24,7 @@ from ddp_mnist.errors import CheckFailed, UsageError
 from ddp_mnist.models import MODELS
 from ddp_mnist.run import weights
 from ddp_mnist.verbs import export
+from ddp_mnist.verbs.flags import EXPORTS
 from ddp_mnist.verify.watch import just_train, proof_config
 
 
@@ -110,7 +111,7 @@ def test_every_net_can_be_exported(architecture: str) -> None:
 
 
 def test_the_forms_are_those_of_the_flag() -> None:
-    assert tuple(export.FORMS) == cli.EXPORTS
+    assert tuple(export.FORMS) == EXPORTS
 
 
 def test_a_form_with_other_logits_is_refused() -> None:

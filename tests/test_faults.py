@@ -88,7 +88,7 @@ def test_fault_01_fault_02_fault_34_a_worker_is_killed_and_then_the_launcher(
     A worker that took too much memory is killed by the kernel with the same signal.
     """
     run = tmp_path / "run"
-    restart = ["-m", "ddp_mnist.verbs.restart", "3", "--", *TWO_PROCESSES, *TRAIN]
+    restart = ["-m", "ddp_mnist", "restart", "3", "--", *TWO_PROCESSES, *TRAIN]
     started = Started([*restart, *flags_of("patient", run)], tmp_path, HUSH)
     wait_for_checkpoint(run)
     [launcher] = workers_of(started)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from ddp_mnist import cli
 from ddp_mnist.cluster.local import free_port
-from ddp_mnist.verbs import multinode
 
 
 def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
     """Return the code and the one line with which these arguments end."""
     with pytest.raises(SystemExit) as ended:
-        multinode.main(arguments)
+        cli.main(["multinode", *arguments])
     [line] = capsys.readouterr().err.splitlines()
     assert isinstance(ended.value.code, int)
     return ended.value.code, line
@@ -32,9 +32,9 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[i
         ),
         (
             ["--machine-rank", "0", "--main-process-ip", "127.0.0.1", "--main-process-port", "0"],
-            "MAIN_PROCESS_PORT=0: must be a whole number",
+            "MAIN_PROCESS_PORT=0: must be at least 1",
         ),
-        (["--nproc-per-node", "-1"], "NPROC_PER_NODE=-1: must be a whole number"),
+        (["--nproc-per-node", "-1"], "NPROC_PER_NODE=-1: must be at least 1"),
     ],
 )
 def test_incomplete_or_wrong_variables(

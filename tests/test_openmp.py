@@ -34,7 +34,8 @@ LAUNCHED = {
     "torchrun": [*TORCHRUN, "--nproc-per-node", "2", *TRAIN],
     "accelerate, by the rehearsal": [
         "-m",
-        "ddp_mnist.verbs.multinode",
+        "ddp_mnist",
+        "multinode",
         "--",
         "--dataset",
         "digits",

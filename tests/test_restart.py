@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 
+from ddp_mnist import cli
 from ddp_mnist.run.folder import lock_folder, read_json, to_json, unlock, write_atomically
 from ddp_mnist.verbs import restart
 from tests.commands import Started
 
-ENTRY = ["-m", "ddp_mnist.verbs.restart"]
+ENTRY = ["-m", "ddp_mnist", "restart"]
 
 LOST = {"state": "failed", "exit_code": 6, "error": "rank 1 was lost"}
 KILLED = {"state": "running", "exit_code": None, "error": None}
@@ -322,7 +323,7 @@ def test_a_wrong_command_line_is_one_line(
     argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
-        restart.main(argv)
+        cli.main(["restart", *argv])
     assert ended.value.code == 2
     out, err = capsys.readouterr()
     assert out == ""
@@ -333,6 +334,6 @@ def test_a_wrong_command_line_is_one_line(
 def test_a_place_that_cannot_be_written_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     Path("runs").touch()
     with pytest.raises(SystemExit) as ended:
-        restart.main(["3", "--", *COMMAND])
+        cli.main(["restart", "3", "--", *COMMAND])
     assert ended.value.code == 5
     assert re.fullmatch(r"ddp-mnist: error: runs: .+ \(code 5\)\n", capsys.readouterr().err)

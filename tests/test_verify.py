@@ -11,6 +11,7 @@ from ddp_mnist import cli
 from ddp_mnist.errors import CheckFailed
 from ddp_mnist.verify import proofs
 from ddp_mnist.verify.faults import FAULTS
+from ddp_mnist.verify.flags import Verify
 from ddp_mnist.verify.proofs import Watched
 from ddp_mnist.verify.results import FAIL, PASS, CheckResult
 from ddp_mnist.verify.watch import largest_difference
@@ -86,11 +87,8 @@ def test_an_injected_fault_is_a_failed_check(
 ) -> None:
     """Exit code 1 in any case, and the file says what was injected."""
     monkeypatch.setattr("ddp_mnist.verify.proofs.verify", lambda *_: iter([GOOD, BAD]))
-    arguments = cli.make_parser().parse_args(
-        ["verify", "--inject", "gradients", "--save", str(tmp_path / "v.json")]
-    )
     with pytest.raises(CheckFailed, match="--inject gradients: NOT caught by 'gradients'"):
-        cli.verify(arguments)
+        proofs.run(Verify(inject="gradients", save=str(tmp_path / "v.json")))
     written = json.loads((tmp_path / "v.json").read_text())
     assert (written["passed"], written["planted"]) == (False, "gradients")
 

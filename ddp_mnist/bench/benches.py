@@ -6,6 +6,7 @@ process is warmed up first. Processes have one CPU thread each, as under `make t
 
 from __future__ import annotations
 
+import json
 import statistics
 import tempfile
 from collections.abc import Callable
@@ -25,13 +26,15 @@ from ddp_mnist.bench.figures import (
     ratio_of_difference,
     spread,
 )
+from ddp_mnist.bench.flags import Bench
 from ddp_mnist.bench.steps import KINDS, Kind, time_steps
 from ddp_mnist.bench.strategies import STRATEGIES
 from ddp_mnist.cluster import hardware
 from ddp_mnist.cluster.local import backend_among, preload, run_world
 from ddp_mnist.config import Distribution, Run, TrainConfig
-from ddp_mnist.data.cache import load
-from ddp_mnist.errors import UsageError
+from ddp_mnist.data.cache import choose, load
+from ddp_mnist.errors import CheckFailed, UsageError
+from ddp_mnist.run.console import Console
 from ddp_mnist.run.environment import package_versions
 from ddp_mnist.run.summary import count
 
@@ -76,6 +79,30 @@ class Row:
     def __str__(self) -> str:
         mark = f"  goal {'met' if self.met else 'missed'}: {self.goal}" if self.goal else ""
         return f"{self.what:<52} {self.figure}{mark}"
+
+
+def run(flags: Bench) -> None:
+    """Print each figure beside its goal, then all as one line of JSON.
+
+    Raises:
+        CheckFailed: a goal is missed, with --check.
+    """
+    console, what = Console(True), flags.what
+    name, notes_on_data = choose(flags.dataset, flags.cache_dir)
+    repeats = flags.repeats or (5 if what == "memory" else 11)
+    options = Options(name, flags.cache_dir, flags.processes or default_processes(what), repeats)
+    for note in [*notes_on_data, *notes(options)]:
+        console.print(note)
+    rows = BENCHES[what](options)
+    for row in rows:
+        console.print(str(row))
+    console.print(json.dumps(describe(what, options, rows)))
+    missed = [f"{row.what} {row.figure}, goal {row.goal}" for row in rows if not row.met]
+    if flags.check and missed:
+        raise CheckFailed(
+            f"bench {what}: {'; '.join(missed)} on MNIST and two free CPU cores; close other"
+            " programs and repeat"
+        )
 
 
 def default_processes(bench: str) -> int:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
+from ddp_mnist.errors import UsageError
 from ddp_mnist.verify.results import WARN, CheckResult, failed, passed, warned
 
 LOAD = "load"  # the check of what other programs hold
@@ -60,3 +63,21 @@ def compare(name: str, here: float, there: float, tolerance: float, busy_here: s
         text = f"{text}, on a busy machine ({busy_here})"
         fix = f"check again while nothing else runs; if it stays, {fix}"
     return failed("against", text, fix)
+
+
+def read_saved(file: str | None) -> dict[str, Any] | None:
+    """Return what --save wrote there.
+
+    Raises:
+        UsageError: it did not write this file.
+    """
+    if file is None:
+        return None
+    try:
+        saved = json.loads(Path(file).read_text(encoding="utf-8"))
+        for finding in saved["findings"]:
+            {name: float(value) for name, value in finding["figures"].items()}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        reason = getattr(error, "strerror", None) or "not from doctor --save"
+        raise UsageError(f"--against {file}: cannot be read ({reason}); name another") from error
+    return saved

@@ -5,20 +5,40 @@ Only rank 0's machine needs the run folder: rank 0 reads the weights and sends t
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from ddp_mnist.cluster import rendezvous
-from ddp_mnist.cluster.launch import Launch
+from ddp_mnist.cluster.launch import Launch, find_launch
 from ddp_mnist.cluster.world import broadcast_bytes, join_world
 from ddp_mnist.config import Distribution
 from ddp_mnist.data import cache
 from ddp_mnist.data.batches import ImageData, Rows, split_rows
-from ddp_mnist.errors import CheckpointError, UsageError
+from ddp_mnist.errors import CheckpointError, UsageError, printable
 from ddp_mnist.run import weights
+from ddp_mnist.run.console import Console
 from ddp_mnist.run.evaluation import evaluate_split, prepare_split
 from ddp_mnist.run.folder import CONFIG, read_json
+from ddp_mnist.verbs.flags import Evaluate
+
+MATRIX_COLUMNS = 80  # of the table with the classes' names, before there are numbers instead
+
+
+def run(flags: Evaluate, distribution: Distribution) -> None:
+    """Print the metrics, on rank 0."""
+    metrics = evaluate_run(
+        flags.run,
+        flags.split,
+        distribution,
+        find_launch(distribution),
+        dataset=flags.dataset,
+        cache_dir=flags.cache_dir,
+        per_process=flags.batch_size,
+    )
+    if metrics is not None:
+        Console(True).print(json.dumps(metrics) if flags.json else metrics_table(metrics))
 
 
 def evaluate_run(
@@ -44,8 +64,6 @@ def evaluate_run(
         DataError: the data set is not there.
         UsageError: it has another number of classes, or too few images for the split.
     """
-    if per_process is not None and per_process < 1:
-        raise UsageError(f"--batch-size {per_process}: must be at least 1")
     with join_world(flags, launch, full_precision=True) as world:
         store = world.store
         content = weights.read_bytes(run) if store.rank == 0 else b""
@@ -74,6 +92,33 @@ def evaluate_run(
             "classes": trained.classes,
             **asdict(metrics),
         }
+
+
+def metrics_table(metrics: dict[str, Any]) -> str:
+    """Return accuracy, loss and confusion matrix; where names are too wide, columns are numbers."""
+    names = [printable(name) for name in metrics["classes"]]
+    counts = [f"{n}" for row in metrics["confusion"] for n in row]
+    width = max(5, *map(len, names), *map(len, counts))
+    columns, taken_for = names, "what they were taken for"
+    if (width + 1) * len(names) + max(map(len, names)) > MATRIX_COLUMNS:
+        columns = [str(number) for number in range(len(names))]
+        names = [f"{number} {name}" for number, name in enumerate(names)]
+        taken_for += ", by number"
+        width = max(5, *map(len, columns), *map(len, counts))
+    first = max(8, *map(len, names))
+    lines = [
+        f"{metrics['split']} split of {printable(metrics['dataset']['name'])}:"
+        f" {metrics['count']:,} images",
+        f"accuracy {metrics['accuracy']:.4f}   loss {metrics['loss']:.4f}",
+        f"rows: what the images are; columns: {taken_for}",
+        f"{'class':<{first}} accuracy   " + " ".join(f"{name:>{width}}" for name in columns),
+    ]
+    for name, accuracy, row in zip(
+        names, metrics["class_accuracy"], metrics["confusion"], strict=True
+    ):
+        shown = "-" if accuracy is None else f"{accuracy:.4f}"
+        lines.append(f"{name:<{first}} {shown:>8}   " + " ".join(f"{n:>{width}}" for n in row))
+    return "\n".join(lines)
 
 
 def _read_config(run: str) -> dict[str, Any]:

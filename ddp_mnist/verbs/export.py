@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from ddp_mnist import __version__
 from ddp_mnist.errors import CheckFailed, CheckpointError, UsageError, printable
 from ddp_mnist.run import weights
+from ddp_mnist.run.console import Console
 from ddp_mnist.run.folder import (
     CONFIG,
     SUMMARY,
@@ -36,6 +37,7 @@ from ddp_mnist.run.folder import (
     write_atomically,
 )
 from ddp_mnist.run.weights import Trained
+from ddp_mnist.verbs.flags import Export
 from ddp_mnist.verbs.templates import render
 
 FOLDER = "export"
@@ -47,6 +49,14 @@ CHECKED_IMAGES = 100
 LIMIT = 1e-4  # of a logit, absolute: other libraries sum in another order
 
 Outputs = Callable[[Tensor], Tensor]  # of images, logits
+
+
+def run(flags: Export) -> None:
+    """Write the forms, and say where, and how they come to the Hub."""
+    console = Console(True)
+    folder = export(flags.run, list(flags.format), flags.out, console.print)
+    console.print(f"written to {folder}")
+    console.print(f"to the Hub: hf upload YOUR_NAME/{Path(flags.run).resolve().name} {folder}")
 
 
 def export(

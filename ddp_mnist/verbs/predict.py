@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,7 +27,10 @@ from PIL.ExifTags import Base
 from ddp_mnist.data.decode import IMAGE_SHAPE, as_grey, decode_image, is_as_seen
 from ddp_mnist.errors import DataError, UsageError, reason
 from ddp_mnist.run import weights
+from ddp_mnist.run.console import Console
 from ddp_mnist.run.folder import storage_errors
+from ddp_mnist.run.outputs import check_place
+from ddp_mnist.verbs.flags import Predict
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff")
 
@@ -43,6 +47,29 @@ LONGEST_SIDE = 1000  # of a photo, in pixels; the digit in it becomes 20 high
 LEAST_CONTRAST = 8  # of 255, between paper and strokes
 
 FAINT = 0.25  # of the strongest stroke: less is paper, its shadows and its grain
+
+
+def run(flags: Predict) -> None:
+    """Print a line for each image; draw what was seen where --show asks for it.
+
+    Raises:
+        DataError: a file cannot be read; the others have their lines, and their places in the
+            picture.
+    """
+    picture = check_place(flags.show, "--show", ".png")
+    console, answers, unread = Console(True), [], None
+    try:
+        for line, seen in predict(flags.run, flags.images, flags.digit_photos):
+            console.print(json.dumps(line))
+            if not (console.verbose or picture):
+                return  # nobody reads the rest
+            answers += [(line, seen)] if picture and seen is not None else []
+    except DataError as error:
+        unread = error
+    if picture and answers:
+        draw(answers, picture)
+    if unread:
+        raise unread
 
 
 def predict(

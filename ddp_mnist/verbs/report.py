@@ -24,6 +24,7 @@ import torch
 from ddp_mnist.data import cache
 from ddp_mnist.errors import CheckpointError, DdpMnistError
 from ddp_mnist.run import weights
+from ddp_mnist.run.console import Console
 from ddp_mnist.run.folder import (
     CONFIG,
     METRICS,
@@ -34,7 +35,9 @@ from ddp_mnist.run.folder import (
     storage_errors,
     write_atomically,
 )
+from ddp_mnist.run.outputs import check_place
 from ddp_mnist.verbs import plots, templates
+from ddp_mnist.verbs.flags import Report
 
 MOST_WRONG = 24
 
@@ -118,6 +121,21 @@ class ReportedRun:
                 }
             )
         return lines
+
+
+def run(flags: Report) -> None:
+    """Write the page, and say where."""
+    out = check_place(flags.out, "--out")
+    console = Console(True)
+    console.print("reading    the runs, and asking each model for its mistakes")
+    for path in report(
+        flags.runs,
+        str(out) if out else None,
+        png=flags.png,
+        dataset=flags.dataset,
+        cache_dir=flags.cache_dir,
+    ):
+        console.print(f"written to {path}")
 
 
 def report(

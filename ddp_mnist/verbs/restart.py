@@ -14,33 +14,15 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 from ddp_mnist.config import Run
-from ddp_mnist.errors import UsageError
-from ddp_mnist.run.console import Console, run_program
+from ddp_mnist.run.console import Console
 from ddp_mnist.run.folder import STATUS, in_use, read_json, reserve, without_link
 
 ORPHANS_MAY_TAKE_S = 60  # processes whose launcher was killed save their checkpoint, and end
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-
-
-def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """Run `python -m ddp_mnist.verbs.restart N -- COMMAND ... train FLAGS`."""
-    run_program(run, argv)
-
-
-def run(argv: list[str]) -> int:
-    """Return the exit code of `N -- COMMAND ... train FLAGS`."""
-    from ddp_mnist.cli import make_parser
-
-    if argv and argv[1:2] == ["--"] and not argv[0].isdecimal():
-        raise UsageError(f"RESTARTS={argv[0]}: must be a whole number")
-    if len(argv) < 3 or not argv[0].isdecimal() or argv[1] != "--" or "train" not in argv:
-        raise UsageError("python -m ddp_mnist.verbs.restart: needs N -- COMMAND ... train FLAGS")
-    typed = vars(make_parser().parse_args(argv[argv.index("train") :]))
-    return restart(int(argv[0]), argv[2:], typed)
 
 
 def restart(restarts: int, command: Sequence[str], typed: dict[str, Any]) -> int:
@@ -143,7 +125,3 @@ def why_again(status: dict[str, Any]) -> str | None:
     if status.get("state") == "running":
         return "the process that wrote the run folder was killed"
     return None
-
-
-if __name__ == "__main__":
-    main()

@@ -7,6 +7,7 @@ float32 code on two processes drifts a hundredth away from one process, float64 
 from __future__ import annotations
 
 import itertools
+import os
 import signal
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -24,13 +25,16 @@ from ddp_mnist.cluster.world import join_world
 from ddp_mnist.config import Distribution
 from ddp_mnist.data import cache
 from ddp_mnist.data.batches import Rows
-from ddp_mnist.errors import DdpMnistError
+from ddp_mnist.errors import CheckFailed, DdpMnistError, UsageError
 from ddp_mnist.run import weights
+from ddp_mnist.run.console import Console
 from ddp_mnist.run.environment import package_versions
 from ddp_mnist.run.evaluation import evaluate_split, prepare_split
+from ddp_mnist.run.outputs import check_place, save_json
 from ddp_mnist.run.summary import count
 from ddp_mnist.verify import results
 from ddp_mnist.verify.faults import FAULTS
+from ddp_mnist.verify.flags import Verify
 from ddp_mnist.verify.results import FAIL, PASS, CheckResult
 from ddp_mnist.verify.watch import (
     STEPS,
@@ -64,6 +68,28 @@ class Watched:
     model: str
     folder: Path
     ranks: list[Seen]
+
+
+def run(flags: Verify) -> None:
+    """Print each check as it is done; write them all to --save.
+
+    Raises:
+        CheckFailed: one failed, or a fault was injected.
+    """
+    save = check_place(flags.save, "--save")
+    assert save
+    if (os.environ.get("WORLD_SIZE") or "1") != "1":
+        raise UsageError("verify: starts its own processes; start it without a launcher")
+    console, checks = Console(True), list[CheckResult]()
+    sizes = sizes_up_to(flags.processes)
+    for line in verify(sizes, flags.inject, flags.model):
+        console.print(str(line))
+        if isinstance(line, CheckResult):
+            checks.append(line)
+    save_json(save, describe(checks, sizes, flags.inject, flags.model))
+    if wrong := failure_summary(checks, flags.inject, flags.model):
+        raise CheckFailed(wrong)
+    console.print(f"all {len(checks)} checks passed; written to {save}")
 
 
 def sizes_up_to(processes: int) -> list[int]:
