@@ -22,7 +22,7 @@ from torch import nn
 
 from ddp_mnist.config import Recipe, resolve_recipe
 from ddp_mnist.data import cache
-from ddp_mnist.data.batches import GlobalBatches, ImageData, Rows, split_rows
+from ddp_mnist.data.batches import GlobalBatches, ImageData, split_images
 from ddp_mnist.models import MODELS
 from ddp_mnist.optim import learning_rate, make_optimizer
 
@@ -36,8 +36,7 @@ def train_plain(
     device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
     recipe = resolve_recipe(given, len(images.train_labels), world_size)
     images = images.to(device)
-    numbers, _ = split_rows(len(images.train_labels), recipe.val_size)
-    rows = Rows(images.train_images, images.train_labels, numbers)
+    rows, _, _ = split_images(images, recipe.val_size)
     batches = GlobalBatches(len(rows), recipe.batch_size, seed, device=device)
     share = recipe.batch_size // world_size
     mine = slice(rank * share, (rank + 1) * share)

@@ -30,7 +30,7 @@ MODES = ("L", "LA", "RGB", "RGBA", "P", "1", "CMYK", "YCbCr", "HSV", "I", "I;16"
 
 
 def rgba(width: int, height: int) -> PIL.Image.Image:
-    """Colours and opacities of every kind."""
+    """Return colours and opacities of every kind."""
     values = np.random.default_rng(width).integers(0, 256, (height, width, 4), dtype=np.uint8)
     values[: height // 2, :, 3] = 255
     return PIL.Image.fromarray(values)
@@ -92,8 +92,8 @@ def test_an_edited_decoder_has_another_digest(
 # --- What kind of images a data set holds
 
 
-def digits(split: str = "train") -> np.ndarray:
-    return getattr(cache.load("digits"), f"{split}_images").numpy()[:200]
+def digits() -> np.ndarray:
+    return cache.load("digits").train_images.numpy()[:200]
 
 
 def preparation_of(
@@ -108,25 +108,39 @@ def preparation_of(
     return Decoded(images, labels, classes, [], as_stored).preparation()
 
 
-def test_digits_as_mnist_stores_them_are_known_by_facts() -> None:
-    expected = Preparation([], bright_on_black=True, digit_photos=True)
-    assert preparation_of(digits()) == expected
-    for other in (
-        preparation_of(digits(), classes=list("abcdefghij")),  # letters may be drawn so too
-        preparation_of(digits(), classes=[*DIGITS, "none"]),
-        preparation_of(digits(), as_stored=False),  # photos of 96x96, say
-    ):
-        assert (other.bright_on_black, other.digit_photos) == (True, False)
-
-
 def drawn_to_the_border() -> np.ndarray:
-    """Bright on black, in a frame that they fill, as Fashion-MNIST's clothes do."""
+    """Return bright on black in a frame that they fill, as Fashion-MNIST's clothes do."""
     clothes = digits().repeat(2, 1)[:, 14:42].copy()
     clothes[:, :20, 0] = 200
     return clothes
 
 
-def test_idx_files_have_no_names_and_are_told_apart_all_the_same(tmp_path: Path) -> None:
+def test_digits_as_mnist_stores_them_are_known_by_facts() -> None:
+    images, blank = digits(), np.zeros((1, 28, 28), dtype=np.uint8)
+    known = Preparation([], bright_on_black=True, digit_photos=True)
+    assert preparation_of(images) == known
+    few = images.copy()
+    few[:15, 0, 14] = 255  # as in 1.3 % of MNIST
+    assert bright_on_black(few)
+    for other in (
+        preparation_of(images, classes=list("abcdefghij")),  # letters may be drawn so too
+        preparation_of(images, classes=[*DIGITS, "none"]),
+        preparation_of(images, as_stored=False),  # photos of 96x96, say
+    ):
+        assert (other.bright_on_black, other.digit_photos) == (True, False)
+    for train, test in [
+        (255 - images, None),
+        (drawn_to_the_border(), None),
+        (images, 255 - images),
+        # predict would invert that one file, and evaluate does not
+        (images, np.concatenate([images, 255 - images[:1]])),
+        (images, np.concatenate([images, blank])),  # predict would refuse it
+    ]:
+        other = preparation_of(train, test)
+        assert (other.bright_on_black, other.digit_photos) == (False, False)
+
+
+def test_idx_files_have_no_names_and_are_distinguished_all_the_same(tmp_path: Path) -> None:
     for name, images, expected in [
         ("digits", digits(), True),
         ("clothes", drawn_to_the_border(), False),
@@ -140,24 +154,6 @@ def test_idx_files_have_no_names_and_are_told_apart_all_the_same(tmp_path: Path)
         assert loaded.preparation.digit_photos is expected
 
 
-def test_images_that_are_not_bright_strokes_on_black() -> None:
-    images, blank = digits(), np.zeros((1, 28, 28), dtype=np.uint8)
-    one_inverted = np.concatenate([images, 255 - images[:1]])
-    clothes = drawn_to_the_border()
-    for train, test in [
-        (255 - images, None),
-        (clothes, None),
-        (images, 255 - images),
-        (images, one_inverted),  # predict would invert that one file, and evaluate does not
-        (images, np.concatenate([images, blank])),  # predict would refuse it
-    ]:
-        other = preparation_of(train, test)
-        assert (other.bright_on_black, other.digit_photos) == (False, False)
-    few = images.copy()
-    few[:15, 0, 14] = 255  # as in 1.3 % of MNIST
-    assert bright_on_black(few)
-
-
 def test_mnist_and_the_digits_are_of_that_kind(mnist: Path) -> None:
     for dataset in ("digits", str(mnist)):
         assert cache.load(dataset).preparation.digit_photos
@@ -167,7 +163,7 @@ def test_mnist_and_the_digits_are_of_that_kind(mnist: Path) -> None:
 
 
 def bytes_a_pixel(file: str, photo: bool) -> float:
-    """Memory at its highest while a file is prepared, above what this process had before."""
+    """Return the highest use of memory while a file is prepared, above what there was before."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     (as_mnist if photo else as_trained)(Path(file))
     kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
@@ -180,7 +176,7 @@ def bytes_a_pixel(file: str, photo: bool) -> float:
 def test_a_large_photo_takes_little_memory(
     photo: bool, mode: str, limit: float, tmp_path: Path
 ) -> None:
-    """4 bytes a pixel are Pillow's own, but for grey."""
+    """4 bytes a pixel are Pillow's own, except in grey."""
     width, height = 4000, MEGAPIXELS * 250
     page = PIL.Image.new(mode, (width, height), "white")
     page.paste(PIL.Image.new(mode, (width // 9, height // 2), "black"), (width // 2, height // 4))

@@ -366,7 +366,14 @@ def cut(size: int) -> Callable[[bytes], bytes]:
 
 
 def flipped(at: int) -> Callable[[bytes], bytes]:
-    return lambda content: content[:at] + bytes([content[at] ^ 0x55]) + content[at + 1 :]
+    """Return what flips some bits of the byte at this place, counted from the end if negative."""
+
+    def flip(content: bytes) -> bytes:
+        spoilt = bytearray(content)
+        spoilt[at] ^= 0x55
+        return bytes(spoilt)
+
+    return flip
 
 
 def in_train(names: str = "", **columns: Any) -> Spoiler:

@@ -74,23 +74,17 @@ class ImageData:
 # --- Rows
 
 
-def split(images: ImageData, val_size: int) -> tuple[Rows, Rows, Rows]:
-    """Return the rows to train, validate and test on.
+def split_images(images: ImageData, val_size: int) -> tuple[Rows, Rows, Rows]:
+    """Return the rows to train on, to validate on and to test on.
 
-    `val_size` train rows are held out for validation, the same ones for every seed and run.
+    `val_size` train images are held out for validation, the same ones for every seed and run.
     """
-    train, validation = split_rows(len(images.train_labels), val_size)
+    order = torch.randperm(len(images.train_labels), generator=generator("validation"))
     return (
-        Rows(images.train_images, images.train_labels, train),
-        Rows(images.train_images, images.train_labels, validation),
+        Rows(images.train_images, images.train_labels, order[val_size:]),
+        Rows(images.train_images, images.train_labels, order[:val_size]),
         Rows(images.test_images, images.test_labels),
     )
-
-
-def split_rows(rows: int, val_size: int) -> tuple[Tensor, Tensor]:
-    """Return the rows for training and for validation, int64, as indices into the train split."""
-    order = torch.randperm(rows, generator=generator("validation"))
-    return order[val_size:], order[:val_size]
 
 
 class Rows(Dataset[tuple[Tensor, Tensor, Tensor]]):
@@ -124,16 +118,6 @@ class Rows(Dataset[tuple[Tensor, Tensor, Tensor]]):
 
 
 # --- Their order
-
-
-def split_images(images: ImageData, val_size: int) -> tuple[Rows, Rows, Rows]:
-    """Return the rows to train on, to validate on and to test on."""
-    train, val = split_rows(len(images.train_labels), val_size)
-    return (
-        Rows(images.train_images, images.train_labels, train),
-        Rows(images.train_images, images.train_labels, val),
-        Rows(images.test_images, images.test_labels),
-    )
 
 
 class GlobalBatches(Sampler[Any]):

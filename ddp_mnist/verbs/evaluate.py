@@ -15,7 +15,7 @@ from ddp_mnist.cluster.launch import Launch, find_launch
 from ddp_mnist.cluster.world import broadcast_bytes, join_world
 from ddp_mnist.config import Distribution
 from ddp_mnist.data import cache
-from ddp_mnist.data.batches import ImageData, Rows, split_rows
+from ddp_mnist.data.batches import ImageData, Rows, split_images
 from ddp_mnist.errors import CheckpointError, UsageError, printable
 from ddp_mnist.run import weights
 from ddp_mnist.run.console import Console
@@ -137,8 +137,9 @@ def _read_config(run: str) -> dict[str, Any]:
 
 
 def _rows(images: ImageData, split: str, val_size: int) -> Rows:
+    train, validation, test = split_images(images, val_size)
     if split == "test":
-        return Rows(images.test_images, images.test_labels)
+        return test
     if split == "validation" and val_size == 0:
         raise UsageError("--split validation: the run held no images out (--val-size 0)")
     if (there := len(images.train_labels)) <= val_size:
@@ -146,6 +147,4 @@ def _rows(images: ImageData, split: str, val_size: int) -> Rows:
             f"--split {split}: {images.name} has {there:,} train images, and the run held"
             f" {val_size:,} out; use --split test"
         )
-    train_numbers, val_numbers = split_rows(there, val_size)
-    numbers = train_numbers if split == "train" else val_numbers
-    return Rows(images.train_images, images.train_labels, numbers)
+    return train if split == "train" else validation
