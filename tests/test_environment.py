@@ -62,8 +62,5 @@ def test_the_commit_is_that_of_the_checkout(
     assert git_commit() == commit
     code.write_text("a = 2\n")
     assert git_commit() == commit + "+"
-
-
-def test_no_commit_where_there_is_no_git(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
-    assert git_commit() is None
+    assert git_commit() is None  # no git

@@ -22,8 +22,8 @@ from tests.training import what_it_says
 STEPS = 6  # of an epoch of 15
 
 
-def test_each_rank_leaves_a_trace_of_its_steps(tmp_path: Path) -> None:
-    config = proof_config()
+def test_each_rank_leaves_a_trace_of_its_steps_and_computes_the_same(tmp_path: Path) -> None:
+    config = proof_config(epochs=1)
     profiled = dataclasses.replace(config.run, profile=STEPS, quiet=False)
     said, silence = run_world(
         2, what_it_says, dataclasses.replace(config, run=profiled), folder=tmp_path
@@ -43,20 +43,16 @@ def test_each_rank_leaves_a_trace_of_its_steps(tmp_path: Path) -> None:
     assert shown[-1].startswith("communication, partly at the same time")
     assert share > 0.1  # gloo's threads are counted
     assert "traces     run/profile/rank-0.json.gz" in said
-
-    # It changes no result
-    run_world(2, just_train, proof_config("plain"), folder=tmp_path)
+    run_world(2, just_train, proof_config("plain", epochs=1), folder=tmp_path)
     watched, unwatched = weights_of(tmp_path / "run"), weights_of(tmp_path / "plain")
     assert all((watched[name] == unwatched[name]).all() for name in watched)
 
 
 def test_more_than_an_epoch_has_is_refused_and_nothing_begun(tmp_path: Path) -> None:
     config = proof_config()
-    run = dataclasses.replace(config.run, profile=15)
-    with pytest.raises(
-        Exception, match=r"^--profile 15: an epoch has 15 steps; ask for at most 14\n"
-    ):
-        run_world(1, just_train, dataclasses.replace(config, run=run), folder=tmp_path)
+    config = dataclasses.replace(config, run=dataclasses.replace(config.run, profile=15))
+    with pytest.raises(Exception, match=r"^--profile 15: an epoch has 15 steps; ask .* most 14\n"):
+        run_world(1, just_train, config, folder=tmp_path)
     assert not (tmp_path / "run").exists()
 
 
@@ -69,7 +65,7 @@ def test_more_than_an_epoch_has_is_refused_and_nothing_begun(tmp_path: Path) -> 
         (14, 0, 15, 45, 16),
         (14, 0, 15, 15, 1),  # the only place there is, warm or not
         (6, 0, 15, 15, 9),
-        (5, 22, 15, 45, 32),  # of a run that is taken up
+        (5, 22, 15, 45, 32),  # of a resumed run
         (5, 30, 15, 45, 40),
         (5, 39, 15, 45, 40),
         (5, 40, 15, 45, None),
@@ -93,7 +89,7 @@ def test_a_run_with_too_few_steps_left_says_so(capsys: pytest.CaptureFixture[str
 
 
 def entry(key: str, **times: Any) -> Any:
-    """As torch averages them, of 4 calls."""
+    """Return an entry as torch averages it, of 4 calls."""
     values = {
         "cpu_time_total": 0.0,
         "self_cpu_time_total": 0.0,

@@ -24,7 +24,7 @@ from ddp_mnist import cli
 from ddp_mnist.cluster.local import run_world
 from ddp_mnist.data import cache
 from ddp_mnist.errors import CheckpointError
-from ddp_mnist.run.folder import lock_folder, read_json, unlock
+from ddp_mnist.run.folder import RunFolder, read_json
 from ddp_mnist.verbs import plots, report
 from ddp_mnist.verify.watch import just_train, proof_config, resumed, train_until
 
@@ -291,7 +291,7 @@ def test_other_verbs_say_that_they_answer_with_the_earlier_model(
     lines.append(["predict", str(folder / "first"), str(image)])
     [outcomes] = run_world(1, typed, lines, folder=tmp_path)
     told = (
-        f"ddp-mnist: warning: {run}: was taken up again and is not finished (preempted, at step"
+        f"ddp-mnist: warning: {run}: was resumed and is not finished (preempted, at step"
         " 51); this is its earlier model, of step 45; let it finish, or go on: ddp-mnist train"
         f" --resume {run}\n"
     )
@@ -329,12 +329,12 @@ def test_a_run_that_was_killed_and_one_that_runs(folder: Path, tmp_path: Path) -
         file.write('{"step": 8, "lo')  # torn
     [path] = report.report([str(run)])
     assert "It was killed, at step 7" in " ".join(Page(path.read_text()).text.split())
-    lock = lock_folder(run)
-    [path] = report.report([str(run)])
+    with RunFolder() as writing:
+        writing.open(run)
+        [path] = report.report([str(run)])
     assert "no result yet. It is running, at step 7" in " ".join(
         Page(path.read_text()).text.split()
     )
-    unlock(lock)
 
 
 @pytest.mark.parametrize("name", ["a$^$", "_base", "<&>"])

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from ddp_mnist import cli
-from ddp_mnist.run.folder import lock_folder, read_json, to_json, unlock, write_atomically
+from ddp_mnist.run.folder import RunFolder, read_json
 from ddp_mnist.verbs import restart
 from tests.commands import Started
 
@@ -222,12 +222,13 @@ def test_the_run_goes_into_the_typed_folder_else_into_a_new_one(
 def orphan(folder: Path) -> Iterator[threading.Event]:
     """Hold the folder's lock until the event; then write that the run is saved, and end."""
     folder.mkdir()
-    lock, ends = lock_folder(folder), threading.Event()
+    run, ends = RunFolder(), threading.Event()
+    run.open(folder)
 
     def go_on() -> None:
         if ends.wait(10):
-            write_atomically(folder / "status.json", to_json(PREEMPTED).encode())
-        unlock(lock)
+            run.write_json("status.json", PREEMPTED)
+        run.release()
 
     thread = threading.Thread(target=go_on)
     thread.start()

@@ -1,7 +1,7 @@
 """Checkpoints: one file per step, whole or not there, and read without running any code from it.
 
-A file is what torch.save writes, followed by the 32-byte SHA-256 of that. Zip's own checksums are
-not looked at by torch.load: of 200 flipped bits it loads 195 without a word.
+A file is what torch.save writes, followed by the 32-byte SHA-256 of that. torch.load does not check
+the checksums inside the zip: of 200 flipped bits it loads 195 without a word.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ddp_mnist.errors import CheckpointError
+from ddp_mnist.errors import CheckpointError, reason
 from ddp_mnist.run.folder import CHECKPOINTS, storage_errors, write_atomically
 
 DIGEST_BYTES = hashlib.sha256().digest_size
@@ -24,11 +24,11 @@ NAME = re.compile(r"step-(\d{8,})\.pt")
 
 
 class Damaged(Exception):
-    """A file that is not what `save` wrote. The message is a clause, e.g. `is cut short`."""
+    """A file is not what `save` wrote. The message is a clause, e.g. `is cut short`."""
 
 
 def save(run: Path, step: int, content: dict[str, Any], keep: int) -> None:
-    """Writes checkpoints/step-NNNNNNNN.pt, and removes all but the `keep` newest.
+    """Write the checkpoint of a step, then remove all but the `keep` newest.
 
     The file and its folder are on the disk before an older one goes.
 
@@ -36,6 +36,7 @@ def save(run: Path, step: int, content: dict[str, Any], keep: int) -> None:
         run: the run folder.
         step: optimizer steps taken.
         content: tensors, numbers, texts, None, and lists and dicts of these.
+        keep: how many checkpoints stay.
 
     Raises:
         StorageError: it cannot be written; the older ones are as they were.
@@ -49,19 +50,19 @@ def save(run: Path, step: int, content: dict[str, Any], keep: int) -> None:
 
 
 def newest_first(run: Path) -> list[Path]:
-    """The checkpoints by step: clocks jump, and a copied folder has other times."""
+    """Return the checkpoints by step: clocks jump, and a copied folder has other times."""
     found = (run / CHECKPOINTS).glob("step-*.pt")
-    files = (path for path in found if NAME.fullmatch(path.name) and path.is_file())
+    files = [path for path in found if NAME.fullmatch(path.name) and path.is_file()]
     return sorted(files, key=step_of, reverse=True)
 
 
 def step_of(path: Path) -> int:
-    match = NAME.fullmatch(path.name)
-    assert match
-    return int(match[1])
+    """Return the optimizer steps taken when the checkpoint was made."""
+    return int(path.stem.removeprefix("step-"))
 
 
 def to_bytes(content: dict[str, Any]) -> bytes:
+    """Return what a checkpoint's file holds."""
     file = io.BytesIO()
     torch.save(content, file)
     file.write(hashlib.sha256(file.getbuffer()).digest())
@@ -69,9 +70,9 @@ def to_bytes(content: dict[str, Any]) -> bytes:
 
 
 def verified(raw: bytes) -> bytes:
-    """`raw` without its digest. Raises Damaged if it is not the one that `to_bytes` wrote."""
+    """Return `raw` without its digest. Raises Damaged if it is not what `to_bytes` returned."""
     if len(raw) <= DIGEST_BYTES:
-        raise Damaged("is empty" if not raw else "is cut short")
+        raise Damaged("is cut short" if raw else "is empty")
     content = raw[:-DIGEST_BYTES]
     if hashlib.sha256(content).digest() != raw[-DIGEST_BYTES:]:
         raise Damaged("is damaged or cut short: its SHA-256 is another")
@@ -79,7 +80,7 @@ def verified(raw: bytes) -> bytes:
 
 
 def from_bytes(raw: bytes, where: object) -> dict[str, Any]:
-    """The content that `to_bytes` got, with all tensors on the CPU.
+    """Return the content that `to_bytes` was given, with all tensors on the CPU.
 
     Raises:
         Damaged: the digest is not that of the rest.
@@ -96,35 +97,44 @@ def from_bytes(raw: bytes, where: object) -> dict[str, Any]:
 
 
 def read_newest(run: Path) -> tuple[bytes, int, list[str]]:
-    """The bytes of the newest whole checkpoint, its step, and a line for each passed over.
+    """Return the bytes of the newest whole checkpoint, its step, and a line for each passed over.
 
-    Damaged ones are renamed, so that none of them is taken for the newest again.
+    Those passed over are renamed, so that none of them is taken for the newest again.
 
     Raises:
         CheckpointError: there is none, or none is whole.
+        StorageError: a damaged one cannot be renamed.
     """
-    passed_over: dict[Path, str] = {}
-    damaged: list[Path] = []
+    damaged: dict[Path, Damaged] = {}
     for path in newest_first(run):
         try:
-            raw = path.read_bytes()
-            verified(raw)
+            raw = _read_whole(path)
         except Damaged as damage:
-            passed_over[path] = str(damage)
-            damaged.append(path)
-        except OSError as error:
-            passed_over[path] = f"cannot be read ({error.strerror})"
-        else:
-            with storage_errors(path):
-                for bad in damaged:
-                    os.replace(bad, bad.with_name(f"{bad.name}.damaged"))
-            step = step_of(path)
-            lines = [f"{p}: {why}; going on from step {step}" for p, why in passed_over.items()]
-            return raw, step, lines
-    if passed_over:
-        path, why = next(iter(passed_over.items()))
-        others = f", and {len(passed_over) - 1} older ones too" if len(passed_over) > 1 else ""
-        raise CheckpointError(f"{path}: {why}{others}; begin the run anew in another --run-dir")
-    raise CheckpointError(
-        f"{run}: holds no complete checkpoint; begin it anew, or use --resume auto --run-dir {run}"
-    )
+            damaged[path] = damage
+            continue
+        step = step_of(path)
+        with storage_errors(path):
+            for bad in damaged:
+                os.replace(bad, bad.with_name(f"{bad.name}.damaged"))
+        return (
+            raw,
+            step,
+            [f"{bad}: {why}; going on from step {step}" for bad, why in damaged.items()],
+        )
+    if not damaged:
+        raise CheckpointError(
+            f"{run}: holds no complete checkpoint; begin it anew, or use --resume auto --run-dir"
+            f" {run}"
+        )
+    path, why = next(iter(damaged.items()))
+    others = f", and {len(damaged) - 1} older ones too" if len(damaged) > 1 else ""
+    raise CheckpointError(f"{path}: {why}{others}; begin the run anew in another --run-dir")
+
+
+def _read_whole(path: Path) -> bytes:
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise Damaged(f"cannot be read ({reason(error)})") from error
+    verified(raw)
+    return raw

@@ -7,10 +7,10 @@ import os
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn, TextIO
+from collections.abc import Iterator
+from typing import Any, TextIO
 
-from ddp_mnist.errors import DdpMnistError, StorageError, one_line, printable, reason
+from ddp_mnist.errors import StorageError, printable, reason
 
 COLUMNS, INDENT = 80, " " * 11
 
@@ -129,19 +129,6 @@ def warn(message: str) -> None:
 
 
 # --- The process's streams
-
-
-def run_program(run: Callable[[list[str]], int], argv: Sequence[str] | None) -> NoReturn:
-    """Exit with what `run` returns for the command line; print an expected failure as one line."""
-    open_what_is_closed()
-    try:
-        code = run(list(sys.argv[1:] if argv is None else argv))
-    except DdpMnistError as error:
-        tell(one_line(error))
-        code = error.code
-    except KeyboardInterrupt:
-        code = 130
-    sys.exit(code)
 
 
 def open_what_is_closed() -> None:

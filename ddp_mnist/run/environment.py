@@ -1,4 +1,4 @@
-"""What is running here: packages, code, commit."""
+"""The versions of what runs here: packages, code, commit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PACKAGES = ("torch", "torchvision", "accelerate", "datasets", "evaluate", "safet
 
 
 def package_versions() -> dict[str, str]:
-    """Python's and each package's version, from metadata: importing them would cost seconds."""
+    """Return Python's and each package's version, from metadata: imports would cost seconds."""
     found = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -23,7 +23,7 @@ def package_versions() -> dict[str, str]:
 
 
 def code_digest() -> str:
-    """SHA-256 over this package's modules."""
+    """Return the first 16 hex digits of the SHA-256 over this package's modules."""
     sha = hashlib.sha256()
     for file in sorted(Path(__file__).parents[1].rglob("*.py")):
         sha.update(file.read_bytes())
@@ -31,7 +31,11 @@ def code_digest() -> str:
 
 
 def git_commit() -> str | None:
-    """The commit of the checkout that this package runs from, with + if files were changed."""
+    """Return the commit of the checkout that this package runs from, with + if it was changed.
+
+    Returns:
+        None where there is no git, or the package is not part of the checkout around it.
+    """
     here = Path(__file__)
     tracked = ["ls-files", "--error-unmatch", here.name]  # .venv may lie in another checkout
     describe = ["describe", "--always", "--dirty=+", "--abbrev=40", "--exclude=*"]

@@ -21,15 +21,10 @@ from filelock import FileLock, Timeout
 from ddp_mnist.errors import DdpMnistError, Preempted, StorageError, UsageError, reason
 
 CONFIG, METRICS, MODEL = "config.json", "metrics.jsonl", "model.safetensors"
-
 STATUS, SUMMARY, CHECKPOINTS, LOCK = "status.json", "summary.json", "checkpoints", ".lock"
-
 RUNS = Path("runs")  # where run folders are numbered
-
 LATEST = "latest"  # a link, beside the runs
-
 LEFTOVER = ".*.[0-9]*-[0-9]*.tmp"  # of a process that was killed while it wrote
-
 FIRST_STATUS: dict[str, Any] = {
     "state": "running",
     "exit_code": None,
@@ -42,8 +37,8 @@ FIRST_STATUS: dict[str, Any] = {
 class RunFolder:
     """A run's files, and in status.json how the run ended, whatever ended it.
 
-    It has no place on disk until `create` or `open` gives it one, which only rank 0 does; without
-    a place every method does nothing. As a context manager it frees the folder at the end.
+    It has no place until `create` or `open` gives it one, which only rank 0 does; without a place
+    every method does nothing. As a context manager it frees the folder at the end.
 
     Attributes:
         path: the folder, or None.
@@ -65,15 +60,16 @@ class RunFolder:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        """Record how the run ended, if it began, with the exit code it will have."""
+        """Record how the run ended, if it began, with the exit code that the process will have."""
         try:
             if not self._began:
                 return
             if error is None:
                 self.status(state="finished", exit_code=0, phase="done")
+            elif isinstance(error, Preempted):
+                self.record_outcome("preempted", error.code, str(error))
             elif isinstance(error, DdpMnistError):
-                state = "preempted" if isinstance(error, Preempted) else "failed"
-                self.record_outcome(state, error.code, str(error))
+                self.record_outcome("failed", error.code, str(error))
             elif isinstance(error, KeyboardInterrupt):
                 self.record_outcome("failed", 130, "interrupted")
             else:
@@ -94,18 +90,17 @@ class RunFolder:
         """
         with storage_errors(Path(run_dir or root)):
             path = reserve(dataset, root) if run_dir is None else without_link(Path(run_dir))
-        if path.absolute() == (root / LATEST).absolute():
-            raise UsageError(
-                f"--run-dir {run_dir}: is the name of the link to the run that began last; name"
-                " another folder, or leave it out"
-            )
-        with storage_errors(path):
+            if path.absolute() == (root / LATEST).absolute():
+                raise UsageError(
+                    f"--run-dir {run_dir}: is the name of the link to the run that began last; name"
+                    " another folder, or leave it out"
+                )
             path.mkdir(parents=True, exist_ok=True)
         self.open(path)
-        refuse_other_content(path, begin_again)
+        _refuse_what_is_there(path, begin_again)
         self.cut_metrics(0)
         if path.parent == root:
-            self._point_latest_here(path)
+            self._point_latest_to(path)
         self.begin()
 
     def open(self, path: Path) -> None:
@@ -115,8 +110,16 @@ class RunFolder:
             UsageError: another process is writing it.
             StorageError: it cannot be written.
         """
-        self._lock, self.path = lock_folder(path), path
+        lock = FileLock(path / LOCK, thread_local=False)
         with storage_errors(path):
+            try:
+                lock.acquire(timeout=0)
+            except Timeout:
+                raise UsageError(
+                    f"{path}: another run is writing there; wait until it has ended, or name"
+                    " another --run-dir"
+                ) from None
+            self._lock, self.path = lock, path
             for leftover in [*path.glob(LEFTOVER), *(path / CHECKPOINTS).glob(LEFTOVER)]:
                 if leftover.is_file():
                     leftover.unlink()
@@ -126,10 +129,31 @@ class RunFolder:
         self._began = True
         self.status()
 
+    def release(self) -> None:
+        """Let other processes write the folder."""
+        if self._lock:
+            with contextlib.suppress(OSError):  # unlinked first: who waits sees that, and retries
+                Path(self._lock.lock_file).unlink()
+            self._lock.release()
+
     @property
     def step(self) -> int:
         """The last optimizer step that the run is known to have taken."""
         return int(self._status["step"])
+
+    def reached(self, step: int) -> None:
+        """Note the step; status.json holds it when it is written next."""
+        self._status["step"] = step
+
+    def status(self, **changes: Any) -> None:
+        """Replace status.json, with changes of state, exit_code, phase, step or error."""
+        self._status |= changes
+        self.write_json(STATUS, self._status)
+
+    def record_outcome(self, state: str, exit_code: int, error: str) -> None:
+        """Write to status.json what ended the run; if that fails, the first error counts."""
+        with contextlib.suppress(StorageError):
+            self.status(state=state, exit_code=exit_code, error=error)
 
     def write_json(self, name: str, content: dict[str, Any]) -> None:
         """Replace the file atomically. Raises StorageError."""
@@ -140,20 +164,6 @@ class RunFolder:
         if self.path:
             with storage_errors(self.path / name):
                 write_atomically(self.path / name, content)
-
-    def status(self, **changes: Any) -> None:
-        """Replace status.json, with changes of state, exit_code, phase, step or error."""
-        self._status |= changes
-        self.write_json(STATUS, self._status)
-
-    def record_outcome(self, state: str, exit_code: int, error: str) -> None:
-        """Write what ended the run to status.json, unless that fails too."""
-        with contextlib.suppress(StorageError):  # the first error is the one to report
-            self.status(state=state, exit_code=exit_code, error=error)
-
-    def reached(self, step: int) -> None:
-        """Note the step; status.json holds it when it is written next."""
-        self._status["step"] = step
 
     def append_metrics(self, step: int, metrics: dict[str, Any]) -> None:
         """Append one JSON object as a line to metrics.jsonl, and log it to the trackers."""
@@ -169,8 +179,7 @@ class RunFolder:
     def cut_metrics(self, count: int) -> None:
         """Cut off all but the first `count` lines: they are of steps that are done again."""
         self.metrics_lines = 0
-        if self.path and (self.path / METRICS).exists():
-            path = self.path / METRICS
+        if self.path and (path := self.path / METRICS).exists():
             with storage_errors(path):
                 lines = path.read_bytes().splitlines(keepends=True)[:count]
                 # A crash of the machine may have torn the last one.
@@ -178,12 +187,7 @@ class RunFolder:
                 os.truncate(path, sum(map(len, kept)))
             self.metrics_lines = len(kept)
 
-    def release(self) -> None:
-        """Let other processes write the folder."""
-        if self._lock:
-            unlock(self._lock)
-
-    def _point_latest_here(self, path: Path) -> None:
+    def _point_latest_to(self, path: Path) -> None:
         """Make runs/latest a link to this run, or warn that it has to stay as it is."""
         latest, link = path.with_name(LATEST), path.with_name(f".{LATEST}-{path.name}")
         if latest.exists() and not latest.is_symlink():  # `scp -r` copies the link as a folder
@@ -198,26 +202,19 @@ class RunFolder:
             os.replace(link, latest)
 
 
-def without_link(path: Path) -> Path:
-    """Return the folder that runs/latest points to now; another run may change the link."""
-    return path.parent / path.readlink() if path.is_symlink() else path
-
-
-def refuse_other_content(path: Path, begin_again: bool) -> None:
+def _refuse_what_is_there(path: Path, begin_again: bool) -> None:
     """Raise UsageError if the folder holds a run, or another program's files with a run's names.
 
     To begin again is right if the run saved nothing.
     """
-    # A run's first file is status.json, so without it these belong to another program.
-    names = (CONFIG, METRICS, MODEL, SUMMARY, CHECKPOINTS)
-    foreign = [name for name in names if (path / name).exists()]
-    if foreign and not (path / STATUS).exists():
-        raise UsageError(
-            f"--run-dir {path}: holds files that are not of a run and would be written over"
-            f" ({', '.join(foreign)}); name another folder"
-        )
-    saved_nothing = begin_again and not any((path / CHECKPOINTS).glob("step-*.pt"))
-    if (path / STATUS).exists() and not saved_nothing:
+    if not (path / STATUS).exists():  # it is a run's first file: the others are not a run's
+        names = (CONFIG, METRICS, MODEL, SUMMARY, CHECKPOINTS)
+        if foreign := [name for name in names if (path / name).exists()]:
+            raise UsageError(
+                f"--run-dir {path}: holds files that are not of a run and would be written over"
+                f" ({', '.join(foreign)}); name another folder"
+            )
+    elif not begin_again or any((path / CHECKPOINTS).glob("step-*.pt")):
         raise UsageError(
             f"--run-dir {path}: holds a run already; name another folder, or go on with that run:"
             f" --resume {path}"
@@ -225,11 +222,7 @@ def refuse_other_content(path: Path, begin_again: bool) -> None:
 
 
 def reserve(dataset: str, root: Path = RUNS) -> Path:
-    """Make the empty folder runs/<dataset>-<NNN> with the next free number.
-
-    Raises:
-        StorageError: it cannot be made.
-    """
+    """Make the empty folder runs/<dataset>-<NNN> with the next free number. Raises StorageError."""
     stem = re.sub(r"[^A-Za-z0-9._-]+", "_", dataset)
     pattern = re.compile(re.escape(stem) + r"-(\d+)")
     with storage_errors(root):
@@ -243,36 +236,15 @@ def reserve(dataset: str, root: Path = RUNS) -> Path:
     return path
 
 
-def lock_folder(path: Path) -> FileLock:
-    """Return the lock, held.
-
-    Raises:
-        UsageError: another process holds it.
-        StorageError: the folder cannot be locked.
-    """
-    lock = FileLock(path / LOCK, thread_local=False)
-    with storage_errors(path):
-        try:
-            lock.acquire(timeout=0)
-        except Timeout:
-            raise UsageError(
-                f"{path}: another run is writing there; wait until it has ended, or name another"
-                " --run-dir"
-            ) from None
-    return lock
-
-
-def unlock(lock: FileLock) -> None:
-    """Release the lock; its file goes first, so that who has it open finds it gone and retries."""
-    with contextlib.suppress(OSError):
-        Path(lock.lock_file).unlink()
-    lock.release()
+def without_link(path: Path) -> Path:
+    """Return the folder that runs/latest points to now; another run may change the link."""
+    return path.parent / path.readlink() if path.is_symlink() else path
 
 
 def in_use(path: Path) -> bool:
     """Return whether a process is writing this run folder; True if that cannot be found out.
 
-    It writes nothing: the file is opened for reading only, so another user's run can be asked too.
+    Nothing is written, and the lock's file opened for reading only: it may be another user's.
     """
     try:
         with open(path / LOCK, "rb") as file:
@@ -315,7 +287,7 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 @contextlib.contextmanager
 def storage_errors(path: Path, flag: str = "--run-dir") -> Iterator[None]:
-    """Turn an OSError of the block into a StorageError that says which flag moves the place."""
+    """Turn an OSError of the block into a StorageError; `flag` is what moves the place."""
     try:
         yield
     except OSError as error:

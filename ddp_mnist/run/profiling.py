@@ -1,9 +1,8 @@
 """`--profile N`: where the time of N steps goes, on every rank.
 
 They are steps in a row of one epoch, so that no validation is among them, and warm ones if there
-are enough.
-The traces come together on rank 0, as machines share no disk: RUN/profile/rank-0.json.gz and so on,
-which chrome://tracing and ui.perfetto.dev open as they are.
+are enough. The traces are gathered on rank 0, as machines share no disk: RUN/profile/rank-0.json.gz
+and so on, which chrome://tracing and ui.perfetto.dev open as they are.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from ddp_mnist.run.folder import RunFolder, storage_errors, write_atomically
 
 WARM_UP = 10  # steps before; the first ones are slower than all others
 
-ROWS = 10
+ROWS = 10  # of the table
 
 FOLDER = "profile"
 
@@ -40,19 +39,15 @@ class StepProfiler:
     Args:
         steps: optimizer steps to trace, the same on every rank.
         accelerator: the Accelerator.
-        folder: of the run.
-        console: is told where the time went.
+        folder: the run folder.
+        console: where the table is printed.
     """
 
     def __init__(
         self, steps: int, accelerator: Accelerator, folder: RunFolder, console: Console
     ) -> None:
-        self.steps, self.accelerator, self.folder, self.console = (
-            steps,
-            accelerator,
-            folder,
-            console,
-        )
+        self.steps, self.accelerator = steps, accelerator
+        self.folder, self.console = folder, console
         self.begin: int | None = None  # the step after which tracing begins
         self.on_gpu = accelerator.device.type == "cuda"
         self._tracing = ExitStack()
@@ -60,7 +55,7 @@ class StepProfiler:
         self._started = 0.0
 
     def plan(self, done: int, per_epoch: int, total: int) -> None:
-        """Chooses the steps of a run that has taken `done`; says so if too few are left."""
+        """Choose the steps of a run that has taken `done`; say so if too few are left."""
         if self.steps == 0:
             return
         self.begin = first_traced(self.steps, done, per_epoch, total)
@@ -70,7 +65,11 @@ class StepProfiler:
             )
 
     def step(self, done: int) -> None:
-        """Called on all ranks after optimizer step `done`. Raises StorageError."""
+        """Begin or end the trace; all ranks call it after optimizer step `done`.
+
+        Raises:
+            StorageError: a trace cannot be written.
+        """
         if self.begin is None:
             return
         if done == self.begin:
@@ -84,12 +83,13 @@ class StepProfiler:
             self._write(seconds)
 
     def _clock(self) -> float:
-        """Seconds, when all that was asked of the GPU is done."""
+        """Return seconds, once the GPU has done all its work."""
         if self.on_gpu:
             torch.cuda.synchronize()
         return time.monotonic()
 
     def _write(self, seconds: float) -> None:
+        """Write every rank's trace, and print where this rank's time went."""
         with tempfile.TemporaryDirectory(prefix="ddp_mnist-") as scratch:
             trace = Path(scratch) / "trace.json"
             self._profile.export_chrome_trace(str(trace))
@@ -108,7 +108,7 @@ class StepProfiler:
 
 
 def refuse_long_profile(steps: int, per_epoch: int) -> None:
-    """Raises UsageError if no epoch has so many steps and one before them."""
+    """Raise UsageError if no epoch has so many steps and one before them."""
     if steps >= per_epoch > 1:
         raise UsageError(
             f"--profile {steps}: an epoch has {per_epoch} steps; ask for at most {per_epoch - 1}"
@@ -116,13 +116,11 @@ def refuse_long_profile(steps: int, per_epoch: int) -> None:
 
 
 def first_traced(steps: int, done: int, per_epoch: int, total: int) -> int | None:
-    """After which step to begin, so that `steps` of one epoch follow; None if there is none.
-
-    The first one that is warm, else the last one that there is.
+    """Return the step after which `steps` of one epoch follow: the first warm one, else the last.
 
     Args:
-        steps: to trace.
-        done: steps behind the run; the next one is slow, and not traced.
+        steps: how many to trace.
+        done: steps that the run has taken; the next one is slow, and not traced.
         per_epoch: steps of an epoch.
         total: steps of the run.
     """
@@ -135,50 +133,49 @@ def first_traced(steps: int, done: int, per_epoch: int, total: int) -> int | Non
 
 
 def own_times(entries: Any, on_gpu: bool) -> list[tuple[float, str, int]]:
-    """(microseconds, name, calls) of what took time itself, without what it calls; largest first.
+    """Return (microseconds, name, calls) of each entry without what it calls, largest first.
 
-    On a GPU these are its kernels alone: what called them is listed beside them with the same time,
-    and a range that somebody named with that of all kernels in it. gloo works in threads of its
-    own, for which the profiler knows the whole time only.
+    On a GPU its kernels alone count: the profiler gives what called them the same time, and a
+    range that somebody named that of all kernels in it. gloo works in threads of its own, of which
+    the profiler knows the whole time only.
 
     Args:
         entries: averages of the profiler, one per name.
-        on_gpu: whether to tell the GPU's time instead of the CPU's.
+        on_gpu: whether to return the GPU's time instead of the CPU's.
     """
-    if on_gpu:
-        kernels = [
-            entry
-            for entry in entries
-            if entry.device_type == DeviceType.CUDA and not entry.is_user_annotation
-        ]
-        times = [(entry.self_device_time_total, entry.key, entry.count) for entry in kernels]
-        times += [(e.cpu_time_total, e.key, e.count) for e in entries if e.key.startswith(GLOO)]
-    else:
-        times = [
-            (e.cpu_time_total if e.key.startswith(GLOO) else e.self_cpu_time_total, e.key, e.count)
-            for e in entries
-        ]
+    times = []
+    for entry in entries:
+        if entry.key.startswith(GLOO):
+            time_us = entry.cpu_time_total
+        elif not on_gpu:
+            time_us = entry.self_cpu_time_total
+        elif entry.device_type == DeviceType.CUDA and not entry.is_user_annotation:
+            time_us = entry.self_device_time_total
+        else:
+            continue
+        times.append((time_us, entry.key, entry.count))
     return sorted(times, reverse=True)
 
 
 def table(times: list[tuple[float, str, int]], steps: int, seconds: float) -> str:
-    """The largest entries by their own time, and the share of communication, in 80 columns.
+    """Return the largest own times, and the share of communication, in 80 columns.
 
     Args:
-        times: of `own_times`.
-        steps: that they are of.
+        times: what `own_times` returned.
+        steps: how many they are of.
         seconds: that these took by the clock.
     """
-    exchange = sum(us for us, name, _ in times if name.startswith((GLOO, NCCL)))
-    total = seconds * 1e6
-    lines = [f"profile    {steps} steps of rank 0, {total / steps / 1e3:.2f} ms a step"]
-    lines += [f"{'entry, by its own time':<44} {'calls':>7} {'ms a step':>11} {'share':>7}"]
-    lines += [
-        f"{name[:44]:<44} {count:>7,} {us / steps / 1e3:>11.3f} {us / total:>7.1%}"
-        for us, name, count in times[:ROWS]
-    ]
-    lines += [
-        f"{'communication, partly at the same time':<52} {exchange / steps / 1e3:>11.3f}"
-        f" {exchange / total:>7.1%}"
-    ]
-    return "\n".join(lines)
+
+    def row(name: str, calls: str, time_us: float) -> str:
+        share = time_us / 1e6 / seconds
+        return f"{name[:44]:<44} {calls:>7} {time_us / steps / 1e3:>11.3f} {share:>7.1%}"
+
+    communication = sum(time_us for time_us, name, _ in times if name.startswith((GLOO, NCCL)))
+    return "\n".join(
+        [
+            f"profile    {steps} steps of rank 0, {seconds / steps * 1e3:.2f} ms a step",
+            f"{'entry, by its own time':<44} {'calls':>7} {'ms a step':>11} {'share':>7}",
+            *(row(name, f"{calls:,}", time_us) for time_us, name, calls in times[:ROWS]),
+            row("communication, partly at the same time", "", communication),
+        ]
+    )

@@ -8,15 +8,15 @@ over each number holds up the steps.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, filter_trackers, get_available_trackers
 
 from ddp_mnist.cluster.world import World
-from ddp_mnist.config import TrainConfig
-from ddp_mnist.errors import UsageError, did_you_mean
-from ddp_mnist.flags import flag_values
+from ddp_mnist.config import ResolvedConfig
+from ddp_mnist.errors import UsageError, did_you_mean, reason
 from ddp_mnist.run.console import Console
 from ddp_mnist.run.folder import RunFolder
 
@@ -24,7 +24,7 @@ PROJECT, FOLDER = "ddp_mnist", "tracking"
 
 
 def named(trackers: str | None) -> list[str]:
-    """Names separated by commas, checked where the trackers will run: on rank 0.
+    """Return the names, which commas separate; to be called where the trackers run: on rank 0.
 
     Raises:
         UsageError: Accelerate knows no such tracker, or its package is not installed.
@@ -33,12 +33,12 @@ def named(trackers: str | None) -> list[str]:
     if not names:
         return []  # without looking for all the packages
     legal = sorted(LOGGER_TYPE_TO_CLASS)
-    there = [str(name) for name in get_available_trackers()]
+    installed = [str(name) for name in get_available_trackers()]
     for name in names:
         if name not in legal:
             hint = did_you_mean(name, legal)
             raise UsageError(f"--trackers {name}: choose from {', '.join(legal)}{hint}")
-        if name not in there:
+        if name not in installed:
             raise UsageError(
                 f"--trackers {name}: its package is not installed; pip install"
                 f" {name.replace('_', '-')}, or leave it out"
@@ -48,9 +48,9 @@ def named(trackers: str | None) -> list[str]:
 
 @contextlib.contextmanager
 def tracked(
-    config: TrainConfig, folder: RunFolder, world: World, console: Console
+    config: ResolvedConfig, folder: RunFolder, world: World, console: Console
 ) -> Iterator[None]:
-    """While the block runs, what is logged to the folder goes to the trackers too.
+    """Log to the trackers too what the block logs to the folder.
 
     Raises:
         UsageError: one cannot be started.
@@ -68,18 +68,18 @@ def tracked(
         "mlflow": {"run_name": folder.path.name},
         "trackio": {"name": folder.path.name},
     }
-    settings = flag_values(config.recipe) | {
+    settings = dataclasses.asdict(config.recipe) | {
         "seed": config.run.seed,
         "dataset": config.run.dataset,
         "world_size": accelerator.num_processes,
         "precision": world.precision,
     }
-    given = {name: value for name, value in settings.items() if value is not None}
+    settings = {name: value for name, value in settings.items() if value is not None}
     try:
-        accelerator.init_trackers(PROJECT, config=given, init_kwargs=options)
+        accelerator.init_trackers(PROJECT, config=settings, init_kwargs=options)
     except Exception as error:  # whatever a service raises
         raise UsageError(
-            f"--trackers {config.run.trackers}: cannot be started ({in_a_line(error)}); mend that,"
+            f"--trackers {config.run.trackers}: cannot be started ({reason(error)}); mend that,"
             " or leave it out"
         ) from error
     folder.trackers = [Guarded(tracker, console) for tracker in accelerator.trackers]
@@ -115,14 +115,9 @@ class Guarded:
             return
         try:
             action()
-        except Exception as error:
+        except Exception as error:  # whatever a service raises
             self.works = False
             self.console.print(
-                f"--trackers {self.tracker.name}: failed ({in_a_line(error)}); left out from here"
-                " on, metrics.jsonl has everything"
+                f"--trackers {self.tracker.name}: failed ({reason(error)}); left out from here on,"
+                " metrics.jsonl has everything"
             )
-
-
-def in_a_line(error: Exception) -> str:
-    """What a service says, which may be a page."""
-    return " ".join(str(error).split())[:200] or type(error).__name__

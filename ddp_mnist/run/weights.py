@@ -7,13 +7,14 @@ import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from ddp_mnist.data.decode import Preparation
-from ddp_mnist.errors import CheckpointError
+from ddp_mnist.errors import CheckpointError, reason
 from ddp_mnist.models import MODELS, VERSION
 from ddp_mnist.run.console import warn
 from ddp_mnist.run.folder import MODEL, STATUS, SUMMARY, read_json
@@ -41,7 +42,7 @@ class Trained:
 def to_bytes(
     state: dict[str, Tensor], architecture: str, classes: list[str], preparation: Preparation
 ) -> bytes:
-    """Equal weights give equal bytes."""
+    """Return the file's content. Equal weights give equal bytes."""
     about = {
         "architecture": architecture,
         "classes": classes,
@@ -53,47 +54,45 @@ def to_bytes(
 
 
 def read_bytes(run: str) -> bytes:
-    """model.safetensors of run folder `run`.
+    """Return model.safetensors of run folder `run`.
 
-    A run that was taken up again, for more epochs, and has not finished since still holds the
-    model of its earlier part: that is read, and said on stderr.
+    A run that was resumed for more epochs, and has not finished since, still holds the model of
+    its earlier part: that is returned, with a warning on stderr.
 
     Raises:
         CheckpointError: there is none.
     """
-    path = Path(run) / MODEL
+    folder = Path(run)
+    status, summary = _read(folder / STATUS), _read(folder / SUMMARY)
+    state, step = status.get("state"), status.get("step")
+    go_on = f"let it finish, or go on: ddp-mnist train --resume {run}"
     try:
-        content = path.read_bytes()
+        content = (folder / MODEL).read_bytes()
     except OSError as error:
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            status = read_json(Path(run) / STATUS)
-            state = "finished" if status["state"] == "finished" else "not finished"
-            raise CheckpointError(
-                f"{run}: {state}, at step {status['step']}, and has no {path.name}; let it finish,"
-                f" or go on: ddp-mnist train --resume {run}"
-            ) from error
-        reason = "is no finished run" if Path(run).is_dir() else "there is no such run folder"
-        raise CheckpointError(
-            f"{run}: {reason} ({path.name}: {error.strerror}); name one, e.g. runs/latest"
-        ) from error
-    warn_of_unfinished(run)
+        if state:
+            state = "finished" if state == "finished" else "not finished"
+            message = f"{run}: {state}, at step {step}, and has no {MODEL}; {go_on}"
+        else:
+            what = "is no finished run" if folder.is_dir() else "there is no such run folder"
+            message = f"{run}: {what} ({MODEL}: {reason(error)}); name one, e.g. runs/latest"
+        raise CheckpointError(message) from error
+    if state and state != "finished" and summary:
+        warn(
+            f"{run}: was resumed and is not finished ({state}, at step {step}); this is its earlier"
+            f" model, of step {summary.get('steps')}; {go_on}"
+        )
     return content
 
 
-def warn_of_unfinished(run: str) -> None:
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # a model without a run
-        status = read_json(Path(run) / STATUS)
-        if status["state"] != "finished":
-            steps = read_json(Path(run) / SUMMARY)["steps"]
-            warn(
-                f"{run}: was taken up again and is not finished ({status['state']}, at step"
-                f" {status['step']}); this is its earlier model, of step {steps}; let it finish, or"
-                f" go on: ddp-mnist train --resume {run}"
-            )
+def _read(path: Path) -> dict[str, Any]:
+    """Return the file's object; {} where there is none, as a model may lie alone."""
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        return dict(read_json(path))
+    return {}
 
 
 def from_bytes(content: bytes, where: str) -> Trained:
-    """Rebuilds the net. Raises CheckpointError if the bytes are damaged or of another program."""
+    """Rebuild the net. Raises CheckpointError if the bytes are damaged or of another program."""
     try:
         header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
         about = json.loads(header["__metadata__"][METADATA_KEY])
@@ -107,9 +106,9 @@ def from_bytes(content: bytes, where: str) -> Trained:
                 " use the code that trained it, or train it again"
             )
         preparation = Preparation(**about["preparation"])
-        model = MODELS[about["architecture"]](len(about["classes"]))
+        model = MODELS[net](len(about["classes"]))
         state = load(content)
-        dtypes = [t.dtype for t in state.values() if t.is_floating_point()]
+        dtypes = [tensor.dtype for tensor in state.values() if tensor.is_floating_point()]
         model.to(dtypes[0])
         model.load_state_dict(state)
     except (ValueError, LookupError, TypeError, RuntimeError, SafetensorError) as error:
@@ -117,4 +116,4 @@ def from_bytes(content: bytes, where: str) -> Trained:
             f"{where}: {MODEL} is damaged or not from ddp_mnist ({type(error).__name__});"
             " train the run again"
         ) from error
-    return Trained(model.eval(), about["architecture"], about["classes"], preparation)
+    return Trained(model.eval(), net, about["classes"], preparation)
