@@ -26,6 +26,7 @@ from ddp_mnist.errors import (
     UsageError,
     did_you_mean,
     one_line,
+    printable,
 )
 from ddp_mnist.flags import Flags, add_flags, flag_fields
 from ddp_mnist.run.console import Console, flush_stdout, open_what_is_closed, tell
@@ -78,7 +79,10 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         code = run_verb(list(sys.argv[1:] if argv is None else argv)) or 0
     except DdpMnistError as error:
         code = error.code
-        if speaks_for_its_machine(error):
+        if isinstance(error, FailedElsewhere):
+            if local_rank() == "0" != os.environ.get("RANK", "0"):  # on another machine than rank 0
+                tell(f"ended      {printable(str(error))}")
+        elif speaks_for_its_machine(error):
             tell(one_line(error))
     except KeyboardInterrupt:
         code = 130
@@ -117,8 +121,6 @@ def speaks_for_its_machine(error: DdpMnistError) -> bool:
     the others, which hold their line back for as long as that takes. One that is still alive met
     something that local rank 0 did not, and prints it.
     """
-    if isinstance(error, FailedElsewhere):
-        return False
     if not error.agreed and local_rank() != "0":
         time.sleep(3)
     return True

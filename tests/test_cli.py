@@ -367,6 +367,11 @@ def test_a_failure_told_elsewhere_is_silent_and_keeps_its_code(
 ) -> None:
     failing(monkeypatch, FailedElsewhere("rank 0 says it", code=7))
     assert run_here(capsys, "train") == (7, "", "")
+    monkeypatch.setenv("RANK", "2")
+    monkeypatch.setenv("LOCAL_RANK", "0")  # the first of another machine says why it ended
+    assert run_here(capsys, "train") == (7, "", "ended      rank 0 says it\n")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert run_here(capsys, "train") == (7, "", "")
 
 
 def test_fault_13_control_c_is_one_line_per_machine(

@@ -215,6 +215,8 @@ def open_run(
             notes = open_folder(run, found)
             console.print(summary.plan(config, world, images, folder.path))
             with tracking.tracked(config, folder, world, console):
+                if config.distribution.compile:
+                    notes.append("compiling  the model, which can take minutes")
                 for note in notes:
                     console.print(note)
                 yield run
