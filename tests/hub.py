@@ -15,8 +15,8 @@ from typing import Any
 
 COMMIT = "c0ffee" + "0" * 34
 
-# For the start of a script. `datasets` also asks hosts that HF_ENDPOINT does not move (counters of
-# downloads, its viewer); a name that is not this machine's gets no answer, and none is looked up.
+# For the start of a script. `datasets` also calls hosts that HF_ENDPOINT does not move (counters of
+# downloads, its viewer); a name that is not this machine's is not looked up.
 LOOPBACK_ONLY = """
 import socket
 look_up = socket.getaddrinfo
@@ -31,7 +31,7 @@ Answer = tuple[int, dict[str, str], bytes]
 
 
 def hub_environment(endpoint: str, home: Path) -> dict[str, str]:
-    """Variables of a process that knows no Hub but `endpoint` and has its caches in `home`."""
+    """Return the variables of a process that knows only this Hub and has its caches in `home`."""
     mine = {k: v for k, v in os.environ.items() if not k.startswith("HF_") and "proxy" not in k}
     return mine | {
         "HF_ENDPOINT": endpoint,
@@ -58,7 +58,7 @@ class Hub:
 
     @contextmanager
     def running(self) -> Iterator[Hub]:
-        """Answers within the `with`; after it the port is closed."""
+        """Answer within the `with`; after it the port is closed."""
         thread = threading.Thread(target=self.server.serve_forever, args=(0.05,), daemon=True)
         thread.start()
         try:
@@ -69,7 +69,7 @@ class Hub:
             thread.join()
 
     def answer(self, path: str) -> Answer:
-        """What the Hub says to a request for `path`: as huggingface_hub 2.4 reads it."""
+        """Return what the Hub says to a request for `path`, as huggingface_hub 2.4 reads it."""
         api = f"/api/datasets/{self.hub_id}"
         if path == api or path.startswith(f"{api}/revision/"):
             return as_json({"id": self.hub_id, "sha": COMMIT})
@@ -109,7 +109,7 @@ class Hub:
             do_GET = do_HEAD = do_POST = respond  # noqa: N815
 
             def log_message(self, *args: Any) -> None:
-                """Nothing on the tests' console."""
+                """Keep the tests' console clean."""
 
         return Handler
 
@@ -120,7 +120,7 @@ def as_json(value: Any) -> Answer:
 
 @contextmanager
 def silent_server() -> Iterator[str]:
-    """An endpoint where connecting works and no answer ever comes."""
+    """Yield an endpoint where connecting works and no answer ever comes."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         server.listen(16)

@@ -411,27 +411,18 @@ IMAGE, LABEL = "split train, column image:", "split train, column label:"
 PARQUET_FAULTS: Faults = {
     "truncated": (rewritten(TRAIN_FILE, cut(900)), "cannot be read (Parquet magic bytes"),
     "without footer": (rewritten(TEST_FILE, cut(-9)), "cannot be read ("),
-    "garbage": (rewritten(TRAIN_FILE, lambda c: b"\x13" * len(c)), "cannot be read (Parquet magic"),
     "empty file": (rewritten(TEST_FILE, cut(0)), "Parquet file size is 0 bytes)"),
     "no image column": (in_both(image=None, label=[1, 2]), "no image column among label;"),
-    "images that are words": (in_both(image=["a"] * 5, label=[0] * 5), "no image column among"),
     "no label column": (in_both(label=None), "no label column among image;"),
-    "label by another name": (in_both(label=None, digit=[0] * 5), "among image, digit;"),
     "test without images": (in_test(image=None), "test, column image: row 0 has no image"),
     "test without labels": (in_test(label=None), "test, column label: row 0 has no label"),
     "words in one split only": (in_test(label=list("abcde")), "cannot be read (Failed to parse"),
     "image of another type": (in_test(image=[1, 2, 3, 4, 5]), "cannot be read ("),
     "label -1": (label_at(3, -1), f"{LABEL} row 3 has label -1; give a whole number from 0 to 3"),
     "all labels -1": (in_train(label=[-1] * TRAIN), "row 0 has label -1; give a whole"),
-    "label -1 of declared": (label_at(3, -1, "wxyz"), "row 3 has label -1; give a whole number"),
     "label beyond declared": (in_train("xyz"), "row 3 has label 3; give a whole number from 0"),
     "label None": (label_at(2, None), f"{LABEL} row 2 has no label;"),
-    "labels all None": (in_both(label=[None] * 5), f"{LABEL} row 0 has no label;"),
     "huge label": (label_at(1, 2**40), f"{LABEL} row 1 has label {2**40}; give a whole number"),
-    "label too large for int64": (
-        in_both(label=pa.array([0, 1, 2, 3, 2**64 - 1], pa.uint64())),
-        f"{LABEL} row 4 has label {2**64 - 1};",
-    ),
     "fractions": (in_both(label=[0.0, 1.0, 2.5, 3.0, 1.0]), "label: labels are float;"),
     "labels that are lists": (in_both(label=[[1]] * 5), "label: labels are list;"),
     "labels that are no text": (in_both(label=NOT_TEXT), "cannot be read ("),
@@ -442,7 +433,6 @@ PARQUET_FAULTS: Faults = {
     "test label above train's": (in_test(label=[0, 1, 7, 2, 3]), "row 2 has label 7; give a"),
     "class in test only": (in_train(label=[0, 1, 3] * 4), "test: row 2 has label 2, which no"),
     "no rows in test": (in_test(**NO_ROWS), "cannot be read ("),
-    "no rows in train": (in_train(**NO_ROWS), "cannot be read ("),
     "no test split": (removed(TEST_FILE), "needs the splits train and test, found: train;"),
     "no train split": (removed(TRAIN_FILE), "needs the splits train and test, found: test;"),
     "image cut short": (image_at(7, PNGS[7][:300]), f"{IMAGE} row 7 is no readable image (image"),
@@ -513,7 +503,6 @@ ARROW = "train/data-00000-of-00001.arrow"
 FRACTIONS = [0.0, 1.0, 2.5, 3.0, 1.0]
 SAVED_FAULTS: Faults = {
     "cut short": (rewritten(ARROW, cut(3000)), "cannot be read ("),
-    "empty file": (rewritten(ARROW, cut(0)), "cannot be read ("),
     "missing file": (removed(ARROW), "cannot be read (No such file"),
     "other class names in test": (
         lambda folder: save_to_disk(folder, test_names="zyxw"),
@@ -532,11 +521,9 @@ IMAGES, IDX_LABELS = "train-images-idx3-ubyte", "train-labels-idx1-ubyte"
 NO_IDX = "is not an IDX file, or is cut short; fetch it again"
 IDX_FAULTS: Faults = {
     "cut short": (rewritten(IMAGES, cut(-1)), f"DIR/{IMAGES}: {NO_IDX}"),
-    "longer": (rewritten(IDX_LABELS, lambda c: c + b"0"), f"DIR/{IDX_LABELS}: {NO_IDX}"),
     "cut in the header": (rewritten(IMAGES, cut(10)), f"DIR/{IMAGES}: {NO_IDX}"),
     "empty": (rewritten(IDX_LABELS, cut(0)), f"DIR/{IDX_LABELS}: {NO_IDX}"),
     "wrong magic": (rewritten(IMAGES, flipped(2)), f"DIR/{IMAGES}: {NO_IDX}"),
-    "labels for images": (lambda f: shutil.copy(f / IDX_LABELS, f / IMAGES), f"{IMAGES}: {NO_IDX}"),
     "sizes beyond all memory": (
         rewritten(IMAGES, lambda c: c[:4] + b"\xff" * 12 + c[16:]),
         f"DIR/{IMAGES}: {NO_IDX}",
@@ -567,7 +554,6 @@ GZ_FAULTS: Faults = {
         f"DIR/{IMAGES}.gz: cannot be read (Error -3 while decompressing data: invalid block type)",
     ),
     "no gzip": (rewritten(f"{IDX_LABELS}.gz", flipped(0)), f"DIR/{IDX_LABELS}.gz: cannot be read"),
-    "empty": (rewritten(f"{IDX_LABELS}.gz", cut(0)), f"DIR/{IDX_LABELS}.gz: "),
 }
 
 FAULTS = {

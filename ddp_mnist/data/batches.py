@@ -24,29 +24,18 @@ TENSORS = ("train_images", "train_labels", "test_images", "test_labels")
 
 @dataclass(frozen=True)
 class ImageData:
-    """A decoded data set.
+    """A decoded data set, read-only by convention: processes share its memory."""
 
-    Attributes:
-        name: for people, e.g. mnist.
-        source: kind and place, e.g. hub:ylecun/mnist.
-        digest: SHA-256 of pixels, labels, class names and conversions.
-        classes: class names; a label is an index into it.
-        preparation: how the images were made.
-        train_images, test_images: uint8 [N, H, W], read-only by convention.
-        train_labels, test_labels: int64 [N].
-        warnings: what happened while it was opened.
-    """
-
-    name: str
-    source: str
-    digest: str
-    classes: list[str]
-    preparation: Preparation
-    train_images: Tensor
-    train_labels: Tensor
+    name: str  # for people, e.g. mnist
+    source: str  # kind and place, e.g. hub:ylecun/mnist
+    digest: str  # SHA-256 of pixels, labels, class names and conversions
+    classes: list[str]  # their names; a label is an index into these
+    preparation: Preparation  # how the images were made
+    train_images: Tensor  # uint8 [N, H, W]
+    train_labels: Tensor  # int64 [N]
     test_images: Tensor
     test_labels: Tensor
-    warnings: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)  # what happened while it was opened
 
     @property
     def notes(self) -> list[str]:

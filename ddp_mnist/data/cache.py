@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import json
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ddp_mnist.data.batches import TENSORS, ImageData
-from ddp_mnist.data.decode import Decoded, Preparation, decoder_digest
+from ddp_mnist.data.decode import Preparation, decoder_digest
 from ddp_mnist.data.sources import Source, find_source
 from ddp_mnist.errors import DataError, StorageError, reason
 
@@ -86,22 +85,26 @@ def load(
     if not refresh and (data := _open(path, source, fingerprint)):
         return data
     folder = path.parent
-    stem = path.stem.rpartition("-")[0]
-    with _storage_errors(folder):
+    try:
         folder.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder / f"{stem}.lock"):
+        with FileLock(folder / f"{_stem(source)}.lock"):
             # Another process may have built it while this one waited for the lock.
             if not refresh and (data := _open(path, source, fingerprint)):
                 return data
             replaced = path.exists() and not refresh
             say(f"reading    {source.name}, decoded once into {folder}")
-            for leftover in folder.glob(f"{stem}-*.tmp"):
+            for leftover in folder.glob(f"{_stem(source)}-*.tmp"):
                 leftover.unlink()  # of a builder that was killed; nobody else writes now
             _build(path, source, fingerprint)
             data = _open(path, source, fingerprint)
-            for other in folder.glob(f"{stem}-*.safetensors") if refresh else ():
+            for other in folder.glob(f"{_stem(source)}-*.safetensors") if refresh else ():
                 if other != path:
                     other.unlink()
+    except (OSError, SafetensorError) as error:
+        raise StorageError(
+            f"{folder}: the cache cannot be written ({reason(error)}); use --cache-dir or"
+            " DDP_MNIST_CACHE to put it elsewhere"
+        ) from error
     if data is None:
         raise StorageError(
             f"{path}: what was written cannot be read back; check the disk, or use --cache-dir"
@@ -117,22 +120,23 @@ def cached(dataset: str, cache_dir: str | None = None) -> ImageData | None:
     return _open(_path(source, cache_dir), source, _fingerprint(source))
 
 
-def _path(source: Source, cache_dir: str | None) -> Path:
-    """Return a path that two sources never share, and two decoders neither.
-
-    An edited clone has the folder in common with others, and not the file.
-    """
+def _stem(source: Source) -> str:
+    """Return the beginning of a file name that two sources never share."""
     readable = re.sub(r"[^A-Za-z0-9._-]+", "_", source.name)[:60]
-    place = source.place.encode(errors="surrogateescape")
-    decoder = f"{CACHE_FORMAT}/{decoder_digest()}".encode()
-    keys = [hashlib.sha256(key).hexdigest()[:8] for key in (place, decoder)]
-    return cache_folder(cache_dir) / f"{source.kind}-{readable}-{'-'.join(keys)}.safetensors"
+    place = _sha256([source.place.encode(errors="surrogateescape")])[:8]
+    return f"{source.kind}-{readable}-{place}"
+
+
+def _path(source: Source, cache_dir: str | None) -> Path:
+    """Return a path of this decoder's own: an edited clone shares the folder, and not the file."""
+    name = f"{_stem(source)}-{CACHE_FORMAT}-{decoder_digest()[:8]}.safetensors"
+    return cache_folder(cache_dir) / name
 
 
 def _fingerprint(source: Source) -> str:
-    """Return a hash of the files that the data set is made of."""
+    """Return a hash of which files the data set is made of."""
     files = [source.kind, source.place, source.fingerprint()]
-    return hashlib.sha256(json.dumps(files).encode()).hexdigest()
+    return _sha256([json.dumps(files).encode()])
 
 
 def _open(path: Path, source: Source, fingerprint: str) -> ImageData | None:
@@ -165,10 +169,11 @@ def _build(path: Path, source: Source, fingerprint: str) -> None:
         for kind, arrays in (("images", decoded.images), ("labels", decoded.labels))
         for split, array in arrays.items()
     }
+    described = [decoded.classes, decoded.notes]
     about: dict[str, Any] = {
         "classes": decoded.classes,
         "preparation": dataclasses.asdict(decoded.preparation()),
-        "digest": _sha256(tensors, decoded),
+        "digest": _sha256([json.dumps(described).encode(), *_content(tensors)]),
         "fingerprint": fingerprint,
     }
     about["checksum"] = _crc32(tensors, about)
@@ -182,34 +187,21 @@ def _build(path: Path, source: Source, fingerprint: str) -> None:
 
 
 def _crc32(tensors: dict[str, Tensor], about: dict[str, Any]) -> int:
-    """Return a checksum of all that the file holds: it finds damage."""
+    """Return a checksum of all that the file holds, which finds damage."""
     checksum = zlib.crc32(json.dumps(about, sort_keys=True).encode())
     for part in _content(tensors):
         checksum = zlib.crc32(part, checksum)
     return checksum
 
 
-def _sha256(tensors: dict[str, Tensor], decoded: Decoded) -> str:
-    """Return the digest of pixels, labels, class names and conversions: it tells data apart."""
-    sha = hashlib.sha256(json.dumps([decoded.classes, decoded.notes]).encode())
-    for part in _content(tensors):
-        sha.update(part)
-    return sha.hexdigest()
-
-
 def _content(tensors: dict[str, Tensor]) -> Iterator[bytes | memoryview]:
     for name in TENSORS:
-        tensor = tensors[name]
-        yield f"{name} {tensor.dtype} {list(tensor.shape)}".encode()
-        yield tensor.numpy().data
+        yield f"{name} {tensors[name].dtype} {list(tensors[name].shape)}".encode()
+        yield tensors[name].numpy().data
 
 
-@contextlib.contextmanager
-def _storage_errors(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        raise StorageError(
-            f"{folder}: the cache cannot be written ({reason(error)}); use --cache-dir or"
-            " DDP_MNIST_CACHE to put it elsewhere"
-        ) from error
+def _sha256(parts: Iterable[bytes | memoryview]) -> str:
+    sha = hashlib.sha256()
+    for part in parts:
+        sha.update(part)
+    return sha.hexdigest()

@@ -34,37 +34,23 @@ DARK = 32  # of 255: less is black to the eye, and what JPEG makes of black
 
 @dataclass(frozen=True)
 class Preparation:
-    """How the images of a data set became what the net was trained on.
+    """How the images of a data set became what the net was trained on."""
 
-    Attributes:
-        notes: what was converted, one sentence each.
-        bright_on_black: whether all are bright strokes within a black border.
-        digit_photos: whether they are digits as MNIST stores them, so that `predict` makes of a
-            photo what MNIST's authors made of a scan.
-    """
-
-    notes: list[str]
-    bright_on_black: bool
+    notes: list[str]  # what was converted, one sentence each
+    bright_on_black: bool  # all are bright strokes within a black border
+    # They are digits as MNIST stores them: `predict` makes of a photo what MNIST makes of a scan.
     digit_photos: bool
 
 
 @dataclass
 class Decoded:
-    """A data set in memory.
+    """A data set in memory."""
 
-    Attributes:
-        images: uint8 [N, *IMAGE_SHAPE] per split (train, test).
-        labels: int64 [N] per split, 0 <= label < len(classes).
-        classes: their names.
-        notes: what was converted, one sentence each.
-        as_stored: whether no file had to be converted.
-    """
-
-    images: dict[str, np.ndarray]
-    labels: dict[str, np.ndarray]
+    images: dict[str, np.ndarray]  # uint8 [N, *IMAGE_SHAPE] per split (train, test)
+    labels: dict[str, np.ndarray]  # int64 [N] per split, 0 <= label < len(classes)
     classes: list[str]
-    notes: list[str] = field(default_factory=list)
-    as_stored: bool = True
+    notes: list[str] = field(default_factory=list)  # what was converted, one sentence each
+    as_stored: bool = True  # no file had to be converted
 
     def preparation(self) -> Preparation:
         """Return how these images were made, by facts of the data and not by a name."""
@@ -146,11 +132,7 @@ def bright_on_black(images: np.ndarray) -> bool:
 
 
 def decode_dataset(dataset: DatasetDict, place: str) -> Decoded:
-    """Find the image and the label column, and decode every image.
-
-    Raises:
-        DataError: names the split, column and row.
-    """
+    """Return every image and label. Raises DataError, which names the split, column and row."""
     where = f"--dataset {place}"
     names = list(dataset) if isinstance(dataset, dict) else ["one without a name"]
     if not set(SPLITS) <= set(names):
@@ -267,9 +249,7 @@ def _decode_cell(cell: dict[str, Any] | None, converted: set[str], where: str) -
 
 def _conversion_notes(converted: set[str]) -> list[str]:
     """Return one sentence for the kinds of images that were converted, or none."""
-    if not converted:
-        return []
     kinds = ", ".join(sorted(converted)[:3])
     more = f" and {len(converted) - 3} more kinds" if len(converted) > 3 else ""
     height, width = IMAGE_SHAPE
-    return [f"images of {kinds}{more} became {width}x{height} grey"]
+    return [f"images of {kinds}{more} became {width}x{height} grey"] if converted else []

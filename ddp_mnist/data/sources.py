@@ -49,13 +49,7 @@ UNWRITABLE = (*NO_SPACE, errno.EACCES, errno.EROFS, errno.ENOTDIR)
 
 @dataclass(frozen=True)
 class Source:
-    """A place to read a data set from.
-
-    Attributes:
-        name: for people.
-        kind: digits, hub or folder.
-        place: a Hub id or an absolute path.
-    """
+    """A place to read from: `kind` is digits, hub or folder, `place` a Hub id or a whole path."""
 
     name: str
     kind: str
@@ -64,9 +58,7 @@ class Source:
     def read(self) -> Decoded:
         """Return the whole data set, decoded.
 
-        Raises:
-            DataError: it is missing, damaged or not a set of labelled images.
-            StorageError: no space to unpack it in.
+        Raises DataError, and StorageError where there is no space to unpack it in.
         """
         with readable(self.place):
             if self.kind == "digits":
@@ -116,9 +108,7 @@ def refuse_unseen(decoded: Decoded, place: str) -> None:
 def find_source(dataset: str) -> Source:
     """Return what `--dataset` names.
 
-    Raises:
-        UsageError: no known name, folder, or Hub id.
-        DataError: a path that does not exist.
+    Raises UsageError for no known name, folder or Hub id, DataError for a path that is no folder.
     """
     if dataset == "digits":
         return Source("digits", "digits", "sklearn.datasets.load_digits")
@@ -172,10 +162,9 @@ def read_hub(hub_id: str) -> DatasetDict:
 
 
 def why_out_of_reach(hub_id: str) -> str:
-    """Return why the Hub gives no answer for this data set now; "" if it does.
+    """Return why the Hub cannot be reached now, or "".
 
-    Raises:
-        DataError: the Hub says that there is no such data set.
+    Raises DataError if it says that there is no such data set.
     """
     import huggingface_hub.constants
 
@@ -229,15 +218,14 @@ def quiet(*, offline: bool) -> Iterator[None]:
 
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     datasets.disable_progress_bars()
-    places: tuple[Any, ...] = (datasets.config, huggingface_hub.constants)
-    before = [place.HF_HUB_OFFLINE for place in places]
-    for place in places:
-        place.HF_HUB_OFFLINE |= offline
+    ours, theirs = datasets.config, huggingface_hub.constants
+    before = ours.HF_HUB_OFFLINE, theirs.HF_HUB_OFFLINE
+    if offline:
+        ours.HF_HUB_OFFLINE = theirs.HF_HUB_OFFLINE = True
     try:
         yield
     finally:
-        for place, value in zip(places, before, strict=True):
-            place.HF_HUB_OFFLINE = value
+        ours.HF_HUB_OFFLINE, theirs.HF_HUB_OFFLINE = before
 
 
 def check_space(error: BaseException, folder: str, variable: str, codes: tuple[int, ...]) -> None:
@@ -267,10 +255,10 @@ def read_digits() -> Decoded:
     shifted = [large[:, dy : dy + 28, dx : dx + 28] for dy in range(3) for dx in range(3)]
     images = (np.sum(shifted, axis=0) * 255 // (16 * 9)).astype(np.uint8)
     order = np.random.RandomState(0).permutation(len(images))  # frozen by NumPy for all time
-    parts = {"train": order[360:], "test": order[:360]}
+    train, test = order[360:], order[:360]
     return Decoded(
-        images={split: images[rows] for split, rows in parts.items()},
-        labels={split: labels[rows].astype(np.int64) for split, rows in parts.items()},
+        images={"train": images[train], "test": images[test]},
+        labels={"train": labels[train].astype(np.int64), "test": labels[test].astype(np.int64)},
         classes=DIGITS,
         notes=["the 8x8 digits were enlarged to 28x28"],
     )
