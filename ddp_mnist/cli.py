@@ -304,12 +304,9 @@ def verify(argv: list[str]) -> None:
 
 def bench(argv: list[str]) -> None:
     """Measure how fast it is here, as ratios of what runs side by side."""
-    from ddp_mnist.bench.flags import Bench
+    from ddp_mnist.bench.benches import Bench, run
 
-    flags = Bench.of(parse("bench", argv, Bench))
-    from ddp_mnist.bench.benches import run
-
-    run(flags)
+    run(Bench.of(parse("bench", argv, Bench)))
 
 
 # --- For the Makefile

@@ -152,9 +152,6 @@ def on_this_machine() -> dict[str, Any]:
     made = multinode.make_node(Multinode.of(cli.parse("multinode", node, Multinode)))
     for_doctor = examination.default_processes()
 
-    def options(what: str) -> Any:
-        return benches.Options("digits", None, benches.default_processes(what), 5)
-
     def config_for(processes: int) -> str:
         command = commands.launcher(processes)
         return Path(command[command.index("--config_file") + 1]).stem
@@ -167,7 +164,7 @@ def on_this_machine() -> dict[str, Any]:
         "doctor finds": [f"{each.status} {each.name}" for each in doctor.gpus(doctor.Options())],
         "doctor opened one": getattr(torch.cuda, "opened", False),
         "bench": {what: benches.default_processes(what) for what in benches.BENCHES},
-        "bench says": benches.notes(options("loop")),
+        "bench says": benches.sharing_notes(benches.default_processes("loop")),
         "bench launches": [told(functools.partial(config_for, size)) for size in (1, 2)],
         "yaml": {config: launched(config) for config in YAMLS},
         "yaml --cpu": launched("single_gpu", "--cpu"),

@@ -159,7 +159,7 @@ def test_what_bench_starts(decided: dict[str, Any]) -> None:
     several = {what for what, processes in decided["one"]["bench"].items() if processes == 2}
     assert several == {"loop", "strategies"}  # the others compare within a process
     [note] = decided["one"]["bench says"]
-    assert note.startswith("2 processes share 1 GPU over gloo: ")
+    assert note.startswith("2 processes share the GPUs of this machine (1) over gloo: ")
     assert decided["two"]["bench says"] == decided["old driver"]["bench says"] == []
     one, refused = decided["one"]["bench launches"]
     assert one == "single_gpu"
@@ -288,7 +288,7 @@ def test_make_doctor_accepts_one_gpu(library: Path) -> None:
 def test_make_bench_on_one_gpu(library: Path) -> None:
     ended = make("bench", machine(library, 1), "--dataset", "digits", "--repeats", "5")
     assert (ended.code, ended.error_lines) == (0, []), ended.err
-    assert ended.out.startswith("2 processes share 1 GPU over gloo: ")
+    assert ended.out.startswith("2 processes share the GPUs of this machine (1) over gloo: ")
     assert "train.py over plain_ddp.py" in ended.out
 
 

@@ -1,1 +1,1 @@
-"""How fast it is on this machine, as ratios of what ran side by side."""
+"""How fast it is on this machine, as ratios of what ran side by side; imports all but the cli."""

@@ -1,7 +1,8 @@
-"""The verb `bench`: what each benchmark measures, and the goal that a figure should meet.
+"""The benchmarks of the verb `bench`, and the goals that their figures should meet.
 
-Each alternates what it compares, repeats, and tells median and spread; what is timed within a
+Each alternates what it compares, repeats, and reports median and spread; what is timed within a
 process is warmed up first. Processes have one CPU thread each, as under `make train` on two cores.
+torch is imported where it is needed, so that `--help` can list the benchmarks at once.
 """
 
 from __future__ import annotations
@@ -9,45 +10,33 @@ from __future__ import annotations
 import json
 import statistics
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ddp_mnist.bench import commands
-from ddp_mnist.bench.figures import (
-    Absent,
-    Ratio,
-    Spread,
-    alternate,
-    ratio,
-    ratio_of_difference,
-    spread,
-)
-from ddp_mnist.bench.flags import Bench
-from ddp_mnist.bench.steps import KINDS, Kind, time_steps
-from ddp_mnist.bench.strategies import STRATEGIES
+from ddp_mnist.bench.figures import FIX, alternate, ratio, ratio_of_difference, spread, to_result
 from ddp_mnist.cluster import hardware
 from ddp_mnist.cluster.local import backend_among, preload, run_world
 from ddp_mnist.config import Distribution, Run, TrainConfig
-from ddp_mnist.data.cache import choose, load
 from ddp_mnist.errors import CheckFailed, UsageError
+from ddp_mnist.flags import Flags, argument, flag
 from ddp_mnist.run.console import Console
 from ddp_mnist.run.environment import package_versions
-from ddp_mnist.run.summary import count
+from ddp_mnist.verify.results import CheckResult, failure_summary, warned
 
-preload("ddp_mnist.train", "ddp_mnist.run.metrics")
+preload("ddp_mnist.bench.steps", "ddp_mnist.run.metrics")
 
 STEPS = 380  # optimizer steps of a timed round at most: an epoch of MNIST
-BETWEEN = ("loop", "strategies")  # of a process group: one process has none
+SEVERAL = ("loop", "strategies")  # benchmarks of a process group, which one process has not
 ALONE = ("silent", "independent")  # kinds of step in which no rank waits for another
 
 
 @dataclass(frozen=True)
 class Options:
-    """What a person may choose; see the verb's flags."""
+    """What is measured, on how many processes and in how many rounds."""
 
     dataset: str
     cache_dir: str | None
@@ -55,112 +44,29 @@ class Options:
     repeats: int
 
 
-@dataclass(frozen=True)
-class Row:
-    """A figure, and its goal on MNIST and two free CPU cores.
-
-    Attributes:
-        goal: the bound in words; None if there is none.
-        met: whether the figure is within it.
-    """
-
-    what: str
-    figure: Ratio | Spread | Absent
-    goal: str | None = None
-    met: bool = True
-
-    @property
-    def median(self) -> float:
-        """Raises ValueError for what cannot be measured here."""
-        if isinstance(self.figure, Absent):
-            raise ValueError(f"{self.what}: {self.figure}")
-        return self.figure.median
-
-    def __str__(self) -> str:
-        mark = f"  goal {'met' if self.met else 'missed'}: {self.goal}" if self.goal else ""
-        return f"{self.what:<52} {self.figure}{mark}"
-
-
-def run(flags: Bench) -> None:
-    """Print each figure beside its goal, then all as one line of JSON.
-
-    Raises:
-        CheckFailed: a goal is missed, with --check.
-    """
-    console, what = Console(True), flags.what
-    name, notes_on_data = choose(flags.dataset, flags.cache_dir)
-    repeats = flags.repeats or (5 if what == "memory" else 11)
-    options = Options(name, flags.cache_dir, flags.processes or default_processes(what), repeats)
-    for note in [*notes_on_data, *notes(options)]:
-        console.print(note)
-    rows = BENCHES[what](options)
-    for row in rows:
-        console.print(str(row))
-    console.print(json.dumps(describe(what, options, rows)))
-    missed = [f"{row.what} {row.figure}, goal {row.goal}" for row in rows if not row.met]
-    if flags.check and missed:
-        raise CheckFailed(
-            f"bench {what}: {'; '.join(missed)} on MNIST and two free CPU cores; close other"
-            " programs and repeat"
-        )
-
-
-def default_processes(bench: str) -> int:
-    """One per GPU; two where there is none, and at least two for what takes a process group."""
-    return max(hardware.gpus() or 2, 2 if bench in BETWEEN else 1)
-
-
-def notes(options: Options) -> list[str]:
-    """What to know before the figures."""
-    if backend_among(options.processes) != "gloo":
-        return []
-    gpus = count(hardware.gpus(), "GPU")
-    return [
-        f"{options.processes} processes share {gpus} over gloo: compare the ratios below, not the"
-        " speeds, with those of processes that have a GPU each"
-    ]
-
-
-def describe(bench: str, options: Options, rows: list[Row]) -> dict[str, Any]:
-    """Figures, what was run, machine and versions for JSON."""
-    return {
-        "bench": bench,
-        "date": date.today().isoformat(),
-        **{name: getattr(options, name) for name in ("dataset", "processes", "repeats")},
-        "machine": {**hardware.describe(), "gpus": hardware.gpus()},
-        "versions": package_versions(),
-        "rows": [
-            {"what": row.what, **asdict(row.figure), "goal": row.goal, "met": row.met}
-            for row in rows
-        ],
-    }
-
-
 # --- Steps
 
 
-def on_processes(
-    size: int, function: Callable[..., Any], options: Options, *args: Any, precision: str = "auto"
-) -> list[Any]:
-    """What `function(config, *args, STEPS, repeats)` returned on each of them."""
-    load(options.dataset, options.cache_dir)  # into the cache: the processes have a deadline
-    config = TrainConfig(
-        Run(dataset=options.dataset, cache_dir=options.cache_dir, quiet=True),
-        distribution=Distribution(mixed_precision=precision, backend=backend_among(size)),
-    )
-    args = (config, *args, STEPS, options.repeats)
-    return run_world(size, function, *args, folder=Path.cwd(), timeout_s=commands.PATIENCE_S)
-
-
 def speeds_of(
-    kinds: dict[str, Kind], options: Options, processes: int, precision: str = "auto"
+    kinds: Sequence[str], options: Options, processes: int, precision: str = "auto"
 ) -> dict[str, list[float]]:
-    """Images/s over all processes per round of each kind.
+    """Return images/s over all processes, for each round of each kind of step.
 
     Ranks that exchange gradients are as fast as the slowest; of those that do not, each adds its
     own share.
     """
-    ranks = on_processes(processes, time_steps, options, kinds, precision=precision)
+    from ddp_mnist.bench.steps import time_steps
+
+    fill_cache(options)
+    config = TrainConfig(
+        Run(dataset=options.dataset, cache_dir=options.cache_dir, quiet=True),
+        distribution=Distribution(mixed_precision=precision, backend=backend_among(processes)),
+    )
+    ranks = run_world(
+        *(processes, time_steps, config, kinds, STEPS, options.repeats),
+        folder=Path.cwd(),
+        timeout_s=commands.TIMEOUT_S,
+    )
     return {
         kind: [
             statistics.fmean(speeds) if kind in ALONE else min(speeds)
@@ -170,143 +76,218 @@ def speeds_of(
     }
 
 
-def these(*names: str) -> dict[str, Kind]:
-    return {name: KINDS[name] for name in names}
+def fill_cache(options: Options) -> None:
+    """Decode the images before anything is timed."""
+    from ddp_mnist.data.cache import load
+
+    load(options.dataset, options.cache_dir)
 
 
-def loop_against(kind: str, name: str, options: Options, precision: str = "auto") -> list[Row]:
-    speeds = speeds_of(these("train", kind), options, options.processes, precision)
+def feed(options: Options) -> list[CheckResult]:
+    """Time train.py's loop against its step on one batch that lies ready (a minute)."""
+    return compare_with_train("resident", "one resident batch", options)
+
+
+def loop(options: Options) -> list[CheckResult]:
+    """Time train.py's loop against plain_ddp.py's (a minute)."""
+    return compare_with_train("plain", "plain_ddp.py", options, precision="no")  # it has no other
+
+
+def evaluation(options: Options) -> list[CheckResult]:
+    """Time exact metrics of a split against training on as many images (a minute)."""
+    return compare_with_train("evaluation", "evaluation", options, most=0.35)
+
+
+def compare_with_train(
+    kind: str, name: str, options: Options, precision: str = "auto", most: float | None = None
+) -> list[CheckResult]:
+    """Return both speeds and their ratio, which should be nearly 1, or `most`."""
+    speeds = speeds_of(["train", kind], options, options.processes, precision)
     share = ratio(speeds["train"], speeds[kind])
+    goal, met = "lower end at least 0.95", share.low >= 0.95
+    if most:
+        goal, met = f"at most {most:g}", share.median <= most
     return [
-        Row("train.py, images/s", spread(speeds["train"])),
-        Row(f"{name}, images/s", spread(speeds[kind])),
-        Row(f"train.py over {name}", share, "lower end at least 0.95", share.low >= 0.95),
+        to_result("train.py, images/s", spread(speeds["train"])),
+        to_result(f"{name}, images/s", spread(speeds[kind])),
+        to_result(f"train.py over {name}", share, goal, met),
     ]
 
 
-def feed(options: Options) -> list[Row]:
-    return loop_against("resident", "one resident batch", options)
+def scaling(options: Options) -> list[CheckResult]:
+    """Time 1 to N processes against as many independent ones; shares of a step (minutes)."""
+    sizes = range(1, options.processes + 1)
+    return [result for size in sizes for result in shares_of_a_step(size, options)]
 
 
-def loop(options: Options) -> list[Row]:
-    """In full precision: plain_ddp.py knows no other."""
-    if options.processes == 1:
-        raise UsageError("--processes 1: plain_ddp.py needs a process group; give at least 2")
-    return loop_against("plain", "plain_ddp.py", options, precision="no")
-
-
-def evaluation(options: Options) -> list[Row]:
-    speeds = speeds_of(these("train", "evaluation"), options, options.processes)
-    share = ratio(speeds["train"], speeds["evaluation"])
-    met = share.median <= 0.35
-    return [
-        Row("train.py, images/s", spread(speeds["train"])),
-        Row("evaluation, images/s", spread(speeds["evaluation"])),
-        Row("time of an evaluation over that of training", share, "at most 0.35", met),
-    ]
-
-
-def scaling(options: Options) -> list[Row]:
-    """A step: computing, waiting for the slowest rank, exchanging, and the feed and accounts."""
+def shares_of_a_step(size: int, options: Options) -> list[CheckResult]:
+    """Return how many images/s `size` processes train on, and where the time of a step goes."""
     kinds = ["train", "independent", "resident", "silent", "lockstep"]
-    rows = []
-    for size in range(1, options.processes + 1):
-        speeds = speeds_of(these(*kinds), options, size)
-        seconds = {kind: [1 / speed for speed in speeds[kind]] for kind in kinds}
+    speeds = speeds_of(kinds, options, size)
+    seconds = {kind: [1 / speed for speed in speeds[kind]] for kind in kinds}
+    who = "1 process" if size == 1 else f"{size} processes"
 
-        def share(kind: str, less: str, of: dict[str, list[float]] = seconds) -> Ratio:
-            return ratio_of_difference(of[kind], of[less], of["train"])
+    def share(name: str, kind: str, less: str) -> CheckResult:
+        difference = ratio_of_difference(seconds[kind], seconds[less], seconds["train"])
+        return to_result(f"{who}: share of {name}", difference)
 
-        efficiency = ratio(speeds["train"], speeds["independent"])
-        goal = "at least 0.95" if size > 1 else None
-        met = goal is None or efficiency.median >= 0.95
-        who = count(size, "process")
-        rows += [
-            Row(f"{who}: images/s", spread(speeds["train"])),
-            Row(f"{who}: of as many independent ones", efficiency, goal, met),
-            Row(f"{who}: share of computing", ratio(seconds["silent"], seconds["train"])),
-            Row(f"{who}: share of waiting for the slowest", share("lockstep", "silent")),
-            Row(f"{who}: share of exchanging gradients", share("resident", "lockstep")),
-            Row(f"{who}: share of the rest", share("train", "resident")),
-        ]
-    return rows
-
-
-def strategies(options: Options) -> list[Row]:
-    """Why DDP, in numbers: each strategy with the same global batch."""
-    if options.processes == 1:
-        raise UsageError("--processes 1: there is nothing to share; give at least 2")
-    kinds = dict(STRATEGIES)
-    absent: dict[str, Absent] = {}
-    if (gpus := hardware.gpus()) < 2:
-        del kinds["DataParallel"]
-        absent["DataParallel"] = Absent(f"needs two GPUs and finds {gpus}; it knows no CPUs")
-    speeds = speeds_of(kinds, options, options.processes, precision="no")
-    threads = "" if gpus else f", {count(hardware.cores(), 'thread')}"
-    names = {"one process": f"one process{threads}"}
-    shown: dict[str, Spread | Absent] = {k: spread(speeds[k]) for k in kinds} | absent
+    efficiency = ratio(speeds["train"], speeds["independent"])
+    goal = "at least 0.95" if size > 1 else ""
+    met = not goal or efficiency.median >= 0.95
     return [
-        *(Row(f"{names.get(k, k)}: images/s", shown[k]) for k in STRATEGIES),
-        *(
-            Row(f"{kind} over one process", ratio(speeds[kind], speeds["one process"]))
-            for kind in kinds
-            if kind != "one process"
-        ),
+        to_result(f"{who}: images/s", spread(speeds["train"])),
+        to_result(f"{who}: of as many independent ones", efficiency, goal, met),
+        to_result(f"{who}: share of computing", ratio(seconds["silent"], seconds["train"])),
+        share("waiting for the slowest", "lockstep", "silent"),
+        share("exchanging gradients", "resident", "lockstep"),
+        share("the rest", "train", "resident"),
+    ]
+
+
+def strategies(options: Options) -> list[CheckResult]:
+    """Time one process, DataParallel, and DDP with several hooks on equal batches (minutes)."""
+    from ddp_mnist.bench.steps import STRATEGIES
+
+    gpus = hardware.gpus()
+    kinds = [kind for kind in STRATEGIES if gpus >= 2 or kind != "DataParallel"]
+    speeds = speeds_of(kinds, options, options.processes, precision="no")
+    results = [to_result(f"{kind}: images/s", spread(speeds[kind])) for kind in kinds]
+    if "DataParallel" not in kinds:
+        text = f"needs two GPUs and finds {gpus}; it knows no CPUs"
+        results.insert(1, warned("DataParallel: images/s", text, "run it where there are two"))
+    return results + [
+        to_result(f"{kind} over one process", ratio(speeds[kind], speeds["one process"]))
+        for kind in kinds
+        if kind != "one process"
     ]
 
 
 # --- Commands
 
 
-def startup(options: Options) -> list[Row]:
-    load(options.dataset, options.cache_dir)  # into the cache
-    arguments = commands.data_flags(options.dataset, options.cache_dir)
-    measures: dict[str, Callable[[], float]] = {}
-    for how, before in ways(options):
-        measures[f"floor{how}"] = partial(commands.seconds_to_baseline_step, before)
-        measures[f"train{how}"] = partial(commands.seconds_to_first_step, before, arguments)
-    seconds = alternate(list(measures), options.repeats, lambda kind: measures[kind]())
-    rows = [Row(f"{kind}, s", spread(times)) for kind, times in seconds.items()]
-    for how, _ in ways(options):
-        over = ratio(seconds[f"train{how}"], seconds[f"floor{how}"])
-        rows.append(Row(f"train over floor{how}", over, "at most 1.25", over.median <= 1.25))
-    return rows
+WAYS = ("", ", launched")  # how a command is started
 
 
-def memory(options: Options) -> list[Row]:
-    load(options.dataset, options.cache_dir)  # into the cache
-    arguments = commands.data_flags(options.dataset, options.cache_dir)
+def startup(options: Options) -> list[CheckResult]:
+    """Time train from command to first optimizer step against a ten-line program (minutes)."""
+    results, pairs = measure_commands(options, "s", commands.seconds_to_first_step)
+    for how, (train, baseline) in pairs.items():
+        over = ratio(train, baseline)
+        name, met = f"train over baseline program{how}", over.median <= 1.25
+        results.append(to_result(name, over, "at most 1.25", met))
+    return results
 
-    def train(before: list[str]) -> float:
+
+def memory(options: Options) -> list[CheckResult]:
+    """Compare the peak of train's private memory with that program's (minutes)."""
+    results, pairs = measure_commands(options, "MB", commands.peak_anonymous_mb)
+    for how, (train, baseline) in pairs.items():
+        above = spread([ours - least for ours, least in zip(train, baseline, strict=True)])
+        name, met = f"above the baseline program{how}, MB", above.median <= 150
+        results.append(to_result(name, above, "at most 150", met))
+    return results
+
+
+def measure_commands(
+    options: Options, unit: str, measure: commands.Measure
+) -> tuple[list[CheckResult], dict[str, tuple[list[float], list[float]]]]:
+    """Return all figures, and by way of starting what was measured of train and the baseline."""
+    fill_cache(options)
+    flags = ["--dataset", options.dataset]
+    flags += ["--cache-dir", options.cache_dir] if options.cache_dir else []
+    programs = {"baseline program": commands.BASELINE, "train": [*commands.TRAIN, *flags]}
+    launchers = dict(zip(WAYS, ([], commands.launcher(options.processes)), strict=True))
+    started = {f"{name}{how}": launchers[how] + programs[name] for how in WAYS for name in programs}
+
+    def measure_once(kind: str) -> float:
         with tempfile.TemporaryDirectory(prefix="ddp_mnist-") as scratch:
-            command = [*before, *commands.TRAIN, *arguments, "--run-dir", f"{scratch}/run"]
-            return commands.peak_anonymous_mb(command)
+            run_dir = Path(scratch) / "run"
+            return measure([*started[kind], "--run-dir", str(run_dir)], run_dir)
 
-    measures: dict[str, Callable[[], float]] = {}
-    for how, before in ways(options):
-        measures[f"floor{how}"] = partial(commands.peak_anonymous_mb, [*before, *commands.BASELINE])
-        measures[f"train{how}"] = partial(train, before)
-    peaks = alternate(list(measures), options.repeats, lambda kind: measures[kind](), warm_up=False)
-    rows = [Row(f"{kind}, MB", spread(peak)) for kind, peak in peaks.items()]
-    for how, _ in ways(options):
-        pairs = zip(peaks[f"train{how}"], peaks[f"floor{how}"], strict=True)
-        above = spread([ours - least for ours, least in pairs])
-        met = above.median <= 150
-        rows.append(Row(f"above the floor{how}, MB", above, "at most 150", met))
-    return rows
+    measured = alternate(list(started), options.repeats, measure_once)
+    results = [to_result(f"{kind}, {unit}", spread(values)) for kind, values in measured.items()]
+    pairs = {how: (measured[f"train{how}"], measured[f"baseline program{how}"]) for how in WAYS}
+    return results, pairs
 
 
-def ways(options: Options) -> list[tuple[str, list[str]]]:
-    """How a command is started: a name for rows, and what stands before it."""
-    return [("", []), (", launched", commands.launcher(options.processes))]
-
-
-BENCHES: dict[str, Callable[[Options], list[Row]]] = {
-    "feed": feed,
-    "loop": loop,
-    "evaluation": evaluation,
-    "scaling": scaling,
-    "strategies": strategies,
-    "startup": startup,
-    "memory": memory,
+# A function's docstring is its line in --help.
+BENCHES: dict[str, Callable[[Options], list[CheckResult]]] = {
+    bench.__name__: bench
+    for bench in (feed, loop, evaluation, scaling, strategies, startup, memory)
 }
+
+
+# --- The verb
+
+
+@dataclass(frozen=True)
+class Bench(Flags):
+    """The flags of `bench`."""
+
+    what: str = argument(
+        "WHAT",
+        "One of those below.",
+        choices={name: bench.__doc__ or "" for name, bench in BENCHES.items()},
+    )
+    dataset: str = flag("mnist", "The data set to train on.")
+    cache_dir: str | None = flag(None, "Folder of decoded data sets.")
+    processes: int | None = flag(
+        None,
+        "One per GPU, else with one CPU thread [GPUs, else 2; loop, strategies: at least 2].",
+        least=1,
+        most=10**4,
+    )
+    repeats: int | None = flag(None, "Rounds [11; memory: 5].", least=5, most=10**4)
+    check: bool = flag(False, "Exit code 1 where a goal is missed.")
+
+
+def run(flags: Bench) -> None:
+    """Print each figure beside its goal, then all as one line of JSON.
+
+    Raises:
+        CheckFailed: a goal is missed, with --check.
+    """
+    from ddp_mnist.data import cache
+
+    console, what = Console(True), flags.what
+    name, notes = cache.choose(flags.dataset, flags.cache_dir)
+    processes = flags.processes or default_processes(what)
+    if processes == 1 and what in SEVERAL:
+        raise UsageError(f"--processes 1: bench {what} needs a process group; give at least 2")
+    repeats = flags.repeats or (5 if what == "memory" else 11)
+    options = Options(name, flags.cache_dir, processes, repeats)
+    for note in [*notes, *sharing_notes(processes)]:
+        console.print(note)
+    results = BENCHES[what](options)
+    for result in results:
+        console.print(f"{result.name:<52} {result.text}")
+    console.print(json.dumps(describe(what, options, results)))
+    if flags.check and (summary := failure_summary(f"bench {what}", results, FIX)):
+        raise CheckFailed(summary)
+
+
+def default_processes(what: str) -> int:
+    """Return one per GPU, or two; at least two for a benchmark of a process group."""
+    return max(hardware.gpus() or 2, 2 if what in SEVERAL else 1)
+
+
+def sharing_notes(processes: int) -> list[str]:
+    """Return what to know before the figures of processes that share GPUs."""
+    if backend_among(processes) != "gloo":
+        return []
+    return [
+        f"{processes} processes share the GPUs of this machine ({hardware.gpus()}) over gloo:"
+        " compare the ratios below, not the speeds, with those of processes that have one each"
+    ]
+
+
+def describe(what: str, options: Options, results: Sequence[CheckResult]) -> dict[str, Any]:
+    """Return the results, with what was run, the machine and the versions, for JSON."""
+    return {
+        "bench": what,
+        "date": date.today().isoformat(),
+        **{name: getattr(options, name) for name in ("dataset", "processes", "repeats")},
+        "machine": {**hardware.describe(), "gpus": hardware.gpus()},
+        "versions": package_versions(),
+        "results": [asdict(result) for result in results],
+    }

@@ -1,17 +1,14 @@
-"""Whole commands, timed from the moment they are typed."""
+"""Whole commands: seconds from their start to the first optimizer step, and their memory."""
 
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any
 
 import psutil
 
@@ -21,12 +18,13 @@ from ddp_mnist.run.folder import METRICS
 
 REPOSITORY = Path(__file__).parents[2]
 BASELINE = [str(Path(__file__).with_name("baseline_program.py"))]
-TRAIN = ["-m", "ddp_mnist", "train", "--mixed-precision", "auto"]
-PATIENCE_S = 1800.0
+TRAIN = ["-m", "ddp_mnist", "train", "--mixed-precision", "auto", "--log-every", "1"]
+TIMEOUT_S = 1800.0
+Measure = Callable[[list[str], Path], float]  # of a command that writes into a run folder
 
 
 def launcher(processes: int) -> list[str]:
-    """`accelerate launch` with the stored configuration for this machine.
+    """Return `accelerate launch` with the stored configuration for this machine.
 
     Raises:
         UsageError: there are fewer GPUs, or the package was installed without the repository
@@ -41,115 +39,88 @@ def launcher(processes: int) -> list[str]:
     name = "multi_cpu" if not gpus else "multi_gpu" if processes > 1 else "single_gpu"
     config = REPOSITORY / "accelerate_configs" / f"{name}.yaml"
     if not config.exists():
-        raise UsageError(f"bench: {config} is not there; run it in a clone of the repository")
+        raise UsageError(f"bench: {config} is missing; run it in a clone of the repository")
     return [
         *("-m", "accelerate.commands.launch", "--main_process_port", "0"),
         *("--config_file", str(config), "--num_processes", str(processes)),
     ]
 
 
-def data_flags(dataset: str, cache_dir: str | None) -> list[str]:
-    return ["--dataset", dataset, *(["--cache-dir", cache_dir] if cache_dir else [])]
+def run(command: list[str], poll: Callable[[psutil.Popen], bool] = lambda _: False) -> str:
+    """Run `python *command` until it ends or `poll(process)` says so; return what it printed.
 
+    None of the command's processes is left afterwards.
 
-@contextlib.contextmanager
-def started(command: list[str]) -> Iterator[tuple[subprocess.Popen[bytes], IO[bytes]]]:
-    """`python *command` and the file it writes to. Nothing of it is left afterwards."""
-    path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+    Raises:
+        CheckFailed: it failed, or did not end within TIMEOUT_S.
+    """
+    deadline, typed = time.monotonic() + TIMEOUT_S, " ".join(command)
     with tempfile.TemporaryFile() as output:
-        process = subprocess.Popen(
-            [sys.executable, *command],
-            env={**os.environ, "PYTHONPATH": path},
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
+        process = psutil.Popen([sys.executable, *command], stdout=output, stderr=subprocess.STDOUT)
         try:
-            yield process, output
+            while (code := process.poll()) is None and not poll(process):
+                if time.monotonic() > deadline:
+                    raise CheckFailed(f"{typed}: still runs after {TIMEOUT_S:.0f} s")
+                time.sleep(0.005)
         finally:
             # torchrun's workers are in sessions of their own: a signal to a group misses them
-            children = descendants(process.pid)
-            process.kill()
-            for child in children:
+            for each in (processes := family(process)):
                 with contextlib.suppress(psutil.NoSuchProcess):
-                    child.kill()
-            psutil.wait_procs(children, timeout=10)
-            process.wait()
+                    each.kill()
+            psutil.wait_procs(processes, timeout=10)
+        output.seek(0)
+        printed = output.read().decode(errors="replace")
+    if code:
+        raise CheckFailed(f"{typed}: ended with code {code}: {' '.join(printed.splitlines())}")
+    return printed
 
 
-def descendants(pid: int) -> list[psutil.Process]:
-    """Its children and theirs."""
+def family(process: psutil.Process) -> list[psutil.Process]:
+    """Return the process and its descendants; none if it has ended."""
     try:
-        return psutil.Process(pid).children(recursive=True)
+        return [process, *process.children(recursive=True)]
     except psutil.NoSuchProcess:
         return []
 
 
-def said(command: list[str], process: subprocess.Popen[bytes], output: IO[bytes]) -> list[Any]:
-    """The lines of JSON that it printed until its good end.
+def seconds_to_first_step(command: list[str], run_dir: Path) -> float:
+    """Return the seconds until metrics.jsonl has a line, which is of the first step."""
+    ends: list[float] = []
 
-    Raises:
-        CheckFailed: it ended otherwise, or not within PATIENCE_S.
-    """
-    try:
-        code = process.wait(PATIENCE_S)
-    except subprocess.TimeoutExpired as error:
-        raise CheckFailed(f"{' '.join(command)}: still runs after {PATIENCE_S:.0f} s") from error
-    output.seek(0)
-    lines = output.read().decode(errors="replace").splitlines()
-    if code:
-        raise CheckFailed(f"{' '.join(command)}: ended with code {code}: {' '.join(lines)}")
-    return [json.loads(line) for line in lines if line.startswith("{")]
+    def first_step(_process: psutil.Popen | None) -> bool:
+        with contextlib.suppress(FileNotFoundError):
+            if (metrics := (run_dir / METRICS).stat()).st_size:
+                ends.append(metrics.st_mtime)
+        return bool(ends)
 
-
-def seconds_to_end(command: list[str]) -> tuple[float, list[Any]]:
-    """From start to a good end, and the lines of JSON that were printed."""
-    clock = time.monotonic()
-    with started(command) as (process, output):
-        lines = said(command, process, output)
-        return time.monotonic() - clock, lines
-
-
-def seconds_to_first_step(before: list[str], arguments: list[str]) -> float:
-    """From start to the first line of metrics.jsonl, which tells of the first optimizer step."""
-    with tempfile.TemporaryDirectory(prefix="ddp_mnist-") as scratch:
-        metrics = Path(scratch) / "run" / METRICS
-        command = [*before, *TRAIN, *arguments, "--log-every", "1"]
-        begun = time.time()
-        with started([*command, "--run-dir", str(metrics.parent)]) as (process, output):
-            while not (metrics.exists() and metrics.stat().st_size):
-                if process.poll() is not None:
-                    said(command, process, output)
-                    raise CheckFailed(f"{' '.join(command)}: ended without a step")
-                time.sleep(0.005)
-            return metrics.stat().st_mtime - begun
-
-
-def seconds_to_baseline_step(before: list[str]) -> float:
-    """The same of the baseline program, which prints when its first step is done: of the slowest
-    process."""
     begun = time.time()
-    _, lines = seconds_to_end([*before, *BASELINE])
-    return max(line["first_step"] for line in lines) - begun
+    run(command, first_step)
+    if not first_step(None):
+        raise CheckFailed(f"{' '.join(command)}: ended without a step; run it by hand")
+    return ends[0] - begun
 
 
-def peak_anonymous_mb(command: list[str]) -> float:
-    """Megabytes of private memory, at their highest, of the command's largest process.
+def peak_anonymous_mb(command: list[str], _run_dir: Path | None = None) -> float:
+    """Return the highest private memory of the command's largest process, in megabytes.
 
-    Looked at some 40 times a second; mapped files, as the cache and libraries, do not count.
+    Mapped files, as the cache and libraries, do not count.
 
     Raises:
         UsageError: there is no /proc, as on macOS.
     """
     if not Path("/proc/self/status").exists():
-        raise UsageError("bench memory: needs Linux's /proc")
+        raise UsageError("bench memory: needs /proc; run it on Linux")
     peak = 0
-    with started(command) as (process, output):
-        while process.poll() is None:
-            for pid in [process.pid, *(child.pid for child in descendants(process.pid))]:
-                with contextlib.suppress(OSError, StopIteration):  # it ended meanwhile
-                    status = Path(f"/proc/{pid}/status").read_text().splitlines()
-                    line = next(line for line in status if line.startswith("RssAnon:"))
-                    peak = max(peak, int(line.split()[1]))
-            time.sleep(0.02)
-        said(command, process, output)
+
+    def look(process: psutil.Popen) -> bool:
+        nonlocal peak
+        for each in family(process):
+            with contextlib.suppress(OSError, StopIteration):  # it ended meanwhile
+                status = Path(f"/proc/{each.pid}/status").read_text().splitlines()
+                line = next(line for line in status if line.startswith("RssAnon:"))
+                peak = max(peak, int(line.split()[1]))
+        time.sleep(0.02)
+        return False
+
+    run(command, look)
     return peak * 1024 / 1e6
