@@ -287,7 +287,7 @@ def parse_doctor(argv: list[str]) -> tuple[Any, Distribution]:
 def doctor(argv: list[str]) -> None:
     """Accept or reject this machine, or the machines that a launcher joins."""
     flags, distribution = parse_doctor(argv)
-    from ddp_mnist.doctor.examination import run
+    from ddp_mnist.doctor.checks import run
 
     run(flags, distribution)
 
@@ -328,9 +328,9 @@ def multinode(argv: list[str]) -> int:
         return run(flags, given, timeout_s, meet)
     doctor_flags, distribution = parse_doctor(given)
 
-    from ddp_mnist.doctor.examination import check_way
+    from ddp_mnist.doctor.checks import run_preflight
 
-    check = functools.partial(check_way, flags=doctor_flags)
+    check = functools.partial(run_preflight, flags=doctor_flags)
     return run(flags, given, distribution.dist_timeout, check)
 
 

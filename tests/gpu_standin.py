@@ -142,7 +142,7 @@ def on_this_machine() -> dict[str, Any]:
     from ddp_mnist.bench import benches, commands
     from ddp_mnist.cluster import device, hardware
     from ddp_mnist.cluster.local import backend_among
-    from ddp_mnist.doctor import examination
+    from ddp_mnist.doctor import checks
     from ddp_mnist.doctor import machine as doctor
     from ddp_mnist.verbs import multinode
     from ddp_mnist.verbs.flags import Multinode
@@ -150,7 +150,7 @@ def on_this_machine() -> dict[str, Any]:
     device.has_native_bf16 = lambda: False
     node = ["--machine-rank", "0", "--main-process-ip", "192.0.2.1"]
     made = multinode.make_node(Multinode.of(cli.parse("multinode", node, Multinode)))
-    for_doctor = examination.default_processes()
+    for_doctor = checks.default_processes()
 
     def config_for(processes: int) -> str:
         command = commands.launcher(processes)

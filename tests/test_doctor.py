@@ -1,9 +1,10 @@
-"""Each finding of the doctor is provoked by an injected fault; a healthy machine provokes none."""
+"""Each check of the doctor fails by an injected fault; on a healthy machine all pass."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.metadata
 import itertools
 import json
 import os
@@ -12,7 +13,7 @@ import signal
 import socket
 import time
 from collections import namedtuple
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,8 +23,10 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
-from ddp_mnist import cli
+from ddp_mnist import cli, train
 from ddp_mnist.cluster import hardware
 from ddp_mnist.cluster.launch import find_launch
 from ddp_mnist.cluster.local import free_port, run_world
@@ -31,191 +34,150 @@ from ddp_mnist.cluster.nodes import Node
 from ddp_mnist.cluster.world import join_world
 from ddp_mnist.config import Distribution
 from ddp_mnist.data import cache
-from ddp_mnist.doctor import collectives, examination, group, machine, network
+from ddp_mnist.doctor import checks, collectives, group, machine, preflight
 from ddp_mnist.doctor.compare import against
 from ddp_mnist.doctor.machine import Options
 from ddp_mnist.errors import PeerError
-from ddp_mnist.verify.results import (
-    FAIL,
-    PASS,
-    WARN,
-    CheckResult,
-    failed,
-    passed,
-    warned,
-    worst,
-)
-from ddp_mnist.verify.watch import watching
+from ddp_mnist.verify.results import FAIL, PASS, WARN, CheckResult, failed, passed, warned, worst
 
 Patch = pytest.MonkeyPatch
-
-
-def only(findings: Iterator[CheckResult]) -> CheckResult:
-    [finding] = findings
-    return finding
-
+Found = dict[str, list[CheckResult]]
 
 # --- One machine
 
-
-def test_a_healthy_machine_is_found_healthy(tmp_path: Path, monkeypatch: Patch) -> None:
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_: [(0, 0, 0, "", ("192.0.2.7", 0))])
-    options = Options(dataset="digits", cache_dir=str(tmp_path), run_dir=str(tmp_path), port=None)
-    findings = list(machine.examine_machine(options))
-    assert len(findings) == 13
-    assert [str(finding) for finding in findings if finding.status != PASS] == []
+HERE = Path("here")  # stands for the test's folder, which holds an empty file and a GPU's device
+M, H = "ddp_mnist.doctor.machine", "ddp_mnist.cluster.hardware"
+USAGE = namedtuple("USAGE", "total used free")
 
 
-def faulty_version(patch: Patch, _folder: Path) -> None:
-    """torchvision requires one torch exactly; this is another one."""
-    real = machine.importlib.metadata.version
-    patch.setattr(
-        machine.importlib.metadata,
-        "version",
-        lambda name: "2.13.0" if name == "torch" else real(name),
-    )
+def other_torch(name: str, real: Callable[[str], str] = importlib.metadata.version) -> str:
+    """Return a version that torchvision was not made for."""
+    return "2.13.0" if name == "torch" else real(name)
 
 
-def missing_package(patch: Patch, _folder: Path) -> None:
-    patch.setattr(machine, "package_versions", lambda: {"python": "3", "accelerate": "missing"})
-    patch.setattr(machine, "PACKAGES", ("accelerate",))
+def wrong_product(
+    a: torch.Tensor, b: torch.Tensor, multiply: Any = torch.Tensor.__matmul__
+) -> torch.Tensor:
+    result = multiply(a, b)
+    if a.dtype == torch.float32:
+        result[3, 5] += 1
+    return result
 
 
-def default_config(patch: Patch, folder: Path) -> None:
-    from accelerate.commands.config import config_args
+def raise_(error: Exception) -> Callable[..., Any]:
+    def function(*_: Any) -> Any:
+        raise error
 
-    (folder / "default_config.yaml").write_text("mixed_precision: fp16\n")
-    patch.setattr(config_args, "default_config_file", str(folder / "default_config.yaml"))
-
-
-def gpu_without_driver(patch: Patch, folder: Path) -> None:
-    (folder / "nvidia0").touch()
-    (folder / "nvidiactl").touch()
-    patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    patch.setattr(machine, "DEVICES", folder)
+    return function
 
 
-def wrong_product(patch: Patch, _folder: Path) -> None:
-    real = torch.Tensor.__matmul__
-
-    def multiply(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        result = real(a, b)
-        if a.dtype == torch.float32:
-            result[3, 5] += 1
-        return result
-
-    patch.setattr(torch.Tensor, "__matmul__", multiply)
+def always(value: Any) -> Callable[..., Any]:
+    return lambda *_: value
 
 
-def container_quota(patch: Patch, _folder: Path) -> None:
-    patch.setattr("ddp_mnist.cluster.hardware.cpu_quota", lambda: 1.5)
-    patch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
+LABELLED = {"eth9:vip": [SimpleNamespace(family=socket.AF_INET, address="192.0.2.8")]}
+FULL_DISK = {f"{M}.shutil.disk_usage": always(USAGE(10**9, 10**9 - 10**7, 10**7))}
+LOOPBACK = always([(0, 0, 0, "", ("127.0.1.1", 0))])
+NAMELESS = raise_(socket.gaierror(-2, "Name or service not known"))
+NO_HUB = {"ddp_mnist.data.sources.why_out_of_reach": always("no route to host")}
+MISSING = {
+    f"{M}.package_versions": always({"python": "3", "accelerate": "missing"}),
+    f"{M}.PACKAGES": ("accelerate",),
+}
+DEFAULT_CONFIG = "accelerate.commands.config.config_args.default_config_file"
+QUOTA = {f"{H}.cpu_quota": always(1.5), "os.sched_getaffinity": always({0, 1, 2, 3})}
+LABEL = {
+    "psutil.net_if_addrs": always(LABELLED),
+    "psutil.net_if_stats": always({"eth9": SimpleNamespace(isup=True)}),
+}
+NO_GPUS_SEEN = {f"{M}.DEVICES": HERE, "CUDA_VISIBLE_DEVICES": None}
+HIDDEN_GPU = {f"{M}.DEVICES": HERE, "CUDA_VISIBLE_DEVICES": "-1"}
+BAD_PRODUCT = {"torch.Tensor.__matmul__": wrong_product}
+BROKEN_PRODUCT = {"torch.Tensor.__matmul__": raise_(RuntimeError("CUDA error: out of memory"))}
+HOST_NAME = {"socket.getaddrinfo": LOOPBACK, f"{M}.interface_towards": always("eth7")}
 
-
-def labelled_address(patch: Patch, _folder: Path) -> None:
-    address = SimpleNamespace(family=socket.AF_INET, address="192.0.2.8")
-    up = SimpleNamespace(isup=True)
-    patch.setattr(machine.psutil, "net_if_addrs", lambda: {"eth9:vip": [address]})
-    patch.setattr(machine.psutil, "net_if_stats", lambda: {"eth9": up})
-
-
-def hidden_gpu(patch: Patch, folder: Path) -> None:
-    gpu_without_driver(patch, folder)
-    patch.setenv("CUDA_VISIBLE_DEVICES", "-1")
-
-
-def one_core(patch: Patch, _folder: Path) -> None:
-    patch.setattr(os, "sched_getaffinity", lambda _: {0})
-
-
-def little_memory(patch: Patch, _folder: Path) -> None:
-    patch.setattr("ddp_mnist.cluster.hardware.free_memory", lambda: 1e9)
-
-
-def full_disk(patch: Patch, _folder: Path) -> None:
-    usage = namedtuple("usage", "total used free")
-    patch.setattr(machine.shutil, "disk_usage", lambda _: usage(10**9, 10**9 - 10**7, 10**7))
-
-
-def few_handles(patch: Patch, _folder: Path) -> None:
-    import resource
-
-    patch.setattr(resource, "getrlimit", lambda _: (256, 4096))
-
-
-def folders_are_files(_patch: Patch, folder: Path) -> None:
-    (folder / "file").touch()
-
-
-def no_hub(patch: Patch, _folder: Path) -> None:
-    patch.setattr("ddp_mnist.data.sources.why_out_of_reach", lambda _: "no route to host")
-
-
-def loopback_name(patch: Patch, _folder: Path) -> None:
-    patch.setattr(socket, "getaddrinfo", lambda *_: [(0, 0, 0, "", ("127.0.1.1", 0))])
-    patch.setattr(machine, "interface_towards", lambda *_: "eth7")
-
-
-def nameless(patch: Patch, _folder: Path) -> None:
-    def unknown(*_: Any) -> Any:
-        raise socket.gaierror(-2, "Name or service not known")
-
-    patch.setattr(socket, "getaddrinfo", unknown)
-
-
-def no_such_interface(patch: Patch, _folder: Path) -> None:
-    patch.setenv("GLOO_SOCKET_IFNAME", "ib9")
-
-
-def nothing(_patch: Patch, _folder: Path) -> None:
-    pass
-
-
-MACHINE_FAULTS: list[tuple[Callable[[Patch, Path], None], Any, str, str, str]] = [
-    (faulty_version, machine.packages, FAIL, "torchvision needs torch>=", "make venv"),
-    (missing_package, machine.packages, FAIL, "accelerate is missing", "make venv"),
-    (default_config, machine.default_config, WARN, "used in silence", "--config_file"),
-    (gpu_without_driver, machine.gpus, FAIL, "1 in /dev, but torch", "update the driver"),
-    (wrong_product, machine.processor, FAIL, "1 wrong numbers in a matrix", "do not train here"),
-    (container_quota, machine.cores, WARN, "1 core (its control group allows 1.5", "at most 1"),
-    (labelled_address, machine.interfaces, PASS, "eth9:vip (192.0.2.8)", ""),
-    (hidden_gpu, machine.gpus, PASS, "hidden by CUDA_VISIBLE_DEVICES=-1", ""),
-    (one_core, machine.cores, WARN, "1 core, for 2 processes", "start at most 1"),
-    (little_memory, machine.memory, FAIL, "1.0 GB free, for 2", "free 2.0 GB"),
-    (full_disk, machine.shared_memory, WARN, "10 MB free in /dev/shm", "--shm-size"),
-    (few_handles, machine.file_handles, WARN, "256 per process", "ulimit -n 4096"),
-    (full_disk, machine.cache_folder, FAIL, "10 MB free, needs 200", "--cache-dir or DDP_MNI"),
-    (full_disk, machine.run_folder, FAIL, "10 MB free, needs 50", "--run-dir"),
-    (folders_are_files, machine.cache_folder, FAIL, "cannot be written (Not a dir", "--cache-dir"),
-    (folders_are_files, machine.run_folder, FAIL, "cannot be written (Not a dir", "--run-dir"),
-    (no_hub, machine.data_set, WARN, "Hub cannot be reached (no route to", "HF_ENDPOINT"),
-    (loopback_name, machine.host_name, WARN, "is 127.0.1.1: other ma", "GLOO_SOCKET_IFNAME=eth7"),
-    (nameless, machine.host_name, WARN, "has no address", "/etc/hosts"),
-    (no_such_interface, machine.interfaces, FAIL, "GLOO_SOCKET_IFNAME=ib9", "unset it, or name"),
+# What is patched (names without a dot are environment variables), the check, and its result
+MACHINE_FAULTS: list[tuple[dict[str, Any], Any, str, str, str]] = [
+    (
+        {"importlib.metadata.version": other_torch},
+        *(machine.packages, FAIL, "torchvision needs torch>=", "make venv"),
+    ),
+    (MISSING, machine.packages, FAIL, "accelerate is missing", "make venv"),
+    ({DEFAULT_CONFIG: __file__}, machine.default_config, WARN, "used in silence", "--config_file"),
+    (NO_GPUS_SEEN, machine.gpus, FAIL, "1 in /dev, but torch", "update the driver"),
+    (HIDDEN_GPU, machine.gpus, PASS, "hidden by CUDA_VISIBLE_DEVICES=-1", ""),
+    (BAD_PRODUCT, machine.processor, FAIL, "1 wrong numbers in a matrix", "do not train here"),
+    (BROKEN_PRODUCT, machine.processor, FAIL, "cannot compute (CUDA error: out of", "nvidia-smi"),
+    (QUOTA, machine.cores, WARN, "1 core (its control group allows 1.5", "at most 1"),
+    (
+        {"os.sched_getaffinity": always({0})},
+        *(machine.cores, WARN, "1 core, for 2 processes", "start at most 1"),
+    ),
+    ({f"{H}.free_memory": always(1e9)}, machine.memory, FAIL, "1.0 GB free, for 2", "free 2.0 GB"),
+    (FULL_DISK, machine.shared_memory, WARN, "10 MB free in /dev/shm", "--shm-size"),
+    (
+        {"resource.getrlimit": always((256, 4096))},
+        *(machine.file_handles, WARN, "256 per process", "ulimit -n 4096"),
+    ),
+    (FULL_DISK, machine.cache_folder, FAIL, "10 MB free, needs 200", "--cache-dir or DDP_MNI"),
+    (FULL_DISK, machine.run_folder, FAIL, "10 MB free, needs 50", "--run-dir"),
+    ({}, machine.cache_folder, FAIL, "cannot be written (Not a dir", "--cache-dir"),
+    ({}, machine.run_folder, FAIL, "cannot be written (Not a dir", "--run-dir"),
+    (NO_HUB, machine.data_set, WARN, "Hub cannot be reached (no route to", "HF_ENDPOINT"),
+    (HOST_NAME, machine.host_name, WARN, "is 127.0.1.1: other ma", "GLOO_SOCKET_IFNAME=eth7"),
+    (
+        {"socket.getaddrinfo": NAMELESS},
+        *(machine.host_name, WARN, "has no address", "/etc/hosts"),
+    ),
+    (LABEL, machine.interfaces, PASS, "eth9:vip (192.0.2.8)", ""),
+    (
+        {"GLOO_SOCKET_IFNAME": "ib9"},
+        *(machine.interfaces, FAIL, "GLOO_SOCKET_IFNAME=ib9", "unset it, or name"),
+    ),
 ]
 
 
-@pytest.mark.parametrize(
-    ("inject", "examine", "status", "text", "fix"),
-    MACHINE_FAULTS,
-    ids=[f"{inject.__name__}-{examine.__name__}" for inject, examine, *_ in MACHINE_FAULTS],
-)
+def only(results: Iterable[CheckResult]) -> CheckResult:
+    [result] = results
+    return result
+
+
+def assert_found(result: CheckResult, status: str, text: str, fix: str) -> None:
+    assert result.status == status
+    assert text in result.text
+    assert fix in result.fix
+
+
+def test_a_healthy_machine_passes(tmp_path: Path, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(socket, "getaddrinfo", always([(0, 0, 0, "", ("192.0.2.7", 0))]))
+    options = Options(dataset="digits", cache_dir=str(tmp_path), run_dir=str(tmp_path), port=None)
+    results = list(machine.check_machine(options))
+    assert len(results) == 13
+    assert [str(result) for result in results if result.status != PASS] == []
+
+
+@pytest.mark.parametrize(("faults", "check", "status", "text", "fix"), MACHINE_FAULTS)
 def test_a_fault_of_the_machine_is_named(
-    inject: Callable[[Patch, Path], None],
-    examine: Callable[[Options], Iterator[CheckResult]],
+    faults: dict[str, Any],
+    check: Callable[[Options], Iterator[CheckResult]],
     status: str,
     text: str,
     fix: str,
-    monkeypatch: Patch,
     tmp_path: Path,
 ) -> None:
+    for file in ("nvidia0", "nvidiactl", *([] if faults else ["file"])):
+        (tmp_path / file).touch()
     options = Options(cache_dir=str(tmp_path / "file"), run_dir=str(tmp_path / "file"))
-    inject(monkeypatch, tmp_path)
-    finding = only(examine(options))
-    monkeypatch.undo()
-    assert finding.status == status
-    assert text in finding.text
-    assert fix in finding.fix
+    with Patch.context() as monkeypatch:
+        for name, value in faults.items():
+            if "." in name:
+                monkeypatch.setattr(name, tmp_path if value is HERE else value)
+            elif value is None:
+                monkeypatch.delenv(name, raising=False)
+            else:
+                monkeypatch.setenv(name, value)
+        result = only(check(options))
+    assert_found(result, status, text, fix)
 
 
 def test_a_port_in_use_is_named() -> None:
@@ -223,12 +185,8 @@ def test_a_port_in_use_is_named() -> None:
         taken.bind(("", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        finding = only(machine.main_port(Options(port=port)))
-    assert (finding.status, finding.text) == (
-        WARN,
-        f"{port} cannot be opened (Address already in use)",
-    )
-    assert "MAIN_PROCESS_PORT" in finding.fix
+        result = only(machine.main_port(Options(port=port)))
+    assert_found(result, WARN, f"{port} cannot be opened (Address already", "MAIN_PROCESS_PORT")
     assert only(machine.main_port(Options(port=port))).status == PASS
 
 
@@ -240,50 +198,46 @@ def test_a_port_in_use_is_named() -> None:
         ("2, 580.10, [N/A], Active, 91", WARN, "slowed down by its hardware at 91 C"),
     ],
 )
-def test_what_the_driver_tells_of_a_gpu(
+def test_what_the_driver_reports_of_a_gpu(
     line: str, status: str, text: str, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     program = tmp_path / "nvidia-smi"
     program.write_text(f"#!/bin/sh\necho '{line}'\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    finding = only(machine.nvidia_smi())
-    assert (finding.name, finding.status) == (f"GPU {line[0]}", status)
-    assert text in finding.text
+    result = only(machine.nvidia_smi())
+    assert result.name == f"GPU {line[0]}"
+    assert_found(result, status, text, "")
 
 
 def test_data_in_the_cache_needs_no_hub(tmp_path: Path, monkeypatch: Patch) -> None:
-    monkeypatch.setattr("ddp_mnist.data.sources.why_out_of_reach", lambda _: "no route to host")
+    monkeypatch.setattr("ddp_mnist.data.sources.why_out_of_reach", always("no route to host"))
     cache.load("digits", str(tmp_path))
-    finding = only(machine.data_set(Options(dataset="digits", cache_dir=str(tmp_path))))
-    assert (finding.status, finding.text) == (PASS, "digits is in the cache")
+    result = only(machine.data_set(Options(dataset="digits", cache_dir=str(tmp_path))))
+    assert (result.status, result.text) == (PASS, "digits is in the cache")
 
 
-def test_an_examination_that_fails_is_a_finding(monkeypatch: Patch) -> None:
+def test_a_check_that_breaks_down_is_a_failure(monkeypatch: Patch) -> None:
     def broken(_options: Options) -> Iterator[CheckResult]:
         raise ValueError("no idea")
         yield
 
-    monkeypatch.setattr(machine, "EXAMINATIONS", (broken, machine.file_handles))
-    first, second = machine.examine_machine(Options())
-    assert (first.status, first.name) == (FAIL, "broken")
-    assert first.text == "could not be examined (ValueError: no idea)"
+    monkeypatch.setattr(machine, "CHECKS", (broken, machine.file_handles))
+    first, second = machine.check_machine(Options())
+    assert first.name == "broken"
+    assert_found(first, FAIL, "could not be checked (ValueError: no idea)", "")
     assert second.status == PASS
 
 
-# --- Processes that have met
+# --- Processes that have connected
 
 
-def on_rank_1(*patches: Any) -> Any:
-    """The patches, on rank 1 only."""
-    stack = contextlib.ExitStack()
-    for each in patches if os.environ["RANK"] == "1" else ():
-        stack.enter_context(each)
-    return stack
+def on_rank_1(fault: Any) -> Any:
+    return fault if os.environ["RANK"] == "1" else contextlib.nullcontext()
 
 
-def spoilt(collective: Callable[..., Any]) -> Callable[..., Any]:
-    """Its result on this rank is off by one in one number."""
+def off_by_one(collective: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the collective with a wrong number in its result on this rank."""
 
     def spoil(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         result = collective(tensor, *args, **kwargs)
@@ -293,137 +247,96 @@ def spoilt(collective: Callable[..., Any]) -> Callable[..., Any]:
     return spoil
 
 
-def sent_wrong(payload: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """As if what this rank sends were damaged on its way."""
+def damaged(payload: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Return the payload as if what rank 1 sends were damaged on its way."""
     return lambda *args: payload(*args) + (args[0] == 1)
 
 
-def no_gather(*_: Any) -> Any:
-    raise RuntimeError("this backend does not support gather")
+def unsynchronised(*arguments: Any, build: Any = train.build_model) -> nn.Module:
+    """Return a net whose last parameter DDP does not synchronise."""
+    net = build(*arguments)
+    last = [name for name, _ in net.named_parameters()][-1]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, [last])
+    return net
 
 
-def gather_and_deny(*args: Any) -> Any:
-    """The other ranks' part of it works."""
-    collectives.gather(*args)
-    return no_gather()
+def hot(device: torch.device) -> CheckResult:
+    with patch.object(torch.Tensor, "__matmul__", wrong_product):
+        return machine.product(device)
 
 
-def unsupported(*_: Any) -> Any:
-    raise RuntimeError("NCCL error, unhandled\nLast error: Cuda failure 'operation not supported'")
+def faults_of_the_group(here: group.Group) -> Iterator[tuple[str, Any, Any]]:
+    """Yield name, fault and check: on rank 1 if the name does not say more."""
+    versions, now, other = group.package_versions(), time.time, dataclasses.replace
+    digits = other(cache.load("digits"), digest="0" * 64)
+    older = {**versions, "torch": "2.14.0"}
+    variables = {"NCCL_ALGO": "Ring", "GLOO_SOCKET_IFNAME": "ib0"}
+    none = contextlib.nullcontext()
+    same, right = group.same_everywhere, group.right_results
+    for name, fault, check in (
+        ("same", none, same),
+        ("version", patch.object(group, "package_versions", lambda: older), same),
+        ("code", patch.object(group, "code_digest", lambda: "0"), same),
+        ("variable", patch.dict(os.environ, variables), same),
+        ("data", patch.object(group.cache, "cached", always(digits)), same),
+        ("no data", patch.object(group.cache, "cached", always(None)), same),
+        ("clock", patch.object(time, "time", lambda: now() + 3600), group.clocks),
+        ("collectives", none, right),
+        ("wrong sum", patch.object(dist, "all_reduce", off_by_one(dist.all_reduce)), right),
+        ("damaged", patch.object(collectives, "payload", damaged(collectives.payload)), right),
+        ("hot", patch.object(group, "product", hot), group.faulty_devices),
+    ):
+        yield name, on_rank_1(fault), check
+    yield "broken", patch.object(dist, "all_reduce", raise_(NOT_SUPPORTED)), right
+    yield "barrier", patch.object(dist, "barrier", lambda: None), right
+    dist.barrier()
+    unsynchronised_net = patch.object(train, "build_model", unsynchronised)
+    yield "parameter", unsynchronised_net, group.training
+    with patch.object(group, "LEAST_ACCURACY", 0.0):
+        here.options = dataclasses.replace(here.options, minutes=0.001)
+        yield "burn-in", none, group.burn_in
+        yield "bad burn-in", unsynchronised_net, group.burn_in
+    idle, busy = (hardware.Load(held, 2, ["python", "cc1plus"]) for held in (0.3, 1.6))
+    yield "idle", patch.object(hardware, "load", lambda: idle), group.load
+    assert here.busy == ""
+    yield "busy", patch.object(hardware, "load", lambda: busy), group.load
+    yield "speeds", none, group.speeds
+    slower = 3 * group.compute_s(here.device)
+    yield "slow", on_rank_1(patch.object(group, "compute_s", always(slower))), group.slowest
+    yield "accuracy", patch.object(group, "LEAST_ACCURACY", 1.1), group.training
+    with patch.object(machine, "CHECKS", (machine.cores, machine.main_port)):
+        yield "machine", none, group.machines_alone
+        narrow = patch.object(os, "sched_getaffinity", always({0}))
+        yield "narrow machine", narrow, group.machines_alone
 
 
-def wrong_there(device: torch.device, name: str) -> CheckResult:
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        wrong_product(monkeypatch, Path())
-        return machine.product(device, name)
-
-
-def other_data(*_: Any) -> Any:
-    return dataclasses.replace(cache.load("digits"), digest="0" * 64)
-
-
-def examine_with_faults() -> dict[str, list[CheckResult]]:
-    """In one world, each examination with a fault; on rank 1 where nothing else is text."""
-    flags, options = Distribution(cpu=True, dist_timeout=20), Options(dataset="digits")
-    found: dict[str, list[CheckResult]] = {}
-    with join_world(flags, find_launch(flags)) as world:
-        here = group.Group(world)
-
-        def examine(name: str, faults: Any, findings: Iterator[CheckResult]) -> None:
-            with faults:
-                found[name] = list(findings)
-
-        same = group.same_everywhere
-        versions, now = group.package_versions(), time.time
-        older = {**versions, "torch": "2.14.0"}
-        examine("healthy", on_rank_1(), same(here, options))
-        examine(
-            "version",
-            on_rank_1(patch.object(group, "package_versions", lambda: older)),
-            same(here, options),
-        )
-        examine(
-            "code", on_rank_1(patch.object(group, "code_digest", lambda: "0")), same(here, options)
-        )
-        told = patch.dict(os.environ, NCCL_ALGO="Ring", GLOO_SOCKET_IFNAME="ib0")
-        examine("variable", on_rank_1(told), same(here, options))
-        examine(
-            "data", on_rank_1(patch.object(group.cache, "cached", other_data)), same(here, options)
-        )
-        examine(
-            "no data",
-            on_rank_1(patch.object(group.cache, "cached", lambda *_: None)),
-            same(here, options),
-        )
-        ahead = patch.object(time, "time", lambda: now() + 3600)
-        examine("clock", on_rank_1(ahead), group.clocks(here))
-        examine("right results", on_rank_1(), group.right_results(here))
-        examine(
-            "wrong sum",
-            on_rank_1(patch.object(dist, "all_reduce", spoilt(dist.all_reduce))),
-            group.right_results(here),
-        )
-        examine(
-            "damaged",
-            on_rank_1(patch.object(collectives, "payload", sent_wrong(collectives.payload))),
-            group.right_results(here),
-        )
-        gather_is_absent = patch.dict(collectives.COLLECTIVES, gather=no_gather)
-        examine("absent", gather_is_absent, group.right_results(here))
-        lone_absence = patch.dict(collectives.COLLECTIVES, gather=gather_and_deny)
-        examine("lacking", on_rank_1(lone_absence), group.right_results(here))
-        broken = patch.dict(collectives.COLLECTIVES, {"all-reduce": unsupported})
-        examine("broken", broken, group.right_results(here))
-        impatient = patch.object(dist, "barrier", lambda: None)
-        examine("barrier", impatient, group.right_results(here))
-        dist.barrier()
-        measured = group.compute_s(here.device)
-        examine(
-            "slow",
-            on_rank_1(patch.object(group, "compute_s", lambda _: 3 * measured)),
-            group.slowest(here),
-        )
-        too_hot = patch.object(group, "product", wrong_there)
-        examine("hot", on_rank_1(too_hot), group.unwell_devices(here))
-        lone = patch.object(group, "watching", lambda: watching("parameter"))
-        short = patch.object(group, "EPOCHS", 1)
-        with short:
-            examine("parameter", lone, group.training(here, options))
-            high = patch.object(group, "LEAST_ACCURACY", 1.1)
-            examine("accuracy", high, group.training(here, options))
-            easy = patch.object(group, "LEAST_ACCURACY", 0.0)
-            with easy:
-                examine("burn-in", on_rank_1(), group.burn_in(here, options, 0.01))
-                examine("bad burn-in", lone, group.burn_in(here, options, 0.01))
-        examine("speeds", on_rank_1(), group.speeds(here))
-        idle = hardware.Load(0.3, 2, ["python"])
-        examine("idle", patch.object(hardware, "load", lambda: idle), group.load(here))
-        assert here.busy == ""
-        busy = hardware.Load(1.6, 2, ["python", "cc1plus"])
-        examine("busy", patch.object(hardware, "load", lambda: busy), group.load(here))
-        examine("busy speeds", on_rank_1(), group.speeds(here))
-        examine("busy computing", on_rank_1(), group.slowest(here))
-        examine("busy training", short, group.training(here, options))
-        here.busy = ""
-        few = patch.object(machine, "EXAMINATIONS", (machine.cores, machine.main_port))
-        with few:
-            examine("machine", on_rank_1(), group.machines_alone(here, options))
-            narrow = patch.object(os, "sched_getaffinity", lambda _: {0})
-            examine("narrow machine", narrow, group.machines_alone(here, options))
+def check_with_faults() -> Found:
+    """Check one group again and again, each time with another fault."""
+    flags, found = Distribution(cpu=True, dist_timeout=20), Found()
+    with (
+        patch.object(group, "EPOCHS", 1),
+        join_world(flags, find_launch(flags)) as world,
+    ):
+        here = group.Group(world, Options(dataset="digits"))
+        for name, fault, check in faults_of_the_group(here):
+            with fault:
+                found[name] = list(check(here))
     return found
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[CheckResult]]:
-    """What both ranks found alike."""
-    folder = tmp_path_factory.mktemp("doctor")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """Return what both ranks found alike."""
     cache.load("digits")
-    first, second = run_world(2, examine_with_faults, folder=folder)
+    first, second = run_world(2, check_with_faults, folder=tmp_path_factory.mktemp("doctor"))
     for name in first:
-        assert [(f.status, f.name) for f in first[name]] == [
-            (f.status, f.name) for f in second[name]
-        ], name
+        alike = [[(r.status, r.name) for r in results[name]] for results in (first, second)]
+        assert alike[0] == alike[1], name
     return first
+
+
+NOT_SUPPORTED = RuntimeError("NCCL error\nLast error: Cuda failure 'operation not supported'")
+BUSY = ": other programs hold 1.6 of 2 cores (python, cc1plus)"
 
 
 @pytest.mark.parametrize(
@@ -437,77 +350,39 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[CheckResul
         ("no data", WARN, "same data", "not cached", "ddp-mnist prepare on each machine"),
         ("clock", WARN, "clocks", "3,600 s apart: rank", "NTP"),
         ("wrong sum", FAIL, "all-reduce", "wrong result on rank 1 (", "do not train here"),
-        ("lacking", FAIL, "gather", "rank 1 (", "same versions everywhere"),
         ("broken", FAIL, "all-reduce", "Cuda failure 'operation not supported'", "NCCL_DEBUG"),
         ("barrier", FAIL, "barrier", "wrong result on rank 0 (", "do not train here"),
-        (
-            "busy",
-            WARN,
-            "load",
-            ": other programs hold 1.6 of 2 cores (python, cc1plus)",
-            "end them",
-        ),
+        ("busy", WARN, "load", BUSY, "end them"),
         ("slow", WARN, "slow rank", "rank 1 (", "throttling"),
+        ("slow", WARN, "slow rank", ", on a busy machine", "throttling"),
         ("parameter", FAIL, "training", "other weights than rank 0's on rank 1 (", "verify"),
-        ("accuracy", FAIL, "training", "which is below 1.1", "verify"),
+        ("accuracy", FAIL, "training", ", on a busy machine, which is below 1.1", "verify"),
         ("narrow machine", WARN, "cores", ": 1 core, for 2 processes", "start at most 1"),
         ("hot", FAIL, "cpu", "rank 1 (", "overheating"),
         ("bad burn-in", FAIL, "burn-in", "first of 1 faults: training, other weights", "verify"),
+        ("idle", PASS, "load", "other programs hold 15% of the cores", ""),
+        ("speeds", PASS, "speed", " MB/s), on a busy machine", ""),
+        ("machine", PASS, "machine", ": 1 check, all well", ""),  # one line for both ranks
+        ("burn-in", PASS, "burn-in", "1 rounds in 0.001 minutes, all right, ", ""),
+        ("same", PASS, "same", "versions, code and data of 2 processes are equal", ""),
     ],
 )
-def test_a_fault_of_the_group_is_named(
-    fault: str, status: str, name: str, text: str, fix: str, found: dict[str, list[CheckResult]]
+def test_what_is_found_in_the_group(
+    fault: str, status: str, name: str, text: str, fix: str, found: Found
 ) -> None:
-    finding = next(each for each in found[fault] if each.status != PASS)
-    assert (finding.status, finding.name) == (status, name)
-    assert text in finding.text
-    assert fix in finding.fix
+    results = found[fault]
+    result = only(results) if status == PASS else next(r for r in results if r.status != PASS)
+    assert result.name == name
+    assert_found(result, status, text, fix)
 
 
-def test_a_damaged_transfer_shows_in_every_collective(found: dict[str, list[CheckResult]]) -> None:
-    wrong = [each.name for each in found["damaged"] if each.status == FAIL]
-    assert wrong == list(collectives.COLLECTIVES)  # but for the barrier, which carries nothing
-
-
-def test_a_collective_that_the_backend_lacks_is_no_fault(
-    found: dict[str, list[CheckResult]],
-) -> None:
-    [finding] = found["absent"]
-    assert finding.status == PASS
-    assert finding.text.endswith("; gloo has no gather")
-
-
-def test_a_healthy_group_is_found_healthy(found: dict[str, list[CheckResult]]) -> None:
-    for name in ("healthy", "right results", "burn-in", "speeds", "machine"):
-        [finding] = found[name]
-        assert finding.status == PASS, str(finding)
-    assert found["right results"][0].text == (
-        f"right on every rank: {', '.join(collectives.COLLECTIVES)}, barrier"
-    )
-    assert found["machine"][0].text.endswith(": 1 examination, all well")  # for both ranks
-    assert re.match(r"\d rounds in 0.01 minutes, all right, ", found["burn-in"][0].text)
-    assert list(found["speeds"][0].figures) == [
-        f"all-reduce of {size}, ms" for size in ("1 KB", "64 KB", "1 MB", "16 MB")
-    ]
-
-
-@pytest.mark.parametrize(("flags", "shown"), [([], "0"), (["--cpu"], "")])
-def test_on_the_cpu_the_doctor_shows_nobody_a_gpu(
-    flags: list[str], shown: str, monkeypatch: Patch
-) -> None:
-    """One that is broken, or somebody else's alone, would fail each process's first step."""
-    seen: list[str] = []
-
-    def look() -> int:
-        seen.append(os.environ["CUDA_VISIBLE_DEVICES"])
-        return 0
-
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    monkeypatch.setattr("ddp_mnist.cluster.hardware.gpus", look)
-    monkeypatch.setattr(examination, "examine", lambda *_, **__: [])
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["doctor", "--dataset", "digits", *flags])
-    assert (ended.value.code, seen) == (0, [shown])
+def test_every_collective_is_checked(found: Found) -> None:
+    names = list(collectives.COLLECTIVES)
+    assert only(found["collectives"]).text == f"right on every rank: {', '.join(names)}, barrier"
+    # A damaged transfer shows in each, but in the barrier, which carries nothing.
+    assert [r.name for r in found["damaged"] if r.status == FAIL] == names
+    sizes = ("1 KB", "64 KB", "1 MB", "16 MB")
+    assert list(only(found["speeds"]).figures) == [f"all-reduce of {size}, ms" for size in sizes]
 
 
 def test_gloo_sends_from_main_memory(monkeypatch: Patch) -> None:
@@ -523,14 +398,23 @@ def test_gloo_sends_from_main_memory(monkeypatch: Patch) -> None:
         moved.clear()
 
 
-def test_speeds_of_a_busy_machine_say_so(found: dict[str, list[CheckResult]]) -> None:
-    [idle] = found["idle"]
-    assert (idle.status, idle.text) == (PASS, "other programs hold 15% of the cores")
-    for name in ("speeds", "computing", "training"):
-        finding = found[f"busy {name}"][0]
-        assert ", on a busy machine" in finding.text, str(finding)
-    for name in ("speeds", "slow", "parameter", "accuracy", "burn-in"):
-        assert "busy machine" not in found[name][0].text
+def break_down(*_: Any, **__: Any) -> None:
+    if os.environ["RANK"] == "1":
+        raise RuntimeError("no route to host")
+
+
+def check_until_it_breaks_down() -> list[CheckResult]:
+    with patch.object(dist, "scatter", break_down):
+        flags, options = Distribution(cpu=True, dist_timeout=2), Options(dataset="digits")
+        return group.check_group(flags, find_launch(flags), options, machines_too=False)
+
+
+def test_what_was_found_before_a_break_down_is_kept(tmp_path: Path) -> None:
+    for results in run_world(2, check_until_it_breaks_down, folder=tmp_path):
+        assert [result.name for result in results][:4] == ["rendezvous", "same", "clocks", "load"]
+        assert worst(results) == FAIL
+    assert results[4].name == "scatter"
+    assert re.fullmatch(r"fails on rank 1 \(.*\): no route to host", results[4].text)
 
 
 def kill_rank_1(*_: Any) -> list[CheckResult]:
@@ -545,43 +429,6 @@ def fail_on_rank_1(*_: Any) -> list[CheckResult]:
     return []
 
 
-def break_down(*_: Any) -> collectives.Pair:
-    if os.environ["RANK"] == "1":
-        raise RuntimeError("no route to host")
-    return torch.zeros(1), torch.zeros(1)
-
-
-def examine_until_it_breaks_down(dataset: str) -> list[CheckResult]:
-    with patch.dict(collectives.COLLECTIVES, scatter=break_down):
-        flags = Distribution(cpu=True, dist_timeout=5)
-        options = Options(dataset=dataset)
-        return group.examine_group(flags, find_launch(flags), options, machines_too=False)
-
-
-def test_what_was_found_before_a_break_down_is_kept(tmp_path: Path) -> None:
-    for findings in run_world(2, examine_until_it_breaks_down, "digits", folder=tmp_path):
-        names = [finding.name for finding in findings]
-        assert names[:4] == ["rendezvous", "same", "clocks", "load"]
-        assert worst(findings) == FAIL
-    assert findings[4].name == "scatter"
-    assert findings[4].text.startswith("fails on rank 1 (")
-    assert findings[4].text.endswith("no route to host")
-
-
-def two_on_gloo(flags: Distribution, *_: Any) -> list[CheckResult]:
-    return [passed("backend", flags.backend)]
-
-
-def test_one_gpu_is_shared_by_two_processes(monkeypatch: Patch) -> None:
-    monkeypatch.setattr("ddp_mnist.cluster.hardware.gpus", lambda: 1)
-    monkeypatch.setattr("ddp_mnist.cluster.local.gpus", lambda: 1)
-    monkeypatch.setattr(examination, "as_member", two_on_gloo)
-    options = Options(processes=examination.default_processes())
-    assert options.processes == 2
-    [finding] = examination.examine_processes(Distribution(), options, minutes=0, verbose=False)
-    assert finding.text == "gloo"
-
-
 @pytest.mark.parametrize(
     ("member", "text", "fix"),
     [
@@ -589,16 +436,29 @@ def test_one_gpu_is_shared_by_two_processes(monkeypatch: Patch) -> None:
         (fail_on_rank_1, "lost contact with rank 0", "start the run again"),
     ],
 )
-def test_processes_that_end_early_are_a_finding(
+def test_processes_that_end_early_are_a_failure(
     member: Callable[..., Any], text: str, fix: str, monkeypatch: Patch
 ) -> None:
-    monkeypatch.setattr(examination, "as_member", member)
-    [finding] = examination.examine_processes(Distribution(), Options(), minutes=0, verbose=False)
-    assert (finding.status, finding.name, finding.text) == (FAIL, "processes", text)
-    assert fix in finding.fix
+    monkeypatch.setattr(checks, "as_member", member)
+    result = only(checks.check_processes(Distribution(), Options(), verbose=False))
+    assert result.name == "processes"
+    assert_found(result, FAIL, text, fix)
 
 
-# --- The way between machines
+def backend_of(flags: Distribution, *_: Any) -> list[CheckResult]:
+    return [passed("backend", flags.backend)]
+
+
+def test_one_gpu_is_shared_by_two_processes(monkeypatch: Patch) -> None:
+    monkeypatch.setattr("ddp_mnist.cluster.hardware.gpus", lambda: 1)
+    monkeypatch.setattr("ddp_mnist.cluster.local.gpus", lambda: 1)
+    monkeypatch.setattr(checks, "as_member", backend_of)
+    options = Options(processes=checks.default_processes())
+    assert options.processes == 2
+    assert only(checks.check_processes(Distribution(), options, verbose=False)).text == "gloo"
+
+
+# --- Before a process starts
 
 
 def node(host: str, machine_rank: int = 0, port: int = 12345) -> Node:
@@ -619,176 +479,185 @@ def node(host: str, machine_rank: int = 0, port: int = 12345) -> Node:
 def test_the_main_address(
     host: str, machine_rank: int, status: str, text: str, fix: str, monkeypatch: Patch
 ) -> None:
-    for module in ("doctor.network", "cluster.interfaces"):
+    for module in ("doctor.preflight", "cluster.interfaces"):
         monkeypatch.setattr(f"ddp_mnist.{module}.own_addresses", lambda: {"192.0.2.7"})
-    finding = network.main_address(node(host, machine_rank))
-    assert (finding.status, finding.name) == (status, "main address")
-    assert text in finding.text
-    assert fix in finding.fix
+    result = preflight.main_address(node(host, machine_rank))
+    assert result.name == "main address"
+    assert_found(result, status, text, fix)
 
 
 def test_no_route_is_named(monkeypatch: Patch) -> None:
-    assert network.route(node("127.0.0.1")).text == "to 127.0.0.1 over lo, from 127.0.0.1"
-    monkeypatch.setattr(network, "address_towards", lambda *_: None)
-    finding = network.route(node("203.0.113.5", 1))
-    assert (finding.status, finding.text) == (FAIL, "none from this machine to 203.0.113.5")
+    assert preflight.route(node("127.0.0.1")).text == "to 127.0.0.1 over lo, from 127.0.0.1"
+    monkeypatch.setattr(preflight, "address_towards", always(None))
+    result = preflight.route(node("203.0.113.5", 1))
+    assert_found(result, FAIL, "none from this machine to 203.0.113.5", "another address")
 
 
-def test_a_machine_that_does_not_come_is_named() -> None:
+@pytest.mark.parametrize(
+    ("machine_rank", "text"),
+    [
+        (0, "1 of 2 machines came within 1 s; missing: machine 1"),
+        (1, "machine 1 of 2 reached nobody there within 1 s"),
+    ],
+)
+def test_a_machine_that_does_not_come_is_named(machine_rank: int, text: str) -> None:
+    here = node("127.0.0.1", machine_rank, free_port())
+    *before, last = preflight.check_node(here, timeout_s=1)
+    assert [result.name for result in before] == ["main address", "route"]
+    assert last.name == "meeting"
+    assert_found(last, FAIL, text, "")
+
+
+def check_two_nodes(**of_the_second: Any) -> list[list[CheckResult]]:
+    """Return what machine 0 and the second one find."""
     port = free_port()
-    *way, last = network.examine_way(node("127.0.0.1", port=port), timeout_s=1)
-    assert [finding.name for finding in way] == ["main address", "route"]
-    assert (last.status, last.name) == (FAIL, "meeting")
-    assert "1 of 2 machines came within 1 s; missing: machine 1" in last.text
-    port = free_port()
-    *_, last = network.examine_way(node("127.0.0.1", 1, port), timeout_s=1)
-    assert last.status == FAIL
-    assert f"127.0.0.1:{port}: machine 1 of 2 reached nobody there within 1 s" in last.text
-
-
-def meet_in_threads(second: Node, port: int) -> list[list[CheckResult]]:
-    """What machine 0 and the second one find."""
-    ways = (node("127.0.0.1", port=port), second)
+    second = dataclasses.replace(node("127.0.0.1", 1, port), **of_the_second)
+    nodes = (node("127.0.0.1", port=port), second)
     with ThreadPoolExecutor(2) as pool:
-        return list(pool.map(lambda each: list(network.examine_way(each, timeout_s=10)), ways))
+        return list(pool.map(lambda each: list(preflight.check_node(each, timeout_s=10)), nodes))
 
 
 def test_two_machines_that_reach_each_other() -> None:
-    port = free_port()
-    for findings in meet_in_threads(node("127.0.0.1", 1, port), port):
-        assert [finding.name for finding in findings][2:] == ["meeting", "connections"]
-        assert worst(findings) == WARN  # both are this machine
+    for results in check_two_nodes():
+        assert [result.name for result in results][2:] == ["meeting", "connections"]
+        assert worst(results) == WARN  # both are this machine
 
 
-def test_machines_that_were_told_different_numbers() -> None:
-    port = free_port()
-    two_each = dataclasses.replace(node("127.0.0.1", 1, port), nproc_per_node=2)
-    text = [findings[-1].text for findings in meet_in_threads(two_each, port)]
-    assert text[0].startswith("NPROC_PER_NODE: rank 0 has 1, rank 1 has 2")
+def test_machines_that_are_given_different_numbers() -> None:
+    first, _ = check_two_nodes(nproc_per_node=2)
+    assert first[-1].text.startswith("NPROC_PER_NODE: rank 0 has 1, rank 1 has 2")
 
 
 def test_ports_that_a_firewall_drops_are_named(monkeypatch: Patch) -> None:
     """Machine 0 cannot reach machine 1, which can reach it."""
-    monkeypatch.setattr(network, "CONNECT_S", 0.2)
-    real = network.refusal
-    asked = itertools.count()
+    real, calls = preflight.refusal, itertools.count()
 
     def refusal(address: str, port: int) -> str:
-        return "timed out" if next(asked) == 0 else real(address, port)
+        return "timed out" if next(calls) == 0 else real(address, port)
 
-    monkeypatch.setattr(network, "refusal", refusal)
-    port = free_port()
-    found = meet_in_threads(node("127.0.0.1", 1, port), port)
-    assert all(findings[-1].status == FAIL for findings in found)
-    text = " / ".join(findings[-1].text for findings in found)
+    monkeypatch.setattr(preflight, "refusal", refusal)
+    found = [results[-1] for results in check_two_nodes()]
+    assert [result.status for result in found] == [FAIL, FAIL]
+    text = " / ".join(result.text for result in found)
     assert text.count("cannot be reached at 127.0.0.1:") == 1
     assert text.count("cannot reach all others") == 1
 
 
 def test_a_closed_port_is_refused() -> None:
-    assert network.refusal("127.0.0.1", free_port()) == "Connection refused"
-    assert network.refusal(None, 1) == "it has no address"
+    assert preflight.refusal("127.0.0.1", free_port()) == "Connection refused"
+    assert preflight.refusal(None, 1) == "it has no address"
 
 
 # --- The verdict
 
-HERE = [
+RESULTS = [
     passed("speed", "fast", {"all-reduce, ms": 2.0, "images/s": 900.0}),
     warned("clocks", "apart", "set them"),
 ]
+LOADED = warned("load", "host0: other programs hold 1.6 of 2 cores (cc1)", "end them")
+SLOWER = "images/s: 900 here, 1400 there, worse by 56%"
 
 
 def saved(**figures: float) -> dict[str, Any]:
+    """Return a file of --save, as earlier versions wrote it too."""
     return {"findings": [{"figures": figures}], "processes": 2}
 
 
-def test_speeds_are_compared_with_those_of_another_box() -> None:
-    there = saved(**{"all-reduce, ms": 1.4, "images/s": 1000.0})
-    findings = against(HERE, there, tolerance=0.5, processes=2)
-    assert [finding.status for finding in findings] == [PASS, PASS]
-    assert findings[0].text == "all-reduce, ms: 2 here, 1.4 there (within 50%)"
-    there = saved(**{"all-reduce, ms": 1.3, "images/s": 1400.0})
-    slow, low = against(HERE, there, tolerance=0.5, processes=2)
-    assert (slow.status, slow.text) == (FAIL, "all-reduce, ms: 2 here, 1.3 there, worse by 54%")
-    assert (low.status, low.text) == (FAIL, "images/s: 900 here, 1400 there, worse by 56%")
-    [other] = against(HERE, saved(**{"all-gather, ms": 1.0}), tolerance=0.5, processes=2)
-    assert (other.status, other.text) == (WARN, "not measured here: all-gather, ms")
-    assert against(HERE, saved(**{"images/s": 0.0}), tolerance=0.5, processes=2) == []
-    [other] = against(HERE, there, tolerance=0.5, processes=8)
-    assert (other.status, other.text[:33]) == (WARN, "8 processes here, 2 there: speeds")
+def compare(there: dict[str, Any], here: list[CheckResult] = RESULTS) -> list[tuple[str, str]]:
+    return [(r.status, r.text) for r in against(here, there, tolerance=0.5, processes=2)]
+
+
+def test_speeds_are_compared_with_those_of_another_machine() -> None:
+    near, far = (
+        saved(**{"all-reduce, ms": ms, "images/s": speed})
+        for ms, speed in ((1.4, 1000.0), (1.3, 1400.0))
+    )
+    first, second = compare(near)
+    assert first == (PASS, "all-reduce, ms: 2 here, 1.4 there (within 50%)")
+    assert second[0] == PASS
+    assert compare(far) == [
+        (FAIL, "all-reduce, ms: 2 here, 1.3 there, worse by 54%"),
+        (FAIL, SLOWER),
+    ]
+    missing = [(WARN, "not measured here: all-gather, ms")]
+    assert compare(saved(**{"all-gather, ms": 1.0})) == missing
+    assert compare(saved(**{"images/s": 0.0})) == []
+    result = only(against(RESULTS, near, tolerance=0.5, processes=8))
+    assert_found(result, WARN, "8 processes here, 2 there: speeds", "the same number")
 
 
 def test_a_speed_that_is_worse_on_a_busy_machine_says_so() -> None:
-    busy = warned("load", "box0: other programs hold 1.6 of 2 cores (cc1)", "end them")
-    there = saved(**{"all-reduce, ms": 1.9, "images/s": 1400.0})
-    same, low = against([*HERE, busy], there, tolerance=0.5, processes=2)
-    assert (same.status, same.text) == (PASS, "all-reduce, ms: 2 here, 1.9 there (within 50%)")
-    assert (low.status, low.text) == (
-        FAIL,
-        "images/s: 900 here, 1400 there, worse by 56%, on a busy machine"
-        " (box0: other programs hold 1.6 of 2 cores (cc1))",
-    )
+    there = saved(**{"images/s": 1400.0})
+    low = only(against([*RESULTS, LOADED], there, tolerance=0.5, processes=2))
+    assert (low.status, low.text) == (FAIL, f"{SLOWER}, on a busy machine ({LOADED.text})")
     assert low.fix.startswith("check again while nothing else runs; if it stays, look for")
-    there["findings"].append(dataclasses.asdict(busy))
-    first, *rest = against(HERE, there, tolerance=0.5, processes=2)
-    assert (first.status, first.name) == (WARN, "against")
-    assert "measured while it was busy (box0: other programs hold 1.6 of 2 cores" in first.text
-    assert "busy" not in " ".join(finding.text for finding in rest)
+    there["findings"].append({**dataclasses.asdict(LOADED), "figures": {}})
+    first, *rest = compare(there)
+    assert first == (WARN, f"the other machine was measured while it was busy ({LOADED.text})")
+    assert rest == [(FAIL, SLOWER)]
 
 
-def test_the_worst_finding_is_the_verdict() -> None:
+def test_the_worst_result_is_the_verdict() -> None:
     assert worst([]) == PASS
-    assert worst(HERE) == WARN
-    assert worst([*HERE, failed("disk", "full", "free it")]) == FAIL
+    assert worst(RESULTS) == WARN
+    assert worst([*RESULTS, failed("disk", "full", "free it")]) == FAIL
 
 
-def test_a_finding_is_told_in_eighty_columns() -> None:
-    told = str(failed("main address", "host-a has no address " * 8, "give another one " * 9))
-    lines = told.splitlines()
+def test_a_result_is_printed_in_eighty_columns() -> None:
+    shown = str(failed("main address", "host-a has no address " * 8, "give another one " * 9))
+    lines = shown.splitlines()
     assert max(map(len, lines)) <= 80
     assert lines[0].startswith("FAIL  main address   host-a has")
-    assert [line for line in lines if "->" in line] == [line for line in lines if "-> give" in line]
-    assert "\n".join(lines).count("->") == 1
-
-
-def doctor(
-    capsys: pytest.CaptureFixture[str], monkeypatch: Patch, findings: list[CheckResult], *argv: str
-) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of the verb, whose examination finds these."""
-    monkeypatch.setattr(examination, "examine", lambda *_, **__: list(findings))
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["doctor", *argv])
-    out, err = capsys.readouterr()
-    assert isinstance(ended.value.code, int)
-    return ended.value.code, out, err
+    assert [line.strip()[:7] for line in lines if "->" in line] == ["-> give"]
 
 
 def test_the_verb(capsys: pytest.CaptureFixture[str], monkeypatch: Patch, tmp_path: Path) -> None:
-    file = str(tmp_path / "here.json")
-    code, out, err = doctor(capsys, monkeypatch, HERE, "--save", file)
-    assert (code, err) == (0, "")
-    assert out == "verdict: WARN\n"
-    bad = [*HERE, failed("disk", "full", "free it")]
-    code, out, err = doctor(capsys, monkeypatch, bad, "--json", "--against", file)
+    def doctor(results: list[CheckResult], *argv: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(checks, "run_checks", lambda *_, **__: list(results))
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["doctor", *argv])
+        assert isinstance(ended.value.code, int)
+        return ended.value.code, *capsys.readouterr()
+
+    first, second = (tmp_path / name for name in ("first.json", "second.json"))
+    assert doctor(RESULTS, "--save", str(first)) == (0, "verdict: WARN\n", "")
+    bad = [*RESULTS, failed("disk", "full", "free it")]
+    flags = ("--json", "--against", str(first), "--save", str(second))
+    code, out, err = doctor(bad, *flags)
     assert code == 1
     assert err.startswith("ddp-mnist: error: doctor: 1 of 5 checks failed (disk); do what")
-    told = json.loads(out)
-    assert (told["verdict"], told["processes"]) == ("FAIL", 2)
-    assert [finding["name"] for finding in told["findings"]] == [
-        "speed",
-        "clocks",
-        "disk",
-        "against",
-        "against",
-    ]
+    verdict = json.loads(out)
+    assert json.loads(second.read_text()) == verdict
+    assert (verdict["verdict"], verdict["processes"]) == ("FAIL", 2)
+    names = [entry["name"] for entry in verdict["findings"]]
+    assert names == ["speed", "clocks", "disk", "against", "against"]
+
+
+@pytest.mark.parametrize(("flags", "shown"), [([], "0"), (["--cpu"], "")])
+def test_on_the_cpu_the_doctor_shows_nobody_a_gpu(
+    flags: list[str], shown: str, monkeypatch: Patch
+) -> None:
+    """One that is broken, or somebody else's alone, would fail each process's first step."""
+    seen: list[str] = []
+
+    def look() -> int:
+        seen.append(os.environ["CUDA_VISIBLE_DEVICES"])
+        return 0
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setattr("ddp_mnist.cluster.hardware.gpus", look)
+    monkeypatch.setattr(checks, "run_checks", lambda *_, **__: [])
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["doctor", "--dataset", "digits", *flags])
+    assert (ended.value.code, seen) == (0, [shown])
 
 
 @pytest.mark.parametrize(
     ("argv", "begins"),
     [
         (["--processes", "1"], "--processes 1: must be at least 2"),
-        (["--minutes", "-1"], "--minutes -1: must be at least 0"),
-        (["--tolerance", "nan"], "--tolerance nan: must be a finite number of at least 0"),
+        (["--minutes", "-1"], "--minutes -1.0: must be at least 0"),
+        (["--tolerance", "nan"], "--tolerance nan: must be a finite number at least 0"),
         (["--save", "no/d.json"], "--save no/d.json: must be a file in a folder that is there"),
         (["--against", "no.json"], "--against no.json: cannot be read (No such file or director"),
         (["--against", "pyproject.toml"], "--against pyproject.toml: cannot be read (not from do"),

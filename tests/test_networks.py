@@ -154,7 +154,7 @@ def test_the_doctor_finds_a_healthy_cluster_healthy(tmp_path: Path) -> None:
     examined = [f["text"] for f in verdict["findings"] if f["name"] == "machine"]
     assert [said.split(":")[0] for said in examined] == names
     # 13 of each machine, and name, route, meeting and connections before it
-    assert all(said.endswith(": 17 examinations, all well") for said in examined)
+    assert all(said.endswith(": 17 checks, all well") for said in examined)
 
 
 def test_the_doctor_names_a_firewall_that_drops_the_data_ports(tmp_path: Path) -> None:
@@ -173,7 +173,7 @@ def test_the_doctor_names_a_firewall_that_drops_the_data_ports(tmp_path: Path) -
     assert "machine 1: FAIL  connections    machine 0 cannot reach all others" in second.out
     assert first.error_lines == [
         "ddp-mnist: error: machine 0: doctor: 1 of 4 checks failed (connections); do what their"
-        " lines say, then examine again (code 1)"
+        " lines say, then check again (code 1)"
     ]
 
 

@@ -218,10 +218,10 @@ def test_the_rest_of_the_samples_in_order_on_another_world_size(
     step = stop(told, tmp_path, step=20, size=before)
     ranks: list[Seen] = run_world(after, train_and_watch, resumed(told), folder=tmp_path)
     # Each step's images, dealt out to the ranks, are those of the unbroken run, from there on.
-    assert len(ranks[0].numbers) == 45 - step
-    steps = zip(*(rank.numbers for rank in ranks), strict=True)
-    assert [[n for share in shares for n in share] for shares in steps] == whole.numbers[step:]
-    assert ranks[0].rates == whole.rates[step:]
+    assert len(ranks[0].images) == 45 - step
+    steps = zip(*(rank.images for rank in ranks), strict=True)
+    assert [[n for share in shares for n in share] for shares in steps] == whole.images[step:]
+    assert ranks[0].learning_rates == whole.learning_rates[step:]
     summary = ranks[0].summary
     assert (summary["world_size"], summary["resumed_from"]) == (after, [step])
     assert largest_difference(weights_of(tmp_path / "run"), weights_of(tmp_path / "whole")) < 1e-9

@@ -65,8 +65,8 @@ def test_n_processes_equal_one(
     reference, alone = one_process
     folder, ranks = proofs[size]
     assert per_step(ranks) == per_step([alone])
-    assert len(alone.numbers) == STEPS
-    assert all(seen.rates == alone.rates for seen in ranks)
+    assert len(alone.images) == STEPS
+    assert all(seen.learning_rates == alone.learning_rates for seen in ranks)
     assert largest_difference(weights_of(folder), weights_of(reference)) < 1e-9
     assert ranks[0].summary["world_size"] == size
     assert ranks[0].summary["backend"] == "gloo"
@@ -85,7 +85,7 @@ def test_training_changes_every_tensor(one_process: tuple[Path, Seen]) -> None:
 
 
 def test_the_rate_rises_and_falls(one_process: tuple[Path, Seen]) -> None:
-    rates = one_process[1].rates
+    rates = one_process[1].learning_rates
     assert len(rates) == STEPS
     assert max(rates) == pytest.approx(0.01, rel=0.03)
     assert rates[0] == pytest.approx(0.01 / (0.1 * STEPS))
@@ -103,7 +103,7 @@ def test_accumulation_changes_no_result(tmp_path: Path) -> None:
         ranks = runs[name]
         assert per_step(ranks, parts=3) == per_step([whole])
         assert ranks[0].summary["steps"] == STEPS
-        assert ranks[0].rates[::3] == whole.rates
+        assert ranks[0].learning_rates == whole.learning_rates
         assert (
             largest_difference(weights_of(tmp_path / name), weights_of(tmp_path / "whole")) < 1e-9
         )
@@ -207,7 +207,7 @@ def test_run_folder_of_a_finished_run(one_process: tuple[Path, Seen]) -> None:
     lines = metrics_lines(run)
     steps = [line for line in lines if "loss" in line]
     assert [line["step"] for line in steps] == list(range(1, STEPS + 1))
-    assert [line["lr"] for line in steps] == seen.rates
+    assert [line["lr"] for line in steps] == seen.learning_rates
     validations = [line for line in lines if "val_accuracy" in line]
     assert [line["step"] for line in validations] == [15, 30, 45]
     assert validations[-1]["val_accuracy"] == summary["val_accuracy"]

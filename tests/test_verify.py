@@ -1,3 +1,5 @@
+"""`verify` passes here, and each of its checks fails where it has to."""
+
 from __future__ import annotations
 
 import json
@@ -22,11 +24,15 @@ BAD = proofs.bounded("weights", 3, "weights after 45 steps", 1.0)
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Watched:
-    """The run of one process that the others are compared with."""
+    """Return the run of one process that the others are compared with."""
     return proofs.watched_run(1, tmp_path_factory.mktemp("proofs"), "cnn")
 
 
-def test_all_is_well_here(
+def failed(checks: list[CheckResult]) -> set[str]:
+    return {check.name for check in checks if check.status == FAIL}
+
+
+def test_all_checks_pass_here(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -38,25 +44,20 @@ def test_all_is_well_here(
     assert last == "all 10 checks passed; written to verify.json"
     assert max(map(len, lines)) <= 80
     # which rank took which images: each rank of one and of two processes, in two steps
-    taken = [re.findall(r"\d+", line.partition("images,")[2]) for line in lines if "rank" in line]
-    taken = [numbers for numbers in taken if numbers]
-    assert [len(numbers) for numbers in taken] == [6] * 6
+    taken = [
+        re.findall(r"\d+", line.partition("images,")[2]) for line in lines if "images," in line
+    ]
+    assert [len(places) for places in taken] == [6] * 6
     assert taken[0] == taken[2]  # rank 0 of two has the first half of what one process has
     assert not set(taken[2]) & set(taken[3])
     written = json.loads(Path("verify.json").read_text())
     assert (written["passed"], written["processes"], written["planted"]) == (True, [1, 2], None)
     names = [(check["name"], check["figures"]["processes"]) for check in written["checks"]]
+    on_each = ["resume", "accumulation"]
+    compared = ["samples", "learning rates", "gradients", "weights", "replicas"]
     assert names == [
-        ("resume", 1),
-        ("accumulation", 1),
-        ("samples", 2),
-        ("rates", 2),
-        ("gradients", 2),
-        ("weights", 2),
-        ("replicas", 2),
-        ("resume", 2),
-        ("accumulation", 2),
-        ("metrics", 2),
+        *((name, 1) for name in on_each),
+        *((name, 2) for name in (*compared, *on_each, "metrics")),
     ]
     assert all(check["status"] == PASS for check in written["checks"])
     differences = re.findall(r"off by (\S+)", out)
@@ -76,24 +77,24 @@ def test_an_injected_fault_is_caught_by_the_check_that_is_meant_to(
     fault: str, fails: set[str], alone: Watched, tmp_path: Path
 ) -> None:
     checks = list(proofs.equal_to_one(proofs.watched_run(2, tmp_path, "cnn", fault), alone))
-    assert {check.name for check in checks if check.status == FAIL} == fails
-    told = proofs.failure_summary(checks, fault)
-    assert told
-    assert told.startswith(f"verify --inject {fault}: caught by '{FAULTS[fault].caught_by}'")
+    assert failed(checks) == fails
+    summary = proofs.failure_summary(checks, fault)
+    assert summary
+    assert summary.startswith(f"verify --inject {fault}: caught by '{FAULTS[fault].caught_by}'")
 
 
-def test_an_injected_fault_is_a_failed_check(
+def test_a_fault_that_is_not_caught_is_a_failure_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Exit code 1 in any case, and the file says what was injected."""
-    monkeypatch.setattr("ddp_mnist.verify.proofs.verify", lambda *_: iter([GOOD, BAD]))
+    monkeypatch.setattr(proofs, "verify", lambda *_: iter([GOOD, BAD]))
+    file = tmp_path / "v.json"
     with pytest.raises(CheckFailed, match="--inject gradients: NOT caught by 'gradients'"):
-        proofs.run(Verify(inject="gradients", save=str(tmp_path / "v.json")))
-    written = json.loads((tmp_path / "v.json").read_text())
+        proofs.run(Verify(inject="gradients", save=str(file)))
+    written = json.loads(file.read_text())
     assert (written["passed"], written["planted"]) == (False, "gradients")
 
 
-def test_the_failed_checks_are_summed_up_in_a_line() -> None:
+def test_failed_checks_are_summed_up_in_a_line() -> None:
     assert proofs.failure_summary([GOOD, GOOD], None) is None
     summary = proofs.failure_summary([GOOD, BAD], None)
     assert summary
@@ -103,25 +104,41 @@ def test_the_failed_checks_are_summed_up_in_a_line() -> None:
     assert "if it passes without --model, cnn_bn takes other steps" in summary
 
 
+def test_what_differs_is_counted_and_bounded() -> None:
+    assert str(GOOD) == "PASS  samples        2 processes: 0 of 3 steps' images differ"
+    check = proofs.exact("x", 2, "steps' images", [1, 5, 3], [1, 2, 3])
+    assert (check.status, check.figures["different"]) == (FAIL, 1)
+    assert check.text == "2 processes: 1 of 3 steps' images differ, must be 0"
+    assert BAD.text == "3 processes: weights after 45 steps, off by 1.0e+00, must be at most 1e-09"
+    weights = {"a": torch.ones(2), "b": torch.tensor([1.0, float("nan")])}
+    nan = largest_difference({"a": torch.ones(2), "b": torch.ones(2)}, weights)
+    bounded = [proofs.bounded("x", 2, "", difference) for difference in (1e-9, 1.1e-9, nan)]
+    assert [check.status for check in bounded] == [PASS, FAIL, FAIL]
+
+
 def test_a_run_that_was_not_interrupted_proves_nothing(
     alone: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ddp_mnist.verify.proofs.STOPS_AT", 1000)
+    monkeypatch.setattr(proofs, "STOPS_AT", 1000)
     check = proofs.resume_is_exact(alone)
     assert check.status == FAIL
     assert "0 of 50 weights and log lines differ, but it was resumed 0 times" in check.text
 
 
-def test_one_that_differs_is_counted() -> None:
-    assert str(GOOD) == "PASS  samples        2 processes: 0 of 3 steps' images differ"
-    check = proofs.exact("x", 2, "steps' images", [1, 5, 3], [1, 2, 3])
-    assert (check.status, check.text) == (
-        FAIL,
-        "2 processes: 1 of 3 steps' images differ, must be 0",
-    )
-    assert BAD.text == "3 processes: weights after 45 steps, off by 1.0e+00, must be at most 1e-09"
-    assert proofs.bounded("x", 2, "", 1e-9).status == PASS
-    assert proofs.bounded("x", 2, "", 1.1e-9).status == FAIL
+def test_a_net_that_depends_on_the_number_of_processes_is_found(tmp_path: Path) -> None:
+    """BatchNorm of each process's own share is not that of the batch."""
+    one, two = (proofs.watched_run(size, tmp_path, "cnn_bn") for size in (1, 2))
+    assert failed(list(proofs.equal_to_one(two, one))) == {"gradients", "weights"}
+
+
+def test_a_run_that_breaks_down_is_a_failed_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    def killed(*_: object) -> Watched:
+        raise ConnectionError("was killed")
+
+    monkeypatch.setattr(proofs, "watched_run", killed)
+    [check] = proofs.verify([2, 3])
+    assert isinstance(check, CheckResult)
+    assert (check.name, check.status, check.text) == ("runs", FAIL, "ConnectionError: was killed")
 
 
 def test_the_numbers_of_processes_that_can_be_compared() -> None:
@@ -136,46 +153,19 @@ def test_the_numbers_of_processes_that_can_be_compared() -> None:
         (["--inject", "seed"], "--inject seed: choose from sampler, gradients, parameter"),
         (["--save", "no/v.json"], "--save no/v.json: must be a file in a folder that is there"),
         (["--save", "."], "--save .: must be a file in a folder that is there"),
+        (["under a launcher"], "verify: starts its own processes; start it without a launcher"),
     ],
 )
-def test_a_wrong_flag_is_one_line(
-    argv: list[str], begins: str, capsys: pytest.CaptureFixture[str]
+def test_a_wrong_start_is_one_line(
+    argv: list[str],
+    begins: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    if argv == ["under a launcher"]:
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        argv = []
     with pytest.raises(SystemExit) as ended:
         cli.main(["verify", *argv])
     assert ended.value.code == 2
     assert begins in capsys.readouterr().err
-
-
-def test_a_net_that_depends_on_the_number_of_processes_is_found(tmp_path: Path) -> None:
-    """BatchNorm of each process's own share is not that of the batch."""
-    one, two = (proofs.watched_run(size, tmp_path, "cnn_bn") for size in (1, 2))
-    failed = {check.name for check in proofs.equal_to_one(two, one) if check.status == FAIL}
-    assert failed == {"gradients", "weights"}
-
-
-def test_a_run_that_breaks_down_is_a_failed_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    def killed(*_: object) -> Watched:
-        raise ConnectionError("was killed")
-
-    monkeypatch.setattr("ddp_mnist.verify.proofs.watched_run", killed)
-    [check] = proofs.verify([2, 3])
-    assert isinstance(check, CheckResult)
-    assert (check.name, check.status, check.text) == ("runs", FAIL, "ConnectionError: was killed")
-
-
-def test_under_a_launcher_it_is_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(SystemExit):
-        cli.main(["verify"])
-    assert (
-        "verify: starts its own processes; start it without a launcher" in capsys.readouterr().err
-    )
-
-
-def test_a_nan_is_a_difference() -> None:
-    weights = {"a": torch.ones(2), "b": torch.tensor([1.0, float("nan")])}
-    difference = largest_difference({"a": torch.ones(2), "b": torch.ones(2)}, weights)
-    assert proofs.bounded("x", 2, "", difference).status == FAIL

@@ -1,1 +1,1 @@
-"""Accept or reject a box or a cluster: does distributed training work here, and if not, why?"""
+"""Accept or reject a machine or a cluster; may import everything but bench and the command line."""

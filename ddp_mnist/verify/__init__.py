@@ -1,1 +1,1 @@
-"""Proofs, made by training: N processes equal one, resumed equals unbroken, exact metrics."""
+"""Prove what train promises, by training; may import everything but doctor, bench and cli."""

@@ -20,7 +20,7 @@ import torch
 
 from ddp_mnist.cluster import hardware
 from ddp_mnist.cluster.launch import find_launch
-from ddp_mnist.cluster.local import LocalWorld, preload, run_world
+from ddp_mnist.cluster.local import LocalWorld, run_world
 from ddp_mnist.cluster.world import join_world
 from ddp_mnist.config import Distribution
 from ddp_mnist.data import cache
@@ -39,6 +39,7 @@ from ddp_mnist.verify.results import FAIL, PASS, CheckResult
 from ddp_mnist.verify.watch import (
     STEPS,
     Seen,
+    digest_of_image,
     just_train,
     largest_difference,
     per_step,
@@ -49,8 +50,6 @@ from ddp_mnist.verify.watch import (
     weights_of,
     what_stays,
 )
-
-preload("ddp_mnist.train", "ddp_mnist.run.metrics")
 
 LIMIT = 1e-9  # of a relative difference
 PARTS = 3  # that a step is split into
@@ -144,13 +143,15 @@ def watched_run(size: int, folder: Path, model: str, fault: str | None = None) -
 
 
 def who_took_what(run: Watched) -> Iterator[str]:
-    """Yield the first images of each rank in the first steps."""
+    """Yield the first images of each rank in the first steps, by their place in the train split."""
+    train_images = cache.load("digits").train_images
+    places = {digest_of_image(image): place for place, image in enumerate(train_images)}
     for step in range(SHOWN_STEPS):
         for rank, seen in enumerate(run.ranks):
-            numbers = seen.numbers[step]
-            shown = " ".join(f"{number:>4}" for number in numbers[:SHOWN_IMAGES])
+            images = seen.images[step]
+            shown = " ".join(f"{places[image]:>4}" for image in images[:SHOWN_IMAGES])
             who = f"step {step + 1}, rank {rank} of {len(run.ranks)}"
-            yield f"      {who}: {len(numbers)} images, {shown} ..."
+            yield f"      {who}: {len(images)} images, {shown} ..."
 
 
 # --- Proofs
@@ -161,8 +162,8 @@ def equal_to_one(run: Watched, alone: Watched) -> Iterator[CheckResult]:
     size, [one] = len(run.ranks), alone.ranks
     rank_0 = run.ranks[0]
     yield exact("samples", size, "steps' images", per_step(run.ranks), per_step([one]))
-    rates = [rank.rates for rank in run.ranks]
-    yield exact("rates", size, "ranks' learning rates", rates, [one.rates] * size)
+    rates = [rank.learning_rates for rank in run.ranks]
+    yield exact("learning rates", size, "ranks' schedules", rates, [one.learning_rates] * size)
     first = abs(rank_0.gradient_norms[0] / one.gradient_norms[0] - 1)
     yield bounded("gradients", size, "first gradient's norm", first)
     difference = largest_difference(weights_of(run.folder), weights_of(alone.folder))

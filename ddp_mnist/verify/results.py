@@ -51,6 +51,11 @@ def failed(name: str, text: str, fix: str) -> CheckResult:
     return CheckResult(FAIL, name, text, fix)
 
 
+def passed_if(holds: bool, name: str, text: str, fix: str, otherwise: str = FAIL) -> CheckResult:
+    """Return a PASS if it holds, else a result with the status `otherwise` and the fix."""
+    return passed(name, text) if holds else CheckResult(otherwise, name, text, fix)
+
+
 def from_error(name: str, error: DdpMnistError) -> CheckResult:
     """Return a FAIL; the fix is what the error says behind its last semicolon."""
     text, semicolon, fix = str(error).rpartition("; ")

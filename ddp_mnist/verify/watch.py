@@ -1,7 +1,7 @@
 """Small runs of the real trainer, watched from outside: what `verify` and the tests compare.
 
-Nothing here takes part in a training: what is watched is wrapped for the time of one run. A plant
-is a fault that is wrapped in likewise, to show that a comparison can fail.
+Nothing here takes part in a training: torch's public hooks see what the net is given and what the
+optimizer steps by. An injected fault comes through the same hooks, to show that a check can fail.
 """
 
 from __future__ import annotations
@@ -12,30 +12,33 @@ import hashlib
 import json
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from ddp_mnist import train
 from ddp_mnist.cluster.launch import find_launch
-from ddp_mnist.config import Distribution, Recipe, ResolvedRecipe, Run, TrainConfig
-from ddp_mnist.data.batches import GlobalBatches, Rows, train_loader
-from ddp_mnist.run.folder import METRICS, MODEL
+from ddp_mnist.cluster.local import preload
+from ddp_mnist.cluster.world import World, join_world
+from ddp_mnist.config import Distribution, Recipe, Run, TrainConfig
+from ddp_mnist.run import session
+from ddp_mnist.run.folder import METRICS, MODEL, RunFolder
+
+preload("ddp_mnist.train", "ddp_mnist.run.metrics")
 
 PROOF: dict[str, Any] = {"epochs": 3, "batch_size": 72}
-
 STEPS = 45  # of the digits' 1,150 train rows
 
 
 def proof_config(run_dir: str = "run", **recipe: Any) -> TrainConfig:
-    """float64 on the digits, a log line at every step."""
+    """Return a short run in float64 on the digits, with a log line at every step."""
     return TrainConfig(
         Run(dataset="digits", run_dir=run_dir, log_every=1, quiet=True),
         Recipe(**{**PROOF, **recipe}),
@@ -51,15 +54,16 @@ class Seen:
     """What one rank did in a run.
 
     Attributes:
-        numbers: of the images, per micro-batch.
-        rates: the learning rate, per micro-batch.
-        gradient_norms: Euclidean norm of the whole gradient, per optimizer step.
-        weights: SHA-256 of the net that the rank ended with.
+        summary: what the run returned.
+        images: a digest of each image that the net was given, per micro-batch.
+        learning_rates: per optimizer step.
+        gradient_norms: Euclidean norm of the whole averaged gradient, per optimizer step.
+        weights: a digest of the net that the rank ended with.
     """
 
     summary: dict[str, Any] = field(default_factory=dict)
-    numbers: list[list[int]] = field(default_factory=list)
-    rates: list[float] = field(default_factory=list)
+    images: list[list[str]] = field(default_factory=list)
+    learning_rates: list[float] = field(default_factory=list)
     gradient_norms: list[float] = field(default_factory=list)
     weights: str = ""
 
@@ -69,83 +73,90 @@ def just_train(config: TrainConfig) -> dict[str, Any]:
 
 
 def train_and_watch(config: TrainConfig, fault: str | None = None) -> Seen:
-    """The trainer as it is, or with a plant: sampler, gradients or parameter."""
-    with watching(fault) as seen:
-        seen.summary = just_train(config)
+    """Train as `train` does, or with one of FAULTS, and return what was seen of it."""
+    launch = find_launch(config.distribution)
+    with (
+        RunFolder() as folder,
+        join_world(config.distribution, launch) as world,
+        session.open_run(config, world, launch, folder) as run,
+    ):
+        assert run, "a finished run has nothing to watch"
+        if fault == "sampler":
+            seed = run.config.run.seed + world.store.rank
+            own = dataclasses.replace(run.config.run, seed=seed)
+            run.config = dataclasses.replace(run.config, run=own)
+        return watch(run, fault)
+
+
+def watch(run: session.Run, fault: str | None) -> Seen:
+    seen, nets = Seen(), list[nn.Module]()
+
+    def look(net: nn.Module, inputs: tuple[Tensor]) -> None:
+        if net.training:
+            seen.images.append([digest_of_image(image) for image in inputs[0]])
+
+    def build(config: TrainConfig, world: World, classes: int) -> nn.Module:
+        net = train.build_model(config, world, classes)
+        net.register_forward_pre_hook(look)
+        nets.append(net)
+        if fault == "parameter":
+            leave_out_last_parameter(net)
+        return net
+
+    def look_at_step(optimizer: Optimizer) -> None:
+        gradients = gradients_of(optimizer)
+        if fault == "gradients":
+            torch._foreach_mul_(gradients, run.world.store.world_size)
+        seen.learning_rates.append(optimizer.param_groups[0]["lr"])
+        seen.gradient_norms.append(torch.nn.utils.get_total_norm(gradients).item())
+
+    with before_each_step(look_at_step):
+        seen.summary = train.fit(run, build)
+    seen.weights = digest_of(nets[0])
     return seen
 
 
 @contextlib.contextmanager
-def watching(fault: str | None = None) -> Iterator[Seen]:
-    """What the run that is made within does; complete once it has ended."""
-    seen, nets = Seen(), list[nn.Module]()
-    make_loader, make_optimizer = train_loader, train.make_optimizer
-    rate_of = train.learning_rate
+def before_each_step(function: Callable[[Optimizer], None]) -> Iterator[None]:
+    """Call `function` before each optimizer step in the block, on gradients that are averaged."""
 
-    class WatchedRows(Rows):
-        def __getitems__(self, numbers: list[int] | Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            batch = super().__getitems__(numbers)
-            seen.numbers.append(batch[2].tolist())
-            return batch
+    def hook(optimizer: Optimizer, *_: Any) -> None:
+        # Muon's step ends with AdamW's, where the hook may run again, without kernels' gradients.
+        if len(gradients_of(optimizer)) == sum(len(g["params"]) for g in optimizer.param_groups):
+            function(optimizer)
 
-    def loader(rows: Rows, batches: GlobalBatches) -> Any:
-        if fault == "sampler":
-            batches.seed += int(os.environ.get("RANK", 0))
-        return make_loader(WatchedRows(rows.images, rows.labels, rows.rows), batches)
-
-    def optimizer(net: nn.Module, recipe: ResolvedRecipe) -> torch.optim.Optimizer:
-        nets.append(net)
-        plant_into(net, fault)
-        made = make_optimizer(net, recipe)
-        made.register_step_pre_hook(lambda *_: seen.gradient_norms.append(gradient_norm(net)))
-        return made
-
-    def rate(*args: Any) -> float:
-        seen.rates.append(rate_of(*args))
-        return seen.rates[-1]
-
-    with (
-        patch.object(train, "train_loader", loader),
-        patch.object(train, "make_optimizer", optimizer),
-        patch.object(train, "learning_rate", rate),
-    ):
-        yield seen
-    [net] = nets
-    tensors = {name: tensor.contiguous() for name, tensor in net.state_dict().items()}
-    seen.weights = hashlib.sha256(save(tensors)).hexdigest()
+    handle = register_optimizer_step_pre_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
-def plant_into(net: nn.Module, fault: str | None) -> None:
-    """Before DDP takes the net."""
-    if fault == "gradients":
-        world_size = int(os.environ.get("WORLD_SIZE", 1))
-        for parameter in net.parameters():
-            parameter.register_hook(lambda gradient: gradient * world_size)
-    if fault == "parameter":
-        last = [name for name, _ in net.named_parameters()][-1]
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, [last])
+def gradients_of(optimizer: Optimizer) -> list[Tensor]:
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    return [p.grad for p in parameters if p.grad is not None]
 
 
-def gradient_norm(net: nn.Module) -> float:
-    gradients = [p.grad for p in net.parameters() if p.grad is not None]
-    return torch.nn.utils.get_total_norm(gradients).item()
+def leave_out_last_parameter(net: nn.Module) -> None:
+    """Mark it as one that DistributedDataParallel is not to synchronise."""
+    last = [name for name, _ in net.named_parameters()][-1]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, [last])
 
 
 def train_until(config: TrainConfig, step: int, number: int = signal.SIGTERM, by: int = 0) -> None:
-    """A run in which rank `by` gets a signal as it begins optimizer step `step`."""
-    rate_of = train.learning_rate
+    """Train; rank `by` gets the signal `number` in optimizer step `step`, before the update."""
 
-    def rate(now: int, *args: Any) -> float:
-        if now == step and os.environ.get("RANK", "0") == str(by):
+    def strike(optimizer: Optimizer) -> None:
+        taken = max((int(state["step"]) for state in optimizer.state.values()), default=0)
+        if taken == step and os.environ.get("RANK", "0") == str(by):
             os.kill(os.getpid(), number)
-        return rate_of(now, *args)
 
-    with patch.object(train, "learning_rate", rate):
+    with before_each_step(strike):
         just_train(config)
 
 
 def resumed(config: TrainConfig, **typed: Any) -> TrainConfig:
-    """Goes on with the run of `config`; `typed` are flags of its recipe that a person gives."""
+    """Return what resumes the run of `config`; `typed` are flags of its recipe that are given."""
     run = dataclasses.replace(config.run, run_dir=None, resume=config.run.run_dir)
     recipe = dataclasses.replace(config.recipe, **typed)
     return dataclasses.replace(
@@ -156,29 +167,40 @@ def resumed(config: TrainConfig, **typed: Any) -> TrainConfig:
 # --- Comparisons
 
 
-def per_step(ranks: list[Seen], parts: int = 1) -> list[list[int]]:
-    """The image numbers of each step over all ranks, sorted."""
-    batches = len(ranks[0].numbers)
+def digest_of_image(image: Tensor) -> str:
+    """Return a digest of the pixels, uint8 [28, 28]."""
+    return hashlib.sha256(image.cpu().numpy().tobytes()).hexdigest()
+
+
+def digest_of(net: nn.Module) -> str:
+    """Return the SHA-256 of all weights and buffers."""
+    tensors = {name: tensor.contiguous() for name, tensor in net.state_dict().items()}
+    return hashlib.sha256(save(tensors)).hexdigest()
+
+
+def per_step(ranks: list[Seen], parts: int = 1) -> list[list[str]]:
+    """Return the digests of each step's images over all ranks, sorted."""
+    batches = len(ranks[0].images)
     return [
-        sorted(n for seen in ranks for part in seen.numbers[i : i + parts] for n in part)
+        sorted(image for seen in ranks for part in seen.images[i : i + parts] for image in part)
         for i in range(0, batches, parts)
     ]
 
 
 def weights_of(run: Path) -> dict[str, Tensor]:
-    """The tensors of a run folder."""
+    """Return the tensors of a run folder."""
     return load_file(run / MODEL)
 
 
 def largest_difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
-    """Largest |a - b| of any element, relative to the largest |b| of its tensor."""
+    """Return the largest |a - b| of any element, relative to the largest |b| of its tensor."""
     assert a.keys() == b.keys()
     each = [(a[k].double() - b[k].double()).abs().max() / b[k].double().abs().max() for k in a]
     return torch.stack(each).max().item()  # NaN if any is, which Python's max may pass over
 
 
 def what_stays(run: Path) -> tuple[bytes, list[dict[str, Any]]]:
-    """The weights' bytes and the lines of metrics.jsonl, without the speeds."""
+    """Return the weights' bytes and the lines of metrics.jsonl, without the speeds."""
     lines = [json.loads(line) for line in (run / METRICS).read_text().splitlines()]
     for line in lines:
         line.pop("images_per_second", None)
