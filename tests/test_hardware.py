@@ -1,4 +1,4 @@
-"""What a container or its affinity leaves of a machine, from the files that Linux tells it in."""
+"""The share of a machine that a container or its affinity leaves, by the files of Linux."""
 
 from __future__ import annotations
 
@@ -34,35 +34,26 @@ def write(folder: Path, **files: str) -> None:
         (folder / name.replace("__", ".")).write_text(text + "\n")
 
 
-@pytest.mark.usefixtures("groups")
-def test_without_control_groups_all_of_the_machine_is_there() -> None:
-    assert hardware.cores() == 8
-    assert hardware.cpu_quota() == float("inf")
-    assert hardware.free_memory() == 16 * GB
-
-
 def test_groups_without_a_limit_change_nothing(groups: Path) -> None:
-    write(groups, own="0::/", cpu__max="max 100000", memory__max="max", memory__current="5")
-    assert hardware.cores() == 8
-    assert hardware.free_memory() == 16 * GB
+    for _ in range(2):  # none, and then one without a limit
+        assert hardware.cores() == 8
+        assert hardware.cpu_quota() == float("inf")
+        assert hardware.free_memory() == 16 * GB
+        write(groups, own="0::/", cpu__max="max 100000", memory__max="max", memory__current="5")
 
 
-@pytest.mark.parametrize(("quota", "cores"), [(350000, 3), (150000, 1), (50000, 1)])
-def test_a_container_has_the_cores_of_its_quota(groups: Path, quota: int, cores: int) -> None:
-    write(groups, own="0::/", cpu__max=f"{quota} 100000")
-    assert hardware.cpu_quota() == quota / 100000
-    assert hardware.cores() == cores
+def test_a_container_has_the_cores_of_its_quota(groups: Path) -> None:
+    for quota, cores in ((350000, 3), (150000, 1), (50000, 1)):
+        write(groups, own="0::/", cpu__max=f"{quota} 100000")
+        assert hardware.cpu_quota() == quota / 100000
+        assert hardware.cores() == cores
 
 
-@pytest.mark.parametrize(
-    ("counted", "available", "found"), [(0, False, 0), (2, True, 2), (2, False, 0)]
-)
-def test_a_gpu_under_a_driver_that_is_too_old_is_none(
-    counted: int, available: bool, found: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: counted)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
-    assert hardware.gpus() == found
+def test_a_gpu_under_a_driver_that_is_too_old_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    for counted, available, found in ((0, False, 0), (2, True, 2), (2, False, 0)):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda counted=counted: counted)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda available=available: available)
+        assert hardware.gpus() == found
 
 
 def test_files_that_were_read_do_not_take_memory_away(groups: Path) -> None:
@@ -82,7 +73,7 @@ def test_the_limit_of_a_group_around_ones_own_holds_too(groups: Path) -> None:
     assert hardware.free_memory() == GB
 
 
-def test_version_1_tells_each_controller_in_a_folder_of_its_own(groups: Path) -> None:
+def test_version_1_has_each_controller_in_a_folder_of_its_own(groups: Path) -> None:
     write(groups, own="4:memory:/docker\n2:cpu,cpuacct:/docker")
     cpu, memory = groups / "cpu,cpuacct", groups / "memory"
     write(cpu, cpu__cfs_quota_us="-1", cpu__cfs_period_us="100000")  # no limit
@@ -96,7 +87,7 @@ def test_version_1_tells_each_controller_in_a_folder_of_its_own(groups: Path) ->
 
 
 def running(monkeypatch: pytest.MonkeyPatch, percent: list[float], **programs: float) -> None:
-    """Over a second each core is busy for `percent`, and each program for its seconds, twice."""
+    """Let each core be busy for `percent` of a second, and each program for its seconds, twice."""
     seconds = iter((0.0, 1.0))
 
     def process_iter(_: list[str]) -> Iterator[Any]:

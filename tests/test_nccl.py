@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import signal
 import threading
 import time
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,6 +30,8 @@ from ddp_mnist.errors import FailedElsewhere, PeerError
 from ddp_mnist.run.folder import read_json
 from ddp_mnist.verify.watch import just_train, proof_config
 
+Patch = pytest.MonkeyPatch
+
 # What is promised, and more where others use the machine at the same time.
 SECONDS = 5 * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
@@ -50,21 +52,31 @@ class Clock:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+def clock(monkeypatch: Patch) -> Clock:
     clock = Clock()
     monkeypatch.setattr("ddp_mnist.cluster.nccl.time", clock)
     monkeypatch.setattr("ddp_mnist.cluster.nccl.error_of_the_group", lambda: "SUCCESS")
     return clock
 
 
-def waiting(clock: Clock, gpu_s: float, timeout_s: float = 300.0) -> NcclAccelerator:
-    """Rank 0's of two, whose GPU is done after so many seconds."""
+def waiting(clock: Clock, gpu_s: float = 1e6, timeout_s: float = 300.0) -> NcclAccelerator:
+    """Return rank 0's Accelerator of two, whose GPU is done after so many seconds."""
     accelerator = object.__new__(NcclAccelerator)
     accelerator.store, accelerator.timeout_s = Store(dist.HashStore(), 0, 2), timeout_s
     done_at = clock.now + gpu_s
     event = SimpleNamespace(record=Mock(), query=lambda: clock.now >= done_at)
     accelerator.new_event = Mock(return_value=event)
     return accelerator
+
+
+def seconds_until(
+    accelerator: NcclAccelerator, clock: Clock, message: str, error: type = dist.DistBackendError
+) -> float:
+    """Return how long a wait takes that ends with this error."""
+    began = clock.now
+    with pytest.raises(error, match=message):
+        accelerator.wait_for_gpu()
+    return clock.now - began
 
 
 # --- One wait
@@ -84,82 +96,67 @@ def test_a_wait_ends_soon_after_the_gpu_is_done(
     assert clock.sleeps <= queries
 
 
-def test_the_store_is_asked_twice_a_second_and_not_in_a_short_wait(clock: Clock) -> None:
+def test_the_store_is_read_twice_a_second_and_not_in_a_short_wait(clock: Clock) -> None:
     for gpu_s, looks in ((0.4, 0), (0.6, 1), (10.3, 20)):
         accelerator = waiting(clock, gpu_s)
-        with patch.object(accelerator.store, "failure", return_value=None) as asked:
+        with patch.object(accelerator.store, "failure", return_value=None) as reads:
             accelerator.wait_for_gpu()
-        assert asked.call_count == looks
-
-
-def ends(accelerator: NcclAccelerator, error: type[Exception], says: str) -> None:
-    with pytest.raises(error, match=says):
-        accelerator.wait_for_gpu()
+        assert reads.call_count == looks
 
 
 def test_a_wait_ends_at_the_timeout(clock: Clock) -> None:
-    began = clock.now
-    accelerator = waiting(clock, 1e6, timeout_s=20)
-    ends(accelerator, dist.DistBackendError, "^timed out: .* within 20 s$")
-    assert 20 <= clock.now - began <= 20.6
-    assert accelerator.store.exists("alive/0")  # it may be busy with its end when others ask
+    accelerator = waiting(clock, timeout_s=20)
+    assert 20 <= seconds_until(accelerator, clock, "^timed out: .* within 20 s$") <= 20.6
+    assert accelerator.store.exists("alive/0")  # it may be busy with its end when others look
     waiting(clock, 19.0, timeout_s=20).wait_for_gpu()
 
 
 def test_a_wait_ends_when_another_rank_has_failed(clock: Clock) -> None:
-    accelerator = waiting(clock, 1e6)
-    other = Store(accelerator.store.c10d, 1, 2)
-    other.report_failure("a bug", 1)
-    began = clock.now
-    ends(accelerator, FailedElsewhere, "^a bug$")
-    assert clock.now - began <= 0.6
+    accelerator = waiting(clock)
+    Store(accelerator.store.c10d, 1, 2).report_failure("a bug", 1)
+    assert seconds_until(accelerator, clock, "^a bug$", FailedElsewhere) <= 0.6
 
 
-def test_a_wait_ends_when_another_rank_looks_for_the_lost(clock: Clock) -> None:
-    accelerator = waiting(clock, 1e6)
+def test_a_wait_ends_when_another_rank_looks_for_the_dead(clock: Clock) -> None:
+    accelerator = waiting(clock)
     other = Store(accelerator.store.c10d, 1, 2)
     found: list[list[int]] = []
-    looks = threading.Thread(target=lambda: found.append(other.find_dead_ranks()))
+    looks = threading.Thread(target=lambda: found.append(other.find_dead_ranks(0.3)))
     looks.start()
     while not other.exists("alive/1"):
         time.sleep(0.001)
-    ends(accelerator, dist.DistBackendError, "^another rank lost a connection$")
+    seconds_until(accelerator, clock, "^another rank lost a connection$")
     looks.join()
     assert found == [[]]  # this one has answered
 
 
-@pytest.mark.parametrize("broken", ["COMM_ERROR", "TIMEOUT", "REMOTE_ERROR"])
-def test_a_wait_ends_when_the_watchdog_saw_an_error(
-    broken: str, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("ddp_mnist.cluster.nccl.error_of_the_group", lambda: broken)
-    began = clock.now
-    ends(waiting(clock, 1e6), dist.DistBackendError, f"connection is broken: {broken}$")
-    assert clock.now - began <= 0.6
+def test_a_wait_ends_when_the_watchdog_saw_an_error(clock: Clock, monkeypatch: Patch) -> None:
+    for broken in ("COMM_ERROR", "TIMEOUT", "REMOTE_ERROR"):
+        name = "ddp_mnist.cluster.nccl.error_of_the_group"
+        monkeypatch.setattr(name, lambda broken=broken: broken)
+        assert seconds_until(waiting(clock), clock, f"connection is broken: {broken}$") <= 0.6
 
 
 def test_a_wait_ends_when_the_store_is_gone(clock: Clock) -> None:
-    accelerator = waiting(clock, 1e6)
+    accelerator = waiting(clock)
     accelerator.store.c10d = Mock(check=Mock(side_effect=RuntimeError("reset by peer")))
-    began = clock.now
-    ends(accelerator, dist.DistBackendError, "^the connection to the main address is gone$")
-    assert clock.now - began <= 0.6
+    assert seconds_until(accelerator, clock, "^the connection to the main address is gone$") <= 0.6
 
 
 @pytest.mark.parametrize("before_s", [100.0, 0.0, -2.0])
 def test_a_wait_ends_some_seconds_after_a_stop_signal(before_s: float, clock: Clock) -> None:
     """It came before the wait began, or in it; if all ranks are there, the wait is over by then."""
-    accelerator = waiting(clock, 1e6)
+    accelerator = waiting(clock)
     accelerator.store.signalled = clock.now - before_s
-    expected = clock.now + max(0.0, -before_s) + nccl.AFTER_SIGNAL_S
-    ends(accelerator, dist.DistBackendError, "^timed out: 10 s after a stop signal$")
-    assert expected <= clock.now <= expected + 0.6
+    expected = max(0.0, -before_s) + nccl.AFTER_SIGNAL_S
+    message = "^timed out: 10 s after a stop signal$"
+    assert expected <= seconds_until(accelerator, clock, message) <= expected + 0.6
     accelerator = waiting(clock, nccl.AFTER_SIGNAL_S - 0.1)
     accelerator.store.signalled = clock.now - before_s
     accelerator.wait_for_gpu()
 
 
-def test_the_host_waits_wherever_it_is_about_to_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_host_waits_wherever_it_is_about_to_read(monkeypatch: Patch) -> None:
     happened: list[str] = []
 
     def named(name: str) -> Any:
@@ -190,7 +187,7 @@ def test_the_host_waits_wherever_it_is_about_to_read(monkeypatch: pytest.MonkeyP
 
 
 def train_beside(who: int, how: str, timeout_s: float) -> tuple[Exception, float]:
-    """Rank `who` fails as it comes to its fifth all-reduce, in which the others' GPUs wait."""
+    """Let rank `who` fail at its fifth all-reduce, in which the others' GPUs wait."""
     make_accelerator, reduce = world.make_accelerator, Accelerator.reduce
     rank, reduces, stuck = int(os.environ["RANK"]), [0], [0.0]
 
@@ -217,17 +214,15 @@ def train_beside(who: int, how: str, timeout_s: float) -> tuple[Exception, float
         if rank == who:
             fail(how, timeout_s)
         stuck[0] = time.monotonic()
-        if how == "killed, one is told" and rank == 2:
-            os.kill(os.getpid(), signal.SIGTERM)  # by the launcher of its node
+        if how == "killed, one gets SIGTERM" and rank == 2:
+            os.kill(os.getpid(), signal.SIGTERM)  # from the launcher of its node
         return tensor
 
     def error_of_the_group() -> str:
         return "COMM_ERROR" if how == "killed, NCCL sees it" and stuck[0] else "SUCCESS"
 
-    told = proof_config(model="mlp")
-    told = dataclasses.replace(
-        told, distribution=dataclasses.replace(told.distribution, dist_timeout=timeout_s)
-    )
+    config = proof_config(model="mlp")
+    config = replace(config, distribution=replace(config.distribution, dist_timeout=timeout_s))
     with (
         patch.object(world, "make_accelerator", accelerator),
         patch.object(Accelerator, "reduce", enqueue),
@@ -235,7 +230,7 @@ def train_beside(who: int, how: str, timeout_s: float) -> tuple[Exception, float
         patch.object(nccl, "AFTER_SIGNAL_S", 1.0),
         pytest.raises(Exception) as ended,
     ):
-        just_train(told)
+        just_train(config)
     return ended.value.with_traceback(None), time.monotonic() - stuck[0]
 
 
@@ -251,10 +246,10 @@ def fail(how: str, timeout_s: float) -> None:
 @pytest.mark.parametrize(
     ("size", "who", "how", "timeout_s"),
     [
-        (3, 1, "killed, one is told", 60.0),
+        (3, 1, "killed, one gets SIGTERM", 60.0),
         (2, 1, "killed, NCCL sees it", 60.0),
         (2, 0, "killed with the store", 60.0),
-        (3, 1, "killed, nobody is told", 3.0),
+        (3, 1, "killed, nobody knows", 3.0),
     ],
 )
 def test_fault_01_a_rank_that_is_lost_is_named_in_one_line(
@@ -266,14 +261,14 @@ def test_fault_01_a_rank_that_is_lost_is_named_in_one_line(
     assert [error.code for error in errors] == [6] * (size - 1)
     waited_for = timeout_s if timeout_s == 3 else 0
     assert max(seconds for _, seconds in outcomes) < waited_for + SECONDS
-    [told] = [error for error in errors if error.agreed]
-    assert isinstance(told, PeerError)
-    assert str(told).startswith(f"lost contact with rank {who} of {size} (")
-    assert {str(error) for error in errors} == {str(told)}
+    [reported] = [error for error in errors if error.agreed]
+    assert isinstance(reported, PeerError)
+    assert str(reported).startswith(f"lost contact with rank {who} of {size} (")
+    assert {str(error) for error in errors} == {str(reported)}
     if who:  # else nobody is left who writes it
         status = read_json(tmp_path / "run" / "status.json")
         assert (status["state"], status["exit_code"]) == ("failed", 6)
-        assert status["error"] == str(told)
+        assert status["error"] == str(reported)
 
 
 def test_fault_21_a_bug_on_one_rank_ends_the_others(tmp_path: Path) -> None:
@@ -302,7 +297,7 @@ def test_torch_has_what_only_a_gpu_would_call() -> None:
 
 @pytest.mark.parametrize(("backend", "seconds"), [("gloo", 20.0), ("nccl", 50.0)])
 def test_the_watchdogs_timeout_is_later_than_the_waits(
-    backend: str, seconds: float, monkeypatch: pytest.MonkeyPatch
+    backend: str, seconds: float, monkeypatch: Patch
 ) -> None:
     init = Mock()
     monkeypatch.setattr(dist, "init_process_group", init)
@@ -312,7 +307,7 @@ def test_the_watchdogs_timeout_is_later_than_the_waits(
     assert init.call_args.kwargs["timeout"] == timedelta(seconds=seconds)
 
 
-def test_only_nccl_has_an_accelerator_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_nccl_has_an_accelerator_of_its_own(monkeypatch: Patch) -> None:
     of_nccl, usual = Mock(), Mock()
     monkeypatch.setattr("ddp_mnist.cluster.nccl.NcclAccelerator", of_nccl)
     monkeypatch.setattr("ddp_mnist.cluster.world.Accelerator", usual)
@@ -326,12 +321,12 @@ def test_only_nccl_has_an_accelerator_of_its_own(monkeypatch: pytest.MonkeyPatch
 
 
 class Group:
-    """One whose collectives wait for a lost peer: its end is told to `calls`."""
+    """A group whose collectives wait for a lost peer; `calls` lists how it was ended."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+    def __init__(self, monkeypatch: Patch, backend: str) -> None:
         self.calls: list[str] = []
-        self.hangs = threading.Event()
-        self.hangs.set()
+        self.ends = threading.Event()
+        self.ends.set()
         found = SimpleNamespace(
             is_initialized=lambda: True,
             get_backend=lambda: backend,
@@ -344,35 +339,28 @@ class Group:
 
     def abort(self) -> None:
         self.calls.append("abort")
-        self.hangs.wait(60)
+        self.ends.wait(60)
 
 
+@pytest.mark.parametrize("hangs", [False, True])
 def test_after_an_error_nccl_is_aborted_once_and_not_waited_for(
-    monkeypatch: pytest.MonkeyPatch,
+    hangs: bool, monkeypatch: Patch
 ) -> None:
     group = Group(monkeypatch, "nccl")
+    if hangs:
+        monkeypatch.setattr("ddp_mnist.cluster.nccl.ABORT_S", 0.05)
+        group.ends.clear()
+    began = time.monotonic()
     for in_order in (False, False, True):  # each place that ends it after an error
         end_group(in_order=in_order)
-    assert group.calls == ["abort"]
-    assert nccl.aborted == [group]
-
-
-def test_an_abort_that_hangs_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ddp_mnist.cluster.nccl.ABORT_S", 0.05)
-    group = Group(monkeypatch, "nccl")
-    group.hangs.clear()
-    began = time.monotonic()
-    end_group()
-    end_group(in_order=True)
     assert time.monotonic() - began < 2
     assert group.calls == ["abort"]
-    group.hangs.set()
+    assert nccl.aborted == [group]
+    group.ends.set()
 
 
 @pytest.mark.parametrize(("backend", "in_order"), [("nccl", True), ("gloo", True), ("gloo", False)])
-def test_any_other_end_is_a_destroy(
-    backend: str, in_order: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_any_other_end_is_a_destroy(backend: str, in_order: bool, monkeypatch: Patch) -> None:
     group = Group(monkeypatch, backend)
     end_group(in_order=in_order)
     assert group.calls == ["destroy"]
