@@ -1,6 +1,6 @@
-"""What can go wrong in a way we expect, with the exit code of each and its one line.
+"""The failures that we expect, with the exit code of each and its one line.
 
-An expected failure is one line on stderr: what was typed or found, where, and what to do.
+A person sees one line on stderr: what was typed or found, where, and what to do.
 A traceback means a bug in this package.
 """
 
@@ -10,11 +10,11 @@ from collections.abc import Iterable, Iterator
 
 
 class DdpMnistError(Exception):
-    """An expected failure. The message starts with what the person typed and ends with a remedy.
+    """An expected failure. Its message begins with what the person typed and ends with a fix.
 
     Attributes:
         code: the exit code.
-        agreed: whether the ranks have agreed that this one tells it.
+        agreed: whether the ranks have agreed that this one prints it.
     """
 
     code = 1
@@ -28,13 +28,13 @@ class CheckFailed(DdpMnistError):
 
 
 class UsageError(DdpMnistError):
-    """A flag, a configuration, or an environment that contradicts it."""
+    """A flag or a configuration is wrong, or the environment contradicts it."""
 
     code = 2
 
 
 class DataError(DdpMnistError):
-    """The data set is missing, damaged or not what was asked for."""
+    """The data set is missing, damaged or not the requested one."""
 
     code = 3
 
@@ -64,7 +64,7 @@ class DivergedError(DdpMnistError):
 
 
 class Preempted(DdpMnistError):
-    """A signal asked the run to stop: all ranks did, and it is saved."""
+    """A signal stopped the run: all ranks agreed, and it is saved."""
 
     agreed = True  # raised on rank 0 alone
 
@@ -73,8 +73,8 @@ class Preempted(DdpMnistError):
         self.code = code
 
 
-class FailedElsewhere(DdpMnistError):  # not an error of this rank's
-    """Another rank failed first and says so; this one ends with the same code and says nothing."""
+class FailedElsewhere(DdpMnistError):
+    """Another rank failed first and prints it; this one ends silently with the same code."""
 
     def __init__(self, message: str, code: int = 6) -> None:
         super().__init__(message)
@@ -82,12 +82,12 @@ class FailedElsewhere(DdpMnistError):  # not an error of this rank's
 
 
 def one_line(error: DdpMnistError) -> str:
-    """The line a person sees, e.g. `ddp-mnist: error: --epochs 0: must be ... (code 2)`."""
+    """Return the line to print, e.g. `ddp-mnist: error: --epochs 0: must be ... (code 2)`."""
     return f"ddp-mnist: error: {printable(str(error))} (code {error.code})"
 
 
 def printable(text: str) -> str:
-    """In one line, and without what would steer a terminal: names come from files and folders."""
+    """Return one line without terminal control characters, which names of files may contain."""
     words = " ".join(text.split())
     return "".join(character if character.isprintable() else "?" for character in words)
 
@@ -109,7 +109,7 @@ def root_cause(error: BaseException) -> BaseException:
 
 
 def did_you_mean(typed: str, legal: Iterable[str]) -> str:
-    """`; did you mean cnn?`, to follow an error, or nothing where no legal word is near."""
+    """Return e.g. `; did you mean cnn?`, to end an error with; "" where no legal word is near."""
     import difflib  # only a wrong word needs it
 
     near = difflib.get_close_matches(typed.lower(), legal, n=1, cutoff=0.7)
@@ -117,7 +117,7 @@ def did_you_mean(typed: str, legal: Iterable[str]) -> str:
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
-    """The error, then what it came from, down to the bottom."""
+    """Yield the error, then the one that it came from, down to the bottom."""
     cause: BaseException | None = error
     while cause is not None:
         yield cause

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ddp_mnist.cluster.failures import first_cause
 from ddp_mnist.cluster.launch import Launch
 from ddp_mnist.cluster.local import LocalWorld, free_port, run_world
-from ddp_mnist.cluster.rendezvous import check_same, meet, meet_machines
+from ddp_mnist.cluster.rendezvous import check_same, meet
 from ddp_mnist.cluster.store import Store, host_id, open_store
 from ddp_mnist.errors import DataError, FailedElsewhere, PeerError, UsageError
 
@@ -94,7 +94,7 @@ def test_fault_23_one_process_of_two() -> None:
 def test_fault_17_one_machine_of_two() -> None:
     port = free_port()
     with pytest.raises(PeerError, match=r"1 of 2 machines came within 0.8 s; missing: machine 1;"):
-        meet_machines("127.0.0.1", port, 0, 2, TIMEOUT_S)
+        meet(Launch("machine", 0, 2, main_host="127.0.0.1", main_port=port), TIMEOUT_S)
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def wait_and_lose_rank_0() -> Any:
     if os.environ["RANK"] == "0":
         store = open_store("", int(os.environ["MASTER_PORT"]), serve=True, timeout_s=5, who="")
         Path("started-0").touch()
-        while not dist.PrefixStore("ddp_mnist/0", store).check(["here/1"]):
+        while not dist.PrefixStore("process/0", store).check(["here/1"]):
             time.sleep(0.01)
         os._exit(1)
     return meet_as([0, 1], [2, 2])

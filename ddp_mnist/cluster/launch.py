@@ -24,7 +24,8 @@ class Launch:
     """One process's place in the run; None where the launcher does not say.
 
     Attributes:
-        launcher: python, accelerate, torchrun, slurm, environment or tcp.
+        launcher: python, accelerate, torchrun, slurm, environment or tcp; or machine, for a
+            whole machine that has started no process yet.
         rank, world_size: 0 <= rank < world_size.
         local_rank, local_world_size: the same among the processes of this machine.
         num_machines: how many machines take part.
@@ -43,6 +44,11 @@ class Launch:
     main_port: int | None = None
     agent_store: bool = False
     attempt: int = 0
+
+    @property
+    def unit(self) -> str:
+        """Return the word for one of those that have a rank."""
+        return "machine" if self.launcher == "machine" else "process"
 
     @property
     def child_of_launcher(self) -> bool:

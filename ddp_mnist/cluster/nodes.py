@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ddp_mnist.cluster.launch import CONFIGS
+from ddp_mnist.cluster.launch import CONFIGS, Launch
 from ddp_mnist.errors import UsageError
 
 if TYPE_CHECKING:
@@ -56,11 +56,13 @@ def meet(node: Node, timeout_s: float) -> None:
 
 
 def meet_others(node: Node, timeout_s: float) -> Store:
-    """Return the machines' store; raise as `rendezvous.meet` does."""
+    """Return the machines' store, which machine 0 serves; raise as `rendezvous.meet` does."""
     from ddp_mnist.cluster import rendezvous  # torch: a rehearsal does without
 
+    rank, size = node.machine_rank, node.num_machines
     host, port = node.main_process_ip, node.main_process_port
-    return rendezvous.meet_machines(host, port, node.machine_rank, node.num_machines, timeout_s)
+    launch = Launch("machine", rank, size, main_host=host, main_port=port)
+    return rendezvous.meet(launch, timeout_s)
 
 
 def check_agreement(store: Store, node: Node) -> None:

@@ -13,9 +13,11 @@ from ddp_mnist.cluster.launch import Launch
 from ddp_mnist.cluster.store import POLL_S, Store, host_id, open_store
 from ddp_mnist.errors import DdpMnistError, PeerError, UsageError
 
+NUMBERS = {"process": "rank", "machine": "machine"}  # what each is known by
+
 
 def meet(launch: Launch, timeout_s: float) -> Store:
-    """Return the store once every rank has written there which machine it runs on.
+    """Return the store once every process, or machine, has written there where it runs.
 
     Raises:
         PeerError: nobody answers at the main address, or not all came, within `timeout_s`.
@@ -23,27 +25,31 @@ def meet(launch: Launch, timeout_s: float) -> Store:
             different world sizes.
         FailedElsewhere: another rank found that out first, and reports it.
     """
-    if launch.world_size == 1 and not launch.agent_store:
+    rank, size = launch.rank, launch.world_size
+    if size == 1 and not launch.agent_store:
         store = Store(dist.HashStore(), 0, 1)
         store.hosts = [host_id()]
         return store
-    assert launch.main_host is not None and launch.main_port is not None
-    rank, world_size = launch.rank, launch.world_size
-    host, port, by_launcher = launch.main_host, launch.main_port, launch.agent_store
-    serve, who = rank == 0 and not by_launcher, f"rank {rank} of {world_size}"
+    host, port, unit = launch.main_host, launch.main_port, launch.unit
+    assert host is not None and port is not None
+    serve, who = rank == 0 and not launch.agent_store, f"{NUMBERS[unit]} {rank} of {size}"
     c10d = open_store(host, port, serve=serve, timeout_s=timeout_s, who=who)
-    prefixed = dist.PrefixStore(f"ddp_mnist/{launch.attempt}", c10d)
-    store = Store(prefixed, rank, world_size, by_launcher, timeout_s)
-    _gather(store, timeout_s, host, port, "process")
-    return store
-
-
-def meet_machines(host: str, port: int, rank: int, machines: int, timeout_s: float) -> Store:
-    """`meet` for machines that have started no process yet; machine 0 serves the store."""
-    who = f"machine {rank} of {machines}"
-    c10d = open_store(host, port, serve=rank == 0, timeout_s=timeout_s, who=who)
-    store = Store(dist.PrefixStore("machines", c10d), rank, machines, patience_s=timeout_s)
-    _gather(store, timeout_s, host, port, "machine")
+    prefixed = dist.PrefixStore(f"{unit}/{launch.attempt}", c10d)
+    store = Store(prefixed, rank, size, launch.agent_store, timeout_s)
+    try:
+        _register(store, launch)
+        try:
+            _wait_for_others(store, launch, timeout_s)
+        except DdpMnistError as error:
+            cause = first_cause(store, error)
+            came = [other for other in range(size) if store.exists(f"here/{other}")]
+            store.shutdown(others=len(came) - 1)
+            raise cause from None
+    except RuntimeError as error:
+        raise PeerError(
+            f"{host}:{port}: rank 0, which serves this port, ended before all had come;"
+            " see what it says, then start again"
+        ) from error
     return store
 
 
@@ -70,59 +76,43 @@ def check_same(store: Store, facts: dict[str, Any], about: str = "facts") -> Non
             )
 
 
-def _gather(store: Store, timeout_s: float, host: str, port: int, unit: str) -> None:
-    """Write where this rank runs, and return once all ranks have; raise as `meet` does."""
-    address = f"{host}:{port}"
-    try:
-        if store.call("add", f"taken/{store.rank}", 1) > 1:
-            raise UsageError(
-                f"{address}: another {unit} came with rank {store.rank} before this one;"
-                f" give each {unit} a rank of its own, 0 to {store.world_size - 1}"
-            )
-        here = [host_id(), store.world_size, address_towards(host, port)]
-        store.set(f"here/{store.rank}", here)
-        try:
-            _wait_for_others(store, timeout_s, address, unit)
-            _read_places(store, address, unit)
-        except DdpMnistError as error:
-            cause = first_cause(store, error)
-            came = [rank for rank in range(store.world_size) if store.exists(f"here/{rank}")]
-            store.shutdown(others=len(came) - 1)
-            raise cause from None
-    except RuntimeError as error:
-        raise PeerError(
-            f"{address}: rank 0, which serves this port, ended before all had come;"
-            " see what it says, then start again"
-        ) from error
+def _register(store: Store, launch: Launch) -> None:
+    """Write where this rank runs; raise UsageError if somebody else has its number."""
+    host, port, unit = str(launch.main_host), launch.main_port or 0, launch.unit
+    if store.call("add", f"taken/{store.rank}", 1) > 1:
+        raise UsageError(
+            f"{host}:{port}: another {unit} came with rank {store.rank} before this one;"
+            f" give each {unit} a rank of its own, 0 to {store.world_size - 1}"
+        )
+    here = [host_id(), store.world_size, address_towards(host, port)]
+    store.set(f"here/{store.rank}", here)
 
 
-def _wait_for_others(store: Store, timeout_s: float, address: str, unit: str) -> None:
+def _wait_for_others(store: Store, launch: Launch, timeout_s: float) -> None:
+    """Return once all ranks have written where they run, and read it."""
+    where, unit, size = f"{launch.main_host}:{launch.main_port}", launch.unit, store.world_size
     deadline = time.monotonic() + timeout_s
-    missing = list(range(store.world_size))
+    missing = list(range(size))
     while missing := [rank for rank in missing if not store.exists(f"here/{rank}")]:
         store.raise_if_failed()
         if time.monotonic() > deadline:
-            came = store.world_size - len(missing)
-            units, number = ("processes", "rank") if unit == "process" else ("machines", "machine")
-            foreign = store.rank == 0 and not is_own(address.rpartition(":")[0])
+            foreign = store.rank == 0 and not is_own(str(launch.main_host))
             note = ", which is none of this machine's own" if foreign else ""
+            units = "processes" if unit == "process" else "machines"
             raise PeerError(
-                f"{address}: {came} of {store.world_size} {units} came within {timeout_s:g} s;"
-                f" missing: {number} {_shown(missing)}; start them, or check that they use this"
-                f" address{note}"
+                f"{where}: {size - len(missing)} of {size} {units} came within {timeout_s:g} s;"
+                f" missing: {NUMBERS[unit]} {_shown(missing)}; start them, or check that they use"
+                f" this address{note}"
             )
         time.sleep(POLL_S)
-
-
-def _read_places(store: Store, address: str, unit: str) -> None:
-    here = [store.get(f"here/{rank}") for rank in range(store.world_size)]
+    here = [store.get(f"here/{rank}") for rank in range(size)]
     store.hosts = [host for host, _, _ in here]
     store.addresses = [own_address for _, _, own_address in here]
-    for rank, (_, world_size, _) in enumerate(here):
-        if world_size != store.world_size:
+    for rank, (_, theirs, _) in enumerate(here):
+        if theirs != size:
             raise UsageError(
-                f"{address}: rank {store.rank} was given {store.world_size} as the number of all,"
-                f" rank {rank} {world_size}; start every {unit} with the same number"
+                f"{where}: rank {store.rank} was given {size} as the number of all, rank {rank}"
+                f" {theirs}; start every {unit} with the same number"
             )
 
 

@@ -14,6 +14,7 @@ import socket
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -227,33 +228,26 @@ def open_store(host: str, port: int, *, serve: bool, timeout_s: float, who: str)
         UsageError: the port to serve on is in use.
         PeerError: nobody answers within `timeout_s`, or something that is no store.
     """
+    why = why_port_is_taken(port) if serve else ""
     if serve:
         host = "localhost"  # its own server, whatever address the others know it by
-        if why := why_port_is_taken(port):
-            raise _port_in_use(port, why)
     else:
         _wait_for_answer(host, port, timeout_s, who)
     timeout = timedelta(seconds=timeout_s)
+    store = partial(dist.TCPStore, host, port, is_master=serve, timeout=timeout)
     try:
-        return with_deadline(
-            lambda: dist.TCPStore(
-                host, port, is_master=serve, timeout=timeout, wait_for_workers=False
-            ),
-            timeout_s + 1,  # its own time-out comes first, unless what answers is no store
-        )
+        if not why:  # its own time-out comes first, unless what answers is no store
+            return with_deadline(lambda: store(wait_for_workers=False), timeout_s + 1)
     except (RuntimeError, TimeoutError) as error:
-        if serve:  # the port was free a moment ago
-            raise _port_in_use(port, reason(error)) from None
-        raise PeerError(
-            f"{host}:{port}: {who} found something there that is not rank 0 ({reason(error)});"
-            " is the address right, is the port used by another program?"
-        ) from None
-
-
-def _port_in_use(port: int, why: str) -> UsageError:
-    return UsageError(
-        f"port {port}: cannot be opened here ({why}); end what uses it, or give every process"
-        " another port"
+        why = reason(error)
+    if serve:
+        raise UsageError(
+            f"port {port}: cannot be opened here ({why}); end what uses it, or give every process"
+            " another port"
+        )
+    raise PeerError(
+        f"{host}:{port}: {who} found something there that is not rank 0 ({why});"
+        " is the address right, is the port used by another program?"
     )
 
 
