@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import sysconfig
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,12 +19,16 @@ import pytest
 import yaml
 
 from ddp_mnist.cluster.local import free_port
+from ddp_mnist.run.folder import read_json
+from tests.chaos import wait_until
 from tests.commands import REPOSITORY, Started
+
+pytestmark = pytest.mark.system
 
 DEPLOY = REPOSITORY / "deploy"
 SCRIPTS = ("slurm.sbatch", "ssh.sh")
 SCRIPTS_OF_PYTHON = sysconfig.get_path("scripts")
-# What train is told beside what a recipe tells it: data that need no network, the smallest net
+# Flags beside those of a recipe: data that need no network, the smallest net
 SMALL = ["--dataset", "digits", "--model", "mlp", "--mixed-precision", "no", "--epochs", "2"]
 LONG = [*SMALL[:-1], "400"]
 
@@ -58,7 +61,7 @@ exec sh -c "$1"
 
 
 def stand_in(folder: Path, **programs: str) -> dict[str, str]:
-    """Programs in front of the others on the path; the variables for that."""
+    """Put programs in front of the others on the path; return the variables for that."""
     (folder / "bin").mkdir(exist_ok=True)
     for name, text in programs.items():
         program = folder / "bin" / name
@@ -68,8 +71,22 @@ def stand_in(folder: Path, **programs: str) -> dict[str, str]:
     return {"PATH": os.pathsep.join(path), "PYTHONPATH": str(REPOSITORY)}
 
 
-def summary_of(run: Path) -> dict[str, Any]:
-    return json.loads((run / "summary.json").read_text())
+def check_two(run: Path, num_machines: int) -> dict[str, Any]:
+    """Return the summary of a run on two processes."""
+    summary = read_json(run / "summary.json")
+    assert (summary["world_size"], summary["num_machines"]) == (2, num_machines)
+    return summary
+
+
+def run_all(
+    commands: list[list[str]], folders: list[Path], variables: list[dict[str, str]]
+) -> None:
+    """Start what runs on two machines, side by side; all of it ends with 0."""
+    everything = zip(commands, folders, variables, strict=True)
+    started = [Started(*each, program=None) for each in everything]
+    for each in started:
+        ended = each.ended()
+        assert ended.code == 0, ended.err
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -91,54 +108,39 @@ def sbatch(folder: Path, *arguments: str) -> Started:
     return Started(["bash", script, *arguments], folder, variables, program=None)
 
 
-def test_slurm_trains_on_two_tasks(tmp_path: Path) -> None:
-    ended = sbatch(tmp_path, *SMALL).ended()
-    assert ended.code == 0, ended.err
-    summary = summary_of(tmp_path / "runs" / "slurm-7")
-    assert (summary["world_size"], summary["num_machines"]) == (2, 1)
-    assert not (tmp_path / "scontrol").exists()
-    options = (tmp_path / "options").read_text().split()
-    assert options == ["--kill-on-bad-exit=0", "--cpus-per-task=1"]
-
-
-def test_a_job_whose_time_is_up_is_requeued_and_goes_on(tmp_path: Path) -> None:
+def test_a_job_goes_on_when_its_time_was_up_and_stays_away_when_cancelled(tmp_path: Path) -> None:
+    run, requeued = tmp_path / "runs" / "slurm-7", tmp_path / "scontrol"
     job = sbatch(tmp_path, *LONG)
-    run = tmp_path / "runs" / "slurm-7"
     wait_until(lambda: reached(run) > 20)
-    job.process.send_signal(signal.SIGUSR1)
-    assert job.ended().code == 143
-    assert (tmp_path / "scontrol").read_text() == "requeue 7\n"
-    stopped = reached(run)
-    # SLURM starts the same script again, under the same number
-    ended = sbatch(tmp_path, *LONG[:-1], str(stopped // 19 + 1)).ended()
-    assert ended.code == 0, ended.err
-    assert summary_of(run)["resumed_from"] == [stopped]
-    assert (tmp_path / "scontrol").read_text() == "requeue 7\n"
-
-
-def test_a_job_that_was_cancelled_does_not_come_back(tmp_path: Path) -> None:
-    """scancel sends SIGTERM to the tasks, which save, and leaves the script to end by itself."""
-    job = sbatch(tmp_path, *LONG)
-    wait_until(lambda: reached(tmp_path / "runs" / "slurm-7") > 20)
+    # scancel sends SIGTERM to the tasks, which save, and leaves the script to end by itself
     [srun] = psutil.Process(job.process.pid).children()
     srun.send_signal(signal.SIGTERM)
     assert job.ended().code == 143
-    assert not (tmp_path / "scontrol").exists()
+    assert not requeued.exists()
+    cancelled = reached(run)
+
+    job = sbatch(tmp_path, *LONG)
+    wait_until(lambda: reached(run) > cancelled + 20)
+    job.process.send_signal(signal.SIGUSR1)
+    assert job.ended().code == 143
+    assert requeued.read_text() == "requeue 7\n"
+    stopped = reached(run)
+
+    # SLURM starts the same script again, under the same number
+    ended = sbatch(tmp_path, *LONG[:-1], str(stopped // 19 + 1)).ended()
+    assert ended.code == 0, ended.err
+    assert check_two(run, num_machines=1)["resumed_from"] == [cancelled, stopped]
+    assert requeued.read_text() == "requeue 7\n"
+    options = (tmp_path / "options").read_text().split()
+    assert options == ["--kill-on-bad-exit=0", "--cpus-per-task=1"] * 3
 
 
 def reached(run: Path) -> int:
-    """The step that status.json tells of."""
+    """Return the step in status.json."""
     try:
-        return json.loads((run / "status.json").read_text())["step"]
+        return read_json(run / "status.json")["step"]
     except (OSError, ValueError, KeyError):
         return -1
-
-
-def wait_until(holds: Any, within_s: float = 60) -> None:
-    deadline = time.monotonic() + within_s
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 # --- Kubernetes
@@ -173,7 +175,7 @@ def test_the_trainjob_is_what_kubeflow_expects() -> None:
 
 @pytest.fixture
 def name_of_rank_0(tmp_path: Path) -> Iterator[list[str]]:
-    """What runs a command where the name that the Service gives to rank 0's pod is known."""
+    """Yield what runs a command where the name that the Service gives to rank 0's pod is known."""
     if not (sys.platform == "linux" and os.geteuid() == 0 and shutil.which("unshare")):
         pytest.skip("a name for one command needs Linux, root and unshare")
     hosts = tmp_path / "hosts"
@@ -185,18 +187,16 @@ def name_of_rank_0(tmp_path: Path) -> Iterator[list[str]]:
 def test_the_job_trains_on_two_pods(name_of_rank_0: list[str], tmp_path: Path) -> None:
     _, job = manifests("kubernetes-job.yaml")
     [container] = job["spec"]["template"]["spec"]["containers"]
-    pods = []
-    for index in range(job["spec"]["completions"]):
-        variables = {each["name"]: each.get("value", str(index)) for each in container["env"]}
-        command = [*name_of_rank_0, *container["command"], *container["args"], *SMALL]
-        pod = tmp_path / f"pod-{index}"
+    command = [*name_of_rank_0, *container["command"], *container["args"], *SMALL]
+    pods = [tmp_path / f"pod-{index}" for index in range(job["spec"]["completions"])]
+    variables = []
+    for index, pod in enumerate(pods):
         pod.mkdir()
-        pods.append(Started(command, pod, variables | stand_in(pod), program=None))
-    for started in pods:
-        ended = started.ended()
-        assert ended.code == 0, ended.err
-    assert summary_of(tmp_path / "pod-0" / "runs" / "job")["world_size"] == 2
-    assert not (tmp_path / "pod-1" / "runs").exists()  # only rank 0 needs the disk
+        given = {each["name"]: each.get("value", str(index)) for each in container["env"]}
+        variables.append(given | stand_in(pod))
+    run_all([command] * 2, pods, variables)
+    assert read_json(pods[0] / "runs" / "job" / "summary.json")["world_size"] == 2
+    assert not (pods[1] / "runs").exists()  # only rank 0 needs the disk
 
 
 def test_the_trainjob_trains_on_two_nodes(tmp_path: Path) -> None:
@@ -210,16 +210,11 @@ def test_the_trainjob_trains_on_two_nodes(tmp_path: Path) -> None:
         "PET_MASTER_PORT": str(free_port()),
         "OMP_NUM_THREADS": "1",
     }
-    nodes = []
-    for rank in range(trainer["numNodes"]):
-        mine = {**variables, **stand_in(tmp_path), "PET_NODE_RANK": str(rank)}
-        command = [*trainer["command"], *trainer["args"], *SMALL]
-        nodes.append(Started(command, tmp_path, mine, program=None))
-    for node in nodes:
-        ended = node.ended()
-        assert ended.code == 0, ended.err
-    summary = summary_of(tmp_path / "runs" / "trainjob")
-    assert (summary["world_size"], summary["num_machines"]) == (2, 2)
+    variables |= stand_in(tmp_path)
+    nodes = [{**variables, "PET_NODE_RANK": str(rank)} for rank in range(trainer["numNodes"])]
+    command = [*trainer["command"], *trainer["args"], *SMALL]
+    run_all([command] * 2, [tmp_path] * 2, nodes)
+    check_two(tmp_path / "runs" / "trainjob", num_machines=2)
 
 
 # --- The rest
@@ -246,15 +241,11 @@ def test_ssh_starts_a_part_on_each_host(tmp_path: Path) -> None:
     }
     script = str(DEPLOY / "ssh.sh")
     command = ["bash", script, "127.0.0.1", "127.0.0.1"]
-    ended = Started(command, tmp_path, variables, program=None).ended()
-    assert ended.code == 0, ended.err
-    summary = summary_of(tmp_path / "run")
-    assert (summary["world_size"], summary["num_machines"]) == (2, 2)
+    run_all([command], [tmp_path], [variables])
+    check_two(tmp_path / "run", num_machines=2)
     ended = Started(["bash", script, "host"], tmp_path, variables, program=None).ended()
-    assert (ended.code, ended.err) == (
-        2,
-        "ssh.sh: give at least two hosts, the one of rank 0 first\n",
-    )
+    assert ended.code == 2
+    assert ended.err.startswith("ssh.sh: give at least two hosts")
 
 
 def test_ssh_ends_with_the_code_of_a_part_that_fails(tmp_path: Path) -> None:
