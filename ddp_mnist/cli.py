@@ -110,7 +110,13 @@ def run_verb(argv: list[str]) -> int | None:
     if verb.startswith("-"):
         raise UsageError(f"{verb}: comes after the verb; see ddp-mnist --help")
     if run := (VERBS | HIDDEN_VERBS).get(verb):
-        return run(argv[1:])
+        try:
+            return run(argv[1:])
+        except ModuleNotFoundError as error:
+            missing = error.name or ""
+            if not missing.startswith("ddp_mnist."):
+                raise
+            raise UsageError(f"{verb}: {missing} was removed; restore it from git") from error
     raise UsageError(f"{verb}: choose from {', '.join(VERBS)}{did_you_mean(verb, VERBS)}")
 
 

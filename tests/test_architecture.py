@@ -152,7 +152,6 @@ def test_no_function_is_long() -> None:
     assert [each for each in long if each[1] > limits.get(each[0], 60)] == []
 
 
-@pytest.mark.xfail(strict=True, reason="train.py has 288 lines")
 def test_the_training_can_be_read_at_once() -> None:
     assert len((PACKAGE / "train.py").read_text().splitlines()) <= 170
     [fit] = [node for name, node in functions() if name == "ddp_mnist.train.fit"]

@@ -92,6 +92,25 @@ def test_the_edits_for_ones_own_trainer_work(tmp_path: Path) -> None:
     assert "all 10 checks passed" in ended.out, ended.out + ended.err
 
 
+def test_train_needs_none_of_the_folders_that_the_readme_calls_dispensable(tmp_path: Path) -> None:
+    shutil.copytree(REPOSITORY / "ddp_mnist", tmp_path / "ddp_mnist")
+    for folder in ("verify", "doctor", "bench", "verbs"):
+        shutil.rmtree(tmp_path / "ddp_mnist" / folder)
+    # an editable install would find the folders where they still are
+    finders = "[each for each in sys.meta_path if '__editable__' not in str(each)]"
+    (tmp_path / "sitecustomize.py").write_text(f"import sys; sys.meta_path[:] = {finders}\n")
+    here = {"PYTHONPATH": str(tmp_path)}
+    train = [*TRAIN, "--model", "mlp", "--dataset", "digits", "--epochs", "2"]
+    ended = python(*train, folder=tmp_path, variables=here)
+    assert ended.code == 0, ended.err
+    assert "test accuracy" in ended.out
+    assert python("-m", "ddp_mnist", "--help", folder=tmp_path, variables=here).code == 0
+    for verb in ("evaluate", "verify"):
+        ended = python("-m", "ddp_mnist", verb, folder=tmp_path, variables=here)
+        [line] = ended.err.splitlines()
+        assert (ended.code, line.split(": ")[:3]) == (2, ["ddp-mnist", "error", verb])
+
+
 def anchor(heading: str) -> str:
     """As GitHub makes one of a heading."""
     return re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-")
