@@ -1,1 +1,1 @@
-"""How fast it is on this machine, as ratios of what ran side by side; imports all but the cli."""
+"""The verb `bench` measures speed as ratios of what ran side by side; it may import all but cli."""

@@ -1,8 +1,8 @@
 """The benchmarks of the verb `bench`, and the goals that their figures should meet.
 
-Each alternates what it compares, repeats, and reports median and spread; what is timed within a
-process is warmed up first. Processes have one CPU thread each, as under `make train` on two cores.
-torch is imported where it is needed, so that `--help` can list the benchmarks at once.
+Each alternates what it compares, discards a first round, and reports median and spread. Processes
+have one CPU thread each, as under `make train` on two cores. torch is imported where it is needed,
+so that `--help` lists the benchmarks at once.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ def strategies(options: Options) -> list[CheckResult]:
 # --- Commands
 
 
-WAYS = ("", ", launched")  # how a command is started
+WAYS = ("", ", launched")  # of starting a command
 
 
 def startup(options: Options) -> list[CheckResult]:
@@ -191,7 +191,7 @@ def memory(options: Options) -> list[CheckResult]:
 def measure_commands(
     options: Options, unit: str, measure: commands.Measure
 ) -> tuple[list[CheckResult], dict[str, tuple[list[float], list[float]]]]:
-    """Return all figures, and by way of starting what was measured of train and the baseline."""
+    """Return the results, and for each way what was measured of train and of the baseline."""
     fill_cache(options)
     flags = ["--dataset", options.dataset]
     flags += ["--cache-dir", options.cache_dir] if options.cache_dir else []
@@ -272,7 +272,7 @@ def default_processes(what: str) -> int:
 
 
 def sharing_notes(processes: int) -> list[str]:
-    """Return what to know before the figures of processes that share GPUs."""
+    """Return a note for the reader of figures of processes that share GPUs."""
     if backend_among(processes) != "gloo":
         return []
     return [
@@ -282,7 +282,7 @@ def sharing_notes(processes: int) -> list[str]:
 
 
 def describe(what: str, options: Options, results: Sequence[CheckResult]) -> dict[str, Any]:
-    """Return the results, with what was run, the machine and the versions, for JSON."""
+    """Return the results for JSON, with options, machine and versions."""
     return {
         "bench": what,
         "date": date.today().isoformat(),
