@@ -19,7 +19,6 @@ from ddp_mnist.errors import CheckpointError, reason
 from ddp_mnist.run.folder import CHECKPOINTS, storage_errors, write_atomically
 
 DIGEST_BYTES = hashlib.sha256().digest_size
-
 NAME = re.compile(r"step-(\d{8,})\.pt")
 
 
@@ -36,7 +35,7 @@ def save(run: Path, step: int, content: dict[str, Any], keep: int) -> None:
         run: the run folder.
         step: optimizer steps taken.
         content: tensors, numbers, texts, None, and lists and dicts of these.
-        keep: how many checkpoints stay.
+        keep: how many stay.
 
     Raises:
         StorageError: it cannot be written; the older ones are as they were.
@@ -105,22 +104,22 @@ def read_newest(run: Path) -> tuple[bytes, int, list[str]]:
         CheckpointError: there is none, or none is whole.
         StorageError: a damaged one cannot be renamed.
     """
-    damaged: dict[Path, Damaged] = {}
+    damaged: dict[Path, str] = {}
     for path in newest_first(run):
         try:
-            raw = _read_whole(path)
+            raw = path.read_bytes()
+            verified(raw)
+        except OSError as error:
+            damaged[path] = f"cannot be read ({reason(error)})"
         except Damaged as damage:
-            damaged[path] = damage
-            continue
-        step = step_of(path)
-        with storage_errors(path):
-            for bad in damaged:
-                os.replace(bad, bad.with_name(f"{bad.name}.damaged"))
-        return (
-            raw,
-            step,
-            [f"{bad}: {why}; going on from step {step}" for bad, why in damaged.items()],
-        )
+            damaged[path] = str(damage)
+        else:
+            step = step_of(path)
+            with storage_errors(path):
+                for bad in damaged:
+                    os.replace(bad, bad.with_name(f"{bad.name}.damaged"))
+            lines = [f"{bad}: {why}; going on from step {step}" for bad, why in damaged.items()]
+            return raw, step, lines
     if not damaged:
         raise CheckpointError(
             f"{run}: holds no complete checkpoint; begin it anew, or use --resume auto --run-dir"
@@ -129,12 +128,3 @@ def read_newest(run: Path) -> tuple[bytes, int, list[str]]:
     path, why = next(iter(damaged.items()))
     others = f", and {len(damaged) - 1} older ones too" if len(damaged) > 1 else ""
     raise CheckpointError(f"{path}: {why}{others}; begin the run anew in another --run-dir")
-
-
-def _read_whole(path: Path) -> bytes:
-    try:
-        raw = path.read_bytes()
-    except OSError as error:
-        raise Damaged(f"cannot be read ({reason(error)})") from error
-    verified(raw)
-    return raw

@@ -12,10 +12,7 @@ from typing import Any, TextIO
 
 from ddp_mnist.errors import StorageError, printable, reason
 
-COLUMNS, INDENT = 80, " " * 11
-
 SECONDS_BETWEEN = 1.0  # two lines of progress, where there is no terminal
-
 BAR = "{bar:8} {desc}"
 
 
@@ -98,21 +95,13 @@ class Console:
 
 def panel(lines: dict[str, str]) -> str:
     """Return a line for each name and its text, wrapped at 80 columns; paths stay whole."""
-    wrapped = [
-        textwrap.wrap(
-            text,
-            COLUMNS,
-            initial_indent=f"{name:<10} ",
-            subsequent_indent=INDENT,
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
-        for name, text in lines.items()
-    ]
-    return "\n".join(line for each in wrapped for line in each)
-
-
-# --- One line on stderr
+    wrapper = textwrap.TextWrapper(80, break_long_words=False, break_on_hyphens=False)
+    wrapper.subsequent_indent = " " * 11
+    wrapped = []
+    for name, text in lines.items():
+        wrapper.initial_indent = f"{name:<10} "
+        wrapped += wrapper.wrap(text)
+    return "\n".join(wrapped)
 
 
 def tell(line: str) -> None:
@@ -126,9 +115,6 @@ def tell(line: str) -> None:
 def warn(message: str) -> None:
     """Print on stderr that a result may not be the one that was meant."""
     tell(f"ddp-mnist: warning: {printable(message)}")
-
-
-# --- The process's streams
 
 
 def open_what_is_closed() -> None:

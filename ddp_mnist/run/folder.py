@@ -19,6 +19,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from ddp_mnist.errors import DdpMnistError, Preempted, StorageError, UsageError, reason
+from ddp_mnist.run.console import warn
 
 CONFIG, METRICS, MODEL = "config.json", "metrics.jsonl", "model.safetensors"
 STATUS, SUMMARY, CHECKPOINTS, LOCK = "status.json", "summary.json", "checkpoints", ".lock"
@@ -44,14 +45,12 @@ class RunFolder:
         path: the folder, or None.
         metrics_lines: how many lines of this run metrics.jsonl holds.
         trackers: what the metrics are logged to as well, see tracking.py.
-        warnings: lines about the folder for the person.
     """
 
     def __init__(self) -> None:
         self.path: Path | None = None
         self.metrics_lines = 0
         self.trackers: list[Any] = []
-        self.warnings: list[str] = []
         self._lock: FileLock | None = None
         self._status = dict(FIRST_STATUS)
         self._began = False
@@ -66,10 +65,9 @@ class RunFolder:
                 return
             if error is None:
                 self.status(state="finished", exit_code=0, phase="done")
-            elif isinstance(error, Preempted):
-                self.record_outcome("preempted", error.code, str(error))
             elif isinstance(error, DdpMnistError):
-                self.record_outcome("failed", error.code, str(error))
+                state = "preempted" if isinstance(error, Preempted) else "failed"
+                self.record_outcome(state, error.code, str(error))
             elif isinstance(error, KeyboardInterrupt):
                 self.record_outcome("failed", 130, "interrupted")
             else:
@@ -100,7 +98,7 @@ class RunFolder:
         _refuse_what_is_there(path, begin_again)
         self.cut_metrics(0)
         if path.parent == root:
-            self._point_latest_to(path)
+            _point_latest_to(path)
         self.begin()
 
     def open(self, path: Path) -> None:
@@ -187,19 +185,17 @@ class RunFolder:
                 os.truncate(path, sum(map(len, kept)))
             self.metrics_lines = len(kept)
 
-    def _point_latest_to(self, path: Path) -> None:
-        """Make runs/latest a link to this run, or warn that it has to stay as it is."""
-        latest, link = path.with_name(LATEST), path.with_name(f".{LATEST}-{path.name}")
-        if latest.exists() and not latest.is_symlink():  # `scp -r` copies the link as a folder
-            self.warnings.append(
-                f"{latest}: is not a symlink and was left alone; move it away to let it point to"
-                f" {path}"
-            )
-            return
-        with storage_errors(link):
-            link.unlink(missing_ok=True)
-            link.symlink_to(path.name)
-            os.replace(link, latest)
+
+def _point_latest_to(path: Path) -> None:
+    """Make runs/latest a link to this run, or warn that it has to stay as it is."""
+    latest, link = path.with_name(LATEST), path.with_name(f".{LATEST}-{path.name}")
+    if latest.exists() and not latest.is_symlink():  # `scp -r` copies the link as a folder
+        warn(f"{latest}: is no link and was left alone; move it away, for a link to {path}")
+        return
+    with storage_errors(link):
+        link.unlink(missing_ok=True)
+        link.symlink_to(path.name)
+        os.replace(link, latest)
 
 
 def _refuse_what_is_there(path: Path, begin_again: bool) -> None:

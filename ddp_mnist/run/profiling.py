@@ -25,23 +25,13 @@ from ddp_mnist.run.console import Console
 from ddp_mnist.run.folder import RunFolder, storage_errors, write_atomically
 
 WARM_UP = 10  # steps before; the first ones are slower than all others
-
 ROWS = 10  # of the table
-
 FOLDER = "profile"
-
 GLOO, NCCL = "gloo:", "nccl"  # how the names of their work begin
 
 
 class StepProfiler:
-    """Traces some steps of a training through Accelerate; does nothing with `steps` 0.
-
-    Args:
-        steps: optimizer steps to trace, the same on every rank.
-        accelerator: the Accelerator.
-        folder: the run folder.
-        console: where the table is printed.
-    """
+    """Traces `steps` optimizer steps through Accelerate, the same on every rank; none with 0."""
 
     def __init__(
         self, steps: int, accelerator: Accelerator, folder: RunFolder, console: Console
@@ -65,11 +55,7 @@ class StepProfiler:
             )
 
     def step(self, done: int) -> None:
-        """Begin or end the trace; all ranks call it after optimizer step `done`.
-
-        Raises:
-            StorageError: a trace cannot be written.
-        """
+        """Begin or end the trace, on all ranks after optimizer step `done`. Raises StorageError."""
         if self.begin is None:
             return
         if done == self.begin:

@@ -277,7 +277,6 @@ def open_folder(run: Run, found: dict[str, Any] | None) -> list[str]:
         else:
             begin_again = config.run.resume == "auto"
             run.folder.create(config.run.run_dir, run.images.name, begin_again=begin_again)
-            notes.extend(run.folder.warnings)
         return str(run.folder.path)
 
     run.where = world.store.broadcast_from_rank0(FOLDER_KEY, open_it)

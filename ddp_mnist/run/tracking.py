@@ -92,12 +92,7 @@ def tracked(
 
 
 class Guarded:
-    """A tracker that is left out after its first error.
-
-    Args:
-        tracker: one of Accelerate's.
-        console: where that is said.
-    """
+    """A tracker of Accelerate's that is left out after its first error."""
 
     def __init__(self, tracker: Any, console: Console) -> None:
         self.tracker, self.console = tracker, console
