@@ -394,14 +394,3 @@ def test_the_second_machine_says_who_reports_and_where_the_result_is(tmp_path: P
 
     quiet = proof_config("quiet", model="mlp", epochs=1)
     assert run_world(2, on_two_machines, quiet, folder=tmp_path) == [("", 0), ("", 0)]
-
-
-def test_a_folder_called_latest_is_told_at_the_start(tmp_path: Path) -> None:
-    (tmp_path / "runs" / "latest").mkdir(parents=True)
-    loud = proof_config("runs/a", model="mlp", epochs=1)
-    loud = dataclasses.replace(loud, run=dataclasses.replace(loud.run, quiet=False))
-    [console] = run_world(1, what_it_says, loud, folder=tmp_path)
-    line = (
-        "runs/latest: is not a symlink and was left alone; move it away to let it point to runs/a"
-    )
-    assert line in console.splitlines()
