@@ -6,18 +6,23 @@ See `gpu_standin.py`: no kernel and no NCCL runs here; `make gpu-check` is for a
 from __future__ import annotations
 
 import json
+import os
 import platform
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from ddp_mnist.run.folder import read_json
 from tests.commands import REPOSITORY, Ended
+from tests.conftest import pytest_configure
 from tests.gpu_standin import machine
+
+pytestmark = pytest.mark.system
 
 KINDS: dict[str, dict[str, Any]] = {
     "one": {"gpus": 1},
@@ -58,18 +63,17 @@ def decided(library: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
         return dict(zip(KINDS, pool.map(ask, KINDS), strict=True))
 
 
-def command(*arguments: str, env: dict[str, str], folder: Path = REPOSITORY) -> Ended:
+def make(target: str, env: dict[str, str], *flags: str, python: str = sys.executable) -> Ended:
+    command = ["make", "--no-print-directory", target, f"PYTHON={python}", "VENV="]
     done = subprocess.run(
-        arguments, cwd=folder, env=env, capture_output=True, text=True, timeout=250
+        [*command, f"ARGS={' '.join(flags)}"],
+        cwd=REPOSITORY,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=250,
     )
     return Ended(done.returncode, done.stdout, done.stderr)
-
-
-def make(target: str, env: dict[str, str], *flags: str, python: str = sys.executable) -> Ended:
-    shown = f"ARGS={' '.join(flags)}"
-    return command(
-        "make", "--no-print-directory", target, f"PYTHON={python}", "VENV=", shown, env=env
-    )
 
 
 # --- One process
@@ -247,30 +251,25 @@ def test_make_train_takes_the_best_set_up(
     assert ended.out.endswith(f"--config_file accelerate_configs/{starts}\n")
 
 
-def test_make_train_on_one_gpu(library: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    flags = ["--dataset", "digits", "--epochs", "2", "--run-dir", str(run)]
-    ended = make("train", machine(library, 1), *flags)
-    assert (ended.code, ended.err) == (0, "")
-    summary = read_json(run / "summary.json")
-    assert (summary["device"], summary["backend"], summary["precision"]) == (
-        "cuda:0",
-        "none",
-        "fp16",
-    )
-    assert summary["test_accuracy"] > 0.9
-
-
-def test_make_train_on_the_cpu_of_a_machine_whose_gpu_is_broken(
-    library: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("computes", "flags", "found"),
+    [
+        (True, ["--epochs", "2"], ("cuda:0", "none", "fp16")),
+        (False, ["--epochs", "2", "--cpu"], ("cpu", "none", "no")),
+    ],
+    ids=["one GPU", "one that is broken, --cpu"],
+)
+def test_make_train_on_one_gpu(
+    computes: bool, flags: list[str], found: tuple[str, ...], library: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    flags = ["--cpu", "--dataset", "digits", "--epochs", "1", "--run-dir", str(run)]
-    ended = make("train", machine(library, 1, computes=False), *flags)
+    flags = ["--dataset", "digits", "--model", "mlp", "--run-dir", str(run), *flags]
+    ended = make("train", machine(library, 1, computes=computes), *flags)
     assert (ended.code, ended.err) == (0, "")
     summary = read_json(run / "summary.json")
-    assert (summary["device"], summary["backend"]) == ("cpu", "none")
-    assert summary["precision"] in ("no", "bf16")
+    precision = "no" if summary["precision"] == "bf16" and not computes else summary["precision"]
+    assert (summary["device"], summary["backend"], precision) == found
+    assert summary["test_accuracy"] > 0.9
 
 
 def test_make_doctor_accepts_one_gpu(library: Path) -> None:
@@ -292,17 +291,14 @@ def test_make_bench_on_one_gpu(library: Path) -> None:
     assert "train.py over plain_ddp.py" in ended.out
 
 
-@pytest.mark.parametrize("flags", [[], ["-m", "gpu"]])
-def test_the_tests_show_no_gpu_unless_they_are_for_one(flags: list[str], tmp_path: Path) -> None:
-    asks = tmp_path / "test_asks.py"
-    asks.write_text(
-        "import os, pytest\n"
-        "@pytest.mark.gpu\n"
-        "def test_on_gpu(): assert os.environ['CUDA_VISIBLE_DEVICES'] == '0'\n"
-        "def test_on_cpu(): assert os.environ['CUDA_VISIBLE_DEVICES'] == ''\n"
-    )
-    env = machine(tmp_path, 1, works=False) | {"CUDA_VISIBLE_DEVICES": "0"}
-    config = ["-c", str(REPOSITORY / "pyproject.toml"), "-p", "no:cacheprovider"]
-    arguments = ["-m", "pytest", *config, "-p", "tests.conftest", *flags, str(asks)]
-    ended = command(sys.executable, *arguments, env=env, folder=tmp_path)
-    assert "1 passed, 1 deselected" in ended.out, ended.out
+@pytest.mark.parametrize(
+    ("expression", "shown"),
+    [("", ""), ("not soak and not gpu", ""), ("system and not gpu", ""), ("gpu", "0")],
+)
+def test_the_tests_show_no_gpu_unless_they_are_for_one(
+    expression: str, shown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    config: Any = SimpleNamespace(option=SimpleNamespace(markexpr=expression))
+    pytest_configure(config)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == shown

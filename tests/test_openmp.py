@@ -11,6 +11,8 @@ import pytest
 from ddp_mnist.cluster.local import run_world
 from tests.commands import REPOSITORY, TORCHRUN, TRAIN, Started, python
 
+pytestmark = pytest.mark.system
+
 # Python imports it before all else. A launcher, which is none of this package, gets the real torch.
 STAND_IN = """
 import importlib.abc, os, sys
