@@ -374,7 +374,7 @@ def test_comm_hooks_and_one_overflow(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16", "no", "fp64"])
 def test_powersgd_is_refused_with_fp16(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ddp_mnist.cluster.device.precision_in_effect", lambda *_: precision)
+    monkeypatch.setattr("ddp_mnist.cluster.world.precision_in_effect", lambda *_: precision)
     monkeypatch.setattr("ddp_mnist.cluster.world.meet", Mock(side_effect=PeerError("went on")))
     flags = Distribution(cpu=True, comm_hook="powersgd")
     with pytest.raises(DdpMnistError) as told, join_world(flags, Launch()):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import json
 from pathlib import Path
@@ -13,6 +14,17 @@ import pytest
 from ddp_mnist.config import TrainConfig
 from ddp_mnist.run.folder import read_json
 from ddp_mnist.verify.watch import just_train, largest_difference, weights_of
+
+
+def with_flags(config: TrainConfig, **flags: Any) -> TrainConfig:
+    """Return `config` with these flags; `typed` is the set of those that a person gave."""
+    groups = {}
+    for name in ("run", "recipe", "distribution"):
+        group = getattr(config, name)
+        groups[name] = dataclasses.replace(
+            group, **{flag: value for flag, value in flags.items() if hasattr(group, flag)}
+        )
+    return dataclasses.replace(config, **groups, typed=flags.get("typed", config.typed))
 
 
 def what_it_says(config: TrainConfig) -> str:
