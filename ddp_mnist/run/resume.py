@@ -8,14 +8,13 @@ processes there are and how they talk, are given anew each time.
 from __future__ import annotations
 
 import dataclasses
-import os
 from pathlib import Path
 from typing import Any, NoReturn
 
 from ddp_mnist.cluster.world import World
 from ddp_mnist.config import Recipe, ResolvedConfig, TrainConfig
 from ddp_mnist.data import cache
-from ddp_mnist.data.sources import HUB_IDS
+from ddp_mnist.data.sources import from_anywhere
 from ddp_mnist.errors import CheckpointError, UsageError
 from ddp_mnist.flags import OnResume, flag_name, flag_values
 from ddp_mnist.run import checkpoint
@@ -67,30 +66,23 @@ def find(config: TrainConfig) -> dict[str, Any] | None:
 
 def _wants_more(config: TrainConfig, recipe: dict[str, Any]) -> bool:
     """Return whether a finished run is to have more epochs, or not to stop where it did."""
-    more_epochs = "epochs" in config.typed and (config.recipe.epochs or 0) > recipe["epochs"]
-    stops = config.typed & {"target_accuracy", "patience"}
-    return more_epochs or any(getattr(config.recipe, name) != recipe[name] for name in stops)
+    typed = {name: getattr(config.recipe, name) for name in config.typed & set(recipe)}
+    stops = [name for name in ("target_accuracy", "patience") if name in typed]
+    more_epochs = typed.get("epochs", 0) > recipe["epochs"]
+    return more_epochs or any(typed[name] != recipe[name] for name in stops)
 
 
 def _refuse_another_run(config: TrainConfig, found: dict[str, Any]) -> None:
     """Raise CheckpointError if what was typed describes another run than the finished one."""
     run, path = config.run, found["path"]
-    if "dataset" in config.typed and not _same_place(run.dataset, found["run"]["dataset"]):
-        if not Path(run.dataset).is_dir():
-            _refuse_value("dataset", run.dataset, found["run"]["dataset"], path)
+    another = "dataset" in config.typed and run.dataset != "auto"
+    if another and from_anywhere(run.dataset) != found["run"]["dataset"]:
         images = cache.load(run.dataset, run.cache_dir or found["run"]["cache_dir"])
         check_images(run.dataset, images.digest, found)  # a folder may have been moved
     for group, saved in ((run, found["run"]), (config.recipe, found["recipe"])):
         for name, value in flag_values(group, "must equal").items():
             if name in config.typed:
                 _refuse_value(name, value, saved[name], path)
-
-
-def _same_place(typed: str, stored: str) -> bool:
-    """Return whether two names are of one data set; a folder may be gone since."""
-    place = os.path.realpath(os.path.expanduser(typed))  # noqa: PTH111
-    same_id = HUB_IDS.get(typed, typed) == HUB_IDS.get(stored, stored)
-    return typed == "auto" or stored in (typed, place) or same_id
 
 
 def _describe_finished(path: Path, summary: dict[str, Any]) -> str:
