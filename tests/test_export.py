@@ -24,7 +24,7 @@ from ddp_mnist.errors import CheckFailed, UsageError
 from ddp_mnist.models import MODELS
 from ddp_mnist.run import weights
 from ddp_mnist.verbs import export
-from ddp_mnist.verbs.flags import EXPORTS
+from ddp_mnist.verbs.flags import EXPORTS, Export
 from ddp_mnist.verify.watch import just_train, proof_config
 
 
@@ -34,6 +34,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("export")
     run_world(1, just_train, proof_config(epochs=1), folder=folder)
     return folder / "run"
+
+
+def write(run: Path, *formats: str, out: Path | None = None) -> None:
+    export.export(Export(str(run), formats, str(out) if out else None), say=Mock())
 
 
 def logits(run: Path, images: torch.Tensor) -> torch.Tensor:
@@ -80,7 +84,7 @@ def test_exported_models_give_the_same_logits_without_this_package(
 
 
 def test_the_card_tells_the_runs_own_figures(run: Path, tmp_path: Path) -> None:
-    export.export(str(run), ["safetensors", "torch"], str(tmp_path))
+    write(run, "safetensors", "torch", out=tmp_path)
     _, front, text = (tmp_path / "README.md").read_text().split("---\n", 2)
     summary = json.loads((run / "summary.json").read_text())
     about = yaml.safe_load(front)
@@ -105,13 +109,13 @@ def test_every_net_can_be_exported(architecture: str) -> None:
     torch.manual_seed(0)
     net = MODELS[architecture](10).eval()
     trained = weights.Trained(net, architecture, DIGITS, AS_THEY_ARE)
-    for form in (export.FORMS["safetensors"], export.FORMS["torch"]):
-        outputs = form.read(form.write(trained))
-        assert export.largest_difference(net, outputs, form.file) <= 1e-4
+    for name in ("safetensors", "torch"):
+        write, read = export.CONVERTERS[name]
+        assert export.largest_difference(net, read(write(trained)), name) <= 1e-4
 
 
 def test_the_forms_are_those_of_the_flag() -> None:
-    assert tuple(export.FORMS) == EXPORTS
+    assert list(export.CONVERTERS) == list(EXPORTS)
 
 
 def test_a_form_with_other_logits_is_refused() -> None:
@@ -134,11 +138,11 @@ def test_onnx_without_its_packages_says_what_to_install(
     monkeypatch.setattr(export.importlib.util, "find_spec", lambda name: name == "onnx" or None)
     message = r"^--format onnx: needs onnxscript, onnxruntime; pip install -e '\.\[onnx\]'"
     with pytest.raises(UsageError, match=message):
-        export.export(str(run), ["onnx"])
+        write(run, "onnx")
 
 
 def test_what_the_card_tells_to_type_works(run: Path, tmp_path: Path) -> None:
-    export.export(str(run), ["safetensors", "torch", "onnx"], str(tmp_path), say=Mock())
+    write(run, "safetensors", "torch", "onnx", out=tmp_path)
     snippets = re.findall(r"```python\n(.*?)```", (tmp_path / "README.md").read_text(), re.DOTALL)
     assert len(snippets) == 3
     for snippet in snippets:
@@ -153,7 +157,7 @@ def test_where_a_folder_of_data_lies_is_not_published(run: Path, tmp_path: Path)
     summary = json.loads((run / "summary.json").read_text())
     summary["dataset"] |= {"name": "project", "source": "folder:/home/alice/project"}
     (tmp_path / "run" / "summary.json").write_text(json.dumps(summary))
-    export.export(str(tmp_path / "run"), ["safetensors"], say=Mock())
+    write(tmp_path / "run", "safetensors")
     card = (tmp_path / "run" / "export" / "README.md").read_text()
     assert "alice" not in card
     assert "1,150 images of project," in card
@@ -171,14 +175,14 @@ def card_of(run: Path, folder: Path, **changes: Any) -> str:
     summary = json.loads((run / "summary.json").read_text())
     summary["dataset"] |= changes
     (copy / "summary.json").write_text(json.dumps(summary))
-    export.export(str(copy), ["safetensors"], say=Mock())
+    write(copy, "safetensors")
     again = (copy / "export" / "model.safetensors").read_bytes()
     assert weights.from_bytes(again, "").preparation == preparation  # it goes on with the weights
     return (copy / "export" / "README.md").read_text()
 
 
 def test_the_card_says_what_images_these_are(run: Path, tmp_path: Path) -> None:
-    export.export(str(run), ["safetensors"], str(tmp_path / "digits"), say=Mock())
+    write(run, "safetensors", out=tmp_path / "digits")
     digits = " ".join((tmp_path / "digits" / "README.md").read_text().split())
     assert "In: uint8 images [B, 28, 28], grey, bright strokes on black. Out: logits" in digits
     assert "For the training, the 8x8 digits were enlarged to 28x28." in digits
@@ -220,8 +224,8 @@ def test_names_in_the_card_are_shown_and_do_nothing(run: Path, tmp_path: Path) -
 
 def test_an_export_replaces_the_one_before_as_a_whole(run: Path, tmp_path: Path) -> None:
     (tmp_path / ".gitattributes").touch()
-    export.export(str(run), ["safetensors", "torch"], str(tmp_path), say=Mock())
-    export.export(str(run), ["safetensors"], str(tmp_path), say=Mock())
+    write(run, "safetensors", "torch", out=tmp_path)
+    write(run, "safetensors", out=tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {
         ".gitattributes",
         "README.md",
@@ -233,17 +237,17 @@ def test_an_export_replaces_the_one_before_as_a_whole(run: Path, tmp_path: Path)
 def test_nothing_of_others_is_replaced(run: Path, tmp_path: Path) -> None:
     before = {path: path.read_bytes() for path in run.iterdir() if path.is_file()}
     with pytest.raises(UsageError, match=r"^--out .*: holds other files \(.*\); name a folder of"):
-        export.export(str(run), ["safetensors"], str(run))
+        write(run, "safetensors", out=run)
     assert {path: path.read_bytes() for path in run.iterdir() if path.is_file()} == before
     (tmp_path / "README.md").write_text("mine")
     (tmp_path / "file").touch()
-    with pytest.raises(UsageError, match=r": holds other files \(file\);"):
-        export.export(str(run), ["safetensors"], str(tmp_path))
+    with pytest.raises(UsageError, match=r": holds other files \(README.md, file\);"):
+        write(run, "safetensors", out=tmp_path)
     with pytest.raises(UsageError, match=r"^--out .*/file: is a file; name a folder$"):
-        export.export(str(run), ["safetensors"], str(tmp_path / "file"))
+        write(run, "safetensors", out=tmp_path / "file")
     (tmp_path / "file").unlink()
     with pytest.raises(UsageError, match=r": holds other files \(README.md\);"):
-        export.export(str(run), ["safetensors"], str(tmp_path))
+        write(run, "safetensors", out=tmp_path)
     assert (tmp_path / "README.md").read_text() == "mine"
 
 
@@ -252,7 +256,7 @@ def test_a_form_that_fails_leaves_nothing(
 ) -> None:
     monkeypatch.setattr("ddp_mnist.verbs.export.LIMIT", -1.0)
     with pytest.raises(CheckFailed):
-        export.export(str(run), ["torch"], str(tmp_path / "out"))
+        write(run, "torch", out=tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
 

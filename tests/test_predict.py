@@ -27,6 +27,7 @@ from ddp_mnist.errors import CheckpointError, DataError, UsageError
 from ddp_mnist.models import MODELS
 from ddp_mnist.run import weights
 from ddp_mnist.verbs.evaluate import evaluate_run
+from ddp_mnist.verbs.flags import Evaluate
 from ddp_mnist.verbs.predict import (
     as_mnist,
     as_trained,
@@ -276,7 +277,7 @@ def train_and_answer(folders: list[str]) -> list[dict[str, Any]]:
             Distribution(cpu=True, mixed_precision="no"),
         )
         just_train(config)
-        counted = evaluate_run(run, "test", config.distribution, Launch())
+        counted = evaluate_run(Evaluate(run), config.distribution, Launch())
         trained = weights.from_bytes(weights.read_bytes(run), run)
         images = cache.load(folder)
         with torch.inference_mode():

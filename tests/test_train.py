@@ -249,8 +249,10 @@ def test_patience_keeps_the_best_weights(tmp_path: Path) -> None:
     from ddp_mnist.cluster.launch import Launch
     from ddp_mnist.config import Distribution
     from ddp_mnist.verbs.evaluate import evaluate_run
+    from ddp_mnist.verbs.flags import Evaluate
 
-    again = evaluate_run(str(tmp_path / "run"), "validation", Distribution(cpu=True), Launch())
+    flags = Evaluate(str(tmp_path / "run"), "validation")
+    again = evaluate_run(flags, Distribution(cpu=True), Launch())
     assert again is not None
     assert again["accuracy"] == max(accuracies)
 
@@ -300,11 +302,12 @@ def evaluate_and_report(run: str) -> tuple[int, str]:
     from ddp_mnist.cluster.launch import Launch
     from ddp_mnist.verbs import report
     from ddp_mnist.verbs.evaluate import evaluate_run
+    from ddp_mnist.verbs.flags import Evaluate
 
-    counted = evaluate_run(run, "test", Distribution(cpu=True), Launch())
+    counted = evaluate_run(Evaluate(run), Distribution(cpu=True), Launch())
     assert counted
     reported = report.read_run(Path(run))
-    report.find_mistakes(reported, run)
+    report.find_mistakes(reported, Path(run))
     assert reported.mistakes or reported.no_mistakes
     return counted["count"], reported.no_mistakes
 

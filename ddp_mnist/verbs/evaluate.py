@@ -28,65 +28,47 @@ MATRIX_COLUMNS = 80  # of the table with the classes' names, before there are nu
 
 def run(flags: Evaluate, distribution: Distribution) -> None:
     """Print the metrics, on rank 0."""
-    metrics = evaluate_run(
-        flags.run,
-        flags.split,
-        distribution,
-        find_launch(distribution),
-        dataset=flags.dataset,
-        cache_dir=flags.cache_dir,
-        per_process=flags.batch_size,
-    )
+    metrics = evaluate_run(flags, distribution, find_launch(distribution))
     if metrics is not None:
         Console(True).print(json.dumps(metrics) if flags.json else metrics_table(metrics))
 
 
 def evaluate_run(
-    run: str,
-    split: str,
-    flags: Distribution,
-    launch: Launch,
-    *,
-    dataset: str | None = None,
-    cache_dir: str | None = None,
-    per_process: int | None = None,
+    flags: Evaluate, distribution: Distribution, launch: Launch
 ) -> dict[str, Any] | None:
-    """Metrics in full precision, as a dict for JSON on rank 0; None on the other ranks.
+    """Return metrics in full precision, as a dict for JSON, on rank 0; None on the other ranks.
 
-    Args:
-        run: run folder, needed on rank 0's machine only.
-        split: test, validation or train (train without the validation images).
-        dataset: another one than the run's own.
-        per_process: images per process and forward pass; changes no result.
+    The run folder is needed on rank 0's machine only.
 
     Raises:
         CheckpointError: the run folder or its weights cannot be read.
         DataError: the data set is not there.
         UsageError: it has another number of classes, or too few images for the split.
     """
-    with join_world(flags, launch, full_precision=True) as world:
+    run = flags.run
+    with join_world(distribution, launch, full_precision=True) as world:
         store = world.store
         content = weights.read_bytes(run) if store.rank == 0 else b""
-        sent = store.broadcast_from_rank0("run", lambda: _read_config(run))
+        config = store.broadcast_from_rank0("run", lambda: _read_config(run))
         trained = weights.from_bytes(broadcast_bytes(world.accelerator, content), run)
-        name = dataset or sent["dataset"]
-        images = cache.load(name, cache_dir or sent["cache_dir"])
+        name = flags.dataset or config["run"]["dataset"]
+        images = cache.load(name, flags.cache_dir or config["run"]["cache_dir"])
         store.barrier("data")
         rendezvous.check_same(store, {"the data's digest": images.digest})
-        rows = _rows(images, split, sent["val_size"])
+        rows = _rows(images, flags.split, config["recipe"]["val_size"])
         if len(images.classes) > len(trained.classes):
             raise UsageError(
                 f"--dataset {name}: has {len(images.classes)} classes, the run"
                 f" {len(trained.classes)}; choose a data set of the same classes"
             )
         model = trained.model.to(world.accelerator.device)
-        loader = prepare_split(world.accelerator, rows, per_process)
+        loader = prepare_split(world.accelerator, rows, flags.batch_size)
         metrics = evaluate_split(world.accelerator, model, loader, len(trained.classes))
         if not world.accelerator.is_main_process:
             return None
         return {
             "run": run,
-            "split": split,
+            "split": flags.split,
             "dataset": images.describe(),
             "world_size": world.accelerator.num_processes,
             "classes": trained.classes,
@@ -122,21 +104,17 @@ def metrics_table(metrics: dict[str, Any]) -> str:
 
 
 def _read_config(run: str) -> dict[str, Any]:
-    """What the other ranks need beside the weights: data set and size of the validation split."""
     try:
         config = read_json(Path(run) / CONFIG)
-        return {
-            "dataset": config["run"]["dataset"],
-            "cache_dir": config["run"]["cache_dir"],
-            "val_size": config["recipe"]["val_size"],
-        }
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        return {"run": config["run"], "recipe": {"val_size": config["recipe"]["val_size"]}}
+    except (OSError, ValueError, LookupError, TypeError) as error:
         raise CheckpointError(
             f"{run}: {CONFIG} is missing or damaged; name a run that `train` wrote"
         ) from error
 
 
 def _rows(images: ImageData, split: str, val_size: int) -> Rows:
+    """Return the split's images and labels; the run held `val_size` of the train images out."""
     train, validation, test = split_images(images, val_size)
     if split == "test":
         return test

@@ -1,11 +1,11 @@
-"""The verb `export`: a run's model for use elsewhere, each form checked for equal outputs.
+"""The verb `export`: a run's model for use elsewhere, each file checked for equal outputs.
 
     ddp-mnist export runs/latest                    # RUN/export/: safetensors, torch.export, a card
     ddp-mnist export runs/latest --format onnx      # needs the extra: pip install -e '.[onnx]'
 
-All forms take uint8 images [B, 28, 28] with any B, and give logits [B, classes]: what normalises
-the pixels is in the model. The card says what images these are. Nothing is written before all are
-checked.
+Every file takes uint8 images [B, 28, 28] with any B, and gives logits [B, classes]: the model
+normalises the pixels itself. The card says which images these are. Nothing is written before all
+are checked.
 """
 
 from __future__ import annotations
@@ -13,19 +13,16 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
-import json
 import logging
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ddp_mnist import __version__
-from ddp_mnist.errors import CheckFailed, CheckpointError, UsageError, printable
+from ddp_mnist.errors import CheckFailed, CheckpointError, UsageError, printable, reason
 from ddp_mnist.run import weights
 from ddp_mnist.run.console import Console
 from ddp_mnist.run.folder import (
@@ -37,10 +34,8 @@ from ddp_mnist.run.folder import (
     write_atomically,
 )
 from ddp_mnist.run.weights import Trained
-from ddp_mnist.verbs.flags import Export
-from ddp_mnist.verbs.templates import render
-
-FOLDER = "export"
+from ddp_mnist.verbs.flags import EXPORTS, Export
+from ddp_mnist.verbs.render import render
 
 CARD, ABOUT = "README.md", "config.json"
 
@@ -48,78 +43,72 @@ CHECKED_IMAGES = 100
 
 LIMIT = 1e-4  # of a logit, absolute: other libraries sum in another order
 
+EXAMPLE = torch.zeros(2, 28, 28, dtype=torch.uint8)
+
+ANY_BATCH = torch.export.Dim("batch", min=1)
+
 Outputs = Callable[[Tensor], Tensor]  # of images, logits
 
 
 def run(flags: Export) -> None:
-    """Write the forms, and say where, and how they come to the Hub."""
+    """Write the files, and say where, and how they come to the Hub."""
     console = Console(True)
-    folder = export(flags.run, list(flags.format), flags.out, console.print)
+    folder = export(flags, console.print)
     console.print(f"written to {folder}")
     console.print(f"to the Hub: hf upload YOUR_NAME/{Path(flags.run).resolve().name} {folder}")
 
 
-def export(
-    run: str, formats: list[str], out: str | None = None, say: Callable[[str], None] = print
-) -> Path:
-    """Writes the forms and a model card. Returns their folder.
+def export(flags: Export, say: Callable[[str], None] = print) -> Path:
+    """Write the files and a model card in place of an earlier export; return their folder.
 
     Args:
-        run: folder of a finished run.
-        formats: of FORMS.
-        out: a folder of their own; else RUN/export. An earlier export there is replaced.
-        say: is told the largest difference of each form's logits from those of the run's model.
+        say: is given a line with the largest difference of each file's logits from the model's.
 
     Raises:
         CheckpointError: the run has not finished.
         UsageError: a package is missing, or the folder holds something else.
-        CheckFailed: a form gives other logits than the model.
+        CheckFailed: a file gives other logits than the model.
         StorageError: a file cannot be written.
     """
-    if "onnx" in formats:
+    if "onnx" in flags.format:
         require("onnx", "onnxscript", "onnxruntime")
-    folder = Path(out) if out else Path(run) / FOLDER
-    refuse_other_files(folder)
-    trained = weights.from_bytes(weights.read_bytes(run), run)
+    folder = Path(flags.out or Path(flags.run) / "export")
+    with storage_errors(folder, "--out"):
+        refuse_other_files(folder)
+    trained = weights.from_bytes(weights.read_bytes(flags.run), flags.run)
     trained.model.float()
-    contents = {}
-    for name in formats:
-        form = FORMS[name]
-        contents[form.file] = content = form.write(trained)
-        apart = largest_difference(trained.model, form.read(content), form.file)
-        say(f"{form.file}: logits of {CHECKED_IMAGES} images within {apart:.0e} of the model's")
     about = {"architecture": trained.architecture, "classes": trained.classes}
-    contents[CARD] = model_card(trained, run, list(contents)).encode()
-    contents[ABOUT] = to_json(about).encode()
+    contents = {ABOUT: to_json(about).encode()}
+    for name in flags.format:
+        file, (write, read) = EXPORTS[name], CONVERTERS[name]
+        contents[file] = write(trained)
+        apart = largest_difference(trained.model, read(contents[file]), file)
+        say(f"{file}: logits of {CHECKED_IMAGES} images within {apart:.0e} of the model's")
+    contents[CARD] = model_card(trained, flags.run, list(contents)).encode()
     with storage_errors(folder, "--out"):
         folder.mkdir(parents=True, exist_ok=True)
-        for form in FORMS.values():
-            if form.file not in contents and (folder / form.file).exists():
-                (folder / form.file).unlink()
-                say(f"{form.file}: taken away, of an earlier export; name all in one --format")
         for file, content in contents.items():
             write_atomically(folder / file, content)
+        for file in EXPORTS.values():
+            if file not in contents and (folder / file).exists():
+                (folder / file).unlink()
+                say(f"{file}: removed, of an earlier export; name all in one --format")
     return folder
 
 
 def refuse_other_files(folder: Path) -> None:
-    """Raises UsageError if something would be lost; what begins with a dot may be there."""
-    own = {CARD, ABOUT, *(form.file for form in FORMS.values())}
-    with storage_errors(folder, "--out"):
-        if folder.exists() and not folder.is_dir():
-            raise UsageError(f"--out {folder}: is a file; name a folder")
-        there = {p.name for p in folder.iterdir()} if folder.exists() else set()
-    others = sorted(name for name in there - own if not name.startswith("."))
-    if others or (CARD in there and not is_an_export(folder)):
-        found = ", ".join(others[:3]) or CARD
-        raise UsageError(f"--out {folder}: holds other files ({found}); name a folder of its own")
-
-
-def is_an_export(folder: Path) -> bool:
-    try:
-        return set(read_json(folder / ABOUT)) == {"architecture", "classes"}
-    except (OSError, ValueError):
-        return False
+    """Raise UsageError if something would be lost; what begins with a dot may be there."""
+    if not folder.exists():
+        return
+    if not folder.is_dir():
+        raise UsageError(f"--out {folder}: is a file; name a folder")
+    there = {path.name for path in folder.iterdir() if not path.name.startswith(".")}
+    exported = set()
+    with contextlib.suppress(OSError, ValueError):
+        if set(read_json(folder / ABOUT)) == {"architecture", "classes"}:
+            exported = {CARD, ABOUT, *EXPORTS.values()}
+    if others := ", ".join(sorted(there - exported)[:3]):
+        raise UsageError(f"--out {folder}: holds other files ({others}); name a folder of its own")
 
 
 def require(*packages: str) -> None:
@@ -130,16 +119,15 @@ def require(*packages: str) -> None:
         )
 
 
-def check_images() -> Tensor:
-    """uint8 [100, 28, 28]: noise, which no net was trained to be sure of."""
+def largest_difference(model: nn.Module, outputs: Outputs, file: str) -> float:
+    """Return that of the logits of 100 images of noise, all at once and one alone.
+
+    Raises:
+        CheckFailed: it is above LIMIT.
+    """
     stream = torch.Generator().manual_seed(0)
     size = (CHECKED_IMAGES, 28, 28)
-    return torch.randint(0, 256, size, generator=stream, dtype=torch.uint8)
-
-
-def largest_difference(model: nn.Module, outputs: Outputs, file: str) -> float:
-    """Of the logits of 100 images, all at once and one alone. Raises CheckFailed above LIMIT."""
-    images = check_images()
+    images = torch.randint(0, 256, size, generator=stream, dtype=torch.uint8)
     with torch.inference_mode():
         expected = model(images)
     with torch.no_grad():  # an exported program takes no tensor of inference mode
@@ -155,36 +143,21 @@ def largest_difference(model: nn.Module, outputs: Outputs, file: str) -> float:
     return apart
 
 
-# --- The forms
+# --- The formats: each is written from a trained net, and read back as others will read it
 
 
-@dataclass(frozen=True)
-class Form:
-    """How a model is written.
-
-    Attributes:
-        file: its name.
-        write: makes the file's content.
-        read: makes of that, as others will, what gives the logits.
-    """
-
-    file: str
-    write: Callable[[Trained], bytes]
-    read: Callable[[bytes], Outputs]
-
-
-def as_safetensors(trained: Trained) -> bytes:
-    """The weights under the names of the net's parameters."""
+def write_safetensors(trained: Trained) -> bytes:
+    """Return the weights under the names of the net's parameters."""
     state, preparation = trained.model.state_dict(), trained.preparation
     return weights.to_bytes(state, trained.architecture, trained.classes, preparation)
 
 
-def of_safetensors(content: bytes) -> Outputs:
+def read_safetensors(content: bytes) -> Outputs:
     return weights.from_bytes(content, "the export").model
 
 
-def as_program(trained: Trained) -> bytes:
-    """Weights and computation, which torch.export.load reads without this package."""
+def write_program(trained: Trained) -> bytes:
+    """Return weights and computation, which torch.export.load reads without this package."""
     written = io.BytesIO()
     with quiet():
         program = torch.export.export(
@@ -194,13 +167,13 @@ def as_program(trained: Trained) -> bytes:
     return written.getvalue()
 
 
-def of_program(content: bytes) -> Outputs:
+def read_program(content: bytes) -> Outputs:
     with quiet():
         return torch.export.load(io.BytesIO(content)).module()
 
 
-def as_onnx(trained: Trained) -> bytes:
-    """For ONNX Runtime and what else reads it."""
+def write_onnx(trained: Trained) -> bytes:
+    """Return the model for ONNX Runtime and whatever else reads it."""
     with quiet():
         program = torch.onnx.export(
             trained.model,
@@ -216,7 +189,7 @@ def as_onnx(trained: Trained) -> bytes:
     return program.model_proto.SerializeToString()
 
 
-def of_onnx(content: bytes) -> Outputs:
+def read_onnx(content: bytes) -> Outputs:
     import onnxruntime
 
     session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
@@ -225,89 +198,53 @@ def of_onnx(content: bytes) -> Outputs:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """torch.export warns and logs of its own workings."""
+    """Silence torch.export, which warns and logs about its own workings."""
     level = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             yield
     finally:
         logging.disable(level)
 
 
-EXAMPLE = torch.zeros(2, 28, 28, dtype=torch.uint8)
-
-ANY_BATCH = torch.export.Dim("batch", min=1)
-
-FORMS = {
-    "safetensors": Form("model.safetensors", as_safetensors, of_safetensors),
-    "torch": Form("model.pt2", as_program, of_program),
-    "onnx": Form("model.onnx", as_onnx, of_onnx),
+CONVERTERS: dict[str, tuple[Callable[[Trained], bytes], Callable[[bytes], Outputs]]] = {
+    "safetensors": (write_safetensors, read_safetensors),
+    "torch": (write_program, read_program),
+    "onnx": (write_onnx, read_onnx),
 }
 
 # --- The card
 
 
 def model_card(trained: Trained, run: str, files: list[str]) -> str:
-    """README.md as the Hugging Face Hub reads it; every figure is the run's own.
+    """Return README.md as the Hugging Face Hub reads it; every figure is the run's own.
 
-    What stands between the lines of hyphens is YAML, of which JSON is a part. Of data that lie in a
-    folder it tells the digest and not where; a licence is for who gives the weights away to choose.
+    For data in a folder it has the digest and not the place; a licence is for the person to choose
+    who gives the weights away.
 
     Raises:
         CheckpointError: a file of the run is missing or damaged.
     """
-    summary = read(run, SUMMARY)
-    val_size = read(run, CONFIG)["recipe"]["val_size"]
+    try:
+        summary, config = (read_json(Path(run) / file) for file in (SUMMARY, CONFIG))
+    except (OSError, ValueError) as error:
+        why = f"a file of it is missing or damaged ({reason(error)})"
+        raise CheckpointError(f"{run}: {why}; export a finished run") from error
     dataset = summary["dataset"]
     name = printable(dataset["name"])
     kind, _, place = dataset["source"].partition(":")
-    hub_id = place if kind == "hub" else None
-    source = name if Path(place).is_absolute() else dataset["source"]
-    front = {
-        "library_name": "pytorch",
-        "pipeline_tag": "image-classification",
-        "tags": ["ddp_mnist", trained.architecture],
-        **({"datasets": [hub_id]} if hub_id else {}),
-        "model-index": [
-            {
-                "name": f"ddp_mnist {trained.architecture}",
-                "results": [
-                    {
-                        "task": {"type": "image-classification"},
-                        "dataset": {"name": name, "type": hub_id or name},
-                        "metrics": [
-                            {
-                                "type": "accuracy",
-                                "value": summary["test_accuracy"],
-                                "name": f"accuracy on the {summary['test_count']:,} test images",
-                            }
-                        ],
-                    }
-                ],
-            }
-        ],
-    }
     return render(
         "model_card.md",
-        front=json.dumps(front, indent=2, ensure_ascii=False),
         architecture=trained.architecture,
         classes=trained.classes,
         preparation=trained.preparation,
         parameters=sum(parameter.numel() for parameter in trained.model.parameters()),
         s=summary,
-        source=source,
-        val_size=val_size,
+        name=name,
+        hub_id=place if kind == "hub" else None,
+        source=name if Path(place).is_absolute() else dataset["source"],
+        val_size=config["recipe"]["val_size"],
         version=__version__,
         files=files,
     )
-
-
-def read(run: str, file: str) -> dict[str, Any]:
-    try:
-        return read_json(Path(run) / file)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{run}: {file} is missing or damaged; export a finished run"
-        ) from error

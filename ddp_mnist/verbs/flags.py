@@ -7,7 +7,11 @@ from dataclasses import dataclass
 from ddp_mnist.flags import Flags, argument, flag
 
 RUN, CACHE_DIR = "Run folder, e.g. runs/latest.", "Folder of decoded data sets."
-EXPORTS = ("safetensors", "torch", "onnx")
+EXPORTS = {  # the file of each format
+    "safetensors": "model.safetensors",
+    "torch": "model.pt2",
+    "onnx": "model.onnx",
+}
 
 
 @dataclass(frozen=True)

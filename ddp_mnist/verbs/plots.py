@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,117 +13,88 @@ from matplotlib.figure import Figure
 
 from ddp_mnist.run.folder import storage_errors
 
-# What a page puts in the place of a colour, so that it can follow a person's light or dark theme
-INK, FAINT = "#010101", "#020202"
-
-SERIES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")  # Okabe and Ito, 2008
-
-DASHES = ("-", "--", "-.", ":")
-
-IN_A_PAGE = {INK: "var(--ink)", FAINT: "var(--faint)"} | {
-    colour: f"var(--series-{number})" for number, colour in enumerate(SERIES)
+CURVES = {  # titles of what metrics.jsonl has for some of a run's steps
+    "loss": "Training loss (nats, with label smoothing)",
+    "accuracy": "Training accuracy (share correct)",
+    "val_accuracy": "Validation accuracy (share correct)",
+    "val_loss": "Validation loss (nats)",
+    "lr": "Learning rate (of the step)",
+    "images_per_second": "Speed (images/s, all processes)",
 }
+
+# Okabe and Ito, 2008, two of them darker: each has a contrast of 3 to a light and to a dark page.
+SERIES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#a87400", "#7a7de0")
+DASHES = ("-", "--", "-.", ":")
+GREY = "#808080"  # reads on a light page and on a dark one too
 
 STYLE: Any = {
-    **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), INK),
-    **dict.fromkeys(("axes.edgecolor", "grid.color"), FAINT),
-    **dict.fromkeys(("axes.spines.top", "axes.spines.right"), False),
-    "grid.linewidth": 0.4,
+    **dict.fromkeys(("axes.edgecolor", "grid.color", "xtick.color", "ytick.color"), GREY),
+    **dict.fromkeys(("xtick.labelcolor", "ytick.labelcolor"), "black"),
+    **dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon"), False),
+    "grid.linewidth": 0.2,
     "font.size": 8,
     "axes.titlesize": 9,
+    "legend.fontsize": 7,
+    "lines.linewidth": 1.4,
+    "lines.markersize": 3,
+    "savefig.dpi": 200,
+    "svg.fonttype": "none",
     "text.parse_math": False,  # a run's name may hold dollars
 }
-
-LEGEND_COLUMNS, LEGEND_INCHES = 3, 0.16
-
-LEGEND: Any = {"frameon": False, "fontsize": 7, "ncols": LEGEND_COLUMNS}
-
-INCHES = (4.4, 2.5)
-
-DPI = 200
+LEGEND_COLUMNS = 3
 
 
-@dataclass(frozen=True)
-class Curve:
-    """One thing that metrics.jsonl tells of a run over its steps."""
-
-    key: str
-    title: str
-    unit: str
-    marker: str = ""
-
-
-CURVES = (
-    Curve("loss", "Training loss", "nats, with label smoothing"),
-    Curve("accuracy", "Training accuracy", "share right"),
-    Curve("val_accuracy", "Validation accuracy", "share right", marker="o"),
-    Curve("val_loss", "Validation loss", "nats", marker="o"),
-    Curve("lr", "Learning rate", "of the step"),
-    Curve("images_per_second", "Speed", "images/s, all processes"),
-)
-
-
-def points(metrics: Sequence[dict[str, Any]], key: str) -> tuple[list[int], list[float]]:
-    """Steps and values of the lines that have it."""
-    lines = [line for line in metrics if line.get(key) is not None]
-    return [line["step"] for line in lines], [line[key] for line in lines]
-
-
-def draw(curve: Curve, runs: Mapping[str, Sequence[dict[str, Any]]]) -> Figure | None:
-    """One figure with a line per run, by name; None if no run tells of two points or more.
+def draw(key: str, runs: Mapping[str, Sequence[dict[str, Any]]]) -> Figure | None:
+    """Return a figure with a line per run; None if no run has two points.
 
     Args:
-        runs: lines of metrics.jsonl.
+        key: of CURVES.
+        runs: lines of metrics.jsonl by the run's name.
     """
-    found = {name: points(lines, curve.key) for name, lines in runs.items()}
-    found = {name: (steps, values) for name, (steps, values) in found.items() if steps}
-    if max((len(steps) for steps, _ in found.values()), default=0) < 2:
+    points = {
+        name: [(line["step"], line[key]) for line in lines if line.get(key) is not None]
+        for name, lines in runs.items()
+    }
+    if max(map(len, points.values()), default=0) < 2:
         return None
+    drawn = sum(map(bool, points.values()))
+    legend_rows = -(-drawn // LEGEND_COLUMNS) if drawn > 1 else 0
     with matplotlib.rc_context(STYLE):
-        rows = -(-len(found) // LEGEND_COLUMNS) if len(found) > 1 else 0
-        width, height = INCHES
-        figure = Figure(figsize=(width, height + rows * LEGEND_INCHES), layout="constrained")
+        figure = Figure(figsize=(4.4, 2.5 + 0.16 * legend_rows), layout="constrained")
         axes = figure.add_subplot()
-        for number, name in enumerate(runs):
-            if name in found:
-                axes.plot(
-                    *found[name],
-                    color=SERIES[number % len(SERIES)],
-                    linestyle=DASHES[number // len(SERIES) % len(DASHES)],
-                    # a single value beside lines would not be seen
-                    marker=curve.marker or ("o" if len(found[name][0]) == 1 else ""),
-                    markersize=3,
-                    linewidth=1.4,
-                )
-        axes.set_title(f"{curve.title} ({curve.unit})", loc="left")
+        for number, (name, line) in enumerate(points.items()):
+            if not line:
+                continue
+            axes.plot(
+                [step for step, _ in line],
+                [value for _, value in line],
+                color=SERIES[number % len(SERIES)],
+                linestyle=DASHES[number // len(SERIES) % len(DASHES)],
+                # else one value would not be seen
+                marker="o" if key.startswith("val_") or len(line) == 1 else "",
+                # matplotlib leaves out names that begin with _, but not behind a space of no width
+                label=f"\u200b{name}",
+            )
+        axes.set_title(CURVES[key], loc="left")
         axes.set_xlabel("optimizer step")
         axes.grid(visible=True)
-        if rows:
-            # matplotlib leaves out names that begin with _, but not behind a space of no width
-            names = [f"\u200b{name}" for name in found]
-            figure.legend(axes.get_lines(), names, loc="outside lower left", **LEGEND)
+        if legend_rows:
+            figure.legend(loc="outside lower left", ncols=LEGEND_COLUMNS)
     return figure
 
 
-def as_svg(figure: Figure, name: str) -> str:
-    """An <svg> element to stand in a page; its ids begin with what is unique to `name`."""
+def as_svg(figure: Figure, key: str) -> str:
+    """Return an <svg> element for a page; the page's CSS colours its text, which has no colour."""
     written = io.StringIO()
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
+    with matplotlib.rc_context(STYLE | {"svg.hashsalt": key}):
         figure.savefig(written, format="svg", transparent=True, metadata={"Date": None})
     svg = written.getvalue()
-    svg = svg[svg.index("<svg") :].strip()
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    # matplotlib numbers its groups alike in each figure, and an id may stand once in a page
-    svg = re.sub(r' id="([a-z][a-z0-9.]*_\d+)"', rf' id="{name}-\1"', svg)
-    for colour, variable in IN_A_PAGE.items():
-        svg = svg.replace(colour, variable)
-    label = figure.axes[0].get_title(loc="left")
-    size = r'width="[\d.]+pt" height="[\d.]+pt"'
-    svg = re.sub(size, f'role="img" aria-label="{label} over the optimizer steps"', svg, count=1)
-    return re.sub(r"\n\s*", "\n", svg)
+    # An id may stand once in a page, and matplotlib numbers its groups alike in each figure.
+    unused = r' id="[a-z0-9.]+_\d+"|<metadata>.*?</metadata>'
+    return re.sub(unused, "", svg[svg.index("<svg") :], flags=re.DOTALL)
 
 
 def as_png(figure: Figure, path: Path) -> None:
-    """Black on white. Raises StorageError."""
-    with storage_errors(path, "--out"):
-        figure.savefig(path, dpi=DPI, facecolor="white")
+    """Write the figure, black on white. Raises StorageError."""
+    with storage_errors(path, "--out"), matplotlib.rc_context(STYLE):
+        figure.savefig(path, facecolor="white")

@@ -1,10 +1,10 @@
-"""The verb `report`: one HTML file that tells of one or more runs, and needs nothing else.
+"""The verb `report`: one HTML file about one or more runs, which needs nothing else.
 
     ddp-mnist report runs/latest
     ddp-mnist report runs/mnist-001 runs/mnist-002
 
 No network and no script; light or dark as the reader's system; the figures are summary.json's. The
-images that were taken for something else are found by running the model once more: seconds.
+images that the model got wrong are found by running it once more: seconds.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import PIL.Image
 import torch
 
 from ddp_mnist.data import cache
-from ddp_mnist.errors import CheckpointError, DdpMnistError
+from ddp_mnist.errors import CheckpointError, DdpMnistError, reason
 from ddp_mnist.run import weights
 from ddp_mnist.run.console import Console
 from ddp_mnist.run.folder import (
@@ -36,43 +36,38 @@ from ddp_mnist.run.folder import (
     write_atomically,
 )
 from ddp_mnist.run.outputs import check_place
-from ddp_mnist.verbs import plots, templates
+from ddp_mnist.verbs import plots
 from ddp_mnist.verbs.flags import Report
+from ddp_mnist.verbs.render import render
 
 MOST_WRONG = 24
 
 BATCH = 500
 
+NOT_IN_A_ROW = ("ranks", "confusion", "classes", "class_accuracy", "notes")  # of the settings
+
 
 @dataclass
 class Mistake:
-    """A test image that was taken for something else.
+    """A test image, by its index in the split, and the class that it was taken for."""
 
-    Attributes:
-        number: its place in the test split.
-        label, label_probability: what it is, and what that was given.
-        guess, guess_probability: what it was taken for.
-        png: the image, as a data URI.
-    """
-
-    number: int
+    index: int
     label: str
     label_probability: float
     guess: str
     guess_probability: float
-    png: str
+    png: str  # a data URI
 
 
 @dataclass
 class ReportedRun:
-    """What a run's folder holds.
+    """A run folder's content.
 
     Attributes:
         name: of the folder.
         config: config.json.
         metrics: the lines of metrics.jsonl.
-        summary: summary.json; {} if the run has not finished, or not again.
-        earlier: summary.json of a part that had finished, if the run was taken up again since.
+        summary: summary.json, perhaps of the part before a resume; {} if it has never finished.
         status: status.json; its state may be "killed" too.
         mistakes: the most certain ones first.
         no_mistakes: why there are none to be seen.
@@ -83,249 +78,150 @@ class ReportedRun:
     metrics: list[dict[str, Any]]
     summary: dict[str, Any]
     status: dict[str, Any]
-    earlier: dict[str, Any] = field(default_factory=dict)
     mistakes: list[Mistake] = field(default_factory=list)
-    no_mistakes: str = ""
+    no_mistakes: str = "There are none."
 
     @property
-    def wrong(self) -> int:
-        return sum(map(sum, self.summary["confusion"])) - self.right
-
-    @property
-    def right(self) -> int:
-        return sum(row[label] for label, row in enumerate(self.summary["confusion"]))
-
-    @property
-    def most_confused(self) -> int:
-        """The largest number off the diagonal, at least 1."""
-        rows = enumerate(self.summary["confusion"])
-        return max([1, *(n for label, row in rows for c, n in enumerate(row) if c != label)])
-
-    @property
-    def per_class(self) -> list[dict[str, Any]]:
-        """Of each class: its rows, how many were right, and what it was most often taken for."""
-        classes, confusion = self.summary["classes"], self.summary["confusion"]
-        lines = []
-        for label, row in enumerate(confusion):
-            others = [0 if other == label else n for other, n in enumerate(row)]
-            taken = others.index(max(others))
-            called = sum(each[label] for each in confusion)
-            lines.append(
-                {
-                    "name": classes[label],
-                    "rows": sum(row),
-                    "right": row[label],
-                    "recall": row[label] / sum(row) if sum(row) else None,
-                    "precision": row[label] / called if called else None,
-                    "taken_for": f"{classes[taken]} ({others[taken]})" if others[taken] else "",
-                }
-            )
-        return lines
+    def finished(self) -> bool:
+        return self.status["state"] == "finished"
 
 
 def run(flags: Report) -> None:
     """Write the page, and say where."""
-    out = check_place(flags.out, "--out")
+    check_place(flags.out, "--out")
     console = Console(True)
     console.print("reading    the runs, and asking each model for its mistakes")
-    for path in report(
-        flags.runs,
-        str(out) if out else None,
-        png=flags.png,
-        dataset=flags.dataset,
-        cache_dir=flags.cache_dir,
-    ):
+    for path in report(flags):
         console.print(f"written to {path}")
 
 
-def report(
-    folders: Sequence[str],
-    out: str | None = None,
-    *,
-    png: bool = False,
-    dataset: str | None = None,
-    cache_dir: str | None = None,
-) -> list[Path]:
-    """Writes the page, and with `png` each curve beside it. Returns the files written.
-
-    Args:
-        folders: of runs.
-        out: the page's file; else report.html in the run's folder, or beside those of several.
-        png: whether to write the curves.
-        dataset, cache_dir: where the test images are now, if not where the runs had them.
+def report(flags: Report) -> list[Path]:
+    """Write the page, and with --png each curve beside it; return the files written.
 
     Raises:
-        CheckpointError: one is no run, or of another version.
+        CheckpointError: a folder is no run, or of another version.
         StorageError: a file cannot be written.
     """
-    once: dict[Path, str] = {}  # runs/latest is one of the others
-    for folder in folders:
-        once.setdefault(Path(folder).resolve(), folder)
-    folders = list(once.values())
-    runs = [read_run(Path(folder)) for folder in folders]
+    paths = list(dict.fromkeys(Path(folder).resolve() for folder in flags.runs))
+    runs = [read_run(path) for path in paths]
     if len({run.name for run in runs}) < len(runs):
-        for folder, run in zip(folders, runs, strict=True):
-            run.name = folder
-    for folder, run in zip(folders, runs, strict=True):
-        find_mistakes(run, folder, dataset, cache_dir)
+        for path, run in zip(paths, runs, strict=True):
+            run.name = str(path)
+    for path, run in zip(paths, runs, strict=True):
+        find_mistakes(run, path, flags.dataset, flags.cache_dir)
     metrics = {run.name: run.metrics for run in runs}
-    figures = {c.key: drawn for c in plots.CURVES if (drawn := plots.draw(c, metrics))}
-    first = Path(folders[0])
-    page = Path(out) if out else (first if len(runs) == 1 else first.parent) / "report.html"
-    content = page_of(runs, figures).encode()
+    figures = {key: drawn for key in plots.CURVES if (drawn := plots.draw(key, metrics))}
+    first = Path(flags.runs[0])
+    page = Path(flags.out or (first if len(runs) == 1 else first.parent) / "report.html")
+    curves = {plots.CURVES[key]: plots.as_svg(figure, key) for key, figure in figures.items()}
     with storage_errors(page, "--out"):
-        write_atomically(page, content)
+        write_atomically(page, render_page(runs, curves).encode())
     written = [page]
-    if png:
-        for key, figure in figures.items():
-            written.append(page.with_name(f"{page.stem}-{key}.png"))
-            plots.as_png(figure, written[-1])
+    for key, figure in figures.items() if flags.png else ():
+        written.append(page.with_name(f"{page.stem}-{key}.png"))
+        plots.as_png(figure, written[-1])
     return written
 
 
 def read_run(path: Path) -> ReportedRun:
-    """Raises CheckpointError if it is no run."""
+    """Return the folder's content. Raises CheckpointError if it is no run of this version."""
     try:
         status = read_json(path / STATUS)
         if status["state"] == "running" and not in_use(path):
             status["state"] = "killed"
-        finished = status["state"] == "finished"
-        has_summary = finished or (path / SUMMARY).exists()
-        summary = read_json(path / SUMMARY) if has_summary else {}
         run = ReportedRun(
-            name=path.resolve().name,  # of what runs/latest leads to
-            config=read_json(path / CONFIG),
-            metrics=list(read_metrics(path / METRICS)),
-            summary=summary if finished else {},
-            status=status,
-            earlier={} if finished else summary,
+            path.name,
+            read_json(path / CONFIG),
+            list(read_metrics(path / METRICS)),
+            read_json(path / SUMMARY) if (path / SUMMARY).exists() else {},
+            status,
         )
-        page_of([run], {})  # has all that a page shows
+        render_page([run], {})  # which shows whether all is there
         return run
-    except (KeyError, jinja2.UndefinedError) as error:
-        raise CheckpointError(
-            f"{path}: is of another version of ddp_mnist ({error}); use that one's report"
-        ) from error
-    except (OSError, ValueError, TypeError) as error:
-        file = Path(getattr(error, "filename", None) or path).name
-        reason = getattr(error, "strerror", None) or "damaged, or of another program"
-        raise CheckpointError(
-            f"{path}: holds no run to report on ({file}: {reason}); name one, e.g. runs/latest"
-        ) from error
+    except OSError as error:
+        why = f"holds no run to report on ({Path(error.filename or path).name}: {reason(error)})"
+        raise CheckpointError(f"{path}: {why}; name one, e.g. runs/latest") from error
+    except (LookupError, ValueError, TypeError, jinja2.UndefinedError) as error:
+        why = f"is damaged, or of another version of ddp_mnist ({error})"
+        raise CheckpointError(f"{path}: {why}; use that one's report") from error
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """Its lines, if there are any; the last one may be torn, when the machine went down."""
+    """Yield the lines, if there are any; the last may be torn, when the machine went down."""
     lines = path.read_text(encoding="utf-8").split("\n") if path.exists() else [""]
     for line in lines[:-1]:
         yield json.loads(line)
 
 
-# --- The images that were taken for something else
-
-
+@torch.inference_mode()
 def find_mistakes(
-    run: ReportedRun, folder: str, dataset: str | None = None, cache_dir: str | None = None
+    run: ReportedRun, path: Path, dataset: str | None = None, cache_dir: str | None = None
 ) -> None:
-    """Asks the run's model once more, if its test images are at hand."""
-    if not run.summary:
+    """Fill in `run.mistakes`, or `run.no_mistakes` where the test images are not at hand."""
+    if not run.finished:
         run.no_mistakes = "The run has not finished."
         return
     try:
-        trained = weights.from_bytes(weights.read_bytes(folder), folder)
+        trained = weights.from_bytes(weights.read_bytes(str(path)), str(path))
         flags = run.config["run"]
         images = cache.cached(dataset or flags["dataset"], cache_dir or flags["cache_dir"])
     except DdpMnistError as error:
         run.no_mistakes = str(error)
         return
-    if images is None:
-        run.no_mistakes = "The test images are not in the cache of this machine."
+    if images is None or images.digest != run.summary["dataset"]["digest"]:
+        run.no_mistakes = "The run's test images are not in the cache of this machine."
         return
-    if images.digest != run.summary["dataset"]["digest"]:
-        run.no_mistakes = "The cache of this machine holds other images than the run had."
-        return
-    probabilities = all_probabilities(trained.model, images.test_images)
-    predictions = probabilities.argmax(1)
-    wrong = (predictions != images.test_labels).nonzero().flatten()
-    certain_first = probabilities[wrong].max(1).values.argsort(descending=True, stable=True)
-    for number in wrong[certain_first][:MOST_WRONG].tolist():
-        row, label = probabilities[number], int(images.test_labels[number])
-        guess = int(predictions[number])
+    logits = torch.cat([trained.model(batch) for batch in images.test_images.split(BATCH)])
+    probabilities = logits.softmax(1)
+    certainty, guesses = probabilities.max(1)
+    wrong = (guesses != images.test_labels).nonzero().flatten()
+    certain_first = wrong[certainty[wrong].argsort(descending=True, stable=True)]
+    for index in certain_first[:MOST_WRONG].tolist():
+        label, guess = int(images.test_labels[index]), int(guesses[index])
         run.mistakes.append(
             Mistake(
-                number,
+                index,
                 trained.classes[label],
-                float(row[label]),
+                float(probabilities[index, label]),
                 trained.classes[guess],
-                float(row[guess]),
-                as_data_uri(images.test_images[number]),
+                float(certainty[index]),
+                as_data_uri(images.test_images[index]),
             )
         )
-    if not run.mistakes:
-        run.no_mistakes = "There are none."
-
-
-@torch.inference_mode()
-def all_probabilities(model: torch.nn.Module, images: torch.Tensor) -> torch.Tensor:
-    """[N, classes] of uint8 [N, 28, 28]."""
-    return torch.cat([model(batch).softmax(1) for batch in images.split(BATCH)])
 
 
 def as_data_uri(image: torch.Tensor) -> str:
-    """uint8 [28, 28] as a PNG within the page."""
+    """Return uint8 [28, 28] as a PNG within the page."""
     written = io.BytesIO()
     PIL.Image.fromarray(image.numpy()).save(written, format="PNG", optimize=True)
     return f"data:image/png;base64,{base64.b64encode(written.getvalue()).decode()}"
 
 
-# --- The page
-
-
-def page_of(runs: Sequence[ReportedRun], figures: dict[str, Any]) -> str:
-    """The HTML."""
-    svgs = [plots.as_svg(figure, key.replace("_", "-")) for key, figure in figures.items()]
-    return templates.render("report.html", runs=runs, curves=svgs, rows=side_by_side(runs))
+def render_page(runs: Sequence[ReportedRun], curves: dict[str, str]) -> str:
+    """Return the HTML; `curves` are <svg> elements by title."""
+    return render("report.html", runs=runs, curves=curves, rows=side_by_side(runs))
 
 
 def side_by_side(runs: Sequence[ReportedRun]) -> list[tuple[str, list[str], bool]]:
-    """Name, value of each run, and whether they differ: the result, then every setting."""
+    """Return name, value of each run, and whether they differ: the result, then every setting."""
     columns = []
     for run in runs:
-        s, config = run.summary, run.config
         column = {"state": run.status["state"]}
-        if s:
-            column |= {
-                "test accuracy": f"{s['test_accuracy']:.4f}",
-                "wrong": f"{run.wrong:,} of {s['test_count']:,}",
-                "test loss": f"{s['test_loss']:.4f}",
-                "validation accuracy": shown(s["val_accuracy"]),
-                "training": f"{s['train_seconds']:.1f} s",
-                "in all": f"{s['total_seconds']:.1f} s",
-                "speed": f"{s['images_per_second']:,.0f} images/s",
-                "epochs, steps": f"{s['epochs']}, {s['steps']:,}",
-                "resumed after step": ", ".join(map(str, s["resumed_from"])) or "never",
-                "processes": str(s["world_size"]),
-                "machines": str(s["num_machines"]),
-                "device": s["device"],
-                "backend": s["backend"],
-                "precision": s["precision"],
-                "data": f"{s['dataset']['name']} ({s['dataset']['source']})",
-                "digest": s["dataset"]["digest"][:16],
-                "commit": s["git"] or "unknown",
-            }
-            column |= {name: str(value) for name, value in s["machine"].items()} | s["versions"]
-        for group in ("run", "recipe", "distribution"):
-            for name, value in config[group].items():
-                column[f"--{name.replace('_', '-')}"] = shown(value)
+        for name, value in run.summary.items() if run.finished else ():
+            inner = value if isinstance(value, dict) else {"": value}
+            if name not in NOT_IN_A_ROW:
+                column |= {f"{name} {key}".strip(): shown(each) for key, each in inner.items()}
+        for flags in (run.config[group] for group in ("run", "recipe", "distribution")):
+            column |= {f"--{name.replace('_', '-')}": shown(flags[name]) for name in flags}
         columns.append(column)
-    names = list(dict.fromkeys(name for column in columns for name in column))
+    names = dict.fromkeys(name for column in columns for name in column)
     rows = [(name, [column.get(name, "") for column in columns]) for name in names]
     return [(name, values, len(set(values)) > 1) for name, values in rows]
 
 
 def shown(value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(str, value)) or "none"
     if value is None:
         return "not given"
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    return str(value)
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

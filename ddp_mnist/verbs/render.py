@@ -1,0 +1,31 @@
+"""Texts with places for figures: the report's page and the model card."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from ddp_mnist.errors import printable
+
+
+def markdown(text: str) -> str:
+    """Return text that Markdown and its HTML show as it is: names come from who made the data."""
+    return re.sub(r"([\\`*_{}\[\]<>()#+!|&~$-])", r"\\\1", printable(text))
+
+
+ENVIRONMENT = jinja2.Environment(
+    loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
+    autoescape=jinja2.select_autoescape(["html"]),
+    undefined=jinja2.StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+ENVIRONMENT.filters |= {"markdown": markdown, "thousands": "{:,}".format}
+
+
+def render(template: str, **facts: Any) -> str:
+    """Return a file of templates/ with `facts` in it; in HTML they are escaped."""
+    return ENVIRONMENT.get_template(template).render(**facts)
