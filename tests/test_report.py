@@ -238,7 +238,7 @@ def test_without_the_images_the_page_says_so(elsewhere: bool, folder: Path, tmp_
         run.summary["dataset"]["digest"] = "0"
     report.find_mistakes(run, folder / "first")
     assert run.mistakes == []
-    assert run.no_mistakes == "The run's test images are not in the cache of this machine."
+    assert run.no_mistakes == "The test images are not in the cache of this machine."
 
 
 def test_what_is_no_run_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,8 +22,8 @@ CURVES = {  # titles of what metrics.jsonl has for some of a run's steps
     "images_per_second": "Speed (images/s, all processes)",
 }
 
-# Okabe and Ito, 2008, two of them darker: each has a contrast of 3 to a light and to a dark page.
-SERIES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#a87400", "#7a7de0")
+# After Okabe and Ito, 2008; each has a contrast of 3 or more to a light and to a dark page.
+SERIES = ("#1f83c4", "#d55e00", "#009e73", "#cc79a7", "#a87400", "#7a7de0")
 DASHES = ("-", "--", "-.", ":")
 GREY = "#808080"  # reads on a light page and on a dark one too
 

@@ -169,7 +169,7 @@ def find_mistakes(
         run.no_mistakes = str(error)
         return
     if images is None or images.digest != run.summary["dataset"]["digest"]:
-        run.no_mistakes = "The run's test images are not in the cache of this machine."
+        run.no_mistakes = "The test images are not in the cache of this machine."
         return
     logits = torch.cat([trained.model(batch) for batch in images.test_images.split(BATCH)])
     probabilities = logits.softmax(1)
