@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -75,10 +76,6 @@ def same(a: ImageData, b: ImageData) -> bool:
     )
 
 
-def no_read(_: Source) -> Decoded:
-    raise AssertionError("it was read again")
-
-
 def test_the_first_time_it_is_read_and_then_cached(
     folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,7 +94,7 @@ def test_the_first_time_it_is_read_and_then_cached(
         "test_rows": TEST,
     }
     before = cached_file(cache).stat()
-    monkeypatch.setattr(Source, "read", no_read)
+    monkeypatch.setattr(Source, "read", Mock(side_effect=AssertionError))
     second = load(folder, cache)
     assert cached_file(cache).stat() == before
     assert same(images, second)
@@ -229,7 +226,7 @@ def test_a_clone_with_another_decoder_shares_the_folder_and_not_the_file(
     assert len(list(cache.glob("*.safetensors"))) == 2
     assert mine.read_bytes() == before
     with monkeypatch.context() as cached_only:
-        cached_only.setattr(Source, "read", no_read)
+        cached_only.setattr(Source, "read", Mock(side_effect=AssertionError))
         assert load(folder, cache).warnings == []  # it is read as it was left
     load(folder, cache, refresh=True)
     assert cached_file(cache) == mine  # `prepare --refresh` removed what the other one made
@@ -248,29 +245,22 @@ def test_fault_28_auto_falls_back_for_a_lack_of_data_only(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A full disk would stop the digits as well, and silently training on them is no help."""
-
-    def failing(error: Exception) -> Callable[[Source], Decoded]:
-        def read(_: Source) -> Decoded:
-            raise error
-
-        return read
-
-    monkeypatch.setattr(Source, "read", failing(DataError("no data; do this; or that")))
-    name, [why, what] = choose("auto", str(cache))
-    assert (name, why) == ("digits", "MNIST could not be had: no data")
-    assert what == "INSTEAD OF MNIST, this is a run on the 1,797 digits built into scikit-learn"
-    monkeypatch.setattr(Source, "read", failing(StorageError("no space; clear some")))
-    with pytest.raises(StorageError):
-        choose("auto", str(cache))
-
-    labels = np.asarray(LABELS[:TEST])
-    small = {"train": PIXELS[:TEST], "test": PIXELS[:TEST]}
+    labels, small = np.asarray(LABELS[:TEST]), dict.fromkeys(("train", "test"), PIXELS[:TEST])
     decoded = Decoded(small, dict.fromkeys(small, labels), list("0123"))
-    monkeypatch.setattr(Source, "read", lambda _: decoded)
+    read = Mock(return_value=decoded)
+    monkeypatch.setattr(Source, "read", read)
     assert choose("auto", str(cache)) == ("mnist", [])
     file = cached_file(cache)
     file.write_bytes(b"")
     assert choose("auto", str(cache)) == ("mnist", built_again(file))
+    file.unlink()
+    read.side_effect = DataError("no data; do this; or that")
+    name, [why, what] = choose("auto", str(cache))
+    assert (name, why) == ("digits", "MNIST could not be had: no data")
+    assert what == "INSTEAD OF MNIST, this is a run on the 1,797 digits built into scikit-learn"
+    read.side_effect = StorageError("no space; clear some")
+    with pytest.raises(StorageError):
+        choose("auto", str(cache))
 
 
 # --- Where the cache lies
@@ -434,23 +424,21 @@ def numbered(train: int, test: int = 3) -> ImageData:
 
 
 @pytest.mark.parametrize(("rows", "val_size"), [(1437, 287), (10, 0), (10, 10), (60_000, 5_000)])
-def test_split_holds_validation_rows_out(rows: int, val_size: int) -> None:
-    train, validation, test = split_images(numbered(rows), val_size)
-    assert (len(train), len(validation), len(test)) == (rows - val_size, val_size, 3)
-    taken = [part.rows.tolist() for part in (train, validation)]
-    assert sorted(chain(*taken)) == list(range(rows))
-    assert train.rows.dtype == validation.rows.dtype == torch.int64
-    assert test.rows.tolist() == [0, 1, 2]
-    assert test.labels.tolist() == [0, 1, 2]
-
-
-def test_split_is_the_same_for_every_seed_and_run() -> None:
+def test_validation_rows_are_held_out_the_same_for_every_seed(rows: int, val_size: int) -> None:
     splits = []
     for seed in (0, 1):
         torch.manual_seed(seed)
-        splits.append([part.rows.tolist() for part in split_images(numbered(100), 20)])
+        train, validation, test = split_images(numbered(rows), val_size)
+        splits.append([train.rows.tolist(), validation.rows.tolist()])
+        assert (len(train), len(validation), len(test)) == (rows - val_size, val_size, 3)
+        assert train.rows.dtype == validation.rows.dtype == torch.int64
+        assert test.rows.tolist() == test.labels.tolist() == [0, 1, 2]
     assert splits[0] == splits[1]
-    assert splits[0][1][:5] == [47, 40, 46, 34, 69]  # of every version of torch
+    assert sorted(chain(*splits[0])) == list(range(rows))
+
+
+def test_the_held_out_rows_are_those_of_every_version_of_torch() -> None:
+    assert split_images(numbered(100), 20)[1].rows[:5].tolist() == [47, 40, 46, 34, 69]
 
 
 @pytest.fixture
@@ -532,7 +520,8 @@ def test_parts_split_a_step_and_first_step_skips_what_came_before(parts: int) ->
         assert indices_of(batches, 2, first_step) == pieces[first_step * parts :]
 
 
-def test_the_train_loader_gives_what_the_sampler_says(rows: Rows) -> None:
+def test_loaders_give_the_sampler_s_batches_or_all_rows_in_order(rows: Rows) -> None:
+    before = torch.get_rng_state()
     batches = GlobalBatches(len(rows), 6, seed=0)
     expected = indices_of(batches, 4, first_step=1)
     batches_read = list(train_loader(rows, batches))
@@ -541,20 +530,8 @@ def test_the_train_loader_gives_what_the_sampler_says(rows: Rows) -> None:
         assert images.shape == (6, 28, 28)
         assert labels.tolist() == [139 - 2 * index for index in indices.tolist()]
 
-
-def test_the_eval_loader_gives_all_rows_in_order(rows: Rows) -> None:
     _, labels, indices = zip(*eval_loader(rows, 6), strict=True)
     assert [len(part) for part in labels] == [6, 6, 6, 2]
     assert torch.cat(indices).tolist() == list(range(20))
     assert torch.cat(labels).tolist() == list(range(139, 100, -2))
-
-
-def test_loaders_take_nothing_from_the_global_generator(rows: Rows) -> None:
-    before = torch.get_rng_state()
-    split_images(numbered(100), 10)
-    batches = GlobalBatches(len(rows), 6, seed=0)
-    for epoch in range(2):
-        batches.begin(epoch)
-        list(train_loader(rows, batches))
-        list(eval_loader(rows, 6))
-    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(torch.get_rng_state(), before)  # nothing from the global generator

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import resource
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import PIL.Image
@@ -23,7 +22,6 @@ from ddp_mnist.data.decode import (
     decoder_digest,
 )
 from ddp_mnist.verbs.predict import as_mnist, as_trained
-from tests.test_sources import write_idx
 
 MEGAPIXELS = 12
 MODES = ("L", "LA", "RGB", "RGBA", "P", "1", "CMYK", "YCbCr", "HSV", "I", "I;16", "PA")
@@ -97,15 +95,11 @@ def digits() -> np.ndarray:
 
 
 def preparation_of(
-    train: np.ndarray,
-    test: np.ndarray | None = None,
-    *,
-    classes: list[str] = DIGITS,
-    as_stored: bool = True,
+    train: np.ndarray, test: np.ndarray | None = None, classes: list[str] = DIGITS
 ) -> Preparation:
-    images = {"train": train, "test": train if test is None else test}
-    labels = {split: np.zeros(len(rows), dtype=np.int64) for split, rows in images.items()}
-    return Decoded(images, labels, classes, [], as_stored).preparation()
+    return Decoded(
+        {"train": train, "test": train if test is None else test}, {}, classes
+    ).preparation()
 
 
 def drawn_to_the_border() -> np.ndarray:
@@ -125,7 +119,8 @@ def test_digits_as_mnist_stores_them_are_known_by_facts() -> None:
     for other in (
         preparation_of(images, classes=list("abcdefghij")),  # letters may be drawn so too
         preparation_of(images, classes=[*DIGITS, "none"]),
-        preparation_of(images, as_stored=False),  # photos of 96x96, say
+        # photos of 96x96, say
+        Decoded({"train": images}, {}, DIGITS, as_stored=False).preparation(),
     ):
         assert (other.bright_on_black, other.digit_photos) == (True, False)
     for train, test in [
@@ -138,20 +133,6 @@ def test_digits_as_mnist_stores_them_are_known_by_facts() -> None:
     ]:
         other = preparation_of(train, test)
         assert (other.bright_on_black, other.digit_photos) == (False, False)
-
-
-def test_idx_files_have_no_names_and_are_distinguished_all_the_same(tmp_path: Path) -> None:
-    for name, images, expected in [
-        ("digits", digits(), True),
-        ("clothes", drawn_to_the_border(), False),
-        ("dark", 255 - digits(), False),
-    ]:
-        rows: Any = {f"{split}_images": images[:40] for split in ("train", "test")}
-        rows |= {f"{split}_labels": np.arange(40) % 10 for split in ("train", "test")}
-        folder = write_idx(tmp_path / name, **rows)
-        loaded = cache.load(str(folder), str(tmp_path / "cache"))
-        assert loaded.classes == DIGITS
-        assert loaded.preparation.digit_photos is expected
 
 
 def test_mnist_and_the_digits_are_of_that_kind(mnist: Path) -> None:

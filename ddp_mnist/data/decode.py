@@ -193,13 +193,11 @@ def _decode_labels(
     classes = classes or declared or _classes_of(values, where)
     if len(classes) > MAX_CLASSES:
         raise DataError(f"{where}: {len(classes)} classes; give at most {MAX_CLASSES}")
-    words = isinstance(values[0], str)
+    words, last = isinstance(values[0], str), len(classes) - 1
     index_of = {name if words else index: index for index, name in enumerate(classes)}
     for row, value in enumerate(values):
         if value not in index_of:
-            legal = (
-                "a word that train has" if words else f"a whole number from 0 to {len(classes) - 1}"
-            )
+            legal = "a word that train has" if words else f"a whole number from 0 to {last}"
             raise DataError(f"{where}: row {row} has label {value}; give {legal}")
     return np.asarray([index_of[value] for value in values], dtype=np.int64), list(classes)
 
