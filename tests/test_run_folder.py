@@ -148,14 +148,14 @@ def test_a_folder_called_latest_stays_and_ends_no_run(
 def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
-    for make, told in (
+    for make, line in (
         (lambda: create(file / "run"), f"{file}/run: cannot be written \\(Not a directory\\); "),
         (lambda: create(file), f"{file}: cannot be written \\(File exists\\); "),
         (lambda: create(None, "digits", file), f"{file}: cannot be written"),
         (lambda: create(tmp_path / ("x" * 300)), f"{tmp_path}/xxx.*File name too long"),
         (lambda: reserve("digits", file), f"{file}: cannot be written"),
     ):
-        with pytest.raises(StorageError, match=f"^{told}.*another --run-dir") as refused:
+        with pytest.raises(StorageError, match=f"^{line}.*another --run-dir") as refused:
             make()
         assert refused.value.code == 5
     assert names(tmp_path) == ["file"]
@@ -173,17 +173,6 @@ def test_fault_06_a_folder_that_is_read_only_is_noticed_before_training(
 
 
 # --- Folders that hold something
-
-
-def test_fault_14_a_folder_that_holds_a_run_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "status.json").write_text("{}")
-    with pytest.raises(
-        UsageError, match=f"--run-dir {tmp_path}: holds a run .*--resume"
-    ) as refused:
-        create(tmp_path)
-    assert refused.value.code == 2
-    assert names(tmp_path) == ["status.json"]  # and no lock
-    assert (tmp_path / "status.json").read_text() == "{}"
 
 
 def test_fault_14_of_runs_that_begin_at_once_in_one_folder_one_goes_on(tmp_path: Path) -> None:
@@ -208,27 +197,30 @@ def test_files_of_another_program_are_not_written_over(
     assert names(tmp_path) == [name]
 
 
-def test_a_run_that_saved_nothing_can_begin_again(
+def test_fault_14_a_folder_that_holds_a_run_is_refused_unless_it_saved_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    killed = RunFolder()
-    killed.create(None, "digits")
-    killed.append_metrics(25, {"loss": 0.5})
-    killed.status(phase="training", step=30)
-    killed.release()
     path = Path("runs/digits-001")
+    with contextlib.suppress(KeyboardInterrupt), RunFolder() as stopped:
+        stopped.create(None, "digits")
+        stopped.append_metrics(25, {"loss": 0.5})
+        stopped.status(phase="training", step=30)
+        raise KeyboardInterrupt
     (path / "notes.txt").write_text("mine")
-    with pytest.raises(UsageError, match="holds a run already"):
+    refusal = f"^--run-dir {path}: holds a run already; .*--resume {path}$"
+    with pytest.raises(UsageError, match=refusal) as refused:
         create(path)
+    assert refused.value.code == 2
     assert read_json(path / "status.json")["step"] == 30
+    assert names(path) == ["metrics.jsonl", "notes.txt", "status.json"]  # and no lock
     assert create("runs/latest", begin_again=True) == path  # where the link leads
     assert read_json(path / "status.json") == FRESH
     assert (path / "metrics.jsonl").read_bytes() == b""
     assert names(path) == ["metrics.jsonl", "notes.txt", "status.json"]
     (path / "checkpoints").mkdir()
     (path / "checkpoints" / "step-00000030.pt").touch()
-    with pytest.raises(UsageError, match="holds a run already"):
+    with pytest.raises(UsageError, match=refusal):
         create(path, begin_again=True)
 
 

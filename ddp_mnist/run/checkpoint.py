@@ -27,15 +27,10 @@ class Damaged(Exception):
 
 
 def save(run: Path, step: int, content: dict[str, Any], keep: int) -> None:
-    """Write the checkpoint of a step, then remove all but the `keep` newest.
+    """Write the checkpoint of an optimizer step, then remove all but the `keep` newest.
 
-    The file and its folder are on the disk before an older one goes.
-
-    Args:
-        run: the run folder.
-        step: optimizer steps taken.
-        content: tensors, numbers, texts, None, and lists and dicts of these.
-        keep: how many stay.
+    The file and its folder are on the disk before an older one goes. The content may hold tensors,
+    numbers, texts, None, and lists and dicts of these.
 
     Raises:
         StorageError: it cannot be written; the older ones are as they were.

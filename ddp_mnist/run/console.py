@@ -21,10 +21,7 @@ class Console:
 
     On a terminal progress is a bar below the lines, elsewhere a line now and then: what goes to a
     file or a pipe has no control characters. As a context manager it removes the bar at the end.
-
-    Args:
-        verbose: whether anything is printed; becomes False once stdout cannot be written.
-        must_arrive: whether a line that cannot be written is an error. A training goes on.
+    A line that cannot be written is an error if it `must_arrive`; a training goes on, silent.
     """
 
     def __init__(self, verbose: bool, *, must_arrive: bool = True) -> None:
@@ -42,10 +39,7 @@ class Console:
             self._bar = None
 
     def print(self, line: str) -> None:
-        """Print a line. Raises StorageError, e.g. if the disk is full, where it must arrive.
-
-        A reader that went away (`| head -1`) is no error: nothing is printed from then on.
-        """
+        """Print a line. Raises StorageError, but not if the reader went away (`| head -1`)."""
         if not self.verbose:
             return
         self._last = time.monotonic()
@@ -56,12 +50,7 @@ class Console:
                 print(line)
 
     def progress(self, done: float, line: str) -> None:
-        """Show how far the run is.
-
-        Args:
-            done: share of all there is to do, 0 to 1.
-            line: for people, in 70 columns.
-        """
+        """Show the share that is done, 0 to 1, and what a line of 70 columns says of it."""
         if not self.verbose:
             return
         if not sys.stdout.isatty():

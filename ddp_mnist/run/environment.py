@@ -31,11 +31,7 @@ def code_digest() -> str:
 
 
 def git_commit() -> str | None:
-    """Return the commit of the checkout that this package runs from, with + if it was changed.
-
-    Returns:
-        None where there is no git, or the package is not part of the checkout around it.
-    """
+    """Return the commit of the checkout that this package is part of, + if changed; or None."""
     here = Path(__file__)
     tracked = ["ls-files", "--error-unmatch", here.name]  # .venv may lie in another checkout
     describe = ["describe", "--always", "--dirty=+", "--abbrev=40", "--exclude=*"]

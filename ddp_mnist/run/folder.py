@@ -80,8 +80,6 @@ class RunFolder:
     ) -> None:
         """Make and open `run_dir`, or else runs/<dataset>-<NNN> with the next free number.
 
-        To `begin_again` in the folder of a run that saved nothing is allowed.
-
         Raises:
             UsageError: the folder holds a run already, or another program's files.
             StorageError: it cannot be made or written.
@@ -199,9 +197,9 @@ def _point_latest_to(path: Path) -> None:
 
 
 def _refuse_what_is_there(path: Path, begin_again: bool) -> None:
-    """Raise UsageError if the folder holds a run, or another program's files with a run's names.
+    """Raise UsageError if the folder holds another program's files or a run.
 
-    To begin again is right if the run saved nothing.
+    To `begin_again` in the folder of a run that saved nothing is no error.
     """
     if not (path / STATUS).exists():  # it is a run's first file: the others are not a run's
         names = (CONFIG, METRICS, MODEL, SUMMARY, CHECKPOINTS)
@@ -238,10 +236,8 @@ def without_link(path: Path) -> Path:
 
 
 def in_use(path: Path) -> bool:
-    """Return whether a process is writing this run folder; True if that cannot be found out.
-
-    Nothing is written, and the lock's file opened for reading only: it may be another user's.
-    """
+    """Return whether a process is writing this run folder; True if that cannot be found out."""
+    # The lock's file may be another user's: it is opened for reading, and nothing is written.
     try:
         with open(path / LOCK, "rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -104,11 +104,7 @@ def refuse_long_profile(steps: int, per_epoch: int) -> None:
 def first_traced(steps: int, done: int, per_epoch: int, total: int) -> int | None:
     """Return the step after which `steps` of one epoch follow: the first warm one, else the last.
 
-    Args:
-        steps: how many to trace.
-        done: steps that the run has taken; the next one is slow, and not traced.
-        per_epoch: steps of an epoch.
-        total: steps of the run.
+    The run has taken `done` of its `total` steps; the next one is slow, and not traced.
     """
     near = min(total - steps, done + WARM_UP + 2 * per_epoch)
     fits = [
@@ -124,10 +120,6 @@ def own_times(entries: Any, on_gpu: bool) -> list[tuple[float, str, int]]:
     On a GPU its kernels alone count: the profiler gives what called them the same time, and a
     range that somebody named that of all kernels in it. gloo works in threads of its own, of which
     the profiler knows the whole time only.
-
-    Args:
-        entries: averages of the profiler, one per name.
-        on_gpu: whether to return the GPU's time instead of the CPU's.
     """
     times = []
     for entry in entries:
@@ -144,12 +136,9 @@ def own_times(entries: Any, on_gpu: bool) -> list[tuple[float, str, int]]:
 
 
 def table(times: list[tuple[float, str, int]], steps: int, seconds: float) -> str:
-    """Return the largest own times, and the share of communication, in 80 columns.
+    """Return the largest own times of steps that took `seconds`, in 80 columns.
 
-    Args:
-        times: what `own_times` returned.
-        steps: how many they are of.
-        seconds: that these took by the clock.
+    The last line is the share of communication.
     """
 
     def row(name: str, calls: str, time_us: float) -> str:

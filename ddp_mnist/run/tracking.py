@@ -1,8 +1,7 @@
 """The trackers that --trackers names: what Accelerate logs to, beside metrics.jsonl.
 
-One process has them, the one that has the run folder. A tracker that raises an error, as when its
-server is gone, is left out from there on; a training does not end for that. One that takes its time
-over each number holds up the steps.
+Only the process that has the run folder has them. One that raises an error, as when its server is
+gone, is left out from there on, and the training goes on; one that is slow holds up the steps.
 """
 
 from __future__ import annotations
@@ -50,23 +49,19 @@ def named(trackers: str | None) -> list[str]:
 def tracked(
     config: ResolvedConfig, folder: RunFolder, world: World, console: Console
 ) -> Iterator[None]:
-    """Log to the trackers too what the block logs to the folder.
-
-    Raises:
-        UsageError: one cannot be started.
-    """
+    """Log to the trackers too what the block logs. Raises UsageError if one cannot be started."""
     names = named(config.run.trackers) if folder.path else []
     if folder.path is None or not names:
         yield
         return
-    accelerator, place = world.accelerator, str(folder.path / FOLDER)
+    accelerator, place, run_name = world.accelerator, str(folder.path / FOLDER), folder.path.name
     accelerator.project_configuration.set_directories(place)
     accelerator.log_with = filter_trackers(names, place)
     options = {
         "tensorboard": {"purge_step": folder.step + 1},  # steps that are done again
-        "wandb": {"name": folder.path.name, "dir": place},
-        "mlflow": {"run_name": folder.path.name},
-        "trackio": {"name": folder.path.name},
+        "wandb": {"name": run_name, "dir": place},
+        "mlflow": {"run_name": run_name},
+        "trackio": {"name": run_name},
     }
     settings = dataclasses.asdict(config.recipe) | {
         "seed": config.run.seed,
