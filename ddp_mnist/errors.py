@@ -93,7 +93,7 @@ def printable(text: str) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """Return in one short line what the system or a library says of it.
+    """Return in one short line why something failed, as the system or a library puts it.
 
     The text of NCCL's errors begins with where it happened; its reason stands behind `Last error:`.
     """

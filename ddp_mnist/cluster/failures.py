@@ -17,7 +17,7 @@ from ddp_mnist.cluster import nccl
 from ddp_mnist.cluster.store import Store
 from ddp_mnist.errors import DdpMnistError, FailedElsewhere, PeerError, UsageError, reason
 
-# gloo, NCCL and the store raise RuntimeErrors that only their texts tell apart.
+# gloo, NCCL and the store raise RuntimeErrors that differ in their texts alone.
 LOST_CONNECTION = ("connection", "timed out", "timeout", "socket", "broken pipe")
 
 
@@ -104,7 +104,7 @@ def as_expected(store: Store, error: BaseException) -> BaseException:
     if "invalid usage" in text:
         return UsageError(
             f"--backend nccl: {why}; give each process a GPU of its own, or share one with"
-            " --backend gloo; NCCL_DEBUG=WARN tells more"
+            " --backend gloo; NCCL_DEBUG=WARN shows more"
         )
     store.request_liveness()  # before the end, which may take seconds over NCCL
     end_group()  # closes this rank's connections too: who waits for this one would look lost
@@ -112,7 +112,7 @@ def as_expected(store: Store, error: BaseException) -> BaseException:
     all_there = not lost and not store.unreachable
     if from_nccl and all_there and not any(sign in why.lower() for sign in LOST_CONNECTION):
         return UsageError(
-            f"--backend nccl: {why}; see what NCCL_DEBUG=WARN tells, or use --backend gloo"
+            f"--backend nccl: {why}; see what NCCL_DEBUG=WARN shows, or use --backend gloo"
         )
     who = f"rank {', '.join(map(str, lost))}" if lost else "another rank"
     if store.unreachable and store.served_by_launcher:

@@ -103,10 +103,9 @@ def cpu_quota() -> float:
     allowed = float("inf")
     for group in control_groups("cpu"):
         for files in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):  # v2, v1
-            with contextlib.suppress(OSError, ValueError):  # ValueError: the quota is "max"
-                text = " ".join((group / file).read_text() for file in files)
-                most, period = map(int, text.split())
-                allowed = min(allowed, most / period) if most > 0 else allowed
+            if limit := numbers(group, *files):
+                quota, period = limit
+                allowed = min(allowed, quota / period) if quota > 0 else allowed
     return allowed
 
 
@@ -114,21 +113,28 @@ def free_memory() -> float:
     """Return the free bytes of the machine, as far as its control groups allow."""
     free = float(psutil.virtual_memory().available)
     for group in control_groups("memory"):
-        for limit, usage in (
+        for files in (
             ("memory.max", "memory.current"),
             ("memory.limit_in_bytes", "memory.usage_in_bytes"),
         ):
-            with contextlib.suppress(OSError, ValueError):  # ValueError: the limit is "max"
-                most, used = (int((group / file).read_text()) for file in (limit, usage))
+            if limit := numbers(group, *files):
+                most, used = limit
                 free = min(free, most - used + reclaimable(group))
     return free
 
 
+def numbers(group: Path, *files: str) -> list[int]:
+    """Return the numbers in files of a group; [] if one is not there, or is "max"."""
+    with contextlib.suppress(OSError, ValueError):
+        return [int(word) for file in files for word in (group / file).read_text().split()]
+    return []
+
+
 def reclaimable(group: Path) -> int:
     """Return the bytes of files that the group has read, which count as used but can be freed."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        numbers = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        return int(numbers.get("total_inactive_file") or numbers["inactive_file"])
+    with contextlib.suppress(OSError, ValueError, LookupError):
+        sizes = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        return int(sizes.get("total_inactive_file") or sizes["inactive_file"])
     return 0
 
 

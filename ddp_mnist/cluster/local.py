@@ -52,18 +52,6 @@ def backend_among(processes: int) -> str:
     return "gloo" if 0 < gpus() < processes else "auto"
 
 
-def launcher_variables(rank: int, size: int, port: int) -> dict[str, str]:
-    """Return what torchrun sets for a worker, but for the store of its agent."""
-    return {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(size),
-        "LOCAL_RANK": str(rank),
-        "LOCAL_WORLD_SIZE": str(size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
-
-
 class LocalWorld:
     """`size` processes that each run one function.
 
@@ -82,11 +70,15 @@ class LocalWorld:
         folder: Path,
         variables: dict[str, str] | None = None,
     ) -> None:
-        port = free_port()
+        shared = {"OMP_NUM_THREADS": "1"}
+        if size > 1:  # what torchrun sets, but for the store of its agent
+            shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+            shared |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
+        shared |= variables or {}
         self.pipes, self.processes = [], []
         for rank in range(size):
-            mine = launcher_variables(rank, size, port) if size > 1 else {}
-            mine |= {"OMP_NUM_THREADS": "1", **(variables or {})}
+            mine = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if size > 1 else {}
+            mine |= shared
             ours, theirs = FORKSERVER.Pipe(duplex=False)
             process = FORKSERVER.Process(
                 target=_member, args=(theirs, function, mine, str(folder), args), daemon=True

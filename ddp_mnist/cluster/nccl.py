@@ -110,7 +110,7 @@ def error_of_the_group() -> str:
     """Return what torch's watchdog saw, ten times a second: SUCCESS, COMM_ERROR or TIMEOUT.
 
     It ends the process a minute later (4 x TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC). A backend that
-    is wrapped for debugging does not tell.
+    is wrapped for debugging does not know it.
     """
     assert dist.group.WORLD
     with contextlib.suppress(RuntimeError):

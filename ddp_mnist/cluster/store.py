@@ -1,4 +1,4 @@
-"""What the processes tell each other outside of collectives: JSON, by key, in one small store.
+"""The store through which processes exchange JSON, by key, outside of collectives.
 
 It is torch.distributed's TCPStore at the main address, served by rank 0 or by the launcher's agent.
 It listens on all interfaces without authentication, so the main port belongs on a private network.

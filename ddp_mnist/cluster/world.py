@@ -72,7 +72,7 @@ class World:
 
     Attributes:
         accelerator: prepared for this device, precision and world size.
-        store: what the ranks tell each other outside of collectives.
+        store: through which the ranks exchange JSON outside of collectives.
         backend: nccl, gloo, or none for a process on its own.
         precision: the one in effect: no, fp16, bf16 or fp64.
         num_machines: how many hosts take part.
