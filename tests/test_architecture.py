@@ -123,7 +123,6 @@ def test_no_circle_between_files() -> None:
         pytest.fail(" -> ".join(error.args[1]))
 
 
-@pytest.mark.xfail(strict=True, reason="doctor.machine does")
 def test_only_the_cluster_opens_sockets() -> None:
     allowed = ("ddp_mnist.cluster.", "ddp_mnist.doctor.preflight")
     users = [name for name, tree in files().items() if "socket" in names_in(tree)]

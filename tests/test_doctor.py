@@ -24,7 +24,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from ddp_mnist import cli, train
 from ddp_mnist.cluster import hardware
@@ -39,6 +38,7 @@ from ddp_mnist.doctor.compare import against
 from ddp_mnist.doctor.machine import Options
 from ddp_mnist.errors import PeerError
 from ddp_mnist.verify.results import FAIL, PASS, WARN, CheckResult, failed, passed, warned, worst
+from ddp_mnist.verify.watch import leave_out_last_parameter
 
 Patch = pytest.MonkeyPatch
 Found = dict[str, list[CheckResult]]
@@ -65,14 +65,14 @@ def wrong_product(
 
 
 def raise_(error: Exception) -> Callable[..., Any]:
-    def function(*_: Any) -> Any:
+    def function(*_: Any, **__: Any) -> Any:
         raise error
 
     return function
 
 
 def always(value: Any) -> Callable[..., Any]:
-    return lambda *_: value
+    return lambda *_, **__: value
 
 
 LABELLED = {"eth9:vip": [SimpleNamespace(family=socket.AF_INET, address="192.0.2.8")]}
@@ -124,7 +124,7 @@ MACHINE_FAULTS: list[tuple[dict[str, Any], Any, str, str, str]] = [
     ({}, machine.cache_folder, FAIL, "cannot be written (Not a dir", "--cache-dir"),
     ({}, machine.run_folder, FAIL, "cannot be written (Not a dir", "--run-dir"),
     (NO_HUB, machine.data_set, WARN, "Hub cannot be reached (no route to", "HF_ENDPOINT"),
-    (HOST_NAME, machine.host_name, WARN, "is 127.0.1.1: other ma", "GLOO_SOCKET_IFNAME=eth7"),
+    (HOST_NAME, machine.host_name, WARN, " is 127.0.1.1", "GLOO_SOCKET_IFNAME=eth7"),
     (
         {"socket.getaddrinfo": NAMELESS},
         *(machine.host_name, WARN, "has no address", "/etc/hosts"),
@@ -255,8 +255,7 @@ def damaged(payload: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 def unsynchronised(*arguments: Any, build: Any = train.build_model) -> nn.Module:
     """Return a net whose last parameter DDP does not synchronise."""
     net = build(*arguments)
-    last = [name for name, _ in net.named_parameters()][-1]
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, [last])
+    leave_out_last_parameter(net)
     return net
 
 

@@ -45,14 +45,30 @@ def own_addresses() -> set[str]:
     return {address for _, address in _interfaces() if not is_loopback(address)}
 
 
+def addresses_of(host: str) -> list[str]:
+    """Return the addresses that `host` stands for. Raise OSError or UnicodeError without any."""
+    found = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
+    return sorted({_plain(str(place[0])) for *_, place in found})
+
+
+def interfaces_up() -> dict[str, str]:
+    """Return the interfaces that lead to other machines, each with one of its addresses."""
+    states = psutil.net_if_stats()
+    up = {name for name, state in states.items() if state.isup}
+    return {
+        name: address
+        for name, address in reversed(list(_interfaces()))
+        if name.partition(":")[0] in up and not is_loopback(address)  # eth0:vip is a label of eth0
+    }
+
+
 def is_own(host: str) -> bool:
     """Return whether an address of `host` is one of this machine's; True if it has none at all."""
     try:
-        found = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
+        addresses = addresses_of(host)
     except (OSError, UnicodeError):
         return True
-    addresses = {_plain(str(place[0])) for *_, place in found}
-    return any(map(is_loopback, addresses)) or not addresses.isdisjoint(own_addresses())
+    return any(map(is_loopback, addresses)) or not own_addresses().isdisjoint(addresses)
 
 
 def _interfaces() -> Iterator[tuple[str, str]]:

@@ -7,10 +7,8 @@ launcher on one or more machines, what they are together.
 from __future__ import annotations
 
 import json
-import platform
 from collections.abc import Sequence
-from dataclasses import asdict, replace
-from datetime import date
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +25,9 @@ from ddp_mnist.doctor.machine import Options, check_machine
 from ddp_mnist.doctor.preflight import check_node, pass_on
 from ddp_mnist.errors import CheckFailed, DdpMnistError, FailedElsewhere
 from ddp_mnist.run.console import Console, tell
-from ddp_mnist.run.environment import package_versions
 from ddp_mnist.run.outputs import check_place, save_json
 from ddp_mnist.verify.results import CheckResult, failed, failure_summary, from_error, worst
+from ddp_mnist.verify.results import describe as results_as_json
 
 START_S = 120  # to start processes and check them once
 
@@ -133,11 +131,5 @@ def as_member(flags: Distribution, options: Options, verbose: bool) -> list[Chec
 
 def describe(results: Sequence[CheckResult], processes: int) -> dict[str, Any]:
     """Return what --json prints and --save writes."""
-    return {
-        "verdict": worst(results),
-        "date": date.today().isoformat(),
-        "processes": processes,
-        "findings": [asdict(result) for result in results],
-        "machine": {"host": platform.node(), **hardware.describe()},
-        "versions": package_versions(),
-    }
+    found = {"verdict": worst(results), "processes": processes}
+    return {**found, **results_as_json(results, "findings")}

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ddp_mnist.errors import UsageError
+from ddp_mnist.errors import UsageError, reason
 from ddp_mnist.verify.results import WARN, CheckResult, failed, passed, warned
 
 LOAD = "load"  # the check of what other programs hold
@@ -78,6 +78,6 @@ def read_saved(file: str | None) -> dict[str, Any] | None:
         for finding in saved["findings"]:
             {name: float(value) for name, value in finding["figures"].items()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        reason = getattr(error, "strerror", None) or "not from doctor --save"
-        raise UsageError(f"--against {file}: cannot be read ({reason}); name another") from error
+        why = reason(error) if isinstance(error, OSError) else "not from doctor --save"
+        raise UsageError(f"--against {file}: cannot be read ({why}); name another") from error
     return saved

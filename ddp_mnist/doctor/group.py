@@ -96,10 +96,6 @@ def check_group(
 ) -> list[CheckResult]:
     """Return the results, on every rank; rank 0 prints each as it comes if `verbose`.
 
-    Args:
-        options: for the machines; the number of processes on each is found out.
-        machines_too: check each machine on its own as well.
-
     Raises:
         DdpMnistError: the processes did not meet; see `join_world`.
     """

@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib.metadata
 import math
 import os
+import platform
 import resource
 import shutil
-import socket
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -20,7 +20,13 @@ import torch.distributed as dist
 from packaging.requirements import Requirement
 
 from ddp_mnist.cluster import hardware
-from ddp_mnist.cluster.interfaces import interface_towards, is_loopback, why_port_is_taken
+from ddp_mnist.cluster.interfaces import (
+    addresses_of,
+    interface_towards,
+    interfaces_up,
+    is_loopback,
+    why_port_is_taken,
+)
 from ddp_mnist.cluster.local import run_world
 from ddp_mnist.data import cache, sources
 from ddp_mnist.errors import reason
@@ -117,7 +123,7 @@ def gpus(_: Options) -> Iterator[CheckResult]:
     """Check that torch sees the GPUs that are there, and that each computes a product right."""
     there, mine = len(list(DEVICES.glob("nvidia[0-9]*"))), hardware.gpus()
     if not mine:
-        yield unseen_gpus(there)
+        yield no_gpus(there)
         return
     nccl = ".".join(map(str, torch.cuda.nccl.version()))
     part = f" of {there} in /dev" if there > mine else ""
@@ -127,16 +133,15 @@ def gpus(_: Options) -> Iterator[CheckResult]:
     yield from nvidia_smi()
 
 
-def unseen_gpus(there: int) -> CheckResult:
+def no_gpus(there: int) -> CheckResult:
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if not there:
-        return passed("GPUs", "none; training runs on the CPU, with gloo")
-    if hidden is not None:
-        by = f"CUDA_VISIBLE_DEVICES={hidden}" if hidden else "--cpu, or CUDA_VISIBLE_DEVICES="
-        return passed("GPUs", f"{there}, hidden by {by}")
-    built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPUs only"
-    text = f"{there} in /dev, but torch (built for {built}) sees none"
-    return failed("GPUs", text, "update the driver, or install the torch that fits it")
+    if there and hidden is None:
+        built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPUs only"
+        text = f"{there} in /dev, but torch (built for {built}) sees none"
+        return failed("GPUs", text, "update the driver, or install the torch that fits it")
+    by = f"CUDA_VISIBLE_DEVICES={hidden}" if hidden else "--cpu, or CUDA_VISIBLE_DEVICES="
+    text = f"{there}, hidden by {by}" if there else "none; training runs on the CPU, with gloo"
+    return passed("GPUs", text)
 
 
 def gpu_products() -> list[CheckResult]:
@@ -149,22 +154,18 @@ def gpu_products() -> list[CheckResult]:
 
 def product(device: torch.device) -> CheckResult:
     """Check a matrix product of small whole numbers, which is exact in float32 in any order."""
-    stream = torch.Generator().manual_seed(0)
-    a, b = torch.randint(-8, 9, (2, 512, 512), generator=stream)
+    a, b = torch.randint(-8, 9, (2, 512, 512), generator=torch.Generator().manual_seed(0))
     try:
-        is_gpu = device.type == "cuda"
-        name = torch.cuda.get_device_name(device) if is_gpu else hardware.cpu_model()
+        on_gpu = device.type == "cuda"
+        model = torch.cuda.get_device_name(device) if on_gpu else hardware.cpu_model()
         found = (a.float().to(device) @ b.float().to(device)).cpu()
     except RuntimeError as error:
-        text = f"cannot compute ({reason(error)})"
-        return failed(
-            str(device), text, "see nvidia-smi; end what holds it, or reset or replace it"
-        )
-    wrong = (found != (a @ b).float()).sum().item()
-    if wrong:
-        fix = "do not train here; look for overheating, overclocking, bad memory"
-        return failed(str(device), f"{name}: {wrong} wrong numbers in a matrix product", fix)
-    return passed(str(device), f"{name}: a matrix product is right")
+        fix = "see nvidia-smi; end what holds it, reset or replace it"
+        return failed(str(device), f"cannot compute ({reason(error)})", fix)
+    wrong = int((found != (a @ b).float()).sum())
+    text = f"{wrong} wrong numbers in a matrix product" if wrong else "a matrix product is right"
+    fix = "do not train here; look for overheating, overclocking, bad memory"
+    return passed_if(not wrong, str(device), f"{model}: {text}", fix)
 
 
 def nvidia_smi() -> Iterator[CheckResult]:
@@ -275,38 +276,31 @@ def data_set(options: Options) -> Iterator[CheckResult]:
 
 def host_name(_: Options) -> Iterator[CheckResult]:
     """Check the host's name: gloo advertises its address, unless it is given an interface."""
-    name = socket.gethostname()
+    name = platform.node()
     try:
-        addresses = {str(entry[4][0]) for entry in socket.getaddrinfo(name, None)}
+        addresses = addresses_of(name)
     except OSError:
-        yield warned(
-            "host name", f"{name} has no address", f"add it to /etc/hosts: 127.0.1.1 {name}"
-        )
+        fix = f"add it to /etc/hosts: 127.0.1.1 {name}"
+        yield warned("host name", f"{name} has no address", fix)
         return
-    text = f"{name} is {', '.join(sorted(addresses))}"
-    if not all(map(is_loopback, addresses)):
-        yield passed("host name", text)
-        return
+    text, useless = f"{name} is {', '.join(addresses)}", all(map(is_loopback, addresses))
     interface = interface_towards("192.0.2.1", 9) or "eth0"  # reserved for examples (RFC 5737)
-    fix = f"ddp-mnist needs nothing; for other programs set GLOO_SOCKET_IFNAME={interface}"
-    yield warned("host name", f"{text}: other machines cannot reach that", fix)
+    fix = (
+        "other machines cannot reach that: ddp-mnist needs nothing; for other programs set"
+        f" GLOO_SOCKET_IFNAME={interface}"
+    )
+    yield passed_if(not useless, "host name", text, fix, WARN)
 
 
 def interfaces(_: Options) -> Iterator[CheckResult]:
-    """Check that gloo's interface exists, and list those that are up."""
-    stats, addresses = psutil.net_if_stats(), psutil.net_if_addrs()
-    chosen = os.environ.get("GLOO_SOCKET_IFNAME")
-    if chosen and chosen not in addresses:
+    """Check that gloo's interface exists, and list those that lead to other machines."""
+    chosen, known = os.environ.get("GLOO_SOCKET_IFNAME"), psutil.net_if_addrs()
+    if chosen and chosen not in known:
         text = f"GLOO_SOCKET_IFNAME={chosen}: there is no such interface"
-        yield failed("interfaces", text, f"unset it, or name one of {', '.join(addresses)}")
-        return
-    up = []
-    for name, entries in addresses.items():
-        own = [e.address for e in entries if e.family in (socket.AF_INET, socket.AF_INET6)]
-        state = stats.get(name.partition(":")[0])  # eth0:vip is a labelled address of eth0
-        if own and state and state.isup and not all(map(is_loopback, own)):
-            up.append(f"{name} ({own[0]})")
-    yield passed("interfaces", ", ".join(up) or "none but loopback: this machine is alone")
+        yield failed("interfaces", text, f"unset it, or name one of {', '.join(known)}")
+    else:
+        up = ", ".join(f"{name} ({address})" for name, address in interfaces_up().items())
+        yield passed("interfaces", up or "none but loopback: this machine is alone")
 
 
 def main_port(options: Options) -> Iterator[CheckResult]:

@@ -12,6 +12,7 @@ from dataclasses import asdict
 
 from ddp_mnist.cluster.interfaces import (
     address_towards,
+    addresses_of,
     interface_towards,
     is_loopback,
     is_own,
@@ -63,16 +64,15 @@ def passed_on() -> list[CheckResult]:
 
 def main_address(node: Node) -> CheckResult:
     """Check that the main address is one, and machine 0's."""
-    name, host, port = "main address", node.main_process_ip, node.main_process_port
+    name, host = "main address", node.main_process_ip
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        addresses = addresses_of(host)
     except (OSError, UnicodeError) as error:
         fix = f"add {host} to /etc/hosts or DNS, or give an address: MAIN_PROCESS_IP=192.168.1.201"
         return failed(name, f"{host} has no address ({reason(error)})", fix)
-    addresses, mine = sorted({str(entry[4][0]) for entry in found}), own_addresses()
     text = host if addresses == [host] else f"{host} is {', '.join(addresses)}"
-    shown = ", ".join(sorted(mine)) or "its addresses"
-    is_mine = any(map(is_own, addresses))
+    shown = ", ".join(sorted(own_addresses())) or "its addresses"
+    is_mine = is_own(host)
     if node.machine_rank > 0 and is_mine:
         fix = "give the address of machine 0, unless both run on this machine"
         return warned(name, f"{text}, which is this machine's own", fix)

@@ -11,14 +11,12 @@ import os
 import signal
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from datetime import date
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ddp_mnist.cluster import hardware
 from ddp_mnist.cluster.launch import find_launch
 from ddp_mnist.cluster.local import LocalWorld, run_world
 from ddp_mnist.cluster.world import join_world
@@ -28,7 +26,6 @@ from ddp_mnist.data.batches import Rows
 from ddp_mnist.errors import CheckFailed, DdpMnistError, UsageError
 from ddp_mnist.run import weights
 from ddp_mnist.run.console import Console
-from ddp_mnist.run.environment import package_versions
 from ddp_mnist.run.evaluation import evaluate_split, prepare_split
 from ddp_mnist.run.outputs import check_place, save_json
 from ddp_mnist.run.summary import count
@@ -174,23 +171,18 @@ def equal_to_one(run: Watched, alone: Watched) -> Iterator[CheckResult]:
 
 def resume_is_exact(run: Watched) -> CheckResult:
     """Compare a run that a signal to its last rank interrupts, and its resumption, with `run`."""
-    size, folder = len(run.ranks), run.folder.parent
-    config = proof_config(f"interrupted-on-{size}", model=run.model)
+    size, folder, name = len(run.ranks), run.folder.parent, f"interrupted-on-{len(run.ranks)}"
+    config = proof_config(name, model=run.model)
     interrupted = (config, STOPS_AT, signal.SIGTERM, size - 1)
     LocalWorld(size, train_until, *interrupted, folder=folder).outcomes()
     [again, *_] = run_world(size, just_train, resumed(config), folder=folder)
-    found, expected = (
-        [weights_bytes, *log_lines]
-        for weights_bytes, log_lines in map(
-            what_stays, (folder / f"interrupted-on-{size}", run.folder)
-        )
-    )
-    pairs = list(itertools.zip_longest(found, expected))
+    found, expected = ([net, *log] for net, log in map(what_stays, (folder / name, run.folder)))
+    pairs = itertools.zip_longest(found, expected)
     result = exact("resume", size, "weights and log lines", *zip(*pairs, strict=True))
-    after = again.get("resumed_from", [])  # a run that had finished returns nothing
-    if len(after) == 1:
+    times = len(again.get("resumed_from", []))  # a run that had finished returns nothing
+    if times == 1:
         return result
-    text = f"{result.text}, but it was resumed {len(after)} times, must be 1"
+    text = f"{result.text}, but it was resumed {times} times, must be 1"
     return results.failed("resume", text, FIX)
 
 
@@ -205,37 +197,29 @@ def accumulation_is_exact(size: int, alone: Watched) -> CheckResult:
 
 def metrics_are_exact(size: int, alone: Watched) -> CheckResult:
     """Compare confusion matrices with counts by hand, on shards of unequal length too."""
-    run = str(alone.folder)
+    run, images = str(alone.folder), cache.load("digits")
     counted = run_world(size, count_shards, run, folder=alone.folder.parent)[0]
-    trained, images = weights.from_bytes(weights.read_bytes(run), run), cache.load("digits")
+    net, classes = weights.from_bytes(weights.read_bytes(run), run).model, len(images.classes)
     with torch.no_grad():
-        predictions = trained.model(images.test_images).argmax(1)
-    expected = []
-    for rows, _ in SHARDS:
-        confusion = torch.zeros(len(images.classes), len(images.classes), dtype=torch.int64)
-        pairs = (images.test_labels[:rows], predictions[:rows])
-        confusion.index_put_(pairs, torch.tensor(1), accumulate=True)
-        expected.append(confusion.tolist())
-    return exact("metrics", size, "splits' confusion matrices", counted, expected)
+        cells = classes * images.test_labels + net(images.test_images).argmax(1)
+    by_hand = [
+        torch.bincount(cells[:rows], minlength=classes**2).view(classes, classes).tolist()
+        for rows, _ in SHARDS
+    ]
+    return exact("metrics", size, "splits' confusion matrices", counted, by_hand)
 
 
 def count_shards(run: str) -> list[list[list[int]]]:
     """Return the confusion matrix of each of SHARDS; one rank's part."""
-    flags = Distribution(cpu=True)
+    flags, images, matrices = Distribution(cpu=True), cache.load("digits"), []
     with join_world(flags, find_launch(flags), full_precision=True) as world:
-        trained, images = weights.from_bytes(weights.read_bytes(run), run), cache.load("digits")
-        loaders = [
-            prepare_split(
-                world.accelerator,
-                Rows(images.test_images[:rows], images.test_labels[:rows]),
-                per_process,
-            )
-            for rows, per_process in SHARDS
-        ]
-        return [
-            evaluate_split(world.accelerator, trained.model, each, len(images.classes)).confusion
-            for each in loaders
-        ]
+        net = weights.from_bytes(weights.read_bytes(run), run).model
+        for count_of_rows, per_process in SHARDS:
+            rows = Rows(images.test_images[:count_of_rows], images.test_labels[:count_of_rows])
+            loader = prepare_split(world.accelerator, rows, per_process)
+            metrics = evaluate_split(world.accelerator, net, loader, len(images.classes))
+            matrices.append(metrics.confusion)
+    return matrices
 
 
 # --- Results
@@ -243,10 +227,10 @@ def count_shards(run: str) -> list[list[list[int]]]:
 
 def bounded(name: str, size: int, what: str, difference: float) -> CheckResult:
     text = f"{count(size, 'process')}: {what}, off by {difference:.1e}"
+    holds = difference <= LIMIT  # False for NaN
+    text += "" if holds else f", must be at most {LIMIT:.0e}"
     figures = {"processes": size, "difference": difference}
-    if difference <= LIMIT:
-        return CheckResult(PASS, name, text, figures=figures)
-    return CheckResult(FAIL, name, f"{text}, must be at most {LIMIT:.0e}", FIX, figures)
+    return results.passed_if(holds, name, text, FIX, figures=figures)
 
 
 def exact(
@@ -254,10 +238,9 @@ def exact(
 ) -> CheckResult:
     different = sum(a != b for a, b in zip(found, expected, strict=True))
     text = f"{count(size, 'process')}: {different} of {len(expected)} {what} differ"
+    text += ", must be 0" if different else ""
     figures = {"processes": size, "different": different, "compared": len(expected)}
-    if not different:
-        return CheckResult(PASS, name, text, figures=figures)
-    return CheckResult(FAIL, name, f"{text}, must be 0", FIX, figures)
+    return results.passed_if(not different, name, text, FIX, figures=figures)
 
 
 def failure_summary(
@@ -266,23 +249,18 @@ def failure_summary(
     """Return in one line what is wrong, or None. An injected fault is wrong in any case."""
     if fault:
         name = FAULTS[fault].caught_by
-        meant = [check.status for check in checks if check.name == name]
-        if meant and set(meant) == {FAIL}:
-            return (
-                f"verify --inject {fault}: caught by '{name}', as it should be; leave the flag out"
-                " to test what is really here"
-            )
-        return (
-            f"verify --inject {fault}: NOT caught by '{name}'; verify is broken here, do not rely"
-            " on it"
+        caught = {check.status for check in checks if check.name == name} == {FAIL}
+        text = (
+            f"caught by '{name}', as it should be; leave the flag out to test what is really here"
+            if caught
+            else f"NOT caught by '{name}'; verify is broken here, do not rely on it"
         )
-    fix = FIX
-    if model != "cnn":
-        fix = (
-            f"if it passes without --model, {model} takes other steps with other shares of a batch,"
-            " as nets with BatchNorm do"
-        )
-    return results.failure_summary("verify", checks, fix)
+        return f"verify --inject {fault}: {text}"
+    by_net = (
+        f"if it passes without --model, {model} takes other steps with other shares of a batch, as"
+        " nets with BatchNorm do"
+    )
+    return results.failure_summary("verify", checks, FIX if model == "cnn" else by_net)
 
 
 def describe(
@@ -291,11 +269,8 @@ def describe(
     """Return the content of verify.json."""
     return {
         "passed": all(check.status == PASS for check in checks),
-        "date": date.today().isoformat(),
         "processes": [1, *sizes],
         "planted": fault,
         "model": model,
-        "checks": [asdict(check) for check in checks],
-        "machine": hardware.describe(),
-        "versions": package_versions(),
+        **results.describe(checks, "checks"),
     }

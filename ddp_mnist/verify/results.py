@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import platform
 import textwrap
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from datetime import date
+from typing import Any
 
+from ddp_mnist.cluster import hardware
 from ddp_mnist.errors import DdpMnistError
+from ddp_mnist.run.environment import package_versions
 
 PASS, WARN, FAIL = "PASS", "WARN", "FAIL"
 COLUMNS, INDENT = 80, " " * 21
+FIX = "do what their lines say, then check again"
 
 
 @dataclass(frozen=True)
@@ -51,9 +57,17 @@ def failed(name: str, text: str, fix: str) -> CheckResult:
     return CheckResult(FAIL, name, text, fix)
 
 
-def passed_if(holds: bool, name: str, text: str, fix: str, otherwise: str = FAIL) -> CheckResult:
+def passed_if(
+    holds: bool,
+    name: str,
+    text: str,
+    fix: str,
+    otherwise: str = FAIL,
+    figures: dict[str, float] | None = None,
+) -> CheckResult:
     """Return a PASS if it holds, else a result with the status `otherwise` and the fix."""
-    return passed(name, text) if holds else CheckResult(otherwise, name, text, fix)
+    status, fix = (PASS, "") if holds else (otherwise, fix)
+    return CheckResult(status, name, text, fix, figures or {})
 
 
 def from_error(name: str, error: DdpMnistError) -> CheckResult:
@@ -67,15 +81,19 @@ def worst(results: Iterable[CheckResult]) -> str:
     return max((result.status for result in results), key=(PASS, WARN, FAIL).index, default=PASS)
 
 
-DO_WHAT_THEY_SAY = "do what their lines say, then check again"
-
-
-def failure_summary(
-    what: str, results: Sequence[CheckResult], fix: str = DO_WHAT_THEY_SAY
-) -> str | None:
+def failure_summary(what: str, results: Sequence[CheckResult], fix: str = FIX) -> str | None:
     """Return one line that names the failed checks, or None if none failed."""
     wrong = [result.name for result in results if result.status == FAIL]
-    if not wrong:
-        return None
     names = ", ".join(dict.fromkeys(wrong))
-    return f"{what}: {len(wrong)} of {len(results)} checks failed ({names}); {fix}"
+    summary = f"{what}: {len(wrong)} of {len(results)} checks failed ({names}); {fix}"
+    return summary if wrong else None
+
+
+def describe(results: Iterable[CheckResult], key: str) -> dict[str, Any]:
+    """Return the results under `key`, and when, where and with what they were found, for JSON."""
+    return {
+        "date": date.today().isoformat(),
+        key: [asdict(result) for result in results],
+        "machine": {"host": platform.node(), **hardware.describe()},
+        "versions": package_versions(),
+    }
