@@ -65,7 +65,7 @@ def machine(
 # --- What one process decides for itself
 
 
-def told(decide: Callable[[], Any]) -> Any:
+def decision(decide: Callable[[], Any]) -> Any:
     """What it decides, or the sentence with which it refuses."""
     from ddp_mnist.errors import DdpMnistError
 
@@ -93,7 +93,7 @@ def way(variables: dict[str, str], *flags: str) -> Any:
         return [device, choose_backend(typed, launch, device), precision]
 
     with patch.dict(os.environ, variables):
-        return told(decide)
+        return decision(decide)
 
 
 def workers(config: str) -> list[dict[str, str]]:
@@ -113,8 +113,8 @@ def workers(config: str) -> list[dict[str, str]]:
         for rank in range(local_size):
             numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": nodes * local_size}
             numbers |= {"LOCAL_WORLD_SIZE": local_size, "GROUP_WORLD_SIZE": nodes}
-            told = {name: str(number) for name, number in numbers.items()}
-            started.append({**os.environ, **TORCHRUN, **told})
+            own = {name: str(number) for name, number in numbers.items()}
+            started.append({**os.environ, **TORCHRUN, **own})
 
     yaml = str(REPOSITORY / "accelerate_configs" / f"{config}.yaml")
     with (
@@ -165,7 +165,7 @@ def on_this_machine() -> dict[str, Any]:
         "doctor opened one": getattr(torch.cuda, "opened", False),
         "bench": {what: benches.default_processes(what) for what in benches.BENCHES},
         "bench says": benches.sharing_notes(benches.default_processes("loop")),
-        "bench launches": [told(functools.partial(config_for, size)) for size in (1, 2)],
+        "bench launches": [decision(functools.partial(config_for, size)) for size in (1, 2)],
         "yaml": {config: launched(config) for config in YAMLS},
         "yaml --cpu": launched("single_gpu", "--cpu"),
         "yaml --cpu fp16": launched("single_gpu", "--cpu", "--mixed-precision", "fp16"),

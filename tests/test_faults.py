@@ -253,7 +253,7 @@ SAVE = """
 import sys
 from pathlib import Path
 import torch
-from ddp_mnist import checkpoint
+from ddp_mnist.run import checkpoint
 run = Path(sys.argv[1])
 content = {"weights": torch.arange(40_000, dtype=torch.float64)}
 checkpoint.save(run, 4, content, keep=2)
