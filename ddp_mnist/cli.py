@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import importlib
 import io
 import logging
 import os
@@ -15,7 +16,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from ddp_mnist import __version__
 from ddp_mnist.config import PRESETS, Distribution, Recipe, Run, TrainConfig
@@ -35,6 +36,61 @@ EXIT_CODES = """exit codes: 0 done, 1 check failed, 2 usage or configuration, 3 
 5 storage, 6 peer lost or time-out, 7 diverged, 130 SIGINT, 143 SIGTERM"""
 TRAIN = (Run, Recipe, Distribution)
 OF_TRAINING = ("sync_bn", "comm_hook", "compile", "mixed_precision")  # flags of Distribution
+
+
+class Verb(NamedTuple):
+    """A verb beside `train`; both modules are imported when it is typed.
+
+    Attributes:
+        sentence: for the help.
+        flags: the module of its dataclass of flags, which imports no library.
+        module: the one whose `run` is given the flags.
+        dist_timeout: the default of that flag, for a verb that several processes share.
+    """
+
+    sentence: str
+    flags: str
+    module: str
+    dist_timeout: float | None = None
+
+
+FLAGS = "ddp_mnist.verbs.flags"
+VERBS = {
+    "evaluate": Verb(
+        "Print exact metrics of a finished run on a split.",
+        FLAGS,
+        "ddp_mnist.verbs.evaluate",
+        Distribution.dist_timeout,
+    ),
+    "predict": Verb("Label image files; one JSON line each.", FLAGS, "ddp_mnist.verbs.predict"),
+    "report": Verb(
+        "Write one HTML page about runs, which needs no network.", FLAGS, "ddp_mnist.verbs.report"
+    ),
+    "export": Verb(
+        "Write the weights of a run for use elsewhere, with a model card.",
+        FLAGS,
+        "ddp_mnist.verbs.export",
+    ),
+    "prepare": Verb(
+        "Fetch and decode a data set once, into the cache.", FLAGS, "ddp_mnist.verbs.prepare"
+    ),
+    "doctor": Verb(
+        "Accept or reject this machine, or the machines that a launcher joins.",
+        "ddp_mnist.doctor.flags",
+        "ddp_mnist.doctor.checks",
+        dist_timeout=60.0,  # a person waits for the verdict
+    ),
+    "verify": Verb(
+        "Prove here that N processes train as one, resume exactly, count right.",
+        "ddp_mnist.verify.flags",
+        "ddp_mnist.verify.proofs",
+    ),
+    "bench": Verb(
+        "Measure how fast it is here, as ratios of what runs side by side.",
+        "ddp_mnist.bench.benches",
+        "ddp_mnist.bench.benches",
+    ),
+}
 IN_TUTORIALS = {  # flags of other trainers
     "--amp": "here it is --mixed-precision fp16",
     "--evaluate": "here it is another command: ddp-mnist evaluate RUN",
@@ -106,18 +162,21 @@ def run_verb(argv: list[str]) -> int | None:
         argv = argv[1 if rank[1] == "=" else 2 :]
     if not argv or argv[0] in ("-h", "--help", "--version"):
         top_parser().parse_args(argv or ["--help"])
-    verb = argv[0]
-    if verb.startswith("-"):
-        raise UsageError(f"{verb}: comes after the verb; see ddp-mnist --help")
-    if run := (VERBS | HIDDEN_VERBS).get(verb):
-        try:
-            return run(argv[1:])
-        except ModuleNotFoundError as error:
-            missing = error.name or ""
-            if not missing.startswith("ddp_mnist."):
-                raise
-            raise UsageError(f"{verb}: {missing} was removed; restore it from git") from error
-    raise UsageError(f"{verb}: choose from {', '.join(VERBS)}{did_you_mean(verb, VERBS)}")
+    name, rest = argv[0], argv[1:]
+    try:
+        if name in OWN_FUNCTIONS:
+            return OWN_FUNCTIONS[name](rest)
+        if name in VERBS:
+            flags = parse_verb(name, rest)
+            return importlib.import_module(VERBS[name].module).run(*flags)
+    except ModuleNotFoundError as error:
+        if not (error.name or "").startswith("ddp_mnist."):
+            raise
+        raise UsageError(f"{name}: {error.name} was removed; restore it from git") from error
+    if name.startswith("-"):
+        raise UsageError(f"{name}: comes after the verb; see ddp-mnist --help")
+    legal = ["train", *VERBS]
+    raise UsageError(f"{name}: choose from {', '.join(legal)}{did_you_mean(name, legal)}")
 
 
 def speaks_for_its_machine(error: DdpMnistError) -> bool:
@@ -165,55 +224,67 @@ class Parser(argparse.ArgumentParser):
         return known, unknown
 
 
-make_parser = functools.partial(
-    Parser, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-)
-
-
 def top_parser() -> Parser:
-    listed = "\n".join(f"    {name:<10} {verb.__doc__}" for name, verb in VERBS.items())
-    parser = make_parser(
+    sentences = {"train": train.__doc__} | {name: verb.sentence for name, verb in VERBS.items()}
+    listed = "\n".join(f"    {name:<10} {sentence}" for name, sentence in sentences.items())
+    parser = Parser(
         prog="ddp-mnist",
         usage="ddp-mnist [-h] [--version] VERB ...",
         description=f"Trains MNIST with DDP on one process, many, or many machines.\n\n{listed}",
         epilog=EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"ddp-mnist {__version__}")
     return parser
 
 
-def parse(
-    verb: str, argv: Sequence[str], *groups: type[Flags], without: Sequence[str] = ()
-) -> dict[str, Any]:
+def parse(name: str, argv: Sequence[str], sentence: str, *groups: type[Flags]) -> dict[str, Any]:
     """Return the values that were typed, by field name.
 
     Raises:
         UsageError: a flag is unknown, or its value is of another kind.
     """
-    parser = make_parser(prog=f"ddp-mnist {verb}", description=(VERBS | HIDDEN_VERBS)[verb].__doc__)
+    parser = Parser(
+        prog=f"ddp-mnist {name}",
+        description=sentence,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     for group in groups:
-        titled = group in TRAIN
-        add_flags(
-            parser.add_argument_group(group.__name__, group.__doc__) if titled else parser,
-            group,
-            without,
-        )
+        section: argparse._ActionsContainer = parser
+        if group in TRAIN:
+            section = parser.add_argument_group(group.__name__, group.__doc__)
+        add_flags(section, group, without=() if Recipe in groups else OF_TRAINING)
         for field in flag_fields(group):
             if isinstance(choices := field.metadata["choices"], Mapping):
-                parser.epilog = "\n".join(f"{name:<11} {what}" for name, what in choices.items())
+                parser.epilog = "\n".join(f"{word:<11} {what}" for word, what in choices.items())
     return vars(parser.parse_args(argv))
+
+
+def parse_verb(name: str, argv: Sequence[str]) -> tuple[Any, ...]:
+    """Return the verb's own flags, and those of Distribution if several processes share it."""
+    verb = VERBS[name]
+    own: type[Flags] = getattr(importlib.import_module(verb.flags), name.capitalize())
+    if verb.dist_timeout is None:
+        return (own.of(parse(name, argv, verb.sentence, own)),)
+    typed = parse(name, argv, verb.sentence, own, Distribution)
+    return own.of(typed), Distribution.of({"dist_timeout": verb.dist_timeout} | typed)
+
+
+def parse_train(argv: Sequence[str]) -> dict[str, Any]:
+    return parse("train", argv, train.__doc__ or "", *TRAIN)
 
 
 def train_config(argv: Sequence[str]) -> TrainConfig:
     """Return what was typed, and what the preset says of the rest of a run that begins."""
-    typed = parse("train", argv, *TRAIN)
-    given = {**PRESETS.get(typed.get("preset", ""), {}), **typed}
+    typed = parse_train(argv)
+    given = {**PRESETS[Recipe.of(typed).preset].recipe, **typed}
     return TrainConfig(
         Run.of(given), Recipe.of(given), Distribution.of(given), typed=frozenset(typed)
     )
 
 
-# --- Verbs
+# --- Verbs with functions of their own
 
 
 def train(argv: list[str]) -> None:
@@ -231,109 +302,20 @@ def train(argv: list[str]) -> None:
     run(config, launch)
 
 
-def evaluate(argv: list[str]) -> None:
-    """Print exact metrics of a finished run on a split."""
-    from ddp_mnist.verbs.flags import Evaluate
-
-    typed = parse("evaluate", argv, Evaluate, Distribution, without=OF_TRAINING)
-    flags, distribution = Evaluate.of(typed), Distribution.of(typed)
-    from ddp_mnist.verbs.evaluate import run
-
-    run(flags, distribution)
-
-
-def predict(argv: list[str]) -> None:
-    """Label image files; one JSON line each."""
-    from ddp_mnist.verbs.flags import Predict
-
-    flags = Predict.of(parse("predict", argv, Predict))
-    from ddp_mnist.verbs.predict import run
-
-    run(flags)
-
-
-def report(argv: list[str]) -> None:
-    """Write one HTML page about runs, which needs no network."""
-    from ddp_mnist.verbs.flags import Report
-
-    flags = Report.of(parse("report", argv, Report))
-    from ddp_mnist.verbs.report import run
-
-    run(flags)
-
-
-def export(argv: list[str]) -> None:
-    """Write the weights of a run for use elsewhere, with a model card."""
-    from ddp_mnist.verbs.flags import Export
-
-    flags = Export.of(parse("export", argv, Export))
-    from ddp_mnist.verbs.export import run
-
-    run(flags)
-
-
-def prepare(argv: list[str]) -> None:
-    """Fetch and decode a data set once, into the cache."""
-    from ddp_mnist.verbs.flags import Prepare
-
-    flags = Prepare.of(parse("prepare", argv, Prepare))
-    from ddp_mnist.verbs.prepare import run
-
-    run(flags)
-
-
-def parse_doctor(argv: list[str]) -> tuple[Any, Distribution]:
-    """Return its own flags and those of Distribution."""
-    from ddp_mnist.doctor.flags import TIMEOUT_S, Doctor
-
-    typed = parse("doctor", argv, Doctor, Distribution, without=OF_TRAINING)
-    return Doctor.of(typed), Distribution.of({"dist_timeout": TIMEOUT_S, **typed})
-
-
-def doctor(argv: list[str]) -> None:
-    """Accept or reject this machine, or the machines that a launcher joins."""
-    flags, distribution = parse_doctor(argv)
-    from ddp_mnist.doctor.checks import run
-
-    run(flags, distribution)
-
-
-def verify(argv: list[str]) -> None:
-    """Prove here that N processes train as one, resume exactly, count right."""
-    from ddp_mnist.verify.flags import Verify
-
-    flags = Verify.of(parse("verify", argv, Verify))
-    from ddp_mnist.verify.proofs import run
-
-    run(flags)
-
-
-def bench(argv: list[str]) -> None:
-    """Measure how fast it is here, as ratios of what runs side by side."""
-    from ddp_mnist.bench.benches import Bench, run
-
-    run(Bench.of(parse("bench", argv, Bench)))
-
-
-# --- For the Makefile
-
-
 def multinode(argv: list[str]) -> int:
     """Run this machine's part of several, or rehearse two here: FLAGS -- FLAGS of the verb."""
     from ddp_mnist.verbs.flags import Multinode
 
     end = argv.index("--") if "--" in argv else len(argv)
     own, given = argv[:end], argv[end + 1 :]
-    own = [word for word in own if not word.endswith("=")]  # a variable that was not given to make
-    flags = Multinode.of(parse("multinode", own, Multinode))
-    from ddp_mnist.cluster.nodes import meet
+    own = [word for word in own if not word.endswith("=")]  # a variable that make was not given
+    flags = Multinode.of(parse("multinode", own, multinode.__doc__ or "", Multinode))
+    from ddp_mnist.cluster import nodes
     from ddp_mnist.verbs.multinode import run
 
     if flags.verb == "train":
-        timeout_s = train_config(given).distribution.dist_timeout
-        return run(flags, given, timeout_s, meet)
-    doctor_flags, distribution = parse_doctor(given)
-
+        return run(flags, given, train_config(given).distribution.dist_timeout, nodes.meet)
+    doctor_flags, distribution = parse_verb("doctor", given)
     from ddp_mnist.doctor.checks import run_preflight
 
     check = functools.partial(run_preflight, flags=doctor_flags)
@@ -350,21 +332,12 @@ def restart(argv: list[str]) -> int:
     train_config(flags)  # refuses wrong ones once, and not in each process
     from ddp_mnist.verbs.restart import restart as run
 
-    return run(int(argv[0]), argv[2:], parse("train", flags, *TRAIN))
+    return run(int(argv[0]), argv[2:], parse_train(flags))
 
 
-VERBS: dict[str, Callable[[list[str]], int | None]] = {
+# The last two are what the Makefile calls.
+OWN_FUNCTIONS: dict[str, Callable[[list[str]], int | None]] = {
     "train": train,
-    "evaluate": evaluate,
-    "predict": predict,
-    "report": report,
-    "export": export,
-    "prepare": prepare,
-    "doctor": doctor,
-    "verify": verify,
-    "bench": bench,
-}
-HIDDEN_VERBS: dict[str, Callable[[list[str]], int | None]] = {
     "multinode": multinode,
     "restart": restart,
 }

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from ddp_mnist.errors import UsageError
 from ddp_mnist.flags import Flags, OnResume, flag, flag_values, same_flag
@@ -45,11 +45,7 @@ class Run(Flags):
         may_differ=True,
     )
     checkpoint_every: int = flag(
-        100,
-        "Optimizer steps between two checkpoints.",
-        least=1,
-        most=10**9,
-        on_resume="may change",
+        100, "Optimizer steps between two checkpoints.", least=1, most=10**9, on_resume="may change"
     )
     keep: int = flag(
         3, "Newest checkpoints that are kept.", least=2, most=10**6, on_resume="may change"
@@ -69,26 +65,39 @@ class Run(Flags):
     dry_run: bool = flag(False, "Print what would run, and stop.")
 
 
-NETS = ("cnn", "cnn_deep", "mlp", "resnet18", "cnn_bn")
+class Net(NamedTuple):
+    """What the flags need to know of a net in models.py."""
 
-# Muon costs these a tenth of a step, and resnet18 on a CPU three times the rest of its step.
-BY_MUON = ("cnn", "cnn_deep", "cnn_bn")
+    optimizer: str  # muon costs resnet18 on a CPU three times the rest of its step, others a tenth
+    batch_norm: bool = False
 
-# What --preset stands for on the command line: values of Recipe's fields, chosen on MNIST ...
-PRESETS: dict[str, dict[str, Any]] = {
-    "fast": {},
-    "accurate": {
-        "model": "cnn_deep",
-        "lr": 1.4e-2,
-        "augment": True,
-        "val_size": 0,  # it was chosen with images held out, and is trained on all
-    },
+
+NETS = {
+    "cnn": Net("muon"),
+    "cnn_deep": Net("muon"),
+    "mlp": Net("adamw"),
+    "resnet18": Net("adamw", batch_norm=True),
+    "cnn_bn": Net("muon", batch_norm=True),
 }
 
-# ... and what depends on the data set: the batch, as a multiple of its usual one, and the length.
-TIMES_BATCH = {"fast": 1, "accurate": 2}
 
-LEAST_STEPS = {"fast": 300, "accurate": 4000}
+class Preset(NamedTuple):
+    """What --preset stands for, chosen on MNIST; a typed flag beats it.
+
+    Attributes:
+        recipe: values of Recipe's fields.
+        times_batch: the batch, as a multiple of the data set's usual one.
+        least_steps: the least length of a run.
+    """
+
+    recipe: dict[str, Any]
+    times_batch: int
+    least_steps: int
+
+
+# It was chosen with images held out, and is trained on all.
+ACCURATE: dict[str, Any] = {"model": "cnn_deep", "lr": 1.4e-2, "augment": True, "val_size": 0}
+PRESETS = {"fast": Preset({}, 1, 300), "accurate": Preset(ACCURATE, 2, 4000)}
 
 
 @dataclass(frozen=True)
@@ -102,7 +111,7 @@ class Recipe(Flags):
         "fast = 300 steps or more; accurate = 4,000 of a deeper net. Typed flags beat it.",
         choices=tuple(PRESETS),
     )
-    model: str = flag("cnn", "The net.", choices=NETS)
+    model: str = flag("cnn", "The net.", choices=tuple(NETS))
     epochs: int | None = flag(
         None,
         "Passes over the train images [by data set].",
@@ -184,9 +193,7 @@ class Distribution(Flags):
     """How many processes, where, and how they talk."""
 
     backend: str = flag(
-        "auto",
-        "auto = nccl on GPUs, gloo on CPUs.",
-        choices=("auto", "nccl", "gloo", "mpi"),
+        "auto", "auto = nccl on GPUs, gloo on CPUs.", choices=("auto", "nccl", "gloo", "mpi")
     )
     init_method: str | None = flag(
         None, "tcp://HOST:PORT of rank 0, or env://; only without a launcher.", may_differ=True
@@ -254,7 +261,7 @@ class TrainConfig:
         if recipe.val_size == 0 and decides_by_validation:
             asked = "--patience" if recipe.target_accuracy is None else "--target-accuracy"
             raise UsageError(f"{asked}: needs validation images; give --val-size, e.g. 5000")
-        if self.distribution.sync_bn and recipe.model not in ("cnn_bn", "resnet18"):
+        if self.distribution.sync_bn and not NETS[recipe.model].batch_norm:
             raise UsageError(
                 f"--sync-bn: {recipe.model} has no BatchNorm; use --model cnn_bn or leave it out"
             )
@@ -299,10 +306,10 @@ def resolve_recipe(recipe: Recipe, rows: int, world_size: int) -> ResolvedRecipe
             f"--batch-size: must be at least {least} for {parts}, but only {there} are there;"
             " use fewer of them"
         )
-    batch_size = recipe.batch_size
+    preset, batch_size = PRESETS[recipe.preset], recipe.batch_size
     if batch_size is None:
         usual = 144 if train_rows >= 50 * 144 else 72
-        batch_size = _nearest(legal, TIMES_BATCH[recipe.preset] * usual)[-1]
+        batch_size = _nearest(legal, preset.times_batch * usual)[-1]
     elif batch_size > train_rows:
         raise UsageError(f"--batch-size {batch_size}: only {there}; use at most {legal[-1]}")
     elif batch_size not in legal:
@@ -312,8 +319,8 @@ def resolve_recipe(recipe: Recipe, rows: int, world_size: int) -> ResolvedRecipe
         )
     epochs = recipe.epochs
     if epochs is None:
-        epochs = math.ceil(LEAST_STEPS[recipe.preset] / (train_rows // batch_size))
-    optimizer = recipe.optimizer or ("muon" if recipe.model in BY_MUON else "adamw")
+        epochs = math.ceil(preset.least_steps / (train_rows // batch_size))
+    optimizer = recipe.optimizer or NETS[recipe.model].optimizer
     resolved = {
         "epochs": epochs,
         "batch_size": batch_size,

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import dataclasses
 import math
+import operator
 import types
 import typing
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -20,6 +21,10 @@ OnResume = Literal[
     "inherited",  # inherited; another value counts, the result is the same
     "not inherited",  # given anew each time
 ]
+
+
+WORDS = {"least": "at least", "above": "more than", "most": "at most", "below": "less than"}
+COMPARE = {"least": operator.ge, "above": operator.gt, "most": operator.le, "below": operator.lt}
 
 
 def flag(
@@ -118,8 +123,7 @@ def value_type(cls: type, field: dataclasses.Field[Any]) -> type:
 
 def describe_bounds(bounds: dict[str, float | None]) -> str:
     """Return e.g. "at least 1 and at most 1,000,000"."""
-    words = {"least": "at least", "most": "at most", "above": "more than", "below": "less than"}
-    return " and ".join(f"{words[k]} {v:,.10g}" for k, v in bounds.items() if v is not None)
+    return " and ".join(f"{WORDS[k]} {v:,.10g}" for k, v in bounds.items() if v is not None)
 
 
 class Flags:
@@ -160,13 +164,10 @@ class Flags:
             )
         if isinstance(value, float) and not math.isfinite(value):
             raise UsageError(f"{shown}: must be a finite number {describe_bounds(bounds)}")
-        too_small = (bounds["least"] is not None and value < bounds["least"]) or (
-            bounds["above"] is not None and value <= bounds["above"]
-        )
-        too_big = (bounds["most"] is not None and value > bounds["most"]) or (
-            bounds["below"] is not None and value >= bounds["below"]
-        )
-        if too_small or too_big:
+        if any(
+            limit is not None and not COMPARE[bound](value, limit)
+            for bound, limit in bounds.items()
+        ):
             raise UsageError(f"{shown}: must be {describe_bounds(bounds)}")
 
 

@@ -138,7 +138,6 @@ def launched(config: str, *flags: str) -> Any:
 def on_this_machine() -> dict[str, Any]:
     import torch
 
-    from ddp_mnist import cli
     from ddp_mnist.bench import benches, commands
     from ddp_mnist.cluster import device, hardware
     from ddp_mnist.cluster.local import backend_among
@@ -148,8 +147,7 @@ def on_this_machine() -> dict[str, Any]:
     from ddp_mnist.verbs.flags import Multinode
 
     device.has_native_bf16 = lambda: False
-    node = ["--machine-rank", "0", "--main-process-ip", "192.0.2.1"]
-    made = multinode.make_node(Multinode.of(cli.parse("multinode", node, Multinode)))
+    made = multinode.make_node(Multinode(machine_rank=0, main_process_ip="192.0.2.1"))
     for_doctor = checks.default_processes()
 
     def config_for(processes: int) -> str:

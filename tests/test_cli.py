@@ -441,7 +441,7 @@ def test_what_is_given_arrives() -> None:
 
 
 def test_a_typed_flag_beats_the_preset_on_either_side_of_it() -> None:
-    preset = PRESETS["accurate"]
+    preset = PRESETS["accurate"].recipe
     for line in (
         "train --preset accurate --no-augment --seed 7",
         "train --seed 7 --no-augment --preset accurate",
@@ -455,8 +455,8 @@ def test_a_typed_flag_beats_the_preset_on_either_side_of_it() -> None:
 
 
 def test_each_preset_holds_legal_values() -> None:
-    for name, values in PRESETS.items():
-        assert Recipe(preset=name, **values).preset == name
+    for name, preset in PRESETS.items():
+        assert Recipe(preset=name, **preset.recipe).preset == name
 
 
 def test_evaluate_prints_a_table_in_which_a_class_without_rows_has_no_accuracy() -> None:

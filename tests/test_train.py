@@ -127,7 +127,7 @@ def test_augmentation_and_clipping_on_two_processes_equal_one(tmp_path: Path) ->
 
 def test_the_accurate_preset_on_two_processes_equals_one(tmp_path: Path) -> None:
     for name, size in (("one", 1), ("two", 2)):
-        config = proof_config(name, **{**PRESETS["accurate"], "epochs": 2})
+        config = proof_config(name, **{**PRESETS["accurate"].recipe, "epochs": 2})
         run_world(size, just_train, config, folder=tmp_path)
     one, two = weights_of(tmp_path / "one"), weights_of(tmp_path / "two")
     assert largest_difference(two, one) < 1e-9

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from ddp_mnist.flags import Flags, flag
 
-TIMEOUT_S = 60.0  # the default of --dist-timeout here: a person waits for the verdict
-
 
 @dataclass(frozen=True)
 class Doctor(Flags):

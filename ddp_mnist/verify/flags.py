@@ -16,7 +16,7 @@ class Verify(Flags):
     processes: int = flag(
         3, "2, 3 ... N processes are compared with one, if they divide 24.", least=2, most=10**4
     )
-    model: str = flag("cnn", "The net to train.", choices=NETS)
+    model: str = flag("cnn", "The net to train.", choices=tuple(NETS))
     inject: str | None = flag(
         None,
         "A fault to be caught, one of those below; exit code 1.",
