@@ -47,12 +47,16 @@ def test_incomplete_or_wrong_variables(
 
 def test_fault_17_a_machine_that_never_comes(capsys: pytest.CaptureFixture[str]) -> None:
     """Machine 0 says how many came; machine 1, with nobody at the address, says which address."""
-    port = str(free_port())
-    here = ["--main-process-ip", "127.0.0.1", "--main-process-port", port]
-    wait = ["--", "--dist-timeout", "1"]
-    code, line = refused(["--machine-rank", "0", *here, *wait], capsys)
+
+    def start(machine: str, port: int) -> tuple[int, str]:
+        here = ["--main-process-ip", "127.0.0.1", "--main-process-port", str(port)]
+        wait = ["--", "--dist-timeout", "1"]
+        return refused(["--machine-rank", machine, *here, *wait], capsys)
+
+    code, line = start("0", free_port())
     assert code == 6
     assert "1 of 2 machines came within 1 s; missing: machine 1" in line
-    code, line = refused(["--machine-rank", "1", *here, *wait], capsys)
+    port = free_port()
+    code, line = start("1", port)
     assert code == 6
     assert f"127.0.0.1:{port}: machine 1 of 2 reached nobody there within 1 s" in line
