@@ -27,6 +27,8 @@ CACHE_FORMAT = 4
 
 METADATA_KEY = "ddp_mnist"  # one key: with several, safetensors writes them in random order
 
+Log = Callable[[str], None] | None
+
 
 def cache_folder(cache_dir: str | None) -> Path:
     """Return --cache-dir, else DDP_MNIST_CACHE, else ~/.cache/ddp_mnist."""
@@ -37,13 +39,7 @@ def cache_folder(cache_dir: str | None) -> Path:
         raise StorageError(f"{chosen}: {error}; use --cache-dir or DDP_MNIST_CACHE") from error
 
 
-def silent(_line: str) -> None:
-    """Print nothing."""
-
-
-def choose(
-    dataset: str, cache_dir: str | None = None, say: Callable[[str], None] = silent
-) -> tuple[str, list[str]]:
+def choose(dataset: str, cache_dir: str | None = None, log: Log = None) -> tuple[str, list[str]]:
     """Return the data set to load, and warnings about the choice.
 
     `auto` is mnist where it can be had, else digits. Any other name is what it says, or an error.
@@ -51,7 +47,7 @@ def choose(
     if dataset != "auto":
         return dataset, []
     try:
-        return "mnist", load("mnist", cache_dir, say=say).warnings
+        return "mnist", load("mnist", cache_dir, log=log).warnings
     except DataError as error:
         return "digits", [
             f"MNIST could not be had: {str(error).partition(';')[0]}",
@@ -64,7 +60,7 @@ def load(
     cache_dir: str | None = None,
     *,
     refresh: bool = False,
-    say: Callable[[str], None] = silent,
+    log: Log = None,
 ) -> ImageData:
     """Return the data set from the cache; read and decode it first if it is not there.
 
@@ -74,7 +70,7 @@ def load(
         dataset: what `choose` returned.
         cache_dir: see `cache_folder`.
         refresh: read it again although it is cached, and remove what other decoders made of it.
-        say: is called when reading begins, as it can take a minute.
+        log: is called with a line when reading begins, as it can take a minute.
 
     Raises:
         UsageError, DataError: no such data set, or it cannot be read.
@@ -92,14 +88,15 @@ def load(
             if not refresh and (data := _open(path, source, fingerprint)):
                 return data
             replaced = path.exists() and not refresh
-            say(f"reading    {source.name}, decoded once into {folder}")
+            if log:
+                log(f"reading    {source.name}, decoded once into {folder}")
             for leftover in folder.glob(f"{_stem(source)}-*.tmp"):
                 leftover.unlink()  # of a builder that was killed; nobody else writes now
             _build(path, source, fingerprint)
             data = _open(path, source, fingerprint)
-            for other in folder.glob(f"{_stem(source)}-*.safetensors") if refresh else ():
-                if other != path:
-                    other.unlink()
+            others = set(folder.glob(f"{_stem(source)}-*.safetensors")) - {path}
+            for other in others if refresh else ():
+                other.unlink()
     except (OSError, SafetensorError) as error:
         raise StorageError(
             f"{folder}: the cache cannot be written ({reason(error)}); use --cache-dir or"

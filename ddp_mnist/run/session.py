@@ -236,7 +236,7 @@ def agree(
     name, notes = store.broadcast_from_rank0(
         "dataset", lambda: cache.choose(config.run.dataset, cache_dir, console.print)
     )
-    images = cache.load(name, cache_dir, say=console.print)
+    images = cache.load(name, cache_dir, log=console.print)
     images = replace(images, warnings=[*notes, *images.warnings])
     store.barrier("data")
     if found:

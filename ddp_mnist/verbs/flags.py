@@ -77,7 +77,7 @@ class Prepare(Flags):
 
     dataset: str = flag("mnist", "As for train.")
     cache_dir: str | None = flag(None, CACHE_DIR)
-    refresh: bool = flag(False, "Anew, although it is cached.")
+    refresh: bool = flag(False, "Read it again; remove what other decoders made of it.")
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ def run(flags: Prepare) -> None:
     """Fill the cache; print what is in it."""
     console = Console(True)
     name, notes = cache.choose(flags.dataset, flags.cache_dir, console.print)
-    images = cache.load(name, flags.cache_dir, refresh=flags.refresh, say=console.print)
+    images = cache.load(name, flags.cache_dir, refresh=flags.refresh, log=console.print)
     for note in [*notes, *images.warnings, *images.notes]:
         console.print(note)
     console.print(
