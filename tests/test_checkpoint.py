@@ -344,13 +344,8 @@ def test_fault_09_a_file_that_would_run_code_is_refused_and_runs_none(
     trace = tmp_path / "was_here"
     code = f"touch {trace}" if function is os.system else f"open({str(trace)!r}, 'w').close()"
     bad = Runs(function, code)
-    raw = write(
-        {
-            "bare": bad,
-            "list": [1, [bad]],
-            "state": {**content(), "step": {"a": bad}},
-        }[wrapped]
-    )
+    places = {"bare": bad, "list": [1, [bad]], "state": {**content(), "step": {"a": bad}}}
+    raw = write(places[wrapped])
     holds_more = "^step 2 of run: holds more than tensors .* nothing of it was run; remove it"
     with pytest.raises(CheckpointError, match=holds_more) as refused:
         from_bytes(digested(raw), "step 2 of run")

@@ -1,4 +1,4 @@
-"""What a command prints arrives, or its exit code says so; a stream may be closed from the start.
+"""A command's output arrives, or its exit code says so; a stream may be closed from the start.
 
 A process that has torch loaded forks for each command, which then takes a second and not five.
 """

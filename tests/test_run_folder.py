@@ -10,6 +10,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -17,16 +18,10 @@ from unittest.mock import Mock
 import pytest
 
 from ddp_mnist.errors import DataError, FailedElsewhere, Preempted, StorageError, UsageError
-from ddp_mnist.run.folder import (
-    RUNS,
-    RunFolder,
-    in_use,
-    read_json,
-    reserve,
-    write_atomically,
-)
+from ddp_mnist.run.folder import RUNS, RunFolder, in_use, read_json, reserve, write_atomically
 
 FRESH = {"state": "running", "exit_code": None, "phase": "starting", "step": 0, "error": None}
+FULL = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
 
 
 def create(
@@ -54,22 +49,15 @@ def names(folder: Path) -> list[str]:
 
 def run_at_once(count: int, task: Callable[[], Any]) -> list[Any]:
     """Return what `count` threads got that ran the task side by side: results or exceptions."""
-    outcomes: list[Any] = []
     start = threading.Barrier(count)
 
-    def run() -> None:
+    def run() -> Any:
         start.wait()
-        try:
-            outcomes.append(task())
-        except Exception as error:
-            outcomes.append(error)
+        return task()
 
-    threads = [threading.Thread(target=run) for _ in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return outcomes
+    with ThreadPoolExecutor(count) as pool:
+        futures = [pool.submit(run) for _ in range(count)]
+    return [future.exception() or future.result() for future in futures]
 
 
 # --- Which folder
@@ -392,10 +380,9 @@ def test_nothing_is_recorded_of_a_run_that_did_not_begin(tmp_path: Path) -> None
 def test_a_full_disk_does_not_hide_the_first_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    full = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
     with pytest.raises(DataError, match="the first"), RunFolder() as run:
         run.create(str(tmp_path), "digits")
-        monkeypatch.setattr(os, "fsync", full)
+        monkeypatch.setattr(os, "fsync", FULL)
         raise DataError("the first")
     assert read_json(tmp_path / "status.json") == FRESH
     assert names(tmp_path) == ["status.json"]
@@ -472,8 +459,7 @@ def test_a_file_is_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(os, "replace", watched)
     write_atomically(path, b"new and longer")
     assert seen == [(b"old", b"new and longer", tmp_path)]
-    full = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
-    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", FULL)
     with pytest.raises(OSError, match="No space"):
         write_atomically(path, b"newer")
     assert path.read_bytes() == b"new and longer"

@@ -112,6 +112,6 @@ def train_with_a_broken_one(config: Any) -> str:
 
 def test_one_that_cannot_be_started_ends_the_run_with_a_line(tmp_path: Path) -> None:
     [line] = run_world(1, train_with_a_broken_one, config_with("tensorboard"), folder=tmp_path)
-    assert line.startswith("--trackers tensorboard: cannot be started (no licence); mend that")
+    assert line.startswith("--trackers tensorboard: cannot be started (no licence); fix that")
     status = read_json(tmp_path / "run" / "status.json")
     assert (status["state"], status["exit_code"]) == ("failed", 2)

@@ -36,7 +36,7 @@ def header_of(content: bytes) -> dict[str, Any]:
 
 
 def with_header(content: bytes, header: Any) -> bytes:
-    """The same tensors under another header."""
+    """Return the same tensors under another header."""
     [size] = struct.unpack("<Q", content[:8])
     text = json.dumps(header).encode()
     return struct.pack("<Q", len(text)) + text + content[8 + size :]
@@ -114,7 +114,7 @@ def test_garbage_and_what_is_cut_short_is_refused(content: bytes) -> None:
 
 
 def described(**changes: Any) -> str:
-    """Metadata of an mlp, but for these."""
+    """Return the metadata of an mlp, with changes."""
     about = {"architecture": "mlp", "classes": CLASSES, "version": VERSION}
     about["preparation"] = asdict(PREPARED)
     return json.dumps({**about, **changes}, sort_keys=True)

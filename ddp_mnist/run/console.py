@@ -1,4 +1,4 @@
-"""What the program prints, and that it arrives: else the exit code says so."""
+"""The program's lines on stdout and stderr: they arrive, or the exit code says that they do not."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BAR = "{bar:8} {desc}"
 
 
 class Console:
-    """What one rank prints on stdout; other ranks, and --quiet, are not verbose.
+    """Prints lines and progress on stdout, if `verbose`: on one rank, and not with --quiet.
 
     On a terminal progress is a bar below the lines, elsewhere a line now and then: what goes to a
     file or a pipe has no control characters. As a context manager it removes the bar at the end.
@@ -50,7 +50,7 @@ class Console:
                 print(line)
 
     def progress(self, done: float, line: str) -> None:
-        """Show the share that is done, 0 to 1, and what a line of 70 columns says of it."""
+        """Show the share that is done, 0 to 1, with a line of 70 columns."""
         if not self.verbose:
             return
         if not sys.stdout.isatty():

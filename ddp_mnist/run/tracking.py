@@ -74,7 +74,7 @@ def tracked(
         accelerator.init_trackers(PROJECT, config=settings, init_kwargs=options)
     except Exception as error:  # whatever a service raises
         raise UsageError(
-            f"--trackers {config.run.trackers}: cannot be started ({reason(error)}); mend that,"
+            f"--trackers {config.run.trackers}: cannot be started ({reason(error)}); fix that,"
             " or leave it out"
         ) from error
     folder.trackers = [Guarded(tracker, console) for tracker in accelerator.trackers]
@@ -94,8 +94,8 @@ class Guarded:
         self.works = True
 
     def log(self, metrics: dict[str, Any], step: int) -> None:
-        numbers = {name: value for name, value in metrics.items() if value is not None}
-        self._call(lambda: self.tracker.log(numbers, step=step))
+        known = {name: value for name, value in metrics.items() if value is not None}
+        self._call(lambda: self.tracker.log(known, step=step))
 
     def finish(self) -> None:
         self._call(self.tracker.finish)

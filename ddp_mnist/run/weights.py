@@ -1,4 +1,4 @@
-"""A trained model on disk: model.safetensors, which says itself what it is."""
+"""A trained model on disk: model.safetensors, which holds its net, classes and preparation."""
 
 from __future__ import annotations
 
