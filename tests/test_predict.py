@@ -26,15 +26,10 @@ from ddp_mnist.data.decode import DIGITS, Preparation
 from ddp_mnist.errors import CheckpointError, DataError, UsageError
 from ddp_mnist.models import MODELS
 from ddp_mnist.run import weights
+from ddp_mnist.verbs import predict as verb
 from ddp_mnist.verbs.evaluate import evaluate_run
-from ddp_mnist.verbs.flags import Evaluate
-from ddp_mnist.verbs.predict import (
-    as_mnist,
-    as_trained,
-    centred,
-    find_images,
-    predict,
-)
+from ddp_mnist.verbs.flags import Evaluate, Predict
+from ddp_mnist.verbs.predict import as_mnist, as_trained, centred, find_images
 from ddp_mnist.verify.watch import just_train
 
 CLASSES = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
@@ -55,6 +50,10 @@ def model() -> torch.nn.Module:
 def run(model: torch.nn.Module, tmp_path_factory: pytest.TempPathFactory) -> str:
     made = Preparation([], bright_on_black=True, digit_photos=True)
     return run_of(tmp_path_factory.mktemp("base") / "run", model, CLASSES, made)
+
+
+def predict(run: str, images: list[str], digit_photos: bool | None = None) -> Any:
+    return verb.predict(Predict(run, tuple(images), digit_photos=digit_photos))
 
 
 def digits(count: int) -> np.ndarray:

@@ -38,15 +38,9 @@ from ddp_mnist.verbs.flags import EXPORTS, Export
 from ddp_mnist.verbs.render import render
 
 CARD, ABOUT = "README.md", "config.json"
-
 CHECKED_IMAGES = 100
-
 LIMIT = 1e-4  # of a logit, absolute: other libraries sum in another order
-
-EXAMPLE = torch.zeros(2, 28, 28, dtype=torch.uint8)
-
-ANY_BATCH = torch.export.Dim("batch", min=1)
-
+EXAMPLE, ANY_BATCH = torch.zeros(2, 28, 28, dtype=torch.uint8), torch.export.Dim("batch", min=1)
 Outputs = Callable[[Tensor], Tensor]  # of images, logits
 
 
@@ -70,8 +64,11 @@ def export(flags: Export, say: Callable[[str], None] = print) -> Path:
         CheckFailed: a file gives other logits than the model.
         StorageError: a file cannot be written.
     """
-    if "onnx" in flags.format:
-        require("onnx", "onnxscript", "onnxruntime")
+    packages = ("onnx", "onnxscript", "onnxruntime") if "onnx" in flags.format else ()
+    if missing := [package for package in packages if importlib.util.find_spec(package) is None]:
+        raise UsageError(
+            f"--format onnx: needs {', '.join(missing)}; pip install -e '.[onnx]', or leave it out"
+        )
     folder = Path(flags.out or Path(flags.run) / "export")
     with storage_errors(folder, "--out"):
         refuse_other_files(folder)
@@ -109,14 +106,6 @@ def refuse_other_files(folder: Path) -> None:
             exported = {CARD, ABOUT, *EXPORTS.values()}
     if others := ", ".join(sorted(there - exported)[:3]):
         raise UsageError(f"--out {folder}: holds other files ({others}); name a folder of its own")
-
-
-def require(*packages: str) -> None:
-    missing = [package for package in packages if importlib.util.find_spec(package) is None]
-    if missing:
-        raise UsageError(
-            f"--format onnx: needs {', '.join(missing)}; pip install -e '.[onnx]', or leave it out"
-        )
 
 
 def largest_difference(model: nn.Module, outputs: Outputs, file: str) -> float:

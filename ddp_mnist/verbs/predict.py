@@ -14,7 +14,7 @@ import io
 import json
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,33 +33,20 @@ from ddp_mnist.run.outputs import check_place
 from ddp_mnist.verbs.flags import Predict
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff")
-
-BATCH = 256
-
 STDIN = Path("-")
-
-COLUMNS, INCHES = 8, 1.3  # of the picture that --show writes
-
-MOST_SHOWN = 64
-
+BATCH = 256
 LONGEST_SIDE = 1000  # of a photo, in pixels; the digit in it becomes 20 high
-
 LEAST_CONTRAST = 8  # of 255, between paper and strokes
-
 FAINT = 0.25  # of the strongest stroke: less is paper, its shadows and its grain
+MOST_SHOWN, COLUMNS, INCHES = 64, 8, 1.3  # in the picture that --show writes
 
 
 def run(flags: Predict) -> None:
-    """Print a line for each image; draw what was seen where --show asks for it.
-
-    Raises:
-        DataError: a file cannot be read; the others have their lines, and their places in the
-            picture.
-    """
+    """Print a line for each image, and draw those that could be read if --show asks for it."""
     picture = check_place(flags.show, "--show", ".png")
     console, answers, unread = Console(True), [], None
     try:
-        for line, seen in predict(flags.run, flags.images, flags.digit_photos):
+        for line, seen in predict(flags):
             console.print(json.dumps(line))
             if not (console.verbose or picture):
                 return  # nobody reads the rest
@@ -72,19 +59,10 @@ def run(flags: Predict) -> None:
         raise unread
 
 
-def predict(
-    run: str, images: Iterable[str], digit_photos: bool | None = None
-) -> Iterator[tuple[dict[str, Any], np.ndarray | None]]:
+def predict(flags: Predict) -> Iterator[tuple[dict[str, Any], np.ndarray | None]]:
     """Yield {file, label, probability, probabilities} and the net's input, uint8 [28, 28].
 
     For a file that cannot be read they are {file, error} and None.
-
-    Args:
-        run: run folder.
-        images: files, or folders whose images are taken in the order of their names; - is one
-            image on stdin.
-        digit_photos: whether files that are not 28x28 and grey are photos of digits; None: if the
-            run was trained on MNIST or the like.
 
     Raises:
         CheckpointError: it is no finished run.
@@ -92,13 +70,18 @@ def predict(
         DataError: a folder holds no images; or, after all others were labelled, some file could
             not be read.
     """
-    trained = weights.from_bytes(weights.read_bytes(run), run)
-    prepare = choose_preparation(run, trained, digit_photos)
-    files = [file for image in images for file in find_images(image)]
+    trained = weights.from_bytes(weights.read_bytes(flags.run), flags.run)
+    prepare = as_mnist if takes_photos(flags, trained) else as_trained
+    files = [file for image in flags.images for file in find_images(image)]
     errors: list[DataError] = []
     for start in range(0, len(files), BATCH):
         batch = files[start : start + BATCH]
-        inputs = [prepare_or_error(prepare, file) for file in batch]
+        inputs: list[np.ndarray | DataError] = []
+        for file in batch:
+            try:
+                inputs.append(prepare(file))
+            except DataError as error:
+                inputs.append(error)
         readable = [image for image in inputs if isinstance(image, np.ndarray)]
         rows = iter(probabilities(trained.model, readable) if readable else [])
         for file, image in zip(batch, inputs, strict=True):
@@ -111,14 +94,6 @@ def predict(
         raise errors[0]
     if errors:
         raise DataError(f"{errors[0]} ({len(errors)} of {len(files):,} files have no answer)")
-
-
-def prepare_or_error(prepare: Callable[[Path], np.ndarray], file: Path) -> np.ndarray | DataError:
-    """Return the net's input, or why there is none."""
-    try:
-        return prepare(file)
-    except DataError as error:
-        return error
 
 
 @torch.inference_mode()
@@ -156,22 +131,15 @@ def find_images(path: str) -> list[Path]:
 # --- An image file as the net sees it
 
 
-def choose_preparation(
-    run: str, trained: weights.Trained, digit_photos: bool | None
-) -> Callable[[Path], np.ndarray]:
-    """Return `as_mnist` for photos of digits, else `as_trained`.
-
-    Raises:
-        UsageError: photos of digits do not look like the images of this run.
-    """
-    if digit_photos and not trained.preparation.bright_on_black:
+def takes_photos(flags: Predict, trained: weights.Trained) -> bool:
+    """Return whether files of other sizes are photos of digits. Raises UsageError."""
+    if flags.digit_photos and not trained.preparation.bright_on_black:
         raise UsageError(
-            f"--digit-photos: {run} was trained on images that are not bright strokes on black, as"
-            " it would make them; leave it out"
+            f"--digit-photos: {flags.run} was trained on images that are not bright strokes on"
+            " black, as it would make them; leave it out"
         )
-    if digit_photos is None:
-        digit_photos = trained.preparation.digit_photos
-    return as_mnist if digit_photos else as_trained
+    wanted = flags.digit_photos
+    return trained.preparation.digit_photos if wanted is None else wanted
 
 
 @contextlib.contextmanager
@@ -220,10 +188,7 @@ def as_mnist(file: Path) -> np.ndarray:
 
 
 def as_viewed(image: PIL.Image.Image) -> np.ndarray:
-    """Return uint8 [H, W], upright as viewers show it, and no side longer than LONGEST_SIDE.
-
-    It is made small at once, as what follows takes 66 bytes a pixel.
-    """
+    """Return uint8 [H, W], upright, and small at once, as what follows takes 66 bytes a pixel."""
     image.draft("L", (LONGEST_SIDE, LONGEST_SIDE))  # a JPEG is not even decoded in full
     grey = as_grey(image)
     low, high = grey.getextrema()
@@ -260,10 +225,7 @@ def paper_of(grey: np.ndarray) -> np.ndarray:
 
 
 def strokes_of(contrast: np.ndarray) -> np.ndarray:
-    """Return uint8 [H, W], strokes up to 255 on black, of float64 [H, W], brighter than the paper.
-
-    Strokes are what is on the side of the paper that has the greater contrast.
-    """
+    """Return uint8 [H, W]: what differs most from the paper, up to 255 on black."""
     strokes = contrast if contrast.max() >= -contrast.min() else -contrast
     strokes = strokes.clip(0) / strokes.max()
     return np.where(strokes > FAINT, strokes * 255, 0).round().astype(np.uint8)

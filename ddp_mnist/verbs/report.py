@@ -41,9 +41,7 @@ from ddp_mnist.verbs.flags import Report
 from ddp_mnist.verbs.render import render
 
 MOST_WRONG = 24
-
 BATCH = 500
-
 NOT_IN_A_ROW = ("ranks", "confusion", "classes", "class_accuracy", "notes")  # of the settings
 
 
@@ -198,7 +196,6 @@ def as_data_uri(image: torch.Tensor) -> str:
 
 
 def render_page(runs: Sequence[ReportedRun], curves: dict[str, str]) -> str:
-    """Return the HTML; `curves` are <svg> elements by title."""
     return render("report.html", runs=runs, curves=curves, rows=side_by_side(runs))
 
 

@@ -21,7 +21,6 @@ from ddp_mnist.run.console import Console
 from ddp_mnist.run.folder import STATUS, in_use, read_json, reserve, without_link
 
 ORPHANS_MAY_TAKE_S = 60  # processes whose launcher was killed save their checkpoint, and end
-
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
