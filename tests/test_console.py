@@ -215,9 +215,9 @@ def test_fault_35_streams_that_were_closed_before_the_start(folder: Path) -> Non
             assert len(said) == 1 and f"{CANNOT} (Bad file descriptor)" in said[0], said
 
 
-def test_fault_35_a_process_that_was_really_started_with_nothing_open(folder: Path) -> None:
-    command = f"{sys.executable} -m ddp_mnist predict run image.png <&- >&- 2>&-"
-    ended = Started(["bash", "-c", command], folder, program=None).ended()
+def test_fault_35_a_process_that_was_really_started_with_nothing_open(tmp_path: Path) -> None:
+    command = f"{sys.executable} -m ddp_mnist --version <&- >&- 2>&-"
+    ended = Started(["bash", "-c", command], tmp_path, program=None).ended()
     assert (ended.code, ended.out, ended.err) == (5, "", "")
 
 
