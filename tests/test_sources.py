@@ -102,24 +102,14 @@ def write_images(folder: Path) -> Path:
     return folder
 
 
-def save_to_disk(folder: Path, train_names: str = "wxyz", test_names: str = "wxyz") -> Path:
-    import datasets
-
-    return save_splits(
-        folder,
-        **{
-            split: datasets.Dataset(
-                table_of(split, names), info=datasets.DatasetInfo(features=features_of(names))
-            )
-            for split, names in (("train", train_names), ("test", test_names))
-        },
-    )
-
-
-def save_splits(folder: Path, **splits: Any) -> Path:
+def save_to_disk(
+    folder: Path, train_names: str = "wxyz", test_names: str = "wxyz", **test_columns: Any
+) -> Path:
     import datasets
 
     datasets.disable_progress_bars()
+    train, test = table_of("train", train_names), table_of("test", test_names, **test_columns)
+    splits = {"train": datasets.Dataset(train), "test": datasets.Dataset(test)}
     datasets.DatasetDict(splits).with_format("arrow").save_to_disk(str(folder))
     return folder
 
@@ -380,8 +370,8 @@ def image_at(row: int, file: bytes | None) -> Spoiler:
     return in_train(image=cells_of([*PNGS[:row], file, *PNGS[row + 1 : TRAIN]]))
 
 
-def label_at(row: int, label: Any, names: str = "") -> Spoiler:
-    return in_train(names, label=[*LABELS[:row], label, *LABELS[row + 1 : TRAIN]])
+def label_at(row: int, label: Any) -> Spoiler:
+    return in_train(label=[*LABELS[:row], label, *LABELS[row + 1 : TRAIN]])
 
 
 TRAIN_FILE, TEST_FILE = "train-00000-of-00001.parquet", "test-00000-of-00001.parquet"
@@ -467,11 +457,8 @@ def saved_test(**columns: Any) -> Spoiler:
     """Return what saves splits without declared classes, the test split with these columns."""
 
     def spoil(folder: Path) -> None:
-        import datasets
-
         shutil.rmtree(folder)
-        test = datasets.Dataset(table_of("test", **columns))
-        save_splits(folder, train=datasets.Dataset(table_of("train")), test=test)
+        save_to_disk(folder, "", "", **columns)
 
     return spoil
 
@@ -633,7 +620,6 @@ def test_a_folder_needs_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 # In processes of their own, because HF_ENDPOINT is read at import.
 SHOW = """
 import hashlib, json, os, sys
-from ddp_mnist.cli import main
 from ddp_mnist.data import cache
 from ddp_mnist.errors import DdpMnistError
 def show(function, *arguments):
@@ -657,6 +643,7 @@ show(values, "mnist")
 show(lambda: "datasets" in sys.modules or "huggingface_hub" in sys.modules)
 os.environ["DDP_MNIST_CACHE"] += "2"
 show(values, "mnist")
+from ddp_mnist.cli import main
 main(["prepare", "--dataset", "fashion_mnist"])
 """
 MNIST_WRITTEN = [
