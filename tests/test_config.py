@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 
 from ddp_mnist.config import Distribution, Recipe, Run, TrainConfig, resolve_recipe
+from ddp_mnist.doctor.flags import Doctor
 from ddp_mnist.errors import UsageError
-from ddp_mnist.flags import Flags, flag_name, flag_values, value_type
+from ddp_mnist.flags import Flags, flag_fields, flag_name, flag_values, value_type
+from ddp_mnist.verbs.flags import Evaluate, Export, Multinode, Predict, Prepare, Report
+from ddp_mnist.verify.flags import Verify
 
 GROUPS: tuple[type[Flags], ...] = (Run, Recipe, Distribution)
 FIELDS = [
@@ -86,28 +89,59 @@ def test_words(group: type[Flags], field: dataclasses.Field[Any]) -> None:
     for choice in choices or ("anything", "数字", "a b"):
         assert getattr(group(**{field.name: choice}), field.name) == choice
     if choices:
-        with pytest.raises(UsageError) as told:
+        with pytest.raises(UsageError) as refused:
             group(**{field.name: "quite-else"})
-        assert str(told.value) == f"{flag} quite-else: choose from {', '.join(choices)}"
+        assert str(refused.value) == f"{flag} quite-else: choose from {', '.join(choices)}"
         with pytest.raises(UsageError, match=re.escape(f"; did you mean {choices[-1]}?")):
             group(**{field.name: choices[-1] + "x"})
 
 
-@pytest.mark.parametrize(("group", "field"), FIELDS, ids=[f.name for _, f in FIELDS])
+ALL = [
+    (group, field)
+    for group in (*GROUPS, Evaluate, Predict, Report, Export, Prepare, Multinode, Doctor, Verify)
+    for field in flag_fields(group)
+]
+
+
+@pytest.mark.parametrize(("group", "field"), ALL, ids=[f"{g.__name__} {f.name}" for g, f in ALL])
 def test_every_flag_has_a_sentence_and_a_legal_default(
     group: type[Flags], field: dataclasses.Field[Any]
 ) -> None:
     sentence = field.metadata["help"]
     assert sentence.endswith((".", "]"))
     assert len(sentence) < 100
-    assert getattr(group(), field.name) == field.default
-    assert value_type(group, field) in (int, float, str, bool)
+    assert value_type(group, field) in (int, float, str, bool, tuple)
+    required = {f.name: "x" for f in flag_fields(group) if "positional" in f.metadata}
+    if field.name not in required:
+        assert getattr(group(**required), field.name) == field.default
+
+
+def test_policies_of_a_resumed_run_and_of_ranks() -> None:
+    """Each flag of train has one; these are the ones that were meant."""
+
+    def named(*policies: Any) -> set[str]:
+        return {f.name for group in GROUPS for f in flag_fields(group, *policies)}
+
+    assert named("same images") == {"dataset"}
+    assert named("inherited") == {"cache_dir", "trackers"}
+    assert named("may change") == {
+        *("checkpoint_every", "keep", "log_every", "epochs"),
+        *("target_accuracy", "patience", "grad_accum"),
+    }
+    assert named("must equal") - {f.name for f in flag_fields(Recipe)} == {"seed"}
+    assert named("not inherited") == {f.name for f in flag_fields(Distribution)} | {
+        *("run_dir", "resume", "profile", "quiet", "dry_run")
+    }
+    assert {f.name for _, f in FIELDS if f.metadata["may_differ"]} == {
+        *("dataset", "run_dir", "resume", "cache_dir", "quiet"),
+        *("rank", "local_rank", "world_size", "init_method"),
+    }
 
 
 def test_a_long_value_is_shown_shortened() -> None:
-    with pytest.raises(UsageError, match=r"^--model x{60}: choose") as told:
+    with pytest.raises(UsageError, match=r"^--model x{60}: choose") as refused:
         Recipe(model="x" * 10_000)
-    assert len(str(told.value)) < 150
+    assert len(str(refused.value)) < 150
 
 
 def test_configurations_cannot_be_changed() -> None:
@@ -115,37 +149,30 @@ def test_configurations_cannot_be_changed() -> None:
         Recipe().lr = 1.0  # type: ignore[misc]
 
 
+VALIDATION = "--{}: needs validation images; give --val-size, e.g. 5000"
+
+
 @pytest.mark.parametrize(
-    ("recipe", "distribution", "message"),
+    ("recipe", "sync_bn", "message"),
     [
-        (
-            {"val_size": 0, "patience": 2},
-            {},
-            "--patience: needs validation images; give --val-size, e.g. 5000",
-        ),
-        (
-            {"val_size": 0, "target_accuracy": 0.9},
-            {},
-            "--target-accuracy: needs validation images; give --val-size, e.g. 5000",
-        ),
-        (
-            {"model": "mlp"},
-            {"sync_bn": True},
-            "--sync-bn: mlp has no BatchNorm; use --model cnn_bn or leave it out",
-        ),
+        ({"val_size": 0, "patience": 2}, False, VALIDATION.format("patience")),
+        ({"val_size": 0, "target_accuracy": 0.9}, False, VALIDATION.format("target-accuracy")),
+        *[
+            ({"model": net}, True, f"--sync-bn: {net} has no BatchNorm; use --model cnn_bn or")
+            for net in ("cnn", "mlp")
+        ],
         (
             {"model": "mlp", "optimizer": "muon"},
-            {},
+            False,
             "--optimizer muon: mlp has no convolutions; use --optimizer adamw",
         ),
     ],
 )
 def test_flags_that_contradict_each_other(
-    recipe: dict[str, Any], distribution: dict[str, Any], message: str
+    recipe: dict[str, Any], sync_bn: bool, message: str
 ) -> None:
-    with pytest.raises(UsageError) as told:
-        TrainConfig(Run(), Recipe(**recipe), Distribution(**distribution))
-    assert str(told.value) == message
+    with pytest.raises(UsageError, match=f"^{re.escape(message)}"):
+        TrainConfig(Run(), Recipe(**recipe), Distribution(sync_bn=sync_bn))
 
 
 @pytest.mark.parametrize("model", ["cnn_bn", "resnet18"])
@@ -168,6 +195,7 @@ def test_the_accurate_preset_takes_four_thousand_steps_of_twice_the_batch(
 ) -> None:
     recipe = resolve_recipe(Recipe(preset="accurate", val_size=0, **given), rows, 1)
     assert (recipe.batch_size, recipe.epochs) == (batch_size, epochs)
+    assert recipe.steps_per_epoch == rows // batch_size
 
 
 # --- What is decided by the data set
@@ -224,89 +252,42 @@ def test_what_is_given_stays() -> None:
     assert flag_values(resolve_recipe(given, DIGITS, 2)) == flag_values(given)
 
 
+DIVIDE = "--batch-size {}: does not divide by {}; nearest legal: {}"
+ONLY = "--batch-size {}: only {} train images (1437 less {} for validation); use at most {}"
+PARTS = "processes x 5 parts (--grad-accum)"
+
+
 @pytest.mark.parametrize(
     ("given", "rows", "world_size", "message"),
     [
-        (
-            {"batch_size": 128},
-            MNIST,
-            3,
-            "--batch-size 128: does not divide by 3 processes; nearest legal: 126 or 129",
-        ),
+        ({"batch_size": 128}, MNIST, 3, DIVIDE.format(128, "3 processes", "126 or 129")),
         (
             {"batch_size": 72, "grad_accum": 5},
             DIGITS,
             2,
-            "--batch-size 72: does not divide by 2 processes x 5 parts (--grad-accum);"
-            " nearest legal: 70 or 80",
+            DIVIDE.format(72, f"2 {PARTS}", "70 or 80"),
         ),
-        (
-            {"batch_size": 3, "grad_accum": 2},
-            DIGITS,
-            1,
-            "--batch-size 3: does not divide by 1 process x 2 parts (--grad-accum);"
-            " nearest legal: 2 or 4",
-        ),
-        (
-            {"batch_size": 2},
-            DIGITS,
-            3,
-            "--batch-size 2: does not divide by 3 processes; nearest legal: 3",
-        ),
-        (
-            {"batch_size": 80},
-            100,
-            3,
-            "--batch-size 80: does not divide by 3 processes; nearest legal: 78",
-        ),
-        (
-            {"batch_size": 1152},
-            DIGITS,
-            2,
-            "--batch-size 1152: only 1150 train images (1437 less 287 for validation);"
-            " use at most 1150",
-        ),
-        (
-            {"batch_size": 5000},
-            DIGITS,
-            7,
-            "--batch-size 5000: only 1150 train images (1437 less 287 for validation);"
-            " use at most 1148",
-        ),
-        (
-            {"batch_size": 1440, "val_size": 0},
-            DIGITS,
-            1,
-            "--batch-size 1440: only 1437 train images (1437 less 0 for validation);"
-            " use at most 1437",
-        ),
-        (
-            {"val_size": 100},
-            100,
-            1,
-            "--val-size 100: the train split has 100; give at most 99",
-        ),
-        (
-            {"val_size": 10**9},
-            DIGITS,
-            1,
-            "--val-size 1000000000: the train split has 1437; give at most 1436",
-        ),
+        ({"batch_size": 2}, DIGITS, 3, DIVIDE.format(2, "3 processes", "3")),
+        ({"batch_size": 80}, 100, 3, DIVIDE.format(80, "3 processes", "78")),
+        ({"batch_size": 1152}, DIGITS, 2, ONLY.format(1152, 1150, 287, 1150)),
+        ({"batch_size": 5000}, DIGITS, 7, ONLY.format(5000, 1150, 287, 1148)),
+        ({"batch_size": 1440, "val_size": 0}, DIGITS, 1, ONLY.format(1440, 1437, 0, 1437)),
+        ({"val_size": 100}, 100, 1, "--val-size 100: the train split has 100; give at most 99"),
         (
             {"grad_accum": 5},
             10,
             2,
-            "--batch-size: must be at least 10 for 2 processes x 5 parts (--grad-accum), but only"
-            " 8 train images (10 less 2 for validation) are there; use fewer of them",
+            f"--batch-size: must be at least 10 for 2 {PARTS}, but only 8 train images (10 less 2"
+            " for validation) are there; use fewer of them",
         ),
     ],
 )
 def test_fault_27_what_does_not_fit_is_refused_with_what_would(
     given: dict[str, Any], rows: int, world_size: int, message: str
 ) -> None:
-    with pytest.raises(UsageError) as told:
+    with pytest.raises(UsageError) as refused:
         resolve_recipe(Recipe(**given), rows, world_size)
-    assert str(told.value) == message
+    assert str(refused.value) == message
 
 
 ROWS = (1, 2, 5, 9, 10, 11, 50, 79, 100, 333, 1437, 7199, 8999, 9000, 9001, 60_000)
