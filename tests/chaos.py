@@ -1,4 +1,4 @@
-"""Runs that are hit at a random moment and taken up again, against the unbroken one."""
+"""Runs that are hit at a random moment and resumed, against the unbroken one."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CHECKPOINT_EVERY = 4
 
 
 def config_of(recipe: str, run: Path) -> TrainConfig:
-    """90 steps of the digits, a checkpoint at each fourth; a new run."""
+    """Return a new run of 90 steps of the digits, with a checkpoint at each fourth."""
     return TrainConfig(
         Run(
             dataset="digits",
@@ -52,7 +52,7 @@ def resumed(config: TrainConfig) -> TrainConfig:
 
 
 def flags_of(recipe: str, run: Path) -> list[str]:
-    """`config_of` as a person types it."""
+    """Return `config_of` as a person types it."""
     typed = {"epochs": 6, "batch_size": 72, **RECIPES[recipe]}
     flags = ["--dataset", "digits", "--run-dir", str(run), "--log-every", "7"]
     flags += ["--checkpoint-every", str(CHECKPOINT_EVERY), "--mixed-precision", "no"]
@@ -63,7 +63,7 @@ def flags_of(recipe: str, run: Path) -> list[str]:
 
 @dataclass
 class Tally:
-    """How often what was tried, and how often it held."""
+    """Counts of what was tried, and of what held."""
 
     tried: Counter[str] = field(default_factory=Counter)
     held: Counter[str] = field(default_factory=Counter)
@@ -81,7 +81,7 @@ class Tally:
 
 
 class Training:
-    """What `hit` needs of a running training: its processes, rank by rank, and its launcher."""
+    """A running training: its processes, rank by rank, and its launcher."""
 
     def __init__(self, start: Callable[[], Any]) -> None:
         self.running = start()
@@ -140,7 +140,7 @@ class Chaos:
         return Training(lambda: Started([*launcher, *TRAIN, *flags], self.folder, quiet))
 
     def unbroken(self) -> tuple[Any, float]:
-        """What stays of it, and its seconds from the first checkpoint to the end."""
+        """Return what stays of it, and its seconds from the first checkpoint to the end."""
         run = self.folder / f"unbroken-{self.recipe}-{self.size}-{self.launcher}"
         started = self.start(run, resume=False)
         first = wait_for_checkpoint(run)
@@ -149,7 +149,7 @@ class Chaos:
         return what_stays(run), seconds
 
     def hit(self, number: int, fault: str, expected: Any, seconds: float) -> None:
-        """Hits one run, takes it up again, perhaps hits it again, and compares.
+        """Hit one run, resume it, perhaps hit it again, and compare.
 
         A hit that finds the run finished proves nothing, and is repeated.
         """
@@ -183,7 +183,7 @@ class Chaos:
         shutil.rmtree(run)
 
     def _hit(self, started: Training, run: Path, fault: str, seconds: float) -> bool:
-        """Whether the run was alive and unfinished when the fault came."""
+        """Return whether the run was alive and unfinished when the fault came."""
         time.sleep(self.random.uniform(0, seconds))
         workers = started.workers()
         if not workers:
@@ -228,7 +228,7 @@ class Chaos:
 
 
 def wait_for_checkpoint(run: Path) -> float:
-    """time.time() when the first one is there."""
+    """Return time.time() when the first one is there."""
     wait_until(lambda: checkpoint.newest_first(run))
     return time.time()
 
@@ -257,20 +257,20 @@ def is_alive(process: psutil.Process) -> bool:
 
 
 def seconds_until_gone(processes: list[psutil.Process]) -> float:
-    """From now. One that has ended counts as gone before its new parent has noticed."""
+    """Return how long they live on; one that ended is gone before its new parent notices."""
     began = time.monotonic()
     wait_until(lambda: not any(is_alive(process) for process in processes))
     return time.monotonic() - began
 
 
 def leftovers(run: Path) -> list[str]:
-    """Temporary files and locks that nobody holds, in a run folder or its checkpoints."""
+    """Return temporary files, and locks that nobody holds, in a run folder or below."""
     found = [*run.rglob(".*"), *run.rglob("*.tmp")]
     return sorted({str(path.relative_to(run)) for path in found})
 
 
 def chaos(folder: Path, count: int, seed: str, launcher: str, faults: list[str]) -> Tally:
-    """Hits `count` runs of all recipes on 1 to 3 processes; raises at the first that differs."""
+    """Hit `count` runs of all recipes on 1 to 3 processes; raise at the first that differs."""
     tally, chance = Tally(), random.Random(seed)
     kinds: dict[tuple[str, int], tuple[Chaos, Any, float]] = {}
     folder.mkdir(exist_ok=True)

@@ -42,18 +42,18 @@ def is_requested(marker: str, config: pytest.Config) -> bool:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """On a machine with GPUs the tests are the same, on its CPU, but for those that request one."""
+    """Hide all GPUs from the tests, but for those that request one."""
     if not is_requested("gpu", config):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest files first, so that two workers end at about the same time."""
+    """Sort the longest files first, so that two workers end at about the same time."""
     items.sort(key=lambda item: item.path.name not in LONGEST)
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """After the long tests: how often each fault was tried, and how often we held."""
+    """Print after the long tests how often each fault was tried, and how often we held."""
     if not is_requested("soak", config):
         return
     tried: Counter[str] = Counter()
@@ -74,7 +74,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 
 def pytest_sessionfinish() -> None:
-    """The forkserver of local_world.py ends with the tests; by itself it would take seconds more.
+    """End the forkserver of cluster/local.py, which by itself would take seconds more.
 
     It goes once no process holds its pipe. Python has no public way to ask for that.
     """
@@ -86,7 +86,7 @@ def pytest_sessionfinish() -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def clean_environment(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """No launcher's variables, no network, and a cache and a home of the tests' own."""
+    """Remove launchers' variables; give the tests a cache of their own."""
     for name in list(os.environ):
         if name.startswith(LAUNCHER_PREFIXES) or name in LAUNCHER_NAMES + MAKE_NAMES:
             del os.environ[name]
@@ -96,7 +96,7 @@ def clean_environment(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture(scope="session")
 def mnist() -> Path:
-    """The folder of the real MNIST; tests that need it are skipped where it is not."""
+    """Return the folder of the real MNIST; without it, tests that need it are skipped."""
     beside = Path(__file__).parent.parent.parent / "shared" / "mnist"
     folder = Path(os.environ.get("DDP_MNIST_TEST_DATA") or beside)
     if not folder.is_dir():

@@ -33,7 +33,7 @@ SRUN = {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_JOB_NODELIST": "localh
 def machine(
     folder: Path, gpus: int, *, works: bool = True, computes: bool = True
 ) -> dict[str, str]:
-    """The environment of a command on such a machine.
+    """Return the environment of a command on such a machine.
 
     Args:
         folder: for the compiled stub.
@@ -66,7 +66,7 @@ def machine(
 
 
 def decision(decide: Callable[[], Any]) -> Any:
-    """What it decides, or the sentence with which it refuses."""
+    """Return what it decides, or the sentence with which it refuses."""
     from ddp_mnist.errors import DdpMnistError
 
     try:
@@ -76,7 +76,7 @@ def decision(decide: Callable[[], Any]) -> Any:
 
 
 def way(variables: dict[str, str], *flags: str) -> Any:
-    """Device, backend and precision of `train *flags`, started with these variables."""
+    """Return device, backend and precision of `train *flags` under these variables."""
     from ddp_mnist import cli
     from ddp_mnist.cluster.device import (
         choose_backend,
@@ -97,7 +97,7 @@ def way(variables: dict[str, str], *flags: str) -> Any:
 
 
 def workers(config: str) -> list[dict[str, str]]:
-    """The environment of each process that `accelerate launch` would start on this machine."""
+    """Return the environment of each process that `accelerate launch` would start here."""
     import torch.distributed.run
     from accelerate.commands import launch
 
@@ -129,7 +129,7 @@ def workers(config: str) -> list[dict[str, str]]:
 
 
 def launched(config: str, *flags: str) -> Any:
-    """How many workers a stored configuration starts, and what they decide, all alike."""
+    """Return how many workers a stored configuration starts, and what they decide."""
     decided = [way(env, *flags) for env in workers(config)]
     assert all(each == decided[0] for each in decided)
     return [len(decided), decided[0]]
@@ -180,7 +180,7 @@ def on_this_machine() -> dict[str, Any]:
 
 
 def meet(flags: dict[str, Any], each: list[dict[str, str]]) -> dict[str, Any]:
-    """One rank's part. `each` has variables of each rank, on top of those of the pair."""
+    """Join as one rank; `each` has variables of each rank, on top of those of the pair."""
     import torch
 
     from ddp_mnist.cluster.launch import find_launch
@@ -205,7 +205,7 @@ def meet(flags: dict[str, Any], each: list[dict[str, str]]) -> dict[str, Any]:
 
 
 def meetings(gpus: int, folder: Path) -> dict[str, Any]:
-    """By name what both ranks came to, or the sentence that one of them tells."""
+    """Return by name what both ranks came to, or the sentence that one of them reports."""
     from ddp_mnist import errors
     from ddp_mnist.cluster.local import LocalWorld, free_port, run_world
     from ddp_mnist.verify import watch
@@ -247,7 +247,7 @@ def meetings(gpus: int, folder: Path) -> dict[str, Any]:
 
 
 def a_proof(config: Any) -> bool:
-    """Whether a run of `verify` opened a GPU."""
+    """Return whether a run of `verify` opened a GPU."""
     import torch
 
     from ddp_mnist.verify.watch import just_train
@@ -257,7 +257,7 @@ def a_proof(config: Any) -> bool:
 
 
 def plainly() -> int:
-    """The GPU that plain_ddp.py works on."""
+    """Return the GPU that plain_ddp.py works on."""
     import torch
 
     from ddp_mnist import plain_ddp

@@ -88,7 +88,7 @@ class Hosts:
         run(*inside, "link", "set", interface, "up")
 
     def _plug_in(self, name: str, outside: str) -> None:
-        """A cable from the host's eth0 to the bridge, or a worse link where one is asked for."""
+        """Connect the host's eth0 to the bridge, by a worse link where one is requested."""
         if self.worse is None:
             run("ip", "link", "add", outside, "type", "veth", "peer", "eth0", "netns", name)
             run("ip", "link", "set", outside, "master", self.bridge, "up")
@@ -113,12 +113,12 @@ class Hosts:
         return f"{SUBNETS[self.ip]}{index + 1}"
 
     def url(self, index: int, port: int) -> str:
-        """For --init-method."""
+        """Return what --init-method takes."""
         host = f"[{self.address(index)}]" if self.ip == 6 else self.address(index)
         return f"tcp://{host}:{port}"
 
     def drop_all_but(self, index: int, port: int) -> None:
-        """A firewall on host `index` that lets nobody in but to `port`."""
+        """Put a firewall on host `index` that lets nobody in but to `port`."""
         rules = (
             "add table inet wall; add chain inet wall in { type filter hook input priority 0; };"
             f" add rule inet wall in iif eth0 tcp dport != {port} tcp flags syn / syn,ack drop"
@@ -126,13 +126,13 @@ class Hosts:
         run("ip", "netns", "exec", self.names[index], "nft", rules)
 
     def cut(self, index: int) -> None:
-        """Host `index` is off the network, as if its cable were pulled."""
+        """Take host `index` off the network, as if its cable were pulled."""
         run("ip", "link", "set", f"{self.bridge}p{index}", "down")
 
     def mend(self, index: int) -> None:
         run("ip", "link", "set", f"{self.bridge}p{index}", "up")
 
     def command(self, index: int, *command: str) -> list[str]:
-        """`command` on host `index`, under that host's name."""
+        """Return what runs `command` on host `index`, under that host's name."""
         named = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', self.names[index]]
         return ["ip", "netns", "exec", self.names[index], *named, *command]

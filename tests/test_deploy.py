@@ -100,7 +100,7 @@ def test_a_script_is_clean(script: str) -> None:
 
 
 def sbatch(folder: Path, *arguments: str) -> Started:
-    """The batch script as SLURM would start it on the first node of job 7."""
+    """Start the batch script as SLURM would on the first node of job 7."""
     variables = stand_in(folder, srun=SRUN, scontrol=SCONTROL)
     variables |= {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2", "PY": sys.executable}
     variables["SLURM_CPUS_PER_TASK"] = "1"

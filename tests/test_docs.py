@@ -62,7 +62,7 @@ def test_what_a_page_quotes_is_in_the_code() -> None:
 
 
 def patched(text: str, hunk: str) -> str:
-    """`text` with the lines of a diff's hunk replaced; these have to be there, once."""
+    """Return `text` with a diff's hunk applied; its old lines have to be there, once."""
     lines = hunk.splitlines(keepends=True)
     old = "".join(line[1:] for line in lines if line[0] in " -")
     new = "".join(line[1:] for line in lines if line[0] in " +")
@@ -112,7 +112,7 @@ def test_train_needs_none_of_the_folders_that_the_readme_calls_dispensable(tmp_p
 
 
 def anchor(heading: str) -> str:
-    """As GitHub makes one of a heading."""
+    """Return the anchor that GitHub makes of a heading."""
     return re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-")
 
 

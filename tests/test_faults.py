@@ -73,7 +73,7 @@ def torchrun(run: Path, *flags: str) -> Started:
 
 
 def workers_of(started: Started) -> list[psutil.Process]:
-    """By rank, as their launcher started them."""
+    """Return the workers by rank, as their launcher started them."""
     return psutil.Process(started.process.pid).children()
 
 
@@ -238,7 +238,7 @@ def test_fault_06_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
 
 
 def write_calls(trace: str, folder: Path) -> list[tuple[str, str]]:
-    """(call, file name) of each successful call on files in `folder` that changes the disk."""
+    """Return (call, file name) of each successful call that changes files in `folder`."""
     calls = []
     for line in trace.splitlines():
         if str(folder) in line and (match := re.search(r"\b([a-z0-9_]+)\((.*)\) = (\d+)", line)):
@@ -262,7 +262,7 @@ TRACED = "openat,open,write,fsync,fdatasync,rename,renameat,renameat2,unlink,unl
 
 
 def strace(folder: Path, *options: str, save: str = SAVE) -> tuple[Ended, str]:
-    """A process that saves one checkpoint, under strace."""
+    """Run a process that saves one checkpoint, under strace."""
     if not shutil.which("strace"):
         pytest.skip("needs strace")
     trace = folder / "trace"
@@ -277,7 +277,7 @@ def strace(folder: Path, *options: str, save: str = SAVE) -> tuple[Ended, str]:
 
 
 def calls_by_number(trace: str, folder: Path) -> dict[str, list[int]]:
-    """By name, which of their thread's calls those of `write_calls` are: so strace counts."""
+    """Return by name which of their thread's calls `write_calls` are: so strace counts."""
     found: dict[str, list[int]] = {}
     counted: Counter[tuple[str, str]] = Counter()
     for line in trace.splitlines():
@@ -547,7 +547,7 @@ def _always_overflows(config: TrainConfig) -> Any:
 def on_a_host(
     network: hosts.Hosts, index: int, folder: Path, address: str, rank: int, *flags: str
 ) -> Started:
-    """One process of two, over TCP, on a host with a disk of its own."""
+    """Start one process of two, over TCP, on a host with a disk of its own."""
     here = folder / f"host{index}"
     here.mkdir()
     command = [sys.executable, *TRAIN, *LONG.split(), "run", "--init-method", address]
@@ -556,7 +556,7 @@ def on_a_host(
 
 
 def two_hosts(network: hosts.Hosts, folder: Path, *flags: str, late_s: float = 0) -> list[Started]:
-    """One process on each of two hosts; the first serves the main port, and may come late."""
+    """Start one process on each of two hosts; the first serves the main port, perhaps late."""
     address = f"tcp://{network.address(0)}:29444"
     second = on_a_host(network, 1, folder, address, 1, *flags)
     time.sleep(late_s)
@@ -564,7 +564,7 @@ def two_hosts(network: hosts.Hosts, folder: Path, *flags: str, late_s: float = 0
 
 
 def first_error(started: Started) -> str:
-    """stderr of one that failed, which is one line."""
+    """Return stderr of one that failed, which is one line."""
     ended = started.ended()
     [line] = ended.err.splitlines()
     return line
@@ -654,7 +654,7 @@ def test_fault_16_fault_17_nobody_at_the_main_address_and_nobody_else(
 
 
 def alone_on_a_host(network: hosts.Hosts, folder: Path, address: str, rank: int) -> tuple[int, str]:
-    """The code of one process of two that cannot meet the other, and its one line."""
+    """Return the code of one process of two that cannot meet the other, and its one line."""
     started = on_a_host(network, 0, folder, address, rank, "--dist-timeout", "4")
     line = first_error(started)
     assert not (folder / "host0" / "run").exists()
@@ -728,7 +728,7 @@ def test_fault_01_fault_02_fault_11_fault_12_chaos(
 
 @pytest.fixture(autouse=True)
 def no_orphans() -> Iterator[None]:
-    """No process that a test started outlives it, however hard it was hit."""
+    """Check that no process of a test outlives it, however hard it was hit."""
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     yield
     deadline = time.monotonic() + 10
@@ -741,7 +741,7 @@ def no_orphans() -> Iterator[None]:
 
 
 def is_ours(process: psutil.Process) -> bool:
-    """Not one of multiprocessing's own, which stay for the next test."""
+    """Leave out multiprocessing's own, which stay for the next test."""
     keepers = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")
     return is_alive(process) and not any(keeper in name_of(process) for keeper in keepers)
 

@@ -43,7 +43,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def decided(library: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """By kind of machine; one process on each, beside those that have to meet there."""
+    """Return by kind of machine what one process decides there, and those that meet."""
 
     def ask(kind: str) -> Any:
         meeting = ["--meet", str(KINDS[kind]["gpus"])] if KINDS[kind].get("works", True) else []

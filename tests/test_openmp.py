@@ -47,13 +47,13 @@ LAUNCHED = {
 
 @pytest.fixture
 def nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tests' own process is a program of this package too."""
+    """Unset both: the tests' own process is a program of this package too."""
     for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
         monkeypatch.delenv(name, raising=False)
 
 
 def found_by_torch(ways: dict[str, list[str]], folder: Path, **variables: str) -> dict[str, str]:
-    """What each way's processes print as they come to torch, side by side."""
+    """Return what each way's processes print as they come to torch, side by side."""
     (folder / "sitecustomize.py").write_text(STAND_IN)
     path = os.pathsep.join([str(folder), str(REPOSITORY)])
     variables |= {"PYTHONPATH": path}

@@ -25,7 +25,7 @@ FRAME = 65_536
 
 
 def tap(name: str) -> int:
-    """A file descriptor of the TAP device `name`, in the namespace that this thread is in."""
+    """Return a file descriptor of the TAP device `name`, in this thread's namespace."""
     device = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
     fcntl.ioctl(device, TUNSETIFF, struct.pack("16sH", name.encode(), IFF_TAP | IFF_NO_PI))
     return device
@@ -38,7 +38,7 @@ def enter(namespace: str) -> None:
 
 
 def pass_on(ends: tuple[int, int], delay_s: float, loss: float) -> None:
-    """Frames from each end to the other, later, and not all of them."""
+    """Pass frames from each end to the other, later, and not all of them."""
     chance, count = random.Random(0), 0
     waiting: list[tuple[float, int, int, bytes]] = []
     while True:
