@@ -113,31 +113,20 @@ def test_the_figures_are_those_of_summary_json(folder: Path) -> None:
     assert path == folder / "first" / "report.html"
     page, summary = Page(path.read_text()), summary_of(folder / "first")
     wrong = round((1 - summary["test_accuracy"]) * 360)
-    assert page.figures == {
-        ("first", "test_accuracy"): (
-            str(summary["test_accuracy"]),
-            f"{summary['test_accuracy']:.4f}",
-        ),
-        ("first", "wrong"): (str(wrong), str(wrong)),
-        ("first", "val_accuracy"): (
-            str(summary["val_accuracy"]),
-            f"{summary['val_accuracy']:.4f}",
-        ),
-        ("first", "train_seconds"): (
-            str(summary["train_seconds"]),
-            f"{summary['train_seconds']:.1f}",
-        ),
-        ("first", "images_per_second"): (
-            str(summary["images_per_second"]),
-            f"{summary['images_per_second']:,.0f}",
-        ),
-        ("first", "world_size"): ("2", "2"),
+    shown = {
+        "test_accuracy": f"{summary['test_accuracy']:.4f}",
+        "val_accuracy": f"{summary['val_accuracy']:.4f}",
+        "train_seconds": f"{summary['train_seconds']:.1f}",
+        "images_per_second": f"{summary['images_per_second']:,.0f}",
+        "world_size": "2",
     }
+    figures = {("first", name): (str(summary[name]), text) for name, text in shown.items()}
+    assert page.figures == figures | {("first", "wrong"): (str(wrong), str(wrong))}
     rows = [[str(n) for n in row] for row in summary["confusion"]]
-    shown = re.findall(
+    cells = re.findall(
         r'<th scope="row">\d</th>\s*((?:<td class="[cz].*?</td>\s*)+)', path.read_text()
     )
-    assert [re.findall(r">([\d,]+)</td>", row) for row in shown] == rows
+    assert [re.findall(r">([\d,]+)</td>", row) for row in cells] == rows
     for rank in summary["ranks"]:
         assert f"{rank['images_per_second']:,.0f}" in page.text
 
@@ -312,35 +301,39 @@ def typed(lines: list[list[str]]) -> list[tuple[Any, str]]:
     return outcomes
 
 
-def test_a_run_that_failed_at_its_first_step(folder: Path, tmp_path: Path) -> None:
-    run = unfinished(folder, tmp_path / "run", "failed", step=1, error="--lr 1: no number")
-    (run / "metrics.jsonl").unlink()
+@pytest.mark.parametrize(
+    ("state", "changes", "sentence"),
+    [
+        ("failed", {"step": 1, "error": "--lr 1: no number"}, "It failed, at step 1: --lr 1: no"),
+        ("running", {"step": 7}, "It was killed, at step 7"),
+    ],
+)
+def test_a_run_without_a_result_says_why(
+    state: str, changes: dict[str, Any], sentence: str, folder: Path, tmp_path: Path
+) -> None:
+    run = unfinished(folder, tmp_path / "run", state, **changes)
+    (run / "metrics.jsonl").write_text('{"step": 8, "lo')  # torn
     [path] = write(run)
     text = " ".join(Page(path.read_text()).text.split())
-    assert "It failed, at step 1: --lr 1: no number." in text
+    assert sentence in text
     assert "Too few steps were logged for a curve." in text
 
 
-def test_a_run_that_was_killed_and_one_that_runs(folder: Path, tmp_path: Path) -> None:
+def test_a_run_that_goes_on_says_so(folder: Path, tmp_path: Path) -> None:
     run = unfinished(folder, tmp_path / "run", "running", step=7)
-    with open(run / "metrics.jsonl", "a") as file:
-        file.write('{"step": 8, "lo')  # torn
-    [path] = write(run)
-    assert "It was killed, at step 7" in " ".join(Page(path.read_text()).text.split())
     with RunFolder() as writing:
         writing.open(run)
         [path] = write(run)
-    assert "no result yet. It is running, at step 7" in " ".join(
-        Page(path.read_text()).text.split()
-    )
+    text = " ".join(Page(path.read_text()).text.split())
+    assert "no result yet. It is running, at step 7" in text
 
 
-@pytest.mark.parametrize("name", ["a$^$", "_base", "<&>"])
-def test_any_name_of_a_run_is_in_the_legend(name: str, folder: Path, tmp_path: Path) -> None:
-    shutil.copytree(folder / "first", tmp_path / name)
-    [path] = write(tmp_path / name, folder / "second")
-    svg = path.read_text().partition("<svg")[2]
-    assert html.unescape(svg).count(f"\u200b{name}<") == len(plots.CURVES)
+def test_any_name_of_a_run_is_in_the_legend(folder: Path, tmp_path: Path) -> None:
+    runs = [shutil.copytree(folder / "first", tmp_path / name) for name in ("a$^$", "_b", "<&>")]
+    [path] = write(*runs, folder / "second")
+    svg = html.unescape(path.read_text().partition("<svg")[2])
+    for run in runs:
+        assert svg.count(f"\u200b{run.name}<") == len(plots.CURVES)
 
 
 def test_a_run_of_another_version_is_one_line(folder: Path, tmp_path: Path) -> None:
@@ -413,28 +406,23 @@ def chromium(page: Path, *flags: str) -> str:
 
 
 def test_a_default_run_in_chromium(mnist_run: Path, tmp_path: Path) -> None:
+    """Tables scroll within themselves; the page as a whole is not wider than a phone."""
     [path] = write(mnist_run, out=str(tmp_path / "report.html"))
     assert path.stat().st_size < 1.5e6
     page, summary = Page(chromium(path, "--dump-dom")), summary_of(mnist_run)
     name = mnist_run.name
-    assert float(page.figures[name, "test_accuracy"][0]) == summary["test_accuracy"]
-    assert page.figures[name, "test_accuracy"][1] == f"{summary['test_accuracy']:.4f}"
-    assert float(page.figures[name, "images_per_second"][0]) == summary["images_per_second"]
+    accuracy, speed = summary["test_accuracy"], summary["images_per_second"]
+    assert page.figures[name, "test_accuracy"] == (str(accuracy), f"{accuracy:.4f}")
+    assert float(page.figures[name, "images_per_second"][0]) == speed
     assert len(page.images) == report.MOST_WRONG
-
-
-@pytest.mark.parametrize("width", [360, 1100])
-def test_the_page_is_not_wider_than_a_phone(mnist_run: Path, width: int, tmp_path: Path) -> None:
-    """Tables scroll within themselves; the page as a whole does not."""
-    write(mnist_run, out=str(tmp_path / "report.html"))
-    probe = tmp_path / "probe.html"
-    # a frame of that width, as a headless window is at least 500 wide
-    probe.write_text(
-        f'<iframe id="f" src="report.html" style="width:{width}px;height:900px"></iframe>'
-        "<script>onload = () => { const d = document.getElementById('f').contentDocument;"
-        " document.body.append('wide ' + d.documentElement.scrollWidth) }</script>"
+    # frames of these widths, as a headless window is at least 500 wide
+    frame = '<iframe src="report.html" style="width:{}px;height:900px"></iframe>'
+    (probe := tmp_path / "probe.html").write_text(
+        f"{frame.format(360)}{frame.format(1100)}<script>onload = () => {{"
+        " for (const f of document.querySelectorAll('iframe')) document.body.append("
+        " `wide ${f.contentDocument.documentElement.scrollWidth};`) }</script>"
     )
     shown = chromium(probe, "--dump-dom", "--allow-file-access-from-files")
-    found = re.search(r"wide (\d+)", shown)
-    assert found
-    assert int(found[1]) <= width
+    narrow, wide = map(int, re.findall(r"wide (\d+);", shown))
+    assert narrow <= 360
+    assert wide <= 1100
