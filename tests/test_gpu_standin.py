@@ -273,7 +273,7 @@ def test_make_doctor_accepts_one_gpu(library: Path) -> None:
     found = json.loads(ended.out)
     assert found["verdict"] in ("PASS", "WARN")
     said = {finding["name"]: finding["text"] for finding in found["findings"]}
-    assert "2 processes on 1 machine met within" in said["rendezvous"]
+    assert "2 processes on 1 machine connected within" in said["rendezvous"]
     assert said["rendezvous"].endswith("backend gloo, precision fp16")
     assert "send/recv" in said["collectives"]
     assert "equal weights on every rank" in said["training"]

@@ -150,7 +150,7 @@ def test_the_doctor_finds_a_healthy_cluster_healthy(tmp_path: Path) -> None:
     unwell = {finding["name"] for finding in verdict["findings"] if finding["status"] != "PASS"}
     assert unwell <= {"load", "slow rank"}  # other tests share the cores
     found = {finding["name"]: finding["text"] for finding in verdict["findings"]}
-    assert found["rendezvous"].startswith("2 processes on 2 machines met")
+    assert found["rendezvous"].startswith("2 processes on 2 machines connected")
     examined = [f["text"] for f in verdict["findings"] if f["name"] == "machine"]
     assert [said.split(":")[0] for said in examined] == names
     # 13 of each machine, and name, route, meeting and connections before it

@@ -103,8 +103,8 @@ def check_group(
     console = Console(verbose and launch.rank == 0)
     try:
         with join_world(flags, launch) as world, narrated_elsewhere(world, verbose):
-            met = rendezvous(world, time.monotonic() - clock)
-            for result in (met, *checks_of(Group(world, options), machines_too)):
+            first = rendezvous(world, time.monotonic() - clock)
+            for result in (first, *checks_of(Group(world, options), machines_too)):
                 results.append(result)
                 console.print(str(result))
     except DdpMnistError as error:
@@ -117,10 +117,9 @@ def check_group(
 
 
 def rendezvous(world: World, seconds: float) -> CheckResult:
-    processes = count(world.store.world_size, "process")
-    text = f"{processes} on {count(world.num_machines, 'machine')} met within {seconds:.1f} s"
+    who = f"{count(world.store.world_size, 'process')} on {count(world.num_machines, 'machine')}"
     how = f"backend {world.backend}, precision {world.precision}"
-    return passed("rendezvous", f"{text}, {how}")
+    return passed("rendezvous", f"{who} connected within {seconds:.1f} s, {how}")
 
 
 def checks_of(group: Group, machines_too: bool) -> Iterator[CheckResult]:

@@ -47,15 +47,7 @@ SMI_FIELDS = (
 
 @dataclass(frozen=True)
 class Options:
-    """What to check.
-
-    Attributes:
-        dataset, cache_dir: as for train.
-        run_dir: the folder in which runs would be made.
-        processes: how many would train on this machine.
-        port: the main port; None if it is in use rightly.
-        minutes: of burn-in.
-    """
+    """Say what to check; `port` is None once it is in use rightly, `minutes` are of burn-in."""
 
     dataset: str = "mnist"
     cache_dir: str | None = None

@@ -39,7 +39,7 @@ def check_node(node: Node, timeout_s: float) -> Iterator[CheckResult]:
     try:
         store = meet_others(node, timeout_s)
         seconds = time.monotonic() - clock
-        yield passed(name, f"{node.num_machines} machines met at {where} in {seconds:.1f} s")
+        yield passed(name, f"{node.num_machines} machines connected at {where} in {seconds:.1f} s")
         name = "connections"
         check_agreement(store, node)
         result = connections(store)

@@ -24,8 +24,6 @@ class CheckResult:
 
     Attributes:
         status: PASS, WARN (works, but look at it) or FAIL (do not rely on it).
-        name: the name of the check.
-        text: what was found.
         fix: what to do; empty for a PASS.
         figures: measured numbers by name; a name that ends with ` ms` or ` s` is better if smaller.
     """

@@ -51,10 +51,9 @@ def proof_config(run_dir: str = "run", **recipe: Any) -> TrainConfig:
 
 @dataclass
 class Seen:
-    """What one rank did in a run.
+    """Hold what one rank did in a run.
 
     Attributes:
-        summary: what the run returned.
         images: a digest of each image that the net was given, per micro-batch.
         learning_rates: per optimizer step.
         gradient_norms: Euclidean norm of the whole averaged gradient, per optimizer step.
