@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib.metadata
 import itertools
 import json
@@ -299,9 +300,10 @@ def faults_of_the_group(here: group.Group) -> Iterator[tuple[str, Any, Any]]:
     yield "idle", patch.object(hardware, "load", lambda: idle), group.load
     assert here.busy == ""
     yield "busy", patch.object(hardware, "load", lambda: busy), group.load
-    yield "speeds", none, group.speeds
-    slower = 3 * group.compute_s(here.device)
-    yield "slow", on_rank_1(patch.object(group, "compute_s", always(slower))), group.slowest
+    once = functools.partial(collectives.time_all_reduce, calls=1)
+    yield "speeds", patch.object(collectives, "time_all_reduce", once), group.speeds
+    seconds = 0.1 + 0.2 * here.rank
+    yield "slow", patch.object(group, "compute_s", always(seconds)), group.slowest
     yield "accuracy", patch.object(group, "LEAST_ACCURACY", 1.1), group.training
     with patch.object(machine, "CHECKS", (machine.cores, machine.main_port)):
         yield "machine", none, group.machines_alone
