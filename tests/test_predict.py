@@ -410,14 +410,19 @@ def test_labels_are_the_nets_own(run: str, model: torch.nn.Module, tmp_path: Pat
     assert [line for line, _ in predict(run, [str(tmp_path)])] == found
 
 
+def typed(capsys: pytest.CaptureFixture[str], *argv: Any) -> tuple[Any, str, str]:
+    """Return exit code, stdout and stderr of `ddp-mnist predict ARGV`."""
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["predict", *map(str, argv)])
+    return ended.value.code, *capsys.readouterr()
+
+
 def test_the_verb_prints_json_lines(
     run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     image = save(digits(1)[0], tmp_path / "數.png")
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["predict", run, str(image), str(image)])
-    out, err = capsys.readouterr()
-    assert (ended.value.code, err) == (0, "")
+    code, out, err = typed(capsys, run, image, image)
+    assert (code, err) == (0, "")
     first, second = (json.loads(line) for line in out.splitlines())
     assert first == second
     assert first["file"] == str(image)
@@ -425,13 +430,11 @@ def test_the_verb_prints_json_lines(
 
 
 def test_a_reader_that_went_away_is_no_error(
-    run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     image = save(digits(1)[0], tmp_path / "x.png")
     monkeypatch.setattr("builtins.print", Mock(side_effect=BrokenPipeError))
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["predict", run, str(image), str(image)])
-    assert ended.value.code == 0
+    assert typed(capsys, run, image, image)[0] == 0
 
 
 @pytest.mark.parametrize(
@@ -452,10 +455,8 @@ def test_what_cannot_be_read_is_one_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     places: dict[str, Any] = {"run": run, "tmp": tmp_path}
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["predict", *(a.format(**places) for a in arguments)])
-    out, err = capsys.readouterr()
-    assert ended.value.code == code
+    given, out, err = typed(capsys, *(a.format(**places) for a in arguments))
+    assert given == code
     assert "label" not in out
     assert err.startswith(f"ddp-mnist: error: {begins.format(**places)}")
     assert err.endswith(f" (code {code})\n")
@@ -469,14 +470,12 @@ def test_files_beside_one_that_cannot_be_read_have_their_answers(
         save(image, tmp_path / f"{number}.png")
     (tmp_path / "1a.png").write_text("no picture")
     picture = tmp_path / "seen.png"
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["predict", run, str(tmp_path), "--show", str(picture)])
-    out, err = capsys.readouterr()
+    code, out, err = typed(capsys, run, tmp_path, "--show", picture)
     lines = [json.loads(line) for line in out.splitlines()]
     assert [Path(line["file"]).name for line in lines] == ["0.png", "1.png", "1a.png", "2.png"]
     assert ["label" in line for line in lines] == [True, True, False, True]
     assert lines[2]["error"] == "no image that Pillow reads; give a PNG or JPEG file"
-    assert ended.value.code == 3
+    assert code == 3
     assert err == f"ddp-mnist: error: {tmp_path}/1a.png: {lines[2]['error']} (code 3)\n"
     assert picture.exists()
     (tmp_path / "2.png").write_text("no picture")
@@ -496,10 +495,8 @@ def test_one_image_comes_on_stdin(
     image = save(digits(1)[0], tmp_path / "x.png")
     [(expected, _)] = predict(run, [str(image)])
     monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(image.read_bytes())))
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["predict", run, "-"])
-    assert ended.value.code == 0
-    assert json.loads(capsys.readouterr().out) == {**expected, "file": "-"}
+    code, out, _ = typed(capsys, run, "-")
+    assert (code, json.loads(out)) == (0, {**expected, "file": "-"})
     monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(b"")))
     with pytest.raises(
         DataError, match=r"^-: no image that Pillow reads; give a PNG or JPEG file$"
@@ -522,9 +519,7 @@ def test_what_the_model_saw_is_drawn(
     savefig = Figure.savefig
     monkeypatch.setattr(Figure, "savefig", save_and_keep)
     answers = [line for line, _ in predict(run, [str(tmp_path)])]
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["predict", run, str(tmp_path), "--show", str(picture)])
-    assert ended.value.code == 0
+    assert typed(capsys, run, tmp_path, "--show", picture)[0] == 0
     with PIL.Image.open(picture) as shown:
         assert shown.size == (1040, 1434)  # eight rows of eight
     [figure] = drawn
@@ -534,10 +529,9 @@ def test_what_the_model_saw_is_drawn(
         assert axis.get_title() == f"{name}\n{answer['label']} ({answer['probability']:.2f})"
         assert np.array_equal(np.asarray(axis.get_images()[0].get_array()), image)
     for wrong in ("seen.jpg", "none/seen.png"):
-        with pytest.raises(SystemExit) as ended:
-            cli.main(["predict", run, str(tmp_path), "--show", str(tmp_path / wrong)])
-        assert ended.value.code == 2
-        assert capsys.readouterr().err.startswith(f"ddp-mnist: error: --show {tmp_path / wrong}: ")
+        code, _, err = typed(capsys, run, tmp_path, "--show", tmp_path / wrong)
+        assert code == 2
+        assert err.startswith(f"ddp-mnist: error: --show {tmp_path / wrong}: ")
 
 
 # --- The real MNIST
