@@ -124,7 +124,7 @@ def program() -> NoReturn:
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run one verb and exit with its code; an expected failure is one line on stderr."""
-    # When a peer is gone, torch's store would print a C++ stack for each call; it raises as well.
+    # When a peer is lost, torch's store would print a C++ stack for each call; it raises as well.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's starts and stops
     # Matplotlib would log where its cache is to a person who has no home.

@@ -232,10 +232,10 @@ class Distribution(Flags):
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """All that `train` is told.
+    """The flags of `train`.
 
     Attributes:
-        typed: names of the fields that a person gave; a resumed run takes the others over.
+        typed: names of the fields that a person gave; a resumed run inherits the others.
     """
 
     run: Run = dataclasses.field(default_factory=Run)
@@ -255,12 +255,12 @@ class TrainConfig:
             self.refuse_contradictions()
 
     def refuse_contradictions(self) -> None:
-        """Raises UsageError for flags that do not go together."""
+        """Raise UsageError for flags that do not go together."""
         recipe = self.recipe
         decides_by_validation = recipe.target_accuracy is not None or recipe.patience is not None
         if recipe.val_size == 0 and decides_by_validation:
-            asked = "--patience" if recipe.target_accuracy is None else "--target-accuracy"
-            raise UsageError(f"{asked}: needs validation images; give --val-size, e.g. 5000")
+            name = "--patience" if recipe.target_accuracy is None else "--target-accuracy"
+            raise UsageError(f"{name}: needs validation images; give --val-size, e.g. 5000")
         if self.distribution.sync_bn and not NETS[recipe.model].batch_norm:
             raise UsageError(
                 f"--sync-bn: {recipe.model} has no BatchNorm; use --model cnn_bn or leave it out"
@@ -289,7 +289,7 @@ def resolve_recipe(recipe: Recipe, rows: int, world_size: int) -> ResolvedRecipe
         world_size: number of processes; a step is dealt out evenly to them.
 
     Raises:
-        UsageError: what was asked for does not fit the data or the world size.
+        UsageError: what was given does not fit the data or the world size.
     """
     val_size = min(5000, rows // 5) if recipe.val_size is None else recipe.val_size
     train_rows = rows - val_size

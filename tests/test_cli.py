@@ -16,7 +16,9 @@ from ddp_mnist import cli
 from ddp_mnist.config import PRESETS, Distribution, Recipe, Run, TrainConfig
 from ddp_mnist.errors import CheckpointError, FailedElsewhere, StorageError, UsageError
 from ddp_mnist.flags import flag_fields, flag_name
+from ddp_mnist.verbs import multinode
 from ddp_mnist.verbs.evaluate import metrics_table
+from ddp_mnist.verbs.flags import Multinode
 
 PROGRAM = (sys.executable, "-m", "ddp_mnist")
 ONE_LINE = re.compile(r"ddp-mnist: error: (.+) \(code 2\)\n")
@@ -245,6 +247,18 @@ def test_local_rank_before_the_verb_is_accepted(
     """torch.distributed.launch puts it there."""
     expected = run_here(capsys, "train", "--help")
     assert run_here(capsys, *before.split(), "train", "--help") == expected
+
+
+def test_a_variable_that_make_was_not_given_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Mock(return_value=0)
+    monkeypatch.setattr(multinode, "run", run)
+    empty = ["--machine-rank=", "--main-process-ip=", "--num-machines=", "--nproc-per-node=2"]
+    assert cli.multinode([*empty, "--", "--dist-timeout", "7"]) == 0
+    [(flags, given, timeout_s, _)] = [call.args for call in run.call_args_list]
+    assert flags == Multinode(nproc_per_node=2)
+    assert (given, timeout_s) == (["--dist-timeout", "7"], 7)
+    cli.multinode(["--verb", "doctor"])
+    assert run.call_args.args[2] == 60  # a person waits for the verdict
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
