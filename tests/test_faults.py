@@ -662,27 +662,6 @@ def alone_on_a_host(network: hosts.Hosts, folder: Path, address: str, rank: int)
 
 
 @pytest.mark.soak
-def test_fault_20_a_frozen_host(tmp_path: Path) -> None:
-    hosts.require_hosts()
-    with hosts.Hosts(2) as network:
-        started = two_hosts(network, tmp_path)
-        run = tmp_path / "host0" / "run"
-        wait_for_checkpoint(run)
-        trainers = [psutil.Process(each.process.pid) for each in started]
-        frozen = [trainers[1], *trainers[1].children(recursive=True)]
-        for process in frozen:
-            process.suspend()
-        began = time.monotonic()
-        line = first_error(started[0])
-        assert time.monotonic() - began < 8 + 10
-        for process in frozen:
-            process.resume()
-        started[1].ended()
-    assert line.startswith("ddp-mnist: error: lost contact with rank 1 of 2 (")
-    assert status(run) == ("failed", 6)
-
-
-@pytest.mark.soak
 def test_fault_17_a_node_that_comes_late(tmp_path: Path) -> None:
     hosts.require_hosts()
     with hosts.Hosts(2) as network:

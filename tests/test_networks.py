@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ddp_mnist.run.folder import MODEL, read_json
+from ddp_mnist.run.folder import read_json
 from tests.commands import MAKE, REPOSITORY, Ended, Started, proof
 from tests.hosts import Hosts, require_hosts
 from tests.training import check_equal
@@ -48,7 +48,7 @@ def train(hosts: Hosts, folder: Path, *more: str) -> list[Started]:
     return [on_host(hosts, rank, folder, sys.executable, *ranks[rank]) for rank in range(size)]
 
 
-def make(target: str, hosts: Hosts, folder: Path, *variables: str, main: str = "") -> list[Started]:
+def make(target: str, hosts: Hosts, folder: Path, *variables: str) -> list[Started]:
     """Start `make train-multinode` or `make doctor` on each host, with one process there."""
     return [
         on_host(
@@ -56,7 +56,7 @@ def make(target: str, hosts: Hosts, folder: Path, *variables: str, main: str = "
             rank,
             folder,
             *(*MAKE, "-C", str(REPOSITORY), target, f"MACHINE_RANK={rank}"),
-            *(f"MAIN_PROCESS_IP={main or hosts.address(0)}", f"MAIN_PROCESS_PORT={PORT}"),
+            *(f"MAIN_PROCESS_IP={hosts.address(0)}", f"MAIN_PROCESS_PORT={PORT}"),
             f"NUM_MACHINES={len(hosts.names)}",
             *(each.replace("HOST", str(folder / f"host{rank}")) for each in variables),
         )
@@ -90,18 +90,12 @@ def test_the_interface_that_leads_to_the_others_is_found(
     check_equal(tmp_path / "host0" / "run", alone, count, num_machines=count)
 
 
-def train_multinode(hosts: Hosts, folder: Path) -> list[Ended]:
-    folder.mkdir(exist_ok=True)
-    flags = " ".join(proof(Path("HOST/run"))[3:])
-    ended = ends_of(make("train-multinode", hosts, folder, f"ARGS={flags}"))
-    assert [each.code for each in ended] == [0, 0], ended
-    return ended
-
-
 def test_two_hosts_whose_own_name_is_loopback(alone: Path, tmp_path: Path) -> None:
     """Separate networks, names, disks and caches, and no GLOO_SOCKET_IFNAME."""
+    flags = " ".join(proof(Path("HOST/run"))[3:])
     with Hosts(2) as hosts:
-        _, second = train_multinode(hosts, tmp_path)
+        first, second = ends_of(make("train-multinode", hosts, tmp_path, f"ARGS={flags}"))
+    assert (first.code, second.code) == (0, 0), (first, second)
     run = tmp_path / "host0" / "run"
     assert second.out.splitlines()[1:] == [
         f"joined     as rank 1 of 2; rank 0 on {hosts.names[0]} reports",
@@ -110,16 +104,6 @@ def test_two_hosts_whose_own_name_is_loopback(alone: Path, tmp_path: Path) -> No
     check_equal(run, alone, 2, num_machines=2)
     assert not (tmp_path / "host1" / "run").exists()  # only rank 0's machine has the run folder
     assert (tmp_path / "host1" / "cache").is_dir()
-
-
-@pytest.mark.soak
-def test_a_slow_and_lossy_network_ends_with_the_weights_of_a_quiet_one(tmp_path: Path) -> None:
-    with Hosts(2) as hosts:
-        train_multinode(hosts, tmp_path / "quiet")
-    with Hosts(2, delay_ms=50, loss_percent=1) as hosts:
-        train_multinode(hosts, tmp_path / "bad")
-    quiet, bad = ((tmp_path / name / "host0" / "run" / MODEL) for name in ("quiet", "bad"))
-    assert quiet.read_bytes() == bad.read_bytes()
 
 
 # --- The doctor
@@ -191,30 +175,3 @@ def test_a_firewall_ends_a_training_with_one_line(tmp_path: Path) -> None:
     assert line.endswith(
         "GLOO_SOCKET_IFNAME to the interface that leads there (it is eth0) (code 6)"
     )
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize(
-    ("main", "said"),
-    [
-        ("10.77.0.9", "FAIL  main address   10.77.0.9, which is no address of this machine"),
-        ("no-such-host", "FAIL  main address   no-such-host has no address"),
-        ("192.0.2.9", "FAIL  main address   192.0.2.9, which is no address of this machine"),
-    ],
-)
-def test_the_doctor_names_a_wrong_main_address(main: str, said: str, tmp_path: Path) -> None:
-    with Hosts(1) as hosts:
-        [ended] = ends_of(make("doctor", hosts, tmp_path, main=main))
-    assert ended.code != 0
-    assert f"machine 0: {said}" in ended.out
-
-
-@pytest.mark.soak
-def test_the_doctor_names_a_machine_that_does_not_come(tmp_path: Path) -> None:
-    with Hosts(2) as hosts:
-        started, other = make("doctor", hosts, tmp_path, "ARGS=--dist-timeout 5")
-        hosts.cut(1)
-        ended, lost = started.ended(), other.ended()
-    assert "machine 0: FAIL  meeting" in ended.out
-    assert "1 of 2 machines came within 5 s; missing: machine 1" in " ".join(ended.out.split())
-    assert "machine 1: FAIL  meeting" in lost.out
