@@ -104,3 +104,9 @@ def test_a_flag_that_was_given_as_a_variable_is_refused(
     assert 'EPOCHS=3: is a flag, not a variable; make train ARGS="--epochs 3"' in refused.err
     monkeypatch.setenv("EPOCHS", "3")  # of something else
     assert make(checkout, "train-single").code == 0
+
+
+def test_make_alone_lists_the_targets(checkout: Path) -> None:
+    listed = [line.split()[1] for line in make(checkout).out.splitlines()]
+    wanted = "venv train train-single train-multi train-multinode evaluate test test-system soak"
+    assert {*wanted.split(), "check", "fmt"} <= {*listed}
