@@ -43,47 +43,41 @@ class Verb(NamedTuple):
 
     Attributes:
         sentence: for the help.
-        flags: the module of its dataclass of flags, which imports no library.
         module: the one whose `run` is given the flags.
+        flags: the module of its dataclass of flags, which imports no library.
         dist_timeout: the default of that flag, for a verb that several processes share.
     """
 
     sentence: str
-    flags: str
     module: str
+    flags: str = "ddp_mnist.verbs.flags"
     dist_timeout: float | None = None
 
 
-FLAGS = "ddp_mnist.verbs.flags"
 VERBS = {
     "evaluate": Verb(
         "Print exact metrics of a finished run on a split.",
-        FLAGS,
         "ddp_mnist.verbs.evaluate",
-        Distribution.dist_timeout,
+        dist_timeout=Distribution.dist_timeout,
     ),
-    "predict": Verb("Label image files; one JSON line each.", FLAGS, "ddp_mnist.verbs.predict"),
+    "predict": Verb("Label image files; one JSON line each.", "ddp_mnist.verbs.predict"),
     "report": Verb(
-        "Write one HTML page about runs, which needs no network.", FLAGS, "ddp_mnist.verbs.report"
+        "Write one HTML page about runs, which needs no network.", "ddp_mnist.verbs.report"
     ),
     "export": Verb(
-        "Write the weights of a run for use elsewhere, with a model card.",
-        FLAGS,
-        "ddp_mnist.verbs.export",
+        "Write the weights of a run for use elsewhere, with a model card.", "ddp_mnist.verbs.export"
     ),
-    "prepare": Verb(
-        "Fetch and decode a data set once, into the cache.", FLAGS, "ddp_mnist.verbs.prepare"
-    ),
+    "prepare": Verb("Fetch and decode a data set once, into the cache.", "ddp_mnist.verbs.prepare"),
     "doctor": Verb(
         "Accept or reject this machine, or the machines that a launcher joins.",
-        "ddp_mnist.doctor.flags",
         "ddp_mnist.doctor.checks",
+        "ddp_mnist.doctor.flags",
         dist_timeout=60.0,  # a person waits for the verdict
     ),
     "verify": Verb(
         "Prove here that N processes train as one, resume exactly, count right.",
-        "ddp_mnist.verify.flags",
         "ddp_mnist.verify.proofs",
+        "ddp_mnist.verify.flags",
     ),
     "bench": Verb(
         "Measure how fast it is here, as ratios of what runs side by side.",
