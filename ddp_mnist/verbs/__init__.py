@@ -1,1 +1,1 @@
-"""What is done with a run that has ended, a verb a file. Imports run/ and what stands above it."""
+"""The verbs for a run that has ended, a file each; they import run/ and what stands above it."""
