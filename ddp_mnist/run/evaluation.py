@@ -86,27 +86,24 @@ def evaluate_split(
     """
     was_training = model.training
     model.eval()
-    labels, predictions, losses = [], [], []
-    for images, batch_labels, _ in loader:
+    gathered = []
+    for images, labels, _ in loader:
         logits = model(images)
-        loss = F.cross_entropy(logits, batch_labels, reduction="none")
+        losses = F.cross_entropy(logits, labels, reduction="none").double()
         # The last batch is padded with repeated rows so that all ranks get equally many;
         # gather_for_metrics drops these again.
-        gathered = accelerator.gather_for_metrics((batch_labels, logits.argmax(1), loss.double()))
-        labels.append(gathered[0])
-        predictions.append(gathered[1])
-        losses.append(gathered[2])
+        gathered.append(accelerator.gather_for_metrics((labels, logits.argmax(1), losses)))
         if stop:
             stop.ask(accelerator)
     model.train(was_training)
 
+    labels, predictions, losses = (torch.cat(part) for part in zip(*gathered, strict=True))
     rows = len(loader.dataset)  # type: ignore[arg-type]
-    counted = sum(len(batch) for batch in labels)
-    if counted != rows:
-        raise RuntimeError(f"counted {counted} rows of a split of {rows}: the metrics are wrong")
+    if len(labels) != rows:
+        raise RuntimeError(f"counted {len(labels)} rows of a split of {rows}: wrong metrics")
     counted_by_rank_0 = b""
     if accelerator.is_main_process:
-        metrics = summarise(torch.cat(labels), torch.cat(predictions), torch.cat(losses), classes)
+        metrics = summarise(labels, predictions, losses, classes)
         counted_by_rank_0 = json.dumps(dataclasses.asdict(metrics)).encode()
     return Metrics(**json.loads(broadcast_bytes(accelerator, counted_by_rank_0)))
 
@@ -117,11 +114,6 @@ def summarise(labels: Tensor, predictions: Tensor, losses: Tensor, classes: int)
 
     counted = classification_metrics(predictions.cpu().numpy(), labels.cpu().numpy(), classes)
     confusion = counted["confusion"]
-    rows_of_class = [sum(row) for row in confusion]
-    return Metrics(
-        accuracy=counted["accuracy"],
-        loss=losses.sum().item() / len(losses),
-        count=sum(rows_of_class),
-        confusion=confusion,
-        class_accuracy=[confusion[c][c] / n if n else None for c, n in enumerate(rows_of_class)],
-    )
+    per_class = [row[c] / sum(row) if sum(row) else None for c, row in enumerate(confusion)]
+    loss = losses.sum().item() / len(losses)
+    return Metrics(counted["accuracy"], loss, len(labels), confusion, per_class)

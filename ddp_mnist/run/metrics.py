@@ -1,4 +1,4 @@
-"""Classification metrics as classes of `evaluate`, which need neither the Hub nor a lock file.
+"""Classification metrics as a class of `evaluate`, which needs neither the Hub nor a lock file.
 
 Importing this imports `evaluate` and `datasets`, which takes over a second: only rank 0 does, when
 it has something to count.
@@ -35,32 +35,20 @@ with missing("scipy.stats", "transformers"):
 
 # A split is one example with all its images: `datasets` looks at each example in Python.
 WHOLE_SPLIT = Sequence(Value("int64"))
-
 FEATURES = Features({"predictions": WHOLE_SPLIT, "references": WHOLE_SPLIT})
 
 
-class Accuracy(evaluate.Metric):
-    """Share of predictions that equal the reference."""
+class Classification(evaluate.Metric):
+    """Share of correct predictions, and how often each class was taken for each."""
 
     def _info(self) -> evaluate.MetricInfo:
         return evaluate.MetricInfo(description=self.__doc__ or "", citation="", features=FEATURES)
 
-    def _compute(self, predictions: Any, references: Any) -> dict[str, float]:
-        return {"accuracy": float(np.mean(np.equal(predictions, references)))}
-
-
-class ConfusionMatrix(evaluate.Metric):
-    """How often each class was taken for each: matrix[reference][prediction]."""
-
-    def _info(self) -> evaluate.MetricInfo:
-        return evaluate.MetricInfo(description=self.__doc__ or "", citation="", features=FEATURES)
-
-    def _compute(
-        self, predictions: Any, references: Any, classes: int
-    ) -> dict[str, list[list[int]]]:
+    def _compute(self, predictions: Any, references: Any, classes: int) -> dict[str, Any]:
         cells = np.asarray(references) * classes + np.asarray(predictions)
-        counts = np.bincount(cells.ravel(), minlength=classes * classes)
-        return {"confusion": counts.reshape(classes, classes).tolist()}
+        confusion = np.bincount(cells.ravel(), minlength=classes**2).reshape(classes, classes)
+        accuracy = float(np.mean(np.equal(predictions, references)))
+        return {"accuracy": accuracy, "confusion": confusion.tolist()}
 
 
 def classification_metrics(
@@ -69,11 +57,9 @@ def classification_metrics(
     """Count int64 predictions [N] against references [N], both in 0..classes-1.
 
     Returns:
-        {"accuracy": float, "confusion": int[classes][classes]}.
+        {"accuracy": float, "confusion": confusion[reference][prediction] = rows}.
     """
     # Metric.__init__ makes a folder even for what it keeps in memory.
     with tempfile.TemporaryDirectory(prefix="ddp_mnist-") as scratch:
-        accuracy = Accuracy(keep_in_memory=True, cache_dir=scratch)
-        confusion = ConfusionMatrix(keep_in_memory=True, cache_dir=scratch)
-        inputs = {"predictions": [predictions], "references": [references]}
-        return accuracy.compute(**inputs) | confusion.compute(**inputs, classes=classes)
+        metric = Classification(keep_in_memory=True, cache_dir=scratch)
+        return metric.compute(predictions=[predictions], references=[references], classes=classes)
