@@ -104,7 +104,7 @@ def test_every_file_has_a_floor() -> None:
     assert {unit(module) for module in files()} == set(FLOOR_OF)
 
 
-@pytest.mark.xfail(strict=True, reason="10 imports go up")
+@pytest.mark.xfail(strict=True, reason="doctor and bench import verify.results, on their own floor")
 def test_no_import_goes_up() -> None:
     """Imports in functions and for type checkers count too; a folder is one unit."""
     upwards = [
@@ -168,12 +168,12 @@ def test_the_training_can_be_read_at_once() -> None:
     assert nesting(batches) <= 3
 
 
-@pytest.mark.xfail(strict=True, reason="11,846 lines")
+@pytest.mark.xfail(strict=True, reason="10,900 lines")
 def test_the_package_stays_small() -> None:
     assert lines_of(PACKAGE) <= 8_500
 
 
-@pytest.mark.xfail(strict=True, reason="16,700 lines")
+@pytest.mark.xfail(strict=True, reason="14,950 lines")
 def test_the_tests_stay_small() -> None:
     assert lines_of(REPOSITORY / "tests") <= 11_500
 
@@ -181,7 +181,7 @@ def test_the_tests_stay_small() -> None:
 # --- Words
 
 
-@pytest.mark.xfail(strict=True, reason="111 are not")
+@pytest.mark.xfail(strict=True, reason="21 are not")
 def test_a_docstring_is_a_sentence_with_a_verb() -> None:
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     nodes = [
