@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -149,6 +150,7 @@ def train_until(config: TrainConfig, step: int, number: int = signal.SIGTERM, by
         taken = max((int(state["step"]) for state in optimizer.state.values()), default=0)
         if taken == step and os.environ.get("RANK", "0") == str(by):
             os.kill(os.getpid(), number)
+            time.sleep(0.05)  # another thread notes it
 
     with before_each_step(strike):
         just_train(config)
