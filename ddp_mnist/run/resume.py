@@ -217,49 +217,33 @@ def changes(content: dict[str, Any], now: dict[str, Any], where: str) -> list[st
     Raises:
         CheckpointError: something differs that may not, or it is no checkpoint of this run.
     """
+    config, flags = TrainConfig(), now["flags"]
+    fixed = flag_values(config.run, "must equal") | flag_values(config.recipe, "must equal")
     try:
         if content["format"] != FORMAT:
             raise CheckpointError(f"{where}: has format {content['format']}, this is {FORMAT}")
-        for name in ("progress", "model", "optimizer", "scaler", "best_weights"):
-            content["state"][name]
         content["metrics_lines"], content["state"]["progress"]["step"]
-        _refuse_changes(content, now, where)
-        before = {flag_name(n): content["flags"][n] for n in _may_change()} | content["world"]
-        after = {flag_name(n): now["flags"][n] for n in _may_change()} | now["world"]
+        before, was = content["flags"], content["world"]["--mixed-precision"]
+        found = {"path": where, "run": before, "digest": content["digest"]}
+        check_images(flags["dataset"], now["digest"], found)
+        for name in fixed:
+            _refuse_value(name, flags[name], before[name], where)
+        if (is_now := now["world"]["--mixed-precision"]) != was and "fp64" in (was, is_now):
+            _refuse("--mixed-precision", is_now, f"{where} was made with {was}, in another dtype")
+        if content["run_id"] != now["run_id"]:
+            raise CheckpointError(
+                f"{where}: belongs to another run than the folder's {CONFIG}; remove it to use the"
+                " one before"
+            )
+        may_change = [name for name in flags if name not in (*fixed, "dataset")]
+        pairs = {flag_name(name): (before[name], flags[name]) for name in may_change}
+        pairs |= {name: (content["world"].get(name), v) for name, v in now["world"].items()}
     except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"{where}: is not from ddp_mnist ({type(error).__name__}: {error}); remove it"
         ) from error
     note = {"--epochs": " (another learning-rate schedule from here on)"}
-    return [
-        f"{name} {before.get(name)} -> {value}{note.get(name, '')}"
-        for name, value in after.items()
-        if before.get(name) != value
-    ]
-
-
-def _may_change() -> list[str]:
-    config = TrainConfig()
-    return [*flag_values(config.run, "may change"), *flag_values(config.recipe, "may change")]
-
-
-def _refuse_changes(content: dict[str, Any], now: dict[str, Any], where: str) -> None:
-    """Raise CheckpointError for what may not differ."""
-    before = content["flags"]
-    if content["digest"] != now["digest"]:
-        found = {"path": where, "run": before, "digest": content["digest"]}
-        check_images(now["flags"]["dataset"], now["digest"], found)
-    for name, value in now["flags"].items():
-        if name not in (*_may_change(), "dataset"):
-            _refuse_value(name, value, before[name], where)
-    was, is_now = content["world"]["--mixed-precision"], now["world"]["--mixed-precision"]
-    if was != is_now and "fp64" in (was, is_now):
-        _refuse("--mixed-precision", is_now, f"{where} was made with {was}, in another dtype")
-    if content["run_id"] != now["run_id"]:
-        raise CheckpointError(
-            f"{where}: belongs to another run than the folder's {CONFIG}; remove it to use the one"
-            " before"
-        )
+    return [f"{name} {a} -> {b}{note.get(name, '')}" for name, (a, b) in pairs.items() if a != b]
 
 
 def _refuse_value(name: str, value: Any, saved: Any, where: str) -> None:
