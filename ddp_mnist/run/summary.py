@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 from ddp_mnist.cluster import hardware
 from ddp_mnist.cluster.world import World
@@ -110,7 +111,7 @@ def step_line(line: dict[str, Any], step: int, total_steps: int, batch_size: int
     shown = f"step {done}/{total_steps}  loss {loss(line)}  lr {line['lr']:.5f}"
     if not (speed := line["images_per_second"]):
         return shown
-    left = duration((total_steps - step) * batch_size / speed)
+    left = tqdm.format_interval((total_steps - step) * batch_size / speed)
     return f"{shown}  {speed:,.0f} images/s  {left} left"
 
 
@@ -125,13 +126,6 @@ def epoch_line(epoch: int, epochs: int, means: dict[str, Any], validation: Metri
 
 def loss(line: dict[str, Any]) -> str:
     return "not finite" if line["loss"] is None else f"{line['loss']:.4f}"
-
-
-def duration(seconds: float) -> str:
-    """Return minutes and seconds, as 0:07; from an hour on with hours, as 1:02:07."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def summarise(
@@ -151,6 +145,8 @@ def summarise(
     batch_size, seconds = config.recipe.batch_size, progress.train_seconds
     began = progress.resumed_from[-1] if progress.resumed_from else 0
     part = (progress.step - began) * batch_size
+    found = world.accelerator.device
+    gpu = torch.cuda.get_device_name(found) if found.type == "cuda" else "none used"
     return {
         "outcome": "finished",
         "stopped_by": progress.stopped_by,
@@ -187,7 +183,7 @@ def summarise(
         "notes": [*images.warnings, *images.notes],
         "class_accuracy": test.class_accuracy,
         "confusion": test.confusion,
-        "machine": machine(world),
+        "machine": {**hardware.describe(), "gpu": gpu},
         "versions": package_versions(),
         "git": git_commit(),
     }
@@ -219,13 +215,6 @@ def program() -> str:
     python = sys.executable
     here = os.path.relpath(python)
     return f"{here if len(here) < len(python) else python} -m ddp_mnist"
-
-
-def machine(world: World) -> dict[str, Any]:
-    """Return rank 0's machine."""
-    found = world.accelerator.device
-    gpu = torch.cuda.get_device_name(found) if found.type == "cuda" else "none used"
-    return {**hardware.describe(), "gpu": gpu}
 
 
 def device(world: World) -> str:
