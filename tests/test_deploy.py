@@ -126,8 +126,8 @@ def test_a_job_goes_on_when_its_time_was_up_and_stays_away_when_cancelled(tmp_pa
     assert requeued.read_text() == "requeue 7\n"
     stopped = reached(run)
 
-    # SLURM starts the same script again, under the same number
-    ended = sbatch(tmp_path, *LONG[:-1], str(stopped // 19 + 1)).ended()
+    # SLURM starts the same script again, under the same number; an epoch has 15 steps
+    ended = sbatch(tmp_path, *LONG[:-1], str(stopped // 15 + 1)).ended()
     assert ended.code == 0, ended.err
     assert check_two(run, num_machines=1)["resumed_from"] == [cancelled, stopped]
     assert requeued.read_text() == "requeue 7\n"
