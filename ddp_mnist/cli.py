@@ -30,7 +30,7 @@ from ddp_mnist.errors import (
     printable,
 )
 from ddp_mnist.flags import Flags, add_flags, flag_fields
-from ddp_mnist.run.console import Console, flush_stdout, open_what_is_closed, tell
+from ddp_mnist.run.console import Console, open_what_is_closed, tell, write_stdout
 
 EXIT_CODES = """exit codes: 0 done, 1 check failed, 2 usage or configuration, 3 data, 4 checkpoint,
 5 storage, 6 peer lost or time-out, 7 diverged, 130 SIGINT, 143 SIGTERM"""
@@ -141,7 +141,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     except SystemExit as ended:  # argparse's, after --help
         code = int(ended.code or 0)
     try:
-        flush_stdout()
+        write_stdout()
     except StorageError as error:
         if not code:  # else the verb's own error counts
             code = error.code

@@ -238,7 +238,7 @@ def test_a_file_that_fails_leaves_nothing(
     ("arguments", "code", "begins"),
     [
         (["{run}", "--format", "onyx"], 2, "--format onyx: choose from safetensors, torch, onnx;"),
-        (["{tmp}/none"], 4, "{tmp}/none: there is no such run folder"),
+        (["{tmp}/none"], 4, "{tmp}/none: there is no model of a finished run"),
     ],
 )
 def test_what_cannot_be_exported_is_one_line(

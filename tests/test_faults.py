@@ -480,7 +480,7 @@ def test_fault_14_a_second_run_at_the_same_time_and_after(tmp_path: Path) -> Non
     [summary] = world.results()
     assert (summary["steps"], summary["resumed_from"]) == (300, [])
     before = (run / "status.json").read_bytes()
-    assert refused(config).startswith("--run-dir run: holds a run already; ")
+    assert refused(config).startswith("--run-dir run: holds a run already (to go on: --resume ")
     assert (run / "status.json").read_bytes() == before
 
 

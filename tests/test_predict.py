@@ -442,8 +442,8 @@ def test_a_reader_that_went_away_is_no_error(
     [
         (["{run}", "{tmp}/none.png"], 3, "{tmp}/none.png: no such file or directory; give a PNG"),
         (["{run}", "{tmp}"], 3, "{tmp}: holds no images"),
-        (["{tmp}/none", "x.png"], 4, "{tmp}/none: there is no such run folder"),
-        (["{tmp}", "x.png"], 4, "{tmp}: is no finished run (model.safetensors: No such file"),
+        (["{tmp}/none", "x.png"], 4, "{tmp}/none: there is no model of a finished run"),
+        (["{tmp}", "x.png"], 4, "{tmp}: there is no model of a finished run (model.saf"),
     ],
 )
 def test_what_cannot_be_read_is_one_line(

@@ -196,7 +196,7 @@ def test_fault_14_a_folder_that_holds_a_run_is_refused_unless_it_saved_nothing(
         stopped.status(phase="training", step=30)
         raise KeyboardInterrupt
     (path / "notes.txt").write_text("mine")
-    refusal = f"^--run-dir {path}: holds a run already; .*--resume {path}$"
+    refusal = f"^--run-dir {path}: holds a run already .*--resume {path}.; name another"
     with pytest.raises(UsageError, match=refusal) as refused:
         create(path)
     assert refused.value.code == 2

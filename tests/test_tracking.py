@@ -17,7 +17,7 @@ from ddp_mnist.errors import UsageError
 from ddp_mnist.run.checkpoint import newest_first
 from ddp_mnist.run.console import Console
 from ddp_mnist.run.folder import read_json
-from ddp_mnist.run.tracking import Guarded, named
+from ddp_mnist.run.tracking import Trackers, named
 from ddp_mnist.verify.watch import just_train, proof_config, resumed, train_until
 
 
@@ -33,17 +33,16 @@ def test_names_are_separated_by_commas_and_checked(monkeypatch: pytest.MonkeyPat
 
 
 def test_one_that_fails_is_left_out_and_reported_once(capsys: pytest.CaptureFixture[str]) -> None:
-    service = Mock()
+    service, other = Mock(), Mock()
     service.name = "wandb"
-    tracker = Guarded(service, Console(True))
-    tracker.log({"loss": 1.0, "best": None}, 25)
+    trackers = Trackers([service, other], Console(True))
+    trackers.log({"loss": 1.0, "best": None}, 25)
     service.log.assert_called_once_with({"loss": 1.0}, step=25)
     service.log.side_effect = ConnectionError("no route to host\nat ...")
-    tracker.log({"loss": 0.5}, 50)
-    tracker.log({"loss": 0.4}, 75)
-    tracker.finish()
+    trackers.log({"loss": 0.5}, 50)
+    trackers.log({"loss": 0.4}, 75)
     assert service.log.call_count == 2
-    service.finish.assert_not_called()
+    assert other.log.call_count == 3
     assert capsys.readouterr().out == (
         "--trackers wandb: failed (no route to host); left out from here on, metrics.jsonl has"
         " everything\n"

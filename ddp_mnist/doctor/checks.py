@@ -25,7 +25,7 @@ from ddp_mnist.doctor.machine import Options, check_machine
 from ddp_mnist.doctor.preflight import check_node, pass_on
 from ddp_mnist.errors import CheckFailed, DdpMnistError, FailedElsewhere
 from ddp_mnist.run.console import Console, tell
-from ddp_mnist.run.outputs import check_place, save_json
+from ddp_mnist.run.folder import check_place, save_json
 from ddp_mnist.verify.results import CheckResult, failed, failure_summary, from_error, worst
 from ddp_mnist.verify.results import describe as results_as_json
 

@@ -20,10 +20,7 @@ from ddp_mnist.run.folder import CHECKPOINTS, storage_errors, write_atomically
 
 DIGEST_BYTES = hashlib.sha256().digest_size
 NAME = re.compile(r"step-(\d{8,})\.pt")
-
-
-class Damaged(Exception):
-    """A file is not what `save` wrote. The message is a clause, e.g. `is cut short`."""
+DAMAGED = "is damaged or cut short: its SHA-256 is another"
 
 
 def save(run: Path, step: int, content: dict[str, Any], keep: int) -> None:
@@ -63,26 +60,22 @@ def to_bytes(content: dict[str, Any]) -> bytes:
     return file.getvalue()
 
 
-def verified(raw: bytes) -> bytes:
-    """Return `raw` without its digest. Raises Damaged if it is not what `to_bytes` returned."""
-    if len(raw) <= DIGEST_BYTES:
-        raise Damaged("is cut short" if raw else "is empty")
-    content = raw[:-DIGEST_BYTES]
-    if hashlib.sha256(content).digest() != raw[-DIGEST_BYTES:]:
-        raise Damaged("is damaged or cut short: its SHA-256 is another")
-    return content
+def is_whole(raw: bytes) -> bool:
+    """Return whether `raw` ends with the digest of the rest, as `to_bytes` returned it."""
+    return hashlib.sha256(memoryview(raw)[:-DIGEST_BYTES]).digest() == raw[-DIGEST_BYTES:]
 
 
 def from_bytes(raw: bytes, where: object) -> dict[str, Any]:
     """Return the content that `to_bytes` was given, with all tensors on the CPU.
 
     Raises:
-        Damaged: the digest is not that of the rest.
-        CheckpointError: the file holds something else than tensors and plain values.
+        CheckpointError: it is not whole, or holds something else than tensors and plain values.
     """
-    content = verified(raw)
+    if not is_whole(raw):
+        raise CheckpointError(f"{where}: {DAMAGED}; remove it to use the one before")
     try:
-        return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        file = io.BytesIO(memoryview(raw)[:-DIGEST_BYTES])
+        return torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # whatever a file that was made to deceive makes the parser raise
         raise CheckpointError(
             f"{where}: holds more than tensors and plain values, or is no checkpoint"
@@ -99,27 +92,23 @@ def read_newest(run: Path) -> tuple[bytes, int, list[str]]:
         CheckpointError: there is none, or none is whole.
         StorageError: a damaged one cannot be renamed.
     """
-    damaged: dict[Path, str] = {}
+    passed_over: dict[Path, str] = {}
     for path in newest_first(run):
         try:
-            raw = path.read_bytes()
-            verified(raw)
+            if is_whole(raw := path.read_bytes()):
+                break
+            passed_over[path] = DAMAGED
         except OSError as error:
-            damaged[path] = f"cannot be read ({reason(error)})"
-        except Damaged as damage:
-            damaged[path] = str(damage)
-        else:
-            step = step_of(path)
-            with storage_errors(path):
-                for bad in damaged:
-                    os.replace(bad, bad.with_name(f"{bad.name}.damaged"))
-            lines = [f"{bad}: {why}; going on from step {step}" for bad, why in damaged.items()]
-            return raw, step, lines
-    if not damaged:
+            passed_over[path] = f"cannot be read ({reason(error)})"
+    else:
+        found = ", ".join(f"{path.name} {why}" for path, why in passed_over.items())
+        fix = "in another --run-dir" if found else f"with --resume auto --run-dir {run}"
         raise CheckpointError(
-            f"{run}: holds no complete checkpoint; begin it anew, or use --resume auto --run-dir"
-            f" {run}"
+            f"{run}: holds no complete checkpoint ({found or 'nor any other'}); begin it anew {fix}"
         )
-    path, why = next(iter(damaged.items()))
-    others = f", and {len(damaged) - 1} older ones too" if len(damaged) > 1 else ""
-    raise CheckpointError(f"{path}: {why}{others}; begin the run anew in another --run-dir")
+    step = step_of(path)
+    with storage_errors(path):
+        for bad in passed_over:
+            os.replace(bad, bad.with_name(f"{bad.name}.damaged"))
+    lines = [f"{bad}: {why}; going on from step {step}" for bad, why in passed_over.items()]
+    return raw, step, lines

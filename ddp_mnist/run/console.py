@@ -7,13 +7,13 @@ import os
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any, TextIO
 
 from ddp_mnist.errors import StorageError, printable, reason
 
-SECONDS_BETWEEN = 1.0  # two lines of progress, where there is no terminal
 BAR = "{bar:8} {desc}"
+SECONDS_BETWEEN = 1.0  # two lines of progress, where there is no terminal
 
 
 class Console:
@@ -40,46 +40,27 @@ class Console:
 
     def print(self, line: str) -> None:
         """Print a line. Raises StorageError, but not if the reader went away (`| head -1`)."""
-        if not self.verbose:
-            return
-        self._last = time.monotonic()
-        with self._going_on():
-            if self._bar is not None:
-                self._bar.write(line, file=sys.stdout)
-            else:
-                print(line)
+        if self.verbose:
+            self._last = time.monotonic()
+            write = print if self._bar is None else self._bar.write
+            self.verbose = write_stdout(lambda: write(line, file=sys.stdout), self.must_arrive)
 
     def progress(self, done: float, line: str) -> None:
         """Show the share that is done, 0 to 1, with a line of 70 columns."""
-        if not self.verbose:
-            return
-        if not sys.stdout.isatty():
-            if time.monotonic() - self._last >= SECONDS_BETWEEN:
-                self.print(line)
-            return
-        with self._going_on():
-            if self._bar is None:
-                from tqdm import tqdm
+        if self.verbose and sys.stdout.isatty():
+            self.verbose = write_stdout(lambda: self._draw(done, line), self.must_arrive)
+        elif time.monotonic() - self._last >= SECONDS_BETWEEN:
+            self.print(line)
 
-                self._bar = tqdm(
-                    total=1, bar_format=BAR, file=sys.stdout, leave=False, dynamic_ncols=True
-                )
-            self._bar.n = done
-            self._bar.set_description_str(line)
+    def _draw(self, done: float, line: str) -> None:
+        if self._bar is None:
+            from tqdm import tqdm
 
-    @contextlib.contextmanager
-    def _going_on(self) -> Iterator[None]:
-        """Print no more once stdout could not be written; raise only where lines must arrive."""
-        try:
-            with stdout_errors():
-                yield
-        except BrokenPipeError:
-            self.verbose = False
-        except StorageError as error:
-            self.verbose = False
-            if self.must_arrive:
-                raise
-            warn(f"{error}; the run goes on without output; see its folder")
+            self._bar = tqdm(
+                total=1, bar_format=BAR, file=sys.stdout, leave=False, dynamic_ncols=True
+            )
+        self._bar.n = done
+        self._bar.set_description_str(line)
 
 
 def panel(lines: dict[str, str]) -> str:
@@ -106,6 +87,27 @@ def warn(message: str) -> None:
     tell(f"ddp-mnist: warning: {printable(message)}")
 
 
+def write_stdout(write: Callable[[], object] = bool, must_arrive: bool = True) -> bool:
+    """Call `write`, flush stdout, and return whether all arrived: False if the reader went away.
+
+    Raises:
+        StorageError: stdout cannot be written, e.g. to a full disk. A warning, and False, if it
+            need not arrive.
+    """
+    try:
+        write()
+        sys.stdout.flush()
+        return True
+    except OSError as error:
+        _discard_buffer(sys.stdout)
+        if not isinstance(error, BrokenPipeError):
+            line = f"stdout: cannot be written ({reason(error)}); "
+            if must_arrive:
+                raise StorageError(f"{line}free space, or redirect it elsewhere") from error
+            warn(f"{line}the run goes on without output; see its folder")
+        return False
+
+
 def open_what_is_closed() -> None:
     """Give a standard stream that was closed before the start (`>&-`, as daemons do) its number.
 
@@ -114,43 +116,14 @@ def open_what_is_closed() -> None:
     read or to print is an error then, as on a closed stream, and neither an empty input nor a
     result that is lost without a word. What is printed on a closed stderr may be lost.
     """
-    for number, name, flags in (
-        (0, "stdin", os.O_WRONLY),
-        (1, "stdout", os.O_RDONLY),
-        (2, "stderr", os.O_WRONLY),
-    ):
+    flags = {"stdin": os.O_WRONLY, "stdout": os.O_RDONLY, "stderr": os.O_WRONLY}
+    for number, name in enumerate(flags):
         try:
             os.fstat(number)
-        except OSError:
-            os.set_inheritable(os.open(os.devnull, flags), True)  # the lowest number that is free
+        except OSError:  # the lowest free number is the one that is given out
+            os.set_inheritable(os.open(os.devnull, flags[name]), True)
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
-
-
-def flush_stdout() -> None:
-    """Write what waits in stdout's buffer. Raises StorageError, but not if the reader went away."""
-    with contextlib.suppress(BrokenPipeError), stdout_errors():
-        pass
-
-
-@contextlib.contextmanager
-def stdout_errors() -> Iterator[None]:
-    """Flush stdout after the block, which writes to nothing else.
-
-    Raises:
-        BrokenPipeError: the reader went away (`| head -1`).
-        StorageError: it cannot be written, e.g. to a full disk.
-    """
-    try:
-        yield
-        sys.stdout.flush()
-    except OSError as error:
-        _discard_buffer(sys.stdout)
-        if isinstance(error, BrokenPipeError):
-            raise
-        raise StorageError(
-            f"stdout: cannot be written ({reason(error)}); free space, or redirect it elsewhere"
-        ) from error
 
 
 def _discard_buffer(stream: TextIO) -> None:

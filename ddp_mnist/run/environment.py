@@ -24,21 +24,18 @@ def package_versions() -> dict[str, str]:
 
 def code_digest() -> str:
     """Return the first 16 hex digits of the SHA-256 over this package's modules."""
-    sha = hashlib.sha256()
-    for file in sorted(Path(__file__).parents[1].rglob("*.py")):
-        sha.update(file.read_bytes())
-    return sha.hexdigest()[:16]
+    files = sorted(Path(__file__).parents[1].rglob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
 
 def git_commit() -> str | None:
     """Return the commit of the checkout that this package is part of, + if changed; or None."""
-    here = Path(__file__)
-    tracked = ["ls-files", "--error-unmatch", here.name]  # .venv may lie in another checkout
-    describe = ["describe", "--always", "--dirty=+", "--abbrev=40", "--exclude=*"]
-    try:
-        for command in (tracked, describe):
-            git = ["git", "-C", str(here.parent), *command]
+    is_tracked = "ls-files --error-unmatch ."  # .venv may lie in another checkout
+    describe = "describe --always --dirty=+ --abbrev=40 --exclude=*"
+    for command in (is_tracked, describe):
+        git = ["git", "-C", str(Path(__file__).parent), *command.split()]
+        try:
             done = subprocess.run(git, capture_output=True, text=True, timeout=5, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip() or None
+        except (OSError, subprocess.SubprocessError):
+            return None
+    return done.stdout.strip()

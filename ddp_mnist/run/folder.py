@@ -11,6 +11,7 @@ import itertools
 import json
 import os
 import re
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,7 +27,7 @@ STATUS, SUMMARY, CHECKPOINTS, LOCK = "status.json", "summary.json", "checkpoints
 RUNS = Path("runs")  # where run folders are numbered
 LATEST = "latest"  # a link, beside the runs
 LEFTOVER = ".*.[0-9]*-[0-9]*.tmp"  # of a process that was killed while it wrote
-FIRST_STATUS: dict[str, Any] = {
+FIRST_STATUS = {
     "state": "running",
     "exit_code": None,
     "phase": "starting",
@@ -40,19 +41,14 @@ class RunFolder:
 
     It has no place until `create` or `open` gives it one, which only rank 0 does; without a place
     every method does nothing. As a context manager it frees the folder at the end.
-
-    Attributes:
-        path: the folder, or None.
-        metrics_lines: how many lines of this run metrics.jsonl holds.
-        trackers: what the metrics are logged to as well, see tracking.py.
     """
 
     def __init__(self) -> None:
         self.path: Path | None = None
-        self.metrics_lines = 0
-        self.trackers: list[Any] = []
+        self.metrics_lines = 0  # of this run in metrics.jsonl
+        self.trackers: Any = None  # what the metrics are logged to as well, see tracking.py
         self._lock: FileLock | None = None
-        self._status = dict(FIRST_STATUS)
+        self._status: dict[str, Any] = dict(FIRST_STATUS)
         self._began = False
 
     def __enter__(self) -> RunFolder:
@@ -80,23 +76,35 @@ class RunFolder:
     ) -> None:
         """Make and open `run_dir`, or else runs/<dataset>-<NNN> with the next free number.
 
+        To `begin_again` in the folder of a run that saved nothing is no error.
+
         Raises:
             UsageError: the folder holds a run already, or another program's files.
             StorageError: it cannot be made or written.
         """
         with storage_errors(Path(run_dir or root)):
             path = reserve(dataset, root) if run_dir is None else without_link(Path(run_dir))
-            if path.absolute() == (root / LATEST).absolute():
+            latest = root / LATEST
+            if path.absolute() == latest.absolute():
                 raise UsageError(
                     f"--run-dir {run_dir}: is the name of the link to the run that began last; name"
                     " another folder, or leave it out"
                 )
             path.mkdir(parents=True, exist_ok=True)
         self.open(path)
-        _refuse_what_is_there(path, begin_again)
+        names = (CONFIG, METRICS, MODEL, SUMMARY, CHECKPOINTS)
+        there = ", ".join(name for name in names if (path / name).exists())
+        if not (path / STATUS).exists():  # it is a run's first file: the others are not a run's
+            refused = there and f"files that are not of a run and would be written over ({there})"
+        elif not begin_again or any((path / CHECKPOINTS).glob("step-*.pt")):
+            refused = f"a run already (to go on: --resume {path})"
+        else:
+            refused = ""
+        if refused:
+            raise UsageError(f"--run-dir {path}: holds {refused}; name another folder")
         self.cut_metrics(0)
         if path.parent == root:
-            _point_latest_to(path)
+            _link(latest, path)
         self.begin()
 
     def open(self, path: Path) -> None:
@@ -164,13 +172,13 @@ class RunFolder:
     def append_metrics(self, step: int, metrics: dict[str, Any]) -> None:
         """Append one JSON object as a line to metrics.jsonl, and log it to the trackers."""
         self.reached(step)
+        self.metrics_lines += 1
         if self.path:
             path = self.path / METRICS
             with storage_errors(path), open(path, "a", encoding="utf-8") as file:
                 file.write(json.dumps({"step": step, **metrics}) + "\n")
-        self.metrics_lines += 1
-        for tracker in self.trackers:
-            tracker.log(metrics, step)
+        if self.trackers:
+            self.trackers.log(metrics, step)
 
     def cut_metrics(self, count: int) -> None:
         """Cut off all but the first `count` lines: they are of steps that are done again."""
@@ -184,35 +192,16 @@ class RunFolder:
             self.metrics_lines = len(kept)
 
 
-def _point_latest_to(path: Path) -> None:
-    """Make runs/latest a link to this run, or warn that it has to stay as it is."""
-    latest, link = path.with_name(LATEST), path.with_name(f".{LATEST}-{path.name}")
+def _link(latest: Path, path: Path) -> None:
+    """Make `latest` a link to this run, or warn that it has to stay as it is."""
     if latest.exists() and not latest.is_symlink():  # `scp -r` copies the link as a folder
         warn(f"{latest}: is no link and was left alone; move it away, for a link to {path}")
         return
+    link = latest.with_name(f".{LATEST}-{path.name}")
     with storage_errors(link):
         link.unlink(missing_ok=True)
         link.symlink_to(path.name)
         os.replace(link, latest)
-
-
-def _refuse_what_is_there(path: Path, begin_again: bool) -> None:
-    """Raise UsageError if the folder holds another program's files or a run.
-
-    To `begin_again` in the folder of a run that saved nothing is no error.
-    """
-    if not (path / STATUS).exists():  # it is a run's first file: the others are not a run's
-        names = (CONFIG, METRICS, MODEL, SUMMARY, CHECKPOINTS)
-        if foreign := [name for name in names if (path / name).exists()]:
-            raise UsageError(
-                f"--run-dir {path}: holds files that are not of a run and would be written over"
-                f" ({', '.join(foreign)}); name another folder"
-            )
-    elif not begin_again or any((path / CHECKPOINTS).glob("step-*.pt")):
-        raise UsageError(
-            f"--run-dir {path}: holds a run already; name another folder, or go on with that run:"
-            f" --resume {path}"
-        )
 
 
 def reserve(dataset: str, root: Path = RUNS) -> Path:
@@ -241,11 +230,12 @@ def in_use(path: Path) -> bool:
     try:
         with open(path / LOCK, "rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return False
-    except OSError:  # it is locked; or it may not be read, or the disk knows no locks
-        return True
+    except OSError as error:  # it is locked; or it may not be read, or the disk knows no locks
+        return not isinstance(error, FileNotFoundError)
     return False
+
+
+# --- Files
 
 
 def to_json(content: dict[str, Any]) -> str:
@@ -287,3 +277,34 @@ def storage_errors(path: Path, flag: str = "--run-dir") -> Iterator[None]:
             f"{error.filename or path}: cannot be written ({reason(error)});"
             f" free space or mend permissions, or use another {flag}"
         ) from error
+
+
+def check_place(file: str | None, flag: str, ending: str = "") -> Path | None:
+    """Return where a person wants a result, before minutes are spent on it.
+
+    Raises:
+        UsageError: it is no place for a file; a device is none either, it would be replaced.
+        StorageError: nothing can be written there.
+    """
+    if file is None:
+        return None
+    path = Path(file)
+    try:
+        exists = path.absolute().parent.is_dir() and (path.is_file() or not path.exists())
+        if not exists or not path.name.endswith(ending):
+            kind = ending or "file"
+            raise UsageError(f"{flag} {path}: must be a {kind} in a folder that is there")
+        # Tried, as os.access knows nothing of a full disk, and lets root write anywhere.
+        with tempfile.TemporaryFile(dir=path.absolute().parent, buffering=0) as probe:
+            probe.write(bytes(4096))
+    except OSError as error:
+        raise StorageError(
+            f"{flag} {path}: cannot be written ({reason(error)}); name another file"
+        ) from error
+    return path
+
+
+def save_json(path: Path, content: dict[str, Any], flag: str = "--save") -> None:
+    """Replace the file atomically. Raises StorageError."""
+    with storage_errors(path, flag):
+        write_atomically(path, to_json(content).encode())

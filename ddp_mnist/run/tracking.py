@@ -29,19 +29,14 @@ def named(trackers: str | None) -> list[str]:
         UsageError: Accelerate knows no such tracker, or its package is not installed.
     """
     names = [name.strip() for name in (trackers or "").split(",") if name.strip()]
-    if not names:
-        return []  # without looking for all the packages
-    legal = sorted(LOGGER_TYPE_TO_CLASS)
-    installed = [str(name) for name in get_available_trackers()]
+    installed = [str(name) for name in get_available_trackers()] if names else []
     for name in names:
-        if name not in legal:
-            hint = did_you_mean(name, legal)
-            raise UsageError(f"--trackers {name}: choose from {', '.join(legal)}{hint}")
+        fix = f"its package is not installed; pip install {name.replace('_', '-')}, or leave it out"
+        if name not in LOGGER_TYPE_TO_CLASS:
+            legal = sorted(LOGGER_TYPE_TO_CLASS)
+            fix = f"choose from {', '.join(legal)}{did_you_mean(name, legal)}"
         if name not in installed:
-            raise UsageError(
-                f"--trackers {name}: its package is not installed; pip install"
-                f" {name.replace('_', '-')}, or leave it out"
-            )
+            raise UsageError(f"--trackers {name}: {fix}")
     return names
 
 
@@ -77,37 +72,31 @@ def tracked(
             f"--trackers {config.run.trackers}: cannot be started ({reason(error)}); fix that,"
             " or leave it out"
         ) from error
-    folder.trackers = [Guarded(tracker, console) for tracker in accelerator.trackers]
+    trackers = folder.trackers = Trackers(accelerator.trackers, console)
     try:
         yield
     finally:
-        for tracker in folder.trackers:
-            tracker.finish()
+        trackers.call_each(lambda tracker: tracker.finish())
         accelerator.trackers = []
 
 
-class Guarded:
-    """A tracker of Accelerate's that is left out after its first error."""
+class Trackers:
+    """Trackers of Accelerate's, each of which is left out after its first error."""
 
-    def __init__(self, tracker: Any, console: Console) -> None:
-        self.tracker, self.console = tracker, console
-        self.works = True
+    def __init__(self, trackers: list[Any], console: Console) -> None:
+        self.working, self.console = list(trackers), console
 
     def log(self, metrics: dict[str, Any], step: int) -> None:
         known = {name: value for name, value in metrics.items() if value is not None}
-        self._call(lambda: self.tracker.log(known, step=step))
+        self.call_each(lambda tracker: tracker.log(known, step=step))
 
-    def finish(self) -> None:
-        self._call(self.tracker.finish)
-
-    def _call(self, action: Callable[[], None]) -> None:
-        if not self.works:
-            return
-        try:
-            action()
-        except Exception as error:  # whatever a service raises
-            self.works = False
-            self.console.print(
-                f"--trackers {self.tracker.name}: failed ({reason(error)}); left out from here on,"
-                " metrics.jsonl has everything"
-            )
+    def call_each(self, action: Callable[[Any], object]) -> None:
+        for tracker in list(self.working):
+            try:
+                action(tracker)
+            except Exception as error:  # whatever a service raises
+                self.working.remove(tracker)
+                self.console.print(
+                    f"--trackers {tracker.name}: failed ({reason(error)}); left out from here on,"
+                    " metrics.jsonl has everything"
+                )

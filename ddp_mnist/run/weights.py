@@ -13,30 +13,22 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
+from ddp_mnist.data.cache import METADATA_KEY
 from ddp_mnist.data.decode import Preparation
 from ddp_mnist.errors import CheckpointError, reason
 from ddp_mnist.models import MODELS, VERSION
 from ddp_mnist.run.console import warn
 from ddp_mnist.run.folder import MODEL, STATUS, SUMMARY, read_json
 
-METADATA_KEY = "ddp_mnist"  # one key: with several, safetensors writes them in random order
-
 
 @dataclass(frozen=True)
 class Trained:
-    """A net with the weights of a finished run, in eval mode on the CPU.
-
-    Attributes:
-        model: the net.
-        architecture: its name in MODELS.
-        classes: the class names, in the order of the logits.
-        preparation: how the images were made that it was trained on.
-    """
+    """A net with the weights of a finished run, in eval mode on the CPU."""
 
     model: nn.Module
-    architecture: str
-    classes: list[str]
-    preparation: Preparation
+    architecture: str  # its name in MODELS
+    classes: list[str]  # their names, in the order of the logits
+    preparation: Preparation  # how the images were made that it was trained on
 
 
 def to_bytes(
@@ -62,33 +54,26 @@ def read_bytes(run: str) -> bytes:
     Raises:
         CheckpointError: there is none.
     """
-    folder = Path(run)
-    status, summary = _read(folder / STATUS), _read(folder / SUMMARY)
-    state, step = status.get("state"), status.get("step")
+    known: dict[str, dict[str, Any]] = {STATUS: {}, SUMMARY: {}}
+    for name in known:
+        with contextlib.suppress(OSError, ValueError, TypeError):  # a model may lie alone
+            known[name] = dict(read_json(Path(run) / name))
+    state, earlier = known[STATUS].get("state"), known[SUMMARY].get("steps")
+    now = f"{state}, at step {known[STATUS].get('step')}"
     go_on = f"let it finish, or go on: ddp-mnist train --resume {run}"
     try:
-        content = (folder / MODEL).read_bytes()
+        content = (Path(run) / MODEL).read_bytes()
     except OSError as error:
-        if state:
-            state = "finished" if state == "finished" else "not finished"
-            message = f"{run}: {state}, at step {step}, and has no {MODEL}; {go_on}"
-        else:
-            what = "is no finished run" if folder.is_dir() else "there is no such run folder"
-            message = f"{run}: {what} ({MODEL}: {reason(error)}); name one, e.g. runs/latest"
-        raise CheckpointError(message) from error
-    if state and state != "finished" and summary:
+        fix = f"its run is {now}; {go_on}" if state else "name another, e.g. runs/latest"
+        raise CheckpointError(
+            f"{run}: there is no model of a finished run ({MODEL}: {reason(error)}); {fix}"
+        ) from error
+    if state and state != "finished" and earlier is not None:
         warn(
-            f"{run}: was resumed and is not finished ({state}, at step {step}); this is its earlier"
-            f" model, of step {summary.get('steps')}; {go_on}"
+            f"{run}: was resumed and is not finished ({now}); this is its earlier model, of step"
+            f" {earlier}; {go_on}"
         )
     return content
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """Return the file's object; {} where there is none, as a model may lie alone."""
-    with contextlib.suppress(OSError, ValueError, TypeError):
-        return dict(read_json(path))
-    return {}
 
 
 def from_bytes(content: bytes, where: str) -> Trained:
@@ -96,14 +81,11 @@ def from_bytes(content: bytes, where: str) -> Trained:
     try:
         header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
         about = json.loads(header["__metadata__"][METADATA_KEY])
-        if (net := about["architecture"]) not in MODELS:
+        net, version = about["architecture"], about.get("version", 1)
+        if net not in MODELS or version != VERSION:
             raise CheckpointError(
-                f"{where}: has a net that is not known here, {net}; use the code that trained it"
-            )
-        if (version := about.get("version", 1)) != VERSION:
-            raise CheckpointError(
-                f"{where}: was trained with nets of version {version}, here they are {VERSION};"
-                " use the code that trained it, or train it again"
+                f"{where}: holds the net {net} of version {version}, here are {', '.join(MODELS)}"
+                f" of version {VERSION}; use the code that trained it, or train it again"
             )
         preparation = Preparation(**about["preparation"])
         model = MODELS[net](len(about["classes"]))

@@ -28,8 +28,7 @@ from ddp_mnist.data.decode import IMAGE_SHAPE, as_grey, decode_image, is_as_seen
 from ddp_mnist.errors import DataError, UsageError, reason
 from ddp_mnist.run import weights
 from ddp_mnist.run.console import Console
-from ddp_mnist.run.folder import storage_errors
-from ddp_mnist.run.outputs import check_place
+from ddp_mnist.run.folder import check_place, storage_errors
 from ddp_mnist.verbs.flags import Predict
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff")

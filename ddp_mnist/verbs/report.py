@@ -30,12 +30,12 @@ from ddp_mnist.run.folder import (
     METRICS,
     STATUS,
     SUMMARY,
+    check_place,
     in_use,
     read_json,
     storage_errors,
     write_atomically,
 )
-from ddp_mnist.run.outputs import check_place
 from ddp_mnist.verbs import plots
 from ddp_mnist.verbs.flags import Report
 from ddp_mnist.verbs.render import render

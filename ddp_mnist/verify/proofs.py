@@ -27,7 +27,7 @@ from ddp_mnist.errors import CheckFailed, DdpMnistError, UsageError
 from ddp_mnist.run import weights
 from ddp_mnist.run.console import Console
 from ddp_mnist.run.evaluation import evaluate_split, prepare_split
-from ddp_mnist.run.outputs import check_place, save_json
+from ddp_mnist.run.folder import check_place, save_json
 from ddp_mnist.run.summary import count
 from ddp_mnist.verify import results
 from ddp_mnist.verify.faults import FAULTS
