@@ -40,6 +40,7 @@ def test_groups_without_a_limit_change_nothing(groups: Path) -> None:
         assert hardware.cpu_quota() == float("inf")
         assert hardware.free_memory() == 16 * GB
         write(groups, own="0::/", cpu__max="max 100000", memory__max="max", memory__current="5")
+        write(groups, memory__stat="inactive_file 0")
 
 
 def test_a_container_has_the_cores_of_its_quota(groups: Path) -> None:
@@ -58,6 +59,7 @@ def test_a_gpu_under_a_driver_that_is_too_old_is_none(monkeypatch: pytest.Monkey
 
 def test_files_that_were_read_do_not_take_memory_away(groups: Path) -> None:
     write(groups, own="0::/", memory__max=str(3 * GB), memory__current=str(2 * GB))
+    write(groups, memory__stat="file 1\ninactive_file 0")
     assert hardware.free_memory() == GB
     write(groups, memory__stat=f"file 1\ninactive_file {GB // 2}")
     assert hardware.free_memory() == 1.5 * GB
@@ -66,24 +68,11 @@ def test_files_that_were_read_do_not_take_memory_away(groups: Path) -> None:
 def test_the_limit_of_a_group_around_ones_own_holds_too(groups: Path) -> None:
     write(groups, own="0::/slice/job")
     write(groups / "slice" / "job", cpu__max="max 100000", memory__max=str(8 * GB))
-    write(groups / "slice" / "job", memory__current=str(2 * GB))
+    for group in (groups / "slice" / "job", groups / "slice"):
+        write(group, memory__current=str(2 * GB), memory__stat="inactive_file 0")
     write(groups / "slice", cpu__max="200000 100000", memory__max=str(4 * GB))
-    write(groups / "slice", memory__current=str(3 * GB))
     assert hardware.cores() == 2
-    assert hardware.free_memory() == GB
-
-
-def test_version_1_has_each_controller_in_a_folder_of_its_own(groups: Path) -> None:
-    write(groups, own="4:memory:/docker\n2:cpu,cpuacct:/docker")
-    cpu, memory = groups / "cpu,cpuacct", groups / "memory"
-    write(cpu, cpu__cfs_quota_us="-1", cpu__cfs_period_us="100000")  # no limit
-    write(cpu / "docker", cpu__cfs_quota_us="250000", cpu__cfs_period_us="100000")
-    write(memory, memory__limit_in_bytes=str(2**63 - 4096), memory__usage_in_bytes=str(9 * GB))
-    limit, used = str(2 * GB), str(GB)
-    write(memory / "docker", memory__limit_in_bytes=limit, memory__usage_in_bytes=used)
-    write(memory / "docker", memory__stat=f"inactive_file 1\ntotal_inactive_file {GB // 4}")
-    assert hardware.cores() == 2
-    assert hardware.free_memory() == 1.25 * GB
+    assert hardware.free_memory() == 2 * GB
 
 
 def running(monkeypatch: pytest.MonkeyPatch, percent: list[float], **programs: float) -> None:

@@ -163,7 +163,7 @@ REFUSED: list[tuple[dict[str, str], str]] = [
     (BY_HAND | {"MASTER_PORT": ""}, "WORLD_SIZE=2: MASTER_PORT is not set"),
     (BY_HAND | {"RANK": "2"}, "RANK 2: the world size is 2; ranks are 0 to 1"),
     (BY_HAND | {"RANK": "-1"}, "RANK=-1: must be a whole number of at least 0"),
-    (BY_HAND | {"RANK": ""}, "RANK=: must be a whole number of at least 0"),
+    (BY_HAND | {"RANK": ""}, "WORLD_SIZE=2: RANK is not set"),
     (BY_HAND | {"WORLD_SIZE": "0"}, "WORLD_SIZE=0: must be a whole number of at least 1"),
     *(
         (env | {name: value}, f"{name}={value}: must be a whole number")
@@ -224,14 +224,14 @@ CONTRADICTED = "the environment says"
         ({"local_rank": 1}, {}, "--local-rank 1: the world size is 1; ranks are 0"),
         (TCP | {"local_rank": 2}, {}, "--local-rank 2: the world size is 2; ranks are 0 to 1"),
         (TCP | {"rank": 2}, {}, "--rank 2: the world size is 2; ranks are 0 to 1"),
-        ({"init_method": "env://"}, {}, "--init-method env://: RANK and WORLD_SIZE are not set"),
+        ({"init_method": "env://"}, {}, "--init-method env://: WORLD_SIZE is not set; set"),
         ({"rank": 0}, BY_HAND, f"--rank 0: {CONTRADICTED} RANK=1; leave one of them out"),
         ({"world_size": 3}, BY_HAND, f"--world-size 3: {CONTRADICTED} WORLD_SIZE=2"),
         ({"local_rank": 0}, TORCHRUN, f"--local-rank 0: {CONTRADICTED} LOCAL_RANK=1"),
         (TCP, BY_HAND, f"--rank 0: {CONTRADICTED} RANK=1"),
         (TCP, TORCHRUN, "--init-method tcp://h:1: a launcher started this process"),
-        (TCP | {"rank": None}, {}, "--init-method tcp://h:1: --rank is missing"),
-        (TCP | {"world_size": None}, {}, "--init-method tcp://h:1: --world-size is missing"),
+        (TCP | {"rank": None}, {}, "--init-method tcp://h:1: each process needs --rank R --w"),
+        (TCP | {"world_size": None}, {}, "--init-method tcp://h:1: each process needs --rank R"),
     ],
 )
 def test_refused_flags(flags: dict[str, Any], env: dict[str, str], message: str) -> None:

@@ -18,8 +18,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 
-from ddp_mnist.cluster import nccl, world
-from ddp_mnist.cluster.device import Place
+from ddp_mnist.cluster import failures, nccl, world
 from ddp_mnist.cluster.failures import end_group
 from ddp_mnist.cluster.local import LocalWorld
 from ddp_mnist.cluster.nccl import NcclAccelerator
@@ -303,7 +302,7 @@ def test_the_watchdogs_timeout_is_later_than_the_waits(
     monkeypatch.setattr(dist, "init_process_group", init)
     monkeypatch.setattr("ddp_mnist.cluster.device.gpus", lambda: 1)
     store = Store(dist.HashStore(), 0, 1)
-    form_group(store, backend, Place(0, 1, 1), 20.0)
+    form_group(store, backend, 0, 20.0)
     assert init.call_args.kwargs["timeout"] == timedelta(seconds=seconds)
 
 
@@ -334,8 +333,7 @@ class Group:
             group=SimpleNamespace(WORLD=self),
         )
         monkeypatch.setattr("ddp_mnist.cluster.failures.dist", found)
-        monkeypatch.setattr("ddp_mnist.cluster.nccl.dist", found)
-        monkeypatch.setattr("ddp_mnist.cluster.nccl.aborted", [])
+        monkeypatch.setattr("ddp_mnist.cluster.failures.aborted", [])
 
     def abort(self) -> None:
         self.calls.append("abort")
@@ -348,14 +346,14 @@ def test_after_an_error_nccl_is_aborted_once_and_not_waited_for(
 ) -> None:
     group = Group(monkeypatch, "nccl")
     if hangs:
-        monkeypatch.setattr("ddp_mnist.cluster.nccl.ABORT_S", 0.05)
+        monkeypatch.setattr("ddp_mnist.cluster.failures.ABORT_S", 0.05)
         group.ends.clear()
     began = time.monotonic()
     for in_order in (False, False, True):  # each place that ends it after an error
         end_group(in_order=in_order)
     assert time.monotonic() - began < 2
     assert group.calls == ["abort"]
-    assert nccl.aborted == [group]
+    assert failures.aborted == [group]
     group.ends.set()
 
 

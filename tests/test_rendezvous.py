@@ -245,7 +245,7 @@ def test_rank_0_leaves_last() -> None:
     def leave(store: Store) -> None:
         store.barrier("end")
         time.sleep(0.15 * store.rank)
-        store.shutdown(store.world_size - 1)
+        store.shutdown()
         left.append(store.rank)
 
     at_once(*[lambda s=s: leave(s) for s in stores(3)])
@@ -253,12 +253,10 @@ def test_rank_0_leaves_last() -> None:
     assert sorted(left) == [0, 1, 2]
     zero, _ = stores(2)
     started = time.monotonic()
-    zero.shutdown(1, patience_s=0.2)  # the other was killed
+    zero.shutdown(patience_s=0.2)  # the other was killed
     assert 0.2 <= time.monotonic() - started < 2
-    zero.shutdown(1)  # has left already
-    one_of_two, _ = stores(2)
-    one_of_two.lost = [1]
-    one_of_two.shutdown(1)
+    zero.lost = [1]
+    zero.shutdown()
     assert time.monotonic() - started < 2
 
 
@@ -347,7 +345,7 @@ def test_a_reported_failure_says_which_ranks_are_lost() -> None:
     assert two.find_dead_ranks(60) == [3]
     zero.report_failure("me too", 6)
     assert zero.lost == [3]
-    at_once(*[lambda s=s: s.shutdown(3, 60) for s in (zero, one, two)])
+    at_once(*[lambda s=s: s.shutdown(60) for s in (zero, one, two)])
     assert time.monotonic() - started < 10
 
 
@@ -365,7 +363,7 @@ def test_a_store_that_is_gone_is_rank_0_that_is_gone() -> None:
     assert store.find_dead_ranks(0.1) == [0]
     assert store.failure() is None
     assert store.report_failure("lost", 6) is None
-    store.shutdown(2)
+    store.shutdown()
 
 
 def test_what_is_set_is_read() -> None:

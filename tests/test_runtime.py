@@ -6,7 +6,7 @@ import re
 import signal
 import sys
 import time
-from dataclasses import astuple, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +20,6 @@ import torch.distributed as dist
 
 from ddp_mnist.cluster import world
 from ddp_mnist.cluster.device import (
-    Place,
     check_gpus_differ,
     choose_backend,
     choose_device,
@@ -224,19 +223,18 @@ def test_threads_that_are_no_number(monkeypatch: Patch) -> None:
 @pytest.mark.parametrize(
     ("launch", "hosts", "place"),
     [
-        (Launch(), [], (0, 1, 1)),
-        (Launch("tcp", 0, 3), ["a", "b", "a"], (0, 2, 2)),
-        (Launch("tcp", 1, 3), ["a", "b", "a"], (0, 1, 1)),
-        (Launch("tcp", 2, 3), ["a", "b", "a"], (1, 2, 2)),
-        (Launch("tcp", 2, 3, local_rank=0), ["a", "b", "a"], (0, 2, 2)),
+        (Launch(), "a", (0, 1)),
+        (Launch("tcp", 0, 3), "aba", (0, 2)),
+        (Launch("tcp", 1, 3), "aba", (0, 1)),
+        (Launch("tcp", 2, 3), "aba", (1, 2)),
+        (Launch("tcp", 2, 3, local_rank=0), "aba", (0, 2)),
         # two nodes that are rehearsed on one host share its cores
-        (Launch("torchrun", 3, 4, 1, 2, 2), ["a"] * 4, (1, 2, 4)),
+        (Launch("torchrun", 3, 4, 1, 2, 2), "aaaa", (1, 4)),
     ],
 )
-def test_place_on_machine(launch: Launch, hosts: list[str], place: tuple[int, int, int]) -> None:
-    store = Store(dist.HashStore(), launch.rank, launch.world_size)
-    store.hosts = hosts
-    assert astuple(place_on_machine(launch, store)) == place
+def test_place_on_machine(launch: Launch, hosts: str, place: tuple[int, int]) -> None:
+    store = Store(dist.HashStore(), launch.rank, launch.world_size, hosts=list(hosts))
+    assert place_on_machine(launch, store) == place
 
 
 @pytest.mark.parametrize(
@@ -261,13 +259,13 @@ def test_every_rank_refuses_two_of_a_machine_that_would_take_the_same_gpu(
     properties = SimpleNamespace(uuid=uuids[0])
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     with pytest.raises(UsageError, match=f"^{message}") if message else contextlib.nullcontext():
-        check_gpus_differ(store, Place(0, len(hosts), len(hosts)))
+        check_gpus_differ(store, 0)
 
 
 def test_the_gpu_of_a_rank(monkeypatch: Patch) -> None:
     for local_rank, gpus, taken in [(0, 1, 0), (1, 1, 0), (1, 2, 1), (3, 2, 1), (3, 8, 3)]:
         monkeypatch.setattr("ddp_mnist.cluster.device.gpus", lambda gpus=gpus: gpus)
-        assert gpu_of(Place(local_rank, 2, 2)) == taken
+        assert gpu_of(local_rank) == taken
 
 
 DUPLICATE = """NCCL error in: /src/NCCLUtils.cpp:94, invalid usage (run with NCCL_DEBUG=WARN)
@@ -283,22 +281,24 @@ CONNECTION = "socketPollConnect poll() timed out"
 
 
 @pytest.mark.parametrize(
-    ("text", "one_is_dead", "kind", "message"),
+    ("text", "lost", "kind", "message"),
     [
-        (DUPLICATE, False, UsageError, "--backend nccl: Duplicate GPU detected : rank 1 and rank "),
-        (UNHANDLED + SHARED_MEMORY, False, UsageError, "--backend nccl: Error while creating sha"),
-        (UNHANDLED + SHARED_MEMORY, True, PeerError, "lost contact with rank 1 of 2 (Error while"),
-        (UNHANDLED + CONNECTION, False, PeerError, "lost contact with another rank of 2 (socketP"),
+        (DUPLICATE, [], UsageError, "--backend nccl: Duplicate GPU detected : rank 1 and rank 0"),
+        (UNHANDLED + CONNECTION, [1], PeerError, "lost contact with rank 1 of 2 (socketPoll"),
+        # all ranks are there
+        (UNHANDLED + CONNECTION, [], PeerError, "lost contact with another rank of 2 (socketPoll"),
+        (UNHANDLED + SHARED_MEMORY, [], PeerError, "lost contact with another rank of 2 (Error wh"),
     ],
 )
-def test_nccls_own_reason_is_given_and_a_peer_is_lost_only_if_one_is_dead(
-    text: str, one_is_dead: bool, kind: type[Exception], message: str, monkeypatch: Patch
+def test_nccls_own_reason_is_given(
+    text: str, lost: list[int], kind: type[Exception], message: str, monkeypatch: Patch
 ) -> None:
     store = Store(dist.HashStore(), 0, 2)
-    monkeypatch.setattr(store, "find_dead_ranks", lambda: [1] if one_is_dead else [])
+    monkeypatch.setattr(store, "find_dead_ranks", lambda: lost)
     error = as_expected(store, RuntimeError(text))
     assert type(error) is kind
     assert str(error).startswith(message)
+    assert "NCCL_DEBUG=WARN" in str(error)
 
 
 def two_hosts(first: str | None, second: str | None) -> Store:

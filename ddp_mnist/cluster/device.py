@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 
 import torch
 
@@ -16,10 +15,13 @@ from ddp_mnist.errors import UsageError
 
 def choose_device(flags: Distribution) -> str:
     """Return cuda where there is a GPU and nobody requested the CPU, else cpu."""
-    if flags.cpu or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("true", "1"):
+    wants_cpu = flags.cpu or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("true", "1")
+    if wants_cpu:
         hide_gpus()
-        return "cpu"
-    return "cuda" if gpus() else "cpu"
+    device = "cuda" if not wants_cpu and gpus() else "cpu"
+    if flags.sync_bn and device == "cpu":
+        raise UsageError("--sync-bn: needs GPUs; on a CPU use --model cnn, which has GroupNorm")
+    return device
 
 
 def choose_backend(flags: Distribution, launch: Launch, device: str) -> str:
@@ -49,47 +51,37 @@ def precision_in_effect(flags: Distribution, launch: Launch, device: str) -> str
         from_launcher = None
     requested = flags.mixed_precision or from_launcher or "auto"
     if requested == "auto":
-        if device == "cuda":
-            return "fp16"
-        return "bf16" if has_native_bf16() else "no"
-    if requested == "fp16" and device == "cpu":
-        raise UsageError(fp16_on_cpu(flags, launch))
-    if requested not in ("no", "fp16", "bf16", "fp64"):
+        on_cpu = "bf16" if has_native_bf16() else "no"
+        requested = "fp16" if device == "cuda" else on_cpu
+    elif requested not in ("no", "fp16", "bf16", "fp64"):
         raise UsageError(f"--mixed_precision {requested}: choose from no, fp16, bf16")
+    elif requested == "fp16" and device == "cpu":  # accelerate would train in fp32 and say fp16
+        if flags.mixed_precision:
+            raise UsageError("--mixed-precision fp16: needs a GPU; on a CPU use bf16, no or auto")
+        config = "multi_cpu" if launch.world_size > 1 else "cpu"
+        config = "multi_node_cpu" if (launch.num_machines or 1) > 1 else config
+        raise UsageError(
+            "accelerate launch: its config asks for fp16, which needs a GPU, and this machine shows"
+            f" none; use --config_file {CONFIGS}/{config}.yaml"
+        )
+    # PowerSGD adds what it left unsent to the next gradient: an infinity, which the loss scaler
+    # skips once, would come back in every step.
+    if flags.comm_hook == "powersgd" and requested == "fp16":
+        raise UsageError(
+            "--comm-hook powersgd: cannot recover from an overflow, and fp16 has some in most runs;"
+            " add --mixed-precision bf16, or no"
+        )
     return requested
 
 
-def fp16_on_cpu(flags: Distribution, launch: Launch) -> str:
-    """Return why there is no fp16: accelerate would train in fp32 and still report fp16."""
-    if flags.mixed_precision:
-        return "--mixed-precision fp16: needs a GPU; on a CPU use bf16, no or auto"
-    machines = launch.num_machines or 1
-    config = "multi_node_cpu" if machines > 1 else "multi_cpu" if launch.world_size > 1 else "cpu"
-    return (
-        "accelerate launch: its config asks for fp16, which needs a GPU, and this machine shows"
-        f" none; use --config_file {CONFIGS}/{config}.yaml"
-    )
+def place_on_machine(launch: Launch, store: Store) -> tuple[int, int]:
+    """Return this process's local rank, and how many processes share its machine.
 
-
-@dataclass(frozen=True)
-class Place:
-    """A rank's place among the processes of its launcher, and how many run on this machine.
-
-    They differ where two nodes are rehearsed on one machine, and share its cores.
+    The first counts those of one launcher alone: two nodes that are rehearsed share a machine.
     """
-
-    local_rank: int
-    local_world_size: int
-    processes_here: int
-
-
-def place_on_machine(launch: Launch, store: Store) -> Place:
-    """Return what the launcher says, or else what the hosts of all ranks say."""
-    if not store.hosts:
-        return Place(0, 1, 1)
-    here = [rank for rank, host in enumerate(store.hosts) if host == store.hosts[launch.rank]]
-    local_rank = here.index(launch.rank) if launch.local_rank is None else launch.local_rank
-    return Place(local_rank, launch.local_world_size or len(here), len(here))
+    here = [rank for rank, host in enumerate(store.hosts) if host == store.hosts[store.rank]]
+    found = here.index(store.rank) if launch.local_rank is None else launch.local_rank
+    return found, len(here)
 
 
 def set_threads(launch: Launch, device: str, processes_here: int) -> int:
@@ -115,23 +107,23 @@ def set_threads(launch: Launch, device: str, processes_here: int) -> int:
     return threads
 
 
-def gpu_of(place: Place) -> int:
+def gpu_of(local_rank: int) -> int:
     """Return the number of a rank's GPU: its local rank, modulo the GPUs that it sees.
 
     SLURM, or CUDA_VISIBLE_DEVICES, may show each rank its own GPU alone, as number 0.
     """
-    return place.local_rank % gpus()
+    return local_rank % gpus()
 
 
-def check_gpus_differ(store: Store, place: Place) -> None:
+def check_gpus_differ(store: Store, local_rank: int) -> None:
     """Raise UsageError on every rank if two of a machine would take the same GPU.
 
     NCCL refuses that late. UUIDs tell GPUs apart, where each rank sees others under one number.
     """
-    mine = torch.cuda.get_device_properties(gpu_of(place)).uuid
-    gpus_of_ranks = store.all_gather("gpu", str(mine))
+    mine = torch.cuda.get_device_properties(gpu_of(local_rank)).uuid
+    taken = list(zip(store.hosts, store.all_gather("gpu", str(mine)), strict=True))
     for host in dict.fromkeys(store.hosts):
-        here = [gpu for gpu, on in zip(gpus_of_ranks, store.hosts, strict=True) if on == host]
+        here = [gpu for on, gpu in taken if on == host]
         if (count := len(set(here))) < len(here):
             raise UsageError(
                 f"{len(here)} processes on {host.partition('/')[0]}, but {count}"

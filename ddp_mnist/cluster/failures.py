@@ -13,12 +13,16 @@ from collections.abc import Iterator
 
 import torch.distributed as dist
 
-from ddp_mnist.cluster import nccl
 from ddp_mnist.cluster.store import Store
+from ddp_mnist.deadline import with_deadline
 from ddp_mnist.errors import DdpMnistError, FailedElsewhere, PeerError, UsageError, reason
 
 # gloo, NCCL and the store raise RuntimeErrors that differ in their texts alone.
-LOST_CONNECTION = ("connection", "timed out", "timeout", "socket", "broken pipe")
+LOST_CONNECTION = ("connection", "timed out", "timeout", "socket", "broken pipe", "gloo", "nccl")
+
+ABORT_S = 10.0
+
+aborted: list[dist.ProcessGroup] = []  # kept: the end of one joins threads that sleep for minutes
 
 
 def first_cause(store: Store, error: BaseException) -> BaseException:
@@ -49,57 +53,49 @@ def propagate_first_error(store: Store) -> Iterator[None]:
         yield
     except BaseException as error:
         traceback.clear_frames(error.__traceback__)  # they hold the model, and it the group
-        with signals_ignored():
-            cause = first_cause(store, as_expected(store, error))
-            end_group()  # the others' connections break now, and they look for the cause
-            store.shutdown(store.world_size - 1, patience_s=2)  # while they read it in its store
+        # A launcher that lost a worker sends SIGTERM while this rank finds out why. Only the main
+        # thread may change handlers.
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        signals = (signal.SIGTERM, signal.SIGINT) if in_main_thread else ()
+        before = {each: signal.signal(each, signal.SIG_IGN) for each in signals}
+        cause = first_cause(store, as_expected(store, error))
+        end_group()  # the others' connections break now, and they look for the cause
+        store.shutdown(patience_s=2)  # while they read it in its store
+        for each, handler in before.items():
+            signal.signal(each, handler)
         if cause is error:
             raise
         raise cause from error
 
 
-@contextlib.contextmanager
-def signals_ignored() -> Iterator[None]:
-    """Ignore the SIGTERM of a launcher that lost a worker while this rank finds out why."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread may change handlers
-        return
-    signals = (signal.SIGTERM, signal.SIGINT)
-    before = [signal.signal(each, signal.SIG_IGN) for each in signals]
-    try:
-        yield
-    finally:
-        for each, handler in zip(signals, before, strict=True):
-            signal.signal(each, handler)
-
-
 def end_group(*, in_order: bool = False) -> None:
     """End the process group, but DDP's reducer before it: else a gloo thread may abort at exit.
 
-    The frames that held the model have ended by now, or are cleared.
-
-    Args:
-        in_order: all ranks have come to their end; else NCCL's collectives may wait for a lost one.
+    The frames that held the model have ended by now, or are cleared. Unless all ranks have come to
+    their end `in_order`, NCCL's collectives may wait for a lost one, and are aborted:
+    destroy_process_group would first wait until they are done.
     """
-    if not dist.is_initialized() or dist.group.WORLD in nccl.aborted:
+    if not dist.is_initialized() or dist.group.WORLD in aborted:
         return
     gc.collect()
-    if dist.get_backend() == "nccl" and not in_order:
-        nccl.abort()
-    else:
+    if in_order or dist.get_backend() != "nccl":
         dist.destroy_process_group()
+        return
+    group = dist.group.WORLD
+    assert group
+    aborted.append(group)
+    with contextlib.suppress(RuntimeError, TimeoutError):
+        with_deadline(group.abort, ABORT_S)
 
 
 def as_expected(store: Store, error: BaseException) -> BaseException:
     """Return a broken connection as a PeerError that names the lost rank; other errors as they are.
 
-    NCCL calls many things a "system error": it is a lost peer only if a rank is dead, or if its
-    reason says so.
+    What NCCL calls a system error has broken one too, even if all ranks are there.
     """
     text, why = str(error).lower(), re.sub(r"^\[\S*\] ", "", reason(error))  # gloo's source line
-    from_nccl = "nccl error" in text
-    lost_connection = any(sign in text for sign in (*LOST_CONNECTION, "gloo", "nccl"))
-    if store.world_size == 1 or not isinstance(error, RuntimeError) or not lost_connection:
+    is_lost = isinstance(error, RuntimeError) and any(sign in text for sign in LOST_CONNECTION)
+    if store.world_size == 1 or not is_lost:
         return error
     if "invalid usage" in text:
         return UsageError(
@@ -109,15 +105,11 @@ def as_expected(store: Store, error: BaseException) -> BaseException:
     store.request_liveness()  # before the end, which may take seconds over NCCL
     end_group()  # closes this rank's connections too: who waits for this one would look lost
     lost = store.find_dead_ranks()
-    all_there = not lost and not store.unreachable
-    if from_nccl and all_there and not any(sign in why.lower() for sign in LOST_CONNECTION):
-        return UsageError(
-            f"--backend nccl: {why}; see what NCCL_DEBUG=WARN shows, or use --backend gloo"
-        )
     who = f"rank {', '.join(map(str, lost))}" if lost else "another rank"
     if store.unreachable and store.served_by_launcher:
         who = "the launcher and a rank"
+    more = " with NCCL_DEBUG=WARN" if "nccl error" in text else ""
     return PeerError(
         f"lost contact with {who} of {store.world_size} ({textwrap.shorten(why, 120)});"
-        " see what that process says, then start the run again"
+        f" see what that process says, then start the run again{more}"
     )

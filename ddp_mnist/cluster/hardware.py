@@ -54,24 +54,17 @@ def cores() -> int:
 
 def affinity() -> set[int]:
     """Return the numbers of the cores on which this process may run."""
-    if hasattr(os, "sched_getaffinity"):
-        return os.sched_getaffinity(0)
-    return set(range(os.cpu_count() or 1))
+    on_linux = hasattr(os, "sched_getaffinity")
+    return os.sched_getaffinity(0) if on_linux else set(range(os.cpu_count() or 1))
 
 
 @dataclass(frozen=True)
 class Load:
-    """Load of other programs on the cores that this process may keep busy.
+    """Load of other programs on the cores that this process may keep busy."""
 
-    Attributes:
-        held: cores that they hold, from 0 to `cores`.
-        cores: that this process may keep busy.
-        programs: names of the two that use most; none that uses less than a tenth of a core.
-    """
-
-    held: float
+    held: float  # cores that they hold, from 0 to `cores`
     cores: int
-    programs: list[str]
+    programs: list[str]  # the two that use most, of those that use a tenth of a core or more
 
 
 def load(seconds: float = 1.0) -> Load:
@@ -82,10 +75,10 @@ def load(seconds: float = 1.0) -> Load:
     for process, total in cpu_seconds().items():
         used[process[1]] += total - before.get(process, total)
     most = sorted(used, key=used.__getitem__, reverse=True)[:2]
+    programs = [name for name in most if used[name] >= 0.1 * seconds]
     mine = affinity()
     shares = [busy[core] for core in mine] if max(mine) < len(busy) else busy
     free = len(shares) - sum(shares) / 100
-    programs = [name for name in most if used[name] >= 0.1 * seconds]
     return Load(max(0.0, cores() - free), cores(), programs)
 
 
@@ -100,57 +93,30 @@ def cpu_seconds() -> dict[tuple[int, str], float]:
 
 def cpu_quota() -> float:
     """Return how many CPUs its control groups let it use at once; infinite without a limit."""
-    allowed = float("inf")
-    for group in control_groups("cpu"):
-        for files in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):  # v2, v1
-            if limit := numbers(group, *files):
-                quota, period = limit
-                allowed = min(allowed, quota / period) if quota > 0 else allowed
-    return allowed
+    limits = [words for words in control_groups("cpu.max") if words[0] != "max"]
+    return min((int(quota) / int(period) for quota, period in limits), default=float("inf"))
 
 
 def free_memory() -> float:
-    """Return the free bytes of the machine, as far as its control groups allow."""
+    """Return the free bytes of the machine, as far as its control groups allow.
+
+    What a group has read of files counts as used there, but can be freed.
+    """
     free = float(psutil.virtual_memory().available)
-    for group in control_groups("memory"):
-        for files in (
-            ("memory.max", "memory.current"),
-            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
-        ):
-            if limit := numbers(group, *files):
-                most, used = limit
-                free = min(free, most - used + reclaimable(group))
+    for most, used, *stat in control_groups("memory.max", "memory.current", "memory.stat"):
+        if most != "max":
+            reclaimable = int(stat[stat.index("inactive_file") + 1])
+            free = min(free, int(most) - int(used) + reclaimable)
     return free
 
 
-def numbers(group: Path, *files: str) -> list[int]:
-    """Return the numbers in files of a group; [] if one is not there, or is "max"."""
-    with contextlib.suppress(OSError, ValueError):
-        return [int(word) for file in files for word in (group / file).read_text().split()]
-    return []
-
-
-def reclaimable(group: Path) -> int:
-    """Return the bytes of files that the group has read, which count as used but can be freed."""
-    with contextlib.suppress(OSError, ValueError, LookupError):
-        sizes = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        return int(sizes.get("total_inactive_file") or sizes["inactive_file"])
-    return 0
-
-
-def control_groups(controller: str) -> Iterator[Path]:
-    """Yield the folders of the groups that this process is in, of cgroup v2 or else v1.
+def control_groups(*files: str) -> Iterator[list[str]]:
+    """Yield the words of these files of each group (cgroup v2) around this process that has them.
 
     A limit of any of them holds. A container sees its own group as the outermost.
     """
-    with contextlib.suppress(OSError, ValueError):
-        for line in OWN_CGROUPS.read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            if controllers and controller not in controllers.split(","):
-                continue
-            root = CGROUP / controllers if controllers else CGROUP
-            inner = root / path.lstrip("/")
-            while inner != root:
-                yield inner
-                inner = inner.parent
-            yield root
+    own = OWN_CGROUPS.read_text() if OWN_CGROUPS.exists() else ""
+    inner = CGROUP / own.partition("0::/")[2].strip()
+    for group in (inner, *inner.parents):
+        if group.is_relative_to(CGROUP) and all((group / file).exists() for file in files):
+            yield [word for file in files for word in (group / file).read_text().split()]

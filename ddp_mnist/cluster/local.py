@@ -36,11 +36,7 @@ preload()
 
 
 def free_port() -> int:
-    """Return a port at which nobody listens, to be opened a little later.
-
-    Raises:
-        UsageError: none was found.
-    """
+    """Return a port at which nobody listens, to be opened soon. Raise UsageError without one."""
     for port in random.SystemRandom().sample(PORTS, 100):
         if not why_port_is_taken(port):
             return port
@@ -53,14 +49,7 @@ def backend_among(processes: int) -> str:
 
 
 class LocalWorld:
-    """`size` processes that each run one function.
-
-    Args:
-        size: how many.
-        function: importable; gets `args` in each process.
-        folder: the processes' working directory.
-        variables: more environment variables, the same for all.
-    """
+    """`size` processes in `folder` that each run one importable function with `args`."""
 
     def __init__(
         self,
@@ -74,11 +63,10 @@ class LocalWorld:
         if size > 1:  # what torchrun sets, but for the store of its agent
             shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
             shared |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
-        shared |= variables or {}
         self.pipes, self.processes = [], []
         for rank in range(size):
             mine = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if size > 1 else {}
-            mine |= shared
+            mine |= shared | (variables or {})
             ours, theirs = FORKSERVER.Pipe(duplex=False)
             process = FORKSERVER.Process(
                 target=_member, args=(theirs, function, mine, str(folder), args), daemon=True
@@ -96,26 +84,22 @@ class LocalWorld:
                 if not pipe.poll(timeout_s):
                     raise TimeoutError(f"rank {rank} has not finished after {timeout_s} s")
                 try:
-                    result, trace = pipe.recv()
+                    results.append(pipe.recv())
                 except EOFError:
-                    result, trace = ConnectionError("was killed"), "no traceback"
-                if trace:
-                    result.__notes__ = [f"on rank {rank}:\n{trace}"]
-                results.append(result)
+                    results.append(ConnectionError("was killed"))
         finally:
             for process in self.processes:
                 process.join(0 if sys.exc_info()[0] else 10)
-                if process.is_alive():
-                    process.kill()
-                    process.join()
+                process.kill()
+                process.join()
         return results
 
     def results(self, timeout_s: float = 120) -> list[Any]:
         """Return what `outcomes` does, or raise a rank's exception, the first cause first."""
         outcomes = self.outcomes(timeout_s)
         errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
-        for error in sorted(errors, key=lambda error: isinstance(error, FailedElsewhere)):
-            raise error
+        if errors:
+            raise min(errors, key=lambda error: isinstance(error, FailedElsewhere))
         return outcomes
 
 
@@ -134,7 +118,8 @@ def _member(
     os.environ.update(variables)
     os.chdir(folder)
     try:
-        results.send((function(*args), ""))
+        results.send(function(*args))
     except BaseException as error:
-        results.send((error, traceback.format_exc()))
+        error.add_note(f"in a process of its own:\n{traceback.format_exc()}")
+        results.send(error)
     results.close()

@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 
-from ddp_mnist.cluster.store import Store
-from ddp_mnist.deadline import with_deadline
+from ddp_mnist.cluster.store import LIVENESS, Store
 
 LOOK_EVERY_S = 0.5
 
@@ -30,10 +29,6 @@ AFTER_SIGNAL_S = 10.0
 # How much longer the watchdog's time-out is. It counts from when a collective was enqueued, up to a
 # second before a wait for it begins, and is there for the few waits that are not these.
 WATCHDOG_MARGIN_S = 30.0
-
-ABORT_S = 10.0
-
-aborted: list[dist.ProcessGroup] = []  # kept: the end of one joins threads that sleep for minutes
 
 
 class NcclAccelerator(Accelerator):
@@ -94,8 +89,9 @@ class NcclAccelerator(Accelerator):
         """Return why not to wait any longer, in words that `failures` takes for a lost peer."""
         if (error := error_of_the_group()) != "SUCCESS":
             return f"NCCL's connection is broken: {error}"
-        if self.store.liveness_requested():
-            return "another rank lost a connection"
+        with contextlib.suppress(RuntimeError):
+            if self.store.exists(LIVENESS):
+                return "another rank lost a connection"
         if self.store.unreachable:
             return "the connection to the main address is gone"
         now, signalled = time.monotonic(), self.store.signalled
@@ -116,15 +112,3 @@ def error_of_the_group() -> str:
     with contextlib.suppress(RuntimeError):
         return dist.group.WORLD._get_backend(torch.device("cuda")).get_error().name
     return "SUCCESS"
-
-
-def abort() -> None:
-    """End the group's collectives on this GPU, and leave the group as it is.
-
-    destroy_process_group would first wait until they are done.
-    """
-    group = dist.group.WORLD
-    assert group
-    aborted.append(group)
-    with contextlib.suppress(RuntimeError, TimeoutError):
-        with_deadline(group.abort, ABORT_S)

@@ -59,9 +59,8 @@ def meet_others(node: Node, timeout_s: float) -> Store:
     """Return the machines' store, which machine 0 serves; raise as `rendezvous.meet` does."""
     from ddp_mnist.cluster import rendezvous  # torch: a rehearsal does without
 
-    rank, size = node.machine_rank, node.num_machines
     host, port = node.main_process_ip, node.main_process_port
-    launch = Launch("machine", rank, size, main_host=host, main_port=port)
+    launch = Launch("machine", node.machine_rank, node.num_machines, main_host=host, main_port=port)
     return rendezvous.meet(launch, timeout_s)
 
 

@@ -13,7 +13,8 @@ from ddp_mnist.cluster.launch import Launch
 from ddp_mnist.cluster.store import POLL_S, Store, host_id, open_store
 from ddp_mnist.errors import DdpMnistError, PeerError, UsageError
 
-NUMBERS = {"process": "rank", "machine": "machine"}  # what each is known by
+# What one of those that meet is called, several are, and each is known by.
+WORDS = {"process": ("processes", "rank"), "machine": ("machines", "machine")}
 
 
 def meet(launch: Launch, timeout_s: float) -> Store:
@@ -30,20 +31,26 @@ def meet(launch: Launch, timeout_s: float) -> Store:
         store = Store(dist.HashStore(), 0, 1)
         store.hosts = [host_id()]
         return store
-    host, port, unit = launch.main_host, launch.main_port, launch.unit
+    host, port = launch.main_host, launch.main_port
     assert host is not None and port is not None
-    serve, who = rank == 0 and not launch.agent_store, f"{NUMBERS[unit]} {rank} of {size}"
+    unit = "machine" if launch.launcher == "machine" else "process"
+    serve, who = rank == 0 and not launch.agent_store, f"{WORDS[unit][1]} {rank} of {size}"
     c10d = open_store(host, port, serve=serve, timeout_s=timeout_s, who=who)
     prefixed = dist.PrefixStore(f"{unit}/{launch.attempt}", c10d)
     store = Store(prefixed, rank, size, launch.agent_store, timeout_s)
     try:
-        _register(store, launch)
+        if store.call("add", f"taken/{rank}", 1) > 1:
+            raise UsageError(
+                f"{host}:{port}: another {unit} came with rank {rank} before this one;"
+                f" give each {unit} a rank of its own, 0 to {size - 1}"
+            )
+        store.set(f"here/{rank}", [host_id(), size, address_towards(host, port)])
         try:
-            _wait_for_others(store, launch, timeout_s)
+            _wait_for_others(store, launch, unit, timeout_s)
         except DdpMnistError as error:
             cause = first_cause(store, error)
-            came = [other for other in range(size) if store.exists(f"here/{other}")]
-            store.shutdown(others=len(came) - 1)
+            store.lost = [other for other in range(size) if not store.exists(f"here/{other}")]
+            store.shutdown()
             raise cause from None
     except RuntimeError as error:
         raise PeerError(
@@ -76,21 +83,9 @@ def check_same(store: Store, facts: dict[str, Any], about: str = "facts") -> Non
             )
 
 
-def _register(store: Store, launch: Launch) -> None:
-    """Write where this rank runs; raise UsageError if somebody else has its number."""
-    host, port, unit = str(launch.main_host), launch.main_port or 0, launch.unit
-    if store.call("add", f"taken/{store.rank}", 1) > 1:
-        raise UsageError(
-            f"{host}:{port}: another {unit} came with rank {store.rank} before this one;"
-            f" give each {unit} a rank of its own, 0 to {store.world_size - 1}"
-        )
-    here = [host_id(), store.world_size, address_towards(host, port)]
-    store.set(f"here/{store.rank}", here)
-
-
-def _wait_for_others(store: Store, launch: Launch, timeout_s: float) -> None:
+def _wait_for_others(store: Store, launch: Launch, unit: str, timeout_s: float) -> None:
     """Return once all ranks have written where they run, and read it."""
-    where, unit, size = f"{launch.main_host}:{launch.main_port}", launch.unit, store.world_size
+    where, size = f"{launch.main_host}:{launch.main_port}", store.world_size
     deadline = time.monotonic() + timeout_s
     missing = list(range(size))
     while missing := [rank for rank in missing if not store.exists(f"here/{rank}")]:
@@ -98,11 +93,11 @@ def _wait_for_others(store: Store, launch: Launch, timeout_s: float) -> None:
         if time.monotonic() > deadline:
             foreign = store.rank == 0 and not is_own(str(launch.main_host))
             note = ", which is none of this machine's own" if foreign else ""
-            units = "processes" if unit == "process" else "machines"
+            units, number = WORDS[unit]
             raise PeerError(
                 f"{where}: {size - len(missing)} of {size} {units} came within {timeout_s:g} s;"
-                f" missing: {NUMBERS[unit]} {_shown(missing)}; start them, or check that they use"
-                f" this address{note}"
+                f" missing: {number} {_shown(missing)}; start them, or check that they use this"
+                f" address{note}"
             )
         time.sleep(POLL_S)
     here = [store.get(f"here/{rank}") for rank in range(size)]
@@ -116,5 +111,5 @@ def _wait_for_others(store: Store, launch: Launch, timeout_s: float) -> None:
             )
 
 
-def _shown(ranks: list[int], most: int = 8) -> str:
-    return ", ".join(map(str, ranks[:most])) + (" ..." if len(ranks) > most else "")
+def _shown(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks[:8])) + (" ..." if len(ranks) > 8 else "")

@@ -28,17 +28,13 @@ EXIT_CODES: dict[int, int] = {signal.SIGTERM: 143, signal.SIGUSR1: 143, signal.S
 
 
 class StopSignals:
-    """The signals that this process got, and what all ranks do about them.
-
-    Attributes:
-        requests: a slot per signal, in the order of EXIT_CODES: 1 once it came to this process.
-        save: called on every rank, at the same step, before the run ends.
-        at_once: called for a second SIGINT, in another thread; then the process ends.
-    """
+    """The signals that this process got, and what all ranks do about them."""
 
     def __init__(self) -> None:
-        self.requests = [0.0] * len(EXIT_CODES)
+        self.requests = [0.0] * len(EXIT_CODES)  # 1 once the signal came, in their order
+        # Called on every rank, at the same step, before the run ends.
         self.save: Callable[[], str] = lambda: "stopped"
+        # Called for a second SIGINT, in another thread; then the process ends.
         self.at_once: Callable[[], None] = lambda: None
 
     def note(self, number: int) -> None:
@@ -59,22 +55,17 @@ class StopSignals:
         self.obey(accelerator.reduce(mine).tolist(), accelerator.is_main_process)
 
     def obey(self, requests: Sequence[float], is_main_process: bool) -> None:
-        """Save and end the run if a signal came to any rank.
-
-        Args:
-            requests: the sums over all ranks of their `requests`.
-            is_main_process: whether this rank reports it.
+        """Save and end the run if the sums over all ranks of their `requests` show a signal.
 
         Raises:
             Preempted: on the main process.
             FailedElsewhere: on the others, with the same code.
         """
         came = [number for number, ranks in zip(EXIT_CODES, requests, strict=True) if ranks]
-        if not came:
-            return
-        message = f"{signal.Signals(came[-1]).name}: {self.save()}"
-        error = Preempted if is_main_process else FailedElsewhere
-        raise error(message, EXIT_CODES[came[-1]])
+        if came:
+            message = f"{signal.Signals(came[-1]).name}: {self.save()}"
+            error = Preempted if is_main_process else FailedElsewhere
+            raise error(message, EXIT_CODES[came[-1]])
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ import platform
 import socket
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,7 @@ from ddp_mnist.deadline import with_deadline
 from ddp_mnist.errors import FailedElsewhere, PeerError, UsageError, reason
 
 POLL_S = 0.05
+LIVENESS = "liveness requested"  # the key for which every rank has to answer
 
 
 def host_id() -> str:
@@ -41,44 +43,25 @@ def host_id() -> str:
     return f"{platform.node()}/{boot}/{network}"
 
 
+@dataclass(eq=False)
 class Store:
     """The key-value store that all ranks share. Each key is written by one rank.
 
     Waiting is polling, so that it ends at once when another rank reports its failure. Calls raise
     RuntimeError when the store is gone or does not answer in time.
-
-    Args:
-        c10d: torch.distributed's store.
-        rank, world_size: this process and how many there are.
-        served_by_launcher: the store ends with the launcher, else with rank 0.
-        patience_s: how long one call may take.
-
-    Attributes:
-        hosts: one `host_id` per rank, once all are known.
-        addresses: per rank its machine's own address towards the main one, or None.
-        lost: the ranks that are known to be dead.
-        unreachable: nobody serves the store any more, or the link to it is dead.
-        signalled: time.monotonic() when a stop signal came to this process; None before.
     """
 
-    def __init__(
-        self,
-        c10d: dist.Store,
-        rank: int,
-        world_size: int,
-        served_by_launcher: bool = False,
-        patience_s: float = 60.0,
-    ) -> None:
-        self.c10d = c10d
-        self.rank, self.world_size = rank, world_size
-        self.served_by_launcher = served_by_launcher
-        self.patience_s = patience_s
-        self.hosts: list[str] = []
-        self.addresses: list[str | None] = []
-        self.lost: list[int] = []
-        self.unreachable = False
-        self.signalled: float | None = None
-        self._has_left = False
+    c10d: dist.Store
+    rank: int
+    world_size: int
+    served_by_launcher: bool = False  # and ends with it; else with rank 0
+    patience_s: float = 60.0  # how long one call may take
+    hosts: list[str] = field(default_factory=list)  # one `host_id` per rank, once all are known
+    # Per rank its machine's own address towards the main one.
+    addresses: list[str | None] = field(default_factory=list)
+    lost: list[int] = field(default_factory=list)  # the ranks that are known to be dead
+    unreachable = False  # nobody serves the store any more, or the link to it is dead
+    signalled: float | None = None  # time.monotonic() when a stop signal came to this process
 
     def call(self, method: str, *args: Any) -> Any:
         """Call a method of torch's store, which over a dead link would wait for good."""
@@ -86,12 +69,10 @@ class Store:
             raise RuntimeError("the connection to the main address is gone")
         try:
             return with_deadline(lambda: getattr(self.c10d, method)(*args), self.patience_s)
-        except RuntimeError:
+        except (RuntimeError, TimeoutError) as error:
             self.unreachable = True
-            raise
-        except TimeoutError as error:
-            self.unreachable = True
-            raise RuntimeError(f"timed out: {error}") from None
+            late = "timed out: " if isinstance(error, TimeoutError) else ""
+            raise RuntimeError(f"{late}{error}") from None
 
     def set(self, key: str, value: Any) -> None:
         self.call("set", key, json.dumps(value))
@@ -100,14 +81,13 @@ class Store:
         return self.call("check", [key])
 
     def get(self, key: str, within_s: float = math.inf) -> Any:
-        """Return the value of `key` as soon as it is there, or a rank reports its failure.
+        """Return the value of `key` as soon as it is there.
 
         Raises:
+            FailedElsewhere: a rank reports its failure.
             PeerError: it is not there within `within_s`.
         """
-        deadline = time.monotonic() + within_s
-        while not self.exists(key):
-            self._wait(deadline, f"no word of {key} from another process within {within_s:g} s")
+        self._wait(lambda: self.exists(key), f"no word of {key} from another process", within_s)
         return json.loads(self.call("get", key))
 
     def broadcast_from_rank0(self, key: str, decide: Callable[[], Any]) -> Any:
@@ -119,47 +99,39 @@ class Store:
     def all_gather(self, key: str, mine: Any) -> list[Any]:
         """Return each rank's value, by rank, on every rank."""
         self.set(f"{key}/{self.rank}", mine)
-        ranks = range(self.world_size)
-        return self.broadcast_from_rank0(
-            key, lambda: [self.get(f"{key}/{rank}", self.patience_s) for rank in ranks]
-        )
+        keys = [f"{key}/{rank}" for rank in range(self.world_size)]
+        return self.broadcast_from_rank0(key, lambda: [self.get(k, self.patience_s) for k in keys])
 
     def barrier(self, key: str, within_s: float = math.inf) -> None:
-        """Return once every rank has come here.
-
-        Raises:
-            PeerError: not all of them have within `within_s`.
-        """
-        deadline = time.monotonic() + within_s
+        """Return once every rank has come here; raise as `get` does."""
         self.call("add", key, 1)
-        while (came := self.call("add", key, 0)) < self.world_size:
-            of_all = f"{came} of {self.world_size} processes"
-            self._wait(deadline, f"{of_all} came to '{key}' within {within_s:g} s")
+        missing = f"not all of {self.world_size} processes came to '{key}'"
+        self._wait(lambda: self.call("add", key, 0) >= self.world_size, missing, within_s)
 
-    def _wait(self, deadline: float, what_is_missing: str) -> None:
-        self.raise_if_failed()
-        if time.monotonic() > deadline:
-            raise PeerError(f"{what_is_missing}; see what the others say, then start the run again")
-        time.sleep(POLL_S)
+    def _wait(self, is_there: Callable[[], bool], missing: str, within_s: float) -> None:
+        deadline = time.monotonic() + within_s
+        while not is_there():
+            self.raise_if_failed()
+            if time.monotonic() > deadline:
+                raise PeerError(
+                    f"{missing} within {within_s:g} s; see what the others say, then start the run"
+                    " again"
+                )
+            time.sleep(POLL_S)
 
     def close(self) -> None:
         """Return once every rank has come to its end; the one that serves the store leaves last."""
         self.barrier("end", within_s=self.patience_s)
-        self.shutdown(self.world_size - 1)
+        self.shutdown()
 
-    def shutdown(self, others: int, patience_s: float = 5) -> None:
-        """Leave the store: rank 0, which may serve it, once `others` ranks have left or are lost.
-
-        A second call does nothing.
-        """
-        if self._has_left:
-            return
-        self._has_left = True
-        awaited = others - len(self.lost)
+    def shutdown(self, patience_s: float = 5) -> None:
+        """Leave the store: rank 0, which may serve it, once the others have left or are lost."""
         with contextlib.suppress(RuntimeError):  # the store is gone: nobody needs rank 0
-            left = self.call("add", "left", 1 if self.rank else 0)
+            left = self.call("add", "left", min(self.rank, 1))
             deadline = time.monotonic() + patience_s
-            while self.rank == 0 and left < awaited and time.monotonic() < deadline:
+            while self.rank == 0 and left < self.world_size - 1 - len(self.lost):
+                if time.monotonic() > deadline:
+                    return
                 time.sleep(POLL_S / 10)
                 left = self.call("add", "left", 0)
 
@@ -175,16 +147,21 @@ class Store:
 
     def failure(self) -> dict[str, Any] | None:
         """Return the failure reported first: rank, message, code, lost. None if there is none."""
-        try:
+        with contextlib.suppress(RuntimeError):
             return json.loads(self.call("get", "failure")) if self.exists("failure") else None
-        except RuntimeError:
-            return None
+        return None
 
     def raise_if_failed(self) -> None:
         """Raise FailedElsewhere if another rank has reported its failure."""
         failure = self.failure()
         if failure and failure["rank"] != self.rank:
             raise FailedElsewhere(failure["message"], failure["code"])
+
+    def request_liveness(self) -> None:
+        """Request an answer from every rank, and answer for this one."""
+        with contextlib.suppress(RuntimeError):
+            self.set(LIVENESS, True)
+            self.set(f"alive/{self.rank}", True)
 
     def find_dead_ranks(self, patience_s: float = 1.5) -> list[int]:
         """Return the ranks that do not answer after a connection broke.
@@ -194,29 +171,17 @@ class Store:
         """
         self.patience_s = min(self.patience_s, 3.0)  # the time-out has passed already
         self.request_liveness()
+        deadline = time.monotonic() + patience_s
+        while time.monotonic() < deadline and not self.unreachable:
+            if failure := self.failure():
+                return failure["lost"]
+            time.sleep(POLL_S)
         try:
-            deadline = time.monotonic() + patience_s
-            while time.monotonic() < deadline:
-                if failure := self.failure():
-                    return failure["lost"]
-                time.sleep(POLL_S)
             ranks = range(self.world_size)
             self.lost = [rank for rank in ranks if not self.exists(f"alive/{rank}")]
         except RuntimeError:
             self.lost = [] if self.served_by_launcher else [0]
         return self.lost
-
-    def liveness_requested(self) -> bool:
-        """Return whether a rank is looking for dead ones, for which all have to answer."""
-        with contextlib.suppress(RuntimeError):
-            return self.exists("liveness requested")
-        return False
-
-    def request_liveness(self) -> None:
-        """Request an answer from every rank, and answer for this one."""
-        with contextlib.suppress(RuntimeError):
-            self.set("liveness requested", True)
-            self.set(f"alive/{self.rank}", True)
 
 
 def open_store(host: str, port: int, *, serve: bool, timeout_s: float, who: str) -> dist.TCPStore:
@@ -228,18 +193,28 @@ def open_store(host: str, port: int, *, serve: bool, timeout_s: float, who: str)
         UsageError: the port to serve on is in use.
         PeerError: nobody answers within `timeout_s`, or something that is no store.
     """
-    why = why_port_is_taken(port) if serve else ""
-    if serve:
-        host = "localhost"  # its own server, whatever address the others know it by
-    else:
-        _wait_for_answer(host, port, timeout_s, who)
-    timeout = timedelta(seconds=timeout_s)
-    store = partial(dist.TCPStore, host, port, is_master=serve, timeout=timeout)
-    try:
-        if not why:  # its own time-out comes first, unless what answers is no store
+    deadline = time.monotonic() + timeout_s
+    while not serve:
+        left = max(0.1, min(5.0, deadline - time.monotonic()))
+        try:
+            with socket.create_connection((host, port), timeout=left):
+                break
+        except (OSError, UnicodeError) as error:  # the latter for a name such as a..b
+            if time.monotonic() >= deadline:
+                raise PeerError(
+                    f"{host}:{port}: {who} reached nobody there within {timeout_s:g} s"
+                    f" ({reason(error)});"
+                    " is rank 0 running, is the address right, is the port open?"
+                ) from None
+        time.sleep(min(0.2, left))
+    if not (why := why_port_is_taken(port) if serve else ""):
+        # Its own server is at localhost, whatever address the others know it by.
+        place, timeout = "localhost" if serve else host, timedelta(seconds=timeout_s)
+        store = partial(dist.TCPStore, place, port, is_master=serve, timeout=timeout)
+        try:  # its own time-out comes first, unless what answers is no store
             return with_deadline(lambda: store(wait_for_workers=False), timeout_s + 1)
-    except (RuntimeError, TimeoutError) as error:
-        why = reason(error)
+        except (RuntimeError, TimeoutError) as error:
+            why = reason(error)
     if serve:
         raise UsageError(
             f"port {port}: cannot be opened here ({why}); end what uses it, or give every process"
@@ -249,21 +224,3 @@ def open_store(host: str, port: int, *, serve: bool, timeout_s: float, who: str)
         f"{host}:{port}: {who} found something there that is not rank 0 ({why});"
         " is the address right, is the port used by another program?"
     )
-
-
-def _wait_for_answer(host: str, port: int, timeout_s: float, who: str) -> None:
-    """Raise PeerError if nobody answers at `host`:`port` within `timeout_s`."""
-    deadline = time.monotonic() + timeout_s
-    while True:
-        try:
-            left = deadline - time.monotonic()
-            with socket.create_connection((host, port), timeout=max(0.1, min(5.0, left))):
-                return
-        except (OSError, UnicodeError) as error:  # the latter for a name such as a..b
-            if time.monotonic() >= deadline:
-                raise PeerError(
-                    f"{host}:{port}: {who} reached nobody there within {timeout_s:g} s"
-                    f" ({reason(error)});"
-                    " is rank 0 running, is the address right, is the port open?"
-                ) from None
-        time.sleep(min(0.2, max(0.0, deadline - time.monotonic())))

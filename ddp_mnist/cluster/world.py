@@ -32,7 +32,6 @@ from torch import nn
 
 from ddp_mnist.cluster import nccl
 from ddp_mnist.cluster.device import (
-    Place,
     check_gpus_differ,
     choose_backend,
     choose_device,
@@ -68,27 +67,16 @@ CRASHES_IN_DETAIL = "2.15."  # of torch: a segmentation fault where DDP begins t
 
 @dataclass(frozen=True)
 class World:
-    """This process's view of all processes.
+    """This process's view of all processes."""
 
-    Attributes:
-        accelerator: prepared for this device, precision and world size.
-        store: through which the ranks exchange JSON outside of collectives.
-        backend: nccl, gloo, or none for a process on its own.
-        precision: the one in effect: no, fp16, bf16 or fp64.
-        num_machines: how many hosts take part.
-        local_rank: this process's place among those of its launcher, or else of its host.
-        threads: CPU threads of this process.
-        started: time.monotonic() when this process began to look for the others.
-    """
-
-    accelerator: Accelerator
-    store: Store
-    backend: str
-    precision: str
+    accelerator: Accelerator  # prepared for this device, precision and world size
+    store: Store  # through which the ranks exchange JSON outside of collectives
+    backend: str  # nccl, gloo, or none for a process on its own
+    precision: str  # the one in effect: no, fp16, bf16 or fp64
     num_machines: int
-    local_rank: int
-    threads: int
-    started: float
+    local_rank: int  # among the processes of its launcher, or else of its machine
+    threads: int  # of this process, on the CPU
+    started: float  # time.monotonic() when this process began to look for the others
 
     def wait_for_gpu(self) -> None:
         """Return once this process's GPU has done its work so far; at once on a CPU.
@@ -147,34 +135,34 @@ def join_world(
     device = choose_device(flags)
     precision = "no" if full_precision else precision_in_effect(flags, launch, device)
     backend = choose_backend(flags, launch, device)
-    refuse_misfits(flags, device, precision)
     if launch.child_of_launcher:
         die_with_parent()
     store = meet(launch, flags.dist_timeout)
     gc.freeze()  # what was imported stays: walking it would cost 0.3 s in each full collection
     try:
         with propagate_first_error(store):
-            place = place_on_machine(launch, store)
-            threads = set_threads(launch, device, place.processes_here)
+            local_rank, processes_here = place_on_machine(launch, store)
+            threads = set_threads(launch, device, processes_here)
             if backend != "none":
                 chosen = {"--backend": backend, "--mixed-precision": precision}
                 check_same(store, chosen, "what auto chose")
                 if backend == "nccl":
-                    check_gpus_differ(store, place)
+                    check_gpus_differ(store, local_rank)
                 choose_interface(launch, store)
-                form_group(store, backend, place, flags.dist_timeout)
-            with export_env(launch, place, device):
-                accelerator = make_accelerator(flags, device, backend, precision, store)
-            check_world_size(launch, accelerator)
+                form_group(store, backend, local_rank, flags.dist_timeout)
+            export_env(launch, backend, gpu_of(local_rank) if device == "cuda" else local_rank)
+            accelerator = make_accelerator(flags, device, backend, precision, store)
+            if backend != "none":
+                os.environ["LOCAL_RANK"] = str(local_rank)
+            if accelerator.num_processes != launch.world_size:
+                raise UsageError(
+                    f"WORLD_SIZE={launch.world_size}: but Accelerate formed a group of"
+                    f" {accelerator.num_processes}, so each process would train alone;"
+                    f" use a config from {CONFIGS}"
+                )
+            machines = launch.num_machines or len(set(store.hosts))
             yield World(
-                accelerator=accelerator,
-                store=store,
-                backend=backend,
-                precision=precision,
-                num_machines=launch.num_machines or len(set(store.hosts)),
-                local_rank=place.local_rank,
-                threads=threads,
-                started=started,
+                accelerator, store, backend, precision, machines, local_rank, threads, started
             )
             store.close()
     finally:
@@ -182,17 +170,21 @@ def join_world(
         gc.unfreeze()
 
 
-def refuse_misfits(flags: Distribution, device: str, precision: str) -> None:
-    """Raise UsageError for flags that exclude each other."""
-    if flags.sync_bn and device == "cpu":
-        raise UsageError("--sync-bn: needs GPUs; on a CPU use --model cnn, which has GroupNorm")
-    # PowerSGD adds what it left unsent to the next gradient: an infinity, which the loss scaler
-    # skips once, would come back in every step.
-    if flags.comm_hook == "powersgd" and precision == "fp16":
-        raise UsageError(
-            "--comm-hook powersgd: cannot recover from an overflow, and fp16 has some in most runs;"
-            " add --mixed-precision bf16, or no"
-        )
+def export_env(launch: Launch, backend: str, local_rank: int) -> None:
+    """Set the variables from which Accelerate learns of the group, however it was started.
+
+    It takes `local_rank` for the number of a GPU, which DDP would send its batches to.
+    """
+    if backend == "none":
+        os.environ.pop("LOCAL_RANK", None)  # a stale one would have it look for a group
+        return
+    os.environ.update(
+        RANK=str(launch.rank),
+        WORLD_SIZE=str(launch.world_size),
+        LOCAL_RANK=str(local_rank),
+        MASTER_ADDR=str(launch.main_host),
+        MASTER_PORT=str(launch.main_port),
+    )
 
 
 def make_accelerator(
@@ -240,41 +232,13 @@ def choose_interface(launch: Launch, store: Store) -> None:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
 
 
-def form_group(store: Store, backend: str, place: Place, timeout_s: float) -> None:
+def form_group(store: Store, backend: str, local_rank: int, timeout_s: float) -> None:
     """Open the connections between the ranks, all of which have come.
 
     Raises:
         UsageError: there is a group already, or torch would crash in this one.
         PeerError: some connections cannot be made, as where a firewall only opens the main port.
     """
-    refuse_broken_start(store)
-    is_nccl = backend == "nccl"
-    collectives_s = timeout_s + (nccl.WATCHDOG_MARGIN_S if is_nccl else 0)
-    connect = functools.partial(
-        dist.init_process_group,
-        backend,
-        store=dist.PrefixStore("group", store.c10d),
-        rank=store.rank,
-        world_size=store.world_size,
-        timeout=timedelta(seconds=collectives_s),
-        device_id=torch.device("cuda", gpu_of(place)) if is_nccl else None,
-    )
-    try:
-        with_deadline(connect, timeout_s + 1)  # gloo tries five times as long
-    except (RuntimeError, TimeoutError) as error:
-        if isinstance(error, RuntimeError) and "connectFullMesh" not in str(error):
-            raise
-        variable = "NCCL_SOCKET_IFNAME" if is_nccl else "GLOO_SOCKET_IFNAME"
-        raise PeerError(
-            f"{store.world_size} processes met, but within {timeout_s:g} s rank {store.rank} could"
-            " not connect to all others; open all TCP ports between the machines, or set"
-            f" {variable} to the interface that leads there"
-            f" (it is {os.environ.get(variable, 'not set')})"
-        ) from None
-
-
-def refuse_broken_start(store: Store) -> None:
-    """Raise UsageError if a group exists already, or a debug level would crash torch."""
     if dist.is_initialized():
         raise UsageError(
             f"WORLD_SIZE={store.world_size}: a process group of {dist.get_world_size()} exists"
@@ -286,30 +250,29 @@ def refuse_broken_start(store: Store) -> None:
         raise UsageError(
             f"TORCH_DISTRIBUTED_DEBUG={level}: makes torch {version} crash in DDP; use INFO"
         )
-
-
-@contextlib.contextmanager
-def export_env(launch: Launch, place: Place, device: str) -> Iterator[None]:
-    """Set the variables from which Accelerate learns of the group, however it was started.
-
-    It takes the local rank for the number of a GPU, which DDP would send its batches to.
-    """
-    if not dist.is_initialized():
-        os.environ.pop("LOCAL_RANK", None)  # alone: a stale one would have it look for a group
-        yield
-        return
-    os.environ.update(
-        RANK=str(launch.rank),
-        WORLD_SIZE=str(launch.world_size),
-        LOCAL_RANK=str(gpu_of(place) if device == "cuda" else place.local_rank),
-        LOCAL_WORLD_SIZE=str(place.local_world_size),
-        MASTER_ADDR=str(launch.main_host),
-        MASTER_PORT=str(launch.main_port),
+    is_nccl = backend == "nccl"
+    collectives_s = timeout_s + (nccl.WATCHDOG_MARGIN_S if is_nccl else 0)
+    connect = functools.partial(
+        dist.init_process_group,
+        backend,
+        store=dist.PrefixStore("group", store.c10d),
+        rank=store.rank,
+        world_size=store.world_size,
+        timeout=timedelta(seconds=collectives_s),
+        device_id=torch.device("cuda", gpu_of(local_rank)) if is_nccl else None,
     )
     try:
-        yield
-    finally:
-        os.environ["LOCAL_RANK"] = str(place.local_rank)
+        with_deadline(connect, timeout_s + 1)  # gloo tries five times as long
+    except (RuntimeError, TimeoutError) as error:
+        if isinstance(error, RuntimeError) and "connectFullMesh" not in str(error):
+            raise
+        variable = f"{backend.upper()}_SOCKET_IFNAME"
+        raise PeerError(
+            f"{store.world_size} processes met, but within {timeout_s:g} s rank {store.rank} could"
+            " not connect to all others; open all TCP ports between the machines, or set"
+            f" {variable} to the interface that leads there"
+            f" (it is {os.environ.get(variable, 'not set')})"
+        ) from None
 
 
 def settle_ddp_buckets(model: nn.Module, images: torch.Tensor) -> None:
@@ -321,16 +284,6 @@ def settle_ddp_buckets(model: nn.Module, images: torch.Tensor) -> None:
     model.eval()
     model(images).sum().backward()
     model.zero_grad()
-
-
-def check_world_size(launch: Launch, accelerator: Accelerator) -> None:
-    """Raise UsageError if this process would train alone beside others that do."""
-    if accelerator.num_processes != launch.world_size:
-        raise UsageError(
-            f"WORLD_SIZE={launch.world_size}: but Accelerate formed a group of"
-            f" {accelerator.num_processes}, so each process would train alone;"
-            f" use a config from {CONFIGS}"
-        )
 
 
 def die_with_parent() -> None:
