@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ipaddress
 import socket
-from collections.abc import Iterator
 
 import psutil
 
@@ -37,7 +36,7 @@ def interface_towards(host: str, port: int) -> str | None:
 
 def is_loopback(address: str) -> bool:
     """Return whether only this machine can reach `address`."""
-    return ipaddress.ip_address(_plain(address)).is_loopback
+    return ipaddress.ip_address(address).is_loopback
 
 
 def own_addresses() -> set[str]:
@@ -53,13 +52,10 @@ def addresses_of(host: str) -> list[str]:
 
 def interfaces_up() -> dict[str, str]:
     """Return the interfaces that lead to other machines, each with one of its addresses."""
-    states = psutil.net_if_stats()
-    up = {name for name, state in states.items() if state.isup}
-    return {
-        name: address
-        for name, address in reversed(list(_interfaces()))
-        if name.partition(":")[0] in up and not is_loopback(address)  # eth0:vip is a label of eth0
-    }
+    up = {name for name, state in psutil.net_if_stats().items() if state.isup}
+    found = reversed(_interfaces())
+    # eth0:vip is a label of eth0
+    return {n: a for n, a in found if n.partition(":")[0] in up and not is_loopback(a)}
 
 
 def is_own(host: str) -> bool:
@@ -71,19 +67,6 @@ def is_own(host: str) -> bool:
     return any(map(is_loopback, addresses)) or not own_addresses().isdisjoint(addresses)
 
 
-def _interfaces() -> Iterator[tuple[str, str]]:
-    """Yield the name of each interface with each of its IP addresses."""
-    for name, entries in psutil.net_if_addrs().items():
-        for entry in entries:
-            if entry.family in (socket.AF_INET, socket.AF_INET6):
-                yield name, _plain(entry.address)
-
-
-def _plain(address: str) -> str:
-    """Return an IPv6 address without its zone, e.g. fe80::1%eth0."""
-    return address.partition("%")[0]
-
-
 def why_port_is_taken(port: int) -> str:
     """Return why no server can listen at `port` of this machine; "" if one can."""
     with socket.socket() as probe:
@@ -93,3 +76,14 @@ def why_port_is_taken(port: int) -> str:
         except OSError as error:
             return reason(error)
     return ""
+
+
+def _interfaces() -> list[tuple[str, str]]:
+    """Return the name of each interface with each of its IP addresses."""
+    found, ip = psutil.net_if_addrs().items(), (socket.AF_INET, socket.AF_INET6)
+    return [(name, _plain(e.address)) for name, each in found for e in each if e.family in ip]
+
+
+def _plain(address: str) -> str:
+    """Return an IPv6 address without its zone, e.g. fe80::1%eth0."""
+    return address.partition("%")[0]

@@ -173,10 +173,6 @@ def _from_slurm(env: Mapping[str, str]) -> Launch:
         )
     nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", "")
     host = env.get("MASTER_ADDR") or first_slurm_host(nodes)
-    if not host:
-        raise UsageError(
-            "SLURM_JOB_NODELIST: is not set; set MASTER_ADDR to the host of SLURM_PROCID 0"
-        )
     # Two jobs on one node need different ports, so the port follows the job id, in the unprivileged
     # range below the kernel's own choices (32768 and up on Linux).
     port = {"main_port": 15000 + (_number(env, "SLURM_JOB_ID") or 0) % 15000}

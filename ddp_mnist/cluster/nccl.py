@@ -35,12 +35,7 @@ class NcclAccelerator(Accelerator):
     """An Accelerator whose host waits for its GPU in Python wherever it is about to read a result.
 
     That is after a reduce and a gather, and with a loss scaler, which reads whether the gradient
-    overflowed, after each backward that exchanges gradients.
-
-    Args:
-        store: knows which ranks failed.
-        timeout_s: how long a wait may take.
-        options: the Accelerator's.
+    overflowed, after each backward that exchanges gradients. A wait may take `timeout_s`.
     """
 
     new_event: Callable[[], Any] = torch.cuda.Event

@@ -44,33 +44,26 @@ class Node:
 
 
 def meet(node: Node, timeout_s: float) -> None:
-    """Return on every machine once all have come to the main port and agree on their numbers.
+    """Return on every machine once all have met; raise as `meet_others` does."""
+    meet_others(node, timeout_s).close()  # the launcher of machine 0 opens the port again
+
+
+def meet_others(node: Node, timeout_s: float) -> Store:
+    """Return the store, which machine 0 serves, once all have come and agree on their numbers.
 
     Raises:
         PeerError: nobody answers there, or not all machines came, within `timeout_s`.
         UsageError: the port is taken, a rank came twice, or the machines' numbers differ.
     """
-    store = meet_others(node, timeout_s)
-    check_agreement(store, node)
-    store.close()  # closes the port, which the launcher of machine 0 opens again
-
-
-def meet_others(node: Node, timeout_s: float) -> Store:
-    """Return the machines' store, which machine 0 serves; raise as `rendezvous.meet` does."""
     from ddp_mnist.cluster import rendezvous  # torch: a rehearsal does without
 
     host, port = node.main_process_ip, node.main_process_port
     launch = Launch("machine", node.machine_rank, node.num_machines, main_host=host, main_port=port)
-    return rendezvous.meet(launch, timeout_s)
-
-
-def check_agreement(store: Store, node: Node) -> None:
-    """Raise UsageError on every machine if they were given different numbers."""
-    from ddp_mnist.cluster import rendezvous
-
+    store = rendezvous.meet(launch, timeout_s)
     numbers = {"NPROC_PER_NODE": node.nproc_per_node, "the config": f"{node.config}.yaml"}
     try:
         rendezvous.check_same(store, numbers)
     except UsageError:
         store.close()  # machine 0, which serves the store, leaves last
         raise
+    return store

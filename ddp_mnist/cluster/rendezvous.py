@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from textwrap import shorten
 from typing import Any
 
 import torch.distributed as dist
@@ -61,24 +62,21 @@ def meet(launch: Launch, timeout_s: float) -> Store:
 
 
 def check_same(store: Store, facts: dict[str, Any], about: str = "facts") -> None:
-    """Compare the ranks' configuration, data digest, package versions and the like.
+    """Raise UsageError that names the first of the ranks' `facts` that differs.
 
     DDP compares the shapes of the parameters and nothing else.
 
     Args:
-        store: shared by all ranks.
         facts: this rank's, by the name that a person knows them by.
         about: another word for each comparison on one store.
-
-    Raises:
-        UsageError: names the first fact that differs, its values and their ranks.
     """
     everyone = store.all_gather(about, facts)
     for key, value in everyone[0].items():
         odd = [rank for rank, theirs in enumerate(everyone) if theirs.get(key) != value]
         if odd:
+            others = shorten(", ".join(map(str, odd)), 40, placeholder=" ...")
             raise UsageError(
-                f"{key}: rank 0 has {value}, rank {_shown(odd)} has {everyone[odd[0]].get(key)};"
+                f"{key}: rank 0 has {value}, rank {others} has {everyone[odd[0]].get(key)};"
                 " start every process with the same flags, data and packages"
             )
 
@@ -94,9 +92,10 @@ def _wait_for_others(store: Store, launch: Launch, unit: str, timeout_s: float) 
             foreign = store.rank == 0 and not is_own(str(launch.main_host))
             note = ", which is none of this machine's own" if foreign else ""
             units, number = WORDS[unit]
+            absent = shorten(", ".join(map(str, missing)), 40, placeholder=" ...")
             raise PeerError(
                 f"{where}: {size - len(missing)} of {size} {units} came within {timeout_s:g} s;"
-                f" missing: {number} {_shown(missing)}; start them, or check that they use this"
+                f" missing: {number} {absent}; start them, or check that they use this"
                 f" address{note}"
             )
         time.sleep(POLL_S)
@@ -109,7 +108,3 @@ def _wait_for_others(store: Store, launch: Launch, unit: str, timeout_s: float) 
                 f"{where}: rank {store.rank} was given {size} as the number of all, rank {rank}"
                 f" {theirs}; start every {unit} with the same number"
             )
-
-
-def _shown(ranks: list[int]) -> str:
-    return ", ".join(map(str, ranks[:8])) + (" ..." if len(ranks) > 8 else "")

@@ -81,8 +81,7 @@ class World:
     def wait_for_gpu(self) -> None:
         """Return once this process's GPU has done its work so far; at once on a CPU.
 
-        Raises:
-            RuntimeError: over NCCL, a peer is lost; see `nccl.NcclAccelerator.wait_for_gpu`.
+        Over NCCL it raises as `nccl.NcclAccelerator.wait_for_gpu` does.
         """
         if isinstance(self.accelerator, nccl.NcclAccelerator):
             self.accelerator.wait_for_gpu()
@@ -121,10 +120,7 @@ def join_world(
 ) -> Iterator[World]:
     """Meet the other processes, yield the World, and end it in order on every path.
 
-    Args:
-        flags: the distribution flags.
-        launch: this process's place.
-        full_precision: compute in the dtype of the weights, whatever flags and launcher say.
+    With `full_precision` it computes in the dtype of the weights, whatever flags and launcher say.
 
     Raises:
         UsageError: device, backend and precision do not fit together or do not exist here.
