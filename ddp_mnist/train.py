@@ -23,7 +23,7 @@ from ddp_mnist.cluster.launch import Launch
 from ddp_mnist.cluster.world import World, join_world, settle_ddp_buckets
 from ddp_mnist.config import TrainConfig
 from ddp_mnist.data.batches import GlobalBatches, split_images, train_loader
-from ddp_mnist.models import MODELS
+from ddp_mnist.models import MODELS, at_test_time
 from ddp_mnist.optim import learning_rate, make_optimizer
 from ddp_mnist.run.evaluation import evaluate_split, import_metrics_meanwhile, prepare_split
 from ddp_mnist.run.folder import RunFolder
@@ -148,7 +148,8 @@ def fit(run: Run, build: BuildModel = build_model) -> dict[str, Any]:
         validation = None
         if recipe.val_size:
             run.phase("validation", progress)
-            validation = evaluate_split(accelerator, model, val_loader, classes, stop)
+            seen = at_test_time(model, recipe.model)
+            validation = evaluate_split(accelerator, seen, val_loader, classes, stop)
         run.log_epoch(state.end_epoch(recipe, validation), progress, validation)
 
     # Test once, in full precision, the weights that are kept.
@@ -160,7 +161,8 @@ def fit(run: Run, build: BuildModel = build_model) -> dict[str, Any]:
         kept.load_state_dict(state.best_weights)
     if buffers := list(kept.buffers()):  # BatchNorm's, which DDP sends only before a forward
         broadcast(buffers)
-    test = evaluate_split(accelerator, kept, prepare_split(accelerator, test_rows), classes, stop)
+    test_loader, seen = prepare_split(accelerator, test_rows), at_test_time(kept, recipe.model)
+    test = evaluate_split(accelerator, seen, test_loader, classes, stop)
     return run.finish(state, kept, test)
 
 

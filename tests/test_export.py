@@ -21,7 +21,7 @@ from ddp_mnist import cli
 from ddp_mnist.cluster.local import run_world
 from ddp_mnist.data.decode import DIGITS, Preparation
 from ddp_mnist.errors import CheckFailed, UsageError
-from ddp_mnist.models import MODELS
+from ddp_mnist.models import MODELS, at_test_time
 from ddp_mnist.run import weights
 from ddp_mnist.verbs import export
 from ddp_mnist.verbs.flags import EXPORTS, Export
@@ -107,10 +107,11 @@ AS_THEY_ARE = Preparation([], bright_on_black=True, digit_photos=True)
 def test_every_net_can_be_exported(architecture: str) -> None:
     torch.manual_seed(0)
     net = MODELS[architecture](10).eval()
-    trained = weights.Trained(net, architecture, DIGITS, AS_THEY_ARE)
+    model = at_test_time(net, architecture)
+    trained = weights.Trained(net, model, architecture, DIGITS, AS_THEY_ARE)
     for name in ("safetensors", "torch"):
         write, read = export.CONVERTERS[name]
-        assert export.largest_difference(net, read(write(trained)), name) <= 1e-4
+        assert export.largest_difference(model, read(write(trained)), name) <= 1e-4
 
 
 def test_a_file_with_other_logits_is_refused() -> None:

@@ -11,7 +11,15 @@ from torch import nn
 from ddp_mnist.cluster.local import run_world
 from ddp_mnist.config import NETS, Recipe
 from ddp_mnist.data import cache
-from ddp_mnist.models import MODELS, PIXEL_MEAN, PIXEL_STD, VERSION, moved_by_a_pixel, normalise
+from ddp_mnist.models import (
+    MODELS,
+    PIXEL_MEAN,
+    PIXEL_STD,
+    VERSION,
+    at_test_time,
+    normalise,
+    shifted,
+)
 
 NAMES = ("cnn", "cnn_deep", "mlp", "cnn_bn", "resnet18")
 OURS = [name for name in NAMES if name != "resnet18"]
@@ -103,9 +111,9 @@ def test_a_sample_does_not_see_the_batch_that_it_is_in(name: str) -> None:
     assert torch.allclose(together, backwards, rtol=1e-12, atol=1e-12)
 
 
-def test_moved_by_a_pixel() -> None:
+def test_shifted_views() -> None:
     image = torch.arange(1, 10, dtype=torch.uint8).reshape(1, 3, 3)
-    assert [view[0].tolist() for view in moved_by_a_pixel(image)] == [
+    assert [view[0].tolist() for view in shifted(image)] == [
         [[0, 0, 0], [0, 1, 2], [0, 4, 5]],
         [[0, 0, 0], [1, 2, 3], [4, 5, 6]],
         [[0, 0, 0], [2, 3, 0], [5, 6, 0]],
@@ -118,12 +126,13 @@ def test_moved_by_a_pixel() -> None:
     ]
 
 
-def test_the_deep_net_averages_nine_views_unless_it_trains() -> None:
-    model, batch = make("cnn_deep").double(), images(4)
-    views = [model(view) for view in moved_by_a_pixel(batch)]
-    assert torch.equal(views[4], model(batch))
+def test_the_deep_net_averages_nine_views_at_test_time() -> None:
+    net, batch = make("cnn_deep").double(), images(4)
+    views = [net(view) for view in shifted(batch)]
+    assert torch.equal(views[4], net(batch))
     assert not torch.allclose(views[4], views[1], rtol=1e-3)
-    assert torch.allclose(model.eval()(batch), sum(views) / 9, rtol=1e-12)
+    assert torch.allclose(at_test_time(net, "cnn_deep")(batch), sum(views) / 9, rtol=1e-12)
+    assert at_test_time(net, "cnn") is net
 
 
 @pytest.mark.parametrize(
@@ -138,13 +147,13 @@ def test_the_deep_net_averages_nine_views_unless_it_trains() -> None:
 def test_the_same_weights_compute_the_same_in_this_version(name: str, expected: float) -> None:
     """Fails when old weights would mean something else: then raise VERSION."""
     assert VERSION == 2
-    model = MODELS[name](3).double().eval()
-    for number, tensor in enumerate(model.state_dict().values()):
+    net = MODELS[name](3).double().eval()
+    for number, tensor in enumerate(net.state_dict().values()):
         if tensor.is_floating_point():
             waves = torch.linspace(-1, 2, tensor.numel(), dtype=torch.float64).sin().abs()
             tensor.copy_(waves.reshape(tensor.shape) + 0.01 * number)
     image = torch.arange(28 * 28).remainder(251).to(torch.uint8).reshape(1, 28, 28)
-    assert model(image)[0, 0].item() == pytest.approx(expected, rel=1e-9)
+    assert at_test_time(net, name)(image)[0, 0].item() == pytest.approx(expected, rel=1e-9)
 
 
 @pytest.mark.parametrize("name", ["cnn_bn", "resnet18"])

@@ -13,7 +13,7 @@ import torch
 from ddp_mnist.cluster.local import run_world
 from ddp_mnist.data.decode import Preparation
 from ddp_mnist.errors import CheckpointError
-from ddp_mnist.models import MODELS, VERSION
+from ddp_mnist.models import MODELS, VERSION, at_test_time
 from ddp_mnist.run import weights
 
 CLASSES = [str(digit) for digit in range(10)]
@@ -52,13 +52,14 @@ def test_round_trip(name: str, dtype: torch.dtype) -> None:
         weights.to_bytes(model.state_dict(), name, classes, PREPARED), "run"
     )
     assert (trained.architecture, trained.classes) == (name, classes)
-    assert not trained.model.training
-    assert trained.model.state_dict().keys() == model.state_dict().keys()
+    assert not trained.net.training
+    assert trained.net.state_dict().keys() == model.state_dict().keys()
     for key, value in model.state_dict().items():
-        assert trained.model.state_dict()[key].dtype == value.dtype
-        assert torch.equal(trained.model.state_dict()[key], value)
+        assert trained.net.state_dict()[key].dtype == value.dtype
+        assert torch.equal(trained.net.state_dict()[key], value)
     images = torch.randint(0, 256, (2, 28, 28), dtype=torch.uint8)
-    assert torch.allclose(trained.model(images), model(images), atol=1e-5)
+    expected = at_test_time(model, name)(images)
+    assert torch.allclose(trained.model(images), expected, atol=1e-5)
 
 
 def digest_of_cnn() -> str:

@@ -16,15 +16,20 @@ from torch import Tensor, nn
 from ddp_mnist.data.cache import METADATA_KEY
 from ddp_mnist.data.decode import Preparation
 from ddp_mnist.errors import CheckpointError, reason
-from ddp_mnist.models import MODELS, VERSION
+from ddp_mnist.models import MODELS, VERSION, at_test_time
 from ddp_mnist.run.console import warn
 from ddp_mnist.run.folder import MODEL, STATUS, SUMMARY, read_json
 
 
 @dataclass(frozen=True)
 class Trained:
-    """A net with the weights of a finished run, in eval mode on the CPU."""
+        name, version = about["architecture"], about.get("version", 1)
+        if name not in MODELS or version != VERSION:
+            raise CheckpointError(
+                f"{where}: holds the net {name} of version {version}, here are {', '.join(MODELS)}"
+                f" of version {VERSION}; use the code that trained it, or train it again"
 
+    net: nn.Module
     model: nn.Module
     architecture: str  # its name in MODELS
     classes: list[str]  # their names, in the order of the logits
@@ -81,21 +86,33 @@ def from_bytes(content: bytes, where: str) -> Trained:
     try:
         header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
         about = json.loads(header["__metadata__"][METADATA_KEY])
+<<<<<<< HEAD
         net, version = about["architecture"], about.get("version", 1)
         if net not in MODELS or version != VERSION:
             raise CheckpointError(
                 f"{where}: holds the net {net} of version {version}, here are {', '.join(MODELS)}"
                 f" of version {VERSION}; use the code that trained it, or train it again"
+=======
+        if (name := about["architecture"]) not in MODELS:
+            raise CheckpointError(
+                f"{where}: has a net that is not known here, {name}; use the code that trained it"
+            )
+        if (version := about.get("version", 1)) != VERSION:
+            raise CheckpointError(
+                f"{where}: was trained with nets of version {version}, here they are {VERSION};"
+                " use the code that trained it, or train it again"
+>>>>>>> 4a7756a (Views at test time belong to what evaluates a net, not to its forward)
             )
         preparation = Preparation(**about["preparation"])
-        model = MODELS[net](len(about["classes"]))
+        net = MODELS[name](len(about["classes"]))
         state = load(content)
         dtypes = [tensor.dtype for tensor in state.values() if tensor.is_floating_point()]
-        model.to(dtypes[0])
-        model.load_state_dict(state)
+        net.to(dtypes[0])
+        net.load_state_dict(state)
     except (ValueError, LookupError, TypeError, RuntimeError, SafetensorError) as error:
         raise CheckpointError(
             f"{where}: {MODEL} is damaged or not from ddp_mnist ({type(error).__name__});"
             " train the run again"
         ) from error
-    return Trained(model.eval(), net, about["classes"], preparation)
+    model = at_test_time(net, name).eval()
+    return Trained(net, model, name, about["classes"], preparation)

@@ -137,7 +137,7 @@ def largest_difference(model: nn.Module, outputs: Outputs, file: str) -> float:
 
 def write_safetensors(trained: Trained) -> bytes:
     """Return the weights under the names of the net's parameters."""
-    state, preparation = trained.model.state_dict(), trained.preparation
+    state, preparation = trained.net.state_dict(), trained.preparation
     return weights.to_bytes(state, trained.architecture, trained.classes, preparation)
 
 
@@ -228,7 +228,7 @@ def model_card(trained: Trained, run: str, files: list[str]) -> str:
         architecture=trained.architecture,
         classes=trained.classes,
         preparation=trained.preparation,
-        parameters=sum(parameter.numel() for parameter in trained.model.parameters()),
+        parameters=sum(parameter.numel() for parameter in trained.net.parameters()),
         s=summary,
         name=name,
         hub_id=place if kind == "hub" else None,
