@@ -1,8 +1,8 @@
-"""Random rotation, scale and shift of a whole batch, the same for a sample wherever it is dealt.
+"""Random rotation, scale and shift of a whole batch, the same for a sample on whichever rank it is.
 
 One table of random numbers per epoch, made from (seed, epoch) and read by sample number: neither
 the world size nor a resume can change what happens to an image. The last epochs move images less:
-what is learnt last is nearer to images as they are.
+the last that is learnt is near to images as they are.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MAX_SCALE = 0.20
 
 
 def affine_table(rows: int, seed: int, epoch: int, epochs: int) -> Tensor:
-    """One inverse affine map per sample, float32 [rows, 2, 3], in grid_sample's coordinates.
+    """Return an inverse affine map per sample, float32 [rows, 2, 3], in grid_sample's coordinates.
 
     Rotation, log-scale and both shifts are uniform within the bounds above, and within half of them
     in the last quarter of all epochs. Built on the CPU for all rows at once, so every process holds
@@ -40,7 +40,7 @@ def affine_table(rows: int, seed: int, epoch: int, epochs: int) -> Tensor:
 
 
 def apply_affine(images: Tensor, maps: Tensor) -> Tensor:
-    """Moves each image by its map, bilinear, zeros from outside.
+    """Move each image by its map, bilinear, with zeros from outside.
 
     Args:
         images: uint8 [B, 28, 28].

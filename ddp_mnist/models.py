@@ -1,4 +1,4 @@
-"""The nets: uint8 images [B, 28, 28] in, logits [B, classes] out.
+"""The nets take uint8 images [B, 28, 28] and give logits [B, classes].
 
 Each normalises its input into the dtype of its own weights, so the same pixels feed float32,
 float64 and autocast. None knows a rank, a device or a flag.

@@ -1,4 +1,4 @@
-"""The optimizer and its rate."""
+"""The optimizer and its learning rate."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from ddp_mnist.config import ResolvedRecipe
 
 MOMENTUM = 0.9
-KERNEL_RATE = 5.0  # times the rate is the length of a kernel's step, by its spectral norm
+KERNEL_STEP = 5.0  # times the learning rate: the spectral norm of a kernel's step
 
 
 class Muon(torch.optim.AdamW):
-    """AdamW, but for convolutions: their kernels move along their momentum, made orthogonal.
+    """AdamW, but kernels of convolutions move along their momentum, made orthogonal.
 
     Jordan et al., Muon: an optimizer for hidden layers in neural networks, 2024. A kernel
     [out, in, height, width] is a matrix [out, in x height x width]. torch.optim.Muon takes no
@@ -30,7 +30,7 @@ class Muon(torch.optim.AdamW):
                     weight.grad = None  # AdamW passes over what has none
         super().step(closure)
 
-    def _step_kernel(self, kernel: Tensor, rate: float, weight_decay: float) -> None:
+    def _step_kernel(self, kernel: Tensor, lr: float, weight_decay: float) -> None:
         state, gradient = self.state[kernel], kernel.grad
         assert gradient is not None
         if not state:  # AdamW asks for a step when it loads a checkpoint
@@ -38,11 +38,11 @@ class Muon(torch.optim.AdamW):
         state["exp_avg"].lerp_(gradient, 1 - MOMENTUM)
         ahead = gradient.lerp(state["exp_avg"], MOMENTUM)  # Nesterov's
         direction = orthogonal(ahead.flatten(1)).reshape(kernel.shape)
-        kernel.mul_(1 - rate * weight_decay).sub_(direction, alpha=KERNEL_RATE * rate)
+        kernel.mul_(1 - lr * weight_decay).sub_(direction, alpha=KERNEL_STEP * lr)
 
 
 def orthogonal(matrix: Tensor) -> Tensor:
-    """Nearly U V' of the singular value decomposition U S V' of a matrix [rows, columns].
+    """Return nearly U V' of the singular value decomposition U S V' of a matrix [rows, columns].
 
     Five steps of a Newton-Schulz iteration whose polynomial (Jordan et al.) raises small singular
     values quickly and leaves them between 0.7 and 1.2. Zeros stay zeros.
@@ -59,7 +59,7 @@ def orthogonal(matrix: Tensor) -> Tensor:
 
 
 def make_optimizer(model: nn.Module, recipe: ResolvedRecipe) -> torch.optim.AdamW:
-    """AdamW (Loshchilov and Hutter, 2019) or Muon; decays matrices and kernels, not the rest."""
+    """Return AdamW (Loshchilov and Hutter, 2019) or Muon; it decays matrices and kernels alone."""
     parameters = list(model.parameters())
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": recipe.weight_decay},
@@ -74,11 +74,11 @@ def make_optimizer(model: nn.Module, recipe: ResolvedRecipe) -> torch.optim.Adam
 
 
 def learning_rate(step: int, total_steps: int, peak: float, warmup: float) -> float:
-    """The rate of optimizer step `step`, 0 <= step < total_steps.
+    """Return the learning rate of optimizer step `step`, 0 <= step < total_steps.
 
-    Rises in a straight line over the first `warmup` of all steps to `peak`, then falls in a
-    straight line to 0, which it would reach one step after the last. A function of the step alone:
-    it has no state to save, and no number of processes could step it more than once.
+    It rises in a straight line over the first `warmup` of all steps to `peak`, then falls in a
+    straight line to 0, which it would reach one step after the last. As a function of the step
+    alone it has no state to save, and no number of processes could step it more than once.
     """
     rising = warmup * total_steps
     up = (step + 1) / rising if rising > 0 else 1.0

@@ -1,9 +1,9 @@
-"""The same training on torch alone, without Accelerate: what `prepare` and `accumulate` stand for.
+"""The same training on torch alone, to see what Accelerate's `prepare` and `accumulate` stand for.
 
     python -m ddp_mnist.plain_ddp --dataset digits --epochs 2
     torchrun --nproc-per-node 2 -m ddp_mnist.plain_ddp --dataset digits --epochs 2
 
-Same order, same rates, same weights as `ddp_mnist train` (a test compares them in float64); no
+Same order, same learning rates, same weights as `ddp_mnist train` (a test compares them in float64); no
 accumulation, augmentation, clipping, validation, run folder or mixed precision. Read it beside
 train.py.
 """
@@ -30,7 +30,7 @@ from ddp_mnist.optim import learning_rate, make_optimizer
 def train_plain(
     images: ImageData, given: Recipe, seed: int, dtype: torch.dtype
 ) -> tuple[nn.Module, float]:
-    """Trains in the process group that stands. Returns the net and the seconds that it took."""
+    """Train in the process group that stands. Return the net and the seconds that it took."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     gpu = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
@@ -74,22 +74,22 @@ def train_plain(
 
 
 def test_accuracy(net: nn.Module, images: ImageData) -> float:
-    """Every rank counts its own rows; the counts are added up, divided once."""
+    """Return the accuracy: every rank counts its own rows, the counts are added, divided once."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     device = next(net.parameters()).device
-    right = torch.zeros(2, dtype=torch.int64, device=device)
+    counts = torch.zeros(2, dtype=torch.int64, device=device)  # correct, seen
     net.eval()
     with torch.no_grad():
         for start in range(rank, len(images.test_labels), world_size * 1000):
             part = slice(start, start + world_size * 1000, world_size)
             labels = images.test_labels[part].to(device)
             predictions = net(images.test_images[part].to(device)).argmax(1)
-            right[0] += (predictions == labels).sum()
-            right[1] += len(labels)
-    dist.all_reduce(right)
-    hits, seen = right.tolist()
+            counts[0] += (predictions == labels).sum()
+            counts[1] += len(labels)
+    dist.all_reduce(counts)
+    correct, seen = counts.tolist()
     assert seen == len(images.test_labels)
-    return hits / seen
+    return correct / seen
 
 
 def main() -> None:

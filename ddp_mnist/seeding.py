@@ -8,18 +8,18 @@ import torch
 
 
 def seed_of(purpose: str, *counters: int) -> int:
-    """A 63-bit seed for one purpose, e.g. seed_of("order", seed, epoch); equal on every machine."""
+    """Return a 63-bit seed for one purpose, e.g. seed_of("order", seed, epoch); equal on every machine."""
     text = ":".join([purpose, *map(str, counters)])
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
 def generator(purpose: str, *counters: int) -> torch.Generator:
-    """A CPU generator seeded by `seed_of`."""
+    """Return a CPU generator seeded by `seed_of`."""
     return torch.Generator().manual_seed(seed_of(purpose, *counters))
 
 
 def seed_draws(device: torch.device, purpose: str, *counters: int) -> None:
-    """Seeds what a net may draw in forward, on this device.
+    """Seed the random numbers that a net may draw in forward, on this device.
 
     torch.manual_seed does so for every kind of device, and for each that is not there it notes the
     call with its stack: 0.9 ms and a little memory, for each step.

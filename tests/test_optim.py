@@ -8,7 +8,7 @@ import torch
 
 from ddp_mnist.config import Recipe, ResolvedRecipe, resolve_recipe
 from ddp_mnist.models import MODELS
-from ddp_mnist.optim import KERNEL_RATE, MOMENTUM, learning_rate, make_optimizer, orthogonal
+from ddp_mnist.optim import KERNEL_STEP, MOMENTUM, learning_rate, make_optimizer, orthogonal
 
 
 def resolved(**recipe: Any) -> ResolvedRecipe:
@@ -154,7 +154,7 @@ def test_muon_moves_kernels_by_its_own_rule_and_all_else_as_adamw() -> None:
             momentum = MOMENTUM * momentum + (1 - MOMENTUM) * gradients[number]
             ahead = MOMENTUM * momentum + (1 - MOMENTUM) * gradients[number]
             direction = orthogonal(ahead.reshape(len(ahead), -1)).reshape(before.shape)
-            expected = expected * (1 - 0.1 * 0.5) - KERNEL_RATE * 0.1 * direction
+            expected = expected * (1 - 0.1 * 0.5) - KERNEL_STEP * 0.1 * direction
         assert torch.allclose(after, expected, rtol=1e-9, atol=1e-9), name
 
 
