@@ -3,8 +3,8 @@
     python -m ddp_mnist.plain_ddp --dataset digits --epochs 2
     torchrun --nproc-per-node 2 -m ddp_mnist.plain_ddp --dataset digits --epochs 2
 
-Same order, same learning rates, same weights as `ddp_mnist train` (a test compares them in float64);
-no accumulation, augmentation, clipping, validation, run folder or mixed precision. Read it beside
+Same order, learning rates and weights as `ddp_mnist train` (a test compares them in float64); no
+accumulation, augmentation, clipping, validation, run folder or mixed precision. Read it beside
 train.py.
 """
 

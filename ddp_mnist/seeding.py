@@ -8,7 +8,7 @@ import torch
 
 
 def seed_of(purpose: str, *counters: int) -> int:
-    """Return a 63-bit seed for one purpose, the same on every machine: seed_of("order", seed, 3)."""
+    """Return a 63-bit seed for one purpose, e.g. seed_of("order", seed, 3), on every machine."""
     text = ":".join([purpose, *map(str, counters)])
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 

@@ -23,14 +23,10 @@ from ddp_mnist.run.folder import MODEL, STATUS, SUMMARY, read_json
 
 @dataclass(frozen=True)
 class Trained:
-        name, version = about["architecture"], about.get("version", 1)
-        if name not in MODELS or version != VERSION:
-            raise CheckpointError(
-                f"{where}: holds the net {name} of version {version}, here are {', '.join(MODELS)}"
-                f" of version {VERSION}; use the code that trained it, or train it again"
+    """A net with the weights of a finished run, in eval mode on the CPU."""
 
-    net: nn.Module
-    model: nn.Module
+    net: nn.Module  # with the weights
+    model: nn.Module  # gives the logits: the net, or what `at_test_time` makes of it
     architecture: str  # its name in MODELS
     classes: list[str]  # their names, in the order of the logits
     preparation: Preparation  # how the images were made that it was trained on
@@ -86,22 +82,11 @@ def from_bytes(content: bytes, where: str) -> Trained:
     try:
         header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
         about = json.loads(header["__metadata__"][METADATA_KEY])
-<<<<<<< HEAD
-        net, version = about["architecture"], about.get("version", 1)
-        if net not in MODELS or version != VERSION:
+        name, version = about["architecture"], about.get("version", 1)
+        if name not in MODELS or version != VERSION:
             raise CheckpointError(
-                f"{where}: holds the net {net} of version {version}, here are {', '.join(MODELS)}"
+                f"{where}: holds the net {name} of version {version}, here are {', '.join(MODELS)}"
                 f" of version {VERSION}; use the code that trained it, or train it again"
-=======
-        if (name := about["architecture"]) not in MODELS:
-            raise CheckpointError(
-                f"{where}: has a net that is not known here, {name}; use the code that trained it"
-            )
-        if (version := about.get("version", 1)) != VERSION:
-            raise CheckpointError(
-                f"{where}: was trained with nets of version {version}, here they are {VERSION};"
-                " use the code that trained it, or train it again"
->>>>>>> 4a7756a (Views at test time belong to what evaluates a net, not to its forward)
             )
         preparation = Preparation(**about["preparation"])
         net = MODELS[name](len(about["classes"]))
