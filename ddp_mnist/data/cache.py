@@ -8,7 +8,7 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,8 @@ from ddp_mnist.data.sources import Source, find_source
 from ddp_mnist.errors import DataError, StorageError, reason
 
 CACHE_FORMAT = 4
-
 METADATA_KEY = "ddp_mnist"  # one key: with several, safetensors writes them in random order
+MOVE = "use --cache-dir or DDP_MNIST_CACHE to put it elsewhere"
 
 Log = Callable[[str], None] | None
 
@@ -36,7 +36,7 @@ def cache_folder(cache_dir: str | None) -> Path:
     try:
         return Path(chosen).expanduser()
     except RuntimeError as error:  # no home folder, as in some containers
-        raise StorageError(f"{chosen}: {error}; use --cache-dir or DDP_MNIST_CACHE") from error
+        raise StorageError(f"{chosen}: {error}; {MOVE}") from error
 
 
 def choose(dataset: str, cache_dir: str | None = None, log: Log = None) -> tuple[str, list[str]]:
@@ -56,11 +56,7 @@ def choose(dataset: str, cache_dir: str | None = None, log: Log = None) -> tuple
 
 
 def load(
-    dataset: str,
-    cache_dir: str | None = None,
-    *,
-    refresh: bool = False,
-    log: Log = None,
+    dataset: str, cache_dir: str | None = None, *, refresh: bool = False, log: Log = None
 ) -> ImageData:
     """Return the data set from the cache; read and decode it first if it is not there.
 
@@ -77,35 +73,31 @@ def load(
         StorageError: the cache folder cannot be written.
     """
     source = find_source(dataset)
-    path, fingerprint = _path(source, cache_dir), _fingerprint(source)
-    if not refresh and (data := _open(path, source, fingerprint)):
+    stem, path = _stem_and_path(source, cache_dir)
+    if not refresh and (data := _open(path, source)):
         return data
     folder = path.parent
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder / f"{_stem(source)}.lock"):
+        with FileLock(folder / f"{stem}.lock"):
             # Another process may have built it while this one waited for the lock.
-            if not refresh and (data := _open(path, source, fingerprint)):
+            if not refresh and (data := _open(path, source)):
                 return data
             replaced = path.exists() and not refresh
             if log:
                 log(f"reading    {source.name}, decoded once into {folder}")
-            for leftover in folder.glob(f"{_stem(source)}-*.tmp"):
+            for leftover in folder.glob(f"{stem}-*.tmp"):
                 leftover.unlink()  # of a builder that was killed; nobody else writes now
-            _build(path, source, fingerprint)
-            data = _open(path, source, fingerprint)
-            others = set(folder.glob(f"{_stem(source)}-*.safetensors")) - {path}
+            _build(path, source)
+            others = set(folder.glob(f"{stem}-*.safetensors")) - {path}
             for other in others if refresh else ():
                 other.unlink()
+            if not (data := _open(path, source)):
+                raise OSError(f"{path.name} cannot be read back")
     except (OSError, SafetensorError) as error:
         raise StorageError(
-            f"{folder}: the cache cannot be written ({reason(error)}); use --cache-dir or"
-            " DDP_MNIST_CACHE to put it elsewhere"
+            f"{folder}: the cache cannot be written ({reason(error)}); {MOVE}"
         ) from error
-    if data is None:
-        raise StorageError(
-            f"{path}: what was written cannot be read back; check the disk, or use --cache-dir"
-        )
     if replaced:
         data.warnings.append(f"{path} was damaged or out of date and was built again")
     return data
@@ -114,29 +106,22 @@ def load(
 def cached(dataset: str, cache_dir: str | None = None) -> ImageData | None:
     """Return the data set if it is in the cache and whole. Raises as `find_source` does."""
     source = find_source(dataset)
-    return _open(_path(source, cache_dir), source, _fingerprint(source))
+    return _open(_stem_and_path(source, cache_dir)[1], source)
 
 
-def _stem(source: Source) -> str:
-    """Return the beginning of a file name that two sources never share."""
+def _stem_and_path(source: Source, cache_dir: str | None) -> tuple[str, Path]:
+    """Return the beginning of a file name that two sources never share, and the file.
+
+    The file is this decoder's own: an edited clone shares the folder, and not the file.
+    """
     readable = re.sub(r"[^A-Za-z0-9._-]+", "_", source.name)[:60]
-    place = _sha256([source.place.encode(errors="surrogateescape")])[:8]
-    return f"{source.kind}-{readable}-{place}"
+    place = hashlib.sha256(os.fsencode(source.place)).hexdigest()[:8]
+    stem = f"{source.kind}-{readable}-{place}"
+    name = f"{stem}-{CACHE_FORMAT}-{decoder_digest()[:8]}.safetensors"
+    return stem, cache_folder(cache_dir) / name
 
 
-def _path(source: Source, cache_dir: str | None) -> Path:
-    """Return a path of this decoder's own: an edited clone shares the folder, and not the file."""
-    name = f"{_stem(source)}-{CACHE_FORMAT}-{decoder_digest()[:8]}.safetensors"
-    return cache_folder(cache_dir) / name
-
-
-def _fingerprint(source: Source) -> str:
-    """Return a hash of which files the data set is made of."""
-    files = [source.kind, source.place, source.fingerprint()]
-    return _sha256([json.dumps(files).encode()])
-
-
-def _open(path: Path, source: Source, fingerprint: str) -> ImageData | None:
+def _open(path: Path, source: Source) -> ImageData | None:
     """Return the cached data set; None if it is not there, damaged, or not of these files."""
     try:
         with safe_open(path, framework="pt") as file:
@@ -144,33 +129,30 @@ def _open(path: Path, source: Source, fingerprint: str) -> ImageData | None:
             # Mapped, not read: the processes of a machine share one copy in memory.
             tensors = {name: file.get_tensor(name) for name in TENSORS}
         # 18 ms, where SHA-256 takes up to 140; a damaged cache would cost a wrong result.
-        if about["fingerprint"] != fingerprint or about.pop("checksum") != _crc32(tensors, about):
+        whole = about.pop("checksum") == _crc32(tensors, about)
+        if not whole or about.pop("fingerprint") != source.fingerprint:
             return None
-        return ImageData(
-            name=source.name,
-            source=f"{source.kind}:{source.place}",
-            digest=about["digest"],
-            classes=about["classes"],
-            preparation=Preparation(**about["preparation"]),
-            **tensors,
-        )
+        about["preparation"] = Preparation(**about["preparation"])
+        return ImageData(source.name, f"{source.kind}:{source.place}", **about, **tensors)
     except (OSError, SafetensorError, KeyError, TypeError, ValueError):
         return None
 
 
-def _build(path: Path, source: Source, fingerprint: str) -> None:
+def _build(path: Path, source: Source) -> None:
     """Decode into a temporary name and rename it: a file under its own name is whole."""
-    decoded = source.read()
+    fingerprint, decoded = source.fingerprint, source.read()
     tensors = {
         f"{split}_{kind}": torch.from_numpy(array.copy())
         for kind, arrays in (("images", decoded.images), ("labels", decoded.labels))
         for split, array in arrays.items()
     }
-    described = [decoded.classes, decoded.notes]
+    digest = hashlib.sha256(json.dumps([decoded.classes, decoded.notes]).encode())
+    for part in _content(tensors):
+        digest.update(part)
     about: dict[str, Any] = {
         "classes": decoded.classes,
         "preparation": dataclasses.asdict(decoded.preparation()),
-        "digest": _sha256([json.dumps(described).encode(), *_content(tensors)]),
+        "digest": digest.hexdigest(),
         "fingerprint": fingerprint,
     }
     about["checksum"] = _crc32(tensors, about)
@@ -195,10 +177,3 @@ def _content(tensors: dict[str, Tensor]) -> Iterator[bytes | memoryview]:
     for name in TENSORS:
         yield f"{name} {tensors[name].dtype} {list(tensors[name].shape)}".encode()
         yield tensors[name].numpy().data
-
-
-def _sha256(parts: Iterable[bytes | memoryview]) -> str:
-    sha = hashlib.sha256()
-    for part in parts:
-        sha.update(part)
-    return sha.hexdigest()

@@ -20,15 +20,10 @@ if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict
 
 IMAGE_SHAPE = (28, 28)
-
 DIGITS = [str(digit) for digit in range(10)]
-
 SPLITS = ("train", "test")
-
 MAX_CLASSES = 1000
-
 STRIP = 2**20  # pixels that are converted at a time
-
 DARK = 32  # of 255: less is black to the eye, and what JPEG makes of black
 
 
@@ -174,42 +169,42 @@ def _find_columns(rows: Dataset, where: str) -> tuple[str, str]:
     labels += [name for name in ("label", "labels") if name in rows.features]
     for what, found in (("image", images), ("label", labels)):
         if not found:
-            raise DataError(
-                f"{where}: no {what} column among {', '.join(rows.column_names)};"
-                f" add one, named {what}"
-            )
+            columns = ", ".join(rows.column_names)
+            raise DataError(f"{where}: no {what} column among {columns}; add one, named {what}")
     return images[0], labels[0]
 
 
 def _decode_labels(
     rows: Dataset, column: str, classes: list[str], where: str
 ) -> tuple[np.ndarray, list[str]]:
-    """Return int64 labels and the class names; `classes` are those of train, or none yet."""
-    where = f"{where}, column {column}"
+    """Return int64 labels and the class names; `classes` are those of train, or none yet.
+
+    Where none are declared they are the words, sorted, or 0 to the highest number.
+    """
     values = rows.with_format("arrow")[:].column(column).to_pylist()
-    if None in values:
-        raise DataError(f"{where}: row {values.index(None)} has no label; label it or leave it out")
+    given = [value for value in values if value is not None]
     declared = getattr(rows.features[column], "names", None)  # of a ClassLabel
-    classes = classes or declared or _classes_of(values, where)
+    words, fault = all(isinstance(value, str) for value in given), ""
+    if not words and not isinstance(given[0], int):
+        fault = f"labels are {type(given[0]).__name__}; give whole numbers or words"
+    elif words:
+        classes = classes or declared or sorted(set(given))
+    else:
+        highest = min(max(0, max(given)), MAX_CLASSES - 1)
+        classes = classes or declared or [str(label) for label in range(highest + 1)]
     if len(classes) > MAX_CLASSES:
-        raise DataError(f"{where}: {len(classes)} classes; give at most {MAX_CLASSES}")
-    words, last = isinstance(values[0], str), len(classes) - 1
+        fault = f"{len(classes)} classes; give at most {MAX_CLASSES}"
     index_of = {name if words else index: index for index, name in enumerate(classes)}
-    for row, value in enumerate(values):
+    for row, value in enumerate(() if fault else values):
         if value not in index_of:
+            what = "no label" if value is None else f"label {value}"
+            last = len(classes) - 1
             legal = "a word that train has" if words else f"a whole number from 0 to {last}"
-            raise DataError(f"{where}: row {row} has label {value}; give {legal}")
+            fault = f"row {row} has {what}; give {legal}"
+            break
+    if fault:
+        raise DataError(f"{where}, column {column}: {fault}")
     return np.asarray([index_of[value] for value in values], dtype=np.int64), list(classes)
-
-
-def _classes_of(values: list[Any], where: str) -> list[str]:
-    """Return class names where none are declared: the words, or 0 to the highest number."""
-    if isinstance(values[0], str):
-        return sorted(set(values))
-    if isinstance(values[0], int):
-        highest = min(max(0, max(values)), MAX_CLASSES - 1)
-        return [str(label) for label in range(highest + 1)]
-    raise DataError(f"{where}: labels are {type(values[0]).__name__}; give whole numbers or words")
 
 
 def _decode_images(rows: Dataset, column: str, converted: set[str], where: str) -> np.ndarray:

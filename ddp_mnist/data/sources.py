@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
+import hashlib
+import json
 import os
 import re
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -34,16 +37,12 @@ if TYPE_CHECKING:
     from datasets import DatasetDict
 
 HUB_IDS = {"mnist": "ylecun/mnist", "fashion_mnist": "zalando-datasets/fashion_mnist"}
-
 HUB_TIMEOUT_S = 5.0
-
 OFFLINE_FIX = (
     "run ddp-mnist prepare where there is a network and copy the cache folder, give a folder"
     " (--dataset PATH), or train on the built-in digits (--dataset digits)"
 )
-
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
-
 UNWRITABLE = (*NO_SPACE, errno.EACCES, errno.EROFS, errno.ENOTDIR)
 
 
@@ -63,23 +62,31 @@ class Source:
         with readable(self.place):
             if self.kind == "digits":
                 return read_digits()
-            if self.kind == "hub":
-                decoded = decode_dataset(read_hub(self.place), self.place)
-            elif files := find_idx_files(Path(self.place)):
+            if self.kind == "folder" and (files := find_idx_files(Path(self.place))):
                 decoded = read_idx(files)
             else:
-                decoded = decode_dataset(read_folder(Path(self.place)), self.place)
-        refuse_unseen(decoded, self.place)
+                read = read_hub if self.kind == "hub" else read_folder
+                decoded = decode_dataset(read(self.place), self.place)
+        test = decoded.labels["test"]
+        if (unseen := np.flatnonzero(~np.isin(test, decoded.labels["train"]))).size:
+            raise DataError(
+                f"--dataset {self.place}: split test: row {unseen[0]} has label"
+                f" {decoded.classes[test[unseen[0]]]}, which no train row has; correct the labels,"
+                " or add such rows to train"
+            )
         return decoded
 
-    def fingerprint(self) -> list[list[Any]]:
-        """Return name, size and time of each file of a folder: they change when the data do."""
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """A hash of name, size and time of each file of a folder: they change when the data do."""
         if self.kind != "folder":
-            return []
+            return ""
+        folder = Path(self.place)
         with readable(self.place):
-            files = sorted(p for p in Path(self.place).rglob("*") if p.is_file())
-            stats = [(p, p.stat()) for p in files]
-        return [[str(p.relative_to(self.place)), s.st_size, s.st_mtime_ns] for p, s in stats]
+            files = sorted(path for path in folder.rglob("*") if path.is_file())
+            stats = [(str(path.relative_to(folder)), path.stat()) for path in files]
+        facts = [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
+        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
 @contextlib.contextmanager
@@ -91,18 +98,6 @@ def readable(place: str) -> Iterator[None]:
         raise DataError(
             f"--dataset {place}: cannot be read ({reason(root_cause(error))}); check its files"
         ) from error
-
-
-def refuse_unseen(decoded: Decoded, place: str) -> None:
-    """Raise DataError for a test row of a class that no train row has: it cannot be learnt."""
-    test = decoded.labels["test"]
-    unseen = np.flatnonzero(~np.isin(test, decoded.labels["train"]))
-    if unseen.size:
-        name = decoded.classes[test[unseen[0]]]
-        raise DataError(
-            f"--dataset {place}: split test: row {unseen[0]} has label {name}, which no train row"
-            " has; correct the labels, or add such rows to train"
-        )
 
 
 def find_source(dataset: str) -> Source:
@@ -148,17 +143,11 @@ def read_hub(hub_id: str) -> DatasetDict:
     import datasets
     import huggingface_hub
 
-    why = why_out_of_reach(hub_id)
-    try:
-        with quiet(offline=bool(why)):
-            return datasets.load_dataset(hub_id)
-    except Exception as error:  # its own and those of pyarrow, fsspec and the transport
-        check_space(error, huggingface_hub.constants.HF_HOME, "HF_HOME", UNWRITABLE)
-        what = f"cannot be read ({reason(root_cause(error))})"
-        if isinstance(error, ConnectionError):
-            why = why or reason(root_cause(error))
-            what = f"not in the cache, and the Hub cannot be reached ({why})"
-        raise DataError(f"--dataset {hub_id}: {what}; {OFFLINE_FIX}") from error
+    if why := why_out_of_reach(hub_id):
+        why = f"not in the cache, and the Hub cannot be reached: {why}"
+    space = (huggingface_hub.constants.HF_HOME, "HF_HOME", UNWRITABLE)
+    with library(hub_id, OFFLINE_FIX, why, space):
+        return datasets.load_dataset(hub_id)
 
 
 def why_out_of_reach(hub_id: str) -> str:
@@ -184,34 +173,40 @@ def why_out_of_reach(hub_id: str) -> str:
     return ""
 
 
-def read_folder(folder: Path) -> DatasetDict:
+def read_folder(folder: str) -> DatasetDict:
     """Read parquet, CSV or images in any layout that `load_dataset` knows, or `save_to_disk`."""
     import datasets
 
-    if not any(p.is_file() for p in folder.rglob("*")):
-        raise DataError(
-            f"--dataset {folder}: the folder is empty; put parquet or image files there"
-        )
-    try:
-        with quiet(offline=True):
-            if (folder / "dataset_dict.json").exists():
-                return datasets.load_from_disk(str(folder))
-            # Its Arrow copy is only needed until the images are decoded.
-            with tempfile.TemporaryDirectory(prefix="ddp_mnist-") as scratch:
-                return datasets.load_dataset(str(folder), cache_dir=scratch, keep_in_memory=True)
-    except Exception as error:  # datasets raises its own and pyarrow's, with no common base
-        check_space(error, tempfile.gettempdir(), "TMPDIR", NO_SPACE)
-        raise DataError(
-            f"--dataset {folder}: cannot be read ({reason(root_cause(error))}); give it whole"
-            " parquet files with rows and equal columns, or images in train/CLASS/ and test/CLASS/"
-        ) from error
+    fix = (
+        "give it whole parquet files with rows and equal columns, or images in train/CLASS/ and"
+        " test/CLASS/"
+    )
+    # The library's Arrow copy is only needed until the images are decoded.
+    space = (tempfile.gettempdir(), "TMPDIR", NO_SPACE)
+    with library(folder, fix, "it names files outside of it", space):
+        if (Path(folder) / "dataset_dict.json").exists():
+            return datasets.load_from_disk(folder)
+        with tempfile.TemporaryDirectory(prefix="ddp_mnist-") as scratch:
+            return datasets.load_dataset(folder, cache_dir=scratch, keep_in_memory=True)
 
 
 @contextlib.contextmanager
-def quiet(*, offline: bool) -> Iterator[None]:
-    """Keep `datasets` from printing and, if `offline`, from the network.
+def library(
+    place: str, fix: str, why_offline: str, space: tuple[str, str, tuple[int, ...]]
+) -> Iterator[None]:
+    """Keep `datasets` in the block quiet and, with `why_offline`, from the network.
 
-    That is what HF_HUB_OFFLINE=1 does, which is read only at import.
+    Args:
+        place: what is read.
+        fix: ends the line of an error.
+        why_offline: makes the library do as HF_HUB_OFFLINE=1, which it reads only at import;
+            is said where it would have needed the network.
+        space: the folder that it writes to, the variable that moves it, and the errno codes by
+            which one knows that it cannot be written.
+
+    Raises:
+        DataError: the data set cannot be read.
+        StorageError: the library's own folder cannot be written.
     """
     import datasets
     import huggingface_hub
@@ -220,21 +215,23 @@ def quiet(*, offline: bool) -> Iterator[None]:
     datasets.disable_progress_bars()
     ours, theirs = datasets.config, huggingface_hub.constants
     before = ours.HF_HUB_OFFLINE, theirs.HF_HUB_OFFLINE
-    if offline:
+    if why_offline:
         ours.HF_HUB_OFFLINE = theirs.HF_HUB_OFFLINE = True
     try:
         yield
+    except Exception as error:  # its own and those of pyarrow, fsspec and the transport
+        folder, variable, codes = space
+        for cause in causes(error):
+            if isinstance(cause, OSError) and cause.errno in codes:
+                raise StorageError(
+                    f"{folder}: cannot be written ({cause.strerror}); set {variable} to another"
+                    " folder"
+                ) from error
+        why = why_offline if isinstance(error, ConnectionError) else ""
+        why = why or reason(root_cause(error))
+        raise DataError(f"--dataset {place}: cannot be read ({why}); {fix}") from error
     finally:
         ours.HF_HUB_OFFLINE, theirs.HF_HUB_OFFLINE = before
-
-
-def check_space(error: BaseException, folder: str, variable: str, codes: tuple[int, ...]) -> None:
-    """Raise StorageError if one of these errno codes is what `error` comes from."""
-    for cause in causes(error):
-        if isinstance(cause, OSError) and cause.errno in codes:
-            raise StorageError(
-                f"{folder}: cannot be written ({cause.strerror}); set {variable} to another folder"
-            ) from error
 
 
 # --- The digits inside scikit-learn
