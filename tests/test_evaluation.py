@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import itertools
 import math
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,9 +11,13 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from accelerate import Accelerator
 from torch import nn
 
+from ddp_mnist.cluster.launch import find_launch
 from ddp_mnist.cluster.local import run_world
+from ddp_mnist.cluster.world import World, broadcast_bytes, gather_bytes, join_world
 from ddp_mnist.config import Distribution
 from ddp_mnist.data import cache
 from ddp_mnist.data.batches import Rows
@@ -41,35 +47,42 @@ def make_rows(count: int) -> Rows:
     return Rows(images, torch.arange(count) * 7 % CLASSES)
 
 
-def counted_by_hand(count: int) -> tuple[list[list[int]], float]:
+def this_world() -> AbstractContextManager[World]:
+    flags = Distribution(cpu=True, dist_timeout=60)
+    return join_world(flags, find_launch(flags))
+
+
+def evaluate_cell(accelerator: Accelerator, rows: int, per_process: int) -> Metrics:
+    loader = prepare_split(accelerator, make_rows(rows), per_process)
+    model = TableLookup().train(rows % 2 == 0)
+    metrics = evaluate_split(accelerator, model, loader, CLASSES)
+    assert model.training is (rows % 2 == 0)  # left in the mode that it was in
+    return metrics
+
+
+def evaluate_all(cells: list[tuple[int, int]]) -> list[Metrics]:
+    """One world's Metrics for each (number of rows, images per process and batch)."""
+    with this_world() as world:
+        return [evaluate_cell(world.accelerator, *cell) for cell in cells]
+
+
+def check_by_hand(metrics: Metrics, count: int) -> None:
+    """Compare what a world made of `make_rows(count)` with sums in one place."""
     rows, model = make_rows(count), TableLookup()
     logits = model(rows.images)
     confusion = np.zeros((CLASSES, CLASSES), dtype=int)
     for label, prediction in zip(rows.labels.tolist(), logits.argmax(1).tolist(), strict=True):
         confusion[label][prediction] += 1
-    picked = logits.log_softmax(1)[torch.arange(count), rows.labels]
-    return confusion.tolist(), -picked.mean().item()
-
-
-def evaluate_all(cells: list[tuple[int, int]]) -> list[Metrics]:
-    """One world's Metrics for each (number of rows, images per process and batch)."""
-    from ddp_mnist.cluster.launch import find_launch
-    from ddp_mnist.cluster.world import join_world
-
-    flags = Distribution(cpu=True, dist_timeout=60)
-    with join_world(flags, find_launch(flags)) as world:
-        model = TableLookup()
-        loaders = [prepare_split(world.accelerator, make_rows(rows), size) for rows, size in cells]
-        return [evaluate_split(world.accelerator, model, each, CLASSES) for each in loaders]
+    loss = -logits.log_softmax(1)[torch.arange(count), rows.labels].mean().item()
+    assert (metrics.count, metrics.confusion) == (count, confusion.tolist())
+    assert math.isclose(metrics.loss, loss, rel_tol=1e-12)
 
 
 def check_cells(processes: int, cells: list[tuple[int, int]], folder: Path) -> None:
     ranks = run_world(processes, evaluate_all, cells, folder=folder, timeout_s=1800)
     assert all(rank == ranks[0] for rank in ranks)
-    for cell, metrics in zip(cells, ranks[0], strict=True):
-        confusion, loss = counted_by_hand(cell[0])
-        assert (metrics.count, metrics.confusion) == (cell[0], confusion), cell
-        assert math.isclose(metrics.loss, loss, rel_tol=1e-12)
+    for (rows, _), metrics in zip(cells, ranks[0], strict=True):
+        check_by_hand(metrics, rows)
 
 
 @pytest.mark.parametrize("processes", [1, 2, 3, 4])
@@ -87,20 +100,26 @@ def test_fault_31_every_row_counts_once_in_all_cells(processes: int, tmp_path: P
 
 
 def test_a_lost_or_repeated_row_is_an_error(tmp_path: Path) -> None:
-    for planted in (1, -1):
-        with pytest.raises(RuntimeError, match=f"counted {7 + planted} rows of a split of 7"):
-            run_world(1, evaluate_with_planted_fault, planted, folder=tmp_path)
+    """As if gather_for_metrics kept the padding or dropped a row."""
+    said = [f"counted {rows} rows of a split of 7: wrong metrics" for rows in (8, 6)]
+    assert run_world(1, evaluate_with_planted_faults, folder=tmp_path) == [said]
 
 
-def evaluate_with_planted_fault(extra: int) -> None:
-    """As gather_for_metrics would, if it kept the padding or dropped a row."""
-    from accelerate import Accelerator
+def evaluate_with_planted_faults() -> list[str]:
+    said = []
+    with this_world() as world:
+        for rows in ([*range(7), 0], range(6)):
+            with (
+                patch.object(Accelerator, "gather_for_metrics", gather_only(list(rows))),
+                pytest.raises(RuntimeError) as told,
+            ):
+                evaluate_cell(world.accelerator, 7, 8)
+            said.append(str(told.value))
+    return said
 
-    def faulty(_self: Accelerator, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        return tuple(torch.cat([t, t[:1]]) if extra > 0 else t[:extra] for t in tensors)
 
-    Accelerator.gather_for_metrics = faulty
-    evaluate_all([(7, 8)])
+def gather_only(rows: list[int]) -> Any:
+    return lambda _, tensors: tuple(tensor[rows] for tensor in tensors)
 
 
 def test_a_batch_is_never_larger_than_the_split(tmp_path: Path) -> None:
@@ -117,10 +136,9 @@ def test_a_batch_is_never_larger_than_the_split(tmp_path: Path) -> None:
     check_cells(2, [(7, 10**9), (1, 10**9)], tmp_path)
 
 
-@pytest.mark.parametrize("split", ["train", "validation"])
-def test_a_split_that_another_data_set_is_too_small_for(split: str) -> None:
+def test_a_split_that_another_data_set_is_too_small_for() -> None:
     images = cache.load("digits")
-    for val_size in (5000, 1437):
+    for split, val_size in itertools.product(("train", "validation"), (5000, 1437)):
         with pytest.raises(UsageError) as told:
             evaluate._rows(images, split, val_size)
         assert str(told.value) == (
@@ -137,32 +155,20 @@ def test_no_pickle_travels_between_ranks(tmp_path: Path) -> None:
     ranks = run_world(3, evaluate_without_pickles, folder=tmp_path)
     assert ranks[0] == ranks[1] == ranks[2]
     metrics, sent, gathered = ranks[0]
-    confusion, loss = counted_by_hand(10)
-    assert (metrics.count, metrics.confusion) == (10, confusion)
-    assert math.isclose(metrics.loss, loss, rel_tol=1e-12)
+    check_by_hand(metrics, 10)
     assert sent == b"from rank 0"
     assert gathered == [bytes([rank]) * (rank * 1000 + 1) for rank in range(3)]
 
 
 def evaluate_without_pickles() -> tuple[Metrics, bytes, list[bytes]]:
-    import torch.distributed as dist
-
-    from ddp_mnist.cluster.launch import find_launch
-    from ddp_mnist.cluster.world import broadcast_bytes, gather_bytes, join_world
-
     names = ("broadcast_object_list", "all_gather_object", "gather_object", "scatter_object_list")
     fakes: Any = dict.fromkeys(names)  # None is no function
-    flags = Distribution(cpu=True, dist_timeout=60)
-    with (
-        patch.multiple(dist, **fakes),
-        join_world(flags, find_launch(flags)) as world,
-    ):
-        rank = world.accelerator.process_index
-        loader = prepare_split(world.accelerator, make_rows(10), 4)
+    with patch.multiple(dist, **fakes), this_world() as world:
+        accelerator, rank = world.accelerator, world.store.rank
         return (
-            evaluate_split(world.accelerator, TableLookup(), loader, CLASSES),
-            broadcast_bytes(world.accelerator, b"from rank 0" if rank == 0 else b""),
-            gather_bytes(world.accelerator, bytes([rank]) * (rank * 1000 + 1)),
+            evaluate_cell(accelerator, 10, 4),
+            broadcast_bytes(accelerator, b"from rank 0" if rank == 0 else b""),
+            gather_bytes(accelerator, bytes([rank]) * (rank * 1000 + 1)),
         )
 
 
@@ -176,20 +182,3 @@ def test_summarise() -> None:
         confusion=[[1, 1, 0, 0], [0, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]],
         class_accuracy=[0.5, 1.0, 0.0, None],
     )
-
-
-def test_the_model_is_left_in_the_mode_it_was_in(tmp_path: Path) -> None:
-    assert run_world(1, modes_after_evaluation, folder=tmp_path) == [(True, False)]
-
-
-def modes_after_evaluation() -> tuple[bool, bool]:
-    from accelerate import Accelerator
-
-    accelerator = Accelerator(cpu=True)
-    loader = prepare_split(accelerator, make_rows(5), 2)
-    modes = []
-    for mode in (True, False):
-        model = TableLookup().train(mode)
-        evaluate_split(accelerator, model, loader, CLASSES)
-        modes.append(model.training)
-    return modes[0], modes[1]

@@ -9,6 +9,8 @@ import pytest
 
 from ddp_mnist.cluster.local import run_world
 from ddp_mnist.config import Distribution, Recipe, Run, TrainConfig
+from ddp_mnist.data import cache
+from ddp_mnist.models import PIXEL_MEAN, PIXEL_STD
 from ddp_mnist.verify.watch import just_train
 
 
@@ -27,6 +29,12 @@ def train_mnist(mnist: Path, seed: int, processes: int, epochs: int, folder: Pat
 
 def test_one_epoch_on_two_processes(mnist: Path, tmp_path: Path) -> None:
     assert train_mnist(mnist, 0, 2, 1, tmp_path) >= 0.99
+
+
+def test_mean_and_deviation_are_those_that_the_nets_take_off(mnist: Path) -> None:
+    pixels = cache.load(str(mnist)).train_images.double() / 255
+    assert pixels.mean().item() == pytest.approx(PIXEL_MEAN, abs=1e-4)
+    assert pixels.std().item() == pytest.approx(PIXEL_STD, abs=1e-4)
 
 
 @pytest.mark.soak

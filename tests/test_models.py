@@ -10,7 +10,6 @@ from torch import nn
 
 from ddp_mnist.cluster.local import run_world
 from ddp_mnist.config import NETS, Recipe
-from ddp_mnist.data import cache
 from ddp_mnist.models import (
     MODELS,
     PIXEL_MEAN,
@@ -21,8 +20,19 @@ from ddp_mnist.models import (
     shifted,
 )
 
-NAMES = ("cnn", "cnn_deep", "mlp", "cnn_bn", "resnet18")
+PARAMETERS = {
+    # weights and biases of two convolutions, gains and shifts of two norms, and the head
+    "cnn": 32 * (36 + 1) + 96 * (9 * 32 + 1) + 2 * (32 + 96) + 10 * (9 * 96 + 1),
+    # a 6x6 kernel, then 3x3 kernels, each layer with bias, gain and shift; and the head
+    "cnn_deep": 36 * 32 + 9 * (32 * 32 + 32 * 96 + 96 * 96) + 3 * (2 * 32 + 2 * 96) + 8650,
+    "mlp": 784 * 128 + 128 + 128 * 128 + 128 + 128 * 10 + 10,
+    "cnn_bn": 37_834,
+    # torchvision's, with 10 classes for 1000 and 1 channel for 3
+    "resnet18": 11_689_512 - 513 * 990 - 2 * 64 * 49,
+}
+NAMES = tuple(PARAMETERS)
 OURS = [name for name in NAMES if name != "resnet18"]
+WITH_BATCHNORM = ["cnn_bn", "resnet18"]
 
 
 def make(name: str, classes: int = 10) -> nn.Module:
@@ -38,70 +48,39 @@ def images(count: int) -> torch.Tensor:
 
 def test_the_names_are_those_of_the_flag() -> None:
     assert tuple(MODELS) == NAMES
-    assert set(NETS) == set(MODELS)
-    for name in NAMES:
-        assert Recipe(model=name).model == name
+    assert set(NETS) == set(NAMES) == {Recipe(model=name).model for name in NAMES}
 
 
-@pytest.mark.parametrize(
-    ("name", "parameters"),
-    [
-        # weights and biases of two convolutions, gains and shifts of two norms, and the head
-        ("cnn", 32 * (36 + 1) + 96 * (9 * 32 + 1) + 2 * (32 + 96) + 10 * (9 * 96 + 1)),
-        ("cnn_bn", 37_834),
-        # a 6x6 kernel, then 3x3 kernels, each layer with bias, gain and shift; and the head
-        ("cnn_deep", 36 * 32 + 9 * (32 * 32 + 32 * 96 + 96 * 96) + 3 * (2 * 32 + 2 * 96) + 8650),
-        ("mlp", 784 * 128 + 128 + 128 * 128 + 128 + 128 * 10 + 10),
-        # torchvision's, with 10 classes for 1000 and 1 channel for 3
-        ("resnet18", 11_689_512 - 513 * 990 - 2 * 64 * 49),
-    ],
-)
-def test_number_of_parameters(name: str, parameters: int) -> None:
-    assert sum(p.numel() for p in make(name).parameters()) == parameters
-    assert name != "cnn" or parameters == 37_834
+@pytest.mark.parametrize("name", NAMES)
+def test_parameters_in_number_and_from_the_seed(name: str) -> None:
+    model, again = make(name), make(name).state_dict()
+    assert sum(p.numel() for p in model.parameters()) == PARAMETERS[name]
+    assert PARAMETERS["cnn"] == 37_834
+    assert all(torch.equal(tensor, again[key]) for key, tensor in model.state_dict().items())
 
 
 def test_normalise() -> None:
     pixels = torch.tensor([[[0, 255], [51, 102]]], dtype=torch.uint8)
     expected = (torch.tensor([[[0.0, 1.0], [0.2, 0.4]]]) - 0.1307) / 0.3081
     for dtype in (torch.float32, torch.float64):
-        result = normalise(pixels, dtype)
-        assert result.dtype == dtype
-        assert result.shape == (1, 2, 2)
-        assert torch.allclose(result, expected.to(dtype), atol=1e-6)
-    assert (PIXEL_MEAN, PIXEL_STD) == (0.1307, 0.3081)
+        torch.testing.assert_close(normalise(pixels, dtype), expected.to(dtype), atol=1e-6, rtol=0)
+    assert (PIXEL_MEAN, PIXEL_STD) == (0.1307, 0.3081)  # test_mnist.py: of MNIST
 
 
-def test_mean_and_deviation_are_those_of_mnist(mnist: Path) -> None:
-    pixels = cache.load(str(mnist)).train_images.double() / 255
-    assert pixels.mean().item() == pytest.approx(PIXEL_MEAN, abs=1e-4)
-    assert pixels.std().item() == pytest.approx(PIXEL_STD, abs=1e-4)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", NAMES)
-def test_logits_have_the_dtype_of_the_weights(name: str, dtype: torch.dtype) -> None:
-    logits = make(name).to(dtype)(images(3))
-    assert logits.shape == (3, 10)
-    assert logits.dtype == dtype
-    assert logits.isfinite().all()
-    assert logits.std() > 1e-3
-
-
-@pytest.mark.parametrize("name", OURS)
-def test_float32_is_near_float64(name: str) -> None:
-    single = make(name)(images(4)).double()
+def test_logits_have_the_dtype_of_the_weights_and_a_column_per_class(name: str) -> None:
+    single = make(name)(images(4))
     double = make(name).double()(images(4))
-    assert torch.allclose(single, double, atol=1e-4)
+    for logits, dtype in ((single, torch.float32), (double, torch.float64)):
+        assert (logits.shape, logits.dtype) == ((4, 10), dtype)
+        assert logits.isfinite().all()
+        assert logits.std() > 1e-3
+    assert name not in OURS or torch.allclose(single.double(), double, atol=1e-4)
+    for classes in (2, 47):
+        assert make(name, classes)(images(2)).shape == (2, classes)
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("classes", [2, 47])
-def test_other_numbers_of_classes(name: str, classes: int) -> None:
-    assert make(name, classes)(images(2)).shape == (2, classes)
-
-
-@pytest.mark.parametrize("name", ["cnn", "cnn_deep", "mlp"])
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in WITH_BATCHNORM])
 def test_a_sample_does_not_see_the_batch_that_it_is_in(name: str) -> None:
     model, batch = make(name).double(), images(12)
     together = model(batch)
@@ -109,6 +88,15 @@ def test_a_sample_does_not_see_the_batch_that_it_is_in(name: str) -> None:
     backwards = model(batch.flip(0)).flip(0)
     assert torch.allclose(together, alone, rtol=1e-12, atol=1e-12)
     assert torch.allclose(together, backwards, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", WITH_BATCHNORM)
+def test_batch_norm_does(name: str) -> None:
+    """Only while it trains; which is why --sync-bn exists."""
+    model, batch = make(name).double(), images(4)
+    assert not torch.allclose(model(batch)[:2], model(batch[:2]), rtol=1e-3)
+    model.eval()
+    assert torch.allclose(model(batch)[:2], model(batch[:2]), rtol=1e-9)
 
 
 def test_shifted_views() -> None:
@@ -156,46 +144,23 @@ def test_the_same_weights_compute_the_same_in_this_version(name: str, expected: 
     assert at_test_time(net, name)(image)[0, 0].item() == pytest.approx(expected, rel=1e-9)
 
 
-@pytest.mark.parametrize("name", ["cnn_bn", "resnet18"])
-def test_batch_norm_does(name: str) -> None:
-    """Only while it trains; which is why --sync-bn exists."""
-    model, batch = make(name).double(), images(4)
-    assert not torch.allclose(model(batch)[:2], model(batch[:2]), rtol=1e-3)
-    model.eval()
-    assert torch.allclose(model(batch)[:2], model(batch[:2]), rtol=1e-9)
-
-
 @pytest.mark.parametrize("name", NAMES)
-def test_each_parameter_gets_a_gradient(name: str) -> None:
+def test_each_parameter_gets_a_gradient_and_none_of_ours_draws_numbers(name: str) -> None:
     model = make(name)
+    before = torch.get_rng_state()
     F.cross_entropy(model(images(8)), torch.arange(8)).backward()
+    assert name not in OURS or torch.equal(torch.get_rng_state(), before)
     for parameter_name, parameter in model.named_parameters():
         assert parameter.grad is not None, parameter_name
         assert parameter.grad.isfinite().all(), parameter_name
         assert parameter.grad.abs().max() > 0, parameter_name
 
 
-@pytest.mark.parametrize("name", OURS)
-def test_forward_draws_no_random_number(name: str) -> None:
-    model = make(name)
-    before = torch.get_rng_state()
-    model(images(2))
-    assert torch.equal(torch.get_rng_state(), before)
+def those_with_torchvision() -> list[str]:
+    """Return the nets after which torchvision is loaded."""
+    return [name for name in NAMES if MODELS[name]() and "torchvision" in sys.modules]
 
 
-def test_equal_seeds_give_equal_weights() -> None:
-    for name in NAMES:
-        states = [make(name).state_dict() for _ in range(2)]
-        assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
-
-
-def imports_torchvision(name: str) -> bool:
-    before = "torchvision" in sys.modules
-    MODELS[name]()
-    return not before and "torchvision" in sys.modules
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_only_the_resnet_imports_torchvision(name: str, tmp_path: Path) -> None:
-    """In a process that has the whole trainer loaded."""
-    assert run_world(1, imports_torchvision, name, folder=tmp_path) == [name == "resnet18"]
+def test_only_the_resnet_imports_torchvision(tmp_path: Path) -> None:
+    """In a process that has the whole trainer loaded; the resnet is the last to be made."""
+    assert run_world(1, those_with_torchvision, folder=tmp_path) == [["resnet18"]]

@@ -28,26 +28,19 @@ def test_sums_of_all_ranks_become_means() -> None:
     assert progress.end_epoch() == {"loss": 1.5, "accuracy": 0.5, "images_per_second": 4.0}
 
 
-def test_a_line_of_which_no_loss_was_finite() -> None:
-    progress = Progress()
+def test_bad_batches_count_until_a_sync_point_without_any() -> None:
+    progress, counts = Progress(), []
     progress.add(0.0, 0.0, 0.0, 3.0, 0.5)
     assert progress.end_log_line() == {"loss": None, "accuracy": None, "images_per_second": 0.0}
     assert progress.end_log_line() == {"loss": None, "accuracy": None, "images_per_second": 0.0}
-
-
-def test_bad_batches_count_until_a_sync_point_without_any() -> None:
-    progress = Progress()
-    counts = []
-    for bad in (2.0, 3.0, 0.0, 1.0):
+    for bad in (2.0, 0.0, 1.0):
         progress.add(1.0, 0.0, 1.0, bad, 0.1)
-        progress.end_log_line()
         counts.append(progress.bad_in_a_row)
-    assert counts == [2.0, 5.0, 0.0, 1.0]
+    assert counts == [5.0, 0.0, 1.0]
 
 
 def test_the_best_validation_is_the_first_of_the_highest() -> None:
-    progress = Progress()
-    improved = []
+    progress, improved = Progress(), []
     for epoch, accuracy in enumerate([0.0, 0.7, 0.9, 0.8, 0.9], start=1):
         progress.epoch = epoch
         improved.append(progress.add_validation(accuracy, Recipe()))
@@ -57,52 +50,44 @@ def test_the_best_validation_is_the_first_of_the_highest() -> None:
     assert progress.stopped_by is None
 
 
-def stopped_after(recipe: Recipe, accuracies: list[float]) -> tuple[int, str | None]:
-    """The epoch after which the run ends, and the flag that ended it."""
-    progress = Progress()
-    for accuracy in accuracies:
-        progress.epoch += 1
-        progress.add_validation(accuracy, recipe)
-        if progress.stopped_by:
-            break
-    return progress.epoch, progress.stopped_by
-
-
 @pytest.mark.parametrize(
-    ("recipe", "accuracies", "expected"),
+    ("recipe", "accuracies", "epoch", "flag"),
     [
-        (Recipe(), [0.5, 0.5, 0.5], (3, None)),
-        (Recipe(target_accuracy=0.9), [0.5, 0.89, 0.9, 0.95], (3, "--target-accuracy")),
-        (Recipe(target_accuracy=1.0), [0.5, 0.99], (2, None)),
-        (Recipe(patience=1), [0.5, 0.6, 0.6, 0.7], (3, "--patience")),
-        (Recipe(patience=2), [0.5, 0.4, 0.6, 0.6, 0.5, 0.9], (5, "--patience")),
-        (Recipe(patience=3), [0.5, 0.4, 0.5], (3, None)),
-        (Recipe(patience=1, target_accuracy=0.5), [0.5], (1, "--target-accuracy")),
-        (Recipe(patience=1, target_accuracy=0.9), [0.5, 0.4], (2, "--patience")),
+        (Recipe(), [0.5, 0.5, 0.5], 3, None),
+        (Recipe(target_accuracy=0.9), [0.5, 0.89, 0.9, 0.95], 3, "--target-accuracy"),
+        (Recipe(target_accuracy=1.0), [0.5, 0.99], 2, None),
+        (Recipe(patience=1), [0.5, 0.6, 0.6, 0.7], 3, "--patience"),
+        (Recipe(patience=2), [0.5, 0.4, 0.6, 0.6, 0.5, 0.9], 5, "--patience"),
+        (Recipe(patience=3), [0.5, 0.4, 0.5], 3, None),
+        (Recipe(patience=1, target_accuracy=0.5), [0.5], 1, "--target-accuracy"),
+        (Recipe(patience=1, target_accuracy=0.9), [0.5, 0.4], 2, "--patience"),
     ],
 )
 def test_when_a_run_ends_early(
-    recipe: Recipe, accuracies: list[float], expected: tuple[int, str | None]
+    recipe: Recipe, accuracies: list[float], epoch: int, flag: str | None
 ) -> None:
-    assert stopped_after(recipe, accuracies) == expected
+    progress = Progress()
+    for accuracy in accuracies:
+        if not progress.stopped_by:
+            progress.epoch += 1
+            progress.add_validation(accuracy, recipe)
+    assert (progress.epoch, progress.stopped_by) == (epoch, flag)
 
 
 def test_a_recipe_that_asks_for_more_goes_on() -> None:
     progress = Progress(epoch=4, val_accuracy=0.9, best_accuracy=0.9, best_epoch=2)
-    progress.decide_to_stop(Recipe(target_accuracy=0.9))
-    assert progress.stopped_by == "--target-accuracy"
-    progress.decide_to_stop(Recipe(patience=2))
-    assert progress.stopped_by == "--patience"
-    for more in (Recipe(target_accuracy=0.91), Recipe(patience=3), Recipe()):
-        progress.stopped_by = "--patience"
-        progress.decide_to_stop(more)
-        assert progress.stopped_by is None
-
-
-def test_without_a_validation_nothing_is_decided_by_it() -> None:
-    progress = Progress(epoch=1, best_epoch=1)
-    progress.decide_to_stop(Recipe(target_accuracy=0.1))
-    assert progress.stopped_by is None
+    for recipe, flag in (
+        (Recipe(target_accuracy=0.9), "--target-accuracy"),
+        (Recipe(target_accuracy=0.91), None),
+        (Recipe(patience=2), "--patience"),
+        (Recipe(patience=3), None),
+        (Recipe(), None),
+    ):
+        progress.decide_to_stop(recipe)
+        assert progress.stopped_by == flag
+    unvalidated = Progress(epoch=1, best_epoch=1)
+    unvalidated.decide_to_stop(Recipe(target_accuracy=0.1))
+    assert unvalidated.stopped_by is None
 
 
 def test_it_can_be_saved_as_plain_values() -> None:
@@ -114,41 +99,31 @@ def test_it_can_be_saved_as_plain_values() -> None:
     assert (progress.resumed_from, Progress().resumed_from) == ([3], [])
 
 
-def scaled(world_size: int, scaler: bool) -> Any:
-    return SimpleNamespace(scaler=scaler or None, num_processes=world_size)
+def ranks(count: int, scaler: bool) -> Any:
+    return SimpleNamespace(scaler=scaler or None, num_processes=count)
 
 
-def test_without_a_scaler_one_bad_loss_is_the_end() -> None:
-    progress = Progress(step=7)
-    progress.raise_if_diverged(Recipe(), scaled(2, scaler=False))
-    progress.add(1.0, 0.0, 1.0, 1.0, 0.1)
-    with pytest.raises(DivergedError, match=r"^--lr 0.01: by step 7 the loss is not a finite"):
-        progress.raise_if_diverged(Recipe(), scaled(2, scaler=False))
-
-
-def test_with_a_scaler_a_few_bad_steps_are_not() -> None:
-    progress, accelerator = Progress(), scaled(2, scaler=True)
-    recipe = Recipe(grad_accum=2)
+def test_without_a_scaler_one_bad_loss_is_the_end_and_with_one_several() -> None:
+    progress, recipe = Progress(step=7), Recipe(grad_accum=2)
     for _ in range(3):
         progress.add(0.0, 0.0, 0.0, 4.0, 0.1)  # 2 processes x 2 parts
-        progress.raise_if_diverged(recipe, accelerator)
+        progress.raise_if_diverged(recipe, ranks(2, scaler=True))
+        with pytest.raises(DivergedError, match=r"^--lr 0.01: by step 7 the loss is not a finite"):
+            progress.raise_if_diverged(recipe, ranks(2, scaler=False))
     progress.add(0.0, 0.0, 0.0, 1.0, 0.1)
     with pytest.raises(DivergedError):
-        progress.raise_if_diverged(recipe, accelerator)
+        progress.raise_if_diverged(recipe, ranks(2, scaler=True))
     progress.add(1.0, 0.0, 1.0, 0.0, 0.1)
-    progress.raise_if_diverged(recipe, accelerator)
+    for scaler in (True, False):
+        progress.raise_if_diverged(recipe, ranks(2, scaler))
 
 
 def test_fault_24_gradients_that_always_overflow_have_an_end() -> None:
-    progress, accelerator = Progress(), scaled(1, scaler=True)
-    for _ in range(24):
-        progress.count_step(skipped=True)
-        progress.raise_if_diverged(Recipe(), accelerator)
-    progress.count_step(skipped=False)
-    for _ in range(24):
-        progress.count_step(skipped=True)
-    progress.raise_if_diverged(Recipe(), accelerator)
+    progress = Progress()
+    for skipped in [True] * 24 + [False] + [True] * 24:
+        progress.count_step(skipped)
+        progress.raise_if_diverged(Recipe(), ranks(1, scaler=True))
     assert (progress.step, progress.skipped_steps) == (49, 48)
     progress.count_step(skipped=True)
     with pytest.raises(DivergedError, match=r"^--lr 0.01: by step 50 the gradient is not"):
-        progress.raise_if_diverged(Recipe(), accelerator)
+        progress.raise_if_diverged(Recipe(), ranks(1, scaler=True))
