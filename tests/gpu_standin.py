@@ -142,7 +142,8 @@ def on_this_machine() -> dict[str, Any]:
     from ddp_mnist.cluster import device, hardware
     from ddp_mnist.cluster.local import backend_among
     from ddp_mnist.doctor import checks
-    from ddp_mnist.doctor import machine as doctor
+    from ddp_mnist.doctor.flags import Doctor
+    from ddp_mnist.doctor.machine import processors
     from ddp_mnist.verbs import multinode
     from ddp_mnist.verbs.flags import Multinode
 
@@ -159,7 +160,7 @@ def on_this_machine() -> dict[str, Any]:
         "gpus": hardware.gpus(),
         "node": [made.config, made.nproc_per_node],
         "doctor": [for_doctor, backend_among(for_doctor)],
-        "doctor finds": [f"{each.status} {each.name}" for each in doctor.gpus(doctor.Options())],
+        "doctor finds": [f"{each.status} {each.name}" for each in processors(Doctor())],
         "doctor opened one": getattr(torch.cuda, "opened", False),
         "bench": {what: benches.default_processes(what) for what in benches.BENCHES},
         "bench says": benches.sharing_notes(benches.default_processes("loop")),

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from ddp_mnist import cli
 from ddp_mnist.bench import benches, commands, figures, steps
 from ddp_mnist.bench.benches import Options
-from ddp_mnist.bench.figures import Figure, interval, ratio, ratio_of_difference, spread, to_result
+from ddp_mnist.bench.figures import Figure, ratio, spread
 from ddp_mnist.cluster.launch import find_launch
 from ddp_mnist.cluster.local import run_world
 from ddp_mnist.cluster.store import Store
@@ -44,12 +44,14 @@ def medians(results: list[CheckResult]) -> dict[str, float]:
 def test_the_interval_is_the_sign_test_s(n: int, k: int) -> None:
     values = [float((7 * i) % n if n % 7 else i) for i in range(n)]  # 0 to n-1 in some order
     assert sorted(values) == list(range(n))
-    assert interval(values) == (k - 1, n - k)
+    figure = ratio(values, [1.0] * n)
+    assert (figure.low, figure.high) == (k - 1, n - k)
 
 
 def test_the_interval_holds_the_median_nine_times_in_ten() -> None:
     draws = torch.randn(2000, 11, generator=torch.Generator().manual_seed(0)).exp()  # median 1
-    held = sum(low <= 1 <= high for low, high in map(interval, draws.tolist()))
+    found = [ratio(draw, [1.0] * 11) for draw in draws.tolist()]
+    held = sum(figure.low <= 1 <= figure.high for figure in found)
     assert held / 2000 == pytest.approx(0.935, abs=0.02)  # 1 - 2 (1 + 11 + 55) / 2**11
 
 
@@ -57,7 +59,7 @@ def test_a_ratio_is_of_what_was_measured_in_one_round() -> None:
     # Each round has the ratio 2, whatever the machine did meanwhile.
     assert ratio([2, 20, 200], [1, 10, 100]) == Figure(2, 2, 2, 3, is_ratio=True)
     assert ratio([1, 2, 9], [1, 1, 1]) == Figure(2, 1, 9, 3, is_ratio=True)
-    assert ratio_of_difference([3, 30], [2, 20], [4, 40]) == Figure(0.25, 0.25, 0.25, 2, True)
+    assert ratio([3, 30], [4, 40], less=[2, 20]) == Figure(0.25, 0.25, 0.25, 2, True)
     with pytest.raises(ValueError, match="zip"):
         ratio([1, 2], [1])
 
@@ -310,10 +312,10 @@ def test_a_command_that_fails_is_reported(tmp_path: Path, monkeypatch: pytest.Mo
 
 # --- What is printed
 
-SPEED = to_result("train.py, images/s", spread([1000.0, 1100.0]))
+SPEED = spread([1000.0, 1100.0]).beside("train.py, images/s")
 GOAL = "lower end at least 0.95"
-FASTER = to_result("ratio", Figure(0.97, 0.96, 0.98, 7, is_ratio=True), GOAL, True)
-SLOWER = to_result("ratio", Figure(0.9, 0.8, 0.99, 7, is_ratio=True), GOAL, False)
+FASTER = Figure(0.97, 0.96, 0.98, 7, is_ratio=True).beside("ratio", GOAL, True)
+SLOWER = Figure(0.9, 0.8, 0.99, 7, is_ratio=True).beside("ratio", GOAL, False)
 
 
 @pytest.mark.parametrize("flags", [[], ["--check"]])
@@ -335,7 +337,7 @@ def test_a_goal_stands_beside_its_figure_and_missed_fails_a_check(
     assert f"{result.figures['median']:.3f}  (90 %: " in shown
     assert shown.endswith(f", n = 7)  goal {mark}: {GOAL}")
     report = json.loads(last)
-    speed, described = report["results"]
+    speed, described = report["rows"]
     assert speed["figures"] == {"median": 1050.0, "low": 1000.0, "high": 1100.0, "n": 2}
     assert (described["status"], described["figures"]) == (result.status, result.figures)
     assert GOAL in described["text"]

@@ -145,9 +145,9 @@ def test_what_several_machines_and_the_doctor_start(decided: dict[str, Any]) -> 
 
 
 def test_the_doctor_checks_gpus_without_keeping_them(decided: dict[str, Any]) -> None:
-    two = ["PASS GPUs", "PASS cuda:0", "PASS cuda:1", "PASS GPU 0", "PASS GPU 1"]
+    two = ["PASS GPUs", "PASS cuda:0", "PASS cuda:1", "PASS GPU 0", "PASS GPU 1", "PASS cpu"]
     assert decided["two"]["doctor finds"] == two
-    assert decided["one"]["doctor finds"] == ["PASS GPUs", "PASS cuda:0", "PASS GPU 0"]
+    assert decided["one"]["doctor finds"] == ["PASS GPUs", "PASS cuda:0", "PASS GPU 0", "PASS cpu"]
     assert not decided["one"]["doctor opened one"]
     assert not decided["two"]["doctor opened one"]
 

@@ -12,8 +12,7 @@ import torch
 from ddp_mnist import cli
 from ddp_mnist.errors import CheckFailed
 from ddp_mnist.verify import proofs
-from ddp_mnist.verify.faults import FAULTS
-from ddp_mnist.verify.flags import Verify
+from ddp_mnist.verify.flags import CAUGHT_BY, Verify
 from ddp_mnist.verify.proofs import Watched
 from ddp_mnist.verify.results import FAIL, PASS, CheckResult
 from ddp_mnist.verify.watch import largest_difference
@@ -43,13 +42,13 @@ def test_all_checks_pass_here(
     *lines, last = out.splitlines()
     assert last == "all 10 checks passed; written to verify.json"
     assert max(map(len, lines)) <= 80
-    # which rank took which images: each rank of one and of two processes, in two steps
+    # which rank took which images: each rank of one and of two processes
     taken = [
         re.findall(r"\d+", line.partition("images,")[2]) for line in lines if "images," in line
     ]
-    assert [len(places) for places in taken] == [6] * 6
-    assert taken[0] == taken[2]  # rank 0 of two has the first half of what one process has
-    assert not set(taken[2]) & set(taken[3])
+    assert [len(places) for places in taken] == [6] * 3
+    assert taken[0] == taken[1]  # rank 0 of two has the first half of what one process has
+    assert not set(taken[1]) & set(taken[2])
     written = json.loads(Path("verify.json").read_text())
     assert (written["passed"], written["processes"], written["planted"]) == (True, [1, 2], None)
     names = [(check["name"], check["figures"]["processes"]) for check in written["checks"]]
@@ -80,7 +79,7 @@ def test_an_injected_fault_is_caught_by_the_check_that_is_meant_to(
     assert failed(checks) == fails
     summary = proofs.failure_summary(checks, fault)
     assert summary
-    assert summary.startswith(f"verify --inject {fault}: caught by '{FAULTS[fault].caught_by}'")
+    assert summary.startswith(f"verify --inject {fault}: caught by '{CAUGHT_BY[fault]}'")
 
 
 def test_a_fault_that_is_not_caught_is_a_failure_too(

@@ -11,21 +11,19 @@ import json
 import statistics
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from datetime import date
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ddp_mnist.bench import commands
-from ddp_mnist.bench.figures import FIX, alternate, ratio, ratio_of_difference, spread, to_result
+from ddp_mnist.bench.figures import FIX, alternate, ratio, spread
 from ddp_mnist.cluster import hardware
 from ddp_mnist.cluster.local import backend_among, preload, run_world
 from ddp_mnist.config import Distribution, Run, TrainConfig
 from ddp_mnist.errors import CheckFailed, UsageError
 from ddp_mnist.flags import Flags, argument, flag
 from ddp_mnist.run.console import Console
-from ddp_mnist.run.environment import package_versions
-from ddp_mnist.verify.results import CheckResult, failure_summary, warned
+from ddp_mnist.run.summary import count
+from ddp_mnist.verify.results import CheckResult, describe, failure_summary, warned
 
 preload("ddp_mnist.bench.steps", "ddp_mnist.run.metrics")
 
@@ -44,9 +42,6 @@ class Options:
     repeats: int
 
 
-# --- Steps
-
-
 def speeds_of(
     kinds: Sequence[str], options: Options, processes: int, precision: str = "auto"
 ) -> dict[str, list[float]]:
@@ -57,30 +52,17 @@ def speeds_of(
     """
     from ddp_mnist.bench.steps import time_steps
 
-    fill_cache(options)
     config = TrainConfig(
         Run(dataset=options.dataset, cache_dir=options.cache_dir, quiet=True),
         distribution=Distribution(mixed_precision=precision, backend=backend_among(processes)),
     )
-    ranks = run_world(
-        *(processes, time_steps, config, kinds, STEPS, options.repeats),
-        folder=Path.cwd(),
-        timeout_s=commands.TIMEOUT_S,
-    )
-    return {
-        kind: [
-            statistics.fmean(speeds) if kind in ALONE else min(speeds)
-            for speeds in zip(*(rank[kind] for rank in ranks), strict=True)
-        ]
-        for kind in kinds
-    }
-
-
-def fill_cache(options: Options) -> None:
-    """Decode the images before anything is timed."""
-    from ddp_mnist.data.cache import load
-
-    load(options.dataset, options.cache_dir)
+    timing = (processes, time_steps, config, kinds, STEPS, options.repeats)
+    ranks = run_world(*timing, folder=Path.cwd(), timeout_s=commands.TIMEOUT_S)
+    speeds: dict[str, list[float]] = {}
+    for kind in kinds:
+        rounds = zip(*(rank[kind] for rank in ranks), strict=True)
+        speeds[kind] = [statistics.fmean(each) if kind in ALONE else min(each) for each in rounds]
+    return speeds
 
 
 def feed(options: Options) -> list[CheckResult]:
@@ -108,40 +90,33 @@ def compare_with_train(
     if most:
         goal, met = f"at most {most:g}", share.median <= most
     return [
-        to_result("train.py, images/s", spread(speeds["train"])),
-        to_result(f"{name}, images/s", spread(speeds[kind])),
-        to_result(f"train.py over {name}", share, goal, met),
+        spread(speeds["train"]).beside("train.py, images/s"),
+        spread(speeds[kind]).beside(f"{name}, images/s"),
+        share.beside(f"train.py over {name}", goal, met),
     ]
 
 
 def scaling(options: Options) -> list[CheckResult]:
     """Time 1 to N processes against as many independent ones; shares of a step (minutes)."""
-    sizes = range(1, options.processes + 1)
-    return [result for size in sizes for result in shares_of_a_step(size, options)]
-
-
-def shares_of_a_step(size: int, options: Options) -> list[CheckResult]:
-    """Return how many images/s `size` processes train on, and where the time of a step goes."""
-    kinds = ["train", "independent", "resident", "silent", "lockstep"]
-    speeds = speeds_of(kinds, options, size)
-    seconds = {kind: [1 / speed for speed in speeds[kind]] for kind in kinds}
-    who = "1 process" if size == 1 else f"{size} processes"
-
-    def share(name: str, kind: str, less: str) -> CheckResult:
-        difference = ratio_of_difference(seconds[kind], seconds[less], seconds["train"])
-        return to_result(f"{who}: share of {name}", difference)
-
-    efficiency = ratio(speeds["train"], speeds["independent"])
-    goal = "at least 0.95" if size > 1 else ""
-    met = not goal or efficiency.median >= 0.95
-    return [
-        to_result(f"{who}: images/s", spread(speeds["train"])),
-        to_result(f"{who}: of as many independent ones", efficiency, goal, met),
-        to_result(f"{who}: share of computing", ratio(seconds["silent"], seconds["train"])),
-        share("waiting for the slowest", "lockstep", "silent"),
-        share("exchanging gradients", "resident", "lockstep"),
-        share("the rest", "train", "resident"),
-    ]
+    results, kinds = [], ["train", "independent", "resident", "silent", "lockstep"]
+    for size in range(1, options.processes + 1):
+        speeds, who = speeds_of(kinds, options, size), count(size, "process")
+        seconds = {kind: [1 / speed for speed in speeds[kind]] for kind in kinds}
+        efficiency = ratio(speeds["train"], speeds["independent"])
+        goal, met = ("at least 0.95", efficiency.median >= 0.95) if size > 1 else ("", True)
+        results += [
+            spread(speeds["train"]).beside(f"{who}: images/s"),
+            efficiency.beside(f"{who}: of as many independent ones", goal, met),
+        ]
+        for part, kind, less in (
+            ("computing", "silent", None),
+            ("waiting for the slowest", "lockstep", "silent"),
+            ("exchanging gradients", "resident", "lockstep"),
+            ("the rest", "train", "resident"),
+        ):
+            share = ratio(seconds[kind], seconds["train"], less=seconds[less] if less else None)
+            results.append(share.beside(f"{who}: share of {part}"))
+    return results
 
 
 def strategies(options: Options) -> list[CheckResult]:
@@ -151,53 +126,37 @@ def strategies(options: Options) -> list[CheckResult]:
     gpus = hardware.gpus()
     kinds = [kind for kind in STRATEGIES if gpus >= 2 or kind != "DataParallel"]
     speeds = speeds_of(kinds, options, options.processes, precision="no")
-    results = [to_result(f"{kind}: images/s", spread(speeds[kind])) for kind in kinds]
+    results = [spread(speeds[kind]).beside(f"{kind}: images/s") for kind in kinds]
     if "DataParallel" not in kinds:
         text = f"needs two GPUs and finds {gpus}; it knows no CPUs"
         results.insert(1, warned("DataParallel: images/s", text, "run it where there are two"))
-    return results + [
-        to_result(f"{kind} over one process", ratio(speeds[kind], speeds["one process"]))
-        for kind in kinds
-        if kind != "one process"
-    ]
-
-
-# --- Commands
-
-
-WAYS = ("", ", launched")  # of starting a command
+    for kind in kinds[1:]:
+        over = ratio(speeds[kind], speeds["one process"])
+        results.append(over.beside(f"{kind} over one process"))
+    return results
 
 
 def startup(options: Options) -> list[CheckResult]:
     """Time train from command to first optimizer step against a ten-line program (minutes)."""
-    results, pairs = measure_commands(options, "s", commands.seconds_to_first_step)
-    for how, (train, baseline) in pairs.items():
-        over = ratio(train, baseline)
-        name, met = f"train over baseline program{how}", over.median <= 1.25
-        results.append(to_result(name, over, "at most 1.25", met))
-    return results
+    return compare_commands(options, "s", commands.seconds_to_first_step)
 
 
 def memory(options: Options) -> list[CheckResult]:
     """Compare the peak of train's private memory with that program's (minutes)."""
-    results, pairs = measure_commands(options, "MB", commands.peak_anonymous_mb)
-    for how, (train, baseline) in pairs.items():
-        above = spread([ours - least for ours, least in zip(train, baseline, strict=True)])
-        name, met = f"above the baseline program{how}, MB", above.median <= 150
-        results.append(to_result(name, above, "at most 150", met))
-    return results
+    return compare_commands(options, "MB", commands.peak_anonymous_mb)
 
 
-def measure_commands(
-    options: Options, unit: str, measure: commands.Measure
-) -> tuple[list[CheckResult], dict[str, tuple[list[float], list[float]]]]:
-    """Return the results, and for each way what was measured of train and of the baseline."""
-    fill_cache(options)
+def compare_commands(options: Options, unit: str, measure: commands.Measure) -> list[CheckResult]:
+    """Return what train and the baseline program take, alone and launched, and how they compare."""
     flags = ["--dataset", options.dataset]
     flags += ["--cache-dir", options.cache_dir] if options.cache_dir else []
     programs = {"baseline program": commands.BASELINE, "train": [*commands.TRAIN, *flags]}
-    launchers = dict(zip(WAYS, ([], commands.launcher(options.processes)), strict=True))
-    started = {f"{name}{how}": launchers[how] + programs[name] for how in WAYS for name in programs}
+    launchers = {"": [], ", launched": commands.launcher(options.processes)}
+    started = {
+        f"{name}{how}": [*launcher, *programs[name]]
+        for how, launcher in launchers.items()
+        for name in programs
+    }
 
     def measure_once(kind: str) -> float:
         with tempfile.TemporaryDirectory(prefix="ddp_mnist-") as scratch:
@@ -205,9 +164,15 @@ def measure_commands(
             return measure([*started[kind], "--run-dir", str(run_dir)], run_dir)
 
     measured = alternate(list(started), options.repeats, measure_once)
-    results = [to_result(f"{kind}, {unit}", spread(values)) for kind, values in measured.items()]
-    pairs = {how: (measured[f"train{how}"], measured[f"baseline program{how}"]) for how in WAYS}
-    return results, pairs
+    results = [spread(values).beside(f"{kind}, {unit}") for kind, values in measured.items()]
+    for how in launchers:
+        train, baseline = measured[f"train{how}"], measured[f"baseline program{how}"]
+        name, most, over = f"train over baseline program{how}", 1.25, ratio(train, baseline)
+        if unit == "MB":
+            name, most = f"above the baseline program{how}, MB", 150
+            over = spread([ours - least for ours, least in zip(train, baseline, strict=True)])
+        results.append(over.beside(name, f"at most {most:g}", over.median <= most))
+    return results
 
 
 # A function's docstring is its line in --help.
@@ -215,9 +180,6 @@ BENCHES: dict[str, Callable[[Options], list[CheckResult]]] = {
     bench.__name__: bench
     for bench in (feed, loop, evaluation, scaling, strategies, startup, memory)
 }
-
-
-# --- The verb
 
 
 @dataclass(frozen=True)
@@ -255,13 +217,14 @@ def run(flags: Bench) -> None:
     if processes == 1 and what in SEVERAL:
         raise UsageError(f"--processes 1: bench {what} needs a process group; give at least 2")
     repeats = flags.repeats or (5 if what == "memory" else 11)
-    options = Options(name, flags.cache_dir, processes, repeats)
     for note in [*notes, *sharing_notes(processes)]:
         console.print(note)
-    results = BENCHES[what](options)
+    cache.load(name, flags.cache_dir)  # decodes the images before anything is timed
+    results = BENCHES[what](Options(name, flags.cache_dir, processes, repeats))
     for result in results:
         console.print(f"{result.name:<52} {result.text}")
-    console.print(json.dumps(describe(what, options, results)))
+    head = {"bench": what, "dataset": name, "processes": processes, "repeats": repeats}
+    console.print(json.dumps(describe(results, "rows", **head)))
     if flags.check and (summary := failure_summary(f"bench {what}", results, FIX)):
         raise CheckFailed(summary)
 
@@ -273,21 +236,8 @@ def default_processes(what: str) -> int:
 
 def sharing_notes(processes: int) -> list[str]:
     """Return a note for the reader of figures of processes that share GPUs."""
-    if backend_among(processes) != "gloo":
-        return []
-    return [
+    note = (
         f"{processes} processes share the GPUs of this machine ({hardware.gpus()}) over gloo:"
         " compare the ratios below, not the speeds, with those of processes that have one each"
-    ]
-
-
-def describe(what: str, options: Options, results: Sequence[CheckResult]) -> dict[str, Any]:
-    """Return the results for JSON, with options, machine and versions."""
-    return {
-        "bench": what,
-        "date": date.today().isoformat(),
-        **{name: getattr(options, name) for name in ("dataset", "processes", "repeats")},
-        "machine": {**hardware.describe(), "gpus": hardware.gpus()},
-        "versions": package_versions(),
-        "results": [asdict(result) for result in results],
-    }
+    )
+    return [note] if backend_among(processes) == "gloo" else []

@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -46,8 +47,8 @@ def launcher(processes: int) -> list[str]:
     ]
 
 
-def run(command: list[str], poll: Callable[[psutil.Popen], bool] = lambda _: False) -> str:
-    """Run `python *command` until it ends or `poll(process)` says so; return what it printed.
+def run(command: list[str], poll: Callable[[psutil.Popen], bool] = lambda _: False) -> None:
+    """Run `python *command` until it ends, or `poll(process)` says so.
 
     None of the command's processes is left afterwards.
 
@@ -69,10 +70,9 @@ def run(command: list[str], poll: Callable[[psutil.Popen], bool] = lambda _: Fal
                     each.kill()
             psutil.wait_procs(processes, timeout=10)
         output.seek(0)
-        printed = output.read().decode(errors="replace")
+        printed = " ".join(output.read().decode(errors="replace").splitlines())
     if code:
-        raise CheckFailed(f"{typed}: ended with code {code}: {' '.join(printed.splitlines())}")
-    return printed
+        raise CheckFailed(f"{typed}: ended with code {code}: {printed}")
 
 
 def family(process: psutil.Process) -> list[psutil.Process]:
@@ -85,19 +85,15 @@ def family(process: psutil.Process) -> list[psutil.Process]:
 
 def seconds_to_first_step(command: list[str], run_dir: Path) -> float:
     """Return the seconds until metrics.jsonl has a line, which is of the first step."""
-    ends: list[float] = []
+    begun, metrics = time.time(), run_dir / METRICS
 
-    def first_step(_process: psutil.Popen | None) -> bool:
-        with contextlib.suppress(FileNotFoundError):
-            if (metrics := (run_dir / METRICS).stat()).st_size:
-                ends.append(metrics.st_mtime)
-        return bool(ends)
+    def first_step(_: Any = None) -> bool:
+        return metrics.exists() and metrics.stat().st_size > 0
 
-    begun = time.time()
     run(command, first_step)
-    if not first_step(None):
+    if not first_step():
         raise CheckFailed(f"{' '.join(command)}: ended without a step; run it by hand")
-    return ends[0] - begun
+    return metrics.stat().st_mtime - begun
 
 
 def peak_anonymous_mb(command: list[str], _run_dir: Path | None = None) -> float:

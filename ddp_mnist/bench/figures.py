@@ -9,9 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ddp_mnist.run.console import tell
-from ddp_mnist.verify.results import FAIL, PASS, CheckResult
+from ddp_mnist.verify.results import CheckResult, check
 
-CONFIDENCE = 0.90
 FIX = "goals are for MNIST and two free CPU cores: close other programs and repeat"
 
 
@@ -37,42 +36,33 @@ class Figure:
         sure = "90 %: " if self.is_ratio and self.n >= 5 else ""
         return f"{median}  ({sure}{low} to {high}, n = {self.n})"
 
+    def beside(self, name: str, goal: str = "", met: bool = True) -> CheckResult:
+        """Return it as the result `name` with its goal; FAIL if that is missed."""
+        text = f"{self}  goal {'met' if met else 'missed'}: {goal}" if goal else str(self)
+        numbers = {"median": self.median, "low": self.low, "high": self.high, "n": self.n}
+        return check(name, not met, text, FIX, figures=numbers)
+
 
 def spread(values: Sequence[float]) -> Figure:
     return Figure(statistics.median(values), min(values), max(values), len(values))
 
 
-def ratio(over: Sequence[float], under: Sequence[float]) -> Figure:
-    """Return the ratios over[i] / under[i]."""
-    return ratio_of_difference(over, [0.0] * len(over), under)
+def ratio(
+    over: Sequence[float], under: Sequence[float], less: Sequence[float] | None = None
+) -> Figure:
+    """Return the ratios over[i] / under[i], or (over[i] - less[i]) / under[i].
 
-
-def ratio_of_difference(a: Sequence[float], b: Sequence[float], base: Sequence[float]) -> Figure:
-    """Return the ratios (a[i] - b[i]) / base[i]."""
-    shares = [(x - y) / z for x, y, z in zip(a, b, base, strict=True)]
-    return Figure(statistics.median(shares), *interval(shares), len(shares), is_ratio=True)
-
-
-def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Return the 90 % interval of the median, by the sign test (Conover, 1999).
-
-    It assumes no distribution. Each value lies below the true median with probability 1/2, so the
-    k-th lowest lies above it with that of fewer than k heads in n throws; k is the largest for
-    which this is at most 5 %.
+    The interval of their median is that of the sign test (Conover, 1999), which assumes no
+    distribution. Each value lies below the true median with probability 1/2, so the k-th lowest
+    lies above it with that of fewer than k heads in n throws; k is the largest for which this is
+    at most 5 %.
     """
-    ordered, n = sorted(values), len(values)
-    allowed = (1 - CONFIDENCE) / 2 * 2**n
+    n = len(over)
+    rounds = zip(over, less or [0.0] * n, under, strict=True)
+    shares = sorted((x - y) / z for x, y, z in rounds)
     tails = itertools.accumulate(math.comb(n, heads) for heads in range(n))
-    k = max(1, sum(tail <= allowed for tail in tails))
-    return ordered[k - 1], ordered[-k]
-
-
-def to_result(name: str, figure: Figure, goal: str = "", met: bool = True) -> CheckResult:
-    """Return the figure with its goal beside it; FAIL if that is missed."""
-    beside = f"  goal {'met' if met else 'missed'}: {goal}" if goal else ""
-    status, fix = (PASS, "") if met else (FAIL, FIX)
-    numbers = {key: getattr(figure, key) for key in ("median", "low", "high", "n")}
-    return CheckResult(status, name, f"{figure}{beside}", fix, numbers)
+    k = max(1, sum(tail <= 0.05 * 2**n for tail in tails))
+    return Figure(statistics.median(shares), shares[k - 1], shares[-k], n, is_ratio=True)
 
 
 def alternate(
@@ -93,6 +83,5 @@ def alternate(
             measured[kind].append(figures[kind])
         if verbose:
             name = f"round {number + 1} of {repeats}" if number >= 0 else "warm-up"
-            shown = ", ".join(f"{kind} {figures[kind]:.4g}" for kind in kinds)
-            tell(f"{name}: {shown}")
+            tell(f"{name}: {', '.join(f'{kind} {figures[kind]:.4g}' for kind in kinds)}")
     return measured

@@ -46,7 +46,6 @@ from ddp_mnist.train import build_model, fit
 ROUNDS = itertools.count()  # of `on_rank0`, the same on every rank
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Step = Callable[[Batch], None]
-Kind = Callable[[Run], float]  # returns seconds
 
 
 def time_steps(
@@ -110,11 +109,10 @@ def prepare_step(run: Run, exchange: bool) -> tuple[Any, Step]:
     accelerator, (rows, batches) = run.world.accelerator, train_data(run)
     net = build_model(run.config, run.world, len(run.images.classes))
     # Accelerate wraps a model in DDP unless it is told that no training follows.
-    model = accelerator.prepare_model(net, evaluation_mode=not exchange)
+    model = accelerator.prepare_model(net, evaluation_mode=not exchange).train()
     optimizer, loader = accelerator.prepare(
         make_optimizer(net, run.config.recipe), train_loader(rows, batches)
     )
-    model.train()
     step = make_step(run, model, optimizer, accelerator.backward)
     step(next(iter(loader)))
     return loader, step
@@ -128,17 +126,6 @@ def timed(run: Run, step: Step, batches: Iterable[Batch]) -> float:
     if run.world.accelerator.device.type == "cuda":
         torch.cuda.synchronize()
     return time.monotonic() - clock
-
-
-# --- Kinds
-
-
-def train_loop(run: Run) -> float:
-    return fit(run)["train_seconds"]
-
-
-def plain_loop(run: Run) -> float:
-    return train_plain(run.images, run.config.recipe, run.config.run.seed, torch.float32)[1]
 
 
 def bare_steps(run: Run, *, feed: bool, exchange: bool) -> float:
@@ -166,20 +153,6 @@ def evaluation(run: Run) -> float:
     clock = time.monotonic()
     evaluate_split(accelerator, net, loader, classes)
     return time.monotonic() - clock
-
-
-KINDS: dict[str, Kind] = {
-    "train": train_loop,
-    "plain": plain_loop,
-    "resident": partial(bare_steps, feed=False, exchange=True),
-    "silent": partial(bare_steps, feed=False, exchange=False),
-    "lockstep": lockstep,
-    "independent": partial(bare_steps, feed=True, exchange=False),
-    "evaluation": evaluation,
-}
-
-
-# --- Strategies
 
 
 def on_rank0(run: Run, wrap: Callable[[nn.Module], nn.Module]) -> float:
@@ -217,7 +190,18 @@ def with_ddp(run: Run, hook: str) -> float:
     return bare_steps(run, feed=True, exchange=True)
 
 
-STRATEGIES: dict[str, Kind] = {
+KINDS: dict[str, Callable[[Run], float]] = {  # of seconds
+    "train": lambda run: fit(run)["train_seconds"],
+    "plain": lambda run: train_plain(
+        run.images, run.config.recipe, run.config.run.seed, torch.float32
+    )[1],
+    "resident": partial(bare_steps, feed=False, exchange=True),
+    "silent": partial(bare_steps, feed=False, exchange=False),
+    "lockstep": lockstep,
+    "independent": partial(bare_steps, feed=True, exchange=False),
+    "evaluation": evaluation,
+}
+STRATEGIES: dict[str, Callable[[Run], float]] = {
     "one process": partial(on_rank0, wrap=lambda net: net),
     "DataParallel": partial(on_rank0, wrap=nn.DataParallel),
     "DDP": partial(with_ddp, hook="none"),

@@ -7,10 +7,9 @@ launcher on one or more machines, what they are together.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import replace
+import os
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 from ddp_mnist.cluster import hardware
 from ddp_mnist.cluster.launch import Launch, find_launch
@@ -20,13 +19,13 @@ from ddp_mnist.config import Distribution
 from ddp_mnist.data.sources import find_source
 from ddp_mnist.doctor.compare import against, read_saved
 from ddp_mnist.doctor.flags import Doctor
-from ddp_mnist.doctor.group import check_group
-from ddp_mnist.doctor.machine import Options, check_machine
-from ddp_mnist.doctor.preflight import check_node, pass_on
-from ddp_mnist.errors import CheckFailed, DdpMnistError, FailedElsewhere
+from ddp_mnist.doctor.group import PASSED_ON, check_group
+from ddp_mnist.doctor.machine import check_machine
+from ddp_mnist.doctor.preflight import check_node
+from ddp_mnist.errors import CheckFailed, DdpMnistError, FailedElsewhere, PeerError
 from ddp_mnist.run.console import Console, tell
 from ddp_mnist.run.folder import check_place, save_json
-from ddp_mnist.verify.results import CheckResult, failed, failure_summary, from_error, worst
+from ddp_mnist.verify.results import FAIL, CheckResult, failure_summary, from_error, worst
 from ddp_mnist.verify.results import describe as results_as_json
 
 START_S = 120  # to start processes and check them once
@@ -46,22 +45,19 @@ def run(flags: Doctor, distribution: Distribution) -> None:
     launch = find_launch(distribution)
     if distribution.cpu:
         hardware.hide_gpus()
-    is_rank0 = launch.rank == 0
+    is_rank0, dataset = launch.rank == 0, "mnist" if flags.dataset == "auto" else flags.dataset
     save = check_place(flags.save if is_rank0 else None, "--save")
-    compared_with = read_saved(flags.against if is_rank0 else None)
-    dataset = "mnist" if flags.dataset == "auto" else flags.dataset
+    compared_with = read_saved(flags.against) if flags.against and is_rank0 else None
     find_source(dataset)  # refuses a name that is none before anything else
-    processes = flags.processes or default_processes()
-    options = Options(dataset, flags.cache_dir, flags.run_dir, processes, minutes=flags.minutes)
-    results = run_checks(distribution, launch, options, verbose=not flags.json)
+    flags = replace(flags, dataset=dataset, processes=flags.processes or default_processes())
+    results = run_checks(flags, distribution, launch)
     console = Console(is_rank0 and not flags.json)
-    processes = launch.world_size if launch.world_size > 1 else processes
+    processes = launch.world_size if launch.world_size > 1 else flags.processes or 0
     if compared_with:
-        compared = against(results, compared_with, flags.tolerance, processes)
-        results += compared
-        for result in compared:
+        for result in list(against(results, compared_with, flags.tolerance, processes)):
+            results.append(result)
             console.print(str(result))
-    verdict = describe(results, processes)
+    verdict = results_as_json(results, "findings", verdict=worst(results), processes=processes)
     if save:
         save_json(save, verdict)
     Console(is_rank0 and flags.json).print(json.dumps(verdict))
@@ -81,55 +77,45 @@ def run_preflight(node: Node, timeout_s: float, flags: Doctor) -> None:
         say(f"machine {node.machine_rank}: {result}")
         results.append(result)
     if wrong := failure_summary("doctor", results):
-        verdict = describe(results, processes=0)
+        verdict = results_as_json(results, "findings", verdict=FAIL, processes=0)
         if flags.save:
             save_json(Path(flags.save), verdict)
         Console(flags.json).print(json.dumps(verdict))
         raise CheckFailed(f"machine {node.machine_rank}: {wrong}")
-    pass_on(results)
+    os.environ[PASSED_ON] = json.dumps([asdict(result) for result in results])
 
 
-def run_checks(
-    flags: Distribution, launch: Launch, options: Options, *, verbose: bool
-) -> list[CheckResult]:
+def run_checks(flags: Doctor, distribution: Distribution, launch: Launch) -> list[CheckResult]:
     """Return the results; with a launcher, the same ones on every rank. Print each as it comes."""
-    if launch.world_size > 1:
-        try:
-            return check_group(flags, launch, options, verbose=verbose)
-        except DdpMnistError as error:
-            result = from_error("rendezvous", error)
-            Console(verbose and launch.rank == 0).print(str(result))
-            return [result]
-    results = []
-    for result in check_machine(options):
+    results, alone = list[CheckResult](), launch.world_size == 1
+    console = Console(launch.rank == 0 and not flags.json)
+    for result in check_machine(flags) if alone else ():
         results.append(result)
-        Console(verbose).print(str(result))
-    return results + check_processes(flags, options, verbose=verbose)
-
-
-def check_processes(flags: Distribution, options: Options, *, verbose: bool) -> list[CheckResult]:
-    """Start processes on this machine, and return what they find."""
-    size, timeout_s = options.processes, START_S + flags.dist_timeout + 60 * options.minutes
-    if flags.backend == "auto":
-        flags = replace(flags, backend=backend_among(size))
+        console.print(str(result))
     try:
-        arguments = (flags, options, verbose)
-        return run_world(size, as_member, *arguments, folder=Path.cwd(), timeout_s=timeout_s)[0]
+        if alone:
+            return results + check_processes(flags, distribution)
+        return check_group(flags, distribution, launch)
     except DdpMnistError as error:
-        result = from_error("processes", error)
+        results.append(from_error("processes" if alone else "rendezvous", error))
+        console.print(str(results[-1]))
+        return results
+
+
+def check_processes(flags: Doctor, distribution: Distribution) -> list[CheckResult]:
+    """Start processes on this machine, and return what they find."""
+    size = flags.processes or default_processes()
+    timeout_s = START_S + distribution.dist_timeout + 60 * flags.minutes
+    if distribution.backend == "auto":
+        distribution = replace(distribution, backend=backend_among(size))
+    members = (size, as_member, flags, distribution)
+    try:
+        return run_world(*members, folder=Path.cwd(), timeout_s=timeout_s)[0]
     except (OSError, RuntimeError, ValueError) as error:  # one was killed, or came to no end
         text = f"{size} of this machine: {type(error).__name__}: {error}"
-        result = failed("processes", text, "see dmesg for what killed it; try --processes 2")
-    Console(verbose).print(str(result))
-    return [result]
+        raise PeerError(f"{text}; see dmesg for what killed it, or try --processes 2") from error
 
 
-def as_member(flags: Distribution, options: Options, verbose: bool) -> list[CheckResult]:
+def as_member(flags: Doctor, distribution: Distribution) -> list[CheckResult]:
     """Do one process's part of `check_processes`."""
-    return check_group(flags, find_launch(flags), options, machines_too=False, verbose=verbose)
-
-
-def describe(results: Sequence[CheckResult], processes: int) -> dict[str, Any]:
-    """Return what --json prints and --save writes."""
-    found = {"verdict": worst(results), "processes": processes}
-    return {**found, **results_as_json(results, "findings")}
+    return check_group(flags, distribution, find_launch(distribution), machines_too=False)

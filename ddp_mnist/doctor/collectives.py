@@ -85,25 +85,23 @@ def send_recv(rank: int, size: int, device: torch.device) -> tuple[Tensor, Tenso
     return received, payload(before, device)
 
 
-def time_all_reduce(
-    size: int, device: torch.device, wait: Callable[[], None], calls: int = 20
-) -> float:
-    """Return the median seconds of an all-reduce of `size` bytes of float32 in this group."""
-    numbers, seconds = torch.zeros(size // 4, device=device), []
-    for _ in range(calls + 1):
-        clock = time.monotonic()
-        dist.all_reduce(numbers)
-        wait()
-        seconds.append(time.monotonic() - clock)
-    return statistics.median(seconds[1:])
-
-
-def all_reduce_ms(device: torch.device, wait: Callable[[], None]) -> dict[str, float]:
+def all_reduce_ms(
+    device: torch.device, wait: Callable[[], None], calls: int = 20
+) -> dict[str, float]:
     """Return the milliseconds of an all-reduce, by message size: the best of three medians.
 
     Another program's share of the cores makes a median several times as long, for a while.
     """
-    return {
-        name: 1e3 * min(time_all_reduce(size, device, wait) for _ in range(3))
-        for name, size in SIZES.items()
-    }
+    best = {}
+    for name, size in SIZES.items():
+        numbers, medians = torch.zeros(size // 4, device=device), []
+        for _ in range(3):
+            seconds = []
+            for _ in range(calls + 1):
+                clock = time.monotonic()
+                dist.all_reduce(numbers)
+                wait()
+                seconds.append(time.monotonic() - clock)
+            medians.append(statistics.median(seconds[1:]))
+        best[name] = 1e3 * min(medians)
+    return best

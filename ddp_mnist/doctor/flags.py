@@ -12,10 +12,7 @@ class Doctor(Flags):
     """The flags of `doctor`."""
 
     processes: int | None = flag(
-        None,
-        "To start on this machine, without a launcher [one per GPU, else 2].",
-        least=2,
-        most=10**4,
+        None, "To start here, without a launcher [one per GPU, else 2].", least=2, most=10**4
     )
     minutes: float = flag(
         0.0, "Burn-in: repeat collectives and training for so long.", least=0, most=10**6
@@ -26,9 +23,7 @@ class Doctor(Flags):
     json: bool = flag(False, "One JSON object on stdout.")
     save: str | None = flag(None, "The same into a file.", metavar="FILE")
     against: str | None = flag(
-        None,
-        "Compare speeds with what another machine of the same type saved.",
-        metavar="FILE",
+        None, "Compare speeds with what another machine of the same type saved.", metavar="FILE"
     )
     tolerance: float = flag(
         0.5, "Share by which a speed may be worse than there.", least=0, most=10**6

@@ -5,6 +5,7 @@ Every rank checks; what each found goes to all over the store, so all have the s
 
 from __future__ import annotations
 
+import json
 import os
 import statistics
 import time
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.benchmark import Timer
 
 from ddp_mnist import train
 from ddp_mnist.cluster import hardware
@@ -25,8 +27,8 @@ from ddp_mnist.config import Distribution, Recipe, ResolvedConfig, Run, resolve_
 from ddp_mnist.data import cache
 from ddp_mnist.doctor import collectives
 from ddp_mnist.doctor.compare import LOAD
-from ddp_mnist.doctor.machine import Options, check_machine, nvidia_smi, product
-from ddp_mnist.doctor.preflight import passed_on
+from ddp_mnist.doctor.flags import Doctor
+from ddp_mnist.doctor.machine import check_machine, nvidia_smi, product
 from ddp_mnist.errors import DdpMnistError, reason
 from ddp_mnist.run import session
 from ddp_mnist.run.console import Console
@@ -37,15 +39,14 @@ from ddp_mnist.verify.results import (
     PASS,
     WARN,
     CheckResult,
+    check,
     failed,
     from_error,
     passed,
-    passed_if,
-    warned,
-    worst,
 )
 from ddp_mnist.verify.watch import digest_of
 
+PASSED_ON = "DDP_MNIST_DOCTOR_PREFLIGHT"  # what this machine found before its processes started
 NOT_CACHED = "not cached"
 LATE_S = 0.2
 CLOCKS_S = 5.0  # that may lie between two machines' clocks
@@ -54,16 +55,16 @@ SLOW = 1.5  # times the median rank's seconds
 EPOCHS = 5  # of the digits: 75 steps
 LEAST_ACCURACY = 0.8  # after them; a net that guesses has 0.1
 VERIFY = "do not train here; run ddp-mnist verify on each machine"
+BAD_MACHINE = "repeat on fewer machines to find the bad one (memory, network card, driver, library)"
 
 
 class Group:
     """The processes that have connected, and what they tell each other."""
 
-    def __init__(self, world: World, options: Options) -> None:
+    def __init__(self, world: World, options: Doctor) -> None:
         self.world, self.store, self.options = world, world.store, options
         self.rank, self.size = world.store.rank, world.accelerator.num_processes
-        self.device = world.accelerator.device
-        hosts = self.store.hosts
+        self.device, hosts = world.accelerator.device, self.store.hosts
         self.is_first_here = hosts.index(hosts[self.rank]) == self.rank
         self.exchanges = 0
         self.busy = ""  # what is added to a speed; see `load`
@@ -87,44 +88,36 @@ class Group:
 
 
 def check_group(
-    flags: Distribution,
-    launch: Launch,
-    options: Options,
-    *,
-    machines_too: bool = True,
-    verbose: bool = False,
+    options: Doctor, flags: Distribution, launch: Launch, *, machines_too: bool = True
 ) -> list[CheckResult]:
-    """Return the results, on every rank; rank 0 prints each as it comes if `verbose`.
+    """Return the results, on every rank; rank 0 prints each as it comes.
 
     Raises:
         DdpMnistError: the processes did not meet; see `join_world`.
     """
-    clock, results = time.monotonic(), list[CheckResult]()
+    clock, results, verbose = time.monotonic(), list[CheckResult](), not options.json
     console = Console(verbose and launch.rank == 0)
     try:
         with join_world(flags, launch) as world, narrated_elsewhere(world, verbose):
-            first = rendezvous(world, time.monotonic() - clock)
+            who = f"{count(launch.world_size, 'process')} on {count(world.num_machines, 'machine')}"
+            text = f"{who} connected within {time.monotonic() - clock:.1f} s"
+            text += f", backend {world.backend}, precision {world.precision}"
+            first = passed("rendezvous", text)
             for result in (first, *checks_of(Group(world, options), machines_too)):
                 results.append(result)
                 console.print(str(result))
     except DdpMnistError as error:
         if not results:
             raise
-        if worst(results) != FAIL:  # a check that failed says more
+        if all(result.status != FAIL for result in results):  # a check that failed says more
             results.append(from_error("the end", error))
             console.print(str(results[-1]))
     return results
 
 
-def rendezvous(world: World, seconds: float) -> CheckResult:
-    who = f"{count(world.store.world_size, 'process')} on {count(world.num_machines, 'machine')}"
-    how = f"backend {world.backend}, precision {world.precision}"
-    return passed("rendezvous", f"{who} connected within {seconds:.1f} s, {how}")
-
-
 def checks_of(group: Group, machines_too: bool) -> Iterator[CheckResult]:
     """Check one after the other; after one that breaks down, the rest could not work either."""
-    for name, check, wanted in (
+    for name, checks, wanted in (
         ("machine", machines_alone, machines_too),
         ("same", same_everywhere, True),
         ("clocks", clocks, True),
@@ -136,7 +129,7 @@ def checks_of(group: Group, machines_too: bool) -> Iterator[CheckResult]:
         ("burn-in", burn_in, group.options.minutes > 0),
     ):
         try:
-            yield from check(group) if wanted else ()
+            yield from checks(group) if wanted else ()
         except (RuntimeError, ValueError, DdpMnistError) as error:
             yield failed(name, reason(error), "see what the other machines say, then the network")
             return
@@ -147,9 +140,8 @@ def machines_alone(group: Group) -> Iterator[CheckResult]:
     mine: list[CheckResult] = []
     if group.is_first_here:
         processes = group.store.hosts.count(group.store.hosts[group.rank])
-        # The main port is in use by now.
-        options = replace(group.options, processes=processes, port=None)
-        mine = [*passed_on(), *check_machine(options)]
+        mine = [CheckResult(**each) for each in json.loads(os.environ.get(PASSED_ON, "[]"))]
+        mine += check_machine(replace(group.options, processes=processes))
     for rank, results in enumerate(group.gather_results(mine)):
         host = group.host(rank)
         wrong = [replace(r, text=f"{host}: {r.text}") for r in results if r.status != PASS]
@@ -158,48 +150,40 @@ def machines_alone(group: Group) -> Iterator[CheckResult]:
             yield passed("machine", f"{host}: {count(len(results), 'check')}, all well")
 
 
-# --- What has to be equal
-
-
 def same_everywhere(group: Group) -> Iterator[CheckResult]:
     """Check versions, code and data: DDP would train on in silence where they differ."""
-    options = group.options
-    images = cache.cached(options.dataset, options.cache_dir)
+    dataset, all_equal = group.options.dataset, True
+    images = cache.cached(dataset, group.options.cache_dir)
+    # An interface's name may differ.
+    names = [name for name in sorted(os.environ) if name.startswith(("NCCL_", "GLOO_"))]
+    given = [f"{n}={os.environ[n]}" for n in names if not n.endswith("_SOCKET_IFNAME")]
     mine = {
         **package_versions(),
         "the code of ddp_mnist": code_digest(),
-        f"the data of {options.dataset}": images.digest[:16] if images else NOT_CACHED,
-        "NCCL_ and GLOO_ variables": variables(),
+        f"the data of {dataset}": images.digest[:16] if images else NOT_CACHED,
+        "NCCL_ and GLOO_ variables": " ".join(given),
     }
     if group.device.type == "cuda":
         mine["CUDA"] = str(torch.version.cuda)
         mine["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
         mine["GPU"] = torch.cuda.get_device_name(group.device)
     everyone = group.gather(mine)
-    found = [differing(group, what, [theirs.get(what) for theirs in everyone]) for what in mine]
-    equal = f"versions, code and data of {count(group.size, 'process')} are equal"
-    yield from [result for result in found if result] or [passed("same", equal)]
-
-
-def differing(group: Group, what: str, values: list[Any]) -> CheckResult | None:
-    """Return what is wrong with the ranks' values, or None."""
-    first = next((value for value in values if value != NOT_CACHED), NOT_CACHED)
-    odd = [rank for rank, value in enumerate(values) if value not in (first, NOT_CACHED)]
-    without = [rank for rank, value in enumerate(values) if value == NOT_CACHED]
-    if odd:
-        text = f"{what}: rank {values.index(first)} has {first}, {group.who(odd)} {values[odd[0]]}"
-        return failed("same", text, "make versions, variables, code and data the same everywhere")
-    if without and first != NOT_CACHED:
-        text = f"{what}: not cached on {group.who(without)}"
-        return warned("same data", text, "run ddp-mnist prepare on each machine")
-    return None
-
-
-def variables() -> str:
-    """Return what NCCL and gloo are given, but for the interface, whose name may differ."""
-    ours = [name for name in os.environ if name.startswith(("NCCL_", "GLOO_"))]
-    equal = sorted(name for name in ours if not name.endswith("_SOCKET_IFNAME"))
-    return " ".join(f"{name}={os.environ[name]}" for name in equal)
+    for what in mine:
+        values = [theirs.get(what) for theirs in everyone]
+        first = next((value for value in values if value != NOT_CACHED), NOT_CACHED)
+        odd = [rank for rank, value in enumerate(values) if value not in (first, NOT_CACHED)]
+        without = [rank for rank, value in enumerate(values) if NOT_CACHED == value != first]
+        all_equal = all_equal and not odd and not without
+        if odd:
+            text = f"{what}: rank {values.index(first)} has {first}, {group.who(odd)}"
+            fix = "make versions, variables, code and data the same everywhere"
+            yield failed("same", f"{text} {values[odd[0]]}", fix)
+        elif without:
+            text = f"{what}: not cached on {group.who(without)}"
+            yield CheckResult(WARN, "same data", text, "run ddp-mnist prepare on each machine")
+    if all_equal:
+        text = f"versions, code and data of {count(group.size, 'process')} are equal"
+        yield passed("same", text)
 
 
 def clocks(group: Group) -> Iterator[CheckResult]:
@@ -207,15 +191,11 @@ def clocks(group: Group) -> Iterator[CheckResult]:
     group.store.barrier("doctor/clocks", within_s=group.store.patience_s)
     times = group.gather(time.time())
     apart, middle = max(times) - min(times), statistics.median_low(times)
-    if apart <= CLOCKS_S:
-        yield passed("clocks", f"within {max(apart, 0.1):.1f} s of each other")
-    else:
-        odd = [rank for rank, now in enumerate(times) if abs(now - middle) > CLOCKS_S / 2]
-        fix = "set the clocks by NTP (chrony), or logs and time-outs mislead"
-        yield warned("clocks", f"{apart:,.0f} s apart: {group.who(odd)}", fix)
-
-
-# --- Collectives and speeds
+    odd = [rank for rank, now in enumerate(times) if abs(now - middle) > CLOCKS_S / 2]
+    wrong, text = apart > CLOCKS_S, f"within {max(apart, 0.1):.1f} s of each other"
+    text = f"{apart:,.0f} s apart: {group.who(odd)}" if wrong else text
+    fix = "set the clocks by NTP (chrony), or logs and time-outs mislead"
+    yield check("clocks", wrong, text, fix, WARN)
 
 
 def right_results(group: Group) -> Iterator[CheckResult]:
@@ -230,26 +210,19 @@ def right_results(group: Group) -> Iterator[CheckResult]:
             return
         if wrong := [rank for rank, theirs in enumerate(group.gather(right)) if not theirs]:
             all_right = False
-            fix = (
-                "do not train here; repeat on fewer machines to find the bad one (memory, network"
-                " card, driver, library)"
-            )
-            yield failed(name, f"wrong result on {group.who(wrong)}", fix)
+            text = f"wrong result on {group.who(wrong)}"
+            yield failed(name, text, f"do not train here; {BAD_MACHINE}")
     if all_right:
         names = ", ".join(collectives.COLLECTIVES)
         yield passed("collectives", f"right on every rank: {names}, barrier")
 
 
 def is_right(group: Group, name: str) -> bool:
-    if name == "barrier":
-        return barrier_holds(group)
-    received, expected = collectives.run(name, group.rank, group.size, group.device)
-    group.world.wait_for_gpu()  # a comparison alone would wait for a lost peer for good
-    return torch.equal(received, expected)
-
-
-def barrier_holds(group: Group) -> bool:
-    """Return whether nobody passes before the last rank, which comes late, has entered."""
+    """Return whether this rank's result is; nobody passes a barrier before the late last rank."""
+    if name != "barrier":
+        received, expected = collectives.run(name, group.rank, group.size, group.device)
+        group.world.wait_for_gpu()  # a comparison alone would wait for a lost peer for good
+        return torch.equal(received, expected)
     group.exchanges += 1
     key = f"doctor/entered/{group.exchanges}"
     if group.rank == group.size - 1:
@@ -262,17 +235,17 @@ def barrier_holds(group: Group) -> bool:
 
 def load(group: Group) -> Iterator[CheckResult]:
     """Check what other programs hold of each machine, while all ranks wait: speeds come later."""
-    found = group.gather(asdict(hardware.load()) if group.is_first_here else None)
-    loads = {rank: hardware.Load(**each) for rank, each in enumerate(found) if each}
-    for rank, each in loads.items():
-        if each.held > BUSY * each.cores:
+    loads = group.gather(asdict(hardware.load()) if group.is_first_here else None)
+    for rank, each in enumerate(loads):
+        if each and each["held"] > BUSY * each["cores"]:
             group.busy = ", on a busy machine"
-            names = f" ({', '.join(each.programs)})" if each.programs else ""
-            held = f"{each.held:.1f} of {count(each.cores, 'core')}{names}"
+            names = f" ({', '.join(each['programs'])})" if each["programs"] else ""
+            held = f"{each['held']:.1f} of {count(each['cores'], 'core')}{names}"
             fix = "end them, or wait, and check again: what follows is slower beside them"
-            yield warned(LOAD, f"{group.host(rank)}: other programs hold {held}", fix)
+            text = f"{group.host(rank)}: other programs hold {held}"
+            yield CheckResult(WARN, LOAD, text, fix)
     if not group.busy:
-        most = max(each.held / each.cores for each in loads.values())
+        most = max(each["held"] / each["cores"] for each in loads if each)
         yield passed(LOAD, f"other programs hold {most:.0%} of the cores")
 
 
@@ -281,8 +254,9 @@ def speeds(group: Group) -> Iterator[CheckResult]:
     ms = collectives.all_reduce_ms(group.device, group.world.wait_for_gpu)
     shown = ", ".join(f"{size} {each:.3g} ms" for size, each in ms.items())
     mb_per_s = collectives.SIZES["16 MB"] / 1e3 / ms["16 MB"]
+    text = f"all-reduce of {shown} ({mb_per_s:,.0f} MB/s){group.busy}"
     figures = {f"all-reduce of {size}, ms": each for size, each in ms.items()}
-    yield passed("speed", f"all-reduce of {shown} ({mb_per_s:,.0f} MB/s){group.busy}", figures)
+    yield passed("speed", text, figures=figures)
 
 
 def slowest(group: Group) -> Iterator[CheckResult]:
@@ -290,14 +264,12 @@ def slowest(group: Group) -> Iterator[CheckResult]:
     group.world.accelerator.wait_for_everyone()
     times = group.gather(compute_s(group.device))
     middle = statistics.median_low(times)
-    figures, times_median = {"computing, ms": 1e3 * max(times)}, max(times) / middle
-    if slow := [rank for rank, seconds in enumerate(times) if seconds > SLOW * middle]:
-        text = f"{group.who(slow)}: {times_median:.1f} times the median rank's time"
-        fix = "look for throttling, other programs, fewer cores or an older card there"
-        yield CheckResult(WARN, "slow rank", text + group.busy, fix, figures)
-    else:
-        text = f"slowest rank takes {times_median:.2f} times the median's time"
-        yield passed("computing", text + group.busy, figures)
+    slow = [rank for rank, seconds in enumerate(times) if seconds > SLOW * middle]
+    who = f"{group.who(slow)}: " if slow else "slowest rank takes "
+    text = f"{who}{max(times) / middle:.2f} times the median rank's time{group.busy}"
+    fix = "look for throttling, other programs, fewer cores or an older card there"
+    figures = {"computing, ms": 1e3 * max(times)}
+    yield check("slow rank" if slow else "computing", slow, text, fix, WARN, figures)
     yield from faulty_devices(group)
 
 
@@ -317,18 +289,8 @@ def compute_s(device: torch.device, tries: int = 15) -> float:
     [512, 512] on a CPU, [8192, 8192] on a GPU, which small ones would not occupy.
     """
     size = 8192 if device.type == "cuda" else 512
-    square, least = torch.ones(size, size, device=device), float("inf")
-    for _ in range(tries):
-        clock = time.monotonic()
-        for _ in range(10):
-            square = square @ square / size
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        least = min(least, time.monotonic() - clock)
-    return least
-
-
-# --- Training
+    timer = Timer("a @ a", globals={"a": torch.ones(size, size, device=device)})
+    return 10 * min(timer.timeit(10).mean for _ in range(tries))
 
 
 def training(group: Group) -> Iterator[CheckResult]:
@@ -351,11 +313,9 @@ def training(group: Group) -> Iterator[CheckResult]:
         return
     accuracy, speed = summary["test_accuracy"], summary["images_per_second"]
     text = f"{summary['steps']} steps on the digits, accuracy {accuracy:.2f}, {speed:,.0f} images/s"
-    text += group.busy
-    if accuracy < LEAST_ACCURACY:
-        yield failed("training", f"{text}, which is below {LEAST_ACCURACY}", VERIFY)
-    else:
-        yield passed("training", f"{text}, equal weights on every rank", {"images/s": speed})
+    low, text = accuracy < LEAST_ACCURACY, text + group.busy
+    text += f", which is below {LEAST_ACCURACY}" if low else ", equal weights on every rank"
+    yield check("training", low, text, VERIFY, figures={"images/s": speed})
 
 
 def burn_in(group: Group) -> Iterator[CheckResult]:
@@ -365,8 +325,7 @@ def burn_in(group: Group) -> Iterator[CheckResult]:
     while group.store.broadcast_from_rank0(
         f"doctor/burn-in/{rounds}", lambda: time.monotonic() - started < 60 * minutes
     ):
-        results += right_results(group)
-        results += training(group)
+        results += [*right_results(group), *training(group)]
         compute_s(group.device)
         results += faulty_devices(group)
         rounds += 1
@@ -379,4 +338,4 @@ def burn_in(group: Group) -> Iterator[CheckResult]:
     early, late = statistics.median(speed[:3]), statistics.median(speed[-3:])
     text += f", all right, {early:,.0f} images/s at first and {late:,.0f} at last"
     fix = "look for throttling (nvidia-smi -q -d PERFORMANCE)"
-    yield passed_if(late >= early / SLOW, "burn-in", text, fix, WARN)
+    yield check("burn-in", late < early / SLOW, text, fix, WARN)

@@ -1,4 +1,4 @@
-"""Flags of `verify`. Imports no library, for --help."""
+"""Flags of `verify`, and the faults that it can inject. Imports no library, for --help."""
 
 from __future__ import annotations
 
@@ -6,7 +6,13 @@ from dataclasses import dataclass
 
 from ddp_mnist.config import NETS
 from ddp_mnist.flags import Flags, flag
-from ddp_mnist.verify.faults import FAULTS
+
+FAULTS = {  # a sentence of each
+    "sampler": "each rank shuffles by a seed of its own",
+    "gradients": "gradients are summed over the ranks, not averaged",
+    "parameter": "one parameter that DDP does not synchronise",
+}
+CAUGHT_BY = {"sampler": "samples", "gradients": "gradients", "parameter": "replicas"}  # a check
 
 
 @dataclass(frozen=True)
@@ -18,8 +24,6 @@ class Verify(Flags):
     )
     model: str = flag("cnn", "The net to train.", choices=tuple(NETS))
     inject: str | None = flag(
-        None,
-        "A fault to be caught, one of those below; exit code 1.",
-        choices={name: fault.sentence for name, fault in FAULTS.items()},
+        None, "A fault to be caught, one of those below; exit code 1.", choices=FAULTS
     )
     save: str = flag("verify.json", "Where the results are written.", metavar="FILE")

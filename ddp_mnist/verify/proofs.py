@@ -29,32 +29,19 @@ from ddp_mnist.run.console import Console
 from ddp_mnist.run.evaluation import evaluate_split, prepare_split
 from ddp_mnist.run.folder import check_place, save_json
 from ddp_mnist.run.summary import count
-from ddp_mnist.verify import results
-from ddp_mnist.verify.faults import FAULTS
-from ddp_mnist.verify.flags import Verify
+from ddp_mnist.verify import results, watch
+from ddp_mnist.verify.flags import CAUGHT_BY, Verify
 from ddp_mnist.verify.results import FAIL, PASS, CheckResult
-from ddp_mnist.verify.watch import (
-    STEPS,
-    Seen,
-    digest_of_image,
-    just_train,
-    largest_difference,
-    per_step,
-    proof_config,
-    resumed,
-    train_and_watch,
-    train_until,
-    weights_of,
-    what_stays,
-)
+from ddp_mnist.verify.watch import Seen, proof_config, weights_of
 
 LIMIT = 1e-9  # of a relative difference
 PARTS = 3  # that a step is split into
 STOPS_AT = 20  # the step at which a run is interrupted
 # Rows, and images per process and pass: fewer rows than processes, a short last pass, none short
 SHARDS = ((1, 4), (7, 4), (101, 10), (360, 30))
-SHOWN_STEPS, SHOWN_IMAGES = 2, 6
 FIX = "do not trust results from here before it passes with the versions in constraints.txt"
+BY_NET = "if it passes without --model, {} takes other steps with other shares of a batch, as nets"
+BY_NET += " with BatchNorm do"
 
 
 @dataclass(frozen=True)
@@ -82,7 +69,9 @@ def run(flags: Verify) -> None:
         console.print(str(line))
         if isinstance(line, CheckResult):
             checks.append(line)
-    save_json(save, describe(checks, sizes, flags.inject, flags.model))
+    head = {"passed": results.worst(checks) == PASS, "processes": [1, *sizes]}
+    head |= {"planted": flags.inject, "model": flags.model}
+    save_json(save, results.describe(checks, "checks", **head))
     if wrong := failure_summary(checks, flags.inject, flags.model):
         raise CheckFailed(wrong)
     console.print(f"all {len(checks)} checks passed; written to {save}")
@@ -110,61 +99,47 @@ def verify(
     """
     with tempfile.TemporaryDirectory(prefix="ddp-mnist-verify-") as scratch:
         try:
-            yield from proofs_in(Path(scratch), sizes, fault, model)
+            alone = watched_run(1, Path(scratch), model)
+            for size in (1, *sizes):
+                run = alone if size == 1 else watched_run(size, Path(scratch), model, fault)
+                yield from who_took_what(run)
+                if size > 1:
+                    yield from equal_to_one(run, alone)
+                if not fault:
+                    yield resume_is_exact(run)
+                    yield accumulation_is_exact(size, alone)
+                if size > 1 and not fault:
+                    yield metrics_are_exact(size, alone)
         except (DdpMnistError, OSError) as error:
             yield results.failed("runs", f"{type(error).__name__}: {error}", FIX)
 
 
-def proofs_in(
-    folder: Path, sizes: Sequence[int], fault: str | None, model: str
-) -> Iterator[CheckResult | str]:
-    alone = watched_run(1, folder, model)
-    yield from who_took_what(alone)
-    if not fault:
-        yield resume_is_exact(alone)
-        yield accumulation_is_exact(1, alone)
-    for size in sizes:
-        run = watched_run(size, folder, model, fault)
-        yield from who_took_what(run)
-        yield from equal_to_one(run, alone)
-        if not fault:
-            yield resume_is_exact(run)
-            yield accumulation_is_exact(size, alone)
-            yield metrics_are_exact(size, alone)
-
-
 def watched_run(size: int, folder: Path, model: str, fault: str | None = None) -> Watched:
     config = proof_config(f"on-{size}", model=model)
-    ranks = run_world(size, train_and_watch, config, fault, folder=folder)
+    ranks = run_world(size, watch.train_and_watch, config, fault, folder=folder)
     return Watched(model, folder / f"on-{size}", ranks)
 
 
 def who_took_what(run: Watched) -> Iterator[str]:
-    """Yield the first images of each rank in the first steps, by their place in the train split."""
+    """Yield the images that each rank took first, by their place in the train split."""
     train_images = cache.load("digits").train_images
-    places = {digest_of_image(image): place for place, image in enumerate(train_images)}
-    for step in range(SHOWN_STEPS):
-        for rank, seen in enumerate(run.ranks):
-            images = seen.images[step]
-            shown = " ".join(f"{places[image]:>4}" for image in images[:SHOWN_IMAGES])
-            who = f"step {step + 1}, rank {rank} of {len(run.ranks)}"
-            yield f"      {who}: {len(images)} images, {shown} ..."
-
-
-# --- Proofs
+    places = {watch.digest_of_image(image): place for place, image in enumerate(train_images)}
+    for rank, seen in enumerate(run.ranks):
+        images = seen.images[0]
+        shown = " ".join(f"{places[image]:>4}" for image in images[:6])
+        yield f"      step 1, rank {rank} of {len(run.ranks)}: {len(images)} images, {shown} ..."
 
 
 def equal_to_one(run: Watched, alone: Watched) -> Iterator[CheckResult]:
     """Compare images, learning rates, gradients and weights of N processes with those of one."""
     size, [one] = len(run.ranks), alone.ranks
-    rank_0 = run.ranks[0]
-    yield exact("samples", size, "steps' images", per_step(run.ranks), per_step([one]))
+    yield exact("samples", size, "steps' images", watch.per_step(run.ranks), watch.per_step([one]))
     rates = [rank.learning_rates for rank in run.ranks]
     yield exact("learning rates", size, "ranks' schedules", rates, [one.learning_rates] * size)
-    first = abs(rank_0.gradient_norms[0] / one.gradient_norms[0] - 1)
+    first = abs(run.ranks[0].gradient_norms[0] / one.gradient_norms[0] - 1)
     yield bounded("gradients", size, "first gradient's norm", first)
-    difference = largest_difference(weights_of(run.folder), weights_of(alone.folder))
-    yield bounded("weights", size, f"weights after {STEPS} steps", difference)
+    difference = watch.largest_difference(weights_of(run.folder), weights_of(alone.folder))
+    yield bounded("weights", size, f"weights after {watch.STEPS} steps", difference)
     digests = [rank.weights for rank in run.ranks]
     yield exact("replicas", size, "ranks' weights", digests, digests[:1] * size)
 
@@ -173,25 +148,25 @@ def resume_is_exact(run: Watched) -> CheckResult:
     """Compare a run that a signal to its last rank interrupts, and its resumption, with `run`."""
     size, folder, name = len(run.ranks), run.folder.parent, f"interrupted-on-{len(run.ranks)}"
     config = proof_config(name, model=run.model)
-    interrupted = (config, STOPS_AT, signal.SIGTERM, size - 1)
-    LocalWorld(size, train_until, *interrupted, folder=folder).outcomes()
-    [again, *_] = run_world(size, just_train, resumed(config), folder=folder)
-    found, expected = ([net, *log] for net, log in map(what_stays, (folder / name, run.folder)))
+    until = (watch.train_until, config, STOPS_AT, signal.SIGTERM, size - 1)
+    LocalWorld(size, *until, folder=folder).outcomes()
+    [again, *_] = run_world(size, watch.just_train, watch.resumed(config), folder=folder)
+    found, expected = (
+        [net, *log] for net, log in map(watch.what_stays, (folder / name, run.folder))
+    )
     pairs = itertools.zip_longest(found, expected)
     result = exact("resume", size, "weights and log lines", *zip(*pairs, strict=True))
     times = len(again.get("resumed_from", []))  # a run that had finished returns nothing
-    if times == 1:
-        return result
     text = f"{result.text}, but it was resumed {times} times, must be 1"
-    return results.failed("resume", text, FIX)
+    return result if times == 1 else results.failed("resume", text, FIX)
 
 
 def accumulation_is_exact(size: int, alone: Watched) -> CheckResult:
     """Compare steps in parts with whole steps."""
     config = proof_config(f"parts-on-{size}", model=alone.model, grad_accum=PARTS)
-    run_world(size, just_train, config, folder=alone.folder.parent)
+    run_world(size, watch.just_train, config, folder=alone.folder.parent)
     parts = weights_of(alone.folder.parent / f"parts-on-{size}")
-    difference = largest_difference(parts, weights_of(alone.folder))
+    difference = watch.largest_difference(parts, weights_of(alone.folder))
     return bounded("accumulation", size, f"weights by {PARTS} parts a step", difference)
 
 
@@ -222,55 +197,35 @@ def count_shards(run: str) -> list[list[list[int]]]:
     return matrices
 
 
-# --- Results
-
-
 def bounded(name: str, size: int, what: str, difference: float) -> CheckResult:
+    """Return a FAIL if the difference is above LIMIT, or NaN."""
     text = f"{count(size, 'process')}: {what}, off by {difference:.1e}"
-    holds = difference <= LIMIT  # False for NaN
-    text += "" if holds else f", must be at most {LIMIT:.0e}"
+    problem = "" if difference <= LIMIT else f", must be at most {LIMIT:.0e}"
     figures = {"processes": size, "difference": difference}
-    return results.passed_if(holds, name, text, FIX, figures=figures)
+    return results.check(name, problem, text + problem, FIX, figures=figures)
 
 
 def exact(
     name: str, size: int, what: str, found: Sequence[Any], expected: Sequence[Any]
 ) -> CheckResult:
+    """Return a FAIL if any of them differs."""
     different = sum(a != b for a, b in zip(found, expected, strict=True))
     text = f"{count(size, 'process')}: {different} of {len(expected)} {what} differ"
-    text += ", must be 0" if different else ""
+    problem = ", must be 0" if different else ""
     figures = {"processes": size, "different": different, "compared": len(expected)}
-    return results.passed_if(not different, name, text, FIX, figures=figures)
+    return results.check(name, problem, text + problem, FIX, figures=figures)
 
 
 def failure_summary(
     checks: Sequence[CheckResult], fault: str | None, model: str = "cnn"
 ) -> str | None:
     """Return in one line what is wrong, or None. An injected fault is wrong in any case."""
-    if fault:
-        name = FAULTS[fault].caught_by
-        caught = {check.status for check in checks if check.name == name} == {FAIL}
-        text = (
-            f"caught by '{name}', as it should be; leave the flag out to test what is really here"
-            if caught
-            else f"NOT caught by '{name}'; verify is broken here, do not rely on it"
-        )
-        return f"verify --inject {fault}: {text}"
-    by_net = (
-        f"if it passes without --model, {model} takes other steps with other shares of a batch, as"
-        " nets with BatchNorm do"
-    )
-    return results.failure_summary("verify", checks, FIX if model == "cnn" else by_net)
-
-
-def describe(
-    checks: Sequence[CheckResult], sizes: Sequence[int], fault: str | None, model: str
-) -> dict[str, Any]:
-    """Return the content of verify.json."""
-    return {
-        "passed": all(check.status == PASS for check in checks),
-        "processes": [1, *sizes],
-        "planted": fault,
-        "model": model,
-        **results.describe(checks, "checks"),
-    }
+    if not fault:
+        fix = FIX if model == "cnn" else BY_NET.format(model)
+        return results.failure_summary("verify", checks, fix)
+    name = CAUGHT_BY[fault]
+    text = f"NOT caught by '{name}'; verify is broken here, do not rely on it"
+    if {check.status for check in checks if check.name == name} == {FAIL}:
+        text = f"caught by '{name}', as it should be; leave the flag out to test what is really"
+        text += " here"
+    return f"verify --inject {fault}: {text}"

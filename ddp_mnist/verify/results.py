@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import date
+from functools import partial
 from typing import Any
 
 from ddp_mnist.cluster import hardware
@@ -43,35 +44,26 @@ class CheckResult:
         return "\n".join(lines)
 
 
-def passed(name: str, text: str, figures: dict[str, float] | None = None) -> CheckResult:
-    return CheckResult(PASS, name, text, figures=figures or {})
+passed, warned, failed = (partial(CheckResult, status) for status in (PASS, WARN, FAIL))
 
 
-def warned(name: str, text: str, fix: str) -> CheckResult:
-    return CheckResult(WARN, name, text, fix)
-
-
-def failed(name: str, text: str, fix: str) -> CheckResult:
-    return CheckResult(FAIL, name, text, fix)
-
-
-def passed_if(
-    holds: bool,
+def check(
     name: str,
+    problem: object,
     text: str,
     fix: str,
-    otherwise: str = FAIL,
+    status: str = FAIL,
     figures: dict[str, float] | None = None,
 ) -> CheckResult:
-    """Return a PASS if it holds, else a result with the status `otherwise` and the fix."""
-    status, fix = (PASS, "") if holds else (otherwise, fix)
+    """Return a PASS if there is no problem, else a result with `status` and the fix."""
+    status, fix = (status, fix) if problem else (PASS, "")
     return CheckResult(status, name, text, fix, figures or {})
 
 
 def from_error(name: str, error: DdpMnistError) -> CheckResult:
     """Return a FAIL; the fix is what the error says behind its last semicolon."""
     text, semicolon, fix = str(error).rpartition("; ")
-    return failed(name, text, fix) if semicolon else failed(name, fix, "")
+    return failed(name, text, fix) if semicolon else failed(name, fix)
 
 
 def worst(results: Iterable[CheckResult]) -> str:
@@ -87,11 +79,12 @@ def failure_summary(what: str, results: Sequence[CheckResult], fix: str = FIX) -
     return summary if wrong else None
 
 
-def describe(results: Iterable[CheckResult], key: str) -> dict[str, Any]:
-    """Return the results under `key`, and when, where and with what they were found, for JSON."""
+def describe(results: Iterable[CheckResult], key: str, **head: Any) -> dict[str, Any]:
+    """Return for JSON `head`, the results under `key`, and when, where and with what."""
     return {
+        **head,
         "date": date.today().isoformat(),
         key: [asdict(result) for result in results],
-        "machine": {"host": platform.node(), **hardware.describe()},
+        "machine": {"host": platform.node(), **hardware.describe(), "gpus": hardware.gpus()},
         "versions": package_versions(),
     }

@@ -27,7 +27,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from ddp_mnist import train
 from ddp_mnist.cluster.launch import find_launch
 from ddp_mnist.cluster.local import preload
-from ddp_mnist.cluster.world import World, join_world
+from ddp_mnist.cluster.world import join_world
 from ddp_mnist.config import Distribution, Recipe, Run, TrainConfig
 from ddp_mnist.run import session
 from ddp_mnist.run.folder import METRICS, MODEL, RunFolder
@@ -45,9 +45,6 @@ def proof_config(run_dir: str = "run", **recipe: Any) -> TrainConfig:
         Recipe(**{**PROOF, **recipe}),
         Distribution(cpu=True, mixed_precision="fp64", dist_timeout=30),
     )
-
-
-# --- Runs, each one rank's part
 
 
 @dataclass
@@ -74,67 +71,56 @@ def just_train(config: TrainConfig) -> dict[str, Any]:
 
 def train_and_watch(config: TrainConfig, fault: str | None = None) -> Seen:
     """Train as `train` does, or with one of FAULTS, and return what was seen of it."""
-    launch = find_launch(config.distribution)
-    with (
-        RunFolder() as folder,
-        join_world(config.distribution, launch) as world,
-        session.open_run(config, world, launch, folder) as run,
-    ):
-        assert run, "a finished run has nothing to watch"
-        if fault == "sampler":
-            seed = run.config.run.seed + world.store.rank
-            own = dataclasses.replace(run.config.run, seed=seed)
-            run.config = dataclasses.replace(run.config, run=own)
-        return watch(run, fault)
-
-
-def watch(run: session.Run, fault: str | None) -> Seen:
-    seen, nets = Seen(), list[nn.Module]()
+    seen, nets, launch = Seen(), list[nn.Module](), find_launch(config.distribution)
 
     def look(net: nn.Module, inputs: tuple[Tensor]) -> None:
         if net.training:
             seen.images.append([digest_of_image(image) for image in inputs[0]])
 
-    def build(config: TrainConfig, world: World, classes: int) -> nn.Module:
-        net = train.build_model(config, world, classes)
-        net.register_forward_pre_hook(look)
-        nets.append(net)
+    def build(*arguments: Any) -> nn.Module:
+        nets.append(train.build_model(*arguments))
+        nets[0].register_forward_pre_hook(look)
         if fault == "parameter":
-            leave_out_last_parameter(net)
-        return net
+            leave_out_last_parameter(nets[0])
+        return nets[0]
 
-    def look_at_step(optimizer: Optimizer) -> None:
-        gradients = gradients_of(optimizer)
+    def look_at_step(optimizer: Optimizer, gradients: list[Tensor]) -> None:
         if fault == "gradients":
-            torch._foreach_mul_(gradients, run.world.store.world_size)
+            torch._foreach_mul_(gradients, launch.world_size)
         seen.learning_rates.append(optimizer.param_groups[0]["lr"])
         seen.gradient_norms.append(torch.nn.utils.get_total_norm(gradients).item())
 
-    with before_each_step(look_at_step):
+    with (
+        RunFolder() as folder,
+        join_world(config.distribution, launch) as world,
+        session.open_run(config, world, launch, folder) as run,
+        before_each_step(look_at_step),
+    ):
+        assert run, "a finished run has nothing to watch"
+        if fault == "sampler":
+            own = dataclasses.replace(run.config.run, seed=run.config.run.seed + launch.rank)
+            run.config = dataclasses.replace(run.config, run=own)
         seen.summary = train.fit(run, build)
-    seen.weights = digest_of(nets[0])
+        seen.weights = digest_of(nets[0])
     return seen
 
 
 @contextlib.contextmanager
-def before_each_step(function: Callable[[Optimizer], None]) -> Iterator[None]:
-    """Call `function` before each optimizer step in the block, on gradients that are averaged."""
+def before_each_step(function: Callable[[Optimizer, list[Tensor]], None]) -> Iterator[None]:
+    """Call `function` before each optimizer step in the block, with the averaged gradients too."""
 
     def hook(optimizer: Optimizer, *_: Any) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        gradients = [p.grad for p in parameters if p.grad is not None]
         # Muon's step ends with AdamW's, where the hook may run again, without kernels' gradients.
-        if len(gradients_of(optimizer)) == sum(len(g["params"]) for g in optimizer.param_groups):
-            function(optimizer)
+        if len(gradients) == len(parameters):
+            function(optimizer, gradients)
 
     handle = register_optimizer_step_pre_hook(hook)
     try:
         yield
     finally:
         handle.remove()
-
-
-def gradients_of(optimizer: Optimizer) -> list[Tensor]:
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    return [p.grad for p in parameters if p.grad is not None]
 
 
 def leave_out_last_parameter(net: nn.Module) -> None:
@@ -146,7 +132,7 @@ def leave_out_last_parameter(net: nn.Module) -> None:
 def train_until(config: TrainConfig, step: int, number: int = signal.SIGTERM, by: int = 0) -> None:
     """Train; rank `by` gets the signal `number` in optimizer step `step`, before the update."""
 
-    def strike(optimizer: Optimizer) -> None:
+    def strike(optimizer: Optimizer, _: list[Tensor]) -> None:
         taken = max((int(state["step"]) for state in optimizer.state.values()), default=0)
         if taken == step and os.environ.get("RANK", "0") == str(by):
             os.kill(os.getpid(), number)
@@ -159,13 +145,8 @@ def train_until(config: TrainConfig, step: int, number: int = signal.SIGTERM, by
 def resumed(config: TrainConfig, **typed: Any) -> TrainConfig:
     """Return what resumes the run of `config`; `typed` are flags of its recipe that are given."""
     run = dataclasses.replace(config.run, run_dir=None, resume=config.run.run_dir)
-    recipe = dataclasses.replace(config.recipe, **typed)
-    return dataclasses.replace(
-        config, run=run, recipe=recipe, typed=frozenset({"resume", "quiet", *typed})
-    )
-
-
-# --- Comparisons
+    recipe, given = dataclasses.replace(config.recipe, **typed), {"resume", "quiet", *typed}
+    return dataclasses.replace(config, run=run, recipe=recipe, typed=frozenset(given))
 
 
 def digest_of_image(image: Tensor) -> str:
@@ -181,10 +162,9 @@ def digest_of(net: nn.Module) -> str:
 
 def per_step(ranks: list[Seen], parts: int = 1) -> list[list[str]]:
     """Return the digests of each step's images over all ranks, sorted."""
-    batches = len(ranks[0].images)
     return [
         sorted(image for seen in ranks for part in seen.images[i : i + parts] for image in part)
-        for i in range(0, batches, parts)
+        for i in range(0, len(ranks[0].images), parts)
     ]
 
 
