@@ -626,7 +626,7 @@ def test_on_the_cpu_the_doctor_shows_nobody_a_gpu(
     monkeypatch.setattr(checks, "run_checks", lambda *_, **__: [])
     with pytest.raises(SystemExit) as ended:
         cli.main(["doctor", "--dataset", "digits", *flags])
-    assert (ended.value.code, seen) == (0, [shown])
+    assert (ended.value.code, set(seen)) == (0, {shown})
 
 
 @pytest.mark.parametrize(
