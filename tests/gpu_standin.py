@@ -242,7 +242,6 @@ def meetings(gpus: int, folder: Path) -> dict[str, Any]:
             "the same GPU": world({}, *[tcp | own[0]] * 2),
             "srun": world({}, *srun),
             "plain_ddp.py": run_world(2, plainly, folder=folder),
-            "as NCCL says": world({}, *[own[0] | {"STANDIN_SERIAL": f"{k}"} for k in range(2)]),
         }
     return found
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -30,10 +29,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "old driver": {"gpus": 1, "works": False},
 }
 NO_GPU = "needs a GPU, and this machine shows none; use --config_file accelerate_configs"
-REFUSED = (
-    f"2 processes on {platform.node()}, but 1 GPU: NCCL needs one each; start fewer, or share a GPU"
-    " with --backend gloo"
-)
 
 
 @pytest.fixture(scope="module")
@@ -188,7 +183,10 @@ def test_two_processes_share_one_gpu_over_gloo(decided: dict[str, Any]) -> None:
 def test_two_processes_on_one_gpu_are_refused_with_nccl(
     kind: str, start: str, decided: dict[str, Any]
 ) -> None:
-    assert decided[kind]["met"][start] == [REFUSED, [2]]
+    reported, codes = decided[kind]["met"][start]
+    assert reported.startswith("--backend nccl: Duplicate GPU detected : rank ")
+    assert "; give each process a GPU of its own, or share one with --backend gloo;" in reported
+    assert codes == [2]
 
 
 def test_two_gpus_are_taken_by_local_rank(decided: dict[str, Any]) -> None:
@@ -200,12 +198,6 @@ def test_two_gpus_are_taken_by_local_rank(decided: dict[str, Any]) -> None:
 def test_processes_that_are_shown_a_gpu_each(start: str, decided: dict[str, Any]) -> None:
     met = decided["two"]["met"][start]
     assert places(met) == [("cuda:0", "nccl", "0"), ("cuda:0", "nccl", "1")]
-
-
-def test_nccl_that_is_misused_lost_nobody(decided: dict[str, Any]) -> None:
-    reported, codes = decided["two"]["met"]["as NCCL says"]
-    assert reported.startswith("--backend nccl: Duplicate GPU detected : rank ")
-    assert codes == [2]
 
 
 def test_a_run_on_the_cpu_opens_no_gpu(decided: dict[str, Any]) -> None:

@@ -4,12 +4,15 @@ import json
 import os
 import re
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
+import psutil
 import pytest
 import torch.distributed as dist
 
@@ -51,12 +54,8 @@ def meetings(ranks: list[int], world_sizes: list[int], folder: Path) -> list[Any
 
 @pytest.mark.parametrize("host", ["localhost", "::1"])
 def test_processes_meet_and_know_where_each_runs(host: str, tmp_path: Path) -> None:
-    if host == "::1":
-        try:
-            with socket.socket(socket.AF_INET6) as probe:
-                probe.bind(("::1", 0))
-        except OSError:
-            pytest.skip("no IPv6 here")
+    if host == "::1" and not any(each.address == host for each in psutil.net_if_addrs()["lo"]):
+        pytest.skip("no IPv6 here")
     hosts = run_world(2, meet_as, [0, 1], [2, 2], host, folder=tmp_path)
     assert hosts == [[host_id()] * 2] * 2
 
@@ -191,39 +190,35 @@ def stores(size: int) -> list[Store]:
 
 
 def at_once(*tasks: Callable[[], Any]) -> list[Any]:
-    """What each task returned or raised, run in threads side by side."""
-    results: list[Any] = [None] * len(tasks)
+    """Return what each task returned or raised, run in threads side by side."""
 
-    def run(number: int) -> None:
+    def outcome(task: Callable[[], Any]) -> Any:
         try:
-            results[number] = tasks[number]()
+            return task()
         except Exception as error:
-            results[number] = error
+            return error
 
-    threads = [threading.Thread(target=run, args=(n,), daemon=True) for n in range(len(tasks))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(10)
-        assert not thread.is_alive()
-    return results
+    with ThreadPoolExecutor(len(tasks)) as pool:
+        return list(pool.map(outcome, tasks, timeout=10))
+
+
+def each_of(size: int, do: Callable[[Store], Any]) -> list[Any]:
+    return at_once(*[partial(do, store) for store in stores(size)])
 
 
 def test_rank_0_decides_for_all() -> None:
-    deciders = []
+    def after_several_polls() -> dict[str, Any]:
+        time.sleep(0.2)
+        return {"notes": [1, None]}
 
-    def decide() -> dict[str, Any]:
-        deciders.append(threading.get_ident())
-        time.sleep(0.2)  # longer than a poll
-        return {"folder": "runs/digits-001", "notes": [1, None]}
-
-    results = at_once(*[lambda s=s: s.broadcast_from_rank0("run", decide) for s in stores(3)])
-    assert results == [{"folder": "runs/digits-001", "notes": [1, None]}] * 3
-    assert len(deciders) == 1
+    decide = Mock(side_effect=after_several_polls)
+    results = each_of(3, lambda store: store.broadcast_from_rank0("run", decide))
+    assert results == [{"notes": [1, None]}] * 3
+    decide.assert_called_once_with()
 
 
 def test_each_rank_gets_what_all_have() -> None:
-    results = at_once(*[lambda s=s: s.all_gather("key", [s.rank, None]) for s in stores(3)])
+    results = each_of(3, lambda store: store.all_gather("key", [store.rank, None]))
     assert results == [[[0, None], [1, None], [2, None]]] * 3
 
 
@@ -236,7 +231,7 @@ def test_all_wait_for_the_last() -> None:
         store.barrier("data")
         return sorted(here)
 
-    assert at_once(*[lambda s=s: come(s) for s in stores(3)]) == [[0, 1, 2]] * 3
+    assert each_of(3, come) == [[0, 1, 2]] * 3
 
 
 def test_rank_0_leaves_last() -> None:
@@ -248,7 +243,7 @@ def test_rank_0_leaves_last() -> None:
         store.shutdown()
         left.append(store.rank)
 
-    at_once(*[lambda s=s: leave(s) for s in stores(3)])
+    each_of(3, leave)
     assert left.index(0) > 0
     assert sorted(left) == [0, 1, 2]
     zero, _ = stores(2)
@@ -258,6 +253,15 @@ def test_rank_0_leaves_last() -> None:
     zero.lost = [1]
     zero.shutdown()
     assert time.monotonic() - started < 2
+
+
+def test_who_does_not_come_in_time_is_missed() -> None:
+    zero, _ = stores(2)
+    line = "not all of 2 processes came to 'data' within 0.1 s; see what the others say, then start"
+    with pytest.raises(PeerError, match=line):
+        zero.barrier("data", within_s=0.1)
+    with pytest.raises(PeerError, match=r"^no word of key from another process within 0.1 s; see"):
+        zero.get("key", within_s=0.1)
 
 
 def test_the_first_failure_counts() -> None:
@@ -333,7 +337,7 @@ def test_what_is_reported_of_a_failure(error: BaseException, reported: tuple[str
 
 def test_dead_ranks() -> None:
     zero, one, _, three = stores(4)
-    results = at_once(*[lambda s=s: s.find_dead_ranks(0.3) for s in (zero, one, three)])
+    results = at_once(*[partial(store.find_dead_ranks, 0.3) for store in (zero, one, three)])
     assert results == [[2]] * 3
 
 
@@ -345,21 +349,13 @@ def test_a_reported_failure_says_which_ranks_are_lost() -> None:
     assert two.find_dead_ranks(60) == [3]
     zero.report_failure("me too", 6)
     assert zero.lost == [3]
-    at_once(*[lambda s=s: s.shutdown(60) for s in (zero, one, two)])
+    at_once(*[partial(store.shutdown, 60) for store in (zero, one, two)])
     assert time.monotonic() - started < 10
 
 
-class GoneStore:
-    """What a store whose server was killed does."""
-
-    def _fail(self, *_: Any) -> Any:
-        raise RuntimeError("Broken pipe")
-
-    set = get = add = check = compare_set = _fail
-
-
 def test_a_store_that_is_gone_is_rank_0_that_is_gone() -> None:
-    store = Store(GoneStore(), 1, 3)  # type: ignore[arg-type]
+    gone = Mock(**{f"{name}.side_effect": RuntimeError for name in ("set", "check", "compare_set")})
+    store = Store(gone, 1, 3)
     assert store.find_dead_ranks(0.1) == [0]
     assert store.failure() is None
     assert store.report_failure("lost", 6) is None
@@ -380,12 +376,12 @@ def test_the_first_fact_that_differs_is_named_with_its_ranks() -> None:
         return {"--seed": 0, "torch": "2.15" if rank in (0, 2) else "2.14", "python": rank}
 
     same = {"--seed": 0, "torch": "2.15", "the data's digest": "ab"}
-    assert at_once(*[lambda s=s: check_same(s, same) for s in stores(3)]) == [None] * 3
-    results = at_once(*[lambda s=s: check_same(s, facts(s.rank)) for s in stores(4)])
+    assert each_of(3, lambda store: check_same(store, same)) == [None] * 3
+    results = each_of(4, lambda store: check_same(store, facts(store.rank)))
     expected = (
         "torch: rank 0 has 2.15, rank 1, 3 has 2.14;"
         " start every process with the same flags, data and packages"
     )
     assert [(type(error), str(error)) for error in results] == [(UsageError, expected)] * 4
-    many = at_once(*[lambda s=s: check_same(s, {"x": s.rank > 0}) for s in stores(12)])
-    assert "rank 1, 2, 3, 4, 5, 6, 7, 8 ... has True;" in str(many[0])
+    many = each_of(20, lambda store: check_same(store, {"x": store.rank > 0}))
+    assert re.match(r"x: rank 0 has False, rank 1, 2, 3, [\d, ]+ \.\.\. has True;", str(many[0]))

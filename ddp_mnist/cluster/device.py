@@ -113,20 +113,3 @@ def gpu_of(local_rank: int) -> int:
     SLURM, or CUDA_VISIBLE_DEVICES, may show each rank its own GPU alone, as number 0.
     """
     return local_rank % gpus()
-
-
-def check_gpus_differ(store: Store, local_rank: int) -> None:
-    """Raise UsageError on every rank if two of a machine would take the same GPU.
-
-    NCCL refuses that late. UUIDs tell GPUs apart, where each rank sees others under one number.
-    """
-    mine = torch.cuda.get_device_properties(gpu_of(local_rank)).uuid
-    taken = list(zip(store.hosts, store.all_gather("gpu", str(mine)), strict=True))
-    for host in dict.fromkeys(store.hosts):
-        here = [gpu for on, gpu in taken if on == host]
-        if (count := len(set(here))) < len(here):
-            raise UsageError(
-                f"{len(here)} processes on {host.partition('/')[0]}, but {count}"
-                f" GPU{'s' if count > 1 else ''}: NCCL needs one each; start fewer, or share a GPU"
-                " with --backend gloo"
-            )

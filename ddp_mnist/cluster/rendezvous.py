@@ -29,9 +29,7 @@ def meet(launch: Launch, timeout_s: float) -> Store:
     """
     rank, size = launch.rank, launch.world_size
     if size == 1 and not launch.agent_store:
-        store = Store(dist.HashStore(), 0, 1)
-        store.hosts = [host_id()]
-        return store
+        return Store(dist.HashStore(), 0, 1, hosts=[host_id()])
     host, port = launch.main_host, launch.main_port
     assert host is not None and port is not None
     unit = "machine" if launch.launcher == "machine" else "process"

@@ -32,7 +32,6 @@ from torch import nn
 
 from ddp_mnist.cluster import nccl
 from ddp_mnist.cluster.device import (
-    check_gpus_differ,
     choose_backend,
     choose_device,
     gpu_of,
@@ -142,8 +141,6 @@ def join_world(
             if backend != "none":
                 chosen = {"--backend": backend, "--mixed-precision": precision}
                 check_same(store, chosen, "what auto chose")
-                if backend == "nccl":
-                    check_gpus_differ(store, local_rank)
                 choose_interface(launch, store)
                 form_group(store, backend, local_rank, flags.dist_timeout)
             export_env(launch, backend, gpu_of(local_rank) if device == "cuda" else local_rank)
@@ -240,11 +237,10 @@ def form_group(store: Store, backend: str, local_rank: int, timeout_s: float) ->
             f"WORLD_SIZE={store.world_size}: a process group of {dist.get_world_size()} exists"
             " already in this process; start the trainer in a process of its own"
         )
-    level, version = os.environ.get("TORCH_DISTRIBUTED_DEBUG", ""), torch.__version__
-    crashes = level.upper() == "DETAIL" and version.startswith(CRASHES_IN_DETAIL)
-    if crashes and store.world_size > 1:
+    version, debug = torch.__version__, os.environ.get("TORCH_DISTRIBUTED_DEBUG", "")
+    if debug.upper() == "DETAIL" and store.world_size > 1 and version.startswith(CRASHES_IN_DETAIL):
         raise UsageError(
-            f"TORCH_DISTRIBUTED_DEBUG={level}: makes torch {version} crash in DDP; use INFO"
+            f"TORCH_DISTRIBUTED_DEBUG={debug}: makes torch {version} crash in DDP; use INFO"
         )
     is_nccl = backend == "nccl"
     collectives_s = timeout_s + (nccl.WATCHDOG_MARGIN_S if is_nccl else 0)
