@@ -202,7 +202,7 @@ CONTRADICTED = "the environment says"
         ({"world_size": 3}, BY_HAND, f"--world-size 3: {CONTRADICTED} WORLD_SIZE=2"),
         ({"local_rank": 0}, TORCHRUN, f"--local-rank 0: {CONTRADICTED} LOCAL_RANK=1"),
         (TCP, BY_HAND, f"--rank 0: {CONTRADICTED} RANK=1"),
-        (TCP, TORCHRUN, "--init-method tcp://h:1: a launcher started this process"),
+        (TCP, TORCHRUN, f"--rank 0: {CONTRADICTED} RANK=1"),
         (TCP | {"rank": None}, {}, "--init-method tcp://h:1: each process needs --rank R --w"),
         (TCP | {"world_size": None}, {}, "--init-method tcp://h:1: each process needs --rank R"),
     ],

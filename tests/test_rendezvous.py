@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import os
 import re
 import socket
@@ -360,15 +359,6 @@ def test_a_store_that_is_gone_is_rank_0_that_is_gone() -> None:
     assert store.failure() is None
     assert store.report_failure("lost", 6) is None
     store.shutdown()
-
-
-def test_what_is_set_is_read() -> None:
-    zero, one = stores(2)
-    assert not one.exists("key")
-    for value in (None, True, 0, 1.5, "数", [1, [2]], {"a": None}):
-        zero.set("key", value)
-        assert one.exists("key")
-        assert one.get("key") == value == json.loads(json.dumps(value))
 
 
 def test_the_first_fact_that_differs_is_named_with_its_ranks() -> None:

@@ -45,9 +45,8 @@ def first_cause(store: Store, error: BaseException) -> BaseException:
 def propagate_first_error(store: Store) -> Iterator[None]:
     """Let the first error that ends a rank end all of them.
 
-    Raises:
-        FailedElsewhere: instead of this rank's error, because another rank failed before.
-        PeerError: instead of a broken connection; it names the rank that was lost.
+    Raise FailedElsewhere instead of this rank's error if another rank failed before, and PeerError,
+    which names the lost rank, instead of a broken connection.
     """
     try:
         yield

@@ -65,9 +65,8 @@ class Launch:
 def find_launch(flags: Distribution, env: Mapping[str, str] = os.environ) -> Launch:
     """Return this process's place, from the flags or else from the environment.
 
-    Raises:
-        UsageError: they are incomplete, contradict each other, or come from a launcher with which
-            this process would train alone.
+    Raise UsageError if they are incomplete, contradict each other, or come from a launcher with
+    which this process would train alone.
     """
     if flags.backend == "mpi":
         raise UsageError(
@@ -97,13 +96,11 @@ def _from_address(flags: Distribution, env: Mapping[str, str]) -> Launch:
         host = port = rest = None
     if not host or not port or rest or url.scheme != "tcp":
         raise UsageError(f"{shown}: must be tcp://HOST:PORT (port 1 to 65535) or env://")
-    if "TORCHELASTIC_RUN_ID" in env:
-        raise UsageError(
-            f"{shown}: a launcher started this process and gives rank and address itself; leave out"
-            " --init-method, --rank and --world-size"
-        )
     if flags.rank is None or flags.world_size is None:
-        raise UsageError(f"{shown}: each process needs --rank R --world-size N beside it")
+        raise UsageError(
+            f"{shown}: each process needs --rank R --world-size N beside it; under a launcher,"
+            " leave out all three"
+        )
     _with_flags(flags, env)
     rank, world_size = flags.rank, flags.world_size
     return Launch("tcp", rank, world_size, flags.local_rank, main_host=host, main_port=port)

@@ -62,9 +62,8 @@ class NcclAccelerator(Accelerator):
     def wait_for_gpu(self) -> None:
         """Return once the GPU has done its work so far, up to 1 ms later than a wait in CUDA.
 
-        Raises:
-            FailedElsewhere: another rank reported its failure.
-            DistBackendError: a peer is lost or silent, as gloo's RuntimeErrors say it.
+        Raise FailedElsewhere if another rank reported its failure, and DistBackendError, as gloo's
+        RuntimeErrors say it, if one is lost or silent.
         """
         event = self.new_event()
         event.record()

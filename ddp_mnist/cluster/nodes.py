@@ -51,9 +51,7 @@ def meet(node: Node, timeout_s: float) -> None:
 def meet_others(node: Node, timeout_s: float) -> Store:
     """Return the store, which machine 0 serves, once all have come and agree on their numbers.
 
-    Raises:
-        PeerError: nobody answers there, or not all machines came, within `timeout_s`.
-        UsageError: the port is taken, a rank came twice, or the machines' numbers differ.
+    Raise UsageError if these differ, and else as `rendezvous.meet` does.
     """
     from ddp_mnist.cluster import rendezvous  # torch: a rehearsal does without
 

@@ -21,11 +21,9 @@ WORDS = {"process": ("processes", "rank"), "machine": ("machines", "machine")}
 def meet(launch: Launch, timeout_s: float) -> Store:
     """Return the store once every process, or machine, has written there where it runs.
 
-    Raises:
-        PeerError: nobody answers at the main address, or not all came, within `timeout_s`.
-        UsageError: the main port is in use, two processes have the same rank, or they were given
-            different world sizes.
-        FailedElsewhere: another rank found that out first, and reports it.
+    Raise PeerError if not all meet within `timeout_s`, UsageError if the main port is in use, two
+    have the same rank or they were given different world sizes, FailedElsewhere if another rank
+    reports that.
     """
     rank, size = launch.rank, launch.world_size
     if size == 1 and not launch.agent_store:

@@ -57,9 +57,7 @@ class StopSignals:
     def obey(self, requests: Sequence[float], is_main_process: bool) -> None:
         """Save and end the run if the sums over all ranks of their `requests` show a signal.
 
-        Raises:
-            Preempted: on the main process.
-            FailedElsewhere: on the others, with the same code.
+        Raise Preempted on the main process, FailedElsewhere with the same code on the others.
         """
         came = [number for number, ranks in zip(EXIT_CODES, requests, strict=True) if ranks]
         if came:
@@ -73,12 +71,9 @@ def listen(has_launcher: bool = True, store: Store | None = None) -> Iterator[St
     """Note the stop signals from here on, also while the main thread waits in a collective.
 
     A Python handler would run when the collective returns, up to the time-out later; the byte
-    that the C handler writes is read by a thread at once.
-
-    Args:
-        has_launcher: after an error the signals stay ignored, so that a launcher that ends the
-            other workers cannot cut this one's last line short.
-        store: its `signalled` is set when the first signal comes.
+    that the C handler writes is read by a thread at once. When the first signal comes, `signalled`
+    of the store is set. After an error they stay ignored if there is a launcher, which may end the
+    other workers, and could cut this one's last line short.
     """
     stop = StopSignals()
     if threading.current_thread() is not threading.main_thread():

@@ -83,9 +83,7 @@ class Store:
     def get(self, key: str, within_s: float = math.inf) -> Any:
         """Return the value of `key` as soon as it is there.
 
-        Raises:
-            FailedElsewhere: a rank reports its failure.
-            PeerError: it is not there within `within_s`.
+        Raise FailedElsewhere if a rank reports its failure, PeerError after `within_s`.
         """
         self._wait(lambda: self.exists(key), f"no word of {key} from another process", within_s)
         return json.loads(self.call("get", key))
@@ -187,11 +185,8 @@ class Store:
 def open_store(host: str, port: int, *, serve: bool, timeout_s: float, who: str) -> dist.TCPStore:
     """Serve the store on `port`, or connect to the one at `host`:`port`.
 
-    Plain sockets try first: TCPStore retries in C++, and prints warnings as it does.
-
-    Raises:
-        UsageError: the port to serve on is in use.
-        PeerError: nobody answers within `timeout_s`, or something that is no store.
+    Plain sockets try first: TCPStore retries in C++, and prints warnings as it does. Raise
+    UsageError if the port to serve on is in use, PeerError if nobody, or no store, answers.
     """
     deadline = time.monotonic() + timeout_s
     while not serve:

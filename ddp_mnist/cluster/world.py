@@ -228,9 +228,7 @@ def choose_interface(launch: Launch, store: Store) -> None:
 def form_group(store: Store, backend: str, local_rank: int, timeout_s: float) -> None:
     """Open the connections between the ranks, all of which have come.
 
-    Raises:
-        UsageError: there is a group already, or torch would crash in this one.
-        PeerError: some connections cannot be made, as where a firewall only opens the main port.
+    Raise PeerError if some cannot be made, as where a firewall opens the main port alone.
     """
     if dist.is_initialized():
         raise UsageError(

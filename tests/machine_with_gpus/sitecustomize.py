@@ -8,7 +8,6 @@ believing in `cuda:N`. What this cannot show: whether a kernel, NCCL or fp16 on 
 from __future__ import annotations
 
 import os
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -59,12 +58,6 @@ def set_device(device: Any) -> None:
     current[0] = checked(device if isinstance(device, int) else torch.device(device).index)
 
 
-def properties(device: Any) -> SimpleNamespace:
-    index = checked(device if isinstance(device, int) else torch.device(device).index)
-    serial = os.environ.get("STANDIN_SERIAL", "")  # which makes one GPU look like two
-    return SimpleNamespace(uuid=f"GPU-{number(index)}{serial}")
-
-
 def number(index: int) -> str:
     """Of all GPUs of the machine, that of the visible one with this index."""
     return str(torch.cuda._parse_visible_devices()[index])
@@ -110,7 +103,6 @@ if os.environ.get("STANDIN_COMPUTES"):
         (torch.cuda, "current_device", lambda: current[0]),
         (torch.cuda, "synchronize", lambda *_: None),
         (torch.cuda, "get_device_name", lambda *_: "stand-in"),
-        (torch.cuda, "get_device_properties", properties),
         (torch.cuda.nccl, "version", lambda: (2, 0, 0)),
         (torch.accelerator, "current_accelerator", current_accelerator),
         (dist, "init_process_group", init_process_group),
