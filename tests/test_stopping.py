@@ -187,22 +187,6 @@ def test_signals_are_noted_and_the_store_knows_when_the_first_came() -> None:
         signal.signal(signal.SIGWINCH, winch)
 
 
-def test_another_thread_than_the_main_one_changes_nothing(before: Handlers) -> None:
-    found: list[Any] = []
-
-    def inside() -> None:
-        with listen() as stop:
-            found.extend([handlers(), set(threading.enumerate()), stop.requests])
-
-    threads = set(threading.enumerate())
-    thread = threading.Thread(target=inside)
-    thread.start()
-    thread.join()
-    assert found[0] == handlers() == before
-    assert found[1] <= {*threads, thread}
-    assert found[2] == [0, 0, 0]
-
-
 # Its main thread is in a call that no signal ends, so that no Python handler would run.
 HANGS = """
 import ctypes, sys, threading, time

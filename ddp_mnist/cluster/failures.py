@@ -7,7 +7,6 @@ import gc
 import re
 import signal
 import textwrap
-import threading
 import traceback
 from collections.abc import Iterator
 
@@ -52,10 +51,8 @@ def propagate_first_error(store: Store) -> Iterator[None]:
         yield
     except BaseException as error:
         traceback.clear_frames(error.__traceback__)  # they hold the model, and it the group
-        # A launcher that lost a worker sends SIGTERM while this rank finds out why. Only the main
-        # thread may change handlers.
-        in_main_thread = threading.current_thread() is threading.main_thread()
-        signals = (signal.SIGTERM, signal.SIGINT) if in_main_thread else ()
+        # A launcher that lost a worker sends SIGTERM while this rank finds out why.
+        signals = (signal.SIGTERM, signal.SIGINT)
         before = {each: signal.signal(each, signal.SIG_IGN) for each in signals}
         cause = first_cause(store, as_expected(store, error))
         end_group()  # the others' connections break now, and they look for the cause

@@ -76,9 +76,6 @@ def listen(has_launcher: bool = True, store: Store | None = None) -> Iterator[St
     other workers, and could cut this one's last line short.
     """
     stop = StopSignals()
-    if threading.current_thread() is not threading.main_thread():
-        yield stop  # only the main thread may change handlers
-        return
     reader, writer = socket.socketpair()
     writer.setblocking(False)
 
