@@ -34,32 +34,28 @@ def test_the_codes_digest_changes_with_the_code(
     assert len(before) == 16
 
 
-def git(folder: Path, *arguments: str) -> str:
-    who = ("-c", "user.name=t", "-c", "user.email=t@t", "-c", "commit.gpgsign=false")
-    command = ["git", "-C", str(folder), *who, *arguments]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
-
-
 def test_the_commit_is_that_of_the_checkout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    package = tmp_path / "ddp_mnist"
-    package.mkdir()
-    code = package / "summary.py"
+    def git(*arguments: str) -> str:
+        who = ("-c", "user.name=t", "-c", "user.email=t@t", "-c", "commit.gpgsign=false")
+        command = ["git", "-C", str(tmp_path), *who, *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    code = tmp_path / "ddp_mnist" / "summary.py"
+    code.parent.mkdir()
     code.write_text("a = 1\n")
     monkeypatch.setattr("ddp_mnist.run.environment.__file__", str(code))
     assert git_commit() is None  # no checkout
-    git(tmp_path, "init", "-q")
-    (tmp_path / "readme").touch()
-    git(tmp_path, "add", "readme")
-    git(tmp_path, "commit", "-qm", "somebody else's")
+    git("init", "-q")
+    git("commit", "-qm", "somebody else's", "--allow-empty")
     assert git_commit() is None  # in a checkout, but not a part of it
-    git(tmp_path, "add", "ddp_mnist")
-    git(tmp_path, "commit", "-qm", "ours")
-    git(tmp_path, "tag", "v1")
-    commit = git(tmp_path, "rev-parse", "HEAD")
-    assert len(commit) == 40
+    git("add", "ddp_mnist")
+    git("commit", "-qm", "ours")
+    git("tag", "v1")
+    commit = git("rev-parse", "HEAD")
     assert git_commit() == commit
+    assert len(commit) == 40
     code.write_text("a = 2\n")
     assert git_commit() == commit + "+"
     monkeypatch.setenv("PATH", "")

@@ -9,7 +9,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -94,21 +94,19 @@ def test_runs_that_begin_at_once_get_folders_of_their_own(tmp_path: Path) -> Non
 
 
 def test_a_folder_that_the_person_names(tmp_path: Path) -> None:
-    folder, other = tmp_path / "a" / "b", tmp_path / "c"
+    folder = tmp_path / "a" / "b"
     assert create(folder) == folder
     assert names(folder) == ["status.json"]
     assert read_json(folder / "status.json") == FRESH
-    other.mkdir()
-    (other / "notes.txt").write_text("mine")
-    assert create(other) == other  # holds no run
-    assert names(other) == ["notes.txt", "status.json"]
+    (tmp_path / "notes.txt").write_text("mine")
+    assert create(tmp_path) == tmp_path  # holds no run
+    assert names(tmp_path) == ["a", "notes.txt", "status.json"]
 
 
 def test_a_reserved_folder_is_empty_and_the_latest_once_a_run_begins(tmp_path: Path) -> None:
     root = tmp_path / "deep" / "runs"
     assert [reserve("a/b", root), reserve("a/b", root)] == [root / "a_b-001", root / "a_b-002"]
-    assert names(root) == ["a_b-001", "a_b-002"]
-    assert names(root / "a_b-002") == []
+    assert names(root) == ["a_b-001", "a_b-002"] and names(root / "a_b-002") == []
     for name in ("a_b-002", "mine"):
         assert create(root / name, "a/b", root) == root / name
         assert (root / "latest").readlink() == Path(name)
@@ -257,36 +255,25 @@ def test_fault_14_a_folder_that_another_process_writes_is_refused_until_it_is_ki
     assert names(tmp_path) == []
 
 
-@contextlib.contextmanager
-def may_only_read(folder: Path) -> Iterator[None]:
-    """Run the block as another user than the folder's owner, who is root if the tests are."""
-    modes = {path: path.stat().st_mode for path in (folder, *folder.iterdir())}
-    for path in modes:
-        path.chmod(0o555 if path.is_dir() else 0o444)
-    if is_root := os.geteuid() == 0:
-        os.seteuid(65534)
-    try:
-        yield
-    finally:
-        if is_root:
-            os.seteuid(0)
-        for path, mode in modes.items():
-            path.chmod(mode)
-
-
 def test_to_ask_whether_a_folder_is_in_use_needs_no_permission_and_leaves_nothing() -> None:
-    with tempfile.TemporaryDirectory() as place:  # pytest's own belongs to one user
-        folder = Path(place)
+    """The one who asks is another user than the folder's owner, if the tests are root's."""
+    with tempfile.TemporaryDirectory() as place, contextlib.ExitStack() as stack:
+        folder = Path(place)  # pytest's own belongs to one user
         assert not in_use(folder / "gone")
         assert not in_use(folder)
         assert names(folder) == []
-        with RunFolder() as run:
-            run.open(folder)
-            with may_only_read(folder):
-                assert in_use(folder)
-        (folder / ".lock").touch()  # of a process that was killed
-        with may_only_read(folder):
-            assert not in_use(folder)
+        run = stack.enter_context(RunFolder())
+        run.open(folder)
+        (folder / ".lock").chmod(0o444)
+        folder.chmod(0o555)
+        stack.callback(folder.chmod, 0o755)
+        if os.geteuid() == 0:
+            stack.callback(os.seteuid, 0)
+            os.seteuid(65534)
+        assert in_use(folder)
+        assert run._lock
+        run._lock.release()  # its file stays, as that of a process that was killed
+        assert not in_use(folder)
         assert names(folder) == [".lock"]
 
 
@@ -431,11 +418,7 @@ def test_writes_that_fail_are_storage_errors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = unlocked(tmp_path / "gone")
-    for write in (
-        lambda: run.append_metrics(1, {}),
-        lambda: run.write_json("x.json", {}),
-        lambda: run.write_bytes("x", b"1"),
-    ):
+    for write in (lambda: run.append_metrics(1, {}), lambda: run.write_json("x.json", {})):
         with pytest.raises(StorageError, match=f"^{tmp_path}/gone/.*No such file or directory"):
             write()
     run = unlocked(tmp_path)

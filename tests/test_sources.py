@@ -239,9 +239,10 @@ def test_every_format_gives_what_was_written(how: str, tmp_path: Path) -> None:
 
 
 def test_images_in_folders_of_their_class(tmp_path: Path) -> None:
+    """They are read class by class, in the order of names."""
     decoded = read(write_images(tmp_path))
     assert (decoded.classes, decoded.notes) == (["ant", "bee", "cat", "dog"], [])
-    for split, rows in SPLITS.items():  # read class by class, in the order of names
+    for split, rows in SPLITS.items():
         order = sorted(range(rows.start, rows.stop), key=lambda row: (LABELS[row], row))
         assert decoded.labels[split].tolist() == [LABELS[row] for row in order]
         assert np.array_equal(decoded.images[split], PIXELS[order])
@@ -282,7 +283,6 @@ def one_colour(mode: str, colour: Any, side: int = 28) -> PIL.Image.Image:
     ("image", "kind", "grey"),
     [
         (one_colour("RGB", (255, 0, 0), 32), "32x32 RGB", 76),  # ITU-R 601: 0.299 of red
-        (one_colour("RGB", (0, 255, 0)), "28x28 RGB", 150),
         (one_colour("L", 200, 14), "14x14 L", 200),
         (one_colour("1", 1), "28x28 1", 255),
         (one_colour("RGBA", (0, 0, 255, 255)), "28x28 RGBA", 29),
@@ -291,7 +291,6 @@ def one_colour(mode: str, colour: Any, side: int = 28) -> PIL.Image.Image:
         (encoded(one_colour("P", 0), transparency=0), "28x28 P", 255),
         (one_colour("LA", (0, 0)), "28x28 LA", 255),
         (one_colour("I;16", 0x8000), "28x28 I;16", 128),
-        (one_colour("I;16", 0xFFFF), "28x28 I;16", 255),
         (one_colour("I;16", 0x00FF), "28x28 I;16", 0),
     ],
 )
@@ -375,8 +374,10 @@ def label_at(row: int, label: Any) -> Spoiler:
 
 
 TRAIN_FILE, TEST_FILE = "train-00000-of-00001.parquet", "test-00000-of-00001.parquet"
+MANY_WORDS = {"image": cells_of(PNGS[:1] * 1001), "label": [f"w{n}" for n in range(1001)]}
 NO_ROWS = {"image": cells_of([]), "label": pa.array([], pa.int64())}
 NOT_TEXT = pa.array([b"a\xff"] * 5, pa.binary()).view(pa.string())
+NO_YAML = "---\nconfigs: [\n---\n"
 TIFF = encoded(one_colour("F", 0.5), kind="TIFF")
 IMAGE, LABEL = "split train, column image:", "split train, column label:"
 
@@ -398,10 +399,7 @@ PARQUET_FAULTS: Faults = {
     "fractions": (in_both(label=[0.0, 1.0, 2.5, 3.0, 1.0]), "label: labels are float;"),
     "labels that are lists": (in_both(label=[[1]] * 5), "label: labels are list;"),
     "labels that are no text": (in_both(label=NOT_TEXT), "cannot be read ("),
-    "too many words": (
-        in_both(image=cells_of(PNGS[:1] * 1001), label=[f"w{n}" for n in range(1001)]),
-        f"{LABEL} 1001 classes; give at most 1000",
-    ),
+    "too many words": (in_both(**MANY_WORDS), f"{LABEL} 1001 classes; give at most 1000"),
     "test label above train's": (in_test(label=[0, 1, 7, 2, 3]), "row 2 has label 7; give a"),
     "class in test only": (in_train(label=[0, 1, 3] * 4), "test: row 2 has label 2, which no"),
     "no rows in test": (in_test(**NO_ROWS), "cannot be read ("),
@@ -413,10 +411,7 @@ PARQUET_FAULTS: Faults = {
     "image of unknown range": (image_at(4, TIFF), f"{IMAGE} row 4 is no readable image (mode F"),
     "image None": (image_at(5, None), f"{IMAGE} row 5 has no image;"),
     "image of no bytes": (image_at(6, b""), f"{IMAGE} row 6 has no image;"),
-    "README that is no YAML": (
-        lambda folder: (folder / "README.md").write_text("---\nconfigs: [\n---\n"),
-        "cannot be read (",
-    ),
+    "README that is no YAML": (lambda f: (f / "README.md").write_text(NO_YAML), "cannot be read ("),
 }
 
 
@@ -430,20 +425,17 @@ def only_text(folder: Path) -> None:
     (folder / "notes.txt").write_text("1\n2\n")
 
 
+def without_classes(folder: Path) -> None:
+    for file in folder.rglob("*.png"):
+        file.rename(file.parent.parent / file.name)
+
+
+BEE, ANT = "train/bee/05.png", "test/ant/12.png"
 IMAGE_FAULTS: Faults = {
-    "broken file": (
-        rewritten("train/bee/05.png", flipped(200)),
-        f"{IMAGE} row 4 DIR/train/bee/05.png is no readable image (broken",
-    ),
-    "empty file": (
-        rewritten("test/ant/12.png", cut(0)),
-        "row 0 DIR/test/ant/12.png is no readable",
-    ),
+    "broken file": (rewritten(BEE, flipped(200)), f"{IMAGE} row 4 DIR/{BEE} is no readable image"),
+    "empty file": (rewritten(ANT, cut(0)), f"column image: row 0 DIR/{ANT} is no readable image"),
     "no test images": (lambda f: shutil.rmtree(f / "test"), "found: train;"),
-    "no classes": (
-        lambda f: [p.rename(p.parent.parent / p.name) for p in f.rglob("*.png")],
-        f"{LABEL} row 0 has no label;",
-    ),
+    "no classes": (without_classes, f"{LABEL} row 0 has no label;"),
     "class in test only": (
         lambda f: (f / "test/dog").rename(f / "test/Dog"),
         "split test: row 0 has label Dog, which no train row has;",
@@ -488,40 +480,31 @@ SAVED_FAULTS: Faults = {
 
 IMAGES, IDX_LABELS = "train-images-idx3-ubyte", "train-labels-idx1-ubyte"
 NO_IDX = "is no IDX file of rows of "
+
+
+def idx(**changed: Any) -> Spoiler:
+    return lambda folder: write_idx(folder, **changed)
+
+
 IDX_FAULTS: Faults = {
     "cut short": (rewritten(IMAGES, cut(-1)), f"DIR/{IMAGES}: {NO_IDX}"),
     "cut in the header": (rewritten(IMAGES, cut(10)), f"DIR/{IMAGES}: {NO_IDX}"),
     "empty": (rewritten(IDX_LABELS, cut(0)), f"DIR/{IDX_LABELS}: {NO_IDX}"),
     "wrong magic": (rewritten(IMAGES, flipped(2)), f"DIR/{IMAGES}: {NO_IDX}"),
-    "sizes beyond all memory": (
-        rewritten(IMAGES, lambda c: c[:4] + b"\xff" * 12 + c[16:]),
-        f"DIR/{IMAGES}: {NO_IDX}",
-    ),
+    "huge sizes": (rewritten(IMAGES, lambda c: c[:4] + b"\xff" * 12 + c[16:]), NO_IDX),
     "three of four": (removed(IDX_LABELS), "of MNIST's four IDX files only 3 are there; fetch"),
-    "counts differ": (
-        lambda f: write_idx(f, test_labels=LABELS[:3]),
-        "DIR/t10k-images-idx3-ubyte: 5 images but 3 labels; fetch both files again",
-    ),
-    "no rows": (
-        lambda f: write_idx(f, train_images=PIXELS[:0], train_labels=[]),
-        f"DIR/{IMAGES}: 0 images but 0 labels; fetch",
-    ),
-    "other size": (
-        lambda f: write_idx(f, train_images=PIXELS[:TRAIN, :14]),
-        f"DIR/{IMAGES}: is no IDX file of rows of 28x28 bytes, or is cut short; fetch",
-    ),
+    "counts differ": (idx(test_labels=[1]), "DIR/t10k-images-idx3-ubyte: 5 images but 1 labels;"),
+    "no rows": (idx(train_images=PIXELS[:0], train_labels=[]), f"DIR/{IMAGES}: 0 images but 0"),
+    "other size": (idx(train_images=PIXELS[:TRAIN, :14]), f"DIR/{IMAGES}: {NO_IDX}28x28 bytes"),
     "class in test only": (
-        lambda f: write_idx(f, test_labels=[0, 1, 2, 77, 3]),
+        idx(test_labels=[0, 1, 2, 77, 3]),
         "split test: row 3 has label 77, which no train row has; correct",
     ),
 }
 GZ_FAULTS: Faults = {
     "cut short": (rewritten(f"{IMAGES}.gz", cut(-9)), f"DIR/{IMAGES}.gz: cannot be read"),
     "one byte": (rewritten(f"{IMAGES}.gz", flipped(100)), f"DIR/{IMAGES}.gz: cannot be read ("),
-    "no deflate": (
-        rewritten(f"{IMAGES}.gz", lambda c: c[:10] + b"\xff" + c[11:]),
-        f"DIR/{IMAGES}.gz: cannot be read (Error -3 while decompressing data: invalid block type)",
-    ),
+    "no deflate": (rewritten(f"{IMAGES}.gz", lambda c: c[:10] + b"\xff" + c[11:]), "(Error -3"),
     "no gzip": (rewritten(f"{IDX_LABELS}.gz", flipped(0)), f"DIR/{IDX_LABELS}.gz: cannot be read"),
 }
 
@@ -705,10 +688,8 @@ def test_fault_28_nothing_cached_and_no_hub(
     start = time.monotonic()
     name, [why, instead] = choose("auto", str(tmp_path))
     assert time.monotonic() - start < DEADLINE_S
-    assert name == "digits"
-    assert OUT_OF_REACH in why
-    assert "Connection refused" in why
-    assert instead.startswith("INSTEAD OF MNIST, this is a run on the 1,797 digits")
+    assert name == "digits" and instead.startswith("INSTEAD OF MNIST, this is a run on the 1,797")
+    assert OUT_OF_REACH in why and "Connection refused" in why
 
 
 @pytest.mark.parametrize("who", ["hub", "name server"])
@@ -750,8 +731,5 @@ def test_a_hub_that_refuses_or_is_ill(
     portal = ask(200, {"Content-Type": "text/html"}, b"<html>please log in</html>")
     assert portal == "Expecting value: line 1 column 1 (char 0)"
     assert ask(*as_json({"id": "ylecun/mnist", "sha": "0" * 40})) == ""
-
-
-def test_offline_is_believed() -> None:
-    assert os.environ["HF_HUB_OFFLINE"] == "1"  # tests/conftest.py
+    monkeypatch.undo()  # as tests/conftest.py set it
     assert sources.why_out_of_reach("ylecun/mnist") == "HF_HUB_OFFLINE is set"

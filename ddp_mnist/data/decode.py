@@ -9,7 +9,7 @@ import hashlib
 import io
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -154,7 +154,11 @@ def decode_dataset(dataset: DatasetDict, place: str) -> Decoded:
             raise DataError(f"{place} has no rows; check its files")
         labels[split], classes = _decode_labels(dataset[split], label_column, classes, place)
         images[split] = _decode_images(dataset[split], image_column, converted, place)
-    return Decoded(images, labels, classes, _conversion_notes(converted), not converted)
+    kinds = ", ".join(sorted(converted)[:3])
+    more = f" and {len(converted) - 3} more kinds" if len(converted) > 3 else ""
+    size = f"{IMAGE_SHAPE[1]}x{IMAGE_SHAPE[0]}"
+    notes = [f"images of {kinds}{more} became {size} grey"] if converted else []
+    return Decoded(images, labels, classes, notes, not converted)
 
 
 def _find_columns(rows: Dataset, where: str) -> tuple[str, str]:
@@ -209,6 +213,7 @@ def _decode_labels(
 
 def _decode_images(rows: Dataset, column: str, converted: set[str], where: str) -> np.ndarray:
     """Return uint8 [N, *IMAGE_SHAPE]; add the kinds that were converted, e.g. 32x32 RGB."""
+    import PIL.Image
     from datasets import Image
 
     if isinstance(rows.features[column], Image):
@@ -216,33 +221,22 @@ def _decode_images(rows: Dataset, column: str, converted: set[str], where: str) 
     batches = rows.select_columns([column]).with_format(None).iter(batch_size=1000)
     images = np.empty((len(rows), *IMAGE_SHAPE), dtype=np.uint8)
     for row, cell in enumerate(cell for batch in batches for cell in batch[column]):
-        images[row] = _decode_cell(cell, converted, f"{where}, column {column}: row {row}")
+        file = cell and (cell["bytes"] or cell.get("path"))
+        if not file:
+            raise DataError(
+                f"{where}, column {column}: row {row} has no image; add it or leave the row out"
+            )
+        try:
+            with PIL.Image.open(io.BytesIO(file) if isinstance(file, bytes) else file) as image:
+                images[row] = decode_image(image)
+                if not is_as_seen(image):
+                    converted.add(f"{image.width}x{image.height} {image.mode}")
+        except Exception as error:  # Pillow raises OSError, SyntaxError, ValueError and more
+            unknown = isinstance(error, PIL.UnidentifiedImageError)
+            why = "of no format that Pillow knows" if unknown else reason(error)
+            name = f" {file}" if isinstance(file, str) else ""
+            raise DataError(
+                f"{where}, column {column}: row {row}{name} is no readable image ({why}); replace"
+                " it or leave it out"
+            ) from error
     return images
-
-
-def _decode_cell(cell: dict[str, Any] | None, converted: set[str], where: str) -> np.ndarray:
-    """Return one image, {bytes, path}, as uint8 IMAGE_SHAPE; add its kind to `converted`."""
-    import PIL.Image
-
-    file = cell and (cell["bytes"] or cell.get("path"))
-    if not file:
-        raise DataError(f"{where} has no image; add it or leave the row out")
-    try:
-        with PIL.Image.open(io.BytesIO(file) if isinstance(file, bytes) else file) as image:
-            if not is_as_seen(image):
-                converted.add(f"{image.width}x{image.height} {image.mode}")
-            return decode_image(image)
-    except PIL.UnidentifiedImageError:
-        why = "of no format that Pillow knows"
-    except Exception as error:  # Pillow raises OSError, SyntaxError, ValueError and more
-        why = reason(error)
-    name = f" {file}" if isinstance(file, str) else ""
-    raise DataError(f"{where}{name} is no readable image ({why}); replace it or leave it out")
-
-
-def _conversion_notes(converted: set[str]) -> list[str]:
-    """Return one sentence for the kinds of images that were converted, or none."""
-    kinds = ", ".join(sorted(converted)[:3])
-    more = f" and {len(converted) - 3} more kinds" if len(converted) > 3 else ""
-    height, width = IMAGE_SHAPE
-    return [f"images of {kinds}{more} became {width}x{height} grey"] if converted else []

@@ -194,15 +194,10 @@ def read_folder(folder: str) -> DatasetDict:
 def library(
     place: str, fix: str, why_offline: str, space: tuple[str, str, tuple[int, ...]]
 ) -> Iterator[None]:
-    """Keep `datasets` in the block quiet and, with `why_offline`, from the network.
+    """Keep `datasets` in the block quiet and, if there is a reason `why_offline`, off the network.
 
-    Args:
-        place: what is read.
-        fix: ends the line of an error.
-        why_offline: makes the library do as HF_HUB_OFFLINE=1, which it reads only at import;
-            is said where it would have needed the network.
-        space: the folder that it writes to, the variable that moves it, and the errno codes by
-            which one knows that it cannot be written.
+    `space` is the folder that the library writes to, the variable that moves it, and the errno
+    codes that say it cannot be written. `fix` ends the line of an error.
 
     Raises:
         DataError: the data set cannot be read.
@@ -215,7 +210,7 @@ def library(
     datasets.disable_progress_bars()
     ours, theirs = datasets.config, huggingface_hub.constants
     before = ours.HF_HUB_OFFLINE, theirs.HF_HUB_OFFLINE
-    if why_offline:
+    if why_offline:  # as HF_HUB_OFFLINE=1, which they read only at import
         ours.HF_HUB_OFFLINE = theirs.HF_HUB_OFFLINE = True
     try:
         yield
