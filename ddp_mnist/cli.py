@@ -15,76 +15,43 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
 
-from ddp_mnist import __version__
+from ddp_mnist import __version__, errors
 from ddp_mnist.config import PRESETS, Distribution, Recipe, Run, TrainConfig
-from ddp_mnist.errors import (
-    DdpMnistError,
-    FailedElsewhere,
-    StorageError,
-    UsageError,
-    did_you_mean,
-    one_line,
-    printable,
-)
+from ddp_mnist.errors import UsageError, did_you_mean
 from ddp_mnist.flags import Flags, add_flags, flag_fields
 from ddp_mnist.run.console import Console, open_what_is_closed, tell, write_stdout
 
-EXIT_CODES = """exit codes: 0 done, 1 check failed, 2 usage or configuration, 3 data, 4 checkpoint,
-5 storage, 6 peer lost or time-out, 7 diverged, 130 SIGINT, 143 SIGTERM"""
-TRAIN = (Run, Recipe, Distribution)
-OF_TRAINING = ("sync_bn", "comm_hook", "compile", "mixed_precision")  # flags of Distribution
-
-
-class Verb(NamedTuple):
-    """A verb beside `train`; both modules are imported when it is typed.
-
-    Attributes:
-        sentence: for the help.
-        module: the one whose `run` is given the flags.
-        flags: the module of its dataclass of flags, which imports no library.
-        dist_timeout: the default of that flag, for a verb that several processes share.
-    """
-
-    sentence: str
-    module: str
-    flags: str = "ddp_mnist.verbs.flags"
-    dist_timeout: float | None = None
-
-
 VERBS = {
-    "evaluate": Verb(
-        "Print exact metrics of a finished run on a split.",
-        "ddp_mnist.verbs.evaluate",
-        dist_timeout=Distribution.dist_timeout,
-    ),
-    "predict": Verb("Label image files; one JSON line each.", "ddp_mnist.verbs.predict"),
-    "report": Verb(
-        "Write one HTML page about runs, which needs no network.", "ddp_mnist.verbs.report"
-    ),
-    "export": Verb(
-        "Write the weights of a run for use elsewhere, with a model card.", "ddp_mnist.verbs.export"
-    ),
-    "prepare": Verb("Fetch and decode a data set once, into the cache.", "ddp_mnist.verbs.prepare"),
-    "doctor": Verb(
-        "Accept or reject this machine, or the machines that a launcher joins.",
-        "ddp_mnist.doctor.checks",
-        "ddp_mnist.doctor.flags",
-        dist_timeout=60.0,  # a person waits for the verdict
-    ),
-    "verify": Verb(
-        "Prove here that N processes train as one, resume exactly, count right.",
-        "ddp_mnist.verify.proofs",
-        "ddp_mnist.verify.flags",
-    ),
-    "bench": Verb(
-        "Measure how fast it is here, as ratios of what runs side by side.",
-        "ddp_mnist.bench.benches",
-        "ddp_mnist.bench.benches",
-    ),
+    "train": "Train, validate, test once, and write the run folder.",
+    "evaluate": "Print exact metrics of a finished run on a split.",
+    "predict": "Label image files; one JSON line each.",
+    "report": "Write one HTML page about runs, which needs no network.",
+    "export": "Write the weights of a run for use elsewhere, with a model card.",
+    "prepare": "Fetch and decode a data set once, into the cache.",
+    "doctor": "Accept or reject this machine, or the machines that a launcher joins.",
+    "verify": "Prove here that N processes train as one, resume exactly, count right.",
+    "bench": "Measure how fast it is here, as ratios of what runs side by side.",
 }
+HELP = """usage: ddp-mnist [-h] [--version] VERB ...
+
+Trains MNIST with DDP on one process, many, or many machines.
+
+{}
+
+exit codes: 0 done, 1 check failed, 2 usage or configuration, 3 data, 4 checkpoint,
+5 storage, 6 peer lost or time-out, 7 diverged, 130 SIGINT, 143 SIGTERM or SIGUSR1"""
+# Where a verb's flags and its `run` are, if not in verbs/; the first imports no torch, for --help.
+MODULES = {
+    "doctor": ("ddp_mnist.doctor.flags", "ddp_mnist.doctor.checks"),
+    "verify": ("ddp_mnist.verify.flags", "ddp_mnist.verify.proofs"),
+    "bench": ("ddp_mnist.bench.benches", "ddp_mnist.bench.benches"),
+}
+# The default of --dist-timeout, for verbs that several processes share. A person waits for doctor.
+DIST_TIMEOUTS = {"evaluate": Distribution.dist_timeout, "doctor": 60.0}
+OF_TRAINING = ("sync_bn", "comm_hook", "compile", "mixed_precision")  # flags of Distribution
 IN_TUTORIALS = {  # flags of other trainers
     "--amp": "here it is --mixed-precision fp16",
     "--evaluate": "here it is another command: ddp-mnist evaluate RUN",
@@ -99,7 +66,6 @@ IN_TUTORIALS = {  # flags of other trainers
     "--save-model": "leave it out, a run always does",
     "--workers": "none are needed, the images are in memory",
 }
-HINTS = {"train": IN_TUTORIALS, "verify": {"--plant": "here it is --inject"}}
 
 
 def program() -> NoReturn:
@@ -125,27 +91,33 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     logging.getLogger("matplotlib").setLevel(logging.ERROR)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a folder's name may be no UTF-8
+    local_rank = os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0"
     try:
         code = run_verb(list(sys.argv[1:] if argv is None else argv)) or 0
-    except DdpMnistError as error:
+    except errors.FailedElsewhere as error:
         code = error.code
-        if isinstance(error, FailedElsewhere):
-            if local_rank() == "0" != os.environ.get("RANK", "0"):  # on another machine than rank 0
-                tell(f"ended      {printable(str(error))}")
-        elif speaks_for_its_machine(error):
-            tell(one_line(error))
+        if local_rank == "0" != os.environ.get("RANK", "0"):  # on another machine than rank 0
+            tell(f"ended      {errors.printable(str(error))}")
+    except errors.DdpMnistError as error:
+        # All ranks of a launcher meet the same wrong flag. Local rank 0 prints it; the launcher
+        # then ends the others, which hold their line back for as long as that takes. One that is
+        # still alive met something that local rank 0 did not.
+        code = error.code
+        if local_rank != "0" and not error.agreed:
+            time.sleep(3)
+        tell(errors.one_line(error))
     except KeyboardInterrupt:
         code = 130
-        if local_rank() == "0":
+        if local_rank == "0":
             tell("ddp-mnist: interrupted (code 130)")
     except SystemExit as ended:  # argparse's, after --help
         code = int(ended.code or 0)
     try:
         write_stdout()
-    except StorageError as error:
+    except errors.StorageError as error:
         if not code:  # else the verb's own error counts
             code = error.code
-            tell(one_line(error))
+            tell(errors.one_line(error))
     sys.exit(code)
 
 
@@ -154,39 +126,23 @@ def run_verb(argv: list[str]) -> int | None:
     # torch.distributed.launch puts --local-rank=N first; LOCAL_RANK says the same.
     while rank := re.match(r"--local[-_]rank(=| )\d+( |$)", " ".join(argv[:2])):
         argv = argv[1 if rank[1] == "=" else 2 :]
-    if not argv or argv[0] in ("-h", "--help", "--version"):
-        top_parser().parse_args(argv or ["--help"])
-    name, rest = argv[0], argv[1:]
-    try:
-        if name in OWN_FUNCTIONS:
-            return OWN_FUNCTIONS[name](rest)
-        if name in VERBS:
-            flags = parse_verb(name, rest)
-            return importlib.import_module(VERBS[name].module).run(*flags)
-    except ModuleNotFoundError as error:
-        if not (error.name or "").startswith("ddp_mnist."):
-            raise
-        raise UsageError(f"{name}: {error.name} was removed; restore it from git") from error
-    if name.startswith("-"):
+    name, *rest = argv or ["--help"]
+    own = {"train": train, "multinode": multinode, "restart": restart}.get(name)
+    if own:
+        return own(rest)
+    if name in VERBS:
+        flags = parse_verb(name, rest)
+        return importlib.import_module(modules_of(name)[1]).run(*flags)
+    if name in ("-h", "--help"):
+        listed = "\n".join(f"    {verb:<10} {sentence}" for verb, sentence in VERBS.items())
+        Console(True).print(HELP.format(listed))
+    elif name == "--version":
+        Console(True).print(f"ddp-mnist {__version__}")
+    elif name.startswith("-"):
         raise UsageError(f"{name}: comes after the verb; see ddp-mnist --help")
-    legal = ["train", *VERBS]
-    raise UsageError(f"{name}: choose from {', '.join(legal)}{did_you_mean(name, legal)}")
-
-
-def speaks_for_its_machine(error: DdpMnistError) -> bool:
-    """Return whether this rank prints the error, so that it is seen once and not once per rank.
-
-    All ranks of a launcher meet the same wrong flag. Local rank 0 prints it; the launcher then ends
-    the others, which hold their line back for as long as that takes. One that is still alive met
-    something that local rank 0 did not, and prints it.
-    """
-    if not error.agreed and local_rank() != "0":
-        time.sleep(3)
-    return True
-
-
-def local_rank() -> str:
-    return os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0"
+    else:
+        raise UsageError(f"{name}: choose from {', '.join(VERBS)}{did_you_mean(name, VERBS)}")
+    return 0
 
 
 # --- Parsing
@@ -196,93 +152,71 @@ class Parser(argparse.ArgumentParser):
     """An argparse parser whose errors are UsageErrors that begin with what was typed."""
 
     def error(self, message: str) -> NoReturn:
-        if match := re.fullmatch(r"argument ([^:]+): (.*)", message):
-            problem = match[2].replace("expected one argument", "needs a value")
-            problem = re.sub("ignored explicit argument.*", "takes no value", problem)
-            message = f"{match[1]}: {problem}"
-        elif match := re.fullmatch(r"the following arguments are required: (.*)", message):
-            message = f"{self.prog.split()[-1]}: {match[1]} is missing"
-        raise UsageError(f"{message}; see {self.prog} --help")
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Refuse what is unknown, with what would have been legal."""
-        known, unknown = super().parse_known_args(args, namespace)
-        if unknown:
-            flags = [word for word in unknown if word.startswith("-")] or unknown
-            typed = flags[0].partition("=")[0]
-            legal = re.findall(r"--[a-z-]+", self.format_usage())
-            hint = did_you_mean(typed, legal) or f"; see {self.prog} --help"
-            if known_elsewhere := HINTS.get(self.prog.split()[-1], {}).get(typed):
-                hint = f"; {known_elsewhere}"
-            raise UsageError(f"{typed}: there is no such flag or argument here{hint}")
-        return known, unknown
+        typed = message.removeprefix("argument ")
+        if typed == message:  # e.g. that RUN is missing
+            typed = f"{self.prog.split()[-1]}: {message}"
+        raise UsageError(f"{typed}; see {self.prog} --help")
 
 
-def top_parser() -> Parser:
-    sentences = {"train": train.__doc__} | {name: verb.sentence for name, verb in VERBS.items()}
-    listed = "\n".join(f"    {name:<10} {sentence}" for name, sentence in sentences.items())
-    parser = Parser(
-        prog="ddp-mnist",
-        usage="ddp-mnist [-h] [--version] VERB ...",
-        description=f"Trains MNIST with DDP on one process, many, or many machines.\n\n{listed}",
-        epilog=EXIT_CODES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--version", action="version", version=f"ddp-mnist {__version__}")
-    return parser
-
-
-def parse(name: str, argv: Sequence[str], sentence: str, *groups: type[Flags]) -> dict[str, Any]:
-    """Return the values that were typed, by field name.
+def parse(name: str, argv: Sequence[str], *groups: type[Flags]) -> dict[str, Any]:
+    """Return the values that were typed, as text, by field name.
 
     Raises:
-        UsageError: a flag is unknown, or its value is of another kind.
+        UsageError: a flag is unknown or misses its value, or an argument is missing.
     """
     parser = Parser(
         prog=f"ddp-mnist {name}",
-        description=sentence,
+        description=VERBS.get(name),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    trains = Recipe in groups
     for group in groups:
-        section: argparse._ActionsContainer = parser
-        if group in TRAIN:
-            section = parser.add_argument_group(group.__name__, group.__doc__)
-        add_flags(section, group, without=() if Recipe in groups else OF_TRAINING)
-        for field in flag_fields(group):
+        section = parser.add_argument_group(group.__name__, group.__doc__) if trains else parser
+        fields = [f for f in flag_fields(group) if trains or f.name not in OF_TRAINING]
+        add_flags(section, fields)
+        for field in fields:
             if isinstance(choices := field.metadata["choices"], Mapping):
                 parser.epilog = "\n".join(f"{word:<11} {what}" for word, what in choices.items())
-    return vars(parser.parse_args(argv))
+    known, unknown = parser.parse_known_args(argv)
+    if unknown:
+        flags = [word for word in unknown if word.startswith("-")] or unknown
+        typed = flags[0].partition("=")[0]
+        legal = re.findall(r"--[a-z-]+", parser.format_usage())
+        hint = did_you_mean(typed, legal) or f"; see {parser.prog} --help"
+        if trains and typed in IN_TUTORIALS:
+            hint = f"; {IN_TUTORIALS[typed]}"
+        raise UsageError(f"{typed}: there is no such flag or argument here{hint}")
+    return vars(known)
+
+
+def modules_of(name: str) -> tuple[str, str]:
+    """Return the module of a verb's flags, and that of its function `run`."""
+    return MODULES.get(name, ("ddp_mnist.verbs.flags", f"ddp_mnist.verbs.{name}"))
 
 
 def parse_verb(name: str, argv: Sequence[str]) -> tuple[Any, ...]:
     """Return the verb's own flags, and those of Distribution if several processes share it."""
-    verb = VERBS[name]
-    own: type[Flags] = getattr(importlib.import_module(verb.flags), name.capitalize())
-    if verb.dist_timeout is None:
-        return (own.of(parse(name, argv, verb.sentence, own)),)
-    typed = parse(name, argv, verb.sentence, own, Distribution)
-    return own.of(typed), Distribution.of({"dist_timeout": verb.dist_timeout} | typed)
-
-
-def parse_train(argv: Sequence[str]) -> dict[str, Any]:
-    return parse("train", argv, train.__doc__ or "", *TRAIN)
+    own: type[Flags] = getattr(importlib.import_module(modules_of(name)[0]), name.capitalize())
+    if name not in DIST_TIMEOUTS:
+        return (own.of(parse(name, argv, own)),)
+    typed = parse(name, argv, own, Distribution)
+    return own.of(typed), Distribution.of({"dist_timeout": DIST_TIMEOUTS[name]} | typed)
 
 
 def train_config(argv: Sequence[str]) -> TrainConfig:
     """Return what was typed, and what the preset says of the rest of a run that begins."""
-    typed = parse_train(argv)
+    typed = parse("train", argv, Run, Recipe, Distribution)
     given = {**PRESETS[Recipe.of(typed).preset].recipe, **typed}
-    return TrainConfig(
-        Run.of(given), Recipe.of(given), Distribution.of(given), typed=frozenset(typed)
-    )
+    groups = Run.of(given), Recipe.of(given), Distribution.of(given)
+    return TrainConfig(*groups, typed=frozenset(typed))
 
 
-# --- Verbs with functions of their own
+# --- Verbs with functions of their own; the last two are what the Makefile calls
 
 
 def train(argv: list[str]) -> None:
-    """Train, validate, test once, and write the run folder."""
+    """Meet the other processes, if any, and train."""
     config = train_config(argv)
     from ddp_mnist.cluster.launch import find_launch
 
@@ -298,15 +232,18 @@ def train(argv: list[str]) -> None:
 
 def multinode(argv: list[str]) -> int:
     """Run this machine's part of several, or rehearse two here: FLAGS -- FLAGS of the verb."""
-    from ddp_mnist.verbs.flags import Multinode
+    from ddp_mnist.cluster import nodes
+    from ddp_mnist.verbs.multinode import Multinode, run
 
     end = argv.index("--") if "--" in argv else len(argv)
     own, given = argv[:end], argv[end + 1 :]
     own = [word for word in own if not word.endswith("=")]  # a variable that make was not given
-    flags = Multinode.of(parse("multinode", own, multinode.__doc__ or "", Multinode))
-    from ddp_mnist.cluster import nodes
-    from ddp_mnist.verbs.multinode import run
-
+    typed = parse("multinode", own, Multinode)
+    try:
+        flags = Multinode.of(typed)
+    except UsageError as error:  # a person gave make MACHINE_RANK=0, not --machine-rank 0
+        name, _, problem = str(error).removeprefix("--").partition(" ")
+        raise UsageError(f"{name.replace('-', '_').upper()}={problem}") from None
     if flags.verb == "train":
         return run(flags, given, train_config(given).distribution.dist_timeout, nodes.meet)
     doctor_flags, distribution = parse_verb("doctor", given)
@@ -318,20 +255,12 @@ def multinode(argv: list[str]) -> int:
 
 def restart(argv: list[str]) -> int:
     """Run a training command again when it lost a process: N -- COMMAND ... train FLAGS."""
-    if argv[1:2] == ["--"] and not argv[0].isdecimal():
-        raise UsageError(f"RESTARTS={argv[0]}: must be a whole number")
-    if len(argv) < 3 or argv[1] != "--" or "train" not in argv:
+    restarts, *rest = argv or [""]
+    if not restarts.isdecimal():
+        raise UsageError(f"RESTARTS={restarts}: must be a whole number")
+    if rest[:1] != ["--"] or "train" not in rest:
         raise UsageError("restart: needs N -- COMMAND ... train FLAGS")
-    flags = argv[argv.index("train") + 1 :]
-    train_config(flags)  # refuses wrong ones once, and not in each process
+    config = train_config(rest[rest.index("train") + 1 :])  # refused once, not in each process
     from ddp_mnist.verbs.restart import restart as run
 
-    return run(int(argv[0]), argv[2:], parse_train(flags))
-
-
-# The last two are what the Makefile calls.
-OWN_FUNCTIONS: dict[str, Callable[[list[str]], int | None]] = {
-    "train": train,
-    "multinode": multinode,
-    "restart": restart,
-}
+    return run(int(restarts), rest[1:], config.run)

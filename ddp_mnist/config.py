@@ -6,18 +6,21 @@ configuration that exists is a legal one, wherever it came from.
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ddp_mnist.errors import UsageError
-from ddp_mnist.flags import Flags, OnResume, flag, flag_values, same_flag
+from ddp_mnist.flags import Flags, flag, flag_name, flag_values
+
+changeable = partial(flag, on_resume="may change")
+forgotten = partial(flag, on_resume="forget")
 
 
 @dataclass(frozen=True)
 class Run(Flags):
-    """What to train on, and where it writes."""
+    """Name what to train on, and where it writes."""
 
     dataset: str = flag(
         "mnist",
@@ -25,74 +28,53 @@ class Run(Flags):
         on_resume="same images",
         may_differ=True,  # a folder may lie elsewhere on each machine: equal is what it holds
     )
-    run_dir: str | None = flag(None, "Folder of this run [runs/<dataset>-<NNN>].", may_differ=True)
-    resume: str | None = flag(
+    run_dir: str | None = forgotten(
+        None, "Folder of this run [runs/<dataset>-<NNN>].", may_differ=True
+    )
+    resume: str | None = forgotten(
         None,
-        "Run folder whose newest checkpoint to go on from; auto = that of --run-dir, if any.",
+        "Run folder to go on from; auto = that of --run-dir, if it holds a run.",
         may_differ=True,
     )
-    seed: int = flag(
-        0,
-        "Seed of the weights, the order and the augmentation.",
-        least=0,
-        most=2**31,
-        on_resume="must equal",
-    )
+    seed: int = flag(0, "Seed of the weights, the order and the augmentation.", least=0, most=2**31)
     cache_dir: str | None = flag(
         None,
         "Decoded images [$DDP_MNIST_CACHE, else ~/.cache/ddp_mnist]; prepare --refresh renews it.",
         on_resume="inherited",
         may_differ=True,
     )
-    checkpoint_every: int = flag(
-        100, "Optimizer steps between two checkpoints.", least=1, most=10**9, on_resume="may change"
-    )
-    keep: int = flag(
-        3, "Newest checkpoints that are kept.", least=2, most=10**6, on_resume="may change"
-    )
-    log_every: int = flag(
-        25, "Optimizer steps between two log lines.", least=1, most=10**6, on_resume="may change"
-    )
+    checkpoint_every: int = changeable(100, "Optimizer steps between two checkpoints.", least=1)
+    keep: int = changeable(3, "Newest checkpoints that are kept.", least=2)
+    log_every: int = changeable(25, "Optimizer steps between two log lines.", least=1)
     trackers: str | None = flag(
         None,
         "Beside metrics.jsonl: tensorboard, wandb, mlflow, trackio ..., or several: a,b.",
         on_resume="inherited",
     )
-    profile: int = flag(
+    profile: int = forgotten(
         0, "Optimizer steps to trace, after some to warm up; a trace per rank.", least=0, most=1000
     )
-    quiet: bool = flag(False, "Print errors only.", may_differ=True)
-    dry_run: bool = flag(False, "Print what would run, and stop.")
+    quiet: bool = forgotten(False, "Print errors only.", may_differ=True)
+    dry_run: bool = forgotten(False, "Print what would run, and stop.")
 
 
-class Net(NamedTuple):
-    """What the flags need to know of a net in models.py."""
-
-    optimizer: str  # muon costs resnet18 on a CPU three times the rest of its step, others a tenth
-    batch_norm: bool = False
-
-
+# The optimizer of each. Muon costs resnet18 on a CPU three times the rest of its step, others 0.1.
 NETS = {
-    "cnn": Net("muon"),
-    "cnn_deep": Net("muon"),
-    "mlp": Net("adamw"),
-    "resnet18": Net("adamw", batch_norm=True),
-    "cnn_bn": Net("muon", batch_norm=True),
+    "cnn": "muon",
+    "cnn_deep": "muon",
+    "mlp": "adamw",
+    "resnet18": "adamw",
+    "cnn_bn": "muon",
 }
+WITH_BATCH_NORM = ("resnet18", "cnn_bn")
 
 
 class Preset(NamedTuple):
-    """What --preset stands for, chosen on MNIST; a typed flag beats it.
+    """The values that --preset stands for, chosen on MNIST; a typed flag beats them."""
 
-    Attributes:
-        recipe: values of Recipe's fields.
-        times_batch: the batch, as a multiple of the data set's usual one.
-        least_steps: the least length of a run.
-    """
-
-    recipe: dict[str, Any]
-    times_batch: int
-    least_steps: int
+    recipe: dict[str, Any]  # values of Recipe's fields
+    times_batch: int  # the batch, as a multiple of the data set's usual one
+    least_steps: int  # the least length of a run
 
 
 # It was chosen with images held out, and is trained on all.
@@ -102,9 +84,7 @@ PRESETS = {"fast": Preset({}, 1, 300), "accurate": Preset(ACCURATE, 2, 4000)}
 
 @dataclass(frozen=True)
 class Recipe(Flags):
-    """What is learnt, and how."""
-
-    on_resume: ClassVar[OnResume] = "must equal"
+    """Describe what is learnt, and how."""
 
     preset: str = flag(
         "fast",
@@ -112,18 +92,9 @@ class Recipe(Flags):
         choices=tuple(PRESETS),
     )
     model: str = flag("cnn", "The net.", choices=tuple(NETS))
-    epochs: int | None = flag(
-        None,
-        "Passes over the train images [by data set].",
-        least=1,
-        most=10**6,
-        on_resume="may change",
-    )
+    epochs: int | None = changeable(None, "Passes over the train images [by data set].", least=1)
     batch_size: int | None = flag(
-        None,
-        "GLOBAL batch: images per optimizer step over all processes [by data set].",
-        least=1,
-        most=10**7,
+        None, "GLOBAL batch: images per optimizer step over all processes [by data set].", least=1
     )
     optimizer: str | None = flag(
         None,
@@ -132,56 +103,32 @@ class Recipe(Flags):
     )
     lr: float = flag(1e-2, "Highest learning rate.", above=0, most=100)
     weight_decay: float = flag(1e-2, "Weight decay of matrices and kernels.", least=0, most=10)
-    warmup: float = flag(
-        0.1, "Share of all steps in which the rate rises to --lr.", least=0, below=1
-    )
-    label_smoothing: float = flag(
-        0.1, "Share of the target spread over all classes.", least=0, below=1
-    )
-    augment: bool = flag(
-        False, "Rotate, scale and shift each train image at random.", negatable=True
-    )
+    warmup: float = flag(0.1, "Share of steps in which the rate rises.", least=0, below=1)
+    label_smoothing: float = flag(0.1, "Share of the target spread over classes.", least=0, below=1)
+    augment: bool = flag(False, "Rotate, scale and shift each image at random.", negatable=True)
     val_size: int | None = flag(
-        None,
-        "Train images held out to decide by [5000, at most a fifth; 0 = none].",
-        least=0,
-        most=10**9,
+        None, "Train images held out to decide by [5000, at most a fifth; 0 = none].", least=0
     )
-    target_accuracy: float | None = flag(
-        None,
-        "Stop once the validation accuracy is this high.",
-        above=0,
-        most=1,
-        on_resume="may change",
+    target_accuracy: float | None = changeable(
+        None, "Stop once the validation accuracy is this high.", above=0, most=1
     )
-    patience: int | None = flag(
-        None,
-        "Stop after this many epochs without a better validation, and keep the best weights.",
-        least=1,
-        most=10**6,
-        on_resume="may change",
+    patience: int | None = changeable(
+        None, "Stop after this many epochs without a better validation; keep the best.", least=1
     )
-    grad_accum: int = flag(
-        1,
-        "Parts that each step is split into; changes no result.",
-        least=1,
-        most=10**6,
-        on_resume="may change",
-    )
-    max_grad_norm: float | None = flag(
-        None, "Clip the gradient of each step to this norm.", above=0, most=1e6
-    )
+    grad_accum: int = changeable(1, "Parts of each step; changes no result.", least=1)
+    max_grad_norm: float | None = flag(None, "Clip each step's gradient to this norm.", above=0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedRecipe(Recipe):
     """A recipe for one data set and one number of processes, in which nothing is left open."""
 
-    epochs: int = same_flag(Recipe, "epochs")
-    batch_size: int = same_flag(Recipe, "batch_size")
-    optimizer: str = same_flag(Recipe, "optimizer")
-    val_size: int = same_flag(Recipe, "val_size")
     steps_per_epoch: int
+    if TYPE_CHECKING:
+        epochs: int
+        batch_size: int
+        optimizer: str
+        val_size: int
 
     @property
     def total_steps(self) -> int:
@@ -190,7 +137,7 @@ class ResolvedRecipe(Recipe):
 
 @dataclass(frozen=True)
 class Distribution(Flags):
-    """How many processes, where, and how they talk."""
+    """Say how many processes there are, where, and how they talk."""
 
     backend: str = flag(
         "auto", "auto = nccl on GPUs, gloo on CPUs.", choices=("auto", "nccl", "gloo", "mpi")
@@ -198,27 +145,18 @@ class Distribution(Flags):
     init_method: str | None = flag(
         None, "tcp://HOST:PORT of rank 0, or env://; only without a launcher.", may_differ=True
     )
-    rank: int | None = flag(
-        None, "This process's rank, with --init-method.", least=0, most=10**6, may_differ=True
-    )
+    rank: int | None = flag(None, "Rank, with --init-method.", least=0, may_differ=True)
     world_size: int | None = flag(
-        None, "Number of processes, with --init-method.", least=1, most=10**6, may_differ=True
+        None, "Number of processes, with --init-method.", least=1, most=10**4, may_differ=True
     )
     local_rank: int | None = flag(
-        None,
-        "This process's rank on its machine [found out].",
-        least=0,
-        most=10**4,
-        may_differ=True,
+        None, "This process's rank on its machine [found out].", least=0, may_differ=True
     )
     cpu: bool = flag(False, "Use the CPU although there is a GPU.")
-    dist_timeout: float = flag(
-        300.0, "Seconds to wait for another process.", least=1, most=7 * 24 * 3600
-    )
+    dist_timeout: float = flag(300.0, "Seconds to wait for another process.", least=1)
     mixed_precision: str | None = flag(
         None,
-        "auto = fp16 on a GPU, bf16 on a CPU that has it; fp64 is for proofs"
-        " [the launcher's, else auto].",
+        "auto: fp16 on GPUs, bf16 on CPUs with it. fp64: for proofs. [the launcher's, else auto]",
         choices=("auto", "no", "fp16", "bf16", "fp64"),
     )
     sync_bn: bool = flag(False, "BatchNorm over all processes (GPUs only).")
@@ -238,30 +176,32 @@ class TrainConfig:
         typed: names of the fields that a person gave; a resumed run inherits the others.
     """
 
-    run: Run = dataclasses.field(default_factory=Run)
-    recipe: Recipe = dataclasses.field(default_factory=Recipe)
-    distribution: Distribution = dataclasses.field(default_factory=Distribution)
+    run: Run = field(default_factory=Run)
+    recipe: Recipe = field(default_factory=Recipe)
+    distribution: Distribution = field(default_factory=Distribution)
     typed: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
-        run = self.run
-        if run.resume == "auto" and run.run_dir is None:
-            raise UsageError("--resume auto: needs --run-dir, the folder to go on in or to begin")
-        if run.resume not in (None, "auto") and run.run_dir not in (None, run.resume):
-            raise UsageError(
-                f"--resume {run.resume}: goes on in that folder; leave out --run-dir {run.run_dir}"
-            )
-        if run.resume is None:  # else they are known once the run's own flags are
+        resume, run_dir = self.run.resume, self.run.run_dir
+        if resume is None:  # else the recipe is known once the run's own flags are
             self.refuse_contradictions()
+        elif resume == "auto" and run_dir is None:
+            raise UsageError("--resume auto: needs --run-dir, the folder to go on in or to begin")
+        elif resume != "auto" and run_dir not in (None, resume):
+            raise UsageError(
+                f"--resume {resume}: goes on in that folder; leave out --run-dir {run_dir}"
+            )
 
     def refuse_contradictions(self) -> None:
         """Raise UsageError for flags that do not go together."""
         recipe = self.recipe
-        decides_by_validation = recipe.target_accuracy is not None or recipe.patience is not None
-        if recipe.val_size == 0 and decides_by_validation:
-            name = "--patience" if recipe.target_accuracy is None else "--target-accuracy"
-            raise UsageError(f"{name}: needs validation images; give --val-size, e.g. 5000")
-        if self.distribution.sync_bn and not NETS[recipe.model].batch_norm:
+        if recipe.val_size == 0:
+            for name in ("target_accuracy", "patience"):
+                if getattr(recipe, name) is not None:
+                    raise UsageError(
+                        f"{flag_name(name)}: needs validation images; give --val-size, e.g. 5000"
+                    )
+        if self.distribution.sync_bn and recipe.model not in WITH_BATCH_NORM:
             raise UsageError(
                 f"--sync-bn: {recipe.model} has no BatchNorm; use --model cnn_bn or leave it out"
             )
@@ -284,7 +224,6 @@ def resolve_recipe(recipe: Recipe, rows: int, world_size: int) -> ResolvedRecipe
     accurate it is twice the batch and 4,000 steps.
 
     Args:
-        recipe: as given.
         rows: images in the train split, validation images still among them.
         world_size: number of processes; a step is dealt out evenly to them.
 
@@ -299,44 +238,30 @@ def resolve_recipe(recipe: Recipe, rows: int, world_size: int) -> ResolvedRecipe
         )
     least = world_size * recipe.grad_accum
     legal = range(least, train_rows + 1, least)
-    parts = _parts(world_size, recipe.grad_accum)
-    there = f"{train_rows} train images ({rows} less {val_size} for validation)"
+    rule = (
+        f"must divide by {least} (world size {world_size} x --grad-accum {recipe.grad_accum}) and"
+        f" be at most {train_rows}, the train images without {val_size} for validation"
+    )
     if not legal:
-        raise UsageError(
-            f"--batch-size: must be at least {least} for {parts}, but only {there} are there;"
-            " use fewer of them"
-        )
-    preset, batch_size = PRESETS[recipe.preset], recipe.batch_size
-    if batch_size is None:
-        usual = 144 if train_rows >= 50 * 144 else 72
-        batch_size = _nearest(legal, preset.times_batch * usual)[-1]
-    elif batch_size > train_rows:
-        raise UsageError(f"--batch-size {batch_size}: only {there}; use at most {legal[-1]}")
-    elif batch_size not in legal:
-        nearest = " or ".join(map(str, _nearest(legal, batch_size)))
-        raise UsageError(
-            f"--batch-size {batch_size}: does not divide by {parts}; nearest legal: {nearest}"
-        )
-    epochs = recipe.epochs
-    if epochs is None:
-        epochs = math.ceil(preset.least_steps / (train_rows // batch_size))
-    optimizer = recipe.optimizer or NETS[recipe.model].optimizer
+        raise UsageError(f"--batch-size: {rule}; use fewer processes or parts")
+
+    def nearest(size: int) -> list[int]:
+        """Return the legal size below and the one above, or the last one at either end."""
+        multiples = (size // least * least, -(-size // least) * least)
+        return sorted({min(max(n, legal[0]), legal[-1]) for n in multiples})
+
+    preset = PRESETS[recipe.preset]
+    usual = 144 if train_rows >= 50 * 144 else 72
+    batch_size = recipe.batch_size or nearest(preset.times_batch * usual)[-1]
+    if batch_size not in legal:
+        sizes = " or ".join(map(str, nearest(batch_size)))
+        raise UsageError(f"--batch-size {batch_size}: {rule}; nearest legal: {sizes}")
+    steps_per_epoch = train_rows // batch_size
     resolved = {
-        "epochs": epochs,
+        "epochs": recipe.epochs or math.ceil(preset.least_steps / steps_per_epoch),
         "batch_size": batch_size,
         "val_size": val_size,
-        "optimizer": optimizer,
-        "steps_per_epoch": train_rows // batch_size,
+        "optimizer": recipe.optimizer or NETS[recipe.model],
+        "steps_per_epoch": steps_per_epoch,
     }
     return ResolvedRecipe(**flag_values(recipe) | resolved)
-
-
-def _nearest(legal: range, size: int) -> list[int]:
-    """The legal batch size below `size` and the one above it, or the last one at either end."""
-    below, above = size // legal.step * legal.step, -(-size // legal.step) * legal.step
-    return sorted({min(max(n, legal[0]), legal[-1]) for n in (below, above)})
-
-
-def _parts(world_size: int, grad_accum: int) -> str:
-    processes = f"{world_size} process{'es' if world_size > 1 else ''}"
-    return processes if grad_accum == 1 else f"{processes} x {grad_accum} parts (--grad-accum)"

@@ -145,10 +145,9 @@ def on_this_machine() -> dict[str, Any]:
     from ddp_mnist.doctor.flags import Doctor
     from ddp_mnist.doctor.machine import processors
     from ddp_mnist.verbs import multinode
-    from ddp_mnist.verbs.flags import Multinode
 
     device.has_native_bf16 = lambda: False
-    made = multinode.make_node(Multinode(machine_rank=0, main_process_ip="192.0.2.1"))
+    made = multinode.make_node(multinode.Multinode(machine_rank=0, main_process_ip="192.0.2.1"))
     for_doctor = checks.default_processes()
 
     def config_for(processes: int) -> str:

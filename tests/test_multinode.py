@@ -20,11 +20,14 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[i
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--machine-rank", "0"], "MACHINE_RANK: needs MAIN_PROCESS_IP beside it"),
-        (["--main-process-ip", "10.0.0.1"], "MAIN_PROCESS_IP: needs MACHINE_RANK beside it"),
+        (
+            ["--machine-rank", "0"],
+            "MACHINE_RANK: is one of two, e.g. MACHINE_RANK=0 MAIN_PROCESS_IP=",
+        ),
+        (["--main-process-ip", "10.0.0.1"], "MAIN_PROCESS_IP: is one of two"),
         (
             ["--machine-rank", "2", "--main-process-ip", "127.0.0.1"],
-            "MACHINE_RANK=2: of 2 machines, the ranks are 0 to 1",
+            "MACHINE_RANK=2: must be below NUM_MACHINES=2",
         ),
         (
             ["--machine-rank", "x", "--main-process-ip", "127.0.0.1"],

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from ddp_mnist import cli
+from ddp_mnist.config import Run
 from ddp_mnist.run.folder import RunFolder, read_json
 from ddp_mnist.verbs import restart
 from tests.commands import Started
@@ -87,9 +88,7 @@ def run(
     restarts: int = 3,
 ) -> int:
     monkeypatch.setenv("PLAN", json.dumps(plan))
-    fields = [name.removeprefix("--").replace("-", "_") for name in flags[::2]]
-    typed = dict(zip(fields, flags[1::2], strict=True))
-    return restart.restart(restarts, [*COMMAND, *flags], typed)
+    return restart.restart(restarts, [*COMMAND, *flags], cli.train_config(flags).run)
 
 
 # --- What is run again
@@ -181,15 +180,10 @@ def test_a_typed_resume_is_left_as_it_is(resume: str, monkeypatch: pytest.Monkey
     assert calls() == [list(flags)] * 2
 
 
-def test_a_status_that_is_no_json_is_none(folder: Path) -> None:
-    (folder / "status.json").write_bytes(b"{\xff")
-    assert restart.read_status(folder) == {}
-
-
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_command_that_a_signal_ended_has_a_shells_code(number: signal.Signals) -> None:
     die = f"import os; os.kill(os.getpid(), {int(number)})"
-    assert restart.restart(0, ["-c", die, "train"], {}) == 128 + number
+    assert restart.restart(0, ["-c", die, "train"], Run()) == 128 + number
 
 
 @pytest.mark.parametrize(
@@ -205,11 +199,11 @@ def test_a_command_that_a_signal_ended_has_a_shells_code(number: signal.Signals)
     ],
 )
 def test_the_run_goes_into_the_typed_folder_else_into_a_new_one(
-    typed: dict[str, str], expected: str
+    typed: dict[str, Any], expected: str
 ) -> None:
     new = expected.startswith("runs/")
     flags = ["--run-dir", expected] if new else []
-    assert restart.choose_folder(typed) == (Path(expected), flags)
+    assert restart.choose_folder(Run(**typed)) == (Path(expected), flags)
     # runs/latest leads to runs that began
     assert names() == (["runs"] if new else [])
     assert not new or names("runs") == [Path(expected).name]
@@ -309,15 +303,14 @@ def test_a_signal_is_forwarded_and_nothing_is_run_after_it(
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ([], ".*: needs N -- COMMAND ... train FLAGS"),
-        (["3", "--"], ".*: needs N -- COMMAND ... train FLAGS"),
-        (["3", "--", "-c", SCRIPT], ".*: needs N -- COMMAND ... train FLAGS"),
-        (["3", *COMMAND], ".*: needs N -- COMMAND ... train FLAGS"),
+        (["3", "--"], "restart: needs N -- COMMAND ... train FLAGS"),
+        (["3", "--", "-c", SCRIPT], "restart: needs N -- COMMAND ... train FLAGS"),
+        (["3", *COMMAND], "restart: needs N -- COMMAND ... train FLAGS"),
         (["-1", "--", *COMMAND], "RESTARTS=-1: must be a whole number"),
         (["", "--", *COMMAND], "RESTARTS=: must be a whole number"),
         (["1.5", "--", *COMMAND], "RESTARTS=1.5: must be a whole number"),
         (["3", "--", *COMMAND, "--epoch", "3"], "--epoch: .*--epochs.*"),
-        (["3", "--", *COMMAND, "--run-dir", ""], "--run-dir: the value is empty; .*"),
+        (["3", "--", *COMMAND, "--run-dir", ""], "--run-dir '': is empty; .*"),
     ],
 )
 def test_a_wrong_command_line_is_one_line(

@@ -12,13 +12,26 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from ddp_mnist.cluster import hardware
 from ddp_mnist.cluster.local import free_port
 from ddp_mnist.cluster.nodes import DEFAULT_PORT, Node
 from ddp_mnist.errors import FailedElsewhere, UsageError, one_line
+from ddp_mnist.flags import Flags, flag
 from ddp_mnist.run.console import Console, tell
-from ddp_mnist.verbs.flags import Multinode
+
+
+@dataclass(frozen=True)
+class Multinode(Flags):
+    """The variables that a person gives make, and the verb to run."""
+
+    machine_rank: int | None = flag(None, "This machine's number.", least=0)
+    main_process_ip: str | None = flag(None, "Name or address of machine 0.")
+    main_process_port: int | None = flag(None, "Its free port [12345].", least=1, most=65535)
+    num_machines: int = flag(2, "Machines.", least=1)
+    nproc_per_node: int | None = flag(None, "Processes on each [one per GPU, else 1].", least=1)
+    verb: str = flag("train", "What to run.", choices=("train", "doctor"))
 
 
 def run(
@@ -27,7 +40,6 @@ def run(
     """Return the exit code of the rehearsal; a real node becomes its launcher instead.
 
     Args:
-        flags: which machine of how many this is.
         arguments: of the verb.
         timeout_s: how long to wait for the other machines.
         meet: is called with this machine and `timeout_s`; raises if the others do not come.
@@ -35,15 +47,7 @@ def run(
     Raises:
         UsageError: the flags contradict each other.
     """
-    if (flags.machine_rank is None) != (flags.main_process_ip is None):
-        given, missing = "MACHINE_RANK", "MAIN_PROCESS_IP"
-        if flags.machine_rank is None:
-            given, missing = missing, given
-        raise UsageError(
-            f"{given}: needs {missing} beside it, e.g. make train-multinode MACHINE_RANK=0"
-            " MAIN_PROCESS_IP=192.168.1.201; give both, or none to rehearse on this machine"
-        )
-    if flags.machine_rank is None:
+    if flags.machine_rank is None and flags.main_process_ip is None:
         return rehearse(flags, arguments)
     node = make_node(flags)
     if node.verb == "train":
@@ -61,22 +65,18 @@ def run(
 
 def make_node(flags: Multinode) -> Node:
     """Return this machine, with as many processes as it has GPUs, or one."""
-    assert flags.machine_rank is not None and flags.main_process_ip
-    if flags.machine_rank >= flags.num_machines:
+    rank, address, size = flags.machine_rank, flags.main_process_ip, flags.num_machines
+    if rank is None or address is None:
+        given = "MAIN_PROCESS_IP" if rank is None else "MACHINE_RANK"
         raise UsageError(
-            f"MACHINE_RANK={flags.machine_rank}: of {flags.num_machines} machines, the ranks are 0"
-            f" to {flags.num_machines - 1}; set NUM_MACHINES too if there are more"
+            f"{given}: is one of two, e.g. MACHINE_RANK=0 MAIN_PROCESS_IP=192.168.1.201; give both,"
+            " or none to rehearse on this machine"
         )
-    gpus = hardware.gpus()
-    return Node(
-        flags.machine_rank,
-        flags.main_process_ip,
-        flags.main_process_port or DEFAULT_PORT,
-        flags.num_machines,
-        flags.nproc_per_node or gpus or 1,
-        config="multi_node" if gpus else "multi_node_cpu",
-        verb=flags.verb,
-    )
+    if rank >= size:
+        raise UsageError(f"MACHINE_RANK={rank}: must be below NUM_MACHINES={size}; correct one")
+    gpus, port = hardware.gpus(), flags.main_process_port or DEFAULT_PORT
+    config = "multi_node" if gpus else "multi_node_cpu"
+    return Node(rank, address, port, size, flags.nproc_per_node or gpus or 1, config, flags.verb)
 
 
 def rehearse(flags: Multinode, arguments: list[str]) -> int:
@@ -89,20 +89,19 @@ def rehearse(flags: Multinode, arguments: list[str]) -> int:
             " MACHINE_RANK and MAIN_PROCESS_IP"
         )
     port, per_node = flags.main_process_port or free_port(), flags.nproc_per_node or 1
-    nodes = [Node(rank, "127.0.0.1", port, 2, per_node, "multi_node_cpu") for rank in (0, 1)]
-    launchers = []
-    for node in nodes:
-        console.print(f"node {node.machine_rank}: {' '.join(node.command(arguments)[1:])}")
-        launchers.append(subprocess.Popen(node.command(arguments)))
+    launchers: list[subprocess.Popen[bytes]] = []
     try:
+        for rank in range(2):
+            node = Node(rank, "127.0.0.1", port, 2, per_node, "multi_node_cpu")
+            console.print(f"node {rank}: {' '.join(node.command(arguments)[1:])}")
+            launchers.append(subprocess.Popen(node.command(arguments)))
         while True:
             codes = [launcher.poll() for launcher in launchers]
             if any(codes) or None not in codes:
-                return next((code for code in codes if code), 0)
+                return next(filter(None, codes), 0)
             time.sleep(0.1)
     finally:
         for launcher in launchers:
-            if launcher.poll() is None:
-                launcher.terminate()
+            launcher.terminate()
         for launcher in launchers:
             launcher.wait()

@@ -7,13 +7,13 @@ machines is restarted by its scheduler.
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from ddp_mnist.config import Run
@@ -24,13 +24,13 @@ ORPHANS_MAY_TAKE_S = 60  # processes whose launcher was killed save their checkp
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
-def restart(restarts: int, command: Sequence[str], typed: dict[str, Any]) -> int:
+def restart(restarts: int, command: Sequence[str], run: Run) -> int:
     """Run `python COMMAND`, again with `--resume auto` for as long as a process was lost.
 
     Args:
         restarts: how often to run it again at most.
         command: what to give to python; ends with flags of `train`.
-        typed: those flags by field name, without the ones that were left out.
+        run: those flags.
 
     Returns:
         The exit code in status.json where there is one, else the command's.
@@ -38,16 +38,20 @@ def restart(restarts: int, command: Sequence[str], typed: dict[str, Any]) -> int
     Raises:
         StorageError: no run folder can be made.
     """
-    folder, flags = choose_folder(typed)
-    again = [] if "resume" in typed else ["--resume", "auto"]
+    folder, flags = choose_folder(run)
+    again = [] if run.resume else ["--resume", "auto"]
     try:
         for attempt in range(restarts + 1):
             before = written_at(folder)
-            arguments = [*command, *flags, *(again if attempt else [])]
-            code, signalled = run_once([sys.executable, *arguments])
+            resume = again if attempt else []
+            code, signalled = run_once([sys.executable, *command, *flags, *resume])
             # A status that this attempt did not write is an older one's.
             status = read_status(folder) if written_at(folder) != before else {}
-            reason = why_again(status)
+            reason = None
+            if status.get("state") == "running":
+                reason = "the process that wrote the run folder was killed"
+            elif status.get("state") == "failed" and status["exit_code"] == 6:
+                reason = status["error"]
             if code == 0 or signalled or reason is None or attempt == restarts:
                 break
             Console(True, must_arrive=False).print(f"restart {attempt + 1} of {restarts}: {reason}")
@@ -57,15 +61,13 @@ def restart(restarts: int, command: Sequence[str], typed: dict[str, Any]) -> int
             folder.rmdir()  # no run began
 
 
-def choose_folder(typed: dict[str, Any]) -> tuple[Path, list[str]]:
+def choose_folder(run: Run) -> tuple[Path, list[str]]:
     """Return the run's folder, and the flags that put the run there if none were typed."""
-    folder = typed.get("resume")
-    if folder in (None, "auto"):
-        folder = typed.get("run_dir")
+    folder = run.run_dir if run.resume in (None, "auto") else run.resume
     if folder:
         return without_link(Path(folder)), []
-    dataset = Path(typed.get("dataset", Run.dataset))
-    name = dataset.resolve().name if dataset.is_dir() else str(dataset).replace("/", "--")
+    dataset = Path(run.dataset)
+    name = dataset.resolve().name if dataset.is_dir() else run.dataset.replace("/", "--")
     made = reserve(name)
     return made, ["--run-dir", str(made)]
 
@@ -75,27 +77,21 @@ def run_once(command: list[str]) -> tuple[int, bool]:
 
     SIGTERM and SIGUSR1 are forwarded; a terminal sends SIGINT to the command too.
     """
-    process: subprocess.Popen[bytes] | None = None
     received: list[int] = []
-
-    def forward(number: int, _frame: FrameType | None) -> None:
-        received.append(number)
-        if process and number != signal.SIGINT:
-            process.send_signal(number)
-
-    before = [signal.signal(number, forward) for number in SIGNALS]
-    try:
+    forwarded = 0
+    with contextlib.ExitStack() as stack:
+        for number in SIGNALS:
+            handler = signal.signal(number, lambda received_now, _: received.append(received_now))
+            stack.callback(signal.signal, number, handler)
         process = subprocess.Popen(command)
-        for number in received:  # before there was a process
-            process.send_signal(number)
-        # Not wait(): Python handles a signal between two of its steps, and one that arrives just as
-        # a wait without an end begins would be forwarded only when the command has ended.
         while (code := process.poll()) is None:
-            time.sleep(0.05)
-        return (code if code >= 0 else 128 - code), bool(received)  # as a shell counts signals
-    finally:
-        for number, handler in zip(SIGNALS, before, strict=True):
-            signal.signal(number, handler)
+            if forwarded == len(received):
+                time.sleep(0.05)
+                continue
+            if received[forwarded] != signal.SIGINT:
+                process.send_signal(received[forwarded])
+            forwarded += 1
+    return (code if code >= 0 else 128 - code), bool(received)  # as a shell counts signals
 
 
 def written_at(folder: Path) -> int | None:
@@ -111,16 +107,4 @@ def read_status(folder: Path) -> dict[str, Any]:
         if time.monotonic() > deadline:
             return {}
         time.sleep(0.1)
-    try:
-        return read_json(folder / STATUS)
-    except (OSError, ValueError):
-        return {}
-
-
-def why_again(status: dict[str, Any]) -> str | None:
-    """Return why the run should go on by itself; None where a person has to look, or it is done."""
-    if status.get("state") == "failed" and status["exit_code"] == 6:
-        return status["error"]
-    if status.get("state") == "running":
-        return "the process that wrote the run folder was killed"
-    return None
+    return read_json(folder / STATUS)
