@@ -22,7 +22,6 @@ from ddp_mnist.config import Distribution, Run, TrainConfig
 from ddp_mnist.errors import CheckFailed, UsageError
 from ddp_mnist.flags import Flags, argument, flag
 from ddp_mnist.run.console import Console
-from ddp_mnist.run.summary import count
 from ddp_mnist.verify.results import CheckResult, describe, failure_summary, warned
 
 preload("ddp_mnist.bench.steps", "ddp_mnist.run.metrics")
@@ -98,6 +97,8 @@ def compare_with_train(
 
 def scaling(options: Options) -> list[CheckResult]:
     """Time 1 to N processes against as many independent ones; shares of a step (minutes)."""
+    from ddp_mnist.run.summary import count
+
     results, kinds = [], ["train", "independent", "resident", "silent", "lockstep"]
     for size in range(1, options.processes + 1):
         speeds, who = speeds_of(kinds, options, size), count(size, "process")
