@@ -23,9 +23,9 @@ from ddp_mnist.cluster.launch import Launch
 from ddp_mnist.cluster.world import World, join_world, settle_ddp_buckets
 from ddp_mnist.config import TrainConfig
 from ddp_mnist.data.batches import GlobalBatches, split_images, train_loader
-from ddp_mnist.models import MODELS, at_test_time
+from ddp_mnist.models import MODELS, with_test_views
 from ddp_mnist.optim import learning_rate, make_optimizer
-from ddp_mnist.run.evaluation import evaluate_split, import_metrics_meanwhile, prepare_split
+from ddp_mnist.run.evaluation import evaluate_split, import_evaluate_meanwhile, prepare_split
 from ddp_mnist.run.folder import RunFolder
 from ddp_mnist.run.meter import Meter
 from ddp_mnist.run.session import Run, open_run
@@ -34,7 +34,7 @@ from ddp_mnist.seeding import seed_draws
 
 
 def train(config: TrainConfig, launch: Launch) -> dict[str, Any]:
-    """Do one rank's part of a run. Return the summary; {} if there is nothing to train.
+    """Train on this rank. Return the summary; {} after --dry-run, or if the run has finished.
 
     Raises:
         DdpMnistError: every expected failure, see errors.py; Preempted if a signal came.
@@ -88,10 +88,9 @@ def fit(run: Run, build: BuildModel = build_model) -> dict[str, Any]:
     model, optimizer, loader = accelerator.prepare(
         net, make_optimizer(net, recipe), train_loader(train_rows, batches)
     )
-    share = batches.batch_size // accelerator.num_processes  # of a batch, on this rank
-    settle_ddp_buckets(model, train_rows.images[:share])
-    val_loader = prepare_split(accelerator, val_rows)
-    import_metrics_meanwhile(accelerator)
+    settle_ddp_buckets(model, train_rows.images[: batches.batch_size // accelerator.num_processes])
+    val_loader, test_loader = (prepare_split(accelerator, rows) for rows in (val_rows, test_rows))
+    import_evaluate_meanwhile(accelerator)
 
     # All that changes from here on: from the beginning, or as a checkpoint left it.
     state = State(net, optimizer, accelerator.scaler, run.world.started)
@@ -142,27 +141,27 @@ def fit(run: Run, build: BuildModel = build_model) -> dict[str, Any]:
             if save and not any(stop_requests):
                 run.save(state)
                 meter.restart_clock()
-            stop.obey(stop_requests, accelerator.is_main_process)  # saves, and ends the run
+            stop.obey(stop_requests, accelerator.is_main_process)  # on a signal: save and end
 
         # Validate on images held out. All ranks get the same numbers, so all decide alike.
         validation = None
         if recipe.val_size:
             run.phase("validation", progress)
-            seen = at_test_time(model, recipe.model)
-            validation = evaluate_split(accelerator, seen, val_loader, classes, stop)
+            viewing = with_test_views(model, recipe.model)
+            validation = evaluate_split(accelerator, viewing, val_loader, classes, stop)
         run.log_epoch(state.end_epoch(recipe, validation), progress, validation)
 
     # Test once, in full precision, the weights that are kept.
-    run.phase("test", progress)
     run.save(state)
+    run.phase("test", progress)
     kept = accelerator.unwrap_model(model, keep_fp32_wrapper=False, keep_torch_compile=False)
     if state.best_weights:
         kept = build_model(run.config, run.world, classes)
         kept.load_state_dict(state.best_weights)
     if buffers := list(kept.buffers()):  # BatchNorm's, which DDP sends only before a forward
         broadcast(buffers)
-    test_loader, seen = prepare_split(accelerator, test_rows), at_test_time(kept, recipe.model)
-    test = evaluate_split(accelerator, seen, test_loader, classes, stop)
+    viewing = with_test_views(kept, recipe.model)
+    test = evaluate_split(accelerator, viewing, test_loader, classes, stop)
     return run.finish(state, kept, test)
 
 

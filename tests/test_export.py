@@ -21,7 +21,7 @@ from ddp_mnist import cli
 from ddp_mnist.cluster.local import run_world
 from ddp_mnist.data.decode import DIGITS, Preparation
 from ddp_mnist.errors import CheckFailed, UsageError
-from ddp_mnist.models import MODELS, at_test_time
+from ddp_mnist.models import MODELS, with_test_views
 from ddp_mnist.run import weights
 from ddp_mnist.verbs import export
 from ddp_mnist.verbs.flags import EXPORTS, Export
@@ -107,7 +107,7 @@ AS_THEY_ARE = Preparation([], bright_on_black=True, digit_photos=True)
 def test_every_net_can_be_exported(architecture: str) -> None:
     torch.manual_seed(0)
     net = MODELS[architecture](10).eval()
-    model = at_test_time(net, architecture)
+    model = with_test_views(net, architecture)
     trained = weights.Trained(net, model, architecture, DIGITS, AS_THEY_ARE)
     for name in ("safetensors", "torch"):
         write, read = export.CONVERTERS[name]

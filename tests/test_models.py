@@ -15,9 +15,9 @@ from ddp_mnist.models import (
     PIXEL_MEAN,
     PIXEL_STD,
     VERSION,
-    at_test_time,
     normalise,
     shifted,
+    with_test_views,
 )
 
 PARAMETERS = {
@@ -114,13 +114,13 @@ def test_shifted_views() -> None:
     ]
 
 
-def test_the_deep_net_averages_nine_views_at_test_time() -> None:
+def test_the_deep_net_averages_nine_views_with_test_views() -> None:
     net, batch = make("cnn_deep").double(), images(4)
     views = [net(view) for view in shifted(batch)]
     assert torch.equal(views[4], net(batch))
     assert not torch.allclose(views[4], views[1], rtol=1e-3)
-    assert torch.allclose(at_test_time(net, "cnn_deep")(batch), sum(views) / 9, rtol=1e-12)
-    assert at_test_time(net, "cnn") is net
+    assert torch.allclose(with_test_views(net, "cnn_deep")(batch), sum(views) / 9, rtol=1e-12)
+    assert with_test_views(net, "cnn") is net
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_the_same_weights_compute_the_same_in_this_version(name: str, expected: 
             waves = torch.linspace(-1, 2, tensor.numel(), dtype=torch.float64).sin().abs()
             tensor.copy_(waves.reshape(tensor.shape) + 0.01 * number)
     image = torch.arange(28 * 28).remainder(251).to(torch.uint8).reshape(1, 28, 28)
-    assert at_test_time(net, name)(image)[0, 0].item() == pytest.approx(expected, rel=1e-9)
+    assert with_test_views(net, name)(image)[0, 0].item() == pytest.approx(expected, rel=1e-9)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -13,7 +13,7 @@ import torch
 from ddp_mnist.cluster.local import run_world
 from ddp_mnist.data.decode import Preparation
 from ddp_mnist.errors import CheckpointError
-from ddp_mnist.models import MODELS, VERSION, at_test_time
+from ddp_mnist.models import MODELS, VERSION, with_test_views
 from ddp_mnist.run import weights
 
 CLASSES = [str(digit) for digit in range(10)]
@@ -58,7 +58,7 @@ def test_round_trip(name: str, dtype: torch.dtype) -> None:
         assert trained.net.state_dict()[key].dtype == value.dtype
         assert torch.equal(trained.net.state_dict()[key], value)
     images = torch.randint(0, 256, (2, 28, 28), dtype=torch.uint8)
-    expected = at_test_time(model, name)(images)
+    expected = with_test_views(model, name)(images)
     assert torch.allclose(trained.model(images), expected, atol=1e-5)
 
 

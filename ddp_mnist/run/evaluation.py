@@ -54,7 +54,7 @@ def prepare_split(accelerator: Accelerator, rows: Rows, per_process: int | None 
     return accelerator.prepare_data_loader(eval_loader(rows, batch_size))
 
 
-def import_metrics_meanwhile(accelerator: Accelerator) -> None:
+def import_evaluate_meanwhile(accelerator: Accelerator) -> None:
     """Import `evaluate` in a thread, on rank 0, beside the first steps of a training.
 
     It takes over a second, for which all ranks would wait in the first validation, deaf to

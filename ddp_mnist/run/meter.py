@@ -90,7 +90,7 @@ class Meter:
 def sum_up(losses: list[Tensor], correct: list[Tensor], images_per_batch: int) -> Tensor:
     """Return float64 [loss, correct, seen, bad] over batches, without a sync of the device.
 
-    A batch whose loss is not finite is one bad batch, and neither seen nor summed. Rounded to
+    A batch whose loss is not finite counts as bad and is left out of the other sums. Rounded to
     2**-30, sums are exact, and therefore equal however a run was cut into parts.
 
     Args:

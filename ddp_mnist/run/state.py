@@ -103,8 +103,8 @@ class Progress:
     def raise_if_diverged(self, recipe: Recipe, accelerator: Accelerator) -> None:
         """Raise DivergedError, on all ranks alike, once the weights are beyond repair.
 
-        Without a loss scaler one loss that is not finite has spoilt them already; fp16's skips such
-        a step, so it takes several in a row.
+        Without a loss scaler one loss that is not finite is fatal; fp16's skips such a step, so a
+        few in a row are allowed.
         """
         batches_per_step = accelerator.num_processes * recipe.grad_accum
         allowed = BAD_STEPS_ALLOWED * batches_per_step if accelerator.scaler else 0

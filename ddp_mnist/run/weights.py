@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ddp_mnist.data.cache import METADATA_KEY
 from ddp_mnist.data.decode import Preparation
 from ddp_mnist.errors import CheckpointError, reason
-from ddp_mnist.models import MODELS, VERSION, at_test_time
+from ddp_mnist.models import MODELS, VERSION, with_test_views
 from ddp_mnist.run.console import warn
 from ddp_mnist.run.folder import MODEL, STATUS, SUMMARY, read_json
 
@@ -26,7 +26,7 @@ class Trained:
     """A net with the weights of a finished run, in eval mode on the CPU."""
 
     net: nn.Module  # with the weights
-    model: nn.Module  # gives the logits: the net, or what `at_test_time` makes of it
+    model: nn.Module  # gives the logits: the net, or what `with_test_views` makes of it
     architecture: str  # its name in MODELS
     classes: list[str]  # their names, in the order of the logits
     preparation: Preparation  # how the images were made that it was trained on
@@ -99,5 +99,5 @@ def from_bytes(content: bytes, where: str) -> Trained:
             f"{where}: {MODEL} is damaged or not from ddp_mnist ({type(error).__name__});"
             " train the run again"
         ) from error
-    model = at_test_time(net, name).eval()
+    model = with_test_views(net, name).eval()
     return Trained(net, model, name, about["classes"], preparation)
