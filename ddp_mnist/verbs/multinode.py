@@ -1,8 +1,8 @@
 """One machine's part of a run over several: `make train-multinode`, or `make doctor`.
 
-A bare launcher waits 15 minutes for a missing machine and then does not say which. Here the
-machines meet first, with a deadline, and only then does each start `accelerate launch`. Without
-rank and address, two nodes are rehearsed on this machine, over TCP, each with its own launcher.
+A bare launcher waits 15 minutes for a missing machine and then does not say which. Here they meet
+first, with a deadline; then each starts `accelerate launch`. Without rank and address, two nodes
+are rehearsed on this machine, over TCP, each with its own launcher.
 """
 
 from __future__ import annotations
@@ -39,13 +39,8 @@ def run(
 ) -> int:
     """Return the exit code of the rehearsal; a real node becomes its launcher instead.
 
-    Args:
-        arguments: of the verb.
-        timeout_s: how long to wait for the other machines.
-        meet: is called with this machine and `timeout_s`; raises if the others do not come.
-
-    Raises:
-        UsageError: the flags contradict each other.
+    `arguments` are the verb's; `meet` raises if the other machines do not come within `timeout_s`.
+    Raises UsageError if the flags contradict each other.
     """
     if flags.machine_rank is None and flags.main_process_ip is None:
         return rehearse(flags, arguments)

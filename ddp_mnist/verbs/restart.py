@@ -27,16 +27,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 def restart(restarts: int, command: Sequence[str], run: Run) -> int:
     """Run `python COMMAND`, again with `--resume auto` for as long as a process was lost.
 
-    Args:
-        restarts: how often to run it again at most.
-        command: what to give to python; ends with flags of `train`.
-        run: those flags.
-
-    Returns:
-        The exit code in status.json where there is one, else the command's.
-
-    Raises:
-        StorageError: no run folder can be made.
+    The command ends with flags of `train`, which `run` holds. Return the exit code in status.json
+    where there is one, else the command's. Raises StorageError if no run folder can be made.
     """
     folder, flags = choose_folder(run)
     again = [] if run.resume else ["--resume", "auto"]
