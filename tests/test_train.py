@@ -1,9 +1,7 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import io
-import json
 import os
 import signal
 from pathlib import Path
@@ -13,10 +11,15 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from ddp_mnist.cluster.launch import Launch
 from ddp_mnist.cluster.local import LocalWorld, run_world
-from ddp_mnist.config import PRESETS, Distribution, Recipe, Run, TrainConfig
+from ddp_mnist.config import PRESETS, Distribution, Run, TrainConfig
 from ddp_mnist.errors import DdpMnistError
+from ddp_mnist.models import CNN
 from ddp_mnist.run.folder import read_json
+from ddp_mnist.verbs import report
+from ddp_mnist.verbs.evaluate import evaluate_run
+from ddp_mnist.verbs.flags import Evaluate
 from ddp_mnist.verify.watch import (
     Seen,
     just_train,
@@ -29,67 +32,59 @@ from ddp_mnist.verify.watch import (
     weights_of,
 )
 from tests.test_sources import write_idx
-from tests.training import what_it_says
+from tests.training import check_equal, metrics, what_it_says, with_flags
 
 STEPS = 45
 
 
+Proofs = dict[int, tuple[Path, list[Seen]]]
+
+
 @pytest.fixture(scope="module")
-def proofs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[Path, list[Seen]]]:
+def proofs(tmp_path_factory: pytest.TempPathFactory) -> Proofs:
     """The same run on 1, 2 and 3 processes: its folder, and what each rank saw."""
-    runs = {}
-    for size in (1, 2, 3):
-        folder = tmp_path_factory.mktemp(f"on{size}")
-        runs[size] = (
-            folder / "run",
-            run_world(size, train_and_watch, proof_config(), folder=folder),
-        )
-    return runs
+    folders = {size: tmp_path_factory.mktemp(f"on{size}") for size in (1, 2, 3)}
+    return {
+        size: (folder / "run", run_world(size, train_and_watch, proof_config(), folder=folder))
+        for size, folder in folders.items()
+    }
 
 
 @pytest.fixture
-def one_process(proofs: dict[int, tuple[Path, list[Seen]]]) -> tuple[Path, Seen]:
+def one_process(proofs: Proofs) -> tuple[Path, Seen]:
     """The run that all others are compared with."""
     folder, [seen] = proofs[1]
     return folder, seen
 
 
-def metrics_lines(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
 @pytest.mark.parametrize("size", [2, 3])
-def test_n_processes_equal_one(
-    size: int, proofs: dict[int, tuple[Path, list[Seen]]], one_process: tuple[Path, Seen]
-) -> None:
+def test_n_processes_equal_one(size: int, proofs: Proofs, one_process: tuple[Path, Seen]) -> None:
     reference, alone = one_process
     folder, ranks = proofs[size]
     assert per_step(ranks) == per_step([alone])
     assert len(alone.images) == STEPS
     assert all(seen.learning_rates == alone.learning_rates for seen in ranks)
     assert largest_difference(weights_of(folder), weights_of(reference)) < 1e-9
-    assert ranks[0].summary["world_size"] == size
-    assert ranks[0].summary["backend"] == "gloo"
-    assert ranks[0].summary["confusion"] == alone.summary["confusion"]
     assert [seen.summary["test_count"] for seen in ranks] == [360] * size
+    assert ranks[0].summary["confusion"] == alone.summary["confusion"]
+    check_equal(folder, reference, size)  # the logged losses are those of all processes
 
 
-def test_training_changes_every_tensor(one_process: tuple[Path, Seen]) -> None:
-    from ddp_mnist.models import CNN
-
+def test_training_changes_every_tensor_at_a_rate_that_rises_and_falls(
+    one_process: tuple[Path, Seen],
+) -> None:
     torch.manual_seed(0)
-    start = {name: tensor.double() for name, tensor in CNN(10).state_dict().items()}
-    trained = weights_of(one_process[0])
-    changed = {name: (trained[name] - start[name]).abs().max().item() for name in start}
-    assert min(changed.values()) > 1e-3, changed
-
-
-def test_the_rate_rises_and_falls(one_process: tuple[Path, Seen]) -> None:
-    rates = one_process[1].learning_rates
+    trained, rates = weights_of(one_process[0]), one_process[1].learning_rates
+    for name, start in CNN(10).state_dict().items():
+        assert (trained[name] - start.double()).abs().max() > 1e-3, name
     assert len(rates) == STEPS
     assert max(rates) == pytest.approx(0.01, rel=0.03)
     assert rates[0] == pytest.approx(0.01 / (0.1 * STEPS))
     assert rates[-1] == pytest.approx(0.01 / (0.9 * STEPS))
+
+
+def apart(folder: Path, one: str, other: str) -> float:
+    return largest_difference(weights_of(folder / one), weights_of(folder / other))
 
 
 def test_accumulation_changes_no_result(tmp_path: Path) -> None:
@@ -104,45 +99,37 @@ def test_accumulation_changes_no_result(tmp_path: Path) -> None:
         assert per_step(ranks, parts=3) == per_step([whole])
         assert ranks[0].summary["steps"] == STEPS
         assert ranks[0].learning_rates == whole.learning_rates
-        assert (
-            largest_difference(weights_of(tmp_path / name), weights_of(tmp_path / "whole")) < 1e-9
-        )
+        assert apart(tmp_path, name, "whole") < 1e-9
 
 
 def test_augmentation_and_clipping_on_two_processes_equal_one(tmp_path: Path) -> None:
+    both = {"augment": True, "max_grad_norm": 0.5}
     for name, size, recipe in (
-        ("one", 1, {"augment": True, "max_grad_norm": 0.5}),
-        ("two", 2, {"augment": True, "max_grad_norm": 0.5}),
+        ("one", 1, both),
+        ("two", 2, both),
         ("without clipping", 1, {"augment": True}),
         ("without augmentation", 1, {"max_grad_norm": 0.5}),
     ):
         config = proof_config(name, model="mlp", **recipe)
         run_world(size, just_train, config, folder=tmp_path)
-    one = weights_of(tmp_path / "one")
-    assert largest_difference(weights_of(tmp_path / "two"), one) < 1e-9
-    # both had an effect
-    assert largest_difference(weights_of(tmp_path / "without clipping"), one) > 1e-2
-    assert largest_difference(weights_of(tmp_path / "without augmentation"), one) > 1e-2
+    assert apart(tmp_path, "two", "one") < 1e-9
+    assert apart(tmp_path, "without clipping", "one") > 1e-2
+    assert apart(tmp_path, "without augmentation", "one") > 1e-2
 
 
 def test_the_accurate_preset_on_two_processes_equals_one(tmp_path: Path) -> None:
     for name, size in (("one", 1), ("two", 2)):
-        config = proof_config(name, **{**PRESETS["accurate"].recipe, "epochs": 2})
+        config = proof_config(name, **{**PRESETS["accurate"].recipe, "epochs": 1})
         run_world(size, just_train, config, folder=tmp_path)
-    one, two = weights_of(tmp_path / "one"), weights_of(tmp_path / "two")
-    assert largest_difference(two, one) < 1e-9
+    assert apart(tmp_path, "two", "one") < 1e-9
 
 
 def test_what_a_comm_hook_sends_is_coarser_and_the_same_for_all(tmp_path: Path) -> None:
     """PowerSGD from step 32 on; two processes, in full precision otherwise."""
-    plain = proof_config("none")
-    distribution = dataclasses.replace(plain.distribution, mixed_precision="no")
     runs = {}
     for hook in ("none", "fp16", "bf16", "powersgd"):
-        config = dataclasses.replace(
-            proof_config(hook),
-            distribution=dataclasses.replace(distribution, comm_hook=hook),
-        )
+        plain = proof_config(hook, model="mlp")
+        config = with_flags(plain, mixed_precision="no", comm_hook=hook)
         ranks = run_world(2, train_and_watch, config, folder=tmp_path)
         assert ranks[0].weights == ranks[1].weights
         assert ranks[0].summary["test_accuracy"] > 0.8
@@ -157,33 +144,19 @@ def test_what_a_comm_hook_sends_is_coarser_and_the_same_for_all(tmp_path: Path) 
 
 
 def test_fp32_after_one_step_on_two_and_three_processes_is_near_one(tmp_path: Path) -> None:
-    states = []
+    # One batch is the whole epoch; the rate is that of a default run's first step.
+    recipe = {"epochs": 1, "batch_size": 1150 // 6 * 6, "lr": 1e-4, "warmup": 0}
     for size in (1, 2, 3):
-        (tmp_path / str(size)).mkdir()
-        config = TrainConfig(
-            Run(dataset="digits", run_dir="run", quiet=True),
-            # One batch is the whole epoch; the rate is that of a default run's first step.
-            Recipe(epochs=1, batch_size=1150 // 6 * 6, lr=1e-4, warmup=0),
-            Distribution(cpu=True, mixed_precision="no"),
-        )
-        ranks = run_world(size, just_train, config, folder=tmp_path / str(size))
-        assert ranks[0]["steps"] == 1
-        states.append(weights_of(tmp_path / str(size) / "run"))
-    assert largest_difference(states[1], states[0]) < 1e-5
-    assert largest_difference(states[2], states[0]) < 1e-5
+        config = with_flags(proof_config(f"on{size}", **recipe), mixed_precision="no")
+        assert run_world(size, just_train, config, folder=tmp_path)[0]["steps"] == 1
+    assert apart(tmp_path, "on2", "on1") < 1e-5
+    assert apart(tmp_path, "on3", "on1") < 1e-5
 
 
 def test_run_folder_of_a_finished_run(one_process: tuple[Path, Seen]) -> None:
     run, seen = one_process
-    names = {path.name for path in run.iterdir()}
-    assert names == {
-        "checkpoints",
-        "config.json",
-        "metrics.jsonl",
-        "model.safetensors",
-        "status.json",
-        "summary.json",
-    }
+    names = "checkpoints config.json metrics.jsonl model.safetensors status.json summary.json"
+    assert {path.name for path in run.iterdir()} == set(names.split())
     summary = read_json(run / "summary.json")
     assert summary == seen.summary
     required = (
@@ -192,8 +165,7 @@ def test_run_folder_of_a_finished_run(one_process: tuple[Path, Seen]) -> None:
         " train_seconds total_seconds images_per_second dataset versions git outcome"
     )
     assert set(required.split()) <= summary.keys()
-    assert summary["precision"] == "fp64"
-    assert summary["device"] == "cpu"
+    assert (summary["precision"], summary["device"]) == ("fp64", "cpu")
     assert summary["test_count"] == 360 == sum(map(sum, summary["confusion"]))
     right = sum(summary["confusion"][c][c] for c in range(10))
     assert summary["test_accuracy"] == right / 360
@@ -204,28 +176,13 @@ def test_run_folder_of_a_finished_run(one_process: tuple[Path, Seen]) -> None:
     expected = {"state": "finished", "exit_code": 0, "phase": "done", "step": STEPS, "error": None}
     assert status == expected
 
-    lines = metrics_lines(run)
-    steps = [line for line in lines if "loss" in line]
+    steps, validations = metrics(run), metrics(run, "val_accuracy")
     assert [line["step"] for line in steps] == list(range(1, STEPS + 1))
     assert [line["lr"] for line in steps] == seen.learning_rates
-    validations = [line for line in lines if "val_accuracy" in line]
     assert [line["step"] for line in validations] == [15, 30, 45]
     assert validations[-1]["val_accuracy"] == summary["val_accuracy"]
-    config = read_json(run / "config.json")
-    assert config["recipe"]["batch_size"] == 72
-    assert config["recipe"]["val_size"] == 287
-
-
-def test_the_logged_loss_is_that_of_all_processes(
-    proofs: dict[int, tuple[Path, list[Seen]]],
-) -> None:
-    losses = {
-        size: [line["loss"] for line in metrics_lines(folder) if "loss" in line]
-        for size, (folder, _) in proofs.items()
-    }
-    assert len(losses[1]) == STEPS
-    assert losses[2] == pytest.approx(losses[1], rel=1e-9)
-    assert losses[3] == pytest.approx(losses[1], rel=1e-9)
+    recipe = read_json(run / "config.json")["recipe"]
+    assert (recipe["batch_size"], recipe["val_size"]) == (72, 287)
 
 
 def test_stops_at_the_target_accuracy_on_all_ranks(tmp_path: Path) -> None:
@@ -241,16 +198,11 @@ def test_patience_keeps_the_best_weights(tmp_path: Path) -> None:
     config = proof_config(epochs=40, patience=2, lr=0.05, warmup=0.9, model="mlp")
     [summary] = run_world(1, just_train, config, folder=tmp_path)
     assert summary["stopped_by"] == "--patience"
-    lines = metrics_lines(tmp_path / "run")
-    accuracies = [line["val_accuracy"] for line in lines if "val_accuracy" in line]
+    lines = metrics(tmp_path / "run", "val_accuracy")
+    accuracies = [line["val_accuracy"] for line in lines]
     best = accuracies.index(max(accuracies))
     assert len(accuracies) == best + 3
     assert summary["val_accuracy"] == max(accuracies)
-    from ddp_mnist.cluster.launch import Launch
-    from ddp_mnist.config import Distribution
-    from ddp_mnist.verbs.evaluate import evaluate_run
-    from ddp_mnist.verbs.flags import Evaluate
-
     flags = Evaluate(str(tmp_path / "run"), "validation")
     again = evaluate_run(flags, Distribution(cpu=True), Launch())
     assert again is not None
@@ -260,16 +212,12 @@ def test_patience_keeps_the_best_weights(tmp_path: Path) -> None:
 @pytest.mark.parametrize("log_every", [1, 5])
 def test_fault_24_divergence_ends_with_code_7_on_every_rank(log_every: int, tmp_path: Path) -> None:
     # each step multiplies the weights by 1 - 99 x 10: float32 overflows after 13
-    config = TrainConfig(
-        Run(dataset="digits", run_dir="run", log_every=log_every, quiet=True),
-        Recipe(model="mlp", lr=99.0, weight_decay=10.0, warmup=0.0),
-        Distribution(cpu=True, mixed_precision="no"),
-    )
+    config = proof_config(model="mlp", lr=99.0, weight_decay=10.0, warmup=0.0)
+    config = with_flags(config, mixed_precision="no", log_every=log_every)
     outcomes = LocalWorld(2, just_train, config, folder=tmp_path).outcomes()
     assert [getattr(error, "code", None) for error in outcomes] == [7, 7]
-    told = [error for error in outcomes if error.agreed]
-    assert len(told) == 1
-    assert str(told[0]).startswith("--lr 99: ")
+    [told] = [error for error in outcomes if error.agreed]
+    assert str(told).startswith("--lr 99: ")
     status = read_json(tmp_path / "run" / "status.json")
     assert (status["state"], status["exit_code"]) == ("failed", 7)
     assert not (tmp_path / "run" / "model.safetensors").exists()
@@ -277,8 +225,7 @@ def test_fault_24_divergence_ends_with_code_7_on_every_rank(log_every: int, tmp_
 
 def of_a_folder(**changes: Any) -> TrainConfig:
     config = proof_config(epochs=2, batch_size=4, val_size=0)
-    run = {"dataset": "data/set", "cache_dir": "cache", **changes}
-    return dataclasses.replace(config, run=dataclasses.replace(config.run, **run))
+    return with_flags(config, dataset="data/set", cache_dir="cache", **changes)
 
 
 def test_a_folder_given_relative_to_here_is_found_from_elsewhere(tmp_path: Path) -> None:
@@ -299,11 +246,6 @@ def test_a_folder_given_relative_to_here_is_found_from_elsewhere(tmp_path: Path)
 
 
 def evaluate_and_report(run: str) -> tuple[int, str]:
-    from ddp_mnist.cluster.launch import Launch
-    from ddp_mnist.verbs import report
-    from ddp_mnist.verbs.evaluate import evaluate_run
-    from ddp_mnist.verbs.flags import Evaluate
-
     counted = evaluate_run(Evaluate(run), Distribution(cpu=True), Launch())
     assert counted
     reported = report.read_run(Path(run))
@@ -327,7 +269,8 @@ def train_in_a_folder_of_its_own() -> dict[str, Any]:
 
 def test_dry_run_says_all_and_writes_nothing(tmp_path: Path) -> None:
     config = TrainConfig(
-        Run(dataset="digits", dry_run=True), Recipe(), Distribution(cpu=True, mixed_precision="no")
+        Run(dataset="digits", dry_run=True),
+        distribution=Distribution(cpu=True, mixed_precision="no"),
     )
     shown, silent = run_world(2, what_it_says, config, folder=tmp_path)
     assert silent == ""
@@ -352,12 +295,7 @@ def test_fault_22_ranks_that_differ_are_refused_before_the_first_step(tmp_path: 
 
 
 def _train_with_own_seed() -> None:
-    import os
-
-    config = proof_config()
-    if os.environ["RANK"] == "2":
-        config = dataclasses.replace(config, run=dataclasses.replace(config.run, seed=5))
-    just_train(config)
+    just_train(with_flags(proof_config(), seed=5 if os.environ["RANK"] == "2" else 0))
 
 
 # --- Other machines
@@ -383,17 +321,16 @@ def on_two_machines(told: TrainConfig, stop_at: int | None = None) -> tuple[str,
 
 
 def test_the_second_machine_says_who_reports_and_where_the_result_is(tmp_path: Path) -> None:
-    loud = proof_config("done", model="mlp", epochs=1)
-    loud = dataclasses.replace(loud, run=dataclasses.replace(loud.run, quiet=False))
+    loud = with_flags(proof_config("done", model="mlp", epochs=1), quiet=False)
     joined = "joined     as rank 1 of 2; rank 0 on box0 reports"
     [(first, _), (second, _)] = run_world(2, on_two_machines, loud, folder=tmp_path)
     assert "joined" not in first
     assert second.splitlines() == [joined, "done       the result is on box0, in done"]
 
-    stopped = dataclasses.replace(loud, run=dataclasses.replace(loud.run, run_dir="stopped"))
+    stopped = with_flags(loud, run_dir="stopped")
     both = run_world(2, on_two_machines, stopped, 5, folder=tmp_path)
     assert [code for _, code in both] == [143, 143]
     assert both[1][0].splitlines() == [joined]
 
-    quiet = proof_config("quiet", model="mlp", epochs=1)
+    quiet = with_flags(loud, run_dir="quiet", quiet=True)
     assert run_world(2, on_two_machines, quiet, folder=tmp_path) == [("", 0), ("", 0)]

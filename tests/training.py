@@ -34,9 +34,10 @@ def what_it_says(config: TrainConfig) -> str:
     return console.getvalue()
 
 
-def metrics(run: Path) -> list[dict[str, Any]]:
+def metrics(run: Path, kind: str = "loss") -> list[dict[str, Any]]:
+    """Return the lines of metrics.jsonl that have this key."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if "loss" in line]
+    return [line for line in lines if kind in line]
 
 
 def check_equal(run: Path, one_process: Path, world_size: int, num_machines: int = 1) -> None:
