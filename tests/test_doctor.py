@@ -389,7 +389,7 @@ def break_down(*_: Any, **__: Any) -> None:
 def check_until_it_breaks_down() -> list[CheckResult]:
     with patch.object(dist, "scatter", break_down):
         flags, options = Distribution(cpu=True, dist_timeout=2), Doctor(dataset="digits", json=True)
-        return group.check_group(options, flags, find_launch(flags), machines_too=False)
+        return group.check_group(options, flags, machines=False)
 
 
 def test_what_was_found_before_a_break_down_is_kept(tmp_path: Path) -> None:
@@ -423,21 +423,21 @@ def test_processes_that_end_early_are_a_failure(
     member: Callable[..., Any], text: str, fix: str, monkeypatch: Patch
 ) -> None:
     flags = Distribution()
-    monkeypatch.setattr(checks, "as_member", member)
+    monkeypatch.setattr(checks, "check_group", member)
     monkeypatch.setattr(checks, "check_machine", always([]))
     result = only(checks.run_checks(Doctor(2, json=True), flags, find_launch(flags)))
     assert result.name == "processes"
     assert_found(result, FAIL, text, fix)
 
 
-def backend_of(_: Doctor, distribution: Distribution) -> list[CheckResult]:
+def backend_of(_: Doctor, distribution: Distribution, __: bool) -> list[CheckResult]:
     return [passed("backend", distribution.backend)]
 
 
 def test_one_gpu_is_shared_by_two_processes(monkeypatch: Patch) -> None:
     monkeypatch.setattr("ddp_mnist.cluster.hardware.gpus", lambda: 1)
     monkeypatch.setattr("ddp_mnist.cluster.local.gpus", lambda: 1)
-    monkeypatch.setattr(checks, "as_member", backend_of)
+    monkeypatch.setattr(checks, "check_group", backend_of)
     assert checks.default_processes() == 2
     assert only(checks.check_processes(Doctor(), Distribution())).text == "gloo"
 
@@ -632,8 +632,6 @@ def test_on_the_cpu_the_doctor_shows_nobody_a_gpu(
 @pytest.mark.parametrize(
     ("argv", "begins"),
     [
-        (["--processes", "1"], "--processes 1: must be at least 2"),
-        (["--minutes", "-1"], "--minutes -1.0: must be at least 0"),
         (["--tolerance", "nan"], "--tolerance nan: must be at least 0"),
         (["--save", "no/d.json"], "--save no/d.json: must be a file in a folder that is there"),
         (["--against", "no.json"], "--against no.json: cannot be read (No such file or director"),

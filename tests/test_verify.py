@@ -148,7 +148,6 @@ def test_the_numbers_of_processes_that_can_be_compared() -> None:
 @pytest.mark.parametrize(
     ("argv", "begins"),
     [
-        (["--processes", "1"], "--processes 1: must be at least 2"),
         (["--inject", "seed"], "--inject seed: choose from sampler, gradients, parameter"),
         (["--save", "no/v.json"], "--save no/v.json: must be a file in a folder that is there"),
         (["--save", "."], "--save .: must be a file in a folder that is there"),

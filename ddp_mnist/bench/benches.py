@@ -84,24 +84,22 @@ def compare_with_train(
 ) -> list[CheckResult]:
     """Return both speeds and their ratio, which should be nearly 1, or `most`."""
     speeds = speeds_of(["train", kind], options, options.processes, precision)
-    share = ratio(speeds["train"], speeds[kind])
+    share, results = ratio(speeds["train"], speeds[kind]), []
+    for who, each in (("train.py", "train"), (name, kind)):
+        results.append(spread(speeds[each]).beside(f"{who}, images/s"))
     goal, met = "lower end at least 0.95", share.low >= 0.95
     if most:
         goal, met = f"at most {most:g}", share.median <= most
-    return [
-        spread(speeds["train"]).beside("train.py, images/s"),
-        spread(speeds[kind]).beside(f"{name}, images/s"),
-        share.beside(f"train.py over {name}", goal, met),
-    ]
+    return [*results, share.beside(f"train.py over {name}", goal, met)]
 
 
 def scaling(options: Options) -> list[CheckResult]:
     """Time 1 to N processes against as many independent ones; shares of a step (minutes)."""
-    from ddp_mnist.run.summary import count
 
     results, kinds = [], ["train", "independent", "resident", "silent", "lockstep"]
     for size in range(1, options.processes + 1):
-        speeds, who = speeds_of(kinds, options, size), count(size, "process")
+        who = "1 process" if size == 1 else f"{size} processes"
+        speeds = speeds_of(kinds, options, size)
         seconds = {kind: [1 / speed for speed in speeds[kind]] for kind in kinds}
         efficiency = ratio(speeds["train"], speeds["independent"])
         goal, met = ("at least 0.95", efficiency.median >= 0.95) if size > 1 else ("", True)
@@ -190,15 +188,12 @@ class Bench(Flags):
     what: str = argument(
         "WHAT",
         "One of those below.",
-        choices={name: bench.__doc__ or "" for name, bench in BENCHES.items()},
+        {name: bench.__doc__ or "" for name, bench in BENCHES.items()},
     )
     dataset: str = flag("mnist", "The data set to train on.")
     cache_dir: str | None = flag(None, "Folder of decoded data sets.")
     processes: int | None = flag(
-        None,
-        "One per GPU, else with one CPU thread [GPUs, else 2; loop, strategies: at least 2].",
-        least=1,
-        most=10**4,
+        None, "How many [one per GPU, else 2; loop, strategies: at least 2].", least=1, most=10**4
     )
     repeats: int | None = flag(None, "Rounds [11; memory: 5].", least=5, most=10**4)
     check: bool = flag(False, "Exit code 1 where a goal is missed.")

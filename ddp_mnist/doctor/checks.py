@@ -95,7 +95,7 @@ def run_checks(flags: Doctor, distribution: Distribution, launch: Launch) -> lis
     try:
         if alone:
             return results + check_processes(flags, distribution)
-        return check_group(flags, distribution, launch)
+        return check_group(flags, distribution)
     except DdpMnistError as error:
         results.append(from_error("processes" if alone else "rendezvous", error))
         console.print(str(results[-1]))
@@ -108,14 +108,9 @@ def check_processes(flags: Doctor, distribution: Distribution) -> list[CheckResu
     timeout_s = START_S + distribution.dist_timeout + 60 * flags.minutes
     if distribution.backend == "auto":
         distribution = replace(distribution, backend=backend_among(size))
-    members = (size, as_member, flags, distribution)
+    members = (size, check_group, flags, distribution, False)
     try:
         return run_world(*members, folder=Path.cwd(), timeout_s=timeout_s)[0]
     except (OSError, RuntimeError, ValueError) as error:  # one was killed, or came to no end
         text = f"{size} of this machine: {type(error).__name__}: {error}"
         raise PeerError(f"{text}; see dmesg for what killed it, or try --processes 2") from error
-
-
-def as_member(flags: Doctor, distribution: Distribution) -> list[CheckResult]:
-    """Do one process's part of `check_processes`."""
-    return check_group(flags, distribution, find_launch(distribution), machines_too=False)

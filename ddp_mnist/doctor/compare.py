@@ -17,13 +17,9 @@ LOAD = "load"  # the check of what other programs hold
 def against(
     results: Sequence[CheckResult], saved: dict[str, Any], tolerance: float, processes: int
 ) -> Iterator[CheckResult]:
-    """Yield each figure beside that of another machine of the same type.
+    """Yield each figure beside that of another machine of the same type, in what --save wrote.
 
-    Args:
-        results: of this machine.
-        saved: what --save wrote there: `processes`, and in `findings` each result's `figures`.
-        tolerance: the share by which a figure may be worse; FAIL if it is by more.
-        processes: how many were checked here.
+    FAIL if it is worse by more than the share `tolerance`; WARN if it is not comparable.
     """
     if saved["processes"] != processes:
         text = f"{processes} processes here, {saved['processes']} there: speeds are not comparable"
@@ -55,10 +51,8 @@ def against(
 def figures_of(entries: Sequence[Mapping[str, Any]]) -> tuple[dict[str, float], str]:
     """Return all figures by name, and what other programs held; "" if no machine was busy."""
     figures = {name: value for each in entries for name, value in each["figures"].items()}
-    busy = [
-        each["text"] for each in entries if (each.get("name"), each.get("status")) == (LOAD, WARN)
-    ]
-    return figures, "; ".join(busy)
+    loads = [each for each in entries if each.get("name") == LOAD and each["status"] == WARN]
+    return figures, "; ".join(each["text"] for each in loads)
 
 
 def read_saved(file: str) -> dict[str, Any]:

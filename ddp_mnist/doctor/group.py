@@ -20,7 +20,7 @@ from torch.utils.benchmark import Timer
 
 from ddp_mnist import train
 from ddp_mnist.cluster import hardware
-from ddp_mnist.cluster.launch import Launch
+from ddp_mnist.cluster.launch import find_launch
 from ddp_mnist.cluster.signals import listen
 from ddp_mnist.cluster.world import World, join_world
 from ddp_mnist.config import Distribution, Recipe, ResolvedConfig, Run, resolve_recipe
@@ -87,15 +87,16 @@ class Group:
         return f"rank {shown}" + (" ..." if len(ranks) > 8 else "")
 
 
-def check_group(
-    options: Doctor, flags: Distribution, launch: Launch, *, machines_too: bool = True
-) -> list[CheckResult]:
+def check_group(options: Doctor, flags: Distribution, machines: bool = True) -> list[CheckResult]:
     """Return the results, on every rank; rank 0 prints each as it comes.
+
+    `machines` says whether each machine is still to be checked alone.
 
     Raises:
         DdpMnistError: the processes did not meet; see `join_world`.
     """
-    clock, results, verbose = time.monotonic(), list[CheckResult](), not options.json
+    launch, clock, results = find_launch(flags), time.monotonic(), list[CheckResult]()
+    verbose = not options.json
     console = Console(verbose and launch.rank == 0)
     try:
         with join_world(flags, launch) as world, narrated_elsewhere(world, verbose):
@@ -103,7 +104,7 @@ def check_group(
             text = f"{who} connected within {time.monotonic() - clock:.1f} s"
             text += f", backend {world.backend}, precision {world.precision}"
             first = passed("rendezvous", text)
-            for result in (first, *checks_of(Group(world, options), machines_too)):
+            for result in (first, *checks_of(Group(world, options), machines)):
                 results.append(result)
                 console.print(str(result))
     except DdpMnistError as error:
@@ -115,10 +116,10 @@ def check_group(
     return results
 
 
-def checks_of(group: Group, machines_too: bool) -> Iterator[CheckResult]:
+def checks_of(group: Group, machines: bool) -> Iterator[CheckResult]:
     """Check one after the other; after one that breaks down, the rest could not work either."""
     for name, checks, wanted in (
-        ("machine", machines_alone, machines_too),
+        ("machine", machines_alone, machines),
         ("same", same_everywhere, True),
         ("clocks", clocks, True),
         ("load", load, True),

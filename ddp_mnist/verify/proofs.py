@@ -89,13 +89,9 @@ def verify(
 ) -> Iterator[CheckResult | str]:
     """Yield check results as they come, and lines that show which rank took which images.
 
-    A run that breaks down is a failed check, and the last one.
-
-    Args:
-        sizes: numbers of processes, each compared with one.
-        fault: one of FAULTS, injected into all runs but that of one process; checks that it cannot
-            touch are left out.
-        model: the net that is trained.
+    Each of `sizes` processes is compared with one. A run that breaks down is a failed check, and
+    the last one. `fault`, one of FAULTS, is injected into all runs but that of one process; checks
+    that it cannot touch are left out.
     """
     with tempfile.TemporaryDirectory(prefix="ddp-mnist-verify-") as scratch:
         try:
@@ -151,10 +147,8 @@ def resume_is_exact(run: Watched) -> CheckResult:
     until = (watch.train_until, config, STOPS_AT, signal.SIGTERM, size - 1)
     LocalWorld(size, *until, folder=folder).outcomes()
     [again, *_] = run_world(size, watch.just_train, watch.resumed(config), folder=folder)
-    found, expected = (
-        [net, *log] for net, log in map(watch.what_stays, (folder / name, run.folder))
-    )
-    pairs = itertools.zip_longest(found, expected)
+    both = map(watch.what_stays, (folder / name, run.folder))
+    pairs = itertools.zip_longest(*([net, *log] for net, log in both))
     result = exact("resume", size, "weights and log lines", *zip(*pairs, strict=True))
     times = len(again.get("resumed_from", []))  # a run that had finished returns nothing
     text = f"{result.text}, but it was resumed {times} times, must be 1"
