@@ -70,24 +70,20 @@ class Hub:
 
     def answer(self, path: str) -> Answer:
         """Return what the Hub says to a request for `path`, as huggingface_hub 2.4 reads it."""
-        api = f"/api/datasets/{self.hub_id}"
+        api, name = f"/api/datasets/{self.hub_id}", path.rpartition("/")[2]
+        oids = {name: hashlib.sha1(content).hexdigest() for name, content in self.files.items()}
         if path == api or path.startswith(f"{api}/revision/"):
             return as_json({"id": self.hub_id, "sha": COMMIT})
         if path.startswith((f"{api}/tree/", f"{api}/paths-info/")):
-            return as_json([self.describe(name) for name in self.files])
-        if path.startswith(f"/datasets/{self.hub_id}/resolve/"):
-            return self.resolve(path.rpartition("/")[2])
-        return 404, {"X-Error-Code": "RepoNotFound"}, b""
-
-    def describe(self, name: str) -> dict[str, Any]:
-        oid = hashlib.sha1(self.files[name]).hexdigest()
-        return {"type": "file", "path": name, "size": len(self.files[name]), "oid": oid}
-
-    def resolve(self, name: str) -> Answer:
+            sizes = {name: len(content) for name, content in self.files.items()}
+            files = [{"path": name, "size": sizes[name], "oid": oids[name]} for name in oids]
+            return as_json([{"type": "file", **file} for file in files])
         headers = {"X-Repo-Commit": COMMIT}
+        if not path.startswith(f"/datasets/{self.hub_id}/resolve/"):
+            return 404, {"X-Error-Code": "RepoNotFound"}, b""
         if name not in self.files:
             return 404, headers | {"X-Error-Code": "EntryNotFound"}, b""
-        return 200, headers | {"ETag": f'"{self.describe(name)["oid"]}"'}, self.files[name]
+        return 200, headers | {"ETag": f'"{oids[name]}"'}, self.files[name]
 
     def _handler(self) -> type[BaseHTTPRequestHandler]:
         hub = self

@@ -170,22 +170,10 @@ def test_fault_04_the_new_one_is_on_the_disk_before_an_older_one_goes(
 # --- A disk that is full or broken
 
 
-class HalfWritten(io.FileIO):
-    def write(self, raw: Any) -> int:
-        super().write(raw[: len(raw) // 2])
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-
 @contextlib.contextmanager
 def failing(function: str, number: int) -> Iterator[None]:
     error = OSError(number, os.strerror(number))
     with patch.object(os, function, Mock(side_effect=error)):
-        yield
-
-
-@contextlib.contextmanager
-def filling_up_half_way() -> Iterator[None]:
-    with patch("ddp_mnist.run.folder.open", HalfWritten, create=True):
         yield
 
 
@@ -213,7 +201,6 @@ def run(tmp_path: Path) -> Path:
         (functools.partial(failing, "fsync", errno.ENOSPC), "No space left on device"),
         (functools.partial(failing, "fsync", errno.EIO), "Input/output error"),
         (functools.partial(failing, "replace", errno.EDQUOT), "Disk quota exceeded"),
-        (filling_up_half_way, "No space left on device"),
         (limited_to_2000_bytes, "File too large"),
     ],
 )

@@ -337,20 +337,15 @@ def test_how_a_run_ended_is_recorded_and_its_folder_free(
     expected = pytest.raises(type(error)) if error else contextlib.nullcontext()
     with expected as raised, RunFolder() as run:
         run.create(str(tmp_path), "digits")
-        assert read_json(status) == FRESH
         run.status(phase="validation", step=7)
         assert read_json(status) == FRESH | {"phase": "validation", "step": 7}
         assert in_use(tmp_path)
         if error:
             raise error
     assert not error or (raised and raised.value is error)
-    assert read_json(status) == {
-        "state": state,
-        "exit_code": code,
-        "phase": "validation" if error else "done",
-        "step": 7,
-        "error": message,
-    }
+    phase = "validation" if error else "done"
+    ended = {"state": state, "exit_code": code, "phase": phase, "step": 7, "error": message}
+    assert read_json(status) == ended
     assert not in_use(tmp_path)
     assert names(tmp_path) == ["status.json"]
 

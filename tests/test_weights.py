@@ -39,7 +39,7 @@ def with_header(content: bytes, header: Any) -> bytes:
     """Return the same tensors under another header."""
     [size] = struct.unpack("<Q", content[:8])
     text = json.dumps(header).encode()
-    return struct.pack("<Q", len(text)) + text + content[8 + size :]
+    return after_length(len(text), text) + content[8 + size :]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -93,16 +93,14 @@ def check_refused(content: bytes) -> None:
     assert message.endswith("; train the run again")
 
 
+def after_length(length: int, header: bytes) -> bytes:
+    return struct.pack("<Q", length) + header
+
+
 GARBAGE = [
-    b"\0" * 64,
-    b"\xff" * 64,
-    b"PK\3\4" + b"x" * 200,
-    b"not a model",
-    struct.pack("<Q", 2) + b"[]",
-    struct.pack("<Q", 4) + b"null",
-    struct.pack("<Q", 2**62) + b"{}",
-    struct.pack("<Q", 5000) + b"[" * 5000,
-    struct.pack("<Q", 3) + b"\xff\xfe\xfd",
+    *(b"\0" * 64, b"\xff" * 64, b"PK\3\4" + b"x" * 200, b"not a model"),
+    *(after_length(2, b"[]"), after_length(4, b"null"), after_length(2**62, b"{}")),
+    *(after_length(5000, b"[" * 5000), after_length(3, b"\xff\xfe\xfd")),
     weights.to_bytes({}, "mlp", CLASSES, PREPARED),
     weights.to_bytes({"count": torch.tensor([1])}, "mlp", CLASSES, PREPARED),
 ]
@@ -124,10 +122,7 @@ def described(**changes: Any) -> str:
 def test_metadata_that_does_not_fit_is_refused(content: bytes) -> None:
     header = header_of(content)
     for about in (
-        "",
-        "[]",
-        "5",
-        "{}",
+        *("", "[]", "5", "{}"),
         f'{{"architecture": "mlp", "version": {VERSION}}}',
         described(architecture=["mlp"], classes=["0"]),
         described(classes=10),

@@ -61,12 +61,8 @@ def load(
     """Return the data set from the cache; read and decode it first if it is not there.
 
     One process per machine decodes, under a file lock; the others wait for it and map its file.
-
-    Args:
-        dataset: what `choose` returned.
-        cache_dir: see `cache_folder`.
-        refresh: read it again although it is cached, and remove what other decoders made of it.
-        log: is called with a line when reading begins, as it can take a minute.
+    `refresh` reads it again although it is cached, and removes what other decoders made of it.
+    `log` is called with a line when reading begins, as it can take a minute.
 
     Raises:
         UsageError, DataError: no such data set, or it cannot be read.
