@@ -110,7 +110,7 @@ def first_traced(steps: int, done: int, per_epoch: int, total: int) -> int | Non
 def summarise(entries: Any, steps: int, seconds: float, activity: str) -> str:
     """Return the share of communication in steps that took `seconds`, and torch's own table.
 
-    The table of `entries`, averaged by name, is in the order of time on the `activity`: cpu or cuda.
+    The table of `entries`, is in the order of time on the `activity`, cpu or cuda.
     """
     time_us = sum(
         getattr(entry, which)
