@@ -21,7 +21,7 @@ from ddp_mnist.data.decode import (
     decode_image,
     decoder_digest,
 )
-from ddp_mnist.verbs.predict import as_mnist, as_trained
+from ddp_mnist.verbs.predict import read_image
 
 MEGAPIXELS = 12
 MODES = ("L", "LA", "RGB", "RGBA", "P", "1", "CMYK", "YCbCr", "HSV", "I", "I;16", "PA")
@@ -146,7 +146,7 @@ def test_mnist_and_the_digits_are_of_that_kind(mnist: Path) -> None:
 def bytes_a_pixel(file: str, photo: bool) -> float:
     """Return the highest use of memory while a file is prepared, above what there was before."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    (as_mnist if photo else as_trained)(Path(file))
+    read_image(Path(file), photo)
     kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     return kilobytes * 1024 / (MEGAPIXELS * 10**6)
 

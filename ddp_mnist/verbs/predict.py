@@ -33,7 +33,6 @@ from ddp_mnist.verbs.flags import Predict
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff")
 STDIN = Path("-")
-BATCH = 256
 LONGEST_SIDE = 1000  # of a photo, in pixels; the digit in it becomes 20 high
 LEAST_CONTRAST = 8  # of 255, between paper and strokes
 FAINT = 0.25  # of the strongest stroke: less is paper, its shadows and its grain
@@ -43,21 +42,20 @@ MOST_SHOWN, COLUMNS, INCHES = 64, 8, 1.3  # in the picture that --show writes
 def run(flags: Predict) -> None:
     """Print a line for each image, and draw those that could be read if --show asks for it."""
     picture = check_place(flags.show, "--show", ".png")
-    console, answers, unread = Console(True), [], None
+    console, answers = Console(True), []
     try:
         for line, seen in predict(flags):
             console.print(json.dumps(line))
-            if not (console.verbose or picture):
+            if picture and seen is not None:
+                answers.append((line, seen))
+            elif not console.verbose:
                 return  # nobody reads the rest
-            answers += [(line, seen)] if picture and seen is not None else []
-    except DataError as error:
-        unread = error
-    if picture and answers:
-        draw(answers, picture)
-    if unread:
-        raise unread
+    finally:  # after an unreadable file too, whose error goes on from here
+        if picture and answers:
+            draw(answers, picture)
 
 
+@torch.inference_mode()
 def predict(flags: Predict) -> Iterator[tuple[dict[str, Any], np.ndarray | None]]:
     """Yield {file, label, probability, probabilities} and the net's input, uint8 [28, 28].
 
@@ -70,100 +68,66 @@ def predict(flags: Predict) -> Iterator[tuple[dict[str, Any], np.ndarray | None]
             not be read.
     """
     trained = weights.from_bytes(weights.read_bytes(flags.run), flags.run)
-    prepare = as_mnist if takes_photos(flags, trained) else as_trained
-    files = [file for image in flags.images for file in find_images(image)]
-    errors: list[DataError] = []
-    for start in range(0, len(files), BATCH):
-        batch = files[start : start + BATCH]
-        inputs: list[np.ndarray | DataError] = []
-        for file in batch:
-            try:
-                inputs.append(prepare(file))
-            except DataError as error:
-                inputs.append(error)
-        readable = [image for image in inputs if isinstance(image, np.ndarray)]
-        rows = iter(probabilities(trained.model, readable) if readable else [])
-        for file, image in zip(batch, inputs, strict=True):
-            if isinstance(image, DataError):
-                errors.append(image)
-                yield {"file": str(file), "error": str(image).removeprefix(f"{file}: ")}, None
-            else:
-                yield {"file": str(file), **answer(next(rows), trained.classes)}, image
-    if len(errors) == 1:
-        raise errors[0]
-    if errors:
-        raise DataError(f"{errors[0]} ({len(errors)} of {len(files):,} files have no answer)")
-
-
-@torch.inference_mode()
-def probabilities(model: torch.nn.Module, images: Sequence[np.ndarray]) -> list[list[float]]:
-    """Return the probability of each class for each uint8 [28, 28]."""
-    return model(torch.from_numpy(np.stack(images))).softmax(1).tolist()
-
-
-def answer(row: list[float], classes: list[str]) -> dict[str, Any]:
-    """Return the likeliest class, its probability, and that of every class."""
-    best = row.index(max(row))
-    rounded = [round(probability, 6) for probability in row]
-    return {
-        "label": classes[best],
-        "probability": rounded[best],
-        "probabilities": dict(zip(classes, rounded, strict=True)),
-    }
-
-
-def find_images(path: str) -> list[Path]:
-    """Return the file itself, or the images directly in a folder, without hidden ones."""
-    place = Path(path)
-    if place == STDIN or not place.is_dir():
-        return [place]
-    files = sorted(
-        p
-        for p in place.iterdir()
-        if p.suffix.lower() in SUFFIXES and p.is_file() and not p.name.startswith(".")
-    )
-    if not files:
-        raise DataError(f"{path}: holds no images; give files or a folder of them")
-    return files
-
-
-# --- An image file as the net sees it
-
-
-def takes_photos(flags: Predict, trained: weights.Trained) -> bool:
-    """Return whether files of other sizes are photos of digits. Raises UsageError."""
     if flags.digit_photos and not trained.preparation.bright_on_black:
         raise UsageError(
             f"--digit-photos: {flags.run} was trained on images that are not bright strokes on"
             " black, as it would make them; leave it out"
         )
-    wanted = flags.digit_photos
-    return trained.preparation.digit_photos if wanted is None else wanted
+    photos = flags.digit_photos
+    photos = trained.preparation.digit_photos if photos is None else photos
+    files = [file for image in flags.images for file in find_images(image)]
+    errors = []
+    for file in files:
+        try:
+            image = read_image(file, photos)
+        except DataError as error:
+            errors.append(f"{file}: {error}")
+            yield {"file": str(file), "error": str(error)}, None
+            continue
+        row = trained.model(torch.tensor(image[None])).softmax(1)[0].tolist()
+        probabilities = {c: round(p, 6) for c, p in zip(trained.classes, row, strict=True)}
+        best = max(probabilities, key=lambda c: probabilities[c])
+        answer = {"label": best, "probability": probabilities[best], "probabilities": probabilities}
+        yield {"file": str(file), **answer}, image
+    if errors:
+        others = f" ({len(errors)} of {len(files):,} files have no answer)"
+        raise DataError(errors[0] + (others if len(errors) > 1 else ""))
 
 
-@contextlib.contextmanager
-def open_image(file: Path) -> Iterator[PIL.Image.Image]:
-    """Open an image file, or stdin. Raises DataError for whatever Pillow raises."""
+def find_images(path: str) -> list[Path]:
+    """Return the file itself, or the images directly in a folder, without hidden ones."""
+    if not (place := Path(path)).is_dir():
+        return [place]
+    images = [p for p in place.glob("[!.]*") if p.suffix.lower() in SUFFIXES and p.is_file()]
+    if not images:
+        raise DataError(f"{path}: holds no images; give files or a folder of them")
+    return sorted(images)
+
+
+# --- An image file as the net sees it
+
+
+def read_image(file: Path, digit_photos: bool) -> np.ndarray:
+    """Return uint8 [28, 28] of an image file or stdin: as MNIST, or as training, would make it.
+
+    Raises:
+        DataError: it cannot be read, or shows nothing; the message has to follow the file's name.
+    """
     try:
         content = io.BytesIO(sys.stdin.buffer.read()) if file == STDIN else file
+        # Pillow warns of what it can do without, as a part of the EXIF.
         with warnings.catch_warnings(action="ignore"), PIL.Image.open(content) as image:
-            yield image  # Pillow warns of what it can do without, as a part of the EXIF
+            return as_mnist(image) if digit_photos else decode_image(image)
     except DataError:
         raise
     except Exception as error:  # OSError, SyntaxError, ValueError, struct.error and more
         system = isinstance(error, OSError) and error.errno  # else Pillow's, of several lines
         why = reason(error).lower() if system else "no image that Pillow reads"
-        raise DataError(f"{file}: {why}; give a PNG or JPEG file") from error
+        raise DataError(f"{why}; give a PNG or JPEG file") from error
 
 
-def as_trained(file: Path) -> np.ndarray:
-    """Return uint8 [28, 28], as training would have made it of the same file. Raises DataError."""
-    with open_image(file) as image:
-        return decode_image(image)
-
-
-def as_mnist(file: Path) -> np.ndarray:
-    """Return an image file as MNIST draws digits: uint8 [28, 28], bright strokes on black.
+def as_mnist(image: PIL.Image.Image) -> np.ndarray:
+    """Return an opened image as MNIST draws digits: uint8 [28, 28], bright strokes on black.
 
     28x28 images are taken as they are, but for dark strokes on a bright ground, which are
     inverted. In others the paper may have any brightness; they are cropped to their strokes,
@@ -171,23 +135,28 @@ def as_mnist(file: Path) -> np.ndarray:
     made (LeCun et al., 1998, section III.A).
 
     Raises:
-        DataError: it cannot be read, or shows nothing.
+        DataError: it shows nothing.
     """
-    with open_image(file) as image:
-        grey = decode_image(image) if is_as_seen(image) else as_viewed(image)
-    nothing = DataError(f"{file}: shows nothing but its ground; give an image of a digit")
-    if grey.min() == grey.max():
-        raise nothing
-    if grey.shape == IMAGE_SHAPE:
-        return 255 - grey if np.median(grey[border_of(grey)]) > 127 else grey
-    contrast = grey - paper_of(grey)
-    if np.abs(contrast).max() < LEAST_CONTRAST:
-        raise nothing
-    return centred(strokes_of(contrast))
+    grey = as_viewed(image)
+    height, width = grey.shape
+    top, bottom, left, right = (np.median(line) for line in (*grey[[0, -1]], *grey.T[[0, -1]]))
+    paper = (top + bottom + left + right) / 4
+    if grey.shape == IMAGE_SHAPE and np.ptp(grey):
+        return 255 - grey if paper > 127 else grey
+    # As light falls from one side, the paper is a plane through what most of each border has.
+    down, across = np.linspace(-0.5, 0.5, height), np.linspace(-0.5, 0.5, width)
+    strokes = grey - (paper + (bottom - top) * down[:, None] + (right - left) * across)
+    strokes *= 1 if strokes.max() >= -strokes.min() else -1
+    if (strongest := strokes.max()) < LEAST_CONTRAST:
+        raise DataError("shows nothing but its ground; give an image of a digit")
+    strokes = np.where(strokes > FAINT * strongest, strokes / strongest * 255, 0)
+    return centred(strokes.round().astype(np.uint8))
 
 
 def as_viewed(image: PIL.Image.Image) -> np.ndarray:
-    """Return uint8 [H, W], upright, and small at once, as what follows takes 66 bytes a pixel."""
+    """Return uint8 [H, W], upright, and small at once, as what follows takes 40 bytes a pixel."""
+    if is_as_seen(image):
+        return decode_image(image)
     image.draft("L", (LONGEST_SIDE, LONGEST_SIDE))  # a JPEG is not even decoded in full
     grey = as_grey(image)
     low, high = grey.getextrema()
@@ -199,53 +168,20 @@ def as_viewed(image: PIL.Image.Image) -> np.ndarray:
     return np.asarray(PIL.ImageOps.exif_transpose(grey))
 
 
-def border_of(grey: np.ndarray) -> np.ndarray:
-    """Return bool [H, W], True for the outermost pixels."""
-    border = np.ones(grey.shape, dtype=bool)
-    border[1:-1, 1:-1] = False
-    return border
-
-
-def paper_of(grey: np.ndarray) -> np.ndarray:
-    """Return the paper's brightness as float64 [H, W]: a plane, as light falls from one side.
-
-    It is fitted to the border, then to the nearer half of it, as a stroke may touch the border. By
-    the border's median instead, 28 to 42 % of MNIST's digits were read correctly where one side had
-    half the light of the other; by the plane 98 %.
-    """
-    height, width = grey.shape
-    places = np.stack([np.ones(grey.shape), *np.mgrid[:height, :width]], axis=-1)
-    near = border = border_of(grey)
-    for _ in range(2):
-        plane = np.linalg.lstsq(places[near], grey[near].astype(np.float64), rcond=None)[0]
-        apart = np.abs(grey - places @ plane)
-        near = border & (apart <= max(np.median(apart[border]), 2))
-    return places @ plane
-
-
-def strokes_of(contrast: np.ndarray) -> np.ndarray:
-    """Return uint8 [H, W]: what differs most from the paper, up to 255 on black."""
-    strokes = contrast if contrast.max() >= -contrast.min() else -contrast
-    strokes = strokes.clip(0) / strokes.max()
-    return np.where(strokes > FAINT, strokes * 255, 0).round().astype(np.uint8)
-
-
-def centred(grey: np.ndarray) -> np.ndarray:
+def centred(strokes: np.ndarray) -> np.ndarray:
     """Return uint8 [28, 28] with a digit as MNIST places it, of uint8 [H, W] on black."""
-    strokes = grey > 0
-    rows, columns = np.flatnonzero(strokes.any(1)), np.flatnonzero(strokes.any(0))
-    crop = grey[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
-    scale = 20 / max(crop.shape)
-    height, width = (max(1, round(side * scale)) for side in crop.shape)
-    how = PIL.Image.Resampling.BOX if scale < 1 else PIL.Image.Resampling.BILINEAR
-    small = np.asarray(PIL.Image.fromarray(crop).resize((width, height), how))
-    mass = max(small.sum(dtype=np.float64), 1.0)
-    centre_y = (small.sum(1) * np.arange(height)).sum() / mass
-    centre_x = (small.sum(0) * np.arange(width)).sum() / mass
-    top = int(np.clip(round(13.5 - centre_y), 0, 28 - height))
-    left = int(np.clip(round(13.5 - centre_x), 0, 28 - width))
+    drawn = PIL.Image.fromarray(strokes)
+    crop = drawn.crop(drawn.getbbox())
+    size = [max(1, round(20 * side / max(crop.size))) for side in crop.size]
+    small = np.asarray(crop.resize(size, PIL.Image.Resampling.BILINEAR))
     frame = np.zeros(IMAGE_SHAPE, dtype=np.uint8)
-    frame[top : top + height, left : left + width] = small
+    place = []
+    for axis, side in enumerate(small.shape):
+        mass = small.sum(1 - axis) + 1e-9  # thin strokes of a large page may have vanished
+        start = round(13.5 - np.average(np.arange(side), weights=mass))
+        start = min(max(start, 0), 28 - side)
+        place.append(slice(start, start + side))
+    frame[tuple(place)] = small
     return frame
 
 
