@@ -5,13 +5,11 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import matplotlib
 from matplotlib.figure import Figure
-
-from ddp_mnist.run.folder import storage_errors
+from matplotlib.rcsetup import cycler
 
 CURVES = {  # titles of what metrics.jsonl has for some of a run's steps
     "loss": "Training loss (nats, with label smoothing)",
@@ -24,20 +22,21 @@ CURVES = {  # titles of what metrics.jsonl has for some of a run's steps
 
 # After Okabe and Ito, 2008; each has a contrast of 3 or more to a light and to a dark page.
 SERIES = ("#1f83c4", "#d55e00", "#009e73", "#cc79a7", "#a87400", "#7a7de0")
-DASHES = ("-", "--", "-.", ":")
 GREY = "#808080"  # reads on a light page and on a dark one too
 
 STYLE: Any = {
     **dict.fromkeys(("axes.edgecolor", "grid.color", "xtick.color", "ytick.color"), GREY),
     **dict.fromkeys(("xtick.labelcolor", "ytick.labelcolor"), "black"),
     **dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon"), False),
-    "grid.linewidth": 0.2,
-    "font.size": 8,
+    "axes.grid": True,
+    "axes.prop_cycle": cycler(linestyle=("-", "--", "-.", ":")) * cycler(color=SERIES),
+    "axes.titlelocation": "left",
     "axes.titlesize": 9,
+    "font.size": 8,
+    "grid.linewidth": 0.2,
     "legend.fontsize": 7,
     "lines.linewidth": 1.4,
     "lines.markersize": 3,
-    "savefig.dpi": 200,
     "svg.fonttype": "none",
     "text.parse_math": False,  # a run's name may hold dollars
 }
@@ -57,27 +56,15 @@ def draw(key: str, runs: Mapping[str, Sequence[dict[str, Any]]]) -> Figure | Non
     }
     if max(map(len, points.values()), default=0) < 2:
         return None
-    drawn = sum(map(bool, points.values()))
-    legend_rows = -(-drawn // LEGEND_COLUMNS) if drawn > 1 else 0
+    legend_rows = -(-len(runs) // LEGEND_COLUMNS) if len(runs) > 1 else 0
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(4.4, 2.5 + 0.16 * legend_rows), layout="constrained")
-        axes = figure.add_subplot()
-        for number, (name, line) in enumerate(points.items()):
-            if not line:
-                continue
-            axes.plot(
-                [step for step, _ in line],
-                [value for _, value in line],
-                color=SERIES[number % len(SERIES)],
-                linestyle=DASHES[number // len(SERIES) % len(DASHES)],
-                # else one value would not be seen
-                marker="o" if key.startswith("val_") or len(line) == 1 else "",
-                # matplotlib leaves out names that begin with _, but not behind a space of no width
-                label=f"\u200b{name}",
-            )
-        axes.set_title(CURVES[key], loc="left")
-        axes.set_xlabel("optimizer step")
-        axes.grid(visible=True)
+        axes = figure.add_subplot(title=CURVES[key], xlabel="optimizer step")
+        for name, line in points.items():  # an empty one too: a run has one colour in all curves
+            steps, values = [step for step, _ in line], [value for _, value in line]
+            marker = "o" if key.startswith("val_") or len(line) == 1 else ""  # one value alone
+            # matplotlib leaves out names that begin with _, but not behind a space of no width
+            axes.plot(steps, values, marker=marker, label=f"\u200b{name}")
         if legend_rows:
             figure.legend(loc="outside lower left", ncols=LEGEND_COLUMNS)
     return figure
@@ -92,9 +79,3 @@ def as_svg(figure: Figure, key: str) -> str:
     # An id may stand once in a page, and matplotlib numbers its groups alike in each figure.
     unused = r' id="[a-z0-9.]+_\d+"|<metadata>.*?</metadata>'
     return re.sub(unused, "", svg[svg.index("<svg") :], flags=re.DOTALL)
-
-
-def as_png(figure: Figure, path: Path) -> None:
-    """Write the figure, black on white. Raises StorageError."""
-    with storage_errors(path, "--out"), matplotlib.rc_context(STYLE):
-        figure.savefig(path, facecolor="white")

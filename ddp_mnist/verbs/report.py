@@ -12,8 +12,8 @@ from __future__ import annotations
 import base64
 import io
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,19 +23,8 @@ import torch
 
 from ddp_mnist.data import cache
 from ddp_mnist.errors import CheckpointError, DdpMnistError, reason
-from ddp_mnist.run import weights
+from ddp_mnist.run import folder, weights
 from ddp_mnist.run.console import Console
-from ddp_mnist.run.folder import (
-    CONFIG,
-    METRICS,
-    STATUS,
-    SUMMARY,
-    check_place,
-    in_use,
-    read_json,
-    storage_errors,
-    write_atomically,
-)
 from ddp_mnist.verbs import plots
 from ddp_mnist.verbs.flags import Report
 from ddp_mnist.verbs.render import render
@@ -46,47 +35,21 @@ NOT_IN_A_ROW = ("ranks", "confusion", "classes", "class_accuracy", "notes")  # o
 
 
 @dataclass
-class Mistake:
-    """A test image, by its index in the split, and the class that it was taken for."""
-
-    index: int
-    label: str
-    label_probability: float
-    guess: str
-    guess_probability: float
-    png: str  # a data URI
-
-
-@dataclass
 class ReportedRun:
-    """A run folder's content.
+    """A run folder's content."""
 
-    Attributes:
-        name: of the folder.
-        config: config.json.
-        metrics: the lines of metrics.jsonl.
-        summary: summary.json, perhaps of the part before a resume; {} if it has never finished.
-        status: status.json; its state may be "killed" too.
-        mistakes: the most certain ones first.
-        no_mistakes: why there are none to be seen.
-    """
-
-    name: str
+    name: str  # of the folder
     config: dict[str, Any]
-    metrics: list[dict[str, Any]]
-    summary: dict[str, Any]
-    status: dict[str, Any]
-    mistakes: list[Mistake] = field(default_factory=list)
-    no_mistakes: str = "There are none."
-
-    @property
-    def finished(self) -> bool:
-        return self.status["state"] == "finished"
+    metrics: list[dict[str, Any]]  # the lines of metrics.jsonl
+    summary: dict[str, Any]  # perhaps of the part before a resume; {} if it has never finished
+    status: dict[str, Any]  # its state may be "killed" too
+    mistakes: Sequence[dict[str, Any]] = ()  # the most certain ones first
+    no_mistakes: str = "The run has not finished."  # why there are none to be seen
 
 
 def run(flags: Report) -> None:
     """Write the page, and say where."""
-    check_place(flags.out, "--out")
+    folder.check_place(flags.out, "--out")
     console = Console(True)
     console.print("reading    the runs, and asking each model for its mistakes")
     for path in report(flags):
@@ -100,38 +63,40 @@ def report(flags: Report) -> list[Path]:
         CheckpointError: a folder is no run, or of another version.
         StorageError: a file cannot be written.
     """
-    paths = list(dict.fromkeys(Path(folder).resolve() for folder in flags.runs))
+    paths = list(dict.fromkeys(Path(run).resolve() for run in flags.runs))
     runs = [read_run(path) for path in paths]
-    if len({run.name for run in runs}) < len(runs):
-        for path, run in zip(paths, runs, strict=True):
-            run.name = str(path)
+    alike = len({path.name for path in paths}) < len(paths)
     for path, run in zip(paths, runs, strict=True):
-        find_mistakes(run, path, flags.dataset, flags.cache_dir)
+        run.name = str(path) if alike else path.name
+        if run.status["state"] == "finished":
+            find_mistakes(run, path, flags.dataset, flags.cache_dir)
     metrics = {run.name: run.metrics for run in runs}
     figures = {key: drawn for key in plots.CURVES if (drawn := plots.draw(key, metrics))}
     first = Path(flags.runs[0])
     page = Path(flags.out or (first if len(runs) == 1 else first.parent) / "report.html")
     curves = {plots.CURVES[key]: plots.as_svg(figure, key) for key, figure in figures.items()}
-    with storage_errors(page, "--out"):
-        write_atomically(page, render_page(runs, curves).encode())
     written = [page]
-    for key, figure in figures.items() if flags.png else ():
-        written.append(page.with_name(f"{page.stem}-{key}.png"))
-        plots.as_png(figure, written[-1])
+    with folder.storage_errors(page, "--out"):
+        folder.write_atomically(page, render_page(runs, curves).encode())
+        for key, figure in figures.items() if flags.png else ():
+            written.append(page.with_name(f"{page.stem}-{key}.png"))
+            figure.savefig(written[-1], dpi=200)
     return written
 
 
 def read_run(path: Path) -> ReportedRun:
     """Return the folder's content. Raises CheckpointError if it is no run of this version."""
     try:
-        status = read_json(path / STATUS)
-        if status["state"] == "running" and not in_use(path):
+        status = folder.read_json(path / folder.STATUS)
+        if status["state"] == "running" and not folder.in_use(path):
             status["state"] = "killed"
+        metrics, summary = path / folder.METRICS, path / folder.SUMMARY
+        lines = metrics.read_text(encoding="utf-8").split("\n") if metrics.exists() else []
         run = ReportedRun(
             path.name,
-            read_json(path / CONFIG),
-            list(read_metrics(path / METRICS)),
-            read_json(path / SUMMARY) if (path / SUMMARY).exists() else {},
+            folder.read_json(path / folder.CONFIG),
+            [json.loads(line) for line in lines[:-1]],  # the last may be torn
+            folder.read_json(summary) if summary.exists() else {},
             status,
         )
         render_page([run], {})  # which shows whether all is there
@@ -144,21 +109,11 @@ def read_run(path: Path) -> ReportedRun:
         raise CheckpointError(f"{path}: {why}; use that one's report") from error
 
 
-def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the lines, if there are any; the last may be torn, when the machine went down."""
-    lines = path.read_text(encoding="utf-8").split("\n") if path.exists() else [""]
-    for line in lines[:-1]:
-        yield json.loads(line)
-
-
 @torch.inference_mode()
 def find_mistakes(
     run: ReportedRun, path: Path, dataset: str | None = None, cache_dir: str | None = None
 ) -> None:
-    """Fill in `run.mistakes`, or `run.no_mistakes` where the test images are not at hand."""
-    if not run.finished:
-        run.no_mistakes = "The run has not finished."
-        return
+    """Fill in `run.mistakes` of a finished run, or `run.no_mistakes` where there are none."""
     try:
         trained = weights.from_bytes(weights.read_bytes(str(path)), str(path))
         flags = run.config["run"]
@@ -169,23 +124,23 @@ def find_mistakes(
     if images is None or images.digest != run.summary["dataset"]["digest"]:
         run.no_mistakes = "The test images are not in the cache of this machine."
         return
-    logits = torch.cat([trained.model(batch) for batch in images.test_images.split(BATCH)])
-    probabilities = logits.softmax(1)
+    batches = images.test_images.split(BATCH)
+    probabilities = torch.cat([trained.model(batch).softmax(1) for batch in batches])
     certainty, guesses = probabilities.max(1)
     wrong = (guesses != images.test_labels).nonzero().flatten()
     certain_first = wrong[certainty[wrong].argsort(descending=True, stable=True)]
-    for index in certain_first[:MOST_WRONG].tolist():
-        label, guess = int(images.test_labels[index]), int(guesses[index])
-        run.mistakes.append(
-            Mistake(
-                index,
-                trained.classes[label],
-                float(probabilities[index, label]),
-                trained.classes[guess],
-                float(certainty[index]),
-                as_data_uri(images.test_images[index]),
-            )
-        )
+    run.no_mistakes = "There are none."
+    run.mistakes = [
+        {
+            "index": index,  # in the test split
+            "label": trained.classes[label := int(images.test_labels[index])],
+            "label_probability": float(probabilities[index, label]),
+            "guess": trained.classes[guesses[index]],
+            "guess_probability": float(certainty[index]),
+            "png": as_data_uri(images.test_images[index]),
+        }
+        for index in certain_first[:MOST_WRONG].tolist()
+    ]
 
 
 def as_data_uri(image: torch.Tensor) -> str:
@@ -196,6 +151,7 @@ def as_data_uri(image: torch.Tensor) -> str:
 
 
 def render_page(runs: Sequence[ReportedRun], curves: dict[str, str]) -> str:
+    """Return the page's HTML, with `curves`: an <svg> by its title."""
     return render("report.html", runs=runs, curves=curves, rows=side_by_side(runs))
 
 
@@ -204,19 +160,21 @@ def side_by_side(runs: Sequence[ReportedRun]) -> list[tuple[str, list[str], bool
     columns = []
     for run in runs:
         column = {"state": run.status["state"]}
-        for name, value in run.summary.items() if run.finished else ():
+        for name, value in run.summary.items() if column["state"] == "finished" else ():
             inner = value if isinstance(value, dict) else {"": value}
             if name not in NOT_IN_A_ROW:
-                column |= {f"{name} {key}".strip(): shown(each) for key, each in inner.items()}
-        for flags in (run.config[group] for group in ("run", "recipe", "distribution")):
-            column |= {f"--{name.replace('_', '-')}": shown(flags[name]) for name in flags}
-        columns.append(column)
+                column |= {f"{name} {key}".strip(): each for key, each in inner.items()}
+        for group in ("run", "recipe", "distribution"):
+            flags = run.config[group].items()
+            column |= {f"--{name.replace('_', '-')}": value for name, value in flags}
+        columns.append({name: shown(value) for name, value in column.items()})
     names = dict.fromkeys(name for column in columns for name in column)
     rows = [(name, [column.get(name, "") for column in columns]) for name in names]
     return [(name, values, len(set(values)) > 1) for name, values in rows]
 
 
 def shown(value: Any) -> str:
+    """Return a value of the settings as the page shows it."""
     if isinstance(value, list):
         return ", ".join(map(str, value)) or "none"
     if value is None:
