@@ -10,7 +10,6 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -37,7 +36,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write(run: Path, *formats: str, out: Path | None = None) -> None:
-    export.export(Export(str(run), formats, str(out) if out else None), say=Mock())
+    export.run(Export(str(run), formats, str(out) if out else None))
 
 
 def logits(run: Path, images: torch.Tensor) -> torch.Tensor:
@@ -211,19 +210,13 @@ def test_an_export_replaces_the_one_before_as_a_whole(run: Path, tmp_path: Path)
 
 def test_nothing_of_others_is_replaced(run: Path, tmp_path: Path) -> None:
     before = {path: path.read_bytes() for path in run.iterdir() if path.is_file()}
-    with pytest.raises(UsageError, match=r"^--out .*: holds other files \(.*\); name a folder of"):
-        write(run, "safetensors", out=run)
+    (readme := tmp_path / "README.md").write_text("mine")
+    for out, others in ((run, ".*"), (tmp_path, "README.md"), (readme, "a file")):
+        refused = rf"^--out {out}: is or holds other files \({others}\); name a new folder$"
+        with pytest.raises(UsageError, match=refused):
+            write(run, "safetensors", out=out)
     assert {path: path.read_bytes() for path in run.iterdir() if path.is_file()} == before
-    (tmp_path / "README.md").write_text("mine")
-    (tmp_path / "file").touch()
-    with pytest.raises(UsageError, match=r": holds other files \(README.md, file\);"):
-        write(run, "safetensors", out=tmp_path)
-    with pytest.raises(UsageError, match=r"^--out .*/file: is a file; name a folder$"):
-        write(run, "safetensors", out=tmp_path / "file")
-    (tmp_path / "file").unlink()
-    with pytest.raises(UsageError, match=r": holds other files \(README.md\);"):
-        write(run, "safetensors", out=tmp_path)
-    assert (tmp_path / "README.md").read_text() == "mine"
+    assert readme.read_text() == "mine"
 
 
 def test_a_file_that_fails_leaves_nothing(

@@ -23,7 +23,7 @@ from ddp_mnist.run.evaluation import evaluate_split, prepare_split
 from ddp_mnist.run.folder import CONFIG, read_json
 from ddp_mnist.verbs.flags import Evaluate
 
-MATRIX_COLUMNS = 80  # of the table with the classes' names, before there are numbers instead
+TABLE_COLUMNS = 80  # if the counts fit; longer names of classes are cut
 
 
 def run(flags: Evaluate, distribution: Distribution) -> None:
@@ -38,8 +38,6 @@ def evaluate_run(
 ) -> dict[str, Any] | None:
     """Return metrics in full precision, as a dict for JSON, on rank 0; None on the other ranks.
 
-    The run folder is needed on rank 0's machine only.
-
     Raises:
         CheckpointError: the run folder or its weights cannot be read.
         DataError: the data set is not there.
@@ -51,11 +49,11 @@ def evaluate_run(
         content = weights.read_bytes(run) if store.rank == 0 else b""
         config = store.broadcast_from_rank0("run", lambda: _read_config(run))
         trained = weights.from_bytes(broadcast_bytes(world.accelerator, content), run)
-        name = flags.dataset or config["run"]["dataset"]
-        images = cache.load(name, flags.cache_dir or config["run"]["cache_dir"])
+        name = flags.dataset or config["dataset"]
+        images = cache.load(name, flags.cache_dir or config["cache_dir"])
         store.barrier("data")
         rendezvous.check_same(store, {"the data's digest": images.digest})
-        rows = _rows(images, flags.split, config["recipe"]["val_size"])
+        rows = _rows(images, flags.split, config["val_size"])
         if len(images.classes) > len(trained.classes):
             raise UsageError(
                 f"--dataset {name}: has {len(images.classes)} classes, the run"
@@ -77,52 +75,43 @@ def evaluate_run(
 
 
 def metrics_table(metrics: dict[str, Any]) -> str:
-    """Return accuracy, loss and confusion matrix; where names are too wide, columns are numbers."""
-    names = [printable(name) for name in metrics["classes"]]
-    counts = [f"{n}" for row in metrics["confusion"] for n in row]
-    width = max(5, *map(len, names), *map(len, counts))
-    columns, taken_for = names, "what they were taken for"
-    if (width + 1) * len(names) + max(map(len, names)) > MATRIX_COLUMNS:
-        columns = [str(number) for number in range(len(names))]
-        names = [f"{number} {name}" for number, name in enumerate(names)]
-        taken_for += ", by number"
-        width = max(5, *map(len, columns), *map(len, counts))
-    first = max(8, *map(len, names))
+    """Return accuracy, loss and confusion matrix; its columns show of the names what fits."""
+    names, confusion = [printable(name) for name in metrics["classes"]], metrics["confusion"]
+    longest, most = max(map(len, names)), max(map(max, confusion))
+    first = max(8, longest)
+    width = (TABLE_COLUMNS - first - 12) // len(names) - 1
+    width = max(5, len(str(most)), min(width, longest))
     lines = [
         f"{metrics['split']} split of {printable(metrics['dataset']['name'])}:"
         f" {metrics['count']:,} images",
         f"accuracy {metrics['accuracy']:.4f}   loss {metrics['loss']:.4f}",
-        f"rows: what the images are; columns: {taken_for}",
-        f"{'class':<{first}} accuracy   " + " ".join(f"{name:>{width}}" for name in columns),
+        "rows: what the images are; columns: what they were taken for",
+        f"{'class':<{first}} accuracy   " + " ".join(f"{n[:width]:>{width}}" for n in names),
     ]
-    for name, accuracy, row in zip(
-        names, metrics["class_accuracy"], metrics["confusion"], strict=True
-    ):
-        shown = "-" if accuracy is None else f"{accuracy:.4f}"
-        lines.append(f"{name:<{first}} {shown:>8}   " + " ".join(f"{n:>{width}}" for n in row))
+    for name, accuracy, row in zip(names, metrics["class_accuracy"], confusion, strict=True):
+        share = "-" if accuracy is None else f"{accuracy:.4f}"
+        lines.append(f"{name:<{first}} {share:>8}   " + " ".join(f"{n:>{width}}" for n in row))
     return "\n".join(lines)
 
 
 def _read_config(run: str) -> dict[str, Any]:
+    """Return what is needed of config.json. Raises CheckpointError."""
     try:
         config = read_json(Path(run) / CONFIG)
-        return {"run": config["run"], "recipe": {"val_size": config["recipe"]["val_size"]}}
+        names, val_size = ("dataset", "cache_dir"), config["recipe"]["val_size"]
+        return {name: config["run"][name] for name in names} | {"val_size": val_size}
     except (OSError, ValueError, LookupError, TypeError) as error:
-        raise CheckpointError(
-            f"{run}: {CONFIG} is missing or damaged; name a run that `train` wrote"
-        ) from error
+        why = f"{CONFIG} is missing or damaged; name a run that `train` wrote"
+        raise CheckpointError(f"{run}: {why}") from error
 
 
 def _rows(images: ImageData, split: str, val_size: int) -> Rows:
     """Return the split's images and labels; the run held `val_size` of the train images out."""
-    train, validation, test = split_images(images, val_size)
-    if split == "test":
-        return test
-    if split == "validation" and val_size == 0:
-        raise UsageError("--split validation: the run held no images out (--val-size 0)")
-    if (there := len(images.train_labels)) <= val_size:
+    there, least = len(images.train_labels), 1 if split == "validation" else 0
+    if split != "test" and not least <= val_size < there:
         raise UsageError(
             f"--split {split}: {images.name} has {there:,} train images, and the run held"
             f" {val_size:,} out; use --split test"
         )
-    return train if split == "train" else validation
+    train, validation, test = split_images(images, val_size)
+    return {"train": train, "validation": validation, "test": test}[split]

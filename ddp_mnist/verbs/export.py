@@ -23,21 +23,13 @@ from torch import Tensor, nn
 
 from ddp_mnist import __version__
 from ddp_mnist.errors import CheckFailed, CheckpointError, UsageError, printable, reason
-from ddp_mnist.run import weights
+from ddp_mnist.run import folder, weights
 from ddp_mnist.run.console import Console
-from ddp_mnist.run.folder import (
-    CONFIG,
-    SUMMARY,
-    read_json,
-    storage_errors,
-    to_json,
-    write_atomically,
-)
 from ddp_mnist.run.weights import Trained
 from ddp_mnist.verbs.flags import EXPORTS, Export
 from ddp_mnist.verbs.render import render
 
-CARD, ABOUT = "README.md", "config.json"
+CARD, ABOUT, DESCRIBED = "README.md", "config.json", ("architecture", "classes")
 CHECKED_IMAGES = 100
 LIMIT = 1e-4  # of a logit, absolute: other libraries sum in another order
 EXAMPLE, ANY_BATCH = torch.zeros(2, 28, 28, dtype=torch.uint8), torch.export.Dim("batch", min=1)
@@ -45,18 +37,7 @@ Outputs = Callable[[Tensor], Tensor]  # of images, logits
 
 
 def run(flags: Export) -> None:
-    """Write the files, and say where, and how they come to the Hub."""
-    console = Console(True)
-    folder = export(flags, console.print)
-    console.print(f"written to {folder}")
-    console.print(f"to the Hub: hf upload YOUR_NAME/{Path(flags.run).resolve().name} {folder}")
-
-
-def export(flags: Export, say: Callable[[str], None] = print) -> Path:
-    """Write the files and a model card in place of an earlier export; return their folder.
-
-    Args:
-        say: is given a line with the largest difference of each file's logits from the model's.
+    """Write the files and a model card in place of an earlier export; say where, and what next.
 
     Raises:
         CheckpointError: the run has not finished.
@@ -69,61 +50,53 @@ def export(flags: Export, say: Callable[[str], None] = print) -> Path:
         raise UsageError(
             f"--format onnx: needs {', '.join(missing)}; pip install -e '.[onnx]', or leave it out"
         )
-    folder = Path(flags.out or Path(flags.run) / "export")
-    with storage_errors(folder, "--out"):
-        refuse_other_files(folder)
+    out = Path(flags.out or Path(flags.run) / "export")
+    refuse_other_files(out)
     trained = weights.from_bytes(weights.read_bytes(flags.run), flags.run)
     trained.model.float()
-    about = {"architecture": trained.architecture, "classes": trained.classes}
-    contents = {ABOUT: to_json(about).encode()}
+    console, about = Console(True), {name: getattr(trained, name) for name in DESCRIBED}
+    contents = {ABOUT: folder.to_json(about).encode()}
     for name in flags.format:
         file, (write, read) = EXPORTS[name], CONVERTERS[name]
         contents[file] = write(trained)
         apart = largest_difference(trained.model, read(contents[file]), file)
-        say(f"{file}: logits of {CHECKED_IMAGES} images within {apart:.0e} of the model's")
+        console.print(
+            f"{file}: logits of {CHECKED_IMAGES} images within {apart:.0e} of the model's"
+        )
     contents[CARD] = model_card(trained, flags.run, list(contents)).encode()
-    with storage_errors(folder, "--out"):
-        folder.mkdir(parents=True, exist_ok=True)
+    with folder.storage_errors(out, "--out"):
+        out.mkdir(parents=True, exist_ok=True)
         for file, content in contents.items():
-            write_atomically(folder / file, content)
+            folder.write_atomically(out / file, content)
         for file in EXPORTS.values():
-            if file not in contents and (folder / file).exists():
-                (folder / file).unlink()
-                say(f"{file}: removed, of an earlier export; name all in one --format")
-    return folder
+            if file not in contents and (out / file).exists():
+                (out / file).unlink()
+                console.print(f"{file}: removed, of an earlier export; name all in one --format")
+    console.print(f"written to {out}")
+    console.print(f"to the Hub: hf upload YOUR_NAME/{Path(flags.run).resolve().name} {out}")
 
 
-def refuse_other_files(folder: Path) -> None:
+def refuse_other_files(out: Path) -> None:
     """Raise UsageError if something would be lost; what begins with a dot may be there."""
-    if not folder.exists():
-        return
-    if not folder.is_dir():
-        raise UsageError(f"--out {folder}: is a file; name a folder")
-    there = {path.name for path in folder.iterdir() if not path.name.startswith(".")}
-    exported = set()
+    others = {path.name for path in out.glob("[!.]*")} | ({"a file"} if out.is_file() else set())
     with contextlib.suppress(OSError, ValueError):
-        if set(read_json(folder / ABOUT)) == {"architecture", "classes"}:
-            exported = {CARD, ABOUT, *EXPORTS.values()}
-    if others := ", ".join(sorted(there - exported)[:3]):
-        raise UsageError(f"--out {folder}: holds other files ({others}); name a folder of its own")
+        if set(folder.read_json(out / ABOUT)) == set(DESCRIBED):  # an earlier export
+            others -= {CARD, ABOUT, *EXPORTS.values()}
+    if others:
+        there = ", ".join(sorted(others)[:3])
+        raise UsageError(f"--out {out}: is or holds other files ({there}); name a new folder")
 
 
 def largest_difference(model: nn.Module, outputs: Outputs, file: str) -> float:
     """Return that of the logits of 100 images of noise, all at once and one alone.
 
-    Raises:
-        CheckFailed: it is above LIMIT.
+    Raises CheckFailed if it is above LIMIT.
     """
-    stream = torch.Generator().manual_seed(0)
-    size = (CHECKED_IMAGES, 28, 28)
+    stream, size = torch.Generator().manual_seed(0), (CHECKED_IMAGES, 28, 28)
     images = torch.randint(0, 256, size, generator=stream, dtype=torch.uint8)
-    with torch.inference_mode():
-        expected = model(images)
     with torch.no_grad():  # an exported program takes no tensor of inference mode
-        apart = max(
-            (outputs(images) - expected).abs().max().item(),
-            (outputs(images[:1]) - expected[:1]).abs().max().item(),
-        )
+        together, alone = outputs(images) - model(images), outputs(images[:1]) - model(images[:1])
+    apart = torch.cat([together, alone]).abs().max().item()
     if not apart <= LIMIT:
         raise CheckFailed(
             f"{file}: gives logits that differ by {apart:.1e} from the model's, allowed are"
@@ -141,17 +114,12 @@ def write_safetensors(trained: Trained) -> bytes:
     return weights.to_bytes(state, trained.architecture, trained.classes, preparation)
 
 
-def read_safetensors(content: bytes) -> Outputs:
-    return weights.from_bytes(content, "the export").model
-
-
 def write_program(trained: Trained) -> bytes:
     """Return weights and computation, which torch.export.load reads without this package."""
     written = io.BytesIO()
     with quiet():
-        program = torch.export.export(
-            trained.model, (EXAMPLE,), dynamic_shapes=({0: ANY_BATCH},), strict=False
-        )
+        shapes = ({0: ANY_BATCH},)
+        program = torch.export.export(trained.model, (EXAMPLE,), dynamic_shapes=shapes)
         torch.export.save(program, written)
     return written.getvalue()
 
@@ -198,41 +166,34 @@ def quiet() -> Iterator[None]:
 
 
 CONVERTERS: dict[str, tuple[Callable[[Trained], bytes], Callable[[bytes], Outputs]]] = {
-    "safetensors": (write_safetensors, read_safetensors),
+    "safetensors": (write_safetensors, lambda content: weights.from_bytes(content, "it").model),
     "torch": (write_program, read_program),
     "onnx": (write_onnx, read_onnx),
 }
-
-# --- The card
 
 
 def model_card(trained: Trained, run: str, files: list[str]) -> str:
     """Return README.md as the Hugging Face Hub reads it; every figure is the run's own.
 
     For data in a folder it has the digest and not the place; a licence is for the person to choose
-    who gives the weights away.
-
-    Raises:
-        CheckpointError: a file of the run is missing or damaged.
+    who gives the weights away. Raises CheckpointError if a file of the run is missing or damaged.
     """
     try:
-        summary, config = (read_json(Path(run) / file) for file in (SUMMARY, CONFIG))
+        summary = folder.read_json(Path(run) / folder.SUMMARY)
+        config = folder.read_json(Path(run) / folder.CONFIG)
     except (OSError, ValueError) as error:
         why = f"a file of it is missing or damaged ({reason(error)})"
         raise CheckpointError(f"{run}: {why}; export a finished run") from error
-    dataset = summary["dataset"]
-    name = printable(dataset["name"])
-    kind, _, place = dataset["source"].partition(":")
+    name, source = printable(summary["dataset"]["name"]), summary["dataset"]["source"]
+    kind, _, place = source.partition(":")
     return render(
         "model_card.md",
-        architecture=trained.architecture,
-        classes=trained.classes,
-        preparation=trained.preparation,
+        trained=trained,
         parameters=sum(parameter.numel() for parameter in trained.net.parameters()),
         s=summary,
         name=name,
         hub_id=place if kind == "hub" else None,
-        source=name if Path(place).is_absolute() else dataset["source"],
+        source=name if Path(place).is_absolute() else source,
         val_size=config["recipe"]["val_size"],
         version=__version__,
         files=files,
