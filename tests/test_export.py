@@ -26,6 +26,8 @@ from ddp_mnist.verbs import export
 from ddp_mnist.verbs.flags import EXPORTS, Export
 from ddp_mnist.verify.watch import just_train, proof_config
 
+Capsys = pytest.CaptureFixture[str]
+
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -45,7 +47,7 @@ def logits(run: Path, images: torch.Tensor) -> torch.Tensor:
 
 
 def test_the_cards_snippets_give_the_models_logits_without_this_package(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: Path, tmp_path: Path, capsys: Capsys
 ) -> None:
     out = tmp_path / "export"
     with pytest.raises(SystemExit) as ended:
@@ -58,17 +60,12 @@ def test_the_cards_snippets_give_the_models_logits_without_this_package(
     torch.save(images, out / "images.pt")
     snippets = re.findall(r"```python\n(.*?)```", (out / "README.md").read_text(), re.DOTALL)
     assert len(snippets) == 3
-    program = "\n".join(
-        [
-            *snippets,
-            "import sys",
-            "images = torch.load('images.pt')",
-            "given = session.run(None, {'images': images.numpy()})[0]",
-            "torch.save((model(images).detach(), torch.from_numpy(given)), 'logits.pt')",
-            "assert 'ddp_mnist' not in sys.modules",
-        ]
-    )
-    command = [sys.executable, "-W", "ignore", "-c", program]
+    program = """import sys
+images = torch.load('images.pt')
+given = session.run(None, {'images': images.numpy()})[0]
+torch.save((model(images).detach(), torch.from_numpy(given)), 'logits.pt')
+assert 'ddp_mnist' not in sys.modules"""
+    command = [sys.executable, "-W", "ignore", "-c", "\n".join([*snippets, program])]
     done = subprocess.run(command, cwd=out, capture_output=True)
     assert done.returncode == 0, done.stderr
     expected = logits(run, images)
@@ -99,18 +96,18 @@ def test_the_card_tells_the_runs_own_figures(run: Path, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "config.json").read_text())["architecture"] == "cnn"
 
 
-AS_THEY_ARE = Preparation([], bright_on_black=True, digit_photos=True)
-
-
 @pytest.mark.parametrize("architecture", [name for name in MODELS if name != "cnn"])
 def test_every_net_can_be_exported(architecture: str) -> None:
     torch.manual_seed(0)
     net = MODELS[architecture](10).eval()
     model = with_test_views(net, architecture)
-    trained = weights.Trained(net, model, architecture, DIGITS, AS_THEY_ARE)
+    images = Preparation([], bright_on_black=True, digit_photos=True)
+    trained = weights.Trained(net, model, architecture, DIGITS, images)
     for name in ("safetensors", "torch"):
         write, read = export.CONVERTERS[name]
-        assert export.largest_difference(model, read(write(trained)), name) <= 1e-4
+        with export.quiet():
+            outputs = read(write(trained))
+        assert export.largest_difference(model, outputs, name) <= 1e-4
 
 
 def test_a_file_with_other_logits_is_refused() -> None:
@@ -138,12 +135,7 @@ def test_onnx_without_its_packages_says_what_to_install(
 
 
 def test_where_a_folder_of_data_lies_is_not_published(run: Path, tmp_path: Path) -> None:
-    shutil.copytree(run, tmp_path / "run")
-    summary = json.loads((run / "summary.json").read_text())
-    summary["dataset"] |= {"name": "project", "source": "folder:/home/alice/project"}
-    (tmp_path / "run" / "summary.json").write_text(json.dumps(summary))
-    write(tmp_path / "run", "safetensors")
-    card = (tmp_path / "run" / "export" / "README.md").read_text()
+    card = card_of(run, tmp_path, name="project", source="folder:/home/alice/project")
     assert "alice" not in card
     assert "1,150 images of project," in card
 
@@ -172,11 +164,8 @@ def test_the_card_says_what_images_these_are(run: Path, tmp_path: Path) -> None:
     assert "In: uint8 images [B, 28, 28], grey, bright strokes on black. Out: logits" in digits
     assert "For the training, the 8x8 digits were enlarged to 28x28." in digits
     assert "A digit in a photo has to be cut out and drawn as these are, as `ddp-mnist" in digits
-    made = {
-        "notes": ["images of 64x64 RGB became 28x28 grey"],
-        "bright_on_black": False,
-        "digit_photos": False,
-    }
+    made: dict[str, Any] = dict.fromkeys(("bright_on_black", "digit_photos"), False)
+    made["notes"] = ["images of 64x64 RGB became 28x28 grey"]
     photos = " ".join(card_of(run, tmp_path, preparation=made).split())
     assert "In: uint8 images [B, 28, 28], grey. Out: logits" in photos
     assert "bright" not in photos
@@ -200,12 +189,8 @@ def test_an_export_replaces_the_one_before_as_a_whole(run: Path, tmp_path: Path)
     (tmp_path / ".gitattributes").touch()
     write(run, "safetensors", "torch", out=tmp_path)
     write(run, "safetensors", out=tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {
-        ".gitattributes",
-        "README.md",
-        "config.json",
-        "model.safetensors",
-    }
+    expected = {".gitattributes", "README.md", "config.json", "model.safetensors"}
+    assert {path.name for path in tmp_path.iterdir()} == expected
 
 
 def test_nothing_of_others_is_replaced(run: Path, tmp_path: Path) -> None:
@@ -236,14 +221,9 @@ def test_a_file_that_fails_leaves_nothing(
     ],
 )
 def test_what_cannot_be_exported_is_one_line(
-    arguments: list[str],
-    code: int,
-    begins: str,
-    run: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    arguments: list[str], code: int, begins: str, run: Path, tmp_path: Path, capsys: Capsys
 ) -> None:
-    places = {"run": str(run), "tmp": str(tmp_path)}
+    places: dict[str, Any] = {"run": run, "tmp": tmp_path}
     with pytest.raises(SystemExit) as ended:
         cli.main(["export", *(a.format(**places) for a in arguments)])
     [line] = capsys.readouterr().err.splitlines()

@@ -22,7 +22,7 @@ from ddp_mnist.cluster.local import run_world
 from ddp_mnist.config import Distribution, Recipe, Run, TrainConfig
 from ddp_mnist.data import cache
 from ddp_mnist.data.decode import DIGITS, Preparation
-from ddp_mnist.errors import CheckpointError, DataError, UsageError
+from ddp_mnist.errors import DataError, UsageError
 from ddp_mnist.models import MODELS
 from ddp_mnist.run import weights
 from ddp_mnist.verbs import predict as verb
@@ -172,28 +172,24 @@ def test_a_small_drawing_a_dot_and_a_line_fit() -> None:
     assert centred(line.repeat(50, 0)).any(0).sum() == 1
 
 
-def with_exif(entries: bytes, count: int) -> bytes:
-    return b"Exif\0\0II*\0\x08\0\0\0" + struct.pack("<H", count) + entries + b"\0\0\0\0"
-
-
 TURNED = struct.pack("<HHIHH", 0x0112, 3, 1, 6, 0)  # by 90 degrees
 WIDTH_OF_1_5 = struct.pack("<HHIf", 0x0100, 11, 1, 1.5)
 
 
+@pytest.mark.parametrize("form", ["png", "jpg", "webp"])
 @pytest.mark.parametrize(
-    ("exif", "turned"),
+    ("count", "entries", "turned"),
     [
-        (with_exif(TURNED, 1), True),
-        (with_exif(WIDTH_OF_1_5 + TURNED, 2), True),
-        (with_exif(TURNED[:5], 1), False),
-        (with_exif(TURNED.replace(b"\6", b"\x63"), 1), False),
-        (b"Exif\0\0nothing", False),
+        (1, TURNED, True),
+        (2, WIDTH_OF_1_5 + TURNED, True),
+        (1, TURNED[:5], False),
+        (1, TURNED.replace(b"\6", b"\x63"), False),
     ],
 )
-@pytest.mark.parametrize("form", ["png", "jpg", "webp"])
 def test_a_turned_photo_is_upright_and_damaged_exif_costs_no_answer(
-    exif: bytes, turned: bool, form: str, tmp_path: Path
+    count: int, entries: bytes, turned: bool, form: str, tmp_path: Path
 ) -> None:
+    exif = b"Exif\0\0II*\0\x08\0\0\0" + struct.pack("<H", count) + entries + b"\0\0\0\0"
     drawn = PIL.Image.fromarray(255 - seven())
     stored = drawn.rotate(90, expand=True) if turned else drawn
     stored.save(tmp_path / f"x.{form}", exif=exif, quality=95)
@@ -427,12 +423,6 @@ def test_files_beside_one_that_cannot_be_read_have_their_answers(
     (tmp_path / "2ä.png").write_text("no picture")
     with pytest.raises(DataError, match=r"1a\.png: .* \(2 of 5 files have no answer\)$"):
         list(predict(run, [str(tmp_path)]))
-
-
-def test_a_damaged_model_is_refused(run: str, tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors").write_bytes(weights.read_bytes(run)[:1000])
-    with pytest.raises(CheckpointError, match=f"^{tmp_path}: model.safetensors is damaged"):
-        list(predict(str(tmp_path), ["x.png"]))
 
 
 def test_one_image_comes_on_stdin(

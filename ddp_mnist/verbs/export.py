@@ -32,7 +32,8 @@ from ddp_mnist.verbs.render import render
 CARD, ABOUT, DESCRIBED = "README.md", "config.json", ("architecture", "classes")
 CHECKED_IMAGES = 100
 LIMIT = 1e-4  # of a logit, absolute: other libraries sum in another order
-EXAMPLE, ANY_BATCH = torch.zeros(2, 28, 28, dtype=torch.uint8), torch.export.Dim("batch", min=1)
+EXAMPLE = (torch.zeros(2, 28, 28, dtype=torch.uint8),)
+ANY_BATCH = ({0: torch.export.Dim("batch", min=1)},)
 Outputs = Callable[[Tensor], Tensor]  # of images, logits
 
 
@@ -58,8 +59,10 @@ def run(flags: Export) -> None:
     contents = {ABOUT: folder.to_json(about).encode()}
     for name in flags.format:
         file, (write, read) = EXPORTS[name], CONVERTERS[name]
-        contents[file] = write(trained)
-        apart = largest_difference(trained.model, read(contents[file]), file)
+        with quiet():
+            contents[file] = write(trained)
+            outputs = read(contents[file])
+        apart = largest_difference(trained.model, outputs, file)
         console.print(
             f"{file}: logits of {CHECKED_IMAGES} images within {apart:.0e} of the model's"
         )
@@ -117,31 +120,22 @@ def write_safetensors(trained: Trained) -> bytes:
 def write_program(trained: Trained) -> bytes:
     """Return weights and computation, which torch.export.load reads without this package."""
     written = io.BytesIO()
-    with quiet():
-        shapes = ({0: ANY_BATCH},)
-        program = torch.export.export(trained.model, (EXAMPLE,), dynamic_shapes=shapes)
-        torch.export.save(program, written)
+    program = torch.export.export(trained.model, EXAMPLE, dynamic_shapes=ANY_BATCH)
+    torch.export.save(program, written)
     return written.getvalue()
-
-
-def read_program(content: bytes) -> Outputs:
-    with quiet():
-        return torch.export.load(io.BytesIO(content)).module()
 
 
 def write_onnx(trained: Trained) -> bytes:
     """Return the model for ONNX Runtime and whatever else reads it."""
-    with quiet():
-        program = torch.onnx.export(
-            trained.model,
-            (EXAMPLE,),
-            dynamo=True,
-            external_data=False,
-            input_names=["images"],
-            output_names=["logits"],
-            dynamic_shapes=({0: ANY_BATCH},),
-            verbose=False,
-        )
+    program = torch.onnx.export(
+        trained.model,
+        EXAMPLE,
+        input_names=["images"],
+        output_names=["logits"],
+        dynamic_shapes=ANY_BATCH,
+        external_data=False,
+        verbose=False,
+    )
     assert program
     return program.model_proto.SerializeToString()
 
@@ -167,7 +161,7 @@ def quiet() -> Iterator[None]:
 
 CONVERTERS: dict[str, tuple[Callable[[Trained], bytes], Callable[[bytes], Outputs]]] = {
     "safetensors": (write_safetensors, lambda content: weights.from_bytes(content, "it").model),
-    "torch": (write_program, read_program),
+    "torch": (write_program, lambda content: torch.export.load(io.BytesIO(content)).module()),
     "onnx": (write_onnx, read_onnx),
 }
 

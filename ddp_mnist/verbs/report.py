@@ -22,7 +22,7 @@ import PIL.Image
 import torch
 
 from ddp_mnist.data import cache
-from ddp_mnist.errors import CheckpointError, DdpMnistError, reason
+from ddp_mnist.errors import CheckpointError, DataError, DdpMnistError, reason
 from ddp_mnist.run import folder, weights
 from ddp_mnist.run.console import Console
 from ddp_mnist.verbs import plots
@@ -118,11 +118,10 @@ def find_mistakes(
         trained = weights.from_bytes(weights.read_bytes(str(path)), str(path))
         flags = run.config["run"]
         images = cache.cached(dataset or flags["dataset"], cache_dir or flags["cache_dir"])
+        if images is None or images.digest != run.summary["dataset"]["digest"]:
+            raise DataError("The test images are not in the cache of this machine.")
     except DdpMnistError as error:
         run.no_mistakes = str(error)
-        return
-    if images is None or images.digest != run.summary["dataset"]["digest"]:
-        run.no_mistakes = "The test images are not in the cache of this machine."
         return
     batches = images.test_images.split(BATCH)
     probabilities = torch.cat([trained.model(batch).softmax(1) for batch in batches])
@@ -145,8 +144,7 @@ def find_mistakes(
 
 def as_data_uri(image: torch.Tensor) -> str:
     """Return uint8 [28, 28] as a PNG within the page."""
-    written = io.BytesIO()
-    PIL.Image.fromarray(image.numpy()).save(written, format="PNG", optimize=True)
+    PIL.Image.fromarray(image.numpy()).save(written := io.BytesIO(), format="PNG")
     return f"data:image/png;base64,{base64.b64encode(written.getvalue()).decode()}"
 
 
