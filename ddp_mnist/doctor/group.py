@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.benchmark import Timer
 
 from ddp_mnist import train
 from ddp_mnist.cluster import hardware
@@ -290,8 +289,15 @@ def compute_s(device: torch.device, tries: int = 15) -> float:
     [512, 512] on a CPU, [8192, 8192] on a GPU, which small ones would not occupy.
     """
     size = 8192 if device.type == "cuda" else 512
-    timer = Timer("a @ a", globals={"a": torch.ones(size, size, device=device)})
-    return 10 * min(timer.timeit(10).mean for _ in range(tries))
+    square, least = torch.ones(size, size, device=device), float("inf")
+    for _ in range(tries):
+        clock = time.monotonic()
+        for _ in range(10):
+            square = square @ square / size
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        least = min(least, time.monotonic() - clock)
+    return least
 
 
 def training(group: Group) -> Iterator[CheckResult]:
