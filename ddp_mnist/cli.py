@@ -91,24 +91,24 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     logging.getLogger("matplotlib").setLevel(logging.ERROR)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a folder's name may be no UTF-8
-    local_rank = os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0"
     try:
         code = run_verb(list(sys.argv[1:] if argv is None else argv)) or 0
     except errors.FailedElsewhere as error:
         code = error.code
-        if local_rank == "0" != os.environ.get("RANK", "0"):  # on another machine than rank 0
+        first_here = local_rank() == "0" and os.environ.get("RANK", "0") != "0"
+        if first_here:  # on another machine than rank 0
             tell(f"ended      {errors.printable(str(error))}")
     except errors.DdpMnistError as error:
         # All ranks of a launcher meet the same wrong flag. Local rank 0 prints it; the launcher
         # then ends the others, which hold their line back for as long as that takes. One that is
         # still alive met something that local rank 0 did not.
         code = error.code
-        if local_rank != "0" and not error.agreed:
+        if local_rank() != "0" and not error.agreed:
             time.sleep(3)
         tell(errors.one_line(error))
     except KeyboardInterrupt:
         code = 130
-        if local_rank == "0":
+        if local_rank() == "0":
             tell("ddp-mnist: interrupted (code 130)")
     except SystemExit as ended:  # argparse's, after --help
         code = int(ended.code or 0)
@@ -121,6 +121,11 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     sys.exit(code)
 
 
+def local_rank() -> str:
+    """Return it as the launcher gave it, or as the processes found out."""
+    return os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0"
+
+
 def run_verb(argv: list[str]) -> int | None:
     """Run the verb that `argv` begins with. Return its exit code; None is 0."""
     # torch.distributed.launch puts --local-rank=N first; LOCAL_RANK says the same.
@@ -131,8 +136,13 @@ def run_verb(argv: list[str]) -> int | None:
     if own:
         return own(rest)
     if name in VERBS:
-        flags = parse_verb(name, rest)
-        return importlib.import_module(modules_of(name)[1]).run(*flags)
+        try:
+            flags = parse_verb(name, rest)
+            return importlib.import_module(modules_of(name)[1]).run(*flags)
+        except ModuleNotFoundError as error:
+            if (error.name or "").startswith("ddp_mnist."):  # a template may leave it out
+                raise UsageError(f"{name}: this copy has no {error.name}; restore it") from error
+            raise
     if name in ("-h", "--help"):
         listed = "\n".join(f"    {verb:<10} {sentence}" for verb, sentence in VERBS.items())
         Console(True).print(HELP.format(listed))
