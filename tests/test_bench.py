@@ -25,7 +25,7 @@ from ddp_mnist.cluster.world import join_world
 from ddp_mnist.config import Distribution, TrainConfig
 from ddp_mnist.data import cache
 from ddp_mnist.errors import CheckFailed, UsageError
-from ddp_mnist.verify.results import FAIL, PASS, WARN, CheckResult
+from ddp_mnist.run.results import FAIL, PASS, WARN, CheckResult
 
 OPTIONS = Options("digits", None, processes=2, repeats=5)
 

@@ -38,7 +38,7 @@ from ddp_mnist.doctor import checks, collectives, group, machine, preflight
 from ddp_mnist.doctor.compare import against
 from ddp_mnist.doctor.flags import Doctor
 from ddp_mnist.errors import PeerError
-from ddp_mnist.verify.results import FAIL, PASS, WARN, CheckResult, failed, passed, warned, worst
+from ddp_mnist.run.results import FAIL, PASS, WARN, CheckResult, failed, passed, warned, worst
 from ddp_mnist.verify.watch import leave_out_last_parameter
 
 Patch = pytest.MonkeyPatch

@@ -11,10 +11,10 @@ import torch
 
 from ddp_mnist import cli
 from ddp_mnist.errors import CheckFailed
+from ddp_mnist.run.results import FAIL, PASS, CheckResult
 from ddp_mnist.verify import proofs
 from ddp_mnist.verify.flags import CAUGHT_BY, Verify
 from ddp_mnist.verify.proofs import Watched
-from ddp_mnist.verify.results import FAIL, PASS, CheckResult
 from ddp_mnist.verify.watch import largest_difference
 
 GOOD = proofs.exact("samples", 2, "steps' images", [1, 2, 3], [1, 2, 3])

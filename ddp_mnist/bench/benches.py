@@ -22,7 +22,7 @@ from ddp_mnist.config import Distribution, Run, TrainConfig
 from ddp_mnist.errors import CheckFailed, UsageError
 from ddp_mnist.flags import Flags, argument, flag
 from ddp_mnist.run.console import Console
-from ddp_mnist.verify.results import CheckResult, describe, failure_summary, warned
+from ddp_mnist.run.results import CheckResult, describe, failure_summary, warned
 
 preload("ddp_mnist.bench.steps", "ddp_mnist.run.metrics")
 

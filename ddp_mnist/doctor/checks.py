@@ -25,8 +25,8 @@ from ddp_mnist.doctor.preflight import check_node
 from ddp_mnist.errors import CheckFailed, DdpMnistError, FailedElsewhere, PeerError
 from ddp_mnist.run.console import Console, tell
 from ddp_mnist.run.folder import check_place, save_json
-from ddp_mnist.verify.results import FAIL, CheckResult, failure_summary, from_error, worst
-from ddp_mnist.verify.results import describe as results_as_json
+from ddp_mnist.run.results import FAIL, CheckResult, failure_summary, from_error, worst
+from ddp_mnist.run.results import describe as results_as_json
 
 START_S = 120  # to start processes and check them once
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_mnist.errors import UsageError, reason
-from ddp_mnist.verify.results import WARN, CheckResult, check, warned
+from ddp_mnist.run.results import WARN, CheckResult, check, warned
 
 LOAD = "load"  # the check of what other programs hold
 

@@ -32,8 +32,7 @@ from ddp_mnist.errors import DdpMnistError, reason
 from ddp_mnist.run import session
 from ddp_mnist.run.console import Console
 from ddp_mnist.run.environment import code_digest, package_versions
-from ddp_mnist.run.summary import count, device, narrated_elsewhere
-from ddp_mnist.verify.results import (
+from ddp_mnist.run.results import (
     FAIL,
     PASS,
     WARN,
@@ -43,7 +42,8 @@ from ddp_mnist.verify.results import (
     from_error,
     passed,
 )
-from ddp_mnist.verify.watch import digest_of
+from ddp_mnist.run.summary import count, device, narrated_elsewhere
+from ddp_mnist.run.weights import digest_of
 
 PASSED_ON = "DDP_MNIST_DOCTOR_PREFLIGHT"  # what this machine found before its processes started
 NOT_CACHED = "not cached"

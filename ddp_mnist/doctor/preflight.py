@@ -11,7 +11,7 @@ from ddp_mnist.cluster import interfaces
 from ddp_mnist.cluster.nodes import Node, meet_others
 from ddp_mnist.cluster.store import Store
 from ddp_mnist.errors import DdpMnistError, reason
-from ddp_mnist.verify.results import FAIL, WARN, CheckResult, check, failed, from_error, passed
+from ddp_mnist.run.results import FAIL, WARN, CheckResult, check, failed, from_error, passed
 
 CONNECT_S = 5.0
 

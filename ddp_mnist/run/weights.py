@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +45,12 @@ def to_bytes(
     }
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
     return save(tensors, metadata={METADATA_KEY: json.dumps(about, sort_keys=True)})
+
+
+def digest_of(net: nn.Module) -> str:
+    """Return the SHA-256 of all weights and buffers."""
+    tensors = {name: tensor.contiguous() for name, tensor in net.state_dict().items()}
+    return hashlib.sha256(save(tensors)).hexdigest()
 
 
 def read_bytes(run: str) -> bytes:

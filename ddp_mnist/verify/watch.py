@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
@@ -31,6 +31,7 @@ from ddp_mnist.cluster.world import join_world
 from ddp_mnist.config import Distribution, Recipe, Run, TrainConfig
 from ddp_mnist.run import session
 from ddp_mnist.run.folder import METRICS, MODEL, RunFolder
+from ddp_mnist.run.weights import digest_of
 
 preload("ddp_mnist.train", "ddp_mnist.run.metrics")
 
@@ -152,12 +153,6 @@ def resumed(config: TrainConfig, **typed: Any) -> TrainConfig:
 def digest_of_image(image: Tensor) -> str:
     """Return a digest of the pixels, uint8 [28, 28]."""
     return hashlib.sha256(image.cpu().numpy().tobytes()).hexdigest()
-
-
-def digest_of(net: nn.Module) -> str:
-    """Return the SHA-256 of all weights and buffers."""
-    tensors = {name: tensor.contiguous() for name, tensor in net.state_dict().items()}
-    return hashlib.sha256(save(tensors)).hexdigest()
 
 
 def per_step(ranks: list[Seen], parts: int = 1) -> list[list[str]]:
