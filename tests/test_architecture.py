@@ -104,7 +104,6 @@ def test_every_file_has_a_floor() -> None:
     assert {unit(module) for module in files()} == set(FLOOR_OF)
 
 
-@pytest.mark.xfail(strict=True, reason="doctor and bench import verify.results, on their own floor")
 def test_no_import_goes_up() -> None:
     """Imports in functions and for type checkers count too; a folder is one unit."""
     upwards = [

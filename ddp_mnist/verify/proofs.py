@@ -24,12 +24,13 @@ from ddp_mnist.config import Distribution
 from ddp_mnist.data import cache
 from ddp_mnist.data.batches import Rows
 from ddp_mnist.errors import CheckFailed, DdpMnistError, UsageError
-from ddp_mnist.run import results, watch, weights
+from ddp_mnist.run import results, weights
 from ddp_mnist.run.console import Console
 from ddp_mnist.run.evaluation import evaluate_split, prepare_split
 from ddp_mnist.run.folder import check_place, save_json
 from ddp_mnist.run.results import FAIL, PASS, CheckResult
 from ddp_mnist.run.summary import count
+from ddp_mnist.verify import watch
 from ddp_mnist.verify.flags import CAUGHT_BY, Verify
 from ddp_mnist.verify.watch import Seen, proof_config, weights_of
 
