@@ -5,8 +5,6 @@ the world size nor a resume can change what happens to an image. The last epochs
 the last that is learnt is near to images as they are.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -3,8 +3,6 @@
 Heavy imports stand inside the verbs, so that `--help` and a wrong flag answer at once.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import functools

@@ -4,8 +4,6 @@ A dataclass is a help group; a field is a flag. Values are checked when the obje
 configuration that exists is a legal one, wherever it came from.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from functools import partial

@@ -1,7 +1,5 @@
 """A time limit for calls that nothing can interrupt: a name server, a store behind a dead link."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from typing import TypeVar

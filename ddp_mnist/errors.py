@@ -4,8 +4,6 @@ A person sees one line on stderr: what was typed or found, where, and what to do
 A traceback means a bug in this package.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 
 

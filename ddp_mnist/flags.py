@@ -1,7 +1,5 @@
 """A flag is a field of a frozen dataclass: its sentence, its legal values and its policies."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import dataclasses
@@ -68,13 +66,13 @@ def argument(metavar: str, help: str, choices: Iterable[str] = ()) -> Any:
     return flag(dataclasses.MISSING, help, choices=choices, metavar=metavar)
 
 
-def flag_fields(group: Flags | type[Flags], *on_resume: OnResume) -> list[dataclasses.Field[Any]]:
+def flag_fields(group: "Flags | type[Flags]", *on_resume: OnResume) -> list[dataclasses.Field[Any]]:
     """Return the fields that are flags: all, or those with one of these policies."""
     fields = [field for field in dataclasses.fields(group) if field.metadata]  # type: ignore[arg-type]
     return [f for f in fields if not on_resume or f.metadata["on_resume"] in on_resume]
 
 
-def flag_values(group: Flags, *on_resume: OnResume) -> dict[str, Any]:
+def flag_values(group: "Flags", *on_resume: OnResume) -> dict[str, Any]:
     """Return these flags' values by field name, e.g. {"batch_size": 144}."""
     return {field.name: getattr(group, field.name) for field in flag_fields(group, *on_resume)}
 

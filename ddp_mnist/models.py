@@ -4,8 +4,6 @@ Each normalises its input into the dtype of its own weights, so the same pixels 
 float64 and autocast. None knows a rank, a device or a flag.
 """
 
-from __future__ import annotations
-
 import itertools
 
 import torch

@@ -1,7 +1,5 @@
 """The optimizer and its learning rate."""
 
-from __future__ import annotations
-
 import torch
 import torch._dynamo  # AdamW would import it later, for a second in which signals wait
 from torch import Tensor, nn

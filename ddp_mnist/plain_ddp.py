@@ -8,8 +8,6 @@ accumulation, augmentation, clipping, validation, run folder or mixed precision.
 train.py.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import time

@@ -1,7 +1,5 @@
 """Random streams that are a function of what they are for: nothing to save, nothing to share."""
 
-from __future__ import annotations
-
 import hashlib
 
 import torch

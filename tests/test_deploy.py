@@ -24,7 +24,6 @@ from tests.chaos import wait_until
 from tests.commands import REPOSITORY, Started
 
 pytestmark = pytest.mark.system
-
 DEPLOY = REPOSITORY / "deploy"
 SCRIPTS = ("slurm.sbatch", "ssh.sh")
 SCRIPTS_OF_PYTHON = sysconfig.get_path("scripts")

@@ -18,7 +18,6 @@ import pytest
 from tests.commands import REPOSITORY, TRAIN, Fence, fences_of, python, shell
 
 pytestmark = pytest.mark.system
-
 NEEDS = ("gpu", "slurm", "hub", "network", "hosts", "images", "minutes")
 PAGES = sorted(
     path.relative_to(REPOSITORY)

@@ -17,7 +17,6 @@ from tests.hosts import Hosts, require_hosts
 from tests.training import check_equal
 
 pytestmark = pytest.mark.system
-
 PORT = 29444
 
 

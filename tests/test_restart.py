@@ -19,7 +19,6 @@ from ddp_mnist.verbs import restart
 from tests.commands import Started
 
 ENTRY = ["-m", "ddp_mnist", "restart"]
-
 LOST = {"state": "failed", "exit_code": 6, "error": "rank 1 was lost"}
 KILLED = {"state": "running", "exit_code": None, "error": None}
 FINISHED = {"state": "finished", "exit_code": 0, "error": None}
@@ -57,7 +56,6 @@ COMMAND = ["-I", "-c", SCRIPT, "train"]
 DIGITS = ("--dataset", "digits")
 RUN_DIR = ["--run-dir", "runs/digits-001"]
 AUTO = ["--resume", "auto"]
-
 Attempt = tuple[int, dict[str, Any] | None, float]
 
 

@@ -5,8 +5,6 @@ have one CPU thread each, as under `make train` on two cores. torch is imported 
 so that `--help` lists the benchmarks at once.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 import tempfile

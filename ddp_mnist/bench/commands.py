@@ -1,7 +1,5 @@
 """Whole commands: seconds from their start to the first optimizer step, and their memory."""
 
-from __future__ import annotations
-
 import contextlib
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Repeated measurements and their summary: median, spread, and ratios within a round."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import statistics

@@ -15,8 +15,6 @@ first. DDP has a process per device, each with a net of its own; only gradients 
 rest of them is still being computed.
 """
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections.abc import Callable, Iterable, Sequence

@@ -1,7 +1,5 @@
 """What a process computes with: device, backend, precision, threads, and which of the GPUs."""
 
-from __future__ import annotations
-
 import os
 
 import torch

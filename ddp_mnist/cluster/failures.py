@@ -1,7 +1,5 @@
 """How an error on one rank ends them all: the first one is raised, the others are silent."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import re
@@ -18,9 +16,7 @@ from ddp_mnist.errors import DdpMnistError, FailedElsewhere, PeerError, UsageErr
 
 # gloo, NCCL and the store raise RuntimeErrors that differ in their texts alone.
 LOST_CONNECTION = ("connection", "timed out", "timeout", "socket", "broken pipe", "gloo", "nccl")
-
 ABORT_S = 10.0
-
 aborted: list[dist.ProcessGroup] = []  # kept: the end of one joins threads that sleep for minutes
 
 

@@ -1,7 +1,5 @@
 """What this process may use of its machine, where a container or its affinity allows less."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import platform

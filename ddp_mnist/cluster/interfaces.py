@@ -1,7 +1,5 @@
 """This machine's addresses, network interfaces and ports."""
 
-from __future__ import annotations
-
 import ipaddress
 import socket
 

@@ -5,8 +5,6 @@ One table for every way of starting: plain python, `accelerate launch`, torchrun
 with `--init-method tcp://HOST:PORT`. Nothing here imports torch or opens a connection.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Mapping

@@ -4,8 +4,6 @@ They come from a forkserver that has torch loaded, so one starts in 0.1 s instea
 benchmarks and tests that need many worlds go through it.
 """
 
-from __future__ import annotations
-
 import multiprocessing as mp
 import os
 import random
@@ -20,9 +18,7 @@ from ddp_mnist.cluster.interfaces import why_port_is_taken
 from ddp_mnist.errors import FailedElsewhere, UsageError
 
 PORTS = range(15000, 30000)  # below those that the system picks for outgoing connections
-
 FORKSERVER = mp.get_context("forkserver")
-
 _preloaded = ["torch._dynamo", __name__]
 
 

@@ -6,8 +6,6 @@ watchdog ends the process. So the host waits here first. No GPU has run this yet
 stand-ins in the place of CUDA's event and of the group.
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """How the processes, or the machines before them, find each other, and agree on what they run."""
 
-from __future__ import annotations
-
 import time
 from textwrap import shorten
 from typing import Any

@@ -4,8 +4,6 @@ It is torch.distributed's TCPStore at the main address, served by rank 0 or by t
 It listens on all interfaces without authentication, so the main port belongs on a private network.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

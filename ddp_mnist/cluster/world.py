@@ -3,8 +3,6 @@
 The only module that makes an Accelerator. World size 1 takes the same path as any other.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import functools
@@ -60,7 +58,6 @@ COMM_HOOKS = {
 # By default it would begin at step 1,000, which a run of MNIST does not reach, and until then send
 # all. Orthogonalising a gradient of zeros needs the epsilon.
 POWERSGD = {"start_powerSGD_iter": 32, "orthogonalization_epsilon": 1e-8}
-
 CRASHES_IN_DETAIL = "2.15."  # of torch: a segmentation fault where DDP begins to log
 
 

@@ -5,8 +5,6 @@ GLOBAL batches, the same on every rank, and Accelerate gives each rank its part 
 (`DataLoaderConfiguration(split_batches=True)`). Nothing here knows its rank.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -41,7 +39,7 @@ class ImageData:
     def notes(self) -> list[str]:
         return self.preparation.notes
 
-    def to(self, device: torch.device) -> ImageData:
+    def to(self, device: torch.device) -> "ImageData":
         """Return the same in a device's memory (55 MB for MNIST); on a CPU nothing is copied."""
         if device.type == "cpu":
             return self  # Accelerate numbers each process's CPU: .to() would unmap the file
@@ -62,7 +60,7 @@ class ImageData:
 # --- Rows
 
 
-def split_images(images: ImageData, val_size: int) -> tuple[Rows, Rows, Rows]:
+def split_images(images: ImageData, val_size: int) -> tuple["Rows", "Rows", "Rows"]:
     """Return the rows to train on, to validate on and to test on.
 
     `val_size` train images are held out for validation, the same ones for every seed and run.

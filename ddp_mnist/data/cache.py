@@ -1,7 +1,5 @@
 """The cache: each data set is decoded once, into a file that all processes of a machine map."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json
@@ -26,7 +24,6 @@ from ddp_mnist.errors import DataError, StorageError, reason
 CACHE_FORMAT = 4
 METADATA_KEY = "ddp_mnist"  # one key: with several, safetensors writes them in random order
 MOVE = "use --cache-dir or DDP_MNIST_CACHE to put it elsewhere"
-
 Log = Callable[[str], None] | None
 
 

@@ -3,8 +3,6 @@
 The format: Yann LeCun, "The MNIST database of handwritten digits", section on file formats.
 """
 
-from __future__ import annotations
-
 import gzip
 import math
 import struct

@@ -4,8 +4,6 @@ Started alone, it checks this machine and then processes that it starts itself; 
 launcher on one or more machines, what they are together.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import asdict, replace

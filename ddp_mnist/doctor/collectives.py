@@ -4,8 +4,6 @@ The payload is whole numbers in float32, below 2**13, so that sums over 2,000 ra
 order.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable

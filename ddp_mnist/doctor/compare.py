@@ -1,7 +1,5 @@
 """Compare this machine's figures with those that another machine's doctor saved."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict

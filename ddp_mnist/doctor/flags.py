@@ -1,7 +1,5 @@
 """Flags of `doctor`, beside those of Distribution. Imports no library, for --help."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from ddp_mnist.flags import Flags, flag

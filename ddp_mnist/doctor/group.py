@@ -3,8 +3,6 @@
 Every rank checks; what each found goes to all over the store, so all have the same results.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import statistics

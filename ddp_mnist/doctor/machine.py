@@ -1,7 +1,5 @@
 """Checks of one machine alone, before any process group forms."""
 
-from __future__ import annotations
-
 import math
 import os
 import shutil

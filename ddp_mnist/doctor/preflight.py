@@ -1,7 +1,5 @@
 """Checks between machines, before a process starts: name, route, who is there, ports."""
 
-from __future__ import annotations
-
 import socket
 import time
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ A file is what torch.save writes, followed by the 32-byte SHA-256 of that. torch
 the checksums inside the zip: of 200 flipped bits it loads 195 without a word.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import os

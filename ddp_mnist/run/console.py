@@ -1,14 +1,12 @@
 """The program's lines on stdout and stderr: they arrive, or the exit code says that they do not."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys
 import textwrap
 import time
 from collections.abc import Callable
-from typing import Any, TextIO
+from typing import Any, Self, TextIO
 
 from ddp_mnist.errors import StorageError, printable, reason
 
@@ -29,7 +27,7 @@ class Console:
         self._last = time.monotonic()
         self._bar: Any = None
 
-    def __enter__(self) -> Console:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_error: object) -> None:

@@ -1,7 +1,5 @@
 """The versions of what runs here: packages, code, commit."""
 
-from __future__ import annotations
-
 import hashlib
 import platform
 import subprocess

@@ -4,8 +4,6 @@ Predictions and labels are gathered as integers and given to metrics that derive
 `evaluate.Metric`, on rank 0. Neither the Hub nor a lock file is involved; the rows are counted.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import json

@@ -3,8 +3,6 @@
 One process writes it, the one that holds its lock; the kernel frees the lock of a killed process.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import itertools
@@ -15,7 +13,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from filelock import FileLock, Timeout
 
@@ -51,7 +49,7 @@ class RunFolder:
         self._status: dict[str, Any] = dict(FIRST_STATUS)
         self._began = False
 
-    def __enter__(self) -> RunFolder:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:

@@ -1,7 +1,5 @@
 """Losses, counts and times between two sync points, and when the next sync point is due."""
 
-from __future__ import annotations
-
 import time
 
 import torch

@@ -4,8 +4,6 @@ Importing this imports `evaluate` and `datasets`, which takes over a second: onl
 it has something to count.
 """
 
-from __future__ import annotations
-
 import contextlib
 import sys
 import tempfile

@@ -5,8 +5,6 @@ are enough. The traces are gathered on rank 0, as machines share no disk: RUN/pr
 and so on, which chrome://tracing and ui.perfetto.dev open as they are.
 """
 
-from __future__ import annotations
-
 import gzip
 import tempfile
 import time

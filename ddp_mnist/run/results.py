@@ -1,7 +1,5 @@
 """One record of a checked thing, for verify, doctor and bench: its line, fix and figures."""
 
-from __future__ import annotations
-
 import platform
 import textwrap
 from collections.abc import Iterable, Sequence

@@ -5,8 +5,6 @@ all that is needed. Each flag's policy stands where the flag does; those of Dist
 processes there are and how they talk, are given anew each time.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any, NoReturn

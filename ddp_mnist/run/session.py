@@ -1,7 +1,5 @@
 """One rank's part in a run: what all ranks agree on first, and the bookkeeping while it trains."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import sys

@@ -1,10 +1,8 @@
 """All that changes in a run, and nothing else: what a checkpoint holds."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from accelerate import Accelerator
 from torch import Tensor, nn
@@ -82,7 +80,7 @@ class Progress:
     in_epoch: Sums = field(default_factory=Sums)
 
     @classmethod
-    def from_dict(cls, plain: dict[str, Any]) -> Progress:
+    def from_dict(cls, plain: dict[str, Any]) -> Self:
         """Undo asdict. Raise KeyError or TypeError for the dict of something else."""
         sums = {name: Sums(**plain[name]) for name in ("since_log", "in_epoch")}
         return cls(**{**plain, **sums})

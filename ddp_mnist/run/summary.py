@@ -1,7 +1,5 @@
 """What a run says about itself: the plan, the progress line, summary.json and the last lines."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

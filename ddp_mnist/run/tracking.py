@@ -4,8 +4,6 @@ Only the process that has the run folder has them. One that raises an error, as 
 gone, is left out from there on, and the training goes on; one that is slow holds up the steps.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """A trained model on disk: model.safetensors, which holds its net, classes and preparation."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import hashlib

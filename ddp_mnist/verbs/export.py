@@ -8,8 +8,6 @@ normalises the pixels itself. The card says which images these are. Nothing is w
 are checked.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import io

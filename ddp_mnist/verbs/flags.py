@@ -1,7 +1,5 @@
 """Flags of the verbs in this folder; train's are in config.py. Imports no library, for --help."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from ddp_mnist.flags import Flags, argument, flag

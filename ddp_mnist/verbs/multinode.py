@@ -5,8 +5,6 @@ first, with a deadline; then each starts `accelerate launch`. Without rank and a
 are rehearsed on this machine, over TCP, each with its own launcher.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The curves of runs as matplotlib figures: inline SVG for the report, PNG on demand."""
 
-from __future__ import annotations
-
 import io
 import re
 from collections.abc import Mapping, Sequence

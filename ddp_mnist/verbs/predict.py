@@ -7,8 +7,6 @@ An image is prepared as training prepared it. If the run was trained on MNIST or
 that is not 28x28 and grey is a photo of a digit, and is prepared as MNIST's authors prepared scans.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

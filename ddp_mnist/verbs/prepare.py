@@ -1,7 +1,5 @@
 """The verb `prepare`: fetches and decodes a data set once, into the cache."""
 
-from __future__ import annotations
-
 from ddp_mnist.data import cache
 from ddp_mnist.run.console import Console
 from ddp_mnist.verbs.flags import Prepare

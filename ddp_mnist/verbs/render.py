@@ -1,7 +1,5 @@
 """Texts with places for figures: the report's page and the model card."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -7,8 +7,6 @@ No network and no script; light or dark as the reader's system; the figures are 
 images that the model got wrong are found by running it once more: seconds.
 """
 
-from __future__ import annotations
-
 import base64
 import io
 import json

@@ -5,8 +5,6 @@ status.json in the run folder says what it was. Only rank 0's machine has that f
 machines is restarted by its scheduler.
 """
 
-from __future__ import annotations
-
 import contextlib
 import signal
 import subprocess

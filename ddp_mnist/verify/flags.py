@@ -1,7 +1,5 @@
 """Flags of `verify`, and the faults that it can inject. Imports no library, for --help."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from ddp_mnist.config import NETS

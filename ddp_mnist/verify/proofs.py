@@ -4,8 +4,6 @@ Each proof is a small run in float64 on the digits, so that no fault hides behin
 float32 code on two processes drifts a hundredth away from one process, float64 some 1e-13.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import signal

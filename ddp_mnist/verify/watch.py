@@ -4,8 +4,6 @@ Nothing here takes part in a training: torch's public hooks see what the net is 
 optimizer steps by. An injected fault comes through the same hooks, to show that a check can fail.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import hashlib
