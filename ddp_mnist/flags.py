@@ -4,7 +4,8 @@ import argparse
 import contextlib
 import dataclasses
 import operator
-import re
+import types
+import typing
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, Self
 
@@ -84,8 +85,9 @@ def flag_name(field: dataclasses.Field[Any] | str) -> str:
 
 
 def kind_of(field: dataclasses.Field[Any]) -> str:
-    """Return e.g. "int" of `int | None`; annotations are text, by the import from __future__."""
-    return re.split(r"\W", str(field.type))[0]
+    """Return e.g. "int" for `int` and for `int | None`."""
+    kind: Any = field.type
+    return (typing.get_args(kind)[0] if isinstance(kind, types.UnionType) else kind).__name__
 
 
 class Flags:
