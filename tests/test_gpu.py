@@ -6,12 +6,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 
 from ddp_mnist.run.folder import read_json
-from tests.chaos import wait_for_checkpoint
+from tests.chaos import newest_step, wait_until, workers_of
 from tests.commands import ACCELERATE, CONFIGS, TORCHRUN, TRAIN, Started, python
 
 pytestmark = [
@@ -64,9 +63,8 @@ def test_more_processes_than_gpus_with_nccl_are_refused(tmp_path: Path) -> None:
 def test_fault_01_a_worker_killed_over_nccl_ends_the_other_with_code_6(tmp_path: Path) -> None:
     arguments = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", *DIGITS, "--epochs", "5000"]
     started = Started([*arguments, "--checkpoint-every", "5"], tmp_path)
-    wait_for_checkpoint(tmp_path / "run")
-    _, killed = psutil.Process(started.process.pid).children()
-    killed.kill()
+    wait_until(lambda: newest_step(tmp_path / "run"))
+    workers_of(started)[1].kill()
     began = time.monotonic()
     ended = started.ended()
     assert time.monotonic() - began < 30  # when the launcher would kill the other one

@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 
 from ddp_mnist.run.folder import read_json
+from tests.chaos import newest_step, wait_until
 from tests.commands import MAKE, REPOSITORY, Ended, Started, proof
 from tests.hosts import Hosts, require_hosts
 from tests.training import check_equal
 
 pytestmark = pytest.mark.system
 PORT = 29444
+SLOW_AND_LOSSY = {"delay_ms": 50, "loss_percent": 1}
 
 
 @pytest.fixture(autouse=True)
@@ -39,25 +41,29 @@ def on_host(hosts: Hosts, index: int, folder: Path, *command: str) -> Started:
     return Started(hosts.command(index, *command), disk, own, program=None)
 
 
-def train(hosts: Hosts, folder: Path, *more: str) -> list[Started]:
-    """Train in one process on each host, started with the tutorials' TCP flags."""
+def train(hosts: Hosts, folder: Path, *more: str, late_s: float = 0) -> list[Started]:
+    """Train in one process on each host, with the tutorials' TCP flags; rank 0 may come late."""
     size = len(hosts.names)
     world = ["--init-method", hosts.url(0, PORT), "--world-size", str(size), *more]
-    ranks = [proof(Path("run"), *world, "--rank", str(rank)) for rank in range(size)]
-    return [on_host(hosts, rank, folder, sys.executable, *ranks[rank]) for rank in range(size)]
+    started = []
+    for rank in reversed(range(size)):
+        time.sleep(0 if rank else late_s)
+        command = [sys.executable, *proof(Path("run"), *world, "--rank", str(rank))]
+        started.append(on_host(hosts, rank, folder, *command))
+    return started[::-1]
 
 
-def make(target: str, hosts: Hosts, folder: Path, *variables: str) -> list[Started]:
+def make(target: str, hosts: Hosts, folder: Path, arguments: str = "") -> list[Started]:
     """Start `make train-multinode` or `make doctor` on each host, with one process there."""
+    command = [*MAKE, "-C", str(REPOSITORY), target, f"NUM_MACHINES={len(hosts.names)}"]
+    command += [f"MAIN_PROCESS_IP={hosts.address(0)}", f"MAIN_PROCESS_PORT={PORT}"]
     return [
         on_host(
             hosts,
             rank,
             folder,
-            *(*MAKE, "-C", str(REPOSITORY), target, f"MACHINE_RANK={rank}"),
-            *(f"MAIN_PROCESS_IP={hosts.address(0)}", f"MAIN_PROCESS_PORT={PORT}"),
-            f"NUM_MACHINES={len(hosts.names)}",
-            *(each.replace("HOST", str(folder / f"host{rank}")) for each in variables),
+            *(*command, f"MACHINE_RANK={rank}"),
+            "ARGS=" + arguments.replace("HOST", str(folder / f"host{rank}")),
         )
         for rank in range(len(hosts.names))
     ]
@@ -67,19 +73,22 @@ def ends_of(started: list[Started]) -> list[Ended]:
     return [each.ended(240) for each in started]
 
 
-NETWORKS = [
-    pytest.param(2, {"ip": 6}, id="two hosts with IPv6 only"),
-    pytest.param(3, {"decoys": True}, id="three hosts, names on interfaces that lead nowhere"),
-    pytest.param(2, {"decoys": True}, id="two hosts with decoys", marks=pytest.mark.soak),
-    pytest.param(3, {"ip": 6}, id="three hosts with IPv6 only", marks=pytest.mark.soak),
-    pytest.param(3, {}, id="three hosts", marks=pytest.mark.soak),
-    pytest.param(
-        2, {"delay_ms": 50, "loss_percent": 1}, id="a slow and lossy link", marks=pytest.mark.soak
-    ),
-]
-
-
-@pytest.mark.parametrize(("count", "network"), NETWORKS)
+@pytest.mark.parametrize(
+    ("count", "network"),
+    [
+        pytest.param(2, {"ip": 6}, id="two hosts with IPv6 only"),
+        # the doctor's test has two of them
+        pytest.param(3, {"decoys": True}, id="names of dead interfaces", marks=pytest.mark.soak),
+        pytest.param(3, {"ip": 6}, id="three hosts with IPv6 only", marks=pytest.mark.soak),
+        pytest.param(3, {}, id="three hosts", marks=pytest.mark.soak),
+        pytest.param(
+            2,
+            {"delay_ms": 50, "loss_percent": 1},
+            id="fault_19 slow, lossy",
+            marks=pytest.mark.soak,
+        ),
+    ],
+)
 def test_the_interface_that_leads_to_the_others_is_found(
     count: int, network: dict[str, Any], alone: Path, tmp_path: Path
 ) -> None:
@@ -93,7 +102,7 @@ def test_two_hosts_whose_own_name_is_loopback(alone: Path, tmp_path: Path) -> No
     """Separate networks, names, disks and caches, and no GLOO_SOCKET_IFNAME."""
     flags = " ".join(proof(Path("HOST/run"))[3:])
     with Hosts(2) as hosts:
-        first, second = ends_of(make("train-multinode", hosts, tmp_path, f"ARGS={flags}"))
+        first, second = ends_of(make("train-multinode", hosts, tmp_path, flags))
     assert (first.code, second.code) == (0, 0), (first, second)
     run = tmp_path / "host0" / "run"
     assert second.out.splitlines()[1:] == [
@@ -116,7 +125,7 @@ def require_firewall() -> None:
 def test_the_doctor_finds_a_healthy_cluster_healthy(tmp_path: Path) -> None:
     flags = f"--dataset digits --save {tmp_path / 'verdict.json'}"
     with Hosts(2, decoys=True) as hosts:
-        first, second = ends_of(make("doctor", hosts, tmp_path, f"ARGS={flags}"))
+        first, second = ends_of(make("doctor", hosts, tmp_path, flags))
         names = hosts.names
     assert first.code == 0, first.out + first.err
     assert second.code == 0, second.out + second.err
@@ -174,3 +183,47 @@ def test_a_firewall_ends_a_training_with_one_line(tmp_path: Path) -> None:
     assert line.endswith(
         "GLOO_SOCKET_IFNAME to the interface that leads there (it is eth0) (code 6)"
     )
+
+
+# --- Faults
+
+
+@pytest.mark.soak
+def test_fault_16_a_main_address_that_leads_nowhere(tmp_path: Path) -> None:
+    began = time.monotonic()
+    with Hosts(1) as hosts:
+        world = ["--init-method", f"tcp://10.77.0.99:{PORT}", "--rank", "1", "--world-size", "2"]
+        command = [sys.executable, *proof(Path("run"), *world, "--dist-timeout", "4")]
+        ended = on_host(hosts, 0, tmp_path, *command).ended()
+    assert time.monotonic() - began < 4 + 10
+    assert ended.code == 6
+    [line] = ended.err.splitlines()
+    assert f"10.77.0.99:{PORT}: rank 1 of 2 reached nobody there" in line
+    assert not (tmp_path / "host0" / "run").exists()
+
+
+@pytest.mark.soak
+def test_fault_17_fault_18_a_late_node_and_a_link_that_is_cut_for_3_s_and_for_good(
+    tmp_path: Path,
+) -> None:
+    run = tmp_path / "host0" / "run"
+    flags = ["--epochs", "400", "--checkpoint-every", "5", "--dist-timeout", "8", "--quiet"]
+    with Hosts(2) as hosts:
+        started = train(hosts, tmp_path, *flags, late_s=5)
+        wait_until(lambda: newest_step(run))
+        hosts.cut(1)
+        time.sleep(3)
+        hosts.mend(1)
+        mended = newest_step(run)
+        wait_until(lambda: newest_step(run) > mended + 5)
+        hosts.cut(1)
+        began, kept = time.monotonic(), newest_step(run)
+        both = ends_of(started)
+        assert time.monotonic() - began < 8 + 10
+    for rank, ended in enumerate(both):
+        assert ended.code == 6
+        [line] = ended.err.splitlines()
+        assert line.startswith(f"ddp-mnist: error: lost contact with rank {1 - rank} of 2 (")
+    status = read_json(run / "status.json")
+    assert (status["state"], status["exit_code"]) == ("failed", 6)
+    assert newest_step(run) >= kept
