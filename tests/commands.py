@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,19 +45,23 @@ class Ended:
 
 
 class Started:
-    """`python *arguments`, running; or, without a `program`, the arguments as they are."""
+    """`python *arguments`, running; or, without a `program`, the arguments as they are.
+
+    Of `variables`, which come on top of ours, those that are None are not set.
+    """
 
     def __init__(
         self,
         arguments: list[str],
         folder: Path,
-        variables: dict[str, str] | None = None,
+        variables: Mapping[str, str | None] | None = None,
         program: str | None = sys.executable,
     ) -> None:
+        env = {**os.environ, **(variables or {})}
         self.process = subprocess.Popen(
             [program, *arguments] if program else arguments,
             cwd=folder,
-            env={**os.environ, **(variables or {})},
+            env={name: value for name, value in env.items() if value is not None},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -108,8 +113,8 @@ def fences_of(page: Path) -> list[Fence]:
     return [Fence(page, text.count("\n", 0, m.start()) + 1, m[1], m[2], m[3]) for m in found]
 
 
-def shell(script: str, folder: Path, timeout_s: float = 120) -> Ended:
-    """Run a script in `folder`, as a person would in a clone with its environment activated."""
+def shell(script: str, folder: Path) -> Started:
+    """Start a script in `folder`, as a person would in a clone with its environment activated."""
     for name in ("ddp_mnist", "accelerate_configs", "Makefile", "pyproject.toml", "deploy"):
         (folder / name).symlink_to(REPOSITORY / name)
     variables = {
@@ -118,5 +123,4 @@ def shell(script: str, folder: Path, timeout_s: float = 120) -> Ended:
         "PYTHONPATH": str(folder),
         "OMP_NUM_THREADS": "1",  # else torchrun remarks that it sets it
     }
-    command = ["bash", "-e", "-o", "pipefail", "-c", script]
-    return Started(command, folder, variables, program=None).ended(timeout_s)
+    return Started(["bash", "-e", "-o", "pipefail", "-c", script], folder, variables, program=None)

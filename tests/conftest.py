@@ -3,7 +3,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import tempfile
-from collections import Counter
 from collections.abc import Callable
 from multiprocessing import forkserver
 from pathlib import Path
@@ -21,9 +20,9 @@ Maker = Callable[[Path], None]
 preload("ddp_mnist.train", "ddp_mnist.run.metrics", "ddp_mnist.verbs.evaluate")
 
 LAUNCHER_PREFIXES = ("SLURM_", "ACCELERATE_", "TORCHELASTIC_", "OMPI_", "PMI_", "DDP_MNIST_CACHE")
+LAUNCHER_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 # `make test VENV=` would reach the makes that tests start
 MAKE_NAMES = ("MAKEFLAGS", "MAKEOVERRIDES", "MFLAGS", "VENV", "PYTHON")
-LAUNCHER_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 # Both are read when huggingface_hub is imported.
 HUGGINGFACE = tempfile.TemporaryDirectory(prefix="ddp_mnist-")
@@ -56,21 +55,14 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     """Print after the long tests how often each fault was tried, and how often we held."""
     if not is_requested("soak", config):
         return
-    tried: Counter[str] = Counter()
-    held: Counter[str] = Counter()
-    details: dict[str, str] = {}
-    for outcome in ("passed", "failed"):
-        for report in terminalreporter.getreports(outcome):
-            if report.when != "call" and outcome == "passed":
-                continue
-            counts = dict(report.user_properties)
-            name = report.nodeid.rpartition("::")[2]
-            details[name] = counts.get("details", "")
-            tried[name] += counts.get("tried", 1)
-            held[name] += counts.get("held", int(outcome == "passed"))
     terminalreporter.section("tried / held")
-    for name in tried:
-        terminalreporter.write_line(f"{tried[name]:>5} / {held[name]:<5} {name}  {details[name]}")
+    for report in [*terminalreporter.getreports("passed"), *terminalreporter.getreports("failed")]:
+        if report.when == "call":
+            counts = dict(report.user_properties)
+            tried = counts.get("tried", 1)
+            name = report.nodeid.rpartition("::")[2]
+            row = f"{tried:>5} / {tried if report.passed else 'fewer':<5} {name}"
+            terminalreporter.write_line(f"{row}  {counts.get('details', '')}")
 
 
 def pytest_sessionfinish() -> None:

@@ -2,7 +2,6 @@
 
     python -m tests.gpu_standin     prints the decisions as JSON, in the environment of `machine`
 
-What torch counts by is a stub of NVIDIA's management library, compiled where there is a compiler.
 Where a decision takes processes that meet, they meet, over gloo.
 """
 
@@ -13,8 +12,6 @@ import contextlib
 import functools
 import json
 import os
-import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -30,36 +27,20 @@ TORCHRUN = {**PAIR, "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_USE_AGENT_STORE
 SRUN = {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_JOB_NODELIST": "localhost"}
 
 
-def machine(
-    folder: Path, gpus: int, *, works: bool = True, computes: bool = True
-) -> dict[str, str]:
-    """Return the environment of a command on such a machine.
+def machine(gpus: int, works: bool = True) -> dict[str, str | None]:
+    """Return the variables of a command on such a machine.
 
     Args:
-        folder: for the compiled stub.
-        gpus: that the management library counts.
+        gpus: that torch counts.
         works: False is a driver that is too old for this torch: it counts them and runs nothing.
-        computes: whether what a GPU would do is done, on the CPU; else it is an error.
     """
-    variables = {
-        **{name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"},
+    return {
+        "CUDA_VISIBLE_DEVICES": None,
         "STANDIN_GPUS": str(gpus),
+        "STANDIN_WORKS": "1" if works else "",
         "PATH": os.pathsep.join([str(HERE), os.environ["PATH"]]),
         "PYTHONPATH": os.pathsep.join([str(HERE), str(REPOSITORY)]),
     }
-    if compiler := shutil.which("cc"):
-        library = folder / "libnvidia-ml.so.1"
-        if not library.exists():
-            command = [compiler, "-shared", "-fPIC", "-o", str(library), str(HERE / "nvml.c")]
-            subprocess.run(command, check=True)
-        variables["LD_LIBRARY_PATH"] = str(folder)
-        if works:
-            variables["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # else it asks CUDA, which says no
-    elif works:
-        variables["STANDIN_COUNTS"] = "1"
-    if works and computes:
-        variables["STANDIN_COMPUTES"] = "1"
-    return variables
 
 
 # --- What one process decides for itself
@@ -78,11 +59,7 @@ def decision(decide: Callable[[], Any]) -> Any:
 def way(variables: dict[str, str], *flags: str) -> Any:
     """Return device, backend and precision of `train *flags` under these variables."""
     from ddp_mnist import cli
-    from ddp_mnist.cluster.device import (
-        choose_backend,
-        choose_device,
-        precision_in_effect,
-    )
+    from ddp_mnist.cluster.device import choose_backend, choose_device, precision_in_effect
     from ddp_mnist.cluster.launch import find_launch
 
     def decide() -> list[str]:
@@ -121,10 +98,8 @@ def workers(config: str) -> list[dict[str, str]]:
         patch.object(launch.subprocess, "Popen", one),
         patch.object(torch.distributed.run, "run", several),
     ):
-        parser = launch.launch_command_parser()
-        launch.launch_command(
-            parser.parse_args(["--config_file", yaml, "-m", "ddp_mnist", "train"])
-        )
+        typed = ["--config_file", yaml, "-m", "ddp_mnist", "train"]
+        launch.launch_command(launch.launch_command_parser().parse_args(typed))
     return started
 
 
@@ -179,29 +154,29 @@ def on_this_machine() -> dict[str, Any]:
 # --- What processes decide that have met
 
 
-def meet(flags: dict[str, Any], each: list[dict[str, str]]) -> dict[str, Any]:
-    """Join as one rank; `each` has variables of each rank, on top of those of the pair."""
+def meet(flags: dict[str, Any], each: list[dict[str, str | None]]) -> list[str]:
+    """Join as one rank; `each` has variables of each rank, or None for those that are not set.
+
+    Returns:
+        The rank's device, its backend, LOCAL_RANK, and the class around its net.
+    """
     import torch
 
     from ddp_mnist.cluster.launch import find_launch
     from ddp_mnist.cluster.world import join_world
     from ddp_mnist.config import Distribution
 
-    rank = int(os.environ["RANK"])
-    os.environ.update(each[rank])
-    for name in [name for name, value in os.environ.items() if value == "not set"]:
-        del os.environ[name]
+    for name, value in each[int(os.environ["RANK"])].items():
+        if value is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = value
     typed = Distribution(dist_timeout=20, **flags)
-    launch = find_launch(typed)
-    with join_world(typed, launch) as world:
+    with join_world(typed, find_launch(typed)) as world:
         model = world.accelerator.prepare_model(torch.nn.Linear(2, 2))
         world.accelerator.wait_for_everyone()
-        return {
-            "device": str(world.accelerator.device),
-            "backend": world.backend,
-            "local rank": os.environ["LOCAL_RANK"],
-            "DDP": type(model).__name__,
-        }
+        device, backend = str(world.accelerator.device), world.backend
+        return [device, backend, os.environ["LOCAL_RANK"], type(model).__name__]
 
 
 def meetings(gpus: int, folder: Path) -> dict[str, Any]:
@@ -210,39 +185,33 @@ def meetings(gpus: int, folder: Path) -> dict[str, Any]:
     from ddp_mnist.cluster.local import LocalWorld, free_port, run_world
     from ddp_mnist.verify import watch
 
-    def world(flags: dict[str, Any], *each: dict[str, str]) -> Any:
-        outcomes = LocalWorld(2, meet, flags, list(each) or [{}, {}], folder=folder).outcomes()
+    def world(each: list[Any] | None = None, **flags: Any) -> Any:
+        outcomes = LocalWorld(2, meet, flags, each or [{}, {}], folder=folder).outcomes()
         refused = [error for error in outcomes if isinstance(error, errors.DdpMnistError)]
         if refused:
             said = {str(error) for error in refused}
             return [*said, sorted({error.code for error in refused})]
         return outcomes
 
-    own = [{"CUDA_VISIBLE_DEVICES": str(gpu)} for gpu in range(2)]
-    without = dict.fromkeys(("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_RANK"), "not set")
-    port = str(free_port())
-    srun = [
-        {**without, **SRUN, **own[k], "SLURM_PROCID": f"{k}", "SLURM_LOCALID": f"{k}"}
-        | {"MASTER_PORT": port}
-        for k in range(2)
-    ]
-    found = {"nccl": world({})}
     if gpus == 1:
-        found |= {
-            "gloo": world({"backend": "gloo"}),
-            "srun torchrun": world({}, *[{"SLURM_STEP_ID": "0"}] * 2),
-            "cpu": world({"cpu": True}),
+        return {
+            "nccl": world(),
+            "gloo": world(backend="gloo"),
+            "srun torchrun": world([{"SLURM_STEP_ID": "0"}] * 2),
+            "cpu": world(cpu=True),
             "verify": run_world(1, a_proof, watch.proof_config(epochs=1), folder=folder),
         }
-    else:
-        tcp = {"LOCAL_WORLD_SIZE": "not set", "LOCAL_RANK": "not set"}
-        found |= {
-            "a GPU each": world({}, *[tcp | each for each in own]),
-            "the same GPU": world({}, *[tcp | own[0]] * 2),
-            "srun": world({}, *srun),
-            "plain_ddp.py": run_world(2, plainly, folder=folder),
-        }
-    return found
+    own = [{"CUDA_VISIBLE_DEVICES": str(gpu)} for gpu in range(2)]
+    tcp = dict.fromkeys(("LOCAL_WORLD_SIZE", "LOCAL_RANK"))
+    slurm = {**tcp, "RANK": None, "WORLD_SIZE": None, **SRUN, "MASTER_PORT": str(free_port())}
+    tasks = [{"SLURM_PROCID": f"{rank}", "SLURM_LOCALID": f"{rank}"} for rank in range(2)]
+    return {
+        "nccl": world(),
+        "a GPU each": world([tcp | each for each in own]),
+        "the same GPU": world([tcp | own[0]] * 2),
+        "srun": world([slurm | task | each for task, each in zip(tasks, own, strict=True)]),
+        "plain_ddp.py": run_world(2, plainly, folder=folder),
+    }
 
 
 def a_proof(config: Any) -> bool:

@@ -44,9 +44,9 @@ class Hosts:
     def __init__(
         self,
         count: int,
+        *,
         delay_ms: float = 0,
         loss_percent: float = 0,
-        *,
         ip: int = 4,
         decoys: bool = False,
     ) -> None:

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +24,6 @@ from tests.commands import REPOSITORY, Started
 
 pytestmark = pytest.mark.system
 DEPLOY = REPOSITORY / "deploy"
-SCRIPTS = ("slurm.sbatch", "ssh.sh")
-SCRIPTS_OF_PYTHON = sysconfig.get_path("scripts")
 # Flags beside those of a recipe: data that need no network, the smallest net
 SMALL = ["--dataset", "digits", "--model", "mlp", "--mixed-precision", "no", "--epochs", "2"]
 LONG = [*SMALL[:-1], "400"]
@@ -50,13 +47,8 @@ for task in $tasks; do
 done
 exit $code
 """
-SCONTROL = """#!/bin/sh
-echo "$@" >>{folder}/scontrol
-"""
-SSH = """#!/bin/sh
-shift 2
-exec sh -c "$1"
-"""
+SCONTROL = '#!/bin/sh\necho "$@" >>{folder}/scontrol\n'
+SSH = '#!/bin/sh\nshift 2\nexec sh -c "$1"\n'
 
 
 def stand_in(folder: Path, **programs: str) -> dict[str, str]:
@@ -77,21 +69,21 @@ def check_two(run: Path, num_machines: int) -> dict[str, Any]:
     return summary
 
 
-def run_all(
-    commands: list[list[str]], folders: list[Path], variables: list[dict[str, str]]
-) -> None:
+def run_both(command: list[str], folders: list[Path], variables: list[dict[str, str]]) -> None:
     """Start what runs on two machines, side by side; all of it ends with 0."""
-    everything = zip(commands, folders, variables, strict=True)
-    started = [Started(*each, program=None) for each in everything]
+    started = [
+        Started(command, folder, own, program=None)
+        for folder, own in zip(folders, variables, strict=True)
+    ]
     for each in started:
         ended = each.ended()
         assert ended.code == 0, ended.err
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_a_script_is_clean(script: str) -> None:
-    shellcheck = Path(SCRIPTS_OF_PYTHON) / "shellcheck"
-    done = subprocess.run([shellcheck, DEPLOY / script], capture_output=True, text=True)
+def test_the_scripts_are_clean() -> None:
+    shellcheck = Path(sysconfig.get_path("scripts")) / "shellcheck"
+    command = [shellcheck, DEPLOY / "slurm.sbatch", DEPLOY / "ssh.sh"]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
 
 
@@ -136,10 +128,7 @@ def test_a_job_goes_on_when_its_time_was_up_and_stays_away_when_cancelled(tmp_pa
 
 def reached(run: Path) -> int:
     """Return the step in status.json."""
-    try:
-        return read_json(run / "status.json")["step"]
-    except (OSError, ValueError, KeyError):
-        return -1
+    return read_json(run / "status.json")["step"] or -1 if (run / "status.json").exists() else -1
 
 
 # --- Kubernetes
@@ -172,28 +161,24 @@ def test_the_trainjob_is_what_kubeflow_expects() -> None:
     assert read.to_dict() == trainjob  # a field that it does not know would be lost
 
 
-@pytest.fixture
-def name_of_rank_0(tmp_path: Path) -> Iterator[list[str]]:
-    """Yield what runs a command where the name that the Service gives to rank 0's pod is known."""
+def test_the_job_trains_on_two_pods(tmp_path: Path) -> None:
+    """Where the name that the Service gives to rank 0's pod is known."""
     if not (sys.platform == "linux" and os.geteuid() == 0 and shutil.which("unshare")):
         pytest.skip("a name for one command needs Linux, root and unshare")
     hosts = tmp_path / "hosts"
     hosts.write_text("127.0.0.1 localhost ddp-mnist-0.ddp-mnist\n")
     mount = f'mount --bind {hosts} /etc/hosts && exec "$@"'
-    yield ["unshare", "--mount", "sh", "-c", mount, "sh"]
-
-
-def test_the_job_trains_on_two_pods(name_of_rank_0: list[str], tmp_path: Path) -> None:
     _, job = manifests("kubernetes-job.yaml")
     [container] = job["spec"]["template"]["spec"]["containers"]
-    command = [*name_of_rank_0, *container["command"], *container["args"], *SMALL]
+    command = ["unshare", "--mount", "sh", "-c", mount, "sh"]
+    command += [*container["command"], *container["args"], *SMALL]
     pods = [tmp_path / f"pod-{index}" for index in range(job["spec"]["completions"])]
     variables = []
     for index, pod in enumerate(pods):
         pod.mkdir()
         given = {each["name"]: each.get("value", str(index)) for each in container["env"]}
         variables.append(given | stand_in(pod))
-    run_all([command] * 2, pods, variables)
+    run_both(command, pods, variables)
     assert read_json(pods[0] / "runs" / "job" / "summary.json")["world_size"] == 2
     assert not (pods[1] / "runs").exists()  # only rank 0 needs the disk
 
@@ -212,7 +197,7 @@ def test_the_trainjob_trains_on_two_nodes(tmp_path: Path) -> None:
     variables |= stand_in(tmp_path)
     nodes = [{**variables, "PET_NODE_RANK": str(rank)} for rank in range(trainer["numNodes"])]
     command = [*trainer["command"], *trainer["args"], *SMALL]
-    run_all([command] * 2, [tmp_path] * 2, nodes)
+    run_both(command, [tmp_path] * 2, nodes)
     check_two(tmp_path / "runs" / "trainjob", num_machines=2)
 
 
@@ -230,7 +215,9 @@ def test_the_image_has_what_an_install_needs() -> None:
     assert command == ["python", "-m", "ddp_mnist", "doctor"]
 
 
-def test_ssh_starts_a_part_on_each_host(tmp_path: Path) -> None:
+def test_ssh_starts_a_part_on_each_host_and_ends_with_the_code_of_one_that_fails(
+    tmp_path: Path,
+) -> None:
     variables = stand_in(tmp_path, ssh=SSH) | {
         "FOLDER": str(REPOSITORY),
         "ARGS": " ".join([*SMALL, "--run-dir", str(tmp_path / "run")]),
@@ -240,14 +227,12 @@ def test_ssh_starts_a_part_on_each_host(tmp_path: Path) -> None:
     }
     script = str(DEPLOY / "ssh.sh")
     command = ["bash", script, "127.0.0.1", "127.0.0.1"]
-    run_all([command], [tmp_path], [variables])
+    ended = Started(command, tmp_path, variables, program=None).ended()
+    assert ended.code == 0, ended.err
     check_two(tmp_path / "run", num_machines=2)
     ended = Started(["bash", script, "host"], tmp_path, variables, program=None).ended()
     assert ended.code == 2
     assert ended.err.startswith("ssh.sh: give at least two hosts")
-
-
-def test_ssh_ends_with_the_code_of_a_part_that_fails(tmp_path: Path) -> None:
-    variables = stand_in(tmp_path, ssh="#!/bin/sh\ncase $3 in *RANK=1*) exit 3;; esac\n")
-    command = ["bash", str(DEPLOY / "ssh.sh"), "host-a", "host-b"]
-    assert Started(command, tmp_path, variables, program=None).ended().code == 3
+    failing = stand_in(tmp_path, ssh="#!/bin/sh\ncase $3 in *RANK=1*) exit 3;; esac\n")
+    command = ["bash", script, "host-a", "host-b"]
+    assert Started(command, tmp_path, failing, program=None).ended().code == 3

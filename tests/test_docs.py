@@ -2,8 +2,7 @@
 
 A fence may have a mark behind its language. If it names what the commands need (gpu, slurm, hub,
 network, hosts, a person's own images, minutes), they are parsed only. `proof` is run by
-test_launchers.py, which compares the result. All others are run here, in the order of their page,
-and end with 0.
+test_launchers.py, which compares the result. All others are run here, and end with 0.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import REPOSITORY, TRAIN, Fence, fences_of, python, shell
+from tests.commands import REPOSITORY, Ended, fences_of, python, shell
 
 pytestmark = pytest.mark.system
 NEEDS = ("gpu", "slurm", "hub", "network", "hosts", "images", "minutes")
@@ -25,8 +24,6 @@ PAGES = sorted(
     for path in (REPOSITORY / folder).glob("*.md")
 )
 LANGUAGES = ("sh", "python", "text", "diff", "mermaid")
-
-
 FENCES = [fence for page in PAGES for fence in fences_of(page)]
 RUN = [fence for fence in FENCES if fence.language == "sh" and not fence.mark]
 
@@ -37,20 +34,27 @@ def test_the_pages_are_there() -> None:
     assert len(RUN) >= 6
 
 
-@pytest.mark.parametrize("fence", FENCES, ids=str)
-def test_a_fence_says_what_it_is(fence: Fence) -> None:
-    assert fence.language in LANGUAGES
-    if fence.language == "sh":
-        assert fence.mark in ("", "proof", *NEEDS)
-        subprocess.run(["bash", "-n"], input=fence.body, text=True, check=True)
+def test_a_fence_says_what_it_is() -> None:
+    for fence in FENCES:
+        assert fence.language in LANGUAGES, str(fence)
+        if fence.language == "sh":
+            assert fence.mark in ("", "proof", *NEEDS), str(fence)
+            subprocess.run(["bash", "-n"], input=fence.body, text=True, check=True)
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if any(f.page == p for f in RUN)], ids=str)
+@pytest.mark.parametrize("page", sorted({fence.page for fence in RUN}), ids=str)
 def test_what_a_page_tells_to_type_works(page: Path, tmp_path: Path) -> None:
-    """In one shell, as a person types it: what a block exports reaches the blocks after it."""
-    blocks = [f"echo '# {fence}' >&2\n{fence.body}" for fence in RUN if fence.page == page]
-    ended = shell("".join(blocks), tmp_path, timeout_s=270)
-    assert ended.code == 0, f"{ended.out}\n{ended.err}"
+    """In two shells at a time: the first block and those that name a run need each other."""
+    here = [fence for fence in RUN if fence.page == page]
+    first = [fence for fence in here if fence == here[0] or "runs/" in fence.body]
+    started = []
+    for number, fences in enumerate((first, [fence for fence in here if fence not in first])):
+        (tmp_path / str(number)).mkdir()
+        script = "".join(f"echo '# {fence}' >&2\n{fence.body}" for fence in fences)
+        started.append(shell(script, tmp_path / str(number)))
+    for each in started:
+        ended = each.ended(270)
+        assert ended.code == 0, f"{ended.out}\n{ended.err}"
 
 
 def test_what_a_page_quotes_is_in_the_code() -> None:
@@ -62,50 +66,45 @@ def test_what_a_page_quotes_is_in_the_code() -> None:
 
 def patched(text: str, hunk: str) -> str:
     """Return `text` with a diff's hunk applied; its old lines have to be there, once."""
-    lines = hunk.splitlines(keepends=True)
+    # editors strip the space of a diff's blank lines
+    lines = [line if line != "\n" else " \n" for line in hunk.splitlines(keepends=True)]
     old = "".join(line[1:] for line in lines if line[0] in " -")
     new = "".join(line[1:] for line in lines if line[0] in " +")
     assert text.count(old) == 1, hunk
     return text.replace(old, new)
 
 
-def test_the_edits_for_ones_own_trainer_work(tmp_path: Path) -> None:
+def test_the_edits_for_ones_own_trainer_work_and_some_folders_are_dispensable(
+    tmp_path: Path,
+) -> None:
+    """After the edits everything is proven; then train needs none of what the README names."""
     shutil.copytree(REPOSITORY / "ddp_mnist", tmp_path / "ddp_mnist")
     edits = [fence for fence in FENCES if fence.language == "diff"]
     assert len(edits) == 4
     for fence in edits:
         head, _, hunk = fence.body.partition("@@\n")
         file = tmp_path / head.splitlines()[1].removeprefix("+++ b/")
-        # editors strip the space of a diff's blank lines
-        hunk = "".join(line if line != "\n" else " \n" for line in hunk.splitlines(keepends=True))
         file.write_text(patched(file.read_text(), hunk))
 
-    here = {"PYTHONPATH": str(tmp_path)}
-    train = [*TRAIN, "--model", "linear", "--dataset", "digits", "--epochs", "5"]
-    ended = python(*train, folder=tmp_path, variables=here)
-    accuracy = re.search(r"test accuracy (0\.\d+)", ended.out)
-    assert accuracy, ended.err
-    assert float(accuracy[1]) > 0.8
-    verify = ["-m", "ddp_mnist", "verify", "--model", "linear", "--processes", "2"]
-    ended = python(*verify, folder=tmp_path, variables=here)
+    def run(*arguments: str) -> Ended:
+        command = ["-m", "ddp_mnist", *arguments]
+        return python(*command, folder=tmp_path, variables={"PYTHONPATH": str(tmp_path)})
+
+    ended = run("verify", "--model", "linear", "--processes", "2")
     assert "all 10 checks passed" in ended.out, ended.out + ended.err
 
-
-def test_train_needs_none_of_the_folders_that_the_readme_calls_dispensable(tmp_path: Path) -> None:
-    shutil.copytree(REPOSITORY / "ddp_mnist", tmp_path / "ddp_mnist")
     for folder in ("verify", "doctor", "bench", "verbs"):
         shutil.rmtree(tmp_path / "ddp_mnist" / folder)
     # an editable install would find the folders where they still are
     finders = "[each for each in sys.meta_path if '__editable__' not in str(each)]"
     (tmp_path / "sitecustomize.py").write_text(f"import sys; sys.meta_path[:] = {finders}\n")
-    here = {"PYTHONPATH": str(tmp_path)}
-    train = [*TRAIN, "--model", "mlp", "--dataset", "digits", "--epochs", "2"]
-    ended = python(*train, folder=tmp_path, variables=here)
-    assert ended.code == 0, ended.err
-    assert "test accuracy" in ended.out
-    assert python("-m", "ddp_mnist", "--help", folder=tmp_path, variables=here).code == 0
+    ended = run("train", "--model", "linear", "--dataset", "digits", "--epochs", "5")
+    accuracy = re.search(r"test accuracy (0\.\d+)", ended.out)
+    assert (ended.code, bool(accuracy)) == (0, True), ended.err
+    assert accuracy and float(accuracy[1]) > 0.8
+    assert run("--help").code == 0
     for verb in ("evaluate", "verify"):
-        ended = python("-m", "ddp_mnist", verb, folder=tmp_path, variables=here)
+        ended = run(verb)
         [line] = ended.err.splitlines()
         assert (ended.code, line.split(": ")[:3]) == (2, ["ddp-mnist", "error", verb])
 
@@ -129,26 +128,19 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert fragment in map(anchor, headings), link
 
 
-def test_the_readmes_have_the_same_sections_and_commands() -> None:
-    english, chinese = (
-        (REPOSITORY / name).read_text(encoding="utf-8") for name in ("README.md", "README.zh-CN.md")
-    )
-    levels = [re.findall(r"^(#+) ", text, re.MULTILINE) for text in (english, chinese)]
+def test_the_readmes_have_the_same_sections_commands_and_figures() -> None:
+    pages = [Path("README.md"), Path("README.zh-CN.md")]
+    texts = [(REPOSITORY / page).read_text(encoding="utf-8") for page in pages]
+    levels = [re.findall(r"^(#+) ", text, re.MULTILINE) for text in texts]
     assert levels[0] == levels[1]
-    commands = [
-        [
-            fence.body.split("#")[0]
-            for fence in FENCES
-            if str(fence.page) == name and fence.language == "sh"
-        ]
-        for name in ("README.md", "README.zh-CN.md")
-    ]
-    assert commands[0] == commands[1]
-    for pattern in (r"\]\((?!README)([^)]+)\)", r"^\| `(ddp-mnist [a-z]+)", r"(make [a-z-]+)"):
-        found = [
-            sorted(set(re.findall(pattern, text, re.MULTILINE))) for text in (english, chinese)
-        ]
-        assert found[0] == found[1], pattern
-    for pattern in (r"--[a-z][a-z-]+", r"(?<![\w.])\d+(?:[,.]\d+)+"):  # flags, figures
-        found = [sorted(set(re.findall(pattern, text))) for text in (english, chinese)]
+    english, chinese = (
+        [f.body.split("#")[0] for f in FENCES if f.page == page and f.language == "sh"]
+        for page in pages
+    )
+    assert english == chinese
+    for pattern in (
+        *(r"\]\((?!README)([^)]+)\)", r"^\| `(ddp-mnist [a-z]+)", r"(make [a-z-]+)"),
+        *(r"--[a-z][a-z-]+", r"(?<![\w.])\d+(?:[,.]\d+)+"),  # flags, figures
+    ):
+        found = [sorted(set(re.findall(pattern, text, re.MULTILINE))) for text in texts]
         assert found[0] == found[1], pattern

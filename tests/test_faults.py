@@ -26,7 +26,7 @@ import torch
 
 from ddp_mnist.cluster.local import LocalWorld, run_world
 from ddp_mnist.config import TrainConfig
-from ddp_mnist.errors import PeerError, StorageError
+from ddp_mnist.errors import FailedElsewhere, PeerError, StorageError
 from ddp_mnist.run import checkpoint
 from ddp_mnist.run.folder import MODEL, in_use, read_json
 from ddp_mnist.verify.watch import (
@@ -141,6 +141,39 @@ def test_fault_20_a_frozen_peer_that_is_woken_in_time_and_one_that_is_not(tmp_pa
     rank_0, _ = world.outcomes()
     assert isinstance(rank_0, PeerError)
     assert str(rank_0).startswith("lost contact with rank 1 of 2 (")
+
+
+@pytest.mark.parametrize("how", ["raises", "exits"])
+def test_fault_21_one_rank_fails_alone(how: str, tmp_path: Path) -> None:
+    config, run = config_of("patient", RUN, *LONG), tmp_path / "run"
+    world = LocalWorld(3, _fail_on_rank_2, config, how, folder=tmp_path)
+    wait_for_step(run, 1)
+    began = time.monotonic()
+    outcomes = world.outcomes()
+    assert time.monotonic() - began < 10  # from the first checkpoint; the fault comes later
+    if how == "raises":
+        assert isinstance(outcomes[2], ZeroDivisionError)
+        assert [type(outcome) for outcome in outcomes[:2]] == [FailedElsewhere] * 2
+        assert status(run) == ("failed", 1)
+        assert read_json(run / "status.json")["error"] == "the first one"
+    else:
+        assert [outcome.code for outcome in outcomes[:2]] == [6, 6]
+        assert status(run) == ("failed", 6)
+        [reported] = [str(outcome) for outcome in outcomes[:2] if outcome.agreed]
+        assert reported.startswith("lost contact with rank 2 of 3 (")
+
+
+def _fail_on_rank_2(config: TrainConfig, how: str) -> None:
+    steps = iter(range(900))
+
+    def fail(_: torch.optim.Optimizer) -> None:
+        if next(steps) == 40 and os.environ["RANK"] == "2":
+            if how == "exits":
+                os._exit(0)
+            raise ZeroDivisionError("the first one")
+
+    with before_each_step(fail):
+        just_train(config)
 
 
 # --- The disk

@@ -34,16 +34,15 @@ def test_single_gpu_trains_in_fp16(tmp_path: Path) -> None:
     assert 0 <= summary["skipped_steps"] < 10
 
 
-def test_nccl_with_one_process(tmp_path: Path) -> None:
-    summary = summary_of(*TORCHRUN, "--nproc-per-node", "1", *DIGITS, folder=tmp_path)
-    assert (summary["backend"], summary["world_size"]) == ("nccl", 1)
-    assert summary["test_accuracy"] >= 0.975
-
-
-def test_gloo_with_two_processes_on_one_gpu(tmp_path: Path) -> None:
-    arguments = [*TORCHRUN, "--nproc-per-node", "2", *DIGITS, "--backend", "gloo"]
+@pytest.mark.parametrize(
+    ("processes", "flags", "backend"), [("1", [], "nccl"), ("2", ["--backend", "gloo"], "gloo")]
+)
+def test_torchrun_on_one_gpu(
+    processes: str, flags: list[str], backend: str, tmp_path: Path
+) -> None:
+    arguments = [*TORCHRUN, "--nproc-per-node", processes, *DIGITS, *flags]
     summary = summary_of(*arguments, folder=tmp_path)
-    assert (summary["backend"], summary["world_size"]) == ("gloo", 2)
+    assert (summary["backend"], summary["world_size"]) == (backend, int(processes))
     assert summary["test_accuracy"] >= 0.975
 
 

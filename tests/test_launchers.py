@@ -26,7 +26,6 @@ from tests.commands import (
     all_succeed,
     fences_of,
     proof,
-    python,
     shell,
 )
 from tests.training import check_equal
@@ -46,7 +45,7 @@ def run_fence(fence: Fence, folder: Path, written: str, instead: str) -> Ended:
     script = re.sub("29500|29501", lambda match: ports[match[0]], fence.body)
     script, replaced = re.subn(written, instead, script)
     assert replaced == script.count("ddp_mnist") or script.startswith("make")
-    return shell(script, folder)
+    return shell(script, folder).ended()
 
 
 # --- One training, whatever starts it
@@ -85,16 +84,9 @@ def test_the_file_as_tutorials_start_it(alone: Path, tmp_path: Path) -> None:
 
 
 def test_variables_as_srun_sets_them(alone: Path, tmp_path: Path) -> None:
-    shared = {
-        "SLURM_JOB_ID": str(free_port()),
-        "SLURM_STEP_ID": "0",
-        "SLURM_NTASKS": "2",
-        "SLURM_STEP_NUM_TASKS": "2",
-        "SLURM_NNODES": "2",
-        "SLURM_STEP_NUM_NODES": "2",
-        "SLURM_JOB_NODELIST": "localhost",
-        "SLURM_LOCALID": "0",
-    }
+    twos = ("SLURM_NTASKS", "SLURM_STEP_NUM_TASKS", "SLURM_NNODES", "SLURM_STEP_NUM_NODES")
+    shared = {**dict.fromkeys(twos, "2"), "SLURM_STEP_ID": "0", "SLURM_LOCALID": "0"}
+    shared |= {"SLURM_JOB_ID": str(free_port()), "SLURM_JOB_NODELIST": "localhost"}
     tasks = [{**shared, "SLURM_PROCID": rank} for rank in ("0", "1")]
     all_succeed([Started(proof(tmp_path / "run"), tmp_path, task) for task in tasks])
     check_equal(tmp_path / "run", alone, 2, num_machines=2)
@@ -114,24 +106,26 @@ def test_evaluate_under_a_launcher_equals_the_summary(alone: Path, tmp_path: Pat
 # --- What would train alone, and is refused
 
 
-def test_a_gpu_configuration_without_a_gpu(tmp_path: Path) -> None:
-    """No two lone trainers: one line names the config to use. test_gpu_standin has them all."""
-    arguments = [*ACCELERATE, str(CONFIGS / "multi_gpu.yaml"), *TRAIN]
-    ended = python(*arguments, folder=tmp_path, variables={"CUDA_VISIBLE_DEVICES": "-1"})
-    assert ended.code == 1  # accelerate's own; the line has ours
-    [line] = ended.error_lines
-    assert line.endswith("use --config_file accelerate_configs/multi_cpu.yaml (code 2)")
-    assert list(tmp_path.iterdir()) == []
+def test_fault_23_three_kinds_of_loners(tmp_path: Path) -> None:
+    """Each is refused in one line, and leaves nothing behind.
 
-
-def test_fault_23_two_kinds_of_loners(tmp_path: Path) -> None:
-    """accelerate's --cpu starts one process for two; WORLD_SIZE=2, and nobody else comes."""
-    launch = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", *TRAIN]
+    A GPU configuration where there is no GPU (test_gpu_standin has them all); accelerate's --cpu,
+    which starts one process for two; and WORLD_SIZE=2 where nobody else comes.
+    """
+    gpus = [*ACCELERATE, str(CONFIGS / "multi_gpu.yaml"), *TRAIN]
+    cpu = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", *TRAIN]
+    lonely = [*TRAIN, "--dataset", "digits", "--dist-timeout", "2"]
     variables = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     variables["MASTER_PORT"] = str(free_port())
-    lonely = [*TRAIN, "--dataset", "digits", "--dist-timeout", "2"]
-    both = [Started(launch, tmp_path), Started(lonely, tmp_path, variables)]
-    one_for_two, nobody_else = (started.ended(60) for started in both)
+    started = [
+        Started(gpus, tmp_path, {"CUDA_VISIBLE_DEVICES": "-1"}),
+        Started(cpu, tmp_path),
+        Started(lonely, tmp_path, variables),
+    ]
+    no_gpu, one_for_two, nobody_else = (each.ended() for each in started)
+    assert no_gpu.code == 1  # accelerate's own; the line has ours
+    [line] = no_gpu.error_lines
+    assert line.endswith("use --config_file accelerate_configs/multi_cpu.yaml (code 2)")
     [line] = one_for_two.error_lines
     assert "MASTER_ADDR=127.0.0.1: is set, but accelerate launch started one process" in line
     assert line.endswith("(code 2)")

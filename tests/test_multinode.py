@@ -8,58 +8,41 @@ from ddp_mnist import cli
 from ddp_mnist.cluster.local import free_port
 
 
-def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+def refused(arguments: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
     """Return the code and the one line with which these arguments end."""
     with pytest.raises(SystemExit) as ended:
-        cli.main(["multinode", *arguments])
+        cli.main(["multinode", *arguments.split()])
     [line] = capsys.readouterr().err.splitlines()
     assert isinstance(ended.value.code, int)
     return ended.value.code, line
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_incomplete_or_wrong_variables(capsys: pytest.CaptureFixture[str]) -> None:
+    here = "--main-process-ip 127.0.0.1"
+    for arguments, message in (
+        ("--machine-rank 0", "MACHINE_RANK: is one of two, e.g. MACHINE_RANK=0 MAIN_PROCESS_IP="),
+        ("--main-process-ip 10.0.0.1", "MAIN_PROCESS_IP: is one of two"),
+        (f"--machine-rank 2 {here}", "MACHINE_RANK=2: must be below NUM_MACHINES=2"),
+        (f"--machine-rank x {here}", "MACHINE_RANK=x: must be a whole number"),
         (
-            ["--machine-rank", "0"],
-            "MACHINE_RANK: is one of two, e.g. MACHINE_RANK=0 MAIN_PROCESS_IP=",
-        ),
-        (["--main-process-ip", "10.0.0.1"], "MAIN_PROCESS_IP: is one of two"),
-        (
-            ["--machine-rank", "2", "--main-process-ip", "127.0.0.1"],
-            "MACHINE_RANK=2: must be below NUM_MACHINES=2",
-        ),
-        (
-            ["--machine-rank", "x", "--main-process-ip", "127.0.0.1"],
-            "MACHINE_RANK=x: must be a whole number",
-        ),
-        (
-            ["--machine-rank", "0", "--main-process-ip", "127.0.0.1", "--main-process-port", "0"],
+            f"--machine-rank 0 {here} --main-process-port 0",
             "MAIN_PROCESS_PORT=0: must be at least 1",
         ),
-        (["--nproc-per-node", "-1"], "NPROC_PER_NODE=-1: must be at least 1"),
-    ],
-)
-def test_incomplete_or_wrong_variables(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, line = refused(arguments, capsys)
-    assert code == 2
-    assert line.startswith(f"ddp-mnist: error: {message}")
+        ("--nproc-per-node -1", "NPROC_PER_NODE=-1: must be at least 1"),
+    ):
+        code, line = refused(arguments, capsys)
+        assert code == 2
+        assert line.startswith(f"ddp-mnist: error: {message}")
 
 
 def test_fault_17_a_machine_that_never_comes(capsys: pytest.CaptureFixture[str]) -> None:
     """Machine 0 says how many came; machine 1, with nobody at the address, says which address."""
-
-    def start(machine: str, port: int) -> tuple[int, str]:
-        here = ["--main-process-ip", "127.0.0.1", "--main-process-port", str(port)]
-        wait = ["--", "--dist-timeout", "1"]
-        return refused(["--machine-rank", machine, *here, *wait], capsys)
-
-    code, line = start("0", free_port())
-    assert code == 6
-    assert "1 of 2 machines came within 1 s; missing: machine 1" in line
     port = free_port()
-    code, line = start("1", port)
-    assert code == 6
-    assert f"127.0.0.1:{port}: machine 1 of 2 reached nobody there within 1 s" in line
+    here = f"--main-process-ip 127.0.0.1 --main-process-port {port}"
+    for machine, message in (
+        ("0", "1 of 2 machines came within 1 s; missing: machine 1"),
+        ("1", f"127.0.0.1:{port}: machine 1 of 2 reached nobody there within 1 s"),
+    ):
+        code, line = refused(f"--machine-rank {machine} {here} -- --dist-timeout 1", capsys)
+        assert code == 6
+        assert message in line

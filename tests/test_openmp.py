@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ddp_mnist.cluster.local import run_world
-from tests.commands import REPOSITORY, TORCHRUN, TRAIN, Started, python
+from tests.commands import REPOSITORY, TORCHRUN, TRAIN, Started
 
 pytestmark = pytest.mark.system
 
@@ -34,64 +34,48 @@ DIRECTLY = {
 }
 LAUNCHED = {
     "torchrun": [*TORCHRUN, "--nproc-per-node", "2", *TRAIN],
-    "accelerate, by the rehearsal": [
-        "-m",
-        "ddp_mnist",
-        "multinode",
-        "--",
-        "--dataset",
-        "digits",
-    ],
+    "accelerate, by the rehearsal": ["-m", "ddp_mnist", "multinode", "--", "--dataset", "digits"],
 }
 
 
-@pytest.fixture
-def nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unset both: the tests' own process is a program of this package too."""
-    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
-        monkeypatch.delenv(name, raising=False)
+NEITHER = {"GOMP_SPINCOUNT": None, "OMP_WAIT_POLICY": None}  # which the tests' process has
 
 
-def found_by_torch(ways: dict[str, list[str]], folder: Path, **variables: str) -> dict[str, str]:
+def found_by_torch(
+    ways: dict[str, list[str]], folder: Path, ask: str, **typed: str
+) -> dict[str, str]:
     """Return what each way's processes print as they come to torch, side by side."""
     (folder / "sitecustomize.py").write_text(STAND_IN)
     path = os.pathsep.join([str(folder), str(REPOSITORY)])
-    variables |= {"PYTHONPATH": path}
+    variables = {**NEITHER, "ASK": ask, "PYTHONPATH": path, **typed}
     started = {way: Started(command, REPOSITORY, variables) for way, command in ways.items()}
-    ended = {way: each.ended() for way, each in started.items()}
     found = {}
-    for way, each in ended.items():
-        lines = [line for line in each.out.splitlines() if line.startswith("torch finds ")]
-        assert lines, f"{way}: {each.out}{each.err}"
-        assert len(set(lines)) == 1, f"{way}: {lines}"
+    for way, each in started.items():
+        ended = each.ended()
+        lines = [line for line in ended.out.splitlines() if line.startswith("torch finds ")]
+        assert len(set(lines)) == 1, f"{way}: {ended.out}{ended.err}"
         found[way] = f"{len(lines)} x {lines[0].removeprefix('torch finds ')}"
     return found
 
 
-@pytest.mark.usefixtures("nothing_set")
 def test_threads_spin_shortly_however_a_process_is_started(tmp_path: Path) -> None:
     one, two = "1 x 10000 None", "2 x 10000 None"
-    found = found_by_torch(DIRECTLY, tmp_path, ASK="all")
-    assert found == dict.fromkeys(DIRECTLY, one)
-    found = found_by_torch(LAUNCHED, tmp_path, ASK="workers")
-    assert found == dict.fromkeys(LAUNCHED, two)
+    assert found_by_torch(DIRECTLY, tmp_path, "all") == dict.fromkeys(DIRECTLY, one)
+    assert found_by_torch(LAUNCHED, tmp_path, "workers") == dict.fromkeys(LAUNCHED, two)
 
 
-@pytest.mark.usefixtures("nothing_set")
-@pytest.mark.parametrize(
-    ("name", "value", "found"),
-    [("GOMP_SPINCOUNT", "7", "1 x 7 None"), ("OMP_WAIT_POLICY", "active", "1 x None active")],
-)
-def test_what_a_person_set_stays(name: str, value: str, found: str, tmp_path: Path) -> None:
+def test_what_a_person_set_stays(tmp_path: Path) -> None:
     ways = {"python -m": TRAIN}
-    assert found_by_torch(ways, tmp_path, ASK="all", **{name: value}) == {"python -m": found}
+    found = found_by_torch(ways, tmp_path, "all", GOMP_SPINCOUNT="7")
+    assert found == {"python -m": "1 x 7 None"}
+    found = found_by_torch(ways, tmp_path, "all", OMP_WAIT_POLICY="active")
+    assert found == {"python -m": "1 x None active"}
 
 
-@pytest.mark.usefixtures("nothing_set")
 def test_the_runtime_takes_it() -> None:
     """GNU's tells what it read as it was loaded, which is what counts."""
-    show = {"OMP_DISPLAY_ENV": "verbose"}
-    ended = python("-c", "import ddp_mnist.models", folder=REPOSITORY, variables=show)
+    show = {**NEITHER, "OMP_DISPLAY_ENV": "verbose"}
+    ended = Started(["-c", "import ddp_mnist.models"], REPOSITORY, show).ended()
     assert ended.code == 0
     if "GOMP_SPINCOUNT" not in ended.err:
         pytest.skip("this torch comes with another OpenMP")

@@ -20,7 +20,6 @@ MOST = 256  # rows of a product: what is right for a GPU takes a CPU minutes
 
 
 def count() -> int:
-    """For a machine without a C compiler, and so without the management library."""
     visible = torch.cuda._parse_visible_devices()
     return len([gpu for gpu in visible if int(gpu) < int(os.environ["STANDIN_GPUS"])])
 
@@ -42,9 +41,7 @@ def on_cpu(value: Any) -> Any:
 
 
 class OnTheCpu(TorchFunctionMode):
-    def __torch_function__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if function is torch.device:
             return function(*args, **kwargs)
@@ -93,12 +90,11 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
 
 
 real_init = dist.init_process_group
-if os.environ.get("STANDIN_COUNTS"):
-    torch.cuda.device_count = count
-    torch.cuda.is_available = lambda: count() > 0
-if os.environ.get("STANDIN_COMPUTES"):
+torch.cuda.device_count = count
+if os.environ.get("STANDIN_WORKS"):
     for owner, name, stand_in in (
         (torch.cuda, "opened", False),
+        (torch.cuda, "is_available", lambda: count() > 0),
         (torch.cuda, "set_device", set_device),
         (torch.cuda, "current_device", lambda: current[0]),
         (torch.cuda, "synchronize", lambda *_: None),
