@@ -31,7 +31,6 @@ from ddp_mnist.run import checkpoint
 from ddp_mnist.run.folder import MODEL, in_use, read_json
 from ddp_mnist.verify.watch import (
     before_each_step,
-    gradients_of,
     just_train,
     resumed,
     train_until,
@@ -166,7 +165,7 @@ def test_fault_21_one_rank_fails_alone(how: str, tmp_path: Path) -> None:
 def _fail_on_rank_2(config: TrainConfig, how: str) -> None:
     steps = iter(range(900))
 
-    def fail(_: torch.optim.Optimizer) -> None:
+    def fail(*_: Any) -> None:
         if next(steps) == 40 and os.environ["RANK"] == "2":
             if how == "exits":
                 os._exit(0)
@@ -418,9 +417,9 @@ def test_fault_24_the_last_good_checkpoint_stays(tmp_path: Path) -> None:
 def _overflow(config: TrainConfig) -> None:
     steps = iter(range(900))
 
-    def spoil(optimizer: torch.optim.Optimizer) -> None:
+    def spoil(_: torch.optim.Optimizer, gradients: list[torch.Tensor]) -> None:
         if next(steps) >= 20:
-            torch._foreach_mul_(gradients_of(optimizer), float("inf"))
+            torch._foreach_mul_(gradients, float("inf"))
 
     with before_each_step(spoil):
         just_train(config)
