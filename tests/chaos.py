@@ -1,7 +1,5 @@
 """Runs that are hit at a random moment and resumed, against the unbroken one."""
 
-from __future__ import annotations
-
 import random
 import shutil
 import signal

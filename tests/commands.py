@@ -1,7 +1,5 @@
 """Commands as a person types them, each in a folder of its own."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

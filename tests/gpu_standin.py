@@ -5,8 +5,6 @@
 Where a decision takes processes that meet, they meet, over gloo.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import functools

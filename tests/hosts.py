@@ -1,7 +1,5 @@
 """Hosts with addresses, names and /etc/hosts of their own: Linux network namespaces. Needs root."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import shutil
@@ -57,7 +55,7 @@ class Hosts:
         self.names = [f"ddpm{os.getpid()}n{number}h{index}" for index in range(count)]
         self.bridge = f"ddpb{os.getpid() % 10**5}n{number}"  # with p0 behind it, at most 15 letters
 
-    def __enter__(self) -> Hosts:
+    def __enter__(self) -> "Hosts":
         try:
             run("ip", "link", "add", self.bridge, "type", "bridge")
             run("ip", "link", "set", self.bridge, "up")

@@ -1,7 +1,5 @@
 """A Hub of one data set on this machine, behind HF_ENDPOINT, that answers what `datasets` asks."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -57,7 +55,7 @@ class Hub:
         self.endpoint = f"http://127.0.0.1:{self.server.server_address[1]}"
 
     @contextmanager
-    def running(self) -> Iterator[Hub]:
+    def running(self) -> Iterator["Hub"]:
         """Answer within the `with`; after it the port is closed."""
         thread = threading.Thread(target=self.server.serve_forever, args=(0.05,), daemon=True)
         thread.start()

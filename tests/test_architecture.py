@@ -1,7 +1,5 @@
 """The package is a house with floors: what may import what, and how long anything may become."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 A process that has torch loaded forks for each command, which then takes a second and not five.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

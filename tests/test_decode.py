@@ -1,7 +1,5 @@
 """One decoder for all who prepare an image, and what it remembers of a data set."""
 
-from __future__ import annotations
-
 import resource
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The recipes for clusters, as far as they can be run without one."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -5,8 +5,6 @@ network, hosts, a person's own images, minutes), they are parsed only. `proof` i
 test_launchers.py, which compares the result. All others are run here, and end with 0.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Each check of the doctor fails by an injected fault; on a healthy machine all pass."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import subprocess
 from importlib.metadata import version
 from pathlib import Path

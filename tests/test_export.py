@@ -1,7 +1,5 @@
 """Each form gives the model's logits, also where this package is not installed."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

@@ -4,8 +4,6 @@ Faults that concern one module are tested beside it, and those of the network in
 under the same kind of name; `pytest -k fault_05` runs all of one number.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

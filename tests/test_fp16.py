@@ -6,8 +6,6 @@ What is not Accelerate's, torch's or this package's own here: where the scaler c
 optimizer is not fused, and an infinity in a gradient.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import itertools

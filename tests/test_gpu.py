@@ -1,7 +1,5 @@
 """What needs a CUDA device: `make gpu-check`."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Any

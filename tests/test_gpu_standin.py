@@ -3,8 +3,6 @@
 See `gpu_standin.py`: no kernel and no NCCL runs here; `make gpu-check` is for a real GPU.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """The share of a machine that a container or its affinity leaves, by the files of Linux."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

@@ -3,8 +3,6 @@
 The guide's own lines are among them: a fence marked `proof` is run here, with the proof's flags.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

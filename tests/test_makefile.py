@@ -1,7 +1,5 @@
 """The set-up, with a stand-in for python that fails where a file says so."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

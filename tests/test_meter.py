@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import itertools
 from types import SimpleNamespace
 from typing import Any

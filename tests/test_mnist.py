@@ -1,7 +1,5 @@
 """The real MNIST: skipped where its folder is not."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A machine's part of a run over several: what is refused before anything is started."""
 
-from __future__ import annotations
-
 import pytest
 
 from ddp_mnist import cli

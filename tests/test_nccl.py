@@ -1,7 +1,5 @@
 """NCCL's waits and end without a GPU: CUDA's event, the collectives and the group are stand-ins."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

@@ -1,7 +1,5 @@
 """Several hosts with networks of their own: the right interface is found, or the fault is named."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """How OpenMP's threads wait for each other is settled before torch is loaded, however we start."""
 
-from __future__ import annotations
-
 import os
 import sysconfig
 from pathlib import Path

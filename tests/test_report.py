@@ -1,7 +1,5 @@
 """The page tells what the run's files tell, in a real browser too."""
 
-from __future__ import annotations
-
 import dataclasses
 import html
 import json

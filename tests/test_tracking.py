@@ -1,7 +1,5 @@
 """The trackers get the numbers of metrics.jsonl; one that cannot be used is refused at once."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`verify` passes here, and each of its checks fails where it has to."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a run prints, and whether a run equals another."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import io

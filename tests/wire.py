@@ -6,8 +6,6 @@ For kernels without netem. It holds one TAP device on each side, keeps each fram
 drops it; it ends with the test that started it.
 """
 
-from __future__ import annotations
-
 import ctypes
 import fcntl
 import heapq

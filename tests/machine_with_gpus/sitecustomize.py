@@ -5,8 +5,6 @@ words. NCCL is gloo. Everything else is torch's, accelerate's and our own code, 
 believing in `cuda:N`. What this cannot show: whether a kernel, NCCL or fp16 on a GPU works.
 """
 
-from __future__ import annotations
-
 import os
 from typing import Any
 
