@@ -395,9 +395,17 @@ def test_fault_13_control_c_twice(tmp_path: Path) -> None:
 def _typed(arguments: list[str]) -> None:
     """Run a command in this process, whose stderr goes to err.txt."""
     from ddp_mnist import cli
+    from ddp_mnist.run.meter import Meter
 
     os.dup2(os.open("err.txt", os.O_CREAT | os.O_WRONLY), 2)
-    cli.main(arguments)
+    update = Meter.update
+
+    def slowly(*arguments: Any) -> None:
+        time.sleep(0.2)
+        update(*arguments)
+
+    with patch.object(Meter, "update", slowly):  # both signals come before a sync point
+        cli.main(arguments)
 
 
 # --- Divergence

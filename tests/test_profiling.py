@@ -36,7 +36,8 @@ def test_each_rank_leaves_a_trace_of_its_steps_and_computes_the_same(tmp_path: P
     shown = re.fullmatch(rf"{STEPS} steps of rank 0, \d+\.\d\d ms a step, .* (\S+)% comm.*", first)
     assert shown
     assert float(shown[1]) > 10  # gloo's threads are counted
-    assert "DistributedDataParallel.forward" in "".join(table)
+    assert {"Self CPU %", "# of Calls"} <= set(re.split(r"\s{2,}", table[1].strip()))
+    assert len(table) >= 10  # which rows are the largest depends on the machine
     assert "traces     run/profile/rank-0.json.gz" in said
     run_world(2, just_train, proof_config("plain", epochs=1), folder=tmp_path)
     watched, unwatched = weights_of(tmp_path / "run"), weights_of(tmp_path / "plain")
