@@ -20,7 +20,7 @@ from ddp_mnist.doctor.flags import Doctor
 from ddp_mnist.doctor.group import PASSED_ON, check_group
 from ddp_mnist.doctor.machine import check_machine
 from ddp_mnist.doctor.preflight import check_node
-from ddp_mnist.errors import CheckFailed, DdpMnistError, FailedElsewhere, PeerError
+from ddp_mnist.errors import CheckFailed, DdpMnistError, FailedElsewhere, PeerError, UsageError
 from ddp_mnist.run.console import Console, tell
 from ddp_mnist.run.folder import check_place, save_json
 from ddp_mnist.run.results import FAIL, CheckResult, failure_summary, from_error, worst
@@ -47,6 +47,8 @@ def run(flags: Doctor, distribution: Distribution) -> None:
     save = check_place(flags.save if is_rank0 else None, "--save")
     compared_with = read_saved(flags.against) if flags.against and is_rank0 else None
     find_source(dataset)  # refuses a name that is none before anything else
+    if flags.processes == 1:  # which a machine of several may have; not one alone
+        raise UsageError("--processes 1: must be at least 2, to have something to connect")
     flags = replace(flags, dataset=dataset, processes=flags.processes or default_processes())
     results = run_checks(flags, distribution, launch)
     console = Console(is_rank0 and not flags.json)

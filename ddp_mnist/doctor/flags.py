@@ -10,7 +10,7 @@ class Doctor(Flags):
     """The flags of `doctor`."""
 
     processes: int | None = flag(
-        None, "To start here, without a launcher [one per GPU, else 2].", least=2, most=10**4
+        None, "To start here, without a launcher [one per GPU, else 2].", least=1, most=10**4
     )
     minutes: float = flag(0.0, "Burn-in: repeat collectives and training for so long.", least=0)
     dataset: str = flag("mnist", "The data set to look for.")
