@@ -143,8 +143,8 @@ def test_the_doctor_finds_a_healthy_cluster_healthy(tmp_path: Path) -> None:
     assert found["rendezvous"].startswith("2 processes on 2 machines connected")
     examined = [f["text"] for f in verdict["findings"] if f["name"] == "machine"]
     assert [said.split(":")[0] for said in examined] == names
-    # 13 of each machine, and name, route, meeting and connections before it
-    assert all(said.endswith(": 17 checks, all well") for said in examined)
+    # 11 of each machine, and name, route, meeting and connections before it
+    assert all(said.endswith(": 15 checks, all well") for said in examined)
 
 
 def test_the_doctor_names_a_firewall_that_drops_the_data_ports(tmp_path: Path) -> None:
