@@ -31,7 +31,7 @@ ALONE = ("silent", "independent")  # kinds of step in which no rank waits for an
 
 @dataclass(frozen=True)
 class Options:
-    """What is measured, on how many processes and in how many rounds."""
+    """The data set, the number of processes and the rounds of a measurement."""
 
     dataset: str
     cache_dir: str | None

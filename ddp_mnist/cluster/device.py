@@ -1,4 +1,4 @@
-"""What a process computes with: device, backend, precision, threads, and which of the GPUs."""
+"""Choose what a process computes with: device, backend, precision, threads, one of the GPUs."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""How an error on one rank ends them all: the first one is raised, the others are silent."""
+"""An error on one rank ends them all: the first one is raised, the others are silent."""
 
 import contextlib
 import gc

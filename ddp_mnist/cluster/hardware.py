@@ -1,4 +1,4 @@
-"""What this process may use of its machine, where a container or its affinity allows less."""
+"""Find what this process may use of its machine: a container or its affinity may allow less."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""Where this process stands: environment or flags in, rank, world size and main address out.
+"""Read rank, world size and main address of this process from its flags or environment.
 
 One table for every way of starting: plain python, `accelerate launch`, torchrun,
 `python -m torch.distributed.launch`, `srun`, variables set by hand, and one command per process
@@ -56,7 +56,7 @@ class Launch:
 
     @property
     def child_of_launcher(self) -> bool:
-        """Whether a launcher started this process, which has to end with it."""
+        """Return whether a launcher started this process, which has to end with it."""
         return self.launcher in ("accelerate", "torchrun")
 
 

@@ -1,4 +1,4 @@
-"""How the processes, or the machines before them, find each other, and agree on what they run."""
+"""The processes, or the machines before them, find each other and agree on what they run."""
 
 import time
 from textwrap import shorten

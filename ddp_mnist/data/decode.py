@@ -29,7 +29,7 @@ DARK = 32  # of 255: less is black to the eye, and what JPEG makes of black
 
 @dataclass(frozen=True)
 class Preparation:
-    """How the images of a data set became what the net was trained on."""
+    """The way in which a data set's images became what the net was trained on."""
 
     notes: list[str]  # what was converted, one sentence each
     bright_on_black: bool  # all are bright strokes within a black border

@@ -1,4 +1,4 @@
-"""Where a data set is read from: the Hub, a folder, or the digits inside scikit-learn.
+"""A data set is read from the Hub, a folder, or the digits inside scikit-learn.
 
 Heavy libraries are imported where they are used, because a cached run needs none.
 """

@@ -11,7 +11,7 @@ from ddp_mnist.run.state import Progress
 
 
 class Meter:
-    """What this rank saw since the last sync point; at a sync point all ranks add theirs up.
+    """A rank's counts since the last sync point; at a sync point all ranks add theirs up.
 
     Between sync points nothing is read from the device, so the host runs ahead of a GPU. They come
     about once a second, at the same step on all ranks: each plans the next one from the mean of all

@@ -35,7 +35,7 @@ FOLDER_KEY = "run folder"  # under which the store has its path
 
 @dataclass
 class Run:
-    """What `fit` is given: settings, processes, data, and where it writes; by default nowhere.
+    """A run as `fit` gets it: settings, processes, data, and where it writes; by default nowhere.
 
     Attributes:
         config: resolved: it has the values that the data and the number of processes decide.

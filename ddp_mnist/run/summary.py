@@ -1,4 +1,4 @@
-"""What a run says about itself: the plan, the progress line, summary.json and the last lines."""
+"""A run describes itself: the plan, the progress line, summary.json and the last lines."""
 
 import contextlib
 import math
