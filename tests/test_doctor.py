@@ -469,6 +469,9 @@ def test_the_main_address(
 
 def test_no_route_is_named(monkeypatch: Patch) -> None:
     assert preflight.route(node("127.0.0.1")).text == "to 127.0.0.1 over lo, from 127.0.0.1"
+    lone = dataclasses.replace(node("127.0.0.1"), num_machines=1)
+    names = [result.name for result in preflight.check_node(lone, timeout_s=1)]
+    assert names == ["main address", "route"]
     monkeypatch.setattr(interfaces, "address_towards", always(None))
     result = preflight.route(node("203.0.113.5", 1))
     assert_found(result, FAIL, "none from this machine to 203.0.113.5", "another address")
