@@ -112,12 +112,16 @@ def fences_of(page: Path) -> list[Fence]:
 
 
 def shell(script: str, folder: Path) -> Started:
-    """Start a script in `folder`, as a person would in a clone with its environment activated."""
+    """Start a script in `folder`, as a person would in a clone with its environment activated.
+
+    Nor does make know that make is running the tests: it would print the folder that it enters.
+    """
     for name in ("ddp_mnist", "accelerate_configs", "Makefile", "pyproject.toml", "deploy"):
         (folder / name).symlink_to(REPOSITORY / name)
     variables = {
         "PATH": os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]]),
         "MAKEFLAGS": f"PYTHON={sys.executable} VENV=",
+        "MAKELEVEL": None,
         "PYTHONPATH": str(folder),
         "OMP_NUM_THREADS": "1",  # else torchrun remarks that it sets it
     }
