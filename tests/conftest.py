@@ -15,7 +15,7 @@ from tests.commands import TRAIN, proof, python
 
 Maker = Callable[[Path], None]
 
-preload("ddp_mnist.train", "ddp_mnist.run.metrics", "ddp_mnist.verbs.evaluate")
+preload("ddp_mnist.train", "ddp_mnist.run.classification", "ddp_mnist.verbs.evaluate")
 
 LAUNCHER_PREFIXES = ("SLURM_", "ACCELERATE_", "TORCHELASTIC_", "OMPI_", "PMI_", "DDP_MNIST_CACHE")
 LAUNCHER_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")

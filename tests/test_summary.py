@@ -7,8 +7,8 @@ import torch
 
 from ddp_mnist.config import Distribution, Recipe, Run, TrainConfig
 from ddp_mnist.run import summary
-from ddp_mnist.run.environment import code_digest, package_versions
 from ddp_mnist.run.folder import RunFolder
+from ddp_mnist.run.versions import code_digest, package_versions
 
 
 def test_count() -> None:

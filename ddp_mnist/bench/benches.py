@@ -22,7 +22,7 @@ from ddp_mnist.flags import Flags, argument, flag
 from ddp_mnist.run.console import Console
 from ddp_mnist.run.results import CheckResult, describe, failure_summary, warned
 
-preload("ddp_mnist.bench.steps", "ddp_mnist.run.metrics")
+preload("ddp_mnist.bench.steps", "ddp_mnist.run.classification")
 
 STEPS = 380  # optimizer steps of a timed round at most: an epoch of MNIST
 SEVERAL = ("loop", "strategies")  # benchmarks of a process group, which one process has not

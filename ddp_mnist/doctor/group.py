@@ -29,7 +29,6 @@ from ddp_mnist.doctor.machine import check_machine, nvidia_smi, product
 from ddp_mnist.errors import DdpMnistError, reason
 from ddp_mnist.run import session
 from ddp_mnist.run.console import Console
-from ddp_mnist.run.environment import code_digest, package_versions
 from ddp_mnist.run.results import (
     FAIL,
     PASS,
@@ -41,6 +40,7 @@ from ddp_mnist.run.results import (
     passed,
 )
 from ddp_mnist.run.summary import count, device, narrated_elsewhere
+from ddp_mnist.run.versions import code_digest, package_versions
 from ddp_mnist.run.weights import digest_of
 
 PASSED_ON = "DDP_MNIST_DOCTOR_PREFLIGHT"  # what this machine found before its processes started

@@ -21,9 +21,9 @@ from ddp_mnist.cluster.nodes import DEFAULT_PORT
 from ddp_mnist.data import cache, sources
 from ddp_mnist.doctor.flags import Doctor
 from ddp_mnist.errors import reason
-from ddp_mnist.run.environment import PACKAGES, package_versions
 from ddp_mnist.run.results import WARN, CheckResult, check, failed, passed, warned
 from ddp_mnist.run.summary import count
+from ddp_mnist.run.versions import PACKAGES, package_versions
 
 MB = 1e6
 CACHE_MB, RUNS_MB = 200, 50  # a decoded MNIST and its lock; three checkpoints and the rest

@@ -59,7 +59,7 @@ def import_evaluate_meanwhile(accelerator: Accelerator) -> None:
     signals and to the loss of a rank.
     """
     if accelerator.is_main_process:
-        module = ("ddp_mnist.run.metrics",)
+        module = ("ddp_mnist.run.classification",)
         threading.Thread(target=importlib.import_module, args=module, daemon=True).start()
 
 
@@ -108,7 +108,7 @@ def evaluate_split(
 
 def summarise(labels: Tensor, predictions: Tensor, losses: Tensor, classes: int) -> Metrics:
     """Return the metrics of int64 labels [N], int64 predictions [N] and float64 losses [N]."""
-    from ddp_mnist.run.metrics import classification_metrics
+    from ddp_mnist.run.classification import classification_metrics
 
     counted = classification_metrics(predictions.cpu().numpy(), labels.cpu().numpy(), classes)
     confusion = counted["confusion"]

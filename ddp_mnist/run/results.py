@@ -10,7 +10,7 @@ from typing import Any
 
 from ddp_mnist.cluster import hardware
 from ddp_mnist.errors import DdpMnistError
-from ddp_mnist.run.environment import package_versions
+from ddp_mnist.run.versions import package_versions
 
 PASS, WARN, FAIL = "PASS", "WARN", "FAIL"
 COLUMNS, INDENT = 80, " " * 21

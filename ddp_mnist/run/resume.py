@@ -16,8 +16,8 @@ from ddp_mnist.data.sources import from_anywhere
 from ddp_mnist.errors import CheckpointError, UsageError
 from ddp_mnist.flags import OnResume, flag_name, flag_values
 from ddp_mnist.run import checkpoint
-from ddp_mnist.run.environment import code_digest, package_versions
 from ddp_mnist.run.folder import CONFIG, STATUS, SUMMARY, RunFolder, read_json, without_link
+from ddp_mnist.run.versions import code_digest, package_versions
 
 FORMAT = 6  # of config.json and of checkpoints
 OF_THE_RESULT: tuple[OnResume, ...] = ("must equal", "may change", "same images")

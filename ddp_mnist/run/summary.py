@@ -20,10 +20,10 @@ from ddp_mnist.data.batches import ImageData
 from ddp_mnist.errors import printable
 from ddp_mnist.flags import flag_fields, flag_name
 from ddp_mnist.run.console import Console, panel
-from ddp_mnist.run.environment import code_digest, git_commit, package_versions
 from ddp_mnist.run.evaluation import Metrics
 from ddp_mnist.run.folder import RunFolder
 from ddp_mnist.run.state import State
+from ddp_mnist.run.versions import code_digest, git_commit, package_versions
 
 
 def facts(config: TrainConfig, world: World, images: ImageData) -> dict[str, Any]:

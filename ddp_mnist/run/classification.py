@@ -4,32 +4,22 @@ Importing this imports `evaluate` and `datasets`, which takes over a second: onl
 it has something to count.
 """
 
-import contextlib
 import sys
 import tempfile
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
-
-@contextlib.contextmanager
-def missing(*modules: str) -> Iterator[None]:
-    """Make imports of these modules fail, as if they were not installed."""
-    hidden = [name for name in modules if name not in sys.modules]
-    # An import raises ImportError where it finds None.
-    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]
-    try:
-        yield
-    finally:
-        for name in hidden:
-            del sys.modules[name]
-
-
-# `evaluate` imports these for its Evaluator, which is not used here: half of its import time.
-with missing("scipy.stats", "transformers"):
+# `evaluate` imports these for its Evaluator, which is not used here: half of its import time. An
+# import that finds None raises ImportError, which `evaluate` takes for "is not installed".
+hidden = [name for name in ("scipy.stats", "transformers") if name not in sys.modules]
+sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]
+try:
     import evaluate
     from datasets import Features, Sequence, Value
+finally:
+    for name in hidden:
+        del sys.modules[name]
 
 # A split is one example with all its images: `datasets` looks at each example in Python.
 WHOLE_SPLIT = Sequence(Value("int64"))
@@ -54,8 +44,7 @@ def classification_metrics(
 ) -> dict[str, Any]:
     """Count int64 predictions [N] against references [N], both in 0..classes-1.
 
-    Returns:
-        {"accuracy": float, "confusion": confusion[reference][prediction] = rows}.
+    Return {"accuracy": float, "confusion": confusion[reference][prediction] = rows}.
     """
     # Metric.__init__ makes a folder even for what it keeps in memory.
     with tempfile.TemporaryDirectory(prefix="ddp_mnist-") as scratch:

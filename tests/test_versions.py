@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ddp_mnist.run.environment import code_digest, git_commit, package_versions
+from ddp_mnist.run.versions import code_digest, git_commit, package_versions
 
 
 def test_versions_are_those_of_all_packages(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -14,7 +14,7 @@ def test_versions_are_those_of_all_packages(monkeypatch: pytest.MonkeyPatch) -> 
     assert found.keys() == packages | {"python"}
     assert all(found[package] == version(package) for package in packages)
     assert torch.__version__.startswith(found["torch"].partition("+")[0])
-    monkeypatch.setattr("ddp_mnist.run.environment.PACKAGES", ("no-such-package",))
+    monkeypatch.setattr("ddp_mnist.run.versions.PACKAGES", ("no-such-package",))
     assert package_versions()["no-such-package"] == "missing"
 
 
@@ -22,7 +22,7 @@ def test_the_codes_digest_changes_with_the_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert code_digest() == code_digest()
-    monkeypatch.setattr("ddp_mnist.run.environment.__file__", str(tmp_path / "summary.py"))
+    monkeypatch.setattr("ddp_mnist.run.versions.__file__", str(tmp_path / "summary.py"))
     (tmp_path / "train.py").write_text("a = 1\n")
     before = code_digest()
     (tmp_path / "notes.txt").write_text("no code")
@@ -43,7 +43,7 @@ def test_the_commit_is_that_of_the_checkout(
     code = tmp_path / "ddp_mnist" / "summary.py"
     code.parent.mkdir()
     code.write_text("a = 1\n")
-    monkeypatch.setattr("ddp_mnist.run.environment.__file__", str(code))
+    monkeypatch.setattr("ddp_mnist.run.versions.__file__", str(code))
     assert git_commit() is None  # no checkout
     git("init", "-q")
     git("commit", "-qm", "somebody else's", "--allow-empty")
