@@ -1,8 +1,8 @@
 """Random rotation, scale and shift of a whole batch, the same for a sample on whichever rank it is.
 
 One table of random numbers per epoch, made from (seed, epoch) and read by sample number: neither
-the world size nor a resume can change what happens to an image. The last epochs move images less:
-the last that is learnt is near to images as they are.
+the world size nor a resume can change what happens to an image. The last epochs move images less,
+so that training ends on images close to those that the net will be tested on.
 """
 
 import math
@@ -38,14 +38,10 @@ def affine_table(rows: int, seed: int, epoch: int, epochs: int) -> Tensor:
 
 
 def apply_affine(images: Tensor, maps: Tensor) -> Tensor:
-    """Move each image by its map, bilinear, with zeros from outside.
+    """Move each image, uint8 [B, 28, 28], by its map, a row of `affine_table` [B, 2, 3].
 
-    Args:
-        images: uint8 [B, 28, 28].
-        maps: float32 [B, 2, 3], rows of `affine_table`.
-
-    Returns:
-        uint8 [B, 28, 28], rounded: a difference in the last bit of a float stays invisible.
+    Bilinear, with zeros from outside, and rounded: a difference in the last bit of a float stays
+    invisible.
     """
     # The grid is written out instead of F.affine_grid, whose matrix product may differ in the
     # last bits with the number of images in the batch.

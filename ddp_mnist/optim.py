@@ -72,11 +72,11 @@ def make_optimizer(model: nn.Module, recipe: ResolvedRecipe) -> torch.optim.Adam
 
 
 def learning_rate(step: int, total_steps: int, peak: float, warmup: float) -> float:
-    """Return the learning rate of optimizer step `step`, 0 <= step < total_steps.
+    """Return peak * min(1, (step + 1) / rising, (total_steps - step) / (total_steps - rising)).
 
-    It rises in a straight line over the first `warmup` of all steps to `peak`, then falls in a
-    straight line to 0, which it would reach one step after the last. As a function of the step
-    alone it has no state to save, and no number of processes could step it more than once.
+    It rises over the first `rising` = warmup * total_steps optimizer steps, and falls to 0, which
+    it would reach one step after the last. As a function of the step alone, 0 <= step <
+    total_steps, it has no state to save, and no number of processes could step it more than once.
     """
     rising = warmup * total_steps
     up = (step + 1) / rising if rising > 0 else 1.0

@@ -20,7 +20,7 @@ from ddp_mnist.augment import affine_table, apply_affine
 from ddp_mnist.cluster.launch import Launch
 from ddp_mnist.cluster.world import World, join_world, settle_ddp_buckets
 from ddp_mnist.config import TrainConfig
-from ddp_mnist.data.batches import GlobalBatches, split_images, train_loader
+from ddp_mnist.data.batches import GlobalBatches, make_loader, split_images
 from ddp_mnist.models import MODELS, with_test_views
 from ddp_mnist.optim import learning_rate, make_optimizer
 from ddp_mnist.run.evaluation import evaluate_split, import_evaluate_meanwhile, prepare_split
@@ -76,17 +76,16 @@ def fit(run: Run, build: BuildModel = build_model) -> dict[str, Any]:
 
     # Data, on the device. Batches are global, the same on every rank; Accelerate splits them.
     train_rows, val_rows, test_rows = split_images(run.images.to(device), recipe.val_size)
-    batches = GlobalBatches(
-        len(train_rows), recipe.batch_size, seed, parts=recipe.grad_accum, device=device
-    )
+    batches = GlobalBatches(len(train_rows), recipe.batch_size, seed, recipe.grad_accum, device)
     total_steps = recipe.epochs * batches.steps_per_epoch
 
     # Model and optimizer, equal on every rank.
     net = build(run.config, run.world, classes)
     model, optimizer, loader = accelerator.prepare(
-        net, make_optimizer(net, recipe), train_loader(train_rows, batches)
+        net, make_optimizer(net, recipe), make_loader(train_rows, batch_sampler=batches)
     )
-    settle_ddp_buckets(model, train_rows.images[: batches.batch_size // accelerator.num_processes])
+    share = batches.micro_batch_size // accelerator.num_processes
+    settle_ddp_buckets(model, train_rows.images[:share])
     val_loader, test_loader = (prepare_split(accelerator, rows) for rows in (val_rows, test_rows))
     import_evaluate_meanwhile(accelerator)
 

@@ -22,9 +22,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from ddp_mnist.cluster.local import free_port
-from ddp_mnist.data import sources
-from ddp_mnist.data.cache import choose
-from ddp_mnist.data.decode import Decoded
+from ddp_mnist.data import cache, sources
+from ddp_mnist.data.decode import Decoded, Preparation
 from ddp_mnist.data.sources import Source, find_source
 from ddp_mnist.errors import DataError, DdpMnistError, StorageError, UsageError, one_line
 from tests.hub import LOOPBACK_ONLY, Hub, as_json, hub_environment, silent_server
@@ -175,13 +174,18 @@ def test_digits() -> None:
     """They are scikit-learn's in a fixed order, the same bytes on every machine."""
     from sklearn.datasets import load_digits
 
-    digits = find_source("digits").read()
+    digits = cache.load("digits")
+    assert digits.digest == "76676f83892bffc61d6478f95c4b4ef77d3029c7f9499a427282a75a7f5d5fb4"
+    assert digits.preparation.notes == ["the 8x8 digits were enlarged to 28x28"]
+    assert digits.preparation.digit_photos
     pixels, labels = load_digits(return_X_y=True)
     order = np.random.RandomState(0).permutation(1797)
-    for split, rows in (("train", order[360:]), ("test", order[:360])):
-        images = digits.images[split]
+    for rows, images, given in (
+        (order[360:], digits.train_images.numpy(), digits.train_labels),
+        (order[:360], digits.test_images.numpy(), digits.test_labels),
+    ):
         assert (images.shape, images.dtype) == ((len(rows), 28, 28), np.uint8)
-        assert digits.labels[split].tolist() == labels[rows].tolist()
+        assert given.tolist() == labels[rows].tolist()
         # the middle of each 3x3 block is the pixel itself, 0..16 brought to 0..255
         middles = images[:, 3::3, 3::3][:, :8, :8].reshape(-1, 64)
         assert np.array_equal(middles, pixels[rows].astype(int) * 255 // 16)
@@ -240,20 +244,15 @@ def test_images_in_folders_of_their_class(tmp_path: Path) -> None:
         assert np.array_equal(decoded.images[split], PIXELS[order])
 
 
-def test_real_mnist(mnist: Path, tmp_path: Path) -> None:
-    """The 10,000 test images as both splits: decoding all 70,000 takes seconds."""
-    file = next(mnist.rglob("test-*.parquet"))
-    for split in SPLITS:
-        (tmp_path / f"{split}.parquet").symlink_to(file)
-    decoded = read(tmp_path)
-    assert decoded.images["test"].shape == (10_000, 28, 28)
-    assert decoded.labels["test"][:10].tolist() == [7, 2, 1, 0, 4, 1, 4, 9, 5, 9]
+def test_real_mnist(mnist: Path) -> None:
+    images = cache.load(str(mnist))
+    assert images.test_labels[:10].tolist() == [7, 2, 1, 0, 4, 1, 4, 9, 5, 9]
     counts = [980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009]
-    assert np.bincount(decoded.labels["test"]).tolist() == counts
+    assert images.test_labels.bincount().tolist() == counts
     # with its header this is t10k-images-idx3-ubyte, whose MD5 is known
-    original = struct.pack(">4I", 0x803, *decoded.images["test"].shape)
-    original += decoded.images["test"].tobytes()
+    original = struct.pack(">4I", 0x803, 10_000, 28, 28) + images.test_images.numpy().tobytes()
     assert hashlib.md5(original).hexdigest() == "2646ac647ad5339dbf082846283269ea"
+    assert images.preparation == Preparation([], bright_on_black=True, digit_photos=True)
 
 
 # --- Conversions
@@ -678,7 +677,7 @@ def test_fault_28_nothing_cached_and_no_hub(
     """`auto` is the digits, loudly."""
     endpoint(f"http://127.0.0.1:{free_port()}")
     start = time.monotonic()
-    name, [why, instead] = choose("auto", str(tmp_path))
+    name, [why, instead] = cache.choose("auto", str(tmp_path))
     assert time.monotonic() - start < DEADLINE_S
     assert name == "digits" and instead.startswith("INSTEAD OF MNIST, this is a run on the 1,797")
     assert OUT_OF_REACH in why and "Connection refused" in why

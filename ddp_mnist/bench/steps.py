@@ -34,7 +34,7 @@ from ddp_mnist.cluster.signals import StopSignals
 from ddp_mnist.cluster.world import COMM_HOOKS, POWERSGD, World, join_world
 from ddp_mnist.config import ResolvedConfig, TrainConfig, resolve_recipe
 from ddp_mnist.data import cache
-from ddp_mnist.data.batches import GlobalBatches, ImageData, Rows, train_loader
+from ddp_mnist.data.batches import GlobalBatches, ImageData, Rows, make_loader
 from ddp_mnist.optim import make_optimizer
 from ddp_mnist.plain_ddp import train_plain
 from ddp_mnist.run.evaluation import evaluate_split, prepare_split
@@ -109,7 +109,7 @@ def prepare_step(run: Run, exchange: bool) -> tuple[Any, Step]:
     # Accelerate wraps a model in DDP unless it is told that no training follows.
     model = accelerator.prepare_model(net, evaluation_mode=not exchange).train()
     optimizer, loader = accelerator.prepare(
-        make_optimizer(net, run.config.recipe), train_loader(rows, batches)
+        make_optimizer(net, run.config.recipe), make_loader(rows, batch_sampler=batches)
     )
     step = make_step(run, model, optimizer, accelerator.backward)
     step(next(iter(loader)))

@@ -35,10 +35,6 @@ class ImageData:
     test_labels: Tensor
     warnings: list[str] = field(default_factory=list)  # what happened while it was opened
 
-    @property
-    def notes(self) -> list[str]:
-        return self.preparation.notes
-
     def to(self, device: torch.device) -> "ImageData":
         """Return the same in a device's memory (55 MB for MNIST); on a CPU nothing is copied."""
         if device.type == "cpu":
@@ -88,10 +84,6 @@ class Rows(Dataset[tuple[Tensor, Tensor, Tensor]]):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
-        images, labels, indices = self.__getitems__([index])
-        return images[0], labels[0], indices[0]
-
     def __getitems__(self, indices: list[int] | Tensor) -> tuple[Tensor, Tensor, Tensor]:
         indices = torch.as_tensor(indices, device=self.rows.device)
         rows = self.rows[indices]
@@ -105,9 +97,9 @@ class Rows(Dataset[tuple[Tensor, Tensor, Tensor]]):
 class GlobalBatches(Sampler[Any]):
     """A batch sampler of GLOBAL batches: the same on every rank, a function of (seed, epoch).
 
-    The rows after an epoch's last full batch are left out, others in each epoch. A batch is a step
-    of `batch_size` images over all ranks, or one of the `parts` that a step is split into. The rows
-    lie on `device`: an epoch's order is sent there once, not batch by batch.
+    A step takes `batch_size` images over all ranks, as `grad_accum` micro-batches. The rows after
+    an epoch's last full step are left out, others in each epoch. The rows lie on `device`: an
+    epoch's order is sent there once, not batch by batch.
     """
 
     drop_last = True  # Accelerate reads this name and `batch_size`
@@ -117,12 +109,15 @@ class GlobalBatches(Sampler[Any]):
         rows: int,
         batch_size: int,
         seed: int,
-        parts: int = 1,
+        grad_accum: int = 1,
         device: torch.device | str = "cpu",
     ) -> None:
-        self.rows, self.seed, self.parts, self.device = rows, seed, parts, device
-        self.batch_size = batch_size // parts
+        self.rows, self.seed, self.grad_accum, self.device = rows, seed, grad_accum, device
         self.steps_per_epoch = rows // batch_size
+        self.micro_batch_size = batch_size // grad_accum
+        self.batch_size = (
+            self.micro_batch_size
+        )  # to Accelerate, the images that are yielded at once
         self.epoch = self.first_step = 0
 
     def begin(self, epoch: int, first_step: int = 0) -> None:
@@ -133,26 +128,17 @@ class GlobalBatches(Sampler[Any]):
         self.epoch, self.first_step = epoch, first_step
 
     def __len__(self) -> int:
-        return (self.steps_per_epoch - self.first_step) * self.parts
+        return (self.steps_per_epoch - self.first_step) * self.grad_accum
 
     def __iter__(self) -> Iterator[Tensor]:
         order = torch.randperm(self.rows, generator=generator("order", self.seed, self.epoch))
-        order = order.to(self.device)
-        for batch in range(self.first_step * self.parts, self.steps_per_epoch * self.parts):
-            yield order[batch * self.batch_size : (batch + 1) * self.batch_size]
+        micro_batches = order.to(self.device).split(self.micro_batch_size)
+        first, end = self.first_step * self.grad_accum, self.steps_per_epoch * self.grad_accum
+        yield from micro_batches[first:end]
 
 
-def train_loader(rows: Rows, batches: GlobalBatches) -> DataLoader[Any]:
-    """Return a loader of the global batches, each of which Accelerate splits among the ranks."""
-    return _loader(rows, batch_sampler=batches)
-
-
-def eval_loader(rows: Rows, batch_size: int) -> DataLoader[Any]:
-    """Return a loader of all rows in order; its last batch may be short."""
-    return _loader(rows, batch_size=batch_size)
-
-
-def _loader(rows: Rows, **order: Any) -> DataLoader[Any]:
+def make_loader(rows: Rows, **order: Any) -> DataLoader[Any]:
+    """Return a loader with a `batch_sampler`, or of all rows in order, `batch_size` at a time."""
     # Rows returns whole batches, so there is nothing to collate. And a generator of its own:
     # iterating would otherwise take a seed from the global one.
     return DataLoader(rows, collate_fn=lambda batch: batch, generator=torch.Generator(), **order)

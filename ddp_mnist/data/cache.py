@@ -59,11 +59,8 @@ def load(
 
     One process per machine decodes, under a file lock; the others wait for it and map its file.
     `refresh` reads it again although it is cached, and removes what other decoders made of it.
-    `log` is called with a line when reading begins, as it can take a minute.
-
-    Raises:
-        UsageError, DataError: no such data set, or it cannot be read.
-        StorageError: the cache folder cannot be written.
+    `log` is called with a line when reading begins, as it can take a minute. Raise as `find_source`
+    and `Source.read` do, and StorageError where the cache folder cannot be written.
     """
     source = find_source(dataset)
     stem, path = _stem_and_path(source, cache_dir)
@@ -82,15 +79,14 @@ def load(
             for leftover in folder.glob(f"{stem}-*.tmp"):
                 leftover.unlink()  # of a builder that was killed; nobody else writes now
             _build(path, source)
-            others = set(folder.glob(f"{stem}-*.safetensors")) - {path}
-            for other in others if refresh else ():
-                other.unlink()
+            if refresh:
+                for other in set(folder.glob(f"{stem}-*.safetensors")) - {path}:
+                    other.unlink()
             if not (data := _open(path, source)):
                 raise OSError(f"{path.name} cannot be read back")
     except (OSError, SafetensorError) as error:
-        raise StorageError(
-            f"{folder}: the cache cannot be written ({reason(error)}); {MOVE}"
-        ) from error
+        why = reason(error)
+        raise StorageError(f"{folder}: the cache cannot be written ({why}); {MOVE}") from error
     if replaced:
         data.warnings.append(f"{path} was damaged or out of date and was built again")
     return data
@@ -110,7 +106,7 @@ def _stem_and_path(source: Source, cache_dir: str | None) -> tuple[str, Path]:
     readable = re.sub(r"[^A-Za-z0-9._-]+", "_", source.name)[:60]
     place = hashlib.sha256(os.fsencode(source.place)).hexdigest()[:8]
     stem = f"{source.kind}-{readable}-{place}"
-    name = f"{stem}-{CACHE_FORMAT}-{decoder_digest()[:8]}.safetensors"
+    name = f"{stem}-{CACHE_FORMAT}-{decoder_digest()}.safetensors"
     return stem, cache_folder(cache_dir) / name
 
 

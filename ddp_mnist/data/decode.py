@@ -3,27 +3,21 @@
 What was decided when a data set was read lies with the weights, so that `predict` does the same.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
+import PIL.Image
 
 from ddp_mnist.errors import DataError, reason
-
-if TYPE_CHECKING:
-    import PIL.Image
-    from datasets import Dataset, DatasetDict
 
 IMAGE_SHAPE = (28, 28)
 DIGITS = [str(digit) for digit in range(10)]
 SPLITS = ("train", "test")
 MAX_CLASSES = 1000
-STRIP = 2**20  # pixels that are converted at a time
 DARK = 32  # of 255: less is black to the eye, and what JPEG makes of black
 
 
@@ -50,28 +44,20 @@ class Decoded:
     def preparation(self) -> Preparation:
         """Return how these images were made, by facts of the data and not by a name."""
         bright = all(bright_on_black(images) for images in self.images.values())
-        return Preparation(
-            notes=self.notes,
-            bright_on_black=bright,
-            digit_photos=bright and self.as_stored and self.classes == DIGITS,
-        )
+        digits = bright and self.as_stored and self.classes == DIGITS
+        return Preparation(self.notes, bright_on_black=bright, digit_photos=digits)
 
 
 def decoder_digest() -> str:
-    """Return 16 hex digits of this file: an edited decoder has others, with no version to raise."""
-    return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:16]
+    """Return 8 hex digits of this file: an edited decoder has others, with no version to raise."""
+    return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:8]
 
 
 # --- An image
 
 
 def decode_image(image: PIL.Image.Image) -> np.ndarray:
-    """Return an opened image file as uint8 IMAGE_SHAPE: greyscale, stretched if of another size.
-
-    Takes at most 6 bytes a pixel on top of a file in memory, 4 of them Pillow's own.
-    """
-    import PIL.Image
-
+    """Return an opened file as uint8 IMAGE_SHAPE: greyscale, stretched if of another size."""
     if is_as_seen(image):
         return np.asarray(image)
     return np.asarray(as_grey(image).resize(IMAGE_SHAPE[::-1], PIL.Image.Resampling.BILINEAR))
@@ -85,21 +71,8 @@ def is_as_seen(image: PIL.Image.Image) -> bool:
 def as_grey(image: PIL.Image.Image, paper: str = "white") -> PIL.Image.Image:
     """Return it in mode L, 16-bit greys by their upper 8 bits; `paper` shows where it is clear.
 
-    Strip by strip, as the steps between take up to 16 bytes a pixel. Raises ValueError for mode F.
+    Raise ValueError for mode F. Takes 13 bytes a pixel on top of a transparent image, 1 of others.
     """
-    import PIL.Image
-
-    grey = PIL.Image.new("L", image.size)
-    rows = max(1, STRIP // image.width)
-    for top in range(0, image.height, rows):
-        box = (0, top, image.width, min(top + rows, image.height))
-        grey.paste(_strip_as_grey(image.crop(box), paper), box)
-    return grey
-
-
-def _strip_as_grey(image: PIL.Image.Image, paper: str) -> PIL.Image.Image:
-    import PIL.Image
-
     if image.mode.startswith("I"):  # convert("L") would make all above 255 white
         return PIL.Image.fromarray((np.asarray(image) // 256).clip(0, 255).astype(np.uint8))
     if image.mode == "F":
@@ -126,8 +99,8 @@ def bright_on_black(images: np.ndarray) -> bool:
 # --- A data set
 
 
-def decode_dataset(dataset: DatasetDict, place: str) -> Decoded:
-    """Return every image and label. Raises DataError, which names the split, column and row."""
+def decode_dataset(dataset: Any, place: str) -> Decoded:
+    """Return all of a datasets.DatasetDict; a DataError names `place`, split, column and row."""
     where = f"--dataset {place}"
     names = list(dataset) if isinstance(dataset, dict) else ["one without a name"]
     if not set(SPLITS) <= set(names):
@@ -149,19 +122,18 @@ def decode_dataset(dataset: DatasetDict, place: str) -> Decoded:
     classes: list[str] = []
     converted: set[str] = set()
     for split in SPLITS:
-        place = f"{where}: split {split}"
-        if len(dataset[split]) == 0:
-            raise DataError(f"{place} has no rows; check its files")
-        labels[split], classes = _decode_labels(dataset[split], label_column, classes, place)
-        images[split] = _decode_images(dataset[split], image_column, converted, place)
-    kinds = ", ".join(sorted(converted)[:3])
-    more = f" and {len(converted) - 3} more kinds" if len(converted) > 3 else ""
-    size = f"{IMAGE_SHAPE[1]}x{IMAGE_SHAPE[0]}"
-    notes = [f"images of {kinds}{more} became {size} grey"] if converted else []
-    return Decoded(images, labels, classes, notes, not converted)
+        rows, place = dataset[split], f"{where}: split {split}"
+        labels[split], classes = _decode_labels(rows, label_column, classes, place)
+        images[split] = _decode_images(rows, image_column, converted, place)
+    notes = []
+    if converted:
+        kinds = ", ".join(sorted(converted)[:3])
+        more = f" and {len(converted) - 3} more kinds" if len(converted) > 3 else ""
+        notes = [f"images of {kinds}{more} became {IMAGE_SHAPE[1]}x{IMAGE_SHAPE[0]} grey"]
+    return Decoded(images, labels, classes, notes, as_stored=not converted)
 
 
-def _find_columns(rows: Dataset, where: str) -> tuple[str, str]:
+def _find_columns(rows: Any, where: str) -> tuple[str, str]:
     """Return the names of the image column and of the label column."""
     from datasets import ClassLabel, Image
 
@@ -179,43 +151,41 @@ def _find_columns(rows: Dataset, where: str) -> tuple[str, str]:
 
 
 def _decode_labels(
-    rows: Dataset, column: str, classes: list[str], where: str
+    rows: Any, column: str, classes: list[str], where: str
 ) -> tuple[np.ndarray, list[str]]:
     """Return int64 labels and the class names; `classes` are those of train, or none yet.
 
     Where none are declared they are the words, sorted, or 0 to the highest number.
     """
+    where = f"{where}, column {column}"
     values = rows.with_format("arrow")[:].column(column).to_pylist()
     given = [value for value in values if value is not None]
-    declared = getattr(rows.features[column], "names", None)  # of a ClassLabel
-    words, fault = all(isinstance(value, str) for value in given), ""
+    words = all(isinstance(value, str) for value in given)
     if not words and not isinstance(given[0], int):
-        fault = f"labels are {type(given[0]).__name__}; give whole numbers or words"
-    elif words:
-        classes = classes or declared or sorted(set(given))
-    else:
-        highest = min(max(0, max(given)), MAX_CLASSES - 1)
-        classes = classes or declared or [str(label) for label in range(highest + 1)]
+        kind = type(given[0]).__name__
+        raise DataError(f"{where}: labels are {kind}; give whole numbers or words")
+    classes = classes or getattr(rows.features[column], "names", None) or []  # of a ClassLabel
+    if not classes and words:
+        classes = sorted(set(given))
+    elif not classes:
+        highest = min(max(0, *given), MAX_CLASSES - 1)
+        classes = [str(label) for label in range(highest + 1)]
     if len(classes) > MAX_CLASSES:
-        fault = f"{len(classes)} classes; give at most {MAX_CLASSES}"
+        raise DataError(f"{where}: {len(classes)} classes; give at most {MAX_CLASSES}")
+    legal = "a word that train has" if words else f"a whole number from 0 to {len(classes) - 1}"
     index_of = {name if words else index: index for index, name in enumerate(classes)}
-    for row, value in enumerate(() if fault else values):
+    for row, value in enumerate(values):
         if value not in index_of:
             what = "no label" if value is None else f"label {value}"
-            last = len(classes) - 1
-            legal = "a word that train has" if words else f"a whole number from 0 to {last}"
-            fault = f"row {row} has {what}; give {legal}"
-            break
-    if fault:
-        raise DataError(f"{where}, column {column}: {fault}")
-    return np.asarray([index_of[value] for value in values], dtype=np.int64), list(classes)
+            raise DataError(f"{where}: row {row} has {what}; give {legal}")
+    return np.asarray([index_of[value] for value in values], dtype=np.int64), classes
 
 
-def _decode_images(rows: Dataset, column: str, converted: set[str], where: str) -> np.ndarray:
+def _decode_images(rows: Any, column: str, converted: set[str], where: str) -> np.ndarray:
     """Return uint8 [N, *IMAGE_SHAPE]; add the kinds that were converted, e.g. 32x32 RGB."""
-    import PIL.Image
     from datasets import Image
 
+    where = f"{where}, column {column}"
     if isinstance(rows.features[column], Image):
         rows = rows.cast_column(column, Image(decode=False))
     batches = rows.select_columns([column]).with_format(None).iter(batch_size=1000)
@@ -223,9 +193,7 @@ def _decode_images(rows: Dataset, column: str, converted: set[str], where: str) 
     for row, cell in enumerate(cell for batch in batches for cell in batch[column]):
         file = cell and (cell["bytes"] or cell.get("path"))
         if not file:
-            raise DataError(
-                f"{where}, column {column}: row {row} has no image; add it or leave the row out"
-            )
+            raise DataError(f"{where}: row {row} has no image; add it or leave the row out")
         try:
             with PIL.Image.open(io.BytesIO(file) if isinstance(file, bytes) else file) as image:
                 images[row] = decode_image(image)
@@ -236,7 +204,6 @@ def _decode_images(rows: Dataset, column: str, converted: set[str], where: str) 
             why = "of no format that Pillow knows" if unknown else reason(error)
             name = f" {file}" if isinstance(file, str) else ""
             raise DataError(
-                f"{where}, column {column}: row {row}{name} is no readable image ({why}); replace"
-                " it or leave it out"
+                f"{where}: row {row}{name} is no readable image ({why}); replace it or leave it out"
             ) from error
     return images

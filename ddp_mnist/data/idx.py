@@ -29,10 +29,8 @@ def find_idx_files(folder: Path) -> dict[tuple[str, str], Path]:
             if file.is_file():
                 files[split, kind] = file
         if files and len(files) < 4:
-            raise DataError(
-                f"--dataset {folder}: of MNIST's four IDX files only {len(files)} are there;"
-                " fetch the others"
-            )
+            few = f"of MNIST's four IDX files only {len(files)} are there"
+            raise DataError(f"--dataset {folder}: {few}; fetch the others")
         if files:
             return files
     return {}
@@ -63,8 +61,6 @@ def _read_array(file: Path, row_shape: tuple[int, ...]) -> np.ndarray:
     shape = struct.unpack(f">{dimensions}I", raw[4:header].ljust(4 * dimensions, b"\0"))
     magic = bytes([0, 0, UNSIGNED_BYTE, dimensions])
     if raw[:4] != magic or len(raw) != header + math.prod(shape) or shape[1:] != row_shape:
-        size = "x".join(map(str, row_shape)) or "1"
-        raise DataError(
-            f"{file}: is no IDX file of rows of {size} bytes, or is cut short; fetch MNIST's own"
-        )
+        rows = f"rows of {'x'.join(map(str, row_shape)) or 1} bytes"
+        raise DataError(f"{file}: is no IDX file of {rows}, or is cut short; fetch MNIST's own")
     return np.frombuffer(raw, dtype=np.uint8, offset=header).reshape(shape)

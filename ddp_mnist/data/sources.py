@@ -3,8 +3,6 @@
 Heavy libraries are imported where they are used, because a cached run needs none.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import functools
@@ -16,31 +14,24 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 
+from ddp_mnist import errors
 from ddp_mnist.data.decode import DIGITS, Decoded, decode_dataset
 from ddp_mnist.data.idx import find_idx_files, read_idx
 from ddp_mnist.deadline import with_deadline
-from ddp_mnist.errors import (
-    DataError,
-    StorageError,
-    UsageError,
-    causes,
-    printable,
-    reason,
-    root_cause,
-)
-
-if TYPE_CHECKING:
-    from datasets import DatasetDict
 
 HUB_IDS = {"mnist": "ylecun/mnist", "fashion_mnist": "zalando-datasets/fashion_mnist"}
 HUB_TIMEOUT_S = 5.0
 OFFLINE_FIX = (
     "run ddp-mnist prepare where there is a network and copy the cache folder, give a folder"
     " (--dataset PATH), or train on the built-in digits (--dataset digits)"
+)
+FOLDER_FIX = (
+    "give it whole parquet files with rows and equal columns, or images in train/CLASS/ and"
+    " test/CLASS/"
 )
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 UNWRITABLE = (*NO_SPACE, errno.EACCES, errno.EROFS, errno.ENOTDIR)
@@ -55,10 +46,7 @@ class Source:
     place: str
 
     def read(self) -> Decoded:
-        """Return the whole data set, decoded.
-
-        Raises DataError, and StorageError where there is no space to unpack it in.
-        """
+        """Decode all of it. Raise DataError, or StorageError: there is no space to unpack it."""
         with readable(self.place):
             if self.kind == "digits":
                 return read_digits()
@@ -69,10 +57,10 @@ class Source:
                 decoded = decode_dataset(read(self.place), self.place)
         test = decoded.labels["test"]
         if (unseen := np.flatnonzero(~np.isin(test, decoded.labels["train"]))).size:
-            raise DataError(
-                f"--dataset {self.place}: split test: row {unseen[0]} has label"
-                f" {decoded.classes[test[unseen[0]]]}, which no train row has; correct the labels,"
-                " or add such rows to train"
+            row, label = unseen[0], decoded.classes[test[unseen[0]]]
+            raise errors.DataError(
+                f"--dataset {self.place}: split test: row {row} has label {label}, which no train"
+                " row has; correct the labels, or add such rows to train"
             )
         return decoded
 
@@ -95,16 +83,14 @@ def readable(place: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError) as error:
-        raise DataError(
-            f"--dataset {place}: cannot be read ({reason(root_cause(error))}); check its files"
+        why = errors.reason(errors.root_cause(error))
+        raise errors.DataError(
+            f"--dataset {place}: cannot be read ({why}); check its files"
         ) from error
 
 
 def find_source(dataset: str) -> Source:
-    """Return what `--dataset` names.
-
-    Raises UsageError for no known name, folder or Hub id, DataError for a path that is no folder.
-    """
+    """Return what `--dataset` names. Raise DataError for a path to no folder, else UsageError."""
     if dataset == "digits":
         return Source("digits", "digits", "sklearn.datasets.load_digits")
     if dataset in HUB_IDS:
@@ -113,14 +99,14 @@ def find_source(dataset: str) -> Source:
     path = Path(os.path.realpath(os.path.expanduser(dataset)))  # noqa: PTH111
     with readable(dataset):
         if dataset and path.is_dir():
-            return Source(printable(path.name), "folder", str(path))
+            return Source(errors.printable(path.name), "folder", str(path))
         if dataset and path.exists():
-            raise DataError(f"--dataset {dataset}: is a file; give the folder it lies in")
+            raise errors.DataError(f"--dataset {dataset}: is a file; give the folder it lies in")
     if dataset.startswith((".", "/", "~")) or dataset.count("/") > 1:
-        raise DataError(f"--dataset {dataset}: there is no such folder; check the path")
+        raise errors.DataError(f"--dataset {dataset}: there is no such folder; check the path")
     if re.fullmatch(r"[\w.-]+/[\w.-]+", dataset, re.ASCII):
         return Source(dataset.replace("/", "--"), "hub", dataset)
-    raise UsageError(
+    raise errors.UsageError(
         f"--dataset {dataset}: no such folder; choose from mnist, auto, fashion_mnist, digits,"
         " a Hub id (owner/name) or a folder"
     )
@@ -135,7 +121,7 @@ def from_anywhere(dataset: str) -> str:
 # --- Through the library `datasets`
 
 
-def read_hub(hub_id: str) -> DatasetDict:
+def read_hub(hub_id: str) -> Any:
     """Read from the Hub, or from Hugging Face's own cache where the Hub is out of reach.
 
     One request with a deadline decides which: `load_dataset` on its own would retry for 24 s.
@@ -145,16 +131,13 @@ def read_hub(hub_id: str) -> DatasetDict:
 
     if why := why_out_of_reach(hub_id):
         why = f"not in the cache, and the Hub cannot be reached: {why}"
-    space = (huggingface_hub.constants.HF_HOME, "HF_HOME", UNWRITABLE)
-    with library(hub_id, OFFLINE_FIX, why, space):
+    home = (huggingface_hub.constants.HF_HOME, "HF_HOME", UNWRITABLE)
+    with library(hub_id, OFFLINE_FIX, why, home):
         return datasets.load_dataset(hub_id)
 
 
 def why_out_of_reach(hub_id: str) -> str:
-    """Return why the Hub cannot be reached now, or "".
-
-    Raises DataError if it says that there is no such data set.
-    """
+    """Return why the Hub cannot be reached now, or "". Raise DataError where it has no such set."""
     import huggingface_hub.constants
 
     if huggingface_hub.constants.HF_HUB_OFFLINE:
@@ -165,25 +148,21 @@ def why_out_of_reach(hub_id: str) -> str:
         with_deadline(lambda: hub.dataset_info(hub_id, timeout=HUB_TIMEOUT_S), HUB_TIMEOUT_S)
     except Exception as error:  # any transport's own: httpx, requests, sockets, proxies
         if getattr(getattr(error, "response", None), "status_code", None) in (401, 403, 404):
-            raise DataError(
+            raise errors.DataError(
                 f"--dataset {hub_id}: the Hub has no such data set for you; check the id, or log in"
                 " (hf auth login) if it is private"
             ) from error
-        return reason(root_cause(error))
+        return errors.reason(errors.root_cause(error))
     return ""
 
 
-def read_folder(folder: str) -> DatasetDict:
+def read_folder(folder: str) -> Any:
     """Read parquet, CSV or images in any layout that `load_dataset` knows, or `save_to_disk`."""
     import datasets
 
-    fix = (
-        "give it whole parquet files with rows and equal columns, or images in train/CLASS/ and"
-        " test/CLASS/"
-    )
     # The library's Arrow copy is only needed until the images are decoded.
-    space = (tempfile.gettempdir(), "TMPDIR", NO_SPACE)
-    with library(folder, fix, "it names files outside of it", space):
+    scratch_place = (tempfile.gettempdir(), "TMPDIR", NO_SPACE)
+    with library(folder, FOLDER_FIX, "it names files outside of it", scratch_place):
         if (Path(folder) / "dataset_dict.json").exists():
             return datasets.load_from_disk(folder)
         with tempfile.TemporaryDirectory(prefix="ddp_mnist-") as scratch:
@@ -192,16 +171,13 @@ def read_folder(folder: str) -> DatasetDict:
 
 @contextlib.contextmanager
 def library(
-    place: str, fix: str, why_offline: str, space: tuple[str, str, tuple[int, ...]]
+    place: str, fix: str, why_offline: str, written: tuple[str, str, tuple[int, ...]]
 ) -> Iterator[None]:
     """Keep `datasets` in the block quiet and, if there is a reason `why_offline`, off the network.
 
-    `space` is the folder that the library writes to, the variable that moves it, and the errno
-    codes that say it cannot be written. `fix` ends the line of an error.
-
-    Raises:
-        DataError: the data set cannot be read.
-        StorageError: the library's own folder cannot be written.
+    Raise DataError, which ends with `fix`, where the data set cannot be read. Raise StorageError
+    where the library cannot write: `written` is the folder that it writes to, the variable that
+    moves it, and the errno codes that say so.
     """
     import datasets
     import huggingface_hub
@@ -215,16 +191,16 @@ def library(
     try:
         yield
     except Exception as error:  # its own and those of pyarrow, fsspec and the transport
-        folder, variable, codes = space
-        for cause in causes(error):
+        folder, variable, codes = written
+        for cause in errors.causes(error):
             if isinstance(cause, OSError) and cause.errno in codes:
-                raise StorageError(
+                raise errors.StorageError(
                     f"{folder}: cannot be written ({cause.strerror}); set {variable} to another"
                     " folder"
                 ) from error
         why = why_offline if isinstance(error, ConnectionError) else ""
-        why = why or reason(root_cause(error))
-        raise DataError(f"--dataset {place}: cannot be read ({why}); {fix}") from error
+        why = why or errors.reason(errors.root_cause(error))
+        raise errors.DataError(f"--dataset {place}: cannot be read ({why}); {fix}") from error
     finally:
         ours.HF_HUB_OFFLINE, theirs.HF_HUB_OFFLINE = before
 
@@ -247,10 +223,10 @@ def read_digits() -> Decoded:
     shifted = [large[:, dy : dy + 28, dx : dx + 28] for dy in range(3) for dx in range(3)]
     images = (np.sum(shifted, axis=0) * 255 // (16 * 9)).astype(np.uint8)
     order = np.random.RandomState(0).permutation(len(images))  # frozen by NumPy for all time
-    train, test = order[360:], order[:360]
+    splits = {"train": order[360:], "test": order[:360]}
     return Decoded(
-        images={"train": images[train], "test": images[test]},
-        labels={"train": labels[train].astype(np.int64), "test": labels[test].astype(np.int64)},
+        images={split: images[rows] for split, rows in splits.items()},
+        labels={split: labels[rows].astype(np.int64) for split, rows in splits.items()},
         classes=DIGITS,
         notes=["the 8x8 digits were enlarged to 28x28"],
     )

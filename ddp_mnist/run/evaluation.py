@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from ddp_mnist.cluster.signals import StopSignals
 from ddp_mnist.cluster.world import broadcast_bytes
-from ddp_mnist.data.batches import Rows, eval_loader
+from ddp_mnist.data.batches import Rows, make_loader
 
 IMAGES_PER_PROCESS = 500  # per forward pass; changes no result, only time and memory
 
@@ -49,7 +49,7 @@ def prepare_split(accelerator: Accelerator, rows: Rows, per_process: int | None 
     # More than there are would have Accelerate repeat rows until the last batch is full.
     most = max(1, math.ceil(len(rows) / accelerator.num_processes))
     batch_size = min(per_process or IMAGES_PER_PROCESS, most) * accelerator.num_processes
-    return accelerator.prepare_data_loader(eval_loader(rows, batch_size))
+    return accelerator.prepare_data_loader(make_loader(rows, batch_size=batch_size))
 
 
 def import_evaluate_meanwhile(accelerator: Accelerator) -> None:

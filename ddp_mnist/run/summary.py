@@ -55,7 +55,7 @@ def plan(config: ResolvedConfig, world: World, images: ImageData, folder: Path |
     lines = {
         "data": f"{images.name}: {train_rows:,} train, {recipe.val_size:,} validation,"
         f" {len(images.test_labels):,} test images, {len(images.classes)} classes",
-        "source": "; ".join([printable(images.source), *images.notes]),
+        "source": "; ".join([printable(images.source), *images.preparation.notes]),
         "processes": f"{size} on {count(world.num_machines, 'machine')}, backend {world.backend},"
         f" device {device(world)}, {count(world.threads, 'thread')} each,"
         f" precision {world.precision}",
@@ -178,7 +178,7 @@ def summarise(
         ],
         "dataset": images.describe(),
         "classes": images.classes,
-        "notes": [*images.warnings, *images.notes],
+        "notes": [*images.warnings, *images.preparation.notes],
         "class_accuracy": test.class_accuracy,
         "confusion": test.confusion,
         "machine": {**hardware.describe(), "gpu": gpu},

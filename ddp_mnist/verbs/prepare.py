@@ -10,7 +10,7 @@ def run(flags: Prepare) -> None:
     console = Console(True)
     name, notes = cache.choose(flags.dataset, flags.cache_dir, console.print)
     images = cache.load(name, flags.cache_dir, refresh=flags.refresh, log=console.print)
-    for note in [*notes, *images.warnings, *images.notes]:
+    for note in [*notes, *images.warnings, *images.preparation.notes]:
         console.print(note)
     console.print(
         f"{images.name}: {len(images.train_labels):,} train and {len(images.test_labels):,} test"
