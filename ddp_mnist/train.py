@@ -34,8 +34,7 @@ from ddp_mnist.seeding import seed_draws
 def train(config: TrainConfig, launch: Launch) -> dict[str, Any]:
     """Train on this rank. Return the summary; {} after --dry-run, or if the run has finished.
 
-    Raises:
-        DdpMnistError: every expected failure, see errors.py; Preempted if a signal came.
+    Raise a DdpMnistError for every expected failure, see errors.py; Preempted if a signal came.
     """
     with (
         RunFolder() as folder,  # records how the run ends
@@ -65,9 +64,7 @@ BuildModel = Callable[[TrainConfig, World, int], nn.Module]
 def fit(run: Run, build: BuildModel = build_model) -> dict[str, Any]:
     """Train, validate after each epoch, test once. Return the summary.
 
-    Args:
-        run: what to train on, with whom, and where to write.
-        build: makes the net; verify hands in one that watches it.
+    `build` makes the net; verify hands in one that watches it.
     """
     recipe, seed = run.config.recipe, run.config.run.seed
     accelerator, stop = run.world.accelerator, run.stop
@@ -92,6 +89,7 @@ def fit(run: Run, build: BuildModel = build_model) -> dict[str, Any]:
     # All that changes from here on: from the beginning, or as a checkpoint left it.
     state = State(net, optimizer, accelerator.scaler, run.world.started)
     progress = run.restore(state)
+    run.save_when_stopped(state)
     meter = Meter(accelerator, progress, recipe)
 
     # Train.

@@ -92,14 +92,20 @@ def test_sync_points_come_after_a_step_or_two_and_then_once_a_second(clock: Any)
         assert all(0.5 < gap < 1.01 for gap in gaps), pace
 
 
-def test_the_plan_is_made_from_numbers_that_all_ranks_share() -> None:
-    progress = Progress()
-    one, other = (Meter(ranks(2), progress, Recipe()) for _ in range(2))
-    for number in range(1, 200):
+def test_the_plan_is_made_from_numbers_that_all_ranks_share(clock: Any) -> None:
+    """Two ranks' clocks differ; what the all-reduce gives them does not."""
+    progress, shared = Progress(), [0.0]
+
+    def reduce(mine: torch.Tensor) -> torch.Tensor:
+        return torch.cat([mine[:-1], mine.new_tensor(shared)])
+
+    both: Any = SimpleNamespace(num_processes=2, scaler=None, reduce=reduce)
+    one, other = (Meter(both, progress, Recipe()) for _ in range(2))
+    for number in range(1, 50):
         progress.step += 1 + number % 40
-        shared = 10 ** (number % 13 - 6)
-        one.plan(seconds=0.1 * number, steps_per_s=shared)
-        other.plan(seconds=3.0, steps_per_s=shared)
+        shared[0] = 10 ** (number % 13 - 6)
+        for made, seconds in ((one, 0.1 * number), (other, 0.0)):  # no time is no error
+            made.clock = clock.now - seconds
+            see(made, 0.5, [1])
+            made.all_reduce([])
         assert progress.step < one.next_sync == other.next_sync
-    one.plan(seconds=0.0, steps_per_s=0.0)  # a step that took no time is no error
-    assert one.next_sync == progress.step + 1

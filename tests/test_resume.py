@@ -14,7 +14,7 @@ from ddp_mnist.config import Distribution, Recipe, Run, TrainConfig
 from ddp_mnist.errors import CheckpointError, DdpMnistError, UsageError
 from ddp_mnist.flags import flag_values
 from ddp_mnist.run import checkpoint, resume
-from ddp_mnist.run.folder import FIRST_STATUS, read_json
+from ddp_mnist.run.folder import STARTING, read_json
 from ddp_mnist.verify.watch import (
     Seen,
     just_train,
@@ -117,7 +117,7 @@ def test_resumed_after_every_kind_of_step(tmp_path: Path) -> None:
         for path in checkpoint.newest_first(unbroken):
             path.unlink()
         (unbroken / "checkpoints" / f"step-{step:08d}.pt").write_bytes(kept[step])
-        (unbroken / "status.json").write_text(json.dumps(FIRST_STATUS))
+        (unbroken / "status.json").write_text(json.dumps(STARTING))
         (unbroken / "model.safetensors").unlink()
         [summary] = run_world(1, just_train, resumed(every), folder=tmp_path)
         assert summary["resumed_from"] == [step]
@@ -336,7 +336,7 @@ def test_more_epochs_go_on_with_a_finished_run(finished: Path, tmp_path: Path) -
 def test_auto_begins_and_begins_again_where_nothing_was_saved(tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
-    (run / "status.json").write_text(json.dumps(FIRST_STATUS))
+    (run / "status.json").write_text(json.dumps(STARTING))
     (run / "metrics.jsonl").write_text('{"step": 7, "loss": 1.0}\n')
     (run / ".config.json.1-2.tmp").write_text("{")
     auto = with_flags(config(epochs=1), resume="auto")
@@ -404,7 +404,7 @@ def test_fault_07_no_run_or_a_damaged_one(finished: Path, tmp_path: Path) -> Non
     line = refused(again, tmp_path)
     assert line.startswith("--resume run: run holds no run to resume (config.json: ")
     run = Path(shutil.copytree(finished / "run", tmp_path / "run"))
-    (run / "status.json").write_text(json.dumps(FIRST_STATUS))
+    (run / "status.json").write_text(json.dumps(STARTING))
     good = (run / "config.json").read_text()
     for damage in ("", "{}", "[]", '{"run": 1, "recipe": {}, "run_id": "x"}', good[:100]):
         (run / "config.json").write_text(damage)

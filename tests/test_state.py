@@ -3,14 +3,26 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from ddp_mnist.config import Recipe
 from ddp_mnist.errors import DivergedError
-from ddp_mnist.run.state import Progress, Sums
+from ddp_mnist.run.state import Progress, State, Sums
+
+
+def begun(**counts: Any) -> tuple[State, Progress]:
+    """Return the state of a run whose net has one weight."""
+    progress = Progress(**counts)
+    return State(nn.Linear(1, 1, bias=False), None, None, 0.0, progress), progress
+
+
+def validated(accuracy: float) -> Any:
+    return SimpleNamespace(accuracy=accuracy)
 
 
 def test_sums_of_all_ranks_become_means() -> None:
-    progress = Progress()
+    state, progress = begun()
     progress.add(30.0, 6.0, 10.0, 0.0, 0.5)
     progress.add(12.0, 1.0, 4.0, 0.0, 0.25)
     assert progress.since_log == progress.in_epoch == Sums(42.0, 7.0, 14.0, 0.75)
@@ -20,10 +32,12 @@ def test_sums_of_all_ranks_become_means() -> None:
     assert progress.train_seconds == 1.0
     # the epoch's line is of all its steps, whatever was logged in between
     progress.add(14.0, 4.0, 0.0, 0.0, 0.0)
-    assert progress.end_epoch() == {"loss": 4.0, "accuracy": 0.75, "images_per_second": 16.0}
+    means = state.end_epoch(Recipe(), None)
+    assert means == {"loss": 4.0, "accuracy": 0.75, "images_per_second": 16.0}
     assert progress.epoch == 1
     progress.add(3.0, 1.0, 2.0, 0.0, 0.5)
-    assert progress.end_epoch() == {"loss": 1.5, "accuracy": 0.5, "images_per_second": 4.0}
+    means = state.end_epoch(Recipe(), None)
+    assert means == {"loss": 1.5, "accuracy": 0.5, "images_per_second": 4.0}
 
 
 def test_bad_batches_count_until_a_sync_point_without_any() -> None:
@@ -37,14 +51,15 @@ def test_bad_batches_count_until_a_sync_point_without_any() -> None:
     assert counts == [5.0, 0.0, 1.0]
 
 
-def test_the_best_validation_is_the_first_of_the_highest() -> None:
-    progress, improved = Progress(), []
+@pytest.mark.parametrize("patience", [None, 5])
+def test_the_best_validation_is_the_first_of_the_highest(patience: int | None) -> None:
+    state, progress = begun()
     for epoch, accuracy in enumerate([0.0, 0.7, 0.9, 0.8, 0.9], start=1):
-        progress.epoch = epoch
-        improved.append(progress.add_validation(accuracy, Recipe()))
-        assert progress.val_accuracy == accuracy
-    assert improved == [True, True, True, False, False]
+        state.net.load_state_dict({"weight": torch.tensor([[float(epoch)]])})
+        state.end_epoch(Recipe(patience=patience), validated(accuracy))
+        assert (progress.epoch, progress.val_accuracy) == (epoch, accuracy)
     assert (progress.best_accuracy, progress.best_epoch) == (0.9, 3)
+    assert state.best_weights == ({"weight": torch.tensor([[3.0]])} if patience else None)
     assert progress.stopped_by is None
 
 
@@ -64,11 +79,10 @@ def test_the_best_validation_is_the_first_of_the_highest() -> None:
 def test_when_a_run_ends_early(
     recipe: Recipe, accuracies: list[float], epoch: int, flag: str | None
 ) -> None:
-    progress = Progress()
+    state, progress = begun()
     for accuracy in accuracies:
         if not progress.stopped_by:
-            progress.epoch += 1
-            progress.add_validation(accuracy, recipe)
+            state.end_epoch(recipe, validated(accuracy))
     assert (progress.epoch, progress.stopped_by) == (epoch, flag)
 
 

@@ -25,10 +25,8 @@ def save(run: Path, step: int, content: dict[str, Any], keep: int) -> None:
     """Write the checkpoint of an optimizer step, then remove all but the `keep` newest.
 
     The file and its folder are on the disk before an older one goes. The content may hold tensors,
-    numbers, texts, None, and lists and dicts of these.
-
-    Raises:
-        StorageError: it cannot be written; the older ones are as they were.
+    numbers, texts, None, and lists and dicts of these. Raise StorageError if it cannot be written;
+    the older ones are as they were.
     """
     path = run / CHECKPOINTS / f"step-{step:08d}.pt"
     with storage_errors(path):
@@ -66,8 +64,7 @@ def is_whole(raw: bytes) -> bool:
 def from_bytes(raw: bytes, where: object) -> dict[str, Any]:
     """Return the content that `to_bytes` was given, with all tensors on the CPU.
 
-    Raises:
-        CheckpointError: it is not whole, or holds something else than tensors and plain values.
+    Raise CheckpointError if it is not whole, or holds more than tensors and plain values.
     """
     if not is_whole(raw):
         raise CheckpointError(f"{where}: {DAMAGED}; remove it to use the one before")
@@ -84,11 +81,8 @@ def from_bytes(raw: bytes, where: object) -> dict[str, Any]:
 def read_newest(run: Path) -> tuple[bytes, int, list[str]]:
     """Return the bytes of the newest whole checkpoint, its step, and a line for each passed over.
 
-    Those passed over are renamed, so that none of them is taken for the newest again.
-
-    Raises:
-        CheckpointError: there is none, or none is whole.
-        StorageError: a damaged one cannot be renamed.
+    Those passed over are renamed, so that none of them is taken for the newest again. Raise
+    CheckpointError if there is none, or none is whole.
     """
     passed_over: dict[Path, str] = {}
     for path in newest_first(run):

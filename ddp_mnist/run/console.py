@@ -88,9 +88,8 @@ def warn(message: str) -> None:
 def write_stdout(write: Callable[[], object] = bool, must_arrive: bool = True) -> bool:
     """Call `write`, flush stdout, and return whether all arrived: False if the reader went away.
 
-    Raises:
-        StorageError: stdout cannot be written, e.g. to a full disk. A warning, and False, if it
-            need not arrive.
+    Raise StorageError if stdout cannot be written, e.g. to a full disk; if it need not arrive,
+    print a warning and return False.
     """
     try:
         write()

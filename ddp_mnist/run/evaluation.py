@@ -27,21 +27,13 @@ IMAGES_PER_PROCESS = 500  # per forward pass; changes no result, only time and m
 
 @dataclass(frozen=True)
 class Metrics:
-    """The metrics of a split.
+    """The metrics of a split."""
 
-    Attributes:
-        accuracy: share of rows whose highest logit is the label's.
-        loss: mean cross-entropy, without label smoothing, in nats.
-        count: rows, each counted once.
-        confusion: confusion[label][prediction] = rows.
-        class_accuracy: share of correct predictions for each class; None if it has no row.
-    """
-
-    accuracy: float
-    loss: float
-    count: int
-    confusion: list[list[int]]
-    class_accuracy: list[float | None]
+    accuracy: float  # share of rows whose highest logit is the label's
+    loss: float  # mean cross-entropy, without label smoothing, in nats
+    count: int  # rows, each counted once
+    confusion: list[list[int]]  # confusion[label][prediction] = rows
+    class_accuracy: list[float | None]  # share of correct predictions; None if it has no row
 
 
 def prepare_split(accelerator: Accelerator, rows: Rows, per_process: int | None = None) -> Any:
@@ -71,16 +63,11 @@ def evaluate_split(
     classes: int,
     stop: StopSignals | None = None,
 ) -> Metrics:
-    """Run the model over the whole split. Return the same Metrics on every rank.
+    """Run the model over the whole split, a loader from `prepare_split`.
 
-    Args:
-        loader: from `prepare_split`.
-        classes: number of classes.
-        stop: after each batch, all ranks check whether a stop signal came to any of them.
-
-    Raises:
-        Preempted, FailedElsewhere: one did.
-        RuntimeError: not every row was counted exactly once.
+    Return the same Metrics on every rank. Raise RuntimeError if not every row was counted exactly
+    once. With `stop`, all ranks check after each batch whether a stop signal came to any of them,
+    and raise as `StopSignals.obey` does.
     """
     was_training = model.training
     model.eval()

@@ -25,13 +25,7 @@ STATUS, SUMMARY, CHECKPOINTS, LOCK = "status.json", "summary.json", "checkpoints
 RUNS = Path("runs")  # where run folders are numbered
 LATEST = "latest"  # a link, beside the runs
 LEFTOVER = ".*.[0-9]*-[0-9]*.tmp"  # of a process that was killed while it wrote
-FIRST_STATUS = {
-    "state": "running",
-    "exit_code": None,
-    "phase": "starting",
-    "step": 0,
-    "error": None,
-}
+STARTING = {"state": "running", "exit_code": None, "phase": "starting", "step": 0, "error": None}
 
 
 class RunFolder:
@@ -46,7 +40,7 @@ class RunFolder:
         self.metrics_lines = 0  # of this run in metrics.jsonl
         self.trackers: Any = None  # what the metrics are logged to as well, see tracking.py
         self._lock: FileLock | None = None
-        self._status: dict[str, Any] = dict(FIRST_STATUS)
+        self._status: dict[str, Any] = dict(STARTING)
         self._began = False
 
     def __enter__(self) -> Self:
@@ -74,11 +68,9 @@ class RunFolder:
     ) -> None:
         """Make and open `run_dir`, or else runs/<dataset>-<NNN> with the next free number.
 
-        To `begin_again` in the folder of a run that saved nothing is no error.
-
-        Raises:
-            UsageError: the folder holds a run already, or another program's files.
-            StorageError: it cannot be made or written.
+        Raise UsageError if the folder holds another program's files, or a run already: to
+        `begin_again` in that of one that saved nothing is no error. Raise StorageError if it cannot
+        be made or written.
         """
         with storage_errors(Path(run_dir or root)):
             path = reserve(dataset, root) if run_dir is None else without_link(Path(run_dir))
@@ -90,16 +82,14 @@ class RunFolder:
                 )
             path.mkdir(parents=True, exist_ok=True)
         self.open(path)
-        names = (CONFIG, METRICS, MODEL, SUMMARY, CHECKPOINTS)
+        names, held = (CONFIG, METRICS, MODEL, SUMMARY, CHECKPOINTS), ""
         there = ", ".join(name for name in names if (path / name).exists())
         if not (path / STATUS).exists():  # it is a run's first file: the others are not a run's
-            refused = there and f"files that are not of a run and would be written over ({there})"
+            held = there and f"files that are not of a run and would be written over ({there})"
         elif not begin_again or any((path / CHECKPOINTS).glob("step-*.pt")):
-            refused = f"a run already (to go on: --resume {path})"
-        else:
-            refused = ""
-        if refused:
-            raise UsageError(f"--run-dir {path}: holds {refused}; name another folder")
+            held = f"a run already (to go on: --resume {path})"
+        if held:
+            raise UsageError(f"--run-dir {path}: holds {held}; name another folder")
         self.cut_metrics(0)
         if path.parent == root:
             _link(latest, path)
@@ -108,9 +98,7 @@ class RunFolder:
     def open(self, path: Path) -> None:
         """Lock the folder of a run, and remove what a killed process left half written there.
 
-        Raises:
-            UsageError: another process is writing it.
-            StorageError: it cannot be written.
+        Raise UsageError if another process is writing it, StorageError if it cannot be written.
         """
         lock = FileLock(path / LOCK, thread_local=False)
         with storage_errors(path):
@@ -280,9 +268,8 @@ def storage_errors(path: Path, flag: str = "--run-dir") -> Iterator[None]:
 def check_place(file: str | None, flag: str, ending: str = "") -> Path | None:
     """Return where a person wants a result, before minutes are spent on it.
 
-    Raises:
-        UsageError: it is no place for a file; a device is none either, it would be replaced.
-        StorageError: nothing can be written there.
+    Raise UsageError if it is no place for a file (a device is none either, it would be replaced),
+    StorageError if nothing can be written there.
     """
     if file is None:
         return None

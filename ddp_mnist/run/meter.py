@@ -16,11 +16,6 @@ class Meter:
     Between sync points nothing is read from the device, so the host runs ahead of a GPU. They come
     about once a second, at the same step on all ranks: each plans the next one from the mean of all
     ranks' speeds.
-
-    Args:
-        accelerator: of this rank.
-        progress: gets the sums.
-        recipe: of the run.
     """
 
     def __init__(self, accelerator: Accelerator, progress: Progress, recipe: Recipe) -> None:
@@ -50,14 +45,8 @@ class Meter:
     def all_reduce(self, stop_requests: list[float]) -> list[float]:
         """Add up what all ranks saw into their progress, and plan the next sync point.
 
-        Args:
-            stop_requests: of this rank; any numbers.
-
-        Returns:
-            Their sums over all ranks.
-
-        Raises:
-            DivergedError: on all ranks alike.
+        `stop_requests` are any numbers of this rank's: return their sums over all ranks. Raise
+        DivergedError, on all ranks alike.
         """
         sums = sum_up(self.losses, self.correct, self.images_per_batch)
         mine = sums.new_tensor([*stop_requests, self.steps_per_s])
@@ -65,36 +54,24 @@ class Meter:
         loss, correct, seen, bad, *requests, steps_per_s = reduced
         self.losses.clear()
         self.correct.clear()
-        seconds = time.monotonic() - self.clock
+        step, seconds = self.progress.step, time.monotonic() - self.clock
         self.restart_clock()
         self.progress.add(loss, correct, seen, bad, seconds)
-        self.plan(seconds, steps_per_s / self.accelerator.num_processes)
-        self.progress.raise_if_diverged(self.recipe, self.accelerator)
-        return requests
-
-    def plan(self, seconds: float, steps_per_s: float) -> None:
-        """Plan the next sync point, about a second from here.
-
-        Args:
-            seconds: since the last one, on this rank.
-            steps_per_s: the mean of what the ranks measured before; equal on all of them.
-        """
-        step = self.progress.step
-        self.next_sync = step + max(1, int(steps_per_s))
+        # About a second from here, by the speeds that the ranks had measured before.
+        self.next_sync = step + max(1, int(steps_per_s / self.accelerator.num_processes))
         self.steps_per_s = (step - self.last_sync) / max(seconds, 1e-3)
         self.last_sync = step
+        self.progress.raise_if_diverged(self.recipe, self.accelerator)
+        return requests
 
 
 def sum_up(losses: list[Tensor], correct: list[Tensor], images_per_batch: int) -> Tensor:
     """Return float64 [loss, correct, seen, bad] over batches, without a sync of the device.
 
-    A batch whose loss is not finite counts as bad and is left out of the other sums. Rounded to
-    2**-30, sums are exact, and therefore equal however a run was cut into parts.
-
-    Args:
-        losses: of each batch the mean over its images, a scalar.
-        correct: of each batch the number of images that were classified right, a scalar.
-        images_per_batch: how many images each batch has on this rank.
+    Each batch of `images_per_batch` images on this rank has its mean loss and its number of images
+    that were classified right, both scalars. One whose loss is not finite counts as bad and is left
+    out of the other sums. Rounded to 2**-30, sums are exact, and therefore equal however a run was
+    cut into parts.
     """
     loss = torch.stack(losses).double()
     finite = torch.isfinite(loss)

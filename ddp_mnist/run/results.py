@@ -19,18 +19,13 @@ FIX = "do what their lines say, then check again"
 
 @dataclass(frozen=True)
 class CheckResult:
-    """The result of one check; its fields are an entry of every JSON report.
+    """The result of one check; its fields are an entry of every JSON report."""
 
-    Attributes:
-        status: PASS, WARN (works, but look at it) or FAIL (do not rely on it).
-        fix: what to do; empty for a PASS.
-        figures: measured numbers by name; a name that ends with ` ms` or ` s` is better if smaller.
-    """
-
-    status: str
+    status: str  # PASS, WARN (works, but look at it) or FAIL (do not rely on it)
     name: str
     text: str
-    fix: str = ""
+    fix: str = ""  # what to do; empty for a PASS
+    # measured numbers by name; a name that ends with ` ms` or ` s` is better if smaller
     figures: dict[str, float] = field(default_factory=dict)
 
     def __str__(self) -> str:

@@ -27,13 +27,9 @@ INHERITED: tuple[OnResume, ...] = (*OF_THE_RESULT, "inherited")
 def find(config: TrainConfig) -> dict[str, Any] | None:
     """Find the run to resume; on rank 0, which has the folder. Return None to begin one.
 
-    Returns:
-        What config.json holds, and `path`; `finished`: what to say if there is nothing to do.
-
-    Raises:
-        CheckpointError: --resume names no run, its files cannot be read, or it has finished and
-            the flags that were typed are those of another run.
-        DataError: the folder that is typed as a finished run's --dataset cannot be read.
+    Else return what config.json holds, with `path`, and `finished`: what to say if there is nothing
+    to do. Raise CheckpointError if --resume names no run, its files cannot be read, or it has
+    finished and the flags that were typed are those of another run.
     """
     resume = config.run.resume
     if resume is None:
@@ -51,7 +47,13 @@ def find(config: TrainConfig) -> dict[str, Any] | None:
             )
         if state == "finished" and not _wants_more(config, found["recipe"]):
             _refuse_another_run(config, found)
-            found["finished"] = _describe_finished(path, read_json(path / SUMMARY))
+            summary = read_json(path / SUMMARY)
+            stopped_by, epochs = summary["stopped_by"], summary["epochs"]
+            found["finished"] = (
+                f"{path}: finished already, after epoch {epochs}"
+                f"{f', stopped by {stopped_by}' if stopped_by else ''}, test accuracy"
+                f" {summary['test_accuracy']:.4f}; to go on, change {stopped_by or '--epochs'}"
+            )
         return {**found, "run_id": str(found["run_id"])}
     except (OSError, ValueError, KeyError, TypeError) as error:
         name = Path(getattr(error, "filename", None) or path).name
@@ -83,35 +85,20 @@ def _refuse_another_run(config: TrainConfig, found: dict[str, Any]) -> None:
                 _refuse_value(name, value, saved[name], path)
 
 
-def _describe_finished(path: Path, summary: dict[str, Any]) -> str:
-    stopped = f", stopped by {summary['stopped_by']}" if summary["stopped_by"] else ""
-    return (
-        f"{path}: finished already, after epoch {summary['epochs']}{stopped}, test accuracy"
-        f" {summary['test_accuracy']:.4f}; to go on, change {summary['stopped_by'] or '--epochs'}"
-    )
-
-
 def inherit(config: TrainConfig, found: dict[str, Any] | None) -> TrainConfig:
     """Return `config` with the run's own values for all that was not typed.
 
-    Raises:
-        CheckpointError: config.json holds something else than a run's flags.
-        UsageError: what was typed does not go with what the run has.
+    Raise CheckpointError if config.json holds something else than a run's flags, UsageError if what
+    was typed does not go with what the run has.
     """
     if found is not None:
         typed = config.typed - ({"dataset"} if config.run.dataset == "auto" else set())
+        groups: dict[str, Any] = {"run": config.run, "recipe": config.recipe}
         try:
-            groups = {
-                group: dataclasses.replace(
-                    getattr(config, group),
-                    **{
-                        name: found[group][name]
-                        for name in flag_values(getattr(config, group), *INHERITED)
-                        if name not in typed
-                    },
-                )
-                for group in ("run", "recipe")
-            }
+            for group, flags in groups.items():
+                names = flag_values(flags, *INHERITED).keys() - typed
+                own = {name: found[group][name] for name in names}
+                groups[group] = dataclasses.replace(flags, **own)
         except (KeyError, TypeError) as error:
             raise CheckpointError(
                 f"{found['path']}: {CONFIG} is damaged ({error}); begin the run anew elsewhere"
@@ -170,20 +157,12 @@ def identity(config: ResolvedConfig, world: World, run_id: str, digest: str) -> 
 def load_latest(
     folder: RunFolder, path: Path, now: dict[str, Any], config: ResolvedConfig
 ) -> tuple[bytes, list[str]]:
-    """Lock the folder of a run, and read its newest whole checkpoint; on rank 0.
+    """Lock a run's folder at `path`, and read its newest whole checkpoint; on rank 0.
 
-    Args:
-        folder: gets `path` as its place.
-        path: of the run.
-        now: the `identity` of this part of the run.
-        config: of this part.
-
-    Returns:
-        The checkpoint's bytes, and lines for the person: what is passed over, what changed.
-
-    Raises:
-        CheckpointError: none is whole, or the newest does not fit the flags.
-        UsageError: another process is writing the folder, or fewer epochs are asked for than done.
+    `config` and `now`, the `identity`, are those of this part of the run. Return the checkpoint's
+    bytes, and lines for the person: what is passed over, what changed. Raise CheckpointError if
+    none is whole or the newest does not fit the flags, UsageError if another process is writing the
+    folder or fewer epochs are asked for than done.
     """
     folder.open(path)
     raw, step, lines = checkpoint.read_newest(path)
@@ -205,15 +184,9 @@ def load_latest(
 
 
 def changes(content: dict[str, Any], now: dict[str, Any], where: str) -> list[str]:
-    """Return what differs between a checkpoint and this part of the run, for people.
+    """Return what differs between a checkpoint's content and the `identity` now, for people.
 
-    Args:
-        content: of the checkpoint.
-        now: the `identity` of this part of the run.
-        where: the checkpoint, for people.
-
-    Raises:
-        CheckpointError: something differs that may not, or it is no checkpoint of this run.
+    Raise CheckpointError if something differs that may not, or if it is no checkpoint of this run.
     """
     config, flags = TrainConfig(), now["flags"]
     fixed = flag_values(config.run, "must equal") | flag_values(config.recipe, "must equal")

@@ -1,7 +1,6 @@
 """One rank's part in a run: what all ranks agree on first, and the bookkeeping while it trains."""
 
 import contextlib
-import functools
 import sys
 import time
 import uuid
@@ -35,59 +34,48 @@ FOLDER_KEY = "run folder"  # under which the store has its path
 
 @dataclass
 class Run:
-    """A run as `fit` gets it: settings, processes, data, and where it writes; by default nowhere.
+    """A run, as `fit` gets it; by default it writes nowhere and prints nothing."""
 
-    Attributes:
-        config: resolved: it has the values that the data and the number of processes decide.
-        world: all processes.
-        images: the data set.
-        stop: the stop signals that came.
-        folder: of the run; on ranks that do not write it has no place.
-        console: silent on all ranks but one.
-        identity: what each checkpoint says of the run, see `resume.identity`.
-        resumed: whether there is a checkpoint to go on from; equal on all ranks.
-        checkpoint: its bytes, on rank 0.
-        where: the folder's path on rank 0's machine.
-    """
-
-    config: ResolvedConfig
-    world: World
+    config: ResolvedConfig  # has the values that the data and the number of processes decide
+    world: World  # all processes
     images: ImageData
     stop: StopSignals
-    folder: RunFolder = field(default_factory=RunFolder)
-    console: Console = field(default_factory=lambda: Console(False))
-    identity: dict[str, Any] = field(default_factory=dict)
-    resumed: bool = False
-    checkpoint: bytes = b""
-    where: str = ""
-
-    def __post_init__(self) -> None:
-        flags, recipe = self.config.run, self.config.recipe
-        self.total_steps = recipe.total_steps
-        self.profiler = StepProfiler(
-            flags.profile, self.world.accelerator, self.folder, self.console
-        )
+    folder: RunFolder = field(default_factory=RunFolder)  # has no place where it is not written
+    console: Console = field(default_factory=lambda: Console(False))  # silent on all but one
+    identity: dict[str, Any] = field(default_factory=dict)  # in each checkpoint, see resume.py
+    resumed: bool = False  # whether there is a checkpoint to go on from; equal on all ranks
+    checkpoint: bytes = b""  # the one to go on from, on rank 0
+    where: str = ""  # the folder's path on rank 0's machine
+    profiler: StepProfiler = field(init=False)
 
     # --- Before the first step
 
     def restore(self, state: State) -> Progress:
         """Bring every rank to where rank 0's checkpoint left the run. Return how far it has come.
 
-        From here on a stop signal saves the state.
-
-        Raises:
-            CheckpointError: its tensors are not those of this net and optimizer.
+        Raise CheckpointError if its tensors are not those of this net and optimizer.
         """
-        recipe = self.config.recipe
+        flags, recipe, accelerator = self.config.run, self.config.recipe, self.world.accelerator
         if self.resumed:
-            raw = broadcast_bytes(self.world.accelerator, self.checkpoint)
+            raw = broadcast_bytes(accelerator, self.checkpoint)
             self.checkpoint = b""  # it may be large
             content = checkpoint.from_bytes(raw, f"the checkpoint of {self.where}")
-            state.restore(content["state"], recipe, recipe.steps_per_epoch)
-        self.stop.save = functools.partial(self.save, state)
-        self.stop.at_once = self.give_up
-        self.profiler.plan(state.progress.step, recipe.steps_per_epoch, self.total_steps)
+            state.restore(content["state"], recipe)
+        self.profiler = StepProfiler(flags.profile, accelerator, self.folder, self.console)
+        self.profiler.plan(state.progress.step, recipe.steps_per_epoch, recipe.total_steps)
         return state.progress
+
+    def save_when_stopped(self, state: State) -> None:
+        """From here on a stop signal saves the state before it ends the run."""
+
+        def save() -> str:
+            self.save(state)
+            return (
+                f"stopped after step {state.progress.step} and saved; to go on, add"
+                f" --resume {self.where} to the command"
+            )
+
+        self.stop.save, self.stop.at_once = save, self.give_up
 
     # --- While it trains
 
@@ -101,9 +89,9 @@ class Run:
         """Write the means since the last log line, and show them."""
         line = {"epoch": progress.epoch, "lr": lr, **progress.end_log_line()}
         self.folder.append_metrics(progress.step, line)
-        batch_size = self.config.recipe.batch_size
-        shown = summary.step_line(line, progress.step, self.total_steps, batch_size)
-        self.console.progress(progress.step / self.total_steps, shown)
+        recipe = self.config.recipe
+        shown = summary.step_line(line, progress.step, recipe.total_steps, recipe.batch_size)
+        self.console.progress(progress.step / recipe.total_steps, shown)
 
     def log_epoch(
         self, means: dict[str, Any], progress: Progress, validation: Metrics | None
@@ -120,16 +108,14 @@ class Run:
     def phase(self, name: str, progress: Progress) -> None:
         """Say in status.json and on the console what comes now."""
         self.folder.status(phase=name, step=progress.step)
-        self.console.progress(progress.step / self.total_steps, name)
+        self.console.progress(progress.step / self.config.recipe.total_steps, name)
 
-    def save(self, state: State) -> str:
-        """Write a checkpoint; all ranks come here at the same step. Return what a stopped run says.
+    def save(self, state: State) -> None:
+        """Write a checkpoint; all ranks come here at the same step.
 
-        Raises:
-            DivergedError: the weights are not finite numbers, although each loss was.
-            StorageError: the checkpoint cannot be written.
+        Raise DivergedError if the weights are not finite numbers, although each loss was.
         """
-        clock, step, flags = time.monotonic(), state.progress.step, self.config.run
+        clock, step = time.monotonic(), state.progress.step
         finite = [torch.isfinite(parameter).all() for parameter in state.net.parameters()]
         if not torch.stack(finite).all():
             raise DivergedError(
@@ -140,12 +126,8 @@ class Run:
         if self.folder.path:
             about = {**self.identity, "metrics_lines": self.folder.metrics_lines}
             content = {**about, "state": state.content()}
-            checkpoint.save(self.folder.path, step, content, flags.keep)
+            checkpoint.save(self.folder.path, step, content, self.config.run.keep)
         state.progress.save_seconds += time.monotonic() - clock
-        return (
-            f"stopped after step {step} and saved; to go on, add --resume {self.where} to the"
-            " command"
-        )
 
     def give_up(self) -> None:
         """Say what is saved already, after a second Ctrl-C, which saves nothing any more."""
@@ -187,10 +169,8 @@ def open_run(
 ) -> Iterator[Run | None]:
     """Agree with all ranks on settings, data and folder. Yield the run; None if there is none.
 
-    There is none after --dry-run, and where the run that --resume names has finished.
-
-    Raises:
-        DdpMnistError: on all ranks: whatever is missing, damaged, contradictory or different.
+    There is none after --dry-run, and where the run that --resume names has finished. Raise a
+    DdpMnistError on all ranks: for whatever is missing, damaged, contradictory or different.
     """
     verbose = not config.run.quiet
     with (
@@ -252,14 +232,8 @@ def agree(
 def open_folder(run: Run, found: dict[str, Any] | None) -> list[str]:
     """Make the run's folder, or take over that of a run that goes on: on rank 0's machine.
 
-    Returns:
-        Lines for the person, on rank 0.
-
-    Raises:
-        UsageError: the folder holds a run, another process is writing it, or fewer epochs are
-            asked for than are done.
-        CheckpointError: no checkpoint is whole, or the newest does not fit the flags.
-        StorageError: the folder cannot be written.
+    Return lines for the person, on rank 0. Errors are those of RunFolder.create and of
+    resume.load_latest.
     """
     config, world, notes = run.config, run.world, list[str]()
     run_id = found["run_id"] if found else uuid.uuid4().hex

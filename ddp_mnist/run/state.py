@@ -7,7 +7,7 @@ from typing import Any, Self
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from ddp_mnist.config import Recipe
+from ddp_mnist.config import Recipe, ResolvedRecipe
 from ddp_mnist.errors import CheckpointError, DivergedError
 from ddp_mnist.run.evaluation import Metrics
 
@@ -19,18 +19,12 @@ SKIPPED_STEPS_ALLOWED = 24
 
 @dataclass
 class Sums:
-    """Sums over steps and ranks: loss in nats, images classified right, images seen; seconds."""
+    """Sums over steps and ranks."""
 
-    loss: float = 0.0
-    correct: float = 0.0
-    seen: float = 0.0
+    loss: float = 0.0  # in nats
+    correct: float = 0.0  # images that were classified right
+    seen: float = 0.0  # images
     seconds: float = 0.0
-
-    def add(self, loss: float, correct: float, seen: float, seconds: float) -> None:
-        self.loss += loss
-        self.correct += correct
-        self.seen += seen
-        self.seconds += seconds
 
     def means(self) -> dict[str, float | None]:
         """Return loss and accuracy per image, None if no loss was finite, and images per second."""
@@ -45,39 +39,24 @@ class Sums:
 class Progress:
     """Counts and times of a run, over all parts that led to where it is.
 
-    Equal on all ranks, but for the seconds, which each measures itself.
-
-    Attributes:
-        epoch: epochs completed.
-        step: optimizer steps taken.
-        skipped_steps: of these, the ones that fp16's loss scaler skipped.
-        skipped_in_a_row: of these, since the last that it did not skip.
-        train_seconds: wall-clock time in training steps, without validation and saving.
-        save_seconds: wall-clock time in saving checkpoints.
-        total_seconds: wall-clock time since the processes began to look for each other.
-        val_accuracy: of the weights as they are; None before the first validation.
-        best_accuracy, best_epoch: the highest so far, and after how many epochs.
-        stopped_by: the flag that ended the run early.
-        resumed_from: the steps from which the run was resumed.
-        bad_in_a_row: batches whose loss was not finite, since the last sync point without any.
-        since_log, in_epoch: sums over the steps since the last log line, and over this epoch's.
+    Equal on all ranks, but for the seconds, which each measures itself on a wall clock.
     """
 
-    epoch: int = 0
-    step: int = 0
-    skipped_steps: int = 0
-    skipped_in_a_row: int = 0
-    train_seconds: float = 0.0
-    save_seconds: float = 0.0
-    total_seconds: float = 0.0
-    val_accuracy: float | None = None
-    best_accuracy: float = -1.0
-    best_epoch: int = 0
-    stopped_by: str | None = None
-    resumed_from: list[int] = field(default_factory=list)
-    bad_in_a_row: float = 0.0
-    since_log: Sums = field(default_factory=Sums)
-    in_epoch: Sums = field(default_factory=Sums)
+    epoch: int = 0  # epochs completed
+    step: int = 0  # optimizer steps taken
+    skipped_steps: int = 0  # of these, the ones that fp16's loss scaler skipped
+    skipped_in_a_row: int = 0  # of these, since the last that it did not skip
+    train_seconds: float = 0.0  # in training steps, without validation and saving
+    save_seconds: float = 0.0  # in saving checkpoints
+    total_seconds: float = 0.0  # since the processes began to look for each other
+    val_accuracy: float | None = None  # of the weights as they are; None before a validation
+    best_accuracy: float = -1.0  # the highest so far
+    best_epoch: int = 0  # epochs after which it was found
+    stopped_by: str | None = None  # the flag that ended the run early
+    resumed_from: list[int] = field(default_factory=list)  # steps
+    bad_in_a_row: float = 0.0  # batches without a finite loss, since a sync point without any
+    since_log: Sums = field(default_factory=Sums)  # over the steps since the last log line
+    in_epoch: Sums = field(default_factory=Sums)  # over this epoch's steps
 
     @classmethod
     def from_dict(cls, plain: dict[str, Any]) -> Self:
@@ -93,8 +72,11 @@ class Progress:
 
     def add(self, loss: float, correct: float, seen: float, bad: float, seconds: float) -> None:
         """Add what all ranks saw since the last sync point."""
-        self.since_log.add(loss, correct, seen, seconds)
-        self.in_epoch.add(loss, correct, seen, seconds)
+        for sums in (self.since_log, self.in_epoch):
+            sums.loss += loss
+            sums.correct += correct
+            sums.seen += seen
+            sums.seconds += seconds
         self.train_seconds += seconds
         self.bad_in_a_row = self.bad_in_a_row + bad if bad else 0.0
 
@@ -118,21 +100,6 @@ class Progress:
         line, self.since_log = self.since_log.means(), Sums()
         return line
 
-    def end_epoch(self) -> dict[str, float | None]:
-        """Count an epoch. Return its means."""
-        line, self.in_epoch = self.in_epoch.means(), Sums()
-        self.epoch += 1
-        return line
-
-    def add_validation(self, accuracy: float, recipe: Recipe) -> bool:
-        """Note an accuracy that all ranks share. Return whether it is the best so far."""
-        self.val_accuracy = accuracy
-        improved = accuracy > self.best_accuracy
-        if improved:
-            self.best_accuracy, self.best_epoch = accuracy, self.epoch
-        self.decide_to_stop(recipe)
-        return improved
-
     def decide_to_stop(self, recipe: Recipe) -> None:
         """Set stopped_by, after a validation."""
         accuracy, target, patience = self.val_accuracy, recipe.target_accuracy, recipe.patience
@@ -145,33 +112,29 @@ class Progress:
 
 @dataclass
 class State:
-    """All that changes in a run.
+    """All that changes in a run."""
 
-    Attributes:
-        net: the bare model, without DDP around it.
-        optimizer: its moments and step counts.
-        scaler: fp16's loss scaler, or None.
-        started: time.monotonic() at which the run would have begun without a break.
-        progress: counts and times.
-        best_weights: of the best validation, where --patience needs them.
-        seconds_before: in training steps, when this part of the run began.
-    """
-
-    net: nn.Module
-    optimizer: Any
-    scaler: Any
-    started: float
+    net: nn.Module  # without DDP around it
+    optimizer: Any  # with its moments and step counts
+    scaler: Any  # fp16's loss scaler, or None
+    started: float  # time.monotonic() at which the run would have begun without a break
     progress: Progress = field(default_factory=Progress)
-    best_weights: dict[str, Tensor] | None = None
-    seconds_before: float = 0.0
+    best_weights: dict[str, Tensor] | None = None  # of the best validation, with --patience
+    seconds_before: float = 0.0  # in training steps, when this part of the run began
 
     def end_epoch(self, recipe: Recipe, validation: Metrics | None) -> dict[str, float | None]:
         """Count an epoch. Return its means. With --patience, keep the weights if they are best."""
-        means = self.progress.end_epoch()
+        progress = self.progress
+        means, progress.in_epoch = progress.in_epoch.means(), Sums()
+        progress.epoch += 1
         if validation:
-            improved = self.progress.add_validation(validation.accuracy, recipe)
-            if improved and recipe.patience:
-                self.best_weights = {name: w.clone() for name, w in self.net.state_dict().items()}
+            progress.val_accuracy = accuracy = validation.accuracy
+            if accuracy > progress.best_accuracy:
+                progress.best_accuracy, progress.best_epoch = accuracy, progress.epoch
+                if recipe.patience:
+                    weights = self.net.state_dict()
+                    self.best_weights = {name: w.clone() for name, w in weights.items()}
+            progress.decide_to_stop(recipe)
         return means
 
     def content(self) -> dict[str, Any]:
@@ -185,11 +148,10 @@ class State:
             "best_weights": self.best_weights,
         }
 
-    def restore(self, content: dict[str, Any], recipe: Recipe, steps_per_epoch: int) -> None:
+    def restore(self, content: dict[str, Any], recipe: ResolvedRecipe) -> None:
         """Take over what `content` returned, under a recipe that may have changed since.
 
-        Raises:
-            CheckpointError: the tensors are not those of this net and optimizer.
+        Raise CheckpointError if the tensors are not those of this net and optimizer.
         """
         groups = self.optimizer.param_groups
         try:
@@ -202,16 +164,16 @@ class State:
             if content["best_weights"] is not None:
                 device = next(self.net.parameters()).device
                 self.best_weights = {n: w.to(device) for n, w in content["best_weights"].items()}
-            self.progress = Progress.from_dict(content["progress"])
+            progress = self.progress = Progress.from_dict(content["progress"])
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise CheckpointError(
                 f"the checkpoint does not fit the model or the optimizer ({error}); remove it to"
                 " use the one before"
             ) from error
         if recipe.patience and self.best_weights is None:  # none were kept: the search begins here
-            self.progress.best_accuracy, self.progress.best_epoch = -1.0, self.progress.epoch
-        self.started -= self.progress.total_seconds
-        self.progress.resumed_from.append(self.progress.step)
-        self.seconds_before = self.progress.train_seconds
-        if self.progress.step == self.progress.epoch * steps_per_epoch:  # it was just validated
-            self.progress.decide_to_stop(recipe)
+            progress.best_accuracy, progress.best_epoch = -1.0, progress.epoch
+        self.started -= progress.total_seconds
+        progress.resumed_from.append(progress.step)
+        self.seconds_before = progress.train_seconds
+        if progress.step == progress.epoch * recipe.steps_per_epoch:  # it was just validated
+            progress.decide_to_stop(recipe)

@@ -88,8 +88,7 @@ def smoothing(share: float, classes: int) -> str:
 def narrated_elsewhere(world: World, verbose: bool, folder_key: str = "") -> Iterator[None]:
     """Let one process on each machine but rank 0's say that it joined, and where the result is.
 
-    Args:
-        folder_key: under which the store has the run folder's path, once there is one.
+    Under `folder_key` the store has the run folder's path, once there is one.
     """
     store = world.store
     console = Console(verbose and store.rank > 0 and world.local_rank == 0, must_arrive=False)

@@ -23,8 +23,7 @@ PROJECT, FOLDER = "ddp_mnist", "tracking"
 def named(trackers: str | None) -> list[str]:
     """Return the names, which commas separate; to be called where the trackers run: on rank 0.
 
-    Raises:
-        UsageError: Accelerate knows no such tracker, or its package is not installed.
+    Raise UsageError if Accelerate knows no such tracker, or its package is not installed.
     """
     names = [name.strip() for name in (trackers or "").split(",") if name.strip()]
     installed = [str(name) for name in get_available_trackers()] if names else []

@@ -52,13 +52,10 @@ def digest_of(net: nn.Module) -> str:
 
 
 def read_bytes(run: str) -> bytes:
-    """Return model.safetensors of run folder `run`.
+    """Return model.safetensors of run folder `run`. Raises CheckpointError if there is none.
 
     A run that was resumed for more epochs, and has not finished since, still holds the model of
     its earlier part: that is returned, with a warning on stderr.
-
-    Raises:
-        CheckpointError: there is none.
     """
     known: dict[str, dict[str, Any]] = {STATUS: {}, SUMMARY: {}}
     for name in known:
