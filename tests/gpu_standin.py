@@ -1,13 +1,14 @@
 """A machine that shows GPUs and has none, and what this project decides there.
 
-    python -m tests.gpu_standin     prints the decisions as JSON, in the environment of `machine`
+    python -m tests.gpu_standin FOLDER     prints the decisions by KIND as JSON
 
-Where a decision takes processes that meet, they meet, over gloo.
+It begins on the machine with one GPU, and becomes the others. Where a decision takes processes
+that meet, they meet, over gloo.
 """
 
-import argparse
 import contextlib
 import functools
+import io
 import json
 import os
 import sys
@@ -25,17 +26,19 @@ TORCHRUN = {**PAIR, "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_USE_AGENT_STORE
 SRUN = {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_JOB_NODELIST": "localhost"}
 
 
-def machine(gpus: int, works: bool = True) -> dict[str, str | None]:
-    """Return the variables of a command on such a machine.
+# By kind of machine. A driver that is too old for this torch counts its GPUs and runs nothing.
+KINDS = {
+    "one": {"STANDIN_GPUS": "1", "STANDIN_WORKS": "1"},
+    "two": {"STANDIN_GPUS": "2", "STANDIN_WORKS": "1"},
+    "old driver": {"STANDIN_GPUS": "1", "STANDIN_WORKS": ""},
+}
 
-    Args:
-        gpus: that torch counts.
-        works: False is a driver that is too old for this torch: it counts them and runs nothing.
-    """
+
+def machine(kind: str) -> dict[str, str | None]:
+    """Return the variables of a command on such a machine."""
     return {
+        **KINDS[kind],
         "CUDA_VISIBLE_DEVICES": None,
-        "STANDIN_GPUS": str(gpus),
-        "STANDIN_WORKS": "1" if works else "",
         "PATH": os.pathsep.join([str(HERE), os.environ["PATH"]]),
         "PYTHONPATH": os.pathsep.join([str(HERE), str(REPOSITORY)]),
     }
@@ -71,8 +74,8 @@ def way(variables: dict[str, str], *flags: str) -> Any:
         return decision(decide)
 
 
-def workers(config: str) -> list[dict[str, str]]:
-    """Return the environment of each process that `accelerate launch` would start here."""
+def workers(*flags: str) -> list[dict[str, str]]:
+    """Return the environment of each process that `accelerate launch *flags` would start here."""
     import torch.distributed.run
     from accelerate.commands import launch
 
@@ -91,19 +94,19 @@ def workers(config: str) -> list[dict[str, str]]:
             own = {name: str(number) for name, number in numbers.items()}
             started.append({**os.environ, **TORCHRUN, **own})
 
-    yaml = str(REPOSITORY / "accelerate_configs" / f"{config}.yaml")
     with (
         patch.object(launch.subprocess, "Popen", one),
         patch.object(torch.distributed.run, "run", several),
     ):
-        typed = ["--config_file", yaml, "-m", "ddp_mnist", "train"]
+        typed = [*flags, "-m", "ddp_mnist", "train"]
         launch.launch_command(launch.launch_command_parser().parse_args(typed))
     return started
 
 
 def launched(config: str, *flags: str) -> Any:
     """Return how many workers a stored configuration starts, and what they decide."""
-    decided = [way(env, *flags) for env in workers(config)]
+    yaml = str(REPOSITORY / "accelerate_configs" / f"{config}.yaml")
+    decided = [way(env, *flags) for env in workers("--config_file", yaml)]
     assert all(each == decided[0] for each in decided)
     return [len(decided), decided[0]]
 
@@ -140,6 +143,7 @@ def on_this_machine() -> dict[str, Any]:
         "yaml": {config: launched(config) for config in YAMLS},
         "yaml --cpu": launched("single_gpu", "--cpu"),
         "yaml --cpu fp16": launched("single_gpu", "--cpu", "--mixed-precision", "fp16"),
+        "accelerate --cpu": [way(env) for env in workers("--cpu", "--num_processes", "2")],
         "plain": way({}),
         "plain --cpu": way({}, "--cpu"),
         "torchrun": way({**TORCHRUN, **ranks}),
@@ -177,38 +181,48 @@ def meet(flags: dict[str, Any], each: list[dict[str, str | None]]) -> list[str]:
         return [device, backend, os.environ["LOCAL_RANK"], type(model).__name__]
 
 
-def meetings(gpus: int, folder: Path) -> dict[str, Any]:
-    """Return by name what both ranks came to, or the sentence that one of them reports."""
+def meeting(kind: str, folder: Path, each: list[Any] | None = None, **flags: Any) -> Any:
+    """Return what both ranks came to, or the sentence that one of them reports, and its code."""
     from ddp_mnist import errors
-    from ddp_mnist.cluster.local import LocalWorld, free_port, run_world
+    from ddp_mnist.cluster.local import LocalWorld
+
+    outcomes = LocalWorld(
+        2, meet, flags, each or [{}, {}], folder=folder, variables=KINDS[kind]
+    ).outcomes()
+    refused = [error for error in outcomes if isinstance(error, errors.DdpMnistError)]
+    if refused:
+        return [*{str(error) for error in refused}, sorted({error.code for error in refused})]
+    return outcomes
+
+
+def on_one_gpu(folder: Path) -> dict[str, Any]:
+    from ddp_mnist.cluster.local import run_world
     from ddp_mnist.verify import watch
 
-    def world(each: list[Any] | None = None, **flags: Any) -> Any:
-        outcomes = LocalWorld(2, meet, flags, each or [{}, {}], folder=folder).outcomes()
-        refused = [error for error in outcomes if isinstance(error, errors.DdpMnistError)]
-        if refused:
-            said = {str(error) for error in refused}
-            return [*said, sorted({error.code for error in refused})]
-        return outcomes
+    met = functools.partial(meeting, "one", folder)
+    return {
+        "nccl": met(),
+        "gloo": met(backend="gloo"),
+        "srun torchrun": met([{"SLURM_STEP_ID": "0"}] * 2),
+        "cpu": met(cpu=True),
+        "verify": run_world(1, a_proof, watch.proof_config(epochs=1), folder=folder),
+    }
 
-    if gpus == 1:
-        return {
-            "nccl": world(),
-            "gloo": world(backend="gloo"),
-            "srun torchrun": world([{"SLURM_STEP_ID": "0"}] * 2),
-            "cpu": world(cpu=True),
-            "verify": run_world(1, a_proof, watch.proof_config(epochs=1), folder=folder),
-        }
+
+def on_two_gpus(folder: Path) -> dict[str, Any]:
+    from ddp_mnist.cluster.local import free_port, run_world
+
+    met = functools.partial(meeting, "two", folder)
     own = [{"CUDA_VISIBLE_DEVICES": str(gpu)} for gpu in range(2)]
     tcp = dict.fromkeys(("LOCAL_WORLD_SIZE", "LOCAL_RANK"))
     slurm = {**tcp, "RANK": None, "WORLD_SIZE": None, **SRUN, "MASTER_PORT": str(free_port())}
     tasks = [{"SLURM_PROCID": f"{rank}", "SLURM_LOCALID": f"{rank}"} for rank in range(2)]
     return {
-        "nccl": world(),
-        "a GPU each": world([tcp | each for each in own]),
-        "the same GPU": world([tcp | own[0]] * 2),
-        "srun": world([slurm | task | each for task, each in zip(tasks, own, strict=True)]),
-        "plain_ddp.py": run_world(2, plainly, folder=folder),
+        "nccl": met(),
+        "a GPU each": met([tcp | each for each in own]),
+        "the same GPU": met([tcp | own[0]] * 2),
+        "srun": met([slurm | task | each for task, each in zip(tasks, own, strict=True)]),
+        "plain_ddp.py": run_world(2, plainly, folder=folder, variables=KINDS["two"]),
     }
 
 
@@ -233,15 +247,41 @@ def plainly() -> int:
     return torch.cuda.current_device()
 
 
+def printed_by(*argv: str) -> str:
+    """Return what a verb of the command line prints. Raise AssertionError if it fails."""
+    from ddp_mnist import cli
+
+    with contextlib.redirect_stdout(io.StringIO()) as console:
+        try:
+            cli.main(argv)
+        except SystemExit as ended:
+            assert not ended.code, console.getvalue()
+    return console.getvalue()
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--meet", type=int, default=0, metavar="GPUS")
-    arguments = parser.parse_args()
+    from ddp_mnist.cluster.local import preload, run_world
+
+    preload("ddp_mnist.train", "ddp_mnist.verify.watch")
+    folder, found = Path(sys.argv[1]), {}
     with contextlib.redirect_stdout(sys.stderr):
-        found = on_this_machine()
-        if arguments.meet:
-            found["met"] = meetings(arguments.meet, arguments.folder)
+        for kind, variables in KINDS.items():
+            # the forkserver of all has the variables of the first
+            there = functools.partial(run_world, variables=variables)
+            with (
+                patch.dict(os.environ, variables),
+                patch("ddp_mnist.doctor.machine.run_world", there),
+            ):
+                found[kind] = on_this_machine()
+                if kind == "one":
+                    found[kind]["met"] = on_one_gpu(folder)
+                    found[kind]["doctor prints"] = json.loads(
+                        printed_by("doctor", "--dataset", "digits", "--json")
+                    )
+                    bench = ["bench", "loop", "--dataset", "digits", "--repeats", "5"]
+                    found[kind]["bench prints"] = printed_by(*bench)
+                elif kind == "two":
+                    found[kind]["met"] = on_two_gpus(folder)
     print(json.dumps(found))
 
 

@@ -15,11 +15,10 @@ import pytest
 from ddp_mnist.run.folder import read_json
 from tests.commands import REPOSITORY, Ended, Started
 from tests.conftest import pytest_configure
-from tests.gpu_standin import machine
+from tests.gpu_standin import KINDS, machine
 
 pytestmark = pytest.mark.system
 
-KINDS = ("one", "two", "old driver")
 NO_GPU = "needs a GPU, and this machine shows none; use --config_file accelerate_configs"
 GPU, NCCL = ["cuda", "none", "fp16"], ["cuda", "nccl", "fp16"]
 CPU, GLOO = ["cpu", "none", "no"], ["cpu", "gloo", "no"]
@@ -29,34 +28,19 @@ DDP = "DistributedDataParallel"
 @pytest.fixture(scope="module")
 def decided(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Return by kind of machine what one process decides there, and those that meet."""
-    started = {}
-    for kind, meeting in (("one", ["--meet", "1"]), ("two", ["--meet", "2"]), ("old driver", [])):
-        folder = tmp_path_factory.mktemp("decided")
-        command = ["-m", "tests.gpu_standin", str(folder), *meeting]
-        started[kind] = Started(command, REPOSITORY, machine_of(kind))
-    found = {}
-    for kind, each in started.items():
-        ended = each.ended(250)
-        assert ended.code == 0, ended.err
-        found[kind] = json.loads(ended.out.splitlines()[-1])
+    command = ["-m", "tests.gpu_standin", str(tmp_path_factory.mktemp("decided"))]
+    ended = Started(command, REPOSITORY, machine("one")).ended(250)
+    assert ended.code == 0, ended.err
+    assert not ended.error_lines
+    found: dict[str, Any] = json.loads(ended.out.splitlines()[-1])
     return found
-
-
-def machine_of(kind: str) -> dict[str, str | None]:
-    return machine(2 if kind == "two" else 1, works=kind != "old driver")
-
-
-def make(target: str, kind: str, *flags: str, python: str = sys.executable) -> Ended:
-    command = ["make", "--no-print-directory", target, f"PYTHON={python}", "VENV="]
-    arguments = [*command, f"ARGS={' '.join(flags)}"]
-    return Started(arguments, REPOSITORY, machine_of(kind), program=None).ended(250)
 
 
 # --- One process
 
 
 def test_gpus_are_those_that_torch_can_use(decided: dict[str, Any]) -> None:
-    assert [decided[kind]["gpus"] for kind in ("one", "two", "old driver")] == [1, 2, 0]
+    assert [decided[kind]["gpus"] for kind in KINDS] == [1, 2, 0]
 
 
 def test_device_backend_and_precision(decided: dict[str, Any]) -> None:
@@ -87,6 +71,15 @@ def test_the_stored_configurations(decided: dict[str, Any]) -> None:
             assert reported.endswith(f"{NO_GPU}/{without}.yaml")
         else:
             assert reported == with_gpu
+
+
+def test_one_process_for_two_is_refused(decided: dict[str, Any]) -> None:
+    """That is what `accelerate launch --cpu --num_processes 2` starts, without a configuration."""
+    for kind in KINDS:
+        [refused] = decided[kind]["accelerate --cpu"]
+        assert refused.startswith(
+            "MASTER_ADDR=127.0.0.1: is set, but accelerate launch started one"
+        )
 
 
 def test_cpu_beats_the_precision_of_a_gpu_configuration(decided: dict[str, Any]) -> None:
@@ -134,7 +127,7 @@ def test_what_bench_starts(decided: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("kind", "start", "devices", "backend"),
     [
-        # the local rank stays what it is, for who verbose; DDP gets the number of the GPU
+        # the local rank stays what it is, for who prints; DDP gets the number of the GPU
         ("one", "gloo", ("cuda:0", "cuda:0"), "gloo"),
         ("one", "cpu", ("cpu:0", "cpu:0"), "gloo"),
         ("two", "nccl", ("cuda:0", "cuda:1"), "nccl"),
@@ -177,21 +170,23 @@ def test_a_proof_opens_no_gpu_and_the_plain_loop_its_own(decided: dict[str, Any]
         ),
     ],
 )
-def test_make_train_takes_the_best_set_up(kind: str, starts: str, tmp_path: Path) -> None:
+def test_make_train_takes_the_best_set_up(
+    kind: str, starts: str, decided: dict[str, Any], tmp_path: Path
+) -> None:
+    """It asks hardware.gpus(), whose answer there `decided` has."""
     python = tmp_path / "python"
-    python.write_text(
-        f'#!/bin/sh\ncase "$1" in -c) exec {sys.executable} "$@" ;; esac\necho "$@"\n'
-    )
+    answer = f"echo {decided[kind]['gpus']}"
+    python.write_text(f'#!/bin/sh\ncase "$*" in -c*gpus*) {answer} ;; *) echo "$@" ;; esac\n')
     python.chmod(0o755)
-    ended = make("train", kind, "--lr", "1", python=str(python))
+    ended = make_train(kind, "--lr 1", python)
     assert ended.code == 0, ended.err
     assert ended.out.endswith(f"--config_file accelerate_configs/{starts}\n")
 
 
 def test_make_train_on_one_gpu(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    flags = ["--dataset", "digits", "--model", "mlp", "--epochs", "2", "--run-dir", str(run)]
-    ended = make("train", "one", *flags)
+    flags = f"--dataset digits --model mlp --epochs 2 --run-dir {run}"
+    ended = make_train("one", flags, Path(sys.executable))
     assert (ended.code, ended.err) == (0, "")
     summary = read_json(run / "summary.json")
     found = (summary["device"], summary["backend"], summary["precision"])
@@ -199,10 +194,13 @@ def test_make_train_on_one_gpu(tmp_path: Path) -> None:
     assert summary["test_accuracy"] > 0.9
 
 
-def test_make_doctor_accepts_one_gpu() -> None:
-    ended = make("doctor", "one", "--dataset", "digits", "--json")
-    assert ended.code == 0, ended.out + ended.err
-    found = json.loads(ended.out)
+def make_train(kind: str, flags: str, python: Path) -> Ended:
+    command = ["make", "--no-print-directory", "train", f"PYTHON={python}", "VENV="]
+    return Started([*command, f"ARGS={flags}"], REPOSITORY, machine(kind), program=None).ended()
+
+
+def test_the_doctor_accepts_one_gpu(decided: dict[str, Any]) -> None:
+    found = decided["one"]["doctor prints"]
     assert found["verdict"] in ("PASS", "WARN")
     said = {finding["name"]: finding["text"] for finding in found["findings"]}
     assert "2 processes on 1 machine connected within" in said["rendezvous"]
@@ -211,11 +209,10 @@ def test_make_doctor_accepts_one_gpu() -> None:
     assert "equal weights on every rank" in said["training"]
 
 
-def test_make_bench_on_one_gpu() -> None:
-    ended = make("bench", "one", "--dataset", "digits", "--repeats", "5")
-    assert (ended.code, ended.error_lines) == (0, []), ended.err
-    assert ended.out.startswith("2 processes share the GPUs of this machine (1) over gloo: ")
-    assert "train.py over plain_ddp.py" in ended.out
+def test_bench_on_one_gpu(decided: dict[str, Any]) -> None:
+    printed = decided["one"]["bench prints"]
+    assert printed.startswith("2 processes share the GPUs of this machine (1) over gloo: ")
+    assert "train.py over plain_ddp.py" in printed
 
 
 @pytest.mark.parametrize(

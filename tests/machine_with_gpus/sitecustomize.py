@@ -87,20 +87,24 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         super().__init__(module, **options)
 
 
+def works() -> bool:
+    """Return False for a driver that is too old for this torch."""
+    return bool(os.environ["STANDIN_WORKS"]) and count() > 0
+
+
 real_init = dist.init_process_group
-torch.cuda.device_count = count
-if os.environ.get("STANDIN_WORKS"):
-    for owner, name, stand_in in (
-        (torch.cuda, "opened", False),
-        (torch.cuda, "is_available", lambda: count() > 0),
-        (torch.cuda, "set_device", set_device),
-        (torch.cuda, "current_device", lambda: current[0]),
-        (torch.cuda, "synchronize", lambda *_: None),
-        (torch.cuda, "get_device_name", lambda *_: "stand-in"),
-        (torch.cuda.nccl, "version", lambda: (2, 0, 0)),
-        (torch.accelerator, "current_accelerator", current_accelerator),
-        (dist, "init_process_group", init_process_group),
-        (parallel, "DistributedDataParallel", DistributedDataParallel),
-    ):
-        setattr(owner, name, stand_in)
-    OnTheCpu().__enter__()
+for owner, name, stand_in in (
+    (torch.cuda, "opened", False),
+    (torch.cuda, "device_count", count),
+    (torch.cuda, "is_available", works),
+    (torch.cuda, "set_device", set_device),
+    (torch.cuda, "current_device", lambda: current[0]),
+    (torch.cuda, "synchronize", lambda *_: None),
+    (torch.cuda, "get_device_name", lambda *_: "stand-in"),
+    (torch.cuda.nccl, "version", lambda: (2, 0, 0)),
+    (torch.accelerator, "current_accelerator", current_accelerator),
+    (dist, "init_process_group", init_process_group),
+    (parallel, "DistributedDataParallel", DistributedDataParallel),
+):
+    setattr(owner, name, stand_in)
+OnTheCpu().__enter__()
