@@ -3,7 +3,7 @@ import math
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import numpy as np
@@ -58,10 +58,26 @@ def evaluate_cell(accelerator: Accelerator, rows: int, per_process: int) -> Metr
     return metrics
 
 
-def evaluate_all(cells: list[tuple[int, int]]) -> list[Metrics]:
-    """One world's Metrics for each (number of rows, images per process and batch)."""
-    with this_world() as world:
-        return [evaluate_cell(world.accelerator, *cell) for cell in cells]
+class Rank(NamedTuple):
+    metrics: list[Metrics]  # of each cell
+    sent: bytes  # by rank 0
+    gathered: list[bytes]
+
+
+def evaluate_all(cells: list[tuple[int, int]]) -> Rank:
+    """Evaluate each (number of rows, images per process and batch), and send no pickle.
+
+    Who could write the store before the group forms could pose as rank 0 and send one.
+    """
+    names = ("broadcast_object_list", "all_gather_object", "gather_object", "scatter_object_list")
+    fakes: Any = dict.fromkeys(names)  # None is no function
+    with patch.multiple(dist, **fakes), this_world() as world:
+        accelerator, rank = world.accelerator, world.store.rank
+        return Rank(
+            [evaluate_cell(accelerator, *cell) for cell in cells],
+            broadcast_bytes(accelerator, b"from rank 0" if rank == 0 else b""),
+            gather_bytes(accelerator, bytes([rank]) * (rank * 1000 + 1)),
+        )
 
 
 def check_by_hand(metrics: Metrics, count: int) -> None:
@@ -77,16 +93,19 @@ def check_by_hand(metrics: Metrics, count: int) -> None:
 
 
 def check_cells(processes: int, cells: list[tuple[int, int]], folder: Path) -> None:
-    ranks = run_world(processes, evaluate_all, cells, folder=folder, timeout_s=1800)
+    ranks: list[Rank] = run_world(processes, evaluate_all, cells, folder=folder, timeout_s=1800)
     assert all(rank == ranks[0] for rank in ranks)
-    for (rows, _), metrics in zip(cells, ranks[0], strict=True):
+    assert ranks[0].sent == b"from rank 0"
+    assert ranks[0].gathered == [bytes([n]) * (n * 1000 + 1) for n in range(processes)]
+    for (rows, _), metrics in zip(cells, ranks[0].metrics, strict=True):
         check_by_hand(metrics, rows)
 
 
 @pytest.mark.parametrize("processes", [1, 2, 3, 4])
 def test_fault_31_every_row_counts_once(processes: int, tmp_path: Path) -> None:
-    """Rows 1..64, each with another batch size of 1..8."""
-    check_cells(processes, [(rows, 1 + 3 * rows % 8) for rows in range(1, 65)], tmp_path)
+    """Rows 1..64, each with another batch size of 1..8, or one that is larger than the split."""
+    cells = [(rows, 1 + 3 * rows % 8) for rows in range(1, 65)]
+    check_cells(processes, [*cells, (7, 10**9), (1, 10**9)], tmp_path)
 
 
 @pytest.mark.soak
@@ -100,27 +119,27 @@ def test_fault_31_every_row_counts_once_in_all_cells(processes: int, tmp_path: P
 def test_a_lost_or_repeated_row_is_an_error(tmp_path: Path) -> None:
     """As if gather_for_metrics kept the padding or dropped a row."""
     said = [f"counted {rows} rows of a split of 7: wrong metrics" for rows in (8, 6)]
-    assert run_world(1, evaluate_with_planted_faults, folder=tmp_path) == [said]
+    assert run_world(1, evaluate_with_injected_faults, folder=tmp_path) == [said]
 
 
-def evaluate_with_planted_faults() -> list[str]:
+def evaluate_with_injected_faults() -> list[str]:
     said = []
     with this_world() as world:
-        for rows in ([*range(7), 0], range(6)):
+        for rows in ([*range(7), 0], list(range(6))):
+
+            def gather_only(_: Any, tensors: Any, kept: list[int] = rows) -> Any:
+                return tuple(tensor[kept] for tensor in tensors)
+
             with (
-                patch.object(Accelerator, "gather_for_metrics", gather_only(list(rows))),
-                pytest.raises(RuntimeError) as told,
+                patch.object(Accelerator, "gather_for_metrics", gather_only),
+                pytest.raises(RuntimeError) as raised,
             ):
                 evaluate_cell(world.accelerator, 7, 8)
-            said.append(str(told.value))
+            said.append(str(raised.value))
     return said
 
 
-def gather_only(rows: list[int]) -> Any:
-    return lambda _, tensors: tuple(tensor[rows] for tensor in tensors)
-
-
-def test_a_batch_is_never_larger_than_the_split(tmp_path: Path) -> None:
+def test_a_batch_is_never_larger_than_the_split() -> None:
     """Accelerate would repeat the rows until the last batch is full, in a list."""
 
     def loader_of(processes: int, rows: int, per_process: int) -> Any:
@@ -131,43 +150,16 @@ def test_a_batch_is_never_larger_than_the_split(tmp_path: Path) -> None:
     assert loader_of(1, 7, 10**9).batch_size == 7
     assert loader_of(3, 64, 5).batch_size == 15
     assert loader_of(2, 0, 10**9).batch_size == 2
-    check_cells(2, [(7, 10**9), (1, 10**9)], tmp_path)
 
 
 def test_a_split_that_another_data_set_is_too_small_for() -> None:
     images = cache.load("digits")
     for split, val_size in itertools.product(("train", "validation"), (5000, 1437)):
-        with pytest.raises(UsageError) as told:
+        with pytest.raises(UsageError, match=rf"^--split {split}: .*{val_size:,}.*--split test$"):
             evaluate._rows(images, split, val_size)
-        assert str(told.value) == (
-            f"--split {split}: digits has 1,437 train images, and the run held {val_size:,} out;"
-            " use --split test"
-        )
         assert len(evaluate._rows(images, "test", val_size)) == 360
     assert len(evaluate._rows(images, "train", 1436)) == 1
     assert len(evaluate._rows(images, "validation", 1436)) == 1436
-
-
-def test_no_pickle_travels_between_ranks(tmp_path: Path) -> None:
-    """Who could write the store before the group forms could pose as rank 0 and send one."""
-    ranks = run_world(3, evaluate_without_pickles, folder=tmp_path)
-    assert ranks[0] == ranks[1] == ranks[2]
-    metrics, sent, gathered = ranks[0]
-    check_by_hand(metrics, 10)
-    assert sent == b"from rank 0"
-    assert gathered == [bytes([rank]) * (rank * 1000 + 1) for rank in range(3)]
-
-
-def evaluate_without_pickles() -> tuple[Metrics, bytes, list[bytes]]:
-    names = ("broadcast_object_list", "all_gather_object", "gather_object", "scatter_object_list")
-    fakes: Any = dict.fromkeys(names)  # None is no function
-    with patch.multiple(dist, **fakes), this_world() as world:
-        accelerator, rank = world.accelerator, world.store.rank
-        return (
-            evaluate_cell(accelerator, 10, 4),
-            broadcast_bytes(accelerator, b"from rank 0" if rank == 0 else b""),
-            gather_bytes(accelerator, bytes([rank]) * (rank * 1000 + 1)),
-        )
 
 
 def test_summarise() -> None:
