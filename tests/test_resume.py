@@ -112,7 +112,7 @@ def test_the_convolutional_nets_too(model: str, more: dict[str, Any], tmp_path: 
     """On few images: what is tested is that steps before a stop and after it make one run."""
     rng, labels = np.random.default_rng(0), np.arange(120) % 10
     train, test = rng.integers(0, 256, (120, 28, 28)), rng.integers(0, 256, (10, 28, 28))
-    images = {"train_images": train, "train_labels": labels}
+    images: dict[str, Any] = {"train_images": train, "train_labels": labels}
     images |= {"test_images": test, "test_labels": labels[:10]}
     recipe: dict[str, Any] = {"model": model, "epochs": 2, "batch_size": 24, "val_size": 20}
 
