@@ -86,11 +86,11 @@ def evaluate_split(
     rows = len(loader.dataset)  # type: ignore[arg-type]
     if len(labels) != rows:
         raise RuntimeError(f"counted {len(labels)} rows of a split of {rows}: wrong metrics")
-    counted_by_rank_0 = b""
+    counted = b""
     if accelerator.is_main_process:
         metrics = summarise(labels, predictions, losses, classes)
-        counted_by_rank_0 = json.dumps(dataclasses.asdict(metrics)).encode()
-    return Metrics(**json.loads(broadcast_bytes(accelerator, counted_by_rank_0)))
+        counted = json.dumps(dataclasses.asdict(metrics)).encode()
+    return Metrics(**json.loads(broadcast_bytes(accelerator, counted)))
 
 
 def summarise(labels: Tensor, predictions: Tensor, losses: Tensor, classes: int) -> Metrics:

@@ -94,10 +94,9 @@ def refuse_long_profile(steps: int, per_epoch: int) -> None:
 
 
 def first_traced(steps: int, done: int, per_epoch: int, total: int) -> int | None:
-    """Return the step after which the last `steps` of an epoch follow, in the first warm one.
+    """Return the step after which the last `steps` of the first warm epoch follow, or of the last.
 
-    The run has taken `done` of its `total` steps; the next one is slow, and not traced. Where no
-    epoch is warm by then, it is the last that there is.
+    The run has taken `done` of its `total` steps; the next one is slow, and not traced.
     """
     ends = range(per_epoch, total + 1, per_epoch)
     begins = [end - steps for end in ends if end - steps > done]

@@ -7,7 +7,7 @@ processes there are and how they talk, are given anew each time.
 
 import dataclasses
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from ddp_mnist.cluster.world import World
 from ddp_mnist.config import Recipe, ResolvedConfig, TrainConfig
@@ -82,7 +82,7 @@ def _refuse_another_run(config: TrainConfig, found: dict[str, Any]) -> None:
     for group, saved in ((run, found["run"]), (config.recipe, found["recipe"])):
         for name, value in flag_values(group, "must equal").items():
             if name in config.typed:
-                _refuse_value(name, value, saved[name], path)
+                _refuse_change(name, value, saved[name], path)
 
 
 def inherit(config: TrainConfig, found: dict[str, Any] | None) -> TrainConfig:
@@ -198,9 +198,9 @@ def changes(content: dict[str, Any], now: dict[str, Any], where: str) -> list[st
         found = {"path": where, "run": before, "digest": content["digest"]}
         check_images(flags["dataset"], now["digest"], found)
         for name in fixed:
-            _refuse_value(name, flags[name], before[name], where)
-        if (is_now := now["world"]["--mixed-precision"]) != was and "fp64" in (was, is_now):
-            _refuse("--mixed-precision", is_now, f"{where} was made with {was}, in another dtype")
+            _refuse_change(name, flags[name], before[name], where)
+        if "fp64" in (is_now := now["world"]["--mixed-precision"], was):  # another dtype
+            _refuse_change("mixed_precision", is_now, was, where)
         if content["run_id"] != now["run_id"]:
             raise CheckpointError(
                 f"{where}: belongs to another run than the folder's {CONFIG}; remove it to use the"
@@ -217,11 +217,12 @@ def changes(content: dict[str, Any], now: dict[str, Any], where: str) -> list[st
     return [f"{name} {a} -> {b}{note.get(name, '')}" for name, (a, b) in pairs.items() if a != b]
 
 
-def _refuse_value(name: str, value: Any, saved: Any, where: str) -> None:
+def _refuse_change(name: str, value: Any, saved: Any, where: str) -> None:
+    """Raise CheckpointError if the flag, given by its field's name, has another value now."""
     if value != saved:
-        _refuse(flag_name(name), value, f"{where} was made with {saved}")
-
-
-def _refuse(flag: str, value: Any, why: str) -> NoReturn:
-    typed = f"--no-{flag[2:]}" if value is False else flag if value is True else f"{flag} {value}"
-    raise CheckpointError(f"{typed}: {why}; leave it as it was, or begin another run")
+        flag = flag_name(name)
+        no_flag = f"--no-{flag[2:]}"
+        typed = no_flag if value is False else flag if value is True else f"{flag} {value}"
+        raise CheckpointError(
+            f"{typed}: {where} was made with {saved}; leave it as it was, or begin another run"
+        )

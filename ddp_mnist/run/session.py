@@ -43,7 +43,6 @@ class Run:
     folder: RunFolder = field(default_factory=RunFolder)  # has no place where it is not written
     console: Console = field(default_factory=lambda: Console(False))  # silent on all but one
     identity: dict[str, Any] = field(default_factory=dict)  # in each checkpoint, see resume.py
-    resumed: bool = False  # whether there is a checkpoint to go on from; equal on all ranks
     checkpoint: bytes = b""  # the one to go on from, on rank 0
     where: str = ""  # the folder's path on rank 0's machine
     profiler: StepProfiler = field(init=False)
@@ -56,8 +55,7 @@ class Run:
         Raise CheckpointError if its tensors are not those of this net and optimizer.
         """
         flags, recipe, accelerator = self.config.run, self.config.recipe, self.world.accelerator
-        if self.resumed:
-            raw = broadcast_bytes(accelerator, self.checkpoint)
+        if raw := broadcast_bytes(accelerator, self.checkpoint):
             self.checkpoint = b""  # it may be large
             content = checkpoint.from_bytes(raw, f"the checkpoint of {self.where}")
             state.restore(content["state"], recipe)
@@ -155,9 +153,8 @@ class Run:
         self.folder.write_bytes(MODEL, content)
         own_seconds = [progress.train_seconds - state.seconds_before]
         rank_seconds = accelerator.gather(torch.tensor(own_seconds, device=accelerator.device))
-        outcome = summary.summarise(
-            self.config, self.world, images, state, test, rank_seconds.tolist()
-        )
+        seconds = rank_seconds.tolist()
+        outcome = summary.summarise(self.config, self.world, images, state, test, seconds)
         self.folder.write_json(SUMMARY, outcome)
         self.console.print(summary.last_lines(outcome, self.folder))
         return outcome
@@ -232,13 +229,11 @@ def agree(
 def open_folder(run: Run, found: dict[str, Any] | None) -> list[str]:
     """Make the run's folder, or take over that of a run that goes on: on rank 0's machine.
 
-    Return lines for the person, on rank 0. Errors are those of RunFolder.create and of
-    resume.load_latest.
+    Return lines for the person, on rank 0. Raises as RunFolder.create and resume.load_latest do.
     """
     config, world, notes = run.config, run.world, list[str]()
     run_id = found["run_id"] if found else uuid.uuid4().hex
     run.identity = resume.identity(config, world, run_id, run.images.digest)
-    run.resumed = bool(found)
 
     def open_it() -> str:
         if found:

@@ -72,14 +72,12 @@ def plan(config: ResolvedConfig, world: World, images: ImageData, folder: Path |
 
 
 def smoothing(share: float, classes: int) -> str:
-    """Say why the train loss of a perfect net is not 0.
-
-    It is the entropy of the smoothed targets, in nats (Szegedy et al., 2016, section 7).
-    """
+    """Say why the train loss of a perfect net is not 0: it is the smoothed targets' entropy."""
     if not share:
         return ""
     wrong = share / classes
     right = 1 - share + wrong
+    # in nats (Szegedy et al., 2016, section 7)
     least = -right * math.log(right) - (classes - 1) * wrong * math.log(wrong)
     return f", label smoothing {share:g}: the train loss ends near {least:.2f}, not near 0"
 
