@@ -41,8 +41,8 @@ Trains MNIST with DDP on one process, many, or many machines.
 
 exit codes: 0 done, 1 check failed, 2 usage or configuration, 3 data, 4 checkpoint,
 5 storage, 6 peer lost or time-out, 7 diverged, 130 SIGINT, 143 SIGTERM or SIGUSR1"""
-# Where a verb's flags and its `run` are, if not in verbs/; the first imports no torch, for --help.
-MODULES = {
+# Where a verb's flags and its `run` are; the first imports no torch, for --help.
+MODULES = {verb: ("ddp_mnist.verbs.flags", f"ddp_mnist.verbs.{verb}") for verb in VERBS} | {
     "doctor": ("ddp_mnist.doctor.flags", "ddp_mnist.doctor.checks"),
     "verify": ("ddp_mnist.verify.flags", "ddp_mnist.verify.proofs"),
     "bench": ("ddp_mnist.bench.benches", "ddp_mnist.bench.benches"),
@@ -58,7 +58,6 @@ IN_TUTORIALS = {  # flags of other trainers
     "--dist-backend": "here it is --backend",
     "--fp16": "here it is --mixed-precision fp16",
     "--gpu": "CUDA_VISIBLE_DEVICES chooses; one process for each GPU, by a launcher",
-    "--local_rank": "here it is --local-rank",
     "--no-cuda": "here it is --cpu",
     "--num-workers": "none are needed, the images are in memory",
     "--save-model": "leave it out, a run always does",
@@ -136,7 +135,7 @@ def run_verb(argv: list[str]) -> int | None:
     if name in VERBS:
         try:
             flags = parse_verb(name, rest)
-            return importlib.import_module(modules_of(name)[1]).run(*flags)
+            return importlib.import_module(MODULES[name][1]).run(*flags)
         except ModuleNotFoundError as error:
             if (error.name or "").startswith("ddp_mnist."):  # a template may leave it out
                 raise UsageError(f"{name}: this copy has no {error.name}; restore it") from error
@@ -167,11 +166,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse(name: str, argv: Sequence[str], *groups: type[Flags]) -> dict[str, Any]:
-    """Return the values that were typed, as text, by field name.
-
-    Raises:
-        UsageError: a flag is unknown or misses its value, or an argument is missing.
-    """
+    """Return the values that were typed, as text, by field name. Raise UsageError for others."""
     parser = Parser(
         prog=f"ddp-mnist {name}",
         description=VERBS.get(name),
@@ -198,14 +193,9 @@ def parse(name: str, argv: Sequence[str], *groups: type[Flags]) -> dict[str, Any
     return vars(known)
 
 
-def modules_of(name: str) -> tuple[str, str]:
-    """Return the module of a verb's flags, and that of its function `run`."""
-    return MODULES.get(name, ("ddp_mnist.verbs.flags", f"ddp_mnist.verbs.{name}"))
-
-
 def parse_verb(name: str, argv: Sequence[str]) -> tuple[Any, ...]:
     """Return the verb's own flags, and those of Distribution if several processes share it."""
-    own: type[Flags] = getattr(importlib.import_module(modules_of(name)[0]), name.capitalize())
+    own: type[Flags] = getattr(importlib.import_module(MODULES[name][0]), name.capitalize())
     if name not in DIST_TIMEOUTS:
         return (own.of(parse(name, argv, own)),)
     typed = parse(name, argv, own, Distribution)
@@ -246,9 +236,8 @@ def multinode(argv: list[str]) -> int:
     end = argv.index("--") if "--" in argv else len(argv)
     own, given = argv[:end], argv[end + 1 :]
     own = [word for word in own if not word.endswith("=")]  # a variable that make was not given
-    typed = parse("multinode", own, Multinode)
     try:
-        flags = Multinode.of(typed)
+        flags = Multinode.of(parse("multinode", own, Multinode))
     except UsageError as error:  # a person gave make MACHINE_RANK=0, not --machine-rank 0
         name, _, problem = str(error).removeprefix("--").partition(" ")
         raise UsageError(f"{name.replace('-', '_').upper()}={problem}") from None

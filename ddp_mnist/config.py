@@ -168,16 +168,12 @@ class Distribution(Flags):
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """The flags of `train`.
-
-    Attributes:
-        typed: names of the fields that a person gave; a resumed run inherits the others.
-    """
+    """The flags of `train`."""
 
     run: Run = field(default_factory=Run)
     recipe: Recipe = field(default_factory=Recipe)
     distribution: Distribution = field(default_factory=Distribution)
-    typed: frozenset[str] = frozenset()
+    typed: frozenset[str] = frozenset()  # what a person gave; a resumed run inherits the rest
 
     def __post_init__(self) -> None:
         resume, run_dir = self.run.resume, self.run.run_dir

@@ -8,21 +8,18 @@ from collections.abc import Iterable, Iterator
 
 
 class DdpMnistError(Exception):
-    """An expected failure. Its message begins with what the person typed and ends with a fix.
+    """An expected failure. Its message begins with what the person typed and ends with a fix."""
 
-    Attributes:
-        code: the exit code.
-        agreed: whether the ranks have agreed that this one prints it.
-    """
+    code = 1  # the exit code
+    agreed = False  # whether the ranks have agreed that this one prints it
 
-    code = 1
-    agreed = False
+    def __init__(self, message: str, code: int | None = None) -> None:
+        super().__init__(message)
+        self.code = code or self.code
 
 
 class CheckFailed(DdpMnistError):
     """A proof or a check did not hold."""
-
-    code = 1
 
 
 class UsageError(DdpMnistError):
@@ -64,19 +61,14 @@ class DivergedError(DdpMnistError):
 class Preempted(DdpMnistError):
     """A signal stopped the run: all ranks agreed, and it is saved."""
 
+    code = 143
     agreed = True  # raised on rank 0 alone
-
-    def __init__(self, message: str, code: int = 143) -> None:
-        super().__init__(message)
-        self.code = code
 
 
 class FailedElsewhere(DdpMnistError):
     """Another rank failed first and prints it; this one ends silently with the same code."""
 
-    def __init__(self, message: str, code: int = 6) -> None:
-        super().__init__(message)
-        self.code = code
+    code = 6
 
 
 def one_line(error: DdpMnistError) -> str:
@@ -116,7 +108,7 @@ def did_you_mean(typed: str, legal: Iterable[str]) -> str:
 
 def causes(error: BaseException) -> Iterator[BaseException]:
     """Yield the error, then the one that it came from, down to the bottom."""
-    cause: BaseException | None = error
-    while cause is not None:
-        yield cause
-        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
+    yield error
+    cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    if cause is not None:
+        yield from causes(cause)

@@ -29,37 +29,22 @@ NUMBERS: dict[str, Any] = {"int": int, "float": float}
 
 
 def flag(
-    default: Any,
+    default: Any,  # None means "decided later, and then shown"
     help: str,
     *,
-    choices: Iterable[str] = (),
+    choices: Iterable[str] = (),  # the legal words; their sentences, if any, end the help
     metavar: str = "",
-    negatable: bool = False,
-    on_resume: OnResume = "must equal",
-    may_differ: bool = False,
-    **bounds: float,
+    negatable: bool = False,  # whether a bool has --no-FLAG too
+    on_resume: OnResume = "must equal",  # read of Run and Recipe only
+    may_differ: bool = False,  # whether ranks may be given different values
+    **bounds: float,  # of a number, with the names in BOUNDS
 ) -> Any:
-    """Return a dataclass field that is also a command-line flag.
-
-    Args:
-        default: the value when the flag is not given; None means "decided later, and then shown".
-        choices: the legal words, for a flag that takes a word or several; with a sentence for
-            each, these stand at the end of the help.
-        negatable: whether a bool has --no-FLAG too.
-        on_resume: what a resumed run does with it; read of Run and Recipe only.
-        may_differ: whether ranks may be given different values.
-        bounds: of a number, with the names in BOUNDS.
-    """
+    """Return a dataclass field that is also a command-line flag."""
     if not bounds.keys() & {"most", "below"}:
         bounds["most"] = LARGEST
-    metadata: dict[str, Any] = {"help": help, "choices": choices, "metavar": metavar}
-    metadata |= {
-        "bounds": bounds,
-        "negatable": negatable,
-        "on_resume": on_resume,
-        "may_differ": may_differ,
-    }
-    return dataclasses.field(default=default, metadata=metadata)
+    metadata = {"help": help, "choices": choices, "metavar": metavar, "bounds": bounds}
+    policies = {"negatable": negatable, "on_resume": on_resume, "may_differ": may_differ}
+    return dataclasses.field(default=default, metadata=metadata | policies)
 
 
 def argument(metavar: str, help: str, choices: Iterable[str] = ()) -> Any:
@@ -93,8 +78,7 @@ def kind_of(field: dataclasses.Field[Any]) -> str:
 class Flags:
     """A base of dataclasses that checks each value against its flag's choices and bounds.
 
-    Raises:
-        UsageError: names the flag, the value and the legal values.
+    Its UsageError names the flag, the value and the legal values.
     """
 
     @classmethod

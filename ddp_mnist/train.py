@@ -6,6 +6,7 @@
 An epoch of MNIST takes four to eight seconds on two cores and ends near 99.2 % test accuracy.
 """
 
+import copy
 import os
 import sys
 from collections.abc import Callable
@@ -151,7 +152,7 @@ def fit(run: Run, build: BuildModel = build_model) -> dict[str, Any]:
     run.phase("test", progress)
     kept = accelerator.unwrap_model(model, keep_fp32_wrapper=False, keep_torch_compile=False)
     if state.best_weights:
-        kept = build_model(run.config, run.world, classes)
+        kept = copy.deepcopy(kept)  # uncompiled; what a stop saves stays as it is
         kept.load_state_dict(state.best_weights)
     if buffers := list(kept.buffers()):  # BatchNorm's, which DDP sends only before a forward
         broadcast(buffers)

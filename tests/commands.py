@@ -5,7 +5,7 @@ import re
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,6 +40,9 @@ class Ended:
     def error_lines(self) -> list[str]:
         lines = self.err.splitlines()
         return [line for line in lines if line.startswith("ddp-mnist: error:")]
+
+
+Typed = Callable[..., Ended]  # the fixture that runs a command line in this process
 
 
 class Started:

@@ -10,8 +10,9 @@ import pytest
 from filelock import FileLock
 
 import ddp_mnist  # noqa: F401  # sets what has to stand before a test loads torch
+from ddp_mnist import cli
 from ddp_mnist.cluster.local import preload
-from tests.commands import TRAIN, proof, python
+from tests.commands import TRAIN, Ended, Typed, proof, python
 
 Maker = Callable[[Path], None]
 
@@ -82,6 +83,19 @@ def clean_environment(tmp_path_factory: pytest.TempPathFactory) -> None:
             del os.environ[name]
     os.environ["DDP_MNIST_CACHE"] = str(tmp_path_factory.mktemp("cache"))
     os.environ["PYTHONPATH"] = str(Path(__file__).parent.parent)
+
+
+@pytest.fixture
+def typed(capsys: pytest.CaptureFixture[str]) -> Typed:
+    """Return a function that runs a command line in this process."""
+
+    def run_here(*argv: object) -> Ended:
+        with pytest.raises(SystemExit) as ended:
+            cli.main([str(word) for word in argv])
+        shown = capsys.readouterr()
+        return Ended(int(ended.value.code or 0), shown.out, shown.err)
+
+    return run_here
 
 
 @pytest.fixture(scope="session")

@@ -15,17 +15,10 @@ from ddp_mnist.errors import CheckpointError, FailedElsewhere, StorageError, Usa
 from ddp_mnist.flags import flag_fields, flag_name
 from ddp_mnist.verbs import multinode
 from ddp_mnist.verbs.evaluate import metrics_table
+from tests.commands import Ended, Typed
 
 PROGRAM = (sys.executable, "-m", "ddp_mnist")
 ONE_LINE = re.compile(r"ddp-mnist: error: (.+) \(code 2\)\n")
-
-
-def run_here(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of one command line, in this process."""
-    with pytest.raises(SystemExit) as ended:
-        cli.main(argv)
-    shown = capsys.readouterr()
-    return int(ended.value.code or 0), shown.out, shown.err
 
 
 # --- Help
@@ -45,19 +38,18 @@ def test_no_heavy_package_is_imported_before_there_is_work(line: str) -> None:
     assert cpu_seconds < 0.6
 
 
-def test_help_lists_the_verbs_and_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = run_here(capsys, "--help")
-    assert (code, err) == (0, "")
-    assert re.findall(r"^    (\w+) +\w", out, re.MULTILINE) == VERBS.split(", ")  # none hidden
-    assert "6 peer lost or time-out" in out
-    assert run_here(capsys) == (0, out, "")
-    assert run_here(capsys, "--version") == (0, "ddp-mnist 0.1.0\n", "")
+def test_help_lists_the_verbs_and_the_exit_codes(typed: Typed) -> None:
+    shown = typed("--help")
+    assert (shown.code, shown.err) == (0, "")
+    listed = re.findall(r"^    (\w+) +\w", shown.out, re.MULTILINE)
+    assert listed == VERBS.split(", ")  # none hidden
+    assert "6 peer lost or time-out" in shown.out
+    assert typed() == shown
+    assert typed("--version") == Ended(0, "ddp-mnist 0.1.0\n", "")
 
 
-def test_help_of_train_shows_each_flag_with_its_sentence(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    _, out, _ = run_here(capsys, "train", "--help")
+def test_help_of_train_shows_each_flag_with_its_sentence(typed: Typed) -> None:
+    out = typed("train", "--help").out
     sections = re.split(r"^(?=\w.*:$)", out, flags=re.MULTILINE)
     for group in (Run, Recipe, Distribution):
         [text] = [part for part in sections if part.startswith(f"{group.__name__}:\n")]
@@ -73,17 +65,18 @@ def test_help_of_train_shows_each_flag_with_its_sentence(
 
 
 @pytest.mark.parametrize("verb", [verb for verb in cli.VERBS if verb != "train"])
-def test_help_of_each_verb(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = run_here(capsys, verb, "--help")
-    assert (code, err) == (0, "")
-    assert cli.VERBS[verb] in out
-    assert ("--dist-timeout" in out) == (verb in ("evaluate", "doctor"))
-    assert "--sync-bn" not in out
+def test_help_of_each_verb(verb: str, typed: Typed) -> None:
+    shown = typed(verb, "--help")
+    assert (shown.code, shown.err) == (0, "")
+    assert cli.VERBS[verb] in shown.out
+    assert ("--dist-timeout" in shown.out) == (verb in ("evaluate", "doctor"))
+    assert "--sync-bn" not in shown.out
 
 
 # --- What is refused
 
 VERBS = "train, evaluate, predict, report, export, prepare, doctor, verify, bench"
+RANK_ALONE = "train --dataset digits"
 NEVER_A_NUMBER = ("''", "abc", "7x", "nan", "1e400", "inf", "½", "数", "1,5", "0x10", "9" * 5000)
 # Bounds, choices and contradictions of train's flags are in test_config.py.
 REFUSED = {
@@ -117,6 +110,7 @@ REFUSED = {
     "--local-rank x train": "--local-rank: comes after the verb",
     # how the processes are joined
     "train --rank 0": "--rank 0: needs --init-method tcp://HOST:PORT beside it",
+    RANK_ALONE: "RANK=0: WORLD_SIZE is not set",
     # the other verbs
     "evaluate": "evaluate: the following arguments are required: RUN; see ddp-mnist evaluate",
     "evaluate ''": "'': is empty; give a value",
@@ -137,47 +131,41 @@ REFUSED = {
 
 @pytest.mark.parametrize(("line", "begins"), REFUSED.items(), ids=[line[:40] for line in REFUSED])
 def test_fault_32_a_wrong_command_line_is_one_line_that_begins_with_what_was_typed(
-    line: str,
-    begins: str,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    line: str, begins: str, typed: Typed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    code, out, err = run_here(capsys, *shlex.split(line))
-    assert (code, out) == (2, "")
-    match = ONE_LINE.fullmatch(err)
-    assert match, err
+    if line == RANK_ALONE:  # what else an environment may contradict is in test_launch.py
+        monkeypatch.setenv("RANK", "0")
+    ended = typed(*shlex.split(line))
+    assert (ended.code, ended.out) == (2, "")
+    match = ONE_LINE.fullmatch(ended.err)
+    assert match, ended.err
     assert match[1].startswith(begins)
-    assert len(err) < 250
+    assert len(ended.err) < 250
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
-    "argv",
+    ("line", "kind"),
     [
-        ["verify", "--save"],
-        ["doctor", "--dataset", "digits", "--save"],
-        ["report", "RUN", "--out"],
-        ["predict", "RUN", "x.png", "--show"],
+        ("verify --save", "file"),
+        ("doctor --dataset digits --save", "file"),
+        ("report RUN --out", "file"),
+        ("predict RUN x.png --show", ".png"),
     ],
-    ids=lambda argv: argv[0],
 )
 def test_where_nothing_can_be_written_is_told_before_the_work(
-    argv: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    line: str, kind: str, tmp_path: Path, typed: Typed
 ) -> None:
-    flag, pipe = argv[-1], tmp_path / "pipe.png"
+    flag, pipe = line.split()[-1], tmp_path / "pipe.png"
     os.mkfifo(pipe)  # as /dev/stdout and /dev/null, it would be replaced by a file
-    code, out, err = run_here(capsys, *argv, str(pipe))
-    assert (code, out) == (2, "")
-    kind = ".png" if flag in ("--show", "--plot") else "file"
-    assert f"error: {flag} {pipe}: must be a {kind} in a folder that is there (code 2)" in err
+    no_file = typed(*line.split(), pipe)
+    assert (no_file.code, no_file.out) == (2, "")
+    assert f"error: {flag} {pipe}: must be a {kind} in a folder that is there" in no_file.err
     assert pipe.is_fifo()
-    # Not even root can write there.
-    code, out, err = run_here(capsys, *argv, "/proc/self/fd/x.png")
-    assert (code, out) == (5, "")
-    assert f"error: {flag} /proc/self/fd/x.png: cannot be written (" in err
-    assert err.endswith("; name another file (code 5)\n")
+    refused = typed(*line.split(), "/proc/self/fd/x.png")  # not even root can write there
+    assert (refused.code, refused.out) == (5, "")
+    assert f"error: {flag} /proc/self/fd/x.png: cannot be written (" in refused.err
 
 
 def test_who_has_no_home_is_told_nothing_about_matplotlib() -> None:
@@ -192,29 +180,13 @@ def test_who_has_no_home_is_told_nothing_about_matplotlib() -> None:
     assert (done.returncode, done.stderr) == (0, b"")
 
 
-def test_a_wrong_environment_is_one_line_too(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What else an environment may contradict is in test_launch.py."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("RANK", "0")
-    code, out, err = run_here(capsys, "train", "--dataset", "digits")
-    assert (code, out) == (2, "")
-    assert err.startswith("ddp-mnist: error: RANK=0: WORLD_SIZE is not set")
-    assert ONE_LINE.fullmatch(err)
-    assert list(tmp_path.iterdir()) == []
-
-
 # --- How it ends
 
 
 @pytest.mark.parametrize("before", ["--local-rank=13", "--local_rank=0", "--local_rank 1"])
-def test_local_rank_before_the_verb_is_accepted(
-    before: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_local_rank_before_the_verb_is_accepted(before: str, typed: Typed) -> None:
     """torch.distributed.launch puts it there."""
-    expected = run_here(capsys, "train", "--help")
-    assert run_here(capsys, *before.split(), "train", "--help") == expected
+    assert typed(*before.split(), "train", "--help") == typed("train", "--help")
 
 
 def test_a_variable_that_make_was_not_given_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,79 +201,72 @@ def test_a_variable_that_make_was_not_given_is_none(monkeypatch: pytest.MonkeyPa
     assert run.call_args.args[2] == 60  # a person waits for the verdict
 
 
-def failing(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
-    monkeypatch.setattr(cli, "run_verb", Mock(side_effect=error))
-
-
-def test_an_expected_failure_is_one_line(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    failing(monkeypatch, CheckpointError("runs/x:\n  is no\x1b[2J run\ud8ff"))
-    shown = "ddp-mnist: error: runs/x: is no?[2J run? (code 4)\n"
-    assert run_here(capsys, "train") == (4, "", shown)
-
-
-def test_a_failure_told_elsewhere_is_silent_and_keeps_its_code(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    failing(monkeypatch, FailedElsewhere("rank 0 says it", code=7))
-    assert run_here(capsys, "train") == (7, "", "")
-    monkeypatch.setenv("RANK", "2")
-    monkeypatch.setenv("LOCAL_RANK", "0")  # the first of another machine says why it ended
-    assert run_here(capsys, "train") == (7, "", "ended      rank 0 says it\n")
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    assert run_here(capsys, "train") == (7, "", "")
-
-
-def test_fault_13_control_c_is_one_line_per_machine(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    failing(monkeypatch, KeyboardInterrupt())
-    assert run_here(capsys, "train") == (130, "", "ddp-mnist: interrupted (code 130)\n")
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    assert run_here(capsys, "train") == (130, "", "")
-
-
 @pytest.mark.parametrize(
-    ("variables", "agreed", "waits"),
+    ("variables", "error", "code", "line"),
     [
-        ({}, False, []),
-        ({"LOCAL_RANK": "0"}, False, []),
-        ({"LOCAL_RANK": "1"}, False, [3]),
-        ({"SLURM_LOCALID": "2"}, False, [3]),
-        ({"LOCAL_RANK": "1"}, True, []),
+        (
+            {},
+            CheckpointError("runs/x:\n  is no\x1b[2J run\ud8ff"),
+            4,
+            "ddp-mnist: error: runs/x: is no?[2J run? (code 4)\n",
+        ),
+        # told elsewhere, but that the first of another machine says why it ended
+        ({}, FailedElsewhere("rank 0 says it", 7), 7, ""),
+        ({"RANK": "2", "LOCAL_RANK": "0"}, FailedElsewhere("x", 7), 7, "ended      x\n"),
+        ({"RANK": "2", "LOCAL_RANK": "1"}, FailedElsewhere("x", 7), 7, ""),
+        ({}, KeyboardInterrupt(), 130, "ddp-mnist: interrupted (code 130)\n"),
+        ({"LOCAL_RANK": "1"}, KeyboardInterrupt(), 130, ""),
     ],
 )
-def test_what_all_ranks_meet_is_told_by_local_rank_0_first(
+def test_fault_13_a_failure_is_one_line_per_machine(
     variables: dict[str, str],
-    agreed: bool,
-    waits: list[float],
-    capsys: pytest.CaptureFixture[str],
+    error: BaseException,
+    code: int,
+    line: str,
+    typed: Typed,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr(cli, "run_verb", Mock(side_effect=error))
+    assert typed("train") == Ended(code, "", line)
+
+
+@pytest.mark.parametrize(
+    ("variable", "rank", "agreed", "waits"),
+    [
+        ("LOCAL_RANK", "", False, []),
+        ("LOCAL_RANK", "0", False, []),
+        ("LOCAL_RANK", "1", False, [3]),
+        ("SLURM_LOCALID", "2", False, [3]),
+        ("LOCAL_RANK", "1", True, []),
+    ],
+)
+def test_what_all_ranks_meet_is_told_by_local_rank_0_first(
+    variable: str, rank: str, agreed: bool, waits: list[float], typed: Typed, monkeypatch: Any
+) -> None:
+    monkeypatch.setenv(variable, rank)
     slept: list[float] = []
     monkeypatch.setattr(cli.time, "sleep", slept.append)
     error = UsageError("--x: no")
     error.agreed = agreed
-    failing(monkeypatch, error)
-    assert run_here(capsys, "train") == (2, "", "ddp-mnist: error: --x: no (code 2)\n")
+    monkeypatch.setattr(cli, "run_verb", Mock(side_effect=error))
+    assert typed("train") == Ended(2, "", "ddp-mnist: error: --x: no (code 2)\n")
     assert slept == waits
 
 
 def test_the_verb_s_own_error_counts_more_than_stdout_s(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    typed: Typed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    full = Mock(side_effect=StorageError("stdout: cannot be written"))
+    full = Mock(side_effect=StorageError("stdout: full"))
     monkeypatch.setattr(cli, "write_stdout", full)
-    assert run_here(capsys, "trian")[0] == 2
-    code, _, err = run_here(capsys, "--version")
-    assert (code, err) == (5, "ddp-mnist: error: stdout: cannot be written (code 5)\n")
+    assert typed("trian").code == 2
+    full_disk = typed("--version")
+    assert (full_disk.code, full_disk.err) == (5, "ddp-mnist: error: stdout: full (code 5)\n")
 
 
 def test_a_bug_is_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    failing(monkeypatch, ZeroDivisionError())
+    monkeypatch.setattr(cli, "run_verb", Mock(side_effect=ZeroDivisionError))
     with pytest.raises(ZeroDivisionError):
         cli.main(["train"])
 
@@ -315,55 +280,54 @@ def test_fault_35_a_reader_that_went_away_is_no_error() -> None:
 
 
 def config_of(line: str) -> TrainConfig:
-    return cli.train_config(line.split()[1:])
+    return cli.train_config(line.split())
 
 
 def test_what_is_given_arrives() -> None:
-    line = "train --lr 0.5 --epochs 3 --augment --dataset digits --backend gloo --quiet"
+    line = "--lr 0.5 --epochs 3 --augment --dataset digits --backend gloo --quiet"
     assert config_of(line) == TrainConfig(
         Run(dataset="digits", quiet=True),
         Recipe(lr=0.5, epochs=3, augment=True),
         Distribution(backend="gloo"),
         typed=frozenset({"lr", "epochs", "augment", "dataset", "backend", "quiet"}),
     )
-    assert config_of("train") == TrainConfig()
+    assert config_of("") == TrainConfig()
 
 
 def test_a_typed_flag_beats_the_preset_on_either_side_of_it() -> None:
     preset = PRESETS["accurate"].recipe
-    for line in (
-        "train --preset accurate --no-augment --seed 7",
-        "train --seed 7 --no-augment --preset accurate",
-    ):
-        config = config_of(line)
+    before, after = (
+        "--preset accurate --no-augment --seed 7",
+        "--seed 7 --no-augment --preset accurate",
+    )
+    for config in map(config_of, (before, after)):
         assert config.recipe == Recipe(preset="accurate", **{**preset, "augment": False})
         assert config.run == Run(seed=7)
         # a resumed run keeps its values, whatever the preset stands for
         assert config.typed == {"preset", "augment", "seed"}
-    assert config_of("train --preset fast").recipe == Recipe()
+    assert config_of("--preset fast").recipe == Recipe()
 
 
 # --- The table of `evaluate`
 
 
-def metrics_of(
-    classes: list[str], confusion: list[list[int]], name: str = "set", **more: Any
-) -> dict[str, Any]:
-    return {
+def table(classes: list[str], confusion: list[list[int]], **more: Any) -> list[str]:
+    """Return the lines for these metrics."""
+    metrics = {
         "split": "test",
-        "dataset": {"name": name},
+        "dataset": {"name": more.pop("name", "set")},
         "count": 1234,
         "accuracy": 0.75,
         "loss": 0.5,
         "classes": classes,
         "class_accuracy": [0.5] * len(classes),
         "confusion": confusion,
-    } | more
+    }
+    return metrics_table(metrics | more).splitlines()
 
 
 def test_a_class_without_rows_has_no_accuracy() -> None:
-    metrics = metrics_of(["zero", "one"], [[3, 1], [0, 0]], class_accuracy=[0.75, None])
-    assert metrics_table(metrics).splitlines() == [
+    assert table(["zero", "one"], [[3, 1], [0, 0]], class_accuracy=[0.75, None]) == [
         "test split of set: 1,234 images",
         "accuracy 0.7500   loss 0.5000",
         "rows: what the images are; columns: what they were taken for",
@@ -375,8 +339,7 @@ def test_a_class_without_rows_has_no_accuracy() -> None:
 
 def test_names_that_are_too_wide_for_columns_are_cut_there() -> None:
     names = ["T - shirt / top", "Trouser", "Pullover", "Dress", "Ankle boot"]
-    rows = [[7 * (row == column) for column in range(5)] for row in range(5)]
-    lines = metrics_table(metrics_of(names, rows)).splitlines()
+    lines = table(names, [[7 * (row == column) for column in range(5)] for row in range(5)])
     assert lines[3:5] == [
         "class           accuracy   T - shirt   Trouser  Pullover     Dress Ankle boo",
         "T - shirt / top   0.5000           7         0         0         0         0",
@@ -385,8 +348,7 @@ def test_names_that_are_too_wide_for_columns_are_cut_there() -> None:
 
 
 def test_names_that_would_steer_a_terminal_are_cleaned() -> None:
-    names = ["a\x1b[2Jb", "c\nd\x9b"]
-    table = metrics_table(metrics_of(names, [[1, 0], [0, 1]], name="x\x1b[H"))
-    assert all(character.isprintable() or character == "\n" for character in table)
-    assert table.splitlines()[0] == "test split of x?[H: 1,234 images"
-    assert table.splitlines()[3].split() == ["class", "accuracy", "a?[2Jb", "c", "d?"]
+    lines = table(["a\x1b[2Jb", "c\nd\x9b"], [[1, 0], [0, 1]], name="x\x1b[H")
+    assert "".join(lines).isprintable()
+    assert lines[0] == "test split of x?[H: 1,234 images"
+    assert lines[3].split() == ["class", "accuracy", "a?[2Jb", "c", "d?"]

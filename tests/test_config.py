@@ -1,4 +1,5 @@
 import dataclasses
+import itertools
 import math
 import re
 from typing import Any
@@ -112,11 +113,6 @@ def test_a_long_value_is_shown_shortened() -> None:
     assert len(str(refused.value)) < 150
 
 
-def test_configurations_cannot_be_changed() -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        Recipe().lr = 1.0  # type: ignore[misc]
-
-
 @pytest.mark.parametrize(
     ("recipe", "message"),
     [
@@ -124,10 +120,7 @@ def test_configurations_cannot_be_changed() -> None:
         ({"val_size": 0, "target_accuracy": 0.9}, "--target-accuracy: needs validation images"),
         ({"model": "cnn"}, "--sync-bn: cnn has no BatchNorm; use --model cnn_bn or leave it out"),
         ({"model": "mlp"}, "--sync-bn: mlp has no BatchNorm"),
-        (
-            {"model": "mlp", "optimizer": "muon"},
-            "--optimizer muon: mlp has no convolutions; use --optimizer adamw",
-        ),
+        ({"model": "mlp", "optimizer": "muon"}, "--optimizer muon: mlp has no convolutions; use"),
     ],
 )
 def test_flags_that_contradict_each_other(recipe: dict[str, Any], message: str) -> None:
@@ -136,23 +129,6 @@ def test_flags_that_contradict_each_other(recipe: dict[str, Any], message: str) 
         TrainConfig(Run(), Recipe(**recipe), sync_bn)
     for model in ("cnn_bn", "resnet18"):
         TrainConfig(Run(), Recipe(model=model), sync_bn)
-
-
-@pytest.mark.parametrize(
-    ("rows", "given", "batch_size", "epochs"),
-    [
-        (60_000, {}, 288, 20),  # of 208 steps
-        (1437, {}, 144, 445),  # of 9
-        (60_000, {"epochs": 3, "batch_size": 100}, 100, 3),
-        (60_000, {"batch_size": 1000}, 1000, 67),
-    ],
-)
-def test_the_accurate_preset_takes_four_thousand_steps_of_twice_the_batch(
-    rows: int, given: dict[str, Any], batch_size: int, epochs: int
-) -> None:
-    recipe = resolve_recipe(Recipe(preset="accurate", val_size=0, **given), rows, 1)
-    assert (recipe.batch_size, recipe.epochs) == (batch_size, epochs)
-    assert recipe.steps_per_epoch == rows // batch_size
 
 
 # --- What is decided by the data set
@@ -190,22 +166,34 @@ def test_defaults(
 
 
 @pytest.mark.parametrize(
-    ("model", "optimizer"),
+    ("rows", "given", "batch_size", "epochs"),
     [
-        *[(model, "muon") for model in ("cnn", "cnn_deep", "cnn_bn")],
-        *[(model, "adamw") for model in ("mlp", "resnet18")],
+        (MNIST, {}, 288, 20),  # of 208 steps
+        (DIGITS, {}, 144, 445),  # of 9
+        (MNIST, {"epochs": 3, "batch_size": 100}, 100, 3),
+        (MNIST, {"batch_size": 1000}, 1000, 67),
     ],
 )
-def test_the_net_decides_the_optimizer(model: str, optimizer: str) -> None:
-    assert resolve_recipe(Recipe(model=model), DIGITS, 1).optimizer == optimizer
-    typed = Recipe(model=model, optimizer="adamw")
-    assert resolve_recipe(typed, DIGITS, 1).optimizer == "adamw"
+def test_the_accurate_preset_takes_four_thousand_steps_of_twice_the_batch(
+    rows: int, given: dict[str, Any], batch_size: int, epochs: int
+) -> None:
+    recipe = resolve_recipe(Recipe(preset="accurate", val_size=0, **given), rows, 1)
+    assert (recipe.batch_size, recipe.epochs) == (batch_size, epochs)
+    assert recipe.steps_per_epoch == rows // batch_size
+
+
+def test_the_net_decides_the_optimizer() -> None:
+    decided = {
+        model: resolve_recipe(Recipe(model=model), DIGITS, 1).optimizer
+        for model in ("cnn", "cnn_deep", "cnn_bn", "mlp", "resnet18")
+    }
+    muon = dict.fromkeys(("cnn", "cnn_deep", "cnn_bn"), "muon")
+    assert decided == {**muon, "mlp": "adamw", "resnet18": "adamw"}
+    assert resolve_recipe(Recipe(optimizer="adamw"), DIGITS, 1).optimizer == "adamw"
 
 
 def test_what_is_given_stays() -> None:
-    given = Recipe(
-        model="mlp", optimizer="adamw", epochs=1, batch_size=64, val_size=437, lr=0.5, patience=2
-    )
+    given = Recipe(model="mlp", optimizer="adamw", epochs=1, batch_size=64, val_size=437, lr=0.5)
     assert flag_values(resolve_recipe(given, DIGITS, 2)) == flag_values(given)
 
 
@@ -213,13 +201,7 @@ def test_what_is_given_stays() -> None:
     ("given", "rows", "world_size", "begins", "ends"),
     [
         ({"batch_size": 128}, MNIST, 3, "--batch-size 128: must divide by 3 (w", "126 or 129"),
-        (
-            {"batch_size": 72, "grad_accum": 5},
-            DIGITS,
-            2,
-            "--batch-size 72: must divide by 10 (world size 2 x --grad-accum 5) and",
-            "nearest legal: 70 or 80",
-        ),
+        ({"batch_size": 72, "grad_accum": 5}, DIGITS, 2, "--batch-size 72: must", "70 or 80"),
         ({"batch_size": 2}, DIGITS, 3, "--batch-size 2: must divide by 3 (w", "legal: 3"),
         ({"batch_size": 80}, 100, 3, "--batch-size 80: must divide by 3 (w", "legal: 78"),
         ({"batch_size": 1152}, DIGITS, 2, "--batch-size 1152: must", "legal: 1150"),
@@ -230,57 +212,52 @@ def test_what_is_given_stays() -> None:
             {"grad_accum": 5},
             10,
             2,
-            "--batch-size: must divide by 10 (world size 2 x --grad-accum 5) and be at most 8, the"
-            " train images without 2 for validation",
-            "; use fewer processes or parts",
+            "--batch-size: must divide by 10 (w",
+            "fewer processes or parts",
         ),
     ],
 )
 def test_fault_27_what_does_not_fit_is_refused_with_what_would(
     given: dict[str, Any], rows: int, world_size: int, begins: str, ends: str
 ) -> None:
-    with pytest.raises(UsageError, match=f"^{re.escape(begins)}.*{ends}$"):
+    with pytest.raises(UsageError, match=f"^{re.escape(begins)}.*{ends}$") as refused:
         resolve_recipe(Recipe(**given), rows, world_size)
+    parts = f"(world size {world_size} x --grad-accum {given.get('grad_accum', 1)}) and be at most"
+    assert "val_size" in given or parts in str(refused.value)
 
 
 ROWS = (1, 2, 5, 9, 10, 11, 50, 79, 100, 333, 1437, 7199, 8999, 9000, 9001, 60_000)
+TYPED = (1, 2, 7, 64, 100, 143, 1000, 59_999, 10**6)
 
 
 @pytest.mark.parametrize("rows", ROWS)
-def test_resolved_values_are_legal_and_resolving_is_done_once(rows: int) -> None:
-    for world_size in range(1, 9):
-        for grad_accum in (1, 2, 3, 5, 16):
-            least = world_size * grad_accum
-            val_size = min(5000, rows // 5)
-            if rows - val_size < least:
-                with pytest.raises(UsageError, match=f"--batch-size: must divide by {least} "):
-                    resolve_recipe(Recipe(grad_accum=grad_accum), rows, world_size)
-                continue
-            recipe = resolve_recipe(Recipe(grad_accum=grad_accum), rows, world_size)
-            assert recipe.batch_size and recipe.epochs
-            assert recipe.batch_size % least == 0
-            assert 0 < recipe.batch_size <= rows - val_size
-            assert recipe.batch_size < 144 + least
-            assert recipe.val_size == val_size
-            steps = (rows - val_size) // recipe.batch_size
-            assert recipe.epochs * steps >= 300
-            assert recipe.epochs == 2 or (recipe.epochs - 1) * steps < 300
-            assert resolve_recipe(recipe, rows, world_size) == recipe
-
-
-@pytest.mark.parametrize("rows", ROWS)
-def test_batch_sizes_that_are_suggested_are_accepted(rows: int) -> None:
-    for world_size, grad_accum in [(1, 1), (2, 1), (3, 2), (8, 1), (7, 5)]:
-        for batch_size in (1, 2, 7, 64, 100, 143, 1000, 59_999, 10**6):
+def test_resolved_and_suggested_values_are_legal_and_resolving_is_done_once(rows: int) -> None:
+    val_size = min(5000, rows // 5)
+    train_rows = rows - val_size
+    for world_size, grad_accum in itertools.product(range(1, 9), (1, 2, 3, 5, 16)):
+        least = world_size * grad_accum
+        if train_rows < least:
+            with pytest.raises(UsageError, match=f"--batch-size: must divide by {least} "):
+                resolve_recipe(Recipe(grad_accum=grad_accum), rows, world_size)
+            continue
+        recipe = resolve_recipe(Recipe(grad_accum=grad_accum), rows, world_size)
+        assert recipe.batch_size % least == 0
+        assert 0 < recipe.batch_size <= train_rows
+        assert recipe.batch_size < 144 + least
+        assert recipe.val_size == val_size
+        steps = train_rows // recipe.batch_size
+        assert recipe.epochs * steps >= 300
+        assert recipe.epochs == 2 or (recipe.epochs - 1) * steps < 300
+        assert resolve_recipe(recipe, rows, world_size) == recipe
+        for batch_size in TYPED:
             given = Recipe(batch_size=batch_size, grad_accum=grad_accum, epochs=1)
-            try:
+            if batch_size % least == 0 and batch_size <= train_rows:
                 assert resolve_recipe(given, rows, world_size).batch_size == batch_size
-                assert batch_size % (world_size * grad_accum) == 0
-            except UsageError as error:
-                legal = re.search(r"nearest legal: (\d+)(?: or (\d+))?$", str(error))
-                if legal is None:
-                    assert rows - rows // 5 < world_size * grad_accum
-                    continue
-                for size in filter(None, legal.groups()):
-                    suggested = dataclasses.replace(given, batch_size=int(size))
-                    assert resolve_recipe(suggested, rows, world_size).batch_size == int(size)
+                continue
+            with pytest.raises(UsageError) as refused:
+                resolve_recipe(given, rows, world_size)
+            legal = re.search(r"nearest legal: (\d+)(?: or (\d+))?$", str(refused.value))
+            assert legal
+            for size in map(int, filter(None, legal.groups())):
+                suggested = dataclasses.replace(given, batch_size=size)
+                assert resolve_recipe(suggested, rows, world_size).batch_size == size

@@ -4,17 +4,19 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ddp_mnist import cli
-from ddp_mnist.config import Run
+from ddp_mnist import cli, config
 from ddp_mnist.run.folder import RunFolder, read_json
 from ddp_mnist.verbs import restart
-from tests.commands import Started
+from tests.commands import Started, Typed
+
+Capsys = pytest.CaptureFixture[str]
+Run = Callable[..., int]
 
 ENTRY = ["-m", "ddp_mnist", "restart"]
 LOST = {"state": "failed", "exit_code": 6, "error": "rank 1 was lost"}
@@ -77,14 +79,15 @@ def names(folder: str | Path = ".") -> list[str]:
     return sorted(path.name for path in Path(folder).iterdir())
 
 
-def run(
-    monkeypatch: pytest.MonkeyPatch,
-    plan: list[Attempt],
-    flags: tuple[str, ...] = DIGITS,
-    restarts: int = 3,
-) -> int:
-    monkeypatch.setenv("PLAN", json.dumps(plan))
-    return restart.restart(restarts, [*COMMAND, *flags], cli.train_config(flags).run)
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Return a function that runs a command whose attempts end as planned."""
+
+    def run_plan(*plan: Attempt, flags: tuple[str, ...] = DIGITS, restarts: int = 3) -> int:
+        monkeypatch.setenv("PLAN", json.dumps(plan))
+        return restart.restart(restarts, [*COMMAND, *flags], cli.train_config(flags).run)
+
+    return run_plan
 
 
 # --- What is run again
@@ -95,32 +98,26 @@ def run(
     [(LOST, "rank 1 was lost"), (KILLED, "the process that wrote the run folder was killed")],
 )
 def test_a_lost_process_is_one_restart(
-    status: dict[str, Any],
-    reason: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    status: dict[str, Any], reason: str, run: Run, capsys: Capsys
 ) -> None:
-    assert run(monkeypatch, [attempt(1, status), attempt(0, FINISHED)]) == 0
+    assert run(attempt(1, status), attempt(0, FINISHED)) == 0
     assert calls() == [[*DIGITS, *RUN_DIR], [*DIGITS, *RUN_DIR, *AUTO]]
     assert capsys.readouterr().out == f"restart 1 of 3: {reason}\n"
     assert read_json(Path("runs/digits-001/status.json")) == FINISHED
 
 
 @pytest.mark.parametrize("restarts", [0, 2])
-def test_there_are_no_more_restarts_than_requested(
-    restarts: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(monkeypatch, [attempt(1, LOST)] * (restarts + 1), restarts=restarts) == 6
+def test_there_are_no_more_restarts_than_requested(restarts: int, run: Run, capsys: Capsys) -> None:
+    assert run(*[attempt(1, LOST)] * (restarts + 1), restarts=restarts) == 6
     assert len(calls()) == restarts + 1
     assert [line[:14] for line in capsys.readouterr().out.splitlines()] == [
         f"restart {number} of {restarts}" for number in range(1, restarts + 1)
     ]
 
 
-def test_the_last_attempt_decides(monkeypatch: pytest.MonkeyPatch) -> None:
-    diverged = {"state": "failed", "exit_code": 7, "error": "diverged"}
+def test_the_last_attempt_decides(run: Run) -> None:
     handlers = [signal.getsignal(number) for number in restart.SIGNALS]
-    assert run(monkeypatch, [attempt(1, LOST), attempt(1, KILLED), attempt(1, diverged)]) == 7
+    assert run(attempt(1, LOST), attempt(1, KILLED), attempt(1, {**LOST, "exit_code": 7})) == 7
     assert len(calls()) == 3
     assert [signal.getsignal(number) for number in restart.SIGNALS] == handlers
 
@@ -136,54 +133,46 @@ def test_the_last_attempt_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_run_that_is_done_or_needs_a_person_is_not_run_again(
-    command: int,
-    status: dict[str, Any],
-    code: int,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    command: int, status: dict[str, Any], code: int, run: Run, capsys: Capsys
 ) -> None:
-    assert run(monkeypatch, [attempt(command, status)]) == code
+    assert run(attempt(command, status)) == code
     assert calls() == [[*DIGITS, *RUN_DIR]]
     assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("code", [1, 2, 6])
-def test_a_command_that_never_began_a_run_leaves_no_folder(
-    code: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert run(monkeypatch, [attempt(code)]) == code
+def test_a_command_that_never_began_a_run_leaves_no_folder(code: int, run: Run) -> None:
+    assert run(attempt(code)) == code
     assert len(calls()) == 1
     assert not Path("runs/digits-001").exists()
 
 
 @pytest.mark.parametrize("old", [None, *map(json.dumps, (LOST, KILLED, FINISHED)), '{"'])
-def test_a_typed_folder_stays_and_its_old_status_decides_nothing(
-    old: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_typed_folder_stays_and_its_old_status_decides_nothing(old: str | None, run: Run) -> None:
     Path("mine").mkdir()
     if old:
         Path("mine/status.json").write_text(old)
-    assert run(monkeypatch, [attempt(2)], ("--run-dir", "mine")) == 2
+    assert run(attempt(2), flags=("--run-dir", "mine")) == 2
     assert calls() == [["--run-dir", "mine"]]
     assert names("mine") == (["status.json"] if old else [])
     assert not Path("runs").exists()
 
 
 @pytest.mark.parametrize("resume", ["auto", "a"])
-def test_a_typed_resume_is_left_as_it_is(resume: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_typed_resume_is_left_as_it_is(resume: str, run: Run) -> None:
     flags = ("--resume", resume, "--run-dir", "a")
-    assert run(monkeypatch, [attempt(1, LOST), attempt(0, FINISHED)], flags) == 0
+    assert run(attempt(1, LOST), attempt(0, FINISHED), flags=flags) == 0
     assert calls() == [list(flags)] * 2
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_command_that_a_signal_ended_has_a_shells_code(number: signal.Signals) -> None:
     die = f"import os; os.kill(os.getpid(), {int(number)})"
-    assert restart.restart(0, ["-c", die, "train"], Run()) == 128 + number
+    assert restart.restart(0, ["-c", die, "train"], config.Run()) == 128 + number
 
 
 @pytest.mark.parametrize(
-    ("typed", "expected"),
+    ("flags", "expected"),
     [
         ({"run_dir": "a", "dataset": "digits"}, "a"),
         ({"resume": "b"}, "b"),
@@ -195,11 +184,11 @@ def test_a_command_that_a_signal_ended_has_a_shells_code(number: signal.Signals)
     ],
 )
 def test_the_run_goes_into_the_typed_folder_else_into_a_new_one(
-    typed: dict[str, Any], expected: str
+    flags: dict[str, Any], expected: str
 ) -> None:
     new = expected.startswith("runs/")
-    flags = ["--run-dir", expected] if new else []
-    assert restart.choose_folder(Run(**typed)) == (Path(expected), flags)
+    added = ["--run-dir", expected] if new else []
+    assert restart.choose_folder(config.Run(**flags)) == (Path(expected), added)
     # runs/latest leads to runs that began
     assert names() == (["runs"] if new else [])
     assert not new or names("runs") == [Path(expected).name]
@@ -212,13 +201,13 @@ def test_the_run_goes_into_the_typed_folder_else_into_a_new_one(
 def orphan(folder: Path) -> Iterator[threading.Event]:
     """Hold the folder's lock until the event; then write that the run is saved, and end."""
     folder.mkdir()
-    run, ends = RunFolder(), threading.Event()
-    run.open(folder)
+    locked, ends = RunFolder(), threading.Event()
+    locked.open(folder)
 
     def go_on() -> None:
         if ends.wait(10):
-            run.write_json("status.json", PREEMPTED)
-        run.release()
+            locked.write_json("status.json", PREEMPTED)
+        locked.release()
 
     thread = threading.Thread(target=go_on)
     thread.start()
@@ -229,33 +218,32 @@ def orphan(folder: Path) -> Iterator[threading.Event]:
         thread.join()
 
 
-def test_a_process_that_still_writes_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_still_writes_is_waited_for(run: Run) -> None:
     with orphan(Path("a")) as ends:
         timer = threading.Timer(0.3, ends.set)
         timer.start()
-        assert run(monkeypatch, [attempt(1, KILLED)], ("--run-dir", "a")) == 143
+        assert run(attempt(1, KILLED), flags=("--run-dir", "a")) == 143
         assert ends.is_set()
         timer.join()
     assert len(calls()) == 1
 
 
-def test_a_process_that_never_ends_is_left_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_never_ends_is_left_after_a_while(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(restart, "ORPHANS_MAY_TAKE_S", 0.3)
     with orphan(Path("a")):
         started = time.monotonic()
-        assert run(monkeypatch, [attempt(1, KILLED)], ("--run-dir", "a")) == 1
+        assert run(attempt(1, KILLED), flags=("--run-dir", "a")) == 1
         assert 0.3 <= time.monotonic() - started < 5
     assert len(calls()) == 1  # a second writer would be refused
 
 
-def test_the_lock_file_of_a_killed_process_is_no_reason_to_wait(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_lock_file_of_a_killed_process_is_no_reason_to_wait(run: Run) -> None:
     Path("a").mkdir()
     Path("a/.lock").touch()
     started = time.monotonic()
-    plan = [attempt(1, KILLED), attempt(0, FINISHED)]
-    assert run(monkeypatch, plan, ("--run-dir", "a")) == 0
+    assert run(attempt(1, KILLED), attempt(0, FINISHED), flags=("--run-dir", "a")) == 0
     assert time.monotonic() - started < 5
     assert len(calls()) == 2
     assert names("a") == [".lock", "status.json"]  # a run removes it, this command does not
@@ -309,21 +297,15 @@ def test_a_signal_is_forwarded_and_nothing_is_run_after_it(
         (["3", "--", *COMMAND, "--run-dir", ""], "--run-dir '': is empty; .*"),
     ],
 )
-def test_a_wrong_command_line_is_one_line(
-    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["restart", *argv])
-    assert ended.value.code == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert re.fullmatch(rf"ddp-mnist: error: {message} \(code 2\)\n", err), err
+def test_a_wrong_command_line_is_one_line(argv: list[str], message: str, typed: Typed) -> None:
+    ended = typed("restart", *argv)
+    assert (ended.code, ended.out) == (2, "")
+    assert re.fullmatch(rf"ddp-mnist: error: {message} \(code 2\)\n", ended.err), ended.err
     assert names() == []
 
 
-def test_a_place_that_cannot_be_written_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_place_that_cannot_be_written_is_one_line(typed: Typed) -> None:
     Path("runs").touch()
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["restart", "3", "--", *COMMAND])
-    assert ended.value.code == 5
-    assert re.fullmatch(r"ddp-mnist: error: runs: .+ \(code 5\)\n", capsys.readouterr().err)
+    ended = typed("restart", "3", "--", *COMMAND)
+    assert ended.code == 5
+    assert re.fullmatch(r"ddp-mnist: error: runs: .+ \(code 5\)\n", ended.err)

@@ -34,13 +34,7 @@ def run(flags: Evaluate, distribution: Distribution) -> None:
 def evaluate_run(
     flags: Evaluate, distribution: Distribution, launch: Launch
 ) -> dict[str, Any] | None:
-    """Return metrics in full precision, as a dict for JSON, on rank 0; None on the other ranks.
-
-    Raises:
-        CheckpointError: the run folder or its weights cannot be read.
-        DataError: the data set is not there.
-        UsageError: it has another number of classes, or too few images for the split.
-    """
+    """Return metrics in full precision, as a dict for JSON, on rank 0; None on the other ranks."""
     run = flags.run
     with join_world(distribution, launch, full_precision=True) as world:
         store = world.store
@@ -96,8 +90,8 @@ def _read_config(run: str) -> dict[str, Any]:
     """Return what is needed of config.json. Raises CheckpointError."""
     try:
         config = read_json(Path(run) / CONFIG)
-        names, val_size = ("dataset", "cache_dir"), config["recipe"]["val_size"]
-        return {name: config["run"][name] for name in names} | {"val_size": val_size}
+        flags = config["run"] | config["recipe"]
+        return {name: flags[name] for name in ("dataset", "cache_dir", "val_size")}
     except (OSError, ValueError, LookupError, TypeError) as error:
         why = f"{CONFIG} is missing or damaged; name a run that `train` wrote"
         raise CheckpointError(f"{run}: {why}") from error

@@ -36,14 +36,7 @@ Outputs = Callable[[Tensor], Tensor]  # of images, logits
 
 
 def run(flags: Export) -> None:
-    """Write the files and a model card in place of an earlier export; say where, and what next.
-
-    Raises:
-        CheckpointError: the run has not finished.
-        UsageError: a package is missing, or the folder holds something else.
-        CheckFailed: a file gives other logits than the model.
-        StorageError: a file cannot be written.
-    """
+    """Write the files and a model card in place of an earlier export; say where, and what next."""
     packages = ("onnx", "onnxscript", "onnxruntime") if "onnx" in flags.format else ()
     if missing := [package for package in packages if importlib.util.find_spec(package) is None]:
         raise UsageError(
@@ -59,8 +52,7 @@ def run(flags: Export) -> None:
         file, (write, read) = EXPORTS[name], CONVERTERS[name]
         with quiet():
             contents[file] = write(trained)
-            outputs = read(contents[file])
-        apart = largest_difference(trained.model, outputs, file)
+            apart = largest_difference(trained.model, read(contents[file]), file)
         console.print(
             f"{file}: logits of {CHECKED_IMAGES} images within {apart:.0e} of the model's"
         )
@@ -89,9 +81,9 @@ def refuse_other_files(out: Path) -> None:
 
 
 def largest_difference(model: nn.Module, outputs: Outputs, file: str) -> float:
-    """Return that of the logits of 100 images of noise, all at once and one alone.
+    """Return that of the logits of images of noise, all at once and one alone.
 
-    Raises CheckFailed if it is above LIMIT.
+    Raise CheckFailed if it is above LIMIT.
     """
     stream, size = torch.Generator().manual_seed(0), (CHECKED_IMAGES, 28, 28)
     images = torch.randint(0, 256, size, generator=stream, dtype=torch.uint8)
@@ -168,7 +160,7 @@ def model_card(trained: Trained, run: str, files: list[str]) -> str:
     """Return README.md as the Hugging Face Hub reads it; every figure is the run's own.
 
     For data in a folder it has the digest and not the place; a licence is for the person to choose
-    who gives the weights away. Raises CheckpointError if a file of the run is missing or damaged.
+    who gives the weights away. Raise CheckpointError if a file of the run is missing or damaged.
     """
     try:
         summary = folder.read_json(Path(run) / folder.SUMMARY)

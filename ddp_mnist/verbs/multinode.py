@@ -38,7 +38,6 @@ def run(
     """Return the exit code of the rehearsal; a real node becomes its launcher instead.
 
     `arguments` are the verb's; `meet` raises if the other machines do not come within `timeout_s`.
-    Raises UsageError if the flags contradict each other.
     """
     if flags.machine_rank is None and flags.main_process_ip is None:
         return rehearse(flags, arguments)

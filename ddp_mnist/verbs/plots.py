@@ -42,11 +42,9 @@ LEGEND_COLUMNS = 3
 
 
 def draw(key: str, runs: Mapping[str, Sequence[dict[str, Any]]]) -> Figure | None:
-    """Return a figure with a line per run; None if no run has two points.
+    """Return a figure of one of CURVES, with a line per run; None if no run has two points.
 
-    Args:
-        key: of CURVES.
-        runs: lines of metrics.jsonl by the run's name.
+    `runs` are the lines of metrics.jsonl by the run's name.
     """
     points = {
         name: [(line["step"], line[key]) for line in lines if line.get(key) is not None]

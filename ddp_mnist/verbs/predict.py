@@ -57,13 +57,8 @@ def run(flags: Predict) -> None:
 def predict(flags: Predict) -> Iterator[tuple[dict[str, Any], np.ndarray | None]]:
     """Yield {file, label, probability, probabilities} and the net's input, uint8 [28, 28].
 
-    For a file that cannot be read they are {file, error} and None.
-
-    Raises:
-        CheckpointError: it is no finished run.
-        UsageError: photos of digits do not look like the images of this run.
-        DataError: a folder holds no images; or, after all others were labelled, some file could
-            not be read.
+    For a file that cannot be read they are {file, error} and None, and once all others are
+    labelled, a DataError names it.
     """
     trained = weights.from_bytes(weights.read_bytes(flags.run), flags.run)
     if flags.digit_photos and not trained.preparation.bright_on_black:
@@ -108,8 +103,7 @@ def find_images(path: str) -> list[Path]:
 def read_image(file: Path, digit_photos: bool) -> np.ndarray:
     """Return uint8 [28, 28] of an image file or stdin: as MNIST, or as training, would make it.
 
-    Raises:
-        DataError: it cannot be read, or shows nothing; the message has to follow the file's name.
+    Where it cannot, the DataError's message has to follow the file's name.
     """
     try:
         content = io.BytesIO(sys.stdin.buffer.read()) if file == STDIN else file
@@ -130,10 +124,7 @@ def as_mnist(image: PIL.Image.Image) -> np.ndarray:
     28x28 images are taken as they are, but for dark strokes on a bright ground, which are
     inverted. In others the paper may have any brightness; they are cropped to their strokes,
     scaled to fit 20x20 and placed with their centre of mass in the middle: how MNIST itself was
-    made (LeCun et al., 1998, section III.A).
-
-    Raises:
-        DataError: it shows nothing.
+    made (LeCun et al., 1998, section III.A). Raise DataError if there are no strokes.
     """
     grey = as_viewed(image)
     height, width = grey.shape

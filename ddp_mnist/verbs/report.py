@@ -46,40 +46,29 @@ class ReportedRun:
 
 
 def run(flags: Report) -> None:
-    """Write the page, and say where."""
+    """Write the page, and with --png each curve beside it; say where."""
     folder.check_place(flags.out, "--out")
     console = Console(True)
     console.print("reading    the runs, and asking each model for its mistakes")
-    for path in report(flags):
-        console.print(f"written to {path}")
-
-
-def report(flags: Report) -> list[Path]:
-    """Write the page, and with --png each curve beside it; return the files written.
-
-    Raises:
-        CheckpointError: a folder is no run, or of another version.
-        StorageError: a file cannot be written.
-    """
     paths = list(dict.fromkeys(Path(run).resolve() for run in flags.runs))
     runs = [read_run(path) for path in paths]
     alike = len({path.name for path in paths}) < len(paths)
     for path, run in zip(paths, runs, strict=True):
         run.name = str(path) if alike else path.name
         if run.status["state"] == "finished":
-            find_mistakes(run, path, flags.dataset, flags.cache_dir)
+            find_mistakes(run, path, flags)
     metrics = {run.name: run.metrics for run in runs}
     figures = {key: drawn for key in plots.CURVES if (drawn := plots.draw(key, metrics))}
     first = Path(flags.runs[0])
     page = Path(flags.out or (first if len(runs) == 1 else first.parent) / "report.html")
     curves = {plots.CURVES[key]: plots.as_svg(figure, key) for key, figure in figures.items()}
-    written = [page]
     with folder.storage_errors(page, "--out"):
         folder.write_atomically(page, render_page(runs, curves).encode())
+        console.print(f"written to {page}")
         for key, figure in figures.items() if flags.png else ():
-            written.append(page.with_name(f"{page.stem}-{key}.png"))
-            figure.savefig(written[-1], dpi=200)
-    return written
+            picture = page.with_name(f"{page.stem}-{key}.png")
+            figure.savefig(picture, dpi=200)
+            console.print(f"written to {picture}")
 
 
 def read_run(path: Path) -> ReportedRun:
@@ -108,14 +97,14 @@ def read_run(path: Path) -> ReportedRun:
 
 
 @torch.inference_mode()
-def find_mistakes(
-    run: ReportedRun, path: Path, dataset: str | None = None, cache_dir: str | None = None
-) -> None:
+def find_mistakes(run: ReportedRun, path: Path, places: Report) -> None:
     """Fill in `run.mistakes` of a finished run, or `run.no_mistakes` where there are none."""
     try:
         trained = weights.from_bytes(weights.read_bytes(str(path)), str(path))
         flags = run.config["run"]
-        images = cache.cached(dataset or flags["dataset"], cache_dir or flags["cache_dir"])
+        images = cache.cached(
+            places.dataset or flags["dataset"], places.cache_dir or flags["cache_dir"]
+        )
         if images is None or images.digest != run.summary["dataset"]["digest"]:
             raise DataError("The test images are not in the cache of this machine.")
     except DdpMnistError as error:

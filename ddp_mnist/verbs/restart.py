@@ -5,7 +5,6 @@ status.json in the run folder says what it was. Only rank 0's machine has that f
 machines is restarted by its scheduler.
 """
 
-import contextlib
 import signal
 import subprocess
 import sys
@@ -68,19 +67,18 @@ def run_once(command: list[str]) -> tuple[int, bool]:
     SIGTERM and SIGUSR1 are forwarded; a terminal sends SIGINT to the command too.
     """
     received: list[int] = []
-    forwarded = 0
-    with contextlib.ExitStack() as stack:
-        for number in SIGNALS:
-            handler = signal.signal(number, lambda received_now, _: received.append(received_now))
-            stack.callback(signal.signal, number, handler)
-        process = subprocess.Popen(command)
+    before = {n: signal.signal(n, lambda number, _: received.append(number)) for n in SIGNALS}
+    try:
+        process, forwarded = subprocess.Popen(command), 0
         while (code := process.poll()) is None:
-            if forwarded == len(received):
-                time.sleep(0.05)
-                continue
-            if received[forwarded] != signal.SIGINT:
-                process.send_signal(received[forwarded])
-            forwarded += 1
+            for number in received[forwarded:]:
+                forwarded += 1
+                if number != signal.SIGINT:
+                    process.send_signal(number)
+            time.sleep(0.05)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
     return (code if code >= 0 else 128 - code), bool(received)  # as a shell counts signals
 
 
