@@ -1,9 +1,10 @@
 """The page tells what the run's files tell, in a real browser too."""
 
+import contextlib
 import dataclasses
 import html
+import io
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -14,7 +15,6 @@ import numpy as np
 import PIL.Image
 import pytest
 
-from ddp_mnist import cli
 from ddp_mnist.cluster.local import run_world
 from ddp_mnist.data import cache
 from ddp_mnist.errors import CheckpointError
@@ -22,6 +22,9 @@ from ddp_mnist.run.folder import RunFolder, read_json
 from ddp_mnist.verbs import plots, report
 from ddp_mnist.verbs.flags import Report
 from ddp_mnist.verify.watch import just_train, proof_config, train_until
+from tests.commands import Typed
+
+ANYWHERE = Report(())  # the images lie where they lay
 
 
 def figures(page: str) -> dict[tuple[str, str], tuple[str, str]]:
@@ -37,22 +40,25 @@ def words(page: Path) -> str:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two runs that ended, on two processes, and one that was stopped."""
+    """Two runs that ended, the first of two processes, and one that was stopped."""
     folder = tmp_path_factory.mktemp("report")
     cache.load("digits")
-    for name, recipe in (("first", {}), ("second", {"epochs": 1, "label_smoothing": 0.0})):
-        config = proof_config(name, **recipe)
-        distribution = dataclasses.replace(config.distribution, mixed_precision="no")
-        config = dataclasses.replace(config, distribution=distribution)
-        run_world(2, just_train, config, folder=folder)
-    stopped = proof_config("stopped")
+    first = proof_config("first", model="mlp")
+    in_float32 = dataclasses.replace(first.distribution, mixed_precision="no")
+    run_world(2, just_train, dataclasses.replace(first, distribution=in_float32), folder=folder)
+    second = proof_config("second", model="mlp", epochs=1, label_smoothing=0.0)
+    run_world(1, just_train, second, folder=folder)
     with pytest.raises(Exception, match="stopped after step 2"):
-        run_world(1, train_until, stopped, 20, folder=folder)
+        run_world(1, train_until, proof_config("stopped", model="mlp"), 20, folder=folder)
     return folder
 
 
 def write(*runs: Path, **flags: Any) -> list[Path]:
-    return report.report(Report(tuple(map(str, runs)), **flags))
+    """Return the files that the verb says it wrote."""
+    with contextlib.redirect_stdout(io.StringIO()) as console:
+        report.run(Report(tuple(map(str, runs)), **flags))
+    _reading, *written = console.getvalue().splitlines()
+    return [Path(line.removeprefix("written to ")) for line in written]
 
 
 def summary_of(run: Path) -> dict[str, Any]:
@@ -96,7 +102,7 @@ def test_the_page_needs_nothing_else(folder: Path) -> None:
 def test_the_most_certain_mistakes_are_shown(folder: Path) -> None:
     path, images = folder / "first", cache.load("digits")
     run = report.read_run(path)
-    report.find_mistakes(run, path)
+    report.find_mistakes(run, path, ANYWHERE)
     wrong = round((1 - run.summary["test_accuracy"]) * 360)
     assert 0 < len(run.mistakes) == min(report.MOST_WRONG, wrong)
     certainty = [mistake["guess_probability"] for mistake in run.mistakes]
@@ -111,6 +117,7 @@ def test_runs_side_by_side(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "both.html"
     runs = [folder / name for name in ("first", "second", "stopped")]
     written = write(*runs, out=str(out), png=True)
+    assert written[0] == out
     shown = figures(out.read_text())
     summaries = {name: summary_of(folder / name) for name in ("first", "second")}
     for name, summary in summaries.items():
@@ -169,18 +176,17 @@ def test_without_the_images_the_page_says_so(elsewhere: bool, folder: Path, tmp_
         run.config["run"]["cache_dir"] = str(tmp_path)
     else:
         run.summary["dataset"]["digest"] = "0"
-    report.find_mistakes(run, folder / "first")
+    report.find_mistakes(run, folder / "first", ANYWHERE)
     assert not run.mistakes
     assert run.no_mistakes == "The test images are not in the cache of this machine."
 
 
-def test_what_is_no_run_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(CheckpointError, match=r"holds no run to report on \(status.json: No such"):
-        write(tmp_path)
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["report", str(tmp_path / "none")])
-    assert ended.value.code == 4
-    assert capsys.readouterr().err.count("\n") == 1
+def test_what_is_no_run_is_one_line(tmp_path: Path, typed: Typed) -> None:
+    for place in (tmp_path, tmp_path / "none"):
+        ended = typed("report", place)
+        [line] = ended.error_lines
+        assert (ended.code, ended.err) == (4, f"{line}\n")
+        assert f"{place}: holds no run to report on (status.json: No such" in line
 
 
 def unfinished(folder: Path, copy: Path, **status: Any) -> Path:
@@ -203,26 +209,20 @@ def test_a_result_from_before_more_epochs_is_none(folder: Path, tmp_path: Path) 
 
 
 def test_other_verbs_say_that_they_answer_with_the_earlier_model(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, tmp_path: Path, typed: Typed
 ) -> None:
     run = unfinished(folder, tmp_path / "run", state="preempted", step=50)
     image = tmp_path / "x.png"
     PIL.Image.fromarray(cache.load("digits").test_images[0].numpy()).save(image)
-    lines = [["predict", str(run), str(image)], ["export", str(run), "--format", "safetensors"]]
-    for line in [*lines, ["predict", str(folder / "first"), str(image)]]:
-        with pytest.raises(SystemExit) as ended:
-            cli.main(line)
-        assert ended.value.code == 0
-        err = capsys.readouterr().err
-        if line[1] == str(run):
-            assert err.startswith(f"ddp-mnist: warning: {run}: ")
-            assert err.endswith(f"ddp-mnist train --resume {run}\n")
-            assert "step 45" in err  # of the model
-            assert "step 50" in err  # of the run
-        else:
-            assert err == ""
-    write(run)
-    assert capsys.readouterr().err == ""  # the page says it
+    for verb in (["predict", run, image], ["export", run, "--format", "safetensors"]):
+        ended = typed(*verb)
+        assert ended.code == 0
+        assert ended.err.startswith(f"ddp-mnist: warning: {run}: ")
+        assert ended.err.endswith(f"ddp-mnist train --resume {run}\n")
+        assert "step 45" in ended.err  # of the model
+        assert "step 50" in ended.err  # of the run
+    assert typed("predict", folder / "first", image).err == ""
+    assert typed("report", run).err == ""  # the page says it
 
 
 @pytest.mark.parametrize(
@@ -280,19 +280,19 @@ def chromium(page: Path, *flags: str) -> str:
     command = [program, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"]
     command += ["--host-resolver-rules=MAP * ~NOTFOUND", "--proxy-server=127.0.0.1:9"]
     command += [f"--user-data-dir={page.parent / 'profile'}", *flags, page.as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert [line for line in done.stderr.splitlines() if ":CONSOLE" in line] == []
     return done.stdout
 
 
-def test_a_default_run_in_chromium(mnist_run: Path, tmp_path: Path) -> None:
+def test_the_page_in_chromium(folder: Path, tmp_path: Path) -> None:
     """Tables scroll within themselves; the page as a whole is not wider than a phone."""
-    [path] = write(mnist_run, out=str(tmp_path / "report.html"))
+    run = folder / "second"
+    [path] = write(run, out=str(tmp_path / "report.html"))
     assert path.stat().st_size < 1.5e6
-    page, name = chromium(path, "--dump-dom"), mnist_run.name
-    accuracy = summary_of(mnist_run)["test_accuracy"]
-    assert figures(page)[name, "test_accuracy"] == (str(accuracy), f"{accuracy:.4f}")
+    page, accuracy = chromium(path, "--dump-dom"), summary_of(run)["test_accuracy"]
+    assert figures(page)["second", "test_accuracy"] == (str(accuracy), f"{accuracy:.4f}")
     assert len(re.findall(r'<img [^>]*alt="Test image \d+: ', page)) == report.MOST_WRONG
     # frames of these widths, as a headless window is at least 500 wide
     frame = '<iframe src="report.html" style="width:{}px;height:900px"></iframe>'
