@@ -131,7 +131,8 @@ def mnist_run(mnist: Path, once: Callable[[str, Maker], Path]) -> Path:
     """Return a default run on the real MNIST; out.txt has what it printed."""
 
     def make(folder: Path) -> None:
-        ended = python(*TRAIN, "--dataset", str(mnist), folder=folder)
+        one_thread = {"OMP_NUM_THREADS": "1"}  # waits for no other
+        ended = python(*TRAIN, "--dataset", str(mnist), folder=folder, variables=one_thread)
         assert ended.code == 0, ended.err
         (folder / "out.txt").write_text(ended.out)
 
