@@ -18,7 +18,7 @@ from ddp_mnist.models import CNN
 from ddp_mnist.run.folder import read_json
 from ddp_mnist.verbs import report
 from ddp_mnist.verbs.evaluate import evaluate_run
-from ddp_mnist.verbs.flags import Evaluate
+from ddp_mnist.verbs.flags import Evaluate, Report
 from ddp_mnist.verify import watch
 from tests.test_sources import write_idx
 from tests.training import check_equal, metrics, what_it_says, with_flags
@@ -234,7 +234,7 @@ def evaluate_and_report(run: str) -> tuple[int, str]:
     counted = evaluate_run(Evaluate(run), Distribution(cpu=True), Launch())
     assert counted
     reported = report.read_run(Path(run))
-    report.find_mistakes(reported, Path(run))
+    report.find_mistakes(reported, Path(run), Report((run,)))
     assert reported.mistakes or reported.no_mistakes
     return counted["count"], reported.no_mistakes
 
