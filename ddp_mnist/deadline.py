@@ -2,33 +2,26 @@
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from typing import TypeVar
 
 T = TypeVar("T")
 
 
 def with_deadline(function: Callable[[], T], seconds: float) -> T:
-    """Return what `function` returns within `seconds`, or raise what it raises.
+    """Return what `function` returns, or raise what it raises; TimeoutError after `seconds`.
 
     It runs in a thread, which is left behind if it does not end; starting one costs some 50 us.
-
-    Raises:
-        TimeoutError: it has not ended within `seconds`.
     """
-    returned: list[T] = []
-    raised: list[BaseException] = []
+    future: Future[T] = Future()
 
     def call() -> None:
         try:
-            returned.append(function())
+            future.set_result(function())
         except BaseException as error:
-            raised.append(error)
+            future.set_exception(error)
 
-    thread = threading.Thread(target=call, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if raised:
-        raise raised[0]
-    if not returned:
+    threading.Thread(target=call, daemon=True).start()
+    if not wait([future], seconds).done:
         raise TimeoutError(f"no answer within {seconds:g} s")
-    return returned[0]
+    return future.result()

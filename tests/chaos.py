@@ -6,6 +6,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,30 +40,19 @@ def config_of(recipe: str, run: Path, *more: str) -> TrainConfig:
     return cli.train_config(flags_of(recipe, run, "--cpu", *more))
 
 
+@dataclass
 class Chaos:
-    """Hit runs of one kind, which is first left alone to see what it leaves behind.
+    """Hit runs of one kind, which is first left alone to see what it leaves behind."""
 
-    Args:
-        folder: for the runs.
-        recipe: a name from RECIPES.
-        size: number of processes.
-        launcher: none (the forkserver), torchrun or accelerate.
-        chance: draws the moments.
-        hits: counts faults and the phases that they came in.
-    """
+    folder: Path
+    recipe: str  # a name from RECIPES
+    size: int  # number of processes
+    launcher: str  # none (the forkserver), torchrun or accelerate
+    chance: random.Random  # draws the moments
+    hits: Counter[str]  # of each fault, and of each phase that one came in
 
-    def __init__(
-        self,
-        folder: Path,
-        recipe: str,
-        size: int,
-        launcher: str,
-        chance: random.Random,
-        hits: Counter[str],
-    ) -> None:
-        self.folder, self.recipe, self.size, self.launcher = folder, recipe, size, launcher
-        self.chance, self.hits = chance, hits
-        run = folder / f"unbroken-{recipe}-{size}"
+    def __post_init__(self) -> None:
+        run = self.folder / f"unbroken-{self.recipe}-{self.size}"
         started = self.start(run)
         wait_until(lambda: checkpoint.newest_first(run))
         first = time.time()
@@ -192,10 +182,8 @@ def chaos(folder: Path, count: int, seed: str, launcher: str, faults: list[str])
     hits, chance = Counter[str](), random.Random(seed)
     kinds: dict[tuple[str, int], Chaos] = {}
     for number in range(count):
-        kind = (
-            chance.choice(list(RECIPES)),
-            chance.choice([1, 2, 3] if launcher == "none" else [2, 3]),
-        )
+        sizes = [1, 2, 3] if launcher == "none" else [2, 3]
+        kind = (chance.choice(list(RECIPES)), chance.choice(sizes))
         if kind not in kinds:
             kinds[kind] = Chaos(folder, *kind, launcher, chance, hits)
         kinds[kind].hit(folder / f"run-{number}", chance.choice(faults))

@@ -59,9 +59,9 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         if report.when == "call":
             counts = dict(report.user_properties)
             tried = counts.get("tried", 1)
-            name = report.nodeid.rpartition("::")[2]
-            row = f"{tried:>5} / {tried if report.passed else 'fewer':<5} {name}"
-            terminalreporter.write_line(f"{row}  {counts.get('details', '')}")
+            held, name = tried if report.passed else "fewer", report.nodeid.rpartition("::")[2]
+            row = f"{tried:>5} / {held:<5} {name}  {counts.get('details', '')}"
+            terminalreporter.write_line(row)
 
 
 def pytest_sessionfinish() -> None:

@@ -175,11 +175,15 @@ REFUSED: list[tuple[Variables, str]] = [
 ]
 
 
+def refusal(flags: dict[str, Any], env: Variables) -> str:
+    with pytest.raises(UsageError) as raised:
+        find_launch(Distribution(**flags), env)
+    return str(raised.value)
+
+
 @pytest.mark.parametrize(("env", "message"), REFUSED, ids=[message for _, message in REFUSED])
 def test_refused_variables(env: Variables, message: str) -> None:
-    with pytest.raises(UsageError) as raised:
-        find_launch(Distribution(), env)
-    assert str(raised.value).startswith(message)
+    assert refusal({}, env).startswith(message)
 
 
 TCP: dict[str, Any] = {"init_method": "tcp://h:1", "rank": 0, "world_size": 2}
@@ -206,9 +210,7 @@ CONTRADICTED = "the environment says"
     ],
 )
 def test_refused_flags(flags: dict[str, Any], env: Variables, message: str) -> None:
-    with pytest.raises(UsageError) as raised:
-        find_launch(Distribution(**flags), env)
-    assert str(raised.value).startswith(message)
+    assert refusal(flags, env).startswith(message)
 
 
 NO_ADDRESSES = """
@@ -220,10 +222,8 @@ NO_ADDRESSES = """
 
 @pytest.mark.parametrize("text", NO_ADDRESSES.split())
 def test_refused_addresses(text: str) -> None:
-    with pytest.raises(UsageError) as raised:
-        find_launch(Distribution(**TCP | {"init_method": text}), {})
     expected = f"--init-method {text}: must be tcp://HOST:PORT (port 1 to 65535) or env://"
-    assert str(raised.value) == expected
+    assert refusal(TCP | {"init_method": text}, {}) == expected
 
 
 def test_first_slurm_host() -> None:
@@ -233,9 +233,8 @@ def test_first_slurm_host() -> None:
 
 
 def test_only_a_worker_dies_with_its_launcher() -> None:
-    launchers = ("accelerate", "torchrun", "slurm", "tcp", "python")
-    children = [launcher for launcher in launchers if Launch(launcher).child_of_launcher]
-    assert children == ["accelerate", "torchrun"]
+    for launcher in ("accelerate", "torchrun", "slurm", "tcp", "python"):
+        assert Launch(launcher).child_of_launcher == (launcher in ("accelerate", "torchrun"))
 
 
 def test_the_addresses_of_this_machine() -> None:

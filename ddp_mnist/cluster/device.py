@@ -75,7 +75,7 @@ def precision_in_effect(flags: Distribution, launch: Launch, device: str) -> str
 def place_on_machine(launch: Launch, store: Store) -> tuple[int, int]:
     """Return this process's local rank, and how many processes share its machine.
 
-    The first counts those of one launcher alone: two nodes that are rehearsed share a machine.
+    Where two nodes are rehearsed on one machine, each launcher counts local ranks from 0.
     """
     here = [rank for rank, host in enumerate(store.hosts) if host == store.hosts[store.rank]]
     found = here.index(store.rank) if launch.local_rank is None else launch.local_rank
@@ -91,7 +91,7 @@ def set_threads(launch: Launch, device: str, processes_here: int) -> int:
     given = os.environ.get("OMP_NUM_THREADS") or "0"
     outermost = given.partition(",")[0]  # OpenMP takes a list, one entry per level of nesting
     if not outermost.isdecimal():
-        raise UsageError(f"OMP_NUM_THREADS={given}: must be a whole number; set it or unset it")
+        raise UsageError(f"OMP_NUM_THREADS={given}: must be a whole number; correct or unset it")
     threads = int(outermost)
     if threads < 1 or (threads == 1 and launch.child_of_launcher):
         ours, sharers = cores(), processes_here

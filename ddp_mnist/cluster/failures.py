@@ -21,15 +21,15 @@ aborted: list[dist.ProcessGroup] = []  # kept: the end of one joins threads that
 
 
 def first_cause(store: Store, error: BaseException) -> BaseException:
-    """Return `error`, marked as agreed, if this rank fails first; else a silent stand-in."""
+    """Return `error`, marked as agreed, if this rank fails first; else a FailedElsewhere."""
     if isinstance(error, FailedElsewhere) or getattr(error, "agreed", False):
         return error
     if isinstance(error, KeyboardInterrupt):  # it reached every rank, and local rank 0 prints it
         store.report_failure("interrupted", 130)
         return error
-    code = getattr(error, "code", 1)
-    failure = store.report_failure(str(error) or type(error).__name__, code)
-    if failure is not None:
+    message = str(error) or type(error).__name__
+    failure = store.report_failure(message, getattr(error, "code", 1))
+    if failure:
         return FailedElsewhere(failure["message"], failure["code"])
     if isinstance(error, DdpMnistError):
         error.agreed = True
@@ -48,27 +48,28 @@ def propagate_first_error(store: Store) -> Iterator[None]:
     except BaseException as error:
         traceback.clear_frames(error.__traceback__)  # they hold the model, and it the group
         # A launcher that lost a worker sends SIGTERM while this rank finds out why.
-        signals = (signal.SIGTERM, signal.SIGINT)
-        before = {each: signal.signal(each, signal.SIG_IGN) for each in signals}
+        ignored = (signal.SIGTERM, signal.SIGINT)
+        before = {number: signal.signal(number, signal.SIG_IGN) for number in ignored}
         cause = first_cause(store, as_expected(store, error))
         end_group()  # the others' connections break now, and they look for the cause
         store.shutdown(patience_s=2)  # while they read it in its store
-        for each, handler in before.items():
-            signal.signal(each, handler)
+        for number, handler in before.items():
+            signal.signal(number, handler)
         if cause is error:
             raise
         raise cause from error
 
 
 def end_group(*, in_order: bool = False) -> None:
-    """End the process group, but DDP's reducer before it: else a gloo thread may abort at exit.
+    """End the process group. All ranks have come here `in_order`, or one of them has failed.
 
-    The frames that held the model have ended by now, or are cleared. Unless all ranks have come to
-    their end `in_order`, NCCL's collectives may wait for a lost one, and are aborted:
-    destroy_process_group would first wait until they are done.
+    Then NCCL's collectives may wait for a lost rank, and are aborted: destroy_process_group would
+    first wait until they are done.
     """
     if not dist.is_initialized() or dist.group.WORLD in aborted:
         return
+    # DDP's reducer ends before the group: else a gloo thread may abort at exit. The frames that
+    # held the model have ended by now, or are cleared.
     gc.collect()
     if in_order or dist.get_backend() != "nccl":
         dist.destroy_process_group()

@@ -1,8 +1,8 @@
-"""Read rank, world size and main address of this process from its flags or environment.
+"""Find out how this process was started: its rank, the world size, where rank 0 is.
 
-One table for every way of starting: plain python, `accelerate launch`, torchrun,
-`python -m torch.distributed.launch`, `srun`, variables set by hand, and one command per process
-with `--init-method tcp://HOST:PORT`. Nothing here imports torch or opens a connection.
+A launcher (accelerate, torchrun, srun) or a person says so in environment variables; one command
+per process says so in the flags `--init-method tcp://HOST:PORT --rank R --world-size N`. Nothing
+here imports torch or opens a connection.
 """
 
 import os
@@ -17,7 +17,7 @@ from ddp_mnist.errors import UsageError
 
 CONFIGS = "accelerate_configs"
 
-# The variables of each fact; of several the first that is set counts.
+# By field of Launch the variable that says it; of several, the first that is set.
 OF_TORCHRUN = {
     "rank": "RANK",
     "world_size": "WORLD_SIZE",
@@ -34,15 +34,14 @@ OF_SLURM = {
     "num_machines": "SLURM_STEP_NUM_NODES SLURM_NNODES",
     "main_port": "MASTER_PORT",
 }
-FROM_1 = ("world_size", "local_world_size", "num_machines", "main_port")  # the others from 0
+FROM_1 = ("world_size", "local_world_size", "num_machines", "main_port")  # the others count from 0
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One process's place in the run; None where the launcher does not say."""
+    """One process's place in the run, or a machine's; None where the launcher does not say."""
 
-    # python, accelerate, torchrun, slurm, environment or tcp; or machine, for a whole machine that
-    # has started no process yet.
+    # python, accelerate, torchrun, slurm, environment or tcp; machine, which has no process yet
     launcher: str = "python"
     rank: int = 0
     world_size: int = 1
@@ -105,7 +104,7 @@ def _from_address(flags: Distribution, env: Mapping[str, str]) -> Launch:
 
 
 def _with_flags(flags: Distribution, env: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment with the flags for ranks in it, which may not contradict it."""
+    """Return the environment and the flags for ranks, which may not contradict it."""
     merged = dict(env)
     for name in ("rank", "world_size", "local_rank"):
         value, variable = getattr(flags, name), name.upper()
@@ -118,7 +117,7 @@ def _with_flags(flags: Distribution, env: Mapping[str, str]) -> dict[str, str]:
 
 
 def _from_variables(flags: Distribution, env: Mapping[str, str]) -> Launch:
-    """Find out which launcher set the variables, and read them; without one, a lone process."""
+    """Read the variables of the launcher that set them; without one, this process is alone."""
     for flag, value in (("--rank", flags.rank), ("--world-size", flags.world_size)):
         if value is not None and "MASTER_ADDR" not in env:
             raise UsageError(f"{flag} {value}: needs --init-method tcp://HOST:PORT beside it")
@@ -134,10 +133,9 @@ def _from_variables(flags: Distribution, env: Mapping[str, str]) -> Launch:
                     f" {', '.join(needed)}, as launchers do, or none of them"
                 )
         launcher = "environment" if not by_agent else "accelerate" if by_accelerate else "torchrun"
-        by_store = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        host = env.get("MASTER_ADDR")
-        numbers = _numbers(env, OF_TORCHRUN)
-        return Launch(launcher, main_host=host, agent_store=by_store, **numbers)
+        agent_store = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        host, numbers = env.get("MASTER_ADDR"), _numbers(env, OF_TORCHRUN)
+        return Launch(launcher, main_host=host, agent_store=agent_store, **numbers)
     if (_number(env, "SLURM_STEP_NUM_TASKS") or _number(env, "SLURM_NTASKS") or 1) > 1:
         return _from_slurm(env)
     for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE"):
@@ -157,10 +155,7 @@ def _from_variables(flags: Distribution, env: Mapping[str, str]) -> Launch:
 
 
 def _from_slurm(env: Mapping[str, str]) -> Launch:
-    """Read the variables that `srun` gives each task.
-
-    A batch script has SLURM_NTASKS too, but no SLURM_STEP_ID.
-    """
+    """Read the variables of srun's tasks. A batch script has SLURM_NTASKS, but no SLURM_STEP_ID."""
     if "SLURM_STEP_ID" not in env or "SLURM_PROCID" not in env:
         raise UsageError(
             f"SLURM_NTASKS={env.get('SLURM_NTASKS')}: this process was not started by srun and"
@@ -180,7 +175,7 @@ def first_slurm_host(nodes: str) -> str:
 
 
 def _numbers(env: Mapping[str, str], variables: dict[str, str]) -> dict[str, Any]:
-    """Return the facts that the environment gives."""
+    """Return the fields of Launch that the environment gives."""
     return {
         fact: _number(env, name, int(fact in FROM_1), 65535 if fact == "main_port" else None)
         for fact, names in variables.items()
@@ -191,7 +186,7 @@ def _numbers(env: Mapping[str, str], variables: dict[str, str]) -> dict[str, Any
 def _number(
     env: Mapping[str, str], name: str, least: int = 0, most: int | None = None
 ) -> int | None:
-    """Return the number in a variable; None if it is not set."""
+    """Return the number in a variable, from `least` to `most`; None if it is not set."""
     if not env.get(name):
         return None
     value = int(env[name]) if re.fullmatch(r"\d{1,18}", env[name]) else -1

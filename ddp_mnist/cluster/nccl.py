@@ -1,9 +1,9 @@
-"""Over NCCL: waits that can end, and an end that waits for nobody.
+"""Let a wait for the GPU end when a rank is lost, so that NCCL's runs fail as gloo's do.
 
-gloo's collectives return when they are done, or raise. NCCL's are only enqueued on the GPU: the
-host waits in CUDA when it next reads a result, where no Python error can come, until torch's
-watchdog ends the process. So the host waits here first. No GPU has run this yet: the tests put
-stand-ins in the place of CUDA's event and of the group.
+gloo's collectives return when they are done, or raise. NCCL's only enqueue work on the GPU: the
+host waits in CUDA when it next reads a result. If a rank is lost, no Python error ends that wait,
+but torch's watchdog the process. So the host waits here first, in Python. No GPU has run this yet:
+the tests put stand-ins in the place of CUDA's event and of the group.
 """
 
 import contextlib
@@ -19,21 +19,21 @@ from ddp_mnist.cluster.store import LIVENESS, Store
 
 LOOK_EVERY_S = 0.5
 
-# A launcher that lost one worker sends the others SIGTERM, and SIGKILL 30 s later. A wait that goes
-# on for so long after the first is taken for one for the lost worker. The rest has to fit in: 0.5 s
-# to look, 10 to abort, 3.5 to find out who was lost and to let the others read it.
+# A launcher that lost a worker sends the others SIGTERM, and SIGKILL 30 s later. A wait that lasts
+# this long after SIGTERM is taken for a wait for the lost worker. Before SIGKILL there is then time
+# to notice (0.5 s), to abort (10 s), to find out who was lost and to tell the others (3.5 s).
 AFTER_SIGNAL_S = 10.0
 
-# How much longer the watchdog's time-out is. It counts from when a collective was enqueued, up to a
-# second before a wait for it begins, and is there for the few waits that are not these.
+# The watchdog's time-out is this much longer than ours, so that ours comes first: it starts when a
+# collective is enqueued, up to a second before the wait. It ends the few waits that are not here.
 WATCHDOG_MARGIN_S = 30.0
 
 
 class NcclAccelerator(Accelerator):
-    """An Accelerator whose host waits for its GPU in Python wherever it is about to read a result.
+    """An Accelerator that waits for its GPU wherever the host is about to read a result.
 
-    That is after a reduce and a gather, and with a loss scaler, which reads whether the gradient
-    overflowed, after each backward that exchanges gradients. A wait may take `timeout_s`.
+    The host reads what `reduce` and `gather` return; a loss scaler reads whether the gradients that
+    `backward` exchanged overflowed. A wait may take `timeout_s`.
     """
 
     new_event: Callable[[], Any] = torch.cuda.Event

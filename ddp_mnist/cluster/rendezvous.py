@@ -12,7 +12,7 @@ from ddp_mnist.cluster.launch import Launch
 from ddp_mnist.cluster.store import POLL_S, Store, host_id, open_store
 from ddp_mnist.errors import DdpMnistError, PeerError, UsageError
 
-# What one of those that meet is called, several are, and each is known by.
+# What meets: in the plural, and what its number is called.
 WORDS = {"process": ("processes", "rank"), "machine": ("machines", "machine")}
 
 
@@ -58,11 +58,8 @@ def meet(launch: Launch, timeout_s: float) -> Store:
 def check_same(store: Store, facts: dict[str, Any], about: str = "facts") -> None:
     """Raise UsageError that names the first of the ranks' `facts` that differs.
 
-    DDP compares the shapes of the parameters and nothing else.
-
-    Args:
-        facts: this rank's, by the name that a person knows them by.
-        about: another word for each comparison on one store.
+    DDP compares the shapes of the parameters and nothing else. The keys are names that a person
+    knows; each comparison on one store is `about` something else.
     """
     everyone = store.all_gather(about, facts)
     for key, value in everyone[0].items():

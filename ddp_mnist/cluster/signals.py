@@ -32,10 +32,8 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.requests = [0.0] * len(EXIT_CODES)  # 1 once the signal came, in their order
-        # Called on every rank, at the same step, before the run ends.
-        self.save: Callable[[], str] = lambda: "stopped"
-        # Called for a second SIGINT, in another thread; then the process ends.
-        self.at_once: Callable[[], None] = lambda: None
+        self.save: Callable[[], str] = lambda: "stopped"  # on every rank, at the same step
+        self.at_once: Callable[[], None] = lambda: None  # at a second SIGINT, in another thread
 
     def note(self, number: int) -> None:
         """Fill the signal's slot. A second SIGINT waits for nobody, and for no collective."""

@@ -54,9 +54,8 @@ class Store:
     world_size: int
     served_by_launcher: bool = False  # and ends with it; else with rank 0
     patience_s: float = 60.0  # how long one call may take
-    hosts: list[str] = field(default_factory=list)  # one `host_id` per rank, once all are known
-    # Per rank its machine's own address towards the main one.
-    addresses: list[str | None] = field(default_factory=list)
+    hosts: list[str] = field(default_factory=list)  # per rank its `host_id`, once all have met
+    addresses: list[str | None] = field(default_factory=list)  # of their machines, towards rank 0's
     lost: list[int] = field(default_factory=list)  # the ranks that are known to be dead
     unreachable = False  # nobody serves the store any more, or the link to it is dead
     signalled: float | None = None  # time.monotonic() when a stop signal came to this process

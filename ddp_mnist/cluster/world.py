@@ -1,6 +1,7 @@
-"""Starts and ends this process's part of the world: group, device, precision, threads, Accelerator.
+"""Join the processes of a run, and leave them in order: `join_world`, which yields a World.
 
-The only module that makes an Accelerator. World size 1 takes the same path as any other.
+The only module that forms a process group or makes an Accelerator. World size 1 takes the same path
+as any other.
 """
 
 import contextlib
@@ -19,13 +20,7 @@ import accelerate.optimizer
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import (
-    DataLoaderConfiguration,
-    DDPCommunicationHookType,
-    DistributedDataParallelKwargs,
-    InitProcessGroupKwargs,
-    is_lomo_available,
-)
+from accelerate.utils import DDPCommunicationHookType, is_lomo_available
 from torch import nn
 
 from ddp_mnist.cluster import nccl
@@ -47,7 +42,6 @@ from ddp_mnist.deadline import with_deadline
 from ddp_mnist.errors import PeerError, UsageError
 
 PR_SET_PDEATHSIG = 1  # from linux/prctl.h
-
 COMM_HOOKS = {
     "none": DDPCommunicationHookType.NO,
     "fp16": DDPCommunicationHookType.FP16,
@@ -117,11 +111,9 @@ def join_world(
     """Meet the other processes, yield the World, and end it in order on every path.
 
     With `full_precision` it computes in the dtype of the weights, whatever flags and launcher say.
-
-    Raises:
-        UsageError: device, backend and precision do not fit together or do not exist here.
-        PeerError: another process did not come, was lost, or did not answer in time.
-        FailedElsewhere: another rank failed first.
+    Raise UsageError if device, backend and precision do not exist here or do not fit together,
+    PeerError if another process did not come, was lost or did not answer in time, FailedElsewhere
+    if another rank failed first.
     """
     started = time.monotonic()
     device = choose_device(flags)
@@ -190,10 +182,10 @@ def make_accelerator(
     return kind(
         cpu=device == "cpu",
         mixed_precision="no" if precision == "fp64" else precision,
-        dataloader_config=DataLoaderConfiguration(split_batches=True, non_blocking=True),
+        dataloader_config=accelerate.DataLoaderConfiguration(split_batches=True, non_blocking=True),
         kwargs_handlers=[
-            InitProcessGroupKwargs(backend=None if backend == "none" else backend),
-            DistributedDataParallelKwargs(
+            accelerate.InitProcessGroupKwargs(backend=None if backend == "none" else backend),
+            accelerate.DistributedDataParallelKwargs(
                 gradient_as_bucket_view=True,
                 comm_hook=COMM_HOOKS[flags.comm_hook],
                 comm_state_option=POWERSGD if flags.comm_hook == "powersgd" else {},
