@@ -1,4 +1,3 @@
-import dataclasses
 import gzip
 import json
 import re
@@ -14,17 +13,15 @@ from ddp_mnist.run.console import Console
 from ddp_mnist.run.folder import RunFolder
 from ddp_mnist.run.profiling import StepProfiler, first_traced, summarise
 from ddp_mnist.verify.watch import just_train, proof_config, weights_of
-from tests.training import what_it_says
+from tests.training import what_it_says, with_flags
 
 STEPS = 6  # of an epoch of 15
 
 
 def test_each_rank_leaves_a_trace_of_its_steps_and_computes_the_same(tmp_path: Path) -> None:
-    config = proof_config(model="mlp", epochs=1)
-    profiled = dataclasses.replace(config.run, profile=STEPS, quiet=False)
-    said, silence = run_world(
-        2, what_it_says, dataclasses.replace(config, run=profiled), folder=tmp_path
-    )
+    plain = proof_config("plain", model="mlp", epochs=1)
+    profiled = with_flags(plain, run_dir="run", profile=STEPS, quiet=False)
+    said, silence = run_world(2, what_it_says, profiled, folder=tmp_path)
     assert silence == ""
     for rank in (0, 1):
         with gzip.open(tmp_path / "run" / "profile" / f"rank-{rank}.json.gz") as file:
@@ -39,14 +36,13 @@ def test_each_rank_leaves_a_trace_of_its_steps_and_computes_the_same(tmp_path: P
     assert {"Self CPU %", "# of Calls"} <= set(re.split(r"\s{2,}", table[1].strip()))
     assert len(table) >= 10  # which rows are the largest depends on the machine
     assert "traces     run/profile/rank-0.json.gz" in said
-    run_world(2, just_train, proof_config("plain", model="mlp", epochs=1), folder=tmp_path)
+    run_world(2, just_train, plain, folder=tmp_path)
     watched, unwatched = weights_of(tmp_path / "run"), weights_of(tmp_path / "plain")
     assert all((watched[name] == unwatched[name]).all() for name in watched)
 
 
 def test_more_than_an_epoch_has_is_refused_and_nothing_begun(tmp_path: Path) -> None:
-    config = proof_config()
-    config = dataclasses.replace(config, run=dataclasses.replace(config.run, profile=15))
+    config = with_flags(proof_config(), profile=15)
     with pytest.raises(Exception, match=r"^--profile 15: an epoch has 15 steps; ask .* most 14\n"):
         run_world(1, just_train, config, folder=tmp_path)
     assert not (tmp_path / "run").exists()

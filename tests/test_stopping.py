@@ -61,9 +61,9 @@ def test_without_a_signal_the_run_goes_on() -> None:
 
 
 def test_what_cannot_be_saved_is_the_error_instead() -> None:
-    with pytest.raises(Preempted, match=r"^SIGTERM: stopped$"):
-        StopSignals().obey([1, 0, 0], True)  # before there is anything to save
     stop = StopSignals()
+    with pytest.raises(Preempted, match=r"^SIGTERM: stopped$"):
+        stop.obey([1, 0, 0], True)  # before there is anything to save
     stop.save = Mock(side_effect=StorageError("the disk is full"))
     with pytest.raises(StorageError, match="the disk is full"):
         stop.obey([1, 0, 0], True)
@@ -114,15 +114,12 @@ def test_a_second_interrupt_ends_the_process_whatever_happens(
 # --- Listening
 
 
-Handlers = dict[int, Any]
-
-
-def handlers() -> Handlers:
+def handlers() -> dict[int, Any]:
     return {number: signal.getsignal(number) for number in EXIT_CODES}
 
 
 @pytest.fixture
-def before() -> Iterator[Handlers]:
+def before() -> Iterator[dict[int, Any]]:
     """Set handlers that are not the usual ones, and restore the test's own afterwards."""
     usual = handlers()
     signal.signal(TERM, signal.SIG_IGN)
@@ -133,30 +130,22 @@ def before() -> Iterator[Handlers]:
         signal.signal(number, handler)
 
 
-@pytest.fixture
-def wakeup_fd() -> Iterator[int]:
-    """Set a wakeup fd as somebody else may have done before."""
+@pytest.mark.parametrize("fails", [False, True])
+def test_all_is_as_before_but_after_an_error_the_signals_stay_ignored(
+    fails: bool, before: dict[int, Any]
+) -> None:
+    threads = set(threading.enumerate())
     ours, other = socket.socketpair()
     ours.setblocking(False)
     with ours, other:
-        usual = signal.set_wakeup_fd(ours.fileno())
-        yield ours.fileno()
-        signal.set_wakeup_fd(usual)
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_all_is_as_before_but_after_an_error_the_signals_stay_ignored(
-    fails: bool, before: Handlers, wakeup_fd: int
-) -> None:
-    threads = set(threading.enumerate())
-    with contextlib.suppress(ZeroDivisionError), listen():
-        assert all(now != before[number] for number, now in handlers().items())
-        assert signal.set_wakeup_fd(-1) not in (wakeup_fd, -1)
-        if fails:
-            raise ZeroDivisionError
+        usual = signal.set_wakeup_fd(ours.fileno())  # as somebody else may have done before
+        with contextlib.suppress(ZeroDivisionError), listen():
+            assert all(now != before[number] for number, now in handlers().items())
+            assert signal.set_wakeup_fd(-1) not in (ours.fileno(), -1)
+            if fails:
+                raise ZeroDivisionError
+        assert signal.set_wakeup_fd(usual) == ours.fileno()
     assert handlers() == (dict.fromkeys(EXIT_CODES, signal.SIG_IGN) if fails else before)
-    found = signal.set_wakeup_fd(wakeup_fd)
-    assert found == wakeup_fd
     until(lambda: set(threading.enumerate()) <= threads)
 
 

@@ -1,7 +1,5 @@
 """The trackers get the numbers of metrics.jsonl; one that cannot be used is refused at once."""
 
-import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -11,12 +9,14 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, TensorBoardTracker
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from ddp_mnist.cluster.local import LocalWorld, run_world
+from ddp_mnist.config import TrainConfig
 from ddp_mnist.errors import UsageError
 from ddp_mnist.run.checkpoint import newest_first
 from ddp_mnist.run.console import Console
 from ddp_mnist.run.folder import read_json
 from ddp_mnist.run.tracking import Trackers, named
 from ddp_mnist.verify.watch import just_train, proof_config, resumed, train_until
+from tests.training import metrics, with_flags
 
 
 def test_names_are_separated_by_commas_and_checked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,9 +47,8 @@ def test_one_that_fails_is_left_out_and_reported_once(capsys: pytest.CaptureFixt
     )
 
 
-def config_with(trackers: str, **recipe: Any) -> Any:
-    config = proof_config(**recipe)
-    return dataclasses.replace(config, run=dataclasses.replace(config.run, trackers=trackers))
+def config_with(trackers: str) -> TrainConfig:
+    return with_flags(proof_config(model="mlp"), trackers=trackers, checkpoint_every=10)
 
 
 def scalars(run: Path) -> dict[str, dict[int, float]]:
@@ -63,7 +62,7 @@ def scalars(run: Path) -> dict[str, dict[int, float]]:
 def logged(run: Path) -> dict[str, dict[int, Any]]:
     """Return what metrics.jsonl holds, by name and step, to be compared as float32."""
     found: dict[str, dict[int, Any]] = {}
-    for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()):
+    for line in metrics(run, "step"):
         for name, value in line.items():
             if name != "step" and value is not None:
                 found.setdefault(name, {})[line["step"]] = pytest.approx(value, rel=1e-6)
@@ -73,7 +72,6 @@ def logged(run: Path) -> dict[str, dict[int, Any]]:
 def test_tensorboard_holds_what_metrics_jsonl_holds_also_after_a_resume(tmp_path: Path) -> None:
     """Of two processes one writes; steps that are done again are there once."""
     config = config_with("tensorboard")
-    config = dataclasses.replace(config, run=dataclasses.replace(config.run, checkpoint_every=10))
     LocalWorld(2, train_until, config, 25, folder=tmp_path).outcomes()
     run = tmp_path / "run"
     assert scalars(run) == logged(run)
