@@ -138,7 +138,6 @@ def on_this_machine() -> dict[str, Any]:
         "doctor finds": [f"{each.status} {each.name}" for each in processors(Doctor())],
         "doctor opened one": getattr(torch.cuda, "opened", False),
         "bench": {what: benches.default_processes(what) for what in benches.BENCHES},
-        "bench says": benches.sharing_notes(benches.default_processes("loop")),
         "bench launches": [decision(functools.partial(config_for, size)) for size in (1, 2)],
         "yaml": {config: launched(config) for config in YAMLS},
         "yaml --cpu": launched("single_gpu", "--cpu"),

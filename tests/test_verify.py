@@ -98,7 +98,7 @@ def test_failed_checks_are_summed_up_in_a_line() -> None:
     assert summary.startswith("verify: 1 of 2 checks failed (weights); do not trust results")
     summary = proofs.failure_summary([BAD], None, "cnn_bn")
     assert summary
-    assert "if it passes without --model, cnn_bn takes other steps" in summary
+    assert "if it passes without --model, cnn_bn depends on how a batch is split" in summary
 
 
 def test_what_differs_is_counted_and_bounded() -> None:

@@ -1,5 +1,4 @@
-"""The least that a program which trains with Accelerate can do: `bench startup` and `bench memory`
-compare with it.
+"""The least that a program which trains with Accelerate can do: `bench startup` compares with it.
 
     python ddp_mnist/bench/baseline_program.py --run-dir FOLDER
 

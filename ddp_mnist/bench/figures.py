@@ -14,19 +14,13 @@ FIX = "goals are for MNIST and two free CPU cores: close other programs and repe
 
 @dataclass(frozen=True)
 class Figure:
-    """The median of `n` measurements, and how far they spread.
-
-    Attributes:
-        low, high: the lowest and the highest; of a ratio, the 90 % interval of its median, if
-            there are five or more.
-        is_ratio: whether it is a ratio of what ran in one round.
-    """
+    """The median of `n` measurements, and how far they spread."""
 
     median: float
-    low: float
-    high: float
+    low: float  # the lowest; of a ratio, the lower end of the 90 % interval of its median
+    high: float  # the same above; a ratio of fewer than five rounds has no interval
     n: int
-    is_ratio: bool = False
+    is_ratio: bool = False  # of what ran in one round
 
     def __str__(self) -> str:
         digits = ".3f" if self.is_ratio else ".4g"

@@ -1,18 +1,11 @@
 """The machines of a run, which meet and agree before each of them starts its processes."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from ddp_mnist.cluster.launch import CONFIGS, Launch
 from ddp_mnist.errors import UsageError
-
-if TYPE_CHECKING:
-    from ddp_mnist.cluster.store import Store
-
 
 DEFAULT_PORT = 12345
 
@@ -44,12 +37,7 @@ class Node:
 
 
 def meet(node: Node, timeout_s: float) -> None:
-    """Return on every machine once all have met; raise as `meet_others` does."""
-    meet_others(node, timeout_s).close()  # the launcher of machine 0 opens the port again
-
-
-def meet_others(node: Node, timeout_s: float) -> Store:
-    """Return the store, which machine 0 serves, once all have come and agree on their numbers.
+    """Return on every machine once all have come and agree on their numbers.
 
     Raise UsageError if these differ, and else as `rendezvous.meet` does.
     """
@@ -61,7 +49,7 @@ def meet_others(node: Node, timeout_s: float) -> Store:
     numbers = {"NPROC_PER_NODE": node.nproc_per_node, "the config": f"{node.config}.yaml"}
     try:
         rendezvous.check_same(store, numbers)
-    except UsageError:
-        store.close()  # machine 0, which serves the store, leaves last
+    except UsageError:  # every machine finds that
+        store.close()
         raise
-    return store
+    store.close()  # the launcher of machine 0 opens the port again

@@ -6,13 +6,16 @@ launcher on one or more machines, what they are together.
 
 import json
 import os
+import time
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
 from ddp_mnist.cluster import hardware
-from ddp_mnist.cluster.launch import Launch, find_launch
+from ddp_mnist.cluster.launch import find_launch
 from ddp_mnist.cluster.local import backend_among, run_world
 from ddp_mnist.cluster.nodes import Node
+from ddp_mnist.cluster.world import join_world
 from ddp_mnist.config import Distribution
 from ddp_mnist.data.sources import find_source
 from ddp_mnist.doctor.compare import against, read_saved
@@ -20,11 +23,12 @@ from ddp_mnist.doctor.flags import Doctor
 from ddp_mnist.doctor.group import PASSED_ON, check_group
 from ddp_mnist.doctor.machine import check_machine
 from ddp_mnist.doctor.preflight import check_node
-from ddp_mnist.errors import CheckFailed, DdpMnistError, FailedElsewhere, PeerError, UsageError
+from ddp_mnist.errors import CheckFailed, DdpMnistError, FailedElsewhere, StorageError, UsageError
 from ddp_mnist.run.console import Console, tell
 from ddp_mnist.run.folder import check_place, save_json
-from ddp_mnist.run.results import FAIL, CheckResult, failure_summary, from_error, worst
+from ddp_mnist.run.results import FAIL, CheckResult, failed, failure_summary, from_error, worst
 from ddp_mnist.run.results import describe as results_as_json
+from ddp_mnist.run.summary import narrated_elsewhere
 
 START_S = 120  # to start processes and check them once
 
@@ -37,8 +41,7 @@ def default_processes() -> int:
 def run(flags: Doctor, distribution: Distribution) -> None:
     """Print each check as it is done, and the verdict; on rank 0, which has the files.
 
-    Raises:
-        CheckFailed: a check says FAIL.
+    Raise CheckFailed where a check says FAIL.
     """
     launch = find_launch(distribution)
     if distribution.cpu:
@@ -49,14 +52,17 @@ def run(flags: Doctor, distribution: Distribution) -> None:
     find_source(dataset)  # refuses a name that is none before anything else
     if flags.processes == 1:  # which a machine of several may have; not one alone
         raise UsageError("--processes 1: must be at least 2, to have something to connect")
-    flags = replace(flags, dataset=dataset, processes=flags.processes or default_processes())
-    results = run_checks(flags, distribution, launch)
-    console = Console(is_rank0 and not flags.json)
-    processes = launch.world_size if launch.world_size > 1 else flags.processes or 0
+    alone, console = launch.world_size == 1, Console(is_rank0 and not flags.json)
+    processes = flags.processes or default_processes() if alone else launch.world_size
+    flags = replace(flags, dataset=dataset, processes=processes)
+    if alone:
+        results = list(told(check_machine(flags), console.print))
+        results += check_processes(processes, flags, distribution)
+    else:
+        results = check_together(flags, distribution, machines=True)
     if compared_with:
-        for result in list(against(results, compared_with, flags.tolerance, processes)):
-            results.append(result)
-            console.print(str(result))
+        comparisons = against(list(results), compared_with, flags.tolerance, processes)
+        results += told(comparisons, console.print)
     verdict = results_as_json(results, "findings", verdict=worst(results), processes=processes)
     if save:
         save_json(save, verdict)
@@ -69,48 +75,54 @@ def run(flags: Doctor, distribution: Distribution) -> None:
 def run_preflight(node: Node, timeout_s: float, flags: Doctor) -> None:
     """Connect to the other machines, and print how far it goes; the processes get the results.
 
-    Raises:
-        CheckFailed: a check says FAIL.
+    Raise CheckFailed where a check says FAIL.
     """
-    say, results = tell if flags.json else Console(True).print, []
-    for result in check_node(node, timeout_s):
-        say(f"machine {node.machine_rank}: {result}")
-        results.append(result)
+    say, who = tell if flags.json else Console(True).print, f"machine {node.machine_rank}"
+    results = list(told(check_node(node, timeout_s), lambda line: say(f"{who}: {line}")))
     if wrong := failure_summary("doctor", results):
         verdict = results_as_json(results, "findings", verdict=FAIL, processes=0)
         if flags.save:
             save_json(Path(flags.save), verdict)
         Console(flags.json).print(json.dumps(verdict))
-        raise CheckFailed(f"machine {node.machine_rank}: {wrong}")
+        raise CheckFailed(f"{who}: {wrong}")
     os.environ[PASSED_ON] = json.dumps([asdict(result) for result in results])
 
 
-def run_checks(flags: Doctor, distribution: Distribution, launch: Launch) -> list[CheckResult]:
-    """Return the results; with a launcher, the same ones on every rank. Print each as it comes."""
-    results, alone = list[CheckResult](), launch.world_size == 1
-    console = Console(launch.rank == 0 and not flags.json)
-    for result in check_machine(flags) if alone else ():
-        results.append(result)
-        console.print(str(result))
-    try:
-        if alone:
-            return results + check_processes(flags, distribution)
-        return check_group(flags, distribution)
-    except DdpMnistError as error:
-        results.append(from_error("processes" if alone else "rendezvous", error))
-        console.print(str(results[-1]))
-        return results
+def told(checks: Iterable[CheckResult], say: Callable[[str], None]) -> Iterator[CheckResult]:
+    """Yield the results, each said as it comes."""
+    for result in checks:
+        say(str(result))
+        yield result
 
 
-def check_processes(flags: Doctor, distribution: Distribution) -> list[CheckResult]:
+def check_processes(size: int, flags: Doctor, distribution: Distribution) -> list[CheckResult]:
     """Start processes on this machine, and return what they find."""
-    size = flags.processes or default_processes()
     timeout_s = START_S + distribution.dist_timeout + 60 * flags.minutes
     if distribution.backend == "auto":
         distribution = replace(distribution, backend=backend_among(size))
-    members = (size, check_group, flags, distribution, False)
+    members = (size, check_together, flags, distribution, False)
     try:
         return run_world(*members, folder=Path.cwd(), timeout_s=timeout_s)[0]
     except (OSError, RuntimeError, ValueError) as error:  # one was killed, or came to no end
         text = f"{size} of this machine: {type(error).__name__}: {error}"
-        raise PeerError(f"{text}; see dmesg for what killed it, or try --processes 2") from error
+        wrong = failed("processes", text, "see dmesg for what killed it, or try --processes 2")
+    except DdpMnistError as error:
+        wrong = from_error("processes", error)
+    return list(told([wrong], Console(not flags.json).print))
+
+
+def check_together(flags: Doctor, distribution: Distribution, machines: bool) -> list[CheckResult]:
+    """Return what all ranks find, the same on each; rank 0 prints it. See `check_group`."""
+    launch, clock, results = find_launch(distribution), time.monotonic(), list[CheckResult]()
+    say = Console(launch.rank == 0 and not flags.json).print
+    try:
+        with join_world(distribution, launch) as world, narrated_elsewhere(world, not flags.json):
+            met_s = time.monotonic() - clock
+            for result in told(check_group(world, flags, machines, met_s), say):
+                results.append(result)
+    except StorageError:  # of stdout
+        raise
+    except DdpMnistError as error:
+        if worst(results) != FAIL:  # a check that failed says more
+            results += told([from_error("the end" if results else "rendezvous", error)], say)
+    return results

@@ -16,7 +16,7 @@ LENGTH = 1000  # elements; no multiple of a likely number of ranks
 SIZES = {"1 KB": 2**10, "64 KB": 2**16, "1 MB": 2**20, "16 MB": 2**24}  # bytes
 COLLECTIVES = (
     *("broadcast", "all-reduce", "all-reduce (max)", "reduce", "all-gather", "gather", "scatter"),
-    *("reduce-scatter", "all-to-all", "send/recv"),
+    *("reduce-scatter", "all-to-all"),  # NCCL's all-to-all sends and receives
 )
 
 
@@ -53,8 +53,6 @@ def run(name: str, rank: int, size: int, device: torch.device) -> tuple[Tensor, 
         case "scatter":
             dist.scatter(rows[0], list(everyone.split(1)) if rank == 0 else None, src=0)
             return rows[0][0], everyone[rank]
-        case "send/recv":
-            return send_recv(rank, size, device)
     to_this_rank = [payload(other, device, size)[rank] for other in range(size)]
     if name == "all-to-all":
         received = torch.zeros_like(parts)
@@ -62,25 +60,6 @@ def run(name: str, rank: int, size: int, device: torch.device) -> tuple[Tensor, 
         return received, torch.stack(to_this_rank)
     dist.reduce_scatter_tensor(rows[0], parts)
     return rows[0][0], torch.stack(to_this_rank).sum(0)
-
-
-def send_recv(rank: int, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Send around the ring: to the next rank, from the one before.
-
-    gloo cannot do this on a GPU, as it hands the tensor's address to a socket: there numbers in
-    main memory go around.
-    """
-    if dist.get_backend() == "gloo":
-        device = torch.device("cpu")
-    mine, received = payload(rank, device), torch.zeros(1, LENGTH, device=device)
-    before, after = (rank - 1) % size, (rank + 1) % size
-    if rank % 2 == 0:
-        dist.send(mine, after)
-        dist.recv(received, before)
-    else:
-        dist.recv(received, before)
-        dist.send(mine, after)
-    return received, payload(before, device)
 
 
 def all_reduce_ms(

@@ -23,11 +23,13 @@ def against(
         text = f"{processes} processes here, {saved['processes']} there: speeds are not comparable"
         yield warned("against", text, "check both with the same number of processes")
         return
-    entries = list(map(asdict, results))
-    (here, busy), (there, busy_there) = map(figures_of, (entries, saved["findings"]))
-    if busy_there:
-        text = f"the other machine was measured while it was busy ({busy_there})"
-        yield warned("against", text, "check it again while nothing else runs there")
+    found = {"this machine": list(map(asdict, results)), "the other machine": saved["findings"]}
+    for who, entries in found.items():
+        busy = [e["text"] for e in entries if e.get("name") == LOAD and e["status"] == WARN]
+        if busy:
+            text = f"{who} was measured while it was busy ({'; '.join(busy)})"
+            yield warned("against", text, "check it again while nothing else runs there")
+    here, there = map(figures_of, found.values())
     for name in sorted(here.keys() & there.keys()):
         ours, theirs = here[name], there[name]
         if min(ours, theirs) <= 0:  # there is nothing to divide by
@@ -37,28 +39,22 @@ def against(
         text = f"{name}: {ours:.4g} here, {theirs:.4g} there"
         text += f", worse by {worse - 1:.0%}" if fails else f" (within {tolerance:.0%})"
         fix = "look for what differs: clocks, throttling, neighbours, cables, versions"
-        if fails and busy:
-            text += f", on a busy machine ({busy})"
-            fix = f"check again while nothing else runs; if it stays, {fix}"
         yield check("against", fails, text, fix)
     if missing := sorted(there.keys() - here.keys()):
         fix = "check both with the same flags and numbers of processes"
         yield warned("against", f"not measured here: {', '.join(missing)}", fix)
 
 
-def figures_of(entries: Sequence[Mapping[str, Any]]) -> tuple[dict[str, float], str]:
-    """Return all figures by name, and what other programs held; "" if no machine was busy."""
-    figures = {name: value for each in entries for name, value in each["figures"].items()}
-    loads = [each for each in entries if each.get("name") == LOAD and each["status"] == WARN]
-    return figures, "; ".join(each["text"] for each in loads)
+def figures_of(entries: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the figures of all entries by name."""
+    return {name: value for each in entries for name, value in each["figures"].items()}
 
 
 def read_saved(file: str) -> dict[str, Any]:
     """Return what --save wrote there. Raise UsageError if it did not write this file."""
     try:
         saved = json.loads(Path(file).read_text(encoding="utf-8"))
-        figures, _ = figures_of(saved["findings"])
-        list(map(float, figures.values()))
+        list(map(float, figures_of(saved["findings"]).values()))
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         why = reason(error) if isinstance(error, OSError) else "not from doctor --save"
         raise UsageError(f"--against {file}: cannot be read ({why}); name another") from error

@@ -17,10 +17,9 @@ from torch import nn
 
 from ddp_mnist import train
 from ddp_mnist.cluster import hardware
-from ddp_mnist.cluster.launch import find_launch
 from ddp_mnist.cluster.signals import listen
-from ddp_mnist.cluster.world import World, join_world
-from ddp_mnist.config import Distribution, Recipe, ResolvedConfig, Run, resolve_recipe
+from ddp_mnist.cluster.world import World
+from ddp_mnist.config import Recipe, ResolvedConfig, Run, resolve_recipe
 from ddp_mnist.data import cache
 from ddp_mnist.doctor import collectives
 from ddp_mnist.doctor.compare import LOAD
@@ -28,25 +27,14 @@ from ddp_mnist.doctor.flags import Doctor
 from ddp_mnist.doctor.machine import check_machine, nvidia_smi, product
 from ddp_mnist.errors import DdpMnistError, reason
 from ddp_mnist.run import session
-from ddp_mnist.run.console import Console
-from ddp_mnist.run.results import (
-    FAIL,
-    PASS,
-    WARN,
-    CheckResult,
-    check,
-    failed,
-    from_error,
-    passed,
-)
-from ddp_mnist.run.summary import count, device, narrated_elsewhere
+from ddp_mnist.run.results import PASS, WARN, CheckResult, check, failed, passed, warned
+from ddp_mnist.run.summary import count, device
 from ddp_mnist.run.versions import code_digest, package_versions
 from ddp_mnist.run.weights import digest_of
 
 PASSED_ON = "DDP_MNIST_DOCTOR_PREFLIGHT"  # what this machine found before its processes started
 NOT_CACHED = "not cached"
 LATE_S = 0.2
-CLOCKS_S = 5.0  # that may lie between two machines' clocks
 BUSY = 0.25  # of a machine's cores, that other programs may hold
 SLOW = 1.5  # times the median rank's seconds
 EPOCHS = 5  # of the digits: 75 steps
@@ -84,47 +72,26 @@ class Group:
         return f"rank {shown}" + (" ..." if len(ranks) > 8 else "")
 
 
-def check_group(options: Doctor, flags: Distribution, machines: bool = True) -> list[CheckResult]:
-    """Return the results, on every rank; rank 0 prints each as it comes.
+def check_group(
+    world: World, options: Doctor, machines: bool, met_s: float
+) -> Iterator[CheckResult]:
+    """Check one after the other; after one that breaks down, the rest could not work either.
 
-    `machines` says whether each machine is still to be checked alone.
-
-    Raises:
-        DdpMnistError: the processes did not meet; see `join_world`.
+    The results are the same on every rank; with `machines`, each machine is checked alone first.
     """
-    launch, clock, results = find_launch(flags), time.monotonic(), list[CheckResult]()
-    verbose = not options.json
-    console = Console(verbose and launch.rank == 0)
-    try:
-        with join_world(flags, launch) as world, narrated_elsewhere(world, verbose):
-            who = f"{count(launch.world_size, 'process')} on {count(world.num_machines, 'machine')}"
-            text = f"{who} connected within {time.monotonic() - clock:.1f} s"
-            text += f", backend {world.backend}, precision {world.precision}"
-            first = passed("rendezvous", text)
-            for result in (first, *checks_of(Group(world, options), machines)):
-                results.append(result)
-                console.print(str(result))
-    except DdpMnistError as error:
-        if not results:
-            raise
-        if all(result.status != FAIL for result in results):  # a check that failed says more
-            results.append(from_error("the end", error))
-            console.print(str(results[-1]))
-    return results
-
-
-def checks_of(group: Group, machines: bool) -> Iterator[CheckResult]:
-    """Check one after the other; after one that breaks down, the rest could not work either."""
+    group = Group(world, options)
+    who = f"{count(group.size, 'process')} on {count(world.num_machines, 'machine')}"
+    text = f"{who} connected within {met_s:.1f} s, backend {world.backend}"
+    yield passed("rendezvous", f"{text}, precision {world.precision}")
     for name, checks, wanted in (
         ("machine", machines_alone, machines),
         ("same", same_everywhere, True),
-        ("clocks", clocks, True),
         ("load", load, True),
         ("collectives", right_results, True),
         ("speed", speeds, True),
         ("computing", slowest, True),
         ("training", training, True),
-        ("burn-in", burn_in, group.options.minutes > 0),
+        ("burn-in", burn_in, options.minutes > 0),
     ):
         try:
             yield from checks(group) if wanted else ()
@@ -178,22 +145,10 @@ def same_everywhere(group: Group) -> Iterator[CheckResult]:
             yield failed("same", f"{text} {values[odd[0]]}", fix)
         elif without:
             text = f"{what}: not cached on {group.who(without)}"
-            yield CheckResult(WARN, "same data", text, "run ddp-mnist prepare on each machine")
+            yield warned("same data", text, "run ddp-mnist prepare on each machine")
     if all_equal:
         text = f"versions, code and data of {count(group.size, 'process')} are equal"
         yield passed("same", text)
-
-
-def clocks(group: Group) -> Iterator[CheckResult]:
-    """Check the clocks, which all ranks read at the same moment, as far as the store allows."""
-    group.store.barrier("doctor/clocks", within_s=group.store.patience_s)
-    times = group.gather(time.time())
-    apart, middle = max(times) - min(times), statistics.median_low(times)
-    odd = [rank for rank, now in enumerate(times) if abs(now - middle) > CLOCKS_S / 2]
-    wrong, text = apart > CLOCKS_S, f"within {max(apart, 0.1):.1f} s of each other"
-    text = f"{apart:,.0f} s apart: {group.who(odd)}" if wrong else text
-    fix = "set the clocks by NTP (chrony), or logs and time-outs mislead"
-    yield check("clocks", wrong, text, fix, WARN)
 
 
 def right_results(group: Group) -> Iterator[CheckResult]:
@@ -241,7 +196,7 @@ def load(group: Group) -> Iterator[CheckResult]:
             held = f"{each['held']:.1f} of {count(each['cores'], 'core')}{names}"
             fix = "end them, or wait, and check again: what follows is slower beside them"
             text = f"{group.host(rank)}: other programs hold {held}"
-            yield CheckResult(WARN, LOAD, text, fix)
+            yield warned(LOAD, text, fix)
     if not group.busy:
         most = max(each["held"] / each["cores"] for each in loads if each)
         yield passed(LOAD, f"other programs hold {most:.0%} of the cores")

@@ -1,17 +1,12 @@
-"""Checks between machines, before a process starts: name, route, who is there, ports."""
+"""Checks between machines, before a process starts: name, route, who is there."""
 
-import socket
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 from ddp_mnist.cluster import interfaces
-from ddp_mnist.cluster.nodes import Node, meet_others
-from ddp_mnist.cluster.store import Store
+from ddp_mnist.cluster.nodes import Node, meet
 from ddp_mnist.errors import DdpMnistError, reason
 from ddp_mnist.run.results import FAIL, WARN, CheckResult, check, failed, from_error, passed
-
-CONNECT_S = 5.0
 
 
 def check_node(node: Node, timeout_s: float) -> Iterator[CheckResult]:
@@ -23,21 +18,18 @@ def check_node(node: Node, timeout_s: float) -> Iterator[CheckResult]:
             return
     if node.num_machines == 1:
         return  # there is no other to meet
-    name, clock = "meeting", time.monotonic()
+    clock = time.monotonic()
     try:
-        store = meet_others(node, timeout_s)
-        where = f"{node.main_process_ip}:{node.main_process_port}"
-        text = f"{node.num_machines} machines connected at {where}"
-        yield passed(name, f"{text} in {time.monotonic() - clock:.1f} s")
-        name = "connections"
-        result = connections(store)
-        store.close()
-        yield result
+        meet(node, timeout_s)
     except DdpMnistError as error:
-        yield from_error(name, error)
+        yield from_error("meeting", error)
     except RuntimeError as error:  # of the store, which machine 0 serves
         text = f"machine 0 went away ({reason(error)})"
-        yield failed(name, text, "see what it says there, then start again")
+        yield failed("meeting", text, "see what it says there, then start again")
+    else:
+        where = f"{node.main_process_ip}:{node.main_process_port}"
+        text = f"{node.num_machines} machines connected at {where}"
+        yield passed("meeting", f"{text} in {time.monotonic() - clock:.1f} s")
 
 
 def main_address(node: Node) -> CheckResult:
@@ -51,11 +43,8 @@ def main_address(node: Node) -> CheckResult:
     text = host if addresses == [host] else f"{host} is {', '.join(addresses)}"
     shown = ", ".join(sorted(interfaces.own_addresses())) or "its addresses"
     is_first, is_own = node.machine_rank == 0, interfaces.is_own(host)
-    status, problem, fix = (
-        WARN,
-        "",
-        "give the address of machine 0, unless both run on this machine",
-    )
+    status, problem = WARN, ""
+    fix = "give the address of machine 0, unless both run on this machine"
     if is_own and not is_first:
         problem = ", which is this machine's own"
     elif is_first and not is_own:
@@ -75,44 +64,3 @@ def route(node: Node) -> CheckResult:
     text = text if own else f"none from this machine to {place[0]}"
     fix = "bring up the interface of that network, or give another address of machine 0"
     return check("route", own is None, text, fix)
-
-
-def connections(store: Store) -> CheckResult:
-    """Check that each machine reaches each other at a port that the system chose.
-
-    gloo and NCCL connect so; the main port may be open in a firewall that drops all others.
-    """
-    ranks = [rank for rank in range(store.world_size) if rank != store.rank]
-    own = store.addresses[store.rank]
-    elsewhere = [address for rank in ranks if (address := store.addresses[rank])]
-    if elsewhere and (own is None or interfaces.is_loopback(own)):
-        own = interfaces.address_towards(elsewhere[0], 1)
-    with socket.socket(socket.AF_INET6 if own and ":" in own else socket.AF_INET) as server:
-        server.bind(("", 0))
-        server.listen()
-        listening = store.all_gather("listens", [own, server.getsockname()[1]])
-        places = [listening[rank] for rank in ranks]
-        with ThreadPoolExecutor(len(ranks)) as pool:  # one deadline for all of them
-            refusals = list(pool.map(lambda place: refusal(*place), places))
-        store.barrier("connections", within_s=store.patience_s + CONNECT_S)
-    reached = store.all_gather("reached", not any(refusals))
-    fix = "open all TCP ports between the machines in firewalls and security groups"
-    for rank, (address, port), why in zip(ranks, places, refusals, strict=True):
-        if why:
-            text = f"machine {rank} cannot be reached at {address}:{port} ({why})"
-            return failed("connections", text, fix)
-    cut = ", ".join(str(rank) for rank in ranks if not reached[rank])
-    text = f"to {len(ranks)} other machines, at ports of theirs"
-    text = f"machine {cut} cannot reach all others" if cut else text
-    return check("connections", cut, text, "see what it says there")
-
-
-def refusal(address: str | None, port: int) -> str:
-    """Return why no connection is made within CONNECT_S; "" if one is."""
-    if address is None:
-        return "it has no address"
-    try:
-        with socket.create_connection((address, port), timeout=CONNECT_S):
-            return ""
-    except OSError as error:
-        return reason(error)

@@ -48,20 +48,13 @@ def proof_config(run_dir: str = "run", **recipe: Any) -> TrainConfig:
 
 @dataclass
 class Seen:
-    """Hold what one rank did in a run.
-
-    Attributes:
-        images: a digest of each image that the net was given, per micro-batch.
-        learning_rates: per optimizer step.
-        gradient_norms: Euclidean norm of the whole averaged gradient, per optimizer step.
-        weights: a digest of the net that the rank ended with.
-    """
+    """Hold what one rank did in a run."""
 
     summary: dict[str, Any] = field(default_factory=dict)
-    images: list[list[str]] = field(default_factory=list)
-    learning_rates: list[float] = field(default_factory=list)
-    gradient_norms: list[float] = field(default_factory=list)
-    weights: str = ""
+    images: list[list[str]] = field(default_factory=list)  # a digest of each, per micro-batch
+    learning_rates: list[float] = field(default_factory=list)  # per optimizer step
+    gradient_norms: list[float] = field(default_factory=list)  # of all averaged ones, per step
+    weights: str = ""  # a digest of the net that the rank ended with
 
 
 def just_train(config: TrainConfig) -> dict[str, Any]:
