@@ -5,7 +5,6 @@ A process that has torch loaded forks for each command, which then takes a secon
 
 import contextlib
 import itertools
-import json
 import os
 import pty
 import re
@@ -22,7 +21,9 @@ import pytest
 from ddp_mnist.cluster.local import run_world
 from ddp_mnist.data import cache
 from ddp_mnist.run.console import Console, panel
+from ddp_mnist.run.folder import read_json
 from tests.commands import Ended, Started
+from tests.training import metrics
 
 # --- What a console prints
 
@@ -185,20 +186,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def check_finished(run: Path) -> None:
     """Assert that the run finished, and that nothing which was printed went into its files."""
-    status = json.loads((run / "status.json").read_text())
+    status = read_json(run / "status.json")
     assert (status["state"], status["exit_code"]) == ("finished", 0)
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert lines[-1]["test_accuracy"] > 0.1
+    assert metrics(run, "step")[-1]["test_accuracy"] > 0.1
 
 
 def test_fault_35_streams_that_were_closed_before_the_start(folder: Path) -> None:
     commands: list[Any] = [(["predict", "run", "-"], CLOSED, "out", "err")]
-    for open_ones in itertools.product((True, False), repeat=3):
-        names = zip(("in", "out", "err"), open_ones, strict=True)
-        streams = [name if is_open else CLOSED for name, is_open in names]
+    choices = (("in", CLOSED), ("out", CLOSED), ("err", CLOSED))
+    for number, streams in enumerate(itertools.product(*choices)):
         commands.append((["predict", "run", "image.png"], *streams))
-        run_dir = f"closed-{'-'.join(map(str, open_ones))}"
-        commands.append((["train", *QUICK, "--run-dir", run_dir], *streams))
+        commands.append((["train", *QUICK, "--run-dir", f"closed-{number}"], *streams))
     without_stdin, *others = run_in(folder, commands)
     assert without_stdin.code == 3
     assert without_stdin.err.lower().startswith("ddp-mnist: error: -: bad file descriptor; ")
@@ -245,16 +243,14 @@ def test_fault_05_what_cannot_be_written_to_stdout_is_code_5(folder: Path) -> No
 def test_fault_05_a_training_goes_on_although_stdout_is_full_and_errors_keep_their_code(
     folder: Path,
 ) -> None:
-    full, both, wrong, none = run_in(
-        folder,
-        [
-            (["train", *QUICK, "--run-dir", "silent"], "in", FULL, "err"),
-            (["train", *QUICK, "--run-dir", "mute"], "in", FULL, FULL),
-            (["train", "--lr", "0"], "in", "out", FULL),
-            (["predict", "no", "x"], "in", FULL, FULL),
-        ],
-    )
-    assert [ended.code for ended in (full, both, wrong, none)] == [0, 0, 2, 4]
+    commands: list[Any] = [
+        (["train", *QUICK, "--run-dir", "silent"], "in", FULL, "err"),
+        (["train", *QUICK, "--run-dir", "mute"], "in", FULL, FULL),
+        (["train", "--lr", "0"], "in", "out", FULL),
+        (["predict", "no", "x"], "in", FULL, FULL),
+    ]
+    full, *others = run_in(folder, commands)
+    assert [ended.code for ended in (full, *others)] == [0, 0, 2, 4]
     assert full.err.startswith(f"ddp-mnist: warning: {CANNOT} (No space left on device); ")
     assert full.err.endswith("the run goes on without output; see its folder\n")
     assert full.err.count("\n") == 1

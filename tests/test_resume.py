@@ -4,7 +4,6 @@ import shutil
 import signal
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -16,17 +15,8 @@ from ddp_mnist.errors import CheckpointError, DdpMnistError, UsageError
 from ddp_mnist.flags import flag_values
 from ddp_mnist.run import checkpoint, resume
 from ddp_mnist.run.folder import STARTING, read_json
-from ddp_mnist.verify.watch import (
-    Seen,
-    just_train,
-    largest_difference,
-    per_step,
-    proof_config,
-    resumed,
-    train_and_watch,
-    train_until,
-    weights_of,
-)
+from ddp_mnist.verify import watch
+from ddp_mnist.verify.watch import Seen, just_train, resumed, weights_of
 from tests.chaos import leftovers, what_stays
 from tests.test_sources import write_idx
 from tests.training import what_it_says, with_flags
@@ -49,7 +39,7 @@ def config(run_dir: str = "run", **recipe: Any) -> TrainConfig:
 def stop(config: TrainConfig, folder: Path, step: int, size: int = 1, by: int = 0) -> int:
     """Send SIGTERM to rank `by` at `step`. Return the step at which the run stopped."""
     interrupted = (config, step, signal.SIGTERM, by)
-    outcomes = LocalWorld(size, train_until, *interrupted, folder=folder).outcomes()
+    outcomes = LocalWorld(size, watch.train_until, *interrupted, folder=folder).outcomes()
     assert [getattr(outcome, "code", outcome) for outcome in outcomes] == [143] * size
     run = folder / str(config.run.run_dir)
     status = read_json(run / "status.json")
@@ -162,12 +152,12 @@ def test_early_stop_and_best_weights_survive(tmp_path: Path) -> None:
 
 
 def test_patience_typed_on_resume_begins_to_look_for_the_best_weights(tmp_path: Path) -> None:
-    """None were kept so far, so what is tested in the end is the best from here on."""
+    """A finished run goes on; no weights were kept so far, so the best are those from here on."""
     began = config(epochs=8, patience=None, lr=0.05, warmup=0.0)
     run_world(1, just_train, began, folder=tmp_path)
     again = resumed(began, epochs=30, patience=2)
     [summary] = run_world(1, just_train, again, folder=tmp_path)
-    assert summary["stopped_by"] == "--patience"
+    assert (summary["stopped_by"], summary["resumed_from"]) == ("--patience", [8 * 15])
     lines = what_stays(tmp_path / "run")[1]
     found = {line["epoch"]: line["val_accuracy"] for line in lines if "val_accuracy" in line}
     since = {epoch: accuracy for epoch, accuracy in found.items() if epoch >= 8}
@@ -219,7 +209,7 @@ def test_flags_that_contradict_each_other_or_those_of_the_run() -> None:
 def watched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Seen]:
     """Return an unbroken run of one process in float64, and what was seen of it."""
     folder = tmp_path_factory.mktemp("watched")
-    [seen] = run_world(1, train_and_watch, proof_config(model="mlp"), folder=folder)
+    [seen] = run_world(1, watch.train_and_watch, watch.proof_config(model="mlp"), folder=folder)
     return folder / "run", seen
 
 
@@ -228,14 +218,14 @@ def test_the_rest_of_the_samples_in_order_on_another_world_size(
     before: int, after: int, watched: tuple[Path, Seen], tmp_path: Path
 ) -> None:
     unbroken, whole = watched
-    began = proof_config("run", model="mlp")
+    began = watch.proof_config("run", model="mlp")
     step = stop(began, tmp_path, step=20, size=before)
-    ranks: list[Seen] = run_world(after, train_and_watch, resumed(began), folder=tmp_path)
-    assert per_step(ranks) == per_step([whole])[step:]
+    ranks: list[Seen] = run_world(after, watch.train_and_watch, resumed(began), folder=tmp_path)
+    assert watch.per_step(ranks) == watch.per_step([whole])[step:]
     assert ranks[0].learning_rates == whole.learning_rates[step:]
     summary = ranks[0].summary
     assert (summary["world_size"], summary["resumed_from"]) == (after, [step])
-    assert largest_difference(weights_of(tmp_path / "run"), weights_of(unbroken)) < 1e-9
+    assert watch.largest_difference(weights_of(tmp_path / "run"), weights_of(unbroken)) < 1e-9
 
 
 def test_other_machines_need_no_run_folder(tmp_path: Path) -> None:
@@ -282,10 +272,12 @@ def test_fault_08_another_recipe_seed_data_set_or_dtype_is_refused_by_name(
     assert line.endswith("ask for at least 2")
 
 
-def test_processes_that_do_not_divide_the_batch_are_refused(stopped: Path) -> None:
-    outcomes = LocalWorld(5, just_train, resumed(config()), folder=stopped).outcomes()
-    assert {error.code for error in outcomes} == {2}
-    [line] = [str(error) for error in outcomes if error.agreed]
+def test_processes_that_do_not_divide_the_batch_are_refused() -> None:
+    recipe = Recipe(batch_size=72, grad_accum=2)
+    resume.check_batch(recipe, 4, {"path": "run"})
+    with pytest.raises(UsageError) as refused:
+        resume.check_batch(recipe, 5, {"path": "run"})
+    line = str(refused.value)
     assert line.startswith("--resume run: its batch of 72 does not divide by 10, for 5 processes x")
     assert line.endswith("; use 1, 2, 3, 4, 6, 9, 12, 18, 36 processes")
 
@@ -347,12 +339,6 @@ def test_a_finished_run_is_not_taken_for_another_one(finished: Path, tmp_path: P
         assert refused(typed, finished).startswith(begins)
 
 
-def test_more_epochs_go_on_with_a_finished_run(finished: Path, tmp_path: Path) -> None:
-    shutil.copytree(finished / "run", tmp_path / "run")
-    [summary] = run_world(1, just_train, resumed(config(), epochs=2), folder=tmp_path)
-    assert (summary["epochs"], summary["steps"], summary["resumed_from"]) == (2, 30, [15])
-
-
 def test_auto_begins_and_begins_again_where_nothing_was_saved(tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
@@ -367,28 +353,16 @@ def test_auto_begins_and_begins_again_where_nothing_was_saved(tmp_path: Path) ->
     assert leftovers(run) == []
 
 
-def test_latest_may_lead_elsewhere_meanwhile(tmp_path: Path) -> None:
-    began = config("runs/a", epochs=2)
-    stop(began, tmp_path, step=5)
-    assert (tmp_path / "runs" / "latest").readlink() == Path("a")
-    by_link = with_flags(resumed(began), resume="runs/latest")
-    [summary] = run_world(1, _move_latest_then_train, by_link, folder=tmp_path)
-    assert summary["steps"] == 30
-    assert list((tmp_path / "runs" / "b").iterdir()) == []
-    assert read_json(tmp_path / "runs" / "a" / "status.json")["state"] == "finished"
-
-
-def _move_latest_then_train(config: TrainConfig) -> dict[str, Any]:
-    inherit = resume.inherit
-
-    def move(*args: Any) -> TrainConfig:
-        Path("runs/b").mkdir()
-        Path("runs/latest").unlink()
-        Path("runs/latest").symlink_to("b")
-        return inherit(*args)
-
-    with patch.object(resume, "inherit", move):
-        return just_train(config)
+def test_latest_may_lead_elsewhere_meanwhile(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The link is read once: from there on the run is the folder that it led to."""
+    shutil.copytree(finished / "run", tmp_path / "runs" / "a")
+    (tmp_path / "runs" / "latest").symlink_to("a")
+    monkeypatch.chdir(tmp_path)
+    found = resume.find(with_flags(resumed(config()), resume="runs/latest"))
+    assert found
+    assert found["path"] == "runs/a"
 
 
 def test_times_are_summed_over_the_parts(stopped: Path, tmp_path: Path) -> None:
