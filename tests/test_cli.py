@@ -78,21 +78,17 @@ def test_help_of_each_verb(verb: str, typed: Typed) -> None:
 VERBS = "train, evaluate, predict, report, export, prepare, doctor, verify, bench"
 RANK_ALONE = "train --dataset digits"
 NEVER_A_NUMBER = ("''", "abc", "7x", "nan", "1e400", "inf", "½", "数", "1,5", "0x10", "9" * 5000)
-# Bounds, choices and contradictions of train's flags are in test_config.py.
+# Bounds, choices, empty words and contradictions of train's flags are in test_config.py.
 REFUSED = {
     **{f"train --lr {text}": "--lr " for text in NEVER_A_NUMBER},
     **{f"train --batch-size {text}": "--batch-size " for text in NEVER_A_NUMBER},
     "train --dist-timeout nan": "--dist-timeout ",
     "train --batch-size 0": "--batch-size 0: must be at least 1 and at most 1,000,000",
-    "train --batch-size 1.5": "--batch-size 1.5: must be a whole number, at least 1 and at most",
     "train --lr=-inf": "--lr -inf: must be above 0 and at most 100",
     "train --lr x": "--lr x: must be a number, above 0 and at most 100",
     "train --lr": "--lr: expected one argument; see ddp-mnist train --help",
     "train --preset accurate --lr 0": "--lr 0.0: must be above 0",
-    "train --model resnet": "--model resnet: choose from cnn, cnn_deep, mlp, resnet18, cnn_bn; did",
-    "train --preset quick": "--preset quick: choose from fast, accurate",
     "train --backend mpi": "--backend mpi: PyTorch's wheels are built without MPI; use g",
-    "train --dataset ''": "--dataset '': is empty; give a value or leave it out",
     # no such flag, argument or verb
     "train --batchsize 7": "--batchsize: there is no such flag or argument here; did you mean --ba",
     "train --batch_size=7": "--batch_size: there is no such flag or argument here; did you mean --",
@@ -118,14 +114,9 @@ REFUSED = {
     "evaluate r --rank 0": "--rank 0: needs --init-method",
     "evaluate r --mixed-precision no": "--mixed-precision: there is no such flag or argument",
     "predict": "predict: the following arguments are required: RUN, IMAGE",
-    "predict r ''": "'': is empty",
-    "export r --format onx": "--format onx: choose from safetensors, torch, onnx; did you mean on",
-    "prepare mnist": "mnist: there is no such flag or argument here",
     "prepare --refesh": "--refesh: there is no such flag or argument here; did you mean --refresh?",
     "bench none": "none: choose from ",
     "multinode --verb bench": "VERB=bench: choose from train, doctor",
-    "multinode --num-machines=two": "NUM_MACHINES=two: must be a whole number, at least 1",
-    "restart x -- -m ddp_mnist train": "RESTARTS=x: must be a whole number",
 }
 
 
@@ -253,6 +244,9 @@ def test_what_all_ranks_meet_is_told_by_local_rank_0_first(
     monkeypatch.setattr(cli, "run_verb", Mock(side_effect=error))
     assert typed("train") == Ended(2, "", "ddp-mnist: error: --x: no (code 2)\n")
     assert slept == waits
+    monkeypatch.setattr(cli, "run_verb", Mock(side_effect=ZeroDivisionError))
+    with pytest.raises(ZeroDivisionError):  # a bug is a traceback
+        cli.main(["train"])
 
 
 def test_the_verb_s_own_error_counts_more_than_stdout_s(
@@ -263,12 +257,6 @@ def test_the_verb_s_own_error_counts_more_than_stdout_s(
     assert typed("trian").code == 2
     full_disk = typed("--version")
     assert (full_disk.code, full_disk.err) == (5, "ddp-mnist: error: stdout: full (code 5)\n")
-
-
-def test_a_bug_is_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli, "run_verb", Mock(side_effect=ZeroDivisionError))
-    with pytest.raises(ZeroDivisionError):
-        cli.main(["train"])
 
 
 def test_fault_35_a_reader_that_went_away_is_no_error() -> None:

@@ -74,6 +74,7 @@ assert 'ddp_mnist' not in sys.modules"""
 
 
 def test_the_card_tells_the_runs_own_figures(run: Path, tmp_path: Path) -> None:
+    (tmp_path / ".gitattributes").touch()
     write(run, "safetensors", "torch", out=tmp_path)
     _, front, text = (tmp_path / "README.md").read_text().split("---\n", 2)
     summary = json.loads((run / "summary.json").read_text())
@@ -89,6 +90,9 @@ def test_the_card_tells_the_runs_own_figures(run: Path, tmp_path: Path) -> None:
     assert "model.onnx" not in text  # which was not asked for
     assert "license" not in about  # of weights, whose data may be anybody's
     assert json.loads((tmp_path / "config.json").read_text())["architecture"] == "cnn"
+    write(run, "safetensors", out=tmp_path)  # replaces the export as a whole
+    names = {".gitattributes", "README.md", "config.json", "model.safetensors"}
+    assert {path.name for path in tmp_path.iterdir()} == names
 
 
 @pytest.mark.parametrize("architecture", [name for name in MODELS if name != "cnn"])
@@ -176,14 +180,6 @@ def test_names_in_the_card_are_shown_and_do_nothing(run: Path, tmp_path: Path) -
     [listed] = re.findall(r"```json\n(.*)\n```", card)
     assert json.loads(listed) == names  # to be read by programs
     assert "<script>" not in card
-
-
-def test_an_export_replaces_the_one_before_as_a_whole(run: Path, tmp_path: Path) -> None:
-    (tmp_path / ".gitattributes").touch()
-    write(run, "safetensors", "torch", out=tmp_path)
-    write(run, "safetensors", out=tmp_path)
-    expected = {".gitattributes", "README.md", "config.json", "model.safetensors"}
-    assert {path.name for path in tmp_path.iterdir()} == expected
 
 
 def test_nothing_of_others_is_replaced(run: Path, tmp_path: Path) -> None:

@@ -86,19 +86,6 @@ def test_the_figures_are_those_of_summary_json(folder: Path) -> None:
         assert f"{rank['images_per_second']:,.0f}" in page
 
 
-def test_the_page_needs_nothing_else(folder: Path) -> None:
-    [path] = write(folder / "first", folder / "second")
-    page = path.read_text()
-    assert "<script" not in page
-    assert "@import" not in page
-    places = re.findall(r"url\((.*?)\)", page)
-    places += re.findall(r"<(?!a\b)[^>]*(?:src|href)=\"(.*?)\"", page)
-    assert [place for place in places if not place.startswith(("#", "data:"))] == []
-    ids = re.findall(r'\bid="(.*?)"', page)
-    assert len(ids) == len(set(ids))
-    assert set(re.findall(r'href="#(.*?)"', page)) <= set(ids)
-
-
 def test_the_most_certain_mistakes_are_shown(folder: Path) -> None:
     path, images = folder / "first", cache.load("digits")
     run = report.read_run(path)
@@ -113,7 +100,7 @@ def test_the_most_certain_mistakes_are_shown(folder: Path) -> None:
         assert mistake["label_probability"] < mistake["guess_probability"]
 
 
-def test_runs_side_by_side(folder: Path, tmp_path: Path) -> None:
+def test_runs_side_by_side_on_a_page_that_needs_nothing_else(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "both.html"
     runs = [folder / name for name in ("first", "second", "stopped")]
     written = write(*runs, out=str(out), png=True)
@@ -129,7 +116,17 @@ def test_runs_side_by_side(folder: Path, tmp_path: Path) -> None:
     (folder / "latest").symlink_to("first")
     [beside] = write(*runs[:2], folder / "latest")
     assert beside == folder / "report.html"
-    assert list(figures(beside.read_text())) == list(shown)
+    page = beside.read_text()
+    assert list(figures(page)) == list(shown)
+    # and the page needs nothing else
+    assert "<script" not in page
+    assert "@import" not in page
+    places = re.findall(r"url\((.*?)\)", page)
+    places += re.findall(r"<(?!a\b)[^>]*(?:src|href)=\"(.*?)\"", page)
+    assert [place for place in places if not place.startswith(("#", "data:"))] == []
+    ids = re.findall(r'\bid="(.*?)"', page)
+    assert len(ids) == len(set(ids))
+    assert set(re.findall(r'href="#(.*?)"', page)) <= set(ids)
     both = [report.read_run(run) for run in runs[:2]]
     rows = {name: (values, differ) for name, values, differ in report.side_by_side(both)}
     accuracies = [f"{summary['test_accuracy']:.4g}" for summary in summaries.values()]
@@ -154,19 +151,6 @@ def test_curves_are_drawn_from_metrics_jsonl(folder: Path) -> None:
     assert np.asarray(line.get_ydata()).tolist() == [each["loss"] for each in logged]
     assert plots.draw("accuracy", {"one epoch": lines[:16]})
     assert plots.draw("val_accuracy", {"one epoch": lines[:16]}) is None  # a point is no curve
-
-
-def test_names_in_a_runs_files_are_no_html(folder: Path, tmp_path: Path) -> None:
-    run = tmp_path / "<b>run"
-    shutil.copytree(folder / "first", run)
-    config = read_json(run / "config.json")
-    config["run"]["dataset"] = "<script>alert(1)</script>"
-    (run / "config.json").write_text(json.dumps(config))
-    [path] = write(run)
-    text = path.read_text()
-    assert "<script>" not in text
-    assert "<b>run" not in text
-    assert "&lt;script&gt;alert(1)" in text
 
 
 @pytest.mark.parametrize("elsewhere", [True, False])
@@ -196,22 +180,18 @@ def unfinished(folder: Path, copy: Path, **status: Any) -> Path:
     return copy
 
 
-def test_a_result_from_before_more_epochs_is_none(folder: Path, tmp_path: Path) -> None:
-    """The run was taken up again, with a summary of its first end, and was stopped."""
-    run = unfinished(folder, tmp_path / "run", state="preempted", step=50)
-    assert (run / "summary.json").exists()
-    [path] = write(run)
-    assert figures(path.read_text()) == {}
-    text = words(path)
-    assert "It was stopped, at step 50" in text
-    accuracy = f"{summary_of(run)['test_accuracy']:.4f}"
-    assert f"finished before, after step 45 with test accuracy {accuracy}, and was resumed" in text
-
-
-def test_other_verbs_say_that_they_answer_with_the_earlier_model(
+def test_a_result_from_before_more_epochs_is_none(
     folder: Path, tmp_path: Path, typed: Typed
 ) -> None:
+    """The run was taken up again, with a model and a summary of its first end, and was stopped."""
     run = unfinished(folder, tmp_path / "run", state="preempted", step=50)
+    accuracy = f"{summary_of(run)['test_accuracy']:.4f}"
+    assert typed("report", run).err == ""  # the page says it
+    page = run / "report.html"
+    assert figures(page.read_text()) == {}
+    text = words(page)
+    assert "It was stopped, at step 50" in text
+    assert f"finished before, after step 45 with test accuracy {accuracy}, and was resumed" in text
     image = tmp_path / "x.png"
     PIL.Image.fromarray(cache.load("digits").test_images[0].numpy()).save(image)
     for verb in (["predict", run, image], ["export", run, "--format", "safetensors"]):
@@ -222,7 +202,6 @@ def test_other_verbs_say_that_they_answer_with_the_earlier_model(
         assert "step 45" in ended.err  # of the model
         assert "step 50" in ended.err  # of the run
     assert typed("predict", folder / "first", image).err == ""
-    assert typed("report", run).err == ""  # the page says it
 
 
 @pytest.mark.parametrize(
@@ -247,10 +226,17 @@ def test_a_run_without_a_result_says_why(
     assert "Too few steps were logged for a curve." in words(path)
 
 
-def test_any_name_of_a_run_is_in_the_legend(folder: Path, tmp_path: Path) -> None:
-    runs = [shutil.copytree(folder / "first", tmp_path / name) for name in ("a$^$", "_b", "<&>")]
+def test_any_name_is_in_the_legend_and_none_is_html(folder: Path, tmp_path: Path) -> None:
+    runs = [shutil.copytree(folder / "first", tmp_path / name) for name in ("a$^$", "_b", "<b>c")]
+    config = read_json(runs[0] / "config.json")
+    config["run"]["dataset"] = "<script>alert(1)</script>"
+    (runs[0] / "config.json").write_text(json.dumps(config))
     [path] = write(*runs, folder / "second")
-    svg = html.unescape(path.read_text().partition("<svg")[2])
+    text = path.read_text()
+    assert "<script>" not in text
+    assert "<b>c" not in text
+    assert "&lt;script&gt;alert(1)" in text
+    svg = html.unescape(text.partition("<svg")[2])
     for run in runs:
         assert svg.count(f"\u200b{run.name}<") == len(plots.CURVES)
 
