@@ -133,13 +133,8 @@ def run_verb(argv: list[str]) -> int | None:
     if own:
         return own(rest)
     if name in VERBS:
-        try:
-            flags = parse_verb(name, rest)
-            return importlib.import_module(MODULES[name][1]).run(*flags)
-        except ModuleNotFoundError as error:
-            if (error.name or "").startswith("ddp_mnist."):  # a template may leave it out
-                raise UsageError(f"{name}: this copy has no {error.name}; restore it") from error
-            raise
+        flags = parse_verb(name, rest)
+        return importlib.import_module(MODULES[name][1]).run(*flags)
     if name in ("-h", "--help"):
         listed = "\n".join(f"    {verb:<10} {sentence}" for verb, sentence in VERBS.items())
         Console(True).print(HELP.format(listed))

@@ -152,6 +152,7 @@ def as_viewed(image: PIL.Image.Image) -> np.ndarray:
     if low == high and image.has_transparency_data:
         grey = as_grey(image, paper="black")  # white strokes
     grey.thumbnail((LONGEST_SIDE, LONGEST_SIDE))
+    grey.info.clear()  # of its EXIF, which Pillow would write again
     with contextlib.suppress(Exception):  # EXIF may be damaged where the image is not
         grey.getexif()[Base.Orientation] = image.getexif()[Base.Orientation]
     return np.asarray(PIL.ImageOps.exif_transpose(grey))
