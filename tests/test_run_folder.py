@@ -11,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 
@@ -119,7 +119,6 @@ def test_a_folder_called_latest_stays_and_ends_no_run(
         with pytest.raises(UsageError, match=f"--run-dir {name}: is the name of the link"):
             create(name)
     assert names(tmp_path) == []
-
     (tmp_path / "runs" / "latest").mkdir(parents=True)  # as `cp -rL` leaves it
     assert create(None) == Path("runs/digits-001")
     assert names(tmp_path / "runs") == ["digits-001", "latest"]
@@ -143,14 +142,10 @@ def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
     assert names(tmp_path) == ["file"]
 
 
-def test_fault_06_a_folder_that_is_read_only_is_noticed_before_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(path: Path, _: str) -> None:  # chmod would not stop root
-        raise PermissionError(errno.EACCES, "Permission denied", str(path))
-
-    monkeypatch.setattr("ddp_mnist.run.folder.open", refuse, raising=False)
-    with pytest.raises(StorageError, match=f"^{tmp_path}/.*: cannot be written \\(Permission den"):
+def test_fault_06_a_folder_that_is_read_only_is_noticed_before_training(tmp_path: Path) -> None:
+    denied = PermissionError(errno.EACCES, "Permission denied")  # chmod would not stop root
+    broken = patch("ddp_mnist.run.folder.open", Mock(side_effect=denied), create=True)
+    with broken, pytest.raises(StorageError, match=f"^{tmp_path}/.*: cannot be written \\(Permiss"):
         create(tmp_path)
 
 
@@ -274,8 +269,7 @@ def test_never_do_two_hold_the_lock_although_its_file_comes_and_goes(tmp_path: P
     inside: list[int] = []
     most = []
 
-    def take_and_leave() -> int:
-        taken = 0
+    def take_and_leave() -> None:
         for _ in range(200):
             with contextlib.suppress(UsageError), RunFolder() as run:
                 run.open(tmp_path)
@@ -283,12 +277,9 @@ def test_never_do_two_hold_the_lock_although_its_file_comes_and_goes(tmp_path: P
                 time.sleep(0)
                 most.append(len(inside))
                 inside.pop()
-                taken += 1
-        return taken
 
-    taken = run_at_once(8, take_and_leave)
+    assert run_at_once(8, take_and_leave) == [None] * 8
     assert max(most) == 1
-    assert sum(taken) == len(most)
     assert names(tmp_path) == []
 
 
@@ -380,19 +371,17 @@ def test_ranks_without_a_folder_write_nothing(
 
 
 def test_metrics_of_steps_that_are_done_again_are_cut_off(tmp_path: Path) -> None:
-    run = unlocked(tmp_path)
+    run, metrics = unlocked(tmp_path), tmp_path / "metrics.jsonl"
     run.cut_metrics(0)
     assert names(tmp_path) == []
     for step in (25, 50, 75):
         run.append_metrics(step, {"epoch": 0, "note": "數\n"})
+    lines = metrics.read_bytes().splitlines(keepends=True)
+    written = [{"step": step, "epoch": 0, "note": "數\n"} for step in (25, 50, 75)]
+    assert list(map(json.loads, lines)) == written
     assert run.metrics_lines == 3
-    metrics = tmp_path / "metrics.jsonl"
-    assert [json.loads(line) for line in metrics.read_text().splitlines()] == [
-        {"step": step, "epoch": 0, "note": "數\n"} for step in (25, 50, 75)
-    ]
     with open(metrics, "ab") as file:
         file.write(b'{"step": 100, "lo')  # killed here
-    lines = metrics.read_bytes().splitlines(keepends=True)
     for count, left in ((9, 3), (4, 3), (3, 3), (1, 1), (2, 1), (0, 0)):
         run.cut_metrics(count)
         assert metrics.read_bytes() == b"".join(lines[:left])
@@ -402,18 +391,15 @@ def test_metrics_of_steps_that_are_done_again_are_cut_off(tmp_path: Path) -> Non
     assert run.metrics_lines == 1
 
 
-def test_writes_that_fail_are_storage_errors(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_writes_that_fail_are_storage_errors(tmp_path: Path) -> None:
     run = unlocked(tmp_path / "gone")
     for write in (lambda: run.append_metrics(1, {}), lambda: run.write_json("x.json", {})):
         with pytest.raises(StorageError, match=f"^{tmp_path}/gone/.*No such file or directory"):
             write()
     run = unlocked(tmp_path)
     run.append_metrics(1, {})
-    broken = Mock(side_effect=OSError(errno.EIO, "Input/output error"))
-    monkeypatch.setattr(os, "truncate", broken)
-    with pytest.raises(StorageError, match=r"metrics.jsonl: cannot be written \(Input/outp"):
+    broken = patch.object(os, "truncate", side_effect=OSError(errno.EIO, "Input/output error"))
+    with broken, pytest.raises(StorageError, match=r"metrics.jsonl: cannot be written \(Input/o"):
         run.cut_metrics(0)
 
 
@@ -431,12 +417,8 @@ def test_a_file_is_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_json_is_read_as_it_was_written_also_with_a_path_that_is_no_utf8(tmp_path: Path) -> None:
-    content = {
-        "confusion": [[1, 0], [-2, 3.5]],
-        "mixed": [None, True, 1e-9],
-        "run_dir": os.fsdecode(b"runs/\xff\xe4"),
-        "數": "数",
-    }
+    content: dict[str, Any] = {"confusion": [[1, 0], [-2, 3.5]], "mixed": [None, True, 1e-9]}
+    content |= {"run_dir": os.fsdecode(b"runs/\xff\xe4"), "數": "数"}
     unlocked(tmp_path).write_json("config.json", content)
     assert read_json(tmp_path / "config.json") == content
     (tmp_path / "config.json").read_bytes().decode("utf-8")

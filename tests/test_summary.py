@@ -2,6 +2,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -39,11 +40,9 @@ def test_facts_are_what_has_to_be_equal() -> None:
     assert facts["torch"] == package_versions()["torch"]
     may_differ = "--dataset --run-dir --cache-dir --quiet --rank --local-rank --world-size"
     assert not facts.keys() & set(may_differ.split())
-    other = TrainConfig(
-        Run(dataset="/data/digits", run_dir="x", cache_dir="y", quiet=True),
-        Recipe(epochs=3),
-        Distribution(rank=1, world_size=2, local_rank=1, init_method="tcp://h:1"),
-    )
+    run = Run(dataset="/data/digits", run_dir="x", cache_dir="y", quiet=True)
+    other_rank = Distribution(rank=1, world_size=2, local_rank=1, init_method="tcp://h:1")
+    other = TrainConfig(run, Recipe(epochs=3), other_rank)
     assert summary.facts(other, world(), images) == facts
 
 
@@ -69,17 +68,10 @@ def test_epoch_line() -> None:
 
 
 def test_last_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    outcome: dict[str, Any] = {
-        "test_accuracy": 0.9912,
-        "test_count": 10_000,
-        "test_loss": 0.03456,
-        "dataset": {"name": "mnist"},
-        "world_size": 2,
-        "train_seconds": 12.34,
-        "total_seconds": 15.67,
-        "images_per_second": 8617.3,
-        "confusion": [[900 if c == label else 100 // 9 for c in range(10)] for label in range(10)],
-    }
+    outcome: dict[str, Any] = {"test_accuracy": 0.9912, "test_count": 10_000, "test_loss": 0.03456}
+    outcome |= {"dataset": {"name": "mnist"}, "world_size": 2, "images_per_second": 8617.3}
+    outcome |= {"train_seconds": 12.34, "total_seconds": 15.67}
+    outcome["confusion"] = (11 + np.diag([889] * 10)).tolist()
     monkeypatch.setattr("ddp_mnist.run.summary.program", lambda: "ddp-mnist")
     folder = RunFolder()
     folder.path = tmp_path
@@ -96,8 +88,7 @@ def test_last_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (0.99, [[5000, 0], [100, 4900]], False),
     ):
         changed = {**outcome, "test_accuracy": accuracy, "confusion": confusion}
-        warned = "careful    that is hardly better than guessing; use a lower --lr, or"
-        assert (warned in summary.last_lines(changed, folder)) is is_guessed
+        assert ("careful    " in summary.last_lines(changed, folder)) is is_guessed
 
 
 @pytest.mark.parametrize(
