@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddp_mnist import cli
 from ddp_mnist.bench import benches, commands, figures, steps
 from ddp_mnist.bench.benches import Bench
 from ddp_mnist.bench.figures import Figure, ratio, spread
@@ -22,6 +21,7 @@ from ddp_mnist.config import Distribution, TrainConfig
 from ddp_mnist.data import cache
 from ddp_mnist.errors import CheckFailed
 from ddp_mnist.run.results import FAIL, PASS, CheckResult
+from tests.commands import Typed
 
 FLAGS = Bench("feed", dataset="digits")
 
@@ -231,16 +231,14 @@ def test_a_goal_stands_beside_its_figure_and_missed_fails_a_check(
     flags: list[str],
     result: CheckResult,
     mark: str,
-    capsys: pytest.CaptureFixture[str],
+    typed: Typed,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(benches.BENCHES, "feed", lambda *_: [SPEED, result])
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["bench", "feed", "--dataset", "digits", *flags])
-    out, err = capsys.readouterr()
-    _, shown, last = out.splitlines()
+    ended = typed("bench", "feed", "--dataset", "digits", *flags)
+    _, shown, last = ended.out.splitlines()
     code = int(bool(flags) and mark == "missed")
-    assert ended.value.code == code
+    assert ended.code == code
     assert f"{result.figures['median']:.3f}  (90 %: " in shown
     assert shown.endswith(f", n = 7)  goal {mark}: {GOAL}")
     report = json.loads(last)
@@ -251,24 +249,5 @@ def test_a_goal_stands_beside_its_figure_and_missed_fails_a_check(
     assert report["versions"]["torch"] == importlib.metadata.version("torch")
     assert report["machine"]["cores"] >= 1
     assert (report["dataset"], report["processes"], report["repeats"]) == ("digits", 2, 11)
-    assert err.startswith("ddp-mnist: error: bench feed: " if code else "")
-    assert ("(ratio)" in err, err.count("\n")) == (bool(code), code)
-
-
-@pytest.mark.parametrize(
-    ("argv", "begins"),
-    [
-        (["feeds"], f"feeds: choose from {', '.join(benches.BENCHES)}; did you mean feed?"),
-        (["memory"], "memory: choose from feed, loop, scaling, startup"),
-        (["feed", "--repeats", "4"], "--repeats 4: must be at least 5"),
-        (["feed", "--processes", "0"], "--processes 0: must be at least 1"),
-        (["loop", "--processes", "1", "--dataset", "digits"], "--processes 1: bench loop needs a"),
-    ],
-)
-def test_a_wrong_flag_is_code_2(
-    argv: list[str], begins: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["bench", *argv])
-    assert ended.value.code == 2
-    assert capsys.readouterr().err.startswith(f"ddp-mnist: error: {begins}")
+    assert ended.err.startswith("ddp-mnist: error: bench feed: " if code else "")
+    assert ("(ratio)" in ended.err, ended.err.count("\n")) == (bool(code), code)

@@ -115,7 +115,17 @@ REFUSED = {
     "evaluate r --mixed-precision no": "--mixed-precision: there is no such flag or argument",
     "predict": "predict: the following arguments are required: RUN, IMAGE",
     "prepare --refesh": "--refesh: there is no such flag or argument here; did you mean --refresh?",
-    "bench none": "none: choose from ",
+    "bench feeds": "feeds: choose from feed, loop, scaling, startup; did you mean feed?",
+    "bench memory": "memory: choose from feed, loop, scaling, startup",
+    "bench feed --repeats 4": "--repeats 4: must be at least 5",
+    "bench feed --processes 0": "--processes 0: must be at least 1",
+    "bench loop --processes 1 --dataset digits": "--processes 1: bench loop needs a process group",
+    "doctor --tolerance nan": "--tolerance nan: must be at least 0",
+    "doctor --save no/d.json": "--save no/d.json: must be a file in a folder that is there",
+    "doctor --against no.json": "--against no.json: cannot be read (No such file or directory)",
+    f"doctor --against {__file__}": f"--against {__file__}: cannot be read (not from doctor --save",
+    "verify --inject seed": "--inject seed: choose from sampler, gradients, parameter",
+    "verify --save .": "--save .: must be a file in a folder that is there",
     "multinode --verb bench": "VERB=bench: choose from train, doctor",
 }
 

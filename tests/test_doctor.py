@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddp_mnist import cli, train
+from ddp_mnist import train
 from ddp_mnist.cluster import hardware, interfaces
 from ddp_mnist.cluster.launch import find_launch
 from ddp_mnist.cluster.local import free_port, run_world
@@ -36,6 +36,7 @@ from ddp_mnist.doctor.flags import Doctor
 from ddp_mnist.errors import PeerError
 from ddp_mnist.run.results import FAIL, PASS, WARN, CheckResult, failed, passed, warned, worst
 from ddp_mnist.verify.watch import leave_out_last_parameter
+from tests.commands import Ended, Typed
 
 Patch = pytest.MonkeyPatch
 Found = dict[str, list[CheckResult]]
@@ -92,6 +93,7 @@ BROKEN_PRODUCT = {"torch.Tensor.__matmul__": raise_(RuntimeError("CUDA error: ou
 ONE_CORE = {"os.sched_getaffinity": always({0})}
 LITTLE_MEMORY = {f"{H}.free_memory": always(1e9)}
 OTHER_TORCH = {f"{M}.version": other_torch}
+PORT_TAKEN = {f"{M}.why_port_is_taken": always("Address already in use")}
 
 # What is patched (names without a dot are environment variables), the check, and its result
 MACHINE_FAULTS: list[tuple[dict[str, Any], Any, str, str, str]] = [
@@ -112,6 +114,7 @@ MACHINE_FAULTS: list[tuple[dict[str, Any], Any, str, str, str]] = [
     ({}, machine.folders, FAIL, "cannot be written (Not a dir", "--run-dir"),
     (NO_HUB, machine.data_set, WARN, "Hub cannot be reached (no route to", "HF_ENDPOINT"),
     (LABEL, machine.network, PASS, "eth9:vip (192.0.2.8)", ""),
+    (PORT_TAKEN, machine.network, WARN, "cannot be opened (Address already", "MAIN_PROCESS_PORT"),
     ({"GLOO_SOCKET_IFNAME": "ib9"}, machine.network, FAIL, "GLOO_SOCKET_IFNAME=ib9", "unset it"),
 ]
 
@@ -157,16 +160,6 @@ def test_a_fault_of_the_machine_is_named(
                 monkeypatch.setenv(name, value)
         result = only(r for r in check(options) if text in r.text and fix in r.fix)
     assert result.status == status
-
-
-def test_a_port_in_use_is_named(monkeypatch: Patch) -> None:
-    with socket.socket() as taken:
-        taken.bind(("", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        monkeypatch.setattr(machine, "DEFAULT_PORT", port)
-        _, result = machine.network(Doctor())
-    assert_found(result, WARN, f"{port} cannot be opened (Address already", "MAIN_PROCESS_PORT")
 
 
 @pytest.mark.parametrize(
@@ -546,25 +539,28 @@ def test_a_result_is_printed_in_eighty_columns() -> None:
     assert [line.strip()[:7] for line in lines if "->" in line] == ["-> give"]
 
 
-def test_the_verb(capsys: pytest.CaptureFixture[str], monkeypatch: Patch, tmp_path: Path) -> None:
-    def doctor(results: list[CheckResult], *argv: str) -> tuple[int, str, str]:
+@pytest.fixture
+def doctor(typed: Typed, monkeypatch: Patch) -> Callable[..., Ended]:
+    """Return a function that runs the verb, of which the checks are given."""
+
+    def run(results: list[CheckResult], *flags: object) -> Ended:
         monkeypatch.setattr(checks, "check_machine", always(results))
         monkeypatch.setattr(checks, "check_processes", always([]))
-        with pytest.raises(SystemExit) as ended:
-            cli.main(["doctor", *argv])
-        assert isinstance(ended.value.code, int)
-        return ended.value.code, *capsys.readouterr()
+        return typed("doctor", *flags)
 
+    return run
+
+
+def test_the_verb(doctor: Callable[..., Ended], tmp_path: Path) -> None:
     first, second = (tmp_path / name for name in ("first.json", "second.json"))
     shown = [*"\n".join(map(str, RESULTS)).splitlines(), "verdict: WARN"]
-    code, out, err = doctor(RESULTS, "--save", str(first))
-    assert (code, out.splitlines(), err) == (0, shown, "")
+    ended = doctor(RESULTS, "--save", first)
+    assert (ended.code, ended.out.splitlines(), ended.err) == (0, shown, "")
     bad = [*RESULTS, failed("disk", "full", "free it")]
-    flags = ("--json", "--against", str(first), "--save", str(second))
-    code, out, err = doctor(bad, *flags)
-    assert code == 1
-    assert err.startswith("ddp-mnist: error: doctor: 1 of 5 checks failed (disk); do what")
-    verdict = json.loads(out)
+    ended = doctor(bad, "--json", "--against", first, "--save", second)
+    assert ended.code == 1
+    assert ended.err.startswith("ddp-mnist: error: doctor: 1 of 5 checks failed (disk); do what")
+    verdict = json.loads(ended.out)
     assert json.loads(second.read_text()) == verdict
     assert (verdict["verdict"], verdict["processes"]) == ("FAIL", 2)
     names = [entry["name"] for entry in verdict["findings"]]
@@ -573,7 +569,7 @@ def test_the_verb(capsys: pytest.CaptureFixture[str], monkeypatch: Patch, tmp_pa
 
 @pytest.mark.parametrize(("flags", "shown"), [([], "0"), (["--cpu"], "")])
 def test_on_the_cpu_the_doctor_shows_nobody_a_gpu(
-    flags: list[str], shown: str, monkeypatch: Patch
+    flags: list[str], shown: str, doctor: Callable[..., Ended], monkeypatch: Patch
 ) -> None:
     """One that is broken, or somebody else's alone, would fail each process's first step."""
     seen: list[str] = []
@@ -584,26 +580,4 @@ def test_on_the_cpu_the_doctor_shows_nobody_a_gpu(
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     monkeypatch.setattr("ddp_mnist.cluster.hardware.gpus", look)
-    monkeypatch.setattr(checks, "check_machine", always([]))
-    monkeypatch.setattr(checks, "check_processes", always([]))
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["doctor", "--dataset", "digits", *flags])
-    assert (ended.value.code, set(seen)) == (0, {shown})
-
-
-@pytest.mark.parametrize(
-    ("argv", "begins"),
-    [
-        (["--tolerance", "nan"], "--tolerance nan: must be at least 0"),
-        (["--save", "no/d.json"], "--save no/d.json: must be a file in a folder that is there"),
-        (["--against", "no.json"], "--against no.json: cannot be read (No such file or director"),
-        (["--against", "pyproject.toml"], "--against pyproject.toml: cannot be read (not from do"),
-    ],
-)
-def test_a_wrong_flag_is_one_line(
-    argv: list[str], begins: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["doctor", *argv])
-    assert ended.value.code == 2
-    assert begins in capsys.readouterr().err
+    assert (doctor([], "--dataset", "digits", *flags).code, set(seen)) == (0, {shown})

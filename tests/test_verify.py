@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from ddp_mnist import cli
 from ddp_mnist.errors import CheckFailed
 from ddp_mnist.run.results import FAIL, PASS, CheckResult
 from ddp_mnist.verify import proofs
 from ddp_mnist.verify.flags import CAUGHT_BY, Verify
 from ddp_mnist.verify.proofs import Watched
 from ddp_mnist.verify.watch import largest_difference
+from tests.commands import Typed
 
 GOOD = proofs.exact("samples", 2, "steps' images", [1, 2, 3], [1, 2, 3])
 BAD = proofs.bounded("weights", 3, "weights after 45 steps", 1.0)
@@ -21,8 +21,8 @@ BAD = proofs.bounded("weights", 3, "weights after 45 steps", 1.0)
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Watched:
-    """Return the run of one process that the others are compared with."""
-    return proofs.watched_run(1, tmp_path_factory.mktemp("proofs"), "cnn")
+    """Return the run of one process that the others are compared with, of the quickest net."""
+    return proofs.watched_run(1, tmp_path_factory.mktemp("proofs"), "mlp")
 
 
 def failed(checks: list[CheckResult]) -> set[str]:
@@ -30,14 +30,12 @@ def failed(checks: list[CheckResult]) -> set[str]:
 
 
 def test_all_checks_pass_here(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    typed: Typed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["verify", "--processes", "2"])
-    out, err = capsys.readouterr()
-    assert (ended.value.code, err) == (0, "")
-    *lines, last = out.splitlines()
+    ended = typed("verify", "--processes", "2")
+    assert (ended.code, ended.err) == (0, "")
+    *lines, last = ended.out.splitlines()
     assert last == "all 10 checks passed; written to verify.json"
     assert max(map(len, lines)) <= 80
     # which rank took which images: each rank of one and of two processes
@@ -57,7 +55,7 @@ def test_all_checks_pass_here(
         *((name, 2) for name in (*compared, *on_each, "metrics")),
     ]
     assert all(check["status"] == PASS for check in written["checks"])
-    differences = re.findall(r"off by (\S+)", out)
+    differences = re.findall(r"off by (\S+)", ended.out)
     assert len(differences) == 4
     assert all(float(difference) < 1e-11 for difference in differences)
 
@@ -73,7 +71,7 @@ def test_all_checks_pass_here(
 def test_an_injected_fault_is_caught_by_the_check_that_is_meant_to(
     fault: str, fails: set[str], alone: Watched, tmp_path: Path
 ) -> None:
-    checks = list(proofs.equal_to_one(proofs.watched_run(2, tmp_path, "cnn", fault), alone))
+    checks = list(proofs.equal_to_one(proofs.watched_run(2, tmp_path, "mlp", fault), alone))
     assert failed(checks) == fails
     summary = proofs.failure_summary(checks, fault)
     assert summary
@@ -143,25 +141,8 @@ def test_the_numbers_of_processes_that_can_be_compared() -> None:
     assert proofs.sizes_up_to(8) == [2, 3, 4, 6, 8]
 
 
-@pytest.mark.parametrize(
-    ("argv", "begins"),
-    [
-        (["--inject", "seed"], "--inject seed: choose from sampler, gradients, parameter"),
-        (["--save", "no/v.json"], "--save no/v.json: must be a file in a folder that is there"),
-        (["--save", "."], "--save .: must be a file in a folder that is there"),
-        (["under a launcher"], "verify: starts its own processes; start it without a launcher"),
-    ],
-)
-def test_a_wrong_start_is_one_line(
-    argv: list[str],
-    begins: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    if argv == ["under a launcher"]:
-        monkeypatch.setenv("WORLD_SIZE", "2")
-        argv = []
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["verify", *argv])
-    assert ended.value.code == 2
-    assert begins in capsys.readouterr().err
+def test_it_starts_its_own_processes(typed: Typed, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    ended = typed("verify")
+    assert ended.code == 2
+    assert "error: verify: starts its own processes; start it without a launcher" in ended.err
