@@ -4,8 +4,6 @@ Each normalises its input into the dtype of its own weights, so the same pixels 
 float64 and autocast. None knows a rank, a device or a flag.
 """
 
-import itertools
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -148,5 +146,5 @@ def shifted(images: Tensor) -> list[Tensor]:
     """Return [B, H, W] moved by -1, 0 and 1 pixel in both directions; zeros move in."""
     height, width = images.shape[1:]
     padded = F.pad(images, (1, 1, 1, 1))
-    corners = itertools.product(range(3), repeat=2)
-    return [padded[:, top : top + height, left : left + width] for top, left in corners]
+    rows = [padded[:, top : top + height] for top in range(3)]
+    return [view[:, :, left : left + width] for view in rows for left in range(3)]

@@ -22,21 +22,19 @@ class Muon(torch.optim.AdamW):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
-            for weight in group["params"]:
-                if weight.ndim == 4 and weight.grad is not None:
-                    self._step_kernel(weight, group["lr"], group["weight_decay"])
-                    weight.grad = None  # AdamW passes over what has none
+            for kernel in group["params"]:
+                if kernel.ndim != 4 or kernel.grad is None:
+                    continue
+                state = self.state[kernel]
+                if not state:  # AdamW asks for a step when it loads a checkpoint
+                    state["step"], state["exp_avg"] = torch.zeros(()), torch.zeros_like(kernel)
+                state["exp_avg"].lerp_(kernel.grad, 1 - MOMENTUM)
+                ahead = kernel.grad.lerp(state["exp_avg"], MOMENTUM)  # Nesterov's
+                direction = orthogonal(ahead.flatten(1)).reshape(kernel.shape)
+                kernel.mul_(1 - group["lr"] * group["weight_decay"])
+                kernel.sub_(direction, alpha=KERNEL_STEP * group["lr"])
+                kernel.grad = None  # AdamW passes over what has none
         super().step(closure)
-
-    def _step_kernel(self, kernel: Tensor, lr: float, weight_decay: float) -> None:
-        state, gradient = self.state[kernel], kernel.grad
-        assert gradient is not None
-        if not state:  # AdamW asks for a step when it loads a checkpoint
-            state["step"], state["exp_avg"] = torch.zeros(()), torch.zeros_like(kernel)
-        state["exp_avg"].lerp_(gradient, 1 - MOMENTUM)
-        ahead = gradient.lerp(state["exp_avg"], MOMENTUM)  # Nesterov's
-        direction = orthogonal(ahead.flatten(1)).reshape(kernel.shape)
-        kernel.mul_(1 - lr * weight_decay).sub_(direction, alpha=KERNEL_STEP * lr)
 
 
 def orthogonal(matrix: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.types import Device
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from ddp_mnist.data.decode import Preparation
@@ -105,12 +106,7 @@ class GlobalBatches(Sampler[Any]):
     drop_last = True  # Accelerate reads this name and `batch_size`
 
     def __init__(
-        self,
-        rows: int,
-        batch_size: int,
-        seed: int,
-        grad_accum: int = 1,
-        device: torch.device | str = "cpu",
+        self, rows: int, batch_size: int, seed: int, grad_accum: int = 1, device: Device = "cpu"
     ) -> None:
         self.rows, self.seed, self.grad_accum, self.device = rows, seed, grad_accum, device
         self.steps_per_epoch = rows // batch_size

@@ -129,7 +129,7 @@ def decode_dataset(dataset: Any, place: str) -> Decoded:
     if converted:
         kinds = ", ".join(sorted(converted)[:3])
         more = f" and {len(converted) - 3} more kinds" if len(converted) > 3 else ""
-        notes = [f"images of {kinds}{more} became {IMAGE_SHAPE[1]}x{IMAGE_SHAPE[0]} grey"]
+        notes = [f"images of {kinds}{more} became 28x28 grey"]
     return Decoded(images, labels, classes, notes, as_stored=not converted)
 
 
