@@ -1,8 +1,7 @@
-"""A Hub of one data set on this machine, behind HF_ENDPOINT, that answers what `datasets` asks."""
+"""A Hub of one data set on this machine that answers what `datasets` asks."""
 
 import hashlib
 import json
-import os
 import socket
 import threading
 from collections.abc import Iterator
@@ -13,44 +12,16 @@ from typing import Any
 
 COMMIT = "c0ffee" + "0" * 34
 
-# For the start of a script. `datasets` also calls hosts that HF_ENDPOINT does not move (counters of
-# downloads, its viewer); a name that is not this machine's is not looked up.
-LOOPBACK_ONLY = """
-import socket
-look_up = socket.getaddrinfo
-def look_up_here(host, *args, **kwargs):
-    if host != "127.0.0.1":
-        raise socket.gaierror(-2, "Name or service not known")
-    return look_up(host, *args, **kwargs)
-socket.getaddrinfo = look_up_here
-"""
-
 Answer = tuple[int, dict[str, str], bytes]
 
 
-def hub_environment(endpoint: str, home: Path) -> dict[str, str]:
-    """Return the variables of a process that knows only this Hub and has its caches in `home`."""
-    mine = {k: v for k, v in os.environ.items() if not k.startswith("HF_") and "proxy" not in k}
-    return mine | {
-        "HF_ENDPOINT": endpoint,
-        "HF_HOME": str(home / "huggingface"),
-        "DDP_MNIST_CACHE": str(home / "cache"),
-        "HF_UPDATE_DOWNLOAD_COUNTS": "0",
-    }
-
-
 class Hub:
-    """Serves the parquet files of a folder as the data set `hub_id`; 404 for all others.
-
-    Attributes:
-        endpoint: for HF_ENDPOINT.
-        requests: method and path of each request so far.
-    """
+    """Serves the parquet files of a folder as the data set `hub_id`; 404 for all others."""
 
     def __init__(self, hub_id: str, folder: Path) -> None:
         self.hub_id = hub_id
         self.files = {path.name: path.read_bytes() for path in folder.glob("*.parquet")}
-        self.requests: list[str] = []
+        self.requests: list[str] = []  # method and path of each so far
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         self.endpoint = f"http://127.0.0.1:{self.server.server_address[1]}"
 

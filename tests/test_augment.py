@@ -1,16 +1,9 @@
 import math
 
-import pytest
 import torch
 import torch.nn.functional as F
 
-from ddp_mnist.augment import (
-    MAX_ROTATION_DEGREES,
-    MAX_SCALE,
-    MAX_SHIFT_PIXELS,
-    affine_table,
-    apply_affine,
-)
+from ddp_mnist.augment import affine_table, apply_affine
 
 PIXEL = 2 / 28  # in grid_sample's coordinates
 
@@ -19,12 +12,6 @@ def images(count: int) -> torch.Tensor:
     """uint8 [count, 28, 28]."""
     stream = torch.Generator().manual_seed(1)
     return torch.randint(0, 256, (count, 28, 28), dtype=torch.uint8, generator=stream)
-
-
-def maps(count: int, x: float = 0.0, y: float = 0.0, degrees: float = 0.0) -> torch.Tensor:
-    """Where each pixel is read: x to the right of its own place and y below it, or turned."""
-    cos, sin = math.cos(math.radians(degrees)), math.sin(math.radians(degrees))
-    return torch.tensor([[cos, -sin, x * PIXEL], [sin, cos, y * PIXEL]]).repeat(count, 1, 1)
 
 
 def moves(table: torch.Tensor) -> torch.Tensor:
@@ -53,7 +40,6 @@ def test_the_table_is_a_function_of_seed_and_epoch() -> None:
 
 def test_the_table_holds_rotations_scales_and_shifts_within_their_bounds() -> None:
     draws = moves(affine_table(20_000, 0, 0, 1))
-    assert (MAX_ROTATION_DEGREES, MAX_SCALE, MAX_SHIFT_PIXELS) == (18, 0.20, 4)
     for values, most in zip(draws, (18, math.log(1.20), 4, 4), strict=True):
         assert 0.996 * most < -values.min() <= most + 1e-5
         assert 0.996 * most < values.max() <= most + 1e-5
@@ -71,32 +57,13 @@ def test_the_last_quarter_of_the_epochs_moves_images_half_as_far() -> None:
 # --- What it does to images
 
 
-@pytest.mark.parametrize(("x", "y"), [(1, 0), (0, 1), (-3, 2), (3, -3)])
-def test_whole_pixels_roll_and_zeros_come_in(x: int, y: int) -> None:
-    batch = images(10)
-    rolled = torch.roll(batch, (-y, -x), dims=(1, 2))
-    if y:
-        rolled[:, (slice(28 - y, 28) if y > 0 else slice(0, -y))] = 0
-    if x:
-        rolled[:, :, (slice(28 - x, 28) if x > 0 else slice(0, -x))] = 0
-    moved = apply_affine(batch, maps(10, x, y)).int()
-    # a coordinate that is off in its last bit mixes in 1e-5 of the neighbour
-    assert (moved - rolled.int()).abs().max() <= 1
-
-
 def test_half_a_pixel_is_the_mean_of_two() -> None:
     image = torch.zeros(1, 28, 28, dtype=torch.uint8)
     image[0, 14, 14] = 200
-    moved = apply_affine(image, maps(1, x=0.5))
+    half_to_the_right = torch.tensor([[[1, 0, 0.5 * PIXEL], [0, 1, 0]]])
+    moved = apply_affine(image, half_to_the_right)  # it says where each pixel is read
     assert moved[0, 14, 13:15].tolist() == [100, 100]
     assert moved.sum() == 200
-
-
-@pytest.mark.parametrize("degrees", [90, -90, 180])
-def test_right_angles_turn_the_image(degrees: int) -> None:
-    batch = images(5)
-    turned = torch.rot90(batch, degrees // 90, dims=(1, 2))
-    assert (apply_affine(batch, maps(5, degrees=degrees)).int() - turned.int()).abs().max() <= 1
 
 
 def test_it_is_the_affine_grid_of_torch() -> None:
@@ -109,7 +76,8 @@ def test_it_is_the_affine_grid_of_torch() -> None:
     assert (moved.float() == expected).float().mean() > 0.999
     assert (moved != batch).flatten(1).any(1).all()
     assert torch.equal(batch, images(64))
-    assert torch.equal(apply_affine(batch, maps(64)), batch)  # the identity, bit for bit
+    identity = torch.eye(2, 3).expand(64, 2, 3)
+    assert torch.equal(apply_affine(batch, identity), batch)  # bit for bit
 
 
 def test_a_sample_becomes_the_same_in_any_batch_bit_for_bit() -> None:

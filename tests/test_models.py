@@ -8,15 +8,7 @@ from torch import nn
 
 from ddp_mnist.cluster.local import run_world
 from ddp_mnist.config import NETS, Recipe
-from ddp_mnist.models import (
-    MODELS,
-    PIXEL_MEAN,
-    PIXEL_STD,
-    VERSION,
-    normalise,
-    shifted,
-    with_test_views,
-)
+from ddp_mnist.models import MODELS, VERSION, normalise, shifted, with_test_views
 
 PARAMETERS = {
     # weights and biases of two convolutions, gains and shifts of two norms, and the head
@@ -49,33 +41,28 @@ def test_the_names_are_those_of_the_flag() -> None:
     assert set(NETS) == set(NAMES) == {Recipe(model=name).model for name in NAMES}
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_parameters_in_number_and_from_the_seed(name: str) -> None:
-    model, again = make(name), make(name).state_dict()
-    assert sum(p.numel() for p in model.parameters()) == PARAMETERS[name]
-    assert PARAMETERS["cnn"] == 37_834
-    assert all(torch.equal(tensor, again[key]) for key, tensor in model.state_dict().items())
-
-
 def test_normalise() -> None:
     pixels = torch.tensor([[[0, 255], [51, 102]]], dtype=torch.uint8)
     expected = (torch.tensor([[[0.0, 1.0], [0.2, 0.4]]]) - 0.1307) / 0.3081
     for dtype in (torch.float32, torch.float64):
         torch.testing.assert_close(normalise(pixels, dtype), expected.to(dtype), atol=1e-6, rtol=0)
-    assert (PIXEL_MEAN, PIXEL_STD) == (0.1307, 0.3081)  # test_mnist.py: of MNIST
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_logits_have_the_dtype_of_the_weights_and_a_column_per_class(name: str) -> None:
-    single = make(name)(images(4))
-    double = make(name).double()(images(4))
+def test_parameters_and_logits(name: str) -> None:
+    """The seed decides the weights; their dtype is that of the logits, one for each class."""
+    net, again = make(name), make(name)
+    assert sum(p.numel() for p in net.parameters()) == PARAMETERS[name]
+    assert PARAMETERS["cnn"] == 37_834
+    weights = zip(net.parameters(), again.parameters(), strict=True)
+    assert all(torch.equal(first, second) for first, second in weights)
+    single, double = net(images(4)), again.double()(images(4))
     for logits, dtype in ((single, torch.float32), (double, torch.float64)):
         assert (logits.shape, logits.dtype) == ((4, 10), dtype)
         assert logits.isfinite().all()
         assert logits.std() > 1e-3
     assert name not in OURS or torch.allclose(single.double(), double, atol=1e-4)
-    for classes in (2, 47):
-        assert make(name, classes)(images(2)).shape == (2, classes)
+    assert make(name, 47)(images(2)).shape == (2, 47)
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in WITH_BATCHNORM])

@@ -17,7 +17,7 @@ def rates(total_steps: int, peak: float, warmup: float) -> list[float]:
     return [learning_rate(step, total_steps, peak, warmup) for step in range(total_steps)]
 
 
-def test_the_rate_at_chosen_steps() -> None:
+def test_the_rate_rises_to_the_peak_and_falls() -> None:
     # 15 steps up, 85 steps down
     for step, share in [(0, 1 / 15), (6, 7 / 15), (14, 1), (15, 1), (99, 1 / 85), (100, 0)]:
         assert learning_rate(step, 100, 0.02, 0.15) == pytest.approx(0.02 * share, rel=1e-12)
@@ -25,20 +25,15 @@ def test_the_rate_at_chosen_steps() -> None:
     up_and_down = [i / 10 for i in [*range(1, 11), *range(10, 0, -1)]]
     assert rates(20, 1.0, 0.5) == pytest.approx(up_and_down)
     assert rates(4, 0.5, 0.0) == [0.5, 0.375, 0.25, 0.125]
-    for warmup in (0.0, 0.15, 0.999):  # a run of one step
+    for warmup in (0.0, 0.15, 0.5, 0.999):
         assert rates(1, 0.01, warmup) == [0.01]
-
-
-@pytest.mark.parametrize("warmup", [0.0, 0.1, 0.15, 0.5, 0.99])
-def test_the_rate_rises_to_the_peak_and_falls(warmup: float) -> None:
-    for total_steps in (1, 2, 3, 10, 45, 1000):
-        values = rates(total_steps, 0.5, warmup)
-        assert 0 < min(values) <= max(values) <= 0.5
-        top = values.index(max(values))
-        assert values[: top + 1] == sorted(values[: top + 1])
-        assert values[top:] == sorted(values[top:], reverse=True)
-        assert top <= warmup * total_steps
-        assert total_steps < 10 or max(values) > 0.5 * 0.85
+        for total_steps in (2, 3, 10, 45, 1000):
+            values = rates(total_steps, 0.5, warmup)
+            top = values.index(max(values))
+            assert 0 < min(values) <= values[top] <= 0.5
+            assert top <= warmup * total_steps
+            assert values[: top + 1] == sorted(values[: top + 1])
+            assert values[top:] == sorted(values[top:], reverse=True)
 
 
 @pytest.mark.parametrize("name", ["cnn", "cnn_deep", "mlp", "cnn_bn"])
