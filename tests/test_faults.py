@@ -48,6 +48,7 @@ from tests.chaos import (
     newest_step,
     seconds_until_gone,
     wait_until,
+    workers_of,
 )
 from tests.commands import Ended, Started
 
@@ -89,8 +90,9 @@ def test_fault_01_fault_02_fault_34_a_worker_is_killed_and_then_the_launcher(
     run = tmp_path / "run"
     flags = flags_of("patient", RUN, "--cpu")
     world = LocalWorld(1, _restart, ["train", *flags], folder=tmp_path)
+    [above] = workers_of(world)
     wait_for_step(run, 1)
-    [launcher] = psutil.Process(world.processes[0].pid).children()
+    [launcher] = above.children()
     workers = launcher.children()
     workers[1].kill()
     assert seconds_until_gone(workers) < 5
@@ -98,7 +100,7 @@ def test_fault_01_fault_02_fault_34_a_worker_is_killed_and_then_the_launcher(
     first = newest_step(run)
 
     wait_for_step(run, first + 1)  # it goes on by itself
-    [launcher] = psutil.Process(world.processes[0].pid).children()
+    [launcher] = above.children()
     workers = launcher.children()
     launcher.kill()
     assert seconds_until_gone(workers) < 5  # no orphan, and no second writer
@@ -170,7 +172,7 @@ def test_fault_20_a_frozen_peer_that_is_woken_in_time_and_one_that_is_not(tmp_pa
     run = tmp_path / "run"
     world = LocalWorld(2, just_train, config_of("patient", RUN, *LONG), folder=tmp_path)
     wait_for_step(run, 1)
-    frozen = psutil.Process(world.processes[1].pid)
+    _, frozen = workers_of(world)
     frozen.suspend()
     time.sleep(1.5)
     assert status(run)[0] == "running"
@@ -320,18 +322,6 @@ def strace(run: Path, *options: str) -> tuple[Ended, list[tuple[str, int, str]]]
     return ended, write_calls(trace.read_text(), run / "checkpoints")
 
 
-def test_fault_04_the_order_on_disk(tmp_path: Path) -> None:
-    """File written, on the disk, renamed; the folder on the disk; then an old one removed."""
-    ended, calls = strace(saved_thrice(tmp_path))
-    assert ended.code == 0, ended.err
-    names = [name for name, _, _ in calls]
-    calls = [call for call in calls[names.index("write") :] if call[0] != "write"]
-    assert [name for name, _, _ in calls] == ["fsync", "rename", "fsync", "unlink"]
-    files = [file for _, _, file in calls]
-    assert files[0].endswith(".tmp")
-    assert files[1:] == ["step-00000004.pt", "checkpoints", "step-00000002.pt"]
-
-
 @pytest.mark.soak
 def test_fault_03_killed_or_refused_at_every_call_of_a_save(
     tmp_path: Path, record_property: Any
@@ -339,6 +329,8 @@ def test_fault_03_killed_or_refused_at_every_call_of_a_save(
     run = saved_thrice(tmp_path)
     shutil.copytree(run, tmp_path / "before")
     _, calls = strace(run)
+    order = [name for name, _, _ in calls if name in ("fsync", "rename", "unlink")]
+    assert order == ["fsync", "rename", "fsync", "unlink"]  # file, its name, folder, an old one
     faults = ("signal=SIGKILL", "error=ENOSPC", "error=EIO")
     tries = [(name, fault, number) for name, number, _ in calls for fault in faults]
     for name, fault, number in tries:
@@ -386,7 +378,7 @@ def test_fault_11_sigterm_to_the_launcher(tmp_path: Path) -> None:
     flags = flags_of("patient", RUN, *LONG, "--cpu")
     world = LocalWorld(1, _torchrun, ["train", *flags], folder=tmp_path)
     wait_for_step(run, 1)
-    launcher = psutil.Process(world.processes[0].pid)
+    [launcher] = workers_of(world)
     workers = launcher.children()
     assert len(workers) == 2
     launcher.terminate()

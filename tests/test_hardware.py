@@ -57,10 +57,9 @@ def test_a_gpu_under_a_driver_that_is_too_old_is_none(monkeypatch: pytest.Monkey
 
 def test_files_that_were_read_do_not_take_memory_away(groups: Path) -> None:
     write(groups, own="0::/", memory__max=str(3 * GB), memory__current=str(2 * GB))
-    write(groups, memory__stat="file 1\ninactive_file 0")
-    assert hardware.free_memory() == GB
-    write(groups, memory__stat=f"file 1\ninactive_file {GB // 2}")
-    assert hardware.free_memory() == 1.5 * GB
+    for inactive, free in ((0, GB), (GB // 2, 1.5 * GB)):
+        write(groups, memory__stat=f"file 1\ninactive_file {inactive}")
+        assert hardware.free_memory() == free
 
 
 def test_the_limit_of_a_group_around_ones_own_holds_too(groups: Path) -> None:

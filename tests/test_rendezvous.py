@@ -197,7 +197,7 @@ def each_of(size: int, do: Callable[[Store], Any]) -> list[Any]:
     return at_once(*[partial(do, store) for store in stores(size)])
 
 
-def test_rank_0_decides_for_all() -> None:
+def test_each_rank_gets_what_rank_0_decides_and_what_all_have() -> None:
     def after_several_polls() -> dict[str, Any]:
         time.sleep(0.2)
         return {"notes": [1, None]}
@@ -206,9 +206,6 @@ def test_rank_0_decides_for_all() -> None:
     results = each_of(3, lambda store: store.broadcast_from_rank0("run", decide))
     assert results == [{"notes": [1, None]}] * 3
     decide.assert_called_once_with()
-
-
-def test_each_rank_gets_what_all_have() -> None:
     results = each_of(3, lambda store: store.all_gather("key", [store.rank, None]))
     assert results == [[[0, None], [1, None], [2, None]]] * 3
 

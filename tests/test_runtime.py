@@ -62,12 +62,6 @@ def test_precision_in_effect(
     assert precision_in_effect(flags, Launch(), device) == expected
 
 
-def test_a_launchers_precision_that_we_do_not_know(monkeypatch: Patch) -> None:
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
-    with pytest.raises(UsageError, match=r"^--mixed_precision fp8: choose from no, fp16, bf16$"):
-        precision_in_effect(Distribution(), Launch(), "cpu")
-
-
 @pytest.mark.parametrize(
     ("launch", "config"),
     [
@@ -92,11 +86,8 @@ def test_fault_25_fp16_on_a_cpu_names_the_config_to_use(
 @pytest.mark.parametrize(
     ("flag", "variable", "wants_cpu"),
     [
-        (False, "", False),
-        (False, "False", False),
-        (True, "", True),
-        (False, "True", True),
-        (False, "1", True),
+        *[(False, "", False), (False, "False", False)],
+        *[(True, "", True), (False, "True", True), (False, "1", True)],
     ],
 )
 def test_choose_device(
@@ -127,10 +118,16 @@ def test_choose_backend(flag: str, launch: Launch, device: str, backend: str) ->
     assert choose_backend(Distribution(backend=flag), launch, device) == backend
 
 
-def test_nccl_on_a_cpu_is_refused() -> None:
+def test_what_is_unknown_or_not_here_is_refused(monkeypatch: Patch) -> None:
     for launch in (PAIR, Launch()):
         with pytest.raises(UsageError, match=r"^--backend nccl: needs a GPU and this machine show"):
             choose_backend(Distribution(backend="nccl"), launch, "cpu")
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
+    with pytest.raises(UsageError, match=r"^--mixed_precision fp8: choose from no, fp16, bf16$"):
+        precision_in_effect(Distribution(), Launch(), "cpu")
+    monkeypatch.setenv("OMP_NUM_THREADS", "many")
+    with pytest.raises(UsageError, match=r"^OMP_NUM_THREADS=many: "):
+        set_threads(Launch(), "cpu", 1)
 
 
 # --- The machine
@@ -175,12 +172,6 @@ def test_set_threads(
     assert set_threads(launch, device, here) == threads
     assert set_to == [threads]
     assert os.environ["OMP_NUM_THREADS"] == str(threads)
-
-
-def test_threads_that_are_no_number(monkeypatch: Patch) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "many")
-    with pytest.raises(UsageError, match=r"^OMP_NUM_THREADS=many: "):
-        set_threads(Launch(), "cpu", 1)
 
 
 @pytest.mark.parametrize(
