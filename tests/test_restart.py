@@ -93,58 +93,48 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Run:
 # --- What is run again
 
 
-@pytest.mark.parametrize(
-    ("status", "reason"),
-    [(LOST, "rank 1 was lost"), (KILLED, "the process that wrote the run folder was killed")],
-)
-def test_a_lost_process_is_one_restart(
-    status: dict[str, Any], reason: str, run: Run, capsys: Capsys
-) -> None:
-    assert run(attempt(1, status), attempt(0, FINISHED)) == 0
-    assert calls() == [[*DIGITS, *RUN_DIR], [*DIGITS, *RUN_DIR, *AUTO]]
-    assert capsys.readouterr().out == f"restart 1 of 3: {reason}\n"
-    assert read_json(Path("runs/digits-001/status.json")) == FINISHED
-
-
-@pytest.mark.parametrize("restarts", [0, 2])
-def test_there_are_no_more_restarts_than_requested(restarts: int, run: Run, capsys: Capsys) -> None:
-    assert run(*[attempt(1, LOST)] * (restarts + 1), restarts=restarts) == 6
-    assert len(calls()) == restarts + 1
-    assert [line[:14] for line in capsys.readouterr().out.splitlines()] == [
-        f"restart {number} of {restarts}" for number in range(1, restarts + 1)
-    ]
-
-
-def test_the_last_attempt_decides(run: Run) -> None:
-    handlers = [signal.getsignal(number) for number in restart.SIGNALS]
-    assert run(attempt(1, LOST), attempt(1, KILLED), attempt(1, {**LOST, "exit_code": 7})) == 7
-    assert len(calls()) == 3
-    assert [signal.getsignal(number) for number in restart.SIGNALS] == handlers
+WAS_LOST, WAS_KILLED = "rank 1 was lost", "the process that wrote the run folder was killed"
 
 
 @pytest.mark.parametrize(
-    ("command", "status", "code"),
+    ("restarts", "plan", "code", "reasons"),
     [
-        *((1, {**LOST, "exit_code": code}, code) for code in (1, 2, 3, 4, 5, 7, 130)),
-        *((1, {**PREEMPTED, "exit_code": code}, code) for code in (130, 143)),
-        (0, FINISHED, 0),
-        (0, {**FINISHED, "exit_code": 3}, 0),
-        (0, KILLED, 0),
+        (3, [(1, LOST), (0, FINISHED)], 0, [WAS_LOST]),
+        (3, [(1, KILLED), (0, FINISHED)], 0, [WAS_KILLED]),
+        # no more than requested
+        (0, [(1, LOST)], 6, []),
+        (2, [(1, LOST)] * 3, 6, [WAS_LOST] * 2),
+        # the last attempt decides
+        (3, [(1, LOST), (1, KILLED), (1, {**LOST, "exit_code": 7})], 7, [WAS_LOST, WAS_KILLED]),
+        # a run that is done or needs a person
+        *((3, [(1, {**LOST, "exit_code": code})], code, []) for code in (1, 2, 3, 4, 5, 7, 130)),
+        *((3, [(1, {**PREEMPTED, "exit_code": code})], code, []) for code in (130, 143)),
+        (3, [(0, FINISHED)], 0, []),
+        (3, [(0, {**FINISHED, "exit_code": 3})], 0, []),
+        (3, [(0, KILLED)], 0, []),
+        # a command that never began a run
+        *((3, [(code, None)], code, []) for code in (1, 2, 6)),
     ],
 )
-def test_a_run_that_is_done_or_needs_a_person_is_not_run_again(
-    command: int, status: dict[str, Any], code: int, run: Run, capsys: Capsys
+def test_a_lost_process_is_a_restart_and_nothing_else_is(
+    restarts: int,
+    plan: list[tuple[int, Any]],
+    code: int,
+    reasons: list[str],
+    run: Run,
+    capsys: Capsys,
 ) -> None:
-    assert run(attempt(command, status)) == code
-    assert calls() == [[*DIGITS, *RUN_DIR]]
-    assert capsys.readouterr().out == ""
-
-
-@pytest.mark.parametrize("code", [1, 2, 6])
-def test_a_command_that_never_began_a_run_leaves_no_folder(code: int, run: Run) -> None:
-    assert run(attempt(code)) == code
-    assert len(calls()) == 1
-    assert not Path("runs/digits-001").exists()
+    handlers = [signal.getsignal(number) for number in restart.SIGNALS]
+    assert run(*(attempt(*each) for each in plan), restarts=restarts) == code
+    assert calls() == [[*DIGITS, *RUN_DIR], *[[*DIGITS, *RUN_DIR, *AUTO]] * len(reasons)]
+    expected = [f"restart {n} of {restarts}: {why}" for n, why in enumerate(reasons, 1)]
+    assert capsys.readouterr().out.splitlines() == expected
+    assert [signal.getsignal(number) for number in restart.SIGNALS] == handlers
+    _, status = plan[-1]
+    if status:
+        assert read_json(Path("runs/digits-001/status.json")) == status
+    else:
+        assert names("runs") == []
 
 
 @pytest.mark.parametrize("old", [None, *map(json.dumps, (LOST, KILLED, FINISHED)), '{"'])
