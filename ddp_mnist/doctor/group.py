@@ -83,19 +83,14 @@ def check_group(
     who = f"{count(group.size, 'process')} on {count(world.num_machines, 'machine')}"
     text = f"{who} connected within {met_s:.1f} s, backend {world.backend}"
     yield passed("rendezvous", f"{text}, precision {world.precision}")
-    for name, checks, wanted in (
-        ("machine", machines_alone, machines),
-        ("same", same_everywhere, True),
-        ("load", load, True),
-        ("collectives", right_results, True),
-        ("speed", speeds, True),
-        ("computing", slowest, True),
-        ("training", training, True),
-        ("burn-in", burn_in, options.minutes > 0),
-    ):
+    checks = [same_everywhere, load, right_results, speeds, slowest, training]
+    checks = [machines_alone, *checks] if machines else checks
+    checks = [*checks, burn_in] if options.minutes else checks
+    for function in checks:
         try:
-            yield from checks(group) if wanted else ()
+            yield from function(group)
         except (RuntimeError, ValueError, DdpMnistError) as error:
+            name = function.__name__.replace("_", " ")
             yield failed(name, reason(error), "see what the other machines say, then the network")
             return
 

@@ -12,8 +12,7 @@ from ddp_mnist.run.results import FAIL, WARN, CheckResult, check, failed, from_e
 def check_node(node: Node, timeout_s: float) -> Iterator[CheckResult]:
     """Yield one machine's results in the order in which things have to work, up to a FAIL."""
     for step in (main_address, route):
-        result = step(node)
-        yield result
+        yield (result := step(node))
         if result.status == FAIL:
             return
     if node.num_machines == 1:
