@@ -1,5 +1,6 @@
 """Runs that are hit at a random moment and resumed, against the unbroken one."""
 
+import os
 import random
 import shutil
 import signal
@@ -29,6 +30,8 @@ RECIPES = {
 FLAGS = "--dataset digits --epochs 6 --batch-size 72 --log-every 7 --checkpoint-every 4 --quiet"
 FLAGS += " --mixed-precision no --dist-timeout 20 --run-dir"
 HUSH = {"OMP_NUM_THREADS": "1"}
+# A lost rank ends the others within 5 s; later where others use the machine at the same time.
+SECONDS = 5 * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
 def flags_of(recipe: str, run: Path, *more: str) -> list[str]:

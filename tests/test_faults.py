@@ -40,6 +40,7 @@ from ddp_mnist.verify.watch import (
     what_stays,
 )
 from tests.chaos import (
+    SECONDS,
     chaos,
     config_of,
     flags_of,
@@ -55,8 +56,6 @@ from tests.commands import Ended, Started
 # Long enough to be hit in the middle: 900 steps of the smallest net.
 LONG = ["--epochs", "60", "--dist-timeout", "4"]
 RUN = Path("run")
-# What is promised, and more where others use the machine at the same time.
-SECONDS = 5 * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
 @pytest.fixture(scope="module")

@@ -27,11 +27,9 @@ from ddp_mnist.config import Distribution
 from ddp_mnist.errors import FailedElsewhere, PeerError
 from ddp_mnist.run.folder import read_json
 from ddp_mnist.verify.watch import just_train, proof_config
+from tests.chaos import SECONDS
 
 Patch = pytest.MonkeyPatch
-
-# What is promised, and more where others use the machine at the same time.
-SECONDS = 5 * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
 class Clock:
