@@ -113,7 +113,7 @@ def fp16_on_a_cpu(
         groups = [{name: group[name] for name in names} for group in made.param_groups]
         next(net.parameters()).register_hook(overflow)
         net.get_submodule("head").register_forward_hook(
-            lambda _, __, logits: seen.dtypes.add(logits.dtype) if net.training else None
+            lambda _, __, logits: seen.dtypes.add(logits.dtype) if logits.requires_grad else None
         )
         return type(made)(groups, lr=recipe.lr, betas=made.defaults["betas"])
 
@@ -184,37 +184,6 @@ def seen_in(size: int, runs: list[Told], folder: Path) -> list[list[Seen]]:
 # --- Runs unbroken and interrupted
 
 
-@dataclass
-class Pair:
-    """A run that nothing happened to, and one that was interrupted and taken up."""
-
-    unbroken: list[Seen]
-    interrupted: list[Seen]
-    resumed: list[Seen]
-    runs: tuple[Path, Path]
-
-
-Pairs = dict[tuple[str, int], Pair]
-
-
-@pytest.fixture(scope="module")
-def pairs(tmp_path_factory: pytest.TempPathFactory) -> Pairs:
-    found, options = Pairs(), {"overflows": OVERFLOWS}
-    for size in (1, 2):
-        folder, runs = tmp_path_factory.mktemp(f"on{size}"), list[Told]()
-        kinds = [kind for kind, on in CASES if on == size]
-        for kind in kinds:
-            broken = config(f"{kind} interrupted", **KINDS[kind])
-            runs.append((config(kind, **KINDS[kind]), options))
-            runs.append((broken, {**options, "until": INTERRUPTED}))
-            runs.append((resumed(broken), options))
-        seen = iter(seen_in(size, runs, folder))
-        for kind in kinds:
-            both = folder / kind, folder / f"{kind} interrupted"
-            found[kind, size] = Pair(next(seen), next(seen), next(seen), both)
-    return found
-
-
 def last_checkpoint(run: Path) -> tuple[int, dict[str, Any]]:
     path = checkpoint.newest_first(run)[0]
     return checkpoint.step_of(path), checkpoint.from_bytes(path.read_bytes(), path)["state"]
@@ -231,17 +200,20 @@ def scaler_after(skipped: list[bool], growth_interval: int) -> tuple[float, int]
 
 
 @pytest.mark.parametrize(("kind", "size"), CASES)
-def test_all_ranks_leave_out_the_step_at_which_one_overflowed(
-    kind: str, size: int, pairs: Pairs
-) -> None:
-    pair = pairs[kind, size]
-    first = pair.unbroken[0]
-    assert len(pair.unbroken) == size
-    for seen in pair.unbroken:
+def test_overflows_unbroken_or_interrupted(kind: str, size: int, tmp_path: Path) -> None:
+    """All ranks leave out a step at which one overflowed; resumed is unbroken, bit for bit."""
+    run, broken = tmp_path / "whole", tmp_path / "broken"
+    whole, cut_short = (config(name, **KINDS[kind]) for name in ("whole", "broken"))
+    always: dict[str, Any] = {"overflows": OVERFLOWS}
+    runs = [(whole, always), (cut_short, {**always, "until": INTERRUPTED})]
+    unbroken, interrupted, taken_up = seen_in(size, [*runs, (resumed(cut_short), always)], tmp_path)
+
+    first = unbroken[0]
+    assert len(unbroken) == size
+    for seen in unbroken:
         assert not isinstance(seen.result, DdpMnistError), seen.result
         assert seen.dtypes == {torch.float16}
-        assert seen.skipped == first.skipped
-        assert seen.scales == first.scales
+        assert (seen.skipped, seen.scales) == (first.skipped, first.scales)
         assert seen.result["skipped_steps"] == len(first.skipped_steps)
         assert seen.result["steps"] == len(first.skipped)
     assert set(OVERFLOWS) <= set(first.skipped_steps)
@@ -250,12 +222,9 @@ def test_all_ranks_leave_out_the_step_at_which_one_overflowed(
     assert any(after == 2 * before for before, after in itertools.pairwise(first.scales))
     assert first.result["precision"] == "fp16"
     assert first.result["test_count"] == TEST_ROWS
-    if kind != "patient":
-        assert first.result["steps"] == STEPS
-        assert first.result["test_accuracy"] > 0.5
 
     # the checkpoint holds the scaler and the steps that were taken
-    step, state = last_checkpoint(pair.runs[0])
+    step, state = last_checkpoint(run)
     scaler, progress = state["scaler"], state["progress"]
     expected = scaler_after(first.skipped, GROWTH_INTERVAL)
     assert (scaler["scale"], scaler["_growth_tracker"]) == expected
@@ -265,38 +234,29 @@ def test_all_ranks_leave_out_the_step_at_which_one_overflowed(
     kernels_count_none = {0} if kind == "convolutions" else set()
     assert taken == {step - len(first.skipped_steps)} | kernels_count_none
     assert all(torch.isfinite(tensor).all() for tensor in state["model"].values())
+    if kind == "patient":  # the weights that are kept are those of the best epoch
+        best = state["best_weights"]
+        assert first.result["stopped_by"] == "--patience"
+        torch.testing.assert_close(weights_of(run), best, rtol=0, atol=0)
+        assert not any(weight.equal(best[name]) for name, weight in state["model"].items())
+    else:
+        assert first.result["steps"] == STEPS
+        assert first.result["test_accuracy"] > 0.5
 
-
-@pytest.mark.parametrize(("kind", "size"), CASES)
-def test_interrupted_and_resumed_is_unbroken_bit_for_bit(
-    kind: str, size: int, pairs: Pairs
-) -> None:
-    pair = pairs[kind, size]
-    assert [seen.result.code for seen in pair.interrupted] == [143] * size
-    for unbroken, first, second in zip(pair.unbroken, pair.interrupted, pair.resumed, strict=True):
-        assert INTERRUPTED < len(first.skipped) < len(unbroken.skipped)
-        assert scaler_after(first.skipped, GROWTH_INTERVAL) != (FIRST_SCALE, 0)
-        assert second.result["resumed_from"] == [len(first.skipped)]
-        assert first.skipped + second.skipped == unbroken.skipped
-        assert first.scales + second.scales == unbroken.scales
+    assert [seen.result.code for seen in interrupted] == [143] * size
+    for one, two, three in zip(unbroken, interrupted, taken_up, strict=True):
+        assert INTERRUPTED < len(two.skipped) < len(one.skipped)
+        assert scaler_after(two.skipped, GROWTH_INTERVAL) != (FIRST_SCALE, 0)
+        assert three.result["resumed_from"] == [len(two.skipped)]
+        assert two.skipped + three.skipped == one.skipped
+        assert two.scales + three.scales == one.scales
         for same in ("skipped_steps", "steps", "epochs", "stopped_by", "val_accuracy"):
-            assert second.result[same] == unbroken.result[same], same
-    assert what_stays(pair.runs[1]) == what_stays(pair.runs[0])
-    (step, state), (expected_step, expected) = map(last_checkpoint, reversed(pair.runs))
-    assert step == expected_step
-    assert state["scaler"] == expected["scaler"]
+            assert three.result[same] == one.result[same], same
+    assert what_stays(broken) == what_stays(run)
+    again_at, again = last_checkpoint(broken)
+    assert (again_at, again["scaler"]) == (step, scaler)
     for name in ("model", "optimizer", "best_weights"):
-        torch.testing.assert_close(state[name], expected[name], rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_patience_keeps_the_weights_of_the_best_epoch(size: int, pairs: Pairs) -> None:
-    pair = pairs["patient", size]
-    assert pair.unbroken[0].result["stopped_by"] == "--patience"
-    _, state = last_checkpoint(pair.runs[1])
-    best = state["best_weights"]
-    torch.testing.assert_close(weights_of(pair.runs[1]), best, rtol=0, atol=0)
-    assert not any(weight.equal(best[name]) for name, weight in state["model"].items())
+        torch.testing.assert_close(again[name], state[name], rtol=0, atol=0)
 
 
 # --- Overflows without end, and hooks

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import PIL.Image
@@ -399,11 +400,6 @@ PARQUET_FAULTS: Faults = {
 }
 
 
-def emptied(folder: Path) -> None:
-    for entry in folder.iterdir():
-        shutil.rmtree(entry)
-
-
 def without_classes(folder: Path) -> None:
     for file in folder.rglob("*.png"):
         file.rename(file.parent.parent / file.name)
@@ -414,7 +410,6 @@ IMAGE_FAULTS: Faults = {
     "broken file": (rewritten(BEE, flipped(200)), f"{IMAGE} row 4 DIR/{BEE} is no readable image"),
     "no test images": (lambda f: shutil.rmtree(f / "test"), "found: train;"),
     "no classes": (without_classes, f"{LABEL} row 0 has no label;"),
-    "nothing at all": (emptied, "cannot be read ("),
 }
 
 
@@ -507,12 +502,8 @@ def test_fault_26_a_fault_in_a_folder_is_named(fault: str, tmp_path: Path) -> No
 
 def test_a_folder_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tests may run as root, who may read all: the refusal is put in by hand."""
-
-    def refuse(*_: Any, **__: Any) -> None:
-        raise PermissionError(13, "Permission denied", str(tmp_path))
-
     source = find_source(str(tmp_path))
-    monkeypatch.setattr(Path, "rglob", refuse)
+    monkeypatch.setattr(Path, "rglob", Mock(side_effect=PermissionError(13, "Permission denied")))
     message = refused(lambda: source.fingerprint, tmp_path)
     assert message == "cannot be read (Permission denied); check its files"
 
@@ -521,15 +512,10 @@ def test_a_folder_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.Monke
 def test_fault_29_no_space_to_unpack_in(
     what: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: Any, **__: Any) -> None:
-        """Raise an OSError as datasets wraps it."""
-        try:
-            raise OSError(code, "Refused")
-        except OSError as error:
-            raise RuntimeError("while writing a table") from error
-
+    error = RuntimeError("while writing a table")  # as datasets wraps it
+    error.__cause__ = OSError(code, "Refused")
     monkeypatch.setattr(sources, "why_out_of_reach", lambda _: "")
-    monkeypatch.setattr("datasets.load_dataset", fail)
+    monkeypatch.setattr("datasets.load_dataset", Mock(side_effect=error))
     mnist = what == "mnist"
     with pytest.raises(StorageError) as caught:
         find_source("mnist" if mnist else str(write_parquet(tmp_path))).read()
@@ -540,12 +526,9 @@ def test_fault_29_no_space_to_unpack_in(
 
 def test_a_folder_needs_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even where HF_HUB_OFFLINE is unset and its README points elsewhere."""
-
-    def no_sockets(*_: Any) -> None:
-        raise AssertionError("a socket was opened")
-
     import datasets
 
+    no_sockets = Mock(side_effect=AssertionError("a socket was opened"))
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr(socket, "getaddrinfo", no_sockets)
