@@ -19,6 +19,30 @@ MAKE = ["make", "--no-print-directory", f"PYTHON={sys.executable}", "VENV="]
 PROOF = "--dataset digits --model mlp --epochs 3 --batch-size 72 --mixed-precision fp64"
 PROOF += " --log-every 1 --run-dir"
 
+OPENMP_SEEN = "TEST_OPENMP_SEEN"  # the variable that names the file
+
+
+def sees_torch(ends_there: bool = False) -> str:
+    """Return a sitecustomize.py, which Python imports before all else.
+
+    It notes how OpenMP's threads are to wait as a process that trains loads torch, which a launcher
+    does not. If the process `ends_there`, it notes it of any.
+    """
+    return f"""
+import importlib.abc, os, sys
+
+class Torch(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == "torch" and ("RANK" in os.environ or {ends_there}):
+            found = [os.environ.get(name) for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")]
+            with open(os.environ["{OPENMP_SEEN}"], "a") as file:
+                print(*found, file=file)
+            if {ends_there}:
+                os._exit(0)
+
+sys.meta_path.insert(0, Torch())
+"""
+
 
 def proof(run: Path, *more: str) -> list[str]:
     """Return the arguments of the run that every way of starting has to repeat."""
@@ -118,10 +142,14 @@ def shell(script: str, folder: Path) -> Started:
     """Start a script in `folder`, as a person would in a clone with its environment activated.
 
     Nor does make know that make is running the tests: it would print the folder that it enters.
+    What sees_torch() notes is in the file `openmp`.
     """
     for name in ("ddp_mnist", "accelerate_configs", "Makefile", "pyproject.toml", "deploy"):
         (folder / name).symlink_to(REPOSITORY / name)
+    (folder / "sitecustomize.py").write_text(sees_torch())
     variables = {
+        **dict.fromkeys(("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")),  # which the tests' process has
+        OPENMP_SEEN: str(folder / "openmp"),
         "PATH": os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]]),
         "MAKEFLAGS": f"PYTHON={sys.executable} VENV=",
         "MAKELEVEL": None,

@@ -17,8 +17,9 @@ import yaml
 
 from ddp_mnist.cluster.local import free_port
 from ddp_mnist.run.folder import read_json
-from tests.chaos import wait_until
-from tests.commands import REPOSITORY, Started
+from tests.chaos import newest_step, wait_until
+from tests.commands import PROOF, REPOSITORY, Started, all_succeed
+from tests.training import check_equal, metrics
 
 pytestmark = pytest.mark.system
 DEPLOY = REPOSITORY / "deploy"
@@ -34,7 +35,7 @@ trap 'kill -TERM $tasks' TERM
 while [[ $1 == -* ]]; do echo "$1" >>{folder}/options; shift; done
 for rank in 0 1; do
     SLURM_STEP_ID=0 SLURM_PROCID=$rank SLURM_LOCALID=$rank SLURM_STEP_NUM_TASKS=2 \\
-    SLURM_STEP_NUM_NODES=1 SLURM_STEP_NODELIST=127.0.0.1 "$@" &
+    SLURM_STEP_NUM_NODES=2 SLURM_STEP_NODELIST=localhost "$@" &
     tasks="$tasks $!"
 done
 code=0
@@ -46,7 +47,6 @@ done
 exit $code
 """
 SCONTROL = '#!/bin/sh\necho "$@" >>{folder}/scontrol\n'
-SSH = '#!/bin/sh\nshift 2\nexec sh -c "$1"\n'
 
 
 def stand_in(folder: Path, **programs: str) -> dict[str, str]:
@@ -58,13 +58,6 @@ def stand_in(folder: Path, **programs: str) -> dict[str, str]:
         program.chmod(0o755)
     path = [str(folder / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]]
     return {"PATH": os.pathsep.join(path), "PYTHONPATH": str(REPOSITORY)}
-
-
-def check_two(run: Path, num_machines: int) -> dict[str, Any]:
-    """Return the summary of a run on two processes."""
-    summary = read_json(run / "summary.json")
-    assert (summary["world_size"], summary["num_machines"]) == (2, num_machines)
-    return summary
 
 
 def run_both(command: list[str], folders: list[Path], variables: list[dict[str, str]]) -> None:
@@ -97,31 +90,38 @@ def sbatch(folder: Path, *arguments: str) -> Started:
     return Started(["bash", script, *arguments], folder, variables, program=None)
 
 
+def test_a_job_is_the_same_training(alone: Path, tmp_path: Path) -> None:
+    """With the variables that srun sets, in two tasks."""
+    flags = [word for word in PROOF.split() if word != "--run-dir"]
+    all_succeed([sbatch(tmp_path, *flags)])
+    check_equal(tmp_path / "runs" / "slurm-7", alone, 2, num_machines=2)
+    assert not (tmp_path / "scontrol").exists()
+    assert (tmp_path / "options").read_text() == "--kill-on-bad-exit=0\n--cpus-per-task=1\n"
+
+
 def test_a_job_goes_on_when_its_time_was_up_and_stays_away_when_cancelled(tmp_path: Path) -> None:
     run, requeued = tmp_path / "runs" / "slurm-7", tmp_path / "scontrol"
     job = sbatch(tmp_path, *LONG)
     wait_until(lambda: reached(run) > 20)
-    # scancel sends SIGTERM to the tasks, which save, and leaves the script to end by itself
-    [srun] = psutil.Process(job.process.pid).children()
-    srun.send_signal(signal.SIGTERM)
-    assert job.ended().code == 143
-    assert not requeued.exists()
-    cancelled = reached(run)
-
-    job = sbatch(tmp_path, *LONG)
-    wait_until(lambda: reached(run) > cancelled + 20)
     job.process.send_signal(signal.SIGUSR1)
     assert job.ended().code == 143
     assert requeued.read_text() == "requeue 7\n"
     stopped = reached(run)
 
-    # SLURM starts the same script again, under the same number; an epoch has 15 steps
-    ended = sbatch(tmp_path, *LONG[:-1], str(stopped // 15 + 1)).ended()
-    assert ended.code == 0, ended.err
-    assert check_two(run, num_machines=1)["resumed_from"] == [cancelled, stopped]
+    # SLURM starts the same script again, under the same number
+    job = sbatch(tmp_path, *LONG)
+    wait_until(lambda: reached(run) > stopped + 20)
+    # scancel sends SIGTERM to the tasks, which save, and leaves the script to end by itself
+    [srun] = psutil.Process(job.process.pid).children()
+    srun.send_signal(signal.SIGTERM)
+    ended = job.ended()
+    assert ended.code == 143
+    assert f"resumed    after step {stopped}; nothing changed\n" in ended.out
+    assert newest_step(run) == reached(run)  # saved
     assert requeued.read_text() == "requeue 7\n"
-    options = (tmp_path / "options").read_text().split()
-    assert options == ["--kill-on-bad-exit=0", "--cpus-per-task=1"] * 3
+    steps = [line["step"] for line in metrics(run)]
+    assert steps == sorted(set(steps))  # each once
+    assert steps[-1] > stopped
 
 
 def reached(run: Path) -> int:
@@ -196,7 +196,8 @@ def test_the_trainjob_trains_on_two_nodes(tmp_path: Path) -> None:
     nodes = [{**variables, "PET_NODE_RANK": str(rank)} for rank in range(trainer["numNodes"])]
     command = [*trainer["command"], *trainer["args"], *SMALL]
     run_both(command, [tmp_path] * 2, nodes)
-    check_two(tmp_path / "runs" / "trainjob", num_machines=2)
+    summary = read_json(tmp_path / "runs" / "trainjob" / "summary.json")
+    assert (summary["world_size"], summary["num_machines"]) == (2, 2)
 
 
 # --- The rest
@@ -213,24 +214,12 @@ def test_the_image_has_what_an_install_needs() -> None:
     assert command == ["python", "-m", "ddp_mnist", "doctor"]
 
 
-def test_ssh_starts_a_part_on_each_host_and_ends_with_the_code_of_one_that_fails(
-    tmp_path: Path,
-) -> None:
-    variables = stand_in(tmp_path, ssh=SSH) | {
-        "FOLDER": str(REPOSITORY),
-        "ARGS": " ".join([*SMALL, "--run-dir", str(tmp_path / "run")]),
-        "PYTHON": sys.executable,
-        "VENV": "",
-        "MAIN_PROCESS_PORT": str(free_port()),
-    }
-    script = str(DEPLOY / "ssh.sh")
-    command = ["bash", script, "127.0.0.1", "127.0.0.1"]
-    ended = Started(command, tmp_path, variables, program=None).ended()
-    assert ended.code == 0, ended.err
-    check_two(tmp_path / "run", num_machines=2)
-    ended = Started(["bash", script, "host"], tmp_path, variables, program=None).ended()
-    assert ended.code == 2
-    assert ended.err.startswith("ssh.sh: give at least two hosts")
+def test_ssh_ends_with_the_code_of_a_part_that_fails(tmp_path: Path) -> None:
+    """What it starts on each host is run by test_networks.py."""
     failing = stand_in(tmp_path, ssh="#!/bin/sh\ncase $3 in *RANK=1*) exit 3;; esac\n")
+    script = str(DEPLOY / "ssh.sh")
     command = ["bash", script, "host-a", "host-b"]
     assert Started(command, tmp_path, failing, program=None).ended().code == 3
+    ended = Started(["bash", script, "host"], tmp_path, failing, program=None).ended()
+    assert ended.code == 2
+    assert ended.err.startswith("ssh.sh: give at least two hosts")

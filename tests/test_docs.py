@@ -2,17 +2,22 @@
 
 A fence may have a mark behind its language. If it names what the commands need (gpu, slurm, hub,
 network, hosts, a person's own images, minutes), they are parsed only. `proof` is run by
-test_launchers.py, which compares the result. All others are run here, and end with 0.
+test_launchers.py, which compares the result. The verbs of all others are run here, and end with 0;
+a training goes on for two epochs.
 """
 
 import re
+import shlex
 import shutil
 import subprocess
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
 
-from tests.commands import REPOSITORY, Ended, fences_of, python, shell
+from ddp_mnist import cli
+from ddp_mnist.cluster.local import run_world
+from tests.commands import REPOSITORY, Ended, fences_of, python
 
 pytestmark = pytest.mark.system
 NEEDS = ("gpu", "slurm", "hub", "network", "hosts", "images", "minutes")
@@ -23,6 +28,8 @@ PAGES = sorted(
 )
 LANGUAGES = ("sh", "python", "text", "diff", "mermaid")
 FENCES = [fence for page in PAGES for fence in fences_of(page)]
+START = r"torchrun --nproc-per-node (?P<size>\d) -m ddp_mnist|python -m ddp_mnist|ddp-mnist"
+COMMAND = re.compile(rf"(?:{START}) (?P<argv>.*)")
 RUN = [fence for fence in FENCES if fence.language == "sh" and not fence.mark]
 
 
@@ -40,19 +47,33 @@ def test_a_fence_says_what_it_is() -> None:
             subprocess.run(["bash", "-n"], input=fence.body, text=True, check=True)
 
 
-@pytest.mark.parametrize("page", sorted({fence.page for fence in RUN}), ids=str)
-def test_what_a_page_tells_to_type_works(page: Path, tmp_path: Path) -> None:
-    """In two shells at a time: the first block and those that name a run need each other."""
-    here = [fence for fence in RUN if fence.page == page]
-    first = [fence for fence in here if fence == here[0] or "runs/" in fence.body]
-    started = []
-    for number, fences in enumerate((first, [fence for fence in here if fence not in first])):
-        (tmp_path / str(number)).mkdir()
-        script = "".join(f"echo '# {fence}' >&2\n{fence.body}" for fence in fences)
-        started.append(shell(script, tmp_path / str(number)))
-    for each in started:
-        ended = each.ended(270)
-        assert ended.code == 0, f"{ended.out}\n{ended.err}"
+def run_verb(argv: list[str], printed: Path) -> int:
+    """Return the exit code of a verb in this process; what it prints goes to a file."""
+    with printed.open("a") as file, redirect_stdout(file), redirect_stderr(file):
+        try:
+            cli.main(argv)
+        except SystemExit as ended:
+            return int(ended.code or 0)
+
+
+def test_what_the_pages_tell_to_type_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In processes that have torch loaded; test_launchers.py has the real launchers."""
+    lines = [line for fence in RUN for line in fence.body.splitlines()]
+    assert len(lines) >= 9
+    printed = tmp_path / "printed"
+    monkeypatch.chdir(tmp_path)
+    for line in lines:
+        typed = COMMAND.fullmatch(line)
+        assert typed, line
+        size, argv = int(typed["size"] or 1), shlex.split(typed["argv"], comments=True)
+        if argv[0] == "train" and "--epochs" not in argv:
+            argv += ["--epochs", "2"]
+        if argv[0] == "doctor":  # it starts processes of its own, which those of a world cannot
+            codes = [run_verb(argv, printed)]
+        else:
+            codes = run_world(size, run_verb, argv, printed, folder=tmp_path)
+        assert codes == [0] * size, f"{line}\n{printed.read_text()}"
+    assert "96 images a step = 2 processes x 2 parts x 24\n" in printed.read_text()
 
 
 def test_what_a_page_quotes_is_in_the_code() -> None:

@@ -1,6 +1,7 @@
 """Several hosts with networks of their own: the right interface is found, or the fault is named."""
 
 import os
+import shlex
 import shutil
 import sys
 import time
@@ -11,7 +12,7 @@ import pytest
 
 from ddp_mnist.run.folder import read_json
 from tests.chaos import newest_step, wait_until
-from tests.commands import MAKE, REPOSITORY, Ended, Started, proof
+from tests.commands import MAKE, PROOF, REPOSITORY, Ended, Started, proof
 from tests.hosts import Hosts, require_hosts
 from tests.training import check_equal
 
@@ -51,20 +52,13 @@ def train(hosts: Hosts, folder: Path, *more: str, late_s: float = 0) -> list[Sta
     return started[::-1]
 
 
-def make(target: str, hosts: Hosts, folder: Path, arguments: str = "") -> list[Started]:
-    """Start `make train-multinode` or `make doctor` on each host, with one process there."""
-    command = [*MAKE, "-C", str(REPOSITORY), target, f"NUM_MACHINES={len(hosts.names)}"]
+def make_doctor(hosts: Hosts, folder: Path, arguments: str = "") -> list[Started]:
+    """Start `make doctor` on each host, with one process there."""
+    command = [*MAKE, "-C", str(REPOSITORY), "doctor", f"NUM_MACHINES={len(hosts.names)}"]
     command += [f"MAIN_PROCESS_IP={hosts.address(0)}", f"MAIN_PROCESS_PORT={PORT}"]
-    return [
-        on_host(
-            hosts,
-            rank,
-            folder,
-            *(*command, f"MACHINE_RANK={rank}"),
-            "ARGS=" + arguments.replace("HOST", str(folder / f"host{rank}")),
-        )
-        for rank in range(len(hosts.names))
-    ]
+    command += [f"ARGS={arguments}"]
+    ranks = range(len(hosts.names))
+    return [on_host(hosts, rank, folder, *command, f"MACHINE_RANK={rank}") for rank in ranks]
 
 
 def ends_of(started: list[Started]) -> list[Ended]:
@@ -96,20 +90,42 @@ def test_the_interface_that_leads_to_the_others_is_found(
     check_equal(tmp_path / "host0" / "run", alone, count, num_machines=count)
 
 
-def test_two_hosts_whose_own_name_is_loopback(alone: Path, tmp_path: Path) -> None:
-    """Separate networks, names, disks and caches, and no GLOO_SOCKET_IFNAME."""
-    flags = " ".join(proof(Path("HOST/run"))[3:])
+def test_ssh_trains_on_two_hosts_whose_own_name_is_loopback(alone: Path, tmp_path: Path) -> None:
+    """Separate networks, names, disks and caches, and no GLOO_SOCKET_IFNAME.
+
+    `ssh.sh` starts `make train-multinode` on each, by a stand-in for ssh.
+    """
+    disks = [tmp_path / f"host{index}" for index in range(2)]
+    script = ["#!/bin/sh", "case $2 in"]
     with Hosts(2) as hosts:
-        first, second = ends_of(make("train-multinode", hosts, tmp_path, flags))
-    assert (first.code, second.code) == (0, 0), (first, second)
-    run = tmp_path / "host0" / "run"
-    assert second.out.splitlines()[1:] == [
+        for index, disk in enumerate(disks):
+            disk.mkdir()
+            there = shlex.join(hosts.command(index, "sh", "-c"))
+            own = f"export HOME={disk} DDP_MNIST_CACHE={disk}/cache"
+            script += [f'{hosts.address(index)}) {own}; exec {there} "$3" >{disk}/out;;']
+        ssh = tmp_path / "ssh"
+        ssh.write_text("\n".join([*script, "esac\n"]))
+        ssh.chmod(0o755)
+        variables = {
+            "PATH": os.pathsep.join([str(tmp_path), os.environ["PATH"]]),
+            "FOLDER": str(REPOSITORY),
+            "ARGS": f"{PROOF} $$HOME/run",
+            "PYTHON": sys.executable,
+            "VENV": "",
+            "MAIN_PROCESS_PORT": str(PORT),
+            "OMP_NUM_THREADS": "1",
+        }
+        command = ["bash", str(REPOSITORY / "deploy" / "ssh.sh"), *map(hosts.address, range(2))]
+        ended = Started(command, tmp_path, variables, program=None).ended(240)
+    assert (ended.code, ended.err) == (0, "")
+    run = disks[0] / "run"
+    assert (disks[1] / "out").read_text().splitlines()[1:] == [
         f"joined     as rank 1 of 2; rank 0 on {hosts.names[0]} reports",
         f"done       the result is on {hosts.names[0]}, in {run}",
     ]
     check_equal(run, alone, 2, num_machines=2)
-    assert not (tmp_path / "host1" / "run").exists()  # only rank 0's machine has the run folder
-    assert (tmp_path / "host1" / "cache").is_dir()
+    assert not (disks[1] / "run").exists()  # only rank 0's machine has the run folder
+    assert (disks[1] / "cache").is_dir()
 
 
 # --- The doctor
@@ -123,7 +139,7 @@ def require_firewall() -> None:
 def test_the_doctor_finds_a_healthy_cluster_healthy(tmp_path: Path) -> None:
     flags = f"--dataset digits --save {tmp_path / 'verdict.json'}"
     with Hosts(2, decoys=True) as hosts:
-        first, second = ends_of(make("doctor", hosts, tmp_path, flags))
+        first, second = ends_of(make_doctor(hosts, tmp_path, flags))
         names = hosts.names
     assert first.code == 0, first.out + first.err
     assert second.code == 0, second.out + second.err
@@ -153,7 +169,7 @@ def test_the_doctor_names_a_firewall_that_drops_the_data_ports(tmp_path: Path) -
     with Hosts(2) as hosts:
         hosts.drop_all_but(0, PORT)
         began = time.monotonic()
-        first, second = ends_of(make("doctor", hosts, tmp_path, "--dist-timeout 8"))
+        first, second = ends_of(make_doctor(hosts, tmp_path, "--dist-timeout 8"))
         assert time.monotonic() - began < 40
     assert first.code != 0
     assert second.code != 0
