@@ -29,8 +29,6 @@ from ddp_mnist.run.folder import CONFIG, MODEL, SUMMARY, RunFolder
 from ddp_mnist.run.profiling import StepProfiler, refuse_long_profile
 from ddp_mnist.run.state import Progress, State
 
-FOLDER_KEY = "run folder"  # under which the store has its path
-
 
 @dataclass
 class Run:
@@ -172,7 +170,7 @@ def open_run(
     verbose = not config.run.quiet
     with (
         Console(verbose and launch.rank == 0, must_arrive=False) as console,
-        summary.narrated_elsewhere(world, verbose, FOLDER_KEY),
+        summary.narrated_elsewhere(world, verbose),
     ):
         found = world.store.broadcast_from_rank0("resume", lambda: resume.find(config))
         if found and found["finished"]:
@@ -246,7 +244,7 @@ def open_folder(run: Run, found: dict[str, Any] | None) -> list[str]:
             run.folder.create(config.run.run_dir, run.images.name, begin_again=begin_again)
         return str(run.folder.path)
 
-    run.where = world.store.broadcast_from_rank0(FOLDER_KEY, open_it)
+    run.where = world.store.broadcast_from_rank0(summary.FOLDER_KEY, open_it)
     run.folder.write_json(
         CONFIG,
         {

@@ -25,6 +25,8 @@ from ddp_mnist.run.folder import RunFolder
 from ddp_mnist.run.state import State
 from ddp_mnist.run.versions import code_digest, git_commit, package_versions
 
+FOLDER_KEY = "run folder"  # under which the store has its path, once there is one
+
 
 def facts(config: TrainConfig, world: World, images: ImageData) -> dict[str, Any]:
     """Return what has to be equal on every rank, under the name that a person knows it by."""
@@ -83,11 +85,8 @@ def smoothing(share: float, classes: int) -> str:
 
 
 @contextlib.contextmanager
-def narrated_elsewhere(world: World, verbose: bool, folder_key: str = "") -> Iterator[None]:
-    """Let one process on each machine but rank 0's say that it joined, and where the result is.
-
-    Under `folder_key` the store has the run folder's path, once there is one.
-    """
+def narrated_elsewhere(world: World, verbose: bool) -> Iterator[None]:
+    """Let one process on each machine but rank 0's say that it joined, and where the result is."""
     store = world.store
     console = Console(verbose and store.rank > 0 and world.local_rank == 0, must_arrive=False)
     host = store.hosts[0].partition("/")[0]
@@ -96,7 +95,7 @@ def narrated_elsewhere(world: World, verbose: bool, folder_key: str = "") -> Ite
     )
     yield
     if console.verbose:
-        folder = f", in {store.get(folder_key)}" if store.exists(folder_key) else ""
+        folder = f", in {store.get(FOLDER_KEY)}" if store.exists(FOLDER_KEY) else ""
         console.print(f"done       the result is on {host}{folder}")
 
 
