@@ -209,7 +209,7 @@ def test_fault_24_divergence_ends_with_code_7_on_every_rank(tmp_path: Path) -> N
 
 
 def of_a_folder(**changes: Any) -> TrainConfig:
-    config = watch.proof_config(epochs=2, batch_size=4, val_size=0)
+    config = watch.proof_config(model="mlp", epochs=2, batch_size=4, val_size=0)
     return with_flags(config, dataset="data/set", cache_dir="cache", **changes)
 
 
