@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from ddp_mnist.run.folder import read_json
-from tests.commands import REPOSITORY, Ended, Started
+from tests.commands import MAKE, REPOSITORY, Ended, Started
 from tests.conftest import pytest_configure
 from tests.gpu_standin import KINDS, machine
 
@@ -192,8 +192,8 @@ def test_make_train_on_one_gpu(tmp_path: Path) -> None:
 
 
 def make_train(kind: str, flags: str, python: Path) -> Ended:
-    command = ["make", "--no-print-directory", "train", f"PYTHON={python}", "VENV="]
-    return Started([*command, f"ARGS={flags}"], REPOSITORY, machine(kind), program=None).ended()
+    command = [*MAKE, "train", f"PYTHON={python}", f"ARGS={flags}"]  # the last PYTHON counts
+    return Started(command, REPOSITORY, machine(kind), program=None).ended()
 
 
 def test_the_doctor_accepts_one_gpu(decided: dict[str, Any]) -> None:

@@ -72,13 +72,7 @@ def ends_of(started: list[Started]) -> list[Ended]:
         # the doctor's test has two of them
         pytest.param(3, {"decoys": True}, id="names of dead interfaces", marks=pytest.mark.soak),
         pytest.param(3, {"ip": 6}, id="three hosts with IPv6 only", marks=pytest.mark.soak),
-        pytest.param(3, {}, id="three hosts", marks=pytest.mark.soak),
-        pytest.param(
-            2,
-            {"delay_ms": 50, "loss_percent": 1},
-            id="fault_19 slow, lossy",
-            marks=pytest.mark.soak,
-        ),
+        pytest.param(2, SLOW_AND_LOSSY, id="fault_19 slow, lossy", marks=pytest.mark.soak),
     ],
 )
 def test_the_interface_that_leads_to_the_others_is_found(
