@@ -175,24 +175,20 @@ REFUSED: list[tuple[Variables, str]] = [
 ]
 
 
-def refusal(flags: dict[str, Any], env: Variables) -> str:
-    with pytest.raises(UsageError) as raised:
-        find_launch(Distribution(**flags), env)
-    return str(raised.value)
-
-
-@pytest.mark.parametrize(("env", "message"), REFUSED, ids=[message for _, message in REFUSED])
-def test_refused_variables(env: Variables, message: str) -> None:
-    assert refusal({}, env).startswith(message)
-
-
 TCP: dict[str, Any] = {"init_method": "tcp://h:1", "rank": 0, "world_size": 2}
 CONTRADICTED = "the environment says"
+ADDRESS = "must be tcp://HOST:PORT (port 1 to 65535) or env://"
+NO_ADDRESSES = """
+    tcp tcp:// tcp://h tcp://h: tcp://:1 tcp://h:0 tcp://h:-1 tcp://h:65536 tcp://h:port
+    tcp://h:1/path tcp://h:1?rank=0 tcp://[::1 tcp://::1:80 tcp:/h:1 h:1 udp://h:1 file:///tmp/x
+    env:/ env://h:1 数://机:1
+"""
 
 
 @pytest.mark.parametrize(
     ("flags", "env", "message"),
     [
+        *(({}, env, message) for env, message in REFUSED),
         ({"backend": "mpi"}, {}, "--backend mpi: PyTorch's wheels are built without MPI; use gloo"),
         ({"rank": 0}, {}, "--rank 0: needs --init-method tcp://HOST:PORT"),
         ({"world_size": 2}, {}, "--world-size 2: needs --init-method tcp://HOST:PORT"),
@@ -207,23 +203,16 @@ CONTRADICTED = "the environment says"
         (TCP, TORCHRUN, f"--rank 0: {CONTRADICTED} RANK=1"),
         (TCP | {"rank": None}, {}, "--init-method tcp://h:1: each process needs --rank R --w"),
         (TCP | {"world_size": None}, {}, "--init-method tcp://h:1: each process needs --rank R"),
+        *(
+            (TCP | {"init_method": word}, {}, f"--init-method {word}: {ADDRESS}")
+            for word in NO_ADDRESSES.split()
+        ),
     ],
 )
-def test_refused_flags(flags: dict[str, Any], env: Variables, message: str) -> None:
-    assert refusal(flags, env).startswith(message)
-
-
-NO_ADDRESSES = """
-    tcp tcp:// tcp://h tcp://h: tcp://:1 tcp://h:0 tcp://h:-1 tcp://h:65536 tcp://h:port
-    tcp://h:1/path tcp://h:1?rank=0 tcp://[::1 tcp://::1:80 tcp:/h:1 h:1 udp://h:1 file:///tmp/x
-    env:/ env://h:1 数://机:1
-"""
-
-
-@pytest.mark.parametrize("text", NO_ADDRESSES.split())
-def test_refused_addresses(text: str) -> None:
-    expected = f"--init-method {text}: must be tcp://HOST:PORT (port 1 to 65535) or env://"
-    assert refusal(TCP | {"init_method": text}, {}) == expected
+def test_refused(flags: dict[str, Any], env: Variables, message: str) -> None:
+    with pytest.raises(UsageError) as raised:
+        find_launch(Distribution(**flags), env)
+    assert str(raised.value).startswith(message)
 
 
 def test_first_slurm_host() -> None:

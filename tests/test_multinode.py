@@ -1,21 +1,10 @@
 """A machine's part of a run over several: what is refused before anything is started."""
 
-import pytest
-
-from ddp_mnist import cli
 from ddp_mnist.cluster.local import free_port
+from tests.commands import Typed
 
 
-def refused(arguments: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
-    """Return the code and the one line with which these arguments end."""
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["multinode", *arguments.split()])
-    [line] = capsys.readouterr().err.splitlines()
-    assert isinstance(ended.value.code, int)
-    return ended.value.code, line
-
-
-def test_incomplete_or_wrong_variables(capsys: pytest.CaptureFixture[str]) -> None:
+def test_incomplete_or_wrong_variables(typed: Typed) -> None:
     here = "--main-process-ip 127.0.0.1"
     for arguments, message in (
         ("--machine-rank 0", "MACHINE_RANK: is one of two, e.g. MACHINE_RANK=0 MAIN_PROCESS_IP="),
@@ -28,12 +17,13 @@ def test_incomplete_or_wrong_variables(capsys: pytest.CaptureFixture[str]) -> No
         ),
         ("--nproc-per-node -1", "NPROC_PER_NODE=-1: must be at least 1"),
     ):
-        code, line = refused(arguments, capsys)
-        assert code == 2
+        ended = typed("multinode", *arguments.split())
+        [line] = ended.err.splitlines()
+        assert ended.code == 2
         assert line.startswith(f"ddp-mnist: error: {message}")
 
 
-def test_fault_17_a_machine_that_never_comes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_fault_17_a_machine_that_never_comes(typed: Typed) -> None:
     """Machine 0 says how many came; machine 1, with nobody at the address, says which address."""
     for machine, message in (
         ("0", "1 of 2 machines came within 1 s; missing: machine 1"),
@@ -41,6 +31,8 @@ def test_fault_17_a_machine_that_never_comes(capsys: pytest.CaptureFixture[str])
     ):
         port = free_port()
         here = f"--main-process-ip 127.0.0.1 --main-process-port {port}"
-        code, line = refused(f"--machine-rank {machine} {here} -- --dist-timeout 1", capsys)
-        assert code == 6
+        line = f"--machine-rank {machine} {here} -- --dist-timeout 1"
+        ended = typed("multinode", *line.split())
+        [line] = ended.err.splitlines()
+        assert ended.code == 6
         assert message.format(port=port) in line

@@ -21,6 +21,7 @@ from ddp_mnist.cluster.store import Store, host_id, open_store
 from ddp_mnist.errors import DataError, FailedElsewhere, PeerError, UsageError
 
 TIMEOUT_S = 0.8  # of every meeting that fails here
+NOBODY = "rank 1 of 2 reached nobody there within 0.8 s ("
 
 
 def place(rank: int, world_size: int, port: int, host: str = "127.0.0.1") -> Launch:
@@ -76,33 +77,25 @@ def test_a_missing_process_is_named_by_the_first_to_notice(tmp_path: Path) -> No
     assert (str(silent), silent.code, silent.agreed) == (str(reported), 6, False)
 
 
-def test_fault_23_one_process_of_two() -> None:
-    port, started = free_port(), time.monotonic()
-    with pytest.raises(PeerError) as raised:
-        meet(place(0, 2, port), TIMEOUT_S)
-    assert TIMEOUT_S < time.monotonic() - started < TIMEOUT_S + 2
-    assert str(raised.value).startswith(
-        f"127.0.0.1:{port}: 1 of 2 processes came within 0.8 s; missing: rank 1;"
-    )
-    assert raised.value.agreed
-
-
 @pytest.mark.parametrize(
-    ("host", "reason"),
+    ("rank", "host", "message", "reason"),
     [
-        ("127.0.0.1", "Connection refused"),
-        ("no.such.host.invalid", "Name"),
-        ("a..b", "label empty or too long"),
+        (0, "127.0.0.1", "1 of 2 processes came within 0.8 s", "; missing: rank 1; start"),
+        (1, "127.0.0.1", NOBODY, "Connection refused"),
+        (1, "no.such.host.invalid", NOBODY, "Name"),
+        (1, "a..b", NOBODY, "label empty or too long"),
     ],
 )
-def test_fault_16_nobody_at_the_address(host: str, reason: str) -> None:
+def test_fault_16_fault_23_nobody_else_comes_or_is_at_the_address(
+    rank: int, host: str, message: str, reason: str
+) -> None:
     port, started = free_port(), time.monotonic()
     with pytest.raises(PeerError) as raised:
-        meet(place(1, 2, port, host), TIMEOUT_S)
+        meet(place(rank, 2, port, host), TIMEOUT_S)
     assert 0.5 < time.monotonic() - started < TIMEOUT_S + 2
-    message = str(raised.value)
-    assert message.startswith(f"{host}:{port}: rank 1 of 2 reached nobody there within 0.8 s (")
-    assert reason in message
+    assert str(raised.value).startswith(f"{host}:{port}: {message}")
+    assert reason in str(raised.value)
+    assert raised.value.agreed is (rank == 0)  # who found no store can tell nobody
 
 
 @pytest.fixture
@@ -210,28 +203,21 @@ def test_each_rank_gets_what_rank_0_decides_and_what_all_have() -> None:
     assert results == [[[0, None], [1, None], [2, None]]] * 3
 
 
-def test_all_wait_for_the_last() -> None:
+def test_all_wait_for_the_last_to_come_and_rank_0_leaves_last() -> None:
     here: list[int] = []
+    left: list[int] = []
 
-    def come(store: Store) -> list[int]:
+    def come_and_leave(store: Store) -> list[int]:
         time.sleep(0.1 * store.rank)
         here.append(store.rank)
         store.barrier("data")
-        return sorted(here)
-
-    assert each_of(3, come) == [[0, 1, 2]] * 3
-
-
-def test_rank_0_leaves_last() -> None:
-    left: list[int] = []
-
-    def leave(store: Store) -> None:
-        store.barrier("end")
+        found = sorted(here)
         time.sleep(0.15 * store.rank)
         store.shutdown()
         left.append(store.rank)
+        return found
 
-    each_of(3, leave)
+    assert each_of(3, come_and_leave) == [[0, 1, 2]] * 3
     assert left.index(0) > 0
     assert sorted(left) == [0, 1, 2]
     zero, _ = stores(2)
@@ -252,18 +238,18 @@ def test_who_does_not_come_in_time_is_missed() -> None:
         zero.get("key", within_s=0.1)
 
 
-def test_the_first_failure_counts() -> None:
+def test_the_first_failure_counts_and_its_rank_tells() -> None:
     zero, one, two = stores(3)
-    assert zero.failure() is None
     zero.raise_if_failed()
-    assert one.report_failure("--lr 1: no", 7) is None
-    failure = {"rank": 1, "message": "--lr 1: no", "code": 7, "lost": []}
-    assert two.report_failure("something later", 1) == failure
-    assert zero.failure() == one.failure() == failure
+    error = DataError("no data")
+    assert first_cause(one, error) is error
+    assert error.agreed
+    assert zero.failure() == {"rank": 1, "message": "no data", "code": 3, "lost": []}
     one.raise_if_failed()  # its own
-    with pytest.raises(FailedElsewhere, match=r"^--lr 1: no$") as raised:
-        zero.raise_if_failed()
-    assert raised.value.code == 7
+    late = first_cause(zero, ValueError("what followed"))
+    assert isinstance(late, FailedElsewhere)
+    assert (str(late), late.code, late.agreed) == ("no data", 3, False)
+    assert first_cause(two, late) is late
 
 
 @pytest.mark.parametrize(
@@ -291,17 +277,6 @@ def test_waiting_ends_when_another_rank_fails(wait: Callable[[Store], Any]) -> N
     failed_at, (code, ended_at) = at_once(fail, wait_and_see)
     assert code == 3
     assert 0 <= ended_at - failed_at < 1
-
-
-def test_first_cause_marks_the_one_that_tells() -> None:
-    zero, one, two = stores(3)
-    error = DataError("no data")
-    assert first_cause(one, error) is error
-    assert error.agreed
-    late = first_cause(zero, ValueError("what followed"))
-    assert isinstance(late, FailedElsewhere)
-    assert (str(late), late.code, late.agreed) == ("no data", 3, False)
-    assert first_cause(two, late) is late
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,6 @@ import contextlib
 import errno
 import json
 import os
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -15,8 +13,10 @@ from unittest.mock import Mock, patch
 
 import pytest
 
+from ddp_mnist.cluster.local import LocalWorld
 from ddp_mnist.errors import DataError, FailedElsewhere, Preempted, StorageError, UsageError
-from ddp_mnist.run.folder import RUNS, RunFolder, in_use, read_json, reserve, write_atomically
+from ddp_mnist.run.folder import RUNS, RunFolder, in_use, read_json, reserve
+from tests.chaos import wait_until
 
 FRESH = {"state": "running", "exit_code": None, "phase": "starting", "step": 0, "error": None}
 FULL = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
@@ -91,24 +91,18 @@ def test_runs_that_begin_at_once_get_folders_of_their_own(tmp_path: Path) -> Non
     assert (tmp_path / "latest").resolve() in {path.resolve() for path in made}
 
 
-def test_a_folder_that_the_person_names(tmp_path: Path) -> None:
-    (tmp_path / "notes.txt").write_text("mine")
-    for folder, there in (
-        (tmp_path / "a" / "b", ["status.json"]),
-        (tmp_path, ["a", "notes.txt", "status.json"]),  # holds no run
-    ):
-        assert create(folder) == folder
-        assert names(folder) == there
-        assert read_json(folder / "status.json") == FRESH
-
-
-def test_a_reserved_folder_is_empty_and_the_latest_once_a_run_begins(tmp_path: Path) -> None:
+def test_a_reserved_folder_or_one_that_the_person_names(tmp_path: Path) -> None:
+    """It is the latest once a run begins there, if it lies beside the others."""
     root = tmp_path / "deep" / "runs"
+    (root / "mine").mkdir(parents=True)
+    (root / "mine" / "notes.txt").touch()
     assert [reserve("a/b", root), reserve("a/b", root)] == [root / "a_b-001", root / "a_b-002"]
-    assert names(root) == ["a_b-001", "a_b-002"] and names(root / "a_b-002") == []
-    for path in (root / "a_b-002", root / "mine", tmp_path / "elsewhere"):
+    assert names(root) == ["a_b-001", "a_b-002", "mine"] and names(root / "a_b-002") == []
+    for path in (root / "a_b-002", root / "mine", tmp_path / "else" / "where"):
         assert create(path, "a/b", root) == path
         assert (root / "latest").readlink() == Path("mine" if path.parent != root else path.name)
+        assert names(path) == [*["notes.txt"] * (path.name == "mine"), "status.json"]
+        assert read_json(path / "status.json") == FRESH
 
 
 def test_a_folder_called_latest_stays_and_ends_no_run(
@@ -203,38 +197,32 @@ def test_fault_14_a_folder_that_holds_a_run_is_refused_unless_it_saved_nothing(
 
 # --- Who may write it
 
-HOLDER = """
-import sys, time
-from pathlib import Path
-from ddp_mnist.run.folder import RunFolder
-run = RunFolder()
-run.open(Path(sys.argv[1]))
-print("holds it", flush=True)
-time.sleep(60)
-"""
+
+def hold_the_lock() -> None:
+    run = RunFolder()
+    run.open(Path())
+    time.sleep(60)
 
 
 def test_fault_14_a_folder_that_another_process_writes_is_refused_until_it_is_killed(
     tmp_path: Path,
 ) -> None:
     leftover = tmp_path / ".status.json.1-1.tmp"
-    command = [sys.executable, "-c", HOLDER, str(tmp_path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as holder:
-        assert holder.stdout
-        assert holder.stdout.readline() == b"holds it\n"
-        leftover.touch()
-        for take in (
-            lambda: RunFolder().open(tmp_path),
-            lambda: create(tmp_path),
-            lambda: create(tmp_path, begin_again=True),
-        ):
-            assert in_use(tmp_path)
-            started = time.monotonic()
-            with pytest.raises(UsageError, match=f"^{tmp_path}: another run .* --run-dir$"):
-                take()
-            assert time.monotonic() - started < 2
-        assert names(tmp_path) == [".lock", leftover.name]
-        holder.kill()
+    [holder] = LocalWorld(1, hold_the_lock, folder=tmp_path).processes
+    wait_until(lambda: in_use(tmp_path))
+    leftover.touch()
+    for take in (
+        lambda: RunFolder().open(tmp_path),
+        lambda: create(tmp_path),
+        lambda: create(tmp_path, begin_again=True),
+    ):
+        started = time.monotonic()
+        with pytest.raises(UsageError, match=f"^{tmp_path}: another run .* --run-dir$"):
+            take()
+        assert time.monotonic() - started < 2
+        assert in_use(tmp_path)
+    holder.kill()
+    holder.join()
     assert names(tmp_path) == [".lock", leftover.name]
     with RunFolder() as run:
         run.open(tmp_path)  # the kernel freed it
@@ -401,19 +389,6 @@ def test_writes_that_fail_are_storage_errors(tmp_path: Path) -> None:
     broken = patch.object(os, "truncate", side_effect=OSError(errno.EIO, "Input/output error"))
     with broken, pytest.raises(StorageError, match=r"metrics.jsonl: cannot be written \(Input/o"):
         run.cut_metrics(0)
-
-
-def test_a_file_is_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """test_checkpoint.py has the order of what it does."""
-    path = tmp_path / "file"
-    for content in (b"old", b"new and longer"):
-        write_atomically(path, content)
-        assert path.read_bytes() == content
-    monkeypatch.setattr(os, "fsync", FULL)
-    with pytest.raises(OSError, match="No space"):
-        write_atomically(path, b"newer")
-    assert path.read_bytes() == b"new and longer"
-    assert names(tmp_path) == ["file"]
 
 
 def test_json_is_read_as_it_was_written_also_with_a_path_that_is_no_utf8(tmp_path: Path) -> None:

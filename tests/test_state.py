@@ -1,4 +1,3 @@
-import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -97,15 +96,6 @@ def test_a_recipe_that_asks_for_more_goes_on() -> None:
     unvalidated = Progress(epoch=1, best_epoch=1)
     unvalidated.decide_to_stop(Recipe(target_accuracy=0.1))
     assert unvalidated.stopped_by is None
-
-
-def test_it_can_be_saved_as_plain_values() -> None:
-    progress = Progress(step=7, resumed_from=[3])
-    progress.add(1.5, 0.0, 2.0, 1.0, 0.1)
-    copy = Progress.from_dict(dataclasses.asdict(progress))
-    assert copy == progress
-    copy.resumed_from.append(7)
-    assert (progress.resumed_from, Progress().resumed_from) == ([3], [])
 
 
 def ranks(count: int, scaler: bool) -> Any:

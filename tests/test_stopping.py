@@ -4,7 +4,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -16,16 +16,10 @@ import torch.distributed as dist
 from ddp_mnist.cluster.signals import EXIT_CODES, StopSignals, listen
 from ddp_mnist.cluster.store import Store
 from ddp_mnist.errors import FailedElsewhere, Preempted, StorageError
+from tests.chaos import wait_until
 from tests.commands import Started
 
 TERM, USR1, INT = signal.SIGTERM, signal.SIGUSR1, signal.SIGINT
-
-
-def until(condition: Callable[[], Any], timeout_s: float = 2) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {timeout_s} s"
-        time.sleep(0.01)
 
 
 # --- What the ranks do about the signals of all of them
@@ -83,34 +77,6 @@ def test_ask_adds_up_the_requests_of_all_ranks() -> None:
     assert (sent[0].tolist(), sent[0].dtype) == ([1, 0, 0], torch.float64)
 
 
-def test_each_signal_has_a_slot(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "_exit", Mock(side_effect=AssertionError))
-    stop = StopSignals()
-    found = [list(stop.requests)]
-    for number in (signal.SIGWINCH, USR1, USR1, INT, TERM, TERM):
-        stop.note(number)
-        found.append(list(stop.requests))
-    none, usr1, int_too = [0, 0, 0], [0, 1, 0], [0, 1, 1]
-    assert found == [none, none, usr1, usr1, int_too, [1, 1, 1], [1, 1, 1]]
-
-
-@pytest.mark.parametrize("at_once", [Mock(), Mock(side_effect=StorageError("full"))])
-def test_a_second_interrupt_ends_the_process_whatever_happens(
-    at_once: Mock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    exits = Mock(side_effect=SystemExit)
-    monkeypatch.setattr(os, "_exit", exits)
-    stop = StopSignals()
-    stop.at_once = at_once
-    for number in (INT, TERM, USR1):
-        stop.note(number)
-    exits.assert_not_called()
-    with pytest.raises(SystemExit):
-        stop.note(INT)
-    at_once.assert_called_once_with()
-    exits.assert_called_once_with(130)
-
-
 # --- Listening
 
 
@@ -146,29 +112,32 @@ def test_all_is_as_before_but_after_an_error_the_signals_stay_ignored(
                 raise ZeroDivisionError
         assert signal.set_wakeup_fd(usual) == ours.fileno()
     assert handlers() == (dict.fromkeys(EXIT_CODES, signal.SIG_IGN) if fails else before)
-    until(lambda: set(threading.enumerate()) <= threads)
+    wait_until(lambda: set(threading.enumerate()) <= threads, 2)
 
 
 @pytest.mark.usefixtures("before")
-def test_signals_are_noted_and_the_store_knows_when_the_first_came() -> None:
+def test_each_signal_has_a_slot_and_the_store_knows_when_the_first_came() -> None:
     store = Store(dist.HashStore(), 0, 1)
     winch = signal.signal(signal.SIGWINCH, lambda *_: None)  # some other signal with a handler
     try:
         with listen(store=store) as stop:
             os.kill(os.getpid(), signal.SIGWINCH)
             time.sleep(0.1)
-            assert store.signalled is None
+            assert (stop.requests, store.signalled) == ([0, 0, 0], None)
             began = time.monotonic()
-            os.kill(os.getpid(), TERM)
-            until(lambda: store.signalled)
+            os.kill(os.getpid(), USR1)
+            wait_until(lambda: store.signalled, 2)
             first = store.signalled
             assert first
             assert began <= first <= time.monotonic()
-            assert stop.requests == [1, 0, 0]
-            for number in (USR1, TERM, INT):
+            assert stop.requests == [0, 1, 0]
+            for number, expected in (
+                *((USR1, [0, 1, 0]), (INT, [0, 1, 1])),
+                *((TERM, [1, 1, 1]), (TERM, [1, 1, 1])),
+            ):
                 os.kill(os.getpid(), number)
                 time.sleep(0.02)
-            until(lambda: stop.requests == [1, 1, 1])
+                wait_until(lambda expected=expected: stop.requests == expected, 2)
             assert store.signalled == first
     finally:
         signal.signal(signal.SIGWINCH, winch)
@@ -181,6 +150,7 @@ from pathlib import Path
 from unittest.mock import Mock
 sys.modules.update(torch=Mock(), accelerate=Mock())  # seconds, and not needed to listen
 from ddp_mnist.cluster.signals import listen
+from ddp_mnist.errors import StorageError
 
 libc = ctypes.CDLL(None)
 mutex = ctypes.create_string_buffer(256)
@@ -193,27 +163,34 @@ with listen() as stop:
             time.sleep(0.01)
         Path("noted").touch()
 
-    stop.at_once = lambda: Path("at_once").write_text(str(stop.requests))
+    def at_once():
+        Path("at_once").write_text(str(stop.requests))
+        raise StorageError("full")
+
+    stop.at_once = at_once
     threading.Thread(target=report).start()
     Path("ready").touch()
     libc.pthread_mutex_lock(mutex)
 """
 
 
-def test_a_process_that_hangs_notes_a_signal_and_ends_at_the_second_interrupt(
+def test_a_process_that_hangs_notes_signals_and_ends_at_the_second_interrupt(
     tmp_path: Path,
 ) -> None:
+    """It ends whatever happens then: `at_once` fails."""
     process = Started(["-c", HANGS], tmp_path).process
     try:
-        until((tmp_path / "ready").exists, 20)
+        wait_until((tmp_path / "ready").exists, 20)
         process.send_signal(INT)
-        until((tmp_path / "noted").exists, 5)
-        time.sleep(0.1)
+        wait_until((tmp_path / "noted").exists, 5)
+        for number in (TERM, USR1):
+            process.send_signal(number)
+            time.sleep(0.1)
         assert process.poll() is None
         assert not (tmp_path / "at_once").exists()
         process.send_signal(INT)
         assert process.wait(5) == 130
-        assert (tmp_path / "at_once").read_text() == "[0.0, 0.0, 1.0]"
+        assert (tmp_path / "at_once").read_text() == "[1.0, 1.0, 1.0]"
     finally:
         process.kill()
         assert process.communicate() == ("", "")
