@@ -5,6 +5,8 @@ under the same kind of name; `pytest -k fault_05` runs all of one number.
 """
 
 import contextlib
+import errno
+import itertools
 import multiprocessing
 import os
 import re
@@ -13,7 +15,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -51,11 +52,12 @@ from tests.chaos import (
     wait_until,
     workers_of,
 )
-from tests.commands import Ended, Started
+from tests.commands import Ended
 
 # Long enough to be hit in the middle: 900 steps of the smallest net.
 LONG = ["--epochs", "60", "--dist-timeout", "4"]
 RUN = Path("run")
+FILE_CALLS = ("open", "write", "flush", "fsync", "replace", "unlink")
 
 
 @pytest.fixture(scope="module")
@@ -269,86 +271,54 @@ def test_fault_05_a_full_disk(small_disk: Path, tmp_path: Path) -> None:
     checkpoint.from_bytes(raw, run)
 
 
-TRACED = "openat,open,write,fsync,fdatasync,rename,renameat,renameat2,unlink,unlinkat,mkdir"
-SAVE = """
-import sys
-from pathlib import Path
-import torch
-from ddp_mnist.run import checkpoint
-content = {"weights": torch.arange(40_000, dtype=torch.float64)}
-checkpoint.save(Path(sys.argv[1]), 4, content, keep=2)
-"""
+def _save_hit_at(call: int, number: int | None) -> None:
+    """Save the checkpoint of step 4, and be killed at that call, or let it fail with an errno."""
+    calls = iter(range(1000))
 
+    def hit(frame: Any, event: str, function: Any) -> None:
+        where = str(frame.f_globals["__name__"])
+        if event != "c_call" or not where.startswith(("ddp_mnist.run.folder", "pathlib")):
+            return
+        if function.__name__ in FILE_CALLS and next(calls) == call:
+            if number is None:
+                os.kill(os.getpid(), signal.SIGKILL)
+            else:
+                raise OSError(number, os.strerror(number))
 
-def write_calls(trace: str, folder: Path) -> list[tuple[str, int, str]]:
-    """Return (call, number, file name) of each successful call that changes files in `folder`.
-
-    The number is that of a thread's calls of this name, as strace counts for its faults.
-    """
-    calls = []
-    counted: Counter[tuple[str, str]] = Counter()
-    for line in trace.splitlines():
-        if not (match := re.match(r"(\d+) +([a-z0-9_]+)\((.*)", line)):
-            continue
-        thread, name, rest = match.groups()
-        counted[thread, name] += 1
-        if str(folder) not in rest or not re.search(r"\) = \d+", rest):
-            continue
-        if not name.startswith("open") or "O_CREAT" in rest:
-            file = Path(re.findall(r"[<\"](/[^>\"]*)[>\"]", rest.rpartition(") = ")[0])[-1])
-            calls.append((name, counted[thread, name], file.name))
-    return calls
-
-
-def saved_thrice(folder: Path) -> Path:
-    """Return a run with checkpoints of steps 2 and 3."""
-    run = folder / "run"
-    run.mkdir()
-    for step in (1, 2, 3):
-        content = {"weights": torch.full((40_000,), step, dtype=torch.float64)}
-        checkpoint.save(run, step, content, keep=2)
-    return run
-
-
-def strace(run: Path, *options: str) -> tuple[Ended, list[tuple[str, int, str]]]:
-    """Save the checkpoint of step 4 in a process under strace; return its `write_calls`."""
-    if not shutil.which("strace"):
-        pytest.skip("needs strace")
-    trace = run.parent / "trace"
-    command = ["strace", "-f", "-y", "-o", str(trace), "-e", f"trace={TRACED}", *options]
-    command += [sys.executable, "-c", SAVE, str(run)]
-    ended = Started(command, run.parent, program=None).ended()
-    return ended, write_calls(trace.read_text(), run / "checkpoints")
+    sys.setprofile(hit)
+    checkpoint.save(Path(), 4, {"weights": torch.full((40_000,), 4.0)}, keep=2)
 
 
 @pytest.mark.soak
+@pytest.mark.parametrize("number", [None, errno.ENOSPC, errno.EIO])
 def test_fault_03_killed_or_refused_at_every_call_of_a_save(
-    tmp_path: Path, record_property: Any
+    number: int | None, tmp_path: Path, record_property: Any
 ) -> None:
-    run = saved_thrice(tmp_path)
-    shutil.copytree(run, tmp_path / "before")
-    _, calls = strace(run)
-    order = [name for name, _, _ in calls if name in ("fsync", "rename", "unlink")]
-    assert order == ["fsync", "rename", "fsync", "unlink"]  # file, its name, folder, an old one
-    faults = ("signal=SIGKILL", "error=ENOSPC", "error=EIO")
-    tries = [(name, fault, number) for name, number, _ in calls for fault in faults]
-    for name, fault, number in tries:
-        shutil.rmtree(run)
-        shutil.copytree(tmp_path / "before", run)
-        ended, _ = strace(run, "-e", f"inject={name}:{fault}:when={number}")
+    """The calls are those by which Python changes files; test_checkpoint.py has their order."""
+    run, before = tmp_path / "run", tmp_path / "before"
+    before.mkdir()
+    for step in (1, 2, 3):
+        checkpoint.save(before, step, {"weights": torch.full((40_000,), float(step))}, keep=2)
+    found = set()
+    for call in itertools.count():
+        shutil.copytree(before, run)
+        [outcome] = LocalWorld(1, _save_hit_at, call, number, folder=run).outcomes()
         raw, step, warnings = checkpoint.read_newest(run)
-        checkpoint.from_bytes(raw, run)
+        weights = checkpoint.from_bytes(raw, run)["weights"]
+        assert (weights == step).all()
         assert warnings == []
-        assert step in (3, 4), (name, number, fault)
-        if "SIGKILL" in fault:
-            assert ended.code == -signal.SIGKILL
+        found.add(step)
+        if outcome is None:  # it makes no more calls
+            break
+        if number is None:
+            assert isinstance(outcome, ConnectionError)
         else:
-            last = ended.err.strip().splitlines()[-1]
-            assert last.startswith("ddp_mnist.errors.StorageError: "), (name, ended.err)
-            assert str(run) in last
-            assert leftovers(run) == [], (name, number, fault)
-    record_property("tried", len(tries))
-    assert len(tries) >= 15
+            assert isinstance(outcome, StorageError)
+            assert leftovers(run) == []
+        shutil.rmtree(run)
+    record_property("tried", call)
+    assert call >= 8
+    assert found == {3, 4}
 
 
 # --- Signals

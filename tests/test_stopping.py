@@ -1,10 +1,12 @@
 import contextlib
+import operator
 import os
 import signal
 import socket
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -137,7 +139,7 @@ def test_each_signal_has_a_slot_and_the_store_knows_when_the_first_came() -> Non
             ):
                 os.kill(os.getpid(), number)
                 time.sleep(0.02)
-                wait_until(lambda expected=expected: stop.requests == expected, 2)
+                wait_until(partial(operator.eq, stop.requests, expected), 2)
             assert store.signalled == first
     finally:
         signal.signal(signal.SIGWINCH, winch)
