@@ -1,20 +1,18 @@
 """fp16 with a real loss scaler and float16 autocast, on the CPU, in place of the GPU it is for.
 
 The command line refuses fp16 on a CPU, where it gains nothing: float16 convolutions cost 6 ms an
-image. So the runs are of 150 digits, and all of one world size are made in one set of processes.
-What is not Accelerate's, torch's or this package's own here: where the scaler comes from, that the
-optimizer is not fused, and an infinity in a gradient.
+image. So the runs are of 150 digits. What is not Accelerate's, torch's or this package's own here:
+where the scaler comes from, that the optimizer is not fused, and an infinity in a gradient.
 """
 
-import contextlib
 import dataclasses
 import itertools
 import math
 import os
 import signal
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -22,23 +20,20 @@ from unittest.mock import patch
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
 from torch import Tensor, nn
 
 from ddp_mnist import train
 from ddp_mnist.cluster import world
 from ddp_mnist.cluster.device import precision_in_effect
 from ddp_mnist.cluster.launch import Launch
-from ddp_mnist.cluster.local import free_port, run_world
+from ddp_mnist.cluster.local import run_world
 from ddp_mnist.config import Distribution, Recipe, ResolvedRecipe, Run, TrainConfig
-from ddp_mnist.data import cache
-from ddp_mnist.data.batches import TENSORS, ImageData
 from ddp_mnist.errors import DdpMnistError, DivergedError, UsageError
 from ddp_mnist.run import checkpoint
 from ddp_mnist.run.folder import read_json
 from ddp_mnist.run.state import Progress
 from ddp_mnist.verify.watch import just_train, resumed, weights_of, what_stays
-from tests.training import with_flags
+from tests.training import few_digits, with_flags
 
 TRAIN_ROWS, VAL_ROWS, TEST_ROWS = 120, 30, 40
 BATCH, EPOCHS = 12, 3
@@ -53,12 +48,10 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 CASES = [(kind, size) for size in (1, 2) for kind in list(KINDS)[: size + 1]]
 
-Told = tuple[TrainConfig, dict[str, Any]]  # a run, and the options of fp16_on_a_cpu
-
 
 def config(run_dir: str, **recipe: Any) -> TrainConfig:
     return TrainConfig(
-        Run(dataset="digits", run_dir=run_dir, log_every=3, quiet=True),
+        Run(dataset="few", run_dir=run_dir, log_every=3, quiet=True),
         Recipe(**{"epochs": EPOCHS, "batch_size": BATCH, "val_size": VAL_ROWS, **recipe}),
         Distribution(cpu=True, dist_timeout=60),
     )
@@ -81,20 +74,20 @@ class Seen:
         return [step for step, skipped in enumerate(self.skipped) if skipped]
 
 
-@contextlib.contextmanager
 def fp16_on_a_cpu(
+    told: TrainConfig,
     overflows: Any = (),
     until: int | None = None,
     growth_interval: int = GROWTH_INTERVAL,
     comm_hook: str = "none",
-) -> Iterator[Seen]:
-    """Train within as on a GPU.
+) -> Seen:
+    """Train as on a GPU.
 
     A gradient of the last rank is infinite at the steps `overflows`, and in step `until` it gets
     SIGTERM. The scale doubles after `growth_interval` steps. No --comm-hook is refused.
     """
     make_accelerator, make_optimizer = world.make_accelerator, train.make_optimizer
-    load, rate_of, stepped = cache.load, train.learning_rate, Progress.count_step
+    rate_of, stepped = train.learning_rate, Progress.count_step
     seen, step, scalers = Seen(), [-1], list[torch.amp.GradScaler]()
     is_last = os.environ.get("RANK", "0") == str(int(os.environ.get("WORLD_SIZE", 1)) - 1)
 
@@ -132,53 +125,24 @@ def fp16_on_a_cpu(
         seen.skipped.append(skipped)
         seen.scales.append(scalers[0].get_scale())
 
-    def fewer(*args: Any, **options: Any) -> ImageData:
-        images, rows = load(*args, **options), {"train": TRAIN_ROWS + VAL_ROWS, "test": TEST_ROWS}
-        kept = {name: getattr(images, name)[: rows[name.partition("_")[0]]] for name in TENSORS}
-        return dataclasses.replace(images, **kept)
-
     with (
         patch.object(world, "precision_in_effect", lambda *_: "fp16"),
         patch.object(world, "make_accelerator", accelerator),
         patch.object(train, "make_optimizer", optimizer),
         patch.object(train, "learning_rate", rate),
         patch.object(Progress, "count_step", watched),
-        patch.object(cache, "load", fewer),
     ):
-        yield seen
+        try:
+            seen.result = just_train(told)
+        except DdpMnistError as error:
+            seen.result = error.with_traceback(None)
+    return seen
 
 
-def train_in_turn(runs: list[Told]) -> list[Seen]:
-    """One rank's part in several runs."""
-    found = []
-    for number, (told, options) in enumerate(runs):
-        if "MASTER_PORT" in os.environ:
-            os.environ["MASTER_PORT"] = port_of(Path(f"{number}.port"))
-        with fp16_on_a_cpu(**options) as seen:
-            try:
-                seen.result = just_train(told)
-            except DdpMnistError as error:
-                seen.result = error.with_traceback(None)
-        found.append(seen)
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
-    return found
-
-
-def port_of(told: Path) -> str:
-    """Return the port of a run. Rank 0 picks it right before: others may take one in a minute."""
-    if os.environ["RANK"] == "0":
-        told.with_suffix(".new").write_text(str(free_port()))
-        told.with_suffix(".new").rename(told)
-    while not told.exists():
-        time.sleep(0.01)
-    return told.read_text()
-
-
-def seen_in(size: int, runs: list[Told], folder: Path) -> list[list[Seen]]:
-    """Train in `size` processes, and return per run what each rank saw."""
-    ranks = run_world(size, train_in_turn, runs, folder=folder, timeout_s=240)
-    return [list(seen) for seen in zip(*ranks, strict=True)]
+def seen_in(size: int, folder: Path, told: TrainConfig, **options: Any) -> list[Seen]:
+    """Train in `size` processes, and return what each rank saw."""
+    few_digits(folder / "few", TRAIN_ROWS + VAL_ROWS, TEST_ROWS)
+    return run_world(size, partial(fp16_on_a_cpu, told, **options), folder=folder, timeout_s=240)
 
 
 # --- Runs unbroken and interrupted
@@ -204,12 +168,11 @@ def test_overflows_unbroken_or_interrupted(kind: str, size: int, tmp_path: Path)
     """All ranks leave out a step at which one overflowed; resumed is unbroken, bit for bit."""
     run, broken = tmp_path / "whole", tmp_path / "broken"
     whole, cut_short = (config(name, **KINDS[kind]) for name in ("whole", "broken"))
-    always: dict[str, Any] = {"overflows": OVERFLOWS}
-    runs = [(whole, always), (cut_short, {**always, "until": INTERRUPTED})]
-    unbroken, interrupted, taken_up = seen_in(size, [*runs, (resumed(cut_short), always)], tmp_path)
+    always = partial(seen_in, size, tmp_path, overflows=OVERFLOWS)
+    unbroken, interrupted = always(whole), always(cut_short, until=INTERRUPTED)
+    taken_up = always(resumed(cut_short))
 
     first = unbroken[0]
-    assert len(unbroken) == size
     for seen in unbroken:
         assert not isinstance(seen.result, DdpMnistError), seen.result
         assert seen.dtypes == {torch.float16}
@@ -262,13 +225,9 @@ def test_overflows_unbroken_or_interrupted(kind: str, size: int, tmp_path: Path)
 # --- Overflows without end, and hooks
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_fault_24_gradients_that_always_overflow_end_the_run_on_all_ranks(
-    size: int, tmp_path: Path
-) -> None:
+def test_fault_24_gradients_that_always_overflow_end_the_run_on_all_ranks(tmp_path: Path) -> None:
     told = with_flags(config("run", model="mlp"), log_every=1)
-    runs = [(told, {"overflows": range(STEPS)})]
-    [ranks] = seen_in(size, runs, tmp_path)
+    ranks = seen_in(2, tmp_path, told, overflows=range(STEPS))
     for seen in ranks:
         assert seen.skipped_steps == list(range(25))
         assert seen.scales[-1] == FIRST_SCALE / 2**25
@@ -282,18 +241,16 @@ def test_fault_24_gradients_that_always_overflow_end_the_run_on_all_ranks(
 
 def test_comm_hooks_and_one_overflow(tmp_path: Path) -> None:
     """PowerSGD, which adds what it left unsent to the next gradient, does not get over it."""
-    hooks = ("none", "fp16", "powersgd")
-    options = {"overflows": [40], "growth_interval": 100}
-    runs = [(config(h, model="mlp", epochs=8), options | {"comm_hook": h}) for h in hooks]
+    once: dict[str, Any] = {"overflows": [40], "growth_interval": 100}
     results = {}
-    for hook, ranks in zip(hooks, seen_in(2, runs, tmp_path), strict=True):
-        assert 40 in ranks[0].skipped_steps
-        assert ranks[0].skipped == ranks[1].skipped
-        results[hook] = ranks[0].result
-    for hook in ("none", "fp16"):
-        assert results[hook]["steps"] == 80
-        assert results[hook]["test_accuracy"] > 0.5
-    assert isinstance(results["powersgd"], DdpMnistError)
+    for hook in ("fp16", "powersgd"):
+        told = config(hook, model="mlp", epochs=8)
+        one, other = seen_in(2, tmp_path, told, comm_hook=hook, **once)
+        assert 40 in one.skipped_steps
+        assert one.skipped == other.skipped
+        results[hook] = one.result
+    assert results["fp16"]["steps"] == 80
+    assert results["fp16"]["test_accuracy"] > 0.5
     assert results["powersgd"].code == 7
 
 

@@ -12,7 +12,6 @@ import torch
 from ddp_mnist.cluster.launch import Launch
 from ddp_mnist.cluster.local import LocalWorld, run_world
 from ddp_mnist.config import PRESETS, Distribution, Run, TrainConfig
-from ddp_mnist.data import cache
 from ddp_mnist.errors import DdpMnistError
 from ddp_mnist.models import CNN
 from ddp_mnist.run.folder import read_json
@@ -21,7 +20,7 @@ from ddp_mnist.verbs.evaluate import evaluate_run
 from ddp_mnist.verbs.flags import Evaluate, Report
 from ddp_mnist.verify import watch
 from tests.test_sources import write_idx
-from tests.training import check_equal, metrics, what_it_says, with_flags
+from tests.training import check_equal, few_digits, metrics, what_it_says, with_flags
 
 STEPS = 45
 OneProcess = tuple[Path, watch.Seen]
@@ -96,14 +95,7 @@ def test_accumulation_changes_no_result_nor_do_augmentation_and_clipping_break_i
 
 def test_the_accurate_preset_on_two_processes_equals_one(tmp_path: Path) -> None:
     """On 180 digits: its net is slow, and sees nine views of each image it is tested on."""
-    digits = cache.load("digits")
-    few = write_idx(
-        tmp_path / "few",
-        train_images=digits.train_images[:180],
-        train_labels=digits.train_labels[:180],
-        test_images=digits.test_images[:20],
-        test_labels=digits.test_labels[:20],
-    )
+    few = few_digits(tmp_path / "few", 180, 20)
     recipe = {**PRESETS["accurate"].recipe, "epochs": 1, "batch_size": 12, "val_size": 24}
     for name, size in (("one", 1), ("two", 2)):
         config = with_flags(watch.proof_config(name, **recipe), dataset=str(few))

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from ddp_mnist.config import TrainConfig
+from ddp_mnist.data import cache
+from ddp_mnist.data.batches import TENSORS
 from ddp_mnist.run.folder import read_json
 from ddp_mnist.verify.watch import just_train, largest_difference, weights_of
 
@@ -23,6 +25,15 @@ def with_flags(config: TrainConfig, **flags: Any) -> TrainConfig:
             group, **{flag: value for flag, value in flags.items() if hasattr(group, flag)}
         )
     return dataclasses.replace(config, **groups, typed=flags.get("typed", config.typed))
+
+
+def few_digits(folder: Path, train: int, test: int) -> Path:
+    """Write a folder of the first digits of each split, as IDX files."""
+    from tests.test_sources import write_idx  # with libraries that processes in a world can spare
+
+    digits, rows = cache.load("digits"), {"train": train, "test": test}
+    few = {name: getattr(digits, name)[: rows[name.partition("_")[0]]] for name in TENSORS}
+    return write_idx(folder, **few)
 
 
 def what_it_says(config: TrainConfig) -> str:
