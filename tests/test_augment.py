@@ -4,14 +4,9 @@ import torch
 import torch.nn.functional as F
 
 from ddp_mnist.augment import affine_table, apply_affine
+from tests.training import images
 
 PIXEL = 2 / 28  # in grid_sample's coordinates
-
-
-def images(count: int) -> torch.Tensor:
-    """uint8 [count, 28, 28]."""
-    stream = torch.Generator().manual_seed(1)
-    return torch.randint(0, 256, (count, 28, 28), dtype=torch.uint8, generator=stream)
 
 
 def moves(table: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,7 @@ import math
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -58,26 +58,19 @@ def evaluate_cell(accelerator: Accelerator, rows: int, per_process: int) -> Metr
     return metrics
 
 
-class Rank(NamedTuple):
-    metrics: list[Metrics]  # of each cell
-    sent: bytes  # by rank 0
-    gathered: list[bytes]
-
-
-def evaluate_all(cells: list[tuple[int, int]]) -> Rank:
+def evaluate_all(cells: list[tuple[int, int]]) -> tuple[list[Metrics], bytes, list[bytes]]:
     """Evaluate each (number of rows, images per process and batch), and send no pickle.
 
-    Who could write the store before the group forms could pose as rank 0 and send one.
+    Who could write the store before the group forms could pose as rank 0 and send one. Return the
+    metrics, what rank 0 sent, and what was gathered.
     """
     names = ("broadcast_object_list", "all_gather_object", "gather_object", "scatter_object_list")
     fakes: Any = dict.fromkeys(names)  # None is no function
     with patch.multiple(dist, **fakes), this_world() as world:
         accelerator, rank = world.accelerator, world.store.rank
-        return Rank(
-            [evaluate_cell(accelerator, *cell) for cell in cells],
-            broadcast_bytes(accelerator, b"from rank 0" if rank == 0 else b""),
-            gather_bytes(accelerator, bytes([rank]) * (rank * 1000 + 1)),
-        )
+        metrics = [evaluate_cell(accelerator, *cell) for cell in cells]
+        sent = broadcast_bytes(accelerator, b"from rank 0" if rank == 0 else b"")
+        return metrics, sent, gather_bytes(accelerator, bytes([rank]) * (rank * 1000 + 1))
 
 
 def check_by_hand(metrics: Metrics, count: int) -> None:
@@ -93,11 +86,12 @@ def check_by_hand(metrics: Metrics, count: int) -> None:
 
 
 def check_cells(processes: int, cells: list[tuple[int, int]], folder: Path) -> None:
-    ranks: list[Rank] = run_world(processes, evaluate_all, cells, folder=folder, timeout_s=1800)
+    ranks = run_world(processes, evaluate_all, cells, folder=folder, timeout_s=1800)
     assert all(rank == ranks[0] for rank in ranks)
-    assert ranks[0].sent == b"from rank 0"
-    assert ranks[0].gathered == [bytes([n]) * (n * 1000 + 1) for n in range(processes)]
-    for (rows, _), metrics in zip(cells, ranks[0].metrics, strict=True):
+    found, sent, gathered = ranks[0]
+    assert sent == b"from rank 0"
+    assert gathered == [bytes([n]) * (n * 1000 + 1) for n in range(processes)]
+    for (rows, _), metrics in zip(cells, found, strict=True):
         check_by_hand(metrics, rows)
 
 

@@ -9,6 +9,7 @@ from torch import nn
 from ddp_mnist.cluster.local import run_world
 from ddp_mnist.config import NETS, Recipe
 from ddp_mnist.models import MODELS, VERSION, normalise, shifted, with_test_views
+from tests.training import images
 
 PARAMETERS = {
     # weights and biases of two convolutions, gains and shifts of two norms, and the head
@@ -28,12 +29,6 @@ WITH_BATCHNORM = ["cnn_bn", "resnet18"]
 def make(name: str, classes: int = 10) -> nn.Module:
     torch.manual_seed(0)
     return MODELS[name](classes)
-
-
-def images(count: int) -> torch.Tensor:
-    """uint8 [count, 28, 28]."""
-    stream = torch.Generator().manual_seed(1)
-    return torch.randint(0, 256, (count, 28, 28), dtype=torch.uint8, generator=stream)
 
 
 def test_the_names_are_those_of_the_flag() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ddp_mnist.config import TrainConfig
 from ddp_mnist.data import cache
@@ -25,6 +26,12 @@ def with_flags(config: TrainConfig, **flags: Any) -> TrainConfig:
             group, **{flag: value for flag, value in flags.items() if hasattr(group, flag)}
         )
     return dataclasses.replace(config, **groups, typed=flags.get("typed", config.typed))
+
+
+def images(count: int) -> torch.Tensor:
+    """Return random pixels, the same each time, uint8 [count, 28, 28]."""
+    stream = torch.Generator().manual_seed(1)
+    return torch.randint(0, 256, (count, 28, 28), dtype=torch.uint8, generator=stream)
 
 
 def few_digits(folder: Path, train: int, test: int) -> Path:
