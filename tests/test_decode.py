@@ -1,5 +1,6 @@
 """One decoder for all who prepare an image, and what it remembers of a data set."""
 
+import io
 import resource
 from pathlib import Path
 from typing import Any
@@ -12,22 +13,39 @@ from ddp_mnist.cluster.local import run_world
 from ddp_mnist.data import cache, decode
 from ddp_mnist.data.decode import DIGITS, Decoded, Preparation, as_grey, decode_image
 from ddp_mnist.verbs.predict import read_image
+from tests.test_sources import encoded, one_colour
 
 MEGAPIXELS = 12
 
 
-def test_grey_of_modes() -> None:
-    """Those that no PNG has; tests/test_sources.py reads the others from files."""
-    modes: dict[str, Any] = {
+RED, BLUE, CLEAR = (255, 0, 0), (0, 0, 255, 255), (0, 0, 0, 0)
+
+
+def test_grey_of_every_mode() -> None:
+    """Of a file where a PNG can hold it; red is 76, by 0.299 of it (ITU-R 601)."""
+    in_memory: dict[str, Any] = {
         "CMYK": (0, 255, 255, 0),
         "YCbCr": (76, 85, 255),
         "HSV": (0, 255, 255),
         "I": 19_711,
     }
-    for mode, red in modes.items():
-        grey = as_grey(PIL.Image.new(mode, (5, 4), red))
-        assert (grey.mode, grey.size, grey.getextrema()) == ("L", (5, 4), (76, 76))
-    image = PIL.Image.new("RGB", (5, 4), (255, 0, 0))
+    images = [(one_colour(mode, red), 76) for mode, red in in_memory.items()]
+    for file, expected in (
+        (encoded(one_colour("RGB", RED)), 76),
+        (encoded(one_colour("RGB", RED).quantize(2)), 76),
+        (encoded(one_colour("RGBA", BLUE)), 29),
+        (encoded(one_colour("RGBA", CLEAR)), 255),  # transparent means paper
+        (encoded(one_colour("P", 0), transparency=0), 255),
+        (encoded(one_colour("LA", (0, 0))), 255),
+        (encoded(one_colour("1", 1)), 255),
+        (encoded(one_colour("I;16", 0x8000)), 128),
+        (encoded(one_colour("I;16", 0x00FF)), 0),
+    ):
+        images.append((PIL.Image.open(io.BytesIO(file)), expected))
+    for image, expected in images:
+        grey = as_grey(image)
+        assert (grey.mode, grey.size, grey.getextrema()) == ("L", image.size, (expected,) * 2)
+    image = PIL.Image.new("RGB", (5, 4), RED)
     image.info["transparency"] = (255, 0, 0)  # one colour counts as transparent
     assert as_grey(image).getextrema() == (255, 255)
     assert as_grey(image, "black").getextrema() == (0, 0)

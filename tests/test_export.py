@@ -200,19 +200,3 @@ def test_a_file_that_fails_leaves_nothing(
     with pytest.raises(CheckFailed):
         write(run, "safetensors", out=tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("line", "code", "begins"),
-    [
-        ("{run} --format onyx", 2, "--format onyx: choose from safetensors, torch, onnx;"),
-        ("{tmp}/none", 4, "{tmp}/none: there is no model of a finished run"),
-    ],
-)
-def test_what_cannot_be_exported_is_one_line(
-    line: str, code: int, begins: str, run: Path, tmp_path: Path, typed: Typed
-) -> None:
-    ended = typed("export", *line.format(run=run, tmp=tmp_path).split())
-    [error] = ended.err.splitlines()
-    assert ended.code == code
-    assert error.startswith(f"ddp-mnist: error: {begins.format(tmp=tmp_path)}")

@@ -271,29 +271,6 @@ def test_a_signal_is_forwarded_and_nothing_is_run_after_it(
     assert len(calls()) == 1
 
 
-# --- The command line
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["3", "--"], "restart: needs N -- COMMAND ... train FLAGS"),
-        (["3", "--", "-c", SCRIPT], "restart: needs N -- COMMAND ... train FLAGS"),
-        (["3", *COMMAND], "restart: needs N -- COMMAND ... train FLAGS"),
-        (["-1", "--", *COMMAND], "RESTARTS=-1: must be a whole number"),
-        (["", "--", *COMMAND], "RESTARTS=: must be a whole number"),
-        (["1.5", "--", *COMMAND], "RESTARTS=1.5: must be a whole number"),
-        (["3", "--", *COMMAND, "--epoch", "3"], "--epoch: .*--epochs.*"),
-        (["3", "--", *COMMAND, "--run-dir", ""], "--run-dir '': is empty; .*"),
-    ],
-)
-def test_a_wrong_command_line_is_one_line(argv: list[str], message: str, typed: Typed) -> None:
-    ended = typed("restart", *argv)
-    assert (ended.code, ended.out) == (2, "")
-    assert re.fullmatch(rf"ddp-mnist: error: {message} \(code 2\)\n", ended.err), ended.err
-    assert names() == []
-
-
 def test_a_place_that_cannot_be_written_is_one_line(typed: Typed) -> None:
     Path("runs").touch()
     ended = typed("restart", "3", "--", *COMMAND)

@@ -135,10 +135,3 @@ def test_a_run_that_breaks_down_is_a_failed_check(monkeypatch: pytest.MonkeyPatc
 def test_the_numbers_of_processes_that_can_be_compared() -> None:
     assert proofs.sizes_up_to(2) == [2]
     assert proofs.sizes_up_to(8) == [2, 3, 4, 6, 8]
-
-
-def test_it_starts_its_own_processes(typed: Typed, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    ended = typed("verify")
-    assert ended.code == 2
-    assert "error: verify: starts its own processes; start it without a launcher" in ended.err
