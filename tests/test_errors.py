@@ -25,21 +25,13 @@ def test_a_reason_is_one_short_line(error: Exception, expected: str) -> None:
 
 
 def test_the_root_cause_is_what_the_system_said() -> None:
-    bottom, hidden = OSError("disk"), ValueError("unrelated")
-    try:
-        try:
-            raise bottom
-        except OSError as error:
-            raise RuntimeError("wrapped") from error
-    except RuntimeError as error:
-        assert root_cause(error) is bottom
-    try:
-        try:
-            raise hidden
-        except ValueError:
-            raise RuntimeError("alone") from None
-    except RuntimeError as error:
-        assert root_cause(error) is error
+    bottom, wrapped, alone = OSError("disk"), RuntimeError("wrapped"), RuntimeError("alone")
+    wrapped.__cause__ = bottom
+    assert root_cause(wrapped) is bottom
+    alone.__context__ = bottom
+    assert root_cause(alone) is bottom
+    alone.__cause__ = None  # raised `from None`
+    assert root_cause(alone) is alone
 
 
 def test_a_deadline_ends_the_wait_and_not_the_call() -> None:

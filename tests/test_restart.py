@@ -34,7 +34,7 @@ attempt = len(calls.read_text().splitlines()) if calls.exists() else 0
 flags = sys.argv[sys.argv.index("train") + 1:]
 with open(calls, "a") as file:
     file.write(json.dumps(flags) + "\\n")
-code, status, wait = json.loads(os.environ["PLAN"])[attempt]
+code, status, wait, *_ = *json.loads(os.environ["PLAN"])[attempt], None, None
 
 def end(number=0, frame=None):
     if status is not None:
@@ -56,12 +56,7 @@ COMMAND = ["-I", "-c", SCRIPT, "train"]
 DIGITS = ("--dataset", "digits")
 RUN_DIR = ["--run-dir", "runs/digits-001"]
 AUTO = ["--resume", "auto"]
-Attempt = tuple[int, dict[str, Any] | None, float]
-
-
-def attempt(code: int, status: dict[str, Any] | None = None, wait: float = 0) -> Attempt:
-    """Return what the stand-in does: it waits, writes status.json, and ends with the code."""
-    return code, status, wait
+Attempt = tuple[Any, ...]  # exit code, what it writes into status.json, seconds before that
 
 
 @pytest.fixture(autouse=True)
@@ -118,14 +113,14 @@ WAS_LOST, WAS_KILLED = "rank 1 was lost", "the process that wrote the run folder
 )
 def test_a_lost_process_is_a_restart_and_nothing_else_is(
     restarts: int,
-    plan: list[tuple[int, Any]],
+    plan: list[Attempt],
     code: int,
     reasons: list[str],
     run: Run,
     capsys: Capsys,
 ) -> None:
     handlers = [signal.getsignal(number) for number in restart.SIGNALS]
-    assert run(*(attempt(*each) for each in plan), restarts=restarts) == code
+    assert run(*plan, restarts=restarts) == code
     assert calls() == [[*DIGITS, *RUN_DIR], *[[*DIGITS, *RUN_DIR, *AUTO]] * len(reasons)]
     expected = [f"restart {n} of {restarts}: {why}" for n, why in enumerate(reasons, 1)]
     assert capsys.readouterr().out.splitlines() == expected
@@ -142,7 +137,7 @@ def test_a_typed_folder_stays_and_its_old_status_decides_nothing(old: str | None
     Path("mine").mkdir()
     if old:
         Path("mine/status.json").write_text(old)
-    assert run(attempt(2), flags=("--run-dir", "mine")) == 2
+    assert run((2,), flags=("--run-dir", "mine")) == 2
     assert calls() == [["--run-dir", "mine"]]
     assert names("mine") == (["status.json"] if old else [])
     assert not Path("runs").exists()
@@ -151,7 +146,7 @@ def test_a_typed_folder_stays_and_its_old_status_decides_nothing(old: str | None
 @pytest.mark.parametrize("resume", ["auto", "a"])
 def test_a_typed_resume_is_left_as_it_is(resume: str, run: Run) -> None:
     flags = ("--resume", resume, "--run-dir", "a")
-    assert run(attempt(1, LOST), attempt(0, FINISHED), flags=flags) == 0
+    assert run((1, LOST), (0, FINISHED), flags=flags) == 0
     assert calls() == [list(flags)] * 2
 
 
@@ -164,12 +159,9 @@ def test_a_command_that_a_signal_ended_has_a_shells_code(number: signal.Signals)
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        ({"run_dir": "a", "dataset": "digits"}, "a"),
         ({"resume": "b"}, "b"),
         ({"resume": "b", "run_dir": "b"}, "b"),
-        ({"resume": "auto", "run_dir": "a"}, "a"),
         ({}, "runs/mnist-001"),
-        ({"dataset": "digits"}, "runs/digits-001"),
         ({"dataset": "a/b"}, "runs/a--b-001"),
     ],
 )
@@ -212,7 +204,7 @@ def test_a_process_that_still_writes_is_waited_for(run: Run) -> None:
     with orphan(Path("a")) as ends:
         timer = threading.Timer(0.3, ends.set)
         timer.start()
-        assert run(attempt(1, KILLED), flags=("--run-dir", "a")) == 143
+        assert run((1, KILLED), flags=("--run-dir", "a")) == 143
         assert ends.is_set()
         timer.join()
     assert len(calls()) == 1
@@ -224,7 +216,7 @@ def test_a_process_that_never_ends_is_left_after_a_while(
     monkeypatch.setattr(restart, "ORPHANS_MAY_TAKE_S", 0.3)
     with orphan(Path("a")):
         started = time.monotonic()
-        assert run(attempt(1, KILLED), flags=("--run-dir", "a")) == 1
+        assert run((1, KILLED), flags=("--run-dir", "a")) == 1
         assert 0.3 <= time.monotonic() - started < 5
     assert len(calls()) == 1  # a second writer would be refused
 
@@ -233,7 +225,7 @@ def test_the_lock_file_of_a_killed_process_is_no_reason_to_wait(run: Run) -> Non
     Path("a").mkdir()
     Path("a/.lock").touch()
     started = time.monotonic()
-    assert run(attempt(1, KILLED), attempt(0, FINISHED), flags=("--run-dir", "a")) == 0
+    assert run((1, KILLED), (0, FINISHED), flags=("--run-dir", "a")) == 0
     assert time.monotonic() - started < 5
     assert len(calls()) == 2
     assert names("a") == [".lock", "status.json"]  # a run removes it, this command does not
@@ -256,7 +248,7 @@ def test_a_signal_is_forwarded_and_nothing_is_run_after_it(
 ) -> None:
     """SIGINT is not forwarded: a terminal sends it to the command too."""
     interrupt = number == signal.SIGINT
-    plan = [attempt(143, status, wait=0.5 if interrupt else 30), attempt(0)]
+    plan = [(143, status, 0.5 if interrupt else 30), (0,)]
     arguments = [*ENTRY, "3", "--", *COMMAND, *DIGITS]
     started = Started(arguments, folder, {"PLAN": json.dumps(plan)})
     deadline = time.monotonic() + 20
