@@ -119,7 +119,8 @@ def test_the_convolutional_nets_too(model: str, more: dict[str, Any], tmp_path: 
 def test_resumed_after_every_kind_of_step(tmp_path: Path) -> None:
     """After a few steps, at the last of an epoch, after the last of all: each a resume of one run.
 
-    A checkpoint is put back that the unbroken run wrote, as if it had been killed then.
+    A checkpoint is put back that the unbroken run wrote, as if it had been killed then, after more
+    seconds than it took: those of the parts are added up.
     """
     every = with_flags(config("unbroken", epochs=2), checkpoint_every=1, keep=STEPS)
     run_world(1, just_train, every, folder=tmp_path)
@@ -130,11 +131,15 @@ def test_resumed_after_every_kind_of_step(tmp_path: Path) -> None:
     for step in (1, 14, 15, 16, 30):
         for path in checkpoint.newest_first(unbroken):
             path.unlink()
-        (unbroken / "checkpoints" / f"step-{step:08d}.pt").write_bytes(kept[step])
+        content = checkpoint.from_bytes(kept[step], step)
+        content["state"]["progress"] |= {"train_seconds": 1000.0, "total_seconds": 3000.0}
+        checkpoint.save(unbroken, step, content, keep=1)
         (unbroken / "status.json").write_text(json.dumps(STARTING))
         (unbroken / "model.safetensors").unlink()
         [summary] = run_world(1, just_train, resumed(every), folder=tmp_path)
         assert summary["resumed_from"] == [step]
+        assert 1000 <= summary["train_seconds"] < 1060
+        assert 3000 < summary["total_seconds"] < 3060
         assert what_stays(unbroken) == expected, f"resumed after step {step}"
 
 
@@ -363,17 +368,6 @@ def test_latest_may_lead_elsewhere_meanwhile(
     found = resume.find(with_flags(resumed(config()), resume="runs/latest"))
     assert found
     assert found["path"] == "runs/a"
-
-
-def test_times_are_summed_over_the_parts(stopped: Path, tmp_path: Path) -> None:
-    run = Path(shutil.copytree(stopped / "run", tmp_path / "run"))
-    newest = checkpoint.newest_first(run)[0]
-    content = checkpoint.from_bytes(newest.read_bytes(), newest)
-    content["state"]["progress"] |= {"train_seconds": 1000.0, "total_seconds": 3000.0}
-    newest.write_bytes(checkpoint.to_bytes(content))
-    [summary] = run_world(1, just_train, resumed(config()), folder=tmp_path)
-    assert 1000 < summary["train_seconds"] < 1060
-    assert 3000 < summary["total_seconds"] < 3060
 
 
 # --- Folders that hold no run to go on with
