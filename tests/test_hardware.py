@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from ddp_mnist.cluster import hardware
 
@@ -46,13 +45,6 @@ def test_a_container_has_the_cores_of_its_quota(groups: Path) -> None:
         write(groups, own="0::/", cpu__max=f"{quota} 100000")
         assert hardware.cpu_quota() == quota / 100000
         assert hardware.cores() == cores
-
-
-def test_a_gpu_under_a_driver_that_is_too_old_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    for counted, available, found in ((0, False, 0), (2, True, 2), (2, False, 0)):
-        monkeypatch.setattr(torch.cuda, "device_count", lambda counted=counted: counted)
-        monkeypatch.setattr(torch.cuda, "is_available", lambda available=available: available)
-        assert hardware.gpus() == found
 
 
 def test_files_that_were_read_do_not_take_memory_away(groups: Path) -> None:

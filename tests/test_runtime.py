@@ -15,7 +15,6 @@ from ddp_mnist.cluster import world
 from ddp_mnist.cluster.device import (
     choose_backend,
     choose_device,
-    gpu_of,
     place_on_machine,
     precision_in_effect,
     set_threads,
@@ -188,12 +187,6 @@ def test_set_threads(
 def test_place_on_machine(launch: Launch, hosts: str, place: tuple[int, int]) -> None:
     store = Store(dist.HashStore(), launch.rank, launch.world_size, hosts=list(hosts))
     assert place_on_machine(launch, store) == place
-
-
-def test_the_gpu_of_a_rank(monkeypatch: Patch) -> None:
-    for local_rank, gpus, taken in [(0, 1, 0), (1, 1, 0), (1, 2, 1), (3, 2, 1), (3, 8, 3)]:
-        monkeypatch.setattr("ddp_mnist.cluster.device.gpus", lambda gpus=gpus: gpus)
-        assert gpu_of(local_rank) == taken
 
 
 DUPLICATE = """NCCL error in: /src/NCCLUtils.cpp:94, invalid usage (run with NCCL_DEBUG=WARN)

@@ -6,9 +6,7 @@ For kernels without netem. It holds one TAP device on each side, keeps each fram
 drops it; it ends with the test that started it.
 """
 
-import ctypes
 import fcntl
-import heapq
 import os
 import random
 import select
@@ -16,39 +14,32 @@ import struct
 import subprocess
 import sys
 import time
+from collections import deque
 
 TUNSETIFF, IFF_TAP, IFF_NO_PI = 0x400454CA, 0x0002, 0x1000  # linux/if_tun.h
-CLONE_NEWNET = 0x40000000  # linux/sched.h
 FRAME = 65_536
 
 
 def tap(name: str) -> int:
-    """Return a file descriptor of the TAP device `name`, in this thread's namespace."""
+    """Return a file descriptor of the new TAP device `name`."""
     device = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
     fcntl.ioctl(device, TUNSETIFF, struct.pack("16sH", name.encode(), IFF_TAP | IFF_NO_PI))
     return device
 
 
-def enter(namespace: str) -> None:
-    with open(f"/var/run/netns/{namespace}") as file:
-        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), CLONE_NEWNET):
-            raise OSError(ctypes.get_errno(), f"cannot enter {namespace}")
-
-
 def pass_on(ends: tuple[int, int], delay_s: float, loss: float) -> None:
     """Pass frames from each end to the other, later, and not all of them."""
-    chance, count = random.Random(0), 0
-    waiting: list[tuple[float, int, int, bytes]] = []
+    chance = random.Random(0)
+    waiting = deque[tuple[float, int, bytes]]()
     while True:
         due = max(0.0, waiting[0][0] - time.monotonic()) if waiting else None
         for end in select.select(ends, [], [], due)[0]:
             frame = os.read(end, FRAME)
             other = ends[1 - ends.index(end)]
             if chance.random() >= loss:
-                count += 1
-                heapq.heappush(waiting, (time.monotonic() + delay_s, count, other, frame))
+                waiting.append((time.monotonic() + delay_s, other, frame))
         while waiting and waiting[0][0] <= time.monotonic():
-            _, _, end, frame = heapq.heappop(waiting)
+            _, end, frame = waiting.popleft()
             try:
                 os.write(end, frame)
             except OSError:  # its queue is full: as on a wire, the frame is lost
@@ -57,10 +48,10 @@ def pass_on(ends: tuple[int, int], delay_s: float, loss: float) -> None:
 
 def main() -> None:
     namespace, bridge, port, delay_ms, loss_percent = sys.argv[1:]
-    outside = tap(port)
+    outside, inside = tap(port), tap(f"{port}i")
     subprocess.run(["ip", "link", "set", port, "master", bridge, "up"], check=True)
-    enter(namespace)
-    inside = tap("eth0")
+    move = ["ip", "link", "set", f"{port}i", "netns", namespace, "name", "eth0"]
+    subprocess.run(move, check=True)
     print("ready", flush=True)
     pass_on((outside, inside), float(delay_ms) / 1000, float(loss_percent) / 100)
 
