@@ -91,10 +91,8 @@ REFUSED = {
     "train --batch_size=7": "--batch_size: there is no such flag or argument here; did you mean --",
     "train --no-agument": "--no-agument: there is no such flag or argument here; did you mean --no",
     "train --ünïcode": "--ünïcode: there is no such flag or argument here; see ddp-mnist tr",
-    "train -e 3": "-e: there is no such flag or argument here",
     "train mnist": "mnist: there is no such flag or argument here",
     "train --quiet=yes": "--quiet: ignored explicit argument 'yes'; see ddp-mnist train",
-    "train --no-cuda": "--no-cuda: there is no such flag or argument here; here it is --cpu",
     "train --workers 4": "--workers: there is no such flag or argument here; none are needed",
     "trian": f"trian: choose from {VERBS}; did you mean train?",
     "''": f": choose from {VERBS}",
@@ -209,60 +207,44 @@ def test_a_variable_that_make_was_not_given_is_none(monkeypatch: pytest.MonkeyPa
     assert run.call_args.args[2] == 60  # a person waits for the verdict
 
 
+NO_RUN, NO = CheckpointError("runs/x:\n  is no\x1b[2J run\ud8ff"), UsageError("--x: no")
+AGREED, ELSEWHERE = UsageError("--x: no"), FailedElsewhere("rank 0 says it", 7)
+AGREED.agreed = True
+NO_LINE = "ddp-mnist: error: --x: no (code 2)\n"
+
+
 @pytest.mark.parametrize(
-    ("variables", "error", "code", "line"),
+    ("variables", "error", "code", "line", "waits"),
     [
-        (
-            {},
-            CheckpointError("runs/x:\n  is no\x1b[2J run\ud8ff"),
-            4,
-            "ddp-mnist: error: runs/x: is no?[2J run? (code 4)\n",
-        ),
+        ("", NO_RUN, 4, "ddp-mnist: error: runs/x: is no?[2J run? (code 4)\n", False),
         # told elsewhere, but that the first of another machine says why it ended
-        ({}, FailedElsewhere("rank 0 says it", 7), 7, ""),
-        ({"RANK": "2", "LOCAL_RANK": "0"}, FailedElsewhere("x", 7), 7, "ended      x\n"),
-        ({"RANK": "2", "LOCAL_RANK": "1"}, FailedElsewhere("x", 7), 7, ""),
-        ({}, KeyboardInterrupt(), 130, "ddp-mnist: interrupted (code 130)\n"),
-        ({"LOCAL_RANK": "1"}, KeyboardInterrupt(), 130, ""),
+        ("", ELSEWHERE, 7, "", False),
+        ("RANK=2 LOCAL_RANK=0", ELSEWHERE, 7, "ended      rank 0 says it\n", False),
+        ("RANK=2 LOCAL_RANK=1", ELSEWHERE, 7, "", False),
+        ("", KeyboardInterrupt(), 130, "ddp-mnist: interrupted (code 130)\n", False),
+        ("LOCAL_RANK=1", KeyboardInterrupt(), 130, "", False),
+        # what all ranks meet is told by local rank 0 first
+        ("LOCAL_RANK=", NO, 2, NO_LINE, False),
+        ("LOCAL_RANK=0", NO, 2, NO_LINE, False),
+        ("LOCAL_RANK=1", NO, 2, NO_LINE, True),
+        ("SLURM_LOCALID=2", NO, 2, NO_LINE, True),
+        ("LOCAL_RANK=1", AGREED, 2, NO_LINE, False),
     ],
 )
 def test_fault_13_a_failure_is_one_line_per_machine(
-    variables: dict[str, str],
-    error: BaseException,
-    code: int,
-    line: str,
-    typed: Typed,
-    monkeypatch: pytest.MonkeyPatch,
+    variables: str, error: Any, code: int, line: str, waits: bool, typed: Typed, monkeypatch: Any
 ) -> None:
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
+    for variable in variables.split():
+        monkeypatch.setenv(*variable.split("="))
+    monkeypatch.setattr(cli.time, "sleep", sleep := Mock())
     monkeypatch.setattr(cli, "run_verb", Mock(side_effect=error))
     assert typed("train") == Ended(code, "", line)
+    assert [call.args for call in sleep.call_args_list] == [(3,)] * waits
 
 
-@pytest.mark.parametrize(
-    ("variable", "rank", "agreed", "waits"),
-    [
-        ("LOCAL_RANK", "", False, []),
-        ("LOCAL_RANK", "0", False, []),
-        ("LOCAL_RANK", "1", False, [3]),
-        ("SLURM_LOCALID", "2", False, [3]),
-        ("LOCAL_RANK", "1", True, []),
-    ],
-)
-def test_what_all_ranks_meet_is_told_by_local_rank_0_first(
-    variable: str, rank: str, agreed: bool, waits: list[float], typed: Typed, monkeypatch: Any
-) -> None:
-    monkeypatch.setenv(variable, rank)
-    slept: list[float] = []
-    monkeypatch.setattr(cli.time, "sleep", slept.append)
-    error = UsageError("--x: no")
-    error.agreed = agreed
-    monkeypatch.setattr(cli, "run_verb", Mock(side_effect=error))
-    assert typed("train") == Ended(2, "", "ddp-mnist: error: --x: no (code 2)\n")
-    assert slept == waits
+def test_a_bug_is_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli, "run_verb", Mock(side_effect=ZeroDivisionError))
-    with pytest.raises(ZeroDivisionError):  # a bug is a traceback
+    with pytest.raises(ZeroDivisionError):
         cli.main(["train"])
 
 

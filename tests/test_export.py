@@ -182,7 +182,9 @@ def test_names_in_the_card_are_shown_and_do_nothing(run: Path, tmp_path: Path) -
     assert "<script>" not in card
 
 
-def test_nothing_of_others_is_replaced(run: Path, tmp_path: Path) -> None:
+def test_nothing_of_others_is_replaced_and_a_file_that_fails_leaves_nothing(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = {path: path.read_bytes() for path in run.iterdir() if path.is_file()}
     (readme := tmp_path / "README.md").write_text("mine")
     for out, others in ((run, ".*"), (tmp_path, "README.md"), (readme, "a file")):
@@ -191,12 +193,7 @@ def test_nothing_of_others_is_replaced(run: Path, tmp_path: Path) -> None:
             write(run, "safetensors", out=out)
     assert {path: path.read_bytes() for path in run.iterdir() if path.is_file()} == before
     assert readme.read_text() == "mine"
-
-
-def test_a_file_that_fails_leaves_nothing(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setattr(export, "LIMIT", -1.0)
     with pytest.raises(CheckFailed):
         write(run, "safetensors", out=tmp_path / "out")
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.iterdir()) == [readme]
