@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -62,13 +62,6 @@ def wrong_product(
     return result
 
 
-def raise_(error: Exception) -> Callable[..., Any]:
-    def function(*_: Any, **__: Any) -> Any:
-        raise error
-
-    return function
-
-
 def always(value: Any) -> Callable[..., Any]:
     return lambda *_, **__: value
 
@@ -89,7 +82,9 @@ LABEL = {
 NO_GPUS_SEEN = {f"{M}.DEVICES": HERE, "CUDA_VISIBLE_DEVICES": None}
 HIDDEN_GPU = {f"{M}.DEVICES": HERE, "CUDA_VISIBLE_DEVICES": "-1"}
 BAD_PRODUCT = {"torch.Tensor.__matmul__": wrong_product}
-BROKEN_PRODUCT = {"torch.Tensor.__matmul__": raise_(RuntimeError("CUDA error: out of memory"))}
+BROKEN_PRODUCT = {
+    "torch.Tensor.__matmul__": Mock(side_effect=RuntimeError("CUDA error: out of memory"))
+}
 LITTLE_MEMORY = {f"{H}.free_memory": always(1e9)}
 OTHER_TORCH = {f"{M}.version": other_torch}
 PORT_TAKEN = {f"{M}.why_port_is_taken": always("Address already in use")}
@@ -235,7 +230,7 @@ def faults_of_the_group(here: group.Group) -> Iterator[tuple[str, Any, Any]]:
         ("hot", patch.object(group, "product", hot), group.faulty_devices),
     ):
         yield name, on_rank_1(fault), check
-    yield "broken", patch.object(dist, "all_reduce", raise_(NOT_SUPPORTED)), right
+    yield "broken", patch.object(dist, "all_reduce", Mock(side_effect=NOT_SUPPORTED)), right
     yield "barrier", patch.object(dist, "barrier", lambda: None), right
     dist.barrier()
     unsynchronised_net = patch.object(train, "build_model", unsynchronised)

@@ -584,7 +584,8 @@ def test_fault_28_the_hub_is_read_once_and_the_caches_do_without_it(
             assert sum(r.startswith("GET") and r.endswith(f"/{name}") for r in hub.requests) == 1
         assert cache.choose("auto", ours) == ("mnist", [])
         with pytest.raises(DataError, match=r"^--dataset a/b: the Hub has no such data set for y"):
-            cache.load("a/b", ours)
+            cache.load("a/b", ours)  # which is not blamed on the cache
+        assert not list(Path(ours).glob("*.tmp"))
     endpoint(nobody)
     check_mnist(fresh)
     libraries = ("datasets", "huggingface_hub")

@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -123,10 +124,7 @@ def test_a_net_that_depends_on_the_number_of_processes_is_found(tmp_path: Path) 
 
 
 def test_a_run_that_breaks_down_is_a_failed_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    def killed(*_: object) -> Watched:
-        raise ConnectionError("was killed")
-
-    monkeypatch.setattr(proofs, "watched_run", killed)
+    monkeypatch.setattr(proofs, "watched_run", Mock(side_effect=ConnectionError("was killed")))
     [check] = proofs.verify([2, 3])
     assert isinstance(check, CheckResult)
     assert (check.name, check.status, check.text) == ("runs", FAIL, "ConnectionError: was killed")
