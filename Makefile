@@ -93,7 +93,7 @@ doctor: $(READY) ## Accept or reject this machine, or several (MACHINE_RANK= MAI
 verify: $(READY) ## Prove here that N processes train as one, resume exactly, count right
 	@$(PY) -m ddp_mnist verify $(ARGS)
 
-bench: $(READY) ## How fast it is here: BENCH=loop, scaling, startup ... (ddp-mnist bench --help)
+bench: $(READY) ## How fast it is here: BENCH=loop, scaling ... (ddp-mnist bench --help)
 	@$(PY) -m ddp_mnist bench $(BENCH) --dataset auto $(ARGS)
 
 test: $(READY) ## Run the tests (about 3 minutes on 2 cores, no network)

@@ -21,6 +21,7 @@ from ddp_mnist.config import PRESETS, Distribution, Recipe, Run, TrainConfig
 from ddp_mnist.errors import UsageError, did_you_mean
 from ddp_mnist.flags import Flags, add_flags, flag_fields
 from ddp_mnist.run.console import Console, open_what_is_closed, tell, write_stdout
+from ddp_mnist.verbs import flags as of_verbs
 
 VERBS = {
     "train": "Train, validate, test once, and write the run folder.",
@@ -41,11 +42,11 @@ Trains MNIST with DDP on one process, many, or many machines.
 
 exit codes: 0 done, 1 check failed, 2 usage or configuration, 3 data, 4 checkpoint,
 5 storage, 6 peer lost or time-out, 7 diverged, 130 SIGINT, 143 SIGTERM or SIGUSR1"""
-# Where a verb's flags and its `run` are; the first imports no torch, for --help.
-MODULES = {verb: ("ddp_mnist.verbs.flags", f"ddp_mnist.verbs.{verb}") for verb in VERBS} | {
-    "doctor": ("ddp_mnist.doctor.flags", "ddp_mnist.doctor.checks"),
-    "verify": ("ddp_mnist.verify.flags", "ddp_mnist.verify.proofs"),
-    "bench": ("ddp_mnist.bench.benches", "ddp_mnist.bench.benches"),
+# Where a verb's `run` is; its flags are in verbs/flags.py, which imports no torch, for --help.
+MODULES = {verb: f"ddp_mnist.verbs.{verb}" for verb in VERBS} | {
+    "doctor": "ddp_mnist.doctor.checks",
+    "verify": "ddp_mnist.verify.proofs",
+    "bench": "ddp_mnist.bench.benches",
 }
 # The default of --dist-timeout, for verbs that several processes share. A person waits for doctor.
 DIST_TIMEOUTS = {"evaluate": Distribution.dist_timeout, "doctor": 60.0}
@@ -134,7 +135,7 @@ def run_verb(argv: list[str]) -> int | None:
         return own(rest)
     if name in VERBS:
         flags = parse_verb(name, rest)
-        return importlib.import_module(MODULES[name][1]).run(*flags)
+        return importlib.import_module(MODULES[name]).run(*flags)
     if name in ("-h", "--help"):
         listed = "\n".join(f"    {verb:<10} {sentence}" for verb, sentence in VERBS.items())
         Console(True).print(HELP.format(listed))
@@ -190,7 +191,7 @@ def parse(name: str, argv: Sequence[str], *groups: type[Flags]) -> dict[str, Any
 
 def parse_verb(name: str, argv: Sequence[str]) -> tuple[Any, ...]:
     """Return the verb's own flags, and those of Distribution if several processes share it."""
-    own: type[Flags] = getattr(importlib.import_module(MODULES[name][0]), name.capitalize())
+    own: type[Flags] = getattr(of_verbs, name.capitalize())
     if name not in DIST_TIMEOUTS:
         return (own.of(parse(name, argv, own)),)
     typed = parse(name, argv, own, Distribution)
@@ -225,8 +226,7 @@ def train(argv: list[str]) -> None:
 
 def multinode(argv: list[str]) -> int:
     """Run this machine's part of several, or rehearse two here: FLAGS -- FLAGS of the verb."""
-    from ddp_mnist.cluster import nodes
-    from ddp_mnist.verbs.multinode import Multinode, run
+    from ddp_mnist.verbs.multinode import Multinode, meet, run
 
     end = argv.index("--") if "--" in argv else len(argv)
     own, given = argv[:end], argv[end + 1 :]
@@ -237,7 +237,7 @@ def multinode(argv: list[str]) -> int:
         name, _, problem = str(error).removeprefix("--").partition(" ")
         raise UsageError(f"{name.replace('-', '_').upper()}={problem}") from None
     if flags.verb == "train":
-        return run(flags, given, train_config(given).distribution.dist_timeout, nodes.meet)
+        return run(flags, given, train_config(given).distribution.dist_timeout, meet)
     doctor_flags, distribution = parse_verb("doctor", given)
     from ddp_mnist.doctor.checks import run_preflight
 

@@ -243,7 +243,10 @@ def resolve_recipe(recipe: Recipe, rows: int, world_size: int) -> ResolvedRecipe
     batch_size = recipe.batch_size or nearest(preset.times_batch * usual)[-1]
     if batch_size not in legal:
         sizes = " or ".join(map(str, nearest(batch_size)))
-        raise UsageError(f"--batch-size {batch_size}: {rule}; nearest legal: {sizes}")
+        raise UsageError(
+            f"--batch-size {batch_size}: {rule}; use another number of processes, or the nearest"
+            f" legal: {sizes}"
+        )
     steps_per_epoch = train_rows // batch_size
     resolved = {
         "epochs": recipe.epochs or math.ceil(preset.least_steps / steps_per_epoch),

@@ -92,10 +92,9 @@ def reason(error: BaseException) -> str:
     return text.splitlines()[0][:200].rstrip("/. ")
 
 
-def root_cause(error: BaseException) -> BaseException:
-    """Return the error at the bottom of the chain; libraries wrap what the system said."""
-    *_, bottom = causes(error)
-    return bottom
+def root_reason(error: BaseException) -> str:
+    """Return the reason at the bottom of the chain; libraries wrap what the system said."""
+    return reason([*causes(error)][-1])
 
 
 def did_you_mean(typed: str, legal: Iterable[str]) -> str:

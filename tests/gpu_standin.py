@@ -114,21 +114,15 @@ def launched(config: str, *flags: str) -> Any:
 def on_this_machine() -> dict[str, Any]:
     import torch
 
-    from ddp_mnist.bench import benches, commands
     from ddp_mnist.cluster import device, hardware
     from ddp_mnist.cluster.local import backend_among
-    from ddp_mnist.doctor import checks
-    from ddp_mnist.doctor.flags import Doctor
     from ddp_mnist.doctor.machine import processors
     from ddp_mnist.verbs import multinode
+    from ddp_mnist.verbs.flags import Doctor
 
     device.has_native_bf16 = lambda: False
     made = multinode.make_node(multinode.Multinode(machine_rank=0, main_process_ip="192.0.2.1"))
-    for_doctor = checks.default_processes()
-
-    def config_for(processes: int) -> str:
-        command = commands.launcher(processes)
-        return Path(command[command.index("--config_file") + 1]).stem
+    for_doctor = hardware.default_processes(2)
 
     ranks = {"RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
     return {
@@ -137,8 +131,7 @@ def on_this_machine() -> dict[str, Any]:
         "doctor": [for_doctor, backend_among(for_doctor)],
         "doctor finds": [f"{each.status} {each.name}" for each in processors(Doctor())],
         "doctor opened one": getattr(torch.cuda, "opened", False),
-        "bench": {what: benches.default_processes(what) for what in benches.BENCHES},
-        "bench launches": [decision(functools.partial(config_for, size)) for size in (1, 2)],
+        "bench": [hardware.default_processes(least) for least in (1, 2)],
         "yaml": {config: launched(config) for config in YAMLS},
         "yaml --cpu": launched("single_gpu", "--cpu"),
         "yaml --cpu fp16": launched("single_gpu", "--cpu", "--mixed-precision", "fp16"),

@@ -1,26 +1,23 @@
 import importlib.metadata
 import json
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
-import psutil
 import pytest
 import torch
 import torch.distributed as dist
 
-from ddp_mnist.bench import benches, commands, figures, steps
-from ddp_mnist.bench.benches import Bench
+from ddp_mnist.bench import benches, figures, steps
 from ddp_mnist.bench.figures import Figure, ratio, spread
 from ddp_mnist.cluster.launch import find_launch
 from ddp_mnist.cluster.local import run_world
 from ddp_mnist.cluster.world import join_world
 from ddp_mnist.config import Distribution, TrainConfig
 from ddp_mnist.data import cache
-from ddp_mnist.errors import CheckFailed
 from ddp_mnist.run.results import FAIL, PASS, CheckResult
+from ddp_mnist.verbs.flags import Bench
 from tests.commands import Typed
 
 FLAGS = Bench("feed", dataset="digits")
@@ -60,14 +57,14 @@ def test_rounds_alternate_and_the_first_is_discarded(capsys: pytest.CaptureFixtu
         order.append(kind)
         return len(order)
 
-    assert figures.alternate("ab", 2, measure) == {"a": [3, 6], "b": [4, 5]}
+    assert figures.alternate("ab", 2, measure, True) == {"a": [3, 6], "b": [4, 5]}
     assert "".join(order) == "baabba"
     assert capsys.readouterr().err.splitlines() == [
         "warm-up: a 2, b 1",
         "round 1 of 2: a 3, b 4",
         "round 2 of 2: a 6, b 5",
     ]
-    assert figures.alternate("ab", 1, ord, verbose=False) == {"a": [97], "b": [98]}
+    assert figures.alternate("ab", 1, ord, False) == {"a": [97], "b": [98]}
     assert capsys.readouterr().err == ""
 
 
@@ -151,70 +148,6 @@ def test_a_goal_of_steps_is_missed_at_its_bound(
         results = bench(FLAGS, 2)
         assert [result.status for result in results if " goal " in result.text] == [status]
         assert all(result.status == PASS for result in results if " goal " not in result.text)
-
-
-@pytest.mark.parametrize(("seconds", "status"), [(2.5, PASS), (2.51, FAIL)])
-def test_a_command_is_compared_with_the_baseline_program(
-    seconds: float, status: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Launched, train takes a tenth more than the baseline program."""
-
-    def measured(command: list[str], _run_dir: Path) -> float:
-        if commands.BASELINE[-1] in command:
-            return 2.0
-        return 2.2 if "accelerate.commands.launch" in command else seconds
-
-    monkeypatch.setattr(commands, "seconds_to_first_step", measured)
-    results = benches.startup(FLAGS, 2)
-    expected = [2, seconds, 2, 2.2, seconds / 2, 1.1]
-    assert [result.figures["median"] for result in results] == pytest.approx(expected)
-    alone, launched = results[4:]
-    assert "launched" in launched.name
-    assert (alone.status, launched.status) == (status, PASS)
-
-
-# --- Commands
-
-
-def test_start_up_is_timed_to_the_first_step(tmp_path: Path) -> None:
-    def seconds(name: str, command: list[str]) -> float:
-        return commands.seconds_to_first_step(command, tmp_path / name)
-
-    baseline = [*commands.launcher(2), *commands.BASELINE]
-    train = [*commands.TRAIN, "--dataset", "digits"]
-    with ThreadPoolExecutor() as pool:
-        assert all(0.5 < each < 60 for each in pool.map(seconds, "ab", (baseline, train)))
-
-
-def test_none_of_a_command_s_processes_is_left(tmp_path: Path) -> None:
-    """It ends at its first line, and with it what it started in a session of its own."""
-    script = """if True:
-        import pathlib, subprocess, sys, time
-        sleeper = subprocess.Popen(["sleep", "60"], start_new_session=True)
-        folder = pathlib.Path(sys.argv[-1])
-        folder.mkdir()
-        (folder / "metrics.jsonl").write_text(f"{sleeper.pid}\\n")
-        time.sleep(60)
-    """
-    assert 0 < commands.seconds_to_first_step(["-c", script], tmp_path / "run") < 10
-    assert not psutil.pid_exists(int((tmp_path / "run" / "metrics.jsonl").read_text()))
-
-
-@pytest.mark.parametrize(
-    ("program", "problem"),
-    [
-        ("print('no memory'); exit(3)", "ended with code 3 without .* it printed: no memory"),
-        ("pass", "ended with code 0 without a first step"),
-        ("import time; time.sleep(60)", "still runs after 0.3 s without a first step"),
-    ],
-)
-def test_a_command_without_a_step_is_reported(
-    program: str, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if "still" in problem:
-        monkeypatch.setattr(commands, "TIMEOUT_S", 0.3)
-    with pytest.raises(CheckFailed, match=problem):
-        commands.seconds_to_first_step(["-c", program], tmp_path)
 
 
 # --- What is printed

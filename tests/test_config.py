@@ -7,12 +7,10 @@ from typing import Any
 import pytest
 
 from ddp_mnist.config import Distribution, Recipe, Run, TrainConfig, resolve_recipe
-from ddp_mnist.doctor.flags import Doctor
 from ddp_mnist.errors import UsageError
 from ddp_mnist.flags import LARGEST, Flags, flag_fields, flag_name, flag_values, kind_of
-from ddp_mnist.verbs.flags import Evaluate, Export, Predict, Prepare, Report
+from ddp_mnist.verbs.flags import Doctor, Evaluate, Export, Predict, Prepare, Report, Verify
 from ddp_mnist.verbs.multinode import Multinode
-from ddp_mnist.verify.flags import Verify
 
 GROUPS: tuple[type[Flags], ...] = (Run, Recipe, Distribution)
 OTHERS = (Evaluate, Predict, Report, Export, Prepare, Multinode, Doctor, Verify)

@@ -26,15 +26,15 @@ from ddp_mnist import train
 from ddp_mnist.cluster import hardware, interfaces
 from ddp_mnist.cluster.launch import find_launch
 from ddp_mnist.cluster.local import free_port, run_world
-from ddp_mnist.cluster.nodes import Node
 from ddp_mnist.cluster.world import join_world
 from ddp_mnist.config import Distribution
 from ddp_mnist.data import cache
 from ddp_mnist.doctor import checks, collectives, group, machine, preflight
 from ddp_mnist.doctor.compare import against
-from ddp_mnist.doctor.flags import Doctor
 from ddp_mnist.errors import PeerError
 from ddp_mnist.run.results import FAIL, PASS, WARN, CheckResult, failed, passed, warned, worst
+from ddp_mnist.verbs.flags import Doctor
+from ddp_mnist.verbs.multinode import Node
 from ddp_mnist.verify.watch import leave_out_last_parameter
 from tests.commands import Ended, Typed
 
@@ -73,7 +73,6 @@ MISSING = {
     f"{M}.package_versions": always({"python": "3", "accelerate": "missing"}),
     f"{M}.PACKAGES": ("accelerate",),
 }
-DEFAULT_CONFIG = "accelerate.commands.config.config_args.default_config_file"
 QUOTA = {f"{H}.cpu_quota": always(1.5), "os.sched_getaffinity": always({0, 1, 2, 3})}
 LABEL = {
     "psutil.net_if_addrs": always(LABELLED),
@@ -93,7 +92,6 @@ PORT_TAKEN = {f"{M}.why_port_is_taken": always("Address already in use")}
 MACHINE_FAULTS: list[tuple[dict[str, Any], Any, str, str, str]] = [
     (OTHER_TORCH, machine.software, FAIL, "torchvision needs torch>=", "make venv"),
     (MISSING, machine.software, FAIL, "accelerate is missing", "make venv"),
-    ({DEFAULT_CONFIG: __file__}, machine.software, WARN, "used in silence", "--config_file"),
     (NO_GPUS_SEEN, machine.processors, FAIL, "1 in /dev, but torch", "update the driver"),
     (HIDDEN_GPU, machine.processors, PASS, "hidden by CUDA_VISIBLE_DEVICES=-1", ""),
     (BAD_PRODUCT, machine.processors, FAIL, "1 wrong numbers in a matrix", "do not train here"),
@@ -128,7 +126,7 @@ def test_a_healthy_machine_passes(tmp_path: Path, monkeypatch: Patch) -> None:
     cache.load("digits", str(tmp_path))
     options = Doctor(2, dataset="digits", cache_dir=str(tmp_path), run_dir=str(tmp_path))
     results = list(machine.check_machine(options))
-    assert len(results) == 12
+    assert len(results) == 11
     assert [str(result) for result in results if result.status != PASS] == []
     assert "digits is in the cache" in [result.text for result in results]
 
@@ -380,7 +378,7 @@ def test_one_gpu_is_shared_by_two_processes(monkeypatch: Patch) -> None:
     monkeypatch.setattr("ddp_mnist.cluster.hardware.gpus", lambda: 1)
     monkeypatch.setattr("ddp_mnist.cluster.local.gpus", lambda: 1)
     monkeypatch.setattr(checks, "check_together", backend_of)
-    assert checks.default_processes() == 2
+    assert hardware.default_processes(2) == 2
     assert only(checks.check_processes(2, Doctor(), Distribution())).text == "gloo"
 
 
@@ -411,20 +409,12 @@ def test_the_main_address(
     assert_found(result, status, text, fix)
 
 
-def test_no_route_is_named(monkeypatch: Patch) -> None:
-    assert preflight.route(node("127.0.0.1")).text == "to 127.0.0.1 over lo, from 127.0.0.1"
-    lone = dataclasses.replace(node("127.0.0.1"), num_machines=1)
-    names = [result.name for result in preflight.check_node(lone, timeout_s=1)]
-    assert names == ["main address", "route"]
-    monkeypatch.setattr(interfaces, "address_towards", always(None))
-    result = preflight.route(node("203.0.113.5", 1))
-    assert_found(result, FAIL, "none from this machine to 203.0.113.5", "another address")
-
-
 def test_a_machine_that_does_not_come_is_named() -> None:
     results = list(preflight.check_node(node("127.0.0.1", port=free_port()), timeout_s=1))
-    assert [result.name for result in results] == ["main address", "route", "meeting"]
+    assert [result.name for result in results] == ["main address", "meeting"]
     assert_found(results[-1], FAIL, "1 of 2 machines came within 1 s; missing: machine 1", "start")
+    lone = dataclasses.replace(node("127.0.0.1"), num_machines=1)
+    assert [result.name for result in preflight.check_node(lone, timeout_s=1)] == ["main address"]
 
 
 @pytest.mark.parametrize(
@@ -441,7 +431,7 @@ def test_two_machines_meet_and_compare_their_numbers(processes: int, last: str) 
     with ThreadPoolExecutor(2) as pool:
         both = list(pool.map(lambda each: list(preflight.check_node(each, timeout_s=10)), nodes))
     for results in both:
-        assert [result.name for result in results] == ["main address", "route", "meeting"]
+        assert [result.name for result in results] == ["main address", "meeting"]
         assert results[-1].text.startswith(last)
 
 

@@ -11,7 +11,7 @@ import torch
 from ddp_mnist.cluster.local import run_world
 from ddp_mnist.run.console import Console
 from ddp_mnist.run.folder import RunFolder
-from ddp_mnist.run.profiling import StepProfiler, first_traced, summarise
+from ddp_mnist.run.profiling import StepProfiler, summarise
 from ddp_mnist.verify.watch import just_train, proof_config, weights_of
 from tests.training import what_it_says, with_flags
 
@@ -53,17 +53,22 @@ def test_more_than_an_epoch_has_is_refused_and_nothing_begun(tmp_path: Path) -> 
     [
         (20, 0, 381, 381, 361),
         (5, 0, 15, 45, 10),
-        (6, 0, 15, 45, 24),  # in the first epoch they would be cold
+        (6, 0, 15, 45, 9),  # an epoch has no more before them
+        (5, 4, 15, 45, 25),  # in this epoch they would be cold
         (14, 0, 15, 15, 1),  # the only place there is
-        (5, 22, 15, 45, 40),  # of a resumed run
-        (5, 39, 15, 45, 40),
-        (5, 40, 15, 45, None),
+        (5, 22, 15, 45, 40),
+        (5, 30, 15, 45, 40),
+        (5, 31, 15, 45, None),
+        (1, 0, 1, 3, 1),
     ],
 )
 def test_the_last_steps_of_a_warm_epoch_are_traced(
     steps: int, done: int, per_epoch: int, total: int, begin: int | None
 ) -> None:
-    assert first_traced(steps, done, per_epoch, total) == begin
+    accelerator: Any = SimpleNamespace(device=torch.device("cpu"))
+    profiler = StepProfiler(steps, accelerator, RunFolder(), Console(False))
+    profiler.plan(done, per_epoch, total)
+    assert profiler.begin == begin
 
 
 def test_a_run_with_too_few_steps_left_says_so(capsys: pytest.CaptureFixture[str]) -> None:
@@ -73,7 +78,7 @@ def test_a_run_with_too_few_steps_left_says_so(capsys: pytest.CaptureFixture[str
     for step in range(41, 46):
         profiler.step(step)
     assert capsys.readouterr().out == (
-        "--profile 5: nothing is traced, no epoch has so many steps left\n"
+        "--profile 5: nothing is traced, no epoch has so many warm steps\n"
     )
 
 

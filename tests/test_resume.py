@@ -277,16 +277,6 @@ def test_fault_08_another_recipe_seed_data_set_or_dtype_is_refused_by_name(
     assert line.endswith("ask for at least 2")
 
 
-def test_processes_that_do_not_divide_the_batch_are_refused() -> None:
-    recipe = Recipe(batch_size=72, grad_accum=2)
-    resume.check_batch(recipe, 4, {"path": "run"})
-    with pytest.raises(UsageError) as refused:
-        resume.check_batch(recipe, 5, {"path": "run"})
-    line = str(refused.value)
-    assert line.startswith("--resume run: its batch of 72 does not divide by 10, for 5 processes x")
-    assert line.endswith("; use 1, 2, 3, 4, 6, 9, 12, 18, 36 processes")
-
-
 def test_fault_08_what_changed_is_said_in_one_line(tmp_path: Path) -> None:
     began = config(epochs=2, patience=None)
     step = stop(began, tmp_path, step=10)

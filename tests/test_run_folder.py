@@ -22,13 +22,11 @@ FRESH = {"state": "running", "exit_code": None, "phase": "starting", "step": 0, 
 FULL = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
 
 
-def create(
-    run_dir: Path | str | None, dataset: str = "digits", root: Path = RUNS, **options: bool
-) -> Path | None:
+def create(run_dir: Path | str | None, dataset: str = "digits", **options: bool) -> Path | None:
     """Return the folder of a run that began, and that nobody writes any more."""
     run = RunFolder()
     try:
-        run.create(str(run_dir) if run_dir else None, dataset, root, **options)
+        run.create(str(run_dir) if run_dir else None, dataset, **options)
     finally:
         run.release()
     return run.path
@@ -64,7 +62,7 @@ def run_at_once(count: int, task: Callable[[], Any]) -> list[Any]:
 def test_folders_are_numbered_and_latest_points_to_the_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    root = tmp_path / "runs"
+    monkeypatch.chdir(tmp_path)
     for dataset, name in (
         ("digits", "digits-001"),
         ("digits", "digits-002"),
@@ -73,34 +71,37 @@ def test_folders_are_numbered_and_latest_points_to_the_last(
         ("my data/數字 (new)", "my_data_new_-001"),
         ("a+b", "a_b-001"),
     ):
-        assert create(None, dataset, root) == root / name
-        assert (root / "latest").readlink() == Path(name)
-        assert read_json(root / name / "status.json") == FRESH
+        assert create(None, dataset) == RUNS / name
+        assert (RUNS / "latest").readlink() == Path(name)
+        assert read_json(RUNS / name / "status.json") == FRESH
     for name in ("digits-007", "digits-1000", "digits-x", "mnist-5000", "digits-2000-old"):
-        (root / name).mkdir()
-    assert create(None, "digits", root) == root / "digits-1001"
+        (RUNS / name).mkdir()
+    assert create(None) == Path("runs/digits-1001")
+
+
+def test_runs_that_begin_at_once_get_folders_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    assert create(None) == Path("runs/digits-1002")  # by default below the working directory
-
-
-def test_runs_that_begin_at_once_get_folders_of_their_own(tmp_path: Path) -> None:
-    made = run_at_once(20, lambda: create(None, "digits", tmp_path))
-    expected = [tmp_path / f"digits-{number:03d}" for number in range(1, 21)]
+    made = run_at_once(20, lambda: create(None))
+    expected = [RUNS / f"digits-{number:03d}" for number in range(1, 21)]
     assert sorted(made) == expected
-    assert names(tmp_path) == [*(path.name for path in expected), "latest"]
-    assert (tmp_path / "latest").resolve() in {path.resolve() for path in made}
+    assert names(RUNS) == [*(path.name for path in expected), "latest"]
+    assert (RUNS / "latest").resolve() in {path.resolve() for path in made}
 
 
-def test_a_reserved_folder_or_one_that_the_person_names(tmp_path: Path) -> None:
+def test_a_reserved_folder_or_one_that_the_person_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is the latest once a run begins there, if it lies beside the others."""
-    root = tmp_path / "deep" / "runs"
-    (root / "mine").mkdir(parents=True)
-    (root / "mine" / "notes.txt").touch()
-    assert [reserve("a/b", root), reserve("a/b", root)] == [root / "a_b-001", root / "a_b-002"]
-    assert names(root) == ["a_b-001", "a_b-002", "mine"] and names(root / "a_b-002") == []
-    for path in (root / "a_b-002", root / "mine", tmp_path / "else" / "where"):
-        assert create(path, "a/b", root) == path
-        assert (root / "latest").readlink() == Path("mine" if path.parent != root else path.name)
+    monkeypatch.chdir(tmp_path)
+    (RUNS / "mine").mkdir(parents=True)
+    (RUNS / "mine" / "notes.txt").touch()
+    assert [reserve("a/b"), reserve("a/b")] == [RUNS / "a_b-001", RUNS / "a_b-002"]
+    assert names(RUNS) == ["a_b-001", "a_b-002", "mine"] and names(RUNS / "a_b-002") == []
+    for path in (RUNS / "a_b-002", RUNS / "mine", tmp_path / "else" / "where"):
+        assert create(path, "a/b") == path
+        assert (RUNS / "latest").readlink() == Path("mine" if path.parent != RUNS else path.name)
         assert names(path) == [*["notes.txt"] * (path.name == "mine"), "status.json"]
         assert read_json(path / "status.json") == FRESH
 
@@ -120,20 +121,21 @@ def test_a_folder_called_latest_stays_and_ends_no_run(
     assert not (tmp_path / "runs" / "latest").is_symlink()
 
 
-def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
-    file = tmp_path / "file"
+def test_a_place_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "runs"
     file.touch()
     for make, line in (
         (lambda: create(file / "run"), f"{file}/run: cannot be written \\(Not a directory\\); "),
         (lambda: create(file), f"{file}: cannot be written \\(File exists\\); "),
-        (lambda: create(None, "digits", file), f"{file}: cannot be written"),
+        (lambda: create(None), "runs: cannot be written"),
         (lambda: create(tmp_path / ("x" * 300)), f"{tmp_path}/xxx.*File name too long"),
-        (lambda: reserve("digits", file), f"{file}: cannot be written"),
+        (lambda: reserve("digits"), "runs: cannot be written"),
     ):
         with pytest.raises(StorageError, match=f"^{line}.*another --run-dir") as refused:
             make()
         assert refused.value.code == 5
-    assert names(tmp_path) == ["file"]
+    assert names(tmp_path) == ["runs"]
 
 
 def test_fault_06_a_folder_that_is_read_only_is_noticed_before_training(tmp_path: Path) -> None:

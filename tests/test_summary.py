@@ -106,15 +106,3 @@ def test_the_program_can_be_called_as_it_is_named(
     monkeypatch.setattr(summary.shutil, "which", lambda _: found)
     monkeypatch.setattr(summary.sys, "executable", python)
     assert summary.program() == called
-
-
-@pytest.mark.parametrize(("share", "classes"), [(0.1, 10), (0.3, 4), (0.5, 2)])
-def test_a_smoothed_loss_ends_near_what_the_best_logits_have(share: float, classes: int) -> None:
-    right = 1 - share + share / classes  # the target of the label itself
-    best = torch.tensor([[right] + [share / classes] * (classes - 1)]).log()
-    label = torch.zeros(1, dtype=torch.long)
-    least = torch.nn.functional.cross_entropy(best, label, label_smoothing=share)
-    said = summary.smoothing(share, classes)
-    assert said.startswith(f", label smoothing {share:g}: ")
-    assert f"ends near {least.item():.2f}, not near 0" in said
-    assert summary.smoothing(0.0, classes) == ""

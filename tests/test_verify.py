@@ -10,8 +10,8 @@ import torch
 
 from ddp_mnist.errors import CheckFailed
 from ddp_mnist.run.results import FAIL, PASS, CheckResult
+from ddp_mnist.verbs.flags import CAUGHT_BY, Verify
 from ddp_mnist.verify import proofs
-from ddp_mnist.verify.flags import CAUGHT_BY, Verify
 from ddp_mnist.verify.proofs import Watched
 from ddp_mnist.verify.watch import largest_difference
 from tests.commands import Typed

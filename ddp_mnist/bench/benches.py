@@ -1,49 +1,47 @@
 """The benchmarks of the verb `bench`, and the goals that their figures should meet.
 
 Each alternates what it compares, discards a first round, and reports median and spread. Processes
-have one CPU thread each, as under `make train` on two cores. torch is imported where it is needed,
-so that `--help` lists the benchmarks at once.
+have one CPU thread each, as under `make train` on two cores.
 """
 
 import json
 import statistics
-import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from ddp_mnist.bench import commands
-from ddp_mnist.bench.figures import FIX, alternate, ratio, spread
+from ddp_mnist.bench.figures import FIX, ratio, spread
+from ddp_mnist.bench.steps import time_steps
 from ddp_mnist.cluster import hardware
 from ddp_mnist.cluster.local import backend_among, preload, run_world
 from ddp_mnist.config import Distribution, Run, TrainConfig
+from ddp_mnist.data import cache
 from ddp_mnist.errors import CheckFailed, UsageError
-from ddp_mnist.flags import Flags, argument, flag
 from ddp_mnist.run.console import Console
 from ddp_mnist.run.results import CheckResult, describe, failure_summary
+from ddp_mnist.verbs.flags import Bench
 
 preload("ddp_mnist.bench.steps", "ddp_mnist.run.classification")
 
 STEPS = 380  # optimizer steps of a timed round at most: an epoch of MNIST
+TIMEOUT_S = 1800.0  # of all rounds of a group of processes
 ALONE = ("silent", "independent")  # kinds of step in which no rank waits for another
 
 
 def speeds_of(
-    kinds: Sequence[str], flags: "Bench", processes: int, precision: str = "auto"
+    kinds: Sequence[str], flags: Bench, processes: int, precision: str = "auto"
 ) -> dict[str, list[float]]:
     """Return images/s over all processes, for each round of each kind of step.
 
     Ranks that exchange gradients are as fast as the slowest; of those that do not, each adds its
     own share.
     """
-    from ddp_mnist.bench.steps import time_steps
-
     config = TrainConfig(
         Run(dataset=flags.dataset, cache_dir=flags.cache_dir, quiet=True),
         distribution=Distribution(mixed_precision=precision, backend=backend_among(processes)),
     )
     timing = (processes, time_steps, config, kinds, STEPS, flags.repeats)
-    ranks = run_world(*timing, folder=Path.cwd(), timeout_s=commands.TIMEOUT_S)
+    ranks = run_world(*timing, folder=Path.cwd(), timeout_s=TIMEOUT_S)
     speeds: dict[str, list[float]] = {}
     for kind in kinds:
         rounds = zip(*(rank[kind] for rank in ranks), strict=True)
@@ -51,14 +49,14 @@ def speeds_of(
     return speeds
 
 
-def feed(flags: "Bench", processes: int) -> list[CheckResult]:
-    """Time train.py's loop against its step on one batch that lies ready (a minute)."""
+def feed(flags: Bench, processes: int) -> list[CheckResult]:
+    """Time train.py's loop against its step on one batch that lies ready."""
     speeds = speeds_of(["train", "resident"], flags, processes)
     return compare_with_train("one resident batch", speeds["train"], speeds["resident"])
 
 
-def loop(flags: "Bench", processes: int) -> list[CheckResult]:
-    """Time train.py's loop against plain_ddp.py's (a minute)."""
+def loop(flags: Bench, processes: int) -> list[CheckResult]:
+    """Time train.py's loop against plain_ddp.py's."""
     speeds = speeds_of(["train", "plain"], flags, processes, precision="no")  # plain has no other
     return compare_with_train("plain_ddp.py", speeds["train"], speeds["plain"])
 
@@ -75,8 +73,8 @@ def compare_with_train(
     ]
 
 
-def scaling(flags: "Bench", processes: int) -> list[CheckResult]:
-    """Time 1 to N processes against as many independent ones; shares of a step (minutes)."""
+def scaling(flags: Bench, processes: int) -> list[CheckResult]:
+    """Time 1 to N processes against as many independent ones; shares of a step."""
     results, kinds = [], ["train", "independent", "resident", "silent"]
     for size in range(1, processes + 1):
         who = "1 process" if size == 1 else f"{size} processes"
@@ -98,53 +96,7 @@ def scaling(flags: "Bench", processes: int) -> list[CheckResult]:
     return results
 
 
-def startup(flags: "Bench", processes: int) -> list[CheckResult]:
-    """Time train from command to first optimizer step against a ten-line program (minutes)."""
-    train = [*commands.TRAIN, "--dataset", flags.dataset]
-    train += ["--cache-dir", flags.cache_dir] if flags.cache_dir else []
-    launcher = commands.launcher(processes)
-    started = {
-        "baseline program": commands.BASELINE,
-        "train": train,
-        "baseline program, launched": [*launcher, *commands.BASELINE],
-        "train, launched": [*launcher, *train],
-    }
-
-    def measure(kind: str) -> float:
-        with tempfile.TemporaryDirectory(prefix="ddp_mnist-") as scratch:
-            return commands.seconds_to_first_step(started[kind], Path(scratch) / "run")
-
-    measured = alternate(list(started), flags.repeats, measure)
-    results = [spread(values).beside(f"{kind}, s") for kind, values in measured.items()]
-    for how in ("", ", launched"):
-        over = ratio(measured[f"train{how}"], measured[f"baseline program{how}"])
-        name = f"train over baseline program{how}"
-        results.append(over.beside(name, "at most 1.25", over.median <= 1.25))
-    return results
-
-
-# A function's docstring is its line in --help.
-BENCHES: dict[str, Callable[["Bench", int], list[CheckResult]]] = {
-    bench.__name__: bench for bench in (feed, loop, scaling, startup)
-}
-
-
-@dataclass(frozen=True)
-class Bench(Flags):
-    """The flags of `bench`."""
-
-    what: str = argument(
-        "WHAT",
-        "One of those below.",
-        {name: bench.__doc__ or "" for name, bench in BENCHES.items()},
-    )
-    dataset: str = flag("mnist", "The data set to train on.")
-    cache_dir: str | None = flag(None, "Folder of decoded data sets.")
-    processes: int | None = flag(
-        None, "How many [one per GPU, else 2; loop: at least 2].", least=1, most=10**4
-    )
-    repeats: int = flag(11, "Rounds.", least=5, most=10**4)
-    check: bool = flag(False, "Exit code 1 where a goal is missed.")
+BENCHES = {bench.__name__: bench for bench in (feed, loop, scaling)}
 
 
 def run(flags: Bench) -> None:
@@ -152,11 +104,9 @@ def run(flags: Bench) -> None:
 
     With --check, raise CheckFailed where a goal is missed.
     """
-    from ddp_mnist.data import cache
-
     console, what = Console(True), flags.what
     dataset, notes = cache.choose(flags.dataset, flags.cache_dir)
-    processes = flags.processes or default_processes(what)
+    processes = flags.processes or hardware.default_processes(2 if what == "loop" else 1)
     if processes == 1 and what == "loop":
         raise UsageError("--processes 1: bench loop needs a process group; give at least 2")
     for note in notes:
@@ -174,8 +124,3 @@ def run(flags: Bench) -> None:
     console.print(json.dumps(describe(results, "rows", **head)))
     if flags.check and (summary := failure_summary(f"bench {what}", results, FIX)):
         raise CheckFailed(summary)
-
-
-def default_processes(what: str) -> int:
-    """Return one per GPU, or two; at least two for `loop`, as one process has no group."""
-    return max(hardware.gpus() or 2, 2 if what == "loop" else 1)

@@ -58,11 +58,7 @@ def ratio(
 
 
 def alternate(
-    kinds: Sequence[str],
-    repeats: int,
-    measure: Callable[[str], float],
-    *,
-    verbose: bool = True,
+    kinds: Sequence[str], repeats: int, measure: Callable[[str], float], verbose: bool
 ) -> dict[str, list[float]]:
     """Return measure(kind) of each kind in `repeats` rounds, every other one in reverse order.
 

@@ -48,7 +48,7 @@ def time_steps(
             world.accelerator.free_memory()
             return len(run.images.train_labels) / seconds
 
-        return alternate(kinds, repeats, measure, verbose=world.accelerator.is_main_process)
+        return alternate(kinds, repeats, measure, world.accelerator.is_main_process)
 
 
 def shortened(config: TrainConfig, world: World, images: ImageData, steps: int) -> Run:

@@ -37,6 +37,11 @@ def gpus() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
+def default_processes(least: int) -> int:
+    """Return one per GPU, or two where there is none; at least `least`."""
+    return max(gpus() or 2, least)
+
+
 def hide_gpus() -> None:
     """Hide all GPUs from this process and its children; CUDA reads this at its first call.
 

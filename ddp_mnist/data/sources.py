@@ -83,10 +83,9 @@ def readable(place: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError) as error:
-        why = errors.reason(errors.root_cause(error))
-        raise errors.DataError(
-            f"--dataset {place}: cannot be read ({why}); check its files"
-        ) from error
+        why = errors.root_reason(error)
+        problem = f"--dataset {place}: cannot be read ({why}); check its files"
+        raise errors.DataError(problem) from error
 
 
 def find_source(dataset: str) -> Source:
@@ -152,7 +151,7 @@ def why_out_of_reach(hub_id: str) -> str:
                 f"--dataset {hub_id}: the Hub has no such data set for you; check the id, or log in"
                 " (hf auth login) if it is private"
             ) from error
-        return errors.reason(errors.root_cause(error))
+        return errors.root_reason(error)
     return ""
 
 
@@ -198,8 +197,8 @@ def library(
                     f"{folder}: cannot be written ({cause.strerror}); set {variable} to another"
                     " folder"
                 ) from error
-        why = why_offline if isinstance(error, ConnectionError) else ""
-        why = why or errors.reason(errors.root_cause(error))
+        offline = why_offline and isinstance(error, ConnectionError)
+        why = why_offline if offline else errors.root_reason(error)
         raise errors.DataError(f"--dataset {place}: cannot be read ({why}); {fix}") from error
     finally:
         ours.HF_HUB_OFFLINE, theirs.HF_HUB_OFFLINE = before

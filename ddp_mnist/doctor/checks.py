@@ -5,22 +5,19 @@ launcher on one or more machines, what they are together.
 """
 
 import json
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 from ddp_mnist.cluster import hardware
 from ddp_mnist.cluster.launch import find_launch
 from ddp_mnist.cluster.local import backend_among, run_world
-from ddp_mnist.cluster.nodes import Node
 from ddp_mnist.cluster.world import join_world
 from ddp_mnist.config import Distribution
 from ddp_mnist.data.sources import find_source
 from ddp_mnist.doctor.compare import against, read_saved
-from ddp_mnist.doctor.flags import Doctor
-from ddp_mnist.doctor.group import PASSED_ON, check_group
+from ddp_mnist.doctor.group import check_group
 from ddp_mnist.doctor.machine import check_machine
 from ddp_mnist.doctor.preflight import check_node
 from ddp_mnist.errors import CheckFailed, DdpMnistError, FailedElsewhere, StorageError, UsageError
@@ -29,13 +26,10 @@ from ddp_mnist.run.folder import check_place, save_json
 from ddp_mnist.run.results import FAIL, CheckResult, failed, failure_summary, from_error, worst
 from ddp_mnist.run.results import describe as results_as_json
 from ddp_mnist.run.summary import narrated_elsewhere
+from ddp_mnist.verbs.flags import Doctor
+from ddp_mnist.verbs.multinode import Node
 
 START_S = 120  # to start processes and check them once
-
-
-def default_processes() -> int:
-    """Return one per GPU, but at least two."""
-    return max(2, hardware.gpus())
 
 
 def run(flags: Doctor, distribution: Distribution) -> None:
@@ -53,7 +47,7 @@ def run(flags: Doctor, distribution: Distribution) -> None:
     if flags.processes == 1:  # which a machine of several may have; not one alone
         raise UsageError("--processes 1: must be at least 2, to have something to connect")
     alone, console = launch.world_size == 1, Console(is_rank0 and not flags.json)
-    processes = flags.processes or default_processes() if alone else launch.world_size
+    processes = flags.processes or hardware.default_processes(2) if alone else launch.world_size
     flags = replace(flags, dataset=dataset, processes=processes)
     if alone:
         results = list(told(check_machine(flags), console.print))
@@ -73,7 +67,7 @@ def run(flags: Doctor, distribution: Distribution) -> None:
 
 
 def run_preflight(node: Node, timeout_s: float, flags: Doctor) -> None:
-    """Connect to the other machines, and print how far it goes; the processes get the results.
+    """Connect to the other machines, and print how far it goes.
 
     Raise CheckFailed where a check says FAIL.
     """
@@ -85,7 +79,6 @@ def run_preflight(node: Node, timeout_s: float, flags: Doctor) -> None:
             save_json(Path(flags.save), verdict)
         Console(flags.json).print(json.dumps(verdict))
         raise CheckFailed(f"{who}: {wrong}")
-    os.environ[PASSED_ON] = json.dumps([asdict(result) for result in results])
 
 
 def told(checks: Iterable[CheckResult], say: Callable[[str], None]) -> Iterator[CheckResult]:

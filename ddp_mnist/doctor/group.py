@@ -3,7 +3,6 @@
 Every rank checks; what each found goes to all over the store, so all have the same results.
 """
 
-import json
 import os
 import statistics
 import time
@@ -23,7 +22,6 @@ from ddp_mnist.config import Recipe, ResolvedConfig, Run, resolve_recipe
 from ddp_mnist.data import cache
 from ddp_mnist.doctor import collectives
 from ddp_mnist.doctor.compare import LOAD
-from ddp_mnist.doctor.flags import Doctor
 from ddp_mnist.doctor.machine import check_machine, nvidia_smi, product
 from ddp_mnist.errors import DdpMnistError, reason
 from ddp_mnist.run import session
@@ -31,8 +29,8 @@ from ddp_mnist.run.results import PASS, WARN, CheckResult, check, failed, passed
 from ddp_mnist.run.summary import count, device
 from ddp_mnist.run.versions import code_digest, package_versions
 from ddp_mnist.run.weights import digest_of
+from ddp_mnist.verbs.flags import Doctor
 
-PASSED_ON = "DDP_MNIST_DOCTOR_PREFLIGHT"  # what this machine found before its processes started
 NOT_CACHED = "not cached"
 LATE_S = 0.2
 BUSY = 0.25  # of a machine's cores, that other programs may hold
@@ -100,8 +98,7 @@ def machines_alone(group: Group) -> Iterator[CheckResult]:
     mine: list[CheckResult] = []
     if group.is_first_here:
         processes = group.store.hosts.count(group.store.hosts[group.rank])
-        mine = [CheckResult(**each) for each in json.loads(os.environ.get(PASSED_ON, "[]"))]
-        mine += check_machine(replace(group.options, processes=processes))
+        mine = list(check_machine(replace(group.options, processes=processes)))
     for rank, results in enumerate(group.gather_results(mine)):
         host = group.host(rank)
         wrong = [replace(r, text=f"{host}: {r.text}") for r in results if r.status != PASS]

@@ -17,13 +17,13 @@ from packaging.requirements import Requirement
 from ddp_mnist.cluster import hardware
 from ddp_mnist.cluster.interfaces import interfaces_up, why_port_is_taken
 from ddp_mnist.cluster.local import run_world
-from ddp_mnist.cluster.nodes import DEFAULT_PORT
 from ddp_mnist.data import cache, sources
-from ddp_mnist.doctor.flags import Doctor
 from ddp_mnist.errors import reason
 from ddp_mnist.run.results import WARN, CheckResult, check, failed, passed, warned
 from ddp_mnist.run.summary import count
 from ddp_mnist.run.versions import PACKAGES, package_versions
+from ddp_mnist.verbs.flags import Doctor
+from ddp_mnist.verbs.multinode import DEFAULT_PORT
 
 MB = 1e6
 CACHE_MB, RUNS_MB = 200, 50  # a decoded MNIST and its lock; three checkpoints and the rest
@@ -46,20 +46,13 @@ def check_machine(options: Doctor) -> Iterator[CheckResult]:
 
 
 def software(_: Doctor) -> Iterator[CheckResult]:
-    """Check that the packages fit each other, and that no configuration is used in silence."""
+    """Check that the packages fit each other."""
     found, broken = package_versions(), list[str]()
     for name in PACKAGES:
         broken += [f"{name} is missing"] if found[name] == "missing" else unmet(name)
     text = "; ".join(broken) or ", ".join(f"{name} {found[name]}" for name in found)
     fix = "install the versions of constraints.txt: make clean, then make venv"
     yield check("packages", broken, text, fix)
-    from accelerate.commands.config import config_args  # which may have been missing
-
-    used = Path(config_args.default_config_file).exists()
-    text = f"{config_args.default_config_file} is used in silence by a launch without --config_file"
-    text = text if used else "no default configuration that would be used in silence"
-    fix = "give --config_file accelerate_configs/..., or remove it"
-    yield check("accelerate", used, text, fix, WARN)
 
 
 def unmet(package: str) -> Iterator[str]:

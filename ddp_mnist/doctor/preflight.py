@@ -1,22 +1,19 @@
-"""Checks between machines, before a process starts: name, route, who is there."""
+"""Checks between machines, before a process starts: name, who is there."""
 
 import time
 from collections.abc import Iterator
 
 from ddp_mnist.cluster import interfaces
-from ddp_mnist.cluster.nodes import Node, meet
 from ddp_mnist.errors import DdpMnistError, reason
 from ddp_mnist.run.results import FAIL, WARN, CheckResult, check, failed, from_error, passed
+from ddp_mnist.verbs.multinode import Node, meet
 
 
 def check_node(node: Node, timeout_s: float) -> Iterator[CheckResult]:
     """Yield one machine's results in the order in which things have to work, up to a FAIL."""
-    for step in (main_address, route):
-        yield (result := step(node))
-        if result.status == FAIL:
-            return
-    if node.num_machines == 1:
-        return  # there is no other to meet
+    yield (address := main_address(node))
+    if address.status == FAIL or node.num_machines == 1:
+        return
     clock = time.monotonic()
     try:
         meet(node, timeout_s)
@@ -53,13 +50,3 @@ def main_address(node: Node) -> CheckResult:
         problem = ", which only this machine can reach"
         fix = f"give the other machines one of {shown}"
     return check("main address", problem, text + problem, fix, status)
-
-
-def route(node: Node) -> CheckResult:
-    """Check that packets to the main address leave by an interface of this machine."""
-    place = (node.main_process_ip, node.main_process_port)
-    own, by = interfaces.address_towards(*place), interfaces.interface_towards(*place)
-    text = f"to {place[0]} over {by}, from {own}"
-    text = text if own else f"none from this machine to {place[0]}"
-    fix = "bring up the interface of that network, or give another address of machine 0"
-    return check("route", own is None, text, fix)

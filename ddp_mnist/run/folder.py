@@ -63,18 +63,16 @@ class RunFolder:
         finally:
             self.release()
 
-    def create(
-        self, run_dir: str | None, dataset: str, root: Path = RUNS, begin_again: bool = False
-    ) -> None:
+    def create(self, run_dir: str | None, dataset: str, begin_again: bool = False) -> None:
         """Make and open `run_dir`, or else runs/<dataset>-<NNN> with the next free number.
 
         Raise UsageError if the folder holds another program's files, or a run already: to
         `begin_again` in that of one that saved nothing is no error. Raise StorageError if it cannot
         be made or written.
         """
-        with storage_errors(Path(run_dir or root)):
-            path = reserve(dataset, root) if run_dir is None else without_link(Path(run_dir))
-            latest = root / LATEST
+        with storage_errors(Path(run_dir or RUNS)):
+            path = reserve(dataset) if run_dir is None else without_link(Path(run_dir))
+            latest = RUNS / LATEST
             if path.absolute() == latest.absolute():
                 raise UsageError(
                     f"--run-dir {run_dir}: is the name of the link to the run that began last; name"
@@ -91,7 +89,7 @@ class RunFolder:
         if held:
             raise UsageError(f"--run-dir {path}: holds {held}; name another folder")
         self.cut_metrics(0)
-        if path.parent == root:
+        if path.parent == RUNS:
             _link(latest, path)
         self.begin()
 
@@ -190,15 +188,15 @@ def _link(latest: Path, path: Path) -> None:
         os.replace(link, latest)
 
 
-def reserve(dataset: str, root: Path = RUNS) -> Path:
+def reserve(dataset: str) -> Path:
     """Make the empty folder runs/<dataset>-<NNN> with the next free number. Raises StorageError."""
     stem = re.sub(r"[^A-Za-z0-9._-]+", "_", dataset)
     pattern = re.compile(re.escape(stem) + r"-(\d+)")
-    with storage_errors(root):
-        root.mkdir(parents=True, exist_ok=True)
-        taken = [int(m[1]) for path in root.iterdir() if (m := pattern.fullmatch(path.name))]
+    with storage_errors(RUNS):
+        RUNS.mkdir(parents=True, exist_ok=True)
+        taken = [int(m[1]) for path in RUNS.iterdir() if (m := pattern.fullmatch(path.name))]
         for number in itertools.count(max(taken, default=0) + 1):
-            path = root / f"{stem}-{number:03d}"
+            path = RUNS / f"{stem}-{number:03d}"
             with contextlib.suppress(FileExistsError):  # another run took the number just now
                 path.mkdir()
                 break
@@ -289,7 +287,7 @@ def check_place(file: str | None, flag: str, ending: str = "") -> Path | None:
     return path
 
 
-def save_json(path: Path, content: dict[str, Any], flag: str = "--save") -> None:
-    """Replace the file atomically. Raises StorageError."""
-    with storage_errors(path, flag):
+def save_json(path: Path, content: dict[str, Any]) -> None:
+    """Replace the file that --save names. Raises StorageError."""
+    with storage_errors(path, "--save"):
         write_atomically(path, to_json(content).encode())

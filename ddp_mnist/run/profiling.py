@@ -1,8 +1,8 @@
 """`--profile N`: where the time of N steps goes, on every rank.
 
-They are steps in a row of one epoch, so that no validation is among them, and warm ones if there
-are enough. The traces are gathered on rank 0, as machines share no disk: RUN/profile/rank-0.json.gz
-and so on, which chrome://tracing and ui.perfetto.dev open as they are.
+They are steps in a row of one epoch, so that no validation is among them. The traces are gathered
+on rank 0, as machines share no disk: RUN/profile/rank-0.json.gz and so on, which chrome://tracing
+and ui.perfetto.dev open as they are.
 """
 
 import gzip
@@ -21,7 +21,7 @@ from ddp_mnist.errors import UsageError
 from ddp_mnist.run.console import Console
 from ddp_mnist.run.folder import RunFolder, storage_errors, write_atomically
 
-WARM_UP = 10  # steps before; the first ones are slower than all others
+WARM_UP = 10  # steps before, if an epoch has so many; the first are slower than all others
 ROWS = 10  # of the table
 FOLDER = "profile"
 # How the names of communication begin, and which of their times counts. gloo works in threads of
@@ -43,12 +43,17 @@ class StepProfiler:
         self._started = 0.0
 
     def plan(self, done: int, per_epoch: int, total: int) -> None:
-        """Choose the steps of a run that has taken `done`; say so if too few are left."""
+        """Choose the last steps of the first warm epoch of a run that has taken `done`.
+
+        Say so if too few are left.
+        """
         if self.steps:
-            self.begin = first_traced(self.steps, done, per_epoch, total)
+            warm = done + max(1, min(WARM_UP, per_epoch - self.steps))
+            begins = range(per_epoch - self.steps, total - self.steps + 1, per_epoch)
+            self.begin = next((begin for begin in begins if begin >= warm), None)
             if self.begin is None:
                 self.console.print(
-                    f"--profile {self.steps}: nothing is traced, no epoch has so many steps left"
+                    f"--profile {self.steps}: nothing is traced, no epoch has so many warm steps"
                 )
 
     def step(self, done: int) -> None:
@@ -91,17 +96,6 @@ def refuse_long_profile(steps: int, per_epoch: int) -> None:
         raise UsageError(
             f"--profile {steps}: an epoch has {per_epoch} steps; ask for at most {per_epoch - 1}"
         )
-
-
-def first_traced(steps: int, done: int, per_epoch: int, total: int) -> int | None:
-    """Return the step after which the last `steps` of the first warm epoch follow, or of the last.
-
-    The run has taken `done` of its `total` steps; the next one is slow, and not traced.
-    """
-    ends = range(per_epoch, total + 1, per_epoch)
-    begins = [end - steps for end in ends if end - steps > done]
-    warm = [begin for begin in begins if begin >= done + WARM_UP]
-    return warm[0] if warm else begins[-1] if begins else None
 
 
 def summarise(entries: Any, steps: int, seconds: float, activity: str) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_mnist.cluster.world import World
-from ddp_mnist.config import Recipe, ResolvedConfig, TrainConfig
+from ddp_mnist.config import ResolvedConfig, TrainConfig
 from ddp_mnist.data import cache
 from ddp_mnist.data.sources import from_anywhere
 from ddp_mnist.errors import CheckpointError, UsageError
@@ -115,19 +115,6 @@ def check_images(dataset: str, digest: str, found: dict[str, Any]) -> None:
             f"--dataset {dataset}: its images are not those of {found['path']}"
             f" ({found['run']['dataset']}, digest {found['digest'][:8]}, now {digest[:8]});"
             " leave it as it was, or begin another run"
-        )
-
-
-def check_batch(recipe: Recipe, world_size: int, found: dict[str, Any]) -> None:
-    """Raise UsageError if the run's batch, which it keeps, does not divide by the processes."""
-    parts = world_size * recipe.grad_accum
-    if recipe.batch_size and recipe.batch_size % parts:
-        most = recipe.batch_size // recipe.grad_accum
-        legal = [n for n in range(1, most + 1) if recipe.batch_size % (n * recipe.grad_accum) == 0]
-        raise UsageError(
-            f"--resume {found['path']}: its batch of {recipe.batch_size} does not divide by"
-            f" {parts}, for {world_size} processes x --grad-accum {recipe.grad_accum}; use"
-            f" {', '.join(map(str, legal[:12]))} processes"
         )
 
 

@@ -214,7 +214,6 @@ def agree(
     store.barrier("data")
     if found:
         resume.check_images(name, images.digest, found)
-        resume.check_batch(config.recipe, store.world_size, found)
     recipe = resolve_recipe(config.recipe, len(images.train_labels), store.world_size)
     refuse_long_profile(config.run.profile, recipe.steps_per_epoch)
     place = cache_dir and str(cache.cache_folder(cache_dir).absolute())

@@ -1,7 +1,6 @@
 """A run describes itself: the plan, the progress line, summary.json and the last lines."""
 
 import contextlib
-import math
 import os
 import shutil
 import sys
@@ -53,6 +52,7 @@ def plan(config: ResolvedConfig, world: World, images: ImageData, folder: Path |
     left_out = train_rows - steps * recipe.batch_size
     share = recipe.batch_size // size // recipe.grad_accum
     parts = f" x {recipe.grad_accum} parts" if recipe.grad_accum > 1 else ""
+    smoothed = f", label smoothing {recipe.label_smoothing:g}: the train loss does not end near 0"
     rest = f"; {left_out} images are left out, others in each epoch" if left_out else ""
     lines = {
         "data": f"{images.name}: {train_rows:,} train, {recipe.val_size:,} validation,"
@@ -67,21 +67,10 @@ def plan(config: ResolvedConfig, world: World, images: ImageData, folder: Path |
         "recipe": f"{recipe.preset}: {recipe.optimizer}, learning rate up to {recipe.lr:g}"
         f" in the first {recipe.warmup:.0%} of the steps,"
         f" images {'' if recipe.augment else 'not '}augmented"
-        f"{smoothing(recipe.label_smoothing, len(images.classes))}",
+        f"{smoothed if recipe.label_smoothing else ''}",
         "writes": str(folder) if folder else "nothing (--dry-run)",
     }
     return "\n".join([*images.warnings, panel(lines)])
-
-
-def smoothing(share: float, classes: int) -> str:
-    """Say why the train loss of a perfect net is not 0: it is the smoothed targets' entropy."""
-    if not share:
-        return ""
-    wrong = share / classes
-    right = 1 - share + wrong
-    # in nats (Szegedy et al., 2016, section 7)
-    least = -right * math.log(right) - (classes - 1) * wrong * math.log(wrong)
-    return f", label smoothing {share:g}: the train loss ends near {least:.2f}, not near 0"
 
 
 @contextlib.contextmanager

@@ -1,7 +1,8 @@
-"""Flags of the verbs in this folder; train's are in config.py. Imports no library, for --help."""
+"""Flags of the verbs; train's are in config.py. Imports no library, for --help."""
 
 from dataclasses import dataclass
 
+from ddp_mnist.config import NETS
 from ddp_mnist.flags import Flags, argument, flag
 
 RUN, CACHE_DIR = "Run folder, e.g. runs/latest.", "Folder of decoded data sets."
@@ -10,6 +11,17 @@ EXPORTS = {  # the file of each format
     "torch": "model.pt2",
     "onnx": "model.onnx",
 }
+FAULTS = {  # a sentence of each
+    "sampler": "each rank shuffles by a seed of its own",
+    "gradients": "gradients are summed over the ranks, not averaged",
+    "parameter": "one parameter that DDP does not synchronise",
+}
+BENCHES = {
+    "feed": "Time train.py's loop against its step on one batch that lies ready (a minute).",
+    "loop": "Time train.py's loop against plain_ddp.py's (a minute).",
+    "scaling": "Time 1 to N processes against as many alone, and parts of a step (minutes).",
+}
+CAUGHT_BY = {"sampler": "samples", "gradients": "gradients", "parameter": "replicas"}  # a check
 
 
 @dataclass(frozen=True)
@@ -62,3 +74,44 @@ class Prepare(Flags):
     dataset: str = flag("mnist", "As for train.")
     cache_dir: str | None = flag(None, CACHE_DIR)
     refresh: bool = flag(False, "Read it again; remove what other decoders made of it.")
+
+
+@dataclass(frozen=True)
+class Doctor(Flags):
+    processes: int | None = flag(
+        None, "To start here, without a launcher [one per GPU, else 2].", least=1, most=10**4
+    )
+    minutes: float = flag(0.0, "Burn-in: repeat collectives and training for so long.", least=0)
+    dataset: str = flag("mnist", "The data set to look for.")
+    cache_dir: str | None = flag(None, CACHE_DIR)
+    run_dir: str = flag("runs", "Where runs would be made.")
+    json: bool = flag(False, "One JSON object on stdout.")
+    save: str | None = flag(None, "The same into a file.", metavar="FILE")
+    against: str | None = flag(
+        None, "Compare speeds with what another machine of the same type saved.", metavar="FILE"
+    )
+    tolerance: float = flag(0.5, "Share by which a speed may be worse than there.", least=0)
+
+
+@dataclass(frozen=True)
+class Verify(Flags):
+    processes: int = flag(
+        3, "2, 3 ... N processes are compared with one, if they divide 24.", least=2, most=10**4
+    )
+    model: str = flag("cnn", "The net to train.", choices=tuple(NETS))
+    inject: str | None = flag(
+        None, "A fault to be caught, one of those below; exit code 1.", choices=FAULTS
+    )
+    save: str = flag("verify.json", "Where the results are written.", metavar="FILE")
+
+
+@dataclass(frozen=True)
+class Bench(Flags):
+    what: str = argument("WHAT", "One of those below.", BENCHES)
+    dataset: str = flag("mnist", "The data set to train on.")
+    cache_dir: str | None = flag(None, CACHE_DIR)
+    processes: int | None = flag(
+        None, "How many [one per GPU, else 2; loop: at least 2].", least=1, most=10**4
+    )
+    repeats: int = flag(11, "Rounds.", least=5, most=10**4)
+    check: bool = flag(False, "Exit code 1 where a goal is missed.")

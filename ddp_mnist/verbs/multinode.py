@@ -9,15 +9,17 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ddp_mnist.cluster import hardware
+from ddp_mnist.cluster.launch import CONFIGS, Launch
 from ddp_mnist.cluster.local import free_port
-from ddp_mnist.cluster.nodes import DEFAULT_PORT, Node
 from ddp_mnist.errors import FailedElsewhere, UsageError, one_line
 from ddp_mnist.flags import Flags, flag
 from ddp_mnist.run.console import Console, tell
+
+DEFAULT_PORT = 12345
 
 
 @dataclass(frozen=True)
@@ -32,12 +34,57 @@ class Multinode(Flags):
     verb: str = flag("train", "What to run.", choices=("train", "doctor"))
 
 
+@dataclass(frozen=True)
+class Node:
+    """This machine among the machines of a run; `config` names a file of accelerate_configs."""
+
+    machine_rank: int
+    main_process_ip: str
+    main_process_port: int
+    num_machines: int
+    nproc_per_node: int
+    config: str
+    verb: str = "train"
+
+    def command(self, arguments: Sequence[str]) -> list[str]:
+        """Return the command that starts this machine's processes."""
+        return [
+            *(sys.executable, "-m", "accelerate.commands.launch"),
+            *("--config_file", f"{CONFIGS}/{self.config}.yaml"),
+            *("--num_machines", str(self.num_machines)),
+            *("--num_processes", str(self.num_machines * self.nproc_per_node)),
+            *("--machine_rank", str(self.machine_rank)),
+            *("--main_process_ip", self.main_process_ip),
+            *("--main_process_port", str(self.main_process_port)),
+            *("-m", "ddp_mnist", self.verb, *arguments),
+        ]
+
+
+def meet(node: Node, timeout_s: float) -> None:
+    """Return on every machine once all have come and agree on their numbers.
+
+    Raise UsageError if these differ, and else as `rendezvous.meet` does.
+    """
+    from ddp_mnist.cluster import rendezvous  # torch: a rehearsal does without
+
+    host, port = node.main_process_ip, node.main_process_port
+    launch = Launch("machine", node.machine_rank, node.num_machines, main_host=host, main_port=port)
+    store = rendezvous.meet(launch, timeout_s)
+    numbers = {"NPROC_PER_NODE": node.nproc_per_node, "the config": f"{node.config}.yaml"}
+    try:
+        rendezvous.check_same(store, numbers)
+    except UsageError:  # every machine finds that
+        store.close()
+        raise
+    store.close()  # the launcher of machine 0 opens the port again
+
+
 def run(
-    flags: Multinode, arguments: list[str], timeout_s: float, meet: Callable[[Node, float], None]
+    flags: Multinode, arguments: list[str], timeout_s: float, first: Callable[[Node, float], None]
 ) -> int:
     """Return the exit code of the rehearsal; a real node becomes its launcher instead.
 
-    `arguments` are the verb's; `meet` raises if the other machines do not come within `timeout_s`.
+    `arguments` are the verb's; `first` raises if the other machines do not come within `timeout_s`.
     """
     if flags.machine_rank is None and flags.main_process_ip is None:
         return rehearse(flags, arguments)
@@ -48,7 +95,7 @@ def run(
             f" {node.main_process_ip}:{node.main_process_port} (up to {timeout_s:g} s)"
         )
     try:
-        meet(node, timeout_s)
+        first(node, timeout_s)
     except FailedElsewhere as error:  # it was said on that machine's screen only
         tell(one_line(error))
         return error.code

@@ -28,8 +28,8 @@ from ddp_mnist.run.evaluation import evaluate_split, prepare_split
 from ddp_mnist.run.folder import check_place, save_json
 from ddp_mnist.run.results import FAIL, PASS, CheckResult
 from ddp_mnist.run.summary import count
+from ddp_mnist.verbs.flags import CAUGHT_BY, Verify
 from ddp_mnist.verify import watch
-from ddp_mnist.verify.flags import CAUGHT_BY, Verify
 from ddp_mnist.verify.watch import Seen, proof_config, weights_of
 
 LIMIT = 1e-9  # of a relative difference
