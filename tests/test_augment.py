@@ -52,15 +52,6 @@ def test_the_last_quarter_of_the_epochs_moves_images_half_as_far() -> None:
 # --- What it does to images
 
 
-def test_half_a_pixel_is_the_mean_of_two() -> None:
-    image = torch.zeros(1, 28, 28, dtype=torch.uint8)
-    image[0, 14, 14] = 200
-    half_to_the_right = torch.tensor([[[1, 0, 0.5 * PIXEL], [0, 1, 0]]])
-    moved = apply_affine(image, half_to_the_right)  # it says where each pixel is read
-    assert moved[0, 14, 13:15].tolist() == [100, 100]
-    assert moved.sum() == 200
-
-
 def test_it_is_the_affine_grid_of_torch() -> None:
     batch, table = images(64), affine_table(64, 0, 0, 1)
     grid = F.affine_grid(table, [64, 1, 28, 28], align_corners=False)

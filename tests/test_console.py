@@ -122,11 +122,6 @@ def run_forked(argv: Sequence[str], *streams: str | None) -> Ended:
     """Run a command in a process that was forked; each stream is a file's name, or closed."""
     pid = os.fork()
     if pid == 0:
-        for number, file in enumerate(streams):
-            if file is not CLOSED:
-                opened = os.open(file, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
-                os.dup2(opened, number)
-                os.close(opened)
         for number, (file, name) in enumerate(
             zip(streams, ("stdin", "stdout", "stderr"), strict=True)
         ):
@@ -134,6 +129,9 @@ def run_forked(argv: Sequence[str], *streams: str | None) -> Ended:
                 os.close(number)
                 setattr(sys, name, None)  # as Python starts
             else:
+                opened = os.open(file, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+                os.dup2(opened, number)
+                os.close(opened)
                 setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
         sys.argv = ["ddp-mnist", *argv]
         from ddp_mnist import cli

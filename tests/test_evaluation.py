@@ -85,32 +85,29 @@ def check_by_hand(metrics: Metrics, count: int) -> None:
     assert math.isclose(metrics.loss, loss, rel_tol=1e-12)
 
 
-def check_cells(processes: int, cells: list[tuple[int, int]], folder: Path) -> None:
-    ranks = run_world(processes, evaluate_all, cells, folder=folder, timeout_s=1800)
+FEW_CELLS = [*((rows, 1 + 3 * rows % 8) for rows in range(1, 41)), (7, 10**9), (1, 10**9)]
+ALL_CELLS = list(itertools.product(range(1, 65), range(1, 9)))
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "cells", [FEW_CELLS, pytest.param(ALL_CELLS, marks=pytest.mark.soak)], ids=("few", "all")
+)
+def test_fault_31_every_row_counts_once(
+    processes: int, cells: list[tuple[int, int]], tmp_path: Path
+) -> None:
+    """Rows 1..40, each with another batch size of 1..8, or one that is larger than the split.
+
+    Four processes take 32 rows at most in a batch. In the long test each of 1..64 rows meets each
+    batch size.
+    """
+    ranks = run_world(processes, evaluate_all, cells, folder=tmp_path, timeout_s=1800)
     assert all(rank == ranks[0] for rank in ranks)
     found, sent, gathered = ranks[0]
     assert sent == b"from rank 0"
     assert gathered == [bytes([n]) * (n * 1000 + 1) for n in range(processes)]
     for (rows, _), metrics in zip(cells, found, strict=True):
         check_by_hand(metrics, rows)
-
-
-@pytest.mark.parametrize("processes", [1, 2, 3, 4])
-def test_fault_31_every_row_counts_once(processes: int, tmp_path: Path) -> None:
-    """Rows 1..40, each with another batch size of 1..8, or one that is larger than the split.
-
-    Four processes take 32 rows at most in a batch.
-    """
-    cells = [(rows, 1 + 3 * rows % 8) for rows in range(1, 41)]
-    check_cells(processes, [*cells, (7, 10**9), (1, 10**9)], tmp_path)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("processes", [1, 2, 3, 4])
-def test_fault_31_every_row_counts_once_in_all_cells(processes: int, tmp_path: Path) -> None:
-    """Rows 1..64 x batch 1..8: 512 cells on each number of processes."""
-    cells = [(rows, size) for rows in range(1, 65) for size in range(1, 9)]
-    check_cells(processes, cells, tmp_path)
 
 
 def test_a_lost_or_repeated_row_is_an_error(tmp_path: Path) -> None:
@@ -138,15 +135,14 @@ def evaluate_with_injected_faults() -> list[str]:
 
 def test_a_batch_is_never_larger_than_the_split() -> None:
     """Accelerate would repeat the rows until the last batch is full, in a list."""
-
-    def loader_of(processes: int, rows: int, per_process: int) -> Any:
+    for processes, rows, per_process, batch_size in (
+        (2, 7, 10**9, 8),
+        (1, 7, 10**9, 7),
+        (3, 64, 5, 15),
+        (2, 0, 10**9, 2),
+    ):
         fake: Any = SimpleNamespace(num_processes=processes, prepare_data_loader=lambda x: x)
-        return prepare_split(fake, make_rows(rows), per_process)
-
-    assert loader_of(2, 7, 10**9).batch_size == 8
-    assert loader_of(1, 7, 10**9).batch_size == 7
-    assert loader_of(3, 64, 5).batch_size == 15
-    assert loader_of(2, 0, 10**9).batch_size == 2
+        assert prepare_split(fake, make_rows(rows), per_process).batch_size == batch_size
 
 
 def test_a_split_that_another_data_set_is_too_small_for() -> None:
