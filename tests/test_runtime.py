@@ -33,6 +33,7 @@ from ddp_mnist.config import Distribution
 from ddp_mnist.errors import PeerError, UsageError
 from ddp_mnist.verify.watch import just_train, proof_config
 from tests.commands import CONFIGS
+from tests.training import with_flags
 
 Patch = pytest.MonkeyPatch
 
@@ -321,22 +322,30 @@ def train_otherwise(what: str) -> Any:
     from ddp_mnist.data import cache
     from ddp_mnist.run import summary
 
+    config = proof_config()
     if os.environ["RANK"] == "1":
         versions, load = summary.package_versions(), cache.load
-        if what == "torch":
+        if what == "--seed":
+            config = with_flags(config, seed=5)
+        elif what == "torch":
             summary.package_versions = lambda: versions | {"torch": "2.0.0"}
         elif what == "the code's digest":
             summary.code_digest = lambda: "0123"
         else:
             cache.load = lambda *args, **more: replace(load(*args, **more), digest="4567")
-    return just_train(proof_config())
+    return just_train(config)
 
 
 @pytest.mark.parametrize(
     ("what", "value"),
-    [("torch", "2.0.0"), ("the code's digest", "0123"), ("the data's digest", "4567")],
+    [
+        ("--seed", "5"),
+        ("torch", "2.0.0"),
+        ("the code's digest", "0123"),
+        ("the data's digest", "4567"),
+    ],
 )
-def test_fault_22_ranks_with_other_packages_code_or_data_are_refused(
+def test_fault_22_ranks_with_other_flags_packages_code_or_data_are_refused(
     what: str, value: str, tmp_path: Path
 ) -> None:
     outcomes = LocalWorld(2, train_otherwise, what, folder=tmp_path).outcomes()
