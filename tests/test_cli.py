@@ -11,7 +11,7 @@ import pytest
 
 from ddp_mnist import cli
 from ddp_mnist.config import PRESETS, Distribution, Recipe, Run, TrainConfig
-from ddp_mnist.errors import CheckpointError, FailedElsewhere, StorageError, UsageError
+from ddp_mnist.errors import CheckpointError, FailedElsewhere, UsageError
 from ddp_mnist.flags import flag_fields, flag_name
 from ddp_mnist.verbs import multinode
 from ddp_mnist.verbs.evaluate import metrics_table
@@ -246,16 +246,6 @@ def test_a_bug_is_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli, "run_verb", Mock(side_effect=ZeroDivisionError))
     with pytest.raises(ZeroDivisionError):
         cli.main(["train"])
-
-
-def test_the_verb_s_own_error_counts_more_than_stdout_s(
-    typed: Typed, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    full = Mock(side_effect=StorageError("stdout: full"))
-    monkeypatch.setattr(cli, "write_stdout", full)
-    assert typed("trian").code == 2
-    full_disk = typed("--version")
-    assert (full_disk.code, full_disk.err) == (5, "ddp-mnist: error: stdout: full (code 5)\n")
 
 
 def test_fault_35_a_reader_that_went_away_is_no_error() -> None:

@@ -105,12 +105,6 @@ def test_policies_of_a_resumed_run_and_of_ranks() -> None:
     }
 
 
-def test_a_long_value_is_shown_shortened() -> None:
-    with pytest.raises(UsageError, match=r"^--model x{60}: choose") as refused:
-        Recipe(model="x" * 10_000)
-    assert len(str(refused.value)) < 150
-
-
 @pytest.mark.parametrize(
     ("recipe", "message"),
     [

@@ -334,14 +334,6 @@ def test_labels_are_the_nets_own(run: str, model: torch.nn.Module, tmp_path: Pat
     assert [line for line, _ in predict(run, [str(tmp_path)])] == found
 
 
-def test_a_reader_that_went_away_is_no_error(
-    run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, typed: Typed
-) -> None:
-    image = save(digits(1)[0], tmp_path / "x.png")
-    monkeypatch.setattr("builtins.print", Mock(side_effect=BrokenPipeError))
-    assert typed("predict", run, image, image).code == 0
-
-
 def test_files_beside_one_that_cannot_be_read_have_their_answers(
     run: str, tmp_path: Path, typed: Typed
 ) -> None:

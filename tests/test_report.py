@@ -192,16 +192,6 @@ def test_a_result_from_before_more_epochs_is_none(
     text = words(page)
     assert "It was stopped, at step 50" in text
     assert f"finished before, after step 45 with test accuracy {accuracy}, and was resumed" in text
-    image = tmp_path / "x.png"
-    PIL.Image.fromarray(cache.load("digits").test_images[0].numpy()).save(image)
-    for verb in (["predict", run, image], ["export", run, "--format", "safetensors"]):
-        ended = typed(*verb)
-        assert ended.code == 0
-        assert ended.err.startswith(f"ddp-mnist: warning: {run}: ")
-        assert ended.err.endswith(f"ddp-mnist train --resume {run}\n")
-        assert "step 45" in ended.err  # of the model
-        assert "step 50" in ended.err  # of the run
-    assert typed("predict", folder / "first", image).err == ""
 
 
 @pytest.mark.parametrize(

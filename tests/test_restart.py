@@ -1,6 +1,5 @@
 import contextlib
 import json
-import re
 import signal
 import threading
 import time
@@ -13,7 +12,7 @@ import pytest
 from ddp_mnist import cli, config
 from ddp_mnist.run.folder import RunFolder, read_json
 from ddp_mnist.verbs import restart
-from tests.commands import Started, Typed
+from tests.commands import Started
 
 Capsys = pytest.CaptureFixture[str]
 Run = Callable[..., int]
@@ -261,10 +260,3 @@ def test_a_signal_is_forwarded_and_nothing_is_run_after_it(
     assert interrupt or Path("signal").read_text() == number.name
     assert interrupt is not Path("signal").exists()
     assert len(calls()) == 1
-
-
-def test_a_place_that_cannot_be_written_is_one_line(typed: Typed) -> None:
-    Path("runs").touch()
-    ended = typed("restart", "3", "--", *COMMAND)
-    assert ended.code == 5
-    assert re.fullmatch(r"ddp-mnist: error: runs: .+ \(code 5\)\n", ended.err)
