@@ -1,6 +1,7 @@
 import os
 import re
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -175,15 +176,17 @@ def stores(size: int) -> list[Store]:
 
 def at_once(*tasks: Callable[[], Any]) -> list[Any]:
     """Return what each task returned or raised, run in threads side by side."""
+    start = threading.Barrier(len(tasks))
 
     def outcome(task: Callable[[], Any]) -> Any:
+        start.wait()
         try:
             return task()
         except Exception as error:
             return error
 
     with ThreadPoolExecutor(len(tasks)) as pool:
-        return list(pool.map(outcome, tasks, timeout=10))
+        return list(pool.map(outcome, tasks, timeout=60))
 
 
 def each_of(size: int, do: Callable[[Store], Any]) -> list[Any]:

@@ -82,7 +82,15 @@ def test_a_resumed_run_is_the_unbroken_one_bit_for_bit(size: int, tmp_path: Path
 
 
 def test_one_command_begins_goes_on_twice_and_is_done_bit_for_bit(tmp_path: Path) -> None:
-    """A scheduler that queues a preempted job of two processes again needs no other command."""
+    """A scheduler that queues a preempted job of two processes again needs no other command.
+
+    The first attempt was killed before it had saved anything.
+    """
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "status.json").write_text(json.dumps(STARTING))
+    (run / "metrics.jsonl").write_text('{"step": 7, "loss": 1.0}\n')
+    (run / ".config.json.1-2.tmp").write_text("{")
     auto = with_flags(config(), resume="auto", typed=frozenset({"dataset", "epochs", "batch_size"}))
     first = stop(auto, tmp_path, step=3, size=2)
     second = stop(auto, tmp_path, step=28, size=2, by=1)
@@ -91,7 +99,8 @@ def test_one_command_begins_goes_on_twice_and_is_done_bit_for_bit(tmp_path: Path
     assert summary["resumed_from"] == [first, second]
     assert run_world(2, just_train, auto, folder=tmp_path) == [{}, {}]
     run_world(2, just_train, config("unbroken"), folder=tmp_path)
-    assert what_stays(tmp_path / "run") == what_stays(tmp_path / "unbroken")
+    assert what_stays(run) == what_stays(tmp_path / "unbroken")
+    assert leftovers(run) == []
 
 
 @pytest.mark.parametrize(
@@ -225,27 +234,22 @@ def test_the_rest_of_the_samples_in_order_on_another_world_size(
     unbroken, whole = watched
     began = watch.proof_config("run", model="mlp")
     step = stop(began, tmp_path, step=20, size=before)
-    ranks: list[Seen] = run_world(after, watch.train_and_watch, resumed(began), folder=tmp_path)
+    ranks: list[Seen] = run_world(after, _watch_elsewhere, resumed(began), folder=tmp_path)
     assert watch.per_step(ranks) == watch.per_step([whole])[step:]
     assert ranks[0].learning_rates == whole.learning_rates[step:]
     summary = ranks[0].summary
     assert (summary["world_size"], summary["resumed_from"]) == (after, [step])
     assert watch.largest_difference(weights_of(tmp_path / "run"), weights_of(unbroken)) < 1e-9
+    assert len([*tmp_path.glob("rank*")]) == after - 1
+    assert [*tmp_path.glob("rank*/*")] == []
 
 
-def test_other_machines_need_no_run_folder(tmp_path: Path) -> None:
-    stop(config(epochs=2), tmp_path, step=10, size=2)
-    outcomes = run_world(2, _train_elsewhere, resumed(config(epochs=2)), folder=tmp_path)
-    assert outcomes[0]["resumed_from"] == outcomes[1]["resumed_from"] != []
-    assert [path.name for path in tmp_path.iterdir() if path.name.startswith("rank")] == ["rank1"]
-    assert list((tmp_path / "rank1").iterdir()) == []
-
-
-def _train_elsewhere(config: TrainConfig) -> dict[str, Any]:
-    if os.environ["RANK"] == "1":
-        Path("rank1").mkdir()
-        os.chdir("rank1")
-    return just_train(config)
+def _watch_elsewhere(config: TrainConfig) -> Seen:
+    """Train as on machines of their own: only rank 0 finds the run folder, and writes it."""
+    if rank := int(os.environ.get("RANK", 0)):
+        Path(f"rank{rank}").mkdir()
+        os.chdir(f"rank{rank}")
+    return watch.train_and_watch(config)
 
 
 # --- What may change, and what may not
@@ -303,8 +307,11 @@ def test_fault_08_what_changed_is_said_in_one_line(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a finished run, which `--resume auto` began where there was none."""
     folder = tmp_path_factory.mktemp("finished")
-    run_world(1, just_train, config(epochs=1), folder=folder)
+    auto = with_flags(config(epochs=1), resume="auto")
+    [summary] = run_world(1, just_train, auto, folder=folder)
+    assert (summary["resumed_from"], summary["steps"]) == ([], 15)
     return folder
 
 
@@ -334,20 +341,6 @@ def test_a_finished_run_is_not_taken_for_another_one(finished: Path, tmp_path: P
     ):
         typed = with_flags(resumed(config()), **flags, typed=frozenset(flags))
         assert refused(typed, finished).startswith(begins)
-
-
-def test_auto_begins_and_begins_again_where_nothing_was_saved(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    run.mkdir()
-    (run / "status.json").write_text(json.dumps(STARTING))
-    (run / "metrics.jsonl").write_text('{"step": 7, "loss": 1.0}\n')
-    (run / ".config.json.1-2.tmp").write_text("{")
-    auto = with_flags(config(epochs=1), resume="auto")
-    [summary] = run_world(1, just_train, auto, folder=tmp_path)
-    assert (summary["resumed_from"], summary["steps"]) == ([], 15)
-    steps = [line["step"] for line in what_stays(run)[1]]
-    assert steps == [7, 14, 15, 15, 15]  # three of its epoch, validation, test
-    assert leftovers(run) == []
 
 
 # --- Folders that hold no run to go on with

@@ -3,10 +3,7 @@ import errno
 import json
 import os
 import tempfile
-import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, patch
@@ -17,6 +14,7 @@ from ddp_mnist.cluster.local import LocalWorld
 from ddp_mnist.errors import DataError, FailedElsewhere, Preempted, StorageError, UsageError
 from ddp_mnist.run.folder import RUNS, RunFolder, in_use, read_json, reserve
 from tests.chaos import wait_until
+from tests.test_rendezvous import at_once
 
 FRESH = {"state": "running", "exit_code": None, "phase": "starting", "step": 0, "error": None}
 FULL = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
@@ -41,19 +39,6 @@ def unlocked(path: Path) -> RunFolder:
 
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
-
-
-def run_at_once(count: int, task: Callable[[], Any]) -> list[Any]:
-    """Return what `count` threads got that ran the task side by side: results or exceptions."""
-    start = threading.Barrier(count)
-
-    def run() -> Any:
-        start.wait()
-        return task()
-
-    with ThreadPoolExecutor(count) as pool:
-        futures = [pool.submit(run) for _ in range(count)]
-    return [future.exception() or future.result() for future in futures]
 
 
 # --- Which folder
@@ -83,7 +68,7 @@ def test_runs_that_begin_at_once_get_folders_of_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    made = run_at_once(20, lambda: create(None))
+    made = at_once(*[lambda: create(None)] * 20)
     expected = [RUNS / f"digits-{number:03d}" for number in range(1, 21)]
     assert sorted(made) == expected
     assert names(RUNS) == [*(path.name for path in expected), "latest"]
@@ -149,7 +134,7 @@ def test_fault_06_a_folder_that_is_read_only_is_noticed_before_training(tmp_path
 
 
 def test_fault_14_of_runs_that_begin_at_once_in_one_folder_one_goes_on(tmp_path: Path) -> None:
-    outcomes = run_at_once(20, lambda: RunFolder().create(str(tmp_path / "run"), "digits"))
+    outcomes = at_once(*[lambda: RunFolder().create(str(tmp_path / "run"), "digits")] * 20)
     assert sum(outcome is None for outcome in outcomes) == 1
     assert sum(isinstance(outcome, UsageError) for outcome in outcomes) == 19
 
@@ -268,7 +253,7 @@ def test_never_do_two_hold_the_lock_although_its_file_comes_and_goes(tmp_path: P
                 most.append(len(inside))
                 inside.pop()
 
-    assert run_at_once(8, take_and_leave) == [None] * 8
+    assert at_once(*[take_and_leave] * 8) == [None] * 8
     assert max(most) == 1
     assert names(tmp_path) == []
 
