@@ -86,7 +86,8 @@ def equal_after_steps() -> list[bool]:
         for exchange in (False, True):
             loader, step = steps.prepare_step(run, exchange)
             assert len(loader) == 3
-            assert steps.timed(run, step, loader) > 0
+            for batch in loader:
+                step(batch)
             mine = torch.cat([p.detach().flatten() for p in nets[-1].parameters()])
             rank_0s = mine.clone()
             dist.broadcast(rank_0s, 0)

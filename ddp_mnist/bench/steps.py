@@ -10,7 +10,7 @@ Each kind returns the seconds for the images of all global batches. KINDS take a
 
 import itertools
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -92,21 +92,15 @@ def prepare_step(run: Run, exchange: bool) -> tuple[Any, Step]:
     return loader, step
 
 
-def timed(run: Run, step: Step, batches: Iterable[Batch]) -> float:
-    """Return the seconds until the last step is done."""
+def bare_steps(run: Run, *, feed: bool, exchange: bool) -> float:
+    """Return the seconds of steps on all batches, or of as many on one batch that lies ready."""
+    loader, step = prepare_step(run, exchange)
+    batches = loader if feed else itertools.repeat(next(iter(loader)), len(loader))
     clock = time.monotonic()
     for batch in batches:
         step(batch)
-    if run.world.accelerator.device.type == "cuda":
-        torch.cuda.synchronize()
+    run.world.wait_for_gpu()
     return time.monotonic() - clock
-
-
-def bare_steps(run: Run, *, feed: bool, exchange: bool) -> float:
-    """Take steps on all batches, or as many on one batch that lies ready."""
-    loader, step = prepare_step(run, exchange)
-    batches = loader if feed else itertools.repeat(next(iter(loader)), len(loader))
-    return timed(run, step, batches)
 
 
 KINDS: dict[str, Callable[[Run], float]] = {  # of seconds

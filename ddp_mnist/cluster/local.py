@@ -93,20 +93,19 @@ class LocalWorld:
                 process.join()
         return results
 
-    def results(self, timeout_s: float = 120) -> list[Any]:
-        """Return what `outcomes` does, or raise a rank's exception, the first cause first."""
-        outcomes = self.outcomes(timeout_s)
-        errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
-        if errors:
-            raise min(errors, key=lambda error: isinstance(error, FailedElsewhere))
-        return outcomes
-
 
 def run_world(
     size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 120, **options: Any
 ) -> list[Any]:
-    """Return what `function` returned on each of `size` processes; see LocalWorld."""
-    return LocalWorld(size, function, *args, **options).results(timeout_s)
+    """Return what `function` returned on each of `size` processes; see LocalWorld.
+
+    Raise what a rank raised, the first cause first.
+    """
+    outcomes = LocalWorld(size, function, *args, **options).outcomes(timeout_s)
+    errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+    if errors:
+        raise min(errors, key=lambda error: isinstance(error, FailedElsewhere))
+    return outcomes
 
 
 def _member(

@@ -183,13 +183,11 @@ def draw(answers: Sequence[tuple[dict[str, Any], np.ndarray]], path: Path) -> No
     rows = -(-len(shown) // COLUMNS)
     figure = Figure(figsize=(COLUMNS * INCHES, rows * INCHES * 1.35 + 0.3), layout="constrained")
     figure.suptitle(f"{len(shown)} of {len(answers):,} images", fontsize=9)
-    places = figure.subplots(rows, COLUMNS).flat
-    for axis, (line, image) in zip(places, shown, strict=False):
+    for place, (line, image) in enumerate(shown, start=1):
+        axis = figure.add_subplot(rows, COLUMNS, place)
         axis.imshow(image, cmap="gray", vmin=0, vmax=255)
-        name = Path(line["file"]).name
-        title = f"{name[-18:]}\n{line['label']} ({line['probability']:.2f})"
+        title = f"{Path(line['file']).name[-18:]}\n{line['label']} ({line['probability']:.2f})"
         axis.set_title(title, fontsize=8, parse_math=False)
-    for axis in figure.axes:
         axis.axis("off")
     with storage_errors(path, "--show"):
         figure.savefig(path, dpi=100)
