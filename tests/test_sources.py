@@ -58,14 +58,6 @@ def cells_of(files: Sequence[bytes | None]) -> pa.Array:
     return pa.array(cells, pa.struct([("bytes", pa.binary()), ("path", pa.string())]))
 
 
-def features_of(names: Sequence[str]) -> Any:
-    """Return Hugging Face's metadata of images with labels of these names."""
-    import datasets
-
-    label = datasets.ClassLabel(names=list(names))
-    return datasets.Features({"image": datasets.Image(), "label": label})
-
-
 def table_of(split: str, names: Sequence[str] = (), **columns: Any) -> pa.Table:
     """Return a split's columns `image` and `label`; `columns` replace them, or leave out if None.
 
@@ -74,7 +66,12 @@ def table_of(split: str, names: Sequence[str] = (), **columns: Any) -> pa.Table:
     rows = SPLITS[split]
     every = {"image": cells_of(PNGS[rows]), "label": LABELS[rows], **columns}
     table = pa.table({name: values for name, values in every.items() if values is not None})
-    return table.cast(features_of(names).arrow_schema) if names else table
+    if not names:
+        return table
+    import datasets
+
+    features = {"image": datasets.Image(), "label": datasets.ClassLabel(names=list(names))}
+    return table.cast(datasets.Features(features).arrow_schema)
 
 
 def write_split(folder: Path, split: str, names: Sequence[str] = (), **columns: Any) -> None:
