@@ -21,7 +21,6 @@ from ddp_mnist.config import PRESETS, Distribution, Recipe, Run, TrainConfig
 from ddp_mnist.errors import UsageError, did_you_mean
 from ddp_mnist.flags import Flags, add_flags, flag_fields
 from ddp_mnist.run.console import Console, open_what_is_closed, tell, write_stdout
-from ddp_mnist.verbs import flags as of_verbs
 
 VERBS = {
     "train": "Train, validate, test once, and write the run folder.",
@@ -42,7 +41,8 @@ Trains MNIST with DDP on one process, many, or many machines.
 
 exit codes: 0 done, 1 check failed, 2 usage or configuration, 3 data, 4 checkpoint,
 5 storage, 6 peer lost or time-out, 7 diverged, 130 SIGINT, 143 SIGTERM or SIGUSR1"""
-# Where a verb's `run` is; its flags are in verbs/flags.py, which imports no torch, for --help.
+FLAGS = "ddp_mnist.verbs.flags"  # of all verbs but train; it imports no torch, for --help
+# Where a verb's `run` is.
 MODULES = {verb: f"ddp_mnist.verbs.{verb}" for verb in VERBS} | {
     "doctor": "ddp_mnist.doctor.checks",
     "verify": "ddp_mnist.verify.proofs",
@@ -191,7 +191,7 @@ def parse(name: str, argv: Sequence[str], *groups: type[Flags]) -> dict[str, Any
 
 def parse_verb(name: str, argv: Sequence[str]) -> tuple[Any, ...]:
     """Return the verb's own flags, and those of Distribution if several processes share it."""
-    own: type[Flags] = getattr(of_verbs, name.capitalize())
+    own: type[Flags] = getattr(importlib.import_module(FLAGS), name.capitalize())
     if name not in DIST_TIMEOUTS:
         return (own.of(parse(name, argv, own)),)
     typed = parse(name, argv, own, Distribution)
