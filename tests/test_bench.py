@@ -16,6 +16,7 @@ from ddp_mnist.cluster.local import run_world
 from ddp_mnist.cluster.world import join_world
 from ddp_mnist.config import Distribution, TrainConfig
 from ddp_mnist.data import cache
+from ddp_mnist.errors import CheckFailed
 from ddp_mnist.run.results import FAIL, PASS, CheckResult
 from ddp_mnist.verbs.flags import Bench
 from tests.commands import Typed
@@ -149,6 +150,26 @@ def test_a_goal_of_steps_is_missed_at_its_bound(
         results = bench(FLAGS, 2)
         assert [result.status for result in results if " goal " in result.text] == [status]
         assert all(result.status == PASS for result in results if " goal " not in result.text)
+
+
+@pytest.mark.parametrize(("seconds", "status"), [(2.5, PASS), (2.51, FAIL)])
+def test_start_up_is_compared_with_the_baseline_program(
+    seconds: float, status: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measured(command: list[str]) -> float:
+        return 2.0 if command[0] == "-c" else seconds
+
+    monkeypatch.setattr(benches, "seconds_to_first_step", measured)
+    baseline, train, over = benches.startup(FLAGS, 1)
+    assert [each.figures["median"] for each in (baseline, train)] == [2, seconds]
+    assert (over.figures["median"], over.status) == (seconds / 2, status)
+
+
+def test_a_command_is_timed_to_its_first_step() -> None:
+    """The baseline program takes a real one; a command that takes none is reported."""
+    assert 0.5 < benches.seconds_to_first_step(["-c", benches.BASELINE]) < 60
+    with pytest.raises(CheckFailed, match="ended without a first step; run it by hand"):
+        benches.seconds_to_first_step(["-c", "pass"])
 
 
 # --- What is printed

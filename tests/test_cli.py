@@ -112,7 +112,7 @@ REFUSED = {
     "predict r x.png --show no/x.png": "--show no/x.png: ",
     "export r --format onyx": "--format onyx: choose from safetensors, torch, onnx;",
     "prepare --refesh": "--refesh: there is no such flag or argument here; did you mean --refresh?",
-    "bench feeds": "feeds: choose from feed, loop, scaling; did you mean feed?",
+    "bench feeds": "feeds: choose from feed, loop, startup, scaling; did you mean feed?",
     "bench feed --repeats 4": "--repeats 4: must be at least 5",
     "bench feed --processes 0": "--processes 0: must be at least 1",
     "bench loop --processes 1 --dataset digits": "--processes 1: bench loop needs a process group",

@@ -11,7 +11,7 @@ import torch
 from ddp_mnist.cluster.local import run_world
 from ddp_mnist.run.console import Console
 from ddp_mnist.run.folder import RunFolder
-from ddp_mnist.run.profiling import StepProfiler, summarise
+from ddp_mnist.run.profiling import StepProfiler
 from ddp_mnist.verify.watch import just_train, proof_config, weights_of
 from tests.training import what_it_says, with_flags
 
@@ -30,9 +30,7 @@ def test_each_rank_leaves_a_trace_of_its_steps_and_computes_the_same(tmp_path: P
         assert names.count("Optimizer.step#AdamW.step") == STEPS
         assert "gloo:all_reduce" in names
     first, *table = said.partition("profile    ")[2].partition("traces ")[0].splitlines()
-    shown = re.fullmatch(rf"{STEPS} steps of rank 0, \d+\.\d\d ms a step, .* (\S+)% comm.*", first)
-    assert shown
-    assert float(shown[1]) > 10  # gloo's threads are counted
+    assert re.fullmatch(rf"{STEPS} steps of rank 0, \d+\.\d\d ms a step", first)
     assert {"Self CPU %", "# of Calls"} <= set(re.split(r"\s{2,}", table[1].strip()))
     assert len(table) >= 10  # which rows are the largest depends on the machine
     assert "traces     run/profile/rank-0.json.gz" in said
@@ -80,29 +78,3 @@ def test_a_run_with_too_few_steps_left_says_so(capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().out == (
         "--profile 5: nothing is traced, no epoch has so many warm steps\n"
     )
-
-
-class Entries(list[Any]):
-    """What torch averaged, of which `table` is torch's own."""
-
-    def table(self, sort_by: str, **_: Any) -> str:
-        return f"by {sort_by}\n"
-
-
-@pytest.mark.parametrize(
-    ("activity", "names", "share"),
-    [
-        ("cpu", ("gloo:all_reduce", "aten::add"), "20.0%"),
-        # torch lists a kernel, the operation that started it and the range around it
-        ("cuda", ("nccl:all_reduce", "ncclDevKernel_AllReduce", "sgemm"), "30.0%"),
-    ],
-)
-def test_communication_counts_once(activity: str, names: tuple[str, ...], share: str) -> None:
-    entries = Entries(
-        SimpleNamespace(key=name, cpu_time_total=4e3, self_device_time_total=6e3) for name in names
-    )
-    assert summarise(entries, 4, 0.02, activity).splitlines() == [
-        f"profile    4 steps of rank 0, 5.00 ms a step, of which {share} communication, partly at"
-        " the same time",
-        f"by self_{activity.replace('cuda', 'device')}_time_total",
-    ]

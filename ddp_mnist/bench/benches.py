@@ -6,11 +6,15 @@ have one CPU thread each, as under `make train` on two cores.
 
 import json
 import statistics
+import subprocess
+import sys
+import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ddp_mnist.bench.figures import FIX, ratio, spread
+from ddp_mnist.bench.figures import FIX, alternate, ratio, spread
 from ddp_mnist.bench.steps import time_steps
 from ddp_mnist.cluster import hardware
 from ddp_mnist.cluster.local import backend_among, preload, run_world
@@ -18,6 +22,7 @@ from ddp_mnist.config import Distribution, Run, TrainConfig
 from ddp_mnist.data import cache
 from ddp_mnist.errors import CheckFailed, UsageError
 from ddp_mnist.run.console import Console
+from ddp_mnist.run.folder import METRICS
 from ddp_mnist.run.results import CheckResult, describe, failure_summary
 from ddp_mnist.verbs.flags import Bench
 
@@ -25,6 +30,18 @@ preload("ddp_mnist.bench.steps", "ddp_mnist.run.classification")
 
 STEPS = 380  # optimizer steps of a timed round at most: an epoch of MNIST
 TIMEOUT_S = 1800.0  # of all rounds of a group of processes
+# The least that a program does which trains with Accelerate: one step, and a line as train writes.
+BASELINE = """
+import os, pathlib, sys, accelerate, torch
+accelerator = accelerate.Accelerator(cpu=not torch.cuda.is_available())
+net = torch.nn.Linear(784, 10)
+model, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters()))
+accelerator.backward(model(torch.zeros(72, 784, device=accelerator.device)).sum())
+optimizer.step()
+pathlib.Path(sys.argv[-1]).mkdir()
+pathlib.Path(sys.argv[-1], "metrics.jsonl").write_text("{}")
+os._exit(0)
+"""
 ALONE = ("silent", "independent")  # kinds of step in which no rank waits for another
 
 
@@ -96,7 +113,38 @@ def scaling(flags: Bench, processes: int) -> list[CheckResult]:
     return results
 
 
-BENCHES = {bench.__name__: bench for bench in (feed, loop, scaling)}
+def startup(flags: Bench, processes: int) -> list[CheckResult]:  # noqa: ARG001
+    """Time train in one process, from command to first optimizer step, against a short program."""
+    train = ["-m", "ddp_mnist", "train", "--log-every", "1", "--dataset", flags.dataset]
+    train += ["--cache-dir", flags.cache_dir] if flags.cache_dir else []
+    commands = {"baseline program": ["-c", BASELINE], "train": train}
+    measured = alternate(
+        list(commands), flags.repeats, lambda kind: seconds_to_first_step(commands[kind]), True
+    )
+    results = [spread(measured[kind]).beside(f"{kind}, s") for kind in commands]
+    over = ratio(measured["train"], measured["baseline program"])
+    goal, met = "at most 1.25", over.median <= 1.25
+    return [*results, over.beside("train over baseline program", goal, met)]
+
+
+def seconds_to_first_step(command: Sequence[str]) -> float:
+    """Return the seconds from the start of `python *command` until metrics.jsonl has a line."""
+    with tempfile.TemporaryDirectory(prefix="ddp_mnist-") as scratch:
+        run, begun = Path(scratch) / "run", time.monotonic()
+        typed, metrics = [sys.executable, *command, "--run-dir", str(run)], run / METRICS
+        with subprocess.Popen(typed, stdout=subprocess.DEVNULL) as process:
+            while not (taken := metrics.exists() and metrics.stat().st_size > 0):
+                if process.poll() is not None:
+                    break
+                time.sleep(0.005)
+            seconds = time.monotonic() - begun
+            process.kill()
+    if not taken:
+        raise CheckFailed(f"{' '.join(typed)}: ended without a first step; run it by hand")
+    return seconds
+
+
+BENCHES = {bench.__name__: bench for bench in (feed, loop, startup, scaling)}
 
 
 def run(flags: Bench) -> None:

@@ -24,9 +24,6 @@ from ddp_mnist.run.folder import RunFolder, storage_errors, write_atomically
 WARM_UP = 10  # steps before, if an epoch has so many; the first are slower than all others
 ROWS = 10  # of the table
 FOLDER = "profile"
-# How the names of communication begin, and which of their times counts. gloo works in threads of
-# its own, of which the profiler knows the whole time only; NCCL's kernels have a range around each.
-COMMUNICATION = {"gloo:": "cpu_time_total", "ncclDevKernel": "self_device_time_total"}
 
 
 class StepProfiler:
@@ -72,9 +69,14 @@ class StepProfiler:
             seconds = time.monotonic() - self._started
             self._tracing.close()
             self._write_traces()
-            summary = summarise(self._profile.key_averages(), self.steps, seconds, activities[-1])
-            place = f"{self.folder.path}/{FOLDER}/rank-0.json.gz"
-            self.console.print(f"{summary}\ntraces     {place} ...")
+            order = f"self_{activities[-1].replace('cuda', 'device')}_time_total"
+            averages = self._profile.key_averages()
+            table = averages.table(sort_by=order, row_limit=ROWS, max_name_column_width=40).strip()
+            ms = 1e3 * seconds / self.steps
+            self.console.print(
+                f"profile    {self.steps} steps of rank 0, {ms:.2f} ms a step\n{table}"
+            )
+            self.console.print(f"traces     {self.folder.path}/{FOLDER}/rank-0.json.gz ...")
 
     def _write_traces(self) -> None:
         """Gather every rank's trace, and write them where the run folder is."""
@@ -96,22 +98,3 @@ def refuse_long_profile(steps: int, per_epoch: int) -> None:
         raise UsageError(
             f"--profile {steps}: an epoch has {per_epoch} steps; ask for at most {per_epoch - 1}"
         )
-
-
-def summarise(entries: Any, steps: int, seconds: float, activity: str) -> str:
-    """Return the share of communication in steps that took `seconds`, and torch's own table.
-
-    The table of `entries`, is in the order of time on the `activity`, cpu or cuda.
-    """
-    time_us = sum(
-        getattr(entry, which)
-        for entry in entries
-        for name, which in COMMUNICATION.items()
-        if entry.key.startswith(name)
-    )
-    order = {"cpu": "self_cpu_time_total", "cuda": "self_device_time_total"}[activity]
-    table = entries.table(sort_by=order, row_limit=ROWS, max_name_column_width=40)
-    return (
-        f"profile    {steps} steps of rank 0, {seconds / steps * 1e3:.2f} ms a step, of which"
-        f" {time_us / 1e6 / seconds:.1%} communication, partly at the same time\n{table.rstrip()}"
-    )
