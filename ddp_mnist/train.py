@@ -27,7 +27,7 @@ from ddp_mnist.optim import learning_rate, make_optimizer
 from ddp_mnist.run.evaluation import evaluate_split, import_evaluate_meanwhile, prepare_split
 from ddp_mnist.run.folder import RunFolder
 from ddp_mnist.run.meter import Meter
-from ddp_mnist.run.session import Run, open_run
+from ddp_mnist.run.session import Session, open_run
 from ddp_mnist.run.state import State
 from ddp_mnist.seeding import seed_draws
 
@@ -62,7 +62,7 @@ def build_model(config: TrainConfig, world: World, classes: int) -> nn.Module:
 BuildModel = Callable[[TrainConfig, World, int], nn.Module]
 
 
-def fit(run: Run, build: BuildModel = build_model) -> dict[str, Any]:
+def fit(run: Session, build: BuildModel = build_model) -> dict[str, Any]:
     """Train, validate after each epoch, test once. Return the summary.
 
     `build` makes the net; verify hands in one that watches it.

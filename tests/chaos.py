@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 
 from ddp_mnist import cli
-from ddp_mnist.cluster.local import LocalWorld
+from ddp_mnist.cluster.local_world import LocalWorld
 from ddp_mnist.config import TrainConfig
 from ddp_mnist.run import checkpoint
 from ddp_mnist.run.folder import STATUS, SUMMARY, read_json

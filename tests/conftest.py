@@ -11,7 +11,7 @@ from filelock import FileLock
 
 import ddp_mnist  # noqa: F401  # sets what has to stand before a test loads torch
 from ddp_mnist import cli
-from ddp_mnist.cluster.local import preload
+from ddp_mnist.cluster.local_world import preload
 from tests.commands import TRAIN, Ended, Typed, proof, python
 
 Maker = Callable[[Path], None]
@@ -65,7 +65,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 
 def pytest_sessionfinish() -> None:
-    """End the forkserver of cluster/local.py, which by itself would take seconds more.
+    """End the forkserver of cluster/local_world.py, which by itself would take seconds more.
 
     It goes once no process holds its pipe. Python has no public way to ask for that.
     """

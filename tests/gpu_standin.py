@@ -115,7 +115,7 @@ def on_this_machine() -> dict[str, Any]:
     import torch
 
     from ddp_mnist.cluster import device, hardware
-    from ddp_mnist.cluster.local import backend_among
+    from ddp_mnist.cluster.local_world import backend_among
     from ddp_mnist.doctor.machine import processors
     from ddp_mnist.verbs import multinode
     from ddp_mnist.verbs.flags import Doctor
@@ -176,7 +176,7 @@ def meet(flags: dict[str, Any], each: list[dict[str, str | None]]) -> list[str]:
 def meeting(kind: str, folder: Path, each: list[Any] | None = None, **flags: Any) -> Any:
     """Return what both ranks came to, or the sentence that one of them reports, and its code."""
     from ddp_mnist import errors
-    from ddp_mnist.cluster.local import LocalWorld
+    from ddp_mnist.cluster.local_world import LocalWorld
 
     outcomes = LocalWorld(
         2, meet, flags, each or [{}, {}], folder=folder, variables=KINDS[kind]
@@ -188,7 +188,7 @@ def meeting(kind: str, folder: Path, each: list[Any] | None = None, **flags: Any
 
 
 def on_one_gpu(folder: Path) -> dict[str, Any]:
-    from ddp_mnist.cluster.local import run_world
+    from ddp_mnist.cluster.local_world import run_world
     from ddp_mnist.verify import watch
 
     met = functools.partial(meeting, "one", folder)
@@ -202,7 +202,7 @@ def on_one_gpu(folder: Path) -> dict[str, Any]:
 
 
 def on_two_gpus(folder: Path) -> dict[str, Any]:
-    from ddp_mnist.cluster.local import free_port, run_world
+    from ddp_mnist.cluster.local_world import free_port, run_world
 
     met = functools.partial(meeting, "two", folder)
     own = [{"CUDA_VISIBLE_DEVICES": str(gpu)} for gpu in range(2)]
@@ -252,7 +252,7 @@ def printed_by(*argv: str) -> str:
 
 
 def main() -> None:
-    from ddp_mnist.cluster.local import preload, run_world
+    from ddp_mnist.cluster.local_world import preload, run_world
 
     preload("ddp_mnist.train", "ddp_mnist.verify.watch")
     folder, found = Path(sys.argv[1]), {}

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from ddp_mnist.bench import benches, figures, steps
 from ddp_mnist.bench.figures import Figure, ratio, spread
 from ddp_mnist.cluster.launch import find_launch
-from ddp_mnist.cluster.local import run_world
+from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.cluster.world import join_world
 from ddp_mnist.config import Distribution, TrainConfig
 from ddp_mnist.data import cache

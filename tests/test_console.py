@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from ddp_mnist.cluster.local import run_world
+from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.data import cache
 from ddp_mnist.run.console import Console, panel
 from ddp_mnist.run.folder import read_json

@@ -9,7 +9,7 @@ import numpy as np
 import PIL.Image
 import pytest
 
-from ddp_mnist.cluster.local import run_world
+from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.data import cache, decode
 from ddp_mnist.data.decode import DIGITS, Decoded, Preparation, as_grey, decode_image
 from ddp_mnist.verbs.predict import read_image

@@ -15,7 +15,7 @@ import psutil
 import pytest
 import yaml
 
-from ddp_mnist.cluster.local import free_port
+from ddp_mnist.cluster.local_world import free_port
 from ddp_mnist.run.folder import read_json
 from tests.chaos import newest_step, wait_until
 from tests.commands import PROOF, REPOSITORY, Started, all_succeed

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from ddp_mnist import cli
-from ddp_mnist.cluster.local import run_world
+from ddp_mnist.cluster.local_world import run_world
 from tests.commands import REPOSITORY, Ended, fences_of, python
 
 pytestmark = pytest.mark.system

@@ -25,7 +25,7 @@ from torch import nn
 from ddp_mnist import train
 from ddp_mnist.cluster import hardware, interfaces
 from ddp_mnist.cluster.launch import find_launch
-from ddp_mnist.cluster.local import free_port, run_world
+from ddp_mnist.cluster.local_world import free_port, run_world
 from ddp_mnist.cluster.world import join_world
 from ddp_mnist.config import Distribution
 from ddp_mnist.data import cache
@@ -376,7 +376,7 @@ def backend_of(_: Doctor, distribution: Distribution, __: bool) -> list[CheckRes
 
 def test_one_gpu_is_shared_by_two_processes(monkeypatch: Patch) -> None:
     monkeypatch.setattr("ddp_mnist.cluster.hardware.gpus", lambda: 1)
-    monkeypatch.setattr("ddp_mnist.cluster.local.gpus", lambda: 1)
+    monkeypatch.setattr("ddp_mnist.cluster.local_world.gpus", lambda: 1)
     monkeypatch.setattr(checks, "check_together", backend_of)
     assert hardware.default_processes(2) == 2
     assert only(checks.check_processes(2, Doctor(), Distribution())).text == "gloo"

@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from ddp_mnist.cluster.launch import find_launch
-from ddp_mnist.cluster.local import run_world
+from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.cluster.world import World, broadcast_bytes, gather_bytes, join_world
 from ddp_mnist.config import Distribution
 from ddp_mnist.data import cache

@@ -14,7 +14,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from ddp_mnist.cluster.local import run_world
+from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.data.decode import DIGITS, Preparation
 from ddp_mnist.errors import CheckFailed, UsageError
 from ddp_mnist.models import MODELS, with_test_views

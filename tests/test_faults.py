@@ -25,7 +25,7 @@ import psutil
 import pytest
 import torch
 
-from ddp_mnist.cluster.local import LocalWorld, run_world
+from ddp_mnist.cluster.local_world import LocalWorld, run_world
 from ddp_mnist.cluster.signals import EXIT_CODES
 from ddp_mnist.config import TrainConfig
 from ddp_mnist.errors import FailedElsewhere, PeerError, StorageError

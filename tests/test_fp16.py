@@ -26,7 +26,7 @@ from ddp_mnist import train
 from ddp_mnist.cluster import world
 from ddp_mnist.cluster.device import precision_in_effect
 from ddp_mnist.cluster.launch import Launch
-from ddp_mnist.cluster.local import run_world
+from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.config import Distribution, Recipe, ResolvedRecipe, Run, TrainConfig
 from ddp_mnist.errors import DdpMnistError, UsageError
 from ddp_mnist.run import checkpoint

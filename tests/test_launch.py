@@ -12,7 +12,7 @@ from ddp_mnist.cluster.interfaces import (
     why_port_is_taken,
 )
 from ddp_mnist.cluster.launch import Launch, find_launch, first_slurm_host
-from ddp_mnist.cluster.local import free_port
+from ddp_mnist.cluster.local_world import free_port
 from ddp_mnist.config import Distribution
 from ddp_mnist.errors import UsageError
 
@@ -254,8 +254,8 @@ def test_a_free_port_is_free_and_not_one_of_those_for_outgoing_connections(
         taken = other.getsockname()[1]
         assert why_port_is_taken(taken) == "Address already in use"
         free = free_port()
-        monkeypatch.setattr("ddp_mnist.cluster.local.PORTS", [taken] * 99 + [free])
+        monkeypatch.setattr("ddp_mnist.cluster.local_world.PORTS", [taken] * 99 + [free])
         assert free_port() == free
-        monkeypatch.setattr("ddp_mnist.cluster.local.PORTS", [taken] * 100)
+        monkeypatch.setattr("ddp_mnist.cluster.local_world.PORTS", [taken] * 100)
         with pytest.raises(UsageError, match=rf"^ports {taken} to {taken}: no free one was found;"):
             free_port()

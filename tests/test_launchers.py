@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_mnist.cluster.local import free_port
+from ddp_mnist.cluster.local_world import free_port
 from ddp_mnist.run.folder import read_json
 from tests.commands import (
     ACCELERATE,

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from ddp_mnist.cluster.local import run_world
+from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.config import Distribution, Recipe, Run, TrainConfig
 from ddp_mnist.data import cache
 from ddp_mnist.models import PIXEL_MEAN, PIXEL_STD

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ddp_mnist.cluster.local import run_world
+from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.config import NETS, Recipe
 from ddp_mnist.models import MODELS, VERSION, normalise, shifted, with_test_views
 from tests.training import images

@@ -1,6 +1,6 @@
 """A machine's part of a run over several: what is refused before anything is started."""
 
-from ddp_mnist.cluster.local import free_port
+from ddp_mnist.cluster.local_world import free_port
 from tests.commands import Typed
 
 

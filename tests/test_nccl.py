@@ -19,7 +19,7 @@ from accelerate import Accelerator
 
 from ddp_mnist.cluster import failures, nccl, world
 from ddp_mnist.cluster.failures import end_group
-from ddp_mnist.cluster.local import LocalWorld
+from ddp_mnist.cluster.local_world import LocalWorld
 from ddp_mnist.cluster.nccl import NcclAccelerator
 from ddp_mnist.cluster.store import Store
 from ddp_mnist.cluster.world import form_group, make_accelerator

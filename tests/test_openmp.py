@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_mnist.cluster.local import run_world
+from ddp_mnist.cluster.local_world import run_world
 from tests.commands import OPENMP_SEEN, REPOSITORY, TRAIN, Started, sees_torch
 
 pytestmark = pytest.mark.system

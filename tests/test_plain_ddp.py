@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from ddp_mnist.cluster.local import run_world
+from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.config import Recipe
 from ddp_mnist.data import cache
 from ddp_mnist.verify.watch import PROOF, just_train, largest_difference, proof_config, weights_of

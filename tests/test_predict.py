@@ -16,7 +16,7 @@ import torch
 from matplotlib.figure import Figure
 
 from ddp_mnist.cluster.launch import Launch
-from ddp_mnist.cluster.local import run_world
+from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.config import Distribution, Recipe, Run, TrainConfig
 from ddp_mnist.data import cache
 from ddp_mnist.data.decode import DIGITS, Preparation

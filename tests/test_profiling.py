@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from ddp_mnist.cluster.local import run_world
+from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.run.console import Console
 from ddp_mnist.run.folder import RunFolder
 from ddp_mnist.run.profiling import StepProfiler

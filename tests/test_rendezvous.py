@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from ddp_mnist.cluster.failures import first_cause
 from ddp_mnist.cluster.launch import Launch
-from ddp_mnist.cluster.local import LocalWorld, free_port, run_world
+from ddp_mnist.cluster.local_world import LocalWorld, free_port, run_world
 from ddp_mnist.cluster.rendezvous import check_same, meet
 from ddp_mnist.cluster.store import Store, host_id, open_store
 from ddp_mnist.errors import DataError, FailedElsewhere, PeerError, UsageError

@@ -15,7 +15,7 @@ import numpy as np
 import PIL.Image
 import pytest
 
-from ddp_mnist.cluster.local import run_world
+from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.data import cache
 from ddp_mnist.errors import CheckpointError
 from ddp_mnist.run.folder import RunFolder, read_json

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ddp_mnist import cli
-from ddp_mnist.cluster.local import LocalWorld, run_world
+from ddp_mnist.cluster.local_world import LocalWorld, run_world
 from ddp_mnist.config import Distribution, Recipe, Run, TrainConfig
 from ddp_mnist.errors import CheckpointError, DdpMnistError, UsageError
 from ddp_mnist.flags import flag_values

@@ -10,7 +10,7 @@ from unittest.mock import Mock, patch
 
 import pytest
 
-from ddp_mnist.cluster.local import LocalWorld
+from ddp_mnist.cluster.local_world import LocalWorld
 from ddp_mnist.errors import DataError, FailedElsewhere, Preempted, StorageError, UsageError
 from ddp_mnist.run.folder import RUNS, RunFolder, in_use, read_json, reserve
 from tests.chaos import wait_until

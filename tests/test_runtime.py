@@ -21,7 +21,7 @@ from ddp_mnist.cluster.device import (
 )
 from ddp_mnist.cluster.failures import as_expected
 from ddp_mnist.cluster.launch import Launch, find_launch
-from ddp_mnist.cluster.local import LocalWorld, run_world
+from ddp_mnist.cluster.local_world import LocalWorld, run_world
 from ddp_mnist.cluster.store import Store
 from ddp_mnist.cluster.world import (
     CRASHES_IN_DETAIL,

@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from ddp_mnist.cluster.local import free_port
+from ddp_mnist.cluster.local_world import free_port
 from ddp_mnist.data import cache, sources
 from ddp_mnist.data.decode import Decoded, Preparation
 from ddp_mnist.data.sources import Source, find_source

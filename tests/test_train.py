@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ddp_mnist.cluster.launch import Launch
-from ddp_mnist.cluster.local import LocalWorld, run_world
+from ddp_mnist.cluster.local_world import LocalWorld, run_world
 from ddp_mnist.config import PRESETS, Distribution, Run, TrainConfig
 from ddp_mnist.errors import DdpMnistError
 from ddp_mnist.models import CNN

@@ -17,7 +17,7 @@ from pathlib import Path
 from ddp_mnist.bench.figures import FIX, alternate, ratio, spread
 from ddp_mnist.bench.steps import time_steps
 from ddp_mnist.cluster import hardware
-from ddp_mnist.cluster.local import backend_among, preload, run_world
+from ddp_mnist.cluster.local_world import backend_among, preload, run_world
 from ddp_mnist.config import Distribution, Run, TrainConfig
 from ddp_mnist.data import cache
 from ddp_mnist.errors import CheckFailed, UsageError

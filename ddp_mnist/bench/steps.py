@@ -27,7 +27,7 @@ from ddp_mnist.data import cache
 from ddp_mnist.data.batches import GlobalBatches, ImageData, Rows, make_loader
 from ddp_mnist.optim import make_optimizer
 from ddp_mnist.plain_ddp import train_plain
-from ddp_mnist.run.session import Run
+from ddp_mnist.run.session import Session
 from ddp_mnist.train import build_model, fit
 
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -51,7 +51,7 @@ def time_steps(
         return alternate(kinds, repeats, measure, world.accelerator.is_main_process)
 
 
-def shortened(config: TrainConfig, world: World, images: ImageData, steps: int) -> Run:
+def shortened(config: TrainConfig, world: World, images: ImageData, steps: int) -> Session:
     """Return a run of an epoch of at most `steps` full batches, and 1,000 test images."""
     rows = len(images.train_labels)
     full = resolve_recipe(config.recipe, rows, world.accelerator.num_processes)
@@ -66,10 +66,10 @@ def shortened(config: TrainConfig, world: World, images: ImageData, steps: int) 
     )
     recipe = replace(full, epochs=1, val_size=0, steps_per_epoch=steps)
     resolved = ResolvedConfig(config.run, config.distribution, recipe=recipe)
-    return Run(resolved, world, images, StopSignals())
+    return Session(resolved, world, images, StopSignals())
 
 
-def prepare_step(run: Run, exchange: bool) -> tuple[Any, Step]:
+def prepare_step(run: Session, exchange: bool) -> tuple[Any, Step]:
     """Return the prepared loader, and a step that has been taken once."""
     accelerator, recipe = run.world.accelerator, run.config.recipe
     device, seed = accelerator.device, run.config.run.seed
@@ -92,7 +92,7 @@ def prepare_step(run: Run, exchange: bool) -> tuple[Any, Step]:
     return loader, step
 
 
-def bare_steps(run: Run, *, feed: bool, exchange: bool) -> float:
+def bare_steps(run: Session, *, feed: bool, exchange: bool) -> float:
     """Return the seconds of steps on all batches, or of as many on one batch that lies ready."""
     loader, step = prepare_step(run, exchange)
     batches = loader if feed else itertools.repeat(next(iter(loader)), len(loader))
@@ -103,7 +103,7 @@ def bare_steps(run: Run, *, feed: bool, exchange: bool) -> float:
     return time.monotonic() - clock
 
 
-KINDS: dict[str, Callable[[Run], float]] = {  # of seconds
+KINDS: dict[str, Callable[[Session], float]] = {  # of seconds
     "train": lambda run: fit(run)["train_seconds"],
     "plain": lambda run: train_plain(
         run.images, run.config.recipe, run.config.run.seed, torch.float32

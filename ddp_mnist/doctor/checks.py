@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ddp_mnist.cluster import hardware
 from ddp_mnist.cluster.launch import find_launch
-from ddp_mnist.cluster.local import backend_among, run_world
+from ddp_mnist.cluster.local_world import backend_among, run_world
 from ddp_mnist.cluster.world import join_world
 from ddp_mnist.config import Distribution
 from ddp_mnist.data.sources import find_source

@@ -257,7 +257,7 @@ def training(group: Group) -> Iterator[CheckResult]:
         return nets[0]
 
     with listen(has_launcher=False) as stop:
-        summary = train.fit(session.Run(config, group.world, images, stop), build)
+        summary = train.fit(session.Session(config, group.world, images, stop), build)
     group.world.accelerator.free_memory()
     digests = group.gather(digest_of(nets[0]))
     if odd := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:

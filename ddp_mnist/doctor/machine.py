@@ -16,7 +16,7 @@ from packaging.requirements import Requirement
 
 from ddp_mnist.cluster import hardware
 from ddp_mnist.cluster.interfaces import interfaces_up, why_port_is_taken
-from ddp_mnist.cluster.local import run_world
+from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.data import cache, sources
 from ddp_mnist.errors import reason
 from ddp_mnist.run.results import WARN, CheckResult, check, failed, passed, warned

@@ -31,7 +31,7 @@ from ddp_mnist.run.state import Progress, State
 
 
 @dataclass
-class Run:
+class Session:
     """A run, as `fit` gets it; by default it writes nowhere and prints nothing."""
 
     config: ResolvedConfig  # has the values that the data and the number of processes decide
@@ -161,7 +161,7 @@ class Run:
 @contextlib.contextmanager
 def open_run(
     config: TrainConfig, world: World, launch: Launch, folder: RunFolder
-) -> Iterator[Run | None]:
+) -> Iterator[Session | None]:
     """Agree with all ranks on settings, data and folder. Yield the run; None if there is none.
 
     There is none after --dry-run, and where the run that --resume names has finished. Raise a
@@ -184,7 +184,7 @@ def open_run(
                 console.print(summary.plan(config, world, images, None))
                 yield None
                 return
-            run = Run(config, world, images, stop, folder, console)
+            run = Session(config, world, images, stop, folder, console)
             notes = open_folder(run, found)
             console.print(summary.plan(config, world, images, folder.path))
             with tracking.tracked(config, folder, world, console):
@@ -223,7 +223,7 @@ def agree(
     ), images
 
 
-def open_folder(run: Run, found: dict[str, Any] | None) -> list[str]:
+def open_folder(run: Session, found: dict[str, Any] | None) -> list[str]:
     """Make the run's folder, or take over that of a run that goes on: on rank 0's machine.
 
     Return lines for the person, on rank 0. Raises as RunFolder.create and resume.load_latest do.

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ddp_mnist.cluster.launch import find_launch
-from ddp_mnist.cluster.local import LocalWorld, run_world
+from ddp_mnist.cluster.local_world import LocalWorld, run_world
 from ddp_mnist.cluster.world import join_world
 from ddp_mnist.config import Distribution
 from ddp_mnist.data import cache

@@ -24,7 +24,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from ddp_mnist import train
 from ddp_mnist.cluster.launch import find_launch
-from ddp_mnist.cluster.local import preload
+from ddp_mnist.cluster.local_world import preload
 from ddp_mnist.cluster.world import join_world
 from ddp_mnist.config import Distribution, Recipe, Run, TrainConfig
 from ddp_mnist.run import session
