@@ -67,7 +67,7 @@ def fit(run: Session, build: BuildModel = build_model) -> dict[str, Any]:
 
     `build` makes the net; verify hands in one that watches it.
     """
-    recipe, seed = run.config.recipe, run.config.run.seed
+    recipe, flags, seed = run.config.recipe, run.config.run, run.config.run.seed
     accelerator, stop = run.world.accelerator, run.stop
     device, classes = accelerator.device, len(run.images.classes)
     accelerator.gradient_accumulation_steps = recipe.grad_accum
@@ -127,8 +127,9 @@ def fit(run: Session, build: BuildModel = build_model) -> dict[str, Any]:
 
             # Once in a while, all ranks at the same step: the loop's only CPU-GPU sync point. With
             # fp16 the loss scaler has one in each step, where it looks for an overflow.
-            log = progress.step == first_step + batches.steps_per_epoch or run.log_due(progress)
-            save = run.checkpoint_due(progress)
+            ends_epoch = progress.step == first_step + batches.steps_per_epoch
+            log = ends_epoch or progress.step % flags.log_every == 0
+            save = progress.step % flags.checkpoint_every == 0
             if not (log or save or meter.sync_due()):
                 continue
             stop_requests = meter.all_reduce(stop.requests)

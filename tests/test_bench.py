@@ -21,7 +21,7 @@ from ddp_mnist.run.results import FAIL, PASS, CheckResult
 from ddp_mnist.verbs.flags import Bench
 from tests.commands import Typed
 
-FLAGS = Bench("feed", dataset="digits")
+FLAGS = Bench("loop", dataset="digits")
 
 
 # --- Figures
@@ -146,7 +146,7 @@ def test_a_goal_of_steps_is_missed_at_its_bound(
         return {kind: [100.0] * 5 for kind in kinds} | {"train": [100 * ratio] * 5}
 
     monkeypatch.setattr(benches, "speeds_of", measured)
-    for bench in (benches.feed, benches.loop, benches.scaling):
+    for bench in (benches.loop, benches.scaling):
         results = bench(FLAGS, 2)
         assert [result.status for result in results if " goal " in result.text] == [status]
         assert all(result.status == PASS for result in results if " goal " not in result.text)
@@ -189,8 +189,8 @@ def test_a_goal_stands_beside_its_figure_and_missed_fails_a_check(
     typed: Typed,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(benches.BENCHES, "feed", lambda *_: [SPEED, result])
-    ended = typed("bench", "feed", "--dataset", "digits", *flags)
+    monkeypatch.setitem(benches.BENCHES, "loop", lambda *_: [SPEED, result])
+    ended = typed("bench", "loop", "--dataset", "digits", *flags)
     _, shown, last = ended.out.splitlines()
     code = int(bool(flags) and mark == "missed")
     assert ended.code == code
@@ -204,5 +204,5 @@ def test_a_goal_stands_beside_its_figure_and_missed_fails_a_check(
     assert report["versions"]["torch"] == importlib.metadata.version("torch")
     assert report["machine"]["cores"] >= 1
     assert (report["dataset"], report["processes"], report["repeats"]) == ("digits", 2, 11)
-    assert ended.err.startswith("ddp-mnist: error: bench feed: " if code else "")
+    assert ended.err.startswith("ddp-mnist: error: bench loop: " if code else "")
     assert ("(ratio)" in ended.err, ended.err.count("\n")) == (bool(code), code)

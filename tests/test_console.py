@@ -160,7 +160,7 @@ def run_all(commands: list[Any]) -> list[Ended]:
     from ddp_mnist.verify import proofs
 
     proofs.verify = lambda *_: iter(["begins"])
-    benches.BENCHES["feed"] = lambda *_: []
+    benches.BENCHES["loop"] = lambda *_: []
     return [run_forked(*command) for command in commands]
 
 
@@ -225,7 +225,7 @@ def test_fault_05_what_cannot_be_written_to_stdout_is_code_5(folder: Path) -> No
         ["prepare", "--dataset", "digits"],
         ["doctor", "--dataset", "digits"],
         ["verify", "--save", "proofs.json"],
-        ["bench", "feed", "--dataset", "digits"],
+        ["bench", "loop", "--dataset", "digits"],
         ["train", *QUICK, "--dry-run"],
         ["--help"],
         ["--version"],

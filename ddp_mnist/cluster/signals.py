@@ -3,8 +3,6 @@
 A scheduler may signal one process of many; the ranks have to stop at the same step.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
@@ -12,16 +10,12 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from accelerate import Accelerator
 
+from ddp_mnist.cluster.store import Store
 from ddp_mnist.errors import FailedElsewhere, Preempted
-
-if TYPE_CHECKING:
-    from ddp_mnist.cluster.store import Store
-
 
 # By signal; of several the last one in this order is obeyed.
 EXIT_CODES: dict[int, int] = {signal.SIGTERM: 143, signal.SIGUSR1: 143, signal.SIGINT: 130}

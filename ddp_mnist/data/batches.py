@@ -111,9 +111,7 @@ class GlobalBatches(Sampler[Any]):
         self.rows, self.seed, self.grad_accum, self.device = rows, seed, grad_accum, device
         self.steps_per_epoch = rows // batch_size
         self.micro_batch_size = batch_size // grad_accum
-        self.batch_size = (
-            self.micro_batch_size
-        )  # to Accelerate, the images that are yielded at once
+        self.batch_size = self.micro_batch_size  # what Accelerate takes to be yielded at once
         self.epoch = self.first_step = 0
 
     def begin(self, epoch: int, first_step: int = 0) -> None:

@@ -17,7 +17,6 @@ from accelerate import Accelerator
 from accelerate.utils import ProfileKwargs
 
 from ddp_mnist.cluster.world import gather_bytes
-from ddp_mnist.errors import UsageError
 from ddp_mnist.run.console import Console
 from ddp_mnist.run.folder import RunFolder, storage_errors, write_atomically
 
@@ -90,11 +89,3 @@ class StepProfiler:
                 place.mkdir(exist_ok=True)
                 for rank, content in enumerate(traces):
                     write_atomically(place / f"rank-{rank}.json.gz", content)
-
-
-def refuse_long_profile(steps: int, per_epoch: int) -> None:
-    """Raise UsageError if no epoch has so many steps and one before them."""
-    if steps >= per_epoch > 1:
-        raise UsageError(
-            f"--profile {steps}: an epoch has {per_epoch} steps; ask for at most {per_epoch - 1}"
-        )

@@ -20,13 +20,13 @@ from ddp_mnist.config import ResolvedConfig, TrainConfig, resolve_recipe
 from ddp_mnist.data import cache
 from ddp_mnist.data.batches import ImageData
 from ddp_mnist.data.sources import from_anywhere
-from ddp_mnist.errors import DivergedError
+from ddp_mnist.errors import DivergedError, UsageError
 from ddp_mnist.flags import flag_values
 from ddp_mnist.run import checkpoint, resume, summary, tracking, weights
 from ddp_mnist.run.console import Console, tell
 from ddp_mnist.run.evaluation import Metrics
 from ddp_mnist.run.folder import CONFIG, MODEL, SUMMARY, RunFolder
-from ddp_mnist.run.profiling import StepProfiler, refuse_long_profile
+from ddp_mnist.run.profiling import StepProfiler
 from ddp_mnist.run.state import Progress, State
 
 
@@ -74,12 +74,6 @@ class Session:
         self.stop.save, self.stop.at_once = save, self.give_up
 
     # --- While it trains
-
-    def log_due(self, progress: Progress) -> bool:
-        return progress.step % self.config.run.log_every == 0
-
-    def checkpoint_due(self, progress: Progress) -> bool:
-        return progress.step % self.config.run.checkpoint_every == 0
 
     def log_step(self, progress: Progress, lr: float) -> None:
         """Write the means since the last log line, and show them."""
@@ -215,12 +209,14 @@ def agree(
     if found:
         resume.check_images(name, images.digest, found)
     recipe = resolve_recipe(config.recipe, len(images.train_labels), store.world_size)
-    refuse_long_profile(config.run.profile, recipe.steps_per_epoch)
+    if config.run.profile >= recipe.steps_per_epoch > 1:
+        raise UsageError(
+            f"--profile {config.run.profile}: an epoch has {recipe.steps_per_epoch} steps; ask for"
+            f" at most {recipe.steps_per_epoch - 1}"
+        )
     place = cache_dir and str(cache.cache_folder(cache_dir).absolute())
     run = replace(config.run, dataset=from_anywhere(name), cache_dir=place)
-    return ResolvedConfig(
-        run=run, recipe=recipe, distribution=config.distribution, typed=config.typed
-    ), images
+    return ResolvedConfig(run, config.distribution, config.typed, recipe=recipe), images
 
 
 def open_folder(run: Session, found: dict[str, Any] | None) -> list[str]:

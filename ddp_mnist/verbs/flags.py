@@ -17,7 +17,6 @@ FAULTS = {  # a sentence of each
     "parameter": "one parameter that DDP does not synchronise",
 }
 BENCHES = {  # a sentence of each
-    "feed": "Time train.py's loop against its step on one batch that lies ready (a minute).",
     "loop": "Time train.py's loop against plain_ddp.py's (a minute).",
     "startup": "Time train's start, to its first step, against a short program (two minutes).",
     "scaling": "Time 1 to N processes against as many alone, and parts of a step (minutes).",

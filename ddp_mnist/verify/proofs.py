@@ -75,9 +75,7 @@ def run(flags: Verify) -> None:
 
 def sizes_up_to(processes: int) -> list[int]:
     """Return the numbers of processes that divide a part of the batch, from 2 on."""
-    batch_size = proof_config().recipe.batch_size
-    assert batch_size
-    return [n for n in range(2, processes + 1) if batch_size % (PARTS * n) == 0]
+    return [n for n in range(2, processes + 1) if watch.PROOF["batch_size"] % (PARTS * n) == 0]
 
 
 def verify(
