@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,26 +14,26 @@ COMMIT = "c0ffee" + "0" * 34
 Answer = tuple[int, dict[str, str], bytes]
 
 
-class Hub:
+class Hub(ThreadingHTTPServer):
     """Serves the parquet files of a folder as the data set `hub_id`; 404 for all others."""
 
     def __init__(self, hub_id: str, folder: Path) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
         self.hub_id = hub_id
         self.files = {path.name: path.read_bytes() for path in folder.glob("*.parquet")}
         self.requests: list[str] = []  # method and path of each so far
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
-        self.endpoint = f"http://127.0.0.1:{self.server.server_address[1]}"
+        self.endpoint = f"http://127.0.0.1:{self.server_port}"
 
     @contextmanager
     def running(self) -> Iterator["Hub"]:
         """Answer within the `with`; after it the port is closed."""
-        thread = threading.Thread(target=self.server.serve_forever, args=(0.05,), daemon=True)
+        thread = threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True)
         thread.start()
         try:
             yield self
         finally:
-            self.server.shutdown()
-            self.server.server_close()
+            self.shutdown()
+            self.server_close()
             thread.join()
 
     def answer(self, path: str) -> Answer:
@@ -54,39 +53,27 @@ class Hub:
             return 404, headers | {"X-Error-Code": "EntryNotFound"}, b""
         return 200, headers | {"ETag": f'"{oids[name]}"'}, self.files[name]
 
-    def _handler(self) -> type[BaseHTTPRequestHandler]:
-        hub = self
 
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
+class Handler(BaseHTTPRequestHandler):
+    server: Hub
+    protocol_version = "HTTP/1.1"
 
-            def respond(self) -> None:
-                self.rfile.read(int(self.headers.get("Content-Length") or 0))
-                hub.requests.append(f"{self.command} {self.path}")
-                status, headers, content = hub.answer(self.path.partition("?")[0])
-                self.send_response(status)
-                for name, value in (headers | {"Content-Length": str(len(content))}).items():
-                    self.send_header(name, value)
-                self.end_headers()
-                if self.command != "HEAD":
-                    self.wfile.write(content)
+    def respond(self) -> None:
+        self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        self.server.requests.append(f"{self.command} {self.path}")
+        status, headers, content = self.server.answer(self.path.partition("?")[0])
+        self.send_response(status)
+        for name, value in (headers | {"Content-Length": str(len(content))}).items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(content)
 
-            do_GET = do_HEAD = do_POST = respond  # noqa: N815
+    do_GET = do_HEAD = do_POST = respond  # noqa: N815
 
-            def log_message(self, *args: Any) -> None:
-                """Keep the tests' console clean."""
-
-        return Handler
+    def log_message(self, *args: Any) -> None:
+        """Keep the tests' console clean."""
 
 
 def as_json(value: Any) -> Answer:
     return 200, {"Content-Type": "application/json"}, json.dumps(value).encode()
-
-
-@contextmanager
-def silent_server() -> Iterator[str]:
-    """Yield an endpoint where connecting works and no answer ever comes."""
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        server.listen(16)
-        yield f"http://127.0.0.1:{server.getsockname()[1]}"

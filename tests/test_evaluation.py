@@ -20,7 +20,7 @@ from ddp_mnist.config import Distribution
 from ddp_mnist.data import cache
 from ddp_mnist.data.batches import Rows
 from ddp_mnist.errors import UsageError
-from ddp_mnist.run.evaluation import Metrics, evaluate_split, prepare_split, summarise
+from ddp_mnist.run.evaluation import Metrics, evaluate_split, prepare_split
 from ddp_mnist.verbs import evaluate
 
 CLASSES = 4
@@ -82,6 +82,10 @@ def check_by_hand(metrics: Metrics, count: int) -> None:
         confusion[label][prediction] += 1
     loss = -logits.log_softmax(1)[torch.arange(count), rows.labels].mean().item()
     assert (metrics.count, metrics.confusion) == (count, confusion.tolist())
+    right = confusion.diagonal()
+    assert metrics.accuracy == right.sum() / count
+    classes = zip(right, confusion.sum(1), strict=True)
+    assert metrics.class_accuracy == [hits / of if of else None for hits, of in classes]
     assert math.isclose(metrics.loss, loss, rel_tol=1e-12)
 
 
@@ -153,15 +157,3 @@ def test_a_split_that_another_data_set_is_too_small_for() -> None:
         assert len(evaluate._rows(images, "test", val_size)) == 360
     assert len(evaluate._rows(images, "train", 1436)) == 1
     assert len(evaluate._rows(images, "validation", 1436)) == 1436
-
-
-def test_summarise() -> None:
-    labels, predictions = torch.tensor([0, 0, 1, 2]), torch.tensor([0, 1, 1, 0])
-    losses = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64)
-    assert summarise(labels, predictions, losses, classes=4) == Metrics(
-        accuracy=0.5,
-        loss=2.5,
-        count=4,
-        confusion=[[1, 1, 0, 0], [0, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]],
-        class_accuracy=[0.5, 1.0, 0.0, None],
-    )

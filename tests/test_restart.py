@@ -111,12 +111,7 @@ WAS_LOST, WAS_KILLED = "rank 1 was lost", "the process that wrote the run folder
     ],
 )
 def test_a_lost_process_is_a_restart_and_nothing_else_is(
-    restarts: int,
-    plan: list[Attempt],
-    code: int,
-    reasons: list[str],
-    run: Run,
-    capsys: Capsys,
+    restarts: int, plan: list[Attempt], code: int, reasons: list[str], run: Run, capsys: Capsys
 ) -> None:
     handlers = [signal.getsignal(number) for number in restart.SIGNALS]
     assert run(*plan, restarts=restarts) == code
@@ -125,10 +120,8 @@ def test_a_lost_process_is_a_restart_and_nothing_else_is(
     assert capsys.readouterr().out.splitlines() == expected
     assert [signal.getsignal(number) for number in restart.SIGNALS] == handlers
     _, status = plan[-1]
-    if status:
-        assert read_json(Path("runs/digits-001/status.json")) == status
-    else:
-        assert names("runs") == []
+    assert names("runs") == (["digits-001"] if status else [])  # no latest: it is of runs
+    assert not status or read_json(Path("runs/digits-001/status.json")) == status
 
 
 @pytest.mark.parametrize("old", [None, *map(json.dumps, (LOST, KILLED, FINISHED)), '{"'])
@@ -155,24 +148,12 @@ def test_a_command_that_a_signal_ended_has_a_shells_code(number: signal.Signals)
     assert restart.restart(0, ["-c", die, "train"], config.Run()) == 128 + number
 
 
-@pytest.mark.parametrize(
-    ("flags", "expected"),
-    [
-        ({"resume": "b"}, "b"),
-        ({"resume": "b", "run_dir": "b"}, "b"),
-        ({}, "runs/mnist-001"),
-        ({"dataset": "a/b"}, "runs/a--b-001"),
-    ],
-)
-def test_the_run_goes_into_the_typed_folder_else_into_a_new_one(
-    flags: dict[str, Any], expected: str
-) -> None:
-    new = expected.startswith("runs/")
-    added = ["--run-dir", expected] if new else []
-    assert restart.choose_folder(config.Run(**flags)) == (Path(expected), added)
-    # runs/latest leads to runs that began
-    assert names() == (["runs"] if new else [])
-    assert not new or names("runs") == [Path(expected).name]
+def test_the_run_goes_into_the_folder_that_it_resumes_else_into_a_new_one() -> None:
+    assert restart.choose_folder(config.Run(resume="b")) == (Path("b"), [])
+    assert names() == []
+    new = "runs/a--b-001"
+    chosen = restart.choose_folder(config.Run(dataset="a/b"))
+    assert chosen == (Path(new), ["--run-dir", new])
 
 
 # --- Processes that outlive their launcher

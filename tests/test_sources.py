@@ -10,6 +10,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -25,7 +26,7 @@ from ddp_mnist.data import cache, sources
 from ddp_mnist.data.decode import Decoded, Preparation
 from ddp_mnist.data.sources import Source, find_source
 from ddp_mnist.errors import DataError, DdpMnistError, StorageError, UsageError, one_line
-from tests.hub import Hub, as_json, silent_server
+from tests.hub import Hub, as_json
 
 # datasets and huggingface_hub read their environment at import: not before conftest.py set it.
 
@@ -211,6 +212,7 @@ GOOD: dict[str, tuple[Writer, list[str]]] = {
     "several files": (in_several_files, list("0123")),
     "words": (with_words, ["four", "one", "three", "two"]),
     "save_to_disk": (save_to_disk, list("wxyz")),
+    "images": (write_images, ["ant", "bee", "cat", "dog"]),
     "idx": (write_idx, list("0123456789")),
     "idx in raw": (lambda f: write_idx(f / "raw", gz=True), list("0123456789")),
     "idx of torchvision": (lambda f: write_idx(f / "MNIST/raw", dot="."), list("0123456789")),
@@ -226,18 +228,11 @@ def test_every_format_gives_what_was_written(how: str, tmp_path: Path) -> None:
     for split, rows in SPLITS.items():
         images, labels = decoded.images[split], decoded.labels[split]
         assert (images.dtype, labels.dtype) == (np.uint8, np.int64)
-        assert np.array_equal(images, PIXELS[rows])
-        assert labels.tolist() == LABELS[rows]
-
-
-def test_images_in_folders_of_their_class(tmp_path: Path) -> None:
-    """They are read class by class, in the order of names."""
-    decoded = read(write_images(tmp_path))
-    assert (decoded.classes, decoded.notes) == (["ant", "bee", "cat", "dog"], [])
-    for split, rows in SPLITS.items():
-        order = sorted(range(rows.start, rows.stop), key=lambda row: (LABELS[row], row))
-        assert decoded.labels[split].tolist() == [LABELS[row] for row in order]
-        assert np.array_equal(decoded.images[split], PIXELS[order])
+        order = list(range(rows.start, rows.stop))
+        if how == "images":  # are read class by class, in the order of names
+            order.sort(key=LABELS.__getitem__)
+        assert np.array_equal(images, PIXELS[order])
+        assert labels.tolist() == [LABELS[row] for row in order]
 
 
 def test_real_mnist(mnist: Path) -> None:
@@ -254,14 +249,6 @@ def test_real_mnist(mnist: Path) -> None:
 # --- Conversions
 
 
-def with_images(folder: Path, *images: Any) -> Decoded:
-    """Return what a data set that begins with these images decodes to."""
-    files = [image if isinstance(image, bytes) else encoded(image) for image in images]
-    write_parquet(folder)
-    write_split(folder, "train", image=cells_of([*files, *PNGS[len(files) : TRAIN]]))
-    return read(folder)
-
-
 def one_colour(mode: str, colour: Any, side: int = 28) -> PIL.Image.Image:
     return PIL.Image.new(mode, (side, side), colour)
 
@@ -270,18 +257,18 @@ def test_other_images_keep_their_picture(tmp_path: Path) -> None:
     """Of other sizes and modes, whose grey is in tests/test_decode.py."""
     large = PIXELS[0].repeat(2, axis=0).repeat(2, axis=1)
     jpeg = encoded(np.full((28, 28), 90, dtype=np.uint8), kind="JPEG")
-    decoded = with_images(tmp_path, large, jpeg, one_colour("RGB", (255, 0, 0)))
+    others = [one_colour("L", 7, side) for side in (20, 30, 40, 40)]
+    files = [encoded(large), jpeg, *map(encoded, (one_colour("RGB", (255, 0, 0)), *others))]
+    write_split(write_parquet(tmp_path), "train", image=cells_of([*files, *PNGS[7:TRAIN]]))
+    decoded = read(tmp_path)
     shrunk, *same = decoded.images["train"].astype(int)
     # a triangle filter blurs noise, and keeps what it is blurred from
     assert abs(shrunk.mean() - PIXELS[0].mean()) < 2
     assert np.corrcoef(shrunk.ravel(), PIXELS[0].ravel())[0, 1] > 0.9
-    assert [set(image.ravel().tolist()) for image in same[:2]] == [{90}, {76}]
-    assert np.array_equal(same[2:], PIXELS[3:TRAIN])
-    assert decoded.notes == ["images of 28x28 RGB, 56x56 L became 28x28 grey"]
-
-    sizes = with_images(tmp_path, *[one_colour("L", 7, side) for side in (50, 20, 30, 40, 60, 60)])
-    assert sizes.notes == ["images of 20x20 L, 30x30 L, 40x40 L and 2 more kinds became 28x28 grey"]
-    assert set(sizes.images["train"][:6].ravel().tolist()) == {7}
+    assert [set(image.ravel().tolist()) for image in same[:6]] == [{90}, {76}, *[{7}] * 4]
+    assert np.array_equal(same[6:], PIXELS[7:TRAIN])
+    kinds = "20x20 L, 28x28 RGB, 30x30 L and 2 more kinds"
+    assert decoded.notes == [f"images of {kinds} became 28x28 grey"]
 
 
 # --- Faults: how a good folder is spoilt, and words that the error has to have
@@ -387,16 +374,6 @@ IMAGE_FAULTS: Faults = {
 }
 
 
-def saved_test(**columns: Any) -> Spoiler:
-    """Return what saves splits without declared classes, the test split with these columns."""
-
-    def spoil(folder: Path) -> None:
-        shutil.rmtree(folder)
-        save_to_disk(folder, "", "", **columns)
-
-    return spoil
-
-
 def split_alone(folder: Path) -> None:
     (folder / "dataset_dict.json").unlink()
     shutil.rmtree(folder / "test")
@@ -406,31 +383,28 @@ ARROW = "train/data-00000-of-00001.arrow"
 SAVED_FAULTS: Faults = {
     "cut short": (rewritten(ARROW, cut(3000)), "cannot be read ("),
     "other class names in test": (
-        lambda folder: save_to_disk(folder, test_names="zyxw"),
+        partial(save_to_disk, test_names="zyxw"),
         "column label is ClassLabel(names=['w', 'x', 'y', 'z']) in train and ClassLabel(names=['",
     ),
-    "test without labels": (saved_test(label=None), "label is Value('int64') in train and missing"),
-    "no rows": (saved_test(**NO_ROWS), "cannot be read ("),
+    "test without labels": (
+        partial(save_to_disk, train_names="", test_names="", label=None),
+        "label is Value('int64') in train and missing",
+    ),
+    "no rows": (partial(save_to_disk, test_names="", **NO_ROWS), "cannot be read ("),
     "a split alone": (split_alone, "needs the splits train and test, found: "),
 }
 
 IMAGES, IDX_LABELS = "train-images-idx3-ubyte", "train-labels-idx1-ubyte"
 NO_IDX = "is no IDX file of rows of "
-
-
-def idx(**changed: Any) -> Spoiler:
-    return lambda folder: write_idx(folder, **changed)
-
-
 IDX_FAULTS: Faults = {
     "cut short": (rewritten(IMAGES, cut(-1)), f"DIR/{IMAGES}: {NO_IDX}"),
     "cut in the header": (rewritten(IMAGES, cut(10)), f"DIR/{IMAGES}: {NO_IDX}"),
     "wrong magic": (rewritten(IMAGES, flipped(2)), f"DIR/{IMAGES}: {NO_IDX}"),
     "huge sizes": (rewritten(IMAGES, lambda c: c[:4] + b"\xff" * 12 + c[16:]), NO_IDX),
     "three of four": (removed(IDX_LABELS), "of MNIST's four IDX files only 3 are there; fetch"),
-    "counts differ": (idx(test_labels=[1]), "DIR/t10k-images-idx3-ubyte: 5 images but 1 labels;"),
-    "no rows": (idx(train_images=PIXELS[:0], train_labels=[]), f"DIR/{IMAGES}: 0 images but 0"),
-    "other size": (idx(train_images=PIXELS[:TRAIN, :14]), f"DIR/{IMAGES}: {NO_IDX}28x28 bytes"),
+    "counts differ": (partial(write_idx, test_labels=[1]), "5 images but 1 labels;"),
+    "no rows": (partial(write_idx, train_images=PIXELS[:0], train_labels=[]), "0 images but 0"),
+    "other size": (partial(write_idx, train_images=PIXELS[:TRAIN, :14]), f"{NO_IDX}28x28 bytes"),
 }
 GZ_FAULTS: Faults = {
     "cut short": (rewritten(f"{IMAGES}.gz", cut(-9)), f"DIR/{IMAGES}.gz: cannot be read"),
@@ -445,7 +419,7 @@ FAULTS = {
         ("images", write_images, IMAGE_FAULTS),
         ("saved", save_to_disk, SAVED_FAULTS),
         ("idx", write_idx, IDX_FAULTS),
-        ("idx.gz", lambda folder: write_idx(folder, gz=True), GZ_FAULTS),
+        ("idx.gz", partial(write_idx, gz=True), GZ_FAULTS),
     )
     for fault, how in faults.items()
 }
@@ -602,8 +576,9 @@ def test_fault_28_nothing_cached_and_a_hub_that_does_not_answer(
     end = threading.Event()
     if who == "name server":
         monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: end.wait(60))
-    with silent_server() as silent:
-        endpoint(silent if who == "hub" else "http://hub.invalid")
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # connecting works, no answer comes
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        endpoint(f"http://{address if who == 'hub' else 'hub.invalid'}")
         start = time.monotonic()
         with pytest.raises(DataError) as caught:
             find_source("mnist").read()
