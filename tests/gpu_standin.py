@@ -12,7 +12,6 @@ import io
 import json
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -47,31 +46,24 @@ def machine(kind: str) -> dict[str, str | None]:
 # --- What one process decides for itself
 
 
-def decision(decide: Callable[[], Any]) -> Any:
-    """Return what it decides, or the sentence with which it refuses."""
-    from ddp_mnist.errors import DdpMnistError
+def way(variables: dict[str, str], **flags: Any) -> Any:
+    """Return what `train` does with these variables: its device, backend and precision.
 
-    try:
-        return decide()
-    except DdpMnistError as error:
-        return str(error)
-
-
-def way(variables: dict[str, str], *flags: str) -> Any:
-    """Return device, backend and precision of `train *flags` under these variables."""
-    from ddp_mnist import cli
+    Or the sentence with which it refuses.
+    """
     from ddp_mnist.cluster.device import choose_backend, choose_device, precision_in_effect
     from ddp_mnist.cluster.launch import find_launch
+    from ddp_mnist.config import Distribution
+    from ddp_mnist.errors import DdpMnistError
 
-    def decide() -> list[str]:
-        typed = cli.train_config(flags).distribution
-        launch = find_launch(typed)
-        device = choose_device(typed)
-        precision = precision_in_effect(typed, launch, device)
-        return [device, choose_backend(typed, launch, device), precision]
-
+    typed = Distribution(**flags)
     with patch.dict(os.environ, variables):
-        return decision(decide)
+        try:
+            launch, device = find_launch(typed), choose_device(typed)
+            precision = precision_in_effect(typed, launch, device)
+            return [device, choose_backend(typed, launch, device), precision]
+        except DdpMnistError as error:
+            return str(error)
 
 
 def workers(*flags: str) -> list[dict[str, str]]:
@@ -103,10 +95,10 @@ def workers(*flags: str) -> list[dict[str, str]]:
     return started
 
 
-def launched(config: str, *flags: str) -> Any:
+def launched(config: str, **flags: Any) -> Any:
     """Return how many workers a stored configuration starts, and what they decide."""
     yaml = str(REPOSITORY / "accelerate_configs" / f"{config}.yaml")
-    decided = [way(env, *flags) for env in workers("--config_file", yaml)]
+    decided = [way(env, **flags) for env in workers("--config_file", yaml)]
     assert all(each == decided[0] for each in decided)
     return [len(decided), decided[0]]
 
@@ -123,8 +115,6 @@ def on_this_machine() -> dict[str, Any]:
     device.has_native_bf16 = lambda: False
     made = multinode.make_node(multinode.Multinode(machine_rank=0, main_process_ip="192.0.2.1"))
     for_doctor = hardware.default_processes(2)
-
-    ranks = {"RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
     return {
         "gpus": hardware.gpus(),
         "node": [made.config, made.nproc_per_node],
@@ -133,15 +123,9 @@ def on_this_machine() -> dict[str, Any]:
         "doctor opened one": getattr(torch.cuda, "opened", False),
         "bench": [hardware.default_processes(least) for least in (1, 2)],
         "yaml": {config: launched(config) for config in YAMLS},
-        "yaml --cpu": launched("single_gpu", "--cpu"),
-        "yaml --cpu fp16": launched("single_gpu", "--cpu", "--mixed-precision", "fp16"),
+        "yaml --cpu": launched("single_gpu", cpu=True),
+        "yaml --cpu fp16": launched("single_gpu", cpu=True, mixed_precision="fp16"),
         "accelerate --cpu": [way(env) for env in workers("--cpu", "--num_processes", "2")],
-        "plain": way({}),
-        "plain --cpu": way({}, "--cpu"),
-        "torchrun": way({**TORCHRUN, **ranks}),
-        "torchrun gloo": way({**TORCHRUN, **ranks}, "--backend", "gloo"),
-        "srun": way({**SRUN, "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}),
-        "tcp": way({}, "--init-method", "tcp://127.0.0.1:1", "--rank", "0", "--world-size", "2"),
     }
 
 

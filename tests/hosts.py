@@ -1,6 +1,7 @@
 """Hosts with addresses, names and /etc/hosts of their own: Linux network namespaces. Needs root."""
 
 import itertools
+import json
 import os
 import shutil
 import subprocess
@@ -11,7 +12,7 @@ import pytest
 
 REPOSITORY = Path(__file__).parent.parent
 SUBNETS = {4: "10.77.0.", 6: "fd77::"}
-DECOY = "10.99.0."  # of interfaces that lead nowhere
+DECOY = "10.99.0."
 NUMBERS = itertools.count()
 
 
@@ -33,24 +34,15 @@ class Hosts:
     only the host itself can reach.
 
     Args:
-        delay_ms, loss_percent: make all links worse; the delay each way.
+        slow: all links let 20 Mbit/s through, and drop what comes faster.
         ip: 4 or 6; the hosts have no addresses of the other kind.
-        decoys: each host has two more interfaces, with addresses that no other host reaches, and
-            its name is the address of one of them.
+        decoys: each host's name is the address of an interface that no other host reaches.
     """
 
     def __init__(
-        self,
-        count: int,
-        *,
-        delay_ms: float = 0,
-        loss_percent: float = 0,
-        ip: int = 4,
-        decoys: bool = False,
+        self, count: int, *, ip: int = 4, slow: bool = False, decoys: bool = False
     ) -> None:
-        self.ip, self.decoys = ip, decoys
-        self.worse = (str(delay_ms), str(loss_percent)) if delay_ms or loss_percent else None
-        self.wires: list[subprocess.Popen[str]] = []
+        self.ip, self.slow, self.decoys = ip, slow, decoys
         number = next(NUMBERS)  # a deleted namespace goes once its last process has gone
         self.names = [f"ddpm{os.getpid()}n{number}h{index}" for index in range(count)]
         self.bridge = f"ddpb{os.getpid() % 10**5}n{number}"  # with p0 behind it, at most 15 letters
@@ -62,7 +54,11 @@ class Hosts:
             for index, name in enumerate(self.names):
                 outside = f"{self.bridge}p{index}"
                 run("ip", "netns", "add", name)
-                self._plug_in(name, outside)
+                run("ip", "link", "add", outside, "type", "veth", "peer", "eth0", "netns", name)
+                run("ip", "link", "set", outside, "master", self.bridge, "up")
+                if self.slow:
+                    limits = ("rate", "20mbit", "burst", "5kb", "limit", "20kb")
+                    run("tc", "qdisc", "add", "dev", outside, "root", "tbf", *limits)
                 inside = ["ip", "-n", name]
                 run(*inside, "link", "set", "lo", "up")
                 self._give_address(inside, "eth0", self.address(index))
@@ -74,7 +70,7 @@ class Hosts:
                 if self.decoys:
                     run(*inside, "link", "add", "eth1", "type", "veth", "peer", "eth2")
                     self._give_address(inside, "eth1", own)
-                    self._give_address(inside, "eth2", f"172.31.{index}.1")
+                    run(*inside, "link", "set", "eth2", "up")
         except BaseException:
             self.__exit__()
             raise
@@ -85,22 +81,7 @@ class Hosts:
         run(*inside, "addr", "add", *network, "dev", interface)
         run(*inside, "link", "set", interface, "up")
 
-    def _plug_in(self, name: str, outside: str) -> None:
-        """Connect the host's eth0 to the bridge, by a worse link where one is requested."""
-        if self.worse is None:
-            run("ip", "link", "add", outside, "type", "veth", "peer", "eth0", "netns", name)
-            run("ip", "link", "set", outside, "master", self.bridge, "up")
-            return
-        command = [sys.executable, "-m", "tests.wire", name, self.bridge, outside, *self.worse]
-        wire = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY)
-        self.wires.append(wire)
-        assert wire.stdout
-        assert wire.stdout.readline() == "ready\n"
-
     def __exit__(self, *_error: object) -> None:
-        for wire in self.wires:
-            wire.kill()
-            wire.communicate()
         for index, name in enumerate(self.names):
             subprocess.run(["ip", "link", "delete", f"{self.bridge}p{index}"], capture_output=True)
             subprocess.run(["ip", "netns", "delete", name], capture_output=True)
@@ -114,6 +95,12 @@ class Hosts:
         """Return what --init-method takes."""
         host = f"[{self.address(index)}]" if self.ip == 6 else self.address(index)
         return f"tcp://{host}:{port}"
+
+    def dropped(self, index: int) -> int:
+        """Return how many packets the slow link to host `index` has dropped."""
+        command = ["tc", "-s", "-j", "qdisc", "show", "dev", f"{self.bridge}p{index}"]
+        shown = subprocess.run(command, check=True, capture_output=True).stdout
+        return sum(queue["drops"] for queue in json.loads(shown))
 
     def drop_all_but(self, index: int, port: int) -> None:
         """Put a firewall on host `index` that lets nobody in but to `port`."""

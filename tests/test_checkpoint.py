@@ -1,4 +1,3 @@
-import contextlib
 import errno
 import functools
 import hashlib
@@ -6,16 +5,15 @@ import io
 import os
 import pickle
 import random
-import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock, patch
+from unittest.mock import patch
 
 import pytest
 import torch
 
-from ddp_mnist.errors import CheckpointError, StorageError
+from ddp_mnist.errors import CheckpointError
 from ddp_mnist.run import checkpoint
 from ddp_mnist.run.checkpoint import DAMAGED, from_bytes, newest_first, read_newest, save, to_bytes
 
@@ -145,49 +143,6 @@ def test_fault_04_the_new_one_is_on_the_disk_before_an_older_one_goes(tmp_path: 
         save(tmp_path, 3, content(3), keep=2)
     renamed, removed = "renamed to step-00000003.pt", "removed step-00000001.pt"
     assert events == ["file synced", renamed, "folder synced", removed]
-
-
-# --- A disk that is full or broken
-
-
-def failing(function: str, number: int) -> Any:
-    return patch.object(os, function, Mock(side_effect=OSError(number, os.strerror(number))))
-
-
-@contextlib.contextmanager
-def limited_to_2000_bytes() -> Iterator[None]:
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-
-
-@pytest.mark.parametrize(
-    ("disk", "why"),
-    [
-        (functools.partial(failing, "fsync", errno.ENOSPC), "No space left on device"),
-        (functools.partial(failing, "fsync", errno.EIO), "Input/output error"),
-        (functools.partial(failing, "replace", errno.EDQUOT), "Disk quota exceeded"),
-        (limited_to_2000_bytes, "File too large"),
-    ],
-)
-def test_fault_05_a_disk_that_fails_leaves_the_older_ones_and_no_other(
-    disk: Callable[[], Any], why: str, tmp_path: Path
-) -> None:
-    run = tmp_path
-    for step in (1, 2):
-        save(run, step, content(step), keep=2)
-    with pytest.raises(StorageError) as refused, disk():
-        save(run, 3, content(3), keep=2)
-    assert refused.value.code == 5
-    assert str(refused.value).startswith(f"{at(run, 3)}: cannot be written ({why});")
-    assert str(refused.value).endswith(" another --run-dir")
-    assert names(run) == ["step-00000001.pt", "step-00000002.pt"]
-    assert read_newest(run) == (to_bytes(content(2)), 2, [])
-    save(run, 3, content(3), keep=2)
-    assert steps(run) == [3, 2]
 
 
 # --- Damage

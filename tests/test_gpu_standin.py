@@ -43,18 +43,6 @@ def test_gpus_are_those_that_torch_can_use(decided: dict[str, Any]) -> None:
     assert [decided[kind]["gpus"] for kind in KINDS] == [1, 2, 0]
 
 
-def test_device_backend_and_precision(decided: dict[str, Any]) -> None:
-    for way, with_gpu, without in (
-        ("plain", GPU, CPU),
-        ("plain --cpu", CPU, CPU),
-        ("torchrun", NCCL, GLOO),
-        ("torchrun gloo", ["cuda", "gloo", "fp16"], GLOO),
-        ("srun", NCCL, GLOO),
-        ("tcp", NCCL, GLOO),
-    ):
-        assert [decided[kind][way] for kind in KINDS] == [with_gpu, with_gpu, without], way
-
-
 def test_the_stored_configurations(decided: dict[str, Any]) -> None:
     for config, workers, with_gpu, without in (
         ("single_gpu", 1, GPU, "cpu"),

@@ -18,7 +18,6 @@ from tests.training import check_equal
 
 pytestmark = pytest.mark.system
 PORT = 29444
-SLOW_AND_LOSSY = {"delay_ms": 50, "loss_percent": 1}
 
 
 @pytest.fixture(autouse=True)
@@ -66,22 +65,20 @@ def ends_of(started: list[Started]) -> list[Ended]:
 
 
 @pytest.mark.parametrize(
-    ("count", "network"),
+    "network",
     [
-        pytest.param(2, {"ip": 6}, id="two hosts with IPv6 only"),
-        # the doctor's test has two of them
-        pytest.param(3, {"decoys": True}, id="names of dead interfaces", marks=pytest.mark.soak),
-        pytest.param(3, {"ip": 6}, id="three hosts with IPv6 only", marks=pytest.mark.soak),
-        pytest.param(2, SLOW_AND_LOSSY, id="fault_19 slow, lossy", marks=pytest.mark.soak),
+        pytest.param({"ip": 6}, id="IPv6 only"),
+        pytest.param({"slow": True}, id="fault_19 slow, lossy", marks=pytest.mark.soak),
     ],
 )
-def test_the_interface_that_leads_to_the_others_is_found(
-    count: int, network: dict[str, Any], alone: Path, tmp_path: Path
+def test_two_hosts_train_as_one_process(
+    network: dict[str, Any], alone: Path, tmp_path: Path
 ) -> None:
-    with Hosts(count, **network) as hosts:
+    with Hosts(2, **network) as hosts:
         for ended in ends_of(train(hosts, tmp_path, "--dist-timeout", "60")):
             assert ended.code == 0, ended.err
-    check_equal(tmp_path / "host0" / "run", alone, count, num_machines=count)
+        assert "slow" not in network or hosts.dropped(0) > 50 < hosts.dropped(1)
+    check_equal(tmp_path / "host0" / "run", alone, 2, num_machines=2)
 
 
 def test_ssh_trains_on_two_hosts_whose_own_name_is_loopback(alone: Path, tmp_path: Path) -> None:
@@ -174,33 +171,15 @@ def test_the_doctor_names_a_firewall_that_drops_the_data_ports(tmp_path: Path) -
     ]
 
 
-@pytest.mark.soak
-def test_a_firewall_ends_a_training_with_one_line(tmp_path: Path) -> None:
-    require_firewall()
-    with Hosts(2) as hosts:
-        hosts.drop_all_but(0, PORT)  # gloo's higher rank connects to the lower one
-        began = time.monotonic()
-        both = ends_of(train(hosts, tmp_path, "--dist-timeout", "8"))
-        assert time.monotonic() - began < 8 + 10 + 10  # time-out, end, and start
-    assert [ended.code for ended in both] == [6, 6]
-    [line] = [line for ended in both for line in ended.error_lines]
-    assert "2 processes met, but within 8 s rank" in line
-    assert line.endswith(
-        "GLOO_SOCKET_IFNAME to the interface that leads there (it is eth0) (code 6)"
-    )
-
-
 # --- Faults
 
 
 @pytest.mark.soak
 def test_fault_16_a_main_address_that_leads_nowhere(tmp_path: Path) -> None:
-    began = time.monotonic()
     with Hosts(1) as hosts:
         world = ["--init-method", f"tcp://10.77.0.99:{PORT}", "--rank", "1", "--world-size", "2"]
         command = [sys.executable, *proof(Path("run"), *world, "--dist-timeout", "4")]
-        ended = on_host(hosts, 0, tmp_path, *command).ended()
-    assert time.monotonic() - began < 4 + 10
+        ended = on_host(hosts, 0, tmp_path, *command).ended(4 + 10)
     assert ended.code == 6
     [line] = ended.err.splitlines()
     assert f"10.77.0.99:{PORT}: rank 1 of 2 reached nobody there" in line

@@ -41,13 +41,15 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
 # --- Which folder
 
 
-def test_folders_are_numbered_and_latest_points_to_the_last(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_folders_are_numbered_and_latest_points_to_the_last() -> None:
     for dataset, name in (
         ("digits", "digits-001"),
         ("digits", "digits-002"),
@@ -64,10 +66,7 @@ def test_folders_are_numbered_and_latest_points_to_the_last(
     assert create(None) == Path("runs/digits-1001")
 
 
-def test_runs_that_begin_at_once_get_folders_of_their_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_runs_that_begin_at_once_get_folders_of_their_own() -> None:
     made = at_once(*[lambda: create(None)] * 20)
     expected = [RUNS / f"digits-{number:03d}" for number in range(1, 21)]
     assert sorted(made) == expected
@@ -75,11 +74,8 @@ def test_runs_that_begin_at_once_get_folders_of_their_own(
     assert (RUNS / "latest").resolve() in {path.resolve() for path in made}
 
 
-def test_a_reserved_folder_or_one_that_the_person_names(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reserved_folder_or_one_that_the_person_names(tmp_path: Path) -> None:
     """It is the latest once a run begins there, if it lies beside the others."""
-    monkeypatch.chdir(tmp_path)
     (RUNS / "mine").mkdir(parents=True)
     (RUNS / "mine" / "notes.txt").touch()
     assert [reserve("a/b"), reserve("a/b")] == [RUNS / "a_b-001", RUNS / "a_b-002"]
@@ -92,9 +88,8 @@ def test_a_reserved_folder_or_one_that_the_person_names(
 
 
 def test_a_folder_called_latest_stays_and_ends_no_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     for name in ("runs/latest", "./runs/latest", str(tmp_path / "runs" / "latest")):
         with pytest.raises(UsageError, match=f"--run-dir {name}: is the name of the link"):
             create(name)
@@ -106,8 +101,7 @@ def test_a_folder_called_latest_stays_and_ends_no_run(
     assert not (tmp_path / "runs" / "latest").is_symlink()
 
 
-def test_a_place_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
     file = tmp_path / "runs"
     file.touch()
     for make, line in (
@@ -155,10 +149,7 @@ def test_files_of_another_program_are_not_written_over(
     assert names(tmp_path) == [name]
 
 
-def test_fault_14_a_folder_that_holds_a_run_is_refused_unless_it_saved_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_fault_14_a_folder_that_holds_a_run_is_refused_unless_it_saved_nothing() -> None:
     path = Path("runs/digits-001")
     with contextlib.suppress(KeyboardInterrupt), RunFolder() as stopped:
         stopped.create(None, "digits")
@@ -329,10 +320,7 @@ def test_a_full_disk_does_not_hide_the_first_error(
     assert names(tmp_path) == ["status.json"]
 
 
-def test_ranks_without_a_folder_write_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_ranks_without_a_folder_write_nothing(tmp_path: Path) -> None:
     with RunFolder() as run:
         run.begin()
         run.write_json("x.json", {})

@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import accelerate.optimizer
 import pytest
@@ -26,6 +26,7 @@ from ddp_mnist.cluster.store import Store
 from ddp_mnist.cluster.world import (
     CRASHES_IN_DETAIL,
     choose_interface,
+    form_group,
     join_world,
     make_accelerator,
 )
@@ -260,6 +261,16 @@ def test_rank_0_whose_name_is_loopback_takes_the_way_to_the_others() -> None:
         choose_interface(launch, two_hosts("127.0.1.1", "10.0.0.2"))
         choose_interface(launch, two_hosts("10.0.0.1", "10.0.0.2"))
     assert [call.args[0] for call in look.call_args_list] == ["10.0.0.2", "node0"]
+
+
+def test_a_group_that_cannot_connect_names_the_interface(monkeypatch: Patch) -> None:
+    monkeypatch.setenv(GLOO, "eth0")
+    failed = Mock(side_effect=RuntimeError("Gloo connectFullMesh failed with ..."))
+    monkeypatch.setattr(dist, "init_process_group", failed)
+    with pytest.raises(PeerError, match=r"^2 processes met, but within 8 s rank 0 .*") as raised:
+        form_group(two_hosts(None, None), "gloo", 0, 8)
+    assert raised.value.code == 6
+    assert str(raised.value).endswith(f" {GLOO} to the interface that leads there (it is eth0)")
 
 
 # --- The world as it stands
