@@ -96,7 +96,7 @@ def fit(run: Session, build: BuildModel = build_model) -> dict[str, Any]:
     # Train.
     while progress.epoch < recipe.epochs and not progress.stopped_by:
         first_step = progress.epoch * batches.steps_per_epoch
-        run.folder.status(phase="training", step=progress.step)
+        run.folder.status(phase="training")
         model.train()
         batches.begin(progress.epoch, progress.step - first_step)
         if recipe.augment:
@@ -130,7 +130,7 @@ def fit(run: Session, build: BuildModel = build_model) -> dict[str, Any]:
             ends_epoch = progress.step == first_step + batches.steps_per_epoch
             log = ends_epoch or progress.step % flags.log_every == 0
             save = progress.step % flags.checkpoint_every == 0
-            if not (log or save or meter.sync_due()):
+            if not (log or save or progress.step >= meter.next_sync):
                 continue
             stop_requests = meter.all_reduce(stop.requests)
             if log:

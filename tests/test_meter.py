@@ -72,7 +72,7 @@ def sync_points(clock: Any, seconds_per_step: float, steps: int, first: int = 0)
     for step in range(first + 1, first + steps + 1):
         progress.step = step
         clock.now += seconds_per_step
-        if made.sync_due():
+        if step >= made.next_sync:
             see(made, 0.5, [1])
             made.all_reduce([])
             found.append(step)

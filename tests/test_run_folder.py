@@ -154,7 +154,8 @@ def test_fault_14_a_folder_that_holds_a_run_is_refused_unless_it_saved_nothing()
     with contextlib.suppress(KeyboardInterrupt), RunFolder() as stopped:
         stopped.create(None, "digits")
         stopped.append_metrics(25, {"loss": 0.5})
-        stopped.status(phase="training", step=30)
+        stopped.step = 30
+        stopped.status(phase="training")
         raise KeyboardInterrupt
     (path / "notes.txt").write_text("mine")
     refusal = f"^--run-dir {path}: holds a run already .*--resume {path}.; name another"
@@ -287,7 +288,8 @@ def test_how_a_run_ended_is_recorded_and_its_folder_free(
     expected = pytest.raises(type(error)) if error else contextlib.nullcontext()
     with expected as raised, RunFolder() as run:
         run.create(str(tmp_path), "digits")
-        run.status(phase="validation", step=7)
+        run.step = 7
+        run.status(phase="validation")
         assert read_json(status) == FRESH | {"phase": "validation", "step": 7}
         assert in_use(tmp_path)
         if error:

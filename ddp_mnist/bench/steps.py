@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -31,7 +30,6 @@ from ddp_mnist.run.session import Session
 from ddp_mnist.train import build_model, fit
 
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-Step = Callable[[Batch], None]
 
 
 def time_steps(
@@ -69,8 +67,8 @@ def shortened(config: TrainConfig, world: World, images: ImageData, steps: int) 
     return Session(resolved, world, images, StopSignals())
 
 
-def prepare_step(run: Session, exchange: bool) -> tuple[Any, Step]:
-    """Return the prepared loader, and a step that has been taken once."""
+def bare_steps(run: Session, *, feed: bool, exchange: bool) -> float:
+    """Return the seconds of steps on all batches, or of as many on one batch that lies ready."""
     accelerator, recipe = run.world.accelerator, run.config.recipe
     device, seed = accelerator.device, run.config.run.seed
     images = run.images.to(device)
@@ -88,16 +86,10 @@ def prepare_step(run: Session, exchange: bool) -> tuple[Any, Step]:
         optimizer.step()
         optimizer.zero_grad()
 
-    step(next(iter(loader)))
-    return loader, step
-
-
-def bare_steps(run: Session, *, feed: bool, exchange: bool) -> float:
-    """Return the seconds of steps on all batches, or of as many on one batch that lies ready."""
-    loader, step = prepare_step(run, exchange)
-    batches = loader if feed else itertools.repeat(next(iter(loader)), len(loader))
+    ready = next(iter(loader))
+    step(ready)  # the first takes longer, and is not timed
     clock = time.monotonic()
-    for batch in batches:
+    for batch in loader if feed else itertools.repeat(ready, len(loader)):
         step(batch)
     run.world.wait_for_gpu()
     return time.monotonic() - clock

@@ -37,6 +37,7 @@ class RunFolder:
 
     def __init__(self) -> None:
         self.path: Path | None = None
+        self.step = 0  # the last one that the run is known to have taken
         self.metrics_lines = 0  # of this run in metrics.jsonl
         self.trackers: Any = None  # what the metrics are logged to as well, see tracking.py
         self._lock: FileLock | None = None
@@ -124,18 +125,9 @@ class RunFolder:
                 Path(self._lock.lock_file).unlink()
             self._lock.release()
 
-    @property
-    def step(self) -> int:
-        """The last optimizer step that the run is known to have taken."""
-        return int(self._status["step"])
-
-    def reached(self, step: int) -> None:
-        """Note the step; status.json holds it when it is written next."""
-        self._status["step"] = step
-
     def status(self, **changes: Any) -> None:
-        """Replace status.json, with changes of state, exit_code, phase, step or error."""
-        self._status |= changes
+        """Replace status.json, with the step, and changes of state, exit_code, phase or error."""
+        self._status |= {"step": self.step, **changes}
         self.write_json(STATUS, self._status)
 
     def record_outcome(self, state: str, exit_code: int, error: str) -> None:
@@ -155,7 +147,7 @@ class RunFolder:
 
     def append_metrics(self, step: int, metrics: dict[str, Any]) -> None:
         """Append one JSON object as a line to metrics.jsonl, and log it to the trackers."""
-        self.reached(step)
+        self.step = step
         self.metrics_lines += 1
         if self.path:
             path = self.path / METRICS

@@ -24,7 +24,7 @@ class Meter:
         self.correct: list[Tensor] = []
         self.images_per_batch = 0
         self.last_sync = progress.step
-        self.next_sync = progress.step + 1
+        self.next_sync = progress.step + 1  # the step at which it is due, on all ranks the same
         self.steps_per_s = 0.0
         self.restart_clock()
 
@@ -37,10 +37,6 @@ class Meter:
         self.losses.append(loss.detach())
         self.correct.append((logits.detach().argmax(1) == labels).sum())
         self.images_per_batch = len(labels)
-
-    def sync_due(self) -> bool:
-        """Return whether the planned step has come; on all ranks the same."""
-        return self.progress.step >= self.next_sync
 
     def all_reduce(self, stop_requests: list[float]) -> list[float]:
         """Add up what all ranks saw into their progress, and plan the next sync point.

@@ -165,7 +165,7 @@ def load_latest(
             f" least {-(-step // recipe.steps_per_epoch)}"
         )
     folder.cut_metrics(content["metrics_lines"])
-    folder.reached(step)
+    folder.step = step
     summary = f"changed: {', '.join(changed)}" if changed else "nothing changed"
     return raw, [*lines, f"resumed    after step {step:,}; {summary}"]
 

@@ -97,7 +97,7 @@ class Session:
 
     def phase(self, name: str, progress: Progress) -> None:
         """Say in status.json and on the console what comes now."""
-        self.folder.status(phase=name, step=progress.step)
+        self.folder.status(phase=name)
         self.console.progress(progress.step / self.config.recipe.total_steps, name)
 
     def save(self, state: State) -> None:
@@ -112,7 +112,7 @@ class Session:
                 f"--lr {self.config.recipe.lr:g}: by step {step} the weights are not finite numbers"
                 " any more; use a lower learning rate, or --max-grad-norm 1"
             )
-        self.folder.reached(step)
+        self.folder.step = step
         if self.folder.path:
             about = {**self.identity, "metrics_lines": self.folder.metrics_lines}
             content = {**about, "state": state.content()}
