@@ -237,7 +237,7 @@ def faults_of_the_group(here: group.Group) -> Iterator[tuple[str, Any, Any]]:
         here.options = dataclasses.replace(here.options, minutes=0.001)
         yield "burn-in", none, group.burn_in
         yield "bad burn-in", unsynchronised_net, group.burn_in
-    idle, busy = (hardware.Load(held, 2, ["python", "cc1plus"]) for held in (0.3, 1.6))
+    idle, busy = ((held, 2, ["python", "cc1plus"]) for held in (0.3, 1.6))
     yield "idle", patch.object(hardware, "load", lambda: idle), group.load
     assert here.busy == ""
     yield "busy", patch.object(hardware, "load", lambda: busy), group.load

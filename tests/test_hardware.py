@@ -83,24 +83,24 @@ def running(monkeypatch: pytest.MonkeyPatch, percent: list[float], **programs: f
 def test_what_other_programs_hold_is_named(groups: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     eight = [100.0, 100.0, 50.0, 0.0, 0.0, 0.0, 0.0, 0.0]
     running(monkeypatch, eight, cc1plus=0.25, make=0.01, python=0.9, firefox=0.1)
-    assert hardware.load() == hardware.Load(2.5, 8, ["python", "cc1plus"])
+    assert hardware.load() == (2.5, 8, ["python", "cc1plus"])
     running(monkeypatch, eight, make=0.01)
-    assert hardware.load() == hardware.Load(2.5, 8, [])  # they came and went, or are not shown
+    assert hardware.load() == (2.5, 8, [])  # they came and went, or are not shown
     # of the cores that are its own
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {2, 3})
     running(monkeypatch, eight)
-    assert hardware.load() == hardware.Load(0.5, 2, [])
+    assert hardware.load() == (0.5, 2, [])
     # a quota of 4 of 8: six are free, then two
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     write(groups, own="0::/", cpu__max="400000 100000")
     running(monkeypatch, [100.0, 100.0] + [0.0] * 6)
-    assert hardware.load() == hardware.Load(0, 4, [])
+    assert hardware.load() == (0, 4, [])
     running(monkeypatch, [100.0] * 6 + [0.0] * 2)
-    assert hardware.load() == hardware.Load(2, 4, [])
+    assert hardware.load() == (2, 4, [])
 
 
 def test_the_load_of_this_machine_is_within_its_cores() -> None:
-    load = hardware.load(0.1)
-    assert load.cores == hardware.cores()
-    assert 0 <= load.held <= load.cores
-    assert len(load.programs) <= 2
+    held, cores, programs = hardware.load(0.1)
+    assert cores == hardware.cores()
+    assert 0 <= held <= cores
+    assert len(programs) <= 2

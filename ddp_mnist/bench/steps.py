@@ -29,8 +29,6 @@ from ddp_mnist.plain_ddp import train_plain
 from ddp_mnist.run.session import Session
 from ddp_mnist.train import build_model, fit
 
-Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-
 
 def time_steps(
     config: TrainConfig, kinds: Sequence[str], steps: int, repeats: int
@@ -80,7 +78,7 @@ def bare_steps(run: Session, *, feed: bool, exchange: bool) -> float:
     loader = make_loader(rows, batch_sampler=batches)
     optimizer, loader = accelerator.prepare(make_optimizer(net, recipe), loader)
 
-    def step(batch: Batch) -> None:
+    def step(batch: Sequence[torch.Tensor]) -> None:
         logits, smoothing = model(batch[0]), recipe.label_smoothing
         accelerator.backward(F.cross_entropy(logits, batch[1], label_smoothing=smoothing))
         optimizer.step()

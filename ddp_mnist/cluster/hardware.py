@@ -5,7 +5,6 @@ import os
 import platform
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -61,17 +60,12 @@ def affinity() -> set[int]:
     return os.sched_getaffinity(0) if on_linux else set(range(os.cpu_count() or 1))
 
 
-@dataclass(frozen=True)
-class Load:
-    """Load of other programs on the cores that this process may keep busy."""
+def load(seconds: float = 1.0) -> tuple[float, int, list[str]]:
+    """Return how many of this process's cores others hold, how many there are, and who holds most.
 
-    held: float  # cores that they hold, from 0 to `cores`
-    cores: int
-    programs: list[str]  # the two that use most, of those that use a tenth of a core or more
-
-
-def load(seconds: float = 1.0) -> Load:
-    """Sleep for `seconds` and measure; time that a virtual machine's host takes counts as held."""
+    It measures for `seconds`. Named are the two programs that use most, of those that use a tenth
+    of a core or more. Time that a virtual machine's host takes counts as held.
+    """
     before = cpu_seconds()
     busy = psutil.cpu_percent(seconds, percpu=True)
     used: dict[str, float] = defaultdict(float)
@@ -82,7 +76,7 @@ def load(seconds: float = 1.0) -> Load:
     mine = affinity()
     shares = [busy[core] for core in mine] if max(mine) < len(busy) else busy
     free = len(shares) - sum(shares) / 100
-    return Load(max(0.0, cores() - free), cores(), programs)
+    return max(0.0, cores() - free), cores(), programs
 
 
 def cpu_seconds() -> dict[tuple[int, str], float]:

@@ -180,17 +180,17 @@ def is_right(group: Group, name: str) -> bool:
 
 def load(group: Group) -> Iterator[CheckResult]:
     """Check what other programs hold of each machine, while all ranks wait: speeds come later."""
-    loads = group.gather(asdict(hardware.load()) if group.is_first_here else None)
-    for rank, each in enumerate(loads):
-        if each and each["held"] > BUSY * each["cores"]:
+    loads = group.gather(hardware.load() if group.is_first_here else None)
+    measured = {rank: each for rank, each in enumerate(loads) if each}
+    for rank, (held, cores, programs) in measured.items():
+        if held > BUSY * cores:
             group.busy = ", on a busy machine"
-            names = f" ({', '.join(each['programs'])})" if each["programs"] else ""
-            held = f"{each['held']:.1f} of {count(each['cores'], 'core')}{names}"
+            names = f" ({', '.join(programs)})" if programs else ""
+            text = f"other programs hold {held:.1f} of {count(cores, 'core')}{names}"
             fix = "end them, or wait, and check again: what follows is slower beside them"
-            text = f"{group.host(rank)}: other programs hold {held}"
-            yield warned(LOAD, text, fix)
+            yield warned(LOAD, f"{group.host(rank)}: {text}", fix)
     if not group.busy:
-        most = max(each["held"] / each["cores"] for each in loads if each)
+        most = max(held / cores for held, cores, _ in measured.values())
         yield passed(LOAD, f"other programs hold {most:.0%} of the cores")
 
 

@@ -144,8 +144,7 @@ class Session:
         content = weights.to_bytes(net.state_dict(), model, images.classes, images.preparation)
         self.folder.write_bytes(MODEL, content)
         own_seconds = [progress.train_seconds - state.seconds_before]
-        rank_seconds = accelerator.gather(torch.tensor(own_seconds, device=accelerator.device))
-        seconds = rank_seconds.tolist()
+        seconds = accelerator.gather(torch.tensor(own_seconds, device=accelerator.device)).tolist()
         outcome = summary.summarise(self.config, self.world, images, state, test, seconds)
         self.folder.write_json(SUMMARY, outcome)
         self.console.print(summary.last_lines(outcome, self.folder))
