@@ -10,7 +10,7 @@ import pytest
 
 from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.data import cache, decode
-from ddp_mnist.data.decode import DIGITS, Decoded, Preparation, as_grey, decode_image
+from ddp_mnist.data.decode import DIGITS, SPLITS, Decoded, Preparation, as_grey, decode_image
 from ddp_mnist.verbs.predict import read_image
 from tests.test_sources import encoded, one_colour
 
@@ -60,12 +60,8 @@ def test_what_the_decoder_does_has_not_changed() -> None:
 # --- What kind of images a data set holds
 
 
-def preparation_of(
-    train: np.ndarray, test: np.ndarray | None = None, classes: list[str] = DIGITS
-) -> Preparation:
-    return Decoded(
-        {"train": train, "test": train if test is None else test}, {}, classes
-    ).preparation()
+def preparation_of(*splits: np.ndarray, classes: list[str] = DIGITS) -> Preparation:
+    return Decoded(dict(zip(SPLITS, splits, strict=False)), {}, classes).preparation()
 
 
 def test_digits_as_mnist_stores_them_are_known_by_facts() -> None:
@@ -85,15 +81,15 @@ def test_digits_as_mnist_stores_them_are_known_by_facts() -> None:
         Decoded({"train": images}, {}, DIGITS, as_stored=False).preparation(),
     ):
         assert (other.bright_on_black, other.digit_photos) == (True, False)
-    for train, test in [
-        (255 - images, None),
-        (clothes, None),
+    for splits in [
+        (255 - images,),
+        (clothes,),
         (images, 255 - images),
         # predict would invert that one file, and evaluate does not
         (images, np.concatenate([images, 255 - images[:1]])),
         (images, np.concatenate([images, blank])),  # predict would refuse it
     ]:
-        other = preparation_of(train, test)
+        other = preparation_of(*splits)
         assert (other.bright_on_black, other.digit_photos) == (False, False)
 
 

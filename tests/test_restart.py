@@ -12,6 +12,7 @@ import pytest
 from ddp_mnist import cli, config
 from ddp_mnist.run.folder import RunFolder, read_json
 from ddp_mnist.verbs import restart
+from tests.chaos import wait_until
 from tests.commands import Started
 
 Capsys = pytest.CaptureFixture[str]
@@ -231,10 +232,7 @@ def test_a_signal_is_forwarded_and_nothing_is_run_after_it(
     plan = [(143, status, 0.5 if interrupt else 30), (0,)]
     arguments = [*ENTRY, "3", "--", *COMMAND, *DIGITS]
     started = Started(arguments, folder, {"PLAN": json.dumps(plan)})
-    deadline = time.monotonic() + 20
-    while not Path("ready").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(Path("ready").exists, timeout_s=20)
     started.process.send_signal(number)
     ended = started.ended(10)
     assert (ended.code, ended.out, ended.err) == (code, "", "")
