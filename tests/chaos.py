@@ -16,6 +16,7 @@ import psutil
 from ddp_mnist import cli
 from ddp_mnist.cluster.local_world import LocalWorld
 from ddp_mnist.config import TrainConfig
+from ddp_mnist.errors import PeerError
 from ddp_mnist.run import checkpoint
 from ddp_mnist.run.folder import STATUS, SUMMARY, read_json
 from ddp_mnist.verify.watch import just_train, resumed, what_stays
@@ -178,6 +179,20 @@ def leftovers(run: Path) -> list[str]:
     """Return temporary files, and locks that nobody holds, in a run folder or below."""
     found = [*run.rglob(".*"), *run.rglob("*.tmp")]
     return sorted({str(path.relative_to(run)) for path in found})
+
+
+def check_lost(errors: list[Any], who: int, size: int, run: Path) -> str:
+    """Check that all that are left name the lost rank in one line, told once. Return the line."""
+    assert [error.code for error in errors] == [6] * (size - 1)
+    [reported] = [error for error in errors if error.agreed]
+    assert isinstance(reported, PeerError)
+    assert str(reported).startswith(f"lost contact with rank {who} of {size} (")
+    assert {str(error) for error in errors} == {str(reported)}
+    # with rank 0 nobody is left who writes it
+    expected = ("failed", 6, str(reported)) if who else ("running", None, None)
+    found = read_json(run / STATUS)
+    assert (found["state"], found["exit_code"], found["error"]) == expected
+    return str(reported)
 
 
 def chaos(folder: Path, count: int, seed: str, launcher: str, faults: list[str]) -> str:

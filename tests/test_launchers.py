@@ -32,7 +32,7 @@ pytestmark = pytest.mark.system
 
 # torchrun remarks that it sets OMP_NUM_THREADS, torch.distributed.launch that it is deprecated
 HUSH = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore::FutureWarning"}
-LAUNCH = ["-m", "torch.distributed.launch"]
+TWO = ["--standalone", "--nproc-per-node", "2"]
 GUIDE = [fence for fence in fences_of(Path("docs/guide.md")) if fence.mark == "proof"]
 TRAININGS = {fence.body.split()[0]: fence for fence in GUIDE if "evaluate" not in fence.body}
 
@@ -72,17 +72,17 @@ def test_the_guides_own_line(way: str, alone: Path, tmp_path: Path) -> None:
         assert ended.out.count("--machine_rank 0") == ended.out.count("--machine_rank 1") == 1
 
 
-def test_torch_distributed_launch(alone: Path, tmp_path: Path) -> None:
-    """It puts --local-rank=N before the verb."""
-    arguments = [*LAUNCH, "--nproc-per-node", "2", "--master-port", str(free_port())]
-    all_succeed([Started([*arguments, *proof(tmp_path / "run")], tmp_path, HUSH)])
-    check_equal(tmp_path / "run", alone, 2)
-
-
-def test_the_file_as_tutorials_start_it(alone: Path, tmp_path: Path) -> None:
-    """`torchrun train.py`: the script begins anew as a module, under the launcher's variables."""
-    script = [str(REPOSITORY / "ddp_mnist" / "train.py"), *proof(tmp_path / "run")[len(TRAIN) :]]
-    arguments = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", *script]
+@pytest.mark.parametrize(
+    "starts",
+    [
+        # it puts --local-rank=N before the verb
+        pytest.param(["-m", "torch.distributed.launch", *TWO, *TRAIN], id="distributed.launch"),
+        # as tutorials start it: the script begins anew as a module, under the launcher's variables
+        pytest.param([*TORCHRUN, *TWO, str(REPOSITORY / "ddp_mnist" / "train.py")], id="train.py"),
+    ],
+)
+def test_older_ways(starts: list[str], alone: Path, tmp_path: Path) -> None:
+    arguments = [*starts, *proof(tmp_path / "run")[len(TRAIN) :]]
     all_succeed([Started(arguments, tmp_path, HUSH)])
     check_equal(tmp_path / "run", alone, 2)
 
@@ -96,33 +96,6 @@ def test_evaluate_under_a_launcher_equals_the_summary(alone: Path, tmp_path: Pat
     assert (found["world_size"], found["count"]) == (3, 360)
     assert found["confusion"] == summary["confusion"]
     assert found["loss"] == pytest.approx(summary["test_loss"], rel=1e-12)
-
-
-# --- What would train alone, and is refused
-
-
-def test_fault_23_two_kinds_of_loners(tmp_path: Path) -> None:
-    """Each is refused in one line, and leaves nothing behind.
-
-    A GPU configuration where there is no GPU, and WORLD_SIZE=2 where nobody else comes. A third,
-    accelerate's --cpu, which starts one process for two, is in test_gpu_standin.py.
-    """
-    gpus = [*ACCELERATE, str(CONFIGS / "multi_gpu.yaml"), *TRAIN]
-    lonely = [*TRAIN, "--dataset", "digits", "--dist-timeout", "2"]
-    variables = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1"}
-    variables["MASTER_PORT"] = str(free_port())
-    started = [
-        Started(gpus, tmp_path, {"CUDA_VISIBLE_DEVICES": "-1"}),
-        Started(lonely, tmp_path, variables),
-    ]
-    no_gpu, nobody_else = (each.ended() for each in started)
-    assert no_gpu.code == 1  # accelerate's own; the line has ours
-    [line] = no_gpu.error_lines
-    assert line.endswith("use --config_file accelerate_configs/multi_cpu.yaml (code 2)")
-    assert nobody_else.code == 6
-    [line] = nobody_else.err.splitlines()
-    assert "1 of 2 processes came within 2 s; missing: rank 1" in line
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.soak

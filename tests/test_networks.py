@@ -122,11 +122,6 @@ def test_ssh_trains_on_two_hosts_whose_own_name_is_loopback(alone: Path, tmp_pat
 # --- The doctor
 
 
-def require_firewall() -> None:
-    if not shutil.which("nft"):
-        pytest.skip("a firewall needs the nft command")
-
-
 def test_the_doctor_finds_a_healthy_cluster_healthy(tmp_path: Path) -> None:
     flags = f"--dataset digits --save {tmp_path / 'verdict.json'}"
     with Hosts(2, decoys=True) as hosts:
@@ -155,7 +150,8 @@ def test_the_doctor_finds_a_healthy_cluster_healthy(tmp_path: Path) -> None:
 
 def test_the_doctor_names_a_firewall_that_drops_the_data_ports(tmp_path: Path) -> None:
     """Host 0 can be reached at no port but the main one; gloo's higher rank connects to it."""
-    require_firewall()
+    if not shutil.which("nft"):
+        pytest.skip("a firewall needs the nft command")
     with Hosts(2) as hosts:
         hosts.drop_all_but(0, PORT)
         began = time.monotonic()

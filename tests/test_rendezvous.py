@@ -241,20 +241,6 @@ def test_who_does_not_come_in_time_is_missed() -> None:
         zero.get("key", within_s=0.1)
 
 
-def test_the_first_failure_counts_and_its_rank_tells() -> None:
-    zero, one, two = stores(3)
-    zero.raise_if_failed()
-    error = DataError("no data")
-    assert first_cause(one, error) is error
-    assert error.agreed
-    assert zero.failure() == {"rank": 1, "message": "no data", "code": 3, "lost": []}
-    one.raise_if_failed()  # its own
-    late = first_cause(zero, ValueError("what followed"))
-    assert isinstance(late, FailedElsewhere)
-    assert (str(late), late.code, late.agreed) == ("no data", 3, False)
-    assert first_cause(two, late) is late
-
-
 @pytest.mark.parametrize(
     "wait",
     [
@@ -284,12 +270,25 @@ def test_waiting_ends_when_another_rank_fails(wait: Callable[[Store], Any]) -> N
 
 @pytest.mark.parametrize(
     ("error", "message", "code"),
-    [(KeyboardInterrupt(), "interrupted", 130), (ZeroDivisionError("by 0"), "by 0", 1)],
+    [
+        (DataError("no data"), "no data", 3),
+        (KeyboardInterrupt(), "interrupted", 130),
+        (ZeroDivisionError("by 0"), "by 0", 1),
+    ],
 )
-def test_what_is_reported_of_a_failure(error: BaseException, message: str, code: int) -> None:
-    zero, one = stores(2)
+def test_the_first_failure_counts_and_its_rank_tells(
+    error: BaseException, message: str, code: int
+) -> None:
+    zero, one, two = stores(3)
+    zero.raise_if_failed()
     assert first_cause(one, error) is error
+    assert getattr(error, "agreed", True)
     assert zero.failure() == {"rank": 1, "message": message, "code": code, "lost": []}
+    one.raise_if_failed()  # its own
+    late = first_cause(zero, ValueError("what followed"))
+    assert isinstance(late, FailedElsewhere)
+    assert (str(late), late.code, late.agreed) == (message, code, False)
+    assert first_cause(two, late) is late
     interrupt = KeyboardInterrupt()  # reaches every rank and stays one
     assert first_cause(zero, interrupt) is interrupt
 
