@@ -156,7 +156,6 @@ def test_the_training_can_be_read_at_once() -> None:
     assert nesting(batches) <= 3
 
 
-@pytest.mark.xfail(strict=True, reason="8,535 lines")
 def test_the_package_stays_small() -> None:
     assert lines_of(PACKAGE) <= 8_500
 

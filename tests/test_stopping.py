@@ -150,7 +150,8 @@ HANGS = """
 import ctypes, sys, threading, time
 from pathlib import Path
 from unittest.mock import Mock
-sys.modules.update(torch=Mock(), accelerate=Mock())  # seconds, and not needed to listen
+stand_ins = dict.fromkeys(["torch", "accelerate", "ddp_mnist.cluster.store"], Mock())
+sys.modules.update(stand_ins)  # seconds, and not needed to listen
 from ddp_mnist.cluster.signals import listen
 from ddp_mnist.errors import StorageError
 
