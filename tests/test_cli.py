@@ -18,10 +18,6 @@ from ddp_mnist.verbs import multinode
 from ddp_mnist.verbs.evaluate import metrics_table
 from tests.commands import Ended, Typed
 
-PROGRAM = (sys.executable, "-m", "ddp_mnist")
-ONE_LINE = re.compile(r"ddp-mnist: error: (.+) \(code 2\)\n")
-
-
 # --- Help
 
 
@@ -143,7 +139,7 @@ def test_fault_32_a_wrong_command_line_is_one_line_that_begins_with_what_was_typ
         monkeypatch.setenv(*words.pop(0).split("="))
     ended = typed(*words)
     assert (ended.code, ended.out) == (2, "")
-    match = ONE_LINE.fullmatch(ended.err)
+    match = re.fullmatch(r"ddp-mnist: error: (.+) \(code 2\)\n", ended.err)
     assert match, ended.err
     assert match[1].startswith(begins)
     assert len(ended.err) < 250
@@ -250,7 +246,8 @@ def test_a_bug_is_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_fault_35_a_reader_that_went_away_is_no_error() -> None:
     reading, writing = os.pipe()
     os.close(reading)
-    done = subprocess.run([*PROGRAM, "--help"], stdout=writing, stderr=subprocess.PIPE)
+    command = [sys.executable, "-m", "ddp_mnist", "--help"]
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE)
     os.close(writing)
     assert (done.returncode, done.stderr) == (0, b"")
 

@@ -1,6 +1,5 @@
 import itertools
 import math
-from contextlib import AbstractContextManager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +14,7 @@ from torch import nn
 
 from ddp_mnist.cluster.launch import find_launch
 from ddp_mnist.cluster.local_world import run_world
-from ddp_mnist.cluster.world import World, broadcast_bytes, gather_bytes, join_world
+from ddp_mnist.cluster.world import broadcast_bytes, gather_bytes, join_world
 from ddp_mnist.config import Distribution
 from ddp_mnist.data import cache
 from ddp_mnist.data.batches import Rows
@@ -45,11 +44,6 @@ def make_rows(count: int) -> Rows:
     return Rows(images, torch.arange(count) * 7 % CLASSES)
 
 
-def this_world() -> AbstractContextManager[World]:
-    flags = Distribution(cpu=True, dist_timeout=60)
-    return join_world(flags, find_launch(flags))
-
-
 def evaluate_cell(accelerator: Accelerator, rows: int, per_process: int) -> Metrics:
     loader = prepare_split(accelerator, make_rows(rows), per_process)
     model = TableLookup().train(rows % 2 == 0)
@@ -66,7 +60,8 @@ def evaluate_all(cells: list[tuple[int, int]]) -> tuple[list[Metrics], bytes, li
     """
     names = ("broadcast_object_list", "all_gather_object", "gather_object", "scatter_object_list")
     fakes: Any = dict.fromkeys(names)  # None is no function
-    with patch.multiple(dist, **fakes), this_world() as world:
+    flags = Distribution(cpu=True, dist_timeout=60)
+    with patch.multiple(dist, **fakes), join_world(flags, find_launch(flags)) as world:
         accelerator, rank = world.accelerator, world.store.rank
         metrics = [evaluate_cell(accelerator, *cell) for cell in cells]
         sent = broadcast_bytes(accelerator, b"from rank 0" if rank == 0 else b"")

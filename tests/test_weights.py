@@ -49,10 +49,7 @@ def test_round_trip(name: str, dtype: torch.dtype) -> None:
     trained = weights.from_bytes(content, "run")
     assert (trained.architecture, trained.classes) == (name, classes)
     assert not trained.net.training
-    assert trained.net.state_dict().keys() == model.state_dict().keys()
-    for key, value in model.state_dict().items():
-        assert trained.net.state_dict()[key].dtype == value.dtype
-        assert torch.equal(trained.net.state_dict()[key], value)
+    torch.testing.assert_close(trained.net.state_dict(), model.state_dict(), rtol=0, atol=0)
     images = torch.randint(0, 256, (2, 28, 28), dtype=torch.uint8)
     expected = with_test_views(model, name)(images)
     assert torch.allclose(trained.model(images), expected, atol=1e-5)
