@@ -149,8 +149,8 @@ def test_each_signal_has_a_slot_and_the_store_knows_when_the_first_came() -> Non
 HANGS = """
 import ctypes, sys, threading, time
 from pathlib import Path
-from unittest.mock import Mock
-stand_ins = dict.fromkeys(["torch", "accelerate", "ddp_mnist.cluster.store"], Mock())
+from unittest.mock import MagicMock
+stand_ins = dict.fromkeys(["torch", "accelerate", "ddp_mnist.cluster.store"], MagicMock())
 sys.modules.update(stand_ins)  # seconds, and not needed to listen
 from ddp_mnist.cluster.signals import listen
 from ddp_mnist.errors import StorageError
