@@ -133,10 +133,9 @@ def on_this_machine() -> dict[str, Any]:
 
 
 def meet(flags: dict[str, Any], each: list[dict[str, str | None]]) -> list[str]:
-    """Join as one rank; `each` has variables of each rank, or None for those that are not set.
+    """Join as one rank. Return its device, backend, LOCAL_RANK, and the class around its net.
 
-    Returns:
-        The rank's device, its backend, LOCAL_RANK, and the class around its net.
+    `each` has variables of each rank, or None for those that are not set.
     """
     import torch
 
@@ -179,7 +178,6 @@ def on_one_gpu(folder: Path) -> dict[str, Any]:
     return {
         "nccl": met(),
         "gloo": met(backend="gloo"),
-        "srun torchrun": met([{"SLURM_STEP_ID": "0"}] * 2),
         "cpu": met(cpu=True),
         "verify": run_world(1, a_proof, watch.proof_config(epochs=1), folder=folder),
     }

@@ -31,15 +31,7 @@ from ddp_mnist.config import TrainConfig
 from ddp_mnist.errors import FailedElsewhere, PeerError, StorageError
 from ddp_mnist.run import checkpoint
 from ddp_mnist.run.folder import MODEL, in_use, read_json
-from ddp_mnist.verify.watch import (
-    STEPS,
-    before_each_step,
-    just_train,
-    proof_config,
-    resumed,
-    train_until,
-    what_stays,
-)
+from ddp_mnist.verify import watch
 from tests.chaos import (
     SECONDS,
     chaos,
@@ -65,7 +57,7 @@ FILE_CALLS = ("open", "write", "flush", "fsync", "replace", "unlink")
 def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the run of two processes that nothing happened to."""
     folder = tmp_path_factory.mktemp("unbroken")
-    run_world(2, just_train, config_of("patient", RUN), folder=folder)
+    run_world(2, watch.just_train, config_of("patient", RUN), folder=folder)
     return folder / "run"
 
 
@@ -121,9 +113,9 @@ def test_fault_01_fault_02_fault_34_a_worker_is_killed_and_then_the_launcher(
     assert line.startswith("restart 1 of 3: lost contact with rank 1 of 2 (")
 
     second = newest_step(run)
-    run_world(2, just_train, resumed(config_of("patient", run)), folder=tmp_path)
+    run_world(2, watch.just_train, watch.resumed(config_of("patient", run)), folder=tmp_path)
     assert read_json(run / "summary.json")["resumed_from"] == [first, second]
-    assert what_stays(run) == what_stays(unbroken)
+    assert watch.what_stays(run) == watch.what_stays(unbroken)
     assert leftovers(run) == []
 
 
@@ -172,7 +164,7 @@ def what_it_said(folder: Path, code: int = 0) -> Ended:
 
 def test_fault_20_a_frozen_peer_that_is_woken_in_time_and_one_that_is_not(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    world = LocalWorld(2, just_train, config_of("patient", RUN, *LONG), folder=tmp_path)
+    world = LocalWorld(2, watch.just_train, config_of("patient", RUN, *LONG), folder=tmp_path)
     wait_for_step(run, 1)
     _, frozen = workers_of(world)
     frozen.suspend()
@@ -215,7 +207,7 @@ def test_fault_01_fault_21_one_rank_fails_alone(
 
 def _fail_alone(who: int, how: str) -> tuple[Exception, float]:
     """Let rank `who` fail at step 5. Return what ends this rank, and how many seconds later."""
-    steps, reached = iter(range(STEPS)), [0.0]
+    steps, reached = iter(range(watch.STEPS)), [0.0]
 
     def fail(*_: Any) -> None:
         if next(steps) != 5:
@@ -228,8 +220,8 @@ def _fail_alone(who: int, how: str) -> tuple[Exception, float]:
                 os._exit(0)
             os.kill(os.getpid(), signal.SIGKILL)
 
-    with before_each_step(fail), pytest.raises(Exception) as ended:
-        just_train(proof_config())
+    with watch.before_each_step(fail), pytest.raises(Exception) as ended:
+        watch.just_train(watch.proof_config())
     return ended.value, time.monotonic() - reached[0]
 
 
@@ -250,7 +242,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 def test_fault_05_a_full_disk(small_disk: Path, tmp_path: Path) -> None:
     config = config_of("plain", small_disk / "run")
-    outcomes = LocalWorld(2, just_train, config, folder=tmp_path).outcomes()
+    outcomes = LocalWorld(2, watch.just_train, config, folder=tmp_path).outcomes()
     assert [error.code for error in outcomes] == [5, 5]
     assert isinstance(outcomes[0], StorageError)
     run = small_disk / "run"
@@ -325,7 +317,7 @@ def test_fault_12_fault_13_a_signal_to_one_of_three_stops_all_at_one_step(
     number: signal.Signals, code: int, tmp_path: Path
 ) -> None:
     config = config_of("patient", RUN, *LONG)
-    outcomes = LocalWorld(3, train_until, config, 40, number, 1, folder=tmp_path).outcomes()
+    outcomes = LocalWorld(3, watch.train_until, config, 40, number, 1, folder=tmp_path).outcomes()
     assert [error.code for error in outcomes] == [code] * 3
     [reported] = [str(error) for error in outcomes if error.agreed]
     run = tmp_path / "run"
@@ -363,7 +355,7 @@ def test_fault_11_in_evaluation_and_during_a_save(
     assert status(run) == ("preempted", 143)
     step = {"validation": 15, "test": 90}.get(phase, newest_step(run))
     assert newest_step(run) == step
-    [summary, _] = run_world(2, just_train, resumed(config), folder=tmp_path)
+    [summary, _] = run_world(2, watch.just_train, watch.resumed(config), folder=tmp_path)
     assert summary["resumed_from"] == [step]
     assert (run / MODEL).read_bytes() == (unbroken / MODEL).read_bytes()
 
@@ -393,7 +385,7 @@ def _stopped_in(config: TrainConfig, phase: str) -> Any:
         patch.object(train, "evaluate_split", evaluate_and_stop),
         patch.object(checkpoint, "save", save_and_stop),
     ):
-        return just_train(config)
+        return watch.just_train(config)
 
 
 def test_fault_13_control_c_twice(tmp_path: Path) -> None:
@@ -449,8 +441,8 @@ def _overflow(config: TrainConfig) -> None:
         if next(steps) >= 20:
             torch._foreach_mul_(gradients, float("inf"))
 
-    with before_each_step(spoil):
-        just_train(config)
+    with watch.before_each_step(spoil):
+        watch.just_train(config)
 
 
 # --- Chaos

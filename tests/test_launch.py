@@ -5,12 +5,7 @@ from typing import Any
 import psutil
 import pytest
 
-from ddp_mnist.cluster.interfaces import (
-    interface_towards,
-    is_own,
-    own_addresses,
-    why_port_is_taken,
-)
+from ddp_mnist.cluster import interfaces
 from ddp_mnist.cluster.launch import Launch, find_launch, first_slurm_host
 from ddp_mnist.cluster.local_world import free_port
 from ddp_mnist.config import Distribution
@@ -227,19 +222,20 @@ def test_only_a_worker_dies_with_its_launcher() -> None:
 
 
 def test_the_addresses_of_this_machine() -> None:
-    own = own_addresses()
+    own = interfaces.own_addresses()
     assert not {"127.0.0.1", "::1"} & own
     hosts = ["127.0.0.1", "127.1.2.3", "localhost", "[::1]", "a..b", *own]
-    assert [host for host in hosts if not is_own(host)] == []
-    assert not is_own("203.0.113.5")
+    assert [host for host in hosts if not interfaces.is_own(host)] == []
+    assert not interfaces.is_own("203.0.113.5")
 
 
 def test_the_interface_towards_an_address() -> None:
-    assert interface_towards("127.0.0.1", 9) == interface_towards("localhost", 9) == "lo"
+    assert interfaces.interface_towards("127.0.0.1", 9) == "lo"
+    assert interfaces.interface_towards("localhost", 9) == "lo"
     addresses = [a.address for a in psutil.net_if_addrs()["lo"]]
-    assert interface_towards("::1", 9) == ("lo" if "::1" in addresses else None)
+    assert interfaces.interface_towards("::1", 9) == ("lo" if "::1" in addresses else None)
     for host in ("no.such.host.invalid", "a..b", "x" * 70, "256.1.1.1.1"):
-        assert interface_towards(host, 9) is None
+        assert interfaces.interface_towards(host, 9) is None
 
 
 def test_a_free_port_is_free_and_not_one_of_those_for_outgoing_connections(
@@ -252,7 +248,7 @@ def test_a_free_port_is_free_and_not_one_of_those_for_outgoing_connections(
         other.bind(("", 0))
         other.listen()
         taken = other.getsockname()[1]
-        assert why_port_is_taken(taken) == "Address already in use"
+        assert interfaces.why_port_is_taken(taken) == "Address already in use"
         free = free_port()
         monkeypatch.setattr("ddp_mnist.cluster.local_world.PORTS", [taken] * 99 + [free])
         assert free_port() == free
