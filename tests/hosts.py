@@ -12,7 +12,6 @@ import pytest
 
 REPOSITORY = Path(__file__).parent.parent
 SUBNETS = {4: "10.77.0.", 6: "fd77::"}
-DECOY = "10.99.0."
 NUMBERS = itertools.count()
 
 
@@ -63,7 +62,7 @@ class Hosts:
                 run(*inside, "link", "set", "lo", "up")
                 self._give_address(inside, "eth0", self.address(index))
                 own = "::1" if self.ip == 6 else "127.0.0.1"
-                own = f"{DECOY}{index + 1}" if self.decoys else own
+                own = f"10.99.0.{index + 1}" if self.decoys else own
                 hosts = Path("/etc/netns") / name / "hosts"
                 hosts.parent.mkdir(parents=True)
                 hosts.write_text(f"127.0.0.1 localhost\n::1 localhost\n{own} {name}\n")
