@@ -1,4 +1,4 @@
-"""The command line: the only place that knows verbs and exit codes.
+"""The command line: it turns a verb into a call, and an error into the exit code.
 
 Heavy imports stand inside the verbs, so that `--help` and a wrong flag answer at once.
 """
@@ -67,10 +67,7 @@ IN_TUTORIALS = {  # flags of other trainers
 
 
 def program() -> NoReturn:
-    """Call `main` in a process of its own, and end without taking apart what it imported.
-
-    With torch that takes a second, in which a launcher or a scheduler waits for nothing.
-    """
+    """Call `main`, then end the process at once: to unload torch would take a second."""
     open_what_is_closed()
     try:
         main()
@@ -199,7 +196,7 @@ def parse_verb(name: str, argv: Sequence[str]) -> tuple[Any, ...]:
 
 
 def train_config(argv: Sequence[str]) -> TrainConfig:
-    """Return what was typed, and what the preset says of the rest of a run that begins."""
+    """Return the flags: what was typed, over what the preset says."""
     typed = parse("train", argv, Run, Recipe, Distribution)
     given = {**PRESETS[Recipe.of(typed).preset].recipe, **typed}
     groups = Run.of(given), Recipe.of(given), Distribution.of(given)

@@ -205,7 +205,7 @@ class TrainConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedConfig(TrainConfig):
-    """All that a run does, with every default filled in."""
+    """The flags, with the recipe resolved for this data and number of processes."""
 
     recipe: ResolvedRecipe
 

@@ -53,7 +53,7 @@ class PeerError(DdpMnistError):
 
 
 class DivergedError(DdpMnistError):
-    """The loss is no longer a finite number."""
+    """The loss, the gradients or the weights are no longer finite numbers."""
 
     code = 7
 

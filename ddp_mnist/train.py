@@ -65,7 +65,7 @@ BuildModel = Callable[[TrainConfig, World, int], nn.Module]
 def fit(run: Session, build: BuildModel = build_model) -> dict[str, Any]:
     """Train, validate after each epoch, test once. Return the summary.
 
-    `build` makes the net; verify hands in one that watches it.
+    `build` makes the net; verify and doctor hand in one that keeps hold of it.
     """
     recipe, flags, seed = run.config.recipe, run.config.run, run.config.run.seed
     accelerator, stop = run.world.accelerator, run.stop
@@ -83,7 +83,7 @@ def fit(run: Session, build: BuildModel = build_model) -> dict[str, Any]:
         net, make_optimizer(net, recipe), make_loader(train_rows, batch_sampler=batches)
     )
     share = batches.micro_batch_size // accelerator.num_processes
-    settle_ddp_buckets(model, train_rows.images[:share])
+    settle_ddp_buckets(model, train_rows.__getitems__(torch.arange(share))[0])
     val_loader, test_loader = (prepare_split(accelerator, rows) for rows in (val_rows, test_rows))
     import_evaluate_meanwhile(accelerator)
 
@@ -144,21 +144,22 @@ def fit(run: Session, build: BuildModel = build_model) -> dict[str, Any]:
         validation = None
         if recipe.val_size:
             run.phase("validation", progress)
-            viewing = with_test_views(model, recipe.model)
-            validation = evaluate_split(accelerator, viewing, val_loader, classes, stop)
-        run.log_epoch(state.end_epoch(recipe, validation), progress, validation)
+            tested = with_test_views(model, recipe.model)
+            validation = evaluate_split(accelerator, tested, val_loader, classes, stop)
+        means = state.end_epoch(recipe, validation)  # counts it; may set stopped_by
+        run.log_epoch(means, progress, validation)
 
-    # Test once, in full precision, the weights that are kept.
+    # Save, then test once, in full precision, the weights that are kept.
     run.save(state)
     run.phase("test", progress)
     kept = accelerator.unwrap_model(model, keep_fp32_wrapper=False, keep_torch_compile=False)
     if state.best_weights:
-        kept = copy.deepcopy(kept)  # uncompiled; what a stop saves stays as it is
+        kept = copy.deepcopy(kept)  # a copy: a stop during the test still saves the last weights
         kept.load_state_dict(state.best_weights)
     if buffers := list(kept.buffers()):  # BatchNorm's, which DDP sends only before a forward
         broadcast(buffers)
-    viewing = with_test_views(kept, recipe.model)
-    test = evaluate_split(accelerator, viewing, test_loader, classes, stop)
+    tested = with_test_views(kept, recipe.model)
+    test = evaluate_split(accelerator, tested, test_loader, classes, stop)
     return run.finish(state, kept, test)
 
 

@@ -1,1 +1,1 @@
-"""The verb `bench` measures speed as ratios of what ran side by side; it may import all but cli."""
+"""Measure speed, as ratios of what ran side by side; may import all but verify, doctor and cli."""

@@ -1,7 +1,7 @@
 """Join the processes of a run, and leave them in order: `join_world`, which yields a World.
 
-The only module that forms a process group or makes an Accelerator. World size 1 takes the same path
-as any other.
+The only module that does so for train and the verbs, or makes an Accelerator. A process on its own
+takes the same path and forms no group.
 """
 
 import contextlib
@@ -49,8 +49,8 @@ COMM_HOOKS = {
     "powersgd": DDPCommunicationHookType.POWER_SGD,
 }
 
-# By default it would begin at step 1,000, which a run of MNIST does not reach, and until then send
-# all. Orthogonalising a gradient of zeros needs the epsilon.
+# By default it would begin at step 1,000, which MNIST's default run does not reach, and until then
+# send all. Orthogonalising a gradient of zeros needs the epsilon.
 POWERSGD = {"start_powerSGD_iter": 32, "orthogonalization_epsilon": 1e-8}
 CRASHES_IN_DETAIL = "2.15."  # of torch: a segmentation fault where DDP begins to log
 
@@ -79,7 +79,8 @@ class World:
             torch.cuda.synchronize()
 
 
-# Objects would travel as pickles, and whoever reads a pickle runs what its sender put there.
+# Objects would travel as pickles, and whoever reads a pickle runs what its sender put there. A
+# checkpoint, which is one, is read by torch.load(weights_only=True).
 def broadcast_bytes(accelerator: Accelerator, content: bytes) -> bytes:
     """Return rank 0's `content` on every rank.
 
@@ -155,7 +156,7 @@ def join_world(
 def export_env(launch: Launch, backend: str, local_rank: int) -> None:
     """Set the variables from which Accelerate learns of the group, however it was started.
 
-    It takes `local_rank` for the number of a GPU, which DDP would send its batches to.
+    Accelerate takes LOCAL_RANK for the number of the GPU, which DDP sends its batches to.
     """
     if backend == "none":
         os.environ.pop("LOCAL_RANK", None)  # a stale one would have it look for a group

@@ -1,6 +1,6 @@
 """The data set as a learner meets it: rows of images, and the order in which they are read.
 
-N processes train as one would only if, together, they read what one would. So the sampler yields
+N processes equal one only if together they read the same batches. So the sampler yields
 GLOBAL batches, the same on every rank, and Accelerate gives each rank its part of each one
 (`DataLoaderConfiguration(split_batches=True)`). Nothing here knows its rank.
 """
@@ -71,7 +71,7 @@ def split_images(images: ImageData, val_size: int) -> tuple["Rows", "Rows", "Row
 
 
 class Rows(Dataset[tuple[Tensor, Tensor, Tensor]]):
-    """Some rows of a split, as indices into it, fetched a whole batch at a time; None is all.
+    """A subset of a split, read a batch at a time; `rows`=None takes all.
 
     A batch is (images uint8 [B, H, W], labels int64 [B], indices int64 [B]). An index is the
     position among these rows; augmentation looks up its random numbers by it.
@@ -98,9 +98,9 @@ class Rows(Dataset[tuple[Tensor, Tensor, Tensor]]):
 class GlobalBatches(Sampler[Any]):
     """A batch sampler of GLOBAL batches: the same on every rank, a function of (seed, epoch).
 
-    A step takes `batch_size` images over all ranks, as `grad_accum` micro-batches. The rows after
-    an epoch's last full step are left out, others in each epoch. The rows lie on `device`: an
-    epoch's order is sent there once, not batch by batch.
+    A step takes `batch_size` images over all ranks, as `grad_accum` micro-batches. Rows that do
+    not fill a last step are left out; the shuffle leaves out other ones in each epoch. The rows lie
+    on `device`: an epoch's order is sent there once, not batch by batch.
     """
 
     drop_last = True  # Accelerate reads this name and `batch_size`

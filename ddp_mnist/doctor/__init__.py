@@ -1,1 +1,1 @@
-"""Accept or reject a machine or a cluster; may import everything but bench and the command line."""
+"""Accept or reject a machine or a cluster; may import everything but verify, bench and cli."""

@@ -105,7 +105,7 @@ def check_processes(size: int, flags: Doctor, distribution: Distribution) -> lis
 
 
 def check_together(flags: Doctor, distribution: Distribution, machines: bool) -> list[CheckResult]:
-    """Return what all ranks find, the same on each; rank 0 prints it. See `check_group`."""
+    """Return what all ranks find together; rank 0 prints it. See `check_group`."""
     launch, clock, results = find_launch(distribution), time.monotonic(), list[CheckResult]()
     say = Console(launch.rank == 0 and not flags.json).print
     try:

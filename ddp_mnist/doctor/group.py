@@ -1,6 +1,7 @@
 """Checks of processes that have connected, on one machine or on many.
 
-Every rank checks; what each found goes to all over the store, so all have the same results.
+Every rank checks; what each found goes to all over the store, so all agree on what is wrong. Speeds
+are each rank's own: rank 0's are printed and saved.
 """
 
 import os
@@ -73,9 +74,9 @@ class Group:
 def check_group(
     world: World, options: Doctor, machines: bool, met_s: float
 ) -> Iterator[CheckResult]:
-    """Check one after the other; after one that breaks down, the rest could not work either.
+    """Check one after the other; stop at the first check that raises.
 
-    The results are the same on every rank; with `machines`, each machine is checked alone first.
+    With `machines`, each machine is checked alone first.
     """
     group = Group(world, options)
     who = f"{count(group.size, 'process')} on {count(world.num_machines, 'machine')}"
@@ -163,7 +164,10 @@ def right_results(group: Group) -> Iterator[CheckResult]:
 
 
 def is_right(group: Group, name: str) -> bool:
-    """Return whether this rank's result is; nobody passes a barrier before the late last rank."""
+    """Return whether this rank got the right result.
+
+    For the barrier, the last rank comes LATE_S late, and nobody may leave before it.
+    """
     if name != "barrier":
         received, expected = collectives.run(name, group.rank, group.size, group.device)
         group.world.wait_for_gpu()  # a comparison alone would wait for a lost peer for good
@@ -229,7 +233,7 @@ def faulty_devices(group: Group) -> Iterator[CheckResult]:
 
 
 def compute_s(device: torch.device, tries: int = 15) -> float:
-    """Return the least seconds of ten matrix products: what others take of a machine adds.
+    """Return the least seconds of ten matrix products: others can only make it longer.
 
     [512, 512] on a CPU, [8192, 8192] on a GPU, which small ones would not occupy.
     """

@@ -1,1 +1,1 @@
-"""One run: what it is told, keeps, prints and saves. Imports what stands above it, no verb."""
+"""One run: what it is told, keeps, prints and saves. Imports what stands below it, no verb."""

@@ -1,4 +1,4 @@
-"""All that changes in a run, and nothing else: what a checkpoint holds."""
+"""What a run has learnt and counted so far; `content()` is what a checkpoint keeps of it."""
 
 import time
 from dataclasses import asdict, dataclass, field
@@ -37,7 +37,7 @@ class Sums:
 
 @dataclass
 class Progress:
-    """Counts and times of a run, over all parts that led to where it is.
+    """Counts and times of a run, summed over its first start and every resume.
 
     Equal on all ranks, but for the seconds, which each measures itself on a wall clock.
     """
@@ -117,13 +117,16 @@ class State:
     net: nn.Module  # without DDP around it
     optimizer: Any  # with its moments and step counts
     scaler: Any  # fp16's loss scaler, or None
-    started: float  # time.monotonic() at which the run would have begun without a break
+    started: float  # time.monotonic() of the start, moved back by the seconds of earlier parts
     progress: Progress = field(default_factory=Progress)
     best_weights: dict[str, Tensor] | None = None  # of the best validation, with --patience
     seconds_before: float = 0.0  # in training steps, when this part of the run began
 
     def end_epoch(self, recipe: Recipe, validation: Metrics | None) -> dict[str, float | None]:
-        """Count an epoch. Return its means. With --patience, keep the weights if they are best."""
+        """Count an epoch, and decide whether to stop. Return its means.
+
+        With --patience, keep the weights if they are the best.
+        """
         progress = self.progress
         means, progress.in_epoch = progress.in_epoch.means(), Sums()
         progress.epoch += 1

@@ -1,1 +1,1 @@
-"""The verbs for a run that has ended, a file each; they import run/ and what stands above it."""
+"""The other commands: their flags, a file for each, and what `make` calls; they may import run/."""
