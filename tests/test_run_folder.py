@@ -180,6 +180,7 @@ def test_fault_14_a_folder_that_holds_a_run_is_refused_unless_it_saved_nothing()
 def hold_the_lock() -> None:
     run = RunFolder()
     run.open(Path())
+    Path("ready").touch()
     time.sleep(60)
 
 
@@ -188,7 +189,8 @@ def test_fault_14_a_folder_that_another_process_writes_is_refused_until_it_is_ki
 ) -> None:
     leftover = tmp_path / ".status.json.1-1.tmp"
     [holder] = LocalWorld(1, hold_the_lock, folder=tmp_path).processes
-    wait_until(lambda: in_use(tmp_path))
+    wait_until((tmp_path / "ready").exists)  # it has removed what was left over
+    (tmp_path / "ready").unlink()
     leftover.touch()
     for take in (
         lambda: RunFolder().open(tmp_path),

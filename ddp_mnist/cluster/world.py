@@ -1,7 +1,6 @@
 """Join the processes of a run, and leave them in order: `join_world`, which yields a World.
 
-The only module that does so for train and the verbs, or makes an Accelerator. A process on its own
-takes the same path and forms no group.
+Only here do train and the verbs form a group and make an Accelerator; one process forms no group.
 """
 
 import contextlib
@@ -79,8 +78,7 @@ class World:
             torch.cuda.synchronize()
 
 
-# Objects would travel as pickles, and whoever reads a pickle runs what its sender put there. A
-# checkpoint, which is one, is read by torch.load(weights_only=True).
+# Objects would travel as pickles, and whoever reads a pickle runs what its sender put there.
 def broadcast_bytes(accelerator: Accelerator, content: bytes) -> bytes:
     """Return rank 0's `content` on every rank.
 

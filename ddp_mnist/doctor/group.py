@@ -164,10 +164,7 @@ def right_results(group: Group) -> Iterator[CheckResult]:
 
 
 def is_right(group: Group, name: str) -> bool:
-    """Return whether this rank got the right result.
-
-    For the barrier, the last rank comes LATE_S late, and nobody may leave before it.
-    """
+    """Return whether this rank's result is right; nobody leaves a barrier before the late rank."""
     if name != "barrier":
         received, expected = collectives.run(name, group.rank, group.size, group.device)
         group.world.wait_for_gpu()  # a comparison alone would wait for a lost peer for good

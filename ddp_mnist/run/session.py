@@ -45,6 +45,10 @@ class Session:
     where: str = ""  # the folder's path on rank 0's machine
     profiler: StepProfiler = field(init=False)
 
+    def __post_init__(self) -> None:
+        steps, accelerator = self.config.run.profile, self.world.accelerator
+        self.profiler = StepProfiler(steps, accelerator, self.folder, self.console)
+
     # --- Before the first step
 
     def restore(self, state: State) -> Progress:
@@ -52,12 +56,11 @@ class Session:
 
         Raise CheckpointError if its tensors are not those of this net and optimizer.
         """
-        flags, recipe, accelerator = self.config.run, self.config.recipe, self.world.accelerator
-        if raw := broadcast_bytes(accelerator, self.checkpoint):
+        recipe = self.config.recipe
+        if raw := broadcast_bytes(self.world.accelerator, self.checkpoint):
             self.checkpoint = b""  # it may be large
             content = checkpoint.from_bytes(raw, f"the checkpoint of {self.where}")
             state.restore(content["state"], recipe)
-        self.profiler = StepProfiler(flags.profile, accelerator, self.folder, self.console)
         self.profiler.plan(state.progress.step, recipe.steps_per_epoch, recipe.total_steps)
         return state.progress
 
@@ -170,7 +173,7 @@ def open_run(
             console.print(found["finished"])
             yield None
             return
-        config, images = agree(config, world, console, found)
+        config, images = resolve_and_load(config, world, console, found)
         with listen(launch.child_of_launcher, world.store) as stop:
             check_same(world.store, summary.facts(config, world, images))
             if config.run.dry_run:
@@ -181,14 +184,13 @@ def open_run(
             notes = open_folder(run, found)
             console.print(summary.plan(config, world, images, folder.path))
             with tracking.tracked(config, folder, world, console):
-                if config.distribution.compile:
-                    notes.append("compiling  the model, which can take minutes")
-                for note in notes:
+                compiling = ["compiling  the model, which can take minutes"]
+                for note in notes + compiling * config.distribution.compile:
                     console.print(note)
                 yield run
 
 
-def agree(
+def resolve_and_load(
     config: TrainConfig, world: World, console: Console, found: dict[str, Any] | None
 ) -> tuple[ResolvedConfig, ImageData]:
     """Return the configuration with every default filled in, and the data.

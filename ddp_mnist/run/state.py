@@ -1,4 +1,4 @@
-"""What a run has learnt and counted so far; `content()` is what a checkpoint keeps of it."""
+"""All that changes in a run; `State.content` is what a checkpoint keeps of it."""
 
 import time
 from dataclasses import asdict, dataclass, field
@@ -123,10 +123,7 @@ class State:
     seconds_before: float = 0.0  # in training steps, when this part of the run began
 
     def end_epoch(self, recipe: Recipe, validation: Metrics | None) -> dict[str, float | None]:
-        """Count an epoch, and decide whether to stop. Return its means.
-
-        With --patience, keep the weights if they are the best.
-        """
+        """Count an epoch, keep the best weights, decide whether to stop. Return its means."""
         progress = self.progress
         means, progress.in_epoch = progress.in_epoch.means(), Sums()
         progress.epoch += 1

@@ -4,6 +4,7 @@ Each proof is a small run in float64 on the digits, so that no fault hides behin
 float32 code on two processes drifts a hundredth away from one process, float64 some 1e-13.
 """
 
+import itertools
 import os
 import signal
 import tempfile
@@ -141,12 +142,9 @@ def resume_is_exact(run: Watched) -> CheckResult:
     until = (watch.train_until, config, STOPS_AT, signal.SIGTERM, size - 1)
     LocalWorld(size, *until, folder=folder).outcomes()
     [again, *_] = run_world(size, watch.just_train, watch.resumed(config), folder=folder)
-    weights, log = watch.what_stays(folder / name)
+    net, log = watch.what_stays(folder / name)
     unbroken, lines = watch.what_stays(run.folder)
-    for each in (log, lines):  # a line that is missing differs
-        each += [{}] * (max(len(log), len(lines)) - len(each))
-    found, expected = [weights, *log], [unbroken, *lines]
-    result = exact("resume", size, "weights and log lines", found, expected)
+    result = exact("resume", size, "weights and log lines", [net, *log], [unbroken, *lines])
     times = len(again.get("resumed_from", []))  # a run that had finished returns nothing
     text = f"{result.text}, but it was resumed {times} times, must be 1"
     return result if times == 1 else results.failed("resume", text, FIX)
@@ -199,8 +197,8 @@ def bounded(name: str, size: int, what: str, difference: float) -> CheckResult:
 def exact(
     name: str, size: int, what: str, found: Sequence[Any], expected: Sequence[Any]
 ) -> CheckResult:
-    """Return a FAIL if any of them differs."""
-    different = sum(a != b for a, b in zip(found, expected, strict=True))
+    """Return a FAIL if any of them differs, or is missing."""
+    different = sum(a != b for a, b in itertools.zip_longest(found, expected))
     text = f"{count(size, 'process')}: {different} of {len(expected)} {what} differ"
     problem = ", must be 0" if different else ""
     figures = {"processes": size, "different": different, "compared": len(expected)}
