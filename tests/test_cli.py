@@ -118,6 +118,12 @@ REFUSED = {
     "verify --inject seed": "--inject seed: choose from sampler, gradients, parameter",
     # what the Makefile calls
     "multinode --verb bench": "VERB=bench: choose from train, doctor",
+    "multinode --machine-rank 0": "MACHINE_RANK: is one of two, e.g. MACHINE_RANK=0 MAIN_PROCESS_I",
+    "multinode --main-process-ip a": "MAIN_PROCESS_IP: is one of two",
+    "multinode --machine-rank 2 --main-process-ip a": "MACHINE_RANK=2: must be below NUM",
+    "multinode --machine-rank x": "MACHINE_RANK=x: must be a whole number",
+    "multinode --main-process-port 0": "MAIN_PROCESS_PORT=0: must be at least 1",
+    "multinode --nproc-per-node -1": "NPROC_PER_NODE=-1: must be at least 1",
     **dict.fromkeys(
         ("restart 3 --", "restart 3 -- -c x", "restart 3 -c x train"),
         "restart: needs N -- COMMAND ... train FLAGS",

@@ -97,10 +97,3 @@ def test_what_other_programs_hold_is_named(groups: Path, monkeypatch: pytest.Mon
     assert hardware.load() == (0, 4, [])
     running(monkeypatch, [100.0] * 6 + [0.0] * 2)
     assert hardware.load() == (2, 4, [])
-
-
-def test_the_load_of_this_machine_is_within_its_cores() -> None:
-    held, cores, programs = hardware.load(0.1)
-    assert cores == hardware.cores()
-    assert 0 <= held <= cores
-    assert len(programs) <= 2

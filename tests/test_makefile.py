@@ -1,13 +1,11 @@
 """The set-up, with a stand-in for python that fails where a file says so."""
 
-import os
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.commands import REPOSITORY, Ended
+from tests.commands import REPOSITORY, Ended, Started
 
 STAND_IN = """#!/bin/sh
 # Fails at the step that the file `broken` names; notes each step in `steps`.
@@ -39,15 +37,8 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def make(checkout: Path, *arguments: str) -> Ended:
-    done = subprocess.run(
-        ["make", "--no-print-directory", *arguments, f"PYTHON={checkout}/python-stand-in"],
-        cwd=checkout,
-        capture_output=True,
-        text=True,
-        env=os.environ,
-        timeout=20,
-    )
-    return Ended(done.returncode, done.stdout, done.stderr)
+    command = ["make", "--no-print-directory", *arguments, f"PYTHON={checkout}/python-stand-in"]
+    return Started(command, checkout, program=None).ended(20)
 
 
 @pytest.mark.parametrize(

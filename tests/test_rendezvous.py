@@ -20,6 +20,7 @@ from ddp_mnist.cluster.local_world import LocalWorld, free_port, run_world
 from ddp_mnist.cluster.rendezvous import check_same, meet
 from ddp_mnist.cluster.store import Store, host_id, open_store
 from ddp_mnist.errors import DataError, FailedElsewhere, PeerError, UsageError
+from tests.commands import Typed
 
 TIMEOUT_S = 0.8  # of every meeting that fails here
 NOBODY = "rank 1 of 2 reached nobody there within 0.8 s ("
@@ -334,3 +335,18 @@ def test_the_first_fact_that_differs_is_named_with_its_ranks() -> None:
     assert [(type(error), str(error)) for error in results] == [(UsageError, expected)] * 4
     many = each_of(20, lambda store: check_same(store, {"x": store.rank > 0}))
     assert re.match(r"x: rank 0 has False, rank 1, 2, 3, [\d, ]+ \.\.\. has True;", str(many[0]))
+
+
+def test_fault_17_a_machine_that_never_comes(typed: Typed) -> None:
+    """Machine 0 says how many came; machine 1, with nobody at the address, says which address."""
+    for machine, message in (
+        ("0", "1 of 2 machines came within 1 s; missing: machine 1"),
+        ("1", "127.0.0.1:{port}: machine 1 of 2 reached nobody there within 1 s"),
+    ):
+        port = free_port()
+        here = f"--main-process-ip 127.0.0.1 --main-process-port {port}"
+        line = f"--machine-rank {machine} {here} -- --dist-timeout 1"
+        ended = typed("multinode", *line.split())
+        [line] = ended.err.splitlines()
+        assert ended.code == 6
+        assert message.format(port=port) in line
