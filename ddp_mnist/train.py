@@ -75,7 +75,6 @@ def fit(run: Session, build: BuildModel = build_model) -> dict[str, Any]:
     # Data, on the device. Batches are global, the same on every rank; Accelerate splits them.
     train_rows, val_rows, test_rows = split_images(run.images.to(device), recipe.val_size)
     batches = GlobalBatches(len(train_rows), recipe.batch_size, seed, recipe.grad_accum, device)
-    total_steps = recipe.epochs * batches.steps_per_epoch
 
     # Model and optimizer, equal on every rank.
     net = build(run.config, run.world, classes)
@@ -104,7 +103,7 @@ def fit(run: Session, build: BuildModel = build_model) -> dict[str, Any]:
         meter.restart_clock()
         for images, labels, indices in loader:
             # Learning rate and random draws are functions of the step: there is nothing to save.
-            lr = learning_rate(progress.step, total_steps, recipe.lr, recipe.warmup)
+            lr = learning_rate(progress.step, recipe.total_steps, recipe.lr, recipe.warmup)
             for group in optimizer.param_groups:
                 group["lr"] = lr
             seed_draws(device, "step", seed, progress.step, accelerator.process_index)

@@ -72,9 +72,8 @@ class StepProfiler:
             averages = self._profile.key_averages()
             table = averages.table(sort_by=order, row_limit=ROWS, max_name_column_width=40).strip()
             ms = 1e3 * seconds / self.steps
-            self.console.print(
-                f"profile    {self.steps} steps of rank 0, {ms:.2f} ms a step\n{table}"
-            )
+            head = f"profile    {self.steps} steps of rank 0, {ms:.2f} ms a step"
+            self.console.print(f"{head}\n{table}")
             self.console.print(f"traces     {self.folder.path}/{FOLDER}/rank-0.json.gz ...")
 
     def _write_traces(self) -> None:

@@ -41,7 +41,7 @@ class Session:
     folder: RunFolder = field(default_factory=RunFolder)  # has no place where it is not written
     console: Console = field(default_factory=lambda: Console(False))  # silent on all but one
     identity: dict[str, Any] = field(default_factory=dict)  # in each checkpoint, see resume.py
-    checkpoint: bytes = b""  # the one to go on from, on rank 0
+    checkpoint: bytes | None = None  # to go on from: whole on rank 0, empty on the other ranks
     where: str = ""  # the folder's path on rank 0's machine
     profiler: StepProfiler = field(init=False)
 
@@ -57,8 +57,9 @@ class Session:
         Raise CheckpointError if its tensors are not those of this net and optimizer.
         """
         recipe = self.config.recipe
-        if raw := broadcast_bytes(self.world.accelerator, self.checkpoint):
-            self.checkpoint = b""  # it may be large
+        if self.checkpoint is not None:
+            raw = broadcast_bytes(self.world.accelerator, self.checkpoint)
+            self.checkpoint = None  # it may be large
             content = checkpoint.from_bytes(raw, f"the checkpoint of {self.where}")
             state.restore(content["state"], recipe)
         self.profiler.plan(state.progress.step, recipe.steps_per_epoch, recipe.total_steps)
@@ -193,7 +194,7 @@ def open_run(
 def resolve_and_load(
     config: TrainConfig, world: World, console: Console, found: dict[str, Any] | None
 ) -> tuple[ResolvedConfig, ImageData]:
-    """Return the configuration with every default filled in, and the data.
+    """Return the flags, with the recipe resolved for this data and world size, and the data.
 
     Every machine has the data before the first collective; rank 0 decides what `auto` means.
     A run that goes on keeps the values that it began with, but for the flags that were typed.
@@ -228,6 +229,7 @@ def open_folder(run: Session, found: dict[str, Any] | None) -> list[str]:
     config, world, notes = run.config, run.world, list[str]()
     run_id = found["run_id"] if found else uuid.uuid4().hex
     run.identity = resume.identity(config, world, run_id, run.images.digest)
+    run.checkpoint = b"" if found else None
 
     def open_it() -> str:
         if found:
