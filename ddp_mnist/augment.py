@@ -1,8 +1,10 @@
-"""Random rotation, scale and shift of a whole batch, the same for a sample on whichever rank it is.
+"""Random changes of a whole batch of images, the same for a sample on whichever rank it is.
 
 One table of random numbers per epoch, made from (seed, epoch) and read by sample number: neither
-the world size nor a resume can change what happens to an image. The last epochs move images less,
-so that training ends on images close to those that the net will be tested on.
+the world size nor a resume can change what happens to an image. The last epochs change images
+less, so that training ends on images close to those that the net will be tested on. What is done
+follows from the data: bright strokes on black are rotated, scaled and shifted; other pictures are
+mirrored, cropped and coloured.
 """
 
 import math
@@ -11,45 +13,90 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ddp_mnist.data.decode import Preparation
 from ddp_mnist.seeding import generator
 
 MAX_ROTATION_DEGREES = 18.0
-MAX_SHIFT_PIXELS = 4.0
+MAX_SHIFT_PIXELS = 4.0  # of 28
 MAX_SCALE = 0.20
+LEAST_AREA = 0.5  # of a picture, that a crop keeps
+MAX_ASPECT = 4 / 3  # of a crop's sides, either way
+MAX_COLOUR = 0.2  # by which brightness, contrast and saturation differ from 1
+LUMA = (0.299, 0.587, 0.114)  # of red, green and blue in a grey (ITU-R BT.601)
 
 
-def affine_table(rows: int, seed: int, epoch: int, epochs: int) -> Tensor:
-    """Return an inverse affine map per sample, float32 [rows, 2, 3], in grid_sample's coordinates.
+def draw_table(preparation: Preparation, rows: int, seed: int, epoch: int, epochs: int) -> Tensor:
+    """Return what happens to each sample in `epoch` of `epochs`, float32 [rows, 2 or 3, 3].
 
-    Rotation, log-scale and both shifts are uniform within the bounds above, and within half of them
-    in the last quarter of all epochs. Built on the CPU for all rows at once, so every process holds
-    the same bits.
+    The first two lines are an inverse affine map in grid_sample's coordinates; a third one holds
+    factors of brightness, contrast and saturation. All draws are uniform within the bounds above,
+    and within half of them in the last quarter of all epochs. Built on the CPU for all rows at
+    once, so every process holds the same bits.
     """
     stream = generator("augment", seed, epoch)
     strength = 0.5 if epoch >= 0.75 * epochs else 1.0
-    u = strength * (torch.rand(rows, 4, generator=stream, dtype=torch.float64) * 2 - 1)
+    if preparation.bright_on_black:
+        _, height, width = preparation.shape
+        u = strength * (torch.rand(rows, 4, generator=stream, dtype=torch.float64) * 2 - 1)
+        return _turned(u, height / width).float()
+    u = torch.rand(rows, 8, generator=stream, dtype=torch.float64)
+    return _cropped(u, strength).float()
+
+
+def _turned(u: Tensor, aspect: float) -> Tensor:
+    """Return maps [rows, 2, 3] that rotate, scale and shift, of numbers in -1..1 [rows, 4]."""
     angle = u[:, 0] * math.radians(MAX_ROTATION_DEGREES)
     scale = torch.exp(u[:, 1] * math.log1p(MAX_SCALE))
     cos, sin = torch.cos(angle) / scale, torch.sin(angle) / scale
     shift = u[:, 2:] * MAX_SHIFT_PIXELS / 14  # 28 pixels span 2 units, -1 to 1
-    rows_x = torch.stack([cos, -sin, shift[:, 0]], dim=1)
-    rows_y = torch.stack([sin, cos, shift[:, 1]], dim=1)
-    return torch.stack([rows_x, rows_y], dim=1).float()
+    rows_x = torch.stack([cos, -sin * aspect, shift[:, 0]], dim=1)
+    rows_y = torch.stack([sin / aspect, cos, shift[:, 1]], dim=1)
+    return torch.stack([rows_x, rows_y], dim=1)
 
 
-def apply_affine(images: Tensor, maps: Tensor) -> Tensor:
-    """Move each image, uint8 [B, 28, 28], by its map, a row of `affine_table` [B, 2, 3].
+def _cropped(u: Tensor, strength: float) -> Tensor:
+    """Return maps and colour factors [rows, 3, 3], of numbers in 0..1 [rows, 8]."""
+    area = 1 - strength * (1 - LEAST_AREA) * u[:, 0]
+    aspect = torch.exp(strength * (2 * u[:, 1] - 1) * math.log(MAX_ASPECT))
+    width, height = (area * aspect).sqrt().clamp(max=1), (area / aspect).sqrt().clamp(max=1)
+    mirror = torch.where(u[:, 2] < 0.5, -1.0, 1.0)
+    zero = torch.zeros_like(area)
+    rows_x = torch.stack([mirror * width, zero, (2 * u[:, 3] - 1) * (1 - width)], dim=1)
+    rows_y = torch.stack([zero, height, (2 * u[:, 4] - 1) * (1 - height)], dim=1)
+    colours = 1 + strength * MAX_COLOUR * (2 * u[:, 5:] - 1)
+    return torch.stack([rows_x, rows_y, colours], dim=1)
 
-    Bilinear, with zeros from outside, and rounded: a difference in the last bit of a float stays
-    invisible.
+
+def augment(images: Tensor, draws: Tensor) -> Tensor:
+    """Return uint8 [B, C, H, W] with each image moved by its map, bilinear, zeros from outside.
+
+    `draws` are rows of `draw_table`, [B, 2 or 3, 3]; a third line changes the colours. Results are
+    rounded: a difference in the last bit of a float stays invisible.
     """
     # The grid is written out instead of F.affine_grid, whose matrix product may differ in the
     # last bits with the number of images in the batch.
-    axis = torch.linspace(-27 / 28, 27 / 28, 28, device=images.device)
-    y, x = torch.meshgrid(axis, axis, indexing="ij")
-    m = maps[:, :, :, None, None]
+    height, width = images.shape[2:]
+    x_axis, y_axis = (
+        torch.linspace(-(n - 1) / n, (n - 1) / n, n, device=images.device) for n in (width, height)
+    )
+    y, x = torch.meshgrid(y_axis, x_axis, indexing="ij")
+    m = draws[:, :2, :, None, None]
     grid = m[:, :, 0] * x + m[:, :, 1] * y + m[:, :, 2]
     moved = F.grid_sample(
-        images[:, None].float(), grid.permute(0, 2, 3, 1), mode="bilinear", align_corners=False
-    )
-    return moved[:, 0].round_().clamp_(0, 255).to(torch.uint8)
+        images.float(), grid.permute(0, 2, 3, 1), mode="bilinear", align_corners=False
+    ).round_()
+    if draws.shape[1] == 3:
+        moved = _coloured(moved, *draws[:, 2, :, None, None, None].unbind(1)).round_()
+    return moved.clamp_(0, 255).to(torch.uint8)
+
+
+def _coloured(x: Tensor, brightness: Tensor, contrast: Tensor, saturation: Tensor) -> Tensor:
+    """Return pictures [B, C, H, W] with their brightness, contrast and saturation multiplied."""
+    # The mean of whole numbers is exact in float64, whatever the order of the sum.
+    mean = x.mean((1, 2, 3), keepdim=True, dtype=torch.float64).float()
+    x = ((x - mean) * contrast + mean) * brightness
+    if x.shape[1] == 1:
+        return x
+    red, green, blue = x.split(1, dim=1)
+    grey = LUMA[0] * red + LUMA[1] * green + LUMA[2] * blue
+    return grey + (x - grey) * saturation

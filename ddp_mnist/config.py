@@ -5,11 +5,13 @@ configuration that exists is a legal one, wherever it came from.
 """
 
 import math
+import re
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ddp_mnist.errors import UsageError
+from ddp_mnist.data.reading import Reading
+from ddp_mnist.errors import UsageError, did_you_mean
 from ddp_mnist.flags import Flags, flag, flag_name, flag_values
 
 changeable = partial(flag, on_resume="may change")
@@ -25,6 +27,13 @@ class Run(Flags):
         "mnist, auto (mnist, else digits), fashion_mnist, digits, a Hub id, or a folder.",
         on_resume="same images",
         may_differ=True,  # a folder may lie elsewhere on each machine: equal is what it holds
+    )
+    image_size: str | None = flag(
+        None, "N or HEIGHTxWIDTH, to which images are brought [as they are]."
+    )
+    grey: bool = flag(False, "Make colour images grey.")
+    test_size: int | None = flag(
+        None, "Images held out for the test, of a data set without a test split.", least=1
     )
     run_dir: str | None = forgotten(
         None, "Folder of this run [runs/<dataset>-<NNN>].", may_differ=True
@@ -55,16 +64,29 @@ class Run(Flags):
     quiet: bool = forgotten(False, "Print errors only.", may_differ=True)
     dry_run: bool = forgotten(False, "Print what would run, and stop.")
 
+    @property
+    def reading(self) -> Reading:
+        """What is asked of the images."""
+        return Reading.asked(self.image_size, self.grey, self.test_size)
 
-# The optimizer of each. Muon costs resnet18 on a CPU three times the rest of its step, others 0.1.
+
+# Our nets, with the optimizer of each. Muon costs theirs a tenth of a step on a CPU, and resnet18
+# three times the rest of it: other people's nets get adamw.
 NETS = {
     "cnn": "muon",
     "cnn_deep": "muon",
     "mlp": "adamw",
-    "resnet18": "adamw",
     "cnn_bn": "muon",
 }
-WITH_BATCH_NORM = ("resnet18", "cnn_bn")
+
+
+def check_model(name: str) -> None:
+    """Raise UsageError unless it can be the name of a net."""
+    if name not in NETS and not re.fullmatch(r"[\w.]+:\w+", name):
+        raise UsageError(
+            f"--model {name}: choose from {', '.join(NETS)}, torchvision:NAME (e.g."
+            f" torchvision:resnet18) or MODULE:NAME{did_you_mean(name, NETS)}"
+        )
 
 
 class Preset(NamedTuple):
@@ -89,7 +111,13 @@ class Recipe(Flags):
         "fast = 300 steps or more; accurate = 4,000 of a deeper net. Typed flags beat it.",
         choices=tuple(PRESETS),
     )
-    model: str = flag("cnn", "The net.", choices=tuple(NETS))
+    model: str = flag(
+        "cnn",
+        f"{', '.join(NETS)}, torchvision:NAME, or a class of one's own: MODULE:NAME.",
+    )
+    weights: str | None = flag(
+        None, "Begin with the weights in this .pth or .safetensors file.", on_resume="forget"
+    )
     epochs: int | None = changeable(None, "Passes over the train images [by data set].", least=1)
     batch_size: int | None = flag(
         None, "GLOBAL batch: images per optimizer step over all processes [by data set].", least=1
@@ -113,8 +141,17 @@ class Recipe(Flags):
     patience: int | None = changeable(
         None, "Stop after this many epochs without a better validation; keep the best.", least=1
     )
+    metrics: tuple[str, ...] = changeable(
+        (),
+        "Beside accuracy: names of sklearn.metrics (f1,balanced_accuracy) or MODULE:FUNCTION.",
+        metavar="A,B",
+    )
     grad_accum: int = changeable(1, "Parts of each step; changes no result.", least=1)
     max_grad_norm: float | None = flag(None, "Clip each step's gradient to this norm.", above=0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_model(self.model)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,10 +232,6 @@ class TrainConfig:
                     raise UsageError(
                         f"{flag_name(name)}: needs validation images; give --val-size, e.g. 5000"
                     )
-        if self.distribution.sync_bn and recipe.model not in WITH_BATCH_NORM:
-            raise UsageError(
-                f"--sync-bn: {recipe.model} has no BatchNorm; use --model cnn_bn or leave it out"
-            )
         if recipe.optimizer == "muon" and recipe.model == "mlp":
             raise UsageError("--optimizer muon: mlp has no convolutions; use --optimizer adamw")
 
@@ -252,7 +285,7 @@ def resolve_recipe(recipe: Recipe, rows: int, world_size: int) -> ResolvedRecipe
         "epochs": recipe.epochs or math.ceil(preset.least_steps / steps_per_epoch),
         "batch_size": batch_size,
         "val_size": val_size,
-        "optimizer": recipe.optimizer or NETS[recipe.model],
+        "optimizer": recipe.optimizer or NETS.get(recipe.model, "adamw"),
         "steps_per_epoch": steps_per_epoch,
     }
     return ResolvedRecipe(**flag_values(recipe) | resolved)

@@ -1,23 +1,46 @@
-"""The nets take uint8 images [B, 28, 28] and give logits [B, classes].
+"""The nets: each is made for a number of classes and a shape, and gives logits [B, classes].
 
-Each normalises its input into the dtype of its own weights, so the same pixels feed float32,
-float64 and autocast. None knows a rank, a device or a flag.
+A net takes normalised images [B, C, H, W] in the dtype of its weights. `build_net` puts it behind
+`Normalised`, which takes the pixels themselves. None knows a rank, a device or a flag.
 """
+
+import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ddp_mnist.data.decode import Preparation
+
 # Goes up when a net computes something else with the same weights: older ones are then refused.
-VERSION = 2
+VERSION = 3
+Shape = tuple[int, int, int]  # channels, height and width of an image
+MNIST: Shape = (1, 28, 28)
 
-# Mean and standard deviation of MNIST's 60,000 train images, as shares of 255.
-PIXEL_MEAN, PIXEL_STD = 0.1307, 0.3081
+
+class Normalised(nn.Module):
+    """A net behind the pixels: uint8 [B, C, H, W] get mean 0 and deviation 1 in each channel.
+
+    They become the dtype of the net's weights, so the same pixels feed float32, float64 and
+    autocast. Mean and deviation are numbers and no buffers: DDP would send those in each step.
+    """
+
+    def __init__(self, net: nn.Module, preparation: Preparation) -> None:
+        super().__init__()
+        self.net = net
+        self.mean, self.std = preparation.mean, preparation.std  # per channel, as shares of 255
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = images.to(next(self.net.parameters()).dtype)
+        for channel, (mean, std) in enumerate(zip(self.mean, self.std, strict=True)):
+            x[:, channel].mul_(1 / (255 * std)).sub_(mean / std)
+        return self.net(x)
 
 
-def normalise(images: Tensor, dtype: torch.dtype) -> Tensor:
-    """Bring uint8 pixels of any shape, in 0..255, to mean 0 and deviation 1 (on MNIST)."""
-    return images.to(dtype).mul_(1 / (255 * PIXEL_STD)).sub_(PIXEL_MEAN / PIXEL_STD)
+def three_by_three(x: Tensor) -> Tensor:
+    """Return the means of 3x3 parts of a map [B, C, H, W]: itself where it is 3x3."""
+    return x if x.shape[2:] == (3, 3) else F.adaptive_avg_pool2d(x, 3)
 
 
 class CNN(nn.Module):
@@ -25,23 +48,23 @@ class CNN(nn.Module):
 
     GroupNorm instead of BatchNorm: a sample's output does not depend on the batch it is in, so N
     processes compute what one process computes. Normalising after the pooling visits a quarter of
-    the numbers. Without padding the first convolution leaves 12x12, so each pooling halves evenly:
-    14x14 would cost a third more, and the last pooling would drop what it is spent on.
+    the numbers. Of 28x28 the first convolution, without padding, leaves 12x12, so each pooling
+    halves evenly: 14x14 would cost a third more, and the last pooling would drop what it is spent
+    on. Whatever the size of the images, the head sees 3x3.
     """
 
-    def __init__(self, classes: int = 10) -> None:
+    def __init__(self, classes: int = 10, shape: Shape = MNIST) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(1, 32, 6, stride=2)
+        self.conv1 = nn.Conv2d(shape[0], 32, 6, stride=2)
         self.norm1: nn.Module = nn.GroupNorm(4, 32)
         self.conv2 = nn.Conv2d(32, 96, 3, padding=1)
         self.norm2: nn.Module = nn.GroupNorm(4, 96)
         self.head = nn.Linear(96 * 3 * 3, classes)
 
-    def forward(self, images: Tensor) -> Tensor:
-        x = normalise(images.unsqueeze(1), self.head.weight.dtype)
+    def forward(self, x: Tensor) -> Tensor:
         x = F.relu(self.norm1(F.max_pool2d(self.conv1(x), 2)))
         x = F.relu(self.norm2(F.max_pool2d(self.conv2(x), 2)))
-        return self.head(x.flatten(1))
+        return self.head(three_by_three(x).flatten(1))
 
 
 class CNNDeep(nn.Module):
@@ -50,9 +73,9 @@ class CNNDeep(nn.Module):
     Four times the arithmetic. At test time it sees nine views of an image, see ShiftedViews.
     """
 
-    def __init__(self, classes: int = 10) -> None:
+    def __init__(self, classes: int = 10, shape: Shape = MNIST) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(1, 32, 6, stride=2)
+        self.conv1 = nn.Conv2d(shape[0], 32, 6, stride=2)
         self.norm1 = nn.GroupNorm(4, 32)
         self.conv2 = nn.Conv2d(32, 32, 3, padding=1)
         self.norm2 = nn.GroupNorm(4, 32)
@@ -62,27 +85,25 @@ class CNNDeep(nn.Module):
         self.norm4 = nn.GroupNorm(4, 96)
         self.head = nn.Linear(96 * 3 * 3, classes)
 
-    def forward(self, images: Tensor) -> Tensor:
-        x = normalise(images.unsqueeze(1), self.head.weight.dtype)
+    def forward(self, x: Tensor) -> Tensor:
         x = F.relu(self.norm1(self.conv1(x)))
         x = F.relu(self.norm2(F.max_pool2d(self.conv2(x), 2)))
         x = F.relu(self.norm3(self.conv3(x)))
         x = F.relu(self.norm4(F.max_pool2d(self.conv4(x), 2)))
-        return self.head(x.flatten(1))
+        return self.head(three_by_three(x).flatten(1))
 
 
 class MLP(nn.Module):
     """Two hidden layers of 128: the smallest thing that learns."""
 
-    def __init__(self, classes: int = 10) -> None:
+    def __init__(self, classes: int = 10, shape: Shape = MNIST) -> None:
         super().__init__()
-        self.hidden1 = nn.Linear(28 * 28, 128)
+        self.hidden1 = nn.Linear(math.prod(shape), 128)
         self.hidden2 = nn.Linear(128, 128)
         self.head = nn.Linear(128, classes)
 
-    def forward(self, images: Tensor) -> Tensor:
-        x = normalise(images, self.head.weight.dtype).flatten(1)
-        return self.head(F.relu(self.hidden2(F.relu(self.hidden1(x)))))
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(F.relu(self.hidden2(F.relu(self.hidden1(x.flatten(1))))))
 
 
 class CNNBatchNorm(CNN):
@@ -91,32 +112,17 @@ class CNNBatchNorm(CNN):
     N processes are therefore not one process, unless --sync-bn makes the statistics global.
     """
 
-    def __init__(self, classes: int = 10) -> None:
-        super().__init__(classes)
+    def __init__(self, classes: int = 10, shape: Shape = MNIST) -> None:
+        super().__init__(classes, shape)
         self.norm1 = nn.BatchNorm2d(32)
         self.norm2 = nn.BatchNorm2d(96)
 
 
-class ResNet18(nn.Module):
-    """torchvision's ResNet-18 (11 million parameters, BatchNorm) with one input channel."""
-
-    def __init__(self, classes: int = 10) -> None:
-        super().__init__()
-        from torchvision.models import resnet18  # over a second, so only where it is used
-
-        self.net = resnet18(num_classes=classes)
-        self.net.conv1 = nn.Conv2d(1, 64, 7, stride=2, padding=3, bias=False)
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self.net(normalise(images.unsqueeze(1), self.net.fc.weight.dtype))
-
-
-MODELS: dict[str, type[nn.Module]] = {
+MODELS: dict[str, Callable[[int, Shape], nn.Module]] = {
     "cnn": CNN,
     "cnn_deep": CNNDeep,
     "mlp": MLP,
     "cnn_bn": CNNBatchNorm,
-    "resnet18": ResNet18,
 }
 
 
@@ -143,8 +149,8 @@ class ShiftedViews(nn.Module):
 
 
 def shifted(images: Tensor) -> list[Tensor]:
-    """Return [B, H, W] moved by -1, 0 and 1 pixel in both directions; zeros move in."""
-    height, width = images.shape[1:]
+    """Return [B, C, H, W] moved by -1, 0 and 1 pixel in both directions; zeros move in."""
+    height, width = images.shape[2:]
     padded = F.pad(images, (1, 1, 1, 1))
-    rows = [padded[:, top : top + height] for top in range(3)]
-    return [view[:, :, left : left + width] for view in rows for left in range(3)]
+    rows = [padded[:, :, top : top + height] for top in range(3)]
+    return [view[..., left : left + width] for view in rows for left in range(3)]

@@ -21,7 +21,7 @@ from torch import nn
 from ddp_mnist.config import Recipe, resolve_recipe
 from ddp_mnist.data import cache
 from ddp_mnist.data.batches import GlobalBatches, ImageData, split_images
-from ddp_mnist.models import MODELS
+from ddp_mnist.nets import build_net
 from ddp_mnist.optim import learning_rate, make_optimizer
 
 
@@ -40,7 +40,7 @@ def train_plain(
     mine = slice(rank * share, (rank + 1) * share)
 
     torch.manual_seed(seed)
-    net = MODELS[recipe.model](len(images.classes)).to(device, dtype)
+    net = build_net(recipe.model, len(images.classes), images.preparation).to(device, dtype)
     net = net.to(memory_format=torch.channels_last)
     model = nn.parallel.DistributedDataParallel(net, gradient_as_bucket_view=True)
     optimizer = make_optimizer(model, recipe)

@@ -17,12 +17,13 @@ import torch.nn.functional as F
 from accelerate.utils import broadcast
 from torch import nn
 
-from ddp_mnist.augment import affine_table, apply_affine
+from ddp_mnist.augment import augment, draw_table
 from ddp_mnist.cluster.launch import Launch
 from ddp_mnist.cluster.world import World, join_world, settle_ddp_buckets
 from ddp_mnist.config import TrainConfig
-from ddp_mnist.data.batches import GlobalBatches, make_loader, split_images
-from ddp_mnist.models import MODELS, with_test_views
+from ddp_mnist.data.batches import GlobalBatches, ImageData, make_loader, split_images
+from ddp_mnist.models import with_test_views
+from ddp_mnist.nets import build_net
 from ddp_mnist.optim import learning_rate, make_optimizer
 from ddp_mnist.run.evaluation import evaluate_split, import_evaluate_meanwhile, prepare_split
 from ddp_mnist.run.folder import RunFolder
@@ -45,10 +46,11 @@ def train(config: TrainConfig, launch: Launch) -> dict[str, Any]:
         return fit(run) if run else {}
 
 
-def build_model(config: TrainConfig, world: World, classes: int) -> nn.Module:
+def build_model(config: TrainConfig, world: World, images: ImageData) -> nn.Module:
     """Return the net on its device, in the dtype of its weights, seeded alike on every rank."""
     torch.manual_seed(config.run.seed)
-    model = MODELS[config.recipe.model](classes)
+    recipe, classes = config.recipe, len(images.classes)
+    model: nn.Module = build_net(recipe.model, classes, images.preparation, recipe.weights)
     if world.precision == "fp64":
         model.double()
     if config.distribution.sync_bn:
@@ -59,7 +61,7 @@ def build_model(config: TrainConfig, world: World, classes: int) -> nn.Module:
     return model
 
 
-BuildModel = Callable[[TrainConfig, World, int], nn.Module]
+BuildModel = Callable[[TrainConfig, World, ImageData], nn.Module]
 
 
 def fit(run: Session, build: BuildModel = build_model) -> dict[str, Any]:
@@ -70,19 +72,23 @@ def fit(run: Session, build: BuildModel = build_model) -> dict[str, Any]:
     recipe, flags, seed = run.config.recipe, run.config.run, run.config.run.seed
     accelerator, stop = run.world.accelerator, run.stop
     device, classes = accelerator.device, len(run.images.classes)
+    preparation = run.images.preparation
     accelerator.gradient_accumulation_steps = recipe.grad_accum
 
     # Data, on the device. Batches are global, the same on every rank; Accelerate splits them.
     train_rows, val_rows, test_rows = split_images(run.images.to(device), recipe.val_size)
-    batches = GlobalBatches(len(train_rows), recipe.batch_size, seed, recipe.grad_accum, device)
+    batches = GlobalBatches(
+        len(train_rows), recipe.batch_size, seed, recipe.grad_accum, train_rows.images.device
+    )
 
     # Model and optimizer, equal on every rank.
-    net = build(run.config, run.world, classes)
+    net = build(run.config, run.world, run.images)
     model, optimizer, loader = accelerator.prepare(
         net, make_optimizer(net, recipe), make_loader(train_rows, batch_sampler=batches)
     )
     share = batches.micro_batch_size // accelerator.num_processes
-    settle_ddp_buckets(model, train_rows.__getitems__(torch.arange(share))[0])
+    first_images = train_rows.__getitems__(torch.arange(share))[0]
+    settle_ddp_buckets(model, first_images.to(device))
     val_loader, test_loader = (prepare_split(accelerator, rows) for rows in (val_rows, test_rows))
     import_evaluate_meanwhile(accelerator)
 
@@ -99,7 +105,8 @@ def fit(run: Session, build: BuildModel = build_model) -> dict[str, Any]:
         model.train()
         batches.begin(progress.epoch, progress.step - first_step)
         if recipe.augment:
-            maps = affine_table(len(train_rows), seed, progress.epoch, recipe.epochs).to(device)
+            draws = draw_table(preparation, len(train_rows), seed, progress.epoch, recipe.epochs)
+            draws = draws.to(device)
         meter.restart_clock()
         for images, labels, indices in loader:
             # Learning rate and random draws are functions of the step: there is nothing to save.
@@ -108,7 +115,7 @@ def fit(run: Session, build: BuildModel = build_model) -> dict[str, Any]:
                 group["lr"] = lr
             seed_draws(device, "step", seed, progress.step, accelerator.process_index)
             if recipe.augment:
-                images = apply_affine(images, maps[indices])
+                images = augment(images, draws[indices])
 
             with accelerator.accumulate(model):
                 logits = model(images)
@@ -144,7 +151,9 @@ def fit(run: Session, build: BuildModel = build_model) -> dict[str, Any]:
         if recipe.val_size:
             run.phase("validation", progress)
             tested = with_test_views(model, recipe.model)
-            validation = evaluate_split(accelerator, tested, val_loader, classes, stop)
+            validation = evaluate_split(
+                accelerator, tested, val_loader, classes, stop, recipe.metrics
+            )
         means = state.end_epoch(recipe, validation)  # counts it; may set stopped_by
         run.log_epoch(means, progress, validation)
 
@@ -158,7 +167,7 @@ def fit(run: Session, build: BuildModel = build_model) -> dict[str, Any]:
     if buffers := list(kept.buffers()):  # BatchNorm's, which DDP sends only before a forward
         broadcast(buffers)
     tested = with_test_views(kept, recipe.model)
-    test = evaluate_split(accelerator, tested, test_loader, classes, stop)
+    test = evaluate_split(accelerator, tested, test_loader, classes, stop, recipe.metrics)
     return run.finish(state, kept, test)
 
 

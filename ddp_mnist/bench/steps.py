@@ -72,7 +72,7 @@ def bare_steps(run: Session, *, feed: bool, exchange: bool) -> float:
     images = run.images.to(device)
     rows = Rows(images.train_images, images.train_labels)
     batches = GlobalBatches(len(rows), recipe.batch_size, seed, device=device)
-    net = build_model(run.config, run.world, len(images.classes))
+    net = build_model(run.config, run.world, images)
     # Accelerate wraps a model in DDP unless it is told that no training follows.
     model = accelerator.prepare_model(net, evaluation_mode=not exchange).train()
     loader = make_loader(rows, batch_sampler=batches)

@@ -30,16 +30,24 @@ class ImageData:
     digest: str  # SHA-256 of pixels, labels, class names and conversions
     classes: list[str]  # their names; a label is an index into these
     preparation: Preparation  # how the images were made
-    train_images: Tensor  # uint8 [N, H, W]
+    train_images: Tensor  # uint8 [N, C, H, W]
     train_labels: Tensor  # int64 [N]
     test_images: Tensor
     test_labels: Tensor
     warnings: list[str] = field(default_factory=list)  # what happened while it was opened
 
     def to(self, device: torch.device) -> "ImageData":
-        """Return the same in a device's memory (55 MB for MNIST); on a CPU nothing is copied."""
+        """Return the same in a device's memory (55 MB for MNIST), if half of that is enough.
+
+        Else, and on a CPU, it stays mapped from the disk and is sent by batches.
+        """
         if device.type == "cpu":
             return self  # Accelerate numbers each process's CPU: .to() would unmap the file
+        if (
+            self.train_images.nbytes + self.test_images.nbytes
+            > torch.cuda.mem_get_info(device)[0] / 2
+        ):
+            return self
         moved = {name: getattr(self, name).to(device) for name in TENSORS}
         return dataclasses.replace(self, **moved)
 
@@ -73,7 +81,7 @@ def split_images(images: ImageData, val_size: int) -> tuple["Rows", "Rows", "Row
 class Rows(Dataset[tuple[Tensor, Tensor, Tensor]]):
     """A subset of a split, read a batch at a time; `rows`=None takes all.
 
-    A batch is (images uint8 [B, H, W], labels int64 [B], indices int64 [B]). An index is the
+    A batch is (images uint8 [B, C, H, W], labels int64 [B], indices int64 [B]). An index is the
     position among these rows; augmentation looks up its random numbers by it.
     """
 

@@ -1,28 +1,32 @@
-"""The cache: each data set is decoded once, into a file that all processes of a machine map."""
+"""The cache: each data set is decoded once, into files that all processes of a machine map."""
 
 import dataclasses
 import hashlib
+import inspect
 import json
+import math
 import os
 import re
+import shutil
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from filelock import FileLock
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from torch import Tensor
 
+from ddp_mnist.data import decode, tables
 from ddp_mnist.data.batches import TENSORS, ImageData
-from ddp_mnist.data.decode import Preparation, decoder_digest
+from ddp_mnist.data.decode import Preparation, Shape
+from ddp_mnist.data.reading import AS_THEY_ARE, Reading
 from ddp_mnist.data.sources import Source, find_source
 from ddp_mnist.errors import DataError, StorageError, reason
 
-CACHE_FORMAT = 4
-METADATA_KEY = "ddp_mnist"  # one key: with several, safetensors writes them in random order
+CACHE_FORMAT = 5
+ABOUT = "about.json"  # what is not in the arrays
+CHECKED = 256  # MB at most that are read to find damage
 MOVE = "use --cache-dir or DDP_MNIST_CACHE to put it elsewhere"
 Log = Callable[[str], None] | None
 
@@ -36,7 +40,12 @@ def cache_folder(cache_dir: str | None) -> Path:
         raise StorageError(f"{chosen}: {error}; {MOVE}") from error
 
 
-def choose(dataset: str, cache_dir: str | None = None, log: Log = None) -> tuple[str, list[str]]:
+def choose(
+    dataset: str,
+    cache_dir: str | None = None,
+    reading: Reading = AS_THEY_ARE,
+    log: Log = None,
+) -> tuple[str, list[str]]:
     """Return the data set to load, and warnings about the choice.
 
     `auto` is mnist where it can be had, else digits. Any other name is what it says, or an error.
@@ -44,7 +53,7 @@ def choose(dataset: str, cache_dir: str | None = None, log: Log = None) -> tuple
     if dataset != "auto":
         return dataset, []
     try:
-        return "mnist", load("mnist", cache_dir, log=log).warnings
+        return "mnist", load("mnist", cache_dir, reading, log=log).warnings
     except DataError as error:
         return "digits", [
             f"MNIST could not be had: {str(error).partition(';')[0]}",
@@ -53,16 +62,23 @@ def choose(dataset: str, cache_dir: str | None = None, log: Log = None) -> tuple
 
 
 def load(
-    dataset: str, cache_dir: str | None = None, *, refresh: bool = False, log: Log = None
+    dataset: str,
+    cache_dir: str | None = None,
+    reading: Reading = AS_THEY_ARE,
+    *,
+    refresh: bool = False,
+    log: Log = None,
 ) -> ImageData:
     """Return the data set from the cache; read and decode it first if it is not there.
 
-    One process per machine decodes, under a file lock; the others wait for it and map its file.
+    One process per machine decodes, under a file lock; the others wait for it and map its files.
     `refresh` reads it again although it is cached, and removes what other decoders made of it.
-    `log` is called with a line when reading begins, as it can take a minute. Raise as `find_source`
-    and `Source.read` do, and StorageError where the cache folder cannot be written.
+    `log` is called with a line when reading begins, as it can take a minute.
+
+    Raises UsageError or DataError where there is no such data set or it cannot be read, and
+    StorageError where the cache folder cannot be written.
     """
-    source = find_source(dataset)
+    source = find_source(dataset, reading)
     stem, path = _stem_and_path(source, cache_dir)
     if not refresh and (data := _open(path, source)):
         return data
@@ -74,95 +90,131 @@ def load(
             if not refresh and (data := _open(path, source)):
                 return data
             replaced = path.exists() and not refresh
-            if log:
-                log(f"reading    {source.name}, decoded once into {folder}")
             for leftover in folder.glob(f"{stem}-*.tmp"):
-                leftover.unlink()  # of a builder that was killed; nobody else writes now
-            _build(path, source)
-            if refresh:
-                for other in set(folder.glob(f"{stem}-*.safetensors")) - {path}:
-                    other.unlink()
+                shutil.rmtree(leftover)  # of a builder that was killed; nobody else writes now
+            _build(path, source, log)
+            others = set(folder.glob(f"{stem}-{CACHE_FORMAT}-*")) - {path}
+            for other in others if refresh else ():
+                shutil.rmtree(other)
             if not (data := _open(path, source)):
                 raise OSError(f"{path.name} cannot be read back")
-    except (OSError, SafetensorError) as error:
-        why = reason(error)
-        raise StorageError(f"{folder}: the cache cannot be written ({why}); {MOVE}") from error
+    except OSError as error:
+        raise StorageError(
+            f"{folder}: the cache cannot be written ({reason(error)}); {MOVE}"
+        ) from error
     if replaced:
         data.warnings.append(f"{path} was damaged or out of date and was built again")
     return data
 
 
-def cached(dataset: str, cache_dir: str | None = None) -> ImageData | None:
+def cached(
+    dataset: str, cache_dir: str | None = None, reading: Reading = AS_THEY_ARE
+) -> ImageData | None:
     """Return the data set if it is in the cache and whole. Raises as `find_source` does."""
-    source = find_source(dataset)
+    source = find_source(dataset, reading)
     return _open(_stem_and_path(source, cache_dir)[1], source)
 
 
 def _stem_and_path(source: Source, cache_dir: str | None) -> tuple[str, Path]:
-    """Return the beginning of a file name that two sources never share, and the file.
+    """Return the beginning of a folder's name that two sources never share, and the folder.
 
-    The file is this decoder's own: an edited clone shares the folder, and not the file.
+    It is this decoder's own: an edited clone shares the cache, and not the folder.
     """
     readable = re.sub(r"[^A-Za-z0-9._-]+", "_", source.name)[:60]
-    place = hashlib.sha256(os.fsencode(source.place)).hexdigest()[:8]
+    asked = json.dumps(dataclasses.asdict(source.reading))
+    place = hashlib.sha256(os.fsencode(source.place) + asked.encode()).hexdigest()[:8]
     stem = f"{source.kind}-{readable}-{place}"
-    name = f"{stem}-{CACHE_FORMAT}-{decoder_digest()}.safetensors"
-    return stem, cache_folder(cache_dir) / name
+    code = inspect.getsource(decode) + inspect.getsource(tables)
+    decoder = hashlib.sha256(code.encode()).hexdigest()[:8]
+    return stem, cache_folder(cache_dir) / f"{stem}-{CACHE_FORMAT}-{decoder}"
 
 
 def _open(path: Path, source: Source) -> ImageData | None:
     """Return the cached data set; None if it is not there, damaged, or not of these files."""
     try:
-        with safe_open(path, framework="pt") as file:
-            about = json.loads((file.metadata() or {})[METADATA_KEY])
-            # Mapped, not read: the processes of a machine share one copy in memory.
-            tensors = {name: file.get_tensor(name) for name in TENSORS}
-        # 18 ms, where SHA-256 takes up to 140; a damaged cache would cost a wrong result.
-        whole = about.pop("checksum") == _crc32(tensors, about)
+        about = json.loads((path / ABOUT).read_text("utf-8"))
+        # Mapped, not read: the processes of a machine share one copy in memory. "c" is writable
+        # to torch, which warns of anything else; a write would stay in this process.
+        arrays = {name: np.load(path / f"{name}.npy", mmap_mode="c") for name in TENSORS}
+        whole = about.pop("checksum") == _crc32(arrays, about)
         if not whole or about.pop("fingerprint") != source.fingerprint:
             return None
-        about["preparation"] = Preparation(**about["preparation"])
-        return ImageData(source.name, f"{source.kind}:{source.place}", **about, **tensors)
-    except (OSError, SafetensorError, KeyError, TypeError, ValueError):
+        about["preparation"] = Preparation.from_dict(about["preparation"])
+        about |= {name: torch.from_numpy(array) for name, array in arrays.items()}
+        return ImageData(source.name, f"{source.kind}:{source.place}", **about)
+    except (OSError, EOFError, KeyError, TypeError, ValueError):
         return None
 
 
-def _build(path: Path, source: Source) -> None:
-    """Decode into a temporary name and rename it: a file under its own name is whole."""
-    fingerprint, decoded = source.fingerprint, source.read()
-    tensors = {
-        f"{split}_{kind}": torch.from_numpy(array.copy())
-        for kind, arrays in (("images", decoded.images), ("labels", decoded.labels))
-        for split, array in arrays.items()
-    }
-    digest = hashlib.sha256(json.dumps([decoded.classes, decoded.notes]).encode())
-    for part in _content(tensors):
-        digest.update(part)
-    about: dict[str, Any] = {
-        "classes": decoded.classes,
-        "preparation": dataclasses.asdict(decoded.preparation()),
-        "digest": digest.hexdigest(),
-        "fingerprint": fingerprint,
-    }
-    about["checksum"] = _crc32(tensors, about)
-    temporary = path.with_name(f"{path.stem}.{os.getpid()}.tmp")
+def _build(path: Path, source: Source, log: Log) -> None:
+    """Decode into a temporary folder and rename it: a folder under its own name is whole."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+
+    def reserve(shape: Shape, rows: dict[str, int]) -> dict[str, np.ndarray]:
+        """Say what the images take on the disk, and map them: they are decoded into their files."""
+        _check_space(path.parent, source, shape, sum(rows.values()), log)
+        return {
+            split: np.lib.format.open_memmap(
+                temporary / f"{split}_images.npy", "w+", np.uint8, (count, *shape)
+            )
+            for split, count in rows.items()
+        }
+
+    temporary.mkdir()
     try:
-        save_file(tensors, temporary, metadata={METADATA_KEY: json.dumps(about, sort_keys=True)})
-        temporary.chmod(0o644)  # safetensors writes 0600; a cache may be shared by a group
-        os.replace(temporary, path)
+        fingerprint, decoded = source.fingerprint, source.read(reserve)
+        arrays = {f"{split}_images": images for split, images in decoded.images.items()}
+        for split, labels in decoded.labels.items():
+            arrays[f"{split}_labels"] = labels
+            np.save(temporary / f"{split}_labels.npy", labels)
+        digest = hashlib.sha256(json.dumps([decoded.classes, decoded.notes]).encode())
+        for name in TENSORS:
+            digest.update(_header(name, arrays[name]))
+            digest.update(arrays[name].data)
+        about: dict[str, Any] = {
+            "classes": decoded.classes,
+            "preparation": dataclasses.asdict(decoded.preparation()),
+            "digest": digest.hexdigest(),
+            "fingerprint": fingerprint,
+        }
+        about = json.loads(json.dumps(about))  # tuples become lists, as when it is read back
+        about["checksum"] = _crc32(arrays, about)
+        (temporary / ABOUT).write_text(json.dumps(about, sort_keys=True), encoding="utf-8")
+        if path.exists():
+            shutil.rmtree(path)
+        temporary.rename(path)
     finally:
-        temporary.unlink(missing_ok=True)
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _crc32(tensors: dict[str, Tensor], about: dict[str, Any]) -> int:
-    """Return a checksum of all that the file holds, which finds damage."""
+def _check_space(folder: Path, source: Source, shape: Shape, rows: int, log: Log) -> None:
+    """Say how much will be written. Raises StorageError where the disk has less."""
+    channels, height, width = shape
+    mb, free = rows * math.prod(shape) / 1e6, shutil.disk_usage(folder).free / 1e6
+    kind = "in colour" if channels == 3 else "grey"
+    what = f"{rows:,} images of {width}x{height} {kind} take {mb:,.0f} MB"
+    if mb > free:
+        raise StorageError(
+            f"{folder}: {what}, and {free:,.0f} MB are free; give --image-size, or {MOVE}"
+        )
+    if log:
+        log(f"reading    {source.name}, decoded once into {folder}: {what}")
+
+
+def _crc32(arrays: dict[str, np.ndarray], about: dict[str, Any]) -> int:
+    """Return a checksum of all that the files hold, which finds damage; of many MB, a part.
+
+    18 ms for MNIST, where SHA-256 takes up to 140; a damaged cache would cost a wrong result.
+    """
     checksum = zlib.crc32(json.dumps(about, sort_keys=True).encode())
-    for part in _content(tensors):
-        checksum = zlib.crc32(part, checksum)
+    for name in TENSORS:
+        checksum = zlib.crc32(_header(name, arrays[name]), checksum)
+        content = arrays[name].reshape(-1).view(np.uint8)
+        every = max(1, math.ceil(content.nbytes / (CHECKED * 10**6)))
+        for start in range(0, content.nbytes, 2**20 * every):
+            checksum = zlib.crc32(content[start : start + 2**20].data, checksum)
     return checksum
 
 
-def _content(tensors: dict[str, Tensor]) -> Iterator[bytes | memoryview]:
-    for name in TENSORS:
-        yield f"{name} {tensors[name].dtype} {list(tensors[name].shape)}".encode()
-        yield tensors[name].numpy().data
+def _header(name: str, array: np.ndarray) -> bytes:
+    return f"{name} {array.dtype} {list(array.shape)}".encode()

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import numpy as np
 
-from ddp_mnist.data.decode import IMAGE_SHAPE, Decoded
+from ddp_mnist.data.decode import Decoded
 from ddp_mnist.errors import DataError, reason
 
+MNIST = (28, 28)  # height and width
 UNSIGNED_BYTE = 8
 STEMS = {"train": "train", "test": "t10k"}
 DIMENSIONS = {"images": 3, "labels": 1}
@@ -38,7 +39,7 @@ def find_idx_files(folder: Path) -> dict[tuple[str, str], Path]:
 
 def read_idx(files: dict[tuple[str, str], Path]) -> Decoded:
     """Return the data set in these files; its classes are the digits, or more if labels say so."""
-    images = {split: _read_array(files[split, "images"], IMAGE_SHAPE) for split in STEMS}
+    images = {split: _read_array(files[split, "images"], MNIST)[:, None] for split in STEMS}
     labels = {split: _read_array(files[split, "labels"], ()).astype(np.int64) for split in STEMS}
     for split in STEMS:
         if len(images[split]) != len(labels[split]) or len(labels[split]) == 0:

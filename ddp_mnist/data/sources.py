@@ -1,9 +1,10 @@
-"""A data set is read from the Hub, a folder, or the digits inside scikit-learn.
+"""A data set is read from the Hub, from a folder, or out of scikit-learn.
 
 Heavy libraries are imported where they are used, because a cached run needs none.
 """
 
 import contextlib
+import dataclasses
 import errno
 import functools
 import hashlib
@@ -17,10 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import PIL.Image
 
 from ddp_mnist import errors
-from ddp_mnist.data.decode import DIGITS, Decoded, decode_dataset
+from ddp_mnist.data.built_in import BUILT_IN
+from ddp_mnist.data.decode import Decoded, Reserve, decode_image
 from ddp_mnist.data.idx import find_idx_files, read_idx
+from ddp_mnist.data.reading import AS_THEY_ARE, Reading
+from ddp_mnist.data.tables import decode_dataset
 from ddp_mnist.deadline import with_deadline
 
 HUB_IDS = {"mnist": "ylecun/mnist", "fashion_mnist": "zalando-datasets/fashion_mnist"}
@@ -39,22 +44,26 @@ UNWRITABLE = (*NO_SPACE, errno.EACCES, errno.EROFS, errno.ENOTDIR)
 
 @dataclass(frozen=True)
 class Source:
-    """A place to read from: `kind` is digits, hub or folder, `place` a Hub id or a whole path."""
+    """A place to read from: `kind` is built-in, hub or folder, `place` an id or a whole path."""
 
     name: str
     kind: str
     place: str
+    reading: Reading = AS_THEY_ARE
 
-    def read(self) -> Decoded:
-        """Decode all of it. Raise DataError, or StorageError: there is no space to unpack it."""
+    def read(self, reserve: Reserve) -> Decoded:
+        """Decode all of it, into the room that `reserve` makes for the images.
+
+        Raise DataError, or StorageError: there is no space to unpack it.
+        """
         with readable(self.place):
-            if self.kind == "digits":
-                return read_digits()
-            if self.kind == "folder" and (files := find_idx_files(Path(self.place))):
-                decoded = read_idx(files)
+            if self.kind in BUILT_IN:
+                decoded = in_room(BUILT_IN[self.kind](), self.reading, reserve)
+            elif self.kind == "folder" and (files := find_idx_files(Path(self.place))):
+                decoded = in_room(read_idx(files), self.reading, reserve)
             else:
                 read = read_hub if self.kind == "hub" else read_folder
-                decoded = decode_dataset(read(self.place), self.place)
+                decoded = decode_dataset(read(self.place), self.place, self.reading, reserve)
         test = decoded.labels["test"]
         if (unseen := np.flatnonzero(~np.isin(test, decoded.labels["train"]))).size:
             row, label = unseen[0], decoded.classes[test[unseen[0]]]
@@ -88,26 +97,26 @@ def readable(place: str) -> Iterator[None]:
         raise errors.DataError(problem) from error
 
 
-def find_source(dataset: str) -> Source:
+def find_source(dataset: str, reading: Reading = AS_THEY_ARE) -> Source:
     """Return what `--dataset` names. Raise DataError for a path to no folder, else UsageError."""
-    if dataset == "digits":
-        return Source("digits", "digits", "sklearn.datasets.load_digits")
+    if dataset in BUILT_IN:
+        return Source(dataset, dataset, f"sklearn.datasets.{BUILT_IN[dataset].__name__}", reading)
     if dataset in HUB_IDS:
-        return Source(dataset, "hub", HUB_IDS[dataset])
+        return Source(dataset, "hub", HUB_IDS[dataset], reading)
     # Unlike pathlib's, these two raise nothing for ~nobody or links in a circle.
     path = Path(os.path.realpath(os.path.expanduser(dataset)))  # noqa: PTH111
     with readable(dataset):
         if dataset and path.is_dir():
-            return Source(errors.printable(path.name), "folder", str(path))
+            return Source(errors.printable(path.name), "folder", str(path), reading)
         if dataset and path.exists():
             raise errors.DataError(f"--dataset {dataset}: is a file; give the folder it lies in")
     if dataset.startswith((".", "/", "~")) or dataset.count("/") > 1:
         raise errors.DataError(f"--dataset {dataset}: there is no such folder; check the path")
     if re.fullmatch(r"[\w.-]+/[\w.-]+", dataset, re.ASCII):
-        return Source(dataset.replace("/", "--"), "hub", dataset)
+        return Source(dataset.replace("/", "--"), "hub", dataset, reading)
     raise errors.UsageError(
         f"--dataset {dataset}: no such folder; choose from mnist, auto, fashion_mnist, digits,"
-        " a Hub id (owner/name) or a folder"
+        " patches, a Hub id (owner/name) or a folder"
     )
 
 
@@ -204,28 +213,30 @@ def library(
         ours.HF_HUB_OFFLINE, theirs.HF_HUB_OFFLINE = before
 
 
-# --- The digits inside scikit-learn
+# --- Arrays in memory
 
 
-def read_digits() -> Decoded:
-    """Return 1,797 handwritten digits of 8x8 in 0..16 as 28x28 in 0..255; 360 are for the test.
-
-    Each pixel is repeated 3x3, smoothed by a 3x3 mean and framed by 2 pixels, in whole numbers,
-    so that every machine gets the same bytes. The split is a fixed permutation.
-    Source: E. Alpaydin and C. Kaynak, Optical Recognition of Handwritten Digits, UCI, 1998.
-    """
-    from sklearn.datasets import load_digits
-
-    pixels, labels = load_digits(return_X_y=True)
-    small = pixels.reshape(-1, 8, 8).astype(np.int64)
-    large = np.pad(small.repeat(3, axis=1).repeat(3, axis=2), ((0, 0), (3, 3), (3, 3)))
-    shifted = [large[:, dy : dy + 28, dx : dx + 28] for dy in range(3) for dx in range(3)]
-    images = (np.sum(shifted, axis=0) * 255 // (16 * 9)).astype(np.uint8)
-    order = np.random.RandomState(0).permutation(len(images))  # frozen by NumPy for all time
-    splits = {"train": order[360:], "test": order[:360]}
-    return Decoded(
-        images={split: images[rows] for split, rows in splits.items()},
-        labels={split: labels[rows].astype(np.int64) for split, rows in splits.items()},
-        classes=DIGITS,
-        notes=["the 8x8 digits were enlarged to 28x28"],
+def in_room(decoded: Decoded, reading: Reading, reserve: Reserve) -> Decoded:
+    """Return a data set that was read into memory, its images as they were asked for."""
+    if reading.test_size is not None:
+        raise errors.UsageError(
+            f"--test-size {reading.test_size}: there is a test split; leave it out"
+        )
+    channels, height, width = decoded.images["train"].shape[1:]
+    shape = (1 if reading.grey else channels, *(reading.size or (height, width)))
+    images = reserve(shape, {split: len(labels) for split, labels in decoded.labels.items()})
+    as_asked = shape == (channels, height, width)
+    for split, given in decoded.images.items():
+        if as_asked:
+            images[split][:] = given
+            continue
+        for row, image in enumerate(given):
+            pixels = image[0] if channels == 1 else image.transpose(1, 2, 0)
+            images[split][row] = decode_image(PIL.Image.fromarray(pixels), shape)
+    notes = decoded.notes
+    if not as_asked:
+        kind = "in colour" if shape[0] == 3 else "grey"
+        notes = [*notes, f"images of {width}x{height} became {shape[2]}x{shape[1]} {kind}"]
+    return dataclasses.replace(
+        decoded, images=images, notes=notes, as_stored=decoded.as_stored and as_asked
     )

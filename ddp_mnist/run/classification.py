@@ -1,14 +1,21 @@
-"""Classification metrics as a class of `evaluate`, which needs neither the Hub nor a lock file.
+"""Classification metrics as classes of `evaluate`, which need neither the Hub nor a lock file.
 
 Importing this imports `evaluate` and `datasets`, which takes over a second: only rank 0 does, when
 it has something to count.
 """
 
+import functools
+import inspect
 import sys
 import tempfile
+from collections.abc import Callable
+from collections.abc import Sequence as Several
 from typing import Any
 
 import numpy as np
+
+from ddp_mnist import own_code
+from ddp_mnist.errors import UsageError, did_you_mean
 
 # `evaluate` imports these for its Evaluator, which is not used here: half of its import time. An
 # import that finds None raises ImportError, which `evaluate` takes for "is not installed".
@@ -39,14 +46,62 @@ class Classification(evaluate.Metric):
         return {"accuracy": accuracy, "confusion": confusion.tolist()}
 
 
+class Score(evaluate.Metric):
+    """A number that --metrics names: of scikit-learn, or a function of one's own."""
+
+    def _info(self) -> evaluate.MetricInfo:
+        return evaluate.MetricInfo(description=self.__doc__ or "", citation="", features=FEATURES)
+
+    def _compute(self, predictions: Any, references: Any, name: str) -> dict[str, float]:
+        labels, guesses = np.ravel(references), np.ravel(predictions)
+        return {name: float(find_score(name)(labels, guesses))}
+
+
+def find_score(name: str) -> Callable[[Any, Any], float]:
+    """Return the function of int64 labels [N] and predictions [N] that --metrics NAME stands for.
+
+    Without a colon it is scikit-learn's NAME or NAME_score, the mean over the classes where it has
+    a choice (macro). Raise UsageError if there is none, or it takes something else.
+    """
+    if ":" in name:
+        function = own_code.find("--metrics", name)
+    else:
+        from sklearn import metrics
+
+        function = getattr(metrics, f"{name}_score", None) or getattr(metrics, name, None)
+        if not callable(function):
+            names = [word.removesuffix("_score") for word in metrics.__all__]
+            hint = did_you_mean(name, names) or "; see sklearn.metrics, or give MODULE:FUNCTION"
+            raise UsageError(f"--metrics {name}: scikit-learn has no such metric{hint}")
+        takes = inspect.signature(function).parameters
+        means = {"average": "macro", "zero_division": 0}
+        given = {key: value for key, value in means.items() if key in takes}
+        function = functools.partial(function, **given)
+    try:
+        float(function(np.array([0, 1, 2, 1]), np.array([0, 2, 2, 1])))
+    except Exception as error:
+        raise UsageError(
+            f"--metrics {name}: gives no number for labels and predictions"
+            f" ({own_code.said_by(error)}); choose another"
+        ) from error
+    return function
+
+
 def classification_metrics(
-    predictions: np.ndarray, references: np.ndarray, classes: int
+    predictions: np.ndarray, references: np.ndarray, classes: int, scores: Several[str] = ()
 ) -> dict[str, Any]:
     """Count int64 predictions [N] against references [N], both in 0..classes-1.
 
-    Return {"accuracy": float, "confusion": confusion[reference][prediction] = rows}.
+    Return {"accuracy": float, "confusion": confusion[reference][prediction] = rows, "scores": those
+    that --metrics names}.
     """
     # Metric.__init__ makes a folder even for what it keeps in memory.
     with tempfile.TemporaryDirectory(prefix="ddp_mnist-") as scratch:
-        metric = Classification(keep_in_memory=True, cache_dir=scratch)
-        return metric.compute(predictions=[predictions], references=[references], classes=classes)
+        given = {"predictions": [predictions], "references": [references]}
+        counted = Classification(keep_in_memory=True, cache_dir=scratch).compute(
+            **given, classes=classes
+        )
+        found: dict[str, float] = {}
+        for name in scores:
+            found |= Score(keep_in_memory=True, cache_dir=scratch).compute(**given, name=name)
+        return {**counted, "scores": found}

@@ -9,7 +9,8 @@ import importlib
 import json
 import math
 import threading
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ class Metrics:
     count: int  # rows, each counted once
     confusion: list[list[int]]  # confusion[label][prediction] = rows
     class_accuracy: list[float | None]  # share of correct predictions; None if it has no row
+    scores: dict[str, float] = field(default_factory=dict)  # those that --metrics names
 
 
 def prepare_split(accelerator: Accelerator, rows: Rows, per_process: int | None = None) -> Any:
@@ -42,6 +44,14 @@ def prepare_split(accelerator: Accelerator, rows: Rows, per_process: int | None 
     most = max(1, math.ceil(len(rows) / accelerator.num_processes))
     batch_size = min(per_process or IMAGES_PER_PROCESS, most) * accelerator.num_processes
     return accelerator.prepare_data_loader(make_loader(rows, batch_size=batch_size))
+
+
+def check_scores(names: Sequence[str]) -> None:
+    """Raise UsageError if --metrics names something that is none."""
+    from ddp_mnist.run.classification import find_score
+
+    for name in names:
+        find_score(name)
 
 
 def import_evaluate_meanwhile(accelerator: Accelerator) -> None:
@@ -62,12 +72,13 @@ def evaluate_split(
     loader: DataLoader[Any],
     classes: int,
     stop: StopSignals | None = None,
+    scores: Sequence[str] = (),
 ) -> Metrics:
     """Run the model over the whole split, a loader from `prepare_split`.
 
-    Return the same Metrics on every rank. Raise RuntimeError if not every row was counted exactly
-    once. With `stop`, all ranks check after each batch whether a stop signal came to any of them,
-    and raise as `StopSignals.obey` does.
+    Return the same Metrics on every rank; `scores` are those that --metrics names. Raise
+    RuntimeError if not every row was counted exactly once. With `stop`, all ranks check after each
+    batch whether a stop signal came to any of them, and raise as `StopSignals.obey` does.
     """
     was_training = model.training
     model.eval()
@@ -88,17 +99,20 @@ def evaluate_split(
         raise RuntimeError(f"counted {len(labels)} rows of a split of {rows}: wrong metrics")
     counted = b""
     if accelerator.is_main_process:
-        metrics = summarise(labels, predictions, losses, classes)
+        metrics = summarise(labels, predictions, losses, classes, scores)
         counted = json.dumps(dataclasses.asdict(metrics)).encode()
     return Metrics(**json.loads(broadcast_bytes(accelerator, counted)))
 
 
-def summarise(labels: Tensor, predictions: Tensor, losses: Tensor, classes: int) -> Metrics:
+def summarise(
+    labels: Tensor, predictions: Tensor, losses: Tensor, classes: int, scores: Sequence[str] = ()
+) -> Metrics:
     """Return the metrics of int64 labels [N], int64 predictions [N] and float64 losses [N]."""
     from ddp_mnist.run.classification import classification_metrics
 
-    counted = classification_metrics(predictions.cpu().numpy(), labels.cpu().numpy(), classes)
+    guesses, right = predictions.cpu().numpy(), labels.cpu().numpy()
+    counted = classification_metrics(guesses, right, classes, scores)
     confusion = counted["confusion"]
     per_class = [row[c] / sum(row) if sum(row) else None for c, row in enumerate(confusion)]
     loss = losses.sum().item() / len(losses)
-    return Metrics(counted["accuracy"], loss, len(labels), confusion, per_class)
+    return Metrics(counted["accuracy"], loss, len(labels), confusion, per_class, counted["scores"])

@@ -9,6 +9,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+from ddp_mnist import nets
 from ddp_mnist.cluster.world import World
 from ddp_mnist.config import ResolvedConfig, TrainConfig
 from ddp_mnist.data import cache
@@ -19,7 +20,7 @@ from ddp_mnist.run import checkpoint
 from ddp_mnist.run.folder import CONFIG, STATUS, SUMMARY, RunFolder, read_json, without_link
 from ddp_mnist.run.versions import code_digest, package_versions
 
-FORMAT = 6  # of config.json and of checkpoints
+FORMAT = 7  # of config.json and of checkpoints
 OF_THE_RESULT: tuple[OnResume, ...] = ("must equal", "may change", "same images")
 INHERITED: tuple[OnResume, ...] = (*OF_THE_RESULT, "inherited")
 
@@ -77,7 +78,8 @@ def _refuse_another_run(config: TrainConfig, found: dict[str, Any]) -> None:
     run, path = config.run, found["path"]
     another = "dataset" in config.typed and run.dataset != "auto"
     if another and from_anywhere(run.dataset) != found["run"]["dataset"]:
-        images = cache.load(run.dataset, run.cache_dir or found["run"]["cache_dir"])
+        cache_dir = run.cache_dir or found["run"]["cache_dir"]
+        images = cache.load(run.dataset, cache_dir, run.reading)
         check_images(run.dataset, images.digest, found)  # a folder may have been moved
     for group, saved in ((run, found["run"]), (config.recipe, found["recipe"])):
         for name, value in flag_values(group, "must equal").items():
@@ -126,6 +128,7 @@ def identity(config: ResolvedConfig, world: World, run_id: str, digest: str) -> 
         "run_id": run_id,
         "flags": flags,
         "digest": digest,
+        "net": nets.code_digest(config.recipe.model),
         "world": {
             "world size": world.accelerator.num_processes,
             "device": world.accelerator.device.type,
@@ -186,6 +189,11 @@ def changes(content: dict[str, Any], now: dict[str, Any], where: str) -> list[st
         check_images(flags["dataset"], now["digest"], found)
         for name in fixed:
             _refuse_change(name, flags[name], before[name], where)
+        if content["net"] != now["net"]:
+            raise CheckpointError(
+                f"--model {flags['model']}: its file was changed since {where} was made; use it as"
+                " it was, or begin another run"
+            )
         if "fp64" in (is_now := now["world"]["--mixed-precision"], was):  # another dtype
             _refuse_change("mixed_precision", is_now, was, where)
         if content["run_id"] != now["run_id"]:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from ddp_mnist.cluster.launch import Launch
 from ddp_mnist.cluster.rendezvous import check_same
@@ -22,9 +21,11 @@ from ddp_mnist.data.batches import ImageData
 from ddp_mnist.data.sources import from_anywhere
 from ddp_mnist.errors import DivergedError, UsageError
 from ddp_mnist.flags import flag_values
+from ddp_mnist.models import Normalised
+from ddp_mnist.nets import build_net, has_batch_norm
 from ddp_mnist.run import checkpoint, resume, summary, tracking, weights
 from ddp_mnist.run.console import Console, tell
-from ddp_mnist.run.evaluation import Metrics
+from ddp_mnist.run.evaluation import Metrics, check_scores
 from ddp_mnist.run.folder import CONFIG, MODEL, SUMMARY, RunFolder
 from ddp_mnist.run.profiling import StepProfiler
 from ddp_mnist.run.state import Progress, State
@@ -94,6 +95,7 @@ class Session:
         epoch = progress.epoch - 1
         if validation:
             decided = {"val_accuracy": validation.accuracy, "val_loss": validation.loss}
+            decided |= {f"val_{name}": value for name, value in validation.scores.items()}
             self.folder.append_metrics(progress.step, {"epoch": epoch, **decided})
         self.console.print(summary.epoch_line(epoch, self.config.recipe.epochs, means, validation))
         if progress.stopped_by:
@@ -139,13 +141,14 @@ class Session:
 
     # --- After the last step
 
-    def finish(self, state: State, net: nn.Module, test: Metrics) -> dict[str, Any]:
+    def finish(self, state: State, net: Normalised, test: Metrics) -> dict[str, Any]:
         """Write the test's metrics, the weights and the summary, and show the result."""
         progress, accelerator = state.progress, self.world.accelerator
         tested = {"test_accuracy": test.accuracy, "test_loss": test.loss}
+        tested |= {f"test_{name}": value for name, value in test.scores.items()}
         self.folder.append_metrics(progress.step, {"epoch": progress.epoch - 1, **tested})
         model, images = self.config.recipe.model, self.images
-        content = weights.to_bytes(net.state_dict(), model, images.classes, images.preparation)
+        content = weights.to_bytes(net.net.state_dict(), model, images.classes, images.preparation)
         self.folder.write_bytes(MODEL, content)
         own_seconds = [progress.train_seconds - state.seconds_before]
         seconds = accelerator.gather(torch.tensor(own_seconds, device=accelerator.device)).tolist()
@@ -200,12 +203,14 @@ def resolve_and_load(
     A run that goes on keeps the values that it began with, but for the flags that were typed.
     """
     config = resume.inherit(config, found)
-    store, cache_dir = world.store, config.run.cache_dir
+    store, cache_dir, reading = world.store, config.run.cache_dir, config.run.reading
     store.broadcast_from_rank0("trackers", lambda: tracking.named(config.run.trackers))
+    if config.recipe.metrics:
+        store.broadcast_from_rank0("metrics", lambda: check_scores(config.recipe.metrics))
     name, notes = store.broadcast_from_rank0(
-        "dataset", lambda: cache.choose(config.run.dataset, cache_dir, console.print)
+        "dataset", lambda: cache.choose(config.run.dataset, cache_dir, reading, console.print)
     )
-    images = cache.load(name, cache_dir, log=console.print)
+    images = cache.load(name, cache_dir, reading, log=console.print)
     images = replace(images, warnings=[*notes, *images.warnings])
     store.barrier("data")
     if found:
@@ -216,9 +221,24 @@ def resolve_and_load(
             f"--profile {config.run.profile}: an epoch has {recipe.steps_per_epoch} steps; ask for"
             f" at most {recipe.steps_per_epoch - 1}"
         )
+    check_net(config, images)
     place = cache_dir and str(cache.cache_folder(cache_dir).absolute())
     run = replace(config.run, dataset=from_anywhere(name), cache_dir=place)
     return ResolvedConfig(run, config.distribution, config.typed, recipe=recipe), images
+
+
+def check_net(config: TrainConfig, images: ImageData) -> None:
+    """Make the net once and throw it away: what is wrong with it is said before a folder is made.
+
+    Raise as `build_net` does, or UsageError for --sync-bn without BatchNorm.
+    """
+    net = build_net(
+        config.recipe.model, len(images.classes), images.preparation, config.recipe.weights
+    )
+    if config.distribution.sync_bn and not has_batch_norm(net):
+        raise UsageError(
+            f"--sync-bn: {config.recipe.model} has no BatchNorm; use --model cnn_bn or leave it out"
+        )
 
 
 def open_folder(run: Session, found: dict[str, Any] | None) -> list[str]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from ddp_mnist import nets
 from ddp_mnist.cluster import hardware
 from ddp_mnist.cluster.world import World
 from ddp_mnist.config import ResolvedConfig, TrainConfig
@@ -41,6 +42,7 @@ def facts(config: TrainConfig, world: World, images: ImageData) -> dict[str, Any
         "--backend": world.backend,
         "the data's digest": images.digest,
         "the code's digest": code_digest(),
+        f"the code of --model {config.recipe.model}": nets.code_digest(config.recipe.model),
         **package_versions(),
     }
 
@@ -53,6 +55,8 @@ def plan(config: ResolvedConfig, world: World, images: ImageData, folder: Path |
     share = recipe.batch_size // size // recipe.grad_accum
     parts = f" x {recipe.grad_accum} parts" if recipe.grad_accum > 1 else ""
     smoothed = f", label smoothing {recipe.label_smoothing:g}: the train loss does not end near 0"
+    strokes = images.preparation.bright_on_black
+    changes = "rotated, scaled, shifted" if strokes else "mirrored, cropped, coloured"
     rest = f"; {left_out} images are left out, others in each epoch" if left_out else ""
     lines = {
         "data": f"{images.name}: {train_rows:,} train, {recipe.val_size:,} validation,"
@@ -66,7 +70,7 @@ def plan(config: ResolvedConfig, world: World, images: ImageData, folder: Path |
         "model": f"{recipe.model}, seed {config.run.seed}",
         "recipe": f"{recipe.preset}: {recipe.optimizer}, learning rate up to {recipe.lr:g}"
         f" in the first {recipe.warmup:.0%} of the steps,"
-        f" images {'' if recipe.augment else 'not '}augmented"
+        f" images {changes if recipe.augment else 'not augmented'}"
         f"{smoothed if recipe.label_smoothing else ''}",
         "writes": str(folder) if folder else "nothing (--dry-run)",
     }
@@ -103,7 +107,9 @@ def epoch_line(epoch: int, epochs: int, means: dict[str, Any], validation: Metri
     parts = [f"epoch {str(epoch + 1).rjust(len(str(epochs)))}/{epochs}", f"loss {loss(means)}"]
     parts += [f"accuracy {means['accuracy']:.4f}"] if means["accuracy"] is not None else []
     parts += [f"{means['images_per_second']:>6,.0f} images/s"]
-    parts += [f"validation {validation.accuracy:.4f}"] if validation else []
+    if validation:
+        parts += [f"validation {validation.accuracy:.4f}"]
+        parts += [f"{name} {value:.4f}" for name, value in validation.scores.items()]
     return "  ".join(parts)
 
 
@@ -165,6 +171,7 @@ def summarise(
         "classes": images.classes,
         "notes": [*images.warnings, *images.preparation.notes],
         "class_accuracy": test.class_accuracy,
+        "metrics": test.scores,
         "confusion": test.confusion,
         "machine": {**hardware.describe(), "gpu": gpu},
         "versions": package_versions(),
@@ -179,7 +186,9 @@ def last_lines(outcome: dict[str, Any], run: RunFolder) -> str:
         f"test accuracy {outcome['test_accuracy']:.4f} on {outcome['test_count']:,} images of"
         f" {outcome['dataset']['name']} ({wrong:,} wrong), loss {outcome['test_loss']:.4f}"
     )
-    lines = {
+    scores = ", ".join(f"{name} {value:.4f}" for name, value in outcome["metrics"].items())
+    lines = {"and": scores} if scores else {}
+    lines |= {
         "trained": f"{outcome['train_seconds']:.1f} s on {count(outcome['world_size'], 'process')},"
         f" {outcome['images_per_second']:,.0f} images/s; {outcome['total_seconds']:.1f} s in all",
         "written to": str(run.path),

@@ -12,21 +12,23 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
-from ddp_mnist.data.cache import METADATA_KEY
 from ddp_mnist.data.decode import Preparation
 from ddp_mnist.errors import CheckpointError, reason
-from ddp_mnist.models import MODELS, VERSION, with_test_views
+from ddp_mnist.models import VERSION, Normalised, with_test_views
+from ddp_mnist.nets import build_net, code_digest
 from ddp_mnist.run.console import warn
 from ddp_mnist.run.folder import MODEL, STATUS, SUMMARY, read_json
+
+METADATA_KEY = "ddp_mnist"  # one key: with several, safetensors writes them in random order
 
 
 @dataclass(frozen=True)
 class Trained:
     """A net with the weights of a finished run, in eval mode on the CPU."""
 
-    net: nn.Module  # with the weights
+    net: Normalised  # with the weights
     model: nn.Module  # gives the logits: the net, or what `with_test_views` makes of it
-    architecture: str  # its name in MODELS
+    architecture: str  # its name, as --model has it
     classes: list[str]  # their names, in the order of the logits
     preparation: Preparation  # how the images were made that it was trained on
 
@@ -38,6 +40,7 @@ def to_bytes(
     about = {
         "architecture": architecture,
         "classes": classes,
+        "code": code_digest(architecture),
         "preparation": dataclasses.asdict(preparation),
         "version": VERSION,
     }
@@ -85,17 +88,22 @@ def from_bytes(content: bytes, where: str) -> Trained:
         header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
         about = json.loads(header["__metadata__"][METADATA_KEY])
         name, version = about["architecture"], about.get("version", 1)
-        if name not in MODELS or version != VERSION:
+        if version != VERSION:
             raise CheckpointError(
-                f"{where}: holds the net {name} of version {version}, here are {', '.join(MODELS)}"
-                f" of version {VERSION}; use the code that trained it, or train it again"
+                f"{where}: holds a net of version {version}, these are of version {VERSION};"
+                " use the code that trained it, or train it again"
             )
-        preparation = Preparation(**about["preparation"])
-        net = MODELS[name](len(about["classes"]))
+        preparation = Preparation.from_dict(about["preparation"])
+        if code_digest(name) != about["code"]:
+            raise CheckpointError(
+                f"{where}: the file of --model {name} was changed since; use it as it was, or train"
+                " again"
+            )
+        net = build_net(name, len(about["classes"]), preparation)
         state = load(content)
         dtypes = [tensor.dtype for tensor in state.values() if tensor.is_floating_point()]
         net.to(dtypes[0])
-        net.load_state_dict(state)
+        net.net.load_state_dict(state)
     except (ValueError, LookupError, TypeError, RuntimeError, SafetensorError) as error:
         raise CheckpointError(
             f"{where}: {MODEL} is damaged or not from ddp_mnist ({type(error).__name__});"

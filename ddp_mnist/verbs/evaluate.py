@@ -14,13 +14,16 @@ from ddp_mnist.cluster.world import broadcast_bytes, join_world
 from ddp_mnist.config import Distribution
 from ddp_mnist.data import cache
 from ddp_mnist.data.batches import ImageData, Rows, split_images
+from ddp_mnist.data.reading import Reading
 from ddp_mnist.errors import CheckpointError, UsageError, printable
 from ddp_mnist.run import weights
 from ddp_mnist.run.console import Console
-from ddp_mnist.run.evaluation import evaluate_split, prepare_split
+from ddp_mnist.run.evaluation import check_scores, evaluate_split, prepare_split
 from ddp_mnist.run.folder import CONFIG, read_json
 from ddp_mnist.verbs.flags import Evaluate
 
+# of config.json
+NEEDED = ("dataset", "cache_dir", "val_size", "image_size", "grey", "test_size", "metrics")
 TABLE_COLUMNS = 80  # if the counts fit; longer names of classes are cut
 
 
@@ -42,7 +45,8 @@ def evaluate_run(
         config = store.broadcast_from_rank0("run", lambda: _read_config(run))
         trained = weights.from_bytes(broadcast_bytes(world.accelerator, content), run)
         name = flags.dataset or config["dataset"]
-        images = cache.load(name, flags.cache_dir or config["cache_dir"])
+        reading = Reading.asked(config["image_size"], config["grey"], config["test_size"])
+        images = cache.load(name, flags.cache_dir or config["cache_dir"], reading)
         store.barrier("data")
         rendezvous.check_same(store, {"the data's digest": images.digest})
         rows = _rows(images, flags.split, config["val_size"])
@@ -51,9 +55,19 @@ def evaluate_run(
                 f"--dataset {name}: has {len(images.classes)} classes, the run"
                 f" {len(trained.classes)}; choose a data set of the same classes"
             )
+        if images.preparation.shape != trained.preparation.shape:
+            raise UsageError(
+                f"--dataset {name}: has images of {images.preparation.shape}, the run's are of"
+                f" {trained.preparation.shape} (channels, height, width); choose one of the same"
+            )
         model = trained.model.to(world.accelerator.device)
         loader = prepare_split(world.accelerator, rows, flags.batch_size)
-        metrics = evaluate_split(world.accelerator, model, loader, len(trained.classes))
+        scores = flags.metrics or config["metrics"]
+        if store.rank == 0:
+            check_scores(scores)
+        metrics = evaluate_split(
+            world.accelerator, model, loader, len(trained.classes), scores=scores
+        )
         if not world.accelerator.is_main_process:
             return None
         return {
@@ -76,7 +90,8 @@ def metrics_table(metrics: dict[str, Any]) -> str:
     lines = [
         f"{metrics['split']} split of {printable(metrics['dataset']['name'])}:"
         f" {metrics['count']:,} images",
-        f"accuracy {metrics['accuracy']:.4f}   loss {metrics['loss']:.4f}",
+        f"accuracy {metrics['accuracy']:.4f}   loss {metrics['loss']:.4f}"
+        + "".join(f"   {name} {value:.4f}" for name, value in metrics["scores"].items()),
         "rows: what the images are; columns: what they were taken for",
         f"{'class':<{first}} accuracy   " + " ".join(f"{n[:width]:>{width}}" for n in names),
     ]
@@ -91,7 +106,7 @@ def _read_config(run: str) -> dict[str, Any]:
     try:
         config = read_json(Path(run) / CONFIG)
         flags = config["run"] | config["recipe"]
-        return {name: flags[name] for name in ("dataset", "cache_dir", "val_size")}
+        return {name: flags[name] for name in NEEDED}
     except (OSError, ValueError, LookupError, TypeError) as error:
         why = f"{CONFIG} is missing or damaged; name a run that `train` wrote"
         raise CheckpointError(f"{run}: {why}") from error

@@ -3,7 +3,7 @@
     ddp-mnist export runs/latest                    # RUN/export/: safetensors, torch.export, a card
     ddp-mnist export runs/latest --format onnx      # needs the extra: pip install -e '.[onnx]'
 
-Every file takes uint8 images [B, 28, 28] with any B, and gives logits [B, classes]: the model
+Every file takes uint8 images [B, C, H, W] with any B, and gives logits [B, classes]: the model
 normalises the pixels itself. The card says which images these are. Nothing is written before all
 are checked.
 """
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ddp_mnist import __version__
 from ddp_mnist.errors import CheckFailed, CheckpointError, UsageError, printable, reason
@@ -30,7 +30,6 @@ from ddp_mnist.verbs.render import render
 CARD, ABOUT, DESCRIBED = "README.md", "config.json", ("architecture", "classes")
 CHECKED_IMAGES = 100
 LIMIT = 1e-4  # of a logit, absolute: other libraries sum in another order
-EXAMPLE = (torch.zeros(2, 28, 28, dtype=torch.uint8),)
 ANY_BATCH = ({0: torch.export.Dim("batch", min=1)},)
 Outputs = Callable[[Tensor], Tensor]  # of images, logits
 
@@ -52,7 +51,7 @@ def run(flags: Export) -> None:
         file, (write, read) = EXPORTS[name], CONVERTERS[name]
         with quiet():
             contents[file] = write(trained)
-            apart = largest_difference(trained.model, read(contents[file]), file)
+            apart = largest_difference(trained, read(contents[file]), file)
         console.print(
             f"{file}: logits of {CHECKED_IMAGES} images within {apart:.0e} of the model's"
         )
@@ -80,12 +79,13 @@ def refuse_other_files(out: Path) -> None:
         raise UsageError(f"--out {out}: is or holds other files ({there}); name a new folder")
 
 
-def largest_difference(model: nn.Module, outputs: Outputs, file: str) -> float:
+def largest_difference(trained: Trained, outputs: Outputs, file: str) -> float:
     """Return that of the logits of images of noise, all at once and one alone.
 
     Raise CheckFailed if it is above LIMIT.
     """
-    stream, size = torch.Generator().manual_seed(0), (CHECKED_IMAGES, 28, 28)
+    stream, size = torch.Generator().manual_seed(0), (CHECKED_IMAGES, *trained.preparation.shape)
+    model = trained.model
     images = torch.randint(0, 256, size, generator=stream, dtype=torch.uint8)
     with torch.no_grad():  # an exported program takes no tensor of inference mode
         together, alone = outputs(images) - model(images), outputs(images[:1]) - model(images[:1])
@@ -101,16 +101,21 @@ def largest_difference(model: nn.Module, outputs: Outputs, file: str) -> float:
 # --- The formats: each is written from a trained net, and read back as others will read it
 
 
+def example(trained: Trained) -> tuple[Tensor]:
+    """Return what a model is called with while it is traced."""
+    return (torch.zeros(2, *trained.preparation.shape, dtype=torch.uint8),)
+
+
 def write_safetensors(trained: Trained) -> bytes:
     """Return the weights under the names of the net's parameters."""
-    state, preparation = trained.net.state_dict(), trained.preparation
+    state, preparation = trained.net.net.state_dict(), trained.preparation
     return weights.to_bytes(state, trained.architecture, trained.classes, preparation)
 
 
 def write_program(trained: Trained) -> bytes:
     """Return weights and computation, which torch.export.load reads without this package."""
     written = io.BytesIO()
-    program = torch.export.export(trained.model, EXAMPLE, dynamic_shapes=ANY_BATCH)
+    program = torch.export.export(trained.model, example(trained), dynamic_shapes=ANY_BATCH)
     torch.export.save(program, written)
     return written.getvalue()
 
@@ -119,7 +124,7 @@ def write_onnx(trained: Trained) -> bytes:
     """Return the model for ONNX Runtime and whatever else reads it."""
     program = torch.onnx.export(
         trained.model,
-        EXAMPLE,
+        example(trained),
         input_names=["images"],
         output_names=["logits"],
         dynamic_shapes=ANY_BATCH,
@@ -173,6 +178,7 @@ def model_card(trained: Trained, run: str, files: list[str]) -> str:
     return render(
         "model_card.md",
         trained=trained,
+        shape=trained.preparation.shape,
         parameters=sum(parameter.numel() for parameter in trained.net.parameters()),
         s=summary,
         name=name,

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-from ddp_mnist.config import NETS
 from ddp_mnist.flags import Flags, argument, flag
 
 RUN, CACHE_DIR = "Run folder, e.g. runs/latest.", "Folder of decoded data sets."
@@ -30,6 +29,7 @@ class Evaluate(Flags):
     split: str = flag("test", "Which images.", choices=("test", "validation", "train"))
     dataset: str | None = flag(None, "Another data set than the run's.")
     cache_dir: str | None = flag(None, CACHE_DIR)
+    metrics: tuple[str, ...] = flag((), "As for train [the run's].", metavar="A,B")
     batch_size: int | None = flag(None, "Images per process and pass; changes no result.", least=1)
     json: bool = flag(False, "One JSON object on stdout.")
 
@@ -39,6 +39,7 @@ class Predict(Flags):
     run: str = argument("RUN", RUN)
     images: tuple[str, ...] = argument("IMAGE", "File, folder of images, or - for one on stdin.")
     show: str | None = flag(None, "A PNG of what the model saw, and said.", metavar="FILE")
+    top: int = flag(10, "How many classes to give a probability of.", least=1)
     digit_photos: bool | None = flag(
         None,
         "Cut digits out of files that are not 28x28 and grey [if trained on MNIST or the like].",
@@ -72,6 +73,9 @@ class Export(Flags):
 @dataclass(frozen=True)
 class Prepare(Flags):
     dataset: str = flag("mnist", "As for train.")
+    image_size: str | None = flag(None, "As for train.")
+    grey: bool = flag(False, "As for train.")
+    test_size: int | None = flag(None, "As for train.", least=1)
     cache_dir: str | None = flag(None, CACHE_DIR)
     refresh: bool = flag(False, "Read it again; remove what other decoders made of it.")
 
@@ -98,7 +102,7 @@ class Verify(Flags):
     processes: int = flag(
         3, "2, 3 ... N processes are compared with one, if they divide 24.", least=2, most=10**4
     )
-    model: str = flag("cnn", "The net to train.", choices=tuple(NETS))
+    model: str = flag("cnn", "The net to train, as --model of train has it.")
     inject: str | None = flag(
         None, "A fault to be caught, one of those below; exit code 1.", choices=FAULTS
     )

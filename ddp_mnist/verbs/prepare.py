@@ -1,6 +1,7 @@
 """The verb `prepare`: fetches and decodes a data set once, into the cache."""
 
 from ddp_mnist.data import cache
+from ddp_mnist.data.reading import Reading
 from ddp_mnist.run.console import Console
 from ddp_mnist.verbs.flags import Prepare
 
@@ -8,8 +9,9 @@ from ddp_mnist.verbs.flags import Prepare
 def run(flags: Prepare) -> None:
     """Fill the cache; print what is in it."""
     console = Console(True)
-    name, notes = cache.choose(flags.dataset, flags.cache_dir, console.print)
-    images = cache.load(name, flags.cache_dir, refresh=flags.refresh, log=console.print)
+    reading = Reading.asked(flags.image_size, flags.grey, flags.test_size)
+    name, notes = cache.choose(flags.dataset, flags.cache_dir, reading, console.print)
+    images = cache.load(name, flags.cache_dir, reading, refresh=flags.refresh, log=console.print)
     for note in [*notes, *images.warnings, *images.preparation.notes]:
         console.print(note)
     console.print(

@@ -20,6 +20,7 @@ import PIL.Image
 import torch
 
 from ddp_mnist.data import cache
+from ddp_mnist.data.reading import Reading
 from ddp_mnist.errors import CheckpointError, DataError, DdpMnistError, reason
 from ddp_mnist.run import folder, weights
 from ddp_mnist.run.console import Console
@@ -102,9 +103,9 @@ def find_mistakes(run: ReportedRun, path: Path, places: Report) -> None:
     try:
         trained = weights.from_bytes(weights.read_bytes(str(path)), str(path))
         flags = run.config["run"]
-        images = cache.cached(
-            places.dataset or flags["dataset"], places.cache_dir or flags["cache_dir"]
-        )
+        reading = Reading.asked(flags["image_size"], flags["grey"], flags["test_size"])
+        dataset, cache_dir = places.dataset or flags["dataset"], places.cache_dir
+        images = cache.cached(dataset, cache_dir or flags["cache_dir"], reading)
         if images is None or images.digest != run.summary["dataset"]["digest"]:
             raise DataError("The test images are not in the cache of this machine.")
     except DdpMnistError as error:
@@ -130,8 +131,9 @@ def find_mistakes(run: ReportedRun, path: Path, places: Report) -> None:
 
 
 def as_data_uri(image: torch.Tensor) -> str:
-    """Return uint8 [28, 28] as a PNG within the page."""
-    PIL.Image.fromarray(image.numpy()).save(written := io.BytesIO(), format="PNG")
+    """Return uint8 [C, H, W] as a PNG within the page."""
+    pixels = image.permute(1, 2, 0).squeeze(2).numpy()  # PIL has no channel for grey
+    PIL.Image.fromarray(pixels).save(written := io.BytesIO(), format="PNG")
     return f"data:image/png;base64,{base64.b64encode(written.getvalue()).decode()}"
 
 

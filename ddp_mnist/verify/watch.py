@@ -142,7 +142,7 @@ def resumed(config: TrainConfig, **typed: Any) -> TrainConfig:
 
 
 def digest_of_image(image: Tensor) -> str:
-    """Return a digest of the pixels, uint8 [28, 28]."""
+    """Return a digest of the pixels, uint8 [C, H, W]."""
     return hashlib.sha256(image.cpu().numpy().tobytes()).hexdigest()
 
 

@@ -1,0 +1,31 @@
+"""What a person may ask of images before they are decoded. It imports no library, for --help."""
+
+import re
+from dataclasses import dataclass
+from typing import Self
+
+from ddp_mnist.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How a data set is read; by default as it is."""
+
+    size: tuple[int, int] | None = None  # height and width that all images get
+    grey: bool = False
+    test_size: int | None = None  # images held out of train, of a set without a test split
+
+    @classmethod
+    def asked(cls, image_size: str | None, grey: bool, test_size: int | None) -> Self:
+        """Return what the flags say. Raise UsageError for an --image-size that is none."""
+        if image_size is None:
+            return cls(None, grey, test_size)
+        sides = re.fullmatch(r"(\d{1,4})(?:x(\d{1,4}))?", image_size)
+        if not sides or "0" in (sides[1], sides[2]):
+            raise UsageError(
+                f"--image-size {image_size}: must be N or HEIGHTxWIDTH in pixels, e.g. 64 or 48x64"
+            )
+        return cls((int(sides[1]), int(sides[2] or sides[1])), grey, test_size)
+
+
+AS_THEY_ARE = Reading()

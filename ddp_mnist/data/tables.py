@@ -1,0 +1,192 @@
+"""A table of the library `datasets`: its splits, its columns, and what shape its images get."""
+
+import functools
+import io
+import statistics
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import PIL.Image
+
+from ddp_mnist.data.decode import Decoded, Reserve, Shape, decode_image, facts_of
+from ddp_mnist.data.reading import Reading
+from ddp_mnist.errors import DataError, UsageError, reason
+
+SPLITS = ("train", "test")
+MAX_CLASSES = 1000
+LARGEST_UNASKED = 224  # pixels of a side that sets of mixed sizes get: as torchvision's nets had
+
+
+def decode_dataset(dataset: Any, place: str, reading: Reading, reserve: Reserve) -> Decoded:
+    """Return every image and label. Raises DataError, which names the split, column and row."""
+    where = f"--dataset {place}"
+    splits, held_out = _splits(dataset, where, reading.test_size)
+    train, test = (splits[split] for split in SPLITS)
+    image_column, label_column = _find_columns(train, where)
+    for column in (image_column, label_column):
+        # Splits that were saved one by one may differ: a 3 of test is then not a 3 of train.
+        if (kind := train.features[column]) != (other := test.features.get(column, "missing")):
+            raise DataError(
+                f"{where}: column {column} is {kind} in train and {other} in test; give both the"
+                " same type and the same names"
+            )
+    labels: dict[str, np.ndarray] = {}
+    classes: list[str] = []
+    for split in SPLITS:
+        if len(splits[split]) == 0:
+            raise DataError(f"{where}: split {split} has no rows; check its files")
+        rows = splits[split]
+        labels[split], classes = _decode_labels(rows, label_column, classes, _at(where, split))
+    shape, notes = _find_shape(splits, image_column, reading, where)
+    images = reserve(shape, {split: len(splits[split]) for split in SPLITS})
+    for split in SPLITS:
+        decode, place = functools.partial(decode_image, shape=shape), _at(where, split)
+        for row, image in enumerate(_of_each(splits[split], image_column, decode, place)):
+            images[split][row] = image
+    return Decoded(images, labels, classes, held_out + notes, not notes)
+
+
+def _at(where: str, split: str) -> str:
+    return f"{where}: split {split}"
+
+
+def _splits(dataset: Any, where: str, test_size: int | None) -> tuple[dict[str, Any], list[str]]:
+    """Return the rows of train and test, and a note if the test rows were held out of train."""
+    named = dict(dataset) if isinstance(dataset, dict) else {"train": dataset}
+    if "train" in named and "test" not in named and test_size is not None:
+        rows = named["train"]
+        if test_size >= len(rows):
+            raise UsageError(
+                f"--test-size {test_size}: {where} has {len(rows):,} images; give at most"
+                f" {len(rows) - 1}"
+            )
+        order = np.random.RandomState(0).permutation(len(rows))  # frozen by NumPy for all time
+        held_out = {"train": rows.select(order[test_size:]), "test": rows.select(order[:test_size])}
+        return held_out, [f"{test_size:,} of {len(rows):,} images were held out for the test"]
+    if not set(SPLITS) <= set(named):
+        raise DataError(
+            f"{where}: needs the splits train and test, found: {', '.join(named)}; name the files"
+            " or folders so, e.g. train/cat/1.png and test/cat/2.png, or hold images out of train:"
+            " --test-size 100"
+        )
+    if test_size is not None:
+        raise UsageError(f"--test-size {test_size}: {where} has a test split; leave it out")
+    return named, []
+
+
+def _find_shape(
+    splits: dict[str, Any], column: str, reading: Reading, where: str
+) -> tuple[Shape, list[str]]:
+    """Return what shape all images get, and a sentence for each thing that is done to some.
+
+    As they are: the size that all have, and colour if any has it. If sizes differ, a square with
+    the median of the shorter sides, LARGEST_UNASKED at most.
+    """
+    sizes: Counter[tuple[int, int]] = Counter()
+    odd: Counter[str] = Counter()
+    colourful = 0
+    for split in SPLITS:
+        facts = _of_each(splits[split], column, facts_of, _at(where, split))
+        for size, grey, what in facts:
+            sizes[size] += 1
+            odd.update(what)
+            colourful += not grey
+    if reading.size:
+        size = reading.size
+    elif len(sizes) == 1:
+        [size] = sizes
+    else:
+        side = statistics.median_low(min(size) for size in sizes.elements())
+        size = (min(side, LARGEST_UNASKED),) * 2
+    notes = [f"{count:,} images are {what}" for what, count in odd.items()]
+    if set(sizes) != {size}:
+        shown = [f"{width}x{height}" for (height, width), _ in sizes.most_common(3)]
+        more = f" and {len(sizes) - 3:,} more sizes" if len(sizes) > 3 else ""
+        notes.append(f"images of {', '.join(shown)}{more} became {size[1]}x{size[0]}")
+    if colourful and reading.grey:
+        notes.append(f"{colourful:,} images in colour became grey")
+    elif colourful and colourful < sizes.total():
+        notes.append(f"{sizes.total() - colourful:,} grey images became RGB, as the others are")
+    channels = 3 if colourful and not reading.grey else 1
+    return (channels, *size), notes
+
+
+def _find_columns(rows: Any, where: str) -> tuple[str, str]:
+    """Return the names of the image column and of the label column."""
+    from datasets import ClassLabel, Image
+
+    features = rows.features.items()
+    images = [name for name, feature in features if isinstance(feature, Image)]
+    # Plain parquet without Hugging Face's metadata stores an image as {bytes, path}.
+    images += [name for name, kind in features if isinstance(kind, dict) and "bytes" in kind]
+    labels = [name for name, feature in features if isinstance(feature, ClassLabel)]
+    labels += [name for name in ("label", "labels") if name in rows.features]
+    for what, found in (("image", images), ("label", labels)):
+        if not found:
+            columns = ", ".join(rows.column_names)
+            raise DataError(f"{where}: no {what} column among {columns}; add one, named {what}")
+    return images[0], labels[0]
+
+
+def _decode_labels(
+    rows: Any, column: str, classes: list[str], where: str
+) -> tuple[np.ndarray, list[str]]:
+    """Return int64 labels and the class names; `classes` are those of train, or none yet.
+
+    Where none are declared they are the words, sorted, or 0 to the highest number.
+    """
+    values = rows.with_format("arrow")[:].column(column).to_pylist()
+    given = [value for value in values if value is not None]
+    declared = getattr(rows.features[column], "names", None)  # of a ClassLabel
+    words, fault = all(isinstance(value, str) for value in given), ""
+    if not words and not isinstance(given[0], int):
+        fault = f"labels are {type(given[0]).__name__}; give whole numbers or words"
+    elif words:
+        classes = classes or declared or sorted(set(given))
+    else:
+        highest = min(max(0, max(given)), MAX_CLASSES - 1)
+        classes = classes or declared or [str(label) for label in range(highest + 1)]
+    if len(classes) > MAX_CLASSES:
+        fault = f"{len(classes)} classes; give at most {MAX_CLASSES}"
+    index_of = {name if words else index: index for index, name in enumerate(classes)}
+    for row, value in enumerate(() if fault else values):
+        if value not in index_of:
+            what = "no label" if value is None else f"label {value}"
+            last = len(classes) - 1
+            legal = "a word that train has" if words else f"a whole number from 0 to {last}"
+            fault = f"row {row} has {what}; give {legal}"
+            break
+    if fault:
+        raise DataError(f"{where}, column {column}: {fault}")
+    return np.asarray([index_of[value] for value in values], dtype=np.int64), list(classes)
+
+
+def _of_each(
+    rows: Any, column: str, function: Callable[[PIL.Image.Image], Any], where: str
+) -> Iterator[Any]:
+    """Yield what the function returns of each row's opened image file."""
+    from datasets import Image
+
+    if isinstance(rows.features[column], Image):
+        rows = rows.cast_column(column, Image(decode=False))
+    batches = rows.select_columns([column]).with_format(None).iter(batch_size=1000)
+    for row, cell in enumerate(cell for batch in batches for cell in batch[column]):
+        file = cell and (cell["bytes"] or cell.get("path"))
+        if not file:
+            raise DataError(
+                f"{where}, column {column}: row {row} has no image; add it or leave the row out"
+            )
+        try:
+            with PIL.Image.open(io.BytesIO(file) if isinstance(file, bytes) else file) as image:
+                found = function(image)
+        except Exception as error:  # Pillow raises OSError, SyntaxError, ValueError and more
+            unknown = isinstance(error, PIL.UnidentifiedImageError)
+            why = "of no format that Pillow knows" if unknown else reason(error)
+            name = f" {file}" if isinstance(file, str) else ""
+            raise DataError(
+                f"{where}, column {column}: row {row}{name} is no readable image ({why}); replace"
+                " it or leave it out"
+            ) from error
+        yield found

@@ -1,0 +1,47 @@
+"""Python code of the person's own, named MODULE:NAME on the command line."""
+
+import importlib
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+from ddp_mnist.errors import UsageError, reason
+
+
+def find(flag: str, name: str) -> Any:
+    """Return what `name`, e.g. my_package.nets:Net, stands for; `flag` is what named it.
+
+    The working directory counts as a place of modules. Raise UsageError, in one line, where there
+    is no such thing or its module cannot be imported.
+    """
+    module, _, attribute = name.partition(":")
+    found = getattr(import_module(flag, name), attribute, None)
+    if found is None:
+        raise UsageError(f"{flag} {name}: {module} has no {attribute}; check its spelling")
+    return found
+
+
+def import_module(flag: str, name: str) -> Any:
+    """Import the module before the colon."""
+    module, here = name.partition(":")[0], str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        return importlib.import_module(module)
+    except Exception as error:
+        missing = getattr(error, "name", None) or ""
+        if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{missing}."):
+            raise UsageError(
+                f"{flag} {name}: there is no module {missing} in {here} or among the installed"
+                " packages; name it as in an import, without .py"
+            ) from error
+        raise UsageError(
+            f"{flag} {name}: cannot be imported ({said_by(error)}); correct it, or leave it out"
+        ) from error
+
+
+def said_by(error: Exception) -> str:
+    """Return what an error says, and the line of code that raised it."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{Path(last.filename).name}:{last.lineno}: {reason(error)}"

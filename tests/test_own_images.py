@@ -1,0 +1,280 @@
+"""A person's own images: any size, colour and oddity is taken as it is, said, or refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import PIL.Image
+import pytest
+from PIL.ExifTags import Base
+
+from ddp_mnist.cluster.local_world import run_world
+from ddp_mnist.config import Recipe
+from ddp_mnist.data import cache
+from ddp_mnist.data.batches import ImageData
+from ddp_mnist.data.reading import AS_THEY_ARE, Reading
+from ddp_mnist.errors import DataError, StorageError, UsageError
+from ddp_mnist.verify import watch
+from tests.commands import Typed
+from tests.training import with_flags
+
+RED, BLUE, GREY = (200, 10, 10), (10, 10, 200), (90, 90, 90)
+
+
+def picture(size: tuple[int, int] = (20, 12), right: tuple[int, int, int] = RED) -> PIL.Image.Image:
+    """Return an image of width and height `size`, black on its left half."""
+    image = PIL.Image.new("RGB", size)
+    image.paste(right, (size[0] // 2, 0, *size))
+    return image
+
+
+def folder_of(place: Path, *images: Any) -> Path:
+    """Write each image, or its bytes, to train/ and test/, in classes a and b by turns."""
+    for split in ("train", "test"):
+        for number, image in enumerate(images):
+            path = place / split / "ab"[number % 2] / f"{number}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if isinstance(image, bytes):
+                path.write_bytes(image)
+            else:
+                image.save(path, **{"format": "PNG", **image.info})
+    return place
+
+
+def stored(image: PIL.Image.Image, **how: Any) -> PIL.Image.Image:
+    """Return an image that `folder_of` saves with these options of Pillow's."""
+    image.info = how
+    return image
+
+
+def load(place: Path, reading: Reading = AS_THEY_ARE) -> ImageData:
+    return cache.load(str(place), str(place.parent / "cache"), reading)
+
+
+def turned(orientation: int) -> PIL.Image.Image:
+    image = picture()
+    image.getexif()[Base.Orientation] = orientation
+    return stored(image, exif=image.getexif())
+
+
+def animated() -> PIL.Image.Image:
+    more = [picture(right=BLUE)]
+    return stored(picture(), format="GIF", save_all=True, append_images=more)
+
+
+def sixteen_bits() -> PIL.Image.Image:
+    pixels = np.zeros((12, 20), dtype=np.uint16)
+    pixels[:, 10:] = 180 * 256 + 77
+    return PIL.Image.fromarray(pixels)
+
+
+# What two images of a kind become: shape, the right half's pixel, and what is said of all four.
+TAKEN: dict[str, tuple[Any, list[int], list[int], list[str]]] = {
+    "RGB": (picture, [3, 12, 20], [200, 10, 10], []),
+    "grey": (lambda: picture().convert("L"), [1, 12, 20], [67], []),
+    "one bit": (lambda: picture(right=(255,) * 3).convert("1"), [1, 12, 20], [255], []),
+    "palette": (lambda: picture().quantize(4), [3, 12, 20], [200, 10, 10], []),
+    "JPEG": (lambda: stored(picture(), format="JPEG", quality=100), [3, 12, 20], [200, 10, 10], []),
+    "16 bits": (
+        sixteen_bits,
+        [1, 12, 20],
+        [180],
+        ["4 images are of 16 bits"],
+    ),
+    "clear": (
+        lambda: PIL.Image.new("RGBA", (20, 12)),
+        [3, 12, 20],
+        [255, 255, 255],
+        ["4 images are transparent, on white"],
+    ),
+    "grey and clear": (
+        lambda: PIL.Image.new("LA", (20, 12)),
+        [1, 12, 20],
+        [255],
+        ["4 images are transparent, on white"],
+    ),
+    "CMYK": (
+        lambda: stored(picture().convert("CMYK"), format="JPEG", quality=100),
+        [3, 12, 20],
+        [200, 10, 10],
+        ["4 images are in CMYK, which became RGB"],
+    ),
+    "animated": (
+        animated,
+        [3, 12, 20],
+        [200, 10, 10],
+        ["4 images are animated"],
+    ),
+    "turned": (
+        lambda: turned(6),
+        [3, 20, 12],
+        [200, 10, 10],
+        ["4 images are turned"],
+    ),
+    "mirrored": (lambda: turned(2), [3, 12, 20], [0, 0, 0], ["4 images are turned"]),
+}
+
+
+@pytest.mark.parametrize("kind", TAKEN)
+def test_an_image_is_taken_as_it_is_and_what_is_odd_is_said(kind: str, tmp_path: Path) -> None:
+    make, shape, pixel, notes = TAKEN[kind]
+    images = load(folder_of(tmp_path / "own", make(), make()))
+    assert list(images.train_images.shape[1:]) == shape
+    near_the_end = images.train_images[0, :, -2, -2].int().numpy()
+    np.testing.assert_allclose(near_the_end, pixel, atol=4)  # JPEG's, and a palette's
+    assert len(images.preparation.notes) == len(notes)
+    for note, beginning in zip(images.preparation.notes, notes, strict=True):
+        assert note.startswith(beginning)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "reading", "shape", "note"),
+    [
+        ([(20, 12), (40, 12)], AS_THEY_ARE, [12, 12], "20x12, 40x12 became 12x12"),
+        ([(300, 240), (500, 260)], AS_THEY_ARE, [224, 224], "300x240, 500x260 became 224x224"),
+        ([(20, 12), (20, 12)], Reading(size=(8, 16)), [8, 16], "20x12 became 16x8"),
+        ([(9, 9), (12, 12), (14, 14), (16, 16)], AS_THEY_ARE, [12, 12], "and 1 more sizes became"),
+    ],
+)
+def test_sizes_that_differ_become_one(
+    sizes: list[tuple[int, int]], reading: Reading, shape: list[int], note: str, tmp_path: Path
+) -> None:
+    images = load(folder_of(tmp_path / "own", *map(picture, sizes)), reading)
+    assert list(images.train_images.shape[2:]) == shape
+    [said] = images.preparation.notes
+    assert note in said
+    # The middle is kept, and not stretched: its left is black and its right is red.
+    assert (images.train_images[:, 0, :, 1] < 30).all()
+    assert (images.train_images[:, 0, :, -2] > 170).all()
+
+
+def test_grey_and_colour_together_are_colour_unless_grey_is_asked_for(tmp_path: Path) -> None:
+    own = folder_of(tmp_path / "own", picture(), picture(right=GREY).convert("L"))
+    images = load(own)
+    assert images.preparation.notes == ["2 grey images became RGB, as the others are"]
+    assert images.train_images[1, :, 5, 15].tolist() == [90, 90, 90]
+    grey = load(own, Reading(grey=True))
+    assert grey.preparation.notes == ["2 images in colour became grey"]
+    assert list(grey.train_images.shape) == [2, 1, 12, 20]
+    assert grey.digest != images.digest
+    assert load(own).digest == images.digest  # both stay in the cache
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "cut short": (lambda: picture((200, 120)), r"is no readable image \(.*\); replace it"),
+    "no image": (lambda: b"hello", "is no readable image"),
+    "floats": (lambda: stored(PIL.Image.new("F", (20, 12)), format="TIFF"), "mode F has no fixed"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_damaged_image_is_refused_by_its_name(kind: str, tmp_path: Path) -> None:
+    make, line = REFUSED[kind]
+    own = folder_of(tmp_path / "own", picture(), picture(), make())
+    if kind == "cut short":
+        path = own / "train" / "a" / "2.png"
+        path.write_bytes(path.read_bytes()[:-60])
+    with pytest.raises(DataError, match=line) as raised:
+        load(own)
+    assert str(raised.value).startswith(f"--dataset {own}: ")
+    assert "\n" not in str(raised.value)
+
+
+# --- What is asked for
+
+
+@pytest.mark.parametrize("size", ["0", "64x", "x64", "big", "64x0", "99999"])
+def test_an_image_size_that_is_none(size: str, typed: Typed) -> None:
+    ended = typed("train", "--dataset", "digits", "--image-size", size)
+    assert ended.code == 2
+    assert f"--image-size {size}: must be N or HEIGHTxWIDTH" in ended.err
+
+
+def test_images_are_held_out_for_the_test_where_there_is_no_test_split(tmp_path: Path) -> None:
+    own = folder_of(tmp_path / "own", *[picture(right=(n, 0, 0)) for n in range(100, 200)])
+    with pytest.raises(UsageError, match="has a test split; leave it out"):
+        load(own, Reading(test_size=20))
+    (own / "test").rename(tmp_path / "elsewhere")
+    with pytest.raises(DataError, match=r"needs the splits train and test, .* --test-size"):
+        load(own)
+    images = load(own, Reading(test_size=20))
+    assert images.preparation.notes == ["20 of 100 images were held out for the test"]
+    assert (len(images.train_images), len(images.test_images)) == (80, 20)
+    reds = [set(split[:, 0, 5, 15].tolist()) for split in (images.train_images, images.test_images)]
+    assert reds[0] | reds[1] == set(range(100, 200))
+    assert sorted(map(len, reds)) == [20, 80]
+    assert load(own, Reading(test_size=20)).digest == images.digest
+    with pytest.raises(UsageError, match=r"^--test-size 100: .* has 100 images; give at most 99"):
+        load(own, Reading(test_size=100))
+
+
+def test_what_a_disk_cannot_hold_is_refused_before_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = folder_of(tmp_path / "own", picture((1000, 500)), picture((1000, 500)))
+    usage = cache.shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(cache.shutil, "disk_usage", lambda _: usage._replace(free=5_000_000))
+    with pytest.raises(StorageError, match="4 images of 1000x500 in colour take 6 MB, and 5 MB"):
+        load(own)
+    assert list((tmp_path / "cache").glob("*.tmp")) == []
+
+
+# --- Five classes of shapes of 64x64, told by their colour alone
+
+
+@pytest.fixture(scope="module")
+def shapes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Squares anywhere on noise; all colours have the same grey."""
+    place, stream = tmp_path_factory.mktemp("shapes") / "shapes", np.random.default_rng(0)
+    hues = {"red": (1, 0, 0), "green": (0, 1, 0), "blue": (0, 0, 1), "yellow": (1, 1, 0)}
+    hues["violet"] = (1, 0, 1)
+    for split, count in (("train", 60), ("test", 20)):
+        for name, hue in hues.items():
+            (place / split / name).mkdir(parents=True)
+            for number in range(count):
+                pixels = stream.integers(90, 110, (64, 64, 1)).repeat(3, 2).astype(float)
+                luma = np.dot(hue, (0.299, 0.587, 0.114))
+                colour = 100 + 60 * (np.array(hue) - luma)  # of grey 100
+                top, left, side = (*stream.integers(0, 40, 2), stream.integers(12, 24))
+                pixels[top : top + side, left : left + side] = colour
+                image = PIL.Image.fromarray(pixels.round().astype(np.uint8))
+                image.save(place / split / name / f"{number}.png")
+    return place
+
+
+def accuracy(place: Path, folder: Path, **flags: Any) -> float:
+    config = with_flags(
+        watch.proof_config(), dataset=str(place), mixed_precision="no", run_dir="run", **flags
+    )
+    config = with_flags(config, epochs=Recipe().epochs, batch_size=None, log_every=100)
+    [summary] = run_world(1, watch.just_train, config, folder=folder)
+    return float(summary["test_accuracy"])
+
+
+def test_colours_are_told_apart_and_in_grey_they_are_not(shapes: Path, tmp_path: Path) -> None:
+    (tmp_path / "grey").mkdir()
+    assert accuracy(shapes, tmp_path / "grey", grey=True) <= 0.4
+    assert accuracy(shapes, tmp_path, grey=False) >= 0.95
+
+
+def test_the_other_verbs_take_such_a_run(
+    shapes: Path, tmp_path: Path, typed: Typed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    accuracy(shapes, tmp_path)
+    counted = json.loads(typed("evaluate", "run", "--json").out)
+    files = sorted(str(path) for path in (shapes / "test").rglob("*.png"))
+    answers = [json.loads(line) for line in typed("predict", "run", *files).out.splitlines()]
+    right = [answer["label"] == Path(answer["file"]).parent.name for answer in answers]
+    assert np.mean(right) == counted["accuracy"] >= 0.95
+    assert set(answers[0]["probabilities"]) == set(counted["classes"])
+    [top] = map(json.loads, typed("predict", "run", files[0], "--top", "2").out.splitlines())
+    first, second = top["probabilities"].values()
+    assert first == top["probability"] >= second
+    assert typed("report", "run").code == 0
+    assert "data:image/png;base64," in (tmp_path / "run" / "report.html").read_text() or all(right)
+    assert typed("export", "run").code == 0
+    assert (
+        "uint8 images [B, 3, 64, 64], in colour" in (tmp_path / "run/export/README.md").read_text()
+    )
