@@ -114,6 +114,7 @@ def write_idx(folder: Path, *, gz: bool = False, dot: str = "-", **changed: Any)
     for split, stem in (("train", "train"), ("test", "t10k")):
         images = np.asarray(changed.get(f"{split}_images", PIXELS[SPLITS[split]]))
         labels = np.asarray(changed.get(f"{split}_labels", LABELS[SPLITS[split]]))
+        images = images.reshape(-1, *images.shape[-2:])  # of one channel, whether it says so or not
         for kind, array in (("images", images), ("labels", labels)):
             content = struct.pack(f">{array.ndim + 1}I", 0x800 + array.ndim, *array.shape)
             content += array.astype(np.uint8).tobytes()

@@ -29,9 +29,9 @@ def with_flags(config: TrainConfig, **flags: Any) -> TrainConfig:
 
 
 def images(count: int) -> torch.Tensor:
-    """Return random pixels, the same each time, uint8 [count, 28, 28]."""
+    """Return random pixels, the same each time, uint8 [count, 1, 28, 28]."""
     stream = torch.Generator().manual_seed(1)
-    return torch.randint(0, 256, (count, 28, 28), dtype=torch.uint8, generator=stream)
+    return torch.randint(0, 256, (count, 1, 28, 28), dtype=torch.uint8, generator=stream)
 
 
 def few_digits(folder: Path, train: int, test: int) -> Path:
