@@ -34,13 +34,13 @@ class TableLookup(nn.Module):
         self.table = nn.Parameter(table.double())
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        return self.table[images[:, 0, 0].long()]
+        return self.table[images[:, 0, 0, 0].long()]
 
 
 def make_rows(count: int) -> Rows:
     """`count` images that each carry another first pixel, and labels that the table half gets."""
-    images = torch.zeros(count, 28, 28, dtype=torch.uint8)
-    images[:, 0, 0] = torch.arange(count)
+    images = torch.zeros(count, 1, 28, 28, dtype=torch.uint8)
+    images[:, 0, 0, 0] = torch.arange(count)
     return Rows(images, torch.arange(count) * 7 % CLASSES)
 
 
@@ -132,6 +132,42 @@ def test_a_batch_is_never_larger_than_the_split() -> None:
     ):
         fake: Any = SimpleNamespace(num_processes=processes, prepare_data_loader=lambda x: x)
         assert prepare_split(fake, make_rows(rows), per_process).batch_size == batch_size
+
+
+@pytest.mark.parametrize(
+    ("names", "heads", "rows"),
+    [
+        (["cat", "dog"], ["cat", "dog"], ["cat", "dog"]),
+        (["ok", "a name of " + "x" * 90], ["0", "1"], ["0 ok", "1 a name of " + "x" * 90]),
+        (
+            [f"name {n:05d}" for n in range(11)],
+            [str(n) for n in range(11)],
+            [f"{n:>2} name {n:05d}" for n in range(11)],
+        ),
+    ],
+)
+def test_the_table_shows_names_whole(names: list[str], heads: list[str], rows: list[str]) -> None:
+    """Where they are too long for the heads of the columns, labels stand there."""
+    confusion = np.arange(len(names) ** 2).reshape(len(names), -1).tolist()
+    lines = evaluate.metrics_table(
+        {
+            "split": "test",
+            "dataset": {"name": "pets"},
+            "count": 5,
+            "accuracy": 0.75,
+            "loss": 0.5,
+            "scores": {"f1": 0.25},
+            "classes": names,
+            "class_accuracy": [0.5] * len(names),
+            "confusion": confusion,
+        }
+    ).splitlines()
+    assert lines[1] == "accuracy 0.7500   loss 0.5000   f1 0.2500"
+    assert lines[3].split() == ["class", "accuracy", *heads]
+    for line, row, counts in zip(lines[4:], rows, confusion, strict=True):
+        assert line.startswith(f"{row} ")
+        assert line.removeprefix(row).split() == ["0.5000", *map(str, counts)]
+    assert len(set(map(len, lines[3:]))) == 1  # the columns stand below each other
 
 
 def test_a_split_that_another_data_set_is_too_small_for() -> None:

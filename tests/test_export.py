@@ -9,20 +9,26 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import PIL.Image
+import PIL.ImageOps
 import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
 
 from ddp_mnist.cluster.local_world import run_world
-from ddp_mnist.data.decode import DIGITS, Preparation
+from ddp_mnist.data.decode import DIGITS, Preparation, Shape, decode_image
 from ddp_mnist.errors import CheckFailed, UsageError
-from ddp_mnist.models import MODELS, with_test_views
+from ddp_mnist.models import MODELS, Normalised, with_test_views
 from ddp_mnist.run import weights
 from ddp_mnist.verbs import export
 from ddp_mnist.verbs.flags import EXPORTS, Export
 from ddp_mnist.verify.watch import just_train, proof_config
 from tests.commands import Typed
+
+GREY = Preparation((1, 28, 28), (0.1307,), (0.3081,), [], bright_on_black=True, digit_photos=True)
+COLOUR = Preparation((3, 40, 60), (0.5, 0.4, 0.3), (0.2, 0.3, 0.2), [], False, False)
 
 
 @pytest.fixture(scope="module")
@@ -42,18 +48,29 @@ def logits(run: Path, images: torch.Tensor) -> torch.Tensor:
         return weights.from_bytes(weights.read_bytes(str(run)), "").model(images).float()
 
 
+@pytest.mark.parametrize("preparation", [GREY, COLOUR], ids=["grey", "colour"])
 def test_the_cards_snippets_give_the_models_logits_without_this_package(
-    run: Path, tmp_path: Path, typed: Typed
+    preparation: Preparation, run: Path, tmp_path: Path, typed: Typed
 ) -> None:
-    out = tmp_path / "export"
+    """The run in colour has a net that nobody trained."""
+    if preparation is COLOUR:
+        run = shutil.copytree(run, tmp_path / "run")
+        net = MODELS["cnn"](10, COLOUR.shape)
+        content = weights.to_bytes(net.state_dict(), "cnn", DIGITS, COLOUR)
+        (run / "model.safetensors").write_bytes(content)
+    out, shape = tmp_path / "export", preparation.shape
     ended = typed("export", run, "--format", "safetensors, torch,onnx", "--out", out)
     said = ended.out.splitlines()
     assert ended.code == 0
     assert [line.split(":")[0] for line in said[:3]] == list(EXPORTS.values())
     assert said[3:] == [f"written to {out}", f"to the Hub: hf upload YOUR_NAME/run {out}"]
-    images = torch.randint(0, 256, (100, 28, 28), dtype=torch.uint8)
+    images = torch.randint(0, 256, (100, *shape), dtype=torch.uint8)
     torch.save(images, out / "images.pt")
-    snippets = re.findall(r"```python\n(.*?)```", (out / "README.md").read_text(), re.DOTALL)
+    card = (out / "README.md").read_text()
+    if preparation is COLOUR:
+        assert "In: uint8 images [B, 3, 40, 60], in colour (RGB)." in card
+        check_recipe(card, shape)
+    snippets = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
     assert len(snippets) == 3
     program = """import sys
 images = torch.load('images.pt')
@@ -68,7 +85,7 @@ assert 'ddp_mnist' not in sys.modules"""
         assert (given - expected).abs().max() < 1e-4
     state = load_file(out / "model.safetensors")
     assert {name: tuple(tensor.shape) for name, tensor in state.items()} == {
-        name: tuple(tensor.shape) for name, tensor in MODELS["cnn"](10).state_dict().items()
+        name: tuple(tensor.shape) for name, tensor in MODELS["cnn"](10, shape).state_dict().items()
     }
     assert {tensor.dtype for tensor in state.values()} == {torch.float32}
 
@@ -96,23 +113,26 @@ def test_the_card_tells_the_runs_own_figures(run: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("architecture", [name for name in MODELS if name != "cnn"])
-def test_every_net_can_be_exported(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("preparation", [GREY, COLOUR], ids=["grey", "colour"])
+def test_every_net_can_be_exported(
+    architecture: str, preparation: Preparation, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(export, "CHECKED_IMAGES", 10)
     torch.manual_seed(0)
-    net = MODELS[architecture](10).eval()
+    net = Normalised(MODELS[architecture](10, preparation.shape), preparation).eval()
     model = with_test_views(net, architecture)
-    images = Preparation([], bright_on_black=True, digit_photos=True)
-    trained = weights.Trained(net, model, architecture, DIGITS, images)
+    trained = weights.Trained(net, model, architecture, DIGITS, preparation)
     for name in ("safetensors", "torch"):
         write, read = export.CONVERTERS[name]
         with export.quiet():
             outputs = read(write(trained))
-        assert export.largest_difference(model, outputs, name) <= 1e-4
+        assert export.largest_difference(trained, outputs, name) <= 1e-4
 
 
 def test_a_file_with_other_logits_is_refused() -> None:
     assert list(export.CONVERTERS) == list(EXPORTS)
-    net = MODELS["mlp"](10).eval()
+    net = Normalised(MODELS["mlp"](10, GREY.shape), GREY).eval()
+    trained = weights.Trained(net, net, "mlp", DIGITS, GREY)
 
     def wrong(images: torch.Tensor) -> torch.Tensor:
         logits = net(images).detach()
@@ -120,9 +140,9 @@ def test_a_file_with_other_logits_is_refused() -> None:
         return logits
 
     with pytest.raises(CheckFailed, match=r"^x: gives logits that differ by 2\.0e-04 from the mod"):
-        export.largest_difference(net, wrong, "x")
+        export.largest_difference(trained, wrong, "x")
     with pytest.raises(CheckFailed):
-        export.largest_difference(net, lambda images: net(images).detach() * torch.nan, "x")
+        export.largest_difference(trained, lambda images: net(images).detach() * torch.nan, "x")
 
 
 def test_onnx_without_its_packages_says_what_to_install(
@@ -141,7 +161,7 @@ def card_of(run: Path, folder: Path, **changes: Any) -> str:
     assert trained.preparation
     preparation = dataclasses.replace(trained.preparation, **changes.pop("preparation", {}))
     classes = changes.pop("classes", trained.classes)
-    content = weights.to_bytes(trained.model.state_dict(), "cnn", classes, preparation)
+    content = weights.to_bytes(trained.net.net.state_dict(), "cnn", classes, preparation)
     (copy / "model.safetensors").write_bytes(content)
     summary = json.loads((run / "summary.json").read_text())
     summary["dataset"] |= changes
@@ -152,10 +172,21 @@ def card_of(run: Path, folder: Path, **changes: Any) -> str:
     return (copy / "export" / "README.md").read_text()
 
 
+def check_recipe(card: str, shape: Shape) -> None:
+    """Do with a picture what the card says, and compare with what training does."""
+    [recipe] = re.findall(r"in Pillow `(.*?)`", " ".join(card.split()))
+    pixels = np.random.default_rng(0).integers(0, 256, (90, 70, 3), dtype=np.uint8)
+    image = PIL.Image.fromarray(pixels)
+    names = {"image": image, "ImageOps": PIL.ImageOps, "Resampling": PIL.Image.Resampling}
+    made = np.asarray(eval(recipe, names))
+    made = made.reshape(*shape[1:], shape[0]).transpose(2, 0, 1)
+    assert np.array_equal(made, decode_image(image, shape))
+
+
 def test_the_card_says_what_images_these_are(run: Path, tmp_path: Path) -> None:
     write(run, "safetensors", out=tmp_path / "digits")
     digits = " ".join((tmp_path / "digits" / "README.md").read_text().split())
-    assert "In: uint8 images [B, 28, 28], grey, bright strokes on black. Out: logits" in digits
+    assert "In: uint8 images [B, 1, 28, 28], grey, bright strokes on black. Out: logits" in digits
     assert "For the training, the 8x8 digits were enlarged to 28x28." in digits
     assert "A digit in a photo has to be cut out and drawn as these are, as `ddp-mnist" in digits
     made: dict[str, Any] = dict.fromkeys(("bright_on_black", "digit_photos"), False)
@@ -164,10 +195,10 @@ def test_the_card_says_what_images_these_are(run: Path, tmp_path: Path) -> None:
     photos = " ".join(card_of(run, tmp_path, preparation=made, **place).split())
     assert "alice" not in photos  # where the data lies is not published
     assert "1,150 images of project," in photos
-    assert "In: uint8 images [B, 28, 28], grey. Out: logits" in photos
+    assert "In: uint8 images [B, 1, 28, 28], grey. Out: logits" in photos
     assert "bright" not in photos
     assert "For the training, images of 64x64 RGB became 28x28 grey." in photos
-    assert 'in Pillow `image.convert("L").resize((28, 28), Resampling.BILINEAR)`' in photos
+    check_recipe(photos, (1, 28, 28))
     assert "digit" not in photos.partition("grey.")[2].partition("| |")[0]
 
 

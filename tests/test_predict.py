@@ -22,23 +22,30 @@ from ddp_mnist.config import Distribution, Recipe, Run, TrainConfig
 from ddp_mnist.data import cache
 from ddp_mnist.data.decode import DIGITS, Preparation
 from ddp_mnist.errors import CheckpointError, DataError, UsageError
-from ddp_mnist.models import MODELS
+from ddp_mnist.models import CNN, Normalised
 from ddp_mnist.run import weights
 from ddp_mnist.verbs import predict as verb
 from ddp_mnist.verbs.evaluate import evaluate_run
+from ddp_mnist.verbs.digit_photos import centred
 from ddp_mnist.verbs.flags import Evaluate, Predict
-from ddp_mnist.verbs.predict import centred, find_images, read_image
+from ddp_mnist.verbs.predict import find_images, read_image
 from ddp_mnist.verify.watch import just_train
 from tests.commands import Typed
 
 CLASSES = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
+GREY = Preparation((1, 28, 28), (0.1307,), (0.3081,), [], bright_on_black=True, digit_photos=True)
+COLOUR = Preparation((3, 40, 60), (0.5, 0.4, 0.3), (0.2, 0.3, 0.2), [], False, False)
 
 
 @pytest.fixture(scope="module")
-def model() -> torch.nn.Module:
+def model() -> Normalised:
     """A net that nobody trained, but with an opinion of its own."""
+    return untrained(GREY)
+
+
+def untrained(preparation: Preparation) -> Normalised:
     torch.manual_seed(3)
-    model = MODELS["cnn"](10).eval()
+    model = Normalised(CNN(10, preparation.shape), preparation).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(3)
@@ -46,22 +53,23 @@ def model() -> torch.nn.Module:
 
 
 @pytest.fixture(scope="module")
-def run(model: torch.nn.Module, tmp_path_factory: pytest.TempPathFactory) -> str:
-    made = Preparation([], bright_on_black=True, digit_photos=True)
-    return run_of(tmp_path_factory.mktemp("base") / "run", model, CLASSES, made)
+def run(model: Normalised, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return run_of(tmp_path_factory.mktemp("base") / "run", model, CLASSES, GREY)
 
 
-def predict(run: str, images: list[str], digit_photos: bool | None = None) -> Any:
-    return verb.predict(Predict(run, tuple(images), digit_photos=digit_photos))
+def predict(run: str, images: list[str], digit_photos: bool | None = None, top: int = 10) -> Any:
+    return verb.predict(Predict(run, tuple(images), top=top, digit_photos=digit_photos))
 
 
 def as_mnist(file: Path) -> np.ndarray:
-    return read_image(file, digit_photos=True)
+    """uint8 [28, 28] of a photo of a digit."""
+    [drawn] = read_image(file, GREY, digit_photos=True)
+    return drawn
 
 
 def digits(count: int) -> np.ndarray:
     """uint8 [count, 28, 28]: bright strokes on black."""
-    return cache.load("digits").test_images[:count].numpy()
+    return cache.load("digits").test_images[:count, 0].numpy()
 
 
 def save(pixels: np.ndarray, path: Path) -> Path:
@@ -141,15 +149,15 @@ def test_a_large_digit_lands_in_the_middle_at_mnists_size(tmp_path: Path) -> Non
 def test_a_small_drawing_a_dot_and_a_line_fit() -> None:
     small, dot, line = (np.zeros(shape, dtype=np.uint8) for shape in ((12, 9), (300, 300), (9, 2)))
     small[3:8, 4] = 200
-    drawn = centred(small)
+    drawn = np.asarray(centred(small))
     assert np.flatnonzero(drawn.any(1)).tolist() == list(range(4, 24))
     assert set(np.unique(drawn)) == {0, 200}
     dot[299, 299] = 255
-    assert centred(dot).sum() == 20 * 20 * 255
+    assert np.asarray(centred(dot)).sum() == 20 * 20 * 255
     dot[0, 0] = 255  # two that vanish where they are made small
-    assert centred(dot).shape == (28, 28)
+    assert centred(dot).size == (28, 28)
     line[:, 1] = 255
-    assert centred(line.repeat(50, 0)).any(0).sum() == 1
+    assert np.asarray(centred(line.repeat(50, 0))).any(0).sum() == 1
 
 
 TURNED = struct.pack("<HHIHH", 0x0112, 3, 1, 6, 0)  # by 90 degrees
@@ -195,7 +203,7 @@ def write_files(kind: str, folder: Path) -> str:
     images = cache.load("digits")
     for split, rows in {"train": 200, "test": 50}.items():
         labels = getattr(images, f"{split}_labels")[:rows].numpy()
-        pixels = getattr(images, f"{split}_images")[:rows].numpy()
+        pixels = getattr(images, f"{split}_images")[:rows, 0].numpy()
         for number, (image, label) in enumerate(zip(pixels, labels, strict=True)):
             picture = PIL.Image.fromarray(image)
             if kind == "dark 96":  # and in colour
@@ -238,18 +246,18 @@ def test_files_of_a_data_set_have_the_labels_that_evaluate_counts(tmp_path: Path
         assert confusion.tolist() == counted["confusion"], kind
 
 
-def run_of(folder: Path, model: torch.nn.Module, classes: list[str], made: Preparation) -> str:
+def run_of(folder: Path, model: Normalised, classes: list[str], made: Preparation) -> str:
     folder.mkdir()
-    content = weights.to_bytes(model.state_dict(), "cnn", classes, made)
+    content = weights.to_bytes(model.net.state_dict(), "cnn", classes, made)
     (folder / "model.safetensors").write_bytes(content)
     return str(folder)
 
 
-def test_photos_of_digits_are_cut_out_on_request(model: torch.nn.Module, tmp_path: Path) -> None:
+def test_photos_of_digits_are_cut_out_on_request(model: Normalised, tmp_path: Path) -> None:
     """The net alone knows what it was trained on, and so says what photos are made into."""
     page = save(np.pad(255 - digits(1)[0], 30, constant_values=255), tmp_path / "x.png")
-    as_it_is, cut_out = read_image(page, digit_photos=False), as_mnist(page)
-    bright = Preparation([], bright_on_black=True, digit_photos=False)
+    as_it_is, cut_out = read_image(page, GREY, digit_photos=False), as_mnist(page)[None]
+    bright = dataclasses.replace(GREY, digit_photos=False)
     dark = dataclasses.replace(bright, bright_on_black=False)
     letters = run_of(tmp_path / "letters", model, list("abcdefghij"), bright)
     own = run_of(tmp_path / "own", model, DIGITS, dark)
@@ -289,7 +297,7 @@ def test_files_that_are_no_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     def refused(file: Path) -> str:
         for digit_photos in (True, False):
             with pytest.raises(DataError) as error:
-                read_image(file, digit_photos)
+                read_image(file, GREY, digit_photos)
         return str(error.value)
 
     unknown = "no image that Pillow reads; give a PNG or JPEG file"
@@ -305,21 +313,56 @@ def test_files_that_are_no_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 # --- Labels
 
 
-def test_labels_are_the_nets_own(run: str, model: torch.nn.Module, tmp_path: Path) -> None:
+def test_labels_are_the_nets_own(run: str, model: Normalised, tmp_path: Path) -> None:
     images = digits(40)
     files = [str(save(image, tmp_path / f"{n:03d}.png")) for n, image in enumerate(images)]
     with torch.inference_mode():
-        expected = model(torch.from_numpy(images)).softmax(1)
+        expected = model(torch.from_numpy(images[:, None])).softmax(1)
     assert len(set(expected.argmax(1).tolist())) > 1
     found = [line for line, _ in predict(run, files)]
     assert [line["file"] for line in found] == files
     assert [line["label"] for line in found] == [CLASSES[i] for i in expected.argmax(1)]
     for line, row in zip(found, expected.tolist(), strict=True):
         probabilities = line["probabilities"]
-        assert list(probabilities) == CLASSES
-        assert list(probabilities.values()) == pytest.approx(row, abs=1e-5)
+        assert probabilities == pytest.approx(dict(zip(CLASSES, row, strict=True)), abs=1e-5)
+        assert list(probabilities.values()) == sorted(probabilities.values(), reverse=True)
         assert line["probability"] == probabilities[line["label"]] == max(probabilities.values())
     assert [line for line, _ in predict(run, [str(tmp_path)])] == found
+
+
+def test_the_classes_beyond_the_top_are_left_out(run: str, tmp_path: Path) -> None:
+    file = str(save(digits(1)[0], tmp_path / "x.png"))
+    [(line, _)] = predict(run, [file])
+    likely = list(line["probabilities"].items())
+    for top, shown in ((1, likely[:1]), (3, likely[:3]), (99, likely)):
+        [(found, _)] = predict(run, [file], top=top)
+        assert list(found["probabilities"].items()) == shown
+        assert (found["label"], found["probability"]) == likely[0]
+
+
+@pytest.mark.parametrize("channels", [3, 1])
+def test_a_picture_of_any_size_is_seen_as_training_would_see_it(
+    channels: int, tmp_path: Path
+) -> None:
+    """Its middle is kept, three wide for two high; the net's answer is that to these pixels."""
+    made = dataclasses.replace(COLOUR, shape=(channels, 40, 60))
+    made = made if channels == 3 else dataclasses.replace(made, mean=(0.5,), std=(0.2,))
+    model = untrained(made)
+    own = run_of(tmp_path / "own", model, CLASSES, made)
+    stream = np.random.default_rng(0)
+    middle = stream.integers(0, 256, (40, 60, 3), dtype=np.uint8)
+    framed = np.pad(middle, ((0, 0), (20, 20), (0, 0)))
+    expected = np.asarray(PIL.Image.fromarray(middle).convert("RGB" if channels == 3 else "L"))
+    expected = expected.reshape(40, 60, channels).transpose(2, 0, 1)
+    for name, pixels in (("as_it_is", middle), ("framed", framed)):
+        [(line, seen)] = predict(own, [str(save(pixels, tmp_path / f"{name}.png"))])
+        assert np.array_equal(seen, expected)
+        with torch.inference_mode():
+            row = model(torch.tensor(expected[None])).softmax(1)[0].tolist()
+        assert line["label"] == CLASSES[int(np.argmax(row))]
+        assert line["probabilities"] == pytest.approx(
+            dict(zip(CLASSES, row, strict=True)), abs=1e-5
+        )
 
 
 def test_files_beside_one_that_cannot_be_read_have_their_answers(
@@ -356,6 +399,19 @@ def test_one_image_comes_on_stdin(
         list(predict(run, ["-"]))  # at its end
 
 
+def test_colours_are_drawn_as_the_model_saw_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, typed: Typed
+) -> None:
+    own = run_of(tmp_path / "own", untrained(COLOUR), CLASSES, COLOUR)
+    pixels = np.random.default_rng(0).integers(0, 256, (40, 60, 3), dtype=np.uint8)
+    figures: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+    picture = save(pixels, tmp_path / "x.png")
+    assert typed("predict", own, picture, "--show", tmp_path / "seen.png").code == 0
+    [[axis]] = [figure.axes for figure in figures]
+    assert np.array_equal(np.asarray(axis.get_images()[0].get_array()), pixels)
+
+
 def test_what_the_model_saw_is_drawn(
     run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, typed: Typed
 ) -> None:
@@ -374,7 +430,7 @@ def test_what_the_model_saw_is_drawn(
     for axis, answer, image in zip(figure.axes, answers, digits(10), strict=False):
         name = Path(answer["file"]).name
         assert axis.get_title() == f"{name}\n{answer['label']} ({answer['probability']:.2f})"
-        assert np.array_equal(np.asarray(axis.get_images()[0].get_array()), image)
+        assert np.array_equal(np.asarray(axis.get_images()[0].get_array())[:, :, 0], image)
 
 
 # --- The real MNIST
@@ -392,7 +448,7 @@ def test_photos_of_test_images_are_labelled_as_the_images(
     with torch.inference_mode():
         of_images = trained.model(pixels).argmax(1).tolist()
     random = np.random.default_rng(0)
-    for number, image in enumerate(pixels.numpy()):
+    for number, image in enumerate(pixels[:, 0].numpy()):
         size = 60 + number % 7 * 40  # 60 to 300 pixels
         page = PIL.Image.new("L", (size + 50, size + 20 + number % 3 * 30), 240)
         drawn = PIL.Image.fromarray(255 - image).resize((size, size), PIL.Image.Resampling.BICUBIC)

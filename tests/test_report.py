@@ -1,5 +1,6 @@
 """The page tells what the run's files tell, in a real browser too."""
 
+import base64
 import contextlib
 import dataclasses
 import html
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import PIL.Image
 import pytest
+import torch
 
 from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.data import cache
@@ -229,6 +231,24 @@ def test_any_name_is_in_the_legend_and_none_is_html(folder: Path, tmp_path: Path
     svg = html.unescape(text.partition("<svg")[2])
     for run in runs:
         assert svg.count(f"\u200b{run.name}<") == len(plots.CURVES)
+
+
+def test_names_of_classes_are_shown_whole(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder / "first", run := tmp_path / "run")
+    names = [f"a class with a long name, number {n}" for n in range(10)]
+    (run / "summary.json").write_text(json.dumps(summary_of(run) | {"classes": names}))
+    [path] = write(run)
+    heads = re.findall(r'<th scope="(col|row)">(a class .*?)</th>', path.read_text())
+    assert [name for scope, name in heads if scope == "col"] == names
+    assert [name for scope, name in heads if scope == "row"] == names * 2  # and the list by class
+
+
+def test_a_picture_in_colour_is_in_the_page_as_it_is() -> None:
+    image = torch.randint(0, 256, (3, 20, 30), dtype=torch.uint8)
+    kind, _, encoded = report.as_data_uri(image).partition(",")
+    assert kind == "data:image/png;base64"
+    with PIL.Image.open(io.BytesIO(base64.b64decode(encoded))) as shown:
+        assert np.array_equal(np.asarray(shown), image.permute(1, 2, 0))
 
 
 def test_a_run_of_another_version_is_one_line(folder: Path, tmp_path: Path) -> None:

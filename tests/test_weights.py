@@ -10,16 +10,17 @@ from safetensors import safe_open
 
 from ddp_mnist.data.decode import Preparation
 from ddp_mnist.errors import CheckpointError
-from ddp_mnist.models import MODELS, VERSION, with_test_views
+from ddp_mnist.models import MODELS, VERSION, Normalised, with_test_views
 from ddp_mnist.run import weights
 
 CLASSES = [str(digit) for digit in range(10)]
-PREPARED = Preparation(["images of 3x3 L became 28x28 grey"], True, False)
+PREPARED = Preparation((1, 28, 28), (0.1307,), (0.3081,), ["3x3 became 28x28"], True, False)
+COLOUR = Preparation((3, 40, 60), (0.5, 0.4, 0.3), (0.2, 0.3, 0.2), [], False, False)
 
 
 def state(name: str = "cnn", classes: int = 10) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
-    return MODELS[name](classes).state_dict()
+    return MODELS[name](classes, PREPARED.shape).state_dict()
 
 
 @pytest.fixture(scope="module")
@@ -41,16 +42,19 @@ def with_metadata(content: bytes, metadata: dict[str, str]) -> bytes:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", ["cnn", "cnn_deep", "mlp", "cnn_bn"])
-def test_round_trip(name: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("preparation", [PREPARED, COLOUR], ids=["grey", "colour"])
+def test_round_trip(name: str, dtype: torch.dtype, preparation: Preparation) -> None:
     torch.manual_seed(0)
-    model = MODELS[name](3).to(dtype).to(memory_format=torch.channels_last).eval()
+    net = MODELS[name](3, preparation.shape).to(dtype).to(memory_format=torch.channels_last)
+    model = Normalised(net, preparation).eval()
     classes = ["zero", "数", "x y"]
-    content = weights.to_bytes(model.state_dict(), name, classes, PREPARED)
+    content = weights.to_bytes(net.state_dict(), name, classes, preparation)
     trained = weights.from_bytes(content, "run")
     assert (trained.architecture, trained.classes) == (name, classes)
+    assert trained.preparation == preparation
     assert not trained.net.training
     torch.testing.assert_close(trained.net.state_dict(), model.state_dict(), rtol=0, atol=0)
-    images = torch.randint(0, 256, (2, 28, 28), dtype=torch.uint8)
+    images = torch.randint(0, 256, (2, *preparation.shape), dtype=torch.uint8)
     expected = with_test_views(model, name)(images)
     assert torch.allclose(trained.model(images), expected, atol=1e-5)
 

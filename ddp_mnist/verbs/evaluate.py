@@ -24,7 +24,7 @@ from ddp_mnist.verbs.flags import Evaluate
 
 # of config.json
 NEEDED = ("dataset", "cache_dir", "val_size", "image_size", "grey", "test_size", "metrics")
-TABLE_COLUMNS = 80  # if the counts fit; longer names of classes are cut
+TABLE_COLUMNS = 80  # names of classes head the columns if the table then fits, else numbers do
 
 
 def run(flags: Evaluate, distribution: Distribution) -> None:
@@ -81,19 +81,27 @@ def evaluate_run(
 
 
 def metrics_table(metrics: dict[str, Any]) -> str:
-    """Return accuracy, loss and confusion matrix; its columns show of the names what fits."""
+    """Return accuracy, loss and confusion matrix.
+
+    Its rows have the names of the classes; its columns have the labels instead, and the rows both,
+    where the names are too long.
+    """
     names, confusion = [printable(name) for name in metrics["classes"]], metrics["confusion"]
-    longest, most = max(map(len, names)), max(map(max, confusion))
-    first = max(8, longest)
-    width = (TABLE_COLUMNS - first - 12) // len(names) - 1
-    width = max(5, len(str(most)), min(width, longest))
+    longest, least = max(map(len, names)), max(5, len(str(max(map(max, confusion)))))
+    first, heads = max(8, longest), names
+    if longest > max(least, (TABLE_COLUMNS - first - 12) // len(names) - 1):
+        heads = [str(label) for label in range(len(names))]
+        digits = len(heads[-1])
+        names = [f"{label:>{digits}} {name}" for label, name in zip(heads, names, strict=True)]
+        first = max(map(len, names))
+    width = max(least, *map(len, heads))
     lines = [
         f"{metrics['split']} split of {printable(metrics['dataset']['name'])}:"
         f" {metrics['count']:,} images",
         f"accuracy {metrics['accuracy']:.4f}   loss {metrics['loss']:.4f}"
         + "".join(f"   {name} {value:.4f}" for name, value in metrics["scores"].items()),
         "rows: what the images are; columns: what they were taken for",
-        f"{'class':<{first}} accuracy   " + " ".join(f"{n[:width]:>{width}}" for n in names),
+        f"{'class':<{first}} accuracy   " + " ".join(f"{head:>{width}}" for head in heads),
     ]
     for name, accuracy, row in zip(names, metrics["class_accuracy"], confusion, strict=True):
         share = "-" if accuracy is None else f"{accuracy:.4f}"
