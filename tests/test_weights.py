@@ -103,7 +103,7 @@ def test_garbage_and_what_is_cut_short_is_refused(content: bytes) -> None:
 
 def described(**changes: Any) -> str:
     """Return the metadata of an mlp, with changes."""
-    about = {"architecture": "mlp", "classes": CLASSES, "version": VERSION}
+    about = {"architecture": "mlp", "classes": CLASSES, "code": "", "version": VERSION}
     about["preparation"] = asdict(PREPARED)
     return json.dumps({**about, **changes}, sort_keys=True)
 
@@ -127,13 +127,18 @@ def test_a_net_that_this_code_does_not_have_is_named(content: bytes) -> None:
     """The first files had no version."""
     unversioned = json.loads(described())
     del unversioned["version"]
-    for about, net in (
-        (described(architecture="vgg"), f"vgg of version {VERSION}"),
-        (described(version=1), "mlp of version 1"),
-        (described(version=VERSION + 1), f"mlp of version {VERSION + 1}"),
-        (json.dumps(unversioned), "mlp of version 1"),
+    other = "^runs/x: holds a net of version {}, these are of version {}; use the code that trained"
+    for about, message in (
+        (described(architecture="vgg"), "^runs/x: --model vgg: there is no module vgg in .*; name"),
+        (
+            described(architecture="torchvision:vg"),
+            "^runs/x: --model torchvision:vg: torchvision h",
+        ),
+        (described(code="0"), "^runs/x: the file of --model mlp was changed since; use it as it w"),
+        (described(version=1), other.format(1, VERSION)),
+        (described(version=VERSION + 1), other.format(VERSION + 1, VERSION)),
+        (json.dumps(unversioned), other.format(1, VERSION)),
     ):
-        message = f"^runs/x: holds the net {net}, here are .* of version {VERSION}; use"
         with pytest.raises(CheckpointError, match=message):
             weights.from_bytes(with_metadata(content, {"ddp_mnist": about}), "runs/x")
 

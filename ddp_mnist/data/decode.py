@@ -17,6 +17,17 @@ Shape = tuple[int, int, int]  # channels, height and width of an image
 DIGITS = [str(digit) for digit in range(10)]
 GREY_MODES = ("1", "L", "LA", "La")
 DARK = 32  # of 255: less is black to the eye, and what JPEG makes of black
+TURN = PIL.Image.Transpose
+# What makes an image upright, by its orientation in EXIF (2 to 8).
+TURNS = dict(
+    enumerate(
+        (
+            *(TURN.FLIP_LEFT_RIGHT, TURN.ROTATE_180, TURN.FLIP_TOP_BOTTOM, TURN.TRANSPOSE),
+            *(TURN.ROTATE_270, TURN.TRANSVERSE, TURN.ROTATE_90),
+        ),
+        start=2,
+    )
+)
 BLOCK = 1000  # images of which statistics are taken at a time
 
 
@@ -119,11 +130,18 @@ def decode_image(image: PIL.Image.Image, shape: Shape) -> np.ndarray:
     return pixels[None] if channels == 1 else pixels.transpose(2, 0, 1)
 
 
-def upright(image: PIL.Image.Image) -> PIL.Image.Image:
-    """Return it turned as its EXIF says; EXIF may be damaged where the image is not."""
+def upright(image: PIL.Image.Image, orientation: int | None = None) -> PIL.Image.Image:
+    """Return it turned as its EXIF says, or by the `orientation` of the file that it was."""
+    turn = TURNS.get(orientation or orientation_of(image))
+    return image if turn is None else image.transpose(turn)
+
+
+def orientation_of(image: PIL.Image.Image) -> int:
+    """Return EXIF's 1 (upright) to 8; EXIF may be damaged where the image is not."""
     with contextlib.suppress(Exception):
-        return PIL.ImageOps.exif_transpose(image)
-    return image
+        orientation = image.getexif().get(Base.Orientation)
+        return orientation if orientation in TURNS else 1
+    return 1
 
 
 def in_mode(image: PIL.Image.Image, mode: str, paper: str = "white") -> PIL.Image.Image:
@@ -147,9 +165,7 @@ def facts_of(image: PIL.Image.Image) -> tuple[tuple[int, int], bool, list[str]]:
 
     Only its header is read.
     """
-    turned, odd = 1, []
-    with contextlib.suppress(Exception):
-        turned = image.getexif().get(Base.Orientation, 1)
+    turned, odd = orientation_of(image), []
     size = (image.width, image.height) if turned >= 5 else (image.height, image.width)
     sixteen = image.mode.startswith("I")
     for wrong, what in (

@@ -13,7 +13,7 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from ddp_mnist.data.decode import Preparation
-from ddp_mnist.errors import CheckpointError, reason
+from ddp_mnist.errors import CheckpointError, UsageError, reason
 from ddp_mnist.models import VERSION, Normalised, with_test_views
 from ddp_mnist.nets import build_net, code_digest
 from ddp_mnist.run.console import warn
@@ -104,6 +104,8 @@ def from_bytes(content: bytes, where: str) -> Trained:
         dtypes = [tensor.dtype for tensor in state.values() if tensor.is_floating_point()]
         net.to(dtypes[0])
         net.net.load_state_dict(state)
+    except UsageError as error:  # of --model, which was typed for the training
+        raise CheckpointError(f"{where}: {error}") from error
     except (ValueError, LookupError, TypeError, RuntimeError, SafetensorError) as error:
         raise CheckpointError(
             f"{where}: {MODEL} is damaged or not from ddp_mnist ({type(error).__name__});"

@@ -3,7 +3,7 @@
 import numpy as np
 import PIL.Image
 
-from ddp_mnist.data.decode import in_mode, upright
+from ddp_mnist.data.decode import in_mode, orientation_of, upright
 from ddp_mnist.errors import DataError
 
 SHAPE = (28, 28)
@@ -44,7 +44,7 @@ def as_viewed(image: PIL.Image.Image) -> np.ndarray:
     if low == high and image.has_transparency_data:
         grey = in_mode(image, "L", paper="black")  # white strokes
     grey.thumbnail((LONGEST_SIDE, LONGEST_SIDE))
-    return np.asarray(upright(grey))
+    return np.asarray(upright(grey, orientation_of(image)))
 
 
 def centred(strokes: np.ndarray) -> PIL.Image.Image:
