@@ -137,6 +137,8 @@ def load_weights(net: nn.Module, file: str) -> None:
             given = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:
         raise UsageError(f"{flag}: cannot be read ({reason(error)}); give a state_dict") from error
+    if isinstance(net, GreyAsColour):  # a file of the net itself, or of a run on grey images
+        net, given = net.net, {key.removeprefix("net."): given[key] for key in given}
     own = net.state_dict()
     odd = sorted(given.keys() ^ own.keys())
     if odd:

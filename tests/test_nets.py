@@ -146,6 +146,18 @@ def test_weights_come_from_a_file_and_only_the_last_layer_may_differ(
         build_net("cnn", 3, COLOUR, "no.pth")
 
 
+def test_torchvision_weights_serve_grey_images_too(tmp_path: Path) -> None:
+    name, file = "torchvision:squeezenet1_1", str(tmp_path / "weights.pth")
+    in_colour = build_net(name, 3, COLOUR).net.state_dict()
+    torch.save(in_colour, file)
+    grey = build_net(name, 3, GREY, file).net.state_dict()
+    assert grey.keys() == {f"net.{key}" for key in in_colour}
+    assert all(torch.equal(grey[f"net.{key}"], tensor) for key, tensor in in_colour.items())
+    torch.save(grey, file)
+    again = build_net(name, 3, GREY, file).net.state_dict()
+    assert all(torch.equal(again[key], tensor) for key, tensor in grey.items())
+
+
 def test_the_old_word_for_resnet18(typed: Typed) -> None:
     ended = typed("train", "--model", "resnet18")
     assert ended.code == 2

@@ -100,6 +100,7 @@ def inherit(config: TrainConfig, found: dict[str, Any] | None) -> TrainConfig:
             for group, flags in groups.items():
                 names = flag_values(flags, *INHERITED).keys() - typed
                 own = {name: found[group][name] for name in names}
+                own = {n: tuple(v) if isinstance(v, list) else v for n, v in own.items()}
                 groups[group] = dataclasses.replace(flags, **own)
         except (KeyError, TypeError) as error:
             raise CheckpointError(

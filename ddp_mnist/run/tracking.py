@@ -56,6 +56,7 @@ def tracked(
         "trackio": {"name": run_name},
     }
     settings = dataclasses.asdict(config.recipe) | {
+        "metrics": ",".join(config.recipe.metrics),  # TensorBoard takes no tuple
         "seed": config.run.seed,
         "dataset": config.run.dataset,
         "world_size": accelerator.num_processes,
