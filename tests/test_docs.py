@@ -6,6 +6,7 @@ test_launchers.py, which compares the result. The verbs of all others are run he
 a training goes on for two epochs.
 """
 
+import itertools
 import re
 import shlex
 import shutil
@@ -13,7 +14,9 @@ import subprocess
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
+import PIL.Image
 import pytest
+from sklearn.datasets import load_sample_images
 
 from ddp_mnist import cli
 from ddp_mnist.cluster.local_world import run_world
@@ -56,10 +59,32 @@ def run_verb(argv: list[str], printed: Path) -> int:
             return int(ended.code or 0)
 
 
+def write_own_code(folder: Path) -> list[str]:
+    """Write the files that a page gives, which begin with their names, and return these."""
+    fences = [fence for fence in FENCES if fence.language == "python" and not fence.mark]
+    names = [fence.body.splitlines()[0].removeprefix("# ") for fence in fences]
+    for name, fence in zip(names, fences, strict=True):
+        (folder / name).write_text(fence.body)
+    return names
+
+
+def write_photos(folder: Path) -> None:
+    """Write JPEG files of mixed sizes, pieces of two photographs, for train and test."""
+    sizes = [(30, 40), (36, 28), (50, 50), (44, 31)]
+    photos = zip(("cat", "dog"), load_sample_images().images, strict=True)
+    for (name, photo), (split, top) in itertools.product(photos, (("train", 0), ("test", 210))):
+        (folder / split / name).mkdir(parents=True)
+        for number, (height, width) in enumerate(sizes * 5):
+            piece = photo[top : top + height, 30 * number : 30 * number + width]
+            PIL.Image.fromarray(piece).save(folder / split / name / f"{number}.jpg")
+
+
 def test_what_the_pages_tell_to_type_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In processes that have torch loaded; test_launchers.py has the real launchers."""
+    assert write_own_code(tmp_path) == ["own_net.py", "own_metrics.py"]
+    write_photos(tmp_path / "photos")
     lines = [line for fence in RUN for line in fence.body.splitlines()]
-    assert len(lines) >= 9
+    assert len(lines) >= 19
     printed = tmp_path / "printed"
     monkeypatch.chdir(tmp_path)
     for line in lines:
@@ -73,7 +98,12 @@ def test_what_the_pages_tell_to_type_works(tmp_path: Path, monkeypatch: pytest.M
         else:
             codes = run_world(size, run_verb, argv, printed, folder=tmp_path)
         assert codes == [0] * size, f"{line}\n{printed.read_text()}"
-    assert "96 images a step = 2 processes x 2 parts x 24\n" in printed.read_text()
+    said = printed.read_text()
+    assert "96 images a step = 2 processes x 2 parts x 24\n" in said
+    assert "became 30x30" in said  # of the shorter sides 28, 30, 31 and 50 the lower median
+    assert re.search(
+        r"f1 0\.\d+, balanced_accuracy 0\.\d+, own_metrics:second_class_missed 0", said
+    )
 
 
 def test_what_a_page_quotes_is_in_the_code() -> None:
@@ -93,23 +123,22 @@ def patched(text: str, hunk: str) -> str:
     return text.replace(old, new)
 
 
-def test_the_edits_for_ones_own_trainer_work_and_some_folders_are_dispensable(
+def test_ones_own_loss_and_net_are_proven_and_some_folders_are_dispensable(
     tmp_path: Path,
 ) -> None:
-    """After the edits everything is proven; then train needs none of what the README names."""
+    """After the edit everything is proven; then train needs none of what the README names."""
+    write_own_code(tmp_path)
     shutil.copytree(REPOSITORY / "ddp_mnist", tmp_path / "ddp_mnist")
-    edits = [fence for fence in FENCES if fence.language == "diff"]
-    assert len(edits) == 4
-    for fence in edits:
-        head, _, hunk = fence.body.partition("@@\n")
-        file = tmp_path / head.splitlines()[1].removeprefix("+++ b/")
-        file.write_text(patched(file.read_text(), hunk))
+    [edit] = [fence for fence in FENCES if fence.language == "diff"]
+    head, _, hunk = edit.body.partition("@@\n")
+    file = tmp_path / head.splitlines()[1].removeprefix("+++ b/")
+    file.write_text(patched(file.read_text(), hunk))
 
     def run(*arguments: str) -> Ended:
         command = ["-m", "ddp_mnist", *arguments]
         return python(*command, folder=tmp_path, variables={"PYTHONPATH": str(tmp_path)})
 
-    ended = run("verify", "--model", "linear", "--processes", "2")
+    ended = run("verify", "--model", "own_net:Net", "--processes", "2")
     assert "all 10 checks passed" in ended.out, ended.out + ended.err
 
     for folder in ("verify", "doctor", "bench", "verbs"):
@@ -117,7 +146,7 @@ def test_the_edits_for_ones_own_trainer_work_and_some_folders_are_dispensable(
     # an editable install would find the folders where they still are
     finders = "[each for each in sys.meta_path if '__editable__' not in str(each)]"
     (tmp_path / "sitecustomize.py").write_text(f"import sys; sys.meta_path[:] = {finders}\n")
-    ended = run("train", "--model", "linear", "--dataset", "digits", "--epochs", "5")
+    ended = run("train", "--model", "own_net:Net", "--dataset", "digits", "--epochs", "5")
     accuracy = re.search(r"test accuracy (0\.\d+)", ended.out)
     assert (ended.code, bool(accuracy)) == (0, True), ended.err
     assert accuracy and float(accuracy[1]) > 0.8
