@@ -84,7 +84,7 @@ def test_what_the_pages_tell_to_type_works(tmp_path: Path, monkeypatch: pytest.M
     assert write_own_code(tmp_path) == ["own_net.py", "own_metrics.py"]
     write_photos(tmp_path / "photos")
     lines = [line for fence in RUN for line in fence.body.splitlines()]
-    assert len(lines) >= 19
+    assert len(lines) >= 18
     printed = tmp_path / "printed"
     monkeypatch.chdir(tmp_path)
     for line in lines:
