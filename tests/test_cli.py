@@ -307,8 +307,9 @@ def test_a_table_fits_a_terminal_and_does_not_steer_it() -> None:
         "test split of x?[H: 1,234 images",
         "accuracy 0.7500   loss 0.5000",
         "rows: what the images are; columns: what they were taken for",
-        "class           accuracy   T - shirt    a?[2Jb      c d?     Dress Ankle boo",
-        "T - shirt / top   0.5000           7         0         0         0         0",
+        "class             accuracy       0     1     2     3     4",
+        "0 T - shirt / top   0.5000       7     0     0     0     0",
     ]
-    assert lines[8].split() == ["Ankle", "boot", "-", *"00007"]
+    assert lines[5].startswith("1 a?[2Jb  ")
+    assert lines[8].split() == ["4", "Ankle", "boot", "-", *"00007"]
     assert "".join(lines).isprintable()
