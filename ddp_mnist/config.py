@@ -64,9 +64,13 @@ class Run(Flags):
     quiet: bool = forgotten(False, "Print errors only.", may_differ=True)
     dry_run: bool = forgotten(False, "Print what would run, and stop.")
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        assert self.reading  # raises UsageError for an --image-size that is none
+
     @property
     def reading(self) -> Reading:
-        """What is asked of the images."""
+        """Return what is asked of the images."""
         return Reading.asked(self.image_size, self.grey, self.test_size)
 
 

@@ -71,15 +71,14 @@ def fit(run: Session, build: BuildModel = build_model) -> dict[str, Any]:
     """
     recipe, flags, seed = run.config.recipe, run.config.run, run.config.run.seed
     accelerator, stop = run.world.accelerator, run.stop
-    device, classes = accelerator.device, len(run.images.classes)
+    device, classes, scores = accelerator.device, len(run.images.classes), recipe.metrics
     preparation = run.images.preparation
     accelerator.gradient_accumulation_steps = recipe.grad_accum
 
     # Data, on the device. Batches are global, the same on every rank; Accelerate splits them.
     train_rows, val_rows, test_rows = split_images(run.images.to(device), recipe.val_size)
-    batches = GlobalBatches(
-        len(train_rows), recipe.batch_size, seed, recipe.grad_accum, train_rows.images.device
-    )
+    where = train_rows.images.device  # a CPU's memory, if the GPU's cannot hold them
+    batches = GlobalBatches(len(train_rows), recipe.batch_size, seed, recipe.grad_accum, where)
 
     # Model and optimizer, equal on every rank.
     net = build(run.config, run.world, run.images)
@@ -87,8 +86,7 @@ def fit(run: Session, build: BuildModel = build_model) -> dict[str, Any]:
         net, make_optimizer(net, recipe), make_loader(train_rows, batch_sampler=batches)
     )
     share = batches.micro_batch_size // accelerator.num_processes
-    first_images = train_rows.__getitems__(torch.arange(share))[0]
-    settle_ddp_buckets(model, first_images.to(device))
+    settle_ddp_buckets(model, train_rows.__getitems__(torch.arange(share))[0].to(device))
     val_loader, test_loader = (prepare_split(accelerator, rows) for rows in (val_rows, test_rows))
     import_evaluate_meanwhile(accelerator)
 
@@ -100,13 +98,12 @@ def fit(run: Session, build: BuildModel = build_model) -> dict[str, Any]:
 
     # Train.
     while progress.epoch < recipe.epochs and not progress.stopped_by:
-        first_step = progress.epoch * batches.steps_per_epoch
+        epoch, first_step = progress.epoch, progress.epoch * batches.steps_per_epoch
         run.folder.status(phase="training")
         model.train()
-        batches.begin(progress.epoch, progress.step - first_step)
+        batches.begin(epoch, progress.step - first_step)
         if recipe.augment:
-            draws = draw_table(preparation, len(train_rows), seed, progress.epoch, recipe.epochs)
-            draws = draws.to(device)
+            draws = draw_table(preparation, len(train_rows), seed, epoch, recipe.epochs).to(device)
         meter.restart_clock()
         for images, labels, indices in loader:
             # Learning rate and random draws are functions of the step: there is nothing to save.
@@ -151,9 +148,7 @@ def fit(run: Session, build: BuildModel = build_model) -> dict[str, Any]:
         if recipe.val_size:
             run.phase("validation", progress)
             tested = with_test_views(model, recipe.model)
-            validation = evaluate_split(
-                accelerator, tested, val_loader, classes, stop, recipe.metrics
-            )
+            validation = evaluate_split(accelerator, tested, val_loader, classes, stop, scores)
         means = state.end_epoch(recipe, validation)  # counts it; may set stopped_by
         run.log_epoch(means, progress, validation)
 
@@ -167,7 +162,7 @@ def fit(run: Session, build: BuildModel = build_model) -> dict[str, Any]:
     if buffers := list(kept.buffers()):  # BatchNorm's, which DDP sends only before a forward
         broadcast(buffers)
     tested = with_test_views(kept, recipe.model)
-    test = evaluate_split(accelerator, tested, test_loader, classes, stop, recipe.metrics)
+    test = evaluate_split(accelerator, tested, test_loader, classes, stop, scores)
     return run.finish(state, kept, test)
 
 

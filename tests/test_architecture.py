@@ -15,10 +15,10 @@ PACKAGE = REPOSITORY / "ddp_mnist"
 # From the ground up. A name is a module of the top folder, or a folder; imports go down only.
 FLOORS = (
     ("__init__",),
-    ("errors", "deadline", "models", "seeding"),
-    ("flags", "augment", "data"),
-    ("config",),
-    ("optim", "cluster"),
+    ("errors", "deadline", "seeding"),
+    ("flags", "own_code", "data"),
+    ("config", "models", "augment"),
+    ("nets", "optim", "cluster"),
     ("plain_ddp", "run"),
     ("train", "verbs"),
     ("verify", "doctor", "bench"),
@@ -157,8 +157,8 @@ def test_the_training_can_be_read_at_once() -> None:
 
 
 def test_the_package_and_the_tests_stay_small() -> None:
-    assert lines_of(PACKAGE) <= 8_500
-    assert lines_of(REPOSITORY / "tests") <= 11_500
+    assert lines_of(PACKAGE) <= 9_300
+    assert lines_of(REPOSITORY / "tests") <= 12_500
 
 
 # --- Words

@@ -1,17 +1,31 @@
 import math
 
+import pytest
 import torch
 import torch.nn.functional as F
 
-from ddp_mnist.augment import affine_table, apply_affine
+from ddp_mnist.augment import augment, draw_table
+from ddp_mnist.data.decode import Preparation
+from tests.test_nets import COLOUR, GREY
 from tests.training import images
 
 PIXEL = 2 / 28  # in grid_sample's coordinates
+# Strokes twice as wide as high, and pictures in grey.
+WIDE = Preparation((1, 14, 28), (0.1307,), (0.3081,), [], True, False)
+GREY_PICTURES = Preparation((1, 28, 28), (0.5,), (0.2,), [], False, False)
+STROKES_AND_PICTURES = pytest.mark.parametrize("preparation", [GREY, WIDE, COLOUR, GREY_PICTURES])
 
 
-def moves(table: torch.Tensor) -> torch.Tensor:
-    """Return angle in degrees, log-scale and both shifts in pixels, [4, N]."""
+def batch_of(preparation: Preparation, count: int) -> torch.Tensor:
+    """Return random pixels, the same each time."""
+    pixels = images(count * math.prod(preparation.shape) // 28**2 + 1).flatten()
+    return pixels[: count * math.prod(preparation.shape)].reshape(count, *preparation.shape)
+
+
+def moves(table: torch.Tensor, aspect: float = 1.0) -> torch.Tensor:
+    """Return angle in degrees, log-scale and both shifts in pixels of 28, [4, N]."""
     (a, b, x), (c, d, y) = (row.unbind(1) for row in table.double().unbind(1))
+    b, c = b / aspect, c * aspect  # in pixels, of which a unit has more in the longer direction
     assert torch.allclose(a, d) and torch.allclose(b, -c)  # a rotation and a scale, no shear
     log_scale = -torch.hypot(a, c).log()
     return torch.stack([torch.rad2deg(torch.atan2(c, a)), log_scale, x / PIXEL, y / PIXEL])
@@ -20,21 +34,25 @@ def moves(table: torch.Tensor) -> torch.Tensor:
 # --- The table
 
 
-def test_the_table_is_a_function_of_seed_and_epoch() -> None:
+@STROKES_AND_PICTURES
+def test_the_table_is_a_function_of_seed_and_epoch(preparation: Preparation) -> None:
     torch.manual_seed(1)
     before = torch.get_rng_state()
-    table = affine_table(100, seed=3, epoch=5, epochs=20)
+    table = draw_table(preparation, 100, seed=3, epoch=5, epochs=20)
     assert torch.equal(torch.get_rng_state(), before)
-    assert (table.shape, table.dtype) == ((100, 2, 3), torch.float32)
+    lines = 2 if preparation.bright_on_black else 3
+    assert (table.shape, table.dtype) == ((100, lines, 3), torch.float32)
     torch.manual_seed(2)
-    assert torch.equal(table, affine_table(100, seed=3, epoch=5, epochs=20))
+    assert torch.equal(table, draw_table(preparation, 100, seed=3, epoch=5, epochs=20))
     for seed, epoch in [(3, 6), (4, 5), (5, 3)]:
-        other = affine_table(100, seed=seed, epoch=epoch, epochs=20)
+        other = draw_table(preparation, 100, seed=seed, epoch=epoch, epochs=20)
         assert (other != table).flatten(1).any(1).all()
 
 
-def test_the_table_holds_rotations_scales_and_shifts_within_their_bounds() -> None:
-    draws = moves(affine_table(20_000, 0, 0, 1))
+@pytest.mark.parametrize("preparation", [GREY, WIDE])
+def test_strokes_rotate_scale_and_shift_within_their_bounds(preparation: Preparation) -> None:
+    _, height, width = preparation.shape
+    draws = moves(draw_table(preparation, 20_000, 0, 0, 1), height / width)
     for values, most in zip(draws, (18, math.log(1.20), 4, 4), strict=True):
         assert 0.996 * most < -values.min() <= most + 1e-5
         assert 0.996 * most < values.max() <= most + 1e-5
@@ -43,34 +61,123 @@ def test_the_table_holds_rotations_scales_and_shifts_within_their_bounds() -> No
     assert (draws.mean(1) / draws.std(1)).abs().max() < 0.03
 
 
+def pictures(epoch: int, epochs: int, rows: int = 20_000) -> dict[str, torch.Tensor]:
+    """Return what happens to pictures, each [N]; a crop's place is -1 at the left, 1 at the right.
+
+    No line of a map mixes x and y: pictures are neither rotated nor sheared.
+    """
+    table = draw_table(COLOUR, rows, 0, epoch, epochs).double()
+    assert not table[:, 0, 1].any()
+    assert not table[:, 1, 0].any()
+    width, height = table[:, 0, 0].abs(), table[:, 1, 1]
+    x, y = table[:, 0, 2] / (1 - width), table[:, 1, 2] / (1 - height)
+    brightness, contrast, saturation = table[:, 2].unbind(1)
+    return {
+        "mirrored": (table[:, 0, 0] < 0).double(),
+        "area": width * height,
+        "log aspect": (width / height).log(),
+        "x": x[width < 0.99],
+        "y": y[height < 0.99],
+        "brightness": brightness,
+        "contrast": contrast,
+        "saturation": saturation,
+    }
+
+
+@pytest.mark.parametrize(("epoch", "strength"), [(0, 1.0), (3, 0.5)])
+def test_pictures_are_mirrored_cropped_and_coloured_within_their_bounds(
+    epoch: int, strength: float
+) -> None:
+    """In the last of four epochs half as much, but for the mirror and the place of the crop."""
+    found = pictures(epoch, 4)
+    area, aspect = 1 - 0.5 * strength, strength * math.log(4 / 3)
+    colour = (1 - 0.2 * strength, 1 + 0.2 * strength)
+    for name, (least, most) in {
+        "area": (area, 1),
+        "log aspect": (-aspect, aspect),
+        "x": (-1, 1),
+        "y": (-1, 1),
+        **dict.fromkeys(("brightness", "contrast", "saturation"), colour),
+    }.items():
+        margin = 0.05 * (most - least)
+        assert least - 1e-4 <= found[name].min() < least + margin, name
+        assert most - margin < found[name].max() <= most + 1e-4, name
+    assert found["mirrored"].mean().item() == pytest.approx(0.5, abs=0.02)
+    whole = [values for values in found.values() if len(values) == 20_000]
+    leans = {"area", "log aspect"}  # these two are clamped where a crop would leave the picture
+    assert torch.stack(whole).corrcoef().fill_diagonal_(0).abs().max() < 0.03
+    for name in found.keys() - leans:
+        assert found[name].mean().item() == pytest.approx(
+            {"mirrored": 0.5, "x": 0, "y": 0}.get(name, 1), abs=0.02
+        ), name
+
+
 def test_the_last_quarter_of_the_epochs_moves_images_half_as_far() -> None:
     for epoch, epochs, share in [(15, 20, 0.5), (19, 20, 0.5), (3, 4, 0.5), (14, 20, 1), (0, 1, 1)]:
-        ours, whole = (moves(affine_table(50, 0, epoch, of)) for of in (epochs, 1000))
+        ours, whole = (moves(draw_table(GREY, 50, 0, epoch, of)) for of in (epochs, 1000))
         assert torch.allclose(ours, share * whole, atol=1e-4)
 
 
 # --- What it does to images
 
 
-def test_it_is_the_affine_grid_of_torch() -> None:
-    batch, table = images(64), affine_table(64, 0, 0, 1)
-    grid = F.affine_grid(table, [64, 1, 28, 28], align_corners=False)
-    expected = F.grid_sample(batch[:, None].float(), grid, align_corners=False)[:, 0].round()
-    moved = apply_affine(batch, table)
+@STROKES_AND_PICTURES
+def test_it_is_the_affine_grid_of_torch(preparation: Preparation) -> None:
+    batch, table = batch_of(preparation, 64), draw_table(preparation, 64, 0, 0, 1)[:, :2]
+    grid = F.affine_grid(table, list(batch.shape), align_corners=False)
+    expected = F.grid_sample(batch.float(), grid, align_corners=False).round()
+    moved = augment(batch, table)
     assert moved.dtype == torch.uint8
     assert (moved.float() - expected).abs().max() <= 1
     assert (moved.float() == expected).float().mean() > 0.999
     assert (moved != batch).flatten(1).any(1).all()
-    assert torch.equal(batch, images(64))
+    assert torch.equal(batch, batch_of(preparation, 64))
     identity = torch.eye(2, 3).expand(64, 2, 3)
-    assert torch.equal(apply_affine(batch, identity), batch)  # bit for bit
+    assert torch.equal(augment(batch, identity), batch)  # bit for bit
 
 
-def test_a_sample_becomes_the_same_in_any_batch_bit_for_bit() -> None:
-    batch, table = images(72), affine_table(72, 0, 0, 1)
-    together = apply_affine(batch, table)
+def test_wide_strokes_turn_by_right_angles_of_the_eye() -> None:
+    """A quarter turn about the middle, in pixels: what was beside it is above it."""
+    image = torch.zeros(1, 1, 9, 15, dtype=torch.uint8)
+    image[0, 0, 4, 10] = 200  # three to the right of the middle (4, 7)
+    quarter = torch.tensor([[[0.0, -9 / 15, 0.0], [15 / 9, 0.0, 0.0]]])
+    turned = augment(image, quarter)
+    assert turned.nonzero().tolist() == [[0, 0, 1, 7]]
+    assert moves(quarter, 9 / 15)[:2, 0].tolist() == pytest.approx([90, 0], abs=1e-4)
+
+
+def changed(pixels: torch.Tensor, mirror: float = 1, *colours: float) -> torch.Tensor:
+    """Return a picture after a mirror (-1) or none, with brightness, contrast and saturation."""
+    brightness, contrast, saturation = colours or (1, 1, 1)
+    rows = [[mirror, 0, 0], [0, 1, 0], [brightness, contrast, saturation]]
+    return augment(pixels[None], torch.tensor([rows], dtype=torch.float32))[0]
+
+
+@pytest.mark.parametrize("preparation", [COLOUR, GREY_PICTURES])
+def test_mirror_and_colours_are_what_their_names_say(preparation: Preparation) -> None:
+    [pixels] = batch_of(preparation, 1)
+    exact = pixels.double()
+    assert torch.equal(changed(pixels), pixels)
+    assert torch.equal(changed(pixels, -1), pixels.flip(2))
+    brighter = (exact * 1.2).round().clamp(max=255)
+    flatter = (exact.mean() + 0.8 * (exact - exact.mean())).round()
+    assert (changed(pixels, 1, 1.2, 1, 1) - brighter).abs().max() <= 1
+    assert (changed(pixels, 1, 1, 0.8, 1) - flatter).abs().max() <= 1
+    pale = changed(pixels, 1, 1, 1, 0)
+    if len(pixels) == 1:
+        assert torch.equal(pale, pixels)  # grey has no saturation
+        return
+    luma = torch.einsum("chw,c->hw", exact, torch.tensor([0.299, 0.587, 0.114]).double())
+    assert (pale - luma.round()).abs().max() <= 1
+    assert torch.equal(pale[0], pale[1]) and torch.equal(pale[0], pale[2])
+
+
+@STROKES_AND_PICTURES
+def test_a_sample_becomes_the_same_in_any_batch_bit_for_bit(preparation: Preparation) -> None:
+    batch, table = batch_of(preparation, 72), draw_table(preparation, 72, 0, 0, 1)
+    together = augment(batch, table)
     for size in (1, 2, 3, 5, 24, 36):
         parts = zip(batch.split(size), table.split(size), strict=True)
-        assert torch.equal(torch.cat([apply_affine(*part) for part in parts]), together)
+        assert torch.equal(torch.cat([augment(*part) for part in parts]), together)
     order = torch.randperm(72)
-    assert torch.equal(apply_affine(batch[order], table[order]), together[order])
+    assert torch.equal(augment(batch[order], table[order]), together[order])

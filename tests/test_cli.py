@@ -57,7 +57,9 @@ def test_help_of_train_shows_each_flag_with_its_sentence(typed: Typed) -> None:
             assert " ".join(field.metadata["help"].split()) in shown
     shown = " ".join(out.split())
     assert "--lr X Highest learning rate. [0.01]" in shown
-    assert "--model {cnn,cnn_deep,mlp,resnet18,cnn_bn} The net. [cnn]" in shown
+    ours = "cnn, cnn_deep, mlp, cnn_bn"
+    own = "torchvision:NAME, or a class of one's own: MODULE:NAME."
+    assert f"--model TEXT {ours}, {own} [cnn]" in shown
     assert "--augment, --no-augment Rotate" in shown
 
 
@@ -81,6 +83,11 @@ REFUSED = {
     "train --lr x": "--lr x: must be a number, above 0 and at most 100",
     "train --lr": "--lr: expected one argument; see ddp-mnist train --help",
     "train --preset accurate --lr 0": "--lr 0.0: must be above 0",
+    "train --image-size 0": "--image-size 0: must be N or HEIGHTxWIDTH in pixels, e.g. 64 or 48x64",
+    "train --image-size 3x": "--image-size 3x: must be N or HEIGHTxWIDTH in pixels",
+    "train --test-size 0": "--test-size 0: must be at least 1",
+    "train --model resnet18": "--model resnet18: choose from cnn, cnn_deep, mlp, cnn_bn, torchvisi",
+    "train --metrics ''": "--metrics '': is empty; give a value",
     "train --backend mpi": "--backend mpi: PyTorch's wheels are built without MPI; use g",
     # no such flag, argument or verb
     "train --batch_size=7": "--batch_size: there is no such flag or argument here; did you mean --",
@@ -298,6 +305,7 @@ def test_a_table_fits_a_terminal_and_does_not_steer_it() -> None:
         "count": 1234,
         "accuracy": 0.75,
         "loss": 0.5,
+        "scores": {"f1": 0.25},
         "classes": ["T - shirt / top", "a\x1b[2Jb", "c\nd\x9b", "Dress", "Ankle boot"],
         "class_accuracy": [0.5, 1.0, 0.25, 0.0, None],
         "confusion": (7 * np.eye(5, dtype=int)).tolist(),
@@ -305,7 +313,7 @@ def test_a_table_fits_a_terminal_and_does_not_steer_it() -> None:
     lines = metrics_table(metrics).splitlines()
     assert lines[:5] == [
         "test split of x?[H: 1,234 images",
-        "accuracy 0.7500   loss 0.5000",
+        "accuracy 0.7500   loss 0.5000   f1 0.2500",
         "rows: what the images are; columns: what they were taken for",
         "class             accuracy       0     1     2     3     4",
         "0 T - shirt / top   0.5000       7     0     0     0     0",

@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
-from ddp_mnist.config import Distribution, Recipe, Run, TrainConfig, resolve_recipe
+from ddp_mnist.config import NETS, Distribution, Recipe, Run, TrainConfig, resolve_recipe
+from ddp_mnist.data import cache
 from ddp_mnist.errors import UsageError
 from ddp_mnist.flags import LARGEST, Flags, flag_fields, flag_name, flag_values, kind_of
+from ddp_mnist.run.session import check_net
 from ddp_mnist.verbs.flags import Doctor, Evaluate, Export, Predict, Prepare, Report, Verify
 from ddp_mnist.verbs.multinode import Multinode
 
@@ -35,6 +37,11 @@ LEGAL = {
     "world_size": (1, 10**4),
     "local_rank": (0, LARGEST),
 }
+# Words with a form, where not any word will do.
+WITH_A_FORM = {
+    "model": (*NETS, "torchvision:resnet18", "own_net:Net", "my_package.nets:make_net"),
+    "image_size": ("64", "48x64", "1x9999"),
+}
 
 
 @pytest.mark.parametrize(("group", "field"), INTS + FLOATS, ids=[f.name for _, f in INTS + FLOATS])
@@ -55,7 +62,7 @@ def test_bounds(group: type[Flags], field: dataclasses.Field[Any]) -> None:
 @pytest.mark.parametrize(("group", "field"), WORDS, ids=[f.name for _, f in WORDS])
 def test_words(group: type[Flags], field: dataclasses.Field[Any]) -> None:
     flag, choices = flag_name(field), field.metadata["choices"]
-    for choice in choices or ("anything", "数字", "a b"):
+    for choice in choices or WITH_A_FORM.get(field.name) or ("anything", "数字", "a b"):
         assert getattr(group(**{field.name: choice}), field.name) == choice
     listed = f": choose from {', '.join(choices)}"
     with pytest.raises(UsageError) as refused:
@@ -67,6 +74,31 @@ def test_words(group: type[Flags], field: dataclasses.Field[Any]) -> None:
             group(**{field.name: "quite-else"})
         with pytest.raises(UsageError, match=re.escape(f"; did you mean {choices[-1]}?")):
             group(**{field.name: choices[-1] + "x"})
+
+
+@pytest.mark.parametrize(
+    "name", ["resnet18", "cn", "torchvision:", ":Net", "net.py:Net:x", "a b:c", "a/b:c", "n:a.b"]
+)
+def test_a_net_is_one_of_ours_or_has_a_colon(name: str) -> None:
+    hint = "; did you mean cnn?" if name == "cn" else ""
+    with pytest.raises(UsageError) as refused:
+        Recipe(model=name)
+    assert str(refused.value) == (
+        f"--model {name}: choose from cnn, cnn_deep, mlp, cnn_bn, torchvision:NAME (e.g."
+        f" torchvision:resnet18) or MODULE:NAME{hint}"
+    )
+
+
+@pytest.mark.parametrize(
+    "size", ["0", "x", "3x", "x3", "48x0", "-1", "1.5", "10000", "64X48", " 8"]
+)
+def test_an_image_size_is_one_number_or_two(size: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        Run(image_size=size)
+    assert str(refused.value) == (
+        f"--image-size {size}: must be N or HEIGHTxWIDTH in pixels, e.g. 64 or 48x64"
+    )
+    assert [Run(image_size=good).reading.size for good in ("64", "48x96")] == [(64, 64), (48, 96)]
 
 
 @pytest.mark.parametrize(("group", "field"), ALL, ids=[f"{g.__name__} {f.name}" for g, f in ALL])
@@ -93,11 +125,13 @@ def test_policies_of_a_resumed_run_and_of_ranks() -> None:
     assert named("inherited") == {"cache_dir", "trackers"}
     assert named("may change") == {
         *("checkpoint_every", "keep", "log_every", "epochs"),
-        *("target_accuracy", "patience", "grad_accum"),
+        *("target_accuracy", "patience", "metrics", "grad_accum"),
     }
-    assert named("forget") == {"run_dir", "resume", "profile", "quiet", "dry_run"}
+    assert named("forget") == {"weights", "run_dir", "resume", "profile", "quiet", "dry_run"}
     recipe_and_distribution = {f.name for group in GROUPS[1:] for f in flag_fields(group)}
-    assert named("must equal") - recipe_and_distribution == {"seed"}
+    assert named("must equal") - recipe_and_distribution == {
+        *("seed", "image_size", "grey", "test_size"),
+    }
     train = [field for group, field in ALL if group in GROUPS]
     assert {f.name for f in train if f.metadata["may_differ"]} == {
         *("dataset", "run_dir", "resume", "cache_dir", "quiet"),
@@ -110,17 +144,27 @@ def test_policies_of_a_resumed_run_and_of_ranks() -> None:
     [
         ({"val_size": 0, "patience": 2}, "--patience: needs validation images; give --val-size"),
         ({"val_size": 0, "target_accuracy": 0.9}, "--target-accuracy: needs validation images"),
-        ({"model": "cnn"}, "--sync-bn: cnn has no BatchNorm; use --model cnn_bn or leave it out"),
-        ({"model": "mlp"}, "--sync-bn: mlp has no BatchNorm"),
         ({"model": "mlp", "optimizer": "muon"}, "--optimizer muon: mlp has no convolutions; use"),
     ],
 )
 def test_flags_that_contradict_each_other(recipe: dict[str, Any], message: str) -> None:
-    sync_bn = Distribution(sync_bn=message.startswith("--sync-bn"))
     with pytest.raises(UsageError, match=f"^{re.escape(message)}"):
-        TrainConfig(Run(), Recipe(**recipe), sync_bn)
-    for model in ("cnn_bn", "resnet18"):
-        TrainConfig(Run(), Recipe(model=model), sync_bn)
+        TrainConfig(Run(), Recipe(**recipe))
+
+
+def test_sync_bn_needs_a_net_with_batchnorm() -> None:
+    """Only the net itself tells; --sync-bn is not refused before there is one."""
+    digits, sync_bn = cache.load("digits"), Distribution(sync_bn=True)
+    for model in ("cnn", "mlp"):
+        config = TrainConfig(Run(), Recipe(model=model), sync_bn)
+        with pytest.raises(UsageError) as refused:
+            check_net(config, digits)
+        assert str(refused.value) == (
+            f"--sync-bn: {model} has no BatchNorm; use --model cnn_bn or leave it out"
+        )
+        check_net(TrainConfig(Run(), Recipe(model=model)), digits)
+    for model in ("cnn_bn", "torchvision:resnet18"):
+        check_net(TrainConfig(Run(), Recipe(model=model), sync_bn), digits)
 
 
 # --- What is decided by the data set
@@ -172,10 +216,10 @@ def test_the_accurate_preset_takes_four_thousand_steps_of_twice_the_batch(
 def test_the_net_decides_the_optimizer_and_what_is_given_stays() -> None:
     decided = {
         model: resolve_recipe(Recipe(model=model), DIGITS, 1).optimizer
-        for model in ("cnn", "cnn_deep", "cnn_bn", "mlp", "resnet18")
+        for model in ("cnn", "cnn_deep", "cnn_bn", "mlp", "torchvision:resnet18")
     }
     muon = dict.fromkeys(("cnn", "cnn_deep", "cnn_bn"), "muon")
-    assert decided == {**muon, "mlp": "adamw", "resnet18": "adamw"}
+    assert decided == {**muon, "mlp": "adamw", "torchvision:resnet18": "adamw"}
     given = Recipe(model="cnn", optimizer="adamw", epochs=1, batch_size=64, val_size=437, lr=0.5)
     assert flag_values(resolve_recipe(given, DIGITS, 2)) == flag_values(given)
 

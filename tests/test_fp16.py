@@ -105,7 +105,7 @@ def fp16_on_a_cpu(
         names = ("params", "weight_decay")
         groups = [{name: group[name] for name in names} for group in made.param_groups]
         next(net.parameters()).register_hook(overflow)
-        net.get_submodule("head").register_forward_hook(
+        net.get_submodule("net.head").register_forward_hook(
             lambda _, __, logits: seen.dtypes.add(logits.dtype) if logits.requires_grad else None
         )
         return type(made)(groups, lr=recipe.lr, betas=made.defaults["betas"])

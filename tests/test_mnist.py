@@ -8,16 +8,19 @@ import pytest
 from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.config import Distribution, Recipe, Run, TrainConfig
 from ddp_mnist.data import cache
-from ddp_mnist.models import PIXEL_MEAN, PIXEL_STD
 from ddp_mnist.verify.watch import just_train
 
 
 def test_mean_and_deviation_are_those_that_the_nets_take_off(mnist: Path) -> None:
     images = cache.load(str(mnist))
     assert (len(images.train_labels), len(images.test_labels)) == (60_000, 10_000)
+    assert images.train_images.shape == (60_000, 1, 28, 28)
+    assert (images.preparation.mean, images.preparation.std) == ((0.1307,), (0.3081,))
     pixels = images.train_images.double() / 255
-    assert pixels.mean().item() == pytest.approx(PIXEL_MEAN, abs=1e-4)
-    assert pixels.std().item() == pytest.approx(PIXEL_STD, abs=1e-4)
+    assert pixels.mean().item() == pytest.approx(0.1307, abs=1e-4)
+    assert pixels.std().item() == pytest.approx(0.3081, abs=1e-4)
+    assert images.preparation.bright_on_black
+    assert images.preparation.digit_photos
 
 
 @pytest.mark.soak

@@ -1,3 +1,4 @@
+import math
 import sys
 from pathlib import Path
 
@@ -8,9 +9,13 @@ from torch import nn
 
 from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.config import NETS, Recipe
-from ddp_mnist.models import MODELS, VERSION, shifted, with_test_views
+from ddp_mnist.data.decode import Preparation
+from ddp_mnist.models import MODELS, VERSION, Normalised, shifted, three_by_three, with_test_views
+from ddp_mnist.nets import build_net
+from tests.test_nets import COLOUR, GREY
 from tests.training import images
 
+RESNET = "torchvision:resnet18"
 PARAMETERS = {
     # weights and biases of two convolutions, gains and shifts of two norms, and the head
     "cnn": 32 * (36 + 1) + 96 * (9 * 32 + 1) + 2 * (32 + 96) + 10 * (9 * 96 + 1),
@@ -18,22 +23,23 @@ PARAMETERS = {
     "cnn_deep": 36 * 32 + 9 * (32 * 32 + 32 * 96 + 96 * 96) + 3 * (2 * 32 + 2 * 96) + 8650,
     "mlp": 784 * 128 + 128 + 128 * 128 + 128 + 128 * 10 + 10,
     "cnn_bn": 37_834,
-    # torchvision's, with 10 classes for 1000 and 1 channel for 3
-    "resnet18": 11_689_512 - 513 * 990 - 2 * 64 * 49,
+    # torchvision's, with 10 classes for 1000
+    RESNET: 11_689_512 - 513 * 990,
 }
 NAMES = tuple(PARAMETERS)
-OURS = [name for name in NAMES if name != "resnet18"]
-WITH_BATCHNORM = ["cnn_bn", "resnet18"]
+OURS = [name for name in NAMES if name != RESNET]
+WITH_BATCHNORM = ["cnn_bn", RESNET]
 
 
 def make(name: str, classes: int = 10) -> nn.Module:
+    """Return a net that takes pixels, with the weights of seed 0."""
     torch.manual_seed(0)
-    return MODELS[name](classes)
+    return build_net(name, classes, GREY)
 
 
 def test_the_names_are_those_of_the_flag() -> None:
-    assert tuple(MODELS) == NAMES
-    assert set(NETS) == set(NAMES) == {Recipe(model=name).model for name in NAMES}
+    assert list(MODELS) == list(NETS) == OURS
+    assert {Recipe(model=name).model for name in NAMES} == set(NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -69,11 +75,13 @@ def test_batch_norm_does(name: str) -> None:
 
 
 def test_a_pixel_visits_nine_places_and_black_moves_in() -> None:
-    image = torch.zeros(1, 3, 3, dtype=torch.uint8)
-    image[0, 1, 1] = 9
-    views = torch.stack(shifted(image)).reshape(9, 9).flip(1)
-    assert torch.equal(views, 9 * torch.eye(9, dtype=torch.uint8))
-    one = torch.ones(1, 1, 1)
+    image = torch.zeros(1, 2, 3, 3, dtype=torch.uint8)
+    image[0, :, 1, 1] = torch.tensor([9, 7])
+    views = torch.stack(shifted(image))
+    for channel, value in enumerate((9, 7)):
+        places = views[:, 0, channel].reshape(9, 9).flip(1)
+        assert torch.equal(places, value * torch.eye(9, dtype=torch.uint8))
+    one = torch.ones(1, 1, 1, 1)
     assert [view.item() for view in shifted(one)] == [0, 0, 0, 0, 1, 0, 0, 0, 0]
 
 
@@ -86,25 +94,40 @@ def test_the_deep_net_averages_nine_views_with_test_views() -> None:
     assert with_test_views(net, "cnn") is net
 
 
+def test_whatever_the_size_the_head_sees_the_means_of_nine_parts() -> None:
+    assert three_by_three(small := torch.rand(1, 2, 3, 3)) is small
+    large = torch.arange(2 * 6 * 9.0).reshape(1, 2, 6, 9)
+    parts = large.reshape(1, 2, 3, 2, 3, 3).mean((3, 5))
+    torch.testing.assert_close(three_by_three(large), parts)
+
+
 @pytest.mark.parametrize(
-    ("name", "expected"),
+    ("name", "preparation", "expected"),
     [
-        ("cnn", 346.7558624882951),
-        ("cnn_deep", 428.04555493218015),
-        ("mlp", 2436764.327454491),
-        ("cnn_bn", 2168960.5315724476),
+        ("cnn", GREY, 346.7558624882951),
+        ("cnn_deep", GREY, 428.04555493218015),
+        ("mlp", GREY, 2436764.327454491),
+        ("cnn_bn", GREY, 2168960.5315724476),
+        ("cnn", COLOUR, 335.0224724320284),
+        ("cnn_deep", COLOUR, 469.8267912563163),
+        ("mlp", COLOUR, 4479283.806112266),
+        ("cnn_bn", COLOUR, 2461099.983633092),
     ],
 )
-def test_the_same_weights_compute_the_same_in_this_version(name: str, expected: float) -> None:
+def test_the_same_weights_compute_the_same_in_this_version(
+    name: str, preparation: Preparation, expected: float
+) -> None:
     """Fails when old weights would mean something else: then raise VERSION."""
-    assert VERSION == 2
-    net = MODELS[name](3).double().eval()
+    assert VERSION == 3
+    net = MODELS[name](3, preparation.shape).double().eval()
     for number, tensor in enumerate(net.state_dict().values()):
         if tensor.is_floating_point():
             waves = torch.linspace(-1, 2, tensor.numel(), dtype=torch.float64).sin().abs()
             tensor.copy_(waves.reshape(tensor.shape) + 0.01 * number)
-    image = torch.arange(28 * 28).remainder(251).to(torch.uint8).reshape(1, 28, 28)
-    assert with_test_views(net, name)(image)[0, 0].item() == pytest.approx(expected, rel=1e-9)
+    pixels = torch.arange(math.prod(preparation.shape)).remainder(251).to(torch.uint8)
+    model = with_test_views(Normalised(net, preparation), name)
+    logits = model(pixels.reshape(1, *preparation.shape))
+    assert logits[0, 0].item() == pytest.approx(expected, rel=1e-9)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -121,9 +144,9 @@ def test_each_parameter_gets_a_gradient_and_none_of_ours_draws_numbers(name: str
 
 def those_with_torchvision() -> list[str]:
     """Return the nets after which torchvision is loaded."""
-    return [name for name in NAMES if MODELS[name]() and "torchvision" in sys.modules]
+    return [name for name in NAMES if build_net(name, 10, GREY) and "torchvision" in sys.modules]
 
 
 def test_only_the_resnet_imports_torchvision(tmp_path: Path) -> None:
     """In a process that has the whole trainer loaded; the resnet is the last to be made."""
-    assert run_world(1, those_with_torchvision, folder=tmp_path) == [["resnet18"]]
+    assert run_world(1, those_with_torchvision, folder=tmp_path) == [[RESNET]]

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from ddp_mnist.config import Recipe, ResolvedRecipe, resolve_recipe
-from ddp_mnist.models import MODELS
+from ddp_mnist.models import MNIST, MODELS
 from ddp_mnist.optim import KERNEL_STEP, MOMENTUM, learning_rate, make_optimizer, orthogonal
 
 
@@ -38,7 +38,7 @@ def test_the_rate_rises_to_the_peak_and_falls() -> None:
 
 @pytest.mark.parametrize("name", ["cnn", "cnn_deep", "mlp", "cnn_bn"])
 def test_matrices_and_kernels_decay_and_nothing_else(name: str) -> None:
-    model = MODELS[name]()
+    model = MODELS[name](10, MNIST)
     optimizer = make_optimizer(model, resolved(optimizer="adamw", lr=0.3, weight_decay=0.25))
     names = {parameter: name for name, parameter in model.named_parameters()}
     decaying, other = ({names[p] for p in group["params"]} for group in optimizer.param_groups)
@@ -53,7 +53,7 @@ def test_matrices_and_kernels_decay_and_nothing_else(name: str) -> None:
 def test_only_a_cpu_takes_the_fused_step() -> None:
     """On a GPU it would pass over an fp16 overflow by itself; False would be the slowest there."""
     for device, fused in (("cpu", True), ("meta", None)):
-        optimizer = make_optimizer(MODELS["mlp"]().to(device), resolved(optimizer="adamw"))
+        optimizer = make_optimizer(MODELS["mlp"](10, MNIST).to(device), resolved(optimizer="adamw"))
         assert [group["fused"] for group in optimizer.param_groups] == [fused, fused]
 
 
@@ -80,7 +80,7 @@ def test_orthogonal_keeps_the_directions_and_evens_out_their_lengths(
 
 def test_muon_moves_kernels_by_its_own_rule_and_all_else_as_adamw() -> None:
     torch.manual_seed(0)
-    net = MODELS["cnn"]().double().to(memory_format=torch.channels_last)
+    net = MODELS["cnn"](10, MNIST).double().to(memory_format=torch.channels_last)
     steps = [[torch.randn_like(p) for p in net.parameters()] for _ in range(3)]
     moved = {}
     for name in ("muon", "adamw"):

@@ -11,10 +11,12 @@ import pytest
 from ddp_mnist import cli
 from ddp_mnist.cluster.local_world import LocalWorld, run_world
 from ddp_mnist.config import Distribution, Recipe, Run, TrainConfig
+from ddp_mnist.data import cache
 from ddp_mnist.errors import CheckpointError, DdpMnistError, UsageError
 from ddp_mnist.flags import flag_values
 from ddp_mnist.run import checkpoint, resume
 from ddp_mnist.run.folder import STARTING, read_json
+from ddp_mnist.run.session import check_net
 from ddp_mnist.verify import watch
 from ddp_mnist.verify.watch import Seen, just_train, resumed, weights_of
 from tests.chaos import leftovers, what_stays
@@ -210,7 +212,7 @@ def test_flags_that_contradict_each_other_or_those_of_the_run() -> None:
     assert resume.inherit(again, found).recipe.model == "cnn_bn"
     found["recipe"]["model"] = "cnn"
     with pytest.raises(UsageError, match="--sync-bn: cnn has no BatchNorm"):
-        resume.inherit(again, found)
+        check_net(resume.inherit(again, found), cache.load("digits"))
     patient = TrainConfig(Run(resume="run"), Recipe(patience=2), typed=frozenset({"patience"}))
     with pytest.raises(UsageError, match="--patience: needs validation images"):
         resume.inherit(patient, found)

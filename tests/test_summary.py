@@ -58,9 +58,9 @@ def test_step_line() -> None:
 
 def test_epoch_line() -> None:
     means = {"loss": 0.51234, "accuracy": 0.97, "images_per_second": 12345.6}
-    decided: Any = SimpleNamespace(accuracy=0.99139)
+    decided: Any = SimpleNamespace(accuracy=0.99139, scores={"f1": 0.98761})
     assert summary.epoch_line(1, 10, means, decided) == (
-        "epoch  2/10  loss 0.5123  accuracy 0.9700  12,346 images/s  validation 0.9914"
+        "epoch  2/10  loss 0.5123  accuracy 0.9700  12,346 images/s  validation 0.9914  f1 0.9876"
     )
     assert summary.epoch_line(0, 1, {**means, "loss": None, "accuracy": None}, None) == (
         "epoch 1/1  loss not finite  12,346 images/s"
@@ -70,7 +70,7 @@ def test_epoch_line() -> None:
 def test_last_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     outcome: dict[str, Any] = {"test_accuracy": 0.9912, "test_count": 10_000, "test_loss": 0.03456}
     outcome |= {"dataset": {"name": "mnist"}, "world_size": 2, "images_per_second": 8617.3}
-    outcome |= {"train_seconds": 12.34, "total_seconds": 15.67}
+    outcome |= {"metrics": {}, "train_seconds": 12.34, "total_seconds": 15.67}
     outcome["confusion"] = (11 + np.diag([889] * 10)).tolist()
     monkeypatch.setattr("ddp_mnist.run.summary.program", lambda: "ddp-mnist")
     folder = RunFolder()
@@ -81,6 +81,10 @@ def test_last_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         f"written to {tmp_path}",
         f"see        ddp-mnist report {tmp_path}",
     ]
+    scored = {**outcome, "metrics": {"f1": 0.98761, "own:score": 0.5}}
+    assert summary.last_lines(scored, folder).splitlines()[1] == (
+        "and        f1 0.9876, own:score 0.5000"
+    )
     for accuracy, confusion, is_guessed in (
         (0.11, outcome["confusion"], True),
         (0.5, outcome["confusion"], False),

@@ -1,4 +1,4 @@
-"""What a person may ask of images before they are decoded. It imports no library, for --help."""
+"""A person may ask this of images before they are decoded. It imports no library, for --help."""
 
 import re
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from ddp_mnist.errors import UsageError
 
 @dataclass(frozen=True)
 class Reading:
-    """How a data set is read; by default as it is."""
+    """Say how a data set is read; by default as it is."""
 
     size: tuple[int, int] | None = None  # height and width that all images get
     grey: bool = False
