@@ -3,15 +3,17 @@ import time
 from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
-from safetensors import SafetensorError
 
 from ddp_mnist.cluster.local_world import LocalWorld, run_world
-from ddp_mnist.data import decode
+from ddp_mnist.data import cache as caching
+from ddp_mnist.data import decode, tables
 from ddp_mnist.data.batches import (
     TENSORS,
     GlobalBatches,
@@ -22,7 +24,8 @@ from ddp_mnist.data.batches import (
 )
 from ddp_mnist.data.cache import cache_folder, cached, choose
 from ddp_mnist.data.cache import load as load_cached
-from ddp_mnist.data.decode import Decoded, Preparation
+from ddp_mnist.data.decode import Decoded, Preparation, Reserve
+from ddp_mnist.data.reading import Reading
 from ddp_mnist.data.sources import Source
 from ddp_mnist.errors import DataError, StorageError, printable, reason
 from ddp_mnist.seeding import generator
@@ -55,13 +58,17 @@ def load(folder: Path, cache: Path, **options: Any) -> ImageData:
     return load_cached(str(folder), str(cache), **options)
 
 
-def cached_file(cache: Path) -> Path:
-    [file] = cache.glob("*.safetensors")
-    return file
+def whole_folders(cache: Path) -> list[Path]:
+    return [path for path in cache.iterdir() if path.suffix not in (".lock", ".tmp")]
 
 
-def built_again(file: Path) -> list[str]:
-    return [f"{file} was damaged or out of date and was built again"]
+def cached_folder(cache: Path) -> Path:
+    [folder] = whole_folders(cache)
+    return folder
+
+
+def built_again(folder: Path) -> list[str]:
+    return [f"{folder} was damaged or out of date and was built again"]
 
 
 def same(a: ImageData, b: ImageData) -> bool:
@@ -75,27 +82,29 @@ def test_the_first_time_it_is_read_and_then_cached(
     folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     images = load(folder, cache)
-    assert images.test_images.tolist() == PIXELS[TRAIN:].tolist()
+    assert images.test_images.tolist() == PIXELS[TRAIN:, None].tolist()
     assert images.train_labels.tolist() == LABELS[:TRAIN]
     assert images.preparation.notes == images.warnings == []
     about = {"name": "small", "source": f"folder:{folder}", "digest": images.digest}
     assert images.describe() == {**about, "train_rows": TRAIN, "test_rows": TEST}
-    before = cached_file(cache).stat()
+    before = cached_folder(cache).stat()
     with monkeypatch.context() as cached_only:
         cached_only.setattr(Source, "read", Mock(side_effect=AssertionError))
         second = load(folder, cache)
-    assert cached_file(cache).stat() == before
+    assert cached_folder(cache).stat() == before
     assert same(images, second)
     assert second.warnings == []
-    assert sorted(path.suffix for path in cache.iterdir()) == [".lock", ".safetensors"]
+    assert sorted(path.suffix for path in cache.iterdir()) == ["", ".lock"]
+    arrays = {f"{name}.npy" for name in TENSORS}
+    assert {path.name for path in cached_folder(cache).iterdir()} == {"about.json", *arrays}
     third = load(folder, cache, refresh=True)
-    assert cached_file(cache).stat().st_ino != before.st_ino
+    assert cached_folder(cache).stat().st_mtime_ns != before.st_mtime_ns
     assert third.warnings == []
     write_idx(folder, train_labels=[3, *LABELS[1:TRAIN]])  # a change in the folder is seen
     fourth = load(folder, cache)
     assert fourth.train_labels[0] == 3
     assert fourth.digest != images.digest
-    assert fourth.warnings == built_again(cached_file(cache))
+    assert fourth.warnings == built_again(cached_folder(cache))
 
 
 def test_folders_of_one_name_or_of_strange_names(tmp_path: Path, cache: Path) -> None:
@@ -118,6 +127,7 @@ def test_the_digest_is_that_of_the_data_not_of_the_place(tmp_path: Path, cache: 
     assert len(same_data) == 1
     pixel = PIXELS[:TRAIN].copy()
     pixel[7, 13, 13] ^= 1
+    smaller = Reading(size=(14, 14))
     others = {
         load(write_idx(tmp_path / "pixel", train_images=pixel), cache).digest,
         load(write_idx(tmp_path / "label", test_labels=[0, 1, 2, 3, 1]), cache).digest,
@@ -125,15 +135,16 @@ def test_the_digest_is_that_of_the_data_not_of_the_place(tmp_path: Path, cache: 
         load(write_parquet(tmp_path / "classes"), cache).digest,
         load(save_to_disk(tmp_path / "names"), cache).digest,
         load(save_to_disk(tmp_path / "other", "wxyZ", "wxyZ"), cache).digest,
+        load(tmp_path / "a", cache, reading=smaller).digest,
     }
-    assert len(same_data | others) == 7
+    assert len(same_data | others) == 8
 
 
 # --- A damaged cache
 
 
-def in_header(old: bytes, new: bytes) -> Callable[[bytes], bytes]:
-    """Return what changes words of a file's JSON header, and no length."""
+def in_place_of(old: bytes, new: bytes) -> Callable[[bytes], bytes]:
+    """Return what changes words of a file, and not its length."""
 
     def spoil(content: bytes) -> bytes:
         assert old in content and len(old) == len(new)
@@ -142,53 +153,104 @@ def in_header(old: bytes, new: bytes) -> Callable[[bytes], bytes]:
     return spoil
 
 
-DAMAGES: dict[str, Callable[[bytes], bytes]] = {
-    "one bit of a label or pixel": flipped(-1),
-    "truncated": lambda content: content[:-1],
-    "empty": lambda _: b"",
-    "garbage": lambda content: b"\x13" * len(content),
-    "garbage in the header": flipped(20),
-    "longer": lambda content: content + b"0",
-    "pixels read as signed": in_header(b'"U8"', b'"I8"'),
-    "labels read as floats": in_header(b'"I64"', b'"F64"'),
-    "other class names": in_header(rb"\"8\"", rb"\"x\""),
-    "no checksum": in_header(b"checksum", b"checkout"),
-    "nothing of ours": in_header(b"ddp_mnist", b"ddp_other"),
+# By what is wrong, the file in which it is, and what makes it so.
+DAMAGES: dict[str, tuple[str, Callable[[bytes], bytes]]] = {
+    "one bit of a pixel": ("train_images.npy", flipped(-1)),
+    "one bit of a label": ("test_labels.npy", flipped(-8)),
+    "truncated": ("train_images.npy", lambda content: content[:-1]),
+    "empty": ("test_images.npy", lambda _: b""),
+    "garbage": ("train_labels.npy", lambda content: b"\x13" * len(content)),
+    "garbage in the header": ("train_labels.npy", flipped(20)),
+    "header without an end": ("train_labels.npy", in_place_of(b"}", b" ")),
+    "pixels read as signed": ("train_images.npy", in_place_of(b"|u1", b"|i1")),
+    "labels read as floats": ("train_labels.npy", in_place_of(b"<i8", b"<f8")),
+    "another shape": ("train_images.npy", in_place_of(b"28, 28", b"14, 56")),
+    "other class names": ("about.json", in_place_of(b'"8"', b'"x"')),
+    "another mean": ("about.json", in_place_of(b'"mean": [0.', b'"mean": [1.')),
+    "no checksum": ("about.json", in_place_of(b"checksum", b"checkout")),
+    "about.json truncated": ("about.json", lambda content: content[:-1]),
+    "about.json empty": ("about.json", lambda _: b""),
+    "about.json longer": ("about.json", lambda content: content + b"0"),
+    "nothing of ours": ("about.json", lambda _: b"[]"),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_cache_is_built_again(damage: str, folder: Path, cache: Path) -> None:
     whole = load(folder, cache)
-    file = cached_file(cache)
+    name, spoil = DAMAGES[damage]
+    file = cached_folder(cache) / name
     before = file.read_bytes()
+    assert spoil(before) != before
     file.unlink()  # `whole` is mapped from it
-    file.write_bytes(DAMAGES[damage](before))
+    file.write_bytes(spoil(before))
     again = load(folder, cache)
     assert same(again, whole)
-    assert again.warnings == built_again(file)
+    assert again.warnings == built_again(file.parent)
     assert file.read_bytes() == before
     assert load(folder, cache).warnings == []
 
 
-def test_a_clone_with_another_decoder_shares_the_folder_and_not_the_file(
-    folder: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", ["about.json", *(f"{name}.npy" for name in TENSORS)])
+def test_a_cache_without_a_file_of_its_own_is_built_again(
+    name: str, folder: Path, cache: Path
+) -> None:
+    whole = load(folder, cache)
+    (cached_folder(cache) / name).unlink()
+    again = load(folder, cache)
+    assert same(again, whole)
+    assert again.warnings == built_again(cached_folder(cache))
+
+
+def test_of_many_megabytes_a_part_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first of each of so many parts, where all of it would be read from the disk."""
+    monkeypatch.setattr(caching, "CHECKED", 1)
+    array = np.zeros((3, 1, 1024, 1024), dtype=np.uint8)
+    arrays = dict.fromkeys(TENSORS, array)
+    checked = []
+    for spoilt in (None, 0, 2**20 - 1, 2**20, 3 * 2**20 - 1):
+        changed = array.copy()
+        if spoilt is not None:
+            changed.reshape(-1)[spoilt] = 1
+        checked.append(caching._crc32(arrays | {"train_images": changed}, {}))
+    whole, first, last_of_first, second, last = checked
+    assert whole != first != last_of_first != whole
+    assert second == last == whole
+
+
+@pytest.mark.parametrize("module", [decode, tables])
+def test_a_clone_with_another_decoder_shares_the_folder_and_not_the_files(
+    module: ModuleType, folder: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     load(folder, cache)
-    mine = cached_file(cache)
-    before, edited = mine.read_bytes(), tmp_path / "decode.py"
-    edited.write_text(Path(decode.__file__).read_text().replace("BILINEAR", "NEAREST"))
+    mine = cached_folder(cache)
+    before = {path.name: path.read_bytes() for path in mine.iterdir()}
+    edited = tmp_path / "edited.py"
+    edited.write_text(Path(str(module.__file__)).read_text() + "# edited\n")
     with monkeypatch.context() as clone:
-        clone.setattr("ddp_mnist.data.decode.__file__", str(edited))
+        clone.setattr(module, "__file__", str(edited))
         assert load(folder, cache).warnings == []
         assert cached(str(folder), str(cache))
-    assert len(list(cache.glob("*.safetensors"))) == 2
-    assert mine.read_bytes() == before
+    assert len(whole_folders(cache)) == 2
+    assert {path.name: path.read_bytes() for path in mine.iterdir()} == before
     with monkeypatch.context() as cached_only:
         cached_only.setattr(Source, "read", Mock(side_effect=AssertionError))
         assert load(folder, cache).warnings == []  # it is read as it was left
     load(folder, cache, refresh=True)
-    assert cached_file(cache) == mine  # `prepare --refresh` removed what the other one made
+    assert cached_folder(cache) == mine  # `prepare --refresh` removed what the other one made
+
+
+def test_each_reading_has_a_folder_of_its_own(folder: Path, cache: Path) -> None:
+    assert cached(str(folder), str(cache)) is None
+    plain, small = load(folder, cache), load(folder, cache, reading=Reading(size=(14, 14)))
+    assert len(whole_folders(cache)) == 2
+    assert plain.train_images.shape[1:] == plain.preparation.shape == (1, 28, 28)
+    assert small.train_images.shape[1:] == small.preparation.shape == (1, 14, 14)
+    for images, reading in ((plain, Reading()), (small, Reading(size=(14, 14)))):
+        found = cached(str(folder), str(cache), reading)
+        assert found and same(found, images)
+    load(folder, cache, refresh=True)
+    assert len(whole_folders(cache)) == 2
 
 
 # --- Which data set
@@ -245,14 +307,15 @@ def test_fault_29_a_cache_that_cannot_be_written(
     written, other = load(folder, cache), write_idx(tmp_path / "other")
     for name, error in (
         ("ddp_mnist.data.cache.FileLock", OSError(30, "Read-only file system")),
-        ("os.replace", OSError(28, "No space left on device")),
-        ("ddp_mnist.data.cache.save_file", SafetensorError("I/O error: No space left on device")),
+        ("ddp_mnist.data.cache.np.save", OSError(28, "No space left on device")),
+        ("ddp_mnist.data.cache.np.lib.format.open_memmap", OSError(28, "No space left on device")),
+        ("ddp_mnist.data.cache.Path.rename", OSError(28, "No space left on device")),
     ):
         with monkeypatch.context() as disk:
             disk.setattr(name, Mock(side_effect=error))
             refused(cache, other, reason(error))
             assert same(load(folder, cache), written)
-        assert cached_file(cache)  # and no other
+        assert cached_folder(cache)  # and no other
         assert not list(cache.glob("*.tmp"))
 
 
@@ -263,11 +326,11 @@ def slow_load(folder: str, cache: str) -> tuple[str, list[str]]:
     """Load with a decoder that leaves a line and takes its time."""
     read = Source.read
 
-    def slow_read(self: Source) -> Decoded:
+    def slow_read(self: Source, reserve: Reserve) -> Decoded:
         with open("log", "a") as file:
             file.write("read\n")
         time.sleep(0.5)
-        return read(self)
+        return read(self, reserve)
 
     Source.read = slow_read  # type: ignore[method-assign]
     images = load_cached(folder, cache)
@@ -283,13 +346,13 @@ def test_fault_30_several_processes_build_one_cache_once(
 
 
 def get_stuck(folder: str, cache: str) -> None:
-    """Stop for good when the file is written but has no name yet."""
+    """Stop for good when all is written but has no name yet."""
 
     def stop(*_: Any) -> None:
         Path("log").touch()
         time.sleep(600)
 
-    os.replace = stop  # type: ignore[assignment]
+    Path.rename = stop  # type: ignore[assignment]
     load_cached(folder, cache)
 
 
@@ -302,7 +365,7 @@ def test_fault_30_a_killed_builder_leaves_nothing_behind(
     world.processes[0].kill()
     [outcome] = world.outcomes()
     assert isinstance(outcome, ConnectionError)
-    assert not list(cache.glob("*.safetensors"))
+    assert not whole_folders(cache)
 
     images = load(folder, cache)
     assert (images.train_labels.tolist(), images.warnings) == (LABELS[:TRAIN], [])
@@ -317,9 +380,10 @@ def numbered(train: int, test: int = 3) -> ImageData:
     tensors: dict[str, Any] = {
         f"{name}_{kind}": torch.arange(rows, dtype=dtype).reshape(-1, *shape)
         for name, rows in (("train", train), ("test", test))
-        for kind, dtype, shape in (("images", torch.uint8, (1, 1)), ("labels", torch.int64, ()))
+        for kind, dtype, shape in (("images", torch.uint8, (1, 1, 1)), ("labels", torch.int64, ()))
     }
-    return ImageData("numbers", "", "", [], Preparation([], False, False), **tensors)
+    preparation = Preparation((1, 1, 1), (0.5,), (0.5,), [], False, False)
+    return ImageData("numbers", "", "", [], preparation, **tensors)
 
 
 @pytest.mark.parametrize(("rows", "val_size"), [(1437, 287), (10, 0), (10, 10), (60_000, 5_000)])
@@ -379,7 +443,7 @@ def test_micro_batches_split_a_step_and_first_step_skips_what_came_before(parts:
 def test_loaders_give_the_sampler_s_batches_or_all_rows_in_order() -> None:
     """Of twenty rows out of 40, or of all; each image is filled with its row in the split."""
     before, numbers = torch.get_rng_state(), torch.arange(40)
-    images = numbers.to(torch.uint8)[:, None, None].expand(40, 28, 28)
+    images = numbers.to(torch.uint8)[:, None, None, None].expand(40, 3, 20, 28)
     rows, every = Rows(images, numbers + 100, torch.arange(39, 0, -2)), Rows(images, numbers + 100)
     batches = GlobalBatches(len(rows), 6, seed=0)
     expected = indices_of(batches, 4, first_step=1)
@@ -388,8 +452,8 @@ def test_loaders_give_the_sampler_s_batches_or_all_rows_in_order() -> None:
     for batch in batches_read:
         assert [part.dtype for part in batch] == [torch.uint8, torch.int64, torch.int64]
         images, labels, indices = batch
-        assert images.shape == (6, 28, 28)
-        assert images[:, 5, 5].tolist() == [39 - 2 * index for index in indices.tolist()]
+        assert images.shape == (6, 3, 20, 28)
+        assert images[:, 2, 5, 5].tolist() == [39 - 2 * index for index in indices.tolist()]
         assert labels.tolist() == [139 - 2 * index for index in indices.tolist()]
 
     for some, expected_labels in ((rows, range(139, 100, -2)), (every, range(100, 140))):

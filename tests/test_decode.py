@@ -10,7 +10,8 @@ import pytest
 
 from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.data import cache, decode
-from ddp_mnist.data.decode import DIGITS, SPLITS, Decoded, Preparation, as_grey, decode_image
+from ddp_mnist.data.decode import DIGITS, Decoded, Preparation, Shape, decode_image, in_mode
+from ddp_mnist.data.tables import SPLITS
 from ddp_mnist.verbs.predict import read_image
 from tests.test_sources import encoded, one_colour
 
@@ -39,9 +40,9 @@ def test_grey_of_every_mode() -> None:
     ):
         if image.mode not in ("CMYK", "I"):
             image = PIL.Image.open(io.BytesIO(encoded(image)))
-        grey = as_grey(image)
+        grey = in_mode(image, "L")
         assert (grey.mode, grey.size, grey.getextrema()) == ("L", image.size, (expected,) * 2)
-    assert as_grey(red_is_clear, "black").getextrema() == (0, 0)
+    assert in_mode(red_is_clear, "L", "black").getextrema() == (0, 0)
 
 
 def test_what_the_decoder_does_has_not_changed() -> None:
@@ -51,10 +52,31 @@ def test_what_the_decoder_does_has_not_changed() -> None:
     image = PIL.Image.fromarray(values)
     paper = PIL.Image.new("RGBA", image.size, "white")
     grey = PIL.Image.alpha_composite(paper, image).convert("L")
-    stretched = grey.resize((28, 28), PIL.Image.Resampling.BILINEAR)
-    assert np.array_equal(decode_image(image), np.asarray(stretched))
-    small = values[:28, :28, 0]
-    assert np.array_equal(decode_image(PIL.Image.fromarray(small)), small)
+    middle = (20, 0, 70, 50)
+    small = grey.resize((28, 28), PIL.Image.Resampling.BILINEAR, middle)
+    assert np.array_equal(decode_image(image, (1, 28, 28)), np.asarray(small)[None])
+    coloured = PIL.Image.alpha_composite(paper, image).convert("RGB")
+    small = coloured.resize((28, 28), PIL.Image.Resampling.BILINEAR, middle)
+    planes = [np.asarray(plane) for plane in small.split()]
+    assert np.array_equal(decode_image(image, (3, 28, 28)), planes)
+    for as_it_is, shape in ((values[..., 0], (1, 50, 90)), (values[..., :3], (3, 50, 90))):
+        pixels = decode_image(PIL.Image.fromarray(as_it_is), shape)
+        assert np.array_equal(pixels, as_it_is.reshape(50, 90, -1).transpose(2, 0, 1))
+
+
+def test_statistics_are_those_of_each_channel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the train split alone, and the same however many images are taken at a time."""
+    images = np.random.default_rng(0).integers(0, 256, (7, 3, 4, 5), dtype=np.uint8)
+    images[:, 1] //= 4
+    images[:, 2] = 51  # all pixels alike: its deviation is taken to be one step of 255
+    expected = [images[:, channel] / 255 for channel in range(3)]
+    for block in (decode.BLOCK, 2):
+        monkeypatch.setattr(decode, "BLOCK", block)
+        made = preparation_of(images, 255 - images)
+        assert (made.shape, made.bright_on_black) == ((3, 4, 5), False)
+        assert made.mean == pytest.approx([each.mean() for each in expected], abs=5e-5)
+        deviations = [each.std() for each in expected[:2]]
+        assert made.std == pytest.approx([*deviations, 1 / 255], abs=5e-5)
 
 
 # --- What kind of images a data set holds
@@ -66,17 +88,19 @@ def preparation_of(*splits: np.ndarray, classes: list[str] = DIGITS) -> Preparat
 
 def test_digits_as_mnist_stores_them_are_known_by_facts() -> None:
     images = cache.load("digits").train_images.numpy()[:200]
-    blank = np.zeros((1, 28, 28), dtype=np.uint8)
-    known = Preparation([], bright_on_black=True, digit_photos=True)
-    assert preparation_of(images) == known
+    blank = np.zeros((1, 1, 28, 28), dtype=np.uint8)
+    known = preparation_of(images)
+    assert (known.bright_on_black, known.digit_photos) == (True, True)
+    assert (known.shape, known.notes) == ((1, 28, 28), [])
     few = images.copy()
-    few[:15, 0, 14] = 255  # as in 1.3 % of MNIST
-    assert decode.bright_on_black(few)
-    clothes = images.repeat(2, 1)[:, 14:42].copy()  # as Fashion-MNIST's, which fill their frame
-    clothes[:, :20, 0] = 200
+    few[:15, 0, 0, 14] = 255  # as in 1.3 % of MNIST
+    assert decode.bright_on_black({"train": few})
+    clothes = images.repeat(2, 2)[:, :, 14:42].copy()  # as Fashion-MNIST's, which fill their frame
+    clothes[:, :, :20, 0] = 200
     for other in (
         preparation_of(images, classes=list("abcdefghij")),  # letters may be drawn so too
         preparation_of(images, classes=[*DIGITS, "none"]),
+        preparation_of(np.pad(images, ((0, 0), (0, 0), (2, 2), (2, 2)))),  # of 32x32
         # photos of 96x96, say
         Decoded({"train": images}, {}, DIGITS, as_stored=False).preparation(),
     ):
@@ -88,6 +112,7 @@ def test_digits_as_mnist_stores_them_are_known_by_facts() -> None:
         # predict would invert that one file, and evaluate does not
         (images, np.concatenate([images, 255 - images[:1]])),
         (images, np.concatenate([images, blank])),  # predict would refuse it
+        (images.repeat(3, 1),),  # in colour
     ]:
         other = preparation_of(*splits)
         assert (other.bright_on_black, other.digit_photos) == (False, False)
@@ -96,22 +121,28 @@ def test_digits_as_mnist_stores_them_are_known_by_facts() -> None:
 # --- Memory
 
 
-def bytes_a_pixel(file: str, photo: bool) -> float:
+def bytes_a_pixel(file: str, shape: Shape, photo: bool) -> float:
     """Return the highest use of memory while a file is prepared, above what there was before."""
+    preparation = Preparation(shape, (), (), [], photo, photo)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    read_image(Path(file), photo)
+    read_image(Path(file), preparation, photo)
     kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     return kilobytes * 1024 / (MEGAPIXELS * 10**6)
 
 
-@pytest.mark.parametrize(("photo", "mode", "limit"), [(False, "RGBA", 18), (True, "RGB", 12)])
+@pytest.mark.parametrize(
+    ("photo", "channels", "mode", "limit"),
+    [(False, 1, "RGBA", 18), (True, 1, "RGB", 12), (False, 3, "RGBA", 18), (False, 3, "RGB", 12)],
+)
 def test_a_large_photo_takes_little_memory(
-    photo: bool, mode: str, limit: float, tmp_path: Path
+    photo: bool, channels: int, mode: str, limit: float, tmp_path: Path
 ) -> None:
     """4 bytes a pixel are Pillow's own."""
     width, height = 4000, MEGAPIXELS * 250
     page = PIL.Image.new(mode, (width, height), "white")
     page.paste(PIL.Image.new(mode, (width // 9, height // 2), "black"), (width // 2, height // 4))
     page.save(tmp_path / "x.png", compress_level=1)
-    [taken] = run_world(1, bytes_a_pixel, str(tmp_path / "x.png"), photo, folder=tmp_path)
+    [taken] = run_world(
+        1, bytes_a_pixel, str(tmp_path / "x.png"), (channels, 28, 28), photo, folder=tmp_path
+    )
     assert taken < limit

@@ -23,7 +23,8 @@ import pytest
 
 from ddp_mnist.cluster.local_world import free_port
 from ddp_mnist.data import cache, sources
-from ddp_mnist.data.decode import Decoded, Preparation
+from ddp_mnist.data.decode import Decoded, Preparation, in_memory
+from ddp_mnist.data.reading import AS_THEY_ARE, Reading
 from ddp_mnist.data.sources import Source, find_source
 from ddp_mnist.errors import DataError, DdpMnistError, StorageError, UsageError, one_line
 from tests.hub import Hub, as_json
@@ -36,8 +37,8 @@ LABELS = [row % 4 for row in range(TRAIN + TEST)]
 SPLITS = {"train": slice(0, TRAIN), "test": slice(TRAIN, TRAIN + TEST)}
 
 
-def read(folder: Path) -> Decoded:
-    return find_source(str(folder)).read()
+def read(folder: Path | str, reading: Reading = AS_THEY_ARE) -> Decoded:
+    return find_source(str(folder), reading).read(in_memory)
 
 
 # --- Folders of every format
@@ -138,6 +139,7 @@ def test_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "mnist": Source("mnist", "hub", "ylecun/mnist"),
         "fashion_mnist": Source("fashion_mnist", "hub", "zalando-datasets/fashion_mnist"),
         "digits": Source("digits", "digits", "sklearn.datasets.load_digits"),
+        "patches": Source("patches", "patches", "sklearn.datasets.load_sample_images"),
         "someone/some-set_2.0": Source("someone--some-set_2.0", "hub", "someone/some-set_2.0"),
         "./sub/..": Source(tmp_path.name, "folder", str(tmp_path.resolve())),
         **dict.fromkeys(
@@ -173,21 +175,21 @@ def test_digits() -> None:
     from sklearn.datasets import load_digits
 
     digits = cache.load("digits")
-    assert digits.digest == "76676f83892bffc61d6478f95c4b4ef77d3029c7f9499a427282a75a7f5d5fb4"
+    assert digits.digest == "ac1390f76dff4ed5eedf720ca67519b68c9bdf8c4590c4cf3d4a01f5eb108b91"
     assert digits.preparation.notes == ["the 8x8 digits were enlarged to 28x28"]
-    assert digits.preparation.digit_photos
+    assert (digits.preparation.bright_on_black, digits.preparation.digit_photos) == (True, True)
     pixels, labels = load_digits(return_X_y=True)
     order = np.random.RandomState(0).permutation(1797)
     for rows, images, given in (
         (order[360:], digits.train_images.numpy(), digits.train_labels),
         (order[:360], digits.test_images.numpy(), digits.test_labels),
     ):
-        assert (images.shape, images.dtype) == ((len(rows), 28, 28), np.uint8)
+        assert (images.shape, images.dtype) == ((len(rows), 1, 28, 28), np.uint8)
         assert given.tolist() == labels[rows].tolist()
         # the middle of each 3x3 block is the pixel itself, 0..16 brought to 0..255
-        middles = images[:, 3::3, 3::3][:, :8, :8].reshape(-1, 64)
+        middles = images[:, 0, 3::3, 3::3][:, :8, :8].reshape(-1, 64)
         assert np.array_equal(middles, pixels[rows].astype(int) * 255 // 16)
-        assert images[:, 1:-1, 1:-1].sum() == images.sum()  # nothing in the frame
+        assert images[:, :, 1:-1, 1:-1].sum() == images.sum()  # nothing in the frame
 
 
 def in_several_files(folder: Path) -> None:
@@ -232,7 +234,7 @@ def test_every_format_gives_what_was_written(how: str, tmp_path: Path) -> None:
         order = list(range(rows.start, rows.stop))
         if how == "images":  # are read class by class, in the order of names
             order.sort(key=LABELS.__getitem__)
-        assert np.array_equal(images, PIXELS[order])
+        assert np.array_equal(images, PIXELS[order, None])
         assert labels.tolist() == [LABELS[row] for row in order]
 
 
@@ -244,7 +246,9 @@ def test_real_mnist(mnist: Path) -> None:
     # with its header this is t10k-images-idx3-ubyte, whose MD5 is known
     original = struct.pack(">4I", 0x803, 10_000, 28, 28) + images.test_images.numpy().tobytes()
     assert hashlib.md5(original).hexdigest() == "2646ac647ad5339dbf082846283269ea"
-    assert images.preparation == Preparation([], bright_on_black=True, digit_photos=True)
+    assert images.preparation == Preparation(
+        *((1, 28, 28), (0.1307,), (0.3081,), []), bright_on_black=True, digit_photos=True
+    )
 
 
 # --- Conversions
@@ -255,21 +259,40 @@ def one_colour(mode: str, colour: Any, side: int = 28) -> PIL.Image.Image:
 
 
 def test_other_images_keep_their_picture(tmp_path: Path) -> None:
-    """Of other sizes and modes, whose grey is in tests/test_decode.py."""
+    """Of other sizes; the sizes and modes that there are stand in tests/test_own_images.py."""
     large = PIXELS[0].repeat(2, axis=0).repeat(2, axis=1)
     jpeg = encoded(np.full((28, 28), 90, dtype=np.uint8), kind="JPEG")
     others = [one_colour("L", 7, side) for side in (20, 30, 40, 40)]
     files = [encoded(large), jpeg, *map(encoded, (one_colour("RGB", (255, 0, 0)), *others))]
     write_split(write_parquet(tmp_path), "train", image=cells_of([*files, *PNGS[7:TRAIN]]))
-    decoded = read(tmp_path)
-    shrunk, *same = decoded.images["train"].astype(int)
+    decoded = read(tmp_path, Reading(grey=True))
+    shrunk, *same = decoded.images["train"][:, 0].astype(int)
     # a triangle filter blurs noise, and keeps what it is blurred from
     assert abs(shrunk.mean() - PIXELS[0].mean()) < 2
     assert np.corrcoef(shrunk.ravel(), PIXELS[0].ravel())[0, 1] > 0.9
     assert [set(image.ravel().tolist()) for image in same[:6]] == [{90}, {76}, *[{7}] * 4]
     assert np.array_equal(same[6:], PIXELS[7:TRAIN])
-    kinds = "20x20 L, 28x28 RGB, 30x30 L and 2 more kinds"
-    assert decoded.notes == [f"images of {kinds} became 28x28 grey"]
+    kinds = "images of 28x28, 40x40, 56x56 and 2 more sizes became 28x28"
+    assert decoded.notes == [kinds, "1 images in colour became grey"]
+    assert not decoded.as_stored
+    assert read(tmp_path).images["train"][2, :, 0, 0].tolist() == [255, 0, 0]
+
+
+@pytest.mark.parametrize("how", ["digits", "idx"])
+def test_what_needs_no_library_is_converted_too(how: str, tmp_path: Path) -> None:
+    place = "digits" if how == "digits" else write_idx(tmp_path)
+    plain, small = read(place), read(place, Reading((14, 20)))
+    assert small.notes == [*plain.notes, "images of 28x28 became 20x14 grey"]
+    assert (plain.as_stored, small.as_stored) == (True, False)
+    for split, images in plain.images.items():
+        assert small.images[split].shape == (len(images), 1, 14, 20)
+        assert small.labels[split].tolist() == plain.labels[split].tolist()
+        image = PIL.Image.fromarray(images[3, 0])
+        middle = (0, 4.2, 28, 23.8)  # as much of the height as has 14 to 20
+        expected = image.resize((20, 14), PIL.Image.Resampling.BILINEAR, middle)
+        assert np.array_equal(small.images[split][3, 0], np.asarray(expected))
+    with pytest.raises(UsageError, match=r"^--test-size 3: there is a test split; leave it out"):
+        read(place, Reading(test_size=3))
 
 
 # --- Faults: how a good folder is spoilt, and words that the error has to have
@@ -446,7 +469,7 @@ def test_fault_26_a_fault_in_a_folder_is_named(fault: str, tmp_path: Path) -> No
     folder = tmp_path / "it"
     write(folder)
     spoil(folder)
-    assert expected in refused(find_source(str(folder)).read, folder)
+    assert expected in refused(lambda: read(folder), folder)
 
 
 def test_a_folder_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -467,7 +490,7 @@ def test_fault_29_no_space_to_unpack_in(
     monkeypatch.setattr("datasets.load_dataset", Mock(side_effect=error))
     mnist = what == "mnist"
     with pytest.raises(StorageError) as caught:
-        find_source("mnist" if mnist else str(write_parquet(tmp_path))).read()
+        read("mnist" if mnist else write_parquet(tmp_path))
     place = os.environ["HF_HOME"] if mnist else tempfile.gettempdir()
     assert str(caught.value).startswith(f"{place}: cannot be written (Refused)")
     assert f"set {'HF_HOME' if mnist else 'TMPDIR'} to another folder" in str(caught.value)
@@ -482,10 +505,10 @@ def test_a_folder_needs_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr(socket, "getaddrinfo", no_sockets)
     monkeypatch.setattr(socket.socket, "connect", no_sockets)
-    assert np.array_equal(read(write_parquet(tmp_path)).images["test"], PIXELS[TRAIN:])
+    assert np.array_equal(read(write_parquet(tmp_path)).images["test"][:, 0], PIXELS[TRAIN:])
     config = "{config_name: it, data_files: 'hf://datasets/some/one/train.parquet'}"
     (tmp_path / "README.md").write_text(f"---\nconfigs:\n- {config}\n---\n")
-    message = refused(find_source(str(tmp_path)).read, tmp_path)
+    message = refused(lambda: read(tmp_path), tmp_path)
     assert "cannot be read (" in message
     assert "a socket was opened" not in message
     assert datasets.config.HF_HUB_OFFLINE is False
@@ -546,7 +569,7 @@ def test_fault_28_the_hub_is_read_once_and_the_caches_do_without_it(
     def check_mnist(folder: str) -> None:
         images = cache.load("mnist", folder)
         assert (images.source, images.warnings) == ("hub:ylecun/mnist", [])
-        assert np.array_equal(images.train_images.numpy(), PIXELS[:TRAIN])
+        assert np.array_equal(images.train_images[:, 0].numpy(), PIXELS[:TRAIN])
         assert images.test_labels.tolist() == LABELS[TRAIN:]
 
     with Hub("ylecun/mnist", write_parquet(tmp_path / "hub", "wxyz")).running() as hub:
@@ -582,7 +605,7 @@ def test_fault_28_nothing_cached_and_a_hub_that_does_not_answer(
         endpoint(f"http://{address if who == 'hub' else 'hub.invalid'}")
         start = time.monotonic()
         with pytest.raises(DataError) as caught:
-            find_source("mnist").read()
+            read("mnist")
     end.set()
     assert 0.4 < time.monotonic() - start < DEADLINE_S
     assert OUT_OF_REACH in str(caught.value)

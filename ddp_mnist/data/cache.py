@@ -8,6 +8,7 @@ import math
 import os
 import re
 import shutil
+import tokenize
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -99,9 +100,7 @@ def load(
             if not (data := _open(path, source)):
                 raise OSError(f"{path.name} cannot be read back")
     except OSError as error:
-        raise StorageError(
-            f"{folder}: the cache cannot be written ({reason(error)}); {MOVE}"
-        ) from error
+        raise _unwritable(folder, error) from error
     if replaced:
         data.warnings.append(f"{path} was damaged or out of date and was built again")
     return data
@@ -142,8 +141,8 @@ def _open(path: Path, source: Source) -> ImageData | None:
         about["preparation"] = Preparation.from_dict(about["preparation"])
         about |= {name: torch.from_numpy(array) for name, array in arrays.items()}
         return ImageData(source.name, f"{source.kind}:{source.place}", **about)
-    except (OSError, EOFError, KeyError, TypeError, ValueError):
-        return None
+    except (OSError, EOFError, KeyError, TypeError, ValueError, tokenize.TokenError):
+        return None  # the last is NumPy's, of a header with a bracket that is never closed
 
 
 def _build(path: Path, source: Source, log: Log) -> None:
@@ -153,12 +152,15 @@ def _build(path: Path, source: Source, log: Log) -> None:
     def reserve(shape: Shape, rows: dict[str, int]) -> dict[str, np.ndarray]:
         """Say what the images take on the disk, and map them: they are decoded into their files."""
         _check_space(path.parent, source, shape, sum(rows.values()), log)
-        return {
-            split: np.lib.format.open_memmap(
-                temporary / f"{split}_images.npy", "w+", np.uint8, (count, *shape)
-            )
-            for split, count in rows.items()
-        }
+        try:
+            return {
+                split: np.lib.format.open_memmap(
+                    temporary / f"{split}_images.npy", "w+", np.uint8, (count, *shape)
+                )
+                for split, count in rows.items()
+            }
+        except OSError as error:  # which would else be taken for a fault of the data set
+            raise _unwritable(path.parent, error) from error
 
     temporary.mkdir()
     try:
@@ -185,6 +187,10 @@ def _build(path: Path, source: Source, log: Log) -> None:
         temporary.rename(path)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _unwritable(folder: Path, error: OSError) -> StorageError:
+    return StorageError(f"{folder}: the cache cannot be written ({reason(error)}); {MOVE}")
 
 
 def _check_space(folder: Path, source: Source, shape: Shape, rows: int, log: Log) -> None:
