@@ -123,6 +123,7 @@ def decode_image(image: PIL.Image.Image, shape: Shape) -> np.ndarray:
     The middle of an image of another size is kept, as much as has the wanted sides' ratio.
     """
     channels, height, width = shape
+    image.load()  # damage is an error here: getexif of a PNG would load it, and be forgiven
     image = in_mode(upright(image), "L" if channels == 1 else "RGB")
     if image.size != (width, height):
         image = PIL.ImageOps.fit(image, (width, height), PIL.Image.Resampling.BILINEAR)
