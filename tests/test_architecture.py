@@ -158,7 +158,7 @@ def test_the_training_can_be_read_at_once() -> None:
 
 def test_the_package_and_the_tests_stay_small() -> None:
     assert lines_of(PACKAGE) <= 9_300
-    assert lines_of(REPOSITORY / "tests") <= 12_500
+    assert lines_of(REPOSITORY / "tests") <= 12_550
 
 
 # --- Words
