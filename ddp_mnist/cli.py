@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from ddp_mnist import __version__, errors
-from ddp_mnist.config import PRESETS, Distribution, Recipe, Run, TrainConfig
+from ddp_mnist.config import Distribution, Recipe, Run, TrainConfig
 from ddp_mnist.errors import UsageError, did_you_mean
 from ddp_mnist.flags import Flags, add_flags, flag_fields
 from ddp_mnist.run.console import Console, open_what_is_closed, tell, write_stdout
@@ -197,10 +197,7 @@ def parse_verb(name: str, argv: Sequence[str]) -> tuple[Any, ...]:
 
 def train_config(argv: Sequence[str]) -> TrainConfig:
     """Return the flags: what was typed, over what the preset says."""
-    typed = parse("train", argv, Run, Recipe, Distribution)
-    given = {**PRESETS[Recipe.of(typed).preset].recipe, **typed}
-    groups = Run.of(given), Recipe.of(given), Distribution.of(given)
-    return TrainConfig(*groups, typed=frozenset(typed))
+    return TrainConfig.of(parse("train", argv, Run, Recipe, Distribution))
 
 
 # --- Verbs with functions of their own; the last two are what the Makefile calls

@@ -6,9 +6,10 @@ configuration that exists is a legal one, wherever it came from.
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from ddp_mnist.data.reading import Reading
 from ddp_mnist.errors import UsageError, did_you_mean
@@ -215,6 +216,13 @@ class TrainConfig:
     recipe: Recipe = field(default_factory=Recipe)
     distribution: Distribution = field(default_factory=Distribution)
     typed: frozenset[str] = frozenset()  # what a person gave; a resumed run inherits the rest
+
+    @classmethod
+    def of(cls, typed: Mapping[str, Any]) -> Self:
+        """Return the flags: what was typed, over what the preset says."""
+        given = {**PRESETS[Recipe.of(typed).preset].recipe, **typed}
+        groups = Run.of(given), Recipe.of(given), Distribution.of(given)
+        return cls(*groups, typed=frozenset(typed))
 
     def __post_init__(self) -> None:
         resume, run_dir = self.run.resume, self.run.run_dir

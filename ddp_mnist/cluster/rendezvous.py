@@ -1,5 +1,6 @@
 """The processes, or the machines before them, find each other and agree on what they run."""
 
+import itertools
 import time
 from textwrap import shorten
 from typing import Any
@@ -12,6 +13,7 @@ from ddp_mnist.cluster.launch import Launch
 from ddp_mnist.cluster.store import POLL_S, Store, host_id, open_store
 from ddp_mnist.errors import DdpMnistError, PeerError, UsageError
 
+MEETINGS = itertools.count()  # of this process; every process of a run counts alike
 # What meets: in the plural, and what its number is called.
 WORDS = {"process": ("processes", "rank"), "machine": ("machines", "machine")}
 
@@ -31,7 +33,8 @@ def meet(launch: Launch, timeout_s: float) -> Store:
     unit = "machine" if launch.launcher == "machine" else "process"
     serve, who = rank == 0 and not launch.agent_store, f"{WORDS[unit][1]} {rank} of {size}"
     c10d = open_store(host, port, serve=serve, timeout_s=timeout_s, who=who)
-    prefixed = dist.PrefixStore(f"{unit}/{launch.attempt}", c10d)
+    # A launcher's store outlives a meeting, and a notebook's process may train twice.
+    prefixed = dist.PrefixStore(f"{unit}/{launch.attempt}/{next(MEETINGS)}", c10d)
     store = Store(prefixed, rank, size, launch.agent_store, timeout_s)
     try:
         if store.call("add", f"taken/{rank}", 1) > 1:

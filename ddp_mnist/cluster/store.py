@@ -24,6 +24,7 @@ from ddp_mnist.deadline import with_deadline
 from ddp_mnist.errors import FailedElsewhere, PeerError, UsageError, reason
 
 POLL_S = 0.05
+SERVED: dict[int, dist.TCPStore] = {}  # by port: torch keeps a server until its process ends
 LIVENESS = "liveness requested"  # the key for which every rank has to answer
 
 
@@ -185,6 +186,8 @@ def open_store(host: str, port: int, *, serve: bool, timeout_s: float, who: str)
     Plain sockets try first: TCPStore retries in C++, and prints warnings as it does. Raise
     UsageError if the port to serve on is in use, PeerError if nobody, or no store, answers.
     """
+    if serve and port in SERVED:  # by this process, which trains for a second time
+        return SERVED[port]
     deadline = time.monotonic() + timeout_s
     while not serve:
         left = max(0.1, min(5.0, deadline - time.monotonic()))
@@ -204,7 +207,10 @@ def open_store(host: str, port: int, *, serve: bool, timeout_s: float, who: str)
         place, timeout = "localhost" if serve else host, timedelta(seconds=timeout_s)
         store = partial(dist.TCPStore, place, port, is_master=serve, timeout=timeout)
         try:  # its own time-out comes first, unless what answers is no store
-            return with_deadline(lambda: store(wait_for_workers=False), timeout_s + 1)
+            opened = with_deadline(lambda: store(wait_for_workers=False), timeout_s + 1)
+            if serve:
+                SERVED[port] = opened
+            return opened
         except (RuntimeError, TimeoutError) as error:
             why = reason(error)
     if serve:
