@@ -21,7 +21,7 @@ FLOORS = (
     ("nets", "optim", "cluster"),
     ("plain_ddp", "run"),
     ("train", "verbs"),
-    ("verify", "doctor", "bench"),
+    ("api", "verify", "doctor", "bench"),
     ("cli",),
     ("__main__",),
 )
@@ -157,8 +157,8 @@ def test_the_training_can_be_read_at_once() -> None:
 
 
 def test_the_package_and_the_tests_stay_small() -> None:
-    assert lines_of(PACKAGE) <= 9_300
-    assert lines_of(REPOSITORY / "tests") <= 12_550
+    assert lines_of(PACKAGE) <= 9_600
+    assert lines_of(REPOSITORY / "tests") <= 13_500
 
 
 # --- Words

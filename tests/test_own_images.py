@@ -38,7 +38,8 @@ def folder_of(place: Path, *images: Any) -> Path:
             if isinstance(image, bytes):
                 path.write_bytes(image)
             else:
-                image.save(path, **{"format": "PNG", **image.info})
+                how: dict[str, Any] = {"format": "PNG", **image.info}
+                image.save(path, **how)
     return place
 
 

@@ -154,7 +154,7 @@ def wait_and_lose_rank_0() -> Any:
     if os.environ["RANK"] == "0":
         store = open_store("", int(os.environ["MASTER_PORT"]), serve=True, timeout_s=5, who="")
         Path("started-0").touch()
-        while not dist.PrefixStore("process/0", store).check(["here/1"]):
+        while not dist.PrefixStore("process/0/1", store).check(["here/1"]):
             time.sleep(0.01)
         os._exit(1)
     return meet_as([0, 1], [2, 2])

@@ -1,6 +1,5 @@
 """The processes, or the machines before them, find each other and agree on what they run."""
 
-import itertools
 import time
 from textwrap import shorten
 from typing import Any
@@ -10,10 +9,9 @@ import torch.distributed as dist
 from ddp_mnist.cluster.failures import first_cause
 from ddp_mnist.cluster.interfaces import address_towards, is_own
 from ddp_mnist.cluster.launch import Launch
-from ddp_mnist.cluster.store import POLL_S, Store, host_id, open_store
+from ddp_mnist.cluster.store import GONE, POLL_S, Store, host_id, open_store
 from ddp_mnist.errors import DdpMnistError, PeerError, UsageError
 
-MEETINGS = itertools.count()  # of this process; every process of a run counts alike
 # What meets: in the plural, and what its number is called.
 WORDS = {"process": ("processes", "rank"), "machine": ("machines", "machine")}
 
@@ -33,15 +31,17 @@ def meet(launch: Launch, timeout_s: float) -> Store:
     unit = "machine" if launch.launcher == "machine" else "process"
     serve, who = rank == 0 and not launch.agent_store, f"{WORDS[unit][1]} {rank} of {size}"
     c10d = open_store(host, port, serve=serve, timeout_s=timeout_s, who=who)
-    # A launcher's store outlives a meeting, and a notebook's process may train twice.
-    prefixed = dist.PrefixStore(f"{unit}/{launch.attempt}/{next(MEETINGS)}", c10d)
-    store = Store(prefixed, rank, size, launch.agent_store, timeout_s)
+    store = Store(c10d, rank, size, launch.agent_store, timeout_s)
     try:
-        if store.call("add", f"taken/{rank}", 1) > 1:
+        # The store outlives a meeting: a process may train twice, and a launcher start it again.
+        attempt = f"{unit}/{launch.attempt}"
+        meeting = store.call("add", f"{attempt}/came/{rank}", 1)
+        if meeting > 1 and not store.exists(f"{attempt}/{meeting - 1}/{GONE}/{rank}"):
             raise UsageError(
                 f"{host}:{port}: another {unit} came with rank {rank} before this one;"
                 f" give each {unit} a rank of its own, 0 to {size - 1}"
             )
+        store.c10d = dist.PrefixStore(f"{attempt}/{meeting}", c10d)
         store.set(f"here/{rank}", [host_id(), size, address_towards(host, port)])
         try:
             _wait_for_others(store, launch, unit, timeout_s)

@@ -24,7 +24,8 @@ from ddp_mnist.deadline import with_deadline
 from ddp_mnist.errors import FailedElsewhere, PeerError, UsageError, reason
 
 POLL_S = 0.05
-SERVED: dict[int, dist.TCPStore] = {}  # by port: torch keeps a server until its process ends
+SERVED: dict[int, dist.TCPStore] = {}  # by port: DDP's reducer keeps it to the process's end
+GONE = "gone"  # the keys under which each rank says that it has left
 LIVENESS = "liveness requested"  # the key for which every rank has to answer
 
 
@@ -123,13 +124,13 @@ class Store:
     def shutdown(self, patience_s: float = 5) -> None:
         """Leave the store: rank 0, which may serve it, once the others have left or are lost."""
         with contextlib.suppress(RuntimeError):  # the store is gone: nobody needs rank 0
-            left = self.call("add", "left", min(self.rank, 1))
+            self.set(f"{GONE}/{self.rank}", True)
+            others = set(range(self.world_size)) - set(self.lost)
             deadline = time.monotonic() + patience_s
-            while self.rank == 0 and left < self.world_size - 1 - len(self.lost):
-                if time.monotonic() > deadline:
+            while self.rank == 0 and time.monotonic() < deadline:
+                if self.call("check", [f"{GONE}/{rank}" for rank in others]):
                     return
                 time.sleep(POLL_S / 10)
-                left = self.call("add", "left", 0)
 
     def report_failure(self, message: str, code: int) -> dict[str, Any] | None:
         """Record this rank's error as the run's. Return None, or the one that came before it."""
