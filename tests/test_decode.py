@@ -70,7 +70,7 @@ def test_statistics_are_those_of_each_channel(monkeypatch: pytest.MonkeyPatch) -
     images[:, 1] //= 4
     images[:, 2] = 51  # all pixels alike: its deviation is taken to be one step of 255
     expected = [images[:, channel] / 255 for channel in range(3)]
-    for block in (decode.BLOCK, 2):
+    for block in (decode.BLOCK, 120):
         monkeypatch.setattr(decode, "BLOCK", block)
         made = preparation_of(images, 255 - images)
         assert (made.shape, made.bright_on_black) == ((3, 4, 5), False)

@@ -45,7 +45,7 @@ def folder_of(place: Path, *images: Any) -> Path:
 
 def stored(image: PIL.Image.Image, **how: Any) -> PIL.Image.Image:
     """Return an image that `folder_of` saves with these options of Pillow's."""
-    image.info = how
+    image.info = dict[Any, Any](how)
     return image
 
 

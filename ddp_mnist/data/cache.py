@@ -154,9 +154,7 @@ def _build(path: Path, source: Source, log: Log) -> None:
         _check_space(path.parent, source, shape, sum(rows.values()), log)
         try:
             return {
-                split: np.lib.format.open_memmap(
-                    temporary / f"{split}_images.npy", "w+", np.uint8, (count, *shape)
-                )
+                split: _allocate(temporary / f"{split}_images.npy", (count, *shape))
                 for split, count in rows.items()
             }
         except OSError as error:  # which would else be taken for a fault of the data set
@@ -187,6 +185,19 @@ def _build(path: Path, source: Source, log: Log) -> None:
         temporary.rename(path)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _allocate(path: Path, shape: tuple[int, ...]) -> np.ndarray:
+    """Return a new file of uint8, mapped. Raises OSError if the disk has no room for it.
+
+    Without its blocks, a file on a disk that others fill up meanwhile would end the process by
+    SIGBUS, without a word.
+    """
+    images = np.lib.format.open_memmap(path, "w+", np.uint8, shape)
+    if hasattr(os, "posix_fallocate"):  # not on macOS
+        with path.open("r+b") as file:
+            os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
+    return images
 
 
 def _unwritable(folder: Path, error: OSError) -> StorageError:

@@ -171,7 +171,8 @@ def _of_each(
 
     if isinstance(rows.features[column], Image):
         rows = rows.cast_column(column, Image(decode=False))
-    batches = rows.select_columns([column]).with_format(None).iter(batch_size=1000)
+    # of photos of several megabytes more would fill the memory
+    batches = rows.select_columns([column]).with_format(None).iter(batch_size=100)
     for row, cell in enumerate(cell for batch in batches for cell in batch[column]):
         file = cell and (cell["bytes"] or cell.get("path"))
         if not file:

@@ -23,7 +23,8 @@ from ddp_mnist.cluster.signals import StopSignals
 from ddp_mnist.cluster.world import broadcast_bytes
 from ddp_mnist.data.batches import Rows, make_loader
 
-IMAGES_PER_PROCESS = 500  # per forward pass; changes no result, only time and memory
+# Per process and forward pass: it changes no result, only time and memory.
+MOST_IMAGES, MOST_PIXELS = 500, 2**23
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,8 @@ def prepare_split(accelerator: Accelerator, rows: Rows, per_process: int | None 
     """Return a loader that splits `rows` among the processes, in order."""
     # More than there are would have Accelerate repeat rows until the last batch is full.
     most = max(1, math.ceil(len(rows) / accelerator.num_processes))
-    batch_size = min(per_process or IMAGES_PER_PROCESS, most) * accelerator.num_processes
+    usual = max(1, min(MOST_IMAGES, MOST_PIXELS // math.prod(rows.images.shape[1:])))
+    batch_size = min(per_process or usual, most) * accelerator.num_processes
     return accelerator.prepare_data_loader(make_loader(rows, batch_size=batch_size))
 
 
