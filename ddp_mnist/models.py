@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ddp_mnist.data.decode import Preparation
+from ddp_mnist.data.preparation import Preparation
 
 # Goes up when a net computes something else with the same weights: older ones are then refused.
 VERSION = 3

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ddp_mnist import own_code
-from ddp_mnist.data.decode import Preparation
+from ddp_mnist.data.preparation import Preparation
 from ddp_mnist.errors import UsageError, did_you_mean, reason
 from ddp_mnist.models import MODELS, Normalised, Shape
 

@@ -35,7 +35,7 @@ def train_plain(
     recipe = resolve_recipe(given, len(images.train_labels), world_size)
     images = images.to(device)
     rows, _, _ = split_images(images, recipe.val_size)
-    batches = GlobalBatches(len(rows), recipe.batch_size, seed, device=device)
+    batches = GlobalBatches(rows, recipe.batch_size, seed)
     share = recipe.batch_size // world_size
     mine = slice(rank * share, (rank + 1) * share)
 

@@ -28,7 +28,8 @@ from ddp_mnist.optim import learning_rate, make_optimizer
 from ddp_mnist.run.evaluation import evaluate_split, import_evaluate_meanwhile, prepare_split
 from ddp_mnist.run.folder import RunFolder
 from ddp_mnist.run.meter import Meter
-from ddp_mnist.run.session import Session, open_run
+from ddp_mnist.run.session import Session
+from ddp_mnist.run.setup import open_run
 from ddp_mnist.run.state import State
 from ddp_mnist.seeding import seed_draws
 
@@ -75,10 +76,9 @@ def fit(run: Session, build: BuildModel = build_model) -> dict[str, Any]:
     preparation = run.images.preparation
     accelerator.gradient_accumulation_steps = recipe.grad_accum
 
-    # Data, on the device. Batches are global, the same on every rank; Accelerate splits them.
+    # Data, on the device if it has room. Batches are global, alike on all ranks; Accelerate splits.
     train_rows, val_rows, test_rows = split_images(run.images.to(device), recipe.val_size)
-    where = train_rows.images.device  # a CPU's memory, if the GPU's cannot hold them
-    batches = GlobalBatches(len(train_rows), recipe.batch_size, seed, recipe.grad_accum, where)
+    batches = GlobalBatches(train_rows, recipe.batch_size, seed, recipe.grad_accum)
 
     # Model and optimizer, equal on every rank.
     net = build(run.config, run.world, run.images)

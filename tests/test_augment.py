@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from ddp_mnist.augment import augment, draw_table
-from ddp_mnist.data.decode import Preparation
+from ddp_mnist.data.preparation import Preparation
 from tests.test_nets import COLOUR, GREY
 from tests.training import images
 

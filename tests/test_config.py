@@ -10,7 +10,7 @@ from ddp_mnist.config import NETS, Distribution, Recipe, Run, TrainConfig, resol
 from ddp_mnist.data import cache
 from ddp_mnist.errors import UsageError
 from ddp_mnist.flags import LARGEST, Flags, flag_fields, flag_name, flag_values, kind_of
-from ddp_mnist.run.session import check_net
+from ddp_mnist.run.setup import check_net
 from ddp_mnist.verbs.flags import Doctor, Evaluate, Export, Predict, Prepare, Report, Verify
 from ddp_mnist.verbs.multinode import Multinode
 

@@ -9,8 +9,9 @@ import PIL.Image
 import pytest
 
 from ddp_mnist.cluster.local_world import run_world
-from ddp_mnist.data import cache, decode
-from ddp_mnist.data.decode import DIGITS, Decoded, Preparation, Shape, decode_image, in_mode
+from ddp_mnist.data import cache, preparation
+from ddp_mnist.data.decode import decode_image, in_mode
+from ddp_mnist.data.preparation import DIGITS, Decoded, Preparation, Shape
 from ddp_mnist.data.tables import SPLITS
 from ddp_mnist.verbs.predict import read_image
 from tests.test_sources import encoded, one_colour
@@ -70,8 +71,8 @@ def test_statistics_are_those_of_each_channel(monkeypatch: pytest.MonkeyPatch) -
     images[:, 1] //= 4
     images[:, 2] = 51  # all pixels alike: its deviation is taken to be one step of 255
     expected = [images[:, channel] / 255 for channel in range(3)]
-    for block in (decode.BLOCK, 120):
-        monkeypatch.setattr(decode, "BLOCK", block)
+    for block in (preparation.BLOCK, 120):
+        monkeypatch.setattr(preparation, "BLOCK", block)
         made = preparation_of(images, 255 - images)
         assert (made.shape, made.bright_on_black) == ((3, 4, 5), False)
         assert made.mean == pytest.approx([each.mean() for each in expected], abs=5e-5)
@@ -94,7 +95,7 @@ def test_digits_as_mnist_stores_them_are_known_by_facts() -> None:
     assert (known.shape, known.notes) == ((1, 28, 28), [])
     few = images.copy()
     few[:15, 0, 0, 14] = 255  # as in 1.3 % of MNIST
-    assert decode.bright_on_black({"train": few})
+    assert preparation.bright_on_black({"train": few})
     clothes = images.repeat(2, 2)[:, :, 14:42].copy()  # as Fashion-MNIST's, which fill their frame
     clothes[:, :, :20, 0] = 200
     for other in (

@@ -18,7 +18,8 @@ import yaml
 from safetensors.torch import load_file
 
 from ddp_mnist.cluster.local_world import run_world
-from ddp_mnist.data.decode import DIGITS, Preparation, Shape, decode_image
+from ddp_mnist.data.decode import decode_image
+from ddp_mnist.data.preparation import DIGITS, Preparation, Shape
 from ddp_mnist.errors import CheckFailed, UsageError
 from ddp_mnist.models import MODELS, Normalised, with_test_views
 from ddp_mnist.run import weights

@@ -9,7 +9,7 @@ from torch import nn
 
 from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.config import NETS, Recipe
-from ddp_mnist.data.decode import Preparation
+from ddp_mnist.data.preparation import Preparation
 from ddp_mnist.models import MODELS, VERSION, Normalised, shifted, three_by_three, with_test_views
 from ddp_mnist.nets import build_net
 from tests.test_nets import COLOUR, GREY

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from ddp_mnist.cluster.local_world import run_world
-from ddp_mnist.data.decode import Preparation
+from ddp_mnist.data.preparation import Preparation
 from ddp_mnist.errors import CheckpointError, UsageError
 from ddp_mnist.nets import build_net, code_digest, has_batch_norm
 from ddp_mnist.run import weights

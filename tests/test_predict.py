@@ -21,7 +21,7 @@ from ddp_mnist.cluster.launch import Launch
 from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.config import Distribution, Recipe, Run, TrainConfig
 from ddp_mnist.data import cache
-from ddp_mnist.data.decode import DIGITS, Preparation
+from ddp_mnist.data.preparation import DIGITS, Preparation
 from ddp_mnist.errors import CheckpointError, DataError, UsageError
 from ddp_mnist.models import CNN, Normalised
 from ddp_mnist.run import weights

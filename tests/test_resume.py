@@ -16,7 +16,7 @@ from ddp_mnist.errors import CheckpointError, DdpMnistError, UsageError
 from ddp_mnist.flags import flag_values
 from ddp_mnist.run import checkpoint, resume
 from ddp_mnist.run.folder import STARTING, read_json
-from ddp_mnist.run.session import check_net
+from ddp_mnist.run.setup import check_net
 from ddp_mnist.verify import watch
 from ddp_mnist.verify.watch import Seen, just_train, resumed, weights_of
 from tests.chaos import leftovers, what_stays

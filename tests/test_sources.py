@@ -23,7 +23,7 @@ import pytest
 
 from ddp_mnist.cluster.local_world import free_port
 from ddp_mnist.data import cache, sources
-from ddp_mnist.data.decode import Decoded, Preparation, in_memory
+from ddp_mnist.data.preparation import Decoded, Preparation, in_memory
 from ddp_mnist.data.reading import AS_THEY_ARE, Reading
 from ddp_mnist.data.sources import Source, find_source
 from ddp_mnist.errors import DataError, DdpMnistError, StorageError, UsageError, one_line

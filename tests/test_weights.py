@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from ddp_mnist.data.decode import Preparation
+from ddp_mnist.data.preparation import Preparation
 from ddp_mnist.errors import CheckpointError
 from ddp_mnist.models import MODELS, VERSION, Normalised, with_test_views
 from ddp_mnist.run import weights

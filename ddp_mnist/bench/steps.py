@@ -71,7 +71,7 @@ def bare_steps(run: Session, *, feed: bool, exchange: bool) -> float:
     device, seed = accelerator.device, run.config.run.seed
     images = run.images.to(device)
     rows = Rows(images.train_images, images.train_labels)
-    batches = GlobalBatches(len(rows), recipe.batch_size, seed, device=device)
+    batches = GlobalBatches(rows, recipe.batch_size, seed)
     net = build_model(run.config, run.world, images)
     # Accelerate wraps a model in DDP unless it is told that no training follows.
     model = accelerator.prepare_model(net, evaluation_mode=not exchange).train()

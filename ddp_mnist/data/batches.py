@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.types import Device
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from ddp_mnist.data.decode import Preparation
+from ddp_mnist.data.preparation import Preparation
 from ddp_mnist.seeding import generator
 
 TENSORS = ("train_images", "train_labels", "test_images", "test_labels")
@@ -107,17 +106,15 @@ class GlobalBatches(Sampler[Any]):
     """A batch sampler of GLOBAL batches: the same on every rank, a function of (seed, epoch).
 
     A step takes `batch_size` images over all ranks, as `grad_accum` micro-batches. Rows that do
-    not fill a last step are left out; the shuffle leaves out other ones in each epoch. The rows lie
-    on `device`: an epoch's order is sent there once, not batch by batch.
+    not fill a last step are left out; the shuffle leaves out other ones in each epoch. An epoch's
+    order is sent once to the device that the rows lie on, not batch by batch.
     """
 
     drop_last = True  # Accelerate reads this name and `batch_size`
 
-    def __init__(
-        self, rows: int, batch_size: int, seed: int, grad_accum: int = 1, device: Device = "cpu"
-    ) -> None:
-        self.rows, self.seed, self.grad_accum, self.device = rows, seed, grad_accum, device
-        self.steps_per_epoch = rows // batch_size
+    def __init__(self, rows: Rows, batch_size: int, seed: int, grad_accum: int = 1) -> None:
+        self.rows, self.seed, self.grad_accum = rows, seed, grad_accum
+        self.steps_per_epoch = len(rows) // batch_size
         self.micro_batch_size = batch_size // grad_accum
         self.batch_size = self.micro_batch_size  # what Accelerate takes to be yielded at once
         self.epoch = self.first_step = 0
@@ -133,8 +130,8 @@ class GlobalBatches(Sampler[Any]):
         return (self.steps_per_epoch - self.first_step) * self.grad_accum
 
     def __iter__(self) -> Iterator[Tensor]:
-        order = torch.randperm(self.rows, generator=generator("order", self.seed, self.epoch))
-        micro_batches = order.to(self.device).split(self.micro_batch_size)
+        order = torch.randperm(len(self.rows), generator=generator("order", self.seed, self.epoch))
+        micro_batches = order.to(self.rows.images.device).split(self.micro_batch_size)
         first, end = self.first_step * self.grad_accum, self.steps_per_epoch * self.grad_accum
         yield from micro_batches[first:end]
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import hashlib
-import inspect
 import json
 import math
 import os
@@ -18,15 +17,16 @@ import numpy as np
 import torch
 from filelock import FileLock
 
-from ddp_mnist.data import decode, tables
 from ddp_mnist.data.batches import TENSORS, ImageData
-from ddp_mnist.data.decode import Preparation, Shape
+from ddp_mnist.data.preparation import Preparation, Shape
 from ddp_mnist.data.reading import AS_THEY_ARE, Reading
 from ddp_mnist.data.sources import Source, find_source
 from ddp_mnist.errors import DataError, StorageError, reason
 
 CACHE_FORMAT = 5
 ABOUT = "about.json"  # what is not in the arrays
+# What decodes, as files: importing them all would take Pillow along.
+DECODER = [Path(__file__).with_name(f"{name}.py") for name in ("decode", "preparation", "tables")]
 CHECKED = 256  # MB at most that are read to find damage
 MOVE = "use --cache-dir or DDP_MNIST_CACHE to put it elsewhere"
 Log = Callable[[str], None] | None
@@ -123,8 +123,8 @@ def _stem_and_path(source: Source, cache_dir: str | None) -> tuple[str, Path]:
     asked = json.dumps(dataclasses.asdict(source.reading))
     place = hashlib.sha256(os.fsencode(source.place) + asked.encode()).hexdigest()[:8]
     stem = f"{source.kind}-{readable}-{place}"
-    code = inspect.getsource(decode) + inspect.getsource(tables)
-    decoder = hashlib.sha256(code.encode()).hexdigest()[:8]
+    code = b"".join(path.read_bytes() for path in DECODER)
+    decoder = hashlib.sha256(code).hexdigest()[:8]
     return stem, cache_folder(cache_dir) / f"{stem}-{CACHE_FORMAT}-{decoder}"
 
 

@@ -1,23 +1,15 @@
-"""The one decoder: what it makes of an image file is what a net sees, in training and after it.
-
-What was decided when a data set was read lies with the weights, so that `predict` does the same.
-"""
+"""The one decoder: what it makes of an image file is what a net sees, in training and after it."""
 
 import contextlib
-import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import PIL.Image
 import PIL.ImageOps
 from PIL.ExifTags import Base
 
-Shape = tuple[int, int, int]  # channels, height and width of an image
-DIGITS = [str(digit) for digit in range(10)]
+from ddp_mnist.data.preparation import Shape
+
 GREY_MODES = ("1", "L", "LA", "La")
-DARK = 32  # of 255: less is black to the eye, and what JPEG makes of black
 TURN = PIL.Image.Transpose
 # What makes an image upright, by its orientation in EXIF (2 to 8).
 TURNS = dict(
@@ -29,99 +21,6 @@ TURNS = dict(
         start=2,
     )
 )
-BLOCK = 2**22  # pixels of which statistics are taken at a time, in 8 bytes each
-
-
-@dataclass(frozen=True)
-class Preparation:
-    """The way in which a data set's images became what the net was trained on."""
-
-    shape: Shape
-    mean: tuple[float, ...]  # of the train images' pixels, per channel, as shares of 255
-    std: tuple[float, ...]
-    notes: list[str]  # what was converted, one sentence each
-    bright_on_black: bool  # all are bright strokes within a black border
-    # They are digits as MNIST stores them: `predict` makes of a photo what MNIST makes of a scan.
-    digit_photos: bool
-
-    @classmethod
-    def from_dict(cls, plain: dict[str, Any]) -> "Preparation":
-        """Undo asdict and JSON. Raise KeyError or TypeError for the dict of something else."""
-        return cls(**plain | {name: tuple(plain[name]) for name in ("shape", "mean", "std")})
-
-
-# Makes room for uint8 images of a shape and a number of rows per split, in memory or in files.
-Reserve = Callable[[Shape, dict[str, int]], dict[str, np.ndarray]]
-
-
-def in_memory(shape: Shape, rows: dict[str, int]) -> dict[str, np.ndarray]:
-    return {split: np.empty((count, *shape), dtype=np.uint8) for split, count in rows.items()}
-
-
-@dataclass
-class Decoded:
-    """A data set, decoded."""
-
-    images: dict[str, np.ndarray]  # uint8 [N, C, H, W] per split (train, test)
-    labels: dict[str, np.ndarray]  # int64 [N] per split, 0 <= label < len(classes)
-    classes: list[str]
-    notes: list[str] = field(default_factory=list)  # what was converted, one sentence each
-    as_stored: bool = True  # no file had to be converted
-
-    def preparation(self) -> Preparation:
-        """Return how these images were made, by facts of the data and not by a name."""
-        mean, std = statistics_of(self.images["train"])
-        shape = tuple(self.images["train"].shape[1:])
-        bright = shape[0] == 1 and bright_on_black(self.images)
-        digits = bright and self.as_stored and self.classes == DIGITS and shape == (1, 28, 28)
-        return Preparation(shape, mean, std, self.notes, bright, digits)
-
-
-def statistics_of(images: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return mean and deviation of uint8 [N, C, H, W] per channel, as shares of 255.
-
-    They are sums of whole numbers, rounded to four decimals: the same on every machine, and for
-    MNIST the 0.1307 and 0.3081 that everybody uses.
-    """
-    total, squares = np.zeros(images.shape[1]), np.zeros(images.shape[1])
-    for block in blocks_of(images):
-        block = block.astype(np.uint64)
-        total += block.sum((0, 2, 3))
-        squares += (block**2).sum((0, 2, 3))
-    pixels = images[:, 0].size
-    mean = total / pixels
-    std = np.sqrt(np.maximum(squares / pixels - mean**2, 1))  # of one grey alone it would be 0
-    return tuple((mean / 255).round(4).tolist()), tuple((std / 255).round(4).tolist())
-
-
-def blocks_of(images: np.ndarray) -> Iterator[np.ndarray]:
-    """Yield some of the images at a time: a copy of all of them may not fit into the memory."""
-    rows = max(1, BLOCK // math.prod(images.shape[1:]))
-    for start in range(0, len(images), rows):
-        yield images[start : start + rows]
-
-
-def bright_on_black(images: dict[str, np.ndarray]) -> bool:
-    """Return whether uint8 [N, 1, H, W] are bright strokes within a black border, as MNIST's are.
-
-    None is blank, none has a bright border, and hardly any has something in its outermost pixels:
-    of MNIST's train images 1.3 %, of pictures that fill their frame most.
-    """
-    for split in images.values():
-        dark = 0
-        for block in blocks_of(split[:, 0]):
-            top, bottom, left, right = block[:, 0], block[:, -1], block[:, :, 0], block[:, :, -1]
-            border = np.concatenate([top, bottom, left, right], axis=1)
-            blank = np.ptp(block.reshape(len(block), -1), axis=1) == 0
-            if blank.any() or (np.median(border, axis=1) >= 128).any():
-                return False
-            dark += int((border.max(axis=1) < DARK).sum())
-        if dark <= 0.9 * len(split):
-            return False
-    return True
-
-
-# --- An image
 
 
 def decode_image(image: PIL.Image.Image, shape: Shape) -> np.ndarray:

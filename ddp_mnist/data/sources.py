@@ -18,14 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import PIL.Image
 
 from ddp_mnist import errors
 from ddp_mnist.data.built_in import BUILT_IN
-from ddp_mnist.data.decode import Decoded, Reserve, decode_image
 from ddp_mnist.data.idx import find_idx_files, read_idx
+from ddp_mnist.data.preparation import Decoded, Reserve, Shape
 from ddp_mnist.data.reading import AS_THEY_ARE, Reading
-from ddp_mnist.data.tables import decode_dataset
 from ddp_mnist.deadline import with_deadline
 
 HUB_IDS = {"mnist": "ylecun/mnist", "fashion_mnist": "zalando-datasets/fashion_mnist"}
@@ -62,6 +60,8 @@ class Source:
             elif self.kind == "folder" and (files := find_idx_files(Path(self.place))):
                 decoded = in_room(read_idx(files), self.reading, reserve)
             else:
+                from ddp_mnist.data.tables import decode_dataset
+
                 read = read_hub if self.kind == "hub" else read_folder
                 decoded = decode_dataset(read(self.place), self.place, self.reading, reserve)
         test = decoded.labels["test"]
@@ -227,12 +227,7 @@ def in_room(decoded: Decoded, reading: Reading, reserve: Reserve) -> Decoded:
     images = reserve(shape, {split: len(labels) for split, labels in decoded.labels.items()})
     as_asked = shape == (channels, height, width)
     for split, given in decoded.images.items():
-        if as_asked:
-            images[split][:] = given
-            continue
-        for row, image in enumerate(given):
-            pixels = image[0] if channels == 1 else image.transpose(1, 2, 0)
-            images[split][row] = decode_image(PIL.Image.fromarray(pixels), shape)
+        images[split][:] = given if as_asked else resized(given, shape)
     notes = decoded.notes
     if not as_asked:
         kind = "in colour" if shape[0] == 3 else "grey"
@@ -240,3 +235,14 @@ def in_room(decoded: Decoded, reading: Reading, reserve: Reserve) -> Decoded:
     return dataclasses.replace(
         decoded, images=images, notes=notes, as_stored=decoded.as_stored and as_asked
     )
+
+
+def resized(images: np.ndarray, shape: Shape) -> np.ndarray:
+    """Return uint8 [N, C, H, W] in another size, or grey."""
+    import PIL.Image
+
+    from ddp_mnist.data.decode import decode_image
+
+    channels_last = images.transpose(0, 2, 3, 1)
+    files = (image[..., 0] if image.shape[2] == 1 else image for image in channels_last)
+    return np.stack([decode_image(PIL.Image.fromarray(pixels), shape) for pixels in files])

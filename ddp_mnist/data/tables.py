@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import PIL.Image
 
-from ddp_mnist.data.decode import Decoded, Reserve, Shape, decode_image, facts_of
+from ddp_mnist.data.decode import decode_image, facts_of
+from ddp_mnist.data.preparation import Decoded, Reserve, Shape
 from ddp_mnist.data.reading import Reading
 from ddp_mnist.errors import DataError, UsageError, reason
 

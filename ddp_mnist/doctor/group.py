@@ -25,8 +25,8 @@ from ddp_mnist.doctor import collectives
 from ddp_mnist.doctor.compare import LOAD
 from ddp_mnist.doctor.machine import check_machine, nvidia_smi, product
 from ddp_mnist.errors import DdpMnistError, reason
-from ddp_mnist.run import session
 from ddp_mnist.run.results import PASS, WARN, CheckResult, check, failed, passed, warned
+from ddp_mnist.run.session import Session
 from ddp_mnist.run.summary import count, device
 from ddp_mnist.run.versions import code_digest, package_versions
 from ddp_mnist.run.weights import digest_of
@@ -258,7 +258,7 @@ def training(group: Group) -> Iterator[CheckResult]:
         return nets[0]
 
     with listen(has_launcher=False) as stop:
-        summary = train.fit(session.Session(config, group.world, images, stop), build)
+        summary = train.fit(Session(config, group.world, images, stop), build)
     group.world.accelerator.free_memory()
     digests = group.gather(digest_of(nets[0]))
     if odd := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:

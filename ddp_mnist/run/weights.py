@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
-from ddp_mnist.data.decode import Preparation
+from ddp_mnist.data.preparation import Preparation
 from ddp_mnist.errors import CheckpointError, UsageError, reason
 from ddp_mnist.models import VERSION, Normalised, with_test_views
 from ddp_mnist.nets import build_net, code_digest

@@ -19,7 +19,8 @@ import numpy as np
 import PIL.Image
 import torch
 
-from ddp_mnist.data.decode import Preparation, decode_image
+from ddp_mnist.data.decode import decode_image
+from ddp_mnist.data.preparation import Preparation
 from ddp_mnist.errors import DataError, UsageError, reason
 from ddp_mnist.run import weights
 from ddp_mnist.run.console import Console

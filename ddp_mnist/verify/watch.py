@@ -27,8 +27,8 @@ from ddp_mnist.cluster.launch import find_launch
 from ddp_mnist.cluster.local_world import preload
 from ddp_mnist.cluster.world import join_world
 from ddp_mnist.config import Distribution, Recipe, Run, TrainConfig
-from ddp_mnist.run import session
 from ddp_mnist.run.folder import METRICS, MODEL, RunFolder
+from ddp_mnist.run.setup import open_run
 from ddp_mnist.run.weights import digest_of
 
 preload("ddp_mnist.train", "ddp_mnist.run.classification")
@@ -85,7 +85,7 @@ def train_and_watch(config: TrainConfig, fault: str | None = None) -> Seen:
     with (
         RunFolder() as folder,
         join_world(config.distribution, launch) as world,
-        session.open_run(config, world, launch, folder) as run,
+        open_run(config, world, launch, folder) as run,
         before_each_step(look_at_step),
     ):
         assert run, "a finished run has nothing to watch"

@@ -1,0 +1,145 @@
+"""All ranks agree on settings, data and folder before the first step; they get a Session."""
+
+import contextlib
+import uuid
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ddp_mnist.cluster.launch import Launch
+from ddp_mnist.cluster.rendezvous import check_same
+from ddp_mnist.cluster.signals import listen
+from ddp_mnist.cluster.world import World
+from ddp_mnist.config import ResolvedConfig, TrainConfig, resolve_recipe
+from ddp_mnist.data import cache
+from ddp_mnist.data.batches import ImageData
+from ddp_mnist.data.sources import from_anywhere
+from ddp_mnist.errors import UsageError
+from ddp_mnist.flags import flag_values
+from ddp_mnist.nets import build_net, has_batch_norm
+from ddp_mnist.run import resume, summary, tracking
+from ddp_mnist.run.console import Console
+from ddp_mnist.run.evaluation import check_scores
+from ddp_mnist.run.folder import CONFIG, RunFolder
+from ddp_mnist.run.session import Session
+
+
+@contextlib.contextmanager
+def open_run(
+    config: TrainConfig, world: World, launch: Launch, folder: RunFolder
+) -> Iterator[Session | None]:
+    """Agree with all ranks on settings, data and folder. Yield the run; None if there is none.
+
+    There is none after --dry-run, and where the run that --resume names has finished. Raise a
+    DdpMnistError on all ranks: for whatever is missing, damaged, contradictory or different.
+    """
+    verbose = not config.run.quiet
+    with (
+        Console(verbose and launch.rank == 0, must_arrive=False) as console,
+        summary.narrated_elsewhere(world, verbose),
+    ):
+        found = world.store.broadcast_from_rank0("resume", lambda: resume.find(config))
+        if found and found["finished"]:
+            console.print(found["finished"])
+            yield None
+            return
+        config, images = resolve_and_load(config, world, console, found)
+        with listen(launch.child_of_launcher, world.store) as stop:
+            check_same(world.store, summary.facts(config, world, images))
+            if config.run.dry_run:
+                console.print(summary.plan(config, world, images, None))
+                yield None
+                return
+            run = Session(config, world, images, stop, folder, console)
+            notes = open_folder(run, found)
+            console.print(summary.plan(config, world, images, folder.path))
+            with tracking.tracked(config, folder, world, console):
+                compiling = ["compiling  the model, which can take minutes"]
+                for note in notes + compiling * config.distribution.compile:
+                    console.print(note)
+                yield run
+
+
+def resolve_and_load(
+    config: TrainConfig, world: World, console: Console, found: dict[str, Any] | None
+) -> tuple[ResolvedConfig, ImageData]:
+    """Return the flags, with the recipe resolved for this data and world size, and the data.
+
+    Every machine has the data before the first collective; rank 0 decides what `auto` means.
+    A run that goes on keeps the values that it began with, but for the flags that were typed.
+    """
+    config = resume.inherit(config, found)
+    store, cache_dir, reading = world.store, config.run.cache_dir, config.run.reading
+    store.broadcast_from_rank0("trackers", lambda: tracking.named(config.run.trackers))
+    if config.recipe.metrics:
+        store.broadcast_from_rank0("metrics", lambda: check_scores(config.recipe.metrics))
+    name, notes = store.broadcast_from_rank0(
+        "dataset", lambda: cache.choose(config.run.dataset, cache_dir, reading, console.print)
+    )
+    images = cache.load(name, cache_dir, reading, log=console.print)
+    images = replace(images, warnings=[*notes, *images.warnings])
+    store.barrier("data")
+    if found:
+        resume.check_images(name, images.digest, found)
+    recipe = resolve_recipe(config.recipe, len(images.train_labels), store.world_size)
+    if config.run.profile >= recipe.steps_per_epoch > 1:
+        raise UsageError(
+            f"--profile {config.run.profile}: an epoch has {recipe.steps_per_epoch} steps; ask for"
+            f" at most {recipe.steps_per_epoch - 1}"
+        )
+    check_net(config, images)
+    place = cache_dir and str(cache.cache_folder(cache_dir).absolute())
+    run = replace(config.run, dataset=from_anywhere(name), cache_dir=place)
+    return ResolvedConfig(run, config.distribution, config.typed, recipe=recipe), images
+
+
+def check_net(config: TrainConfig, images: ImageData) -> None:
+    """Make the net once and throw it away: what is wrong with it is said before a folder is made.
+
+    Raise as `build_net` does, or UsageError for --sync-bn without BatchNorm.
+    """
+    net = build_net(
+        config.recipe.model, len(images.classes), images.preparation, config.recipe.weights
+    )
+    if config.distribution.sync_bn and not has_batch_norm(net):
+        raise UsageError(
+            f"--sync-bn: {config.recipe.model} has no BatchNorm; use --model cnn_bn or leave it out"
+        )
+
+
+def open_folder(run: Session, found: dict[str, Any] | None) -> list[str]:
+    """Make the run's folder, or take over that of a run that goes on: on rank 0's machine.
+
+    Return lines for the person, on rank 0. Raises as RunFolder.create and resume.load_latest do.
+    """
+    config, world, notes = run.config, run.world, list[str]()
+    run_id = found["run_id"] if found else uuid.uuid4().hex
+    run.identity = resume.identity(config, world, run_id, run.images.digest)
+    run.checkpoint = b"" if found else None
+
+    def open_it() -> str:
+        if found:
+            path = Path(found["path"])
+            run.checkpoint, lines = resume.load_latest(run.folder, path, run.identity, config)
+            run.folder.begin()
+            notes.extend(lines)
+        else:
+            begin_again = config.run.resume == "auto"
+            run.folder.create(config.run.run_dir, run.images.name, begin_again=begin_again)
+        return str(run.folder.path)
+
+    run.where = world.store.broadcast_from_rank0(summary.FOLDER_KEY, open_it)
+    run.folder.write_json(
+        CONFIG,
+        {
+            "run_id": run_id,
+            "format": resume.FORMAT,
+            "digest": run.images.digest,
+            "run": flag_values(config.run) | {"run_dir": run.where, "resume": None},
+            "recipe": flag_values(config.recipe),
+            "distribution": flag_values(config.distribution)
+            | {"backend": world.backend, "mixed_precision": world.precision},
+        },
+    )
+    return notes
