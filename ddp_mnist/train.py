@@ -76,7 +76,7 @@ def fit(run: Session, build: BuildModel = build_model) -> dict[str, Any]:
     preparation = run.images.preparation
     accelerator.gradient_accumulation_steps = recipe.grad_accum
 
-    # Data, on the device if it has room. Batches are the same on all ranks; Accelerate splits them.
+    # Data, on the device if it has room. Batches are the same on all ranks, which share each one.
     train_rows, val_rows, test_rows = split_images(run.images.to(device), recipe.val_size)
     batches = GlobalBatches(train_rows, recipe.batch_size, seed, recipe.grad_accum)
 
