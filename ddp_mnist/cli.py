@@ -29,6 +29,7 @@ VERBS = {
     "report": "Write one HTML page about runs, which needs no network.",
     "export": "Write the weights of a run for use elsewhere, with a model card.",
     "prepare": "Fetch and decode a data set once, into the cache.",
+    "configs": "Write the configurations for accelerate launch into a folder.",
     "doctor": "Accept or reject this machine, or the machines that a launcher joins.",
     "verify": "Prove here that N processes train as one, resume exactly, count right.",
     "bench": "Measure how fast it is here, as ratios of what runs side by side.",

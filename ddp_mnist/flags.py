@@ -34,6 +34,7 @@ def flag(
     *,
     choices: Iterable[str] = (),  # the legal words; their sentences, if any, end the help
     metavar: str = "",
+    positional: bool = False,  # whether it is typed without --FLAG
     negatable: bool = False,  # whether a bool has --no-FLAG too
     on_resume: OnResume = "must equal",  # read of Run and Recipe only
     may_differ: bool = False,  # whether ranks may be given different values
@@ -43,13 +44,16 @@ def flag(
     if not bounds.keys() & {"most", "below"}:
         bounds["most"] = LARGEST
     metadata = {"help": help, "choices": choices, "metavar": metavar, "bounds": bounds}
-    policies = {"negatable": negatable, "on_resume": on_resume, "may_differ": may_differ}
-    return dataclasses.field(default=default, metadata=metadata | policies)
+    words = {"positional": positional, "negatable": negatable}
+    policies = {"on_resume": on_resume, "may_differ": may_differ}
+    return dataclasses.field(default=default, metadata=metadata | words | policies)
 
 
-def argument(metavar: str, help: str, choices: Iterable[str] = ()) -> Any:
-    """Return a dataclass field that is a required argument without a flag."""
-    return flag(dataclasses.MISSING, help, choices=choices, metavar=metavar)
+def argument(
+    metavar: str, help: str, choices: Iterable[str] = (), default: Any = dataclasses.MISSING
+) -> Any:
+    """Return a dataclass field that is an argument without a flag, required if no `default`."""
+    return flag(default, help, choices=choices, metavar=metavar, positional=True)
 
 
 def flag_fields(group: "Flags | type[Flags]", *on_resume: OnResume) -> list[dataclasses.Field[Any]]:
@@ -121,7 +125,7 @@ def _check(field: dataclasses.Field[Any], value: Any) -> None:
         problem = f"must be {number if isinstance(value, str) else ''}{legal}"
     else:
         return
-    typed = "" if field.default is dataclasses.MISSING else f"{flag_name(field)} "
+    typed = "" if field.metadata["positional"] else f"{flag_name(field)} "
     raise UsageError(f"{typed}{str(value)[:60] or repr('')}: {problem}")
 
 
@@ -130,14 +134,15 @@ def add_flags(
 ) -> None:
     """Add an argument for each field. What is not typed is not in the namespace."""
     for field in fields:
-        kind, default, about = kind_of(field), field.default, field.metadata
+        default: Any = field.default
+        kind, about = kind_of(field), field.metadata
         words = "{" + ",".join(about["choices"]) + "}" if about["choices"] else ""
         words = about["metavar"] or words or {"int": "N", "float": "X"}.get(kind, "TEXT")
-        if default is dataclasses.MISSING:
-            several = "+" if kind == "tuple" else None
-            section.add_argument(field.name, help=about["help"], metavar=words, nargs=several)
-            continue
         options = {"help": about["help"], "default": argparse.SUPPRESS}
+        if about["positional"]:
+            count = "+" if kind == "tuple" else None if default is dataclasses.MISSING else "?"
+            section.add_argument(field.name, metavar=words, nargs=count, **options)
+            continue
         if kind == "bool":
             negatable = about["negatable"]
             options["action"] = argparse.BooleanOptionalAction if negatable else "store_true"

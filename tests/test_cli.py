@@ -74,7 +74,7 @@ def test_help_of_each_verb(verb: str, typed: Typed) -> None:
 
 # --- What is refused
 
-VERBS = "train, evaluate, predict, report, export, prepare, doctor, verify, bench"
+VERBS = "train, evaluate, predict, report, export, prepare, configs, doctor, verify, bench"
 NEVER_A_NUMBER = ("''", "abc", "7x", "nan", "1e400", "inf", "½", "数", "1,5", "0x10", "9" * 5000)
 # Bounds, choices, empty words and contradictions of train's flags are in test_config.py.
 REFUSED = {
@@ -114,6 +114,8 @@ REFUSED = {
     "predict r x.png --show no/x.png": "--show no/x.png: ",
     "export r --format onyx": "--format onyx: choose from safetensors, torch, onnx;",
     "prepare --refesh": "--refesh: there is no such flag or argument here; did you mean --refresh?",
+    "configs ''": "'': is empty; give a value or leave it out",
+    "configs a b": "b: there is no such flag or argument here; see ddp-mnist configs --help",
     "bench loops": "loops: choose from loop, startup, scaling; did you mean loop?",
     "bench loop --repeats 4": "--repeats 4: must be at least 5",
     "bench loop --processes 0": "--processes 0: must be at least 1",

@@ -223,6 +223,7 @@ def test_fault_05_what_cannot_be_written_to_stdout_is_code_5(folder: Path) -> No
         ["report", "run", "--out", "page.html"],
         ["export", "run", "--out", "there"],
         ["prepare", "--dataset", "digits"],
+        ["configs"],
         ["doctor", "--dataset", "digits"],
         ["verify", "--save", "proofs.json"],
         ["bench", "loop", "--dataset", "digits"],

@@ -207,7 +207,8 @@ def test_the_image_has_what_an_install_needs() -> None:
     lines = (DEPLOY / "Dockerfile").read_text().splitlines()
     copied = [name for line in lines if line.startswith("COPY") for name in line.split()[1:-1]]
     assert all((REPOSITORY / name).exists() for name in copied)
-    assert {"pyproject.toml", "constraints.txt", "README.md", "LICENSE", "ddp_mnist"} <= {*copied}
+    needed = {"pyproject.toml", "README.md", "LICENSE", "ddp_mnist", "accelerate_configs"}
+    assert needed | {"constraints.txt"} <= {*copied}
     [work] = [line.split()[1] for line in lines if line.startswith("WORKDIR")]
     assert work == "/app"
     command = json.loads(next(line for line in lines if line.startswith("CMD"))[3:])

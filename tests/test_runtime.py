@@ -78,7 +78,8 @@ def test_fault_25_fp16_on_a_cpu_names_the_config_to_use(
     with pytest.raises(UsageError, match=r"^--mixed-precision fp16: needs a GPU; on a CPU use "):
         precision_in_effect(Distribution(mixed_precision="fp16"), launch, "cpu")
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
-    with pytest.raises(UsageError, match=rf"^accelerate launch: .* {CONFIGS.name}/{config}\.yaml$"):
+    use = rf"use --config_file {CONFIGS.name}/{config}\.yaml, which ddp-mnist configs writes$"
+    with pytest.raises(UsageError, match=rf"^accelerate launch: .* {use}"):
         precision_in_effect(Distribution(), launch, "cpu")
     assert (CONFIGS / f"{config}.yaml").is_file()
 

@@ -60,7 +60,7 @@ def precision_in_effect(flags: Distribution, launch: Launch, device: str) -> str
         config = "multi_node_cpu" if (launch.num_machines or 1) > 1 else config
         raise UsageError(
             "accelerate launch: its config asks for fp16, which needs a GPU, and this machine shows"
-            f" none; use --config_file {CONFIGS}/{config}.yaml"
+            f" none; use --config_file {CONFIGS}/{config}.yaml, which ddp-mnist configs writes"
         )
     # PowerSGD adds what it left unsent to the next gradient: an infinity, which the loss scaler
     # skips once, would come back in every step.

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from ddp_mnist.config import Distribution
 from ddp_mnist.errors import UsageError
 
-CONFIGS = "accelerate_configs"
+CONFIGS = "accelerate_configs"  # a folder of the clone; the verb `configs` writes it elsewhere
 
 # By field of Launch the variable that says it; of several, the first that is set.
 OF_TORCHRUN = {
@@ -149,7 +149,8 @@ def _from_variables(flags: Distribution, env: Mapping[str, str]) -> Launch:
     if "ACCELERATE_USE_CPU" in env and "MASTER_ADDR" in env:
         raise UsageError(
             f"MASTER_ADDR={env['MASTER_ADDR']}: is set, but accelerate launch started one process;"
-            f" for several use --config_file {CONFIGS}/multi_cpu.yaml, for one unset MASTER_ADDR"
+            f" for several use --config_file {CONFIGS}/multi_cpu.yaml, which ddp-mnist configs"
+            " writes, for one unset MASTER_ADDR"
         )
     return Launch("accelerate" if by_accelerate else "python")
 

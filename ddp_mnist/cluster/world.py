@@ -139,7 +139,7 @@ def join_world(
                 raise UsageError(
                     f"WORLD_SIZE={launch.world_size}: but Accelerate formed a group of"
                     f" {accelerator.num_processes}, so each process would train alone;"
-                    f" use a config from {CONFIGS}"
+                    f" use a config from {CONFIGS}, which ddp-mnist configs writes"
                 )
             machines = launch.num_machines or len(set(store.hosts))
             yield World(

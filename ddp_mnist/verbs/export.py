@@ -1,7 +1,7 @@
 """The verb `export`: a run's model for use elsewhere, each file checked for equal outputs.
 
     ddp-mnist export runs/latest                    # RUN/export/: safetensors, torch.export, a card
-    ddp-mnist export runs/latest --format onnx      # needs the extra: pip install -e '.[onnx]'
+    ddp-mnist export runs/latest --format onnx      # needs the extra `onnx`
 
 Every file takes uint8 images [B, C, H, W] with any B, and gives logits [B, classes]: the model
 normalises the pixels itself. The card says which images these are. Nothing is written before all
@@ -39,7 +39,8 @@ def run(flags: Export) -> None:
     packages = ("onnx", "onnxscript", "onnxruntime") if "onnx" in flags.format else ()
     if missing := [package for package in packages if importlib.util.find_spec(package) is None]:
         raise UsageError(
-            f"--format onnx: needs {', '.join(missing)}; pip install -e '.[onnx]', or leave it out"
+            f"--format onnx: needs {', '.join(missing)}; pip install {' '.join(missing)}, or"
+            " leave it out"
         )
     out = Path(flags.out or Path(flags.run) / "export")
     refuse_other_files(out)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from ddp_mnist.cluster.launch import CONFIGS
 from ddp_mnist.flags import Flags, argument, flag
 
 RUN, CACHE_DIR = "Run folder, e.g. runs/latest.", "Folder of decoded data sets."
@@ -78,6 +79,11 @@ class Prepare(Flags):
     test_size: int | None = flag(None, "As for train.", least=1)
     cache_dir: str | None = flag(None, CACHE_DIR)
     refresh: bool = flag(False, "Read it again; remove what other decoders made of it.")
+
+
+@dataclass(frozen=True)
+class Configs(Flags):
+    folder: str = argument("DIR", f"Folder to write them into [{CONFIGS}].", default=CONFIGS)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,43 @@
+"""The verb `configs`: writes the configurations for accelerate launch, where there is no clone."""
+
+import shlex
+from pathlib import Path
+
+import ddp_mnist
+from ddp_mnist.cluster.launch import CONFIGS
+from ddp_mnist.errors import UsageError
+from ddp_mnist.run import folder
+from ddp_mnist.run.console import Console
+from ddp_mnist.verbs.flags import Configs
+
+FOR_EXAMPLE = "multi_cpu.yaml"  # it runs on any machine
+
+
+def run(flags: Configs) -> None:
+    """Write the files; print what each is for, and a command with one. Replace no other file."""
+    out, console = Path(flags.folder), Console(True)
+    contents = {path.name: path.read_bytes() for path in stored()}
+    with folder.storage_errors(out, "DIR"):
+        new = [name for name in contents if not (out / name).exists()]
+        for name in contents.keys() - new:
+            if (out / name).read_bytes() != contents[name]:
+                raise UsageError(
+                    f"{out / name}: is there with other content; move it away, or name another DIR"
+                )
+        out.mkdir(parents=True, exist_ok=True)
+        for name in new:
+            folder.write_atomically(out / name, contents[name])
+    width = max(map(len, contents))
+    for name, content in contents.items():
+        purpose = content.decode().splitlines()[0].removeprefix("# ")
+        console.print(f"{name:<{width}}  {purpose}")
+    console.print(f"written to {out}; to use one:")
+    example = shlex.quote(str(out / FOR_EXAMPLE))
+    console.print(f"accelerate launch --config_file {example} -m ddp_mnist train")
+
+
+def stored() -> list[Path]:
+    """Return the files: an installed package has them inside, a clone has them beside it."""
+    package = Path(ddp_mnist.__file__).parent
+    folders = (package / CONFIGS, package.parent / CONFIGS)
+    return next(files for each in folders if (files := sorted(each.glob("*.yaml"))))
