@@ -6,8 +6,10 @@ it has something to count.
 
 import functools
 import inspect
+import math
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable
 from collections.abc import Sequence as Several
 from typing import Any
@@ -52,16 +54,17 @@ class Score(evaluate.Metric):
     def _info(self) -> evaluate.MetricInfo:
         return evaluate.MetricInfo(description=self.__doc__ or "", citation="", features=FEATURES)
 
-    def _compute(self, predictions: Any, references: Any, name: str) -> dict[str, float]:
-        labels, guesses = np.ravel(references), np.ravel(predictions)
-        return {name: float(find_score(name)(labels, guesses))}
+    def _compute(self, predictions: Any, references: Any, name: str) -> dict[str, float | None]:
+        number = score(name, find_score(name), np.ravel(references), np.ravel(predictions))
+        return {name: number if math.isfinite(number) else None}  # JSON has no NaN
 
 
 def find_score(name: str) -> Callable[[Any, Any], float]:
     """Return the function of int64 labels [N] and predictions [N] that --metrics NAME stands for.
 
     Without a colon it is scikit-learn's NAME or NAME_score, the mean over the classes where it has
-    a choice (macro). Raise UsageError if there is none, or it takes something else.
+    a choice (macro). Raise UsageError if there is none, or it takes something else: probabilities,
+    of which labels of three classes can be told, or values of its own.
     """
     if ":" in name:
         function = own_code.find("--metrics", name)
@@ -69,22 +72,37 @@ def find_score(name: str) -> Callable[[Any, Any], float]:
         from sklearn import metrics
 
         function = getattr(metrics, f"{name}_score", None) or getattr(metrics, name, None)
-        if not callable(function):
-            names = [word.removesuffix("_score") for word in metrics.__all__]
+        if name.startswith("_") or not callable(function) or inspect.isclass(function):
+            functions = filter(str.islower, metrics.__all__)
+            names = [word.removesuffix("_score") for word in functions if word != name]
             hint = did_you_mean(name, names) or "; see sklearn.metrics, or give MODULE:FUNCTION"
             raise UsageError(f"--metrics {name}: scikit-learn has no such metric{hint}")
         takes = inspect.signature(function).parameters
         means = {"average": "macro", "zero_division": 0}
         given = {key: value for key, value in means.items() if key in takes}
         function = functools.partial(function, **given)
+    most = 1 if ":" in name else 2  # a function of one's own may be for two classes
+    labels, predictions = np.array([0, 1, most, 1]), np.array([0, most, most, 1])
+    if not math.isfinite(number := score(name, function, labels, predictions)):
+        raise UsageError(
+            f"--metrics {name}: gives {number} for the labels {labels.tolist()} and the predictions"
+            f" {predictions.tolist()}; correct it, or choose another"
+        )
+    return function
+
+
+def score(
+    name: str, function: Callable[[Any, Any], Any], labels: np.ndarray, predictions: np.ndarray
+) -> float:
+    """Return what the function says, without its warnings, as of classes that have no image."""
     try:
-        float(function(np.array([0, 1, 2, 1]), np.array([0, 2, 2, 1])))
+        with warnings.catch_warnings(action="ignore"):
+            return float(function(labels, predictions))
     except Exception as error:
         raise UsageError(
-            f"--metrics {name}: gives no number for labels and predictions"
-            f" ({own_code.said_by(error)}); choose another"
+            f"--metrics {name}: gives no number for labels and predicted classes"
+            f" ({own_code.said_by(error)}); correct it, or choose another"
         ) from error
-    return function
 
 
 def classification_metrics(
@@ -93,7 +111,7 @@ def classification_metrics(
     """Count int64 predictions [N] against references [N], both in 0..classes-1.
 
     Return {"accuracy": float, "confusion": confusion[reference][prediction] = rows, "scores": those
-    that --metrics names}.
+    that --metrics names, None where one is not finite}.
     """
     # Metric.__init__ makes a folder even for what it keeps in memory.
     with tempfile.TemporaryDirectory(prefix="ddp_mnist-") as scratch:
@@ -101,7 +119,7 @@ def classification_metrics(
         counted = Classification(keep_in_memory=True, cache_dir=scratch).compute(
             **given, classes=classes
         )
-        found: dict[str, float] = {}
+        found: dict[str, float | None] = {}
         for name in scores:
             found |= Score(keep_in_memory=True, cache_dir=scratch).compute(**given, name=name)
         return {**counted, "scores": found}

@@ -36,7 +36,8 @@ class Metrics:
     count: int  # rows, each counted once
     confusion: list[list[int]]  # confusion[label][prediction] = rows
     class_accuracy: list[float | None]  # share of correct predictions; None if it has no row
-    scores: dict[str, float] = field(default_factory=dict)  # those that --metrics names
+    # Those that --metrics names; None for one that these images leave undefined.
+    scores: dict[str, float | None] = field(default_factory=dict)
 
 
 def prepare_split(accelerator: Accelerator, rows: Rows, per_process: int | None = None) -> Any:
@@ -46,6 +47,11 @@ def prepare_split(accelerator: Accelerator, rows: Rows, per_process: int | None 
     usual = max(1, min(MOST_IMAGES, MOST_PIXELS // math.prod(rows.images.shape[1:])))
     batch_size = min(per_process or usual, most) * accelerator.num_processes
     return accelerator.prepare_data_loader(make_loader(rows, batch_size=batch_size))
+
+
+def shown(scores: dict[str, float | None]) -> list[str]:
+    """Return each score that --metrics named, as a person reads it."""
+    return [f"{name} {'undefined' if s is None else f'{s:.4f}'}" for name, s in scores.items()]
 
 
 def check_scores(names: Sequence[str]) -> None:

@@ -84,7 +84,10 @@ class Session:
         """Write what the validation found, and show the epoch that has ended."""
         epoch = progress.epoch - 1
         if validation:
-            decided = {"val_accuracy": validation.accuracy, "val_loss": validation.loss}
+            decided: dict[str, Any] = {
+                "val_accuracy": validation.accuracy,
+                "val_loss": validation.loss,
+            }
             decided |= {f"val_{name}": value for name, value in validation.scores.items()}
             self.folder.append_metrics(progress.step, {"epoch": epoch, **decided})
         self.console.print(summary.epoch_line(epoch, self.config.recipe.epochs, means, validation))
@@ -134,7 +137,7 @@ class Session:
     def finish(self, state: State, net: Normalised, test: Metrics) -> dict[str, Any]:
         """Write the test's metrics, the weights and the summary, and show the result."""
         progress, accelerator = state.progress, self.world.accelerator
-        tested = {"test_accuracy": test.accuracy, "test_loss": test.loss}
+        tested: dict[str, Any] = {"test_accuracy": test.accuracy, "test_loss": test.loss}
         tested |= {f"test_{name}": value for name, value in test.scores.items()}
         self.folder.append_metrics(progress.step, {"epoch": progress.epoch - 1, **tested})
         model, images = self.config.recipe.model, self.images

@@ -20,7 +20,7 @@ from ddp_mnist.data.batches import ImageData
 from ddp_mnist.errors import printable
 from ddp_mnist.flags import flag_fields, flag_name
 from ddp_mnist.run.console import Console, panel
-from ddp_mnist.run.evaluation import Metrics
+from ddp_mnist.run.evaluation import Metrics, shown
 from ddp_mnist.run.folder import RunFolder
 from ddp_mnist.run.state import State
 from ddp_mnist.run.versions import code_digest, git_commit, package_versions
@@ -109,7 +109,7 @@ def epoch_line(epoch: int, epochs: int, means: dict[str, Any], validation: Metri
     parts += [f"{means['images_per_second']:>6,.0f} images/s"]
     if validation:
         parts += [f"validation {validation.accuracy:.4f}"]
-        parts += [f"{name} {value:.4f}" for name, value in validation.scores.items()]
+        parts += shown(validation.scores)
     return "  ".join(parts)
 
 
@@ -186,8 +186,8 @@ def last_lines(outcome: dict[str, Any], run: RunFolder) -> str:
         f"test accuracy {outcome['test_accuracy']:.4f} on {outcome['test_count']:,} images of"
         f" {outcome['dataset']['name']} ({wrong:,} wrong), loss {outcome['test_loss']:.4f}"
     )
-    scores = ", ".join(f"{name} {value:.4f}" for name, value in outcome["metrics"].items())
-    lines = {"and": scores} if scores else {}
+    scores = outcome["metrics"]
+    lines = {"and": ", ".join(shown(scores))} if scores else {}
     lines |= {
         "trained": f"{outcome['train_seconds']:.1f} s on {count(outcome['world_size'], 'process')},"
         f" {outcome['images_per_second']:,.0f} images/s; {outcome['total_seconds']:.1f} s in all",

@@ -18,7 +18,7 @@ from ddp_mnist.data.reading import Reading
 from ddp_mnist.errors import CheckpointError, UsageError, printable
 from ddp_mnist.run import weights
 from ddp_mnist.run.console import Console
-from ddp_mnist.run.evaluation import check_scores, evaluate_split, prepare_split
+from ddp_mnist.run.evaluation import check_scores, evaluate_split, prepare_split, shown
 from ddp_mnist.run.folder import CONFIG, read_json
 from ddp_mnist.verbs.flags import Evaluate
 
@@ -99,7 +99,7 @@ def metrics_table(metrics: dict[str, Any]) -> str:
         f"{metrics['split']} split of {printable(metrics['dataset']['name'])}:"
         f" {metrics['count']:,} images",
         f"accuracy {metrics['accuracy']:.4f}   loss {metrics['loss']:.4f}"
-        + "".join(f"   {name} {value:.4f}" for name, value in metrics["scores"].items()),
+        + "".join(f"   {score}" for score in shown(metrics["scores"])),
         "rows: what the images are; columns: what they were taken for",
         f"{'class':<{first}} accuracy   " + " ".join(f"{head:>{width}}" for head in heads),
     ]

@@ -1,0 +1,225 @@
+"""--metrics: scikit-learn's numbers and one's own, exact on any number of processes."""
+
+import json
+import socket
+import warnings
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import evaluate
+import numpy as np
+import pytest
+import torch
+from sklearn import metrics as sk
+
+from ddp_mnist.cluster.local_world import LocalWorld, run_world
+from ddp_mnist.config import TrainConfig
+from ddp_mnist.data import cache
+from ddp_mnist.data.batches import split_images
+from ddp_mnist.errors import FailedElsewhere, UsageError, one_line
+from ddp_mnist.run.classification import Score, classification_metrics, find_score
+from ddp_mnist.run.folder import read_json
+from ddp_mnist.run.weights import from_bytes, read_bytes
+from ddp_mnist.verify.watch import just_train, proof_config
+from tests.commands import Typed
+from tests.test_sources import write_idx
+from tests.test_tracking import logged, scalars
+from tests.training import metrics, what_it_says, with_flags
+
+OWN = """
+import warnings
+
+def ones(labels, predictions):
+    warnings.warn("of a person's own")
+    labels += 1  # theirs, and of no effect on what comes after
+    return (predictions == 1).sum()
+
+def raises(labels, predictions):
+    return 1 if len(labels) == 4 else {}[len(labels)]
+
+def undefined(labels, predictions):
+    return 0.5 if len(labels) == 4 else float("nan")
+
+two_classes_only = lambda labels, predictions: [[1, 0], [0, 1]][predictions.max()][0]
+no_number = lambda labels, predictions: None
+not_a_number = lambda labels, predictions: float("nan")
+fails = lambda labels, predictions: 1 / 0
+seven = 7
+"""
+AVERAGED = {"average": "macro", "zero_division": 0}
+# What of scikit-learn is meant for labels and predicted classes.
+EXPECTED: dict[str, Any] = {
+    "accuracy": sk.accuracy_score,
+    "balanced_accuracy": sk.balanced_accuracy_score,
+    "cohen_kappa": sk.cohen_kappa_score,
+    "f1": lambda y, p: sk.f1_score(y, p, **AVERAGED),
+    "hamming_loss": sk.hamming_loss,
+    "jaccard": lambda y, p: sk.jaccard_score(y, p, **AVERAGED),
+    "matthews_corrcoef": sk.matthews_corrcoef,
+    "precision": lambda y, p: sk.precision_score(y, p, **AVERAGED),
+    "recall": lambda y, p: sk.recall_score(y, p, **AVERAGED),
+    "zero_one_loss": sk.zero_one_loss,
+}
+# What compares two clusterings, or two columns of numbers, takes classes as well.
+ALSO = {
+    *("adjusted_mutual_info", "adjusted_rand", "completeness", "fowlkes_mallows", "homogeneity"),
+    *("mutual_info", "normalized_mutual_info", "rand", "v_measure", "explained_variance", "r2"),
+    *("max_error", "mean_absolute_error", "mean_absolute_percentage_error", "mean_pinball_loss"),
+    *("mean_squared_error", "mean_squared_log_error", "mean_tweedie_deviance", "d2_pinball"),
+    *("median_absolute_error", "root_mean_squared_error", "root_mean_squared_log_error"),
+    *("d2_absolute_error", "d2_tweedie"),
+}
+OF_PROBABILITIES = {"roc_auc", "log_loss", "average_precision", "brier_score_loss", "hinge_loss"}
+
+
+def test_which_names_of_scikit_learn_are_taken_and_that_others_are_one_line() -> None:
+    taken = set()
+    for name in [word.removesuffix("_score") for word in sk.__all__]:
+        try:
+            find_score(name)
+            taken.add(name)
+        except UsageError as error:
+            assert str(error).startswith(f"--metrics {name}: ")
+            assert "; " in str(error)
+            assert "\n" not in str(error)
+    assert taken == EXPECTED.keys() | ALSO
+    assert not taken & OF_PROBABILITIES
+
+
+# --- In a run
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """400 train images of all classes; 47 for the test, of which none is a 9."""
+    every, place = cache.load("digits"), tmp_path_factory.mktemp("metrics")
+    kept = (every.test_labels != 9).nonzero().flatten()[:47]
+    write_idx(
+        place / "digits",
+        train_images=every.train_images[:400],
+        train_labels=every.train_labels[:400],
+        test_images=every.test_images[kept],
+        test_labels=every.test_labels[kept],
+    )
+    (place / "of_mine.py").write_text(OWN)
+    return place
+
+
+def config(run: str, *names: str, **flags: Any) -> TrainConfig:
+    short = {"epochs": 1, "batch_size": 6, "val_size": 31, "mixed_precision": "no", "quiet": False}
+    found = proof_config(run, model="mlp", metrics=names)
+    return with_flags(found, **{**short, "dataset": "digits-of-mine", **flags})
+
+
+def expected(labels: torch.Tensor, predictions: torch.Tensor) -> dict[str, Any]:
+    y, p = labels.numpy(), predictions.numpy()
+    with warnings.catch_warnings(action="ignore"):
+        return {name: function(y, p) for name, function in EXPECTED.items()}
+
+
+def test_scores_are_scikit_learns_on_any_number_of_processes(
+    digits: Path, typed: Typed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Equal to the last bit, of 31 and of 47 images; a class without images makes no noise."""
+    monkeypatch.chdir(digits)
+    names = [*EXPECTED, "of_mine:ones", "of_mine:undefined"]
+    for size in (1, 2, 3):
+        run = digits / f"on-{size}"
+        asked = config(run.name, *names, dataset=str(digits / "digits"), trackers="tensorboard")
+        said, *silent = run_world(size, what_it_says, asked, folder=digits)
+        assert silent == [""] * (size - 1)
+        summary, images = read_json(run / "summary.json"), cache.load(str(digits / "digits"))
+        trained = from_bytes(read_bytes(str(run)), str(run))
+        _, validation, test = split_images(images, 31)
+        for rows, prefix in ((validation, "val"), (test, "test")):
+            pixels, labels, _ = rows.__getitems__(torch.arange(len(rows)))
+            with torch.inference_mode():
+                predictions = trained.model(pixels).argmax(1)
+            wanted = expected(labels, predictions)
+            wanted["of_mine:ones"] = int((predictions == 1).sum())
+            wanted["of_mine:undefined"] = None
+            [line] = metrics(run, f"{prefix}_f1")
+            assert {name: line[f"{prefix}_{name}"] for name in names} == wanted
+            assert sk.confusion_matrix(labels, predictions).sum() == (31, 47)[prefix == "test"]
+        assert 0.3 < wanted["f1"] < wanted["accuracy"] < 1
+        assert sum(summary["confusion"][9]) == 0
+        assert sum(row[9] for row in summary["confusion"])  # of which scikit-learn warns
+        assert summary["metrics"] == wanted
+        words = " ".join(said.split())
+        for name, number in wanted.items():
+            assert f"{name} " + ("undefined" if number is None else f"{number:.4f}") in words
+        counted = typed("evaluate", run, "--json")
+        assert (counted.err, json.loads(counted.out)["scores"]) == ("", wanted)
+    assert scalars(run) == logged(run)
+    assert {"val_f1", "test_of_mine:ones"} <= scalars(run).keys()
+
+    others = typed("evaluate", run, "--metrics", "f1,of_mine:undefined")
+    assert f"   f1 {wanted['f1']:.4f}   of_mine:undefined undefined\n" in others.out
+    assert typed("report", run).code == 0
+    page = (run / "report.html").read_text()
+    assert f"metrics f1</th>\n<td>{wanted['f1']:.4g}</td>" in page
+    assert f"metrics of_mine:ones</th>\n<td>{wanted['of_mine:ones']}" in page
+
+
+def test_a_function_that_fails_on_the_images_ends_all_ranks_in_one_line(digits: Path) -> None:
+    flags = {"dataset": str(digits / "digits"), "quiet": True}
+    outcomes = LocalWorld(
+        2, just_train, config("raises", "of_mine:raises", **flags), folder=digits
+    ).outcomes()
+    assert isinstance(outcomes[1], FailedElsewhere)
+    assert one_line(outcomes[0]) == (
+        "ddp-mnist: error: --metrics of_mine:raises: gives no number for labels and predicted"
+        " classes (of_mine.py:10: 31); correct it, or choose another (code 2)"
+    )
+    # One that is for two classes is not refused before they are known to be ten.
+    [outcome] = LocalWorld(
+        1, just_train, config("two", "of_mine:two_classes_only", **flags), folder=digits
+    ).outcomes()
+    assert "(of_mine.py:15: list index out of range); correct it" in str(outcome)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("precison", "scikit-learn has no such metric; did you mean precision?"),
+        ("balanced_acuracy", "has no such metric; did you mean balanced_accuracy?"),
+        ("cluster", "has no such metric; see sklearn.metrics, or give MODULE:FUNCTION"),
+        ("DistanceMetric", "scikit-learn has no such metric; see"),
+        ("roc_auc", "gives no number for labels and predicted classes (_ranking.py:"),
+        ("log_loss", "gives no number for labels and predicted classes (_classification.py:"),
+        ("confusion_matrix", "gives no number for labels and predicted classes ("),
+        ("of_mine:nine", "of_mine has no nine; check its spelling"),
+        ("of_mien:ones", "there is no module of_mien in "),
+        ("of_mine:no_number", "must be a string or a real number, not 'NoneType'); correct it"),
+        ("of_mine:fails", "(of_mine.py:18: division by zero); correct it, or choose another"),
+        ("of_mine:seven", "'int' object is not callable); correct it, or choose another"),
+        ("of_mine:not_a_number", "gives nan for the labels [0, 1, 1, 1] and the predictions [0, "),
+    ],
+)
+def test_what_is_no_metric_is_one_line_before_the_first_step(
+    name: str, says: str, digits: Path, typed: Typed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(digits)
+    ended = typed("train", "--dataset", "digits", "--quiet", "--metrics", f"f1,{name}")
+    assert ended.code == 2
+    assert ended.err.count("\n") == 1
+    assert ended.err.startswith(f"ddp-mnist: error: --metrics {name}: ")
+    assert says in ended.err
+    assert not (digits / "runs").exists()
+
+
+def test_scores_are_counted_by_a_class_of_evaluate_without_a_network(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(socket, "getaddrinfo", Mock(side_effect=AssertionError("the network")))
+    monkeypatch.setattr(socket.socket, "connect", Mock(side_effect=AssertionError("the network")))
+    monkeypatch.setattr(evaluate, "load", Mock(side_effect=AssertionError("the Hub")))
+    assert issubclass(Score, evaluate.Metric)
+    labels, guesses = np.array([0, 0, 2, 2, 1]), np.array([0, 1, 2, 2, 1])
+    found = classification_metrics(guesses, labels, 3, ("f1", "recall"))
+    assert found["scores"] == {"f1": (2 / 3 + 2 / 3 + 1) / 3, "recall": (1 / 2 + 1 + 1) / 3}
+    # One class alone, and all are right: there is no agreement by chance to compare with.
+    assert classification_metrics(labels[:2], labels[:2], 3, ("cohen_kappa",))["scores"] == {
+        "cohen_kappa": None
+    }
