@@ -56,7 +56,7 @@ def test_the_stored_configurations(decided: dict[str, Any]) -> None:
         assert one == two == [workers, with_gpu]
         assert number == workers
         if without:
-            assert reported.endswith(f"{NO_GPU}/{without}.yaml")
+            assert reported.endswith(f"{NO_GPU}/{without}.yaml, which ddp-mnist configs writes")
         else:
             assert reported == with_gpu
 

@@ -101,6 +101,7 @@ for owner, name, stand_in in (
     (torch.cuda, "current_device", lambda: current[0]),
     (torch.cuda, "synchronize", lambda *_: None),
     (torch.cuda, "get_device_name", lambda *_: "stand-in"),
+    (torch.cuda, "mem_get_info", lambda *_: (2**30, 2**30)),
     (torch.cuda.nccl, "version", lambda: (2, 0, 0)),
     (torch.accelerator, "current_accelerator", current_accelerator),
     (dist, "init_process_group", init_process_group),
