@@ -11,14 +11,19 @@ Ctrl-C, or the notebook's stop button, saves a checkpoint and raises Preempted. 
 start as Accelerate's users do it: `accelerate.notebook_launcher(train_it, num_processes=2)`.
 """
 
+import contextlib
 import inspect
 import os
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from accelerate.state import AcceleratorState, GradientState, PartialState
 
+from ddp_mnist.cluster.device import is_forked
 from ddp_mnist.cluster.launch import find_launch
 from ddp_mnist.config import Distribution, Recipe, Run, TrainConfig
 from ddp_mnist.errors import UsageError, did_you_mean
@@ -29,50 +34,91 @@ from ddp_mnist.verbs import evaluate as evaluation
 from ddp_mnist.verbs import predict as prediction
 from ddp_mnist.verbs.flags import Evaluate, Predict
 
+STATES = (PartialState, AcceleratorState, GradientState)
+
 
 def train(**flags: Any) -> dict[str, Any]:
-    """Train as `ddp-mnist train` does. Return what summary.json holds; {} after `dry_run`."""
+    """Train as `ddp-mnist train` does. Return what summary.json holds; {} after `dry_run`.
+
+    Of a run that `resume` names and that has finished, return its summary.
+    """
     config = TrainConfig.of(checked(flags, Run, Recipe, Distribution))
-    adopt_ranks_of_debug_launcher()
-    summary = run_training(config, find_launch(config.distribution))
-    if not summary and not config.run.dry_run:  # it had finished before
-        summary = read_json(Path(config.run.run_dir or config.run.resume or "") / SUMMARY)
+    with process_as_found():
+        summary = run_training(config, find_launch(config.distribution))
+    file = Path(config.run.run_dir or config.run.resume or "") / SUMMARY
+    if not summary and not config.run.dry_run and file.exists():  # where rank 0's machine has it
+        summary = read_json(file)
     return summary
 
 
 def evaluate(run: str | Path, **flags: Any) -> dict[str, Any] | None:
     """Return the exact metrics of a finished run on a split; None on other ranks than rank 0."""
     typed = checked({"run": run, **flags}, Evaluate, Distribution)
-    distribution = Distribution.of(typed)
-    adopt_ranks_of_debug_launcher()
-    launch = find_launch(distribution)
-    return evaluation.evaluate_run(Evaluate.of(typed), distribution, launch)
+    own, distribution = Evaluate.of(typed), Distribution.of(typed)
+    with process_as_found():
+        return evaluation.evaluate_run(own, distribution, find_launch(distribution))
 
 
-def predict(run: str | Path, images: Sequence[str | Path], **flags: Any) -> list[dict[str, Any]]:
+def predict(
+    run: str | Path, images: str | Path | Sequence[str | Path], **flags: Any
+) -> list[dict[str, Any]]:
     """Return for each image file its class, as `ddp-mnist predict` prints it: a dict for a line."""
-    names = tuple(os.fspath(image) for image in images)
-    typed = checked({"run": run, "images": names, **flags}, Predict)
-    return [line for line, _ in prediction.predict(Predict.of(typed))]
+    files = [images] if isinstance(images, str | Path) else images
+    own = Predict.of(checked({"run": run, "images": files, **flags}, Predict))
+    with process_as_found():
+        return list(prediction.answer(own))
 
 
 def checked(typed: dict[str, Any], *groups: type[Flags]) -> dict[str, Any]:
-    """Return the keywords with paths as text. Raise UsageError for one that is no flag's name."""
+    """Return the keywords. Raise UsageError for one that is no flag's name."""
     known = [field.name for group in groups for field in flag_fields(group)]
     for name in typed.keys() - known:
         hint = did_you_mean(name, known) or "; see help() of this function"
         raise UsageError(f"{name}: there is no such keyword here{hint}")
-    return {k: os.fspath(v) if isinstance(v, os.PathLike) else v for k, v in typed.items()}
+    return typed
+
+
+@contextlib.contextmanager
+def process_as_found() -> Iterator[None]:
+    """Restore at the end what a run changes in its process, which may be a notebook's.
+
+    That is the environment, the number of threads, and what is one for all Accelerators of a
+    process: notebook_launcher refuses to start where there is any.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        raise UsageError(
+            f"thread {threading.current_thread().name}: signals reach the main thread alone; call"
+            " the trainer there, or in a process of its own"
+        )
+    adopt_ranks_of_debug_launcher()
+    variables, states = dict(os.environ), [dict(state._shared_state) for state in STATES]
+    threads = 1 if is_forked() else torch.get_num_threads()
+    torch.set_num_threads(threads)
+    for state in STATES:
+        state._shared_state.clear()
+    try:
+        yield
+    finally:
+        for state, content in zip(STATES, states, strict=True):
+            state._shared_state.clear()
+            state._shared_state.update(content)
+        for name in os.environ.keys() - variables:
+            del os.environ[name]
+        os.environ.update(variables)
+        torch.set_num_threads(threads)
 
 
 def adopt_ranks_of_debug_launcher() -> None:
-    """Leave the group that accelerate.debug_launcher forms, and take over its ranks."""
+    """Take over the ranks of the group that accelerate.debug_launcher forms, and end the group.
+
+    It tells a process its rank in no other way, and a process can be in one group only.
+    """
     file = os.environ.get("ACCELERATE_DEBUG_RDV_FILE")
     if file and dist.is_initialized():
         rank = str(dist.get_rank())
         os.environ.update(RANK=rank, LOCAL_RANK=rank)
         dist.destroy_process_group()
-        Path(file).touch()  # the group removed it, and the launcher is going to
+        Path(file).touch()  # the end of the group removed it, which the launcher will do too
 
 
 def document(function: Callable[..., Any], *groups: type[Flags]) -> None:

@@ -87,18 +87,12 @@ class Flags:
 
     @classmethod
     def of(cls, typed: Mapping[str, Any]) -> Self:
-        """Return an instance with those of the values, perhaps still text, that are its own."""
-        own = {}
-        for field in [field for field in flag_fields(cls) if field.name in typed]:
-            kind, value = kind_of(field), typed[field.name]
-            if kind == "tuple":
-                if isinstance(value, str):
-                    value = dict.fromkeys(value.replace(" ", "").split(","))
-                value = tuple(value)
-            elif kind in NUMBERS:
-                with contextlib.suppress(ValueError):  # what is no number is refused below
-                    value = NUMBERS[kind](value)
-            own[field.name] = value
+        """Return an instance with those of the values that are its own, read as if typed."""
+        own = {
+            field.name: _read(field, typed[field.name])
+            for field in flag_fields(cls)
+            if field.name in typed
+        }
         return cls(**own)
 
     def __post_init__(self) -> None:
@@ -107,6 +101,24 @@ class Flags:
             for each in value if isinstance(value, tuple) else (value,):
                 if each is not None:
                     _check(field, each)
+
+
+def _read(field: dataclasses.Field[Any], value: Any) -> Any:
+    """Return the flag's value from text, or from Python; what is none stays text, for `_check`."""
+    kind = kind_of(field)
+    if value is None and field.default is None:
+        return None
+    if kind == "bool":
+        if not isinstance(value, bool):
+            raise UsageError(f"{flag_name(field)} {value!r}: must be True or False")
+        return value
+    if kind == "tuple":
+        if isinstance(value, str):
+            return tuple(dict.fromkeys(value.replace(" ", "").split(",")))
+        return tuple(map(str, value))
+    with contextlib.suppress(ValueError):
+        return NUMBERS.get(kind, str)(str(value))
+    return str(value)
 
 
 def _check(field: dataclasses.Field[Any], value: Any) -> None:

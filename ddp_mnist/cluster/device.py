@@ -1,5 +1,6 @@
 """Choose what a process computes with: device, backend, precision, threads, one of the GPUs."""
 
+import multiprocessing
 import os
 
 import torch
@@ -100,9 +101,20 @@ def set_threads(launch: Launch, device: str, processes_here: int) -> int:
             sharers = (launch.local_world_size or 1) if launch.child_of_launcher else 1
             ours = min(ours, int(of_task))
         threads = max(1, ours // sharers) if device == "cpu" else 1
+    if is_forked():
+        threads = 1
     os.environ["OMP_NUM_THREADS"] = str(threads)
     torch.set_num_threads(threads)
     return threads
+
+
+def is_forked() -> bool:
+    """Return whether this process is a copy, as notebook_launcher makes them.
+
+    A copy lacks the threads of OpenMP that the notebook's process may have started, and would wait
+    for them for good in its first parallel loop; with one thread there is none.
+    """
+    return type(multiprocessing.current_process()).__name__ == "ForkProcess"
 
 
 def gpu_of(local_rank: int) -> int:

@@ -34,16 +34,22 @@ MOST_SHOWN, COLUMNS, INCHES = 64, 8, 1.3  # in the picture that --show writes
 
 
 def run(flags: Predict) -> None:
-    """Print a line for each image, and draw those that could be read if --show asks for it."""
-    picture = check_place(flags.show, "--show", ".png")
-    console, answers = Console(True), []
+    """Print a line for each image."""
+    console = Console(True)
+    for line in answer(flags):
+        console.print(json.dumps(line))
+        if not (console.verbose or flags.show):
+            return  # nobody reads the rest
+
+
+def answer(flags: Predict) -> Iterator[dict[str, Any]]:
+    """Yield what `predict` does for each image, and at the end draw them if --show asks for it."""
+    picture, answers = check_place(flags.show, "--show", ".png"), []
     try:
         for line, seen in predict(flags):
-            console.print(json.dumps(line))
             if picture and seen is not None:
                 answers.append((line, seen))
-            elif not console.verbose:
-                return  # nobody reads the rest
+            yield line
     finally:  # after an unreadable file too, whose error goes on from here
         if picture and answers:
             draw(answers, picture)
