@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
-from ddp_mnist.cluster.device import is_forked
+from ddp_mnist.cluster.hardware import is_forked
 from ddp_mnist.cluster.launch import find_launch
 from ddp_mnist.config import Distribution, Recipe, Run, TrainConfig
 from ddp_mnist.errors import UsageError, did_you_mean

@@ -1,11 +1,10 @@
 """Choose what a process computes with: device, backend, precision, threads, one of the GPUs."""
 
-import multiprocessing
 import os
 
 import torch
 
-from ddp_mnist.cluster.hardware import cores, gpus, hide_gpus
+from ddp_mnist.cluster.hardware import cores, gpus, hide_gpus, is_forked
 from ddp_mnist.cluster.launch import CONFIGS, Launch
 from ddp_mnist.cluster.store import Store
 from ddp_mnist.config import Distribution
@@ -17,6 +16,11 @@ def choose_device(flags: Distribution) -> str:
     wants_cpu = flags.cpu or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("true", "1")
     if wants_cpu:
         hide_gpus()
+    elif torch.cuda._is_in_bad_fork() and torch.cuda.device_count():  # which needs no CUDA
+        raise UsageError(
+            "notebook_launcher: a GPU was used in this notebook before, and its forked processes"
+            " cannot use it; restart the kernel and begin with notebook_launcher, or add cpu=True"
+        )
     device = "cuda" if not wants_cpu and gpus() else "cpu"
     if flags.sync_bn and device == "cpu":
         raise UsageError("--sync-bn: needs GPUs; on a CPU use --model cnn, which has GroupNorm")
@@ -106,15 +110,6 @@ def set_threads(launch: Launch, device: str, processes_here: int) -> int:
     os.environ["OMP_NUM_THREADS"] = str(threads)
     torch.set_num_threads(threads)
     return threads
-
-
-def is_forked() -> bool:
-    """Return whether this process is a copy, as notebook_launcher makes them.
-
-    A copy lacks the threads of OpenMP that the notebook's process may have started, and would wait
-    for them for good in its first parallel loop; with one thread there is none.
-    """
-    return type(multiprocessing.current_process()).__name__ == "ForkProcess"
 
 
 def gpu_of(local_rank: int) -> int:

@@ -1,6 +1,7 @@
 """Find what this process may use of its machine: a container or its affinity may allow less."""
 
 import contextlib
+import multiprocessing
 import os
 import platform
 from collections import defaultdict
@@ -47,6 +48,15 @@ def hide_gpus() -> None:
     An optimizer's step on a CPU would open a GPU that torch sees, which may be broken or taken.
     """
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+def is_forked() -> bool:
+    """Return whether this process is a copy of another, as notebook_launcher makes them.
+
+    A copy lacks the threads of OpenMP that the notebook's process may have started, and would wait
+    for them for good in its first parallel loop; with one thread there is none.
+    """
+    return type(multiprocessing.current_process()).__name__ == "ForkProcess"
 
 
 def cores() -> int:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from accelerate import Accelerator
 
+from ddp_mnist.cluster.hardware import is_forked
 from ddp_mnist.cluster.store import Store
 from ddp_mnist.errors import FailedElsewhere, Preempted
 
@@ -34,7 +35,8 @@ class StopSignals:
         if number not in EXIT_CODES:  # other signals with a Python handler come here too
             return
         slot = list(EXIT_CODES).index(number)
-        if number == signal.SIGINT and self.requests[slot]:
+        # To forked processes their parent passes on what its whole group of processes has got.
+        if number == signal.SIGINT and self.requests[slot] and not is_forked():
             try:
                 self.at_once()
             finally:
