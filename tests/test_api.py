@@ -1,0 +1,247 @@
+"""The trainer from Python: keywords, one interpreter for many calls, Accelerate's launchers."""
+
+import contextlib
+import inspect
+import json
+import os
+import re
+import shlex
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import PIL.Image
+import pytest
+import torch
+from accelerate import debug_launcher, notebook_launcher
+from accelerate.state import AcceleratorState, GradientState, PartialState
+
+from ddp_mnist import api
+from ddp_mnist.cluster.device import choose_device
+from ddp_mnist.cluster.local_world import free_port
+from ddp_mnist.config import Distribution, Recipe, Run
+from ddp_mnist.data import cache
+from ddp_mnist.errors import DdpMnistError, Preempted, UsageError
+from ddp_mnist.flags import flag_fields
+from ddp_mnist.run.folder import read_json
+from ddp_mnist.verbs.flags import Evaluate, Predict
+from ddp_mnist.verify import watch
+from tests.commands import Typed, python
+from tests.training import check_equal
+
+# Those of tests.commands.PROOF, as keywords.
+PROOF: dict[str, Any] = {"dataset": "digits", "model": "mlp", "epochs": 3, "batch_size": 72}
+PROOF |= {"mixed_precision": "fp64", "log_every": 1}
+
+# --- Keywords
+
+
+@pytest.mark.parametrize(
+    ("function", "first", "groups"),
+    [
+        (api.train, [], (Run, Recipe, Distribution)),
+        (api.evaluate, ["run"], (Evaluate, Distribution)),
+        (api.predict, ["run", "images"], (Predict,)),
+    ],
+)
+def test_the_keywords_are_the_flags(function: Any, first: list[str], groups: Any) -> None:
+    fields = [f for group in groups for f in flag_fields(group) if f.name not in first]
+    shown = list(inspect.signature(function).parameters.values())
+    assert [parameter.name for parameter in shown] == first + [field.name for field in fields]
+    for parameter, field in zip(shown[len(first) :], fields, strict=True):
+        assert (parameter.annotation, parameter.default) == (field.type, field.default)
+        assert parameter.kind is parameter.KEYWORD_ONLY
+        assert f"    {field.name}: {field.metadata['help']}\n" in function.__doc__ + "\n"
+
+
+@pytest.mark.parametrize(
+    ("keywords", "flags"),
+    [
+        ({"epochs": 0}, "--epochs 0"),
+        ({"epochs": 2.5}, "--epochs 2.5"),
+        ({"epochs": "two"}, "--epochs two"),
+        ({"lr": "high"}, "--lr high"),
+        ({"model": "cn"}, "--model cn"),
+        ({"image_size": "big"}, "--image-size big"),
+        ({"preset": ""}, "--preset ''"),
+        ({"comm_hook": "fp8"}, "--comm-hook fp8"),
+        ({"patience": 2, "val_size": 0}, "--patience 2 --val-size 0"),
+        ({"resume": "auto"}, "--resume auto"),
+        ({"dataset": Path("no/photos")}, "--dataset no/photos"),
+        ({"dataset": "digits", "weights": Path("no.pth")}, "--dataset digits --weights no.pth"),
+        ({"dataset": "digits", "model": "no_file:Net"}, "--dataset digits --model no_file:Net"),
+        ({"dataset": "digits", "batch_size": 5000}, "--dataset digits --batch-size 5000"),
+        ({"dataset": "digits", "metrics": ["f2"]}, "--dataset digits --metrics f2"),
+    ],
+    ids=str,
+)
+def test_an_error_is_the_command_lines(
+    keywords: dict[str, Any],
+    flags: str,
+    typed: Typed,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DdpMnistError) as raised:
+        api.train(quiet=True, **keywords)
+    ended = typed("train", "--quiet", *shlex.split(flags))
+    line = f"ddp-mnist: error: {raised.value} (code {raised.value.code})\n"
+    assert (ended.code, ended.err) == (raised.value.code, line)
+    assert list(tmp_path.iterdir()) == []
+
+
+def refused(function: Any, *args: Any, **keywords: Any) -> str:
+    with pytest.raises(UsageError) as raised:
+        function(*args, **keywords)
+    return str(raised.value)
+
+
+def test_what_a_command_line_cannot_be_given_is_refused_too() -> None:
+    for function, first in ((api.train, ()), (api.evaluate, ("a",)), (api.predict, ("a", "b"))):
+        name = "no such keyword here; see help() of this function"
+        assert refused(function, *first, dogs=1) == f"dogs: there is {name}"
+    unknown = "there is no such keyword here; did you mean"
+    assert refused(api.train, epoch=1) == f"epoch: {unknown} epochs?"
+    assert refused(api.evaluate, "a", splits="test") == f"splits: {unknown} split?"
+    assert refused(api.predict, "a", "b", topp=1) == f"topp: {unknown} top?"
+    assert refused(api.train, grey="no") == "--grey 'no': must be True or False"
+    assert refused(api.train, lr=None) == "--lr None: must be a number, above 0 and at most 100"
+    assert refused(api.train, keep=True).startswith("--keep True: must be a whole number, at ")
+
+    def elsewhere() -> None:
+        told.append(refused(api.train, dataset="digits"))
+
+    told: list[str] = []
+    thread = threading.Thread(target=elsewhere, name="other")
+    thread.start()
+    thread.join()
+    assert told == [
+        "thread other: signals reach the main thread alone; call the trainer there, or in a process"
+        " of its own"
+    ]
+
+
+# --- What is returned
+
+
+def test_evaluate_and_predict_return_what_the_command_line_prints(
+    alone: Path, typed: Typed, tmp_path: Path
+) -> None:
+    found = api.evaluate(alone)
+    assert found
+    assert found == json.loads(typed("evaluate", alone, "--json").out)
+    assert found["loss"] == pytest.approx(read_json(alone / "summary.json")["test_loss"], rel=1e-6)
+    subset = api.evaluate(alone, split="validation", metrics=["f1"])
+    assert subset
+    assert (subset["count"], [*subset["scores"]]) == (287, ["f1"])
+
+    digits, folder, seen = cache.load("digits"), tmp_path / "some digits", tmp_path / "seen.png"
+    folder.mkdir()
+    for number in range(3):
+        image = PIL.Image.fromarray(digits.test_images[number, 0].numpy())
+        image.save(folder / f"{number}.png")
+    labels = [digits.classes[label] for label in digits.test_labels[:3].tolist()]
+    answers = api.predict(str(alone), folder, top=2, show=str(seen))
+    printed = typed("predict", alone, folder, "--top", 2).out
+    assert answers == [json.loads(line) for line in printed.splitlines()]
+    assert [answer["label"] for answer in answers] == labels
+    with PIL.Image.open(seen) as picture:
+        assert picture.width > 500
+    assert api.predict(alone, [folder / "1.png", folder / "0.png"], top=2) == answers[1::-1]
+
+
+# --- One interpreter, as a notebook has it
+
+
+def what_may_change() -> list[Any]:
+    states = [
+        dict(state._shared_state) for state in (PartialState, AcceleratorState, GradientState)
+    ]
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    return [dict(os.environ), torch.get_num_threads(), states, handlers, sys.path[:]]
+
+
+def interrupt_at_step_20(optimizer: torch.optim.Optimizer, _: list[torch.Tensor]) -> None:
+    if max((int(state["step"]) for state in optimizer.state.values()), default=0) == 20:
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def train_twice(name: str) -> None:
+    """Train as one of the processes that a launcher forks."""
+    if name == "debug":
+        os.environ["MASTER_PORT"] = os.environ["TEST_PORT"]  # not the one that it always takes
+    for number in (1, 2):
+        summary = api.train(run_dir=f"{name}-{number}", **PROOF)
+        written = read_json(Path(f"{name}-{number}", "summary.json"))
+        same = ("test_loss", "confusion", "steps", "world_size")  # times are each rank's own
+        assert [summary[key] for key in same] == [written[key] for key in same]
+        found = api.evaluate(f"{name}-{number}", mixed_precision="fp64")
+        assert (found is not None) == (os.environ["RANK"] == "0")
+    Path(f"{name}-rank-{os.environ['RANK']}").touch()
+
+
+def in_one_interpreter() -> None:
+    """Do all that a person may do in a notebook, one after the other; write what came of it."""
+    before, told = what_may_change(), dict[str, Any]()
+    told["planned"] = api.train(dry_run=True, **PROOF)
+    with contextlib.suppress(UsageError):
+        api.train(dataset="digits", batch_size=5000)
+    told["first"] = api.train(run_dir=Path("first"), **PROOF)
+    told["again"] = api.train(resume="first")
+    told["single"] = api.train(run_dir="single", **PROOF | {"mixed_precision": "no", "epochs": 1})
+    told["second"] = api.train(run_dir="second", **PROOF)
+    with watch.before_each_step(interrupt_at_step_20):
+        try:
+            api.train(run_dir="stopped", **PROOF)
+        except Preempted as error:
+            told["stopped"] = [str(error), error.code]
+    told["resumed"] = api.train(resume=Path("stopped"), mixed_precision="fp64")["resumed_from"]
+    changed = [was != now for was, now in zip(before, what_may_change(), strict=True)]
+    told["changed"] = changed
+    Path("told.json").write_text(json.dumps(told))
+
+    # OpenMP's threads, which a forked process lacks, have been started, and are asked for there.
+    os.environ |= {"OMP_NUM_THREADS": "4", "TEST_PORT": str(free_port())}
+    torch.set_num_threads(4)
+    torch.randn(4000, 4000).relu().sum()
+    debug_launcher(train_twice, args=("debug",), num_processes=2)
+    notebook_launcher(train_twice, args=("notebook",), num_processes=2, use_port=str(free_port()))
+
+
+def test_many_calls_in_one_interpreter(alone: Path, tmp_path: Path) -> None:
+    code = "from tests.test_api import in_one_interpreter; in_one_interpreter()"
+    ended = python("-W", "error", "-c", code, folder=tmp_path)
+    assert (ended.code, ended.err) == (0, "")
+    told = read_json(tmp_path / "told.json")
+    assert told["planned"] == {}
+    assert told["first"] == told["again"] == read_json(tmp_path / "first" / "summary.json")
+    assert (told["single"]["precision"], told["single"]["steps"]) == ("no", 15)
+    sentence, code = told["stopped"]
+    match = r"SIGINT: stopped after step (\d+) and saved; to go on, add --resume stopped to the .*"
+    stopped = re.fullmatch(match, sentence)
+    assert stopped
+    assert told["resumed"] == [int(stopped[1])]
+    assert code == 130
+    # without a launcher bit for bit what the command line does
+    expected = watch.what_stays(alone)
+    for name in ("first", "second", "stopped"):
+        assert watch.what_stays(tmp_path / name) == expected, name
+    assert told["changed"] == [False] * 5
+    for launcher in ("debug", "notebook"):
+        assert all((tmp_path / f"{launcher}-rank-{rank}").exists() for rank in (0, 1))
+        for number in (1, 2):
+            check_equal(tmp_path / f"{launcher}-{number}", alone, 2)
+
+
+def test_a_gpu_that_the_notebook_used_is_refused_to_its_forked_processes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
+    assert choose_device(Distribution()) == "cpu"  # there is none
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert refused(choose_device, Distribution()).startswith("notebook_launcher: a GPU was used")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # restored: it hides the GPUs
+    assert choose_device(Distribution(cpu=True)) == "cpu"
