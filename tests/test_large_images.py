@@ -3,18 +3,26 @@
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.data import cache
 from ddp_mnist.errors import StorageError, one_line
+from ddp_mnist.verify.watch import just_train, proof_config
 from tests.test_own_images import folder_of, picture
+from tests.test_sources import cells_of, encoded
+from tests.training import with_flags
 
 # --- A disk that another program fills up meanwhile
 
@@ -65,3 +73,91 @@ def test_no_disk_that_fills_up_ends_the_process_without_a_word(
     assert shutil.disk_usage(small_disk).free < 2**16
     for place, number in enumerate((0, 2, 1, 3)):  # in the order of the classes a and b
         assert np.array_equal(found[place], np.asarray(images[number]).transpose(2, 0, 1))
+
+
+# --- More images than a process may take of the memory
+
+LIMIT = 1.5e9  # bytes
+COUNT, SIDE = 20_000, 224  # 3 GB
+NET = """
+from torch import nn
+
+def net(classes, shape):
+    pool = nn.AdaptiveAvgPool2d(2)
+    return nn.Sequential(nn.Conv2d(3, 8, 8, 8), nn.ReLU(), pool, nn.Flatten(), nn.Linear(32, 4))
+"""
+
+
+def write_large(folder: Path) -> int:
+    """Write noise around one of four colours, of 5 bits, as PNG into parquet; return its bytes."""
+    folder.mkdir()
+    stream = np.random.default_rng(0)
+    noise = stream.integers(0, 32, (100, SIDE, SIDE, 3), dtype=np.uint8)
+    colours = np.array([(90, 0, 0), (0, 90, 0), (0, 0, 90), (90, 90, 0)], np.uint8)
+    files = [encoded(each + colours[n % 4], compress_level=1) for n, each in enumerate(noise)]
+    table = pa.table({"image": cells_of(files * 10), "label": [n % 4 for n in range(1000)]})
+    for split, parts in (("train", COUNT // 1000 - 1), ("test", 1)):
+        path = folder / f"{split}-00000-of-00001.parquet"
+        with pq.ParquetWriter(path, table.schema, compression="none", use_dictionary=False) as file:
+            for _ in range(parts):
+                file.write_table(table)
+    return sum(len(file) for file in files) * COUNT // 100
+
+
+def watched(function: Callable[..., Any], *arguments: Any) -> tuple[Any, float, float, float]:
+    """Return what the function returns, seconds, and the highest anonymous memory and USS.
+
+    Pages of a mapped file are in the USS while one process alone has read them, although the system
+    drops them where memory is short: what a process really takes is anonymous.
+    """
+    done, peaks, this = threading.Event(), [0.0, 0.0], psutil.Process()
+
+    def look() -> None:
+        while not done.wait(0.1):
+            status = Path("/proc/self/status").read_text()
+            anonymous = int(status.partition("RssAnon:")[2].split()[0]) * 1024
+            peaks[:] = max(peaks[0], anonymous), max(peaks[1], this.memory_full_info().uss)
+
+    watcher, started = threading.Thread(target=look), time.monotonic()
+    watcher.start()
+    try:
+        found = function(*arguments)
+    finally:
+        done.set()
+        watcher.join()
+    return found, time.monotonic() - started, *peaks
+
+
+def read_it(place: str, cache_dir: str) -> tuple[int, ...]:
+    return tuple(cache.load(place, cache_dir).train_images.shape)
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc tells what memory is whose")
+def test_three_gigabytes_of_pixels_in_half_as_much_memory(
+    tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    """Read, trained on two processes, validated and tested; at the peak of each of them."""
+    place, cache_dir = tmp_path / "large", tmp_path / "cache"
+    assert write_large(place) > LIMIT  # no copy of the files fits either
+    (tmp_path / "cheap.py").write_text(NET)
+    options: dict[str, Any] = {"folder": tmp_path, "timeout_s": 1800}
+    [built] = run_world(1, watched, read_it, str(place), str(cache_dir), **options)
+    assert built[0] == (COUNT - 1000, 3, SIDE, SIDE)
+    config = with_flags(
+        proof_config(model="cheap:net", epochs=1, batch_size=256, val_size=1000),
+        dataset=str(place),
+        cache_dir=str(cache_dir),
+        mixed_precision="no",
+    )
+    ranks = run_world(2, watched, just_train, config, **options)
+    assert ranks[0][0]["test_accuracy"] == 1
+    said = []
+    for what, (_, seconds, anonymous, uss) in zip(
+        ("reading", "rank 0", "rank 1"), (built, *ranks), strict=True
+    ):
+        said.append(f"{what} {seconds:.0f} s, {anonymous / 1e6:.0f} MB (USS {uss / 1e6:.0f} MB)")
+        assert anonymous < LIMIT, said
+    record_property("details", "; ".join(said))
+    shutil.rmtree(cache_dir)
+    shutil.rmtree(place)

@@ -1,6 +1,8 @@
 """A person's own images: any size, colour and oddity is taken as it is, said, or refused."""
 
 import json
+import struct
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,10 @@ from ddp_mnist.data import cache
 from ddp_mnist.data.batches import ImageData
 from ddp_mnist.data.reading import AS_THEY_ARE, Reading
 from ddp_mnist.errors import DataError, StorageError, UsageError
+from ddp_mnist.verbs.predict import read_image
 from ddp_mnist.verify import watch
 from tests.commands import Typed
+from tests.test_sources import encoded
 from tests.training import with_flags
 
 RED, BLUE, GREY = (200, 10, 10), (10, 10, 200), (90, 90, 90)
@@ -59,9 +63,15 @@ def turned(orientation: int) -> PIL.Image.Image:
     return stored(image, exif=image.getexif())
 
 
-def animated() -> PIL.Image.Image:
+def animated(kind: str = "GIF") -> PIL.Image.Image:
     more = [picture(right=BLUE)]
-    return stored(picture(), format="GIF", save_all=True, append_images=more)
+    return stored(picture(), format=kind, save_all=True, append_images=more)
+
+
+def half_clear() -> PIL.Image.Image:
+    image = PIL.Image.new("P", (20, 12), 1)
+    image.putpalette([0, 0, 0, *RED])
+    return image
 
 
 def sixteen_bits() -> PIL.Image.Image:
@@ -114,6 +124,76 @@ TAKEN: dict[str, tuple[Any, list[int], list[int], list[str]]] = {
         ["4 images are turned"],
     ),
     "mirrored": (lambda: turned(2), [3, 12, 20], [0, 0, 0], ["4 images are turned"]),
+    "damaged EXIF": (
+        lambda: stored(
+            picture(), format="JPEG", quality=100, exif=b"Exif\0\0II*\0\x08\0\0\0\xff\xff"
+        ),
+        [3, 12, 20],
+        [200, 10, 10],
+        [],
+    ),
+    "16 bits, TIFF": (
+        lambda: stored(sixteen_bits(), format="TIFF"),
+        [1, 12, 20],
+        [180],
+        ["4 images are of 16 bits, of which the upper 8 count"],
+    ),
+    "16 bits of 32": (
+        lambda: stored(PIL.Image.fromarray(np.asarray(sixteen_bits(), np.int32)), format="TIFF"),
+        [1, 12, 20],
+        [180],
+        ["4 images are of 16 bits"],
+    ),
+    "RGBA": (
+        lambda: picture().convert("RGBA"),
+        [3, 12, 20],
+        [200, 10, 10],
+        ["4 images are transparent"],
+    ),
+    "one clear grey": (
+        lambda: stored(picture().convert("L"), transparency=67),
+        [1, 12, 20],
+        [255],
+        ["4 images are transparent"],
+    ),
+    "one clear colour": (
+        lambda: stored(picture(), transparency=RED),
+        [3, 12, 20],
+        [255, 255, 255],
+        ["4 images are transparent"],
+    ),
+    "palette, half clear": (
+        lambda: stored(half_clear(), transparency=bytes([127, 127])),
+        [3, 12, 20],
+        [228, 133, 133],  # 200, 10 and 10 on white
+        ["4 images are transparent"],
+    ),
+    "CMYK, TIFF": (
+        lambda: stored(picture().convert("CMYK"), format="TIFF"),
+        [3, 12, 20],
+        [200, 10, 10],
+        ["4 images are in CMYK"],
+    ),
+    "YCbCr": (
+        lambda: stored(picture().convert("YCbCr"), format="TIFF"),
+        [3, 12, 20],
+        [200, 10, 10],
+        [],
+    ),
+    "WebP": (
+        lambda: stored(picture(), format="WEBP", lossless=True),
+        [3, 12, 20],
+        [200, 10, 10],
+        [],
+    ),
+    "BMP": (lambda: stored(picture(), format="BMP"), [3, 12, 20], [200, 10, 10], []),
+    "pages": (lambda: animated("TIFF"), [3, 12, 20], [200, 10, 10], ["4 images are animated"]),
+    "animated PNG": (
+        lambda: animated("PNG"),
+        [3, 12, 20],
+        [200, 10, 10],
+        ["4 images are animated"],
+    ),
 }
 
 
@@ -122,6 +202,8 @@ def test_an_image_is_taken_as_it_is_and_what_is_odd_is_said(kind: str, tmp_path:
     make, shape, pixel, notes = TAKEN[kind]
     images = load(folder_of(tmp_path / "own", make(), make()))
     assert list(images.train_images.shape[1:]) == shape
+    whole = read_image(tmp_path / "own" / "train" / "b" / "1.png", images.preparation, False)
+    assert np.array_equal(images.train_images[1], whole)  # `predict` does the same
     near_the_end = images.train_images[0, :, -2, -2].int().numpy()
     np.testing.assert_allclose(near_the_end, pixel, atol=4)  # JPEG's, and a palette's
     assert len(images.preparation.notes) == len(notes)
@@ -162,7 +244,54 @@ def test_grey_and_colour_together_are_colour_unless_grey_is_asked_for(tmp_path: 
     assert load(own).digest == images.digest  # both stay in the cache
 
 
+def test_predict_prepares_each_of_a_mixed_set_as_training_did(tmp_path: Path) -> None:
+    """All of the above and more sizes in one set: it is in colour, of the median of the sides."""
+    more = [picture(size) for size in ((64, 48), (31, 90))]
+    own = folder_of(tmp_path / "own", *[make() for make, *_ in TAKEN.values()], *more)
+    images = load(own)
+    assert list(images.train_images.shape) == [len(TAKEN) + 2, 3, 12, 12]
+    for split, rows in (("train", images.train_images), ("test", images.test_images)):
+        files = sorted((own / split).rglob("*.png"))
+        for file, row in zip(files, rows, strict=True):
+            assert np.array_equal(read_image(file, images.preparation, False), row), file
+    assert {
+        "4 images are turned as their EXIF says",
+        "6 images are of 16 bits, of which the upper 8 count",
+        "12 images are transparent, on white",
+        "4 images are in CMYK, which became RGB",
+        "6 images are animated, of which the first frame counts",
+    } < set(images.preparation.notes)
+    assert len(images.preparation.notes) == 7  # and that of the sizes, and the grey ones
+
+
+def png_of(width: int, height: int) -> bytes:
+    """Return a file that says so, and ends there."""
+    whole = bytearray(encoded(picture()))
+    whole[16:24] = struct.pack(">II", width, height)
+    whole[29:33] = struct.pack(">I", zlib.crc32(whole[12:29]))
+    return bytes(whole)
+
+
+def changed() -> bytes:
+    whole = bytearray(encoded(picture()))
+    whole[50] ^= 1
+    return bytes(whole)
+
+
 REFUSED: dict[str, tuple[Any, str]] = {
+    "empty": (lambda: b"", r"is no readable image \(of no format that Pillow knows\); replace it"),
+    "no pixels": (lambda: png_of(0, 0), "is no readable image"),
+    "a bomb": (
+        lambda: png_of(30_000, 30_000),
+        r"is no readable image \(Image size \(900000000 pix",
+    ),
+    "nearly a bomb": (lambda: png_of(10_000, 10_000), "is no readable image"),
+    "a changed bit": (changed, "is no readable image"),
+    "a header alone": (lambda: encoded(picture())[:33], "is no readable image"),
+    "JPEG, cut short": (
+        lambda: encoded(picture((200, 120)), "JPEG")[:-200],
+        r"is no readable image \(image file is truncated",
+    ),
     "cut short": (lambda: picture((200, 120)), r"is no readable image \(.*\); replace it"),
     "no image": (lambda: b"hello", "is no readable image"),
     "floats": (lambda: stored(PIL.Image.new("F", (20, 12)), format="TIFF"), "mode F has no fixed"),
@@ -178,8 +307,16 @@ def test_a_damaged_image_is_refused_by_its_name(kind: str, tmp_path: Path) -> No
         path.write_bytes(path.read_bytes()[:-60])
     with pytest.raises(DataError, match=line) as raised:
         load(own)
-    assert str(raised.value).startswith(f"--dataset {own}: ")
+    file = own / "train" / "a" / "2.png"
+    begins = f"--dataset {own}: split train, column image: row 1 {file} is no readable image ("
+    assert str(raised.value).startswith(begins)
+    assert str(raised.value).endswith("); replace it or leave it out")
     assert "\n" not in str(raised.value)
+
+
+def test_the_kinds_are_at_least_twenty() -> None:
+    assert len(TAKEN) >= 24
+    assert len(REFUSED) >= 10
 
 
 # --- What is asked for

@@ -3,6 +3,7 @@
 import functools
 import io
 import statistics
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -181,7 +182,9 @@ def _of_each(
                 f"{where}, column {column}: row {row} has no image; add it or leave the row out"
             )
         try:
-            with PIL.Image.open(io.BytesIO(file) if isinstance(file, bytes) else file) as image:
+            content = io.BytesIO(file) if isinstance(file, bytes) else file
+            # Pillow warns of what it can do without, as a part of the EXIF.
+            with warnings.catch_warnings(action="ignore"), PIL.Image.open(content) as image:
                 found = function(image)
         except Exception as error:  # Pillow raises OSError, SyntaxError, ValueError and more
             unknown = isinstance(error, PIL.UnidentifiedImageError)
