@@ -173,8 +173,11 @@ def read_folder(folder: str) -> Any:
     with library(folder, FOLDER_FIX, "it names files outside of it", scratch_place):
         if (Path(folder) / "dataset_dict.json").exists():
             return datasets.load_from_disk(folder)
-        with tempfile.TemporaryDirectory(prefix="ddp_mnist-") as scratch:
-            return datasets.load_dataset(folder, cache_dir=scratch, keep_in_memory=True)
+        with tempfile.TemporaryDirectory(
+            prefix="ddp_mnist-", ignore_cleanup_errors=True
+        ) as scratch:
+            # Mapped, not read: a file that was removed stays as long as it is mapped.
+            return datasets.load_dataset(folder, cache_dir=scratch)
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ that is not 28x28 and grey is a photo of a digit, see digit_photos.py.
 import io
 import json
 import sys
+import textwrap
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -125,7 +126,10 @@ def read_image(file: Path, preparation: Preparation, digit_photos: bool) -> np.n
 def draw(answers: Sequence[tuple[dict[str, Any], np.ndarray]], path: Path) -> None:
     """Write a picture of the first MOST_SHOWN of what `predict` yielded. Raises StorageError."""
     from matplotlib.figure import Figure
+    from matplotlib.font_manager import fontManager
 
+    chinese = [font.name for font in fontManager.ttflist if " CJK " in font.name]
+    fonts = ["DejaVu Sans", *chinese[:1]]
     shown = answers[:MOST_SHOWN]
     rows = -(-len(shown) // COLUMNS)
     figure = Figure(figsize=(COLUMNS * INCHES, rows * INCHES * 1.35 + 0.3), layout="constrained")
@@ -133,8 +137,11 @@ def draw(answers: Sequence[tuple[dict[str, Any], np.ndarray]], path: Path) -> No
     for place, (line, image) in enumerate(shown, start=1):
         axis = figure.add_subplot(rows, COLUMNS, place)
         axis.imshow(image.transpose(1, 2, 0), cmap="gray", vmin=0, vmax=255)
-        title = f"{Path(line['file']).name[-18:]}\n{line['label']} ({line['probability']:.2f})"
-        axis.set_title(title, fontsize=8, parse_math=False)
+        label = f"{line['label']} ({line['probability']:.2f})"
+        label = textwrap.fill(label, 20 if label.isascii() else 10)  # Chinese is twice as wide
+        title = f"{Path(line['file']).name[-18:]}\n{label}"
+        axis.set_title(title, fontsize=8, parse_math=False, family=fonts)
         axis.axis("off")
-    with storage_errors(path, "--show"):
+    # matplotlib warns of each letter that no font has
+    with storage_errors(path, "--show"), warnings.catch_warnings(action="ignore"):
         figure.savefig(path, dpi=100)
