@@ -1,12 +1,15 @@
 """Python code of the person's own, named MODULE:NAME on the command line."""
 
 import importlib
+import inspect
 import sys
 import traceback
 from pathlib import Path
 from typing import Any
 
 from ddp_mnist.errors import UsageError, reason
+
+IMPORTED: dict[str, str] = {}  # by module its source, as it was imported
 
 
 def find(flag: str, name: str) -> Any:
@@ -23,12 +26,18 @@ def find(flag: str, name: str) -> Any:
 
 
 def import_module(flag: str, name: str) -> Any:
-    """Import the module before the colon."""
+    """Import the module before the colon; once more if its file was written anew since."""
     module, here = name.partition(":")[0], str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
     try:
-        return importlib.import_module(module)
+        importlib.invalidate_caches()  # the file may be younger than what Python saw of its folder
+        found = importlib.import_module(module)
+        source = inspect.getsource(found) if getattr(found, "__file__", None) else ""
+        if IMPORTED.get(module, source) != source:
+            found = importlib.reload(found)
+        IMPORTED[module] = source
+        return found
     except Exception as error:
         missing = getattr(error, "name", None) or ""
         if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{missing}."):

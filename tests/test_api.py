@@ -18,7 +18,7 @@ import torch
 from accelerate import debug_launcher, notebook_launcher
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
-from ddp_mnist import api
+from ddp_mnist import api, own_code
 from ddp_mnist.cluster.device import choose_device
 from ddp_mnist.cluster.local_world import free_port
 from ddp_mnist.config import Distribution, Recipe, Run
@@ -234,6 +234,21 @@ def test_many_calls_in_one_interpreter(alone: Path, tmp_path: Path) -> None:
         assert all((tmp_path / f"{launcher}-rank-{rank}").exists() for rank in (0, 1))
         for number in (1, 2):
             check_equal(tmp_path / f"{launcher}-{number}", alone, 2)
+
+
+def test_ones_own_file_counts_as_it_is_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A notebook writes it again and again, with %%writefile."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for units in (9, 10, 11):
+        Path("net_of_a_notebook.py").write_text(f"UNITS = {units}\n" * units)
+        assert own_code.find("--model", "net_of_a_notebook:UNITS") == units
+    Path("net_of_a_notebook.py").write_text("UNITS =")
+    for _ in range(2):
+        said = refused(own_code.find, "--model", "net_of_a_notebook:UNITS")
+        assert said.startswith("--model net_of_a_notebook:UNITS: cannot be imported (")
+    Path("net_of_a_notebook.py").write_text("UNITS = 12")
+    assert own_code.find("--model", "net_of_a_notebook:UNITS") == 12
 
 
 def test_a_gpu_that_the_notebook_used_is_refused_to_its_forked_processes(
