@@ -8,6 +8,7 @@ a training goes on for two epochs.
 
 import itertools
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -81,7 +82,7 @@ def write_photos(folder: Path) -> None:
 
 def test_what_the_pages_tell_to_type_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In processes that have torch loaded; test_launchers.py has the real launchers."""
-    assert write_own_code(tmp_path) == ["own_net.py", "own_metrics.py"]
+    assert write_own_code(tmp_path) == ["own_net.py", "own_metrics.py", "from_python.py"]
     write_photos(tmp_path / "photos")
     lines = [line for fence in RUN for line in fence.body.splitlines()]
     assert len(lines) >= 18
@@ -98,11 +99,14 @@ def test_what_the_pages_tell_to_type_works(tmp_path: Path, monkeypatch: pytest.M
         else:
             codes = run_world(size, run_verb, argv, printed, folder=tmp_path)
         assert codes == [0] * size, f"{line}\n{printed.read_text()}"
+    with printed.open("a") as file, redirect_stdout(file):
+        runpy.run_path("from_python.py")
     assert "96 images a step = 2 processes x 2 parts x 24\n" in printed.read_text()
     said = " ".join(printed.read_text().split())  # long lines are broken
     assert "became 30x30" in said  # of the shorter sides 28, 30, 31 and 50 the lower median
     scores = r"f1 0\.\d+, balanced_accuracy 0\.\d+, own_metrics:second_class_missed 0\.\d+"
     assert re.search(scores, said)
+    assert re.search(r"[01]\.\d+ \[\[\d+, \d+\], \[\d+, \d+\]\] (cat|dog)$", said)
 
 
 def test_what_a_page_quotes_is_in_the_code() -> None:
