@@ -6,6 +6,7 @@ GLOBAL batches, the same on every rank, and Accelerate gives each rank its part 
 """
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -97,6 +98,11 @@ class Rows(Dataset[tuple[Tensor, Tensor, Tensor]]):
         rows = self.rows[indices]
         # images[rows] would copy pixel by pixel: four times as long
         return self.images.index_select(0, rows), self.labels[rows], indices
+
+
+def images_a_pass(images: Tensor) -> int:
+    """Return how many of [N, C, H, W] a forward pass takes: it is a matter of time and memory."""
+    return max(1, min(500, 2**23 // math.prod(images.shape[1:])))
 
 
 # --- Their order

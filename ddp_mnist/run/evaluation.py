@@ -21,10 +21,7 @@ from torch.utils.data import DataLoader
 
 from ddp_mnist.cluster.signals import StopSignals
 from ddp_mnist.cluster.world import broadcast_bytes
-from ddp_mnist.data.batches import Rows, make_loader
-
-# Per process and forward pass: it changes no result, only time and memory.
-MOST_IMAGES, MOST_PIXELS = 500, 2**23
+from ddp_mnist.data.batches import Rows, images_a_pass, make_loader
 
 
 @dataclass(frozen=True)
@@ -44,8 +41,7 @@ def prepare_split(accelerator: Accelerator, rows: Rows, per_process: int | None 
     """Return a loader that splits `rows` among the processes, in order."""
     # More than there are would have Accelerate repeat rows until the last batch is full.
     most = max(1, math.ceil(len(rows) / accelerator.num_processes))
-    usual = max(1, min(MOST_IMAGES, MOST_PIXELS // math.prod(rows.images.shape[1:])))
-    batch_size = min(per_process or usual, most) * accelerator.num_processes
+    batch_size = min(per_process or images_a_pass(rows.images), most) * accelerator.num_processes
     return accelerator.prepare_data_loader(make_loader(rows, batch_size=batch_size))
 
 

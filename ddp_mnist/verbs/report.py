@@ -20,6 +20,7 @@ import PIL.Image
 import torch
 
 from ddp_mnist.data import cache
+from ddp_mnist.data.batches import images_a_pass
 from ddp_mnist.data.reading import Reading
 from ddp_mnist.errors import CheckpointError, DataError, DdpMnistError, reason
 from ddp_mnist.run import folder, weights
@@ -29,7 +30,6 @@ from ddp_mnist.verbs.flags import Report
 from ddp_mnist.verbs.render import render
 
 MOST_WRONG = 24
-BATCH = 500
 NOT_IN_A_ROW = ("ranks", "confusion", "classes", "class_accuracy", "notes")  # of the settings
 
 
@@ -111,7 +111,7 @@ def find_mistakes(run: ReportedRun, path: Path, places: Report) -> None:
     except DdpMnistError as error:
         run.no_mistakes = str(error)
         return
-    batches = images.test_images.split(BATCH)
+    batches = images.test_images.split(images_a_pass(images.test_images))
     probabilities = torch.cat([trained.model(batch).softmax(1) for batch in batches])
     certainty, guesses = probabilities.max(1)
     wrong = (guesses != images.test_labels).nonzero().flatten()
