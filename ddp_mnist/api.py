@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, GradientState, PartialState
+from torch.distributed.distributed_c10d import _get_default_store
 
 from ddp_mnist.cluster.hardware import is_forked
 from ddp_mnist.cluster.launch import find_launch
@@ -34,6 +35,7 @@ from ddp_mnist.verbs import evaluate as evaluation
 from ddp_mnist.verbs import predict as prediction
 from ddp_mnist.verbs.flags import Evaluate, Predict
 
+KEPT: list[dist.Store] = []  # debug_launcher's: its end removes a file, which the launcher does too
 STATES = (PartialState, AcceleratorState, GradientState)
 
 
@@ -113,12 +115,11 @@ def adopt_ranks_of_debug_launcher() -> None:
 
     It tells a process its rank in no other way, and a process can be in one group only.
     """
-    file = os.environ.get("ACCELERATE_DEBUG_RDV_FILE")
-    if file and dist.is_initialized():
+    if "ACCELERATE_DEBUG_RDV_FILE" in os.environ and dist.is_initialized():
         rank = str(dist.get_rank())
         os.environ.update(RANK=rank, LOCAL_RANK=rank)
+        KEPT.append(_get_default_store())
         dist.destroy_process_group()
-        Path(file).touch()  # the end of the group removed it, which the launcher will do too
 
 
 def document(function: Callable[..., Any], *groups: type[Flags]) -> None:

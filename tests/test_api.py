@@ -3,12 +3,14 @@
 import contextlib
 import inspect
 import json
+import logging
 import os
 import re
 import shlex
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import pytest
 import torch
 from accelerate import debug_launcher, notebook_launcher
 from accelerate.state import AcceleratorState, GradientState, PartialState
+from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from ddp_mnist import api, own_code
 from ddp_mnist.cluster.device import choose_device
@@ -29,7 +32,7 @@ from ddp_mnist.run.folder import read_json
 from ddp_mnist.verbs.flags import Evaluate, Predict
 from ddp_mnist.verify import watch
 from tests.commands import Typed, python
-from tests.training import check_equal
+from tests.training import check_equal, metrics
 
 # Those of tests.commands.PROOF, as keywords.
 PROOF: dict[str, Any] = {"dataset": "digits", "model": "mlp", "epochs": 3, "batch_size": 72}
@@ -165,8 +168,16 @@ def what_may_change() -> list[Any]:
 
 
 def interrupt_at_step_20(optimizer: torch.optim.Optimizer, _: list[torch.Tensor]) -> None:
-    if max((int(state["step"]) for state in optimizer.state.values()), default=0) == 20:
-        os.kill(os.getpid(), signal.SIGINT)
+    """Send what Ctrl-C sends: to the whole group of processes, once."""
+    taken = max((int(state["step"]) for state in optimizer.state.values()), default=0)
+    if taken == 20 and os.environ.get("RANK", "0") == "0":
+        os.killpg(0, signal.SIGINT)
+        time.sleep(0.05)  # another thread notes it
+
+
+def train_until_interrupted(run_dir: str) -> None:
+    with watch.before_each_step(interrupt_at_step_20):
+        api.train(run_dir=run_dir, **PROOF)
 
 
 def train_twice(name: str) -> None:
@@ -185,6 +196,7 @@ def train_twice(name: str) -> None:
 
 def in_one_interpreter() -> None:
     """Do all that a person may do in a notebook, one after the other; write what came of it."""
+    os.setsid()  # an interrupt is for this test's processes alone
     before, told = what_may_change(), dict[str, Any]()
     told["planned"] = api.train(dry_run=True, **PROOF)
     with contextlib.suppress(UsageError):
@@ -193,11 +205,10 @@ def in_one_interpreter() -> None:
     told["again"] = api.train(resume="first")
     told["single"] = api.train(run_dir="single", **PROOF | {"mixed_precision": "no", "epochs": 1})
     told["second"] = api.train(run_dir="second", **PROOF)
-    with watch.before_each_step(interrupt_at_step_20):
-        try:
-            api.train(run_dir="stopped", **PROOF)
-        except Preempted as error:
-            told["stopped"] = [str(error), error.code]
+    try:
+        train_until_interrupted("stopped")
+    except Preempted as error:
+        told["stopped"] = [str(error), error.code]
     told["resumed"] = api.train(resume=Path("stopped"), mixed_precision="fp64")["resumed_from"]
     changed = [was != now for was, now in zip(before, what_may_change(), strict=True)]
     told["changed"] = changed
@@ -208,7 +219,14 @@ def in_one_interpreter() -> None:
     torch.set_num_threads(4)
     torch.randn(4000, 4000).relu().sum()
     debug_launcher(train_twice, args=("debug",), num_processes=2)
-    notebook_launcher(train_twice, args=("notebook",), num_processes=2, use_port=str(free_port()))
+    port = str(free_port())
+    notebook_launcher(train_twice, args=("notebook",), num_processes=2, use_port=port)
+    logging.disable(logging.WARNING)  # the launcher's words on what it does
+    try:
+        notebook_launcher(train_until_interrupted, args=("both",), num_processes=2, use_port=port)
+    except SignalException as error:
+        Path("signalled").write_text(error.sigval.name)
+    api.train(resume="both", mixed_precision="fp64")  # on one process now
 
 
 def test_many_calls_in_one_interpreter(alone: Path, tmp_path: Path) -> None:
@@ -230,6 +248,11 @@ def test_many_calls_in_one_interpreter(alone: Path, tmp_path: Path) -> None:
     for name in ("first", "second", "stopped"):
         assert watch.what_stays(tmp_path / name) == expected, name
     assert told["changed"] == [False] * 5
+    assert (tmp_path / "signalled").read_text() == "SIGINT"
+    assert read_json(tmp_path / "both" / "summary.json")["resumed_from"] == [21]
+    assert len(metrics(tmp_path / "both")) == 45
+    weights = watch.weights_of(tmp_path / "both")
+    assert watch.largest_difference(weights, watch.weights_of(alone)) < 1e-9
     for launcher in ("debug", "notebook"):
         assert all((tmp_path / f"{launcher}-rank-{rank}").exists() for rank in (0, 1))
         for number in (1, 2):
