@@ -67,8 +67,9 @@ def predict(
     """Return for each image file its class, as `ddp-mnist predict` prints it: a dict for a line."""
     files = [images] if isinstance(images, str | Path) else images
     own = Predict.of(checked({"run": run, "images": files, **flags}, Predict))
-    with process_as_found():
-        return list(prediction.answer(own))
+    if is_forked():
+        torch.set_num_threads(1)
+    return list(prediction.answer(own))
 
 
 def checked(typed: dict[str, Any], *groups: type[Flags]) -> dict[str, Any]:
