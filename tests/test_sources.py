@@ -487,7 +487,8 @@ def test_fault_29_no_space_to_unpack_in(
     error = RuntimeError("while writing a table")  # as datasets wraps it
     error.__cause__ = OSError(code, "Refused")
     monkeypatch.setattr(sources, "why_out_of_reach", lambda _: "")
-    monkeypatch.setattr("datasets.load_dataset", Mock(side_effect=error))
+    for name in ("load_dataset", "load_dataset_builder"):
+        monkeypatch.setattr(f"datasets.{name}", Mock(side_effect=error))
     mnist = what == "mnist"
     with pytest.raises(StorageError) as caught:
         read("mnist" if mnist else write_parquet(tmp_path))

@@ -167,6 +167,7 @@ def why_out_of_reach(hub_id: str) -> str:
 def read_folder(folder: str) -> Any:
     """Read parquet, CSV or images in any layout that `load_dataset` knows, or `save_to_disk`."""
     import datasets
+    from pyarrow.dataset import ParquetFragmentScanOptions
 
     # The library's Arrow copy is only needed until the images are decoded.
     scratch_place = (tempfile.gettempdir(), "TMPDIR", NO_SPACE)
@@ -176,8 +177,14 @@ def read_folder(folder: str) -> Any:
         with tempfile.TemporaryDirectory(
             prefix="ddp_mnist-", ignore_cleanup_errors=True
         ) as scratch:
+            builder = datasets.load_dataset_builder(folder, cache_dir=scratch)
+            if hasattr(builder.config, "fragment_scan_options"):  # of parquet
+                # pyarrow would else hold all that it has read of a file until its end
+                no_buffer = ParquetFragmentScanOptions(pre_buffer=False)
+                builder.config.fragment_scan_options = no_buffer
+            builder.download_and_prepare()
             # Mapped, not read: a file that was removed stays as long as it is mapped.
-            return datasets.load_dataset(folder, cache_dir=scratch)
+            return builder.as_dataset()
 
 
 @contextlib.contextmanager

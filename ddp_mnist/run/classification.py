@@ -63,8 +63,8 @@ def find_score(name: str) -> Callable[[Any, Any], float]:
     """Return the function of int64 labels [N] and predictions [N] that --metrics NAME stands for.
 
     Without a colon it is scikit-learn's NAME or NAME_score, the mean over the classes where it has
-    a choice (macro). Raise UsageError if there is none, or it takes something else: probabilities,
-    of which labels of three classes can be told, or values of its own.
+    a choice (macro). Raise UsageError if there is none, or it needs more than predicted classes,
+    as what is made for probabilities says of three classes.
     """
     if ":" in name:
         function = own_code.find("--metrics", name)
