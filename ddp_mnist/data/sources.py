@@ -167,6 +167,7 @@ def why_out_of_reach(hub_id: str) -> str:
 def read_folder(folder: str) -> Any:
     """Read parquet, CSV or images in any layout that `load_dataset` knows, or `save_to_disk`."""
     import datasets
+    import pyarrow as pa
     from pyarrow.dataset import ParquetFragmentScanOptions
 
     # The library's Arrow copy is only needed until the images are decoded.
@@ -182,7 +183,9 @@ def read_folder(folder: str) -> Any:
                 # pyarrow would else hold all that it has read of a file until its end
                 no_buffer = ParquetFragmentScanOptions(pre_buffer=False)
                 builder.config.fragment_scan_options = no_buffer
+                builder.config.batch_size = 100
             builder.download_and_prepare()
+            pa.default_memory_pool().release_unused()
             # Mapped, not read: a file that was removed stays as long as it is mapped.
             return builder.as_dataset()
 
