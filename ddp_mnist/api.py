@@ -26,9 +26,9 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from ddp_mnist.cluster.hardware import is_forked
 from ddp_mnist.cluster.launch import find_launch
-from ddp_mnist.config import Distribution, Recipe, Run, TrainConfig
+from ddp_mnist.config import Distribution, Recipe, Run, TrainConfig, fields_of
 from ddp_mnist.errors import UsageError, did_you_mean
-from ddp_mnist.flags import Flags, flag_fields
+from ddp_mnist.flags import Flags
 from ddp_mnist.run.folder import SUMMARY, read_json
 from ddp_mnist.train import train as run_training
 from ddp_mnist.verbs import evaluate as evaluation
@@ -42,7 +42,9 @@ STATES = (PartialState, AcceleratorState, GradientState)
 def train(**flags: Any) -> dict[str, Any]:
     """Train as `ddp-mnist train` does. Return what summary.json holds; {} after `dry_run`.
 
-    Of a run that `resume` names and that has finished, return its summary.
+    All are keywords, as `dataset="photos"`; `model` and `metrics` may be classes and functions of a
+    file that can be imported. Of a run that `resume` names and that has finished, return its
+    summary.
     """
     config = TrainConfig.of(checked(flags, Run, Recipe, Distribution))
     with process_as_found():
@@ -64,7 +66,10 @@ def evaluate(run: str | Path, **flags: Any) -> dict[str, Any] | None:
 def predict(
     run: str | Path, images: str | Path | Sequence[str | Path], **flags: Any
 ) -> list[dict[str, Any]]:
-    """Return for each image file its class, as `ddp-mnist predict` prints it: a dict for a line."""
+    """Return for each image file its class, as `ddp-mnist predict` prints it: a dict for a line.
+
+    Raise DataError if one cannot be read: the answers to the others are not returned.
+    """
     files = [images] if isinstance(images, str | Path) else images
     own = Predict.of(checked({"run": run, "images": files, **flags}, Predict))
     if is_forked():
@@ -74,7 +79,7 @@ def predict(
 
 def checked(typed: dict[str, Any], *groups: type[Flags]) -> dict[str, Any]:
     """Return the keywords. Raise UsageError for one that is no flag's name."""
-    known = [field.name for group in groups for field in flag_fields(group)]
+    known = [field.name for fields in fields_of(*groups).values() for field in fields]
     for name in typed.keys() - known:
         hint = did_you_mean(name, known) or "; see help() of this function"
         raise UsageError(f"{name}: there is no such keyword here{hint}")
@@ -127,7 +132,7 @@ def document(function: Callable[..., Any], *groups: type[Flags]) -> None:
     """Give a function of keywords the signature and the help of the flags."""
     own = inspect.signature(function).parameters
     named = [parameter for parameter in own.values() if parameter.kind is not parameter.VAR_KEYWORD]
-    fields = [f for group in groups for f in flag_fields(group) if f.name not in own]
+    fields = [f for each in fields_of(*groups).values() for f in each if f.name not in own]
     keyword = inspect.Parameter.KEYWORD_ONLY
     named += [
         inspect.Parameter(f.name, keyword, default=f.default, annotation=f.type) for f in fields

@@ -17,9 +17,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from ddp_mnist import __version__, errors
-from ddp_mnist.config import Distribution, Recipe, Run, TrainConfig
+from ddp_mnist.config import Distribution, Recipe, Run, TrainConfig, fields_of
 from ddp_mnist.errors import UsageError, did_you_mean
-from ddp_mnist.flags import Flags, add_flags, flag_fields
+from ddp_mnist.flags import Flags, add_flags
 from ddp_mnist.run.console import Console, open_what_is_closed, tell, write_stdout
 
 VERBS = {
@@ -36,7 +36,7 @@ VERBS = {
 }
 HELP = """usage: ddp-mnist [-h] [--version] VERB ...
 
-Trains MNIST with DDP on one process, many, or many machines.
+Trains MNIST, or any images of your own, with DDP on one process, many, or many machines.
 
 {}
 
@@ -51,7 +51,6 @@ MODULES = {verb: f"ddp_mnist.verbs.{verb}" for verb in VERBS} | {
 }
 # The default of --dist-timeout, for verbs that several processes share. A person waits for doctor.
 DIST_TIMEOUTS = {"evaluate": Distribution.dist_timeout, "doctor": 60.0}
-OF_TRAINING = ("sync_bn", "comm_hook", "compile", "mixed_precision")  # flags of Distribution
 IN_TUTORIALS = {  # flags of other trainers
     "--amp": "here it is --mixed-precision fp16",
     "--evaluate": "here it is another command: ddp-mnist evaluate RUN",
@@ -168,9 +167,8 @@ def parse(name: str, argv: Sequence[str], *groups: type[Flags]) -> dict[str, Any
         allow_abbrev=False,
     )
     trains = Recipe in groups
-    for group in groups:
+    for group, fields in fields_of(*groups).items():
         section = parser.add_argument_group(group.__name__, group.__doc__) if trains else parser
-        fields = [f for f in flag_fields(group) if trains or f.name not in OF_TRAINING]
         add_flags(section, fields)
         for field in fields:
             if isinstance(choices := field.metadata["choices"], Mapping):

@@ -7,13 +7,13 @@ configuration that exists is a legal one, wherever it came from.
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import Field, dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from ddp_mnist.data.reading import Reading
 from ddp_mnist.errors import UsageError, did_you_mean
-from ddp_mnist.flags import Flags, flag, flag_name, flag_values
+from ddp_mnist.flags import Flags, flag, flag_fields, flag_name, flag_values
 
 changeable = partial(flag, on_resume="may change")
 forgotten = partial(flag, on_resume="forget")
@@ -25,7 +25,7 @@ class Run(Flags):
 
     dataset: str = flag(
         "mnist",
-        "mnist, auto (mnist, else digits), fashion_mnist, digits, a Hub id, or a folder.",
+        "mnist, auto (mnist, else digits), fashion_mnist, digits, patches, a Hub id, or a folder.",
         on_resume="same images",
         may_differ=True,  # a folder may lie elsewhere on each machine: equal is what it holds
     )
@@ -123,9 +123,13 @@ class Recipe(Flags):
     weights: str | None = flag(
         None, "Begin with the weights in this .pth or .safetensors file.", on_resume="forget"
     )
-    epochs: int | None = changeable(None, "Passes over the train images [by data set].", least=1)
+    epochs: int | None = changeable(
+        None, "Passes over the train images [300 steps or more; accurate: 4,000].", least=1
+    )
     batch_size: int | None = flag(
-        None, "GLOBAL batch: images per optimizer step over all processes [by data set].", least=1
+        None,
+        "GLOBAL batch: images a step of all processes [144, or 72 of under 7,200; accurate: x2].",
+        least=1,
     )
     optimizer: str | None = flag(
         None,
@@ -136,7 +140,11 @@ class Recipe(Flags):
     weight_decay: float = flag(1e-2, "Weight decay of matrices and kernels.", least=0, most=10)
     warmup: float = flag(0.1, "Share of steps in which the rate rises.", least=0, below=1)
     label_smoothing: float = flag(0.1, "Share of the target spread over classes.", least=0, below=1)
-    augment: bool = flag(False, "Rotate, scale and shift each image at random.", negatable=True)
+    augment: bool = flag(
+        False,
+        "Strokes on black: rotate, scale, shift at random. Other images: mirror, crop, colour.",
+        negatable=True,
+    )
     val_size: int | None = flag(
         None, "Train images held out to decide by [5000, at most a fifth; 0 = none].", least=0
     )
@@ -208,6 +216,18 @@ class Distribution(Flags):
     compile: bool = flag(False, "torch.compile the model.")
 
 
+OF_TRAINING = ("sync_bn", "comm_hook", "compile", "mixed_precision")  # flags of Distribution
+
+
+def fields_of(*groups: type[Flags]) -> dict[type[Flags], list[Field[Any]]]:
+    """Return the flags of a verb with these groups; only one that trains has those OF_TRAINING."""
+    trains = Recipe in groups
+    return {
+        group: [f for f in flag_fields(group) if trains or f.name not in OF_TRAINING]
+        for group in groups
+    }
+
+
 @dataclass(frozen=True)
 class TrainConfig:
     """The flags of `train`."""
@@ -256,7 +276,7 @@ class ResolvedConfig(TrainConfig):
 
 
 def resolve_recipe(recipe: Recipe, rows: int, world_size: int) -> ResolvedRecipe:
-    """Return the recipe with every "by data set" filled in for this data and world size.
+    """Return the recipe with all that was left open filled in for this data and world size.
 
     A step takes 144 images (1, 2, 3, 4, 6 and 8 processes divide that), or 72 of a small set, or
     what divides evenly next to it; a run takes as many epochs as make 300 steps. With --preset

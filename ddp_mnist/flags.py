@@ -4,12 +4,13 @@ import argparse
 import contextlib
 import dataclasses
 import operator
+import os
 import types
 import typing
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, Self
 
-from ddp_mnist.errors import UsageError, did_you_mean
+from ddp_mnist.errors import UsageError, did_you_mean, printable
 
 OnResume = Literal[
     "must equal",  # inherited; another value is refused
@@ -115,10 +116,24 @@ def _read(field: dataclasses.Field[Any], value: Any) -> Any:
     if kind == "tuple":
         if isinstance(value, str):
             return tuple(dict.fromkeys(value.replace(" ", "").split(",")))
-        return tuple(map(str, value))
+        several = value if isinstance(value, Iterable) else (value,)
+        return tuple(_as_typed(field, each) for each in several)
+    text = _as_typed(field, value)
     with contextlib.suppress(ValueError):
-        return NUMBERS.get(kind, str)(str(value))
-    return str(value)
+        return NUMBERS.get(kind, str)(text)
+    return text
+
+
+def _as_typed(field: dataclasses.Field[Any], value: Any) -> str:
+    """Return a value of Python as it would be typed, and MODULE:NAME of a class or a function."""
+    if isinstance(value, type | types.FunctionType):
+        if value.__module__ == "__main__":
+            raise UsageError(
+                f"{flag_name(field)} {value.__name__}: is of this session alone, where a later one"
+                " cannot find it; write it into a file, and import it from there"
+            )
+        return f"{value.__module__}:{value.__qualname__}"
+    return str(value) if isinstance(value, str | os.PathLike) else printable(str(value))[:60]
 
 
 def _check(field: dataclasses.Field[Any], value: Any) -> None:

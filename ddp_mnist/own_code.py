@@ -50,7 +50,13 @@ def import_module(flag: str, name: str) -> Any:
         ) from error
 
 
-def said_by(error: Exception) -> str:
-    """Return what an error says, and the line of code that raised it."""
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{Path(last.filename).name}:{last.lineno}: {reason(error)}"
+def said_by(error: Exception, called: object = None) -> str:
+    """Return what an error says, and the line of code that raised it.
+
+    If that was the call itself, of a function whose arguments are others, it is the function's.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    file, line = frames[-1].filename, frames[-1].lineno
+    if len(frames) == 1 and (code := getattr(called, "__code__", None)):
+        file, line = code.co_filename, code.co_firstlineno
+    return f"{Path(file).name}:{line}: {reason(error)}"

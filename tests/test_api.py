@@ -20,15 +20,15 @@ import pytest
 import torch
 from accelerate import debug_launcher, notebook_launcher
 from accelerate.state import AcceleratorState, GradientState, PartialState
+from torch import nn
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from ddp_mnist import api, own_code
 from ddp_mnist.cluster.device import choose_device
 from ddp_mnist.cluster.local_world import free_port
-from ddp_mnist.config import Distribution, Recipe, Run
+from ddp_mnist.config import Distribution, Recipe, Run, fields_of
 from ddp_mnist.data import cache
 from ddp_mnist.errors import DdpMnistError, Preempted, UsageError
-from ddp_mnist.flags import flag_fields
 from ddp_mnist.run.folder import read_json
 from ddp_mnist.verbs.flags import Evaluate, Predict
 from ddp_mnist.verify import watch
@@ -51,7 +51,8 @@ PROOF |= {"mixed_precision": "fp64", "log_every": 1}
     ],
 )
 def test_the_keywords_are_the_flags(function: Any, first: list[str], groups: Any) -> None:
-    fields = [f for group in groups for f in flag_fields(group) if f.name not in first]
+    fields = [f for each in fields_of(*groups).values() for f in each if f.name not in first]
+    assert ("sync_bn" in {field.name for field in fields}) == (function is api.train)  # as --help
     shown = list(inspect.signature(function).parameters.values())
     assert [parameter.name for parameter in shown] == first + [field.name for field in fields]
     for parameter, field in zip(shown[len(first) :], fields, strict=True):
@@ -111,6 +112,7 @@ def test_what_a_command_line_cannot_be_given_is_refused_too() -> None:
     assert refused(api.train, epoch=1) == f"epoch: {unknown} epochs?"
     assert refused(api.evaluate, "a", splits="test") == f"splits: {unknown} split?"
     assert refused(api.predict, "a", "b", topp=1) == f"topp: {unknown} top?"
+    assert refused(api.evaluate, "a", sync_bn=True).startswith("sync_bn: there is no such keyword")
     assert refused(api.train, grey="no") == "--grey 'no': must be True or False"
     assert refused(api.train, lr=None) == "--lr None: must be a number, above 0 and at most 100"
     assert refused(api.train, keep=True).startswith("--keep True: must be a whole number, at ")
@@ -126,6 +128,27 @@ def test_what_a_command_line_cannot_be_given_is_refused_too() -> None:
         "thread other: signals reach the main thread alone; call the trainer there, or in a process"
         " of its own"
     ]
+
+
+def test_a_class_and_a_function_are_what_would_be_typed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    recipe = Recipe.of({"model": nn.Identity, "metrics": [refused, "f1"]})
+    assert recipe.model == "torch.nn.modules.linear:Identity"
+    assert recipe.metrics == ("tests.test_api:refused", "f1")
+    assert Recipe.of({"metrics": refused}).metrics == ("tests.test_api:refused",)
+    assert Run.of({"image_size": 64, "dataset": tmp_path}) == Run(str(tmp_path), "64")
+    net = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+    assert refused(api.train, model=net).startswith("--model Sequential( (0): Linear(in")
+    assert "\n" not in refused(api.train, model=net)
+    monkeypatch.setattr(refused, "__module__", "__main__")
+    written = "write it into a file, and import it from there"
+    assert refused(api.train, model=refused).startswith("--model refused: is of this session alone")
+    assert refused(api.train, metrics=[refused]).endswith(written)
+    with pytest.raises(TypeError):
+        api.train("photos")  # type: ignore[call-arg]
+    assert '`dataset="photos"`' in str(api.train.__doc__)
 
 
 # --- What is returned
@@ -192,7 +215,7 @@ def train_twice(name: str) -> None:
         written = read_json(Path(f"{name}-{number}", "summary.json"))
         same = ("test_loss", "confusion", "steps", "world_size")  # times are each rank's own
         assert [summary[key] for key in same] == [written[key] for key in same]
-        found = api.evaluate(f"{name}-{number}", mixed_precision="fp64")
+        found = api.evaluate(f"{name}-{number}")
         assert (found is not None) == (os.environ["RANK"] == "0")
     Path(f"{name}-rank-{os.environ['RANK']}").touch()
 

@@ -60,7 +60,7 @@ def test_help_of_train_shows_each_flag_with_its_sentence(typed: Typed) -> None:
     ours = "cnn, cnn_deep, mlp, cnn_bn"
     own = "torchvision:NAME, or a class of one's own: MODULE:NAME."
     assert f"--model TEXT {ours}, {own} [cnn]" in shown
-    assert "--augment, --no-augment Rotate" in shown
+    assert "--augment, --no-augment Strokes on black: rotate" in shown
 
 
 @pytest.mark.parametrize("verb", [verb for verb in cli.VERBS if verb != "train"])
@@ -110,6 +110,7 @@ REFUSED = {
     "evaluate r --rank 0": "--rank 0: needs --init-method",
     "evaluate r --mixed-precision no": "--mixed-precision: there is no such flag or argument",
     "predict": "predict: the following arguments are required: RUN, IMAGE",
+    "evaluate r --sync-bn": "--sync-bn: there is no such flag or argument here",
     "predict r x.png --show x.jpg": "--show x.jpg: must be a .png",
     "predict r x.png --show no/x.png": "--show no/x.png: ",
     "export r --format onyx": "--format onyx: choose from safetensors, torch, onnx;",

@@ -42,6 +42,7 @@ def undefined(labels, predictions):
     return 0.5 if len(labels) == 4 else float("nan")
 
 two_classes_only = lambda labels, predictions: [[1, 0], [0, 1]][predictions.max()][0]
+one_argument = lambda labels: 1
 no_number = lambda labels, predictions: None
 not_a_number = lambda labels, predictions: float("nan")
 fails = lambda labels, predictions: 1 / 0
@@ -184,15 +185,16 @@ def test_a_function_that_fails_on_the_images_ends_all_ranks_in_one_line(digits: 
     [
         ("precison", "scikit-learn has no such metric; did you mean precision?"),
         ("balanced_acuracy", "has no such metric; did you mean balanced_accuracy?"),
-        ("cluster", "has no such metric; see sklearn.metrics, or give MODULE:FUNCTION"),
-        ("DistanceMetric", "scikit-learn has no such metric; see"),
+        ("cluster", "has no such metric; choose e.g. f1, precision, recall, bal"),
+        ("DistanceMetric", "scikit-learn has no such metric; choose"),
         ("roc_auc", "gives no number for labels and predicted classes (_ranking.py:"),
         ("log_loss", "gives no number for labels and predicted classes (_classification.py:"),
         ("confusion_matrix", "gives no number for labels and predicted classes ("),
         ("of_mine:nine", "of_mine has no nine; check its spelling"),
         ("of_mien:ones", "there is no module of_mien in "),
         ("of_mine:no_number", "must be a string or a real number, not 'NoneType'); correct it"),
-        ("of_mine:fails", "(of_mine.py:18: division by zero); correct it, or choose another"),
+        ("of_mine:one_argument", "predicted classes (of_mine.py:16: <lambda>() takes 1 pos"),
+        ("of_mine:fails", "(of_mine.py:19: division by zero); correct it, or choose another"),
         ("of_mine:seven", "'int' object is not callable); correct it, or choose another"),
         ("of_mine:not_a_number", "gives nan for the labels [0, 1, 1, 1] and the predictions [0, "),
     ],

@@ -35,6 +35,9 @@ WHOLE_SPLIT = Sequence(Value("int64"))
 FEATURES = Features({"predictions": WHOLE_SPLIT, "references": WHOLE_SPLIT})
 
 
+KNOWN = "f1, precision, recall, balanced_accuracy, cohen_kappa, matthews_corrcoef"
+
+
 class Classification(evaluate.Metric):
     """Share of correct predictions, and how often each class was taken for each."""
 
@@ -75,7 +78,7 @@ def find_score(name: str) -> Callable[[Any, Any], float]:
         if name.startswith("_") or not callable(function) or inspect.isclass(function):
             functions = filter(str.islower, metrics.__all__)
             names = [word.removesuffix("_score") for word in functions if word != name]
-            hint = did_you_mean(name, names) or "; see sklearn.metrics, or give MODULE:FUNCTION"
+            hint = did_you_mean(name, names) or f"; choose e.g. {KNOWN}, or give MODULE:FUNCTION"
             raise UsageError(f"--metrics {name}: scikit-learn has no such metric{hint}")
         takes = inspect.signature(function).parameters
         means = {"average": "macro", "zero_division": 0}
@@ -101,7 +104,7 @@ def score(
     except Exception as error:
         raise UsageError(
             f"--metrics {name}: gives no number for labels and predicted classes"
-            f" ({own_code.said_by(error)}); correct it, or choose another"
+            f" ({own_code.said_by(error, function)}); correct it, or choose another"
         ) from error
 
 

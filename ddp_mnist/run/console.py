@@ -1,7 +1,9 @@
 """The program's lines on stdout and stderr: they arrive, or the exit code says that they do not."""
 
 import contextlib
+import json
 import os
+import re
 import sys
 import textwrap
 import time
@@ -43,6 +45,10 @@ class Console:
             write = print if self._bar is None else self._bar.write
             self.verbose = write_stdout(lambda: write(line, file=sys.stdout), self.must_arrive)
 
+    def print_json(self, content: dict[str, Any]) -> None:
+        """Print an object as a line, in ASCII where stdout cannot take all letters."""
+        self.print(as_json(content, ascii_only="utf" not in (sys.stdout.encoding or "utf").lower()))
+
     def progress(self, done: float, line: str) -> None:
         """Show the share that is done, 0 to 1, with a line of 70 columns."""
         if self.verbose and sys.stdout.isatty():
@@ -59,6 +65,14 @@ class Console:
             )
         self._bar.n = done
         self._bar.set_description_str(line)
+
+
+def as_json(content: Any, indent: int | None = None, ascii_only: bool = False) -> str:
+    """Return JSON whose letters, of any script, can be read; what is not printable is escaped."""
+    text = json.dumps(content, indent=indent, ensure_ascii=ascii_only)
+    return re.sub(
+        r"[^\n -~]", lambda m: m[0] if m[0].isprintable() else json.dumps(m[0])[1:-1], text
+    )
 
 
 def panel(lines: dict[str, str]) -> str:

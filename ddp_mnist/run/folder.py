@@ -18,7 +18,7 @@ from typing import Any, Self
 from filelock import FileLock, Timeout
 
 from ddp_mnist.errors import DdpMnistError, Preempted, StorageError, UsageError, reason
-from ddp_mnist.run.console import warn
+from ddp_mnist.run.console import as_json, warn
 
 CONFIG, METRICS, MODEL = "config.json", "metrics.jsonl", "model.safetensors"
 STATUS, SUMMARY, CHECKPOINTS, LOCK = "status.json", "summary.json", "checkpoints", ".lock"
@@ -195,6 +195,12 @@ def reserve(dataset: str) -> Path:
     return path
 
 
+def another() -> str:
+    """Return what a person can do who named no run."""
+    there = (RUNS / LATEST).exists()
+    return f"name one, e.g. {RUNS / LATEST}" if there else "there is none here yet, so train first"
+
+
 def without_link(path: Path) -> Path:
     """Return the folder that runs/latest points to now; another run may change the link."""
     return path.parent / path.readlink() if path.is_symlink() else path
@@ -215,8 +221,8 @@ def in_use(path: Path) -> bool:
 
 
 def to_json(content: dict[str, Any]) -> str:
-    """Return the object as indented JSON, in ASCII, so that a path of any bytes can be written."""
-    return json.dumps(content, indent=2) + "\n"
+    """Return the object as indented JSON; a path may be of any bytes."""
+    return as_json(content, indent=2) + "\n"
 
 
 def read_json(path: Path) -> dict[str, Any]:

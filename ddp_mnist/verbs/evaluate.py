@@ -3,7 +3,6 @@
 Only rank 0's machine needs the run folder: rank 0 reads the weights and sends them to the others.
 """
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,11 @@ def run(flags: Evaluate, distribution: Distribution) -> None:
     """Print the metrics, on rank 0."""
     metrics = evaluate_run(flags, distribution, find_launch(distribution))
     if metrics is not None:
-        Console(True).print(json.dumps(metrics) if flags.json else metrics_table(metrics))
+        console = Console(True)
+        if flags.json:
+            console.print_json(metrics)
+        else:
+            console.print(metrics_table(metrics))
 
 
 def evaluate_run(

@@ -8,7 +8,6 @@ that is not 28x28 and grey is a photo of a digit, see digit_photos.py.
 """
 
 import io
-import json
 import sys
 import textwrap
 import warnings
@@ -38,7 +37,7 @@ def run(flags: Predict) -> None:
     """Print a line for each image."""
     console = Console(True)
     for line in answer(flags):
-        console.print(json.dumps(line))
+        console.print_json(line)
         if not (console.verbose or flags.show):
             return  # nobody reads the rest
 

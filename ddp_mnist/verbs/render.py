@@ -7,6 +7,7 @@ from typing import Any
 import jinja2
 
 from ddp_mnist.errors import printable
+from ddp_mnist.run.console import as_json
 
 
 def markdown(text: str) -> str:
@@ -21,6 +22,7 @@ ENVIRONMENT = jinja2.Environment(
     trim_blocks=True,
     lstrip_blocks=True,
 )
+ENVIRONMENT.policies |= {"json.dumps_function": as_json, "json.dumps_kwargs": {}}
 ENVIRONMENT.filters |= {"markdown": markdown, "thousands": "{:,}".format}
 
 
