@@ -39,6 +39,8 @@ def test_names_are_shown_whole_everywhere(
     config = with_flags(config, dataset=str(tmp_path / "own"), mixed_precision="no")
     run_world(1, just_train, config, folder=tmp_path)
     assert read_json(tmp_path / "run" / "summary.json")["classes"] == names
+    assert f'"{names[-1]}"' in (tmp_path / "run" / "summary.json").read_text()
+    assert f'"{names[-1]}"' in typed("evaluate", "run", "--json").out
 
     lines = typed("evaluate", "run").out.splitlines()[4:]
     shown = [re.sub(r"^ *\d+ ", "", line).rsplit(None, 1 + count)[0] for line in lines]
@@ -58,6 +60,7 @@ def test_names_are_shown_whole_everywhere(
     assert ", ".join(names) in " ".join(card.split())
     [listed] = re.findall(r"```json\n(.*)\n```", card)
     assert json.loads(listed) == names
+    assert f'"{names[-1]}"' in listed
 
     figures: list[Figure] = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
@@ -65,6 +68,7 @@ def test_names_are_shown_whole_everywhere(
     ended = typed("predict", "run", file, "--top", count, "--show", "seen.png")
     assert (ended.code, ended.err) == (0, "")
     answer = json.loads(ended.out)
+    assert f'"{names[-1]}": ' in ended.out
     assert sorted(answer["probabilities"]) == names
     assert answer["label"] in (names[-1:] if count == 2 else names)
     [[axis]] = [figure.axes for figure in figures]

@@ -4,7 +4,9 @@ A process that has torch loaded forks for each command, which then takes a secon
 """
 
 import contextlib
+import io
 import itertools
+import json
 import os
 import pty
 import re
@@ -20,7 +22,7 @@ import pytest
 
 from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.data import cache
-from ddp_mnist.run.console import Console, panel
+from ddp_mnist.run.console import Console, as_json, panel
 from ddp_mnist.run.folder import read_json
 from tests.commands import Ended, Started
 from tests.training import metrics
@@ -255,3 +257,18 @@ def test_fault_05_a_training_goes_on_although_stdout_is_full_and_errors_keep_the
     assert full.err.count("\n") == 1
     check_finished(folder / "silent")
     check_finished(folder / "mute")
+
+
+def test_letters_of_any_script_are_readable_in_json_and_nothing_steers_a_terminal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    content = {"寺": "é кот\x9b2J\u202e\udcff\n😀", "number": 1.5}
+    shown = as_json(content)
+    assert shown == '{"寺": "é кот\\u009b2J\\u202e\\udcff\\n😀", "number": 1.5}'
+    for encoding, expected in (("utf-8", shown), ("ascii", json.dumps(content))):
+        stdout = io.TextIOWrapper(io.BytesIO(), encoding=encoding, errors="backslashreplace")
+        monkeypatch.setattr(sys, "stdout", stdout)
+        Console(True).print_json(content)
+        stdout.seek(0)
+        assert stdout.read() == f"{expected}\n"
+        assert json.loads(expected) == content

@@ -1,5 +1,6 @@
 import dataclasses
 import io
+import itertools
 import json
 import operator
 import re
@@ -14,6 +15,7 @@ import PIL.Image
 import PIL.ImageOps
 import pytest
 import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from PIL.ExifTags import Base
 
@@ -292,6 +294,11 @@ def test_a_folder_is_read_in_the_order_of_names(tmp_path: Path) -> None:
         (tmp_path / name).touch()
     (tmp_path / "folder.png").mkdir()
     assert [p.name for p in find_images(str(tmp_path))] == ["10.png", "9.png", "a.jpeg", "b.PNG"]
+    (tmp_path / "a" / ".b").mkdir(parents=True)
+    for name in ("a/1.png", "a/.b/2.png"):
+        (tmp_path / name).touch()
+    found = [str(path.relative_to(tmp_path)) for path in find_images(str(tmp_path))]
+    assert found == ["10.png", "9.png", "a/1.png", "a.jpeg", "b.PNG"]
     assert find_images("what/ever.xyz") == [Path("what/ever.xyz")]
     with pytest.raises(DataError, match=r"folder\.png: holds no images; give files or a folder"):
         find_images(str(tmp_path / "folder.png"))
@@ -441,6 +448,38 @@ def test_what_the_model_saw_is_drawn(
         name = Path(answer["file"]).name
         assert axis.get_title() == f"{name}\n{answer['label']} ({answer['probability']:.2f})"
         assert np.array_equal(np.asarray(axis.get_images()[0].get_array()), image)
+
+
+@pytest.mark.filterwarnings("ignore:Glyph")  # where no font has Chinese
+def test_no_name_in_the_picture_overlaps_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figures: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+    names = [
+        "W" * 40,
+        "a name of forty letters in several words",
+        "很长的中文类别名称" * 4,
+        "MW " * 13,
+    ]
+    answers = [
+        (
+            {"file": f"{'W' * 30}{number}.png", "label": name, "probability": 0.5},
+            np.zeros((1, 9, 9)),
+        )
+        for number, name in enumerate(names * 5)
+    ]
+    verb.draw(answers, tmp_path / "x.png")
+    [figure] = figures
+    (canvas := FigureCanvasAgg(figure)).draw()
+    renderer = canvas.get_renderer()
+    boxes = [axis.title.get_window_extent(renderer) for axis in figure.axes]
+    boxes += [axis.get_images()[0].get_window_extent(renderer) for axis in figure.axes]
+    assert len(boxes) == 40
+    assert not [1 for one, other in itertools.combinations(boxes, 2) if one.overlaps(other)]
+    assert min(box.x0 for box in boxes) >= 0
+    assert max(box.x1 for box in boxes) <= figure.bbox.width
+    assert min(box.height for box in boxes[20:]) > 70  # pixels, of an image
 
 
 # --- The real MNIST

@@ -38,7 +38,9 @@ class Evaluate(Flags):
 @dataclass(frozen=True)
 class Predict(Flags):
     run: str = argument("RUN", RUN)
-    images: tuple[str, ...] = argument("IMAGE", "File, folder of images, or - for one on stdin.")
+    images: tuple[str, ...] = argument(
+        "IMAGE", "File, folder with images, also in subfolders, or - for one on stdin."
+    )
     show: str | None = flag(None, "A PNG of what the model saw, and said.", metavar="FILE")
     top: int = flag(10, "How many classes to give a probability of.", least=1)
     digit_photos: bool | None = flag(

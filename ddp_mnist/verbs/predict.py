@@ -30,7 +30,7 @@ from ddp_mnist.verbs.flags import Predict
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff")
 STDIN = Path("-")
-MOST_SHOWN, COLUMNS, INCHES = 64, 8, 1.3  # in the picture that --show writes
+MOST_SHOWN, COLUMNS, INCHES, DPI = 64, 8, 1.3, 100  # in the picture that --show writes
 
 
 def run(flags: Predict) -> None:
@@ -91,10 +91,11 @@ def predict(flags: Predict) -> Iterator[tuple[dict[str, Any], np.ndarray | None]
 
 
 def find_images(path: str) -> list[Path]:
-    """Return the file itself, or the images directly in a folder, without hidden ones."""
+    """Return the file itself, or the images in a folder and its subfolders, but no hidden ones."""
     if not (place := Path(path)).is_dir():
         return [place]
-    images = [p for p in place.glob("[!.]*") if p.suffix.lower() in SUFFIXES and p.is_file()]
+    files = [p for p in place.rglob("[!.]*") if p.suffix.lower() in SUFFIXES and p.is_file()]
+    images = [p for p in files if "/." not in f"/{p.relative_to(place)}"]
     if not images:
         raise DataError(f"{path}: holds no images; give files or a folder of them")
     return sorted(images)
@@ -124,23 +125,39 @@ def read_image(file: Path, preparation: Preparation, digit_photos: bool) -> np.n
 
 def draw(answers: Sequence[tuple[dict[str, Any], np.ndarray]], path: Path) -> None:
     """Write a picture of the first MOST_SHOWN of what `predict` yielded. Raises StorageError."""
+    from matplotlib.backends.backend_agg import RendererAgg
     from matplotlib.figure import Figure
-    from matplotlib.font_manager import fontManager
+    from matplotlib.font_manager import FontProperties, fontManager
 
     chinese = [font.name for font in fontManager.ttflist if " CJK " in font.name]
     fonts = ["DejaVu Sans", *chinese[:1]]
+    font, canvas = FontProperties(family=fonts, size=8), RendererAgg(1, 1, DPI)
+
+    def wrapped(text: str) -> str:
+        """Return as long lines as fit above an image: letters differ in their width."""
+        for letters in range(20, 0, -1):
+            lines = textwrap.wrap(text, letters)
+            widths = [canvas.get_text_width_height_descent(line, font, False)[0] for line in lines]
+            if max(widths, default=0) < 0.94 * INCHES * DPI:
+                break
+        return "\n".join(lines)
+
     shown = answers[:MOST_SHOWN]
-    rows = -(-len(shown) // COLUMNS)
-    figure = Figure(figsize=(COLUMNS * INCHES, rows * INCHES * 1.35 + 0.3), layout="constrained")
-    figure.suptitle(f"{len(shown)} of {len(answers):,} images", fontsize=9)
-    for place, (line, image) in enumerate(shown, start=1):
-        axis = figure.add_subplot(rows, COLUMNS, place)
-        axis.imshow(image.transpose(1, 2, 0), cmap="gray", vmin=0, vmax=255)
-        label = f"{line['label']} ({line['probability']:.2f})"
-        label = textwrap.fill(label, 20 if label.isascii() else 10)  # Chinese is twice as wide
-        title = f"{Path(line['file']).name[-18:]}\n{label}"
-        axis.set_title(title, fontsize=8, parse_math=False, family=fonts)
-        axis.axis("off")
     # matplotlib warns of each letter that no font has
     with storage_errors(path, "--show"), warnings.catch_warnings(action="ignore"):
-        figure.savefig(path, dpi=100)
+        titles = [
+            wrapped(Path(line["file"]).name[-18:])
+            + "\n"
+            + wrapped(f"{line['label']} ({line['probability']:.2f})")
+            for line, _ in shown
+        ]
+        rows, lines = -(-len(shown) // COLUMNS), max(title.count("\n") for title in titles)
+        height = rows * INCHES * (1.23 + 0.12 * lines) + 0.3
+        figure = Figure(figsize=(COLUMNS * INCHES, height), layout="constrained")
+        figure.suptitle(f"{len(shown)} of {len(answers):,} images", fontsize=9)
+        for place, (title, (_, image)) in enumerate(zip(titles, shown, strict=True), start=1):
+            axis = figure.add_subplot(rows, COLUMNS, place)
+            axis.imshow(image.transpose(1, 2, 0), cmap="gray", vmin=0, vmax=255)
+            axis.set_title(title, parse_math=False, fontproperties=font)
+            axis.axis("off")
+        figure.savefig(path, dpi=DPI)
