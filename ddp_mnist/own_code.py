@@ -7,9 +7,16 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ddp_mnist.errors import UsageError, reason
 
 IMPORTED: dict[str, str] = {}  # by module its source, as it was imported
+# Where the lines of a traceback are not the person's: in this package, Python's own, and PyTorch.
+LIBRARIES = (
+    "<frozen",
+    *(f"{Path(file).parent}/" for file in (__file__, inspect.__file__, torch.__file__)),
+)
 
 
 def find(flag: str, name: str) -> Any:
@@ -19,6 +26,8 @@ def find(flag: str, name: str) -> Any:
     is no such thing or its module cannot be imported.
     """
     module, _, attribute = name.partition(":")
+    if not (module and attribute):
+        raise UsageError(f"{flag} {name} has to be MODULE:NAME, e.g. my_package.my_module:Name")
     found = getattr(import_module(flag, name), attribute, None)
     if found is None:
         raise UsageError(f"{flag} {name}: {module} has no {attribute}; check its spelling")
@@ -51,12 +60,14 @@ def import_module(flag: str, name: str) -> Any:
 
 
 def said_by(error: Exception, called: object = None) -> str:
-    """Return what an error says, and the line of code that raised it.
+    """Return what an error says, and the last line of the person's code on the way to it.
 
     If that was the call itself, of a function whose arguments are others, it is the function's.
     """
-    frames = traceback.extract_tb(error.__traceback__)
-    file, line = frames[-1].filename, frames[-1].lineno
-    if len(frames) == 1 and (code := getattr(called, "__code__", None)):
-        file, line = code.co_filename, code.co_firstlineno
-    return f"{Path(file).name}:{line}: {reason(error)}"
+    passed = traceback.extract_tb(error.__traceback__)
+    lines = [line for line in passed if not line.filename.startswith(LIBRARIES)]
+    own = [line for line in lines if "-packages" not in line.filename] or lines
+    places = [(line.filename, line.lineno) for line in own]
+    if not places and (code := getattr(called, "__code__", None)):
+        places = [(code.co_filename, code.co_firstlineno)]
+    return "".join(f"{Path(file).name}:{line}: " for file, line in places[-1:]) + reason(error)

@@ -40,7 +40,7 @@ def train_plain(
     mine = slice(rank * share, (rank + 1) * share)
 
     torch.manual_seed(seed)
-    net = build_net(recipe.model, len(images.classes), images.preparation).to(device, dtype)
+    net = build_net(recipe.model, images.classes, images.preparation).to(device, dtype)
     net = net.to(memory_format=torch.channels_last)
     model = nn.parallel.DistributedDataParallel(net, gradient_as_bucket_view=True)
     optimizer = make_optimizer(model, recipe)

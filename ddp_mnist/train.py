@@ -50,8 +50,8 @@ def train(config: TrainConfig, launch: Launch) -> dict[str, Any]:
 def build_model(config: TrainConfig, world: World, images: ImageData) -> nn.Module:
     """Return the net on its device, in the dtype of its weights, seeded alike on every rank."""
     torch.manual_seed(config.run.seed)
-    recipe, classes = config.recipe, len(images.classes)
-    model: nn.Module = build_net(recipe.model, classes, images.preparation, recipe.weights)
+    recipe = config.recipe
+    model: nn.Module = build_net(recipe.model, images.classes, images.preparation, recipe.weights)
     if world.precision == "fp64":
         model.double()
     if config.distribution.sync_bn:

@@ -9,7 +9,7 @@ from torch import nn
 
 from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.config import NETS, Recipe
-from ddp_mnist.data.preparation import Preparation
+from ddp_mnist.data.preparation import DIGITS, Preparation
 from ddp_mnist.models import MODELS, VERSION, Normalised, shifted, three_by_three, with_test_views
 from ddp_mnist.nets import build_net
 from tests.test_nets import COLOUR, GREY
@@ -34,7 +34,7 @@ WITH_BATCHNORM = ["cnn_bn", RESNET]
 def make(name: str, classes: int = 10) -> nn.Module:
     """Return a net that takes pixels, with the weights of seed 0."""
     torch.manual_seed(0)
-    return build_net(name, classes, GREY)
+    return build_net(name, [*map(str, range(classes))], GREY)
 
 
 def test_the_names_are_those_of_the_flag() -> None:
@@ -144,7 +144,9 @@ def test_each_parameter_gets_a_gradient_and_none_of_ours_draws_numbers(name: str
 
 def those_with_torchvision() -> list[str]:
     """Return the nets after which torchvision is loaded."""
-    return [name for name in NAMES if build_net(name, 10, GREY) and "torchvision" in sys.modules]
+    return [
+        name for name in NAMES if build_net(name, DIGITS, GREY) and "torchvision" in sys.modules
+    ]
 
 
 def test_only_the_resnet_imports_torchvision(tmp_path: Path) -> None:

@@ -11,7 +11,13 @@ from safetensors.torch import save_file
 from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.data.preparation import Preparation
 from ddp_mnist.errors import CheckpointError, UsageError
-from ddp_mnist.nets import build_net, code_digest, has_batch_norm
+from ddp_mnist.nets import (
+    build_net,
+    check_backward,
+    code_digest,
+    has_batch_norm,
+    load_weights,
+)
 from ddp_mnist.run import weights
 from ddp_mnist.verify import watch
 from tests.commands import Typed
@@ -20,6 +26,7 @@ from tests.training import with_flags
 GREY = Preparation((1, 28, 28), (0.1307,), (0.3081,), [], True, True)
 COLOUR = Preparation((3, 32, 40), (0.5, 0.4, 0.3), (0.2, 0.2, 0.2), [], False, False)
 OWN = """
+import torch
 from torch import nn
 
 
@@ -47,6 +54,67 @@ def number(classes, shape):
 
 def needs_more(classes, shape, depth):
     return Net(classes, shape)
+
+
+class TwoImages(Net):
+    def forward(self, x):
+        return super().forward(x.flatten()[: 2 * x[0].numel()].view(2, *x.shape[1:]))
+
+
+class OneImageLess(Net):
+    def forward(self, x):
+        return super().forward(x).squeeze()
+
+
+class Untrained(Net):
+    def forward(self, x):
+        with torch.no_grad():
+            return super().forward(x)
+
+
+class Unused(Net):
+    def __init__(self, classes, shape):
+        super().__init__(classes, shape)
+        self.fc2 = nn.Linear(3, 3)
+
+    def forward(self, x):
+        for layer in [*self][:-1]:
+            x = layer(x)
+        return x
+
+
+class InTraining(Net):
+    def forward(self, x):
+        logits = super().forward(x)
+        return (logits, logits) if self.training else logits
+
+
+class InPlace(Net):
+    def forward(self, x):
+        scaled = super().forward(x).exp()
+        scaled += scaled * scaled
+        return scaled.sqrt_().mul_(2)
+
+
+class DoesNotFit(Net):
+    def forward(self, x):
+        return self[4](x.flatten(1))
+
+
+class NoSuper(nn.Module):
+    def __init__(self, classes, shape):
+        self.fc = nn.Linear(3, classes)
+
+
+class NoSuperNorLayers(nn.Module):
+    def __init__(self, classes, shape):
+        self.classes = classes
+
+
+class InAList(nn.Module):
+    def __init__(self, classes, shape):
+        super().__init__()
+        self.layers = [nn.Linear(3, classes)]
 """
 
 
@@ -67,7 +135,7 @@ def own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ["cnn", "cnn_deep", "mlp", "cnn_bn", "torchvision:resnet18", "torchvision:squeezenet1_1"],
 )
 def test_a_net_for_any_channels_and_size(name: str, preparation: Preparation) -> None:
-    net = build_net(name, 7, preparation).eval()
+    net = build_net(name, "abcdefg", preparation).eval()
     images = torch.randint(0, 256, (3, *preparation.shape), dtype=torch.uint8)
     with torch.no_grad():
         assert list(net(images).shape) == [3, 7]
@@ -76,7 +144,7 @@ def test_a_net_for_any_channels_and_size(name: str, preparation: Preparation) ->
 
 
 def test_each_channel_is_normalised_by_its_own_mean_and_deviation() -> None:
-    net = build_net("mlp", 2, COLOUR).double()
+    net = build_net("mlp", "ab", COLOUR).double()
     seen: list[torch.Tensor] = []
     net.net.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
     images = torch.randint(0, 256, (2, 3, 32, 40), dtype=torch.uint8)
@@ -93,17 +161,66 @@ def test_each_channel_is_normalised_by_its_own_mean_and_deviation() -> None:
         ("no_module:Net", "there is no module no_module in "),
         ("own_net:Nett", "own_net has no Nett; check its spelling"),
         ("own_net:number", "gives int, not a torch.nn.Module; name a class"),
-        ("own_net:OneLogit", r"gives \[2, 1\] for two images, must be logits \[2, 5\]; correct"),
-        ("own_net:Fails", r"fails on images of \(3, 32, 40\) \(own_net.py:20: 'no such layer'\);"),
-        ("own_net:needs_more", "cannot be made for 5 classes .*depth.*; it is called with"),
+        ("own_net:OneLogit", r"gives \[3, 1\] for images .*, must be logits \[3, 5\]; correct its"),
+        (
+            "own_net:Fails",
+            r"fails on images \[3, 3, 32, 40\] \(own_net.py:21: 'no such layer'\); correct its"
+            " forward, or give another --image-size",
+        ),
+        (
+            "own_net:needs_more",
+            r"cannot be made for 5 classes .* \(own_net.py:28: needs_more.*depth.*; it is called",
+        ),
+        ("own_net:TwoImages", r"(fails on|gives \[2, 5\] for) images \[3, 3, 32, 40\]"),
+        (
+            "own_net:OneImageLess",
+            r"gives \[5\] for images \[1, 3, 32, 40\], must be logits \[1, 5\]",
+        ),
+        (
+            "own_net:Untrained",
+            r"its logits have no gradient; compute them without torch.no_grad",
+        ),
+        (
+            "own_net:Unused",
+            "fc2.weight has no part in the logits; use it in forward, or remove it$",
+        ),
+        ("own_net:InTraining", r"gives tuple in training for images \[2, 3, 32, 40\], must be"),
+        ("own_net:InPlace", r"fails in training on images \[2, .*modified by an inplace operation"),
+        (
+            "own_net:DoesNotFit",
+            r"fails on images .* \(own_net.py:74: .*mat1 and mat2 shapes cannot",
+        ),
+        (
+            "own_net:NoSuper",
+            r"cannot be .* \(own_net.py:79: .*; begin its __init__ with super\(\)",
+        ),
+        ("own_net:NoSuperNorLayers", r"cannot be .*; begin its __init__ with super\(\)"),
+        ("own_net:InAList", "has no parameters; put lists of layers in nn.ModuleList$"),
         ("torchvision:resnet19", "torchvision has no such net; did you mean resnet18?"),
-        ("torchvision:vit_b_16", "fails on images of .*; correct its forward, or give another"),
+        (
+            "torchvision:fcn_resnet50",
+            "torchvision has no such net for classification; did you mean",
+        ),
+        ("torchvision:vit_b_16", r"fails on .*\); give another --image-size, e.g. 224$"),
     ],
 )
 def test_what_a_net_can_get_wrong_is_one_line(name: str, line: str, own_file: Path) -> None:
     assert own_file.exists()
     with pytest.raises(UsageError, match=f"^--model {name}: {line}"):
-        build_net(name, 5, COLOUR)
+        check_backward(build_net(name, "abcde", COLOUR), name, 5, COLOUR.shape)
+
+
+@pytest.mark.parametrize("name", ["torchvision:", "own_net:", ":Net"])
+def test_a_net_needs_a_name(name: str) -> None:
+    with pytest.raises(UsageError, match=f"^--model {name} (needs|has to be) .*, e.g. "):
+        build_net(name, "abcde", COLOUR)
+
+
+@pytest.mark.parametrize("name", ["torchvision:googlenet", "own_net:Net", "cnn"])
+def test_each_parameter_gets_a_gradient(name: str, own_file: Path) -> None:
+    """torchvision's googlenet gives one output alone: its auxiliary ones are left out."""
+    assert own_file.exists()
+    check_backward(build_net(name, "abcde", COLOUR), name, 5, COLOUR.shape)
 
 
 def test_a_net_of_ones_own_trains_resumes_and_is_not_used_once_its_file_has_changed(
@@ -130,32 +247,100 @@ def test_weights_come_from_a_file_and_only_the_last_layer_may_differ(
     ending: str, tmp_path: Path
 ) -> None:
     file = str(tmp_path / f"weights{ending}")
-    given = build_net("cnn", 3, COLOUR).net.state_dict()
+    given = build_net("cnn", "abc", COLOUR).net.state_dict()
     save = torch.save if ending == ".pth" else save_file
     save(given, file)
-    same = build_net("cnn", 3, COLOUR, file).net.state_dict()
+    same = build_net("cnn", "xyz", COLOUR, file).net.state_dict()
     assert all(torch.equal(same[name], given[name]) for name in given)
-    new_head = build_net("cnn", 5, COLOUR, file).net.state_dict()
+    net = build_net("cnn", "abcde", COLOUR).net
+    said = load_weights(net, file, "abcde")
+    assert said == f"of {file}; head.weight and head.bias begin anew: made for 3 classes"
+    new_head = net.state_dict()
     differ = [name for name in given if not torch.equal(new_head[name], given[name])]
     assert differ == ["head.weight", "head.bias"]
     with pytest.raises(UsageError, match=rf"^--weights {file}: conv1.weight has the shape \[32, 3"):
-        build_net("cnn", 3, GREY, file)
-    with pytest.raises(UsageError, match=f"^--weights {file}: is of another net"):
-        build_net("mlp", 3, COLOUR, file)
-    with pytest.raises(UsageError, match=r"^--weights no.pth: cannot be read \(No such file"):
-        build_net("cnn", 3, COLOUR, "no.pth")
+        build_net("cnn", "abc", GREY, file)
+    needed = f"^--weights {file}: has no hidden1.weight, which this net needs; name the --model"
+    with pytest.raises(UsageError, match=needed):
+        build_net("mlp", "abc", COLOUR, file)
+    save({**given, "fc.bias": torch.zeros(3)}, file)
+    with pytest.raises(
+        UsageError, match=f"^--weights {file}: has fc.bias, which this net has not;"
+    ):
+        build_net("cnn", "abc", COLOUR, file)
+    Path(file).write_bytes(b"x" * 99)
+    with pytest.raises(UsageError, match=r"cannot be read \(it holds more than tensors, or is dam"):
+        build_net("cnn", "abc", COLOUR, file)
+    with pytest.raises(
+        UsageError, match=f"^--weights no{ending}: there is no such file; check the"
+    ):
+        build_net("cnn", "abc", COLOUR, f"no{ending}")
+
+
+def test_weights_of_a_run_keep_the_last_layer_only_for_the_same_classes(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    trained = build_net("cnn", "abc", COLOUR).net.state_dict()
+    file.write_bytes(weights.to_bytes(trained, "cnn", list("abc"), COLOUR))
+    net = build_net("cnn", "abc", COLOUR).net
+    assert load_weights(net, str(file), "abc") == f"of {file}"
+    assert torch.equal(net.state_dict()["head.bias"], trained["head.bias"])
+    other = load_weights(build_net("cnn", "xyz", COLOUR).net, str(file), "xyz")
+    assert other.endswith("head.weight and head.bias begin anew: made for other classes or sizes")
+
+
+def test_a_file_that_holds_no_weights_is_one_line_with_the_file_to_give(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    step, whole = tmp_path / "checkpoints" / "step-00000008.pt", tmp_path / "whole.pth"
+    for file in (step, whole):
+        torch.save({"model": {"bias": torch.zeros(3)}, "epoch": 3}, file)
+    pickled = tmp_path / "pickled.pth"
+    torch.save(Path("x"), pickled)
+    more = r"cannot be read \(it holds more .*, or is damaged\); save net.state_dict\(\) alone$"
+    model = f"give {tmp_path}/model.safetensors, of a finished run$"
+    lines = {
+        whole: more,
+        pickled: more,
+        tmp_path: f"is a folder; {model}",
+        step: f"is a checkpoint; {model}",
+    }
+    for file, line in lines.items():
+        with pytest.raises(UsageError, match=f"^--weights {file}: {line}"):
+            build_net("cnn", "abc", COLOUR, str(file))
 
 
 def test_torchvision_weights_serve_grey_images_too(tmp_path: Path) -> None:
     name, file = "torchvision:squeezenet1_1", str(tmp_path / "weights.pth")
-    in_colour = build_net(name, 3, COLOUR).net.state_dict()
+    in_colour = build_net(name, "abc", COLOUR).net.state_dict()
     torch.save(in_colour, file)
-    grey = build_net(name, 3, GREY, file).net.state_dict()
+    grey = build_net(name, "abc", GREY, file).net.state_dict()
     assert grey.keys() == {f"net.{key}" for key in in_colour}
     assert all(torch.equal(grey[f"net.{key}"], tensor) for key, tensor in in_colour.items())
     torch.save(grey, file)
-    again = build_net(name, 3, GREY, file).net.state_dict()
+    again = build_net(name, "abc", GREY, file).net.state_dict()
     assert all(torch.equal(again[key], tensor) for key, tensor in grey.items())
+
+
+def test_googlenet_takes_torchvisions_file_without_its_auxiliary_outputs(tmp_path: Path) -> None:
+    name, file = "torchvision:googlenet", str(tmp_path / "weights.pth")
+    inner = build_net(name, "abc", COLOUR).net.state_dict()
+    torch.save({**inner, "aux1.fc1.weight": torch.zeros(3)}, file)
+    taken = build_net(name, "abc", COLOUR, file).net.state_dict()
+    assert all(torch.equal(taken[key], tensor) for key, tensor in inner.items())
+
+
+def test_the_weights_are_said_and_a_net_is_tried_before_a_folder_is_made(
+    typed: Typed, own_file: Path
+) -> None:
+    torch.save(build_net("mlp", "abc", GREY).net.state_dict(), "weights.pth")
+    given = ["train", "--dataset", "digits", "--model"]
+    ended = typed(*given, "mlp", "--weights", "weights.pth", "--dry-run")
+    assert ended.code == 0
+    said = " ".join(ended.out.split())
+    assert "weights of weights.pth; head.weight and head.bias begin anew: made for 3 " in said
+    ended = typed(*given, "own_net:Unused")
+    assert ended.code == 2
+    assert "--model own_net:Unused: fc2.weight has no part in the logits" in ended.err
+    assert not (own_file.parent / "runs").exists()
 
 
 def test_the_old_word_for_resnet18(typed: Typed) -> None:

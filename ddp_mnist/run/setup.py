@@ -17,9 +17,9 @@ from ddp_mnist.data.batches import ImageData
 from ddp_mnist.data.sources import from_anywhere
 from ddp_mnist.errors import UsageError
 from ddp_mnist.flags import flag_values
-from ddp_mnist.nets import build_net, has_batch_norm
+from ddp_mnist.nets import build_net, check_backward, has_batch_norm, load_weights
 from ddp_mnist.run import resume, summary, tracking
-from ddp_mnist.run.console import Console
+from ddp_mnist.run.console import Console, panel
 from ddp_mnist.run.evaluation import check_scores
 from ddp_mnist.run.folder import CONFIG, RunFolder
 from ddp_mnist.run.session import Session
@@ -88,24 +88,27 @@ def resolve_and_load(
             f"--profile {config.run.profile}: an epoch has {recipe.steps_per_epoch} steps; ask for"
             f" at most {recipe.steps_per_epoch - 1}"
         )
-    check_net(config, images)
+    if taken := check_net(config, images):
+        console.print(panel({"weights": taken}))
     place = cache_dir and str(cache.cache_folder(cache_dir).absolute())
     run = replace(config.run, dataset=from_anywhere(name), cache_dir=place)
     return ResolvedConfig(run, config.distribution, config.typed, recipe=recipe), images
 
 
-def check_net(config: TrainConfig, images: ImageData) -> None:
+def check_net(config: TrainConfig, images: ImageData) -> str:
     """Make the net once and throw it away: what is wrong with it is said before a folder is made.
 
-    Raise as `build_net` does, or UsageError for --sync-bn without BatchNorm.
+    Return what --weights gives it, in words. Raise as `build_net` and `check_backward` do, or
+    UsageError for --sync-bn without BatchNorm.
     """
-    net = build_net(
-        config.recipe.model, len(images.classes), images.preparation, config.recipe.weights
-    )
+    recipe = config.recipe
+    net = build_net(recipe.model, images.classes, images.preparation)
+    check_backward(net, recipe.model, len(images.classes), images.preparation.shape)
     if config.distribution.sync_bn and not has_batch_norm(net):
         raise UsageError(
-            f"--sync-bn: {config.recipe.model} has no BatchNorm; use --model cnn_bn or leave it out"
+            f"--sync-bn: {recipe.model} has no BatchNorm; use --model cnn_bn or leave it out"
         )
+    return load_weights(net.net, recipe.weights, images.classes) if recipe.weights else ""
 
 
 def open_folder(run: Session, found: dict[str, Any] | None) -> list[str]:

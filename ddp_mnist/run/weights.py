@@ -15,11 +15,9 @@ from torch import Tensor, nn
 from ddp_mnist.data.preparation import Preparation
 from ddp_mnist.errors import CheckpointError, UsageError, reason
 from ddp_mnist.models import VERSION, Normalised, with_test_views
-from ddp_mnist.nets import build_net, code_digest
+from ddp_mnist.nets import METADATA_KEY, build_net, code_digest
 from ddp_mnist.run.console import warn
 from ddp_mnist.run.folder import MODEL, STATUS, SUMMARY, another, read_json
-
-METADATA_KEY = "ddp_mnist"  # one key: with several, safetensors writes them in random order
 
 
 @dataclass(frozen=True)
@@ -99,7 +97,7 @@ def from_bytes(content: bytes, where: str) -> Trained:
                 f"{where}: the file of --model {name} was changed since; use it as it was, or train"
                 " again"
             )
-        net = build_net(name, len(about["classes"]), preparation)
+        net = build_net(name, about["classes"], preparation)
         state = load(content)
         dtypes = [tensor.dtype for tensor in state.values() if tensor.is_floating_point()]
         net.to(dtypes[0])
