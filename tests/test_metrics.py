@@ -1,6 +1,7 @@
 """--metrics: scikit-learn's numbers and one's own, exact on any number of processes."""
 
 import json
+import re
 import socket
 import warnings
 from pathlib import Path
@@ -159,6 +160,11 @@ def test_scores_are_scikit_learns_on_any_number_of_processes(
     assert f"   f1 {wanted['f1']:.4f}   of_mine:undefined undefined\n" in others.out
     assert typed("report", run).code == 0
     page = (run / "report.html").read_text()
+    tiles = dict(re.findall(r'data-figure="([\w:]+)">([^<]*)</data>', page))
+    assert {name: tiles[name] for name in ("f1", "of_mine:undefined")} == {
+        "f1": f"{wanted['f1']:.4f}",
+        "of_mine:undefined": "undefined",
+    }
     assert f"metrics f1</th>\n<td>{wanted['f1']:.4g}</td>" in page
     assert f"metrics of_mine:ones</th>\n<td>{wanted['of_mine:ones']}" in page
 

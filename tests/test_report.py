@@ -84,6 +84,7 @@ def test_the_figures_are_those_of_summary_json(folder: Path) -> None:
     rows = [[str(n) for n in row] for row in summary["confusion"]]
     cells = re.findall(r'<th scope="row">\d</th>\s*((?:<td class="[cz].*?</td>\s*)+)', page)
     assert [re.findall(r">([\d,]+)</td>", row) for row in cells] == rows
+    assert "2 on CPU, precision no" in words(path)
     for rank in summary["ranks"]:
         assert f"{rank['images_per_second']:,.0f}" in page
 
@@ -153,10 +154,15 @@ def test_curves_are_drawn_from_metrics_jsonl(folder: Path) -> None:
     assert np.asarray(line.get_ydata()).tolist() == [each["loss"] for each in logged]
     assert plots.draw("accuracy", {"one epoch": lines[:16]})
     assert plots.draw("val_accuracy", {"one epoch": lines[:16]}) is None  # a point is no curve
+    scored = plots.draw("val_f1", {"a": [{"step": n, "val_f1": n / 9} for n in range(3)]})
+    assert scored
+    assert scored.axes[0].get_title(loc="left") == "Validation f1"
 
 
 @pytest.mark.parametrize("elsewhere", [True, False])
-def test_without_the_images_the_page_says_so(elsewhere: bool, folder: Path, tmp_path: Path) -> None:
+def test_without_the_images_page_and_terminal_say_so(
+    elsewhere: bool, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = report.read_run(folder / "first")
     if elsewhere:
         run.config["run"]["cache_dir"] = str(tmp_path)
@@ -164,7 +170,10 @@ def test_without_the_images_the_page_says_so(elsewhere: bool, folder: Path, tmp_
         run.summary["dataset"]["digest"] = "0"
     report.find_mistakes(run, folder / "first", ANYWHERE)
     assert not run.mistakes
-    assert run.no_mistakes == "The test images are not in the cache of this machine."
+    missing = "the test images are not in the cache of this machine; name their place: --dataset"
+    assert run.no_mistakes == f"They cannot be shown: {missing}."
+    said = f"ddp-mnist: warning: first: its mistakes are not in the page: {missing}\n"
+    assert capsys.readouterr() == ("", said)
 
 
 def test_what_is_no_run_is_one_line(tmp_path: Path, typed: Typed) -> None:
@@ -237,7 +246,11 @@ def test_names_of_classes_are_shown_whole(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder / "first", run := tmp_path / "run")
     names = [f"a class with a long name, number {n}" for n in range(10)]
     (run / "summary.json").write_text(json.dumps(summary_of(run) | {"classes": names}))
+    summary = summary_of(run)  # a class without images is not all right
+    summary["confusion"][0] = [0] * 10
+    (run / "summary.json").write_text(json.dumps(summary))
     [path] = write(run)
+    assert path.read_text().count('class="cell-right"') == 9
     heads = re.findall(r'<th scope="(col|row)">(a class .*?)</th>', path.read_text())
     assert [name for scope, name in heads if scope == "col"] == names
     assert [name for scope, name in heads if scope == "row"] == names * 2  # and the list by class

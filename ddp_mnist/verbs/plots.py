@@ -41,8 +41,13 @@ STYLE: Any = {
 LEGEND_COLUMNS = 3
 
 
+def title(key: str) -> str:
+    """Return that of a curve, also of one of the scores that --metrics names."""
+    return CURVES.get(key) or f"Validation {key.removeprefix('val_')}"
+
+
 def draw(key: str, runs: Mapping[str, Sequence[dict[str, Any]]]) -> Figure | None:
-    """Return a figure of one of CURVES, with a line per run; None if no run has two points.
+    """Return a figure of one curve, with a line per run; None if no run has two points.
 
     `runs` are the lines of metrics.jsonl by the run's name.
     """
@@ -55,7 +60,7 @@ def draw(key: str, runs: Mapping[str, Sequence[dict[str, Any]]]) -> Figure | Non
     legend_rows = -(-len(runs) // LEGEND_COLUMNS) if len(runs) > 1 else 0
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(4.4, 2.5 + 0.16 * legend_rows), layout="constrained")
-        axes = figure.add_subplot(title=CURVES[key], xlabel="optimizer step")
+        axes = figure.add_subplot(title=title(key), xlabel="optimizer step")
         for name, line in points.items():  # an empty one too: a run has one colour in all curves
             steps, values = [step for step, _ in line], [value for _, value in line]
             marker = "o" if key.startswith("val_") or len(line) == 1 else ""  # one value alone

@@ -24,7 +24,7 @@ from ddp_mnist.data.batches import images_a_pass
 from ddp_mnist.data.reading import Reading
 from ddp_mnist.errors import CheckpointError, DataError, DdpMnistError, reason
 from ddp_mnist.run import folder, weights
-from ddp_mnist.run.console import Console
+from ddp_mnist.run.console import Console, warn
 from ddp_mnist.verbs import plots
 from ddp_mnist.verbs.flags import Report
 from ddp_mnist.verbs.render import render
@@ -59,10 +59,12 @@ def run(flags: Report) -> None:
         if run.status["state"] == "finished":
             find_mistakes(run, path, flags)
     metrics = {run.name: run.metrics for run in runs}
-    figures = {key: drawn for key in plots.CURVES if (drawn := plots.draw(key, metrics))}
+    scores = [f"val_{name}" for run in runs for name in run.config["recipe"]["metrics"]]
+    keys = dict.fromkeys([*plots.CURVES, *scores])
+    figures = {key: drawn for key in keys if (drawn := plots.draw(key, metrics))}
     first = Path(flags.runs[0])
     page = Path(flags.out or (first if len(runs) == 1 else first.parent) / "report.html")
-    curves = {plots.CURVES[key]: plots.as_svg(figure, key) for key, figure in figures.items()}
+    curves = {plots.title(key): plots.as_svg(figure, key) for key, figure in figures.items()}
     with folder.storage_errors(page, "--out"):
         folder.write_atomically(page, render_page(runs, curves).encode())
         console.print(f"written to {page}")
@@ -107,9 +109,12 @@ def find_mistakes(run: ReportedRun, path: Path, places: Report) -> None:
         dataset, cache_dir = places.dataset or flags["dataset"], places.cache_dir
         images = cache.cached(dataset, cache_dir or flags["cache_dir"], reading)
         if images is None or images.digest != run.summary["dataset"]["digest"]:
-            raise DataError("The test images are not in the cache of this machine.")
+            raise DataError(
+                "the test images are not in the cache of this machine; name their place: --dataset"
+            )
     except DdpMnistError as error:
-        run.no_mistakes = str(error)
+        run.no_mistakes = f"They cannot be shown: {error}."
+        warn(f"{run.name}: its mistakes are not in the page: {error}")
         return
     batches = images.test_images.split(images_a_pass(images.test_images))
     probabilities = torch.cat([trained.model(batch).softmax(1) for batch in batches])
