@@ -89,7 +89,7 @@ def check_model(name: str) -> None:
     """Raise UsageError unless it can be the name of a net."""
     if name not in NETS and not re.fullmatch(r"[\w.]+:\w+", name):
         raise UsageError(
-            f"--model {name}: choose from {', '.join(NETS)}, torchvision:NAME (e.g."
+            f"--model {name.rstrip(':')}: choose from {', '.join(NETS)}, torchvision:NAME (e.g."
             f" torchvision:resnet18) or MODULE:NAME{did_you_mean(name, NETS)}"
         )
 

@@ -30,13 +30,13 @@ def build_net(
     shape, make = preparation.shape, factory_of(name)
     try:
         net = make(len(classes), shape)
-        empty = isinstance(net, nn.Module) and not [*net.parameters()]
+        broken = isinstance(net, nn.Module) and lacks_parameters(net)
     except UsageError:
         raise
     except Exception as error:
         said = own_code.said_by(error, make)
         cure = "it is called with the number of classes and (channels, height, width)"
-        if "Module.__init__()" in said or "'_parameters'" in said:
+        if "Module.__init__()" in said or "'_modules'" in said:
             cure = "begin its __init__ with super().__init__()"
         raise UsageError(
             f"--model {name}: cannot be made for {len(classes)} classes of {shape} ({said}); {cure}"
@@ -46,14 +46,23 @@ def build_net(
             f"--model {name}: gives {type(net).__name__}, not a torch.nn.Module; name a class that"
             " is one, or a function that returns one"
         )
-    if empty:
-        raise UsageError(f"--model {name}: has no parameters; put lists of layers in nn.ModuleList")
+    if broken:
+        raise UsageError(f"--model {name}: lacks parameters; put lists of layers in nn.ModuleList")
     model = Normalised(net, preparation)
     for batch in (3, 1):  # as an epoch's last batch, or predict's only one
         try_net(model.eval(), name, len(classes), (batch, *shape))
     if weights:
         load_weights(net, weights, classes)
     return model.train()
+
+
+def lacks_parameters(net: nn.Module) -> bool:
+    """Return whether there are none, or a plain list hides a layer's, which stay untrained."""
+    modules = {*net.modules()}
+    values = [value for module in modules for value in vars(module).values()]
+    listed = [each for value in values if isinstance(value, list) for each in value]
+    hidden = [each for each in listed if isinstance(each, nn.Module) and each not in modules]
+    return bool(hidden) or not [*net.parameters()]
 
 
 def factory_of(name: str) -> Factory:
@@ -133,8 +142,6 @@ def from_torchvision(name: str, classes: int, shape: Shape) -> nn.Module:
     from torchvision import models  # over a second, so only where it is used
 
     names = models.list_models(module=models)
-    if not name:
-        raise UsageError("--model torchvision: needs a net's name, e.g. torchvision:resnet18")
     if name not in names:
         hint = did_you_mean(name, names) or "; see torchvision.models.list_models()"
         what = "net for classification" if name in models.list_models() else "net"
@@ -187,7 +194,7 @@ def load_weights(net: nn.Module, file: str, classes: Sequence[str]) -> str:
     net.load_state_dict({key: own[key] if key in anew else given[key] for key in own})
     outputs = given[last[0]].shape[:1].numel()
     what = f"{outputs} classes" if outputs != len(classes) else "other classes or sizes"
-    return f"of {file}" + f"; {' and '.join(anew)} begin anew: made for {what}" * bool(anew)
+    return f"from {file}" + f"; {' and '.join(anew)} begin anew: made for {what}" * bool(anew)
 
 
 def read_weights(file: str) -> tuple[dict[str, Tensor], list[str] | None]:

@@ -26,8 +26,6 @@ def find(flag: str, name: str) -> Any:
     is no such thing or its module cannot be imported.
     """
     module, _, attribute = name.partition(":")
-    if not (module and attribute):
-        raise UsageError(f"{flag} {name} has to be MODULE:NAME, e.g. my_package.my_module:Name")
     found = getattr(import_module(flag, name), attribute, None)
     if found is None:
         raise UsageError(f"{flag} {name}: {module} has no {attribute}; check its spelling")

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from ddp_mnist.cluster.local_world import run_world
+from ddp_mnist.config import Recipe
 from ddp_mnist.data.preparation import Preparation
 from ddp_mnist.errors import CheckpointError, UsageError
 from ddp_mnist.nets import (
@@ -115,6 +116,17 @@ class InAList(nn.Module):
     def __init__(self, classes, shape):
         super().__init__()
         self.layers = [nn.Linear(3, classes)]
+
+
+class InAListToo(Net):
+    def __init__(self, classes, shape):
+        super().__init__(classes, shape)
+        self.more = [nn.Linear(3, classes)]
+
+
+class NoLayers(nn.Module):
+    def __init__(self, classes, shape):
+        super().__init__()
 """
 
 
@@ -195,7 +207,9 @@ def test_each_channel_is_normalised_by_its_own_mean_and_deviation() -> None:
             r"cannot be .* \(own_net.py:79: .*; begin its __init__ with super\(\)",
         ),
         ("own_net:NoSuperNorLayers", r"cannot be .*; begin its __init__ with super\(\)"),
-        ("own_net:InAList", "has no parameters; put lists of layers in nn.ModuleList$"),
+        ("own_net:InAList", "lacks parameters; put lists of layers in nn.ModuleList$"),
+        ("own_net:InAListToo", "lacks parameters"),
+        ("own_net:NoLayers", "lacks parameters"),
         ("torchvision:resnet19", "torchvision has no such net; did you mean resnet18?"),
         (
             "torchvision:fcn_resnet50",
@@ -212,8 +226,8 @@ def test_what_a_net_can_get_wrong_is_one_line(name: str, line: str, own_file: Pa
 
 @pytest.mark.parametrize("name", ["torchvision:", "own_net:", ":Net"])
 def test_a_net_needs_a_name(name: str) -> None:
-    with pytest.raises(UsageError, match=f"^--model {name} (needs|has to be) .*, e.g. "):
-        build_net(name, "abcde", COLOUR)
+    with pytest.raises(UsageError, match=f"^--model {name.rstrip(':')}: choose from "):
+        Recipe(model=name)
 
 
 @pytest.mark.parametrize("name", ["torchvision:googlenet", "own_net:Net", "cnn"])
@@ -254,7 +268,7 @@ def test_weights_come_from_a_file_and_only_the_last_layer_may_differ(
     assert all(torch.equal(same[name], given[name]) for name in given)
     net = build_net("cnn", "abcde", COLOUR).net
     said = load_weights(net, file, "abcde")
-    assert said == f"of {file}; head.weight and head.bias begin anew: made for 3 classes"
+    assert said == f"from {file}; head.weight and head.bias begin anew: made for 3 classes"
     new_head = net.state_dict()
     differ = [name for name in given if not torch.equal(new_head[name], given[name])]
     assert differ == ["head.weight", "head.bias"]
@@ -282,7 +296,7 @@ def test_weights_of_a_run_keep_the_last_layer_only_for_the_same_classes(tmp_path
     trained = build_net("cnn", "abc", COLOUR).net.state_dict()
     file.write_bytes(weights.to_bytes(trained, "cnn", list("abc"), COLOUR))
     net = build_net("cnn", "abc", COLOUR).net
-    assert load_weights(net, str(file), "abc") == f"of {file}"
+    assert load_weights(net, str(file), "abc") == f"from {file}"
     assert torch.equal(net.state_dict()["head.bias"], trained["head.bias"])
     other = load_weights(build_net("cnn", "xyz", COLOUR).net, str(file), "xyz")
     assert other.endswith("head.weight and head.bias begin anew: made for other classes or sizes")
@@ -336,7 +350,7 @@ def test_the_weights_are_said_and_a_net_is_tried_before_a_folder_is_made(
     ended = typed(*given, "mlp", "--weights", "weights.pth", "--dry-run")
     assert ended.code == 0
     said = " ".join(ended.out.split())
-    assert "weights of weights.pth; head.weight and head.bias begin anew: made for 3 " in said
+    assert "weights from weights.pth; head.weight and head.bias begin anew: made for 3 " in said
     ended = typed(*given, "own_net:Unused")
     assert ended.code == 2
     assert "--model own_net:Unused: fc2.weight has no part in the logits" in ended.err
