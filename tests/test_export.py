@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 import PIL.Image
-import PIL.ImageOps
 import pytest
 import torch
 import yaml
+from PIL.ExifTags import Base
 from safetensors.torch import load_file
 
 from ddp_mnist.cluster.local_world import run_world
@@ -70,17 +70,26 @@ def test_the_cards_snippets_give_the_models_logits_without_this_package(
     card = (out / "README.md").read_text()
     if preparation is COLOUR:
         assert "In: uint8 images [B, 3, 40, 60], in colour (RGB)." in card
-        check_recipe(card, shape)
+        check_recipe(card, shape, tmp_path)
+        files = write_files(out)
+        [answer] = map(json.loads, typed("predict", run, files[0]).out.splitlines())
     snippets = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
-    assert len(snippets) == 3
+    assert len(snippets) == 3 + (preparation is COLOUR)
     program = """import sys
 images = torch.load('images.pt')
 given = session.run(None, {'images': images.numpy()})[0]
 torch.save((model(images).detach(), torch.from_numpy(given)), 'logits.pt')
 assert 'ddp_mnist' not in sys.modules"""
+    if preparation is COLOUR:  # an image file has predict's probabilities
+        program = f"torch.save(model(images).softmax(1).detach(), 'shares.pt')\n{program}"
     command = [sys.executable, "-W", "ignore", "-c", "\n".join([*snippets, program])]
     done = subprocess.run(command, cwd=out, capture_output=True)
     assert done.returncode == 0, done.stderr
+    if preparation is COLOUR:
+        [shares] = torch.load(out / "shares.pt").tolist()
+        assert dict(zip(DIGITS, shares, strict=True)) == pytest.approx(
+            answer["probabilities"], abs=2e-6
+        )
     expected = logits(run, images)
     for given in torch.load(out / "logits.pt"):
         assert (given - expected).abs().max() < 1e-4
@@ -175,15 +184,37 @@ def card_of(run: Path, folder: Path, **changes: Any) -> str:
     return (copy / "export" / "README.md").read_text()
 
 
-def check_recipe(card: str, shape: Shape) -> None:
-    """Do with a picture what the card says, and compare with what training does."""
-    [recipe] = re.findall(r"in Pillow `(.*?)`", " ".join(card.split()))
-    pixels = np.random.default_rng(0).integers(0, 256, (90, 70, 3), dtype=np.uint8)
-    image = PIL.Image.fromarray(pixels)
-    names = {"image": image, "ImageOps": PIL.ImageOps, "Resampling": PIL.Image.Resampling}
-    made = np.asarray(eval(recipe, names))
-    made = made.reshape(*shape[1:], shape[0]).transpose(2, 0, 1)
-    assert np.array_equal(made, decode_image(image, shape))
+def write_files(folder: Path) -> list[Path]:
+    """Write images whose kinds training and predict treat each in a way of its own."""
+    pixels = np.random.default_rng(0).integers(0, 256, (90, 70, 4), dtype=np.uint8)
+    clear = PIL.Image.fromarray(pixels)
+    picture, palette = clear.convert("RGB"), clear.convert("RGB").quantize(16)
+    palette.info["transparency"] = 3
+    deep = PIL.Image.fromarray(pixels[:, :, 0].astype(np.uint16) * 257 + 7)
+    (turned := PIL.Image.Exif())[Base.Orientation] = 6
+    kinds: dict[str, tuple[PIL.Image.Image, dict[str, Any]]] = {
+        "one.jpg": (picture, {"exif": turned}),
+        "clear.png": (clear, {}),
+        "palette.png": (palette, {}),
+        "deep.png": (deep, {}),
+        "grey.png": (picture.convert("L"), {}),
+        "print.jpg": (picture.convert("CMYK"), {}),
+    }
+    for name, (image, more) in kinds.items():
+        image.save(folder / name, **more)
+    return [folder / name for name in kinds]
+
+
+def check_recipe(card: str, shape: Shape, folder: Path) -> None:
+    """Do with image files what the card says, and compare with what training does."""
+    [recipe] = re.findall(r"```python\n(import numpy\nfrom PIL.*?)```", card, re.DOTALL)
+    for file in write_files(folder):
+        made: dict[str, Any] = {}
+        exec(recipe.replace("one.jpg", str(file)), made)
+        with PIL.Image.open(file) as image:
+            expected = decode_image(image, shape)
+        assert made["pixels"].dtype == np.uint8
+        assert np.array_equal(made["pixels"], expected[None]), file
 
 
 def test_the_card_says_what_images_these_are(run: Path, tmp_path: Path) -> None:
@@ -195,13 +226,14 @@ def test_the_card_says_what_images_these_are(run: Path, tmp_path: Path) -> None:
     made: dict[str, Any] = dict.fromkeys(("bright_on_black", "digit_photos"), False)
     made["notes"] = ["images of 64x64 RGB became 28x28 grey"]
     place = {"name": "project", "source": "folder:/home/alice/project"}
-    photos = " ".join(card_of(run, tmp_path, preparation=made, **place).split())
+    card = card_of(run, tmp_path, preparation=made, **place)
+    photos = " ".join(card.split())
     assert "alice" not in photos  # where the data lies is not published
     assert "1,150 images of project," in photos
     assert "In: uint8 images [B, 1, 28, 28], grey. Out: logits" in photos
     assert "bright" not in photos
     assert "For the training, images of 64x64 RGB became 28x28 grey." in photos
-    check_recipe(photos, (1, 28, 28))
+    check_recipe(card, (1, 28, 28), tmp_path)
     assert "digit" not in photos.partition("grey.")[2].partition("| |")[0]
 
 
