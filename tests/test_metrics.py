@@ -86,6 +86,8 @@ def test_which_names_of_scikit_learn_are_taken_and_that_others_are_one_line() ->
             assert "; " in str(error)
             assert "\n" not in str(error)
     assert taken == EXPECTED.keys() | ALSO
+    given = find_score(f"{sk.f1_score.__module__}:{sk.f1_score.__name__}")  # as from Python
+    assert given([0, 1, 2], [0, 1, 1]) == pytest.approx(5 / 9)
     assert not taken & OF_PROBABILITIES
 
 

@@ -69,13 +69,15 @@ def find_score(name: str) -> Callable[[Any, Any], float]:
     a choice (macro). Raise UsageError if there is none, or it needs more than predicted classes,
     as what is made for probabilities says of three classes.
     """
-    if ":" in name:
+    module, _, called = name.rpartition(":")
+    own = module and not module.startswith("sklearn.metrics")  # its functions are given from Python
+    if own:
         function = own_code.find("--metrics", name)
     else:
         from sklearn import metrics
 
-        function = getattr(metrics, f"{name}_score", None) or getattr(metrics, name, None)
-        if name.startswith("_") or not callable(function) or inspect.isclass(function):
+        function = getattr(metrics, f"{called}_score", None) or getattr(metrics, called, None)
+        if called.startswith("_") or not callable(function) or inspect.isclass(function):
             functions = filter(str.islower, metrics.__all__)
             names = [word.removesuffix("_score") for word in functions if word != name]
             hint = did_you_mean(name, names) or f"; choose e.g. {KNOWN}, or give MODULE:FUNCTION"
@@ -84,7 +86,7 @@ def find_score(name: str) -> Callable[[Any, Any], float]:
         means = {"average": "macro", "zero_division": 0}
         given = {key: value for key, value in means.items() if key in takes}
         function = functools.partial(function, **given)
-    most = 1 if ":" in name else 2  # a function of one's own may be for two classes
+    most = 1 if own else 2  # a function of one's own may be for two classes
     labels, predictions = np.array([0, 1, most, 1]), np.array([0, most, most, 1])
     if not math.isfinite(number := score(name, function, labels, predictions)):
         raise UsageError(
