@@ -9,7 +9,6 @@ import torch
 from safetensors.torch import save_file
 
 from ddp_mnist.cluster.local_world import run_world
-from ddp_mnist.config import Recipe
 from ddp_mnist.data.preparation import Preparation
 from ddp_mnist.errors import CheckpointError, UsageError
 from ddp_mnist.nets import (
@@ -222,12 +221,6 @@ def test_what_a_net_can_get_wrong_is_one_line(name: str, line: str, own_file: Pa
     assert own_file.exists()
     with pytest.raises(UsageError, match=f"^--model {name}: {line}"):
         check_backward(build_net(name, "abcde", COLOUR), name, 5, COLOUR.shape)
-
-
-@pytest.mark.parametrize("name", ["torchvision:", "own_net:", ":Net"])
-def test_a_net_needs_a_name(name: str) -> None:
-    with pytest.raises(UsageError, match=f"^--model {name.rstrip(':')}: choose from "):
-        Recipe(model=name)
 
 
 @pytest.mark.parametrize("name", ["torchvision:googlenet", "own_net:Net", "cnn"])
