@@ -84,8 +84,8 @@ def test_a_net_is_one_of_ours_or_has_a_colon(name: str) -> None:
     with pytest.raises(UsageError) as refused:
         Recipe(model=name)
     assert str(refused.value) == (
-        f"--model {name.rstrip(':')}: choose from cnn, cnn_deep, mlp, cnn_bn, torchvision:NAME (e.g."
-        f" torchvision:resnet18) or MODULE:NAME{hint}"
+        f"--model {name.rstrip(':')}: choose from cnn, cnn_deep, mlp, cnn_bn, torchvision:NAME"
+        f" (e.g. torchvision:resnet18) or MODULE:NAME{hint}"
     )
 
 
