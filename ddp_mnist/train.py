@@ -23,7 +23,7 @@ from ddp_mnist.cluster.world import World, join_world, settle_ddp_buckets
 from ddp_mnist.config import TrainConfig
 from ddp_mnist.data.batches import GlobalBatches, ImageData, make_loader, split_images
 from ddp_mnist.models import with_test_views
-from ddp_mnist.nets import build_net
+from ddp_mnist.nets import build_net, memory_format_of
 from ddp_mnist.optim import learning_rate, make_optimizer
 from ddp_mnist.run.evaluation import evaluate_split, import_evaluate_meanwhile, prepare_split
 from ddp_mnist.run.folder import RunFolder
@@ -56,7 +56,7 @@ def build_model(config: TrainConfig, world: World, images: ImageData) -> nn.Modu
         model.double()
     if config.distribution.sync_bn:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    model.to(world.accelerator.device).to(memory_format=torch.channels_last)
+    model.to(world.accelerator.device).to(memory_format=memory_format_of(recipe.model))
     if config.distribution.compile:
         model.compile()
     return model
@@ -71,12 +71,11 @@ def fit(run: Session, build: BuildModel = build_model) -> dict[str, Any]:
     `build` makes the net; verify and doctor hand in one that keeps hold of it.
     """
     recipe, flags, seed = run.config.recipe, run.config.run, run.config.run.seed
-    accelerator, stop = run.world.accelerator, run.stop
+    accelerator, stop, preparation = run.world.accelerator, run.stop, run.images.preparation
     device, classes, scores = accelerator.device, len(run.images.classes), recipe.metrics
-    preparation = run.images.preparation
     accelerator.gradient_accumulation_steps = recipe.grad_accum
 
-    # Data, on the device if it has room. Batches are the same on all ranks, which share each one.
+    # Data, on the device if there is room. Batches are global: Accelerate gives each rank its part.
     train_rows, val_rows, test_rows = split_images(run.images.to(device), recipe.val_size)
     batches = GlobalBatches(train_rows, recipe.batch_size, seed, recipe.grad_accum)
 
@@ -85,8 +84,7 @@ def fit(run: Session, build: BuildModel = build_model) -> dict[str, Any]:
     model, optimizer, loader = accelerator.prepare(
         net, make_optimizer(net, recipe), make_loader(train_rows, batch_sampler=batches)
     )
-    share = batches.micro_batch_size // accelerator.num_processes
-    settle_ddp_buckets(model, train_rows.__getitems__(torch.arange(share))[0].to(device))
+    settle_ddp_buckets(model, run.images.train_images[:2].to(device))
     val_loader, test_loader = (prepare_split(accelerator, rows) for rows in (val_rows, test_rows))
     import_evaluate_meanwhile(accelerator)
 
@@ -110,7 +108,8 @@ def fit(run: Session, build: BuildModel = build_model) -> dict[str, Any]:
             lr = learning_rate(progress.step, recipe.total_steps, recipe.lr, recipe.warmup)
             for group in optimizer.param_groups:
                 group["lr"] = lr
-            seed_draws(device, "step", seed, progress.step, accelerator.process_index)
+            if accelerator.sync_gradients:  # the first micro-batch: the step before is complete
+                seed_draws(device, "step", seed, progress.step, accelerator.process_index)
             if recipe.augment:
                 images = augment(images, draws[indices])
 
