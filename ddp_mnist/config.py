@@ -123,13 +123,9 @@ class Recipe(Flags):
     weights: str | None = flag(
         None, "Begin with the weights in this .pth or .safetensors file.", on_resume="forget"
     )
-    epochs: int | None = changeable(
-        None, "Passes over the train images [300 steps or more; accurate: 4,000].", least=1
-    )
+    epochs: int | None = changeable(None, "Passes over train images [300 steps or more].", least=1)
     batch_size: int | None = flag(
-        None,
-        "GLOBAL batch: images a step of all processes [144, or 72 of under 7,200; accurate: x2].",
-        least=1,
+        None, "GLOBAL batch: images a step of all processes [144, or 72 of a small set].", least=1
     )
     optimizer: str | None = flag(
         None,
@@ -141,9 +137,7 @@ class Recipe(Flags):
     warmup: float = flag(0.1, "Share of steps in which the rate rises.", least=0, below=1)
     label_smoothing: float = flag(0.1, "Share of the target spread over classes.", least=0, below=1)
     augment: bool = flag(
-        False,
-        "Strokes on black: rotate, scale, shift at random. Other images: mirror, crop, colour.",
-        negatable=True,
+        False, "Rotate, scale, shift strokes on black; mirror, crop, colour others.", negatable=True
     )
     val_size: int | None = flag(
         None, "Train images held out to decide by [5000, at most a fifth; 0 = none].", least=0
@@ -222,10 +216,7 @@ OF_TRAINING = ("sync_bn", "comm_hook", "compile", "mixed_precision")  # flags of
 def fields_of(*groups: type[Flags]) -> dict[type[Flags], list[Field[Any]]]:
     """Return the flags of a verb with these groups; only one that trains has those OF_TRAINING."""
     trains = Recipe in groups
-    return {
-        group: [f for f in flag_fields(group) if trains or f.name not in OF_TRAINING]
-        for group in groups
-    }
+    return {g: [f for f in flag_fields(g) if trains or f.name not in OF_TRAINING] for g in groups}
 
 
 @dataclass(frozen=True)

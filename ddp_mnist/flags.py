@@ -128,10 +128,8 @@ def _as_typed(field: dataclasses.Field[Any], value: Any) -> str:
     """Return a value of Python as it would be typed, and MODULE:NAME of a class or a function."""
     if isinstance(value, type | types.FunctionType):
         if value.__module__ == "__main__":
-            raise UsageError(
-                f"{flag_name(field)} {value.__name__}: is of this session alone, where a later one"
-                " cannot find it; write it into a file, and import it from there"
-            )
+            name = f"{flag_name(field)} {value.__name__}"
+            raise UsageError(f"{name}: is of this session alone; import it from a file of its own")
         return f"{value.__module__}:{value.__qualname__}"
     return str(value) if isinstance(value, str | os.PathLike) else printable(str(value))[:60]
 

@@ -60,7 +60,7 @@ def test_help_of_train_shows_each_flag_with_its_sentence(typed: Typed) -> None:
     ours = "cnn, cnn_deep, mlp, cnn_bn"
     own = "torchvision:NAME, or a class of one's own: MODULE:NAME."
     assert f"--model TEXT {ours}, {own} [cnn]" in shown
-    assert "--augment, --no-augment Strokes on black: rotate" in shown
+    assert "--augment, --no-augment Rotate, scale, shift strokes on black" in shown
 
 
 @pytest.mark.parametrize("verb", [verb for verb in cli.VERBS if verb != "train"])

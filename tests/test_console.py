@@ -22,7 +22,7 @@ import pytest
 
 from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.data import cache
-from ddp_mnist.run.console import Console, as_json, panel
+from ddp_mnist.run.console import Console, as_json, json_line, panel
 from ddp_mnist.run.folder import read_json
 from tests.commands import Ended, Started
 from tests.training import metrics
@@ -268,7 +268,7 @@ def test_letters_of_any_script_are_readable_in_json_and_nothing_steers_a_termina
     for encoding, expected in (("utf-8", shown), ("ascii", json.dumps(content))):
         stdout = io.TextIOWrapper(io.BytesIO(), encoding=encoding, errors="backslashreplace")
         monkeypatch.setattr(sys, "stdout", stdout)
-        Console(True).print_json(content)
+        Console(True).print(json_line(content))
         stdout.seek(0)
         assert stdout.read() == f"{expected}\n"
         assert json.loads(expected) == content

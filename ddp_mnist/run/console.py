@@ -45,10 +45,6 @@ class Console:
             write = print if self._bar is None else self._bar.write
             self.verbose = write_stdout(lambda: write(line, file=sys.stdout), self.must_arrive)
 
-    def print_json(self, content: dict[str, Any]) -> None:
-        """Print an object as a line, in ASCII where stdout cannot take all letters."""
-        self.print(as_json(content, ascii_only="utf" not in (sys.stdout.encoding or "utf").lower()))
-
     def progress(self, done: float, line: str) -> None:
         """Show the share that is done, 0 to 1, with a line of 70 columns."""
         if self.verbose and sys.stdout.isatty():
@@ -73,6 +69,11 @@ def as_json(content: Any, indent: int | None = None, ascii_only: bool = False) -
     return re.sub(
         r"[^\n -~]", lambda m: m[0] if m[0].isprintable() else json.dumps(m[0])[1:-1], text
     )
+
+
+def json_line(content: dict[str, Any]) -> str:
+    """Return an object as a line for stdout, in ASCII where that cannot take all letters."""
+    return as_json(content, ascii_only="utf" not in (sys.stdout.encoding or "utf").lower())
 
 
 def panel(lines: dict[str, str]) -> str:

@@ -195,7 +195,7 @@ def reserve(dataset: str) -> Path:
     return path
 
 
-def another() -> str:
+def other() -> str:
     """Return what a person can do who named no run."""
     there = (RUNS / LATEST).exists()
     return f"name one, e.g. {RUNS / LATEST}" if there else "there is none here yet, so train first"

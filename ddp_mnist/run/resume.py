@@ -17,15 +17,7 @@ from ddp_mnist.data.sources import from_anywhere
 from ddp_mnist.errors import CheckpointError, UsageError
 from ddp_mnist.flags import OnResume, flag_name, flag_values
 from ddp_mnist.run import checkpoint
-from ddp_mnist.run.folder import (
-    CONFIG,
-    STATUS,
-    SUMMARY,
-    RunFolder,
-    another,
-    read_json,
-    without_link,
-)
+from ddp_mnist.run.folder import CONFIG, STATUS, SUMMARY, RunFolder, other, read_json, without_link
 from ddp_mnist.run.versions import code_digest, package_versions
 
 FORMAT = 7  # of config.json and of checkpoints
@@ -68,7 +60,7 @@ def find(config: TrainConfig) -> dict[str, Any] | None:
         name = Path(getattr(error, "filename", None) or path).name
         reason = error.strerror if isinstance(error, OSError) else "damaged, or of another program"
         raise CheckpointError(
-            f"--resume {resume}: {path} holds no run to resume ({name}: {reason}); {another()}"
+            f"--resume {resume}: {path} holds no run to resume ({name}: {reason}); {other()}"
         ) from error
 
 

@@ -17,7 +17,7 @@ from ddp_mnist.errors import CheckpointError, UsageError, reason
 from ddp_mnist.models import VERSION, Normalised, with_test_views
 from ddp_mnist.nets import METADATA_KEY, build_net, code_digest
 from ddp_mnist.run.console import warn
-from ddp_mnist.run.folder import MODEL, STATUS, SUMMARY, another, read_json
+from ddp_mnist.run.folder import MODEL, STATUS, SUMMARY, other, read_json
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def read_bytes(run: str) -> bytes:
     try:
         content = (Path(run) / MODEL).read_bytes()
     except OSError as error:
-        fix = f"its run is {now}; {go_on}" if state else another()
+        fix = f"its run is {now}; {go_on}" if state else other()
         raise CheckpointError(
             f"{run}: there is no model of a finished run ({MODEL}: {reason(error)}); {fix}"
         ) from error

@@ -16,7 +16,7 @@ from ddp_mnist.data.batches import ImageData, Rows, split_images
 from ddp_mnist.data.reading import Reading
 from ddp_mnist.errors import CheckpointError, UsageError, printable
 from ddp_mnist.run import weights
-from ddp_mnist.run.console import Console
+from ddp_mnist.run.console import Console, json_line
 from ddp_mnist.run.evaluation import check_scores, evaluate_split, prepare_split, shown
 from ddp_mnist.run.folder import CONFIG, read_json
 from ddp_mnist.verbs.flags import Evaluate
@@ -30,11 +30,7 @@ def run(flags: Evaluate, distribution: Distribution) -> None:
     """Print the metrics, on rank 0."""
     metrics = evaluate_run(flags, distribution, find_launch(distribution))
     if metrics is not None:
-        console = Console(True)
-        if flags.json:
-            console.print_json(metrics)
-        else:
-            console.print(metrics_table(metrics))
+        Console(True).print(json_line(metrics) if flags.json else metrics_table(metrics))
 
 
 def evaluate_run(

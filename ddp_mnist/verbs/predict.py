@@ -23,7 +23,7 @@ from ddp_mnist.data.decode import decode_image
 from ddp_mnist.data.preparation import Preparation
 from ddp_mnist.errors import DataError, UsageError, reason
 from ddp_mnist.run import weights
-from ddp_mnist.run.console import Console
+from ddp_mnist.run.console import Console, json_line
 from ddp_mnist.run.folder import check_place, storage_errors
 from ddp_mnist.verbs.digit_photos import as_mnist
 from ddp_mnist.verbs.flags import Predict
@@ -37,7 +37,7 @@ def run(flags: Predict) -> None:
     """Print a line for each image."""
     console = Console(True)
     for line in answer(flags):
-        console.print_json(line)
+        console.print(json_line(line))
         if not (console.verbose or flags.show):
             return  # nobody reads the rest
 
@@ -145,12 +145,9 @@ def draw(answers: Sequence[tuple[dict[str, Any], np.ndarray]], path: Path) -> No
     shown = answers[:MOST_SHOWN]
     # matplotlib warns of each letter that no font has
     with storage_errors(path, "--show"), warnings.catch_warnings(action="ignore"):
-        titles = [
-            wrapped(Path(line["file"]).name[-18:])
-            + "\n"
-            + wrapped(f"{line['label']} ({line['probability']:.2f})")
-            for line, _ in shown
-        ]
+        said = [f"{line['label']} ({line['probability']:.2f})" for line, _ in shown]
+        names = [Path(line["file"]).name[-18:] for line, _ in shown]
+        titles = [f"{wrapped(a)}\n{wrapped(b)}" for a, b in zip(names, said, strict=True)]
         rows, lines = -(-len(shown) // COLUMNS), max(title.count("\n") for title in titles)
         height = rows * INCHES * (1.23 + 0.12 * lines) + 0.3
         figure = Figure(figsize=(COLUMNS * INCHES, height), layout="constrained")

@@ -93,7 +93,7 @@ def read_run(path: Path) -> ReportedRun:
         return run
     except OSError as error:
         why = f"holds no run to report on ({Path(error.filename or path).name}: {reason(error)})"
-        raise CheckpointError(f"{path}: {why}; {folder.another()}") from error
+        raise CheckpointError(f"{path}: {why}; {folder.other()}") from error
     except (LookupError, ValueError, TypeError, jinja2.UndefinedError) as error:
         why = f"is damaged, or of another version of ddp_mnist ({error})"
         raise CheckpointError(f"{path}: {why}; use that one's report") from error
