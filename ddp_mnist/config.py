@@ -63,7 +63,7 @@ class Run(Flags):
         0, "Optimizer steps to trace, after some to warm up; a trace per rank.", least=0, most=1000
     )
     quiet: bool = forgotten(False, "Print errors only.", may_differ=True)
-    dry_run: bool = forgotten(False, "Print what would run, and stop.")
+    dry_run: bool = forgotten(False, "Print what would run, and stop; only the cache is written.")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -209,7 +209,7 @@ def _check_space(folder: Path, source: Source, shape: Shape, rows: int, log: Log
     channels, height, width = shape
     mb, free = rows * math.prod(shape) / 1e6, shutil.disk_usage(folder).free / 1e6
     kind = "in colour" if channels == 3 else "grey"
-    what = f"{rows:,} images of {width}x{height} {kind} take {mb:,.0f} MB"
+    what = f"{rows:,} images of {height}x{width} {kind} take {mb:,.0f} MB"
     if mb > free:
         raise StorageError(
             f"{folder}: {what}, and {free:,.0f} MB are free; give --image-size, or {MOVE}"

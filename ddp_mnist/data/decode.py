@@ -76,11 +76,11 @@ def facts_of(image: PIL.Image.Image) -> tuple[tuple[int, int], bool, list[str]]:
     size = (image.width, image.height) if turned >= 5 else (image.height, image.width)
     sixteen = image.mode.startswith("I")
     for wrong, what in (
-        (turned != 1, "turned as their EXIF says"),
-        (getattr(image, "is_animated", False), "animated, of which the first frame counts"),
-        (sixteen, "of 16 bits, of which the upper 8 count"),
-        (image.has_transparency_data, "transparent, on white"),
-        (image.mode == "CMYK", "in CMYK, which became RGB"),
+        (turned != 1, "an orientation in EXIF and became upright"),
+        (getattr(image, "is_animated", False), "several frames, of which the first counts"),
+        (sixteen, "16 bits, of which the upper 8 count"),
+        (image.has_transparency_data, "transparent parts, which became white"),
+        (image.mode == "CMYK", "CMYK colours, which became RGB"),
     ):
         if wrong:
             odd.append(what)

@@ -21,7 +21,7 @@ STEMS = {"train": "train", "test": "t10k"}
 DIMENSIONS = {"images": 3, "labels": 1}
 
 
-def find_idx_files(folder: Path) -> dict[tuple[str, str], Path]:
+def find_idx_files(folder: Path, typed: str) -> dict[tuple[str, str], Path]:
     """Return {(split, kind): file}, if the folder, or raw/ or MNIST/raw/ in it, holds them."""
     for base in (folder, folder / "raw", folder / "MNIST" / "raw"):
         files = {}
@@ -31,7 +31,7 @@ def find_idx_files(folder: Path) -> dict[tuple[str, str], Path]:
                 files[split, kind] = file
         if files and len(files) < 4:
             few = f"of MNIST's four IDX files only {len(files)} are there"
-            raise DataError(f"--dataset {folder}: {few}; fetch the others")
+            raise DataError(f"--dataset {typed}: {few}; fetch the others")
         if files:
             return files
     return {}

@@ -13,13 +13,14 @@ import os
 import re
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ddp_mnist import errors
+from ddp_mnist.data import folders
 from ddp_mnist.data.built_in import BUILT_IN
 from ddp_mnist.data.idx import find_idx_files, read_idx
 from ddp_mnist.data.preparation import Decoded, Reserve, Shape
@@ -33,8 +34,8 @@ OFFLINE_FIX = (
     " (--dataset PATH), or train on the built-in digits (--dataset digits)"
 )
 FOLDER_FIX = (
-    "give it whole parquet files with rows and equal columns, or images in train/CLASS/ and"
-    " test/CLASS/"
+    "give it images in train/CLASS/ and test/CLASS/, or whole parquet files with rows and equal"
+    " columns"
 )
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 UNWRITABLE = (*NO_SPACE, errno.EACCES, errno.EROFS, errno.ENOTDIR)
@@ -48,29 +49,32 @@ class Source:
     kind: str
     place: str
     reading: Reading = AS_THEY_ARE
+    typed: str = field(default="", compare=False)  # its name in errors
 
     def read(self, reserve: Reserve) -> Decoded:
         """Decode all of it, into the room that `reserve` makes for the images.
 
         Raise DataError, or StorageError: there is no space to unpack it.
         """
-        with readable(self.place):
+        where, notes = f"--dataset {self.typed}", list[str]()
+        with readable(self.typed):
             if self.kind in BUILT_IN:
                 decoded = in_room(BUILT_IN[self.kind](), self.reading, reserve)
-            elif self.kind == "folder" and (files := find_idx_files(Path(self.place))):
+            elif self.kind == "folder" and (files := find_idx_files(Path(self.place), self.typed)):
                 decoded = in_room(read_idx(files), self.reading, reserve)
             else:
                 from ddp_mnist.data.tables import decode_dataset
 
-                read = read_hub if self.kind == "hub" else read_folder
-                decoded = decode_dataset(read(self.place), self.place, self.reading, reserve)
+                hub = self.kind == "hub"
+                rows = read_hub(self.place) if hub else read_folder(self.place, where, notes)
+                decoded = decode_dataset(rows, where, self.reading, reserve)
+                decoded.notes[:0] = notes
         test = decoded.labels["test"]
         if (unseen := np.flatnonzero(~np.isin(test, decoded.labels["train"]))).size:
             row, label = unseen[0], decoded.classes[test[unseen[0]]]
-            raise errors.DataError(
-                f"--dataset {self.place}: split test: row {row} has label {label}, which no train"
-                " row has; correct the labels, or add such rows to train"
-            )
+            fault = f"{where}: class {label} has images in test (row {row}) and none in train"
+            fix = "add some to train, or correct the labels"
+            raise errors.DataError("; ".join([fault, *notes, fix]))
         return decoded
 
     @functools.cached_property
@@ -79,7 +83,7 @@ class Source:
         if self.kind != "folder":
             return ""
         folder = Path(self.place)
-        with readable(self.place):
+        with readable(self.typed):
             files = sorted(path for path in folder.rglob("*") if path.is_file())
             stats = [(str(path.relative_to(folder)), path.stat()) for path in files]
         facts = [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
@@ -102,21 +106,24 @@ def find_source(dataset: str, reading: Reading = AS_THEY_ARE) -> Source:
     if dataset in BUILT_IN:
         return Source(dataset, dataset, f"sklearn.datasets.{BUILT_IN[dataset].__name__}", reading)
     if dataset in HUB_IDS:
-        return Source(dataset, "hub", HUB_IDS[dataset], reading)
+        return Source(dataset, "hub", HUB_IDS[dataset], reading, dataset)
     # Unlike pathlib's, these two raise nothing for ~nobody or links in a circle.
     path = Path(os.path.realpath(os.path.expanduser(dataset)))  # noqa: PTH111
     with readable(dataset):
         if dataset and path.is_dir():
-            return Source(errors.printable(path.name), "folder", str(path), reading)
+            return Source(errors.printable(path.name), "folder", str(path), reading, dataset)
         if dataset and path.exists():
             raise errors.DataError(f"--dataset {dataset}: is a file; give the folder it lies in")
+    names = [*HUB_IDS, *BUILT_IN, "auto", *(each.name for each in path.parent.glob("*/"))]
+    near = errors.did_you_mean(Path(dataset).name, names)
     if dataset.startswith((".", "/", "~")) or dataset.count("/") > 1:
-        raise errors.DataError(f"--dataset {dataset}: there is no such folder; check the path")
+        problem = f"--dataset {dataset}: there is no such folder"
+        raise errors.DataError(f"{problem}; check the path{near}")
     if re.fullmatch(r"[\w.-]+/[\w.-]+", dataset, re.ASCII):
-        return Source(dataset.replace("/", "--"), "hub", dataset, reading)
+        return Source(dataset.replace("/", "--"), "hub", dataset, reading, dataset)
     raise errors.UsageError(
         f"--dataset {dataset}: no such folder; choose from mnist, auto, fashion_mnist, digits,"
-        " patches, a Hub id (owner/name) or a folder"
+        f" patches, a Hub id (owner/name) or a folder{near}"
     )
 
 
@@ -140,7 +147,7 @@ def read_hub(hub_id: str) -> Any:
     if why := why_out_of_reach(hub_id):
         why = f"not in the cache, and the Hub cannot be reached: {why}"
     home = (huggingface_hub.constants.HF_HOME, "HF_HOME", UNWRITABLE)
-    with library(hub_id, OFFLINE_FIX, why, home):
+    with library(f"--dataset {hub_id}", OFFLINE_FIX, why, home):
         return datasets.load_dataset(hub_id)
 
 
@@ -164,15 +171,21 @@ def why_out_of_reach(hub_id: str) -> str:
     return ""
 
 
-def read_folder(folder: str) -> Any:
-    """Read parquet, CSV or images in any layout that `load_dataset` knows, or `save_to_disk`."""
+def read_folder(folder: str, where: str, notes: list[str]) -> Any:
+    """Read parquet, CSV or images in any layout that `load_dataset` knows, or `save_to_disk`.
+
+    Add to the notes which files of a folder of images are left out.
+    """
     import datasets
     import pyarrow as pa
+    from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
     from pyarrow.dataset import ParquetFragmentScanOptions
 
     # The library's Arrow copy is only needed until the images are decoded.
     scratch_place = (tempfile.gettempdir(), "TMPDIR", NO_SPACE)
-    with library(folder, FOLDER_FIX, "it names files outside of it", scratch_place):
+    images, odd = folders.find_images(Path(folder), ImageFolder.EXTENSIONS)
+    fix = "; ".join([*odd, FOLDER_FIX])
+    with library(where, fix, "it names files outside of it", scratch_place):
         if (Path(folder) / "dataset_dict.json").exists():
             return datasets.load_from_disk(folder)
         with tempfile.TemporaryDirectory(
@@ -184,6 +197,12 @@ def read_folder(folder: str) -> Any:
                 no_buffer = ParquetFragmentScanOptions(pre_buffer=False)
                 builder.config.fragment_scan_options = no_buffer
                 builder.config.batch_size = 100
+            if isinstance(builder, ImageFolder):
+                splits = {
+                    str(split): [Path(os.path.relpath(file, folder)) for file in found]
+                    for split, found in builder.config.data_files.items()
+                }
+                notes += odd + folders.check_images(where, splits, images, odd)
             builder.download_and_prepare()
             pa.default_memory_pool().release_unused()
             # Mapped, not read: a file that was removed stays as long as it is mapped.
@@ -192,7 +211,7 @@ def read_folder(folder: str) -> Any:
 
 @contextlib.contextmanager
 def library(
-    place: str, fix: str, why_offline: str, written: tuple[str, str, tuple[int, ...]]
+    where: str, fix: str, why_offline: str, written: tuple[str, str, tuple[int, ...]]
 ) -> Iterator[None]:
     """Keep `datasets` in the block quiet and, if there is a reason `why_offline`, off the network.
 
@@ -211,6 +230,8 @@ def library(
         ours.HF_HUB_OFFLINE = theirs.HF_HUB_OFFLINE = True
     try:
         yield
+    except errors.DataError:
+        raise
     except Exception as error:  # its own and those of pyarrow, fsspec and the transport
         folder, variable, codes = written
         for cause in errors.causes(error):
@@ -221,7 +242,7 @@ def library(
                 ) from error
         offline = why_offline and isinstance(error, ConnectionError)
         why = why_offline if offline else errors.root_reason(error)
-        raise errors.DataError(f"--dataset {place}: cannot be read ({why}); {fix}") from error
+        raise errors.DataError(f"{where}: cannot be read ({why}); {fix}") from error
     finally:
         ours.HF_HUB_OFFLINE, theirs.HF_HUB_OFFLINE = before
 
@@ -244,7 +265,7 @@ def in_room(decoded: Decoded, reading: Reading, reserve: Reserve) -> Decoded:
     notes = decoded.notes
     if not as_asked:
         kind = "in colour" if shape[0] == 3 else "grey"
-        notes = [*notes, f"images of {width}x{height} became {shape[2]}x{shape[1]} {kind}"]
+        notes = [*notes, f"images of {height}x{width} became {shape[1]}x{shape[2]} {kind}"]
     return dataclasses.replace(
         decoded, images=images, notes=notes, as_stored=decoded.as_stored and as_asked
     )

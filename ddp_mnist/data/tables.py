@@ -2,6 +2,7 @@
 
 import functools
 import io
+import os
 import statistics
 import warnings
 from collections import Counter
@@ -21,9 +22,8 @@ MAX_CLASSES = 1000
 LARGEST_UNASKED = 224  # pixels of a side that sets of mixed sizes get: as torchvision's nets had
 
 
-def decode_dataset(dataset: Any, place: str, reading: Reading, reserve: Reserve) -> Decoded:
-    """Return every image and label. Raises DataError, which names the split, column and row."""
-    where = f"--dataset {place}"
+def decode_dataset(dataset: Any, where: str, reading: Reading, reserve: Reserve) -> Decoded:
+    """Return every image and label. Raises DataError, which names the file, or column and row."""
     splits, held_out = _splits(dataset, where, reading.test_size)
     train, test = (splits[split] for split in SPLITS)
     image_column, label_column = _find_columns(train, where)
@@ -40,23 +40,25 @@ def decode_dataset(dataset: Any, place: str, reading: Reading, reserve: Reserve)
         if len(splits[split]) == 0:
             raise DataError(f"{where}: split {split} has no rows; check its files")
         rows = splits[split]
-        labels[split], classes = _decode_labels(rows, label_column, classes, _at(where, split))
+        at = f"{where}: split {split}"
+        labels[split], classes = _decode_labels(rows, label_column, classes, at)
     shape, notes = _find_shape(splits, image_column, reading, where)
     images = reserve(shape, {split: len(splits[split]) for split in SPLITS})
     for split in SPLITS:
-        decode, place = functools.partial(decode_image, shape=shape), _at(where, split)
-        for row, image in enumerate(_of_each(splits[split], image_column, decode, place)):
+        decode = functools.partial(decode_image, shape=shape)
+        for row, image in enumerate(_of_each(splits[split], image_column, decode, where, split)):
             images[split][row] = image
     return Decoded(images, labels, classes, held_out + notes, not notes)
 
 
-def _at(where: str, split: str) -> str:
-    return f"{where}: split {split}"
-
-
 def _splits(dataset: Any, where: str, test_size: int | None) -> tuple[dict[str, Any], list[str]]:
-    """Return the rows of train and test, and a note if the test rows were held out of train."""
+    """Return the rows of train and test, and notes on other splits and a test held out of train."""
     named = dict(dataset) if isinstance(dataset, dict) else {"train": dataset}
+    notes = [
+        f"split {split} is not used: validation images are cut out of train (--val-size)"
+        for split in named
+        if split not in SPLITS
+    ]
     if "train" in named and "test" not in named and test_size is not None:
         rows = named["train"]
         if test_size >= len(rows):
@@ -66,7 +68,8 @@ def _splits(dataset: Any, where: str, test_size: int | None) -> tuple[dict[str, 
             )
         order = np.random.RandomState(0).permutation(len(rows))  # frozen by NumPy for all time
         held_out = {"train": rows.select(order[test_size:]), "test": rows.select(order[:test_size])}
-        return held_out, [f"{test_size:,} of {len(rows):,} images were held out for the test"]
+        notes += [f"{test_size:,} of {len(rows):,} images were held out for the test"]
+        return held_out, notes
     if not set(SPLITS) <= set(named):
         raise DataError(
             f"{where}: needs the splits train and test, found: {', '.join(named)}; name the files"
@@ -75,7 +78,7 @@ def _splits(dataset: Any, where: str, test_size: int | None) -> tuple[dict[str, 
         )
     if test_size is not None:
         raise UsageError(f"--test-size {test_size}: {where} has a test split; leave it out")
-    return named, []
+    return named, notes
 
 
 def _find_shape(
@@ -90,8 +93,7 @@ def _find_shape(
     odd: Counter[str] = Counter()
     colourful = 0
     for split in SPLITS:
-        facts = _of_each(splits[split], column, facts_of, _at(where, split))
-        for size, grey, what in facts:
+        for size, grey, what in _of_each(splits[split], column, facts_of, where, split):
             sizes[size] += 1
             odd.update(what)
             colourful += not grey
@@ -102,15 +104,17 @@ def _find_shape(
     else:
         side = statistics.median_low(min(size) for size in sizes.elements())
         size = (min(side, LARGEST_UNASKED),) * 2
-    notes = [f"{count:,} images are {what}" for what, count in odd.items()]
+    total = sizes.total()
+    notes = [f"{count:,} of {total:,} images had {what}" for what, count in odd.items()]
     if set(sizes) != {size}:
-        shown = [f"{width}x{height}" for (height, width), _ in sizes.most_common(3)]
-        more = f" and {len(sizes) - 3:,} more sizes" if len(sizes) > 3 else ""
-        notes.append(f"images of {', '.join(shown)}{more} became {size[1]}x{size[0]}")
+        shown = [f"{height}x{width}" for (height, width), _ in sizes.most_common(3)]
+        ending = "" if len(sizes) == 4 else "s"
+        more = f" and {len(sizes) - 3:,} more size{ending}" if len(sizes) > 3 else ""
+        notes.append(f"images of {', '.join(shown)}{more} became {size[0]}x{size[1]}")
     if colourful and reading.grey:
-        notes.append(f"{colourful:,} images in colour became grey")
-    elif colourful and colourful < sizes.total():
-        notes.append(f"{sizes.total() - colourful:,} grey images became RGB, as the others are")
+        notes.append(f"{colourful:,} of {total:,} images had colour and became grey")
+    elif 0 < colourful < total:
+        notes.append(f"{total - colourful:,} of {total:,} images had no colour and became RGB")
     channels = 3 if colourful and not reading.grey else 1
     return (channels, *size), notes
 
@@ -166,7 +170,7 @@ def _decode_labels(
 
 
 def _of_each(
-    rows: Any, column: str, function: Callable[[PIL.Image.Image], Any], where: str
+    rows: Any, column: str, function: Callable[[PIL.Image.Image], Any], where: str, split: str
 ) -> Iterator[Any]:
     """Yield what the function returns of each row's opened image file."""
     from datasets import Image
@@ -177,10 +181,9 @@ def _of_each(
     batches = rows.select_columns([column]).with_format(None).iter(batch_size=100)
     for row, cell in enumerate(cell for batch in batches for cell in batch[column]):
         file = cell and (cell["bytes"] or cell.get("path"))
+        name = f"split {split}, column {column}: row {row}"
         if not file:
-            raise DataError(
-                f"{where}, column {column}: row {row} has no image; add it or leave the row out"
-            )
+            raise DataError(f"{where}: {name} has no image; add it or leave the row out")
         try:
             content = io.BytesIO(file) if isinstance(file, bytes) else file
             # Pillow warns of what it can do without, as a part of the EXIF.
@@ -189,9 +192,9 @@ def _of_each(
         except Exception as error:  # Pillow raises OSError, SyntaxError, ValueError and more
             unknown = isinstance(error, PIL.UnidentifiedImageError)
             why = "of no format that Pillow knows" if unknown else reason(error)
-            name = f" {file}" if isinstance(file, str) else ""
+            if isinstance(file, str):
+                name = min(file, os.path.relpath(file), key=len)
             raise DataError(
-                f"{where}, column {column}: row {row}{name} is no readable image ({why}); replace"
-                " it or leave it out"
+                f"{where}: {name} is no readable image ({why}); replace it or leave it out"
             ) from error
         yield found

@@ -72,7 +72,7 @@ def plan(config: ResolvedConfig, world: World, images: ImageData, folder: Path |
         f" in the first {recipe.warmup:.0%} of the steps,"
         f" images {changes if recipe.augment else 'not augmented'}"
         f"{smoothed if recipe.label_smoothing else ''}",
-        "writes": str(folder) if folder else "nothing (--dry-run)",
+        "writes": str(folder) if folder else "nothing but the cache of images (--dry-run)",
     }
     return "\n".join([*images.warnings, panel(lines)])
 

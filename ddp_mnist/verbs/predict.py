@@ -19,11 +19,12 @@ import numpy as np
 import PIL.Image
 import torch
 
+from ddp_mnist.data import folders
 from ddp_mnist.data.decode import decode_image
 from ddp_mnist.data.preparation import Preparation
 from ddp_mnist.errors import DataError, UsageError, reason
 from ddp_mnist.run import weights
-from ddp_mnist.run.console import Console, json_line
+from ddp_mnist.run.console import Console, json_line, warn
 from ddp_mnist.run.folder import check_place, storage_errors
 from ddp_mnist.verbs.digit_photos import as_mnist
 from ddp_mnist.verbs.flags import Predict
@@ -94,11 +95,13 @@ def find_images(path: str) -> list[Path]:
     """Return the file itself, or the images in a folder and its subfolders, but no hidden ones."""
     if not (place := Path(path)).is_dir():
         return [place]
-    files = [p for p in place.rglob("[!.]*") if p.suffix.lower() in SUFFIXES and p.is_file()]
-    images = [p for p in files if "/." not in f"/{p.relative_to(place)}"]
+    images, notes = folders.find_images(place, SUFFIXES)
     if not images:
-        raise DataError(f"{path}: holds no images; give files or a folder of them")
-    return sorted(images)
+        fault, fix = f"{path}: holds no images", "give files or a folder of them"
+        raise DataError("; ".join([fault, *notes, fix]))
+    for note in notes:
+        warn(f"{path}: {note}")
+    return [place / image for image in images]
 
 
 # --- An image file as the net sees it

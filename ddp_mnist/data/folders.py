@@ -1,0 +1,66 @@
+"""`datasets` goes by the names of files and folders: this finds the images that it would lose."""
+
+import re
+from collections import Counter
+from collections.abc import Collection
+from pathlib import Path
+
+from ddp_mnist.errors import DataError, printable
+
+BESIDE_IMAGES = re.compile(r"\.(arrow|csv|db|ini|jsonl?|md|parquet|tsv|txt|xml|zip)", re.I)
+
+
+def find_images(folder: Path, endings: Collection[str]) -> tuple[list[Path], list[str]]:
+    """Return the images, relative to the folder, and a note on files with other endings, if any.
+
+    Hidden files need no word (.name, __name), nor do texts and tables.
+    """
+    files = (path.relative_to(folder) for path in sorted(folder.rglob("*")) if path.is_file())
+    seen = [file for file in files if not any(part.startswith((".", "__")) for part in file.parts)]
+    odd = Counter(file.suffix or "no ending" for file in seen if file.suffix.lower() not in endings)
+    kinds = [f"{end} ({n:,})" for end, n in odd.items() if not BESIDE_IMAGES.fullmatch(end)]
+    note = f"files that are no images by their names were left out: {printable(', '.join(kinds))}"
+    return [file for file in seen if file.suffix.lower() in endings], [note] if kinds else []
+
+
+def check_images(
+    where: str, splits: dict[str, list[Path]], images: list[Path], odd: list[str]
+) -> list[str]:
+    """Return a note on images that are in no split, if any.
+
+    Raise DataError for one that is in two, in another than its folder means, or in no class.
+    """
+    from datasets.data_files import SPLIT_KEYWORDS
+
+    split_of = {word: str(split) for split, words in SPLIT_KEYWORDS.items() for word in words}
+    used = [file for files in splits.values() for file in files]
+    twice = [str(file) for file, count in Counter(used).items() if count > 1]
+    read_as = {file.parts[0]: split for split, files in splits.items() for file in files}
+    tops = sorted({file.parts[0] for file in images if len(file.parts) > 1})
+    meant = {top: split_of[_word(top)] for top in tops if _word(top) in split_of}
+    classes = sorted({file.parent.name for file in splits.get("train", ())})
+    depths = {len(file.parts): str(file) for file in used}
+    fix = "put each image into the folder of its class, of two or more"
+    if twice:
+        fault, fix = f"{twice[0]} is in two splits by its folders", "rename its class"
+    elif len({*meant.values()}) > 1 and any(read_as.get(top) != meant[top] for top in meant):
+        fault = f"found the folders {', '.join(meant)}"
+        fix = f"rename them to {', '.join(meant.values())}"
+    elif not classes or {*used} - {*images}:  # an archive, or metadata.csv which has the classes
+        fault = ""
+    elif len(depths) > 1:
+        fault = f"{' and '.join(depths.values())} are not equally deep"
+    elif len(classes) == 1 and _word(classes[0]) in ("", *split_of):
+        fault = f"{used[0]} is in no class"
+    else:
+        fault = f"there is only one class, {classes[0]}" if len(classes) == 1 else ""
+    if fault:
+        raise DataError("; ".join([f"{where}: {fault}", *odd, fix]))
+    rest = sorted({*images} - {*used})
+    note = f"images in no split by their names were left out: {len(rest):,}, as"
+    return [f"{note} {printable(str(file))}" for file in rest[:1]]
+
+
+def _word(name: str) -> str:
+    """Return what a folder's name begins with: test for Test, test_set, TestSet and test-2."""
+    return re.sub(r"(set)?([-._ 0-9].*)?$", "", name.lower())
