@@ -96,7 +96,7 @@ def test_an_image_size_is_one_number_or_two(size: str) -> None:
     with pytest.raises(UsageError) as refused:
         Run(image_size=size)
     assert str(refused.value) == (
-        f"--image-size {size}: must be N or HEIGHTxWIDTH in pixels, e.g. 64 or 48x64"
+        f"--image-size {size}: must be N or HEIGHTxWIDTH up to 9999, e.g. 64 or 48x64"
     )
     assert [Run(image_size=good).reading.size for good in ("64", "48x96")] == [(64, 64), (48, 96)]
 

@@ -91,39 +91,44 @@ TAKEN: dict[str, tuple[Any, list[int], list[int], list[str]]] = {
         sixteen_bits,
         [1, 12, 20],
         [180],
-        ["4 images are of 16 bits"],
+        ["4 of 4 images had 16 bits"],
     ),
     "clear": (
         lambda: PIL.Image.new("RGBA", (20, 12)),
         [3, 12, 20],
         [255, 255, 255],
-        ["4 images are transparent, on white"],
+        ["4 of 4 images had transparent parts, which became white"],
     ),
     "grey and clear": (
         lambda: PIL.Image.new("LA", (20, 12)),
         [1, 12, 20],
         [255],
-        ["4 images are transparent, on white"],
+        ["4 of 4 images had transparent parts, which became white"],
     ),
     "CMYK": (
         lambda: stored(picture().convert("CMYK"), format="JPEG", quality=100),
         [3, 12, 20],
         [200, 10, 10],
-        ["4 images are in CMYK, which became RGB"],
+        ["4 of 4 images had CMYK colours, which became RGB"],
     ),
     "animated": (
         animated,
         [3, 12, 20],
         [200, 10, 10],
-        ["4 images are animated"],
+        ["4 of 4 images had several frames"],
     ),
     "turned": (
         lambda: turned(6),
         [3, 20, 12],
         [200, 10, 10],
-        ["4 images are turned"],
+        ["4 of 4 images had an orientation in EXIF"],
     ),
-    "mirrored": (lambda: turned(2), [3, 12, 20], [0, 0, 0], ["4 images are turned"]),
+    "mirrored": (
+        lambda: turned(2),
+        [3, 12, 20],
+        [0, 0, 0],
+        ["4 of 4 images had an orientation in EXIF"],
+    ),
     "damaged EXIF": (
         lambda: stored(
             picture(), format="JPEG", quality=100, exif=b"Exif\0\0II*\0\x08\0\0\0\xff\xff"
@@ -136,43 +141,43 @@ TAKEN: dict[str, tuple[Any, list[int], list[int], list[str]]] = {
         lambda: stored(sixteen_bits(), format="TIFF"),
         [1, 12, 20],
         [180],
-        ["4 images are of 16 bits, of which the upper 8 count"],
+        ["4 of 4 images had 16 bits, of which the upper 8 count"],
     ),
     "16 bits of 32": (
         lambda: stored(PIL.Image.fromarray(np.asarray(sixteen_bits(), np.int32)), format="TIFF"),
         [1, 12, 20],
         [180],
-        ["4 images are of 16 bits"],
+        ["4 of 4 images had 16 bits"],
     ),
     "RGBA": (
         lambda: picture().convert("RGBA"),
         [3, 12, 20],
         [200, 10, 10],
-        ["4 images are transparent"],
+        ["4 of 4 images had transparent parts"],
     ),
     "one clear grey": (
         lambda: stored(picture().convert("L"), transparency=67),
         [1, 12, 20],
         [255],
-        ["4 images are transparent"],
+        ["4 of 4 images had transparent parts"],
     ),
     "one clear colour": (
         lambda: stored(picture(), transparency=RED),
         [3, 12, 20],
         [255, 255, 255],
-        ["4 images are transparent"],
+        ["4 of 4 images had transparent parts"],
     ),
     "palette, half clear": (
         lambda: stored(half_clear(), transparency=bytes([127, 127])),
         [3, 12, 20],
         [228, 133, 133],  # 200, 10 and 10 on white
-        ["4 images are transparent"],
+        ["4 of 4 images had transparent parts"],
     ),
     "CMYK, TIFF": (
         lambda: stored(picture().convert("CMYK"), format="TIFF"),
         [3, 12, 20],
         [200, 10, 10],
-        ["4 images are in CMYK"],
+        ["4 of 4 images had CMYK"],
     ),
     "YCbCr": (
         lambda: stored(picture().convert("YCbCr"), format="TIFF"),
@@ -187,12 +192,17 @@ TAKEN: dict[str, tuple[Any, list[int], list[int], list[str]]] = {
         [],
     ),
     "BMP": (lambda: stored(picture(), format="BMP"), [3, 12, 20], [200, 10, 10], []),
-    "pages": (lambda: animated("TIFF"), [3, 12, 20], [200, 10, 10], ["4 images are animated"]),
+    "pages": (
+        lambda: animated("TIFF"),
+        [3, 12, 20],
+        [200, 10, 10],
+        ["4 of 4 images had several frames"],
+    ),
     "animated PNG": (
         lambda: animated("PNG"),
         [3, 12, 20],
         [200, 10, 10],
-        ["4 images are animated"],
+        ["4 of 4 images had several frames"],
     ),
 }
 
@@ -214,10 +224,10 @@ def test_an_image_is_taken_as_it_is_and_what_is_odd_is_said(kind: str, tmp_path:
 @pytest.mark.parametrize(
     ("sizes", "reading", "shape", "note"),
     [
-        ([(20, 12), (40, 12)], AS_THEY_ARE, [12, 12], "20x12, 40x12 became 12x12"),
-        ([(300, 240), (500, 260)], AS_THEY_ARE, [224, 224], "300x240, 500x260 became 224x224"),
-        ([(20, 12), (20, 12)], Reading(size=(8, 16)), [8, 16], "20x12 became 16x8"),
-        ([(9, 9), (12, 12), (14, 14), (16, 16)], AS_THEY_ARE, [12, 12], "and 1 more sizes became"),
+        ([(20, 12), (40, 12)], AS_THEY_ARE, [12, 12], "12x20, 12x40 became 12x12"),
+        ([(300, 240), (500, 260)], AS_THEY_ARE, [224, 224], "240x300, 260x500 became 224x224"),
+        ([(20, 12), (20, 12)], Reading(size=(8, 16)), [8, 16], "12x20 became 8x16"),
+        ([(9, 9), (12, 12), (14, 14), (16, 16)], AS_THEY_ARE, [12, 12], "and 1 more size became"),
     ],
 )
 def test_sizes_that_differ_become_one(
@@ -235,10 +245,10 @@ def test_sizes_that_differ_become_one(
 def test_grey_and_colour_together_are_colour_unless_grey_is_asked_for(tmp_path: Path) -> None:
     own = folder_of(tmp_path / "own", picture(), picture(right=GREY).convert("L"))
     images = load(own)
-    assert images.preparation.notes == ["2 grey images became RGB, as the others are"]
+    assert images.preparation.notes == ["2 of 4 images had no colour and became RGB"]
     assert images.train_images[1, :, 5, 15].tolist() == [90, 90, 90]
     grey = load(own, Reading(grey=True))
-    assert grey.preparation.notes == ["2 images in colour became grey"]
+    assert grey.preparation.notes == ["2 of 4 images had colour and became grey"]
     assert list(grey.train_images.shape) == [2, 1, 12, 20]
     assert grey.digest != images.digest
     assert load(own).digest == images.digest  # both stay in the cache
@@ -250,16 +260,17 @@ def test_predict_prepares_each_of_a_mixed_set_as_training_did(tmp_path: Path) ->
     own = folder_of(tmp_path / "own", *[make() for make, *_ in TAKEN.values()], *more)
     images = load(own)
     assert list(images.train_images.shape) == [len(TAKEN) + 2, 3, 12, 12]
+    total = 2 * (len(TAKEN) + 2)
     for split, rows in (("train", images.train_images), ("test", images.test_images)):
         files = sorted((own / split).rglob("*.png"))
         for file, row in zip(files, rows, strict=True):
             assert np.array_equal(read_image(file, images.preparation, False), row), file
     assert {
-        "4 images are turned as their EXIF says",
-        "6 images are of 16 bits, of which the upper 8 count",
-        "12 images are transparent, on white",
-        "4 images are in CMYK, which became RGB",
-        "6 images are animated, of which the first frame counts",
+        f"4 of {total} images had an orientation in EXIF and became upright",
+        f"6 of {total} images had 16 bits, of which the upper 8 count",
+        f"12 of {total} images had transparent parts, which became white",
+        f"4 of {total} images had CMYK colours, which became RGB",
+        f"6 of {total} images had several frames, of which the first counts",
     } < set(images.preparation.notes)
     assert len(images.preparation.notes) == 7  # and that of the sizes, and the grey ones
 
@@ -308,7 +319,7 @@ def test_a_damaged_image_is_refused_by_its_name(kind: str, tmp_path: Path) -> No
     with pytest.raises(DataError, match=line) as raised:
         load(own)
     file = own / "train" / "a" / "2.png"
-    begins = f"--dataset {own}: split train, column image: row 1 {file} is no readable image ("
+    begins = f"--dataset {own}: {file} is no readable image ("
     assert str(raised.value).startswith(begins)
     assert str(raised.value).endswith("); replace it or leave it out")
     assert "\n" not in str(raised.value)
@@ -326,7 +337,7 @@ def test_the_kinds_are_at_least_twenty() -> None:
 def test_an_image_size_that_is_none(size: str, typed: Typed) -> None:
     ended = typed("train", "--dataset", "digits", "--image-size", size)
     assert ended.code == 2
-    assert f"--image-size {size}: must be N or HEIGHTxWIDTH" in ended.err
+    assert f"--image-size {size}: must be N or HEIGHTxWIDTH up to 9999" in ended.err
 
 
 def test_images_are_held_out_for_the_test_where_there_is_no_test_split(tmp_path: Path) -> None:
@@ -353,7 +364,7 @@ def test_what_a_disk_cannot_hold_is_refused_before_it_is_written(
     own = folder_of(tmp_path / "own", picture((1000, 500)), picture((1000, 500)))
     usage = cache.shutil.disk_usage(tmp_path)
     monkeypatch.setattr(cache.shutil, "disk_usage", lambda _: usage._replace(free=5_000_000))
-    with pytest.raises(StorageError, match="4 images of 1000x500 in colour take 6 MB, and 5 MB"):
+    with pytest.raises(StorageError, match="4 images of 500x1000 in colour take 6 MB, and 5 MB"):
         load(own)
     assert list((tmp_path / "cache").glob("*.tmp")) == []
 

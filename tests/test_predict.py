@@ -289,7 +289,10 @@ def test_photos_of_digits_are_cut_out_on_request(model: Normalised, tmp_path: Pa
 # --- Which files
 
 
-def test_a_folder_is_read_in_the_order_of_names(tmp_path: Path) -> None:
+def test_a_folder_is_read_in_the_order_of_names(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "x.HEIC").touch()
     for name in ("b.PNG", "a.jpeg", "10.png", "9.png", "notes.txt", ".hidden", "._9.png"):
         (tmp_path / name).touch()
     (tmp_path / "folder.png").mkdir()
@@ -299,6 +302,8 @@ def test_a_folder_is_read_in_the_order_of_names(tmp_path: Path) -> None:
         (tmp_path / name).touch()
     found = [str(path.relative_to(tmp_path)) for path in find_images(str(tmp_path))]
     assert found == ["10.png", "9.png", "a/1.png", "a.jpeg", "b.PNG"]
+    note = f"{tmp_path}: files that are no images by their names were left out: .HEIC (1)"
+    assert capsys.readouterr().err == f"ddp-mnist: warning: {note}\n" * 2
     assert find_images("what/ever.xyz") == [Path("what/ever.xyz")]
     with pytest.raises(DataError, match=r"folder\.png: holds no images; give files or a folder"):
         find_images(str(tmp_path / "folder.png"))

@@ -273,7 +273,7 @@ def test_other_images_keep_their_picture(tmp_path: Path) -> None:
     assert [set(image.ravel().tolist()) for image in same[:6]] == [{90}, {76}, *[{7}] * 4]
     assert np.array_equal(same[6:], PIXELS[7:TRAIN])
     kinds = "images of 28x28, 40x40, 56x56 and 2 more sizes became 28x28"
-    assert decoded.notes == [kinds, "1 images in colour became grey"]
+    assert decoded.notes == [kinds, "1 of 17 images had colour and became grey"]
     assert not decoded.as_stored
     assert read(tmp_path).images["train"][2, :, 0, 0].tolist() == [255, 0, 0]
 
@@ -282,7 +282,7 @@ def test_other_images_keep_their_picture(tmp_path: Path) -> None:
 def test_what_needs_no_library_is_converted_too(how: str, tmp_path: Path) -> None:
     place = "digits" if how == "digits" else write_idx(tmp_path)
     plain, small = read(place), read(place, Reading((14, 20)))
-    assert small.notes == [*plain.notes, "images of 28x28 became 20x14 grey"]
+    assert small.notes == [*plain.notes, "images of 28x28 became 14x20 grey"]
     assert (plain.as_stored, small.as_stored) == (True, False)
     for split, images in plain.images.items():
         assert small.images[split].shape == (len(images), 1, 14, 20)
@@ -299,7 +299,7 @@ def test_what_needs_no_library_is_converted_too(how: str, tmp_path: Path) -> Non
 
 Spoiler = Callable[[Path], object]
 Faults = dict[str, tuple[Spoiler, str]]
-FIXES = ("add", "check", "correct", "fetch", "give", "label", "name", "put", "replace")
+FIXES = ("add", "check", "correct", "fetch", "give", "label", "name", "put", "rename", "replace")
 
 
 def rewritten(name: str, change: Callable[[bytes], bytes]) -> Spoiler:
@@ -374,7 +374,10 @@ PARQUET_FAULTS: Faults = {
     "labels that are no text": (in_both(label=NOT_TEXT), "cannot be read ("),
     "too many words": (in_both(**MANY_WORDS), f"{LABEL} 1001 classes; give at most 1000"),
     "test label above train's": (in_test(label=[0, 1, 7, 2, 3]), "row 2 has label 7; give a"),
-    "class in test only": (in_train(label=[0, 1, 3] * 4), "test: row 2 has label 2, which no"),
+    "class in test only": (
+        in_train(label=[0, 1, 3] * 4),
+        "class 2 has images in test (row 2) and none in train",
+    ),
     "no rows in test": (in_test(**NO_ROWS), "cannot be read ("),
     "no test split": (removed(TEST_FILE), "needs the splits train and test, found: train;"),
     "image cut short": (image_at(7, PNGS[7][:300]), f"{IMAGE} row 7 is no readable image (image"),
@@ -390,12 +393,84 @@ def without_classes(folder: Path) -> None:
         file.rename(file.parent.parent / file.name)
 
 
+def moved(**folders: str) -> Spoiler:
+    """Return what renames folders, at any depth, and files by their endings."""
+
+    def spoil(folder: Path) -> None:
+        for old, new in folders.items():
+            for path in [*folder.rglob(old), *folder.rglob(f"*.{old}")]:
+                path.rename(path.with_suffix(f".{new}") if path.is_file() else path.parent / new)
+
+    return spoil
+
+
+def only_ants(folder: Path) -> None:
+    for name in ("bee", "cat", "dog"):
+        for path in folder.rglob(name):
+            shutil.rmtree(path)
+
+
 BEE = "train/bee/05.png"
 IMAGE_FAULTS: Faults = {
-    "broken file": (rewritten(BEE, flipped(200)), f"{IMAGE} row 4 DIR/{BEE} is no readable image"),
+    "broken file": (rewritten(BEE, flipped(200)), f"DIR/{BEE} is no readable image"),
     "no test images": (lambda f: shutil.rmtree(f / "test"), "found: train;"),
-    "no classes": (without_classes, f"{LABEL} row 0 has no label;"),
+    "none with a known ending": (moved(png="HEIC"), "left out: .HEIC (17); give it images in"),
+    "Train and Test": (moved(train="Train", test="Test"), "found the folders Test, Train; rename"),
+    "Testing": (moved(test="Testing"), "the folders Testing, train; rename them to test, train"),
+    "class train": (moved(bee="train"), "train/13.png is in two splits by its folders; rename its"),
+    "one class": (only_ants, "there is only one class, ant; put each image into the folder of its"),
+    "a class deeper": (
+        lambda f: (f / "train/ant").rename(f / "train/dog/ant"),
+        "are not equally deep; put each image into the folder",
+    ),
+    "no classes": (without_classes, "is in no class; put each image into the folder of its class"),
 }
+
+
+def test_what_a_folder_of_images_leaves_out_is_said(tmp_path: Path) -> None:
+    write_images(tmp_path)
+    for name in (
+        "train/ant/00.HEIC",
+        "train/a.docx",
+        ".DS_Store",
+        "metadata.csv",
+        "extra/cat/1.png",
+    ):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(PNGS[0])
+    (tmp_path / "valid" / "cat").mkdir(parents=True)
+    (tmp_path / "valid" / "cat" / "1.png").write_bytes(PNGS[0])
+    assert read(tmp_path).notes == [
+        "files that are no images by their names were left out: .docx (1), .HEIC (1)",
+        "images in no split by their names were left out: 1, as extra/cat/1.png",
+        "split validation is not used: validation images are cut out of train (--val-size)",
+    ]
+    for image in (tmp_path / "train" / "dog").iterdir():
+        image.rename(image.with_suffix(".HEIC"))
+    fault = "class dog has images in test (row 4) and none in train; files that are no images by"
+    assert fault in refused(lambda: read(tmp_path), tmp_path)
+    tables = write_parquet(tmp_path / "tables")
+    shutil.copy(tables / TEST_FILE, tables / "validation-00000-of-00001.parquet")
+    (tables / "a.docx").touch()
+    [note] = read(tables).notes
+    assert note.startswith("split validation is not used")
+
+
+def test_errors_name_a_folder_as_it_was_typed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_images(tmp_path / "photos")
+    (tmp_path / "photos" / BEE).write_bytes(b"hello")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match=rf"^--dataset photos: photos/{BEE} is no readable image"):
+        read("photos")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(
+        DataError, match=r"^--dataset \./empty/: .*; give it images in train/CLASS/"
+    ):
+        read("./empty/")
+    with pytest.raises(UsageError, match=r"^--dataset phtos: .*; did you mean photos\?$"):
+        find_source("phtos")
 
 
 def split_alone(folder: Path) -> None:

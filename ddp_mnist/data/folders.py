@@ -37,30 +37,25 @@ def check_images(
     twice = [str(file) for file, count in Counter(used).items() if count > 1]
     read_as = {file.parts[0]: split for split, files in splits.items() for file in files}
     tops = sorted({file.parts[0] for file in images if len(file.parts) > 1})
-    meant = {top: split_of[_word(top)] for top in tops if _word(top) in split_of}
     classes = sorted({file.parent.name for file in splits.get("train", ())})
+    end = re.compile(r"(set)?([-._ 0-9].*)?$")  # of Test, test_set, TestSet and test-2
+    meant = {name: split_of.get(end.sub("", name.lower())) for name in [*tops, *classes]}
+    tops = [top for top in tops if meant[top]]
     depths = {len(file.parts): str(file) for file in used}
-    fix = "put each image into the folder of its class, of two or more"
+    by_folder = classes and {*used} <= {*images}  # else an archive or metadata.csv has the classes
+    fault, fix = "", "put each image into the folder of its class, of two or more"
     if twice:
         fault, fix = f"{twice[0]} is in two splits by its folders", "rename its class"
-    elif len({*meant.values()}) > 1 and any(read_as.get(top) != meant[top] for top in meant):
-        fault = f"found the folders {', '.join(meant)}"
-        fix = f"rename them to {', '.join(meant.values())}"
-    elif not classes or {*used} - {*images}:  # an archive, or metadata.csv which has the classes
-        fault = ""
-    elif len(depths) > 1:
+    elif len({meant[top] for top in tops}) > 1 and any(read_as.get(t) != meant[t] for t in tops):
+        fault = f"found the folders {', '.join(tops)}"
+        fix = f"rename them to {', '.join(str(meant[top]) for top in tops)}"
+    elif by_folder and len(depths) > 1:
         fault = f"{' and '.join(depths.values())} are not equally deep"
-    elif len(classes) == 1 and _word(classes[0]) in ("", *split_of):
-        fault = f"{used[0]} is in no class"
-    else:
-        fault = f"there is only one class, {classes[0]}" if len(classes) == 1 else ""
+    elif by_folder and len(classes) == 1:
+        loose = not classes[0] or meant[classes[0]]
+        fault = f"{used[0]} is in no class" if loose else f"there is only one class, {classes[0]}"
     if fault:
         raise DataError("; ".join([f"{where}: {fault}", *odd, fix]))
     rest = sorted({*images} - {*used})
     note = f"images in no split by their names were left out: {len(rest):,}, as"
     return [f"{note} {printable(str(file))}" for file in rest[:1]]
-
-
-def _word(name: str) -> str:
-    """Return what a folder's name begins with: test for Test, test_set, TestSet and test-2."""
-    return re.sub(r"(set)?([-._ 0-9].*)?$", "", name.lower())

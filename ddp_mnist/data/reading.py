@@ -23,8 +23,7 @@ class Reading:
         sides = re.fullmatch(r"(\d{1,4})(?:x(\d{1,4}))?", image_size)
         if not sides or "0" in (sides[1], sides[2]):
             raise UsageError(
-                f"--image-size {image_size}: must be N or HEIGHTxWIDTH in pixels, 9999 at most,"
-                " e.g. 64 or 48x64"
+                f"--image-size {image_size}: must be N or HEIGHTxWIDTH up to 9999, e.g. 64 or 48x64"
             )
         return cls((int(sides[1]), int(sides[2] or sides[1])), grey, test_size)
 

@@ -34,8 +34,7 @@ OFFLINE_FIX = (
     " (--dataset PATH), or train on the built-in digits (--dataset digits)"
 )
 FOLDER_FIX = (
-    "give it images in train/CLASS/ and test/CLASS/, or whole parquet files with rows and equal"
-    " columns"
+    "give it images in train/CLASS/ and test/CLASS/, or whole parquet files with equal columns"
 )
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 UNWRITABLE = (*NO_SPACE, errno.EACCES, errno.EROFS, errno.ENOTDIR)
@@ -117,8 +116,7 @@ def find_source(dataset: str, reading: Reading = AS_THEY_ARE) -> Source:
     names = [*HUB_IDS, *BUILT_IN, "auto", *(each.name for each in path.parent.glob("*/"))]
     near = errors.did_you_mean(Path(dataset).name, names)
     if dataset.startswith((".", "/", "~")) or dataset.count("/") > 1:
-        problem = f"--dataset {dataset}: there is no such folder"
-        raise errors.DataError(f"{problem}; check the path{near}")
+        raise errors.DataError(f"--dataset {dataset}: no such folder; check the path{near}")
     if re.fullmatch(r"[\w.-]+/[\w.-]+", dataset, re.ASCII):
         return Source(dataset.replace("/", "--"), "hub", dataset, reading, dataset)
     raise errors.UsageError(
@@ -172,10 +170,7 @@ def why_out_of_reach(hub_id: str) -> str:
 
 
 def read_folder(folder: str, where: str, notes: list[str]) -> Any:
-    """Read parquet, CSV or images in any layout that `load_dataset` knows, or `save_to_disk`.
-
-    Add to the notes which files of a folder of images are left out.
-    """
+    """Read what `load_dataset` or `load_from_disk` can; add notes on images that are left out."""
     import datasets
     import pyarrow as pa
     from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder

@@ -39,9 +39,8 @@ def decode_dataset(dataset: Any, where: str, reading: Reading, reserve: Reserve)
     for split in SPLITS:
         if len(splits[split]) == 0:
             raise DataError(f"{where}: split {split} has no rows; check its files")
-        rows = splits[split]
         at = f"{where}: split {split}"
-        labels[split], classes = _decode_labels(rows, label_column, classes, at)
+        labels[split], classes = _decode_labels(splits[split], label_column, classes, at)
     shape, notes = _find_shape(splits, image_column, reading, where)
     images = reserve(shape, {split: len(splits[split]) for split in SPLITS})
     for split in SPLITS:
@@ -54,11 +53,9 @@ def decode_dataset(dataset: Any, where: str, reading: Reading, reserve: Reserve)
 def _splits(dataset: Any, where: str, test_size: int | None) -> tuple[dict[str, Any], list[str]]:
     """Return the rows of train and test, and notes on other splits and a test held out of train."""
     named = dict(dataset) if isinstance(dataset, dict) else {"train": dataset}
-    notes = [
-        f"split {split} is not used: validation images are cut out of train (--val-size)"
-        for split in named
-        if split not in SPLITS
-    ]
+    unused = ", ".join(split for split in named if split not in SPLITS)
+    note = f"split {unused} is not used: validation images are cut out of train (--val-size)"
+    notes = [note] if unused else []
     if "train" in named and "test" not in named and test_size is not None:
         rows = named["train"]
         if test_size >= len(rows):
@@ -108,8 +105,7 @@ def _find_shape(
     notes = [f"{count:,} of {total:,} images had {what}" for what, count in odd.items()]
     if set(sizes) != {size}:
         shown = [f"{height}x{width}" for (height, width), _ in sizes.most_common(3)]
-        ending = "" if len(sizes) == 4 else "s"
-        more = f" and {len(sizes) - 3:,} more size{ending}" if len(sizes) > 3 else ""
+        more = f" and {len(sizes) - 3:,} more size{'s' * (len(sizes) > 4)}" * (len(sizes) > 3)
         notes.append(f"images of {', '.join(shown)}{more} became {size[0]}x{size[1]}")
     if colourful and reading.grey:
         notes.append(f"{colourful:,} of {total:,} images had colour and became grey")

@@ -96,11 +96,10 @@ def find_images(path: str) -> list[Path]:
     if not (place := Path(path)).is_dir():
         return [place]
     images, notes = folders.find_images(place, SUFFIXES)
-    if not images:
-        fault, fix = f"{path}: holds no images", "give files or a folder of them"
-        raise DataError("; ".join([fault, *notes, fix]))
     for note in notes:
         warn(f"{path}: {note}")
+    if not images:
+        raise DataError(f"{path}: holds no images; give files or a folder of them")
     return [place / image for image in images]
 
 
