@@ -2,11 +2,11 @@
 
 import functools
 import io
-import os
 import statistics
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -189,7 +189,7 @@ def _of_each(
             unknown = isinstance(error, PIL.UnidentifiedImageError)
             why = "of no format that Pillow knows" if unknown else reason(error)
             if isinstance(file, str):
-                name = min(file, os.path.relpath(file), key=len)
+                name = file.removeprefix(f"{Path.cwd()}/")
             raise DataError(
                 f"{where}: {name} is no readable image ({why}); replace it or leave it out"
             ) from error
