@@ -14,6 +14,7 @@ start as Accelerate's users do it: `accelerate.notebook_launcher(train_it, num_p
 import contextlib
 import inspect
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -90,8 +91,8 @@ def checked(typed: dict[str, Any], *groups: type[Flags]) -> dict[str, Any]:
 def process_as_found() -> Iterator[None]:
     """Restore at the end what a run changes in its process, which may be a notebook's.
 
-    That is the environment, the number of threads, and what is one for all Accelerators of a
-    process: notebook_launcher refuses to start where there is any.
+    That is the environment, sys.path, the number of threads, torch's random state, and what is one
+    for all Accelerators of a process: notebook_launcher refuses to start where there is any.
     """
     if threading.current_thread() is not threading.main_thread():
         raise UsageError(
@@ -100,13 +101,16 @@ def process_as_found() -> Iterator[None]:
         )
     adopt_ranks_of_debug_launcher()
     variables, states = dict(os.environ), [dict(state._shared_state) for state in STATES]
+    path, gpus = sys.path[:], torch.cuda.device_count() if torch.cuda.is_initialized() else 0
     threads = 1 if is_forked() else torch.get_num_threads()
     torch.set_num_threads(threads)
     for state in STATES:
         state._shared_state.clear()
     try:
-        yield
+        with torch.random.fork_rng(range(gpus)):
+            yield
     finally:
+        sys.path[:] = path
         for state, content in zip(STATES, states, strict=True):
             state._shared_state.clear()
             state._shared_state.update(content)

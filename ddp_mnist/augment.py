@@ -17,7 +17,7 @@ from ddp_mnist.data.preparation import Preparation
 from ddp_mnist.seeding import generator
 
 MAX_ROTATION_DEGREES = 18.0
-MAX_SHIFT_PIXELS = 4.0  # of 28
+MAX_SHIFT = 4 / 14  # half sides: 4 of MNIST's 28 pixels
 MAX_SCALE = 0.20
 LEAST_AREA = 0.5  # of a picture, that a crop keeps
 MAX_ASPECT = 4 / 3  # of a crop's sides, either way
@@ -38,23 +38,23 @@ def draw_table(preparation: Preparation, rows: int, seed: int, epoch: int, epoch
     if preparation.bright_on_black:
         _, height, width = preparation.shape
         u = strength * (torch.rand(rows, 4, generator=stream, dtype=torch.float64) * 2 - 1)
-        return _turned(u, height / width).float()
+        return _rotations(u, height / width).float()
     u = torch.rand(rows, 8, generator=stream, dtype=torch.float64)
-    return _cropped(u, strength).float()
+    return _crops(u, strength).float()
 
 
-def _turned(u: Tensor, aspect: float) -> Tensor:
+def _rotations(u: Tensor, aspect: float) -> Tensor:
     """Return maps [rows, 2, 3] that rotate, scale and shift, of numbers in -1..1 [rows, 4]."""
     angle = u[:, 0] * math.radians(MAX_ROTATION_DEGREES)
     scale = torch.exp(u[:, 1] * math.log1p(MAX_SCALE))
     cos, sin = torch.cos(angle) / scale, torch.sin(angle) / scale
-    shift = u[:, 2:] * MAX_SHIFT_PIXELS / 14  # 28 pixels span 2 units, -1 to 1
+    shift = u[:, 2:] * MAX_SHIFT
     rows_x = torch.stack([cos, -sin * aspect, shift[:, 0]], dim=1)
     rows_y = torch.stack([sin / aspect, cos, shift[:, 1]], dim=1)
     return torch.stack([rows_x, rows_y], dim=1)
 
 
-def _cropped(u: Tensor, strength: float) -> Tensor:
+def _crops(u: Tensor, strength: float) -> Tensor:
     """Return maps and colour factors [rows, 3, 3], of numbers in 0..1 [rows, 8]."""
     area = 1 - strength * (1 - LEAST_AREA) * u[:, 0]
     aspect = torch.exp(strength * (2 * u[:, 1] - 1) * math.log(MAX_ASPECT))

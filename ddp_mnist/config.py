@@ -67,12 +67,12 @@ class Run(Flags):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        assert self.reading  # raises UsageError for an --image-size that is none
+        Reading.of(vars(self))  # raises UsageError for an --image-size that is none
 
     @property
     def reading(self) -> Reading:
         """Return what is asked of the images."""
-        return Reading.asked(self.image_size, self.grey, self.test_size)
+        return Reading.of(vars(self))
 
 
 # Our nets, with the optimizer of each. Muon costs theirs a tenth of a step on a CPU, and resnet18

@@ -216,17 +216,17 @@ def test_of_many_megabytes_a_part_is_checked(monkeypatch: pytest.MonkeyPatch) ->
     assert second == last == whole
 
 
-@pytest.mark.parametrize("part", range(3))
+@pytest.mark.parametrize("part", ["built_in", "decode", "idx", "sources", "tables"])
 def test_a_clone_with_another_decoder_shares_the_folder_and_not_the_files(
-    part: int, folder: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    part: str, folder: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     load(folder, cache)
     mine = cached_folder(cache)
     before = {path.name: path.read_bytes() for path in mine.iterdir()}
     edited = tmp_path / "edited.py"
-    decoder = list(caching.DECODER)
-    edited.write_text(decoder[part].read_text() + "# edited\n")
-    decoder[part] = edited
+    [file] = (path for path in caching.DECODER if path.stem == part)
+    edited.write_text(file.read_text() + "# edited\n")
+    decoder = [edited if path == file else path for path in caching.DECODER]
     with monkeypatch.context() as clone:
         clone.setattr(caching, "DECODER", decoder)
         assert load(folder, cache).warnings == []

@@ -3,6 +3,7 @@
 import json
 import struct
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,14 @@ import PIL.Image
 import pytest
 from PIL.ExifTags import Base
 
+from ddp_mnist import api
 from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.config import Recipe
 from ddp_mnist.data import cache
 from ddp_mnist.data.batches import ImageData
 from ddp_mnist.data.reading import AS_THEY_ARE, Reading
 from ddp_mnist.errors import DataError, StorageError, UsageError
+from ddp_mnist.run.folder import read_json
 from ddp_mnist.verbs.predict import read_image
 from ddp_mnist.verify import watch
 from tests.commands import Typed
@@ -254,6 +257,15 @@ def test_grey_and_colour_together_are_colour_unless_grey_is_asked_for(tmp_path: 
     assert load(own).digest == images.digest  # both stay in the cache
 
 
+def test_twelve_bits_in_sixteen_are_said_to_lose_their_greys(tmp_path: Path) -> None:
+    dark = PIL.Image.fromarray(np.asarray(sixteen_bits()) // 16)
+    images = load(folder_of(tmp_path / "own", dark, dark))
+    assert images.train_images.unique().tolist() == [0, 11]
+    assert images.preparation.notes[1:] == [
+        "all pixels are below 4096 of 65535, as of 12 bits: scale them to 16 bits"
+    ]
+
+
 def test_predict_prepares_each_of_a_mixed_set_as_training_did(tmp_path: Path) -> None:
     """All of the above and more sizes in one set: it is in colour, of the median of the sides."""
     more = [picture(size) for size in ((64, 48), (31, 90))]
@@ -325,11 +337,6 @@ def test_a_damaged_image_is_refused_by_its_name(kind: str, tmp_path: Path) -> No
     assert "\n" not in str(raised.value)
 
 
-def test_the_kinds_are_at_least_twenty() -> None:
-    assert len(TAKEN) >= 24
-    assert len(REFUSED) >= 10
-
-
 # --- What is asked for
 
 
@@ -392,38 +399,67 @@ def shapes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-def accuracy(place: Path, folder: Path, **flags: Any) -> float:
-    config = with_flags(
-        watch.proof_config(), dataset=str(place), mixed_precision="no", run_dir="run", **flags
-    )
-    config = with_flags(config, epochs=Recipe().epochs, batch_size=None, log_every=100)
-    [summary] = run_world(1, watch.just_train, config, folder=folder)
-    return float(summary["test_accuracy"])
+@pytest.fixture(scope="module")
+def runs(shapes: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The runs `colour` and `grey` on them."""
+    folder = tmp_path_factory.mktemp("runs")
+    for name in ("colour", "grey"):
+        flags = {"dataset": str(shapes), "mixed_precision": "no", "grey": name == "grey"}
+        config = with_flags(watch.proof_config(name), **flags)
+        config = with_flags(config, epochs=Recipe().epochs, batch_size=None, log_every=100)
+        run_world(1, watch.just_train, config, folder=folder)
+    return folder
 
 
-def test_colours_are_told_apart_and_in_grey_they_are_not(shapes: Path, tmp_path: Path) -> None:
-    (tmp_path / "grey").mkdir()
-    assert accuracy(shapes, tmp_path / "grey", grey=True) <= 0.4
-    assert accuracy(shapes, tmp_path, grey=False) >= 0.95
+def test_colours_are_told_apart_and_in_grey_they_are_not(runs: Path) -> None:
+    assert read_json(runs / "grey" / "summary.json")["test_accuracy"] <= 0.4
+    assert read_json(runs / "colour" / "summary.json")["test_accuracy"] >= 0.95
 
 
 def test_the_other_verbs_take_such_a_run(
-    shapes: Path, tmp_path: Path, typed: Typed, monkeypatch: pytest.MonkeyPatch
+    shapes: Path, runs: Path, typed: Typed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    accuracy(shapes, tmp_path)
-    counted = json.loads(typed("evaluate", "run", "--json").out)
+    monkeypatch.chdir(runs)
+    counted = json.loads(typed("evaluate", "colour", "--json").out)
     files = sorted(str(path) for path in (shapes / "test").rglob("*.png"))
-    answers = [json.loads(line) for line in typed("predict", "run", *files).out.splitlines()]
+    answers = [json.loads(line) for line in typed("predict", "colour", *files).out.splitlines()]
     right = [answer["label"] == Path(answer["file"]).parent.name for answer in answers]
     assert np.mean(right) == counted["accuracy"] >= 0.95
     assert set(answers[0]["probabilities"]) == set(counted["classes"])
-    [top] = map(json.loads, typed("predict", "run", files[0], "--top", "2").out.splitlines())
+    [top] = map(json.loads, typed("predict", "colour", files[0], "--top", "2").out.splitlines())
     first, second = top["probabilities"].values()
     assert first == top["probability"] >= second
-    assert typed("report", "run").code == 0
-    assert "data:image/png;base64," in (tmp_path / "run" / "report.html").read_text() or all(right)
-    assert typed("export", "run").code == 0
-    assert (
-        "uint8 images [B, 3, 64, 64], in colour" in (tmp_path / "run/export/README.md").read_text()
+    assert typed("report", "grey").code == 0  # it makes mistakes, which the page shows
+    assert "data:image/png;base64," in (runs / "grey" / "report.html").read_text()
+    assert typed("export", "colour").code == 0
+    page = (runs / "colour" / "export" / "README.md").read_text()
+    assert "uint8 images [B, 3, 64, 64], in colour" in page
+
+
+def copied(folder: Path, place: Path, change: Callable[[PIL.Image.Image], PIL.Image.Image]) -> None:
+    for path in folder.rglob("*.png"):
+        (place / path.relative_to(folder)).parent.mkdir(parents=True, exist_ok=True)
+        with PIL.Image.open(path) as image:
+            change(image).save(place / path.relative_to(folder))
+
+
+def test_a_run_is_evaluated_on_another_folder_of_the_same_classes(
+    shapes: Path, runs: Path, tmp_path: Path, typed: Typed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of any size, with a test split or without; a class of another name is one line."""
+    monkeypatch.chdir(tmp_path)
+    copied(shapes, Path("large"), lambda image: image.resize((96, 96)))
+    assert api.evaluate(runs / "colour", dataset="large")["accuracy"] >= 0.9  # type: ignore[index]
+    Path("large/test").rename("test")
+    api.train(dataset="large", test_size=20, image_size=32, epochs=1, quiet=True, run_dir="held")
+    assert api.evaluate("held", dataset=shapes)["count"] == 100  # type: ignore[index]
+    Path("large").rename("moved")
+    assert api.evaluate("held", dataset="moved")["count"] == 20  # type: ignore[index]
+    (tmp_path / "moved/train/blue").rename(tmp_path / "moved/train/sky")
+    assert typed("evaluate", "held", "--dataset", "moved").err == (
+        "ddp-mnist: error: --dataset moved: its classes are green, red, sky, violet, yellow, the"
+        " run's blue, green, red, violet, yellow; name the folders so (code 2)\n"
     )
+    copied(shapes, Path("grey"), lambda image: image.convert("L"))
+    ended = typed("evaluate", runs / "colour", "--dataset", "grey")
+    assert "--dataset grey: has images of (1, 64, 64), the run's are of (3, 64, 64) (" in ended.err

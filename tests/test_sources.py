@@ -23,7 +23,7 @@ import pytest
 
 from ddp_mnist.cluster.local_world import free_port
 from ddp_mnist.data import cache, sources
-from ddp_mnist.data.preparation import Decoded, Preparation, in_memory
+from ddp_mnist.data.preparation import Decoded, Preparation, Shape
 from ddp_mnist.data.reading import AS_THEY_ARE, Reading
 from ddp_mnist.data.sources import Source, find_source
 from ddp_mnist.errors import DataError, DdpMnistError, StorageError, UsageError, one_line
@@ -35,6 +35,10 @@ TRAIN, TEST = 12, 5
 PIXELS = np.random.default_rng(0).integers(0, 256, (TRAIN + TEST, 28, 28), dtype=np.uint8)
 LABELS = [row % 4 for row in range(TRAIN + TEST)]
 SPLITS = {"train": slice(0, TRAIN), "test": slice(TRAIN, TRAIN + TEST)}
+
+
+def in_memory(shape: Shape, rows: dict[str, int]) -> dict[str, np.ndarray]:
+    return {split: np.empty((count, *shape), dtype=np.uint8) for split, count in rows.items()}
 
 
 def read(folder: Path | str, reading: Reading = AS_THEY_ARE) -> Decoded:

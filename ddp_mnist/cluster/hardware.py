@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 
+IMPORTED_BY = os.getpid()
 CGROUP, OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
@@ -53,10 +54,14 @@ def hide_gpus() -> None:
 def is_forked() -> bool:
     """Return whether this process is a copy of another, as notebook_launcher makes them.
 
+    It is one if it was forked after this module's import, or by `multiprocessing` before.
+
     A copy lacks the threads of OpenMP that the notebook's process may have started, and would wait
     for them for good in its first parallel loop; with one thread there is none.
     """
-    return type(multiprocessing.current_process()).__name__ == "ForkProcess"
+    kind = type(multiprocessing.current_process()).__name__
+    by_default = kind == "Process" and multiprocessing.get_start_method() == "fork"
+    return os.getpid() != IMPORTED_BY or kind == "ForkProcess" or by_default
 
 
 def cores() -> int:

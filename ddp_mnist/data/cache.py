@@ -25,8 +25,7 @@ from ddp_mnist.errors import DataError, StorageError, reason
 
 CACHE_FORMAT = 5
 ABOUT = "about.json"  # what is not in the arrays
-# What decodes, as files: importing them all would take Pillow along.
-DECODER = [Path(__file__).with_name(f"{name}.py") for name in ("decode", "preparation", "tables")]
+DECODER = sorted(Path(__file__).parent.glob("*.py"))  # a few more than decode: none is forgotten
 CHECKED = 256  # MB at most that are read to find damage
 MOVE = "use --cache-dir or DDP_MNIST_CACHE to put it elsewhere"
 Log = Callable[[str], None] | None

@@ -10,6 +10,7 @@ from PIL.ExifTags import Base
 from ddp_mnist.data.preparation import Shape
 
 GREY_MODES = ("1", "L", "LA", "La")
+SIXTEEN_BITS = "16 bits, of which the upper 8 count"
 TURN = PIL.Image.Transpose
 # What makes an image upright, by its orientation in EXIF (2 to 8).
 TURNS = dict(
@@ -78,7 +79,7 @@ def facts_of(image: PIL.Image.Image) -> tuple[tuple[int, int], bool, list[str]]:
     for wrong, what in (
         (turned != 1, "an orientation in EXIF and became upright"),
         (getattr(image, "is_animated", False), "several frames, of which the first counts"),
-        (sixteen, "16 bits, of which the upper 8 count"),
+        (sixteen, SIXTEEN_BITS),
         (image.has_transparency_data, "transparent parts, which became white"),
         (image.mode == "CMYK", "CMYK colours, which became RGB"),
     ):

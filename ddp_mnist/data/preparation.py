@@ -38,10 +38,6 @@ class Preparation:
 Reserve = Callable[[Shape, dict[str, int]], dict[str, np.ndarray]]
 
 
-def in_memory(shape: Shape, rows: dict[str, int]) -> dict[str, np.ndarray]:
-    return {split: np.empty((count, *shape), dtype=np.uint8) for split, count in rows.items()}
-
-
 @dataclass
 class Decoded:
     """A data set, decoded."""

@@ -1,10 +1,13 @@
-"""A person may ask this of images before they are decoded. It imports no library, for --help."""
+"""The flags on how images are read, before any is decoded. It imports no library, for --help."""
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 from ddp_mnist.errors import UsageError
+
+FLAGS = ("image_size", "grey", "test_size")
 
 
 @dataclass(frozen=True)
@@ -16,8 +19,9 @@ class Reading:
     test_size: int | None = None  # images held out of train, of a set without a test split
 
     @classmethod
-    def asked(cls, image_size: str | None, grey: bool, test_size: int | None) -> Self:
+    def of(cls, flags: Mapping[str, Any]) -> Self:
         """Return what the flags say. Raise UsageError for an --image-size that is none."""
+        image_size, grey, test_size = (flags[name] for name in FLAGS)
         if image_size is None:
             return cls(None, grey, test_size)
         sides = re.fullmatch(r"(\d{1,4})(?:x(\d{1,4}))?", image_size)

@@ -217,6 +217,7 @@ def library(
     import datasets
     import huggingface_hub
 
+    verbosity, silent = datasets.logging.get_verbosity(), datasets.are_progress_bars_disabled()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     datasets.disable_progress_bars()
     ours, theirs = datasets.config, huggingface_hub.constants
@@ -240,6 +241,9 @@ def library(
         raise errors.DataError(f"{where}: cannot be read ({why}); {fix}") from error
     finally:
         ours.HF_HUB_OFFLINE, theirs.HF_HUB_OFFLINE = before
+        datasets.logging.set_verbosity(verbosity)
+        if not silent:
+            datasets.enable_progress_bars()
 
 
 # --- Arrays in memory

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import PIL.Image
 
-from ddp_mnist.data.decode import decode_image, facts_of
+from ddp_mnist.data.decode import SIXTEEN_BITS, decode_image, facts_of
 from ddp_mnist.data.preparation import Decoded, Reserve, Shape
 from ddp_mnist.data.reading import Reading
 from ddp_mnist.errors import DataError, UsageError, reason
@@ -47,6 +47,8 @@ def decode_dataset(dataset: Any, where: str, reading: Reading, reserve: Reserve)
         decode = functools.partial(decode_image, shape=shape)
         for row, image in enumerate(_of_each(splits[split], image_column, decode, where, split)):
             images[split][row] = image
+    if any(SIXTEEN_BITS in note for note in notes) and max(map(np.max, images.values())) < 16:
+        notes.append("all pixels are below 4096 of 65535, as of 12 bits: scale them to 16 bits")
     return Decoded(images, labels, classes, held_out + notes, not notes)
 
 

@@ -86,9 +86,11 @@ def find_score(name: str) -> Callable[[Any, Any], float]:
         means = {"average": "macro", "zero_division": 0}
         given = {key: value for key, value in means.items() if key in takes}
         function = functools.partial(function, **given)
-    most = 1 if own else 2  # a function of one's own may be for two classes
-    labels, predictions = np.array([0, 1, most, 1]), np.array([0, most, most, 1])
-    if not math.isfinite(number := score(name, function, labels, predictions)):
+    # One's own function may be for two classes, or undefined without an image of a third.
+    tried = ([0, 1, 1, 1], [0, 0, 1, 1]) if own else ([0, 1, 2, 1], [0, 2, 2, 1])
+    labels, predictions = map(np.array, tried)
+    number = score(name, function, labels, predictions)
+    if not own and not math.isfinite(number):
         raise UsageError(
             f"--metrics {name}: gives {number} for the labels {labels.tolist()} and the predictions"
             f" {predictions.tolist()}; correct it, or choose another"

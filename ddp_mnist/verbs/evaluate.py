@@ -3,7 +3,9 @@
 Only rank 0's machine needs the run folder: rank 0 reads the weights and sends them to the others.
 """
 
-from dataclasses import asdict
+import dataclasses
+import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from ddp_mnist.cluster.world import broadcast_bytes, join_world
 from ddp_mnist.config import Distribution
 from ddp_mnist.data import cache
 from ddp_mnist.data.batches import ImageData, Rows, split_images
+from ddp_mnist.data.preparation import Shape
 from ddp_mnist.data.reading import Reading
 from ddp_mnist.errors import CheckpointError, UsageError, printable
 from ddp_mnist.run import weights
@@ -43,27 +46,16 @@ def evaluate_run(
         content = weights.read_bytes(run) if store.rank == 0 else b""
         config = store.broadcast_from_rank0("run", lambda: _read_config(run))
         trained = weights.from_bytes(broadcast_bytes(world.accelerator, content), run)
-        name = flags.dataset or config["dataset"]
-        reading = Reading.asked(config["image_size"], config["grey"], config["test_size"])
-        images = cache.load(name, flags.cache_dir or config["cache_dir"], reading)
+        images = _load(flags, config, trained.preparation.shape)
         store.barrier("data")
         rendezvous.check_same(store, {"the data's digest": images.digest})
         rows = _rows(images, flags.split, config["val_size"])
-        if len(images.classes) > len(trained.classes):
-            raise UsageError(
-                f"--dataset {name}: has {len(images.classes)} classes, the run"
-                f" {len(trained.classes)}; choose a data set of the same classes"
-            )
-        if images.preparation.shape != trained.preparation.shape:
-            raise UsageError(
-                f"--dataset {name}: has images of {images.preparation.shape}, the run's are of"
-                f" {trained.preparation.shape} (channels, height, width); choose one of the same"
-            )
+        _check_kind(images, trained, flags.dataset or config["dataset"])
         model = trained.model.to(world.accelerator.device)
         loader = prepare_split(world.accelerator, rows, flags.batch_size)
         scores = flags.metrics or config["metrics"]
         if store.rank == 0:
-            check_scores(scores)
+            _check_scores(flags, scores)
         metrics = evaluate_split(
             world.accelerator, model, loader, len(trained.classes), scores=scores
         )
@@ -75,7 +67,7 @@ def evaluate_run(
             "dataset": images.describe(),
             "world_size": world.accelerator.num_processes,
             "classes": trained.classes,
-            **asdict(metrics),
+            **dataclasses.asdict(metrics),
         }
 
 
@@ -117,6 +109,56 @@ def _read_config(run: str) -> dict[str, Any]:
     except (OSError, ValueError, LookupError, TypeError) as error:
         why = f"{CONFIG} is missing or damaged; name a run that `train` wrote"
         raise CheckpointError(f"{run}: {why}") from error
+
+
+def _load(flags: Evaluate, config: dict[str, Any], shape: Shape) -> ImageData:
+    """Return the run's data set as the run read it, or another one in the shape of its images."""
+    name, cache_dir = flags.dataset or config["dataset"], flags.cache_dir or config["cache_dir"]
+    reading = Reading.of(config)
+    if not flags.dataset:
+        return cache.load(name, cache_dir, reading)
+    images = cache.cached(name, cache_dir, reading)
+    if images and images.preparation.shape == shape:
+        return images
+    reading = Reading(shape[1:], shape[0] == 1, reading.test_size)
+    try:
+        return cache.load(name, cache_dir, reading)
+    except UsageError:  # it has a test split, and the run's data had none
+        return cache.load(name, cache_dir, dataclasses.replace(reading, test_size=None))
+
+
+def _check_kind(images: ImageData, trained: weights.Trained, name: str) -> None:
+    """Raise UsageError unless a label means what it meant in the run, and the net takes the images.
+
+    The last classes of the run may have no images.
+    """
+    if images.classes != trained.classes[: len(images.classes)]:
+        theirs, ours = (
+            textwrap.shorten(", ".join(classes), 100, placeholder=" ...")
+            for classes in (images.classes, trained.classes)
+        )
+        raise UsageError(
+            f"--dataset {name}: its classes are {theirs}, the run's {ours}; name the folders so"
+        )
+    if images.preparation.shape != trained.preparation.shape:
+        raise UsageError(
+            f"--dataset {name}: has images of {images.preparation.shape}, the run's are of"
+            f" {trained.preparation.shape} (channels, height, width); choose one of the same"
+        )
+
+
+def _check_scores(flags: Evaluate, scores: Sequence[str]) -> None:
+    """Raise UsageError if one is none, or is a function that lies where the run was started."""
+    try:
+        check_scores(scores)
+    except UsageError as error:
+        if flags.metrics:
+            raise
+        why = str(error).partition(";")[0]
+        raise UsageError(
+            f"{flags.run}: its {why}; call this where the run was started, or name others, as"
+            " --metrics accuracy"
+        ) from error
 
 
 def _rows(images: ImageData, split: str, val_size: int) -> Rows:

@@ -9,7 +9,7 @@ from ddp_mnist.verbs.flags import Prepare
 def run(flags: Prepare) -> None:
     """Fill the cache; print what is in it."""
     console = Console(True)
-    reading = Reading.asked(flags.image_size, flags.grey, flags.test_size)
+    reading = Reading.of(vars(flags))
     name, notes = cache.choose(flags.dataset, flags.cache_dir, reading, console.print)
     images = cache.load(name, flags.cache_dir, reading, refresh=flags.refresh, log=console.print)
     for note in [*notes, *images.warnings, *images.preparation.notes]:

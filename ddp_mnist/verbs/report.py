@@ -105,7 +105,7 @@ def find_mistakes(run: ReportedRun, path: Path, places: Report) -> None:
     try:
         trained = weights.from_bytes(weights.read_bytes(str(path)), str(path))
         flags = run.config["run"]
-        reading = Reading.asked(flags["image_size"], flags["grey"], flags["test_size"])
+        reading = Reading.of(flags)
         dataset, cache_dir = places.dataset or flags["dataset"], places.cache_dir
         images = cache.cached(dataset, cache_dir or flags["cache_dir"], reading)
         if images is None or images.digest != run.summary["dataset"]["digest"]:
