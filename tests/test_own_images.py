@@ -1,6 +1,7 @@
 """A person's own images: any size, colour and oddity is taken as it is, said, or refused."""
 
 import json
+import re
 import struct
 import zlib
 from collections.abc import Callable
@@ -414,6 +415,18 @@ def runs(shapes: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_colours_are_told_apart_and_in_grey_they_are_not(runs: Path) -> None:
     assert read_json(runs / "grey" / "summary.json")["test_accuracy"] <= 0.4
     assert read_json(runs / "colour" / "summary.json")["test_accuracy"] >= 0.95
+
+
+def test_they_are_proven_like_the_digits(
+    shapes: Path, tmp_path: Path, typed: Typed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On one process and two: weights to 1e-9, an exact resume, parts of steps, exact metrics."""
+    monkeypatch.chdir(tmp_path)
+    ended = typed("verify", "--processes", "2", "--dataset", str(shapes))
+    assert (ended.code, ended.err) == (0, "")
+    assert ended.out.endswith("all 10 checks passed; written to verify.json\n")
+    [weights] = re.findall(r"weights after (\d+) steps, off by (\S+)", ended.out)
+    assert int(weights[0]) >= 45 and float(weights[1]) < 1e-9
 
 
 def test_the_other_verbs_take_such_a_run(

@@ -11,11 +11,12 @@ import torch
 from ddp_mnist.errors import CheckFailed
 from ddp_mnist.run.results import FAIL, PASS, CheckResult
 from ddp_mnist.verbs.flags import CAUGHT_BY, Verify
-from ddp_mnist.verify import proofs
+from ddp_mnist.verify import proofs, watch
 from ddp_mnist.verify.proofs import Watched
 from ddp_mnist.verify.watch import largest_difference
 from tests.commands import Typed
 
+MLP = watch.proof_config(model="mlp")
 GOOD = proofs.exact("samples", 2, "steps' images", [1, 2, 3], [1, 2, 3])
 BAD = proofs.bounded("weights", 3, "weights after 45 steps", 1.0)
 
@@ -23,7 +24,7 @@ BAD = proofs.bounded("weights", 3, "weights after 45 steps", 1.0)
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Watched:
     """Return the run of one process that the others are compared with, of the quickest net."""
-    return proofs.watched_run(1, tmp_path_factory.mktemp("proofs"), "mlp")
+    return proofs.watched_run(1, tmp_path_factory.mktemp("proofs"), MLP)
 
 
 def failed(checks: list[CheckResult]) -> set[str]:
@@ -72,7 +73,7 @@ def test_all_checks_pass_here(
 def test_an_injected_fault_is_caught_by_the_check_that_is_meant_to(
     fault: str, fails: set[str], alone: Watched, tmp_path: Path
 ) -> None:
-    checks = list(proofs.equal_to_one(proofs.watched_run(2, tmp_path, "mlp", fault), alone))
+    checks = list(proofs.equal_to_one(proofs.watched_run(2, tmp_path, MLP, fault), alone))
     assert failed(checks) == fails
     summary = proofs.failure_summary(checks, fault) or ""
     assert summary.startswith(f"verify --inject {fault}: caught by '{CAUGHT_BY[fault]}'")
@@ -119,7 +120,8 @@ def test_a_run_that_was_not_interrupted_proves_nothing(
 
 def test_a_net_that_depends_on_the_number_of_processes_is_found(tmp_path: Path) -> None:
     """BatchNorm of each process's own share is not that of the batch."""
-    one, two = (proofs.watched_run(size, tmp_path, "cnn_bn") for size in (1, 2))
+    config = watch.proof_config(model="cnn_bn")
+    one, two = (proofs.watched_run(size, tmp_path, config) for size in (1, 2))
     assert failed(list(proofs.equal_to_one(two, one))) == {"gradients", "weights"}
 
 

@@ -111,6 +111,7 @@ class Verify(Flags):
         3, "2, 3 ... N processes are compared with one, if they divide 24.", least=2, most=10**4
     )
     model: str = flag("cnn", "The net to train, as --model of train has it.")
+    dataset: str = flag("digits", "What to train on, as --dataset of train; minutes if large.")
     inject: str | None = flag(
         None, "A fault to be caught, one of those below; exit code 1.", choices=FAULTS
     )

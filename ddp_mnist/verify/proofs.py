@@ -1,15 +1,16 @@
 """The verb `verify`: proves on this machine's CPU what the trainer promises, by training.
 
-Each proof is a small run in float64 on the digits, so that no fault hides behind rounding: correct
-float32 code on two processes drifts a hundredth away from one process, float64 some 1e-13.
+Each proof is a small run in float64, so that no fault hides behind rounding: correct float32 code
+on two processes drifts a hundredth away from one process, float64 some 1e-13.
 """
 
 import itertools
+import math
 import os
 import signal
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,10 @@ import torch
 from ddp_mnist.cluster.launch import find_launch
 from ddp_mnist.cluster.local_world import LocalWorld, run_world
 from ddp_mnist.cluster.world import join_world
-from ddp_mnist.config import Distribution
+from ddp_mnist.config import Distribution, Recipe, TrainConfig, resolve_recipe
 from ddp_mnist.data import cache
 from ddp_mnist.data.batches import Rows
+from ddp_mnist.data.sources import from_anywhere
 from ddp_mnist.errors import CheckFailed, DdpMnistError, UsageError
 from ddp_mnist.run import results, weights
 from ddp_mnist.run.console import Console
@@ -43,9 +45,9 @@ BY_NET = "if it passes without --model, {} depends on how a batch is split, as B
 
 @dataclass(frozen=True)
 class Watched:
-    """A run of one world: its net and folder, and what each rank saw."""
+    """A run of one world: its flags and folder, and what each rank saw."""
 
-    model: str
+    config: TrainConfig
     folder: Path
     ranks: list[Seen]
 
@@ -60,17 +62,33 @@ def run(flags: Verify) -> None:
     if (os.environ.get("WORLD_SIZE") or "1") != "1":
         raise UsageError("verify: starts its own processes; start it without a launcher")
     console, checks = Console(True), list[CheckResult]()
-    sizes = sizes_up_to(flags.processes)
-    for line in verify(sizes, flags.inject, flags.model):
+    config, sizes = config_of(flags), sizes_up_to(flags.processes)
+    for line in verify(sizes, flags.inject, config):
         console.print(str(line))
         if isinstance(line, CheckResult):
             checks.append(line)
     head = {"passed": results.worst(checks) == PASS, "processes": [1, *sizes]}
-    head |= {"planted": flags.inject, "model": flags.model}
+    head |= {"planted": flags.inject, "model": flags.model, "dataset": flags.dataset}
     save_json(save, results.describe(checks, "checks", **head))
     if wrong := failure_summary(checks, flags.inject, flags.model):
         raise CheckFailed(wrong)
     console.print(f"all {len(checks)} checks passed; written to {save}")
+
+
+def config_of(flags: Verify) -> TrainConfig:
+    """Return the run that is proven, in as many epochs as take watch.STEPS or more."""
+    rows = len(cache.load(flags.dataset).train_labels)
+    recipe = resolve_recipe(Recipe(**watch.PROOF), rows, 1)
+    epochs = math.ceil(watch.STEPS / recipe.steps_per_epoch)
+    config = proof_config(model=flags.model, epochs=epochs)
+    run = replace(config.run, dataset=from_anywhere(flags.dataset))
+    return replace(config, run=run)
+
+
+def named(config: TrainConfig, run_dir: str, **recipe: Any) -> TrainConfig:
+    """Return the same run with a folder of its own, and other values of its recipe."""
+    run, recipe_of_it = replace(config.run, run_dir=run_dir), replace(config.recipe, **recipe)
+    return replace(config, run=run, recipe=recipe_of_it)
 
 
 def sizes_up_to(processes: int) -> list[int]:
@@ -79,7 +97,7 @@ def sizes_up_to(processes: int) -> list[int]:
 
 
 def verify(
-    sizes: Sequence[int], fault: str | None = None, model: str = "cnn"
+    sizes: Sequence[int], fault: str | None = None, config: TrainConfig | None = None
 ) -> Iterator[CheckResult | str]:
     """Yield check results as they come, and lines that show which rank took which images.
 
@@ -89,9 +107,9 @@ def verify(
     """
     with tempfile.TemporaryDirectory(prefix="ddp-mnist-verify-") as scratch:
         try:
-            alone = watched_run(1, Path(scratch), model)
+            alone = watched_run(1, Path(scratch), config)
             for size in (1, *sizes):
-                run = alone if size == 1 else watched_run(size, Path(scratch), model, fault)
+                run = alone if size == 1 else watched_run(size, Path(scratch), config, fault)
                 yield from who_took_what(run)
                 if size > 1:
                     yield from equal_to_one(run, alone)
@@ -105,15 +123,17 @@ def verify(
             yield results.failed("runs", f"{type(error).__name__}: {error}", FIX)
 
 
-def watched_run(size: int, folder: Path, model: str, fault: str | None = None) -> Watched:
-    config = proof_config(f"on-{size}", model=model)
+def watched_run(
+    size: int, folder: Path, config: TrainConfig | None = None, fault: str | None = None
+) -> Watched:
+    config = named(config or proof_config(), f"on-{size}")
     ranks = run_world(size, watch.train_and_watch, config, fault, folder=folder)
-    return Watched(model, folder / f"on-{size}", ranks)
+    return Watched(config, folder / f"on-{size}", ranks)
 
 
 def who_took_what(run: Watched) -> Iterator[str]:
     """Yield the images that each rank took first, by their place in the train split."""
-    train_images = cache.load("digits").train_images
+    train_images = cache.load(run.config.run.dataset).train_images
     places = {watch.digest_of_image(image): place for place, image in enumerate(train_images)}
     for rank, seen in enumerate(run.ranks):
         images = seen.images[0]
@@ -130,7 +150,7 @@ def equal_to_one(run: Watched, alone: Watched) -> Iterator[CheckResult]:
     first = abs(run.ranks[0].gradient_norms[0] / one.gradient_norms[0] - 1)
     yield bounded("gradients", size, "first gradient's norm", first)
     difference = watch.largest_difference(weights_of(run.folder), weights_of(alone.folder))
-    yield bounded("weights", size, f"weights after {watch.STEPS} steps", difference)
+    yield bounded("weights", size, f"weights after {len(one.images)} steps", difference)
     digests = [rank.weights for rank in run.ranks]
     yield exact("replicas", size, "ranks' weights", digests, digests[:1] * size)
 
@@ -138,7 +158,7 @@ def equal_to_one(run: Watched, alone: Watched) -> Iterator[CheckResult]:
 def resume_is_exact(run: Watched) -> CheckResult:
     """Compare a run that a signal to its last rank interrupts, and its resumption, with `run`."""
     size, folder, name = len(run.ranks), run.folder.parent, f"interrupted-on-{len(run.ranks)}"
-    config = proof_config(name, model=run.model)
+    config = named(run.config, name)
     until = (watch.train_until, config, STOPS_AT, signal.SIGTERM, size - 1)
     LocalWorld(size, *until, folder=folder).outcomes()
     [again, *_] = run_world(size, watch.just_train, watch.resumed(config), folder=folder)
@@ -152,7 +172,7 @@ def resume_is_exact(run: Watched) -> CheckResult:
 
 def accumulation_is_exact(size: int, alone: Watched) -> CheckResult:
     """Compare steps in parts with whole steps."""
-    config = proof_config(f"parts-on-{size}", model=alone.model, grad_accum=PARTS)
+    config = named(alone.config, f"parts-on-{size}", grad_accum=PARTS)
     run_world(size, watch.just_train, config, folder=alone.folder.parent)
     parts = weights_of(alone.folder.parent / f"parts-on-{size}")
     difference = watch.largest_difference(parts, weights_of(alone.folder))
@@ -161,8 +181,9 @@ def accumulation_is_exact(size: int, alone: Watched) -> CheckResult:
 
 def metrics_are_exact(size: int, alone: Watched) -> CheckResult:
     """Compare confusion matrices with counts by hand, on shards of unequal length too."""
-    run, images = str(alone.folder), cache.load("digits")
-    counted = run_world(size, count_shards, run, folder=alone.folder.parent)[0]
+    run, dataset = str(alone.folder), alone.config.run.dataset
+    images = cache.load(dataset)
+    counted = run_world(size, count_shards, run, dataset, folder=alone.folder.parent)[0]
     net, classes = weights.from_bytes(weights.read_bytes(run), run).model, len(images.classes)
     with torch.no_grad():
         cells = classes * images.test_labels + net(images.test_images).argmax(1)
@@ -173,9 +194,9 @@ def metrics_are_exact(size: int, alone: Watched) -> CheckResult:
     return exact("metrics", size, "splits' confusion matrices", counted, by_hand)
 
 
-def count_shards(run: str) -> list[list[list[int]]]:
+def count_shards(run: str, dataset: str) -> list[list[list[int]]]:
     """Return the confusion matrix of each of SHARDS, counted by all ranks together."""
-    flags, images, matrices = Distribution(cpu=True), cache.load("digits"), []
+    flags, images, matrices = Distribution(cpu=True), cache.load(dataset), []
     with join_world(flags, find_launch(flags), full_precision=True) as world:
         net = weights.from_bytes(weights.read_bytes(run), run).model
         for count_of_rows, per_process in SHARDS:
