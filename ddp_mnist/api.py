@@ -75,7 +75,8 @@ def predict(
     own = Predict.of(checked({"run": run, "images": files, **flags}, Predict))
     if is_forked():
         torch.set_num_threads(1)
-    return list(prediction.answer(own))
+    with torch.random.fork_rng(()):  # a net of one's own is made on the CPU
+        return list(prediction.answer(own))
 
 
 def checked(typed: dict[str, Any], *groups: type[Flags]) -> dict[str, Any]:

@@ -239,6 +239,7 @@ def in_one_interpreter() -> None:
         PIL.Image.new("L", (8, 8)).save(f"{path}/1.png")
     own = {"dataset": "photos", "cache_dir": "cache", "metrics": "own_count:count"}
     told["photos"] = api.train(run_dir="photos-run", epochs=1, val_size=0, model="mlp", **own)
+    api.predict("photos-run", [])
     told["first"] = api.train(run_dir=Path("first"), **PROOF)
     told["again"] = api.train(resume="first")
     told["single"] = api.train(run_dir="single", **PROOF | {"mixed_precision": "no", "epochs": 1})

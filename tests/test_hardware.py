@@ -1,5 +1,6 @@
 """The share of a machine that a container or its affinity leaves, by the files of Linux."""
 
+import multiprocessing
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from ddp_mnist.cluster import hardware
+from tests.commands import python
 
 GB = 10**9
 
@@ -97,3 +99,29 @@ def test_what_other_programs_hold_is_named(groups: Path, monkeypatch: pytest.Mon
     assert hardware.load() == (0, 4, [])
     running(monkeypatch, [100.0] * 6 + [0.0] * 2)
     assert hardware.load() == (2, 4, [])
+
+
+def say_if_forked() -> None:
+    print(hardware.is_forked(), flush=True)
+
+
+def say_so_once_imported_here() -> None:
+    hardware.IMPORTED_BY = os.getpid()
+    say_if_forked()
+
+
+def start_each_kind() -> None:
+    for kind in (multiprocessing, *map(multiprocessing.get_context, ("fork", "spawn"))):
+        process: Any = kind.Process(target=say_so_once_imported_here)  # type: ignore[attr-defined]
+        process.start()
+        process.join()
+    if os.fork():
+        os.wait()
+    say_if_forked()  # the copy, and then the process that it was copied from
+
+
+def test_a_forked_process_is_known_whoever_forked_it(tmp_path: Path) -> None:
+    """By multiprocessing, whose default on Linux it is, its contexts, and os.fork."""
+    code = "import multiprocessing as m, tests.test_hardware as t; m.set_start_method('fork')"
+    ended = python("-c", f"{code}; t.start_each_kind()", folder=tmp_path)
+    assert (ended.err, ended.out.split()) == ("", ["True", "True", "False", "True", "False"])

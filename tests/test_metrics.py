@@ -3,6 +3,7 @@
 import json
 import re
 import socket
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -164,6 +165,13 @@ def test_scores_are_scikit_learns_on_any_number_of_processes(
 
     others = typed("evaluate", run, "--metrics", "f1,of_mine:undefined")
     assert f"   f1 {wanted['f1']:.4f}   of_mine:undefined undefined\n" in others.out
+    monkeypatch.chdir(run)
+    monkeypatch.setattr(sys, "path", [place for place in sys.path if place != str(digits)])
+    monkeypatch.delitem(sys.modules, "of_mine")
+    ended = typed("evaluate", run)
+    assert ended.err.startswith(f"ddp-mnist: error: {run}: its --metrics of_mine:ones: there is no")
+    assert "; call this where the run was started, or name others, as --metrics acc" in ended.err
+    assert typed("evaluate", run, "--metrics", "accuracy").code == 0
     assert typed("report", run).code == 0
     page = (run / "report.html").read_text()
     tiles = dict(re.findall(r'data-figure="([\w:]+)">([^<]*)</data>', page))
