@@ -7,8 +7,6 @@ from typing import Any, Self
 
 from ddp_mnist.errors import UsageError
 
-FLAGS = ("image_size", "grey", "test_size")
-
 
 @dataclass(frozen=True)
 class Reading:
@@ -21,7 +19,7 @@ class Reading:
     @classmethod
     def of(cls, flags: Mapping[str, Any]) -> Self:
         """Return what the flags say. Raise UsageError for an --image-size that is none."""
-        image_size, grey, test_size = (flags[name] for name in FLAGS)
+        image_size, grey, test_size = map(flags.__getitem__, ("image_size", "grey", "test_size"))
         if image_size is None:
             return cls(None, grey, test_size)
         sides = re.fullmatch(r"(\d{1,4})(?:x(\d{1,4}))?", image_size)

@@ -3,6 +3,7 @@
 Only rank 0's machine needs the run folder: rank 0 reads the weights and sends them to the others.
 """
 
+import contextlib
 import dataclasses
 import textwrap
 from collections.abc import Sequence
@@ -121,10 +122,9 @@ def _load(flags: Evaluate, config: dict[str, Any], shape: Shape) -> ImageData:
     if images and images.preparation.shape == shape:
         return images
     reading = Reading(shape[1:], shape[0] == 1, reading.test_size)
-    try:
+    with contextlib.suppress(UsageError):  # it has a test split, and the run's data had none
         return cache.load(name, cache_dir, reading)
-    except UsageError:  # it has a test split, and the run's data had none
-        return cache.load(name, cache_dir, dataclasses.replace(reading, test_size=None))
+    return cache.load(name, cache_dir, dataclasses.replace(reading, test_size=None))
 
 
 def _check_kind(images: ImageData, trained: weights.Trained, name: str) -> None:
