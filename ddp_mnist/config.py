@@ -120,9 +120,7 @@ class Recipe(Flags):
         "cnn",
         f"{', '.join(NETS)}, torchvision:NAME, or a class of one's own: MODULE:NAME.",
     )
-    weights: str | None = flag(
-        None, "Begin with the weights in this .pth or .safetensors file.", on_resume="forget"
-    )
+    weights: str | None = flag(None, "Begin with the weights in this .pth or .safetensors file.")
     epochs: int | None = changeable(None, "Passes over train images [300 steps or more].", least=1)
     batch_size: int | None = flag(
         None, "GLOBAL batch: images a step of all processes [144, or 72 of a small set].", least=1
@@ -153,7 +151,9 @@ class Recipe(Flags):
         "Beside accuracy: names of sklearn.metrics (f1,balanced_accuracy) or MODULE:FUNCTION.",
         metavar="A,B",
     )
-    grad_accum: int = changeable(1, "Parts of each step; changes no result.", least=1)
+    grad_accum: int = changeable(
+        1, "Parts of each step; changes no result, but of BatchNorm and Dropout.", least=1
+    )
     max_grad_norm: float | None = flag(None, "Clip each step's gradient to this norm.", above=0)
 
     def __post_init__(self) -> None:
@@ -227,6 +227,7 @@ class TrainConfig:
     recipe: Recipe = field(default_factory=Recipe)
     distribution: Distribution = field(default_factory=Distribution)
     typed: frozenset[str] = frozenset()  # what a person gave; a resumed run inherits the rest
+    goes_on: bool = False  # from a checkpoint, which holds the weights; set by resume.inherit
 
     @classmethod
     def of(cls, typed: Mapping[str, Any]) -> Self:

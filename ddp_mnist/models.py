@@ -11,11 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ddp_mnist.data.preparation import Preparation
+from ddp_mnist.data.preparation import Preparation, Shape
 
 # Goes up when a net computes something else with the same weights: older ones are then refused.
 VERSION = 3
-Shape = tuple[int, int, int]  # channels, height and width of an image
 MNIST: Shape = (1, 28, 28)
 
 
@@ -36,6 +35,17 @@ class Normalised(nn.Module):
         for channel, (mean, std) in enumerate(zip(self.mean, self.std, strict=True)):
             x[:, channel].mul_(1 / (255 * std)).sub_(mean / std)
         return self.net(x)
+
+
+class GreyAsColour(nn.Module):
+    """A net for colour images, given grey ones: its three channels are the same."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x.expand(-1, 3, -1, -1))
 
 
 def three_by_three(x: Tensor) -> Tensor:

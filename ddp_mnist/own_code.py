@@ -1,22 +1,38 @@
-"""Python code of the person's own, named MODULE:NAME on the command line."""
+"""Python code of the person's own, named MODULE:NAME on the command line.
 
+A run imports it once, at its start, and what it records of the code is what was imported then: the
+file may be edited while the run goes on.
+"""
+
+import contextlib
+import hashlib
 import importlib
+import importlib.util
 import inspect
 import sys
 import traceback
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 
 from ddp_mnist.errors import UsageError, reason
 
-IMPORTED: dict[str, str] = {}  # by module its source, as it was imported
+# By module its source as it was imported, with the spec of that import: each makes a new one.
+IMPORTED: dict[str, tuple[ModuleSpec | None, str]] = {}
+IN_USE: set[str] = set()  # modules that this run has imported, or found to be as their files are
 # Where the lines of a traceback are not the person's: in this package, Python's own, and PyTorch.
 LIBRARIES = (
     "<frozen",
     *(f"{Path(file).parent}/" for file in (__file__, inspect.__file__, torch.__file__)),
 )
+
+
+def begin() -> None:
+    """Have `find` look once more at each file, as a run does at its start."""
+    IN_USE.clear()
 
 
 def find(flag: str, name: str) -> Any:
@@ -32,20 +48,38 @@ def find(flag: str, name: str) -> Any:
     return found
 
 
-def import_module(flag: str, name: str) -> Any:
-    """Import the module before the colon; once more if its file was written anew since."""
+def digest(flag: str, name: str) -> str:
+    """Return the SHA-256 of the module's source, as it was imported."""
+    import_module(flag, name)
+    _, source = IMPORTED[name.partition(":")[0]]
+    return hashlib.sha256(source.encode()).hexdigest()
+
+
+def import_module(flag: str, name: str) -> ModuleType:
+    """Return the module before the colon, imported once more if its file was changed.
+
+    After that it stays as it is until the next `begin`.
+    """
     module, here = name.partition(":")[0], str(Path.cwd())
+    if module in IN_USE and module in sys.modules:
+        return sys.modules[module]
     if here not in sys.path:
-        sys.path.insert(0, here)
+        sys.path.append(here)  # at the end: a file evaluate.py must not hide the library
     try:
         importlib.invalidate_caches()  # the file may be younger than what Python saw of its folder
+        there = sys.modules.get(module)
         found = importlib.import_module(module)
-        source = inspect.getsource(found) if getattr(found, "__file__", None) else ""
-        if IMPORTED.get(module, source) != source:
+        source = source_of(found)
+        own = f"{found.__file__}".startswith(here) and "-packages" not in f"{found.__file__}"
+        if found is there and was_edited(found, source, unknown=own):
+            with contextlib.suppress(TypeError, OSError):  # it looks current within a second
+                Path(importlib.util.cache_from_source(found.__file__ or "")).unlink()
             found = importlib.reload(found)
-        IMPORTED[module] = source
+        IMPORTED[module] = found.__spec__, source
+        IN_USE.add(module)
         return found
     except Exception as error:
+        IMPORTED.pop(module, None)  # what is left of it counts as unknown
         missing = getattr(error, "name", None) or ""
         if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{missing}."):
             raise UsageError(
@@ -55,6 +89,37 @@ def import_module(flag: str, name: str) -> Any:
         raise UsageError(
             f"{flag} {name}: cannot be imported ({said_by(error)}); correct it, or leave it out"
         ) from error
+
+
+def hand_in(flag: str, given: Any) -> None:
+    """Note a class or a function handed in from Python, which a run finds by its name.
+
+    Raise UsageError if a run would find something else, or record other code.
+    """
+    module, name = sys.modules.get(given.__module__), f"{given.__module__}:{given.__name__}"
+    if module is None or given.__module__ == "__main__" or not (source := source_of(module)):
+        return
+    if (
+        was_edited(module, source, unknown=False)
+        or getattr(module, given.__name__, given) is not given
+    ):
+        raise UsageError(
+            f"{flag} {name}: is not what its file holds now; restart Python, or give the name"
+            f' "{name}", which is imported anew'
+        )
+    IMPORTED[given.__module__] = module.__spec__, source
+
+
+def source_of(module: ModuleType) -> str:
+    """Return what its file holds now; "" of a module that is not written in Python."""
+    file = getattr(module, "__file__", None) or ""
+    return inspect.getsource(module) if file.endswith(".py") else ""
+
+
+def was_edited(module: ModuleType, source: str, unknown: bool) -> bool:
+    """Return whether its file holds something else than was imported; `unknown` if others did."""
+    spec, imported = IMPORTED.get(module.__name__, (None, ""))
+    return imported != source if spec and spec is module.__spec__ else unknown
 
 
 def said_by(error: Exception, called: object = None) -> str:

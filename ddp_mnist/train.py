@@ -51,7 +51,8 @@ def build_model(config: TrainConfig, world: World, images: ImageData) -> nn.Modu
     """Return the net on its device, in the dtype of its weights, seeded alike on every rank."""
     torch.manual_seed(config.run.seed)
     recipe = config.recipe
-    model: nn.Module = build_net(recipe.model, images.classes, images.preparation, recipe.weights)
+    weights = None if config.goes_on else recipe.weights
+    model: nn.Module = build_net(recipe.model, images.classes, images.preparation, weights)
     if world.precision == "fp64":
         model.double()
     if config.distribution.sync_bn:

@@ -303,14 +303,18 @@ def test_ones_own_file_counts_as_it_is_now(tmp_path: Path, monkeypatch: pytest.M
     """A notebook writes it again and again, with %%writefile."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    for units in (9, 10, 11):
-        Path("net_of_a_notebook.py").write_text(f"UNITS = {units}\n" * units)
+    for units in (7, 8, 9):
+        Path("net_of_a_notebook.py").write_text(f"UNITS = {units}")
+        own_code.begin()
         assert own_code.find("--model", "net_of_a_notebook:UNITS") == units
     Path("net_of_a_notebook.py").write_text("UNITS =")
+    assert own_code.find("--model", "net_of_a_notebook:UNITS") == 9  # the run has it in use
+    own_code.begin()
     for _ in range(2):
         said = refused(own_code.find, "--model", "net_of_a_notebook:UNITS")
         assert said.startswith("--model net_of_a_notebook:UNITS: cannot be imported (")
     Path("net_of_a_notebook.py").write_text("UNITS = 12")
+    own_code.begin()
     assert own_code.find("--model", "net_of_a_notebook:UNITS") == 12
 
 

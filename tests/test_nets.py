@@ -8,17 +8,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from ddp_mnist import own_code, trial
 from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.data.preparation import Preparation
 from ddp_mnist.errors import CheckpointError, UsageError
-from ddp_mnist.nets import (
-    build_net,
-    check_backward,
-    code_digest,
-    has_batch_norm,
-    load_weights,
-)
+from ddp_mnist.nets import build_net, code_digest, has_batch_norm
+from ddp_mnist.pretrained import load_weights
 from ddp_mnist.run import weights
+from ddp_mnist.run.folder import read_json
+from ddp_mnist.run.session import Session
 from ddp_mnist.verify import watch
 from tests.commands import Typed
 from tests.training import with_flags
@@ -203,9 +201,9 @@ def test_each_channel_is_normalised_by_its_own_mean_and_deviation() -> None:
         ),
         (
             "own_net:NoSuper",
-            r"cannot be .* \(own_net.py:79: .*; begin its __init__ with super\(\)",
+            r"cannot be .* \(own_net.py:79: cannot assign module before Module.__init__\(\)",
         ),
-        ("own_net:NoSuperNorLayers", r"cannot be .*; begin its __init__ with super\(\)"),
+        ("own_net:NoSuperNorLayers", r"is half made; begin its __init__ with super\(\)"),
         ("own_net:InAList", "lacks parameters; put lists of layers in nn.ModuleList$"),
         ("own_net:InAListToo", "lacks parameters"),
         ("own_net:NoLayers", "lacks parameters"),
@@ -220,14 +218,14 @@ def test_each_channel_is_normalised_by_its_own_mean_and_deviation() -> None:
 def test_what_a_net_can_get_wrong_is_one_line(name: str, line: str, own_file: Path) -> None:
     assert own_file.exists()
     with pytest.raises(UsageError, match=f"^--model {name}: {line}"):
-        check_backward(build_net(name, "abcde", COLOUR), name, 5, COLOUR.shape)
+        trial.check(build_net(name, "abcde", COLOUR), name, 5, COLOUR.shape)
 
 
 @pytest.mark.parametrize("name", ["torchvision:googlenet", "own_net:Net", "cnn"])
 def test_each_parameter_gets_a_gradient(name: str, own_file: Path) -> None:
     """torchvision's googlenet gives one output alone: its auxiliary ones are left out."""
     assert own_file.exists()
-    check_backward(build_net(name, "abcde", COLOUR), name, 5, COLOUR.shape)
+    trial.check(build_net(name, "abcde", COLOUR), name, 5, COLOUR.shape)
 
 
 def test_a_net_of_ones_own_trains_resumes_and_is_not_used_once_its_file_has_changed(
@@ -348,6 +346,144 @@ def test_the_weights_are_said_and_a_net_is_tried_before_a_folder_is_made(
     assert ended.code == 2
     assert "--model own_net:Unused: fc2.weight has no part in the logits" in ended.err
     assert not (own_file.parent / "runs").exists()
+
+
+MORE = """
+
+class Viewed(nn.Module):
+    def __init__(self, classes, shape):
+        super().__init__()
+        self.conv, self.last = nn.Conv2d(shape[0], 4, 5, stride=4), nn.Linear(144, classes)
+        self.alias = self.last
+
+    def forward(self, x):
+        x = self.conv(x)
+        return self.last(x.view(x.size(0), -1))
+
+
+class Drops(nn.Module):
+    masks = []
+
+    def __init__(self, classes, shape):
+        super().__init__()
+        self.last, self.dropout = nn.Linear(784, classes), nn.Dropout()
+
+    def forward(self, x):
+        if self.training:
+            self.masks.append(self.dropout(torch.ones(64)))
+        return self.last(x.flatten(1))
+
+
+class Branches(Net):
+    def forward(self, x):
+        logits = super().forward(x)
+        return logits if logits.sum() > 0 else -logits
+
+
+class HeadFirst(nn.Module):
+    def __init__(self, classes, shape):
+        super().__init__()
+        self.head, self.body = nn.Linear(8, classes), nn.Linear(784, 8)
+
+    def forward(self, x):
+        return self.head(self.body(x.flatten(1)))
+"""
+
+
+def test_a_net_that_views_its_maps_and_has_a_layer_under_two_names_trains_and_is_exported(
+    typed: Typed, own_file: Path
+) -> None:
+    own_file.write_text(OWN + MORE)
+    given = ["train", "--dataset", "digits", "--epochs", "1", "--quiet", "--run-dir", "run"]
+    assert typed(*given, "--model", "own_net:Viewed").code == 0
+    own_file.write_text(OWN + MORE)
+    state = weights.from_bytes(weights.read_bytes("run"), "run").net.net.state_dict()
+    assert torch.equal(state["alias.weight"], state["last.weight"])
+    assert typed("export", "run").code == 0
+
+
+def test_a_file_that_is_edited_while_it_trains_is_not_the_runs(
+    own_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own_file.write_text(OWN + MORE)
+    finish = Session.finish
+
+    def edit_first(*arguments: Any) -> dict[str, Any]:
+        own_file.write_text("class Net(:")
+        return finish(*arguments)
+
+    monkeypatch.setattr(Session, "finish", edit_first)
+    config = watch.proof_config(model="own_net:Net", epochs=1)
+    assert watch.just_train(config)["steps"]
+    with pytest.raises(CheckpointError, match="own_net:Net: cannot be imported"):
+        weights.from_bytes(weights.read_bytes("run"), "run")
+    own_file.write_text(OWN)
+    with pytest.raises(CheckpointError, match="own_net:Net was changed"):
+        weights.from_bytes(weights.read_bytes("run"), "run")
+    own_file.write_text(OWN + MORE)
+    assert weights.from_bytes(weights.read_bytes("run"), "run")
+    given = sys.modules["own_net"].Net
+    own_code.hand_in("--model", given)
+    own_file.write_text(OWN)
+    with pytest.raises(UsageError, match="^--model own_net:Net: is not what its"):
+        own_code.hand_in("--model", given)
+
+
+def test_dropout_draws_anew_for_each_part_of_a_step_and_alike_in_each_run(own_file: Path) -> None:
+    own_file.write_text(OWN + MORE)
+    config = watch.proof_config(model="own_net:Drops", epochs=1, grad_accum=2)
+    drawn = []
+    for run in ("first", "second"):
+        watch.just_train(with_flags(config, run_dir=run))
+        masks = sys.modules["own_net"].Drops.masks
+        drawn.append(torch.stack(masks[1:]))  # the first is of the trial
+        masks.clear()
+    assert len(drawn[0]) == 30
+    assert len(drawn[0].unique(dim=0)) == 30
+    assert torch.equal(*drawn)
+
+
+def test_a_net_that_cannot_be_exported_is_one_line(typed: Typed, own_file: Path) -> None:
+    own_file.write_text(OWN + MORE)
+    net = build_net("own_net:Branches", "abc", GREY).net
+    Path("run").mkdir()
+    content = weights.to_bytes(net.state_dict(), "own_net:Branches", list("abc"), GREY)
+    Path("run/model.safetensors").write_bytes(content)
+    ended = typed("export", "run")
+    assert ended.code == 2
+    assert ended.err.count("\n") == 1
+    assert "--format torch: own_net:Branches cannot be exported (" in ended.err
+
+
+def test_a_last_layer_that_gives_no_logits_is_not_begun_anew(own_file: Path) -> None:
+    own_file.write_text(OWN + MORE)
+    net = build_net("own_net:HeadFirst", "abc", GREY).net
+    content = weights.to_bytes(net.state_dict(), "own_net:HeadFirst", list("abc"), GREY)
+    Path("w.safetensors").write_bytes(content)
+    with pytest.raises(UsageError, match=r"^--weights .* last layer, body, does not give the 3;"):
+        load_weights(net, "w.safetensors", "xyz")
+
+
+def test_weights_are_a_record_of_a_run_that_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.save(build_net("mlp", [*"0123456789"], GREY).net.state_dict(), "w.pth")
+    config = watch.proof_config(model="mlp", epochs=1, weights="w.pth")
+    watch.just_train(config)
+    Path("w.pth").unlink()
+    summary = watch.just_train(with_flags(watch.resumed(config, epochs=2), resume="run"))
+    assert summary["weights"] == "w.pth"
+    assert read_json(Path("run/config.json"))["recipe"]["weights"] == "w.pth"
+    other: Any = with_flags(watch.resumed(config, epochs=3, weights="v.pth"), resume="run")
+    with pytest.raises(CheckpointError, match=r"^--weights v.pth: .* was made with w.pth; leave"):
+        watch.just_train(other)
+
+
+def test_a_missing_net_is_refused_before_the_data_are_read(typed: Typed) -> None:
+    for name in ("torchvision:resnet19", "no_module:Net"):
+        ended = typed("train", "--dataset", "no_such_folder", "--model", name)
+        assert f"--model {name}: " in ended.err
 
 
 def test_the_old_word_for_resnet18(typed: Typed) -> None:

@@ -105,7 +105,7 @@ def inherit(config: TrainConfig, found: dict[str, Any] | None) -> TrainConfig:
             raise CheckpointError(
                 f"{found['path']}: {CONFIG} is damaged ({error}); begin the run anew elsewhere"
             ) from error
-        config = dataclasses.replace(config, **groups)
+        config = dataclasses.replace(config, goes_on=True, **groups)
     config.refuse_contradictions()
     return config
 

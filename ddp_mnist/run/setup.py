@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ddp_mnist import own_code, trial
 from ddp_mnist.cluster.launch import Launch
 from ddp_mnist.cluster.rendezvous import check_same
 from ddp_mnist.cluster.signals import listen
@@ -17,7 +18,8 @@ from ddp_mnist.data.batches import ImageData
 from ddp_mnist.data.sources import from_anywhere
 from ddp_mnist.errors import UsageError
 from ddp_mnist.flags import flag_values
-from ddp_mnist.nets import build_net, check_backward, has_batch_norm, load_weights
+from ddp_mnist.nets import build_net, factory_of, has_batch_norm
+from ddp_mnist.pretrained import load_weights
 from ddp_mnist.run import resume, summary, tracking
 from ddp_mnist.run.console import Console, panel
 from ddp_mnist.run.evaluation import check_scores
@@ -55,8 +57,9 @@ def open_run(
             notes = open_folder(run, found)
             console.print(summary.plan(config, world, images, folder.path))
             with tracking.tracked(config, folder, world, console):
-                compiling = ["compiling  the model, which can take minutes"]
-                for note in notes + compiling * config.distribution.compile:
+                if config.distribution.compile:
+                    notes.append("compiling  the model, which can take minutes")
+                for note in notes:
                     console.print(note)
                 yield run
 
@@ -71,6 +74,8 @@ def resolve_and_load(
     """
     config = resume.inherit(config, found)
     store, cache_dir, reading = world.store, config.run.cache_dir, config.run.reading
+    own_code.begin()
+    factory_of(config.recipe.model)  # refused before the data are read; one's own is imported now
     store.broadcast_from_rank0("trackers", lambda: tracking.named(config.run.trackers))
     if config.recipe.metrics:
         store.broadcast_from_rank0("metrics", lambda: check_scores(config.recipe.metrics))
@@ -92,23 +97,26 @@ def resolve_and_load(
         console.print(panel({"weights": taken}))
     place = cache_dir and str(cache.cache_folder(cache_dir).absolute())
     run = replace(config.run, dataset=from_anywhere(name), cache_dir=place)
-    return ResolvedConfig(run, config.distribution, config.typed, recipe=recipe), images
+    resolved = ResolvedConfig(run, config.distribution, config.typed, config.goes_on, recipe=recipe)
+    return resolved, images
 
 
 def check_net(config: TrainConfig, images: ImageData) -> str:
     """Make the net once and throw it away: what is wrong with it is said before a folder is made.
 
-    Return what --weights gives it, in words. Raise as `build_net` and `check_backward` do, or
+    Return what --weights gives it, in words. Raise as `build_net` and `trial.check` do, or
     UsageError for --sync-bn without BatchNorm.
     """
     recipe = config.recipe
     net = build_net(recipe.model, images.classes, images.preparation)
-    check_backward(net, recipe.model, len(images.classes), images.preparation.shape)
+    trial.check(net, recipe.model, len(images.classes), images.preparation.shape)
     if config.distribution.sync_bn and not has_batch_norm(net):
         raise UsageError(
             f"--sync-bn: {recipe.model} has no BatchNorm; use --model cnn_bn or leave it out"
         )
-    return load_weights(net.net, recipe.weights, images.classes) if recipe.weights else ""
+    if recipe.weights is None or config.goes_on:
+        return ""
+    return load_weights(net.net, recipe.weights, images.classes)
 
 
 def open_folder(run: Session, found: dict[str, Any] | None) -> list[str]:

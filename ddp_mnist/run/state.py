@@ -90,10 +90,12 @@ class Progress:
         allowed = BAD_STEPS_ALLOWED * batches_per_step if accelerator.scaler else 0
         if self.bad_in_a_row > allowed or self.skipped_in_a_row > SKIPPED_STEPS_ALLOWED:
             what = "loss" if self.bad_in_a_row > allowed else "gradient"
-            net = f"so early it may be the net, {recipe.model}: correct it, or "
+            cure = "use a lower learning rate, or --max-grad-norm 1"
+            if self.step <= 2:
+                cure = f"so early it may be the net, {recipe.model}: correct it, or {cure}"
             raise DivergedError(
                 f"--lr {recipe.lr:g}: by step {self.step} the {what} is not a finite number any"
-                f" more; {net * (self.step <= 2)}use a lower learning rate, or --max-grad-norm 1"
+                f" more; {cure}"
             )
 
     def end_log_line(self) -> dict[str, float | None]:

@@ -12,10 +12,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
+from ddp_mnist import own_code
 from ddp_mnist.data.preparation import Preparation
 from ddp_mnist.errors import CheckpointError, UsageError, reason
 from ddp_mnist.models import VERSION, Normalised, with_test_views
-from ddp_mnist.nets import METADATA_KEY, build_net, code_digest
+from ddp_mnist.nets import build_net, code_digest
+from ddp_mnist.pretrained import METADATA_KEY
 from ddp_mnist.run.console import warn
 from ddp_mnist.run.folder import MODEL, STATUS, SUMMARY, other, read_json
 
@@ -42,14 +44,18 @@ def to_bytes(
         "preparation": dataclasses.asdict(preparation),
         "version": VERSION,
     }
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
-    return save(tensors, metadata={METADATA_KEY: json.dumps(about, sort_keys=True)})
+    return save(apart(state), metadata={METADATA_KEY: json.dumps(about, sort_keys=True)})
 
 
 def digest_of(net: nn.Module) -> str:
     """Return the SHA-256 of all weights and buffers."""
-    tensors = {name: tensor.contiguous() for name, tensor in net.state_dict().items()}
-    return hashlib.sha256(save(tensors)).hexdigest()
+    return hashlib.sha256(save(apart(net.state_dict()))).hexdigest()
+
+
+def apart(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return copies on the CPU: safetensors refuses a tensor that a net has under two names."""
+    copies = {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
+    return {name: tensor.contiguous() for name, tensor in copies.items()}
 
 
 def read_bytes(run: str) -> bytes:
@@ -92,6 +98,7 @@ def from_bytes(content: bytes, where: str) -> Trained:
                 " use the code that trained it, or train it again"
             )
         preparation = Preparation.from_dict(about["preparation"])
+        own_code.begin()
         if code_digest(name) != about["code"]:
             raise CheckpointError(
                 f"{where}: the file of --model {name} was changed since; use it as it was, or train"

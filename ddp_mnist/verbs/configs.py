@@ -39,5 +39,5 @@ def run(flags: Configs) -> None:
 def stored() -> list[Path]:
     """Return the files: an installed package has them inside, a clone has them beside it."""
     package = Path(ddp_mnist.__file__).parent
-    folders = (package / CONFIGS, package.parent / CONFIGS)
-    return next(files for each in folders if (files := sorted(each.glob("*.yaml"))))
+    inside = sorted((package / CONFIGS).glob("*.yaml"))
+    return inside or sorted((package.parent / CONFIGS).glob("*.yaml"))

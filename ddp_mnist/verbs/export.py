@@ -51,7 +51,7 @@ def run(flags: Export) -> None:
     for name in flags.format:
         file, (write, read) = EXPORTS[name], CONVERTERS[name]
         with quiet():
-            contents[file] = write(trained)
+            contents[file] = written(write, name, trained)
             apart = largest_difference(trained, read(contents[file]), file)
         console.print(
             f"{file}: logits of {CHECKED_IMAGES} images within {apart:.0e} of the model's"
@@ -67,6 +67,17 @@ def run(flags: Export) -> None:
                 console.print(f"{file}: removed, of an earlier export; name all in one --format")
     console.print(f"written to {out}")
     console.print(f"to the Hub: hf upload YOUR_NAME/{Path(flags.run).resolve().name} {out}")
+
+
+def written(write: Callable[[Trained], bytes], name: str, trained: Trained) -> bytes:
+    """Return the file's content. Raise UsageError for a net that the format cannot hold."""
+    try:
+        return write(trained)
+    except Exception as error:  # of many kinds, as of an `if` on what the images are
+        raise UsageError(
+            f"--format {name}: {trained.architecture} cannot be exported ({reason(error)}); leave"
+            " that format out: --format safetensors"
+        ) from error
 
 
 def refuse_other_files(out: Path) -> None:
@@ -145,11 +156,15 @@ def read_onnx(content: bytes) -> Outputs:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Silence torch.export, which warns and logs about its own workings."""
+    """Silence torch.export, which warns, logs and prints about its own workings."""
     level = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
-        with warnings.catch_warnings(action="ignore"):
+        with (
+            warnings.catch_warnings(action="ignore"),
+            contextlib.redirect_stdout(io.StringIO()),
+            contextlib.redirect_stderr(io.StringIO()),
+        ):
             yield
     finally:
         logging.disable(level)

@@ -1,0 +1,67 @@
+"""A net is tried before there is a run, forward and backward; what is wrong with it is one line."""
+
+import torch
+from torch import Tensor, nn
+
+from ddp_mnist import own_code
+from ddp_mnist.data.preparation import Shape
+from ddp_mnist.errors import UsageError
+from ddp_mnist.models import Normalised
+from ddp_mnist.nets import is_known
+
+
+def check(model: Normalised, name: str, classes: int, shape: Shape) -> None:
+    """Raise UsageError if the net fails, or DDP would: each parameter has to get a gradient.
+
+    Leaves gradients behind, and BatchNorm's statistics: give it a net to be thrown away.
+    """
+    if lacks_parameters(model.net):
+        raise UsageError(f"--model {name}: lacks parameters; put lists of layers in nn.ModuleList")
+    for batch in (3, 1):  # as an epoch's last batch, or predict's only one
+        try_net(model.eval(), name, classes, (batch, *shape))
+    if not try_net(model.train(), name, classes, (2, *shape)).requires_grad:
+        raise UsageError(
+            f"--model {name}: its logits have no gradient; compute them without torch.no_grad(),"
+            " detach() and new tensors"
+        )
+    for key, parameter in model.net.named_parameters():
+        if parameter.requires_grad and parameter.grad is None:
+            raise UsageError(
+                f"--model {name}: {key} has no part in the logits; use it in forward, or remove it"
+            )
+
+
+def lacks_parameters(net: nn.Module) -> bool:
+    """Return whether there are none, or a plain list hides a layer's, which stay untrained."""
+    modules = {*net.modules()}
+    values = [value for module in modules for value in vars(module).values()]
+    listed = [each for value in values if isinstance(value, list) for each in value]
+    hidden = [each for each in listed if isinstance(each, nn.Module) and each not in modules]
+    return bool(hidden) or not [*net.parameters()]
+
+
+def try_net(model: nn.Module, name: str, classes: int, shape: tuple[int, ...]) -> Tensor:
+    """Return the logits [B, classes] of black images [B, C, H, W], in training after a backward.
+
+    Raise UsageError if the net fails, or gives something else.
+    """
+    images, mode = list(shape), " in training" if model.training else ""
+    try:
+        with torch.set_grad_enabled(model.training):
+            logits = model(torch.zeros(shape, dtype=torch.uint8))
+            if getattr(logits, "requires_grad", False):
+                logits.sum().backward()
+    except Exception as error:
+        cure = "give another --image-size, e.g. 224"
+        if not is_known(name):
+            cure = f"correct its forward, or {cure}"
+        raise UsageError(
+            f"--model {name}: fails{mode} on images {images} ({own_code.said_by(error)}); {cure}"
+        ) from error
+    given = list(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+    if given != [shape[0], classes]:
+        raise UsageError(
+            f"--model {name}: gives {given}{mode} for images {images}, must be logits"
+            f" [{shape[0]}, {classes}]; correct its last layer and keep the images apart"
+        )
+    return logits
