@@ -70,10 +70,11 @@ def import_module(flag: str, name: str) -> ModuleType:
         there = sys.modules.get(module)
         found = importlib.import_module(module)
         source = source_of(found)
-        own = f"{found.__file__}".startswith(here) and "-packages" not in f"{found.__file__}"
+        file = found.__file__ or ""
+        own = file.startswith(f"{here}/") and "-packages" not in file  # the person may have edited
         if found is there and was_edited(found, source, unknown=own):
-            with contextlib.suppress(TypeError, OSError):  # it looks current within a second
-                Path(importlib.util.cache_from_source(found.__file__ or "")).unlink()
+            with contextlib.suppress(OSError):  # within a second it looks current
+                Path(importlib.util.cache_from_source(file)).unlink()
             found = importlib.reload(found)
         IMPORTED[module] = found.__spec__, source
         IN_USE.add(module)
@@ -99,10 +100,8 @@ def hand_in(flag: str, given: Any) -> None:
     module, name = sys.modules.get(given.__module__), f"{given.__module__}:{given.__name__}"
     if module is None or given.__module__ == "__main__" or not (source := source_of(module)):
         return
-    if (
-        was_edited(module, source, unknown=False)
-        or getattr(module, given.__name__, given) is not given
-    ):
+    found = getattr(module, given.__name__, given)
+    if found is not given or was_edited(module, source, unknown=False):
         raise UsageError(
             f"{flag} {name}: is not what its file holds now; restart Python, or give the name"
             f' "{name}", which is imported anew'

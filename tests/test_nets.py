@@ -425,7 +425,7 @@ def test_a_file_that_is_edited_while_it_trains_is_not_the_runs(
     given = sys.modules["own_net"].Net
     own_code.hand_in("--model", given)
     own_file.write_text(OWN)
-    with pytest.raises(UsageError, match="^--model own_net:Net: is not what its"):
+    with pytest.raises(UsageError, match=r"^--model own_net:Net: is not what its"):
         own_code.hand_in("--model", given)
 
 

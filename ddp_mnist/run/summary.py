@@ -130,11 +130,10 @@ def summarise(
     Seconds are wall-clock, summed over the parts of a run that was resumed. `rank_seconds` are
     those in training steps of each rank, in this part alone: other parts had other ranks.
     """
-    progress, batch_size = state.progress, config.recipe.batch_size
-    began = progress.resumed_from[-1] if progress.resumed_from else 0
-    part = (progress.step - began) * batch_size
-    found = world.accelerator.device
-    gpu = torch.cuda.get_device_name(found) if found.type == "cuda" else "none used"
+    progress, recipe = state.progress, config.recipe
+    batch_size, seconds = recipe.batch_size, progress.train_seconds
+    part = (progress.step - [0, *progress.resumed_from][-1]) * batch_size  # images, of this part
+    gpu = "none used" if device(world) == "cpu" else torch.cuda.get_device_name(device(world))
     return {
         "outcome": "finished",
         "stopped_by": progress.stopped_by,
@@ -153,13 +152,12 @@ def summarise(
         "backend": world.backend,
         "precision": world.precision,
         "seed": config.run.seed,
-        **{name: getattr(config.recipe, name) for name in ("model", "weights")},
-        "train_seconds": round(progress.train_seconds, 3),
+        "model": recipe.model,
+        "weights": recipe.weights,
+        "train_seconds": round(seconds, 3),
         "save_seconds": round(progress.save_seconds, 3),
         "total_seconds": round(time.monotonic() - state.started, 3),
-        "images_per_second": round(
-            progress.step * batch_size / max(progress.train_seconds, 1e-9), 1
-        ),
+        "images_per_second": round(progress.step * batch_size / max(seconds, 1e-9), 1),
         "ranks": [
             {
                 "rank": rank,
