@@ -18,7 +18,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -26,12 +25,11 @@ import torch.distributed as dist
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch.distributed.distributed_c10d import _get_default_store
 
-from ddp_mnist import own_code
 from ddp_mnist.cluster.hardware import is_forked
 from ddp_mnist.cluster.launch import find_launch
 from ddp_mnist.config import Distribution, Recipe, Run, TrainConfig, fields_of
 from ddp_mnist.errors import UsageError, did_you_mean
-from ddp_mnist.flags import Flags, flag_name
+from ddp_mnist.flags import Flags
 from ddp_mnist.run.folder import SUMMARY, read_json
 from ddp_mnist.train import train as run_training
 from ddp_mnist.verbs import evaluate as evaluation
@@ -46,8 +44,8 @@ def train(**flags: Any) -> dict[str, Any]:
     """Train as `ddp-mnist train` does. Return what summary.json holds; {} after `dry_run`.
 
     All are keywords, as `dataset="photos"`; `model` and `metrics` may be classes and functions of a
-    file that can be imported. Of a run that `resume` names and that has finished, return its
-    summary.
+    file that can be imported, which counts as it is at the call. Of a run that `resume` names and
+    that has finished, return its summary.
     """
     config = TrainConfig.of(checked(flags, Run, Recipe, Distribution))
     with process_as_found():
@@ -87,10 +85,6 @@ def checked(typed: dict[str, Any], *groups: type[Flags]) -> dict[str, Any]:
     for name in typed.keys() - known:
         hint = did_you_mean(name, known) or "; see help() of this function"
         raise UsageError(f"{name}: there is no such keyword here{hint}")
-    for name, value in typed.items():
-        for each in value if isinstance(value, list | tuple) else [value]:
-            if isinstance(each, type | FunctionType):
-                own_code.hand_in(flag_name(name), each)
     return typed
 
 

@@ -11,7 +11,6 @@ import importlib.util
 import inspect
 import sys
 import traceback
-from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,9 +19,7 @@ import torch
 
 from ddp_mnist.errors import UsageError, reason
 
-# By module its source as it was imported, with the spec of that import: each makes a new one.
-IMPORTED: dict[str, tuple[ModuleSpec | None, str]] = {}
-IN_USE: set[str] = set()  # modules that this run has imported, or found to be as their files are
+SOURCES: dict[str, str] = {}  # by module what its file held when this run imported it
 # Where the lines of a traceback are not the person's: in this package, Python's own, and PyTorch.
 LIBRARIES = (
     "<frozen",
@@ -31,8 +28,8 @@ LIBRARIES = (
 
 
 def begin() -> None:
-    """Have `find` look once more at each file, as a run does at its start."""
-    IN_USE.clear()
+    """Have each file imported once more: it may have been edited since the last run."""
+    SOURCES.clear()
 
 
 def find(flag: str, name: str) -> Any:
@@ -42,7 +39,7 @@ def find(flag: str, name: str) -> Any:
     is no such thing or its module cannot be imported.
     """
     module, _, attribute = name.partition(":")
-    found = getattr(import_module(flag, name), attribute, None)
+    found = getattr(import_once(flag, name), attribute, None)
     if found is None:
         raise UsageError(f"{flag} {name}: {module} has no {attribute}; check its spelling")
     return found
@@ -50,37 +47,29 @@ def find(flag: str, name: str) -> Any:
 
 def digest(flag: str, name: str) -> str:
     """Return the SHA-256 of the module's source, as it was imported."""
-    import_module(flag, name)
-    _, source = IMPORTED[name.partition(":")[0]]
-    return hashlib.sha256(source.encode()).hexdigest()
+    import_once(flag, name)
+    return hashlib.sha256(SOURCES[name.partition(":")[0]].encode()).hexdigest()
 
 
-def import_module(flag: str, name: str) -> ModuleType:
-    """Return the module before the colon, imported once more if its file was changed.
-
-    After that it stays as it is until the next `begin`.
-    """
+def import_once(flag: str, name: str) -> ModuleType:
+    """Return the module before the colon, as its file was at the first call since `begin`."""
     module, here = name.partition(":")[0], str(Path.cwd())
-    if module in IN_USE and module in sys.modules:
+    if module in SOURCES and module in sys.modules:
         return sys.modules[module]
     if here not in sys.path:
         sys.path.append(here)  # at the end: a file evaluate.py must not hide the library
     try:
         importlib.invalidate_caches()  # the file may be younger than what Python saw of its folder
-        there = sys.modules.get(module)
+        before = sys.modules.get(module)
         found = importlib.import_module(module)
-        source = source_of(found)
         file = found.__file__ or ""
-        own = file.startswith(f"{here}/") and "-packages" not in file  # the person may have edited
-        if found is there and was_edited(found, source, unknown=own):
-            with contextlib.suppress(OSError):  # within a second it looks current
+        if found is before and file.startswith(f"{here}/") and "-packages" not in file:
+            with contextlib.suppress(OSError):  # edited within a second it would look current
                 Path(importlib.util.cache_from_source(file)).unlink()
             found = importlib.reload(found)
-        IMPORTED[module] = found.__spec__, source
-        IN_USE.add(module)
+        SOURCES[module] = inspect.getsource(found) if file.endswith(".py") else ""
         return found
     except Exception as error:
-        IMPORTED.pop(module, None)  # what is left of it counts as unknown
         missing = getattr(error, "name", None) or ""
         if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{missing}."):
             raise UsageError(
@@ -90,35 +79,6 @@ def import_module(flag: str, name: str) -> ModuleType:
         raise UsageError(
             f"{flag} {name}: cannot be imported ({said_by(error)}); correct it, or leave it out"
         ) from error
-
-
-def hand_in(flag: str, given: Any) -> None:
-    """Note a class or a function handed in from Python, which a run finds by its name.
-
-    Raise UsageError if a run would find something else, or record other code.
-    """
-    module, name = sys.modules.get(given.__module__), f"{given.__module__}:{given.__name__}"
-    if module is None or given.__module__ == "__main__" or not (source := source_of(module)):
-        return
-    found = getattr(module, given.__name__, given)
-    if found is not given or was_edited(module, source, unknown=False):
-        raise UsageError(
-            f"{flag} {name}: is not what its file holds now; restart Python, or give the name"
-            f' "{name}", which is imported anew'
-        )
-    IMPORTED[given.__module__] = module.__spec__, source
-
-
-def source_of(module: ModuleType) -> str:
-    """Return what its file holds now; "" of a module that is not written in Python."""
-    file = getattr(module, "__file__", None) or ""
-    return inspect.getsource(module) if file.endswith(".py") else ""
-
-
-def was_edited(module: ModuleType, source: str, unknown: bool) -> bool:
-    """Return whether its file holds something else than was imported; `unknown` if others did."""
-    spec, imported = IMPORTED.get(module.__name__, (None, ""))
-    return imported != source if spec and spec is module.__spec__ else unknown
 
 
 def said_by(error: Exception, called: object = None) -> str:

@@ -159,8 +159,8 @@ def test_the_training_can_be_read_at_once() -> None:
 
 
 def test_the_package_and_the_tests_stay_small() -> None:
-    assert lines_of(PACKAGE) <= 9_900
-    assert lines_of(REPOSITORY / "tests") <= 14_000
+    assert lines_of(PACKAGE) <= 10_100
+    assert lines_of(REPOSITORY / "tests") <= 14_400
 
 
 # --- Words

@@ -27,7 +27,7 @@ class ImageData:
 
     name: str  # for people, e.g. mnist
     source: str  # kind and place, e.g. hub:ylecun/mnist
-    digest: str  # SHA-256 of pixels, labels, class names and conversions
+    digest: str  # SHA-256 of pixels, labels and class names
     classes: list[str]  # their names; a label is an index into these
     preparation: Preparation  # how the images were made
     train_images: Tensor  # uint8 [N, C, H, W]

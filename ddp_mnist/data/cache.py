@@ -166,7 +166,7 @@ def _build(path: Path, source: Source, log: Log) -> None:
         for split, labels in decoded.labels.items():
             arrays[f"{split}_labels"] = labels
             np.save(temporary / f"{split}_labels.npy", labels)
-        digest = hashlib.sha256(json.dumps([decoded.classes, decoded.notes]).encode())
+        digest = hashlib.sha256(json.dumps(decoded.classes).encode())
         for name in TENSORS:
             digest.update(_header(name, arrays[name]))
             digest.update(arrays[name].data)
