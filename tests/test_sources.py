@@ -179,7 +179,7 @@ def test_digits() -> None:
     from sklearn.datasets import load_digits
 
     digits = cache.load("digits")
-    assert digits.digest == "ac1390f76dff4ed5eedf720ca67519b68c9bdf8c4590c4cf3d4a01f5eb108b91"
+    assert digits.digest == "d650edc56dd439fe3e68a350cfe6408d232fbe46df6a43b3db9caf9ab58a81b4"
     assert digits.preparation.notes == ["the 8x8 digits were enlarged to 28x28"]
     assert (digits.preparation.bright_on_black, digits.preparation.digit_photos) == (True, True)
     pixels, labels = load_digits(return_X_y=True)

@@ -20,6 +20,7 @@ from ddp_mnist.errors import FailedElsewhere, Preempted
 
 # By signal; of several the last one in this order is obeyed.
 EXIT_CODES: dict[int, int] = {signal.SIGTERM: 143, signal.SIGUSR1: 143, signal.SIGINT: 130}
+SAME_PRESS_S = 0.5
 
 
 class StopSignals:
@@ -27,6 +28,7 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.requests = [0.0] * len(EXIT_CODES)  # 1 once the signal came, in their order
+        self.first_sigint = 0.0  # time.monotonic()
         self.save: Callable[[], str] = lambda: "stopped"  # on every rank, at the same step
         self.at_once: Callable[[], None] = lambda: None  # at a second SIGINT, in another thread
 
@@ -35,12 +37,16 @@ class StopSignals:
         if number not in EXIT_CODES:  # other signals with a Python handler come here too
             return
         slot = list(EXIT_CODES).index(number)
-        # To forked processes their parent passes on what its whole group of processes has got.
-        if number == signal.SIGINT and self.requests[slot] and not is_forked():
+        if number == signal.SIGINT and self.requests[slot]:
+            # To forked processes a notebook passes on what the terminal has sent them already.
+            if is_forked() and time.monotonic() < self.first_sigint + SAME_PRESS_S:
+                return
             try:
                 self.at_once()
             finally:
                 os._exit(EXIT_CODES[number])
+        if number == signal.SIGINT:
+            self.first_sigint = time.monotonic()
         self.requests[slot] = 1.0
 
     def ask(self, accelerator: Accelerator) -> None:
