@@ -96,10 +96,10 @@ verify: $(READY) ## Prove here that N processes train as one, resume exactly, co
 bench: $(READY) ## How fast it is here: BENCH=loop, scaling ... (ddp-mnist bench --help)
 	@$(PY) -m ddp_mnist bench $(BENCH) --dataset auto $(ARGS)
 
-test: $(READY) ## Run the tests (about 3 minutes on 2 cores, no network)
+test: $(READY) ## Run the tests (about 4 minutes on 2 cores, no network)
 	@$(PY) -m pytest -n 2 --dist loadfile $(ARGS)
 
-test-system: $(READY) ## Run those of launchers, recipes, networks and documents (about 2 minutes)
+test-system: $(READY) ## Run those of launchers, recipes, networks and documents (about 5 minutes)
 	@$(PY) -m pytest -n 2 --dist loadfile -m "system and not soak and not gpu" $(ARGS)
 
 soak: $(READY) ## Run the long tests (under an hour); CHAOS=200 hits that many runs at random
