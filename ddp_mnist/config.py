@@ -247,6 +247,11 @@ class TrainConfig:
                 f"--resume {resume}: goes on in that folder; leave out --run-dir {run_dir}"
             )
 
+    @property
+    def initial_weights(self) -> str | None:
+        """Return the file of weights that the run begins with; one that goes on has its own."""
+        return None if self.goes_on else self.recipe.weights
+
     def refuse_contradictions(self) -> None:
         """Raise UsageError for flags that do not go together."""
         recipe = self.recipe

@@ -50,14 +50,13 @@ def train(config: TrainConfig, launch: Launch) -> dict[str, Any]:
 def build_model(config: TrainConfig, world: World, images: ImageData) -> nn.Module:
     """Return the net on its device, in the dtype of its weights, seeded alike on every rank."""
     torch.manual_seed(config.run.seed)
-    recipe = config.recipe
-    weights = None if config.goes_on else recipe.weights
-    model: nn.Module = build_net(recipe.model, images.classes, images.preparation, weights)
+    name, weights = config.recipe.model, config.initial_weights
+    model: nn.Module = build_net(name, images.classes, images.preparation, weights)
     if world.precision == "fp64":
         model.double()
     if config.distribution.sync_bn:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    model.to(world.accelerator.device).to(memory_format=memory_format_of(recipe.model))
+    model.to(world.accelerator.device).to(memory_format=memory_format_of(name))
     if config.distribution.compile:
         model.compile()
     return model

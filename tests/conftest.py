@@ -1,7 +1,9 @@
 import multiprocessing
 import os
+import subprocess
+import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
@@ -152,3 +154,15 @@ def alone(once: Callable[[str, Maker], Path]) -> Path:
         assert (ended.code, ended.err) == (0, "")
 
     return once("alone", make) / "run"
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
+    """Mount a disk in memory, of the size that the test's parameter says, e.g. 20m."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={request.param}", "tmpfs", str(folder)]
+    if sys.platform != "linux" or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mounting a small disk needs Linux and root")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)

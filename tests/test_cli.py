@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
-import numpy as np
 import pytest
 
 from ddp_mnist import cli
@@ -15,7 +14,6 @@ from ddp_mnist.config import PRESETS, Distribution, Recipe, Run, TrainConfig
 from ddp_mnist.errors import CheckpointError, FailedElsewhere, UsageError
 from ddp_mnist.flags import flag_fields, flag_name
 from ddp_mnist.verbs import multinode
-from ddp_mnist.verbs.evaluate import metrics_table
 from tests.commands import Ended, Typed
 
 # --- Help
@@ -295,32 +293,3 @@ def test_a_typed_flag_beats_the_preset_on_either_side_of_it() -> None:
         # a resumed run keeps its values, whatever the preset stands for
         assert config.typed == {"preset", "augment", "seed"}
     assert config_of("--preset fast").recipe == Recipe()
-
-
-# --- The table of `evaluate`
-
-
-def test_a_table_fits_a_terminal_and_does_not_steer_it() -> None:
-    """A class without rows has no accuracy."""
-    metrics = {
-        "split": "test",
-        "dataset": {"name": "x\x1b[H"},
-        "count": 1234,
-        "accuracy": 0.75,
-        "loss": 0.5,
-        "scores": {"f1": 0.25},
-        "classes": ["T - shirt / top", "a\x1b[2Jb", "c\nd\x9b", "Dress", "Ankle boot"],
-        "class_accuracy": [0.5, 1.0, 0.25, 0.0, None],
-        "confusion": (7 * np.eye(5, dtype=int)).tolist(),
-    }
-    lines = metrics_table(metrics).splitlines()
-    assert lines[:5] == [
-        "test split of x?[H: 1,234 images",
-        "accuracy 0.7500   loss 0.5000   f1 0.2500",
-        "rows: what the images are; columns: what they were taken for",
-        "class             accuracy       0     1     2     3     4",
-        "0 T - shirt / top   0.5000       7     0     0     0     0",
-    ]
-    assert lines[5].startswith("1 a?[2Jb  ")
-    assert lines[8].split() == ["4", "Ankle", "boot", "-", *"00007"]
-    assert "".join(lines).isprintable()

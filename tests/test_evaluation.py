@@ -146,6 +146,25 @@ def test_large_images_are_evaluated_in_little_memory(
     assert loader.batch_size == 2 * count
 
 
+# --- The table of `evaluate`
+
+
+def table_of(
+    data: str, names: list[str], accuracies: list[float | None], confusion: list[list[int]]
+) -> list[str]:
+    """Return its lines, for a data set and its classes."""
+    counted = {
+        "split": "test",
+        "count": 1234,
+        "accuracy": 0.75,
+        "loss": 0.5,
+        "scores": {"f1": 0.25},
+    }
+    of_classes = {"class_accuracy": accuracies, "confusion": confusion}
+    data_set = {"dataset": {"name": data}, "classes": names}
+    return evaluate.metrics_table(counted | data_set | of_classes).splitlines()
+
+
 @pytest.mark.parametrize(
     ("names", "heads", "rows"),
     [
@@ -161,25 +180,34 @@ def test_large_images_are_evaluated_in_little_memory(
 def test_the_table_shows_names_whole(names: list[str], heads: list[str], rows: list[str]) -> None:
     """Where they are too long for the heads of the columns, labels stand there."""
     confusion = np.arange(len(names) ** 2).reshape(len(names), -1).tolist()
-    lines = evaluate.metrics_table(
-        {
-            "split": "test",
-            "dataset": {"name": "pets"},
-            "count": 5,
-            "accuracy": 0.75,
-            "loss": 0.5,
-            "scores": {"f1": 0.25},
-            "classes": names,
-            "class_accuracy": [0.5] * len(names),
-            "confusion": confusion,
-        }
-    ).splitlines()
+    lines = table_of("pets", names, [0.5] * len(names), confusion)
     assert lines[1] == "accuracy 0.7500   loss 0.5000   f1 0.2500"
     assert lines[3].split() == ["class", "accuracy", *heads]
     for line, row, counts in zip(lines[4:], rows, confusion, strict=True):
         assert line.startswith(f"{row} ")
         assert line.removeprefix(row).split() == ["0.5000", *map(str, counts)]
     assert len(set(map(len, lines[3:]))) == 1  # the columns stand below each other
+
+
+def test_a_table_fits_a_terminal_and_does_not_steer_it() -> None:
+    """A class without rows has no accuracy."""
+    names = ["T - shirt / top", "a\x1b[2Jb", "c\nd\x9b", "Dress", "Ankle boot"]
+    accuracies = [0.5, 1.0, 0.25, 0.0, None]
+    confusion = (7 * np.eye(5, dtype=int)).tolist()
+    lines = table_of("x\x1b[H", names, accuracies, confusion)
+    assert lines[:5] == [
+        "test split of x?[H: 1,234 images",
+        "accuracy 0.7500   loss 0.5000   f1 0.2500",
+        "rows: what the images are; columns: what they were taken for",
+        "class             accuracy       0     1     2     3     4",
+        "0 T - shirt / top   0.5000       7     0     0     0     0",
+    ]
+    assert lines[5].startswith("1 a?[2Jb  ")
+    assert lines[8].split() == ["4", "Ankle", "boot", "-", *"00007"]
+    assert "".join(lines).isprintable()
+
+
+# --- Its splits
 
 
 def test_a_split_that_another_data_set_is_too_small_for() -> None:

@@ -12,7 +12,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -228,18 +227,8 @@ def _fail_alone(who: int, how: str) -> tuple[Exception, float]:
 # --- The disk
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """Mount 900 KB: room for two checkpoints of the cnn, not for a third beside them."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=900k", "tmpfs", str(folder)]
-    if sys.platform != "linux" or subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("mounting a small disk needs Linux and root")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
-
-
+# 900 KB have room for two checkpoints of the cnn, not for a third beside them.
+@pytest.mark.parametrize("small_disk", ["900k"], indirect=True)
 def test_fault_05_a_full_disk(small_disk: Path, tmp_path: Path) -> None:
     config = config_of("plain", small_disk / "run")
     outcomes = LocalWorld(2, watch.just_train, config, folder=tmp_path).outcomes()

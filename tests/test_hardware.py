@@ -10,6 +10,10 @@ from typing import Any
 import pytest
 
 from ddp_mnist.cluster import hardware
+from ddp_mnist.cluster.device import set_threads
+from ddp_mnist.cluster.launch import find_launch
+from ddp_mnist.cluster.local_world import run_world
+from ddp_mnist.config import Distribution
 from tests.commands import python
 
 GB = 10**9
@@ -125,3 +129,14 @@ def test_a_forked_process_is_known_whoever_forked_it(tmp_path: Path) -> None:
     code = "import multiprocessing as m, tests.test_hardware as t; m.set_start_method('fork')"
     ended = python("-c", f"{code}; t.start_each_kind()", folder=tmp_path)
     assert (ended.err, ended.out.split()) == ("", ["True", "True", "False", "True", "False"])
+
+
+def threads_of_a_run() -> tuple[bool, int]:
+    del os.environ["OMP_NUM_THREADS"]  # a launcher's 1, which counts for several processes only
+    return hardware.is_forked(), set_threads(find_launch(Distribution(cpu=True)), "cpu", 1)
+
+
+def test_a_process_of_a_fork_server_computes_on_all_cores(tmp_path: Path) -> None:
+    """As those of verify, doctor and bench do: their server has used no OpenMP."""
+    [found] = run_world(1, threads_of_a_run, folder=tmp_path)
+    assert found == (False, hardware.cores())

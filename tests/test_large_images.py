@@ -1,11 +1,10 @@
 """Data sets larger than what a process may take of the memory, or than a disk has room for."""
 
 import shutil
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -27,18 +26,6 @@ from tests.training import with_flags
 # --- A disk that another program fills up meanwhile
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """Mount 20 MB: room for the four images of a split, 1.5 MB each, twice."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=20m", "tmpfs", str(folder)]
-    if sys.platform != "linux" or subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("mounting a small disk needs Linux and root")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
-
-
 def load_on_a_disk_that_is_filled(own: Path, cache_dir: Path, function: str, call: int) -> Any:
     """Return the train images; the disk is full but for 64 KB from that call of a function on."""
     original, calls = getattr(cache, function), iter(range(10))
@@ -53,6 +40,8 @@ def load_on_a_disk_that_is_filled(own: Path, cache_dir: Path, function: str, cal
         return cache.load(str(own), str(cache_dir)).train_images.numpy().copy()
 
 
+# 20 MB have room for the four images of a split, 1.5 MB each, twice.
+@pytest.mark.parametrize("small_disk", ["20m"], indirect=True)
 def test_no_disk_that_fills_up_ends_the_process_without_a_word(
     small_disk: Path, tmp_path: Path
 ) -> None:

@@ -52,14 +52,17 @@ def hide_gpus() -> None:
 
 
 def is_forked() -> bool:
-    """Return whether this process is a copy of another, as notebook_launcher makes them.
+    """Return whether this process is a copy of one that computed, as notebook_launcher makes them.
 
-    It is one if it was forked after this module's import, or by `multiprocessing` before.
+    It is one if it was forked after this module's import, or by `multiprocessing` before. A fork
+    server's processes are none: their server imports, and computes nothing.
 
     A copy lacks the threads of OpenMP that the notebook's process may have started, and would wait
     for them for good in its first parallel loop; with one thread there is none.
     """
     kind = type(multiprocessing.current_process()).__name__
+    if kind == "ForkServerProcess":
+        return False
     by_default = kind == "Process" and multiprocessing.get_start_method() == "fork"
     return os.getpid() != IMPORTED_BY or kind == "ForkProcess" or by_default
 

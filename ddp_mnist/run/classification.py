@@ -33,16 +33,18 @@ finally:
 # A split is one example with all its images: `datasets` looks at each example in Python.
 WHOLE_SPLIT = Sequence(Value("int64"))
 FEATURES = Features({"predictions": WHOLE_SPLIT, "references": WHOLE_SPLIT})
-
-
 KNOWN = "f1, precision, recall, balanced_accuracy, cohen_kappa, matthews_corrcoef"
 
 
-class Classification(evaluate.Metric):
-    """Share of correct predictions, and how often each class was taken for each."""
+class OfSplit(evaluate.Metric):
+    """Take the predictions and labels of a whole split."""
 
     def _info(self) -> evaluate.MetricInfo:
         return evaluate.MetricInfo(description=self.__doc__ or "", citation="", features=FEATURES)
+
+
+class Classification(OfSplit):
+    """Share of correct predictions, and how often each class was taken for each."""
 
     def _compute(self, predictions: Any, references: Any, classes: int) -> dict[str, Any]:
         cells = np.asarray(references) * classes + np.asarray(predictions)
@@ -51,11 +53,8 @@ class Classification(evaluate.Metric):
         return {"accuracy": accuracy, "confusion": confusion.tolist()}
 
 
-class Score(evaluate.Metric):
+class Score(OfSplit):
     """A number that --metrics names: of scikit-learn, or a function of one's own."""
-
-    def _info(self) -> evaluate.MetricInfo:
-        return evaluate.MetricInfo(description=self.__doc__ or "", citation="", features=FEATURES)
 
     def _compute(self, predictions: Any, references: Any, name: str) -> dict[str, float | None]:
         number = score(name, find_score(name), np.ravel(references), np.ravel(predictions))

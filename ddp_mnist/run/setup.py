@@ -114,9 +114,9 @@ def check_net(config: TrainConfig, images: ImageData) -> str:
         raise UsageError(
             f"--sync-bn: {recipe.model} has no BatchNorm; use --model cnn_bn or leave it out"
         )
-    if recipe.weights is None or config.goes_on:
+    if config.initial_weights is None:
         return ""
-    return load_weights(net.net, recipe.weights, images.classes)
+    return load_weights(net.net, config.initial_weights, images.classes)
 
 
 def open_folder(run: Session, found: dict[str, Any] | None) -> list[str]:
