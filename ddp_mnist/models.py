@@ -136,6 +136,11 @@ MODELS: dict[str, Callable[[int, Shape], nn.Module]] = {
 }
 
 
+def is_known(name: str) -> bool:
+    """Return whether it is one of ours or of torchvision's, and not of the person's own."""
+    return name in MODELS or name.startswith("torchvision:")
+
+
 # --- At test time
 
 

@@ -8,7 +8,7 @@ from torch import nn
 from ddp_mnist import own_code
 from ddp_mnist.data.preparation import Preparation, Shape
 from ddp_mnist.errors import UsageError, did_you_mean
-from ddp_mnist.models import MODELS, GreyAsColour, Normalised
+from ddp_mnist.models import MODELS, GreyAsColour, Normalised, is_known
 from ddp_mnist.pretrained import load_weights
 
 Factory = Callable[[int, Shape], nn.Module]
@@ -60,11 +60,6 @@ def factory_of(name: str) -> Factory:
         return from_torchvision(name.partition(":")[2])
     found: Factory = own_code.find("--model", name)
     return found
-
-
-def is_known(name: str) -> bool:
-    """Return whether it is one of ours or of torchvision's, and not of the person's own."""
-    return name in MODELS or name.startswith("torchvision:")
 
 
 def code_digest(name: str) -> str:

@@ -6,8 +6,7 @@ from torch import Tensor, nn
 from ddp_mnist import own_code
 from ddp_mnist.data.preparation import Shape
 from ddp_mnist.errors import UsageError
-from ddp_mnist.models import Normalised
-from ddp_mnist.nets import is_known
+from ddp_mnist.models import Normalised, is_known
 
 
 def check(model: Normalised, name: str, classes: int, shape: Shape) -> None:
