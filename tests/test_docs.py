@@ -32,9 +32,11 @@ PAGES = sorted(
 )
 LANGUAGES = ("sh", "python", "text", "diff", "mermaid")
 FENCES = [fence for page in PAGES for fence in fences_of(page)]
+CHINESE = [page for page in PAGES if page.name.endswith(".zh-CN.md")]  # with the English commands
+ENGLISH_FENCES = [fence for fence in FENCES if fence.page not in CHINESE]
 START = r"torchrun --nproc-per-node (?P<size>\d) -m ddp_mnist|python -m ddp_mnist|ddp-mnist"
 COMMAND = re.compile(rf"(?:{START}) (?P<argv>.*)")
-RUN = [fence for fence in FENCES if fence.language == "sh" and not fence.mark]
+RUN = [fence for fence in ENGLISH_FENCES if fence.language == "sh" and not fence.mark]
 
 
 def test_the_pages_are_there() -> None:
@@ -62,7 +64,7 @@ def run_verb(argv: list[str], printed: Path) -> int:
 
 def write_own_code(folder: Path) -> list[str]:
     """Write the files that a page gives, which begin with their names, and return these."""
-    fences = [fence for fence in FENCES if fence.language == "python" and not fence.mark]
+    fences = [fence for fence in ENGLISH_FENCES if fence.language == "python" and not fence.mark]
     names = [fence.body.splitlines()[0].removeprefix("# ") for fence in fences]
     for name, fence in zip(names, fences, strict=True):
         (folder / name).write_text(fence.body)
@@ -132,7 +134,7 @@ def test_ones_own_loss_and_net_are_proven_and_some_folders_are_dispensable(
     """After the edit everything is proven; then train needs none of what the README names."""
     write_own_code(tmp_path)
     shutil.copytree(REPOSITORY / "ddp_mnist", tmp_path / "ddp_mnist")
-    [edit] = [fence for fence in FENCES if fence.language == "diff"]
+    [edit] = [fence for fence in ENGLISH_FENCES if fence.language == "diff"]
     head, _, hunk = edit.body.partition("@@\n")
     file = tmp_path / head.splitlines()[1].removeprefix("+++ b/")
     file.write_text(patched(file.read_text(), hunk))
@@ -167,7 +169,7 @@ def anchor(heading: str) -> str:
 
 @pytest.mark.parametrize("page", PAGES, ids=str)
 def test_links_lead_somewhere(page: Path) -> None:
-    text = re.sub(r"^```.*?^```$", "", (REPOSITORY / page).read_text(), flags=re.DOTALL | re.M)
+    text = prose((REPOSITORY / page).read_text())
     for link in re.findall(r"\]\(([^)\s]+)\)", text):
         if link.startswith(("http://", "https://")):
             continue
@@ -179,19 +181,58 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert fragment in map(anchor, headings), link
 
 
-def test_the_readmes_have_the_same_sections_commands_and_figures() -> None:
-    pages = [Path("README.md"), Path("README.zh-CN.md")]
+def english(page: Path) -> Path:
+    return page.with_name(page.name.replace(".zh-CN", ""))
+
+
+@pytest.mark.parametrize("page", CHINESE, ids=str)
+def test_a_chinese_page_has_the_sections_commands_links_and_figures_of_the_english_one(
+    page: Path,
+) -> None:
+    pages = [english(page), page]
     texts = [(REPOSITORY / page).read_text(encoding="utf-8") for page in pages]
     levels = [re.findall(r"^(#+) ", text, re.MULTILINE) for text in texts]
     assert levels[0] == levels[1]
-    english, chinese = (
-        [f.body.split("#")[0] for f in FENCES if f.page == page and f.language == "sh"]
-        for page in pages
-    )
-    assert english == chinese
+    fences = [[fence for fence in FENCES if fence.page == page] for page in pages]
+    commands = [
+        [re.sub(" *#.*", "", f.body) for f in each if f.language == "sh"] for each in fences
+    ]
+    assert commands[0] == commands[1]
+    code = [[f.body for f in each if f.language in ("python", "diff")] for each in fences]
+    assert code[0] == code[1]
+    texts[1] = texts[1].replace(".zh-CN.md", ".md")
+    texts[0] = texts[0].replace(".zh-CN.md", ".md")
     for pattern in (
-        *(r"\]\((?!README)([^)]+)\)", r"^\| `(ddp-mnist [a-z]+)", r"(make [a-z-]+)"),
+        *(r"\]\(([^)#]*)", r"^\| `(ddp-mnist [a-z]+)", r"(make [a-z-]+)"),  # links, commands
         *(r"--[a-z][a-z-]+", r"(?<![\w.])\d+(?:[,.]\d+)+"),  # flags, figures
     ):
         found = [sorted(set(re.findall(pattern, text, re.MULTILINE))) for text in texts]
         assert found[0] == found[1], pattern
+
+
+@pytest.mark.parametrize("page", CHINESE, ids=str)
+def test_a_chinese_page_leads_to_chinese_ones_and_has_no_stray_space(page: Path) -> None:
+    """A link to a page in English alone says so. Browsers show a line break as a space."""
+    text = prose((REPOSITORY / page).read_text(encoding="utf-8"))
+    for place, remark in re.findall(r"\]\(([^)#]+)\.md[^)]*\)(.英文.)?", text):
+        target = (REPOSITORY / page).parent / f"{place}.md"
+        if target.resolve() != REPOSITORY / english(page) and not place.endswith(".zh-CN"):
+            assert bool(remark) != target.with_suffix(".zh-CN.md").exists(), place
+    wide = r"[\u3000-\u9fff\uff00-\uffef]"
+    assert not re.findall(rf"{wide} *\n{wide}.*|{wide} +{wide}.*", text)
+
+
+def prose(text: str) -> str:
+    """Return a page without its fences."""
+    return re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def test_both_glossaries_have_the_same_terms() -> None:
+    row = re.compile(r"^\| (.+?) \| (.+) \| (.+?) \|$", re.MULTILINE)
+    english_rows, chinese_rows = (
+        row.findall((REPOSITORY / "docs" / name).read_text(encoding="utf-8"))
+        for name in ("glossary.md", "glossary.zh-CN.md")
+    )
+    terms = [(word, chinese) for word, _, chinese in english_rows[1:]]
+    assert terms == [(word, chinese) for word, chinese, _ in chinese_rows[1:]]
+    assert len(terms) >= 41
