@@ -203,7 +203,7 @@ def test_a_chinese_page_has_the_sections_commands_links_and_figures_of_the_engli
     texts[1] = texts[1].replace(".zh-CN.md", ".md")
     texts[0] = texts[0].replace(".zh-CN.md", ".md")
     for pattern in (
-        *(r"\]\(([^)#]*)", r"^\| `(ddp-mnist [a-z]+)", r"(make [a-z-]+)"),  # links, commands
+        *(r"\]\(([^)#]*)", r"^\| `(ddp-mnist [a-z]+)", r"(?:^|`)(make [a-z-]+)"),  # links, commands
         *(r"--[a-z][a-z-]+", r"(?<![\w.])\d+(?:[,.]\d+)+"),  # flags, figures
     ):
         found = [sorted(set(re.findall(pattern, text, re.MULTILINE))) for text in texts]
