@@ -19,16 +19,21 @@ text{font:13px system-ui,-apple-system,"Segoe UI",Roboto,"PingFang SC","Hiragino
 "Microsoft YaHei","Noto Sans CJK SC","Noto Sans SC",sans-serif;fill:var(--ink)}
 .title{font-size:16px}.title,.b{font-weight:600}.s{fill:var(--soft)}.s,.t,.m{font-size:12px}
 .m{font-family:ui-monospace,Menlo,Consolas,"Noto Sans Mono CJK SC",monospace}
-.c{text-anchor:middle}.e{text-anchor:end}
+.name{fill:var(--c)}.c{text-anchor:middle}.e{text-anchor:end}
 .r0{--c:var(--r0)}.r1{--c:var(--r1)}.r2{--c:var(--r2)}.r3{--c:var(--r3)}
 rect,circle{fill:var(--c);fill-opacity:.15;stroke:var(--c)}path{fill:none;stroke:var(--c)}
 .arrow{stroke-width:1.5;stroke-linecap:round;stroke-linejoin:round}
-.pale{fill-opacity:.07;stroke-opacity:.4}.deep{fill-opacity:.4}.blank{fill:none;stroke-dasharray:3 3}
-.solid{fill:var(--c);fill-opacity:.85;stroke:none}.card{fill:var(--bg);fill-opacity:1;--c:var(--edge)}
-.faint{stroke-opacity:.35}.ink{--c:var(--ink)}.dashed{stroke-dasharray:5 4}
+.pale{fill-opacity:.07;stroke-opacity:.4}.deep{fill-opacity:.4}.faint{stroke-opacity:.35}
+.blank{fill:none;stroke-dasharray:3 3}.dashed{stroke-dasharray:5 4}.ink{--c:var(--ink)}
+.solid{fill:var(--c);fill-opacity:.85;stroke:none}
+.card{fill:var(--bg);fill-opacity:1;--c:var(--edge)}
 """
 
 RANKS = range(4)
+Bars = list[tuple[int, int, str, str]]  # from, to, text, css
+Rows = list[list[tuple[str, int]]]  # for each rank (text, whose it is), or 4 for a sum over all
+States = list[list[list[set[int]]]]  # whose parts are in the sum of [step][rank][chunk]
+Places = list[tuple[float, float]]
 
 # What is drawn, in English and in Chinese. A text that is not here is the same in both.
 TEXTS = {
@@ -39,7 +44,7 @@ TEXTS = {
         " and computes gradients of its own images; an all-reduce gives both the mean, -15, and"
         " both take the same step, from w = 1 to w = 2.5.",
         "全局批次的四张图片分给两个 rank。每个 rank 有一份模型副本，计算自己那些图片的梯度；全归约"
-        "让两边都得到均值 -15，于是两边走同样的一步：w 从 1 变为 2.5。",
+        "让两边都得到均值 -15，于是两边做同样的更新：w 从 1 变为 2.5。",
     ),
     "ddp task": (
         "A model of one weight, w·x, with w = 1.\nThe label of x is y = 3x; an image's loss is\n"
@@ -53,16 +58,20 @@ TEXTS = {
     "gradients": ("gradients", "梯度"),
     "mean -5": ("mean −5", "均值 −5"),
     "mean -25": ("mean −25", "均值 −25"),
-    "all-reduce mean": ("all-reduce: the mean over the ranks", "全归约 (all-reduce)：各 rank 的均值"),
+    "all-reduce mean": (
+        "all-reduce: the mean over the ranks",
+        "全归约 (all-reduce)：各 rank 的均值",
+    ),
     "update": ("the same update", "同样的更新"),
     "ddp proof": (
-        "One process with all four images would take\nthe same step: (−2 − 8 − 18 − 32) / 4 = −15.\n"
+        "One process with all four images would take\n"
+        "the same step: (−2 − 8 − 18 − 32) / 4 = −15.\n"
         "So the replicas stay equal, and no weights\nare sent again.",
-        "一个进程拿全部四张图片，走的也是这一步：\n(−2 − 8 − 18 − 32) / 4 = −15。\n"
+        "一个进程处理全部四张图片，更新也一样：\n(−2 − 8 − 18 − 32) / 4 = −15。\n"
         "所以副本始终相同，权重无须再传。",
     ),
     # buckets
-    "buckets": ("When gradients travel: buckets", "梯度何时上路：梯度桶"),
+    "buckets": ("When gradients travel: buckets", "梯度何时发送：梯度桶"),
     "buckets desc": (
         "Two time charts of one step. In a large net all-reduces of full buckets run while backward"
         " still computes; only the last is waited for. This project's net fills one bucket of"
@@ -70,12 +79,15 @@ TEXTS = {
         "一步的两张时间图。大网络里，装满的梯度桶在反向计算的同时做全归约，只需等最后一个。本项目的"
         "网络只有一个 0.15 MB 的梯度桶，反向结束后才发送，没有重叠。",
     ),
-    "not to scale": ("One step, time from left to right, not to scale.", "一步之内，时间从左到右，未按比例。"),
+    "not to scale": (
+        "One step, time from left to right, not to scale.",
+        "一步之内，时间从左到右，未按比例。",
+    ),
     "large net": ("A large net: several buckets", "大网络：多个梯度桶"),
     "large note": (
         "While bucket 4 travels, backward computes\nlayers 3. Only the last bucket is waited for.\n"
         "A bucket holds up to 25 MB, the first 1 MB.",
-        "第 4 组的桶在路上时，反向正在算第 3 组。\n只有最后一个桶需要等。\n"
+        "第 4 组的桶传输时，反向正在计算第 3 组。\n只有最后一个桶需要等待。\n"
         "一个桶最多 25 MB，第一个 1 MB（默认值）。",
     ),
     "small net": ("This project's net: one bucket", "本项目的网络：只有一个桶"),
@@ -97,26 +109,27 @@ TEXTS = {
         "Four ranks in a ring, each with its gradients in four chunks, a to d. In three steps of"
         " reduce-scatter each rank adds what it receives; in three of all-gather the finished sums"
         " go round. The table below shows what each rank holds after each step.",
-        "四个 rank 连成环，各自把梯度分成 a 到 d 四块。归约散发的三步里，每个 rank 把收到的块加到自己的"
-        "上面；全收集的三步里，算好的和再转一圈。下面的表列出每步之后各 rank 手里有什么。",
+        "四个 rank 连成环，各自把梯度分成 a 到 d 四块。归约散发的三步里，每个 rank 把收到的块累加"
+        "到自己的块上；全收集的三步里，求好的和再传一圈。下面的表列出每步之后各 rank 手里有什么。",
     ),
     "ring task": (
-        "Columns a to d: the gradients in four chunks.\nA coloured cell: that rank's part is in the sum.",
-        "a 到 d 列：梯度切成的四块。\n有颜色的格子：和里已含那个 rank 的一份。",
+        "Columns a to d: the gradients in four chunks.\n"
+        "A coloured cell: that rank's part is in the sum.",
+        "a 到 d 列：梯度切成的四块。\n有颜色的格子：和里已加入那个 rank 的梯度。",
     ),
     "reduce-scatter": ("reduce-scatter", "归约散发"),
     "all-gather": ("all-gather", "全收集"),
     "ring start": ("start", "开始"),
-    "ring end": ("all have all sums", "人人都有全部的和"),
+    "ring end": ("all have all sums", "各 rank 都有全部的和"),
     **{f"ring {n}": (f"step {n} of 6", f"第 {n} 步，共 6 步") for n in range(1, 7)},
     "own gradients": ("own gradients", "只有自己的梯度"),
-    "adding": ("reduce-scatter: add what comes", "归约散发：收到就加上"),
-    "passing": ("all-gather: finished sums go round", "全收集：算好的和转一圈"),
+    "adding": ("reduce-scatter: add what comes", "归约散发：收到就累加"),
+    "passing": ("all-gather: finished sums go round", "全收集：把求好的和传一圈"),
     "ring note": (
         "Each rank sends 6 messages of a quarter:\n1.5 times the gradients; with p ranks\n"
         "2 (p − 1) / p times, never more than twice.",
-        "每个 rank 发 6 次，每次四分之一：共为梯度\n大小的 1.5 倍；p 个 rank 时为 2 (p − 1) / p 倍，\n"
-        "始终不到两倍。",
+        "每个 rank 发 6 次，每次四分之一：共为梯度\n"
+        "大小的 1.5 倍；p 个 rank 时为 2 (p − 1) / p 倍，\n始终不到两倍。",
     ),
     # collectives
     "collectives": ("Seven collectives, four ranks", "七种集合通信，四个 rank"),
@@ -152,8 +165,8 @@ TEXTS = {
         "Seven steps: launchers set variables, rank 0 serves the store, all ranks register, who is"
         " missing is named after a deadline, facts are compared, NCCL or gloo connects all pairs,"
         " and DDP broadcasts rank 0's weights.",
-        "七步：启动器设置环境变量，rank 0 提供键值存储，所有 rank 登记，到期后点名缺席者，比对各项事实，"
-        "NCCL 或 gloo 两两建立连接，DDP 广播 rank 0 的权重。",
+        "七步：启动器设置环境变量，rank 0 提供键值存储，所有 rank 登记，到期后点名缺席者，比对各自"
+        "的配置，NCCL 或 gloo 两两建立连接，DDP 广播 rank 0 的权重。",
     ),
     "node 0": ("node 0, the main node", "节点 0，主节点"),
     "node 1": ("node 1", "节点 1"),
@@ -176,7 +189,7 @@ TEXTS = {
     ),
     "multinode 5": (
         "All have come: they compare flags, versions,\ncode and data. What differs is named.",
-        "人齐了：比对命令行参数、版本、代码和数据，\n哪一项不同就报哪一项。",
+        "到齐之后，比对命令行参数、版本、代码和数据，\n哪一项不同就报哪一项。",
     ),
     "multinode 6": (
         "The process group: NCCL or gloo connects the\nranks. Ports of all pairs have to be open.",
@@ -184,7 +197,7 @@ TEXTS = {
     ),
     "multinode 7": (
         "DDP broadcasts rank 0's weights. From here on\nonly gradients travel.",
-        "DDP 广播 rank 0 的权重。此后路上只有梯度。",
+        "DDP 广播 rank 0 的权重。\n此后只传梯度。",
     ),
     # dataparallel
     "dataparallel": ("DataParallel and DDP, four GPUs", "DataParallel 与 DDP，四块 GPU"),
@@ -192,8 +205,8 @@ TEXTS = {
         "DataParallel: one process; in each step GPU 0 sends weights and images to the others and"
         " gathers outputs and gradients, and holds more than they do. DDP: one process per GPU,"
         " all alike, which exchange gradients only.",
-        "DataParallel：一个进程；每一步 GPU 0 把权重和图片发给其他 GPU，再收回输出和梯度，占用的显存更多。"
-        "DDP：每块 GPU 一个进程，彼此对等，只交换梯度。",
+        "DataParallel：一个进程；每一步 GPU 0 把权重和图片发给其他 GPU，再收回输出和梯度，占用的显"
+        "存更多。DDP：每块 GPU 一个进程，彼此对等，只交换梯度。",
     ),
     "one process": ("one process, a thread per GPU", "一个进程，每块 GPU 一个线程"),
     "processes": ("one process per GPU", "每块 GPU 一个进程"),
@@ -211,11 +224,12 @@ TEXTS = {
     "gradients only": ("gradients only (all-reduce)", "只有梯度（全归约）"),
     "dp note": (
         "One interpreter lock for all threads; GPU 0\nholds more and does more; one machine only.",
-        "所有线程共用一把解释器锁；GPU 0 占得多、\n做得多；只限一台机器。",
+        "所有线程共用一把解释器锁；GPU 0 占用\n更多、工作更多；只限单机。",
     ),
     "ddp note": (
-        "All alike, no lock shared. Gradients travel\nwhile backward runs; on any number of machines.",
-        "彼此对等，不共用锁。梯度在反向计算时就上路；\n机器多少台都行。",
+        "All alike, no lock shared. Gradients travel\n"
+        "while backward runs; on any number of machines.",
+        "彼此对等，不共用锁。反向计算的同时就在传梯度；\n可以跨任意多台机器。",
     ),
     # speed
     "speed": ("Speed by number of processes", "进程数与速度"),
@@ -223,8 +237,8 @@ TEXTS = {
         "Measured on two CPU cores: one process with two threads trains 12,620 images a second, two"
         " DDP processes with one thread each 9,503. Below, a forecast of the share of a step that"
         " is computing, from 0.96 with 2 processes to 0.03 with 1,024.",
-        "在两个 CPU 核上实测：一个进程两个线程每秒 12,620 张，两个 DDP 进程各一个线程每秒 9,503 张。"
-        "下图是一步中计算所占份额的预测：2 个进程 0.96，1,024 个进程 0.03。",
+        "在两个 CPU 核上实测：一个进程两个线程每秒 12,620 张，两个 DDP 进程各一个线程每秒 9,503 "
+        "张。下图是一步中计算所占份额的预测：2 个进程 0.96，1,024 个进程 0.03。",
     ),
     "measured": ("Measured: images/s on two CPU cores", "实测：两个 CPU 核，每秒图片数"),
     "measured how": (
@@ -237,7 +251,7 @@ TEXTS = {
     "speed 2": ("2 processes (DDP), 1 thread each", "2 个进程 (DDP)，各 1 个线程"),
     "measured note": (
         "The cores are the same two: DDP adds no cores\nhere, but an exchange. GPUs: not measured.",
-        "核还是那两个：DDP 没有带来新的核，只多了\n通信。GPU 未测。",
+        "还是那两个核：DDP 没有增加算力，只增加了\n通信。GPU 尚未实测。",
     ),
     "forecast": ("Forecast: share of a step that computes", "预测：一步中计算所占的份额"),
     "forecast how": (
@@ -245,11 +259,11 @@ TEXTS = {
         "按环形全归约的公式，每进程 72 张；非实测。",
     ),
     "processes axis": ("processes", "进程数"),
-    "ethernet": ("10 Gbit/s Ethernet", "10 Gbit/s 以太网"),
-    "this machine": ("between processes\nof that machine", "那台机器的\n进程之间"),
+    "ethernet": ("10 Gbit/s Ethernet,\nassumed", "10 Gbit/s 以太网，\n假设值"),
+    "this machine": ("between processes\nof that machine", "该机器的\n进程之间"),
     "forecast note": (
-        "A measured step of two processes took 1.19\ntimes what the formula says. All figures: the\n"
-        "net before this one, 103 KB of gradients.",
+        "A measured step of two processes took 1.19\n"
+        "times what the formula says. All figures: the\nnet before this one, 103 KB of gradients.",
         "实测两个进程的一步是公式的 1.19 倍。\n所有数字都来自上一版网络，梯度 103 KB。",
     ),
 }
@@ -283,7 +297,8 @@ class Figure:
     def cell(self, x: float, y: float, w: float, h: float, key: str, css: str = "") -> None:
         """Draw a box with a text in its middle."""
         self.box(x, y, w, h, css)
-        self.text(x + w / 2, y + h / 2 + 4.5, key, "c t")
+        if key:
+            self.text(x + w / 2, y + h / 2 + 4.5, key, "c t")
 
     def rank(self, x: float, y: float, rank: int, label: str = "", css: str = "") -> None:
         """Draw a rank as a circle with its number."""
@@ -303,8 +318,9 @@ class Figure:
         return (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 360 {self.height:g}" width="360"'
             f' height="{self.height:g}" role="img" aria-labelledby="t d"'
-            f' lang="{("en", "zh-CN")[self.language]}">\n<title id="t">{self.say(self.name)}</title>'
-            f'\n<desc id="d">{self.say(self.name + " desc")}</desc>\n'
+            f' lang="{("en", "zh-CN")[self.language]}">\n'
+            f'<title id="t">{self.say(self.name)}</title>\n'
+            f'<desc id="d">{self.say(self.name + " desc")}</desc>\n'
             f"<style>{STYLE}{self.style}</style>\n" + "\n".join(self.parts) + "\n</svg>\n"
         )
 
@@ -351,8 +367,8 @@ def ddp(language: int) -> Figure:
     return f
 
 
-def gantt(f: Figure, top: float, bars: list[tuple[int, int, str, str]], sends: list) -> None:
-    """Draw what two ranks compute and what the network carries, as (from, to, text, css)."""
+def gantt(f: Figure, top: float, bars: Bars, sends: Bars) -> None:
+    """Draw what two ranks compute and what the network carries."""
     for row, name in enumerate(("rank 0", "network", "rank 1")):
         y = top + 52 * row
         f.text(16, y + 20, name)
@@ -382,9 +398,9 @@ def buckets(language: int) -> Figure:
     return f
 
 
-def ring_states() -> list[list[list[set[int]]]]:
-    """Return for the start and each step whose parts are in [rank][chunk]."""
-    states = [[[{rank} for _ in RANKS] for rank in RANKS]]
+def ring_states() -> States:
+    """Return what the ranks hold at the start and after each of six steps."""
+    states: States = [[[{rank} for _ in RANKS] for rank in RANKS]]
     for step in range(6):
         held = [list(chunks) for chunks in states[-1]]
         for rank in RANKS:
@@ -395,7 +411,7 @@ def ring_states() -> list[list[list[set[int]]]]:
 
 
 def ring_style() -> str:
-    """Return the animation: eight phases of two seconds, which are the start, six steps, the end."""
+    """Return the animation: start, six steps and end, of two seconds each."""
     rules = [
         "@media(prefers-reduced-motion:no-preference){",
         "@keyframes now{0%,12.4%{opacity:1}12.5%,to{opacity:0}}",
@@ -406,12 +422,13 @@ def ring_style() -> str:
     ]
     for step in range(1, 7):
         at = (step + 0.7) / 8 * 100
-        rules.append(f"@keyframes s{step}{{0%,{at:.1f}%{{opacity:0}}{at + 1:.1f}%,to{{opacity:.85}}}}")
+        hidden, shown = f"0%,{at:.1f}%{{opacity:0}}", f"{at + 1:.1f}%,to{{opacity:1}}"
+        rules.append(f"@keyframes s{step}{{{hidden}{shown}}}")
         rules.append(f".s{step}{{animation:s{step} 16s infinite}}")
     return ".now,.go{opacity:0}.now.last{opacity:1}" + "".join([*rules, "}"])
 
 
-def squares(places: list[tuple[float, float]], w: float, h: float) -> str:
+def squares(places: Places, w: float, h: float) -> str:
     """Return the path of rectangles at these places."""
     return "".join(f"M{x:g} {y:g}h{w:g}v{h:g}h-{w:g}z" for x, y in places)
 
@@ -421,7 +438,7 @@ def phase(number: int) -> str:
     return f' style="animation-delay:{2 * number - 16}s"'
 
 
-def ring_moving(f: Figure, states: list[list[list[set[int]]]]) -> None:
+def ring_moving(f: Figure, states: States) -> None:
     """Draw the four ranks, whose cells fill up, and the chunks that travel between them."""
     for rank in RANKS:
         left, top = (16, 248)[rank in (1, 2)], (96, 262)[rank in (2, 3)]
@@ -429,8 +446,10 @@ def ring_moving(f: Figure, states: list[list[list[set[int]]]]) -> None:
         f.text(left + 48, top + 18, f"rank {rank}", "c b")
         for chunk in RANKS:
             f.text(left + 18 + 20 * chunk, top + 36, "abcd"[chunk], "c s")
+        slots = [(left + 9.5 + 20 * c, top + 41.5 + 14 * part) for c in RANKS for part in RANKS]
+        f.path(squares(slots, 17, 11), "faint")
         for part in RANKS:
-            cells: dict[int, list[tuple[float, float]]] = {}
+            cells: dict[int, Places] = {}
             for chunk in RANKS:
                 first = next(s for s in range(7) if part in states[s][rank][chunk])
                 place = (left + 9.0 + 20 * chunk, top + 41.0 + 14 * part)
@@ -464,7 +483,8 @@ def ring(language: int) -> Figure:
     f.path("M16 386H344", "faint")
     for rank in RANKS:
         f.text(149 + 56 * rank, 408, f"rank {rank}", "c s")
-    filled: dict[int, list[tuple[float, float]]] = {rank: [] for rank in RANKS}
+    frames: Places = []
+    filled: dict[int, Places] = {rank: [] for rank in RANKS}
     for step, state in enumerate(states):
         top = 416 + 38 * step + 22 * (step > 0) + 22 * (step > 3)
         if step in (1, 4):
@@ -476,45 +496,42 @@ def ring(language: int) -> Figure:
             for chunk in RANKS:
                 for part in state[rank][chunk]:
                     filled[part].append((129 + 56 * rank + 10 * chunk, top + 3 + 7.5 * part))
+            frames.append((127 + 56 * rank, top + 1))
+    f.path(squares(frames, 43, 33), "faint")
     for part, places in filled.items():
         f.path(squares(places, 9, 6.5), f"solid r{part}")
     f.text(16, 756, "ring note", "s")
     return f
 
 
-def sum_cell(f: Figure, x: float, y: float, words: str) -> None:
-    """Draw a cell in the colours of all ranks: a sum."""
-    for rank in RANKS:
-        f.path(f"M{x + 5.25 * rank:g} {y}h5.25v18h-5.25z", f"solid tint r{rank}")
-    f.text(x + 10.5, y + 13.5, words, "c t")
-
-
-def grid(f: Figure, x: float, y: float, rows: list[list[tuple[str, int]]]) -> None:
-    """Draw what each rank holds, as (text, whose it is), with 4 for a sum."""
+def grid(f: Figure, x: float, y: float, rows: Rows) -> None:
+    """Draw what each rank holds."""
     for rank, row in enumerate(rows):
         top = y + 22 * rank
-        f.parts.append(f'<circle cx="{x + 7}" cy="{top + 9}" r="4" class="solid r{rank}"/>')
+        f.text(x + 8, top + 13.5, str(rank), f"c b t name r{rank}")
         for i, (words, whose) in enumerate(row):
-            left = x + 20 + 24 * i
-            if whose == 4:
-                sum_cell(f, left, top, words)
-            else:
-                f.cell(left, top, 21, 18, words, f"r{whose}")
+            f.cell(x + 20 + 24 * i, top, 21, 18, words, "sum" if whose == 4 else f"r{whose}")
         if not row:
             f.box(x + 20, top, 21, 18, "blank faint")
 
 
 def collectives(language: int) -> Figure:
     """Draw what four ranks hold before and after each collective."""
-    f = Figure("collectives", language, 1106, ".tint{fill-opacity:.4}")
+    style = ".sum{fill:url(#sum);fill-opacity:.45}" + "".join(
+        f".o{rank}{{stop-color:var(--r{rank})}}" for rank in RANKS
+    )
+    f = Figure("collectives", language, 1106, style)
+    stops = (f'<stop offset="{at / 4}" class="o{at - end}"/>' for at in range(5) for end in (1, 0))
+    f.parts.append(f'<linearGradient id="sum">{"".join([*stops][1:-1])}</linearGradient>')
     f.text(16, 58, "collectives task", "s")
-    parts, none = "ABCD", [[], [], []]
+    parts = "ABCD"
+    none: Rows = [[], [], []]
     own = [[(parts[rank], rank)] for rank in RANKS]
     everything = [(parts[rank], rank) for rank in RANKS]
     numbers = [[(str(rank + 1), rank)] for rank in RANKS]
     table = [[(str(rank + i + 1), rank) for i in RANKS] for rank in RANKS]
     sums = [[(str(10 + 4 * i), 4)] for i in RANKS]
-    cases: dict[str, tuple[list, list]] = {
+    cases: dict[str, tuple[Rows, Rows]] = {
         "broadcast": ([[("A", 0)], *none], [[("A", 0)]] * 4),
         "scatter": ([[(p, 0) for p in parts], *none], [[(p, 0)] for p in parts]),
         "gather": (own, [everything, *none]),
@@ -564,44 +581,46 @@ def beginnings(f: Figure) -> None:
             f.arrow(middle, 141, x, 153)
     for rank, x in enumerate(PLACES):
         f.text(x, 194, f"RANK={rank}", "c m")
-    f.text(16, 221, "WORLD_SIZE=4 MASTER_ADDR=192.168.1.201", "m")
-    f.text(16, 238, "MASTER_PORT=29500 LOCAL_RANK=0 | 1", "m")
-    for top in (302, 440):
+    f.box(16, 208, 328, 42, "pale", 8)
+    f.text(26, 225, "WORLD_SIZE=4 MASTER_ADDR=192.168.1.201", "m")
+    f.text(26, 242, "MASTER_PORT=29500 LOCAL_RANK=0 | 1", "m")
+    for top in (308, 442):
         nodes(f, top, 76, top + 20)
         f.cell(58, top + 46, 72, 22, "store", "r0")
-    f.arrow(61, 332, 72, 345, "r0")
-    for rank, end in enumerate(((72, 483), (116, 483), (134, 493), (134, 501))):
+    f.arrow(62, 340, 71, 351, "r0")
+    for rank, end in enumerate(((72, 485), (116, 485), (133, 494), (133, 503))):
         x = PLACES[rank]
-        angle = math.atan2(end[1] - 460, end[0] - x)
-        f.arrow(x + 14 * math.cos(angle), 460 + 14 * math.sin(angle), *end, f"r{rank}")
+        angle = math.atan2(end[1] - 462, end[0] - x)
+        f.arrow(x + 14 * math.cos(angle), 462 + 14 * math.sin(angle), *end, f"r{rank}")
 
 
 def multinode(language: int) -> Figure:
     """Draw how the ranks of two machines find each other."""
-    f = Figure("multinode", language, 1110)
-    for n, top in enumerate((52, 262, 400, 538, 692, 828, 966), 1):
+    f = Figure("multinode", language, 1120)
+    for n, top in enumerate((52, 268, 402, 538, 688, 826, 966), 1):
         f.parts.append(f'<circle cx="27" cy="{top + 12}" r="11"/>')
         f.text(27, top + 16.5, str(n), "c b t")
         f.text(46, top + 8, f"multinode {n}", "t")
     beginnings(f)
     nodes(f, 578, 40, 598, absent=True)
-    f.text(16, 638, "3 of 4 processes came within 300 s;", "m")
-    f.text(16, 655, "missing: rank 3", "m")
-    nodes(f, 732, 72, 752)
+    f.box(16, 624, 328, 42, "pale", 8)
+    f.text(26, 641, "3 of 4 processes came within 300 s;", "m")
+    f.text(26, 658, "missing: rank 3", "m")
+    nodes(f, 728, 76, 748)
     for rank, x in enumerate(PLACES):
-        f.box(x - 18, 770, 36, 28, f"r{rank}", 3)
-        f.path(f"M{x - 11} 778h22m-22 6h15m-15 6h19", f"r{rank}")
+        f.box(x - 18, 766, 36, 28, f"r{rank}", 3)
+        f.path(f"M{x - 11} 774h22m-22 6h15m-15 6h19", f"r{rank}")
         if rank:
-            f.text((x + PLACES[rank - 1]) / 2, 789, "=", "c b")
-    nodes(f, 868, 76, 924)
+            f.text((x + PLACES[rank - 1]) / 2, 785, "=", "c b")
+    nodes(f, 866, 76, 922)
     for rank, other in ((0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)):
-        arc(f, rank, other, 912, "")
-    nodes(f, 1006, 88, 1048)
+        arc(f, rank, other, 909, "")
+    nodes(f, 1006, 100, 1062)
     for rank, x in enumerate(PLACES):
         if rank:
-            arc(f, 0, rank, 1035, "r0")
-            f.path(head(x - 4, 1028, x, 1035), "arrow r0")
-        f.cell(x - 12, 1066, 24, 20, "w", "r0")
+            arc(f, 0, rank, 1049, "r0")
+            f.path(head(x - 5, 1042, x, 1049), "arrow r0")
+        f.cell(x - 12, 1079, 24, 20, "w", "r0")
     return f
 
 
@@ -615,16 +634,14 @@ def gpus(f: Figure, top: float, held: list[list[str]]) -> None:
             f.cell(x + 3, top + 68 - 22 * i, 65, 21, word, f"r{rank}")
 
 
-def lane(f: Figure, y: float, words: str, out: bool, back: bool) -> None:
-    """Draw what goes from GPU 0 to the others (out), to it (back), or both ways."""
-    f.text(180, y - 8, words, "c t")
-    f.path(f"M55.5 {y}H304.5", "arrow r0" if out and not back else "arrow")
-    for rank in RANKS:
-        x = 55.5 + 83 * rank
-        if out and rank:
-            f.path(head(x - 1, y, x, y), "arrow r0" if not back else "arrow")
-        if back and rank < 3:
-            f.path(head(x + 1, y, x, y), "arrow")
+def lane(f: Figure, y: float, words: str, senders: tuple[int, ...], to: tuple[int, ...]) -> None:
+    """Draw what goes from some GPUs to others."""
+    f.text(180, y - 9, words, "c t")
+    f.path(f"M55.5 {y}H304.5", "arrow")
+    for rank in senders:
+        f.parts.append(f'<circle cx="{55.5 + 83 * rank}" cy="{y}" r="4" class="solid r{rank}"/>')
+    for rank in to:
+        f.path(head(56 + 83 * rank - (rank > 0), y, 55.5 + 83 * rank, y), "arrow")
 
 
 def dataparallel(language: int) -> Figure:
@@ -635,10 +652,10 @@ def dataparallel(language: int) -> Figure:
     f.box(16, 92, 328, 292, "pale", 8)
     gpus(f, 118, [["weights", "optimizer", "batch", "outputs"], *[["copy", "a shard"]] * 3])
     f.text(180, 236, "each step", "c s")
-    lane(f, 268, "weights out", out=True, back=False)
-    lane(f, 302, "outputs in", out=False, back=True)
-    lane(f, 336, "outputs back", out=True, back=False)
-    lane(f, 370, "gradients in", out=False, back=True)
+    lane(f, 268, "weights out", (0,), (1, 2, 3))
+    lane(f, 302, "outputs in", (1, 2, 3), (0,))
+    lane(f, 336, "outputs back", (0,), (1, 2, 3))
+    lane(f, 370, "gradients in", (1, 2, 3), (0,))
     f.text(16, 406, "dp note", "s")
     f.path("M16 442H344", "faint")
     f.text(16, 470, "DDP", "b")
@@ -647,7 +664,9 @@ def dataparallel(language: int) -> Figure:
         f.box(16 + 83 * rank, 498, 79, 124, f"r{rank} pale", 8)
     gpus(f, 524, [["weights", "optimizer", "a shard"]] * 4)
     f.text(180, 644, "each step", "c s")
-    lane(f, 676, "gradients only", out=True, back=True)
+    lane(f, 676, "gradients only", (0, 1, 2, 3), ())
+    for x in (55.5, 138.5, 221.5):
+        f.path(head(x + 9, 676, x + 8, 676) + head(x + 74, 676, x + 75, 676), "arrow")
     f.text(16, 712, "ddp note", "s")
     return f
 
@@ -664,17 +683,18 @@ def speed(language: int) -> Figure:
     f.text(16, 64, "measured", "b")
     f.text(16, 82, "measured how", "s")
     for images in range(0, 15001, 5000):
-        x = 16 + 320 * images / 15000
-        f.path(f"M{x:g} 134V240", "faint")
-        f.text(x, 256, f"{images:,}", f"s {'c' if images else ''}")
+        left = 16 + 328 * images / 15000
+        anchor = {0: "", 15000: "e"}.get(images, "c")
+        f.path(f"M{left:g} 158v28m0 22v32", "faint")
+        f.text(left, 256, f"{images:,}", f"s {anchor}")
     for row, (median, low, high) in enumerate(MEASURED):
         y = 160 + 50 * row
         f.text(16, y - 7, f"speed {row + 1}", "t")
-        width = 320 * median / 15000 / (row + 1)
+        width = 328 * median / 15000 / (row + 1)  # of each process
         for rank in range(row + 1):
             f.box(16 + width * rank, y, width, 24, f"r{rank} deep", 0)
         f.text(24, y + 16.5, f"{median:,}", "b t")
-        ends = [16 + 320 * value / 15000 for value in (low, high)]
+        ends = [16 + 328 * value / 15000 for value in (low, high)]
         f.path("M{0:g} {2}v10m0-5H{1:g}m0-5v10".format(*ends, y + 7), "arrow ink")
     f.text(16, 280, "measured note", "s")
     f.path("M16 316H344", "faint")
@@ -687,12 +707,12 @@ def speed(language: int) -> Figure:
         f.text(56 + 30 * (n - 1), 598, f"{2**n}", "s c")
     f.text(344, 616, "processes axis", "s e")
     for values, css in ((ETHERNET, "ink"), (HERE, "ink dashed")):
-        places = [(56 + 30 * n, 580 - 180 * share) for n, share in enumerate(values)]
-        f.path("M" + "L".join(f"{x:g} {y:g}" for x, y in places), f"arrow {css}")
-        for x, y in places:
-            f.parts.append(f'<circle cx="{x:g}" cy="{y:g}" r="3" class="solid ink"/>')
-    f.text(196, 452, "ethernet", "t")
-    f.text(60, 520, "this machine", "t")
+        points = [(56 + 30 * n, 580 - 180 * share) for n, share in enumerate(values)]
+        f.path("M" + "L".join(f"{left} {top:g}" for left, top in points), f"arrow {css}")
+        for left, top in points:
+            f.parts.append(f'<circle cx="{left}" cy="{top:g}" r="3" class="solid ink"/>')
+    f.text(194, 466, "ethernet", "t")
+    f.text(56, 510, "this machine", "t")
     f.text(16, 642, "forecast note", "s")
     return f
 
