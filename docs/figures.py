@@ -19,7 +19,7 @@ text{font:13px system-ui,-apple-system,"Segoe UI",Roboto,"PingFang SC","Hiragino
 "Microsoft YaHei","Noto Sans CJK SC","Noto Sans SC",sans-serif;fill:var(--ink)}
 .title{font-size:16px}.title,.b{font-weight:600}.s{fill:var(--soft)}.s,.t,.m{font-size:12px}
 .m{font-family:ui-monospace,Menlo,Consolas,"Noto Sans Mono CJK SC",monospace}
-.name{fill:var(--c)}.c{text-anchor:middle}.e{text-anchor:end}
+.c{text-anchor:middle}.e{text-anchor:end}
 .r0{--c:var(--r0)}.r1{--c:var(--r1)}.r2{--c:var(--r2)}.r3{--c:var(--r3)}
 rect,circle{fill:var(--c);fill-opacity:.15;stroke:var(--c)}path{fill:none;stroke:var(--c)}
 .arrow{stroke-width:1.5;stroke-linecap:round;stroke-linejoin:round}
@@ -47,9 +47,9 @@ TEXTS = {
         "让两边都得到均值 -15，于是两边做同样的更新：w 从 1 变为 2.5。",
     ),
     "ddp task": (
-        "A model of one weight, w·x, with w = 1.\nThe label of x is y = 3x; an image's loss is\n"
+        "A model w·x with w = 1; learning rate 0.1.\nThe label of x is y = 3x; an image's loss is\n"
         "(w·x − y)² / 2, its gradient (w·x − y)·x.",
-        "模型只有一个权重：w·x，此刻 w = 1。\nx 的标签是 y = 3x；每张图片的损失为\n"
+        "模型 w·x，此刻 w = 1；学习率 0.1。\nx 的标签是 y = 3x；每张图片的损失为\n"
         "(w·x − y)² / 2，梯度为 (w·x − y)·x。",
     ),
     "global batch": ("global batch: four images", "全局批次：四张图片"),
@@ -98,7 +98,7 @@ TEXTS = {
     ),
     "network": ("network", "网络"),
     "forward": ("forward", "前向"),
-    "backward": ("backward, layers 4 to 1", "反向，第 4 组到第 1 组层"),
+    "backward": ("backward, layers 4 to 1", "反向，从第 4 组层到第 1 组"),
     "backward all": ("backward", "反向"),
     "all-reduces": ("all-reduce of each bucket", "每个桶的全归约"),
     "all-reduce": ("all-reduce", "全归约"),
@@ -127,7 +127,7 @@ TEXTS = {
     "passing": ("all-gather: finished sums go round", "全收集：把求好的和传一圈"),
     "ring note": (
         "Each rank sends 6 messages of a quarter:\n1.5 times the gradients; with p ranks\n"
-        "2 (p − 1) / p times, never more than twice.",
+        "2 (p − 1) / p times, always less than twice.",
         "每个 rank 发 6 次，每次四分之一：共为梯度\n"
         "大小的 1.5 倍；p 个 rank 时为 2 (p − 1) / p 倍，\n始终不到两倍。",
     ),
@@ -208,8 +208,11 @@ TEXTS = {
         "DataParallel：一个进程；每一步 GPU 0 把权重和图片发给其他 GPU，再收回输出和梯度，占用的显"
         "存更多。DDP：每块 GPU 一个进程，彼此对等，只交换梯度。",
     ),
-    "one process": ("one process, a thread per GPU", "一个进程，每块 GPU 一个线程"),
-    "processes": ("one process per GPU", "每块 GPU 一个进程"),
+    "one process": (
+        "one process, a thread per GPU; in memory:",
+        "一个进程，每块 GPU 一个线程；显存中有：",
+    ),
+    "processes": ("one process per GPU; in memory:", "每块 GPU 一个进程；显存中有："),
     "batch": ("batch", "整个批次"),
     "weights": ("weights", "权重"),
     "copy": ("copy", "临时副本"),
@@ -300,10 +303,10 @@ class Figure:
         if key:
             self.text(x + w / 2, y + h / 2 + 4.5, key, "c t")
 
-    def rank(self, x: float, y: float, rank: int, label: str = "", css: str = "") -> None:
-        """Draw a rank as a circle with its number."""
-        self.parts.append(f'<circle cx="{x:g}" cy="{y:g}" r="11" class="r{rank} {css}"/>')
-        self.text(x, y + 4.5, label or str(rank), "c t")
+    def rank(self, x: float, y: float, rank: int, css: str = "", r: float = 11) -> None:
+        """Draw a rank as a circle with its number, or with a question mark if it is missing."""
+        self.parts.append(f'<circle cx="{x:g}" cy="{y:g}" r="{r:g}" class="r{rank} {css}"/>')
+        self.text(x, y + 4.5, "?" if css == "blank" else str(rank), "c t")
 
     def path(self, d: str, css: str = "", more: str = "") -> None:
         """Draw a path."""
@@ -383,17 +386,17 @@ def buckets(language: int) -> Figure:
     f = Figure("buckets", language, 586)
     f.text(16, 56, "not to scale", "s")
     f.text(16, 88, "large net", "b")
-    f.text(128, 110, "backward", "s")
-    f.text(128, 162, "all-reduces", "s")
-    layers = [(52, 80, "4", "deep"), (80, 120, "3", "deep"), (120, 160, "2", "deep")]
-    layers += [(160, 200, "1", "deep"), (200, 234, "", "blank"), (234, 270, "step", "")]
-    sends = [(80, 106, "4", ""), (120, 154, "3", ""), (160, 194, "2", ""), (200, 234, "1", "")]
-    gantt(f, 114, [(0, 52, "forward", ""), *layers], sends)
+    f.text(132, 110, "backward", "s")
+    f.text(132, 162, "all-reduces", "s")
+    bars = [(0, 56, "forward", ""), (56, 82, "4", "deep"), (82, 122, "3", "deep")]
+    bars += [(122, 162, "2", "deep"), (162, 202, "1", "deep")]
+    sends = [(82, 106, "4", ""), (122, 156, "3", ""), (162, 196, "2", ""), (202, 236, "1", "")]
+    gantt(f, 114, [*bars, (202, 236, "", "blank"), (236, 270, "step", "")], sends)
     f.text(16, 278, "large note", "s")
     f.path("M16 332H344", "faint")
     f.text(16, 360, "small net", "b")
-    bars = [(0, 76, "forward", ""), (76, 156, "backward all", "deep"), (156, 234, "", "blank")]
-    gantt(f, 374, [*bars, (234, 270, "step", "")], [(156, 234, "0.15 MB", "")])
+    bars = [(0, 76, "forward", ""), (76, 162, "backward all", "deep"), (162, 236, "", "blank")]
+    gantt(f, 374, [*bars, (236, 270, "step", "")], [(162, 236, "0.15 MB", "")])
     f.text(16, 538, "small note", "s")
     return f
 
@@ -508,9 +511,10 @@ def grid(f: Figure, x: float, y: float, rows: Rows) -> None:
     """Draw what each rank holds."""
     for rank, row in enumerate(rows):
         top = y + 22 * rank
-        f.text(x + 8, top + 13.5, str(rank), f"c b t name r{rank}")
+        f.rank(x + 2, top + 9, rank, r=9)
         for i, (words, whose) in enumerate(row):
-            f.cell(x + 20 + 24 * i, top, 21, 18, words, "sum" if whose == 4 else f"r{whose}")
+            w, css = (45, "sum") if whose == 4 else (21, f"r{whose}")
+            f.cell(x + 20 + 24 * i, top, w, 18, words, css)
         if not row:
             f.box(x + 20, top, 21, 18, "blank faint")
 
@@ -559,8 +563,7 @@ def nodes(f: Figure, y: float, h: float, ranks_y: float, absent: bool = False) -
     for node in range(2):
         f.box(16 + 172 * node, y, 156, h, "pale", 8)
     for rank, x in enumerate(PLACES):
-        missing = absent and rank == 3
-        f.rank(x, ranks_y, rank, "?" if missing else "", "blank" if missing else "")
+        f.rank(x, ranks_y, rank, "blank" if absent and rank == 3 else "")
 
 
 def arc(f: Figure, rank: int, other: int, y: float, css: str) -> None:
