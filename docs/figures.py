@@ -220,7 +220,7 @@ TEXTS = {
     "a shard": ("shard", "分片"),
     "optimizer": ("optimizer", "优化器"),
     "each step": ("between the GPUs, in each step:", "每一步在 GPU 之间："),
-    "weights out": ("weights and images (scatter)", "权重和图片（散发）"),
+    "weights out": ("weights (broadcast), images (scatter)", "权重（广播）和图片（散发）"),
     "outputs in": ("outputs, for the loss on GPU 0 (gather)", "输出，在 GPU 0 上算损失（收集）"),
     "outputs back": ("the outputs' gradients", "输出的梯度"),
     "gradients in": ("gradients, summed on GPU 0 (reduce)", "梯度，在 GPU 0 上求和（归约）"),
