@@ -2,16 +2,19 @@
 
 A fence may have a mark behind its language. If it names what the commands need (gpu, slurm, hub,
 network, hosts, a person's own images, minutes), they are parsed only. `proof` is run by
-test_launchers.py, which compares the result. The verbs of all others are run here, and end with 0;
-a training goes on for two epochs.
+test_launchers.py, which compares the result. `script` starts a file that the page gives, or one of
+docs/, on torch alone; the text behind it is what the ranks print, in any order. The verbs of all
+others are run here, and end with 0; a training goes on for two epochs.
 """
 
+import io
 import itertools
 import re
 import runpy
 import shlex
 import shutil
 import subprocess
+import sys
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
@@ -20,8 +23,8 @@ import pytest
 from sklearn.datasets import load_sample_images
 
 from ddp_mnist import cli
-from ddp_mnist.cluster.local_world import run_world
-from tests.commands import REPOSITORY, Ended, fences_of, python
+from ddp_mnist.cluster.local_world import free_port, run_world
+from tests.commands import REPOSITORY, TORCHRUN, Ended, Fence, fences_of, python
 
 pytestmark = pytest.mark.system
 NEEDS = ("gpu", "slurm", "hub", "network", "hosts", "images", "minutes")
@@ -49,7 +52,7 @@ def test_a_fence_says_what_it_is() -> None:
     for fence in FENCES:
         assert fence.language in LANGUAGES, str(fence)
         if fence.language == "sh":
-            assert fence.mark in ("", "proof", *NEEDS), str(fence)
+            assert fence.mark in ("", "proof", "script", *NEEDS), str(fence)
             subprocess.run(["bash", "-n"], input=fence.body, text=True, check=True)
 
 
@@ -84,7 +87,7 @@ def write_photos(folder: Path) -> None:
 
 def test_what_the_pages_tell_to_type_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In processes that have torch loaded; test_launchers.py has the real launchers."""
-    assert write_own_code(tmp_path) == ["own_net.py", "own_metrics.py", "from_python.py"]
+    assert {"own_net.py", "own_metrics.py", "from_python.py"} <= {*write_own_code(tmp_path)}
     write_photos(tmp_path / "photos")
     lines = [line for fence in RUN for line in fence.body.splitlines()]
     assert len(lines) >= 18
@@ -109,6 +112,60 @@ def test_what_the_pages_tell_to_type_works(tmp_path: Path, monkeypatch: pytest.M
     scores = r"f1 0\.\d+, balanced_accuracy 0\.\d+, own_metrics:second_class_missed 0\.\d+"
     assert re.search(scores, said)
     assert re.search(r"[01]\.\d+ \[\[\d+, \d+\], \[\d+, \d+\]\] (cat|dog)$", said)
+
+
+def run_script(argv: list[str]) -> str:
+    """Return what a script prints, in this process."""
+    sys.argv = argv
+    with redirect_stdout(io.StringIO()) as printed:
+        runpy.run_path(argv[0], run_name="__main__")
+    return printed.getvalue()
+
+
+def as_promised(printed: str) -> list[str]:
+    """Return the lines in order, without what differs between CPUs: losses, accuracies."""
+    return sorted(re.sub(r"\d+\.\d{4}|\d+(?= of )", "#", line) for line in printed.splitlines())
+
+
+@pytest.mark.parametrize("script", [f for f in FENCES if f.mark == "script"], ids=str)
+def test_what_a_script_prints_is_what_the_page_says(script: Fence, tmp_path: Path) -> None:
+    write_own_code(tmp_path)
+    (tmp_path / "docs").symlink_to(REPOSITORY / "docs")
+    typed = re.fullmatch(r"torchrun --nproc-per-node (\d) (.*)\n", script.body)
+    assert typed, script.body
+    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    group |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    alone = group if typed[1] == "1" else None  # a world of one is given no group's variables
+    argv = shlex.split(typed[2])
+    printed = run_world(int(typed[1]), run_script, argv, folder=tmp_path, variables=alone)
+    promised = FENCES[FENCES.index(script) + 1]
+    assert (promised.page, promised.language) == (script.page, "text")
+    assert as_promised("".join(printed)) == as_promised(promised.body)
+
+
+def test_the_collectives_page_has_all_seven() -> None:
+    scripts = [f for f in FENCES if (f.page.name, f.mark) == ("collectives.md", "script")]
+    assert [f.body.split()[-1].removesuffix(".py") for f in scripts] == [
+        *("broadcast", "scatter", "gather", "all_gather", "reduce", "all_reduce"),
+        "reduce_scatter",
+    ]
+
+
+def test_the_textbooks_way_stands_alone_and_counts_rows_twice(tmp_path: Path) -> None:
+    """Under the real launcher, on 3 processes: it needs nothing of this package."""
+    source = (REPOSITORY / "docs" / "textbook_ddp.py").read_text()
+    assert len(source.splitlines()) <= 80 and "ddp_mnist" not in source
+    (tmp_path / "textbook_ddp.py").write_text(source)
+    three = ["--standalone", "--nproc-per-node", "3", "textbook_ddp.py"]
+    ended = python(*TORCHRUN, *three, folder=tmp_path, variables={"OMP_NUM_THREADS": "1"})
+    assert (ended.code, ended.err) == (0, "")
+    assert ended.out.count(" over 1401 rows, ") == 5  # of 1,400
+    counts = re.findall(r"(\d+) of (\d+) rows right, accuracy (0\.\d{4})", ended.out)
+    assert [int(seen) for _, seen, _ in counts] == [399, 397]
+    for correct, seen, accuracy in counts:
+        assert float(accuracy) == pytest.approx(int(correct) / int(seen), abs=5e-5)
+        assert float(accuracy) > 0.8
+    assert 0 <= int(counts[0][0]) - int(counts[1][0]) <= 2
 
 
 def test_what_a_page_quotes_is_in_the_code() -> None:
