@@ -21,6 +21,7 @@ from ddp_mnist.config import Distribution, Recipe, Run, TrainConfig, fields_of
 from ddp_mnist.errors import UsageError, did_you_mean
 from ddp_mnist.flags import Flags, add_flags
 from ddp_mnist.run.console import Console, open_what_is_closed, tell, write_stdout
+from ddp_mnist.tutorials import in_our_words, with_dashes
 
 VERBS = {
     "train": "Train, validate, test once, and write the run folder.",
@@ -51,19 +52,6 @@ MODULES = {verb: f"ddp_mnist.verbs.{verb}" for verb in VERBS} | {
 }
 # The default of --dist-timeout, for verbs that several processes share. A person waits for doctor.
 DIST_TIMEOUTS = {"evaluate": Distribution.dist_timeout, "doctor": 60.0}
-IN_TUTORIALS = {  # flags of other trainers
-    "--amp": "here it is --mixed-precision fp16",
-    "--evaluate": "here it is another command: ddp-mnist evaluate RUN",
-    "--opt-level": "here it is --mixed-precision fp16",
-    "--dist-url": "here it is --init-method",
-    "--dist-backend": "here it is --backend",
-    "--fp16": "here it is --mixed-precision fp16",
-    "--gpu": "CUDA_VISIBLE_DEVICES chooses; one process for each GPU, by a launcher",
-    "--no-cuda": "here it is --cpu",
-    "--num-workers": "none are needed, the images are in memory",
-    "--save-model": "leave it out, a run always does",
-    "--workers": "none are needed, the images are in memory",
-}
 
 
 def program() -> NoReturn:
@@ -173,14 +161,13 @@ def parse(name: str, argv: Sequence[str], *groups: type[Flags]) -> dict[str, Any
         for field in fields:
             if isinstance(choices := field.metadata["choices"], Mapping):
                 parser.epilog = "\n".join(f"{word:<11} {what}" for word, what in choices.items())
-    known, unknown = parser.parse_known_args(argv)
+    words = with_dashes(argv)
+    known, unknown = parser.parse_known_args(words)
     if unknown:
         flags = [word for word in unknown if word.startswith("-")] or unknown
-        typed = flags[0].partition("=")[0]
+        typed = argv[words.index(flags[0])].partition("=")[0]
         legal = re.findall(r"--[a-z-]+", parser.format_usage())
         hint = did_you_mean(typed, legal) or f"; see {parser.prog} --help"
-        if trains and typed in IN_TUTORIALS:
-            hint = f"; {IN_TUTORIALS[typed]}"
         raise UsageError(f"{typed}: there is no such flag or argument here{hint}")
     return vars(known)
 
@@ -195,8 +182,8 @@ def parse_verb(name: str, argv: Sequence[str]) -> tuple[Any, ...]:
 
 
 def train_config(argv: Sequence[str]) -> TrainConfig:
-    """Return the flags: what was typed, over what the preset says."""
-    return TrainConfig.of(parse("train", argv, Run, Recipe, Distribution))
+    """Return the flags: what was typed, perhaps as in tutorials, over what the preset says."""
+    return TrainConfig.of(parse("train", in_our_words(argv), Run, Recipe, Distribution))
 
 
 # --- Verbs with functions of their own; the last two are what the Makefile calls

@@ -10,6 +10,7 @@ train.py.
 
 import argparse
 import os
+import sys
 import time
 from datetime import timedelta
 
@@ -21,6 +22,7 @@ from torch import nn
 from ddp_mnist.config import Recipe, resolve_recipe
 from ddp_mnist.data import cache
 from ddp_mnist.data.batches import GlobalBatches, ImageData, split_images
+from ddp_mnist.errors import DdpMnistError, one_line
 from ddp_mnist.nets import build_net
 from ddp_mnist.optim import learning_rate, make_optimizer
 
@@ -96,6 +98,11 @@ def main() -> None:
     parser.add_argument("--epochs", type=int)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
+    try:
+        images = cache.load(arguments.dataset)
+    except DdpMnistError as error:
+        print(one_line(error), file=sys.stderr)
+        sys.exit(error.code)
 
     if not os.environ.keys() & {"RANK", "WORLD_SIZE", "SLURM_PROCID"}:  # no launcher: one process
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
@@ -103,7 +110,6 @@ def main() -> None:
     dist.init_process_group(timeout=timedelta(seconds=300))  # reads RANK, WORLD_SIZE, MASTER_ADDR
     if torch.cuda.is_available():  # else each process would open GPU 0 too, and wait for that one
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    images = cache.load(arguments.dataset)
     recipe = Recipe(epochs=arguments.epochs)
     net, seconds = train_plain(images, recipe, arguments.seed, torch.float32)
     accuracy = test_accuracy(net, images)

@@ -42,3 +42,11 @@ def test_started_plainly_it_trains_alone(tmp_path: Path) -> None:
     script = Started([str(REPOSITORY / "ddp_mnist" / "plain_ddp.py"), *flags], tmp_path)
     [ended] = all_succeed([script])
     assert re.match(r"test accuracy 0\.\d{4} on 360 images, ", ended.out)
+
+
+def test_data_that_are_not_there_are_one_line(tmp_path: Path) -> None:
+    script = str(REPOSITORY / "ddp_mnist" / "plain_ddp.py")
+    ended = Started([script, "--dataset", str(tmp_path / "none")], tmp_path).ended()
+    assert (ended.code, ended.out) == (3, "")
+    assert ended.error_lines == ended.err.splitlines()
+    assert len(ended.error_lines) == 1

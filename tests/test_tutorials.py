@@ -1,0 +1,113 @@
+"""The tutorials' commands and flags are taken, or answered with a command that is."""
+
+import re
+import shlex
+
+import pytest
+from torch.distributed import launch
+
+from ddp_mnist import cli
+from ddp_mnist.config import TrainConfig
+from ddp_mnist.errors import UsageError
+from tests.commands import REPOSITORY, Typed
+
+PAGE = (REPOSITORY / "docs" / "tutorials.md").read_text("utf-8")
+[TABLE] = re.findall(r"^## Word for word\n(.*?)^## ", PAGE, re.DOTALL | re.MULTILINE)
+WORD_FOR_WORD = re.findall(r"^\| `(python .*?)`.*? \| `(.*?)`", TABLE, re.MULTILINE)
+
+
+def config_of(command: str) -> TrainConfig:
+    """Return what the arguments behind train or train.py mean."""
+    return cli.train_config(shlex.split(re.split(r"train(?:\.py)?(?: |$)", command)[1]))
+
+
+def launched(command: str) -> dict[str, object]:
+    """Return how the old launcher reads a command, but for the script and its arguments."""
+    read = vars(launch.parse_args(shlex.split(command)[3:]))
+    return {name: read[name] for name in read if name[:6] not in ("traini", "module")}
+
+
+def test_the_page_has_the_tutorials_commands() -> None:
+    assert [command.split("train.py ")[-1] for command, _ in WORD_FOR_WORD] == [
+        "-g 0",
+        "-g 0,1",
+        "--init_method tcp://192.168.1.201:12345 -g 0 --rank 0 --world_size 4 --use_mix_precision",
+        "--use_mix_precision",
+        "--local_rank=0 --batch_size 64",
+    ]
+
+
+@pytest.mark.parametrize(("command", "ours"), WORD_FOR_WORD)
+def test_a_command_is_taken_or_answered_with_ours(command: str, ours: str) -> None:
+    config = config_of(ours)
+    if " -g" in command:
+        with pytest.raises(UsageError) as refused:
+            config_of(command)
+        assert re.fullmatch(rf"-g [0-9,]+: .*: {re.escape(ours)}", str(refused.value))
+    else:
+        assert config_of(command) == config
+    if "torch.distributed.launch" in command:
+        nodes = {"nnodes": "2", "node_rank": 0, "nproc_per_node": "2", "master_port": 12345}
+        assert nodes.items() <= launched(command).items()
+        assert launched(ours) == launched(command)
+
+
+def test_they_mean_what_ours_mean() -> None:
+    tcp = config_of(WORD_FOR_WORD[2][1]).distribution
+    assert (tcp.init_method, tcp.rank) == ("tcp://192.168.1.201:12345", 0)
+    assert (tcp.world_size, tcp.mixed_precision) == (4, "auto")
+    assert config_of(WORD_FOR_WORD[3][0]).distribution.mixed_precision == "auto"
+    last = config_of(WORD_FOR_WORD[4][0])
+    assert (last.distribution.local_rank, last.recipe.batch_size) == (0, 64)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("--batch_size=64 --no_augment", "--batch-size 64 --no-augment"),
+        (
+            "--dist-url=tcp://a:1 --rank 1 --world_size 2",
+            "--init-method tcp://a:1 --rank 1 --world-size 2",
+        ),
+        ("--dist_backend gloo --no-cuda", "--backend gloo --cpu"),
+        ("--amp", "--mixed-precision auto"),
+        ("--fp16", "--mixed-precision fp16"),
+        ("--run_dir=a_b --dataset my_images", "--run-dir a_b --dataset my_images"),
+    ],
+)
+def test_a_flag_is_taken_where_it_means_ours(theirs: str, ours: str) -> None:
+    assert config_of(f"train {theirs}") == config_of(f"train {ours}")
+
+
+@pytest.mark.parametrize(
+    ("typed", "begins", "instead"),
+    [
+        ("--gpu=1 --epochs 3", "--gpu=1: ", "CUDA_VISIBLE_DEVICES=1 ddp-mnist train --epochs 3"),
+        ("-g1 --workers 4", "-g1: ", "CUDA_VISIBLE_DEVICES=1 ddp-mnist train"),
+        ("--workers 4 --gpu 1", "--workers 4: ", "CUDA_VISIBLE_DEVICES=1 ddp-mnist train"),
+        ("--gpu -1", "--gpu -1: ", "CUDA_VISIBLE_DEVICES=-1 ddp-mnist train"),
+        ("--gpu cuda:1", "--gpu cuda:1: ", "CUDA_VISIBLE_DEVICES=1 ddp-mnist train"),
+        ("-g --cpu", "-g: ", "CUDA_VISIBLE_DEVICES=0 ddp-mnist train --cpu"),
+        ("-g 2,3 --rank 1", "-g 2,3: ", "CUDA_VISIBLE_DEVICES=2 ddp-mnist train --rank 1"),
+        ("--save_model --run-dir 'a b'", "--save_model: ", "ddp-mnist train --run-dir 'a b'"),
+        ("--num_workers=4", "--num_workers=4: ", "ddp-mnist train"),
+        ("--opt-level O1", "--opt-level O1: ", "ddp-mnist train --mixed-precision fp16"),
+        ("--evaluate", "--evaluate: is another command, ", "ddp-mnist train"),
+    ],
+)
+def test_a_flag_that_is_none_here_is_answered_with_the_whole_command(
+    typed: str, begins: str, instead: str
+) -> None:
+    with pytest.raises(UsageError) as refused:
+        config_of(f"train {typed}")
+    assert str(refused.value).startswith(begins)
+    assert str(refused.value).endswith(f": {instead}")
+    config_of(instead)  # which is taken
+
+
+def test_underscores_are_dashes_at_other_verbs_but_not_behind_two_dashes(typed: Typed) -> None:
+    asked = "choose from test, validation, train"
+    for flags in ("--dist_timeout 9 --split x", "--dist-timeout=9 --split=x"):
+        assert asked in typed("evaluate", "r", *flags.split()).err
+    words = ["--a_b=c_d", "e_f", "--", "--g_h"]
+    assert cli.with_dashes(words) == ["--a-b=c_d", *words[1:]]
