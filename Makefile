@@ -1,11 +1,11 @@
 # make            lists the targets
-# make train      sets up what it needs, trains with the best set-up of this machine
+# make train      sets up what it needs, trains on this machine's GPUs, else in two CPU processes
 # make test       sets up what it needs, runs the tests
 #
-# Each target makes .venv with the pinned versions first. An environment that is there already:
+# Each target first makes .venv with the pinned versions. To use an environment of your own:
 #   make train PYTHON=/path/to/python VENV=
 # Flags for ddp-mnist: make train ARGS="--epochs 5 --seed 1"
-# To go on by itself, up to three times, when a process is lost: make train RESTARTS=3
+# To restart up to three times when a process is lost: make train RESTARTS=3
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -33,7 +33,7 @@ MULTINODE = $(PY) -m ddp_mnist multinode --machine-rank="$(MACHINE_RANK)" \
 	--num-machines="$(NUM_MACHINES)" --nproc-per-node="$(NPROC_PER_NODE)"
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-# A variable that nobody reads would be passed over in silence
+# A variable that nothing reads would be ignored silently
 $(foreach name,DATASET EPOCHS LR MODEL SEED,$(if $(filter command,$(firstword $(origin $(name)))),\
 $(error $(name)=$($(name)): is a flag, not a variable; make train ARGS="--$(shell echo $(name) | tr A-Z a-z) $($(name))")))
 
@@ -64,7 +64,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	fail "torch and torchvision do not fit together (see above); make clean, then make again"; \
 	touch $@
 
-train: $(READY) ## Train with the best set-up of this machine: its GPUs, else two CPU processes
+train: $(READY) ## Train on all GPUs of this machine, else in two CPU processes
 	@gpus=$$($(PY) -c 'from ddp_mnist.cluster.hardware import gpus; print(gpus())') && \
 	if [ "$$gpus" -gt 1 ]; then set -- multi_gpu.yaml --num_processes $$gpus $(TRAIN); \
 	elif [ "$$gpus" -eq 1 ]; then set -- single_gpu.yaml $(TRAIN); \
@@ -77,32 +77,32 @@ train-single: $(READY) ## Train in one process, without a launcher
 train-multi: $(READY) ## Train in PROCESSES=2 processes on this machine's CPU
 	@$(LAUNCH)/multi_cpu.yaml --num_processes $(PROCESSES) $(TRAIN) --mixed-precision auto $(ARGS)
 
-train-multinode: $(READY) ## This node's part (MACHINE_RANK= MAIN_PROCESS_IP=), or a rehearsal of two
+train-multinode: $(READY) ## Start this node (MACHINE_RANK= MAIN_PROCESS_IP=), or rehearse two here
 	@$(MULTINODE) -- --dataset auto --mixed-precision auto $(ARGS)
 
-evaluate: $(READY) ## Exact metrics of RUN=runs/latest on its test images
+evaluate: $(READY) ## Compute exact metrics of RUN=runs/latest on its test images
 	@$(PY) -m ddp_mnist evaluate $(RUN) $(ARGS)
 
-report: $(READY) ## One HTML page that tells of RUN=runs/latest
+report: $(READY) ## Write an HTML page about RUN=runs/latest
 	@$(PY) -m ddp_mnist report $(RUN) $(ARGS)
 
-doctor: $(READY) ## Accept or reject this machine, or several (MACHINE_RANK= MAIN_PROCESS_IP=)
+doctor: $(READY) ## Check this machine, or several (MACHINE_RANK= MAIN_PROCESS_IP=), before training
 	@if [ -z "$(MACHINE_RANK)$(MAIN_PROCESS_IP)" ]; then $(PY) -m ddp_mnist doctor $(ARGS); \
 	else $(MULTINODE) --verb doctor -- $(ARGS); fi
 
-verify: $(READY) ## Prove here that N processes train as one, resume exactly, count right
+verify: $(READY) ## Prove here that N processes train as one and resume exactly
 	@$(PY) -m ddp_mnist verify $(ARGS)
 
-bench: $(READY) ## How fast it is here: BENCH=loop, scaling ... (ddp-mnist bench --help)
+bench: $(READY) ## Measure speed here: BENCH=loop, startup or scaling
 	@$(PY) -m ddp_mnist bench $(BENCH) --dataset auto $(ARGS)
 
 test: $(READY) ## Run the tests (about 4 minutes on 2 cores, no network)
 	@$(PY) -m pytest -n 2 --dist loadfile $(ARGS)
 
-test-system: $(READY) ## Run those of launchers, recipes, networks and documents (about 5 minutes)
+test-system: $(READY) ## Test launchers, recipes, networks and documents (about 5 minutes)
 	@$(PY) -m pytest -n 2 --dist loadfile -m "system and not soak and not gpu" $(ARGS)
 
-soak: $(READY) ## Run the long tests (under an hour); CHAOS=200 hits that many runs at random
+soak: $(READY) ## Run the long tests (under an hour); CHAOS=200 runs are hit at random
 	@CHAOS=$(CHAOS) $(PY) -m pytest -m soak -n 2 --timeout 3600 $(ARGS)
 
 gpu-check: $(READY) ## Run the tests that need a GPU

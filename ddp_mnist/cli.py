@@ -24,22 +24,40 @@ from ddp_mnist.run.console import Console, open_what_is_closed, tell, write_stdo
 from ddp_mnist.tutorials import in_our_words, with_dashes
 
 VERBS = {
-    "train": "Train, validate, test once, and write the run folder.",
-    "evaluate": "Print exact metrics of a finished run on a split.",
-    "predict": "Label image files; one JSON line each.",
-    "report": "Write one HTML page about runs, which needs no network.",
-    "export": "Write the weights of a run for use elsewhere, with a model card.",
-    "prepare": "Fetch and decode a data set once, into the cache.",
-    "configs": "Write the configurations for accelerate launch into a folder.",
-    "doctor": "Accept or reject this machine, or the machines that a launcher joins.",
-    "verify": "Prove here that N processes train as one, resume exactly, count right.",
-    "bench": "Measure how fast it is here, as ratios of what runs side by side.",
+    "train": "Train and validate a model, test it once, and write a run folder.",
+    "evaluate": "Compute exact metrics of a finished run on one split.",
+    "predict": "Classify image files; print one JSON line for each.",
+    "report": "Write an HTML page about one or more runs; it opens without a network.",
+    "export": "Export the weights of a run, with a model card, for use elsewhere.",
+    "prepare": "Download and decode a data set into the cache.",
+    "configs": "Write the configuration files for accelerate launch to a folder.",
+    "doctor": "Check this machine, or several that a launcher joins, before training.",
+    "verify": "Prove on this machine that N processes train as one and resume exactly.",
+    "bench": "Measure speed on this machine, as ratios of what runs side by side.",
+}
+EXAMPLES = {
+    "train": (
+        "ddp-mnist train --epochs 5 --lr 0.005",
+        "torchrun --nproc-per-node 2 -m ddp_mnist train --dataset photos --model own_net:Net",
+    ),
+    "evaluate": ("ddp-mnist evaluate runs/latest --split validation",),
+    "predict": ("ddp-mnist predict runs/latest photos/test --top 3 --show seen.png",),
+    "report": ("ddp-mnist report runs/mnist-001 runs/mnist-002 --out compared.html",),
+    "export": ("ddp-mnist export runs/latest --format safetensors,onnx",),
+    "prepare": ("ddp-mnist prepare --dataset photos --image-size 64",),
+    "configs": ("ddp-mnist configs my_configs",),
+    "doctor": ("ddp-mnist doctor --save good.json", "ddp-mnist doctor --against good.json"),
+    "verify": ("ddp-mnist verify --processes 4", "ddp-mnist verify --inject gradients"),
+    "bench": ("ddp-mnist bench loop --repeats 5",),
+    "multinode": ("make train-multinode MACHINE_RANK=0 MAIN_PROCESS_IP=192.168.1.201",),
 }
 HELP = """usage: ddp-mnist [-h] [--version] VERB ...
 
-Trains MNIST, or any images of your own, with DDP on one process, many, or many machines.
+Train MNIST or your own images with PyTorch DDP: one process, many, or many machines.
 
 {}
+
+ddp-mnist VERB --help shows the flags of a verb, and an example.
 
 exit codes: 0 done, 1 check failed, 2 usage or configuration, 3 data, 4 checkpoint,
 5 storage, 6 peer lost or time-out, 7 diverged, 130 SIGINT, 143 SIGTERM or SIGUSR1"""
@@ -154,13 +172,15 @@ def parse(name: str, argv: Sequence[str], *groups: type[Flags]) -> dict[str, Any
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    trains = Recipe in groups
+    trains, epilog = Recipe in groups, list[str]()
     for group, fields in fields_of(*groups).items():
         section = parser.add_argument_group(group.__name__, group.__doc__) if trains else parser
         add_flags(section, fields)
         for field in fields:
             if isinstance(choices := field.metadata["choices"], Mapping):
-                parser.epilog = "\n".join(f"{word:<11} {what}" for word, what in choices.items())
+                epilog += [*(f"{word:<11} {what}" for word, what in choices.items()), ""]
+    epilog += ["for example:", *(f"  {line}" for line in EXAMPLES[name])]
+    parser.epilog = "\n".join(epilog)
     words = with_dashes(argv)
     known, unknown = parser.parse_known_args(words)
     if unknown:

@@ -21,7 +21,7 @@ forgotten = partial(flag, on_resume="forget")
 
 @dataclass(frozen=True)
 class Run(Flags):
-    """Name what to train on, and where it writes."""
+    """Choose the data, and where and how often the run is written."""
 
     dataset: str = flag(
         "mnist",
@@ -30,37 +30,37 @@ class Run(Flags):
         may_differ=True,  # a folder may lie elsewhere on each machine: equal is what it holds
     )
     image_size: str | None = flag(
-        None, "N or HEIGHTxWIDTH, to which images are brought [as they are]."
+        None, "Resize images to N or HEIGHTxWIDTH [their own size, or one square for all]."
     )
-    grey: bool = flag(False, "Make colour images grey.")
+    grey: bool = flag(False, "Convert colour images to grey.")
     test_size: int | None = flag(
-        None, "Images held out for the test, of a data set without a test split.", least=1
+        None, "Images to hold out for testing, if the data set has no test split.", least=1
     )
     run_dir: str | None = forgotten(
-        None, "Folder of this run [runs/<dataset>-<NNN>].", may_differ=True
+        None, "Folder to write the run to [runs/<dataset>-<NNN>].", may_differ=True
     )
     resume: str | None = forgotten(
         None,
-        "Run folder to go on from; auto = that of --run-dir, if it holds a run.",
+        "Run folder to resume; auto: resume --run-dir if it holds a run, else start there.",
         may_differ=True,
     )
-    seed: int = flag(0, "Seed of the weights, the order and the augmentation.", least=0, most=2**31)
+    seed: int = flag(0, "Seed of weights, image order and augmentation.", least=0, most=2**31)
     cache_dir: str | None = flag(
         None,
-        "Decoded images [$DDP_MNIST_CACHE, else ~/.cache/ddp_mnist]; prepare --refresh renews it.",
+        "Cache folder; prepare --refresh rebuilds it [$DDP_MNIST_CACHE, else ~/.cache/ddp_mnist].",
         on_resume="inherited",
         may_differ=True,
     )
-    checkpoint_every: int = changeable(100, "Optimizer steps between two checkpoints.", least=1)
-    keep: int = changeable(3, "Newest checkpoints that are kept.", least=2)
-    log_every: int = changeable(25, "Optimizer steps between two log lines.", least=1)
+    checkpoint_every: int = changeable(100, "Optimizer steps between checkpoints.", least=1)
+    keep: int = changeable(3, "Number of newest checkpoints to keep.", least=2)
+    log_every: int = changeable(25, "Optimizer steps between log lines.", least=1)
     trackers: str | None = flag(
         None,
-        "Beside metrics.jsonl: tensorboard, wandb, mlflow, trackio ..., or several: a,b.",
+        "Log to these besides metrics.jsonl: tensorboard, wandb, mlflow, trackio ... (a,b).",
         on_resume="inherited",
     )
     profile: int = forgotten(
-        0, "Optimizer steps to trace, after some to warm up; a trace per rank.", least=0, most=1000
+        0, "Optimizer steps to profile after a warm-up; one trace per rank.", least=0, most=1000
     )
     quiet: bool = forgotten(False, "Print errors only.", may_differ=True)
     dry_run: bool = forgotten(False, "Print what would run, and stop; only the cache is written.")
@@ -109,50 +109,54 @@ PRESETS = {"fast": Preset({}, 1, 300), "accurate": Preset(ACCURATE, 2, 4000)}
 
 @dataclass(frozen=True)
 class Recipe(Flags):
-    """Describe what is learnt, and how."""
+    """Choose the model, and how it is trained."""
 
     preset: str = flag(
         "fast",
-        "fast = 300 steps or more; accurate = 4,000 of a deeper net. Typed flags beat it.",
+        "fast: 300 steps or more; accurate: 4,000 or more of a deeper net. Flags override it.",
         choices=tuple(PRESETS),
     )
     model: str = flag(
         "cnn",
-        f"{', '.join(NETS)}, torchvision:NAME, or a class of one's own: MODULE:NAME.",
+        f"{', '.join(NETS)}, torchvision:NAME, or a class of your own as MODULE:NAME.",
     )
-    weights: str | None = flag(None, "Begin with the weights in this .pth or .safetensors file.")
-    epochs: int | None = changeable(None, "Passes over train images [300 steps or more].", least=1)
+    weights: str | None = flag(None, "Start from the weights in this .pth or .safetensors file.")
+    epochs: int | None = changeable(None, "Passes over train data [300 steps or more].", least=1)
     batch_size: int | None = flag(
-        None, "GLOBAL batch: images a step of all processes [144, or 72 of a small set].", least=1
+        None, "GLOBAL batch size: images per step of all processes [144; small data: 72].", least=1
     )
     optimizer: str | None = flag(
         None,
-        "muon = orthogonal steps for convolutions, AdamW for the rest [muon for cnn*, else adamw].",
+        "muon: orthogonal steps for convolutions, AdamW for the rest [muon for cnn*, else adamw].",
         choices=("adamw", "muon"),
     )
-    lr: float = flag(1e-2, "Highest learning rate.", above=0, most=100)
+    lr: float = flag(1e-2, "Peak learning rate.", above=0, most=100)
     weight_decay: float = flag(1e-2, "Weight decay of matrices and kernels.", least=0, most=10)
-    warmup: float = flag(0.1, "Share of steps in which the rate rises.", least=0, below=1)
-    label_smoothing: float = flag(0.1, "Share of the target spread over classes.", least=0, below=1)
+    warmup: float = flag(0.1, "Share of steps with a rising learning rate.", least=0, below=1)
+    label_smoothing: float = flag(
+        0.1, "Share of a label spread over all classes.", least=0, below=1
+    )
     augment: bool = flag(
-        False, "Rotate, scale, shift strokes on black; mirror, crop, colour others.", negatable=True
+        False,
+        "Rotate, scale and shift strokes on black; mirror, crop and colour other images.",
+        negatable=True,
     )
     val_size: int | None = flag(
-        None, "Train images held out to decide by [5000, at most a fifth; 0 = none].", least=0
+        None, "Train images to hold out for validation; 0: none [5000, at most a fifth].", least=0
     )
     target_accuracy: float | None = changeable(
-        None, "Stop once the validation accuracy is this high.", above=0, most=1
+        None, "Stop once the validation accuracy reaches this.", above=0, most=1
     )
     patience: int | None = changeable(
-        None, "Stop after this many epochs without a better validation; keep the best.", least=1
+        None, "Stop after N epochs without a better validation accuracy; keep the best.", least=1
     )
     metrics: tuple[str, ...] = changeable(
         (),
-        "Beside accuracy: names of sklearn.metrics (f1,balanced_accuracy) or MODULE:FUNCTION.",
+        "More metrics: names in sklearn.metrics (f1,balanced_accuracy) or MODULE:FUNCTION.",
         metavar="A,B",
     )
     grad_accum: int = changeable(
-        1, "Parts of each step; changes no result, but of BatchNorm and Dropout.", least=1
+        1, "Micro-batches per step; changes results only with BatchNorm or Dropout.", least=1
     )
     max_grad_norm: float | None = flag(None, "Clip each step's gradient to this norm.", above=0)
 
@@ -179,35 +183,35 @@ class ResolvedRecipe(Recipe):
 
 @dataclass(frozen=True)
 class Distribution(Flags):
-    """Say how many processes there are, where, and how they talk."""
+    """Set the processes, their devices and how they communicate."""
 
     backend: str = flag(
-        "auto", "auto = nccl on GPUs, gloo on CPUs.", choices=("auto", "nccl", "gloo", "mpi")
+        "auto", "auto: nccl on GPUs, gloo on CPUs.", choices=("auto", "nccl", "gloo", "mpi")
     )
     init_method: str | None = flag(
-        None, "tcp://HOST:PORT of rank 0, or env://; only without a launcher.", may_differ=True
+        None, "tcp://HOST:PORT of rank 0, or env://, instead of a launcher.", may_differ=True
     )
     rank: int | None = flag(None, "Rank, with --init-method.", least=0, may_differ=True)
     world_size: int | None = flag(
         None, "Number of processes, with --init-method.", least=1, most=10**4, may_differ=True
     )
     local_rank: int | None = flag(
-        None, "This process's rank on its machine [found out].", least=0, may_differ=True
+        None, "Rank of this process on its machine [detected].", least=0, may_differ=True
     )
-    cpu: bool = flag(False, "Use the CPU although there is a GPU.")
-    dist_timeout: float = flag(300.0, "Seconds to wait for another process.", least=1)
+    cpu: bool = flag(False, "Use the CPU even if there is a GPU.")
+    dist_timeout: float = flag(300.0, "Seconds to wait for another process (doctor: 60).", least=1)
     mixed_precision: str | None = flag(
         None,
-        "auto: fp16 on GPUs, bf16 on CPUs with it. fp64: for proofs. [the launcher's, else auto]",
+        "auto: fp16 on GPUs, bf16 on CPUs with it; fp64: for proofs [the launcher's, else auto].",
         choices=("auto", "no", "fp16", "bf16", "fp64"),
     )
-    sync_bn: bool = flag(False, "BatchNorm over all processes (GPUs only).")
+    sync_bn: bool = flag(False, "Synchronise BatchNorm over all processes (GPUs only).")
     comm_hook: str = flag(
         "none",
-        "What DDP sends of a gradient: all of it, half precision, or low rank (not with fp16).",
+        "Compress gradients to send them: half precision, or powersgd (not with fp16 training).",
         choices=("none", "fp16", "bf16", "powersgd"),
     )
-    compile: bool = flag(False, "torch.compile the model.")
+    compile: bool = flag(False, "Compile the model with torch.compile.")
 
 
 OF_TRAINING = ("sync_bn", "comm_hook", "compile", "mixed_precision")  # flags of Distribution

@@ -173,6 +173,6 @@ def add_flags(
             options["action"] = argparse.BooleanOptionalAction if negatable else "store_true"
         else:
             options["metavar"] = words
-            shown = ",".join(default) if kind == "tuple" else default
-            options["help"] += "" if default is None else f" [{shown}]"
+            shown = {"tuple": ",".join, "float": "{:g}".format}.get(kind, str)
+            options["help"] += "" if default in (None, ()) else f" [{shown(default)}]"
         section.add_argument(flag_name(field), **options)

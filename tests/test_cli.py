@@ -3,6 +3,7 @@ import re
 import shlex
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -54,11 +55,11 @@ def test_help_of_train_shows_each_flag_with_its_sentence(typed: Typed) -> None:
             assert re.search(rf"{flag_name(field)}\b", shown)
             assert " ".join(field.metadata["help"].split()) in shown
     shown = " ".join(out.split())
-    assert "--lr X Highest learning rate. [0.01]" in shown
+    assert "--lr X Peak learning rate. [0.01]" in shown
     ours = "cnn, cnn_deep, mlp, cnn_bn"
-    own = "torchvision:NAME, or a class of one's own: MODULE:NAME."
+    own = "torchvision:NAME, or a class of your own as MODULE:NAME."
     assert f"--model TEXT {ours}, {own} [cnn]" in shown
-    assert "--augment, --no-augment Rotate, scale, shift strokes on black" in shown
+    assert "--augment, --no-augment Rotate, scale and shift strokes on black" in shown
 
 
 @pytest.mark.parametrize("verb", [verb for verb in cli.VERBS if verb != "train"])
@@ -68,6 +69,16 @@ def test_help_of_each_verb(verb: str, typed: Typed) -> None:
     assert cli.VERBS[verb] in shown.out
     assert ("--dist-timeout" in shown.out) == (verb in ("evaluate", "doctor"))
     assert "--sync-bn" not in shown.out
+
+
+@pytest.mark.parametrize("verb", cli.VERBS)
+def test_help_ends_with_examples_that_are_right(verb: str, typed: Typed) -> None:
+    examples = typed(verb, "--help").out.partition("\nfor example:\n  ")[2].splitlines()
+    assert [line.strip() for line in examples] == list(cli.EXAMPLES[verb])
+    for line in cli.EXAMPLES[verb]:
+        before, _, flags = line.partition(f" {verb} ")
+        assert before in ("ddp-mnist", "torchrun --nproc-per-node 2 -m ddp_mnist")
+        (cli.train_config if verb == "train" else partial(cli.parse_verb, verb))(flags.split())
 
 
 # --- What is refused

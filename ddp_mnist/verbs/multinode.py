@@ -26,12 +26,12 @@ DEFAULT_PORT = 12345
 class Multinode(Flags):
     """The variables that a person gives make, and the verb to run."""
 
-    machine_rank: int | None = flag(None, "This machine's number.", least=0)
-    main_process_ip: str | None = flag(None, "Name or address of machine 0.")
+    machine_rank: int | None = flag(None, "This machine's number, from 0.", least=0)
+    main_process_ip: str | None = flag(None, "Host name or address of machine 0.")
     main_process_port: int | None = flag(None, "Its free port [12345].", least=1, most=65535)
-    num_machines: int = flag(2, "Machines.", least=1)
-    nproc_per_node: int | None = flag(None, "Processes on each [one per GPU, else 1].", least=1)
-    verb: str = flag("train", "What to run.", choices=("train", "doctor"))
+    num_machines: int = flag(2, "Number of machines.", least=1)
+    nproc_per_node: int | None = flag(None, "Processes per machine [one per GPU, else 1].", least=1)
+    verb: str = flag("train", "Verb to run.", choices=("train", "doctor"))
 
 
 @dataclass(frozen=True)
