@@ -43,16 +43,16 @@ TEXTS = {
         "A global batch of four images is dealt out to two ranks. Each has a replica of the model"
         " and computes gradients of its own images; an all-reduce gives both the mean, -15, and"
         " both take the same step, from w = 1 to w = 2.5.",
-        "全局批次的四张图片分给两个 rank。每个 rank 有一份模型副本，计算自己那些图片的梯度；全归约"
-        "让两边都得到均值 -15，于是两边做同样的更新：w 从 1 变为 2.5。",
+        "一个全局 batch 的四张图像分给两个 rank。每个 rank 有一份模型副本，计算自己那些图像的梯度；"
+        "全归约让两边都得到均值 -15，于是两边做同样的更新：w 从 1 变为 2.5。",
     ),
     "ddp task": (
         "A model w·x with w = 1; learning rate 0.1.\nThe label of x is y = 3x; an image's loss is\n"
         "(w·x − y)² / 2, its gradient (w·x − y)·x.",
-        "模型 w·x，此刻 w = 1；学习率 0.1。\nx 的标签是 y = 3x；每张图片的损失为\n"
+        "模型 w·x，此刻 w = 1；学习率 0.1。\nx 的标签是 y = 3x；每张图像的损失为\n"
         "(w·x − y)² / 2，梯度为 (w·x − y)·x。",
     ),
-    "global batch": ("global batch: four images", "全局批次：四张图片"),
+    "global batch": ("global batch: four images", "全局 batch：四张图像"),
     "shard": ("its shard", "它的分片"),
     "replica": ("replica, w = 1", "副本，w = 1"),
     "gradients": ("gradients", "梯度"),
@@ -67,7 +67,7 @@ TEXTS = {
         "One process with all four images would take\n"
         "the same step: (−2 − 8 − 18 − 32) / 4 = −15.\n"
         "So the replicas stay equal, and no weights\nare sent again.",
-        "一个进程处理全部四张图片，更新也一样：\n(−2 − 8 − 18 − 32) / 4 = −15。\n"
+        "一个进程处理全部四张图像，更新也一样：\n(−2 − 8 − 18 − 32) / 4 = −15。\n"
         "所以副本始终相同，权重无须再传。",
     ),
     # buckets
@@ -76,21 +76,21 @@ TEXTS = {
         "Two time charts of one step. In a large net all-reduces of full buckets run while backward"
         " still computes; only the last is waited for. This project's net fills one bucket of"
         " 0.15 MB, which is sent after backward, so nothing overlaps.",
-        "一步的两张时间图。大网络里，装满的梯度桶在反向计算的同时做全归约，只需等最后一个。本项目的"
-        "网络只有一个 0.15 MB 的梯度桶，反向结束后才发送，没有重叠。",
+        "一步的两张时间图。较大的模型里，装满的梯度桶在反向计算的同时做全归约，只需等最后一个。"
+        "本项目的模型只有一个 0.15 MB 的梯度桶，反向结束后才发送，没有重叠。",
     ),
     "not to scale": (
         "One step, time from left to right, not to scale.",
         "一步之内，时间从左到右，未按比例。",
     ),
-    "large net": ("A large net: several buckets", "大网络：多个梯度桶"),
+    "large net": ("A large net: several buckets", "较大的模型：多个梯度桶"),
     "large note": (
         "While bucket 4 travels, backward computes\nlayers 3. Only the last bucket is waited for.\n"
         "A bucket holds up to 25 MB, the first 1 MB.",
         "第 4 组的桶传输时，反向正在计算第 3 组。\n只有最后一个桶需要等待。\n"
         "一个桶最多 25 MB，第一个 1 MB（默认值）。",
     ),
-    "small net": ("This project's net: one bucket", "本项目的网络：只有一个桶"),
+    "small net": ("This project's net: one bucket", "本项目的模型：只有一个桶"),
     "small note": (
         "37,834 parameters × 4 bytes = 0.15 MB: less\nthan the first bucket. It is full only when\n"
         "backward ends, so nothing overlaps.",
@@ -109,7 +109,7 @@ TEXTS = {
         "Four ranks in a ring, each with its gradients in four chunks, a to d. In three steps of"
         " reduce-scatter each rank adds what it receives; in three of all-gather the finished sums"
         " go round. The table below shows what each rank holds after each step.",
-        "四个 rank 连成环，各自把梯度分成 a 到 d 四块。归约散发的三步里，每个 rank 把收到的块累加"
+        "四个 rank 连成环，各自把梯度分成 a 到 d 四块。归约分发的三步里，每个 rank 把收到的块累加"
         "到自己的块上；全收集的三步里，求好的和再传一圈。下面的表列出每步之后各 rank 手里有什么。",
     ),
     "ring task": (
@@ -117,13 +117,13 @@ TEXTS = {
         "A coloured cell: that rank's part is in the sum.",
         "a 到 d 列：梯度切成的四块。\n有颜色的格子：和里已加入那个 rank 的梯度。",
     ),
-    "reduce-scatter": ("reduce-scatter", "归约散发"),
+    "reduce-scatter": ("reduce-scatter", "归约分发"),
     "all-gather": ("all-gather", "全收集"),
     "ring start": ("start", "开始"),
     "ring end": ("all have all sums", "各 rank 都有全部的和"),
     **{f"ring {n}": (f"step {n} of 6", f"第 {n} 步，共 6 步") for n in range(1, 7)},
     "own gradients": ("own gradients", "只有自己的梯度"),
-    "adding": ("reduce-scatter: add what comes", "归约散发：收到就累加"),
+    "adding": ("reduce-scatter: add what comes", "归约分发：收到就累加"),
     "passing": ("all-gather: finished sums go round", "全收集：把求好的和传一圈"),
     "ring note": (
         "Each rank sends 6 messages of a quarter:\n1.5 times the gradients; with p ranks\n"
@@ -136,7 +136,7 @@ TEXTS = {
     "collectives desc": (
         "Before and after broadcast, scatter, gather, all-gather, reduce, all-reduce and"
         " reduce-scatter, each a row per rank.",
-        "广播、散发、收集、全收集、归约、全归约、归约散发的前后对照，每行一个 rank。",
+        "广播、分发、收集、全收集、归约、全归约、归约分发的前后对照，每行一个 rank。",
     ),
     "collectives task": (
         "A row is a rank. A colour is whose data it is;\na box of four colours is a sum over all.",
@@ -146,7 +146,7 @@ TEXTS = {
     "after": ("after", "之后"),
     "broadcast": ("broadcast", "广播 (broadcast)"),
     "broadcast use": ("rank 0's weights, when DDP starts", "DDP 启动时，rank 0 的权重"),
-    "scatter": ("scatter", "散发 (scatter)"),
+    "scatter": ("scatter", "分发 (scatter)"),
     "scatter use": ("one rank deals out its data", "一个 rank 把数据分出去"),
     "gather": ("gather", "收集 (gather)"),
     "gather use": ("results to the rank that writes files", "结果汇到写文件的 rank"),
@@ -156,7 +156,7 @@ TEXTS = {
     "reduce use": ("a sum that one rank needs", "只有一个 rank 需要的和"),
     "all_reduce": ("all-reduce", "全归约 (all-reduce)"),
     "all_reduce use": ("DDP's gradients, in each step", "DDP 每一步的梯度同步"),
-    "reduce_scatter": ("reduce-scatter", "归约散发 (reduce-scatter)"),
+    "reduce_scatter": ("reduce-scatter", "归约分发 (reduce-scatter)"),
     "reduce_scatter use": ("the first half of a ring all-reduce", "环形全归约的前一半"),
     # multinode
     "launcher": ("launcher", "启动器"),
@@ -205,7 +205,7 @@ TEXTS = {
         "DataParallel: one process; in each step GPU 0 sends weights and images to the others and"
         " gathers outputs and gradients, and holds more than they do. DDP: one process per GPU,"
         " all alike, which exchange gradients only.",
-        "DataParallel：一个进程；每一步 GPU 0 把权重和图片发给其他 GPU，再收回输出和梯度，占用的显"
+        "DataParallel：一个进程；每一步 GPU 0 把权重和图像发给其他 GPU，再收回输出和梯度，占用的显"
         "存更多。DDP：每块 GPU 一个进程，彼此对等，只交换梯度。",
     ),
     "one process": (
@@ -213,14 +213,14 @@ TEXTS = {
         "一个进程，每块 GPU 一个线程；显存中有：",
     ),
     "processes": ("one process per GPU; in memory:", "每块 GPU 一个进程；显存中有："),
-    "batch": ("batch", "整个批次"),
+    "batch": ("batch", "整个 batch"),
     "weights": ("weights", "权重"),
     "copy": ("copy", "临时副本"),
     "outputs": ("outputs", "全部输出"),
     "a shard": ("shard", "分片"),
     "optimizer": ("optimizer", "优化器"),
     "each step": ("between the GPUs, in each step:", "每一步在 GPU 之间："),
-    "weights out": ("weights (broadcast), images (scatter)", "权重（广播）和图片（散发）"),
+    "weights out": ("weights (broadcast), images (scatter)", "权重（广播）和图像（分发）"),
     "outputs in": ("outputs, for the loss on GPU 0 (gather)", "输出，在 GPU 0 上算损失（收集）"),
     "outputs back": ("the outputs' gradients", "输出的梯度"),
     "gradients in": ("gradients, summed on GPU 0 (reduce)", "梯度，在 GPU 0 上求和（归约）"),
@@ -243,12 +243,12 @@ TEXTS = {
         "在两个 CPU 核上实测：一个进程两个线程每秒 12,620 张，两个 DDP 进程各一个线程每秒 9,503 "
         "张。下图是一步中计算所占份额的预测：2 个进程 0.96，1,024 个进程 0.03。",
     ),
-    "measured": ("Measured: images/s on two CPU cores", "实测：两个 CPU 核，每秒图片数"),
+    "measured": ("Measured: images/s on two CPU cores", "实测：两个 CPU 核，样本/秒"),
     "measured how": (
         "Intel Xeon, 2.50 GHz; fp32; MNIST; global\nbatch 144; torch 2.15.0, November 2026.\n"
         "Median of five rounds, lowest to highest.",
-        "Intel Xeon 2.50 GHz；fp32；MNIST；全局批大小\n144；torch 2.15.0，2026 年 11 月。\n"
-        "五轮的中位数，线段为最低到最高。",
+        "Intel Xeon 2.50 GHz；fp32；MNIST；全局\nbatch 144；torch 2.15.0，2026 年 11 月。\n"
+        "重复 5 次的中位数，线段为最低到最高。",
     ),
     "speed 1": ("1 process, 2 threads", "1 个进程，2 个线程"),
     "speed 2": ("2 processes (DDP), 1 thread each", "2 个进程 (DDP)，各 1 个线程"),
@@ -267,7 +267,7 @@ TEXTS = {
     "forecast note": (
         "A measured step of two processes took 1.19\n"
         "times what the formula says. All figures: the\nnet before this one, 103 KB of gradients.",
-        "实测两个进程的一步是公式的 1.19 倍。\n所有数字都来自上一版网络，梯度 103 KB。",
+        "实测两个进程的一步是公式的 1.19 倍。\n所有数字都来自上一版模型，梯度 103 KB。",
     ),
 }
 
