@@ -107,6 +107,12 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         if local_rank() != "0" and not error.agreed:
             time.sleep(3)
         tell(errors.one_line(error))
+    except ModuleNotFoundError as error:
+        if not error.name or error.name.startswith("ddp_mnist"):
+            raise
+        code = UsageError.code
+        why = f"{error.name}: is not installed for {sys.executable}; activate the environment that"
+        tell(errors.one_line(UsageError(f"{why} has it (source .venv/bin/activate), or make venv")))
     except KeyboardInterrupt:
         code = 130
         if local_rank() == "0":

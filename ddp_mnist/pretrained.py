@@ -26,6 +26,8 @@ def load_weights(net: nn.Module, file: str, classes: Sequence[str]) -> str:
     if getattr(net, "aux_logits", None) is False:  # torchvision's files have them
         given = {key: given[key] for key in given if not key.lower().startswith("aux")}
     own = net.state_dict()
+    if not own.keys() & given.keys():  # DDP's own state_dict() has a prefix
+        given = {key.removeprefix("module."): given[key] for key in given}
     for key in (*own, *given):
         if key not in given:
             raise UsageError(f"{flag}: has no {key}, which this net needs; {cure}")

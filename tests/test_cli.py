@@ -307,3 +307,15 @@ def test_a_typed_flag_beats_the_preset_on_either_side_of_it() -> None:
         # a resumed run keeps its values, whatever the preset stands for
         assert config.typed == {"preset", "augment", "seed"}
     assert config_of("--preset fast").recipe == Recipe()
+
+
+def test_a_python_without_torch_is_one_line() -> None:
+    program = (
+        "import sys; sys.modules['torch'] = None; from ddp_mnist import cli; cli.main(['train'])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr == (
+        f"ddp-mnist: error: torch: is not installed for {sys.executable}; activate the environment"
+        " that has it (source .venv/bin/activate), or make venv (code 2)\n"
+    )

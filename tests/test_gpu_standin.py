@@ -19,7 +19,7 @@ from tests.gpu_standin import KINDS, machine
 
 pytestmark = pytest.mark.system
 
-NO_GPU = "needs a GPU, and this machine shows none; use --config_file accelerate_configs"
+NO_GPU = "needs a GPU, and none is visible here; use --config_file accelerate_configs"
 GPU, NCCL = ["cuda", "none", "fp16"], ["cuda", "nccl", "fp16"]
 CPU, GLOO = ["cpu", "none", "no"], ["cpu", "gloo", "no"]
 DDP = "DistributedDataParallel"

@@ -122,7 +122,7 @@ def test_choose_backend(flag: str, launch: Launch, device: str, backend: str) ->
 
 def test_what_is_unknown_or_not_here_is_refused(monkeypatch: Patch) -> None:
     for launch in (PAIR, Launch()):
-        with pytest.raises(UsageError, match=r"^--backend nccl: needs a GPU and this machine show"):
+        with pytest.raises(UsageError, match=r"^--backend nccl: needs a GPU, and none is visible"):
             choose_backend(Distribution(backend="nccl"), launch, "cpu")
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
     with pytest.raises(UsageError, match=r"^--mixed_precision fp8: choose from no, fp16, bf16$"):

@@ -690,6 +690,7 @@ def test_fault_28_nothing_cached_and_a_hub_that_does_not_answer(
     assert 0.4 < time.monotonic() - start < DEADLINE_S
     assert OUT_OF_REACH in str(caught.value)
     assert str(caught.value).endswith(f"; {sources.OFFLINE_FIX}")
+    assert "HF_ENDPOINT" in sources.OFFLINE_FIX
 
 
 def test_a_hub_that_refuses_or_is_ill(

@@ -30,7 +30,7 @@ def choose_device(flags: Distribution) -> str:
 def choose_backend(flags: Distribution, launch: Launch, device: str) -> str:
     """Return none for a process on its own, else gloo or nccl."""
     if flags.backend == "nccl" and device == "cpu":
-        raise UsageError("--backend nccl: needs a GPU and this machine shows none; use gloo")
+        raise UsageError("--backend nccl: needs a GPU, and none is visible here; use gloo")
     if launch.world_size == 1 and not launch.agent_store:
         return "none"
     if flags.backend != "auto":
@@ -64,8 +64,8 @@ def precision_in_effect(flags: Distribution, launch: Launch, device: str) -> str
         config = "multi_cpu" if launch.world_size > 1 else "cpu"
         config = "multi_node_cpu" if (launch.num_machines or 1) > 1 else config
         raise UsageError(
-            "accelerate launch: its config asks for fp16, which needs a GPU, and this machine shows"
-            f" none; use --config_file {CONFIGS}/{config}.yaml, which ddp-mnist configs writes"
+            "accelerate launch: its config asks for fp16, which needs a GPU, and none is visible"
+            f" here; use --config_file {CONFIGS}/{config}.yaml, which ddp-mnist configs writes"
         )
     # PowerSGD adds what it left unsent to the next gradient: an infinity, which the loss scaler
     # skips once, would come back in every step.

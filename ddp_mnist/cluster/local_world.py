@@ -39,7 +39,7 @@ def free_port() -> int:
     for port in random.SystemRandom().sample(PORTS, 100):
         if not why_port_is_taken(port):
             return port
-    raise UsageError(f"ports {PORTS[0]} to {PORTS[-1]}: no free one was found; end what uses them")
+    raise UsageError(f"ports {PORTS[0]} to {PORTS[-1]}: no free one was found; stop what uses them")
 
 
 def backend_among(processes: int) -> str:

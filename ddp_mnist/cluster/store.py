@@ -216,8 +216,8 @@ def open_store(host: str, port: int, *, serve: bool, timeout_s: float, who: str)
             why = reason(error)
     if serve:
         raise UsageError(
-            f"port {port}: cannot be opened here ({why}); end what uses it, or give every process"
-            " another port"
+            f"port {port}: cannot be opened here ({why}); stop the program that uses it, or give"
+            " every process another port"
         )
     raise PeerError(
         f"{host}:{port}: {who} found something there that is not rank 0 ({why});"

@@ -32,7 +32,7 @@ from ddp_mnist.cluster.device import (
     set_threads,
 )
 from ddp_mnist.cluster.failures import end_group, propagate_first_error
-from ddp_mnist.cluster.interfaces import interface_towards, is_loopback
+from ddp_mnist.cluster.interfaces import interface_towards, interfaces_up, is_loopback
 from ddp_mnist.cluster.launch import CONFIGS, Launch
 from ddp_mnist.cluster.rendezvous import check_same, meet
 from ddp_mnist.cluster.store import Store
@@ -228,6 +228,7 @@ def form_group(store: Store, backend: str, local_rank: int, timeout_s: float) ->
         raise UsageError(
             f"TORCH_DISTRIBUTED_DEBUG={debug}: makes torch {version} crash in DDP; use INFO"
         )
+    variable = f"{backend.upper()}_SOCKET_IFNAME"
     is_nccl = backend == "nccl"
     collectives_s = timeout_s + (nccl.WATCHDOG_MARGIN_S if is_nccl else 0)
     connect = functools.partial(
@@ -242,9 +243,13 @@ def form_group(store: Store, backend: str, local_rank: int, timeout_s: float) ->
     try:
         with_deadline(connect, timeout_s + 1)  # gloo tries five times as long
     except (RuntimeError, TimeoutError) as error:
+        if "Unable to find address" in str(error) and variable in os.environ:
+            raise UsageError(
+                f"{variable}={os.environ[variable]}: this machine has no such interface; unset it,"
+                f" or name one of {', '.join(interfaces_up()) or 'lo'}"
+            ) from error
         if isinstance(error, RuntimeError) and "connectFullMesh" not in str(error):
             raise
-        variable = f"{backend.upper()}_SOCKET_IFNAME"
         raise PeerError(
             f"{store.world_size} processes met, but within {timeout_s:g} s rank {store.rank} could"
             " not connect to all others; open all TCP ports between the machines, or set"

@@ -30,8 +30,9 @@ from ddp_mnist.deadline import with_deadline
 HUB_IDS = {"mnist": "ylecun/mnist", "fashion_mnist": "zalando-datasets/fashion_mnist"}
 HUB_TIMEOUT_S = 5.0
 OFFLINE_FIX = (
-    "run ddp-mnist prepare where there is a network and copy the cache folder, give a folder"
-    " (--dataset PATH), or train on the built-in digits (--dataset digits)"
+    "set HF_ENDPOINT to a mirror of the Hub, run ddp-mnist prepare where there is a network and"
+    " copy the cache folder, give a folder (--dataset PATH), or train on the built-in digits"
+    " (--dataset digits)"
 )
 FOLDER_FIX = (
     "give it images in train/CLASS/ and test/CLASS/, or whole parquet files with equal columns"
@@ -120,8 +121,8 @@ def find_source(dataset: str, reading: Reading = AS_THEY_ARE) -> Source:
     if re.fullmatch(r"[\w.-]+/[\w.-]+", dataset, re.ASCII):
         return Source(dataset.replace("/", "--"), "hub", dataset, reading, dataset)
     raise errors.UsageError(
-        f"--dataset {dataset}: no such folder; choose from mnist, auto, fashion_mnist, digits,"
-        f" patches, a Hub id (owner/name) or a folder{near}"
+        f"--dataset {dataset}: no such data set or folder; choose from mnist, auto, fashion_mnist,"
+        f" digits, patches, a Hub id (owner/name) or a folder{near}"
     )
 
 

@@ -202,7 +202,7 @@ def network(_: Doctor) -> Iterator[CheckResult]:
     if not dist.is_initialized():  # else it is in use rightly
         why = why_port_is_taken(DEFAULT_PORT)
         text = f"{DEFAULT_PORT} {f'cannot be opened ({why})' if why else 'is free'}"
-        fix = "end what uses it, or give MAIN_PROCESS_PORT another"
+        fix = "stop the program that uses it, or give MAIN_PROCESS_PORT another"
         yield check("main port", why, text, fix, WARN)
 
 
