@@ -106,6 +106,25 @@ class Preset(NamedTuple):
 ACCURATE: dict[str, Any] = {"model": "cnn_deep", "lr": 1.4e-2, "augment": True, "val_size": 0}
 PRESETS = {"fast": Preset({}, 1, 300), "accurate": Preset(ACCURATE, 2, 4000)}
 
+FAULTS = {  # a sentence of each; they are made in faults.py, and found by verify
+    "sampler": "each rank shuffles with a seed of its own",
+    "gradients": "gradients are summed over the ranks, not averaged",
+    "parameter": "DDP does not synchronise one parameter",
+    "epoch": "each epoch has the same order, as without set_epoch",
+    "padding": "rows that fill up the last batches are counted in the metrics",
+    "exit": "the last rank leaves the training in step 20, and the others wait",
+    "batchnorm": "BatchNorm over each process's own share of the batch",
+    "schedule": "the scheduler is stepped by each process, N times a step",
+}
+# What a fault changes of the recipe; a typed flag beats it.
+OF_FAULTS: dict[str | None, dict[str, Any]] = {"batchnorm": {"model": "cnn_bn"}}
+SEEN_ALONE = ("epoch",)  # the others need several processes
+
+
+def wrong_on_purpose(fault: str | None) -> list[str]:
+    """Return the line that a run with a fault begins and ends with, if there is one."""
+    return [f"WRONG ON PURPOSE, --inject {fault}: {FAULTS[fault]}"] if fault else []
+
 
 @dataclass(frozen=True)
 class Recipe(Flags):
@@ -128,7 +147,7 @@ class Recipe(Flags):
     optimizer: str | None = flag(
         None,
         "muon: orthogonal steps for convolutions, AdamW for the rest [muon for cnn*, else adamw].",
-        choices=("adamw", "muon"),
+        choices=("adamw", "muon", "sgd"),
     )
     lr: float = flag(1e-2, "Peak learning rate.", above=0, most=100)
     weight_decay: float = flag(1e-2, "Weight decay of matrices and kernels.", least=0, most=10)
@@ -159,6 +178,9 @@ class Recipe(Flags):
         1, "Micro-batches per step; changes results only with BatchNorm or Dropout.", least=1
     )
     max_grad_norm: float | None = flag(None, "Clip each step's gradient to this norm.", above=0)
+    inject: str | None = flag(
+        None, "A fault, to see what it does: one of those below.", choices=FAULTS
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -236,7 +258,8 @@ class TrainConfig:
     @classmethod
     def of(cls, typed: Mapping[str, Any]) -> Self:
         """Return the flags: what was typed, over what the preset says."""
-        given = {**PRESETS[Recipe.of(typed).preset].recipe, **typed}
+        chosen = Recipe.of(typed)
+        given = {**PRESETS[chosen.preset].recipe, **OF_FAULTS.get(chosen.inject, {}), **typed}
         groups = Run.of(given), Recipe.of(given), Distribution.of(given)
         return cls(*groups, typed=frozenset(typed))
 
@@ -289,6 +312,11 @@ def resolve_recipe(recipe: Recipe, rows: int, world_size: int) -> ResolvedRecipe
     if train_rows < 1:
         raise UsageError(
             f"--val-size {val_size}: the train split has {rows}; give at most {rows - 1}"
+        )
+    if recipe.inject and recipe.inject not in SEEN_ALONE and world_size == 1:
+        raise UsageError(
+            f"--inject {recipe.inject}: one process cannot make this mistake; start several, e.g."
+            " by torchrun --nproc-per-node 2 -m ddp_mnist train"
         )
     least = world_size * recipe.grad_accum
     legal = range(least, train_rows + 1, least)

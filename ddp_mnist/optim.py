@@ -54,8 +54,8 @@ def orthogonal(matrix: Tensor) -> Tensor:
     return x.T if rows > columns else x
 
 
-def make_optimizer(model: nn.Module, recipe: ResolvedRecipe) -> torch.optim.AdamW:
-    """Return AdamW (Loshchilov and Hutter, 2019) or Muon; it decays matrices and kernels alone."""
+def make_optimizer(model: nn.Module, recipe: ResolvedRecipe) -> torch.optim.Optimizer:
+    """Return AdamW (Loshchilov and Hutter, 2019), Muon or SGD; only matrices and kernels decay."""
     parameters = list(model.parameters())
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": recipe.weight_decay},
@@ -64,8 +64,10 @@ def make_optimizer(model: nn.Module, recipe: ResolvedRecipe) -> torch.optim.Adam
     # A short memory of squares: 0.98, some 50 steps, was chosen over 0.999 on validation images.
     # Fused is faster on a CPU. On a GPU it would skip an fp16 step that overflowed by itself, and
     # the step would count as taken; None lets torch choose the next fastest.
-    kind = Muon if recipe.optimizer == "muon" else torch.optim.AdamW
     fused = True if parameters[0].device.type == "cpu" else None
+    if recipe.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=recipe.lr, momentum=MOMENTUM, fused=fused)
+    kind = Muon if recipe.optimizer == "muon" else torch.optim.AdamW
     return kind(groups, lr=recipe.lr, betas=(0.9, 0.98), fused=fused)
 
 

@@ -22,6 +22,7 @@ from ddp_mnist.cluster.launch import Launch
 from ddp_mnist.cluster.world import World, join_world, settle_ddp_buckets
 from ddp_mnist.config import TrainConfig
 from ddp_mnist.data.batches import GlobalBatches, ImageData, make_loader, split_images
+from ddp_mnist.faults import injected
 from ddp_mnist.models import with_test_views
 from ddp_mnist.nets import build_net, memory_format_of
 from ddp_mnist.optim import learning_rate, make_optimizer
@@ -43,8 +44,9 @@ def train(config: TrainConfig, launch: Launch) -> dict[str, Any]:
         RunFolder() as folder,  # records how the run ends
         join_world(config.distribution, launch) as world,  # meet the other processes
         open_run(config, world, launch, folder) as run,  # agree on settings, data and folder
+        injected(run, build_model) as arguments,  # of fit: a fault, with --inject
     ):
-        return fit(run) if run else {}
+        return fit(run, **arguments) if run else {}
 
 
 def build_model(config: TrainConfig, world: World, images: ImageData) -> nn.Module:
@@ -62,13 +64,17 @@ def build_model(config: TrainConfig, world: World, images: ImageData) -> nn.Modu
     return model
 
 
-BuildModel = Callable[[TrainConfig, World, ImageData], nn.Module]
-
-
-def fit(run: Session, build: BuildModel = build_model) -> dict[str, Any]:
+def fit(
+    run: Session,
+    build: Callable[..., nn.Module] = build_model,
+    order: type[GlobalBatches] = GlobalBatches,
+    rate: Callable[..., float] = learning_rate,
+    prepare: Callable[..., Any] = prepare_split,
+) -> dict[str, Any]:
     """Train, validate after each epoch, test once. Return the summary.
 
-    `build` makes the net; verify and doctor hand in one that keeps hold of it.
+    `build` makes the net; verify and doctor hand in one that keeps hold of it. A fault is handed
+    in by any of the four, see faults.py.
     """
     recipe, flags, seed = run.config.recipe, run.config.run, run.config.run.seed
     accelerator, stop, preparation = run.world.accelerator, run.stop, run.images.preparation
@@ -77,7 +83,7 @@ def fit(run: Session, build: BuildModel = build_model) -> dict[str, Any]:
 
     # Data, on the device if there is room. Batches are global: Accelerate gives each rank its part.
     train_rows, val_rows, test_rows = split_images(run.images.to(device), recipe.val_size)
-    batches = GlobalBatches(train_rows, recipe.batch_size, seed, recipe.grad_accum)
+    batches = order(train_rows, recipe.batch_size, seed, recipe.grad_accum)
 
     # Model and optimizer, equal on every rank.
     net = build(run.config, run.world, run.images)
@@ -85,7 +91,7 @@ def fit(run: Session, build: BuildModel = build_model) -> dict[str, Any]:
         net, make_optimizer(net, recipe), make_loader(train_rows, batch_sampler=batches)
     )
     settle_ddp_buckets(model, run.images.train_images[:2].to(device))
-    val_loader, test_loader = (prepare_split(accelerator, rows) for rows in (val_rows, test_rows))
+    val_loader, test_loader = (prepare(accelerator, rows) for rows in (val_rows, test_rows))
     import_evaluate_meanwhile(accelerator)
 
     # All that changes from here on: from the beginning, or as a checkpoint left it.
@@ -105,7 +111,7 @@ def fit(run: Session, build: BuildModel = build_model) -> dict[str, Any]:
         meter.restart_clock()
         for images, labels, indices in loader:
             # Learning rate and random draws are functions of the step: there is nothing to save.
-            lr = learning_rate(progress.step, recipe.total_steps, recipe.lr, recipe.warmup)
+            lr = rate(progress.step, recipe.total_steps, recipe.lr, recipe.warmup)
             for group in optimizer.param_groups:
                 group["lr"] = lr
             if accelerator.sync_gradients:  # the first micro-batch: the step before is complete

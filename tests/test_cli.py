@@ -137,7 +137,7 @@ REFUSED = {
     "doctor --save no/d.json": "--save no/d.json: must be a file in a folder that is there",
     "doctor --against no.json": "--against no.json: cannot be read (No such file or directory)",
     f"doctor --against {__file__}": f"--against {__file__}: cannot be read (not from doctor --save",
-    "verify --inject seed": "--inject seed: choose from sampler, gradients, parameter",
+    "verify --inject seed": "--inject seed: choose from sampler, gradients, parameter,",
     # what the Makefile calls
     "multinode --verb bench": "VERB=bench: choose from train, doctor",
     "multinode --machine-rank 0": "MACHINE_RANK: is one of two, e.g. MACHINE_RANK=0 MAIN_PROCESS_I",

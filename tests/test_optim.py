@@ -103,3 +103,27 @@ def test_muon_moves_kernels_by_its_own_rule_and_all_else_as_adamw() -> None:
             direction = orthogonal(ahead.reshape(len(ahead), -1)).reshape(before.shape)
             expected = expected * (1 - 0.1 * 0.5) - KERNEL_STEP * 0.1 * direction
         assert torch.allclose(after, expected, rtol=1e-9, atol=1e-9), name
+
+
+# --- SGD
+
+
+def test_sgd_has_momentum_and_the_same_decay() -> None:
+    torch.manual_seed(0)
+    net = MODELS["mlp"](10, MNIST).double()
+    before = copy.deepcopy(net)
+    optimizer = make_optimizer(net, resolved(optimizer="sgd", lr=0.1, weight_decay=0.5))
+    for _ in range(2):
+        for parameter in net.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    for name, parameter in net.named_parameters():
+        decay, expected, momentum = (
+            0.5 if parameter.ndim >= 2 else 0.0,
+            before.get_parameter(name),
+            0,
+        )
+        for _ in range(2):
+            momentum = 0.9 * momentum + 1 + decay * expected
+            expected = expected - 0.1 * momentum
+        assert torch.allclose(parameter, expected, rtol=1e-12), name

@@ -68,6 +68,8 @@ def test_all_checks_pass_here(
         ("sampler", {"samples", "gradients", "weights"}),
         ("gradients", {"gradients", "weights"}),
         ("parameter", {"gradients", "weights", "replicas"}),
+        ("epoch", {"samples", "weights"}),
+        ("schedule", {"learning rates", "weights"}),
     ],
 )
 def test_an_injected_fault_is_caught_by_the_check_that_is_meant_to(
@@ -75,8 +77,35 @@ def test_an_injected_fault_is_caught_by_the_check_that_is_meant_to(
 ) -> None:
     checks = list(proofs.equal_to_one(proofs.watched_run(2, tmp_path, MLP, fault), alone))
     assert failed(checks) == fails
+    assert is_caught(fault, checks)
+
+
+def is_caught(fault: str, checks: list[CheckResult]) -> bool:
     summary = proofs.failure_summary(checks, fault) or ""
-    assert summary.startswith(f"verify --inject {fault}: caught by '{CAUGHT_BY[fault]}'")
+    return summary.startswith(f"verify --inject {fault}: caught by '{CAUGHT_BY[fault]}'")
+
+
+def test_padded_rows_in_the_metrics_are_caught(alone: Watched) -> None:
+    check = proofs.metrics_are_exact(2, alone, "padding")
+    assert check.text == "2 processes: 2 of 4 splits' confusion matrices differ, must be 0"
+    assert is_caught("padding", [check])
+
+
+def test_a_rank_that_leaves_is_caught(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = proofs.config_of(Verify(inject="exit", model="mlp"))
+    assert config.distribution.dist_timeout == 5
+    *_, last = proofs.verify([2], "exit", config)
+    assert isinstance(last, CheckResult)
+    assert last.text.startswith("PeerError: lost contact with rank 1 of 2 (")
+    assert is_caught("exit", [last])
+
+
+def test_sgd_is_proven_too(tmp_path: Path) -> None:
+    config = watch.proof_config(model="mlp", optimizer="sgd")
+    one, two = (proofs.watched_run(size, tmp_path, config) for size in (1, 2))
+    checks = [*proofs.equal_to_one(two, one), proofs.resume_is_exact(two)]
+    assert [check.name for check in checks if check.status == FAIL] == []
 
 
 def test_a_fault_that_is_not_caught_is_a_failure_too(
@@ -120,9 +149,12 @@ def test_a_run_that_was_not_interrupted_proves_nothing(
 
 def test_a_net_that_depends_on_the_number_of_processes_is_found(tmp_path: Path) -> None:
     """BatchNorm of each process's own share is not that of the batch."""
-    config = watch.proof_config(model="cnn_bn")
-    one, two = (proofs.watched_run(size, tmp_path, config) for size in (1, 2))
-    assert failed(list(proofs.equal_to_one(two, one))) == {"gradients", "weights"}
+    config = proofs.config_of(Verify(inject="batchnorm"))
+    assert config.recipe.model == "cnn_bn"
+    one = proofs.watched_run(1, tmp_path, config)
+    checks = list(proofs.equal_to_one(proofs.watched_run(2, tmp_path, config, "batchnorm"), one))
+    assert failed(checks) == {"gradients", "weights"}
+    assert is_caught("batchnorm", checks)
 
 
 def test_a_run_that_breaks_down_is_a_failed_check(monkeypatch: pytest.MonkeyPatch) -> None:

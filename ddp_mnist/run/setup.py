@@ -12,7 +12,7 @@ from ddp_mnist.cluster.launch import Launch
 from ddp_mnist.cluster.rendezvous import check_same
 from ddp_mnist.cluster.signals import listen
 from ddp_mnist.cluster.world import World
-from ddp_mnist.config import ResolvedConfig, TrainConfig, resolve_recipe
+from ddp_mnist.config import ResolvedConfig, TrainConfig, resolve_recipe, wrong_on_purpose
 from ddp_mnist.data import cache
 from ddp_mnist.data.batches import ImageData
 from ddp_mnist.data.sources import from_anywhere
@@ -83,7 +83,8 @@ def resolve_and_load(
         "dataset", lambda: cache.choose(config.run.dataset, cache_dir, reading, console.print)
     )
     images = cache.load(name, cache_dir, reading, log=console.print)
-    images = replace(images, warnings=[*notes, *images.warnings])
+    wrong = wrong_on_purpose(config.recipe.inject)
+    images = replace(images, warnings=[*wrong, *notes, *images.warnings])
     store.barrier("data")
     if found:
         resume.check_images(name, images.digest, found)
@@ -105,15 +106,19 @@ def check_net(config: TrainConfig, images: ImageData) -> str:
     """Make the net once and throw it away: what is wrong with it is said before a folder is made.
 
     Return what --weights gives it, in words. Raise as `build_net` and `trial.check` do, or
-    UsageError for --sync-bn without BatchNorm.
+    UsageError for --sync-bn or --inject batchnorm without BatchNorm.
     """
     recipe = config.recipe
     net = build_net(recipe.model, images.classes, images.preparation)
     trial.check(net, recipe.model, len(images.classes), images.preparation.shape)
-    if config.distribution.sync_bn and not has_batch_norm(net):
-        raise UsageError(
-            f"--sync-bn: {recipe.model} has no BatchNorm; use --model cnn_bn or leave it out"
-        )
+    for needs, typed in (
+        (config.distribution.sync_bn, "--sync-bn"),
+        (recipe.inject == "batchnorm", "--inject batchnorm"),
+    ):
+        if needs and not has_batch_norm(net):
+            raise UsageError(
+                f"{typed}: {recipe.model} has no BatchNorm; use --model cnn_bn or leave it out"
+            )
     if config.initial_weights is None:
         return ""
     return load_weights(net.net, config.initial_weights, images.classes)

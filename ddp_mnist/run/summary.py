@@ -15,7 +15,7 @@ from tqdm import tqdm
 from ddp_mnist import nets
 from ddp_mnist.cluster import hardware
 from ddp_mnist.cluster.world import World
-from ddp_mnist.config import ResolvedConfig, TrainConfig
+from ddp_mnist.config import ResolvedConfig, TrainConfig, wrong_on_purpose
 from ddp_mnist.data.batches import ImageData
 from ddp_mnist.errors import printable
 from ddp_mnist.flags import flag_fields, flag_name
@@ -154,6 +154,7 @@ def summarise(
         "seed": config.run.seed,
         "model": recipe.model,
         "weights": recipe.weights,
+        "inject": recipe.inject,
         "train_seconds": round(seconds, 3),
         "save_seconds": round(progress.save_seconds, 3),
         "total_seconds": round(time.monotonic() - state.started, 3),
@@ -197,7 +198,7 @@ def last_lines(outcome: dict[str, Any], run: RunFolder) -> str:
     if outcome["test_accuracy"] < guessed + 0.1 * (1 - guessed):
         lines["careful"] = "that is hardly better than guessing; use a lower --lr, or more --epochs"
     see = f"see        {program()} report {run.path}"  # a command is not wrapped, however long
-    return f"{result}\n{panel(lines)}\n{see}"
+    return "\n".join([result, panel(lines), see, *wrong_on_purpose(outcome["inject"])])
 
 
 def program() -> str:

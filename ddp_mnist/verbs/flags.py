@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from ddp_mnist.cluster.launch import CONFIGS
+from ddp_mnist.config import FAULTS
 from ddp_mnist.flags import Flags, argument, flag
 
 RUN = "Run folder, e.g. runs/latest."
@@ -13,17 +14,21 @@ EXPORTS = {  # the file of each format
     "torch": "model.pt2",
     "onnx": "model.onnx",
 }
-FAULTS = {  # a sentence of each
-    "sampler": "each rank shuffles with a seed of its own",
-    "gradients": "gradients are summed over the ranks, not averaged",
-    "parameter": "DDP does not synchronise one parameter",
-}
 BENCHES = {  # a sentence of each
     "loop": "Time train.py's loop against plain_ddp.py's (a minute).",
     "startup": "Time the start, up to the first step, against a minimal program (two minutes).",
     "scaling": "Time 1 to N processes against as many independent ones, and a step (minutes).",
 }
-CAUGHT_BY = {"sampler": "samples", "gradients": "gradients", "parameter": "replicas"}  # a check
+CAUGHT_BY = {  # the check that finds a fault of train --inject
+    "sampler": "samples",
+    "gradients": "gradients",
+    "parameter": "replicas",
+    "epoch": "samples",
+    "padding": "metrics",
+    "exit": "runs",
+    "batchnorm": "weights",
+    "schedule": "learning rates",
+}
 
 
 @dataclass(frozen=True)

@@ -19,11 +19,12 @@ import torch
 from ddp_mnist.cluster.launch import find_launch
 from ddp_mnist.cluster.local_world import LocalWorld, run_world
 from ddp_mnist.cluster.world import join_world
-from ddp_mnist.config import Distribution, Recipe, TrainConfig, resolve_recipe
+from ddp_mnist.config import OF_FAULTS, Distribution, Recipe, TrainConfig, resolve_recipe
 from ddp_mnist.data import cache
 from ddp_mnist.data.batches import Rows
 from ddp_mnist.data.sources import from_anywhere
 from ddp_mnist.errors import CheckFailed, DdpMnistError, UsageError
+from ddp_mnist.faults import prepare_padded
 from ddp_mnist.run import results, weights
 from ddp_mnist.run.console import Console
 from ddp_mnist.run.evaluation import evaluate_split, prepare_split
@@ -80,9 +81,13 @@ def config_of(flags: Verify) -> TrainConfig:
     rows = len(cache.load(flags.dataset).train_labels)
     recipe = resolve_recipe(Recipe(**watch.PROOF), rows, 1)
     epochs = math.ceil(watch.STEPS / recipe.steps_per_epoch)
-    config = proof_config(model=flags.model, epochs=epochs)
+    changed = OF_FAULTS.get(flags.inject, {}) if flags.model == Verify.model else {}
+    config = proof_config(**{"model": flags.model, "epochs": epochs, **changed})
     run = replace(config.run, dataset=from_anywhere(flags.dataset))
-    return replace(config, run=run)
+    if flags.inject != "exit":
+        return replace(config, run=run)
+    soon = replace(config.distribution, dist_timeout=5)  # it is waited for
+    return replace(config, run=run, distribution=soon)
 
 
 def named(config: TrainConfig, run_dir: str, **recipe: Any) -> TrainConfig:
@@ -102,8 +107,8 @@ def verify(
     """Yield check results as they come, and lines that show which rank took which images.
 
     Each of `sizes` processes is compared with one. A run that breaks down is a failed check, and
-    the last one. `fault`, one of FAULTS, is injected into all runs but that of one process; runs of
-    resume, accumulation and metrics take no fault: these checks are left out.
+    the last one. `fault`, one of FAULTS, is injected into all runs but that of one process; those
+    of resume and accumulation take no fault: these checks are left out.
     """
     with tempfile.TemporaryDirectory(prefix="ddp-mnist-verify-") as scratch:
         try:
@@ -113,12 +118,11 @@ def verify(
                 yield from who_took_what(run)
                 if size > 1:
                     yield from equal_to_one(run, alone)
-                if fault:
-                    continue
-                yield resume_is_exact(run)
-                yield accumulation_is_exact(size, alone)
+                if not fault:
+                    yield resume_is_exact(run)
+                    yield accumulation_is_exact(size, alone)
                 if size > 1:
-                    yield metrics_are_exact(size, alone)
+                    yield metrics_are_exact(size, alone, fault)
         except (DdpMnistError, OSError) as error:
             yield results.failed("runs", f"{type(error).__name__}: {error}", FIX)
 
@@ -126,8 +130,8 @@ def verify(
 def watched_run(
     size: int, folder: Path, config: TrainConfig | None = None, fault: str | None = None
 ) -> Watched:
-    config = named(config or proof_config(), f"on-{size}")
-    ranks = run_world(size, watch.train_and_watch, config, fault, folder=folder)
+    config = named(config or proof_config(), f"on-{size}", inject=fault)
+    ranks = run_world(size, watch.train_and_watch, config, folder=folder)
     return Watched(config, folder / f"on-{size}", ranks)
 
 
@@ -179,11 +183,12 @@ def accumulation_is_exact(size: int, alone: Watched) -> CheckResult:
     return bounded("accumulation", size, f"weights by {PARTS} parts a step", difference)
 
 
-def metrics_are_exact(size: int, alone: Watched) -> CheckResult:
+def metrics_are_exact(size: int, alone: Watched, fault: str | None = None) -> CheckResult:
     """Compare confusion matrices with counts by hand, on shards of unequal length too."""
     run, dataset = str(alone.folder), alone.config.run.dataset
     images = cache.load(dataset)
-    counted = run_world(size, count_shards, run, dataset, folder=alone.folder.parent)[0]
+    shards = (count_shards, run, dataset, fault)
+    counted = run_world(size, *shards, folder=alone.folder.parent)[0]
     net, classes = weights.from_bytes(weights.read_bytes(run), run).model, len(images.classes)
     with torch.no_grad():
         cells = classes * images.test_labels + net(images.test_images).argmax(1)
@@ -194,14 +199,15 @@ def metrics_are_exact(size: int, alone: Watched) -> CheckResult:
     return exact("metrics", size, "splits' confusion matrices", counted, by_hand)
 
 
-def count_shards(run: str, dataset: str) -> list[list[list[int]]]:
+def count_shards(run: str, dataset: str, fault: str | None) -> list[list[list[int]]]:
     """Return the confusion matrix of each of SHARDS, counted by all ranks together."""
     flags, images, matrices = Distribution(cpu=True), cache.load(dataset), []
+    prepare = prepare_padded if fault == "padding" else prepare_split
     with join_world(flags, find_launch(flags), full_precision=True) as world:
         net = weights.from_bytes(weights.read_bytes(run), run).model
         for count_of_rows, per_process in SHARDS:
             rows = Rows(images.test_images[:count_of_rows], images.test_labels[:count_of_rows])
-            loader = prepare_split(world.accelerator, rows, per_process)
+            loader = prepare(world.accelerator, rows, per_process)
             metrics = evaluate_split(world.accelerator, net, loader, len(images.classes))
             matrices.append(metrics.confusion)
     return matrices

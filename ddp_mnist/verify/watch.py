@@ -1,17 +1,16 @@
 """Small runs of the real trainer, watched from outside: what `verify` and the tests compare.
 
 Nothing here takes part in a training: torch's public hooks see what the net is given and what the
-optimizer steps by. An injected fault comes through the same hooks, to show that a check can fail.
+optimizer steps by.
 """
 
-import contextlib
 import dataclasses
 import hashlib
+import itertools
 import json
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,14 +18,14 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer
 
 from ddp_mnist import train
 from ddp_mnist.cluster.launch import find_launch
 from ddp_mnist.cluster.local_world import preload
 from ddp_mnist.cluster.world import join_world
 from ddp_mnist.config import Distribution, Recipe, Run, TrainConfig
+from ddp_mnist.faults import before_each_step, injected
 from ddp_mnist.run.folder import METRICS, MODEL, RunFolder
 from ddp_mnist.run.setup import open_run
 from ddp_mnist.run.weights import digest_of
@@ -61,8 +60,8 @@ def just_train(config: TrainConfig) -> dict[str, Any]:
     return train.train(config, find_launch(config.distribution))
 
 
-def train_and_watch(config: TrainConfig, fault: str | None = None) -> Seen:
-    """Train as `train` does, or with one of FAULTS, and return what was seen of it."""
+def train_and_watch(config: TrainConfig) -> Seen:
+    """Train as `train` does, and return what was seen of it."""
     seen, nets, launch = Seen(), list[nn.Module](), find_launch(config.distribution)
 
     def look(net: nn.Module, inputs: tuple[Tensor]) -> None:
@@ -72,13 +71,9 @@ def train_and_watch(config: TrainConfig, fault: str | None = None) -> Seen:
     def build(*arguments: Any) -> nn.Module:
         nets.append(train.build_model(*arguments))
         nets[0].register_forward_pre_hook(look)
-        if fault == "parameter":
-            leave_out_last_parameter(nets[0])
         return nets[0]
 
     def look_at_step(optimizer: Optimizer, gradients: list[Tensor]) -> None:
-        if fault == "gradients":
-            torch._foreach_mul_(gradients, launch.world_size)
         seen.learning_rates.append(optimizer.param_groups[0]["lr"])
         seen.gradient_norms.append(torch.nn.utils.get_total_norm(gradients).item())
 
@@ -86,47 +81,22 @@ def train_and_watch(config: TrainConfig, fault: str | None = None) -> Seen:
         RunFolder() as folder,
         join_world(config.distribution, launch) as world,
         open_run(config, world, launch, folder) as run,
+        injected(run, build) as arguments,
         before_each_step(look_at_step),
     ):
         assert run, "a finished run has nothing to watch"
-        if fault == "sampler":
-            own = dataclasses.replace(run.config.run, seed=run.config.run.seed + launch.rank)
-            run.config = dataclasses.replace(run.config, run=own)
-        seen.summary = train.fit(run, build)
+        seen.summary = train.fit(run, **arguments)
         seen.weights = digest_of(nets[0])
     return seen
-
-
-@contextlib.contextmanager
-def before_each_step(function: Callable[[Optimizer, list[Tensor]], None]) -> Iterator[None]:
-    """Call `function` before each optimizer step in the block, with the averaged gradients too."""
-
-    def hook(optimizer: Optimizer, *_: Any) -> None:
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        # Muon's step ends with AdamW's, where the hook may run again, without kernels' gradients.
-        if len(gradients) == len(parameters):
-            function(optimizer, gradients)
-
-    handle = register_optimizer_step_pre_hook(hook)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-def leave_out_last_parameter(net: nn.Module) -> None:
-    """Mark it as one that DistributedDataParallel is not to synchronise."""
-    last = [name for name, _ in net.named_parameters()][-1]
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, [last])
 
 
 def train_until(config: TrainConfig, step: int, number: int = signal.SIGTERM, by: int = 0) -> None:
     """Train; rank `by` gets the signal `number` in optimizer step `step`, before the update."""
 
-    def strike(optimizer: Optimizer, _: list[Tensor]) -> None:
-        taken = max((int(state["step"]) for state in optimizer.state.values()), default=0)
-        if taken == step and os.environ.get("RANK", "0") == str(by):
+    calls = itertools.count()
+
+    def strike(*_: Any) -> None:
+        if next(calls) == step and os.environ.get("RANK", "0") == str(by):
             os.kill(os.getpid(), number)
             time.sleep(0.05)  # another thread notes it
 

@@ -1,0 +1,144 @@
+"""`train --inject` makes the mistake that it names, says so, and does nothing without the flag."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ddp_mnist import train
+from ddp_mnist.cluster.local_world import LocalWorld, run_world
+from ddp_mnist.config import FAULTS, Recipe, TrainConfig, resolve_recipe
+from ddp_mnist.data.batches import Rows
+from ddp_mnist.errors import CheckpointError, PeerError, UsageError
+from ddp_mnist.faults import SameOrder, injected, stepped_by_each_of
+from ddp_mnist.run.folder import read_json
+from ddp_mnist.verbs.flags import CAUGHT_BY
+from ddp_mnist.verify.watch import just_train, proof_config, resumed
+from tests.training import metrics, what_it_says, with_flags
+
+BATCHNORM = TrainConfig.of({"inject": "batchnorm"})
+
+
+def config(fault: str | None, run_dir: str = "run", **flags: Any) -> TrainConfig:
+    """Return two epochs of the digits on two processes."""
+    return with_flags(proof_config(run_dir, model="mlp", inject=fault), epochs=2, **flags)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str]]:
+    """Yield the folder of a run with a fault, and what rank 0 printed."""
+    folder = tmp_path_factory.mktemp("inject")
+    [said, _] = run_world(2, what_it_says, config("schedule", quiet=False), folder=folder)
+    yield folder / "run", said
+
+
+def test_a_run_with_a_fault_says_so_first_last_and_in_its_files(run: tuple[Path, str]) -> None:
+    folder, said = run
+    line = f"WRONG ON PURPOSE, --inject schedule: {FAULTS['schedule']}"
+    lines = said.splitlines()
+    assert line in lines[:2]  # the cache may say first that it read the digits
+    assert (lines[-1], said.count(line)) == (line, 2)
+    assert read_json(folder / "config.json")["recipe"]["inject"] == "schedule"
+    summary = read_json(folder / "summary.json")
+    assert (summary["inject"], summary["notes"][0]) == ("schedule", line)
+
+
+def test_two_processes_step_the_schedule_twice(run: tuple[Path, str]) -> None:
+    rates = [line["lr"] for line in metrics(run[0])]
+    right = [train.learning_rate(step, 30, 1e-2, 0.1) for step in range(30)]
+    assert rates == right[::2] + [0] * 15
+
+
+def test_a_resumed_run_keeps_its_fault(run: tuple[Path, str]) -> None:
+    folder, _ = run
+    other = resumed(config("schedule"), epochs=3, inject="epoch")
+    for outcome in LocalWorld(2, just_train, other, folder=folder.parent).outcomes():
+        assert isinstance(outcome, CheckpointError) or outcome.code == CheckpointError.code
+    [outcome, _] = LocalWorld(2, just_train, other, folder=folder.parent).outcomes()
+    assert str(outcome).startswith("--inject epoch: ")
+    assert "was made with schedule; leave it as it was" in str(outcome)
+    more = resumed(config(None), epochs=3)
+    [summary, _] = run_world(2, just_train, more, folder=folder.parent)
+    assert (summary["inject"], summary["epochs"]) == ("schedule", 3)
+
+
+def test_a_rank_that_leaves_is_waited_for_and_named(tmp_path: Path) -> None:
+    leaves = config("exit", dist_timeout=2)
+    outcomes = LocalWorld(3, just_train, leaves, folder=tmp_path).outcomes()
+    assert [outcome.code for outcome in outcomes] == [PeerError.code] * 3
+    status = read_json(tmp_path / "run" / "status.json")
+    assert status["exit_code"] == 6
+    assert status["error"].startswith("lost contact with rank 2 of 3 (")
+
+
+@pytest.mark.parametrize("fault", [None, *FAULTS])
+def test_one_process_cannot_make_most_of_them(fault: str | None) -> None:
+    assert FAULTS.keys() == CAUGHT_BY.keys()
+    if fault in (None, "epoch"):
+        assert resolve_recipe(Recipe(inject=fault), 1437, 1).inject == fault
+        return
+    assert resolve_recipe(Recipe(inject=fault), 1437, 2).inject == fault
+    with pytest.raises(UsageError, match=f"^--inject {fault}: one process cannot"):
+        resolve_recipe(Recipe(inject=fault), 1437, 1)
+
+
+def test_batchnorm_takes_a_net_that_has_it(tmp_path: Path) -> None:
+    assert BATCHNORM.recipe.model == "cnn_bn"
+    without = config("batchnorm")
+    [outcome, _] = LocalWorld(2, just_train, without, folder=tmp_path).outcomes()
+    assert str(outcome) == (
+        "--inject batchnorm: mlp has no BatchNorm; use --model cnn_bn or leave it out"
+    )
+
+
+def test_padded_rows_are_counted(tmp_path: Path) -> None:
+    """287 rows for validation are filled up to 288 on two processes, and all of them counted."""
+    [right, _], [wrong, _] = (
+        run_world(2, just_train, config(fault, str(fault)), folder=tmp_path)
+        for fault in (None, "padding")
+    )
+    assert wrong["test_accuracy"] == right["test_accuracy"]  # of 360: these come out even
+    [*_, right_one], [*_, wrong_one] = (
+        metrics(tmp_path / name, "val_accuracy") for name in ("None", "padding")
+    )
+    assert right_one["val_accuracy"] * 287 == pytest.approx(round(right_one["val_accuracy"] * 287))
+    assert wrong_one["val_accuracy"] * 288 == pytest.approx(round(wrong_one["val_accuracy"] * 288))
+    assert wrong_one["val_loss"] != right_one["val_loss"]
+
+
+def test_the_order_stays_and_the_rate_ends_at_zero() -> None:
+    rows = Rows(torch.zeros(12, 1, 1, 1), torch.zeros(12))
+    order = SameOrder(rows, 4, seed=0)
+    epochs = []
+    for epoch in range(2):
+        order.begin(epoch)
+        epochs.append(torch.cat([*order]).tolist())
+    assert epochs[0] == epochs[1]
+    order.begin(1, first_step=1)
+    assert torch.cat([*order]).tolist() == epochs[0][4:]
+    rate = stepped_by_each_of(4)
+    assert [rate(step, 8, 1.0, 0.0) for step in range(4)] == [1.0, 0.5, 0, 0]
+
+
+def test_without_the_flag_fit_gets_what_it_always_got() -> None:
+    for run in (None, Nothing()):
+        with injected(run, train.build_model) as arguments:  # type: ignore[arg-type]
+            assert arguments == {"build": train.build_model}
+
+
+class Nothing:
+    """A session of which only the recipe is asked."""
+
+    config = TrainConfig()
+
+
+def test_the_help_lists_them(capsys: pytest.CaptureFixture[str]) -> None:
+    from ddp_mnist import cli
+
+    for verb in ("train", "verify"):
+        with pytest.raises(SystemExit):
+            cli.main([verb, "--help"])
+        printed = capsys.readouterr().out
+        assert all(f"\n{name:<11} {what}" in printed for name, what in FAULTS.items())
