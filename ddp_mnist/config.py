@@ -146,7 +146,8 @@ class Recipe(Flags):
     )
     optimizer: str | None = flag(
         None,
-        "muon: orthogonal steps for convolutions, AdamW for the rest [muon for cnn*, else adamw].",
+        "muon: orthogonal steps for convolutions, AdamW for the rest; sgd: momentum 0.9"
+        " [muon for cnn*, else adamw].",
         choices=("adamw", "muon", "sgd"),
     )
     lr: float = flag(1e-2, "Peak learning rate.", above=0, most=100)
@@ -179,7 +180,7 @@ class Recipe(Flags):
     )
     max_grad_norm: float | None = flag(None, "Clip each step's gradient to this norm.", above=0)
     inject: str | None = flag(
-        None, "A fault, to see what it does: one of those below.", choices=FAULTS
+        None, "Make this mistake on purpose: one of those below.", choices=FAULTS
     )
 
     def __post_init__(self) -> None:

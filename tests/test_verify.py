@@ -87,7 +87,7 @@ def is_caught(fault: str, checks: list[CheckResult]) -> bool:
 
 def test_padded_rows_in_the_metrics_are_caught(alone: Watched) -> None:
     check = proofs.metrics_are_exact(2, alone, "padding")
-    assert check.text == "2 processes: 2 of 4 splits' confusion matrices differ, must be 0"
+    assert check.text == "2 processes: 3 of 4 splits' confusion matrices differ, must be 0"
     assert is_caught("padding", [check])
 
 
