@@ -184,7 +184,7 @@ def together(ports: list[int]) -> None:
     """Provoke what takes two; rank 1 ends in the middle, so what is said goes to files."""
     rank, said = int(os.environ["RANK"]), {}
     for fault, port in zip(FAULTS, ports, strict=True):
-        start(port, rank, 2)
+        start(port, rank, 2, timeout_s=1 if fault == one_is_late else 60)
         try:
             fault(rank)
         except RuntimeError as error:
