@@ -36,7 +36,9 @@ from ddp_mnist.verbs import evaluate as evaluation
 from ddp_mnist.verbs import predict as prediction
 from ddp_mnist.verbs.flags import Evaluate, Predict
 
-KEPT: list[dist.Store] = []  # debug_launcher's: its end removes a file, which the launcher does too
+KEPT: list[
+    dist.Store
+] = []  # debug_launcher's: closing it removes a file that the launcher removes too
 STATES = (PartialState, AcceleratorState, GradientState)
 
 
@@ -44,8 +46,8 @@ def train(**flags: Any) -> dict[str, Any]:
     """Train as `ddp-mnist train` does. Return what summary.json holds; {} after `dry_run`.
 
     All are keywords, as `dataset="photos"`; `model` and `metrics` may be classes and functions of a
-    file that can be imported, which counts as it is at the call. Of a run that `resume` names and
-    that has finished, return its summary.
+    file that can be imported, which is read again at each call. If `resume` names a finished run,
+    return its summary.
     """
     config = TrainConfig.of(checked(flags, Run, Recipe, Distribution))
     with process_as_found():
@@ -92,8 +94,8 @@ def checked(typed: dict[str, Any], *groups: type[Flags]) -> dict[str, Any]:
 def process_as_found() -> Iterator[None]:
     """Restore at the end what a run changes in its process, which may be a notebook's.
 
-    That is the environment, sys.path, the number of threads, torch's random state, and what is one
-    for all Accelerators of a process: notebook_launcher refuses to start where there is any.
+    That is the environment, sys.path, the number of threads, torch's random state, and what all
+    Accelerators of a process share: notebook_launcher refuses to start where there is any.
     """
     if threading.current_thread() is not threading.main_thread():
         raise UsageError(

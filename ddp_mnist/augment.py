@@ -1,4 +1,4 @@
-"""Random changes of a whole batch of images, the same for a sample on whichever rank it is.
+"""Random changes of a whole batch of images, the same for a sample on every rank.
 
 One table of random numbers per epoch, made from (seed, epoch) and read by sample number: neither
 the world size nor a resume can change what happens to an image. The last epochs change images

@@ -75,8 +75,8 @@ class Run(Flags):
         return Reading.of(vars(self))
 
 
-# Our nets, with the optimizer of each. Muon costs theirs a tenth of a step on a CPU, and resnet18
-# three times the rest of it: other people's nets get adamw.
+# Our nets, with the optimizer of each. On a CPU, Muon makes their step a tenth longer, and that of
+# resnet18 four times as long: nets that are not ours get adamw.
 NETS = {
     "cnn": "muon",
     "cnn_deep": "muon",
@@ -304,9 +304,9 @@ def resolve_recipe(recipe: Recipe, rows: int, world_size: int) -> ResolvedRecipe
     """Return the recipe with all that was left open filled in for this data and world size.
 
     A step takes 144 images (1, 2, 3, 4, 6 and 8 processes divide that), or 72 of a small set, or
-    what divides evenly next to it; a run takes as many epochs as make 300 steps. With --preset
-    accurate it is twice the batch and 4,000 steps. `rows` are the images of the train split, those
-    for validation still among them. Raises UsageError for what does not fit data or world size.
+    the next size that divides evenly; a run takes as many epochs as make 300 steps. With --preset
+    accurate it is twice the batch and 4,000 steps. `rows` counts the train split, with
+    those for validation. Raises UsageError for what does not fit data or world size.
     """
     val_size = min(5000, rows // 5) if recipe.val_size is None else recipe.val_size
     train_rows = rows - val_size
@@ -322,11 +322,11 @@ def resolve_recipe(recipe: Recipe, rows: int, world_size: int) -> ResolvedRecipe
     least = world_size * recipe.grad_accum
     legal = range(least, train_rows + 1, least)
     rule = (
-        f"must divide by {least} (world size {world_size} x --grad-accum {recipe.grad_accum}) and"
-        f" be at most {train_rows}, the train images without {val_size} for validation"
+        f"must be divisible by {least} (world size {world_size} x --grad-accum {recipe.grad_accum})"
+        f" and at most {train_rows}, the train images without {val_size} for validation"
     )
     if not legal:
-        raise UsageError(f"--batch-size: {rule}; use fewer processes or parts")
+        raise UsageError(f"--batch-size: {rule}; use fewer processes or micro-batches")
 
     def nearest(size: int) -> list[int]:
         """Return the legal size below and the one above, or the last one at either end."""

@@ -13,16 +13,16 @@ from torch import Tensor, nn
 
 from ddp_mnist.data.preparation import Preparation, Shape
 
-# Goes up when a net computes something else with the same weights: older ones are then refused.
+# Goes up when a net computes something else with the same weights: older files are then refused.
 VERSION = 3
 MNIST: Shape = (1, 28, 28)
 
 
 class Normalised(nn.Module):
-    """A net behind the pixels: uint8 [B, C, H, W] get mean 0 and deviation 1 in each channel.
+    """A net that takes pixels: uint8 [B, C, H, W] get mean 0 and deviation 1 per channel.
 
-    They become the dtype of the net's weights, so the same pixels feed float32, float64 and
-    autocast. Mean and deviation are numbers and no buffers: DDP would send those in each step.
+    They are converted to the dtype of the net's weights, so float32, float64 and autocast take the
+    same pixels. Mean and deviation are numbers, because DDP would broadcast buffers in each step.
     """
 
     def __init__(self, net: nn.Module, preparation: Preparation) -> None:
@@ -38,7 +38,7 @@ class Normalised(nn.Module):
 
 
 class GreyAsColour(nn.Module):
-    """A net for colour images, given grey ones: its three channels are the same."""
+    """A net for colour images that is given grey ones, as three equal channels."""
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
@@ -57,10 +57,10 @@ class CNN(nn.Module):
     """Two convolutions, the first of 6x6 with stride 2; 37,834 parameters for ten classes.
 
     GroupNorm instead of BatchNorm: a sample's output does not depend on the batch it is in, so N
-    processes compute what one process computes. Normalising after the pooling visits a quarter of
-    the numbers. Of 28x28 the first convolution, without padding, leaves 12x12, so each pooling
-    halves evenly: 14x14 would cost a third more, and the last pooling would drop what it is spent
-    on. Whatever the size of the images, the head sees 3x3.
+    processes compute what one process computes. Normalising after the pooling handles a quarter
+    of the numbers. The first convolution has no padding, so it makes 12x12 of 28x28, which each
+    pooling halves evenly; 14x14 would cost a third more, and the last pooling would drop the extra
+    row and column. Whatever the size of the images, the head sees 3x3.
     """
 
     def __init__(self, classes: int = 10, shape: Shape = MNIST) -> None:
@@ -104,7 +104,7 @@ class CNNDeep(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two hidden layers of 128: the smallest thing that learns."""
+    """Two hidden layers of 128: the smallest net here."""
 
     def __init__(self, classes: int = 10, shape: Shape = MNIST) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ class MLP(nn.Module):
 class CNNBatchNorm(CNN):
     """CNN with BatchNorm: each process normalises by its own share of the batch.
 
-    N processes are therefore not one process, unless --sync-bn makes the statistics global.
+    So N processes do not train as one does, unless --sync-bn makes the statistics global.
     """
 
     def __init__(self, classes: int = 10, shape: Shape = MNIST) -> None:
@@ -137,7 +137,7 @@ MODELS: dict[str, Callable[[int, Shape], nn.Module]] = {
 
 
 def is_known(name: str) -> bool:
-    """Return whether it is one of ours or of torchvision's, and not of the person's own."""
+    """Return whether it is one of ours or of torchvision's, and not the user's own."""
     return name in MODELS or name.startswith("torchvision:")
 
 
@@ -152,7 +152,7 @@ def with_test_views(net: nn.Module, name: str) -> nn.Module:
 class ShiftedViews(nn.Module):
     """The mean of a net's logits over nine views of an image, each moved by up to a pixel.
 
-    This test-time augmentation fixes one error in ten and costs training nothing.
+    This test-time augmentation fixes one error in ten, and training does not get slower.
     """
 
     def __init__(self, net: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""Every net that --model can name: ours, torchvision's, or a class in a file of one's own."""
+"""Every net that --model can name: ours, torchvision's, or a class in the user's own file."""
 
 from collections.abc import Callable, Sequence
 
@@ -20,7 +20,7 @@ def build_net(
     """Return a net that takes a data set's pixels and gives logits [B, classes].
 
     Its weights are new, or those of a file, see `load_weights`. Raise UsageError, in one line, for
-    whatever a net of somebody else's can get wrong.
+    whatever a user's net can get wrong.
     """
     shape, make = preparation.shape, factory_of(name)
     try:
@@ -38,7 +38,7 @@ def build_net(
         )
     if "_modules" not in vars(net):
         raise UsageError(
-            f"--model {name}: is half made; begin its __init__ with super().__init__()"
+            f"--model {name}: is incomplete; begin its __init__ with super().__init__()"
         )
     model = Normalised(net, preparation)
     if any(map(nn.parameter.is_lazy, net.parameters())):  # their shapes come with the first images
@@ -70,13 +70,13 @@ def code_digest(name: str) -> str:
 def memory_format_of(name: str) -> torch.memory_format:
     """Return the order of a net's weights and maps in memory: channels last, which is faster.
 
-    One's own net gets contiguous ones, because it may .view its maps.
+    A user's net gets contiguous ones, because it may .view its maps.
     """
     return torch.channels_last if is_known(name) else torch.contiguous_format
 
 
 def has_batch_norm(net: nn.Module) -> bool:
-    """Return whether its steps depend on how a batch is shared out, without --sync-bn."""
+    """Return whether its steps depend on how a batch is divided, without --sync-bn."""
     return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in net.modules())
 
 

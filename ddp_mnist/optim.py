@@ -1,7 +1,7 @@
 """The optimizer and its learning rate."""
 
 import torch
-import torch._dynamo  # AdamW would import it later, for a second in which signals wait
+import torch._dynamo  # AdamW would import it later, while signals wait for a second
 from torch import Tensor, nn
 
 from ddp_mnist.config import ResolvedRecipe
@@ -11,11 +11,11 @@ KERNEL_STEP = 5.0  # times the learning rate: the spectral norm of a kernel's st
 
 
 class Muon(torch.optim.AdamW):
-    """AdamW, but kernels of convolutions move along their momentum, made orthogonal.
+    """AdamW, except that convolution kernels move along their orthogonalised momentum.
 
     Jordan et al., Muon: an optimizer for hidden layers in neural networks, 2024. A kernel
     [out, in, height, width] is a matrix [out, in x height x width]. torch.optim.Muon takes no
-    kernels and computes in bfloat16, in which N processes would not be one; this one computes in
+    kernels, and computes in bfloat16, where N processes would not equal one; this one computes in
     the dtype of the weights.
     """
 
@@ -33,7 +33,7 @@ class Muon(torch.optim.AdamW):
                 direction = orthogonal(ahead.flatten(1)).reshape(kernel.shape)
                 kernel.mul_(1 - group["lr"] * group["weight_decay"])
                 kernel.sub_(direction, alpha=KERNEL_STEP * group["lr"])
-                kernel.grad = None  # AdamW passes over what has none
+                kernel.grad = None  # AdamW skips parameters that have none
         super().step(closure)
 
 
@@ -61,7 +61,7 @@ def make_optimizer(model: nn.Module, recipe: ResolvedRecipe) -> torch.optim.Opti
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": recipe.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
-    # A short memory of squares: 0.98, some 50 steps, was chosen over 0.999 on validation images.
+    # The second beta is 0.98, a memory of some 50 steps: better than 0.999 on validation images.
     # Fused is faster on a CPU. On a GPU it would skip an fp16 step that overflowed by itself, and
     # the step would count as taken; None lets torch choose the next fastest.
     fused = True if parameters[0].device.type == "cpu" else None

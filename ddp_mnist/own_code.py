@@ -1,4 +1,4 @@
-"""Python code of the person's own, named MODULE:NAME on the command line.
+"""The user's own Python code, named MODULE:NAME on the command line.
 
 A run imports it once, at its start, and what it records of the code is what was imported then: the
 file may be edited while the run goes on.

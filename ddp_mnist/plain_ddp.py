@@ -30,7 +30,7 @@ from ddp_mnist.optim import learning_rate, make_optimizer
 def train_plain(
     images: ImageData, given: Recipe, seed: int, dtype: torch.dtype
 ) -> tuple[nn.Module, float]:
-    """Train in the process group that stands. Return the net and the seconds that it took."""
+    """Train in the existing process group. Return the net and the seconds that it took."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     gpu = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
@@ -47,7 +47,7 @@ def train_plain(
     model = nn.parallel.DistributedDataParallel(net, gradient_as_bucket_view=True)
     optimizer = make_optimizer(model, recipe)
 
-    # DDP settles how it groups the gradients in the first backward, which is thrown away.
+    # DDP settles how it groups the gradients in the first backward, which is discarded.
     model.eval()
     model(rows.__getitems__(torch.arange(share))[0]).sum().backward()
     model.zero_grad()
@@ -108,7 +108,7 @@ def main() -> None:
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
         os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     dist.init_process_group(timeout=timedelta(seconds=300))  # reads RANK, WORLD_SIZE, MASTER_ADDR
-    if torch.cuda.is_available():  # else each process would open GPU 0 too, and wait for that one
+    if torch.cuda.is_available():  # else every process would open GPU 0 as well
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     recipe = Recipe(epochs=arguments.epochs)
     net, seconds = train_plain(images, recipe, arguments.seed, torch.float32)

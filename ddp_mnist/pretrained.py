@@ -1,4 +1,4 @@
-"""The weights that a net begins with, of a file: what --weights names."""
+"""The weights that a net starts from, in the file that --weights names."""
 
 import json
 from collections.abc import Sequence
@@ -52,7 +52,7 @@ def load_weights(net: nn.Module, file: str, classes: Sequence[str]) -> str:
         outputs = given[last[0]].shape[:1].numel()
         given |= {key: own[key] for key in last}
         what = f"{outputs} classes" if outputs != len(classes) else "other classes or sizes"
-        said += f"; {' and '.join(last)} begin anew: made for {what}"
+        said += f"; {' and '.join(last)} are initialised again: made for {what}"
     net.load_state_dict(given)
     return said
 

@@ -1,4 +1,4 @@
-"""The training run, from the first process met to the test accuracy.
+"""The training run, from joining the other processes to the test accuracy.
 
     python -m ddp_mnist train --dataset digits
     accelerate launch --config_file accelerate_configs/multi_cpu.yaml -m ddp_mnist train
@@ -73,8 +73,8 @@ def fit(
 ) -> dict[str, Any]:
     """Train, validate after each epoch, test once. Return the summary.
 
-    `build` makes the net; verify and doctor hand in one that keeps hold of it. A fault is handed
-    in by any of the four, see faults.py.
+    `build` makes the net; verify and doctor pass one that keeps a reference to it. A fault passes
+    any of the four, see faults.py.
     """
     recipe, flags, seed = run.config.recipe, run.config.run, run.config.run.seed
     accelerator, stop, preparation = run.world.accelerator, run.stop, run.images.preparation
@@ -94,7 +94,7 @@ def fit(
     val_loader, test_loader = (prepare(accelerator, rows) for rows in (val_rows, test_rows))
     import_evaluate_meanwhile(accelerator)
 
-    # All that changes from here on: from the beginning, or as a checkpoint left it.
+    # All that training changes: new, or as a checkpoint left it.
     state = State(net, optimizer, accelerator.scaler, run.world.started)
     progress = run.restore(state)
     run.save_when_stopped(state)
@@ -148,7 +148,7 @@ def fit(
                 meter.restart_clock()
             stop.obey(stop_requests, accelerator.is_main_process)  # on a signal: save and end
 
-        # Validate on images held out. All ranks get the same numbers, so all decide alike.
+        # Validate on images held out. All ranks get the same numbers, so all decide the same.
         validation = None
         if recipe.val_size:
             run.phase("validation", progress)
@@ -157,7 +157,7 @@ def fit(
         means = state.end_epoch(recipe, validation)  # counts it; may set stopped_by
         run.log_epoch(means, progress, validation)
 
-    # Save, then test once, in full precision, the weights that are kept.
+    # Save, then test the weights that are kept once, in full precision.
     run.save(state)
     run.phase("test", progress)
     kept = accelerator.unwrap_model(model, keep_fp32_wrapper=False, keep_torch_compile=False)
@@ -171,5 +171,5 @@ def fit(
     return run.finish(state, kept, test)
 
 
-if __name__ == "__main__":  # as a script: begin anew, without this folder's names on the path
+if __name__ == "__main__":  # as a script: restart as a module, without this folder on sys.path
     os.execv(sys.executable, [sys.executable, "-m", "ddp_mnist", "train", *sys.argv[1:]])

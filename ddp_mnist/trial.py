@@ -1,4 +1,4 @@
-"""A net is tried before there is a run, forward and backward; what is wrong with it is one line."""
+"""Try a net, forward and backward, before there is a run; what is wrong with it is one line."""
 
 import torch
 from torch import Tensor, nn

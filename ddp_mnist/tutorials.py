@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from ddp_mnist.errors import UsageError
 
-# By flag our words for the same; or, where we have none, why, and the words to type instead.
+# For each flag our equivalent; or, if there is none, the reason and the words to type instead.
 IN_TUTORIALS: dict[str, str | tuple[str, str]] = {
     "--amp": "--mixed-precision auto",  # fp16 on a GPU; theirs does nothing on a CPU
     "--dist-backend": "--backend",

@@ -160,7 +160,7 @@ def check_passed_over(damaged: bytes, folder: Path) -> None:
     with pytest.raises(CheckpointError) as refused:
         read_newest(folder)
     found = f"({at(folder, 1).name} {DAMAGED})"
-    assert str(refused.value).startswith(f"{folder}: holds no complete checkpoint {found}; begin")
+    assert str(refused.value).startswith(f"{folder}: holds no complete checkpoint {found}; start")
     with pytest.raises(CheckpointError, match=f"^here: {DAMAGED}; remove it"):
         from_bytes(damaged, "here")
 
@@ -205,8 +205,8 @@ def test_fault_07_each_damaged_one_is_reported(tmp_path: Path) -> None:
     ("files", "message"),
     [
         ({1: b"", 2: b"x", 3: b""}, r"1.pt is damaged .* in another --run-dir$"),
-        ({}, r"\(nor any other\); begin it anew with --resume auto"),
-        (None, r"\(nor any other\); begin it anew with --resume auto"),
+        ({}, r"\(it has none\); start it again with --resume auto"),
+        (None, r"\(it has none\); start it again with --resume auto"),
     ],
 )
 def test_fault_07_where_none_is_whole_all_stay_as_they_are(

@@ -268,7 +268,7 @@ def test_fault_28_auto_falls_back_for_a_lack_of_data_only(
     assert choose("auto", str(cache)) == ("mnist", ["it was built again"])
     loaded.side_effect = DataError("no data; do this; or that")
     name, [why, _] = choose("auto", str(cache))
-    assert (name, why) == ("digits", "MNIST could not be had: no data")
+    assert (name, why) == ("digits", "MNIST is not available: no data")
     loaded.side_effect = StorageError("no space; clear some")
     with pytest.raises(StorageError):
         choose("auto", str(cache))

@@ -162,7 +162,7 @@ def test_what_the_driver_reports_of_each_gpu(tmp_path: Path, monkeypatch: Patch)
     assert [(r.status, r.name, r.text) for r in machine.nvidia_smi()] == [
         (PASS, "GPU 0", "driver 580.10, 35 C, no memory errors, full clocks"),
         (FAIL, "GPU 1", "3 uncorrected memory errors"),
-        (WARN, "GPU 2", "slowed down by its hardware at 91 C"),
+        (WARN, "GPU 2", "throttled by its hardware at 91 C"),
     ]
 
 

@@ -203,7 +203,7 @@ def test_each_channel_is_normalised_by_its_own_mean_and_deviation() -> None:
             "own_net:NoSuper",
             r"cannot be .* \(own_net.py:79: cannot assign module before Module.__init__\(\)",
         ),
-        ("own_net:NoSuperNorLayers", r"is half made; begin its __init__ with super\(\)"),
+        ("own_net:NoSuperNorLayers", r"is incomplete; begin its __init__ with super\(\)"),
         ("own_net:InAList", "lacks parameters; put lists of layers in nn.ModuleList$"),
         ("own_net:InAListToo", "lacks parameters"),
         ("own_net:NoLayers", "lacks parameters"),
@@ -259,7 +259,9 @@ def test_weights_come_from_a_file_and_only_the_last_layer_may_differ(
     assert all(torch.equal(same[name], given[name]) for name in given)
     net = build_net("cnn", "abcde", COLOUR).net
     said = load_weights(net, file, "abcde")
-    assert said == f"from {file}; head.weight and head.bias begin anew: made for 3 classes"
+    assert (
+        said == f"from {file}; head.weight and head.bias are initialised again: made for 3 classes"
+    )
     new_head = net.state_dict()
     differ = [name for name in given if not torch.equal(new_head[name], given[name])]
     assert differ == ["head.weight", "head.bias"]
@@ -290,7 +292,9 @@ def test_weights_of_a_run_keep_the_last_layer_only_for_the_same_classes(tmp_path
     assert load_weights(net, str(file), "abc") == f"from {file}"
     assert torch.equal(net.state_dict()["head.bias"], trained["head.bias"])
     other = load_weights(build_net("cnn", "xyz", COLOUR).net, str(file), "xyz")
-    assert other.endswith("head.weight and head.bias begin anew: made for other classes or sizes")
+    assert other.endswith(
+        "head.weight and head.bias are initialised again: made for other classes or sizes"
+    )
 
 
 def test_a_file_that_holds_no_weights_is_one_line_with_the_file_to_give(tmp_path: Path) -> None:
@@ -341,7 +345,10 @@ def test_the_weights_are_said_and_a_net_is_tried_before_a_folder_is_made(
     ended = typed(*given, "mlp", "--weights", "weights.pth", "--dry-run")
     assert ended.code == 0
     said = " ".join(ended.out.split())
-    assert "weights from weights.pth; head.weight and head.bias begin anew: made for 3 " in said
+    assert (
+        "weights from weights.pth; head.weight and head.bias are initialised again: made for 3 "
+        in said
+    )
     ended = typed(*given, "own_net:Unused")
     assert ended.code == 2
     assert "--model own_net:Unused: fc2.weight has no part in the logits" in ended.err

@@ -115,7 +115,7 @@ def shadow(height: int, width: int) -> np.ndarray:
 )
 def test_neither_a_blank_page_nor_a_shadow_is_a_digit(page: np.ndarray, tmp_path: Path) -> None:
     file = save(page.round().astype(np.uint8), tmp_path / "x.png")
-    with pytest.raises(DataError, match=r"^shows nothing but its ground; give an image of a"):
+    with pytest.raises(DataError, match=r"^shows nothing but background; give an image of a"):
         as_mnist(file)
 
 
@@ -302,7 +302,7 @@ def test_a_folder_is_read_in_the_order_of_names(
         (tmp_path / name).touch()
     found = [str(path.relative_to(tmp_path)) for path in find_images(str(tmp_path))]
     assert found == ["10.png", "9.png", "a/1.png", "a.jpeg", "b.PNG"]
-    note = f"{tmp_path}: files that are no images by their names were left out: .HEIC (1)"
+    note = f"{tmp_path}: files without the suffix of an image were left out: .HEIC (1)"
     assert capsys.readouterr().err == f"ddp-mnist: warning: {note}\n" * 2
     assert find_images("what/ever.xyz") == [Path("what/ever.xyz")]
     with pytest.raises(DataError, match=r"folder\.png: holds no images; give files or a folder"):
@@ -322,7 +322,7 @@ def test_files_that_are_no_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
                 read_image(file, GREY, digit_photos)
         return str(error.value)
 
-    unknown = "no image that Pillow reads; give a PNG or JPEG file"
+    unknown = "not an image that Pillow can read; give a PNG or JPEG file"
     assert refused(tmp_path / "none") == "no such file or directory; give a PNG or JPEG file"
     assert refused(text) == refused(cut) == unknown
     with monkeypatch.context() as patched:
@@ -399,7 +399,7 @@ def test_files_beside_one_that_cannot_be_read_have_their_answers(
     names = ["0ä.png", "1a.png", "1ä.png", "2ä.png"]
     assert [Path(line["file"]).name for line in lines] == names
     assert ["label" in line for line in lines] == [True, False, True, True]
-    assert lines[1]["error"] == "no image that Pillow reads; give a PNG or JPEG file"
+    assert lines[1]["error"] == "not an image that Pillow can read; give a PNG or JPEG file"
     assert ended.code == 3
     assert ended.err == f"ddp-mnist: error: {tmp_path}/1a.png: {lines[1]['error']} (code 3)\n"
     assert picture.exists()
@@ -417,7 +417,9 @@ def test_one_image_comes_on_stdin(
     ended = typed("predict", run, "-")
     assert json.loads(ended.out) == {**expected, "file": "-"}
     assert (ended.code, ended.err) == (0, "")
-    with pytest.raises(DataError, match=r"^-: no image that Pillow reads; give a PNG or JPEG f"):
+    with pytest.raises(
+        DataError, match=r"^-: not an image that Pillow can read; give a PNG or JPEG f"
+    ):
         list(predict(run, ["-"]))  # at its end
 
 

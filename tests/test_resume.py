@@ -279,7 +279,7 @@ def test_fault_08_another_recipe_seed_data_set_or_dtype_is_refused_by_name(
         assert line.startswith(f"{flag}: ")
         assert "was made with" in line or name == "dataset"
     line = refused(resumed(config(), epochs=1), stopped, UsageError)
-    assert line.startswith("--epochs 1: the run is beyond them, at step ")
+    assert line.startswith("--epochs 1: the run is already beyond that, at step ")
     assert line.endswith("ask for at least 2")
 
 

@@ -445,13 +445,13 @@ def test_what_a_folder_of_images_leaves_out_is_said(tmp_path: Path) -> None:
     (tmp_path / "valid" / "cat").mkdir(parents=True)
     (tmp_path / "valid" / "cat" / "1.png").write_bytes(PNGS[0])
     assert read(tmp_path).notes == [
-        "files that are no images by their names were left out: .docx (1), .HEIC (1)",
-        "images in no split by their names were left out: 1, as extra/cat/1.png",
+        "files without the suffix of an image were left out: .docx (1), .HEIC (1)",
+        "images outside the splits were left out: 1, as extra/cat/1.png",
         "split validation is not used: validation images are cut out of train (--val-size)",
     ]
     for image in (tmp_path / "train" / "dog").iterdir():
         image.rename(image.with_suffix(".HEIC"))
-    fault = "class dog has images in test (row 4) and none in train; files that are no images by"
+    fault = "class dog has images in test (row 4) and none in train; files without the suffix"
     assert fault in refused(lambda: read(tmp_path), tmp_path)
     tables = write_parquet(tmp_path / "tables")
     shutil.copy(tables / TEST_FILE, tables / "validation-00000-of-00001.parquet")

@@ -39,7 +39,7 @@ class ImageData:
     def to(self, device: torch.device) -> "ImageData":
         """Return the same in a device's memory (55 MB for MNIST), if half of that is enough.
 
-        Else, and on a CPU, it stays mapped from the disk and is sent by batches.
+        Else, and on a CPU, it stays mapped from the disk, and batches are sent one by one.
         """
         if device.type == "cpu":
             return self  # Accelerate numbers each process's CPU: .to() would unmap the file
@@ -122,7 +122,9 @@ class GlobalBatches(Sampler[Any]):
         self.rows, self.seed, self.grad_accum = rows, seed, grad_accum
         self.steps_per_epoch = len(rows) // batch_size
         self.micro_batch_size = batch_size // grad_accum
-        self.batch_size = self.micro_batch_size  # what Accelerate takes to be yielded at once
+        self.batch_size = (
+            self.micro_batch_size
+        )  # the size of what is yielded, as Accelerate reads it
         self.epoch = self.first_step = 0
 
     def begin(self, epoch: int, first_step: int = 0) -> None:

@@ -56,7 +56,7 @@ def choose(
         return "mnist", load("mnist", cache_dir, reading, log=log).warnings
     except DataError as error:
         return "digits", [
-            f"MNIST could not be had: {str(error).partition(';')[0]}",
+            f"MNIST is not available: {str(error).partition(';')[0]}",
             "INSTEAD OF MNIST, this is a run on the 1,797 digits built into scikit-learn",
         ]
 

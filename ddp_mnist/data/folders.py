@@ -19,7 +19,7 @@ def find_images(folder: Path, endings: Collection[str]) -> tuple[list[Path], lis
     seen = [file for file in files if not any(part.startswith((".", "__")) for part in file.parts)]
     odd = Counter(file.suffix or "no ending" for file in seen if file.suffix.lower() not in endings)
     kinds = [f"{end} ({n:,})" for end, n in odd.items() if not BESIDE_IMAGES.fullmatch(end)]
-    note = f"files that are no images by their names were left out: {printable(', '.join(kinds))}"
+    note = f"files without the suffix of an image were left out: {printable(', '.join(kinds))}"
     return [file for file in seen if file.suffix.lower() in endings], [note] if kinds else []
 
 
@@ -57,5 +57,5 @@ def check_images(
     if fault:
         raise DataError("; ".join([f"{where}: {fault}", *odd, fix]))
     rest = sorted({*images} - {*used})
-    note = f"images in no split by their names were left out: {len(rest):,}, as"
+    note = f"images outside the splits were left out: {len(rest):,}, as"
     return [f"{note} {printable(str(file))}" for file in rest[:1]]

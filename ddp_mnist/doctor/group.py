@@ -188,7 +188,7 @@ def load(group: Group) -> Iterator[CheckResult]:
             group.busy = ", on a busy machine"
             names = f" ({', '.join(programs)})" if programs else ""
             text = f"other programs hold {held:.1f} of {count(cores, 'core')}{names}"
-            fix = "end them, or wait, and check again: what follows is slower beside them"
+            fix = "end them, or wait, and check again: the speeds below are too low beside them"
             yield warned(LOAD, f"{group.host(rank)}: {text}", fix)
     if not group.busy:
         most = max(held / cores for held, cores, _ in measured.values())

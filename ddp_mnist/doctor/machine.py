@@ -42,7 +42,7 @@ def check_machine(options: Doctor) -> Iterator[CheckResult]:
             yield from checks(options)
         except Exception as error:  # whatever it is, the rest is still worth knowing
             text = f"could not be checked ({type(error).__name__}: {error})"
-            yield failed(checks.__name__, text, "see whether this machine is whole")
+            yield failed(checks.__name__, text, "check whether this machine is damaged")
 
 
 def software(_: Doctor) -> Iterator[CheckResult]:
@@ -129,7 +129,7 @@ def nvidia_smi() -> Iterator[CheckResult]:
         if errors.isdecimal() and int(errors):
             yield failed(name, f"{errors} uncorrected memory errors", "reset or replace it")
         elif slowdown == "Active":
-            yield warned(name, f"slowed down by its hardware at {celsius} C", "cool or power it")
+            yield warned(name, f"throttled by its hardware at {celsius} C", "fix cooling or power")
         else:
             yield passed(name, f"driver {driver}, {celsius} C, no memory errors, full clocks")
 
@@ -169,7 +169,7 @@ def folders(options: Doctor) -> Iterator[CheckResult]:
         if free < needed_mb:
             problem = problem or f"{free:,.0f} MB free, needs {needed_mb:,.0f}"
         text = f"{folder}: {problem or f'writable, {free / 1e3:,.1f} GB free'}"
-        fix = f"mend permissions or free space, or name another with {flag}"
+        fix = f"fix permissions or free space, or name another with {flag}"
         yield check(name, problem, text, fix)
 
 
@@ -183,7 +183,7 @@ def data_set(options: Doctor) -> Iterator[CheckResult]:
     elif why := sources.why_out_of_reach(source.place):
         text = f"is not in the cache, and the Hub cannot be reached ({why})"
     else:
-        text = "can be had from the Hub"
+        text = "can be fetched from the Hub"
     fix = (
         "set HF_ENDPOINT to a mirror, or bring the cache from another machine (ddp-mnist prepare);"
         " --dataset digits needs no network"

@@ -18,7 +18,7 @@ from ddp_mnist.run.folder import CHECKPOINTS, storage_errors, write_atomically
 
 DIGEST_BYTES = hashlib.sha256().digest_size
 NAME = re.compile(r"step-(\d{8,})\.pt")
-DAMAGED = "is damaged or cut short: its SHA-256 is another"
+DAMAGED = "is damaged or cut short: its SHA-256 does not match"
 
 
 def save(run: Path, step: int, content: dict[str, Any], keep: int) -> None:
@@ -96,7 +96,7 @@ def read_newest(run: Path) -> tuple[bytes, int, list[str]]:
         found = ", ".join(f"{path.name} {why}" for path, why in passed_over.items())
         fix = "in another --run-dir" if found else f"with --resume auto --run-dir {run}"
         raise CheckpointError(
-            f"{run}: holds no complete checkpoint ({found or 'nor any other'}); begin it anew {fix}"
+            f"{run}: holds no complete checkpoint ({found or 'it has none'}); start it again {fix}"
         )
     step = step_of(path)
     with storage_errors(path):

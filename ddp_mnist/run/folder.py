@@ -257,7 +257,7 @@ def storage_errors(path: Path, flag: str = "--run-dir") -> Iterator[None]:
     except OSError as error:
         raise StorageError(
             f"{error.filename or path}: cannot be written ({reason(error)});"
-            f" free space or mend permissions, or use another {flag}"
+            f" free space or fix permissions, or use another {flag}"
         ) from error
 
 

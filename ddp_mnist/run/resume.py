@@ -44,7 +44,7 @@ def find(config: TrainConfig) -> dict[str, Any] | None:
         if found["format"] != FORMAT:
             raise CheckpointError(
                 f"--resume {resume}: {path} is of another version of ddp_mnist (format"
-                f" {found['format']}, this is {FORMAT}); resume it with that one, or begin anew"
+                f" {found['format']}, this is {FORMAT}); resume it with that, or start a new run"
             )
         if state == "finished" and not _wants_more(config, found["recipe"]):
             _refuse_another_run(config, found)
@@ -103,7 +103,7 @@ def inherit(config: TrainConfig, found: dict[str, Any] | None) -> TrainConfig:
                 groups[group] = dataclasses.replace(flags, **own)
         except (KeyError, TypeError) as error:
             raise CheckpointError(
-                f"{found['path']}: {CONFIG} is damaged ({error}); begin the run anew elsewhere"
+                f"{found['path']}: {CONFIG} is damaged ({error}); start a new run in another folder"
             ) from error
         config = dataclasses.replace(config, goes_on=True, **groups)
     config.refuse_contradictions()
@@ -164,7 +164,7 @@ def load_latest(
     recipe = config.recipe
     if step > recipe.total_steps:
         raise UsageError(
-            f"--epochs {recipe.epochs}: the run is beyond them, at step {step}; ask for at"
+            f"--epochs {recipe.epochs}: the run is already beyond that, at step {step}; ask for at"
             f" least {-(-step // recipe.steps_per_epoch)}"
         )
     folder.cut_metrics(content["metrics_lines"])

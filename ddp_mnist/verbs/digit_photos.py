@@ -31,7 +31,7 @@ def as_mnist(image: PIL.Image.Image) -> PIL.Image.Image:
     strokes = grey - (paper + (bottom - top) * down[:, None] + (right - left) * across)
     strokes *= 1 if strokes.max() >= -strokes.min() else -1
     if (strongest := strokes.max()) < LEAST_CONTRAST:
-        raise DataError("shows nothing but its ground; give an image of a digit")
+        raise DataError("shows nothing but background; give an image of a digit")
     strokes = np.where(strokes > FAINT * strongest, strokes / strongest * 255, 0)
     return centred(strokes.round().astype(np.uint8))
 

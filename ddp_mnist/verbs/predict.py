@@ -121,7 +121,7 @@ def read_image(file: Path, preparation: Preparation, digit_photos: bool) -> np.n
         raise
     except Exception as error:  # OSError, SyntaxError, ValueError, struct.error and more
         system = isinstance(error, OSError) and error.errno  # else Pillow's, of several lines
-        why = reason(error).lower() if system else "no image that Pillow reads"
+        why = reason(error).lower() if system else "not an image that Pillow can read"
         raise DataError(f"{why}; give a PNG or JPEG file") from error
 
 
