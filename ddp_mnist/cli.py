@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 from ddp_mnist import __version__, errors
 from ddp_mnist.config import Distribution, Recipe, Run, TrainConfig, fields_of
 from ddp_mnist.errors import UsageError, did_you_mean
-from ddp_mnist.flags import Flags, add_flags
+from ddp_mnist.flags import Flags, add_flags, flag_name
 from ddp_mnist.run.console import Console, open_what_is_closed, tell, write_stdout
 from ddp_mnist.tutorials import in_our_words, with_dashes
 
@@ -184,7 +184,8 @@ def parse(name: str, argv: Sequence[str], *groups: type[Flags]) -> dict[str, Any
         add_flags(section, fields)
         for field in fields:
             if isinstance(choices := field.metadata["choices"], Mapping):
-                epilog += [*(f"{word:<11} {what}" for word, what in choices.items()), ""]
+                lines = (f"  {word:<11} {what}" for word, what in choices.items())
+                epilog += [f"{field.metadata['metavar'] or flag_name(field)}:", *lines, ""]
     epilog += ["for example:", *(f"  {line}" for line in EXAMPLES[name])]
     parser.epilog = "\n".join(epilog)
     words = with_dashes(argv)

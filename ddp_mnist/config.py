@@ -146,8 +146,7 @@ class Recipe(Flags):
     )
     optimizer: str | None = flag(
         None,
-        "muon: orthogonal steps for convolutions, AdamW for the rest; sgd: momentum 0.9"
-        " [muon for cnn*, else adamw].",
+        "muon: orthogonal steps for kernels, else AdamW; sgd: momentum 0.9 [cnn*: muon; adamw].",
         choices=("adamw", "muon", "sgd"),
     )
     lr: float = flag(1e-2, "Peak learning rate.", above=0, most=100)
@@ -322,8 +321,8 @@ def resolve_recipe(recipe: Recipe, rows: int, world_size: int) -> ResolvedRecipe
     least = world_size * recipe.grad_accum
     legal = range(least, train_rows + 1, least)
     rule = (
-        f"must be divisible by {least} (world size {world_size} x --grad-accum {recipe.grad_accum})"
-        f" and at most {train_rows}, the train images without {val_size} for validation"
+        f"must divide by {least} (world size {world_size} x --grad-accum {recipe.grad_accum}) and"
+        f" be at most {train_rows}, the train images without {val_size} for validation"
     )
     if not legal:
         raise UsageError(f"--batch-size: {rule}; use fewer processes or micro-batches")

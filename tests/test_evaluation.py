@@ -198,7 +198,7 @@ def test_a_table_fits_a_terminal_and_does_not_steer_it() -> None:
     assert lines[:5] == [
         "test split of x?[H: 1,234 images",
         "accuracy 0.7500   loss 0.5000   f1 0.2500",
-        "rows: true classes; columns: predicted classes",
+        "rows: what the images are; columns: what they were taken for",
         "class             accuracy       0     1     2     3     4",
         "0 T - shirt / top   0.5000       7     0     0     0     0",
     ]

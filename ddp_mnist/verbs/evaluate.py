@@ -92,7 +92,7 @@ def metrics_table(metrics: dict[str, Any]) -> str:
         f" {metrics['count']:,} images",
         f"accuracy {metrics['accuracy']:.4f}   loss {metrics['loss']:.4f}"
         + "".join(f"   {score}" for score in shown(metrics["scores"])),
-        "rows: true classes; columns: predicted classes",
+        "rows: what the images are; columns: what they were taken for",
         f"{'class':<{first}} accuracy   " + " ".join(f"{head:>{width}}" for head in heads),
     ]
     for name, accuracy, row in zip(names, metrics["class_accuracy"], confusion, strict=True):

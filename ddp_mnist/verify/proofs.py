@@ -180,7 +180,7 @@ def accumulation_is_exact(size: int, alone: Watched) -> CheckResult:
     run_world(size, watch.just_train, config, folder=alone.folder.parent)
     parts = weights_of(alone.folder.parent / f"parts-on-{size}")
     difference = watch.largest_difference(parts, weights_of(alone.folder))
-    return bounded("accumulation", size, f"weights of {PARTS} micro-batches", difference)
+    return bounded("accumulation", size, f"weights by {PARTS} parts a step", difference)
 
 
 def metrics_are_exact(size: int, alone: Watched, fault: str | None = None) -> CheckResult:
