@@ -146,7 +146,7 @@ class Recipe(Flags):
     )
     optimizer: str | None = flag(
         None,
-        "muon: orthogonal steps for kernels, else AdamW; sgd: momentum 0.9 [cnn*: muon; adamw].",
+        "muon: orthogonal steps of kernels, else AdamW; sgd: momentum [cnn*: muon, else adamw].",
         choices=("adamw", "muon", "sgd"),
     )
     lr: float = flag(1e-2, "Peak learning rate.", above=0, most=100)
