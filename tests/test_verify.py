@@ -14,9 +14,10 @@ from ddp_mnist.verbs.flags import CAUGHT_BY, Verify
 from ddp_mnist.verify import proofs, watch
 from ddp_mnist.verify.proofs import Watched
 from ddp_mnist.verify.watch import largest_difference
-from tests.commands import Typed
+from tests.commands import REPOSITORY, Typed
 
 MLP = watch.proof_config(model="mlp")
+LAB = (REPOSITORY / "docs" / "lab.md").read_text()
 GOOD = proofs.exact("samples", 2, "steps' images", [1, 2, 3], [1, 2, 3])
 BAD = proofs.bounded("weights", 3, "weights after 45 steps", 1.0)
 
@@ -81,8 +82,21 @@ def test_an_injected_fault_is_caught_by_the_check_that_is_meant_to(
 
 
 def is_caught(fault: str, checks: list[CheckResult]) -> bool:
+    """Return whether its own check finds it, in the words of the lab's page but for differences."""
     summary = proofs.failure_summary(checks, fault) or ""
+    [text] = [check.text for check in checks if check.name == CAUGHT_BY[fault]]
+    assert re.sub(r"\d\.\de[+-].*| \(Timed.*", "", text) in " ".join(LAB.split())
     return summary.startswith(f"verify --inject {fault}: caught by '{CAUGHT_BY[fault]}'")
+
+
+def test_the_lab_has_a_row_and_a_command_for_each_fault() -> None:
+    rows = dict(
+        re.findall(r"^\| `(\w+)` .* \| `([\w ]+)`(?:, exit code 6)? \|$", LAB, re.MULTILINE)
+    )
+    assert rows == CAUGHT_BY
+    for verb in ("train", "verify"):
+        typed = re.findall(rf"ddp[-_]mnist {verb} [^`]*?--inject (\w+)", LAB)
+        assert set(typed) >= CAUGHT_BY.keys(), verb
 
 
 def test_padded_rows_in_the_metrics_are_caught(alone: Watched) -> None:
