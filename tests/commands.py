@@ -117,6 +117,12 @@ def all_succeed(started: list[Started]) -> list[Ended]:
 
 # --- Commands of the documents
 
+PAGES = sorted(
+    path.relative_to(REPOSITORY)
+    for folder in ("", "docs", "deploy")
+    for path in (REPOSITORY / folder).glob("*.md")
+)
+
 
 @dataclass(frozen=True)
 class Fence:
