@@ -31,10 +31,10 @@ from ddp_mnist.data import cache
 from ddp_mnist.doctor import checks, collectives, group, machine, preflight
 from ddp_mnist.doctor.compare import against
 from ddp_mnist.errors import PeerError
+from ddp_mnist.faults import leave_out_last_parameter
 from ddp_mnist.run.results import FAIL, PASS, WARN, CheckResult, failed, passed, warned, worst
 from ddp_mnist.verbs.flags import Doctor
 from ddp_mnist.verbs.multinode import Node
-from ddp_mnist.verify.watch import leave_out_last_parameter
 from tests.commands import Ended, Typed
 
 Patch = pytest.MonkeyPatch
