@@ -11,6 +11,7 @@ import math
 import os
 import signal
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -129,7 +130,9 @@ def fp16_on_a_cpu(
         patch.object(world, "precision_in_effect", lambda *_: "fp16"),
         patch.object(world, "make_accelerator", accelerator),
         patch.object(train, "make_optimizer", optimizer),
-        patch.object(train, "learning_rate", rate),
+        patch.object(
+            train, "injected", lambda _, build: nullcontext({"build": build, "rate": rate})
+        ),
         patch.object(Progress, "count_step", watched),
     ):
         try:
