@@ -2,10 +2,13 @@
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 import sysconfig
+import tempfile
 from collections.abc import Callable, Mapping
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -163,3 +166,26 @@ def shell(script: str, folder: Path) -> Started:
         "OMP_NUM_THREADS": "1",  # else torchrun remarks that it sets it
     }
     return Started(["bash", "-e", "-o", "pipefail", "-c", script], folder, variables, program=None)
+
+
+def run_here(argv: list[str], file: bool) -> tuple[int, str]:
+    """Return the exit code of a file, or else a verb, and what it prints, in this process.
+
+    It stands here, as a process of a world imports the module of what it runs, which costs it a
+    second with all that a test imports.
+    """
+    from ddp_mnist import cli
+
+    with tempfile.TemporaryFile("w+") as printed:
+        code = 0
+        with redirect_stdout(printed), redirect_stderr(printed):
+            try:
+                if file:
+                    sys.argv = argv
+                    runpy.run_path(argv[0], run_name="__main__")
+                else:
+                    cli.main(argv)
+            except SystemExit as ended:
+                code = int(ended.code or 0)
+        printed.seek(0)
+        return code, printed.read()

@@ -13,21 +13,17 @@ takes out what differs between machines. Where no output is shown, a training ha
 
 import itertools
 import re
-import runpy
 import shlex
 import shutil
 import subprocess
-import sys
-from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import PIL.Image
 import pytest
 from sklearn.datasets import load_sample_images
 
-from ddp_mnist import cli
 from ddp_mnist.cluster.local_world import free_port, run_world
-from tests.commands import PAGES, REPOSITORY, TORCHRUN, Ended, Fence, fences_of, python
+from tests.commands import PAGES, REPOSITORY, TORCHRUN, Ended, Fence, fences_of, python, run_here
 
 pytestmark = pytest.mark.system
 NEEDS = ("gpu", "slurm", "hub", "network", "hosts", "images", "minutes")
@@ -74,23 +70,6 @@ def test_a_fence_says_what_it_is() -> None:
 
 
 # --- What is typed
-
-
-def run_here(argv: list[str], file: bool) -> tuple[int, str]:
-    """Return the exit code of a file, or else a verb, and what it prints, in this process."""
-    with Path(f"printed-{free_port()}").open("w+") as printed:
-        code = 0
-        with redirect_stdout(printed), redirect_stderr(printed):
-            try:
-                if file:
-                    sys.argv = argv
-                    runpy.run_path(argv[0], run_name="__main__")
-                else:
-                    cli.main(argv)
-            except SystemExit as ended:
-                code = int(ended.code or 0)
-        printed.seek(0)
-        return code, printed.read()
 
 
 def run_line(line: str, shown: str, folder: Path) -> tuple[list[int], str]:

@@ -82,10 +82,10 @@ def test_a_page_can_be_drawn(page: Path) -> None:
             assert depth in (0, 1), token.content
     assert depth == 0
     assert not [t.content for t in tokens if t.type == "inline" and MARKER.match(t.content)]
-    for source, alternative in images_of(tokens):
-        assert alternative.strip(), source
-        if not source.startswith("https://"):
-            check_picture((REPOSITORY / page).parent / source)
+    for file, alternative in images_of(tokens):
+        assert alternative.strip(), file
+        if not file.startswith("https://"):
+            check_picture((REPOSITORY / page).parent / file)
 
 
 def test_images_are_found() -> None:
