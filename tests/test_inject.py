@@ -141,4 +141,4 @@ def test_the_help_lists_them(capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit):
             cli.main([verb, "--help"])
         printed = capsys.readouterr().out
-        assert all(f"\n{name:<11} {what}" in printed for name, what in FAULTS.items())
+        assert all(f" {name:<11} {what}\n" in printed for name, what in FAULTS.items())
