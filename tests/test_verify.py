@@ -133,6 +133,12 @@ def test_a_fault_that_is_not_caught_is_a_failure_too(
     assert (written["passed"], written["planted"]) == (False, "gradients")
 
 
+def test_runs_that_break_down_are_no_word_on_a_fault() -> None:
+    broken = proofs.results.failed("runs", "UsageError: --inject batchnorm: mlp has no", proofs.FIX)
+    summary = proofs.failure_summary([GOOD, broken], "batchnorm") or ""
+    assert summary.startswith("verify --inject batchnorm: the runs broke down before 'weights'")
+
+
 def test_failed_checks_are_summed_up_in_a_line() -> None:
     assert proofs.failure_summary([GOOD, GOOD], None) is None
     for model, fix in (("cnn", "do not trust"), ("cnn_bn", "if it passes without --model, cnn_bn")):

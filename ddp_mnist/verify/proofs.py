@@ -243,4 +243,6 @@ def failure_summary(
     text = f"NOT caught by '{name}'; verify is broken here, do not rely on it"
     if {check.status for check in checks if check.name == name} == {FAIL}:
         text = f"caught by '{name}', as it should be; leave the flag out to test what is here"
+    elif checks[-1].name == "runs":
+        text = f"the runs broke down before '{name}' could compare them; see the line above"
     return f"verify --inject {fault}: {text}"
