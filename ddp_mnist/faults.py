@@ -39,7 +39,7 @@ def injected(run: Session | None, build: Callable[..., nn.Module]) -> Iterator[d
         elif run and fault == "parameter":
             arguments["build"] = lambda *given: leave_out_last_parameter(build(*given))
         elif run and fault == "schedule":
-            arguments["rate"] = stepped_by_each_of(run.world.store.world_size)
+            arguments["learning_rate"] = stepped_by_each_of(run.world.store.world_size)
         yield arguments | REPLACED.get(fault or "", {})
 
 
@@ -79,8 +79,8 @@ def leave_out_last_parameter(net: nn.Module) -> nn.Module:
 
 
 REPLACED: dict[str, dict[str, Any]] = {
-    "epoch": {"order": SameOrder},
-    "padding": {"prepare": prepare_padded},
+    "epoch": {"make_batches": SameOrder},
+    "padding": {"prepare_split": prepare_padded},
 }
 
 

@@ -67,14 +67,14 @@ def build_model(config: TrainConfig, world: World, images: ImageData) -> nn.Modu
 def fit(
     run: Session,
     build: Callable[..., nn.Module] = build_model,
-    order: type[GlobalBatches] = GlobalBatches,
-    rate: Callable[..., float] = learning_rate,
-    prepare: Callable[..., Any] = prepare_split,
+    make_batches: type[GlobalBatches] = GlobalBatches,
+    learning_rate: Callable[..., float] = learning_rate,
+    prepare_split: Callable[..., Any] = prepare_split,
 ) -> dict[str, Any]:
     """Train, validate after each epoch, test once. Return the summary.
 
-    `build` makes the net; verify and doctor pass one that keeps a reference to it. A fault passes
-    any of the four, see faults.py.
+    verify and doctor `build` the net themselves, to keep a reference to it. The functions are
+    arguments so that a fault of faults.py can take the place of one; nothing else passes them.
     """
     recipe, flags, seed = run.config.recipe, run.config.run, run.config.run.seed
     accelerator, stop, preparation = run.world.accelerator, run.stop, run.images.preparation
@@ -83,7 +83,7 @@ def fit(
 
     # Data, on the device if there is room. Batches are global: Accelerate gives each rank its part.
     train_rows, val_rows, test_rows = split_images(run.images.to(device), recipe.val_size)
-    batches = order(train_rows, recipe.batch_size, seed, recipe.grad_accum)
+    batches = make_batches(train_rows, recipe.batch_size, seed, recipe.grad_accum)
 
     # Model and optimizer, equal on every rank.
     net = build(run.config, run.world, run.images)
@@ -91,7 +91,7 @@ def fit(
         net, make_optimizer(net, recipe), make_loader(train_rows, batch_sampler=batches)
     )
     settle_ddp_buckets(model, run.images.train_images[:2].to(device))
-    val_loader, test_loader = (prepare(accelerator, rows) for rows in (val_rows, test_rows))
+    val_loader, test_loader = (prepare_split(accelerator, rows) for rows in (val_rows, test_rows))
     import_evaluate_meanwhile(accelerator)
 
     # All that training changes: new, or as a checkpoint left it.
@@ -111,7 +111,7 @@ def fit(
         meter.restart_clock()
         for images, labels, indices in loader:
             # Learning rate and random draws are functions of the step: there is nothing to save.
-            lr = rate(progress.step, recipe.total_steps, recipe.lr, recipe.warmup)
+            lr = learning_rate(progress.step, recipe.total_steps, recipe.lr, recipe.warmup)
             for group in optimizer.param_groups:
                 group["lr"] = lr
             if accelerator.sync_gradients:  # the first micro-batch: the step before is complete

@@ -131,7 +131,7 @@ def fp16_on_a_cpu(
         patch.object(world, "make_accelerator", accelerator),
         patch.object(train, "make_optimizer", optimizer),
         patch.object(
-            train, "injected", lambda _, build: nullcontext({"build": build, "rate": rate})
+            train, "injected", lambda _, build: nullcontext({"build": build, "learning_rate": rate})
         ),
         patch.object(Progress, "count_step", watched),
     ):
