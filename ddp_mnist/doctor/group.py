@@ -215,7 +215,7 @@ def slowest(group: Group) -> Iterator[CheckResult]:
     text = f"{who}{max(times) / middle:.2f} times the median rank's time{group.busy}"
     fix = "look for throttling, other programs, fewer cores or an older card there"
     figures = {"computing, ms": 1e3 * max(times)}
-    yield check("slow rank" if slow else "computing", slow, text, fix, WARN, figures)
+    yield check("computing", slow, text, fix, WARN, figures)
     yield from faulty_devices(group)
 
 
