@@ -68,8 +68,8 @@ MODULES = {verb: f"ddp_mnist.verbs.{verb}" for verb in VERBS} | {
     "verify": "ddp_mnist.verify.proofs",
     "bench": "ddp_mnist.bench.benches",
 }
-# The default of --dist-timeout, for verbs that several processes share. A person waits for doctor.
-DIST_TIMEOUTS = {"evaluate": Distribution.dist_timeout, "doctor": 60.0}
+# What several processes share beside train, with defaults of their own. A person waits for doctor.
+SHARED: dict[str, dict[str, Any]] = {"evaluate": {}, "doctor": {"dist_timeout": 60.0}}
 
 
 def program() -> NoReturn:
@@ -181,7 +181,7 @@ def parse(name: str, argv: Sequence[str], *groups: type[Flags]) -> dict[str, Any
     trains, epilog = Recipe in groups, list[str]()
     for group, fields in fields_of(*groups).items():
         section = parser.add_argument_group(group.__name__, group.__doc__) if trains else parser
-        add_flags(section, fields)
+        add_flags(section, fields, SHARED.get(name, {}))
         for field in fields:
             if isinstance(choices := field.metadata["choices"], Mapping):
                 lines = (f"  {word:<11} {what}" for word, what in choices.items())
@@ -202,10 +202,10 @@ def parse(name: str, argv: Sequence[str], *groups: type[Flags]) -> dict[str, Any
 def parse_verb(name: str, argv: Sequence[str]) -> tuple[Any, ...]:
     """Return the verb's own flags, and those of Distribution if several processes share it."""
     own: type[Flags] = getattr(importlib.import_module(FLAGS), name.capitalize())
-    if name not in DIST_TIMEOUTS:
+    if name not in SHARED:
         return (own.of(parse(name, argv, own)),)
     typed = parse(name, argv, own, Distribution)
-    return own.of(typed), Distribution.of({"dist_timeout": DIST_TIMEOUTS[name]} | typed)
+    return own.of(typed), Distribution.of(SHARED[name] | typed)
 
 
 def train_config(argv: Sequence[str]) -> TrainConfig:

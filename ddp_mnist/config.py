@@ -30,7 +30,7 @@ class Run(Flags):
         may_differ=True,  # a folder may lie elsewhere on each machine: equal is what it holds
     )
     image_size: str | None = flag(
-        None, "Resize images to N or HEIGHTxWIDTH [their own size, or one square for all]."
+        None, "Resize to N or HEIGHTxWIDTH [if sizes differ: median shorter side, at most 224]."
     )
     grey: bool = flag(False, "Convert colour images to grey.")
     test_size: int | None = flag(
@@ -77,12 +77,7 @@ class Run(Flags):
 
 # Our nets, with the optimizer of each. On a CPU, Muon makes their step a tenth longer, and that of
 # resnet18 four times as long: nets that are not ours get adamw.
-NETS = {
-    "cnn": "muon",
-    "cnn_deep": "muon",
-    "mlp": "adamw",
-    "cnn_bn": "muon",
-}
+NETS = {"cnn": "muon", "cnn_deep": "muon", "mlp": "adamw", "cnn_bn": "muon"}
 
 
 def check_model(name: str) -> None:
@@ -136,17 +131,16 @@ class Recipe(Flags):
         choices=tuple(PRESETS),
     )
     model: str = flag(
-        "cnn",
-        f"{', '.join(NETS)}, torchvision:NAME, or a class of your own as MODULE:NAME.",
+        "cnn", f"{', '.join(NETS)}, torchvision:NAME, or a class of your own as MODULE:NAME."
     )
     weights: str | None = flag(None, "Start from the weights in this .pth or .safetensors file.")
-    epochs: int | None = changeable(None, "Passes over train data [300 steps or more].", least=1)
+    epochs: int | None = changeable(None, "Passes over train data [enough for 300 steps].", least=1)
     batch_size: int | None = flag(
         None, "GLOBAL batch size: images per step of all processes [144; small data: 72].", least=1
     )
     optimizer: str | None = flag(
         None,
-        "muon: orthogonal steps of kernels, else AdamW; sgd: momentum [cnn*: muon, else adamw].",
+        "muon: Muon for kernels, AdamW for the rest; sgd: with momentum [cnn*: muon, else adamw].",
         choices=("adamw", "muon", "sgd"),
     )
     lr: float = flag(1e-2, "Peak learning rate.", above=0, most=100)
@@ -171,7 +165,7 @@ class Recipe(Flags):
     )
     metrics: tuple[str, ...] = changeable(
         (),
-        "More metrics: names in sklearn.metrics (f1,balanced_accuracy) or MODULE:FUNCTION.",
+        "More metrics: scikit-learn's, without _score (f1,balanced_accuracy), or MODULE:FUNCTION.",
         metavar="A,B",
     )
     grad_accum: int = changeable(
@@ -179,7 +173,7 @@ class Recipe(Flags):
     )
     max_grad_norm: float | None = flag(None, "Clip each step's gradient to this norm.", above=0)
     inject: str | None = flag(
-        None, "Make this mistake on purpose: one of those below.", choices=FAULTS
+        None, "Make a mistake on purpose, one of those below; batchnorm: in cnn_bn.", choices=FAULTS
     )
 
     def __post_init__(self) -> None:
@@ -208,7 +202,9 @@ class Distribution(Flags):
     """Set the processes, their devices and how they communicate."""
 
     backend: str = flag(
-        "auto", "auto: nccl on GPUs, gloo on CPUs.", choices=("auto", "nccl", "gloo", "mpi")
+        "auto",
+        "auto: nccl on GPUs, gloo on CPUs; mpi: refused, as PyTorch's wheels lack it.",
+        choices=("auto", "nccl", "gloo", "mpi"),
     )
     init_method: str | None = flag(
         None, "tcp://HOST:PORT of rank 0, or env://, instead of a launcher.", may_differ=True
@@ -221,10 +217,10 @@ class Distribution(Flags):
         None, "Rank of this process on its machine [detected].", least=0, may_differ=True
     )
     cpu: bool = flag(False, "Use the CPU even if there is a GPU.")
-    dist_timeout: float = flag(300.0, "Seconds to wait for another process (doctor: 60).", least=1)
+    dist_timeout: float = flag(300.0, "Seconds to wait for another process.", least=1)
     mixed_precision: str | None = flag(
         None,
-        "auto: fp16 on GPUs, bf16 on CPUs with it; fp64: for proofs [the launcher's, else auto].",
+        "auto: fp16 on GPUs, bf16 on CPUs that support it, else no [the launcher's, else auto].",
         choices=("auto", "no", "fp16", "bf16", "fp64"),
     )
     sync_bn: bool = flag(False, "Synchronise BatchNorm over all processes (GPUs only).")
@@ -320,12 +316,12 @@ def resolve_recipe(recipe: Recipe, rows: int, world_size: int) -> ResolvedRecipe
         )
     least = world_size * recipe.grad_accum
     legal = range(least, train_rows + 1, least)
-    rule = (
-        f"must divide by {least} (world size {world_size} x --grad-accum {recipe.grad_accum}) and"
-        f" be at most {train_rows}, the train images without {val_size} for validation"
-    )
+    processes = f"{world_size} process{'es' * (world_size > 1)}"
+    rule = f"divisible by {least} ({processes} x --grad-accum {recipe.grad_accum})"
+    most = f"{train_rows}, the train images without {val_size} for validation"
     if not legal:
-        raise UsageError(f"--batch-size: {rule}; use fewer processes or micro-batches")
+        fix = "use fewer processes or micro-batches"
+        raise UsageError(f"--batch-size: must be {rule} and at most {most}; {fix}")
 
     def nearest(size: int) -> list[int]:
         """Return the legal size below and the one above, or the last one at either end."""
@@ -336,11 +332,9 @@ def resolve_recipe(recipe: Recipe, rows: int, world_size: int) -> ResolvedRecipe
     usual = 144 if train_rows >= 50 * 144 else 72
     batch_size = recipe.batch_size or nearest(preset.times_batch * usual)[-1]
     if batch_size not in legal:
-        sizes = " or ".join(map(str, nearest(batch_size)))
-        raise UsageError(
-            f"--batch-size {batch_size}: {rule}; use another number of processes, or the nearest"
-            f" legal: {sizes}"
-        )
+        problem = f"not {rule}" if batch_size % least else f"above {most}"
+        fix = f"use {' or '.join(map(str, nearest(batch_size)))}, or another number of processes"
+        raise UsageError(f"--batch-size {batch_size}: is {problem}; {fix}")
     steps_per_epoch = train_rows // batch_size
     resolved = {
         "epochs": recipe.epochs or math.ceil(preset.least_steps / steps_per_epoch),

@@ -155,11 +155,13 @@ def _check(field: dataclasses.Field[Any], value: Any) -> None:
 
 
 def add_flags(
-    section: argparse._ActionsContainer, fields: Iterable[dataclasses.Field[Any]]
+    section: argparse._ActionsContainer,
+    fields: Iterable[dataclasses.Field[Any]],
+    defaults: Mapping[str, Any] = types.MappingProxyType({}),
 ) -> None:
     """Add an argument for each field. What is not typed is not in the namespace."""
     for field in fields:
-        default: Any = field.default
+        default: Any = defaults.get(field.name, field.default)
         kind, about = kind_of(field), field.metadata
         words = "{" + ",".join(about["choices"]) + "}" if about["choices"] else ""
         words = about["metavar"] or words or {"int": "N", "float": "X"}.get(kind, "TEXT")

@@ -67,7 +67,8 @@ def test_help_of_each_verb(verb: str, typed: Typed) -> None:
     shown = typed(verb, "--help")
     assert (shown.code, shown.err) == (0, "")
     assert cli.VERBS[verb] in shown.out
-    assert ("--dist-timeout" in shown.out) == (verb in ("evaluate", "doctor"))
+    seconds = re.findall(r"--dist-timeout X\s+Seconds to wait for another process. (.*)", shown.out)
+    assert seconds == {"evaluate": ["[300]"], "doctor": ["[60]"]}.get(verb, [])
     assert "--sync-bn" not in shown.out
 
 
@@ -140,8 +141,8 @@ REFUSED = {
     "verify --inject seed": "--inject seed: choose from sampler, gradients, parameter,",
     # what the Makefile calls
     "multinode --verb bench": "VERB=bench: choose from train, doctor",
-    "multinode --machine-rank 0": "MACHINE_RANK: is one of two, e.g. MACHINE_RANK=0 MAIN_PROCESS_I",
-    "multinode --main-process-ip a": "MAIN_PROCESS_IP: is one of two",
+    "multinode --machine-rank 0": "MACHINE_RANK: MACHINE_RANK and MAIN_PROCESS_IP must",
+    "multinode --main-process-ip a": "MAIN_PROCESS_IP: MACHINE_RANK and MAIN_PROCESS_IP must be",
     "multinode --machine-rank 2 --main-process-ip a": "MACHINE_RANK=2: must be below NUM",
     "multinode --machine-rank x": "MACHINE_RANK=x: must be a whole number",
     "multinode --main-process-port 0": "MAIN_PROCESS_PORT=0: must be at least 1",

@@ -231,19 +231,31 @@ def test_the_net_decides_the_optimizer_and_what_is_given_stays() -> None:
             {"batch_size": 128},
             MNIST,
             3,
-            "--batch-size 128: must divide by 3 (w",
-            "126 or 129",
+            "--batch-size 128: is not divisible by 3 (3",
+            "; use 126 or 129, .*",
         ),
-        ({"batch_size": 72, "grad_accum": 5}, DIGITS, 2, "--batch-size 72: must", "70 or 80"),
-        ({"batch_size": 2}, DIGITS, 3, "--batch-size 2: must divide by 3 (w", "legal: 3"),
-        ({"batch_size": 80}, 100, 3, "--batch-size 80: must divide by 3 (w", "legal: 78"),
-        ({"batch_size": 1440, "val_size": 0}, DIGITS, 1, "--batch-size 1440: must", ": 1437"),
+        (
+            {"batch_size": 72, "grad_accum": 5},
+            DIGITS,
+            2,
+            "--batch-size 72: is not",
+            "; use 70 or 80, .*",
+        ),
+        ({"batch_size": 2}, DIGITS, 3, "--batch-size 2: is not", "; use 3, .*"),
+        ({"batch_size": 80}, 100, 3, "--batch-size 80: is not", "; use 78, .*"),
+        (
+            {"batch_size": 1440, "val_size": 0},
+            DIGITS,
+            1,
+            "--batch-size 1440: is above 1437,",
+            "; use 1437, .*",
+        ),
         ({"val_size": 100}, 100, 1, "--val-size 100: the train split has 100", "at most 99"),
         (
             {"grad_accum": 5},
             10,
             2,
-            "--batch-size: must divide by 10",
+            "--batch-size: must be divisible by 10 (",
             "fewer processes or micro-batches",
         ),
     ],
@@ -253,7 +265,7 @@ def test_fault_27_what_does_not_fit_is_refused_with_what_would(
 ) -> None:
     with pytest.raises(UsageError, match=f"^{re.escape(begins)}.*{ends}$") as refused:
         resolve_recipe(Recipe(**given), rows, world_size)
-    parts = f"(world size {world_size} x --grad-accum {given.get('grad_accum', 1)}) and be at most"
+    parts = f"({world_size} processes x --grad-accum {given.get('grad_accum', 1)})"
     assert "val_size" in given or parts in str(refused.value)
 
 
@@ -268,7 +280,7 @@ def test_resolved_and_suggested_values_are_legal_and_resolving_is_done_once(rows
     for world_size, grad_accum in itertools.product(range(1, 9), (1, 2, 3, 5, 16)):
         least = world_size * grad_accum
         if train_rows < least:
-            with pytest.raises(UsageError, match=f"--batch-size: must divide by {least} "):
+            with pytest.raises(UsageError, match=f"--batch-size: must be divisible by {least} "):
                 resolve_recipe(Recipe(grad_accum=grad_accum), rows, world_size)
             continue
         recipe = resolve_recipe(Recipe(grad_accum=grad_accum), rows, world_size)
@@ -287,7 +299,7 @@ def test_resolved_and_suggested_values_are_legal_and_resolving_is_done_once(rows
                 continue
             with pytest.raises(UsageError) as refused:
                 resolve_recipe(given, rows, world_size)
-            legal = re.search(r"nearest legal: (\d+)(?: or (\d+))?$", str(refused.value))
+            legal = re.search(r"; use (\d+)(?: or (\d+))?, or another", str(refused.value))
             assert legal
             for size in map(int, filter(None, legal.groups())):
                 suggested = dataclasses.replace(given, batch_size=size)

@@ -349,7 +349,7 @@ def test_an_image_size_that_is_none(size: str, typed: Typed) -> None:
 
 def test_images_are_held_out_for_the_test_where_there_is_no_test_split(tmp_path: Path) -> None:
     own = folder_of(tmp_path / "own", *[picture(right=(n, 0, 0)) for n in range(100, 200)])
-    with pytest.raises(UsageError, match="has a test split; leave it out"):
+    with pytest.raises(UsageError, match="has a test split of its own; remove --test-size"):
         load(own, Reading(test_size=20))
     (own / "test").rename(tmp_path / "elsewhere")
     with pytest.raises(DataError, match=r"needs the splits train and test, .* --test-size"):

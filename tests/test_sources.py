@@ -295,7 +295,7 @@ def test_what_needs_no_library_is_converted_too(how: str, tmp_path: Path) -> Non
         middle = (0, 4.2, 28, 23.8)  # as much of the height as has 14 to 20
         expected = image.resize((20, 14), PIL.Image.Resampling.BILINEAR, middle)
         assert np.array_equal(small.images[split][3, 0], np.asarray(expected))
-    with pytest.raises(UsageError, match=r"^--test-size 3: there is a test split; leave it out"):
+    with pytest.raises(UsageError, match=r"^--test-size 3: .* has a test split of its own; rem"):
         read(place, Reading(test_size=3))
 
 
@@ -449,6 +449,10 @@ def test_what_a_folder_of_images_leaves_out_is_said(tmp_path: Path) -> None:
         "images outside the splits were left out: 1, as extra/cat/1.png",
         "split validation is not used: validation images are cut out of train (--val-size)",
     ]
+    for number in range(21):
+        (tmp_path / f"{number:02}.x{number // 3}").touch()
+    some = ".x0 (3), .x1 (3), .x2 (3), .x3 (3), .x4 (3), ... 4 more kinds"
+    assert read(tmp_path).notes[0].endswith(f"were left out: {some}")
     for image in (tmp_path / "train" / "dog").iterdir():
         image.rename(image.with_suffix(".HEIC"))
     fault = "class dog has images in test (row 4) and none in train; files without the suffix"

@@ -153,12 +153,16 @@ def test_what_a_run_without_a_model_is(tmp_path: Path, monkeypatch: pytest.Monke
         (tmp_path, "there is none here yet, so train first"),
         (Path("runs/latest"), "there is none here yet, so train first"),
         (tmp_path / "none", "name one, e.g. runs/latest"),
-        (stopped, f"its run is preempted, at step 33; let it .* train --resume {stopped}"),
     ):
         with pytest.raises(CheckpointError, match=f"^{folder}: {missing}; {fix}$"):
             weights.read_bytes(str(folder))
         if folder.name == "latest":
             folder.mkdir(parents=True)
+    with pytest.raises(CheckpointError) as raised:
+        weights.read_bytes(str(stopped))
+    fix = f"resume it with the command that started it, plus --resume {stopped}"
+    said = f"{stopped}: the run was stopped at step 33 and has no final model; {fix}"
+    assert str(raised.value) == said
 
 
 @pytest.mark.parametrize("state", ["running", "failed", "preempted", "finished"])
@@ -173,7 +177,9 @@ def test_a_model_of_before_more_epochs_is_returned_with_a_warning(
     (tmp_path / "summary.json").write_text(json.dumps({"steps": 45}))
     assert weights.read_bytes(str(tmp_path)) == content
     err = capsys.readouterr().err
-    begins = f"ddp-mnist: warning: {tmp_path}: was resumed and is not finished ({state}, at step 50"
+    now = {"running": "is", "preempted": "was stopped"}.get(state, "failed")
+    begins = f"ddp-mnist: warning: {tmp_path}: resumed, it {now} at step 50; this is its earlier"
     assert err.count("\n") == err.count(begins) == (state != "finished")
-    ends = f"of step 45; let it finish, or go on: ddp-mnist train --resume {tmp_path}\n"
+    assert ("let it finish, or resume" in err) == (state == "running")
+    ends = f"resume it with the command that started it, plus --resume {tmp_path}\n"
     assert not err or err.endswith(ends)

@@ -111,8 +111,7 @@ class Store:
             self.raise_if_failed()
             if time.monotonic() > deadline:
                 raise PeerError(
-                    f"{missing} within {within_s:g} s; see what the others say, then start the run"
-                    " again"
+                    f"{missing} within {within_s:g} s; see what the others say, then start again"
                 )
             time.sleep(POLL_S)
 
@@ -198,9 +197,8 @@ def open_store(host: str, port: int, *, serve: bool, timeout_s: float, who: str)
         except (OSError, UnicodeError) as error:  # the latter for a name such as a..b
             if time.monotonic() >= deadline:
                 raise PeerError(
-                    f"{host}:{port}: {who} reached nobody there within {timeout_s:g} s"
-                    f" ({reason(error)});"
-                    " is rank 0 running, is the address right, is the port open?"
+                    f"{host}:{port}: {who} reached nobody there within {timeout_s:g} s ("
+                    f"{reason(error)}); is rank 0 running, is the address right, is the port open?"
                 ) from None
         time.sleep(min(0.2, left))
     if not (why := why_port_is_taken(port) if serve else ""):

@@ -253,8 +253,8 @@ def form_group(store: Store, backend: str, local_rank: int, timeout_s: float) ->
         raise PeerError(
             f"{store.world_size} processes met, but within {timeout_s:g} s rank {store.rank} could"
             " not connect to all others; open all TCP ports between the machines, or set"
-            f" {variable} to the interface that leads there"
-            f" (it is {os.environ.get(variable, 'not set')})"
+            f" {variable} to the interface that leads there (it is"
+            f" {os.environ.get(variable, 'not set')})"
         ) from None
 
 

@@ -41,10 +41,7 @@ def cache_folder(cache_dir: str | None) -> Path:
 
 
 def choose(
-    dataset: str,
-    cache_dir: str | None = None,
-    reading: Reading = AS_THEY_ARE,
-    log: Log = None,
+    dataset: str, cache_dir: str | None = None, reading: Reading = AS_THEY_ARE, log: Log = None
 ) -> tuple[str, list[str]]:
     """Return the data set to load, and warnings about the choice.
 

@@ -18,7 +18,8 @@ def find_images(folder: Path, endings: Collection[str]) -> tuple[list[Path], lis
     files = (path.relative_to(folder) for path in sorted(folder.rglob("*")) if path.is_file())
     seen = [file for file in files if not any(part.startswith((".", "__")) for part in file.parts)]
     odd = Counter(file.suffix or "no ending" for file in seen if file.suffix.lower() not in endings)
-    kinds = [f"{end} ({n:,})" for end, n in odd.items() if not BESIDE_IMAGES.fullmatch(end)]
+    kinds = [f"{end} ({n:,})" for end, n in odd.most_common() if not BESIDE_IMAGES.fullmatch(end)]
+    kinds[5:] = [f"... {len(kinds) - 5} more kind{'s' * (len(kinds) > 6)}"] * (len(kinds) > 5)
     note = f"files without the suffix of an image were left out: {printable(', '.join(kinds))}"
     return [file for file in seen if file.suffix.lower() in endings], [note] if kinds else []
 

@@ -59,9 +59,9 @@ class Source:
         where, notes = f"--dataset {self.typed}", list[str]()
         with readable(self.typed):
             if self.kind in BUILT_IN:
-                decoded = in_room(BUILT_IN[self.kind](), self.reading, reserve)
+                decoded = in_room(BUILT_IN[self.kind](), where, self.reading, reserve)
             elif self.kind == "folder" and (files := find_idx_files(Path(self.place), self.typed)):
-                decoded = in_room(read_idx(files), self.reading, reserve)
+                decoded = in_room(read_idx(files), where, self.reading, reserve)
             else:
                 from ddp_mnist.data.tables import decode_dataset
 
@@ -230,12 +230,11 @@ def library(
     except errors.DataError:
         raise
     except Exception as error:  # its own and those of pyarrow, fsspec and the transport
-        folder, variable, codes = written
+        folder, name, codes = written
         for cause in errors.causes(error):
             if isinstance(cause, OSError) and cause.errno in codes:
                 raise errors.StorageError(
-                    f"{folder}: cannot be written ({cause.strerror}); set {variable} to another"
-                    " folder"
+                    f"{folder}: cannot be written ({cause.strerror}); set {name} to another folder"
                 ) from error
         offline = why_offline and isinstance(error, ConnectionError)
         why = why_offline if offline else errors.root_reason(error)
@@ -250,12 +249,11 @@ def library(
 # --- Arrays in memory
 
 
-def in_room(decoded: Decoded, reading: Reading, reserve: Reserve) -> Decoded:
+def in_room(decoded: Decoded, where: str, reading: Reading, reserve: Reserve) -> Decoded:
     """Return a data set that was read into memory, its images as they were asked for."""
     if reading.test_size is not None:
-        raise errors.UsageError(
-            f"--test-size {reading.test_size}: there is a test split; leave it out"
-        )
+        problem = f"{where} has a test split of its own; remove --test-size"
+        raise errors.UsageError(f"--test-size {reading.test_size}: {problem}")
     channels, height, width = decoded.images["train"].shape[1:]
     shape = (1 if reading.grey else channels, *(reading.size or (height, width)))
     images = reserve(shape, {split: len(labels) for split, labels in decoded.labels.items()})

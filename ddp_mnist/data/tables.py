@@ -59,11 +59,10 @@ def _splits(dataset: Any, where: str, test_size: int | None) -> tuple[dict[str, 
     note = f"split {unused} is not used: validation images are cut out of train (--val-size)"
     notes = [note] if unused else []
     if "train" in named and "test" not in named and test_size is not None:
-        rows = named["train"]
-        if test_size >= len(rows):
+        rows, most = named["train"], len(named["train"]) - 1
+        if test_size > most:
             raise UsageError(
-                f"--test-size {test_size}: {where} has {len(rows):,} images; give at most"
-                f" {len(rows) - 1}"
+                f"--test-size {test_size}: {where} has {most + 1:,} images; give at most {most}"
             )
         order = np.random.RandomState(0).permutation(len(rows))  # frozen by NumPy for all time
         held_out = {"train": rows.select(order[test_size:]), "test": rows.select(order[:test_size])}
@@ -76,7 +75,8 @@ def _splits(dataset: Any, where: str, test_size: int | None) -> tuple[dict[str, 
             " --test-size 100"
         )
     if test_size is not None:
-        raise UsageError(f"--test-size {test_size}: {where} has a test split; leave it out")
+        problem = f"{where} has a test split of its own; remove --test-size"
+        raise UsageError(f"--test-size {test_size}: {problem}")
     return named, notes
 
 

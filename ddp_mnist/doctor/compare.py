@@ -57,5 +57,6 @@ def read_saved(file: str) -> dict[str, Any]:
         list(map(float, figures_of(saved["findings"]).values()))
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         why = reason(error) if isinstance(error, OSError) else "not from doctor --save"
-        raise UsageError(f"--against {file}: cannot be read ({why}); name another") from error
+        fix = "save one first: ddp-mnist doctor --save FILE"
+        raise UsageError(f"--against {file}: cannot be read ({why}); {fix}") from error
     return saved

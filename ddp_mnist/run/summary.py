@@ -54,13 +54,15 @@ def plan(config: ResolvedConfig, world: World, images: ImageData, folder: Path |
     left_out = train_rows - steps * recipe.batch_size
     share = recipe.batch_size // size // recipe.grad_accum
     parts = f" x {recipe.grad_accum} parts" if recipe.grad_accum > 1 else ""
-    smoothed = f", label smoothing {recipe.label_smoothing:g}: the train loss does not end near 0"
+    smoothing, classes = recipe.label_smoothing, len(images.classes)
+    least = torch.special.entr((1 - smoothing) * torch.eye(classes)[0] + smoothing / classes).sum()
+    smoothed = f", label smoothing {smoothing:g} (the training loss levels off near {least:.2g})"
     strokes = images.preparation.bright_on_black
     changes = "rotated, scaled, shifted" if strokes else "mirrored, cropped, coloured"
     rest = f"; {left_out} images are left out, others in each epoch" if left_out else ""
     lines = {
         "data": f"{images.name}: {train_rows:,} train, {recipe.val_size:,} validation,"
-        f" {len(images.test_labels):,} test images, {len(images.classes)} classes",
+        f" {len(images.test_labels):,} test images, {classes} classes",
         "source": "; ".join([printable(images.source), *images.preparation.notes]),
         "processes": f"{size} on {count(world.num_machines, 'machine')}, backend {world.backend},"
         f" device {device(world)}, {count(world.threads, 'thread')} each,"
@@ -70,8 +72,7 @@ def plan(config: ResolvedConfig, world: World, images: ImageData, folder: Path |
         "model": f"{recipe.model}, seed {config.run.seed}",
         "recipe": f"{recipe.preset}: {recipe.optimizer}, learning rate up to {recipe.lr:g}"
         f" in the first {recipe.warmup:.0%} of the steps,"
-        f" images {changes if recipe.augment else 'not augmented'}"
-        f"{smoothed if recipe.label_smoothing else ''}",
+        f" images {changes if recipe.augment else 'not augmented'}{smoothed if smoothing else ''}",
         "writes": str(folder) if folder else "nothing but the cache of images (--dry-run)",
     }
     return "\n".join([*images.warnings, panel(lines)])

@@ -69,20 +69,18 @@ def read_bytes(run: str) -> bytes:
         with contextlib.suppress(OSError, ValueError, TypeError):  # a model may lie alone
             known[name] = dict(read_json(Path(run) / name))
     state, earlier = known[STATUS].get("state"), known[SUMMARY].get("steps")
-    now = f"{state}, at step {known[STATUS].get('step')}"
-    go_on = f"let it finish, or go on: ddp-mnist train --resume {run}"
+    words = {"running": "is", "failed": "failed", "preempted": "was stopped"}
+    now = f"{words[state]} at step {known[STATUS].get('step')}" if state in words else ""
+    wait = "let it finish, or " if state == "running" else ""
+    go_on = f"{wait}resume it with the command that started it, plus --resume {run}"
     try:
         content = (Path(run) / MODEL).read_bytes()
     except OSError as error:
-        fix = f"its run is {now}; {go_on}" if state else other()
-        raise CheckpointError(
-            f"{run}: there is no model of a finished run ({MODEL}: {reason(error)}); {fix}"
-        ) from error
-    if state and state != "finished" and earlier is not None:
-        warn(
-            f"{run}: was resumed and is not finished ({now}); this is its earlier model, of step"
-            f" {earlier}; {go_on}"
-        )
+        missing = f"there is no model of a finished run ({MODEL}: {reason(error)}); {other()}"
+        unfinished = f"the run {now} and has no final model; {go_on}"
+        raise CheckpointError(f"{run}: {unfinished if now else missing}") from error
+    if now and earlier is not None:
+        warn(f"{run}: resumed, it {now}; this is its earlier model, of step {earlier}; {go_on}")
     return content
 
 

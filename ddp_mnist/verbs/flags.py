@@ -17,7 +17,7 @@ EXPORTS = {  # the file of each format
 BENCHES = {  # a sentence of each
     "loop": "Time train.py's loop against plain_ddp.py's (a minute).",
     "startup": "Time the start, up to the first step, against a minimal program (two minutes).",
-    "scaling": "Time 1 to N processes against as many independent ones, and a step (minutes).",
+    "scaling": "Time 1 to N processes against independent ones, and break down one step (minutes).",
 }
 CAUGHT_BY = {  # the check that finds a fault of train --inject
     "sampler": "samples",
@@ -52,7 +52,7 @@ class Predict(Flags):
     top: int = flag(10, "How many of the most probable classes to list.", least=1)
     digit_photos: bool | None = flag(
         None,
-        "Cut the digit out of images that are not 28x28 grey [if trained on MNIST-like digits].",
+        "Find and crop the digit in images that are not 28x28 grey [if trained on digits].",
         negatable=True,
     )
 
@@ -109,7 +109,9 @@ class Doctor(Flags):
     against: str | None = flag(
         None, "Compare speeds with those that a machine of the same type saved.", metavar="FILE"
     )
-    tolerance: float = flag(0.5, "FAIL where a speed is worse by more than this share.", least=0)
+    tolerance: float = flag(
+        0.5, "0.5: FAIL above 1.5 times the saved time, or below 1/1.5 of the speed.", least=0
+    )
 
 
 @dataclass(frozen=True)

@@ -108,8 +108,8 @@ def make_node(flags: Multinode) -> Node:
     if rank is None or address is None:
         given = "MAIN_PROCESS_IP" if rank is None else "MACHINE_RANK"
         raise UsageError(
-            f"{given}: is one of two, e.g. MACHINE_RANK=0 MAIN_PROCESS_IP=192.168.1.201; give both,"
-            " or none to rehearse on this machine"
+            f"{given}: MACHINE_RANK and MAIN_PROCESS_IP must be given together, e.g."
+            " MACHINE_RANK=0 MAIN_PROCESS_IP=192.168.1.201; or give neither, to rehearse here"
         )
     if rank >= size:
         raise UsageError(f"MACHINE_RANK={rank}: must be below NUM_MACHINES={size}; correct one")

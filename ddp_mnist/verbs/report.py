@@ -50,7 +50,7 @@ def run(flags: Report) -> None:
     """Write the page, and with --png each curve beside it; say where."""
     folder.check_place(flags.out, "--out")
     console = Console(True)
-    console.print("reading    the runs, and asking each model for its mistakes")
+    console.print("reading    the runs and their predictions")
     paths = list(dict.fromkeys(Path(run).resolve() for run in flags.runs))
     runs = [read_run(path) for path in paths]
     alike = len({path.name for path in paths}) < len(paths)
