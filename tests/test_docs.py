@@ -132,6 +132,7 @@ def test_what_a_page_tells_to_type_works_and_prints_what_it_shows(
             assert any(codes) == (fence.mark == "fails"), f"{fence}: {line}\n{said}"
         everything += printed
         rest = as_compared(printed)
+        shown = re.sub(r"\n +", " ", shown)  # an indented line goes on with the one before it
         for part in (line for line in shown.splitlines() if line != "..."):
             assert as_compared(part) in rest, f"{fence}: {part}\n{printed}"
             rest = rest[rest.index(as_compared(part)) + len(as_compared(part)) :]
