@@ -44,7 +44,7 @@ TEXTS = {
         " and computes gradients of its own images; an all-reduce gives both the mean, -15, and"
         " both take the same step, from w = 1 to w = 2.5.",
         "一个全局 batch 的四张图像分给两个 rank。每个 rank 有一份模型副本，计算自己那些图像的梯度；"
-        "全归约让两边都得到均值 -15，于是两边做同样的更新：w 从 1 变为 2.5。",
+        "all-reduce 之后两边都得到平均 -15，于是两边做同样的更新：w 从 1 变为 2.5。",
     ),
     "ddp task": (
         "A model w·x with w = 1; learning rate 0.1.\nThe label of x is y = 3x; an image's loss is\n"
@@ -56,11 +56,11 @@ TEXTS = {
     "shard": ("its shard", "它的分片"),
     "replica": ("replica, w = 1", "副本，w = 1"),
     "gradients": ("gradients", "梯度"),
-    "mean -5": ("mean −5", "均值 −5"),
-    "mean -25": ("mean −25", "均值 −25"),
+    "mean -5": ("mean −5", "平均 −5"),
+    "mean -25": ("mean −25", "平均 −25"),
     "all-reduce mean": (
         "all-reduce: the mean over the ranks",
-        "全归约 (all-reduce)：各 rank 的均值",
+        "all-reduce：各 rank 梯度的平均",
     ),
     "update": ("the same update", "同样的更新"),
     "ddp proof": (
@@ -68,7 +68,7 @@ TEXTS = {
         "the same step: (−2 − 8 − 18 − 32) / 4 = −15.\n"
         "So the replicas stay equal, and no weights\nare sent again.",
         "一个进程处理全部四张图像，更新也一样：\n(−2 − 8 − 18 − 32) / 4 = −15。\n"
-        "所以副本始终相同，权重无须再传。",
+        "所以副本始终相同，权重不用再传。",
     ),
     # buckets
     "buckets": ("When gradients travel: buckets", "梯度何时发送：梯度桶"),
@@ -76,8 +76,8 @@ TEXTS = {
         "Two time charts of one step. In a large net all-reduces of full buckets run while backward"
         " still computes; only the last is waited for. This project's net fills one bucket of"
         " 0.15 MB, which is sent after backward, so nothing overlaps.",
-        "一步的两张时间图。较大的模型里，装满的梯度桶在反向计算的同时做全归约，只需等最后一个。"
-        "本项目的模型只有一个 0.15 MB 的梯度桶，反向结束后才发送，没有重叠。",
+        "一步的两张时间图。较大的模型里，装满的梯度桶在反向计算的同时做 all-reduce，只需等最后"
+        "一个。本项目的模型只有一个 0.15 MB 的梯度桶，反向结束后才发送，没有重叠。",
     ),
     "not to scale": (
         "One step, time from left to right, not to scale.",
@@ -86,9 +86,9 @@ TEXTS = {
     "large net": ("A large net: several buckets", "较大的模型：多个梯度桶"),
     "large note": (
         "While bucket 4 travels, backward computes\nlayers 3. Only the last bucket is waited for.\n"
-        "A bucket holds up to 25 MB, the first 1 MB.",
+        "A bucket is sent at 25 MiB, the first at 1 MiB.",
         "第 4 组的桶传输时，反向正在计算第 3 组。\n只有最后一个桶需要等待。\n"
-        "一个桶最多 25 MB，第一个 1 MB（默认值）。",
+        "攒满 25 MiB 就发，第一个 1 MiB（默认值）。",
     ),
     "small net": ("This project's net: one bucket", "本项目的模型：只有一个桶"),
     "small note": (
@@ -100,43 +100,42 @@ TEXTS = {
     "forward": ("forward", "前向"),
     "backward": ("backward, layers 4 to 1", "反向，从第 4 组层到第 1 组"),
     "backward all": ("backward", "反向"),
-    "all-reduces": ("all-reduce of each bucket", "每个桶的全归约"),
-    "all-reduce": ("all-reduce", "全归约"),
+    "all-reduces": ("all-reduce of each bucket", "每个桶的 all-reduce"),
     "step": ("step", "更新"),
     # ring
-    "ring": ("A ring all-reduce, step by step", "环形全归约，逐步看"),
+    "ring": ("A ring all-reduce, step by step", "环形 all-reduce，逐步看"),
     "ring desc": (
         "Four ranks in a ring, each with its gradients in four chunks, a to d. In three steps of"
         " reduce-scatter each rank adds what it receives; in three of all-gather the finished sums"
         " go round. The table below shows what each rank holds after each step.",
-        "四个 rank 连成环，各自把梯度分成 a 到 d 四块。归约分发的三步里，每个 rank 把收到的块累加"
-        "到自己的块上；全收集的三步里，求好的和再传一圈。下面的表列出每步之后各 rank 手里有什么。",
+        "四个 rank 连成环，各自把梯度分成 a 到 d 四块。reduce-scatter 的三步里，每个 rank 把"
+        "收到的块累加到自己的块上；all-gather 的三步里，求好的和再传一圈。"
+        "下面的表列出每步之后各 rank 手里有什么。",
     ),
     "ring task": (
         "Columns a to d: the gradients in four chunks.\n"
         "A coloured cell: that rank's part is in the sum.",
-        "a 到 d 列：梯度切成的四块。\n有颜色的格子：和里已加入那个 rank 的梯度。",
+        "a 到 d 列：梯度切成的四块。\n格子有颜色：和里已包含这种颜色的 rank 的梯度。",
     ),
-    "reduce-scatter": ("reduce-scatter", "归约分发"),
-    "all-gather": ("all-gather", "全收集"),
     "ring start": ("start", "开始"),
     "ring end": ("all have all sums", "各 rank 都有全部的和"),
     **{f"ring {n}": (f"step {n} of 6", f"第 {n} 步，共 6 步") for n in range(1, 7)},
     "own gradients": ("own gradients", "只有自己的梯度"),
-    "adding": ("reduce-scatter: add what comes", "归约分发：收到就累加"),
-    "passing": ("all-gather: finished sums go round", "全收集：把求好的和传一圈"),
+    "adding": ("reduce-scatter: add what comes", "reduce-scatter：收到就累加"),
+    "passing": ("all-gather: finished sums go round", "all-gather：把求好的和传一圈"),
     "ring note": (
-        "Each rank sends 6 messages of a quarter:\n1.5 times the gradients; with p ranks\n"
-        "2 (p − 1) / p times, always less than twice.",
+        "Each rank sends 6 messages of a quarter:\n1.5 times the gradients; with N ranks\n"
+        "2 (N − 1) / N times, always less than twice.",
         "每个 rank 发 6 次，每次四分之一：共为梯度\n"
-        "大小的 1.5 倍；p 个 rank 时为 2 (p − 1) / p 倍，\n始终不到两倍。",
+        "大小的 1.5 倍；N 个 rank 时为 2 (N − 1) / N 倍，\n始终不到两倍。",
     ),
     # collectives
     "collectives": ("Seven collectives, four ranks", "七种集合通信，四个 rank"),
     "collectives desc": (
         "Before and after broadcast, scatter, gather, all-gather, reduce, all-reduce and"
         " reduce-scatter, each a row per rank.",
-        "广播、分发、收集、全收集、归约、全归约、归约分发的前后对照，每行一个 rank。",
+        "broadcast、scatter、gather、all-gather、reduce、all-reduce、reduce-scatter 的前后"
+        "对照，每行一个 rank。",
     ),
     "collectives task": (
         "A row is a rank. A colour is whose data it is;\na box of four colours is a sum over all.",
@@ -144,29 +143,29 @@ TEXTS = {
     ),
     "before": ("before", "之前"),
     "after": ("after", "之后"),
-    "broadcast": ("broadcast", "广播 (broadcast)"),
+    "broadcast": ("broadcast", "broadcast（广播）"),
     "broadcast use": ("rank 0's weights, when DDP starts", "DDP 启动时，rank 0 的权重"),
-    "scatter": ("scatter", "分发 (scatter)"),
+    "scatter": ("scatter", "scatter（分发）"),
     "scatter use": ("one rank deals out its data", "一个 rank 把数据分出去"),
-    "gather": ("gather", "收集 (gather)"),
+    "gather": ("gather", "gather（收集）"),
     "gather use": ("results to the rank that writes files", "结果汇到写文件的 rank"),
-    "all_gather": ("all-gather", "全收集 (all-gather)"),
+    "all_gather": ("all-gather", "all-gather（全收集）"),
     "all_gather use": ("predictions, for exact metrics", "预测结果，用来算精确的指标"),
-    "reduce": ("reduce", "归约 (reduce)"),
+    "reduce": ("reduce", "reduce（归约）"),
     "reduce use": ("a sum that one rank needs", "只有一个 rank 需要的和"),
-    "all_reduce": ("all-reduce", "全归约 (all-reduce)"),
+    "all_reduce": ("all-reduce", "all-reduce（全归约）"),
     "all_reduce use": ("DDP's gradients, in each step", "DDP 每一步的梯度同步"),
-    "reduce_scatter": ("reduce-scatter", "归约分发 (reduce-scatter)"),
-    "reduce_scatter use": ("the first half of a ring all-reduce", "环形全归约的前一半"),
+    "reduce_scatter": ("reduce-scatter", "reduce-scatter（归约分发）"),
+    "reduce_scatter use": ("the first half of a ring all-reduce", "环形 all-reduce 的前一半"),
     # multinode
     "launcher": ("launcher", "启动器"),
     "multinode": ("How a run on two machines begins", "两台机器上的训练如何开始"),
     "multinode desc": (
-        "Seven steps: launchers set variables, rank 0 serves the store, all ranks register, who is"
-        " missing is named after a deadline, facts are compared, NCCL or gloo connects all pairs,"
-        " and DDP broadcasts rank 0's weights.",
-        "七步：启动器设置环境变量，rank 0 提供键值存储，所有 rank 登记，到期后点名缺席者，比对各自"
-        "的配置，NCCL 或 gloo 两两建立连接，DDP 广播 rank 0 的权重。",
+        "Seven steps: launchers set variables, rank 0 or torchrun serves the store, all ranks"
+        " register, who is missing is named after a deadline, facts are compared, NCCL or gloo"
+        " connects all pairs, and DDP broadcasts rank 0's weights.",
+        "七步：启动器设置环境变量，rank 0 或 torchrun 提供键值存储，所有 rank 登记，"
+        "到期后点名缺席者，比对各自的配置，NCCL 或 gloo 两两建立连接，DDP 广播 rank 0 的权重。",
     ),
     "node 0": ("node 0, the main node", "节点 0，主节点"),
     "node 1": ("node 1", "节点 1"),
@@ -176,8 +175,10 @@ TEXTS = {
         "每个节点上的启动器拉起各个 rank，\n并用环境变量告诉它们：",
     ),
     "multinode 2": (
-        "Rank 0 serves the store, a small key-value\nserver over TCP, at that address and port.",
-        "rank 0 在这个地址和端口上提供键值存储：\n一个基于 TCP 的小服务。",
+        "Rank 0, or torchrun on its machine, serves the\n"
+        "store, a key-value server at that address.",
+        "rank 0（或它那台机器上的 torchrun）在这个地址\n"
+        "和端口上提供键值存储：一个基于 TCP 的小服务。",
     ),
     "multinode 3": (
         "Rendezvous: each rank registers there:\n“I am here, on this host, at this address.”",
@@ -196,8 +197,9 @@ TEXTS = {
         "进程组：NCCL 或 gloo 在各 rank 之间建立连接，\n两两之间的端口都要放行。",
     ),
     "multinode 7": (
-        "DDP broadcasts rank 0's weights. From here on\nonly gradients travel.",
-        "DDP 广播 rank 0 的权重。\n此后只传梯度。",
+        "DDP broadcasts rank 0's weights. From then on,\n"
+        "of the model, only gradients and buffers travel.",
+        "DDP 广播 rank 0 的权重。此后，\n模型里只有梯度和 buffer 还要传输。",
     ),
     # dataparallel
     "dataparallel": ("DataParallel and DDP, four GPUs", "DataParallel 与 DDP，四块 GPU"),
@@ -220,11 +222,11 @@ TEXTS = {
     "a shard": ("shard", "分片"),
     "optimizer": ("optimizer", "优化器"),
     "each step": ("between the GPUs, in each step:", "每一步在 GPU 之间："),
-    "weights out": ("weights (broadcast), images (scatter)", "权重（广播）和图像（分发）"),
-    "outputs in": ("outputs, for the loss on GPU 0 (gather)", "输出，在 GPU 0 上算损失（收集）"),
+    "weights out": ("weights (broadcast), images (scatter)", "权重 (broadcast)、图像 (scatter)"),
+    "outputs in": ("outputs, for the loss on GPU 0 (gather)", "输出，在 GPU 0 上算损失 (gather)"),
     "outputs back": ("the outputs' gradients", "输出的梯度"),
-    "gradients in": ("gradients, summed on GPU 0 (reduce)", "梯度，在 GPU 0 上求和（归约）"),
-    "gradients only": ("gradients only (all-reduce)", "只有梯度（全归约）"),
+    "gradients in": ("gradients, summed on GPU 0 (reduce)", "梯度，在 GPU 0 上求和 (reduce)"),
+    "gradients only": ("gradients only (all-reduce)", "只有梯度 (all-reduce)"),
     "dp note": (
         "One interpreter lock for all threads; GPU 0\nholds more and does more; one machine only.",
         "所有线程共用一把解释器锁；GPU 0 占用\n更多、工作更多；只限单机。",
@@ -259,15 +261,16 @@ TEXTS = {
     "forecast": ("Forecast: share of a step that computes", "预测：一步中计算所占的份额"),
     "forecast how": (
         "By the formula of a ring all-reduce, 72 images\nper process; not measured.",
-        "按环形全归约的公式，每进程 72 张；非实测。",
+        "按环形 all-reduce 的公式，每进程 72 张；非实测。",
     ),
     "processes axis": ("processes", "进程数"),
     "ethernet": ("10 Gbit/s Ethernet,\nassumed", "10 Gbit/s 以太网，\n假设值"),
     "this machine": ("between processes\nof that machine", "该机器的\n进程之间"),
     "forecast note": (
-        "A measured step of two processes took 1.19\n"
-        "times what the formula says. All figures: the\nnet before this one, 103 KB of gradients.",
-        "实测两个进程的一步是公式的 1.19 倍。\n所有数字都来自上一版模型，梯度 103 KB。",
+        "A measured step took 1.19 times the formula's:\n"
+        "about a fifth is the exchange. All figures: of\nthe net before this, 103 KB of gradients.",
+        "实测一步的时间是公式预测的 1.19 倍，\n所以通信实际约占五分之一。\n"
+        "所有数字都来自上一版模型，梯度 103 KB。",
     ),
 }
 
@@ -586,7 +589,7 @@ def beginnings(f: Figure) -> None:
         f.text(x, 194, f"RANK={rank}", "c m")
     f.box(16, 208, 328, 42, "pale", 8)
     f.text(26, 225, "WORLD_SIZE=4 MASTER_ADDR=192.168.1.201", "m")
-    f.text(26, 242, "MASTER_PORT=29500 LOCAL_RANK=0 | 1", "m")
+    f.text(26, 242, "MASTER_PORT=12345 LOCAL_RANK=0 | 1", "m")
     for top in (308, 442):
         nodes(f, top, 76, top + 20)
         f.cell(58, top + 46, 72, 22, "store", "r0")
