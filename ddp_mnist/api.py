@@ -36,9 +36,8 @@ from ddp_mnist.verbs import evaluate as evaluation
 from ddp_mnist.verbs import predict as prediction
 from ddp_mnist.verbs.flags import Evaluate, Predict
 
-KEPT: list[
-    dist.Store
-] = []  # debug_launcher's: closing it removes a file that the launcher removes too
+# debug_launcher's: closing one removes a file that the launcher removes too
+KEPT: list[dist.Store] = []
 STATES = (PartialState, AcceleratorState, GradientState)
 
 

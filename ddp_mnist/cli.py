@@ -110,6 +110,8 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     except ModuleNotFoundError as error:
         if not error.name or error.name.startswith("ddp_mnist"):
             raise
+        if local_rank() != "0":  # which met the same
+            time.sleep(3)
         code = UsageError.code
         why = f"{error.name}: is not installed for {sys.executable}; activate the environment that"
         tell(errors.one_line(UsageError(f"{why} has it (source .venv/bin/activate), or make venv")))

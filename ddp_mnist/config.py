@@ -101,24 +101,44 @@ class Preset(NamedTuple):
 ACCURATE: dict[str, Any] = {"model": "cnn_deep", "lr": 1.4e-2, "augment": True, "val_size": 0}
 PRESETS = {"fast": Preset({}, 1, 300), "accurate": Preset(ACCURATE, 2, 4000)}
 
-FAULTS = {  # a sentence of each; they are made in faults.py, and found by verify
-    "sampler": "each rank shuffles with a seed of its own",
-    "gradients": "gradients are summed over the ranks, not averaged",
-    "parameter": "DDP does not synchronise one parameter",
-    "epoch": "each epoch has the same order, as without set_epoch",
-    "padding": "rows that fill up the last batches are counted in the metrics",
-    "exit": "the last rank leaves the training in step 20, and the others wait",
-    "batchnorm": "BatchNorm over each process's own share of the batch",
-    "schedule": "the scheduler is stepped by each process, N times a step",
+EXIT_STEP = 20  # from this step on the last rank takes no part, with --inject exit
+
+
+class Fault(NamedTuple):
+    """A mistake that --inject makes on purpose; faults.py makes it."""
+
+    what: str
+    found_by: str  # the check of verify
+    recipe: Mapping[str, Any] = {}  # what it changes of the recipe; a typed flag beats it
+    processes: int = 2  # with fewer, or in fewer epochs or steps, nothing would be wrong
+    epochs: int = 1
+    steps: int = 1
+
+
+FAULTS = {
+    "sampler": Fault("each rank shuffles with a seed of its own", "samples"),
+    "gradients": Fault("gradients are summed over the ranks, not averaged", "gradients"),
+    "parameter": Fault("DDP does not synchronise one parameter", "replicas"),
+    "epoch": Fault(
+        "each epoch has the same order, as without set_epoch", "samples", processes=1, epochs=2
+    ),
+    "padding": Fault("rows that fill up the last batches are counted in the metrics", "metrics"),
+    "exit": Fault(
+        f"the last rank leaves in step {EXIT_STEP}, and the others wait", "runs", steps=EXIT_STEP
+    ),
+    "batchnorm": Fault(
+        "BatchNorm (--model cnn_bn) over each process's own share of the batch",
+        "weights",
+        {"model": "cnn_bn"},
+    ),
+    "schedule": Fault("the scheduler is stepped by each process, N times a step", "learning rates"),
 }
-# What a fault changes of the recipe; a typed flag beats it.
-OF_FAULTS: dict[str | None, dict[str, Any]] = {"batchnorm": {"model": "cnn_bn"}}
-SEEN_ALONE = ("epoch",)  # the others need several processes
+FAULT_NAMES = {name: fault.what for name, fault in FAULTS.items()}  # with their sentences
 
 
 def wrong_on_purpose(fault: str | None) -> list[str]:
     """Return the line that a run with a fault begins and ends with, if there is one."""
-    return [f"WRONG ON PURPOSE, --inject {fault}: {FAULTS[fault]}"] if fault else []
+    return [f"WRONG ON PURPOSE, --inject {fault}: {FAULTS[fault].what}"] if fault else []
 
 
 @dataclass(frozen=True)
@@ -173,7 +193,7 @@ class Recipe(Flags):
     )
     max_grad_norm: float | None = flag(None, "Clip each step's gradient to this norm.", above=0)
     inject: str | None = flag(
-        None, "Make a mistake on purpose, one of those below; batchnorm: in cnn_bn.", choices=FAULTS
+        None, "Make this mistake on purpose: one of those below.", choices=FAULT_NAMES
     )
 
     def __post_init__(self) -> None:
@@ -255,7 +275,8 @@ class TrainConfig:
     def of(cls, typed: Mapping[str, Any]) -> Self:
         """Return the flags: what was typed, over what the preset says."""
         chosen = Recipe.of(typed)
-        given = {**PRESETS[chosen.preset].recipe, **OF_FAULTS.get(chosen.inject, {}), **typed}
+        changed = FAULTS[chosen.inject].recipe if chosen.inject else {}
+        given = {**PRESETS[chosen.preset].recipe, **changed, **typed}
         groups = Run.of(given), Recipe.of(given), Distribution.of(given)
         return cls(*groups, typed=frozenset(typed))
 
@@ -309,11 +330,6 @@ def resolve_recipe(recipe: Recipe, rows: int, world_size: int) -> ResolvedRecipe
         raise UsageError(
             f"--val-size {val_size}: the train split has {rows}; give at most {rows - 1}"
         )
-    if recipe.inject and recipe.inject not in SEEN_ALONE and world_size == 1:
-        raise UsageError(
-            f"--inject {recipe.inject}: one process cannot make this mistake; start several, e.g."
-            " by torchrun --nproc-per-node 2 -m ddp_mnist train"
-        )
     least = world_size * recipe.grad_accum
     legal = range(least, train_rows + 1, least)
     processes = f"{world_size} process{'es' * (world_size > 1)}"
@@ -343,4 +359,20 @@ def resolve_recipe(recipe: Recipe, rows: int, world_size: int) -> ResolvedRecipe
         "optimizer": recipe.optimizer or NETS.get(recipe.model, "adamw"),
         "steps_per_epoch": steps_per_epoch,
     }
-    return ResolvedRecipe(**flag_values(recipe) | resolved)
+    found = ResolvedRecipe(**flag_values(recipe) | resolved)
+    if found.inject:
+        check_fault(found.inject, world_size, found.epochs, found.total_steps)
+    return found
+
+
+def check_fault(name: str, processes: int, epochs: int, steps: int) -> None:
+    """Raise UsageError where the fault would not happen, and nothing would be wrong."""
+    fault = FAULTS[name]
+    if processes < fault.processes:
+        raise UsageError(
+            f"--inject {name}: one process cannot make this mistake; start several, e.g. by"
+            " torchrun --nproc-per-node 2 -m ddp_mnist train"
+        )
+    if epochs < fault.epochs or steps < fault.steps:
+        needed = f"{fault.epochs} epochs" if fault.epochs > 1 else f"{fault.steps} steps"
+        raise UsageError(f"--inject {name}: takes {needed} or more; give more --epochs")

@@ -44,9 +44,8 @@ def train(config: TrainConfig, launch: Launch) -> dict[str, Any]:
         RunFolder() as folder,  # records how the run ends
         join_world(config.distribution, launch) as world,  # meet the other processes
         open_run(config, world, launch, folder) as run,  # agree on settings, data and folder
-        injected(run, build_model) as arguments,  # of fit: a fault, with --inject
     ):
-        return fit(run, **arguments) if run else {}
+        return fit(run, **injected(run, build_model)) if run else {}
 
 
 def build_model(config: TrainConfig, world: World, images: ImageData) -> nn.Module:
@@ -67,7 +66,7 @@ def build_model(config: TrainConfig, world: World, images: ImageData) -> nn.Modu
 def fit(
     run: Session,
     build: Callable[..., nn.Module] = build_model,
-    make_batches: type[GlobalBatches] = GlobalBatches,
+    make_batches: Callable[..., GlobalBatches] = GlobalBatches,
     learning_rate: Callable[..., float] = learning_rate,
     prepare_split: Callable[..., Any] = prepare_split,
 ) -> dict[str, Any]:

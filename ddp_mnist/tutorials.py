@@ -16,12 +16,15 @@ IN_TUTORIALS: dict[str, str | tuple[str, str]] = {
     "--no-cuda": "--cpu",
     "--use-mix-precision": "--mixed-precision auto",
     "--evaluate": ("is another command, ddp-mnist evaluate RUN; to train", ""),
-    "--gpu": ("", ""),  # see _start
+    "--gpu": ("", ""),  # a GPU's number, or several; see _start
+    "--gpus": ("", ""),  # how many
+    "--nproc-per-node": ("", ""),
     "--num-workers": ("none are needed, the images are in memory", ""),
     "--opt-level": ("is of Apex; with PyTorch's own fp16", "--mixed-precision fp16"),
     "--save-model": ("leave it out, a run always does", ""),
     "--workers": ("none are needed, the images are in memory", ""),
 }
+TORCHRUN = "torchrun --nproc-per-node {} -m ddp_mnist train"
 
 
 def with_dashes(argv: Sequence[str]) -> list[str]:
@@ -48,12 +51,17 @@ def in_our_words(argv: Sequence[str]) -> list[str]:
             if not value and words and re.match(r"[^-]|-\d", words[0]):
                 value = words.pop(0)
                 word += f" {value}"
+            while name == "--gpu" and words and re.fullmatch(r"[\d,]+", words[0]):  # --gpu 0 1
+                value += f" {words[0]}"
+                word += f" {words.pop(0)}"
             why, more = here
             added += more.split()
-            if name == "--gpu":
-                why, start = _start(word, value, argv)
+            if not why:
+                why, start = _start(name, word, value, argv)
             problem = problem or f"{word}: {why}"
             continue
+        if value and here and here not in ("--backend", "--init-method"):
+            raise UsageError(f"{word}: takes no value; type {name}, or leave it out")
         as_typed.append(word)
         ours += [*here.split(), *filter(None, [value])] if here else [word]
     if problem:
@@ -61,15 +69,17 @@ def in_our_words(argv: Sequence[str]) -> list[str]:
     return ours
 
 
-def _start(word: str, value: str, argv: Sequence[str]) -> tuple[str, str]:
-    """Return why --gpu is no flag of ours, and what the command begins with instead."""
+def _start(name: str, word: str, value: str, argv: Sequence[str]) -> tuple[str, str]:
+    """Return why `name` is no flag of ours, and what the command begins with instead."""
     if os.environ.keys() & {"LOCAL_RANK", "SLURM_LOCALID"}:
         raise UsageError(f"{word}: each process takes the GPU of its local rank; leave it out")
+    if name != "--gpu" and value.isdigit():
+        return "a launcher starts the processes", TORCHRUN.format(value)
     gpus = re.findall(r"-?\d+", value) or ["0"]
-    start = "CUDA_VISIBLE_DEVICES={} ddp-mnist train".format
+    alone = f"CUDA_VISIBLE_DEVICES={gpus[0]} ddp-mnist train"
     if len(gpus) == 1:
-        return "choose the GPU by the environment", start(gpus[0])
+        return "choose the GPU by the environment", alone
     if any(word.startswith("--rank") for word in argv):
-        return "DDP has a process for each GPU, with a --rank of its own", start(gpus[0])
-    torchrun = f"torchrun --nproc-per-node {len(gpus)} -m ddp_mnist train"
-    return "DDP has a process for each GPU", f"CUDA_VISIBLE_DEVICES={','.join(gpus)} {torchrun}"
+        return "DDP has a process for each GPU, with a --rank of its own", alone
+    together = f"CUDA_VISIBLE_DEVICES={','.join(gpus)} {TORCHRUN.format(len(gpus))}"
+    return "DDP has a process for each GPU", together

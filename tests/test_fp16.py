@@ -11,7 +11,6 @@ import math
 import os
 import signal
 import time
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -103,6 +102,7 @@ def fp16_on_a_cpu(
 
     def optimizer(net: nn.Module, recipe: ResolvedRecipe) -> torch.optim.AdamW:
         made = make_optimizer(net, recipe)
+        assert isinstance(made, torch.optim.AdamW)
         names = ("params", "weight_decay")
         groups = [{name: group[name] for name in names} for group in made.param_groups]
         next(net.parameters()).register_hook(overflow)
@@ -130,9 +130,7 @@ def fp16_on_a_cpu(
         patch.object(world, "precision_in_effect", lambda *_: "fp16"),
         patch.object(world, "make_accelerator", accelerator),
         patch.object(train, "make_optimizer", optimizer),
-        patch.object(
-            train, "injected", lambda _, build: nullcontext({"build": build, "learning_rate": rate})
-        ),
+        patch.object(train, "injected", lambda _, build: {"build": build, "learning_rate": rate}),
         patch.object(Progress, "count_step", watched),
     ):
         try:

@@ -118,11 +118,9 @@ def test_sgd_has_momentum_and_the_same_decay() -> None:
             parameter.grad = torch.ones_like(parameter)
         optimizer.step()
     for name, parameter in net.named_parameters():
-        decay, expected, momentum = (
-            0.5 if parameter.ndim >= 2 else 0.0,
-            before.get_parameter(name),
-            0,
-        )
+        decay = 0.5 if parameter.ndim >= 2 else 0.0
+        expected: torch.Tensor = before.get_parameter(name)
+        momentum = torch.zeros_like(expected)
         for _ in range(2):
             momentum = 0.9 * momentum + 1 + decay * expected
             expected = expected - 0.1 * momentum

@@ -196,7 +196,7 @@ def together(ports: list[int]) -> None:
     os.environ.pop("GLOO_SOCKET_IFNAME")
     Path(f"rank-{rank}.json").write_text(json.dumps(said))
     if rank == 1:
-        DistributedDataParallel.forward = lambda *_: os._exit(1)  # type: ignore[assignment]
+        DistributedDataParallel.forward = lambda *_: os._exit(1)  # type: ignore[method-assign]
     said["our peer"] = our_line(*RUN)
     Path(f"rank-{rank}.json").write_text(json.dumps(said))
 

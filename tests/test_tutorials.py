@@ -16,6 +16,9 @@ PAGE = (REPOSITORY / "docs" / "tutorials.md").read_text("utf-8")
 WORD_FOR_WORD = re.findall(r"^\| `(python .*?)`.*? \| `(.*?)`", TABLE, re.MULTILINE)
 
 
+TORCHRUN = "torchrun --nproc-per-node"
+
+
 def config_of(command: str) -> TrainConfig:
     """Return what the arguments behind train or train.py mean."""
     return cli.train_config(shlex.split(re.split(r"train(?:\.py)?(?: |$)", command)[1]))
@@ -89,6 +92,18 @@ def test_a_flag_is_taken_where_it_means_ours(theirs: str, ours: str) -> None:
         ("--gpu cuda:1", "--gpu cuda:1: ", "CUDA_VISIBLE_DEVICES=1 ddp-mnist train"),
         ("-g --cpu", "-g: ", "CUDA_VISIBLE_DEVICES=0 ddp-mnist train --cpu"),
         ("-g 2,3 --rank 1", "-g 2,3: ", "CUDA_VISIBLE_DEVICES=2 ddp-mnist train --rank 1"),
+        (
+            "--gpu 0 1 --cpu",
+            "--gpu 0 1: ",
+            f"CUDA_VISIBLE_DEVICES=0,1 {TORCHRUN} 2 -m ddp_mnist train --cpu",
+        ),
+        (
+            "--gpus 2",
+            "--gpus 2: a launcher starts the processes",
+            f"{TORCHRUN} 2 -m ddp_mnist train",
+        ),
+        ("--nproc_per_node=4", "--nproc_per_node=4: ", f"{TORCHRUN} 4 -m ddp_mnist train"),
+        ("--gpus 0,1", "--gpus 0,1: ", f"CUDA_VISIBLE_DEVICES=0,1 {TORCHRUN} 2 -m ddp_mnist train"),
         ("--save_model --run-dir 'a b'", "--save_model: ", "ddp-mnist train --run-dir 'a b'"),
         ("--num_workers=4", "--num_workers=4: ", "ddp-mnist train"),
         ("--opt-level O1", "--opt-level O1: ", "ddp-mnist train --mixed-precision fp16"),
@@ -103,6 +118,12 @@ def test_a_flag_that_is_none_here_is_answered_with_the_whole_command(
     assert str(refused.value).startswith(begins)
     assert str(refused.value).endswith(f": {instead}")
     config_of(instead)  # which is taken
+
+
+@pytest.mark.parametrize("typed", ["--fp16=True", "--no_cuda=1"])
+def test_a_flag_without_a_value_is_given_one(typed: str) -> None:
+    with pytest.raises(UsageError, match=rf"^{typed}: takes no value; type --"):
+        config_of(f"train {typed}")
 
 
 def test_underscores_are_dashes_at_other_verbs_but_not_behind_two_dashes(typed: Typed) -> None:

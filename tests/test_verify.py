@@ -8,10 +8,11 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from ddp_mnist.config import FAULTS
 from ddp_mnist.errors import CheckFailed
 from ddp_mnist.run import results
 from ddp_mnist.run.results import FAIL, PASS, CheckResult
-from ddp_mnist.verbs.flags import CAUGHT_BY, Verify
+from ddp_mnist.verbs.flags import Verify
 from ddp_mnist.verify import proofs, watch
 from ddp_mnist.verify.proofs import Watched
 from ddp_mnist.verify.watch import largest_difference
@@ -50,7 +51,7 @@ def test_all_checks_pass_here(
     assert taken[0] == taken[1]  # rank 0 of two has the first half of what one process has
     assert not set(taken[1]) & set(taken[2])
     written = json.loads(Path("verify.json").read_text())
-    assert (written["passed"], written["processes"], written["planted"]) == (True, [1, 2], None)
+    assert (written["passed"], written["processes"], written["injected"]) == (True, [1, 2], None)
     names = [(check["name"], check["figures"]["processes"]) for check in written["checks"]]
     on_each = ["resume", "accumulation"]
     compared = ["samples", "learning rates", "gradients", "weights", "replicas"]
@@ -85,19 +86,19 @@ def test_an_injected_fault_is_caught_by_the_check_that_is_meant_to(
 def is_caught(fault: str, checks: list[CheckResult]) -> bool:
     """Return whether its own check finds it, in the words of the lab's page but for differences."""
     summary = proofs.failure_summary(checks, fault) or ""
-    [text] = [check.text for check in checks if check.name == CAUGHT_BY[fault]]
+    [text] = [check.text for check in checks if check.name == FAULTS[fault].found_by]
     assert re.sub(r"\d\.\de[+-].*| \(Timed.*", "", text) in " ".join(LAB.split())
-    return summary.startswith(f"verify --inject {fault}: caught by '{CAUGHT_BY[fault]}'")
+    return summary.startswith(f"verify --inject {fault}: caught by '{FAULTS[fault].found_by}'")
 
 
 def test_the_lab_has_a_row_and_a_command_for_each_fault() -> None:
     rows = dict(
         re.findall(r"^\| `(\w+)` .* \| `([\w ]+)`(?:, exit code 6)? \|$", LAB, re.MULTILINE)
     )
-    assert rows == CAUGHT_BY
+    assert rows == {name: fault.found_by for name, fault in FAULTS.items()}
     for verb in ("train", "verify"):
         typed = re.findall(rf"ddp[-_]mnist {verb} [^`]*?--inject (\w+)", LAB)
-        assert set(typed) >= CAUGHT_BY.keys(), verb
+        assert set(typed) >= FAULTS.keys(), verb
 
 
 def test_padded_rows_in_the_metrics_are_caught(alone: Watched) -> None:
@@ -131,13 +132,29 @@ def test_a_fault_that_is_not_caught_is_a_failure_too(
     with pytest.raises(CheckFailed, match="--inject gradients: NOT caught by 'gradients'"):
         proofs.run(Verify(inject="gradients", save=str(file)))
     written = json.loads(file.read_text())
-    assert (written["passed"], written["planted"]) == (False, "gradients")
+    assert (written["passed"], written["injected"]) == (False, "gradients")
 
 
 def test_runs_that_break_down_are_no_word_on_a_fault() -> None:
     broken = proofs.results.failed("runs", "UsageError: --inject batchnorm: mlp has no", proofs.FIX)
     summary = proofs.failure_summary([GOOD, broken], "batchnorm") or ""
     assert summary.startswith("verify --inject batchnorm: the runs broke down before 'weights'")
+
+
+def test_only_a_rank_that_is_waited_for_is_the_fault_exit() -> None:
+    typed = proofs.results.failed("runs", "UsageError: --model no:Net: there is no", proofs.FIX)
+    assert "broke down before 'runs' could find it" in (
+        proofs.failure_summary([GOOD, typed], "exit") or ""
+    )
+
+
+def test_flags_of_verify_mean_what_they_mean_for_train() -> None:
+    assert proofs.config_of(Verify()).recipe.model == "cnn"
+    assert proofs.config_of(Verify(inject="batchnorm")).recipe.model == "cnn_bn"
+    typed = proofs.config_of(Verify(inject="batchnorm", model="cnn"))
+    assert typed.recipe.model == "cnn"  # which has none: train refuses it
+    many = proofs.config_of(Verify(inject="epoch", dataset="patches"))
+    assert (many.recipe.epochs, proofs.config_of(Verify(dataset="patches")).recipe.epochs) == (2, 1)
 
 
 def test_failed_checks_are_summed_up_in_a_line() -> None:
@@ -149,16 +166,16 @@ def test_failed_checks_are_summed_up_in_a_line() -> None:
 def test_the_fix_knows_the_fault_that_was_injected_and_what_a_net_does() -> None:
     """Only what a net computes may differ by its BatchNorm, so other checks fail for real."""
     wrong, runs = proofs.exact("samples", 2, "images", [1], [2]), results.failed("runs", "", "x")
-    for flags, expected in (
-        (Verify(), (proofs.FIX, proofs.FIX, "x")),
-        (Verify(model="cnn_bn"), (proofs.BY_NET, proofs.FIX, "x")),
-        (Verify(model="own_net:Net"), (proofs.BY_NET, proofs.FIX, "x")),
-        (Verify(inject="batchnorm"), (proofs.BY_FAULT, proofs.BY_FAULT, "x")),
-        (Verify(inject="exit"), (proofs.FIX, proofs.FIX, proofs.BY_FAULT)),
+    for model, fault, expected in (
+        ("cnn", None, (proofs.FIX, proofs.FIX, "x")),
+        ("cnn_bn", None, (proofs.BY_NET, proofs.FIX, "x")),
+        ("own_net:Net", None, (proofs.BY_NET, proofs.FIX, "x")),
+        ("cnn_bn", "batchnorm", (proofs.BY_FAULT, proofs.BY_FAULT, "x")),
+        ("cnn", "exit", (proofs.FIX, proofs.FIX, proofs.BY_FAULT)),
     ):
-        fixes = tuple(proofs.explained(check, flags).fix for check in (BAD, wrong, runs))
+        fixes = tuple(proofs.explained(check, model, fault).fix for check in (BAD, wrong, runs))
         assert fixes == expected
-        assert proofs.explained(GOOD, flags) == GOOD
+        assert proofs.explained(GOOD, model, fault) == GOOD
 
 
 def test_what_differs_is_counted_and_bounded() -> None:

@@ -122,9 +122,7 @@ class GlobalBatches(Sampler[Any]):
         self.rows, self.seed, self.grad_accum = rows, seed, grad_accum
         self.steps_per_epoch = len(rows) // batch_size
         self.micro_batch_size = batch_size // grad_accum
-        self.batch_size = (
-            self.micro_batch_size
-        )  # the size of what is yielded, as Accelerate reads it
+        self.batch_size = self.micro_batch_size  # what is yielded: Accelerate reads this name
         self.epoch = self.first_step = 0
 
     def begin(self, epoch: int, first_step: int = 0) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from ddp_mnist.cluster import rendezvous
 from ddp_mnist.cluster.launch import Launch, find_launch
 from ddp_mnist.cluster.world import broadcast_bytes, join_world
-from ddp_mnist.config import Distribution
+from ddp_mnist.config import Distribution, wrong_on_purpose
 from ddp_mnist.data import cache
 from ddp_mnist.data.batches import ImageData, Rows, split_images
 from ddp_mnist.data.preparation import Shape
@@ -68,6 +68,7 @@ def evaluate_run(
             "dataset": images.describe(),
             "world_size": world.accelerator.num_processes,
             "classes": trained.classes,
+            "inject": config["inject"],
             **dataclasses.asdict(metrics),
         }
 
@@ -88,6 +89,7 @@ def metrics_table(metrics: dict[str, Any]) -> str:
         first = max(map(len, names))
     width = max(least, *map(len, heads))
     lines = [
+        *wrong_on_purpose(metrics["inject"]),
         f"{metrics['split']} split of {printable(metrics['dataset']['name'])}:"
         f" {metrics['count']:,} images",
         f"accuracy {metrics['accuracy']:.4f}   loss {metrics['loss']:.4f}"
@@ -106,7 +108,7 @@ def _read_config(run: str) -> dict[str, Any]:
     try:
         config = read_json(Path(run) / CONFIG)
         flags = config["run"] | config["recipe"]
-        return {name: flags[name] for name in NEEDED}
+        return {name: flags[name] for name in NEEDED} | {"inject": flags.get("inject")}
     except (OSError, ValueError, LookupError, TypeError) as error:
         why = f"{CONFIG} is missing or damaged; name a run that `train` wrote"
         raise CheckpointError(f"{run}: {why}") from error

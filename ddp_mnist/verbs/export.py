@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ddp_mnist import __version__
+from ddp_mnist.config import wrong_on_purpose
 from ddp_mnist.errors import CheckFailed, CheckpointError, UsageError, printable, reason
 from ddp_mnist.run import folder, weights
 from ddp_mnist.run.console import Console
@@ -197,6 +198,7 @@ def model_card(trained: Trained, run: str, files: list[str]) -> str:
         shape=trained.preparation.shape,
         parameters=sum(parameter.numel() for parameter in trained.net.parameters()),
         s=summary,
+        wrong=wrong_on_purpose(summary.get("inject")),
         name=name,
         hub_id=place if kind == "hub" else None,
         source=name if Path(place).is_absolute() else source,

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from ddp_mnist.cluster.launch import CONFIGS
-from ddp_mnist.config import FAULTS
+from ddp_mnist.config import FAULT_NAMES
 from ddp_mnist.flags import Flags, argument, flag
 
 RUN = "Run folder, e.g. runs/latest."
@@ -18,16 +18,6 @@ BENCHES = {  # a sentence of each
     "loop": "Time train.py's loop against plain_ddp.py's (a minute).",
     "startup": "Time the start, up to the first step, against a minimal program (two minutes).",
     "scaling": "Time 1 to N processes against independent ones, and break down one step (minutes).",
-}
-CAUGHT_BY = {  # the check that finds a fault of train --inject
-    "sampler": "samples",
-    "gradients": "gradients",
-    "parameter": "replicas",
-    "epoch": "samples",
-    "padding": "metrics",
-    "exit": "runs",
-    "batchnorm": "weights",
-    "schedule": "learning rates",
 }
 
 
@@ -119,10 +109,12 @@ class Verify(Flags):
     processes: int = flag(
         3, "Compare 2, 3 ... N processes with one, where they divide 24.", least=2, most=10**4
     )
-    model: str = flag("cnn", "Model to train, as for train.")
+    model: str | None = flag(None, "Model to train, as for train [cnn].")
     dataset: str = flag("digits", "Data set, as for train; a large one takes minutes.")
     inject: str | None = flag(
-        None, "Inject one of the faults below, for a check to catch; exit code 1.", choices=FAULTS
+        None,
+        "Inject one of the faults below, for a check to catch; exit code 1.",
+        choices=FAULT_NAMES,
     )
     save: str = flag("verify.json", "Write the results to this file.", metavar="FILE")
 

@@ -19,7 +19,7 @@ import torch
 from ddp_mnist.cluster.launch import find_launch
 from ddp_mnist.cluster.local_world import LocalWorld, run_world
 from ddp_mnist.cluster.world import join_world
-from ddp_mnist.config import OF_FAULTS, Distribution, Recipe, TrainConfig, resolve_recipe
+from ddp_mnist.config import FAULTS, Distribution, Recipe, TrainConfig, resolve_recipe
 from ddp_mnist.data import cache
 from ddp_mnist.data.batches import Rows
 from ddp_mnist.data.sources import from_anywhere
@@ -31,12 +31,13 @@ from ddp_mnist.run.evaluation import evaluate_split, prepare_split
 from ddp_mnist.run.folder import check_place, save_json
 from ddp_mnist.run.results import FAIL, PASS, CheckResult
 from ddp_mnist.run.summary import count
-from ddp_mnist.verbs.flags import CAUGHT_BY, Verify
+from ddp_mnist.verbs.flags import Verify
 from ddp_mnist.verify import watch
 from ddp_mnist.verify.watch import Seen, proof_config, weights_of
 
 LIMIT = 1e-9  # of a relative difference
 PARTS = 3  # that a step is split into
+HOUR = 3600  # seconds, for a large data set; a rank that hangs is left after --dist-timeout
 STOPS_AT = 20  # the step at which a run is interrupted
 # Rows, and images per process and pass: fewer rows than processes, a short last pass, none short
 SHARDS = ((1, 4), (7, 4), (101, 10), (360, 30))
@@ -70,20 +71,20 @@ def run(flags: Verify) -> None:
     config, sizes = config_of(flags), sizes_up_to(flags.processes)
     for line in verify(sizes, flags.inject, config):
         if isinstance(line, CheckResult):
-            checks.append(line := explained(line, flags))
+            checks.append(line := explained(line, config.recipe.model, flags.inject))
         console.print(str(line))
     head = {"passed": results.worst(checks) == PASS, "processes": [1, *sizes]}
-    head |= {"planted": flags.inject, "model": flags.model, "dataset": flags.dataset}
+    head |= {"injected": flags.inject, "model": config.recipe.model, "dataset": flags.dataset}
     save_json(save, results.describe(checks, "checks", **head))
     if wrong := failure_summary(checks, flags.inject):
         raise CheckFailed(wrong)
     console.print(f"all {len(checks)} checks passed; written to {save}")
 
 
-def explained(check: CheckResult, flags: Verify) -> CheckResult:
+def explained(check: CheckResult, model: str, fault: str | None) -> CheckResult:
     """Return it with another fix, where the fault or the net explains that it failed."""
-    by_fault = flags.inject and (check.name == "runs") == (flags.inject == "exit")
-    by_net = "difference" in check.figures and flags.model not in ("cnn", "cnn_deep", "mlp")
+    by_fault = fault and (check.name == "runs") == (fault == "exit")
+    by_net = "difference" in check.figures and model not in ("cnn", "cnn_deep", "mlp")
     fix = BY_FAULT if by_fault else BY_NET if by_net else check.fix
     return replace(check, fix=check.fix and fix)
 
@@ -93,8 +94,13 @@ def config_of(flags: Verify) -> TrainConfig:
     rows = len(cache.load(flags.dataset).train_labels)
     recipe = resolve_recipe(Recipe(**watch.PROOF), rows, 1)
     epochs = math.ceil(watch.STEPS / recipe.steps_per_epoch)
-    changed = OF_FAULTS.get(flags.inject, {}) if flags.model == Verify.model else {}
-    config = proof_config(**{"model": flags.model, "epochs": epochs, **changed})
+    changed = dict[str, Any]()
+    if flags.inject:
+        changed |= FAULTS[flags.inject].recipe
+        epochs = max(epochs, FAULTS[flags.inject].epochs)
+    if flags.model:
+        changed["model"] = flags.model
+    config = proof_config(**changed, epochs=epochs)
     run = replace(config.run, dataset=from_anywhere(flags.dataset))
     if flags.inject != "exit":
         return replace(config, run=run)
@@ -143,7 +149,7 @@ def watched_run(
     size: int, folder: Path, config: TrainConfig | None = None, fault: str | None = None
 ) -> Watched:
     config = named(config or proof_config(), f"on-{size}", inject=fault)
-    ranks = run_world(size, watch.train_and_watch, config, folder=folder)
+    ranks = run_world(size, watch.train_and_watch, config, folder=folder, timeout_s=HOUR)
     return Watched(config, folder / f"on-{size}", ranks)
 
 
@@ -176,8 +182,9 @@ def resume_is_exact(run: Watched) -> CheckResult:
     size, folder, name = len(run.ranks), run.folder.parent, f"interrupted-on-{len(run.ranks)}"
     config = named(run.config, name)
     until = (watch.train_until, config, STOPS_AT, signal.SIGTERM, size - 1)
-    LocalWorld(size, *until, folder=folder).outcomes()
-    [again, *_] = run_world(size, watch.just_train, watch.resumed(config), folder=folder)
+    LocalWorld(size, *until, folder=folder).outcomes(HOUR)
+    go_on = watch.just_train, watch.resumed(config)
+    [again, *_] = run_world(size, *go_on, folder=folder, timeout_s=HOUR)
     net, log = watch.what_stays(folder / name)
     unbroken, lines = watch.what_stays(run.folder)
     result = exact("resume", size, "weights and log lines", [net, *log], [unbroken, *lines])
@@ -189,7 +196,7 @@ def resume_is_exact(run: Watched) -> CheckResult:
 def accumulation_is_exact(size: int, alone: Watched) -> CheckResult:
     """Compare steps in parts with whole steps."""
     config = named(alone.config, f"parts-on-{size}", grad_accum=PARTS)
-    run_world(size, watch.just_train, config, folder=alone.folder.parent)
+    run_world(size, watch.just_train, config, folder=alone.folder.parent, timeout_s=HOUR)
     parts = weights_of(alone.folder.parent / f"parts-on-{size}")
     difference = watch.largest_difference(parts, weights_of(alone.folder))
     return bounded("accumulation", size, f"weights by {PARTS} parts a step", difference)
@@ -248,10 +255,13 @@ def failure_summary(checks: Sequence[CheckResult], fault: str | None) -> str | N
     """Return in one line what is wrong, or None. An injected fault is wrong in any case."""
     if not fault:
         return results.failure_summary("verify", checks)
-    name = CAUGHT_BY[fault]
+    name = FAULTS[fault].found_by
     text = f"NOT caught by '{name}'; verify is broken here, do not rely on it"
-    if {check.status for check in checks if check.name == name} == {FAIL}:
+    found = [check for check in checks if check.name == name]
+    if name == "runs":  # any breakdown is one; this fault is a rank that was waited for
+        found = [check for check in found if check.text.startswith("PeerError: lost contact")]
+    if {check.status for check in found} == {FAIL}:
         text = f"caught by '{name}', as it should be; leave the flag out to test what is here"
     elif checks[-1].name == "runs":
-        text = f"the runs broke down before '{name}' could compare them; see the line above"
+        text = f"the runs broke down before '{name}' could find it; see the line above"
     return f"verify --inject {fault}: {text}"

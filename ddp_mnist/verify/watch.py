@@ -4,6 +4,7 @@ Nothing here takes part in a training: torch's public hooks see what the net is 
 optimizer steps by.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import itertools
@@ -11,6 +12,7 @@ import json
 import os
 import signal
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,14 +20,14 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.optim.optimizer import Optimizer
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from ddp_mnist import train
 from ddp_mnist.cluster.launch import find_launch
 from ddp_mnist.cluster.local_world import preload
 from ddp_mnist.cluster.world import join_world
 from ddp_mnist.config import Distribution, Recipe, Run, TrainConfig
-from ddp_mnist.faults import before_each_step, injected
+from ddp_mnist.faults import injected
 from ddp_mnist.run.folder import METRICS, MODEL, RunFolder
 from ddp_mnist.run.setup import open_run
 from ddp_mnist.run.weights import digest_of
@@ -81,17 +83,37 @@ def train_and_watch(config: TrainConfig) -> Seen:
         RunFolder() as folder,
         join_world(config.distribution, launch) as world,
         open_run(config, world, launch, folder) as run,
-        injected(run, build) as arguments,
         before_each_step(look_at_step),
     ):
         assert run, "a finished run has nothing to watch"
-        seen.summary = train.fit(run, **arguments)
+        seen.summary = train.fit(run, **injected(run, build))
         seen.weights = digest_of(nets[0])
     return seen
 
 
+BeforeStep = Callable[[Optimizer, list[Tensor]], None]
+
+
+@contextlib.contextmanager
+def before_each_step(function: BeforeStep) -> Iterator[None]:
+    """Call `function` before each optimizer step in the block, with the averaged gradients too."""
+
+    def hook(optimizer: Optimizer, *_: Any) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        # Muon's step ends with AdamW's, where the hook may run again, without kernels' gradients.
+        if len(gradients) == len(parameters):
+            function(optimizer, gradients)
+
+    handle = register_optimizer_step_pre_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
 def train_until(config: TrainConfig, step: int, number: int = signal.SIGTERM, by: int = 0) -> None:
-    """Train; rank `by` gets the signal `number` in optimizer step `step`, before the update."""
+    """Train; rank `by` gets the signal `number` in the process's step `step`, before it."""
 
     calls = itertools.count()
 
