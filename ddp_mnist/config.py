@@ -30,7 +30,8 @@ class Run(Flags):
         may_differ=True,  # a folder may lie elsewhere on each machine: equal is what it holds
     )
     image_size: str | None = flag(
-        None, "Resize to N or HEIGHTxWIDTH [if sizes differ: median shorter side, at most 224]."
+        None,
+        "Resize to N or HEIGHTxWIDTH [unchanged if equal; else square, median short side <= 224].",
     )
     grey: bool = flag(False, "Convert colour images to grey.")
     test_size: int | None = flag(
@@ -349,8 +350,9 @@ def resolve_recipe(recipe: Recipe, rows: int, world_size: int) -> ResolvedRecipe
     batch_size = recipe.batch_size or nearest(preset.times_batch * usual)[-1]
     if batch_size not in legal:
         problem = f"not {rule}" if batch_size % least else f"above {most}"
-        fix = f"use {' or '.join(map(str, nearest(batch_size)))}, or another number of processes"
-        raise UsageError(f"--batch-size {batch_size}: is {problem}; {fix}")
+        fix = f"use {' or '.join(map(str, nearest(batch_size)))}"
+        more = ", or another number of processes" if batch_size % least else ""
+        raise UsageError(f"--batch-size {batch_size}: is {problem}; {fix}{more}")
     steps_per_epoch = train_rows // batch_size
     resolved = {
         "epochs": recipe.epochs or math.ceil(preset.least_steps / steps_per_epoch),

@@ -248,7 +248,7 @@ def test_the_net_decides_the_optimizer_and_what_is_given_stays() -> None:
             DIGITS,
             1,
             "--batch-size 1440: is above 1437,",
-            "; use 1437, .*",
+            "; use 1437",
         ),
         ({"val_size": 100}, 100, 1, "--val-size 100: the train split has 100", "at most 99"),
         (
@@ -299,8 +299,8 @@ def test_resolved_and_suggested_values_are_legal_and_resolving_is_done_once(rows
                 continue
             with pytest.raises(UsageError) as refused:
                 resolve_recipe(given, rows, world_size)
-            legal = re.search(r"; use (\d+)(?: or (\d+))?, or another", str(refused.value))
+            legal = re.search(r"; use (\d+)(?: or (\d+))?(, or another .*)?$", str(refused.value))
             assert legal
-            for size in map(int, filter(None, legal.groups())):
+            for size in map(int, filter(None, legal.groups()[:2])):
                 suggested = dataclasses.replace(given, batch_size=size)
                 assert resolve_recipe(suggested, rows, world_size).batch_size == size

@@ -59,9 +59,9 @@ class Source:
         where, notes = f"--dataset {self.typed}", list[str]()
         with readable(self.typed):
             if self.kind in BUILT_IN:
-                decoded = in_room(BUILT_IN[self.kind](), where, self.reading, reserve)
+                decoded = in_room(BUILT_IN[self.kind](), self.name, self.reading, reserve)
             elif self.kind == "folder" and (files := find_idx_files(Path(self.place), self.typed)):
-                decoded = in_room(read_idx(files), where, self.reading, reserve)
+                decoded = in_room(read_idx(files), self.name, self.reading, reserve)
             else:
                 from ddp_mnist.data.tables import decode_dataset
 
@@ -249,10 +249,10 @@ def library(
 # --- Arrays in memory
 
 
-def in_room(decoded: Decoded, where: str, reading: Reading, reserve: Reserve) -> Decoded:
+def in_room(decoded: Decoded, name: str, reading: Reading, reserve: Reserve) -> Decoded:
     """Return a data set that was read into memory, its images as they were asked for."""
     if reading.test_size is not None:
-        problem = f"{where} has a test split of its own; remove --test-size"
+        problem = f"{name} has a test split of its own; remove --test-size"
         raise errors.UsageError(f"--test-size {reading.test_size}: {problem}")
     channels, height, width = decoded.images["train"].shape[1:]
     shape = (1 if reading.grey else channels, *(reading.size or (height, width)))

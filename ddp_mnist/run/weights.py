@@ -71,7 +71,7 @@ def read_bytes(run: str) -> bytes:
     state, earlier = known[STATUS].get("state"), known[SUMMARY].get("steps")
     words = {"running": "is", "failed": "failed", "preempted": "was stopped"}
     now = f"{words[state]} at step {known[STATUS].get('step')}" if state in words else ""
-    wait = "let it finish, or " if state == "running" else ""
+    wait = "let it finish, or " * (state == "running")
     go_on = f"{wait}resume it with the command that started it, plus --resume {run}"
     try:
         content = (Path(run) / MODEL).read_bytes()

@@ -38,10 +38,9 @@ Outputs = Callable[[Tensor], Tensor]  # of images, logits
 def run(flags: Export) -> None:
     """Write the files and a model card in place of an earlier export; say where, and what next."""
     packages = ("onnx", "onnxscript", "onnxruntime") if "onnx" in flags.format else ()
-    if missing := [package for package in packages if importlib.util.find_spec(package) is None]:
+    if need := [package for package in packages if importlib.util.find_spec(package) is None]:
         raise UsageError(
-            f"--format onnx: needs {', '.join(missing)}; pip install {' '.join(missing)}, or"
-            " leave it out"
+            f"--format onnx: needs {', '.join(need)}; pip install {' '.join(need)}, or leave it out"
         )
     out = Path(flags.out or Path(flags.run) / "export")
     refuse_other_files(out)
