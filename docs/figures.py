@@ -723,10 +723,8 @@ def speed(language: int) -> Figure:
     return f
 
 
-def main() -> None:
+def main(folder: Path = Path(__file__).parent / "figures") -> None:
     """Write every figure in both languages."""
-    folder = Path(__file__).parent / "figures"
-    folder.mkdir(exist_ok=True)
     for draw in (ddp, buckets, ring, collectives, multinode, dataparallel, speed):
         for language, code in enumerate(("en", "zh")):
             figure = draw(language)

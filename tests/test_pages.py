@@ -5,6 +5,7 @@ source code (mermaid, TeX between dollars) is not in them: pictures are files.
 """
 
 import re
+import runpy
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
@@ -19,6 +20,7 @@ pytestmark = pytest.mark.system
 CHINESE = [page for page in PAGES if page.name.endswith(".zh-CN.md")]
 FENCES = [fence for page in PAGES for fence in fences_of(page)]
 READER = MarkdownIt("commonmark").enable("table")
+WIDE = re.compile(r"[\u3000-\u9fff\uff00-\uffef]")
 MARKER = re.compile(r"`{3,}|~{3,}")
 
 
@@ -88,10 +90,30 @@ def test_a_page_can_be_drawn(page: Path) -> None:
             check_picture((REPOSITORY / page).parent / file)
 
 
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_bold_text_is_bold(page: Path) -> None:
+    """Behind a Chinese full stop or colon, ** ends nothing if a letter follows at once."""
+    html = READER.render(text_of(page))
+    assert not re.findall(r".*\*\*.*", re.sub(r"<code.*?</code>", "", html, flags=re.S))
+
+
 def test_images_are_found() -> None:
     guide = images_of(READER.parse(text_of(Path("docs/guide.md"))))
     names = [Path(file).name.removesuffix(".en.svg") for file, _ in guide]
     assert names == ["ddp", "buckets", "ring", "speed", "dataparallel", "multinode"]
+
+
+def test_the_figures_are_what_the_script_draws(tmp_path: Path) -> None:
+    drawn = runpy.run_path(str(REPOSITORY / "docs" / "figures.py"))
+    drawn["main"](tmp_path)
+    stored = {file.name: file.read_bytes() for file in (REPOSITORY / "docs/figures").glob("*.svg")}
+    assert len(stored) == 14
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == stored
+    measured = text_of(Path("docs/benchmarks.md"))
+    for median, low, high in drawn["MEASURED"]:
+        assert f"{median:,} ({low:,} to {high:,})" in measured
+    for row in zip(drawn["HERE"], drawn["ETHERNET"], strict=True):
+        assert "| {:.2f} | {:.2f} |".format(*row) in measured
 
 
 # --- What it quotes, and where it leads
@@ -119,7 +141,8 @@ def test_links_lead_somewhere(page: Path) -> None:
         target = (REPOSITORY / page).parent / place if place else REPOSITORY / page
         assert target.exists(), link
         if fragment:
-            headings = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)
+            text = prose(target.read_text(encoding="utf-8"))
+            headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
             assert fragment in map(anchor, headings), link
 
 
@@ -132,8 +155,8 @@ def test_a_chinese_page_has_the_sections_commands_links_and_figures_of_the_engli
     page: Path,
 ) -> None:
     pages = [english(page), page]
-    texts = [(REPOSITORY / page).read_text(encoding="utf-8") for page in pages]
-    levels = [re.findall(r"^(#+) ", text, re.MULTILINE) for text in texts]
+    texts = [text_of(page) for page in pages]
+    levels = [re.findall(r"^(#+) ", prose(text), re.MULTILINE) for text in texts]
     assert levels[0] == levels[1]
     fences = [[fence for fence in FENCES if fence.page == page] for page in pages]
     commands = [
@@ -142,6 +165,9 @@ def test_a_chinese_page_has_the_sections_commands_links_and_figures_of_the_engli
     assert commands[0] == commands[1]
     code = [[f.body for f in each if f.language in ("python", "diff")] for each in fences]
     assert code[0] == code[1]
+    shown = [[f.body for f in each if f.language == "text"] for each in fences]
+    for ours, theirs in zip(*shown, strict=True):
+        assert ours == theirs or WIDE.search(theirs), theirs
     texts = [re.sub(r"\.zh-CN(?=\.md)|\.(en|zh)(?=\.svg)", "", text) for text in texts]
     for pattern in (
         *(r"\]\(([^)#]*)", r"^\| `(ddp-mnist [a-z]+)", r"(?:^|`)(make [a-z-]+)"),  # links, commands
@@ -159,7 +185,7 @@ def test_a_chinese_page_leads_to_chinese_ones_and_has_no_stray_space(page: Path)
         target = (REPOSITORY / page).parent / f"{place}.md"
         if target.resolve() != REPOSITORY / english(page) and not place.endswith(".zh-CN"):
             assert bool(remark) != target.with_suffix(".zh-CN.md").exists(), place
-    wide = r"[\u3000-\u9fff\uff00-\uffef]"
+    wide = WIDE.pattern
     assert not re.findall(rf"{wide} *\n{wide}.*|{wide} +{wide}.*", text)
 
 

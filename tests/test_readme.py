@@ -6,14 +6,12 @@ from pathlib import Path
 import PIL.Image
 import pytest
 import yaml
-from markdown_it import MarkdownIt
 
 import ddp_mnist
 from ddp_mnist import cli
-from tests.commands import PAGES, REPOSITORY
+from tests.commands import REPOSITORY
 
 READMES = [REPOSITORY / "README.md", REPOSITORY / "README.zh-CN.md"]
-READER = MarkdownIt("commonmark").enable("table")
 NAMES = [path.name for path in READMES]
 
 
@@ -54,13 +52,6 @@ def test_the_reference_has_the_exit_codes_of_the_help(name: str) -> None:
     text = (REPOSITORY / "docs" / name).read_text("utf-8")
     assert re.findall(r"^\| (\d+) \| [^|]+ \|$", text, re.MULTILINE) == of_help
     assert len(of_help) == 10
-
-
-@pytest.mark.parametrize("page", PAGES, ids=str)
-def test_bold_text_is_bold(page: Path) -> None:
-    """Behind a Chinese full stop or colon, ** ends nothing if a letter follows at once."""
-    html = READER.render((REPOSITORY / page).read_text("utf-8"))
-    assert not re.findall(r".*\*\*.*", re.sub(r"<code.*?</code>", "", html, flags=re.S))
 
 
 def test_there_is_one_version() -> None:
