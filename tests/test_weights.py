@@ -161,8 +161,8 @@ def test_what_a_run_without_a_model_is(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(CheckpointError) as raised:
         weights.read_bytes(str(stopped))
     fix = f"resume it with the command that started it, plus --resume {stopped}"
-    said = f"{stopped}: the run was stopped at step 33 and has no final model; {fix}"
-    assert str(raised.value) == said
+    now = "the run was stopped at step 33 and has no final model"
+    assert str(raised.value) == f"{stopped}: {now}; {fix}"
 
 
 @pytest.mark.parametrize("state", ["running", "failed", "preempted", "finished"])
