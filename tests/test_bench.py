@@ -180,11 +180,7 @@ SLOWER = Figure(0.9, 0.8, 0.99, 7, is_ratio=True).beside("ratio", GOAL, False)
 @pytest.mark.parametrize("flags", [[], ["--check"]])
 @pytest.mark.parametrize(("result", "mark"), [(FASTER, "met"), (SLOWER, "missed")])
 def test_a_goal_stands_beside_its_figure_and_missed_fails_a_check(
-    flags: list[str],
-    result: CheckResult,
-    mark: str,
-    typed: Typed,
-    monkeypatch: pytest.MonkeyPatch,
+    flags: list[str], result: CheckResult, mark: str, typed: Typed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(benches.BENCHES, "loop", lambda *_: [SPEED, result])
     ended = typed("bench", "loop", "--dataset", "digits", *flags)

@@ -191,9 +191,7 @@ def patched(text: str, hunk: str) -> str:
     return text.replace(old, new)
 
 
-def test_ones_own_loss_and_net_are_proven_and_some_folders_are_dispensable(
-    tmp_path: Path,
-) -> None:
+def test_ones_own_loss_and_net_are_proven_and_some_folders_are_dispensable(tmp_path: Path) -> None:
     """After the edit everything is proven; then train needs none of what the README names."""
     fences = FENCES[Path("docs/your-data-your-model.md")]
     write_file(next(fence for fence in fences if "class Net" in fence.body), tmp_path)

@@ -185,10 +185,7 @@ def test_each_channel_is_normalised_by_its_own_mean_and_deviation() -> None:
             "own_net:OneImageLess",
             r"gives \[5\] for images \[1, 3, 32, 40\], must be logits \[1, 5\]",
         ),
-        (
-            "own_net:Untrained",
-            r"its logits have no gradient; compute them without torch.no_grad",
-        ),
+        ("own_net:Untrained", r"its logits have no gradient; compute them without torch.no_grad"),
         (
             "own_net:Unused",
             "fc2.weight has no part in the logits; use it in forward, or remove it$",

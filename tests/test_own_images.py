@@ -90,12 +90,7 @@ TAKEN: dict[str, tuple[Any, list[int], list[int], list[str]]] = {
     "one bit": (lambda: picture(right=(255,) * 3).convert("1"), [1, 12, 20], [255], []),
     "palette": (lambda: picture().quantize(4), [3, 12, 20], [200, 10, 10], []),
     "JPEG": (lambda: stored(picture(), format="JPEG", quality=100), [3, 12, 20], [200, 10, 10], []),
-    "16 bits": (
-        sixteen_bits,
-        [1, 12, 20],
-        [180],
-        ["4 of 4 images had 16 bits"],
-    ),
+    "16 bits": (sixteen_bits, [1, 12, 20], [180], ["4 of 4 images had 16 bits"]),
     "clear": (
         lambda: PIL.Image.new("RGBA", (20, 12)),
         [3, 12, 20],
@@ -114,12 +109,7 @@ TAKEN: dict[str, tuple[Any, list[int], list[int], list[str]]] = {
         [200, 10, 10],
         ["4 of 4 images had CMYK colours, which became RGB"],
     ),
-    "animated": (
-        animated,
-        [3, 12, 20],
-        [200, 10, 10],
-        ["4 of 4 images had several frames"],
-    ),
+    "animated": (animated, [3, 12, 20], [200, 10, 10], ["4 of 4 images had several frames"]),
     "turned": (
         lambda: turned(6),
         [3, 20, 12],
