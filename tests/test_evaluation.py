@@ -161,7 +161,7 @@ def table_of(
         "scores": {"f1": 0.25},
     }
     of_classes = {"class_accuracy": accuracies, "confusion": confusion}
-    data_set = {"dataset": {"name": data}, "classes": names}
+    data_set = {"dataset": {"name": data}, "classes": names, "inject": None}
     return evaluate.metrics_table(counted | data_set | of_classes).splitlines()
 
 

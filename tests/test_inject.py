@@ -15,6 +15,7 @@ from ddp_mnist.errors import CheckpointError, PeerError, UsageError
 from ddp_mnist.faults import MADE_BY, SameOrder, injected
 from ddp_mnist.run.folder import read_json
 from ddp_mnist.verify.watch import just_train, proof_config, resumed
+from tests.commands import Typed
 from tests.training import metrics, what_it_says, with_flags
 
 BATCHNORM = TrainConfig.of({"inject": "batchnorm"})
@@ -42,6 +43,16 @@ def test_a_run_with_a_fault_says_so_first_last_and_in_its_files(run: tuple[Path,
     assert read_json(folder / "config.json")["recipe"]["inject"] == "schedule"
     summary = read_json(folder / "summary.json")
     assert (summary["inject"], summary["notes"][0]) == ("schedule", line)
+
+
+def test_evaluate_and_the_model_card_say_so(
+    run: tuple[Path, str], typed: Typed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(run[0].parent)
+    line = f"WRONG ON PURPOSE, --inject schedule: {FAULTS['schedule'].what}"
+    assert typed("evaluate", "run").out.startswith(f"{line}\n")
+    assert typed("export", "run", "--format", "safetensors").code == 0
+    assert f"\n**{line}**\n" in (run[0] / "export" / "README.md").read_text()
 
 
 def test_two_processes_step_the_schedule_twice(run: tuple[Path, str]) -> None:
