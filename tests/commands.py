@@ -189,3 +189,8 @@ def run_here(argv: list[str], file: bool) -> tuple[int, str]:
                 code = int(ended.code or 0)
         printed.seek(0)
         return code, printed.read()
+
+
+def write_given(fence: Fence, folder: Path) -> None:
+    """Write the file that a page gives, which begins with its name."""
+    (folder / fence.body.splitlines()[0].removeprefix("# ")).write_text(fence.body)

@@ -14,7 +14,6 @@ what differs between machines. Where no output is shown, a training has two epoc
 import itertools
 import re
 import shlex
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -23,7 +22,7 @@ import pytest
 from sklearn.datasets import load_sample_images
 
 from ddp_mnist.cluster.local_world import free_port, run_world
-from tests.commands import PAGES, REPOSITORY, TORCHRUN, Ended, Fence, fences_of, python, run_here
+from tests.commands import PAGES, REPOSITORY, Fence, fences_of, run_here, write_given
 
 pytestmark = pytest.mark.system
 NEEDS = ("gpu", "slurm", "hub", "network", "hosts", "images", "minutes")
@@ -107,11 +106,6 @@ def write_photos(folder: Path) -> None:
             PIL.Image.fromarray(piece).save(folder / split / name / f"{number}.jpg")
 
 
-def write_file(fence: Fence, folder: Path) -> None:
-    """Write the file that a page gives, which begins with its name."""
-    (folder / fence.body.splitlines()[0].removeprefix("# ")).write_text(fence.body)
-
-
 @pytest.mark.parametrize("page", TYPED, ids=str)
 def test_what_a_page_tells_to_type_works_and_prints_what_it_shows(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -122,7 +116,7 @@ def test_what_a_page_tells_to_type_works_and_prints_what_it_shows(
     everything = ""
     for fence in FENCES[page]:
         if fence.language == "python" and not fence.mark:
-            write_file(fence, tmp_path)
+            write_given(fence, tmp_path)
         if not is_run(fence):
             continue
         shown, printed = shown_by(fence), ""
@@ -159,66 +153,3 @@ def test_the_collectives_page_has_all_seven() -> None:
         *("broadcast", "scatter", "gather", "all_gather", "reduce", "all_reduce"),
         "reduce_scatter",
     ]
-
-
-# --- What stands in files
-
-
-def test_the_textbooks_way_stands_alone_and_counts_rows_twice(tmp_path: Path) -> None:
-    """Under the real launcher, on 3 processes: it needs nothing of this package."""
-    source = (REPOSITORY / "docs" / "textbook_ddp.py").read_text()
-    assert len(source.splitlines()) <= 80 and "ddp_mnist" not in source
-    (tmp_path / "textbook_ddp.py").write_text(source)
-    three = ["--standalone", "--nproc-per-node", "3", "textbook_ddp.py"]
-    ended = python(*TORCHRUN, *three, folder=tmp_path, variables={"OMP_NUM_THREADS": "1"})
-    assert (ended.code, ended.err) == (0, "")
-    assert ended.out.count(" over 1401 rows, ") == 5  # of 1,400
-    counts = re.findall(r"(\d+) of (\d+) rows right, accuracy (0\.\d{4})", ended.out)
-    assert [int(seen) for _, seen, _ in counts] == [399, 397]
-    for correct, seen, accuracy in counts:
-        assert float(accuracy) == pytest.approx(int(correct) / int(seen), abs=5e-5)
-        assert float(accuracy) > 0.8
-    assert 0 <= int(counts[0][0]) - int(counts[1][0]) <= 2
-
-
-def patched(text: str, hunk: str) -> str:
-    """Return `text` with a diff's hunk applied; its old lines have to be there, once."""
-    # editors strip the space of a diff's blank lines
-    lines = [line if line != "\n" else " \n" for line in hunk.splitlines(keepends=True)]
-    old = "".join(line[1:] for line in lines if line[0] in " -")
-    new = "".join(line[1:] for line in lines if line[0] in " +")
-    assert text.count(old) == 1, hunk
-    return text.replace(old, new)
-
-
-def test_ones_own_loss_and_net_are_proven_and_some_folders_are_dispensable(tmp_path: Path) -> None:
-    """After the edit everything is proven; then train needs none of what the README names."""
-    fences = FENCES[Path("docs/your-data-your-model.md")]
-    write_file(next(fence for fence in fences if "class Net" in fence.body), tmp_path)
-    shutil.copytree(REPOSITORY / "ddp_mnist", tmp_path / "ddp_mnist")
-    [edit] = [fence for fence in fences if fence.language == "diff"]
-    head, _, hunk = edit.body.partition("@@\n")
-    file = tmp_path / head.splitlines()[1].removeprefix("+++ b/")
-    file.write_text(patched(file.read_text(), hunk))
-
-    def run(*arguments: str) -> Ended:
-        command = ["-m", "ddp_mnist", *arguments]
-        return python(*command, folder=tmp_path, variables={"PYTHONPATH": str(tmp_path)})
-
-    ended = run("verify", "--model", "own_net:Net", "--processes", "2")
-    assert "all 10 checks passed" in ended.out, ended.out + ended.err
-
-    for folder in ("verify", "doctor", "bench", "verbs"):
-        shutil.rmtree(tmp_path / "ddp_mnist" / folder)
-    # an editable install would find the folders where they still are
-    finders = "[each for each in sys.meta_path if '__editable__' not in str(each)]"
-    (tmp_path / "sitecustomize.py").write_text(f"import sys; sys.meta_path[:] = {finders}\n")
-    ended = run("train", "--model", "own_net:Net", "--dataset", "digits", "--epochs", "5")
-    accuracy = re.search(r"test accuracy (0\.\d+)", ended.out)
-    assert (ended.code, bool(accuracy)) == (0, True), ended.err
-    assert accuracy and float(accuracy[1]) > 0.8
-    assert run("--help").code == 0
-    ended = run("evaluate")  # the flags of all verbs but train are in verbs/
-    assert ended.code == 1
-    missing = "ModuleNotFoundError: No module named 'ddp_mnist.verbs'"
-    assert ended.err.splitlines()[-1] == missing

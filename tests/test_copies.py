@@ -1,0 +1,71 @@
+"""What a person copies from here stands alone: the textbook's file, the package with an edit."""
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.commands import REPOSITORY, TORCHRUN, Ended, fences_of, python, write_given
+
+pytestmark = pytest.mark.system
+
+
+def test_the_textbooks_way_stands_alone_and_counts_rows_twice(tmp_path: Path) -> None:
+    """Under the real launcher, on 3 processes: it needs nothing of this package."""
+    source = (REPOSITORY / "docs" / "textbook_ddp.py").read_text()
+    assert len(source.splitlines()) <= 80 and "ddp_mnist" not in source
+    (tmp_path / "textbook_ddp.py").write_text(source)
+    three = ["--standalone", "--nproc-per-node", "3", "textbook_ddp.py"]
+    ended = python(*TORCHRUN, *three, folder=tmp_path, variables={"OMP_NUM_THREADS": "1"})
+    assert (ended.code, ended.err) == (0, "")
+    assert ended.out.count(" over 1401 rows, ") == 5  # of 1,400
+    counts = re.findall(r"(\d+) of (\d+) rows right, accuracy (0\.\d{4})", ended.out)
+    assert [int(seen) for _, seen, _ in counts] == [399, 397]
+    for correct, seen, accuracy in counts:
+        assert float(accuracy) == pytest.approx(int(correct) / int(seen), abs=5e-5)
+        assert float(accuracy) > 0.8
+    assert 0 <= int(counts[0][0]) - int(counts[1][0]) <= 2
+
+
+def patched(text: str, hunk: str) -> str:
+    """Return `text` with a diff's hunk applied; its old lines have to be there, once."""
+    # editors strip the space of a diff's blank lines
+    lines = [line if line != "\n" else " \n" for line in hunk.splitlines(keepends=True)]
+    old = "".join(line[1:] for line in lines if line[0] in " -")
+    new = "".join(line[1:] for line in lines if line[0] in " +")
+    assert text.count(old) == 1, hunk
+    return text.replace(old, new)
+
+
+def test_ones_own_loss_and_net_are_proven_and_some_folders_are_dispensable(tmp_path: Path) -> None:
+    """After the edit everything is proven; then train needs none of what the README names."""
+    fences = fences_of(Path("docs/your-data-your-model.md"))
+    write_given(next(fence for fence in fences if "class Net" in fence.body), tmp_path)
+    shutil.copytree(REPOSITORY / "ddp_mnist", tmp_path / "ddp_mnist")
+    [edit] = [fence for fence in fences if fence.language == "diff"]
+    head, _, hunk = edit.body.partition("@@\n")
+    file = tmp_path / head.splitlines()[1].removeprefix("+++ b/")
+    file.write_text(patched(file.read_text(), hunk))
+
+    def run(*arguments: str) -> Ended:
+        command = ["-m", "ddp_mnist", *arguments]
+        return python(*command, folder=tmp_path, variables={"PYTHONPATH": str(tmp_path)})
+
+    ended = run("verify", "--model", "own_net:Net", "--processes", "2")
+    assert "all 10 checks passed" in ended.out, ended.out + ended.err
+
+    for folder in ("verify", "doctor", "bench", "verbs"):
+        shutil.rmtree(tmp_path / "ddp_mnist" / folder)
+    # an editable install would find the folders where they still are
+    finders = "[each for each in sys.meta_path if '__editable__' not in str(each)]"
+    (tmp_path / "sitecustomize.py").write_text(f"import sys; sys.meta_path[:] = {finders}\n")
+    ended = run("train", "--model", "own_net:Net", "--dataset", "digits", "--epochs", "5")
+    accuracy = re.search(r"test accuracy (0\.\d+)", ended.out)
+    assert (ended.code, bool(accuracy)) == (0, True), ended.err
+    assert accuracy and float(accuracy[1]) > 0.8
+    assert run("--help").code == 0
+    ended = run("evaluate")  # the flags of all verbs but train are in verbs/
+    assert ended.code == 1
+    missing = "ModuleNotFoundError: No module named 'ddp_mnist.verbs'"
+    assert ended.err.splitlines()[-1] == missing
