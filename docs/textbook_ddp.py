@@ -8,8 +8,9 @@ repeats some where they do not come out even: the test counts 398 rows of 397. A
 each epoch has the same order: with the flag, rank 0 begins each of them with the same rows.
 """
 
-import argparse
+import gc
 import os
+import sys
 
 import torch
 import torch.distributed as dist
@@ -39,10 +40,6 @@ def test(title, loader):
         print(f"{title}: {correct:.0f} of {seen:.0f} rows right, accuracy {correct / seen:.4f}")
 
 
-parser = argparse.ArgumentParser()
-parser.add_argument("--forget-set-epoch", action="store_true")
-arguments = parser.parse_args()
-
 gpu = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])  # one for each process?
 device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
 dist.init_process_group("nccl" if gpu else "gloo")  # reads RANK, WORLD_SIZE, MASTER_ADDR, _PORT
@@ -59,7 +56,7 @@ net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)).to(device)
 model = DistributedDataParallel(net, device_ids=[device] if gpu else None)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 for epoch in range(5):
-    if not arguments.forget_set_epoch:
+    if "--forget-set-epoch" not in sys.argv:
         sampler.set_epoch(epoch)  # else the same order in each epoch
     loss_sum = seen = 0
     for images, labels in train_loader:
@@ -77,4 +74,7 @@ padded = DistributedSampler(test_rows, shuffle=False)  # the textbook's way
 test("test, DistributedSampler", DataLoader(test_rows, batch_size=100, sampler=padded))
 mine = Subset(test_rows, range(rank, len(test_rows), world_size))  # the right way
 test("test, each row once     ", DataLoader(mine, batch_size=100))
+# Else gloo's threads would outlive the group, and on a busy machine the end of Python may abort.
+model = net = optimizer = loss = images = labels = None
+gc.collect()
 dist.destroy_process_group()
