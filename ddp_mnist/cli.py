@@ -99,22 +99,15 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         first_here = local_rank() == "0" and os.environ.get("RANK", "0") != "0"
         if first_here:  # on another machine than rank 0
             tell(f"ended      {errors.printable(str(error))}")
-    except errors.DdpMnistError as error:
+    except (errors.DdpMnistError, ModuleNotFoundError) as caught:
+        failed = not_installed(caught) if isinstance(caught, ModuleNotFoundError) else caught
         # All ranks of a launcher meet the same wrong flag. Local rank 0 prints it; the launcher
         # then ends the others, which hold their line back for as long as that takes. One that is
         # still alive met something that local rank 0 did not.
-        code = error.code
-        if local_rank() != "0" and not error.agreed:
+        code = failed.code
+        if local_rank() != "0" and not failed.agreed:
             time.sleep(3)
-        tell(errors.one_line(error))
-    except ModuleNotFoundError as error:
-        if not error.name or error.name.startswith("ddp_mnist"):
-            raise
-        if local_rank() != "0":  # which met the same
-            time.sleep(3)
-        code = UsageError.code
-        why = f"{error.name}: is not installed for {sys.executable}; activate the environment that"
-        tell(errors.one_line(UsageError(f"{why} has it (source .venv/bin/activate), or make venv")))
+        tell(errors.one_line(failed))
     except KeyboardInterrupt:
         code = 130
         if local_rank() == "0":
@@ -128,6 +121,14 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
             code = error.code
             tell(errors.one_line(error))
     sys.exit(code)
+
+
+def not_installed(error: ModuleNotFoundError) -> UsageError:
+    """Return what to do about a missing package. Raise the error if it is our own module."""
+    if not error.name or error.name.startswith("ddp_mnist"):
+        raise error
+    why = f"{error.name}: is not installed for {sys.executable}; activate the environment that"
+    return UsageError(f"{why} has it (source .venv/bin/activate), or make venv")
 
 
 def local_rank() -> str:

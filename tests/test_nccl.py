@@ -311,16 +311,15 @@ class Group:
     def abort(self) -> None:
         self.calls.append("abort")
         self.ends.wait(60)
+        self.calls.append("abort has ended")
 
 
 def test_after_an_error_nccl_is_aborted_once_and_not_waited_for(monkeypatch: Patch) -> None:
     group = Group(monkeypatch, "nccl")
     monkeypatch.setattr("ddp_mnist.cluster.failures.ABORT_S", 0.05)
-    began = time.monotonic()
     for in_order in (False, False, True):  # each place that ends it after an error
         end_group(in_order=in_order)
-    assert time.monotonic() - began < 20  # abort takes a minute here
-    assert group.calls == ["abort"]
+    assert group.calls == ["abort"]  # which goes on: nobody waited for it
     assert failures.aborted == [group]
     group.ends.set()
 
