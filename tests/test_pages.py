@@ -21,6 +21,7 @@ CHINESE = [page for page in PAGES if page.name.endswith(".zh-CN.md")]
 FENCES = [fence for page in PAGES for fence in fences_of(page)]
 READER = MarkdownIt("commonmark").enable("table")
 WIDE = re.compile(r"[\u3000-\u9fff\uff00-\uffef]")
+BLOCKS = {"bullet_list_open", "ordered_list_open", "blockquote_open", "heading_open"}
 MARKER = re.compile(r"`{3,}|~{3,}")
 
 
@@ -74,6 +75,9 @@ def test_a_page_can_be_drawn(page: Path) -> None:
         source = lines[token.map[0] : token.map[1]]
         if token.type == "table_open":
             assert {cells(row) for row in source} == {cells(source[0])}, "\n".join(source)
+        if token.level == 0 and token.type in BLOCKS and token.map[0]:
+            # a wrapped line that begins with "1. " or "- " is a list to Markdown
+            assert not lines[token.map[0] - 1].strip(), source[0]
         if token.type == "fence":
             closed = len(source) > 1 and source[-1].strip() == token.markup
             assert closed, f"line {token.map[0] + 1}: a fence without an end"

@@ -30,9 +30,9 @@ from ddp_mnist.deadline import with_deadline
 HUB_IDS = {"mnist": "ylecun/mnist", "fashion_mnist": "zalando-datasets/fashion_mnist"}
 HUB_TIMEOUT_S = 5.0
 OFFLINE_FIX = (
-    "set HF_ENDPOINT to a mirror of the Hub, run ddp-mnist prepare where there is a network and"
-    " copy the cache folder, give a folder (--dataset PATH), or train on the built-in digits"
-    " (--dataset digits)"
+    "set HF_ENDPOINT to a mirror of the Hub that answers, run ddp-mnist prepare where there is a"
+    " network and copy the cache folder, give a folder (--dataset PATH), or train on the built-in"
+    " digits (--dataset digits)"
 )
 FOLDER_FIX = (
     "give it images in train/CLASS/ and test/CLASS/, or whole parquet files with equal columns"

@@ -17,7 +17,7 @@ def against(
 ) -> Iterator[CheckResult]:
     """Yield each figure beside that of another machine of the same type, in what --save wrote.
 
-    FAIL if it is worse by more than the share `tolerance`; WARN if it is not comparable.
+    FAIL if it is more than 1 + `tolerance` times as slow; WARN if it is not comparable.
     """
     if saved["processes"] != processes:
         text = f"{processes} processes here, {saved['processes']} there: speeds are not comparable"
@@ -35,11 +35,10 @@ def against(
         if min(ours, theirs) <= 0:  # there is nothing to divide by
             continue
         worse = ours / theirs if name.endswith((" ms", " s")) else theirs / ours
-        fails = worse > 1 + tolerance
         text = f"{name}: {ours:.4g} here, {theirs:.4g} there"
-        text += f", worse by {worse - 1:.0%}" if fails else f" (within {tolerance:.0%})"
+        text += f"; {worse:.2f} times as slow, may be {1 + tolerance:g}"
         fix = "look for what differs: clocks, throttling, neighbours, cables, versions"
-        yield check("against", fails, text, fix)
+        yield check("against", worse > 1 + tolerance, text, fix)
     if missing := sorted(there.keys() - here.keys()):
         fix = "check both with the same flags and numbers of processes"
         yield warned("against", f"not measured here: {', '.join(missing)}", fix)
