@@ -165,7 +165,7 @@ TEXTS = {
         " register, who is missing is named after a deadline, facts are compared, NCCL or gloo"
         " connects all pairs, and DDP broadcasts rank 0's weights.",
         "七步：启动器设置环境变量，rank 0 或 torchrun 提供键值存储，所有 rank 登记，"
-        "到期后点名缺席者，比对各自的配置，NCCL 或 gloo 两两建立连接，DDP 广播 rank 0 的权重。",
+        "到期后报出缺少的 rank，比对各自的配置，NCCL 或 gloo 两两建立连接，DDP 广播 rank 0 的权重。",
     ),
     "node 0": ("node 0, the main node", "节点 0，主节点"),
     "node 1": ("node 1", "节点 1"),
@@ -187,7 +187,7 @@ TEXTS = {
     "multinode 4": (
         "A deadline, 300 s with make train-multinode:\n"
         "then who has not come is named, and all end:",
-        "用 make train-multinode 时，期限默认 300 秒。\n到期就点名谁没来，然后全部退出：",
+        "用 make train-multinode 时，期限默认 300 秒。\n到期就报出缺少哪些 rank，然后全部退出：",
     ),
     "multinode 5": (
         "All have come: they compare flags, versions,\ncode and data. What differs is named.",
@@ -223,14 +223,14 @@ TEXTS = {
     "a shard": ("shard", "分片"),
     "optimizer": ("optimizer", "优化器"),
     "each step": ("between the GPUs, in each step:", "每一步在 GPU 之间："),
-    "weights out": ("weights (broadcast), images (scatter)", "权重 (broadcast)、图像 (scatter)"),
-    "outputs in": ("outputs, for the loss on GPU 0 (gather)", "输出，在 GPU 0 上算损失 (gather)"),
+    "weights out": ("weights (broadcast), images (scatter)", "权重（broadcast）、图像（scatter）"),
+    "outputs in": ("outputs, for the loss on GPU 0 (gather)", "输出，在 GPU 0 上算损失（gather）"),
     "outputs back": ("the outputs' gradients", "输出的梯度"),
-    "gradients in": ("gradients, summed on GPU 0 (reduce)", "梯度，在 GPU 0 上求和 (reduce)"),
-    "gradients only": ("gradients only (all-reduce)", "只有梯度 (all-reduce)"),
+    "gradients in": ("gradients, summed on GPU 0 (reduce)", "梯度，在 GPU 0 上求和（reduce）"),
+    "gradients only": ("gradients only (all-reduce)", "只有梯度（all-reduce）"),
     "dp note": (
         "One interpreter lock for all threads; GPU 0\nholds more and does more; one machine only.",
-        "所有线程共用一把解释器锁；GPU 0 占用\n更多、工作更多；只限单机。",
+        "所有线程共用一把 GIL；GPU 0 的显存占用\n更多、负载更重；只限单机。",
     ),
     "ddp note": (
         "All alike, no lock shared. Gradients travel\n"
@@ -254,7 +254,7 @@ TEXTS = {
         "重复 5 次的中位数，线段为最低到最高。",
     ),
     "speed 1": ("1 process, 2 threads", "1 个进程，2 个线程"),
-    "speed 2": ("2 processes (DDP), 1 thread each", "2 个进程 (DDP)，各 1 个线程"),
+    "speed 2": ("2 processes (DDP), 1 thread each", "2 个进程（DDP），各 1 个线程"),
     "measured note": (
         "The cores are the same two: DDP adds no cores\nhere, but an exchange. GPUs: not measured.",
         "还是那两个核：DDP 没有增加算力，只增加了\n通信。GPU 尚未实测。",
