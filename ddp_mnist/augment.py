@@ -71,7 +71,7 @@ def augment(images: Tensor, draws: Tensor) -> Tensor:
     """Return uint8 [B, C, H, W] with each image moved by its map, bilinear, zeros from outside.
 
     `draws` are rows of `draw_table`, [B, 2 or 3, 3]; a third line changes the colours. Results are
-    rounded: a difference in the last bit of a float stays invisible.
+    rounded, so a difference in the last bit of a float hardly ever shows.
     """
     # The grid is written out instead of F.affine_grid, whose matrix product may differ in the
     # last bits with the number of images in the batch.

@@ -132,7 +132,7 @@ def not_installed(error: ModuleNotFoundError) -> UsageError:
 
 
 def local_rank() -> str:
-    """Return it as the launcher gave it, or as the processes found out."""
+    """Return this process's local rank, as the launcher or `join_world` set it."""
     return os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0"
 
 

@@ -27,7 +27,7 @@ class Run(Flags):
         "mnist",
         "mnist, auto (mnist, else digits), fashion_mnist, digits, patches, a Hub id, or a folder.",
         on_resume="same images",
-        may_differ=True,  # a folder may lie elsewhere on each machine: equal is what it holds
+        may_differ=True,  # a folder may lie elsewhere on each machine; what it holds is compared
     )
     image_size: str | None = flag(
         None,
@@ -98,7 +98,7 @@ class Preset(NamedTuple):
     least_steps: int  # the least length of a run
 
 
-# It was chosen with images held out, and is trained on all.
+# Chosen with images held out; a run with it trains on all of them.
 ACCURATE: dict[str, Any] = {"model": "cnn_deep", "lr": 1.4e-2, "augment": True, "val_size": 0}
 PRESETS = {"fast": Preset({}, 1, 300), "accurate": Preset(ACCURATE, 2, 4000)}
 
@@ -323,7 +323,7 @@ def resolve_recipe(recipe: Recipe, rows: int, world_size: int) -> ResolvedRecipe
     A step takes 144 images (1, 2, 3, 4, 6 and 8 processes divide that), or 72 of a small set, or
     the next size that divides evenly; a run takes as many epochs as make 300 steps. With --preset
     accurate it is twice the batch and 4,000 steps. `rows` counts the train split, with
-    those for validation. Raises UsageError for what does not fit data or world size.
+    those for validation. Raise UsageError for what does not fit data or world size.
     """
     val_size = min(5000, rows // 5) if recipe.val_size is None else recipe.val_size
     train_rows = rows - val_size

@@ -76,7 +76,7 @@ def memory_format_of(name: str) -> torch.memory_format:
 
 
 def has_batch_norm(net: nn.Module) -> bool:
-    """Return whether its steps depend on how a batch is divided, without --sync-bn."""
+    """Return whether it has BatchNorm: without --sync-bn it depends on how a batch is divided."""
     return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in net.modules())
 
 

@@ -84,7 +84,7 @@ def import_once(flag: str, name: str) -> ModuleType:
 def said_by(error: Exception, called: object = None) -> str:
     """Return what an error says, and the last line of the person's code on the way to it.
 
-    If that was the call itself, of a function whose arguments are others, it is the function's.
+    If no line of theirs ran, because the call itself failed, name the line that defines `called`.
     """
     passed = traceback.extract_tb(error.__traceback__)
     lines = [line for line in passed if not line.filename.startswith(LIBRARIES)]

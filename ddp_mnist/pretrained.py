@@ -16,8 +16,8 @@ METADATA_KEY = "ddp_mnist"  # one key: with several, safetensors writes them in 
 def load_weights(net: nn.Module, file: str, classes: Sequence[str]) -> str:
     """Take over the tensors of a .pth or .safetensors file. Return a sentence that says so.
 
-    The last layer keeps its new weights if it was made for other classes. It is the one that is
-    registered last. Raise UsageError if anything else does not fit.
+    If the file was made for other classes, the net's last layer (the one registered last) keeps its
+    new weights. Raise UsageError if anything else does not fit.
     """
     flag, cure = f"--weights {file}", "name the --model that it was made for"
     given, made_for = read_weights(file)
@@ -58,7 +58,7 @@ def load_weights(net: nn.Module, file: str, classes: Sequence[str]) -> str:
 
 
 def read_weights(file: str) -> tuple[dict[str, Tensor], list[str] | None]:
-    """Return a file's tensors, and the names of the classes if it is of a run of ours."""
+    """Return a file's tensors, and the names of the classes if one of our runs wrote it."""
     flag, path, why = f"--weights {file}", Path(file), "it holds more than tensors, or is damaged"
     if path.is_dir() or path.match("checkpoints/step-*.pt"):
         what, run = ("a folder", path) if path.is_dir() else ("a checkpoint", path.parents[1])

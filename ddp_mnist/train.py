@@ -163,7 +163,7 @@ def fit(
     if state.best_weights:
         kept = copy.deepcopy(kept)  # a copy: a stop during the test still saves the last weights
         kept.load_state_dict(state.best_weights)
-    if buffers := list(kept.buffers()):  # BatchNorm's, which DDP sends only before a forward
+    if buffers := list(kept.buffers()):  # BatchNorm's; DDP sends them before a forward pass only
         broadcast(buffers)
     tested = with_test_views(kept, recipe.model)
     test = evaluate_split(accelerator, tested, test_loader, classes, stop, scores)

@@ -1,6 +1,6 @@
 """Training steps timed side by side in one group of processes, each with one CPU thread.
 
-Each kind returns the seconds for the images of all global batches. KINDS take apart a step:
+Each kind returns the seconds for the images of all global batches. KINDS takes a step apart:
     train         train.py's loop, by its own count of seconds in training
     plain         plain_ddp.py's
     resident      forward, backward and update on one batch that lies ready: no feed

@@ -1,2 +1,2 @@
 """Processes and machines that find each other, agree, and notice who is lost: the only folder that
-opens a socket. Imports config and errors; knows no data set and no run folder."""
+opens a socket. Imports config, deadline and errors; knows no data set and no run folder."""

@@ -17,7 +17,7 @@ from ddp_mnist.errors import DdpMnistError, FailedElsewhere, PeerError, UsageErr
 # gloo, NCCL and the store raise RuntimeErrors that differ in their texts alone.
 LOST_CONNECTION = ("connection", "timed out", "timeout", "socket", "broken pipe", "gloo", "nccl")
 ABORT_S = 10.0
-aborted: list[dist.ProcessGroup] = []  # kept: the end of one joins threads that sleep for minutes
+aborted: list[dist.ProcessGroup] = []  # kept: destroying one joins threads that sleep long
 
 
 def first_cause(store: Store, error: BaseException) -> BaseException:

@@ -54,8 +54,8 @@ def hide_gpus() -> None:
 def is_forked() -> bool:
     """Return whether this process is a copy of one that computed, as notebook_launcher makes them.
 
-    It is one if it was forked after this module's import, or by `multiprocessing` before. A fork
-    server's processes are none: their server imports, and computes nothing.
+    True if it was forked after this module was imported, or by `multiprocessing` before. False
+    under a fork server, which imports but computes nothing.
 
     A copy lacks the threads of OpenMP that the notebook's process may have started, and would wait
     for them for good in its first parallel loop; with one thread there is none.

@@ -1,8 +1,8 @@
 """Let a wait for the GPU end when a rank is lost, so that NCCL's runs fail as gloo's do.
 
 gloo's collectives return when they are done, or raise. NCCL's only enqueue work on the GPU: the
-host waits in CUDA when it next reads a result. If a rank is lost, no Python error ends that wait,
-but torch's watchdog the process. So the host waits here first, in Python. No GPU has run this yet:
+host waits in CUDA when it next reads a result. If a rank is lost, no Python error ends that wait:
+torch's watchdog ends the process. So the host waits here first, in Python. No GPU has run this yet:
 the tests put stand-ins in the place of CUDA's event and of the group.
 """
 

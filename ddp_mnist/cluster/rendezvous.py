@@ -12,7 +12,7 @@ from ddp_mnist.cluster.launch import Launch
 from ddp_mnist.cluster.store import GONE, POLL_S, Store, host_id, open_store
 from ddp_mnist.errors import DdpMnistError, PeerError, UsageError
 
-# What meets: in the plural, and what its number is called.
+# What meets: its plural, and what its number is called.
 WORDS = {"process": ("processes", "rank"), "machine": ("machines", "machine")}
 
 
@@ -62,7 +62,7 @@ def check_same(store: Store, facts: dict[str, Any], about: str = "facts") -> Non
     """Raise UsageError that names the first of the ranks' `facts` that differs.
 
     DDP compares the shapes of the parameters and nothing else. The keys are names that a person
-    knows; each comparison on one store is `about` something else.
+    knows; each comparison on a store needs another `about`.
     """
     everyone = store.all_gather(about, facts)
     for key, value in everyone[0].items():

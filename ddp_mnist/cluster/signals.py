@@ -38,7 +38,7 @@ class StopSignals:
             return
         slot = list(EXIT_CODES).index(number)
         if number == signal.SIGINT and self.requests[slot]:
-            # To forked processes a notebook passes on what the terminal has sent them already.
+            # A notebook passes Ctrl-C on to forked processes, which the terminal has told already.
             if is_forked() and time.monotonic() < self.first_sigint + SAME_PRESS_S:
                 return
             try:

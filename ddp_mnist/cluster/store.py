@@ -24,7 +24,7 @@ from ddp_mnist.deadline import with_deadline
 from ddp_mnist.errors import FailedElsewhere, PeerError, UsageError, reason
 
 POLL_S = 0.05
-SERVED: dict[int, dist.TCPStore] = {}  # by port: DDP's reducer keeps it to the process's end
+SERVED: dict[int, dist.TCPStore] = {}  # by port; DDP's reducer holds each to the end
 GONE = "gone"  # the keys under which each rank says that it has left
 LIVENESS = "liveness requested"  # the key for which every rank has to answer
 
@@ -45,10 +45,11 @@ def host_id() -> str:
 
 @dataclass(eq=False)
 class Store:
-    """The key-value store that all ranks share. Each key is written by one rank.
+    """The key-value store that all ranks share.
 
-    Waiting is polling, so that it ends at once when another rank reports its failure. Calls raise
-    RuntimeError when the store is gone or does not answer in time.
+    A key that holds a rank's value is written by that rank alone; counters, the first failure and
+    the request for liveness are shared. Waiting is polling, so that it ends at once when another
+    rank reports its failure. Calls raise RuntimeError when the store is gone or does not answer in time.
     """
 
     c10d: dist.Store

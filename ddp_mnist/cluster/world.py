@@ -48,8 +48,8 @@ COMM_HOOKS = {
     "powersgd": DDPCommunicationHookType.POWER_SGD,
 }
 
-# By default it would begin at step 1,000, which MNIST's default run does not reach, and until then
-# send all. Orthogonalising a gradient of zeros needs the epsilon.
+# By default PowerSGD begins to compress at step 1,000, which MNIST's default run does not reach. A
+# gradient of zeros cannot be orthogonalised without the epsilon.
 POWERSGD = {"start_powerSGD_iter": 32, "orthogonalization_epsilon": 1e-8}
 CRASHES_IN_DETAIL = "2.15."  # of torch: a segmentation fault where DDP begins to log
 
@@ -196,7 +196,7 @@ def make_accelerator(
 def choose_interface(launch: Launch, store: Store) -> None:
     """Set gloo's and NCCL's interface to the one that leads to rank 0; a set variable wins.
 
-    To rank 0 its own name may lead over loopback: it takes the interface towards another host.
+    On rank 0's machine its name may resolve to loopback; it takes the one towards another host.
     """
     if not (launch.main_host and launch.main_port):
         return

@@ -25,8 +25,8 @@ from ddp_mnist.errors import DataError, StorageError, reason
 
 CACHE_FORMAT = 5
 ABOUT = "about.json"  # what is not in the arrays
-DECODER = sorted(Path(__file__).parent.glob("*.py"))  # a few more than decode: none is forgotten
-CHECKED = 256  # MB at most that are read to find damage
+DECODER = sorted(Path(__file__).parent.glob("*.py"))  # more than decode, so none is forgotten
+CHECKED = 256  # MB read at most to look for damage
 MOVE = "use --cache-dir or DDP_MNIST_CACHE to put it elsewhere"
 Log = Callable[[str], None] | None
 
@@ -69,10 +69,11 @@ def load(
     """Return the data set from the cache; read and decode it first if it is not there.
 
     One process per machine decodes, under a file lock; the others wait for it and map its files.
-    `refresh` reads it again although it is cached, and removes what other decoders made of it.
+    `refresh` reads it again although it is cached, and removes what other decoders of this format
+    made of it.
     `log` is called with a line when reading begins, as it can take a minute.
 
-    Raises UsageError or DataError where there is no such data set or it cannot be read, and
+    Raise UsageError or DataError where there is no such data set or it cannot be read, and
     StorageError where the cache folder cannot be written.
     """
     source = find_source(dataset, reading)
@@ -184,7 +185,7 @@ def _build(path: Path, source: Source, log: Log) -> None:
 
 
 def _allocate(path: Path, shape: tuple[int, ...]) -> np.ndarray:
-    """Return a new file of uint8, mapped. Raises OSError if the disk has no room for it.
+    """Return a new file of uint8, mapped. Raise OSError if the disk has no room for it.
 
     Without its blocks, a file on a disk that others fill up meanwhile would end the process by
     SIGBUS, without a word.
@@ -201,7 +202,7 @@ def _unwritable(folder: Path, error: OSError) -> StorageError:
 
 
 def _check_space(folder: Path, source: Source, shape: Shape, rows: int, log: Log) -> None:
-    """Say how much will be written. Raises StorageError where the disk has less."""
+    """Say how much will be written. Raise StorageError where the disk has less."""
     channels, height, width = shape
     mb, free = rows * math.prod(shape) / 1e6, shutil.disk_usage(folder).free / 1e6
     kind = "in colour" if channels == 3 else "grey"

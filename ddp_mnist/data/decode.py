@@ -55,7 +55,7 @@ def orientation_of(image: PIL.Image.Image) -> int:
 def in_mode(image: PIL.Image.Image, mode: str, paper: str = "white") -> PIL.Image.Image:
     """Return it in mode L or RGB, 16-bit greys by their upper 8 bits; `paper` shows where clear.
 
-    Raises ValueError for mode F.
+    Raise ValueError for mode F.
     """
     if image.mode.startswith("I"):  # convert("L") would make all above 255 white
         upper = (np.asarray(image) // 256).clip(0, 255).astype(np.uint8)

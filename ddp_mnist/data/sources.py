@@ -43,7 +43,7 @@ UNWRITABLE = (*NO_SPACE, errno.EACCES, errno.EROFS, errno.ENOTDIR)
 
 @dataclass(frozen=True)
 class Source:
-    """A place to read from: `kind` is built-in, hub or folder, `place` an id or a whole path."""
+    """Where to read from: `kind` is hub, folder or a built-in set's name; `place` an id or a path."""
 
     name: str
     kind: str
@@ -54,7 +54,8 @@ class Source:
     def read(self, reserve: Reserve) -> Decoded:
         """Decode all of it, into the room that `reserve` makes for the images.
 
-        Raise DataError, or StorageError: there is no space to unpack it.
+        Raise UsageError if --test-size does not fit, DataError, or StorageError if there is no
+        space to unpack it.
         """
         where, notes = f"--dataset {self.typed}", list[str]()
         with readable(self.typed):

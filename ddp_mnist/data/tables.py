@@ -19,11 +19,11 @@ from ddp_mnist.errors import DataError, UsageError, reason
 
 SPLITS = ("train", "test")
 MAX_CLASSES = 1000
-LARGEST_UNASKED = 224  # pixels of a side that sets of mixed sizes get: as torchvision's nets had
+LARGEST_UNASKED = 224  # longest side, in pixels, for mixed sizes: that of torchvision's weights
 
 
 def decode_dataset(dataset: Any, where: str, reading: Reading, reserve: Reserve) -> Decoded:
-    """Return every image and label. Raises DataError, which names the file, or column and row."""
+    """Return every image and label. Raise DataError, which names the file, or column and row."""
     splits, held_out = _splits(dataset, where, reading.test_size)
     train, test = (splits[split] for split in SPLITS)
     image_column, label_column = _find_columns(train, where)

@@ -39,7 +39,7 @@ class Console:
             self._bar = None
 
     def print(self, line: str) -> None:
-        """Print a line. Raises StorageError, but not if the reader went away (`| head -1`)."""
+        """Print a line. Raise StorageError, but not if the reader went away (`| head -1`)."""
         if self.verbose:
             self._last = time.monotonic()
             write = print if self._bar is None else self._bar.write
@@ -124,9 +124,9 @@ def open_what_is_closed() -> None:
     """Give a standard stream that was closed before the start (`>&-`, as daemons do) its number.
 
     Else the next file to be opened, a checkpoint say, would get that number, and with it what any
-    library prints. /dev/null takes the place, for stdin write-only and for stdout read-only: to
-    read or to print is an error then, as on a closed stream, and neither an empty input nor a
-    result that is lost without a word. What is printed on a closed stderr may be lost.
+    library prints. /dev/null takes the place, opened the wrong way round: reading stdin or printing
+    to stdout is an error then, not an empty input or a result that is lost in silence. What is
+    printed on a closed stderr may be lost.
     """
     flags = {"stdin": os.O_WRONLY, "stdout": os.O_RDONLY, "stderr": os.O_WRONLY}
     for number, name in enumerate(flags):

@@ -136,11 +136,11 @@ class RunFolder:
             self.status(state=state, exit_code=exit_code, error=error)
 
     def write_json(self, name: str, content: dict[str, Any]) -> None:
-        """Replace the file atomically. Raises StorageError."""
+        """Replace the file atomically. Raise StorageError."""
         self.write_bytes(name, to_json(content).encode())
 
     def write_bytes(self, name: str, content: bytes) -> None:
-        """Replace the file atomically. Raises StorageError."""
+        """Replace the file atomically. Raise StorageError."""
         if self.path:
             with storage_errors(self.path / name):
                 write_atomically(self.path / name, content)
@@ -181,7 +181,7 @@ def _link(latest: Path, path: Path) -> None:
 
 
 def reserve(dataset: str) -> Path:
-    """Make the empty folder runs/<dataset>-<NNN> with the next free number. Raises StorageError."""
+    """Make the empty folder runs/<dataset>-<NNN> with the next free number. Raise StorageError."""
     stem = re.sub(r"[^A-Za-z0-9._-]+", "_", dataset)
     pattern = re.compile(re.escape(stem) + r"-(\d+)")
     with storage_errors(RUNS):
@@ -196,7 +196,7 @@ def reserve(dataset: str) -> Path:
 
 
 def other() -> str:
-    """Return what a person can do who named no run."""
+    """Return what to do for a person who named no run: name one, or train first."""
     there = (RUNS / LATEST).exists()
     return f"name one, e.g. {RUNS / LATEST}" if there else "there is none here yet, so train first"
 
@@ -221,12 +221,12 @@ def in_use(path: Path) -> bool:
 
 
 def to_json(content: dict[str, Any]) -> str:
-    """Return the object as indented JSON; a path may be of any bytes."""
+    """Return the object as indented JSON; bytes of a path that are not UTF-8 are escaped."""
     return as_json(content, indent=2) + "\n"
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in the file. Raises OSError or ValueError."""
+    """Return the object in the file. Raise OSError or ValueError."""
     return json.loads(path.read_text(encoding="utf-8"))
 
 
@@ -286,6 +286,6 @@ def check_place(file: str | None, flag: str, ending: str = "") -> Path | None:
 
 
 def save_json(path: Path, content: dict[str, Any]) -> None:
-    """Replace the file that --save names. Raises StorageError."""
+    """Replace the file that --save names. Raise StorageError."""
     with storage_errors(path, "--save"):
         write_atomically(path, to_json(content).encode())

@@ -41,8 +41,8 @@ class Meter:
     def all_reduce(self, stop_requests: list[float]) -> list[float]:
         """Add up what all ranks saw into their progress, and plan the next sync point.
 
-        `stop_requests` are any numbers of this rank's: return their sums over all ranks. Raise
-        DivergedError, on all ranks alike.
+        Return the sums over all ranks of `stop_requests`, this rank's numbers. Raise DivergedError,
+        on all ranks alike.
         """
         sums = sum_up(self.losses, self.correct, self.images_per_batch)
         mine = sums.new_tensor([*stop_requests, self.steps_per_s])

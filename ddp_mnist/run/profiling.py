@@ -53,7 +53,7 @@ class StepProfiler:
                 )
 
     def step(self, done: int) -> None:
-        """Begin or end the trace, on all ranks after optimizer step `done`. Raises StorageError."""
+        """Begin or end the trace, on all ranks after optimizer step `done`. Raise StorageError."""
         if self.begin is None or done not in (self.begin, self.begin + self.steps):
             return
         activities = ["cpu"]

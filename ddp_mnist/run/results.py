@@ -73,7 +73,7 @@ def failure_summary(what: str, results: Sequence[CheckResult], fix: str = FIX) -
 
 
 def describe(results: Iterable[CheckResult], key: str, **head: Any) -> dict[str, Any]:
-    """Return for JSON `head`, the results under `key`, and when, where and with what."""
+    """Return for JSON: `head`, the results under `key`, the date, the machine and versions."""
     return {
         **head,
         "date": date.today().isoformat(),

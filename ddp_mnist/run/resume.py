@@ -183,7 +183,7 @@ def changes(content: dict[str, Any], now: dict[str, Any], where: str) -> list[st
     try:
         if content["format"] != FORMAT:
             raise CheckpointError(f"{where}: has format {content['format']}, this is {FORMAT}")
-        content["metrics_lines"], content["state"]["progress"]["step"]
+        content["metrics_lines"], content["state"]["progress"]["step"]  # a KeyError if missing
         before, was = content["flags"], content["world"]["--mixed-precision"]
         found = {"path": where, "run": before, "digest": content["digest"]}
         check_images(flags["dataset"], now["digest"], found)

@@ -75,7 +75,7 @@ def resolve_and_load(
     config = resume.inherit(config, found)
     store, cache_dir, reading = world.store, config.run.cache_dir, config.run.reading
     own_code.begin()
-    factory_of(config.recipe.model)  # refused before the data are read; one's own is imported now
+    factory_of(config.recipe.model)  # a wrong name is refused before the data are read
     store.broadcast_from_rank0("trackers", lambda: tracking.named(config.run.trackers))
     if config.recipe.metrics:
         store.broadcast_from_rank0("metrics", lambda: check_scores(config.recipe.metrics))

@@ -39,7 +39,7 @@ class Sums:
 class Progress:
     """Counts and times of a run, summed over its first start and every resume.
 
-    Equal on all ranks, but for the seconds, which each measures itself on a wall clock.
+    Equal on all ranks, but for the seconds, which each rank measures itself.
     """
 
     epoch: int = 0  # epochs completed
@@ -51,10 +51,10 @@ class Progress:
     total_seconds: float = 0.0  # since the processes began to look for each other
     val_accuracy: float | None = None  # of the weights as they are; None before a validation
     best_accuracy: float = -1.0  # the highest so far
-    best_epoch: int = 0  # epochs after which it was found
+    best_epoch: int = 0  # the epoch, counted from 1, that reached it
     stopped_by: str | None = None  # the flag that ended the run early
     resumed_from: list[int] = field(default_factory=list)  # steps
-    bad_in_a_row: float = 0.0  # batches without a finite loss, since a sync point without any
+    bad_in_a_row: float = 0.0  # batches whose loss was not finite, up to now
     since_log: Sums = field(default_factory=Sums)  # over the steps since the last log line
     in_epoch: Sums = field(default_factory=Sums)  # over this epoch's steps
 

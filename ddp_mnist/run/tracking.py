@@ -41,7 +41,7 @@ def named(trackers: str | None) -> list[str]:
 def tracked(
     config: ResolvedConfig, folder: RunFolder, world: World, console: Console
 ) -> Iterator[None]:
-    """Log to the trackers too what the block logs. Raises UsageError if one cannot be started."""
+    """Log to the trackers too what the block logs. Raise UsageError if one cannot be started."""
     names = named(config.run.trackers) if folder.path else []
     if folder.path is None or not names:
         yield

@@ -59,7 +59,7 @@ def apart(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def read_bytes(run: str) -> bytes:
-    """Return model.safetensors of run folder `run`. Raises CheckpointError if there is none.
+    """Return model.safetensors of run folder `run`. Raise CheckpointError if there is none.
 
     A run that was resumed for more epochs, and has not finished since, still holds the model of
     its earlier part: that is returned, with a warning on stderr.
@@ -85,7 +85,7 @@ def read_bytes(run: str) -> bytes:
 
 
 def from_bytes(content: bytes, where: str) -> Trained:
-    """Rebuild the net. Raises CheckpointError if the bytes are damaged or of another program."""
+    """Rebuild the net. Raise CheckpointError if the bytes are damaged or of another program."""
     try:
         header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
         about = json.loads(header["__metadata__"][METADATA_KEY])

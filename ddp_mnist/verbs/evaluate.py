@@ -104,7 +104,7 @@ def metrics_table(metrics: dict[str, Any]) -> str:
 
 
 def _read_config(run: str) -> dict[str, Any]:
-    """Return what is needed of config.json. Raises CheckpointError."""
+    """Return what is needed of config.json. Raise CheckpointError."""
     try:
         config = read_json(Path(run) / CONFIG)
         flags = config["run"] | config["recipe"]

@@ -82,7 +82,7 @@ def meet(node: Node, timeout_s: float) -> None:
 def run(
     flags: Multinode, arguments: list[str], timeout_s: float, first: Callable[[Node, float], None]
 ) -> int:
-    """Return the exit code of the rehearsal; a real node becomes its launcher instead.
+    """Return the exit code of the rehearsal, or of a machine that failed; else become the launcher.
 
     `arguments` are the verb's; `first` raises if the other machines do not come within `timeout_s`.
     """

@@ -4,7 +4,7 @@
     cat seven.png | ddp-mnist predict runs/latest -
 
 An image is prepared as training prepared it. If the run was trained on MNIST or the like, a file
-that is not 28x28 and grey is a photo of a digit, see digit_photos.py.
+that is not 28x28 is a photo of a digit, see digit_photos.py.
 """
 
 import io
@@ -126,7 +126,7 @@ def read_image(file: Path, preparation: Preparation, digit_photos: bool) -> np.n
 
 
 def draw(answers: Sequence[tuple[dict[str, Any], np.ndarray]], path: Path) -> None:
-    """Write a picture of the first MOST_SHOWN of what `predict` yielded. Raises StorageError."""
+    """Write a picture of the first MOST_SHOWN of what `predict` yielded. Raise StorageError."""
     from matplotlib.backends.backend_agg import RendererAgg
     from matplotlib.figure import Figure
     from matplotlib.font_manager import FontProperties, fontManager

@@ -75,7 +75,7 @@ def run(flags: Report) -> None:
 
 
 def read_run(path: Path) -> ReportedRun:
-    """Return the folder's content. Raises CheckpointError if it is no run of this version."""
+    """Return the folder's content. Raise CheckpointError if it is no run of this version."""
     try:
         status = folder.read_json(path / folder.STATUS)
         if status["state"] == "running" and not folder.in_use(path):

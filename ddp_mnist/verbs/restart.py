@@ -25,7 +25,7 @@ def restart(restarts: int, command: Sequence[str], run: Run) -> int:
     """Run `python COMMAND`, again with `--resume auto` for as long as a process was lost.
 
     The command ends with flags of `train`, which `run` holds. Return the exit code in status.json
-    where there is one, else the command's. Raises StorageError if no run folder can be made.
+    where there is one, else the command's. Raise StorageError if no run folder can be made.
     """
     folder, flags = choose_folder(run)
     again = [] if run.resume else ["--resume", "auto"]
