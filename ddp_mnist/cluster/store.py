@@ -49,7 +49,8 @@ class Store:
 
     A key that holds a rank's value is written by that rank alone; counters, the first failure and
     the request for liveness are shared. Waiting is polling, so that it ends at once when another
-    rank reports its failure. Calls raise RuntimeError when the store is gone or does not answer in time.
+    rank reports its failure. Calls raise RuntimeError when the store is gone or does not answer in
+    time.
     """
 
     c10d: dist.Store

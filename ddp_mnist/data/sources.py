@@ -43,7 +43,7 @@ UNWRITABLE = (*NO_SPACE, errno.EACCES, errno.EROFS, errno.ENOTDIR)
 
 @dataclass(frozen=True)
 class Source:
-    """Where to read from: `kind` is hub, folder or a built-in set's name; `place` an id or a path."""
+    """A place to read from: `kind` is hub, folder or a built-in set, `place` an id or a path."""
 
     name: str
     kind: str
