@@ -62,8 +62,7 @@ ddp-mnist VERB --help shows the flags of a verb, and an example.
 exit codes: 0 done, 1 check failed, 2 usage or configuration, 3 data, 4 checkpoint,
 5 storage, 6 peer lost or time-out, 7 diverged, 130 SIGINT, 143 SIGTERM or SIGUSR1"""
 FLAGS = "ddp_mnist.verbs.flags"  # of all verbs but train; it imports no torch, for --help
-# Where a verb's `run` is.
-MODULES = {verb: f"ddp_mnist.verbs.{verb}" for verb in VERBS} | {
+MODULES = {  # where `run` of a verb is that is not in ddp_mnist.verbs
     "doctor": "ddp_mnist.doctor.checks",
     "verify": "ddp_mnist.verify.proofs",
     "bench": "ddp_mnist.bench.benches",
@@ -147,7 +146,7 @@ def run_verb(argv: list[str]) -> int | None:
         return own(rest)
     if name in VERBS:
         flags = parse_verb(name, rest)
-        return importlib.import_module(MODULES[name]).run(*flags)
+        return importlib.import_module(MODULES.get(name, f"ddp_mnist.verbs.{name}")).run(*flags)
     if name in ("-h", "--help"):
         listed = "\n".join(f"    {verb:<10} {sentence}" for verb, sentence in VERBS.items())
         Console(True).print(HELP.format(listed))

@@ -20,7 +20,7 @@ from ddp_mnist.config import TrainConfig
 from ddp_mnist.data import cache
 from ddp_mnist.data.batches import split_images
 from ddp_mnist.errors import FailedElsewhere, UsageError, one_line
-from ddp_mnist.run.classification import Score, classification_metrics, find_score
+from ddp_mnist.run.classification import Classification, classification_metrics, find_score
 from ddp_mnist.run.folder import read_json
 from ddp_mnist.run.weights import from_bytes, read_bytes
 from ddp_mnist.verify.watch import just_train, proof_config
@@ -236,7 +236,7 @@ def test_scores_are_counted_by_a_class_of_evaluate_without_a_network(
     monkeypatch.setattr(socket, "getaddrinfo", Mock(side_effect=AssertionError("the network")))
     monkeypatch.setattr(socket.socket, "connect", Mock(side_effect=AssertionError("the network")))
     monkeypatch.setattr(evaluate, "load", Mock(side_effect=AssertionError("the Hub")))
-    assert issubclass(Score, evaluate.Metric)
+    assert issubclass(Classification, evaluate.Metric)
     labels, guesses = np.array([0, 0, 2, 2, 1]), np.array([0, 1, 2, 2, 1])
     found = classification_metrics(guesses, labels, 3, ("f1", "recall"))
     assert found["scores"] == {"f1": (2 / 3 + 2 / 3 + 1) / 3, "recall": (1 / 2 + 1 + 1) / 3}

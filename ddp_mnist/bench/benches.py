@@ -100,7 +100,7 @@ def scaling(flags: Bench, processes: int) -> list[CheckResult]:
     return results
 
 
-def startup(flags: Bench, processes: int) -> list[CheckResult]:  # noqa: ARG001
+def startup(flags: Bench, _processes: int) -> list[CheckResult]:
     """Time train in one process, from command to first optimizer step, against a short program."""
     train = ["-m", "ddp_mnist", "train", "--log-every", "1", "--dataset", flags.dataset]
     train += ["--cache-dir", flags.cache_dir] if flags.cache_dir else []

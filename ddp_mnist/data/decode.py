@@ -12,16 +12,15 @@ from ddp_mnist.data.preparation import Shape
 GREY_MODES = ("1", "L", "LA", "La")
 SIXTEEN_BITS = "16 bits, of which the upper 8 count"
 TURN = PIL.Image.Transpose
-# What makes an image upright, by its orientation in EXIF (2 to 8).
-TURNS = dict(
-    enumerate(
-        (
-            *(TURN.FLIP_LEFT_RIGHT, TURN.ROTATE_180, TURN.FLIP_TOP_BOTTOM, TURN.TRANSPOSE),
-            *(TURN.ROTATE_270, TURN.TRANSVERSE, TURN.ROTATE_90),
-        ),
-        start=2,
-    )
-)
+TURNS = {  # what makes an image upright, by its orientation in EXIF
+    2: TURN.FLIP_LEFT_RIGHT,
+    3: TURN.ROTATE_180,
+    4: TURN.FLIP_TOP_BOTTOM,
+    5: TURN.TRANSPOSE,
+    6: TURN.ROTATE_270,
+    7: TURN.TRANSVERSE,
+    8: TURN.ROTATE_90,
+}
 
 
 def decode_image(image: PIL.Image.Image, shape: Shape) -> np.ndarray:

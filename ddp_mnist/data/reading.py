@@ -19,7 +19,7 @@ class Reading:
     @classmethod
     def of(cls, flags: Mapping[str, Any]) -> Self:
         """Return what the flags say. Raise UsageError for an --image-size that is none."""
-        image_size, grey, test_size = map(flags.__getitem__, ("image_size", "grey", "test_size"))
+        image_size, grey, test_size = flags["image_size"], flags["grey"], flags["test_size"]
         if image_size is None:
             return cls(None, grey, test_size)
         sides = re.fullmatch(r"(\d{1,4})(?:x(\d{1,4}))?", image_size)

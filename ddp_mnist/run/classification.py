@@ -36,29 +36,24 @@ FEATURES = Features({"predictions": WHOLE_SPLIT, "references": WHOLE_SPLIT})
 KNOWN = "f1, precision, recall, balanced_accuracy, cohen_kappa, matthews_corrcoef"
 
 
-class OfSplit(evaluate.Metric):
-    """Take the predictions and labels of a whole split."""
+class Classification(evaluate.Metric):
+    """Share of correct predictions, how often each class was taken for each, and --metrics."""
 
     def _info(self) -> evaluate.MetricInfo:
         return evaluate.MetricInfo(description=self.__doc__ or "", citation="", features=FEATURES)
 
-
-class Classification(OfSplit):
-    """Share of correct predictions, and how often each class was taken for each."""
-
-    def _compute(self, predictions: Any, references: Any, classes: int) -> dict[str, Any]:
-        cells = np.asarray(references) * classes + np.asarray(predictions)
-        confusion = np.bincount(cells.ravel(), minlength=classes**2).reshape(classes, classes)
-        accuracy = float(np.mean(np.equal(predictions, references)))
-        return {"accuracy": accuracy, "confusion": confusion.tolist()}
-
-
-class Score(OfSplit):
-    """A number that --metrics names: of scikit-learn, or a function of one's own."""
-
-    def _compute(self, predictions: Any, references: Any, name: str) -> dict[str, float | None]:
-        number = score(name, find_score(name), np.ravel(references), np.ravel(predictions))
-        return {name: number if math.isfinite(number) else None}  # JSON has no NaN
+    def _compute(
+        self, predictions: Any, references: Any, classes: int, scores: Several[str]
+    ) -> dict[str, Any]:
+        labels, guesses = np.ravel(references), np.ravel(predictions)
+        confusion = np.bincount(labels * classes + guesses, minlength=classes**2)
+        numbers = {name: score(name, find_score(name), labels, guesses) for name in scores}
+        return {
+            "accuracy": float(np.mean(guesses == labels)),
+            "confusion": confusion.reshape(classes, classes).tolist(),
+            # JSON has no NaN
+            "scores": {name: n if math.isfinite(n) else None for name, n in numbers.items()},
+        }
 
 
 def find_score(name: str) -> Callable[[Any, Any], float]:
@@ -122,10 +117,5 @@ def classification_metrics(
     # Metric.__init__ makes a folder even for what it keeps in memory.
     with tempfile.TemporaryDirectory(prefix="ddp_mnist-") as scratch:
         given = {"predictions": [predictions], "references": [references]}
-        counted = Classification(keep_in_memory=True, cache_dir=scratch).compute(
-            **given, classes=classes
-        )
-        found: dict[str, float | None] = {}
-        for name in scores:
-            found |= Score(keep_in_memory=True, cache_dir=scratch).compute(**given, name=name)
-        return {**counted, "scores": found}
+        metric = Classification(keep_in_memory=True, cache_dir=scratch)
+        return metric.compute(**given, classes=classes, scores=scores)

@@ -36,6 +36,11 @@ class Metrics:
     # Those that --metrics names; None for one that these images leave undefined.
     scores: dict[str, float | None] = field(default_factory=dict)
 
+    def named(self, split: str) -> dict[str, float | None]:
+        """Return what metrics.jsonl says of it: val_accuracy, val_loss, val_f1 ..."""
+        numbers = {"accuracy": self.accuracy, "loss": self.loss, **self.scores}
+        return {f"{split}_{name}": number for name, number in numbers.items()}
+
 
 def prepare_split(accelerator: Accelerator, rows: Rows, per_process: int | None = None) -> Any:
     """Return a loader that splits `rows` among the processes, in order."""

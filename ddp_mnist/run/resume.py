@@ -14,7 +14,7 @@ from ddp_mnist.cluster.world import World
 from ddp_mnist.config import ResolvedConfig, TrainConfig
 from ddp_mnist.data import cache
 from ddp_mnist.data.sources import from_anywhere
-from ddp_mnist.errors import CheckpointError, UsageError
+from ddp_mnist.errors import CheckpointError, UsageError, reason
 from ddp_mnist.flags import OnResume, flag_name, flag_values
 from ddp_mnist.run import checkpoint
 from ddp_mnist.run.folder import CONFIG, STATUS, SUMMARY, RunFolder, other, read_json, without_link
@@ -58,9 +58,9 @@ def find(config: TrainConfig) -> dict[str, Any] | None:
         return {**found, "run_id": str(found["run_id"])}
     except (OSError, ValueError, KeyError, TypeError) as error:
         name = Path(getattr(error, "filename", None) or path).name
-        reason = error.strerror if isinstance(error, OSError) else "damaged, or of another program"
+        why = reason(error) if isinstance(error, OSError) else "damaged, or of another program"
         raise CheckpointError(
-            f"--resume {resume}: {path} holds no run to resume ({name}: {reason}); {other()}"
+            f"--resume {resume}: {path} holds no run to resume ({name}: {why}); {other()}"
         ) from error
 
 

@@ -84,12 +84,8 @@ class Session:
         """Write what the validation found, and show the epoch that has ended."""
         epoch = progress.epoch - 1
         if validation:
-            decided: dict[str, Any] = {
-                "val_accuracy": validation.accuracy,
-                "val_loss": validation.loss,
-            }
-            decided |= {f"val_{name}": value for name, value in validation.scores.items()}
-            self.folder.append_metrics(progress.step, {"epoch": epoch, **decided})
+            line = {"epoch": epoch, **validation.named("val")}
+            self.folder.append_metrics(progress.step, line)
         self.console.print(summary.epoch_line(epoch, self.config.recipe.epochs, means, validation))
         if progress.stopped_by:
             self.console.print(f"stopped by {progress.stopped_by} after epoch {progress.epoch}")
@@ -137,9 +133,8 @@ class Session:
     def finish(self, state: State, net: Normalised, test: Metrics) -> dict[str, Any]:
         """Write the test's metrics, the weights and the summary, and show the result."""
         progress, accelerator = state.progress, self.world.accelerator
-        tested: dict[str, Any] = {"test_accuracy": test.accuracy, "test_loss": test.loss}
-        tested |= {f"test_{name}": value for name, value in test.scores.items()}
-        self.folder.append_metrics(progress.step, {"epoch": progress.epoch - 1, **tested})
+        line = {"epoch": progress.epoch - 1, **test.named("test")}
+        self.folder.append_metrics(progress.step, line)
         model, images = self.config.recipe.model, self.images
         content = weights.to_bytes(net.net.state_dict(), model, images.classes, images.preparation)
         self.folder.write_bytes(MODEL, content)

@@ -54,8 +54,7 @@ def digest_of(net: nn.Module) -> str:
 
 def apart(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return copies on the CPU: safetensors refuses a tensor that a net has under two names."""
-    copies = {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
-    return {name: tensor.contiguous() for name, tensor in copies.items()}
+    return {name: tensor.detach().cpu().clone().contiguous() for name, tensor in state.items()}
 
 
 def read_bytes(run: str) -> bytes:

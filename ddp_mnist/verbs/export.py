@@ -126,10 +126,10 @@ def write_safetensors(trained: Trained) -> bytes:
 
 def write_program(trained: Trained) -> bytes:
     """Return weights and computation, which torch.export.load reads without this package."""
-    written = io.BytesIO()
+    buffer = io.BytesIO()
     program = torch.export.export(trained.model, example(trained), dynamic_shapes=ANY_BATCH)
-    torch.export.save(program, written)
-    return written.getvalue()
+    torch.export.save(program, buffer)
+    return buffer.getvalue()
 
 
 def write_onnx(trained: Trained) -> bytes:
