@@ -201,6 +201,13 @@ class Recipe(Flags):
         super().__post_init__()
         check_model(self.model)
 
+    def refuse_unvalidated(self, example: int) -> None:
+        """Raise UsageError if it is to stop by validation images, and has none."""
+        for name in ("target_accuracy", "patience"):
+            if self.val_size == 0 and getattr(self, name) is not None:
+                problem = "needs validation images; give --val-size, e.g."
+                raise UsageError(f"{flag_name(name)}: {problem} {example}")
+
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedRecipe(Recipe):
@@ -299,14 +306,8 @@ class TrainConfig:
 
     def refuse_contradictions(self) -> None:
         """Raise UsageError for flags that do not go together."""
-        recipe = self.recipe
-        if recipe.val_size == 0:
-            for name in ("target_accuracy", "patience"):
-                if getattr(recipe, name) is not None:
-                    raise UsageError(
-                        f"{flag_name(name)}: needs validation images; give --val-size, e.g. 5000"
-                    )
-        if recipe.optimizer == "muon" and recipe.model == "mlp":
+        self.recipe.refuse_unvalidated(5000)
+        if self.recipe.optimizer == "muon" and self.recipe.model == "mlp":
             raise UsageError("--optimizer muon: mlp has no convolutions; use --optimizer adamw")
 
 
@@ -362,6 +363,7 @@ def resolve_recipe(recipe: Recipe, rows: int, world_size: int) -> ResolvedRecipe
         "steps_per_epoch": steps_per_epoch,
     }
     found = ResolvedRecipe(**flag_values(recipe) | resolved)
+    found.refuse_unvalidated(1)  # a fifth of four images or fewer is none
     if found.inject:
         check_fault(found.inject, world_size, found.epochs, found.total_steps)
     return found

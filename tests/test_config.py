@@ -234,6 +234,7 @@ def test_the_net_decides_the_optimizer_and_what_is_given_stays() -> None:
         ({"batch_size": 1440, "val_size": 0}, DIGITS, 1, "--batch-size 1440: is above", "use 1437"),
         ({"val_size": 100}, 100, 1, "--val-size 100: the train split has 100", "at most 99"),
         ({"grad_accum": 5}, 10, 2, "--batch-size: must be divisible by 10 (", "or micro-batches"),
+        ({"patience": 2}, 4, 1, "--patience: needs validation images; give --val-size, e.g. 1", ""),
     ],
 )
 def test_fault_27_what_does_not_fit_is_refused_with_what_would(
@@ -242,7 +243,7 @@ def test_fault_27_what_does_not_fit_is_refused_with_what_would(
     with pytest.raises(UsageError, match=f"^{re.escape(begins)}.*{ends}$") as refused:
         resolve_recipe(Recipe(**given), rows, world_size)
     parts = f"({world_size} processes x --grad-accum {given.get('grad_accum', 1)})"
-    assert "val_size" in given or parts in str(refused.value)
+    assert {"val_size", "patience"} & given.keys() or parts in str(refused.value)
 
 
 ROWS = (1, 2, 5, 9, 10, 11, 50, 79, 100, 333, 1437, 7199, 8999, 9000, 9001, 60_000)
