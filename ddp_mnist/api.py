@@ -81,12 +81,12 @@ def predict(
 
 
 def checked(typed: dict[str, Any], *groups: type[Flags]) -> dict[str, Any]:
-    """Return the keywords. Raise UsageError for one that is no flag's name."""
-    known = [field.name for fields in fields_of(*groups).values() for field in fields]
-    for name in typed.keys() - known:
+    """Return the keywords without defaults of None. Raise UsageError for one that is no flag's."""
+    known = {f.name: f.default for fields in fields_of(*groups).values() for f in fields}
+    for name in typed.keys() - known.keys():
         hint = did_you_mean(name, known) or "; see help() of this function"
         raise UsageError(f"{name}: there is no such keyword here{hint}")
-    return typed
+    return {k: value for k, value in typed.items() if value is not None or known[k] is not None}
 
 
 @contextlib.contextmanager

@@ -118,6 +118,7 @@ def test_what_a_command_line_cannot_be_given_is_refused_too() -> None:
     assert refused(api.predict, "a", "b", topp=1) == f"topp: {unknown} top?"
     assert refused(api.evaluate, "a", sync_bn=True).startswith("sync_bn: there is no such keyword")
     assert refused(api.train, grey="no") == "--grey 'no': must be True or False"
+    assert api.checked({"preset": "accurate", "val_size": None}, Recipe) == {"preset": "accurate"}
     assert refused(api.train, lr=None) == "--lr None: must be a number, above 0 and at most 100"
     assert refused(api.train, keep=True).startswith("--keep True: must be a whole number, at ")
 
@@ -241,7 +242,7 @@ def in_one_interpreter() -> None:
     told["photos"] = api.train(run_dir="photos-run", epochs=1, val_size=0, model="mlp", **own)
     api.predict("photos-run", [])
     told["first"] = api.train(run_dir=Path("first"), **PROOF)
-    told["again"] = api.train(resume="first")
+    told["again"] = api.train(resume="first", epochs=None, patience=None)
     told["single"] = api.train(run_dir="single", **PROOF | {"mixed_precision": "no", "epochs": 1})
     told["second"] = api.train(run_dir="second", **PROOF)
     try:
