@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from ddp_mnist.config import Recipe, resolve_recipe
+from ddp_mnist.config import Recipe, Run, resolve_recipe
 from ddp_mnist.data import cache
 from ddp_mnist.data.batches import GlobalBatches, ImageData, split_images
 from ddp_mnist.errors import DdpMnistError, one_line
@@ -99,7 +99,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     try:
-        images = cache.load(arguments.dataset)
+        recipe = Recipe(epochs=arguments.epochs)
+        images = cache.load(Run(arguments.dataset, seed=arguments.seed).dataset)
+        resolve_recipe(recipe, len(images.train_labels), int(os.environ.get("WORLD_SIZE", 1)))
     except DdpMnistError as error:
         print(one_line(error), file=sys.stderr)
         sys.exit(error.code)
@@ -110,7 +112,6 @@ def main() -> None:
     dist.init_process_group(timeout=timedelta(seconds=300))  # reads RANK, WORLD_SIZE, MASTER_ADDR
     if torch.cuda.is_available():  # else every process would open GPU 0 as well
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    recipe = Recipe(epochs=arguments.epochs)
     net, seconds = train_plain(images, recipe, arguments.seed, torch.float32)
     accuracy = test_accuracy(net, images)
     if dist.get_rank() == 0:

@@ -1,9 +1,12 @@
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
+from ddp_mnist import plain_ddp
 from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.config import Recipe
 from ddp_mnist.data import cache
@@ -15,14 +18,12 @@ def train_plainly() -> tuple[dict[str, Any], float]:
     """The plain loop in float64; MASTER_ADDR and the rest are set by the world."""
     import torch.distributed as dist
 
-    from ddp_mnist.plain_ddp import test_accuracy, train_plain
-
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     digits = cache.load("digits")
-    model, seconds = train_plain(digits, Recipe(**PROOF), 0, torch.float64)
+    model, seconds = plain_ddp.train_plain(digits, Recipe(**PROOF), 0, torch.float64)
     assert seconds > 0
-    accuracy = test_accuracy(model, digits)
+    accuracy = plain_ddp.test_accuracy(model, digits)
     dist.destroy_process_group()
     weights = model.get_submodule("net").state_dict()  # without what normalises the pixels
     return {name: tensor.numpy() for name, tensor in weights.items()}, accuracy
@@ -44,9 +45,12 @@ def test_started_plainly_it_trains_alone(tmp_path: Path) -> None:
     assert re.match(r"test accuracy 0\.\d{4} on 360 images, ", ended.out)
 
 
-def test_data_that_are_not_there_are_one_line(tmp_path: Path) -> None:
-    script = str(REPOSITORY / "ddp_mnist" / "plain_ddp.py")
-    ended = Started([script, "--dataset", str(tmp_path / "none")], tmp_path).ended()
-    assert (ended.code, ended.out) == (3, "")
-    assert ended.error_lines == ended.err.splitlines()
-    assert len(ended.error_lines) == 1
+@pytest.mark.parametrize("typed", [["--dataset", "/none"], ["--epochs", "0"], []])
+def test_what_cannot_be_is_one_line(typed: list[str], monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.setattr(sys, "argv", ["plain_ddp", "--dataset", "digits", *typed])
+    monkeypatch.setenv("WORLD_SIZE", "2000")
+    with pytest.raises(SystemExit) as ended:
+        plain_ddp.main()
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n"), ended.value.code) == ("", 1, 3 if "/none" in typed else 2)
+    assert err.startswith(f"ddp-mnist: error: {' '.join(typed) or '--batch-size'}: ")
