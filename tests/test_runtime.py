@@ -88,8 +88,8 @@ def test_fault_25_fp16_on_a_cpu_names_the_config_to_use(
 @pytest.mark.parametrize(
     ("flag", "variable", "wants_cpu"),
     [
-        *[(False, "", False), (False, "False", False)],
-        *[(True, "", True), (False, "True", True), (False, "1", True)],
+        *[(False, "no", False), (False, "False", False), (True, "no", True)],
+        *[(False, word, True) for word in ("True", "1", "yes", "ON", "y", "t")],
     ],
 )
 def test_choose_device(
@@ -124,6 +124,9 @@ def test_what_is_unknown_or_not_here_is_refused(monkeypatch: Patch) -> None:
     for launch in (PAIR, Launch()):
         with pytest.raises(UsageError, match=r"^--backend nccl: needs a GPU, and none is visible"):
             choose_backend(Distribution(backend="nccl"), launch, "cpu")
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "")
+    with pytest.raises(UsageError, match=r"^ACCELERATE_USE_CPU=: must be true or false; correct"):
+        choose_device(Distribution(cpu=True))
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
     with pytest.raises(UsageError, match=r"^--mixed_precision fp8: choose from no, fp16, bf16$"):
         precision_in_effect(Distribution(), Launch(), "cpu")

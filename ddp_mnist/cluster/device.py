@@ -3,6 +3,7 @@
 import os
 
 import torch
+from accelerate.utils import parse_flag_from_env
 
 from ddp_mnist.cluster.hardware import cores, gpus, hide_gpus, is_forked
 from ddp_mnist.cluster.launch import CONFIGS, Launch
@@ -13,7 +14,11 @@ from ddp_mnist.errors import UsageError
 
 def choose_device(flags: Distribution) -> str:
     """Return cuda where there is a GPU and nobody requested the CPU, else cpu."""
-    wants_cpu = flags.cpu or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("true", "1")
+    try:
+        wants_cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or flags.cpu
+    except ValueError as error:  # Accelerate would end with it, even with --cpu
+        word = f"ACCELERATE_USE_CPU={os.environ['ACCELERATE_USE_CPU']}"
+        raise UsageError(f"{word}: must be true or false; correct or unset it") from error
     if wants_cpu:
         hide_gpus()
     elif torch.cuda._is_in_bad_fork() and torch.cuda.device_count():  # which needs no CUDA
