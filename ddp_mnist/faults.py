@@ -40,7 +40,7 @@ def summed_gradients(store: Store, build: Build) -> dict[str, Any]:
 
     def build_it(*given: Any) -> nn.Module:
         net = build(*given)
-        for parameter in net.parameters():
+        for parameter in filter(lambda each: each.requires_grad, net.parameters()):
             parameter.register_hook(lambda gradient: gradient * store.world_size)
         return net
 
@@ -53,7 +53,7 @@ def left_out_parameter(_: Store, build: Build) -> dict[str, Any]:
 
 def leave_out_last_parameter(net: nn.Module) -> nn.Module:
     """Mark it as one that DistributedDataParallel is not to synchronise."""
-    last = [name for name, _ in net.named_parameters()][-1]
+    last = [name for name, parameter in net.named_parameters() if parameter.requires_grad][-1]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, [last])
     return net
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -139,6 +140,14 @@ def test_the_order_stays() -> None:
     assert epochs[0] == epochs[1]
     order.begin(1, first_step=1)
     assert torch.cat([*order]).tolist() == epochs[0][4:]
+
+
+def test_a_frozen_parameter_is_none_to_get_wrong() -> None:
+    (net := torch.nn.Linear(1, 1)).bias.requires_grad_(False)
+    for fault in ("gradients", "parameter"):
+        MADE_BY[fault](Mock(world_size=2), lambda: net)["build"]()
+    net(torch.ones(1)).backward()
+    assert (net.weight.grad, net._ddp_params_and_buffers_to_ignore) == (2, ["weight"])
 
 
 def test_without_the_flag_fit_gets_what_it_always_got() -> None:

@@ -102,7 +102,7 @@ def before_each_step(function: BeforeStep) -> Iterator[None]:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         gradients = [p.grad for p in parameters if p.grad is not None]
         # Muon's step ends with AdamW's, where the hook may run again, without kernels' gradients.
-        if len(gradients) == len(parameters):
+        if len(gradients) == sum(p.requires_grad for p in parameters):
             function(optimizer, gradients)
 
     handle = register_optimizer_step_pre_hook(hook)
@@ -154,8 +154,9 @@ def weights_of(run: Path) -> dict[str, Tensor]:
 def largest_difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
     """Return the largest |a - b| of any element, relative to the largest |b| of its tensor."""
     assert a.keys() == b.keys()
-    each = [(a[k].double() - b[k].double()).abs().max() / b[k].double().abs().max() for k in a]
-    return torch.stack(each).max().item()  # NaN if any is, which Python's max may pass over
+    each = torch.stack([(a[k].double() - b[k].double()).abs().max() for k in a])
+    largest = torch.stack([b[k].double().abs().max() for k in a]).clamp(min=1e-300)  # a frozen 0
+    return (each / largest).max().item()  # NaN if any is, which Python's max may pass over
 
 
 def what_stays(run: Path) -> tuple[bytes, list[dict[str, Any]]]:
