@@ -9,9 +9,10 @@ from ddp_mnist.errors import UsageError
 from ddp_mnist.models import Normalised, is_known
 
 
-def check(model: Normalised, name: str, classes: int, shape: Shape) -> None:
+def check(model: Normalised, name: str, classes: int, shape: Shape, at_once: int = 2) -> None:
     """Raise UsageError if the net fails, or DDP would: each parameter has to get a gradient.
 
+    In training, `at_once` is how many images BatchNorm sees: of one, 1x1 maps have no variance.
     Leaves gradients behind, and BatchNorm's statistics: give it a net to be thrown away.
     """
     if lacks_parameters(model.net):
@@ -28,6 +29,8 @@ def check(model: Normalised, name: str, classes: int, shape: Shape) -> None:
             raise UsageError(
                 f"--model {name}: {key} has no part in the logits; use it in forward, or remove it"
             )
+    if at_once == 1:
+        try_net(model, name, classes, (1, *shape))
 
 
 def lacks_parameters(net: nn.Module) -> bool:
@@ -52,7 +55,9 @@ def try_net(model: nn.Module, name: str, classes: int, shape: tuple[int, ...]) -
                 logits.sum().backward()
     except Exception as error:
         cure = "give another --image-size, e.g. 224"
-        if not is_known(name):
+        if model.training and shape[0] == 1:  # two were tried before
+            cure = "give a larger --batch-size, so that each process has 2 images or more at once"
+        elif not is_known(name):
             cure = f"correct its forward, or {cure}"
         raise UsageError(
             f"--model {name}: fails{mode} on images {images} ({own_code.said_by(error)}); {cure}"

@@ -1,8 +1,10 @@
+import contextlib
 import dataclasses
 import itertools
 import math
 import re
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -10,7 +12,7 @@ from ddp_mnist.config import NETS, Distribution, Recipe, Run, TrainConfig, resol
 from ddp_mnist.data import cache
 from ddp_mnist.errors import UsageError
 from ddp_mnist.flags import LARGEST, Flags, flag_fields, flag_name, flag_values, kind_of
-from ddp_mnist.run.setup import check_net
+from ddp_mnist.run.setup import check_net, resolve_and_load
 from ddp_mnist.verbs.flags import Doctor, Evaluate, Export, Predict, Prepare, Report, Verify
 from ddp_mnist.verbs.multinode import Multinode
 
@@ -150,6 +152,18 @@ def test_policies_of_a_resumed_run_and_of_ranks() -> None:
 def test_flags_that_contradict_each_other(recipe: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=f"^{re.escape(message)}"):
         TrainConfig(Run(), Recipe(**recipe))
+
+
+@pytest.mark.parametrize(("processes", "parts", "fits"), [(4, 1, True), (1, 4, False)])
+def test_batchnorm_takes_more_than_one_map_of_1x1(processes: int, parts: int, fits: bool) -> None:
+    recipe = Recipe(model="torchvision:resnet18", batch_size=4, grad_accum=parts)
+    store = Mock(world_size=processes, broadcast_from_rank0=lambda _, function: function())
+    line = "--batch-size, so that each process has 2 images or more at once$"
+    for sync_bn in (False, True):
+        config = TrainConfig(Run("digits"), recipe, Distribution(sync_bn=sync_bn))
+        refused = pytest.raises(UsageError, match=rf"\[1, 1, 28, 28\] .*; give a larger {line}")
+        with contextlib.nullcontext() if fits and sync_bn else refused:
+            resolve_and_load(config, Mock(store=store), Mock(), None)
 
 
 def test_sync_bn_needs_a_net_with_batchnorm() -> None:

@@ -94,7 +94,8 @@ def resolve_and_load(
             f"--profile {config.run.profile}: an epoch has {recipe.steps_per_epoch} steps; ask for"
             f" at most {recipe.steps_per_epoch - 1}"
         )
-    if taken := check_net(config, images):
+    sharers = recipe.grad_accum * (1 if config.distribution.sync_bn else store.world_size)
+    if taken := check_net(config, images, recipe.batch_size // sharers):
         console.print(panel({"weights": taken}))
     place = cache_dir and str(cache.cache_folder(cache_dir).absolute())
     run = replace(config.run, dataset=from_anywhere(name), cache_dir=place)
@@ -102,7 +103,7 @@ def resolve_and_load(
     return resolved, images
 
 
-def check_net(config: TrainConfig, images: ImageData) -> str:
+def check_net(config: TrainConfig, images: ImageData, at_once: int = 2) -> str:
     """Make the net once and throw it away: what is wrong with it is said before a folder is made.
 
     Return what --weights gives it, in words. Raise as `build_net` and `trial.check` do, or
@@ -110,7 +111,7 @@ def check_net(config: TrainConfig, images: ImageData) -> str:
     """
     recipe = config.recipe
     net = build_net(recipe.model, images.classes, images.preparation)
-    trial.check(net, recipe.model, len(images.classes), images.preparation.shape)
+    trial.check(net, recipe.model, len(images.classes), images.preparation.shape, at_once)
     for needs, typed in (
         (config.distribution.sync_bn, "--sync-bn"),
         (recipe.inject == "batchnorm", "--inject batchnorm"),
