@@ -163,9 +163,9 @@ TEXTS = {
     "multinode desc": (
         "Seven steps: launchers set variables, rank 0 or torchrun serves the store, all ranks"
         " register, who is missing is named after a deadline, facts are compared, NCCL or gloo"
-        " connects all pairs, and DDP broadcasts rank 0's weights.",
+        " connects the ranks, and DDP broadcasts rank 0's weights.",
         "七步：启动器设置环境变量，rank 0 或 torchrun 提供键值存储，所有 rank 登记，"
-        "到期报出缺少的 rank，比对各自的配置，NCCL 或 gloo 两两建立连接，DDP 广播 rank 0 的权重。",
+        "到期报出缺少的 rank，比对各自的配置，NCCL 或 gloo 建立连接，DDP 广播 rank 0 的权重。",
     ),
     "node 0": ("node 0, the main node", "节点 0，主节点"),
     "node 1": ("node 1", "节点 1"),

@@ -339,6 +339,7 @@ def test_a_finished_run_is_not_taken_for_another_one(finished: Path, tmp_path: P
         ({"seed": 1}, "--seed 1: run was made with 0"),
         ({"preset": "accurate"}, "--preset accurate: run was made with fast"),
         ({"augment": False}, "--no-augment: run was made with True"),
+        ({"inject": "epoch"}, "--inject epoch: run was made without it; leave it as it was"),
         ({"dataset": other}, f"--dataset {other}: its images are not"),
     ):
         typed = with_flags(resumed(config()), **flags, typed=frozenset(flags))

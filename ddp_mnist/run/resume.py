@@ -218,6 +218,7 @@ def _refuse_change(name: str, value: Any, saved: Any, where: str) -> None:
         flag = flag_name(name)
         no_flag = f"--no-{flag[2:]}"
         typed = no_flag if value is False else flag if value is True else f"{flag} {value}"
+        made = "without it" if saved is None else f"with {saved}"
         raise CheckpointError(
-            f"{typed}: {where} was made with {saved}; leave it as it was, or begin another run"
+            f"{typed}: {where} was made {made}; leave it as it was, or begin another run"
         )
