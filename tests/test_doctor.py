@@ -98,9 +98,9 @@ MACHINE_FAULTS: list[tuple[dict[str, Any], Any, str, str, str]] = [
     ({}, machine.folders, FAIL, "cannot be written (Not a dir", "--cache-dir"),
     ({}, machine.folders, FAIL, "cannot be written (Not a dir", "--run-dir"),
     (NO_HUB, machine.data_set, WARN, "Hub cannot be reached (no route to", "HF_ENDPOINT"),
-    (LABEL, machine.network, PASS, "eth9:vip (192.0.2.8)", ""),
+    ({**LABEL, "GLOO_SOCKET_IFNAME": "eth9:vip,eth9:vip"}, machine.network, PASS, "vip (192.0", ""),
     (PORT_TAKEN, machine.network, WARN, "cannot be opened (Address already", "MAIN_PROCESS_PORT"),
-    ({"GLOO_SOCKET_IFNAME": "ib9"}, machine.network, FAIL, "GLOO_SOCKET_IFNAME=ib9", "unset it"),
+    ({"GLOO_SOCKET_IFNAME": "lo,ib9"}, machine.network, FAIL, "no interface ib9", "unset it"),
 ]
 
 
@@ -505,6 +505,8 @@ def test_the_verb(doctor: Callable[..., Ended], tmp_path: Path) -> None:
     assert (verdict["verdict"], verdict["processes"]) == ("FAIL", 2)
     names = [entry["name"] for entry in verdict["findings"]]
     assert names == ["speed", "clocks", "disk", "against", "against"]
+    first.write_text('{"findings": []}')
+    assert "(not from doctor --save); save one" in doctor(RESULTS, "--against", first).err
 
 
 @pytest.mark.parametrize(("flags", "shown"), [([], "0"), (["--cpu"], "")])

@@ -53,7 +53,7 @@ def read_saved(file: str) -> dict[str, Any]:
     """Return what --save wrote there. Raise UsageError if it did not write this file."""
     try:
         saved = json.loads(Path(file).read_text(encoding="utf-8"))
-        list(map(float, figures_of(saved["findings"]).values()))
+        list(map(float, [saved["processes"], *figures_of(saved["findings"]).values()]))
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         why = reason(error) if isinstance(error, OSError) else "not from doctor --save"
         fix = "save one first: ddp-mnist doctor --save FILE"

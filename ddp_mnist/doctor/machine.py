@@ -192,11 +192,11 @@ def data_set(options: Doctor) -> Iterator[CheckResult]:
 
 
 def network(_: Doctor) -> Iterator[CheckResult]:
-    """Check that gloo's interface exists, and that rank 0 could listen; list the interfaces."""
+    """Check that gloo's interfaces exist, and that rank 0 could listen; list the interfaces."""
     chosen, known = os.environ.get("GLOO_SOCKET_IFNAME"), psutil.net_if_addrs()
-    unknown = chosen and chosen not in known
+    unknown = ", ".join(name for name in chosen.split(",") if name not in known) if chosen else ""
     up = ", ".join(f"{name} ({address})" for name, address in interfaces_up().items())
-    text = f"GLOO_SOCKET_IFNAME={chosen}: there is no such interface" if unknown else up
+    text = f"GLOO_SOCKET_IFNAME={chosen}: there is no interface {unknown}" if unknown else up
     fix = f"unset it, or name one of {', '.join(known)}"
     yield check("interfaces", unknown, text or "none but loopback: this machine is alone", fix)
     if not dist.is_initialized():  # else it is in use rightly
