@@ -73,8 +73,10 @@ def _start(name: str, word: str, value: str, argv: Sequence[str]) -> tuple[str, 
     """Return why `name` is no flag of ours, and what the command begins with instead."""
     if os.environ.keys() & {"LOCAL_RANK", "SLURM_LOCALID"}:
         raise UsageError(f"{word}: each process takes the GPU of its local rank; leave it out")
-    if name != "--gpu" and value.isdigit():
-        return "a launcher starts the processes", TORCHRUN.format(value)
+    if name != "--gpu" and re.fullmatch("0+", value):
+        return "the CPU is chosen by a flag of its own", "ddp-mnist train --cpu"
+    if name != "--gpu" and re.fullmatch(r"\d+|gpu|cpu|auto|all|-1", value):
+        return "a launcher starts the processes", TORCHRUN.format(re.sub("all|-1", "gpu", value))
     gpus = re.findall(r"-?\d+", value) or ["0"]
     alone = f"CUDA_VISIBLE_DEVICES={gpus[0]} ddp-mnist train"
     if len(gpus) == 1:
