@@ -236,8 +236,11 @@ def test_a_clone_with_another_decoder_shares_the_folder_and_not_the_files(
     with monkeypatch.context() as cached_only:
         cached_only.setattr(Source, "read", Mock(side_effect=AssertionError))
         assert load(folder, cache).warnings == []  # it is read as it was left
-    load(folder, cache, refresh=True)
-    assert cached_folder(cache) == mine  # `prepare --refresh` removed what the other one made
+    older, later = (mine.name.replace(f"-{caching.CACHE_FORMAT}-", f"-{n}-") for n in (4, 99))
+    for name in (older, later, f"{older}-mine"):
+        (cache / name).mkdir()
+    load(folder, cache, refresh=True)  # removes what the other one made, and an older version
+    assert {path.name for path in whole_folders(cache)} == {mine.name, later, f"{older}-mine"}
 
 
 def test_each_reading_has_a_folder_of_its_own(folder: Path, cache: Path) -> None:

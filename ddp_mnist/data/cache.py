@@ -91,9 +91,9 @@ def load(
             for leftover in folder.glob(f"{stem}-*.tmp"):
                 shutil.rmtree(leftover)  # of a builder that was killed; nobody else writes now
             _build(path, source, log)
-            others = set(folder.glob(f"{stem}-{CACHE_FORMAT}-*")) - {path}
-            for other in others if refresh else ():
-                shutil.rmtree(other)
+            for number in range(CACHE_FORMAT + 1) if refresh else ():  # none of a later version
+                for other in {*folder.glob(f"{stem}-{number}-{'[0-9a-f]' * 8}")} - {path}:
+                    shutil.rmtree(other)
             if not (data := _open(path, source)):
                 raise OSError(f"{path.name} cannot be read back")
     except OSError as error:
