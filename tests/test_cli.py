@@ -155,6 +155,7 @@ REFUSED = {
     "restart '' -- -c x train": "RESTARTS=: must be a whole number",
     "restart 3 -- -c x train --epoch 3": "--epoch: there is no such flag or argument here; did you",
     "restart 3 -- -c x train --run-dir ''": "--run-dir '': is empty;",
+    "restart 3 -- -c x train --dataset x": "--dataset x: no such data set or folder; choose from",
 }
 
 

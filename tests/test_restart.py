@@ -152,9 +152,9 @@ def test_a_command_that_a_signal_ended_has_a_shells_code(number: signal.Signals)
 def test_the_run_goes_into_the_folder_that_it_resumes_else_into_a_new_one() -> None:
     assert restart.choose_folder(config.Run(resume="b")) == (Path("b"), [])
     assert names() == []
-    new = "runs/a--b-001"
-    chosen = restart.choose_folder(config.Run(dataset="a/b"))
-    assert chosen == (Path(new), ["--run-dir", new])
+    for dataset, new in (("a/b", "runs/a--b-001"), ("auto", "runs/auto-001")):
+        chosen = restart.choose_folder(config.Run(dataset=dataset))
+        assert chosen == (Path(new), ["--run-dir", new])
 
 
 # --- Processes that outlive their launcher

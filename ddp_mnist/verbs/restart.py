@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_mnist.config import Run
+from ddp_mnist.data.sources import find_source
 from ddp_mnist.run.console import Console
 from ddp_mnist.run.folder import STATUS, in_use, read_json, reserve, without_link
 
@@ -25,7 +26,7 @@ def restart(restarts: int, command: Sequence[str], run: Run) -> int:
     """Run `python COMMAND`, again with `--resume auto` for as long as a process was lost.
 
     The command ends with flags of `train`, which `run` holds. Return the exit code in status.json
-    where there is one, else the command's. Raise StorageError if no run folder can be made.
+    where there is one, else the command's. Raise as `find_source` and `reserve` do.
     """
     folder, flags = choose_folder(run)
     again = [] if run.resume else ["--resume", "auto"]
@@ -55,9 +56,8 @@ def choose_folder(run: Run) -> tuple[Path, list[str]]:
     folder = run.run_dir if run.resume in (None, "auto") else run.resume
     if folder:
         return without_link(Path(folder)), []
-    dataset = Path(run.dataset)
-    name = dataset.resolve().name if dataset.is_dir() else run.dataset.replace("/", "--")
-    made = reserve(name)
+    # What `auto` is would take torch, and perhaps a network, to find out: here it is a name.
+    made = reserve("auto" if run.dataset == "auto" else find_source(run.dataset).name)
     return made, ["--run-dir", str(made)]
 
 
