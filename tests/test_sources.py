@@ -159,7 +159,7 @@ def test_a_name_or_path_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (tmp_path / "train.parquet").touch()
     monkeypatch.chdir(tmp_path)
     for datasets, error, fix in (
-        (("mnits", "", " ", "MNIST", "a b/c", "é/1"), UsageError, "choose from mnist, auto, "),
+        (("mnits", "auto", "", " ", "a b/c", "é/1"), UsageError, "choose from mnist, fashion_mn"),
         (("/nowhere", "./x", "a/b/c", "~nobody-here/x", "loop/x/y"), DataError, "check the path"),
         (("train.parquet",), DataError, "give the folder it lies in"),
         (("/" + "x" * 300,), DataError, "check its files"),

@@ -115,14 +115,14 @@ def find_source(dataset: str, reading: Reading = AS_THEY_ARE) -> Source:
             return Source(errors.printable(path.name), "folder", str(path), reading, dataset)
         if dataset and path.exists():
             raise errors.DataError(f"--dataset {dataset}: is a file; give the folder it lies in")
-    names = [*HUB_IDS, *BUILT_IN, "auto", *(each.name for each in path.parent.glob("*/"))]
+    names = [*HUB_IDS, *BUILT_IN, *(each.name for each in path.parent.glob("*/"))]
     near = errors.did_you_mean(Path(dataset).name, names)
     if dataset.startswith((".", "/", "~")) or dataset.count("/") > 1:
         raise errors.DataError(f"--dataset {dataset}: no such folder; check the path{near}")
     if re.fullmatch(r"[\w.-]+/[\w.-]+", dataset, re.ASCII):
         return Source(dataset.replace("/", "--"), "hub", dataset, reading, dataset)
     raise errors.UsageError(
-        f"--dataset {dataset}: no such data set or folder; choose from mnist, auto, fashion_mnist,"
+        f"--dataset {dataset}: no such data set or folder; choose from mnist, fashion_mnist,"
         f" digits, patches, a Hub id (owner/name) or a folder{near}"
     )
 

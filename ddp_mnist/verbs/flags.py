@@ -110,7 +110,7 @@ class Verify(Flags):
         3, "Compare 2, 3 ... N processes with one, where they divide 24.", least=2, most=10**4
     )
     model: str | None = flag(None, "Model to train, as for train [cnn].")
-    dataset: str = flag("digits", "Data set, as for train; a large one takes minutes.")
+    dataset: str = flag("digits", "Data set, as for train without auto; a large one takes minutes.")
     inject: str | None = flag(
         None,
         "Inject one of the faults below, for a check to catch; exit code 1.",
