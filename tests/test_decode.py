@@ -94,7 +94,7 @@ def test_digits_as_mnist_stores_them_are_known_by_facts() -> None:
     assert (known.bright_on_black, known.digit_photos) == (True, True)
     assert (known.shape, known.notes) == ((1, 28, 28), [])
     few = images.copy()
-    few[:15, 0, 0, 14] = 255  # as in 1.3 % of MNIST
+    few[:15, 0, [0, -1], :15] = few[:15, 0, :15, 0] = 255  # as in 1.3 % of MNIST, and broader
     assert preparation.bright_on_black({"train": few})
     clothes = images.repeat(2, 2)[:, :, 14:42].copy()  # as Fashion-MNIST's, which fill their frame
     clothes[:, :, :20, 0] = 200

@@ -94,12 +94,13 @@ def seven() -> np.ndarray:
 def test_28x28_is_taken_as_it_is_and_dark_strokes_are_inverted(tmp_path: Path) -> None:
     """Transparent is paper: of pixels that are all black, or all white, the opacity draws."""
     for image in digits(5):
-        black, white = np.zeros_like(image), np.full_like(image, 255)
-        by_opacity = (np.dstack([ink, ink, ink, image]) for ink in (black, white))
+        by_opacity = (np.dstack([*[np.full_like(image, ink)] * 3, image]) for ink in (0, 255))
         for drawn in (image, 255 - image, *by_opacity):
             seen = as_mnist(save(drawn, tmp_path / "x.png"))
             assert seen.dtype == np.uint8
             assert np.array_equal(seen, image)
+    image[0, :15] = image[-1, :15] = image[:15, 0] = 255  # bright_on_black, see test_decode.py
+    assert np.array_equal(as_mnist(save(image, tmp_path / "x.png")), image)
 
 
 def shadow(height: int, width: int) -> np.ndarray:

@@ -92,8 +92,8 @@ def bright_on_black(images: dict[str, np.ndarray]) -> bool:
         for block in blocks_of(split[:, 0]):
             top, bottom, left, right = block[:, 0], block[:, -1], block[:, :, 0], block[:, :, -1]
             border = np.concatenate([top, bottom, left, right], axis=1)
-            blank = np.ptp(block.reshape(len(block), -1), axis=1) == 0
-            if blank.any() or (np.median(border, axis=1) >= 128).any():
+            blank = (np.ptp(block, axis=(1, 2)) == 0).any()
+            if blank or (np.median(border, axis=1) >= 128).any():  # as `as_mnist` decides
                 return False
             dark += int((border.max(axis=1) < DARK).sum())
         if dark <= 0.9 * len(split):

@@ -21,12 +21,12 @@ def as_mnist(image: PIL.Image.Image) -> PIL.Image.Image:
     made (LeCun et al., 1998, section III.A). Raise DataError if there are no strokes.
     """
     grey = as_viewed(image)
-    height, width = grey.shape
-    top, bottom, left, right = (np.median(line) for line in (*grey[[0, -1]], *grey.T[[0, -1]]))
-    paper = (top + bottom + left + right) / 4
-    if grey.shape == SHAPE and np.ptp(grey):
-        return PIL.Image.fromarray(255 - grey if paper > 127 else grey)
+    borders, (height, width) = (*grey[[0, -1]], *grey.T[[0, -1]]), grey.shape
+    if grey.shape == SHAPE and np.ptp(grey):  # inverted by the rule of `bright_on_black`
+        return PIL.Image.fromarray(255 - grey if np.median([*borders]) >= 128 else grey)
     # As light falls from one side, the paper is a plane through what most of each border has.
+    top, bottom, left, right = map(np.median, borders)
+    paper = (top + bottom + left + right) / 4
     down, across = np.linspace(-0.5, 0.5, height), np.linspace(-0.5, 0.5, width)
     strokes = grey - (paper + (bottom - top) * down[:, None] + (right - left) * across)
     strokes *= 1 if strokes.max() >= -strokes.min() else -1
