@@ -414,8 +414,15 @@ def only_ants(folder: Path) -> None:
             shutil.rmtree(path)
 
 
+def linked(folder: Path, name: str) -> None:
+    (folder / name).rename(folder.with_name("away"))
+    (folder / name).symlink_to(folder.with_name("away"))
+
+
 BEE = "train/bee/05.png"
 IMAGE_FAULTS: Faults = {
+    "linked class": (lambda f: linked(f, "train/bee"), "train/bee is a link to a folder or to"),
+    "dead link": (lambda f: (f / "train/1.png").symlink_to("x"), "train/1.png is a link to a f"),
     "broken file": (rewritten(BEE, flipped(200)), f"DIR/{BEE} is no readable image"),
     "no test images": (lambda f: shutil.rmtree(f / "test"), "found: train;"),
     "none with a known ending": (moved(png="HEIC"), "left out: .HEIC (17); give it images in"),
@@ -561,6 +568,15 @@ def test_a_folder_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(Path, "rglob", Mock(side_effect=PermissionError(13, "Permission denied")))
     message = refused(lambda: source.fingerprint, tmp_path)
     assert message == "cannot be read (Permission denied); check its files"
+
+
+def test_a_change_behind_a_link_in_a_saved_folder_is_seen(tmp_path: Path) -> None:
+    linked(folder := save_to_disk(tmp_path / "it"), "train")
+    (folder / "train" / "circle").symlink_to(folder)
+    before = find_source(str(folder)).fingerprint
+    assert read(folder).labels["train"].tolist() == LABELS[:TRAIN]
+    (folder / "train" / "more").touch()
+    assert find_source(str(folder)).fingerprint != before
 
 
 @pytest.mark.parametrize(("what", "code"), [("a folder", 28), ("mnist", 28), ("mnist", 13)])

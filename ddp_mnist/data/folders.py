@@ -10,13 +10,17 @@ from ddp_mnist.errors import DataError, printable
 BESIDE_IMAGES = re.compile(r"\.(arrow|csv|db|ini|jsonl?|md|parquet|tsv|txt|xml|zip)", re.I)
 
 
-def find_images(folder: Path, endings: Collection[str]) -> tuple[list[Path], list[str]]:
+def find_images(where: str, folder: str, endings: Collection[str]) -> tuple[list[Path], list[str]]:
     """Return the images, relative to the folder, and a note on files with other endings, if any.
 
-    Hidden files need no word (.name, __name), nor do texts and tables.
+    Hidden files (.name, __name), texts and tables need no word. A linked folder is a DataError.
     """
-    files = (path.relative_to(folder) for path in sorted(folder.rglob("*")) if path.is_file())
-    seen = [file for file in files if not any(part.startswith((".", "__")) for part in file.parts)]
+    paths = (path.relative_to(folder) for path in sorted(Path(folder).rglob("*")))
+    shown = [path for path in paths if not any(p.startswith((".", "__")) for p in path.parts)]
+    seen = [path for path in shown if Path(folder, path).is_file()]
+    if links := [path for path in sorted({*shown} - {*seen}) if Path(folder, path).is_symlink()]:
+        fault = f"{where}: {links[0]} is a link to a folder or to nothing, and is not followed"
+        raise DataError(f"{fault}; replace it with a copy, or with links to the files")
     odd = Counter(file.suffix or "no ending" for file in seen if file.suffix.lower() not in endings)
     kinds = [f"{end} ({n:,})" for end, n in odd.most_common() if not BESIDE_IMAGES.fullmatch(end)]
     kinds[5:] = [f"... {len(kinds) - 5} more kind{'s' * (len(kinds) > 6)}"] * (len(kinds) > 5)

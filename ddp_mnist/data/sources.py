@@ -85,7 +85,9 @@ class Source:
             return ""
         folder = Path(self.place)
         with readable(self.typed):
-            files = sorted(path for path in folder.rglob("*") if path.is_file())
+            found = [*folder.rglob("*")]  # which follows no link
+            linked = (path.rglob("*") for path in found if path.is_symlink() and path.is_dir())
+            files = sorted(path for paths in (found, *linked) for path in paths if path.is_file())
             stats = [(str(path.relative_to(folder)), path.stat()) for path in files]
         facts = [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
@@ -180,10 +182,11 @@ def read_folder(folder: str, where: str, notes: list[str]) -> Any:
 
     # The library's Arrow copy is only needed until the images are decoded.
     scratch_place = (tempfile.gettempdir(), "TMPDIR", NO_SPACE)
-    images, odd = folders.find_images(Path(folder), ImageFolder.EXTENSIONS)
+    saved = Path(folder, "dataset_dict.json").exists()
+    images, odd = ([], []) if saved else folders.find_images(where, folder, ImageFolder.EXTENSIONS)
     fix = "; ".join([*odd, FOLDER_FIX])
     with library(where, fix, "it names files outside of it", scratch_place):
-        if (Path(folder) / "dataset_dict.json").exists():
+        if saved:
             return datasets.load_from_disk(folder)
         with tempfile.TemporaryDirectory(
             prefix="ddp_mnist-", ignore_cleanup_errors=True

@@ -95,7 +95,7 @@ def find_images(path: str) -> list[Path]:
     """Return the file itself, or the images in a folder and its subfolders, but no hidden ones."""
     if not (place := Path(path)).is_dir():
         return [place]
-    images, notes = folders.find_images(place, SUFFIXES)
+    images, notes = folders.find_images(path, path, SUFFIXES)
     for note in notes:
         warn(f"{path}: {note}")
     if not images:
