@@ -69,8 +69,7 @@ def load(
     """Return the data set from the cache; read and decode it first if it is not there.
 
     One process per machine decodes, under a file lock; the others wait for it and map its files.
-    `refresh` reads it again although it is cached, and removes what other decoders of this format
-    made of it.
+    `refresh` reads it again although it is cached, and removes what other decoders made of it.
     `log` is called with a line when reading begins, as it can take a minute.
 
     Raise UsageError or DataError where there is no such data set or it cannot be read, and
