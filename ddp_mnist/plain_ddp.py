@@ -99,8 +99,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     try:
-        recipe = Recipe(epochs=arguments.epochs)
-        images = cache.load(Run(arguments.dataset, seed=arguments.seed).dataset)
+        run, recipe = Run(arguments.dataset, seed=arguments.seed), Recipe(epochs=arguments.epochs)
+        images = cache.load(run.dataset)
         resolve_recipe(recipe, len(images.train_labels), int(os.environ.get("WORLD_SIZE", 1)))
     except DdpMnistError as error:
         print(one_line(error), file=sys.stderr)

@@ -240,24 +240,24 @@ TEXTS = {
     # speed
     "speed": ("Speed by number of processes", "进程数与速度"),
     "speed desc": (
-        "Measured on two CPU cores: one process with two threads trains 12,620 images a second, two"
-        " DDP processes with one thread each 9,503. Below, a forecast of the share of a step that"
-        " is computing, from 0.96 with 2 processes to 0.03 with 1,024.",
-        "在两个 CPU 核上实测：一个进程两个线程每秒 12,620 张，两个 DDP 进程各一个线程每秒 9,503 "
-        "张。下图是一步中计算所占份额的预测：2 个进程 0.96，1,024 个进程 0.03。",
+        "Measured on two CPU cores: one process with two threads trains 12,710 images a second, two"
+        " DDP processes with one thread each 13,050. Below, a forecast of the share of a step that"
+        " is computing, from 0.95 with 2 processes to 0.02 with 1,024.",
+        "在两个 CPU 核上实测：一个进程两个线程每秒 12,710 张，两个 DDP 进程各一个线程每秒 13,050 "
+        "张。下图是一步中计算所占份额的预测：2 个进程 0.95，1,024 个进程 0.02。",
     ),
     "measured": ("Measured: images/s on two CPU cores", "实测：两个 CPU 核，样本/秒"),
     "measured how": (
-        "Intel Xeon, 2.50 GHz; fp32; MNIST; global\nbatch 144; torch 2.15.0, November 2026.\n"
-        "Median of five rounds, lowest to highest.",
-        "Intel Xeon 2.50 GHz；fp32；MNIST；全局\nbatch 144；torch 2.15.0，2026 年 11 月。\n"
-        "重复 5 次的中位数，线段为最低到最高。",
+        "Intel Xeon; fp32; MNIST; global batch 144;\ntorch 2.15.0, November 2026.\n"
+        "Median of seven rounds, lowest to highest.",
+        "Intel Xeon；fp32；MNIST；全局 batch 144；\ntorch 2.15.0，2026 年 11 月。\n"
+        "重复 7 次的中位数，线段为最低到最高。",
     ),
     "speed 1": ("1 process, 2 threads", "1 个进程，2 个线程"),
     "speed 2": ("2 processes (DDP), 1 thread each", "2 个进程（DDP），各 1 个线程"),
     "measured note": (
-        "The cores are the same two: DDP adds no cores\nhere, but an exchange. GPUs: not measured.",
-        "还是那两个核：DDP 没有增加算力，只增加了\n通信。GPU 尚未实测。",
+        "The cores are the same two: DDP adds none, so\nit gains nothing here. GPUs: not measured.",
+        "还是那两个核：DDP 没有增加算力，所以在这里\n没有变快。GPU 尚未实测。",
     ),
     "forecast": ("Forecast: share of a step that computes", "预测：一步中计算所占的份额"),
     "forecast how": (
@@ -270,11 +270,10 @@ TEXTS = {
     "forecast note": (
         "The formula leaves out that gloo's threads run\n"
         "on the cores that compute: a measured step\n"
-        "took 1.19 times as long, about a fifth of it for\n"
-        "the exchange, not 0.04. All figures: of the net\n"
-        "before this, 103 KB of gradients.",
-        "公式没有算 gloo 的线程也要占用计算的核，\n所以实测一步的时间是公式的 1.19 倍，通信约占\n"
-        "五分之一，而不是 0.04。\n所有数字都来自上一版模型，梯度 103 KB。",
+        "took 1.27 times what it says, a quarter of it\n"
+        "for the exchange, not 0.05.",
+        "公式没有算 gloo 的线程也要占用计算的核，\n所以实测一步的时间是公式的 1.27 倍，通信占\n"
+        "四分之一，而不是 0.05。",
     ),
 }
 
@@ -682,9 +681,9 @@ def dataparallel(language: int) -> Figure:
 
 
 # From benchmarks.md: "Why DDP" (median, lowest, highest), and the forecast's two columns.
-MEASURED = ((12620, 9210, 14470), (9503, 7147, 10150))
-HERE = (0.96, 0.90, 0.80, 0.66, 0.49, 0.32, 0.19, 0.11, 0.06, 0.03)
-ETHERNET = (0.97, 0.93, 0.87, 0.77, 0.62, 0.45, 0.29, 0.17, 0.09, 0.05)
+MEASURED = ((12710, 11330, 12880), (13050, 11310, 13840))
+HERE = (0.95, 0.87, 0.76, 0.61, 0.43, 0.27, 0.16, 0.09, 0.04, 0.02)
+ETHERNET = (0.96, 0.90, 0.82, 0.69, 0.53, 0.36, 0.22, 0.12, 0.07, 0.03)
 
 
 def speed(language: int) -> Figure:
