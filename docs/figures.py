@@ -688,7 +688,7 @@ ETHERNET = (0.96, 0.90, 0.82, 0.69, 0.53, 0.36, 0.22, 0.12, 0.07, 0.03)
 
 def speed(language: int) -> Figure:
     """Draw measured speeds and the forecast for more processes."""
-    f = Figure("speed", language, 732)
+    f = Figure("speed", language, 716)
     f.text(16, 64, "measured", "b")
     f.text(16, 82, "measured how", "s")
     for images in range(0, 15001, 5000):
@@ -721,7 +721,7 @@ def speed(language: int) -> Figure:
         for left, top in points:
             f.parts.append(f'<circle cx="{left}" cy="{top:g}" r="3" class="solid ink"/>')
     f.text(194, 466, "ethernet", "t")
-    f.text(56, 510, "this machine", "t")
+    f.text(56, 528, "this machine", "t")
     f.text(16, 642, "forecast note", "s")
     return f
 
