@@ -90,7 +90,7 @@ def test_older_ways(starts: list[str], alone: Path, tmp_path: Path) -> None:
 def test_evaluate_under_a_launcher_equals_the_summary(alone: Path, tmp_path: Path) -> None:
     """On three processes, which the 360 images and the batches do not come out even for."""
     [fence] = [fence for fence in GUIDE if "evaluate" in fence.body]
-    ended = run_fence(fence, tmp_path, "runs/latest", f"{alone} --json")
+    ended = run_fence(fence, tmp_path, "runs/bf16", f"{alone} --json")
     assert ended.code == 0, ended.err
     found, summary = json.loads(ended.out), read_json(alone / "summary.json")
     assert (found["world_size"], found["count"]) == (3, 360)
