@@ -40,9 +40,8 @@ def summed_gradients(store: Store, build: Build) -> dict[str, Any]:
 
     def build_it(*given: Any) -> nn.Module:
         net = build(*given)
-        for parameter in net.parameters():
-            if parameter.requires_grad:
-                parameter.register_hook(lambda gradient: gradient * store.world_size)
+        for parameter in (p for p in net.parameters() if p.requires_grad):
+            parameter.register_hook(lambda gradient: gradient * store.world_size)
         return net
 
     return {"build": build_it}

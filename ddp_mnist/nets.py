@@ -58,8 +58,7 @@ def factory_of(name: str) -> Factory:
         return MODELS[name]
     if is_known(name):
         return from_torchvision(name.partition(":")[2])
-    found: Factory = own_code.find("--model", name)
-    return found
+    return own_code.find("--model", name)
 
 
 def code_digest(name: str) -> str:

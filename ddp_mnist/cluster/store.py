@@ -47,10 +47,9 @@ def host_id() -> str:
 class Store:
     """The key-value store that all ranks share.
 
-    A key that holds a rank's value is written by that rank alone; counters, the first failure and
-    the request for liveness are shared. Waiting is polling, so that it ends at once when another
-    rank reports its failure. Calls raise RuntimeError when the store is gone or does not answer in
-    time.
+    A key that holds a rank's value is written by that rank alone. Waiting is polling, so that it
+    ends at once when another rank reports its failure. Calls raise RuntimeError when the store is
+    gone or does not answer in time.
     """
 
     c10d: dist.Store

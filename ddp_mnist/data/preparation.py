@@ -81,6 +81,11 @@ def blocks_of(images: np.ndarray) -> Iterator[np.ndarray]:
         yield images[start : start + rows]
 
 
+def is_bright_paper(border: np.ndarray) -> np.ndarray:
+    """Return whether most of an image's border is bright; of uint8 [..., pixels] bool [...]."""
+    return np.median(border, axis=-1) >= 128
+
+
 def bright_on_black(images: dict[str, np.ndarray]) -> bool:
     """Return whether uint8 [N, 1, H, W] are bright strokes within a black border, as MNIST's are.
 
@@ -93,7 +98,7 @@ def bright_on_black(images: dict[str, np.ndarray]) -> bool:
             top, bottom, left, right = block[:, 0], block[:, -1], block[:, :, 0], block[:, :, -1]
             border = np.concatenate([top, bottom, left, right], axis=1)
             blank = (np.ptp(block, axis=(1, 2)) == 0).any()
-            if blank or (np.median(border, axis=1) >= 128).any():  # as `as_mnist` decides
+            if blank or is_bright_paper(border).any():
                 return False
             dark += int((border.max(axis=1) < DARK).sum())
         if dark <= 0.9 * len(split):

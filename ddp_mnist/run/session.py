@@ -84,8 +84,7 @@ class Session:
         """Write what the validation found, and show the epoch that has ended."""
         epoch = progress.epoch - 1
         if validation:
-            line = {"epoch": epoch, **validation.named("val")}
-            self.folder.append_metrics(progress.step, line)
+            self.folder.append_metrics(progress.step, {"epoch": epoch, **validation.named("val")})
         self.console.print(summary.epoch_line(epoch, self.config.recipe.epochs, means, validation))
         if progress.stopped_by:
             self.console.print(f"stopped by {progress.stopped_by} after epoch {progress.epoch}")

@@ -4,6 +4,7 @@ import numpy as np
 import PIL.Image
 
 from ddp_mnist.data.decode import in_mode, orientation_of, upright
+from ddp_mnist.data.preparation import is_bright_paper
 from ddp_mnist.errors import DataError
 
 SHAPE = (28, 28)
@@ -22,8 +23,8 @@ def as_mnist(image: PIL.Image.Image) -> PIL.Image.Image:
     """
     grey = as_viewed(image)
     borders, (height, width) = (*grey[[0, -1]], *grey.T[[0, -1]]), grey.shape
-    if grey.shape == SHAPE and np.ptp(grey):  # inverted by the rule of `bright_on_black`
-        return PIL.Image.fromarray(255 - grey if np.median([*borders]) >= 128 else grey)
+    if grey.shape == SHAPE and np.ptp(grey):
+        return PIL.Image.fromarray(255 - grey if is_bright_paper(np.concatenate(borders)) else grey)
     # As light falls from one side, the paper is a plane through what most of each border has.
     top, bottom, left, right = map(np.median, borders)
     paper = (top + bottom + left + right) / 4

@@ -102,10 +102,9 @@ def config_of(flags: Verify) -> TrainConfig:
         changed["model"] = flags.model
     config = proof_config(**changed, epochs=epochs)
     run = replace(config.run, dataset=from_anywhere(flags.dataset))
-    if flags.inject != "exit":
-        return replace(config, run=run)
-    soon = replace(config.distribution, dist_timeout=5)  # it is waited for
-    return replace(config, run=run, distribution=soon)
+    timeout = 5 if flags.inject == "exit" else config.distribution.dist_timeout  # it is waited for
+    limited = replace(config.distribution, dist_timeout=timeout)
+    return replace(config, run=run, distribution=limited)
 
 
 def named(config: TrainConfig, run_dir: str, **recipe: Any) -> TrainConfig:
