@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import PIL.features
 import PIL.Image
 import pytest
 from PIL.ExifTags import Base
@@ -17,6 +18,7 @@ from ddp_mnist import api
 from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.data import cache
 from ddp_mnist.data.batches import ImageData
+from ddp_mnist.data.decode import TURNS
 from ddp_mnist.data.reading import AS_THEY_ARE, Reading
 from ddp_mnist.errors import DataError, StorageError, UsageError
 from ddp_mnist.run.folder import read_json
@@ -212,6 +214,35 @@ def test_an_image_is_taken_as_it_is_and_what_is_odd_is_said(kind: str, tmp_path:
     assert len(images.preparation.notes) == len(notes)
     for note, beginning in zip(images.preparation.notes, notes, strict=True):
         assert note.startswith(beginning)
+
+
+INVERSE = TURNS | {6: TURNS[8], 8: TURNS[6]}
+
+
+@pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP", "TIFF", "AVIF"])
+def test_every_orientation_of_every_format_becomes_upright(form: str, tmp_path: Path) -> None:
+    """All eight show the same picture, of which no two orientations look alike."""
+    if form == "AVIF" and not PIL.features.check("avif"):
+        pytest.skip("this Pillow has no AVIF")
+    upright = picture((24, 40))
+    upright.paste(BLUE, (0, 0, 12, 20))
+    files = []
+    for orientation in range(1, 9):
+        image = upright.transpose(INVERSE[orientation]) if orientation > 1 else upright.copy()
+        image.getexif()[Base.Orientation] = orientation
+        lossless = {} if form in ("JPEG", "AVIF") else {"lossless": True}
+        files.append(encoded(image, form, exif=image.getexif(), quality=100, **lossless))
+    own = folder_of(tmp_path / "own", *files)
+    images = load(own)
+    assert images.preparation.shape == (3, 40, 24)  # the files' own size: none is cut
+    assert images.preparation.notes == [
+        "14 of 16 images had an orientation in EXIF and became upright"
+    ]
+    expected = np.asarray(upright).transpose(2, 0, 1).astype(int)
+    for file, row in zip(sorted((own / "train").rglob("*.png")), images.train_images, strict=True):
+        corners = (slice(None), slice(3, None, 33), slice(3, None, 17))  # far from the edges
+        np.testing.assert_allclose(row.numpy()[corners], expected[corners], atol=4)
+        assert np.array_equal(read_image(file, images.preparation, False), row)
 
 
 @pytest.mark.parametrize(

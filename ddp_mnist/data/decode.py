@@ -73,7 +73,8 @@ def facts_of(image: PIL.Image.Image) -> tuple[tuple[int, int], bool, list[str]]:
     Only its header is read.
     """
     turned, odd = orientation_of(image), []
-    size = (image.width, image.height) if turned >= 5 else (image.height, image.width)
+    across = turned >= 5 and image.format != "TIFF"  # of which Pillow says the size when upright
+    size = (image.width, image.height) if across else (image.height, image.width)
     sixteen = image.mode.startswith("I")
     for wrong, what in (
         (turned != 1, "an orientation in EXIF and became upright"),
