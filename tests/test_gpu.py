@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from ddp_mnist.cluster.failures import A_GPU_EACH
 from ddp_mnist.run.folder import read_json
 from tests.chaos import newest_step, wait_until, workers_of
 from tests.commands import ACCELERATE, CONFIGS, TORCHRUN, TRAIN, Started, python
@@ -53,7 +54,7 @@ def test_more_processes_than_gpus_with_nccl_are_refused(tmp_path: Path) -> None:
     processes = str(torch.cuda.device_count() + 1)
     ended = python(*TORCHRUN, "--nproc-per-node", processes, *DIGITS, folder=tmp_path)
     [line] = ended.error_lines
-    assert "share a GPU with --backend gloo" in line
+    assert A_GPU_EACH in line
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

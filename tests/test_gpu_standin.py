@@ -12,6 +12,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from ddp_mnist.cluster.failures import A_GPU_EACH
 from ddp_mnist.run.folder import read_json
 from tests.commands import MAKE, REPOSITORY, Ended, Started
 from tests.conftest import pytest_configure
@@ -122,7 +123,7 @@ def test_two_processes_on_one_gpu_are_refused_with_nccl(decided: dict[str, Any])
     for kind, start in (("one", "nccl"), ("two", "the same GPU")):
         reported, codes = decided[kind]["met"][start]
         assert reported.startswith("--backend nccl: Duplicate GPU detected : rank ")
-        assert "; give each process a GPU of its own, or share one with --backend gloo;" in reported
+        assert f"; {A_GPU_EACH};" in reported
         assert codes == [2]
 
 

@@ -17,6 +17,7 @@ from ddp_mnist.errors import DdpMnistError, FailedElsewhere, PeerError, UsageErr
 # gloo, NCCL and the store raise RuntimeErrors that differ in their texts alone.
 LOST_CONNECTION = ("connection", "timed out", "timeout", "socket", "broken pipe", "gloo", "nccl")
 ABORT_S = 10.0
+A_GPU_EACH = "give each process a GPU of its own, or share one with --backend gloo"
 aborted: list[dist.ProcessGroup] = []  # kept: destroying one joins threads that sleep long
 
 
@@ -91,10 +92,7 @@ def as_expected(store: Store, error: BaseException) -> BaseException:
     if store.world_size == 1 or not is_lost:
         return error
     if "invalid usage" in text:
-        return UsageError(
-            f"--backend nccl: {why}; give each process a GPU of its own, or share one with"
-            " --backend gloo; NCCL_DEBUG=WARN shows more"
-        )
+        return UsageError(f"--backend nccl: {why}; {A_GPU_EACH}; NCCL_DEBUG=WARN shows more")
     store.request_liveness()  # before the end, which may take seconds over NCCL
     end_group()  # closes this rank's connections too: who waits for this one would look lost
     lost = store.find_dead_ranks()
