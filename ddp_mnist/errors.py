@@ -4,6 +4,7 @@ A person sees one line on stderr: what was typed or found, where, and what to do
 A traceback means a bug in this package.
 """
 
+import re
 from collections.abc import Iterable, Iterator
 
 
@@ -85,10 +86,12 @@ def printable(text: str) -> str:
 def reason(error: BaseException) -> str:
     """Return in one short line why something failed, as the system or a library puts it.
 
-    The text of NCCL's errors begins with where it happened; its reason stands behind `Last error:`.
+    The text of NCCL's errors begins with where it happened; its reason stands behind `Last error:`,
+    or `NCCL Last Error:`, if it has one.
     """
     text = getattr(error, "strerror", None) or str(error)
-    text = text.rpartition("Last error:")[2].strip() or type(error).__name__
+    parts = re.split(r"(?:nccl )?last error:", text, flags=re.IGNORECASE)
+    text = next((part.strip() for part in parts[::-1] if part.strip()), type(error).__name__)
     return text.splitlines()[0][:200].rstrip("/. ")
 
 

@@ -122,7 +122,8 @@ def test_the_places_of_two_processes(
 def test_two_processes_on_one_gpu_are_refused_with_nccl(decided: dict[str, Any]) -> None:
     for kind, start in (("one", "nccl"), ("two", "the same GPU")):
         reported, codes = decided[kind]["met"][start]
-        assert reported.startswith("--backend nccl: Duplicate GPU detected : rank ")
+        refused = "--backend nccl: Failed to initialize NCCL communicator: invalid usage (run with"
+        assert reported.startswith(refused)
         assert f"; {A_GPU_EACH};" in reported
         assert codes == [2]
 

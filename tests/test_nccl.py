@@ -1,5 +1,6 @@
 """NCCL's waits and end without a GPU: CUDA's event, the collectives and the group are stand-ins."""
 
+import inspect
 import os
 import signal
 import threading
@@ -133,6 +134,14 @@ def test_a_wait_ends_when(happens: Any, message: str, error: type[Exception], cl
     assert seconds_until(accelerator, clock, message, error) <= 0.6
 
 
+def test_a_wait_that_an_abort_ended_is_no_result(clock: Clock) -> None:
+    """The watchdog may abort the communicator: its kernel ends with half a sum."""
+    accelerator = waiting(clock, gpu_s=0.0)
+    the_watchdog_saw("COMM_ERROR", accelerator)
+    assert seconds_until(accelerator, clock, "is broken: COMM_ERROR$") < 0.1
+    assert accelerator.store.exists("alive/0")
+
+
 def test_a_wait_ends_when_another_rank_looks_for_the_dead(clock: Clock) -> None:
     accelerator = waiting(clock)
     other = Store(accelerator.store.c10d, 1, 2)
@@ -261,11 +270,38 @@ def test_fault_01_a_rank_that_is_lost_is_named_in_one_line(
 def test_torch_has_what_only_a_gpu_would_call() -> None:
     assert callable(dist.ProcessGroup.abort)
     assert callable(dist.ProcessGroup._get_backend)
-    assert callable(dist.ProcessGroupNCCL.get_error)
+    assert callable(dist.ProcessGroupNCCL2.get_error)
     from torch._C._distributed_c10d import ErrorType
 
     assert ErrorType.SUCCESS.name == "SUCCESS"
     assert issubclass(dist.DistBackendError, RuntimeError)
+
+
+@pytest.mark.skipif(not dist.is_nccl_available(), reason="this torch has no NCCL")
+def test_what_torch_calls_nccl(monkeypatch: Patch) -> None:
+    """nccl.py is written for this class, whose watchdog and errors another one may not have."""
+    monkeypatch.delenv("TORCH_DIST_USE_NCCL2", raising=False)
+    monkeypatch.setattr(dist.Backend, "_plugins", {})
+    dist.Backend._ensure_backend_registered("nccl")
+    made_by = dist.Backend._plugins["NCCL"].creator_fn
+    assert made_by.__name__ == "_create_nccl2_process_group"
+    assert "backend = ProcessGroupNCCL2(" in inspect.getsource(made_by)
+
+
+@pytest.mark.parametrize("own", [None, "5000"])
+def test_the_watchdog_leaves_time_to_name_the_lost_rank(
+    own: str | None, monkeypatch: Patch
+) -> None:
+    found: list[str] = []
+    monkeypatch.setattr(
+        dist, "init_process_group", lambda *_, **__: found.append(os.environ[nccl.WATCHDOG_ENDS])
+    )
+    monkeypatch.setattr("ddp_mnist.cluster.device.gpus", lambda: 1)
+    with patch.dict(os.environ, {nccl.WATCHDOG_ENDS: own} if own else {}):
+        if not own:
+            os.environ.pop(nccl.WATCHDOG_ENDS, None)
+        form_group(Store(dist.HashStore(), 0, 1), "nccl", 0, 20.0)
+    assert found == [own or "60000"]  # ms, and set when the group is formed
 
 
 @pytest.mark.parametrize(("backend", "seconds"), [("gloo", 20.0), ("nccl", 50.0)])
@@ -276,7 +312,8 @@ def test_the_watchdogs_timeout_is_later_than_the_waits(
     monkeypatch.setattr(dist, "init_process_group", init)
     monkeypatch.setattr("ddp_mnist.cluster.device.gpus", lambda: 1)
     store = Store(dist.HashStore(), 0, 1)
-    form_group(store, backend, 0, 20.0)
+    with patch.dict(os.environ):
+        form_group(store, backend, 0, 20.0)
     assert init.call_args.kwargs["timeout"] == timedelta(seconds=seconds)
 
 

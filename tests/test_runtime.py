@@ -19,7 +19,7 @@ from ddp_mnist.cluster.device import (
     precision_in_effect,
     set_threads,
 )
-from ddp_mnist.cluster.failures import as_expected
+from ddp_mnist.cluster.failures import A_GPU_EACH, as_expected
 from ddp_mnist.cluster.launch import Launch, find_launch
 from ddp_mnist.cluster.local_world import LocalWorld, run_world
 from ddp_mnist.cluster.store import Store
@@ -195,11 +195,15 @@ def test_place_on_machine(launch: Launch, hosts: str, place: tuple[int, int]) ->
     assert place_on_machine(launch, store) == place
 
 
-DUPLICATE = """NCCL error in: /src/NCCLUtils.cpp:94, invalid usage (run with NCCL_DEBUG=WARN)
-ncclInvalidUsage: This usually reflects invalid usage of NCCL library.
-Last error:
-Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1000"""
-UNHANDLED = """NCCL error in: /src/NCCLUtils.cpp:94, unhandled system error, NCCL version 2
+SHARED_GPU = (
+    "Failed to initialize NCCL communicator: invalid usage (run with NCCL_DEBUG=WARN for details)"
+)
+UNHANDLED = (
+    "NCCL AllReduce failed: unhandled system error (run with NCCL_DEBUG=INFO for details) \n"
+    "NCCL Last Error: "
+)
+# the old class, which torch takes with TORCH_DIST_USE_NCCL2=0
+OLD_UNHANDLED = """NCCL error in: /src/NCCLUtils.cpp:94, unhandled system error, NCCL version 2
 ncclSystemError: System call (e.g. socket, malloc) or external library call failed.
 Last error:
 """
@@ -210,8 +214,10 @@ CONNECTION = "socketPollConnect poll() timed out"
 @pytest.mark.parametrize(
     ("text", "lost", "kind", "message"),
     [
-        (DUPLICATE, [], UsageError, "--backend nccl: Duplicate GPU detected : rank 1 and rank 0"),
+        (SHARED_GPU, [], UsageError, f"--backend nccl: {SHARED_GPU}; {A_GPU_EACH}; "),
         (UNHANDLED + CONNECTION, [1], PeerError, "lost contact with rank 1 of 2 (socketPoll"),
+        (OLD_UNHANDLED + CONNECTION, [1], PeerError, "lost contact with rank 1 of 2 (socketPoll"),
+        (UNHANDLED, [1], PeerError, "lost contact with rank 1 of 2 (NCCL AllReduce failed: unhan"),
         # all ranks are there
         (UNHANDLED + CONNECTION, [], PeerError, "lost contact with another rank of 2 (socketPoll"),
         (UNHANDLED + SHARED_MEMORY, [], PeerError, "lost contact with another rank of 2 (Error wh"),

@@ -99,7 +99,7 @@ def as_expected(store: Store, error: BaseException) -> BaseException:
     who = f"rank {', '.join(map(str, lost))}" if lost else "another rank"
     if store.unreachable and store.served_by_launcher:
         who = "the launcher and a rank"
-    more = " with NCCL_DEBUG=WARN" if "nccl error" in text else ""
+    more = " with NCCL_DEBUG=WARN" if "nccl" in text else ""
     return PeerError(
         f"lost contact with {who} of {store.world_size} ({textwrap.shorten(why, 120)});"
         f" see what that process says, then start the run again{more}"

@@ -2,8 +2,9 @@
 
 gloo's collectives return when they are done, or raise. NCCL's only enqueue work on the GPU: the
 host waits in CUDA when it next reads a result. If a rank is lost, no Python error ends that wait:
-torch's watchdog ends the process. So the host waits here first, in Python. No GPU has run this yet:
-the tests put stand-ins in the place of CUDA's event and of the group.
+torch's watchdog ends the process. So the host waits here first, in Python. What "nccl" means is the
+ProcessGroupNCCL2 of torch 2.15. No GPU has run this yet: the tests put stand-ins in the place of
+CUDA's event and of the group.
 """
 
 import contextlib
@@ -27,6 +28,11 @@ AFTER_SIGNAL_S = 10.0
 # The watchdog's time-out is this much longer than ours, so that ours comes first: it starts when a
 # collective is enqueued, up to a second before the wait. It ends the few waits that are not here.
 WATCHDOG_MARGIN_S = 30.0
+
+# After an error it sleeps, and then ends the process: by default in 15 s, most of which our end
+# takes, as an abort joins its thread. With TORCH_NCCL_ASYNC_ERROR_HANDLING=2 it would not end the
+# process, but abort the communicator, and the step would go on with half a sum.
+WATCHDOG_ENDS, WATCHDOG_ENDS_MS = "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "60000"
 
 
 class NcclAccelerator(Accelerator):
@@ -70,17 +76,22 @@ class NcclAccelerator(Accelerator):
             now = time.monotonic()
             if now - looked > LOOK_EVERY_S:
                 self.store.raise_if_failed()
-                if reason := self._reason_to_end(began):
-                    self.store.request_liveness()
-                    raise dist.DistBackendError(reason)
+                self._end_for(self._reason_to_end(began))
                 looked = time.monotonic()
             waited = now - began
             time.sleep(0 if waited < 0.002 else 50e-6 if waited < 0.1 else 0.001)
+        self._end_for(broken_connection())  # an abort ends what the GPU waits for, too
+
+    def _end_for(self, reason: str | None) -> None:
+        """Raise DistBackendError if there is a reason to."""
+        if reason:
+            self.store.request_liveness()
+            raise dist.DistBackendError(reason)
 
     def _reason_to_end(self, began: float) -> str | None:
         """Return why not to wait any longer, in words that `failures` takes for a lost peer."""
-        if (error := error_of_the_group()) != "SUCCESS":
-            return f"NCCL's connection is broken: {error}"
+        if broken := broken_connection():
+            return broken
         with contextlib.suppress(RuntimeError):
             if self.store.exists(LIVENESS):
                 return "another rank lost a connection"
@@ -94,11 +105,16 @@ class NcclAccelerator(Accelerator):
         return None
 
 
-def error_of_the_group() -> str:
-    """Return what torch's watchdog saw, ten times a second: SUCCESS, COMM_ERROR or TIMEOUT.
+def broken_connection() -> str | None:
+    """Return in words that the watchdog saw an error, if it did."""
+    error = error_of_the_group()
+    return None if error == "SUCCESS" else f"NCCL's connection is broken: {error}"
 
-    It ends the process a minute later (4 x TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC). A backend that
-    is wrapped for debugging does not know it.
+
+def error_of_the_group() -> str:
+    """Return what torch's watchdog saw, once a second: SUCCESS, COMM_ERROR or TIMEOUT.
+
+    A backend that is wrapped for debugging does not know it.
     """
     assert dist.group.WORLD
     with contextlib.suppress(RuntimeError):

@@ -229,7 +229,8 @@ def form_group(store: Store, backend: str, local_rank: int, timeout_s: float) ->
             f"TORCH_DISTRIBUTED_DEBUG={debug}: makes torch {version} crash in DDP; use INFO"
         )
     variable = f"{backend.upper()}_SOCKET_IFNAME"
-    is_nccl = backend == "nccl"
+    if is_nccl := backend == "nccl":
+        os.environ.setdefault(nccl.WATCHDOG_ENDS, nccl.WATCHDOG_ENDS_MS)
     collectives_s = timeout_s + (nccl.WATCHDOG_MARGIN_S if is_nccl else 0)
     connect = functools.partial(
         dist.init_process_group,

@@ -73,9 +73,8 @@ def init_process_group(_: str | None = None, **options: Any) -> None:
         dist.all_gather_object(taken, mine)
         if taken.count(mine) > 1:
             raise RuntimeError(
-                "NCCL error in: NCCLUtils.cpp:94, invalid usage (run with NCCL_DEBUG=WARN for"
-                " details)\nncclInvalidUsage: This usually reflects invalid usage of NCCL.\n"
-                f"Last error:\nDuplicate GPU detected : rank {dist.get_rank()} on CUDA device 1000"
+                "Failed to initialize NCCL communicator: invalid usage (run with NCCL_DEBUG=WARN"
+                " for details)"
             )
 
 
