@@ -242,6 +242,52 @@ def test_every_format_gives_what_was_written(how: str, tmp_path: Path) -> None:
         assert labels.tolist() == [LABELS[row] for row in order]
 
 
+@pytest.mark.parametrize(
+    ("columns", "label", "notes"),
+    [
+        (
+            ("mask", "image", "source", "label"),
+            "label",
+            ["image; not used: mask", "label; not used: source"],
+        ),
+        (
+            ("mask", "img", "fine", "coarse"),
+            "fine",
+            ["img; not used: mask", "fine; not used: coarse"],
+        ),
+        (("image", "mask", "label"), "label", ["image; not used: mask"]),
+        (("photo", "source", "labels", "label"), "label", ["label; not used: labels, source"]),
+        (("img", "labels", "writer"), "labels", []),
+    ],
+)
+def test_a_column_is_known_by_its_name_then_by_its_type(
+    columns: Sequence[str], label: str, notes: list[str], tmp_path: Path
+) -> None:
+    """Of several that could be it; `label` holds numbers, the others declare their classes."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    kinds = {
+        "mask": datasets.Image(),
+        "label": datasets.Value("int64"),
+        "writer": datasets.Value("string"),
+    }
+    kinds |= dict.fromkeys(("image", "img", "photo"), datasets.Image())
+    of_classes = datasets.ClassLabel(names=["scan", "web"])
+    features = {name: kinds.get(name, of_classes) for name in columns}
+    blank = [encoded(np.zeros((28, 28), np.uint8))] * TEST
+    rows: dict[str, Any] = {"mask": cells_of(blank), "writer": ["me"] * TEST}
+    rows |= dict.fromkeys(("image", "img", "photo"), cells_of(PNGS[:TEST]))
+    rows[label] = LABELS[:TEST] if label == "label" else [0, 1, 1, 0, 1]
+    table = pa.table({name: rows.get(name, [0] * TEST) for name in columns})
+    both = datasets.Dataset(table.cast(datasets.Features(features).arrow_schema))
+    datasets.DatasetDict({"train": both, "test": both}).save_to_disk(str(tmp_path))
+    decoded = read(tmp_path)
+    assert np.array_equal(decoded.images["train"], PIXELS[:TEST, None])
+    assert decoded.labels["train"].tolist() == rows[label]
+    assert [note.partition("column ")[2] for note in decoded.notes] == notes
+
+
 def test_real_mnist(mnist: Path) -> None:
     images = cache.load(str(mnist))
     assert images.test_labels[:10].tolist() == [7, 2, 1, 0, 4, 1, 4, 9, 5, 9]

@@ -18,6 +18,10 @@ from ddp_mnist.data.reading import Reading
 from ddp_mnist.errors import DataError, UsageError, reason
 
 SPLITS = ("train", "test")
+NAMES = {
+    "image": ("image", "images", "img", "pixels", "pixel_values"),
+    "label": ("label", "labels"),
+}
 MAX_CLASSES = 1000
 LARGEST_UNASKED = 224  # longest side, in pixels, for mixed sizes: that of torchvision's weights
 
@@ -26,7 +30,7 @@ def decode_dataset(dataset: Any, where: str, reading: Reading, reserve: Reserve)
     """Return every image and label. Raise DataError, which names the file, or column and row."""
     splits, held_out = _splits(dataset, where, reading.test_size)
     train, test = (splits[split] for split in SPLITS)
-    image_column, label_column = _find_columns(train, where)
+    image_column, label_column, unused = _find_columns(train, where)
     for column in (image_column, label_column):
         # Splits that were saved one by one may differ: a 3 of test is then not a 3 of train.
         if (kind := train.features[column]) != (other := test.features.get(column, "missing")):
@@ -49,7 +53,7 @@ def decode_dataset(dataset: Any, where: str, reading: Reading, reserve: Reserve)
             images[split][row] = image
     if any(SIXTEEN_BITS in note for note in notes) and max(map(np.max, images.values())) < 16:
         notes.append("all pixels are below 4096 of 65535, as of 12 bits: scale them to 16 bits")
-    return Decoded(images, labels, classes, held_out + notes, not notes)
+    return Decoded(images, labels, classes, held_out + unused + notes, not notes)
 
 
 def _splits(dataset: Any, where: str, test_size: int | None) -> tuple[dict[str, Any], list[str]]:
@@ -117,21 +121,36 @@ def _find_shape(
     return (channels, *size), notes
 
 
-def _find_columns(rows: Any, where: str) -> tuple[str, str]:
-    """Return the names of the image column and of the label column."""
+def _find_columns(rows: Any, where: str) -> tuple[str, str, list[str]]:
+    """Return the names of the image column and of the label column, and notes on unused ones.
+
+    Of several that could be it, the name decides, in the order of NAMES, then the first is taken.
+    """
     from datasets import ClassLabel, Image
 
     features = rows.features.items()
-    images = [name for name, feature in features if isinstance(feature, Image)]
-    # Plain parquet without Hugging Face's metadata stores an image as {bytes, path}.
-    images += [name for name, kind in features if isinstance(kind, dict) and "bytes" in kind]
-    labels = [name for name, feature in features if isinstance(feature, ClassLabel)]
-    labels += [name for name in ("label", "labels") if name in rows.features]
-    for what, found in (("image", images), ("label", labels)):
-        if not found:
-            columns = ", ".join(rows.column_names)
-            raise DataError(f"{where}: no {what} column among {columns}; add one, named {what}")
-    return images[0], labels[0]
+    found = {
+        # Plain parquet without Hugging Face's metadata stores an image as {bytes, path}.
+        "image": [
+            name
+            for name, kind in features
+            if isinstance(kind, Image) or (isinstance(kind, dict) and "bytes" in kind)
+        ],
+        "label": [
+            name
+            for name, kind in features
+            if isinstance(kind, ClassLabel) or name in NAMES["label"]
+        ],
+    }
+    notes = []
+    for what, names in NAMES.items():
+        if not (columns := found[what]):
+            among = ", ".join(rows.column_names)
+            raise DataError(f"{where}: no {what} column among {among}; add one, named {what}")
+        columns.sort(key=lambda name: [*names, name].index(name))
+        if others := ", ".join(columns[1:]):
+            notes.append(f"{what}s are those of column {columns[0]}; not used: {others}")
+    return found["image"][0], found["label"][0], notes
 
 
 def _decode_labels(
