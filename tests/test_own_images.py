@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import struct
 import zlib
 from collections.abc import Callable
@@ -494,9 +495,74 @@ def test_a_run_is_evaluated_on_another_folder_of_the_same_classes(
     assert api.evaluate("held", dataset="moved")["count"] == 20  # type: ignore[index]
     (tmp_path / "moved/train/blue").rename(tmp_path / "moved/train/sky")
     assert typed("evaluate", "held", "--dataset", "moved").err == (
-        "ddp-mnist: error: --dataset moved: its classes are green, red, sky, violet, yellow, the"
-        " run's blue, green, red, violet, yellow; name the folders so (code 2)\n"
+        "ddp-mnist: error: --dataset moved: class sky is none of the run's (blue, green, red,"
+        " violet, yellow); rename it to one of them, or leave its images out (code 2)\n"
     )
-    copied(shapes, Path("grey"), lambda image: image.convert("L"))
-    ended = typed("evaluate", runs / "colour", "--dataset", "grey")
-    assert "--dataset grey: has images of (1, 64, 64), the run's are of (3, 64, 64) (" in ended.err
+    shutil.rmtree("moved/train/sky")
+    assert api.evaluate("held", dataset="moved")["count"] == 20  # type: ignore[index]
+
+
+# --- New images for a finished run
+
+
+def grey_images(new: Path) -> None:
+    for file in new.rglob("*.png"):
+        with PIL.Image.open(file) as image:
+            grey = image.convert("L")
+        grey.save(file)
+
+
+def only_test(new: Path) -> None:
+    shutil.rmtree(new / "train")
+
+
+def only_test_of_one_class(new: Path) -> None:
+    only_test(new)
+    for name in ("blue", "green", "red", "yellow"):
+        shutil.rmtree(new / "test" / name)
+
+
+def only_test_of_two_classes(new: Path) -> None:
+    only_test(new)
+    for name in ("blue", "red", "violet"):  # the labels of the others move
+        shutil.rmtree(new / "test" / name)
+
+
+@pytest.mark.parametrize(
+    ("change", "count"),
+    [
+        (grey_images, 100),
+        (only_test, 100),
+        (only_test_of_one_class, 20),
+        (only_test_of_two_classes, 40),
+    ],
+)
+def test_new_images_are_counted_as_predict_labels_them(
+    change: Callable[[Path], None], count: int, shapes: Path, runs: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(shapes, tmp_path / "new")
+    change(tmp_path / "new")
+    found = api.evaluate(runs / "colour", dataset=tmp_path / "new")
+    assert found and found["count"] == count
+    assert found["classes"] == ["blue", "green", "red", "violet", "yellow"]
+    confusion = np.zeros((5, 5), dtype=int)
+    for answer in api.predict(runs / "colour", tmp_path / "new" / "test"):
+        is_, taken_for = Path(answer["file"]).parent.name, answer["label"]
+        confusion[found["classes"].index(is_), found["classes"].index(taken_for)] += 1
+    assert found["confusion"] == confusion.tolist()
+    assert (found["accuracy"] > 0.9) == (change is not grey_images)
+
+
+def test_new_images_in_no_split_are_refused_with_a_way_out(
+    shapes: Path, runs: Path, tmp_path: Path, typed: Typed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(shapes / "test", "new")
+    assert typed("evaluate", runs / "colour", "--dataset", "new").err == (
+        "ddp-mnist: error: --dataset new: needs the split test, found: train; name the files or"
+        " folders so, e.g. test/cat/2.png (code 3)\n"
+    )
+    Path("new").rename("test")
+    Path("new").mkdir()
+    Path("test").rename("new/test")
+    assert json.loads(typed("evaluate", runs / "colour", "--dataset", "new", "--json").out)

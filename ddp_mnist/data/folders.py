@@ -29,7 +29,11 @@ def find_images(where: str, folder: str, endings: Collection[str]) -> tuple[list
 
 
 def check_images(
-    where: str, splits: dict[str, list[Path]], images: list[Path], odd: list[str]
+    where: str,
+    splits: dict[str, list[Path]],
+    images: list[Path],
+    odd: list[str],
+    for_evaluation: bool = False,
 ) -> list[str]:
     """Return a note on images that are in no split, if any.
 
@@ -42,7 +46,7 @@ def check_images(
     twice = [str(file) for file, count in Counter(used).items() if count > 1]
     read_as = {file.parts[0]: split for split, files in splits.items() for file in files}
     tops = sorted({file.parts[0] for file in images if len(file.parts) > 1})
-    classes = sorted({file.parent.name for file in splits.get("train", ())})
+    classes = sorted({file.parent.name for file in splits.get("train", used)})
     end = re.compile(r"(set)?([-._ 0-9].*)?$")  # of Test, test_set, TestSet and test-2
     meant = {name: split_of.get(end.sub("", name.lower())) for name in [*tops, *classes]}
     tops = [top for top in tops if meant[top]]
@@ -57,8 +61,10 @@ def check_images(
     elif by_folder and len(depths) > 1:
         fault = f"{' and '.join(depths.values())} are not equally deep"
     elif by_folder and len(classes) == 1:
-        loose = not classes[0] or meant[classes[0]]
-        fault = f"{used[0]} is in no class" if loose else f"there is only one class, {classes[0]}"
+        if not classes[0] or meant[classes[0]]:
+            fault = f"{used[0]} is in no class"
+        elif not for_evaluation:
+            fault = f"there is only one class, {classes[0]}"
     if fault:
         raise DataError("; ".join([f"{where}: {fault}", *odd, fix]))
     rest = sorted({*images} - {*used})

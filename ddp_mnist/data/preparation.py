@@ -68,7 +68,7 @@ def statistics_of(images: np.ndarray) -> tuple[tuple[float, ...], tuple[float, .
         block = block.astype(np.uint64)
         total += block.sum((0, 2, 3))
         squares += (block**2).sum((0, 2, 3))
-    pixels = images[:, 0].size
+    pixels = max(1, images[:, 0].size)  # none, where a test split is read alone
     mean = total / pixels
     std = np.sqrt(np.maximum(squares / pixels - mean**2, 1))  # of one grey alone it would be 0
     return tuple((mean / 255).round(4).tolist()), tuple((std / 255).round(4).tolist())

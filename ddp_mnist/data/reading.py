@@ -15,6 +15,8 @@ class Reading:
     size: tuple[int, int] | None = None  # height and width that all images get
     grey: bool = False
     test_size: int | None = None  # images held out of train, of a set without a test split
+    # By a finished run: in RGB unless grey, and with a test split alone.
+    for_evaluation: bool = False
 
     @classmethod
     def of(cls, flags: Mapping[str, Any]) -> Self:

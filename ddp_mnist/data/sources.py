@@ -67,9 +67,15 @@ class Source:
                 from ddp_mnist.data.tables import decode_dataset
 
                 hub = self.kind == "hub"
-                rows = read_hub(self.place) if hub else read_folder(self.place, where, notes)
+                rows = (
+                    read_hub(self.place)
+                    if hub
+                    else read_folder(self.place, where, notes, self.reading.for_evaluation)
+                )
                 decoded = decode_dataset(rows, where, self.reading, reserve)
                 decoded.notes[:0] = notes
+        if self.reading.for_evaluation:
+            return decoded
         test = decoded.labels["test"]
         if (unseen := np.flatnonzero(~np.isin(test, decoded.labels["train"]))).size:
             row, label = unseen[0], decoded.classes[test[unseen[0]]]
@@ -173,7 +179,7 @@ def why_out_of_reach(hub_id: str) -> str:
     return ""
 
 
-def read_folder(folder: str, where: str, notes: list[str]) -> Any:
+def read_folder(folder: str, where: str, notes: list[str], for_evaluation: bool) -> Any:
     """Read what `load_dataset` or `load_from_disk` can; add notes on images that are left out."""
     import datasets
     import pyarrow as pa
@@ -202,7 +208,9 @@ def read_folder(folder: str, where: str, notes: list[str]) -> Any:
                     str(split): [Path(os.path.relpath(file, folder)) for file in found]
                     for split, found in builder.config.data_files.items()
                 }
-                notes += odd + folders.check_images(where, splits, images, odd)
+                if for_evaluation:
+                    builder.config.drop_labels = False  # of one class too
+                notes += odd + folders.check_images(where, splits, images, odd, for_evaluation)
             builder.download_and_prepare()
             pa.default_memory_pool().release_unused()
             # Mapped, not read: a file that was removed stays as long as it is mapped.
@@ -255,11 +263,12 @@ def library(
 
 def in_room(decoded: Decoded, name: str, reading: Reading, reserve: Reserve) -> Decoded:
     """Return a data set that was read into memory, its images as they were asked for."""
-    if reading.test_size is not None:
+    if reading.test_size is not None and not reading.for_evaluation:
         problem = f"{name} has a test split of its own; remove --test-size"
         raise errors.UsageError(f"--test-size {reading.test_size}: {problem}")
     channels, height, width = decoded.images["train"].shape[1:]
-    shape = (1 if reading.grey else channels, *(reading.size or (height, width)))
+    wanted = 1 if reading.grey else 3 if reading.for_evaluation else channels
+    shape = (wanted, *(reading.size or (height, width)))
     images = reserve(shape, {split: len(labels) for split, labels in decoded.labels.items()})
     as_asked = shape == (channels, height, width)
     for split, given in decoded.images.items():

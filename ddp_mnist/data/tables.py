@@ -28,7 +28,7 @@ LARGEST_UNASKED = 224  # longest side, in pixels, for mixed sizes: that of torch
 
 def decode_dataset(dataset: Any, where: str, reading: Reading, reserve: Reserve) -> Decoded:
     """Return every image and label. Raise DataError, which names the file, or column and row."""
-    splits, held_out = _splits(dataset, where, reading.test_size)
+    splits, held_out = _splits(dataset, where, reading)
     train, test = (splits[split] for split in SPLITS)
     image_column, label_column, unused = _find_columns(train, where)
     for column in (image_column, label_column):
@@ -38,10 +38,12 @@ def decode_dataset(dataset: Any, where: str, reading: Reading, reserve: Reserve)
                 f"{where}: column {column} is {kind} in train and {other} in test; give both the"
                 " same type and the same names"
             )
-    labels: dict[str, np.ndarray] = {}
+    labels = {"train": np.zeros(0, dtype=np.int64)}
     classes: list[str] = []
     for split in SPLITS:
         if len(splits[split]) == 0:
+            if split == "train" and reading.for_evaluation:
+                continue
             raise DataError(f"{where}: split {split} has no rows; check its files")
         at = f"{where}: split {split}"
         labels[split], classes = _decode_labels(splits[split], label_column, classes, at)
@@ -51,17 +53,20 @@ def decode_dataset(dataset: Any, where: str, reading: Reading, reserve: Reserve)
         decode = functools.partial(decode_image, shape=shape)
         for row, image in enumerate(_of_each(splits[split], image_column, decode, where, split)):
             images[split][row] = image
-    if any(SIXTEEN_BITS in note for note in notes) and max(map(np.max, images.values())) < 16:
+    highest = max(np.max(each, initial=0) for each in images.values())
+    if any(SIXTEEN_BITS in note for note in notes) and highest < 16:
         notes.append("all pixels are below 4096 of 65535, as of 12 bits: scale them to 16 bits")
     return Decoded(images, labels, classes, held_out + unused + notes, not notes)
 
 
-def _splits(dataset: Any, where: str, test_size: int | None) -> tuple[dict[str, Any], list[str]]:
+def _splits(dataset: Any, where: str, reading: Reading) -> tuple[dict[str, Any], list[str]]:
     """Return the rows of train and test, and notes on other splits and a test held out of train."""
     named = dict(dataset) if isinstance(dataset, dict) else {"train": dataset}
     unused = ", ".join(split for split in named if split not in SPLITS)
     note = f"split {unused} is not used: validation images are cut out of train (--val-size)"
-    notes = [note] if unused else []
+    notes, test_size = [note] if unused else [], reading.test_size
+    if reading.for_evaluation and "test" in named:  # all that it needs
+        return {"train": named["test"].select(()), **named}, notes
     if "train" in named and "test" not in named and test_size is not None:
         rows, most = named["train"], len(named["train"]) - 1
         if test_size > most:
@@ -72,6 +77,11 @@ def _splits(dataset: Any, where: str, test_size: int | None) -> tuple[dict[str, 
         held_out = {"train": rows.select(order[test_size:]), "test": rows.select(order[:test_size])}
         notes += [f"{test_size:,} of {len(rows):,} images were held out for the test"]
         return held_out, notes
+    if reading.for_evaluation:
+        raise DataError(
+            f"{where}: needs the split test, found: {', '.join(named)}; name the files or folders"
+            " so, e.g. test/cat/2.png"
+        )
     if not set(SPLITS) <= set(named):
         raise DataError(
             f"{where}: needs the splits train and test, found: {', '.join(named)}; name the files"
@@ -107,7 +117,8 @@ def _find_shape(
     else:
         side = statistics.median_low(min(size) for size in sizes.elements())
         size = (min(side, LARGEST_UNASKED),) * 2
-    total = sizes.total()
+    total, colour = sizes.total(), bool(colourful) or reading.for_evaluation
+    channels = 3 if colour and not reading.grey else 1
     notes = [f"{count:,} of {total:,} images had {what}" for what, count in odd.items()]
     if set(sizes) != {size}:
         shown = [f"{height}x{width}" for (height, width), _ in sizes.most_common(3)]
@@ -115,9 +126,8 @@ def _find_shape(
         notes.append(f"images of {', '.join(shown)}{more} became {size[0]}x{size[1]}")
     if colourful and reading.grey:
         notes.append(f"{colourful:,} of {total:,} images had colour and became grey")
-    elif 0 < colourful < total:
+    elif channels == 3 and colourful < total:
         notes.append(f"{total - colourful:,} of {total:,} images had no colour and became RGB")
-    channels = 3 if colourful and not reading.grey else 1
     return (channels, *size), notes
 
 

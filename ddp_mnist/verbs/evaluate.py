@@ -3,12 +3,13 @@
 Only rank 0's machine needs the run folder: rank 0 reads the weights and sends them to the others.
 """
 
-import contextlib
 import dataclasses
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from ddp_mnist.cluster import rendezvous
 from ddp_mnist.cluster.launch import Launch, find_launch
@@ -16,7 +17,6 @@ from ddp_mnist.cluster.world import broadcast_bytes, join_world
 from ddp_mnist.config import Distribution, wrong_on_purpose
 from ddp_mnist.data import cache
 from ddp_mnist.data.batches import ImageData, Rows, split_images
-from ddp_mnist.data.preparation import Shape
 from ddp_mnist.data.reading import Reading
 from ddp_mnist.errors import CheckpointError, UsageError, printable
 from ddp_mnist.run import weights
@@ -47,11 +47,10 @@ def evaluate_run(
         content = weights.read_bytes(run) if store.rank == 0 else b""
         config = store.broadcast_from_rank0("run", lambda: _read_config(run))
         trained = weights.from_bytes(broadcast_bytes(world.accelerator, content), run)
-        images = _load(flags, config, trained.preparation.shape)
+        images = _load(flags, config, trained)
         store.barrier("data")
         rendezvous.check_same(store, {"the data's digest": images.digest})
         rows = _rows(images, flags.split, config["val_size"])
-        _check_kind(images, trained, flags.dataset or config["dataset"])
         model = trained.model.to(world.accelerator.device)
         loader = prepare_split(world.accelerator, rows, flags.batch_size)
         scores = flags.metrics or config["metrics"]
@@ -114,39 +113,39 @@ def _read_config(run: str) -> dict[str, Any]:
         raise CheckpointError(f"{run}: {why}") from error
 
 
-def _load(flags: Evaluate, config: dict[str, Any], shape: Shape) -> ImageData:
-    """Return the run's data set as the run read it, or another one in the shape of its images."""
+def _load(flags: Evaluate, config: dict[str, Any], trained: weights.Trained) -> ImageData:
+    """Return the run's data set as the run read it, or another one as images of the run's kind."""
     name, cache_dir = flags.dataset or config["dataset"], flags.cache_dir or config["cache_dir"]
-    reading = Reading.of(config)
+    reading, (channels, *size) = Reading.of(config), trained.preparation.shape
     if not flags.dataset:
         return cache.load(name, cache_dir, reading)
     images = cache.cached(name, cache_dir, reading)
-    if images and images.preparation.shape == shape:
-        return images
-    reading = Reading(shape[1:], shape[0] == 1, reading.test_size)
-    with contextlib.suppress(UsageError):  # it has a test split, and the run's data had none
-        return cache.load(name, cache_dir, reading)
-    return cache.load(name, cache_dir, dataclasses.replace(reading, test_size=None))
+    if not images or images.preparation.shape != trained.preparation.shape:
+        height, width = size
+        reading = Reading((height, width), channels == 1, reading.test_size, for_evaluation=True)
+        images = cache.load(name, cache_dir, reading)
+    return _with_classes_of(trained, images, name)
 
 
-def _check_kind(images: ImageData, trained: weights.Trained, name: str) -> None:
-    """Raise UsageError unless a label means what it meant in the run, and the net takes the images.
+def _with_classes_of(trained: weights.Trained, images: ImageData, name: str) -> ImageData:
+    """Return the images with the run's labels, by the names of their classes.
 
-    The last classes of the run may have no images.
+    Raise UsageError if some are of a class that the run does not know.
     """
-    if images.classes != trained.classes[: len(images.classes)]:
-        theirs, ours = (
-            textwrap.shorten(", ".join(classes), 100, placeholder=" ...")
-            for classes in (images.classes, trained.classes)
-        )
-        raise UsageError(
-            f"--dataset {name}: its classes are {theirs}, the run's {ours}; name the folders so"
-        )
-    if images.preparation.shape != trained.preparation.shape:
-        raise UsageError(
-            f"--dataset {name}: has images of {images.preparation.shape}, the run's are of"
-            f" {trained.preparation.shape} (channels, height, width); choose one of the same"
-        )
+    labels = [images.train_labels, images.test_labels]
+    index_of = {name: index for index, name in enumerate(trained.classes)}
+    for label in torch.cat(labels).unique().tolist():
+        if images.classes[label] not in index_of:
+            known = textwrap.shorten(", ".join(trained.classes), 100, placeholder=" ...")
+            raise UsageError(
+                f"--dataset {name}: class {images.classes[label]} is none of the run's ({known});"
+                " rename it to one of them, or leave its images out"
+            )
+    of_run = torch.tensor([index_of.get(name, -1) for name in images.classes])
+    train, test = (of_run[each] for each in labels)
+    return dataclasses.replace(
+        images, classes=trained.classes, train_labels=train, test_labels=test
+    )
 
 
 def _check_scores(flags: Evaluate, scores: Sequence[str]) -> None:
