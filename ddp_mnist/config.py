@@ -224,6 +224,18 @@ class ResolvedRecipe(Recipe):
     def total_steps(self) -> int:
         return self.epochs * self.steps_per_epoch
 
+    def in_less_memory(self, processes: int, can_shrink: bool) -> str:
+        """Return the flags with which each process holds fewer images at once, in words.
+
+        A run that goes on keeps its batch: `can_shrink` is False.
+        """
+        least, share = processes * self.grad_accum, self.batch_size // processes
+        more = (k for k in range(2 * self.grad_accum, share + 1) if share % k == 0)
+        fixes = [f"add --grad-accum {k}" for k in more][:1]
+        if can_shrink and (smaller := self.batch_size // 2 // least * least):
+            fixes.append(f"use --batch-size {smaller}")
+        return ", or ".join(fixes or ["use a smaller --image-size, or another --model"])
+
 
 @dataclass(frozen=True)
 class Distribution(Flags):

@@ -1,6 +1,8 @@
 """Choose what a process computes with: device, backend, precision, threads, one of the GPUs."""
 
+import contextlib
 import os
+from collections.abc import Callable, Iterator
 
 import torch
 from accelerate.utils import parse_flag_from_env
@@ -123,3 +125,27 @@ def gpu_of(local_rank: int) -> int:
     SLURM, or CUDA_VISIBLE_DEVICES, may show each rank its own GPU alone, as number 0.
     """
     return local_rank % gpus()
+
+
+@contextlib.contextmanager
+def within_memory(device: torch.device, advise: Callable[[], tuple[str, str]]) -> Iterator[None]:
+    """Raise UsageError, instead of torch's error, if the memory of the GPU was not enough.
+
+    `advise()` returns what was typed that takes so much, and what would take less.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        typed, fix = advise()
+        raise UsageError(f"{typed}: needs more memory than {card(device)}; {fix}") from error
+
+
+def card(device: torch.device) -> str:
+    """Return e.g. `cuda:0 has (Tesla T4, 15.6 GB, of which other programs hold 3.1 GB)`."""
+    if device.type != "cuda":
+        return "there is"
+    free, total = torch.cuda.mem_get_info(device)
+    others = total - free - torch.cuda.memory_reserved(device)
+    # less than a GB are CUDA's own code and those of our libraries
+    held = f", of which other programs hold {others / 1e9:.1f} GB" if others > 1e9 else ""
+    return f"{device} has ({torch.cuda.get_device_name(device)}, {total / 1e9:.1f} GB{held})"

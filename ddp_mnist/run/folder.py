@@ -130,6 +130,11 @@ class RunFolder:
         self._status |= {"step": self.step, **changes}
         self.write_json(STATUS, self._status)
 
+    @property
+    def phase(self) -> str:
+        """Return what status.json says the run does: starting, training, validation, test, done."""
+        return str(self._status["phase"])
+
     def record_outcome(self, state: str, exit_code: int, error: str) -> None:
         """Write to status.json what ended the run; if that fails, the first error counts."""
         with contextlib.suppress(StorageError):

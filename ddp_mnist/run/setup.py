@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_mnist import own_code, trial
+from ddp_mnist.cluster.device import within_memory
 from ddp_mnist.cluster.launch import Launch
 from ddp_mnist.cluster.rendezvous import check_same
 from ddp_mnist.cluster.signals import listen
@@ -56,7 +57,10 @@ def open_run(
             run = Session(config, world, images, stop, folder, console)
             notes = open_folder(run, found)
             console.print(summary.plan(config, world, images, folder.path))
-            with tracking.tracked(config, folder, world, console):
+            with (
+                tracking.tracked(config, folder, world, console),
+                within_memory(world.accelerator.device, lambda: takes_memory(run)),
+            ):
                 if config.distribution.compile:
                     notes.append("compiling  the model, which can take minutes")
                 for note in notes:
@@ -101,6 +105,15 @@ def resolve_and_load(
     run = replace(config.run, dataset=from_anywhere(name), cache_dir=place)
     resolved = ResolvedConfig(run, config.distribution, config.typed, config.goes_on, recipe=recipe)
     return resolved, images
+
+
+def takes_memory(run: Session) -> tuple[str, str]:
+    """Return the flag that fills a GPU's memory in this phase of the run, and what takes less."""
+    recipe, size = run.config.recipe, run.world.accelerator.num_processes
+    if run.folder.phase in ("validation", "test"):
+        return f"--model {recipe.model}", "use a smaller --image-size, or another --model"
+    fix = recipe.in_less_memory(size, can_shrink=not run.config.goes_on)
+    return f"--batch-size {recipe.batch_size}", fix
 
 
 def check_net(config: TrainConfig, images: ImageData, at_once: int = 2) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ddp_mnist.cluster import rendezvous
+from ddp_mnist.cluster.device import within_memory
 from ddp_mnist.cluster.launch import Launch, find_launch
 from ddp_mnist.cluster.world import broadcast_bytes, join_world
 from ddp_mnist.config import Distribution, wrong_on_purpose
@@ -56,9 +57,12 @@ def evaluate_run(
         scores = flags.metrics or config["metrics"]
         if store.rank == 0:
             _check_scores(flags, scores)
-        metrics = evaluate_split(
-            world.accelerator, model, loader, len(trained.classes), scores=scores
-        )
+        size = loader.total_batch_size // world.accelerator.num_processes  # a process's, at once
+        fix = f"use --batch-size {size // 2}" if size > 1 else "evaluate with --cpu"
+        with within_memory(world.accelerator.device, lambda: (f"--batch-size {size}", fix)):
+            metrics = evaluate_split(
+                world.accelerator, model, loader, len(trained.classes), scores=scores
+            )
         if not world.accelerator.is_main_process:
             return None
         return {
