@@ -312,6 +312,22 @@ def test_a_folder_is_read_in_the_order_of_names(
         list(predict(str(tmp_path), ["x.png"]))
 
 
+def test_a_folder_has_the_images_that_training_takes(tmp_path: Path) -> None:
+    """Of each suffix, which is not the same as each that Pillow opens."""
+    for split, name in itertools.product(("train", "test"), "ab"):
+        (tmp_path / "own" / split / name).mkdir(parents=True)
+    PIL.Image.init()
+    suffixes = PIL.Image.registered_extensions().keys() - {".mpg", ".wmf"}  # videos, to `datasets`
+    for number, suffix in enumerate(sorted(suffixes)):
+        for split in ("train", "test"):
+            path = tmp_path / "own" / split / "ab"[number % 2] / f"{number:02}{suffix}"
+            PIL.Image.new("L", (4, 4), number).save(path, "PNG")
+    images = cache.load(str(tmp_path / "own"), str(tmp_path / "cache"))
+    found = find_images(str(tmp_path / "own" / "test"))
+    assert [int(path.name[:2]) for path in found] == images.test_images[:, 0, 0, 0].tolist()
+    assert {".jfif", ".jp2", ".ppm", ".tga", ".webp"} < {path.suffix for path in found}
+
+
 def test_files_that_are_no_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (text := tmp_path / "x.png").write_text("no picture")
     large, cut = save(seven(), tmp_path / "large.png"), tmp_path / "cut.png"

@@ -2,7 +2,6 @@
 
 import re
 from collections import Counter
-from collections.abc import Collection
 from pathlib import Path
 
 from ddp_mnist.errors import DataError, printable
@@ -10,11 +9,14 @@ from ddp_mnist.errors import DataError, printable
 BESIDE_IMAGES = re.compile(r"\.(arrow|csv|db|ini|jsonl?|md|parquet|tsv|txt|xml|zip)", re.I)
 
 
-def find_images(where: str, folder: str, endings: Collection[str]) -> tuple[list[Path], list[str]]:
+def find_images(where: str, folder: str) -> tuple[list[Path], list[str]]:
     """Return the images, relative to the folder, and a note on files with other endings, if any.
 
     Hidden files (.name, __name), texts and tables need no word. A linked folder is a DataError.
     """
+    from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
+
+    endings = frozenset(ImageFolder.EXTENSIONS)
     paths = (path.relative_to(folder) for path in sorted(Path(folder).rglob("*")))
     shown = [path for path in paths if not any(p.startswith((".", "__")) for p in path.parts)]
     seen = [path for path in shown if Path(folder, path).is_file()]

@@ -189,7 +189,7 @@ def read_folder(folder: str, where: str, notes: list[str], for_evaluation: bool)
     # The library's Arrow copy is only needed until the images are decoded.
     scratch_place = (tempfile.gettempdir(), "TMPDIR", NO_SPACE)
     saved = Path(folder, "dataset_dict.json").exists()
-    images, odd = ([], []) if saved else folders.find_images(where, folder, ImageFolder.EXTENSIONS)
+    images, odd = ([], []) if saved else folders.find_images(where, folder)
     fix = "; ".join([*odd, FOLDER_FIX])
     with library(where, fix, "it names files outside of it", scratch_place):
         if saved:

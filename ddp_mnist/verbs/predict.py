@@ -29,7 +29,6 @@ from ddp_mnist.run.folder import check_place, storage_errors
 from ddp_mnist.verbs.digit_photos import as_mnist
 from ddp_mnist.verbs.flags import Predict
 
-SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff")
 STDIN = Path("-")
 MOST_SHOWN, COLUMNS, INCHES, DPI = 64, 8, 1.3, 100  # in the picture that --show writes
 
@@ -95,7 +94,7 @@ def find_images(path: str) -> list[Path]:
     """Return the file itself, or the images in a folder and its subfolders, but no hidden ones."""
     if not (place := Path(path)).is_dir():
         return [place]
-    images, notes = folders.find_images(path, path, SUFFIXES)
+    images, notes = folders.find_images(path, path)
     for note in notes:
         warn(f"{path}: {note}")
     if not images:
