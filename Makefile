@@ -68,8 +68,8 @@ train: $(READY) ## Train on all GPUs of this machine, else in two CPU processes
 	@gpus=$$($(PY) -c 'from ddp_mnist.cluster.hardware import gpus; print(gpus())') && \
 	if [ "$$gpus" -gt 1 ]; then set -- multi_gpu.yaml --num_processes $$gpus $(TRAIN); \
 	elif [ "$$gpus" -eq 1 ]; then set -- single_gpu.yaml $(TRAIN); \
-	else set -- multi_cpu.yaml --num_processes $(PROCESSES) $(TRAIN) --mixed-precision auto; fi; \
-	$(LAUNCH)/"$$@" $(ARGS)
+	else set -- multi_cpu.yaml --num_processes $(PROCESSES) $(TRAIN); fi; \
+	$(LAUNCH)/"$$@" --mixed-precision auto $(ARGS)
 
 train-single: $(READY) ## Train in one process, without a launcher
 	@$(RESTART) $(TRAIN) $(ARGS)

@@ -9,7 +9,7 @@ from ddp_mnist.errors import UsageError
 
 # For each flag our equivalent; or, if there is none, the reason and the words to type instead.
 IN_TUTORIALS: dict[str, str | tuple[str, str]] = {
-    "--amp": "--mixed-precision auto",  # fp16 on a GPU; theirs does nothing on a CPU
+    "--amp": "--mixed-precision auto",  # 16 bits on a GPU; theirs does nothing on a CPU
     "--dist-backend": "--backend",
     "--dist-url": "--init-method",
     "--fp16": "--mixed-precision fp16",

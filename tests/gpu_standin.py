@@ -106,13 +106,13 @@ def launched(config: str, **flags: Any) -> Any:
 def on_this_machine() -> dict[str, Any]:
     import torch
 
-    from ddp_mnist.cluster import device, hardware
+    from ddp_mnist.cluster import hardware
     from ddp_mnist.cluster.local_world import backend_among
     from ddp_mnist.doctor.machine import processors
     from ddp_mnist.verbs import multinode
     from ddp_mnist.verbs.flags import Doctor
 
-    device.has_native_bf16 = lambda: False
+    torch.cpu.get_capabilities = dict  # type: ignore[assignment]
     made = multinode.make_node(multinode.Multinode(machine_rank=0, main_process_ip="192.0.2.1"))
     for_doctor = hardware.default_processes(2)
     return {

@@ -255,11 +255,16 @@ def test_comm_hooks_and_one_overflow(tmp_path: Path) -> None:
     assert results["powersgd"].code == 7
 
 
-def test_powersgd_is_refused_with_fp16() -> None:
-    for precision in ("bf16", "no", "fp64", "fp16", None):
+@pytest.mark.parametrize("native", [True, False])
+def test_powersgd_is_refused_with_fp16(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ddp_mnist.cluster.device.has_native_bf16", lambda _: native)
+    auto = "bf16" if native else "fp16"
+    for precision in (*(["bf16"] if native else []), "no", "fp64", "fp16", None):
         flags = Distribution(comm_hook="powersgd", mixed_precision=precision)
-        if precision in ("fp16", None):  # which is auto
-            with pytest.raises(UsageError, match=r"^--comm-hook powersgd: .*; add .* bf16, or no$"):
+        if (precision or auto) == "fp16":
+            advised = "no, or bf16" if native else "no"
+            refused = rf"^--comm-hook powersgd: .*; add --mixed-precision {advised}$"
+            with pytest.raises(UsageError, match=refused):
                 precision_in_effect(flags, Launch(), "cuda")
         else:
-            assert precision_in_effect(flags, Launch(), "cuda") == precision
+            assert precision_in_effect(flags, Launch(), "cuda") == (precision or auto)

@@ -139,12 +139,8 @@ def test_a_proof_opens_no_gpu_and_the_plain_loop_its_own(decided: dict[str, Any]
 @pytest.mark.parametrize(
     ("kind", "starts"),
     [
-        ("two", "multi_gpu.yaml --num_processes 2 -m ddp_mnist train --dataset auto --lr 1"),
-        (
-            "old driver",
-            "multi_cpu.yaml --num_processes 2 -m ddp_mnist train --dataset auto"
-            " --mixed-precision auto --lr 1",
-        ),
+        ("two", "multi_gpu.yaml --num_processes 2"),
+        ("old driver", "multi_cpu.yaml --num_processes 2"),
     ],
 )
 def test_make_train_takes_the_best_set_up(
@@ -157,7 +153,8 @@ def test_make_train_takes_the_best_set_up(
     python.chmod(0o755)
     ended = make_train(kind, "--lr 1", python)
     assert ended.code == 0, ended.err
-    assert ended.out.endswith(f"--config_file accelerate_configs/{starts}\n")
+    trains = "-m ddp_mnist train --dataset auto --mixed-precision auto --lr 1"
+    assert ended.out.endswith(f"--config_file accelerate_configs/{starts} {trains}\n")
 
 
 def test_make_train_on_one_gpu(tmp_path: Path) -> None:
@@ -167,7 +164,7 @@ def test_make_train_on_one_gpu(tmp_path: Path) -> None:
     assert (ended.code, ended.err) == (0, "")
     summary = read_json(run / "summary.json")
     found = (summary["device"], summary["backend"], summary["precision"])
-    assert found == ("cuda:0", "none", "fp16")
+    assert found == ("cuda:0", "none", "bf16")
     assert summary["test_accuracy"] > 0.9
 
 
@@ -181,7 +178,7 @@ def test_the_doctor_accepts_one_gpu(decided: dict[str, Any]) -> None:
     assert found["verdict"] in ("PASS", "WARN")
     said = {finding["name"]: finding["text"] for finding in found["findings"]}
     assert "2 processes on 1 machine connected within" in said["rendezvous"]
-    assert said["rendezvous"].endswith("backend gloo, precision fp16")
+    assert said["rendezvous"].endswith("backend gloo, precision bf16")
     assert "all-to-all" in said["collectives"]
     assert "equal weights on every rank" in said["training"]
 

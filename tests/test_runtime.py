@@ -15,6 +15,7 @@ from ddp_mnist.cluster import world
 from ddp_mnist.cluster.device import (
     choose_backend,
     choose_device,
+    has_native_bf16,
     place_on_machine,
     precision_in_effect,
     set_threads,
@@ -45,22 +46,46 @@ PAIR = Launch("torchrun", 0, 2, 0, 2, 1, "127.0.0.1", 29500, agent_store=True)
 
 @pytest.mark.parametrize("launcher", [None, "", "no", "fp16", "bf16"])
 @pytest.mark.parametrize("flag", [None, "auto", "no", "fp16", "bf16", "fp64"])
-@pytest.mark.parametrize(("device", "native"), [("cuda", False), ("cpu", True), ("cpu", False)])
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+@pytest.mark.parametrize("native", [True, False])
 def test_precision_in_effect(
     launcher: str | None, flag: str | None, device: str, native: bool, monkeypatch: Patch
 ) -> None:
     if launcher is not None:
         monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launcher)
-    monkeypatch.setattr("ddp_mnist.cluster.device.has_native_bf16", lambda: native)
+    monkeypatch.setattr("ddp_mnist.cluster.device.has_native_bf16", lambda _: native)
     flags = Distribution(mixed_precision=flag)
     requested = flag or launcher or "auto"  # the flag beats the launcher
     if (requested, device) == ("fp16", "cpu"):
         with pytest.raises(UsageError, match="needs a GPU"):
             precision_in_effect(flags, Launch(), device)
         return
-    auto = "fp16" if device == "cuda" else "bf16" if native else "no"
+    if (requested, device, native) == ("bf16", "cuda", False):
+        typed = "--mixed-precision bf16" if flag else "accelerate launch: its bf16"
+        with pytest.raises(UsageError, match=f"^{typed}: .*add --mixed-precision auto, which"):
+            precision_in_effect(flags, Launch(), device)
+        return
+    auto = "bf16" if native else "fp16" if device == "cuda" else "no"
     expected = auto if requested == "auto" else requested
     assert precision_in_effect(flags, Launch(), device) == expected
+
+
+def test_which_processors_compute_in_bf16(monkeypatch: Patch) -> None:
+    for capabilities, native in (
+        ([(7, 5)], False),  # T4
+        ([(8, 0)], True),  # A100
+        ([(9, 0), (8, 6)], True),
+        ([(9, 0), (7, 0)], False),  # all ranks have to train alike
+        ([(12, 0)], True),
+    ):
+        monkeypatch.setattr("ddp_mnist.cluster.device.gpus", lambda found=capabilities: len(found))
+        monkeypatch.setattr(torch.cuda, "get_device_capability", capabilities.__getitem__)
+        assert has_native_bf16("cuda") is native
+    for has_mkldnn in (True, False):  # torch's wheels for macOS have none
+        monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda it=has_mkldnn: it)
+        for names, native in ((["bf16"], has_mkldnn), (["amx_bf16"], has_mkldnn), ([], False)):
+            monkeypatch.setattr(torch.cpu, "get_capabilities", lambda n=names: dict.fromkeys(n, 1))
+            assert has_native_bf16("cpu") is native
 
 
 @pytest.mark.parametrize(

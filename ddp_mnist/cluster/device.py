@@ -45,10 +45,18 @@ def choose_backend(flags: Distribution, launch: Launch, device: str) -> str:
     return "nccl" if device == "cuda" else "gloo"
 
 
-def has_native_bf16() -> bool:
-    """Return whether the CPU multiplies bfloat16 itself; emulated, it would be slower than fp32."""
+def has_native_bf16(device: str) -> bool:
+    """Return whether it multiplies bfloat16 itself; emulated, it would be slower than float32.
+
+    GPUs do from Ampere on; all of this machine have to. On a CPU, torch multiplies by oneDNN, which
+    its wheels for macOS lack.
+    """
+    if device == "cuda":
+        return min(map(torch.cuda.get_device_capability, range(gpus()))) >= (8, 0)
     capabilities = torch.cpu.get_capabilities()
-    return any(capabilities.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
+    return torch.backends.mkldnn.is_available() and any(
+        capabilities.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16")
+    )
 
 
 def precision_in_effect(flags: Distribution, launch: Launch, device: str) -> str:
@@ -61,8 +69,7 @@ def precision_in_effect(flags: Distribution, launch: Launch, device: str) -> str
         from_launcher = None
     requested = flags.mixed_precision or from_launcher or "auto"
     if requested == "auto":
-        on_cpu = "bf16" if has_native_bf16() else "no"
-        requested = "fp16" if device == "cuda" else on_cpu
+        requested = "bf16" if has_native_bf16(device) else "fp16" if device == "cuda" else "no"
     elif requested not in ("no", "fp16", "bf16", "fp64"):
         raise UsageError(f"--mixed_precision {requested}: choose from no, fp16, bf16")
     elif requested == "fp16" and device == "cpu":  # accelerate would train in fp32 and say fp16
@@ -74,12 +81,18 @@ def precision_in_effect(flags: Distribution, launch: Launch, device: str) -> str
             "accelerate launch: its config asks for fp16, which needs a GPU, and none is visible"
             f" here; use --config_file {CONFIGS}/{config}.yaml, which ddp-mnist configs writes"
         )
+    elif requested == "bf16" and device == "cuda" and not has_native_bf16(device):
+        typed = "--mixed-precision bf16" if flags.mixed_precision else "accelerate launch: its bf16"
+        raise UsageError(
+            f"{typed}: a GPU here is older than Ampere (compute capability 8.0) and would be slower"
+            " with it than without; add --mixed-precision auto, which takes fp16 there"
+        )
     # PowerSGD adds what it left unsent to the next gradient: an infinity, which the loss scaler
     # skips once, would come back in every step.
     if flags.comm_hook == "powersgd" and requested == "fp16":
         raise UsageError(
             "--comm-hook powersgd: cannot recover from an overflow, and fp16 has some in most runs;"
-            " add --mixed-precision bf16, or no"
+            f" add --mixed-precision no{', or bf16' if has_native_bf16(device) else ''}"
         )
     return requested
 
