@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch.distributed.distributed_c10d import _get_default_store
 
 from ddp_mnist.cluster.hardware import is_forked
@@ -38,7 +37,6 @@ from ddp_mnist.verbs.flags import Evaluate, Predict
 
 # debug_launcher's: closing one removes a file that the launcher removes too
 KEPT: list[dist.Store] = []
-STATES = (PartialState, AcceleratorState, GradientState)
 
 
 def train(**flags: Any) -> dict[str, Any]:
@@ -93,8 +91,8 @@ def checked(typed: dict[str, Any], *groups: type[Flags]) -> dict[str, Any]:
 def process_as_found() -> Iterator[None]:
     """Restore at the end what a run changes in its process, which may be a notebook's.
 
-    That is the environment, sys.path, the number of threads, torch's random state, and what all
-    Accelerators of a process share: notebook_launcher refuses to start where there is any.
+    That is the environment, sys.path, the number of threads and torch's random state. `join_world`
+    does so for Accelerate's own state.
     """
     if threading.current_thread() is not threading.main_thread():
         raise UsageError(
@@ -102,20 +100,15 @@ def process_as_found() -> Iterator[None]:
             " the trainer there, or in a process of its own"
         )
     adopt_ranks_of_debug_launcher()
-    variables, states = dict(os.environ), [dict(state._shared_state) for state in STATES]
-    path, gpus = sys.path[:], torch.cuda.device_count() if torch.cuda.is_initialized() else 0
+    variables, path = dict(os.environ), sys.path[:]
+    gpus = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
     threads = 1 if is_forked() else torch.get_num_threads()
     torch.set_num_threads(threads)
-    for state in STATES:
-        state._shared_state.clear()
     try:
         with torch.random.fork_rng(range(gpus)):
             yield
     finally:
         sys.path[:] = path
-        for state, content in zip(STATES, states, strict=True):
-            state._shared_state.clear()
-            state._shared_state.update(content)
         for name in os.environ.keys() - variables:
             del os.environ[name]
         os.environ.update(variables)

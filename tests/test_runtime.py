@@ -10,6 +10,8 @@ import accelerate.optimizer
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 
 from ddp_mnist.cluster import world
 from ddp_mnist.cluster.device import (
@@ -318,7 +320,8 @@ def what_stands() -> list[Any]:
         total = accelerator.reduce(torch.tensor(accelerator.process_index + 1)).item()
         found = [world.backend, world.precision, world.num_machines, world.threads, threads]
         found += [accelerator.num_processes, accelerator.process_index, accelerator.device.type]
-    return [*found, accelerator.is_main_process, total, dist.is_initialized()]
+        found += [accelerator.is_main_process, total]
+    return [*found, dist.is_initialized()]
 
 
 @pytest.mark.parametrize("size", [1, 3])
@@ -399,6 +402,25 @@ def test_fault_22_ranks_with_other_flags_packages_code_or_data_are_refused(
     [reported] = [error for error in outcomes if error.agreed]
     assert re.match(rf"{what}: rank 0 has \S+, rank 1 has {value}; start every ", str(reported))
     assert not (tmp_path / "run").exists()
+
+
+def join_twice_beside_another_accelerator() -> list[str]:
+    """Return the precision of a notebook's own Accelerator, of two worlds, and of its own again."""
+    own = Accelerator(cpu=True, mixed_precision="bf16")
+    found = [own.mixed_precision]
+    for precision in ("no", "bf16"):
+        flags = Distribution(cpu=True, mixed_precision=precision)
+        with join_world(flags, find_launch(flags)) as here:
+            found.append(here.accelerator.mixed_precision)
+    with pytest.raises(UsageError, match=r"^no$"), join_world(flags, find_launch(flags)):
+        raise UsageError("no")
+    return [*found, own.mixed_precision, AcceleratorState().mixed_precision]
+
+
+def test_a_world_leaves_the_accelerate_of_its_process_as_it_was(tmp_path: Path) -> None:
+    """Else the next command of a notebook would be refused, or compute in this one's precision."""
+    [found] = run_world(1, join_twice_beside_another_accelerator, folder=tmp_path)
+    assert found == ["bf16", "no", "bf16", "bf16", "bf16"]
 
 
 def test_the_optimizer_does_not_look_for_a_package_in_each_step() -> None:

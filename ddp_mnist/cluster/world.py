@@ -19,6 +19,7 @@ import accelerate.optimizer
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DDPCommunicationHookType, is_lomo_available
 from torch import nn
 
@@ -51,6 +52,7 @@ COMM_HOOKS = {
 # By default PowerSGD begins to compress at step 1,000, which MNIST's default run does not reach. A
 # gradient of zeros cannot be orthogonalised without the epsilon.
 POWERSGD = {"start_powerSGD_iter": 32, "orthogonalization_epsilon": 1e-8}
+SHARED_STATES = (PartialState, AcceleratorState, GradientState)  # by all Accelerators of a process
 CRASHES_IN_DETAIL = "2.15."  # of torch: a segmentation fault where DDP begins to log
 
 
@@ -123,7 +125,7 @@ def join_world(
     store = meet(launch, flags.dist_timeout)
     gc.freeze()  # what was imported stays: walking it would cost 0.3 s in each full collection
     try:
-        with propagate_first_error(store):
+        with accelerate_as_found(), propagate_first_error(store):
             local_rank, processes_here = place_on_machine(launch, store)
             threads = set_threads(launch, device, processes_here)
             if backend != "none":
@@ -149,6 +151,24 @@ def join_world(
     finally:
         end_group(in_order=True)
         gc.unfreeze()
+
+
+@contextlib.contextmanager
+def accelerate_as_found() -> Iterator[None]:
+    """Give the block an Accelerate that no Accelerator was made with; restore the state it had.
+
+    All Accelerators of a process share device, precision and group. One that a notebook, or an
+    earlier call, has left would decide them for this run, or refuse another precision.
+    """
+    found = [dict(state._shared_state) for state in SHARED_STATES]
+    for state in SHARED_STATES:
+        state._shared_state.clear()
+    try:
+        yield
+    finally:
+        for state, content in zip(SHARED_STATES, found, strict=True):
+            state._shared_state.clear()
+            state._shared_state.update(content)
 
 
 def export_env(launch: Launch, backend: str, local_rank: int) -> None:
