@@ -22,6 +22,13 @@ MAKE = ["make", "--no-print-directory", f"PYTHON={sys.executable}", "VENV="]
 PROOF = "--dataset digits --model mlp --epochs 3 --batch-size 72 --mixed-precision fp64"
 PROOF += " --log-every 1 --run-dir"
 
+# Packages of a person who has them by this variable alone, as on some clusters
+OTHER_PACKAGES = [
+    folder
+    for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    if folder and Path(folder).resolve() != REPOSITORY
+]
+
 OPENMP_SEEN = "TEST_OPENMP_SEEN"  # the variable that names the file
 
 
@@ -45,6 +52,11 @@ class Torch(importlib.abc.MetaPathFinder):
 
 sys.meta_path.insert(0, Torch())
 """
+
+
+def python_path(*folders: Path) -> str:
+    """Return PYTHONPATH for a test's processes: these folders, then what the person has in it."""
+    return os.pathsep.join([*map(str, folders), *OTHER_PACKAGES])
 
 
 def proof(run: Path, *more: str) -> list[str]:
@@ -162,7 +174,7 @@ def shell(script: str, folder: Path) -> Started:
         "PATH": os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]]),
         "MAKEFLAGS": f"PYTHON={sys.executable} VENV=",
         "MAKELEVEL": None,
-        "PYTHONPATH": str(folder),
+        "PYTHONPATH": python_path(folder),
         "OMP_NUM_THREADS": "1",  # else torchrun remarks that it sets it
     }
     return Started(["bash", "-e", "-o", "pipefail", "-c", script], folder, variables, program=None)

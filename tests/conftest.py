@@ -14,7 +14,7 @@ from filelock import FileLock
 import ddp_mnist  # noqa: F401  # sets what has to stand before a test loads torch
 from ddp_mnist import cli
 from ddp_mnist.cluster.local_world import preload
-from tests.commands import TRAIN, Ended, Typed, proof, python
+from tests.commands import REPOSITORY, TRAIN, Ended, Typed, proof, python, python_path
 
 Maker = Callable[[Path], None]
 
@@ -85,7 +85,7 @@ def clean_environment(tmp_path_factory: pytest.TempPathFactory) -> None:
         if name.startswith(LAUNCHER_PREFIXES) or name in LAUNCHER_NAMES + MAKE_NAMES:
             del os.environ[name]
     os.environ["DDP_MNIST_CACHE"] = str(tmp_path_factory.mktemp("cache"))
-    os.environ["PYTHONPATH"] = str(Path(__file__).parent.parent)
+    os.environ["PYTHONPATH"] = python_path(REPOSITORY)
 
 
 @pytest.fixture

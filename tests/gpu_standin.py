@@ -17,8 +17,9 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+from tests.commands import REPOSITORY, python_path
+
 HERE = Path(__file__).parent / "machine_with_gpus"
-REPOSITORY = Path(__file__).parent.parent
 YAMLS = ("single_gpu", "multi_gpu", "multi_node", "cpu", "multi_cpu", "multi_node_cpu")
 PAIR = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 TORCHRUN = {**PAIR, "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_USE_AGENT_STORE": "True"}
@@ -39,7 +40,7 @@ def machine(kind: str) -> dict[str, str | None]:
         **KINDS[kind],
         "CUDA_VISIBLE_DEVICES": None,
         "PATH": os.pathsep.join([str(HERE), os.environ["PATH"]]),
-        "PYTHONPATH": os.pathsep.join([str(HERE), str(REPOSITORY)]),
+        "PYTHONPATH": python_path(HERE, REPOSITORY),
     }
 
 

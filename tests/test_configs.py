@@ -15,7 +15,7 @@ import pytest
 
 from ddp_mnist.data import cache
 from ddp_mnist.run.folder import read_json
-from tests.commands import CONFIGS, PROOF, REPOSITORY, Ended, Started, Typed
+from tests.commands import CONFIGS, PROOF, REPOSITORY, Ended, Started, Typed, python_path
 from tests.training import check_equal
 
 FILES = {path.name: path.read_bytes() for path in CONFIGS.glob("*.yaml")}
@@ -104,7 +104,7 @@ def test_an_installed_wheel_works_without_the_clone(wheel: Path, tmp_path: Path)
     (site / "sitecustomize.py").write_text(f"import sys; sys.meta_path[:] = {finders}\n")
     here.mkdir()
     programs = [str(site / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]]
-    variables = {"PYTHONPATH": str(site), "PATH": os.pathsep.join(programs)}
+    variables = {"PYTHONPATH": python_path(site), "PATH": os.pathsep.join(programs)}
 
     def run(line: str) -> str:
         ended = Started(shlex.split(line), here, variables, program=None).ended()

@@ -6,7 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import REPOSITORY, TORCHRUN, Ended, fences_of, python, write_given
+from tests.commands import (
+    REPOSITORY,
+    TORCHRUN,
+    Ended,
+    fences_of,
+    python,
+    python_path,
+    write_given,
+)
 
 pytestmark = pytest.mark.system
 
@@ -50,7 +58,7 @@ def test_ones_own_loss_and_net_are_proven_and_some_folders_are_dispensable(tmp_p
 
     def run(*arguments: str) -> Ended:
         command = ["-m", "ddp_mnist", *arguments]
-        return python(*command, folder=tmp_path, variables={"PYTHONPATH": str(tmp_path)})
+        return python(*command, folder=tmp_path, variables={"PYTHONPATH": python_path(tmp_path)})
 
     ended = run("verify", "--model", "own_net:Net", "--processes", "2")
     assert "all 10 checks passed" in ended.out, ended.out + ended.err

@@ -57,7 +57,7 @@ def stand_in(folder: Path, **programs: str) -> dict[str, str]:
         program.write_text(text.replace("{folder}", str(folder)))
         program.chmod(0o755)
     path = [str(folder / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]]
-    return {"PATH": os.pathsep.join(path), "PYTHONPATH": str(REPOSITORY)}
+    return {"PATH": os.pathsep.join(path)}
 
 
 def run_both(command: list[str], folders: list[Path], variables: list[dict[str, str]]) -> None:

@@ -1,5 +1,6 @@
 """`train --inject` makes the mistake that it names, says so, and does nothing without the flag."""
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -62,8 +63,8 @@ def test_two_processes_step_the_schedule_twice(run: tuple[Path, str]) -> None:
     assert rates == right[::2] + [0] * 15
 
 
-def test_a_resumed_run_keeps_its_fault(run: tuple[Path, str]) -> None:
-    folder, _ = run
+def test_a_resumed_run_keeps_its_fault(run: tuple[Path, str], tmp_path: Path) -> None:
+    folder = shutil.copytree(run[0], tmp_path / "run")
     other = resumed(config("schedule"), epochs=3, inject="epoch")
     for outcome in LocalWorld(2, just_train, other, folder=folder.parent).outcomes():
         assert isinstance(outcome, CheckpointError) or outcome.code == CheckpointError.code

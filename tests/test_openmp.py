@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ddp_mnist.cluster.local_world import run_world
-from tests.commands import OPENMP_SEEN, REPOSITORY, TRAIN, Started, sees_torch
+from tests.commands import OPENMP_SEEN, REPOSITORY, TRAIN, Started, python_path, sees_torch
 
 pytestmark = pytest.mark.system
 
@@ -27,7 +27,7 @@ NEITHER = {"GOMP_SPINCOUNT": None, "OMP_WAIT_POLICY": None}  # which the tests' 
 def test_threads_spin_shortly_unless_a_person_says_otherwise(tmp_path: Path) -> None:
     """However a process is started; test_launchers.py sees the same of launchers' processes."""
     (tmp_path / "sitecustomize.py").write_text(sees_torch(ends_there=True))
-    path = os.pathsep.join([str(tmp_path), str(REPOSITORY)])
+    path = python_path(tmp_path, REPOSITORY)
     started = {}
     for way, (command, typed, _) in WAYS.items():
         seen = {OPENMP_SEEN: str(tmp_path / way), "PYTHONPATH": path}
