@@ -88,7 +88,7 @@ report: $(READY) ## Write an HTML page about RUN=runs/latest
 
 doctor: $(READY) ## Check this machine, or several (MACHINE_RANK= MAIN_PROCESS_IP=), before training
 	@if [ -z "$(MACHINE_RANK)$(MAIN_PROCESS_IP)" ]; then $(PY) -m ddp_mnist doctor $(ARGS); \
-	else $(MULTINODE) --verb doctor -- $(ARGS); fi
+	else $(MULTINODE) --verb doctor -- --mixed-precision auto $(ARGS); fi
 
 verify: $(READY) ## Prove here that N processes train as one and resume exactly
 	@$(PY) -m ddp_mnist verify $(ARGS)

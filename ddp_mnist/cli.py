@@ -67,8 +67,12 @@ MODULES = {  # where `run` of a verb is that is not in ddp_mnist.verbs
     "verify": "ddp_mnist.verify.proofs",
     "bench": "ddp_mnist.bench.benches",
 }
-# What several processes share beside train, with defaults of their own. A person waits for doctor.
-SHARED: dict[str, dict[str, Any]] = {"evaluate": {}, "doctor": {"dist_timeout": 60.0}}
+# Verbs other than train that run on several processes, with defaults of their own. A person waits
+# for doctor, which computes in the precision that training takes.
+SHARED: dict[str, dict[str, Any]] = {
+    "evaluate": {},
+    "doctor": {"dist_timeout": 60.0, "mixed_precision": None},
+}
 
 
 def program() -> NoReturn:
@@ -180,10 +184,10 @@ def parse(name: str, argv: Sequence[str], *groups: type[Flags]) -> dict[str, Any
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    trains, epilog = Recipe in groups, list[str]()
-    for group, fields in fields_of(*groups).items():
+    trains, epilog, defaults = Recipe in groups, list[str](), SHARED.get(name, {})
+    for group, fields in fields_of(*groups, more=defaults).items():
         section = parser.add_argument_group(group.__name__, group.__doc__) if trains else parser
-        add_flags(section, fields, SHARED.get(name, {}))
+        add_flags(section, fields, defaults)
         for field in fields:
             if isinstance(choices := field.metadata["choices"], Mapping):
                 lines = (f"  {word:<11} {what}" for word, what in choices.items())

@@ -6,7 +6,7 @@ configuration that exists is a legal one, wherever it came from.
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import Field, dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
@@ -275,10 +275,15 @@ class Distribution(Flags):
 OF_TRAINING = ("sync_bn", "comm_hook", "compile", "mixed_precision")  # flags of Distribution
 
 
-def fields_of(*groups: type[Flags]) -> dict[type[Flags], list[Field[Any]]]:
-    """Return the flags of a verb with these groups; only one that trains has those OF_TRAINING."""
-    trains = Recipe in groups
-    return {g: [f for f in flag_fields(g) if trains or f.name not in OF_TRAINING] for g in groups}
+def fields_of(
+    *groups: type[Flags], more: Collection[str] = ()
+) -> dict[type[Flags], list[Field[Any]]]:
+    """Return the flags of a verb with these groups.
+
+    Those OF_TRAINING belong to a verb that has a Recipe; another has those that `more` names.
+    """
+    omitted = () if Recipe in groups else {*OF_TRAINING}.difference(more)
+    return {g: [f for f in flag_fields(g) if f.name not in omitted] for g in groups}
 
 
 @dataclass(frozen=True)

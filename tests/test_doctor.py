@@ -32,6 +32,7 @@ from ddp_mnist.doctor import checks, collectives, group, machine, preflight
 from ddp_mnist.doctor.compare import against
 from ddp_mnist.errors import PeerError
 from ddp_mnist.faults import leave_out_last_parameter
+from ddp_mnist.run.folder import read_json
 from ddp_mnist.run.results import FAIL, PASS, WARN, CheckResult, failed, passed, warned, worst
 from ddp_mnist.verbs.flags import Doctor
 from ddp_mnist.verbs.multinode import Node
@@ -234,6 +235,8 @@ def faults_of_the_group(here: group.Group) -> Iterator[tuple[str, Any, Any]]:
     idle, busy = ((held, 2, ["python", "cc1plus"]) for held in (0.3, 1.6))
     yield "idle", patch.object(hardware, "load", lambda: idle), group.load
     assert here.busy == ""
+    yield "idle meanwhile", patch.object(hardware, "load", lambda: idle), group.load_meanwhile
+    yield "busy meanwhile", patch.object(hardware, "load", lambda: busy), group.load_meanwhile
     yield "busy", patch.object(hardware, "load", lambda: busy), group.load
     once = functools.partial(collectives.all_reduce_ms, calls=1)
     yield "speeds", patch.object(collectives, "all_reduce_ms", once), group.speeds
@@ -285,6 +288,7 @@ BUSY = ": other programs hold 1.6 of 2 cores (python, cc1plus)"
         ("broken", FAIL, "all-reduce", "Cuda failure 'operation not supported'", "NCCL_DEBUG"),
         ("barrier", FAIL, "barrier", "wrong result on rank 0 (", "do not train here"),
         ("busy", WARN, "load", BUSY, "end them"),
+        ("busy meanwhile", WARN, "load", BUSY, "end them"),
         ("slow", WARN, "computing", "rank 1 (", "throttling"),
         ("slow", WARN, "computing", ", on a busy machine", "throttling"),
         ("parameter", FAIL, "training", "other weights than rank 0's on rank 1 (", "verify"),
@@ -294,7 +298,7 @@ BUSY = ": other programs hold 1.6 of 2 cores (python, cc1plus)"
         ("bad burn-in", FAIL, "burn-in", "first of 1 faults: training, other weights", "verify"),
         ("idle", PASS, "load", "other programs hold 15% of the cores", ""),
         ("speeds", PASS, "speed", " MB/s), on a busy machine", ""),
-        ("machine", PASS, "machine", ": 3 checks, all well", ""),  # one line for both ranks
+        ("machine", PASS, "machine", ": 3 of 3 checks passed", ""),  # one line for both ranks
         ("burn-in", PASS, "burn-in", "1 rounds in 0.001 minutes, all right, ", ""),
         ("same", PASS, "same", "versions, code and data of 2 processes are equal", ""),
     ],
@@ -306,6 +310,14 @@ def test_what_is_found_in_the_group(
     result = only(results) if status == PASS else next(r for r in results if r.status != PASS)
     assert result.name == name
     assert_found(result, status, text, fix)
+
+
+def test_a_machine_with_a_warning_shows_how_many_checks_passed(found: Found) -> None:
+    narrow, counted = found["narrow machine"]
+    assert (narrow.status, counted.status) == (WARN, PASS)
+    host = narrow.text.partition(":")[0]
+    assert counted.text == f"{host}: 2 of 3 checks passed"
+    assert found["idle meanwhile"] == []  # the first look has said so
 
 
 def test_every_collective_is_checked(found: Found) -> None:
@@ -465,10 +477,17 @@ def test_speeds_are_compared_with_those_of_another_machine() -> None:
 
 def test_a_comparison_says_which_machine_was_busy() -> None:
     there = saved(**{"images/s": 1400.0})
-    slower = [(FAIL, SLOWER)]
+    assert compare(there) == [(FAIL, SLOWER)]
+    slower = [(WARN, SLOWER)]  # the neighbours may have done it
     assert compare(there, [*RESULTS, LOADED]) == [(WARN, f"this {BUSY_WHEN}"), *slower]
     there["findings"].append({**dataclasses.asdict(LOADED), "figures": {}})
     assert compare(there) == [(WARN, f"the other {BUSY_WHEN}"), *slower]
+
+
+def test_a_comparison_keeps_the_order_of_the_measurements() -> None:
+    sizes = {f"all-reduce of {size}, ms": 1.0 for size in collectives.SIZES}
+    shown = compare(saved(**dict(sorted(sizes.items()))), [passed("speed", "", figures=sizes)])
+    assert [text.partition(":")[0] for _, text in shown] == list(sizes)
 
 
 def test_a_result_is_printed_in_eighty_columns() -> None:
@@ -505,6 +524,11 @@ def test_the_verb(doctor: Callable[..., Ended], tmp_path: Path) -> None:
     assert (verdict["verdict"], verdict["processes"]) == ("FAIL", 2)
     names = [entry["name"] for entry in verdict["findings"]]
     assert names == ["speed", "clocks", "disk", "against", "against"]
+    ended = doctor([*RESULTS, LOADED], "--save", first)  # no measure for another machine
+    assert "FIRST: is of a busy machine (host0: other programs hold 1.6 of 2 cores" in " ".join(
+        ended.out.replace(str(first), "FIRST").split()
+    )
+    assert read_json(first)["findings"][-1]["name"] == "save"
     first.write_text('{"findings": []}')
     assert "(not from doctor --save); save one" in doctor(RESULTS, "--against", first).err
 

@@ -7,7 +7,7 @@ launcher on one or more machines, what they are together.
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from ddp_mnist.cluster import hardware
@@ -16,14 +16,22 @@ from ddp_mnist.cluster.local_world import backend_among, run_world
 from ddp_mnist.cluster.world import join_world
 from ddp_mnist.config import Distribution
 from ddp_mnist.data.sources import find_source
-from ddp_mnist.doctor.compare import against, read_saved
+from ddp_mnist.doctor.compare import against, busy_with, read_saved
 from ddp_mnist.doctor.group import check_group
 from ddp_mnist.doctor.machine import check_machine
 from ddp_mnist.doctor.preflight import check_node
 from ddp_mnist.errors import CheckFailed, DdpMnistError, FailedElsewhere, StorageError, UsageError
 from ddp_mnist.run.console import Console, tell
 from ddp_mnist.run.folder import check_place, save_json
-from ddp_mnist.run.results import FAIL, CheckResult, failed, failure_summary, from_error, worst
+from ddp_mnist.run.results import (
+    FAIL,
+    CheckResult,
+    failed,
+    failure_summary,
+    from_error,
+    warned,
+    worst,
+)
 from ddp_mnist.run.results import describe as results_as_json
 from ddp_mnist.run.summary import narrated_elsewhere
 from ddp_mnist.verbs.flags import Doctor
@@ -57,6 +65,10 @@ def run(flags: Doctor, distribution: Distribution) -> None:
     if compared_with:
         comparisons = against(list(results), compared_with, flags.tolerance, processes)
         results += told(comparisons, console.print)
+    if save and (busy := busy_with(list(map(asdict, results)))):
+        text = f"{save}: is of a busy machine ({busy}), no measure for another"
+        save_again = warned("save", text, "save it again while nothing else runs here")
+        results += told([save_again], console.print)
     verdict = results_as_json(results, "findings", verdict=worst(results), processes=processes)
     if save:
         save_json(save, verdict)

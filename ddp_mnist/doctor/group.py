@@ -82,7 +82,7 @@ def check_group(
     who = f"{count(group.size, 'process')} on {count(world.num_machines, 'machine')}"
     text = f"{who} connected within {met_s:.1f} s, backend {world.backend}"
     yield passed("rendezvous", f"{text}, precision {world.precision}")
-    checks = [same_everywhere, load, right_results, speeds, slowest, training]
+    checks = [same_everywhere, load, right_results, speeds, slowest, training, load_meanwhile]
     checks = [machines_alone, *checks] if machines else checks
     checks = [*checks, burn_in] if options.minutes else checks
     for function in checks:
@@ -95,7 +95,7 @@ def check_group(
 
 
 def machines_alone(group: Group) -> Iterator[CheckResult]:
-    """Check each machine by its first rank; a healthy machine is one line."""
+    """Check each machine by its first rank: what is wrong has a line, the rest is counted."""
     mine: list[CheckResult] = []
     if group.is_first_here:
         processes = group.store.hosts.count(group.store.hosts[group.rank])
@@ -104,8 +104,9 @@ def machines_alone(group: Group) -> Iterator[CheckResult]:
         host = group.host(rank)
         wrong = [replace(r, text=f"{host}: {r.text}") for r in results if r.status != PASS]
         yield from wrong
-        if results and not wrong:
-            yield passed("machine", f"{host}: {count(len(results), 'check')}, all well")
+        if results:
+            well = len(results) - len(wrong)
+            yield passed("machine", f"{host}: {well} of {count(len(results), 'check')} passed")
 
 
 def same_everywhere(group: Group) -> Iterator[CheckResult]:
@@ -188,11 +189,17 @@ def load(group: Group) -> Iterator[CheckResult]:
             group.busy = ", on a busy machine"
             names = f" ({', '.join(programs)})" if programs else ""
             text = f"other programs hold {held:.1f} of {count(cores, 'core')}{names}"
-            fix = "end them, or wait, and check again: the speeds below are too low beside them"
+            fix = "end them, or wait, and check again: the speeds are too low beside them"
             yield warned(LOAD, f"{group.host(rank)}: {text}", fix)
     if not group.busy:
         most = max(held / cores for held, cores, _ in measured.values())
         yield passed(LOAD, f"other programs hold {most:.0%} of the cores")
+
+
+def load_meanwhile(group: Group) -> Iterator[CheckResult]:
+    """Look again: a program that began after the first look has slowed what was measured since."""
+    if not group.busy:
+        yield from (result for result in load(group) if result.status != PASS)
 
 
 def speeds(group: Group) -> Iterator[CheckResult]:
