@@ -317,8 +317,8 @@ def test_a_folder_has_the_images_that_training_takes(tmp_path: Path) -> None:
     for split, name in itertools.product(("train", "test"), "ab"):
         (tmp_path / "own" / split / name).mkdir(parents=True)
     PIL.Image.init()
-    suffixes = PIL.Image.registered_extensions().keys() - {".mpg", ".wmf"}  # videos, to `datasets`
-    for number, suffix in enumerate(sorted(suffixes)):
+    videos = {".mpeg", ".mpg", ".wmf"}  # to `datasets`
+    for number, suffix in enumerate(sorted(PIL.Image.registered_extensions().keys() - videos)):
         for split in ("train", "test"):
             path = tmp_path / "own" / split / "ab"[number % 2] / f"{number:02}{suffix}"
             PIL.Image.new("L", (4, 4), number).save(path, "PNG")
