@@ -3,6 +3,7 @@ import io
 import itertools
 import json
 import operator
+import os
 import re
 import struct
 from pathlib import Path
@@ -457,7 +458,8 @@ def test_what_the_model_saw_is_drawn(
     run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, typed: Typed
 ) -> None:
     for number, image in enumerate(digits(12)):
-        save(255 - image, tmp_path / f"{number:02d}_$^$.png")  # no formula
+        name = os.fsdecode(b"%02d_$^$\xe9.png" % number)  # no formula, no UTF-8
+        save(255 - image, tmp_path / name)
     answers = [line for line, _ in predict(run, [str(tmp_path)])]
     picture = tmp_path / "seen.png"
     savefig = Mock(side_effect=Figure.savefig, autospec=True)
@@ -469,7 +471,7 @@ def test_what_the_model_saw_is_drawn(
     figure = savefig.call_args.args[0]
     assert figure.get_suptitle() == "10 of 12 images"
     for axis, answer, image in zip(figure.axes, answers, digits(10), strict=False):
-        name = Path(answer["file"]).name
+        name = Path(answer["file"]).name.replace("\udce9", "?")
         assert axis.get_title() == f"{name}\n{answer['label']} ({answer['probability']:.2f})"
         assert np.array_equal(np.asarray(axis.get_images()[0].get_array()), image)
 

@@ -6,6 +6,7 @@ import dataclasses
 import html
 import io
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -229,17 +230,18 @@ def test_a_run_without_a_result_says_why(
 
 def test_any_name_is_in_the_legend_and_none_is_html(folder: Path, tmp_path: Path) -> None:
     runs = [shutil.copytree(folder / "first", tmp_path / name) for name in ("a$^$", "_b", "<b>c")]
+    no_utf_8 = shutil.copytree(folder / "first", tmp_path / os.fsdecode(b"\xe9"))
     config = read_json(runs[0] / "config.json")
     config["run"]["dataset"] = "<script>alert(1)</script>"
     (runs[0] / "config.json").write_text(json.dumps(config))
-    [path] = write(*runs, folder / "second")
+    [path] = write(*runs, no_utf_8, folder / "second")
     text = path.read_text()
     assert "<script>" not in text
     assert "<b>c" not in text
     assert "&lt;script&gt;alert(1)" in text
     svg = html.unescape(text.partition("<svg")[2])
-    for run in runs:
-        assert svg.count(f"\u200b{run.name}<") == len(plots.CURVES)
+    for name in (*(run.name for run in runs), "?"):
+        assert svg.count(f"\u200b{name}<") == len(plots.CURVES)
 
 
 def test_names_of_classes_are_shown_whole(folder: Path, tmp_path: Path) -> None:

@@ -476,6 +476,10 @@ IMAGE_FAULTS: Faults = {
     "Testing": (moved(test="Testing"), "the folders Testing, train; rename them to test, train"),
     "class train": (moved(bee="train"), "train/13.png is in two splits by its folders; rename its"),
     "one class": (only_ants, "there is only one class, ant; put each image into the folder of its"),
+    "a name that is not UTF-8": (
+        lambda f: (f / BEE).rename(f / "train/bee" / os.fsdecode(b"\xe9.png")),
+        "train/bee/\udce9.png has a name that is not UTF-8; rename it",
+    ),
     "a class deeper": (
         lambda f: (f / "train/ant").rename(f / "train/dog/ant"),
         "are not equally deep; put each image into the folder",

@@ -30,6 +30,13 @@ def find_images(where: str, folder: str) -> tuple[list[Path], list[str]]:
     return [file for file in seen if file.suffix.lower() in endings], [note] if kinds else []
 
 
+def check_names(where: str, folder: str, images: list[Path]) -> None:
+    """Raise DataError for a path that is no UTF-8, as `datasets` can read none of these."""
+    for path in map(str, (folder, *images)):
+        if path != path.encode(errors="replace").decode():
+            raise DataError(f"{where}: {path} has a name that is not UTF-8; rename it")
+
+
 def check_images(
     where: str,
     splits: dict[str, list[Path]],

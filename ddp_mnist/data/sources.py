@@ -190,6 +190,7 @@ def read_folder(folder: str, where: str, notes: list[str], for_evaluation: bool)
     scratch_place = (tempfile.gettempdir(), "TMPDIR", NO_SPACE)
     saved = Path(folder, "dataset_dict.json").exists()
     images, odd = ([], []) if saved else folders.find_images(where, folder)
+    folders.check_names(where, folder, images)
     fix = "; ".join([*odd, FOLDER_FIX])
     with library(where, fix, "it names files outside of it", scratch_place):
         if saved:

@@ -22,7 +22,7 @@ import torch
 from ddp_mnist.data import folders
 from ddp_mnist.data.decode import decode_image
 from ddp_mnist.data.preparation import Preparation
-from ddp_mnist.errors import DataError, UsageError, reason
+from ddp_mnist.errors import DataError, UsageError, printable, reason
 from ddp_mnist.run import weights
 from ddp_mnist.run.console import Console, json_line, warn
 from ddp_mnist.run.folder import check_place, storage_errors
@@ -147,7 +147,7 @@ def draw(answers: Sequence[tuple[dict[str, Any], np.ndarray]], path: Path) -> No
     # matplotlib warns of each letter that no font has
     with storage_errors(path, "--show"), warnings.catch_warnings(action="ignore"):
         said = [f"{line['label']} ({line['probability']:.2f})" for line, _ in shown]
-        names = [Path(line["file"]).name[-18:] for line, _ in shown]
+        names = [printable(Path(line["file"]).name[-18:]) for line, _ in shown]
         titles = [f"{wrapped(a)}\n{wrapped(b)}" for a, b in zip(names, said, strict=True)]
         rows, lines = -(-len(shown) // COLUMNS), max(title.count("\n") for title in titles)
         height = rows * INCHES * (1.23 + 0.12 * lines) + 0.3

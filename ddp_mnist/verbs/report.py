@@ -22,7 +22,7 @@ import torch
 from ddp_mnist.data import cache
 from ddp_mnist.data.batches import images_a_pass
 from ddp_mnist.data.reading import Reading
-from ddp_mnist.errors import CheckpointError, DataError, DdpMnistError, reason
+from ddp_mnist.errors import CheckpointError, DataError, DdpMnistError, printable, reason
 from ddp_mnist.run import folder, weights
 from ddp_mnist.run.console import Console, warn
 from ddp_mnist.verbs import plots
@@ -53,9 +53,9 @@ def run(flags: Report) -> None:
     console.print("reading    the runs and their predictions")
     paths = list(dict.fromkeys(Path(run).resolve() for run in flags.runs))
     runs = [read_run(path) for path in paths]
-    alike = len({path.name for path in paths}) < len(paths)
+    alike = len({run.name for run in runs}) < len(runs)
     for path, run in zip(paths, runs, strict=True):
-        run.name = str(path) if alike else path.name
+        run.name = printable(str(path)) if alike else run.name
         if run.status["state"] == "finished":
             find_mistakes(run, path, flags)
     metrics = {run.name: run.metrics for run in runs}
@@ -83,7 +83,7 @@ def read_run(path: Path) -> ReportedRun:
         metrics, summary = path / folder.METRICS, path / folder.SUMMARY
         lines = metrics.read_text(encoding="utf-8").split("\n") if metrics.exists() else []
         run = ReportedRun(
-            path.name,
+            printable(path.name),
             folder.read_json(path / folder.CONFIG),
             [json.loads(line) for line in lines[:-1]],  # the last may be torn
             folder.read_json(summary) if summary.exists() else {},
@@ -171,4 +171,4 @@ def shown(value: Any) -> str:
         return ", ".join(map(str, value)) or "none"
     if value is None:
         return "not given"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    return f"{value:.4g}" if isinstance(value, float) else printable(str(value))
