@@ -1,10 +1,12 @@
 import os
 import re
+import signal
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,8 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from ddp_mnist.cluster.failures import first_cause
+from ddp_mnist.cluster.failures import first_cause, propagate_first_error
+from ddp_mnist.cluster.heartbeat import LONGEST_BEAT_S, Heartbeat
 from ddp_mnist.cluster.launch import Launch
 from ddp_mnist.cluster.local_world import LocalWorld, free_port, run_world
 from ddp_mnist.cluster.rendezvous import check_same, meet
@@ -167,6 +170,86 @@ def test_rank_0_goes_away_while_others_wait(tmp_path: Path) -> None:
     assert seconds < TIMEOUT_S + 2
 
 
+# --- One dies, or works, while the others wait
+
+PATIENCE_S = 1.2  # --dist-timeout; a rank is named up to half of it later
+NO_SIGN = "lost contact with rank {} of 3 (no sign of life for 1.2 s); see what that process says"
+
+
+def lose(who: int, stopped: bool, by_launcher: bool) -> tuple[str, float]:
+    """Meet, wait for a rank that works, and then for one that is dead or stopped.
+
+    Return this rank's error, and the seconds that it came after the loss.
+    """
+    rank, port = int(os.environ["RANK"]), int(os.environ["MASTER_PORT"])
+    store = meet(replace(place(rank, 3, port), agent_store=by_launcher), PATIENCE_S)
+    try:
+        with propagate_first_error(store):
+            time.sleep(1.5 * PATIENCE_S if rank == who else 0)  # it decodes
+            store.barrier("data")
+            began = time.monotonic()
+            if rank == who:
+                os.kill(os.getpid(), signal.SIGSTOP if stopped else signal.SIGKILL)
+            time.sleep(3 * PATIENCE_S if (rank, who) == (0, 1) else 0)  # the other finds it
+            check_same(store, {"--seed": 0})
+    except (PeerError, FailedElsewhere) as error:
+        return str(error), time.monotonic() - began
+    return "", 0.0
+
+
+@pytest.mark.parametrize(
+    ("who", "stopped", "by_launcher"), [(1, False, False), (1, True, True), (0, False, True)]
+)
+def test_fault_36_a_rank_that_works_is_waited_for_and_one_that_dies_is_named(
+    who: int, stopped: bool, by_launcher: bool, tmp_path: Path
+) -> None:
+    variables = {}
+    if by_launcher:
+        agent = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        variables = {"MASTER_PORT": str(agent.port)}
+    world = LocalWorld(3, lose, who, stopped, by_launcher, folder=tmp_path, variables=variables)
+    left = [rank for rank in range(3) if rank != who]
+    try:
+        came = [world.pipes[rank].recv() if world.pipes[rank].poll(30) else None for rank in left]
+    finally:
+        for process in world.processes:
+            process.kill()
+            process.join()
+    for rank, told in zip(left, came, strict=True):
+        assert told, f"rank {rank} waits"
+        error, seconds = told
+        assert error.startswith(NO_SIGN.format(who))
+        works_s = 3 * PATIENCE_S if (rank, who) == (0, 1) else PATIENCE_S
+        assert 0.9 * works_s < seconds < works_s + 3
+
+
+def test_a_thread_beats_until_its_rank_leaves() -> None:
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    hearts = [Heartbeat(store, rank, 2, timeout_s=0.4) for rank in range(2)]
+    zero, one = (Store(store, rank, 2, heartbeat=hearts[rank]) for rank in range(2))
+    for heart in hearts:
+        heart.start()
+    time.sleep(1)
+    assert [heart.silent for heart in hearts] == [[], []]
+    one.shutdown()
+    time.sleep(1)
+    with pytest.raises(
+        PeerError, match=r"^lost contact with rank 1 of 2 \(no sign of life for 0.4 s"
+    ):
+        zero.barrier("data")
+    assert zero.lost == [1]
+    zero.shutdown()
+    assert not any(thread.name == "heartbeat" for thread in threading.enumerate())
+
+
+def test_few_beats_and_time_to_name_the_lost_rank() -> None:
+    for timeout_s in (0.4, 8, 60, 300, 3600):
+        heart = Heartbeat(dist.HashStore(), 0, 2, timeout_s)
+        silent_for = heart.misses_allowed * heart.every_s  # at the least
+        assert silent_for == pytest.approx(timeout_s)
+        assert 0.1 <= heart.every_s <= LONGEST_BEAT_S
+
+
 # --- The store, which threads share
 
 
@@ -235,9 +318,6 @@ def test_all_wait_for_the_last_to_come_and_rank_0_leaves_last() -> None:
 
 def test_who_does_not_come_in_time_is_missed() -> None:
     zero, _ = stores(2)
-    line = "not all of 2 processes came to 'data' within 0.1 s; see what the others say, then start"
-    with pytest.raises(PeerError, match=line):
-        zero.barrier("data", within_s=0.1)
     with pytest.raises(PeerError, match=r"^no word of key from another process within 0.1 s; see"):
         zero.get("key", within_s=0.1)
 

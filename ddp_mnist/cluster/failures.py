@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from ddp_mnist.cluster.store import Store
 from ddp_mnist.deadline import with_deadline
-from ddp_mnist.errors import DdpMnistError, FailedElsewhere, PeerError, UsageError, reason
+from ddp_mnist.errors import DdpMnistError, FailedElsewhere, UsageError, reason
 
 # gloo, NCCL and the store raise RuntimeErrors that differ in their texts alone.
 LOST_CONNECTION = ("connection", "timed out", "timeout", "socket", "broken pipe", "gloo", "nccl")
@@ -96,11 +96,5 @@ def as_expected(store: Store, error: BaseException) -> BaseException:
     store.request_liveness()  # before the end, which may take seconds over NCCL
     end_group()  # closes this rank's connections too: who waits for this one would look lost
     lost = store.find_dead_ranks()
-    who = f"rank {', '.join(map(str, lost))}" if lost else "another rank"
-    if store.unreachable and store.served_by_launcher:
-        who = "the launcher and a rank"
     more = " with NCCL_DEBUG=WARN" if "nccl" in text else ""
-    return PeerError(
-        f"lost contact with {who} of {store.world_size} ({textwrap.shorten(why, 120)});"
-        f" see what that process says, then start the run again{more}"
-    )
+    return store.lost_contact(lost, textwrap.shorten(why, 120), more)

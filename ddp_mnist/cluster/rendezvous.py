@@ -7,6 +7,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ddp_mnist.cluster.failures import first_cause
+from ddp_mnist.cluster.heartbeat import Heartbeat
 from ddp_mnist.cluster.interfaces import address_towards, is_own
 from ddp_mnist.cluster.launch import Launch
 from ddp_mnist.cluster.store import GONE, POLL_S, Store, host_id, open_store
@@ -42,6 +43,7 @@ def meet(launch: Launch, timeout_s: float) -> Store:
                 f" give each {unit} a rank of its own, 0 to {size - 1}"
             )
         store.c10d = dist.PrefixStore(f"{attempt}/{meeting}", c10d)
+        store.heartbeat = Heartbeat(store.c10d, rank, size, timeout_s)
         store.set(f"here/{rank}", [host_id(), size, address_towards(host, port)])
         try:
             _wait_for_others(store, launch, unit, timeout_s)
@@ -50,6 +52,7 @@ def meet(launch: Launch, timeout_s: float) -> Store:
             store.lost = [other for other in range(size) if not store.exists(f"here/{other}")]
             store.shutdown()
             raise cause from None
+        store.heartbeat.start()
     except RuntimeError as error:
         raise PeerError(
             f"{host}:{port}: rank 0, which serves this port, ended before all had come;"

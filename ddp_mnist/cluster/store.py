@@ -19,6 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ddp_mnist.cluster.heartbeat import Heartbeat
 from ddp_mnist.cluster.interfaces import why_port_is_taken
 from ddp_mnist.deadline import with_deadline
 from ddp_mnist.errors import FailedElsewhere, PeerError, UsageError, reason
@@ -48,8 +49,8 @@ class Store:
     """The key-value store that all ranks share.
 
     A key that holds a rank's value is written by that rank alone. Waiting is polling, so that it
-    ends at once when another rank reports its failure. Calls raise RuntimeError when the store is
-    gone or does not answer in time.
+    ends at once when another rank reports its failure; for a rank that lives it may take as long as
+    that works. Calls raise RuntimeError when the store is gone or does not answer in time.
     """
 
     c10d: dist.Store
@@ -61,6 +62,7 @@ class Store:
     addresses: list[str | None] = field(default_factory=list)  # of their machines, towards rank 0's
     lost: list[int] = field(default_factory=list)  # the ranks that are known to be dead
     unreachable = False  # nobody serves the store any more, or the link to it is dead
+    heartbeat: Heartbeat | None = None  # once all have met
     signalled: float | None = None  # time.monotonic() when a stop signal came to this process
 
     def call(self, method: str, *args: Any) -> Any:
@@ -83,7 +85,7 @@ class Store:
     def get(self, key: str, within_s: float = math.inf) -> Any:
         """Return the value of `key` as soon as it is there.
 
-        Raise FailedElsewhere if a rank reports its failure, PeerError after `within_s`.
+        Raise as `raise_if_failed` does, and PeerError after `within_s`.
         """
         self._wait(lambda: self.exists(key), f"no word of {key} from another process", within_s)
         return json.loads(self.call("get", key))
@@ -94,19 +96,20 @@ class Store:
             self.set(key, decide())
         return self.get(key)
 
-    def all_gather(self, key: str, mine: Any) -> list[Any]:
-        """Return each rank's value, by rank, on every rank."""
+    def all_gather(self, key: str, mine: Any, within_s: float = math.inf) -> list[Any]:
+        """Return each rank's value, by rank, on every rank; raise as `get` does."""
         self.set(f"{key}/{self.rank}", mine)
         keys = [f"{key}/{rank}" for rank in range(self.world_size)]
-        return self.broadcast_from_rank0(key, lambda: [self.get(k, self.patience_s) for k in keys])
+        return self.broadcast_from_rank0(key, lambda: [self.get(k, within_s) for k in keys])
 
-    def barrier(self, key: str, within_s: float = math.inf) -> None:
-        """Return once every rank has come here; raise as `get` does."""
+    def barrier(self, key: str) -> None:
+        """Return once every rank has come here; raise as `raise_if_failed` does."""
         self.call("add", key, 1)
-        missing = f"not all of {self.world_size} processes came to '{key}'"
-        self._wait(lambda: self.call("add", key, 0) >= self.world_size, missing, within_s)
+        self._wait(lambda: self.call("add", key, 0) >= self.world_size)
 
-    def _wait(self, is_there: Callable[[], bool], missing: str, within_s: float) -> None:
+    def _wait(
+        self, is_there: Callable[[], bool], missing: str = "", within_s: float = math.inf
+    ) -> None:
         deadline = time.monotonic() + within_s
         while not is_there():
             self.raise_if_failed()
@@ -118,11 +121,13 @@ class Store:
 
     def close(self) -> None:
         """Return once every rank has come to its end; the one that serves the store leaves last."""
-        self.barrier("end", within_s=self.patience_s)
+        self.barrier("end")
         self.shutdown()
 
     def shutdown(self, patience_s: float = 5) -> None:
         """Leave the store: rank 0, which may serve it, once the others have left or are lost."""
+        if self.heartbeat:
+            self.heartbeat.stop()
         with contextlib.suppress(RuntimeError):  # the store is gone: nobody needs rank 0
             self.set(f"{GONE}/{self.rank}", True)
             others = set(range(self.world_size)) - set(self.lost)
@@ -149,10 +154,23 @@ class Store:
         return None
 
     def raise_if_failed(self) -> None:
-        """Raise FailedElsewhere if another rank has reported its failure."""
+        """Raise FailedElsewhere if another rank has reported its failure, PeerError if one died."""
         failure = self.failure()
         if failure and failure["rank"] != self.rank:
             raise FailedElsewhere(failure["message"], failure["code"])
+        if self.heartbeat and (silent := self.heartbeat.silent):
+            self.lost = silent
+            raise self.lost_contact(silent, f"no sign of life for {self.heartbeat.timeout_s:g} s")
+
+    def lost_contact(self, lost: list[int], why: str, more: str = "") -> PeerError:
+        """Return the error that names the lost ranks; `more` follows its advice."""
+        who = f"rank {', '.join(map(str, lost))}" if lost else "another rank"
+        if self.unreachable and self.served_by_launcher:
+            who = "the launcher and a rank"
+        return PeerError(
+            f"lost contact with {who} of {self.world_size} ({why}); see what that process says,"
+            f" then start the run again{more}"
+        )
 
     def request_liveness(self) -> None:
         """Request an answer from every rank, and answer for this one."""
