@@ -89,7 +89,8 @@ def fit(
     model, optimizer, loader = accelerator.prepare(
         net, make_optimizer(net, recipe), make_loader(train_rows, batch_sampler=batches)
     )
-    settle_ddp_buckets(model, run.images.train_images[:2].to(device))
+    share = batches.micro_batch_size // accelerator.num_processes  # the only size to compile for
+    settle_ddp_buckets(model, run.images.train_images[:share].to(device))
     val_loader, test_loader = (prepare_split(accelerator, rows) for rows in (val_rows, test_rows))
     import_evaluate_meanwhile(accelerator)
 

@@ -13,6 +13,12 @@ from ddp_mnist.cluster.store import Store
 from ddp_mnist.config import Distribution
 from ddp_mnist.errors import UsageError
 
+# In errors of torch.compile: the first two on a CPU, the others of Triton on a GPU.
+CANNOT_COMPILE = (
+    *("InvalidCxxCompiler", "CppCompileError"),
+    *("Failed to find C compiler", "returned non-zero exit status"),
+)
+
 
 def choose_device(flags: Distribution) -> str:
     """Return cuda where there is a GPU and nobody requested the CPU, else cpu."""
@@ -162,3 +168,20 @@ def card(device: torch.device) -> str:
     # less than a GB are CUDA's own code and those of our libraries
     held = f", of which other programs hold {others / 1e9:.1f} GB" if others > 1e9 else ""
     return f"{device} has ({torch.cuda.get_device_name(device)}, {total / 1e9:.1f} GB{held})"
+
+
+@contextlib.contextmanager
+def able_to_compile(requested: bool) -> Iterator[None]:
+    """Raise UsageError if torch.compile finds no compiler, or one without Python's headers."""
+    try:
+        yield
+    except Exception as error:
+        said = str(error)  # torch wraps some, and keeps their texts alone
+        if not requested or not any(sign in said for sign in CANNOT_COMPILE):
+            raise
+        lines = said.splitlines()
+        why = next((line for line in lines if "error: " in line), lines[0])[:120]
+        raise UsageError(
+            f"--compile: this machine cannot compile ({why}); install a C++ compiler and Python's"
+            " headers (Debian and Ubuntu: apt install g++ python3-dev), or leave it out"
+        ) from error

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_mnist import own_code, trial
-from ddp_mnist.cluster.device import within_memory
+from ddp_mnist.cluster.device import able_to_compile, within_memory
 from ddp_mnist.cluster.launch import Launch
 from ddp_mnist.cluster.rendezvous import check_same
 from ddp_mnist.cluster.signals import listen
@@ -60,6 +60,7 @@ def open_run(
             with (
                 tracking.tracked(config, folder, world, console),
                 within_memory(world.accelerator.device, lambda: takes_memory(run)),
+                able_to_compile(config.distribution.compile),
             ):
                 if config.distribution.compile:
                     notes.append("compiling  the model, which can take minutes")

@@ -1,0 +1,63 @@
+"""--compile: what torch.compile is asked for, and a machine that cannot compile."""
+
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import nn
+
+from ddp_mnist.cluster.local_world import LocalWorld, run_world
+from ddp_mnist.run.folder import read_json
+from ddp_mnist.verify import watch
+from tests.training import with_flags
+
+COMPILED: Any = with_flags(watch.proof_config(epochs=1), compile=True, mixed_precision="no")
+NO_PYTHON_H = """#!/bin/sh
+case "$*" in *--version*) echo "g++ (Debian) 14.2.0"; exit 0;; esac
+echo "main.cpp:1:10: fatal error: Python.h: No such file or directory" >&2; exit 1
+"""
+
+
+def graphs_of(config: Any) -> list[tuple[bool, int | str]]:
+    """Return of each graph whether it has gradients, and for how many images it is."""
+    found = list[tuple[bool, int | str]]()
+
+    def record(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        [images] = [each for each in inputs if getattr(each, "dtype", None) == torch.uint8]
+        size = images.shape[0] if isinstance(images.shape[0], int) else "any"
+        found.append((torch.is_grad_enabled(), size))
+        return graph.forward
+
+    compiles = nn.Module.compile
+    with patch.object(nn.Module, "compile", lambda net: compiles(net, backend=record)):
+        watch.just_train(config)
+    return found
+
+
+@pytest.mark.parametrize(("size", "parts"), [(1, 1), (2, 3)])
+def test_training_compiles_one_graph_for_one_size(size: int, parts: int, tmp_path: Path) -> None:
+    config = with_flags(COMPILED, grad_accum=parts)
+    for graphs in run_world(size, graphs_of, config, folder=tmp_path):
+        assert [images for trains, images in graphs if trains] == [72 // size // parts]
+
+
+@pytest.mark.parametrize("compiler", [None, NO_PYTHON_H])
+def test_a_machine_that_cannot_compile(compiler: str | None, tmp_path: Path) -> None:
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    if compiler:
+        for name in ("g++", "gcc", "cc"):
+            (programs / name).write_text(compiler)
+            (programs / name).chmod(0o755)
+    variables = {"PATH": str(programs), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    world = LocalWorld(1, watch.just_train, COMPILED, folder=tmp_path, variables=variables)
+    [error] = world.outcomes()
+    assert str(error).startswith("--compile: this machine cannot compile (")
+    assert str(error).endswith(
+        "; install a C++ compiler and Python's headers (Debian and Ubuntu: apt install g++"
+        " python3-dev), or leave it out"
+    )
+    assert ("Python.h" if compiler else "No working C++ compiler") in str(error)
+    assert read_json(tmp_path / "run" / "status.json")["exit_code"] == 2
