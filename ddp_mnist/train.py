@@ -58,8 +58,8 @@ def build_model(config: TrainConfig, world: World, images: ImageData) -> nn.Modu
     if config.distribution.sync_bn:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     model.to(world.accelerator.device).to(memory_format=memory_format_of(name))
-    if config.distribution.compile:
-        model.compile()
+    if world.compiler:
+        model.compile(**world.compiler)
     return model
 
 

@@ -31,7 +31,7 @@ def graphs_of(config: Any) -> list[tuple[bool, int | str]]:
         return graph.forward
 
     compiles = nn.Module.compile
-    with patch.object(nn.Module, "compile", lambda net: compiles(net, backend=record)):
+    with patch.object(nn.Module, "compile", lambda net, **_: compiles(net, backend=record)):
         watch.just_train(config)
     return found
 

@@ -22,7 +22,9 @@ def test_count() -> None:
 
 def world(device: str = "cpu") -> Any:
     accelerator = SimpleNamespace(device=torch.device(device), num_processes=1)
-    return SimpleNamespace(accelerator=accelerator, precision="bf16", backend="gloo")
+    return SimpleNamespace(
+        accelerator=accelerator, precision="bf16", backend="gloo", compiled_by="no"
+    )
 
 
 def test_device() -> None:

@@ -3,12 +3,14 @@
 import contextlib
 import os
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
-from accelerate.utils import parse_flag_from_env
+from accelerate.utils import TorchDynamoPlugin, parse_flag_from_env
 
 from ddp_mnist.cluster.hardware import cores, gpus, hide_gpus, is_forked
-from ddp_mnist.cluster.launch import CONFIGS, Launch
+from ddp_mnist.cluster.launch import Launch
+from ddp_mnist.cluster.requests import CONFIGS, NOTHING, Asked
 from ddp_mnist.cluster.store import Store
 from ddp_mnist.config import Distribution
 from ddp_mnist.errors import UsageError
@@ -19,11 +21,14 @@ CANNOT_COMPILE = (
     *("Failed to find C compiler", "returned non-zero exit status"),
 )
 
+# Backends of torch.compile that torch brings whole; the others need packages, or are gone.
+COMPILERS = ("inductor", "cudagraphs", "aot_eager", "eager")
 
-def choose_device(flags: Distribution) -> str:
+
+def choose_device(flags: Distribution, asked: Asked = NOTHING) -> str:
     """Return cuda where there is a GPU and nobody requested the CPU, else cpu."""
     try:
-        wants_cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or flags.cpu
+        wants_cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or flags.cpu or asked.cpu
     except ValueError as error:  # Accelerate would end with it, even with --cpu
         word = f"ACCELERATE_USE_CPU={os.environ['ACCELERATE_USE_CPU']}"
         raise UsageError(f"{word}: must be true or false; correct or unset it") from error
@@ -103,6 +108,23 @@ def precision_in_effect(flags: Distribution, launch: Launch, device: str) -> str
     return requested
 
 
+def compiler_in_effect(flags: Distribution) -> dict[str, Any]:
+    """Return the arguments of torch.compile, with a `backend`; {} if the model is not compiled.
+
+    --compile means inductor, unless the launcher was asked for another backend, which compiles
+    without the flag too.
+    """
+    try:
+        asked = TorchDynamoPlugin()  # reads the launcher's variables
+    except ValueError as error:
+        raise UsageError(f"ACCELERATE_DYNAMO_*: {error}; correct or unset it") from None
+    if asked.backend.value == "NO":
+        return {"backend": "inductor"} if flags.compile else {}
+    if (backend := asked.backend.value.lower()) not in COMPILERS:
+        raise UsageError(f"dynamo_backend {backend}: choose from {', '.join(COMPILERS)}")
+    return asked.to_kwargs()
+
+
 def place_on_machine(launch: Launch, store: Store) -> tuple[int, int]:
     """Return this process's local rank, and how many processes share its machine.
 
@@ -113,18 +135,18 @@ def place_on_machine(launch: Launch, store: Store) -> tuple[int, int]:
     return found, len(here)
 
 
-def set_threads(launch: Launch, device: str, processes_here: int) -> int:
+def set_threads(launch: Launch, device: str, processes_here: int, asked: Asked = NOTHING) -> int:
     """Share this machine's cores among its processes, and return this one's number of threads.
 
     A launcher sets OMP_NUM_THREADS=1 of its own accord, which leaves cores idle; a larger number,
-    or one set without a launcher, was meant and stays.
+    one that was typed or one set without a launcher was meant and stays.
     """
     given = os.environ.get("OMP_NUM_THREADS") or "0"
     outermost = given.partition(",")[0]  # OpenMP takes a list, one entry per level of nesting
     if not outermost.isdecimal():
         raise UsageError(f"OMP_NUM_THREADS={given}: must be a whole number; correct or unset it")
     threads = int(outermost)
-    if threads < 1 or (threads == 1 and launch.child_of_launcher):
+    if threads < 1 or (threads == 1 and launch.child_of_launcher and asked.threads is None):
         ours, sharers = cores(), processes_here
         if (of_task := os.environ.get("SLURM_CPUS_PER_TASK", "")).isdecimal():
             # srun starts a process for each task, or a launcher, which starts several
@@ -171,17 +193,18 @@ def card(device: torch.device) -> str:
 
 
 @contextlib.contextmanager
-def able_to_compile(requested: bool) -> Iterator[None]:
+def able_to_compile(flags: Distribution, compiler: dict[str, Any]) -> Iterator[None]:
     """Raise UsageError if torch.compile finds no compiler, or one without Python's headers."""
     try:
         yield
     except Exception as error:
         said = str(error)  # torch wraps some, and keeps their texts alone
-        if not requested or not any(sign in said for sign in CANNOT_COMPILE):
+        if not compiler or not any(sign in said for sign in CANNOT_COMPILE):
             raise
         lines = said.splitlines()
         why = next((line for line in lines if "error: " in line), lines[0])[:120]
+        typed = "--compile" if flags.compile else "dynamo_backend"
         raise UsageError(
-            f"--compile: this machine cannot compile ({why}); install a C++ compiler and Python's"
+            f"{typed}: this machine cannot compile ({why}); install a C++ compiler and Python's"
             " headers (Debian and Ubuntu: apt install g++ python3-dev), or leave it out"
         ) from error

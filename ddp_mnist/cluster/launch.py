@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
+from ddp_mnist.cluster.requests import CONFIGS, refuse_others
 from ddp_mnist.config import Distribution
 from ddp_mnist.errors import UsageError
-
-CONFIGS = "accelerate_configs"  # a folder of the clone; the verb `configs` writes it elsewhere
 
 # By field of Launch the variable that says it; of several, the first that is set.
 OF_TORCHRUN = {
@@ -62,13 +61,14 @@ class Launch:
 def find_launch(flags: Distribution, env: Mapping[str, str] = os.environ) -> Launch:
     """Return this process's place, from the flags or else from the environment.
 
-    Raise UsageError if they are incomplete, contradict each other, or come from a launcher with
-    which this process would train alone.
+    Raise UsageError if they are incomplete, contradict each other, come from a launcher with which
+    this process would train alone, or ask for something else than DDP.
     """
     if flags.backend == "mpi":
         raise UsageError(
             "--backend mpi: PyTorch's wheels are built without MPI; use gloo (CPUs) or nccl (GPUs)"
         )
+    refuse_others(env)
     if flags.init_method in (None, "env://"):
         launch = _from_variables(flags, _with_flags(flags, env))
     else:

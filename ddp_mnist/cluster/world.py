@@ -12,8 +12,9 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
 import accelerate.optimizer
 import torch
@@ -27,6 +28,7 @@ from ddp_mnist.cluster import nccl
 from ddp_mnist.cluster.device import (
     choose_backend,
     choose_device,
+    compiler_in_effect,
     gpu_of,
     place_on_machine,
     precision_in_effect,
@@ -34,8 +36,9 @@ from ddp_mnist.cluster.device import (
 )
 from ddp_mnist.cluster.failures import end_group, propagate_first_error
 from ddp_mnist.cluster.interfaces import interface_towards, interfaces_up, is_loopback
-from ddp_mnist.cluster.launch import CONFIGS, Launch
+from ddp_mnist.cluster.launch import Launch
 from ddp_mnist.cluster.rendezvous import check_same, meet
+from ddp_mnist.cluster.requests import CONFIGS, NOTHING, Asked, asked_of_launcher
 from ddp_mnist.cluster.store import Store
 from ddp_mnist.config import Distribution
 from ddp_mnist.deadline import with_deadline
@@ -68,6 +71,15 @@ class World:
     local_rank: int  # among the processes of its launcher, or else of its machine
     threads: int  # of this process, on the CPU
     started: float  # time.monotonic() when this process began to look for the others
+    compiler: dict[str, Any] = field(default_factory=dict)  # torch.compile's arguments; {}: unused
+    asked: Asked = NOTHING  # of accelerate launch
+
+    @property
+    def compiled_by(self) -> str:
+        """Return the compiler's backend, with what else was asked of it; "no" without one."""
+        given = {name: value for name, value in self.compiler.items() if value is not False}
+        backend = given.pop("backend", "no")
+        return ", ".join([backend, *(f"{name} {value}" for name, value in given.items())])
 
     def wait_for_gpu(self) -> None:
         """Return once this process's GPU has done its work so far; at once on a CPU.
@@ -111,14 +123,16 @@ def join_world(
 ) -> Iterator[World]:
     """Meet the other processes, yield the World, and end it in order on every path.
 
-    With `full_precision` it computes in the dtype of the weights, whatever flags and launcher say.
-    Raise UsageError if device, backend and precision do not exist here or do not fit together,
+    With `full_precision` it computes in the dtype of the weights and compiles nothing, whatever
+    flags and launcher say. Raise UsageError if what they ask for does not exist or fit together,
     PeerError if another process did not come, was lost or did not answer in time, FailedElsewhere
     if another rank failed first.
     """
     started = time.monotonic()
-    device = choose_device(flags)
+    asked = asked_of_launcher()
+    device = choose_device(flags, asked)
     precision = "no" if full_precision else precision_in_effect(flags, launch, device)
+    compiler = {} if full_precision else compiler_in_effect(flags)
     backend = choose_backend(flags, launch, device)
     if launch.child_of_launcher:
         die_with_parent()
@@ -127,7 +141,7 @@ def join_world(
     try:
         with accelerate_as_found(), propagate_first_error(store):
             local_rank, processes_here = place_on_machine(launch, store)
-            threads = set_threads(launch, device, processes_here)
+            threads = set_threads(launch, device, processes_here, asked)
             if backend != "none":
                 chosen = {"--backend": backend, "--mixed-precision": precision}
                 check_same(store, chosen, "what auto chose")
@@ -144,9 +158,8 @@ def join_world(
                     f" use a config from {CONFIGS}, which ddp-mnist configs writes"
                 )
             machines = launch.num_machines or len(set(store.hosts))
-            yield World(
-                accelerator, store, backend, precision, machines, local_rank, threads, started
-            )
+            place = local_rank, threads, started
+            yield World(accelerator, store, backend, precision, machines, *place, compiler, asked)
             store.close()
     finally:
         end_group(in_order=True)
@@ -201,6 +214,7 @@ def make_accelerator(
     return kind(
         cpu=device == "cpu",
         mixed_precision="no" if precision == "fp64" else precision,
+        dynamo_backend="no",  # whoever builds the model compiles it, before DDP wraps it
         dataloader_config=accelerate.DataLoaderConfiguration(split_batches=True, non_blocking=True),
         kwargs_handlers=[
             accelerate.InitProcessGroupKwargs(backend=None if backend == "none" else backend),

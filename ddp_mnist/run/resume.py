@@ -136,7 +136,7 @@ def identity(config: ResolvedConfig, world: World, run_id: str, digest: str) -> 
             "--mixed-precision": world.precision,
             "--sync-bn": config.distribution.sync_bn,
             "--comm-hook": config.distribution.comm_hook,
-            "--compile": config.distribution.compile,
+            "--compile": bool(world.compiler) and world.compiled_by,
             "threads": world.threads,
             **package_versions(),
             "the code's digest": code_digest(),

@@ -11,6 +11,7 @@ from ddp_mnist import own_code, trial
 from ddp_mnist.cluster.device import able_to_compile, within_memory
 from ddp_mnist.cluster.launch import Launch
 from ddp_mnist.cluster.rendezvous import check_same
+from ddp_mnist.cluster.requests import WHAT_ACCUMULATES, Asked
 from ddp_mnist.cluster.signals import listen
 from ddp_mnist.cluster.world import World
 from ddp_mnist.config import ResolvedConfig, TrainConfig, resolve_recipe, wrong_on_purpose
@@ -60,9 +61,9 @@ def open_run(
             with (
                 tracking.tracked(config, folder, world, console),
                 within_memory(world.accelerator.device, lambda: takes_memory(run)),
-                able_to_compile(config.distribution.compile),
+                able_to_compile(config.distribution, world.compiler),
             ):
-                if config.distribution.compile:
+                if world.compiler:
                     notes.append("compiling  the model, which can take minutes")
                 for note in notes:
                     console.print(note)
@@ -77,7 +78,7 @@ def resolve_and_load(
     Every machine has the data before the first collective; rank 0 decides what `auto` means.
     A run that goes on keeps the values that it began with, but for the flags that were typed.
     """
-    config = resume.inherit(config, found)
+    config = resume.inherit(take_up(config, world.asked, console), found)
     store, cache_dir, reading = world.store, config.run.cache_dir, config.run.reading
     own_code.begin()
     factory_of(config.recipe.model)  # a wrong name is refused before the data are read
@@ -115,6 +116,22 @@ def takes_memory(run: Session) -> tuple[str, str]:
         return f"--model {recipe.model}", "use a smaller --image-size, or another --model"
     fix = recipe.in_less_memory(size, can_shrink=not run.config.goes_on)
     return f"--batch-size {recipe.batch_size}", fix
+
+
+def take_up(config: TrainConfig, asked: Asked, console: Console) -> TrainConfig:
+    """Return the flags with what accelerate launch was asked for; a flag that was typed beats it.
+
+    Print what was asked for and is not done.
+    """
+    notes, parts, flag = [*asked.notes], asked.grad_accum, config.recipe.grad_accum
+    if parts and "grad_accum" not in config.typed:
+        recipe = replace(config.recipe, grad_accum=parts)
+        config = replace(config, recipe=recipe, typed=config.typed | {"grad_accum"})
+    elif parts not in (None, flag):
+        notes.append(f"{WHAT_ACCUMULATES} {parts}: --grad-accum {flag} was typed, and counts")
+    for note in notes:
+        console.print(panel({"launcher": note}))
+    return config
 
 
 def check_net(config: TrainConfig, images: ImageData, at_once: int = 2) -> str:
@@ -170,7 +187,8 @@ def open_folder(run: Session, found: dict[str, Any] | None) -> list[str]:
             "run": flag_values(config.run) | {"run_dir": run.where, "resume": None},
             "recipe": flag_values(config.recipe),
             "distribution": flag_values(config.distribution)
-            | {"backend": world.backend, "mixed_precision": world.precision},
+            | {"backend": world.backend, "mixed_precision": world.precision}
+            | {"compile": bool(world.compiler)},
         },
     )
     return notes

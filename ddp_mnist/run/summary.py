@@ -39,6 +39,7 @@ def facts(config: TrainConfig, world: World, images: ImageData) -> dict[str, Any
     return {
         **flags,
         "--mixed-precision": world.precision,
+        "--compile": world.compiled_by,
         "--backend": world.backend,
         "the data's digest": images.digest,
         "the code's digest": code_digest(),
@@ -64,9 +65,7 @@ def plan(config: ResolvedConfig, world: World, images: ImageData, folder: Path |
         "data": f"{images.name}: {train_rows:,} train, {recipe.val_size:,} validation,"
         f" {len(images.test_labels):,} test images, {classes} classes",
         "source": "; ".join([printable(images.source), *images.preparation.notes]),
-        "processes": f"{size} on {count(world.num_machines, 'machine')}, backend {world.backend},"
-        f" device {device(world)}, {count(world.threads, 'thread')} each,"
-        f" precision {world.precision}",
+        "processes": f"{size} on {count(world.num_machines, 'machine')}, {computing(world)}",
         "batch": f"{recipe.batch_size} images a step = {count(size, 'process')}{parts} x {share}",
         "steps": f"{recipe.total_steps:,} = {count(recipe.epochs, 'epoch')} x {steps:,}{rest}",
         "model": f"{recipe.model}, seed {config.run.seed}",
@@ -76,6 +75,15 @@ def plan(config: ResolvedConfig, world: World, images: ImageData, folder: Path |
         "writes": str(folder) if folder else "nothing but the cache of images (--dry-run)",
     }
     return "\n".join([*images.warnings, panel(lines)])
+
+
+def computing(world: World) -> str:
+    """Return what each process computes with."""
+    compiled = f", compiled by {world.compiled_by}" if world.compiler else ""
+    return (
+        f"backend {world.backend}, device {device(world)}, {count(world.threads, 'thread')} each,"
+        f" precision {world.precision}{compiled}"
+    )
 
 
 @contextlib.contextmanager
@@ -152,8 +160,9 @@ def summarise(
         "device": device(world),
         "backend": world.backend,
         "precision": world.precision,
+        "compile": world.compiled_by,
         "seed": config.run.seed,
-        **{name: getattr(recipe, name) for name in ("model", "weights", "inject")},
+        **{name: getattr(recipe, name) for name in ("model", "weights", "inject", "grad_accum")},
         "train_seconds": round(seconds, 3),
         "save_seconds": round(progress.save_seconds, 3),
         "total_seconds": round(time.monotonic() - state.started, 3),

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ddp_mnist.cluster.launch import CONFIGS
+from ddp_mnist.cluster.requests import CONFIGS
 from ddp_mnist.config import FAULT_NAMES
 from ddp_mnist.flags import Flags, argument, flag
 

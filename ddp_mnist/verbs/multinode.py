@@ -13,8 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ddp_mnist.cluster import hardware
-from ddp_mnist.cluster.launch import CONFIGS, Launch
+from ddp_mnist.cluster.launch import Launch
 from ddp_mnist.cluster.local_world import free_port
+from ddp_mnist.cluster.requests import CONFIGS
 from ddp_mnist.errors import FailedElsewhere, UsageError, one_line
 from ddp_mnist.flags import Flags, flag
 from ddp_mnist.run.console import Console, tell

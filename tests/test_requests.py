@@ -1,0 +1,374 @@
+"""What a person's own accelerate config, or the launcher's flags, ask for: done or refused.
+
+Accelerate's own code reads the config and prepares the processes' variables; in the fast tests only
+the start of processes is left out.
+"""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import pytest
+import torch.distributed.run
+from accelerate.commands import launch as launcher
+from accelerate.commands.config.cluster import get_cluster_input
+from accelerate.commands.config.default import write_basic_config
+
+from ddp_mnist.cluster import requests
+from ddp_mnist.cluster.device import (
+    choose_device,
+    compiler_in_effect,
+    precision_in_effect,
+    set_threads,
+)
+from ddp_mnist.cluster.launch import find_launch
+from ddp_mnist.cluster.local_world import free_port
+from ddp_mnist.config import Distribution
+from ddp_mnist.errors import UsageError
+from ddp_mnist.run.folder import read_json
+from tests.commands import CONFIGS, PROOF, REPOSITORY, TRAIN, Started, all_succeed
+from tests.training import check_equal
+
+Patch = pytest.MonkeyPatch
+SOURCES = Path(accelerate.__file__).parent
+KEYS = (*requests.HONOURED, *requests.REFUSED, *requests.WITHOUT_MEANING)
+NAMES = [name for key in KEYS for name in key.variables.split()]
+DDP = "this trainer is DDP, with the whole model in each process; use instead --config_file accel"
+
+# --- The tables
+
+
+def is_listed(variable: str) -> bool:
+    begins = tuple(name for name in NAMES if name.endswith("_"))
+    return variable in NAMES or variable.startswith(begins)
+
+
+def set_in(path: Path) -> set[str]:
+    """Return the variables that a module assigns: ENVIRONMENT["NAME"], or [PREFIX + "NAME"]."""
+    found = set[str]()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
+            found |= set(re.findall(r"'([A-Z][A-Z0-9_]+)'", ast.unparse(node.slice)))
+    return found
+
+
+def test_the_tables_have_every_variable_that_the_launcher_sets() -> None:
+    prefixes = ("FSDP_", "MEGATRON_LM_", "PARALLELISM_CONFIG_", "ACCELERATE_")
+    in_utils, in_launch = (set_in(SOURCES / at / "launch.py") for at in ("utils", "commands"))
+    assert {"ACCELERATE_USE_FSDP", "FSDP_VERSION", "TP_DEGREE", "KMP_AFFINITY"} <= in_utils
+    assert "NCCL_P2P_DISABLE" in in_launch
+    text = (SOURCES / "utils" / "launch.py").read_text()
+    added = set(re.findall(r'prefix \+ "([A-Z0-9_]+)"', text))  # to one of them, which are listed
+    assert set(re.findall(r'prefix = "([A-Z_]+)"', text)) | {"FSDP_"} == set(prefixes)
+    assert {name for name in (in_utils | in_launch) - added if not is_listed(name)} == set()
+    assert all(is_listed(prefix + "X") for prefix in prefixes[:3])
+
+
+def test_the_tables_have_every_variable_that_accelerate_reads() -> None:
+    ours = [path for path in SOURCES.rglob("*.py") if "test_utils" not in path.parts]
+    names = {name for p in ours for name in re.findall(r'"(ACCELERATE_[A-Z0-9_]+)"', p.read_text())}
+    prefixes = {"ACCELERATE_", "ACCELERATE_FP8_", "ACCELERATE_DYNAMO_"}
+    assert len(names) > 30
+    assert {name for name in names - prefixes if not is_listed(name)} == set()
+
+
+@pytest.mark.parametrize("page", ["docs/reference.md", "docs/reference.zh-CN.md"])
+def test_the_page_has_every_variable_of_the_tables(page: str) -> None:
+    text = (REPOSITORY / page).read_text("utf-8")
+    assert [name for name in NAMES if f"`{name}" not in text] == []
+
+
+@pytest.mark.parametrize("key", requests.REFUSED, ids=[key.variables for key in requests.REFUSED])
+def test_a_variable_that_asks_for_something_else_is_refused(key: requests.Key) -> None:
+    for off in ("", "0", "False", "no"):
+        find_launch(Distribution(), {key.variables: off})
+    with pytest.raises(UsageError) as raised:
+        find_launch(Distribution(), {key.variables: "true"})
+    assert str(raised.value) == f"{key.name}: {key.refusal}"
+    assert "\n" not in str(raised.value)
+
+
+# --- Configs, through accelerate's own launcher
+
+
+class Begun(Exception):
+    """Ends the launcher where it would start processes; holds their environment."""
+
+
+def worker_of(words: list[str], patch: Patch) -> dict[str, str]:
+    """Return the environment in which `accelerate launch WORDS` would start rank 0."""
+
+    def one_process(_command: list[str], env: dict[str, str]) -> None:
+        raise Begun(env)
+
+    def torchrun(args: Any) -> None:
+        of_agent: dict[str, Any] = {
+            "RANK": 0,
+            "LOCAL_RANK": 0,
+            "WORLD_SIZE": int(args.nproc_per_node),
+        }
+        of_agent |= {"MASTER_ADDR": "h", "MASTER_PORT": 1, "TORCHELASTIC_RUN_ID": "none"}
+        raise Begun({**os.environ, **{name: str(value) for name, value in of_agent.items()}})
+
+    with patch.context() as context:
+        context.setattr(subprocess, "Popen", one_process)
+        context.setattr(torch.distributed.run, "run", torchrun)
+        with pytest.raises(Begun) as begun:
+            launcher.launch_command(launcher.launch_command_parser().parse_args(words))
+    env: dict[str, str] = begun.value.args[0]
+    return env
+
+
+def in_effect(words: list[str], folder: Path, patch: Patch) -> str:
+    """Return what rank 0 of `accelerate launch WORDS` takes up, or the line that refuses it."""
+    words = ["--main_process_port", "0", *words, "-m", "ddp_mnist", "train"]
+    flags = Distribution()
+    with patch.context() as context:
+        try:
+            env = worker_of(words, patch)
+        except (ImportError, RuntimeError, ValueError) as error:
+            return f"accelerate: {str(error).strip()}"
+        for name, value in env.items():
+            context.setenv(name, value)
+        context.setattr(requests, "_command_line", lambda: (words, str(folder)))
+        context.setattr("ddp_mnist.cluster.device.gpus", lambda: int("GPU" in os.environ))
+        try:
+            launch, asked = find_launch(flags, env), requests.asked_of_launcher(env)
+            device = choose_device(flags, asked)
+            precision = precision_in_effect(flags, launch, device)
+            compiler = compiler_in_effect(flags).get("backend", "no")
+        except UsageError as error:
+            return str(error)
+    parts = asked.grad_accum or 1
+    shown = f"{launch.world_size} on {device}, {precision}, compiled by {compiler}, {parts} parts"
+    return "; ".join([shown, *asked.notes])
+
+
+ONE, TWO = "distributed_type: 'NO'", "distributed_type: MULTI_GPU, num_processes: 2"
+BLOCK = "dynamo_mode: default, dynamo_use_dynamic: false, dynamo_use_fullgraph: false"
+PLAIN = "1 on cpu, no, compiled by no, 1 parts"
+PAIR = "2 on cpu, no, compiled by no, 1 parts"
+MULTI = "deepspeed_multinode_launcher: standard, zero_stage: 2, gradient_accumulation_steps: 4"
+FOR_DDP = {  # by config and flags, the beginning of what comes of it
+    (ONE, ""): PLAIN,
+    (f"{ONE}, use_cpu: true, mixed_precision: bf16", ""): PLAIN.replace("no,", "bf16,", 1),
+    (
+        f"{ONE}, use_cpu: true, mixed_precision: fp16",
+        "",
+    ): "accelerate launch: its config asks for f",
+    (f"{ONE}, mixed_precision: fp8", ""): "accelerate: FP8 is not available on this machine",
+    (
+        f"{ONE}, num_processes: 2",
+        "",
+    ): "MASTER_ADDR=127.0.0.1: is set, but accelerate launch started",
+    (f"{ONE}, debug: true, enable_cpu_affinity: true, downcast_bf16: 'no'", ""): PLAIN,
+    (f"{ONE}, dynamo_config: {{dynamo_backend: INDUCTOR, {BLOCK}}}", ""): (
+        "1 on cpu, no, compiled by inductor, 1 parts"
+    ),
+    (f"{ONE}, dynamo_backend: EAGER", ""): "1 on cpu, no, compiled by eager, 1 parts",
+    (ONE, "--dynamo_backend tvm"): "dynamo_backend tvm: choose from inductor, cudagraphs, aot_eag",
+    (ONE, "--dynamo_backend eager --dynamo_use_regional_compilation"): (
+        "dynamo_use_regional_compilation: the net is compiled whole; leave it out"
+    ),
+    (ONE, "--gradient_accumulation_steps 4"): "1 on cpu, no, compiled by no, 4 parts",
+    (ONE, "--gradient-accumulation-steps=0"): (
+        "gradient_accumulation_steps 0: must be a whole number of at least 1"
+    ),
+    (
+        ONE,
+        "--gradient_clipping 1",
+    ): "gradient_clipping: is DeepSpeed's; leave it out, and add --max",
+    ("distributed_type: MULTI_CPU, use_cpu: true, num_processes: 1", ""): PLAIN,
+    (
+        "distributed_type: MULTI_CPU, use_cpu: true, num_processes: 2",
+        "",
+    ): "MASTER_ADDR=127.0.0.1: is",
+    (TWO, ""): PAIR,
+    (f"{TWO}, mixed_precision: bf16, debug: true", ""): PAIR.replace("no,", "bf16,", 1),
+    (f"{TWO}, mixed_precision: fp16", ""): "accelerate launch: its config asks for fp16",
+    (TWO, "--gradient_accumulation_steps 4 --dynamo_backend aot_eager"): (
+        "2 on cpu, no, compiled by aot_eager, 4 parts"
+    ),
+    (f"{TWO}, deepspeed_config: {{gradient_accumulation_steps: 2}}", ""): (
+        "2 on cpu, no, compiled by no, 2 parts"
+    ),
+    (f"{TWO}, num_machines: 1, rdzv_backend: c10d, same_network: true", ""): (
+        f"{PAIR}; rdzv_backend c10d: accelerate launch takes it as a flag only, and"
+    ),
+    (f"{TWO}, rdzv_backend: c10d", "--rdzv_backend c10d"): PAIR,
+    (f"{TWO}, fsdp_config: {{fsdp_version: 1}}", ""): PAIR,  # of another distributed_type
+    (TWO, "--use_fsdp"): f"distributed_type FSDP, or --use_fsdp: {DDP}",
+    ("distributed_type: FSDP, num_processes: 2, fsdp_config: {fsdp_version: 2}", ""): (
+        f"distributed_type FSDP, or --use_fsdp: {DDP}"
+    ),
+    ("distributed_type: FSDP, num_processes: 1, use_cpu: true", "--cpu"): (
+        f"distributed_type FSDP, or --use_fsdp: {DDP}"
+    ),
+    (f"distributed_type: DEEPSPEED, num_processes: 2, deepspeed_config: {{{MULTI}}}", ""): (
+        "accelerate: DeepSpeed is not installed"
+    ),
+    ("distributed_type: DEEPSPEED, num_processes: 1", "--cpu"): (
+        f"distributed_type DEEPSPEED, or --use_deepspeed: {DDP}"
+    ),
+    ("distributed_type: MEGATRON_LM, num_processes: 2", ""): (
+        f"distributed_type MEGATRON_LM, or --use_megatron_lm: {DDP}"
+    ),
+    (f"{TWO}, parallelism_config: {{parallelism_config_tp_size: 2}}", ""): (
+        f"parallelism_config, or --use_parallelism_config: {DDP}"
+    ),
+    ("distributed_type: XLA, num_processes: 8, downcast_bf16: 'yes'", ""): (
+        "accelerate: No module named 'torch_xla'"
+    ),
+    ("distributed_type: XLA, num_processes: 1", "--cpu"): (
+        "distributed_type XLA, or --tpu: this trainer computes on NVIDIA GPUs and on CPUs; use inst"
+    ),
+    ("distributed_type: MULTI_XPU, num_processes: 2", ""): (
+        "distributed_type MULTI_XPU: this trainer computes on NVIDIA GPUs and on CPUs; use instead"
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "flags", "expected"),
+    [(*given, expected) for given, expected in FOR_DDP.items()],
+    ids=[" ".join(given) for given in FOR_DDP],
+)
+def test_a_config_does_what_it_says_or_one_line_refuses_it(
+    config: str, flags: str, expected: str, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    (tmp_path / "own.yaml").write_text(f"{{compute_environment: LOCAL_MACHINE, {config}}}")
+    monkeypatch.chdir(tmp_path)
+    found = in_effect(["--config_file", "own.yaml", *flags.split()], tmp_path, monkeypatch)
+    assert found.startswith(expected)
+    assert "\n" not in found or found.startswith("accelerate:")
+
+
+def test_use_cpu_holds_for_several_processes_beside_gpus(
+    tmp_path: Path, monkeypatch: Patch
+) -> None:
+    """The launcher passes it on to one process alone."""
+    monkeypatch.setenv("GPU", "1")
+    for use_cpu, device in (("true", "cpu"), ("false", "cuda")):
+        file = tmp_path / f"{use_cpu}.yaml"
+        file.write_text(f"{{{TWO}, use_cpu: {use_cpu}}}")
+        found = in_effect(["--config_file", str(file)], tmp_path, monkeypatch)
+        assert found.startswith(f"2 on {device}, no,")
+
+
+def test_one_thread_that_was_typed_is_one_thread(monkeypatch: Patch) -> None:
+    env = {"OMP_NUM_THREADS": "1", "ACCELERATE_MIXED_PRECISION": "no"}
+    launch = find_launch(Distribution(), env)
+    monkeypatch.setattr("ddp_mnist.cluster.device.cores", lambda: 8)
+    for words, threads in (([], 8), (["--num_cpu_threads_per_process", "1"], 1)):
+        monkeypatch.setenv("OMP_NUM_THREADS", "1")
+        line = ([*words, "--cpu", "x.py"], ".")
+        monkeypatch.setattr(requests, "_command_line", lambda line=line: line)
+        assert set_threads(launch, "cpu", 1, requests.asked_of_launcher(env)) == threads
+
+
+def test_the_config_that_accelerate_writes_by_default(tmp_path: Path, monkeypatch: Patch) -> None:
+    for precision in ("no", "bf16"):
+        file = tmp_path / f"{precision}.json"
+        write_basic_config(precision, file)
+        found = in_effect(["--config_file", str(file)], tmp_path, monkeypatch)
+        assert found == f"1 on cpu, {precision}, compiled by no, 1 parts"
+
+
+# Answers to accelerate's questions, one a line; of a menu the number, else its default.
+QUESTIONNAIRE: dict[str, tuple[str, str]] = {
+    "one process": ("0\nyes\nno\nno\nno\nno\n0", PLAIN),
+    "several GPUs": ("4\n1\nno\nno\nno\nno\nno\n2\nall\nno\n0", PAIR),
+    "several GPUs, compiled": (
+        "4\n1\nyes\nyes\n2\nno\nno\nno\nno\n2\nall\nyes\n2",
+        "2 on cpu, bf16, compiled by inductor, 1 parts",
+    ),
+}
+
+
+@pytest.mark.parametrize(("answers", "expected"), QUESTIONNAIRE.values(), ids=QUESTIONNAIRE)
+def test_the_config_that_accelerate_asks_for(
+    answers: str, expected: str, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    lines = iter(answers.split("\n"))
+
+    monkeypatch.setattr("builtins.input", lambda _="": next(lines, ""))
+    monkeypatch.setattr("accelerate.commands.menu.selection_menu.in_colab", True)  # no arrow keys
+    get_cluster_input().to_yaml_file(str(tmp_path / "own.yaml"))
+    found = in_effect(["--config_file", str(tmp_path / "own.yaml")], tmp_path, monkeypatch)
+    assert found == expected
+
+
+# --- The real launchers
+
+
+def accelerate_(command: str, *words: str, folder: Path) -> Started:
+    return Started(["-m", "accelerate.commands.accelerate_cli", command, *words], folder)
+
+
+@pytest.mark.system
+def test_accumulation_and_a_compiler_that_the_launcher_asks_for_change_no_weight(
+    alone: Path, tmp_path: Path
+) -> None:
+    """Both reach the run; neither a config nor a flag of ours names them."""
+    (tmp_path / "own.yaml").write_text(
+        "{distributed_type: MULTI_GPU, num_processes: 2, debug: true, enable_cpu_affinity: true,"
+        " dynamo_config: {dynamo_backend: EAGER}}"
+    )
+    config = ["--config_file", "own.yaml", "--main_process_port", "0"]
+    asked = ["--gradient_accumulation_steps", "4", *TRAIN, *PROOF.split(), "run"]
+    [ended] = all_succeed([accelerate_("launch", *config, *asked, folder=tmp_path)])
+    check_equal(tmp_path / "run", alone, 2)
+    summary, settings = (read_json(tmp_path / "run" / f) for f in ("summary.json", "config.json"))
+    assert (summary["grad_accum"], summary["compile"]) == (4, "eager")
+    assert (settings["recipe"]["grad_accum"], settings["distribution"]["compile"]) == (4, True)
+    plan = " ".join(ended.out.split())
+    assert "precision fp64, compiled by eager" in plan
+    assert "72 images a step = 2 processes x 4 parts x 9" in plan
+
+
+@pytest.mark.system
+def test_a_typed_flag_beats_the_launcher_and_a_line_says_so(tmp_path: Path) -> None:
+    words = ["--cpu", "--gradient-accumulation-steps=4", *TRAIN, "--dataset", "digits", "--dry-run"]
+    ended = accelerate_("launch", *words, "--grad-accum", "2", folder=tmp_path).ended()
+    assert ended.code == 0
+    note = "launcher   gradient_accumulation_steps 4: --grad-accum 2 was typed, and counts\n"
+    assert note in ended.out
+    assert "72 images a step = 1 process x 2 parts x 36" in ended.out
+
+
+@pytest.mark.system
+def test_what_is_not_ddp_is_one_line_of_one_process(tmp_path: Path) -> None:
+    (tmp_path / "own.yaml").write_text(
+        "{distributed_type: FSDP, num_processes: 2, use_cpu: true, fsdp_config: {fsdp_version: 2}}"
+    )
+    words = ["--config_file", "own.yaml", "--main_process_port", "0", *TRAIN, "--dataset", "digits"]
+    ended = accelerate_("launch", *words, folder=tmp_path).ended()
+    [line] = ended.error_lines
+    assert line.startswith(f"ddp-mnist: error: distributed_type FSDP, or --use_fsdp: {DDP}")
+    assert line.endswith("(code 2)")
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.system
+def test_accelerates_own_test_passes_with_our_configs(tmp_path: Path) -> None:
+    """With those for CPUs; the two machines are two launchers here."""
+    text, port = (CONFIGS / "multi_node_cpu.yaml").read_text(), str(free_port())
+    text = text.replace("192.168.1.201", "127.0.0.1").replace("12345", port)
+    for rank in range(2):
+        node = text.replace("machine_rank: 0", f"machine_rank: {rank}")
+        (tmp_path / f"node{rank}.yaml").write_text(node)
+    for together in (["cpu.yaml"], ["multi_cpu.yaml"], ["node0.yaml", "node1.yaml"]):
+        started = []
+        for name in together:
+            file = tmp_path / name if (tmp_path / name).exists() else CONFIGS / name
+            path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+            words = ["-m", "accelerate.commands.accelerate_cli", "test", "--config_file", str(file)]
+            started.append(Started(words, tmp_path, {"PATH": path}))
+        for each in started:
+            ended = each.ended(300)
+            assert (ended.code, "Test is a success!" in ended.out) == (0, True), ended.err
