@@ -73,6 +73,7 @@ def test_last_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     outcome: dict[str, Any] = {"test_accuracy": 0.9912, "test_count": 10_000, "test_loss": 0.03456}
     outcome |= {"dataset": {"name": "mnist"}, "world_size": 2, "images_per_second": 8617.3}
     outcome |= {"metrics": {}, "train_seconds": 12.34, "total_seconds": 15.67, "inject": None}
+    outcome["classes"] = list("0123456789")
     outcome["confusion"] = (11 + np.diag([889] * 10)).tolist()
     monkeypatch.setattr("ddp_mnist.run.summary.program", lambda: "ddp-mnist")
     folder = RunFolder()
@@ -94,6 +95,7 @@ def test_last_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (0.99, [[5000, 0], [100, 4900]], False),
     ):
         changed = {**outcome, "test_accuracy": accuracy, "confusion": confusion}
+        changed["classes"] = changed["classes"][: len(confusion)]
         assert ("careful    " in summary.last_lines(changed, folder)) is is_guessed
 
 

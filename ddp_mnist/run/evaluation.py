@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
@@ -22,6 +23,8 @@ from torch.utils.data import DataLoader
 from ddp_mnist.cluster.signals import StopSignals
 from ddp_mnist.cluster.world import broadcast_bytes
 from ddp_mnist.data.batches import Rows, images_a_pass, make_loader
+
+MANY_CLASSES = 40  # above it a person is shown the largest cells of a matrix, not all
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,35 @@ def prepare_split(accelerator: Accelerator, rows: Rows, per_process: int | None 
 def shown(scores: dict[str, float | None]) -> list[str]:
     """Return each score that --metrics named, as a person reads it."""
     return [f"{name} {'undefined' if s is None else f'{s:.4f}'}" for name, s in scores.items()]
+
+
+def stored(confusion: list[list[int]]) -> list[list[int]]:
+    """Return what summary.json has of it: of MANY_CLASSES [label, prediction, rows] of each pair.
+
+    Pairs without a row are left out: of 1,000 classes the whole matrix takes 9 MB.
+    """
+    if len(confusion) <= MANY_CLASSES:
+        return confusion
+    cells = np.array(confusion)
+    return [[*map(int, pair), int(cells[*pair])] for pair in np.argwhere(cells)]
+
+
+def matrix_of(confusion: list[list[int]], classes: int) -> np.ndarray:
+    """Return what `stored` returns as the whole matrix [classes, classes]."""
+    if len(confusion[0]) == classes:
+        return np.array(confusion)
+    matrix = np.zeros((classes, classes), dtype=np.int64)
+    labels, predictions, rows = np.array(confusion).T
+    matrix[labels, predictions] = rows
+    return matrix
+
+
+def most_confused(matrix: np.ndarray, most: int) -> list[tuple[int, int, int]]:
+    """Return (label, prediction, rows) of the pairs that were confused, the most frequent first."""
+    wrong = matrix - np.diag(matrix.diagonal())
+    order = np.argsort(-wrong, axis=None, kind="stable")[: min(most, np.count_nonzero(wrong))]
+    pairs = zip(*np.unravel_index(order, wrong.shape), strict=True)
+    return [(int(label), int(guess), int(wrong[label, guess])) for label, guess in pairs]
 
 
 def check_scores(names: Sequence[str]) -> None:

@@ -5,10 +5,11 @@ Only rank 0's machine needs the run folder: rank 0 reads the weights and sends t
 
 import dataclasses
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from ddp_mnist.cluster import rendezvous
@@ -22,12 +23,20 @@ from ddp_mnist.data.reading import Reading
 from ddp_mnist.errors import CheckpointError, UsageError, printable
 from ddp_mnist.run import weights
 from ddp_mnist.run.console import Console, json_line
-from ddp_mnist.run.evaluation import check_scores, evaluate_split, prepare_split, shown
+from ddp_mnist.run.evaluation import (
+    MANY_CLASSES,
+    check_scores,
+    evaluate_split,
+    most_confused,
+    prepare_split,
+    shown,
+)
 from ddp_mnist.run.folder import CONFIG, read_json
 from ddp_mnist.verbs.flags import Evaluate
 
 # of config.json
 NEEDED = ("dataset", "cache_dir", "val_size", "image_size", "grey", "test_size", "metrics")
+MOST_SHOWN = 10  # classes, and pairs of them, of MANY_CLASSES
 TABLE_COLUMNS = 80  # names of classes head the columns if the table then fits, else numbers do
 
 
@@ -77,12 +86,28 @@ def evaluate_run(
 
 
 def metrics_table(metrics: dict[str, Any]) -> str:
-    """Return accuracy, loss and confusion matrix.
+    """Return accuracy, loss and the confusion matrix, or the worst of it if it has MANY_CLASSES."""
+    names = [printable(name) for name in metrics["classes"]]
+    worst = _worst if len(names) > MANY_CLASSES else _matrix
+    lines = [
+        *wrong_on_purpose(metrics["inject"]),
+        f"{metrics['split']} split of {printable(metrics['dataset']['name'])}:"
+        f" {metrics['count']:,} images",
+        f"accuracy {metrics['accuracy']:.4f}   loss {metrics['loss']:.4f}"
+        + "".join(f"   {score}" for score in shown(metrics["scores"])),
+        *worst(names, metrics["class_accuracy"], metrics["confusion"]),
+    ]
+    return "\n".join(lines)
+
+
+def _matrix(
+    names: list[str], accuracies: list[float | None], confusion: list[list[int]]
+) -> Iterator[str]:
+    """Yield the lines of the whole matrix.
 
     Its rows have the names of the classes; its columns have the labels instead, and the rows both,
     where the names are too long.
     """
-    names, confusion = [printable(name) for name in metrics["classes"]], metrics["confusion"]
     longest, least = max(map(len, names)), max(5, len(str(max(map(max, confusion)))))
     first, heads = max(8, longest), names
     if longest > max(least, (TABLE_COLUMNS - first - 12) // len(names) - 1):
@@ -91,19 +116,25 @@ def metrics_table(metrics: dict[str, Any]) -> str:
         names = [f"{label:>{digits}} {name}" for label, name in zip(heads, names, strict=True)]
         first = max(map(len, names))
     width = max(least, *map(len, heads))
-    lines = [
-        *wrong_on_purpose(metrics["inject"]),
-        f"{metrics['split']} split of {printable(metrics['dataset']['name'])}:"
-        f" {metrics['count']:,} images",
-        f"accuracy {metrics['accuracy']:.4f}   loss {metrics['loss']:.4f}"
-        + "".join(f"   {score}" for score in shown(metrics["scores"])),
-        "rows: what the images are; columns: what they were taken for",
-        f"{'class':<{first}} accuracy   " + " ".join(f"{head:>{width}}" for head in heads),
-    ]
-    for name, accuracy, row in zip(names, metrics["class_accuracy"], confusion, strict=True):
+    yield "rows: what the images are; columns: what they were taken for"
+    yield f"{'class':<{first}} accuracy   " + " ".join(f"{head:>{width}}" for head in heads)
+    for name, accuracy, row in zip(names, accuracies, confusion, strict=True):
         share = "-" if accuracy is None else f"{accuracy:.4f}"
-        lines.append(f"{name:<{first}} {share:>8}   " + " ".join(f"{n:>{width}}" for n in row))
-    return "\n".join(lines)
+        yield f"{name:<{first}} {share:>8}   " + " ".join(f"{n:>{width}}" for n in row)
+
+
+def _worst(
+    names: list[str], accuracies: list[float | None], confusion: list[list[int]]
+) -> Iterator[str]:
+    """Yield the lines of the MOST_SHOWN worst classes and most frequent confusions."""
+    matrix = np.array(confusion)
+    known = [(share, label) for label, share in enumerate(accuracies) if share is not None]
+    yield f"accuracy   images   the worst of {len(names):,} classes"
+    for share, label in sorted(known)[:MOST_SHOWN]:
+        yield f"{share:>8.4f}   {matrix[label].sum():>6,}   {names[label]}"
+    yield "images   most often taken for another (--json has all)"
+    for label, guess, rows in most_confused(matrix, MOST_SHOWN):
+        yield f"{rows:>6,}   {names[label]}, taken for {names[guess]}"
 
 
 def _read_config(run: str) -> dict[str, Any]:

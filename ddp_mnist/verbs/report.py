@@ -10,12 +10,13 @@ images that the model got wrong are found by running it once more: seconds.
 import base64
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jinja2
+import numpy as np
 import PIL.Image
 import torch
 
@@ -25,6 +26,7 @@ from ddp_mnist.data.reading import Reading
 from ddp_mnist.errors import CheckpointError, DataError, DdpMnistError, printable, reason
 from ddp_mnist.run import folder, weights
 from ddp_mnist.run.console import Console, warn
+from ddp_mnist.run.evaluation import MANY_CLASSES, matrix_of, most_confused
 from ddp_mnist.verbs import plots
 from ddp_mnist.verbs.flags import Report
 from ddp_mnist.verbs.render import render
@@ -144,7 +146,33 @@ def as_data_uri(image: torch.Tensor) -> str:
 
 def render_page(runs: Sequence[ReportedRun], curves: dict[str, str]) -> str:
     """Return the page's HTML, with `curves`: an <svg> by its title."""
-    return render("report.html", runs=runs, curves=curves, rows=side_by_side(runs))
+    rows, many = side_by_side(runs), MANY_CLASSES
+    parts = {"by_class": by_class, "confusions": confusions}
+    return render("report.html", runs=runs, curves=curves, rows=rows, many=many, **parts)
+
+
+def by_class(summary: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield for each class how its test images, and those taken for it, are counted."""
+    matrix = matrix_of(summary["confusion"], len(summary["classes"]))
+    wrong = matrix - np.diag(matrix.diagonal())
+    for label, name in enumerate(summary["classes"]):
+        taken_for = int(wrong[label].argmax())
+        yield {
+            "name": name,
+            "images": int(matrix[label].sum()),
+            "correct": int(matrix[label, label]),
+            "guessed": int(matrix[:, label].sum()),
+            "most": int(wrong[label, taken_for]),
+            "taken_for": summary["classes"][taken_for],
+        }
+
+
+def confusions(summary: dict[str, Any]) -> Iterator[tuple[str, str, int]]:
+    """Yield class, what it was taken for, and how often: the most frequent of MANY_CLASSES."""
+    names = summary["classes"]
+    matrix = matrix_of(summary["confusion"], len(names))
+    for label, guess, rows in most_confused(matrix, MOST_WRONG):
+        yield names[label], names[guess], rows
 
 
 def side_by_side(runs: Sequence[ReportedRun]) -> list[tuple[str, list[str], bool]]:
