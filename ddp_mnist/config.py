@@ -52,7 +52,9 @@ class Run(Flags):
         on_resume="inherited",
         may_differ=True,
     )
-    checkpoint_every: int = changeable(100, "Optimizer steps between checkpoints.", least=1)
+    checkpoint_every: int | None = changeable(
+        None, "Optimizer steps between checkpoints [100, or as many as take 5 s].", least=1
+    )
     keep: int = changeable(3, "Number of newest checkpoints to keep.", least=2)
     log_every: int = changeable(25, "Optimizer steps between log lines.", least=1)
     trackers: str | None = flag(

@@ -137,7 +137,7 @@ def fit(
             # fp16 the loss scaler has one in each step, where it looks for an overflow.
             ends_epoch = progress.step == first_step + batches.steps_per_epoch
             log = ends_epoch or progress.step % flags.log_every == 0
-            save = progress.step % flags.checkpoint_every == 0
+            save = meter.is_save_due(flags.checkpoint_every)
             if not (log or save or progress.step >= meter.next_sync):
                 continue
             stop_requests = meter.all_reduce(stop.requests)
@@ -145,7 +145,7 @@ def fit(
                 run.log_step(progress, lr)
             if save and not any(stop_requests):
                 run.save(state)
-                meter.restart_clock()
+                meter.count_save()
             stop.obey(stop_requests, accelerator.is_main_process)  # on a signal: save and end
 
         # Validate on images held out. All ranks get the same numbers, so all decide the same.

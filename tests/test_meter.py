@@ -109,3 +109,32 @@ def test_the_plan_is_made_from_numbers_that_all_ranks_share(clock: Any) -> None:
             see(made, 0.5, [1])
             made.all_reduce([])
         assert progress.step < one.next_sync == other.next_sync
+        assert one.agreed_steps_per_s == other.agreed_steps_per_s  # by which saves are due
+
+
+def saves(clock: Any, seconds_per_step: float, steps: int, every: int | None = None) -> list[int]:
+    """Return the steps after which a run of this speed saves, each time in a second."""
+    progress = Progress()
+    made, found = Meter(ranks(1), progress, Recipe()), []
+    for progress.step in range(1, steps + 1):
+        clock.now += seconds_per_step
+        save = made.is_save_due(every)
+        if progress.step >= made.next_sync or save:
+            see(made, 0.5, [1])
+            made.all_reduce([])
+        if save:
+            clock.now += 1
+            made.count_save()
+            found.append(progress.step)
+    return found
+
+
+def test_checkpoints_come_every_100_steps_but_not_within_5_seconds(clock: Any) -> None:
+    for slow in (0.06, 0.3, 10.0):
+        assert saves(clock, slow, 1000) == list(range(100, 1001, 100))
+    assert saves(clock, 0.02, 1000) == [300, 600, 900]
+    for fast in (0.002, 0.01):  # a GPU's
+        gaps = [(b - a) * fast for a, b in itertools.pairwise([0, *saves(clock, fast, 20_000)])]
+        assert all(5 <= gap < 5.01 + 100 * fast for gap in gaps)
+        assert len(gaps) >= 20_000 * fast / 6.1
+    assert saves(clock, 0.002, 100, every=20) == [20, 40, 60, 80, 100]  # as it was typed

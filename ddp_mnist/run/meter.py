@@ -9,6 +9,9 @@ from torch import Tensor
 from ddp_mnist.config import Recipe
 from ddp_mnist.run.state import Progress
 
+SAVE_STEPS = 100  # between checkpoints at the least, if --checkpoint-every is not given, and
+SAVE_S = 5.0  # so many seconds of training
+
 
 class Meter:
     """A rank's counts since the last sync point; at a sync point all ranks add theirs up.
@@ -25,12 +28,31 @@ class Meter:
         self.images_per_batch = 0
         self.last_sync = progress.step
         self.next_sync = progress.step + 1  # the step at which it is due, on all ranks the same
-        self.steps_per_s = 0.0
+        self.steps_per_s = 0.0  # this rank's, in the interval before the last sync point
+        self.agreed_steps_per_s = 0.0  # the mean of all ranks', one interval earlier
+        self.last_save = progress.step
         self.restart_clock()
 
     def restart_clock(self) -> None:
         """Leave out of the training's seconds what came since the last sync point."""
         self.clock = time.monotonic()
+
+    def is_save_due(self, every: int | None) -> bool:
+        """Return whether to save after this step: each `every` steps, as typed, else by the clock.
+
+        A GPU can take 100 steps in 0.2 s, most of which a save on a network's disk would take too.
+        The ranks agree, as they count the seconds since the last save by the mean of their speeds.
+        """
+        step = self.progress.step
+        if every:
+            return step % every == 0
+        least = max(SAVE_STEPS, SAVE_S * self.agreed_steps_per_s)
+        return step % SAVE_STEPS == 0 and step - self.last_save >= least
+
+    def count_save(self) -> None:
+        """Note that this step was saved, and leave that out of the training's seconds."""
+        self.last_save = self.progress.step
+        self.restart_clock()
 
     def update(self, loss: Tensor, logits: Tensor, labels: Tensor) -> None:
         """Note a batch: its mean loss, a scalar, logits [B, classes] and int64 labels [B]."""
@@ -54,7 +76,8 @@ class Meter:
         self.restart_clock()
         self.progress.add(loss, correct, seen, bad, seconds)
         # About a second from here, by the speeds that the ranks had measured before.
-        self.next_sync = step + max(1, int(steps_per_s / self.accelerator.num_processes))
+        self.agreed_steps_per_s = steps_per_s / self.accelerator.num_processes
+        self.next_sync = step + max(1, int(self.agreed_steps_per_s))
         self.steps_per_s = (step - self.last_sync) / max(seconds, 1e-3)
         self.last_sync = step
         self.progress.raise_if_diverged(self.recipe, self.accelerator)
