@@ -16,7 +16,7 @@ import inspect
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +70,11 @@ def predict(
 
     Raise DataError if one cannot be read: the answers to the others are not returned.
     """
-    files = [images] if isinstance(images, str | Path) else images
+    given: Any = images
+    several = isinstance(given, Iterable) and not isinstance(given, str | bytes)
+    files = [*given] if several else [given]
+    for file in files:
+        check_path("images", file, "paths of image files; save it as one first")
     own = Predict.of(checked({"run": run, "images": files, **flags}, Predict))
     if is_forked():
         torch.set_num_threads(1)
@@ -81,10 +85,18 @@ def predict(
 def checked(typed: dict[str, Any], *groups: type[Flags]) -> dict[str, Any]:
     """Return the keywords without defaults of None. Raise UsageError for one that is no flag's."""
     known = {f.name: f.default for fields in fields_of(*groups).values() for f in fields}
+    if typed.get("dataset") is not None:
+        check_path("dataset", typed["dataset"], "a name, or the path of a folder of images")
     for name in typed.keys() - known.keys():
         hint = did_you_mean(name, known) or "; see help() of this function"
         raise UsageError(f"{name}: there is no such keyword here{hint}")
     return {k: value for k, value in typed.items() if value is not None or known[k] is not None}
+
+
+def check_path(keyword: str, value: Any, legal: str) -> None:
+    """Raise UsageError for what is neither text nor a path, as an image, an array or bytes."""
+    if not isinstance(value, str | os.PathLike):
+        raise UsageError(f"{keyword}: takes no {type(value).__name__}; give {legal}")
 
 
 @contextlib.contextmanager

@@ -122,6 +122,16 @@ def test_what_a_command_line_cannot_be_given_is_refused_too() -> None:
     assert refused(api.train, lr=None) == "--lr None: must be a number, above 0 and at most 100"
     assert refused(api.train, keep=True).startswith("--keep True: must be a whole number, at ")
 
+    array = np.zeros((4, 4), dtype=np.uint8)
+    image, paths = PIL.Image.fromarray(array), "give paths of image files; save it as one first"
+    for given in (image, array, torch.zeros(4, 4), b"\xff\xd8", [image], None):
+        [kind] = {type(each).__name__ for each in (given if isinstance(given, list) else [given])}
+        assert refused(api.predict, "a", given) == f"images: takes no {kind}; {paths}"
+        name = f"dataset: takes no {type(given).__name__}; give a name, or the path of a folder"
+        if given is not None:
+            assert refused(api.train, dataset=given) == f"{name} of images"
+            assert refused(api.evaluate, "a", dataset=given) == f"{name} of images"
+
     def elsewhere() -> None:
         told.append(refused(api.train, dataset="digits"))
 
