@@ -31,6 +31,10 @@ TRAIN = -m ddp_mnist train --dataset auto
 MULTINODE = $(PY) -m ddp_mnist multinode --machine-rank="$(MACHINE_RANK)" \
 	--main-process-ip="$(MAIN_PROCESS_IP)" --main-process-port="$(MAIN_PROCESS_PORT)" \
 	--num-machines="$(NUM_MACHINES)" --nproc-per-node="$(NPROC_PER_NODE)"
+# torchrun and accelerate launch would stop at SIGHUP under nohup too, which ignores signal 1
+ifneq ($(shell grep '^SigIgn:.*[13579bdf]$$' /proc/self/status 2>/dev/null),)
+export PET_SIGNALS_TO_HANDLE ?= SIGTERM,SIGINT,SIGQUIT
+endif
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
 # A variable that nothing reads would be ignored silently

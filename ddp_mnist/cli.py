@@ -60,7 +60,8 @@ Train MNIST or your own images with PyTorch DDP: one process, many, or many mach
 ddp-mnist VERB --help shows the flags of a verb, and an example.
 
 exit codes: 0 done, 1 check failed, 2 usage or configuration, 3 data, 4 checkpoint,
-5 storage, 6 peer lost or time-out, 7 diverged, 130 SIGINT, 143 SIGTERM or SIGUSR1"""
+5 storage, 6 peer lost or time-out, 7 diverged, 129 SIGHUP, 130 SIGINT,
+143 SIGTERM or SIGUSR1"""
 FLAGS = "ddp_mnist.verbs.flags"  # of all verbs but train; it imports no torch, for --help
 MODULES = {  # where `run` of a verb is that is not in ddp_mnist.verbs
     "doctor": "ddp_mnist.doctor.checks",

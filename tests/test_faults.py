@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -44,7 +45,7 @@ from tests.chaos import (
     wait_until,
     workers_of,
 )
-from tests.commands import Ended
+from tests.commands import TRAIN, Ended, Started
 
 # Long enough to be hit in the middle: 900 steps of the smallest net.
 LONG = ["--epochs", "60", "--dist-timeout", "4"]
@@ -300,7 +301,8 @@ def test_fault_03_fault_05_killed_or_refused_at_every_call_of_a_save(
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR1, 143)]
+    ("number", "code"),
+    [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR1, 143), (signal.SIGHUP, 129)],
 )
 def test_fault_12_fault_13_a_signal_to_one_of_three_stops_all_at_one_step(
     number: signal.Signals, code: int, tmp_path: Path
@@ -315,6 +317,33 @@ def test_fault_12_fault_13_a_signal_to_one_of_three_stops_all_at_one_step(
     assert status(run) == ("preempted", code)
     assert not (run / MODEL).exists()
     assert leftovers(run) == []
+
+
+def test_fault_37_a_closed_terminal_saves_and_nohup_trains_on(tmp_path: Path) -> None:
+    """The terminal is a real one, so what the run says at its end can be written nowhere."""
+    folders = {name: tmp_path / name for name in ("closed", "nohup")}
+    for folder in folders.values():
+        folder.mkdir()
+    flags = [*TRAIN, *flags_of("patient", RUN, "--cpu", "--epochs")]
+    ours, theirs = os.openpty()
+    closed = subprocess.Popen(
+        ["setsid", "--ctty", sys.executable, *flags, "600"],
+        **dict.fromkeys(("stdin", "stdout", "stderr"), theirs),
+        cwd=folders["closed"],
+    )
+    os.close(theirs)
+    nohup = Started(["nohup", sys.executable, *flags, "12"], folders["nohup"], program=None)
+    for folder in folders.values():
+        wait_for_step(folder / "run", 1)
+    nohup.process.send_signal(signal.SIGHUP)
+    os.close(ours)
+    assert closed.wait(20) == 129
+    run = folders["closed"] / "run"
+    assert status(run) == ("preempted", 129)
+    assert newest_step(run) == read_json(run / "status.json")["step"]
+    ended = nohup.ended()
+    assert ended.code == 0, ended.err
+    assert status(folders["nohup"] / "run") == ("finished", 0)
 
 
 def test_fault_11_sigterm_to_the_launcher(tmp_path: Path) -> None:

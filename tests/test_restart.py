@@ -45,7 +45,7 @@ def end(number=0, frame=None):
         Path("signal").write_text(signal.Signals(number).name)
     os._exit(code)
 
-for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT):
     signal.signal(number, end)
 if wait:
     Path("ready").touch()
@@ -103,7 +103,7 @@ WAS_LOST, WAS_KILLED = "rank 1 was lost", "the process that wrote the run folder
         (3, [(1, LOST), (1, KILLED), (1, {**LOST, "exit_code": 7})], 7, [WAS_LOST, WAS_KILLED]),
         # a run that is done or needs a person
         *((3, [(1, {**LOST, "exit_code": code})], code, []) for code in (1, 2, 3, 4, 5, 7, 130)),
-        *((3, [(1, {**PREEMPTED, "exit_code": code})], code, []) for code in (130, 143)),
+        *((3, [(1, {**PREEMPTED, "exit_code": code})], code, []) for code in (129, 130, 143)),
         (3, [(0, FINISHED)], 0, []),
         (3, [(0, {**FINISHED, "exit_code": 3})], 0, []),
         (3, [(0, KILLED)], 0, []),
@@ -221,6 +221,7 @@ def test_the_lock_file_of_a_killed_process_is_no_reason_to_wait(run: Run) -> Non
         (signal.SIGTERM, LOST, 6),
         (signal.SIGTERM, KILLED, 143),
         (signal.SIGUSR1, PREEMPTED, 143),
+        (signal.SIGHUP, {**PREEMPTED, "exit_code": 129}, 129),
         (signal.SIGINT, LOST, 6),
     ],
 )

@@ -21,7 +21,7 @@ from ddp_mnist.errors import FailedElsewhere, Preempted, StorageError
 from tests.chaos import wait_until
 from tests.commands import Started
 
-TERM, USR1, INT = signal.SIGTERM, signal.SIGUSR1, signal.SIGINT
+TERM, USR1, HUP, INT = signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT
 
 
 # --- What the ranks do about the signals of all of them
@@ -30,10 +30,11 @@ TERM, USR1, INT = signal.SIGTERM, signal.SIGUSR1, signal.SIGINT
 @pytest.mark.parametrize(
     ("requests", "name", "code"),
     [
-        ([1, 0, 0], "SIGTERM", 143),
-        ([4095, 1, 0], "SIGUSR1", 143),
-        ([0, 0, 1], "SIGINT", 130),
-        ([2000, 2095, 1], "SIGINT", 130),
+        ([1, 0, 0, 0], "SIGTERM", 143),
+        ([4095, 1, 0, 0], "SIGUSR1", 143),
+        ([2, 0, 1, 0], "SIGHUP", 129),
+        ([0, 0, 0, 1], "SIGINT", 130),
+        ([2000, 2095, 0, 1], "SIGINT", 130),
     ],
 )
 @pytest.mark.parametrize("is_main_process", [True, False])
@@ -53,16 +54,16 @@ def test_without_a_signal_the_run_goes_on() -> None:
     stop = StopSignals()
     stop.save = Mock(side_effect=AssertionError)
     for is_main_process in (True, False):
-        stop.obey([0.0, 0.0, 0.0], is_main_process)
+        stop.obey([0.0] * 4, is_main_process)
 
 
 def test_what_cannot_be_saved_is_the_error_instead() -> None:
     stop = StopSignals()
     with pytest.raises(Preempted, match=r"^SIGTERM: stopped$"):
-        stop.obey([1, 0, 0], True)  # before there is anything to save
+        stop.obey([1, 0, 0, 0], True)  # before there is anything to save
     stop.save = Mock(side_effect=StorageError("the disk is full"))
     with pytest.raises(StorageError, match="the disk is full"):
-        stop.obey([1, 0, 0], True)
+        stop.obey([1, 0, 0, 0], True)
 
 
 def test_ask_adds_up_the_requests_of_all_ranks() -> None:
@@ -70,13 +71,13 @@ def test_ask_adds_up_the_requests_of_all_ranks() -> None:
 
     def reduce(mine: torch.Tensor) -> torch.Tensor:
         sent.append(mine)
-        return mine + torch.tensor([0, 0, 1])
+        return mine + torch.tensor([0, 0, 0, 1])
 
     stop = StopSignals()
     stop.note(TERM)
     with pytest.raises(FailedElsewhere, match="SIGINT: stopped"):
         stop.ask(Mock(device="cpu", reduce=reduce, is_main_process=False))
-    assert (sent[0].tolist(), sent[0].dtype) == ([1, 0, 0], torch.float64)
+    assert (sent[0].tolist(), sent[0].dtype) == ([1, 0, 0, 0], torch.float64)
 
 
 # --- Listening
@@ -125,17 +126,17 @@ def test_each_signal_has_a_slot_and_the_store_knows_when_the_first_came() -> Non
         with listen(store=store) as stop:
             os.kill(os.getpid(), signal.SIGWINCH)
             time.sleep(0.1)
-            assert (stop.requests, store.signalled) == ([0, 0, 0], None)
+            assert (stop.requests, store.signalled) == ([0] * 4, None)
             began = time.monotonic()
             os.kill(os.getpid(), USR1)
             wait_until(lambda: store.signalled, 2)
             first = store.signalled
             assert first
             assert began <= first <= time.monotonic()
-            assert stop.requests == [0, 1, 0]
+            assert stop.requests == [0, 1, 0, 0]
             for number, expected in (
-                *((USR1, [0, 1, 0]), (INT, [0, 1, 1])),
-                *((TERM, [1, 1, 1]), (TERM, [1, 1, 1])),
+                *((USR1, [0, 1, 0, 0]), (INT, [0, 1, 0, 1])),
+                *((TERM, [1, 1, 0, 1]), (HUP, [1] * 4), (TERM, [1] * 4)),
             ):
                 os.kill(os.getpid(), number)
                 time.sleep(0.02)
@@ -186,14 +187,14 @@ def test_a_process_that_hangs_notes_signals_and_ends_at_the_second_interrupt(
         wait_until((tmp_path / "ready").exists, 20)
         process.send_signal(INT)
         wait_until((tmp_path / "noted").exists, 5)
-        for number in (TERM, USR1):
+        for number in (TERM, USR1, HUP):
             process.send_signal(number)
             time.sleep(0.1)
         assert process.poll() is None
         assert not (tmp_path / "at_once").exists()
         process.send_signal(INT)
         assert process.wait(5) == 130
-        assert (tmp_path / "at_once").read_text() == "[1.0, 1.0, 1.0]"
+        assert (tmp_path / "at_once").read_text() == str([1.0] * 4)
     finally:
         process.kill()
         assert process.communicate() == ("", "")

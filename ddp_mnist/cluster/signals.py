@@ -1,4 +1,4 @@
-"""SIGTERM, SIGUSR1 and SIGINT: noted the moment they come, obeyed once all ranks have agreed.
+"""Stop signals: noted the moment they come, obeyed once all ranks have agreed.
 
 A scheduler may signal one process of many; the ranks have to stop at the same step.
 """
@@ -19,7 +19,12 @@ from ddp_mnist.cluster.store import Store
 from ddp_mnist.errors import FailedElsewhere, Preempted
 
 # By signal; of several the last one in this order is obeyed.
-EXIT_CODES: dict[int, int] = {signal.SIGTERM: 143, signal.SIGUSR1: 143, signal.SIGINT: 130}
+EXIT_CODES: dict[int, int] = {
+    signal.SIGTERM: 143,
+    signal.SIGUSR1: 143,
+    signal.SIGHUP: 129,  # the terminal was closed, or the link to it broke
+    signal.SIGINT: 130,
+}
 SAME_PRESS_S = 0.5
 
 
@@ -73,7 +78,7 @@ def listen(has_launcher: bool = True, store: Store | None = None) -> Iterator[St
     A Python handler would run when the collective returns, up to the time-out later; the byte
     that the C handler writes is read by a thread at once. When the first signal comes, `signalled`
     of the store is set. After an error they stay ignored if there is a launcher, which may end the
-    other workers, and could cut this one's last line short.
+    other workers, and could cut this one's last line short. SIGHUP is left alone under nohup.
     """
     stop = StopSignals()
     reader, writer = socket.socketpair()
@@ -88,7 +93,9 @@ def listen(has_launcher: bool = True, store: Store | None = None) -> Iterator[St
 
     threading.Thread(target=watch, daemon=True).start()
     wakeup_before = signal.set_wakeup_fd(writer.fileno())
-    before = {number: signal.signal(number, lambda *_: None) for number in EXIT_CODES}
+    nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    heard = [number for number in EXIT_CODES if not (nohup and number == signal.SIGHUP)]
+    before = {number: signal.signal(number, lambda *_: None) for number in heard}
     in_order = False
     try:
         yield stop

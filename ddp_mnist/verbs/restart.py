@@ -18,8 +18,8 @@ from ddp_mnist.data.sources import find_source
 from ddp_mnist.run.console import Console
 from ddp_mnist.run.folder import STATUS, in_use, read_json, reserve, without_link
 
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
 ORPHANS_MAY_TAKE_S = 60  # processes whose launcher was killed save their checkpoint, and end
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 def restart(restarts: int, command: Sequence[str], run: Run) -> int:
@@ -64,10 +64,12 @@ def choose_folder(run: Run) -> tuple[Path, list[str]]:
 def run_once(command: list[str]) -> tuple[int, bool]:
     """Return the command's exit code, and whether this process was asked to stop meanwhile.
 
-    SIGTERM and SIGUSR1 are forwarded; a terminal sends SIGINT to the command too.
+    Signals are forwarded, but for SIGINT, which a terminal sends to the command too.
     """
     received: list[int] = []
-    before = {n: signal.signal(n, lambda number, _: received.append(number)) for n in SIGNALS}
+    # Under nohup SIGHUP is ignored, here and in the command, which inherits that.
+    heard = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+    before = {n: signal.signal(n, lambda number, _: received.append(number)) for n in heard}
     try:
         process, forwarded = subprocess.Popen(command), 0
         while (code := process.poll()) is None:
