@@ -67,6 +67,13 @@ def in_mode(image: PIL.Image.Image, mode: str, paper: str = "white") -> PIL.Imag
     return image if image.mode == mode else image.convert(mode)
 
 
+def is_clear(image: PIL.Image.Image) -> bool:
+    """Return whether parts of a decoded image are transparent; its header says whether they may."""
+    if not image.has_transparency_data:
+        return False
+    return bool((np.asarray(image.convert("RGBA").getchannel("A")) < 255).any())
+
+
 def facts_of(image: PIL.Image.Image) -> tuple[tuple[int, int], bool, list[str]]:
     """Return an opened file's height and width, upright, whether it is grey, and what is odd.
 
@@ -80,7 +87,6 @@ def facts_of(image: PIL.Image.Image) -> tuple[tuple[int, int], bool, list[str]]:
         (turned != 1, "an orientation in EXIF and became upright"),
         (getattr(image, "is_animated", False), "several frames, of which the first counts"),
         (sixteen, SIXTEEN_BITS),
-        (image.has_transparency_data, "transparent parts, which became white"),
         (image.mode == "CMYK", "CMYK colours, which became RGB"),
     ):
         if wrong:

@@ -1,6 +1,5 @@
 """A table of the library `datasets`: its splits, its columns, and what shape its images get."""
 
-import functools
 import io
 import statistics
 import warnings
@@ -12,7 +11,7 @@ from typing import Any
 import numpy as np
 import PIL.Image
 
-from ddp_mnist.data.decode import SIXTEEN_BITS, decode_image, facts_of
+from ddp_mnist.data.decode import SIXTEEN_BITS, decode_image, facts_of, is_clear
 from ddp_mnist.data.preparation import Decoded, Reserve, Shape
 from ddp_mnist.data.reading import Reading
 from ddp_mnist.errors import DataError, UsageError, reason
@@ -49,10 +48,19 @@ def decode_dataset(dataset: Any, where: str, reading: Reading, reserve: Reserve)
         labels[split], classes = _decode_labels(splits[split], label_column, classes, at)
     shape, notes = _find_shape(splits, image_column, reading, where)
     images = reserve(shape, {split: len(splits[split]) for split in SPLITS})
+
+    def decode(image: PIL.Image.Image) -> tuple[np.ndarray, bool]:
+        return decode_image(image, shape), is_clear(image)
+
+    clear = 0
     for split in SPLITS:
-        decode = functools.partial(decode_image, shape=shape)
-        for row, image in enumerate(_of_each(splits[split], image_column, decode, where, split)):
-            images[split][row] = image
+        decoded = _of_each(splits[split], image_column, decode, where, split)
+        for row, (pixels, has_clear_parts) in enumerate(decoded):
+            images[split][row] = pixels
+            clear += has_clear_parts
+    if clear:
+        total = sum(map(len, images.values()))
+        notes.append(f"{clear:,} of {total:,} images had transparent parts, which became white")
     highest = max(np.max(each, initial=0) for each in images.values())
     if any(SIXTEEN_BITS in note for note in notes) and highest < 16:
         notes.append("all pixels are below 4096 of 65535, as of 12 bits: scale them to 16 bits")
