@@ -68,11 +68,14 @@ def _crops(u: Tensor, strength: float) -> Tensor:
 
 
 def augment(images: Tensor, draws: Tensor) -> Tensor:
-    """Return uint8 [B, C, H, W] with each image moved by its map, bilinear, zeros from outside.
+    """Return uint8 [B, C, H, W] with each image moved by its map, bilinear.
 
-    `draws` are rows of `draw_table`, [B, 2 or 3, 3]; a third line changes the colours. Results are
-    rounded, so a difference in the last bit of a float hardly ever shows.
+    `draws` are rows of `draw_table`, [B, 2 or 3, 3]; a third line changes the colours. Around
+    strokes is black, and around pictures their edge goes on: a crop there reads a fraction of a
+    pixel beyond it. Results are rounded, so a difference in the last bit of a float hardly ever
+    shows.
     """
+    pictures = draws.shape[1] == 3
     # The grid is written out instead of F.affine_grid, whose matrix product may differ in the
     # last bits with the number of images in the batch.
     height, width = images.shape[2:]
@@ -83,9 +86,13 @@ def augment(images: Tensor, draws: Tensor) -> Tensor:
     m = draws[:, :2, :, None, None]
     grid = m[:, :, 0] * x + m[:, :, 1] * y + m[:, :, 2]
     moved = F.grid_sample(
-        images.float(), grid.permute(0, 2, 3, 1), mode="bilinear", align_corners=False
+        images.float(),
+        grid.permute(0, 2, 3, 1),
+        mode="bilinear",
+        padding_mode="border" if pictures else "zeros",
+        align_corners=False,
     ).round_()
-    if draws.shape[1] == 3:
+    if pictures:
         moved = _coloured(moved, *draws[:, 2, :, None, None, None].unbind(1)).round_()
     return moved.clamp_(0, 255).to(torch.uint8)
 

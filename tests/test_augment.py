@@ -172,6 +172,14 @@ def test_mirror_and_colours_are_what_their_names_say(preparation: Preparation) -
     assert torch.equal(pale[0], pale[1]) and torch.equal(pale[0], pale[2])
 
 
+@pytest.mark.parametrize("preparation", [COLOUR, GREY_PICTURES])
+def test_a_crop_at_the_edge_is_not_darkened(preparation: Preparation) -> None:
+    table = draw_table(preparation, 2000, 0, 0, 1)
+    table[:, 2] = 1  # all colours stay
+    flat = torch.full((2000, *preparation.shape), 200, dtype=torch.uint8)
+    assert torch.equal(augment(flat, table), flat)
+
+
 @STROKES_AND_PICTURES
 def test_a_sample_becomes_the_same_in_any_batch_bit_for_bit(preparation: Preparation) -> None:
     batch, table = batch_of(preparation, 72), draw_table(preparation, 72, 0, 0, 1)
