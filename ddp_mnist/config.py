@@ -6,7 +6,7 @@ configuration that exists is a legal one, wherever it came from.
 
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import Field, dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
@@ -35,7 +35,7 @@ class Run(Flags):
     )
     grey: bool = flag(False, "Convert colour images to grey.")
     test_size: int | None = flag(
-        None, "Images to hold out for testing, if the data set has no test split.", least=1
+        None, "Images to hold out for testing (about), if the data set has no test split.", least=1
     )
     run_dir: str | None = forgotten(
         None, "Folder to write the run to [runs/<dataset>-<NNN>].", may_differ=True
@@ -203,12 +203,11 @@ class Recipe(Flags):
         super().__post_init__()
         check_model(self.model)
 
-    def refuse_unvalidated(self, example: int) -> None:
-        """Raise UsageError if it is to stop by validation images, and has none."""
+    def refuse_unvalidated(self, held_out: int | None, fix: str) -> None:
+        """Raise UsageError if it is to stop by validation images, and none are held out."""
         for name in ("target_accuracy", "patience"):
-            if self.val_size == 0 and getattr(self, name) is not None:
-                problem = "needs validation images; give --val-size, e.g."
-                raise UsageError(f"{flag_name(name)}: {problem} {example}")
+            if held_out == 0 and getattr(self, name) is not None:
+                raise UsageError(f"{flag_name(name)}: needs validation images; {fix}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,6 +215,7 @@ class ResolvedRecipe(Recipe):
     """A recipe for one data set and one number of processes, in which nothing is left open."""
 
     steps_per_epoch: int
+    val_rows: int  # that are held out where `val_size` were asked for
     if TYPE_CHECKING:
         epochs: int
         batch_size: int
@@ -325,7 +325,7 @@ class TrainConfig:
 
     def refuse_contradictions(self) -> None:
         """Raise UsageError for flags that do not go together."""
-        self.recipe.refuse_unvalidated(5000)
+        self.recipe.refuse_unvalidated(self.recipe.val_size, "give --val-size, e.g. 5000")
         if self.recipe.optimizer == "muon" and self.recipe.model == "mlp":
             raise UsageError("--optimizer muon: mlp has no convolutions; use --optimizer adamw")
 
@@ -337,25 +337,29 @@ class ResolvedConfig(TrainConfig):
     recipe: ResolvedRecipe
 
 
-def resolve_recipe(recipe: Recipe, rows: int, world_size: int) -> ResolvedRecipe:
+def resolve_recipe(
+    recipe: Recipe, rows: int, world_size: int, held_out: Callable[[int], int] = int
+) -> ResolvedRecipe:
     """Return the recipe with all that was left open filled in for this data and world size.
 
     A step takes 144 images (1, 2, 3, 4, 6 and 8 processes divide that), or 72 of a small set, or
     the next size that divides evenly; a run takes as many epochs as make 300 steps. With --preset
     accurate it is twice the batch and 4,000 steps. `rows` counts the train split, with
-    those for validation. Raise UsageError for what does not fit data or world size.
+    those for validation, and `held_out` returns how many these are where so many are asked for.
+    Raise UsageError for what does not fit data or world size.
     """
     val_size = min(5000, rows // 5) if recipe.val_size is None else recipe.val_size
-    train_rows = rows - val_size
-    if train_rows < 1:
+    if val_size >= rows:
         raise UsageError(
             f"--val-size {val_size}: the train split has {rows}; give at most {rows - 1}"
         )
+    val_rows = held_out(val_size)
+    train_rows = rows - val_rows
     least = world_size * recipe.grad_accum
     legal = range(least, train_rows + 1, least)
     processes = f"{world_size} process{'es' * (world_size > 1)}"
     rule = f"divisible by {least} ({processes} x --grad-accum {recipe.grad_accum})"
-    most = f"{train_rows}, the train images without {val_size} for validation"
+    most = f"{train_rows}, the train images without {val_rows} for validation"
     if not legal:
         fix = "use fewer processes or micro-batches"
         raise UsageError(f"--batch-size: must be {rule} and at most {most}; {fix}")
@@ -380,9 +384,12 @@ def resolve_recipe(recipe: Recipe, rows: int, world_size: int) -> ResolvedRecipe
         "val_size": val_size,
         "optimizer": recipe.optimizer or NETS.get(recipe.model, "adamw"),
         "steps_per_epoch": steps_per_epoch,
+        "val_rows": val_rows,
     }
     found = ResolvedRecipe(**flag_values(recipe) | resolved)
-    found.refuse_unvalidated(1)  # a fifth of four images or fewer is none
+    # A fifth of four images or fewer is none.
+    fix = "add images, as each class has only one" if val_size else "give --val-size, e.g. 1"
+    found.refuse_unvalidated(val_rows, fix)
     if found.inject:
         check_fault(found.inject, world_size, found.epochs, found.total_steps)
     return found

@@ -34,7 +34,7 @@ def train_plain(
     rank, world_size = dist.get_rank(), dist.get_world_size()
     gpu = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
-    recipe = resolve_recipe(given, len(images.train_labels), world_size)
+    recipe = resolve_recipe(given, len(images.train_labels), world_size, images.held_out)
     images = images.to(device)
     rows, _, _ = split_images(images, recipe.val_size)
     batches = GlobalBatches(rows, recipe.batch_size, seed)

@@ -150,7 +150,7 @@ def fit(
 
         # Validate on images held out. All ranks get the same numbers, so all decide the same.
         validation = None
-        if recipe.val_size:
+        if recipe.val_rows:
             run.phase("validation", progress)
             tested = with_test_views(model, recipe.model)
             validation = evaluate_split(accelerator, tested, val_loader, classes, stop, scores)

@@ -13,6 +13,7 @@ import torch
 from ddp_mnist.cluster.local_world import LocalWorld, run_world
 from ddp_mnist.data import cache as caching
 from ddp_mnist.data.batches import (
+    KEYS,
     TENSORS,
     GlobalBatches,
     ImageData,
@@ -93,7 +94,7 @@ def test_the_first_time_it_is_read_and_then_cached(
     assert same(images, second)
     assert second.warnings == []
     assert sorted(path.suffix for path in cache.iterdir()) == ["", ".lock"]
-    arrays = {f"{name}.npy" for name in TENSORS}
+    arrays = {f"{name}.npy" for name in (*TENSORS, *KEYS)}
     assert {path.name for path in cached_folder(cache).iterdir()} == {"about.json", *arrays}
     third = load(folder, cache, refresh=True)
     assert cached_folder(cache).stat().st_mtime_ns != before.st_mtime_ns
@@ -116,13 +117,19 @@ def test_folders_of_one_name_or_of_strange_names(tmp_path: Path, cache: Path) ->
 
 
 def test_the_digest_is_that_of_the_data_not_of_the_place(tmp_path: Path, cache: Path) -> None:
-    same_data = {
-        load(write_idx(tmp_path / "a"), cache).digest,
-        load(write_idx(tmp_path / "b", gz=True), cache).digest,
-        load(write_idx(tmp_path / "c" / "MNIST" / "raw").parents[1], tmp_path / "other").digest,
-        load(write_parquet(tmp_path / "d", "0123456789"), cache).digest,
-    }
-    assert len(same_data) == 1
+    everywhere = [
+        load(write_idx(tmp_path / "a"), cache),
+        load(write_idx(tmp_path / "b", gz=True), cache),
+        load(write_idx(tmp_path / "c" / "MNIST" / "raw").parents[1], tmp_path / "other"),
+        load(write_parquet(tmp_path / "d", "0123456789"), cache),
+        load(tmp_path / "d", cache, reading=Reading(size=(28, 28))),
+    ]
+    assert len(same_data := {images.digest for images in everywhere}) == 1
+    for name, rows in zip(KEYS, (TRAIN, TEST), strict=True):
+        [keys] = {tuple(getattr(images, name).tolist()) for images in everywhere}
+        assert len(set(keys)) == rows
+        smaller_keys = getattr(load(tmp_path / "a", cache, reading=Reading((14, 14))), name)
+        assert tuple(smaller_keys.tolist()) == keys
     pixel = PIXELS[:TRAIN].copy()
     pixel[7, 13, 13] ^= 1
     smaller = Reading(size=(14, 14))
@@ -189,7 +196,7 @@ def test_a_damaged_cache_is_built_again(damage: str, folder: Path, cache: Path) 
     assert load(folder, cache).warnings == []
 
 
-@pytest.mark.parametrize("name", ["about.json", *(f"{name}.npy" for name in TENSORS)])
+@pytest.mark.parametrize("name", ["about.json", *(f"{name}.npy" for name in (*TENSORS, *KEYS))])
 def test_a_cache_without_a_file_of_its_own_is_built_again(
     name: str, folder: Path, cache: Path
 ) -> None:
@@ -204,7 +211,7 @@ def test_of_many_megabytes_a_part_is_checked(monkeypatch: pytest.MonkeyPatch) ->
     """The first of each of so many parts, where all of it would be read from the disk."""
     monkeypatch.setattr(caching, "CHECKED", 1)
     array = np.zeros((3, 1, 1024, 1024), dtype=np.uint8)
-    arrays = dict.fromkeys(TENSORS, array)
+    arrays = dict.fromkeys((*TENSORS, *KEYS), array)
     checked = []
     for spoilt in (None, 0, 2**20 - 1, 2**20, 3 * 2**20 - 1):
         changed = array.copy()
@@ -216,7 +223,7 @@ def test_of_many_megabytes_a_part_is_checked(monkeypatch: pytest.MonkeyPatch) ->
     assert second == last == whole
 
 
-@pytest.mark.parametrize("part", ["built_in", "decode", "idx", "sources", "tables"])
+@pytest.mark.parametrize("part", ["built_in", "decode", "draws", "idx", "sources", "tables"])
 def test_a_clone_with_another_decoder_shares_the_folder_and_not_the_files(
     part: str, folder: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -391,7 +398,11 @@ def numbered(train: int, test: int = 3) -> ImageData:
         for kind, dtype, shape in (("images", torch.uint8, (1, 1, 1)), ("labels", torch.int64, ()))
     }
     preparation = Preparation((1, 1, 1), (0.5,), (0.5,), [], False, False)
-    return ImageData("numbers", "", "", [], preparation, **tensors)
+    keys: dict[str, Any] = {
+        name: np.random.default_rng(0).integers(0, 2**64, rows, np.uint64)
+        for name, rows in zip(KEYS, (train, test), strict=True)
+    }
+    return ImageData("numbers", "", "", [], preparation, **tensors, **keys)
 
 
 @pytest.mark.parametrize(("rows", "val_size"), [(1437, 287), (10, 0), (10, 10), (60_000, 5_000)])
@@ -406,8 +417,8 @@ def test_validation_rows_are_held_out_the_same_for_every_seed(rows: int, val_siz
         assert test.rows.tolist() == test.labels.tolist() == [0, 1, 2]
     assert splits[0] == splits[1]
     assert sorted(chain(*splits[0])) == list(range(rows))
-    of_every_torch = split_images(numbered(100), 20)[1].rows[:5].tolist()
-    assert of_every_torch == [47, 40, 46, 34, 69]
+    of_every_numpy = split_images(numbered(100), 20)[1].rows[:5].tolist()
+    assert of_every_numpy == [2, 3, 11, 13, 15]
 
 
 def rows_of(count: int) -> Rows:

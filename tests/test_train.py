@@ -115,6 +115,7 @@ def test_fp32_after_one_step_on_two_processes_is_near_one(tmp_path: Path) -> Non
 def test_run_folder_of_a_finished_run(one_process: OneProcess) -> None:
     run, seen = one_process
     names = "checkpoints config.json metrics.jsonl model.safetensors status.json summary.json"
+    names += " trained_on.npy"
     assert {path.name for path in run.iterdir()} == set(names.split())
     summary = read_json(run / "summary.json")
     assert summary == seen.summary

@@ -11,14 +11,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from ddp_mnist.data import draws
 from ddp_mnist.data.preparation import Preparation
 from ddp_mnist.seeding import generator
 
 TENSORS = ("train_images", "train_labels", "test_images", "test_labels")
+KEYS = ("train_keys", "test_keys")
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,9 @@ class ImageData:
     train_labels: Tensor  # int64 [N]
     test_images: Tensor
     test_labels: Tensor
+    train_keys: np.ndarray  # uint64 [N], a hash of each image's pixels, see draws.py
+    test_keys: np.ndarray
+    test_drawn: bool = False  # from train: it has no test split of its own, and may grow
     warnings: list[str] = field(default_factory=list)  # what happened while it was opened
 
     def to(self, device: torch.device) -> "ImageData":
@@ -50,6 +56,25 @@ class ImageData:
             return self
         moved = {name: getattr(self, name).to(device) for name in TENSORS}
         return dataclasses.replace(self, **moved)
+
+    def validation_rows(self, val_size: int) -> np.ndarray:
+        """Return which train images are held out where `val_size` are asked for, in order."""
+        labels = self.train_labels.cpu().numpy()
+        return draws.validation_rows(self.train_keys, labels, val_size, by_share=self.test_drawn)
+
+    def held_out(self, val_size: int) -> int:
+        """Return how many these are."""
+        return len(self.validation_rows(val_size))
+
+    def trained_on(self, val_size: int) -> np.ndarray:
+        """Return the keys of the images that are not held out, each once, sorted."""
+        return np.unique(np.delete(self.train_keys, self.validation_rows(val_size)))
+
+    def per_class(self) -> dict[str, list[int]]:
+        """Return how many images of each class each split has."""
+        splits = {"train": self.train_labels, "test": self.test_labels}
+        many = len(self.classes)
+        return {name: labels.bincount(minlength=many).tolist() for name, labels in splits.items()}
 
     def describe(self) -> dict[str, Any]:
         """Return the facts that a summary holds of it."""
@@ -68,12 +93,14 @@ class ImageData:
 def split_images(images: ImageData, val_size: int) -> tuple["Rows", "Rows", "Rows"]:
     """Return the rows to train on, to validate on and to test on.
 
-    `val_size` train images are held out for validation, the same ones for every seed and run.
+    `val_size` train images are held out for validation, the same ones for every seed and run; about
+    as many where the test was drawn from train too.
     """
-    order = torch.randperm(len(images.train_labels), generator=generator("validation"))
+    held = images.validation_rows(val_size)
+    rest = np.delete(np.arange(len(images.train_labels)), held)
     return (
-        Rows(images.train_images, images.train_labels, order[val_size:]),
-        Rows(images.train_images, images.train_labels, order[:val_size]),
+        Rows(images.train_images, images.train_labels, torch.from_numpy(rest)),
+        Rows(images.train_images, images.train_labels, torch.from_numpy(held)),
         Rows(images.test_images, images.test_labels),
     )
 

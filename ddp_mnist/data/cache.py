@@ -17,13 +17,13 @@ import numpy as np
 import torch
 from filelock import FileLock
 
-from ddp_mnist.data.batches import TENSORS, ImageData
+from ddp_mnist.data.batches import KEYS, TENSORS, ImageData
 from ddp_mnist.data.preparation import Preparation, Shape
 from ddp_mnist.data.reading import AS_THEY_ARE, Reading
 from ddp_mnist.data.sources import Source, find_source
 from ddp_mnist.errors import DataError, StorageError, reason
 
-CACHE_FORMAT = 5
+CACHE_FORMAT = 6
 ABOUT = "about.json"  # what is not in the arrays
 DECODER = sorted(Path(__file__).parent.glob("*.py"))  # more than decode, so none is forgotten
 CHECKED = 256  # MB read at most to look for damage
@@ -130,12 +130,14 @@ def _open(path: Path, source: Source) -> ImageData | None:
         about = json.loads((path / ABOUT).read_text("utf-8"))
         # Mapped, not read: the processes of a machine share one copy in memory. "c" is writable
         # to torch, which warns of anything else; a write would stay in this process.
-        arrays = {name: np.load(path / f"{name}.npy", mmap_mode="c") for name in TENSORS}
+        names = (*TENSORS, *KEYS)
+        arrays = {name: np.load(path / f"{name}.npy", mmap_mode="c") for name in names}
         whole = about.pop("checksum") == _crc32(arrays, about)
         if not whole or about.pop("fingerprint") != source.fingerprint:
             return None
         about["preparation"] = Preparation.from_dict(about["preparation"])
-        about |= {name: torch.from_numpy(array) for name, array in arrays.items()}
+        about |= {name: torch.from_numpy(arrays[name]) for name in TENSORS}
+        about |= {name: arrays[name] for name in KEYS}
         return ImageData(source.name, f"{source.kind}:{source.place}", **about)
     except (OSError, EOFError, KeyError, TypeError, ValueError, tokenize.TokenError):
         return None  # the last is NumPy's, of a header with a bracket that is never closed
@@ -147,7 +149,8 @@ def _build(path: Path, source: Source, log: Log) -> None:
 
     def reserve(shape: Shape, rows: dict[str, int]) -> dict[str, np.ndarray]:
         """Say what the images take on the disk, and map them: they are decoded into their files."""
-        _check_space(path.parent, source, shape, sum(rows.values()), log)
+        drawn = any(temporary.iterdir())  # the test out of what is decoded already
+        _check_space(path.parent, source, shape, sum(rows.values()), None if drawn else log)
         try:
             return {
                 split: _allocate(temporary / f"{split}_images.npy", (count, *shape))
@@ -160,9 +163,10 @@ def _build(path: Path, source: Source, log: Log) -> None:
     try:
         fingerprint, decoded = source.fingerprint, source.read(reserve)
         arrays = {f"{split}_images": images for split, images in decoded.images.items()}
-        for split, labels in decoded.labels.items():
-            arrays[f"{split}_labels"] = labels
-            np.save(temporary / f"{split}_labels.npy", labels)
+        for kind, parts in (("labels", decoded.labels), ("keys", decoded.keys)):
+            for split, values in parts.items():
+                arrays[f"{split}_{kind}"] = values
+                np.save(temporary / f"{split}_{kind}.npy", values)
         digest = hashlib.sha256(json.dumps(decoded.classes).encode())
         for name in TENSORS:
             digest.update(_header(name, arrays[name]))
@@ -172,6 +176,7 @@ def _build(path: Path, source: Source, log: Log) -> None:
             "preparation": dataclasses.asdict(decoded.preparation()),
             "digest": digest.hexdigest(),
             "fingerprint": fingerprint,
+            "test_drawn": decoded.test_drawn,
         }
         about = json.loads(json.dumps(about))  # tuples become lists, as when it is read back
         about["checksum"] = _crc32(arrays, about)
@@ -189,6 +194,7 @@ def _allocate(path: Path, shape: tuple[int, ...]) -> np.ndarray:
     Without its blocks, a file on a disk that others fill up meanwhile would end the process by
     SIGBUS, without a word.
     """
+    path.unlink(missing_ok=True)  # who has mapped it keeps it
     images = np.lib.format.open_memmap(path, "w+", np.uint8, shape)
     if hasattr(os, "posix_fallocate"):  # not on macOS
         with path.open("r+b") as file:
@@ -220,7 +226,7 @@ def _crc32(arrays: dict[str, np.ndarray], about: dict[str, Any]) -> int:
     18 ms for MNIST, where SHA-256 takes up to 140; a damaged cache would cost a wrong result.
     """
     checksum = zlib.crc32(json.dumps(about, sort_keys=True).encode())
-    for name in TENSORS:
+    for name in (*TENSORS, *KEYS):
         checksum = zlib.crc32(_header(name, arrays[name]), checksum)
         content = arrays[name].reshape(-1).view(np.uint8)
         every = max(1, math.ceil(content.nbytes / (CHECKED * 10**6)))

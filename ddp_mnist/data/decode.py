@@ -37,6 +37,14 @@ def decode_image(image: PIL.Image.Image, shape: Shape) -> np.ndarray:
     return pixels[None] if channels == 1 else pixels.transpose(2, 0, 1)
 
 
+def stored_pixels(image: PIL.Image.Image) -> np.ndarray:
+    """Return the pixels of a loaded image file, [H, W] or [H, W, channels], as its mode has them.
+
+    They are neither turned nor resized. A number of a palette says nothing without its colour.
+    """
+    return np.asarray(image.convert("RGBA") if image.mode in ("P", "PA") else image)
+
+
 def upright(image: PIL.Image.Image, orientation: int | None = None) -> PIL.Image.Image:
     """Return it turned as its EXIF says, or by the `orientation` of the file that it was."""
     turn = TURNS.get(orientation or orientation_of(image))

@@ -47,6 +47,8 @@ class Decoded:
     classes: list[str]
     notes: list[str] = field(default_factory=list)  # what was converted, one sentence each
     as_stored: bool = True  # no file had to be converted
+    keys: dict[str, np.ndarray] = field(default_factory=dict)  # uint64 [N] per split, see draws.py
+    test_drawn: bool = False  # from train, as there was no test split
 
     def preparation(self) -> Preparation:
         """Return how these images were made, by facts of the data and not by a name."""

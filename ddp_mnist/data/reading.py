@@ -17,6 +17,7 @@ class Reading:
     test_size: int | None = None  # images held out of train, of a set without a test split
     # By a finished run: in RGB unless grey, and with a test split alone.
     for_evaluation: bool = False
+    test_of: int | None = None  # as many images as there were when the share was decided
 
     @classmethod
     def of(cls, flags: Mapping[str, Any]) -> Self:

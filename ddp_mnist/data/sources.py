@@ -22,6 +22,7 @@ import numpy as np
 from ddp_mnist import errors
 from ddp_mnist.data import folders
 from ddp_mnist.data.built_in import BUILT_IN
+from ddp_mnist.data.draws import keys_of
 from ddp_mnist.data.idx import find_idx_files, read_idx
 from ddp_mnist.data.preparation import Decoded, Reserve, Shape
 from ddp_mnist.data.reading import AS_THEY_ARE, Reading
@@ -278,9 +279,9 @@ def in_room(decoded: Decoded, name: str, reading: Reading, reserve: Reserve) -> 
     if not as_asked:
         kind = "in colour" if shape[0] == 3 else "grey"
         notes = [*notes, f"images of {height}x{width} became {shape[1]}x{shape[2]} {kind}"]
-    return dataclasses.replace(
-        decoded, images=images, notes=notes, as_stored=decoded.as_stored and as_asked
-    )
+    keys = {split: keys_of(given) for split, given in decoded.images.items()}
+    as_stored = decoded.as_stored and as_asked
+    return dataclasses.replace(decoded, images=images, notes=notes, as_stored=as_stored, keys=keys)
 
 
 def resized(images: np.ndarray, shape: Shape) -> np.ndarray:

@@ -11,7 +11,14 @@ from typing import Any
 import numpy as np
 import PIL.Image
 
-from ddp_mnist.data.decode import SIXTEEN_BITS, decode_image, facts_of, is_clear
+from ddp_mnist.data.decode import (
+    SIXTEEN_BITS,
+    decode_image,
+    facts_of,
+    is_clear,
+    stored_pixels,
+)
+from ddp_mnist.data.draws import hold_out_test, key_of
 from ddp_mnist.data.preparation import Decoded, Reserve, Shape
 from ddp_mnist.data.reading import Reading
 from ddp_mnist.errors import DataError, UsageError, reason
@@ -27,36 +34,36 @@ LARGEST_UNASKED = 224  # longest side, in pixels, for mixed sizes: that of torch
 
 def decode_dataset(dataset: Any, where: str, reading: Reading, reserve: Reserve) -> Decoded:
     """Return every image and label. Raise DataError, which names the file, or column and row."""
-    splits, held_out = _splits(dataset, where, reading)
-    train, test = (splits[split] for split in SPLITS)
+    splits, not_used = _splits(dataset, where, reading)
+    train, last = splits["train"], [*splits.values()][-1]
     image_column, label_column, unused = _find_columns(train, where)
     for column in (image_column, label_column):
         # Splits that were saved one by one may differ: a 3 of test is then not a 3 of train.
-        if (kind := train.features[column]) != (other := test.features.get(column, "missing")):
+        if (kind := train.features[column]) != (other := last.features.get(column, "missing")):
             raise DataError(
                 f"{where}: column {column} is {kind} in train and {other} in test; give both the"
                 " same type and the same names"
             )
     labels = {"train": np.zeros(0, dtype=np.int64)}
     classes: list[str] = []
-    for split in SPLITS:
-        if len(splits[split]) == 0:
+    for split, rows in splits.items():
+        if len(rows) == 0:
             if split == "train" and reading.for_evaluation:
                 continue
             raise DataError(f"{where}: split {split} has no rows; check its files")
         at = f"{where}: split {split}"
-        labels[split], classes = _decode_labels(splits[split], label_column, classes, at)
+        labels[split], classes = _decode_labels(rows, label_column, classes, at)
     shape, notes = _find_shape(splits, image_column, reading, where)
-    images = reserve(shape, {split: len(splits[split]) for split in SPLITS})
+    images = reserve(shape, {split: len(rows) for split, rows in splits.items()})
+    keys = {split: np.empty(len(rows), np.uint64) for split, rows in splits.items()}
 
-    def decode(image: PIL.Image.Image) -> tuple[np.ndarray, bool]:
-        return decode_image(image, shape), is_clear(image)
+    def decode(image: PIL.Image.Image) -> tuple[np.ndarray, int, bool]:
+        return decode_image(image, shape), key_of(stored_pixels(image)), is_clear(image)
 
     clear = 0
-    for split in SPLITS:
-        decoded = _of_each(splits[split], image_column, decode, where, split)
-        for row, (pixels, has_clear_parts) in enumerate(decoded):
-            images[split][row] = pixels
+    for split, rows in splits.items():
+        for row, found in enumerate(_of_each(rows, image_column, decode, where, split)):
+            images[split][row], keys[split][row], has_clear_parts = found
             clear += has_clear_parts
     if clear:
         total = sum(map(len, images.values()))
@@ -64,11 +71,14 @@ def decode_dataset(dataset: Any, where: str, reading: Reading, reserve: Reserve)
     highest = max(np.max(each, initial=0) for each in images.values())
     if any(SIXTEEN_BITS in note for note in notes) and highest < 16:
         notes.append("all pixels are below 4096 of 65535, as of 12 bits: scale them to 16 bits")
-    return Decoded(images, labels, classes, held_out + unused + notes, not notes)
+    decoded = Decoded(images, labels, classes, not_used + unused + notes, not notes, keys)
+    if "test" in splits:
+        return decoded
+    return hold_out_test(decoded, reading.test_size or 0, reading.test_of, reserve)
 
 
 def _splits(dataset: Any, where: str, reading: Reading) -> tuple[dict[str, Any], list[str]]:
-    """Return the rows of train and test, and notes on other splits and a test held out of train."""
+    """Return the rows of train and test, or of train to hold a test out of, and notes on others."""
     named = dict(dataset) if isinstance(dataset, dict) else {"train": dataset}
     unused = ", ".join(split for split in named if split not in SPLITS)
     note = f"split {unused} is not used: validation images are cut out of train (--val-size)"
@@ -77,14 +87,11 @@ def _splits(dataset: Any, where: str, reading: Reading) -> tuple[dict[str, Any],
         return {"train": named["test"].select(()), **named}, notes
     if "train" in named and "test" not in named and test_size is not None:
         rows, most = named["train"], len(named["train"]) - 1
-        if test_size > most:
+        if test_size > (reading.test_of or most):
             raise UsageError(
                 f"--test-size {test_size}: {where} has {most + 1:,} images; give at most {most}"
             )
-        order = np.random.RandomState(0).permutation(len(rows))  # frozen by NumPy for all time
-        held_out = {"train": rows.select(order[test_size:]), "test": rows.select(order[:test_size])}
-        notes += [f"{test_size:,} of {len(rows):,} images were held out for the test"]
-        return held_out, notes
+        return {"train": rows}, notes
     if reading.for_evaluation:
         raise DataError(
             f"{where}: needs the split test, found: {', '.join(named)}; name the files or folders"
@@ -113,8 +120,8 @@ def _find_shape(
     sizes: Counter[tuple[int, int]] = Counter()
     odd: Counter[str] = Counter()
     colourful = 0
-    for split in SPLITS:
-        for size, grey, what in _of_each(splits[split], column, facts_of, where, split):
+    for split, rows in splits.items():
+        for size, grey, what in _of_each(rows, column, facts_of, where, split):
             sizes[size] += 1
             odd.update(what)
             colourful += not grey

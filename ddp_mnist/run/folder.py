@@ -22,6 +22,7 @@ from ddp_mnist.run.console import as_json, warn
 
 CONFIG, METRICS, MODEL = "config.json", "metrics.jsonl", "model.safetensors"
 STATUS, SUMMARY, CHECKPOINTS, LOCK = "status.json", "summary.json", "checkpoints", ".lock"
+TRAINED_ON = "trained_on.npy"  # the keys of the images, see data/draws.py
 RUNS = Path("runs")  # where run folders are numbered
 LATEST = "latest"  # a link, beside the runs
 LEFTOVER = ".*.[0-9]*-[0-9]*.tmp"  # of a process that was killed while it wrote
@@ -81,7 +82,7 @@ class RunFolder:
                 )
             path.mkdir(parents=True, exist_ok=True)
         self.open(path)
-        names, held = (CONFIG, METRICS, MODEL, SUMMARY, CHECKPOINTS), ""
+        names, held = (CONFIG, METRICS, MODEL, SUMMARY, CHECKPOINTS, TRAINED_ON), ""
         there = ", ".join(name for name in names if (path / name).exists())
         if not (path / STATUS).exists():  # it is a run's first file: the others are not a run's
             held = there and f"files that are not of a run and would be written over ({there})"

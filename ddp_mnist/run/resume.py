@@ -20,7 +20,7 @@ from ddp_mnist.run import checkpoint
 from ddp_mnist.run.folder import CONFIG, STATUS, SUMMARY, RunFolder, other, read_json, without_link
 from ddp_mnist.run.versions import code_digest, package_versions
 
-FORMAT = 8  # of config.json and of checkpoints
+FORMAT = 9  # of config.json and of checkpoints
 OF_THE_RESULT: tuple[OnResume, ...] = ("must equal", "may change", "same images")
 INHERITED: tuple[OnResume, ...] = (*OF_THE_RESULT, "inherited")
 

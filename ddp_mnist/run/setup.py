@@ -1,11 +1,14 @@
 """All ranks agree on settings, data and folder before the first step; they get a Session."""
 
 import contextlib
+import io
 import uuid
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from ddp_mnist import own_code, trial
 from ddp_mnist.cluster.device import able_to_compile, within_memory
@@ -25,7 +28,7 @@ from ddp_mnist.pretrained import load_weights
 from ddp_mnist.run import resume, summary, tracking
 from ddp_mnist.run.console import Console, panel
 from ddp_mnist.run.evaluation import check_scores
-from ddp_mnist.run.folder import CONFIG, RunFolder
+from ddp_mnist.run.folder import CONFIG, TRAINED_ON, RunFolder
 from ddp_mnist.run.session import Session
 
 
@@ -94,7 +97,8 @@ def resolve_and_load(
     store.barrier("data")
     if found:
         resume.check_images(name, images.digest, found)
-    recipe = resolve_recipe(config.recipe, len(images.train_labels), store.world_size)
+    rows = len(images.train_labels)
+    recipe = resolve_recipe(config.recipe, rows, store.world_size, images.held_out)
     if config.run.profile >= recipe.steps_per_epoch > 1:
         raise UsageError(
             f"--profile {config.run.profile}: an epoch has {recipe.steps_per_epoch} steps; ask for"
@@ -191,4 +195,6 @@ def open_folder(run: Session, found: dict[str, Any] | None) -> list[str]:
             | {"compile": bool(world.compiler)},
         },
     )
+    np.save(keys := io.BytesIO(), run.images.trained_on(config.recipe.val_size))
+    run.folder.write_bytes(TRAINED_ON, keys.getvalue())
     return notes

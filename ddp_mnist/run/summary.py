@@ -51,7 +51,7 @@ def facts(config: TrainConfig, world: World, images: ImageData) -> dict[str, Any
 def plan(config: ResolvedConfig, world: World, images: ImageData, folder: Path | None) -> str:
     """Return the resolved run as a panel, to be shown before its first step."""
     recipe, size = config.recipe, world.accelerator.num_processes
-    train_rows, steps = len(images.train_labels) - recipe.val_size, recipe.steps_per_epoch
+    train_rows, steps = len(images.train_labels) - recipe.val_rows, recipe.steps_per_epoch
     left_out = train_rows - steps * recipe.batch_size
     share = recipe.batch_size // size // recipe.grad_accum
     parts = f" x {recipe.grad_accum} parts" if recipe.grad_accum > 1 else ""
@@ -62,7 +62,7 @@ def plan(config: ResolvedConfig, world: World, images: ImageData, folder: Path |
     changes = "rotated, scaled, shifted" if strokes else "mirrored, cropped, coloured"
     rest = f"; {left_out} images are left out, others in each epoch" if left_out else ""
     lines = {
-        "data": f"{images.name}: {train_rows:,} train, {recipe.val_size:,} validation,"
+        "data": f"{images.name}: {train_rows:,} train, {recipe.val_rows:,} validation,"
         f" {len(images.test_labels):,} test images, {classes} classes",
         "source": "; ".join([printable(images.source), *images.preparation.notes]),
         "processes": f"{size} on {count(world.num_machines, 'machine')}, {computing(world)}",
@@ -152,8 +152,7 @@ def summarise(
         "val_accuracy": progress.best_accuracy if state.best_weights else progress.val_accuracy,
         "epochs": progress.epoch,
         "steps": progress.step,
-        "skipped_steps": progress.skipped_steps,
-        "resumed_from": progress.resumed_from,
+        **{name: getattr(progress, name) for name in ("skipped_steps", "resumed_from")},
         "global_batch_size": batch_size,
         "world_size": world.accelerator.num_processes,
         "num_machines": world.num_machines,
@@ -176,8 +175,9 @@ def summarise(
             }
             for rank, (host, own) in enumerate(zip(world.store.hosts, rank_seconds, strict=True))
         ],
-        "dataset": images.describe(),
+        "dataset": images.describe() | {"val_rows": recipe.val_rows},
         "classes": images.classes,
+        "images_per_class": images.per_class(),
         "notes": [*images.warnings, *images.preparation.notes],
         "class_accuracy": test.class_accuracy,
         "metrics": test.scores,
@@ -186,6 +186,26 @@ def summarise(
         "versions": package_versions(),
         "git": git_commit(),
     }
+
+
+def changed_since(run: str, dataset: str, summary: dict[str, Any], images: ImageData) -> str:
+    """Return in words how a run's images have changed; `summary` is its own, {} if that is lost."""
+    before, classes = summary.get("images_per_class"), images.classes
+    if classes != summary.get("classes", classes):
+        gone = [f"{name} is gone" for name in summary["classes"] if name not in classes]
+        new = [f"{name} is new" for name in classes if name not in summary["classes"]]
+        parts = [f"class {each}" for each in gone + new] or ["the order of the classes"]
+    elif before is None:
+        parts = ["other images"]
+    else:
+        parts = [
+            f"{split} has {now:,} of class {name}, and had {was:,}"
+            for split, counts in images.per_class().items()
+            for name, now, was in zip(classes, counts, before[split], strict=True)
+            if now != was
+        ] or ["as many images, with other pixels, labels or names"]
+    parts[3:] = [f"{len(parts) - 3} more"] * (len(parts) > 3)
+    return f"{run}: the images of {dataset} have changed since the run ({', '.join(parts)})"
 
 
 def last_lines(outcome: dict[str, Any], run: RunFolder) -> str:

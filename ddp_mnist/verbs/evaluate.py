@@ -20,9 +20,9 @@ from ddp_mnist.config import Distribution, wrong_on_purpose
 from ddp_mnist.data import cache
 from ddp_mnist.data.batches import ImageData, Rows, split_images
 from ddp_mnist.data.reading import Reading
-from ddp_mnist.errors import CheckpointError, UsageError, printable
+from ddp_mnist.errors import CheckpointError, DataError, UsageError, printable
 from ddp_mnist.run import weights
-from ddp_mnist.run.console import Console, json_line
+from ddp_mnist.run.console import Console, json_line, warn
 from ddp_mnist.run.evaluation import (
     MANY_CLASSES,
     check_scores,
@@ -31,7 +31,9 @@ from ddp_mnist.run.evaluation import (
     prepare_split,
     shown,
 )
-from ddp_mnist.run.folder import CONFIG, read_json
+from ddp_mnist.run.folder import CONFIG, SUMMARY, TRAINED_ON, read_json
+from ddp_mnist.run.resume import FORMAT
+from ddp_mnist.run.summary import changed_since
 from ddp_mnist.verbs.flags import Evaluate
 
 # of config.json
@@ -61,6 +63,13 @@ def evaluate_run(
         store.barrier("data")
         rendezvous.check_same(store, {"the data's digest": images.digest})
         rows = _rows(images, flags.split, config["val_size"])
+        if images.digest != config["digest"]:
+            store.broadcast_from_rank0("unseen", lambda: _check_unseen(flags, images, rows))
+        elif flags.split != "test" and config["format"] < FORMAT:
+            raise CheckpointError(
+                f"--split {flags.split}: {run} is of an older version, which held out other images;"
+                " use --split test"
+            )
         model = trained.model.to(world.accelerator.device)
         loader = prepare_split(world.accelerator, rows, flags.batch_size)
         scores = flags.metrics or config["metrics"]
@@ -142,7 +151,10 @@ def _read_config(run: str) -> dict[str, Any]:
     try:
         config = read_json(Path(run) / CONFIG)
         flags = config["run"] | config["recipe"]
-        return {name: flags[name] for name in NEEDED} | {"inject": flags.get("inject")}
+        found = {name: flags[name] for name in NEEDED} | {"inject": flags.get("inject")}
+        found |= {name: config[name] for name in ("digest", "format")}
+        summary = Path(run) / SUMMARY
+        return found | {"summary": read_json(summary) if summary.exists() else {}}
     except (OSError, ValueError, LookupError, TypeError) as error:
         why = f"{CONFIG} is missing or damaged; name a run that `train` wrote"
         raise CheckpointError(f"{run}: {why}") from error
@@ -153,13 +165,38 @@ def _load(flags: Evaluate, config: dict[str, Any], trained: weights.Trained) -> 
     name, cache_dir = flags.dataset or config["dataset"], flags.cache_dir or config["cache_dir"]
     reading, (channels, *size) = Reading.of(config), trained.preparation.shape
     if not flags.dataset:
-        return cache.load(name, cache_dir, reading)
+        own = cache.load(name, cache_dir, reading)
+        if own.digest == config["digest"]:
+            return own
+        fault = changed_since(flags.run, name, config["summary"], own)
+        fix = f"put them back, or evaluate it on those that are there now: --dataset {name}"
+        raise DataError(f"{fault}; {fix}")
     images = cache.cached(name, cache_dir, reading)
-    if not images or images.preparation.shape != trained.preparation.shape:
-        height, width = size
-        reading = Reading((height, width), channels == 1, reading.test_size, for_evaluation=True)
+    grown = images and images.test_drawn and images.digest != config["digest"]
+    if not images or grown or images.preparation.shape != trained.preparation.shape:
+        (height, width), test_size = size, reading.test_size
+        facts = config["summary"].get("dataset", {})
+        of = sum(facts.get(name, 0) for name in ("train_rows", "test_rows")) if test_size else 0
+        reading = Reading((height, width), channels == 1, test_size, True, of or None)
         images = cache.load(name, cache_dir, reading)
     return _with_classes_of(trained, images, name)
+
+
+def _check_unseen(flags: Evaluate, images: ImageData, rows: Rows) -> None:
+    """Raise DataError if the run was trained on some of these images; warn if nobody knows."""
+    if flags.split == "train":
+        return
+    keys = (images.test_keys if flags.split == "test" else images.train_keys)[rows.rows.numpy()]
+    try:
+        trained_on = np.load(Path(flags.run) / TRAINED_ON, allow_pickle=False)
+    except (OSError, ValueError):
+        warn(f"{flags.run}: has no {TRAINED_ON}, so whether it was trained on these is unknown")
+        return
+    if seen := int(np.isin(keys, trained_on).sum()):
+        raise DataError(
+            f"--dataset {flags.dataset}: {flags.run} was trained on {seen:,} of these {len(keys):,}"
+            f" {flags.split} images; take them out of {flags.split}, or choose other images"
+        )
 
 
 def _with_classes_of(trained: weights.Trained, images: ImageData, name: str) -> ImageData:

@@ -210,7 +210,7 @@ def model_card(trained: Trained, run: str, files: list[str]) -> str:
         name=name,
         hub_id=place if kind == "hub" else None,
         source=name if Path(place).is_absolute() else source,
-        val_size=config["recipe"]["val_size"],
+        val_rows=summary["dataset"].get("val_rows", config["recipe"]["val_size"]),
         version=__version__,
         files=files,
     )

@@ -23,16 +23,25 @@ import torch
 from ddp_mnist.data import cache
 from ddp_mnist.data.batches import images_a_pass
 from ddp_mnist.data.reading import Reading
+from ddp_mnist.data.sources import find_source
 from ddp_mnist.errors import CheckpointError, DataError, DdpMnistError, printable, reason
 from ddp_mnist.run import folder, weights
 from ddp_mnist.run.console import Console, warn
 from ddp_mnist.run.evaluation import MANY_CLASSES, matrix_of, most_confused
+from ddp_mnist.run.summary import changed_since
 from ddp_mnist.verbs import plots
 from ddp_mnist.verbs.flags import Report
 from ddp_mnist.verbs.render import render
 
 MOST_WRONG = 24
-NOT_IN_A_ROW = ("ranks", "confusion", "classes", "class_accuracy", "notes")  # of the settings
+NOT_IN_A_ROW = (
+    "ranks",
+    "confusion",
+    "classes",
+    "class_accuracy",
+    "images_per_class",
+    "notes",
+)  # of the settings
 
 
 @dataclass
@@ -49,17 +58,21 @@ class ReportedRun:
 
 
 def run(flags: Report) -> None:
-    """Write the page, and with --png each curve beside it; say where."""
+    """Write the page, and with --png each curve beside it; say where.
+
+    Raise DataError at the end if mistakes are missing there because images have changed.
+    """
     folder.check_place(flags.out, "--out")
     console = Console(True)
     console.print("reading    the runs and their predictions")
     paths = list(dict.fromkeys(Path(run).resolve() for run in flags.runs))
     runs = [read_run(path) for path in paths]
     alike = len({run.name for run in runs}) < len(runs)
+    changed = []
     for path, run in zip(paths, runs, strict=True):
         run.name = printable(str(path)) if alike else run.name
-        if run.status["state"] == "finished":
-            find_mistakes(run, path, flags)
+        if run.status["state"] == "finished" and (change := find_mistakes(run, path, flags)):
+            changed.append(change)
     metrics = {run.name: run.metrics for run in runs}
     scores = [f"val_{name}" for run in runs for name in run.config["recipe"]["metrics"]]
     keys = dict.fromkeys([*plots.CURVES, *scores])
@@ -74,6 +87,10 @@ def run(flags: Report) -> None:
             picture = page.with_name(f"{page.stem}-{key}.png")
             figure.savefig(picture, dpi=200)
             console.print(f"written to {picture}")
+    if changed:
+        more = f" (and so for {len(changed) - 1} more)" * (len(changed) > 1)
+        fix = "put them back, or name a copy of them with --dataset"
+        raise DataError(f"{changed[0]}{more}, so the page shows no mistakes of it; {fix}")
 
 
 def read_run(path: Path) -> ReportedRun:
@@ -102,22 +119,31 @@ def read_run(path: Path) -> ReportedRun:
 
 
 @torch.inference_mode()
-def find_mistakes(run: ReportedRun, path: Path, places: Report) -> None:
-    """Fill in `run.mistakes` of a finished run, or `run.no_mistakes` where there are none."""
+def find_mistakes(run: ReportedRun, path: Path, places: Report) -> str:
+    """Fill in `run.mistakes` of a finished run, or `run.no_mistakes` where there are none.
+
+    Return in words how the images have changed since, and "" if they have not.
+    """
     try:
         trained = weights.from_bytes(weights.read_bytes(str(path)), str(path))
         flags = run.config["run"]
         reading = Reading.of(flags)
         dataset, cache_dir = places.dataset or flags["dataset"], places.cache_dir
-        images = cache.cached(dataset, cache_dir or flags["cache_dir"], reading)
-        if images is None or images.digest != run.summary["dataset"]["digest"]:
+        # What lies on this machine is read again if it has to be; from the Hub nothing is fetched.
+        read = cache.cached if find_source(dataset).kind == "hub" else cache.load
+        images = read(dataset, cache_dir or flags["cache_dir"], reading)
+        if images is None:
             raise DataError(
                 "the test images are not in the cache of this machine; name their place: --dataset"
             )
     except DdpMnistError as error:
         run.no_mistakes = f"They cannot be shown: {error}."
         warn(f"{run.name}: its mistakes are not in the page: {error}")
-        return
+        return ""
+    if images.digest != run.summary["dataset"]["digest"]:
+        change = changed_since(run.name, dataset, run.summary, images)
+        run.no_mistakes = f"They cannot be shown: {change}."
+        return change
     batches = images.test_images.split(images_a_pass(images.test_images))
     probabilities = torch.cat([trained.model(batch).softmax(1) for batch in batches])
     certainty, guesses = probabilities.max(1)
@@ -135,6 +161,7 @@ def find_mistakes(run: ReportedRun, path: Path, places: Report) -> None:
         }
         for index in certain_first[:MOST_WRONG].tolist()
     ]
+    return ""
 
 
 def as_data_uri(image: torch.Tensor) -> str:

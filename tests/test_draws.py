@@ -1,0 +1,293 @@
+"""An image is held out for what it is: what else lies in the folder has no part in it."""
+
+import io
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import PIL.Image
+import pytest
+
+from ddp_mnist import api
+from ddp_mnist.data import cache, draws
+from ddp_mnist.data.batches import ImageData, split_images
+from ddp_mnist.data.decode import stored_pixels
+from ddp_mnist.data.reading import Reading
+from ddp_mnist.errors import UsageError
+from ddp_mnist.run.folder import read_json
+from tests.commands import Typed
+
+TEST_SIZE = 12  # of the 60 photos
+CLASSES = "abc"
+
+
+def noise(seed: int) -> PIL.Image.Image:
+    return PIL.Image.fromarray(np.random.default_rng(seed).integers(0, 256, (9, 7, 3), np.uint8))
+
+
+def write_photos(place: Path) -> Path:
+    for number in range(60):
+        folder = place / "photos" / CLASSES[number % 3]
+        folder.mkdir(parents=True, exist_ok=True)
+        noise(number).save(folder / f"{number}.png")
+    return place / "photos"
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    return write_photos(tmp_path)
+
+
+def load(place: Path, test_size: int = TEST_SIZE) -> ImageData:
+    return cache.load(str(place), str(place.parent / "cache"), Reading(test_size=test_size))
+
+
+def parts_of(images: ImageData, val_size: int | None = None) -> dict[bytes, str]:
+    """Return train, validation or test for each image's pixels."""
+    val_size = len(images.train_labels) // 5 if val_size is None else val_size
+    return {
+        image.numpy().tobytes(): part
+        for part, rows in zip(
+            ("train", "validation", "test"), split_images(images, val_size), strict=True
+        )
+        for image in rows.images[rows.rows]
+    }
+
+
+CHANGES: dict[str, tuple[Callable[[Path], object], int]] = {  # and how many images it takes away
+    "one more": (lambda photos: noise(100).save(photos / "a" / "000.png"), 0),
+    "one less": (lambda photos: (photos / "b" / "31.png").unlink(), 1),
+    "one renamed": (lambda photos: (photos / "c/8.png").rename(photos / "c/000.png"), 0),
+    "one edited": (lambda photos: noise(101).save(photos / "a" / "30.png"), 1),
+    "one in another class": (lambda photos: (photos / "a/3.png").rename(photos / "b/3.png"), 0),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("val_size", [None, 10])
+def test_a_change_of_one_image_moves_no_other(
+    change: str, val_size: int | None, photos: Path
+) -> None:
+    before = parts_of(load(photos), val_size)
+    assert len(before) == 60
+    assert 6 <= sum(part == "test" for part in before.values()) <= 18
+    assert 4 <= sum(part == "validation" for part in before.values()) <= 16
+    make, gone = CHANGES[change]
+    make(photos)
+    after = parts_of(load(photos), val_size)
+    others = before.keys() & after.keys()
+    assert len(others) == 60 - gone
+    assert {pixels for pixels in others if before[pixels] != after[pixels]} == set()
+
+
+def drawn(keys: np.ndarray, labels: np.ndarray, test_size: int) -> list[str]:
+    """Return the part of each row."""
+    test = draws.draw_by_share(keys, labels, draws.share_of(test_size, len(keys)))
+    rest = np.delete(np.arange(len(keys)), test)
+    held = draws.validation_rows(keys[rest], labels[rest], len(rest) // 5, by_share=True)
+    parts = np.full(len(keys), "train", dtype=object)
+    parts[test], parts[rest[held]] = "test", "validation"
+    return list(parts)
+
+
+def test_whatever_changes_only_the_last_training_image_of_a_class_may_move() -> None:
+    """Of 400 data sets, with the shares that people ask for, of which an image goes or comes."""
+    stream, moved, other_share = np.random.default_rng(0), 0, 0
+    for trial in range(400):
+        rows, share = int(stream.integers(40, 400)), (0.1, 0.15, 0.2, 0.25, 0.5)[trial % 5]
+        keys = stream.integers(0, 2**64, rows + 1, np.uint64)
+        labels = stream.integers(0, 1 + trial % 9, rows + 1)
+        keys[:2] = keys[2]  # copies
+        test_size = round(share * rows)
+        if draws.share_of(test_size, rows) != draws.share_of(test_size, rows + 1):
+            other_share += 1
+            continue
+
+        fewer, more = (drawn(keys[:n], labels[:n], test_size) for n in (rows, rows + 1))
+        largest = {max(keys[labels == label]) for label in set(labels)}
+        largest |= {max(keys[:rows][labels[:rows] == label]) for label in set(labels[:rows])}
+        for row in range(rows):
+            if fewer[row] != more[row]:
+                assert keys[row] in largest
+                moved += 1
+    assert moved < 10 and other_share < 10
+
+
+@pytest.mark.parametrize(("asked", "rows"), [(20, 100), (8, 40), (10, 60), (25, 100), (100, 1000)])
+def test_the_share_stays_while_a_folder_grows_a_little(asked: int, rows: int) -> None:
+    share = draws.share_of(asked, rows)
+    assert abs(share * rows / asked - 1) < 0.125
+    assert {draws.share_of(asked, rows + more) for more in (-1, 0, 1)} == {share}
+
+
+def test_no_class_loses_all_its_training_images(tmp_path: Path) -> None:
+    """Whether the test split is drawn too, or there; also of a class with one image."""
+    stream = np.random.default_rng(0)
+    for each in (1, 2, 4):
+        labels = np.arange(50).repeat(each)
+        keys = stream.integers(0, 2**64, len(labels), np.uint64)
+        for count in (10, 20, 40, 100):
+            if count <= len(labels) - 50:
+                held = draws.draw_exactly(keys, labels, count)
+                assert len(held) == count
+                assert set(np.delete(labels, held)) == set(range(50))
+        test = draws.draw_by_share(keys, labels, draws.share_of(40 * each // 4 or 1, len(labels)))
+        rest = np.delete(np.arange(len(labels)), test)
+        held = draws.validation_rows(keys[rest], labels[rest], len(rest) // 5, by_share=True)
+        assert set(np.delete(labels[rest], held)) == set(range(50))
+        assert len(test) == len(held) == 0 if each == 1 else len(test) and len(held)
+    for number in range(200):
+        place = tmp_path / "many" / f"c{number % 50:02}"
+        place.mkdir(parents=True, exist_ok=True)
+        noise(number).save(place / f"{number}.png")
+    for test_size in (40, 100):
+        images = load(tmp_path / "many", test_size)
+        train, validation, test_rows = split_images(images, len(images.train_labels) // 5)
+        assert set(images.train_labels[train.rows].tolist()) == set(range(50))
+        assert len(validation) and abs(len(test_rows) - test_size) < 25
+
+
+def test_a_test_cannot_be_drawn_from_classes_of_one_image(tmp_path: Path) -> None:
+    for number in range(3):
+        (tmp_path / "own" / str(number)).mkdir(parents=True)
+        noise(number).save(tmp_path / "own" / str(number) / "x.png")
+    with pytest.raises(UsageError, match=r"^--test-size 1: each class has only one image; add"):
+        load(tmp_path / "own", 1)
+
+
+def test_exactly_as_many_as_asked_of_each_class_its_share() -> None:
+    stream = np.random.default_rng(1)
+    labels = np.repeat([0, 1, 2, 3], [700, 250, 49, 1])
+    keys = stream.integers(0, 2**64, 1000, np.uint64)
+    held = [
+        draws.validation_rows(keys, labels, count, by_share=False) for count in (0, 1, 100, 999)
+    ]
+    assert [len(rows) for rows in held] == [0, 1, 100, 999]
+    assert np.bincount(labels[held[2]]).tolist() == [70, 25, 5]
+    for label, count in enumerate((70, 25, 5)):
+        lowest = np.sort(keys[labels == label])[:count]
+        assert np.sort(keys[held[2]][labels[held[2]] == label]).tolist() == lowest.tolist()
+    assert set(held[1]) < set(held[2]) < set(held[3])
+
+
+def test_a_copy_goes_where_the_original_went_in_whatever_format(tmp_path: Path) -> None:
+    """PNG, TIFF, BMP and WebP keep the pixels; neither size nor grey nor a tag changes the key."""
+    keys = []
+    for number, kind in enumerate(("PNG", "TIFF", "BMP", "WEBP")):
+        for label in "ab":
+            place = tmp_path / str(number) / label
+            place.mkdir(parents=True)
+            for image in range(12):
+                name = f"{number * image + (number == 0) * (99 - image)}.{kind.lower()}"
+                noise(1000 * ord(label) + image).save(place / name, lossless=True)
+        reading = Reading((5, 5) if number else None, number == 2, 6)
+        images = cache.load(str(tmp_path / str(number)), str(tmp_path / "cache"), reading)
+        keys.append([set(images.train_keys.tolist()), set(images.test_keys.tolist())])
+    assert keys[1:] == keys[:1] * 3
+    turned = noise(3)
+    turned.getexif()[274] = 6
+    turned.save(written := io.BytesIO(), "PNG", exif=turned.getexif())
+    plain, tagged = (
+        draws.key_of(stored_pixels(each)) for each in (noise(3), PIL.Image.open(written))
+    )
+    assert plain == tagged
+
+
+# --- A finished run, and what became of its folder
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the run `run` on `photos`."""
+    place = tmp_path_factory.mktemp("trained")
+    write_photos(place)
+    flags = {"model": "mlp", "epochs": 1, "batch_size": 8, "quiet": True, "cpu": True}
+    api.train(dataset=place / "photos", test_size=TEST_SIZE, run_dir=place / "run", **flags)
+    return place
+
+
+SAID = {
+    "one more": " of class a, and had ",
+    "one less": "of class b, and had",
+    "one renamed": "as many images, with other pixels, labels or names",
+    "one edited": "",
+    "one in another class": "of class a, and had",
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_run_is_not_measured_on_a_folder_that_changed_since(
+    change: str, trained: Path, tmp_path: Path, typed: Typed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless it is named: then none is counted that the run was trained on."""
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    config = read_json(Path("run/config.json"))
+    config["run"]["dataset"] = str(tmp_path / "photos")
+    Path("run/config.json").write_text(json.dumps(config))
+    before = json.loads(typed("evaluate", "run", "--json").out)
+    assert before["count"] == read_json(Path("run/summary.json"))["test_count"]
+    trained_on = {
+        pixels for pixels, part in parts_of(load(Path("photos"))).items() if part == "train"
+    }
+    make, _ = CHANGES[change]
+    make(Path("photos"))
+    for command in (("evaluate", "run"), ("evaluate", "run", "--split", "validation")):
+        ended = typed(*command)
+        assert (ended.code, ended.out) == (3, "")
+        [line] = ended.error_lines
+        assert f"run: the images of {tmp_path}/photos have changed since the run (" in line
+        assert SAID[change] in line and f"--dataset {tmp_path}/photos (code 3)" in line
+    ended = typed("report", "run")
+    assert ended.code == 3 and "written to run/report.html" in ended.out
+    assert SAID[change] in ended.err and "so the page shows no mistakes of it; put" in ended.err
+    assert "have changed since the run (" in Path("run/report.html").read_text()
+    again = json.loads(typed("evaluate", "run", "--json", "--dataset", "photos").out)
+    now = load(Path("photos"))
+    assert again["count"] == len(now.test_labels) >= before["count"] - 1
+    assert not trained_on & {image.numpy().tobytes() for image in now.test_images}
+    ended = typed("evaluate", "run", "--split", "validation", "--dataset", "photos")
+    assert ended.code == 0
+
+
+def test_a_name_that_leaves_the_order_is_no_change(photos: Path) -> None:
+    before = load(photos).digest
+    (photos / "c/8.png").rename(photos / "c/zzz.png")  # it was the last, and is
+    assert load(photos).digest == before
+
+
+def test_an_image_that_was_trained_on_is_never_counted(
+    trained: Path, tmp_path: Path, typed: Typed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(trained / "run", "run")
+    shutil.copytree(trained / "photos", "other/test")
+    seen = len(np.load("run/trained_on.npy"))
+    assert seen == sum(part == "train" for part in parts_of(load(trained / "photos")).values())
+    ended = typed("evaluate", "run", "--dataset", "other")
+    assert ended.code == 3
+    assert ended.err == (
+        f"ddp-mnist: error: --dataset other: run was trained on {seen} of these 60 test images;"
+        " take them out of test, or choose other images (code 3)\n"
+    )
+    assert typed("evaluate", "run", "--dataset", "other", "--grey").code == 2
+    Path("run/trained_on.npy").unlink()
+    ended = typed("evaluate", "run", "--dataset", "other")
+    assert ended.code == 0
+    assert ended.err.startswith("ddp-mnist: warning: run: has no trained_on.npy, so whether it was")
+
+
+def test_a_run_of_an_older_version_held_out_other_images(
+    trained: Path, tmp_path: Path, typed: Typed
+) -> None:
+    shutil.copytree(trained / "run", tmp_path / "run")
+    config = read_json(tmp_path / "run" / "config.json")
+    (tmp_path / "run" / "config.json").write_text(json.dumps({**config, "format": 8}))
+    assert typed("evaluate", tmp_path / "run").code == 0
+    ended = typed("evaluate", tmp_path / "run", "--split", "validation")
+    assert ended.code == 4
+    assert "is of an older version, which held out other images; use --split test" in ended.err
+    ended = typed("train", "--resume", tmp_path / "run", "--epochs", "2")
+    assert ended.code == 4 and "(format 8, this is 9)" in ended.err
