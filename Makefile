@@ -69,7 +69,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	touch $@
 
 train: $(READY) ## Train on all GPUs of this machine, else in two CPU processes
-	@gpus=$$($(PY) -c 'from ddp_mnist.cluster.hardware import gpus; print(gpus())') && \
+	@gpus=$$($(PY) -c 'from ddp_mnist.cluster.hardware import gpus_for_make; print(gpus_for_make())') && \
 	if [ "$$gpus" -gt 1 ]; then set -- multi_gpu.yaml --num_processes $$gpus $(TRAIN); \
 	elif [ "$$gpus" -eq 1 ]; then set -- single_gpu.yaml $(TRAIN); \
 	else set -- multi_cpu.yaml --num_processes $(PROCESSES) $(TRAIN); fi; \

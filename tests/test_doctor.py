@@ -73,8 +73,8 @@ LABEL = {
     "psutil.net_if_addrs": always(LABELLED),
     "psutil.net_if_stats": always({"eth9": SimpleNamespace(isup=True)}),
 }
-NO_GPUS_SEEN = {f"{M}.DEVICES": HERE, "CUDA_VISIBLE_DEVICES": None}
-HIDDEN_GPU = {f"{M}.DEVICES": HERE, "CUDA_VISIBLE_DEVICES": "-1"}
+NO_GPUS_SEEN = {f"{H}.DEVICES": HERE, "CUDA_VISIBLE_DEVICES": None}
+HIDDEN_GPU = {f"{H}.DEVICES": HERE, "CUDA_VISIBLE_DEVICES": "-1"}
 BAD_PRODUCT = {"torch.Tensor.__matmul__": wrong_product}
 BROKEN_PRODUCT = {
     "torch.Tensor.__matmul__": Mock(side_effect=RuntimeError("CUDA error: out of memory"))

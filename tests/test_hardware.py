@@ -2,19 +2,24 @@
 
 import multiprocessing
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from ddp_mnist.cluster import hardware
-from ddp_mnist.cluster.device import set_threads
+from ddp_mnist.cluster.device import choose_device, set_threads
 from ddp_mnist.cluster.launch import find_launch
 from ddp_mnist.cluster.local_world import run_world
-from ddp_mnist.config import Distribution
+from ddp_mnist.config import Distribution, TrainConfig
+from ddp_mnist.doctor.machine import product
+from ddp_mnist.errors import UsageError
 from tests.commands import python
+from tests.training import what_it_says
 
 GB = 10**9
 
@@ -140,3 +145,113 @@ def test_a_process_of_a_fork_server_computes_on_all_cores(tmp_path: Path) -> Non
     """As those of verify, doctor and bench do: their server has used no OpenMP."""
     [found] = run_world(1, threads_of_a_run, folder=tmp_path)
     assert found == (False, hardware.cores())
+
+
+# --- GPUs that torch cannot use
+
+
+@pytest.fixture
+def devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty /dev, and nothing that hides GPUs."""
+    monkeypatch.setattr(hardware, "DEVICES", tmp_path)
+    for name in hardware.HIDE_GPUS:
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("names", "cuda", "rocm", "words"),
+    [
+        (
+            ["nvidia0", "nvidia1", "nvidiactl"],
+            "13.2",
+            None,
+            "2 in /dev, but torch .*CUDA 13.2\\) sees none",
+        ),
+        (["nvidia0"], None, None, "1 in .* \\(built for CPUs only\\) sees none"),
+        (["kfd"], "13.2", None, "1 in .* \\(built for CUDA 13.2\\) sees none"),
+        (["kfd"], None, "7.1", "1 in .* \\(built for ROCm 7.1\\) sees none"),
+        (["dxg"], "13.2", None, "1 in .* sees none"),
+    ],
+)
+def test_gpus_that_torch_does_not_see_are_told(
+    names: list[str],
+    cuda: str | None,
+    rocm: str | None,
+    words: str,
+    devices: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A driver that is too old, a torch for CPUs, one for the GPUs of another maker."""
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.version, "hip", rocm)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert hardware.unused_gpus() == ""
+    assert (hardware.gpus_for_make(), capsys.readouterr().err) == (0, "")
+    for name in names:
+        (devices / name).touch()
+    monkeypatch.setattr(hardware, "WSL_CUDA", devices / "libcuda.so.1")
+    if "dxg" in names:
+        assert hardware.unused_gpus() == ""  # Windows has a GPU, and no driver for CUDA
+        (devices / "libcuda.so.1").touch()
+    assert re.match(words, hardware.unused_gpus())
+    assert hardware.gpus_for_make() == 0
+    assert re.match(f"GPUs: {words}, so this trains on the CPU; ", capsys.readouterr().err)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert hardware.unused_gpus() == ""
+
+
+def test_the_plan_tells_it_too(devices: Path, tmp_path: Path) -> None:
+    (devices / "nvidia0").touch()
+    [said] = run_world(1, said_beside, str(devices), folder=tmp_path)
+    assert "GPUs: 1 in /dev, but torch (built for " in said
+    assert f"sees none, so this trains on the CPU; {hardware.GPU_FIX}\n" in said
+
+
+def said_beside(devices: str) -> str:
+    """Return what a dry run prints beside GPUs that torch does not see."""
+    hardware.DEVICES = Path(devices)
+    os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+    return what_it_says(TrainConfig.of({"dataset": "digits", "dry_run": True}))
+
+
+def test_a_divided_gpu_counts_as_often_as_cuda_shows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch counts the cards of a machine in MIG mode by its driver; CUDA gives a process one."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    for usable in (1, 8):
+        monkeypatch.setattr(torch._C, "_cuda_getDeviceCount", lambda n=usable: n, raising=False)
+        assert hardware.gpus() == usable
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "needs"),
+    [
+        ("Tesla V100", (7, 0), "7.0, and torch .* needs 7.5"),
+        ("GTX 1080", (6, 1), "6.1, and torch .* needs 7.5"),
+        ("Tesla T4", (7, 5), None),
+        ("B200", (10, 0), None),
+        ("newer", (13, 0), None),
+    ],
+)
+def test_a_gpu_older_than_torchs_kernels_is_one_line(
+    name: str, capability: tuple[int, int], needs: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_75", "sm_90", "sm_120"])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
+    monkeypatch.setattr("ddp_mnist.cluster.device.gpus", lambda: 1)
+    if needs is None:
+        assert hardware.too_old(0) == ""
+        assert choose_device(Distribution()) == "cuda"
+        return
+    line = rf"^cuda:0: {name} has compute capability {needs}; install .*, or add --cpu$"
+    with pytest.raises(UsageError, match=line):
+        choose_device(Distribution())
+    found = product(torch.device("cuda", 0))
+    assert (found.status, found.name) == ("FAIL", "cuda:0")
+    assert re.match(f"{name} has .*{needs}", found.text)
+    assert found.fix.startswith(hardware.TOO_OLD_FIX)
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["gfx90a"])  # ROCm's
+    assert hardware.too_old(0) == ""

@@ -125,6 +125,7 @@ def test_choose_device(
     monkeypatch.setenv("ACCELERATE_USE_CPU", variable)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     monkeypatch.setattr("ddp_mnist.cluster.device.gpus", lambda: int(has_gpu))
+    monkeypatch.setattr("ddp_mnist.cluster.device.too_old", lambda _: "")
     expected = "cuda" if has_gpu and not wants_cpu else "cpu"
     assert choose_device(Distribution(cpu=flag)) == expected
     # a request for the CPU hides the GPUs, before torch looks for them

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from accelerate.utils import TorchDynamoPlugin, parse_flag_from_env
 
-from ddp_mnist.cluster.hardware import cores, gpus, hide_gpus, is_forked
+from ddp_mnist.cluster.hardware import TOO_OLD_FIX, cores, gpus, hide_gpus, is_forked, too_old
 from ddp_mnist.cluster.launch import Launch
 from ddp_mnist.cluster.requests import CONFIGS, NOTHING, Asked
 from ddp_mnist.cluster.store import Store
@@ -40,6 +40,12 @@ def choose_device(flags: Distribution, asked: Asked = NOTHING) -> str:
             " cannot use it; restart the kernel and begin with notebook_launcher, or add cpu=True"
         )
     device = "cuda" if not wants_cpu and gpus() else "cpu"
+    for number in range(gpus() if device == "cuda" else 0):
+        if why := too_old(number):
+            raise UsageError(
+                f"cuda:{number}: {why}; {TOO_OLD_FIX}, hide it by CUDA_VISIBLE_DEVICES, or add"
+                " --cpu"
+            )
     if flags.sync_bn and device == "cpu":
         raise UsageError("--sync-bn: needs GPUs; on a CPU use --model cnn, which has GroupNorm")
     return device

@@ -4,6 +4,8 @@ import contextlib
 import multiprocessing
 import os
 import platform
+import re
+import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +13,11 @@ from pathlib import Path
 import psutil
 
 IMPORTED_BY = os.getpid()
+DEVICES = Path("/dev")
+WSL_CUDA = Path("/usr/lib/wsl/lib/libcuda.so.1")  # there with a driver of NVIDIA on Windows
+HIDE_GPUS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+GPU_FIX = "update the driver, or install the torch that fits it (see pytorch.org)"
+TOO_OLD_FIX = "install a torch built for an older CUDA (see pytorch.org)"
 CGROUP, OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
@@ -31,11 +38,62 @@ def cpu_model() -> str:
 def gpus() -> int:
     """Return how many GPUs torch can compute on here.
 
-    torch's own count includes those whose driver is too old for it.
+    torch's own count includes those whose driver is too old for it, and all that are divided (MIG),
+    of whose parts CUDA shows a process one.
     """
     import torch  # slow, so only where the answer is needed
 
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not torch.cuda.is_available():
+        return 0
+    return min(torch.cuda.device_count(), torch._C._cuda_getDeviceCount())
+
+
+def gpus_shown() -> int:
+    """Return how many GPUs of NVIDIA, or else AMD, the system shows, whatever torch sees."""
+    nvidia = len(list(DEVICES.glob("nvidia[0-9]*")))
+    in_wsl = (DEVICES / "dxg").exists() and WSL_CUDA.exists()
+    return nvidia or int(in_wsl or (DEVICES / "kfd").exists())
+
+
+def unused_gpus() -> str:
+    """Return in words that torch cannot use the GPUs that the system shows.
+
+    "" if it can, there are none, or they are hidden on purpose.
+    """
+    import torch
+
+    if not gpus_shown() or any(name in os.environ for name in HIDE_GPUS) or gpus():
+        return ""
+    cuda, rocm = torch.version.cuda, torch.version.hip
+    built = f"CUDA {cuda}" if cuda else f"ROCm {rocm}" if rocm else "CPUs only"
+    return f"{gpus_shown()} in /dev, but torch (built for {built}) sees none"
+
+
+def gpus_for_make() -> int:
+    """Return how many GPUs `make train` is to use; say on stderr why none of those that are there.
+
+    torch takes seconds to load: without a device that may be a GPU's it is not asked.
+    """
+    if not any(any(DEVICES.glob(name)) for name in ("nvidia*", "nvhost*", "nvgpu*", "dxg", "kfd")):
+        return 0
+    if unused := unused_gpus():
+        print(f"GPUs: {unused}, so this trains on the CPU; {GPU_FIX}", file=sys.stderr)
+    return gpus()
+
+
+def too_old(number: int) -> str:
+    """Return in words that a GPU is older than all that this torch has kernels for, else ""."""
+    import torch
+
+    kernels = [int(cc) for cc in re.findall(r"sm_(\d+)", " ".join(torch.cuda.get_arch_list()))]
+    major, minor = torch.cuda.get_device_capability(number)
+    if not kernels or 10 * major + minor >= min(kernels):
+        return ""
+    name, least = torch.cuda.get_device_name(number), min(kernels)
+    return (
+        f"{name} has compute capability {major}.{minor}, and torch {torch.__version__} needs"
+        f" {least // 10}.{least % 10}"
+    )
 
 
 def default_processes(least: int) -> int:

@@ -19,7 +19,7 @@ from ddp_mnist.cluster.interfaces import interfaces_up, why_port_is_taken
 from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.data import cache, sources
 from ddp_mnist.errors import reason
-from ddp_mnist.run.results import WARN, CheckResult, check, failed, passed, warned
+from ddp_mnist.run.results import FAIL, WARN, CheckResult, check, failed, passed, warned
 from ddp_mnist.run.summary import count
 from ddp_mnist.run.versions import PACKAGES, package_versions
 from ddp_mnist.verbs.flags import Doctor
@@ -70,20 +70,20 @@ def unmet(package: str) -> Iterator[str]:
 
 def processors(_: Doctor) -> Iterator[CheckResult]:
     """Check that torch sees the GPUs that are there, and that each processor computes right."""
-    there, mine = len(list(DEVICES.glob("nvidia[0-9]*"))), hardware.gpus()
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
-    text, unseen = "none; training runs on the CPU, with gloo", False
+    there, mine, unused = hardware.gpus_shown(), hardware.gpus(), hardware.unused_gpus()
+    text = unused or "none; training runs on the CPU, with gloo"
     if mine:
         nccl = ".".join(map(str, torch.cuda.nccl.version()))
         part = f" of {there} in /dev" if there > mine else ""
-        text = f"{mine}{part}, CUDA {torch.version.cuda}, NCCL {nccl}"
-    elif there and hidden is None:
-        built, unseen = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPUs only", True
-        text = f"{there} in /dev, but torch (built for {built}) sees none"
-    elif there:
-        by = f"CUDA_VISIBLE_DEVICES={hidden}" if hidden else "--cpu, or CUDA_VISIBLE_DEVICES="
-        text = f"{there}, hidden by {by}"
-    yield check("GPUs", unseen, text, "update the driver, or install the torch that fits it")
+        built = f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
+        text = f"{mine}{part}, {built}, NCCL {nccl}"
+    elif there and not unused:
+        by = [f"{name}={os.environ[name]}" for name in hardware.HIDE_GPUS if os.environ.get(name)]
+        text = f"{there}, hidden by {' '.join(by) or '--cpu, or CUDA_VISIBLE_DEVICES='}"
+    # Graphics inside a processor of AMD may not be worth another torch.
+    is_nvidia = any(hardware.DEVICES.glob("nvidia[0-9]*"))
+    worst = FAIL if is_nvidia or torch.version.hip else WARN
+    yield check("GPUs", unused, text, hardware.GPU_FIX, worst)
     if mine and not dist.is_initialized():  # else each rank checks its own
         yield from run_world(1, gpu_products, folder=Path.cwd())[0]
     yield from nvidia_smi() if mine else ()
@@ -100,6 +100,8 @@ def gpu_products() -> list[CheckResult]:
 
 def product(device: torch.device) -> CheckResult:
     """Check a matrix product of small whole numbers, which is exact in float32 in any order."""
+    if device.type == "cuda" and (why := hardware.too_old(device.index)):
+        return failed(str(device), why, f"{hardware.TOO_OLD_FIX}, or hide it: CUDA_VISIBLE_DEVICES")
     a, b = torch.randint(-8, 9, (2, 512, 512), generator=torch.Generator().manual_seed(0))
     try:
         on_gpu = device.type == "cuda"

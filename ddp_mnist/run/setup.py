@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from ddp_mnist import own_code, trial
+from ddp_mnist.cluster import hardware
 from ddp_mnist.cluster.device import able_to_compile, within_memory
 from ddp_mnist.cluster.launch import Launch
 from ddp_mnist.cluster.rendezvous import check_same
@@ -93,6 +94,8 @@ def resolve_and_load(
     )
     images = cache.load(name, cache_dir, reading, log=console.print)
     wrong = wrong_on_purpose(config.recipe.inject)
+    if unused := hardware.unused_gpus():
+        notes = [*notes, f"GPUs: {unused}, so this trains on the CPU; {hardware.GPU_FIX}"]
     images = replace(images, warnings=[*wrong, *notes, *images.warnings])
     store.barrier("data")
     if found:

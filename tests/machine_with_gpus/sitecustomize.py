@@ -6,12 +6,15 @@ believing in `cuda:N`. What this cannot show: whether a kernel, NCCL or fp16 on 
 """
 
 import os
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.nn import parallel
 from torch.overrides import TorchFunctionMode
+
+from ddp_mnist.cluster import hardware
 
 current = [0]
 MOST = 256  # rows of a product: what is right for a GPU takes a CPU minutes
@@ -95,6 +98,8 @@ real_init = dist.init_process_group
 for owner, name, stand_in in (
     (torch.cuda, "opened", False),
     (torch.cuda, "device_count", count),
+    (torch._C, "_cuda_getDeviceCount", count),
+    (hardware, "DEVICES", Path(__file__).parent / "dev"),
     (torch.cuda, "is_available", works),
     (torch.cuda, "set_device", set_device),
     (torch.cuda, "current_device", lambda: current[0]),
