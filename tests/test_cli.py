@@ -115,7 +115,7 @@ REFUSED = {
     # how the processes are joined; what else an environment may contradict is in test_launch.py
     "train --rank 0": "--rank 0: needs --init-method tcp://HOST:PORT beside it",
     "RANK=0 train --dataset digits": "RANK=0: WORLD_SIZE is not set",
-    "WORLD_SIZE=2 verify": "verify: starts its own processes; start it without a launcher",
+    "WORLD_SIZE=2 verify": "WORLD_SIZE=2: verify starts its own processes; start it without a la",
     # the other verbs
     "evaluate": "evaluate: the following arguments are required: RUN; see ddp-mnist evaluate",
     "evaluate ''": "'': is empty; give a value",

@@ -328,8 +328,10 @@ def test_fault_37_a_closed_terminal_saves_and_nohup_trains_on(tmp_path: Path) ->
     ours, theirs = os.openpty()
     closed = subprocess.Popen(
         ["setsid", "--ctty", sys.executable, *flags, "600"],
-        **dict.fromkeys(("stdin", "stdout", "stderr"), theirs),
         cwd=folders["closed"],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
     )
     os.close(theirs)
     nohup = Started(["nohup", sys.executable, *flags, "12"], folders["nohup"], program=None)

@@ -17,6 +17,7 @@ from pathlib import Path
 from ddp_mnist.bench.figures import FIX, alternate, ratio, spread
 from ddp_mnist.bench.steps import time_steps
 from ddp_mnist.cluster import hardware
+from ddp_mnist.cluster.launch import own_environment
 from ddp_mnist.cluster.local_world import backend_among, preload, run_world
 from ddp_mnist.config import Distribution, Run, TrainConfig
 from ddp_mnist.data import cache
@@ -119,7 +120,7 @@ def seconds_to_first_step(command: Sequence[str]) -> float:
     with tempfile.TemporaryDirectory(prefix="ddp_mnist-") as scratch:
         run, begun = Path(scratch) / "run", time.monotonic()
         typed, metrics = [sys.executable, *command, "--run-dir", str(run)], run / METRICS
-        with subprocess.Popen(typed, stdout=subprocess.DEVNULL) as process:
+        with subprocess.Popen(typed, stdout=subprocess.DEVNULL, env=own_environment()) as process:
             while not (taken := metrics.exists() and metrics.stat().st_size > 0):
                 if process.poll() is not None:
                     break

@@ -33,6 +33,11 @@ OF_SLURM = {
     "num_machines": "SLURM_STEP_NUM_NODES SLURM_NNODES",
     "main_port": "MASTER_PORT",
 }
+# All that launchers and batch jobs say to the processes that they start, but how to compute.
+OF_LAUNCHERS = re.compile(
+    "(SLURM|PMIX?|OMPI|MV2|TORCHELASTIC|ACCELERATE(?!_USE_CPU|_MIXED_PRECISION)|LOCAL|GROUP|ROLE"
+    "|MASTER)_.+|RANK|WORLD_SIZE"
+)
 FROM_1 = ("world_size", "local_world_size", "num_machines", "main_port")  # the others count from 0
 
 
@@ -81,6 +86,14 @@ def find_launch(flags: Distribution, env: Mapping[str, str] = os.environ) -> Lau
                 f" {launch.world_size - 1}"
             )
     return launch
+
+
+def own_environment(env: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the environment for processes that this program starts by itself, as verify does.
+
+    They have no part in the batch job or the launcher in which it runs.
+    """
+    return {name: value for name, value in env.items() if not OF_LAUNCHERS.fullmatch(name)}
 
 
 def _from_address(flags: Distribution, env: Mapping[str, str]) -> Launch:

@@ -8,17 +8,22 @@ import multiprocessing as mp
 import os
 import random
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
 from ddp_mnist.cluster.hardware import gpus
 from ddp_mnist.cluster.interfaces import why_port_is_taken
+from ddp_mnist.cluster.launch import own_environment
 from ddp_mnist.errors import FailedElsewhere, UsageError
 
 PORTS = range(15000, 30000)  # below those that the system picks for outgoing connections
 FORKSERVER = mp.get_context("forkserver")
+LONGEST_TMPDIR = 60  # in bytes; Python adds 32, and a Mac takes 103 in all
+SHORT = ("/tmp", "/var/tmp", "/dev/shm")
 _preloaded: list[str] = []
 
 
@@ -29,6 +34,20 @@ def preload(*modules: str) -> None:
 
 
 preload("torch._dynamo", __name__)
+
+
+def start_server() -> None:
+    """Start the forkserver, unless it runs, with a socket whose path is short enough.
+
+    Python puts it into TMPDIR, which schedulers make long. The system takes 107 characters.
+    """
+    before = tempfile.gettempdir()
+    if len(os.fsencode(before)) > LONGEST_TMPDIR:
+        tempfile.tempdir = next(filter(os.path.isdir, SHORT), before)
+    try:
+        forkserver.ensure_running()
+    finally:
+        tempfile.tempdir = before
 
 
 def free_port() -> int:
@@ -62,6 +81,7 @@ class LocalWorld:
         if size > 1:  # what torchrun sets, but for the store of its agent
             shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
             shared |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
+        start_server()
         self.pipes, self.processes = [], []
         for rank in range(size):
             mine = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if size > 1 else {}
@@ -111,8 +131,8 @@ def run_world(
 def _member(
     results: Any, function: Callable[..., Any], variables: dict[str, str], folder: str, args: tuple
 ) -> None:
-    for name in [name for name in os.environ if name.startswith("TORCHELASTIC_")]:
-        del os.environ[name]  # of a launcher that started this program, and not these processes
+    variables = own_environment() | variables
+    os.environ.clear()
     os.environ.update(variables)
     os.chdir(folder)
     try:

@@ -65,8 +65,11 @@ def run(flags: Verify) -> None:
     """
     save = check_place(flags.save, "--save")
     assert save
-    if (os.environ.get("WORLD_SIZE") or "1") != "1":
-        raise UsageError("verify: starts its own processes; start it without a launcher")
+    if (size := os.environ.get("WORLD_SIZE") or "1") != "1":
+        raise UsageError(
+            f"WORLD_SIZE={size}: verify starts its own processes; start it without a launcher, or"
+            " unset WORLD_SIZE"
+        )
     console, checks = Console(True), list[CheckResult]()
     config, sizes = config_of(flags), sizes_up_to(flags.processes)
     for line in verify(sizes, flags.inject, config):
