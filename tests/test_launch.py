@@ -61,7 +61,7 @@ FOUND: dict[str, tuple[Variables, Launch]] = {
     ),
     "torchrun, restarted": (
         TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "2"},
-        replace(IN_TORCHRUN, attempt=2),
+        IN_TORCHRUN,
     ),
     "torchrun, second node": (
         TORCHRUN | SECOND,
@@ -134,7 +134,7 @@ NO_NUMBERS: dict[str, tuple[Variables, str]] = {
     "torchrun": (
         TORCHRUN,
         "RANK=one WORLD_SIZE=2.0 LOCAL_RANK=x LOCAL_WORLD_SIZE=0 GROUP_WORLD_SIZE=many RANK=-1"
-        " MASTER_PORT=http MASTER_PORT=0 MASTER_PORT=65536 TORCHELASTIC_RESTART_COUNT=-"
+        " MASTER_PORT=http MASTER_PORT=0 MASTER_PORT=65536"
         " WORLD_SIZE=0",
     ),
     "srun": (

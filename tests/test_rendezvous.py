@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import Mock
 
 import psutil
@@ -18,10 +18,11 @@ import torch.distributed as dist
 
 from ddp_mnist.cluster.failures import first_cause, propagate_first_error
 from ddp_mnist.cluster.heartbeat import LONGEST_BEAT_S, Heartbeat
-from ddp_mnist.cluster.launch import Launch
+from ddp_mnist.cluster.launch import Launch, find_launch
 from ddp_mnist.cluster.local_world import LocalWorld, free_port, run_world
 from ddp_mnist.cluster.rendezvous import check_same, meet
 from ddp_mnist.cluster.store import Store, host_id, open_store
+from ddp_mnist.config import Distribution
 from ddp_mnist.errors import DataError, FailedElsewhere, PeerError, UsageError
 from tests.commands import Typed
 
@@ -145,19 +146,25 @@ def test_two_processes_with_rank_0(tmp_path: Path) -> None:
 
 
 def test_processes_that_were_given_different_world_sizes(tmp_path: Path) -> None:
-    [[zero, _], [one, _]] = outcomes = meetings([0, 1], [2, 3], tmp_path)
-    assert max(seconds for _, seconds in outcomes) < TIMEOUT_S
-    assert isinstance(zero, UsageError)
-    assert "rank 0 was given 2 as the number of all, rank 1 3" in str(zero)
-    assert isinstance(one, FailedElsewhere)
-    assert (zero.code, one.code) == (2, 2)
+    for sizes in ([2, 3], [3, 2]):
+        outcomes = meetings([0, 1], sizes, tmp_path)
+        assert max(seconds for _, seconds in outcomes) < TIMEOUT_S
+        first, other = sorted((error for error, _ in outcomes), key=lambda error: not error.agreed)
+        assert isinstance(first, UsageError)
+        told = [f"rank {i} was given {sizes[i]} as the number of all, rank" for i in range(2)]
+        assert any(f"{text} {1 - i} {sizes[1 - i]};" in str(first) for i, text in enumerate(told))
+        assert isinstance(other, FailedElsewhere)
+        assert str(other) == str(first)
+        assert (first.code, other.code) == (2, 2)
 
 
 def wait_and_lose_rank_0() -> Any:
     if os.environ["RANK"] == "0":
         store = open_store("", int(os.environ["MASTER_PORT"]), serve=True, timeout_s=5, who="")
         Path("started-0").touch()
-        while not dist.PrefixStore("process/0/1", store).check(["here/1"]):
+        store.add("process/meetings", 1)
+        store.set("process/1/here/0", '["", 0, 2, "elsewhere", null]')
+        while not store.check(["process/1/here/1"]):
             time.sleep(0.01)
         os._exit(1)
     return meet_as([0, 1], [2, 2])
@@ -430,3 +437,99 @@ def test_fault_17_a_machine_that_never_comes(typed: Typed) -> None:
         [line] = ended.err.splitlines()
         assert ended.code == 6
         assert message.format(port=port) in line
+
+
+# --- A store that outlives a meeting
+
+
+class Comes(NamedTuple):
+    """One process, and how it comes to meet."""
+
+    rank: int
+    after_s: float = 0
+    dies_after_s: float = 0  # it is killed then
+    restarts: int = 0  # that its own launcher counted
+    twice: bool = False
+
+
+def come(size: int, *places: Comes) -> Any:
+    """Return the tokens of all ranks in each meeting, or the error."""
+    this = places[int(os.environ["RANK"])]
+    time.sleep(this.after_s)
+    if this.dies_after_s:
+        threading.Timer(this.dies_after_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    said = {"RANK": str(this.rank), "WORLD_SIZE": str(size), "TORCHELASTIC_RUN_ID": "none"}
+    said |= {
+        "TORCHELASTIC_RESTART_COUNT": str(this.restarts),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    launch, tokens = find_launch(Distribution(), os.environ | said), []
+    try:
+        for _ in range(1 + this.twice):
+            store = meet(launch, 10)
+            tokens.append(store.all_gather("tokens", os.urandom(8).hex()))
+            if this.dies_after_s:
+                time.sleep(60)
+            store.close()
+    except UsageError as error:
+        return error
+    return tokens
+
+
+@pytest.fixture
+def come_together(tmp_path: Path) -> Callable[..., list[Any]]:
+    """Return a function that lets processes meet in the store of one agent, as often as called."""
+    agent = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+
+    def together(size: int, *places: Comes) -> list[Any]:
+        variables = {"MASTER_PORT": str(agent.port)}
+        world = LocalWorld(len(places), come, size, *places, folder=tmp_path, variables=variables)
+        found = world.outcomes()
+        met = [tokens for tokens in found if isinstance(tokens, list)]
+        assert all(tokens == met[0] for tokens in met)
+        return found
+
+    return together
+
+
+def test_restarted_processes_meet_whatever_each_launcher_counted(
+    come_together: Callable[..., list[Any]],
+) -> None:
+    """A launcher counts its own restarts alone, and one that joins later begins at 0."""
+    killed = come_together(2, Comes(0, dies_after_s=1), Comes(1, dies_after_s=1))
+    assert [type(each) for each in killed] == [ConnectionError] * 2
+    ranks = [Comes(0, 0.3, restarts=1), Comes(1)], [Comes(0, restarts=1), Comes(1, 0.3, restarts=2)]
+    for places in ranks:
+        [first], [second] = come_together(2, *places)
+        assert len(set(first)) == 2
+        assert first == second
+
+
+def test_a_process_that_trains_twice_meets_twice(
+    come_together: Callable[..., list[Any]],
+) -> None:
+    both, again = come_together(2, Comes(0, twice=True), Comes(1, twice=True))
+    assert both == again
+    assert len({token for tokens in both for token in tokens}) == 4
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_process_takes_the_place_of_a_dead_one_while_others_wait(
+    rank: int, come_together: Callable[..., list[Any]]
+) -> None:
+    dies, waits = Comes(rank, dies_after_s=0.5), Comes(1 - rank)
+    died, *met = come_together(3, dies, waits, Comes(rank, 2.0, restarts=1), Comes(2, 2.3))
+    assert isinstance(died, ConnectionError)
+    assert len(met) == 3
+    assert len(set(met[0][0])) == 3
+
+
+def test_a_second_process_is_refused_while_the_first_one_of_its_rank_runs(
+    come_together: Callable[..., list[Any]],
+) -> None:
+    """After all have met, too: rank 0 and rank 1 are at work."""
+    works = [Comes(rank, dies_after_s=4) for rank in range(2)]
+    *_, second, zero = come_together(2, *works, Comes(1, 2), Comes(0, 2))
+    assert str(second).startswith("127.0.0.1:")
+    assert "another process came with rank 1 before this one; give each" in str(second)
+    assert "another process came with rank 0 before this one; give each" in str(zero)

@@ -24,7 +24,6 @@ OF_TORCHRUN = {
     "local_world_size": "LOCAL_WORLD_SIZE",
     "num_machines": "GROUP_WORLD_SIZE",
     "main_port": "MASTER_PORT",
-    "attempt": "TORCHELASTIC_RESTART_COUNT",
 }
 OF_SLURM = {
     "rank": "SLURM_PROCID",
@@ -55,7 +54,6 @@ class Launch:
     main_host: str | None = None  # where rank 0, or the launcher's agent, serves the store
     main_port: int | None = None
     agent_store: bool = False  # the launcher serves it already (torchrun, accelerate launch)
-    attempt: int = 0  # how often an elastic launcher restarted the workers
 
     @property
     def child_of_launcher(self) -> bool:

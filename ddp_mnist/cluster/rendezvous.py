@@ -1,9 +1,14 @@
 """The processes, or the machines before them, find each other and agree on what they run."""
 
+import json
+import os
 import time
+import uuid
+from dataclasses import replace
 from textwrap import shorten
-from typing import Any
+from typing import Any, NamedTuple
 
+import psutil
 import torch.distributed as dist
 
 from ddp_mnist.cluster.failures import first_cause
@@ -15,6 +20,21 @@ from ddp_mnist.errors import DdpMnistError, PeerError, UsageError
 
 # What meets: its plural, and what its number is called.
 WORDS = {"process": ("processes", "rank"), "machine": ("machines", "machine")}
+
+# The store outlives a meeting: a process may train twice, and a launcher start it again. So rank 0
+# numbers the meetings, and those who wait in an older one follow it into the new one.
+MEETINGS = "meetings"  # the key that counts them
+MET = "met"  # the key of a meeting under which rank 0 says who has come, by rank
+
+
+class Seat(NamedTuple):
+    """One rank in a meeting."""
+
+    token: str  # of this process and meeting alone
+    pid: int
+    size: int  # the world size that it was given
+    host: str
+    address: str | None  # of its machine, towards rank 0's
 
 
 def meet(launch: Launch, timeout_s: float) -> Store:
@@ -32,33 +52,120 @@ def meet(launch: Launch, timeout_s: float) -> Store:
     unit = "machine" if launch.launcher == "machine" else "process"
     serve, who = rank == 0 and not launch.agent_store, f"{WORDS[unit][1]} {rank} of {size}"
     c10d = open_store(host, port, serve=serve, timeout_s=timeout_s, who=who)
-    store = Store(c10d, rank, size, launch.agent_store, timeout_s)
+    lobby = Store(dist.PrefixStore(unit, c10d), rank, size, launch.agent_store, timeout_s)
+    seat = Seat(uuid.uuid4().hex, os.getpid(), size, host_id(), address_towards(host, port))
+    store, number, deadline = None, 0, time.monotonic() + timeout_s
     try:
-        # The store outlives a meeting: a process may train twice, and a launcher start it again.
-        attempt = f"{unit}/{launch.attempt}"
-        meeting = store.call("add", f"{attempt}/came/{rank}", 1)
-        if meeting > 1 and not store.exists(f"{attempt}/{meeting - 1}/{GONE}/{rank}"):
-            raise UsageError(
-                f"{host}:{port}: another {unit} came with rank {rank} before this one;"
-                f" give each {unit} a rank of its own, 0 to {size - 1}"
-            )
-        store.c10d = dist.PrefixStore(f"{attempt}/{meeting}", c10d)
-        store.heartbeat = Heartbeat(store.c10d, rank, size, timeout_s)
-        store.set(f"here/{rank}", [host_id(), size, address_towards(host, port)])
-        try:
-            _wait_for_others(store, launch, unit, timeout_s)
-        except DdpMnistError as error:
-            cause = first_cause(store, error)
-            store.lost = [other for other in range(size) if not store.exists(f"here/{other}")]
-            store.shutdown()
-            raise cause from None
-        store.heartbeat.start()
+        while True:
+            newest = lobby.call("add", MEETINGS, 0)
+            if rank == 0 and store is None:  # it opens the next one
+                newest += 1
+            if newest > number:
+                number, store = newest, _sit_down(lobby, newest, seat, f"{host}:{port}", unit)
+                if rank == 0:
+                    lobby.call("add", MEETINGS, 1)
+            if store is None and time.monotonic() > deadline:
+                raise PeerError(
+                    f"{host}:{port}: {WORDS[unit][1]} 0 did not come to meet this one within"
+                    f" {timeout_s:g} s; start it, or check that it uses this address"
+                )
+            if store is not None and _all_have_come(store, seat, launch, unit, deadline):
+                return store
+            time.sleep(POLL_S)
     except RuntimeError as error:
         raise PeerError(
             f"{host}:{port}: rank 0, which serves this port, ended before all had come;"
             " see what it says, then start again"
         ) from error
+
+
+def _sit_down(lobby: Store, number: int, seat: Seat, where: str, unit: str) -> Store | None:
+    """Take this rank's seat in a meeting; return the store under its number, None if it is over.
+
+    Raise UsageError if a living process has the seat. Where a process runs no more, another has
+    been started in its place.
+    """
+    rank, size = lobby.rank, lobby.world_size
+    store = replace(lobby, c10d=dist.PrefixStore(str(number), lobby.c10d))
+    before = replace(lobby, c10d=dist.PrefixStore(str(number - 1), lobby.c10d))
+    is_over = rank > 0 and (store.exists(MET) or store.failure() is not None)
+
+    def refuse_if_living(meeting: Store) -> None:
+        if not meeting.exists(f"here/{rank}") or meeting.exists(f"{GONE}/{rank}"):
+            return
+        other = Seat(*meeting.get(f"here/{rank}"))
+        if other.host == seat.host:
+            lives = other.pid != seat.pid and psutil.pid_exists(other.pid)
+        else:  # nobody can tell; a machine may have taken the place of another
+            lives = not meeting.exists(MET)
+        if lives:
+            raise UsageError(
+                f"{where}: another {unit} came with rank {rank} before this one;"
+                f" give each {unit} a rank of its own, 0 to {size - 1}"
+            )
+
+    refuse_if_living(before if rank == 0 else store)
+    if is_over:
+        return None
+    store.heartbeat = Heartbeat(store.c10d, rank, size, store.patience_s)
+    mine = json.dumps(seat)
+    if json.loads(store.call("compare_set", f"here/{rank}", "", mine)) != list(seat):
+        refuse_if_living(store)  # both came at once
+        store.call("set", f"here/{rank}", mine)
     return store
+
+
+def _all_have_come(store: Store, seat: Seat, launch: Launch, unit: str, deadline: float) -> bool:
+    """Return whether the meeting is complete, which rank 0 says; the store knows the hosts then.
+
+    Raise as `meet` does, after this rank has told the others why it leaves.
+    """
+    size, seats = store.world_size, [f"here/{rank}" for rank in range(store.world_size)]
+    try:
+        here = list[Seat]()
+        if store.rank == 0 and store.call("check", seats):
+            here = [Seat(*json.loads(each)) for each in store.call("multi_get", seats)]
+        elif store.rank > 0 and store.exists(MET):
+            here = [Seat(*each) for each in store.get(MET)]
+        # Rank 0's was there before the meeting had a number.
+        for rank, other in enumerate(here or [Seat(*store.get(seats[0]))]):
+            if other.size != size:
+                raise UsageError(
+                    f"{launch.main_host}:{launch.main_port}: rank {store.rank} was given {size} as"
+                    f" the number of all, rank {rank} {other.size}; start every {unit} with the"
+                    " same number"
+                )
+        if seat in here:
+            if store.rank == 0:
+                store.set(MET, here)
+            store.hosts = [each.host for each in here]
+            store.addresses = [each.address for each in here]
+            assert store.heartbeat
+            store.heartbeat.start()
+            return True
+        store.raise_if_failed()
+        if time.monotonic() > deadline:
+            raise _missing(store, launch, unit)
+    except DdpMnistError as error:
+        cause = first_cause(store, error)
+        store.lost = [rank for rank, key in enumerate(seats) if not store.exists(key)]
+        store.shutdown()
+        raise cause from None
+    return False
+
+
+def _missing(store: Store, launch: Launch, unit: str) -> PeerError:
+    """Return the error that names who has not come."""
+    size, (units, number) = store.world_size, WORDS[unit]
+    missing = [rank for rank in range(size) if not store.exists(f"here/{rank}")]
+    foreign = store.rank == 0 and not is_own(str(launch.main_host))
+    note = ", which is none of this machine's own" if foreign else ""
+    absent = shorten(", ".join(map(str, missing)), 40, placeholder=" ...")
+    where, came = f"{launch.main_host}:{launch.main_port}", size - len(missing)
+    return PeerError(
+        f"{where}: {came} of {size} {units} came within {store.patience_s:g} s; missing: {number}"
+        f" {absent}; start them, or check that they use this address{note}"
+    )
 
 
 def check_same(store: Store, facts: dict[str, Any], about: str = "facts") -> None:
@@ -75,33 +182,4 @@ def check_same(store: Store, facts: dict[str, Any], about: str = "facts") -> Non
             raise UsageError(
                 f"{key}: rank 0 has {value}, rank {others} has {everyone[odd[0]].get(key)};"
                 " start every process with the same flags, data and packages"
-            )
-
-
-def _wait_for_others(store: Store, launch: Launch, unit: str, timeout_s: float) -> None:
-    """Return once all ranks have written where they run, and read it."""
-    where, size = f"{launch.main_host}:{launch.main_port}", store.world_size
-    deadline = time.monotonic() + timeout_s
-    missing = list(range(size))
-    while missing := [rank for rank in missing if not store.exists(f"here/{rank}")]:
-        store.raise_if_failed()
-        if time.monotonic() > deadline:
-            foreign = store.rank == 0 and not is_own(str(launch.main_host))
-            note = ", which is none of this machine's own" if foreign else ""
-            units, number = WORDS[unit]
-            absent = shorten(", ".join(map(str, missing)), 40, placeholder=" ...")
-            raise PeerError(
-                f"{where}: {size - len(missing)} of {size} {units} came within {timeout_s:g} s;"
-                f" missing: {number} {absent}; start them, or check that they use this"
-                f" address{note}"
-            )
-        time.sleep(POLL_S)
-    here = [store.get(f"here/{rank}") for rank in range(size)]
-    store.hosts = [host for host, _, _ in here]
-    store.addresses = [own_address for _, _, own_address in here]
-    for rank, (_, theirs, _) in enumerate(here):
-        if theirs != size:
-            raise UsageError(
-                f"{where}: rank {store.rank} was given {size} as the number of all, rank {rank}"
-                f" {theirs}; start every {unit} with the same number"
             )
