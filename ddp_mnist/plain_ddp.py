@@ -109,9 +109,13 @@ def main() -> None:
     if not os.environ.keys() & {"RANK", "WORLD_SIZE", "SLURM_PROCID"}:  # no launcher: one process
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
         os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
-    dist.init_process_group(timeout=timedelta(seconds=300))  # reads RANK, WORLD_SIZE, MASTER_ADDR
-    if torch.cuda.is_available():  # else every process would open GPU 0 as well
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    processes_here = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
+    backend = "nccl" if gpus >= processes_here else "gloo"  # NCCL needs a GPU for each process
+    if gpus:  # else every process would open GPU 0 as well
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % gpus)
+    # It reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+    dist.init_process_group(backend, timeout=timedelta(seconds=300))
     net, seconds = train_plain(images, recipe, arguments.seed, torch.float32)
     accuracy = test_accuracy(net, images)
     if dist.get_rank() == 0:

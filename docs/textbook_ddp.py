@@ -40,7 +40,7 @@ def test(title, loader):
         print(f"{title}: {correct:.0f} of {seen:.0f} rows right, accuracy {correct / seen:.4f}")
 
 
-gpu = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])  # one for each process?
+gpu = torch.cuda.is_available() and torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
 device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
 dist.init_process_group("nccl" if gpu else "gloo")  # reads RANK, WORLD_SIZE, MASTER_ADDR, _PORT
 rank, world_size = dist.get_rank(), dist.get_world_size()

@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 from tests.commands import REPOSITORY, python_path
 
@@ -180,6 +180,7 @@ def on_one_gpu(folder: Path) -> dict[str, Any]:
         "nccl": met(),
         "gloo": met(backend="gloo"),
         "cpu": met(cpu=True),
+        "plain_ddp.py": run_world(2, plainly, folder=folder, variables=KINDS["one"]),
         "verify": run_world(1, a_proof, watch.proof_config(epochs=1), folder=folder),
     }
 
@@ -211,15 +212,20 @@ def a_proof(config: Any) -> bool:
     return torch.cuda.opened  # type: ignore[attr-defined]
 
 
-def plainly() -> int:
-    """Return the GPU that plain_ddp.py works on."""
+def plainly() -> tuple[int, str]:
+    """Return the GPU that plain_ddp.py works on, and the backend that it asks for."""
     import torch
+    import torch.distributed as dist
 
     from ddp_mnist import plain_ddp
 
-    with patch.object(sys, "argv", ["plain_ddp", "--dataset", "digits", "--epochs", "1"]):
+    init = Mock(wraps=dist.init_process_group)
+    with (
+        patch.object(sys, "argv", ["plain_ddp", "--dataset", "digits", "--epochs", "1"]),
+        patch.object(dist, "init_process_group", init),
+    ):
         plain_ddp.main()
-    return torch.cuda.current_device()
+    return torch.cuda.current_device(), init.call_args.args[0]
 
 
 def printed_by(*argv: str) -> str:

@@ -13,6 +13,7 @@ from unittest.mock import Mock
 import pytest
 
 from ddp_mnist.cluster.failures import A_GPU_EACH
+from ddp_mnist.cluster.local_world import free_port
 from ddp_mnist.run.folder import read_json
 from tests.commands import MAKE, REPOSITORY, Ended, Started
 from tests.conftest import pytest_configure
@@ -130,10 +131,20 @@ def test_two_processes_on_one_gpu_are_refused_with_nccl(decided: dict[str, Any])
 
 def test_a_proof_opens_no_gpu_and_the_plain_loop_its_own(decided: dict[str, Any]) -> None:
     assert decided["one"]["met"]["verify"] == [False]
-    assert decided["two"]["met"]["plain_ddp.py"] == [0, 1]
+    assert decided["two"]["met"]["plain_ddp.py"] == [[0, "nccl"], [1, "nccl"]]
+    assert decided["one"]["met"]["plain_ddp.py"] == [[0, "gloo"], [0, "gloo"]]  # they share it
 
 
 # --- Commands
+
+
+def test_the_textbooks_loop_uses_no_gpu_that_torch_cannot_use() -> None:
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    alone |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    variables = machine("old driver") | alone
+    ended = Started(["docs/textbook_ddp.py"], REPOSITORY, variables).ended()
+    assert ended.code == 0, ended.err
+    assert "test, each row once     : " in ended.out
 
 
 @pytest.mark.parametrize(
