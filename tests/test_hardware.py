@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from ddp_mnist import api
 from ddp_mnist.cluster import hardware
 from ddp_mnist.cluster.device import choose_device, set_threads
 from ddp_mnist.cluster.launch import find_launch
@@ -214,6 +215,29 @@ def said_beside(devices: str) -> str:
     hardware.DEVICES = Path(devices)
     os.environ.pop("CUDA_VISIBLE_DEVICES", None)
     return what_it_says(TrainConfig.of({"dataset": "digits", "dry_run": True}))
+
+
+def gpu_after_cpu(devices: str) -> list[str]:
+    """Return what two calls of a notebook come to, the first with cpu=True, or what one says."""
+    hardware.DEVICES = Path(devices)
+    os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+    found = []
+    for flags in ({"cpu": True}, {}, {"cpu": True}):
+        try:
+            found.append(api.train(dataset="digits", dry_run=True, quiet=True, **flags) or "ran")
+        except UsageError as error:
+            found.append(str(error))
+    return found
+
+
+def test_a_gpu_that_was_hidden_in_this_process_is_not_passed_over(
+    devices: Path, tmp_path: Path
+) -> None:
+    assert run_world(1, gpu_after_cpu, str(devices), folder=tmp_path) == [["ran", "ran", "ran"]]
+    (devices / "nvidia0").touch()
+    [[_, refused, advised]] = run_world(1, gpu_after_cpu, str(devices), folder=tmp_path)
+    assert re.match("GPU: an earlier run with cpu=True hid it .*; restart the kernel, or", refused)
+    assert advised == "ran"
 
 
 def test_a_divided_gpu_counts_as_often_as_cuda_shows_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,16 @@ from typing import Any
 import torch
 from accelerate.utils import TorchDynamoPlugin, parse_flag_from_env
 
-from ddp_mnist.cluster.hardware import TOO_OLD_FIX, cores, gpus, hide_gpus, is_forked, too_old
+from ddp_mnist.cluster.hardware import (
+    TOO_OLD_FIX,
+    cores,
+    gpus,
+    hidden_once,
+    hide_gpus,
+    is_forked,
+    too_old,
+    unused_gpus,
+)
 from ddp_mnist.cluster.launch import Launch
 from ddp_mnist.cluster.requests import CONFIGS, NOTHING, Asked
 from ddp_mnist.cluster.store import Store
@@ -46,6 +55,11 @@ def choose_device(flags: Distribution, asked: Asked = NOTHING) -> str:
                 f"cuda:{number}: {why}; {TOO_OLD_FIX}, hide it by CUDA_VISIBLE_DEVICES, or add"
                 " --cpu"
             )
+    if device == "cpu" and hidden_once and unused_gpus():
+        raise UsageError(
+            "GPU: an earlier run with cpu=True hid it from this process, and CUDA does not look"
+            " again; restart the kernel, or add cpu=True"
+        )
     if flags.sync_bn and device == "cpu":
         raise UsageError("--sync-bn: needs GPUs; on a CPU use --model cnn, which has GroupNorm")
     return device

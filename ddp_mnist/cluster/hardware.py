@@ -18,6 +18,7 @@ WSL_CUDA = Path("/usr/lib/wsl/lib/libcuda.so.1")  # there with a driver of NVIDI
 HIDE_GPUS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 GPU_FIX = "update the driver, or install the torch that fits it (see pytorch.org)"
 TOO_OLD_FIX = "install a torch built for an older CUDA (see pytorch.org)"
+hidden_once: list[bool] = []  # by this process, which may be a notebook's and set it free again
 CGROUP, OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
@@ -107,6 +108,7 @@ def hide_gpus() -> None:
     An optimizer's step on a CPU would open a GPU that torch sees, which may be broken or taken.
     """
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    hidden_once.append(True)
 
 
 def is_forked() -> bool:
