@@ -167,6 +167,51 @@ def test_what_the_driver_reports_of_each_gpu(tmp_path: Path, monkeypatch: Patch)
     ]
 
 
+def smi_of(lines: list[str], folder: Path, monkeypatch: Patch) -> None:
+    """Put an nvidia-smi first in PATH that has a line for each GPU and knows -i."""
+    program = folder / "nvidia-smi"
+    cases = [f"*,{n},*) echo '{line}' ;; esac" for n, line in enumerate(lines)]
+    cases = [f'case ",${{ids:-{n}}}," in {case}' for n, case in enumerate(cases)]
+    program.write_text("\n".join(["#!/bin/sh", '[ "$3" = -i ] && ids=$4', *cases]))
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
+
+
+def test_the_gpus_of_others_are_not_judged(tmp_path: Path, monkeypatch: Patch) -> None:
+    lines = [f"{n}, 580, {3 * (n == 0)}, Not Active, 35" for n in range(3)]
+    smi_of(lines, tmp_path, monkeypatch)
+    for visible, found in (
+        (None, [FAIL, PASS, PASS]),
+        ("1", [PASS]),
+        ("0,2", [FAIL, PASS]),
+        ("MIG-4f", [FAIL, PASS, PASS]),
+    ):
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        if visible:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert [result.status for result in machine.nvidia_smi()] == found
+    monkeypatch.setattr(torch.version, "hip", "7.1")
+    assert list(machine.nvidia_smi()) == []
+
+
+def test_a_slow_gpu_computes_for_some_seconds_and_not_for_minutes(monkeypatch: Patch) -> None:
+    """The products are those of a CPU, in time that passes as on a GPU."""
+    now, tries = [0.0], []
+
+    def synchronize() -> None:
+        tries.append(1)
+        now[0] += pace
+
+    ones = torch.ones
+    monkeypatch.setattr(group.torch, "ones", lambda *_, dtype, **__: ones(8, 8, dtype=dtype))
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    monkeypatch.setattr(group, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    for pace, expected in ((0.02, 15), (0.5, 5), (3.0, 3)):
+        tries.clear()
+        assert group.compute_s(torch.device("cuda", 0)) == pytest.approx(pace)
+        assert len(tries) == expected
+
+
 def test_a_check_that_breaks_down_is_a_failure(monkeypatch: Patch) -> None:
     def broken(_options: Doctor) -> Iterator[CheckResult]:
         raise ValueError("no idea")
@@ -377,15 +422,23 @@ def test_processes_that_end_early_are_a_failure(
 
 
 def backend_of(_: Doctor, distribution: Distribution, __: bool) -> list[CheckResult]:
-    return [passed("backend", distribution.backend)]
+    return [passed("backend", f"{distribution.backend}, cpu {distribution.cpu}")]
 
 
-def test_one_gpu_is_shared_by_two_processes(monkeypatch: Patch) -> None:
+def test_one_gpu_is_shared_by_two_processes(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr("ddp_mnist.cluster.hardware.gpus", lambda: 1)
     monkeypatch.setattr("ddp_mnist.cluster.local_world.gpus", lambda: 1)
     monkeypatch.setattr(checks, "check_together", backend_of)
     assert hardware.default_processes(2) == 2
-    assert only(checks.check_processes(2, Doctor(), Distribution())).text == "gloo"
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for mode, found in (
+        ("Default", ["gloo, cpu False"]),
+        ("Exclusive_Process", ["2 on the CPU, as the GPU takes one", "auto, cpu True"]),
+    ):
+        smi_of([mode], tmp_path, monkeypatch)
+        results = checks.check_processes(2, Doctor(), Distribution())
+        assert [result.status for result in results] == [PASS] * len(found)
+        assert all(r.text.startswith(text) for r, text in zip(results, found, strict=True))
 
 
 # --- Before a process starts

@@ -217,11 +217,11 @@ def said_beside(devices: str) -> str:
     return what_it_says(TrainConfig.of({"dataset": "digits", "dry_run": True}))
 
 
-def gpu_after_cpu(devices: str) -> list[str]:
+def gpu_after_cpu(devices: str) -> list[Any]:
     """Return what two calls of a notebook come to, the first with cpu=True, or what one says."""
     hardware.DEVICES = Path(devices)
     os.environ.pop("CUDA_VISIBLE_DEVICES", None)
-    found = []
+    found = list[Any]()
     for flags in ({"cpu": True}, {}, {"cpu": True}):
         try:
             found.append(api.train(dataset="digits", dry_run=True, quiet=True, **flags) or "ran")

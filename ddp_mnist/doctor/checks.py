@@ -18,7 +18,7 @@ from ddp_mnist.config import Distribution
 from ddp_mnist.data.sources import find_source
 from ddp_mnist.doctor.compare import against, busy_with, read_saved
 from ddp_mnist.doctor.group import check_group
-from ddp_mnist.doctor.machine import check_machine
+from ddp_mnist.doctor.machine import check_machine, takes_one_process
 from ddp_mnist.doctor.preflight import check_node
 from ddp_mnist.errors import CheckFailed, DdpMnistError, FailedElsewhere, StorageError, UsageError
 from ddp_mnist.run.console import Console, tell
@@ -29,6 +29,7 @@ from ddp_mnist.run.results import (
     failed,
     failure_summary,
     from_error,
+    passed,
     warned,
     worst,
 )
@@ -105,15 +106,20 @@ def check_processes(size: int, flags: Doctor, distribution: Distribution) -> lis
     timeout_s = START_S + distribution.dist_timeout + 60 * flags.minutes
     if distribution.backend == "auto":
         distribution = replace(distribution, backend=backend_among(size))
+    notes = []
+    if not distribution.cpu and 0 < hardware.gpus() < size and takes_one_process():
+        distribution = replace(distribution, cpu=True, backend="auto")
+        text = f"{size} on the CPU, as the GPU takes one at a time (Exclusive_Process)"
+        notes = list(told([passed("processes", text)], Console(not flags.json).print))
     members = (size, check_together, flags, distribution, False)
     try:
-        return run_world(*members, folder=Path.cwd(), timeout_s=timeout_s)[0]
+        return notes + run_world(*members, folder=Path.cwd(), timeout_s=timeout_s)[0]
     except (OSError, RuntimeError, ValueError) as error:  # one was killed, or came to no end
         text = f"{size} of this machine: {type(error).__name__}: {error}"
         wrong = failed("processes", text, "see dmesg for what killed it, or try --processes 2")
     except DdpMnistError as error:
         wrong = from_error("processes", error)
-    return list(told([wrong], Console(not flags.json).print))
+    return notes + list(told([wrong], Console(not flags.json).print))
 
 
 def check_together(flags: Doctor, distribution: Distribution, machines: bool) -> list[CheckResult]:

@@ -35,6 +35,7 @@ from ddp_mnist.verbs.flags import Doctor
 NOT_CACHED = "not cached"
 LATE_S = 0.2
 BUSY = 0.25  # of a machine's cores, that other programs may hold
+GPU_S = 2.0  # of matrix products, about
 SLOW = 1.5  # times the median rank's seconds
 EPOCHS = 5  # of the digits: 75 steps
 LEAST_ACCURACY = 0.8  # after them; a net that guesses has 0.1
@@ -241,15 +242,19 @@ def faulty_devices(group: Group) -> Iterator[CheckResult]:
 def compute_s(device: torch.device, tries: int = 15) -> float:
     """Return the least seconds of ten matrix products: others can only make it longer.
 
-    [512, 512] on a CPU, [8192, 8192] on a GPU, which small ones would not occupy.
+    [512, 512] in float32 on a CPU; on a GPU [8192, 8192] in float16: small ones would not occupy
+    it, and training uses its units for 16 bits. A slow GPU tries less often, for about 2 s.
     """
-    size = 8192 if device.type == "cuda" else 512
-    square, least = torch.ones(size, size, device=device), float("inf")
-    for _ in range(tries):
+    on_gpu, began = device.type == "cuda", time.monotonic()
+    size, dtype = (8192, torch.float16) if on_gpu else (512, torch.float32)
+    square, least = torch.ones(size, size, device=device, dtype=dtype), float("inf")
+    for tried in range(tries):
+        if on_gpu and tried >= 3 and time.monotonic() - began > GPU_S:
+            break
         clock = time.monotonic()
         for _ in range(10):
             square = square @ square / size
-        if device.type == "cuda":
+        if on_gpu:
             torch.cuda.synchronize()
         least = min(least, time.monotonic() - clock)
     return least

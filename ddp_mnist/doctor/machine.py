@@ -1,5 +1,6 @@
 """Checks of one machine alone, before any process group forms."""
 
+import contextlib
 import math
 import os
 import shutil
@@ -116,17 +117,38 @@ def product(device: torch.device) -> CheckResult:
     return check(str(device), wrong, f"{model}: {text}", fix)
 
 
+def ask_driver(fields: str) -> list[list[str]]:
+    """Return what nvidia-smi reports of each GPU that this process may use, a cell for each field.
+
+    The others of the machine are somebody else's. A part of a GPU (MIG) is none to nvidia-smi: it
+    reports all then. Raise OSError or SubprocessError if it reports nothing.
+    """
+    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
+    ours = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    if ours and not ours.startswith("MIG"):
+        command += ["-i", ours]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    return [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines()]
+
+
+def takes_one_process() -> bool:
+    """Return whether a GPU is in the compute mode in which one process has it for itself."""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        return ["Exclusive_Process"] in ask_driver("compute_mode")
+    return False
+
+
 def nvidia_smi() -> Iterator[CheckResult]:
     """Check what the driver reports of each GPU: memory errors, and clocks that it holds back."""
-    command = ["nvidia-smi", f"--query-gpu={SMI_FIELDS}", "--format=csv,noheader"]
+    if torch.version.hip:  # a GPU of AMD
+        return
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+        reported = ask_driver(SMI_FIELDS)
     except (OSError, subprocess.SubprocessError) as error:
         text = f"nvidia-smi reports nothing ({type(error).__name__})"
         yield warned("driver", text, "see whether it runs in a shell")
         return
-    for line in done.stdout.splitlines():
-        number, driver, errors, slowdown, celsius = (cell.strip() for cell in line.split(","))
+    for number, driver, errors, slowdown, celsius in reported:
         name = f"GPU {number}"
         if errors.isdecimal() and int(errors):
             yield failed(name, f"{errors} uncorrected memory errors", "reset or replace it")
