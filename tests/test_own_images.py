@@ -19,7 +19,7 @@ from ddp_mnist import api
 from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.data import cache
 from ddp_mnist.data.batches import ImageData
-from ddp_mnist.data.decode import TURNS
+from ddp_mnist.data.decode import TURNS, in_mode
 from ddp_mnist.data.reading import AS_THEY_ARE, Reading
 from ddp_mnist.errors import DataError, StorageError, UsageError
 from ddp_mnist.run.folder import read_json
@@ -222,26 +222,41 @@ def test_an_image_is_taken_as_it_is_and_what_is_odd_is_said(kind: str, tmp_path:
 INVERSE = TURNS | {6: TURNS[8], 8: TURNS[6]}
 
 
-@pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP", "TIFF", "AVIF"])
-def test_every_orientation_of_every_format_becomes_upright(form: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("form", "mode"),
+    [
+        *((form, "RGB") for form in ("JPEG", "PNG", "WEBP", "TIFF", "AVIF")),
+        *(("TIFF", mode) for mode in ("RGBA", "CMYK", "L", "I;16")),  # Pillow maps these
+    ],
+)
+def test_every_orientation_of_every_format_becomes_upright(
+    form: str, mode: str, tmp_path: Path
+) -> None:
     """All eight show the same picture, of which no two orientations look alike."""
     if form == "AVIF" and not PIL.features.check("avif"):
         pytest.skip("this Pillow has no AVIF")
     upright = picture((24, 40))
     upright.paste(BLUE, (0, 0, 12, 20))
+    if mode == "I;16":
+        grey = np.asarray(upright.convert("L"), dtype=np.uint16)
+        upright = PIL.Image.fromarray(grey * 257)
+    else:
+        upright = upright.convert(mode)
     files = []
     for orientation in range(1, 9):
         image = upright.transpose(INVERSE[orientation]) if orientation > 1 else upright.copy()
         image.getexif()[Base.Orientation] = orientation
-        lossless = {} if form in ("JPEG", "AVIF") else {"lossless": True}
-        files.append(encoded(image, form, exif=image.getexif(), quality=100, **lossless))
+        how: dict[str, Any] = {"lossless": True} if form == "WEBP" else {}
+        how |= {"quality": 100} if form in ("JPEG", "AVIF") else {}
+        files.append(encoded(image, form, exif=image.getexif(), **how))
     own = folder_of(tmp_path / "own", *files)
     images = load(own)
-    assert images.preparation.shape == (3, 40, 24)  # the files' own size: none is cut
-    assert images.preparation.notes == [
-        "14 of 16 images had an orientation in EXIF and became upright"
-    ]
-    expected = np.asarray(upright).transpose(2, 0, 1).astype(int)
+    channels = 1 if mode in ("L", "I;16") else 3
+    assert images.preparation.shape == (channels, 40, 24)  # the files' own size: none is cut
+    note = "14 of 16 images had an orientation in EXIF and became upright"
+    assert note in images.preparation.notes
+    expected = np.asarray(in_mode(upright, "L" if channels == 1 else "RGB")).astype(int)
+    expected = expected.reshape(40, 24, channels).transpose(2, 0, 1)
     for file, row in zip(sorted((own / "train").rglob("*.png")), images.train_images, strict=True):
         corners = (slice(None), slice(3, None, 33), slice(3, None, 17))  # far from the edges
         np.testing.assert_allclose(row.numpy()[corners], expected[corners], atol=4)
@@ -496,14 +511,16 @@ def test_a_run_is_evaluated_on_another_folder_of_the_same_classes(
     api.train(dataset="large", test_size=20, image_size=32, epochs=1, quiet=True, run_dir="held")
     assert api.evaluate("held", dataset=shapes)["count"] == 100  # type: ignore[index]
     Path("large").rename("moved")
-    assert api.evaluate("held", dataset="moved")["count"] == 20  # type: ignore[index]
+    moved = api.evaluate("held", dataset="moved")
+    assert moved and moved["count"] == 20
     (tmp_path / "moved/train/blue").rename(tmp_path / "moved/train/sky")
     assert typed("evaluate", "held", "--dataset", "moved").err == (
         "ddp-mnist: error: --dataset moved: class sky is none of the run's (blue, green, red,"
         " violet, yellow); rename it to one of them, or leave its images out (code 2)\n"
     )
-    shutil.rmtree("moved/train/sky")
-    assert api.evaluate("held", dataset="moved")["count"] == 20  # type: ignore[index]
+    shutil.rmtree("moved/train/sky")  # the held-out images of the others stay held out
+    rest = api.evaluate("held", dataset="moved")
+    assert rest and rest["confusion"] == [[0] * 5, *moved["confusion"][1:]]
 
 
 # --- New images for a finished run

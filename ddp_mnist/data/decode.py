@@ -1,6 +1,10 @@
 """The one decoder: what it makes of an image file is what a net sees, in training and after it."""
 
 import contextlib
+import io
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import PIL.Image
@@ -21,6 +25,19 @@ TURNS = {  # what makes an image upright, by its orientation in EXIF
     7: TURN.TRANSVERSE,
     8: TURN.ROTATE_90,
 }
+
+
+@contextlib.contextmanager
+def open_image(file: str | Path | bytes) -> Iterator[PIL.Image.Image]:
+    """Open an image file, by its path or of its bytes. Raise what Pillow does."""
+    # Given a path, Pillow maps an uncompressed file into memory, and misreads the rows of a TIFF
+    # that EXIF turns on its side. It warns of what it can do without, as a part of the EXIF.
+    with (
+        io.BytesIO(file) if isinstance(file, bytes) else Path(file).open("rb") as stream,
+        warnings.catch_warnings(action="ignore"),
+        PIL.Image.open(stream) as image,
+    ):
+        yield image
 
 
 def decode_image(image: PIL.Image.Image, shape: Shape) -> np.ndarray:

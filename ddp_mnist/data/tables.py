@@ -1,8 +1,6 @@
 """A table of the library `datasets`: its splits, its columns, and what shape its images get."""
 
-import io
 import statistics
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +14,7 @@ from ddp_mnist.data.decode import (
     decode_image,
     facts_of,
     is_clear,
+    open_image,
     stored_pixels,
 )
 from ddp_mnist.data.draws import hold_out_test, key_of
@@ -227,9 +226,7 @@ def _of_each(
         if not file:
             raise DataError(f"{where}: {name} has no image; add it or leave the row out")
         try:
-            content = io.BytesIO(file) if isinstance(file, bytes) else file
-            # Pillow warns of what it can do without, as a part of the EXIF.
-            with warnings.catch_warnings(action="ignore"), PIL.Image.open(content) as image:
+            with open_image(file) as image:
                 found = function(image)
         except Exception as error:  # Pillow raises OSError, SyntaxError, ValueError and more
             unknown = isinstance(error, PIL.UnidentifiedImageError)

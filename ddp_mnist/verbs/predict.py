@@ -7,7 +7,6 @@ An image is prepared as training prepared it. If the run was trained on MNIST or
 that is not 28x28 is a photo of a digit, see digit_photos.py.
 """
 
-import io
 import sys
 import textwrap
 import warnings
@@ -16,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import PIL.Image
 import torch
 
 from ddp_mnist.data import folders
-from ddp_mnist.data.decode import decode_image
+from ddp_mnist.data.decode import decode_image, open_image
 from ddp_mnist.data.preparation import Preparation
 from ddp_mnist.errors import DataError, UsageError, printable, reason
 from ddp_mnist.run import weights
@@ -111,9 +109,7 @@ def read_image(file: Path, preparation: Preparation, digit_photos: bool) -> np.n
     Where it cannot, the DataError's message has to follow the file's name.
     """
     try:
-        content = io.BytesIO(sys.stdin.buffer.read()) if file == STDIN else file
-        # Pillow warns of what it can do without, as a part of the EXIF.
-        with warnings.catch_warnings(action="ignore"), PIL.Image.open(content) as opened:
+        with open_image(sys.stdin.buffer.read() if file == STDIN else file) as opened:
             image = as_mnist(opened) if digit_photos else opened
             return decode_image(image, preparation.shape)
     except DataError:
