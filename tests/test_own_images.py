@@ -258,8 +258,9 @@ def test_every_orientation_of_every_format_becomes_upright(
     expected = np.asarray(in_mode(upright, "L" if channels == 1 else "RGB")).astype(int)
     expected = expected.reshape(40, 24, channels).transpose(2, 0, 1)
     for file, row in zip(sorted((own / "train").rglob("*.png")), images.train_images, strict=True):
-        corners = (slice(None), slice(3, None, 33), slice(3, None, 17))  # far from the edges
-        np.testing.assert_allclose(row.numpy()[corners], expected[corners], atol=4)
+        far = slice(3, None, 33), slice(3, None, 17)  # from the edges, which a lossy format blurs
+        part = (slice(None), *far) if form in ("JPEG", "AVIF") else slice(None)
+        np.testing.assert_allclose(row.numpy()[part], expected[part], atol=4)
         assert np.array_equal(read_image(file, images.preparation, False), row)
 
 
