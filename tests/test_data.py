@@ -316,7 +316,7 @@ def test_fault_29_a_cache_that_cannot_be_written(
     refused(Path("/proc/cache"), folder, "No such file or directory")
     written, other = load(folder, cache), write_idx(tmp_path / "other")
     for name, error in (
-        ("ddp_mnist.data.cache.FileLock", OSError(30, "Read-only file system")),
+        ("ddp_mnist.data.cache.take", OSError(30, "Read-only file system")),
         ("ddp_mnist.data.cache.np.save", OSError(28, "No space left on device")),
         ("ddp_mnist.data.cache.Path.rename", OSError(28, "No space left on device")),
     ):

@@ -15,13 +15,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from filelock import FileLock
 
 from ddp_mnist.data.batches import KEYS, TENSORS, ImageData
 from ddp_mnist.data.preparation import Preparation, Shape
 from ddp_mnist.data.reading import AS_THEY_ARE, Reading
 from ddp_mnist.data.sources import Source, find_source
 from ddp_mnist.errors import DataError, StorageError, reason
+from ddp_mnist.locks import take
 
 CACHE_FORMAT = 6
 ABOUT = "about.json"  # what is not in the arrays
@@ -82,7 +82,7 @@ def load(
     folder = path.parent
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder / f"{stem}.lock"):
+        with take(folder / f"{stem}.lock", wait=True):
             # Another process may have built it while this one waited for the lock.
             if not refresh and (data := _open(path, source)):
                 return data

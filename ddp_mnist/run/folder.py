@@ -1,10 +1,9 @@
 """The run folder: who may write it, how its run ended, and files that are replaced whole.
 
-One process writes it, the one that holds its lock; the kernel frees the lock of a killed process.
+One process writes it, the one that holds its lock.
 """
 
 import contextlib
-import fcntl
 import itertools
 import json
 import os
@@ -18,6 +17,7 @@ from typing import Any, Self
 from filelock import FileLock, Timeout
 
 from ddp_mnist.errors import DdpMnistError, Preempted, StorageError, UsageError, reason
+from ddp_mnist.locks import ANOTHER, REFUSED, holder, take
 from ddp_mnist.run.console import as_json, warn
 
 CONFIG, METRICS, MODEL = "config.json", "metrics.jsonl", "model.safetensors"
@@ -100,16 +100,8 @@ class RunFolder:
 
         Raise UsageError if another process is writing it, StorageError if it cannot be written.
         """
-        lock = FileLock(path / LOCK, thread_local=False)
         with storage_errors(path):
-            try:
-                lock.acquire(timeout=0)
-            except Timeout:
-                raise UsageError(
-                    f"{path}: another run is writing there; wait until it has ended, or name"
-                    " another --run-dir"
-                ) from None
-            self._lock, self.path = lock, path
+            self._lock, self.path = take_lock(path), path
             for leftover in [*path.glob(LEFTOVER), *(path / CHECKPOINTS).glob(LEFTOVER)]:
                 if leftover.is_file():
                     leftover.unlink()
@@ -212,15 +204,30 @@ def without_link(path: Path) -> Path:
     return path.parent / path.readlink() if path.is_symlink() else path
 
 
+def take_lock(path: Path) -> FileLock:
+    """Return the lock of this run folder, taken. Raises as `RunFolder.open` does."""
+    lock = path / LOCK
+    try:
+        return take(lock).lock
+    except Timeout:
+        who, end = holder(lock), "name another --run-dir"
+        if who not in ("", ANOTHER):  # named in the file: if its machine crashed, nobody frees it
+            end = f"{end}; if {who} no longer runs, remove {lock}"
+        raise UsageError(
+            f"{path}: another run is writing there; wait until it has ended, or {end}"
+        ) from None
+    except OSError as error:
+        if error.errno not in REFUSED:
+            raise
+        raise StorageError(
+            f"{path}: this disk gives no file locks ({reason(error)}), without which two runs could"
+            " write one folder; use a --run-dir on another disk, or mount this one with locks"
+        ) from error
+
+
 def in_use(path: Path) -> bool:
     """Return whether a process is writing this run folder; True if that cannot be found out."""
-    # The lock's file may be another user's: it is opened for reading, and nothing is written.
-    try:
-        with open(path / LOCK, "rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError as error:  # it is locked; or it may not be read, or the disk knows no locks
-        return not isinstance(error, FileNotFoundError)
-    return False
+    return bool(holder(path / LOCK))
 
 
 # --- Files

@@ -15,8 +15,9 @@ from typing import Any
 
 from ddp_mnist.config import Run
 from ddp_mnist.data.sources import find_source
-from ddp_mnist.run.console import Console
-from ddp_mnist.run.folder import STATUS, in_use, read_json, reserve, without_link
+from ddp_mnist.locks import holder
+from ddp_mnist.run.console import Console, tell
+from ddp_mnist.run.folder import LOCK, STATUS, in_use, read_json, reserve, without_link
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
 ORPHANS_MAY_TAKE_S = 60  # processes whose launcher was killed save their checkpoint, and end
@@ -95,6 +96,8 @@ def read_status(folder: Path) -> dict[str, Any]:
     deadline = time.monotonic() + ORPHANS_MAY_TAKE_S
     while in_use(folder):
         if time.monotonic() > deadline:
+            who = holder(folder / LOCK)
+            tell(f"restart: {folder} is still being written by {who}; not restarted")
             return {}
         time.sleep(0.1)
     return read_json(folder / STATUS)
