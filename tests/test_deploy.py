@@ -96,7 +96,29 @@ def test_a_job_is_the_same_training(alone: Path, tmp_path: Path) -> None:
     all_succeed([sbatch(tmp_path, *flags)])
     check_equal(tmp_path / "runs" / "slurm-7", alone, 2, num_machines=2)
     assert not (tmp_path / "scontrol").exists()
-    assert (tmp_path / "options").read_text() == "--kill-on-bad-exit=0\n--cpus-per-task=1\n"
+    assert (tmp_path / "options").read_text() == "--kill-on-bad-exit=0\n--wait=60\n--cpus-per-task=1\n"
+
+
+@pytest.mark.parametrize(
+    ("variables", "requeued"),
+    [
+        ({}, "requeue 7\n"),
+        # of an array's elements one has the array's own id, and a requeue of that takes all of them
+        ({"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3"}, "requeue 7_3\n"),
+        ({"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "0"}, "requeue 5_0\n"),
+    ],
+)
+def test_a_job_requeues_itself_alone(
+    variables: dict[str, str], requeued: str, tmp_path: Path
+) -> None:
+    waits = "#!/bin/bash\ntrap 'exit 143' USR1\nsleep 0.3\ntouch {folder}/begun\n"
+    waits += "for _ in {1..600}; do sleep 0.1; done\n"
+    variables |= stand_in(tmp_path, srun=waits, scontrol=SCONTROL) | {"SLURM_JOB_ID": "7"}
+    job = Started(["bash", str(DEPLOY / "slurm.sbatch")], tmp_path, variables, program=None)
+    wait_until((tmp_path / "begun").exists)
+    job.process.send_signal(signal.SIGUSR1)
+    assert job.ended().code == 143
+    assert (tmp_path / "scontrol").read_text() == requeued
 
 
 def test_a_job_goes_on_when_its_time_was_up_and_stays_away_when_cancelled(tmp_path: Path) -> None:
