@@ -96,7 +96,9 @@ def test_a_job_is_the_same_training(alone: Path, tmp_path: Path) -> None:
     all_succeed([sbatch(tmp_path, *flags)])
     check_equal(tmp_path / "runs" / "slurm-7", alone, 2, num_machines=2)
     assert not (tmp_path / "scontrol").exists()
-    assert (tmp_path / "options").read_text() == "--kill-on-bad-exit=0\n--wait=60\n--cpus-per-task=1\n"
+    assert (
+        tmp_path / "options"
+    ).read_text() == "--kill-on-bad-exit=0\n--wait=60\n--cpus-per-task=1\n"
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,8 +18,9 @@ from ddp_mnist.cluster.device import choose_device, set_threads
 from ddp_mnist.cluster.launch import find_launch
 from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.config import Distribution, TrainConfig
-from ddp_mnist.doctor.machine import product
+from ddp_mnist.doctor.machine import capacity, product
 from ddp_mnist.errors import UsageError
+from ddp_mnist.verbs.flags import Doctor
 from tests.commands import python
 from tests.training import what_it_says
 
@@ -74,6 +76,64 @@ def test_the_limit_of_a_group_around_ones_own_holds_too(groups: Path) -> None:
     write(groups / "slice", cpu__max="200000 100000", memory__max=str(4 * GB))
     assert hardware.cores() == 2
     assert hardware.free_memory() == 2 * GB
+
+
+V1 = "3:memory:/docker/5e\n2:cpu,cpuacct:/docker/5e\n1:name=systemd:/docker/5e\n0::/docker/5e"
+NO_LIMIT = str(2**63 - 4096)  # what the kernel shows
+
+
+def test_an_older_hosts_groups_count_too(groups: Path) -> None:
+    """In cgroup v1, with a hierarchy for each controller, beside an empty one of v2."""
+    write(groups, own=V1)
+    outer, inner = (groups / "cpu", groups / "cpu" / "docker" / "5e")
+    write(outer, cpu__cfs_quota_us="-1", cpu__cfs_period_us="100000")
+    for quota, cores in (("-1", 8), ("350000", 3), ("50000", 1)):
+        write(inner, cpu__cfs_quota_us=quota, cpu__cfs_period_us="100000")
+        assert hardware.cpu_quota() == (float("inf") if quota == "-1" else int(quota) / 100000)
+        assert hardware.cores() == cores
+    # a container may see its own group as the outermost, under the name that the host gave it
+    shutil.rmtree(outer / "docker")
+    write(outer, cpu__cfs_quota_us="150000")
+    assert hardware.cpu_quota() == 1.5
+
+    memory = groups / "memory" / "docker"
+    statistics = f"inactive_file 0\ntotal_inactive_file {GB // 2}"
+    for group, limit in ((memory, NO_LIMIT), (memory / "5e", str(3 * GB))):
+        write(group, memory__limit_in_bytes=limit, memory__usage_in_bytes=str(2 * GB))
+        write(group, memory__stat=statistics)
+    assert hardware.free_memory() == 1.5 * GB
+    write(memory / "5e", memory__limit_in_bytes=NO_LIMIT)
+    assert hardware.free_memory() == 16 * GB
+
+
+@pytest.fixture
+def group_of_v1() -> Iterator[Path]:
+    """A real group with half a core, as root on a machine that has cgroup v1."""
+    group = hardware.CGROUP / "cpu" / f"ddp_mnist-{os.getpid()}"
+    try:
+        group.mkdir()
+    except OSError as error:
+        pytest.skip(f"cgroup v1 cannot be written here: {error}")
+    (group / "cpu.cfs_quota_us").write_text("50000")
+    yield group
+    group.rmdir()
+
+
+def test_a_real_group_of_half_a_core(group_of_v1: Path, tmp_path: Path) -> None:
+    code = (
+        f"import os; open({str(group_of_v1 / 'cgroup.procs')!r}, 'w').write(str(os.getpid()))\n"
+        "from ddp_mnist.cluster import hardware\n"
+        "print(hardware.cpu_quota(), hardware.cores(), hardware.free_memory() > 0)"
+    )
+    ended = python("-c", code, folder=tmp_path)
+    assert (ended.err, ended.out.split()) == ("", ["0.5", "1", "True"])
+
+
+def test_doctor_warns_of_less_than_a_core(groups: Path) -> None:
+    write(groups, own="0::/", cpu__max="50000 100000")
+    cores, *_ = capacity(Doctor(processes=1))
+    assert cores.status == "WARN"
+    assert cores.text.startswith("1 core (its control group allows 0.5 at once), for 1 process")
 
 
 def running(monkeypatch: pytest.MonkeyPatch, percent: list[float], **programs: float) -> None:

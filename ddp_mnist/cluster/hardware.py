@@ -168,8 +168,10 @@ def cpu_seconds() -> dict[tuple[int, str], float]:
 
 def cpu_quota() -> float:
     """Return how many CPUs its control groups let it use at once; infinite without a limit."""
-    limits = [words for words in control_groups("cpu.max") if words[0] != "max"]
-    return min((int(quota) / int(period) for quota, period in limits), default=float("inf"))
+    limits = [*control_groups("", "cpu.max")]
+    limits += control_groups("cpu", "cpu.cfs_quota_us", "cpu.cfs_period_us")
+    quotas = [int(quota) / int(period) for quota, period in limits if quota not in ("max", "-1")]
+    return min(quotas, default=float("inf"))
 
 
 def free_memory() -> float:
@@ -178,20 +180,29 @@ def free_memory() -> float:
     What a group has read of files counts as used there, but can be freed.
     """
     free = float(psutil.virtual_memory().available)
-    for most, used, *stat in control_groups("memory.max", "memory.current", "memory.stat"):
-        if most != "max":
-            reclaimable = int(stat[stat.index("inactive_file") + 1])
-            free = min(free, int(most) - int(used) + reclaimable)
+    groups = [*control_groups("", "memory.max", "memory.current", "memory.stat")]
+    groups += control_groups(
+        "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat"
+    )
+    for most, used, *stat in groups:
+        if most != "max":  # v1 has a number beyond any machine's memory
+            counts = dict(zip(stat[::2], stat[1::2], strict=True))
+            files = counts.get("total_inactive_file", counts["inactive_file"])
+            free = min(free, int(most) - int(used) + int(files))
     return free
 
 
-def control_groups(*files: str) -> Iterator[list[str]]:
-    """Yield the words of these files of each group (cgroup v2) around this process that has them.
+def control_groups(controller: str, *files: str) -> Iterator[list[str]]:
+    """Yield the words of these files of each group around this process that has them.
 
-    A limit of any of them holds. A container sees its own group as the outermost.
+    A `controller` is one of cgroup v1, which has a hierarchy for each; "" is the one of v2. A limit
+    of any group holds. A container sees its own group as the outermost.
     """
-    own = OWN_CGROUPS.read_text() if OWN_CGROUPS.exists() else ""
-    inner = CGROUP / own.partition("0::/")[2].strip()
-    for group in (inner, *inner.parents):
-        if group.is_relative_to(CGROUP) and all((group / file).exists() for file in files):
-            yield [word for file in files for word in (group / file).read_text().split()]
+    root, lines = CGROUP / controller, OWN_CGROUPS.read_text() if OWN_CGROUPS.exists() else ""
+    for line in lines.splitlines():
+        _, controllers, own = line.split(":", 2)
+        if controller in controllers.split(","):
+            inner = root / own.strip("/")
+            for group in (inner, *inner.parents):
+                if group.is_relative_to(root) and all((group / file).exists() for file in files):
+                    yield [word for file in files for word in (group / file).read_text().split()]

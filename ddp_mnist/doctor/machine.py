@@ -164,7 +164,7 @@ def capacity(options: Doctor) -> Iterator[CheckResult]:
     limit = "" if math.isinf(quota) else f" (its control group allows {quota:g} at once)"
     text = f"{count(mine, 'core')}{limit}, for {processes} processes"
     fix = f"start at most {mine}, or give this machine or container more cores"
-    yield check("cores", mine < processes and not hardware.gpus(), text, fix, WARN)
+    yield check("cores", min(mine, quota) < processes and not hardware.gpus(), text, fix, WARN)
     free, needed = hardware.free_memory(), processes * PROCESS_MB * MB
     text = f"{free / 1e9:.1f} GB free, for {processes} processes"
     fix = f"free {needed / 1e9:.1f} GB, or start fewer processes"
