@@ -4,9 +4,31 @@ import re
 from collections import Counter
 from pathlib import Path
 
+from ddp_mnist.data.reading import Reading
 from ddp_mnist.errors import DataError, printable
 
+METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")  # of images, beside them
+TABLES = (".arrow", ".parquet")
 BESIDE_IMAGES = re.compile(r"\.(arrow|csv|db|ini|jsonl?|md|parquet|tsv|txt|xml|zip)", re.I)
+
+
+def paths_in(folder: Path) -> list[Path]:
+    """Return all paths in a folder, sorted, but those of runs, and the link to the latest one.
+
+    A run may be written into the folder that it trains on: `cd photos; train --dataset .`
+    """
+
+    def is_run(path: Path) -> bool:
+        return (path / "status.json").exists() and (path / "config.json").exists()
+
+    found = sorted(folder.rglob("*"))  # which follows no link
+    links = (path for path in found if path.is_symlink())
+    runs = {path.parent for path in found if path.name == "status.json" and is_run(path.parent)}
+    runs |= {
+        link for link in links if is_run(link) or (link.name == "latest" and not link.exists())
+    }
+    ours = runs - {folder}
+    return [path for path in found if ours.isdisjoint((path, *path.parents))] if ours else found
 
 
 def find_images(where: str, folder: str) -> tuple[list[Path], list[str]]:
@@ -17,7 +39,7 @@ def find_images(where: str, folder: str) -> tuple[list[Path], list[str]]:
     from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
 
     endings = frozenset(ImageFolder.EXTENSIONS)
-    paths = (path.relative_to(folder) for path in sorted(Path(folder).rglob("*")))
+    paths = (path.relative_to(folder) for path in paths_in(Path(folder)))
     shown = [path for path in paths if not any(p.startswith((".", "__")) for p in path.parts)]
     seen = [path for path in shown if Path(folder, path).is_file()]
     if links := [path for path in sorted({*shown} - {*seen}) if Path(folder, path).is_symlink()]:
@@ -28,6 +50,55 @@ def find_images(where: str, folder: str) -> tuple[list[Path], list[str]]:
     kinds[5:] = [f"... {len(kinds) - 5} more kind{'s' * (len(kinds) > 6)}"] * (len(kinds) > 5)
     note = f"files without the suffix of an image were left out: {printable(', '.join(kinds))}"
     return [file for file in seen if file.suffix.lower() in endings], [note] if kinds else []
+
+
+def split_images(
+    images: list[Path], metadata: list[Path], reading: Reading
+) -> dict[str, list[Path]]:
+    """Return the files of each split.
+
+    If a test is drawn from train, files' names say nothing, nor do those of classes at the top.
+    """
+    if reading.test_size and not metadata and are_classes_at_the_top(images):
+        return {"train": sorted(images, key=str)}
+    return split_by_names([*images, *metadata], by_file=not reading.test_size)
+
+
+def are_classes_at_the_top(images: list[Path]) -> bool:
+    """Return whether all images lie as cat/1.png does, and not as train/1.png."""
+    from datasets.data_files import SPLIT_KEYWORDS
+
+    words = {word for each in SPLIT_KEYWORDS.values() for word in each}
+    tops = {file.parts[0].lower() for file in images}
+    return all(len(file.parts) == 2 for file in images) and tops.isdisjoint(words)
+
+
+def split_by_names(files: list[Path], by_file: bool = True) -> dict[str, list[Path]]:
+    """Return the files of each split as `datasets` finds them, in the order that it has."""
+    from datasets.data_files import NON_WORDS_CHARS, SPLIT_KEYWORDS
+
+    files, apart = sorted(files, key=str), f"[{NON_WORDS_CHARS}]"
+    for of_file, end in ((False, f"({apart}.*)?"), (True, f"{apart}.*"))[: 1 + by_file]:
+        found = dict[str, list[Path]]()
+        for split, words in SPLIT_KEYWORDS.items():
+            word = re.compile(f"(.*{apart})?({'|'.join(words)}){end}")
+            for file in files:
+                names = (file.name,) if of_file else file.parent.parts
+                if any(map(word.fullmatch, names)):
+                    found.setdefault(str(split), []).append(file)
+        if found:
+            return found
+    return {"train": files}
+
+
+def not_described(splits: dict[str, list[Path]], rows: dict[str, int]) -> list[str]:
+    """Return a note on images of the splits that no metadata file names, if any."""
+    images = {
+        split: sum(file.name not in METADATA for file in files) for split, files in splits.items()
+    }
+    missing = sum(max(0, count - rows.get(split, 0)) for split, count in images.items())
+    note = f"{missing:,} of {sum(images.values()):,} images are in no metadata file and were left"
+    return [f"{note} out"] if missing else []
 
 
 def check_names(where: str, folder: str, images: list[Path]) -> None:
@@ -42,11 +113,12 @@ def check_images(
     splits: dict[str, list[Path]],
     images: list[Path],
     odd: list[str],
-    for_evaluation: bool = False,
+    reading: Reading,
 ) -> list[str]:
     """Return a note on images that are in no split, if any.
 
-    Raise DataError for one that is in two, in another than its folder means, or in no class.
+    Raise DataError for one that is in two, in another than its folder means, or in no class, and
+    for a metadata file that one split alone has.
     """
     from datasets.data_files import SPLIT_KEYWORDS
 
@@ -58,7 +130,14 @@ def check_images(
     classes = sorted({file.parent.name for file in splits.get("train", used)})
     end = re.compile(r"(set)?([-._ 0-9].*)?$")  # of Test, test_set, TestSet and test-2
     meant = {name: split_of.get(end.sub("", name.lower())) for name in [*tops, *classes]}
-    tops = [top for top in tops if meant[top]]
+    flat = are_classes_at_the_top(images)
+    tops = [top for top in tops if meant[top] and not (flat and reading.test_size)]
+    rest = sorted({*images} - {*used})
+    complete = not rest and (len(splits) > 1 or "train" in splits)
+    described = {
+        split: [file for file in files if file.name in METADATA] for split, files in splits.items()
+    }
+    alone = [file for files in described.values() for file in files]
     depths = {len(file.parts): str(file) for file in used}
     by_folder = classes and {*used} <= {*images}  # else an archive or metadata.csv has the classes
     fault, fix = "", "put each image into the folder of its class, of two or more"
@@ -67,15 +146,22 @@ def check_images(
     elif len({meant[top] for top in tops}) > 1 and any(read_as.get(t) != meant[t] for t in tops):
         fault = f"found the folders {', '.join(tops)}"
         fix = f"rename them to {', '.join(str(meant[top]) for top in tops)}"
+    elif alone and not all(described.values()):
+        lacks = next(split for split, files in described.items() if not files)
+        fault = f"{alone[0]} describes images, and split {lacks} has no such file"
+        fix = f"give it one, or move {alone[0]} elsewhere if the folders are the classes"
+    elif by_folder and flat and not complete and not reading.test_size:
+        split, [file, *_] = next(iter(splits.items()))
+        fault = f"{file} is in the split {split} by a word in its name, and others are in none"
+        fix = "give --test-size 100 to hold images out whatever their names are"
     elif by_folder and len(depths) > 1:
         fault = f"{' and '.join(depths.values())} are not equally deep"
     elif by_folder and len(classes) == 1:
         if not classes[0] or meant[classes[0]]:
             fault = f"{used[0]} is in no class"
-        elif not for_evaluation:
+        elif not reading.for_evaluation:
             fault = f"there is only one class, {classes[0]}"
     if fault:
         raise DataError("; ".join([f"{where}: {fault}", *odd, fix]))
-    rest = sorted({*images} - {*used})
     note = f"images outside the splits were left out: {len(rest):,}, as"
     return [f"{note} {printable(str(file))}" for file in rest[:1]]

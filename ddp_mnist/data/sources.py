@@ -71,7 +71,7 @@ class Source:
                 rows = (
                     read_hub(self.place)
                     if hub
-                    else read_folder(self.place, where, notes, self.reading.for_evaluation)
+                    else read_folder(self.place, where, notes, self.reading)
                 )
                 decoded = decode_dataset(rows, where, self.reading, reserve)
                 decoded.notes[:0] = notes
@@ -92,7 +92,7 @@ class Source:
             return ""
         folder = Path(self.place)
         with readable(self.typed):
-            found = [*folder.rglob("*")]  # which follows no link
+            found = folders.paths_in(folder)
             linked = (path.rglob("*") for path in found if path.is_symlink() and path.is_dir())
             files = sorted(path for paths in (found, *linked) for path in paths if path.is_file())
             stats = [(str(path.relative_to(folder)), path.stat()) for path in files]
@@ -180,7 +180,7 @@ def why_out_of_reach(hub_id: str) -> str:
     return ""
 
 
-def read_folder(folder: str, where: str, notes: list[str], for_evaluation: bool) -> Any:
+def read_folder(folder: str, where: str, notes: list[str], reading: Reading) -> Any:
     """Read what `load_dataset` or `load_from_disk` can; add notes on images that are left out."""
     import datasets
     import pyarrow as pa
@@ -199,24 +199,61 @@ def read_folder(folder: str, where: str, notes: list[str], for_evaluation: bool)
         with tempfile.TemporaryDirectory(
             prefix="ddp_mnist-", ignore_cleanup_errors=True
         ) as scratch:
-            builder = datasets.load_dataset_builder(folder, cache_dir=scratch)
-            if hasattr(builder.config, "fragment_scan_options"):  # of parquet
-                # pyarrow would else hold all that it has read of a file until its end
-                no_buffer = ParquetFragmentScanOptions(pre_buffer=False)
-                builder.config.fragment_scan_options = no_buffer
-                builder.config.batch_size = 100
+            builder = find_builder(folder, where, scratch, images, reading)
+            splits: dict[str, list[Path]] = {}
             if isinstance(builder, ImageFolder):
                 splits = {
                     str(split): [Path(os.path.relpath(file, folder)) for file in found]
                     for split, found in builder.config.data_files.items()
                 }
-                if for_evaluation:
+                if reading.for_evaluation:
                     builder.config.drop_labels = False  # of one class too
-                notes += odd + folders.check_images(where, splits, images, odd, for_evaluation)
+                notes += odd + folders.check_images(where, splits, images, odd, reading)
+            if hasattr(builder.config, "fragment_scan_options"):  # of parquet
+                # pyarrow would else hold all that it has read of a file until its end
+                no_buffer = ParquetFragmentScanOptions(pre_buffer=False)
+                builder.config.fragment_scan_options = no_buffer
+                builder.config.batch_size = 100
             builder.download_and_prepare()
             pa.default_memory_pool().release_unused()
             # Mapped, not read: a file that was removed stays as long as it is mapped.
-            return builder.as_dataset()
+            rows = builder.as_dataset()
+            notes += folders.not_described(splits, {split: len(rows[split]) for split in rows})
+            return rows
+
+
+def find_builder(
+    folder: str, where: str, scratch: str, images: list[Path], reading: Reading
+) -> Any:
+    """Return what of `datasets` reads a folder that was not saved by it.
+
+    By itself it goes by the kind of file that there is most of, so images with a note beside each
+    are none to it, and it takes the folder's name for a pattern. Raise DataError for archives.
+    """
+    import datasets
+    from datasets.data_files import DataFilesDict, DataFilesList
+    from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
+    from datasets.packaged_modules.parquet.parquet import Parquet
+
+    paths = [path.relative_to(folder) for path in folders.paths_in(Path(folder))]
+    metadata = [path for path in paths if path.name in folders.METADATA]
+    tables = [path for path in paths if path.suffix in folders.TABLES and path not in metadata]
+    card = Path(folder, "README.md")
+    by_card = card.is_file() and b"configs:" in card.read_bytes()  # it names the files
+    if images and not tables and not by_card:
+        kind, splits = ImageFolder, folders.split_images(images, metadata, reading)
+    elif tables and re.search(r"[][*?]", folder) and not by_card:
+        kind, splits = Parquet, folders.split_by_names(tables)
+    elif archives := [path for path in paths if path.suffix == ".zip" and not tables]:
+        fix = "unpack it into train/CLASS/ and test/CLASS/"
+        raise errors.DataError(f"{where}: {archives[0]} is an archive, and is not opened; {fix}")
+    else:
+        return datasets.load_dataset_builder(folder, cache_dir=scratch)
+    files = {
+        split: DataFilesList([str(Path(folder, file)) for file in of_split], [])
+        for split, of_split in splits.items()
+    }
+    return kind(cache_dir=scratch, data_files=DataFilesDict(files))
 
 
 @contextlib.contextmanager

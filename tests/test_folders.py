@@ -1,0 +1,199 @@
+"""A folder of images is read for what it holds, whatever its name and what else lies there."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ddp_mnist import api
+from ddp_mnist.data import cache
+from ddp_mnist.data.batches import ImageData
+from ddp_mnist.data.reading import AS_THEY_ARE, Reading
+from ddp_mnist.data.sources import find_source
+from ddp_mnist.errors import DataError
+from tests.commands import Typed
+from tests.test_draws import noise
+from tests.test_sources import LABELS, TEST, TRAIN, save_to_disk, write_idx, write_parquet
+
+DRAWN = Reading(test_size=4)
+
+
+def write(place: Path, *names: str, seed: int = 0) -> Path:
+    """Write an image of noise under each name."""
+    for number, name in enumerate(names):
+        (place / name).parent.mkdir(parents=True, exist_ok=True)
+        noise(1000 * seed + number).save(place / name)
+    return place
+
+
+def flat(count: int = 12, name: str = "{n}.png", classes: str = "cat dog") -> list[str]:
+    each = classes.split()
+    return [f"{each[n % len(each)]}/{name.format(n=n)}" for n in range(count)]
+
+
+def split_up(count: int = 8) -> list[str]:
+    return [f"{split}/{path}" for split in ("train", "test") for path in flat(count)]
+
+
+def load(place: Path, reading: Reading = AS_THEY_ARE) -> ImageData:
+    return cache.load(str(place), str(place.parent / "cache"), reading)
+
+
+def sizes(images: ImageData) -> tuple[int, int]:
+    return len(images.train_labels), len(images.test_labels)
+
+
+# --- Its name
+
+
+@pytest.mark.parametrize("name", ["p?", "a*", "photos[1]", "[!x]", "**", "{a,b}"])
+def test_a_name_is_no_pattern(name: str, tmp_path: Path) -> None:
+    """Of images, tables, saved tables and IDX files; the siblings are what it would match."""
+    for seed, sibling in enumerate(("pX", "abc", "photos1", "y", "zz", "a", name)):
+        write(tmp_path / "images" / sibling, *split_up(), seed=seed)
+    images = load(tmp_path / "images" / name)
+    assert (sizes(images), images.preparation.notes) == ((8, 8), [])
+    assert np.array_equal(images.train_images[0].permute(1, 2, 0), np.asarray(noise(6000)))
+    for writer, sibling in ((write_parquet, "tables"), (save_to_disk, "saved"), (write_idx, "idx")):
+        for each in ("pX", "abc", "photos1", "y", "a", name):
+            (tmp_path / sibling / each).mkdir(parents=True)
+            writer(tmp_path / sibling / each)
+        images = load(tmp_path / sibling / name)
+        assert sizes(images) == (TRAIN, TEST)
+        assert images.train_labels.tolist() == LABELS[:TRAIN]
+
+
+# --- What lies beside the images
+
+
+@pytest.mark.parametrize("kind", ["txt", "xml", "json", "csv", "md", "jsonl", "yaml"])
+def test_a_file_beside_each_image_does_not_make_it_a_table(kind: str, tmp_path: Path) -> None:
+    own = write(tmp_path / "own", *split_up())
+    plain = load(own)
+    for image in [*own.rglob("*.png")]:
+        for name in (image.stem, f"{image.stem}-more"):
+            image.with_name(f"{name}.{kind}").write_text("0 0.5 0.5 1 1\n")
+    (own / "README.md").write_text("# My photos\n")
+    images = load(own)
+    assert sizes(images) == (8, 8)
+    assert images.digest == plain.digest
+
+
+def describe(place: Path, names: list[str]) -> None:
+    lines = [json.dumps({"file_name": name, "label": name[0]}) + "\n" for name in names]
+    place.write_text("".join(lines))
+
+
+def test_images_that_metadata_does_not_name_are_said_to_be_left_out(tmp_path: Path) -> None:
+    own = write(
+        tmp_path / "own",
+        *(f"{s}/{c}{n}.png" for s in ("train", "test") for c in "ab" for n in range(4)),
+    )
+    for split in ("train", "test"):
+        describe(own / split / "metadata.jsonl", [f"{c}{n}.png" for c in "ab" for n in range(4)])
+    assert (sizes(load(own)), load(own).preparation.notes) == ((8, 8), [])
+    describe(own / "train" / "metadata.jsonl", ["a0.png", "b0.png", "a1.png"])
+    images = load(own)
+    assert sizes(images) == (3, 8)
+    assert images.preparation.notes == ["5 of 16 images are in no metadata file and were left out"]
+
+
+def zipped(own: Path) -> None:
+    for split in ("train", "test"):
+        shutil.make_archive(str(own / split), "zip", own / split)
+        shutil.rmtree(own / split)
+
+
+WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
+    "metadata of one split": (
+        lambda own: describe(own / "train" / "metadata.jsonl", ["cat/0.png"]),
+        "train/metadata.jsonl describes images, and split test has no such file; give it one, or",
+    ),
+    "archives": (
+        zipped,
+        "test.zip is an archive, and is not opened; unpack it into train/CLASS/ and test/CLASS/",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_is_not_read_is_named(what: str, tmp_path: Path) -> None:
+    """And the advice leads out."""
+    own = write(tmp_path / "own", *split_up())
+    spoil, line = WRONG[what]
+    spoil(own)
+    with pytest.raises(DataError) as raised:
+        load(own)
+    assert f"--dataset {own}: {line}" in str(raised.value)
+    if what == "archives":
+        for split in ("train", "test"):
+            shutil.unpack_archive(own / f"{split}.zip", own / split)
+    else:
+        (own / "train" / "metadata.jsonl").rename(tmp_path / "metadata.jsonl")
+    assert sizes(load(own)) == (8, 8)
+
+
+# --- Names of files and classes
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        flat(name="ILSVRC2012_val_{n:08}.png"),
+        [*flat(), "cat/a-test-1.png"],
+        [*flat(), "cat/train_1.png", "dog/validation.png"],
+        flat(classes="train-car test_tube dog"),
+        [f"animals/{path}" for path in flat(name="test_{n}.png")],
+    ],
+)
+def test_names_do_not_hold_images_out_where_a_test_is_drawn(
+    names: list[str], tmp_path: Path
+) -> None:
+    own = write(tmp_path / "own", *names)
+    with pytest.raises(DataError, match="--test-size 100"):
+        load(own)
+    images = load(own, DRAWN)
+    assert sum(sizes(images)) == len(names)
+    assert images.classes == sorted({Path(name).parent.name for name in names})
+    [note] = images.preparation.notes
+    assert f"of {len(names)} images were held out for the test" in note
+
+
+def test_splits_by_the_names_of_files_stay(tmp_path: Path) -> None:
+    names = [
+        f"{c}/{split}_{n}.png"
+        for c in ("cat", "dog")
+        for split in ("train", "test")
+        for n in range(4)
+    ]
+    assert sizes(load(write(tmp_path / "own", *names))) == (8, 8)
+    own = write(tmp_path / "misspelt", *(f"{s}/{p}" for s in ("Train", "Testing") for p in flat()))
+    with pytest.raises(DataError, match="found the folders Testing, Train; rename them to test"):
+        load(own, DRAWN)
+
+
+# --- Runs in the folder that they are trained on
+
+
+def test_a_folder_holds_the_runs_that_were_trained_on_it(
+    tmp_path: Path, typed: Typed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = write(tmp_path / "own", *split_up())
+    monkeypatch.chdir(own)
+    before = find_source(".").fingerprint
+    flags = ("--epochs", "1", "--model", "mlp", "--batch-size", "4", "--quiet", "--cpu")
+    for number in (1, 2):
+        ended = typed("train", "--dataset", ".", *flags)
+        assert (ended.code, ended.err) == (0, "")
+        assert (own / "runs" / "latest").resolve().name == f"own-00{number}"
+    assert typed("train", "--dataset", ".", "--run-dir", "mine", *flags).code == 0
+    assert typed("report", "runs/latest").code == typed("export", "runs/latest").code == 0
+    assert typed("evaluate", "runs/latest").code == typed("evaluate", "mine").code == 0
+    assert find_source(".").fingerprint == before
+    shutil.rmtree(own / "runs" / "own-002")  # which leaves a link to nothing
+    assert api.evaluate("mine", dataset=".")["count"] == 8  # type: ignore[index]
+    (own / "train" / "cat" / "more.png").symlink_to("0.png")
+    assert find_source(".").fingerprint != before
