@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from ddp_mnist import api
@@ -16,7 +17,15 @@ from ddp_mnist.data.sources import find_source
 from ddp_mnist.errors import DataError
 from tests.commands import Typed
 from tests.test_draws import noise
-from tests.test_sources import LABELS, TEST, TRAIN, save_to_disk, write_idx, write_parquet
+from tests.test_sources import (
+    LABELS,
+    TEST,
+    TRAIN,
+    save_to_disk,
+    write_idx,
+    write_parquet,
+    write_split,
+)
 
 DRAWN = Reading(test_size=4)
 
@@ -197,3 +206,41 @@ def test_a_folder_holds_the_runs_that_were_trained_on_it(
     assert api.evaluate("mine", dataset=".")["count"] == 8  # type: ignore[index]
     (own / "train" / "cat" / "more.png").symlink_to("0.png")
     assert find_source(".").fingerprint != before
+
+
+# --- A folder beside a name, and files beside a folder
+
+
+def test_a_folder_of_a_built_in_name_is_not_meant_and_a_line_says_so(
+    tmp_path: Path, typed: Typed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert typed("prepare", "--dataset", "digits").out.count("give ./digits") == 0
+    write(tmp_path / "digits", *split_up())
+    ended = typed("prepare", "--dataset", "digits")
+    assert "digits is the data set of that name; for the folder, give ./digits\n" in ended.out
+    assert "1,437 train" in ended.out
+    assert "8 train" in (out := typed("prepare", "--dataset", "./digits").out) and "give" not in out
+    assert "give ./digits" in typed("train", "--dataset", "digits", "--dry-run", "--cpu").out
+
+
+@pytest.mark.parametrize("declared", [False, True])
+def test_images_outside_of_the_folder_that_names_them_are_read_again(
+    declared: bool, tmp_path: Path
+) -> None:
+    """As a parquet file may, in a column of paths and no bytes."""
+    away, own = write(tmp_path / "away", *flat(TRAIN)), tmp_path / "own"
+    files = [str(path) for path in sorted(away.rglob("*.png"))]
+    for split, count in (("train", TRAIN), ("test", TEST)):
+        cells = [{"bytes": None, "path": file} for file in files[:count]]
+        column = pa.array(cells, pa.struct([("bytes", pa.binary()), ("path", pa.string())]))
+        write_split(own, split, "0123" if declared else (), image=column)
+    first = load(own)
+    assert load(own).digest == first.digest and not load(own).warnings
+    noise(77).save(files[0])
+    second = load(own)
+    assert second.digest != first.digest
+    assert np.array_equal(second.train_images[0].permute(1, 2, 0), np.asarray(noise(77)))
+    Path(files[0]).unlink()
+    with pytest.raises(DataError, match="is no readable image"):
+        load(own)

@@ -135,6 +135,9 @@ def _open(path: Path, source: Source) -> ImageData | None:
         whole = about.pop("checksum") == _crc32(arrays, about)
         if not whole or about.pop("fingerprint") != source.fingerprint:
             return None
+        if (outside := about.pop("outside")) != source.outside(outside):
+            return None
+        about["warnings"] = [*source.warnings]
         about["preparation"] = Preparation.from_dict(about["preparation"])
         about |= {name: torch.from_numpy(arrays[name]) for name in TENSORS}
         about |= {name: arrays[name] for name in KEYS}
@@ -176,6 +179,7 @@ def _build(path: Path, source: Source, log: Log) -> None:
             "preparation": dataclasses.asdict(decoded.preparation()),
             "digest": digest.hexdigest(),
             "fingerprint": fingerprint,
+            "outside": source.outside(decoded.files),
             "test_drawn": decoded.test_drawn,
         }
         about = json.loads(json.dumps(about))  # tuples become lists, as when it is read back

@@ -12,7 +12,7 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,7 @@ class Source:
     place: str
     reading: Reading = AS_THEY_ARE
     typed: str = field(default="", compare=False)  # its name in errors
+    warnings: list[str] = field(default_factory=list, compare=False)
 
     def read(self, reserve: Reserve) -> Decoded:
         """Decode all of it, into the room that `reserve` makes for the images.
@@ -99,6 +100,17 @@ class Source:
         facts = [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
+    def outside(self, files: Iterable[str]) -> dict[str, list[int]]:
+        """Return size and time of the files outside of the folder: a table may name such."""
+        if self.kind != "folder":
+            return {}
+        paths = (Path(os.path.abspath(file)) for file in files)  # noqa: PTH100 # as it is named
+        return {
+            str(path): [path.stat().st_size, path.stat().st_mtime_ns] if path.exists() else []
+            for path in paths
+            if not path.is_relative_to(self.place)
+        }
+
 
 @contextlib.contextmanager
 def readable(place: str) -> Iterator[None]:
@@ -113,10 +125,13 @@ def readable(place: str) -> Iterator[None]:
 
 def find_source(dataset: str, reading: Reading = AS_THEY_ARE) -> Source:
     """Return what `--dataset` names. Raise DataError for a path to no folder, else UsageError."""
+    beside = dataset in (*BUILT_IN, *HUB_IDS) and Path(dataset).is_dir()
+    notes = [f"{dataset} is the data set of that name; for the folder, give ./{dataset}"] * beside
     if dataset in BUILT_IN:
-        return Source(dataset, dataset, f"sklearn.datasets.{BUILT_IN[dataset].__name__}", reading)
+        place = f"sklearn.datasets.{BUILT_IN[dataset].__name__}"
+        return Source(dataset, dataset, place, reading, warnings=notes)
     if dataset in HUB_IDS:
-        return Source(dataset, "hub", HUB_IDS[dataset], reading, dataset)
+        return Source(dataset, "hub", HUB_IDS[dataset], reading, dataset, notes)
     # Unlike pathlib's, these two raise nothing for ~nobody or links in a circle.
     path = Path(os.path.realpath(os.path.expanduser(dataset)))  # noqa: PTH111
     with readable(dataset):

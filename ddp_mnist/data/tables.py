@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import PIL.Image
+import pyarrow.compute as pc
 
 from ddp_mnist.data.decode import (
     SIXTEEN_BITS,
@@ -70,7 +71,8 @@ def decode_dataset(dataset: Any, where: str, reading: Reading, reserve: Reserve)
     highest = max(np.max(each, initial=0) for each in images.values())
     if any(SIXTEEN_BITS in note for note in notes) and highest < 16:
         notes.append("all pixels are below 4096 of 65535, as of 12 bits: scale them to 16 bits")
-    decoded = Decoded(images, labels, classes, not_used + unused + notes, not notes, keys)
+    files = [file for rows in splits.values() for file in _files_named(rows, image_column)]
+    decoded = Decoded(images, labels, classes, not_used + unused + notes, not notes, keys, files)
     if "test" in splits:
         return decoded
     return hold_out_test(decoded, reading.test_size or 0, reading.test_of, reserve)
@@ -208,6 +210,14 @@ def _decode_labels(
     if fault:
         raise DataError(f"{where}, column {column}: {fault}")
     return np.asarray([index_of[value] for value in values], dtype=np.int64), list(classes)
+
+
+def _files_named(rows: Any, column: str) -> Iterator[str]:
+    """Yield the paths of images that the table names and does not hold."""
+    for cells in rows.select_columns([column]).with_format("arrow")[:].column(column).chunks:
+        if {"bytes", "path"} <= {field.name for field in cells.type}:
+            empty = pc.and_(cells.field("bytes").is_null(), cells.field("path").is_valid())
+            yield from cells.field("path").filter(empty).to_pylist()
 
 
 def _of_each(
