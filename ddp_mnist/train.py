@@ -89,8 +89,7 @@ def fit(
     model, optimizer, loader = accelerator.prepare(
         net, make_optimizer(net, recipe), make_loader(train_rows, batch_sampler=batches)
     )
-    share = batches.micro_batch_size // accelerator.num_processes  # the only size to compile for
-    settle_ddp_buckets(model, run.images.train_images[:share].to(device))
+    settle_ddp_buckets(accelerator, model, run.images.train_images[: batches.micro_batch_size])
     val_loader, test_loader = (prepare_split(accelerator, rows) for rows in (val_rows, test_rows))
     import_evaluate_meanwhile(accelerator)
 
@@ -167,7 +166,7 @@ def fit(
     if buffers := list(kept.buffers()):  # BatchNorm's; DDP sends them before a forward pass only
         broadcast(buffers)
     tested = with_test_views(kept, recipe.model)
-    test = evaluate_split(accelerator, tested, test_loader, classes, stop, scores)
+    test = evaluate_split(accelerator, tested, test_loader, classes, stop, scores, precise=True)
     return run.finish(state, kept, test)
 
 

@@ -12,15 +12,17 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from torch import nn
 
-from ddp_mnist.cluster.launch import find_launch
+from ddp_mnist.cluster.launch import Launch, find_launch
 from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.cluster.world import broadcast_bytes, gather_bytes, join_world
-from ddp_mnist.config import Distribution
+from ddp_mnist.config import Distribution, TrainConfig
 from ddp_mnist.data import cache
 from ddp_mnist.data.batches import Rows
 from ddp_mnist.errors import UsageError
 from ddp_mnist.run.evaluation import Metrics, evaluate_split, prepare_split
 from ddp_mnist.verbs import evaluate
+from ddp_mnist.verbs.flags import Evaluate
+from ddp_mnist.verify.watch import just_train, proof_config
 
 CLASSES = 4
 
@@ -218,3 +220,42 @@ def test_a_split_that_another_data_set_is_too_small_for() -> None:
         assert len(evaluate._rows(images, "test", val_size)) == 360
     assert len(evaluate._rows(images, "train", 1436)) == 1
     assert len(evaluate._rows(images, "validation", 1436)) == 1436
+
+
+NOTES = """
+import torch
+from torch import nn
+
+
+class Net(nn.Sequential):
+    def __init__(self, classes, shape):
+        super().__init__(nn.Flatten(), nn.Linear(784, classes))
+
+    def forward(self, x):
+        if not torch.is_grad_enabled():
+            cudnn = torch.backends.cudnn
+            with open("precisions", "a") as file:
+                print(cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision, file=file)
+        return super().forward(x)
+"""
+
+
+def train_and_evaluate(config: TrainConfig) -> list[str]:
+    """Return how float32 is computed in the validation, in the test, in evaluate, and after it."""
+    Path("precisions").write_text("")
+    just_train(config)
+    trained = Path("precisions").read_text().splitlines()
+    Path("precisions").write_text("")
+    evaluate.evaluate_run(Evaluate("run"), Distribution(cpu=True), Launch())
+    [evaluated] = {*Path("precisions").read_text().splitlines()}
+    cudnn: Any = torch.backends.cudnn
+    return [*trained, evaluated, cudnn.conv.fp32_precision]
+
+
+def test_the_test_and_evaluate_compute_in_full_precision_on_a_gpu_too(tmp_path: Path) -> None:
+    """Where float32 convolutions are TF32 by default, as in training and validation."""
+    (tmp_path / "notes_it.py").write_text(NOTES)
+    config = proof_config(model="notes_it:Net", epochs=1)
+    [found] = run_world(1, train_and_evaluate, config, folder=tmp_path)
+    tf32, ieee = "tf32 tf32", "ieee ieee"
+    assert found[-4:] == [tf32, ieee, ieee, "tf32"]

@@ -276,7 +276,7 @@ GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
         ("127.0.0.1", "lo", {GLOO: "eth7"}, {GLOO: "eth7"}),
         ("unknown", None, {}, {}),
         (None, "eth1", {}, {}),
-        ("h", "eth1", {GLOO: "mine"}, {GLOO: "mine", NCCL: "eth1"}),
+        ("h", "eth1", {GLOO: "mine"}, {GLOO: "mine", NCCL: "=eth1"}),
     ],
 )
 def test_choose_interface(

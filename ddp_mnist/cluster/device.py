@@ -189,6 +189,24 @@ def gpu_of(local_rank: int) -> int:
 
 
 @contextlib.contextmanager
+def full_precision(wanted: bool) -> Iterator[None]:
+    """Compute float32 convolutions in float32 in the block, if that is wanted.
+
+    By default a GPU from Ampere on takes TF32 for them, of 10 bits; that is for training.
+    """
+    cudnn: Any = torch.backends.cudnn
+    parts = (cudnn.conv, cudnn.rnn) if wanted else ()
+    before = [part.fp32_precision for part in parts]
+    for part in parts:
+        part.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        for part, precision in zip(parts, before, strict=True):
+            part.fp32_precision = precision
+
+
+@contextlib.contextmanager
 def within_memory(device: torch.device, advise: Callable[[], tuple[str, str]]) -> Iterator[None]:
     """Raise UsageError, instead of torch's error, if the memory of the GPU was not enough.
 

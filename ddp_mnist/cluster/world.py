@@ -244,7 +244,7 @@ def choose_interface(launch: Launch, store: Store) -> None:
         return
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     if interface != "lo":
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # without =, eth10 too
 
 
 def form_group(store: Store, backend: str, local_rank: int, timeout_s: float) -> None:
@@ -293,14 +293,18 @@ def form_group(store: Store, backend: str, local_rank: int, timeout_s: float) ->
         ) from None
 
 
-def settle_ddp_buckets(model: nn.Module, images: torch.Tensor) -> None:
+def settle_ddp_buckets(
+    accelerator: Accelerator, model: nn.Module, micro_batch: torch.Tensor
+) -> None:
     """Do one backward pass and throw it away, in fresh and resumed runs alike.
 
     DDP regroups its gradient buckets after the first backward pass, which changes the order of
-    sums, and with it the last bits. In eval mode, which leaves BatchNorm's statistics alone.
+    sums, and with it the last bits. In eval mode, which leaves BatchNorm's statistics alone. With
+    as many images as this rank has in training: torch.compile would compile for each other number.
     """
+    share = micro_batch[: len(micro_batch) // accelerator.num_processes]
     model.eval()
-    model(images).sum().backward()
+    model(share.to(accelerator.device)).sum().backward()
     model.zero_grad()
 
 

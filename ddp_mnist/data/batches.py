@@ -127,9 +127,12 @@ class Rows(Dataset[tuple[Tensor, Tensor, Tensor]]):
         return self.images.index_select(0, rows), self.labels[rows], indices
 
 
-def images_a_pass(images: Tensor) -> int:
-    """Return how many of [N, C, H, W] a forward pass takes: it is a matter of time and memory."""
-    return max(1, min(500, 2**23 // math.prod(images.shape[1:])))
+def images_a_pass(images: Tensor, on_gpu: bool = False) -> int:
+    """Return how many of [N, C, H, W] a forward pass takes: it is a matter of time and memory.
+
+    500 small ones would not occupy a GPU; of large ones, 55 of 224x224 do.
+    """
+    return max(1, min(4000 if on_gpu else 500, 2**23 // math.prod(images.shape[1:])))
 
 
 # --- Their order

@@ -20,6 +20,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from ddp_mnist.cluster.device import full_precision
 from ddp_mnist.cluster.signals import StopSignals
 from ddp_mnist.cluster.world import broadcast_bytes
 from ddp_mnist.data.batches import Rows, images_a_pass, make_loader
@@ -49,7 +50,8 @@ def prepare_split(accelerator: Accelerator, rows: Rows, per_process: int | None 
     """Return a loader that splits `rows` among the processes, in order."""
     # More than there are would have Accelerate repeat rows until the last batch is full.
     most = max(1, math.ceil(len(rows) / accelerator.num_processes))
-    batch_size = min(per_process or images_a_pass(rows.images), most) * accelerator.num_processes
+    a_pass = per_process or images_a_pass(rows.images, accelerator.device.type == "cuda")
+    batch_size = min(a_pass, most) * accelerator.num_processes
     return accelerator.prepare_data_loader(make_loader(rows, batch_size=batch_size))
 
 
@@ -114,18 +116,21 @@ def evaluate_split(
     classes: int,
     stop: StopSignals | None = None,
     scores: Sequence[str] = (),
+    precise: bool = False,
 ) -> Metrics:
     """Run the model over the whole split, a loader from `prepare_split`.
 
     Return the same Metrics on every rank; `scores` are those that --metrics names. Raise
     RuntimeError if not every row was counted exactly once. With `stop`, all ranks check after each
-    batch whether a stop signal came to any of them, and raise as `StopSignals.obey` does.
+    batch whether a stop signal came to any of them, and raise as `StopSignals.obey` does. If
+    `precise`, a GPU computes in float32 and not in TF32.
     """
     was_training = model.training
     model.eval()
     gathered = []
     for images, labels, _ in loader:
-        logits = model(images)
+        with full_precision(precise):
+            logits = model(images)
         losses = F.cross_entropy(logits, labels, reduction="none").double()
         # The last batch is padded with repeated rows so that all ranks get equally many;
         # gather_for_metrics drops these again.

@@ -77,9 +77,11 @@ def evaluate_run(
             _check_scores(flags, scores)
         size = loader.total_batch_size // world.accelerator.num_processes  # a process's, at once
         fix = f"use --batch-size {size // 2}" if size > 1 else "evaluate with --cpu"
-        with within_memory(world.accelerator.device, lambda: (f"--batch-size {size}", fix)):
+        device = world.accelerator.device
+        with within_memory(device, lambda: (f"--batch-size {size}", fix)):
+            classes = len(trained.classes)
             metrics = evaluate_split(
-                world.accelerator, model, loader, len(trained.classes), scores=scores
+                world.accelerator, model, loader, classes, scores=scores, precise=True
             )
         if not world.accelerator.is_main_process:
             return None
