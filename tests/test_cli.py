@@ -321,3 +321,15 @@ def test_a_python_without_torch_is_one_line() -> None:
         f"ddp-mnist: error: torch: is not installed for {sys.executable}; activate the environment"
         " that has it (source .venv/bin/activate), or make venv (code 2)\n"
     )
+
+
+def test_on_windows_a_verb_is_one_line(typed: Typed, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ddp_mnist.cli.sys.platform", "win32")
+    ended = typed("train", "--dataset", "digits")
+    assert (ended.code, ended.error_lines) == (
+        2,
+        [
+            "ddp-mnist: error: train: does not run on Windows; use WSL 2 (wsl --install) (code 2)",
+        ],
+    )
+    assert typed("--help").code == 0

@@ -137,14 +137,21 @@ def test_a_batch_is_never_larger_than_the_split() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "count"), [((1, 28, 28), 500), ((3, 224, 224), 55), ((3, 2000, 2000), 1)]
+    ("device", "shape", "count"),
+    [
+        *[("cpu", (1, 28, 28), 500), ("cuda", (1, 28, 28), 4000)],
+        *[(device, (3, 224, 224), 55) for device in ("cpu", "cuda")],
+        *[(device, (3, 2000, 2000), 1) for device in ("cpu", "cuda")],
+    ],
 )
 def test_large_images_are_evaluated_in_little_memory(
-    shape: tuple[int, int, int], count: int
+    device: str, shape: tuple[int, int, int], count: int
 ) -> None:
-    fake: Any = SimpleNamespace(num_processes=2, prepare_data_loader=lambda loader: loader)
-    images = torch.empty(1, dtype=torch.uint8).expand(2000, *shape)
-    loader = prepare_split(fake, Rows(images, torch.zeros(2000, dtype=torch.int64)))
+    fake: Any = SimpleNamespace(
+        num_processes=2, prepare_data_loader=lambda loader: loader, device=torch.device(device)
+    )
+    images = torch.empty(1, dtype=torch.uint8).expand(9000, *shape)
+    loader = prepare_split(fake, Rows(images, torch.zeros(9000, dtype=torch.int64)))
     assert loader.batch_size == 2 * count
 
 
