@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from ddp_mnist import __version__, errors
+from ddp_mnist.cluster.launch import Launch, die_with_parent, find_launch
 from ddp_mnist.config import Distribution, Recipe, Run, TrainConfig, fields_of
 from ddp_mnist.errors import UsageError, did_you_mean
 from ddp_mnist.flags import Flags, add_flags, flag_name
@@ -153,6 +154,8 @@ def run_verb(argv: list[str]) -> int | None:
         return own(rest)
     if name in VERBS:
         flags = parse_verb(name, rest)
+        if name in SHARED:
+            launch_of(flags[1])
         return importlib.import_module(MODULES.get(name, f"ddp_mnist.verbs.{name}")).run(*flags)
     if name in ("-h", "--help"):
         listed = "\n".join(f"    {verb:<10} {sentence}" for verb, sentence in VERBS.items())
@@ -217,6 +220,17 @@ def parse_verb(name: str, argv: Sequence[str]) -> tuple[Any, ...]:
     return own.of(typed), Distribution.of(SHARED[name] | typed)
 
 
+def launch_of(flags: Distribution) -> Launch:
+    """Return this process's place. A launcher's worker ends with it from here on.
+
+    So it does while it imports PyTorch, for seconds, or minutes from a cluster's disk.
+    """
+    launch = find_launch(flags)
+    if launch.child_of_launcher:
+        die_with_parent()
+    return launch
+
+
 def train_config(argv: Sequence[str]) -> TrainConfig:
     """Return the flags: what was typed, perhaps as in tutorials, over what the preset says."""
     return TrainConfig.of(parse("train", in_our_words(argv), Run, Recipe, Distribution))
@@ -228,9 +242,7 @@ def train_config(argv: Sequence[str]) -> TrainConfig:
 def train(argv: list[str]) -> None:
     """Meet the other processes, if any, and train."""
     config = train_config(argv)
-    from ddp_mnist.cluster.launch import find_launch
-
-    launch = find_launch(config.distribution)
+    launch = launch_of(config.distribution)
     console = Console(launch.rank == 0 and not config.run.quiet, must_arrive=config.run.dry_run)
     console.print("loading    PyTorch and Accelerate")
     from ddp_mnist.train import train as run

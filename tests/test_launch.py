@@ -1,5 +1,6 @@
 import socket
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -10,8 +11,28 @@ from ddp_mnist.cluster.launch import Launch, find_launch, first_slurm_host
 from ddp_mnist.cluster.local_world import free_port
 from ddp_mnist.config import Distribution
 from ddp_mnist.errors import UsageError
+from tests.chaos import seconds_until_gone, wait_until
+from tests.commands import REPOSITORY, Started
 
 Variables = dict[str, str]
+
+# Of a worker, as Python imports it before all else: PyTorch takes a minute to import.
+SLOW = """
+import importlib.abc, os, sys, time
+from pathlib import Path
+
+class Slow(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == "torch":
+            Path(sys.argv[1]).write_text(str(os.getpid()))
+            time.sleep(15)
+
+sys.meta_path.insert(0, Slow())
+"""
+# A launcher that starts a worker and waits for it.
+LAUNCHER = (
+    "import subprocess, sys; subprocess.run([sys.executable, '-m', 'ddp_mnist', *sys.argv[1:]])"
+)
 
 
 def variables(text: str) -> Variables:
@@ -255,3 +276,23 @@ def test_a_free_port_is_free_and_not_one_of_those_for_outgoing_connections(
         monkeypatch.setattr("ddp_mnist.cluster.local_world.PORTS", [taken] * 100)
         with pytest.raises(UsageError, match=rf"^ports {taken} to {taken}: no free one was found;"):
             free_port()
+
+
+# --- A worker ends with its launcher
+
+
+@pytest.mark.parametrize("verb", ["train", "evaluate run", "doctor"])
+def test_fault_02_a_worker_ends_with_its_launcher_while_it_imports(
+    verb: str, tmp_path: Path
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(SLOW)
+    there = {**TORCHRUN, "PYTHONPATH": f"{tmp_path}:{REPOSITORY}"}
+    launcher = Started(["-c", LAUNCHER, *verb.split()], tmp_path, there).process
+    importing = tmp_path / verb.split()[0]
+    wait_until(lambda: importing.exists() and importing.read_text())
+    worker = psutil.Process(int(importing.read_text()))
+    launcher.kill()
+    try:
+        assert seconds_until_gone([worker]) < 5
+    finally:
+        launcher.communicate()

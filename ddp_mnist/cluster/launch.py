@@ -5,8 +5,11 @@ per process says so in the flags `--init-method tcp://HOST:PORT --rank R --world
 here imports torch or opens a connection.
 """
 
+import ctypes
 import os
 import re
+import signal
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +35,7 @@ OF_SLURM = {
     "num_machines": "SLURM_STEP_NUM_NODES SLURM_NNODES",
     "main_port": "MASTER_PORT",
 }
+PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 # All that launchers and batch jobs say to the processes that they start, but how to compute.
 OF_LAUNCHERS = re.compile(
     "(SLURM|PMIX?|OMPI|MV2|TORCHELASTIC|ACCELERATE(?!_USE_CPU|_MIXED_PRECISION)|LOCAL|GROUP|ROLE"
@@ -208,3 +212,13 @@ def _number(
             f"{name}={env[name]}: must be a whole number {bounds}; correct or unset it"
         )
     return value
+
+
+def die_with_parent() -> None:
+    """Let this worker end when its launcher is killed, instead of training on (Linux only)."""
+    if not sys.platform.startswith("linux"):
+        return
+    parent = os.getppid()
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:  # it died in between, and the signal will not come
+        os.kill(os.getpid(), signal.SIGTERM)

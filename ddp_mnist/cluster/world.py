@@ -4,12 +4,9 @@ Only here do train and the verbs form a group and make an Accelerator; one proce
 """
 
 import contextlib
-import ctypes
 import functools
 import gc
 import os
-import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -36,7 +33,7 @@ from ddp_mnist.cluster.device import (
 )
 from ddp_mnist.cluster.failures import end_group, propagate_first_error
 from ddp_mnist.cluster.interfaces import interface_towards, interfaces_up, is_loopback
-from ddp_mnist.cluster.launch import Launch
+from ddp_mnist.cluster.launch import Launch, die_with_parent
 from ddp_mnist.cluster.rendezvous import check_same, meet
 from ddp_mnist.cluster.requests import CONFIGS, NOTHING, Asked, asked_of_launcher
 from ddp_mnist.cluster.store import Store
@@ -44,7 +41,6 @@ from ddp_mnist.config import Distribution
 from ddp_mnist.deadline import with_deadline
 from ddp_mnist.errors import PeerError, UsageError
 
-PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 COMM_HOOKS = {
     "none": DDPCommunicationHookType.NO,
     "fp16": DDPCommunicationHookType.FP16,
@@ -306,13 +302,3 @@ def settle_ddp_buckets(
     model.eval()
     model(share.to(accelerator.device)).sum().backward()
     model.zero_grad()
-
-
-def die_with_parent() -> None:
-    """Let this worker end when its launcher is killed, instead of training on (Linux only)."""
-    if not sys.platform.startswith("linux"):
-        return
-    parent = os.getppid()
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent:  # it died in between, and the signal will not come
-        os.kill(os.getpid(), signal.SIGTERM)
