@@ -1,0 +1,303 @@
+"""Data sets made at random, as people have them: predict and evaluate agree on every image.
+
+Each is a function of its seed: formats, modes, sizes, orientations, names, side files, splits. What
+is refused is refused in one line, whose advice is followed; then they agree.
+"""
+
+import csv
+import gc
+import json
+import os
+import re
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import PIL.Image
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from PIL.ExifTags import Base
+
+from ddp_mnist.data import cache
+from ddp_mnist.data.reading import Reading
+from ddp_mnist.run import weights
+from ddp_mnist.run.folder import read_json
+from ddp_mnist.verbs.predict import read_image
+from tests.commands import Typed
+from tests.test_sources import cells_of, encoded
+
+SETS = 30
+FORMATS = {  # by suffix: Pillow's name, and modes that it writes
+    "png": ("PNG", ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")),
+    "jpg": ("JPEG", ("L", "RGB", "CMYK")),
+    "JPEG": ("JPEG", ("RGB",)),
+    "jfif": ("JPEG", ("RGB",)),
+    "bmp": ("BMP", ("1", "L", "P", "RGB")),
+    "tiff": ("TIFF", ("1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "I;16")),
+    "webp": ("WEBP", ("RGB", "RGBA")),
+    "gif": ("GIF", ("L", "P")),
+    "ppm": ("PPM", ("RGB",)),
+    "tga": ("TGA", ("L", "RGB", "RGBA")),
+    "jp2": ("JPEG2000", ("L", "RGB")),
+}
+WITH_EXIF = ("PNG", "JPEG", "TIFF", "WEBP")
+LAYOUTS = ("folders", "flat", "file names", "metadata", "parquet", "saved")
+NAMES = {  # of a file, of a class and of the data set
+    "plain": ("image{}", "kind{}", "photos"),
+    "spaces": ("an image {}", "a kind {}", "my own photos"),
+    "unicode": ("图片 {} é", "种类{} ß", "照片"),
+    "patterns": ("what? [{}]*", "a[{}]*", "photos[1] *?"),
+    "no UTF-8": (os.fsdecode(b"\xe9t\xe9{}"), "kind{}", "photos"),
+    "no UTF-8 class": ("image{}", os.fsdecode(b"\xe9t\xe9{}"), "photos"),
+}
+NAMES_OF = {  # a table has none of its own; a CSV file is text
+    "parquet": ["plain"],
+    "saved": ["plain"],
+    "metadata": ["plain", "spaces", "unicode", "patterns"],
+}
+SIDE_FILES = ("none", "txt", "xml", "json", "csv", "notes", "hidden")
+COLOURS = ((220, 40, 40), (40, 200, 60), (50, 60, 220), (210, 200, 40), (200, 60, 200))
+
+
+@dataclass
+class RandomSet:
+    """A data set and the image files that are in it, or for a table the same beside it."""
+
+    what: dict[str, Any]  # what was drawn
+    path: Path
+    flags: list[str]  # of train and prepare
+    files: list[tuple[Path, str, str]] = field(default_factory=list)  # with class and split
+
+
+def make(seed: int, place: Path) -> RandomSet:
+    """Write the data set of a seed."""
+    draw = np.random.default_rng([0xDA7A, seed])
+    layout = LAYOUTS[seed % len(LAYOUTS)]
+    table = layout in ("parquet", "saved")
+    suffixes = list(draw.choice(list(FORMATS), draw.integers(1, 4), replace=False))
+    what: dict[str, Any] = {
+        "layout": layout,
+        "formats": "+".join(suffixes),
+        "mixed modes": bool(draw.integers(2)),
+        "sizes": str(draw.choice(["equal", "mixed"])),
+        "EXIF": bool(draw.integers(2)),
+        "names": str(draw.choice(NAMES_OF.get(layout, list(NAMES)))),
+        "beside": "none" if table else str(draw.choice(SIDE_FILES)),
+        "classes": int(draw.integers(2, 6)),
+        "flags": str(draw.choice(["", "", "--grey", "--image-size 20x28"])),
+        "model": str(draw.choice(["mlp", "cnn"])),
+    }
+    file_name, class_name, set_name = NAMES[what["names"]]
+    own = RandomSet(what, place / set_name, what["flags"].split())
+    modes = {suffix: str(draw.choice(FORMATS[suffix][1])) for suffix in suffixes}
+    size = tuple(draw.integers(16, 40, 2).tolist())
+    for split, least in (("train", 8), ("test", 3)):
+        for label in range(what["classes"]):
+            for number in range(draw.integers(least, 2 * least)):
+                suffix = str(draw.choice(suffixes))
+                mode = str(draw.choice(FORMATS[suffix][1])) if what["mixed modes"] else None
+                mixed = tuple(draw.integers(16, 40, 2).tolist())
+                image = picture(label, size if what["sizes"] == "equal" else mixed, draw)
+                name = class_name.format(label)
+                stem = file_name.format(number + (0 if split == "train" else 100))
+                if layout == "file names":
+                    stem = f"{split}_{number}"
+                bare = place_of(own.path, layout, split, name, stem)
+                path = bare.with_name(f"{bare.name}.{suffix}")
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write(image, path, mode or modes[suffix], what["EXIF"], draw)
+                own.files.append((path, name, split))
+                beside(path, what["beside"])
+    finish(own, layout)
+    return own
+
+
+def picture(label: int, size: tuple[int, ...], draw: np.random.Generator) -> PIL.Image.Image:
+    """Return noise with a block of the class's colour; no two are alike."""
+    width, height = size
+    pixels = draw.integers(60, 190, (height, width, 3), dtype=np.uint8)
+    top, left = draw.integers(0, height // 2), draw.integers(0, width // 2)
+    pixels[top : top + height // 2, left : left + width // 2] = COLOURS[label]
+    return PIL.Image.fromarray(pixels)
+
+
+def write(
+    image: PIL.Image.Image, path: Path, mode: str, exif: bool, draw: np.random.Generator
+) -> None:
+    kind = FORMATS[path.suffix[1:]][0]
+    if mode == "I;16":
+        grey = np.asarray(image.convert("L"), dtype=np.uint16)
+        image = PIL.Image.fromarray(grey * 257)
+    elif mode in ("LA", "RGBA"):
+        image = image.convert(mode)
+        if draw.integers(2):
+            image.putalpha(PIL.Image.new("L", image.size, int(draw.integers(256))))
+    else:
+        image = image.convert(mode)
+    options: dict[str, Any] = {"lossless": True} if kind == "WEBP" else {}
+    if exif and kind in WITH_EXIF:
+        image.getexif()[Base.Orientation] = int(draw.integers(1, 9))
+        options["exif"] = image.getexif()
+    path.write_bytes(encoded(image, kind, **options))
+
+
+def place_of(folder: Path, layout: str, split: str, name: str, stem: str) -> Path:
+    """Return where a file lies, its suffix apart."""
+    if layout in ("flat", "file names"):
+        return folder / name / stem
+    if layout == "metadata":
+        return folder / split / f"{name} {stem}"
+    if layout in ("parquet", "saved"):
+        return folder.with_name("files") / split / name / stem
+    return folder / split / name / stem
+
+
+def beside(path: Path, kind: str) -> None:
+    """Write what people and programs leave beside an image."""
+    content = {"txt": "0 0.5 0.5 1 1", "xml": "<a/>", "json": "{}", "csv": "a,b\n1,2"}
+    if kind in content:
+        path.with_suffix(f".{kind}").write_text(content[kind])
+    elif kind == "notes":
+        (path.parent / "README.md").write_text("Mine.")
+    elif kind == "hidden":
+        (path.parent / ".DS_Store").write_bytes(b"\0")
+        (path.parent / "Thumbs.db").write_bytes(b"\0")
+
+
+def finish(own: RandomSet, layout: str) -> None:
+    """Write what a layout needs besides files, and set its flags."""
+    if layout == "flat":
+        own.flags += ["--test-size", str(len(own.files) // 4)]
+    elif layout == "metadata":
+        for split in ("train", "test"):
+            with (own.path / split / "metadata.csv").open("w", newline="") as file:
+                rows = csv.writer(file)
+                rows.writerow(["file_name", "label"])
+                rows.writerows([path.name, name] for path, name, of in own.files if of == split)
+        if own.what["sizes"] == "mixed":  # then one image is not in the table
+            shutil.copy(own.files[0][0], own.files[0][0].with_stem("unnamed"))
+    elif layout in ("parquet", "saved"):
+        import datasets
+
+        tables = {}
+        for split in ("train", "test"):
+            of_split = [(path.read_bytes(), name) for path, name, of in own.files if of == split]
+            files, names = zip(*of_split, strict=True)
+            tables[split] = pa.table({"image": cells_of(files), "label": list(names)})
+        own.path.mkdir()
+        if layout == "parquet":
+            for split, table in tables.items():
+                pq.write_table(table, own.path / f"{split}-00000-of-00001.parquet")
+        else:
+            datasets.disable_progress_bars()
+            both = {split: datasets.Dataset(table) for split, table in tables.items()}
+            datasets.DatasetDict(both).save_to_disk(str(own.path))
+
+
+# --- What is refused, and how its line's advice is followed
+
+
+def rename(own: RandomSet) -> None:
+    """Give every file and folder a name that is UTF-8."""
+    good, moved = own.path.with_name("renamed"), []
+    for path, name, split in own.files:
+        to = good / in_utf_8(str(path.relative_to(own.path)))
+        to.parent.mkdir(parents=True, exist_ok=True)
+        shutil.move(path, to)
+        moved.append((to, in_utf_8(name), split))
+    own.path, own.files = good, moved
+
+
+def in_utf_8(name: str) -> str:
+    return os.fsencode(name).decode("latin-1")
+
+
+CURES: dict[str, Callable[[RandomSet], None]] = {
+    r"^--dataset .*: .* has a name that is not UTF-8; rename it": rename,
+}
+
+
+def prepared(own: RandomSet, typed: Typed) -> str:
+    """Prepare it, and first cure what is refused. Return the line that refused it, or ""."""
+    ended, said = typed("prepare", "--dataset", own.path, *own.flags), ""
+    if ended.code:
+        assert ended.code == 3 and re.fullmatch(r"ddp-mnist: error: .* \(code 3\)\n", ended.err)
+        said = ended.err.removeprefix("ddp-mnist: error: ")
+        cures = [cure for line, cure in CURES.items() if re.search(line, said)]
+        assert len(cures) == 1, said
+        cures[0](own)
+        ended = typed("prepare", "--dataset", own.path, *own.flags)
+    assert (ended.code, ended.err) == (0, "")
+    return said.strip()
+
+
+# --- All of them
+
+
+@pytest.mark.soak
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("seed", range(SETS))
+def test_predict_agrees_with_evaluate_on_each_image_of_any_data_set(
+    seed: int, tmp_path: Path, typed: Typed, record_property: Callable[[str, object], None]
+) -> None:
+    own, run = make(seed, tmp_path), tmp_path / "run"
+    details = ", ".join(f"{name} {value}" for name, value in own.what.items() if value)
+    record_property("details", details)
+    if said := prepared(own, typed):
+        record_property("details", f"{details}; first refused: {said.replace(str(tmp_path), '')}")
+    options = ["--model", own.what["model"], "--epochs", 2, "--batch-size", 6, "--cpu"]
+    ended = typed("train", "--dataset", own.path, *own.flags, *options, "--run-dir", run)
+    assert (ended.code, ended.err) == (0, "")
+    counted = json.loads(typed("evaluate", run, "--json").out)
+    assert counted["confusion"] == read_json(run / "summary.json")["confusion"]
+
+    # The images of each split are the files that were written for it, as predict prepares them.
+    trained = weights.from_bytes(weights.read_bytes(str(run)), str(run))
+    reading = Reading.of(read_json(run / "config.json")["run"])
+    images = cache.load(str(own.path), reading=reading)
+    as_rows = {
+        "train": rows_of(images.train_images, images.train_labels, images.classes),
+        "test": rows_of(images.test_images, images.test_labels, images.classes),
+    }
+    seen = {path: read_image(path, trained.preparation, False).tobytes() for path, *_ in own.files}
+    as_files = {
+        split: Counter((seen[path], name) for path, name, of in own.files if of == split)
+        for split in as_rows
+    }
+    if own.what["layout"] == "flat":  # its test was drawn
+        assert as_rows["train"] + as_rows["test"] == as_files["train"] + as_files["test"]
+    else:
+        assert as_rows == as_files
+
+    # predict answers each as the net that evaluate counts does, and its answers count the same.
+    with torch.inference_mode():
+        guesses = trained.model(images.test_images).argmax(1).tolist()
+    answers = dict(zip((row.numpy().tobytes() for row in images.test_images), guesses, strict=True))
+    tested = [path for path, name, _ in own.files if (seen[path], name) in as_rows["test"]]
+    assert len(tested) == counted["count"]
+    folder = own.path / "test" if own.what["layout"] in ("folders", "metadata") else None
+    ended = typed("predict", run, *([folder] if folder else tested), "--show", tmp_path / "x.png")
+    assert (ended.code, ended.err, ended.out.count("\n")) == (0, "", len(tested))
+    names = {str(path): name for path, name, _ in own.files}
+    confusion = np.zeros_like(counted["confusion"])
+    for answer in map(json.loads, ended.out.splitlines()):
+        label = trained.classes.index(answer["label"])
+        assert label == answers[seen[Path(answer["file"])]], answer["file"]
+        confusion[trained.classes.index(names[answer["file"]]), label] += 1
+    assert confusion.tolist() == counted["confusion"]
+    gc.collect()  # of `datasets`, which leaves metadata.csv open
+
+
+def rows_of(
+    images: torch.Tensor, labels: torch.Tensor, classes: list[str]
+) -> Counter[tuple[bytes, str]]:
+    """Return how often each image of a class is there."""
+    pairs = zip(images, labels.tolist(), strict=True)
+    return Counter((image.numpy().tobytes(), classes[label]) for image, label in pairs)
