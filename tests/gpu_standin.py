@@ -259,6 +259,10 @@ def main() -> None:
                     found[kind]["doctor prints"] = json.loads(
                         printed_by("doctor", "--dataset", "digits", "--json")
                     )
+                    verify = ["verify", "--gpu", "--processes", "2", "--model", "mlp"]
+                    found[kind]["verify prints"] = printed_by(
+                        *verify, "--save", str(folder / "verify.json")
+                    )
                     bench = ["bench", "loop", "--dataset", "digits", "--repeats", "5"]
                     found[kind]["bench prints"] = printed_by(*bench)
                 elif kind == "two":

@@ -194,6 +194,13 @@ def test_the_doctor_accepts_one_gpu(decided: dict[str, Any]) -> None:
     assert "equal weights on every rank" in said["training"]
 
 
+def test_verify_compares_the_gpu_with_the_cpu(decided: dict[str, Any]) -> None:
+    *_, one, two, last = decided["one"]["verify prints"].splitlines()
+    assert one == "PASS  GPU            1 process: weights on cuda:0, 45 steps, off by 0.0e+00"
+    assert two.startswith("PASS  GPU            2 processes: weights on cuda:0, 45 steps, off")
+    assert last.startswith("all 12 checks passed; ")
+
+
 def test_bench_on_one_gpu(decided: dict[str, Any]) -> None:
     printed = decided["one"]["bench prints"]
     assert printed.startswith("2 processes share the GPUs of this machine (1) over gloo: ")

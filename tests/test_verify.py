@@ -1,7 +1,9 @@
 """`verify` passes here, and each of its checks fails where it has to."""
 
+import dataclasses
 import json
 import re
+import shutil
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -218,3 +220,33 @@ def test_a_run_that_breaks_down_is_a_failed_check(monkeypatch: pytest.MonkeyPatc
 def test_the_numbers_of_processes_that_can_be_compared() -> None:
     assert proofs.sizes_up_to(2) == [2]
     assert proofs.sizes_up_to(8) == [2, 3, 4, 6, 8]
+
+
+def test_training_on_another_device_is_compared_with_the_cpu(alone: Watched) -> None:
+    """Here the CPU stands in for the GPU; another seed stands in for a GPU that computes wrong."""
+    good = list(proofs.equal_on("cpu", alone))
+    assert [(check.status, check.name) for check in good] == [(PASS, "GPU")] * 2
+    assert good[0].text == "1 process: weights on cpu, 45 steps, off by 0.0e+00"
+    assert 0 < good[1].figures["difference"] < 1e-9  # two processes
+    run = dataclasses.replace(alone.config.run, seed=1)
+    other = Watched(dataclasses.replace(alone.config, run=run), alone.folder, alone.ranks)
+    shutil.rmtree(alone.folder.parent / "cpu-1")
+    shutil.rmtree(alone.folder.parent / "cpu-2")
+    wrong = list(proofs.equal_on("cpu", other))
+    assert failed(wrong) == {"GPU"}
+    assert wrong[0].figures["difference"] > 1e-3
+    assert "must be at most 1e-09" in wrong[0].text
+
+
+def test_training_that_was_not_on_the_gpu_proves_nothing(alone: Watched) -> None:
+    [check] = proofs.equal_on("cuda", alone)
+    assert (check.status, check.text) == (FAIL, "1 process: trained on cpu")
+
+
+def test_a_gpu_that_is_not_there_is_refused(typed: Typed) -> None:
+    ended = typed("verify", "--gpu")
+    assert (ended.code, ended.out) == (2, "")
+    assert ended.error_lines == [
+        "ddp-mnist: error: --gpu: torch sees none here; ask ddp-mnist doctor why, or leave it out"
+        " (code 2)"
+    ]

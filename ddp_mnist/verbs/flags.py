@@ -109,6 +109,7 @@ class Verify(Flags):
     processes: int = flag(
         3, "Compare 2, 3 ... N processes with one, where they divide 24.", least=2, most=10**4
     )
+    gpu: bool = flag(False, "Also compare training on this machine's GPU with the CPU.")
     model: str | None = flag(None, "Model to train, as for train [cnn].")
     dataset: str = flag("digits", "Data set, as for train without auto; a large one takes minutes.")
     inject: str | None = flag(

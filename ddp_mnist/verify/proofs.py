@@ -1,4 +1,4 @@
-"""The verb `verify`: proves on this machine's CPU what the trainer promises, by training.
+"""The verb `verify`: proves on this machine what the trainer promises, by training on its CPU.
 
 Each proof is a small run in float64, so that no fault hides behind rounding: correct float32 code
 on two processes drifts a hundredth away from one process, float64 some 1e-13.
@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from ddp_mnist.cluster import hardware
 from ddp_mnist.cluster.launch import find_launch
 from ddp_mnist.cluster.local_world import LocalWorld, run_world
 from ddp_mnist.cluster.world import join_world
@@ -71,8 +72,10 @@ def run(flags: Verify) -> None:
             " unset WORLD_SIZE"
         )
     console, checks = Console(True), list[CheckResult]()
+    if flags.gpu and not hardware.gpus():
+        raise UsageError("--gpu: torch sees none here; ask ddp-mnist doctor why, or leave it out")
     config, sizes = config_of(flags), sizes_up_to(flags.processes)
-    for line in verify(sizes, flags.inject, config):
+    for line in verify(sizes, flags.inject, config, flags.gpu):
         if isinstance(line, CheckResult):
             checks.append(line := explained(line, config.recipe.model, flags.inject))
         console.print(str(line))
@@ -122,13 +125,16 @@ def sizes_up_to(processes: int) -> list[int]:
 
 
 def verify(
-    sizes: Sequence[int], fault: str | None = None, config: TrainConfig | None = None
+    sizes: Sequence[int],
+    fault: str | None = None,
+    config: TrainConfig | None = None,
+    on_gpu: bool = False,
 ) -> Iterator[CheckResult | str]:
     """Yield check results as they come, and lines that show which rank took which images.
 
     Each of `sizes` processes is compared with one. A run that breaks down is a failed check, and
     the last one. `fault`, one of FAULTS, is injected into all runs but that of one process; those
-    of resume and accumulation take no fault: these checks are left out.
+    of resume and accumulation, and those `on_gpu`, take no fault: these checks are left out.
     """
     with tempfile.TemporaryDirectory(prefix="ddp-mnist-verify-") as scratch:
         try:
@@ -143,6 +149,8 @@ def verify(
                     yield accumulation_is_exact(size, alone)
                 if size > 1:
                     yield metrics_are_exact(size, alone, fault)
+            if on_gpu and not fault:
+                yield from equal_on("cuda", alone)
         except (DdpMnistError, OSError) as error:
             yield results.failed("runs", f"{type(error).__name__}: {error}", FIX)
 
@@ -202,6 +210,26 @@ def accumulation_is_exact(size: int, alone: Watched) -> CheckResult:
     parts = weights_of(alone.folder.parent / f"parts-on-{size}")
     difference = watch.largest_difference(parts, weights_of(alone.folder))
     return bounded("accumulation", size, f"weights by {PARTS} parts a step", difference)
+
+
+def equal_on(device: str, alone: Watched) -> Iterator[CheckResult]:
+    """Compare training on a GPU with that of one process on the CPU.
+
+    It is done by one process, and by two that share the GPU over gloo. A test passes "cpu".
+    """
+    there = replace(alone.config.distribution, cpu=device == "cpu", backend="gloo")
+    for size in (1, 2):
+        config = named(replace(alone.config, distribution=there), f"{device}-{size}")
+        [seen, *_] = run_world(
+            size, watch.train_and_watch, config, folder=alone.folder.parent, timeout_s=HOUR
+        )
+        used, steps = seen.summary["device"], len(seen.learning_rates)
+        if not used.startswith(device):
+            yield results.failed("GPU", f"{count(size, 'process')}: trained on {used}", FIX)
+            return
+        trained = weights_of(alone.folder.parent / f"{device}-{size}")
+        difference = watch.largest_difference(trained, weights_of(alone.folder))
+        yield bounded("GPU", size, f"weights on {used}, {steps} steps", difference)
 
 
 def metrics_are_exact(size: int, alone: Watched, fault: str | None = None) -> CheckResult:
