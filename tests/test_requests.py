@@ -137,6 +137,8 @@ def in_effect(words: list[str], folder: Path, patch: Patch) -> str:
             context.setenv(name, value)
         context.setattr(requests, "_command_line", lambda: (words, str(folder)))
         context.setattr("ddp_mnist.cluster.device.gpus", lambda: int("GPU" in os.environ))
+        context.setattr("ddp_mnist.cluster.device.too_old", lambda _: "")
+        context.setattr("ddp_mnist.cluster.device.unused_gpus", lambda: "")
         try:
             launch, asked = find_launch(flags, env), requests.asked_of_launcher(env)
             device = choose_device(flags, asked)
@@ -258,6 +260,16 @@ def test_use_cpu_holds_for_several_processes_beside_gpus(
         file.write_text(f"{{{TWO}, use_cpu: {use_cpu}}}")
         found = in_effect(["--config_file", str(file)], tmp_path, monkeypatch)
         assert found.startswith(f"2 on {device}, no,")
+
+
+def test_affinity_takes_a_package(tmp_path: Path, monkeypatch: Patch) -> None:
+    monkeypatch.setenv("GPU", "1")
+    for there, expected in ((True, "1 on cuda, no,"), (False, "enable_cpu_affinity: Accelerate n")):
+        monkeypatch.setattr(
+            "ddp_mnist.cluster.device.is_pynvml_available", lambda there=there: there
+        )
+        found = in_effect(["--num_processes", "1", "--enable_cpu_affinity"], tmp_path, monkeypatch)
+        assert found.startswith(expected)
 
 
 def test_one_thread_that_was_typed_is_one_thread(monkeypatch: Patch) -> None:

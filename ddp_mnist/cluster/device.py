@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from accelerate.utils import TorchDynamoPlugin, parse_flag_from_env
+from accelerate.utils import TorchDynamoPlugin, is_pynvml_available, parse_flag_from_env
 
 from ddp_mnist.cluster.hardware import (
     TOO_OLD_FIX,
@@ -59,6 +59,11 @@ def choose_device(flags: Distribution, asked: Asked = NOTHING) -> str:
         raise UsageError(
             "GPU: an earlier run with cpu=True hid it from this process, and CUDA does not look"
             " again; restart the kernel, or add cpu=True"
+        )
+    if device == "cuda" and "ACCELERATE_CPU_AFFINITY" in os.environ and not is_pynvml_available():
+        raise UsageError(
+            "enable_cpu_affinity: Accelerate needs the package nvidia-ml-py for it; pip install it,"
+            " or leave enable_cpu_affinity out"
         )
     if flags.sync_bn and device == "cpu":
         raise UsageError("--sync-bn: needs GPUs; on a CPU use --model cnn, which has GroupNorm")
