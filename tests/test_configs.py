@@ -83,6 +83,22 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return wheel
 
 
+def installed(wheel: Path, folder: Path) -> tuple[Path, Path]:
+    """Return the folder in which the wheel is installed, and an empty one."""
+    site, here = folder / "site", folder / "here"
+    subprocess.run([*PIP, "install", *OFFLINE, "--target", site, wheel], check=True)
+    # an editable install would find what is missing in the clone
+    finders = "[each for each in sys.meta_path if '__editable__' not in str(each)]"
+    (site / "sitecustomize.py").write_text(f"import sys; sys.meta_path[:] = {finders}\n")
+    here.mkdir()
+    return site, here
+
+
+def environment(site: Path) -> dict[str, str | None]:
+    programs = [str(site / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]]
+    return {"PYTHONPATH": python_path(site), "PATH": os.pathsep.join(programs)}
+
+
 @pytest.mark.system
 def test_the_wheel_holds_every_file_of_the_package(wheel: Path) -> None:
     package = REPOSITORY / "ddp_mnist"
@@ -97,14 +113,8 @@ def test_the_wheel_holds_every_file_of_the_package(wheel: Path) -> None:
 @pytest.mark.system
 def test_an_installed_wheel_works_without_the_clone(wheel: Path, tmp_path: Path) -> None:
     """From an empty folder; two processes train as one does, and the other verbs find all."""
-    site, here = tmp_path / "site", tmp_path / "here"
-    subprocess.run([*PIP, "install", *OFFLINE, "--target", site, wheel], check=True)
-    # an editable install would find what is missing in the clone
-    finders = "[each for each in sys.meta_path if '__editable__' not in str(each)]"
-    (site / "sitecustomize.py").write_text(f"import sys; sys.meta_path[:] = {finders}\n")
-    here.mkdir()
-    programs = [str(site / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]]
-    variables = {"PYTHONPATH": python_path(site), "PATH": os.pathsep.join(programs)}
+    site, here = installed(wheel, tmp_path)
+    variables = environment(site)
 
     def run(line: str) -> str:
         ended = Started(shlex.split(line), here, variables, program=None).ended()
@@ -128,3 +138,28 @@ def test_an_installed_wheel_works_without_the_clone(wheel: Path, tmp_path: Path)
     run("ddp-mnist report two")
     figure = f'<data value="{two["test_accuracy"]}" data-run="two"'
     assert figure in " ".join((here / "two" / "report.html").read_text().split())
+
+
+@pytest.mark.system
+def test_fault_39_fault_40_every_other_verb_of_an_installed_wheel_in_a_batch_job(
+    wheel: Path, tmp_path: Path
+) -> None:
+    """In a batch script of four tasks, and with the long TMPDIR of a scheduler."""
+    site, here = installed(wheel, tmp_path)
+    scratch = tmp_path / ("späces and " * 8)
+    scratch.mkdir()
+    job = {"SLURM_JOB_ID": "5", "SLURM_NTASKS": "4", "TMPDIR": str(scratch)}
+    alone = {"SLURM_NTASKS": None}  # for what a batch script has to start by srun
+    for line, variables in (
+        ("multinode -- --dataset digits --epochs 1 --run-dir run", alone),
+        ("prepare --dataset digits", {}),
+        ("evaluate run", alone),
+        ("export run --format safetensors", {}),
+        ("doctor --dataset digits", alone),
+        ("verify --processes 2", {}),
+        ("bench startup --dataset digits --repeats 5", {}),
+    ):
+        told = environment(site) | job | variables
+        ended = Started(["-m", "ddp_mnist", *line.split()], here, told).ended(300)
+        assert ended.code == 0, (line, ended.out, ended.err)
+    assert json.loads((here / "verify.json").read_text())["passed"]

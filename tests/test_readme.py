@@ -51,7 +51,7 @@ def test_the_reference_has_the_exit_codes_of_the_help(name: str) -> None:
     of_help = re.findall(r"\b(\d+) ", cli.HELP)
     text = (REPOSITORY / "docs" / name).read_text("utf-8")
     assert re.findall(r"^\| (\d+) \| [^|]+ \|$", text, re.MULTILINE) == of_help
-    assert len(of_help) == 10
+    assert len(of_help) == 11
 
 
 def test_there_is_one_version() -> None:

@@ -1,3 +1,4 @@
+import copy
 from types import SimpleNamespace
 from typing import Any
 
@@ -5,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from ddp_mnist.config import Recipe
-from ddp_mnist.errors import DivergedError
+from ddp_mnist.config import Recipe, resolve_recipe
+from ddp_mnist.errors import CheckpointError, DivergedError
 from ddp_mnist.run.state import Progress, State, Sums
 
 
@@ -131,3 +132,42 @@ def test_fault_24_gradients_that_always_overflow_have_an_end() -> None:
     progress.count_step(skipped=True)
     with pytest.raises(DivergedError, match=r"^--lr 0.01: by step 50 the gradient is not"):
         progress.raise_if_diverged(Recipe(), ranks(1, scaler=True))
+
+
+@pytest.mark.parametrize("kind", [torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.AdamW])
+def test_a_run_with_any_optimizer_of_torch_goes_on(kind: type[torch.optim.Optimizer]) -> None:
+    """RMSprop has no `fused`, which the others set for the device that they run on."""
+
+    def begin() -> tuple[State, Progress]:
+        state, progress = begun()
+        state.optimizer = kind(state.net.parameters(), lr=0.1)  # type: ignore[call-arg]
+        return state, progress
+
+    def step(state: State) -> float:
+        state.optimizer.zero_grad()
+        state.net(torch.ones(1, 1)).sum().backward()
+        state.optimizer.step()
+        return next(state.net.parameters()).item()
+
+    before, progress = begin()
+    step(before)
+    progress.step = 1
+    content = copy.deepcopy(before.content())
+    after, _ = begin()
+    recipe = resolve_recipe(Recipe(), rows=1437, world_size=1)
+    after.restore(content, recipe)
+    assert (after.progress.step, after.progress.resumed_from) == (1, [1])
+    assert step(after) == step(before)
+
+
+def test_a_good_checkpoint_that_does_not_fit_is_not_to_be_removed() -> None:
+    before, _ = begun()
+    before.optimizer = torch.optim.SGD(before.net.parameters(), lr=0.1)
+    content = {**before.content(), "model": {"another": torch.zeros(1)}}
+    recipe = resolve_recipe(Recipe(), rows=1437, world_size=1)
+    with pytest.raises(CheckpointError) as refused:
+        before.restore(content, recipe)
+    assert "remove" not in str(refused.value)
+    assert str(refused.value).endswith(
+        "; undo what has changed in their code since, or begin a new run"
+    )

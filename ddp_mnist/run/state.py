@@ -159,7 +159,7 @@ class State:
         groups = self.optimizer.param_groups
         try:
             for group, saved in zip(groups, content["optimizer"]["param_groups"], strict=True):
-                saved["fused"] = group["fused"]  # as this device needs it
+                saved |= {"fused": group["fused"]} if "fused" in group else {}  # as this device
             self.net.load_state_dict(content["model"])
             self.optimizer.load_state_dict(content["optimizer"])
             if self.scaler and content["scaler"]:
@@ -170,8 +170,8 @@ class State:
             progress = self.progress = Progress.from_dict(content["progress"])
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise CheckpointError(
-                f"the checkpoint does not fit the model or the optimizer ({error}); remove it to"
-                " use the one before"
+                f"the checkpoint does not fit the model or the optimizer ({error}); undo what has"
+                " changed in their code since, or begin a new run"
             ) from error
         if recipe.patience and self.best_weights is None:  # none were kept: the search begins here
             progress.best_accuracy, progress.best_epoch = -1.0, progress.epoch

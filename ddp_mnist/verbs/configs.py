@@ -36,6 +36,12 @@ def run(flags: Configs) -> None:
     console.print(f"accelerate launch --config_file {example} -m ddp_mnist train")
 
 
+def config_file(name: str) -> Path:
+    """Return where a configuration is, in this folder or else with the package."""
+    here = Path(CONFIGS) / f"{name}.yaml"
+    return here if here.exists() else next(path for path in stored() if path.name == here.name)
+
+
 def stored() -> list[Path]:
     """Return the files: an installed package has them inside, a clone has them beside it."""
     package = Path(ddp_mnist.__file__).parent

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from ddp_mnist.cluster import hardware
 from ddp_mnist.cluster.launch import Launch
 from ddp_mnist.cluster.local_world import free_port
-from ddp_mnist.cluster.requests import CONFIGS
 from ddp_mnist.errors import FailedElsewhere, UsageError, one_line
 from ddp_mnist.flags import Flags, flag
 from ddp_mnist.run.console import Console, tell
+from ddp_mnist.verbs.configs import config_file
 
 DEFAULT_PORT = 12345
 
@@ -51,7 +51,7 @@ class Node:
         """Return the command that starts this machine's processes."""
         return [
             *(sys.executable, "-m", "accelerate.commands.launch"),
-            *("--config_file", f"{CONFIGS}/{self.config}.yaml"),
+            *("--config_file", str(config_file(self.config))),
             *("--num_machines", str(self.num_machines)),
             *("--num_processes", str(self.num_machines * self.nproc_per_node)),
             *("--machine_rank", str(self.machine_rank)),
