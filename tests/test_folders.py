@@ -75,6 +75,14 @@ def test_a_name_is_no_pattern(name: str, tmp_path: Path) -> None:
         assert images.train_labels.tolist() == LABELS[:TRAIN]
 
 
+def test_what_would_be_read_with_its_siblings_is_refused(tmp_path: Path) -> None:
+    for name in ("a*", "abc"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "train.csv").write_text("image,label\n1,2\n")
+    with pytest.raises(DataError, match=r"a\*: has \* in its path, .*; rename it$"):
+        load(tmp_path / "a*")
+
+
 # --- What lies beside the images
 
 

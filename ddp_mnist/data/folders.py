@@ -8,12 +8,11 @@ from ddp_mnist.data.reading import Reading
 from ddp_mnist.errors import DataError, printable
 
 METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")  # of images, beside them
-TABLES = (".arrow", ".parquet")
 BESIDE_IMAGES = re.compile(r"\.(arrow|csv|db|ini|jsonl?|md|parquet|tsv|txt|xml|zip)", re.I)
 
 
 def paths_in(folder: Path) -> list[Path]:
-    """Return all paths in a folder, sorted, but those of runs, and the link to the latest one.
+    """Return the paths in a folder, sorted, but those that are hidden (.name, __name) or of runs.
 
     A run may be written into the folder that it trains on: `cd photos; train --dataset .`
     """
@@ -21,7 +20,9 @@ def paths_in(folder: Path) -> list[Path]:
     def is_run(path: Path) -> bool:
         return (path / "status.json").exists() and (path / "config.json").exists()
 
-    found = sorted(folder.rglob("*"))  # which follows no link
+    hidden = re.compile(r"(.*/)?(\.|__).*", re.DOTALL)
+    every = sorted(folder.rglob("*"))  # which follows no link
+    found = [path for path in every if not hidden.fullmatch(str(path.relative_to(folder)))]
     links = (path for path in found if path.is_symlink())
     runs = {path.parent for path in found if path.name == "status.json" and is_run(path.parent)}
     runs |= {
@@ -34,15 +35,14 @@ def paths_in(folder: Path) -> list[Path]:
 def find_images(where: str, folder: str) -> tuple[list[Path], list[str]]:
     """Return the images, relative to the folder, and a note on files with other endings, if any.
 
-    Hidden files (.name, __name), texts and tables need no word. A linked folder is a DataError.
+    Texts and tables need no word. A linked folder is a DataError.
     """
     from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
 
     endings = frozenset(ImageFolder.EXTENSIONS)
-    paths = (path.relative_to(folder) for path in paths_in(Path(folder)))
-    shown = [path for path in paths if not any(p.startswith((".", "__")) for p in path.parts)]
-    seen = [path for path in shown if Path(folder, path).is_file()]
-    if links := [path for path in sorted({*shown} - {*seen}) if Path(folder, path).is_symlink()]:
+    paths = [path.relative_to(folder) for path in paths_in(Path(folder))]
+    seen = [path for path in paths if Path(folder, path).is_file()]
+    if links := [path for path in sorted({*paths} - {*seen}) if Path(folder, path).is_symlink()]:
         fault = f"{where}: {links[0]} is a link to a folder or to nothing, and is not followed"
         raise DataError(f"{fault}; replace it with a copy, or with links to the files")
     odd = Counter(file.suffix or "no ending" for file in seen if file.suffix.lower() not in endings)

@@ -252,16 +252,19 @@ def find_builder(
 
     paths = [path.relative_to(folder) for path in folders.paths_in(Path(folder))]
     metadata = [path for path in paths if path.name in folders.METADATA]
-    tables = [path for path in paths if path.suffix in folders.TABLES and path not in metadata]
+    tables = [path for path in paths if path.suffix == ".parquet" and path not in metadata]
     card = Path(folder, "README.md")
     by_card = card.is_file() and b"configs:" in card.read_bytes()  # it names the files
     if images and not tables and not by_card:
         kind, splits = ImageFolder, folders.split_images(images, metadata, reading)
-    elif tables and re.search(r"[][*?]", folder) and not by_card:
+    elif (pattern := re.search(r"[][*?]", folder)) and tables and not by_card:
         kind, splits = Parquet, folders.split_by_names(tables)
     elif archives := [path for path in paths if path.suffix == ".zip" and not tables]:
         fix = "unpack it into train/CLASS/ and test/CLASS/"
         raise errors.DataError(f"{where}: {archives[0]} is an archive, and is not opened; {fix}")
+    elif pattern:
+        problem = f"has {pattern[0]} in its path, which would be a pattern here; rename it"
+        raise errors.DataError(f"{where}: {problem}")
     else:
         return datasets.load_dataset_builder(folder, cache_dir=scratch)
     files = {
