@@ -19,7 +19,7 @@ from ddp_mnist.config import Distribution, TrainConfig
 from ddp_mnist.data import cache
 from ddp_mnist.data.batches import Rows
 from ddp_mnist.errors import UsageError
-from ddp_mnist.run.evaluation import Metrics, evaluate_split, prepare_split
+from ddp_mnist.run.evaluation import Metrics, evaluate_split, matrix_of, prepare_split, stored
 from ddp_mnist.verbs import evaluate
 from ddp_mnist.verbs.flags import Evaluate
 from ddp_mnist.verify.watch import just_train, proof_config
@@ -214,6 +214,32 @@ def test_a_table_fits_a_terminal_and_does_not_steer_it() -> None:
     assert lines[5].startswith("1 a?[2Jb  ")
     assert lines[8].split() == ["4", "Ankle", "boot", "-", *"00007"]
     assert "".join(lines).isprintable()
+
+
+def test_of_many_classes_the_worst_are_shown() -> None:
+    """One more than MANY_CLASSES, the last without images."""
+    confusion = np.diag([10] * 40 + [0])
+    confusion[3, [3, 5]] = 4, 1600
+    confusion[7, [7, 8, 9]] = 5, 2, 3
+    accuracies = [row[c] / sum(row) if sum(row) else None for c, row in enumerate(confusion)]
+    lines = table_of("pets", [f"kind {n}" for n in range(41)], accuracies, confusion.tolist())
+    assert lines[2:6] == [
+        "accuracy   images   the worst of 41 classes",
+        "  0.0025    1,604   kind 3",
+        "  0.5000       10   kind 7",
+        "  1.0000       10   kind 0",
+    ]
+    assert lines[13:] == [
+        "images   most often taken for another (--json has all)",
+        " 1,600   kind 3, taken for kind 5",
+        "     3   kind 7, taken for kind 9",
+        "     2   kind 7, taken for kind 8",
+    ]
+    sparse = stored(confusion.tolist())
+    assert sparse[3:6] == [[3, 3, 4], [3, 5, 1600], [4, 4, 10]]
+    assert np.array_equal(matrix_of(sparse, 41), confusion)
+    whole = confusion[:40, :40].tolist()
+    assert stored(whole) == whole == matrix_of(whole, 40).tolist()
 
 
 # --- Its splits
