@@ -1,38 +1,161 @@
-"""What needs a CUDA device: `make gpu-check`."""
+"""What needs a CUDA device: `make gpu-check`.
 
+No GPU has run these yet. `GPU_CHECK_ON=cpu make gpu-check` puts the CPU in the GPU's place, where
+that makes sense: it tests the tests.
+"""
+
+import json
+import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
 
+import PIL.Image
 import pytest
 import torch
 
 from ddp_mnist.cluster.failures import A_GPU_EACH
+from ddp_mnist.cluster.local_world import LocalWorld, run_world
+from ddp_mnist.data import cache
 from ddp_mnist.run.folder import read_json
+from ddp_mnist.verify import proofs, watch
 from tests.chaos import newest_step, wait_until, workers_of
 from tests.commands import ACCELERATE, CONFIGS, TORCHRUN, TRAIN, Started, python
+from tests.training import with_flags
 
+DEVICE = "cpu" if os.environ.get("GPU_CHECK_ON") == "cpu" else "cuda"
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(
+        DEVICE == "cuda" and not torch.cuda.is_available(), reason="there is no CUDA device"
+    ),
 ]
-DIGITS = [*TRAIN, "--dataset", "digits", "--run-dir", "run"]
+on_a_gpu_alone = pytest.mark.skipif(DEVICE == "cpu", reason="a CPU cannot stand in for this")
+PLACE = ["--cpu"] if DEVICE == "cpu" else []
+DIGITS = [*TRAIN, "--dataset", "digits", "--run-dir", "run", *PLACE]
+SLOW_S = 300.0  # to compile, at the most
+
+# cuBLAS is deterministic only with a workspace of its own, which it reads from this
+DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+
+HUNGRY = """
+import torch
+from torch import nn
+
+
+class Net(nn.Sequential):
+    def __init__(self, classes, shape):
+        super().__init__(nn.Flatten(), nn.Linear(784, classes))
+
+    def forward(self, x):
+        if torch.is_grad_enabled() and len(x) > 18:
+            torch.empty(2**42, device=x.device)  # 17 TB
+        return super().forward(x)
+"""
 
 
 def summary_of(*arguments: str, folder: Path) -> dict[str, Any]:
-    ended = python(*arguments, folder=folder)
+    ended = python(*arguments, folder=folder, timeout_s=SLOW_S)
     assert ended.code == 0, ended.err
     return read_json(folder / "run" / "summary.json")
 
 
-def test_single_gpu_trains_in_fp16(tmp_path: Path) -> None:
-    summary = summary_of(*ACCELERATE, str(CONFIGS / "single_gpu.yaml"), *DIGITS, folder=tmp_path)
-    assert (summary["device"], summary["precision"]) == ("cuda:0", "fp16")
+# --- Right: equal to the CPU, to another number of processes, and to itself
+
+
+def on_the_device(config: Any, **flags: Any) -> Any:
+    """Return the config of a proof that is on the GPU; those of `verify` are on the CPU."""
+    return with_flags(config, cpu=DEVICE == "cpu", **flags)
+
+
+@pytest.mark.parametrize("model", ["cnn", "mlp"])
+def test_float64_on_the_gpu_equals_the_cpu(model: str, tmp_path: Path) -> None:
+    """So do two processes that share the GPU, over gloo."""
+    alone = proofs.watched_run(1, tmp_path, watch.proof_config(model=model))
+    checks = list(proofs.equal_on(DEVICE, alone))
+    assert [check.status for check in checks] == ["PASS"] * 2, [check.text for check in checks]
+    assert checks[0].figures["difference"] < 1e-9
+
+
+def test_augmented_colour_images_on_the_gpu_equal_those_on_the_cpu(tmp_path: Path) -> None:
+    config = with_flags(watch.proof_config(epochs=1, augment=True), dataset="patches")
+    run_world(1, watch.just_train, with_flags(config, run_dir="cpu"), folder=tmp_path)
+    there = on_the_device(config, run_dir="gpu")
+    [summary] = run_world(1, watch.just_train, there, folder=tmp_path)
+    assert summary["device"].startswith(DEVICE)
+    two = (watch.weights_of(tmp_path / name) for name in ("gpu", "cpu"))
+    assert watch.largest_difference(*two) < 1e-9
+
+
+def deterministically(function: Any, *arguments: Any) -> Any:
+    torch.use_deterministic_algorithms(True)
+    return function(*arguments)
+
+
+@pytest.mark.parametrize("precision", ["fp64", "no", "bf16", "fp16"])
+def test_a_resumed_run_ends_as_an_unbroken_one(precision: str, tmp_path: Path) -> None:
+    """Bit for bit, with a net for which all of torch's operations are deterministic on a GPU."""
+    if (precision, DEVICE) == ("fp16", "cpu"):
+        pytest.skip("fp16 needs a GPU")
+    config = on_the_device(watch.proof_config(model="mlp"), mixed_precision=precision)
+    broken = with_flags(config, run_dir="broken")
+
+    def train(*called: Any) -> list[Any]:
+        world = LocalWorld(1, deterministically, *called, folder=tmp_path, variables=DETERMINISTIC)
+        return world.outcomes()
+
+    [unbroken] = train(watch.just_train, config)
+    [stopped] = train(watch.train_until, broken, 20, signal.SIGTERM)
+    assert getattr(stopped, "code", stopped) == 143
+    [resumed] = train(watch.just_train, watch.resumed(broken))
+    assert resumed["resumed_from"] in ([20], [21])  # where the signal was noted
+    assert resumed["device"] == unbroken["device"]
+    assert resumed["precision"] == unbroken["precision"] == precision
+    assert watch.what_stays(tmp_path / "broken") == watch.what_stays(tmp_path / "run")
+
+
+def test_a_resumed_run_with_convolutions_ends_near_an_unbroken_one(tmp_path: Path) -> None:
+    """On a GPU their gradients are added up in any order: here in float64."""
+    config = on_the_device(watch.proof_config())
+    broken = with_flags(config, run_dir="broken")
+    run_world(1, watch.just_train, config, folder=tmp_path)
+    LocalWorld(1, watch.train_until, broken, 20, folder=tmp_path).outcomes()
+    run_world(1, watch.just_train, watch.resumed(broken), folder=tmp_path)
+    two = (watch.weights_of(tmp_path / name) for name in ("broken", "run"))
+    assert watch.largest_difference(*two) < 1e-9
+
+
+# --- Precision, compiler, launchers
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
+def test_each_precision_learns(precision: str, tmp_path: Path) -> None:
+    if DEVICE == "cpu" and precision == "fp16":
+        pytest.skip("fp16 needs a GPU")
+    if DEVICE == "cuda" and precision == "bf16" and torch.cuda.get_device_capability() < (8, 0):
+        pytest.skip("this GPU has no bf16")
+    summary = summary_of(*DIGITS, "--mixed-precision", precision, folder=tmp_path)
+    assert summary["device"].startswith(DEVICE)
+    assert summary["precision"] == precision
     assert summary["test_accuracy"] >= 0.975
     # the loss scaler starts too high and skips a step or two: these are counted
-    assert 0 <= summary["skipped_steps"] < 10
+    assert 0 <= summary["skipped_steps"] < (10 if precision == "fp16" else 1)
 
 
+def test_compiled_it_learns(tmp_path: Path) -> None:
+    summary = summary_of(*DIGITS, "--compile", "--mixed-precision", "no", folder=tmp_path)
+    assert summary["test_accuracy"] >= 0.975
+
+
+@on_a_gpu_alone
+def test_the_configuration_for_one_gpu_takes_fp16(tmp_path: Path) -> None:
+    summary = summary_of(*ACCELERATE, str(CONFIGS / "single_gpu.yaml"), *DIGITS, folder=tmp_path)
+    assert (summary["device"], summary["precision"]) == ("cuda:0", "fp16")
+
+
+@on_a_gpu_alone
 @pytest.mark.parametrize(
     ("processes", "flags", "backend"), [("1", [], "nccl"), ("2", ["--backend", "gloo"], "gloo")]
 )
@@ -45,11 +168,87 @@ def test_torchrun_on_one_gpu(
     assert summary["test_accuracy"] >= 0.975
 
 
+def test_a_cpu_config_uses_no_gpu(tmp_path: Path) -> None:
+    summary = summary_of(*ACCELERATE, str(CONFIGS / "multi_cpu.yaml"), *DIGITS, folder=tmp_path)
+    assert (summary["device"], summary["backend"], summary["precision"]) == ("cpu", "gloo", "no")
+
+
+@pytest.mark.parametrize("processes", [None, "2"])
+def test_the_plain_loop_learns(processes: str | None, tmp_path: Path) -> None:
+    """In one process, and in two, which share a GPU if there is one alone."""
+    plain = ["-m", "ddp_mnist.plain_ddp", "--dataset", "digits"]
+    start = [*TORCHRUN, "--nproc-per-node", processes] if processes else []
+    ended = python(*start, *plain, folder=tmp_path)
+    assert ended.code == 0, ended.err
+    accuracy = float(ended.out.partition("test accuracy ")[2].split()[0])
+    assert accuracy >= 0.975
+
+
 def test_the_doctor_accepts_the_machine(tmp_path: Path) -> None:
-    ended = python("-m", "ddp_mnist", "doctor", "--dataset", "digits", folder=tmp_path)
+    ended = python("-m", "ddp_mnist", "doctor", "--dataset", "digits", *PLACE, folder=tmp_path)
     assert ended.code == 0, ended.out
 
 
+# --- A finished run
+
+
+def test_a_run_is_evaluated_predicted_with_and_exported(tmp_path: Path) -> None:
+    verb = ["-m", "ddp_mnist"]
+    summary = summary_of(*DIGITS, folder=tmp_path)
+
+    def ended(*typed: str) -> str:
+        found = python(*verb, *typed, folder=tmp_path, timeout_s=SLOW_S)
+        assert found.code == 0, found.err
+        return found.out
+
+    here = json.loads(ended("evaluate", "run", "--json", *PLACE))
+    on_cpu = json.loads(ended("evaluate", "run", "--json", "--cpu"))
+    assert here["count"] == on_cpu["count"] == 360
+    for found in (here, on_cpu):  # rounding may move an image that is as near to two classes
+        assert abs(found["accuracy"] - summary["test_accuracy"]) <= 1 / 360
+        assert found["loss"] == pytest.approx(summary["test_loss"], rel=1e-3)
+    digit = cache.load("digits").test_images[0, 0].numpy()
+    PIL.Image.fromarray(digit).save(tmp_path / "digit.png")
+    [answer] = ended("predict", "run", "digit.png").splitlines()
+    assert json.loads(answer)["file"] == "digit.png"
+    ended("export", "run")
+    assert (tmp_path / "run" / "export" / "model.safetensors").exists()
+
+
+# --- What goes wrong
+
+
+def test_a_signal_stops_and_saves_and_the_run_goes_on(tmp_path: Path) -> None:
+    started = Started([*DIGITS, "--epochs", "5000", "--checkpoint-every", "20"], tmp_path)
+    wait_until(lambda: newest_step(tmp_path / "run"), SLOW_S)
+    started.process.send_signal(signal.SIGTERM)
+    ended = started.ended()
+    assert ended.code == 143, ended.err
+    status = read_json(tmp_path / "run" / "status.json")
+    assert (status["state"], status["exit_code"]) == ("preempted", 143)
+    saved = newest_step(tmp_path / "run")
+    more = ["--resume", "run", "--epochs", str(saved // 15 + 2)]
+    summary = summary_of(*TRAIN, *more, *PLACE, folder=tmp_path)
+    assert summary["resumed_from"] == [saved]
+
+
+@on_a_gpu_alone
+def test_out_of_memory_is_one_line_whose_advice_leads_out(tmp_path: Path) -> None:
+    (tmp_path / "hungry.py").write_text(HUNGRY)
+    typed = [*TRAIN, "--dataset", "digits", "--model", "hungry:Net"]
+    ended = python(*typed, "--run-dir", "run", folder=tmp_path)
+    [line] = ended.error_lines
+    assert line.startswith("ddp-mnist: error: --batch-size 72: needs more memory than cuda:0 has (")
+    assert "; add --grad-accum 2, or use --batch-size 36 (code 2)" in line
+    assert (ended.code, "Traceback" in ended.err) == (2, False)
+    for parts in (2, 4):  # 36 images at once, and 18, which fit
+        ended = python(
+            *typed, "--run-dir", f"b{parts}", "--grad-accum", f"{parts}", folder=tmp_path
+        )
+        assert ended.code == (0 if parts == 4 else 2), ended.err
+
+
+@on_a_gpu_alone
 def test_more_processes_than_gpus_with_nccl_are_refused(tmp_path: Path) -> None:
     processes = str(torch.cuda.device_count() + 1)
     ended = python(*TORCHRUN, "--nproc-per-node", processes, *DIGITS, folder=tmp_path)
@@ -70,8 +269,3 @@ def test_fault_01_a_worker_killed_over_nccl_ends_the_other_with_code_6(tmp_path:
     assert (status["state"], status["exit_code"]) == ("failed", 6)
     [line] = ended.error_lines
     assert line.startswith("ddp-mnist: error: lost contact with rank 1 of 2 (")
-
-
-def test_a_cpu_config_uses_no_gpu(tmp_path: Path) -> None:
-    summary = summary_of(*ACCELERATE, str(CONFIGS / "multi_cpu.yaml"), *DIGITS, folder=tmp_path)
-    assert (summary["device"], summary["backend"], summary["precision"]) == ("cpu", "gloo", "no")
