@@ -86,9 +86,9 @@ def fit(
 
     # Model and optimizer, equal on every rank.
     net = build(run.config, run.world, run.images)
-    model, optimizer, loader = accelerator.prepare(
-        net, make_optimizer(net, recipe), make_loader(train_rows, batch_sampler=batches)
-    )
+    optimizer = make_optimizer(net, recipe, accelerator.scaler)
+    loader = make_loader(train_rows, batch_sampler=batches)
+    model, optimizer, loader = accelerator.prepare(net, optimizer, loader)
     settle_ddp_buckets(accelerator, model, run.images.train_images[: batches.micro_batch_size])
     val_loader, test_loader = (prepare_split(accelerator, rows) for rows in (val_rows, test_rows))
     import_evaluate_meanwhile(accelerator)

@@ -100,8 +100,9 @@ def fp16_on_a_cpu(
         made.native_amp, made.scaler = True, scalers[0]  # as its __init__ does for a GPU
         return made
 
-    def optimizer(net: nn.Module, recipe: ResolvedRecipe) -> torch.optim.AdamW:
-        made = make_optimizer(net, recipe)
+    def optimizer(net: nn.Module, recipe: ResolvedRecipe, scaler: Any) -> torch.optim.AdamW:
+        assert scaler is scalers[0]
+        made = make_optimizer(net, recipe, scaler)
         assert isinstance(made, torch.optim.AdamW)
         names = ("params", "weight_decay")
         groups = [{name: group[name] for name in names} for group in made.param_groups]

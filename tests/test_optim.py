@@ -1,10 +1,18 @@
 import copy
+import inspect
+from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 
-from ddp_mnist.config import Recipe, ResolvedRecipe, resolve_recipe
+from ddp_mnist.cluster.local_world import run_world
+from ddp_mnist.cluster.store import Store
+from ddp_mnist.cluster.world import make_accelerator
+from ddp_mnist.config import Distribution, Recipe, ResolvedRecipe, resolve_recipe
 from ddp_mnist.models import MNIST, MODELS
 from ddp_mnist.optim import KERNEL_STEP, MOMENTUM, learning_rate, make_optimizer, orthogonal
 
@@ -50,10 +58,10 @@ def test_matrices_and_kernels_decay_and_nothing_else(name: str) -> None:
     assert optimizer.defaults["betas"] == (0.9, 0.98)
 
 
-def test_only_a_cpu_takes_the_fused_step() -> None:
-    """On a GPU it would pass over an fp16 overflow by itself; False would be the slowest there."""
-    for device, fused in (("cpu", True), ("meta", None)):
-        optimizer = make_optimizer(MODELS["mlp"](10, MNIST).to(device), resolved(optimizer="adamw"))
+def test_without_a_loss_scaler_the_step_is_fused() -> None:
+    """With one it would pass over an fp16 overflow by itself; False would be the slowest."""
+    for scaler, fused in ((None, True), (torch.amp.GradScaler("cpu"), None)):
+        optimizer = make_optimizer(MODELS["mlp"](10, MNIST), resolved(optimizer="adamw"), scaler)
         assert [group["fused"] for group in optimizer.param_groups] == [fused, fused]
 
 
@@ -125,3 +133,20 @@ def test_sgd_has_momentum_and_the_same_decay() -> None:
             momentum = 0.9 * momentum + 1 + decay * expected
             expected = expected - 0.1 * momentum
         assert torch.allclose(parameter, expected, rtol=1e-12), name
+
+
+def signatures_read() -> int:
+    """Return how often Accelerate reads zero_grad's signature in three steps."""
+    reads = Mock(wraps=inspect.signature)
+    inspect.signature = reads
+    store = Store(dist.HashStore(), 0, 1)
+    accelerator = make_accelerator(Distribution(), "cpu", "none", "no", store)
+    optimizer = accelerator.prepare(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1))
+    before = reads.call_count
+    for _ in range(3):
+        optimizer.zero_grad()
+    return int(reads.call_count) - before
+
+
+def test_a_signature_is_read_once_and_not_in_each_step(tmp_path: Path) -> None:
+    assert run_world(1, signatures_read, folder=tmp_path) == [1]

@@ -78,7 +78,7 @@ def bare_steps(run: Session, *, feed: bool, exchange: bool) -> float:
     # Accelerate wraps a model in DDP unless it is told that no training follows.
     model = accelerator.prepare_model(net, evaluation_mode=not exchange).train()
     loader = make_loader(rows, batch_sampler=batches)
-    optimizer, loader = accelerator.prepare(make_optimizer(net, recipe), loader)
+    optimizer, loader = accelerator.prepare(make_optimizer(net, recipe, accelerator.scaler), loader)
 
     def step(batch: Sequence[torch.Tensor]) -> None:
         logits, smoothing = model(batch[0]), recipe.label_smoothing

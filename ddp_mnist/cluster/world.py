@@ -6,11 +6,13 @@ Only here do train and the verbs form a group and make an Accelerator; one proce
 import contextlib
 import functools
 import gc
+import inspect
 import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import accelerate.optimizer
@@ -204,6 +206,11 @@ def make_accelerator(
     # Its optimizer looks for a package on the disk twice in each step: half a millisecond, and on a
     # cluster's network disk all ranks at once. One look is enough.
     accelerate.optimizer.is_lomo_available = functools.cache(is_lomo_available)
+    # And it reads the signature of zero_grad in each step, which takes as long as a GPU's kernels.
+    signature = functools.cache(inspect.signature)
+    accelerate.optimizer.inspect = SimpleNamespace(
+        signature=lambda method: signature(getattr(method, "__func__", method))
+    )
     kind: Callable[..., Accelerator] = Accelerator
     if backend == "nccl":
         kind = functools.partial(nccl.NcclAccelerator, store, flags.dist_timeout)
