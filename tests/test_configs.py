@@ -141,6 +141,7 @@ def test_an_installed_wheel_works_without_the_clone(wheel: Path, tmp_path: Path)
 
 
 @pytest.mark.system
+@pytest.mark.timeout(900)
 def test_fault_39_fault_40_every_other_verb_of_an_installed_wheel_in_a_batch_job(
     wheel: Path, tmp_path: Path
 ) -> None:
@@ -160,6 +161,6 @@ def test_fault_39_fault_40_every_other_verb_of_an_installed_wheel_in_a_batch_job
         ("bench startup --dataset digits --repeats 5", {}),
     ):
         told = environment(site) | job | variables
-        ended = Started(["-m", "ddp_mnist", *line.split()], here, told).ended(300)
+        ended = Started(["-m", "ddp_mnist", *line.split()], here, told).ended(400)
         assert ended.code == 0, (line, ended.out, ended.err)
     assert json.loads((here / "verify.json").read_text())["passed"]
