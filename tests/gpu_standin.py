@@ -52,12 +52,14 @@ def way(variables: dict[str, str], **flags: Any) -> Any:
 
     Or the sentence with which it refuses.
     """
+    from ddp_mnist.cluster import hardware
     from ddp_mnist.cluster.device import choose_backend, choose_device, precision_in_effect
     from ddp_mnist.cluster.launch import find_launch
     from ddp_mnist.config import Distribution
     from ddp_mnist.errors import DdpMnistError
 
     typed = Distribution(**flags)
+    hardware.hidden_once.clear()  # each of them is a process of its own
     with patch.dict(os.environ, variables):
         try:
             launch, device = find_launch(typed), choose_device(typed)
