@@ -390,11 +390,13 @@ def _stopped_in(config: TrainConfig, phase: str) -> Any:
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(0.2)
 
-    def evaluate_and_stop(accelerator: Any, model: Any, loader: Any, *args: Any) -> Any:
+    def evaluate_and_stop(
+        accelerator: Any, model: Any, loader: Any, *args: Any, **options: Any
+    ) -> Any:
         which = "test" if len(loader.dataset) == 360 else "validation"
         if which == phase and os.environ["RANK"] == "1":
             stop()
-        return evaluate(accelerator, model, loader, *args)
+        return evaluate(accelerator, model, loader, *args, **options)
 
     def save_and_stop(*args: Any, **options: Any) -> None:
         if phase == "save":
