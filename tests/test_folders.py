@@ -176,7 +176,7 @@ def test_names_do_not_hold_images_out_where_a_test_is_drawn(
     assert sum(sizes(images)) == len(names)
     assert images.classes == sorted({Path(name).parent.name for name in names})
     [note] = images.preparation.notes
-    assert f"of {len(names)} images were held out for the test" in note
+    assert f"of {len(names)} images were held out for testing" in note
 
 
 def test_splits_by_the_names_of_files_stay(tmp_path: Path) -> None:

@@ -116,7 +116,9 @@ def _stem_and_path(source: Source, cache_dir: str | None) -> tuple[str, Path]:
     It is this decoder's own: an edited clone shares the cache, and not the folder.
     """
     readable = re.sub(r"[^A-Za-z0-9._-]+", "_", source.name)[:60]
-    asked = json.dumps(dataclasses.asdict(source.reading))
+    fields = dataclasses.asdict(source.reading)
+    # A field that came later leaves the names of older folders as they were: to be removed by them.
+    asked = json.dumps({k: v for k, v in fields.items() if v or k in ("size", "grey", "test_size")})
     place = hashlib.sha256(os.fsencode(source.place) + asked.encode()).hexdigest()[:8]
     stem = f"{source.kind}-{readable}-{place}"
     code = b"".join(path.read_bytes() for path in DECODER)

@@ -7,6 +7,7 @@ asked for. So a copy of an image goes where the original went, and nothing leaks
 import dataclasses
 import hashlib
 import math
+import textwrap
 
 import numpy as np
 
@@ -54,11 +55,19 @@ def hold_out_test(decoded: Decoded, test_size: int, of: int | None, reserve: Res
         keys={split: keys[those] for split, those in rows.items()},
         test_drawn=True,
         notes=[
-            f"{len(held):,} of {len(keys):,} images were held out for the test, each for what its"
-            " pixels are, so that it stays there as the folder grows; validation images are too",
+            f"{len(held):,} of {len(keys):,} images were held out for testing, chosen by a hash of"
+            " their pixels, so each stays there as the folder grows",
+            *untested(decoded.classes, labels[held]),
             *decoded.notes,
         ],
     )
+
+
+def untested(classes: list[str], labels: np.ndarray) -> list[str]:
+    """Return a note that names the classes without an image in the test, if there are some."""
+    without = [name for label, name in enumerate(classes) if label not in labels]
+    shown = textwrap.shorten(", ".join(without), 80, placeholder=" ...")
+    return [f"no image of {shown} is in the test: give a larger --test-size"] if without else []
 
 
 def validation_rows(
@@ -72,8 +81,8 @@ def validation_rows(
         return np.arange(0)
     if not by_share:
         return draw_exactly(keys, labels, val_size)
-    share = 0.2 if val_size == len(keys) // 5 else share_of(val_size, len(keys))
-    return draw_by_share(keys, labels, share, halves_swapped(keys))
+    share = share_of(1, 5) if val_size == len(keys) // 5 else share_of(val_size, len(keys))
+    return draw_by_share(halves_swapped(keys), labels, share)
 
 
 def share_of(asked: int, rows: int) -> float:
@@ -85,20 +94,17 @@ def share_of(asked: int, rows: int) -> float:
     return 10 ** (round(10 * math.log10(asked / rows)) / 10)
 
 
-def draw_by_share(
-    keys: np.ndarray, labels: np.ndarray, share: float, by: np.ndarray | None = None
-) -> np.ndarray:
-    """Return the rows to hold out: those whose hash, the key or `by`, is in the lowest `share`.
+def draw_by_share(hashes: np.ndarray, labels: np.ndarray, share: float) -> np.ndarray:
+    """Return the rows to hold out: those whose hash, uint64, is in the lowest `share` of all.
 
-    What else is in the data set has no part in it, but that the largest key of each class stays,
+    What else is in the data set has no part in it, but that the largest hash of each class stays,
     and one at least is held out.
     """
-    by = keys if by is None else by
     largest = np.zeros(labels.max() + 1, np.uint64)
-    np.maximum.at(largest, labels, keys)
-    free = np.flatnonzero(keys != largest[labels])
-    low = free[by[free] < share * 2.0**64]
-    return low if low.size else free[np.argsort(by[free])[:1]]
+    np.maximum.at(largest, labels, hashes)
+    free = np.flatnonzero(hashes != largest[labels])
+    low = free[hashes[free] < share * 2.0**64]
+    return low if low.size else free[np.argsort(hashes[free])[:1]]
 
 
 def draw_exactly(keys: np.ndarray, labels: np.ndarray, count: int) -> np.ndarray:
@@ -106,7 +112,8 @@ def draw_exactly(keys: np.ndarray, labels: np.ndarray, count: int) -> np.ndarray
 
     The largest key of a class is held out only when nothing else is left. The shares are rounded as
     seats are by Webster and Sainte-Lague: the image of rank r (from 0) of n in its class has the
-    place (r + 1/2) / n in the queue of all.
+    place (r + 1/2) / n in the queue of all. One whose copy would stay stays too, so there may be
+    fewer by as many.
     """
     order = np.lexsort((keys, labels))
     keys, labels, row = keys[order], labels[order], np.arange(len(keys))
@@ -116,7 +123,8 @@ def draw_exactly(keys: np.ndarray, labels: np.ndarray, count: int) -> np.ndarray
     ends = np.cumsum(sizes)
     rank = np.maximum.accumulate(np.where(new, row, 0)) - (ends - sizes)[labels]
     queue = np.lexsort((keys, (rank + 0.5) / sizes[labels], keys == keys[ends - 1][labels]))
-    return np.sort(order[queue[:count]])
+    held, rest = queue[:count], queue[count:]
+    return np.sort(order[held[~np.isin(keys[held], keys[rest])]])
 
 
 def halves_swapped(keys: np.ndarray) -> np.ndarray:

@@ -39,6 +39,7 @@ from ddp_mnist.verbs.flags import Evaluate
 # of config.json
 NEEDED = ("dataset", "cache_dir", "val_size", "image_size", "grey", "test_size", "metrics")
 MOST_SHOWN = 10  # classes, and pairs of them, of MANY_CLASSES
+OLDER = "is of an older version, which held out other images"
 TABLE_COLUMNS = 80  # names of classes head the columns if the table then fits, else numbers do
 
 
@@ -66,10 +67,7 @@ def evaluate_run(
         if images.digest != config["digest"]:
             store.broadcast_from_rank0("unseen", lambda: _check_unseen(flags, images, rows))
         elif flags.split != "test" and config["format"] < FORMAT:
-            raise CheckpointError(
-                f"--split {flags.split}: {run} is of an older version, which held out other images;"
-                " use --split test"
-            )
+            raise CheckpointError(f"--split {flags.split}: {run} {OLDER}; use --split test")
         model = trained.model.to(world.accelerator.device)
         loader = prepare_split(world.accelerator, rows, flags.batch_size)
         scores = flags.metrics or config["metrics"]
@@ -170,6 +168,9 @@ def _load(flags: Evaluate, config: dict[str, Any], trained: weights.Trained) -> 
         own = cache.load(name, cache_dir, reading)
         if own.digest == config["digest"]:
             return own
+        if own.test_drawn and config["format"] < FORMAT:
+            fix = "train again, or give images that it has not seen, in test/CLASS/: --dataset"
+            raise CheckpointError(f"{flags.run}: {OLDER}; {fix} FOLDER")
         fault = changed_since(flags.run, name, config["summary"], own)
         fix = f"put them back, or evaluate it on those that are there now: --dataset {name}"
         raise DataError(f"{fault}; {fix}")
@@ -181,34 +182,46 @@ def _load(flags: Evaluate, config: dict[str, Any], trained: weights.Trained) -> 
         of = sum(facts.get(name, 0) for name in ("train_rows", "test_rows")) if test_size else 0
         reading = Reading((height, width), channels == 1, test_size, True, of or None)
         images = cache.load(name, cache_dir, reading)
-    return _with_classes_of(trained, images, name)
+    return _with_classes_of(trained, images, name, flags.split)
 
 
 def _check_unseen(flags: Evaluate, images: ImageData, rows: Rows) -> None:
-    """Raise DataError if the run was trained on some of these images; warn if nobody knows."""
+    """Raise DataError if the run was trained on some of these images; warn if nobody knows.
+
+    Raise it too if nobody knows and they were drawn out of a train split, as the run's may have
+    been.
+    """
     if flags.split == "train":
         return
     keys = (images.test_keys if flags.split == "test" else images.train_keys)[rows.rows.numpy()]
     try:
         trained_on = np.load(Path(flags.run) / TRAINED_ON, allow_pickle=False)
     except (OSError, ValueError):
-        warn(f"{flags.run}: has no {TRAINED_ON}, so whether it was trained on these is unknown")
+        unknown = f"{flags.run}: has no {TRAINED_ON}, so whether it was trained on these is unknown"
+        if images.test_drawn:
+            raise DataError(
+                f"{unknown}; give images that it has not seen, in test/CLASS/"
+            ) from None
+        warn(unknown)
         return
     if seen := int(np.isin(keys, trained_on).sum()):
+        fix = "take them out of test" if flags.split == "test" else "use --split test"
         raise DataError(
             f"--dataset {flags.dataset}: {flags.run} was trained on {seen:,} of these {len(keys):,}"
-            f" {flags.split} images; take them out of {flags.split}, or choose other images"
+            f" {flags.split} images; {fix}, or choose other images"
         )
 
 
-def _with_classes_of(trained: weights.Trained, images: ImageData, name: str) -> ImageData:
-    """Return the images with the run's labels, by the names of their classes.
+def _with_classes_of(
+    trained: weights.Trained, images: ImageData, name: str, split: str
+) -> ImageData:
+    """Return the images with the run's labels, by the names of their classes; -1 if it has no such.
 
-    Raise UsageError if some are of a class that the run does not know.
+    Raise UsageError if some of the split are of a class that the run does not know.
     """
     labels = [images.train_labels, images.test_labels]
     index_of = {name: index for index, name in enumerate(trained.classes)}
-    for label in torch.cat(labels).unique().tolist():
+    for label in labels[split == "test"].unique().tolist():
         if images.classes[label] not in index_of:
             known = textwrap.shorten(", ".join(trained.classes), 100, placeholder=" ...")
             raise UsageError(
@@ -244,5 +257,7 @@ def _rows(images: ImageData, split: str, val_size: int) -> Rows:
             f"--split {split}: {images.name} has {there:,} train images, and the run held"
             f" {val_size:,} out; use --split test"
         )
-    train, validation, test = split_images(images, val_size)
-    return {"train": train, "validation": validation, "test": test}[split]
+    if split == "test":
+        return Rows(images.test_images, images.test_labels)
+    train, validation, _ = split_images(images, val_size)
+    return train if split == "train" else validation
