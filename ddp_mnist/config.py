@@ -15,6 +15,7 @@ from ddp_mnist.data.reading import Reading
 from ddp_mnist.errors import UsageError, did_you_mean
 from ddp_mnist.flags import Flags, flag, flag_fields, flag_name, flag_values
 
+CONFIGS = "accelerate_configs"  # a folder of the clone; the verb `configs` writes it elsewhere
 changeable = partial(flag, on_resume="may change")
 forgotten = partial(flag, on_resume="forget")
 

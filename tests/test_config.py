@@ -8,7 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from ddp_mnist.cluster.requests import NOTHING
+from ddp_mnist.cluster.requests import NO_OPTIONS
 from ddp_mnist.config import NETS, Distribution, Recipe, Run, TrainConfig, resolve_recipe
 from ddp_mnist.data import cache
 from ddp_mnist.errors import UsageError
@@ -164,7 +164,7 @@ def test_batchnorm_takes_more_than_one_map_of_1x1(processes: int, parts: int, fi
         config = TrainConfig(Run("digits"), recipe, Distribution(sync_bn=sync_bn))
         refused = pytest.raises(UsageError, match=rf"\[1, 1, 28, 28\] .*; give a larger {line}")
         with contextlib.nullcontext() if fits and sync_bn else refused:
-            resolve_and_load(config, Mock(store=store, asked=NOTHING), Mock(), None)
+            resolve_and_load(config, Mock(store=store, launcher_options=NO_OPTIONS), Mock(), None)
 
 
 def test_sync_bn_needs_a_net_with_batchnorm() -> None:

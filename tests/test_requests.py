@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import accelerate
 import pytest
@@ -19,6 +20,7 @@ from accelerate.commands import launch as launcher
 from accelerate.commands.config.cluster import get_cluster_input
 from accelerate.commands.config.default import write_basic_config
 
+from ddp_mnist import cli
 from ddp_mnist.cluster import requests
 from ddp_mnist.cluster.device import (
     choose_device,
@@ -30,22 +32,27 @@ from ddp_mnist.cluster.launch import find_launch
 from ddp_mnist.cluster.local_world import free_port
 from ddp_mnist.config import Distribution
 from ddp_mnist.errors import UsageError
+from ddp_mnist.flags import flag_values
+from ddp_mnist.run import resume
 from ddp_mnist.run.folder import read_json
+from ddp_mnist.run.setup import apply_launcher_options
 from tests.commands import CONFIGS, PROOF, REPOSITORY, TRAIN, Started, all_succeed
 from tests.training import check_equal
 
 Patch = pytest.MonkeyPatch
 SOURCES = Path(accelerate.__file__).parent
-KEYS = (*requests.HONOURED, *requests.REFUSED, *requests.WITHOUT_MEANING)
-NAMES = [name for key in KEYS for name in key.variables.split()]
-DDP = "this trainer is DDP, with the whole model in each process; use instead --config_file accel"
+PAGE = (REPOSITORY / "docs" / "reference.md").read_text("utf-8")
+SECTION = PAGE[PAGE.index("## An accelerate config of your own") :].split("\n## ")[0]
+CELLS = [row.split("|")[2] for row in SECTION.splitlines() if row.startswith("|")]
+NAMES = [name for cell in CELLS for name in re.findall(r"`([A-Z][A-Z0-9_]+)`", cell)]
+DDP = "this trainer is DDP on NVIDIA GPUs or CPUs; use --config_file accelerate_configs/multi_gpu"
 
-# --- The tables
+# --- The page's tables, where a name that ends with _ begins the names of several
 
 
 def is_listed(variable: str) -> bool:
     begins = tuple(name for name in NAMES if name.endswith("_"))
-    return variable in NAMES or variable.startswith(begins)
+    return variable in {*NAMES, *requests.REFUSED} or variable.startswith(begins)
 
 
 def set_in(path: Path) -> set[str]:
@@ -57,7 +64,7 @@ def set_in(path: Path) -> set[str]:
     return found
 
 
-def test_the_tables_have_every_variable_that_the_launcher_sets() -> None:
+def test_the_page_has_every_variable_that_the_launcher_sets() -> None:
     prefixes = ("FSDP_", "MEGATRON_LM_", "PARALLELISM_CONFIG_", "ACCELERATE_")
     in_utils, in_launch = (set_in(SOURCES / at / "launch.py") for at in ("utils", "commands"))
     assert {"ACCELERATE_USE_FSDP", "FSDP_VERSION", "TP_DEGREE", "KMP_AFFINITY"} <= in_utils
@@ -69,7 +76,7 @@ def test_the_tables_have_every_variable_that_the_launcher_sets() -> None:
     assert all(is_listed(prefix + "X") for prefix in prefixes[:3])
 
 
-def test_the_tables_have_every_variable_that_accelerate_reads() -> None:
+def test_the_page_has_every_variable_that_accelerate_reads() -> None:
     ours = [path for path in SOURCES.rglob("*.py") if "test_utils" not in path.parts]
     names = {name for p in ours for name in re.findall(r'"(ACCELERATE_[A-Z0-9_]+)"', p.read_text())}
     prefixes = {"ACCELERATE_", "ACCELERATE_FP8_", "ACCELERATE_DYNAMO_"}
@@ -77,19 +84,17 @@ def test_the_tables_have_every_variable_that_accelerate_reads() -> None:
     assert {name for name in names - prefixes if not is_listed(name)} == set()
 
 
-@pytest.mark.parametrize("page", ["docs/reference.md", "docs/reference.zh-CN.md"])
-def test_the_page_has_every_variable_of_the_tables(page: str) -> None:
-    text = (REPOSITORY / page).read_text("utf-8")
-    assert [name for name in NAMES if f"`{name}" not in text] == []
+def test_the_page_has_every_variable_that_is_refused() -> None:
+    assert requests.REFUSED.keys() - NAMES == set()
 
 
-@pytest.mark.parametrize("key", requests.REFUSED, ids=[key.variables for key in requests.REFUSED])
-def test_a_variable_that_asks_for_something_else_is_refused(key: requests.Key) -> None:
+@pytest.mark.parametrize("variable", requests.REFUSED)
+def test_a_variable_that_asks_for_something_else_is_refused(variable: str) -> None:
     for off in ("", "0", "False", "no"):
-        find_launch(Distribution(), {key.variables: off})
+        find_launch(Distribution(), {variable: off})
     with pytest.raises(UsageError) as raised:
-        find_launch(Distribution(), {key.variables: "true"})
-    assert str(raised.value) == f"{key.name}: {key.refusal}"
+        find_launch(Distribution(), {variable: "true"})
+    assert str(raised.value) == ": ".join(requests.REFUSED[variable])
     assert "\n" not in str(raised.value)
 
 
@@ -140,15 +145,15 @@ def in_effect(words: list[str], folder: Path, patch: Patch) -> str:
         context.setattr("ddp_mnist.cluster.device.too_old", lambda _: "")
         context.setattr("ddp_mnist.cluster.device.unused_gpus", lambda: "")
         try:
-            launch, asked = find_launch(flags, env), requests.asked_of_launcher(env)
-            device = choose_device(flags, asked)
+            launch, options = find_launch(flags, env), requests.read_launcher_options(env)
+            device = choose_device(flags, options)
             precision = precision_in_effect(flags, launch, device)
             compiler = compiler_in_effect(flags).get("backend", "no")
         except UsageError as error:
             return str(error)
-    parts = asked.grad_accum or 1
+    parts = options.grad_accum or 1
     shown = f"{launch.world_size} on {device}, {precision}, compiled by {compiler}, {parts} parts"
-    return "; ".join([shown, *asked.notes])
+    return "; ".join(filter(None, [shown, options.note]))
 
 
 ONE, TWO = "distributed_type: 'NO'", "distributed_type: MULTI_GPU, num_processes: 2"
@@ -209,13 +214,13 @@ FOR_DDP = {  # by config and flags, the beginning of what comes of it
         f"distributed_type FSDP, or --use_fsdp: {DDP}"
     ),
     ("distributed_type: FSDP, num_processes: 1, use_cpu: true", "--cpu"): (
-        f"distributed_type FSDP, or --use_fsdp: {DDP}"
+        f"distributed_type FSDP: {DDP}"
     ),
     (f"distributed_type: DEEPSPEED, num_processes: 2, deepspeed_config: {{{MULTI}}}", ""): (
         "accelerate: DeepSpeed is not installed"
     ),
     ("distributed_type: DEEPSPEED, num_processes: 1", "--cpu"): (
-        f"distributed_type DEEPSPEED, or --use_deepspeed: {DDP}"
+        f"distributed_type DEEPSPEED: {DDP}"
     ),
     ("distributed_type: MEGATRON_LM, num_processes: 2", ""): (
         f"distributed_type MEGATRON_LM, or --use_megatron_lm: {DDP}"
@@ -226,12 +231,8 @@ FOR_DDP = {  # by config and flags, the beginning of what comes of it
     ("distributed_type: XLA, num_processes: 8, downcast_bf16: 'yes'", ""): (
         "accelerate: No module named 'torch_xla'"
     ),
-    ("distributed_type: XLA, num_processes: 1", "--cpu"): (
-        "distributed_type XLA, or --tpu: this trainer computes on NVIDIA GPUs and on CPUs; use inst"
-    ),
-    ("distributed_type: MULTI_XPU, num_processes: 2", ""): (
-        "distributed_type MULTI_XPU: this trainer computes on NVIDIA GPUs and on CPUs; use instead"
-    ),
+    ("distributed_type: XLA, num_processes: 1", "--cpu"): f"distributed_type XLA: {DDP}",
+    ("distributed_type: MULTI_XPU, num_processes: 2", ""): f"distributed_type MULTI_XPU: {DDP}",
 }
 
 
@@ -280,7 +281,7 @@ def test_one_thread_that_was_typed_is_one_thread(monkeypatch: Patch) -> None:
         monkeypatch.setenv("OMP_NUM_THREADS", "1")
         line = ([*words, "--cpu", "x.py"], ".")
         monkeypatch.setattr(requests, "_command_line", lambda line=line: line)
-        assert set_threads(launch, "cpu", 1, requests.asked_of_launcher(env)) == threads
+        assert set_threads(launch, "cpu", 1, requests.read_launcher_options(env)) == threads
 
 
 def test_the_config_that_accelerate_writes_by_default(tmp_path: Path, monkeypatch: Patch) -> None:
@@ -289,6 +290,18 @@ def test_the_config_that_accelerate_writes_by_default(tmp_path: Path, monkeypatc
         write_basic_config(precision, file)
         found = in_effect(["--config_file", str(file)], tmp_path, monkeypatch)
         assert found == f"1 on cpu, {precision}, compiled by no, 1 parts"
+
+
+@pytest.mark.parametrize(("asked", "parts"), [(None, 2), (1, 2), (2, 2), (4, 4)])
+def test_a_run_that_goes_on_keeps_its_parts_unless_the_launcher_asks_for_others(
+    asked: int | None, parts: int
+) -> None:
+    options, console = requests.LauncherOptions(grad_accum=asked), Mock()
+    config = cli.train_config(["--grad-accum", "2"])
+    began = {"run": flag_values(config.run), "recipe": flag_values(config.recipe), "path": "run"}
+    again = apply_launcher_options(cli.train_config(["--resume", "run"]), options, console)
+    assert resume.inherit(again, began).recipe.grad_accum == parts
+    console.print.assert_not_called()
 
 
 # Answers to accelerate's questions, one a line; of a menu the number, else its default.

@@ -19,9 +19,9 @@ from ddp_mnist.cluster.hardware import (
     unused_gpus,
 )
 from ddp_mnist.cluster.launch import Launch
-from ddp_mnist.cluster.requests import CONFIGS, NOTHING, Asked
+from ddp_mnist.cluster.requests import NO_OPTIONS, LauncherOptions
 from ddp_mnist.cluster.store import Store
-from ddp_mnist.config import Distribution
+from ddp_mnist.config import CONFIGS, Distribution
 from ddp_mnist.errors import UsageError
 
 # In errors of torch.compile: the first two on a CPU, the others of Triton on a GPU.
@@ -34,10 +34,10 @@ CANNOT_COMPILE = (
 COMPILERS = ("inductor", "cudagraphs", "aot_eager", "eager")
 
 
-def choose_device(flags: Distribution, asked: Asked = NOTHING) -> str:
+def choose_device(flags: Distribution, options: LauncherOptions = NO_OPTIONS) -> str:
     """Return cuda where there is a GPU and nobody requested the CPU, else cpu."""
     try:
-        wants_cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or flags.cpu or asked.cpu
+        wants_cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or flags.cpu or options.cpu
     except ValueError as error:  # Accelerate would end with it, even with --cpu
         word = f"ACCELERATE_USE_CPU={os.environ['ACCELERATE_USE_CPU']}"
         raise UsageError(f"{word}: must be true or false; correct or unset it") from error
@@ -160,7 +160,9 @@ def place_on_machine(launch: Launch, store: Store) -> tuple[int, int]:
     return found, len(here)
 
 
-def set_threads(launch: Launch, device: str, processes_here: int, asked: Asked = NOTHING) -> int:
+def set_threads(
+    launch: Launch, device: str, processes_here: int, options: LauncherOptions = NO_OPTIONS
+) -> int:
     """Share this machine's cores among its processes, and return this one's number of threads.
 
     A launcher sets OMP_NUM_THREADS=1 of its own accord, which leaves cores idle; a larger number,
@@ -171,7 +173,7 @@ def set_threads(launch: Launch, device: str, processes_here: int, asked: Asked =
     if not outermost.isdecimal():
         raise UsageError(f"OMP_NUM_THREADS={given}: must be a whole number; correct or unset it")
     threads = int(outermost)
-    if threads < 1 or (threads == 1 and launch.child_of_launcher and asked.threads is None):
+    if threads < 1 or (threads == 1 and launch.child_of_launcher and options.threads is None):
         ours, sharers = cores(), processes_here
         if (of_task := os.environ.get("SLURM_CPUS_PER_TASK", "")).isdecimal():
             # srun starts a process for each task, or a launcher, which starts several

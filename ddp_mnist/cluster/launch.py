@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from ddp_mnist.cluster.requests import CONFIGS, refuse_others
-from ddp_mnist.config import Distribution
+from ddp_mnist.cluster.requests import refuse_unsupported
+from ddp_mnist.config import CONFIGS, Distribution
 from ddp_mnist.errors import UsageError
 
 # By field of Launch the variable that says it; of several, the first that is set.
@@ -75,7 +75,7 @@ def find_launch(flags: Distribution, env: Mapping[str, str] = os.environ) -> Lau
         raise UsageError(
             "--backend mpi: PyTorch's wheels are built without MPI; use gloo (CPUs) or nccl (GPUs)"
         )
-    refuse_others(env)
+    refuse_unsupported(env)
     if flags.init_method in (None, "env://"):
         launch = _from_variables(flags, _with_flags(flags, env))
     else:

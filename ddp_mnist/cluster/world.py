@@ -37,9 +37,9 @@ from ddp_mnist.cluster.failures import end_group, propagate_first_error
 from ddp_mnist.cluster.interfaces import interface_towards, interfaces_up, is_loopback
 from ddp_mnist.cluster.launch import Launch, die_with_parent
 from ddp_mnist.cluster.rendezvous import check_same, meet
-from ddp_mnist.cluster.requests import CONFIGS, NOTHING, Asked, asked_of_launcher
+from ddp_mnist.cluster.requests import NO_OPTIONS, LauncherOptions, read_launcher_options
 from ddp_mnist.cluster.store import Store
-from ddp_mnist.config import Distribution
+from ddp_mnist.config import CONFIGS, Distribution
 from ddp_mnist.deadline import with_deadline
 from ddp_mnist.errors import PeerError, UsageError
 
@@ -70,7 +70,7 @@ class World:
     threads: int  # of this process, on the CPU
     started: float  # time.monotonic() when this process began to look for the others
     compiler: dict[str, Any] = field(default_factory=dict)  # torch.compile's arguments; {}: unused
-    asked: Asked = NOTHING  # of accelerate launch
+    launcher_options: LauncherOptions = NO_OPTIONS
 
     @property
     def compiled_by(self) -> str:
@@ -127,8 +127,8 @@ def join_world(
     if another rank failed first.
     """
     started = time.monotonic()
-    asked = asked_of_launcher()
-    device = choose_device(flags, asked)
+    options = read_launcher_options()
+    device = choose_device(flags, options)
     precision = "no" if full_precision else precision_in_effect(flags, launch, device)
     compiler = {} if full_precision else compiler_in_effect(flags)
     backend = choose_backend(flags, launch, device)
@@ -139,7 +139,7 @@ def join_world(
     try:
         with accelerate_as_found(), propagate_first_error(store):
             local_rank, processes_here = place_on_machine(launch, store)
-            threads = set_threads(launch, device, processes_here, asked)
+            threads = set_threads(launch, device, processes_here, options)
             if backend != "none":
                 chosen = {"--backend": backend, "--mixed-precision": precision}
                 check_same(store, chosen, "what auto chose")
@@ -157,7 +157,7 @@ def join_world(
                 )
             machines = launch.num_machines or len(set(store.hosts))
             place = local_rank, threads, started
-            yield World(accelerator, store, backend, precision, machines, *place, compiler, asked)
+            yield World(accelerator, store, backend, precision, machines, *place, compiler, options)
             store.close()
     finally:
         end_group(in_order=True)

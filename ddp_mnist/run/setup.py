@@ -15,7 +15,7 @@ from ddp_mnist.cluster import hardware
 from ddp_mnist.cluster.device import able_to_compile, within_memory
 from ddp_mnist.cluster.launch import Launch
 from ddp_mnist.cluster.rendezvous import check_same
-from ddp_mnist.cluster.requests import WHAT_ACCUMULATES, Asked
+from ddp_mnist.cluster.requests import GRAD_ACCUM, LauncherOptions
 from ddp_mnist.cluster.signals import listen
 from ddp_mnist.cluster.world import World
 from ddp_mnist.config import ResolvedConfig, TrainConfig, resolve_recipe, wrong_on_purpose
@@ -82,7 +82,8 @@ def resolve_and_load(
     Every machine has the data before the first collective; rank 0 decides what `auto` means.
     A run that goes on keeps the values that it began with, but for the flags that were typed.
     """
-    config = resume.inherit(take_up(config, world.asked, console), found)
+    config = apply_launcher_options(config, world.launcher_options, console)
+    config = resume.inherit(config, found)
     store, cache_dir, reading = world.store, config.run.cache_dir, config.run.reading
     own_code.begin()
     factory_of(config.recipe.model)  # a wrong name is refused before the data are read
@@ -125,18 +126,21 @@ def takes_memory(run: Session) -> tuple[str, str]:
     return f"--batch-size {recipe.batch_size}", fix
 
 
-def take_up(config: TrainConfig, asked: Asked, console: Console) -> TrainConfig:
+def apply_launcher_options(
+    config: TrainConfig, options: LauncherOptions, console: Console
+) -> TrainConfig:
     """Return the flags with what accelerate launch was asked for; a flag that was typed beats it.
 
     Print what was asked for and is not done.
     """
-    notes, parts, flag = [*asked.notes], asked.grad_accum, config.recipe.grad_accum
-    if parts and "grad_accum" not in config.typed:
-        recipe = replace(config.recipe, grad_accum=parts)
-        config = replace(config, recipe=recipe, typed=config.typed | {"grad_accum"})
-    elif parts not in (None, flag):
-        notes.append(f"{WHAT_ACCUMULATES} {parts}: --grad-accum {flag} was typed, and counts")
-    for note in notes:
+    notes, parts, flag = [options.note], options.grad_accum, config.recipe.grad_accum
+    if parts and parts != flag:  # 1 asks for nothing: a run that goes on keeps its own
+        if "grad_accum" in config.typed:
+            notes.append(f"{GRAD_ACCUM} {parts}: --grad-accum {flag} was typed, and counts")
+        else:
+            recipe = replace(config.recipe, grad_accum=parts)
+            config = replace(config, recipe=recipe, typed=config.typed | {"grad_accum"})
+    for note in filter(None, notes):
         console.print(panel({"launcher": note}))
     return config
 

@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass
 
-from ddp_mnist.cluster.requests import CONFIGS
-from ddp_mnist.config import FAULT_NAMES
+from ddp_mnist.config import CONFIGS, FAULT_NAMES
 from ddp_mnist.flags import Flags, argument, flag
 
 RUN = "Run folder, e.g. runs/latest."
