@@ -166,7 +166,7 @@ def fit(
     if buffers := list(kept.buffers()):  # BatchNorm's; DDP sends them before a forward pass only
         broadcast(buffers)
     tested = with_test_views(kept, recipe.model)
-    test = evaluate_split(accelerator, tested, test_loader, classes, stop, scores, precise=True)
+    test = evaluate_split(accelerator, tested, test_loader, classes, stop, scores)
     return run.finish(state, kept, test)
 
 

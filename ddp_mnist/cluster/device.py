@@ -196,21 +196,14 @@ def gpu_of(local_rank: int) -> int:
 
 
 @contextlib.contextmanager
-def full_precision(wanted: bool) -> Iterator[None]:
-    """Compute float32 convolutions in float32 in the block, if that is wanted.
-
-    By default a GPU from Ampere on takes TF32 for them, of 10 bits; that is for training.
-    """
+def full_precision() -> Iterator[None]:
+    """Compute float32 convolutions in float32 in the block; a GPU would take TF32 for them."""
     cudnn: Any = torch.backends.cudnn
-    parts = (cudnn.conv, cudnn.rnn) if wanted else ()
-    before = [part.fp32_precision for part in parts]
-    for part in parts:
-        part.fp32_precision = "ieee"
+    before, cudnn.conv.fp32_precision = cudnn.conv.fp32_precision, "ieee"
     try:
         yield
     finally:
-        for part, precision in zip(parts, before, strict=True):
-            part.fp32_precision = precision
+        cudnn.conv.fp32_precision = before
 
 
 @contextlib.contextmanager

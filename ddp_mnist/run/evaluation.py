@@ -116,20 +116,18 @@ def evaluate_split(
     classes: int,
     stop: StopSignals | None = None,
     scores: Sequence[str] = (),
-    precise: bool = False,
 ) -> Metrics:
     """Run the model over the whole split, a loader from `prepare_split`.
 
     Return the same Metrics on every rank; `scores` are those that --metrics names. Raise
     RuntimeError if not every row was counted exactly once. With `stop`, all ranks check after each
-    batch whether a stop signal came to any of them, and raise as `StopSignals.obey` does. If
-    `precise`, a GPU computes in float32 and not in TF32.
+    batch whether a stop signal came to any of them, and raise as `StopSignals.obey` does.
     """
     was_training = model.training
     model.eval()
     gathered = []
     for images, labels, _ in loader:
-        with full_precision(precise):
+        with full_precision():
             logits = model(images)
         losses = F.cross_entropy(logits, labels, reduction="none").double()
         # The last batch is padded with repeated rows so that all ranks get equally many;

@@ -78,9 +78,7 @@ def evaluate_run(
         device = world.accelerator.device
         with within_memory(device, lambda: (f"--batch-size {size}", fix)):
             classes = len(trained.classes)
-            metrics = evaluate_split(
-                world.accelerator, model, loader, classes, scores=scores, precise=True
-            )
+            metrics = evaluate_split(world.accelerator, model, loader, classes, scores=scores)
         if not world.accelerator.is_main_process:
             return None
         return {
