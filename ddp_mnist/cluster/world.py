@@ -74,10 +74,9 @@ class World:
 
     @property
     def compiled_by(self) -> str:
-        """Return the compiler's backend, with what else was asked of it; "no" without one."""
-        given = {name: value for name, value in self.compiler.items() if value is not False}
-        backend = given.pop("backend", "no")
-        return ", ".join([backend, *(f"{name} {value}" for name, value in given.items())])
+        """Return the compiler's backend, with the options that are set; "no" without one."""
+        options = [f"{k} {v}" for k, v in self.compiler.items() if v and k != "backend"]
+        return ", ".join([self.compiler.get("backend", "no"), *options])
 
     def wait_for_gpu(self) -> None:
         """Return once this process's GPU has done its work so far; at once on a CPU.
