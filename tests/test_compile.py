@@ -1,5 +1,7 @@
 """--compile: what torch.compile is asked for, and a machine that cannot compile."""
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -8,7 +10,10 @@ import pytest
 import torch
 from torch import nn
 
+from ddp_mnist.cluster.device import able_to_compile
 from ddp_mnist.cluster.local_world import LocalWorld, run_world
+from ddp_mnist.config import Distribution
+from ddp_mnist.errors import UsageError
 from ddp_mnist.run.folder import read_json
 from ddp_mnist.verify import watch
 from tests.training import with_flags
@@ -61,3 +66,32 @@ def test_a_machine_that_cannot_compile(compiler: str | None, tmp_path: Path) -> 
     )
     assert ("Python.h" if compiler else "No working C++ compiler") in str(error)
     assert read_json(tmp_path / "run" / "status.json")["exit_code"] == 2
+
+
+@pytest.mark.parametrize("compiler", [None, NO_PYTHON_H])
+def test_tritons_errors_are_of_a_machine_that_cannot_compile(
+    compiler: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The function is the one by which Triton calls a C compiler; it needs no GPU."""
+    build = pytest.importorskip("triton.runtime.build")
+    if compiler:
+        (tmp_path / "gcc").write_text(compiler)
+        (tmp_path / "gcc").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    build._find_compiler.cache_clear()
+    said = "--compile: this machine cannot compile "
+    said += r"\(Command '\['/.*gcc'" if compiler else r"\(Failed to find C compiler"
+    with (
+        pytest.raises(UsageError, match=said),
+        able_to_compile(Distribution(compile=True), {"backend": "inductor"}),
+    ):
+        build._build("driver", str(tmp_path / "driver.c"), str(tmp_path), [], [], [], [])
+
+
+def test_an_own_programs_failure_is_not_a_compilers() -> None:
+    with (
+        pytest.raises(subprocess.CalledProcessError, match="returned non-zero exit status 1"),
+        able_to_compile(Distribution(compile=True), {"backend": "inductor"}),
+    ):
+        subprocess.run([sys.executable, "-c", "raise SystemExit(1)"], check=True)

@@ -24,10 +24,11 @@ from ddp_mnist.cluster.store import Store
 from ddp_mnist.config import CONFIGS, Distribution
 from ddp_mnist.errors import UsageError
 
-# In errors of torch.compile: the first two on a CPU, the others of Triton on a GPU.
+# In errors of torch.compile: the first two are Inductor's, on a CPU. The others are Triton's, on a
+# GPU; the last is of its command to the C compiler, which failed.
 CANNOT_COMPILE = (
     *("InvalidCxxCompiler", "CppCompileError"),
-    *("Failed to find C compiler", "returned non-zero exit status"),
+    *("Failed to find C compiler", "Failed to find C++ compiler", "'-shared', '-fPIC'"),
 )
 
 # Backends of torch.compile that torch brings whole; the others need packages, or are gone.
