@@ -123,6 +123,7 @@ def on_this_machine() -> dict[str, Any]:
         "node": [made.config, made.nproc_per_node],
         "doctor": [for_doctor, backend_among(for_doctor)],
         "doctor finds": [f"{each.status} {each.name}" for each in processors(Doctor())],
+        "doctor finds of its own": on_the_last_gpu(),
         "doctor opened one": getattr(torch.cuda, "opened", False),
         "bench": [hardware.default_processes(least) for least in (1, 2)],
         "yaml": {config: launched(config) for config in YAMLS},
@@ -130,6 +131,18 @@ def on_this_machine() -> dict[str, Any]:
         "yaml --cpu fp16": launched("single_gpu", cpu=True, mixed_precision="fp16"),
         "accelerate --cpu": [way(env) for env in workers("--cpu", "--num_processes", "2")],
     }
+
+
+def on_the_last_gpu() -> list[str]:
+    """Return what the doctor finds if it may use the last GPU alone."""
+    from ddp_mnist.cluster.local_world import run_world
+    from ddp_mnist.doctor import machine
+    from ddp_mnist.verbs.flags import Doctor
+
+    own = {"CUDA_VISIBLE_DEVICES": str(int(os.environ["STANDIN_GPUS"]) - 1)}
+    there = functools.partial(run_world, variables={**os.environ, **own})
+    with patch.dict(os.environ, own), patch.object(machine, "run_world", there):
+        return [f"{each.status} {each.name}" for each in machine.processors(Doctor())]
 
 
 # --- What processes decide that have met

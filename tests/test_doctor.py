@@ -168,21 +168,35 @@ def test_what_the_driver_reports_of_each_gpu(tmp_path: Path, monkeypatch: Patch)
 
 
 def smi_of(lines: list[str], folder: Path, monkeypatch: Patch) -> None:
-    """Put an nvidia-smi first in PATH that has a line for each GPU and knows -i."""
+    """Put an nvidia-smi first in PATH that has a line for each GPU, of bus 10 on, and knows -i."""
     program = folder / "nvidia-smi"
-    cases = [f"*,{n},*) echo '{line}' ;; esac" for n, line in enumerate(lines)]
-    cases = [f'case ",${{ids:-{n}}}," in {case}' for n, case in enumerate(cases)]
+    places = [f"00000000:{10 + n:02X}:00.0" for n in range(len(lines))]
+    cases = [f"*,{p},*) echo '{line}' ;; esac" for p, line in zip(places, lines, strict=True)]
+    cases = [f'case ",${{ids:-{p}}}," in {case}' for p, case in zip(places, cases, strict=True)]
     program.write_text("\n".join(["#!/bin/sh", '[ "$3" = -i ] && ids=$4', *cases]))
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
 
 
 def test_the_gpus_of_others_are_not_judged(tmp_path: Path, monkeypatch: Patch) -> None:
+    """CUDA numbers the fastest first: here the other way round than nvidia-smi, by bus."""
+
+    def visible_gpus() -> list[int]:
+        return [int(n) for n in os.environ["CUDA_VISIBLE_DEVICES"].split(",")]
+
+    def properties(number: int) -> SimpleNamespace:
+        on_bus = 12 - visible_gpus()[number]
+        return SimpleNamespace(pci_domain_id=0, pci_bus_id=on_bus, pci_device_id=0)
+
+    monkeypatch.setattr(machine.hardware, "gpus", lambda: len(visible_gpus()))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
     lines = [f"{n}, 580, {3 * (n == 0)}, Not Active, 35" for n in range(3)]
     smi_of(lines, tmp_path, monkeypatch)
     for visible, found in (
         (None, [FAIL, PASS, PASS]),
         ("1", [PASS]),
+        ("0", [PASS]),
+        ("2", [FAIL]),
         ("0,2", [FAIL, PASS]),
         ("MIG-4f", [FAIL, PASS, PASS]),
     ):
@@ -436,6 +450,8 @@ def test_one_gpu_is_shared_by_two_processes(tmp_path: Path, monkeypatch: Patch) 
         ("Exclusive_Process", ["2 on the CPU, as the GPU takes one", "auto, cpu True"]),
     ):
         smi_of([mode], tmp_path, monkeypatch)
+        there = functools.partial(run_world, variables={"PATH": os.environ["PATH"]})
+        monkeypatch.setattr(checks, "run_world", there)
         results = checks.check_processes(2, Doctor(), Distribution())
         assert [result.status for result in results] == [PASS] * len(found)
         assert all(r.text.startswith(text) for r, text in zip(results, found, strict=True))

@@ -94,6 +94,8 @@ def test_the_doctor_checks_gpus_without_keeping_them(decided: dict[str, Any]) ->
     two = ["PASS GPUs", "PASS cuda:0", "PASS cuda:1", "PASS GPU 0", "PASS GPU 1", "PASS cpu"]
     assert decided["two"]["doctor finds"] == two
     assert decided["one"]["doctor finds"] == ["PASS GPUs", "PASS cuda:0", "PASS GPU 0", "PASS cpu"]
+    own = ["PASS GPUs", "PASS cuda:0", "PASS GPU 1", "PASS cpu"]
+    assert decided["two"]["doctor finds of its own"] == own
     assert not decided["one"]["doctor opened one"]
     assert not decided["two"]["doctor opened one"]
 

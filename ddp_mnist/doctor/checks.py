@@ -106,13 +106,13 @@ def check_processes(size: int, flags: Doctor, distribution: Distribution) -> lis
     timeout_s = START_S + distribution.dist_timeout + 60 * flags.minutes
     if distribution.backend == "auto":
         distribution = replace(distribution, backend=backend_among(size))
-    notes = []
-    if not distribution.cpu and 0 < hardware.gpus() < size and takes_one_process():
-        distribution = replace(distribution, cpu=True, backend="auto")
-        text = f"{size} on the CPU, as the GPU takes one at a time (Exclusive_Process)"
-        notes = list(told([passed("processes", text)], Console(not flags.json).print))
-    members = (size, check_together, flags, distribution, False)
+    notes, too_few = [], not distribution.cpu and 0 < hardware.gpus() < size
     try:
+        if too_few and run_world(1, takes_one_process, folder=Path.cwd())[0]:
+            distribution = replace(distribution, cpu=True, backend="auto")
+            text = f"{size} on the CPU, as the GPU takes one at a time (Exclusive_Process)"
+            notes = list(told([passed("processes", text)], Console(not flags.json).print))
+        members = (size, check_together, flags, distribution, False)
         return notes + run_world(*members, folder=Path.cwd(), timeout_s=timeout_s)[0]
     except (OSError, RuntimeError, ValueError) as error:  # one was killed, or came to no end
         text = f"{size} of this machine: {type(error).__name__}: {error}"

@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -30,6 +31,7 @@ MB = 1e6
 CACHE_MB, RUNS_MB = 200, 50  # a decoded MNIST and its lock; three checkpoints and the rest
 PROCESS_MB = 1000  # of a training process, with what torch maps
 DEVICES = Path("/dev")
+NO_REPORT = (OSError, RuntimeError, subprocess.SubprocessError)  # no nvidia-smi, CUDA or answer
 SMI_FIELDS = (
     "index,driver_version,ecc.errors.uncorrected.volatile.total"
     ",clocks_event_reasons.hw_slowdown,temperature.gpu"
@@ -86,17 +88,19 @@ def processors(_: Doctor) -> Iterator[CheckResult]:
     worst = FAIL if is_nvidia or torch.version.hip else WARN
     yield check("GPUs", unused, text, hardware.GPU_FIX, worst)
     if mine and not dist.is_initialized():  # else each rank checks its own
-        yield from run_world(1, gpu_products, folder=Path.cwd())[0]
-    yield from nvidia_smi() if mine else ()
+        yield from run_world(1, check_gpus, folder=Path.cwd())[0]
+    elif mine:
+        yield from nvidia_smi()
     yield product(torch.device("cpu"))
 
 
-def gpu_products() -> list[CheckResult]:
+def check_gpus() -> list[CheckResult]:
     """Check each GPU, in a process of its own: whoever opened one keeps it open until the end.
 
     In the compute mode EXCLUSIVE_PROCESS that would keep out the processes that are started next.
     """
-    return [product(torch.device("cuda", number)) for number in range(hardware.gpus())]
+    numbers = range(hardware.gpus())
+    return [*(product(torch.device("cuda", number)) for number in numbers), *nvidia_smi()]
 
 
 def product(device: torch.device) -> CheckResult:
@@ -120,20 +124,23 @@ def product(device: torch.device) -> CheckResult:
 def ask_driver(fields: str) -> list[list[str]]:
     """Return what nvidia-smi reports of each GPU that this process may use, a cell for each field.
 
-    The others of the machine are somebody else's. A part of a GPU (MIG) is none to nvidia-smi: it
-    reports all then. Raise OSError or SubprocessError if it reports nothing.
+    The others of the machine are somebody else's. CUDA numbers the fastest first and nvidia-smi by
+    bus, so each is named by its place there, for which torch initializes CUDA. A part of a GPU
+    (MIG) is none to nvidia-smi: it reports all then. Raise one of NO_REPORT if it reports nothing.
     """
     command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
     ours = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     if ours and not ours.startswith("MIG"):
-        command += ["-i", ours]
+        cards: Any = map(torch.cuda.get_device_properties, range(hardware.gpus()))
+        places = ((card.pci_domain_id, card.pci_bus_id, card.pci_device_id) for card in cards)
+        command += ["-i", ",".join("{:08X}:{:02X}:{:02X}.0".format(*place) for place in places)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
     return [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines()]
 
 
 def takes_one_process() -> bool:
     """Return whether a GPU is in the compute mode in which one process has it for itself."""
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
+    with contextlib.suppress(*NO_REPORT):
         return ["Exclusive_Process"] in ask_driver("compute_mode")
     return False
 
@@ -144,7 +151,7 @@ def nvidia_smi() -> Iterator[CheckResult]:
         return
     try:
         reported = ask_driver(SMI_FIELDS)
-    except (OSError, subprocess.SubprocessError) as error:
+    except NO_REPORT as error:
         text = f"nvidia-smi reports nothing ({type(error).__name__})"
         yield warned("driver", text, "see whether it runs in a shell")
         return

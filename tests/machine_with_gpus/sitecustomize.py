@@ -7,6 +7,7 @@ believing in `cuda:N`. What this cannot show: whether a kernel, NCCL or fp16 on 
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -61,6 +62,11 @@ def number(index: int) -> str:
     return str(torch.cuda._parse_visible_devices()[index])
 
 
+def properties(index: int) -> SimpleNamespace:
+    torch.cuda.opened = True  # type: ignore[attr-defined]
+    return SimpleNamespace(pci_domain_id=0, pci_bus_id=int(number(index)), pci_device_id=0)
+
+
 def current_accelerator(check_available: bool = False) -> None:
     """An optimizer asks this in each step, and opens the GPU if there is one."""
     if check_available and torch.cuda.is_available():
@@ -107,6 +113,7 @@ for owner, name, stand_in in (
     (torch.cuda, "get_device_capability", lambda *_: (8, 0)),
     (torch.cuda, "is_bf16_supported", lambda *_: True),
     (torch.cuda, "memory_reserved", lambda *_: 0),
+    (torch.cuda, "get_device_properties", properties),
     (torch.cuda, "get_device_name", lambda *_: "stand-in"),
     (torch.cuda, "mem_get_info", lambda *_: (2**30, 2**30)),
     (torch.cuda.nccl, "version", lambda: (2, 0, 0)),
