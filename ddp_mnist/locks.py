@@ -4,19 +4,21 @@ They are the kernel's flock, which a killed process frees. Lustre and others may
 it: there filelock writes a file that names the process, and we remove what a killed one left.
 """
 
+import contextlib
 import errno
 import fcntl
+import platform
 import time
 import warnings
 from pathlib import Path
 
+import psutil
 from filelock import AcquireReturnProxy, FileLock, SoftFileLock, Timeout
-from filelock._identity import owner_is_stale
-from filelock._soft import parse_lock_holder
 
 POLL_S = 0.05
 ANOTHER = "another process"
 REFUSED = (errno.ENOLCK, errno.EOPNOTSUPP)  # by a disk that knows locks, and gives none (NFS)
+FIRST_PIDS = 0xEFFFFFFC  # the namespace of pids that every Linux machine starts with
 
 
 def take(path: Path, wait: bool = False) -> AcquireReturnProxy[FileLock]:
@@ -25,25 +27,39 @@ def take(path: Path, wait: bool = False) -> AcquireReturnProxy[FileLock]:
     Raise Timeout if another process has it and this one is not to `wait`, OSError if the file
     cannot be written or the disk gives no locks.
     """
-    warnings.filterwarnings("ignore", "flock not supported")  # filelock's, on its way to a file
     lock = FileLock(path, thread_local=False)
     while True:
         try:
-            return lock.acquire(timeout=0)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "flock not supported")  # on its way to a file
+                return lock.acquire(timeout=0)
         except Timeout:
             if isinstance(lock, SoftFileLock) and not holder(path):
-                path.unlink(missing_ok=True)
+                remove_stale(path, wait)
             elif wait:
                 time.sleep(POLL_S)
             else:
                 raise
 
 
+def remove_stale(path: Path, wait: bool) -> None:
+    """Remove a lock's file if its process runs no more; raise as `take` does.
+
+    Whoever removes holds a lock on that, and looks again: another may have removed the file, and
+    taken the lock, since this process looked. What remains is filelock, which on a disk that
+    exchanges two names takes over a stale file without that lock: in the instant between the look
+    and the removal. Lustre exchanges none.
+    """
+    with take(path.with_name(f"{path.name}.stale"), wait):
+        if not holder(path):
+            path.unlink(missing_ok=True)
+
+
 def holder(path: Path) -> str:
     """Return who has the lock, e.g. `process 7 on node-a` or `another process`; "" if nobody has.
 
     Nothing is written, as the file may be another user's. What cannot be found out is `another
-    process`; a process on another machine is taken to live.
+    process`; a process on another machine, or in another container, is taken to live.
     """
     try:
         with open(path, "rb") as file:
@@ -53,9 +69,32 @@ def holder(path: Path) -> str:
             except OSError as error:
                 if error.errno != errno.ENOSYS:
                     return ANOTHER
-            named = parse_lock_holder(file.read().decode(errors="replace"))
+            text = file.read().decode(errors="replace")
+            pid, host, *started = text.splitlines() if text.endswith("\n") else []
     except OSError as error:
         return "" if isinstance(error, FileNotFoundError) else ANOTHER
-    if named is None:
+    except ValueError:  # it is not written to the end
+        pid, host, started = "", "", []
+    if not pid.isdecimal():
         return "a process that left no name"
-    return "" if owner_is_stale(*named) else f"process {named.pid} on {named.hostname}"
+    return "" if host == here() and not runs(int(pid), started) else f"process {pid} on {host}"
+
+
+def here() -> str:
+    """Return how filelock names this machine, and the container whose processes it numbers."""
+    try:
+        pids = Path("/proc/self/ns/pid").stat().st_ino
+    except OSError:
+        pids = FIRST_PIDS
+    return platform.node() + ("" if pids == FIRST_PIDS else f"?pidns-{pids:x}")
+
+
+def runs(pid: int, started: list[str]) -> bool:
+    """Return whether the process runs; one that `started` at another time has its number alone.
+
+    filelock writes the boot, shifted by 64 bits, and the kernel's ticks from there to the start.
+    """
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        ticks = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+        return int(ticks) == int(started[0]) % 2**64
+    return psutil.pid_exists(pid)

@@ -2,14 +2,18 @@ import errno
 import fcntl
 import os
 import signal
+import time
+import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-from filelock import Timeout
+from filelock import SoftFileLock, Timeout
 
+from ddp_mnist import locks
 from ddp_mnist.errors import StorageError, UsageError
-from ddp_mnist.locks import holder, take
+from ddp_mnist.locks import here, holder, take
 from ddp_mnist.run.folder import RunFolder, in_use, read_json
 from tests.chaos import flags_of, newest_step, wait_until
 from tests.commands import REPOSITORY, Started
@@ -66,6 +70,67 @@ def test_fault_38_without_flock_a_lock_is_held_freed_and_freed_for_the_killed(
     killed_process(lock)
     with take(lock, wait=True):
         pass
+
+
+@pytest.mark.usefixtures("no_flock")
+def test_of_many_that_find_a_killed_ones_file_one_takes_the_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All judge the old file before the first of them removes it."""
+
+    def holder_and_then(path: Path) -> str:
+        found = holder(path)
+        time.sleep(0.1)
+        return found
+
+    def outcome(_: int) -> Any:
+        try:
+            return take(lock)
+        except Timeout as error:
+            return error
+
+    monkeypatch.setattr("filelock._soft.exchange_names", lambda *_: False)
+    monkeypatch.setattr(locks, "holder", holder_and_then)
+    lock = tmp_path / "lock"
+    killed_process(lock)
+    with ThreadPoolExecutor(4) as pool:
+        outcomes = list(pool.map(outcome, range(4)))
+    [taken] = [each for each in outcomes if not isinstance(each, Timeout)]
+    assert holder(lock).startswith(f"process {os.getpid()} on ")
+    taken.lock.release()
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.usefixtures("no_flock")
+def test_without_flock_the_lock_of_a_number_that_another_process_has_now_is_free(
+    tmp_path: Path,
+) -> None:
+    """filelock writes the process, the machine and when the process started, each on a line."""
+    lock, own = tmp_path / "lock", os.getpid()
+    with SoftFileLock(lock):
+        pid, host, started = lock.read_text().splitlines()
+    assert (int(pid), host) == (own, here())
+    for written, who in (
+        (f"{own}\n{host}\n{started}\n", f"process {own} on {host}"),
+        (f"{own}\n{host}\n{int(started) - 1}\n", ""),
+        (f"{own}\n{host}\n", f"process {own} on {host}"),  # as filelock wrote it before
+        (f"{own}\nnode-a\n{int(started) - 1}\n", f"process {own} on node-a"),
+        (f"filelock/break\n{own}\n", "a process that left no name"),
+        (f"{own}\n{host}\n{started[:-1]}", "a process that left no name"),  # half of it
+        ("", "a process that left no name"),
+    ):
+        lock.write_text(written)
+        assert holder(lock) == who
+
+
+@pytest.mark.usefixtures("no_flock")
+def test_a_lock_says_nothing_of_flock_and_leaves_the_filters_of_warnings(tmp_path: Path) -> None:
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        before = list(warnings.filters)
+        with take(tmp_path / "lock"):
+            assert warnings.filters == before
+    assert heard == []
 
 
 @pytest.mark.usefixtures("no_flock")
