@@ -16,6 +16,7 @@ import psutil
 import pytest
 import torch.distributed as dist
 
+from ddp_mnist.cluster import rendezvous
 from ddp_mnist.cluster.failures import first_cause, propagate_first_error
 from ddp_mnist.cluster.heartbeat import LONGEST_BEAT_S, Heartbeat
 from ddp_mnist.cluster.launch import Launch, find_launch
@@ -24,6 +25,7 @@ from ddp_mnist.cluster.rendezvous import check_same, meet
 from ddp_mnist.cluster.store import Store, host_id, open_store
 from ddp_mnist.config import Distribution
 from ddp_mnist.errors import DataError, FailedElsewhere, PeerError, UsageError
+from tests.chaos import wait_until
 from tests.commands import Typed
 
 TIMEOUT_S = 0.8  # of every meeting that fails here
@@ -163,7 +165,7 @@ def wait_and_lose_rank_0() -> Any:
         store = open_store("", int(os.environ["MASTER_PORT"]), serve=True, timeout_s=5, who="")
         Path("started-0").touch()
         store.add("process/meetings", 1)
-        store.set("process/1/here/0", '["", 0, 2, "elsewhere", null]')
+        store.set("process/1/here/0", '["", 2, "elsewhere", null]')
         while not store.check(["process/1/here/1"]):
             time.sleep(0.01)
         os._exit(1)
@@ -236,10 +238,11 @@ def test_a_thread_beats_until_its_rank_leaves() -> None:
     zero, one = (Store(store, rank, 2, heartbeat=hearts[rank]) for rank in range(2))
     for heart in hearts:
         heart.start()
-    time.sleep(1)
-    assert [heart.silent for heart in hearts] == [[], []]
+        heart.watch()
+    keys = ["beat/0", "beat/1"]
+    wait_until(lambda: min(map(int, store.multi_get(keys))) > 2 * hearts[0].misses_allowed)
+    wait_until(lambda: [heart.silent for heart in hearts] == [[], []])  # a loaded machine's, too
     one.shutdown()
-    time.sleep(1)
     with pytest.raises(
         PeerError, match=r"^lost contact with rank 1 of 2 \(no sign of life for 0.4 s"
     ):
@@ -450,6 +453,8 @@ class Comes(NamedTuple):
     dies_after_s: float = 0  # it is killed then
     restarts: int = 0  # that its own launcher counted
     twice: bool = False
+    host: str | None = None  # another than this machine
+    pid: int = 0  # in a container
 
 
 def come(size: int, *places: Comes) -> Any:
@@ -464,9 +469,13 @@ def come(size: int, *places: Comes) -> Any:
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
     launch, tokens = find_launch(Distribution(), os.environ | said), []
+    if this.host:
+        rendezvous.host_id = lambda: this.host or ""
+    if this.pid:
+        os.getpid = lambda: this.pid
     try:
         for _ in range(1 + this.twice):
-            store = meet(launch, 10)
+            store = meet(launch, 15)
             tokens.append(store.all_gather("tokens", os.urandom(8).hex()))
             if this.dies_after_s:
                 time.sleep(60)
@@ -518,7 +527,7 @@ def test_a_process_takes_the_place_of_a_dead_one_while_others_wait(
     rank: int, come_together: Callable[..., list[Any]]
 ) -> None:
     dies, waits = Comes(rank, dies_after_s=0.5), Comes(1 - rank)
-    died, *met = come_together(3, dies, waits, Comes(rank, 2.0, restarts=1), Comes(2, 2.3))
+    died, *met = come_together(3, dies, waits, Comes(rank, 1.0, restarts=1), Comes(2, 7))
     assert isinstance(died, ConnectionError)
     assert len(met) == 3
     assert len(set(met[0][0])) == 3
@@ -528,8 +537,28 @@ def test_a_second_process_is_refused_while_the_first_one_of_its_rank_runs(
     come_together: Callable[..., list[Any]],
 ) -> None:
     """After all have met, too: rank 0 and rank 1 are at work."""
-    works = [Comes(rank, dies_after_s=4) for rank in range(2)]
+    works = [Comes(rank, dies_after_s=6) for rank in range(2)]
     *_, second, zero = come_together(2, *works, Comes(1, 2), Comes(0, 2))
     assert str(second).startswith("127.0.0.1:")
     assert "another process came with rank 1 before this one; give each" in str(second)
     assert "another process came with rank 0 before this one; give each" in str(zero)
+
+
+def test_of_a_meeting_that_was_never_complete_the_dead_refuse_nobody(
+    come_together: Callable[..., list[Any]],
+) -> None:
+    """Neither by their number of all, before rank 0 is back, nor by their rank elsewhere."""
+    died = come_together(3, *[Comes(rank, dies_after_s=0.5, host="node-a") for rank in range(2)])
+    assert [type(each) for each in died] == [ConnectionError] * 2
+    [one], [zero] = come_together(2, Comes(1, restarts=1), Comes(0, 1.5, restarts=1))
+    assert len(set(one)) == 2
+    assert one == zero
+
+
+def test_a_second_process_in_a_container_of_its_own_is_refused(
+    come_together: Callable[..., list[Any]],
+) -> None:
+    """Containers on one host may share its name and network, and each numbers its processes."""
+    waits = [Comes(rank, dies_after_s=5, pid=7) for rank in range(2)]
+    *_, second = come_together(3, *waits, Comes(1, 1.5, pid=7))
+    assert "another process came with rank 1 before this one; give each" in str(second)

@@ -1,18 +1,16 @@
 """The processes, or the machines before them, find each other and agree on what they run."""
 
 import json
-import os
 import time
 import uuid
 from dataclasses import replace
 from textwrap import shorten
 from typing import Any, NamedTuple
 
-import psutil
 import torch.distributed as dist
 
 from ddp_mnist.cluster.failures import first_cause
-from ddp_mnist.cluster.heartbeat import Heartbeat
+from ddp_mnist.cluster.heartbeat import Heartbeat, beat_every_s
 from ddp_mnist.cluster.interfaces import address_towards, is_own
 from ddp_mnist.cluster.launch import Launch
 from ddp_mnist.cluster.store import GONE, POLL_S, Store, host_id, open_store
@@ -31,7 +29,6 @@ class Seat(NamedTuple):
     """One rank in a meeting."""
 
     token: str  # of this process and meeting alone
-    pid: int
     size: int  # the world size that it was given
     host: str
     address: str | None  # of its machine, towards rank 0's
@@ -53,7 +50,7 @@ def meet(launch: Launch, timeout_s: float) -> Store:
     serve, who = rank == 0 and not launch.agent_store, f"{WORDS[unit][1]} {rank} of {size}"
     c10d = open_store(host, port, serve=serve, timeout_s=timeout_s, who=who)
     lobby = Store(dist.PrefixStore(unit, c10d), rank, size, launch.agent_store, timeout_s)
-    seat = Seat(uuid.uuid4().hex, os.getpid(), size, host_id(), address_towards(host, port))
+    seat = Seat(uuid.uuid4().hex, size, host_id(), address_towards(host, port))
     store, number, deadline = None, 0, time.monotonic() + timeout_s
     try:
         while True:
@@ -61,6 +58,8 @@ def meet(launch: Launch, timeout_s: float) -> Store:
             if rank == 0 and store is None:  # it opens the next one
                 newest += 1
             if newest > number:
+                if store is not None and store.heartbeat:
+                    store.heartbeat.stop()
                 number, store = newest, _sit_down(lobby, newest, seat, f"{host}:{port}", unit)
                 if rank == 0:
                     lobby.call("add", MEETINGS, 1)
@@ -72,7 +71,11 @@ def meet(launch: Launch, timeout_s: float) -> Store:
             if store is not None and _all_have_come(store, seat, launch, unit, deadline):
                 return store
             time.sleep(POLL_S)
-    except RuntimeError as error:
+    except BaseException as error:
+        if store is not None and store.heartbeat:  # else its seat would look taken
+            store.heartbeat.stop()
+        if not isinstance(error, RuntimeError):
+            raise
         raise PeerError(
             f"{host}:{port}: rank 0, which serves this port, ended before all had come;"
             " see what it says, then start again"
@@ -82,37 +85,40 @@ def meet(launch: Launch, timeout_s: float) -> Store:
 def _sit_down(lobby: Store, number: int, seat: Seat, where: str, unit: str) -> Store | None:
     """Take this rank's seat in a meeting; return the store under its number, None if it is over.
 
-    Raise UsageError if a living process has the seat. Where a process runs no more, another has
-    been started in its place.
+    Raise UsageError if a living process has the seat.
     """
-    rank, size = lobby.rank, lobby.world_size
+    rank = lobby.rank
     store = replace(lobby, c10d=dist.PrefixStore(str(number), lobby.c10d))
     before = replace(lobby, c10d=dist.PrefixStore(str(number - 1), lobby.c10d))
-    is_over = rank > 0 and (store.exists(MET) or store.failure() is not None)
+    dead = _left_by_the_dead(before if rank == 0 else store, where, unit)
+    if rank > 0 and (store.exists(MET) or store.failure() is not None):
+        return None
+    store.heartbeat = Heartbeat(store.c10d, rank, lobby.world_size, store.patience_s)
+    dead, mine = "" if rank == 0 else dead, json.dumps(seat)
+    while json.loads(store.call("compare_set", f"here/{rank}", dead, mine)) != list(seat):
+        dead = _left_by_the_dead(store, where, unit)  # another came at once
+    store.heartbeat.start()
+    return store
 
-    def refuse_if_living(meeting: Store) -> None:
-        if not meeting.exists(f"here/{rank}") or meeting.exists(f"{GONE}/{rank}"):
-            return
-        other = Seat(*meeting.get(f"here/{rank}"))
-        if other.host == seat.host:
-            lives = other.pid != seat.pid and psutil.pid_exists(other.pid)
-        else:  # nobody can tell; a machine may have taken the place of another
-            lives = not meeting.exists(MET)
-        if lives:
+
+def _left_by_the_dead(meeting: Store, where: str, unit: str) -> str:
+    """Return what is written at this rank's seat in a meeting; "" if nobody came there.
+
+    Raise UsageError if its process beats. That none does is known after two beats.
+    """
+    rank, last = meeting.rank, meeting.world_size - 1
+    if not meeting.exists(f"here/{rank}"):
+        return ""
+    written, beat = (meeting.call("get", f"{key}/{rank}") for key in ("here", "beat"))
+    deadline = time.monotonic() + 2 * beat_every_s(meeting.patience_s)
+    while time.monotonic() < deadline and not meeting.exists(f"{GONE}/{rank}"):
+        if meeting.call("get", f"beat/{rank}") != beat:
             raise UsageError(
                 f"{where}: another {unit} came with rank {rank} before this one;"
-                f" give each {unit} a rank of its own, 0 to {size - 1}"
+                f" give each {unit} a rank of its own, 0 to {last}"
             )
-
-    refuse_if_living(before if rank == 0 else store)
-    if is_over:
-        return None
-    store.heartbeat = Heartbeat(store.c10d, rank, size, store.patience_s)
-    mine = json.dumps(seat)
-    if json.loads(store.call("compare_set", f"here/{rank}", "", mine)) != list(seat):
-        refuse_if_living(store)  # both came at once
-        store.call("set", f"here/{rank}", mine)
-    return store
+        time.sleep(POLL_S)
+    return written.decode()
 
 
 def _all_have_come(store: Store, seat: Seat, launch: Launch, unit: str, deadline: float) -> bool:
@@ -127,8 +133,10 @@ def _all_have_come(store: Store, seat: Seat, launch: Launch, unit: str, deadline
             here = [Seat(*json.loads(each)) for each in store.call("multi_get", seats)]
         elif store.rank > 0 and store.exists(MET):
             here = [Seat(*each) for each in store.get(MET)]
-        # Rank 0's was there before the meeting had a number.
-        for rank, other in enumerate(here or [Seat(*store.get(seats[0]))]):
+        # Rank 0's was there before the meeting had a number. It may be dead, and the others started
+        # anew by a launcher, which gives all the same size.
+        early = [] if store.served_by_launcher else [Seat(*store.get(seats[0]))]
+        for rank, other in enumerate(here or early):
             if other.size != size:
                 raise UsageError(
                     f"{launch.main_host}:{launch.main_port}: rank {store.rank} was given {size} as"
@@ -141,7 +149,7 @@ def _all_have_come(store: Store, seat: Seat, launch: Launch, unit: str, deadline
             store.hosts = [each.host for each in here]
             store.addresses = [each.address for each in here]
             assert store.heartbeat
-            store.heartbeat.start()
+            store.heartbeat.watch()
             return True
         store.raise_if_failed()
         if time.monotonic() > deadline:

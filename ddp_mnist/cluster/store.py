@@ -62,7 +62,7 @@ class Store:
     addresses: list[str | None] = field(default_factory=list)  # of their machines, towards rank 0's
     lost: list[int] = field(default_factory=list)  # the ranks that are known to be dead
     unreachable = False  # nobody serves the store any more, or the link to it is dead
-    heartbeat: Heartbeat | None = None  # once all have met
+    heartbeat: Heartbeat | None = None  # from this rank's seat in the meeting on
     signalled: float | None = None  # time.monotonic() when a stop signal came to this process
 
     def call(self, method: str, *args: Any) -> Any:
