@@ -16,8 +16,11 @@ RESTARTS ?= 0
 CHAOS ?= 200
 BENCH ?= loop
 
+# One word to the shell if it is a path, which may have spaces; else perhaps a command with arguments
+GIVEN := $(if $(shell [ -x "$(PYTHON)" ] && echo yes),'$(PYTHON)',$(PYTHON))
+
 ifeq ($(VENV),)
-PY := $(PYTHON)
+PY := $(GIVEN)
 READY :=
 else
 PY := $(VENV)/bin/python
@@ -54,9 +57,9 @@ venv: $(READY) ## Make .venv with the pinned versions (about 6.5 GB on Linux, a 
 # The import at the end finds a torch of another release than torchvision's, which pip lets pass.
 $(VENV)/.ready: pyproject.toml constraints.txt
 	@fail() { echo "make venv: $$1" >&2; exit 1; }; \
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
+	$(GIVEN) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
 	fail "$(PYTHON) is missing or older than Python 3.11; name one: make PYTHON=python3.12"; \
-	$(PY) -c '' 2>/dev/null || $(PYTHON) -m venv --clear $(VENV) || \
+	$(PY) -c '' 2>/dev/null || $(GIVEN) -m venv --clear $(VENV) || \
 	fail "$(PYTHON) -m venv failed; on Debian and Ubuntu: apt install python3-venv"; \
 	echo "setting up $(VENV) with the versions of constraints.txt (6.5 GB on Linux, minutes);" \
 	"for an environment with a torch of your own, such as PyTorch's CPU wheels (see pytorch.org):" \

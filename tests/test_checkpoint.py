@@ -5,6 +5,7 @@ import io
 import os
 import pickle
 import random
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -249,7 +250,11 @@ def test_fault_09_a_file_that_would_run_code_is_refused_and_runs_none(
     function: Callable[..., Any], wrapped: str, write: Callable[[Any], bytes], tmp_path: Path
 ) -> None:
     trace = tmp_path / "was_here"
-    code = f"touch {trace}" if function is os.system else f"open({str(trace)!r}, 'w').close()"
+    code = (
+        f"touch {shlex.quote(str(trace))}"
+        if function is os.system
+        else f"open({str(trace)!r}, 'w').close()"
+    )
     bad = Runs(function, code)
     places = {"bare": bad, "list": [1, [bad]], "state": {**content(), "step": {"a": bad}}}
     raw = write(places[wrapped])

@@ -9,7 +9,7 @@ from tests.commands import REPOSITORY, Ended, Started
 
 STAND_IN = """#!/bin/sh
 # Fails at the step that the file `broken` names; notes each step in `steps`.
-here={folder}
+here='{folder}'
 case "$*" in
     *version_info*) step=version ;;
     "-m venv"*) step=venv; for target in "$@"; do :; done ;;
@@ -18,9 +18,9 @@ case "$*" in
     *ddp_mnist*) step=run ;;
     *) step=other ;;
 esac
-[ $step = other ] || echo $step >>$here/steps
+[ $step = other ] || echo $step >>"$here/steps"
 case "$step $*" in "pip "*quiet*) ;; "pip "*) echo "Collecting torch" ;; esac
-[ "$(cat $here/broken 2>/dev/null)" = $step ] && exit 1
+[ "$(cat "$here/broken" 2>/dev/null)" = $step ] && exit 1
 if [ $step = venv ]; then mkdir -p "$target/bin"; cp "$0" "$target/bin/python"; fi
 exit 0
 """
@@ -79,6 +79,15 @@ def test_an_environment_that_is_there_already(checkout: Path) -> None:
     assert make(checkout, "train-single", "VENV=").code == 0
     assert (checkout / "steps").read_text().split() == ["run"]
     assert not (checkout / ".venv").exists()
+
+
+def test_the_python_is_a_path_with_spaces_or_a_command(checkout: Path, tmp_path: Path) -> None:
+    (spaced := tmp_path / "my programs").mkdir()
+    shutil.copy(checkout / "python-stand-in", spaced / "python")
+    for number, python in enumerate((f"{spaced}/python", "env -u NONE ./python-stand-in"), 1):
+        command = ["make", "--no-print-directory", "train-single", "VENV=", f"PYTHON={python}"]
+        assert Started(command, checkout, program=None).ended(20).code == 0
+        assert (checkout / "steps").read_text().split() == ["run"] * number
 
 
 def test_a_flag_that_was_given_as_a_variable_is_refused(

@@ -214,8 +214,9 @@ def test_fault_14_a_folder_that_another_process_writes_is_refused_until_it_is_ki
 
 def test_to_ask_whether_a_folder_is_in_use_needs_no_permission_and_leaves_nothing() -> None:
     """The one who asks is another user than the folder's owner, if the tests are root's."""
-    with tempfile.TemporaryDirectory() as place, contextlib.ExitStack() as stack:
-        folder = Path(place)  # pytest's own belongs to one user
+    # pytest's own folder belongs to one user, as a TMPDIR may
+    with tempfile.TemporaryDirectory(dir="/tmp") as place, contextlib.ExitStack() as stack:
+        folder = Path(place)
         assert not in_use(folder / "gone")
         assert not in_use(folder)
         assert names(folder) == []
