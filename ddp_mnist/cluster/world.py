@@ -171,6 +171,7 @@ def accelerate_as_found() -> Iterator[None]:
     earlier call, has left would decide them for this run, or refuse another precision.
     """
     found = [dict(state._shared_state) for state in SHARED_STATES]
+    names = dict(vars(accelerate.optimizer))  # `make_accelerator` replaces two
     for state in SHARED_STATES:
         state._shared_state.clear()
     try:
@@ -179,6 +180,7 @@ def accelerate_as_found() -> Iterator[None]:
         for state, content in zip(SHARED_STATES, found, strict=True):
             state._shared_state.clear()
             state._shared_state.update(content)
+        vars(accelerate.optimizer).update(names)
 
 
 def export_env(launch: Launch, backend: str, local_rank: int) -> None:
