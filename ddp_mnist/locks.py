@@ -8,6 +8,7 @@ import contextlib
 import errno
 import fcntl
 import platform
+import threading
 import time
 import warnings
 from pathlib import Path
@@ -18,6 +19,7 @@ from filelock import AcquireReturnProxy, FileLock, SoftFileLock, Timeout
 POLL_S = 0.05
 ANOTHER = "another process"
 REFUSED = (errno.ENOLCK, errno.EOPNOTSUPP)  # by a disk that knows locks, and gives none (NFS)
+FILTERS = threading.Lock()  # of warnings: threads that set them at once would undo each other's
 FIRST_PIDS = 0xEFFFFFFC  # the namespace of pids that every Linux machine starts with
 
 
@@ -30,7 +32,7 @@ def take(path: Path, wait: bool = False) -> AcquireReturnProxy[FileLock]:
     lock = FileLock(path, thread_local=False)
     while True:
         try:
-            with warnings.catch_warnings():
+            with FILTERS, warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "flock not supported")  # on its way to a file
                 return lock.acquire(timeout=0)
         except Timeout:
