@@ -1,5 +1,6 @@
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -43,7 +44,12 @@ def is_requested(marker: str, config: pytest.Config) -> bool:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Hide all GPUs from the tests, but for those that request one."""
+    """Hide all GPUs from the tests, but for those that request one; let them hear all signals.
+
+    nohup ignores SIGHUP, and a shell SIGINT for what it runs in the background; both are inherited.
+    """
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if not is_requested("gpu", config):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 

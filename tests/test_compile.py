@@ -81,7 +81,7 @@ def test_tritons_errors_are_of_a_machine_that_cannot_compile(
     monkeypatch.delenv("CC", raising=False)
     build._find_compiler.cache_clear()
     said = "--compile: this machine cannot compile "
-    said += r"\(Command '\['/.*gcc'" if compiler else r"\(Failed to find C compiler"
+    said += r"\(Command '\['/" if compiler else r"\(Failed to find C compiler"
     with (
         pytest.raises(UsageError, match=said),
         able_to_compile(Distribution(compile=True), {"backend": "inductor"}),
