@@ -36,7 +36,7 @@ def take(path: Path, wait: bool = False) -> AcquireReturnProxy[FileLock]:
                 warnings.filterwarnings("ignore", "flock not supported")  # on its way to a file
                 return lock.acquire(timeout=0)
         except Timeout:
-            if isinstance(lock, SoftFileLock) and not holder(path):
+            if isinstance(lock, SoftFileLock) and (not holder(path) or (wait and is_empty(path))):
                 remove_stale(path, wait)
             elif wait:
                 time.sleep(POLL_S)
@@ -52,9 +52,24 @@ def remove_stale(path: Path, wait: bool) -> None:
     exchanges two names takes over a stale file without that lock: in the instant between the look
     and the removal. Lustre exchanges none.
     """
-    with take(path.with_name(f"{path.name}.stale"), wait):
-        if not holder(path):
-            path.unlink(missing_ok=True)
+    with (
+        take(path.with_name(f"{path.name}.stale"), wait),
+        contextlib.suppress(FileNotFoundError),  # it was freed: what is there next is another's
+    ):
+        if not holder_of(path) or (wait and is_empty(path)):
+            path.unlink()
+
+
+def is_empty(path: Path) -> bool:
+    """Return whether a lock's file has stood for a minute with nothing in it.
+
+    A flock leaves such files; it may have been taken where the same disk is mounted with them. A
+    file that is itself the lock is written at once.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        found = path.stat()
+        return not found.st_size and time.time() - found.st_mtime > 60
+    return False
 
 
 def holder(path: Path) -> str:
@@ -63,6 +78,13 @@ def holder(path: Path) -> str:
     Nothing is written, as the file may be another user's. What cannot be found out is `another
     process`; a process on another machine, or in another container, is taken to live.
     """
+    with contextlib.suppress(FileNotFoundError):
+        return holder_of(path)
+    return ""
+
+
+def holder_of(path: Path) -> str:
+    """Return as `holder` does who has this file; raise FileNotFoundError if there is none."""
     try:
         with open(path, "rb") as file:
             try:
@@ -73,8 +95,10 @@ def holder(path: Path) -> str:
                     return ANOTHER
             text = file.read().decode(errors="replace")
             pid, host, *started = text.splitlines() if text.endswith("\n") else []
-    except OSError as error:
-        return "" if isinstance(error, FileNotFoundError) else ANOTHER
+    except FileNotFoundError:
+        raise
+    except OSError:
+        return ANOTHER
     except ValueError:  # it is not written to the end
         pid, host, started = "", "", []
     if not pid.isdecimal():

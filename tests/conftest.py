@@ -1,3 +1,4 @@
+import fcntl
 import multiprocessing
 import os
 import signal
@@ -10,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from filelock import FileLock
 
 import ddp_mnist  # noqa: F401  # sets what has to stand before a test loads torch
 from ddp_mnist import cli
 from ddp_mnist.cluster.local_world import preload
+from ddp_mnist.locks import take
 from tests.commands import REPOSITORY, TRAIN, Ended, Typed, proof, python, python_path
 
 Maker = Callable[[Path], None]
@@ -95,6 +96,16 @@ def clean_environment(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 @pytest.fixture
+def flock(tmp_path: Path) -> None:
+    """Skip what is otherwise on a disk without flock; tests/test_locks.py has that."""
+    with tempfile.TemporaryFile(dir=tmp_path) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:
+            pytest.skip(f"no flock on the disk of {tmp_path} ({error.strerror})")
+
+
+@pytest.fixture
 def typed(capsys: pytest.CaptureFixture[str]) -> Typed:
     """Return a function that runs a command line in this process."""
 
@@ -125,7 +136,7 @@ def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Maker], Pat
 
     def make_once(name: str, make: Maker) -> Path:
         folder = base / name
-        with FileLock(f"{folder}.lock"):
+        with take(Path(f"{folder}.lock"), wait=True):
             if not (folder / "made").exists():
                 folder.mkdir(exist_ok=True)
                 make(folder)

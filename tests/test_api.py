@@ -281,6 +281,7 @@ def in_one_interpreter() -> None:
     api.train(resume="both", mixed_precision="fp64")  # on one process now
 
 
+@pytest.mark.usefixtures("flock")  # Accelerate's debug_launcher needs it
 def test_many_calls_in_one_interpreter(alone: Path, tmp_path: Path) -> None:
     code = "from tests.test_api import in_one_interpreter; in_one_interpreter()"
     ended = python("-W", "error", "-c", code, folder=tmp_path)

@@ -49,6 +49,7 @@ def test_training_compiles_one_graph_for_one_size(size: int, parts: int, tmp_pat
 
 
 @pytest.mark.parametrize("compiler", [None, NO_PYTHON_H])
+@pytest.mark.usefixtures("flock")  # torch's compiler needs it for its own cache
 def test_a_machine_that_cannot_compile(compiler: str | None, tmp_path: Path) -> None:
     programs = tmp_path / "bin"
     programs.mkdir()

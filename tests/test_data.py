@@ -93,7 +93,7 @@ def test_the_first_time_it_is_read_and_then_cached(
     assert cached_folder(cache).stat() == before
     assert same(images, second)
     assert second.warnings == []
-    assert sorted(path.suffix for path in cache.iterdir()) == ["", ".lock"]
+    assert [path.suffix for path in cache.iterdir() if path.suffix != ".lock"] == [""]
     arrays = {f"{name}.npy" for name in (*TENSORS, *KEYS)}
     assert {path.name for path in cached_folder(cache).iterdir()} == {"about.json", *arrays}
     third = load(folder, cache, refresh=True)

@@ -57,7 +57,7 @@ def test_no_disk_that_fills_up_ends_the_process_without_a_word(
         )
         assert line.endswith("; use --cache-dir or DDP_MNIST_CACHE to put it elsewhere (code 5)")
         (small_disk / "other").unlink()
-        assert [path.suffix for path in small_disk.iterdir()] == [".lock"]
+        assert {path.suffix for path in small_disk.iterdir()} <= {".lock"}
     [found] = run_world(1, run, own, small_disk, "_allocate", 1, folder=tmp_path)
     assert shutil.disk_usage(small_disk).free < 2**16
     for place, number in enumerate((0, 2, 1, 3)):  # in the order of the classes a and b

@@ -12,11 +12,13 @@ import pytest
 from filelock import SoftFileLock, Timeout
 
 from ddp_mnist import locks
+from ddp_mnist.data import cache
 from ddp_mnist.errors import StorageError, UsageError
 from ddp_mnist.locks import here, holder, take
 from ddp_mnist.run.folder import RunFolder, in_use, read_json
 from tests.chaos import flags_of, newest_step, wait_until
 from tests.commands import REPOSITORY, Started
+from tests.test_own_images import folder_of, picture
 
 # A sitecustomize.py, which Python imports before all else: the disk is Lustre without -o flock.
 NO_FLOCK = """
@@ -99,6 +101,47 @@ def test_of_many_that_find_a_killed_ones_file_one_takes_the_lock(
     assert holder(lock).startswith(f"process {os.getpid()} on ")
     taken.lock.release()
     assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.usefixtures("no_flock")
+def test_without_flock_a_lock_that_another_takes_during_a_look_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file was there when the lock was refused, and gone when its content was to be read."""
+    lock = tmp_path / "lock"
+    another = SoftFileLock(lock)
+
+    def opened(*_: Any) -> Any:
+        another.acquire()
+        raise FileNotFoundError(lock)
+
+    monkeypatch.setattr(locks, "open", opened, raising=False)
+    locks.remove_stale(lock, wait=False)
+    assert lock.exists()
+    another.release()
+
+
+@pytest.mark.usefixtures("no_flock")
+def test_without_flock_nobody_waits_for_the_empty_file_that_a_flock_has_left(
+    tmp_path: Path,
+) -> None:
+    """Its process is not known: who would not wait, as for a run's folder, is told of it."""
+    lock = tmp_path / "lock"
+    lock.touch()
+    os.utime(lock, (time.time() - 61, time.time() - 61))
+    with pytest.raises(Timeout):
+        take(lock)
+    with take(lock, wait=True):
+        assert holder(lock) == f"process {os.getpid()} on {here()}"
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.usefixtures("no_flock")
+def test_without_flock_datasets_reads_and_says_nothing(tmp_path: Path) -> None:
+    own = folder_of(tmp_path / "own", picture(), picture(right=(0, 0, 250)))
+    with warnings.catch_warnings(action="error"):
+        images = cache.load(str(own), str(tmp_path / "cache"))
+    assert len(images.train_labels) == 2
 
 
 @pytest.mark.usefixtures("no_flock")

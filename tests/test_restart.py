@@ -202,6 +202,7 @@ def test_a_process_that_never_ends_is_left_after_a_while(
     assert len(calls()) == 1  # a second writer would be refused
 
 
+@pytest.mark.usefixtures("flock")
 def test_the_lock_file_of_a_killed_process_is_no_reason_to_wait(run: Run) -> None:
     Path("a").mkdir()
     Path("a/.lock").touch()

@@ -1,5 +1,6 @@
 import contextlib
 import errno
+import fcntl
 import json
 import os
 import tempfile
@@ -184,6 +185,7 @@ def hold_the_lock() -> None:
     time.sleep(60)
 
 
+@pytest.mark.usefixtures("flock")
 def test_fault_14_a_folder_that_another_process_writes_is_refused_until_it_is_killed(
     tmp_path: Path,
 ) -> None:
@@ -212,6 +214,7 @@ def test_fault_14_a_folder_that_another_process_writes_is_refused_until_it_is_ki
     assert names(tmp_path) == []
 
 
+@pytest.mark.usefixtures("flock")
 def test_to_ask_whether_a_folder_is_in_use_needs_no_permission_and_leaves_nothing() -> None:
     """The one who asks is another user than the folder's owner, if the tests are root's."""
     # pytest's own folder belongs to one user, as a TMPDIR may
@@ -235,7 +238,12 @@ def test_to_ask_whether_a_folder_is_in_use_needs_no_permission_and_leaves_nothin
         assert names(folder) == [".lock"]
 
 
-def test_never_do_two_hold_the_lock_although_its_file_comes_and_goes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_flock", [True, False])
+def test_never_do_two_hold_the_lock_although_its_file_comes_and_goes(
+    has_flock: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_flock:
+        monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(errno.ENOSYS, "no flock")))
     inside: list[int] = []
     most = []
 

@@ -12,6 +12,7 @@ import json
 import os
 import re
 import tempfile
+import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -295,7 +296,10 @@ def library(
     if why_offline:  # as HF_HUB_OFFLINE=1, which they read only at import
         ours.HF_HUB_OFFLINE = theirs.HF_HUB_OFFLINE = True
     try:
-        yield
+        with warnings.catch_warnings():
+            # Its lock on the files it writes is then a file, too.
+            warnings.filterwarnings("ignore", "flock not supported")
+            yield
     except errors.DataError:
         raise
     except Exception as error:  # its own and those of pyarrow, fsspec and the transport
