@@ -144,9 +144,16 @@ def test_no_copy_of_a_validation_image_is_trained_on() -> None:
 
 
 def test_classes_without_a_test_image_are_named() -> None:
-    assert draws.untested(["a", "b", "c"], np.array([0, 1, 2])) == []
-    [note] = draws.untested(["a", "b", "c"], np.array([1]))
-    assert note == "no image of a, c is in the test: give a larger --test-size"
+    """Those that a larger test would have an image of, and those with one image, or its copies."""
+    labels, keys = np.array([0, 0, 1, 1, 2, 3, 3]), np.array([1, 2, 3, 4, 5, 6, 6], np.uint64)
+
+    def notes(*held: int) -> list[str]:
+        return draws.untested(["a", "b", "c", "d", "none"], labels, keys, np.array(held))
+
+    alone = "no image of c, d, none is in the test: add images, as the only one of a class stays in"
+    assert notes(0, 2) == [f"{alone} train"]
+    assert notes(2) == ["no image of a is in the test: give a larger --test-size", *notes(0, 2)]
+    assert draws.untested(["a"], labels[:2], keys[:2], np.array([1])) == []
 
 
 @pytest.mark.parametrize(("asked", "rows"), [(20, 100), (8, 40), (10, 60), (25, 100), (100, 1000)])

@@ -57,17 +57,27 @@ def hold_out_test(decoded: Decoded, test_size: int, of: int | None, reserve: Res
         notes=[
             f"{len(held):,} of {len(keys):,} images were held out for testing, chosen by a hash of"
             " their pixels, so each stays there as the folder grows",
-            *untested(decoded.classes, labels[held]),
+            *untested(decoded.classes, labels, keys, held),
             *decoded.notes,
         ],
     )
 
 
-def untested(classes: list[str], labels: np.ndarray) -> list[str]:
-    """Return a note that names the classes without an image in the test, if there are some."""
-    without = [name for label, name in enumerate(classes) if label not in labels]
-    shown = textwrap.shorten(", ".join(without), 80, placeholder=" ...")
-    return [f"no image of {shown} is in the test: give a larger --test-size"] if without else []
+def untested(
+    classes: list[str], labels: np.ndarray, keys: np.ndarray, held: np.ndarray
+) -> list[str]:
+    """Return notes that name the classes without an image in the test, if there are some."""
+    without = set(range(len(classes))).difference(labels[held].tolist())
+    alone = {label for label in without if len(np.unique(keys[labels == label])) < 2}
+    notes = []
+    for those, fix in (
+        (without - alone, "give a larger --test-size"),
+        (alone, "add images, as the only one of a class stays in train"),
+    ):
+        shown = ", ".join(classes[label] for label in sorted(those))
+        shown = textwrap.shorten(shown, 80, placeholder=" ...")
+        notes += [f"no image of {shown} is in the test: {fix}"] if those else []
+    return notes
 
 
 def validation_rows(
