@@ -153,7 +153,8 @@ def check_images(
     elif by_folder and flat and not complete and not reading.test_size:
         split, [file, *_] = next(iter(splits.items()))
         fault = f"{file} is in the split {split} by a word in its name, and others are in none"
-        fix = "give --test-size 100 to hold images out whatever their names are"
+        some = max(1, len(images) // 5)
+        fix = f"give e.g. --test-size {some} to hold images out whatever their names are"
     elif by_folder and len(depths) > 1:
         fault = f"{' and '.join(depths.values())} are not equally deep"
     elif by_folder and len(classes) == 1:

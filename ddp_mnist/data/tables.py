@@ -99,10 +99,11 @@ def _splits(dataset: Any, where: str, reading: Reading) -> tuple[dict[str, Any],
             " so, e.g. test/cat/2.png"
         )
     if not set(SPLITS) <= set(named):
+        some = max(1, len(next(iter(named.values()))) // 5)
         raise DataError(
             f"{where}: needs the splits train and test, found: {', '.join(named)}; name the files"
-            " or folders so, e.g. train/cat/1.png and test/cat/2.png, or hold images out of train:"
-            " --test-size 100"
+            " or folders so, e.g. train/cat/1.png and test/cat/2.png, or hold images out of train,"
+            f" e.g. --test-size {some}"
         )
     if test_size is not None:
         problem = f"{where} has a test split of its own; remove --test-size"
