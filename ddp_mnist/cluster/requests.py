@@ -66,7 +66,9 @@ def refuse_unsupported(env: Mapping[str, str]) -> None:
     """Raise UsageError if a variable asks for something that this trainer does not do."""
     for variable, (name, refusal) in REFUSED.items():
         if env.get(variable, "").lower() not in OFF:
-            raise UsageError(f"{name}: {refusal}")
+            # The launcher sets it as it was asked to; one of the shell would outlast any config.
+            fix = "" if variable == name else f"; unset {variable} if your shell has it"
+            raise UsageError(f"{name}: {refusal}{fix}")
 
 
 def read_launcher_options(env: Mapping[str, str] = os.environ) -> LauncherOptions:
