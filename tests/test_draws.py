@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -309,10 +310,25 @@ def test_an_image_that_was_trained_on_is_never_counted(
     assert seen == sum(part == "train" for part in parts_of(load(trained / "photos")).values())
     ended = typed("evaluate", "run", "--dataset", "other")
     assert ended.code == 3
-    assert ended.err == (
+    assert ended.err.startswith(
         f"ddp-mnist: error: --dataset other: run was trained on {seen} of these 60 test images;"
-        " take them out of test, or choose other images (code 3)\n"
+        " take them out of test (test/a/"
     )
+    assert ended.err.endswith(" ...), or choose other images (code 3)\n")
+    [names] = re.findall(r"\((test.*) \.\.\.\)", ended.err)
+    for split in ("test", "train"):  # a copy in train is none of those
+        Path("few", split, "a").mkdir(parents=True)
+        for name in names.split(", ")[:2]:
+            shutil.copy(Path("other", name), Path("few", split, "a"))
+    noise(999).save("few/test/a/new.png")
+    ended = typed("evaluate", "run", "--dataset", "few")
+    [advised] = re.findall(
+        r"2 of these 3 test images; take them out of test \(([^)]*)\)", ended.err
+    )
+    assert advised == ", ".join(names.split(", ")[:2])
+    for name in advised.split(", "):
+        Path("few", name).unlink()
+    assert json.loads(typed("evaluate", "run", "--dataset", "few", "--json").out)["count"] == 1
     assert typed("evaluate", "run", "--dataset", "other", "--grey").code == 2
     Path("run/trained_on.npy").unlink()
     ended = typed("evaluate", "run", "--dataset", "other")

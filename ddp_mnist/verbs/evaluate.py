@@ -17,9 +17,12 @@ from ddp_mnist.cluster.device import within_memory
 from ddp_mnist.cluster.launch import Launch, find_launch
 from ddp_mnist.cluster.world import broadcast_bytes, join_world
 from ddp_mnist.config import Distribution, wrong_on_purpose
-from ddp_mnist.data import cache
+from ddp_mnist.data import cache, folders
 from ddp_mnist.data.batches import ImageData, Rows, split_images
+from ddp_mnist.data.decode import open_image, stored_pixels
+from ddp_mnist.data.draws import key_of
 from ddp_mnist.data.reading import Reading
+from ddp_mnist.data.sources import find_source
 from ddp_mnist.errors import CheckpointError, DataError, UsageError, printable
 from ddp_mnist.run import weights
 from ddp_mnist.run.console import Console, json_line, warn
@@ -202,12 +205,26 @@ def _check_unseen(flags: Evaluate, images: ImageData, rows: Rows) -> None:
             ) from None
         warn(unknown)
         return
-    if seen := int(np.isin(keys, trained_on).sum()):
-        fix = "take them out of test" if flags.split == "test" else "use --split test"
+    if len(seen := keys[np.isin(keys, trained_on)]):
+        fix = "use --split test"
+        if flags.split == "test":
+            fix = f"take them out of test{_names(str(flags.dataset), images, seen)}"
         raise DataError(
-            f"--dataset {flags.dataset}: {flags.run} was trained on {seen:,} of these {len(keys):,}"
-            f" {flags.split} images; {fix}, or choose other images"
+            f"--dataset {flags.dataset}: {flags.run} was trained on {len(seen):,} of these"
+            f" {len(keys):,} {flags.split} images; {fix}, or choose other images"
         )
+
+
+def _names(dataset: str, images: ImageData, keys: np.ndarray) -> str:
+    """Return in brackets the first test images with these keys; "" if they are no files."""
+    source, found = find_source(dataset), list[str]()
+    if source.kind == "folder":
+        files, _ = folders.find_images(dataset, source.place)
+        # The cache has no names, so all are decoded again.
+        for file in files if images.test_drawn else folders.split_by_names(files).get("test", []):
+            with open_image(Path(source.place, file)) as image:
+                found += [printable(str(file))] * (key_of(stored_pixels(image)) in keys)
+    return f" ({textwrap.shorten(', '.join(found), 100, placeholder=' ...')})" if found else ""
 
 
 def _with_classes_of(
