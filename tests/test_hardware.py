@@ -134,6 +134,7 @@ def test_doctor_warns_of_less_than_a_core(groups: Path) -> None:
     cores, *_ = capacity(Doctor(processes=1))
     assert cores.status == "WARN"
     assert cores.text.startswith("1 core (its control group allows 0.5 at once), for 1 process")
+    assert cores.fix == "give this machine or container more cores"  # it cannot start fewer
 
 
 def running(monkeypatch: pytest.MonkeyPatch, percent: list[float], **programs: float) -> None:

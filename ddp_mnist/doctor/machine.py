@@ -170,7 +170,8 @@ def capacity(options: Doctor) -> Iterator[CheckResult]:
     mine, quota, processes = hardware.cores(), hardware.cpu_quota(), options.processes or 1
     limit = "" if math.isinf(quota) else f" (its control group allows {quota:g} at once)"
     text = f"{count(mine, 'core')}{limit}, for {processes} processes"
-    fix = f"start at most {mine}, or give this machine or container more cores"
+    fewer = f"start at most {mine}, or " if mine < processes else ""  # one may have half a core
+    fix = f"{fewer}give this machine or container more cores"
     yield check("cores", min(mine, quota) < processes and not hardware.gpus(), text, fix, WARN)
     free, needed = hardware.free_memory(), processes * PROCESS_MB * MB
     text = f"{free / 1e9:.1f} GB free, for {processes} processes"
