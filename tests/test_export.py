@@ -190,6 +190,19 @@ def test_a_format_that_fails_is_named_and_the_others_are_written(
     assert typed(*export_it, "--format", "safetensors").code == 0
 
 
+def test_a_net_that_is_random_is_told_apart_from_a_format_that_fails(
+    run: Path, tmp_path: Path, typed: Typed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward = torch.nn.Linear.forward
+    monkeypatch.setattr(torch.nn.Linear, "forward", lambda *x: forward(*x) + torch.rand(1))
+    ended = typed("export", run, "--format", "safetensors", "--out", tmp_path / "out")
+    assert ended.code == 1 and "model.safetensors: gives logits that differ by " in ended.err
+    assert ended.err.endswith(
+        "; not written, the net's forward has to give the same each time (code 1)\n"
+    )
+    assert not (tmp_path / "out").exists()
+
+
 def test_onnx_without_its_packages_says_what_to_install(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -68,6 +68,8 @@ def run(flags: Export) -> None:
     if failed:
         rest = ",".join(name for name in flags.format if EXPORTS[name] in contents)
         fix = f"leave that format out: --format {rest or 'safetensors'}"
+        if "safetensors" in flags.format and EXPORTS["safetensors"] not in contents:
+            fix = "the net's forward has to give the same each time"  # these are its weights alone
         raise CheckFailed(f"{', '.join(failed)}; not written, {fix}")
 
 
