@@ -130,6 +130,10 @@ def test_a_run_goes_on_without_a_machine_that_is_lost(
     assert ended.code == 0, ended.err
     assert read_json(run / "summary.json")["resumed_from"] == [first, second]
     check_equal(run, alone, 1)
+    assert (
+        f"resumed    after step {second}; changed: world size 2 -> 1 (no machine can join again;"
+        " for that, start torchrun everywhere with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1)\n"
+    ) in ended.out
 
 
 def test_a_machine_that_was_lost_joins_again(start: Start, alone: Path, tmp_path: Path) -> None:

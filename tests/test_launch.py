@@ -7,7 +7,7 @@ import psutil
 import pytest
 
 from ddp_mnist.cluster import interfaces
-from ddp_mnist.cluster.launch import Launch, find_launch, first_slurm_host
+from ddp_mnist.cluster.launch import Launch, find_launch, first_slurm_host, nobody_can_join
 from ddp_mnist.cluster.local_world import free_port
 from ddp_mnist.config import Distribution
 from ddp_mnist.errors import UsageError
@@ -278,7 +278,16 @@ def test_a_free_port_is_free_and_not_one_of_those_for_outgoing_connections(
             free_port()
 
 
-# --- A worker ends with its launcher
+# --- A worker ends with its launcher, or is started again
+
+
+def test_no_machine_can_join_once_torchrun_has_restarted_and_shares_its_store() -> None:
+    again, own_store = (
+        {"TORCHELASTIC_RESTART_COUNT": "1"},
+        {"TORCHELASTIC_USE_AGENT_STORE": "False"},
+    )
+    found = [TORCHRUN | again, TORCHRUN, TORCHRUN | again | own_store, {}]
+    assert list(map(nobody_can_join, found)) == [True, False, False, False]
 
 
 @pytest.mark.parametrize("verb", ["train", "evaluate run", "doctor"])

@@ -98,6 +98,16 @@ def own_environment(env: Mapping[str, str] = os.environ) -> dict[str, str]:
     return {name: value for name, value in env.items() if not OF_LAUNCHERS.fullmatch(name)}
 
 
+def nobody_can_join(env: Mapping[str, str] = os.environ) -> bool:
+    """Return whether torchrun started this process again, and admits no machine any more.
+
+    Its agents tell those that were there in the first round where the store is that they share with
+    their processes, and nobody after that (next_rendezvous in torch's dynamic_rendezvous.py).
+    """
+    restarted = env.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    return restarted and env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
 def _from_address(flags: Distribution, env: Mapping[str, str]) -> Launch:
     """Read `--init-method tcp://HOST:PORT --rank R --world-size N`, one command per process."""
     shown = f"--init-method {flags.init_method}"

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_mnist import nets
+from ddp_mnist.cluster.launch import nobody_can_join
 from ddp_mnist.cluster.world import World
 from ddp_mnist.config import ResolvedConfig, TrainConfig
 from ddp_mnist.data import cache
@@ -23,6 +24,10 @@ from ddp_mnist.run.versions import code_digest, package_versions
 FORMAT = 9  # of config.json and of checkpoints
 OF_THE_RESULT: tuple[OnResume, ...] = ("must equal", "may change", "same images")
 INHERITED: tuple[OnResume, ...] = (*OF_THE_RESULT, "inherited")
+CANNOT_GROW = (
+    " (no machine can join again; for that, start torchrun everywhere with"
+    " TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1)"
+)
 
 
 def find(config: TrainConfig) -> dict[str, Any] | None:
@@ -209,6 +214,8 @@ def changes(content: dict[str, Any], now: dict[str, Any], where: str) -> list[st
             f"{where}: is not from ddp_mnist ({type(error).__name__}: {error}); remove it"
         ) from error
     note = {"--epochs": " (another learning-rate schedule from here on)"}
+    if nobody_can_join():
+        note["world size"] = CANNOT_GROW
     return [f"{name} {a} -> {b}{note.get(name, '')}" for name, (a, b) in pairs.items() if a != b]
 
 
