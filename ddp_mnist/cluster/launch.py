@@ -64,6 +64,11 @@ class Launch:
         """Return whether a launcher started this process, which has to end with it."""
         return self.launcher in ("accelerate", "torchrun")
 
+    @property
+    def is_signalled_by_launcher(self) -> bool:
+        """Return whether a launcher signals its processes, each at a moment of its own."""
+        return self.child_of_launcher or self.launcher == "slurm"
+
 
 def find_launch(flags: Distribution, env: Mapping[str, str] = os.environ) -> Launch:
     """Return this process's place, from the flags or else from the environment.

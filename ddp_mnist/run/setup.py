@@ -53,7 +53,7 @@ def open_run(
             yield None
             return
         config, images = resolve_and_load(config, world, console, found)
-        with listen(launch.child_of_launcher, world.store) as stop:
+        with listen(launch.is_signalled_by_launcher, world.store) as stop:
             check_same(world.store, summary.facts(config, world, images))
             if config.run.dry_run:
                 console.print(summary.plan(config, world, images, None))
