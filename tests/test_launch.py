@@ -50,9 +50,13 @@ SECOND = variables("GROUP_RANK=1 GROUP_WORLD_SIZE=2 RANK=3 WORLD_SIZE=4 MASTER_A
 ACCELERATE = variables("ACCELERATE_MIXED_PRECISION=no ACCELERATE_USE_CPU=True OMP_NUM_THREADS=2")
 BY_HAND = variables("RANK=1 WORLD_SIZE=2 MASTER_ADDR=10.0.0.1 MASTER_PORT=12345")
 SRUN = variables("""
-    SLURM_JOB_ID=70007 SLURM_JOB_NODELIST=gpu[003-005,9],cpu1 SLURM_LOCALID=1 SLURM_NNODES=3
-    SLURM_NTASKS=6 SLURM_PROCID=3 SLURM_STEP_ID=0 SLURM_STEP_NODELIST=gpu[003-004]
+    SLURM_JOB_ID=70007 SLURM_JOB_NODELIST=gpu[003-005,9],cpu1 SLURM_LOCALID=1 SLURM_NNODES=2
+    SLURM_NTASKS=4 SLURM_PROCID=3 SLURM_STEP_ID=0 SLURM_STEP_NODELIST=gpu[003-004]
     SLURM_STEP_NUM_NODES=2 SLURM_STEP_NUM_TASKS=4
+""")
+ONE_TASK = variables("""
+    SLURM_LOCALID=0 SLURM_NNODES=1 SLURM_NTASKS=1 SLURM_PROCID=0 SLURM_STEP_NODELIST=gpu003
+    SLURM_STEP_NUM_NODES=1 SLURM_STEP_NUM_TASKS=1
 """)
 IN_TORCHRUN = Launch("torchrun", 1, 2, 1, 2, 1, "127.0.0.1", 29500, agent_store=True)
 IN_SRUN = Launch("slurm", 3, 4, 1, None, 2, "gpu003", 25007)
@@ -98,16 +102,13 @@ FOUND: dict[str, tuple[Variables, Launch]] = {
     "srun": (SRUN, IN_SRUN),
     "srun, fewer variables": (
         without(SRUN, "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST", "SLURM_STEP_NUM_NODES"),
-        replace(IN_SRUN, world_size=6, num_machines=3),
+        IN_SRUN,
     ),
     "srun, MASTER_ADDR and MASTER_PORT": (
         SRUN | variables("MASTER_ADDR=10.1.1.1 MASTER_PORT=4711"),
         replace(IN_SRUN, main_host="10.1.1.1", main_port=4711),
     ),
-    "srun of one task in a larger job": (
-        SRUN | variables("SLURM_STEP_NUM_TASKS=1 SLURM_PROCID=0"),
-        Launch(),
-    ),
+    "srun of one task in a larger job": (SRUN | ONE_TASK, Launch()),
     "SLURM job of one task": (variables("SLURM_NTASKS=1 SLURM_JOB_ID=5"), Launch()),
     "mpirun of one": ({"OMPI_COMM_WORLD_SIZE": "1"}, Launch()),
 }
@@ -182,6 +183,10 @@ REFUSED: list[tuple[Variables, str]] = [
         variables("SLURM_NTASKS=4 SLURM_PROCID=0 SLURM_JOB_NODELIST=n[1-2]"),
         "SLURM_NTASKS=4: this process was not started by srun",
     ),
+    (variables("SLURM_NNODES=2 SLURM_PROCID=0"), "SLURM_NNODES=2: this process was not started by"),
+    # sbatch in the shell of a step, whose variables the job inherits
+    (SRUN | ONE_TASK | {"SLURM_NTASKS": "4"}, "SLURM_NTASKS=4: this process was not started by"),
+    (SRUN | ONE_TASK | {"SLURM_NNODES": "2"}, "SLURM_NNODES=2: this process was not started by"),
     *(
         ({name: "2"}, f"{name}=2: mpirun is not supported")
         for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")

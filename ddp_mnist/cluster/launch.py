@@ -166,8 +166,9 @@ def _from_variables(flags: Distribution, env: Mapping[str, str]) -> Launch:
         agent_store = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         host, numbers = env.get("MASTER_ADDR"), _numbers(env, OF_TORCHRUN)
         return Launch(launcher, main_host=host, agent_store=agent_store, **numbers)
-    if (_number(env, "SLURM_STEP_NUM_TASKS") or _number(env, "SLURM_NTASKS") or 1) > 1:
-        return _from_slurm(env)
+    for name in ("SLURM_NTASKS", "SLURM_NNODES"):
+        if (_number(env, name) or 1) > 1:
+            return _from_slurm(env, name)
     for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE"):
         if (_number(env, name) or 1) > 1:
             raise UsageError(
@@ -185,12 +186,18 @@ def _from_variables(flags: Distribution, env: Mapping[str, str]) -> Launch:
     return Launch("accelerate" if by_accelerate else "python")
 
 
-def _from_slurm(env: Mapping[str, str]) -> Launch:
-    """Read the variables of srun's tasks. A batch script has SLURM_NTASKS, but no SLURM_STEP_ID."""
-    if "SLURM_STEP_ID" not in env or "SLURM_PROCID" not in env:
+def _from_slurm(env: Mapping[str, str], size: str) -> Launch:
+    """Read the variables of srun's tasks, in which SLURM_NTASKS and SLURM_NNODES are the step's.
+
+    In the shell of a job they are the job's. There the step's own are not set, or left over from
+    the step in which sbatch or salloc was typed.
+    """
+    step = {"SLURM_NTASKS": "SLURM_STEP_NUM_TASKS", "SLURM_NNODES": "SLURM_STEP_NUM_NODES"}[size]
+    in_step = env.keys() >= {"SLURM_STEP_ID", "SLURM_PROCID"}
+    if not in_step or _number(env, step) not in (None, _number(env, size)):
         raise UsageError(
-            f"SLURM_NTASKS={env.get('SLURM_NTASKS')}: this process was not started by srun and"
-            " would train alone; put srun before the command, or unset SLURM_NTASKS"
+            f"{size}={env[size]}: this process was not started by srun and would train alone; put"
+            " srun before the command, or unset SLURM_NTASKS SLURM_NNODES"
         )
     nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", "")
     host = env.get("MASTER_ADDR") or first_slurm_host(nodes)
