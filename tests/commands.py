@@ -3,6 +3,7 @@
 import os
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -11,6 +12,8 @@ from collections.abc import Callable, Mapping
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
+
+import pytest
 
 REPOSITORY = Path(__file__).parent.parent
 CONFIGS = REPOSITORY / "accelerate_configs"
@@ -69,6 +72,14 @@ def python_path(*folders: Path) -> str:
 def proof(run: Path, *more: str) -> list[str]:
     """Return the arguments of the run that every way of starting has to repeat."""
     return [*TRAIN, *PROOF.split(), str(run), *more]
+
+
+def require_programs(*names: str) -> None:
+    """Skip the test where one is missing, with the line that installs those of all tests."""
+    if missing := [name for name in names if not shutil.which(name)]:
+        packages = (REPOSITORY / ".ci" / "packages").read_text().strip()
+        install = f"apt-get install --no-install-recommends {packages}"
+        pytest.skip(f"no {', '.join(missing)} on the path; on Debian, as root: {install}")
 
 
 # --- Commands of this test

@@ -25,7 +25,7 @@ from ddp_mnist.run.folder import RunFolder, read_json
 from ddp_mnist.verbs import plots, report
 from ddp_mnist.verbs.flags import Report
 from ddp_mnist.verify.watch import just_train, proof_config, train_until
-from tests.commands import Typed
+from tests.commands import Typed, require_programs
 
 ANYWHERE = Report(())  # the images lie where they lay
 
@@ -286,9 +286,8 @@ def test_a_run_of_another_version_is_one_line(folder: Path, tmp_path: Path) -> N
 
 def chromium(page: Path, *flags: str) -> str:
     """The page's DOM after it was loaded without a network; console messages fail the test."""
-    program = shutil.which("chromium") or shutil.which("chromium-browser")
-    if not program:
-        pytest.skip("no chromium on the path")
+    program = shutil.which("chromium-browser") or "chromium"
+    require_programs(program)
     command = [program, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"]
     command += ["--host-resolver-rules=MAP * ~NOTFOUND", "--proxy-server=127.0.0.1:9"]
     command += [f"--user-data-dir={page.parent / 'profile'}", *flags, page.as_uri()]
