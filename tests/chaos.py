@@ -148,12 +148,12 @@ def wait_for(started: LocalWorld | Started) -> None:
     started.outcomes() if isinstance(started, LocalWorld) else started.ended()
 
 
-def wait_until(condition: Callable[[], Any], timeout_s: float = 60) -> None:
+def wait_until(condition: Callable[[], Any], timeout_s: float = 60, every_s: float = 0.002) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline:
             raise TimeoutError(f"not within {timeout_s:g} s")
-        time.sleep(0.002)
+        time.sleep(every_s)
 
 
 def newest_step(run: Path) -> int:

@@ -1,9 +1,11 @@
 """Hosts with addresses, names and /etc/hosts of their own: Linux network namespaces. Needs root."""
 
+import contextlib
 import itertools
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -30,7 +32,7 @@ class Hosts:
     """`count` hosts on one bridge, 10.77.0.1 and up; each resolves its own name to 127.0.0.1.
 
     That is what Debian's default /etc/hosts does, and what makes gloo advertise an address that
-    only the host itself can reach.
+    only the host itself can reach. It resolves the others' names to their addresses.
 
     Args:
         slow: all links let 20 Mbit/s through, and drop what comes faster.
@@ -65,7 +67,9 @@ class Hosts:
                 own = f"10.99.0.{index + 1}" if self.decoys else own
                 hosts = Path("/etc/netns") / name / "hosts"
                 hosts.parent.mkdir(parents=True)
-                hosts.write_text(f"127.0.0.1 localhost\n::1 localhost\n{own} {name}\n")
+                known = [("127.0.0.1", "localhost"), ("::1", "localhost"), (own, name)]
+                known += [(self.address(at), other) for at, other in enumerate(self.names)]
+                hosts.write_text("".join(f"{address} {host}\n" for address, host in known))
                 if self.decoys:
                     run(*inside, "link", "add", "eth1", "type", "veth", "peer", "eth2")
                     self._give_address(inside, "eth1", own)
@@ -82,6 +86,7 @@ class Hosts:
 
     def __exit__(self, *_error: object) -> None:
         for index, name in enumerate(self.names):
+            self.kill(index)
             subprocess.run(["ip", "link", "delete", f"{self.bridge}p{index}"], capture_output=True)
             subprocess.run(["ip", "netns", "delete", name], capture_output=True)
             shutil.rmtree(Path("/etc/netns") / name, ignore_errors=True)
@@ -115,6 +120,17 @@ class Hosts:
 
     def mend(self, index: int) -> None:
         run("ip", "link", "set", f"{self.bridge}p{index}", "up")
+
+    def pids(self, index: int) -> list[int]:
+        listed = subprocess.run(["ip", "netns", "pids", self.names[index]], capture_output=True)
+        return [int(pid) for pid in listed.stdout.split()]
+
+    def kill(self, index: int) -> None:
+        """End all that runs on host `index`, as if its power went."""
+        while pids := self.pids(index):
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
     def command(self, index: int, *command: str) -> list[str]:
         """Return what runs `command` on host `index`, under that host's name."""

@@ -1,9 +1,8 @@
-"""The recipes for clusters, as far as they can be run without one."""
+"""The recipes for clusters, as far as they can be run without one; test_slurm.py has its own."""
 
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import sysconfig
@@ -11,42 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import kubernetes_validate
-import psutil
 import pytest
 import yaml
 
 from ddp_mnist.cluster.local_world import free_port
 from ddp_mnist.run.folder import read_json
-from tests.chaos import newest_step, wait_until
-from tests.commands import PROOF, REPOSITORY, Started, all_succeed
-from tests.training import check_equal, metrics
+from tests.commands import REPOSITORY, Started
 
 pytestmark = pytest.mark.system
 DEPLOY = REPOSITORY / "deploy"
 # Flags beside those of a recipe: data that need no network, the smallest net
 SMALL = ["--dataset", "digits", "--model", "mlp", "--mixed-precision", "no", "--epochs", "2"]
-LONG = [*SMALL[:-1], "400"]
-
-# Starts two tasks with the variables that srun gives them, passes signals on to them, and ends with
-# the highest exit code, as srun does.
-SRUN = """#!/bin/bash
-trap 'kill -USR1 $tasks' USR1
-trap 'kill -TERM $tasks' TERM
-while [[ $1 == -* ]]; do echo "$1" >>{folder}/options; shift; done
-for rank in 0 1; do
-    SLURM_STEP_ID=0 SLURM_PROCID=$rank SLURM_LOCALID=$rank SLURM_STEP_NUM_TASKS=2 \\
-    SLURM_STEP_NUM_NODES=2 SLURM_STEP_NODELIST=localhost "$@" &
-    tasks="$tasks $!"
-done
-code=0
-for task in $tasks; do
-    wait $task; ended=$?
-    while kill -0 $task 2>/dev/null; do wait $task; ended=$?; done  # a signal ended the wait
-    (( ended > code )) && code=$ended
-done
-exit $code
-"""
-SCONTROL = '#!/bin/sh\necho "$@" >>{folder}/scontrol\n'
 
 
 def stand_in(folder: Path, **programs: str) -> dict[str, str]:
@@ -54,7 +28,7 @@ def stand_in(folder: Path, **programs: str) -> dict[str, str]:
     (folder / "bin").mkdir(exist_ok=True)
     for name, text in programs.items():
         program = folder / "bin" / name
-        program.write_text(text.replace("{folder}", str(folder)))
+        program.write_text(text)
         program.chmod(0o755)
     path = [str(folder / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]]
     return {"PATH": os.pathsep.join(path)}
@@ -76,81 +50,6 @@ def test_the_scripts_are_clean() -> None:
     command = [shellcheck, DEPLOY / "slurm.sbatch", DEPLOY / "ssh.sh"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
-
-
-# --- SLURM
-
-
-def sbatch(folder: Path, *arguments: str) -> Started:
-    """Start the batch script as SLURM would on the first node of job 7."""
-    variables = stand_in(folder, srun=SRUN, scontrol=SCONTROL)
-    variables |= {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2", "PY": sys.executable}
-    variables["SLURM_CPUS_PER_TASK"] = "1"
-    script = str(DEPLOY / "slurm.sbatch")
-    return Started(["bash", script, *arguments], folder, variables, program=None)
-
-
-def test_a_job_is_the_same_training(alone: Path, tmp_path: Path) -> None:
-    """With the variables that srun sets, in two tasks."""
-    flags = [word for word in PROOF.split() if word != "--run-dir"]
-    all_succeed([sbatch(tmp_path, *flags)])
-    check_equal(tmp_path / "runs" / "slurm-7", alone, 2, num_machines=2)
-    assert not (tmp_path / "scontrol").exists()
-    assert (
-        tmp_path / "options"
-    ).read_text() == "--kill-on-bad-exit=0\n--wait=60\n--cpus-per-task=1\n"
-
-
-@pytest.mark.parametrize(
-    ("variables", "requeued"),
-    [
-        ({}, "requeue 7\n"),
-        # of an array's elements one has the array's own id, and a requeue of that takes all of them
-        ({"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3"}, "requeue 7_3\n"),
-        ({"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "0"}, "requeue 5_0\n"),
-    ],
-)
-def test_a_job_requeues_itself_alone(
-    variables: dict[str, str], requeued: str, tmp_path: Path
-) -> None:
-    waits = "#!/bin/bash\ntrap 'exit 143' USR1\nsleep 0.3\ntouch {folder}/begun\n"
-    waits += "for _ in {1..600}; do sleep 0.1; done\n"
-    variables |= stand_in(tmp_path, srun=waits, scontrol=SCONTROL) | {"SLURM_JOB_ID": "7"}
-    job = Started(["bash", str(DEPLOY / "slurm.sbatch")], tmp_path, variables, program=None)
-    wait_until((tmp_path / "begun").exists)
-    job.process.send_signal(signal.SIGUSR1)
-    assert job.ended().code == 143
-    assert (tmp_path / "scontrol").read_text() == requeued
-
-
-def test_a_job_goes_on_when_its_time_was_up_and_stays_away_when_cancelled(tmp_path: Path) -> None:
-    run, requeued = tmp_path / "runs" / "slurm-7", tmp_path / "scontrol"
-    job = sbatch(tmp_path, *LONG)
-    wait_until(lambda: reached(run) > 20)
-    job.process.send_signal(signal.SIGUSR1)
-    assert job.ended().code == 143
-    assert requeued.read_text() == "requeue 7\n"
-    stopped = reached(run)
-
-    # SLURM starts the same script again, under the same number
-    job = sbatch(tmp_path, *LONG)
-    wait_until(lambda: reached(run) > stopped + 20)
-    # scancel sends SIGTERM to the tasks, which save, and leaves the script to end by itself
-    [srun] = psutil.Process(job.process.pid).children()
-    srun.send_signal(signal.SIGTERM)
-    ended = job.ended()
-    assert ended.code == 143
-    assert f"resumed    after step {stopped}; nothing changed\n" in ended.out
-    assert newest_step(run) == reached(run)  # saved
-    assert requeued.read_text() == "requeue 7\n"
-    steps = [line["step"] for line in metrics(run)]
-    assert steps == sorted(set(steps))  # each once
-    assert steps[-1] > stopped
-
-
-def reached(run: Path) -> int:
-    """Return the step in status.json."""
-    return read_json(run / "status.json")["step"] or -1 if (run / "status.json").exists() else -1
 
 
 # --- Kubernetes
