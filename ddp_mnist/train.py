@@ -97,7 +97,7 @@ def fit(
     state = State(net, optimizer, accelerator.scaler, run.world.started)
     progress = run.restore(state)
     run.save_when_stopped(state)
-    meter = Meter(accelerator, progress, recipe)
+    meter = Meter(accelerator, progress, recipe, net)
 
     # Train.
     while progress.epoch < recipe.epochs and not progress.stopped_by:
@@ -140,6 +140,7 @@ def fit(
             if not (log or save or progress.step >= meter.next_sync):
                 continue
             stop_requests = meter.all_reduce(stop.requests)
+            run.name_slow_ranks(progress, meter.newly_slow)
             if log:
                 run.log_step(progress, lr)
             if save and not any(stop_requests):
@@ -167,7 +168,7 @@ def fit(
         broadcast(buffers)
     tested = with_test_views(kept, recipe.model)
     test = evaluate_split(accelerator, tested, test_loader, classes, stop, scores)
-    return run.finish(state, kept, test)
+    return run.finish(state, kept, test, meter.forward.mean_ms)
 
 
 if __name__ == "__main__":  # as a script: restart as a module, without this folder on sys.path

@@ -58,6 +58,13 @@ def test_step_line() -> None:
     assert summary.step_line(line, 1, 10, 144) == "step  1/10  loss not finite  lr 0.00990"
 
 
+def test_slow_line() -> None:
+    assert summary.slow_line(12, "node7", 2.04) == (
+        "slow       rank 12 on node7 takes 2.0 times as long as the others, which wait for it; see"
+        " what else runs there"
+    )
+
+
 def test_epoch_line() -> None:
     means = {"loss": 0.51234, "accuracy": 0.97, "images_per_second": 12345.6}
     decided: Any = SimpleNamespace(accuracy=0.99139, scores={"f1": 0.98761})

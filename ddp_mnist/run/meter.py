@@ -4,9 +4,10 @@ import time
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor
+from torch import Tensor, nn
 
 from ddp_mnist.config import Recipe
+from ddp_mnist.run.slow_ranks import ForwardClock, SlowRanks
 from ddp_mnist.run.state import Progress
 
 SAVE_STEPS = 100  # between checkpoints at the least, if --checkpoint-every is not given, and
@@ -21,8 +22,13 @@ class Meter:
     ranks' speeds.
     """
 
-    def __init__(self, accelerator: Accelerator, progress: Progress, recipe: Recipe) -> None:
+    def __init__(
+        self, accelerator: Accelerator, progress: Progress, recipe: Recipe, net: nn.Module
+    ) -> None:
         self.accelerator, self.progress, self.recipe = accelerator, progress, recipe
+        self.forward = ForwardClock(net)
+        self.slow_ranks = SlowRanks(accelerator.num_processes)
+        self.newly_slow: dict[int, float] = {}  # ranks, seen at the last sync point: times median
         self.losses: list[Tensor] = []
         self.correct: list[Tensor] = []
         self.images_per_batch = 0
@@ -67,19 +73,25 @@ class Meter:
         on all ranks alike.
         """
         sums = sum_up(self.losses, self.correct, self.images_per_batch)
-        mine = sums.new_tensor([*stop_requests, self.steps_per_s])
+        size = self.accelerator.num_processes
+        forward_s = [0.0] * size  # each rank fills in its own place: 8 bytes a rank, in all
+        forward_s[self.accelerator.process_index] = self.forward.seconds
+        mine = sums.new_tensor([*forward_s, *stop_requests, self.steps_per_s])
         reduced = self.accelerator.reduce(torch.cat([sums, mine])).tolist()
-        loss, correct, seen, bad, *requests, steps_per_s = reduced
+        loss, correct, seen, bad, *rest, steps_per_s = reduced
+        forward_s, requests = rest[:size], rest[size:]
         self.losses.clear()
         self.correct.clear()
         step, seconds = self.progress.step, time.monotonic() - self.clock
         self.restart_clock()
         self.progress.add(loss, correct, seen, bad, seconds)
         # About a second from here, by the speeds that the ranks had measured before.
-        self.agreed_steps_per_s = steps_per_s / self.accelerator.num_processes
+        self.agreed_steps_per_s = steps_per_s / size
         self.next_sync = step + max(1, int(self.agreed_steps_per_s))
         self.steps_per_s = (step - self.last_sync) / max(seconds, 1e-3)
         self.last_sync = step
+        self.newly_slow = self.slow_ranks.judge(forward_s, seconds)
+        self.forward.read()  # the GPU's work is done, and the next sync point sends it
         self.progress.raise_if_diverged(self.recipe, self.accelerator)
         return requests
 

@@ -78,6 +78,14 @@ class Session:
         shown = summary.step_line(line, progress.step, recipe.total_steps, recipe.batch_size)
         self.console.progress(progress.step / recipe.total_steps, shown)
 
+    def name_slow_ranks(self, progress: Progress, slow: dict[int, float]) -> None:
+        """Write and show on which machine each slow rank is, and how many times the median."""
+        for rank, times in slow.items():
+            host = self.world.store.hosts[rank].partition("/")[0]
+            line = {"slow_rank": rank, "host": host, "times_median": round(times, 2)}
+            self.folder.append_metrics(progress.step, {"epoch": progress.epoch, **line})
+            self.console.print(summary.slow_line(rank, host, times))
+
     def log_epoch(
         self, means: dict[str, Any], progress: Progress, validation: Metrics | None
     ) -> None:
@@ -129,7 +137,9 @@ class Session:
 
     # --- After the last step
 
-    def finish(self, state: State, net: Normalised, test: Metrics) -> dict[str, Any]:
+    def finish(
+        self, state: State, net: Normalised, test: Metrics, forward_ms: float
+    ) -> dict[str, Any]:
         """Write the test's metrics, the weights and the summary, and show the result."""
         progress, accelerator = state.progress, self.world.accelerator
         line = {"epoch": progress.epoch - 1, **test.named("test")}
@@ -137,9 +147,9 @@ class Session:
         model, images = self.config.recipe.model, self.images
         content = weights.to_bytes(net.net.state_dict(), model, images.classes, images.preparation)
         self.folder.write_bytes(MODEL, content)
-        own_seconds = [progress.train_seconds - state.seconds_before]
-        seconds = accelerator.gather(torch.tensor(own_seconds, device=accelerator.device)).tolist()
-        outcome = summary.summarise(self.config, self.world, images, state, test, seconds)
+        mine = [progress.train_seconds - state.seconds_before, forward_ms]
+        times = accelerator.gather(torch.tensor([mine], device=accelerator.device)).tolist()
+        outcome = summary.summarise(self.config, self.world, images, state, test, times)
         self.folder.write_json(SUMMARY, outcome)
         self.console.print(summary.last_lines(outcome, self.folder))
         return outcome

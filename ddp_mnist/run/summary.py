@@ -111,6 +111,14 @@ def step_line(line: dict[str, Any], step: int, total_steps: int, batch_size: int
     return f"{shown}  {speed:,.0f} images/s  {left} left"
 
 
+def slow_line(rank: int, host: str, times: float) -> str:
+    """Return the line that names a rank that takes `times` the median."""
+    return (
+        f"slow       rank {rank} on {host} takes {times:.1f} times as long as the others,"
+        " which wait for it; see what else runs there"
+    )
+
+
 def epoch_line(epoch: int, epochs: int, means: dict[str, Any], validation: Metrics | None) -> str:
     """Return the line of `epoch`, counted from 0, that has ended."""
     parts = [f"epoch {str(epoch + 1).rjust(len(str(epochs)))}/{epochs}", f"loss {loss(means)}"]
@@ -132,12 +140,13 @@ def summarise(
     images: ImageData,
     state: State,
     test: Metrics,
-    rank_seconds: list[float],
+    times: list[list[float]],
 ) -> dict[str, Any]:
     """Return summary.json: the result, and all that is needed to judge it.
 
-    Seconds are wall-clock, summed over the parts of a run that was resumed. `rank_seconds` are
-    those in training steps of each rank, in this part alone: other parts had other ranks.
+    Seconds are wall-clock, summed over the parts of a run that was resumed. `times` are each rank's
+    seconds in training steps and milliseconds in a forward pass, in this part alone: other parts
+    had other ranks.
     """
     progress, recipe = state.progress, config.recipe
     batch_size, seconds = recipe.batch_size, progress.train_seconds
@@ -166,15 +175,7 @@ def summarise(
         "save_seconds": round(progress.save_seconds, 3),
         "total_seconds": round(time.monotonic() - state.started, 3),
         "images_per_second": round(progress.step * batch_size / max(seconds, 1e-9), 1),
-        "ranks": [
-            {
-                "rank": rank,
-                "host": host.partition("/")[0],
-                "train_seconds": round(own, 3),
-                "images_per_second": round(part / len(rank_seconds) / max(own, 1e-9), 1),
-            }
-            for rank, (host, own) in enumerate(zip(world.store.hosts, rank_seconds, strict=True))
-        ],
+        "ranks": by_rank(world.store.hosts, times, part / len(times)),
         "dataset": images.describe() | {"val_rows": recipe.val_rows},
         "classes": images.classes,
         "images_per_class": images.per_class(),
@@ -186,6 +187,20 @@ def summarise(
         "versions": package_versions(),
         "git": git_commit(),
     }
+
+
+def by_rank(hosts: list[str], times: list[list[float]], images: float) -> list[dict[str, Any]]:
+    """Return what summary.json says of each rank, which has trained on so many images."""
+    return [
+        {
+            "rank": rank,
+            "host": host.partition("/")[0],
+            "train_seconds": round(seconds, 3),
+            "images_per_second": round(images / max(seconds, 1e-9), 1),
+            "forward_ms": round(forward_ms, 3),
+        }
+        for rank, (host, (seconds, forward_ms)) in enumerate(zip(hosts, times, strict=True))
+    ]
 
 
 def changed_since(run: str, dataset: str, summary: dict[str, Any], images: ImageData) -> str:
