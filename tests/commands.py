@@ -25,6 +25,17 @@ MAKE = ["make", "--no-print-directory", f"PYTHON={sys.executable}", "VENV="]
 PROOF = "--dataset digits --model mlp --epochs 3 --batch-size 72 --mixed-precision fp64"
 PROOF += " --log-every 1 --run-dir"
 
+# slow.py, a net with which a run can be hit before it ends, and that leaves the cores to others
+SLOW = """
+import time
+from ddp_mnist.models import MLP
+
+class Slow(MLP):
+    def forward(self, x):
+        time.sleep(0.1)
+        return super().forward(x)
+"""
+
 # Packages of a person who has them by this variable alone, as on some clusters
 OTHER_PACKAGES = [
     folder

@@ -16,7 +16,7 @@ import pytest
 
 from ddp_mnist.run.folder import read_json
 from tests.chaos import newest_step, wait_until
-from tests.commands import TORCHRUN, Started, fences_of, proof
+from tests.commands import SLOW, TORCHRUN, Started, fences_of, proof
 from tests.hosts import Hosts, require_hosts
 from tests.training import check_equal
 
@@ -28,16 +28,6 @@ CAN_JOIN = dict([EXPORT[1].split("=")])  # the variable without which no machine
 PATIENCE_S = 200  # for what takes some 5 s on a machine that does nothing else
 # A lost agent is noticed after 4 s and waited for 3 s more, not 15 and 30.
 HASTE = "keep_alive_interval=1,keep_alive_max_attempt=4,last_call_timeout=3"
-# So that a run can be hit before it ends
-SLOW = """
-import time
-from ddp_mnist.models import MLP
-
-class Slow(MLP):
-    def forward(self, x):
-        time.sleep(0.1)
-        return super().forward(x)
-"""
 
 Start = Callable[..., Started]
 

@@ -20,13 +20,14 @@ import pytest
 
 from ddp_mnist.run.folder import read_json
 from tests.chaos import newest_step, wait_until
-from tests.commands import PROOF, REPOSITORY, TRAIN, Ended, Started, require_programs
+from tests.commands import PROOF, REPOSITORY, SLOW, TRAIN, Ended, Started, require_programs
 from tests.hosts import Hosts, require_hosts
 from tests.training import check_equal, metrics
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
+PATIENCE_S = 280  # for what takes some 10 s on a machine that does nothing else
 RECIPE = str(REPOSITORY / "deploy" / "slurm.sbatch")
-LONG = ["--dataset", "digits", "--model", "mlp", "--mixed-precision", "no", "--epochs", "4000"]
+LONG = ["--dataset", "digits", "--model", "slow:Slow", "--mixed-precision", "no", "--epochs", "400"]
 # What takes minutes by default: until a job starts again (cred_expire), until a node is taken for
 # lost (SlurmdTimeout). Nodes have more CPUs than this machine, so that nobody waits for one.
 CONF = """
@@ -46,6 +47,7 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 SchedulerParameters=sched_interval=2,bf_interval=2,batch_sched_delay=1
 SlurmdTimeout=15
+MessageTimeout=60
 ReturnToService=2
 SlurmdParameters=config_overrides
 GresTypes=gpu
@@ -87,10 +89,12 @@ class Slurm:
             self.daemons.append(subprocess.Popen(command, env=env, stdout=log, stderr=log))
 
     def typed(self, folder: Path, *command: str) -> Ended:
-        return Started(self.hosts.command(0, *command), folder, self.env, program=None).ended()
+        started = Started(self.hosts.command(0, *command), folder, self.env, program=None)
+        return started.ended(PATIENCE_S)
 
     def submit(self, folder: Path, *arguments: str, on: str = "01", tasks: int = 1) -> "Job":
         """Submit the recipe in `folder`, for `tasks` processes on each of these hosts."""
+        (folder / "slow.py").write_text(SLOW)
         nodes = ",".join(self.hosts.names[int(index)] for index in on)
         options = [f"--nodelist={nodes}", f"--ntasks-per-node={tasks}", "--cpus-per-task=1"]
         command = ["sbatch", "--parsable", "--gpus-per-node=0", *options, *arguments]
@@ -108,13 +112,20 @@ class Job:
     name: str
 
     def shown(self) -> dict[str, str]:
-        """Return what SLURM says of it: JobState, ExitCode, Restarts ..."""
-        shown = self.slurm.typed(self.folder, "scontrol", "show", "job", self.name).out
-        return dict(re.findall(r"(\w+)=(\S*)", shown))
+        """Return what SLURM says of it, as JobState; a busy controller has to be asked again."""
+        shown = dict[str, str]()
+
+        def is_answered() -> bool:
+            ended = self.slurm.typed(self.folder, "scontrol", "show", "job", self.name)
+            shown.update(re.findall(r"(\w+)=(\S*)", ended.out))
+            return bool(shown)
+
+        wait_until(is_answered, every_s=1)
+        return shown
 
     def becomes(self, **expected: str) -> None:
         """Wait until SLURM says this of it, for as long as a busy machine may need."""
-        wait_until(lambda: expected.items() <= self.shown().items(), 240, every_s=1)
+        wait_until(lambda: expected.items() <= self.shown().items(), PATIENCE_S, every_s=1)
 
     def runs_out_of_time(self) -> None:
         """Send the script the signal of --signal=B:USR1@120."""
@@ -133,7 +144,7 @@ class Job:
         return (read_json(status)["step"] or -1) if status.exists() else -1
 
     def trains(self, after: int = 0) -> None:
-        wait_until(lambda: self.reached() > after, 240, every_s=1)
+        wait_until(lambda: self.reached() > after, PATIENCE_S, every_s=1)
 
     def printed(self) -> str:
         return (self.folder / f"slurm-{self.name}.out").read_text()
@@ -210,7 +221,7 @@ def a_task_that_hangs_ends_the_job(slurm: Slurm, folder: Path) -> None:
 
 def a_node_dies_and_comes_back(slurm: Slurm, folder: Path) -> None:
     job = slurm.submit(folder, RECIPE, *LONG, "--checkpoint-every", "5", on="02")
-    wait_until(lambda: newest_step(job.run), 240, every_s=1)
+    wait_until(lambda: newest_step(job.run), PATIENCE_S, every_s=1)
     slurm.hosts.cut(2)
     slurm.hosts.kill(2)
     job.becomes(JobState="PENDING", Restarts="1")
@@ -260,8 +271,9 @@ Doing = dict[Callable[..., object], Future[object]]
 @pytest.fixture(scope="module")
 def doing(slurm: Slurm, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Doing]:
     folder, all_done = tmp_path_factory.mktemp, (two_tasks_on_each_node, *DONE)
-    with ThreadPoolExecutor() as pool:
-        yield {each: pool.submit(each, slurm, folder(each.__name__)) for each in all_done}
+    pool = ThreadPoolExecutor()
+    yield {each: pool.submit(each, slurm, folder(each.__name__)) for each in all_done}
+    pool.shutdown(wait=False)  # after a Ctrl-C, what still runs ends with its hosts
 
 
 @pytest.mark.parametrize("what", DONE, ids=lambda what: what.__name__)
