@@ -1,5 +1,6 @@
 """The share of a machine that a container or its affinity leaves, by the files of Linux."""
 
+import contextlib
 import multiprocessing
 import os
 import re
@@ -106,27 +107,52 @@ def test_an_older_hosts_groups_count_too(groups: Path) -> None:
     assert hardware.free_memory() == 16 * GB
 
 
-@pytest.fixture
-def group_of_v1() -> Iterator[Path]:
-    """A real group with half a core, as root on a machine that has cgroup v1."""
-    group = hardware.CGROUP / "cpu" / f"ddp_mnist-{os.getpid()}"
+LIMITS = {
+    "v1": [("cpu", "cpu.cfs_quota_us", "50000"), ("memory", "memory.limit_in_bytes", str(GB // 2))],
+    "v2": [("", "cpu.max", "50000 100000"), ("", "memory.max", str(GB // 2))],
+}
+
+
+@pytest.fixture(params=LIMITS)
+def real_groups(request: pytest.FixtureRequest) -> Iterator[list[Path]]:
+    """Return real groups without a limit, in others with half a core and 0.5 GB. Needs root."""
+    name, limits = f"ddp_mnist-{os.getpid()}", LIMITS[request.param]
+    groups = {hardware.CGROUP / controller / name for controller, *_ in limits}
     try:
-        group.mkdir()
+        for group in groups:
+            group.mkdir()
+            (group / "inner").mkdir()
+        for controller, file, limit in limits:
+            with (hardware.CGROUP / controller / name / file).open("r+") as opened:
+                opened.write(limit)
+        yield [group / "inner" for group in groups]
     except OSError as error:
-        pytest.skip(f"cgroup v1 cannot be written here: {error}")
-    (group / "cpu.cfs_quota_us").write_text("50000")
-    yield group
-    group.rmdir()
+        pytest.skip(f"no control groups of {request.param} to write: {error}")
+    finally:
+        for group in groups:
+            with contextlib.suppress(OSError):
+                (group / "inner").rmdir()
+                group.rmdir()
 
 
-def test_a_real_group_of_half_a_core(group_of_v1: Path, tmp_path: Path) -> None:
-    code = (
-        f"import os; open({str(group_of_v1 / 'cgroup.procs')!r}, 'w').write(str(os.getpid()))\n"
-        "from ddp_mnist.cluster import hardware\n"
-        "print(hardware.cpu_quota(), hardware.cores(), hardware.free_memory() > 0)"
-    )
-    ended = python("-c", code, folder=tmp_path)
-    assert (ended.err, ended.out.split()) == ("", ["0.5", "1", "True"])
+IN_REAL_GROUPS = """
+import os, sys
+for group in sys.argv[1:]:
+    with open(f"{group}/cgroup.procs", "w") as file:
+        file.write(str(os.getpid()))
+from ddp_mnist.cluster import hardware
+free = hardware.free_memory()
+held = b"x" * 10**8
+print(hardware.cpu_quota(), hardware.cores(), round(free / 1e9, 1), held[0])
+print(round((free - hardware.free_memory()) / 1e8, 1))
+"""
+
+
+def test_real_groups_with_half_a_core_and_half_a_gigabyte(
+    real_groups: list[Path], tmp_path: Path
+) -> None:
+    ended = python("-c", IN_REAL_GROUPS, *map(str, real_groups), folder=tmp_path)
+    assert (ended.err, ended.out.split()) == ("", ["0.5", "1", "0.5", "120", "1.0"])
 
 
 def test_doctor_warns_of_less_than_a_core(groups: Path) -> None:
