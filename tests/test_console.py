@@ -60,11 +60,13 @@ print("after it")
 """
 
 
-def test_on_a_terminal_progress_is_a_bar_below_the_lines() -> None:
-    """A terminal shows the last text of each line, after its carriage returns."""
+@pytest.mark.parametrize("kind", ["xterm", "dumb"])
+def test_on_a_terminal_progress_is_a_bar_below_the_lines(kind: str) -> None:
+    """A terminal shows the last text of each line, after its carriage returns; a dumb one all."""
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (24, 80))
-    with subprocess.Popen([sys.executable, "-c", ON_A_TERMINAL], stdout=theirs) as process:
+    variables, command = os.environ | {"TERM": kind}, [sys.executable, "-c", ON_A_TERMINAL]
+    with subprocess.Popen(command, stdout=theirs, env=variables) as process:
         os.close(theirs)
         written = b""
         with contextlib.suppress(OSError):  # Linux's way to say that the other end is closed
@@ -72,6 +74,9 @@ def test_on_a_terminal_progress_is_a_bar_below_the_lines() -> None:
                 written += part
     os.close(ours)
     assert process.returncode == 0
+    if kind == "dumb":  # in less than a second, no line of progress
+        assert written == b"begins\r\nepoch 1/2\r\nafter it\r\n"
+        return
     assert re.search(r"█+ +step 1/4.*█+ +step 2/4", written.decode(), re.DOTALL)
     lines = [line.rpartition("\r")[2] for line in written.decode().split("\r\n")]
     assert lines == ["begins", "epoch 1/2", "after it", ""]  # the bar is gone

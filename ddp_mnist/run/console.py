@@ -20,8 +20,9 @@ class Console:
     """Prints lines and progress on stdout, if `verbose`: on one rank, and not with --quiet.
 
     On a terminal progress is a bar below the lines, elsewhere a line now and then: what goes to a
-    file or a pipe has no control characters. As a context manager it removes the bar at the end.
-    A line that cannot be written is an error if it `must_arrive`; a training goes on, silent.
+    file, a pipe or a dumb terminal has no control characters. As a context manager it removes the
+    bar at the end. A line that cannot be written is an error if it `must_arrive`; a training goes
+    on, silent.
     """
 
     def __init__(self, verbose: bool, *, must_arrive: bool = True) -> None:
@@ -47,7 +48,7 @@ class Console:
 
     def progress(self, done: float, line: str) -> None:
         """Show the share that is done, 0 to 1, with a line of 70 columns."""
-        if self.verbose and sys.stdout.isatty():
+        if self.verbose and draws(sys.stdout):
             self.verbose = write_stdout(lambda: self._draw(done, line), self.must_arrive)
         elif time.monotonic() - self._last >= SECONDS_BETWEEN:
             self.print(line)
@@ -61,6 +62,11 @@ class Console:
             )
         self._bar.n = done
         self._bar.set_description_str(line)
+
+
+def draws(stream: TextIO) -> bool:
+    """Return whether a stream is a terminal on which a bar can be drawn over and over."""
+    return stream.isatty() and os.environ.get("TERM") != "dumb"
 
 
 def as_json(content: Any, indent: int | None = None, ascii_only: bool = False) -> str:

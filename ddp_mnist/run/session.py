@@ -14,7 +14,7 @@ from ddp_mnist.data.batches import ImageData
 from ddp_mnist.errors import DivergedError
 from ddp_mnist.models import Normalised
 from ddp_mnist.run import checkpoint, summary, weights
-from ddp_mnist.run.console import Console, tell
+from ddp_mnist.run.console import Console, draws, tell
 from ddp_mnist.run.evaluation import Metrics
 from ddp_mnist.run.folder import MODEL, SUMMARY, RunFolder
 from ddp_mnist.run.profiling import StepProfiler
@@ -132,7 +132,7 @@ class Session:
                 f"nothing after step {checkpoint.step_of(saved[0])} is saved; to go on from there,"
                 f" add --resume {self.where} to the command"
             )
-        below_the_bar = "\n" if sys.stderr.isatty() else ""
+        below_the_bar = "\n" if draws(sys.stderr) else ""
         tell(f"{below_the_bar}ddp-mnist: interrupted twice: stopped at once, {rest} (code 130)")
 
     # --- After the last step
