@@ -1,12 +1,16 @@
 #!/bin/bash
-# Starts one part of a training on each host, over ssh, and ends with the code of the first part, in
-# the order of the hosts, that failed. Ctrl-C ends all parts.
+# Starts one part of a training on each host, over ssh, each line of output with its host in front.
 #
 #   bash deploy/ssh.sh host-a host-b                 # rank 0 is on host-a
 #   FOLDER=/srv/ddp_mnist ARGS="--epochs 5" bash deploy/ssh.sh 192.168.1.201 192.168.1.202
 #
-# Each host has the repository in FOLDER, with its .venv made. The first name or address has to be
-# one under which the other hosts reach the first. TARGET=doctor examines the hosts instead.
+# Each host has the repository in FOLDER, with its .venv made, and lets you in by a key. The first
+# name or address has to be one under which the other hosts reach the first. TARGET=doctor examines
+# the hosts instead.
+#
+# Ctrl-C is passed on to all parts, which save and end. When a part fails, the others have 10 s to
+# end by themselves before they get a Ctrl-C, and a minute more before they are cut off. The exit
+# code is 130 after Ctrl-C, else that of the part that failed first.
 
 set -u
 FOLDER=${FOLDER:-ddp_mnist}
@@ -20,23 +24,60 @@ if [ "$#" -lt 2 ]; then
     exit 2
 fi
 
-main=$1 rank=0 parts=()
-trap 'kill "${parts[@]}" 2>/dev/null' INT TERM EXIT
-for host in "$@"; do
-    # -tt: a terminal there, so that the part ends when its ssh does.
-    ssh -tt "$host" "cd $FOLDER && make --no-print-directory $TARGET MACHINE_RANK=$rank \
-MAIN_PROCESS_IP=$main NUM_MACHINES=$# MAIN_PROCESS_PORT=$PORT NPROC_PER_NODE=$PROCESSES \
-ARGS='$ARGS'" </dev/null &
+hosts=("$@") parts=() labels=()
+code=0 left=0 # the first failure, and how many seconds the parts have after it
+pipes=$(mktemp -d) || exit 1
+trap 'kill "${parts[@]}" 2>/dev/null; rm -r "$pipes"' EXIT
+trap 'code=130 left=60; press_ctrl_c' INT
+trap 'exit 143' TERM
+
+label() {
+    trap '' INT # the last lines come after it
+    while IFS= read -r line || [ -n "$line" ]; do
+        printf '%s: %s\n' "$1" "${line%$'\r'}" # a terminal ends lines with both
+    done
+}
+
+press_ctrl_c() {
+    local rank
+    for rank in "${!parts[@]}"; do
+        printf '\003' 1<>"$pipes/keys-$rank" # opened for both, it does not wait for a reader
+    done
+}
+
+for rank in "${!hosts[@]}"; do
+    host=${hosts[rank]}
+    mkfifo "$pipes/keys-$rank" "$pipes/screen-$rank"
+    label "$host" <"$pipes/screen-$rank" &
+    labels+=("$!")
+    # A terminal there (-tt) takes Ctrl-C, and the part ends when its ssh does; a dumb one has no
+    # progress bar, whose lines could not be labelled. Nobody could answer a question (BatchMode). A
+    # host that is down or is gone is given up after 10 s, or a minute.
+    TERM=dumb ssh -tt -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=20 \
+        -o LogLevel=ERROR "$host" "cd $FOLDER && make --no-print-directory $TARGET \
+MACHINE_RANK=$rank MAIN_PROCESS_IP=${1##*@} NUM_MACHINES=$# MAIN_PROCESS_PORT=$PORT \
+NPROC_PER_NODE=$PROCESSES ARGS='$ARGS'" <>"$pipes/keys-$rank" >"$pipes/screen-$rank" 2>&1 &
     parts+=("$!")
-    rank=$((rank + 1))
 done
 
-code=0
-for part in "${parts[@]}"; do
-    wait "$part"
-    ended=$?
-    if [ "$code" -eq 0 ]; then
-        code=$ended
-    fi
+running=("${!hosts[@]}")
+while [ "${#running[@]}" -gt 0 ]; do
+    sleep 1
+    for rank in "${running[@]}"; do
+        if kill -0 "${parts[rank]}" 2>/dev/null; then continue; fi
+        wait "${parts[rank]}"
+        ended=$?
+        unset "running[rank]"
+        if [ "$ended" -eq 0 ] || [ "$code" -ne 0 ]; then continue; fi
+        code=$ended left=70
+        if [ "$code" -eq 255 ]; then
+            echo "ssh.sh: ${hosts[rank]}: ssh ended with code 255; make \`ssh ${hosts[rank]} true\`" \
+                "work without a question (ssh-copy-id installs a key), then start again" >&2
+        fi
+    done
+    left=$((left - 1))
+    if [ "$left" -eq 60 ]; then press_ctrl_c; fi
+    if [ "$left" -eq 0 ]; then kill "${parts[@]}" 2>/dev/null; fi
 done
+wait "${labels[@]}"
 exit "$code"

@@ -116,7 +116,8 @@ Typed = Callable[..., Ended]  # the fixture that runs a command line in this pro
 class Started:
     """`python *arguments`, running; or, without a `program`, the arguments as they are.
 
-    Of `variables`, which come on top of ours, those that are None are not set.
+    Of `variables`, which come on top of ours, those that are None are not set. With a `terminal`,
+    of which this is the file number, a Ctrl-C that is typed there reaches the command.
     """
 
     def __init__(
@@ -125,11 +126,14 @@ class Started:
         folder: Path,
         variables: Mapping[str, str | None] | None = None,
         program: str | None = sys.executable,
+        terminal: int | None = None,
     ) -> None:
         env = {**os.environ, **(variables or {})}
+        command = [program, *arguments] if program else arguments
         self.process = subprocess.Popen(
-            [program, *arguments] if program else arguments,
+            ["setsid", "--ctty", *command] if terminal else command,
             cwd=folder,
+            stdin=terminal,
             env={name: value for name, value in env.items() if value is not None},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

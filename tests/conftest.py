@@ -34,8 +34,9 @@ os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # as the command line sets it
 
 LONGEST = (
     *("test_docs.py", "test_slurm.py", "test_copies.py", "test_launchers.py"),
-    *("test_gpu_standin.py", "test_networks.py", "test_own_images.py", "test_faults.py"),
-    *("test_report.py", "test_resume.py", "test_train.py", "test_predict.py", "test_api.py"),
+    *("test_gpu_standin.py", "test_networks.py", "test_ssh.py", "test_own_images.py"),
+    *("test_faults.py", "test_report.py", "test_resume.py", "test_train.py", "test_predict.py"),
+    "test_api.py",
 )
 
 

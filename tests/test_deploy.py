@@ -136,14 +136,3 @@ def test_the_image_has_what_an_install_needs() -> None:
     assert work == "/app"
     command = json.loads(next(line for line in lines if line.startswith("CMD"))[3:])
     assert command == ["python", "-m", "ddp_mnist", "doctor"]
-
-
-def test_ssh_ends_with_the_code_of_a_part_that_fails(tmp_path: Path) -> None:
-    """What it starts on each host is run by test_networks.py."""
-    failing = stand_in(tmp_path, ssh="#!/bin/sh\ncase $3 in *RANK=1*) exit 3;; esac\n")
-    script = str(DEPLOY / "ssh.sh")
-    command = ["bash", script, "host-a", "host-b"]
-    assert Started(command, tmp_path, failing, program=None).ended().code == 3
-    ended = Started(["bash", script, "host"], tmp_path, failing, program=None).ended()
-    assert ended.code == 2
-    assert ended.err.startswith("ssh.sh: give at least two hosts")

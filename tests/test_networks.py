@@ -1,7 +1,6 @@
 """Several hosts with networks of their own: the right interface is found, or the fault is named."""
 
 import os
-import shlex
 import shutil
 import sys
 import time
@@ -15,7 +14,7 @@ from ddp_mnist.cluster.launch import Launch
 from ddp_mnist.config import Distribution
 from ddp_mnist.run.folder import read_json
 from tests.chaos import newest_step, wait_until
-from tests.commands import MAKE, PROOF, REPOSITORY, Ended, Started, proof
+from tests.commands import MAKE, REPOSITORY, Ended, Started, proof
 from tests.hosts import Hosts, require_hosts
 from tests.training import check_equal
 
@@ -81,44 +80,6 @@ def test_two_hosts_train_as_one_process(
             assert ended.code == 0, ended.err
         assert "slow" not in network or hosts.dropped(0) > 50 < hosts.dropped(1)
     check_equal(tmp_path / "host0" / "run", alone, 2, num_machines=2)
-
-
-def test_ssh_trains_on_two_hosts_whose_own_name_is_loopback(alone: Path, tmp_path: Path) -> None:
-    """Separate networks, names, disks and caches, and no GLOO_SOCKET_IFNAME.
-
-    `ssh.sh` starts `make train-multinode` on each, by a stand-in for ssh.
-    """
-    disks = [tmp_path / f"host{index}" for index in range(2)]
-    script = ["#!/bin/sh", "case $2 in"]
-    with Hosts(2) as hosts:
-        for index, disk in enumerate(disks):
-            disk.mkdir()
-            there = shlex.join(hosts.command(index, "sh", "-c"))
-            own = f"export HOME={disk} DDP_MNIST_CACHE={disk}/cache"
-            script += [f'{hosts.address(index)}) {own}; exec {there} "$3" >{disk}/out;;']
-        ssh = tmp_path / "ssh"
-        ssh.write_text("\n".join([*script, "esac\n"]))
-        ssh.chmod(0o755)
-        variables = {
-            "PATH": os.pathsep.join([str(tmp_path), os.environ["PATH"]]),
-            "FOLDER": str(REPOSITORY),
-            "ARGS": f"{PROOF} $$HOME/run",
-            "PYTHON": sys.executable,
-            "VENV": "",
-            "MAIN_PROCESS_PORT": str(PORT),
-            "OMP_NUM_THREADS": "1",
-        }
-        command = ["bash", str(REPOSITORY / "deploy" / "ssh.sh"), *map(hosts.address, range(2))]
-        ended = Started(command, tmp_path, variables, program=None).ended(240)
-    assert (ended.code, ended.err) == (0, "")
-    run = disks[0] / "run"
-    assert (disks[1] / "out").read_text().splitlines()[1:] == [
-        f"joined     as rank 1 of 2; rank 0 on {hosts.names[0]} reports",
-        f"done       the result is on {hosts.names[0]}, in {run}",
-    ]
-    check_equal(run, alone, 2, num_machines=2)
-    assert not (disks[1] / "run").exists()  # only rank 0's machine has the run folder
-    assert (disks[1] / "cache").is_dir()
 
 
 # --- The doctor
