@@ -147,6 +147,7 @@ def test_each_precision_learns(precision: str, tmp_path: Path) -> None:
 def test_compiled_it_learns(tmp_path: Path) -> None:
     summary = summary_of(*DIGITS, "--compile", "--mixed-precision", "no", folder=tmp_path)
     assert summary["test_accuracy"] >= 0.975
+    assert summary["ranks"][0]["forward_ms"] > 0
 
 
 @on_a_gpu_alone
@@ -166,6 +167,7 @@ def test_torchrun_on_one_gpu(
     summary = summary_of(*arguments, folder=tmp_path)
     assert (summary["backend"], summary["world_size"]) == (backend, int(processes))
     assert summary["test_accuracy"] >= 0.975
+    assert all(0 < rank["forward_ms"] < 1000 for rank in summary["ranks"])  # by the GPU's events
 
 
 def test_a_cpu_config_uses_no_gpu(tmp_path: Path) -> None:

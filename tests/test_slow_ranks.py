@@ -7,11 +7,13 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import psutil
 import pytest
 import torch
 from torch import nn
@@ -19,7 +21,7 @@ from torch import nn
 from ddp_mnist.cluster import hardware
 from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.models import MLP
-from ddp_mnist.run import slow_ranks, summary
+from ddp_mnist.run import meter, slow_ranks, summary
 from ddp_mnist.run.folder import read_json
 from ddp_mnist.run.slow_ranks import GPU_SAMPLE, ForwardClock, SlowRanks
 from ddp_mnist.verify import watch
@@ -189,14 +191,19 @@ def test_a_slow_rank_is_named_on_the_console_in_the_metrics_and_in_the_summary(
 
 
 @contextlib.contextmanager
-def half_a_core() -> Iterator[Path]:
-    """Yield the file of a real control group, which takes in the process that is written to it."""
+def group_of(cores: float, period_ms: int = 100) -> Iterator[Path]:
+    """Yield the file of a real control group, which takes in the process that is written to it.
+
+    The process keeps the priority that it has outside.
+    """
     group = hardware.CGROUP / "cpu" / f"ddp_mnist-slow-{os.getpid()}"
     try:
         group.mkdir()
     except OSError as error:
         pytest.skip(f"cgroup v1 cannot be written here: {error}")
-    (group / "cpu.cfs_quota_us").write_text("50000")
+    (group / "cpu.shares").write_text(str(round(1024 / 1.25 ** os.nice(0))))
+    (group / "cpu.cfs_period_us").write_text(str(period_ms * 1000))
+    (group / "cpu.cfs_quota_us").write_text(str(round(cores * period_ms * 1000)))
     try:
         yield group / "cgroup.procs"
     finally:
@@ -213,3 +220,61 @@ def busy_core() -> Iterator[int]:
             yield core
         finally:
             other.kill()
+
+
+def confined(config: Any, place: Path | int | None) -> dict[str, Any]:
+    """Train, rank 1 in a control group or on one core; a rank is named after nine seconds."""
+
+    def begin(ranks: int) -> SlowRanks:
+        if place is not None and os.environ["RANK"] == "1":
+            if isinstance(place, Path):
+                place.write_text(str(os.getpid()))
+            else:
+                for thread in Path("/proc/self/task").iterdir():
+                    os.sched_setaffinity(int(thread.name), [place])
+        return SlowRanks(ranks)
+
+    with (
+        patch.object(meter, "SlowRanks", begin),
+        patch.object(slow_ranks, "WINDOW_S", 3.0),  # of many periods in which a group gets its time
+        patch.object(slow_ranks, "WINDOWS", 3),
+    ):
+        return watch.just_train(config)
+
+
+def named_in(run: Path, place: Path | int | None, **recipe: Any) -> set[int]:
+    """Return the ranks that a run of two processes names."""
+    given: dict[str, Any] = {"batch_size": 576, "val_size": 0, **recipe}
+    config = with_flags(watch.proof_config(run.name, **given), mixed_precision="no")
+    run_world(2, confined, config, place, folder=run.parent, timeout_s=240)
+    return {line["slow_rank"] for line in metrics(run, "slow_rank")}
+
+
+@pytest.mark.system
+def test_a_rank_with_a_twentieth_of_a_core_is_named(tmp_path: Path) -> None:
+    """Also beside other programs, which leave the other rank more than that."""
+    with group_of(0.05, period_ms=20) as group:
+        assert named_in(tmp_path / "run", group, epochs=8, batch_size=72, model="cnn") == {1}
+
+
+PLACES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "anywhere": contextlib.nullcontext,
+    "on a busy core": busy_core,
+    "half a core": lambda: group_of(0.5),
+}
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("where", PLACES)
+def test_of_ten_runs_each_names_the_slow_rank_and_no_other(
+    where: str, tmp_path: Path, record_property: Any
+) -> None:
+    """On two cores of which other programs take little; a forward pass takes 30 ms of one."""
+    if (busy := psutil.cpu_percent(2.0)) > 20:
+        pytest.skip(f"the cores are not free: {busy:.0f} % busy; run this test alone")
+    record_property("tried", 10)
+    with PLACES[where]() as place:
+        runs = [tmp_path / f"run-{number}" for number in range(10)]
+        found = [named_in(run, place, epochs=70, model="cnn_deep") for run in runs]
+    assert found == [set() if place is None else {1}] * 10

@@ -47,7 +47,7 @@ class ForwardClock:
         self._calls += 1
 
     def read(self) -> None:
-        """Add up what has been timed since; the GPU must have done it, or this waits."""
+        """Add up what has been timed since, at a sync point, which a GPU's events are behind."""
         for began, ended in zip(self._marks[::2], self._marks[1::2], strict=True):
             self.seconds += began.elapsed_time(ended) / 1e3 if self._gpu else ended - began
         self.passes += len(self._marks) // 2
