@@ -26,8 +26,9 @@ pytestmark = pytest.mark.system
 EXPORT, COMMAND = map(shlex.split, FENCE.body.splitlines())
 CAN_JOIN = dict([EXPORT[1].split("=")])  # the variable without which no machine joins later
 PATIENCE_S = 200  # for what takes some 5 s on a machine that does nothing else
-# A lost agent is noticed after 4 s and waited for 3 s more, not 15 and 30.
-HASTE = "keep_alive_interval=1,keep_alive_max_attempt=4,last_call_timeout=3"
+# A lost agent is noticed after 15 s, as always: one that starves beats late. It is waited for 5 s
+# more, not 30.
+HASTE = "keep_alive_interval=1,keep_alive_max_attempt=15,last_call_timeout=5"
 
 Start = Callable[..., Started]
 
