@@ -111,17 +111,19 @@ class Job:
     folder: Path  # in which it was submitted
     name: str
 
-    def shown(self) -> dict[str, str]:
-        """Return what SLURM says of it, as JobState; a busy controller has to be asked again."""
-        shown = dict[str, str]()
+    def ask(self, *command: str) -> str:
+        """Return what a command says of the job; a busy controller has to be asked again."""
+        ended = list[Ended]()
 
         def is_answered() -> bool:
-            ended = self.slurm.typed(self.folder, "scontrol", "show", "job", self.name)
-            shown.update(re.findall(r"(\w+)=(\S*)", ended.out))
-            return bool(shown)
+            ended.append(self.slurm.typed(self.folder, *command, self.name))
+            return ended[-1].code == 0
 
         wait_until(is_answered, every_s=1)
-        return shown
+        return ended[-1].out
+
+    def shown(self) -> dict[str, str]:
+        return dict(re.findall(r"(\w+)=(\S*)", self.ask("scontrol", "show", "job")))
 
     def becomes(self, **expected: str) -> None:
         """Wait until SLURM says this of it, for as long as a busy machine may need."""
@@ -129,10 +131,10 @@ class Job:
 
     def runs_out_of_time(self) -> None:
         """Send the script the signal of --signal=B:USR1@120."""
-        self.slurm.typed(self.folder, "scancel", "--batch", "--signal=USR1", self.name)
+        self.ask("scancel", "--batch", "--signal=USR1")
 
     def cancel(self) -> None:
-        self.slurm.typed(self.folder, "scancel", self.name)
+        self.ask("scancel")
         self.becomes(JobState="CANCELLED")
 
     @property
