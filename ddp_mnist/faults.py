@@ -81,7 +81,7 @@ def early_exit(store: Store, _: Build) -> dict[str, Any]:
 
     def rate(step: int, *rest: Any) -> float:
         if step + 1 >= EXIT_STEP and store.rank == store.world_size - 1:
-            store.get("never said")
+            store.broadcast_from_rank0("a word that is never said", bool)
         return learning_rate(step, *rest)
 
     return {"learning_rate": rate}

@@ -103,7 +103,9 @@ def test_the_store_is_read_twice_a_second_and_not_in_a_short_wait(clock: Clock) 
 def test_a_wait_ends_at_the_timeout(clock: Clock) -> None:
     accelerator = waiting(clock, timeout_s=20)
     assert 20 <= seconds_until(accelerator, clock, "^timed out: .* within 20 s$") <= 20.6
-    assert accelerator.store.exists("alive/0")  # it may be busy with its end when others look
+    assert (
+        accelerator.store.call("get", "alive") == b"0 "
+    )  # it may be busy with its end when others look
     waiting(clock, 19.0, timeout_s=20).wait_for_gpu()
 
 
@@ -139,7 +141,7 @@ def test_a_wait_that_an_abort_ended_is_no_result(clock: Clock) -> None:
     accelerator = waiting(clock, gpu_s=0.0)
     the_watchdog_saw("COMM_ERROR", accelerator)
     assert seconds_until(accelerator, clock, "is broken: COMM_ERROR$") < 0.1
-    assert accelerator.store.exists("alive/0")
+    assert accelerator.store.call("get", "alive") == b"0 "
 
 
 def test_a_wait_ends_when_another_rank_looks_for_the_dead(clock: Clock) -> None:
@@ -148,7 +150,7 @@ def test_a_wait_ends_when_another_rank_looks_for_the_dead(clock: Clock) -> None:
     found: list[list[int]] = []
     looks = threading.Thread(target=lambda: found.append(other.find_dead_ranks(0.3)))
     looks.start()
-    while not other.exists("alive/1"):
+    while not other.exists("alive"):
         time.sleep(0.001)
     seconds_until(accelerator, clock, "^another rank lost a connection$")
     looks.join()

@@ -18,11 +18,11 @@ import torch.distributed as dist
 
 from ddp_mnist.cluster import rendezvous
 from ddp_mnist.cluster.failures import first_cause, propagate_first_error
-from ddp_mnist.cluster.heartbeat import LONGEST_BEAT_S, Heartbeat
+from ddp_mnist.cluster.heartbeat import LONGEST_BEAT_S, Heartbeat, meeting_beat_s
 from ddp_mnist.cluster.launch import Launch, find_launch
 from ddp_mnist.cluster.local_world import LocalWorld, free_port, run_world
-from ddp_mnist.cluster.rendezvous import check_same, meet
-from ddp_mnist.cluster.store import Store, host_id, open_store
+from ddp_mnist.cluster.rendezvous import Seat, check_same, meet
+from ddp_mnist.cluster.store import Place, Store, host_id, name_of, open_store
 from ddp_mnist.config import Distribution
 from ddp_mnist.errors import DataError, FailedElsewhere, PeerError, UsageError
 from tests.chaos import wait_until
@@ -49,7 +49,7 @@ def meet_as(ranks: list[int], world_sizes: list[int], host: str = "127.0.0.1") -
     except Exception as error:
         return error, time.monotonic() - started
     store.close()
-    return store.hosts
+    return store.place
 
 
 def meetings(ranks: list[int], world_sizes: list[int], folder: Path) -> list[Any]:
@@ -62,13 +62,27 @@ def meetings(ranks: list[int], world_sizes: list[int], folder: Path) -> list[Any
 def test_processes_meet_and_know_where_each_runs(host: str, tmp_path: Path) -> None:
     if host == "::1" and not any(each.address == host for each in psutil.net_if_addrs()["lo"]):
         pytest.skip("no IPv6 here")
-    hosts = run_world(2, meet_as, [0, 1], [2, 2], host, folder=tmp_path)
-    assert hosts == [[host_id()] * 2] * 2
+    here, own = name_of(host_id()), "::1" if host == "::1" else "127.0.0.1"
+    places = run_world(2, meet_as, [0, 1], [2, 2], host, folder=tmp_path)
+    assert places == [Place(rank, 2, 1, here, own) for rank in range(2)]
+
+
+def test_each_rank_gets_a_place_on_its_machine_and_the_address_of_another() -> None:
+    where = [("a", "10.0.0.1"), ("b", None), ("a", None), ("c", "10.0.0.3"), ("b", "10.0.0.2")]
+    places = rendezvous._places([Seat("token", 5, *each) for each in where])
+    assert [each.index_here for each in places] == [0, 0, 1, 0, 1]
+    assert [each.ranks_here for each in places] == [2, 2, 2, 1, 2]
+    assert [each.address for each in places] == [address for _, address in where]
+    assert {(each.num_machines, each.main_host) for each in places} == {(3, "a")}
+    for (host, _), place in zip(where, places, strict=True):
+        assert (place.elsewhere == "10.0.0.1") == (host != "a")
+        assert place.elsewhere in {address for other, address in where if other != host}
 
 
 def test_a_process_on_its_own_meets_nobody() -> None:
     store = meet(Launch(), 1)
     assert (store.rank, store.world_size, store.hosts) == (0, 1, [host_id()])
+    assert store.place == Place(main_host=name_of(host_id()))
     assert store.broadcast_from_rank0("key", lambda: [1, "two"]) == [1, "two"]
     store.barrier("data")
     check_same(store, {"--seed": 0})
@@ -165,7 +179,7 @@ def wait_and_lose_rank_0() -> Any:
         store = open_store("", int(os.environ["MASTER_PORT"]), serve=True, timeout_s=5, who="")
         Path("started-0").touch()
         store.add("process/meetings", 1)
-        store.set("process/1/here/0", '["", 2, "elsewhere", null]')
+        store.set("process/1/open", "2")
         while not store.check(["process/1/here/1"]):
             time.sleep(0.01)
         os._exit(1)
@@ -234,14 +248,15 @@ def test_fault_36_a_rank_that_works_is_waited_for_and_one_that_dies_is_named(
 
 def test_a_thread_beats_until_its_rank_leaves() -> None:
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    hearts = [Heartbeat(store, rank, 2, timeout_s=0.4) for rank in range(2)]
-    zero, one = (Store(store, rank, 2, heartbeat=hearts[rank]) for rank in range(2))
+    zero, one = (Store(store, rank, 2, patience_s=0.4) for rank in range(2))
+    hearts = [Heartbeat(store, s.rank, 2, 0.4, when_silent=s.name_silent) for s in (zero, one)]
+    zero.heartbeat, one.heartbeat = hearts
     for heart in hearts:
         heart.start()
         heart.watch()
     keys = ["beat/0", "beat/1"]
-    wait_until(lambda: min(map(int, store.multi_get(keys))) > 2 * hearts[0].misses_allowed)
-    wait_until(lambda: [heart.silent for heart in hearts] == [[], []])  # a loaded machine's, too
+    wait_until(lambda: min(map(int, store.multi_get(keys))) > 2 * hearts[0].misses)
+    assert [heart.silent for heart in hearts] == [[], []]
     one.shutdown()
     with pytest.raises(
         PeerError, match=r"^lost contact with rank 1 of 2 \(no sign of life for 0.4 s"
@@ -254,10 +269,11 @@ def test_a_thread_beats_until_its_rank_leaves() -> None:
 
 def test_few_beats_and_time_to_name_the_lost_rank() -> None:
     for timeout_s in (0.4, 8, 60, 300, 3600):
-        heart = Heartbeat(dist.HashStore(), 0, 2, timeout_s)
-        silent_for = heart.misses_allowed * heart.every_s  # at the least
-        assert silent_for == pytest.approx(timeout_s)
-        assert 0.1 <= heart.every_s <= LONGEST_BEAT_S
+        heart = Heartbeat(dist.HashStore(), 0, 2, timeout_s, when_silent=print)
+        least_s, most_s = (n * heart.every_s for n in (heart.misses, heart.misses + 1))
+        assert 0.75 * timeout_s <= least_s < most_s <= timeout_s + 8
+        assert 0.04 <= heart.every_s <= LONGEST_BEAT_S
+        assert meeting_beat_s(timeout_s) <= 2
 
 
 # --- The store, which threads share
@@ -296,7 +312,7 @@ def test_each_rank_gets_what_rank_0_decides_and_what_all_have() -> None:
     results = each_of(3, lambda store: store.broadcast_from_rank0("run", decide))
     assert results == [{"notes": [1, None]}] * 3
     decide.assert_called_once_with()
-    results = each_of(3, lambda store: store.all_gather("key", [store.rank, None]))
+    results = each_of(3, lambda store: store.decide_for_all("all", [store.rank, None], list))
     assert results == [[[0, None], [1, None], [2, None]]] * 3
 
 
@@ -329,14 +345,14 @@ def test_all_wait_for_the_last_to_come_and_rank_0_leaves_last() -> None:
 def test_who_does_not_come_in_time_is_missed() -> None:
     zero, _ = stores(2)
     with pytest.raises(PeerError, match=r"^no word of key from another process within 0.1 s; see"):
-        zero.get("key", within_s=0.1)
+        zero.decide_for_all("key", 1, list, within_s=0.1)
 
 
 @pytest.mark.parametrize(
     "wait",
     [
-        lambda store: store.get("never"),
         lambda store: store.broadcast_from_rank0("never", int),
+        lambda store: store.decide_for_all("never", 1, list),
         lambda store: store.barrier("never"),
         lambda store: store.close(),
     ],
@@ -346,8 +362,9 @@ def test_waiting_ends_when_another_rank_fails(wait: Callable[[Store], Any]) -> N
 
     def fail() -> float:
         time.sleep(0.2)
+        began = time.monotonic()
         zero.report_failure("no data", 3)
-        return time.monotonic()
+        return began
 
     def wait_and_see() -> tuple[Any, float]:
         with pytest.raises(FailedElsewhere, match="no data") as raised:
@@ -403,7 +420,12 @@ def test_a_reported_failure_says_which_ranks_are_lost() -> None:
 
 
 def test_a_store_that_is_gone_is_rank_0_that_is_gone() -> None:
-    gone = Mock(**{f"{name}.side_effect": RuntimeError for name in ("set", "check", "compare_set")})
+    gone = Mock(
+        **{
+            f"{name}.side_effect": RuntimeError
+            for name in ("set", "check", "compare_set", "append", "add")
+        }
+    )
     store = Store(gone, 1, 3)
     assert store.find_dead_ranks(0.1) == [0]
     assert store.failure() is None
@@ -455,6 +477,7 @@ class Comes(NamedTuple):
     twice: bool = False
     host: str | None = None  # another than this machine
     pid: int = 0  # in a container
+    waits_s: float = 15
 
 
 def come(size: int, *places: Comes) -> Any:
@@ -475,12 +498,12 @@ def come(size: int, *places: Comes) -> Any:
         os.getpid = lambda: this.pid
     try:
         for _ in range(1 + this.twice):
-            store = meet(launch, 15)
-            tokens.append(store.all_gather("tokens", os.urandom(8).hex()))
+            store = meet(launch, this.waits_s)
+            tokens.append(store.decide_for_all("tokens", os.urandom(8).hex(), list))
             if this.dies_after_s:
                 time.sleep(60)
             store.close()
-    except UsageError as error:
+    except (UsageError, PeerError) as error:
         return error
     return tokens
 
@@ -533,15 +556,13 @@ def test_a_process_takes_the_place_of_a_dead_one_while_others_wait(
     assert len(set(met[0][0])) == 3
 
 
-def test_a_second_process_is_refused_while_the_first_one_of_its_rank_runs(
-    come_together: Callable[..., list[Any]],
-) -> None:
-    """After all have met, too: rank 0 and rank 1 are at work."""
+def test_a_second_process_of_a_rank_is_told_so(come_together: Callable[..., list[Any]]) -> None:
+    """After all have met it waits for the next meeting, as a restarted one has to."""
     works = [Comes(rank, dies_after_s=6) for rank in range(2)]
-    *_, second, zero = come_together(2, *works, Comes(1, 2), Comes(0, 2))
+    *_, second = come_together(2, *works, Comes(1, 2, waits_s=1))
     assert str(second).startswith("127.0.0.1:")
-    assert "another process came with rank 1 before this one; give each" in str(second)
-    assert "another process came with rank 0 before this one; give each" in str(zero)
+    assert "rank 0 did not come to meet this one within 1 s; start it" in str(second)
+    assert str(second).endswith("; all had met before: is there another rank 1?")
 
 
 def test_of_a_meeting_that_was_never_complete_the_dead_refuse_nobody(

@@ -25,7 +25,8 @@ from ddp_mnist.cluster.device import (
 from ddp_mnist.cluster.failures import A_GPU_EACH, as_expected
 from ddp_mnist.cluster.launch import Launch, find_launch
 from ddp_mnist.cluster.local_world import LocalWorld, run_world
-from ddp_mnist.cluster.store import Store
+from ddp_mnist.cluster.rendezvous import Seat, _places
+from ddp_mnist.cluster.store import Place, Store
 from ddp_mnist.cluster.world import (
     CRASHES_IN_DETAIL,
     choose_interface,
@@ -219,7 +220,9 @@ def test_set_threads(
     ],
 )
 def test_place_on_machine(launch: Launch, hosts: str, place: tuple[int, int]) -> None:
-    store = Store(dist.HashStore(), launch.rank, launch.world_size, hosts=list(hosts))
+    seats = [Seat("token", launch.world_size, host, None) for host in hosts]
+    place_of = _places(seats)[launch.rank]
+    store = Store(dist.HashStore(), launch.rank, launch.world_size, place=place_of)
     assert place_on_machine(launch, store) == place
 
 
@@ -263,7 +266,7 @@ def test_nccls_own_reason_is_given(
 
 
 def two_hosts(first: str | None, second: str | None) -> Store:
-    return Store(dist.HashStore(), 0, 2, hosts=["a", "b"], addresses=[first, second])
+    return Store(dist.HashStore(), 0, 2, place=Place(address=first, elsewhere=second))
 
 
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"

@@ -156,9 +156,9 @@ def place_on_machine(launch: Launch, store: Store) -> tuple[int, int]:
 
     Where two nodes are rehearsed on one machine, each launcher counts local ranks from 0.
     """
-    here = [rank for rank, host in enumerate(store.hosts) if host == store.hosts[store.rank]]
-    found = here.index(store.rank) if launch.local_rank is None else launch.local_rank
-    return found, len(here)
+    place = store.place
+    found = place.index_here if launch.local_rank is None else launch.local_rank
+    return found, place.ranks_here
 
 
 def set_threads(

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from ddp_mnist.cluster.store import Store
 from ddp_mnist.deadline import with_deadline
-from ddp_mnist.errors import DdpMnistError, FailedElsewhere, UsageError, reason
+from ddp_mnist.errors import DdpMnistError, FailedElsewhere, PeerError, UsageError, reason
 
 # gloo, NCCL and the store raise RuntimeErrors that differ in their texts alone.
 LOST_CONNECTION = ("connection", "timed out", "timeout", "socket", "broken pipe", "gloo", "nccl")
@@ -30,8 +30,10 @@ def first_cause(store: Store, error: BaseException) -> BaseException:
         return error
     message = str(error) or type(error).__name__
     failure = store.report_failure(message, getattr(error, "code", 1))
-    if failure:
+    if failure and failure["rank"] != store.rank:
         return FailedElsewhere(failure["message"], failure["code"])
+    if failure:  # this rank's heartbeat has said it
+        error = PeerError(failure["message"])
     if isinstance(error, DdpMnistError):
         error.agreed = True
     return error

@@ -1,21 +1,20 @@
 """Each rank shows that it lives, so that others wait for one that works, and not for a dead one."""
 
 import contextlib
-import json
-import math
 import threading
+from collections.abc import Callable
 
 import torch.distributed as dist
 
-# A lost rank is to be named within 10 s of --dist-timeout. That takes up to three beats, and ending
-# the run 2 s more. So a rank makes a call a second, where one that waits makes 40.
-LONGEST_BEAT_S = 2.0
-SILENT = "silent"  # the key under which rank 0 says which ranks have stopped beating
+# Who comes while the others still meet learns from two beats whether the one before it lives.
+MEETING_BEAT_S = 2.0
+# Later a rank makes two calls in this time, or in a fifth of --dist-timeout if that is shorter.
+LONGEST_BEAT_S = 30.0
 
 
-def beat_every_s(timeout_s: float) -> float:
-    """Return the seconds between two beats of a rank that is lost after `timeout_s` without one."""
-    return timeout_s / max(4, math.ceil(timeout_s / LONGEST_BEAT_S))
+def meeting_beat_s(timeout_s: float) -> float:
+    """Return the seconds between two beats until all have come."""
+    return min(MEETING_BEAT_S, timeout_s / 4)
 
 
 class Heartbeat:
@@ -30,21 +29,32 @@ class Heartbeat:
     are. What counts is beats missed, not time: a machine that slept as a whole lost nobody.
     """
 
-    def __init__(self, store: dist.Store, rank: int, world_size: int, timeout_s: float) -> None:
-        """Make the first beat, which must be there before another rank's thread starts."""
-        self.silent: list[int] = []  # the ranks that have not beaten for `timeout_s`, by now
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        world_size: int,
+        timeout_s: float,
+        when_silent: Callable[[list[int]], None],
+    ) -> None:
+        """Make the first beat, which must be there before another rank's thread looks.
+
+        `when_silent` is called once, in the thread, with the ranks that are lost.
+        """
+        self.silent: list[int] = []  # the ranks that have not beaten for about `timeout_s`
         self.timeout_s, self.rank = timeout_s, rank
-        self.every_s = beat_every_s(timeout_s)
-        self.misses_allowed = round(timeout_s / self.every_s)
+        self.every_s = min(LONGEST_BEAT_S, timeout_s / 5)
+        # From the last beat to its last miss it is at most a beat more: 8 s after the time-out for
+        # all others to end, at the latest.
+        self.misses = int((timeout_s + min(8.0, timeout_s / 5)) / self.every_s + 1e-9) - 1
         self._watched = [*range(1, world_size)] if rank == 0 else [0]
-        # A connection of its own: a call over a dead link would hold up the main thread's calls.
-        self._store = store.clone()
+        # A connection of its own: the main thread may wait on the other one.
+        self.store = store.clone()
+        self._when_silent = when_silent
         self._count = 0
         self._all_came, self._ended = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._beat()
-        if rank == 0:
-            self._store.set(SILENT, "[]")
 
     def start(self) -> None:
         """Begin to beat."""
@@ -57,28 +67,29 @@ class Heartbeat:
     def stop(self) -> None:
         """Return once the thread has ended; a connection that is dead may hold it a second."""
         self._ended.set()
-        if self._thread.is_alive():
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(1.0)
 
     def _beat(self) -> None:
         self._count += 1
-        self._store.set(f"beat/{self.rank}", str(self._count))
+        self.store.set(f"beat/{self.rank}", str(self._count))
 
     def _run(self) -> None:
         keys = [f"beat/{rank}" for rank in self._watched]
         before, missed = list[bytes](), dict.fromkeys(self._watched, 0)
         with contextlib.suppress(RuntimeError):  # the store is gone, as the next wait will notice
-            while not self._ended.wait(self.every_s):
+            while not self._ended.wait(self._pause_s()):
                 self._beat()
                 if not self._all_came.is_set():
                     continue
-                *beats, known = self._store.multi_get([*keys, SILENT])
+                beats = self.store.multi_get(keys)
                 for rank, now, then in zip(self._watched, beats, before or beats, strict=True):
-                    missed[rank] = missed[rank] + 1 if now == then else 0
+                    missed[rank] = missed[rank] + 1 if before and now == then else 0
                 before = beats
-                silent = [rank for rank in missed if missed[rank] > self.misses_allowed]
-                if self.rank == 0:
-                    self._store.set(SILENT, json.dumps(silent))
-                else:
-                    silent += [rank for rank in json.loads(known) if rank != self.rank]
-                self.silent = silent
+                self.silent = [rank for rank in missed if missed[rank] >= self.misses]
+                if self.silent:
+                    self._when_silent(self.silent)
+                    return
+
+    def _pause_s(self) -> float:
+        return self.every_s if self._all_came.is_set() else meeting_beat_s(self.timeout_s)

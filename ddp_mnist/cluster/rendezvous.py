@@ -3,17 +3,27 @@
 import json
 import time
 import uuid
+from collections import Counter
 from dataclasses import replace
+from hashlib import blake2b
 from textwrap import shorten
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from ddp_mnist.cluster.failures import first_cause
-from ddp_mnist.cluster.heartbeat import Heartbeat, beat_every_s
+from ddp_mnist.cluster.heartbeat import Heartbeat, meeting_beat_s
 from ddp_mnist.cluster.interfaces import address_towards, is_own
 from ddp_mnist.cluster.launch import Launch
-from ddp_mnist.cluster.store import GONE, POLL_S, Store, host_id, open_store
+from ddp_mnist.cluster.store import (
+    Place,
+    Store,
+    allow_open_files,
+    host_id,
+    name_of,
+    open_store,
+    poll,
+)
 from ddp_mnist.errors import DdpMnistError, PeerError, UsageError
 
 # What meets: its plural, and what its number is called.
@@ -22,7 +32,12 @@ WORDS = {"process": ("processes", "rank"), "machine": ("machines", "machine")}
 # The store outlives a meeting: a process may train twice, and a launcher start it again. So rank 0
 # numbers the meetings, and those who wait in an older one follow it into the new one.
 MEETINGS = "meetings"  # the key that counts them
-MET = "met"  # the key of a meeting under which rank 0 says who has come, by rank
+OPEN = "open"  # the key of a meeting under which rank 0 says that it has begun, and for how many
+MET, FIRST_WORD = "met", "word/0"  # what rank 0 says once it has told each rank its place
+MOVED = b"moved"  # stands there if rank 0 began another meeting before all had come
+CAME, ALL_CAME = "came/0", "all came/0"
+GRACE_S = 0.5  # for rank 0, which started a moment later, to name who is missing
+LATE_S = 5.0  # for one that came in the last moment, and for who names the missing
 
 
 class Seat(NamedTuple):
@@ -43,136 +58,200 @@ def meet(launch: Launch, timeout_s: float) -> Store:
     """
     rank, size = launch.rank, launch.world_size
     if size == 1 and not launch.agent_store:
-        return Store(dist.HashStore(), 0, 1, hosts=[host_id()])
+        here = host_id()
+        return Store(dist.HashStore(), 0, 1, hosts=[here], place=Place(main_host=name_of(here)))
     host, port = launch.main_host, launch.main_port
     assert host is not None and port is not None
     unit = "machine" if launch.launcher == "machine" else "process"
     serve, who = rank == 0 and not launch.agent_store, f"{WORDS[unit][1]} {rank} of {size}"
+    allow_open_files(size, serve)
     c10d = open_store(host, port, serve=serve, timeout_s=timeout_s, who=who)
     lobby = Store(dist.PrefixStore(unit, c10d), rank, size, launch.agent_store, timeout_s)
     seat = Seat(uuid.uuid4().hex, size, host_id(), address_towards(host, port))
-    store, number, deadline = None, 0, time.monotonic() + timeout_s
+    deadline, number = time.monotonic() + timeout_s, 0
     try:
         while True:
-            newest = lobby.call("add", MEETINGS, 0)
-            if rank == 0 and store is None:  # it opens the next one
-                newest += 1
-            if newest > number:
-                if store is not None and store.heartbeat:
-                    store.heartbeat.stop()
-                number, store = newest, _sit_down(lobby, newest, seat, f"{host}:{port}", unit)
-                if rank == 0:
-                    lobby.call("add", MEETINGS, 1)
-            if store is None and time.monotonic() > deadline:
-                raise PeerError(
-                    f"{host}:{port}: {WORDS[unit][1]} 0 did not come to meet this one within"
-                    f" {timeout_s:g} s; start it, or check that it uses this address"
-                )
-            if store is not None and _all_have_come(store, seat, launch, unit, deadline):
+            number = _next_meeting(lobby, number)
+            store = replace(lobby, c10d=dist.PrefixStore(str(number), lobby.c10d))
+            if _attend(store, number, seat, unit, f"{host}:{port}", deadline):
                 return store
-            time.sleep(POLL_S)
-    except BaseException as error:
-        if store is not None and store.heartbeat:  # else its seat would look taken
-            store.heartbeat.stop()
-        if not isinstance(error, RuntimeError):
-            raise
+    except RuntimeError as error:
         raise PeerError(
             f"{host}:{port}: rank 0, which serves this port, ended before all had come;"
             " see what it says, then start again"
         ) from error
 
 
-def _sit_down(lobby: Store, number: int, seat: Seat, where: str, unit: str) -> Store | None:
-    """Take this rank's seat in a meeting; return the store under its number, None if it is over.
-
-    Raise UsageError if a living process has the seat.
-    """
-    rank = lobby.rank
-    store = replace(lobby, c10d=dist.PrefixStore(str(number), lobby.c10d))
-    before = replace(lobby, c10d=dist.PrefixStore(str(number - 1), lobby.c10d))
-    dead = _left_by_the_dead(before if rank == 0 else store, where, unit)
-    if rank > 0 and (store.exists(MET) or store.failure() is not None):
-        return None
-    store.heartbeat = Heartbeat(store.c10d, rank, lobby.world_size, store.patience_s)
-    dead, mine = "" if rank == 0 else dead, json.dumps(seat)
-    while json.loads(store.call("compare_set", f"here/{rank}", dead, mine)) != list(seat):
-        dead = _left_by_the_dead(store, where, unit)  # another came at once
-    store.heartbeat.start()
-    return store
+def _next_meeting(lobby: Store, number: int) -> int:
+    """Return the number of the meeting after that one: rank 0 begins a new one."""
+    if lobby.rank > 0:
+        return max(number + 1, lobby.call("add", MEETINGS, 0))
+    number = lobby.call("add", MEETINGS, 1)
+    if number > 1:  # if all had met there, that is its first word already
+        lobby.call("compare_set", f"{number - 1}/{FIRST_WORD}", "", MOVED.decode())
+    return number
 
 
-def _left_by_the_dead(meeting: Store, where: str, unit: str) -> str:
-    """Return what is written at this rank's seat in a meeting; "" if nobody came there.
-
-    Raise UsageError if its process beats. That none does is known after two beats.
-    """
-    rank, last = meeting.rank, meeting.world_size - 1
-    if not meeting.exists(f"here/{rank}"):
-        return ""
-    written, beat = (meeting.call("get", f"{key}/{rank}") for key in ("here", "beat"))
-    deadline = time.monotonic() + 2 * beat_every_s(meeting.patience_s)
-    while time.monotonic() < deadline and not meeting.exists(f"{GONE}/{rank}"):
-        if meeting.call("get", f"beat/{rank}") != beat:
-            raise UsageError(
-                f"{where}: another {unit} came with rank {rank} before this one;"
-                f" give each {unit} a rank of its own, 0 to {last}"
-            )
-        time.sleep(POLL_S)
-    return written.decode()
-
-
-def _all_have_come(store: Store, seat: Seat, launch: Launch, unit: str, deadline: float) -> bool:
-    """Return whether the meeting is complete, which rank 0 says; the store knows the hosts then.
+def _attend(store: Store, number: int, seat: Seat, unit: str, where: str, deadline: float) -> bool:
+    """Return whether all, and this process among them, have met here; else another meeting follows.
 
     Raise as `meet` does, after this rank has told the others why it leaves.
     """
-    size, seats = store.world_size, [f"here/{rank}" for rank in range(store.world_size)]
+    if store.rank == 0:
+        store.set(OPEN, seat.size)
+    elif not store.wait(OPEN, deadline - time.monotonic()):
+        called = WORDS[unit][1]
+        again = (
+            f"; all had met before: is there another {called} {store.rank}?" if number > 1 else ""
+        )
+        raise PeerError(
+            f"{where}: {called} 0 did not come to meet this one within {store.patience_s:g} s;"
+            f" start it, or check that it uses this address{again}"
+        )
+    elif store.exists(FIRST_WORD):
+        return False
+    was_counted = _sit_down(store, seat, where, unit)
+    assert store.heartbeat
     try:
-        here = list[Seat]()
-        if store.rank == 0 and store.call("check", seats):
-            here = [Seat(*json.loads(each)) for each in store.call("multi_get", seats)]
-        elif store.rank > 0 and store.exists(MET):
-            here = [Seat(*each) for each in store.get(MET)]
-        # Rank 0's was there before the meeting had a number. It may be dead, and the others started
-        # anew by a launcher, which gives all the same size.
-        early = [] if store.served_by_launcher else [Seat(*store.get(seats[0]))]
-        for rank, other in enumerate(here or early):
-            if other.size != size:
-                raise UsageError(
-                    f"{launch.main_host}:{launch.main_port}: rank {store.rank} was given {size} as"
-                    f" the number of all, rank {rank} {other.size}; start every {unit} with the"
-                    " same number"
-                )
-        if seat in here:
-            if store.rank == 0:
-                store.set(MET, here)
-            store.hosts = [each.host for each in here]
-            store.addresses = [each.address for each in here]
-            assert store.heartbeat
-            store.heartbeat.watch()
-            return True
-        store.raise_if_failed()
-        if time.monotonic() > deadline:
-            raise _missing(store, launch, unit)
+        _refuse_other_size(store, seat, where, unit)
+        store.come(counts=not was_counted)
+        met = (_lead if store.rank == 0 else _follow)(store, seat, unit, where, deadline)
     except DdpMnistError as error:
         cause = first_cause(store, error)
-        store.lost = [rank for rank, key in enumerate(seats) if not store.exists(key)]
-        store.shutdown()
+        store.shutdown(came=store.call("add", CAME, 0))
         raise cause from None
-    return False
+    except BaseException:
+        store.heartbeat.stop()  # else its seat would look taken
+        raise
+    if met:
+        store.heartbeat.watch()
+    else:
+        store.heartbeat.stop()
+    return met
 
 
-def _missing(store: Store, launch: Launch, unit: str) -> PeerError:
-    """Return the error that names who has not come."""
+def _lead(store: Store, seat: Seat, unit: str, where: str, deadline: float) -> bool:
+    """Let rank 0 wait for all, and tell each its place."""
+    _wait_for(ALL_CAME, store, unit, where, deadline)
+    store.raise_if_failed()
+    ranks = range(seat.size)
+    seats = [
+        Seat(*json.loads(each)) for each in store.call("multi_get", [f"here/{r}" for r in ranks])
+    ]
+    for rank, other in enumerate(seats):
+        if other.size != seat.size:
+            raise _different_sizes(where, unit, (0, seat.size), (rank, other.size))
+    store.hosts = [each.host for each in seats]
+    places = _places(seats)
+    store.place = places[0]
+    told = [
+        json.dumps([*pair]) for pair in zip((each.token for each in seats), places, strict=True)
+    ]
+    store.call("multi_set", [f"place/{r}" for r in ranks], told)
+    store.broadcast_from_rank0(MET, bool)
+    return True
+
+
+def _follow(store: Store, seat: Seat, unit: str, where: str, deadline: float) -> bool:
+    """Let another rank wait for its place."""
+    _wait_for(FIRST_WORD, store, unit, where, deadline + GRACE_S)
+    word = store.call("get", FIRST_WORD)
+    if word == MOVED:
+        return False
+    store.hear(MET, word)
+    token, place = json.loads(store.call("get", f"place/{store.rank}"))
+    store.place = Place(*place)
+    return token == seat.token  # else this process took the place of a dead one too late
+
+
+def _places(seats: list[Seat]) -> list[Place]:
+    """Return the place of each rank."""
+    here, so_far = Counter(seat.host for seat in seats), Counter[str]()
+    first = dict[str, str]()  # address of each host; two are enough
+    for seat in seats:
+        if seat.address and len(first) < 2:
+            first.setdefault(seat.host, seat.address)
+    places = []
+    for seat in seats:
+        elsewhere = next((first[host] for host in first if host != seat.host), None)
+        index, main = so_far[seat.host], name_of(seats[0].host)
+        places.append(Place(index, here[seat.host], len(here), main, seat.address, elsewhere))
+        so_far[seat.host] += 1
+    return places
+
+
+def _sit_down(store: Store, seat: Seat, where: str, unit: str) -> bool:
+    """Take this rank's seat in a meeting; return whether it was that of a process that is dead.
+
+    Raise UsageError if a living process has the seat.
+    """
+    rank, mine, left = store.rank, json.dumps(seat), ""
+    while (taken := store.call("compare_set", f"here/{rank}", left, mine).decode()) != mine:
+        _refuse_if_alive(store, where, unit)
+        left = taken
+    store.heartbeat = Heartbeat(
+        store.c10d, rank, seat.size, store.patience_s, when_silent=store.name_silent
+    )
+    store.heartbeat.start()
+    return bool(left)
+
+
+def _refuse_other_size(store: Store, seat: Seat, where: str, unit: str) -> None:
+    """Raise UsageError if rank 0 was given another number of all."""
+    # Rank 0 may be dead, and the others started anew by a launcher, which knows how many they are.
+    if store.rank > 0 and not store.served_by_launcher:
+        size = json.loads(store.call("get", OPEN))
+        if size != seat.size:
+            raise _different_sizes(where, unit, (store.rank, seat.size), (0, size))
+
+
+def _refuse_if_alive(store: Store, where: str, unit: str) -> None:
+    """Raise UsageError if another process of this rank beats. That none does takes two beats."""
+    rank, key = store.rank, f"beat/{store.rank}"
+
+    def beat() -> bytes:
+        return store.call("get", key) if store.exists(key) else b""
+
+    before = beat()
+    if poll(lambda: beat() != before, 2 * meeting_beat_s(store.patience_s)):
+        raise UsageError(
+            f"{where}: another {unit} came with rank {rank} before this one;"
+            f" give each {unit} a rank of its own, 0 to {store.world_size - 1}"
+        )
+
+
+def _wait_for(key: str, store: Store, unit: str, where: str, deadline: float) -> None:
+    """Return once `key` is written; at the deadline raise the error that names who has not come.
+
+    Only the first to notice looks at each seat. If all are taken, the last has just come.
+    """
+    if store.wait(key, deadline - time.monotonic()):
+        return
+    first = store.call("compare_set", "first to notice", "", str(store.rank))
+    if first != b"%d" % store.rank and store.wait("failure", LATE_S):
+        store.raise_if_failed()
     size, (units, number) = store.world_size, WORDS[unit]
     missing = [rank for rank in range(size) if not store.exists(f"here/{rank}")]
-    foreign = store.rank == 0 and not is_own(str(launch.main_host))
+    if not missing and store.wait(key, LATE_S):
+        return
+    foreign = store.rank == 0 and not is_own(where.rpartition(":")[0])
     note = ", which is none of this machine's own" if foreign else ""
     absent = shorten(", ".join(map(str, missing)), 40, placeholder=" ...")
-    where, came = f"{launch.main_host}:{launch.main_port}", size - len(missing)
-    return PeerError(
-        f"{where}: {came} of {size} {units} came within {store.patience_s:g} s; missing: {number}"
-        f" {absent}; start them, or check that they use this address{note}"
+    lost = f"; missing: {number} {absent}" if missing else ", but one of them is lost"
+    raise PeerError(
+        f"{where}: {size - len(missing)} of {size} {units} came within {store.patience_s:g} s"
+        f"{lost}; start them, or check that they use this address{note}"
+    )
+
+
+def _different_sizes(
+    where: str, unit: str, here: tuple[int, int], there: tuple[int, int]
+) -> UsageError:
+    """Return the error that names two ranks that were given different numbers of all."""
+    (rank, size), (other, theirs) = here, there
+    return UsageError(
+        f"{where}: rank {rank} was given {size} as the number of all, rank {other} {theirs}; start"
+        f" every {unit} with the same number"
     )
 
 
@@ -180,14 +259,40 @@ def check_same(store: Store, facts: dict[str, Any], about: str = "facts") -> Non
     """Raise UsageError that names the first of the ranks' `facts` that differs.
 
     DDP compares the shapes of the parameters and nothing else. The keys are names that a person
-    knows; each comparison on a store needs another `about`.
+    knows. Each rank sends a digest; only if it is not rank 0's are the facts sent, too.
     """
-    everyone = store.all_gather(about, facts)
-    for key, value in everyone[0].items():
-        odd = [rank for rank, theirs in enumerate(everyone) if theirs.get(key) != value]
+    facts = json.loads(json.dumps(facts))  # as the others send theirs
+    mine, odd = digest(facts), list[int]()
+
+    def compare(digests: list[str]) -> str | None:
+        odd.extend(rank for rank, theirs in enumerate(digests) if theirs != mine)
+        return mine if odd else None
+
+    def explain() -> str:
+        keys = [f"{about}/{rank}" for rank in odd]
+        theirs = [json.loads(each) for each in store.call("multi_get", keys)]
+        return first_difference(facts, dict(zip(odd, theirs, strict=True)))
+
+    expected = store.decide_for_all(about, mine, compare)
+    if expected is None:
+        return
+    if mine != expected:
+        store.set(f"{about}/{store.rank}", facts)
+    raise UsageError(store.broadcast_from_rank0(f"{about} that differ", explain))
+
+
+def digest(facts: dict[str, Any]) -> str:
+    return blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def first_difference(ours: dict[str, Any], theirs: dict[int, dict[str, Any]]) -> str:
+    """Return the line that names the first of rank 0's facts that differs, and on which ranks."""
+    for key in ours | next(iter(theirs.values())):
+        odd = [rank for rank, facts in theirs.items() if facts.get(key) != ours.get(key)]
         if odd:
             others = shorten(", ".join(map(str, odd)), 40, placeholder=" ...")
-            raise UsageError(
-                f"{key}: rank 0 has {value}, rank {others} has {everyone[odd[0]].get(key)};"
+            return (
+                f"{key}: rank 0 has {ours.get(key)}, rank {others} has {theirs[odd[0]].get(key)};"
                 " start every process with the same flags, data and packages"
             )
+    raise AssertionError("digests differ, and facts do not")

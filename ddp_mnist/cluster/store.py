@@ -8,14 +8,16 @@ import contextlib
 import json
 import math
 import platform
+import resource
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from textwrap import shorten
+from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
@@ -24,10 +26,13 @@ from ddp_mnist.cluster.interfaces import why_port_is_taken
 from ddp_mnist.deadline import with_deadline
 from ddp_mnist.errors import FailedElsewhere, PeerError, UsageError, reason
 
-POLL_S = 0.05
+T = TypeVar("T")
 SERVED: dict[int, dist.TCPStore] = {}  # by port; DDP's reducer holds each to the end
-GONE = "gone"  # the keys under which each rank says that it has left
 LIVENESS = "liveness requested"  # the key for which every rank has to answer
+FAILED = b"failed"  # stands where a word, or the news that all have come, is not to come any more
+FIRST_POLL_S = 0.01  # each pause is twice as long as the one before it
+OWN_FILES = 64  # of a process, beside connections to others: some 25, and those of a data loader
+CANCEL_S = 5.0  # in which a wait that is over says so
 
 
 def host_id() -> str:
@@ -44,13 +49,33 @@ def host_id() -> str:
     return f"{platform.node()}/{boot}/{network}"
 
 
+def name_of(host: str) -> str:
+    """Return the machine's name, the first part of its `host_id`."""
+    return host.partition("/")[0]
+
+
+class Place(NamedTuple):
+    """The place of one rank among all."""
+
+    index_here: int = 0  # among the ranks of its machine
+    ranks_here: int = 1
+    num_machines: int = 1
+    main_host: str = ""  # rank 0's name
+    address: str | None = None  # of its machine, towards rank 0's
+    elsewhere: str | None = None  # the address of another machine
+
+
+NOWHERE = Place()
+
+
 @dataclass(eq=False)
 class Store:
     """The key-value store that all ranks share.
 
-    A key that holds a rank's value is written by that rank alone. Waiting is polling, so that it
-    ends at once when another rank reports its failure; for a rank that lives it may take as long as
-    that works. Calls raise RuntimeError when the store is gone or does not answer in time.
+    What it costs a rank does not depend on how many there are. Each gives rank 0 a value, rank 0
+    decides, and tells all in a word; words are numbered, and so are the times at which all come to
+    a place. A wait is one call, however long it takes, since a rank that fails writes FAILED where
+    the others wait. Calls raise RuntimeError when the store is gone or does not answer in time.
     """
 
     c10d: dist.Store
@@ -58,23 +83,32 @@ class Store:
     world_size: int
     served_by_launcher: bool = False  # and ends with it; else with rank 0
     patience_s: float = 60.0  # how long one call may take
-    hosts: list[str] = field(default_factory=list)  # per rank its `host_id`, once all have met
-    addresses: list[str | None] = field(default_factory=list)  # of their machines, towards rank 0's
+    hosts: list[str] = field(default_factory=list)  # on rank 0 each rank's `host_id`, once all met
+    place: Place = NOWHERE  # of this rank, once all have met
     lost: list[int] = field(default_factory=list)  # the ranks that are known to be dead
     unreachable = False  # nobody serves the store any more, or the link to it is dead
     heartbeat: Heartbeat | None = None  # from this rank's seat in the meeting on
     signalled: float | None = None  # time.monotonic() when a stop signal came to this process
+    words: int = 0  # of rank 0, that this rank has heard
+    told: dict[str, Any] = field(default_factory=dict)  # what they were, by name
+    comings: int = 0  # of all ranks to one place, in which this one took part
 
     def call(self, method: str, *args: Any) -> Any:
         """Call a method of torch's store, which over a dead link would wait for good."""
+        return self._within(self.patience_s, lambda: getattr(self.c10d, method)(*args))
+
+    def _within(self, seconds: float, function: Callable[[], T]) -> T:
         if self.unreachable:
             raise RuntimeError("the connection to the main address is gone")
         try:
-            return with_deadline(lambda: getattr(self.c10d, method)(*args), self.patience_s)
+            return with_deadline(function, seconds)
         except (RuntimeError, TimeoutError) as error:
             self.unreachable = True
             late = "timed out: " if isinstance(error, TimeoutError) else ""
             raise RuntimeError(f"{late}{error}") from None
+        except KeyboardInterrupt:  # the connection is still busy with what was interrupted
+            self.c10d = self.c10d.clone()
+            raise
 
     def set(self, key: str, value: Any) -> None:
         self.call("set", key, json.dumps(value))
@@ -82,70 +116,125 @@ class Store:
     def exists(self, key: str) -> bool:
         return self.call("check", [key])
 
-    def get(self, key: str, within_s: float = math.inf) -> Any:
-        """Return the value of `key` as soon as it is there.
-
-        Raise as `raise_if_failed` does, and PeerError after `within_s`.
-        """
-        self._wait(lambda: self.exists(key), f"no word of {key} from another process", within_s)
-        return json.loads(self.call("get", key))
-
-    def broadcast_from_rank0(self, key: str, decide: Callable[[], Any]) -> Any:
-        """Return on every rank what `decide` returns on rank 0, however long it takes."""
-        if self.rank == 0:
-            self.set(key, decide())
-        return self.get(key)
-
-    def all_gather(self, key: str, mine: Any, within_s: float = math.inf) -> list[Any]:
-        """Return each rank's value, by rank, on every rank; raise as `get` does."""
-        self.set(f"{key}/{self.rank}", mine)
-        keys = [f"{key}/{rank}" for rank in range(self.world_size)]
-        return self.broadcast_from_rank0(key, lambda: [self.get(k, within_s) for k in keys])
-
-    def barrier(self, key: str) -> None:
-        """Return once every rank has come here; raise as `raise_if_failed` does."""
-        self.call("add", key, 1)
-        self._wait(lambda: self.call("add", key, 0) >= self.world_size)
-
-    def _wait(
-        self, is_there: Callable[[], bool], missing: str = "", within_s: float = math.inf
-    ) -> None:
+    def wait(self, key: str, within_s: float = math.inf) -> bool:
+        """Return whether `key` was written within that time: one call, unless it takes minutes."""
         deadline = time.monotonic() + within_s
-        while not is_there():
+        while True:
+            seconds = max(0.1, min(self.patience_s / 2, deadline - time.monotonic()))
+
+            def is_there(seconds: float = seconds) -> bool:
+                with contextlib.suppress(dist.DistStoreError):  # it was not written
+                    self.c10d.wait([key], timedelta(seconds=seconds))
+                    return True
+                return False
+
+            if self._within(seconds + CANCEL_S, is_there):
+                return True
+            if time.monotonic() >= deadline:
+                return False
+
+    def broadcast_from_rank0(self, name: str, decide: Callable[[], Any]) -> Any:
+        """Return on every rank what `decide` returns on rank 0, however long it takes.
+
+        Raise as `raise_if_failed` does.
+        """
+        key = f"word/{self.words}"
+        if self.rank == 0:
+            word = json.dumps([name, decide()])
+            heard = self.call("compare_set", key, "", word) if self.world_size > 1 else word
+        else:
+            self.wait(key)
+            heard = self.call("get", key)
+        return self.hear(name, heard)
+
+    def hear(self, name: str, heard: bytes | str) -> Any:
+        """Return the value of rank 0's next word; raise as `raise_if_failed` does."""
+        self._raise_if(heard)
+        said, self.told[name] = json.loads(heard)
+        assert said == name, f"rank {self.rank} is at {name!r}, rank 0 at {said!r}"
+        self.words += 1
+        return self.told[name]
+
+    def decide_for_all(
+        self,
+        name: str,
+        mine: Any,
+        decide: Callable[[list[Any]], Any],
+        within_s: float = math.inf,
+    ) -> Any:
+        """Return on every rank what `decide` makes on rank 0 of each rank's value, by rank.
+
+        Raise as `raise_if_failed` does; PeerError if not all values are there `within_s`.
+        """
+        place = f"{name}/{self.comings}"
+        self.set(f"{place}/{self.rank}", mine)
+        self.come()
+
+        def gather() -> Any:
+            self._wait_for_all(name, within_s)
+            keys = [f"{place}/{rank}" for rank in range(self.world_size)]
+            return decide([json.loads(value) for value in self.call("multi_get", keys)])
+
+        return self.broadcast_from_rank0(name, gather)
+
+    def barrier(self, name: str) -> None:
+        """Return once every rank has come here; raise as `raise_if_failed` does."""
+        self.come()
+        self._wait_for_all(name)
+
+    def come(self, counts: bool = True) -> None:
+        """Say that this rank is here, unless it was said; the last to come says that all are."""
+        if counts and self.call("add", f"came/{self.comings}", 1) == self.world_size:
+            self.call("compare_set", f"all came/{self.comings}", "", "yes")
+        self.comings += 1
+
+    def _wait_for_all(self, name: str, within_s: float = math.inf) -> None:
+        """Wait until every rank is where this one came last."""
+        key = f"all came/{self.comings - 1}"
+        if not self.wait(key, within_s):
+            raise PeerError(
+                f"no word of {name} from another process within {within_s:g} s; see what the others"
+                " say, then start again"
+            )
+        self._raise_if(self.call("get", key))
+
+    def _raise_if(self, heard: bytes | str) -> None:
+        """Raise as `raise_if_failed` does if FAILED was heard."""
+        if heard == FAILED:
             self.raise_if_failed()
-            if time.monotonic() > deadline:
-                raise PeerError(
-                    f"{missing} within {within_s:g} s; see what the others say, then start again"
-                )
-            time.sleep(POLL_S)
+            raise PeerError("this process has failed; see what it said before, then start again")
+
+    def end_waits(self) -> None:
+        """Write FAILED where others may wait now: for rank 0's next word, and for all to come."""
+        for key, number in (("word", self.words), ("all came", max(0, self.comings - 1))):
+            while self.call("compare_set", f"{key}/{number}", "", FAILED.decode()) != FAILED:
+                number += 1
 
     def close(self) -> None:
         """Return once every rank has come to its end; the one that serves the store leaves last."""
         self.barrier("end")
         self.shutdown()
 
-    def shutdown(self, patience_s: float = 5) -> None:
-        """Leave the store: rank 0, which may serve it, once the others have left or are lost."""
+    def shutdown(self, patience_s: float = 5, came: int | None = None) -> None:
+        """Leave the store: rank 0, which may serve it, when all who `came` left or are lost."""
         if self.heartbeat:
             self.heartbeat.stop()
         with contextlib.suppress(RuntimeError):  # the store is gone: nobody needs rank 0
-            self.set(f"{GONE}/{self.rank}", True)
-            others = set(range(self.world_size)) - set(self.lost)
-            deadline = time.monotonic() + patience_s
-            while self.rank == 0 and time.monotonic() < deadline:
-                if self.call("check", [f"{GONE}/{rank}" for rank in others]):
-                    return
-                time.sleep(POLL_S / 10)
+            self.call("add", "left", 1)
+            leaving = (came or self.world_size) - len(self.lost)
+            if self.rank == 0:
+                poll(lambda: self.call("add", "left", 0) >= leaving, patience_s)
 
     def report_failure(self, message: str, code: int) -> dict[str, Any] | None:
         """Record this rank's error as the run's. Return None, or the one that came before it."""
         mine = {"rank": self.rank, "message": message, "code": code, "lost": self.lost}
         try:
             first = json.loads(self.call("compare_set", "failure", "", json.dumps(mine)))
+            self.end_waits()
         except RuntimeError:  # rank 0 served the store and is dead
             return None
         self.lost = first["lost"]
-        return None if first["rank"] == self.rank else first
+        return None if first == mine else first
 
     def failure(self) -> dict[str, Any] | None:
         """Return the failure reported first: rank, message, code, lost. None if there is none."""
@@ -159,12 +248,23 @@ class Store:
         if failure and failure["rank"] != self.rank:
             raise FailedElsewhere(failure["message"], failure["code"])
         if self.heartbeat and (silent := self.heartbeat.silent):
-            self.lost = silent
-            raise self.lost_contact(silent, f"no sign of life for {self.heartbeat.timeout_s:g} s")
+            raise self._no_sign_of(silent)
+
+    def name_silent(self, ranks: list[int]) -> None:
+        """Report that these ranks have died in silence; called in the heartbeat's thread."""
+        assert self.heartbeat
+        self.lost = ranks
+        error = self._no_sign_of(ranks)
+        # The main thread may wait on the other connection.
+        replace(self, c10d=self.heartbeat.store).report_failure(str(error), error.code)
+
+    def _no_sign_of(self, ranks: list[int]) -> PeerError:
+        return self.lost_contact(ranks, f"no sign of life for {self.patience_s:g} s")
 
     def lost_contact(self, lost: list[int], why: str, more: str = "") -> PeerError:
         """Return the error that names the lost ranks; `more` follows its advice."""
-        who = f"rank {', '.join(map(str, lost))}" if lost else "another rank"
+        who = f"rank {shorten(', '.join(map(str, lost)), 40, placeholder=' ...')}"
+        who = who if lost else "another rank"
         if self.unreachable and self.served_by_launcher:
             who = "the launcher and a rank"
         return PeerError(
@@ -176,27 +276,57 @@ class Store:
         """Request an answer from every rank, and answer for this one."""
         with contextlib.suppress(RuntimeError):
             self.set(LIVENESS, True)
-            self.set(f"alive/{self.rank}", True)
+            self.call("append", "alive", f"{self.rank} ")
 
     def find_dead_ranks(self, patience_s: float = 1.5) -> list[int]:
         """Return the ranks that do not answer after a connection broke.
 
-        Every survivor has to call this at about the same time. A failure that a rank reports ends
-        the search: it says which ranks are lost.
+        Every survivor has to call this at about the same time; the first of them searches for all.
+        A failure that a rank reports ends the search: it says which ranks are lost.
         """
         self.patience_s = min(self.patience_s, 3.0)  # the time-out has passed already
         self.request_liveness()
-        deadline = time.monotonic() + patience_s
-        while time.monotonic() < deadline and not self.unreachable:
-            if failure := self.failure():
-                return failure["lost"]
-            time.sleep(POLL_S)
         try:
-            ranks = range(self.world_size)
-            self.lost = [rank for rank in ranks if not self.exists(f"alive/{rank}")]
+            if self.call("compare_set", "searches", "", str(self.rank)) == b"%d" % self.rank:
+                poll(lambda: self.exists("failure"), patience_s)
+                failed, answered = self.failure(), set(self.call("get", "alive").split())
+                dead = [r for r in range(self.world_size) if b"%d" % r not in answered]
+                self.set("dead", failed["lost"] if failed else dead)
+            poll(lambda: self.exists("dead"), patience_s + 1)
+            self.lost = json.loads(self.call("get", "dead")) if self.exists("dead") else []
         except RuntimeError:
             self.lost = [] if self.served_by_launcher else [0]
         return self.lost
+
+
+def poll(is_so: Callable[[], bool], within_s: float) -> bool:
+    """Return whether it becomes so within that time; look less and less often."""
+    deadline, pause_s = time.monotonic() + within_s, FIRST_POLL_S
+    while not is_so():
+        left = deadline - time.monotonic()
+        if left <= 0:
+            return False
+        time.sleep(min(pause_s, left))
+        pause_s *= 2
+    return True
+
+
+def allow_open_files(world_size: int, serve: bool) -> None:
+    """Raise this process's limit of open files, which sockets are, to what so many ranks need.
+
+    Raise UsageError if the system does not allow as many. gloo has a connection to each other rank;
+    the store, where this process serves it, has two with each.
+    """
+    needed = (3 if serve else 1) * world_size + OWN_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise UsageError(
+            f"ulimit -n: is at most {hard} here, and this process of {world_size} needs"
+            f" {needed:,} open files; raise the hard limit (LimitNOFILE of a systemd service,"
+            " /etc/security/limits.conf)"
+        )
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def open_store(host: str, port: int, *, serve: bool, timeout_s: float, who: str) -> dist.TCPStore:

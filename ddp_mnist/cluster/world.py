@@ -154,7 +154,7 @@ def join_world(
                     f" {accelerator.num_processes}, so each process would train alone;"
                     f" use a config from {CONFIGS}, which ddp-mnist configs writes"
                 )
-            machines = launch.num_machines or len(set(store.hosts))
+            machines = launch.num_machines or store.place.num_machines
             place = local_rank, threads, started
             yield World(accelerator, store, backend, precision, machines, *place, compiler, options)
             store.close()
@@ -238,11 +238,9 @@ def choose_interface(launch: Launch, store: Store) -> None:
     """
     if not (launch.main_host and launch.main_port):
         return
-    towards, own = launch.main_host, store.addresses[store.rank]
+    towards, own = launch.main_host, store.place.address
     if own is None or is_loopback(own):
-        others = zip(store.hosts, store.addresses, strict=True)
-        elsewhere = (a for host, a in others if host != store.hosts[store.rank] and a)
-        towards = next(elsewhere, towards)
+        towards = store.place.elsewhere or towards
     interface = interface_towards(towards, launch.main_port)
     if interface is None:
         return

@@ -20,10 +20,13 @@ COLLECTIVES = (
 )
 
 
-def payload(rank: int, device: torch.device, parts: int = 1) -> Tensor:
-    """Return what `rank` contributes: float32 [parts, LENGTH], different on each rank."""
-    numbers = torch.arange(parts * LENGTH, device=device).view(parts, LENGTH)
-    return ((numbers + 31 * rank) % 2**13).float()
+def payload(rank: int, device: torch.device, parts: int = 1, first: int = 0) -> Tensor:
+    """Return what `rank` contributes: float32 [parts, LENGTH], different on each rank.
+
+    The `first` part may be another than 0: all parts would be 4 MB for each of 1,000 ranks.
+    """
+    numbers = torch.arange(first * LENGTH, (first + parts) * LENGTH, device=device)
+    return ((numbers.view(parts, LENGTH) + 31 * rank) % 2**13).float()
 
 
 def run(name: str, rank: int, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -53,7 +56,7 @@ def run(name: str, rank: int, size: int, device: torch.device) -> tuple[Tensor, 
         case "scatter":
             dist.scatter(rows[0], list(everyone.split(1)) if rank == 0 else None, src=0)
             return rows[0][0], everyone[rank]
-    to_this_rank = [payload(other, device, size)[rank] for other in range(size)]
+    to_this_rank = [payload(other, device, 1, rank)[0] for other in range(size)]
     if name == "all-to-all":
         received = torch.zeros_like(parts)
         dist.all_to_all_single(received, parts)

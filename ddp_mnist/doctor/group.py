@@ -1,13 +1,14 @@
 """Checks of processes that have connected, on one machine or on many.
 
-Every rank checks; what each found goes to all over the store, so all agree on what is wrong. Speeds
-are each rank's own: rank 0's are printed and saved.
+Every rank checks, and gives rank 0 what it found, over the store; rank 0 judges, and tells all, so
+all agree on what is wrong. Speeds are each rank's own: rank 0's are printed and saved.
 """
 
+import functools
 import os
 import statistics
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import nn
 from ddp_mnist import train
 from ddp_mnist.cluster import hardware
 from ddp_mnist.cluster.signals import listen
+from ddp_mnist.cluster.store import name_of
 from ddp_mnist.cluster.world import World
 from ddp_mnist.config import Recipe, ResolvedConfig, Run, resolve_recipe
 from ddp_mnist.data import cache
@@ -40,33 +42,39 @@ SLOW = 1.5  # times the median rank's seconds
 EPOCHS = 5  # of the digits: 75 steps
 LEAST_ACCURACY = 0.8  # after them; a net that guesses has 0.1
 VERIFY = "do not train here; run ddp-mnist verify on each machine"
+BROKEN = "see what the other ranks say; for NCCL, start again with NCCL_DEBUG=INFO"
 BAD_MACHINE = "repeat on fewer machines to find the bad one (memory, network card, driver, library)"
 
 
 class Group:
-    """The processes that have connected, and what they tell each other."""
+    """The processes that have connected, and what they tell rank 0."""
 
     def __init__(self, world: World, options: Doctor) -> None:
         self.world, self.store, self.options = world, world.store, options
         self.rank, self.size = world.store.rank, world.accelerator.num_processes
-        self.device, hosts = world.accelerator.device, self.store.hosts
-        self.is_first_here = hosts.index(hosts[self.rank]) == self.rank
-        self.exchanges = 0
+        self.device = world.accelerator.device
+        self.is_first_here = world.store.place.index_here == 0
+        self.barriers = 0
         self.busy = ""  # what is added to a speed; see `load`
 
-    def gather(self, mine: Any) -> list[Any]:
-        """Return what each rank gave here, by rank, on every rank. JSON's types only."""
-        self.exchanges += 1
-        # A machine that hangs fails here, although it lives.
-        within_s = self.store.patience_s
-        return self.store.all_gather(f"doctor/{self.exchanges}", mine, within_s)
+    def judge(
+        self, name: str, mine: Any, judge: Callable[[list[Any]], Iterable[CheckResult]]
+    ) -> list[CheckResult]:
+        """Return on every rank what rank 0 finds in each rank's value, by rank. JSON's types only.
 
-    def gather_results(self, mine: Iterable[CheckResult]) -> list[list[CheckResult]]:
-        found = self.gather([asdict(result) for result in mine])
-        return [[CheckResult(**each) for each in theirs] for theirs in found]
+        A machine that hangs fails here, although it lives.
+        """
+
+        def decide(everyone: list[Any]) -> list[dict[str, Any]]:
+            return [asdict(result) for result in judge(everyone)]
+
+        within_s = self.store.patience_s
+        found = self.store.decide_for_all(f"doctor's {name}", mine, decide, within_s)
+        return [CheckResult(**each) for each in found]
 
     def host(self, rank: int) -> str:
-        return self.store.hosts[rank].partition("/")[0]
+        """Return the name of a rank's machine, which rank 0 knows."""
+        return name_of(self.store.hosts[rank])
 
     def who(self, ranks: list[int]) -> str:
         """Return e.g. `rank 1 (host-b), 3 (host-c)`; eight at most."""
@@ -99,22 +107,26 @@ def check_group(
 
 def machines_alone(group: Group) -> Iterator[CheckResult]:
     """Check each machine by its first rank: what is wrong has a line, the rest is counted."""
-    mine: list[CheckResult] = []
+    mine = list[dict[str, Any]]()
     if group.is_first_here:
-        processes = group.store.hosts.count(group.store.hosts[group.rank])
-        mine = list(check_machine(replace(group.options, processes=processes)))
-    for rank, results in enumerate(group.gather_results(mine)):
-        host = group.host(rank)
-        wrong = [replace(r, text=f"{host}: {r.text}") for r in results if r.status != PASS]
-        yield from wrong
-        if results:
-            well = len(results) - len(wrong)
-            yield passed("machine", f"{host}: {well} of {count(len(results), 'check')} passed")
+        options = replace(group.options, processes=group.store.place.ranks_here)
+        mine = [asdict(result) for result in check_machine(options)]
+
+    def judge(everyone: list[Any]) -> Iterator[CheckResult]:
+        for rank, theirs in enumerate(everyone):
+            results, host = [CheckResult(**each) for each in theirs], group.host(rank)
+            wrong = [replace(r, text=f"{host}: {r.text}") for r in results if r.status != PASS]
+            yield from wrong
+            if results:
+                well = len(results) - len(wrong)
+                yield passed("machine", f"{host}: {well} of {count(len(results), 'check')} passed")
+
+    yield from group.judge("machines", mine, judge)
 
 
 def same_everywhere(group: Group) -> Iterator[CheckResult]:
     """Check versions, code and data: DDP would train on in silence where they differ."""
-    dataset, all_equal = group.options.dataset, True
+    dataset = group.options.dataset
     images = cache.cached(dataset, group.options.cache_dir)
     # An interface's name may differ.
     names = [name for name in sorted(os.environ) if name.startswith(("NCCL_", "GLOO_"))]
@@ -129,8 +141,13 @@ def same_everywhere(group: Group) -> Iterator[CheckResult]:
         mine["CUDA"] = str(torch.version.cuda)
         mine["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
         mine["GPU"] = torch.cuda.get_device_name(group.device)
-    everyone = group.gather(mine)
-    for what in mine:
+    yield from group.judge("versions", mine, functools.partial(differences, group))
+
+
+def differences(group: Group, everyone: list[dict[str, str]]) -> Iterator[CheckResult]:
+    """Yield what differs between the ranks, and who has what."""
+    all_equal = True
+    for what in everyone[0]:
         values = [theirs.get(what) for theirs in everyone]
         first = next((value for value in values if value != NOT_CACHED), NOT_CACHED)
         odd = [rank for rank, value in enumerate(values) if value not in (first, NOT_CACHED)]
@@ -149,22 +166,33 @@ def same_everywhere(group: Group) -> Iterator[CheckResult]:
 
 
 def right_results(group: Group) -> Iterator[CheckResult]:
-    """Check every collective's result, on every rank."""
+    """Check every collective's result, on every rank; stop at the first that fails on one."""
     all_right = True
     for name in (*collectives.COLLECTIVES, "barrier"):
         try:
-            right = is_right(group, name)
+            mine = [is_right(group, name), ""]
         except RuntimeError as error:
-            fix = "see what the other ranks say; for NCCL, start again with NCCL_DEBUG=INFO"
-            yield failed(name, f"fails on {group.who([group.rank])}: {reason(error)}", fix)
+            mine = [False, reason(error)]
+        wrong = group.judge(name, mine, functools.partial(wrong_results, group, name))
+        yield from wrong
+        if any(result.fix == BROKEN for result in wrong):
             return
-        if wrong := [rank for rank, theirs in enumerate(group.gather(right)) if not theirs]:
-            all_right = False
-            text = f"wrong result on {group.who(wrong)}"
-            yield failed(name, text, f"do not train here; {BAD_MACHINE}")
+        all_right = all_right and not wrong
     if all_right:
         names = ", ".join(collectives.COLLECTIVES)
         yield passed("collectives", f"right on every rank: {names}, barrier")
+
+
+def wrong_results(group: Group, name: str, everyone: list[Any]) -> Iterator[CheckResult]:
+    """Yield on which ranks a collective fails, or else gives a wrong result."""
+    broken = [rank for rank, (_, why) in enumerate(everyone) if why]
+    wrong = [rank for rank, (right, _) in enumerate(everyone) if not right]
+    if broken:
+        why = everyone[broken[0]][1]
+        yield failed(name, f"fails on {group.who(broken)}: {why}", BROKEN)
+    elif wrong:
+        text = f"wrong result on {group.who(wrong)}"
+        yield failed(name, text, f"do not train here; {BAD_MACHINE}")
 
 
 def is_right(group: Group, name: str) -> bool:
@@ -173,8 +201,8 @@ def is_right(group: Group, name: str) -> bool:
         received, expected = collectives.run(name, group.rank, group.size, group.device)
         group.world.wait_for_gpu()  # a comparison alone would wait for a lost peer for good
         return torch.equal(received, expected)
-    group.exchanges += 1
-    key = f"doctor/entered/{group.exchanges}"
+    group.barriers += 1
+    key = f"doctor/entered/{group.barriers}"
     if group.rank == group.size - 1:
         time.sleep(LATE_S)
         group.store.set(key, True)
@@ -185,18 +213,23 @@ def is_right(group: Group, name: str) -> bool:
 
 def load(group: Group) -> Iterator[CheckResult]:
     """Check what other programs hold of each machine, while all ranks wait: speeds come later."""
-    loads = group.gather(hardware.load() if group.is_first_here else None)
-    measured = {rank: each for rank, each in enumerate(loads) if each}
-    for rank, (held, cores, programs) in measured.items():
-        if held > BUSY * cores:
-            group.busy = ", on a busy machine"
-            names = f" ({', '.join(programs)})" if programs else ""
-            text = f"other programs hold {held:.1f} of {count(cores, 'core')}{names}"
-            fix = "end them, or wait, and check again: the speeds are too low beside them"
-            yield warned(LOAD, f"{group.host(rank)}: {text}", fix)
-    if not group.busy:
+
+    def judge(loads: list[Any]) -> Iterator[CheckResult]:
+        measured = {rank: each for rank, each in enumerate(loads) if each}
+        for rank, (held, cores, programs) in measured.items():
+            if held > BUSY * cores:
+                names = f" ({', '.join(programs)})" if programs else ""
+                text = f"other programs hold {held:.1f} of {count(cores, 'core')}{names}"
+                fix = "end them, or wait, and check again: the speeds are too low beside them"
+                yield warned(LOAD, f"{group.host(rank)}: {text}", fix)
         most = max(held / cores for held, cores, _ in measured.values())
-        yield passed(LOAD, f"other programs hold {most:.0%} of the cores")
+        if most <= BUSY:
+            yield passed(LOAD, f"other programs hold {most:.0%} of the cores")
+
+    results = group.judge("load", hardware.load() if group.is_first_here else None, judge)
+    if any(result.status != PASS for result in results):
+        group.busy = ", on a busy machine"
+    yield from results
 
 
 def load_meanwhile(group: Group) -> Iterator[CheckResult]:
@@ -218,14 +251,17 @@ def speeds(group: Group) -> Iterator[CheckResult]:
 def slowest(group: Group) -> Iterator[CheckResult]:
     """Check that every rank computes right, and about as fast: DDP is as fast as the slowest."""
     group.world.accelerator.wait_for_everyone()
-    times = group.gather(compute_s(group.device))
-    middle = statistics.median_low(times)
-    slow = [rank for rank, seconds in enumerate(times) if seconds > SLOW * middle]
-    who = f"{group.who(slow)}: " if slow else "slowest rank takes "
-    text = f"{who}{max(times) / middle:.2f} times the median rank's time{group.busy}"
-    fix = "look for throttling, other programs, fewer cores or an older card there"
-    figures = {"computing, ms": 1e3 * max(times)}
-    yield check("computing", slow, text, fix, WARN, figures)
+
+    def judge(times: list[float]) -> Iterator[CheckResult]:
+        middle = statistics.median_low(times)
+        slow = [rank for rank, seconds in enumerate(times) if seconds > SLOW * middle]
+        who = f"{group.who(slow)}: " if slow else "slowest rank takes "
+        text = f"{who}{max(times) / middle:.2f} times the median rank's time{group.busy}"
+        fix = "look for throttling, other programs, fewer cores or an older card there"
+        figures = {"computing, ms": 1e3 * max(times)}
+        yield check("computing", slow, text, fix, WARN, figures)
+
+    yield from group.judge("computing", compute_s(group.device), judge)
     yield from faulty_devices(group)
 
 
@@ -234,9 +270,14 @@ def faulty_devices(group: Group) -> Iterator[CheckResult]:
     mine = [product(torch.device(device(group.world)))]
     if group.device.type == "cuda" and group.is_first_here:
         mine += nvidia_smi()
-    wrong = [result for result in mine if result.status != PASS]
-    for rank, results in enumerate(group.gather_results(wrong)):
-        yield from (replace(r, text=f"{group.who([rank])}: {r.text}") for r in results)
+
+    def judge(everyone: list[Any]) -> Iterator[CheckResult]:
+        for rank, results in enumerate(everyone):
+            for result in (CheckResult(**each) for each in results):
+                yield replace(result, text=f"{group.who([rank])}: {result.text}")
+
+    wrong = [asdict(result) for result in mine if result.status != PASS]
+    yield from group.judge("devices", wrong, judge)
 
 
 def compute_s(device: torch.device, tries: int = 15) -> float:
@@ -274,15 +315,19 @@ def training(group: Group) -> Iterator[CheckResult]:
     with listen(has_launcher=False) as stop:
         summary = train.fit(Session(config, group.world, images, stop), build)
     group.world.accelerator.free_memory()
-    digests = group.gather(digest_of(nets[0]))
-    if odd := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
-        yield failed("training", f"other weights than rank 0's on {group.who(odd)}", VERIFY)
-        return
-    accuracy, speed = summary["test_accuracy"], summary["images_per_second"]
-    text = f"{summary['steps']} steps on the digits, accuracy {accuracy:.2f}, {speed:,.0f} images/s"
-    low, text = accuracy < LEAST_ACCURACY, text + group.busy
-    text += f", which is below {LEAST_ACCURACY}" if low else ", equal weights on every rank"
-    yield check("training", low, text, VERIFY, figures={"images/s": speed})
+
+    def judge(digests: list[str]) -> Iterator[CheckResult]:
+        if odd := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
+            yield failed("training", f"other weights than rank 0's on {group.who(odd)}", VERIFY)
+            return
+        accuracy, speed = summary["test_accuracy"], summary["images_per_second"]
+        text = f"{summary['steps']} steps on the digits, accuracy {accuracy:.2f},"
+        text += f" {speed:,.0f} images/s{group.busy}"
+        low = accuracy < LEAST_ACCURACY
+        text += f", which is below {LEAST_ACCURACY}" if low else ", equal weights on every rank"
+        yield check("training", low, text, VERIFY, figures={"images/s": speed})
+
+    yield from group.judge("training", digest_of(nets[0]), judge)
 
 
 def burn_in(group: Group) -> Iterator[CheckResult]:
@@ -290,7 +335,7 @@ def burn_in(group: Group) -> Iterator[CheckResult]:
     minutes, rounds, results = group.options.minutes, 0, list[CheckResult]()
     started = time.monotonic()
     while group.store.broadcast_from_rank0(
-        f"doctor/burn-in/{rounds}", lambda: time.monotonic() - started < 60 * minutes
+        "doctor's burn-in", lambda: time.monotonic() - started < 60 * minutes
     ):
         results += [*right_results(group), *training(group)]
         compute_s(group.device)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ddp_mnist.cluster.signals import StopSignals
+from ddp_mnist.cluster.store import name_of
 from ddp_mnist.cluster.world import World, broadcast_bytes
 from ddp_mnist.config import ResolvedConfig
 from ddp_mnist.data.batches import ImageData
@@ -80,8 +81,10 @@ class Session:
 
     def name_slow_ranks(self, progress: Progress, slow: dict[int, float]) -> None:
         """Write and show on which machine each slow rank is, and how many times the median."""
+        if self.world.store.rank > 0:
+            return
         for rank, times in slow.items():
-            host = self.world.store.hosts[rank].partition("/")[0]
+            host = name_of(self.world.store.hosts[rank])
             line = {"slow_rank": rank, "host": host, "times_median": round(times, 2)}
             self.folder.append_metrics(progress.step, {"epoch": progress.epoch, **line})
             self.console.print(summary.slow_line(rank, host, times))

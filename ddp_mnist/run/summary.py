@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from ddp_mnist import nets
 from ddp_mnist.cluster import hardware
+from ddp_mnist.cluster.store import name_of
 from ddp_mnist.cluster.world import World
 from ddp_mnist.config import ResolvedConfig, TrainConfig, wrong_on_purpose
 from ddp_mnist.data.batches import ImageData
@@ -25,7 +26,7 @@ from ddp_mnist.run.folder import RunFolder
 from ddp_mnist.run.state import State
 from ddp_mnist.run.versions import code_digest, git_commit, package_versions
 
-FOLDER_KEY = "run folder"  # under which the store has its path, once there is one
+FOLDER_KEY = "run folder"  # the word in which rank 0 tells its path
 
 
 def facts(config: TrainConfig, world: World, images: ImageData) -> dict[str, Any]:
@@ -91,13 +92,13 @@ def narrated_elsewhere(world: World, verbose: bool) -> Iterator[None]:
     """Let one process on each machine but rank 0's say that it joined, and where the result is."""
     store = world.store
     console = Console(verbose and store.rank > 0 and world.local_rank == 0, must_arrive=False)
-    host = store.hosts[0].partition("/")[0]
+    host = store.place.main_host
     console.print(
         f"joined     as rank {store.rank} of {store.world_size}; rank 0 on {host} reports"
     )
     yield
     if console.verbose:
-        folder = f", in {store.get(FOLDER_KEY)}" if store.exists(FOLDER_KEY) else ""
+        folder = f", in {store.told[FOLDER_KEY]}" if FOLDER_KEY in store.told else ""
         console.print(f"done       the result is on {host}{folder}")
 
 
@@ -190,16 +191,19 @@ def summarise(
 
 
 def by_rank(hosts: list[str], times: list[list[float]], images: float) -> list[dict[str, Any]]:
-    """Return what summary.json says of each rank, which has trained on so many images."""
+    """Return what summary.json says of each rank, which has trained on so many images.
+
+    Rank 0, which writes it, knows the `hosts`; the others get an empty list.
+    """
     return [
         {
             "rank": rank,
-            "host": host.partition("/")[0],
+            "host": name_of(host),
             "train_seconds": round(seconds, 3),
             "images_per_second": round(images / max(seconds, 1e-9), 1),
             "forward_ms": round(forward_ms, 3),
         }
-        for rank, (host, (seconds, forward_ms)) in enumerate(zip(hosts, times, strict=True))
+        for rank, (host, (seconds, forward_ms)) in enumerate(zip(hosts, times, strict=False))
     ]
 
 

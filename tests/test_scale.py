@@ -1,0 +1,168 @@
+"""What meeting, agreeing and ending cost a rank does not depend on how many there are."""
+
+import functools
+import os
+import resource
+import signal
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from ddp_mnist.cluster.failures import propagate_first_error
+from ddp_mnist.cluster.heartbeat import MEETING_BEAT_S
+from ddp_mnist.cluster.launch import Launch
+from ddp_mnist.cluster.local_world import LocalWorld, run_world
+from ddp_mnist.cluster.rendezvous import check_same, meet
+from ddp_mnist.cluster.store import allow_open_files
+from ddp_mnist.errors import DdpMnistError, UsageError
+from ddp_mnist.verify.watch import just_train, proof_config
+from tests.training import with_flags
+
+PATIENCE_S = 30.0  # --dist-timeout
+METHODS = (
+    *("set", "get", "add", "check", "wait", "compare_set", "multi_get", "multi_set", "append"),
+    *("delete_key", "num_keys", "queue_push", "queue_pop", "queue_len", "clone"),
+)
+
+
+def counted() -> Counter[str]:
+    """Return what from now on counts this process's calls of torch's stores, by method."""
+    calls, lock = Counter[str](), threading.Lock()
+
+    def count(name: str, method: Any) -> Any:
+        @functools.wraps(method)
+        def call(*args: Any, **options: Any) -> Any:
+            with lock:
+                calls[name] += 1
+            return method(*args, **options)
+
+        return call
+
+    for name in METHODS:
+        if hasattr(dist.PrefixStore, name):
+            setattr(dist.PrefixStore, name, count(name, getattr(dist.PrefixStore, name)))
+    return calls
+
+
+def calls_of_a_run(config: Any) -> tuple[int, dict[str, int]]:
+    calls = counted()
+    just_train(config)
+    return calls.total(), dict(calls)
+
+
+def calls_of_runs(size: int, folder: Path, **flags: Any) -> list[int]:
+    """Return the number of calls of each rank, from the beginning of a run to its end."""
+    config = proof_config(model="mlp", epochs=1, batch_size=64)  # 18 steps
+    config = with_flags(config, **flags)
+    folder.mkdir()
+    found = run_world(size, calls_of_a_run, config, folder=folder, timeout_s=500)
+    return [total for total, _ in found]
+
+
+@pytest.mark.parametrize("flags", [{"dry_run": True}, {}])
+def test_calls_to_the_store_are_as_many_on_16_ranks_as_on_4(
+    flags: dict[str, Any], tmp_path: Path
+) -> None:
+    few, many = (calls_of_runs(size, tmp_path / str(size), **flags) for size in (4, 16))
+    assert max(many[1:]) <= 1.25 * max(few[1:])
+    assert max(many) <= 60  # rank 0's too
+
+
+def with_few_files(soft: int, hard: int) -> Any:
+    """Allow so many open files; return what rank 0 of 1,000, which serves the store, allows."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    try:
+        allow_open_files(1000, serve=True)
+    except UsageError as error:
+        return str(error)
+    return resource.getrlimit(resource.RLIMIT_NOFILE)
+
+
+def test_a_thousand_ranks_need_more_open_files_than_a_system_gives(tmp_path: Path) -> None:
+    assert run_world(1, with_few_files, 256, 4096, folder=tmp_path) == [(3064, 4096)]
+    assert run_world(1, with_few_files, 3500, 4096, folder=tmp_path) == [(3500, 4096)]
+    assert run_world(1, with_few_files, 256, 3000, folder=tmp_path) == [
+        "ulimit -n: is at most 3000 here, and this process of 1000 needs 3,064 open files; raise"
+        " the hard limit (LimitNOFILE of a systemd service, /etc/security/limits.conf)"
+    ]
+
+
+# --- Many
+
+
+@dataclass(frozen=True)
+class Member:
+    """What one of many ranks found."""
+
+    calls: int
+    descriptors: int
+    met_s: float
+    ended_s: float  # after all had begun
+    said: str
+
+
+def meet_and_agree(patience_s: float, lost: int | None, where: str) -> Member:
+    """Meet, agree on facts, come together and leave; `lost` is killed in one of these."""
+    calls, began = counted(), time.monotonic()
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    port = int(os.environ["MASTER_PORT"])
+    launch = Launch("tcp", rank, size, main_host="127.0.0.1", main_port=port)
+    met_s, descriptors, said = 0.0, 0, ""
+    killed = partial(os.kill, os.getpid(), signal.SIGKILL) if rank == lost else lambda: None
+    try:
+        if where == "meeting":
+            killed()
+        store = meet(launch, patience_s)
+        met_s = time.monotonic() - began
+        with propagate_first_error(store):
+            store.barrier("data")
+            if where == "agreeing":
+                killed()
+            check_same(store, {"--seed": 0, "packages": "x" * 1000})
+            descriptors = len([*Path("/proc/self/fd").iterdir()])
+            store.close()
+    except DdpMnistError as error:
+        said = str(error)
+    return Member(calls.total(), descriptors, met_s, time.monotonic() - began, said)
+
+
+def members(size: int, patience_s: float, folder: Path, *killed: Any) -> list[Any]:
+    killed = killed or (None, "")
+    return LocalWorld(size, meet_and_agree, patience_s, *killed, folder=folder).outcomes(400)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("size", [64, 256])
+def test_many_ranks_meet_agree_and_end(size: int, tmp_path: Path) -> None:
+    found = members(size, 300, tmp_path)
+    assert {each.said for each in found} == {""}
+    beats = max(each.met_s for each in found) / MEETING_BEAT_S
+    assert max(each.calls for each in found) <= 40 + beats
+    assert max(each.descriptors for each in found[1:]) < 40  # without the group's own
+    assert found[0].descriptors < 2 * size + 60
+    print(found[0], max(each.met_s for each in found))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("where", "said"),
+    [
+        ("meeting", "63 of 64 processes came within 30 s; missing: rank 33; start them"),
+        ("agreeing", "lost contact with rank 33 of 64 (no sign of life for 30 s)"),
+    ],
+)
+def test_one_of_many_that_is_killed_is_named(where: str, said: str, tmp_path: Path) -> None:
+    found = members(64, PATIENCE_S, tmp_path, 33, where)
+    assert isinstance(found.pop(33), ConnectionError)
+    for each in found:
+        assert said in each.said
+        assert each.ended_s < PATIENCE_S + 10 + each.met_s
+    assert sum(each.calls for each in found) <= 60 * 64 + 100
+    print(max(each.ended_s for each in found), sum(each.calls for each in found))
