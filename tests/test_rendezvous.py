@@ -562,7 +562,7 @@ def test_a_second_process_of_a_rank_is_told_so(come_together: Callable[..., list
     *_, second = come_together(2, *works, Comes(1, 2, waits_s=1))
     assert str(second).startswith("127.0.0.1:")
     assert "rank 0 did not come to meet this one within 1 s; start it" in str(second)
-    assert str(second).endswith("; all had met before: is there another rank 1?")
+    assert str(second).endswith("; a meeting is over: is there a second rank 1?")
 
 
 def test_of_a_meeting_that_was_never_complete_the_dead_refuse_nobody(

@@ -101,12 +101,10 @@ def _attend(store: Store, number: int, seat: Seat, unit: str, where: str, deadli
         store.set(OPEN, seat.size)
     elif not store.wait(OPEN, deadline - time.monotonic()):
         called = WORDS[unit][1]
-        again = (
-            f"; all had met before: is there another {called} {store.rank}?" if number > 1 else ""
-        )
+        again = f"; a meeting is over: is there a second {called} {store.rank}?"
         raise PeerError(
             f"{where}: {called} 0 did not come to meet this one within {store.patience_s:g} s;"
-            f" start it, or check that it uses this address{again}"
+            f" start it, or check that it uses this address{again if number > 1 else ''}"
         )
     elif store.exists(FIRST_WORD):
         return False
