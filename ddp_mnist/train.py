@@ -140,9 +140,8 @@ def fit(
             if not (log or save or progress.step >= meter.next_sync):
                 continue
             stop_requests = meter.all_reduce(stop.requests)
-            run.name_slow_ranks(progress, meter.newly_slow)
             if log:
-                run.log_step(progress, lr)
+                run.log_step(progress, lr, meter.take_newly_slow())
             if save and not any(stop_requests):
                 run.save(state)
                 meter.count_save()

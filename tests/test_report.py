@@ -281,6 +281,16 @@ def test_a_run_of_another_version_is_one_line(folder: Path, tmp_path: Path) -> N
         write(run)
 
 
+def test_a_run_whose_forward_passes_were_not_timed_is_shown(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder / "first", run := tmp_path / "run")
+    summary = summary_of(run)
+    for rank in summary["ranks"]:
+        del rank["forward_ms"]
+    (run / "summary.json").write_text(json.dumps(summary))
+    [path] = write(run)
+    assert "Forward pass, ms" in words(path)
+
+
 # --- In a browser
 
 

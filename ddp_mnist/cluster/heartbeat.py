@@ -1,6 +1,7 @@
 """Each rank shows that it lives, so that others wait for one that works, and not for a dead one."""
 
 import contextlib
+import math
 import threading
 from collections.abc import Callable
 
@@ -8,8 +9,9 @@ import torch.distributed as dist
 
 # Who comes while the others still meet learns from two beats whether the one before it lives.
 MEETING_BEAT_S = 2.0
-# Later a rank makes two calls in this time, or in a fifth of --dist-timeout if that is shorter.
+# Later a rank makes two calls in this time, or in a fifth to a tenth of a shorter --dist-timeout.
 LONGEST_BEAT_S = 30.0
+MARGIN_S = 8.0  # after --dist-timeout, by which a lost rank is known; 2 s are left to end the run
 
 
 def meeting_beat_s(timeout_s: float) -> float:
@@ -43,10 +45,12 @@ class Heartbeat:
         """
         self.silent: list[int] = []  # the ranks that have not beaten for about `timeout_s`
         self.timeout_s, self.rank = timeout_s, rank
-        self.every_s = min(LONGEST_BEAT_S, timeout_s / 5)
-        # From the last beat to its last miss it is at most a beat more: 8 s after the time-out for
-        # all others to end, at the latest.
-        self.misses = int((timeout_s + min(8.0, timeout_s / 5)) / self.every_s + 1e-9) - 1
+        beats = min(10, max(5, math.ceil(timeout_s / MARGIN_S)))  # in the time-out
+        self.every_s = min(LONGEST_BEAT_S, timeout_s / beats)
+        # A rank is lost from its last beat on; its last miss is noticed at most a beat later. Up
+        # to 80 s that is never before the time-out, for longer ones at nine tenths of it.
+        latest_s = timeout_s + min(MARGIN_S, timeout_s / 5)
+        self.misses = int(latest_s / self.every_s + 1e-9) - 1
         self._watched = [*range(1, world_size)] if rank == 0 else [0]
         # A connection of its own: the main thread may wait on the other one.
         self.store = store.clone()

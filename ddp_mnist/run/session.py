@@ -71,23 +71,19 @@ class Session:
 
     # --- While it trains
 
-    def log_step(self, progress: Progress, lr: float) -> None:
-        """Write the means since the last log line, and show them."""
+    def log_step(self, progress: Progress, lr: float, newly_slow: dict[int, float]) -> None:
+        """Write the means since the last log line, and each slow rank; show them."""
         line = {"epoch": progress.epoch, "lr": lr, **progress.end_log_line()}
         self.folder.append_metrics(progress.step, line)
         recipe = self.config.recipe
         shown = summary.step_line(line, progress.step, recipe.total_steps, recipe.batch_size)
         self.console.progress(progress.step / recipe.total_steps, shown)
-
-    def name_slow_ranks(self, progress: Progress, slow: dict[int, float]) -> None:
-        """Write and show on which machine each slow rank is, and how many times the median."""
-        if self.world.store.rank > 0:
-            return
-        for rank, times in slow.items():
-            host = name_of(self.world.store.hosts[rank])
-            line = {"slow_rank": rank, "host": host, "times_median": round(times, 2)}
-            self.folder.append_metrics(progress.step, {"epoch": progress.epoch, **line})
-            self.console.print(summary.slow_line(rank, host, times))
+        if self.world.store.rank == 0:  # which knows the machines
+            for rank, times in newly_slow.items():
+                host = name_of(self.world.store.hosts[rank])
+                slow = {"slow_rank": rank, "host": host, "times_median": round(times, 2)}
+                self.folder.append_metrics(progress.step, {"epoch": progress.epoch, **slow})
+                self.console.print(summary.slow_line(rank, host, times))
 
     def log_epoch(
         self, means: dict[str, Any], progress: Progress, validation: Metrics | None
