@@ -385,19 +385,29 @@ def test_what_is_not_ddp_is_one_line_of_one_process(tmp_path: Path) -> None:
 
 @pytest.mark.system
 def test_accelerates_own_test_passes_with_our_configs(tmp_path: Path) -> None:
-    """With those for CPUs; the two machines are two launchers here."""
+    """With those for CPUs; the two machines are two launchers here.
+
+    Without the variable, a script that does not ask for CPUs itself, as theirs, would be two runs
+    of one process each.
+    """
     text, port = (CONFIGS / "multi_node_cpu.yaml").read_text(), str(free_port())
     text = text.replace("192.168.1.201", "127.0.0.1").replace("12345", port)
     for rank in range(2):
         node = text.replace("machine_rank: 0", f"machine_rank: {rank}")
         (tmp_path / f"node{rank}.yaml").write_text(node)
-    for together in (["cpu.yaml"], ["multi_cpu.yaml"], ["node0.yaml", "node1.yaml"]):
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    variables = {"PATH": path, "ACCELERATE_USE_CPU": "true"}
+    for files, size in (
+        ([CONFIGS / "cpu.yaml"], 1),
+        ([CONFIGS / "multi_cpu.yaml"], 2),
+        ([tmp_path / "node0.yaml", tmp_path / "node1.yaml"], 2),
+    ):
         started = []
-        for name in together:
-            file = tmp_path / name if (tmp_path / name).exists() else CONFIGS / name
-            path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+        for file in files:
             words = ["-m", "accelerate.commands.accelerate_cli", "test", "--config_file", str(file)]
-            started.append(Started(words, tmp_path, {"PATH": path}))
-        for each in started:
-            ended = each.ended(300)
-            assert (ended.code, "Test is a success!" in ended.out) == (0, True), ended.err
+            started.append(Started(words, tmp_path, variables))
+        ended = [each.ended(300) for each in started]
+        for each in ended:
+            passed = "Test is a success!" in each.out
+            assert (each.code, passed) == (0, True), "\n".join(each.err for each in ended)
+        assert f"Num processes: {size}" in ended[0].out
