@@ -169,6 +169,22 @@ def test_a_command_is_timed_to_its_first_step() -> None:
         benches.seconds_to_first_step(["-c", "pass"])
 
 
+def test_fault_39_a_timed_command_has_no_part_in_the_batch_job(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    job = {"SLURM_JOB_ID": "5", "SLURM_NTASKS": "4", "RANK": "1", "WORLD_SIZE": "4"}
+    for name, value in job.items():
+        monkeypatch.setenv(name, value)
+    step = f"""
+import os, pathlib, sys
+assert not {set(job)} & set(os.environ)
+run = pathlib.Path(sys.argv[2])
+run.mkdir()
+(run / "metrics.jsonl").write_text("a step")
+"""
+    assert benches.seconds_to_first_step(["-c", step]) < 60
+
+
 # --- What is printed
 
 SPEED = spread([1000.0, 1100.0]).beside("train.py, images/s")

@@ -157,8 +157,8 @@ def test_fault_39_fault_40_every_other_verb_of_an_installed_wheel_in_a_batch_job
         ("evaluate run", alone),
         ("export run --format safetensors", {}),
         ("doctor --dataset digits", alone),
-        ("verify --processes 2", {}),
-        ("bench startup --dataset digits --repeats 5", {}),
+        ("verify --processes 2 --model mlp", {}),
+        ("bench loop --dataset digits --repeats 5", {}),
     ):
         told = environment(site) | job | variables
         ended = Started(["-m", "ddp_mnist", *line.split()], here, told).ended(400)

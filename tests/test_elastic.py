@@ -2,12 +2,15 @@
 
 Their command is that of deploy/README.md. At every step the loss has to be that of one process
 which nothing disturbed, in float64, and so the images that were drawn; at the end, the weights.
+Most of the time an agent waits for another one. So both runs go on at once.
 """
 
+import contextlib
 import re
 import shlex
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from signal import SIGTERM
 
@@ -33,14 +36,13 @@ HASTE = "keep_alive_interval=1,keep_alive_max_attempt=15,last_call_timeout=5"
 Start = Callable[..., Started]
 
 
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
-    """Return a function that starts the agent of one of two hosts, with more variables.
+@contextlib.contextmanager
+def agents(folder: Path) -> Iterator[Start]:
+    """Yield a function that starts the agent of one of two hosts, with more variables.
 
-    The hosts share a disk, and the agent of host 1 serves the rendezvous.
+    The hosts share a disk, `folder`, and the agent of host 1 serves the rendezvous.
     """
-    require_hosts()
-    (tmp_path / "slow.py").write_text(SLOW)
+    (folder / "slow.py").write_text(SLOW)
     started, flags = list[Started](), ["--resume", "auto", "--checkpoint-every", "1"]
     train = proof(Path("run"), *flags, "--model", "slow:Slow")
     with Hosts(2) as hosts:
@@ -55,7 +57,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
                 torchrun[torchrun.index(flag) + 1] = value
             command = hosts.command(index, sys.executable, *TORCHRUN, *torchrun, *train)
             own = {"OMP_NUM_THREADS": "1", **variables}
-            started.append(Started(command, tmp_path, own, program=None))
+            started.append(Started(command, folder, own, program=None))
             return started[-1]
 
         yield agent
@@ -102,11 +104,11 @@ def trains_on(run: Path, agent: Started) -> int:
     return step
 
 
-def test_a_run_goes_on_without_a_machine_that_is_lost(
-    start: Start, alone: Path, tmp_path: Path
-) -> None:
+# --- What happens to a run
+
+
+def goes_on_without_a_machine_that_is_lost(start: Start, run: Path) -> None:
     """First one process is lost; then a machine, with rank 0. The variable is not set."""
-    run = tmp_path / "run"
     zero, one = start(0, {}), start(1, {})
     trains_on(run, zero)
     [lost], [frozen] = workers_of(zero), workers_of(one)
@@ -120,16 +122,14 @@ def test_a_run_goes_on_without_a_machine_that_is_lost(
     ended = one.ended(PATIENCE_S)
     assert ended.code == 0, ended.err
     assert read_json(run / "summary.json")["resumed_from"] == [first, second]
-    check_equal(run, alone, 1)
     assert (
         f"resumed    after step {second}; changed: world size 2 -> 1 (no machine can join again;"
         " for that, start torchrun everywhere with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1)\n"
     ) in ended.out
 
 
-def test_a_machine_that_was_lost_joins_again(start: Start, alone: Path, tmp_path: Path) -> None:
+def is_joined_again_by_a_machine_that_was_lost(start: Start, run: Path) -> None:
     """Rank 0 moves to the other machine, and back."""
-    run = tmp_path / "run"
     zero, one = start(0, CAN_JOIN), start(1, CAN_JOIN)
     trains_on(run, zero)
     kill(zero)
@@ -144,7 +144,6 @@ def test_a_machine_that_was_lost_joins_again(start: Start, alone: Path, tmp_path
     both = [agent.ended(PATIENCE_S) for agent in (back, one)]
     assert [ended.code for ended in both] == [0, 0], both
     assert read_json(run / "summary.json")["resumed_from"] == [first, second]
-    check_equal(run, alone, 2, num_machines=2)
     for ended, change in zip(
         both,
         (
@@ -155,3 +154,31 @@ def test_a_machine_that_was_lost_joins_again(start: Start, alone: Path, tmp_path
     ):
         [line] = [line for line in ended.out.splitlines() if line.startswith("resumed ")]
         assert line.endswith(change)
+
+
+Happens = Callable[[Start, Path], None]
+# How many processes, and machines, each has at its end
+ENDS: dict[Happens, int] = {
+    goes_on_without_a_machine_that_is_lost: 1,
+    is_joined_again_by_a_machine_that_was_lost: 2,
+}
+
+
+def through(happens: Happens, folder: Path) -> Path:
+    """Return the run folder of a run to which this has happened."""
+    with agents(folder) as start:
+        happens(start, folder / "run")
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Happens, Future[Path]]]:
+    require_hosts()
+    with ThreadPoolExecutor() as pool:
+        folder = tmp_path_factory.mktemp
+        yield {each: pool.submit(through, each, folder(each.__name__)) for each in ENDS}
+
+
+@pytest.mark.parametrize("happens", ENDS, ids=lambda happens: happens.__name__)
+def test_a_run(happens: Happens, runs: dict[Happens, Future[Path]], alone: Path) -> None:
+    check_equal(runs[happens].result(), alone, ENDS[happens], num_machines=ENDS[happens])

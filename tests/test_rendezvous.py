@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import psutil
 import pytest
@@ -172,6 +172,22 @@ def test_processes_that_were_given_different_world_sizes(tmp_path: Path) -> None
         assert isinstance(other, FailedElsewhere)
         assert str(other) == str(first)
         assert (first.code, other.code) == (2, 2)
+
+
+def meet_and_leave_late() -> Any:
+    def slowly(store: Store, error: BaseException) -> BaseException:
+        cause = first_cause(store, error)
+        time.sleep(2 * store.rank)  # rank 0, which serves the store, ends in this time
+        return cause
+
+    with patch.object(rendezvous, "first_cause", slowly):
+        return meet_as([0, 1], [2, 3])
+
+
+def test_one_that_leaves_after_rank_0_still_says_why(tmp_path: Path) -> None:
+    [_, (error, _)] = run_world(2, meet_and_leave_late, folder=tmp_path)
+    assert isinstance(error, UsageError)
+    assert "rank 1 was given 3 as the number of all, rank 0 2;" in str(error)
 
 
 def wait_and_lose_rank_0() -> Any:

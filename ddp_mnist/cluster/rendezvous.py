@@ -35,7 +35,7 @@ MEETINGS = "meetings"  # the key that counts them
 OPEN = "open"  # the key of a meeting under which rank 0 says that it has begun, and for how many
 MET, FIRST_WORD = "met", "word/0"  # what rank 0 says once it has told each rank its place
 MOVED = b"moved"  # stands there if rank 0 began another meeting before all had come
-CAME, ALL_CAME = "came/0", "all came/0"
+ALL_CAME = "all came/0"
 GRACE_S = 0.5  # for rank 0, which started a moment later, to name who is missing
 LATE_S = 5.0  # for one that came in the last moment, and for who names the missing
 
@@ -116,7 +116,7 @@ def _attend(store: Store, number: int, seat: Seat, unit: str, where: str, deadli
         met = (_lead if store.rank == 0 else _follow)(store, seat, unit, where, deadline)
     except DdpMnistError as error:
         cause = first_cause(store, error)
-        store.shutdown(came=store.call("add", CAME, 0))
+        store.shutdown(all_met=False)
         raise cause from None
     except BaseException:
         store.heartbeat.stop()  # else its seat would look taken

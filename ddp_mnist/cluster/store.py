@@ -215,14 +215,15 @@ class Store:
         self.barrier("end")
         self.shutdown()
 
-    def shutdown(self, patience_s: float = 5, came: int | None = None) -> None:
-        """Leave the store: rank 0, which may serve it, when all who `came` left or are lost."""
+    def shutdown(self, patience_s: float = 5, all_met: bool = True) -> None:
+        """Leave the store: rank 0, which may serve it, when all who came left or are lost."""
         if self.heartbeat:
             self.heartbeat.stop()
         with contextlib.suppress(RuntimeError):  # the store is gone: nobody needs rank 0
             self.call("add", "left", 1)
-            leaving = (came or self.world_size) - len(self.lost)
             if self.rank == 0:
+                came = self.world_size if all_met else self.call("add", "came/0", 0)
+                leaving = came - len(self.lost)
                 poll(lambda: self.call("add", "left", 0) >= leaving, patience_s)
 
     def report_failure(self, message: str, code: int) -> dict[str, Any] | None:

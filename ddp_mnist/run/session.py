@@ -81,7 +81,7 @@ class Session:
         if self.world.store.rank == 0:  # which knows the machines
             for rank, times in newly_slow.items():
                 host = name_of(self.world.store.hosts[rank])
-                slow = {"slow_rank": rank, "host": host, "times_median": round(times, 2)}
+                slow = {"slow_rank": rank, "host": host, "times_median": round(times, 1)}
                 self.folder.append_metrics(progress.step, {"epoch": progress.epoch, **slow})
                 self.console.print(summary.slow_line(rank, host, times))
 
