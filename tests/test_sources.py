@@ -521,6 +521,30 @@ def test_what_a_folder_of_images_leaves_out_is_said(tmp_path: Path) -> None:
     assert note.startswith("split validation is not used")
 
 
+def test_a_split_that_is_not_used_is_not_read_and_their_order_says_nothing(tmp_path: Path) -> None:
+    """It may have no labels, and images of another size, in colour or damaged."""
+    import datasets
+
+    plain, own = read(write_parquet(tmp_path / "plain")), tmp_path / "own"
+    odd = [encoded(np.zeros((5, 40, 3), np.uint8)), *[b"damaged"] * (TEST - 1)]
+    splits = {
+        "test": table_of("test"),
+        "unsupervised": table_of("test", image=cells_of(odd), label=[-1] * TEST),
+        "train": table_of("train"),
+    }
+    tables = {split: datasets.Dataset(table) for split, table in splits.items()}
+    datasets.DatasetDict(tables).save_to_disk(str(own))
+    for reading in (AS_THEY_ARE, Reading((28, 28), grey=True, for_evaluation=True)):
+        decoded = read(own, reading)
+        [note] = decoded.notes
+        assert note.startswith("split unsupervised is not used")
+        assert decoded.classes == plain.classes
+        for split in ("train", "test"):
+            assert np.array_equal(decoded.images[split], plain.images[split])
+            assert np.array_equal(decoded.labels[split], plain.labels[split])
+        assert decoded.images.keys() == decoded.keys.keys() == {"train", "test"}
+
+
 def test_errors_name_a_folder_as_it_was_typed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

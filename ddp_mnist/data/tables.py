@@ -81,34 +81,35 @@ def decode_dataset(dataset: Any, where: str, reading: Reading, reserve: Reserve)
 def _splits(dataset: Any, where: str, reading: Reading) -> tuple[dict[str, Any], list[str]]:
     """Return the rows of train and test, or of train to hold a test out of, and notes on others."""
     named = dict(dataset) if isinstance(dataset, dict) else {"train": dataset}
-    unused = ", ".join(split for split in named if split not in SPLITS)
+    splits = {split: named[split] for split in SPLITS if split in named}
+    found, unused = ", ".join(named), ", ".join(split for split in named if split not in SPLITS)
     note = f"split {unused} is not used: validation images are cut out of train (--val-size)"
     notes, test_size = [note] if unused else [], reading.test_size
-    if reading.for_evaluation and "test" in named:  # all that it needs
-        return {"train": named["test"].select(()), **named}, notes
-    if "train" in named and "test" not in named and test_size is not None:
-        rows, most = named["train"], len(named["train"]) - 1
+    if reading.for_evaluation and "test" in splits:  # all that it needs
+        return {"train": splits["test"].select(()), **splits}, notes
+    if [*splits] == ["train"] and test_size is not None:
+        most = len(splits["train"]) - 1
         if test_size > (reading.test_of or most):
             raise UsageError(
                 f"--test-size {test_size}: {where} has {most + 1:,} images; give at most {most}"
             )
-        return {"train": rows}, notes
+        return splits, notes
     if reading.for_evaluation:
         raise DataError(
-            f"{where}: needs the split test, found: {', '.join(named)}; name the files or folders"
-            " so, e.g. test/cat/2.png"
+            f"{where}: needs the split test, found: {found}; name the files or folders so, e.g."
+            " test/cat/2.png"
         )
-    if not set(SPLITS) <= set(named):
+    if len(splits) < len(SPLITS):
         some = max(1, len(next(iter(named.values()))) // 5)
         raise DataError(
-            f"{where}: needs the splits train and test, found: {', '.join(named)}; name the files"
-            " or folders so, e.g. train/cat/1.png and test/cat/2.png, or hold images out of train,"
-            f" e.g. --test-size {some}"
+            f"{where}: needs the splits train and test, found: {found}; name the files or folders"
+            " so, e.g. train/cat/1.png and test/cat/2.png, or hold images out of train, e.g."
+            f" --test-size {some}"
         )
     if test_size is not None:
         problem = f"{where} has a test split of its own; remove --test-size"
         raise UsageError(f"--test-size {test_size}: {problem}")
-    return named, notes
+    return splits, notes
 
 
 def _find_shape(
