@@ -144,6 +144,15 @@ def test_no_copy_of_a_validation_image_is_trained_on() -> None:
         assert (min(numbers), max(numbers)) == (0, fewer)
 
 
+def test_no_copy_of_an_image_drawn_by_share_is_trained_on() -> None:
+    """Not if it is the only one of another class, which has to stay, or the only one held out."""
+    keys = np.array([*range(9), 0, 1], np.uint64) << np.uint64(60)
+    labels = np.array([0] * 9 + [1, 0])
+    for share in (1e-9, 0.1, 0.5, 1.0):
+        held = draws.draw_by_share(keys, labels, share)
+        assert held.size and not np.isin(keys[held], np.delete(keys, held)).any()
+
+
 def test_classes_without_a_test_image_are_named() -> None:
     """Those that a larger test would have an image of, and those with one image, or its copies."""
     labels, keys = np.array([0, 0, 1, 1, 2, 3, 3]), np.array([1, 2, 3, 4, 5, 6, 6], np.uint64)

@@ -112,9 +112,9 @@ def draw_by_share(hashes: np.ndarray, labels: np.ndarray, share: float) -> np.nd
     """
     largest = np.zeros(labels.max() + 1, np.uint64)
     np.maximum.at(largest, labels, hashes)
-    free = np.flatnonzero(hashes != largest[labels])
-    low = free[hashes[free] < share * 2.0**64]
-    return low if low.size else free[np.argsort(hashes[free])[:1]]
+    free = np.flatnonzero(~np.isin(hashes, largest))  # not its copies in another class either
+    lowest = hashes[free].min(initial=2**64 - 1)
+    return free[(hashes[free] < share * 2.0**64) | (hashes[free] == lowest)]
 
 
 def draw_exactly(keys: np.ndarray, labels: np.ndarray, count: int) -> np.ndarray:
