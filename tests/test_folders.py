@@ -17,7 +17,7 @@ from ddp_mnist.data.reading import AS_THEY_ARE, Reading
 from ddp_mnist.data.sources import find_source
 from ddp_mnist.errors import DataError
 from tests.commands import Typed
-from tests.test_draws import noise
+from tests.test_held_out import noise
 from tests.test_sources import (
     LABELS,
     TEST,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from ddp_mnist.data import draws
+from ddp_mnist.data import held_out
 from ddp_mnist.data.preparation import Preparation
 from ddp_mnist.seeding import generator
 
@@ -37,7 +37,7 @@ class ImageData:
     train_labels: Tensor  # int64 [N]
     test_images: Tensor
     test_labels: Tensor
-    train_keys: np.ndarray  # uint64 [N], a hash of each image's pixels, see draws.py
+    train_keys: np.ndarray  # uint64 [N], a hash of each image's pixels, see held_out.py
     test_keys: np.ndarray
     test_drawn: bool = False  # from train: it has no test split of its own, and may grow
     warnings: list[str] = field(default_factory=list)  # what happened while it was opened
@@ -60,7 +60,7 @@ class ImageData:
     def validation_rows(self, val_size: int) -> np.ndarray:
         """Return which train images are held out where `val_size` are asked for, in order."""
         labels = self.train_labels.cpu().numpy()
-        return draws.validation_rows(self.train_keys, labels, val_size, by_share=self.test_drawn)
+        return held_out.validation_rows(self.train_keys, labels, val_size, by_share=self.test_drawn)
 
     def held_out(self, val_size: int) -> int:
         """Return how many these are."""

@@ -47,7 +47,7 @@ class Decoded:
     classes: list[str]
     notes: list[str] = field(default_factory=list)  # what was converted, one sentence each
     as_stored: bool = True  # no file had to be converted
-    keys: dict[str, np.ndarray] = field(default_factory=dict)  # uint64 [N] per split, see draws.py
+    keys: dict[str, np.ndarray] = field(default_factory=dict)  # uint64 [N] per split: held_out.py
     files: list[str] = field(default_factory=list)  # that a table names and does not hold
     test_drawn: bool = False  # from train, as there was no test split
 

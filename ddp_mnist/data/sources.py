@@ -23,7 +23,7 @@ import numpy as np
 from ddp_mnist import errors
 from ddp_mnist.data import folders
 from ddp_mnist.data.built_in import BUILT_IN
-from ddp_mnist.data.draws import keys_of
+from ddp_mnist.data.held_out import keys_of
 from ddp_mnist.data.idx import find_idx_files, read_idx
 from ddp_mnist.data.preparation import Decoded, Reserve, Shape
 from ddp_mnist.data.reading import AS_THEY_ARE, Reading

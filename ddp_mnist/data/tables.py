@@ -1,6 +1,8 @@
 """A table of the library `datasets`: its splits, its columns, and what shape its images get."""
 
+import dataclasses
 import statistics
+import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +20,7 @@ from ddp_mnist.data.decode import (
     open_image,
     stored_pixels,
 )
-from ddp_mnist.data.draws import hold_out_test, key_of
+from ddp_mnist.data.held_out import draw_by_share, key_of, share_of
 from ddp_mnist.data.preparation import Decoded, Reserve, Shape
 from ddp_mnist.data.reading import Reading
 from ddp_mnist.errors import DataError, UsageError, reason
@@ -75,7 +77,7 @@ def decode_dataset(dataset: Any, where: str, reading: Reading, reserve: Reserve)
     decoded = Decoded(images, labels, classes, not_used + unused + notes, not notes, keys, files)
     if "test" in splits:
         return decoded
-    return hold_out_test(decoded, reading.test_size or 0, reading.test_of, reserve)
+    return _hold_out_test(decoded, reading, reserve)
 
 
 def _splits(dataset: Any, where: str, reading: Reading) -> tuple[dict[str, Any], list[str]]:
@@ -249,3 +251,54 @@ def _of_each(
                 f"{where}: {name} is no readable image ({why}); replace it or leave it out"
             ) from error
         yield found
+
+
+def _hold_out_test(decoded: Decoded, reading: Reading, reserve: Reserve) -> Decoded:
+    """Return a data set of a train split alone with about `test_size` of its images as test split.
+
+    Raise UsageError if there is no image that could be spared.
+    """
+    images, labels, keys = (
+        part["train"] for part in (decoded.images, decoded.labels, decoded.keys)
+    )
+    test_size = reading.test_size
+    assert test_size is not None, "there is no test split"
+    held = draw_by_share(keys, labels, share_of(test_size, reading.test_of or len(keys)))
+    if not held.size:
+        problem = "each class has only one image; add more to train"
+        raise UsageError(f"--test-size {test_size}: {problem}")
+    rows = {"train": np.delete(np.arange(len(keys)), held), "test": held}
+    parts = reserve(images.shape[1:], {split: len(those) for split, those in rows.items()})
+    for split, those in rows.items():
+        for to, row in enumerate(those):  # not at once: a copy of all may not fit into the memory
+            parts[split][to] = images[row]
+    return dataclasses.replace(
+        decoded,
+        images=parts,
+        labels={split: labels[those] for split, those in rows.items()},
+        keys={split: keys[those] for split, those in rows.items()},
+        test_drawn=True,
+        notes=[
+            f"{len(held):,} of {len(keys):,} images were held out for testing, chosen by a hash of"
+            " their pixels, so each stays there as the folder grows",
+            *_untested(decoded.classes, labels, keys, held),
+            *decoded.notes,
+        ],
+    )
+
+
+def _untested(
+    classes: list[str], labels: np.ndarray, keys: np.ndarray, held: np.ndarray
+) -> list[str]:
+    """Return notes that name the classes without an image in the test, if there are some."""
+    without = set(range(len(classes))).difference(labels[held].tolist())
+    alone = {label for label in without if len(np.unique(keys[labels == label])) < 2}
+    notes = []
+    for those, fix in (
+        (without - alone, "give a larger --test-size"),
+        (alone, "add images, as the only one of a class stays in train"),
+    ):
+        shown = ", ".join(classes[label] for label in sorted(those))
+        shown = textwrap.shorten(shown, 80, placeholder=" ...")
+        notes += [f"no image of {shown} is in the test: {fix}"] if those else []
+    return notes

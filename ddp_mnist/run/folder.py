@@ -22,7 +22,7 @@ from ddp_mnist.run.console import as_json, warn
 
 CONFIG, METRICS, MODEL = "config.json", "metrics.jsonl", "model.safetensors"
 STATUS, SUMMARY, CHECKPOINTS, LOCK = "status.json", "summary.json", "checkpoints", ".lock"
-TRAINED_ON = "trained_on.npy"  # the keys of the images, see data/draws.py
+TRAINED_ON = "trained_on.npy"  # the keys of the images, see data/held_out.py
 RUNS = Path("runs")  # where run folders are numbered
 LATEST = "latest"  # a link, beside the runs
 LEFTOVER = ".*.[0-9]*-[0-9]*.tmp"  # of a process that was killed while it wrote

@@ -20,7 +20,7 @@ from ddp_mnist.config import Distribution, wrong_on_purpose
 from ddp_mnist.data import cache, folders
 from ddp_mnist.data.batches import ImageData, Rows, split_images
 from ddp_mnist.data.decode import open_image, stored_pixels
-from ddp_mnist.data.draws import key_of
+from ddp_mnist.data.held_out import key_of
 from ddp_mnist.data.reading import Reading
 from ddp_mnist.data.sources import find_source
 from ddp_mnist.errors import CheckpointError, DataError, UsageError, printable

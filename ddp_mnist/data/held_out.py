@@ -4,15 +4,10 @@ An image's key is the same in every format that keeps its pixels, and whatever s
 asked for. So a copy of an image goes where the original went, and nothing leaks by it.
 """
 
-import dataclasses
 import hashlib
 import math
-import textwrap
 
 import numpy as np
-
-from ddp_mnist.data.preparation import Decoded, Reserve
-from ddp_mnist.errors import UsageError
 
 
 def key_of(pixels: np.ndarray) -> int:
@@ -29,55 +24,6 @@ def keys_of(images: np.ndarray) -> np.ndarray:
     """Return the keys, uint64 [N], of uint8 [N, C, H, W] that no file had to be decoded for."""
     files = (image[..., 0] if image.shape[2] == 1 else image for image in np.moveaxis(images, 1, 3))
     return np.fromiter(map(key_of, files), np.uint64, len(images))
-
-
-def hold_out_test(decoded: Decoded, test_size: int, of: int | None, reserve: Reserve) -> Decoded:
-    """Return a data set that has a train split alone with about `test_size` of it as test.
-
-    `of` is the number of images of which so many are asked for, if it was another one then.
-    """
-    (images,), (labels,), (keys,) = (
-        part.values() for part in (decoded.images, decoded.labels, decoded.keys)
-    )
-    held = draw_by_share(keys, labels, share_of(test_size, of or len(keys)))
-    if not held.size:
-        problem = "each class has only one image; add more to train"
-        raise UsageError(f"--test-size {test_size}: {problem}")
-    rows = {"train": np.delete(np.arange(len(keys)), held), "test": held}
-    parts = reserve(images.shape[1:], {split: len(those) for split, those in rows.items()})
-    for split, those in rows.items():
-        for to, row in enumerate(those):  # not at once: a copy of all may not fit into the memory
-            parts[split][to] = images[row]
-    return dataclasses.replace(
-        decoded,
-        images=parts,
-        labels={split: labels[those] for split, those in rows.items()},
-        keys={split: keys[those] for split, those in rows.items()},
-        test_drawn=True,
-        notes=[
-            f"{len(held):,} of {len(keys):,} images were held out for testing, chosen by a hash of"
-            " their pixels, so each stays there as the folder grows",
-            *untested(decoded.classes, labels, keys, held),
-            *decoded.notes,
-        ],
-    )
-
-
-def untested(
-    classes: list[str], labels: np.ndarray, keys: np.ndarray, held: np.ndarray
-) -> list[str]:
-    """Return notes that name the classes without an image in the test, if there are some."""
-    without = set(range(len(classes))).difference(labels[held].tolist())
-    alone = {label for label in without if len(np.unique(keys[labels == label])) < 2}
-    notes = []
-    for those, fix in (
-        (without - alone, "give a larger --test-size"),
-        (alone, "add images, as the only one of a class stays in train"),
-    ):
-        shown = ", ".join(classes[label] for label in sorted(those))
-        shown = textwrap.shorten(shown, 80, placeholder=" ...")
-        notes += [f"no image of {shown} is in the test: {fix}"] if those else []
-    return notes
 
 
 def validation_rows(

@@ -12,9 +12,16 @@ import PIL.Image
 import pytest
 
 from ddp_mnist import api
-from ddp_mnist.data import cache, draws
+from ddp_mnist.data import cache, tables
 from ddp_mnist.data.batches import ImageData, split_images
 from ddp_mnist.data.decode import stored_pixels
+from ddp_mnist.data.held_out import (
+    draw_by_share,
+    draw_exactly,
+    key_of,
+    share_of,
+    validation_rows,
+)
 from ddp_mnist.data.reading import Reading
 from ddp_mnist.errors import UsageError
 from ddp_mnist.run.folder import read_json
@@ -85,9 +92,9 @@ def test_a_change_of_one_image_moves_no_other(
 
 def drawn(keys: np.ndarray, labels: np.ndarray, test_size: int) -> list[str]:
     """Return the part of each row."""
-    test = draws.draw_by_share(keys, labels, draws.share_of(test_size, len(keys)))
+    test = draw_by_share(keys, labels, share_of(test_size, len(keys)))
     rest = np.delete(np.arange(len(keys)), test)
-    held = draws.validation_rows(keys[rest], labels[rest], len(rest) // 5, by_share=True)
+    held = validation_rows(keys[rest], labels[rest], len(rest) // 5, by_share=True)
     parts = np.full(len(keys), "train", dtype=object)
     parts[test], parts[rest[held]] = "test", "validation"
     return list(parts)
@@ -105,7 +112,7 @@ def test_one_image_more_or_less_moves_no_other_in_400_data_sets() -> None:
         labels = stream.integers(0, 1 + trial % 9, rows + 1)
         keys[:2] = keys[2]  # copies
         test_size = round(share * rows)
-        if draws.share_of(test_size, rows) != draws.share_of(test_size, rows + 1):
+        if share_of(test_size, rows) != share_of(test_size, rows + 1):
             other_share += 1
             continue
 
@@ -123,8 +130,8 @@ def test_one_image_more_or_less_moves_no_other_in_400_data_sets() -> None:
 def test_validation_keeps_its_share_where_a_fifth_becomes_five_thousand() -> None:
     keys = np.random.default_rng(0).integers(0, 2**64, 25_005, np.uint64)
     labels = np.zeros(25_005, np.int64)
-    few = draws.validation_rows(keys[:25_000], labels[:25_000], 5000, by_share=True)
-    more = draws.validation_rows(keys, labels, 5000, by_share=True)
+    few = validation_rows(keys[:25_000], labels[:25_000], 5000, by_share=True)
+    more = validation_rows(keys, labels, 5000, by_share=True)
     assert few.tolist() == [row for row in more if row < 25_000]
 
 
@@ -138,7 +145,7 @@ def test_no_copy_of_a_validation_image_is_trained_on() -> None:
             labels[75:] = labels[:25]
         numbers = []
         for count in range(1, 100):
-            held = draws.draw_exactly(keys, labels, count)
+            held = draw_exactly(keys, labels, count)
             assert not np.isin(keys[held], np.delete(keys, held)).any()
             numbers.append(count - len(held))
         assert (min(numbers), max(numbers)) == (0, fewer)
@@ -149,7 +156,7 @@ def test_no_copy_of_an_image_drawn_by_share_is_trained_on() -> None:
     keys = np.array([*range(9), 0, 1], np.uint64) << np.uint64(60)
     labels = np.array([0] * 9 + [1, 0])
     for share in (1e-9, 0.1, 0.5, 1.0):
-        held = draws.draw_by_share(keys, labels, share)
+        held = draw_by_share(keys, labels, share)
         assert held.size and not np.isin(keys[held], np.delete(keys, held)).any()
 
 
@@ -158,19 +165,19 @@ def test_classes_without_a_test_image_are_named() -> None:
     labels, keys = np.array([0, 0, 1, 1, 2, 3, 3]), np.array([1, 2, 3, 4, 5, 6, 6], np.uint64)
 
     def notes(*held: int) -> list[str]:
-        return draws.untested(["a", "b", "c", "d", "none"], labels, keys, np.array(held))
+        return tables._untested(["a", "b", "c", "d", "none"], labels, keys, np.array(held))
 
     alone = "no image of c, d, none is in the test: add images, as the only one of a class stays in"
     assert notes(0, 2) == [f"{alone} train"]
     assert notes(2) == ["no image of a is in the test: give a larger --test-size", *notes(0, 2)]
-    assert draws.untested(["a"], labels[:2], keys[:2], np.array([1])) == []
+    assert tables._untested(["a"], labels[:2], keys[:2], np.array([1])) == []
 
 
 @pytest.mark.parametrize(("asked", "rows"), [(20, 100), (8, 40), (10, 60), (25, 100), (100, 1000)])
 def test_the_share_stays_while_a_folder_grows_a_little(asked: int, rows: int) -> None:
-    share = draws.share_of(asked, rows)
+    share = share_of(asked, rows)
     assert abs(share * rows / asked - 1) < 0.125
-    assert {draws.share_of(asked, rows + more) for more in (-1, 0, 1)} == {share}
+    assert {share_of(asked, rows + more) for more in (-1, 0, 1)} == {share}
 
 
 def test_no_class_loses_all_its_training_images(tmp_path: Path) -> None:
@@ -181,12 +188,12 @@ def test_no_class_loses_all_its_training_images(tmp_path: Path) -> None:
         keys = stream.integers(0, 2**64, len(labels), np.uint64)
         for count in (10, 20, 40, 100):
             if count <= len(labels) - 50:
-                held = draws.draw_exactly(keys, labels, count)
+                held = draw_exactly(keys, labels, count)
                 assert len(held) == count
                 assert set(np.delete(labels, held)) == set(range(50))
-        test = draws.draw_by_share(keys, labels, draws.share_of(40 * each // 4 or 1, len(labels)))
+        test = draw_by_share(keys, labels, share_of(40 * each // 4 or 1, len(labels)))
         rest = np.delete(np.arange(len(labels)), test)
-        held = draws.validation_rows(keys[rest], labels[rest], len(rest) // 5, by_share=True)
+        held = validation_rows(keys[rest], labels[rest], len(rest) // 5, by_share=True)
         assert set(np.delete(labels[rest], held)) == set(range(50))
         assert len(test) == len(held) == 0 if each == 1 else len(test) and len(held)
     for number in range(200):
@@ -212,9 +219,7 @@ def test_exactly_as_many_as_asked_of_each_class_its_share() -> None:
     stream = np.random.default_rng(1)
     labels = np.repeat([0, 1, 2, 3], [700, 250, 49, 1])
     keys = stream.integers(0, 2**64, 1000, np.uint64)
-    held = [
-        draws.validation_rows(keys, labels, count, by_share=False) for count in (0, 1, 100, 999)
-    ]
+    held = [validation_rows(keys, labels, count, by_share=False) for count in (0, 1, 100, 999)]
     assert [len(rows) for rows in held] == [0, 1, 100, 999]
     assert np.bincount(labels[held[2]]).tolist() == [70, 25, 5]
     for label, count in enumerate((70, 25, 5)):
@@ -240,9 +245,7 @@ def test_a_copy_goes_where_the_original_went_in_whatever_format(tmp_path: Path) 
     turned = noise(3)
     turned.getexif()[274] = 6
     turned.save(written := io.BytesIO(), "PNG", exif=turned.getexif())
-    plain, tagged = (
-        draws.key_of(stored_pixels(each)) for each in (noise(3), PIL.Image.open(written))
-    )
+    plain, tagged = (key_of(stored_pixels(each)) for each in (noise(3), PIL.Image.open(written)))
     assert plain == tagged
 
 
