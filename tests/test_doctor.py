@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import socket
+import time
 from collections import namedtuple
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -405,6 +406,37 @@ def test_what_was_found_before_a_break_down_is_kept(tmp_path: Path) -> None:
         assert worst(results) == FAIL
     assert results[3].name == "scatter"
     assert re.fullmatch(r"fails on rank 1 \(.*\): no route to host", results[3].text)
+
+
+def check_with_a_fault_in_the_check(rank: int) -> tuple[list[CheckResult], float]:
+    """Return what is found, and how long that took, if a check ends with an error on one rank."""
+
+    def compute_s(_: torch.device) -> float:
+        if int(os.environ["RANK"]) == rank:
+            raise ValueError("not enough values to unpack")
+        return 1.0
+
+    flags, options = Distribution(cpu=True, dist_timeout=90), Doctor(dataset="digits", json=True)
+    once = functools.partial(collectives.all_reduce_ms, calls=1)
+    with (
+        patch.object(group, "compute_s", compute_s),
+        patch.object(collectives, "all_reduce_ms", once),
+    ):
+        started = time.monotonic()
+        return checks.check_together(options, flags, machines=False), time.monotonic() - started
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_check_that_ends_with_an_error_on_one_rank_is_told_to_all(
+    rank: int, tmp_path: Path
+) -> None:
+    both = run_world(2, check_with_a_fault_in_the_check, rank, folder=tmp_path)
+    for results, seconds in both:
+        assert seconds < 90  # --dist-timeout
+        assert [result.status for result in results[-2:]] == [PASS, FAIL]
+        assert results[-1].name == "slowest"
+    assert_found(both[0][0][-1], FAIL, f"rank {rank} (", "see what the other machines say")
+    assert both[0][0][-1].text.endswith("): not enough values to unpack")
 
 
 def kill_rank_1(*_: Any) -> list[CheckResult]:

@@ -18,6 +18,7 @@ from torch import nn
 
 from ddp_mnist import train
 from ddp_mnist.cluster import hardware
+from ddp_mnist.cluster.failures import as_expected, first_cause
 from ddp_mnist.cluster.signals import listen
 from ddp_mnist.cluster.store import name_of
 from ddp_mnist.cluster.world import World
@@ -26,7 +27,7 @@ from ddp_mnist.data import cache
 from ddp_mnist.doctor import collectives
 from ddp_mnist.doctor.compare import LOAD
 from ddp_mnist.doctor.machine import check_machine, nvidia_smi, product
-from ddp_mnist.errors import DdpMnistError, reason
+from ddp_mnist.errors import CheckFailed, DdpMnistError, reason
 from ddp_mnist.run.results import PASS, WARN, CheckResult, check, failed, passed, warned
 from ddp_mnist.run.session import Session
 from ddp_mnist.run.summary import count, device
@@ -85,9 +86,10 @@ class Group:
 def check_group(
     world: World, options: Doctor, machines: bool, met_s: float
 ) -> Iterator[CheckResult]:
-    """Check one after the other; stop at the first check that raises.
+    """Check one after the other, with `machines` each machine alone first.
 
-    With `machines`, each machine is checked alone first.
+    Raise CheckFailed, after a FAIL, if a check ends with an error, here or on another rank: the
+    others have to learn of it, since they would wait for this rank in the next check.
     """
     group = Group(world, options)
     who = f"{count(group.size, 'process')} on {count(world.num_machines, 'machine')}"
@@ -100,9 +102,17 @@ def check_group(
         try:
             yield from function(group)
         except (RuntimeError, ValueError, DdpMnistError) as error:
-            name = function.__name__.replace("_", " ")
-            yield failed(name, reason(error), "see what the other machines say, then the network")
-            return
+            cause = first_cause(group.store, as_expected(group.store, error))
+            yield broken_down(group, function.__name__.replace("_", " "), cause)
+            raise CheckFailed(reason(cause)) from error
+
+
+def broken_down(group: Group, name: str, cause: BaseException) -> CheckResult:
+    """Return the FAIL of a check that ended with an error; on rank 0 it names who reported it."""
+    failure = group.store.failure()
+    who = f"{group.who([failure['rank']])}: " if failure and group.rank == 0 else ""
+    fix = "see what the other machines say, then the network"
+    return failed(name, f"{who}{reason(cause)}", fix)
 
 
 def machines_alone(group: Group) -> Iterator[CheckResult]:
