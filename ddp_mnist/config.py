@@ -6,7 +6,7 @@ configuration that exists is a legal one, wherever it came from.
 
 import math
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import Field, dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
@@ -204,6 +204,15 @@ class Recipe(Flags):
         super().__post_init__()
         check_model(self.model)
 
+    def val_size_of(self, rows: int) -> int:
+        """Return how many of so many train images to hold out. Raise UsageError if that is all."""
+        val_size = min(5000, rows // 5) if self.val_size is None else self.val_size
+        if val_size >= rows:
+            raise UsageError(
+                f"--val-size {val_size}: the train split has {rows}; give at most {rows - 1}"
+            )
+        return val_size
+
     def refuse_unvalidated(self, held_out: int | None, fix: str) -> None:
         """Raise UsageError if it is to stop by validation images, and none are held out."""
         for name in ("target_accuracy", "patience"):
@@ -216,7 +225,6 @@ class ResolvedRecipe(Recipe):
     """A recipe for one data set and one number of processes, in which nothing is left open."""
 
     steps_per_epoch: int
-    val_rows: int  # that are held out where `val_size` were asked for
     if TYPE_CHECKING:
         epochs: int
         batch_size: int
@@ -339,22 +347,18 @@ class ResolvedConfig(TrainConfig):
 
 
 def resolve_recipe(
-    recipe: Recipe, rows: int, world_size: int, held_out: Callable[[int], int] = int
+    recipe: Recipe, rows: int, world_size: int, val_rows: int | None = None
 ) -> ResolvedRecipe:
     """Return the recipe with all that was left open filled in for this data and world size.
 
     A step takes 144 images (1, 2, 3, 4, 6 and 8 processes divide that), or 72 of a small set, or
     the next size that divides evenly; a run takes as many epochs as make 300 steps. With --preset
     accurate it is twice the batch and 4,000 steps. `rows` counts the train split, with
-    those for validation, and `held_out` returns how many these are where so many are asked for.
+    the `val_rows` that are held out for validation: as many as asked for, if it is not given.
     Raise UsageError for what does not fit data or world size.
     """
-    val_size = min(5000, rows // 5) if recipe.val_size is None else recipe.val_size
-    if val_size >= rows:
-        raise UsageError(
-            f"--val-size {val_size}: the train split has {rows}; give at most {rows - 1}"
-        )
-    val_rows = held_out(val_size)
+    val_size = recipe.val_size_of(rows)
+    val_rows = val_size if val_rows is None else val_rows
     train_rows = rows - val_rows
     least = world_size * recipe.grad_accum
     legal = range(least, train_rows + 1, least)
@@ -385,7 +389,6 @@ def resolve_recipe(
         "val_size": val_size,
         "optimizer": recipe.optimizer or NETS.get(recipe.model, "adamw"),
         "steps_per_epoch": steps_per_epoch,
-        "val_rows": val_rows,
     }
     found = ResolvedRecipe(**flag_values(recipe) | resolved)
     # A fifth of four images or fewer is none.

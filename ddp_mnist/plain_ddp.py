@@ -34,9 +34,10 @@ def train_plain(
     rank, world_size = dist.get_rank(), dist.get_world_size()
     gpu = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
-    recipe = resolve_recipe(given, len(images.train_labels), world_size, images.held_out)
-    images = images.to(device)
-    rows, _, _ = split_images(images, recipe.val_size)
+    every = len(images.train_labels)
+    images = images.hold_out(given.val_size_of(every)).to(device)
+    recipe = resolve_recipe(given, every, world_size, len(images.val_rows))
+    rows, _, _ = split_images(images)
     batches = GlobalBatches(rows, recipe.batch_size, seed)
     share = recipe.batch_size // world_size
     mine = slice(rank * share, (rank + 1) * share)

@@ -81,7 +81,7 @@ def fit(
     accelerator.gradient_accumulation_steps = recipe.grad_accum
 
     # Data, on the device if there is room. Batches are global: Accelerate gives each rank its part.
-    train_rows, val_rows, test_rows = split_images(run.images.to(device), recipe.val_size)
+    train_rows, val_rows, test_rows = split_images(run.images.to(device))
     batches = make_batches(train_rows, recipe.batch_size, seed, recipe.grad_accum)
 
     # Model and optimizer, equal on every rank.
@@ -149,7 +149,7 @@ def fit(
 
         # Validate on images held out. All ranks get the same numbers, so all decide the same.
         validation = None
-        if recipe.val_rows:
+        if len(val_rows):
             run.phase("validation", progress)
             tested = with_test_views(model, recipe.model)
             validation = evaluate_split(accelerator, tested, val_loader, classes, stop, scores)

@@ -410,14 +410,14 @@ def test_validation_rows_are_held_out_the_same_for_every_seed(rows: int, val_siz
     splits = []
     for seed in (0, 1):
         torch.manual_seed(seed)
-        train, validation, test = split_images(numbered(rows), val_size)
+        train, validation, test = split_images(numbered(rows).hold_out(val_size))
         splits.append([train.rows.tolist(), validation.rows.tolist()])
         assert (len(train), len(validation), len(test)) == (rows - val_size, val_size, 3)
         assert train.rows.dtype == validation.rows.dtype == torch.int64
         assert test.rows.tolist() == test.labels.tolist() == [0, 1, 2]
     assert splits[0] == splits[1]
     assert sorted(chain(*splits[0])) == list(range(rows))
-    of_every_numpy = split_images(numbered(100), 20)[1].rows[:5].tolist()
+    of_every_numpy = split_images(numbered(100).hold_out(20))[1].rows[:5].tolist()
     assert of_every_numpy == [2, 3, 11, 13, 15]
 
 

@@ -58,7 +58,7 @@ def parts_of(images: ImageData, val_size: int | None = None) -> dict[bytes, str]
     return {
         image.numpy().tobytes(): part
         for part, rows in zip(
-            ("train", "validation", "test"), split_images(images, val_size), strict=True
+            ("train", "validation", "test"), split_images(images.hold_out(val_size)), strict=True
         )
         for image in rows.images[rows.rows]
     }
@@ -202,7 +202,7 @@ def test_no_class_loses_all_its_training_images(tmp_path: Path) -> None:
         noise(number).save(place / f"{number}.png")
     for test_size in (40, 100):
         images = load(tmp_path / "many", test_size)
-        train, validation, test_rows = split_images(images, len(images.train_labels) // 5)
+        train, validation, test_rows = split_images(images.hold_out(len(images.train_labels) // 5))
         assert set(images.train_labels[train.rows].tolist()) == set(range(50))
         assert len(validation) and abs(len(test_rows) - test_size) < 25
 

@@ -140,7 +140,7 @@ def test_scores_are_scikit_learns_on_any_number_of_processes(
         assert silent == [""] * (size - 1)
         summary, images = read_json(run / "summary.json"), cache.load(str(digits / "digits"))
         trained = from_bytes(read_bytes(str(run)), str(run))
-        _, validation, test = split_images(images, 31)
+        _, validation, test = split_images(images.hold_out(31))
         for rows, prefix in ((validation, "val"), (test, "test")):
             pixels, labels, _ = rows.__getitems__(torch.arange(len(rows)))
             with torch.inference_mode():

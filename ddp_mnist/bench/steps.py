@@ -62,7 +62,7 @@ def shortened(config: TrainConfig, world: World, images: ImageData, steps: int) 
         test_labels=images.test_labels[:1000],
         test_keys=images.test_keys[:1000],
     )
-    recipe = replace(full, epochs=1, val_size=0, val_rows=0, steps_per_epoch=steps)
+    recipe = replace(full, epochs=1, val_size=0, steps_per_epoch=steps)
     resolved = ResolvedConfig(config.run, config.distribution, recipe=recipe)
     return Session(resolved, world, images, StopSignals())
 

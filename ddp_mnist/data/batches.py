@@ -41,6 +41,7 @@ class ImageData:
     test_keys: np.ndarray
     test_drawn: bool = False  # from train: it has no test split of its own, and may grow
     warnings: list[str] = field(default_factory=list)  # what happened while it was opened
+    val_rows: np.ndarray = field(default_factory=lambda: np.arange(0))  # of train, held out
 
     def to(self, device: torch.device) -> "ImageData":
         """Return the same in a device's memory (55 MB for MNIST), if half of that is enough.
@@ -57,18 +58,18 @@ class ImageData:
         moved = {name: getattr(self, name).to(device) for name in TENSORS}
         return dataclasses.replace(self, **moved)
 
-    def validation_rows(self, val_size: int) -> np.ndarray:
-        """Return which train images are held out where `val_size` are asked for, in order."""
-        labels = self.train_labels.cpu().numpy()
-        return held_out.validation_rows(self.train_keys, labels, val_size, by_share=self.test_drawn)
+    def hold_out(self, val_size: int) -> "ImageData":
+        """Return the same with `val_size` train images held out, the same ones for every seed.
 
-    def held_out(self, val_size: int) -> int:
-        """Return how many these are."""
-        return len(self.validation_rows(val_size))
+        They are about as many if the test was drawn from train too.
+        """
+        labels, by_share = self.train_labels.numpy(), self.test_drawn
+        val_rows = held_out.validation_rows(self.train_keys, labels, val_size, by_share)
+        return dataclasses.replace(self, val_rows=val_rows)
 
-    def trained_on(self, val_size: int) -> np.ndarray:
-        """Return the keys of the images that are not held out, each once, sorted."""
-        return np.unique(np.delete(self.train_keys, self.validation_rows(val_size)))
+    def trained_on(self) -> np.ndarray:
+        """Return the keys of the train images that are not held out, each once, sorted."""
+        return np.unique(np.delete(self.train_keys, self.val_rows))
 
     def per_class(self) -> dict[str, list[int]]:
         """Return how many images of each class each split has."""
@@ -90,17 +91,12 @@ class ImageData:
 # --- Rows
 
 
-def split_images(images: ImageData, val_size: int) -> tuple["Rows", "Rows", "Rows"]:
-    """Return the rows to train on, to validate on and to test on.
-
-    `val_size` train images are held out for validation, the same ones for every seed and run; about
-    as many where the test was drawn from train too.
-    """
-    held = images.validation_rows(val_size)
-    rest = np.delete(np.arange(len(images.train_labels)), held)
+def split_images(images: ImageData) -> tuple["Rows", "Rows", "Rows"]:
+    """Return the rows to train on, to validate on and to test on."""
+    rest = np.delete(np.arange(len(images.train_labels)), images.val_rows)
     return (
         Rows(images.train_images, images.train_labels, torch.from_numpy(rest)),
-        Rows(images.train_images, images.train_labels, torch.from_numpy(held)),
+        Rows(images.train_images, images.train_labels, torch.from_numpy(images.val_rows)),
         Rows(images.test_images, images.test_labels),
     )
 

@@ -315,6 +315,7 @@ def training(group: Group) -> Iterator[CheckResult]:
     """Check that the real trainer on the digits ends with equal weights that work."""
     images = cache.load("digits", group.options.cache_dir)
     recipe = resolve_recipe(Recipe(epochs=EPOCHS), len(images.train_labels), group.size)
+    images = images.hold_out(recipe.val_size)
     config = ResolvedConfig(run=Run(dataset="digits", quiet=True), recipe=recipe)
     nets: list[nn.Module] = []
 

@@ -102,7 +102,8 @@ def resolve_and_load(
     if found:
         resume.check_images(name, images.digest, found)
     rows = len(images.train_labels)
-    recipe = resolve_recipe(config.recipe, rows, store.world_size, images.held_out)
+    images = images.hold_out(config.recipe.val_size_of(rows))
+    recipe = resolve_recipe(config.recipe, rows, store.world_size, len(images.val_rows))
     if config.run.profile >= recipe.steps_per_epoch > 1:
         raise UsageError(
             f"--profile {config.run.profile}: an epoch has {recipe.steps_per_epoch} steps; ask for"
@@ -202,6 +203,6 @@ def open_folder(run: Session, found: dict[str, Any] | None) -> list[str]:
             | {"compile": bool(world.compiler)},
         },
     )
-    np.save(keys := io.BytesIO(), run.images.trained_on(config.recipe.val_size))
+    np.save(keys := io.BytesIO(), run.images.trained_on())
     run.folder.write_bytes(TRAINED_ON, keys.getvalue())
     return notes

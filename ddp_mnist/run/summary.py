@@ -52,7 +52,8 @@ def facts(config: TrainConfig, world: World, images: ImageData) -> dict[str, Any
 def plan(config: ResolvedConfig, world: World, images: ImageData, folder: Path | None) -> str:
     """Return the resolved run as a panel, to be shown before its first step."""
     recipe, size = config.recipe, world.accelerator.num_processes
-    train_rows, steps = len(images.train_labels) - recipe.val_rows, recipe.steps_per_epoch
+    val_rows, steps = len(images.val_rows), recipe.steps_per_epoch
+    train_rows = len(images.train_labels) - val_rows
     left_out = train_rows - steps * recipe.batch_size
     share = recipe.batch_size // size // recipe.grad_accum
     parts = f" x {recipe.grad_accum} parts" if recipe.grad_accum > 1 else ""
@@ -63,7 +64,7 @@ def plan(config: ResolvedConfig, world: World, images: ImageData, folder: Path |
     changes = "rotated, scaled, shifted" if strokes else "mirrored, cropped, coloured"
     rest = f"; {left_out} images are left out, others in each epoch" if left_out else ""
     lines = {
-        "data": f"{images.name}: {train_rows:,} train, {recipe.val_rows:,} validation,"
+        "data": f"{images.name}: {train_rows:,} train, {val_rows:,} validation,"
         f" {len(images.test_labels):,} test images, {classes} classes",
         "source": "; ".join([printable(images.source), *images.preparation.notes]),
         "processes": f"{size} on {count(world.num_machines, 'machine')}, {computing(world)}",
@@ -177,7 +178,7 @@ def summarise(
         "total_seconds": round(time.monotonic() - state.started, 3),
         "images_per_second": round(progress.step * batch_size / max(seconds, 1e-9), 1),
         "ranks": by_rank(world.store.hosts, times, part / len(times)),
-        "dataset": images.describe() | {"val_rows": recipe.val_rows},
+        "dataset": images.describe() | {"val_rows": len(images.val_rows)},
         "classes": images.classes,
         "images_per_class": images.per_class(),
         "notes": [*images.warnings, *images.preparation.notes],

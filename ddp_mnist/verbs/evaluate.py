@@ -274,5 +274,5 @@ def _rows(images: ImageData, split: str, val_size: int) -> Rows:
         )
     if split == "test":
         return Rows(images.test_images, images.test_labels)
-    train, validation, _ = split_images(images, val_size)
+    train, validation, _ = split_images(images.hold_out(val_size))
     return train if split == "train" else validation
