@@ -333,6 +333,18 @@ def test_each_rank_gets_what_rank_0_decides_and_what_all_have() -> None:
     assert results == [[[0, None], [1, None], [2, None]]] * 3
 
 
+def test_what_ranks_agree_on_again_and_again_does_not_fill_the_store() -> None:
+    """A burn-in of an hour does so some 10,000 times; rank 0's memory, or the agent's, holds it."""
+    eight = stores(8)
+
+    def agree(store: Store) -> list[Any]:
+        return [store.decide_for_all("x", [store.rank, n], list) for n in range(20)]
+
+    expected = [[[rank, n] for rank in range(8)] for n in range(20)]
+    assert at_once(*[partial(agree, store) for store in eight]) == [expected] * 8
+    assert eight[0].c10d.num_keys() <= 3 * 20 + 8 + 1
+
+
 def test_all_wait_for_the_last_to_come_and_rank_0_leaves_last() -> None:
     here: list[int] = []
     left: list[int] = []

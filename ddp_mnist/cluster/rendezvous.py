@@ -33,9 +33,9 @@ WORDS = {"process": ("processes", "rank"), "machine": ("machines", "machine")}
 # numbers the meetings, and those who wait in an older one follow it into the new one.
 MEETINGS = "meetings"  # the key that counts them
 OPEN = "open"  # the key of a meeting under which rank 0 says that it has begun, and for how many
-MET, FIRST_WORD = "met", "word/0"  # what rank 0 says once it has told each rank its place
+MET, FIRST_BROADCAST = "met", "broadcast/0"  # once rank 0 has written each rank's place
 MOVED = b"moved"  # stands there if rank 0 began another meeting before all had come
-ALL_CAME = "all came/0"
+ALL_ARRIVED = "all arrived/0"
 GRACE_S = 0.5  # for rank 0, which started a moment later, to name who is missing
 LATE_S = 5.0  # for one that came in the last moment, and for who names the missing
 
@@ -87,8 +87,8 @@ def _next_meeting(lobby: Store, number: int) -> int:
     if lobby.rank > 0:
         return max(number + 1, lobby.call("add", MEETINGS, 0))
     number = lobby.call("add", MEETINGS, 1)
-    if number > 1:  # if all had met there, that is its first word already
-        lobby.call("compare_set", f"{number - 1}/{FIRST_WORD}", "", MOVED.decode())
+    if number > 1:  # if all had met there, its first broadcast stands there already
+        lobby.call("compare_set", f"{number - 1}/{FIRST_BROADCAST}", "", MOVED.decode())
     return number
 
 
@@ -106,13 +106,13 @@ def _attend(store: Store, number: int, seat: Seat, unit: str, where: str, deadli
             f"{where}: {called} 0 did not come to meet this one within {store.patience_s:g} s;"
             f" start it, or check that it uses this address{again if number > 1 else ''}"
         )
-    elif store.exists(FIRST_WORD):
+    elif store.exists(FIRST_BROADCAST):
         return False
     was_counted = _sit_down(store, seat, where, unit)
     assert store.heartbeat
     try:
         _refuse_other_size(store, seat, where, unit)
-        store.come(counts=not was_counted)
+        store.arrive(counts=not was_counted)
         met = (_lead if store.rank == 0 else _follow)(store, seat, unit, where, deadline)
     except DdpMnistError as error:
         cause = first_cause(store, error)
@@ -130,7 +130,7 @@ def _attend(store: Store, number: int, seat: Seat, unit: str, where: str, deadli
 
 def _lead(store: Store, seat: Seat, unit: str, where: str, deadline: float) -> bool:
     """Let rank 0 wait for all, and tell each its place."""
-    _wait_for(ALL_CAME, store, unit, where, deadline)
+    _wait_for(ALL_ARRIVED, store, unit, where, deadline)
     store.raise_if_failed()
     ranks = range(seat.size)
     seats = [
@@ -152,11 +152,11 @@ def _lead(store: Store, seat: Seat, unit: str, where: str, deadline: float) -> b
 
 def _follow(store: Store, seat: Seat, unit: str, where: str, deadline: float) -> bool:
     """Let another rank wait for its place."""
-    _wait_for(FIRST_WORD, store, unit, where, deadline + GRACE_S)
-    word = store.call("get", FIRST_WORD)
-    if word == MOVED:
+    _wait_for(FIRST_BROADCAST, store, unit, where, deadline + GRACE_S)
+    found = store.call("get", FIRST_BROADCAST)
+    if found == MOVED:
         return False
-    store.hear(MET, word)
+    store.receive(MET, found)
     token, place = json.loads(store.call("get", f"place/{store.rank}"))
     store.place = Place(*place)
     return token == seat.token  # else this process took the place of a dead one too late

@@ -29,7 +29,7 @@ from ddp_mnist.errors import FailedElsewhere, PeerError, UsageError, reason
 T = TypeVar("T")
 SERVED: dict[int, dist.TCPStore] = {}  # by port; DDP's reducer holds each to the end
 LIVENESS = "liveness requested"  # the key for which every rank has to answer
-FAILED = b"failed"  # stands where a word, or the news that all have come, is not to come any more
+FAILED = b"failed"  # stands where what others wait for is not to come any more
 FIRST_POLL_S = 0.01  # each pause is twice as long as the one before it
 OWN_FILES = 64  # of a process, beside connections to others: some 25, and those of a data loader
 CANCEL_S = 5.0  # in which a wait that is over says so
@@ -72,10 +72,16 @@ NOWHERE = Place()
 class Store:
     """The key-value store that all ranks share.
 
-    What it costs a rank does not depend on how many there are. Each gives rank 0 a value, rank 0
-    decides, and tells all in a word; words are numbered, and so are the times at which all come to
-    a place. A wait is one call, however long it takes, since a rank that fails writes FAILED where
-    the others wait. Calls raise RuntimeError when the store is gone or does not answer in time.
+    What it costs a rank does not depend on how many there are. All ranks make the same broadcasts
+    and barriers in the same order, and count them, so each knows the next one's keys:
+
+        broadcast/N            what rank 0 decided, with its name; the others wait for it
+        arrived/N              how many ranks have come to barrier N
+        all arrived/N          written by the last of them; who has to wait for all waits for it
+        value/NAME/RANK        what rank 0 decides on; it reads them once all have arrived
+
+    A wait is one call, however long it takes: a rank that fails writes FAILED where others wait.
+    Calls raise RuntimeError when the store is gone or does not answer in time.
     """
 
     c10d: dist.Store
@@ -89,9 +95,9 @@ class Store:
     unreachable = False  # nobody serves the store any more, or the link to it is dead
     heartbeat: Heartbeat | None = None  # from this rank's seat in the meeting on
     signalled: float | None = None  # time.monotonic() when a stop signal came to this process
-    words: int = 0  # of rank 0, that this rank has heard
-    told: dict[str, Any] = field(default_factory=dict)  # what they were, by name
-    comings: int = 0  # of all ranks to one place, in which this one took part
+    broadcasts: int = 0  # of rank 0, that this rank has received
+    received: dict[str, Any] = field(default_factory=dict)  # what they were, by name
+    arrivals: int = 0  # of this rank, at barriers
 
     def call(self, method: str, *args: Any) -> Any:
         """Call a method of torch's store, which over a dead link would wait for good."""
@@ -138,22 +144,22 @@ class Store:
 
         Raise as `raise_if_failed` does.
         """
-        key = f"word/{self.words}"
+        key = f"broadcast/{self.broadcasts}"
         if self.rank == 0:
-            word = json.dumps([name, decide()])
-            heard = self.call("compare_set", key, "", word) if self.world_size > 1 else word
+            sent = json.dumps([name, decide()])
+            found = self.call("compare_set", key, "", sent) if self.world_size > 1 else sent
         else:
             self.wait(key)
-            heard = self.call("get", key)
-        return self.hear(name, heard)
+            found = self.call("get", key)
+        return self.receive(name, found)
 
-    def hear(self, name: str, heard: bytes | str) -> Any:
-        """Return the value of rank 0's next word; raise as `raise_if_failed` does."""
-        self._raise_if(heard)
-        said, self.told[name] = json.loads(heard)
-        assert said == name, f"rank {self.rank} is at {name!r}, rank 0 at {said!r}"
-        self.words += 1
-        return self.told[name]
+    def receive(self, name: str, found: bytes | str) -> Any:
+        """Return the value of rank 0's next broadcast; raise as `raise_if_failed` does."""
+        self._raise_if(found)
+        sent, self.received[name] = json.loads(found)
+        assert sent == name, f"rank {self.rank} is at {name!r}, rank 0 at {sent!r}"
+        self.broadcasts += 1
+        return self.received[name]
 
     def decide_for_all(
         self,
@@ -166,31 +172,31 @@ class Store:
 
         Raise as `raise_if_failed` does; PeerError if not all values are there `within_s`.
         """
-        place = f"{name}/{self.comings}"
-        self.set(f"{place}/{self.rank}", mine)
-        self.come()
+        # Under one name again the keys are the same ones: rank 0 has read them before it decides.
+        self.set(f"value/{name}/{self.rank}", mine)
+        self.arrive()
 
         def gather() -> Any:
             self._wait_for_all(name, within_s)
-            keys = [f"{place}/{rank}" for rank in range(self.world_size)]
+            keys = [f"value/{name}/{rank}" for rank in range(self.world_size)]
             return decide([json.loads(value) for value in self.call("multi_get", keys)])
 
         return self.broadcast_from_rank0(name, gather)
 
     def barrier(self, name: str) -> None:
-        """Return once every rank has come here; raise as `raise_if_failed` does."""
-        self.come()
+        """Return once every rank has arrived here; raise as `raise_if_failed` does."""
+        self.arrive()
         self._wait_for_all(name)
 
-    def come(self, counts: bool = True) -> None:
-        """Say that this rank is here, unless it was said; the last to come says that all are."""
-        if counts and self.call("add", f"came/{self.comings}", 1) == self.world_size:
-            self.call("compare_set", f"all came/{self.comings}", "", "yes")
-        self.comings += 1
+    def arrive(self, counts: bool = True) -> None:
+        """Arrive at the next barrier, and be counted, unless this rank was; wait for nobody."""
+        if counts and self.call("add", f"arrived/{self.arrivals}", 1) == self.world_size:
+            self.call("compare_set", f"all arrived/{self.arrivals}", "", "yes")
+        self.arrivals += 1
 
     def _wait_for_all(self, name: str, within_s: float = math.inf) -> None:
-        """Wait until every rank is where this one came last."""
-        key = f"all came/{self.comings - 1}"
+        """Wait until every rank has arrived where this one did last."""
+        key = f"all arrived/{self.arrivals - 1}"
         if not self.wait(key, within_s):
             raise PeerError(
                 f"no word of {name} from another process within {within_s:g} s; see what the others"
@@ -198,20 +204,21 @@ class Store:
             )
         self._raise_if(self.call("get", key))
 
-    def _raise_if(self, heard: bytes | str) -> None:
-        """Raise as `raise_if_failed` does if FAILED was heard."""
-        if heard == FAILED:
+    def _raise_if(self, found: bytes | str) -> None:
+        """Raise as `raise_if_failed` does if it is FAILED."""
+        if found == FAILED:
             self.raise_if_failed()
             raise PeerError("this process has failed; see what it said before, then start again")
 
     def end_waits(self) -> None:
-        """Write FAILED where others may wait now: for rank 0's next word, and for all to come."""
-        for key, number in (("word", self.words), ("all came", max(0, self.comings - 1))):
+        """Write FAILED where others may wait now: for rank 0's next broadcast, and for all."""
+        waits = ("broadcast", self.broadcasts), ("all arrived", max(0, self.arrivals - 1))
+        for key, number in waits:
             while self.call("compare_set", f"{key}/{number}", "", FAILED.decode()) != FAILED:
                 number += 1
 
     def close(self) -> None:
-        """Return once every rank has come to its end; the one that serves the store leaves last."""
+        """Leave once every rank has come to its end; the one that serves the store leaves last."""
         self.barrier("end")
         self.shutdown()
 
@@ -222,7 +229,7 @@ class Store:
         with contextlib.suppress(RuntimeError):  # the store is gone: nobody needs rank 0
             self.call("add", "left", 1)
             if self.rank == 0:
-                came = self.world_size if all_met else self.call("add", "came/0", 0)
+                came = self.world_size if all_met else self.call("add", "arrived/0", 0)
                 leaving = came - len(self.lost)
                 poll(lambda: self.call("add", "left", 0) >= leaving, patience_s)
 

@@ -26,7 +26,7 @@ from ddp_mnist.run.folder import RunFolder
 from ddp_mnist.run.state import State
 from ddp_mnist.run.versions import code_digest, git_commit, package_versions
 
-FOLDER_KEY = "run folder"  # the word in which rank 0 tells its path
+FOLDER_KEY = "run folder"  # the broadcast of its path
 
 
 def facts(config: TrainConfig, world: World, images: ImageData) -> dict[str, Any]:
@@ -99,7 +99,7 @@ def narrated_elsewhere(world: World, verbose: bool) -> Iterator[None]:
     )
     yield
     if console.verbose:
-        folder = f", in {store.told[FOLDER_KEY]}" if FOLDER_KEY in store.told else ""
+        folder = f", in {store.received[FOLDER_KEY]}" if FOLDER_KEY in store.received else ""
         console.print(f"done       the result is on {host}{folder}")
 
 
