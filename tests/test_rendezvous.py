@@ -120,6 +120,29 @@ def test_fault_16_fault_23_nobody_else_comes_or_is_at_the_address(
     assert raised.value.agreed is (rank == 0)  # who found no store can tell nobody
 
 
+@pytest.mark.parametrize(
+    ("rank", "there", "said"),
+    [
+        (0, True, "1 of 2 processes came within 0.8 s; missing: rank 1; "),
+        (1, True, "rank 0 did not come to meet this one within 0.8 s; "),
+        (1, False, NOBODY),
+    ],
+)
+def test_under_a_launcher_nobody_is_told_to_start_a_process(
+    rank: int, there: bool, said: str
+) -> None:
+    """torchrun may have told two machines of two stores, or of one on a machine that is lost."""
+    agent = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    port = agent.port if there else free_port()
+    with pytest.raises(PeerError) as raised:
+        meet(replace(place(rank, 2, port), agent_store=True), TIMEOUT_S)
+    assert str(raised.value).startswith(f"127.0.0.1:{port}: {said}")
+    assert str(raised.value).endswith(
+        "; see what the others say, then start again; if machines join or leave, start torchrun"
+        " everywhere with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+    )
+
+
 @pytest.fixture
 def stranger() -> Iterator[int]:
     """A port where something listens that is no store, and never answers."""
@@ -590,7 +613,7 @@ def test_a_second_process_of_a_rank_is_told_so(come_together: Callable[..., list
     works = [Comes(rank, dies_after_s=6) for rank in range(2)]
     *_, second = come_together(2, *works, Comes(1, 2, waits_s=1))
     assert str(second).startswith("127.0.0.1:")
-    assert "rank 0 did not come to meet this one within 1 s; start it" in str(second)
+    assert "rank 0 did not come to meet this one within 1 s; see what the others" in str(second)
     assert str(second).endswith("; a meeting is over: is there a second rank 1?")
 
 

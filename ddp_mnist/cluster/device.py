@@ -75,7 +75,7 @@ def choose_backend(flags: Distribution, launch: Launch, device: str) -> str:
     """Return none for a process on its own, else gloo or nccl."""
     if flags.backend == "nccl" and device == "cpu":
         raise UsageError("--backend nccl: needs a GPU, and none is visible here; use gloo")
-    if launch.world_size == 1 and not launch.agent_store:
+    if launch.is_alone:
         return "none"
     if flags.backend != "auto":
         return flags.backend

@@ -36,6 +36,9 @@ OF_SLURM = {
     "main_port": "MASTER_PORT",
 }
 PR_SET_PDEATHSIG = 1  # from linux/prctl.h
+# Without it, torchrun's agents tell those that were there in the first round where the store is
+# that they share with their processes, and nobody later (next_rendezvous in dynamic_rendezvous.py).
+CAN_JOIN = "start torchrun everywhere with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
 # All that launchers and batch jobs say to the processes that they start, but how to compute.
 OF_LAUNCHERS = re.compile(
     "(SLURM|PMIX?|OMPI|MV2|TORCHELASTIC|ACCELERATE(?!_USE_CPU|_MIXED_PRECISION)|LOCAL|GROUP|ROLE"
@@ -58,6 +61,11 @@ class Launch:
     main_host: str | None = None  # where rank 0, or the launcher's agent, serves the store
     main_port: int | None = None
     agent_store: bool = False  # the launcher serves it already (torchrun, accelerate launch)
+
+    @property
+    def is_alone(self) -> bool:
+        """Return whether this process forms no group; one of a launcher's does, if only of one."""
+        return self.world_size == 1 and not self.agent_store
 
     @property
     def child_of_launcher(self) -> bool:
@@ -104,11 +112,7 @@ def own_environment(env: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 
 def nobody_can_join(env: Mapping[str, str] = os.environ) -> bool:
-    """Return whether torchrun started this process again, and admits no machine any more.
-
-    Its agents tell those that were there in the first round where the store is that they share with
-    their processes, and nobody after that (next_rendezvous in torch's dynamic_rendezvous.py).
-    """
+    """Return whether torchrun started this process again, and admits no machine any more."""
     restarted = env.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     return restarted and env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 

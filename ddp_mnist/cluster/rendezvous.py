@@ -4,7 +4,7 @@ import json
 import time
 import uuid
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from textwrap import shorten
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ddp_mnist.cluster.failures import first_cause
 from ddp_mnist.cluster.heartbeat import Heartbeat, meeting_beat_s
 from ddp_mnist.cluster.interfaces import address_towards, is_own
-from ddp_mnist.cluster.launch import Launch
+from ddp_mnist.cluster.launch import CAN_JOIN, Launch
 from ddp_mnist.cluster.store import (
     Place,
     Store,
@@ -26,9 +26,6 @@ from ddp_mnist.cluster.store import (
 )
 from ddp_mnist.errors import DdpMnistError, PeerError, UsageError
 
-# What meets: its plural, and what its number is called.
-WORDS = {"process": ("processes", "rank"), "machine": ("machines", "machine")}
-
 # The store outlives a meeting: a process may train twice, and a launcher start it again. So rank 0
 # numbers the meetings, and those who wait in an older one follow it into the new one.
 MEETINGS = "meetings"  # the key that counts them
@@ -38,6 +35,18 @@ MOVED = b"moved"  # stands there if rank 0 began another meeting before all had 
 ALL_ARRIVED = "all arrived/0"
 GRACE_S = 0.5  # for rank 0, which started a moment later, to name who is missing
 LATE_S = 5.0  # for one that came in the last moment, and for who names the missing
+BY_LAUNCHER = f"see what the others say, then start again; if machines join or leave, {CAN_JOIN}"
+
+
+class Unit(NamedTuple):
+    """Those that meet: processes, or the machines before them."""
+
+    name: str
+    plural: str
+    called: str  # in front of its number
+
+
+PROCESS, MACHINE = Unit("process", "processes", "rank"), Unit("machine", "machines", "machine")
 
 
 class Seat(NamedTuple):
@@ -57,27 +66,30 @@ def meet(launch: Launch, timeout_s: float) -> Store:
     reports that.
     """
     rank, size = launch.rank, launch.world_size
-    if size == 1 and not launch.agent_store:
+    if launch.is_alone:
         here = host_id()
         return Store(dist.HashStore(), 0, 1, hosts=[here], place=Place(main_host=name_of(here)))
     host, port = launch.main_host, launch.main_port
     assert host is not None and port is not None
-    unit = "machine" if launch.launcher == "machine" else "process"
-    serve, who = rank == 0 and not launch.agent_store, f"{WORDS[unit][1]} {rank} of {size}"
+    unit = MACHINE if launch.launcher == "machine" else PROCESS
+    serve, who = rank == 0 and not launch.agent_store, f"{unit.called} {rank} of {size}"
+    server, fix = "rank 0", "is rank 0 running, is the address right, is the port open?"
+    if launch.agent_store:
+        server, fix = "the launcher of machine 0", BY_LAUNCHER
     allow_open_files(size, serve)
-    c10d = open_store(host, port, serve=serve, timeout_s=timeout_s, who=who)
-    lobby = Store(dist.PrefixStore(unit, c10d), rank, size, launch.agent_store, timeout_s)
+    c10d = open_store(host, port, serve=serve, timeout_s=timeout_s, who=who, fix=fix)
+    lobby = Store(dist.PrefixStore(unit.name, c10d), rank, size, launch.agent_store, timeout_s)
     seat = Seat(uuid.uuid4().hex, size, host_id(), address_towards(host, port))
-    deadline, number = time.monotonic() + timeout_s, 0
+    where, deadline, number = f"{host}:{port}", time.monotonic() + timeout_s, 0
     try:
         while True:
             number = _next_meeting(lobby, number)
             store = replace(lobby, c10d=dist.PrefixStore(str(number), lobby.c10d))
-            if _attend(store, number, seat, unit, f"{host}:{port}", deadline):
+            if Meeting(store, number, seat, unit, where, deadline).attend():
                 return store
     except RuntimeError as error:
         raise PeerError(
-            f"{host}:{port}: rank 0, which serves this port, ended before all had come;"
+            f"{where}: {server}, which serves this port, ended before all had come;"
             " see what it says, then start again"
         ) from error
 
@@ -92,74 +104,153 @@ def _next_meeting(lobby: Store, number: int) -> int:
     return number
 
 
-def _attend(store: Store, number: int, seat: Seat, unit: str, where: str, deadline: float) -> bool:
-    """Return whether all, and this process among them, have met here; else another meeting follows.
+@dataclass
+class Meeting:
+    """A meeting as one rank attends it. Its methods raise as `meet` does."""
 
-    Raise as `meet` does, after this rank has told the others why it leaves.
-    """
-    if store.rank == 0:
-        store.set(OPEN, seat.size)
-    elif not store.wait(OPEN, deadline - time.monotonic()):
-        called = WORDS[unit][1]
-        again = f"; a meeting is over: is there a second {called} {store.rank}?"
-        raise PeerError(
-            f"{where}: {called} 0 did not come to meet this one within {store.patience_s:g} s;"
-            f" start it, or check that it uses this address{again if number > 1 else ''}"
+    store: Store  # the meeting's own keys
+    number: int
+    seat: Seat
+    unit: Unit
+    where: str  # the main address, with which each error begins
+    deadline: float  # time.monotonic() by which all have to be there
+
+    def attend(self) -> bool:
+        """Return whether all, and this process among them, have met; else another meeting follows.
+
+        Before it raises, this rank tells the others why it leaves.
+        """
+        store = self.store
+        if store.rank == 0:
+            store.set(OPEN, self.seat.size)
+        elif not store.wait(OPEN, self.deadline - time.monotonic()):
+            called, fix = self.unit.called, "start it, or check that it uses this address"
+            again = f"; a meeting is over: is there a second {called} {store.rank}?"
+            raise PeerError(
+                f"{self.where}: {called} 0 did not come to meet this one within"
+                f" {store.patience_s:g} s; {self._fix(fix)}{again if self.number > 1 else ''}"
+            )
+        elif store.exists(FIRST_BROADCAST):
+            return False
+        was_counted = self._sit_down()
+        assert store.heartbeat
+        try:
+            self._refuse_other_size()
+            store.arrive(counts=not was_counted)
+            met = self._lead() if store.rank == 0 else self._follow()
+        except DdpMnistError as error:
+            cause = first_cause(store, error)
+            store.shutdown(all_met=False)
+            raise cause from None
+        except BaseException:
+            store.heartbeat.stop()  # else its seat would look taken
+            raise
+        if met:
+            store.heartbeat.watch()
+        else:
+            store.heartbeat.stop()
+        return met
+
+    def _sit_down(self) -> bool:
+        """Take this rank's seat; return whether it was that of a process that is dead.
+
+        Raise UsageError if a living process has the seat.
+        """
+        store, mine, left = self.store, json.dumps(self.seat), ""
+        key = f"here/{store.rank}"
+        while (taken := store.call("compare_set", key, left, mine).decode()) != mine:
+            self._refuse_if_alive()
+            left = taken
+        store.heartbeat = Heartbeat(
+            store.c10d, store.rank, self.seat.size, store.patience_s, when_silent=store.name_silent
         )
-    elif store.exists(FIRST_BROADCAST):
-        return False
-    was_counted = _sit_down(store, seat, where, unit)
-    assert store.heartbeat
-    try:
-        _refuse_other_size(store, seat, where, unit)
-        store.arrive(counts=not was_counted)
-        met = (_lead if store.rank == 0 else _follow)(store, seat, unit, where, deadline)
-    except DdpMnistError as error:
-        cause = first_cause(store, error)
-        store.shutdown(all_met=False)
-        raise cause from None
-    except BaseException:
-        store.heartbeat.stop()  # else its seat would look taken
-        raise
-    if met:
-        store.heartbeat.watch()
-    else:
-        store.heartbeat.stop()
-    return met
+        store.heartbeat.start()
+        return bool(left)
 
+    def _refuse_if_alive(self) -> None:
+        """Raise UsageError if another process of this rank beats; that none does takes 2."""
+        store, key = self.store, f"beat/{self.store.rank}"
 
-def _lead(store: Store, seat: Seat, unit: str, where: str, deadline: float) -> bool:
-    """Let rank 0 wait for all, and tell each its place."""
-    _wait_for(ALL_ARRIVED, store, unit, where, deadline)
-    store.raise_if_failed()
-    ranks = range(seat.size)
-    seats = [
-        Seat(*json.loads(each)) for each in store.call("multi_get", [f"here/{r}" for r in ranks])
-    ]
-    for rank, other in enumerate(seats):
-        if other.size != seat.size:
-            raise _different_sizes(where, unit, (0, seat.size), (rank, other.size))
-    store.hosts = [each.host for each in seats]
-    places = _places(seats)
-    store.place = places[0]
-    told = [
-        json.dumps([*pair]) for pair in zip((each.token for each in seats), places, strict=True)
-    ]
-    store.call("multi_set", [f"place/{r}" for r in ranks], told)
-    store.broadcast_from_rank0(MET, bool)
-    return True
+        def beat() -> bytes:
+            return store.call("get", key) if store.exists(key) else b""
 
+        before, name = beat(), self.unit.name
+        if poll(lambda: beat() != before, 2 * meeting_beat_s(store.patience_s)):
+            raise UsageError(
+                f"{self.where}: another {name} came with rank {store.rank} before this one;"
+                f" give each {name} a rank of its own, 0 to {store.world_size - 1}"
+            )
 
-def _follow(store: Store, seat: Seat, unit: str, where: str, deadline: float) -> bool:
-    """Let another rank wait for its place."""
-    _wait_for(FIRST_BROADCAST, store, unit, where, deadline + GRACE_S)
-    found = store.call("get", FIRST_BROADCAST)
-    if found == MOVED:
-        return False
-    store.receive(MET, found)
-    token, place = json.loads(store.call("get", f"place/{store.rank}"))
-    store.place = Place(*place)
-    return token == seat.token  # else this process took the place of a dead one too late
+    def _refuse_other_size(self) -> None:
+        """Raise UsageError if rank 0 was given another number of all.
+
+        A launcher's processes get theirs from the launcher, and rank 0 may be dead: of a meeting
+        before some of them were started again.
+        """
+        store, mine = self.store, self.seat.size
+        if store.rank == 0 or store.served_by_launcher:
+            return
+        size = json.loads(store.call("get", OPEN))
+        if size != mine:
+            raise UsageError(
+                f"{self.where}: rank {store.rank} was given {mine} as the number of all, rank 0"
+                f" {size}; start every {self.unit.name} with the same number"
+            )
+
+    def _lead(self) -> bool:
+        """Let rank 0 wait for all, and tell each its place."""
+        store, ranks = self.store, range(self.seat.size)
+        self._wait_for(ALL_ARRIVED, self.deadline)
+        store.raise_if_failed()
+        found = store.call("multi_get", [f"here/{rank}" for rank in ranks])
+        seats = [Seat(*json.loads(each)) for each in found]
+        store.hosts = [seat.host for seat in seats]
+        places = _places(seats)
+        store.place = places[0]
+        told = [json.dumps([s.token, place]) for s, place in zip(seats, places, strict=True)]
+        store.call("multi_set", [f"place/{rank}" for rank in ranks], told)
+        store.broadcast_from_rank0(MET, bool)
+        return True
+
+    def _follow(self) -> bool:
+        """Let another rank wait for its place."""
+        store = self.store
+        self._wait_for(FIRST_BROADCAST, self.deadline + GRACE_S)
+        found = store.call("get", FIRST_BROADCAST)
+        if found == MOVED:
+            return False
+        store.receive(MET, found)
+        token, place = json.loads(store.call("get", f"place/{store.rank}"))
+        store.place = Place(*place)
+        return token == self.seat.token  # else this process took a dead one's seat too late
+
+    def _wait_for(self, key: str, deadline: float) -> None:
+        """Return once `key` is written; at the deadline raise the error that names who is missing.
+
+        Only the first to notice looks at each seat. If all are taken, the last has just come.
+        """
+        store, size = self.store, self.store.world_size
+        if store.wait(key, deadline - time.monotonic()):
+            return
+        first = store.call("compare_set", "first to notice", "", str(store.rank))
+        if first != b"%d" % store.rank and store.wait("failure", LATE_S):
+            store.raise_if_failed()
+        missing = [rank for rank in range(size) if not store.exists(f"here/{rank}")]
+        if not missing and store.wait(key, LATE_S):
+            return
+        absent = shorten(", ".join(map(str, missing)), 40, placeholder=" ...")
+        lost = f"; missing: {self.unit.called} {absent}" if missing else ", but one of them is lost"
+        foreign = store.rank == 0 and not is_own(self.where.rpartition(":")[0])
+        note = ", which is none of this machine's own" if foreign else ""
+        fix = self._fix(f"start them, or check that they use this address{note}")
+        raise PeerError(
+            f"{self.where}: {size - len(missing)} of {size} {self.unit.plural} came within"
+            f" {store.patience_s:g} s{lost}; {fix}"
+        )
+
+    def _fix(self, by_hand: str) -> str:
+        """Return what to do about who is missing: a launcher has started all that it could."""
+        return BY_LAUNCHER if self.store.served_by_launcher else by_hand
 
 
 def _places(seats: list[Seat]) -> list[Place]:
@@ -176,81 +267,6 @@ def _places(seats: list[Seat]) -> list[Place]:
         places.append(Place(index, here[seat.host], len(here), main, seat.address, elsewhere))
         so_far[seat.host] += 1
     return places
-
-
-def _sit_down(store: Store, seat: Seat, where: str, unit: str) -> bool:
-    """Take this rank's seat in a meeting; return whether it was that of a process that is dead.
-
-    Raise UsageError if a living process has the seat.
-    """
-    rank, mine, left = store.rank, json.dumps(seat), ""
-    while (taken := store.call("compare_set", f"here/{rank}", left, mine).decode()) != mine:
-        _refuse_if_alive(store, where, unit)
-        left = taken
-    store.heartbeat = Heartbeat(
-        store.c10d, rank, seat.size, store.patience_s, when_silent=store.name_silent
-    )
-    store.heartbeat.start()
-    return bool(left)
-
-
-def _refuse_other_size(store: Store, seat: Seat, where: str, unit: str) -> None:
-    """Raise UsageError if rank 0 was given another number of all."""
-    # Rank 0 may be dead, and the others started anew by a launcher, which knows how many they are.
-    if store.rank > 0 and not store.served_by_launcher:
-        size = json.loads(store.call("get", OPEN))
-        if size != seat.size:
-            raise _different_sizes(where, unit, (store.rank, seat.size), (0, size))
-
-
-def _refuse_if_alive(store: Store, where: str, unit: str) -> None:
-    """Raise UsageError if another process of this rank beats. That none does takes two beats."""
-    rank, key = store.rank, f"beat/{store.rank}"
-
-    def beat() -> bytes:
-        return store.call("get", key) if store.exists(key) else b""
-
-    before = beat()
-    if poll(lambda: beat() != before, 2 * meeting_beat_s(store.patience_s)):
-        raise UsageError(
-            f"{where}: another {unit} came with rank {rank} before this one;"
-            f" give each {unit} a rank of its own, 0 to {store.world_size - 1}"
-        )
-
-
-def _wait_for(key: str, store: Store, unit: str, where: str, deadline: float) -> None:
-    """Return once `key` is written; at the deadline raise the error that names who has not come.
-
-    Only the first to notice looks at each seat. If all are taken, the last has just come.
-    """
-    if store.wait(key, deadline - time.monotonic()):
-        return
-    first = store.call("compare_set", "first to notice", "", str(store.rank))
-    if first != b"%d" % store.rank and store.wait("failure", LATE_S):
-        store.raise_if_failed()
-    size, (units, number) = store.world_size, WORDS[unit]
-    missing = [rank for rank in range(size) if not store.exists(f"here/{rank}")]
-    if not missing and store.wait(key, LATE_S):
-        return
-    foreign = store.rank == 0 and not is_own(where.rpartition(":")[0])
-    note = ", which is none of this machine's own" if foreign else ""
-    absent = shorten(", ".join(map(str, missing)), 40, placeholder=" ...")
-    lost = f"; missing: {number} {absent}" if missing else ", but one of them is lost"
-    raise PeerError(
-        f"{where}: {size - len(missing)} of {size} {units} came within {store.patience_s:g} s"
-        f"{lost}; start them, or check that they use this address{note}"
-    )
-
-
-def _different_sizes(
-    where: str, unit: str, here: tuple[int, int], there: tuple[int, int]
-) -> UsageError:
-    """Return the error that names two ranks that were given different numbers of all."""
-    (rank, size), (other, theirs) = here, there
-    return UsageError(
-        f"{where}: rank {rank} was given {size} as the number of all, rank {other} {theirs}; start"
-        f" every {unit} with the same number"
-    )
 
 
 def check_same(store: Store, facts: dict[str, Any], about: str = "facts") -> None:

@@ -337,11 +337,14 @@ def allow_open_files(world_size: int, serve: bool) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
-def open_store(host: str, port: int, *, serve: bool, timeout_s: float, who: str) -> dist.TCPStore:
+def open_store(
+    host: str, port: int, *, serve: bool, timeout_s: float, who: str, fix: str = ""
+) -> dist.TCPStore:
     """Serve the store on `port`, or connect to the one at `host`:`port`.
 
     Plain sockets try first: TCPStore retries in C++, and prints warnings as it does. Raise
-    UsageError if the port to serve on is in use, PeerError if nobody, or no store, answers.
+    UsageError if the port to serve on is in use, PeerError if nobody, which ends with `fix`, or no
+    store answers.
     """
     if serve and port in SERVED:  # by this process, which trains for a second time
         return SERVED[port]
@@ -355,7 +358,7 @@ def open_store(host: str, port: int, *, serve: bool, timeout_s: float, who: str)
             if time.monotonic() >= deadline:
                 raise PeerError(
                     f"{host}:{port}: {who} reached nobody there within {timeout_s:g} s ("
-                    f"{reason(error)}); is rank 0 running, is the address right, is the port open?"
+                    f"{reason(error)}); {fix}"
                 ) from None
         time.sleep(min(0.2, left))
     if not (why := why_port_is_taken(port) if serve else ""):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_mnist import nets
-from ddp_mnist.cluster.launch import nobody_can_join
+from ddp_mnist.cluster.launch import CAN_JOIN, nobody_can_join
 from ddp_mnist.cluster.world import World
 from ddp_mnist.config import ResolvedConfig, TrainConfig
 from ddp_mnist.data import cache
@@ -24,10 +24,7 @@ from ddp_mnist.run.versions import code_digest, package_versions
 FORMAT = 9  # of config.json and of checkpoints
 OF_THE_RESULT: tuple[OnResume, ...] = ("must equal", "may change", "same images")
 INHERITED: tuple[OnResume, ...] = (*OF_THE_RESULT, "inherited")
-CANNOT_GROW = (
-    " (no machine can join again; for that, start torchrun everywhere with"
-    " TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1)"
-)
+CANNOT_GROW = f" (no machine can join again; for that, {CAN_JOIN})"
 
 
 def find(config: TrainConfig) -> dict[str, Any] | None:
