@@ -254,7 +254,7 @@ def named_in(run: Path, place: Path | int | None, **recipe: Any) -> set[int]:
 def test_a_rank_with_a_twentieth_of_a_core_is_named(tmp_path: Path) -> None:
     """Also beside other programs, which leave the other rank more than that."""
     with group_of(0.05, period_ms=20) as group:
-        assert named_in(tmp_path / "run", group, epochs=8, batch_size=72, model="cnn") == {1}
+        assert named_in(tmp_path / "run", group, epochs=5, batch_size=72, model="cnn") == {1}
 
 
 PLACES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
