@@ -338,8 +338,16 @@ def test_an_image_that_was_trained_on_is_never_counted(
         r"2 of these 3 test images; take them out of test \(([^)]*)\)", ended.err
     )
     assert advised == ", ".join(names.split(", ")[:2])
-    for name in advised.split(", "):
-        Path("few", name).unlink()
+    Path("few/test/a/damaged.png").write_bytes(b"")  # which no metadata names, so it is not read
+    files = [name.removeprefix("test/") for name in advised.split(", ")]
+    lines = [json.dumps({"file_name": name, "label": "a"}) + "\n" for name in files]
+    for split in ("test", "train"):
+        Path("few", split, "metadata.jsonl").write_text("".join(lines))
+    ended = typed("evaluate", "run", "--dataset", "few")
+    assert f"trained on 2 of these 2 test images; take them out of test ({advised})" in ended.err
+    for name in ("a/damaged.png", "metadata.jsonl", *files):
+        Path("few/test", name).unlink()
+    Path("few/train/metadata.jsonl").unlink()
     assert json.loads(typed("evaluate", "run", "--dataset", "few", "--json").out)["count"] == 1
     assert typed("evaluate", "run", "--dataset", "other", "--grey").code == 2
     Path("run/trained_on.npy").unlink()

@@ -3,7 +3,9 @@
 Only rank 0's machine needs the run folder: rank 0 reads the weights and sends them to the others.
 """
 
+import contextlib
 import dataclasses
+import itertools
 import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -42,6 +44,7 @@ from ddp_mnist.verbs.flags import Evaluate
 # of config.json
 NEEDED = ("dataset", "cache_dir", "val_size", "image_size", "grey", "test_size", "metrics")
 MOST_SHOWN = 10  # classes, and pairs of them, of MANY_CLASSES
+MOST_NAMED = 50  # files that are looked for; a line holds fewer
 OLDER = "is of an older version, which held out other images"
 TABLE_COLUMNS = 80  # names of classes head the columns if the table then fits, else numbers do
 
@@ -208,23 +211,27 @@ def _check_unseen(flags: Evaluate, images: ImageData, rows: Rows) -> None:
     if len(seen := keys[np.isin(keys, trained_on)]):
         fix = "use --split test"
         if flags.split == "test":
-            fix = f"take them out of test{_names(str(flags.dataset), images, seen)}"
+            some = itertools.islice(_files_with(seen, str(flags.dataset), images), MOST_NAMED)
+            names = textwrap.shorten(", ".join(some), 100, placeholder=" ...")
+            fix = f"take them out of test ({names})" if names else "take them out of test"
         raise DataError(
             f"--dataset {flags.dataset}: {flags.run} was trained on {len(seen):,} of these"
             f" {len(keys):,} {flags.split} images; {fix}, or choose other images"
         )
 
 
-def _names(dataset: str, images: ImageData, keys: np.ndarray) -> str:
-    """Return in brackets the first test images with these keys; "" if they are no files."""
-    source, found = find_source(dataset), list[str]()
-    if source.kind == "folder":
-        files, _ = folders.find_images(dataset, source.place)
-        # The cache has no names, so all are decoded again.
-        for file in files if images.test_drawn else folders.split_by_names(files).get("test", []):
-            with open_image(Path(source.place, file)) as image:
-                found += [printable(str(file))] * (key_of(stored_pixels(image)) in keys)
-    return f" ({textwrap.shorten(', '.join(found), 100, placeholder=' ...')})" if found else ""
+def _files_with(keys: np.ndarray, dataset: str, images: ImageData) -> Iterator[str]:
+    """Yield the names of the test images with these keys, if the data set is a folder of files."""
+    source, wanted = find_source(dataset), {*keys.tolist()}
+    if source.kind != "folder":
+        return
+    place = Path(source.place)
+    files = [path.relative_to(place) for path in folders.paths_in(place)]
+    # The cache has no names, so they are decoded again; some may be no images.
+    for file in files if images.test_drawn else folders.split_by_names(files).get("test", []):
+        with contextlib.suppress(Exception), open_image(place / file) as image:
+            if key_of(stored_pixels(image)) in wanted:
+                yield printable(str(file))
 
 
 def _with_classes_of(
@@ -272,7 +279,5 @@ def _rows(images: ImageData, split: str, val_size: int) -> Rows:
             f"--split {split}: {images.name} has {there:,} train images, and the run held"
             f" {val_size:,} out; use --split test"
         )
-    if split == "test":
-        return Rows(images.test_images, images.test_labels)
-    train, validation, _ = split_images(images.hold_out(val_size))
-    return train if split == "train" else validation
+    images = images if split == "test" else images.hold_out(val_size)
+    return dict(zip(("train", "validation", "test"), split_images(images), strict=True))[split]
