@@ -19,7 +19,7 @@ from ddp_mnist.config import Distribution, TrainConfig
 from ddp_mnist.data import cache
 from ddp_mnist.data.batches import Rows
 from ddp_mnist.errors import UsageError
-from ddp_mnist.run.evaluation import Metrics, evaluate_split, matrix_of, prepare_split, stored
+from ddp_mnist.run.evaluation import Metrics, evaluate_split, packed, prepare_split, unpacked
 from ddp_mnist.verbs import evaluate
 from ddp_mnist.verbs.flags import Evaluate
 from ddp_mnist.verify.watch import just_train, proof_config
@@ -235,11 +235,11 @@ def test_of_many_classes_the_worst_are_shown() -> None:
         "     3   kind 7, taken for kind 9",
         "     2   kind 7, taken for kind 8",
     ]
-    sparse = stored(confusion.tolist())
+    sparse = packed(confusion.tolist())
     assert sparse[3:6] == [[3, 3, 4], [3, 5, 1600], [4, 4, 10]]
-    assert np.array_equal(matrix_of(sparse, 41), confusion)
+    assert np.array_equal(unpacked(sparse, 41), confusion)
     whole = confusion[:40, :40].tolist()
-    assert stored(whole) == whole == matrix_of(whole, 40).tolist()
+    assert packed(whole) == whole == unpacked(whole, 40).tolist()
 
 
 # --- Its splits

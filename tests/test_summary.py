@@ -4,7 +4,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -80,8 +79,7 @@ def test_last_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     outcome: dict[str, Any] = {"test_accuracy": 0.9912, "test_count": 10_000, "test_loss": 0.03456}
     outcome |= {"dataset": {"name": "mnist"}, "world_size": 2, "images_per_second": 8617.3}
     outcome |= {"metrics": {}, "train_seconds": 12.34, "total_seconds": 15.67, "inject": None}
-    outcome["classes"] = list("0123456789")
-    outcome["confusion"] = (11 + np.diag([889] * 10)).tolist()
+    outcome["images_per_class"] = {"test": [1000] * 10}
     monkeypatch.setattr("ddp_mnist.run.summary.program", lambda: "ddp-mnist")
     folder = RunFolder()
     monkeypatch.chdir(tmp_path)
@@ -96,14 +94,13 @@ def test_last_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert summary.last_lines(scored, folder).splitlines()[1] == (
         "and        f1 0.9876, own:score 0.5000"
     )
-    for accuracy, confusion, is_guessed in (
-        (0.11, outcome["confusion"], True),
-        (0.5, outcome["confusion"], False),
-        (0.905, [[9000, 0], [950, 50]], True),  # all are taken for the larger of two
-        (0.99, [[5000, 0], [100, 4900]], False),
+    for accuracy, images, is_guessed in (
+        (0.11, [1000] * 10, True),
+        (0.5, [1000] * 10, False),
+        (0.905, [9000, 1000], True),  # all are taken for the larger of two
+        (0.99, [5000, 5000], False),
     ):
-        changed = {**outcome, "test_accuracy": accuracy, "confusion": confusion}
-        changed["classes"] = changed["classes"][: len(confusion)]
+        changed = {**outcome, "test_accuracy": accuracy, "images_per_class": {"test": images}}
         assert ("careful    " in summary.last_lines(changed, folder)) is is_guessed
 
 

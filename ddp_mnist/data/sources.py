@@ -60,21 +60,19 @@ class Source:
         Raise UsageError if --test-size does not fit, DataError, or StorageError if there is no
         space to unpack it.
         """
-        where, notes = f"--dataset {self.typed}", list[str]()
+        where, notes, folder = f"--dataset {self.typed}", list[str](), self.kind == "folder"
         with readable(self.typed):
             if self.kind in BUILT_IN:
-                decoded = in_room(BUILT_IN[self.kind](), self.name, self.reading, reserve)
-            elif self.kind == "folder" and (files := find_idx_files(Path(self.place), self.typed)):
-                decoded = in_room(read_idx(files), self.name, self.reading, reserve)
+                decoded = as_asked(BUILT_IN[self.kind](), self.name, self.reading, reserve)
+            elif folder and (files := find_idx_files(Path(self.place), self.typed)):
+                decoded = as_asked(read_idx(files), self.name, self.reading, reserve)
             else:
                 from ddp_mnist.data.tables import decode_dataset
 
-                hub = self.kind == "hub"
-                rows = (
-                    read_hub(self.place)
-                    if hub
-                    else read_folder(self.place, where, notes, self.reading)
-                )
+                if folder:
+                    rows, notes = read_folder(self.place, where, self.reading)
+                else:
+                    rows = read_hub(self.place)
                 decoded = decode_dataset(rows, where, self.reading, reserve)
                 decoded.notes[:0] = notes
         if self.reading.for_evaluation:
@@ -196,8 +194,8 @@ def why_out_of_reach(hub_id: str) -> str:
     return ""
 
 
-def read_folder(folder: str, where: str, notes: list[str], reading: Reading) -> Any:
-    """Read what `load_dataset` or `load_from_disk` can; add notes on images that are left out."""
+def read_folder(folder: str, where: str, reading: Reading) -> tuple[Any, list[str]]:
+    """Read what `load_dataset` or `load_from_disk` can. Return it, and notes on images left out."""
     import datasets
     import pyarrow as pa
     from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
@@ -211,12 +209,12 @@ def read_folder(folder: str, where: str, notes: list[str], reading: Reading) -> 
     fix = "; ".join([*odd, FOLDER_FIX])
     with library(where, fix, "it names files outside of it", scratch_place):
         if saved:
-            return datasets.load_from_disk(folder)
+            return datasets.load_from_disk(folder), []
         with tempfile.TemporaryDirectory(
             prefix="ddp_mnist-", ignore_cleanup_errors=True
         ) as scratch:
             builder = find_builder(folder, where, scratch, images, reading)
-            splits: dict[str, list[Path]] = {}
+            splits, notes = dict[str, list[Path]](), list[str]()
             if isinstance(builder, ImageFolder):
                 splits = {
                     str(split): [Path(os.path.relpath(file, folder)) for file in found]
@@ -224,7 +222,7 @@ def read_folder(folder: str, where: str, notes: list[str], reading: Reading) -> 
                 }
                 if reading.for_evaluation:
                     builder.config.drop_labels = False  # of one class too
-                notes += odd + folders.check_images(where, splits, images, odd, reading)
+                notes = odd + folders.check_images(where, splits, images, odd, reading)
             if hasattr(builder.config, "fragment_scan_options"):  # of parquet
                 # pyarrow would else hold all that it has read of a file until its end
                 no_buffer = ParquetFragmentScanOptions(pre_buffer=False)
@@ -235,7 +233,7 @@ def read_folder(folder: str, where: str, notes: list[str], reading: Reading) -> 
             # Mapped, not read: a file that was removed stays as long as it is mapped.
             rows = builder.as_dataset()
             notes += folders.not_described(splits, {split: len(rows[split]) for split in rows})
-            return rows
+            return rows, notes
 
 
 def find_builder(
@@ -322,8 +320,8 @@ def library(
 # --- Arrays in memory
 
 
-def in_room(decoded: Decoded, name: str, reading: Reading, reserve: Reserve) -> Decoded:
-    """Return a data set that was read into memory, its images as they were asked for."""
+def as_asked(decoded: Decoded, name: str, reading: Reading, reserve: Reserve) -> Decoded:
+    """Return a data set that was read into memory, its images in the size and colours asked for."""
     if reading.test_size is not None and not reading.for_evaluation:
         problem = f"{name} has a test split of its own; remove --test-size"
         raise errors.UsageError(f"--test-size {reading.test_size}: {problem}")
@@ -331,15 +329,15 @@ def in_room(decoded: Decoded, name: str, reading: Reading, reserve: Reserve) -> 
     wanted = 1 if reading.grey else 3 if reading.for_evaluation else channels
     shape = (wanted, *(reading.size or (height, width)))
     images = reserve(shape, {split: len(labels) for split, labels in decoded.labels.items()})
-    as_asked = shape == (channels, height, width)
+    unchanged = shape == (channels, height, width)
     for split, given in decoded.images.items():
-        images[split][:] = given if as_asked else resized(given, shape)
+        images[split][:] = given if unchanged else resized(given, shape)
     notes = decoded.notes
-    if not as_asked:
+    if not unchanged:
         kind = "in colour" if shape[0] == 3 else "grey"
         notes = [*notes, f"images of {height}x{width} became {shape[1]}x{shape[2]} {kind}"]
     keys = {split: keys_of(given) for split, given in decoded.images.items()}
-    as_stored = decoded.as_stored and as_asked
+    as_stored = decoded.as_stored and unchanged
     return dataclasses.replace(decoded, images=images, notes=notes, as_stored=as_stored, keys=keys)
 
 

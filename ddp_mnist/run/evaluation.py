@@ -60,10 +60,11 @@ def shown(scores: dict[str, float | None]) -> list[str]:
     return [f"{name} {'undefined' if s is None else f'{s:.4f}'}" for name, s in scores.items()]
 
 
-def stored(confusion: list[list[int]]) -> list[list[int]]:
-    """Return what summary.json has of it: of MANY_CLASSES [label, prediction, rows] of each pair.
+def packed(confusion: list[list[int]]) -> list[list[int]]:
+    """Return the matrix as summary.json has it: of more than MANY_CLASSES its cells alone.
 
-    Pairs without a row are left out: of 1,000 classes the whole matrix takes 9 MB.
+    A cell is [label, prediction, rows], and those without a row are left out: of 1,000 classes the
+    whole matrix takes 9 MB.
     """
     if len(confusion) <= MANY_CLASSES:
         return confusion
@@ -71,8 +72,8 @@ def stored(confusion: list[list[int]]) -> list[list[int]]:
     return [[*map(int, pair), int(cells[*pair])] for pair in np.argwhere(cells)]
 
 
-def matrix_of(confusion: list[list[int]], classes: int) -> np.ndarray:
-    """Return what `stored` returns as the whole matrix [classes, classes]."""
+def unpacked(confusion: list[list[int]], classes: int) -> np.ndarray:
+    """Return the whole matrix [classes, classes] of what `packed` returns."""
     if len(confusion[0]) == classes:
         return np.array(confusion)
     matrix = np.zeros((classes, classes), dtype=np.int64)

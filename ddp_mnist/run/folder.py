@@ -193,8 +193,8 @@ def reserve(dataset: str) -> Path:
     return path
 
 
-def other() -> str:
-    """Return what to do for a person who named no run: name one, or train first."""
+def name_a_run() -> str:
+    """Return the advice for a path that is no run: name one, or train first."""
     there = (RUNS / LATEST).exists()
     return f"name one, e.g. {RUNS / LATEST}" if there else "there is none here yet, so train first"
 

@@ -18,7 +18,15 @@ from ddp_mnist.data.sources import from_anywhere
 from ddp_mnist.errors import CheckpointError, UsageError, reason
 from ddp_mnist.flags import OnResume, flag_name, flag_values
 from ddp_mnist.run import checkpoint
-from ddp_mnist.run.folder import CONFIG, STATUS, SUMMARY, RunFolder, other, read_json, without_link
+from ddp_mnist.run.folder import (
+    CONFIG,
+    STATUS,
+    SUMMARY,
+    RunFolder,
+    name_a_run,
+    read_json,
+    without_link,
+)
 from ddp_mnist.run.versions import code_digest, package_versions
 
 FORMAT = 9  # of config.json and of checkpoints
@@ -62,7 +70,7 @@ def find(config: TrainConfig) -> dict[str, Any] | None:
         name = Path(getattr(error, "filename", None) or path).name
         why = reason(error) if isinstance(error, OSError) else "damaged, or of another program"
         raise CheckpointError(
-            f"--resume {resume}: {path} holds no run to resume ({name}: {why}); {other()}"
+            f"--resume {resume}: {path} holds no run to resume ({name}: {why}); {name_a_run()}"
         ) from error
 
 

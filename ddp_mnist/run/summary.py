@@ -21,7 +21,7 @@ from ddp_mnist.data.batches import ImageData
 from ddp_mnist.errors import printable
 from ddp_mnist.flags import flag_fields, flag_name
 from ddp_mnist.run.console import Console, panel
-from ddp_mnist.run.evaluation import Metrics, matrix_of, shown, stored
+from ddp_mnist.run.evaluation import Metrics, packed, shown
 from ddp_mnist.run.folder import RunFolder
 from ddp_mnist.run.state import State
 from ddp_mnist.run.versions import code_digest, git_commit, package_versions
@@ -184,7 +184,7 @@ def summarise(
         "notes": [*images.warnings, *images.preparation.notes],
         "class_accuracy": test.class_accuracy,
         "metrics": test.scores,
-        "confusion": stored(test.confusion),
+        "confusion": packed(test.confusion),
         "machine": {**hardware.describe(), "gpu": gpu},
         "versions": package_versions(),
         "git": git_commit(),
@@ -242,8 +242,7 @@ def last_lines(outcome: dict[str, Any], run: RunFolder) -> str:
         f" {outcome['images_per_second']:,.0f} images/s; {outcome['total_seconds']:.1f} s in all",
         "written to": str(run.path),
     }
-    of_class = matrix_of(outcome["confusion"], len(outcome["classes"])).sum(1)
-    guessed = of_class.max() / outcome["test_count"]  # the largest class
+    guessed = max(outcome["images_per_class"]["test"]) / outcome["test_count"]  # the largest class
     if outcome["test_accuracy"] < guessed + 0.1 * (1 - guessed):
         lines["careful"] = "that is hardly better than guessing; use a lower --lr, or more --epochs"
     see = f"see        {program()} report {run.path}"  # a command is not wrapped, however long

@@ -19,7 +19,7 @@ from ddp_mnist.models import VERSION, Normalised, with_test_views
 from ddp_mnist.nets import build_net, code_digest
 from ddp_mnist.pretrained import METADATA_KEY
 from ddp_mnist.run.console import warn
-from ddp_mnist.run.folder import MODEL, STATUS, SUMMARY, other, read_json
+from ddp_mnist.run.folder import MODEL, STATUS, SUMMARY, name_a_run, read_json
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def read_bytes(run: str) -> bytes:
     try:
         content = (Path(run) / MODEL).read_bytes()
     except OSError as error:
-        missing = f"there is no model of a finished run ({MODEL}: {reason(error)}); {other()}"
+        missing = f"there is no model of a finished run ({MODEL}: {reason(error)}); {name_a_run()}"
         unfinished = f"the run {now} and has no final model; {go_on}"
         raise CheckpointError(f"{run}: {unfinished if now else missing}") from error
     if now and earlier is not None:

@@ -27,7 +27,7 @@ from ddp_mnist.data.sources import find_source
 from ddp_mnist.errors import CheckpointError, DataError, DdpMnistError, printable, reason
 from ddp_mnist.run import folder, weights
 from ddp_mnist.run.console import Console, warn
-from ddp_mnist.run.evaluation import MANY_CLASSES, matrix_of, most_confused
+from ddp_mnist.run.evaluation import MANY_CLASSES, most_confused, unpacked
 from ddp_mnist.run.summary import changed_since
 from ddp_mnist.verbs import plots
 from ddp_mnist.verbs.flags import Report
@@ -112,7 +112,7 @@ def read_run(path: Path) -> ReportedRun:
         return run
     except OSError as error:
         why = f"holds no run to report on ({Path(error.filename or path).name}: {reason(error)})"
-        raise CheckpointError(f"{path}: {why}; {folder.other()}") from error
+        raise CheckpointError(f"{path}: {why}; {folder.name_a_run()}") from error
     except (LookupError, ValueError, TypeError, jinja2.UndefinedError) as error:
         why = f"is damaged, or of another version of ddp_mnist ({error})"
         raise CheckpointError(f"{path}: {why}; use that one's report") from error
@@ -180,7 +180,7 @@ def render_page(runs: Sequence[ReportedRun], curves: dict[str, str]) -> str:
 
 def by_class(summary: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield for each class how its test images, and those taken for it, are counted."""
-    matrix = matrix_of(summary["confusion"], len(summary["classes"]))
+    matrix = unpacked(summary["confusion"], len(summary["classes"]))
     wrong = matrix - np.diag(matrix.diagonal())
     for label, name in enumerate(summary["classes"]):
         taken_for = int(wrong[label].argmax())
@@ -197,7 +197,7 @@ def by_class(summary: dict[str, Any]) -> Iterator[dict[str, Any]]:
 def confusions(summary: dict[str, Any]) -> Iterator[tuple[str, str, int]]:
     """Yield class, what it was taken for, and how often: the most frequent of MANY_CLASSES."""
     names = summary["classes"]
-    matrix = matrix_of(summary["confusion"], len(names))
+    matrix = unpacked(summary["confusion"], len(names))
     for label, guess, rows in most_confused(matrix, MOST_WRONG):
         yield names[label], names[guess], rows
 
