@@ -17,8 +17,8 @@ from ddp_mnist.cluster import world
 from ddp_mnist.cluster.device import (
     choose_backend,
     choose_device,
+    choose_local_rank,
     has_native_bf16,
-    place_on_machine,
     precision_in_effect,
     set_threads,
 )
@@ -209,7 +209,7 @@ def test_set_threads(
 
 
 @pytest.mark.parametrize(
-    ("launch", "hosts", "place"),
+    ("launch", "hosts", "expected"),
     [
         (Launch(), "a", (0, 1)),
         (Launch("tcp", 1, 3), "aba", (0, 1)),
@@ -219,11 +219,12 @@ def test_set_threads(
         (Launch("torchrun", 3, 4, 1, 2, 2), "aaaa", (1, 4)),
     ],
 )
-def test_place_on_machine(launch: Launch, hosts: str, place: tuple[int, int]) -> None:
+def test_local_rank_and_ranks_on_a_machine(
+    launch: Launch, hosts: str, expected: tuple[int, int]
+) -> None:
     seats = [Seat("token", launch.world_size, host, None) for host in hosts]
-    place_of = _places(seats)[launch.rank]
-    store = Store(dist.HashStore(), launch.rank, launch.world_size, place=place_of)
-    assert place_on_machine(launch, store) == place
+    place = _places(seats)[launch.rank]
+    assert (choose_local_rank(launch, place), place.ranks_here) == expected
 
 
 SHARED_GPU = (

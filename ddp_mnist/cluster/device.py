@@ -19,8 +19,8 @@ from ddp_mnist.cluster.hardware import (
     unused_gpus,
 )
 from ddp_mnist.cluster.launch import Launch
-from ddp_mnist.cluster.requests import NO_OPTIONS, LauncherOptions
-from ddp_mnist.cluster.store import Store
+from ddp_mnist.cluster.requests import NO_OPTIONS, PRECISION, LauncherOptions
+from ddp_mnist.cluster.store import Place
 from ddp_mnist.config import CONFIGS, Distribution
 from ddp_mnist.errors import UsageError
 
@@ -101,7 +101,7 @@ def precision_in_effect(flags: Distribution, launch: Launch, device: str) -> str
 
     A YAML's fp16 is meant for GPUs, so --cpu overrides it.
     """
-    from_launcher = os.environ.get("ACCELERATE_MIXED_PRECISION")
+    from_launcher = os.environ.get(PRECISION)
     if flags.cpu and from_launcher == "fp16":
         from_launcher = None
     requested = flags.mixed_precision or from_launcher or "auto"
@@ -151,14 +151,12 @@ def compiler_in_effect(flags: Distribution) -> dict[str, Any]:
     return asked.to_kwargs()
 
 
-def place_on_machine(launch: Launch, store: Store) -> tuple[int, int]:
-    """Return this process's local rank, and how many processes share its machine.
+def choose_local_rank(launch: Launch, place: Place) -> int:
+    """Return the launcher's number for this process, else its number on its machine.
 
-    Where two nodes are rehearsed on one machine, each launcher counts local ranks from 0.
+    If two nodes are rehearsed on one machine, each launcher counts from 0.
     """
-    place = store.place
-    found = place.index_here if launch.local_rank is None else launch.local_rank
-    return found, place.ranks_here
+    return place.index_here if launch.local_rank is None else launch.local_rank
 
 
 def set_threads(

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from ddp_mnist.cluster.requests import refuse_unsupported
+from ddp_mnist.cluster.requests import PRECISION, refuse_unsupported
 from ddp_mnist.config import CONFIGS, Distribution
 from ddp_mnist.errors import UsageError
 
@@ -155,7 +155,7 @@ def _from_variables(flags: Distribution, env: Mapping[str, str]) -> Launch:
     for flag, value in (("--rank", flags.rank), ("--world-size", flags.world_size)):
         if value is not None and "MASTER_ADDR" not in env:
             raise UsageError(f"{flag} {value}: needs --init-method tcp://HOST:PORT beside it")
-    by_accelerate = "ACCELERATE_MIXED_PRECISION" in env
+    by_accelerate = PRECISION in env
     if flags.init_method or "WORLD_SIZE" in env or "RANK" in env:
         by_agent = "TORCHELASTIC_RUN_ID" in env
         needed = ["WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT"]

@@ -22,6 +22,7 @@ DDP = (
     " (multi_cpu.yaml on CPUs) instead; ddp-mnist configs writes both"
 )
 KINDS = ("NO", "MULTI_CPU", "MULTI_GPU")  # of distributed_type, that are not refused
+PRECISION = "ACCELERATE_MIXED_PRECISION"  # each process of accelerate launch has it
 OFF = ("", "0", "f", "false", "n", "no", "off")
 GRAD_ACCUM, CLIPPING = "gradient_accumulation_steps", "gradient_clipping"
 REFUSED = {  # by variable the key or flag that sets it, and why not with what to do instead
@@ -76,7 +77,7 @@ def read_launcher_options(env: Mapping[str, str] = os.environ) -> LauncherOption
 
     Raise UsageError for what this trainer does not do.
     """
-    typed, config = _flags_and_config() if "ACCELERATE_MIXED_PRECISION" in env else ({}, {})
+    typed, config = _flags_and_config() if PRECISION in env else ({}, {})
     given = {**(config.get("deepspeed_config") or {}), **typed}
     kind = config.get("distributed_type") or "NO"
     if kind not in KINDS:  # --cpu started one process all the same; or it is for another device

@@ -92,7 +92,7 @@ class Store:
     hosts: list[str] = field(default_factory=list)  # on rank 0 each rank's `host_id`, once all met
     place: Place = NOWHERE  # of this rank, once all have met
     lost: list[int] = field(default_factory=list)  # the ranks that are known to be dead
-    unreachable = False  # nobody serves the store any more, or the link to it is dead
+    unreachable = False  # c10d has no server any more, or a dead link to it; no copy inherits that
     heartbeat: Heartbeat | None = None  # from this rank's seat in the meeting on
     signalled: float | None = None  # time.monotonic() when a stop signal came to this process
     broadcasts: int = 0  # of rank 0, that this rank has received

@@ -27,9 +27,9 @@ from ddp_mnist.cluster import nccl
 from ddp_mnist.cluster.device import (
     choose_backend,
     choose_device,
+    choose_local_rank,
     compiler_in_effect,
     gpu_of,
-    place_on_machine,
     precision_in_effect,
     set_threads,
 )
@@ -137,8 +137,8 @@ def join_world(
     gc.freeze()  # what was imported stays: walking it would cost 0.3 s in each full collection
     try:
         with accelerate_as_found(), propagate_first_error(store):
-            local_rank, processes_here = place_on_machine(launch, store)
-            threads = set_threads(launch, device, processes_here, options)
+            local_rank = choose_local_rank(launch, store.place)
+            threads = set_threads(launch, device, store.place.ranks_here, options)
             if backend != "none":
                 chosen = {"--backend": backend, "--mixed-precision": precision}
                 check_same(store, chosen, "what auto chose")
@@ -154,9 +154,18 @@ def join_world(
                     f" {accelerator.num_processes}, so each process would train alone;"
                     f" use a config from {CONFIGS}, which ddp-mnist configs writes"
                 )
-            machines = launch.num_machines or store.place.num_machines
-            place = local_rank, threads, started
-            yield World(accelerator, store, backend, precision, machines, *place, compiler, options)
+            yield World(
+                accelerator=accelerator,
+                store=store,
+                backend=backend,
+                precision=precision,
+                num_machines=launch.num_machines or store.place.num_machines,
+                local_rank=local_rank,
+                threads=threads,
+                started=started,
+                compiler=compiler,
+                launcher_options=options,
+            )
             store.close()
     finally:
         end_group(in_order=True)

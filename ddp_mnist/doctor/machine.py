@@ -30,7 +30,7 @@ from ddp_mnist.verbs.multinode import DEFAULT_PORT
 MB = 1e6
 CACHE_MB, RUNS_MB = 200, 50  # a decoded MNIST and its lock; three checkpoints and the rest
 PROCESS_MB = 1000  # of a training process, with what torch maps
-DEVICES = Path("/dev")
+SHARED_MEMORY = Path("/dev/shm")  # through which NCCL passes gradients between GPUs
 NO_REPORT = (OSError, RuntimeError, subprocess.SubprocessError)  # no nvidia-smi, CUDA or answer
 SMI_FIELDS = (
     "index,driver_version,ecc.errors.uncorrected.volatile.total"
@@ -177,8 +177,8 @@ def capacity(options: Doctor) -> Iterator[CheckResult]:
     text = f"{free / 1e9:.1f} GB free, for {processes} processes"
     fix = f"free {needed / 1e9:.1f} GB, or start fewer processes"
     yield check("memory", free < needed, text, fix)
-    if (DEVICES / "shm").is_dir():  # through which NCCL passes gradients between a machine's GPUs
-        free = shutil.disk_usage(DEVICES / "shm").free
+    if SHARED_MEMORY.is_dir():
+        free = shutil.disk_usage(SHARED_MEMORY).free
         too_little = free < (1000 if hardware.gpus() > 1 else 32) * MB
         fix = "for docker: --shm-size 2g, or --ipc host"
         yield check("shared memory", too_little, f"{free / MB:,.0f} MB free in /dev/shm", fix, WARN)
