@@ -40,7 +40,7 @@ KEPT: list[dist.Store] = []
 
 
 def train(**flags: Any) -> dict[str, Any]:
-    """Train as `ddp-mnist train` does. Return what summary.json holds; {} after `dry_run`.
+    """Train as `ddp-mnist train` does. Return the content of summary.json; {} after `dry_run`.
 
     All are keywords, as `dataset="photos"`; `model` and `metrics` may be classes and functions of a
     file that can be imported, which is read again at each call. If `resume` names a finished run,

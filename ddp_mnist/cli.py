@@ -64,7 +64,7 @@ exit codes: 0 done, 1 check failed, 2 usage or configuration, 3 data, 4 checkpoi
 5 storage, 6 peer lost or time-out, 7 diverged, 129 SIGHUP, 130 SIGINT,
 143 SIGTERM or SIGUSR1"""
 FLAGS = "ddp_mnist.verbs.flags"  # of all verbs but train; it imports no torch, for --help
-MODULES = {  # where `run` of a verb is that is not in ddp_mnist.verbs
+MODULES = {  # of verbs whose `run` is not in ddp_mnist.verbs
     "doctor": "ddp_mnist.doctor.checks",
     "verify": "ddp_mnist.verify.proofs",
     "bench": "ddp_mnist.bench.benches",
@@ -93,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     # When a peer is lost, torch's store would print a C++ stack for each call; it raises as well.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's starts and stops
-    # Matplotlib would log where its cache is to a person who has no home.
+    # Without a home folder, Matplotlib would log where its cache is.
     logging.getLogger("matplotlib").setLevel(logging.ERROR)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a folder's name may be no UTF-8
@@ -129,7 +129,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 
 def not_installed(error: ModuleNotFoundError) -> UsageError:
-    """Return what to do about a missing package. Raise the error if it is our own module."""
+    """Return the error for a missing package. Re-raise it if the module is our own."""
     if not error.name or error.name.startswith("ddp_mnist"):
         raise error
     why = f"{error.name}: is not installed for {sys.executable}; activate the environment that"

@@ -71,11 +71,11 @@ class Run(Flags):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        Reading.of(vars(self))  # raises UsageError for an --image-size that is none
+        Reading.of(vars(self))  # raises UsageError for a malformed --image-size
 
     @property
     def reading(self) -> Reading:
-        """Return what is asked of the images."""
+        """Return how the images are to be read."""
         return Reading.of(vars(self))
 
 
@@ -205,7 +205,7 @@ class Recipe(Flags):
         check_model(self.model)
 
     def val_size_of(self, rows: int) -> int:
-        """Return how many of so many train images to hold out. Raise UsageError if that is all."""
+        """Return the number of train images, of `rows`, to hold out. Raise UsageError for all."""
         val_size = min(5000, rows // 5) if self.val_size is None else self.val_size
         if val_size >= rows:
             raise UsageError(
@@ -291,7 +291,7 @@ def fields_of(
 ) -> dict[type[Flags], list[Field[Any]]]:
     """Return the flags of a verb with these groups.
 
-    Those OF_TRAINING belong to a verb that has a Recipe; another has those that `more` names.
+    Those OF_TRAINING belong to a verb with a Recipe; other verbs have those that `more` names.
     """
     omitted = () if Recipe in groups else {*OF_TRAINING}.difference(more)
     return {g: [f for f in flag_fields(g) if f.name not in omitted] for g in groups}
@@ -400,7 +400,7 @@ def resolve_recipe(
 
 
 def check_fault(name: str, processes: int, epochs: int, steps: int) -> None:
-    """Raise UsageError where the fault would not happen, and nothing would be wrong."""
+    """Raise UsageError if the fault could not happen, so that nothing would be wrong."""
     fault = FAULTS[name]
     if processes < fault.processes:
         raise UsageError(

@@ -73,7 +73,7 @@ def is_empty(path: Path) -> bool:
 
 
 def holder(path: Path) -> str:
-    """Return who has the lock, e.g. `process 7 on node-a` or `another process`; "" if nobody has.
+    """Return the holder of the lock, e.g. `process 7 on node-a` or `another process`; "" if free.
 
     Nothing is written, as the file may be another user's. What cannot be found out is `another
     process`; a process on another machine, or in another container, is taken to live.
@@ -84,7 +84,7 @@ def holder(path: Path) -> str:
 
 
 def holder_of(path: Path) -> str:
-    """Return as `holder` does who has this file; raise FileNotFoundError if there is none."""
+    """Return the holder of this file, as `holder` does; raise FileNotFoundError if it is gone."""
     try:
         with open(path, "rb") as file:
             try:
@@ -107,7 +107,7 @@ def holder_of(path: Path) -> str:
 
 
 def here() -> str:
-    """Return how filelock names this machine, and the container whose processes it numbers."""
+    """Return filelock's name for this machine and the container's namespace of pids."""
     try:
         pids = Path("/proc/self/ns/pid").stat().st_ino
     except OSError:

@@ -72,13 +72,13 @@ class ImageData:
         return np.unique(np.delete(self.train_keys, self.val_rows))
 
     def per_class(self) -> dict[str, list[int]]:
-        """Return how many images of each class each split has."""
+        """Return the number of images of each class, by split."""
         splits = {"train": self.train_labels, "test": self.test_labels}
         many = len(self.classes)
         return {name: labels.bincount(minlength=many).tolist() for name, labels in splits.items()}
 
     def describe(self) -> dict[str, Any]:
-        """Return the facts that a summary holds of it."""
+        """Return the data set's entry in summary.json, but for `val_rows`."""
         return {
             "name": self.name,
             "source": self.source,
@@ -124,9 +124,9 @@ class Rows(Dataset[tuple[Tensor, Tensor, Tensor]]):
 
 
 def images_a_pass(images: Tensor, on_gpu: bool = False) -> int:
-    """Return how many of [N, C, H, W] a forward pass takes: it is a matter of time and memory.
+    """Return the number of these images, [N, C, H, W], per forward pass: it changes no result.
 
-    500 small ones would not occupy a GPU; of large ones, 55 of 224x224 do.
+    500 small ones would not keep a GPU busy; 55 of 224x224 do.
     """
     return max(1, min(4000 if on_gpu else 500, 2**23 // math.prod(images.shape[1:])))
 

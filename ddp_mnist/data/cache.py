@@ -45,7 +45,7 @@ def choose(
 ) -> tuple[str, list[str]]:
     """Return the data set to load, and warnings about the choice.
 
-    `auto` is mnist where it can be had, else digits. Any other name is what it says, or an error.
+    `auto` is mnist if it can be had, else digits. Any other name stands for itself.
     """
     if dataset != "auto":
         return dataset, []
@@ -72,8 +72,8 @@ def load(
     `refresh` reads it again although it is cached, and removes what other decoders made of it.
     `log` is called with a line when reading begins, as it can take a minute.
 
-    Raise UsageError or DataError where there is no such data set or it cannot be read, and
-    StorageError where the cache folder cannot be written.
+    Raise UsageError or DataError if there is no such data set or it cannot be read, StorageError if
+    the cache folder cannot be written.
     """
     source = find_source(dataset, reading)
     stem, path = _stem_and_path(source, cache_dir)
@@ -111,9 +111,9 @@ def cached(
 
 
 def _stem_and_path(source: Source, cache_dir: str | None) -> tuple[str, Path]:
-    """Return the beginning of a folder's name that two sources never share, and the folder.
+    """Return a prefix of folder names that is the source's own, and the folder of this decoder.
 
-    It is this decoder's own: an edited clone shares the cache, and not the folder.
+    A clone with an edited decoder shares the cache but not the folder.
     """
     readable = re.sub(r"[^A-Za-z0-9._-]+", "_", source.name)[:60]
     fields = dataclasses.asdict(source.reading)
@@ -153,7 +153,7 @@ def _build(path: Path, source: Source, log: Log) -> None:
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
 
     def reserve(shape: Shape, rows: dict[str, int]) -> dict[str, np.ndarray]:
-        """Say what the images take on the disk, and map them: they are decoded into their files."""
+        """Allocate the images' files and map them, so that images are decoded into their files."""
         drawn = any(temporary.iterdir())  # the test out of what is decoded already
         _check_space(path.parent, source, shape, sum(rows.values()), None if drawn else log)
         try:
@@ -213,7 +213,7 @@ def _unwritable(folder: Path, error: OSError) -> StorageError:
 
 
 def _check_space(folder: Path, source: Source, shape: Shape, rows: int, log: Log) -> None:
-    """Say how much will be written. Raise StorageError where the disk has less."""
+    """Log how much will be written. Raise StorageError if the disk has less room than that."""
     channels, height, width = shape
     mb, free = rows * math.prod(shape) / 1e6, shutil.disk_usage(folder).free / 1e6
     kind = "in colour" if channels == 3 else "grey"
@@ -227,9 +227,9 @@ def _check_space(folder: Path, source: Source, shape: Shape, rows: int, log: Log
 
 
 def _crc32(arrays: dict[str, np.ndarray], about: dict[str, Any]) -> int:
-    """Return a checksum of all that the files hold, which finds damage; of many MB, a part.
+    """Return a checksum of the files' content, or of samples of it above CHECKED MB.
 
-    18 ms for MNIST, where SHA-256 takes up to 140; a damaged cache would cost a wrong result.
+    A damaged cache would mean a wrong result. 18 ms for MNIST; SHA-256 takes up to 140.
     """
     checksum = zlib.crc32(json.dumps(about, sort_keys=True).encode())
     for name in (*TENSORS, *KEYS):

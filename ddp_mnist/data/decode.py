@@ -63,13 +63,13 @@ def stored_pixels(image: PIL.Image.Image) -> np.ndarray:
 
 
 def upright(image: PIL.Image.Image, orientation: int | None = None) -> PIL.Image.Image:
-    """Return it turned as its EXIF says, or by the `orientation` of the file that it was."""
+    """Return the image turned as its EXIF data, or else `orientation`, say."""
     turn = TURNS.get(orientation or orientation_of(image))
     return image if turn is None else image.transpose(turn)
 
 
 def orientation_of(image: PIL.Image.Image) -> int:
-    """Return EXIF's 1 (upright) to 8; EXIF may be damaged where the image is not."""
+    """Return EXIF's 1 (upright) to 8; 1 if the EXIF data are missing or damaged."""
     with contextlib.suppress(Exception):
         orientation = image.getexif().get(Base.Orientation)
         return orientation if orientation in TURNS else 1
@@ -77,7 +77,7 @@ def orientation_of(image: PIL.Image.Image) -> int:
 
 
 def in_mode(image: PIL.Image.Image, mode: str, paper: str = "white") -> PIL.Image.Image:
-    """Return it in mode L or RGB, 16-bit greys by their upper 8 bits; `paper` shows where clear.
+    """Return it in mode L or RGB, on `paper` if parts are clear; of 16 bits, the upper 8 count.
 
     Raise ValueError for mode F.
     """
@@ -100,7 +100,7 @@ def is_clear(image: PIL.Image.Image) -> bool:
 
 
 def facts_of(image: PIL.Image.Image) -> tuple[tuple[int, int], bool, list[str]]:
-    """Return an opened file's height and width, upright, whether it is grey, and what is odd.
+    """Return an opened file's height and width (upright), whether it is grey, and its oddities.
 
     Only its header is read.
     """

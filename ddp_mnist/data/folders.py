@@ -12,7 +12,7 @@ BESIDE_IMAGES = re.compile(r"\.(arrow|csv|db|ini|jsonl?|md|parquet|tsv|txt|xml|z
 
 
 def paths_in(folder: Path) -> list[Path]:
-    """Return the paths in a folder, sorted, but those that are hidden (.name, __name) or of runs.
+    """Return the paths in a folder, sorted, without hidden ones (.name, __name) and run folders.
 
     A run may be written into the folder that it trains on: `cd photos; train --dataset .`
     """
@@ -57,7 +57,8 @@ def split_images(
 ) -> dict[str, list[Path]]:
     """Return the files of each split.
 
-    If a test is drawn from train, files' names say nothing, nor do those of classes at the top.
+    If a test split is to be drawn from train, the names of files, and of classes at the top, do not
+    count as the names of splits.
     """
     if reading.test_size and not metadata and are_classes_at_the_top(images):
         return {"train": sorted(images, key=str)}
@@ -102,7 +103,7 @@ def not_described(splits: dict[str, list[Path]], rows: dict[str, int]) -> list[s
 
 
 def check_names(where: str, folder: str, images: list[Path]) -> None:
-    """Raise DataError for a path that is no UTF-8, as `datasets` can read none of these."""
+    """Raise DataError for a path that is not UTF-8: `datasets` cannot read it."""
     for path in map(str, (folder, *images)):
         if path != path.encode(errors="replace").decode():
             raise DataError(f"{where}: {path} has a name that is not UTF-8; rename it")
@@ -117,8 +118,8 @@ def check_images(
 ) -> list[str]:
     """Return a note on images that are in no split, if any.
 
-    Raise DataError for one that is in two, in another than its folder means, or in no class, and
-    for a metadata file that one split alone has.
+    Raise DataError if an image is in two splits, in another one than its folder's name says, or in
+    no class, or if one split has a metadata file and another has none.
     """
     from datasets.data_files import SPLIT_KEYWORDS
 

@@ -1,7 +1,7 @@
-"""Which images are held out: each one's key, a hash of its pixels, decides; no name and no order.
+"""Which images are held out: a hash of its pixels, the key, decides for each image.
 
-An image's key is the same in every format that keeps its pixels, and whatever size or colour is
-asked for. So a copy of an image goes where the original went, and nothing leaks by it.
+Names and order have no part in it. An image has the same key in every lossless format and whatever
+size or colour is asked for, so a copy goes where the original went: nothing leaks into the test.
 """
 
 import hashlib
@@ -11,7 +11,7 @@ import numpy as np
 
 
 def key_of(pixels: np.ndarray) -> int:
-    """Return a hash of an image's pixels as they are stored, [H, W] or [H, W, channels].
+    """Return a hash, 64 bits, of an image's pixels as stored, [H, W] or [H, W, channels].
 
     37 ms for 12 megapixels, a quarter of what their JPEG takes to decode.
     """
@@ -21,7 +21,7 @@ def key_of(pixels: np.ndarray) -> int:
 
 
 def keys_of(images: np.ndarray) -> np.ndarray:
-    """Return the keys, uint64 [N], of uint8 [N, C, H, W] that no file had to be decoded for."""
+    """Return the keys, uint64 [N], of images that came as arrays, uint8 [N, C, H, W]."""
     files = (image[..., 0] if image.shape[2] == 1 else image for image in np.moveaxis(images, 1, 3))
     return np.fromiter(map(key_of, files), np.uint64, len(images))
 
@@ -31,7 +31,7 @@ def validation_rows(
 ) -> np.ndarray:
     """Return the train images, in order, that are held out for validation.
 
-    `by_share` they are about as many, drawn as the test was; else they are exactly `val_size`.
+    There are exactly `val_size`; or, `by_share`, about as many, drawn as the test split was.
     """
     if not val_size:
         return np.arange(0)
@@ -42,19 +42,19 @@ def validation_rows(
 
 
 def share_of(asked: int, rows: int) -> float:
-    """Return what share of its rows a growing data set holds out, where `asked` are now.
+    """Return the share that holds out about `asked` of so many rows, now and as they grow.
 
-    Of the preferred numbers 10, 12.5, 16, 20, 25, 31.5, 40, 50 ... % (ISO 3, series R10) it is the
-    nearest: the share asked for changes with each image more, and this hardly ever.
+    It is the nearest of the preferred numbers 10, 12.5, 16, 20, 25, 31.5, 40, 50 ... % (ISO 3,
+    series R10): asked / rows changes with each image that is added, this hardly ever.
     """
     return 10 ** (round(10 * math.log10(asked / rows)) / 10)
 
 
 def draw_by_share(hashes: np.ndarray, labels: np.ndarray, share: float) -> np.ndarray:
-    """Return the rows to hold out: those whose hash, uint64, is in the lowest `share` of all.
+    """Return the rows to hold out: those whose hash is below `share` of the range of uint64.
 
-    What else is in the data set has no part in it, but that the largest hash of each class stays,
-    and one at least is held out.
+    So each is decided alone, with two exceptions: the largest hash of each class is not held out,
+    and if nothing else is, the lowest one is.
     """
     largest = np.zeros(labels.max() + 1, np.uint64)
     np.maximum.at(largest, labels, hashes)
@@ -64,12 +64,11 @@ def draw_by_share(hashes: np.ndarray, labels: np.ndarray, share: float) -> np.nd
 
 
 def draw_exactly(keys: np.ndarray, labels: np.ndarray, count: int) -> np.ndarray:
-    """Return `count` rows to hold out: of each class its share, those with the lowest keys.
+    """Return `count` rows to hold out: the lowest keys of each class, as many as is its share.
 
-    The largest key of a class is held out only when nothing else is left. The shares are rounded as
-    seats are by Webster and Sainte-Lague: the image of rank r (from 0) of n in its class has the
-    place (r + 1/2) / n in the queue of all. One whose copy would stay stays too, so there may be
-    fewer by as many.
+    Shares are rounded as seats are by Webster and Sainte-Lague: the image of rank r (from 0) among
+    the n of its class has the place (r + 1/2) / n in the queue of all. The largest key of a class
+    comes last. An image whose copy stays in train stays too, so there may be fewer than `count`.
     """
     order = np.lexsort((keys, labels))
     keys, labels, row = keys[order], labels[order], np.arange(len(keys))
@@ -84,5 +83,5 @@ def draw_exactly(keys: np.ndarray, labels: np.ndarray, count: int) -> np.ndarray
 
 
 def halves_swapped(keys: np.ndarray) -> np.ndarray:
-    """Return another hash: its upper half, which decides, has nothing to do with the key's."""
+    """Return another hash, independent of the key in its upper half, which decides."""
     return (keys << np.uint64(32)) | (keys >> np.uint64(32))

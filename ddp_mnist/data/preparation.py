@@ -52,7 +52,7 @@ class Decoded:
     test_drawn: bool = False  # from train, as there was no test split
 
     def preparation(self) -> Preparation:
-        """Return how these images were made, by facts of the data and not by a name."""
+        """Return the preparation of these images, by facts of the data and not by a name."""
         mean, std = statistics_of(self.images["train"])
         shape = tuple(self.images["train"].shape[1:])
         bright = shape[0] == 1 and bright_on_black(self.images)
@@ -71,7 +71,7 @@ def statistics_of(images: np.ndarray) -> tuple[tuple[float, ...], tuple[float, .
         block = block.astype(np.uint64)
         total += block.sum((0, 2, 3))
         squares += (block**2).sum((0, 2, 3))
-    pixels = max(1, images[:, 0].size)  # none, where a test split is read alone
+    pixels = max(1, images[:, 0].size)  # 0 if the test split is read alone
     mean = total / pixels
     std = np.sqrt(np.maximum(squares / pixels - mean**2, 1))  # of one grey alone it would be 0
     return tuple((mean / 255).round(4).tolist()), tuple((std / 255).round(4).tolist())

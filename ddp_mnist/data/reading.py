@@ -15,13 +15,13 @@ class Reading:
     size: tuple[int, int] | None = None  # height and width that all images get
     grey: bool = False
     test_size: int | None = None  # images held out of train, of a set without a test split
-    # By a finished run: in RGB unless grey, and with a test split alone.
+    # For a finished run: in RGB unless grey, and the train split may be missing.
     for_evaluation: bool = False
-    test_of: int | None = None  # as many images as there were when the share was decided
+    test_of: int | None = None  # the number of images that `test_size` refers to, if not now's
 
     @classmethod
     def of(cls, flags: Mapping[str, Any]) -> Self:
-        """Return what the flags say. Raise UsageError for an --image-size that is none."""
+        """Return the flags' values. Raise UsageError for a malformed --image-size."""
         image_size, grey, test_size = flags["image_size"], flags["grey"], flags["test_size"]
         if image_size is None:
             return cls(None, grey, test_size)

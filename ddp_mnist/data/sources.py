@@ -100,7 +100,7 @@ class Source:
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
     def outside(self, files: Iterable[str]) -> dict[str, list[int]]:
-        """Return size and time of the files outside of the folder: a table may name such."""
+        """Return size and time of those of the files, which a table names, outside the folder."""
         if self.kind != "folder":
             return {}
         paths = (Path(os.path.abspath(file)) for file in files)  # noqa: PTH100 # as it is named
@@ -123,7 +123,10 @@ def readable(place: str) -> Iterator[None]:
 
 
 def find_source(dataset: str, reading: Reading = AS_THEY_ARE) -> Source:
-    """Return what `--dataset` names. Raise DataError for a path to no folder, else UsageError."""
+    """Return the source that `--dataset` names. Raise DataError if a path leads to no folder.
+
+    Raise UsageError if it is neither a name nor a path.
+    """
     beside = dataset in (*BUILT_IN, *HUB_IDS) and Path(dataset).is_dir()
     notes = [f"{dataset} is the data set of that name; for the folder, give ./{dataset}"] * beside
     if dataset in BUILT_IN:
@@ -151,7 +154,7 @@ def find_source(dataset: str, reading: Reading = AS_THEY_ARE) -> Source:
 
 
 def from_anywhere(dataset: str) -> str:
-    """Return what finds the same data from another working directory: a folder's whole path."""
+    """Return a --dataset that names the same data from any working directory."""
     source = find_source(dataset)
     return source.place if source.kind == "folder" else dataset
 
@@ -160,7 +163,7 @@ def from_anywhere(dataset: str) -> str:
 
 
 def read_hub(hub_id: str) -> Any:
-    """Read from the Hub, or from Hugging Face's own cache where the Hub is out of reach.
+    """Read from the Hub, or from Hugging Face's own cache if the Hub is out of reach.
 
     One request with a deadline decides which: `load_dataset` on its own would retry for 24 s.
     """
@@ -175,7 +178,7 @@ def read_hub(hub_id: str) -> Any:
 
 
 def why_out_of_reach(hub_id: str) -> str:
-    """Return why the Hub cannot be reached now, or "". Raise DataError where it has no such set."""
+    """Return why the Hub is out of reach, or "". Raise DataError if it has no such data set."""
     import huggingface_hub.constants
 
     if huggingface_hub.constants.HF_HUB_OFFLINE:
@@ -239,10 +242,10 @@ def read_folder(folder: str, where: str, reading: Reading) -> tuple[Any, list[st
 def find_builder(
     folder: str, where: str, scratch: str, images: list[Path], reading: Reading
 ) -> Any:
-    """Return what of `datasets` reads a folder that was not saved by it.
+    """Return the builder of `datasets` for a folder that the library did not save.
 
-    By itself it goes by the kind of file that there is most of, so images with a note beside each
-    are none to it, and it takes the folder's name for a pattern. Raise DataError for archives.
+    The library goes by the most common kind of file, so it would miss images with a note beside
+    each, and it takes the folder's name for a pattern. Raise DataError for archives.
     """
     import datasets
     from datasets.data_files import DataFilesDict, DataFilesList
@@ -279,9 +282,9 @@ def library(
 ) -> Iterator[None]:
     """Keep `datasets` in the block quiet and, if there is a reason `why_offline`, off the network.
 
-    Raise DataError, which ends with `fix`, where the data set cannot be read. Raise StorageError
-    where the library cannot write: `written` is the folder that it writes to, the variable that
-    moves it, and the errno codes that say so.
+    Raise DataError, which ends with `fix`, if the data set cannot be read, and StorageError if the
+    library cannot write: `written` is the folder that it writes to, the variable that moves it, and
+    the errno codes that mean so.
     """
     import datasets
     import huggingface_hub

@@ -117,10 +117,10 @@ def _splits(dataset: Any, where: str, reading: Reading) -> tuple[dict[str, Any],
 def _find_shape(
     splits: dict[str, Any], column: str, reading: Reading, where: str
 ) -> tuple[Shape, list[str]]:
-    """Return what shape all images get, and a sentence for each thing that is done to some.
+    """Return the shape that all images get, and a sentence for each conversion that this takes.
 
-    As they are: the size that all have, and colour if any has it. If sizes differ, a square with
-    the median of the shorter sides, LARGEST_UNASKED at most.
+    It is the size that all have, in colour if any is. If sizes differ, it is a square with the
+    median of the shorter sides, LARGEST_UNASKED at most.
     """
     sizes: Counter[tuple[int, int]] = Counter()
     odd: Counter[str] = Counter()
@@ -186,9 +186,9 @@ def _find_columns(rows: Any, where: str) -> tuple[str, str, list[str]]:
 def _decode_labels(
     rows: Any, column: str, classes: list[str], where: str
 ) -> tuple[np.ndarray, list[str]]:
-    """Return int64 labels and the class names; `classes` are those of train, or none yet.
+    """Return int64 labels and the names of the classes; `classes` are train's, once it is decoded.
 
-    Where none are declared they are the words, sorted, or 0 to the highest number.
+    Unless they are declared, these are the words, sorted, or 0 to the highest number.
     """
     values = rows.with_format("arrow")[:].column(column).to_pylist()
     given = [value for value in values if value is not None]
@@ -290,7 +290,7 @@ def _hold_out_test(decoded: Decoded, reading: Reading, reserve: Reserve) -> Deco
 def _untested(
     classes: list[str], labels: np.ndarray, keys: np.ndarray, held: np.ndarray
 ) -> list[str]:
-    """Return notes that name the classes without an image in the test, if there are some."""
+    """Return notes that name the classes without a test image, if any."""
     without = set(range(len(classes))).difference(labels[held].tolist())
     alone = {label for label in without if len(np.unique(keys[labels == label])) < 2}
     notes = []

@@ -41,7 +41,7 @@ class Metrics:
     scores: dict[str, float | None] = field(default_factory=dict)
 
     def named(self, split: str) -> dict[str, float | None]:
-        """Return what metrics.jsonl says of it: val_accuracy, val_loss, val_f1 ..."""
+        """Return its entries in metrics.jsonl: val_accuracy, val_loss, val_f1 ..."""
         numbers = {"accuracy": self.accuracy, "loss": self.loss, **self.scores}
         return {f"{split}_{name}": number for name, number in numbers.items()}
 
@@ -91,7 +91,7 @@ def most_confused(matrix: np.ndarray, most: int) -> list[tuple[int, int, int]]:
 
 
 def check_scores(names: Sequence[str]) -> None:
-    """Raise UsageError if --metrics names something that is none."""
+    """Raise UsageError if --metrics names something that is no metric."""
     from ddp_mnist.run.classification import find_score
 
     for name in names:

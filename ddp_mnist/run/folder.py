@@ -125,7 +125,7 @@ class RunFolder:
 
     @property
     def phase(self) -> str:
-        """Return what status.json says the run does: starting, training, validation, test, done."""
+        """Return the phase in status.json: starting, training, validation, test or done."""
         return str(self._status["phase"])
 
     def record_outcome(self, state: str, exit_code: int, error: str) -> None:
@@ -275,10 +275,10 @@ def storage_errors(path: Path, flag: str = "--run-dir") -> Iterator[None]:
 
 
 def check_place(file: str | None, flag: str, ending: str = "") -> Path | None:
-    """Return where a person wants a result, before minutes are spent on it.
+    """Return the path of a result, checked before minutes are spent on computing it.
 
-    Raise UsageError if it is no place for a file (a device is none either, it would be replaced),
-    StorageError if nothing can be written there.
+    Raise UsageError if no file can be there (nor replace a device), StorageError if nothing can be
+    written there.
     """
     if file is None:
         return None

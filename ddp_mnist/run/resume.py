@@ -75,7 +75,7 @@ def find(config: TrainConfig) -> dict[str, Any] | None:
 
 
 def _wants_more(config: TrainConfig, recipe: dict[str, Any]) -> bool:
-    """Return whether a finished run is to have more epochs, or not to stop where it did."""
+    """Return whether a finished run is to train for longer, by its epochs or its stop rules."""
     typed = {name: getattr(config.recipe, name) for name in config.typed & set(recipe)}
     stops = [name for name in ("target_accuracy", "patience") if name in typed]
     more_epochs = typed.get("epochs", 0) > recipe["epochs"]
@@ -131,7 +131,7 @@ def check_images(dataset: str, digest: str, found: dict[str, Any]) -> None:
 
 
 def identity(config: ResolvedConfig, world: World, run_id: str, digest: str) -> dict[str, Any]:
-    """Return what a checkpoint says of its run beside the State; `world` holds what may change."""
+    """Return a checkpoint's entries on its run, beside the State; those in `world` may change."""
     flags = flag_values(config.run, *OF_THE_RESULT) | flag_values(config.recipe, *OF_THE_RESULT)
     return {
         "format": FORMAT,
@@ -184,7 +184,7 @@ def load_latest(
 
 
 def changes(content: dict[str, Any], now: dict[str, Any], where: str) -> list[str]:
-    """Return what differs between a checkpoint's content and the `identity` now, for people.
+    """Return the differences between a checkpoint's content and the `identity` now, in words.
 
     Raise CheckpointError if something differs that may not, or if it is no checkpoint of this run.
     """

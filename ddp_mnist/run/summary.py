@@ -30,7 +30,7 @@ FOLDER_KEY = "run folder"  # the broadcast of its path
 
 
 def facts(config: TrainConfig, world: World, images: ImageData) -> dict[str, Any]:
-    """Return what has to be equal on every rank, under the name that a person knows it by."""
+    """Return the values that must be equal on every rank, by the names that a person knows."""
     flags = {
         flag_name(field): getattr(group, field.name)
         for group in (config.run, config.recipe, config.distribution)
@@ -80,7 +80,7 @@ def plan(config: ResolvedConfig, world: World, images: ImageData, folder: Path |
 
 
 def computing(world: World) -> str:
-    """Return what each process computes with."""
+    """Return in words the backend, device, threads and precision of each process."""
     compiled = f", compiled by {world.compiled_by}" if world.compiler else ""
     return (
         f"backend {world.backend}, device {device(world)}, {count(world.threads, 'thread')} each,"
@@ -90,7 +90,7 @@ def computing(world: World) -> str:
 
 @contextlib.contextmanager
 def narrated_elsewhere(world: World, verbose: bool) -> Iterator[None]:
-    """Let one process on each machine but rank 0's say that it joined, and where the result is."""
+    """Say on each machine but rank 0's that it joined, and at the end where the result is."""
     store = world.store
     console = Console(verbose and store.rank > 0 and world.local_rank == 0, must_arrive=False)
     host = store.place.main_host
@@ -192,7 +192,7 @@ def summarise(
 
 
 def by_rank(hosts: list[str], times: list[list[float]], images: float) -> list[dict[str, Any]]:
-    """Return what summary.json says of each rank, which has trained on so many images.
+    """Return the ranks' entries in summary.json; each has trained on `images` images.
 
     Rank 0, which writes it, knows the `hosts`; the others get an empty list.
     """
@@ -250,7 +250,7 @@ def last_lines(outcome: dict[str, Any], run: RunFolder) -> str:
 
 
 def program() -> str:
-    """Return how this program is called from here: `make` activates no environment."""
+    """Return the command that starts this program here: `make` activates no environment."""
     if shutil.which("ddp-mnist"):
         return "ddp-mnist"
     python = sys.executable

@@ -1,4 +1,4 @@
-"""The verb `configs`: writes the configurations for accelerate launch, where there is no clone."""
+"""The verb `configs`: writes accelerate launch's configuration files, for use without a clone."""
 
 import shlex
 from pathlib import Path
@@ -37,7 +37,7 @@ def run(flags: Configs) -> None:
 
 
 def config_file(name: str) -> Path:
-    """Return where a configuration is, in this folder or else with the package."""
+    """Return the path of a configuration, in this folder or else with the package."""
     here = Path(CONFIGS) / f"{name}.yaml"
     return here if here.exists() else next(path for path in stored() if path.name == here.name)
 

@@ -118,8 +118,8 @@ def _matrix(
 ) -> Iterator[str]:
     """Yield the lines of the whole matrix.
 
-    Its rows have the names of the classes; its columns have the labels instead, and the rows both,
-    where the names are too long.
+    Rows and columns are headed by the names of the classes. If these are too long, columns are
+    headed by labels, and rows by both.
     """
     longest, least = max(map(len, names)), max(5, len(str(max(map(max, confusion)))))
     first, heads = max(8, longest), names
@@ -151,7 +151,7 @@ def _worst(
 
 
 def _read_config(run: str) -> dict[str, Any]:
-    """Return what is needed of config.json. Raise CheckpointError."""
+    """Return the NEEDED of config.json, and summary.json if it is there. Raise CheckpointError."""
     try:
         config = read_json(Path(run) / CONFIG)
         flags = config["run"] | config["recipe"]
@@ -190,10 +190,10 @@ def _load(flags: Evaluate, config: dict[str, Any], trained: weights.Trained) -> 
 
 
 def _check_unseen(flags: Evaluate, images: ImageData, rows: Rows) -> None:
-    """Raise DataError if the run was trained on some of these images; warn if nobody knows.
+    """Raise DataError if the run was trained on some of these images; warn if that is unknown.
 
-    Raise it too if nobody knows and they were drawn out of a train split, as the run's may have
-    been.
+    If it is unknown and the images were drawn from a train split, as the run's may have been, raise
+    DataError too.
     """
     if flags.split == "train":
         return
@@ -237,9 +237,9 @@ def _files_with(keys: np.ndarray, dataset: str, images: ImageData) -> Iterator[s
 def _with_classes_of(
     trained: weights.Trained, images: ImageData, name: str, split: str
 ) -> ImageData:
-    """Return the images with the run's labels, by the names of their classes; -1 if it has no such.
+    """Return the images with the run's labels, matched by class names; -1 for other classes.
 
-    Raise UsageError if some of the split are of a class that the run does not know.
+    Raise UsageError if an image of the split is of such a class.
     """
     labels = [images.train_labels, images.test_labels]
     index_of = {name: index for index, name in enumerate(trained.classes)}
@@ -258,7 +258,7 @@ def _with_classes_of(
 
 
 def _check_scores(flags: Evaluate, scores: Sequence[str]) -> None:
-    """Raise UsageError if one is none, or is a function that lies where the run was started."""
+    """Raise UsageError for an unknown one; a run's own may lie where the run was started."""
     try:
         check_scores(scores)
     except UsageError as error:

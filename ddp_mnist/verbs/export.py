@@ -125,7 +125,7 @@ def largest_difference(trained: Trained, outputs: Outputs) -> tuple[float, float
 
 
 def example(trained: Trained) -> tuple[Tensor]:
-    """Return what a model is called with while it is traced."""
+    """Return the inputs with which a model is traced."""
     return (torch.zeros(2, *trained.preparation.shape, dtype=torch.uint8),)
 
 

@@ -54,7 +54,7 @@ class ReportedRun:
     summary: dict[str, Any]  # perhaps of the part before a resume; {} if it has never finished
     status: dict[str, Any]  # its state may be "killed" too
     mistakes: Sequence[dict[str, Any]] = ()  # the most certain ones first
-    no_mistakes: str = "The run has not finished."  # why there are none to be seen
+    no_mistakes: str = "The run has not finished."  # why none are shown
 
 
 def run(flags: Report) -> None:
@@ -94,7 +94,7 @@ def run(flags: Report) -> None:
 
 
 def read_run(path: Path) -> ReportedRun:
-    """Return the folder's content. Raise CheckpointError if it is no run of this version."""
+    """Return the folder's content. Raise CheckpointError unless it is a run of this version."""
     try:
         status = folder.read_json(path / folder.STATUS)
         if status["state"] == "running" and not folder.in_use(path):
@@ -120,9 +120,9 @@ def read_run(path: Path) -> ReportedRun:
 
 @torch.inference_mode()
 def find_mistakes(run: ReportedRun, path: Path, places: Report) -> str:
-    """Fill in `run.mistakes` of a finished run, or `run.no_mistakes` where there are none.
+    """Fill in `run.mistakes` of a finished run, or `run.no_mistakes` if none can be shown.
 
-    Return in words how the images have changed since, and "" if they have not.
+    Return how the images have changed since, in words; "" if they have not.
     """
     try:
         trained = weights.from_bytes(weights.read_bytes(str(path)), str(path))

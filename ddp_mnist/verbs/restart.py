@@ -26,8 +26,8 @@ ORPHANS_MAY_TAKE_S = 60  # processes whose launcher was killed save their checkp
 def restart(restarts: int, command: Sequence[str], run: Run) -> int:
     """Run `python COMMAND`, again with `--resume auto` for as long as a process was lost.
 
-    The command ends with flags of `train`, which `run` holds. Return the exit code in status.json
-    where there is one, else the command's. Raise as `find_source` and `reserve` do.
+    The command ends with flags of `train`, which `run` holds. Return the exit code in status.json,
+    or else the command's. Raise as `find_source` and `reserve` do.
     """
     folder, flags = choose_folder(run)
     again = [] if run.resume else ["--resume", "auto"]
@@ -86,7 +86,7 @@ def run_once(command: list[str]) -> tuple[int, bool]:
 
 
 def written_at(folder: Path) -> int | None:
-    """Return when status.json was written, in ns; None if there is none."""
+    """Return the time of status.json, in ns; None if there is no such file."""
     status = folder / STATUS
     return status.stat().st_mtime_ns if status.exists() else None
 

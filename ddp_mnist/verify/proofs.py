@@ -62,7 +62,7 @@ class Watched:
 def run(flags: Verify) -> None:
     """Print each check as it is done; write them all to --save.
 
-    Raise CheckFailed where one failed, or a fault was injected.
+    Raise CheckFailed if one failed or a fault was injected.
     """
     save = check_place(flags.save, "--save")
     assert save
@@ -88,7 +88,7 @@ def run(flags: Verify) -> None:
 
 
 def explained(check: CheckResult, model: str, fault: str | None) -> CheckResult:
-    """Return it with another fix, where the fault or the net explains that it failed."""
+    """Return it with another fix if the injected fault or the net explains the failure."""
     by_fault = fault and (check.name == "runs") == (fault == "exit")
     by_net = "difference" in check.figures and model not in ("cnn", "cnn_deep", "mlp")
     fix = BY_FAULT if by_fault else BY_NET if by_net else check.fix

@@ -127,7 +127,7 @@ def train_until(config: TrainConfig, step: int, number: int = signal.SIGTERM, by
 
 
 def resumed(config: TrainConfig, **typed: Any) -> TrainConfig:
-    """Return what resumes the run of `config`; `typed` are flags of its recipe that are given."""
+    """Return the flags that resume the run of `config`, with `typed` flags of its recipe."""
     run = dataclasses.replace(config.run, run_dir=None, resume=config.run.run_dir)
     recipe, given = dataclasses.replace(config.recipe, **typed), {"resume", "quiet", *typed}
     return dataclasses.replace(config, run=run, recipe=recipe, typed=frozenset(given))
