@@ -8,7 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from ddp_mnist.cluster.requests import NO_OPTIONS
+from ddp_mnist.cluster.launcher_options import NO_OPTIONS
 from ddp_mnist.config import NETS, Distribution, Recipe, Run, TrainConfig, resolve_recipe
 from ddp_mnist.data import cache
 from ddp_mnist.errors import UsageError

@@ -19,7 +19,7 @@ from ddp_mnist.cluster.hardware import (
     unused_gpus,
 )
 from ddp_mnist.cluster.launch import Launch
-from ddp_mnist.cluster.requests import NO_OPTIONS, PRECISION, LauncherOptions
+from ddp_mnist.cluster.launcher_options import NO_OPTIONS, PRECISION, LauncherOptions
 from ddp_mnist.cluster.store import Place
 from ddp_mnist.config import CONFIGS, Distribution
 from ddp_mnist.errors import UsageError

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from ddp_mnist.cluster.requests import PRECISION, refuse_unsupported
+from ddp_mnist.cluster.launcher_options import PRECISION, refuse_unsupported
 from ddp_mnist.config import CONFIGS, Distribution
 from ddp_mnist.errors import UsageError
 

@@ -36,8 +36,8 @@ from ddp_mnist.cluster.device import (
 from ddp_mnist.cluster.failures import end_group, propagate_first_error
 from ddp_mnist.cluster.interfaces import interface_towards, interfaces_up, is_loopback
 from ddp_mnist.cluster.launch import Launch, die_with_parent
+from ddp_mnist.cluster.launcher_options import NO_OPTIONS, LauncherOptions, read_launcher_options
 from ddp_mnist.cluster.rendezvous import check_same, meet
-from ddp_mnist.cluster.requests import NO_OPTIONS, LauncherOptions, read_launcher_options
 from ddp_mnist.cluster.store import Store
 from ddp_mnist.config import CONFIGS, Distribution
 from ddp_mnist.deadline import with_deadline

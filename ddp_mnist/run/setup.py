@@ -14,8 +14,8 @@ from ddp_mnist import own_code, trial
 from ddp_mnist.cluster import hardware
 from ddp_mnist.cluster.device import able_to_compile, within_memory
 from ddp_mnist.cluster.launch import Launch
+from ddp_mnist.cluster.launcher_options import GRAD_ACCUM, LauncherOptions
 from ddp_mnist.cluster.rendezvous import check_same
-from ddp_mnist.cluster.requests import GRAD_ACCUM, LauncherOptions
 from ddp_mnist.cluster.signals import listen
 from ddp_mnist.cluster.world import World
 from ddp_mnist.config import ResolvedConfig, TrainConfig, resolve_recipe, wrong_on_purpose

@@ -21,7 +21,7 @@ from accelerate.commands.config.cluster import get_cluster_input
 from accelerate.commands.config.default import write_basic_config
 
 from ddp_mnist import cli
-from ddp_mnist.cluster import requests
+from ddp_mnist.cluster import launcher_options
 from ddp_mnist.cluster.device import (
     choose_device,
     compiler_in_effect,
@@ -52,7 +52,7 @@ DDP = "this trainer is DDP on NVIDIA GPUs or CPUs; use --config_file accelerate_
 
 def is_listed(variable: str) -> bool:
     begins = tuple(name for name in NAMES if name.endswith("_"))
-    return variable in {*NAMES, *requests.REFUSED} or variable.startswith(begins)
+    return variable in {*NAMES, *launcher_options.REFUSED} or variable.startswith(begins)
 
 
 def set_in(path: Path) -> set[str]:
@@ -85,16 +85,16 @@ def test_the_page_has_every_variable_that_accelerate_reads() -> None:
 
 
 def test_the_page_has_every_variable_that_is_refused() -> None:
-    assert requests.REFUSED.keys() - NAMES == set()
+    assert launcher_options.REFUSED.keys() - NAMES == set()
 
 
-@pytest.mark.parametrize("variable", requests.REFUSED)
+@pytest.mark.parametrize("variable", launcher_options.REFUSED)
 def test_a_variable_that_asks_for_something_else_is_refused(variable: str) -> None:
     for off in ("", "0", "False", "no"):
         find_launch(Distribution(), {variable: off})
     with pytest.raises(UsageError) as raised:
         find_launch(Distribution(), {variable: "true"})
-    name, refusal = requests.REFUSED[variable]
+    name, refusal = launcher_options.REFUSED[variable]
     assert str(raised.value).startswith(f"{name}: {refusal}")
     assert f"unset {variable if name != variable else 'it'}" in str(raised.value)
     assert "\n" not in str(raised.value)
@@ -142,12 +142,12 @@ def in_effect(words: list[str], folder: Path, patch: Patch) -> str:
             return f"accelerate: {str(error).strip()}"
         for name, value in env.items():
             context.setenv(name, value)
-        context.setattr(requests, "_command_line", lambda: (words, str(folder)))
+        context.setattr(launcher_options, "_command_line", lambda: (words, str(folder)))
         context.setattr("ddp_mnist.cluster.device.gpus", lambda: int("GPU" in os.environ))
         context.setattr("ddp_mnist.cluster.device.too_old", lambda _: "")
         context.setattr("ddp_mnist.cluster.device.unused_gpus", lambda: "")
         try:
-            launch, options = find_launch(flags, env), requests.read_launcher_options(env)
+            launch, options = find_launch(flags, env), launcher_options.read_launcher_options(env)
             device = choose_device(flags, options)
             precision = precision_in_effect(flags, launch, device)
             compiler = compiler_in_effect(flags).get("backend", "no")
@@ -282,8 +282,8 @@ def test_one_thread_that_was_typed_is_one_thread(monkeypatch: Patch) -> None:
     for words, threads in (([], 8), (["--num_cpu_threads_per_process", "1"], 1)):
         monkeypatch.setenv("OMP_NUM_THREADS", "1")
         line = ([*words, "--cpu", "x.py"], ".")
-        monkeypatch.setattr(requests, "_command_line", lambda line=line: line)
-        assert set_threads(launch, "cpu", 1, requests.read_launcher_options(env)) == threads
+        monkeypatch.setattr(launcher_options, "_command_line", lambda line=line: line)
+        assert set_threads(launch, "cpu", 1, launcher_options.read_launcher_options(env)) == threads
 
 
 def test_the_config_that_accelerate_writes_by_default(tmp_path: Path, monkeypatch: Patch) -> None:
@@ -298,7 +298,7 @@ def test_the_config_that_accelerate_writes_by_default(tmp_path: Path, monkeypatc
 def test_a_run_that_goes_on_keeps_its_parts_unless_the_launcher_asks_for_others(
     asked: int | None, parts: int
 ) -> None:
-    options, console = requests.LauncherOptions(grad_accum=asked), Mock()
+    options, console = launcher_options.LauncherOptions(grad_accum=asked), Mock()
     config = cli.train_config(["--grad-accum", "2"])
     began = {"run": flag_values(config.run), "recipe": flag_values(config.recipe), "path": "run"}
     again = apply_launcher_options(cli.train_config(["--resume", "run"]), options, console)
