@@ -189,7 +189,7 @@ class Store:
         self._wait_for_all(name)
 
     def arrive(self, counts: bool = True) -> None:
-        """Arrive at the next barrier, and be counted, unless this rank was; wait for nobody."""
+        """Be counted at the next barrier, unless this rank has been already; wait for nobody."""
         if counts and self.call("add", f"arrived/{self.arrivals}", 1) == self.world_size:
             self.call("compare_set", f"all arrived/{self.arrivals}", "", "yes")
         self.arrivals += 1
@@ -211,7 +211,7 @@ class Store:
             raise PeerError("this process has failed; see what it said before, then start again")
 
     def end_waits(self) -> None:
-        """Write FAILED where others may wait now: for rank 0's next broadcast, and for all."""
+        """Write FAILED where others may wait: for rank 0's broadcast, or for the last to arrive."""
         waits = ("broadcast", self.broadcasts), ("all arrived", max(0, self.arrivals - 1))
         for key, number in waits:
             while self.call("compare_set", f"{key}/{number}", "", FAILED.decode()) != FAILED:
