@@ -38,7 +38,8 @@ def validation_rows(
     if not by_share:
         return draw_exactly(keys, labels, val_size)
     share = share_of(1, 5) if val_size == len(keys) // 5 else share_of(val_size, len(keys))
-    return draw_by_share(halves_swapped(keys), labels, share)
+    # With its halves swapped, a key is decided by bits that had no part in the draw of the test.
+    return draw_by_share((keys << np.uint64(32)) | (keys >> np.uint64(32)), labels, share)
 
 
 def share_of(asked: int, rows: int) -> float:
@@ -80,8 +81,3 @@ def draw_exactly(keys: np.ndarray, labels: np.ndarray, count: int) -> np.ndarray
     queue = np.lexsort((keys, (rank + 0.5) / sizes[labels], keys == keys[ends - 1][labels]))
     held, rest = queue[:count], queue[count:]
     return np.sort(order[held[~np.isin(keys[held], keys[rest])]])
-
-
-def halves_swapped(keys: np.ndarray) -> np.ndarray:
-    """Return another hash, independent of the key in its upper half, which decides."""
-    return (keys << np.uint64(32)) | (keys >> np.uint64(32))

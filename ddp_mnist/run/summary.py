@@ -62,7 +62,8 @@ def plan(config: ResolvedConfig, world: World, images: ImageData, folder: Path |
     smoothed = f", label smoothing {smoothing:g} (the training loss levels off near {least:.2g})"
     strokes = images.preparation.bright_on_black
     changes = "rotated, scaled, shifted" if strokes else "mirrored, cropped, coloured"
-    rest = f"; {left_out} images are left out, others in each epoch" if left_out else ""
+    unused = f"{count(left_out, 'image')} {'is' if left_out == 1 else 'are'} left out"
+    rest = f"; {unused}, others in each epoch" if left_out else ""
     lines = {
         "data": f"{images.name}: {train_rows:,} train, {val_rows:,} validation,"
         f" {len(images.test_labels):,} test images, {classes} classes",

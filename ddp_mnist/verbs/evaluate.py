@@ -66,7 +66,11 @@ def evaluate_run(
         content = weights.read_bytes(run) if store.rank == 0 else b""
         config = store.broadcast_from_rank0("run", lambda: _read_config(run))
         trained = weights.from_bytes(broadcast_bytes(world.accelerator, content), run)
-        images = _load(flags, config, trained)
+        images = (
+            _load_other(flags.dataset, flags, config, trained)
+            if flags.dataset
+            else _load_own(flags, config)
+        )
         store.barrier("data")
         rendezvous.check_same(store, {"the data's digest": images.digest})
         rows = _rows(images, flags.split, config["val_size"])
@@ -77,8 +81,7 @@ def evaluate_run(
         model = trained.model.to(world.accelerator.device)
         loader = prepare_split(world.accelerator, rows, flags.batch_size)
         scores = flags.metrics or config["metrics"]
-        if store.rank == 0:
-            _check_scores(flags, scores)
+        store.broadcast_from_rank0("metrics", lambda: _check_scores(flags, scores))
         size = loader.total_batch_size // world.accelerator.num_processes  # a process's, at once
         fix = f"use --batch-size {size // 2}" if size > 1 else "evaluate with --cpu"
         device = world.accelerator.device
@@ -96,6 +99,150 @@ def evaluate_run(
             "inject": config["inject"],
             **dataclasses.asdict(metrics),
         }
+
+
+# --- The run and the images
+
+
+def _read_config(run: str) -> dict[str, Any]:
+    """Return the NEEDED of config.json, and summary.json if it is there. Raise CheckpointError."""
+    try:
+        config = read_json(Path(run) / CONFIG)
+        flags = config["run"] | config["recipe"]
+        found = {name: flags[name] for name in NEEDED} | {"inject": flags.get("inject")}
+        found |= {name: config[name] for name in ("digest", "format")}
+        summary = Path(run) / SUMMARY
+        return found | {"summary": read_json(summary) if summary.exists() else {}}
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        why = f"{CONFIG} is missing or damaged; name a run that `train` wrote"
+        raise CheckpointError(f"{run}: {why}") from error
+
+
+def _load_own(flags: Evaluate, config: dict[str, Any]) -> ImageData:
+    """Return the run's data set. Raise DataError if it has changed since."""
+    name = config["dataset"]
+    images = cache.load(name, flags.cache_dir or config["cache_dir"], Reading.of(config))
+    if images.digest == config["digest"]:
+        return images
+    if images.test_drawn and config["format"] < FORMAT:
+        fix = "train again, or give images that it has not seen, in test/CLASS/: --dataset FOLDER"
+        raise CheckpointError(f"{flags.run}: {OLDER}; {fix}")
+    fault = changed_since(flags.run, name, config["summary"], images)
+    fix = f"put them back, or evaluate it on those that are there now: --dataset {name}"
+    raise DataError(f"{fault}; {fix}")
+
+
+def _load_other(
+    name: str, flags: Evaluate, config: dict[str, Any], trained: weights.Trained
+) -> ImageData:
+    """Return the data set that --dataset names, with images of the run's shape and its labels."""
+    cache_dir, reading = flags.cache_dir or config["cache_dir"], Reading.of(config)
+    channels, height, width = trained.preparation.shape
+    images = cache.cached(name, cache_dir, reading)
+    grown = images and images.test_drawn and images.digest != config["digest"]
+    if not images or grown or images.preparation.shape != trained.preparation.shape:
+        test_size, then = reading.test_size, config["summary"].get("dataset", {})
+        of = sum(then.get(rows, 0) for rows in ("train_rows", "test_rows")) if test_size else 0
+        reading = Reading((height, width), channels == 1, test_size, True, of or None)
+        images = cache.load(name, cache_dir, reading)
+    return _with_classes_of(trained, images, name, flags.split)
+
+
+def _with_classes_of(
+    trained: weights.Trained, images: ImageData, name: str, split: str
+) -> ImageData:
+    """Return the images with the run's labels, matched by class names; -1 for other classes.
+
+    Raise UsageError if an image of the split is of such a class.
+    """
+    labels = [images.train_labels, images.test_labels]
+    index_of = {name: index for index, name in enumerate(trained.classes)}
+    for label in labels[split == "test"].unique().tolist():
+        if images.classes[label] not in index_of:
+            known = textwrap.shorten(", ".join(trained.classes), 100, placeholder=" ...")
+            raise UsageError(
+                f"--dataset {name}: class {images.classes[label]} is none of the run's ({known});"
+                " rename it to one of them, or leave its images out"
+            )
+    of_run = torch.tensor([index_of.get(name, -1) for name in images.classes])
+    train, test = (of_run[each] for each in labels)
+    return dataclasses.replace(
+        images, classes=trained.classes, train_labels=train, test_labels=test
+    )
+
+
+def _rows(images: ImageData, split: str, val_size: int) -> Rows:
+    """Return the split's images and labels; the run held `val_size` of the train images out."""
+    there, least = len(images.train_labels), 1 if split == "validation" else 0
+    if split != "test" and not least <= val_size < there:
+        raise UsageError(
+            f"--split {split}: {images.name} has {there:,} train images, and the run held"
+            f" {val_size:,} out; use --split test"
+        )
+    images = images if split == "test" else images.hold_out(val_size)
+    return dict(zip(("train", "validation", "test"), split_images(images), strict=True))[split]
+
+
+def _check_unseen(flags: Evaluate, images: ImageData, rows: Rows) -> None:
+    """Raise DataError if the run was trained on some of these images; warn if that is unknown.
+
+    If it is unknown and the images were drawn from a train split, as the run's may have been, raise
+    DataError too.
+    """
+    if flags.split == "train":
+        return
+    keys = (images.test_keys if flags.split == "test" else images.train_keys)[rows.rows.numpy()]
+    try:
+        trained_on = np.load(Path(flags.run) / TRAINED_ON, allow_pickle=False)
+    except (OSError, ValueError):
+        unknown = f"{flags.run}: has no {TRAINED_ON}, so whether it was trained on these is unknown"
+        if images.test_drawn:
+            raise DataError(
+                f"{unknown}; give images that it has not seen, in test/CLASS/"
+            ) from None
+        warn(unknown)
+        return
+    if len(seen := keys[np.isin(keys, trained_on)]):
+        fix = "use --split test"
+        if flags.split == "test":
+            some = itertools.islice(_files_with(seen, str(flags.dataset), images), MOST_NAMED)
+            names = textwrap.shorten(", ".join(some), 100, placeholder=" ...")
+            fix = f"take them out of test ({names})" if names else "take them out of test"
+        raise DataError(
+            f"--dataset {flags.dataset}: {flags.run} was trained on {len(seen):,} of these"
+            f" {len(keys):,} {flags.split} images; {fix}, or choose other images"
+        )
+
+
+def _files_with(keys: np.ndarray, dataset: str, images: ImageData) -> Iterator[str]:
+    """Yield the names of the test images with these keys, if the data set is a folder of files."""
+    source, wanted = find_source(dataset), {*keys.tolist()}
+    if source.kind != "folder":
+        return
+    place = Path(source.place)
+    files = [path.relative_to(place) for path in folders.paths_in(place)]
+    # The cache has no names, so they are decoded again; some may be no images.
+    for file in files if images.test_drawn else folders.split_by_names(files).get("test", []):
+        with contextlib.suppress(Exception), open_image(place / file) as image:
+            if key_of(stored_pixels(image)) in wanted:
+                yield printable(str(file))
+
+
+def _check_scores(flags: Evaluate, scores: Sequence[str]) -> None:
+    """Raise UsageError for an unknown one; a run's own may lie where the run was started."""
+    try:
+        check_scores(scores)
+    except UsageError as error:
+        if flags.metrics:
+            raise
+        why = str(error).partition(";")[0]
+        raise UsageError(
+            f"{flags.run}: its {why}; call this where the run was started, or name others, as"
+            " --metrics accuracy"
+        ) from error
+
+
+# --- What a person sees
 
 
 def metrics_table(metrics: dict[str, Any]) -> str:
@@ -148,136 +295,3 @@ def _worst(
     yield "images   most often taken for another (--json has all)"
     for label, guess, rows in most_confused(matrix, MOST_SHOWN):
         yield f"{rows:>6,}   {names[label]}, taken for {names[guess]}"
-
-
-def _read_config(run: str) -> dict[str, Any]:
-    """Return the NEEDED of config.json, and summary.json if it is there. Raise CheckpointError."""
-    try:
-        config = read_json(Path(run) / CONFIG)
-        flags = config["run"] | config["recipe"]
-        found = {name: flags[name] for name in NEEDED} | {"inject": flags.get("inject")}
-        found |= {name: config[name] for name in ("digest", "format")}
-        summary = Path(run) / SUMMARY
-        return found | {"summary": read_json(summary) if summary.exists() else {}}
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        why = f"{CONFIG} is missing or damaged; name a run that `train` wrote"
-        raise CheckpointError(f"{run}: {why}") from error
-
-
-def _load(flags: Evaluate, config: dict[str, Any], trained: weights.Trained) -> ImageData:
-    """Return the run's data set as the run read it, or another one as images of the run's kind."""
-    name, cache_dir = flags.dataset or config["dataset"], flags.cache_dir or config["cache_dir"]
-    reading, (channels, *size) = Reading.of(config), trained.preparation.shape
-    if not flags.dataset:
-        own = cache.load(name, cache_dir, reading)
-        if own.digest == config["digest"]:
-            return own
-        if own.test_drawn and config["format"] < FORMAT:
-            fix = "train again, or give images that it has not seen, in test/CLASS/: --dataset"
-            raise CheckpointError(f"{flags.run}: {OLDER}; {fix} FOLDER")
-        fault = changed_since(flags.run, name, config["summary"], own)
-        fix = f"put them back, or evaluate it on those that are there now: --dataset {name}"
-        raise DataError(f"{fault}; {fix}")
-    images = cache.cached(name, cache_dir, reading)
-    grown = images and images.test_drawn and images.digest != config["digest"]
-    if not images or grown or images.preparation.shape != trained.preparation.shape:
-        (height, width), test_size = size, reading.test_size
-        facts = config["summary"].get("dataset", {})
-        of = sum(facts.get(name, 0) for name in ("train_rows", "test_rows")) if test_size else 0
-        reading = Reading((height, width), channels == 1, test_size, True, of or None)
-        images = cache.load(name, cache_dir, reading)
-    return _with_classes_of(trained, images, name, flags.split)
-
-
-def _check_unseen(flags: Evaluate, images: ImageData, rows: Rows) -> None:
-    """Raise DataError if the run was trained on some of these images; warn if that is unknown.
-
-    If it is unknown and the images were drawn from a train split, as the run's may have been, raise
-    DataError too.
-    """
-    if flags.split == "train":
-        return
-    keys = (images.test_keys if flags.split == "test" else images.train_keys)[rows.rows.numpy()]
-    try:
-        trained_on = np.load(Path(flags.run) / TRAINED_ON, allow_pickle=False)
-    except (OSError, ValueError):
-        unknown = f"{flags.run}: has no {TRAINED_ON}, so whether it was trained on these is unknown"
-        if images.test_drawn:
-            raise DataError(
-                f"{unknown}; give images that it has not seen, in test/CLASS/"
-            ) from None
-        warn(unknown)
-        return
-    if len(seen := keys[np.isin(keys, trained_on)]):
-        fix = "use --split test"
-        if flags.split == "test":
-            some = itertools.islice(_files_with(seen, str(flags.dataset), images), MOST_NAMED)
-            names = textwrap.shorten(", ".join(some), 100, placeholder=" ...")
-            fix = f"take them out of test ({names})" if names else "take them out of test"
-        raise DataError(
-            f"--dataset {flags.dataset}: {flags.run} was trained on {len(seen):,} of these"
-            f" {len(keys):,} {flags.split} images; {fix}, or choose other images"
-        )
-
-
-def _files_with(keys: np.ndarray, dataset: str, images: ImageData) -> Iterator[str]:
-    """Yield the names of the test images with these keys, if the data set is a folder of files."""
-    source, wanted = find_source(dataset), {*keys.tolist()}
-    if source.kind != "folder":
-        return
-    place = Path(source.place)
-    files = [path.relative_to(place) for path in folders.paths_in(place)]
-    # The cache has no names, so they are decoded again; some may be no images.
-    for file in files if images.test_drawn else folders.split_by_names(files).get("test", []):
-        with contextlib.suppress(Exception), open_image(place / file) as image:
-            if key_of(stored_pixels(image)) in wanted:
-                yield printable(str(file))
-
-
-def _with_classes_of(
-    trained: weights.Trained, images: ImageData, name: str, split: str
-) -> ImageData:
-    """Return the images with the run's labels, matched by class names; -1 for other classes.
-
-    Raise UsageError if an image of the split is of such a class.
-    """
-    labels = [images.train_labels, images.test_labels]
-    index_of = {name: index for index, name in enumerate(trained.classes)}
-    for label in labels[split == "test"].unique().tolist():
-        if images.classes[label] not in index_of:
-            known = textwrap.shorten(", ".join(trained.classes), 100, placeholder=" ...")
-            raise UsageError(
-                f"--dataset {name}: class {images.classes[label]} is none of the run's ({known});"
-                " rename it to one of them, or leave its images out"
-            )
-    of_run = torch.tensor([index_of.get(name, -1) for name in images.classes])
-    train, test = (of_run[each] for each in labels)
-    return dataclasses.replace(
-        images, classes=trained.classes, train_labels=train, test_labels=test
-    )
-
-
-def _check_scores(flags: Evaluate, scores: Sequence[str]) -> None:
-    """Raise UsageError for an unknown one; a run's own may lie where the run was started."""
-    try:
-        check_scores(scores)
-    except UsageError as error:
-        if flags.metrics:
-            raise
-        why = str(error).partition(";")[0]
-        raise UsageError(
-            f"{flags.run}: its {why}; call this where the run was started, or name others, as"
-            " --metrics accuracy"
-        ) from error
-
-
-def _rows(images: ImageData, split: str, val_size: int) -> Rows:
-    """Return the split's images and labels; the run held `val_size` of the train images out."""
-    there, least = len(images.train_labels), 1 if split == "validation" else 0
-    if split != "test" and not least <= val_size < there:
-        raise UsageError(
-            f"--split {split}: {images.name} has {there:,} train images, and the run held"
-            f" {val_size:,} out; use --split test"
-        )
-    images = images if split == "test" else images.hold_out(val_size)
-    return dict(zip(("train", "validation", "test"), split_images(images), strict=True))[split]
