@@ -459,6 +459,18 @@ def test_dead_ranks() -> None:
     assert results == [[2]] * 3
 
 
+def test_ranks_that_answer_one_after_the_other_are_alive() -> None:
+    """As many do that share a few cores."""
+
+    def answer(number: int, store: Store) -> list[int]:
+        time.sleep(0.3 * number)
+        return store.find_dead_ranks(0.8)
+
+    *living, _ = stores(5)
+    found = at_once(*[partial(answer, *each) for each in enumerate(living)])
+    assert found == [[4]] * 4
+
+
 def test_a_reported_failure_says_which_ranks_are_lost() -> None:
     zero, one, two, _ = stores(4)
     one.lost = [3]

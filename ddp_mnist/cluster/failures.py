@@ -55,7 +55,7 @@ def propagate_first_error(store: Store) -> Iterator[None]:
         before = {number: signal.signal(number, signal.SIG_IGN) for number in ignored}
         cause = first_cause(store, as_expected(store, error))
         end_group()  # the others' connections break now, and they look for the cause
-        store.shutdown(patience_s=2)  # while they read it in its store
+        store.shutdown()  # while they read it in its store
         for number, handler in before.items():
             signal.signal(number, handler)
         if cause is error:

@@ -33,6 +33,7 @@ FAILED = b"failed"  # stands where what others wait for is not to come any more
 FIRST_POLL_S = 0.01  # each pause is twice as long as the one before it
 OWN_FILES = 64  # of a process, beside connections to others: some 25, and those of a data loader
 CANCEL_S = 5.0  # in which a wait that is over says so
+SEARCH_S = 6.0  # the longest search for dead ranks
 
 
 def host_id() -> str:
@@ -296,15 +297,28 @@ class Store:
         self.request_liveness()
         try:
             if self.call("compare_set", "searches", "", str(self.rank)) == b"%d" % self.rank:
-                poll(lambda: self.exists("failure"), patience_s)
-                failed, answered = self.failure(), set(self.call("get", "alive").split())
-                dead = [r for r in range(self.world_size) if b"%d" % r not in answered]
-                self.set("dead", failed["lost"] if failed else dead)
-            poll(lambda: self.exists("dead"), patience_s + 1)
-            self.lost = json.loads(self.call("get", "dead")) if self.exists("dead") else []
+                self.set("dead", self._search(patience_s))
+            found = self.wait("dead", patience_s + SEARCH_S)
+            self.lost = json.loads(self.call("get", "dead")) if found else []
         except RuntimeError:
             self.lost = [] if self.served_by_launcher else [0]
         return self.lost
+
+    def _search(self, patience_s: float) -> list[int]:
+        """Return the ranks that do not answer, once no more do, or what a reported failure says.
+
+        Many ranks on few cores answer one after the other.
+        """
+        deadline, before, answered = time.monotonic() + SEARCH_S, b"nobody", b""
+        while answered != before and time.monotonic() < deadline:
+            before = answered
+            if poll(lambda: self.exists("failure"), patience_s / 2):
+                break
+            answered = self.call("get", "alive")
+        if failed := self.failure():
+            return failed["lost"]
+        alive = set(answered.split())
+        return [rank for rank in range(self.world_size) if b"%d" % rank not in alive]
 
 
 def poll(is_so: Callable[[], bool], within_s: float) -> bool:
