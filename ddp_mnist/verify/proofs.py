@@ -22,7 +22,7 @@ from ddp_mnist.cluster.local_world import LocalWorld, run_world
 from ddp_mnist.cluster.world import join_world
 from ddp_mnist.config import FAULTS, Distribution, Recipe, TrainConfig, resolve_recipe
 from ddp_mnist.data import cache
-from ddp_mnist.data.batches import Rows
+from ddp_mnist.data.batches import Rows, images_a_pass
 from ddp_mnist.data.sources import from_anywhere
 from ddp_mnist.errors import CheckFailed, DdpMnistError, UsageError
 from ddp_mnist.faults import prepare_padded
@@ -239,8 +239,11 @@ def metrics_are_exact(size: int, alone: Watched, fault: str | None = None) -> Ch
     shards = (count_shards, run, dataset, fault)
     counted = run_world(size, *shards, folder=alone.folder.parent)[0]
     net, classes = weights.from_bytes(weights.read_bytes(run), run).model, len(images.classes)
+    compared = images.test_images[: max(rows for rows, _ in SHARDS)]
     with torch.no_grad():
-        cells = classes * images.test_labels + net(images.test_images).argmax(1)
+        batches = compared.split(images_a_pass(compared))
+        guesses = torch.cat([net(batch).argmax(1) for batch in batches])
+    cells = classes * images.test_labels[: len(compared)] + guesses
     by_hand = [
         torch.bincount(cells[:rows], minlength=classes**2).view(classes, classes).tolist()
         for rows, _ in SHARDS
