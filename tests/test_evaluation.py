@@ -1,3 +1,4 @@
+import dataclasses
 import itertools
 import math
 from pathlib import Path
@@ -253,6 +254,10 @@ def test_a_split_that_another_data_set_is_too_small_for() -> None:
         assert len(evaluate._rows(images, "test", val_size)) == 360
     assert len(evaluate._rows(images, "train", 1436)) == 1
     assert len(evaluate._rows(images, "validation", 1436)) == 1436
+    alike = dataclasses.replace(images, train_keys=np.zeros_like(images.train_keys))  # none is held
+    assert len(evaluate._rows(alike, "train", 5)) == 1437
+    with pytest.raises(UsageError, match=r"^--split validation: .* held 0 out; use --split test$"):
+        evaluate._rows(alike, "validation", 5)
 
 
 NOTES = """

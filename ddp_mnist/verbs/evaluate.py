@@ -173,14 +173,17 @@ def _with_classes_of(
 
 def _rows(images: ImageData, split: str, val_size: int) -> Rows:
     """Return the split's images and labels; the run held `val_size` of the train images out."""
-    there, least = len(images.train_labels), 1 if split == "validation" else 0
-    if split != "test" and not least <= val_size < there:
+    there = len(images.train_labels)
+    if split != "test" and val_size < there:
+        images = images.hold_out(val_size)
+        val_size = len(images.val_rows)
+    rows = dict(zip(("train", "validation", "test"), split_images(images), strict=True))[split]
+    if split != "test" and (val_size >= there or not len(rows)):
         raise UsageError(
             f"--split {split}: {images.name} has {there:,} train images, and the run held"
             f" {val_size:,} out; use --split test"
         )
-    images = images if split == "test" else images.hold_out(val_size)
-    return dict(zip(("train", "validation", "test"), split_images(images), strict=True))[split]
+    return rows
 
 
 def _check_unseen(flags: Evaluate, images: ImageData, rows: Rows) -> None:
