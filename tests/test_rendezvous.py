@@ -84,7 +84,7 @@ def test_a_process_on_its_own_meets_nobody() -> None:
     assert (store.rank, store.world_size, store.hosts) == (0, 1, [host_id()])
     assert store.place == Place(main_host=name_of(host_id()))
     assert store.broadcast_from_rank0("key", lambda: [1, "two"]) == [1, "two"]
-    store.barrier("data")
+    store.barrier()
     check_same(store, {"--seed": 0})
     store.close()
 
@@ -248,7 +248,7 @@ def lose(who: int, stopped: bool, by_launcher: bool) -> tuple[str, float]:
     try:
         with propagate_first_error(store):
             time.sleep(1.5 * PATIENCE_S if rank == who else 0)  # it decodes
-            store.barrier("data")
+            store.barrier()
             began = time.monotonic()
             if rank == who:
                 os.kill(os.getpid(), signal.SIGSTOP if stopped else signal.SIGKILL)
@@ -300,7 +300,7 @@ def test_a_thread_beats_until_its_rank_leaves() -> None:
     with pytest.raises(
         PeerError, match=r"^lost contact with rank 1 of 2 \(no sign of life for 0.4 s"
     ):
-        zero.barrier("data")
+        zero.barrier()
     assert zero.lost == [1]
     zero.shutdown()
     assert not any(thread.name == "heartbeat" for thread in threading.enumerate())
@@ -375,7 +375,7 @@ def test_all_wait_for_the_last_to_come_and_rank_0_leaves_last() -> None:
     def come_and_leave(store: Store) -> list[int]:
         time.sleep(0.1 * store.rank)
         here.append(store.rank)
-        store.barrier("data")
+        store.barrier()
         found = sorted(here)
         time.sleep(0.15 * store.rank)
         store.shutdown()
@@ -395,9 +395,20 @@ def test_all_wait_for_the_last_to_come_and_rank_0_leaves_last() -> None:
 
 
 def test_who_does_not_come_in_time_is_missed() -> None:
-    zero, _ = stores(2)
-    with pytest.raises(PeerError, match=r"^no word of key from another process within 0.1 s; see"):
-        zero.decide_for_all("key", 1, list, within_s=0.1)
+    """Also if it came the last time."""
+    three = stores(3)
+    three[0].hosts = [f"node{rank}/boot/0" for rank in range(3)]
+
+    def agree(store: Store) -> None:
+        try:
+            store.decide_for_all("key", 1, len, within_s=0.5)
+        except PeerError as error:
+            raise first_cause(store, error) from error
+
+    assert at_once(*[partial(agree, store) for store in three]) == [None] * 3
+    zero, one = at_once(*[partial(agree, store) for store in three[:2]])
+    assert str(zero).startswith("no word of key from rank 2 (node2) within 0.5 s; see what it says")
+    assert (type(one), str(one)) == (FailedElsewhere, str(zero))
 
 
 @pytest.mark.parametrize(
@@ -405,7 +416,7 @@ def test_who_does_not_come_in_time_is_missed() -> None:
     [
         lambda store: store.broadcast_from_rank0("never", int),
         lambda store: store.decide_for_all("never", 1, list),
-        lambda store: store.barrier("never"),
+        lambda store: store.barrier(),
         lambda store: store.close(),
     ],
 )

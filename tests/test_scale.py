@@ -122,7 +122,7 @@ def meet_and_agree(patience_s: float, lost: int | None, where: str) -> Member:
         store = meet(launch, patience_s)
         met_s = time.monotonic() - began
         with propagate_first_error(store):
-            store.barrier("data")
+            store.barrier()
             if where == "agreeing":
                 killed()
             check_same(store, {"--seed": 0, "packages": "x" * 1000})

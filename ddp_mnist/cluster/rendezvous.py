@@ -6,7 +6,6 @@ import uuid
 from collections import Counter
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from textwrap import shorten
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -20,6 +19,7 @@ from ddp_mnist.cluster.store import (
     Store,
     allow_open_files,
     host_id,
+    listed,
     name_of,
     open_store,
     poll,
@@ -238,8 +238,8 @@ class Meeting:
         missing = [rank for rank in range(size) if not store.exists(f"here/{rank}")]
         if not missing and store.wait(key, LATE_S):
             return
-        absent = shorten(", ".join(map(str, missing)), 40, placeholder=" ...")
-        lost = f"; missing: {self.unit.called} {absent}" if missing else ", but one of them is lost"
+        absent = f"; missing: {self.unit.called} {listed(missing)}"
+        lost = absent if missing else ", but one of them is lost"
         foreign = store.rank == 0 and not is_own(self.where.rpartition(":")[0])
         note = ", which is none of this machine's own" if foreign else ""
         fix = self._fix(f"start them, or check that they use this address{note}")
@@ -304,9 +304,9 @@ def first_difference(ours: dict[str, Any], theirs: dict[int, dict[str, Any]]) ->
     for key in ours | next(iter(theirs.values())):
         odd = [rank for rank, facts in theirs.items() if facts.get(key) != ours.get(key)]
         if odd:
-            others = shorten(", ".join(map(str, odd)), 40, placeholder=" ...")
             return (
-                f"{key}: rank 0 has {ours.get(key)}, rank {others} has {theirs[odd[0]].get(key)};"
-                " start every process with the same flags, data and packages"
+                f"{key}: rank 0 has {ours.get(key)}, rank {listed(odd)} has"
+                f" {theirs[odd[0]].get(key)}; start every process with the same flags, data and"
+                " packages"
             )
     raise AssertionError("digests differ, and facts do not")

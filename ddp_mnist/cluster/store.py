@@ -11,7 +11,7 @@ import platform
 import resource
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
@@ -100,6 +100,15 @@ class Store:
     received: dict[str, Any] = field(default_factory=dict)  # what they were, by name
     arrivals: int = 0  # of this rank, at barriers
 
+    def host(self, rank: int) -> str:
+        """Return the name of a rank's machine, which rank 0 knows."""
+        return name_of(self.hosts[rank])
+
+    def who(self, ranks: list[int]) -> str:
+        """Return e.g. `rank 1 (host-b), 3 (host-c)` on rank 0; eight at most."""
+        shown = ", ".join(f"{rank} ({self.host(rank)})" for rank in ranks[:8])
+        return f"rank {shown}" + (" ..." if len(ranks) > 8 else "")
+
     def call(self, method: str, *args: Any) -> Any:
         """Call a method of torch's store, which over a dead link would wait for good."""
         return self._within(self.patience_s, lambda: getattr(self.c10d, method)(*args))
@@ -174,20 +183,29 @@ class Store:
         Raise as `raise_if_failed` does; PeerError if not all values are there `within_s`.
         """
         # Under one name again the keys are the same ones: rank 0 has read them before it decides.
-        self.set(f"value/{name}/{self.rank}", mine)
+        keys, barrier = [f"value/{name}/{rank}" for rank in range(self.world_size)], self.arrivals
+        self.set(keys[self.rank], [barrier, mine])
         self.arrive()
 
         def gather() -> Any:
-            self._wait_for_all(name, within_s)
-            keys = [f"value/{name}/{rank}" for rank in range(self.world_size)]
-            return decide([json.loads(value) for value in self.call("multi_get", keys)])
+            if not self._wait_for_all(within_s):
+                late = [rank for rank, key in enumerate(keys) if not self._is_of(key, barrier)]
+                raise PeerError(
+                    f"no word of {name} from {self.who(late)} within {within_s:g} s; see what it"
+                    " says, then start again"
+                )
+            return decide([json.loads(found)[1] for found in self.call("multi_get", keys)])
 
         return self.broadcast_from_rank0(name, gather)
 
-    def barrier(self, name: str) -> None:
+    def _is_of(self, key: str, barrier: int) -> bool:
+        """Return whether the value under `key` was written at that barrier, not at one before."""
+        return self.exists(key) and json.loads(self.call("get", key))[0] == barrier
+
+    def barrier(self) -> None:
         """Return once every rank has arrived here; raise as `raise_if_failed` does."""
         self.arrive()
-        self._wait_for_all(name)
+        self._wait_for_all()
 
     def arrive(self, counts: bool = True) -> None:
         """Be counted at the next barrier, unless this rank has been already; wait for nobody."""
@@ -195,15 +213,13 @@ class Store:
             self.call("compare_set", f"all arrived/{self.arrivals}", "", "yes")
         self.arrivals += 1
 
-    def _wait_for_all(self, name: str, within_s: float = math.inf) -> None:
-        """Wait until every rank has arrived where this one did last."""
+    def _wait_for_all(self, within_s: float = math.inf) -> bool:
+        """Return whether every rank arrived within that time where this one did last."""
         key = f"all arrived/{self.arrivals - 1}"
         if not self.wait(key, within_s):
-            raise PeerError(
-                f"no word of {name} from another process within {within_s:g} s; see what the others"
-                " say, then start again"
-            )
+            return False
         self._raise_if(self.call("get", key))
+        return True
 
     def _raise_if(self, found: bytes | str) -> None:
         """Raise as `raise_if_failed` does if it is FAILED."""
@@ -220,7 +236,7 @@ class Store:
 
     def close(self) -> None:
         """Leave once every rank has come to its end; the one that serves the store leaves last."""
-        self.barrier("end")
+        self.barrier()
         self.shutdown()
 
     def shutdown(self, patience_s: float = 5, all_met: bool = True) -> None:
@@ -272,8 +288,7 @@ class Store:
 
     def lost_contact(self, lost: list[int], why: str, more: str = "") -> PeerError:
         """Return the error that names the lost ranks; `more` follows its advice."""
-        who = f"rank {shorten(', '.join(map(str, lost)), 40, placeholder=' ...')}"
-        who = who if lost else "another rank"
+        who = f"rank {listed(lost)}" if lost else "another rank"
         if self.unreachable and self.served_by_launcher:
             who = "the launcher and a rank"
         return PeerError(
@@ -319,6 +334,11 @@ class Store:
             return failed["lost"]
         alive = set(answered.split())
         return [rank for rank in range(self.world_size) if b"%d" % rank not in alive]
+
+
+def listed(ranks: Iterable[int]) -> str:
+    """Return e.g. `1, 3, 7`, cut to 40 characters."""
+    return shorten(", ".join(map(str, ranks)), 40, placeholder=" ...")
 
 
 def poll(is_so: Callable[[], bool], within_s: float) -> bool:

@@ -20,14 +20,13 @@ from ddp_mnist import train
 from ddp_mnist.cluster import hardware
 from ddp_mnist.cluster.failures import as_expected, first_cause
 from ddp_mnist.cluster.signals import listen
-from ddp_mnist.cluster.store import name_of
 from ddp_mnist.cluster.world import World
 from ddp_mnist.config import Recipe, ResolvedConfig, Run, resolve_recipe
 from ddp_mnist.data import cache
 from ddp_mnist.doctor import collectives
 from ddp_mnist.doctor.compare import LOAD
 from ddp_mnist.doctor.machine import check_machine, nvidia_smi, product
-from ddp_mnist.errors import CheckFailed, DdpMnistError, reason
+from ddp_mnist.errors import CheckFailed, DdpMnistError, PeerError, reason
 from ddp_mnist.run.results import PASS, WARN, CheckResult, check, failed, passed, warned
 from ddp_mnist.run.session import Session
 from ddp_mnist.run.summary import count, device
@@ -73,15 +72,6 @@ class Group:
         found = self.store.decide_for_all(f"doctor's {name}", mine, decide, within_s)
         return [CheckResult(**each) for each in found]
 
-    def host(self, rank: int) -> str:
-        """Return the name of a rank's machine, which rank 0 knows."""
-        return name_of(self.store.hosts[rank])
-
-    def who(self, ranks: list[int]) -> str:
-        """Return e.g. `rank 1 (host-b), 3 (host-c)`; eight at most."""
-        shown = ", ".join(f"{rank} ({self.host(rank)})" for rank in ranks[:8])
-        return f"rank {shown}" + (" ..." if len(ranks) > 8 else "")
-
 
 def check_group(
     world: World, options: Doctor, machines: bool, met_s: float
@@ -108,9 +98,12 @@ def check_group(
 
 
 def broken_down(group: Group, name: str, cause: BaseException) -> CheckResult:
-    """Return the FAIL of a check that ended with an error; on rank 0 it names who reported it."""
-    failure = group.store.failure()
-    who = f"{group.who([failure['rank']])}: " if failure and group.rank == 0 else ""
+    """Return the FAIL of a check that ended with an error; on rank 0 it names who reported it.
+
+    A PeerError of rank 0's own names the rank that it is about.
+    """
+    failure, names_it = group.store.failure(), group.rank > 0 or isinstance(cause, PeerError)
+    who = f"{group.store.who([failure['rank']])}: " if failure and not names_it else ""
     fix = "see what the other machines say, then the network"
     return failed(name, f"{who}{reason(cause)}", fix)
 
@@ -124,7 +117,7 @@ def machines_alone(group: Group) -> Iterator[CheckResult]:
 
     def judge(everyone: list[Any]) -> Iterator[CheckResult]:
         for rank, theirs in enumerate(everyone):
-            results, host = [CheckResult(**each) for each in theirs], group.host(rank)
+            results, host = [CheckResult(**each) for each in theirs], group.store.host(rank)
             wrong = [replace(r, text=f"{host}: {r.text}") for r in results if r.status != PASS]
             yield from wrong
             if results:
@@ -164,11 +157,11 @@ def differences(group: Group, everyone: list[dict[str, str]]) -> Iterator[CheckR
         without = [rank for rank, value in enumerate(values) if NOT_CACHED == value != first]
         all_equal = all_equal and not odd and not without
         if odd:
-            text = f"{what}: rank {values.index(first)} has {first}, {group.who(odd)}"
+            text = f"{what}: rank {values.index(first)} has {first}, {group.store.who(odd)}"
             fix = "make versions, variables, code and data the same everywhere"
             yield failed("same", f"{text} {values[odd[0]]}", fix)
         elif without:
-            text = f"{what}: not cached on {group.who(without)}"
+            text = f"{what}: not cached on {group.store.who(without)}"
             yield warned("same data", text, "run ddp-mnist prepare on each machine")
     if all_equal:
         text = f"versions, code and data of {count(group.size, 'process')} are equal"
@@ -199,9 +192,9 @@ def wrong_results(group: Group, name: str, everyone: list[Any]) -> Iterator[Chec
     wrong = [rank for rank, (right, _) in enumerate(everyone) if not right]
     if broken:
         why = everyone[broken[0]][1]
-        yield failed(name, f"fails on {group.who(broken)}: {why}", BROKEN)
+        yield failed(name, f"fails on {group.store.who(broken)}: {why}", BROKEN)
     elif wrong:
-        text = f"wrong result on {group.who(wrong)}"
+        text = f"wrong result on {group.store.who(wrong)}"
         yield failed(name, text, f"do not train here; {BAD_MACHINE}")
 
 
@@ -231,7 +224,7 @@ def load(group: Group) -> Iterator[CheckResult]:
                 names = f" ({', '.join(programs)})" if programs else ""
                 text = f"other programs hold {held:.1f} of {count(cores, 'core')}{names}"
                 fix = "end them, or wait, and check again: the speeds are too low beside them"
-                yield warned(LOAD, f"{group.host(rank)}: {text}", fix)
+                yield warned(LOAD, f"{group.store.host(rank)}: {text}", fix)
         most = max(held / cores for held, cores, _ in measured.values())
         if most <= BUSY:
             yield passed(LOAD, f"other programs hold {most:.0%} of the cores")
@@ -265,7 +258,7 @@ def slowest(group: Group) -> Iterator[CheckResult]:
     def judge(times: list[float]) -> Iterator[CheckResult]:
         middle = statistics.median_low(times)
         slow = [rank for rank, seconds in enumerate(times) if seconds > SLOW * middle]
-        who = f"{group.who(slow)}: " if slow else "slowest rank takes "
+        who = f"{group.store.who(slow)}: " if slow else "slowest rank takes "
         text = f"{who}{max(times) / middle:.2f} times the median rank's time{group.busy}"
         fix = "look for throttling, other programs, fewer cores or an older card there"
         figures = {"computing, ms": 1e3 * max(times)}
@@ -284,7 +277,7 @@ def faulty_devices(group: Group) -> Iterator[CheckResult]:
     def judge(everyone: list[Any]) -> Iterator[CheckResult]:
         for rank, results in enumerate(everyone):
             for result in (CheckResult(**each) for each in results):
-                yield replace(result, text=f"{group.who([rank])}: {result.text}")
+                yield replace(result, text=f"{group.store.who([rank])}: {result.text}")
 
     wrong = [asdict(result) for result in mine if result.status != PASS]
     yield from group.judge("devices", wrong, judge)
@@ -329,7 +322,9 @@ def training(group: Group) -> Iterator[CheckResult]:
 
     def judge(digests: list[str]) -> Iterator[CheckResult]:
         if odd := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
-            yield failed("training", f"other weights than rank 0's on {group.who(odd)}", VERIFY)
+            yield failed(
+                "training", f"other weights than rank 0's on {group.store.who(odd)}", VERIFY
+            )
             return
         accuracy, speed = summary["test_accuracy"], summary["images_per_second"]
         text = f"{summary['steps']} steps on the digits, accuracy {accuracy:.2f},"

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from ddp_mnist.cluster.signals import StopSignals
-from ddp_mnist.cluster.store import name_of
 from ddp_mnist.cluster.world import World, broadcast_bytes
 from ddp_mnist.config import ResolvedConfig
 from ddp_mnist.data.batches import ImageData
@@ -80,7 +79,7 @@ class Session:
         self.console.progress(progress.step / recipe.total_steps, shown)
         if self.world.store.rank == 0:  # which knows the machines
             for rank, times in newly_slow.items():
-                host = name_of(self.world.store.hosts[rank])
+                host = self.world.store.host(rank)
                 slow = {"slow_rank": rank, "host": host, "times_median": round(times, 1)}
                 self.folder.append_metrics(progress.step, {"epoch": progress.epoch, **slow})
                 self.console.print(summary.slow_line(rank, host, times))

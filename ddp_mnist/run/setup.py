@@ -98,7 +98,7 @@ def resolve_and_load(
     if unused := hardware.unused_gpus():
         notes = [*notes, f"GPUs: {unused}, so this trains on the CPU; {hardware.GPU_FIX}"]
     images = replace(images, warnings=[*wrong, *notes, *images.warnings])
-    store.barrier("data")
+    store.barrier()
     if found:
         resume.check_images(name, images.digest, found)
     rows = len(images.train_labels)

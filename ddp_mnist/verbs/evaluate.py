@@ -71,7 +71,7 @@ def evaluate_run(
             if flags.dataset
             else _load_own(flags, config)
         )
-        store.barrier("data")
+        store.barrier()
         rendezvous.check_same(store, {"the data's digest": images.digest})
         rows = _rows(images, flags.split, config["val_size"])
         if images.digest != config["digest"]:
