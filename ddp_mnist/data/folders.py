@@ -121,49 +121,67 @@ def check_images(
     Raise DataError if an image is in two splits, in another one than its folder's name says, or in
     no class, or if one split has a metadata file and another has none.
     """
+    unused = sorted({*images}.difference(*splits.values()))
+    if found := _find_fault(splits, images, unused, reading):
+        fault, fix = found
+        raise DataError("; ".join([f"{where}: {fault}", *odd, fix]))
+    note = f"images outside the splits were left out: {len(unused):,}, as"
+    return [f"{note} {printable(str(file))}" for file in unused[:1]]
+
+
+def _find_fault(
+    splits: dict[str, list[Path]], images: list[Path], unused: list[Path], reading: Reading
+) -> tuple[str, str] | None:
+    """Return what is wrong with the images' folders and how to correct it, if anything is."""
     from datasets.data_files import SPLIT_KEYWORDS
 
     split_of = {word: str(split) for split, words in SPLIT_KEYWORDS.items() for word in words}
+    ending = re.compile(r"(set)?([-._ 0-9].*)?$")  # of Test, test_set, TestSet and test-2
+
+    def meant_by(folder: str) -> str | None:
+        return split_of.get(ending.sub("", folder.lower()))
+
     used = [file for files in splits.values() for file in files]
-    twice = [str(file) for file, count in Counter(used).items() if count > 1]
-    read_as = {file.parts[0]: split for split, files in splits.items() for file in files}
-    tops = sorted({file.parts[0] for file in images if len(file.parts) > 1})
-    classes = sorted({file.parent.name for file in splits.get("train", used)})
-    end = re.compile(r"(set)?([-._ 0-9].*)?$")  # of Test, test_set, TestSet and test-2
-    meant = {name: split_of.get(end.sub("", name.lower())) for name in [*tops, *classes]}
+    for file, count in Counter(used).items():
+        if count > 1:
+            return f"{file} is in two splits by its folders", "rename its class"
+
     flat = are_classes_at_the_top(images)
-    tops = [top for top in tops if meant[top] and not (flat and reading.test_size)]
-    rest = sorted({*images} - {*used})
-    complete = not rest and (len(splits) > 1 or "train" in splits)
-    described = {
-        split: [file for file in files if file.name in METADATA] for split, files in splits.items()
-    }
-    alone = [file for files in described.values() for file in files]
-    depths = {len(file.parts): str(file) for file in used}
-    by_folder = classes and {*used} <= {*images}  # else an archive or metadata.csv has the classes
-    fault, fix = "", "put each image into the folder of its class, of two or more"
-    if twice:
-        fault, fix = f"{twice[0]} is in two splits by its folders", "rename its class"
-    elif len({meant[top] for top in tops}) > 1 and any(read_as.get(t) != meant[t] for t in tops):
-        fault = f"found the folders {', '.join(tops)}"
-        fix = f"rename them to {', '.join(str(meant[top]) for top in tops)}"
-    elif alone and not all(described.values()):
-        lacks = next(split for split, files in described.items() if not files)
-        fault = f"{alone[0]} describes images, and split {lacks} has no such file"
-        fix = f"give it one, or move {alone[0]} elsewhere if the folders are the classes"
-    elif by_folder and flat and not complete and not reading.test_size:
+    folders = sorted({file.parts[0] for file in images if len(file.parts) > 1})
+    meant = {name: split for name in folders if (split := meant_by(name))}
+    read_as = {file.parts[0]: split for split, files in splits.items() for file in files}
+    misread = any(read_as.get(name) != split for name, split in meant.items())
+    if misread and len({*meant.values()}) > 1 and not (flat and reading.test_size):
+        return (
+            f"found the folders {', '.join(meant)}",
+            f"rename them to {', '.join(meant.values())}",
+        )
+
+    metadata = {s: [str(f) for f in files if f.name in METADATA] for s, files in splits.items()}
+    lacks = [split for split, files in metadata.items() if not files]
+    if lacks and (alone := [file for files in metadata.values() for file in files]):
+        return (
+            f"{alone[0]} describes images, and split {lacks[0]} has no such file",
+            f"give it one, or move {alone[0]} elsewhere if the folders are the classes",
+        )
+
+    classes = sorted({file.parent.name for file in splits.get("train", used)})
+    if not classes or not {*used} <= {*images}:
+        return None  # an archive or metadata has the classes
+    complete = not unused and (len(splits) > 1 or "train" in splits)
+    if flat and not complete and not reading.test_size:
         split, [file, *_] = next(iter(splits.items()))
-        fault = f"{file} is in the split {split} by a word in its name, and others are in none"
-        some = max(1, len(images) // 5)
-        fix = f"give e.g. --test-size {some} to hold images out whatever their names are"
-    elif by_folder and len(depths) > 1:
-        fault = f"{' and '.join(depths.values())} are not equally deep"
-    elif by_folder and len(classes) == 1:
-        if not classes[0] or meant[classes[0]]:
-            fault = f"{used[0]} is in no class"
-        elif not reading.for_evaluation:
-            fault = f"there is only one class, {classes[0]}"
-    if fault:
-        raise DataError("; ".join([f"{where}: {fault}", *odd, fix]))
-    note = f"images outside the splits were left out: {len(rest):,}, as"
-    return [f"{note} {printable(str(file))}" for file in rest[:1]]
+        return (
+            f"{file} is in the split {split} by a word in its name, and others are in none",
+            f"give e.g. --test-size {max(1, len(images) // 5)} to hold images out whatever their"
+            " names are",
+        )
+    fix = "put each image into the folder of its class, of two or more"
+    depths = {len(file.parts): str(file) for file in used}
+    if len(depths) > 1:
+        return f"{' and '.join(depths.values())} are not equally deep", fix
+    if len(classes) == 1 and (not classes[0] or meant_by(classes[0])):
+        return f"{used[0]} is in no class", fix
+    if len(classes) == 1 and not reading.for_evaluation:
+        return f"there is only one class, {classes[0]}", fix
+    return None
