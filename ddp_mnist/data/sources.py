@@ -23,7 +23,7 @@ import numpy as np
 from ddp_mnist import errors
 from ddp_mnist.data import folders
 from ddp_mnist.data.built_in import BUILT_IN
-from ddp_mnist.data.held_out import keys_of
+from ddp_mnist.data.held_out import as_in_files, keys_of
 from ddp_mnist.data.idx import find_idx_files, read_idx
 from ddp_mnist.data.preparation import Decoded, Reserve, Shape
 from ddp_mnist.data.reading import AS_THEY_ARE, Reading
@@ -350,6 +350,5 @@ def resized(images: np.ndarray, shape: Shape) -> np.ndarray:
 
     from ddp_mnist.data.decode import decode_image
 
-    channels_last = images.transpose(0, 2, 3, 1)
-    files = (image[..., 0] if image.shape[2] == 1 else image for image in channels_last)
-    return np.stack([decode_image(PIL.Image.fromarray(pixels), shape) for pixels in files])
+    files = map(PIL.Image.fromarray, as_in_files(images))
+    return np.stack([decode_image(file, shape) for file in files])

@@ -66,11 +66,7 @@ def evaluate_run(
         content = weights.read_bytes(run) if store.rank == 0 else b""
         config = store.broadcast_from_rank0("run", lambda: _read_config(run))
         trained = weights.from_bytes(broadcast_bytes(world.accelerator, content), run)
-        images = (
-            _load_other(flags.dataset, flags, config, trained)
-            if flags.dataset
-            else _load_own(flags, config)
-        )
+        images = _load(flags, config, trained) if flags.dataset else _load_own(flags, config)
         store.barrier()
         rendezvous.check_same(store, {"the data's digest": images.digest})
         rows = _rows(images, flags.split, config["val_size"])
@@ -78,23 +74,22 @@ def evaluate_run(
             store.broadcast_from_rank0("unseen", lambda: _check_unseen(flags, images, rows))
         elif flags.split != "test" and config["format"] < FORMAT:
             raise CheckpointError(f"--split {flags.split}: {run} {OLDER}; use --split test")
-        model = trained.model.to(world.accelerator.device)
-        loader = prepare_split(world.accelerator, rows, flags.batch_size)
+        accelerator, classes = world.accelerator, len(trained.classes)
+        model = trained.model.to(accelerator.device)
+        loader = prepare_split(accelerator, rows, flags.batch_size)
         scores = flags.metrics or config["metrics"]
         store.broadcast_from_rank0("metrics", lambda: _check_scores(flags, scores))
-        size = loader.total_batch_size // world.accelerator.num_processes  # a process's, at once
+        size = loader.total_batch_size // accelerator.num_processes  # a process's, at once
         fix = f"use --batch-size {size // 2}" if size > 1 else "evaluate with --cpu"
-        device = world.accelerator.device
-        with within_memory(device, lambda: (f"--batch-size {size}", fix)):
-            classes = len(trained.classes)
-            metrics = evaluate_split(world.accelerator, model, loader, classes, scores=scores)
-        if not world.accelerator.is_main_process:
+        with within_memory(accelerator.device, lambda: (f"--batch-size {size}", fix)):
+            metrics = evaluate_split(accelerator, model, loader, classes, scores=scores)
+        if not accelerator.is_main_process:
             return None
         return {
             "run": run,
             "split": flags.split,
             "dataset": images.describe(),
-            "world_size": world.accelerator.num_processes,
+            "world_size": accelerator.num_processes,
             "classes": trained.classes,
             "inject": config["inject"],
             **dataclasses.asdict(metrics),
@@ -132,11 +127,10 @@ def _load_own(flags: Evaluate, config: dict[str, Any]) -> ImageData:
     raise DataError(f"{fault}; {fix}")
 
 
-def _load_other(
-    name: str, flags: Evaluate, config: dict[str, Any], trained: weights.Trained
-) -> ImageData:
+def _load(flags: Evaluate, config: dict[str, Any], trained: weights.Trained) -> ImageData:
     """Return the data set that --dataset names, with images of the run's shape and its labels."""
-    cache_dir, reading = flags.cache_dir or config["cache_dir"], Reading.of(config)
+    name, cache_dir = str(flags.dataset), flags.cache_dir or config["cache_dir"]
+    reading = Reading.of(config)
     channels, height, width = trained.preparation.shape
     images = cache.cached(name, cache_dir, reading)
     grown = images and images.test_drawn and images.digest != config["digest"]
@@ -145,12 +139,10 @@ def _load_other(
         of = sum(then.get(rows, 0) for rows in ("train_rows", "test_rows")) if test_size else 0
         reading = Reading((height, width), channels == 1, test_size, True, of or None)
         images = cache.load(name, cache_dir, reading)
-    return _with_classes_of(trained, images, name, flags.split)
+    return _relabelled(images, trained, name, flags.split)
 
 
-def _with_classes_of(
-    trained: weights.Trained, images: ImageData, name: str, split: str
-) -> ImageData:
+def _relabelled(images: ImageData, trained: weights.Trained, name: str, split: str) -> ImageData:
     """Return the images with the run's labels, matched by class names; -1 for other classes.
 
     Raise UsageError if an image of the split is of such a class.
@@ -251,14 +243,14 @@ def _check_scores(flags: Evaluate, scores: Sequence[str]) -> None:
 def metrics_table(metrics: dict[str, Any]) -> str:
     """Return accuracy, loss and the confusion matrix, or the worst of it if it has MANY_CLASSES."""
     names = [printable(name) for name in metrics["classes"]]
-    worst = _worst if len(names) > MANY_CLASSES else _matrix
+    by_class = _worst if len(names) > MANY_CLASSES else _matrix
     lines = [
         *wrong_on_purpose(metrics["inject"]),
         f"{metrics['split']} split of {printable(metrics['dataset']['name'])}:"
         f" {metrics['count']:,} images",
         f"accuracy {metrics['accuracy']:.4f}   loss {metrics['loss']:.4f}"
         + "".join(f"   {score}" for score in shown(metrics["scores"])),
-        *worst(names, metrics["class_accuracy"], metrics["confusion"]),
+        *by_class(names, metrics["class_accuracy"], metrics["confusion"]),
     ]
     return "\n".join(lines)
 
