@@ -100,17 +100,18 @@ def evaluate_run(
 
 
 def _read_config(run: str) -> dict[str, Any]:
-    """Return the NEEDED of config.json, and summary.json if it is there. Raise CheckpointError."""
+    """Return the NEEDED of config.json, and summary.json if it is whole. Raise CheckpointError."""
     try:
         config = read_json(Path(run) / CONFIG)
         flags = config["run"] | config["recipe"]
         found = {name: flags[name] for name in NEEDED} | {"inject": flags.get("inject")}
-        found |= {name: config[name] for name in ("digest", "format")}
-        summary = Path(run) / SUMMARY
-        return found | {"summary": read_json(summary) if summary.exists() else {}}
+        found |= {name: config[name] for name in ("digest", "format")} | {"summary": {}}
     except (OSError, ValueError, LookupError, TypeError) as error:
         why = f"{CONFIG} is missing or damaged; name a run that `train` wrote"
         raise CheckpointError(f"{run}: {why}") from error
+    with contextlib.suppress(OSError, ValueError):
+        found["summary"] = read_json(Path(run) / SUMMARY)
+    return found
 
 
 def _load_own(flags: Evaluate, config: dict[str, Any]) -> ImageData:
