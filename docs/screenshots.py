@@ -26,7 +26,7 @@ CHECKS += ("collectives", "speed", "training")
 REPORT = """
 html { border: 1px solid var(--faint); height: 100vh; box-sizing: border-box; overflow: hidden; }
 main, header { padding: 0 12px; } header { padding-top: 8px; }
-nav, header p, .headline + p, h2, h3, h3 + .scroll, caption { display: none; }
+nav, header p, .headline ~ p, h2, h3, h3 + .scroll, caption { display: none; }
 .headline { grid-template-columns: 1fr 1fr 1fr; gap: 8px; margin: 8px 0; }
 .headline div { padding: 4px 8px; } .headline dt { font-size: 12px; }
 .headline dd small { font-size: 11px; letter-spacing: -.2px; }
