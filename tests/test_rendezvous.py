@@ -215,7 +215,9 @@ def test_one_that_leaves_after_rank_0_still_says_why(tmp_path: Path) -> None:
 
 def wait_and_lose_rank_0() -> Any:
     if os.environ["RANK"] == "0":
-        store = open_store("", int(os.environ["MASTER_PORT"]), serve=True, timeout_s=5, who="")
+        store = open_store(
+            "", int(os.environ["MASTER_PORT"]), serve=True, timeout_s=5, who="", fix=""
+        )
         Path("started-0").touch()
         store.add("process/meetings", 1)
         store.set("process/1/open", "2")

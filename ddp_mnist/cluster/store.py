@@ -372,7 +372,7 @@ def allow_open_files(world_size: int, serve: bool) -> None:
 
 
 def open_store(
-    host: str, port: int, *, serve: bool, timeout_s: float, who: str, fix: str = ""
+    host: str, port: int, *, serve: bool, timeout_s: float, who: str, fix: str
 ) -> dist.TCPStore:
     """Serve the store on `port`, or connect to the one at `host`:`port`.
 
