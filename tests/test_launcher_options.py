@@ -8,7 +8,6 @@ import ast
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -385,7 +384,7 @@ def test_what_is_not_ddp_is_one_line_of_one_process(tmp_path: Path) -> None:
 
 @pytest.mark.system
 def test_accelerates_own_test_passes_with_our_configs(tmp_path: Path) -> None:
-    """With those for CPUs; the two machines are two launchers here.
+    """With those for CPUs; the two machines are two launchers here. `accelerate test` starts this.
 
     Without the variable, a script that does not ask for CPUs itself, as theirs, would be two runs
     of one process each.
@@ -395,8 +394,7 @@ def test_accelerates_own_test_passes_with_our_configs(tmp_path: Path) -> None:
     for rank in range(2):
         node = text.replace("machine_rank: 0", f"machine_rank: {rank}")
         (tmp_path / f"node{rank}.yaml").write_text(node)
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    variables = {"PATH": path, "ACCELERATE_USE_CPU": "true"}
+    script = str(Path(accelerate.__file__).with_name("test_utils") / "scripts" / "test_script.py")
     for files, size in (
         ([CONFIGS / "cpu.yaml"], 1),
         ([CONFIGS / "multi_cpu.yaml"], 2),
@@ -404,10 +402,9 @@ def test_accelerates_own_test_passes_with_our_configs(tmp_path: Path) -> None:
     ):
         started = []
         for file in files:
-            words = ["-m", "accelerate.commands.accelerate_cli", "test", "--config_file", str(file)]
-            started.append(Started(words, tmp_path, variables))
+            words = ["-m", "accelerate.commands.launch", "--config_file", str(file), script]
+            started.append(Started(words, tmp_path, {"ACCELERATE_USE_CPU": "true"}))
         ended = [each.ended(300) for each in started]
-        for each in ended:
-            passed = "Test is a success!" in each.out
-            assert (each.code, passed) == (0, True), "\n".join(each.err for each in ended)
+        assert not any(each.code for each in ended), "\n".join(each.err for each in ended)
         assert f"Num processes: {size}" in ended[0].out
+        assert "**Test reinstantiated state**" in ended[0].out  # the last of its tests
