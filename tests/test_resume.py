@@ -20,8 +20,9 @@ from ddp_mnist.run.setup import check_net
 from ddp_mnist.verify import watch
 from ddp_mnist.verify.watch import Seen, just_train, resumed, weights_of
 from tests.chaos import leftovers, what_stays
+from tests.commands import Typed
 from tests.test_sources import write_idx
-from tests.training import what_it_says, with_flags
+from tests.training import few_digits, what_it_says, with_flags
 
 # All that a checkpoint has to carry: parts of steps, random images, clipping, the best so far.
 EVERYTHING: dict[str, Any] = {"model": "mlp", "epochs": 3, "batch_size": 72, "grad_accum": 2}
@@ -386,3 +387,19 @@ def test_fault_07_a_checkpoint_of_another_run_or_step_is_never_taken(
     assert "belongs to another run" in refused(again, tmp_path, untouched=False)
     newest.with_name("step-00000044.pt").write_bytes(own)
     assert "is that of another step" in refused(again, tmp_path, untouched=False)
+
+
+def test_a_finished_run_knows_its_images_in_a_folder_that_was_moved(
+    tmp_path: Path, typed: Typed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the run read them: flags that are not typed are its own."""
+    monkeypatch.chdir(tmp_path)
+    few_digits(tmp_path / "few", 150, 20)
+    command = ["train", "--dataset", "few", "--model", "mlp", "--epochs", "1", "--quiet"]
+    assert typed(*command, "--image-size", "20", "--run-dir", "run").code == 0
+    Path("few").rename("moved")
+    ended = typed("train", "--dataset", "moved", "--resume", "run")
+    assert (ended.code, ended.err) == (0, "")
+    assert "run: finished already" in ended.out
+    ended = typed("train", "--dataset", "moved", "--image-size", "24", "--resume", "run")
+    assert ended.err.startswith("ddp-mnist: error: --image-size 24: run was made with 20; leave it")

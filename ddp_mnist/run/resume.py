@@ -14,6 +14,7 @@ from ddp_mnist.cluster.launch import CAN_JOIN, nobody_can_join
 from ddp_mnist.cluster.world import World
 from ddp_mnist.config import ResolvedConfig, TrainConfig
 from ddp_mnist.data import cache
+from ddp_mnist.data.reading import Reading
 from ddp_mnist.data.sources import from_anywhere
 from ddp_mnist.errors import CheckpointError, UsageError, reason
 from ddp_mnist.flags import OnResume, flag_name, flag_values
@@ -85,15 +86,15 @@ def _wants_more(config: TrainConfig, recipe: dict[str, Any]) -> bool:
 def _refuse_another_run(config: TrainConfig, found: dict[str, Any]) -> None:
     """Raise CheckpointError if what was typed describes another run than the finished one."""
     run, path = config.run, found["path"]
-    another = "dataset" in config.typed and run.dataset != "auto"
-    if another and from_anywhere(run.dataset) != found["run"]["dataset"]:
-        cache_dir = run.cache_dir or found["run"]["cache_dir"]
-        images = cache.load(run.dataset, cache_dir, run.reading)
-        check_images(run.dataset, images.digest, found)  # a folder may have been moved
     for group, saved in ((run, found["run"]), (config.recipe, found["recipe"])):
         for name, value in flag_values(group, "must equal").items():
             if name in config.typed:
                 _refuse_change(name, value, saved[name], path)
+    another = "dataset" in config.typed and run.dataset != "auto"
+    if another and from_anywhere(run.dataset) != found["run"]["dataset"]:
+        cache_dir = run.cache_dir or found["run"]["cache_dir"]
+        images = cache.load(run.dataset, cache_dir, Reading.of(found["run"]))
+        check_images(run.dataset, images.digest, found)  # a folder may have been moved
 
 
 def inherit(config: TrainConfig, found: dict[str, Any] | None) -> TrainConfig:
