@@ -157,7 +157,10 @@ class Recipe(Flags):
     model: str = flag(
         "cnn", f"{', '.join(NETS)}, torchvision:NAME, or a class of your own as MODULE:NAME."
     )
-    weights: str | None = flag(None, "Start from the weights in this .pth or .safetensors file.")
+    weights: str | None = flag(
+        None,
+        "Start from a .pth or .safetensors file, or by name from torchvision's weights: DEFAULT.",
+    )
     epochs: int | None = changeable(None, "Passes over train data [enough for 300 steps].", least=1)
     batch_size: int | None = flag(
         None, "GLOBAL batch size: images per step of all processes [144; small data: 72].", least=1
@@ -329,7 +332,7 @@ class TrainConfig:
 
     @property
     def initial_weights(self) -> str | None:
-        """Return the file of weights that the run begins with; one that goes on has its own."""
+        """Return --weights of a run that begins; one that goes on has its own."""
         return None if self.goes_on else self.recipe.weights
 
     def refuse_contradictions(self) -> None:

@@ -1,6 +1,7 @@
 """Every net that --model can name: ours, torchvision's, or a class in the user's own file."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -9,7 +10,7 @@ from ddp_mnist import own_code
 from ddp_mnist.data.preparation import Preparation, Shape
 from ddp_mnist.errors import UsageError, did_you_mean
 from ddp_mnist.models import MODELS, GreyAsColour, Normalised, is_known
-from ddp_mnist.pretrained import load_weights
+from ddp_mnist.pretrained import FROM_TENSORFLOW, load_weights
 
 Factory = Callable[[int, Shape], nn.Module]
 
@@ -19,8 +20,8 @@ def build_net(
 ) -> Normalised:
     """Return a net that takes a data set's pixels and gives logits [B, classes].
 
-    Its weights are new, or those of a file, see `load_weights`. Raise UsageError, in one line, for
-    whatever a user's net can get wrong.
+    Its weights are new, or those of --weights, see `load_weights`. Raise UsageError, in one line,
+    for whatever a user's net can get wrong.
     """
     shape, make = preparation.shape, factory_of(name)
     try:
@@ -45,7 +46,7 @@ def build_net(
         with torch.no_grad():
             model.eval()(torch.zeros((2, *shape), dtype=torch.uint8))
     if weights:
-        load_weights(net, weights, classes)
+        load_weights(net, name, weights, classes)
     return model.train()
 
 
@@ -90,9 +91,11 @@ def from_torchvision(name: str) -> Factory:
         raise UsageError(f"--model torchvision:{name}: torchvision has no such {what}{hint}")
     # In training these two give several logits, unless they are made without.
     alone = {"aux_logits": False, "init_weights": True}
-    options = alone if name in ("googlenet", "inception_v3") else {}
+    options: dict[str, Any] = alone if name in FROM_TENSORFLOW else {}
 
     def make(classes: int, shape: Shape) -> nn.Module:
+        if name.startswith("vit_") and shape[1] % int(name[-2:]) == 0:  # whole patches
+            options["image_size"] = shape[1]  # else 224, and it takes no other
         net: nn.Module = models.get_model(name, num_classes=classes, **options)
         return net if shape[0] == 3 else GreyAsColour(net)
 

@@ -1,26 +1,135 @@
-"""The weights that a net starts from, in the file that --weights names."""
+"""The weights that a net starts from: a file, or those that torchvision has of it by a name."""
 
+import dataclasses
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.request import urlopen
 
 import torch
 from torch import Tensor, nn
 
-from ddp_mnist.errors import UsageError, reason
+from ddp_mnist.data.preparation import Preparation
+from ddp_mnist.data.sources import HUB_TIMEOUT_S, UNWRITABLE
+from ddp_mnist.deadline import with_deadline
+from ddp_mnist.errors import StorageError, UsageError, causes, reason, root_reason
+from ddp_mnist.locks import take
 from ddp_mnist.models import GreyAsColour
 
+if TYPE_CHECKING:
+    from torchvision.models import WeightsEnum
+
 METADATA_KEY = "ddp_mnist"  # one key: with several, safetensors writes them in random order
+# Trained in TensorFlow. torchvision normalises for these like for all others, and undoes that
+# inside the net; without, its input has mean 0.5 and deviation 0.5.
+FROM_TENSORFLOW = ("googlenet", "inception_v3")
 
 
-def load_weights(net: nn.Module, file: str, classes: Sequence[str]) -> str:
-    """Take over the tensors of a .pth or .safetensors file. Return a sentence that says so.
+# --- By name
 
-    If the file was made for other classes, the net's last layer (the one registered last) keeps its
+
+def find_named(model: str, weights: str | None) -> "WeightsEnum | None":
+    """Return torchvision's entry of the weights; None if they are a file's, or not asked for.
+
+    A name is a word in capitals, as DEFAULT, or follows that of its class, as in torchvision's
+    pages: ResNet18_Weights.DEFAULT. Raise UsageError if the net has no weights of that name.
+    """
+    if not weights or not re.fullmatch(r"(\w+_Weights\.)?[A-Z0-9_]+", weights):
+        return None
+    library, _, net = model.partition(":")
+    if library != "torchvision":
+        raise UsageError(
+            f"--weights {weights}: {model} has none by name; give a .pth or .safetensors file, or"
+            " use --model torchvision:NAME"
+        )
+    from torchvision.models import get_model_weights
+
+    entries = get_model_weights(net)
+    # Those without categories are a part of the net; NaN is the rest.
+    names = [name for name, each in entries.__members__.items() if each.meta["categories"]]
+    if (name := weights.removeprefix(f"{entries.__name__}.")) not in names:
+        raise UsageError(
+            f"--weights {weights}: {model} has none of that name; choose from"
+            f" {', '.join(sorted(names))}"
+        )
+    return entries[name]
+
+
+def fetch(weights: str, entry: "WeightsEnum", log: Callable[[str], None], progress: bool) -> None:
+    """Put the file of the weights where torchvision looks for it, unless it is there.
+
+    One process per machine fetches it, under a file lock; the others wait. `log` is called with a
+    line before that, and a bar is drawn on stderr if there is to be `progress`. Raise UsageError if
+    it cannot be had, StorageError if the folder cannot be written.
+    """
+    file = file_of(entry)
+    if file.exists():
+        return
+    log(f"fetching   {entry.url}, once, into {file.parent}")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with take(file.with_name(f"{file.name}.lock"), wait=True):
+            if not file.exists():  # another process may have fetched it meanwhile
+                # The download itself has no time limit.
+                with_deadline(
+                    lambda: urlopen(entry.url, timeout=HUB_TIMEOUT_S).close(), HUB_TIMEOUT_S
+                )
+                [begin_of_hash] = re.findall(r"-([0-9a-f]+)\.", file.name)
+                torch.hub.download_url_to_file(entry.url, str(file), begin_of_hash, progress)
+    except (OSError, RuntimeError) as error:  # the latter is of a file that has another hash
+        if any(getattr(cause, "errno", None) in UNWRITABLE for cause in causes(error)):
+            raise StorageError(
+                f"{file.parent}: cannot be written ({root_reason(error)}); set TORCH_HOME to"
+                " another folder"
+            ) from error
+        raise UsageError(
+            f"--weights {weights}: {file.name} cannot be fetched ({root_reason(error)}); bring"
+            f" {entry.url} to {file.parent}, under this name"
+        ) from error
+
+
+def file_of(entry: "WeightsEnum") -> Path:
+    """Return the file in torchvision's cache, below TORCH_HOME."""
+    return Path(torch.hub.get_dir(), "checkpoints", entry.url.rpartition("/")[2])
+
+
+def size_of(entry: "WeightsEnum") -> int:
+    """Return the side, in pixels, of the squares that the weights were made for."""
+    return entry.transforms().crop_size[0]
+
+
+def prepared_for(entry: "WeightsEnum", model: str, preparation: Preparation) -> Preparation:
+    """Return it with the mean and deviation that the net was trained with.
+
+    Grey images, which the net gets as three equal channels, have the mean of the three.
+    """
+    made = entry.transforms()
+    from_tensorflow = model.partition(":")[2] in FROM_TENSORFLOW
+    mean, std = ([0.5] * 3, [0.5] * 3) if from_tensorflow else (made.mean, made.std)
+    if preparation.shape[0] == 1:
+        mean, std = [sum(mean) / 3], [sum(std) / 3]
+    notes = [*preparation.notes, f"normalised as for {entry}"]
+    return dataclasses.replace(preparation, mean=tuple(mean), std=tuple(std), notes=notes)
+
+
+# --- Into the net
+
+
+def load_weights(net: nn.Module, model: str, weights: str, classes: Sequence[str]) -> str:
+    """Take over the tensors of --weights into the net of --model. Return a sentence that says so.
+
+    If they were made for other classes, the net's last layer (the one registered last) keeps its
     new weights. Raise UsageError if anything else does not fit.
     """
-    flag, cure = f"--weights {file}", "name the --model that it was made for"
-    given, made_for = read_weights(file)
+    flag, cure = f"--weights {weights}", "name the --model that it was made for"
+    said = f"from {weights}"
+    if entry := find_named(model, weights):
+        given, made_for = read_named(model, weights, entry)
+        cure, said = f"use --image-size {size_of(entry)}", f"{entry}, from {file_of(entry)}"
+    else:
+        given, made_for = read_weights(weights)
     if isinstance(net, GreyAsColour):  # a file of the net itself, or of a run on grey images
         net, given = net.net, {key.removeprefix("net."): given[key] for key in given}
     if getattr(net, "aux_logits", None) is False:  # torchvision's files have them
@@ -42,7 +151,7 @@ def load_weights(net: nn.Module, file: str, classes: Sequence[str]) -> str:
             f"{flag}: {key} has the shape {list(given[key].shape)}, the net's is"
             f" {list(own[key].shape)}; {cure}"
         )
-    said, renamed = f"from {file}", made_for is not None and made_for != [*classes]
+    renamed = made_for is not None and made_for != [*classes]
     if other or renamed:
         if any(own[key].shape[:1] != (len(classes),) for key in last):
             raise UsageError(
@@ -50,11 +159,33 @@ def load_weights(net: nn.Module, file: str, classes: Sequence[str]) -> str:
                 f" give the {len(classes)}; define the layer that gives the logits last"
             )
         outputs = given[last[0]].shape[:1].numel()
-        given |= {key: own[key] for key in last}
+        given = {key: given[key] for key in given if key not in last}
         what = f"{outputs} classes" if outputs != len(classes) else "other classes or sizes"
         said += f"; {' and '.join(last)} are initialised again: made for {what}"
-    net.load_state_dict(given)
+    own |= given  # beside the tensors, it has the versions of the layers, which mnasnet needs
+    net.load_state_dict(own)
     return said
+
+
+def read_named(
+    model: str, weights: str, entry: "WeightsEnum"
+) -> tuple[dict[str, Tensor], list[str] | None]:
+    """Return the tensors that torchvision's net has with the weights, and the names of its classes.
+
+    torchvision's code reads the file, because old ones have other names and fewer tensors.
+    """
+    from torchvision.models import get_model
+
+    file = file_of(entry)
+    try:
+        torch.load(file, map_location="cpu", weights_only=True)  # torchvision would run its code
+        net = get_model(model.partition(":")[2], weights=entry)
+    except Exception as error:
+        raise UsageError(
+            f"--weights {weights}: {file} is damaged, or not of {entry} ({reason(error)}); put"
+            f" {entry.url} in its place"
+        ) from error
+    return net.state_dict(), entry.meta["categories"]
 
 
 def read_weights(file: str) -> tuple[dict[str, Tensor], list[str] | None]:
@@ -75,7 +206,9 @@ def read_weights(file: str) -> tuple[dict[str, Tensor], list[str] | None]:
         if all(isinstance(tensor, Tensor) for tensor in given.values()):
             return given, None
     except FileNotFoundError as error:
-        raise UsageError(f"{flag}: there is no such file; check the path") from error
+        # The names of torchvision's weights have no suffix.
+        fix = "check the path" + (", or write a name in capitals: DEFAULT" * (not path.suffix))
+        raise UsageError(f"{flag}: there is no such file; {fix}") from error
     except Exception as error:
         why = reason(error) if isinstance(error, OSError) else why
     raise UsageError(f"{flag}: cannot be read ({why}); save net.state_dict() alone")

@@ -251,7 +251,7 @@ def test_weights_come_from_a_file_and_only_the_last_layer_may_differ(
     same = build_net("cnn", "xyz", COLOUR, file).net.state_dict()
     assert all(torch.equal(same[name], given[name]) for name in given)
     net = build_net("cnn", "abcde", COLOUR).net
-    said = load_weights(net, file, "abcde")
+    said = load_weights(net, "cnn", file, "abcde")
     assert (
         said == f"from {file}; head.weight and head.bias are initialised again: made for 3 classes"
     )
@@ -282,9 +282,9 @@ def test_weights_of_a_run_keep_the_last_layer_only_for_the_same_classes(tmp_path
     trained = build_net("cnn", "abc", COLOUR).net.state_dict()
     file.write_bytes(weights.to_bytes(trained, "cnn", list("abc"), COLOUR))
     net = build_net("cnn", "abc", COLOUR).net
-    assert load_weights(net, str(file), "abc") == f"from {file}"
+    assert load_weights(net, "cnn", str(file), "abc") == f"from {file}"
     assert torch.equal(net.state_dict()["head.bias"], trained["head.bias"])
-    other = load_weights(build_net("cnn", "xyz", COLOUR).net, str(file), "xyz")
+    other = load_weights(build_net("cnn", "xyz", COLOUR).net, "cnn", str(file), "xyz")
     assert other.endswith(
         "head.weight and head.bias are initialised again: made for other classes or sizes"
     )
@@ -456,7 +456,7 @@ def test_a_last_layer_that_gives_no_logits_is_not_begun_anew(own_file: Path) -> 
     content = weights.to_bytes(net.state_dict(), "own_net:HeadFirst", list("abc"), GREY)
     Path("w.safetensors").write_bytes(content)
     with pytest.raises(UsageError, match=r"^--weights .* last layer, body, does not give the 3;"):
-        load_weights(net, "w.safetensors", "xyz")
+        load_weights(net, "own_net:HeadFirst", "w.safetensors", "xyz")
 
 
 def test_weights_are_a_record_of_a_run_that_goes_on(

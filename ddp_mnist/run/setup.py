@@ -2,15 +2,17 @@
 
 import contextlib
 import io
+import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ddp_mnist import own_code, trial
+from ddp_mnist import own_code, pretrained, trial
 from ddp_mnist.cluster import hardware
 from ddp_mnist.cluster.device import able_to_compile, within_memory
 from ddp_mnist.cluster.launch import Launch
@@ -21,13 +23,13 @@ from ddp_mnist.cluster.world import World
 from ddp_mnist.config import ResolvedConfig, TrainConfig, resolve_recipe, wrong_on_purpose
 from ddp_mnist.data import cache
 from ddp_mnist.data.batches import ImageData
+from ddp_mnist.data.preparation import Preparation
 from ddp_mnist.data.sources import from_anywhere
 from ddp_mnist.errors import UsageError
 from ddp_mnist.flags import flag_values
 from ddp_mnist.nets import build_net, factory_of, has_batch_norm
-from ddp_mnist.pretrained import load_weights
 from ddp_mnist.run import resume, summary, tracking
-from ddp_mnist.run.console import Console, panel
+from ddp_mnist.run.console import Console, draws, panel
 from ddp_mnist.run.evaluation import check_scores
 from ddp_mnist.run.folder import CONFIG, TRAINED_ON, RunFolder
 from ddp_mnist.run.session import Session
@@ -84,9 +86,10 @@ def resolve_and_load(
     """
     config = apply_launcher_options(config, world.launcher_options, console)
     config = resume.inherit(config, found)
-    store, cache_dir, reading = world.store, config.run.cache_dir, config.run.reading
     own_code.begin()
     factory_of(config.recipe.model)  # a wrong name is refused before the data are read
+    config, prepare = apply_named_weights(config, console)
+    store, cache_dir, reading = world.store, config.run.cache_dir, config.run.reading
     store.broadcast_from_rank0("trackers", lambda: tracking.named(config.run.trackers))
     if config.recipe.metrics:
         store.broadcast_from_rank0("metrics", lambda: check_scores(config.recipe.metrics))
@@ -97,7 +100,8 @@ def resolve_and_load(
     wrong = wrong_on_purpose(config.recipe.inject)
     if unused := hardware.unused_gpus():
         notes = [*notes, f"GPUs: {unused}, so this trains on the CPU; {hardware.GPU_FIX}"]
-    images = replace(images, warnings=[*wrong, *notes, *images.warnings])
+    warnings = [*wrong, *notes, *images.warnings]
+    images = replace(images, warnings=warnings, preparation=prepare(images.preparation))
     store.barrier()
     if found:
         resume.check_images(name, images.digest, found)
@@ -146,6 +150,26 @@ def apply_launcher_options(
     return config
 
 
+def apply_named_weights(
+    config: TrainConfig, console: Console
+) -> tuple[TrainConfig, Callable[[Preparation], Preparation]]:
+    """Fetch the weights that --weights names. Return the flags, and how images are prepared then.
+
+    Images get the size that the weights were made for, unless --image-size was given. A run that
+    goes on needs no file. Raises as `find_named` and `fetch` do.
+    """
+    model, weights = config.recipe.model, config.recipe.weights
+    entry = pretrained.find_named(model, weights)
+    if entry is None:
+        return config, lambda preparation: preparation
+    if config.initial_weights:
+        progress = not config.run.quiet and draws(sys.stderr)
+        pretrained.fetch(config.initial_weights, entry, console.print, progress)
+    image_size = config.run.image_size or str(pretrained.size_of(entry))
+    config = replace(config, run=replace(config.run, image_size=image_size))
+    return config, partial(pretrained.prepared_for, entry, model)
+
+
 def check_net(config: TrainConfig, images: ImageData, at_once: int = 2) -> str:
     """Make the net once and throw it away: what is wrong with it is said before a folder is made.
 
@@ -165,7 +189,7 @@ def check_net(config: TrainConfig, images: ImageData, at_once: int = 2) -> str:
             )
     if config.initial_weights is None:
         return ""
-    return load_weights(net.net, config.initial_weights, images.classes)
+    return pretrained.load_weights(net.net, recipe.model, config.initial_weights, images.classes)
 
 
 def open_folder(run: Session, found: dict[str, Any] | None) -> list[str]:

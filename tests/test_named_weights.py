@@ -1,0 +1,308 @@
+"""Weights that torchvision has by name: which there are, their file, and how images are prepared.
+
+torchvision's own files are not here: a net with random weights is laid where they would be.
+"""
+
+import hashlib
+import http.server
+import re
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import PIL.Image
+import pytest
+import torch
+from torchvision import models
+from torchvision.transforms import v2
+
+from ddp_mnist import pretrained
+from ddp_mnist.cluster.local_world import run_world
+from ddp_mnist.data.preparation import Preparation
+from ddp_mnist.errors import StorageError, UsageError
+from ddp_mnist.nets import build_net, factory_of
+from ddp_mnist.run import weights
+from ddp_mnist.run.folder import read_json
+from tests.commands import Typed
+
+NET, FILE = "torchvision:squeezenet1_1", "squeezenet1_1-b8a52dc0.pth"
+ENTRY = models.SqueezeNet1_1_Weights.IMAGENET1K_V1
+PLAIN = Preparation((3, 64, 64), (0.1, 0.2, 0.3), (0.4, 0.4, 0.4), ["a note"], False, False)
+
+
+@pytest.fixture
+def torchvisions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the folder in which torchvision looks for its files; it is empty."""
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
+    folder = tmp_path / "torch" / "hub" / "checkpoints"
+    folder.mkdir(parents=True)
+    return folder
+
+
+def lay(file: Path, net: str = "squeezenet1_1", **options: Any) -> dict[str, torch.Tensor]:
+    """Write a net with random weights, for ImageNet's classes, and return them."""
+    torch.manual_seed(7)
+    state = models.get_model(net, **options).state_dict()
+    torch.save(state, file)
+    return state
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    """Write 30 images of two classes, 40x50, of which 6 are for the test."""
+    random = np.random.default_rng(0)
+    for number in range(30):
+        split, name = ("test" if number < 6 else "train"), "ab"[number % 2]
+        file = tmp_path / "photos" / split / name / f"{number}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        PIL.Image.fromarray(random.integers(0, 256, (40, 50, 3), np.uint8)).save(file)
+    return tmp_path / "photos"
+
+
+# --- Names
+
+
+def test_a_word_in_capitals_is_a_name_and_all_else_a_file() -> None:
+    for name in ("DEFAULT", "IMAGENET1K_V1", "SqueezeNet1_1_Weights.DEFAULT"):
+        assert pretrained.find_named(NET, name) is ENTRY
+    for file in (None, "w.pth", "./DEFAULT", "runs/a/model.safetensors", "weights", "W.PTH"):
+        assert pretrained.find_named("cnn", file) is None
+
+
+def test_a_name_that_the_net_does_not_have_is_one_line_with_those_it_has(typed: Typed) -> None:
+    for net, name, line in (
+        ("resnet50", "V3", "torchvision:resnet50 has none of that name; choose from DEFAULT, "),
+        ("resnet18", "ResNet50_Weights.DEFAULT", "torchvision:resnet18 has none of that name; "),
+        # a part of a net, whose classifier is NaN
+        ("vgg16", "IMAGENET1K_FEATURES", "torchvision:vgg16 has none of that name; choose from"),
+    ):
+        with pytest.raises(UsageError, match=f"^--weights {name}: {line}") as raised:
+            pretrained.find_named(f"torchvision:{net}", name)
+        assert "FEATURES" not in str(raised.value).partition("; ")[2]
+    ended = typed("train", "--dataset", "no_such_folder", "--model", NET, "--weights", "V2")
+    assert ended.err == (
+        f"ddp-mnist: error: --weights V2: {NET} has none of that name; choose from DEFAULT,"
+        " IMAGENET1K_V1 (code 2)\n"
+    )
+    ended = typed("train", "--dataset", "no_such_folder", "--weights", "DEFAULT")
+    assert ended.err == (
+        "ddp-mnist: error: --weights DEFAULT: cnn has none by name; give a .pth or .safetensors"
+        " file, or use --model torchvision:NAME (code 2)\n"
+    )
+    with pytest.raises(UsageError, match=r"no such file; check the path, or write a name in cap"):
+        build_net(NET, "ab", PLAIN, "default")
+
+
+# --- The file
+
+
+class Server(http.server.ThreadingHTTPServer):
+    """Serves a content, whatever the path; `sent` counts how often it was sent to its end."""
+
+    def __init__(self, content: bytes) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.content, self.sent = content, 0
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    server: Server
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(self.server.content)))
+        self.end_headers()
+        try:
+            self.wfile.write(self.server.content)
+            self.server.sent += 1
+        except OSError:
+            pass  # the first request only asks whether there is an answer
+
+    def log_message(self, *args: Any) -> None:
+        """Keep the tests' console clean."""
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    lay(tmp_path / "net.pth")
+    # More than a connection holds, which is closed unread by who only asks for an answer
+    content = (tmp_path / "net.pth").read_bytes() + bytes(2**24)
+    server = Server(content)
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
+    thread.start()
+    yield server
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def fetch_from(url: str) -> tuple[list[str], str]:
+    """Return what is said, and the SHA-256 of the file."""
+    ENTRY.value.url, said = url, list[str]()
+    pretrained.fetch("DEFAULT", ENTRY, said.append, progress=False)
+    return said, hashlib.sha256(pretrained.file_of(ENTRY).read_bytes()).hexdigest()
+
+
+def test_one_of_the_processes_of_a_machine_fetches_the_file(
+    server: Server, tmp_path: Path, torchvisions: Path
+) -> None:
+    digest = hashlib.sha256(server.content).hexdigest()
+    url = f"http://127.0.0.1:{server.server_port}/models/net-{digest[:8]}.pth"
+    found = run_world(2, fetch_from, url, folder=tmp_path)
+    line = f"fetching   {url}, once, into {torchvisions}"
+    assert {digest} == {each for _, each in found}
+    assert all(said in ([line], []) for said, _ in found) and [line] in [said for said, _ in found]
+    assert server.sent == 1
+    assert {file.name for file in torchvisions.iterdir()} == {
+        f"net-{digest[:8]}.pth",
+        f"net-{digest[:8]}.pth.lock",
+    }
+
+
+def test_a_file_that_cannot_be_had_is_one_line_that_says_what_to_bring_where(
+    server: Server, torchvisions: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    place = f"http://127.0.0.1:{server.server_port}/net-0123abcd.pth"
+    for url, why in (
+        (place, r"invalid hash value .*"),  # the connection broke, or a proxy answers
+        ("http://127.0.0.1:1/net-0123abcd.pth", "Connection refused"),
+        ((tmp_path / "net-0123abcd.pth").as_uri(), "No such file or directory"),
+    ):
+        monkeypatch.setattr(ENTRY.value, "url", url)
+        bring = f"bring {url} to {torchvisions}, under this name"
+        line = rf"^--weights DEFAULT: net-0123abcd.pth cannot be fetched \({why}\); {bring}$"
+        with pytest.raises(UsageError, match=line):
+            fetch_from(url)
+        assert not [file for file in torchvisions.iterdir() if file.suffix != ".lock"]
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "file"))
+    fix = r"cannot be written \(Not a directory\); set TORCH_HOME to another folder$"
+    with pytest.raises(StorageError, match=f"^{tmp_path}/file/hub/checkpoints: {fix}"):
+        fetch_from(place)
+
+
+def test_a_file_that_holds_something_else_is_one_line(torchvisions: Path) -> None:
+    file = torchvisions / FILE
+    for content in (Path("x"), {"bias": torch.zeros(3)}, None):
+        if content is None:
+            file.write_bytes(b"x" * 99)
+        else:
+            torch.save(content, file)
+        with pytest.raises(UsageError) as raised:
+            build_net(NET, "ab", PLAIN, "DEFAULT")
+        begin = f"--weights DEFAULT: {file} is damaged, or not of SqueezeNet1_1_Weights.IMAGENET1K"
+        assert str(raised.value).startswith(begin)
+        assert str(raised.value).endswith(f"; put {ENTRY.url} in its place")
+
+
+# --- Into the net, and before it
+
+
+def test_a_net_computes_on_an_image_what_torchvision_computes(torchvisions: Path) -> None:
+    """Normalisation and weights, with the head, as the classes are the same; googlenet's input."""
+    for net, file, options in (
+        ("squeezenet1_1", FILE, {}),
+        ("googlenet", "googlenet-1378be20.pth", {"aux_logits": True, "init_weights": False}),
+    ):
+        lay(torchvisions / file, net, **options)
+        name = f"torchvision:{net}"
+        entry = pretrained.find_named(name, "DEFAULT")
+        assert entry and pretrained.size_of(entry) == 224
+        prepared = pretrained.prepared_for(entry, name, PLAIN)
+        ours = build_net(name, entry.meta["categories"], prepared, "DEFAULT").eval()
+        theirs = models.get_model(net, weights=entry).eval()
+        images = torch.randint(0, 256, (2, 3, 64, 64), dtype=torch.uint8)
+        normalise = v2.Normalize(entry.transforms().mean, entry.transforms().std)
+        with torch.no_grad():
+            expected, found = theirs(normalise(images / 255)), ours(images)
+        assert torch.allclose(found, expected, atol=1e-4), net
+        other = build_net(name, "ab", prepared, "DEFAULT").net.state_dict()
+        given = theirs.state_dict()
+        differ = [key for key in given if not torch.equal(given[key], other[key])]
+        assert len(differ) == 2 and [*given][-2:] == differ, net
+
+
+def test_grey_images_have_the_mean_of_three_colours() -> None:
+    grey = Preparation((1, 28, 28), (0.1,), (0.3,), [], True, True)
+    prepared = pretrained.prepared_for(ENTRY, NET, grey)
+    assert prepared.mean == pytest.approx((0.449,)) and prepared.std == pytest.approx((0.226,))
+    assert (prepared.shape, prepared.digit_photos) == (grey.shape, grey.digit_photos)
+
+
+def test_old_files_are_read_as_torchvision_reads_them(torchvisions: Path) -> None:
+    """densenet's of 2017 have other names, and no counts of batches."""
+    new = lay(torchvisions / "x", "densenet121")
+    old = {re.sub(r"(layer\d+\.(norm|conv))([12])", r"\1.\3", key): new[key] for key in new}
+    assert old.keys() != new.keys()
+    kept = {key: tensor for key, tensor in old.items() if "num_batches" not in key}
+    torch.save(kept, torchvisions / "densenet121-a639ec97.pth")
+    net = build_net("torchvision:densenet121", "abc", PLAIN, "DEFAULT").net.state_dict()
+    assert [key for key in new if not torch.equal(net[key], new[key])] == [*new][-2:]
+
+
+def test_mnasnet_takes_its_weights_for_grey_images_too(torchvisions: Path) -> None:
+    """It refuses tensors without the version of its layers."""
+    new = lay(torchvisions / "mnasnet0.5_top1_67.823-3ffadce67e.pth", "mnasnet0_5")
+    grey = Preparation((1, 64, 64), (0.1,), (0.3,), [], False, False)
+    net = build_net("torchvision:mnasnet0_5", "abc", grey, "DEFAULT").net.state_dict()
+    assert [key for key in new if not torch.equal(net[f"net.{key}"], new[key])] == [*new][-2:]
+
+
+def test_a_vision_transformer_is_made_for_the_images_it_gets() -> None:
+    """Those of the weights of 384x384, too; other sizes than whole patches are refused."""
+    with torch.device("meta"):
+        for size, patches in ((384, 24 * 24), (64, 4 * 4), (100, 14 * 14)):
+            net: Any = factory_of("torchvision:vit_b_16")(3, (3, size, size))
+            assert net.encoder.pos_embedding.shape == (1, patches + 1, 768)
+
+
+# --- A run
+
+
+def test_a_run_begins_with_the_weights_and_goes_on_without_their_file(
+    typed: Typed, torchvisions: Path, photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(photos.parent)
+    given = lay(torchvisions / FILE)
+    command = ["train", "--dataset", "photos", "--model", NET, "--weights", "DEFAULT", "--lr"]
+    command += ["1e-9", "--epochs", "1", "--batch-size", "10", "--val-size", "0"]
+    ended = typed(*command, "--run-dir", "run")
+    assert (ended.code, ended.err) == (0, "")
+    said = " ".join(ended.out.split())
+    assert f"weights SqueezeNet1_1_Weights.IMAGENET1K_V1, from {torchvisions / FILE};" in said
+    assert "classifier.1.weight and classifier.1.bias are initialised again: made for 1000" in said
+    note = "normalised as for SqueezeNet1_1_Weights.IMAGENET1K_V1"
+    assert f"images of 40x50 became 224x224; {note}" in said
+    (torchvisions / FILE).unlink()
+
+    trained = weights.from_bytes(weights.read_bytes("run"), "run")
+    assert trained.preparation.shape == (3, 224, 224)
+    assert (trained.preparation.mean, trained.preparation.std) == (
+        (0.485, 0.456, 0.406),
+        (0.229, 0.224, 0.225),
+    )
+    state = trained.net.net.state_dict()
+    body = [key for key in given if key.startswith("features")]
+    assert all(torch.allclose(state[key], given[key], atol=1e-5) for key in body)
+    summary, config = read_json(Path("run/summary.json")), read_json(Path("run/config.json"))
+    assert summary["weights"] == config["recipe"]["weights"] == "DEFAULT"
+    assert note in summary["notes"] and config["run"]["image_size"] == "224"
+
+    command[command.index("--epochs") + 1] = "2"
+    ended = typed(*command, "--resume", "run")  # the command that started it, for one epoch more
+    assert (ended.code, ended.err) == (0, "")
+    trained = weights.from_bytes(weights.read_bytes("run"), "run")
+    assert trained.preparation.mean == (0.485, 0.456, 0.406)
+    photos.rename("moved")
+    command[command.index("photos")] = "moved"
+    ended = typed(*command, "--resume", "run")
+    assert (ended.code, ended.err) == (0, "")
+    assert "run: finished already, after epoch 2" in ended.out
+
+    ended = typed(*command, "--weights", "IMAGENET1K_V1", "--resume", "run")
+    assert ended.err.startswith("ddp-mnist: error: --weights IMAGENET1K_V1: run was made with DEF")
+    ended = typed("predict", "run", "moved/test")
+    assert (ended.code, ended.err) == (0, "") and ended.out.count("\n") == 6
+    ended = typed("evaluate", "run", "--dataset", "moved")
+    assert (ended.code, ended.err) == (0, "")
