@@ -102,7 +102,7 @@ def fit(
     # Train.
     while progress.epoch < recipe.epochs and not progress.stopped_by:
         epoch, first_step = progress.epoch, progress.epoch * batches.steps_per_epoch
-        run.folder.status(phase="training")
+        run.phase("training")
         model.train()
         batches.begin(epoch, progress.step - first_step)
         if recipe.augment:
@@ -140,8 +140,7 @@ def fit(
             if not (log or save or progress.step >= meter.next_sync):
                 continue
             stop_requests = meter.all_reduce(stop.requests)
-            if log:
-                run.log_step(progress, lr, meter.take_newly_slow())
+            run.report_step(progress, lr, meter.newly_slow, log)
             if save and not any(stop_requests):
                 run.save(state)
                 meter.count_save()
@@ -150,7 +149,7 @@ def fit(
         # Validate on images held out. All ranks get the same numbers, so all decide the same.
         validation = None
         if len(val_rows):
-            run.phase("validation", progress)
+            run.phase("validation")
             tested = with_test_views(model, recipe.model)
             validation = evaluate_split(accelerator, tested, val_loader, classes, stop, scores)
         means = state.end_epoch(recipe, validation)  # counts it; may set stopped_by
@@ -158,7 +157,7 @@ def fit(
 
     # Save, then test the weights that are kept once, in full precision.
     run.save(state)
-    run.phase("test", progress)
+    run.phase("test")
     kept = accelerator.unwrap_model(model, keep_fp32_wrapper=False, keep_torch_compile=False)
     if state.best_weights:
         kept = copy.deepcopy(kept)  # a copy: a stop during the test still saves the last weights

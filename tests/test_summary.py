@@ -55,6 +55,13 @@ def test_step_line() -> None:
     assert len(shown) <= 70  # beside a bar, in 80 columns
     line |= {"loss": None, "images_per_second": 0.0}
     assert summary.step_line(line, 1, 10, 144) == "step  1/10  loss not finite  lr 0.00990"
+    assert summary.step_line({}, 0, 10, 144, "starting") == "step  0/10  starting"
+
+
+def test_a_phase_stands_beside_the_step_and_takes_no_more_room() -> None:
+    line: dict[str, Any] = {"loss": 0.51234, "lr": 0.0099, "images_per_second": 12345.6}
+    shown = summary.step_line(line, 25, 3810, 144, "validation")
+    assert shown == "step   25/3810  loss 0.5123  validation  12,346 images/s  00:44 left"
 
 
 def test_slow_line() -> None:

@@ -48,10 +48,14 @@ class Console:
 
     def progress(self, done: float, line: str) -> None:
         """Show the share that is done, 0 to 1, with a line of 70 columns."""
-        if self.verbose and draws(sys.stdout):
-            self.verbose = write_stdout(lambda: self._draw(done, line), self.must_arrive)
-        elif time.monotonic() - self._last >= SECONDS_BETWEEN:
+        if not self.draw(done, line) and time.monotonic() - self._last >= SECONDS_BETWEEN:
             self.print(line)
+
+    def draw(self, done: float, line: str) -> bool:
+        """Show it as a bar where there is a terminal, and nowhere else. Return whether it is."""
+        if drawn := self.verbose and draws(sys.stdout):
+            self.verbose = write_stdout(lambda: self._draw(done, line), self.must_arrive)
+        return drawn
 
     def _draw(self, done: float, line: str) -> None:
         if self._bar is None:

@@ -28,7 +28,7 @@ class Meter:
         self.accelerator, self.progress, self.recipe = accelerator, progress, recipe
         self.forward = ForwardClock(net)
         self.slow_ranks = SlowRanks(accelerator.num_processes)
-        self.newly_slow: dict[int, float] = {}  # ranks, not named yet: times the median
+        self.newly_slow: dict[int, float] = {}  # ranks, at the last sync point: times the median
         self.losses: list[Tensor] = []
         self.correct: list[Tensor] = []
         self.images_per_batch = 0
@@ -60,11 +60,6 @@ class Meter:
         self.last_save = self.progress.step
         self.restart_clock()
 
-    def take_newly_slow(self) -> dict[int, float]:
-        """Return the ranks that are to be named now, with how many times the median they take."""
-        taken, self.newly_slow = self.newly_slow, {}
-        return taken
-
     def update(self, loss: Tensor, logits: Tensor, labels: Tensor) -> None:
         """Note a batch: its mean loss, a scalar, logits [B, classes] and int64 labels [B]."""
         self.losses.append(loss.detach())
@@ -95,7 +90,7 @@ class Meter:
         self.next_sync = step + max(1, int(self.agreed_steps_per_s))
         self.steps_per_s = (step - self.last_sync) / max(seconds, 1e-3)
         self.last_sync = step
-        self.newly_slow |= self.slow_ranks.judge(forward_s, seconds)
+        self.newly_slow = self.slow_ranks.judge(forward_s, seconds)
         self.forward.read()  # the GPU's work is done, and the next sync point sends it
         self.progress.raise_if_diverged(self.recipe, self.accelerator)
         return requests

@@ -35,6 +35,7 @@ class Session:
     checkpoint: bytes | None = None  # to go on from: whole on rank 0, empty on the other ranks
     where: str = ""  # the folder's path on rank 0's machine
     profiler: StepProfiler = field(init=False)
+    line: dict[str, Any] = field(default_factory=dict)  # of the last sync point, as it is logged
 
     def __post_init__(self) -> None:
         steps, accelerator = self.config.run.profile, self.world.accelerator
@@ -70,14 +71,22 @@ class Session:
 
     # --- While it trains
 
-    def log_step(self, progress: Progress, lr: float, newly_slow: dict[int, float]) -> None:
-        """Write the means since the last log line, and each slow rank; show them."""
-        line = {"epoch": progress.epoch, "lr": lr, **progress.end_log_line()}
-        self.folder.append_metrics(progress.step, line)
-        recipe = self.config.recipe
-        shown = summary.step_line(line, progress.step, recipe.total_steps, recipe.batch_size)
-        self.console.progress(progress.step / recipe.total_steps, shown)
-        if self.world.store.rank == 0:  # which knows the machines
+    def report_step(
+        self, progress: Progress, lr: float, newly_slow: dict[int, float], log: bool
+    ) -> None:
+        """Show the means since the last log line, at each sync point; with `log`, write them too.
+
+        Name each slow rank.
+        """
+        means = progress.end_log_line() if log else progress.since_log.means()
+        self.line = {"epoch": progress.epoch, "lr": lr, **means}
+        self.folder.step = progress.step
+        if log:
+            self.folder.append_metrics(progress.step, self.line)
+            self.console.progress(*self.shown())
+        else:
+            self.console.draw(*self.shown())
+        if newly_slow and self.world.store.rank == 0:  # which knows the machines
             for rank, times in newly_slow.items():
                 host = self.world.store.host(rank)
                 slow = {"slow_rank": rank, "host": host, "times_median": round(times, 1)}
@@ -95,10 +104,16 @@ class Session:
         if progress.stopped_by:
             self.console.print(f"stopped by {progress.stopped_by} after epoch {progress.epoch}")
 
-    def phase(self, name: str, progress: Progress) -> None:
-        """Say in status.json and on the console what comes now."""
+    def phase(self, name: str) -> None:
+        """Say in status.json and on the bar, beside the step, what comes now."""
         self.folder.status(phase=name)
-        self.console.progress(progress.step / self.config.recipe.total_steps, name)
+        self.console.draw(*self.shown(name))
+
+    def shown(self, phase: str = "") -> tuple[float, str]:
+        """Return the share that is done and the line of the last sync point."""
+        recipe, step = self.config.recipe, self.folder.step
+        line = summary.step_line(self.line, step, recipe.total_steps, recipe.batch_size, phase)
+        return step / recipe.total_steps, line
 
     def save(self, state: State) -> None:
         """Write a checkpoint; all ranks come here at the same step.

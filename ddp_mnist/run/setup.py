@@ -73,6 +73,7 @@ def open_run(
                     notes.append("compiling  the model, which can take minutes")
                 for note in notes:
                     console.print(note)
+                run.phase("starting")
                 yield run
 
 

@@ -104,14 +104,20 @@ def narrated_elsewhere(world: World, verbose: bool) -> Iterator[None]:
         console.print(f"done       the result is on {host}{folder}")
 
 
-def step_line(line: dict[str, Any], step: int, total_steps: int, batch_size: int) -> str:
-    """Return the line of an optimizer step, in 70 columns."""
-    done = str(step).rjust(len(str(total_steps)))
-    shown = f"step {done}/{total_steps}  loss {loss(line)}  lr {line['lr']:.5f}"
-    if not (speed := line["images_per_second"]):
-        return shown
-    left = tqdm.format_interval((total_steps - step) * batch_size / speed)
-    return f"{shown}  {speed:,.0f} images/s  {left} left"
+def step_line(
+    line: dict[str, Any], step: int, total_steps: int, batch_size: int, phase: str = ""
+) -> str:
+    """Return the line of an optimizer step, in 70 columns; a phase stands in the place of the rate.
+
+    `line` is what metrics.jsonl gets, {} before the first step.
+    """
+    parts = [f"step {str(step).rjust(len(str(total_steps)))}/{total_steps}"]
+    parts += [f"loss {loss(line)}"] if line else []
+    parts += [phase or f"lr {line['lr']:.5f}"]
+    if speed := line.get("images_per_second"):
+        left = tqdm.format_interval((total_steps - step) * batch_size / speed)
+        parts += [f"{speed:,.0f} images/s", f"{left} left"]
+    return "  ".join(parts)
 
 
 def slow_line(rank: int, host: str, times: float) -> str:
