@@ -10,21 +10,26 @@ import json
 import os
 import pty
 import re
+import select
 import subprocess
 import sys
 import termios
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from ddp_mnist.cluster.local_world import run_world
+from ddp_mnist.cluster.signals import StopSignals
 from ddp_mnist.data import cache
 from ddp_mnist.run.console import Console, as_json, json_line, panel
 from ddp_mnist.run.folder import read_json
-from tests.commands import Ended, Started
+from ddp_mnist.run.session import Session
+from tests.chaos import SECONDS
+from tests.commands import SLOW, TRAIN, Ended, Started
 from tests.training import metrics
 
 # --- What a console prints
@@ -89,6 +94,69 @@ def test_a_panel_fits_in_80_columns() -> None:
     assert shown[1].startswith("           words")
     assert max(map(len, shown[:-1])) <= 80
     assert path in shown[-1]  # a path stays whole, to be copied
+
+
+def read_until(terminal: int, wanted: str, timeout_s: float) -> str:
+    """Return what is written to a terminal until it has `wanted`, or all if it is closed before."""
+    written, deadline = b"", time.monotonic() + timeout_s
+    while wanted.encode() not in written and time.monotonic() < deadline:
+        if select.select([terminal], [], [], 0.1)[0]:
+            try:
+                written += os.read(terminal, 4096)
+            except OSError:  # Linux's way to say that the other end is closed
+                break
+    return written.decode()
+
+
+STOPPING = "ddp-mnist: stopping after this step; press Ctrl-C again to stop without saving"
+
+
+def test_control_c_is_answered_once_on_a_machine_and_promises_only_what_a_launcher_lets_it_do(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run: Any = SimpleNamespace(where="run", console=Console(False))
+    for has_launcher, local_rank, quiet, said in (
+        (False, 0, False, STOPPING),
+        (True, 0, False, STOPPING.partition(";")[0]),
+        (True, 1, False, ""),
+        (False, 0, True, ""),
+    ):
+        run.stop = StopSignals(has_launcher)
+        run.world = SimpleNamespace(local_rank=local_rank)
+        run.config = SimpleNamespace(run=SimpleNamespace(quiet=quiet))
+        Session.answer(run)
+        assert capsys.readouterr().err.strip() == said
+
+
+@pytest.mark.system
+def test_the_bar_shows_a_step_all_the_time_and_control_c_is_answered(tmp_path: Path) -> None:
+    """From before the first step on, between log lines and while it validates."""
+    (tmp_path / "slow.py").write_text(SLOW)
+    flags = "--dataset digits --model slow:Slow --epochs 3 --log-every 1000 --run-dir run --cpu"
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (24, 80))
+    command = ["setsid", "--ctty", sys.executable, *TRAIN, *flags.split()]
+    streams: Any = dict.fromkeys(("stdin", "stdout", "stderr"), theirs)
+    with subprocess.Popen(command, cwd=tmp_path, **streams) as process:
+        os.close(theirs)
+        before = read_until(ours, "epoch 2/3", 120)
+        os.write(ours, b"\x03")
+        pressed = time.monotonic()
+        answer = read_until(ours, STOPPING, 20)
+        answered_s = time.monotonic() - pressed
+        rest = read_until(ours, "no such line", 20)
+    os.close(ours)
+    assert process.returncode == 130
+    assert answered_s < 0.1 * SECONDS  # half a second on a free machine
+    assert STOPPING in [line.rpartition("\r")[2] for line in answer.splitlines()], answer
+    assert (before + answer + rest).count("stopping after this step") == 1
+    shown = re.findall(r"\r[█▏▎▍▌▋▊▉ ]{8} (\S[^\r\n]*)", before)
+    assert shown[0] == "step  0/45  starting"
+    assert [frame for frame in shown if not re.match(r"step +\d+/45  ", frame)] == []
+    assert any(re.match(r"step 15/45  loss \d\.\d+  validation .* left", each) for each in shown)
+    steps = {int(frame[5:7]) for frame in shown}
+    assert {0, 1, 15, 30} < steps  # and some between, although none is logged there
+    assert len(metrics(tmp_path / "run")) == 2
 
 
 MANY_LINES = """

@@ -171,7 +171,11 @@ with listen() as stop:
         Path("at_once").write_text(str(stop.requests))
         raise StorageError("full")
 
-    stop.at_once = at_once
+    def answer():
+        Path("answered").touch()
+        time.sleep(100)  # as on a terminal that is held
+
+    stop.answer, stop.at_once = answer, at_once
     threading.Thread(target=report).start()
     Path("ready").touch()
     libc.pthread_mutex_lock(mutex)
@@ -181,12 +185,13 @@ with listen() as stop:
 def test_a_process_that_hangs_notes_signals_and_ends_at_the_second_interrupt(
     tmp_path: Path,
 ) -> None:
-    """It ends whatever happens then: `at_once` fails."""
+    """It ends whatever happens then: `answer` waits and `at_once` fails."""
     process = Started(["-c", HANGS], tmp_path).process
     try:
         wait_until((tmp_path / "ready").exists, 20)
         process.send_signal(INT)
         wait_until((tmp_path / "noted").exists, 5)
+        wait_until((tmp_path / "answered").exists, 5)
         for number in (TERM, USR1, HUP):
             process.send_signal(number)
             time.sleep(0.1)

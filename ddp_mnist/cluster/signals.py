@@ -31,11 +31,14 @@ SAME_PRESS_S = 0.5
 class StopSignals:
     """The signals that this process got, and what all ranks do about them."""
 
-    def __init__(self) -> None:
+    def __init__(self, has_launcher: bool = False) -> None:
+        self.has_launcher = has_launcher  # which signals its processes itself
         self.requests = [0.0] * len(EXIT_CODES)  # 1 once the signal came, in their order
         self.first_sigint = 0.0  # time.monotonic()
         self.save: Callable[[], str] = lambda: "stopped"  # on every rank, at the same step
-        self.at_once: Callable[[], None] = lambda: None  # at a second SIGINT, in another thread
+        # In another thread: at the first SIGINT, and at the second.
+        self.answer: Callable[[], None] = lambda: None
+        self.at_once: Callable[[], None] = lambda: None
 
     def note(self, number: int) -> None:
         """Fill the signal's slot. A second SIGINT waits for nobody, and for no collective."""
@@ -50,9 +53,11 @@ class StopSignals:
                 self.at_once()
             finally:
                 os._exit(EXIT_CODES[number])
+        self.requests[slot] = 1.0
         if number == signal.SIGINT:
             self.first_sigint = time.monotonic()
-        self.requests[slot] = 1.0
+            # A terminal may be held (Ctrl-S): the next signal is not to wait for it.
+            threading.Thread(target=self.answer, daemon=True).start()
 
     def ask(self, accelerator: Accelerator) -> None:
         """`obey` where the ranks have nothing else to add up. All of them have to call it."""
@@ -80,7 +85,7 @@ def listen(has_launcher: bool = True, store: Store | None = None) -> Iterator[St
     of the store is set. After an error they stay ignored if there is a launcher, which may end the
     other workers, and could cut this one's last line short. SIGHUP is left alone under nohup.
     """
-    stop = StopSignals()
+    stop = StopSignals(has_launcher)
     reader, writer = socket.socketpair()
     writer.setblocking(False)
 

@@ -46,6 +46,11 @@ class Console:
             write = print if self._bar is None else self._bar.write
             self.verbose = write_stdout(lambda: write(line, file=sys.stdout), self.must_arrive)
 
+    def tell(self, line: str) -> None:
+        """Print a line on stderr, verbose or not; the bar stays below it."""
+        bar = self._bar
+        tell(line, print if bar is None else bar.write)
+
     def progress(self, done: float, line: str) -> None:
         """Show the share that is done, 0 to 1, with a line of 70 columns."""
         if not self.draw(done, line) and time.monotonic() - self._last >= SECONDS_BETWEEN:
@@ -97,10 +102,11 @@ def panel(lines: dict[str, str]) -> str:
     return "\n".join(wrapped)
 
 
-def tell(line: str) -> None:
+def tell(line: str, write: Callable[..., None] = print) -> None:
     """Print a line on stderr; where that cannot be written either, the exit code has to do."""
     try:
-        print(line, file=sys.stderr, flush=True)
+        write(line, file=sys.stderr)
+        sys.stderr.flush()
     except OSError:
         _discard_buffer(sys.stderr)
 

@@ -40,6 +40,7 @@ class Session:
     def __post_init__(self) -> None:
         steps, accelerator = self.config.run.profile, self.world.accelerator
         self.profiler = StepProfiler(steps, accelerator, self.folder, self.console)
+        self.stop.answer, self.stop.at_once = self.answer, self.give_up
 
     # --- Before the first step
 
@@ -67,7 +68,7 @@ class Session:
                 f" --resume {self.where} to the command"
             )
 
-        self.stop.save, self.stop.at_once = save, self.give_up
+        self.stop.save = save
 
     # --- While it trains
 
@@ -133,6 +134,15 @@ class Session:
             content = {**about, "state": state.content()}
             checkpoint.save(self.folder.path, step, content, self.config.run.keep)
         state.progress.save_seconds += time.monotonic() - clock
+
+    def answer(self) -> None:
+        """Say what a first Ctrl-C does: once on each machine where it is pressed.
+
+        Of a second one a launcher makes a SIGTERM to its processes, which save then as well.
+        """
+        again = "; press Ctrl-C again to stop without saving" * (not self.stop.has_launcher)
+        if self.where and self.world.local_rank == 0 and not self.config.run.quiet:
+            self.console.tell(f"ddp-mnist: stopping after this step{again}")
 
     def give_up(self) -> None:
         """Say what is saved already, after a second Ctrl-C, which saves nothing any more."""
