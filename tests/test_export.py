@@ -12,9 +12,11 @@ from typing import Any
 
 import numpy as np
 import PIL.Image
+import PIL.ImageOps
 import pytest
 import torch
 import yaml
+from huggingface_hub import ModelCard
 from PIL.ExifTags import Base
 from safetensors.torch import load_file
 
@@ -27,7 +29,7 @@ from ddp_mnist.run import weights
 from ddp_mnist.verbs import export
 from ddp_mnist.verbs.flags import EXPORTS, Export
 from ddp_mnist.verify.watch import just_train, proof_config
-from tests.commands import Typed
+from tests.commands import Typed, fences_of, python, write_given
 
 GREY = Preparation((1, 28, 28), (0.1307,), (0.3081,), [], bright_on_black=True, digit_photos=True)
 COLOUR = Preparation((3, 40, 60), (0.5, 0.4, 0.3), (0.2, 0.3, 0.2), [], False, False)
@@ -101,6 +103,62 @@ assert 'ddp_mnist' not in sys.modules"""
     assert {tensor.dtype for tensor in state.values()} == {torch.float32}
 
 
+PAGE = Path("docs/your-data-your-model.md")
+KINDS = ["ladybird", "寺", 'a "moth"', *map(str, range(7))]
+
+
+def test_the_pages_lines_go_from_a_photo_to_a_word_with_onnxruntime_alone(
+    run: Path, tmp_path: Path, typed: Typed
+) -> None:
+    shutil.copytree(run, own := tmp_path / "runs" / "photos-001")
+    torch.manual_seed(3)
+    net = MODELS["cnn"](10, COLOUR.shape)
+    for parameter in net.parameters():
+        parameter.data *= 3  # an opinion of its own, although nobody trained it
+    content = weights.to_bytes(net.state_dict(), "cnn", KINDS, COLOUR)
+    (own / "model.safetensors").write_bytes(content)
+    assert typed("export", own, "--format", "onnx").code == 0
+    [fence] = [f for f in fences_of(PAGE) if f.body.startswith("# from_photo.py")]
+    write_given(fence, tmp_path)
+    script = tmp_path / "from_photo.py"
+    loaded = "import sys\nprint({'torch', 'ddp_mnist'} & {*sys.modules})"
+    script.write_text(f"{script.read_text()}\n{loaded}")
+    (photo := tmp_path / "photos" / "test" / "cat" / "0.jpg").parent.mkdir(parents=True)
+    (turned := PIL.Image.Exif())[Base.Orientation] = 6
+    words = []
+    for colours in (("navy", "wheat"), ("white", "red"), ("lime", "black")):
+        ramp = PIL.Image.linear_gradient("L").resize((90, 70))
+        PIL.ImageOps.colorize(ramp, *colours).save(photo, exif=turned)
+        [answer] = map(json.loads, typed("predict", own, photo).out.splitlines())
+        done = python(script.name, folder=tmp_path)
+        assert (done.code, done.err) == (0, "")
+        assert done.out.splitlines() == [answer["label"], "set()"]
+        words.append(answer["label"])
+    assert len({*words}) > 1
+
+
+@pytest.mark.parametrize("preparation", [GREY, COLOUR], ids=["grey", "colour"])
+def test_the_onnx_file_describes_itself(preparation: Preparation) -> None:
+    import onnxruntime
+
+    net = Normalised(MODELS["mlp"](10, preparation.shape), preparation).eval()
+    trained = weights.Trained(net, net, "mlp", KINDS, preparation)
+    with export.quiet():
+        content = export.write_onnx(trained)
+    told = onnxruntime.InferenceSession(content).get_modelmeta().custom_metadata_map
+    assert json.loads(told["classes"]) == KINDS
+    if preparation is GREY:
+        what = "images: uint8 [batch, 1, 28, 28], 0 to 255, grey, bright strokes on black"
+        assert told["input"] == what
+        assert told["preparation"].startswith("a digit in a photo is cut out first")
+    else:
+        assert told["input"] == "images: uint8 [batch, 3, 40, 60], 0 to 255, RGB"
+        assert told["preparation"].endswith(
+            "; the middle with the sides' ratio, bilinearly resized to 40x60"
+        )
+    assert told["output"].startswith("logits: float32 [batch, 10], in the order of classes;")
+
+
 def test_the_card_tells_the_runs_own_figures(run: Path, tmp_path: Path) -> None:
     (tmp_path / ".gitattributes").touch()
     write(run, "safetensors", "torch", out=tmp_path)
@@ -108,17 +166,28 @@ def test_the_card_tells_the_runs_own_figures(run: Path, tmp_path: Path) -> None:
     summary = json.loads((run / "summary.json").read_text())
     about = yaml.safe_load(front)
     [model] = about["model-index"]
-    [metric] = model["results"][0]["metrics"]
+    [result] = model["results"]
+    [metric] = result["metrics"]
     assert metric["value"] == summary["test_accuracy"]
+    # The fields by which the Hub finds and shows a model
+    assert (about["license"], about["library_name"]) == ("unknown", "pytorch")
+    assert about["pipeline_tag"] == result["task"]["type"] == "image-classification"
+    assert about["tags"] == ["image-classification", "ddp_mnist", "cnn", "safetensors"]
+    assert about["metrics"] == [metric["type"]] == ["accuracy"]
+    assert result["dataset"] == {"name": "digits", "type": "digits", "split": "test"}
+    read = ModelCard.load(tmp_path / "README.md").data
+    [its] = read.eval_results or []
+    assert (its.metric_value, its.dataset_split) == (summary["test_accuracy"], "test")
     assert f"| test accuracy | {summary['test_accuracy']:.4f} on 360 images |" in text
     assert "37,834 parameters" in text
     assert "1,150 images of digits:" in text
     assert summary["dataset"]["digest"] in text
     assert "datasets" not in about  # it is on no Hub
     assert "model.onnx" not in text  # which was not asked for
-    assert "license" not in about  # of weights, whose data may be anybody's
     assert json.loads((tmp_path / "config.json").read_text())["architecture"] == "cnn"
-    write(run, "safetensors", out=tmp_path)  # replaces the export as a whole
+    chosen = Export(str(run), ("safetensors",), str(tmp_path), license="cc-by-4.0")
+    export.run(chosen)  # replaces the export as a whole
+    assert (tmp_path / "README.md").read_text().startswith('---\nlicense: "cc-by-4.0"\n')
     names = {".gitattributes", "README.md", "config.json", "model.safetensors"}
     assert {path.name for path in tmp_path.iterdir()} == names
 
@@ -212,6 +281,28 @@ def test_onnx_without_its_packages_says_what_to_install(
     )
     with pytest.raises(UsageError, match=message):
         write(run, "onnx")
+
+
+def test_the_card_of_a_run_from_the_hub_names_data_net_and_scores(
+    run: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(run, copy := tmp_path / "copy")
+    summary = json.loads((run / "summary.json").read_text())
+    summary["dataset"] |= {"name": "mnist", "source": "hub:ylecun/mnist"}
+    summary["metrics"] = {"f1": 0.5, "own_metrics:undefined": None}
+    (copy / "summary.json").write_text(json.dumps(summary))
+    trained = weights.from_bytes(weights.read_bytes(str(run)), "")
+    trained = dataclasses.replace(trained, architecture="torchvision:resnet18")
+    flags = Export(str(copy), license="apache-2.0")
+    text = export.model_card(trained, flags, ["model.safetensors", "model.onnx"])
+    about: Any = ModelCard(text).data
+    assert about.datasets == ["ylecun/mnist"] and about.license == "apache-2.0"
+    names = ["image-classification", "ddp_mnist", "torchvision", "resnet18", "safetensors", "onnx"]
+    assert about.tags == names
+    assert about.metrics == ["accuracy", "f1"]
+    scores = {result.metric_type: result.metric_value for result in about.eval_results or []}
+    assert scores == {"accuracy": summary["test_accuracy"], "f1": 0.5}
+    assert {result.dataset_type for result in about.eval_results or []} == {"ylecun/mnist"}
 
 
 def card_of(run: Path, folder: Path, **changes: Any) -> str:

@@ -4,13 +4,14 @@
     ddp-mnist export runs/latest --format onnx      # needs the extra `onnx`
 
 Every file takes uint8 images [B, C, H, W] with any B, and gives logits [B, classes]: the model
-normalises the pixels itself. The card says which images these are. Nothing is written before all
-are checked, nor a file with other outputs.
+normalises the pixels itself. The card says which images these are, and so do model.onnx's metadata.
+Nothing is written before all are checked, nor a file with other outputs.
 """
 
 import contextlib
 import importlib.util
 import io
+import json
 import logging
 import warnings
 from collections.abc import Callable, Iterator
@@ -77,7 +78,7 @@ def write_folder(
     out: Path, contents: dict[str, bytes], trained: Trained, flags: Export, console: Console
 ) -> None:
     """Write the files and their card; remove those of an earlier export. Raise StorageError."""
-    contents[CARD] = model_card(trained, flags.run, list(contents)).encode()
+    contents[CARD] = model_card(trained, flags, list(contents)).encode()
     with folder.storage_errors(out, "--out"):
         out.mkdir(parents=True, exist_ok=True)
         for file, content in contents.items():
@@ -144,7 +145,9 @@ def write_program(trained: Trained) -> bytes:
 
 
 def write_onnx(trained: Trained) -> bytes:
-    """Return the model for ONNX Runtime and whatever else reads it."""
+    """Return the model for ONNX Runtime and whatever else reads it, with `metadata` of it."""
+    import onnx
+
     program = torch.onnx.export(
         trained.model,
         example(trained),
@@ -155,7 +158,27 @@ def write_onnx(trained: Trained) -> bytes:
         verbose=False,
     )
     assert program
-    return program.model_proto.SerializeToString()
+    proto = program.model_proto
+    onnx.helper.set_model_props(proto, metadata(trained))
+    return proto.SerializeToString()
+
+
+def metadata(trained: Trained) -> dict[str, str]:
+    """Return what a program needs to go from an image file to the name of a class."""
+    made = trained.preparation
+    channels, height, width = made.shape
+    upright = "upright as EXIF says, on white where it is transparent, of 16 bits the upper 8"
+    fitted = f"the middle with the sides' ratio, bilinearly resized to {height}x{width}"
+    cut_out = "a digit in a photo is cut out first, as ddp-mnist predict does it"
+    return {
+        "classes": json.dumps(trained.classes, ensure_ascii=False),
+        "input": f"images: uint8 [batch, {channels}, {height}, {width}], 0 to 255, "
+        + ("RGB" if channels == 3 else "grey")
+        + ", bright strokes on black" * made.bright_on_black,
+        "preparation": cut_out if made.digit_photos else f"{upright}; {fitted}",
+        "output": f"logits: float32 [batch, {len(trained.classes)}], in the order of classes;"
+        " their softmax are probabilities. The model itself normalises the pixels",
+    }
 
 
 def read_onnx(content: bytes) -> Outputs:
@@ -188,12 +211,13 @@ CONVERTERS: dict[str, tuple[Callable[[Trained], bytes], Callable[[bytes], Output
 }
 
 
-def model_card(trained: Trained, run: str, files: list[str]) -> str:
+def model_card(trained: Trained, flags: Export, files: list[str]) -> str:
     """Return README.md as the Hugging Face Hub reads it; every figure is the run's own.
 
-    For data in a folder it has the digest and not the place; a licence is for the person to choose
-    who gives the weights away. Raise CheckpointError if a file of the run is missing or damaged.
+    For data in a folder it has the digest and not the place. Raise CheckpointError if a file of the
+    run is missing or damaged.
     """
+    run = flags.run
     try:
         summary = folder.read_json(Path(run) / folder.SUMMARY)
         config = folder.read_json(Path(run) / folder.CONFIG)
@@ -202,9 +226,14 @@ def model_card(trained: Trained, run: str, files: list[str]) -> str:
         raise CheckpointError(f"{run}: {why}; export a finished run") from error
     name, source = printable(summary["dataset"]["name"]), summary["dataset"]["source"]
     kind, _, place = source.partition(":")
+    formats = [each for each in ("safetensors", "onnx") if EXPORTS[each] in files]  # the Hub's tags
+    scores = {"accuracy": summary["test_accuracy"], **summary["metrics"]}
     return render(
         "model_card.md",
         trained=trained,
+        license=flags.license,
+        tags=["image-classification", "ddp_mnist", *trained.architecture.split(":"), *formats],
+        scores={metric: value for metric, value in scores.items() if value is not None},
         shape=trained.preparation.shape,
         parameters=sum(parameter.numel() for parameter in trained.net.parameters()),
         s=summary,

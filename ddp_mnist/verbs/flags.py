@@ -67,6 +67,9 @@ class Export(Flags):
         metavar="A,B",
     )
     out: str | None = flag(None, "Folder to write to [RUN/export].", metavar="FOLDER")
+    license: str = flag(
+        "unknown", "License that you give the weights, for the card, e.g. apache-2.0.", metavar="ID"
+    )
 
 
 @dataclass(frozen=True)
