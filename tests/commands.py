@@ -1,6 +1,8 @@
 """Commands as a person types them, each in a folder of its own."""
 
+import contextlib
 import os
+import pty
 import re
 import runpy
 import shutil
@@ -8,6 +10,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import termios
 from collections.abc import Callable, Mapping
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
@@ -154,6 +157,30 @@ def python(
     *arguments: str, folder: Path, variables: dict[str, str] | None = None, timeout_s: float = 120
 ) -> Ended:
     return Started(list(arguments), folder, variables).ended(timeout_s)
+
+
+def on_terminal(
+    *arguments: str, folder: Path, columns: int = 80, variables: Mapping[str, str] | None = None
+) -> tuple[int, str]:
+    """Run Python on a terminal of that width; return its exit code and what it writes there."""
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (24, columns))
+    env = {**os.environ, "TERM": "xterm", **(variables or {})}
+    command, written = [sys.executable, *arguments], b""
+    with subprocess.Popen(
+        command, cwd=folder, stdin=theirs, stdout=theirs, stderr=theirs, env=env
+    ) as process:
+        os.close(theirs)
+        with contextlib.suppress(OSError):  # Linux's way to say that the other end is closed
+            while part := os.read(ours, 4096):
+                written += part
+    os.close(ours)
+    return process.returncode, written.decode().replace("\r\n", "\n")
+
+
+def left_on_screen(written: str) -> list[str]:
+    """Return the lines that a terminal shows: of each, the last text that began at its left."""
+    return [line.rpartition("\r")[2].replace("\x1b[K", "") for line in written.split("\n")]
 
 
 def all_succeed(started: list[Started]) -> list[Ended]:

@@ -6,6 +6,7 @@ import operator
 import os
 import re
 import struct
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,7 +35,7 @@ from ddp_mnist.verbs.evaluate import evaluate_run
 from ddp_mnist.verbs.flags import Evaluate, Predict
 from ddp_mnist.verbs.predict import find_images, read_image
 from ddp_mnist.verify.watch import just_train
-from tests.commands import Typed
+from tests.commands import Typed, on_terminal
 
 CLASSES = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
 GREY = Preparation((1, 28, 28), (0.1307,), (0.3081,), [], bright_on_black=True, digit_photos=True)
@@ -424,6 +425,47 @@ def test_files_beside_one_that_cannot_be_read_have_their_answers(
     (tmp_path / "2ä.png").write_text("no picture")
     with pytest.raises(DataError, match=r"1a\.png: .* \(2 of 5 files have no answer\)$"):
         list(predict(run, [str(tmp_path)]))
+
+
+def test_on_a_terminal_the_answers_are_a_table(
+    run: str, tmp_path: Path, typed: Typed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number, image in enumerate(digits(3)):
+        save(image, tmp_path / f"{number}.png")
+    (tmp_path / "broken.png").write_text("no picture")
+    answers = [json.loads(line) for line in typed("predict", run, tmp_path).out.splitlines()]
+    command = ["-m", "ddp_mnist", "predict", run, str(tmp_path)]
+    code, written = on_terminal(*command, folder=tmp_path, columns=300)
+    head, *rows, broken, error = written.splitlines()
+    assert head.split() == ["file", "label", "probability", "next"]
+    assert code == 3
+    assert error == f"ddp-mnist: error: {answers[-1]['file']}: {answers[-1]['error']} (code 3)"
+    assert broken == f"{answers[-1]['file']}   {answers[-1]['error']}"
+    for row, answer in zip(rows, answers, strict=False):
+        [(best, share), *others] = list(answer["probabilities"].items())[:3]
+        likely = [f"{name} {each:.2f}" for name, each in others]
+        cells = [cell for cell in row.split("  ") if cell]
+        assert [cell.strip() for cell in cells] == [answer["file"], best, f"{share:.2f}", *likely]
+        assert row.index(best) == head.index("label")
+        assert row.index(f"{share:.2f}") == head.index("probability")
+        assert row.index(likely[0]) == head.index("next")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    told = ("predict", run, tmp_path / "0.png", "--show", tmp_path / "seen.png")
+    shown = typed(*told).out.splitlines()
+    assert shown[1].split() == rows[0].split()[: len(shown[1].split())]
+    assert shown[2:] == [f"written to {told[-1]}"]
+    assert json.loads(typed(*told, "--json").out) == answers[0]
+
+
+def test_a_table_fits_its_terminal_as_far_as_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "70")
+    shares = {"寺寺": 0.5, "a class of many words": 0.25, "b": 0.125}
+    one = {"file": "a.png", "label": "寺寺", "probability": 0.5, "probabilities": shares}
+    two = {"file": "bb.png", "label": "long-class-name", "probability": 1.0, "probabilities": {}}
+    head, *rows = verb.table([one, two], ["a.png", "bb.png"])
+    assert head == "file     label          probability   next"
+    assert rows[0] == "a.png    寺寺           0.50          a class of many words 0.25"
+    assert rows[1] == "bb.png   long-class-name   1.00"
 
 
 def test_one_image_comes_on_stdin(

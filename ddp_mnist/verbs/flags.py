@@ -38,12 +38,15 @@ class Predict(Flags):
         "IMAGE", "Image file, folder to search for images, or - for an image on stdin."
     )
     show: str | None = flag(None, "Write a PNG of what the model saw and answered.", metavar="FILE")
-    top: int = flag(10, "How many of the most probable classes to list.", least=1)
+    top: int | None = flag(
+        None, "How many of the most probable classes to list [10; 3 in a table].", least=1
+    )
     digit_photos: bool | None = flag(
         None,
         "Find and crop the digit in images that are not 28x28 grey [if trained on digits].",
         negatable=True,
     )
+    json: bool = flag(False, "Print JSON lines on a terminal too, not a table.")
 
 
 @dataclass(frozen=True)

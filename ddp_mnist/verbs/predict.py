@@ -1,16 +1,19 @@
 """The verb `predict`: the class of image files, for a person's own pictures too.
 
-    ddp-mnist predict runs/latest seven.png photos/
+    ddp-mnist predict runs/latest seven.png photos/        # on a terminal, a table
+    ddp-mnist predict runs/latest photos/ > answers.jsonl  # elsewhere, or with --json, JSON lines
     cat seven.png | ddp-mnist predict runs/latest -
 
 An image is prepared as training prepared it. If the run was trained on MNIST or the like, a file
 that is not 28x28 is a photo of a digit, see digit_photos.py.
 """
 
+import dataclasses
+import shutil
 import sys
 import textwrap
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +32,55 @@ from ddp_mnist.verbs.flags import Predict
 
 STDIN = Path("-")
 MOST_SHOWN, COLUMNS, INCHES, DPI = 64, 8, 1.3, 100  # in the picture that --show writes
+LISTED, IN_A_TABLE = 10, 3  # the most probable classes
+LABEL = 12  # columns of a table; a longer name makes the column wider
 
 
 def run(flags: Predict) -> None:
-    """Print a line for each image."""
+    """Print a line for each image: of a table on a terminal, else of JSON."""
     console = Console(True)
-    for line in answer(flags):
-        console.print(json_line(line))
+    if as_table := sys.stdout.isatty() and not flags.json:
+        files = tuple(str(file) for image in flags.images for file in find_images(image))
+        flags = dataclasses.replace(flags, images=files, top=flags.top or IN_A_TABLE)
+    answers = answer(flags)
+    for line in table(answers, flags.images) if as_table else map(json_line, answers):
+        console.print(line)
         if not (console.verbose or flags.show):
             return  # nobody reads the rest
+    if as_table and flags.show:
+        console.print(f"written to {flags.show}")
+
+
+def table(answers: Iterable[dict[str, Any]], files: Sequence[str]) -> Iterator[str]:
+    """Yield a head and a line for each answer: its file, label, probability, and the next classes.
+
+    A class that does not fit into the terminal's width is left out.
+    """
+    from tqdm.utils import disp_len  # a Chinese letter takes two columns
+
+    first, second, width = max(map(disp_len, files)), LABEL, shutil.get_terminal_size().columns
+
+    def row(file: str, label: str, rest: str) -> str:
+        nonlocal second
+        second = max(second, disp_len(label))
+        return f"{pad(file, first)}   {pad(label, second)}   {rest}"
+
+    def pad(text: str, columns: int) -> str:
+        return text + " " * (columns - disp_len(text))
+
+    yield row("file", "label", "probability   next")
+    for each in answers:
+        file = printable(each["file"])
+        if "error" in each:
+            yield f"{pad(file, first)}   {each['error']}"
+            continue
+        line = row(file, printable(each["label"]), f"{each['probability']:<11.2f}")
+        for name, share in list(each["probabilities"].items())[1:]:
+            longer = f"{line}   {printable(name)} {share:.2f}"
+            if disp_len(longer) > width:
+                break
+            line = longer
+        yield line.rstrip()
 
 
 def answer(flags: Predict) -> Iterator[dict[str, Any]]:
@@ -79,7 +122,7 @@ def predict(flags: Predict) -> Iterator[tuple[dict[str, Any], np.ndarray | None]
             continue
         row = trained.model(torch.tensor(image[None])).softmax(1)[0].tolist()
         likely = sorted(zip(trained.classes, row, strict=True), key=lambda pair: -pair[1])
-        probabilities = {name: round(share, 6) for name, share in likely[: flags.top]}
+        probabilities = {name: round(share, 6) for name, share in likely[: flags.top or LISTED]}
         best = likely[0][0]
         answer = {"label": best, "probability": probabilities[best], "probabilities": probabilities}
         yield {"file": str(file), **answer}, image
