@@ -3,7 +3,6 @@
 A process that has torch loaded forks for each command, which then takes a second and not five.
 """
 
-import contextlib
 import io
 import itertools
 import json
@@ -25,11 +24,11 @@ import pytest
 from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.cluster.signals import StopSignals
 from ddp_mnist.data import cache
-from ddp_mnist.run.console import Console, as_json, json_line, panel
+from ddp_mnist.run.console import Console, as_json, json_line, panel, wrapped
 from ddp_mnist.run.folder import read_json
 from ddp_mnist.run.session import Session
 from tests.chaos import SECONDS
-from tests.commands import SLOW, TRAIN, Ended, Started
+from tests.commands import SLOW, TRAIN, Ended, Started, left_on_screen, on_terminal, python
 from tests.training import metrics
 
 # --- What a console prints
@@ -66,25 +65,66 @@ print("after it")
 
 
 @pytest.mark.parametrize("kind", ["xterm", "dumb"])
-def test_on_a_terminal_progress_is_a_bar_below_the_lines(kind: str) -> None:
+def test_on_a_terminal_progress_is_a_bar_below_the_lines(kind: str, tmp_path: Path) -> None:
     """A terminal shows the last text of each line, after its carriage returns; a dumb one all."""
-    ours, theirs = pty.openpty()
-    termios.tcsetwinsize(theirs, (24, 80))
-    variables, command = os.environ | {"TERM": kind}, [sys.executable, "-c", ON_A_TERMINAL]
-    with subprocess.Popen(command, stdout=theirs, env=variables) as process:
-        os.close(theirs)
-        written = b""
-        with contextlib.suppress(OSError):  # Linux's way to say that the other end is closed
-            while part := os.read(ours, 4096):
-                written += part
-    os.close(ours)
-    assert process.returncode == 0
+    code, written = on_terminal("-c", ON_A_TERMINAL, folder=tmp_path, variables={"TERM": kind})
+    assert code == 0
     if kind == "dumb":  # in less than a second, no line of progress
-        assert written == b"begins\r\nepoch 1/2\r\nafter it\r\n"
+        assert written == "begins\nepoch 1/2\nafter it\n"
         return
-    assert re.search(r"█+ +step 1/4.*█+ +step 2/4", written.decode(), re.DOTALL)
-    lines = [line.rpartition("\r")[2] for line in written.decode().split("\r\n")]
-    assert lines == ["begins", "epoch 1/2", "after it", ""]  # the bar is gone
+    assert re.search(r"█+ +step 1/4.*█+ +step 2/4", written, re.DOTALL)
+    assert left_on_screen(written) == ["begins", "epoch 1/2", "after it", ""]  # the bar is gone
+
+
+COLOURED = """
+from ddp_mnist.errors import CheckFailed, one_line
+from ddp_mnist.run.console import Console, tell
+from ddp_mnist.run.results import warned
+with Console(True) as console:
+    console.draw(0, "checking data ...")
+    console.print(str(warned("data", "cannot be reached", "set HF_ENDPOINT")))
+tell(one_line(CheckFailed("--run-dir runs/a: holds a run; add --resume runs/a to the command")))
+"""
+
+
+def test_on_a_terminal_a_status_has_its_colour_and_an_error_breaks_between_words(
+    tmp_path: Path,
+) -> None:
+    shown = on_terminal("-c", COLOURED, folder=tmp_path, columns=63)[1]
+    assert "checking data ..." in shown
+    lines = left_on_screen(shown)
+    assert lines[0] == "\x1b[1;33mWARN\x1b[0m  data           cannot be reached"
+    assert lines[1].strip() == "-> set HF_ENDPOINT"
+    assert lines[2:] == [  # `--resume runs/a` would be cut in two at column 63
+        "ddp-mnist: error: --run-dir runs/a: holds a run; add",
+        "--resume runs/a to the command (code 1)",
+        "",
+    ]
+    for variables in ({"NO_COLOR": "1"}, {"TERM": "dumb"}):
+        plain = on_terminal("-c", COLOURED, folder=tmp_path, variables=variables)[1]
+        assert "WARN  data           cannot be reached\n" in plain
+        assert "\x1b[1" not in plain
+        assert ("checking" in plain) == ("NO_COLOR" in variables)
+    piped = python("-c", COLOURED, folder=tmp_path)
+    assert "checking" not in piped.out and "\x1b" not in piped.out
+    assert piped.err.count("\n") == 1
+
+
+def test_what_is_copied_stays_on_one_line() -> None:
+    """A command that breaks would be two commands."""
+    copied = (
+        "python -m ddp_mnist report runs/a",
+        "pip install onnx onnxscript onnxruntime",
+        "--resume runs/a-run-with-a-long-name",
+        "make train-multinode MACHINE_RANK=0",
+        "/a/very/long/path/" * 4,
+    )
+    for text in copied:
+        for columns in range(20, 90, 7):
+            lines = wrapped(f"some words before; {text}, and others behind it", columns)
+            assert sum(text in line for line in lines) == 1, (columns, lines)
+            assert " ".join(lines) == f"some words before; {text}, and others behind it"
+            assert [line for line in lines if len(line) > columns and text not in line] == []
 
 
 def test_a_panel_fits_in_80_columns() -> None:

@@ -37,7 +37,7 @@ from ddp_mnist.run.folder import read_json
 from ddp_mnist.run.results import FAIL, PASS, WARN, CheckResult, failed, passed, warned, worst
 from ddp_mnist.verbs.flags import Doctor
 from ddp_mnist.verbs.multinode import Node
-from tests.commands import Ended, Typed
+from tests.commands import Ended, Typed, left_on_screen, on_terminal
 
 Patch = pytest.MonkeyPatch
 Found = dict[str, list[CheckResult]]
@@ -516,6 +516,20 @@ def test_the_main_address(
     assert_found(result, status, text, fix)
 
 
+@pytest.mark.system
+def test_on_a_terminal_the_check_that_runs_is_shown_and_then_gone(tmp_path: Path) -> None:
+    command = ("-m", "ddp_mnist", "doctor", "--dataset", "digits")
+    code, written = on_terminal(*command, folder=tmp_path)
+    assert code == 0, written
+    shown = re.findall(r"(checking|starting|waiting) ([^.]*) \.\.\.", written)
+    names = ["data set", "2 processes", "right results", "training"]
+    assert [what for _, what in dict.fromkeys(shown) if what in names] == names
+    *lines, verdict, _ = left_on_screen(written)
+    begins = re.compile(r"\x1b\[1;3[123]m(PASS|WARN|FAIL)\x1b\[0m  | {21}")
+    assert [line for line in lines if not begins.match(line)] == []
+    assert re.fullmatch(r"verdict: \x1b\[1;3[23]m(PASS|WARN)\x1b\[0m", verdict)
+
+
 def test_a_machine_alone_meets_nobody() -> None:
     lone = dataclasses.replace(node("127.0.0.1"), num_machines=1)
     assert [result.name for result in preflight.check_node(lone, timeout_s=1)] == ["main address"]
@@ -532,11 +546,19 @@ def test_two_machines_meet_and_compare_numbers(processes: int, status: str, last
     port = free_port()
     second = dataclasses.replace(node("127.0.0.1", 1, port), nproc_per_node=processes)
     nodes = (node("127.0.0.1", port=port), second)
+    said: dict[int, list[str]] = {0: [], 1: []}
+
+    def check(each: Node) -> list[CheckResult]:
+        return list(preflight.check_node(each, 10, said[each.machine_rank].append))
+
     with ThreadPoolExecutor(2) as pool:
-        both = list(pool.map(lambda each: list(preflight.check_node(each, timeout_s=10)), nodes))
+        both = list(pool.map(check, nodes))
     for results in both:
         assert [result.name for result in results] == ["main address", "meeting"]
         assert_found(results[-1], status, last, "")
+    where = f"at 127.0.0.1:{port}"
+    assert said[0] == [f"waiting up to 10 s for machine 1 {where}"]
+    assert said[1] == [f"waiting up to 10 s for machine 0 {where}"]
 
 
 # --- The verdict

@@ -8,6 +8,7 @@ import json
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 from ddp_mnist.cluster import hardware
@@ -21,7 +22,7 @@ from ddp_mnist.doctor.group import check_group
 from ddp_mnist.doctor.machine import check_machine, takes_one_process
 from ddp_mnist.doctor.preflight import check_node
 from ddp_mnist.errors import CheckFailed, DdpMnistError, FailedElsewhere, StorageError, UsageError
-from ddp_mnist.run.console import Console, tell
+from ddp_mnist.run.console import Console, coloured, tell
 from ddp_mnist.run.folder import check_place, save_json
 from ddp_mnist.run.results import (
     FAIL,
@@ -59,7 +60,8 @@ def run(flags: Doctor, distribution: Distribution) -> None:
     processes = flags.processes or hardware.default_processes(2) if alone else launch.world_size
     flags = replace(flags, dataset=dataset, processes=processes)
     if alone:
-        results = list(told(check_machine(flags), console.print))
+        with console:
+            results = list(told(check_machine(flags, partial(console.draw, 0)), console.print))
         results += check_processes(processes, flags, distribution)
     else:
         results = check_together(flags, distribution, machines=True)
@@ -74,7 +76,7 @@ def run(flags: Doctor, distribution: Distribution) -> None:
     if save:
         save_json(save, verdict)
     Console(is_rank0 and flags.json).print(json.dumps(verdict))
-    console.print(f"verdict: {verdict['verdict']}")
+    console.print(f"verdict: {coloured(verdict['verdict'])}")
     if wrong := failure_summary("doctor", results):
         raise CheckFailed(wrong) if is_rank0 else FailedElsewhere(wrong, CheckFailed.code)
 
@@ -84,8 +86,12 @@ def run_preflight(node: Node, timeout_s: float, flags: Doctor) -> None:
 
     Raise CheckFailed where a check says FAIL.
     """
-    say, who = tell if flags.json else Console(True).print, f"machine {node.machine_rank}"
-    results = list(told(check_node(node, timeout_s), lambda line: say(f"{who}: {line}")))
+    out, who = tell if flags.json else Console(True).print, f"machine {node.machine_rank}"
+
+    def say(line: str) -> None:
+        out(f"{who}: {line}")
+
+    results = list(told(check_node(node, timeout_s, say), say))
     if wrong := failure_summary("doctor", results):
         verdict = results_as_json(results, "findings", verdict=FAIL, processes=0)
         if flags.save:
@@ -113,7 +119,9 @@ def check_processes(size: int, flags: Doctor, distribution: Distribution) -> lis
             text = f"{size} on the CPU, as the GPU takes one at a time (Exclusive_Process)"
             notes = list(told([passed("processes", text)], Console(not flags.json).print))
         members = (size, check_together, flags, distribution, False)
-        return notes + run_world(*members, folder=Path.cwd(), timeout_s=timeout_s)[0]
+        with Console(not flags.json) as console:
+            console.draw(0, f"starting {size} processes ...")
+            return notes + run_world(*members, folder=Path.cwd(), timeout_s=timeout_s)[0]
     except (OSError, RuntimeError, ValueError) as error:  # one was killed, or came to no end
         text = f"{size} of this machine: {type(error).__name__}: {error}"
         wrong = failed("processes", text, "see dmesg for what killed it, or try --processes 2")
@@ -125,15 +133,22 @@ def check_processes(size: int, flags: Doctor, distribution: Distribution) -> lis
 def check_together(flags: Doctor, distribution: Distribution, machines: bool) -> list[CheckResult]:
     """Return what all ranks find together; rank 0 prints it. See `check_group`."""
     launch, clock, results = find_launch(distribution), time.monotonic(), list[CheckResult]()
-    say = Console(launch.rank == 0 and not flags.json).print
+    console = Console(launch.rank == 0 and not flags.json)
+    console.draw(0, f"waiting up to {distribution.dist_timeout:g} s for all to connect ...")
     try:
-        with join_world(distribution, launch) as world, narrated_elsewhere(world, not flags.json):
+        with (
+            console,
+            join_world(distribution, launch) as world,
+            narrated_elsewhere(world, not flags.json),
+        ):
             met_s = time.monotonic() - clock
-            for result in told(check_group(world, flags, machines, met_s), say):
+            checks = check_group(world, flags, machines, met_s, partial(console.draw, 0))
+            for result in told(checks, console.print):
                 results.append(result)
     except StorageError:  # of stdout
         raise
     except DdpMnistError as error:
         if worst(results) != FAIL:  # a check that failed says more
-            results += told([from_error("the end" if results else "rendezvous", error)], say)
+            end = from_error("the end" if results else "rendezvous", error)
+            results += told([end], console.print)
     return results

@@ -74,9 +74,9 @@ class Group:
 
 
 def check_group(
-    world: World, options: Doctor, machines: bool, met_s: float
+    world: World, options: Doctor, machines: bool, met_s: float, now: Callable[[str], object] = bool
 ) -> Iterator[CheckResult]:
-    """Check one after the other, with `machines` each machine alone first.
+    """Check one after the other, told to `now` first; with `machines` each machine alone first.
 
     Raise CheckFailed, after a FAIL, if a check ends with an error, here or on another rank: the
     others have to learn of it, since they would wait for this rank in the next check.
@@ -89,6 +89,7 @@ def check_group(
     checks = [machines_alone, *checks] if machines else checks
     checks = [*checks, burn_in] if options.minutes else checks
     for function in checks:
+        now(f"checking {function.__name__.replace('_', ' ')} ...")
         try:
             yield from function(group)
         except (RuntimeError, ValueError, DdpMnistError) as error:

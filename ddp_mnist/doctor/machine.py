@@ -6,7 +6,7 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Any
@@ -38,9 +38,10 @@ SMI_FIELDS = (
 )
 
 
-def check_machine(options: Doctor) -> Iterator[CheckResult]:
-    """Yield the results of each check; one that breaks down is a FAIL too."""
+def check_machine(options: Doctor, now: Callable[[str], object] = bool) -> Iterator[CheckResult]:
+    """Yield the results of each check, told to `now` first; one that breaks down is a FAIL too."""
     for checks in CHECKS:
+        now(f"checking {checks.__name__.replace('_', ' ')} ...")
         try:
             yield from checks(options)
         except Exception as error:  # whatever it is, the rest is still worth knowing

@@ -1,19 +1,29 @@
 """Checks between machines, before a process starts: name, who is there."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from ddp_mnist.cluster import interfaces
+from ddp_mnist.cluster.store import listed
 from ddp_mnist.errors import DdpMnistError, reason
 from ddp_mnist.run.results import FAIL, WARN, CheckResult, check, failed, from_error, passed
 from ddp_mnist.verbs.multinode import Node, meet
 
 
-def check_node(node: Node, timeout_s: float) -> Iterator[CheckResult]:
-    """Yield one machine's results in the order in which things have to work, up to a FAIL."""
+def check_node(
+    node: Node, timeout_s: float, say: Callable[[str], object] = bool
+) -> Iterator[CheckResult]:
+    """Yield one machine's results in the order in which things have to work, up to a FAIL.
+
+    Say whom it waits for before it does.
+    """
     yield (address := main_address(node))
     if address.status == FAIL or node.num_machines == 1:
         return
+    others = [rank for rank in range(node.num_machines) if rank != node.machine_rank]
+    who = f"machine{'s' * (len(others) > 1)} {listed(others)}"
+    where = f"{node.main_process_ip}:{node.main_process_port}"
+    say(f"waiting up to {timeout_s:g} s for {who} at {where}")
     clock = time.monotonic()
     try:
         meet(node, timeout_s)
@@ -23,7 +33,6 @@ def check_node(node: Node, timeout_s: float) -> Iterator[CheckResult]:
         text = f"machine 0 went away ({reason(error)})"
         yield failed("meeting", text, "see what it says there, then start again")
     else:
-        where = f"{node.main_process_ip}:{node.main_process_port}"
         text = f"{node.num_machines} machines connected at {where}"
         yield passed("meeting", f"{text} in {time.monotonic() - clock:.1f} s")
 

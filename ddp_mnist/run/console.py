@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import sys
 import textwrap
 import time
@@ -14,6 +15,14 @@ from ddp_mnist.errors import StorageError, printable, reason
 
 BAR = "{bar:8} {desc}"
 SECONDS_BETWEEN = 1.0  # two lines of progress, where there is no terminal
+COLUMNS = 80  # of wrapped lines
+COLOURS = {"PASS": "32", "WARN": "33", "FAIL": "31"}  # green, yellow and red, as ECMA-48 has them
+# What a person copies: a command with its first words, a flag with its value. A line that breaks in
+# it would be two.
+COPIED = re.compile(
+    r"(?<!\S)(?:(?:\S*python3?|ddp-mnist|pip|make|hf|torchrun|accelerate)(?: [^\s,;()]+){1,6}"
+    r"|--?[a-z][\w-]* [^\s,;()]+)"
+)
 
 
 class Console:
@@ -66,6 +75,7 @@ class Console:
         if self._bar is None:
             from tqdm import tqdm
 
+            sys.stdout.write("\r\x1b[K")  # a bar of the process that started this one
             self._bar = tqdm(
                 total=1, bar_format=BAR, file=sys.stdout, leave=False, dynamic_ncols=True
             )
@@ -76,6 +86,27 @@ class Console:
 def draws(stream: TextIO) -> bool:
     """Return whether a stream is a terminal on which a bar can be drawn over and over."""
     return stream.isatty() and os.environ.get("TERM") != "dumb"
+
+
+def coloured(status: str, text: str = "") -> str:
+    """Return the text, or PASS, WARN or FAIL itself, in that one's colour where stdout shows it.
+
+    NO_COLOR (no-color.org) is respected.
+    """
+    if os.environ.get("NO_COLOR") or not draws(sys.stdout):
+        return text or status
+    return f"\x1b[1;{COLOURS[status]}m{text or status}\x1b[0m"
+
+
+def wrapped(text: str, columns: int = COLUMNS, first: str = "", rest: str = "") -> list[str]:
+    """Return lines that break between words; a path, or what is COPIED, stays whole.
+
+    They begin with `first`, and all but the first with `rest`.
+    """
+    whole = COPIED.sub(lambda found: found[0].replace(" ", "\xa0"), text)
+    wrapper = textwrap.TextWrapper(columns, break_long_words=False, break_on_hyphens=False)
+    wrapper.initial_indent, wrapper.subsequent_indent = first, rest
+    return [line.replace("\xa0", " ") for line in wrapper.wrap(whole)]
 
 
 def as_json(content: Any, indent: int | None = None, ascii_only: bool = False) -> str:
@@ -92,19 +123,19 @@ def json_line(content: dict[str, Any]) -> str:
 
 
 def panel(lines: dict[str, str]) -> str:
-    """Return a line for each name and its text, wrapped at 80 columns; paths stay whole."""
-    wrapper = textwrap.TextWrapper(80, break_long_words=False, break_on_hyphens=False)
-    wrapper.subsequent_indent = " " * 11
-    wrapped = []
-    for name, text in lines.items():
-        wrapper.initial_indent = f"{name:<10} "
-        wrapped += wrapper.wrap(text)
-    return "\n".join(wrapped)
+    """Return a line for each name and its text, wrapped; see `wrapped`."""
+    each = (wrapped(text, COLUMNS, f"{name:<10} ", " " * 11) for name, text in lines.items())
+    return "\n".join(line for several in each for line in several)
 
 
 def tell(line: str, write: Callable[..., None] = print) -> None:
-    """Print a line on stderr; where that cannot be written either, the exit code has to do."""
+    """Print a line on stderr; where that cannot be written either, the exit code has to do.
+
+    A terminal would break a long one in the middle of a word.
+    """
     try:
+        if sys.stderr.isatty() and len(line) > (width := shutil.get_terminal_size().columns):
+            line = "\n".join(wrapped(line, width))
         write(line, file=sys.stderr)
         sys.stderr.flush()
     except OSError:

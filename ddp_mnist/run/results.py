@@ -1,7 +1,6 @@
 """One record of a checked thing, for verify, doctor and bench: its line, fix and figures."""
 
 import platform
-import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import date
@@ -10,10 +9,11 @@ from typing import Any
 
 from ddp_mnist.cluster import hardware
 from ddp_mnist.errors import DdpMnistError
+from ddp_mnist.run.console import COLUMNS, coloured, wrapped
 from ddp_mnist.run.versions import package_versions
 
 PASS, WARN, FAIL = "PASS", "WARN", "FAIL"
-COLUMNS, INDENT = 80, " " * 21
+INDENT = " " * 21
 FIX = "do what their lines say, then check again"
 
 
@@ -29,12 +29,11 @@ class CheckResult:
     figures: dict[str, float] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        """Return it in 80 columns; the fix begins on a line of its own."""
+        """Return it in 80 columns, and in colour; the fix begins on a line of its own."""
         head = f"{self.status}  {self.name:<14} "
-        lines = textwrap.wrap(self.text, COLUMNS, initial_indent=head, subsequent_indent=INDENT)
-        arrow, rest = f"{INDENT}-> ", f"{INDENT}   "
-        lines += textwrap.wrap(self.fix, COLUMNS, initial_indent=arrow, subsequent_indent=rest)
-        return "\n".join(lines)
+        lines = wrapped(self.text, COLUMNS, head, INDENT)
+        lines += wrapped(self.fix, COLUMNS, f"{INDENT}-> ", f"{INDENT}   ")
+        return coloured(self.status) + "\n".join(lines).removeprefix(self.status)
 
 
 passed, warned, failed = (partial(CheckResult, status) for status in (PASS, WARN, FAIL))

@@ -27,7 +27,7 @@ from ddp_mnist.data.sources import from_anywhere
 from ddp_mnist.errors import CheckFailed, DdpMnistError, UsageError
 from ddp_mnist.faults import prepare_padded
 from ddp_mnist.run import results, weights
-from ddp_mnist.run.console import Console
+from ddp_mnist.run.console import Console, coloured
 from ddp_mnist.run.evaluation import evaluate_split, prepare_split
 from ddp_mnist.run.folder import check_place, save_json
 from ddp_mnist.run.results import FAIL, PASS, CheckResult
@@ -84,7 +84,8 @@ def run(flags: Verify) -> None:
     save_json(save, results.describe(checks, "checks", **head))
     if wrong := failure_summary(checks, flags.inject):
         raise CheckFailed(wrong)
-    console.print(f"all {len(checks)} checks passed; written to {save}")
+    passed = coloured(PASS, f"all {len(checks)} checks passed")
+    console.print(f"{passed}; written to {save}")
 
 
 def explained(check: CheckResult, model: str, fault: str | None) -> CheckResult:
