@@ -1,5 +1,6 @@
 import importlib.metadata
 import json
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -51,21 +52,24 @@ def test_a_ratio_is_of_what_was_measured_in_one_round() -> None:
     assert str(ratio([1] * 5, [2] * 5)) == "0.500  (90 %: 0.500 to 0.500, n = 5)"
 
 
-def test_rounds_alternate_and_the_first_is_discarded(capsys: pytest.CaptureFixture[str]) -> None:
+def test_rounds_alternate_and_the_first_is_discarded(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     order: list[str] = []
 
     def measure(kind: str) -> int:
         order.append(kind)
         return len(order)
 
-    assert figures.alternate("ab", 2, measure, True) == {"a": [3, 6], "b": [4, 5]}
+    monkeypatch.setattr(time, "monotonic", lambda: 31.0 * len(order))  # 62 s a round
+    assert figures.alternate("ab", 2, measure, "2 processes") == {"a": [3, 6], "b": [4, 5]}
     assert "".join(order) == "baabba"
     assert capsys.readouterr().err.splitlines() == [
-        "warm-up: a 2, b 1",
-        "round 1 of 2: a 3, b 4",
-        "round 2 of 2: a 6, b 5",
+        "2 processes, warm-up, 2:04 left: a 2, b 1",
+        "2 processes, round 1 of 2, 1:02 left: a 3, b 4",
+        "2 processes, round 2 of 2, 0:00 left: a 6, b 5",
     ]
-    assert figures.alternate("ab", 1, ord, False) == {"a": [97], "b": [98]}
+    assert figures.alternate("ab", 1, ord, "") == {"a": [97], "b": [98]}
     assert capsys.readouterr().err == ""
 
 
@@ -200,12 +204,15 @@ def test_a_goal_stands_beside_its_figure_and_missed_fails_a_check(
 ) -> None:
     monkeypatch.setitem(benches.BENCHES, "loop", lambda *_: [SPEED, result])
     ended = typed("bench", "loop", "--dataset", "digits", *flags)
-    _, shown, last = ended.out.splitlines()
+    begins, _, shown = ended.out.splitlines()
+    assert begins == "loop on digits: a warm-up and 11 rounds of each comparison"
     code = int(bool(flags) and mark == "missed")
     assert ended.code == code
     assert f"{result.figures['median']:.3f}  (90 %: " in shown
     assert shown.endswith(f", n = 7)  goal {mark}: {GOAL}")
-    report = json.loads(last)
+    again = typed("bench", "loop", "--dataset", "digits", "--json", *flags)
+    assert (again.code, again.err) == (code, ended.err)
+    report = json.loads(again.out)  # and nothing else
     speed, described = report["rows"]
     assert speed["figures"] == {"median": 1050.0, "low": 1000.0, "high": 1100.0, "n": 2}
     assert (described["status"], described["figures"]) == (result.status, result.figures)

@@ -22,7 +22,7 @@ from ddp_mnist.cluster.local_world import backend_among, preload, run_world
 from ddp_mnist.config import Distribution, Run, TrainConfig
 from ddp_mnist.data import cache
 from ddp_mnist.errors import CheckFailed, UsageError
-from ddp_mnist.run.console import Console
+from ddp_mnist.run.console import Console, coloured
 from ddp_mnist.run.folder import METRICS
 from ddp_mnist.run.results import CheckResult, describe, failure_summary
 from ddp_mnist.verbs.flags import Bench
@@ -107,7 +107,7 @@ def startup(flags: Bench, _processes: int) -> list[CheckResult]:
     train += ["--cache-dir", flags.cache_dir] if flags.cache_dir else []
     commands = {"baseline program": ["-c", BASELINE], "train": train}
     measured = alternate(
-        list(commands), flags.repeats, lambda kind: seconds_to_first_step(commands[kind]), True
+        list(commands), flags.repeats, lambda kind: seconds_to_first_step(commands[kind]), "startup"
     )
     results = [spread(measured[kind]).beside(f"{kind}, s") for kind in commands]
     over = ratio(measured["train"], measured["baseline program"])
@@ -136,11 +136,11 @@ BENCHES = {bench.__name__: bench for bench in (loop, startup, scaling)}
 
 
 def run(flags: Bench) -> None:
-    """Print each figure beside its goal, then all as one line of JSON.
+    """Print each figure beside its goal, or all as one line of JSON.
 
     With --check, raise CheckFailed where a goal is missed.
     """
-    console, what = Console(True), flags.what
+    console, what = Console(not flags.json), flags.what
     dataset, notes = cache.choose(flags.dataset, flags.cache_dir)
     processes = flags.processes or hardware.default_processes(2 if what == "loop" else 1)
     if processes == 1 and what == "loop":
@@ -153,10 +153,13 @@ def run(flags: Bench) -> None:
             " compare the ratios below, not the speeds, with those of processes that have one each"
         )
     cache.load(dataset, flags.cache_dir)  # decodes the images before anything is timed
+    console.print(f"{what} on {dataset}: a warm-up and {flags.repeats} rounds of each comparison")
     results = BENCHES[what](replace(flags, dataset=dataset), processes)
     for result in results:
-        console.print(f"{result.name:<52} {result.text}")
+        figure, word, goal = result.text.partition("goal ")
+        goal = word and coloured(result.status, word + goal)
+        console.print(f"{result.name:<52} {figure}{goal}")
     head = {"bench": what, "dataset": dataset, "processes": processes, "repeats": flags.repeats}
-    console.print(json.dumps(describe(results, "rows", **head)))
+    Console(flags.json).print(json.dumps(describe(results, "rows", **head)))
     if flags.check and (summary := failure_summary(f"bench {what}", results, FIX)):
         raise CheckFailed(summary)

@@ -3,6 +3,7 @@
 import itertools
 import math
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -58,18 +59,22 @@ def ratio(
 
 
 def alternate(
-    kinds: Sequence[str], repeats: int, measure: Callable[[str], float], verbose: bool
+    kinds: Sequence[str], repeats: int, measure: Callable[[str], float], who: str
 ) -> dict[str, list[float]]:
     """Return measure(kind) of each kind in `repeats` rounds, every other one in reverse order.
 
-    A first round is discarded. `verbose` reports each on stderr, for the person who waits.
+    A first round is discarded. Unless `who` measures is "", it reports each round on stderr, with
+    the time left, for the person who waits.
     """
     measured: dict[str, list[float]] = {kind: [] for kind in kinds}
+    begun = time.monotonic()
     for number in range(-1, repeats):
         figures = {kind: measure(kind) for kind in (kinds if number % 2 == 0 else reversed(kinds))}
         for kind in kinds if number >= 0 else ():
             measured[kind].append(figures[kind])
-        if verbose:
+        if who:
+            left_s = (time.monotonic() - begun) / (number + 2) * (repeats - number - 1)
             name = f"round {number + 1} of {repeats}" if number >= 0 else "warm-up"
-            tell(f"{name}: {', '.join(f'{kind} {figures[kind]:.4g}' for kind in kinds)}")
+            shown = ", ".join(f"{kind} {figures[kind]:.4g}" for kind in kinds)
+            tell(f"{who}, {name}, {left_s // 60:.0f}:{left_s % 60:02.0f} left: {shown}")
     return measured

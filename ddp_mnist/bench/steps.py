@@ -27,6 +27,7 @@ from ddp_mnist.data.batches import GlobalBatches, ImageData, Rows, make_loader
 from ddp_mnist.optim import make_optimizer
 from ddp_mnist.plain_ddp import train_plain
 from ddp_mnist.run.session import Session
+from ddp_mnist.run.summary import count
 from ddp_mnist.train import build_model, fit
 
 
@@ -44,7 +45,8 @@ def time_steps(
             world.accelerator.free_memory()
             return len(run.images.train_labels) / seconds
 
-        return alternate(kinds, repeats, measure, world.accelerator.is_main_process)
+        who = count(world.accelerator.num_processes, "process")
+        return alternate(kinds, repeats, measure, who * world.accelerator.is_main_process)
 
 
 def shortened(config: TrainConfig, world: World, images: ImageData, steps: int) -> Session:

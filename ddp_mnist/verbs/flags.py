@@ -135,3 +135,4 @@ class Bench(Flags):
     )
     repeats: int = flag(11, "Number of rounds.", least=5, most=10**4)
     check: bool = flag(False, "End with exit code 1 if a goal is missed.")
+    json: bool = flag(False, "Print one JSON object on stdout.")
