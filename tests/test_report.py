@@ -20,12 +20,15 @@ import torch
 
 from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.data import cache
+from ddp_mnist.data.reading import Reading
 from ddp_mnist.errors import CheckpointError
+from ddp_mnist.run import weights
 from ddp_mnist.run.folder import RunFolder, read_json
 from ddp_mnist.verbs import plots, report
 from ddp_mnist.verbs.flags import Report
 from ddp_mnist.verify.watch import just_train, proof_config, train_until
 from tests.commands import Typed, require_programs
+from tests.test_names import write_images
 
 ANYWHERE = Report(())  # the images lie where they lay
 
@@ -289,6 +292,68 @@ def test_a_run_whose_forward_passes_were_not_timed_is_shown(folder: Path, tmp_pa
     (run / "summary.json").write_text(json.dumps(summary))
     [path] = write(run)
     assert "Forward pass, ms" in words(path)
+
+
+# --- What to make of it
+
+
+def test_a_mistake_has_its_file_and_many_classes_their_top_5(tmp_path: Path) -> None:
+    classes = [f"class-{number:02d}" for number in range(20)]
+    write_images(photos := tmp_path / "photos", 200, classes)
+    own = proof_config("own", model="mlp", epochs=1, batch_size=24, val_size=0)
+    run_of_photos = dataclasses.replace(own.run, dataset=str(photos), test_size=60)
+    run_world(1, just_train, dataclasses.replace(own, run=run_of_photos), folder=tmp_path)
+    path = tmp_path / "own"
+    run = report.read_run(path)
+    assert report.find_mistakes(run, path, ANYWHERE) == ""
+    assert len(run.mistakes) == report.MOST_WRONG
+    for mistake in run.mistakes:
+        file = photos / mistake["place"]
+        assert file.parent.name == mistake["label"]
+        stored = base64.b64decode(mistake["png"].partition(",")[2])
+        with PIL.Image.open(file) as given, PIL.Image.open(io.BytesIO(stored)) as shown:
+            assert given.tobytes() == shown.tobytes()
+    [page] = write(path)
+    assert run.mistakes[0]["place"] in words(page)
+    images = cache.load(str(photos), None, Reading(test_size=60))
+    trained = weights.from_bytes(weights.read_bytes(str(path)), "")
+    with torch.inference_mode():
+        five = trained.model(images.test_images).argsort(1, descending=True)[:, :5]
+    right = [
+        label in row for label, row in zip(images.test_labels.tolist(), five.tolist(), strict=True)
+    ]
+    value, _ = figures(page.read_text())["own", "top_accuracy"]
+    assert float(value) == pytest.approx(sum(right) / len(right), abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("trained", "validated", "recipe", "said"),
+    [
+        (1.0, 0.56, {}, "(overfitting). To try next: more images, or --augment, or --weights of a"),
+        (1.0, 0.56, {"augment": True, "weights": "x"}, "(overfitting). To try next: more images."),
+        (0.5, 0.45, {}, "(underfitting). To try next: more --epochs, or a larger --image-size,"),
+        (0.97, 0.96, {}, "(neither over- nor underfitting). To try next: more images, or more --e"),
+    ],
+)
+def test_what_train_and_validation_say_together(
+    trained: float, validated: float, recipe: dict[str, Any], said: str
+) -> None:
+    metrics = [
+        {"epoch": 0, "accuracy": 0.1},
+        {"epoch": 1, "accuracy": trained - 0.02},
+        {"epoch": 1, "accuracy": trained + 0.02},
+        {"epoch": 1, "val_accuracy": validated},
+    ]
+    config = {"recipe": {"augment": False, "weights": None} | recipe}
+    summary: dict[str, Any] = {"val_accuracy": validated, "test_accuracy": 0.3}
+    run = report.ReportedRun("a", config, metrics, summary, {})
+    sentence = report.said_together(run)
+    assert f"{trained:.4f} of the training images" in sentence
+    assert f"{validated:.4f} of the validation images: " in sentence
+    assert said in sentence
+    summary["val_accuracy"] = None  # --val-size 0: the test takes its place
+    assert "0.3000 of the test images: the net" in report.said_together(run)
+    assert report.said_together(dataclasses.replace(run, metrics=[])) == ""
 
 
 # --- In a browser

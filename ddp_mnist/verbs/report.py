@@ -21,7 +21,8 @@ import PIL.Image
 import torch
 
 from ddp_mnist.data import cache
-from ddp_mnist.data.batches import images_a_pass
+from ddp_mnist.data.batches import ImageData, images_a_pass
+from ddp_mnist.data.names import files_of_test
 from ddp_mnist.data.reading import Reading
 from ddp_mnist.data.sources import find_source
 from ddp_mnist.errors import CheckpointError, DataError, DdpMnistError, printable, reason
@@ -34,6 +35,9 @@ from ddp_mnist.verbs.flags import Report
 from ddp_mnist.verbs.render import render
 
 MOST_WRONG = 24
+TOP, TOP_FROM = 5, 20  # the top-5 accuracy is shown from so many classes on
+GAP = 0.1  # of two accuracies, above which a net has learned its training images by heart
+LEARNED = 0.9  # of the training images
 NOT_IN_A_ROW = (
     "ranks",
     "confusion",
@@ -55,6 +59,7 @@ class ReportedRun:
     status: dict[str, Any]  # its state may be "killed" too
     mistakes: Sequence[dict[str, Any]] = ()  # the most certain ones first
     no_mistakes: str = "The run has not finished."  # why none are shown
+    top_accuracy: float | None = None  # share of test images whose class is among the TOP
 
 
 def run(flags: Report) -> None:
@@ -149,19 +154,65 @@ def find_mistakes(run: ReportedRun, path: Path, places: Report) -> str:
     certainty, guesses = probabilities.max(1)
     wrong = (guesses != images.test_labels).nonzero().flatten()
     certain_first = wrong[certainty[wrong].argsort(descending=True, stable=True)]
+    if len(trained.classes) >= TOP_FROM:
+        among = probabilities.topk(TOP).indices == images.test_labels[:, None]
+        run.top_accuracy = among.any(1).double().mean().item()
     run.no_mistakes = "There are none."
+    shown = certain_first[:MOST_WRONG].tolist()
+    named = places_of(shown, images, dataset, reading)
     run.mistakes = [
         {
             "index": index,  # in the test split
+            "place": named[index],
             "label": trained.classes[label := int(images.test_labels[index])],
             "label_probability": float(probabilities[index, label]),
             "guess": trained.classes[guesses[index]],
             "guess_probability": float(certainty[index]),
             "png": as_data_uri(images.test_images[index]),
         }
-        for index in certain_first[:MOST_WRONG].tolist()
+        for index in shown
     ]
     return ""
+
+
+def places_of(
+    rows: Sequence[int], images: ImageData, dataset: str, reading: Reading
+) -> dict[int, str]:
+    """Return for each row of the test split its file in the folder, or where else it is."""
+    source = find_source(dataset)
+    files = files_of_test(source.place, images, reading, rows) if source.kind == "folder" else {}
+    has_rows = source.kind in ("folder", "hub") and not images.test_drawn
+    other = "row {} of split test" if has_rows else "test image {}"
+    return {row: printable(str(files.get(row) or other.format(row))) for row in rows}
+
+
+def said_together(run: ReportedRun) -> str:
+    """Return what the accuracies of training and validation say together, and what to try next.
+
+    Without a validation the test takes its place; "" where no step was logged.
+    """
+    lines = [line for line in run.metrics if line.get("accuracy") is not None]
+    last = [line["accuracy"] for line in lines if line["epoch"] == lines[-1]["epoch"]]
+    if not last:
+        return ""
+    recipe, trained = run.config["recipe"], sum(last) / len(last)
+    split, other = "validation", run.summary["val_accuracy"]
+    if other is None:
+        split, other = "test", run.summary["test_accuracy"]
+    if trained - other > GAP:
+        what = "the net learned its images by heart (overfitting)"
+        tries = ["more images"] + ["--augment"] * (not recipe["augment"])
+        tries += ["--weights of a net that was trained on others"] * (not recipe["weights"])
+    elif max(trained, other) < LEARNED:
+        what = "the net has not learned its images yet (underfitting)"
+        tries = ["more --epochs", "a larger --image-size", "another --model"]
+    else:
+        what = "the net learned more than its images (neither over- nor underfitting)"
+        tries = ["more images", "more --epochs", "--preset accurate"]
+    return (
+        f"In the last epoch, {trained:.4f} of the training images were right, and {other:.4f} of"
+        f" the {split} images: {what}. To try next: {', or '.join(tries)}."
+    )
 
 
 def as_data_uri(image: torch.Tensor) -> str:
@@ -174,7 +225,7 @@ def as_data_uri(image: torch.Tensor) -> str:
 def render_page(runs: Sequence[ReportedRun], curves: dict[str, str]) -> str:
     """Return the page's HTML, with `curves`: an <svg> by its title."""
     rows, many = side_by_side(runs), MANY_CLASSES
-    parts = {"by_class": by_class, "confusions": confusions}
+    parts = {"by_class": by_class, "confusions": confusions, "said_together": said_together}
     return render("report.html", runs=runs, curves=curves, rows=rows, many=many, **parts)
 
 

@@ -1,0 +1,55 @@
+"""Which file an image of the test split came from: the cache of decoded images has no names."""
+
+import bisect
+import contextlib
+import functools
+from collections.abc import Iterable
+from pathlib import Path
+
+from ddp_mnist.data.batches import ImageData
+from ddp_mnist.data.decode import open_image, stored_pixels
+from ddp_mnist.data.folders import find_images, split_images
+from ddp_mnist.data.held_out import key_of
+from ddp_mnist.data.reading import Reading
+from ddp_mnist.errors import DataError
+
+
+def files_of_test(
+    folder: str, images: ImageData, reading: Reading, rows: Iterable[int]
+) -> dict[int, Path]:
+    """Return the file of each of these rows of the test split, relative to the folder of images.
+
+    Rows have the order of the files, also those that were drawn from train: a row is looked for by
+    bisection there. A file counts only if it has the row's key, so none is named wrongly; what is
+    not found is left out, as in a folder of tables. About ten files a row are decoded at most.
+    """
+    split = "train" if images.test_drawn else "test"
+    files: list[Path] = []
+    with contextlib.suppress(DataError):
+        files = split_images(find_images(folder, folder)[0], [], reading).get(split, [])
+    train, test = (
+        {key: row for row, key in enumerate(keys.tolist())}
+        for keys in (images.train_keys, images.test_keys)
+    )
+
+    @functools.cache
+    def key_at(place: int) -> int | None:
+        with contextlib.suppress(Exception), open_image(Path(folder, files[place])) as image:
+            return key_of(stored_pixels(image))
+        return None
+
+    def is_not_before(row: int, place: int) -> bool:
+        """Return whether the file at this place is that of the test's row, or behind it."""
+        key = key_at(place)
+        if key in test:
+            return test[key] >= row
+        return place - train.get(key or 0, place) > row  # test images before the file
+
+    found = {}
+    for row in rows:
+        behind = functools.partial(is_not_before, row)
+        drawn = images.test_drawn
+        place = bisect.bisect_left(range(len(files)), True, key=behind) if drawn else row
+        if place < len(files) and key_at(place) == images.test_keys[row]:
+            found[row] = files[place]
+    return found

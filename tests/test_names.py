@@ -1,0 +1,48 @@
+"""The file of each test image is found again, and none is named wrongly."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import PIL.Image
+import pytest
+
+from ddp_mnist.data import cache
+from ddp_mnist.data.decode import decode_image, open_image
+from ddp_mnist.data.names import files_of_test
+from ddp_mnist.data.reading import Reading
+
+
+def write_images(place: Path, count: int, classes: Sequence[str] = "abc") -> None:
+    """Write images of noise, each in the folder of its class."""
+    for number in range(count):
+        folder = place / classes[number % len(classes)]
+        folder.mkdir(parents=True, exist_ok=True)
+        pixels = np.random.default_rng(number).integers(0, 256, (8, 8, 3), dtype=np.uint8)
+        PIL.Image.fromarray(pixels).save(folder / f"{number}.png")
+
+
+@pytest.mark.parametrize("drawn", [False, True])
+def test_each_test_image_has_its_file_and_no_other(drawn: bool, tmp_path: Path) -> None:
+    folder = tmp_path / "photos"
+    if drawn:
+        write_images(folder, 90)
+        (folder / "a" / "0 copy.png").write_bytes((folder / "a" / "0.png").read_bytes())
+    else:
+        write_images(folder / "train", 30)
+        write_images(folder / "test", 30)
+    (folder / "notes.txt").write_text("no image")
+    reading = Reading(test_size=30 if drawn else None)
+    images = cache.load(str(folder), str(tmp_path / "cache"), reading)
+    rows = range(len(images.test_labels))
+    found = files_of_test(str(folder), images, reading, rows)
+    assert len(rows) > 20 and [*found] == [*rows]
+    for row, file in found.items():
+        assert file.parent.name == images.classes[images.test_labels[row]]
+        with open_image(folder / file) as image:
+            pixels = decode_image(image, images.preparation.shape)
+        assert np.array_equal(pixels, images.test_images[row])
+    gone = found[rows[-1]]
+    PIL.Image.new("RGB", (8, 8)).save(folder / gone)  # edited since
+    assert rows[-1] not in files_of_test(str(folder), images, reading, rows)
+    assert files_of_test(str(tmp_path / "cache"), images, reading, rows) == {}
