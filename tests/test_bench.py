@@ -197,6 +197,19 @@ FASTER = Figure(0.97, 0.96, 0.98, 7, is_ratio=True).beside("ratio", GOAL, True)
 SLOWER = Figure(0.9, 0.8, 0.99, 7, is_ratio=True).beside("ratio", GOAL, False)
 
 
+def test_a_line_of_bench_breaks_between_words_on_a_narrow_terminal(
+    typed: Typed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(benches.BENCHES, "loop", lambda *_: [SPEED, SLOWER])
+    monkeypatch.setattr(benches, "width_of", lambda *_, **__: 76)
+    _, speed, *ratio = typed("bench", "loop", "--dataset", "digits").out.splitlines()
+    assert speed == "train.py, images/s 1050  (1000 to 1100, n = 2)"
+    assert ratio == [
+        "ratio              0.900  (90 %: 0.800 to 0.990, n = 7)  goal missed: lower",
+        "                   end at least 0.95",
+    ]
+
+
 @pytest.mark.parametrize("flags", [[], ["--check"]])
 @pytest.mark.parametrize(("result", "mark"), [(FASTER, "met"), (SLOWER, "missed")])
 def test_a_goal_stands_beside_its_figure_and_missed_fails_a_check(

@@ -87,6 +87,12 @@ tell(one_line(CheckFailed("--run-dir runs/a: holds a run; add --resume runs/a to
 """
 
 
+NARROW = """
+from ddp_mnist.run.results import passed
+print(passed("training", "took all epochs of --epochs 20 and is done with them"))
+"""
+
+
 def test_on_a_terminal_a_status_has_its_colour_and_an_error_breaks_between_words(
     tmp_path: Path,
 ) -> None:
@@ -100,6 +106,9 @@ def test_on_a_terminal_a_status_has_its_colour_and_an_error_breaks_between_words
         "--resume runs/a to the command (code 1)",
         "",
     ]
+    narrow = left_on_screen(on_terminal("-c", NARROW, folder=tmp_path, columns=50)[1])
+    assert max(map(len, narrow)) <= 50
+    assert narrow[1:3] == [" " * 21 + "--epochs 20 and is done with", " " * 21 + "them"]
     for variables in ({"NO_COLOR": "1"}, {"TERM": "dumb"}):
         plain = on_terminal("-c", COLOURED, folder=tmp_path, variables=variables)[1]
         assert "WARN  data           cannot be reached\n" in plain
@@ -121,7 +130,7 @@ def test_what_is_copied_stays_on_one_line() -> None:
     )
     for text in copied:
         for columns in range(20, 90, 7):
-            lines = wrapped(f"some words before; {text}, and others behind it", columns)
+            lines = wrapped(f"some words before; {text}, and others behind it", columns=columns)
             assert sum(text in line for line in lines) == 1, (columns, lines)
             assert " ".join(lines) == f"some words before; {text}, and others behind it"
             assert [line for line in lines if len(line) > columns and text not in line] == []

@@ -458,7 +458,7 @@ def test_on_a_terminal_the_answers_are_a_table(
 
 
 def test_a_table_fits_its_terminal_as_far_as_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "70")
+    monkeypatch.setattr(verb, "width_of", lambda _: 70)
     shares = {"寺寺": 0.5, "a class of many words": 0.25, "b": 0.125}
     one = {"file": "a.png", "label": "寺寺", "probability": 0.5, "probabilities": shares}
     two = {"file": "bb.png", "label": "long-class-name", "probability": 1.0, "probabilities": {}}

@@ -380,7 +380,7 @@ def test_the_page_in_chromium(folder: Path, tmp_path: Path) -> None:
     assert path.stat().st_size < 1.5e6
     page, accuracy = chromium(path, "--dump-dom"), summary_of(run)["test_accuracy"]
     assert figures(page)["second", "test_accuracy"] == (str(accuracy), f"{accuracy:.4f}")
-    assert len(re.findall(r'<img [^>]*alt="Test image \d+: ', page)) == report.MOST_WRONG
+    assert len(re.findall(r'<img [^>]*alt="test image \d+: ', page)) == report.MOST_WRONG
     # frames of these widths, as a headless window is at least 500 wide
     frame = '<iframe src="report.html" style="width:{}px;height:900px"></iframe>'
     (probe := tmp_path / "probe.html").write_text(

@@ -22,7 +22,7 @@ from ddp_mnist.cluster.local_world import backend_among, preload, run_world
 from ddp_mnist.config import Distribution, Run, TrainConfig
 from ddp_mnist.data import cache
 from ddp_mnist.errors import CheckFailed, UsageError
-from ddp_mnist.run.console import Console, coloured
+from ddp_mnist.run.console import Console, coloured, width_of, wrapped
 from ddp_mnist.run.folder import METRICS
 from ddp_mnist.run.results import CheckResult, describe, failure_summary
 from ddp_mnist.verbs.flags import Bench
@@ -155,10 +155,12 @@ def run(flags: Bench) -> None:
     cache.load(dataset, flags.cache_dir)  # decodes the images before anything is timed
     console.print(f"{what} on {dataset}: a warm-up and {flags.repeats} rounds of each comparison")
     results = BENCHES[what](replace(flags, dataset=dataset), processes)
-    for result in results:
-        figure, word, goal = result.text.partition("goal ")
-        goal = word and coloured(result.status, word + goal)
-        console.print(f"{result.name:<52} {figure}{goal}")
+    columns = width_of(sys.stdout, elsewhere=1000)
+    width = max((len(result.name) for result in results), default=0)
+    for result in results:  # in a narrow terminal a goal stands below its figure
+        lines = wrapped(result.text, f"{result.name:<{width}} ", " " * (width + 1), columns)
+        figure, word, goal = "\n".join(lines).partition("goal ")
+        console.print(figure + (word and coloured(result.status, word + goal)))
     head = {"bench": what, "dataset": dataset, "processes": processes, "repeats": flags.repeats}
     Console(flags.json).print(json.dumps(describe(results, "rows", **head)))
     if flags.check and (summary := failure_summary(f"bench {what}", results, FIX)):

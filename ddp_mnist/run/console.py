@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import re
-import shutil
 import sys
 import textwrap
 import time
@@ -88,6 +87,13 @@ def draws(stream: TextIO) -> bool:
     return stream.isatty() and os.environ.get("TERM") != "dumb"
 
 
+def width_of(stream: TextIO, elsewhere: int = COLUMNS) -> int:
+    """Return the columns of a terminal; `elsewhere` of a file, a pipe, or one that does not say."""
+    with contextlib.suppress(OSError, ValueError):  # a test's stream has no number
+        return os.get_terminal_size(stream.fileno()).columns or elsewhere
+    return elsewhere
+
+
 def coloured(status: str, text: str = "") -> str:
     """Return the text, or PASS, WARN or FAIL itself, in that one's colour where stdout shows it.
 
@@ -98,11 +104,13 @@ def coloured(status: str, text: str = "") -> str:
     return f"\x1b[1;{COLOURS[status]}m{text or status}\x1b[0m"
 
 
-def wrapped(text: str, columns: int = COLUMNS, first: str = "", rest: str = "") -> list[str]:
+def wrapped(text: str, first: str = "", rest: str = "", columns: int | None = None) -> list[str]:
     """Return lines that break between words; a path, or what is COPIED, stays whole.
 
-    They begin with `first`, and all but the first with `rest`.
+    They begin with `first`, and all but the first with `rest`; they have 80 columns, or as many as
+    a narrower terminal on stdout.
     """
+    columns = columns or min(COLUMNS, width_of(sys.stdout))
     whole = COPIED.sub(lambda found: found[0].replace(" ", "\xa0"), text)
     wrapper = textwrap.TextWrapper(columns, break_long_words=False, break_on_hyphens=False)
     wrapper.initial_indent, wrapper.subsequent_indent = first, rest
@@ -124,7 +132,7 @@ def json_line(content: dict[str, Any]) -> str:
 
 def panel(lines: dict[str, str]) -> str:
     """Return a line for each name and its text, wrapped; see `wrapped`."""
-    each = (wrapped(text, COLUMNS, f"{name:<10} ", " " * 11) for name, text in lines.items())
+    each = (wrapped(text, f"{name:<10} ", " " * 11) for name, text in lines.items())
     return "\n".join(line for several in each for line in several)
 
 
@@ -134,8 +142,8 @@ def tell(line: str, write: Callable[..., None] = print) -> None:
     A terminal would break a long one in the middle of a word.
     """
     try:
-        if sys.stderr.isatty() and len(line) > (width := shutil.get_terminal_size().columns):
-            line = "\n".join(wrapped(line, width))
+        if len(line) > (columns := width_of(sys.stderr, elsewhere=len(line))):
+            line = "\n".join(wrapped(line, columns=columns))
         write(line, file=sys.stderr)
         sys.stderr.flush()
     except OSError:

@@ -9,7 +9,7 @@ from typing import Any
 
 from ddp_mnist.cluster import hardware
 from ddp_mnist.errors import DdpMnistError
-from ddp_mnist.run.console import COLUMNS, coloured, wrapped
+from ddp_mnist.run.console import coloured, wrapped
 from ddp_mnist.run.versions import package_versions
 
 PASS, WARN, FAIL = "PASS", "WARN", "FAIL"
@@ -29,10 +29,10 @@ class CheckResult:
     figures: dict[str, float] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        """Return it in 80 columns, and in colour; the fix begins on a line of its own."""
+        """Return it in 80 columns at most, and in colour; the fix begins on a line of its own."""
         head = f"{self.status}  {self.name:<14} "
-        lines = wrapped(self.text, COLUMNS, head, INDENT)
-        lines += wrapped(self.fix, COLUMNS, f"{INDENT}-> ", f"{INDENT}   ")
+        lines = wrapped(self.text, head, INDENT)
+        lines += wrapped(self.fix, f"{INDENT}-> ", f"{INDENT}   ")
         return coloured(self.status) + "\n".join(lines).removeprefix(self.status)
 
 

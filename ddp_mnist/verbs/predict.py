@@ -9,7 +9,6 @@ that is not 28x28 is a photo of a digit, see digit_photos.py.
 """
 
 import dataclasses
-import shutil
 import sys
 import textwrap
 import warnings
@@ -25,7 +24,7 @@ from ddp_mnist.data.decode import decode_image, open_image
 from ddp_mnist.data.preparation import Preparation
 from ddp_mnist.errors import DataError, UsageError, printable, reason
 from ddp_mnist.run import weights
-from ddp_mnist.run.console import Console, json_line, warn
+from ddp_mnist.run.console import Console, json_line, warn, width_of
 from ddp_mnist.run.folder import check_place, storage_errors
 from ddp_mnist.verbs.digit_photos import as_mnist
 from ddp_mnist.verbs.flags import Predict
@@ -58,7 +57,7 @@ def table(answers: Iterable[dict[str, Any]], files: Sequence[str]) -> Iterator[s
     """
     from tqdm.utils import disp_len  # a Chinese letter takes two columns
 
-    first, second, width = max(map(disp_len, files)), LABEL, shutil.get_terminal_size().columns
+    first, second, width = max(map(disp_len, files)), LABEL, width_of(sys.stdout)
 
     def row(file: str, label: str, rest: str) -> str:
         nonlocal second
