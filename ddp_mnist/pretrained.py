@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 from collections.abc import Callable, Sequence
+from http.client import HTTPException
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.request import urlopen
@@ -78,7 +79,7 @@ def fetch(weights: str, entry: "WeightsEnum", log: Callable[[str], None], progre
                 )
                 [begin_of_hash] = re.findall(r"-([0-9a-f]+)\.", file.name)
                 torch.hub.download_url_to_file(entry.url, str(file), begin_of_hash, progress)
-    except (OSError, RuntimeError) as error:  # the latter is of a file that has another hash
+    except (OSError, HTTPException, RuntimeError) as error:  # the last is of another hash
         if any(getattr(cause, "errno", None) in UNWRITABLE for cause in causes(error)):
             raise StorageError(
                 f"{file.parent}: cannot be written ({root_reason(error)}); set TORCH_HOME to"

@@ -6,6 +6,7 @@ torchvision's own files are not here: a net with random weights is laid where th
 import hashlib
 import http.server
 import re
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -110,6 +111,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
     server: Server
 
     def do_GET(self) -> None:
+        if "nonsense" in self.path:
+            self.wfile.write(b"nonsense\r\n\r\n")
+            return
         self.send_response(200)
         self.send_header("Content-Length", str(len(self.server.content)))
         self.end_headers()
@@ -166,6 +170,7 @@ def test_a_file_that_cannot_be_had_is_one_line_that_says_what_to_bring_where(
     place = f"http://127.0.0.1:{server.server_port}/net-0123abcd.pth"
     for url, why in (
         (place, r"invalid hash value .*"),  # the connection broke, or a proxy answers
+        (place.replace("net", "nonsense/net"), "nonsense"),
         ("http://127.0.0.1:1/net-0123abcd.pth", "Connection refused"),
         ((tmp_path / "net-0123abcd.pth").as_uri(), "No such file or directory"),
     ):
@@ -267,6 +272,7 @@ def test_a_run_begins_with_the_weights_and_goes_on_without_their_file(
     given = lay(torchvisions / FILE)
     command = ["train", "--dataset", "photos", "--model", NET, "--weights", "DEFAULT", "--lr"]
     command += ["1e-9", "--epochs", "1", "--batch-size", "10", "--val-size", "0"]
+    command += ["--checkpoint-every", "1"]
     ended = typed(*command, "--run-dir", "run")
     assert (ended.code, ended.err) == (0, "")
     said = " ".join(ended.out.split())
@@ -288,6 +294,14 @@ def test_a_run_begins_with_the_weights_and_goes_on_without_their_file(
     summary, config = read_json(Path("run/summary.json")), read_json(Path("run/config.json"))
     assert summary["weights"] == config["recipe"]["weights"] == "DEFAULT"
     assert note in summary["notes"] and config["run"]["image_size"] == "224"
+
+    shutil.copytree("run", "broken")
+    Path("broken/checkpoints/step-00000002.pt").unlink()
+    Path("broken/status.json").write_text('{"state": "preempted"}')
+    ended = typed(*command, "--resume", "broken")
+    assert (ended.code, ended.err) == (0, "")
+    assert "after step 1" in ended.out
+    assert weights.read_bytes("broken") == weights.read_bytes("run")  # bit for bit
 
     command[command.index("--epochs") + 1] = "2"
     ended = typed(*command, "--resume", "run")  # the command that started it, for one epoch more
