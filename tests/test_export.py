@@ -293,12 +293,17 @@ def test_the_card_of_a_run_from_the_hub_names_data_net_and_scores(
     (copy / "summary.json").write_text(json.dumps(summary))
     trained = weights.from_bytes(weights.read_bytes(str(run)), "")
     trained = dataclasses.replace(trained, architecture="torchvision:resnet18")
+    config = json.loads((run / "config.json").read_text())
+    config["recipe"]["weights"] = "/home/alice/resnet18.pth"
+    (copy / "config.json").write_text(json.dumps(config))
     flags = Export(str(copy), license="apache-2.0")
     text = export.model_card(trained, flags, ["model.safetensors", "model.onnx"])
     about: Any = ModelCard(text).data
     assert about.datasets == ["ylecun/mnist"] and about.license == "apache-2.0"
     names = ["image-classification", "ddp_mnist", "torchvision", "resnet18", "safetensors", "onnx"]
     assert about.tags == names
+    assert "| started from | the weights resnet18.pth |\n" in text
+    assert "alice" not in text
     assert about.metrics == ["accuracy", "f1"]
     scores = {result.metric_type: result.metric_value for result in about.eval_results or []}
     assert scores == {"accuracy": summary["test_accuracy"], "f1": 0.5}
