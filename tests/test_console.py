@@ -25,8 +25,10 @@ from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.cluster.signals import StopSignals
 from ddp_mnist.data import cache
 from ddp_mnist.run.console import Console, as_json, json_line, panel, wrapped
-from ddp_mnist.run.folder import read_json
+from ddp_mnist.run.evaluation import Metrics
+from ddp_mnist.run.folder import RunFolder, read_json
 from ddp_mnist.run.session import Session
+from ddp_mnist.run.state import Progress
 from tests.chaos import SECONDS
 from tests.commands import SLOW, TRAIN, Ended, Started, left_on_screen, on_terminal, python
 from tests.training import metrics
@@ -175,6 +177,24 @@ def test_control_c_is_answered_once_on_a_machine_and_promises_only_what_a_launch
         run.config = SimpleNamespace(run=SimpleNamespace(quiet=quiet))
         Session.answer(run)
         assert capsys.readouterr().err.strip() == said
+
+
+def test_hints_come_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """On a net that knows its images by heart, and on programs that take the cores."""
+    recipe = SimpleNamespace(epochs=9, augment=False, total_steps=90, batch_size=72)
+    config = SimpleNamespace(recipe=recipe)
+    run: Any = SimpleNamespace(folder=RunFolder(), console=Console(True), config=config)
+    run.overfits, run.shown = False, lambda: (0.5, "step 45/90")
+    run.neighbours = SimpleNamespace(threads=2, judge=lambda: 1)
+    far = Metrics(0.5, 1.0, 10, [], [])
+    for epoch in (1, 2):
+        progress = Progress(epoch=epoch, step=10 * epoch)
+        Session.report_step(run, progress, 0.1, {}, False)
+        means = {"loss": 0.5, "accuracy": 1.0, "images_per_second": 9.0}
+        Session.log_epoch(run, means, progress, far)
+    said = capsys.readouterr().out
+    assert said.count("set OMP_NUM_THREADS=1") == said.count("with --augment") == 1
+    assert said.count("validation 0.5000\n") == 2
 
 
 @pytest.mark.system

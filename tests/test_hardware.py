@@ -366,3 +366,35 @@ def test_a_gpu_older_than_torchs_kernels_is_one_line(
     assert found.fix.startswith(hardware.TOO_OLD_FIX)
     monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["gfx90a"])  # ROCm's
     assert hardware.too_old(0) == ""
+
+
+@pytest.mark.parametrize(
+    ("own", "idle", "ranks", "fit"),
+    [
+        (0.95, 0.02, 1, 1),  # of two cores, as measured beside a program that takes one
+        (1.95, 0.05, 1, 0),  # alone
+        (1.1, 0.9, 1, 0),  # its own threads wait, and leave the cores idle
+        (1.6, 0.0, 1, 0),  # a program that takes what is left
+        (0.05, 0.0, 1, 1),  # never none
+        (0.9, 2.2, 2, 0),  # two processes share what is idle
+    ],
+)
+def test_threads_for_which_other_programs_leave_no_room_are_found_after_ten_seconds(
+    own: float, idle: float, ranks: int, fit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+
+    def cores(**_: bool) -> list[Any]:
+        mine = SimpleNamespace(idle=now * idle / 2, iowait=0.0)
+        return [mine, mine, SimpleNamespace(idle=7 * now, iowait=0.0)]
+
+    monkeypatch.setattr(hardware, "affinity", lambda: {0, 1})
+    monkeypatch.setattr(hardware.psutil, "cpu_times", cores)
+    monkeypatch.setattr(hardware.time, "monotonic", lambda: now)
+    monkeypatch.setattr(hardware.time, "process_time", lambda: now * own)
+    neighbours = hardware.Neighbours(2, ranks)
+    now = 9.9
+    assert neighbours.judge() == 0
+    now = 10.1
+    assert neighbours.judge() == fit
+    assert neighbours.judge() == 0  # each time over ten seconds more

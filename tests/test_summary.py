@@ -4,6 +4,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -69,6 +70,51 @@ def test_slow_line() -> None:
         "slow       rank 12 on node7 takes 2.0 times as long as the others, which wait for it; see"
         " what else runs there"
     )
+
+
+def test_neighbours_line() -> None:
+    assert summary.neighbours_line(1, 2).splitlines() == [
+        "careful    other programs use these cores, which have room for 1 thread of 2,",
+        "           and each step waits for the slowest; set OMP_NUM_THREADS=1",
+    ]
+
+
+def test_a_net_that_has_learned_its_images_by_heart_gets_the_flag_that_helps() -> None:
+    far, near = SimpleNamespace(accuracy=0.5595), SimpleNamespace(accuracy=0.95)
+
+    def hint(*arguments: Any) -> str:
+        return " ".join(summary.overfit_line(*arguments).split())
+
+    assert hint(1.0, far, False) == (
+        "hint accuracy 1.0000 and validation 0.5595: the net has learned its images by heart;"
+        " begin anew with --augment"
+    )
+    assert hint(0.98, far, True).endswith("by heart; give it more images")
+    for arguments in ((1.0, near), (0.97, far), (None, far), (1.0, None)):
+        assert hint(*arguments, False) == ""
+
+
+def of_classes(**counts: int) -> Any:
+    """Return images of these classes; the first of each is held out."""
+    labels = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor([*counts.values()]))
+    first = [labels.tolist().index(label) for label in range(len(counts))]
+    return SimpleNamespace(
+        classes=[*counts], train_labels=labels.to(torch.uint8), val_rows=np.array(first)
+    )
+
+
+def test_the_plan_shows_the_train_images_of_each_class_in_a_line() -> None:
+    found = summary.by_class(of_classes(ladybird=129, moth=91, ant=21, bee=20, fly=3))
+    assert found == {
+        "classes": "ladybird: 128, moth: 90, ant: 20, bee: 19, fly: 2",
+        "hint": "few train images of bee 19, fly 2; add some, below 20 a class is hard to learn",
+    }
+    many = summary.by_class(of_classes(**{f"c{number:03}": number + 2 for number in range(100)}))
+    assert many == {
+        "classes": "1 (c000) to 100 (c099) train images each",
+        "hint": "few train images of c000 1, c001 2, c002 3, 16 more; add some, below 20 a class is"
+        " hard to learn",
+    }
 
 
 def test_epoch_line() -> None:

@@ -6,6 +6,7 @@ import os
 import platform
 import re
 import sys
+import time
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ HIDE_GPUS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICE
 GPU_FIX = "update the driver, or install the torch that fits it (see pytorch.org)"
 TOO_OLD_FIX = "install a torch built for an older CUDA (see pytorch.org)"
 hidden_once: list[bool] = []  # by this process, which may be a notebook's and set it free again
+NEIGHBOURS_S = 10.0  # of training, to tell a program that stays from one that comes and goes
 CGROUP, OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
@@ -155,6 +157,38 @@ def load(seconds: float = 1.0) -> tuple[float, int, list[str]]:
     shares = [busy[core] for core in mine] if max(mine) < len(busy) else busy
     free = len(shares) - sum(shares) / 100
     return max(0.0, cores() - free), cores(), programs
+
+
+class Neighbours:
+    """Finds whether other programs leave the cores to fewer threads than this process has.
+
+    Each parallel loop waits for the slowest of its threads: two threads that share one core take
+    several times as long as one. `ranks` is the number of processes like this one on the machine.
+    """
+
+    def __init__(self, threads: int, ranks: int) -> None:
+        self.threads, self.ranks = threads, ranks
+        self._before = self._look()
+
+    def judge(self) -> int:
+        """Return how many threads the cores have had room for, if that are fewer, else 0.
+
+        It measures over `NEIGHBOURS_S` or more, and returns 0 before.
+        """
+        if time.monotonic() - self._before[0] < NEIGHBOURS_S:
+            return 0
+        now = self._look()
+        seconds, own, idle = (after - b for after, b in zip(now, self._before, strict=True))
+        self._before = now
+        fit = max(1, round((own + idle / self.ranks) / seconds))
+        return fit if fit < self.threads else 0
+
+    def _look(self) -> tuple[float, float, float]:
+        """Return the time, this process's CPU seconds, and those in which its cores were idle."""
+        cores, mine = psutil.cpu_times(percpu=True), affinity()
+        found = [core for number, core in enumerate(cores) if number in mine] or cores
+        idle = sum(core.idle + getattr(core, "iowait", 0.0) for core in found)
+        return time.monotonic(), time.process_time(), idle
 
 
 def cpu_seconds() -> dict[tuple[int, str], float]:

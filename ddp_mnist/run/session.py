@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ddp_mnist.cluster import hardware
 from ddp_mnist.cluster.signals import StopSignals
 from ddp_mnist.cluster.world import World, broadcast_bytes
 from ddp_mnist.config import ResolvedConfig
@@ -35,11 +36,17 @@ class Session:
     checkpoint: bytes | None = None  # to go on from: whole on rank 0, empty on the other ranks
     where: str = ""  # the folder's path on rank 0's machine
     profiler: StepProfiler = field(init=False)
+    neighbours: hardware.Neighbours | None = None  # until they have been told of
+    overfits: bool = False  # and has been told so
     line: dict[str, Any] = field(default_factory=dict)  # of the last sync point, as it is logged
 
     def __post_init__(self) -> None:
         steps, accelerator = self.config.run.profile, self.world.accelerator
         self.profiler = StepProfiler(steps, accelerator, self.folder, self.console)
+        hosts, is_cpu = self.world.store.hosts, accelerator.device.type == "cpu"
+        if self.console.verbose and is_cpu:
+            ranks_here = hosts.count(hosts[self.world.store.rank])
+            self.neighbours = hardware.Neighbours(self.world.threads, ranks_here)
         self.stop.answer, self.stop.at_once = self.answer, self.give_up
 
     # --- Before the first step
@@ -93,6 +100,9 @@ class Session:
                 slow = {"slow_rank": rank, "host": host, "times_median": round(times, 1)}
                 self.folder.append_metrics(progress.step, {"epoch": progress.epoch, **slow})
                 self.console.print(summary.slow_line(rank, host, times))
+        if self.neighbours and (fit := self.neighbours.judge()):
+            self.console.print(summary.neighbours_line(fit, self.neighbours.threads))
+            self.neighbours = None
 
     def log_epoch(
         self, means: dict[str, Any], progress: Progress, validation: Metrics | None
@@ -101,7 +111,12 @@ class Session:
         epoch = progress.epoch - 1
         if validation:
             self.folder.append_metrics(progress.step, {"epoch": epoch, **validation.named("val")})
-        self.console.print(summary.epoch_line(epoch, self.config.recipe.epochs, means, validation))
+        recipe = self.config.recipe
+        self.console.print(summary.epoch_line(epoch, recipe.epochs, means, validation))
+        hint = summary.overfit_line(means["accuracy"], validation, recipe.augment)
+        if hint and not self.overfits:
+            self.overfits = True
+            self.console.print(hint)
         if progress.stopped_by:
             self.console.print(f"stopped by {progress.stopped_by} after epoch {progress.epoch}")
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from tqdm import tqdm
 
@@ -26,6 +27,9 @@ from ddp_mnist.run.folder import RunFolder
 from ddp_mnist.run.state import State
 from ddp_mnist.run.versions import code_digest, git_commit, package_versions
 
+BY_HEART, TOO_FAR = 0.98, 0.1  # accuracy in training, and validation's below it
+FEW = 20  # images of a class
+ONE_LINE = 69  # columns beside the name of a panel's line
 FOLDER_KEY = "run folder"  # the broadcast of its path
 
 
@@ -68,6 +72,7 @@ def plan(config: ResolvedConfig, world: World, images: ImageData, folder: Path |
         "data": f"{images.name}: {train_rows:,} train, {val_rows:,} validation,"
         f" {len(images.test_labels):,} test images, {classes} classes",
         "source": "; ".join([printable(images.source), *images.preparation.notes]),
+        **by_class(images),
         "processes": f"{size} on {count(world.num_machines, 'machine')}, {computing(world)}",
         "batch": f"{recipe.batch_size} images a step = {count(size, 'process')}{parts} x {share}",
         "steps": f"{recipe.total_steps:,} = {count(recipe.epochs, 'epoch')} x {steps:,}{rest}",
@@ -78,6 +83,21 @@ def plan(config: ResolvedConfig, world: World, images: ImageData, folder: Path |
         "writes": str(folder) if folder else "nothing but the cache of images (--dry-run)",
     }
     return "\n".join([*images.warnings, panel(lines)])
+
+
+def by_class(images: ImageData) -> dict[str, str]:
+    """Return lines of the plan: the train images of each class, and which have few."""
+    labels = np.delete(images.train_labels.numpy(), images.val_rows)
+    counts = np.bincount(labels, minlength=len(images.classes)).tolist()
+    each = dict(zip(map(printable, images.classes), counts, strict=True))
+    shown = ", ".join(f"{name}: {number:,}" for name, number in each.items())
+    if len(shown) > ONE_LINE:
+        least, most = min(each, key=each.__getitem__), max(each, key=each.__getitem__)
+        shown = f"{each[least]:,} ({least}) to {each[most]:,} ({most}) train images each"
+    few = [f"{name} {number}" for name, number in each.items() if number < FEW]
+    few[3:] = [f"{len(few) - 3} more"] * (len(few) > 3)
+    hint = f"few train images of {', '.join(few)}; add some, below {FEW} a class is hard to learn"
+    return {"classes": shown} | ({"hint": hint} if few else {})
 
 
 def computing(world: World) -> str:
@@ -125,6 +145,31 @@ def slow_line(rank: int, host: str, times: float) -> str:
     return (
         f"slow       rank {rank} on {host} takes {times:.1f} times as long as the others,"
         " which wait for it; see what else runs there"
+    )
+
+
+def neighbours_line(fit: int, threads: int) -> str:
+    """Return the line that names the number of threads that the cores have room for."""
+    return panel(
+        {
+            "careful": f"other programs use these cores, which have room for {count(fit, 'thread')}"
+            f" of {threads}, and each step waits for the slowest; set OMP_NUM_THREADS={fit}"
+        }
+    )
+
+
+def overfit_line(accuracy: float | None, validation: Metrics | None, augment: bool) -> str:
+    """Return a line that says what helps if the net knows its images and not others, else ""."""
+    if accuracy is None or validation is None:
+        return ""
+    if accuracy < BY_HEART or accuracy - validation.accuracy < TOO_FAR:
+        return ""
+    helps = "give it more images" if augment else "begin anew with --augment"
+    return panel(
+        {
+            "hint": f"accuracy {accuracy:.4f} and validation {validation.accuracy:.4f}: the net has"
+            f" learned its images by heart; {helps}"
+        }
     )
 
 
