@@ -329,7 +329,7 @@ def test_a_mistake_has_its_file_and_many_classes_their_top_5(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("trained", "validated", "recipe", "said"),
     [
-        (1.0, 0.56, {}, "(overfitting). To try next: more images, or --augment, or --weights of a"),
+        (1.0, 0.56, {}, "images, or --augment, or --model torchvision:resnet18 --weights DEFAULT."),
         (1.0, 0.56, {"augment": True, "weights": "x"}, "(overfitting). To try next: more images."),
         (0.5, 0.45, {}, "(underfitting). To try next: more --epochs, or a larger --image-size,"),
         (0.97, 0.96, {}, "(neither over- nor underfitting). To try next: more images, or more --e"),
@@ -344,7 +344,7 @@ def test_what_train_and_validation_say_together(
         {"epoch": 1, "accuracy": trained + 0.02},
         {"epoch": 1, "val_accuracy": validated},
     ]
-    config = {"recipe": {"augment": False, "weights": None} | recipe}
+    config = {"recipe": {"model": "cnn", "augment": False, "weights": None} | recipe}
     summary: dict[str, Any] = {"val_accuracy": validated, "test_accuracy": 0.3}
     run = report.ReportedRun("a", config, metrics, summary, {})
     sentence = report.said_together(run)

@@ -202,7 +202,8 @@ def said_together(run: ReportedRun) -> str:
     if trained - other > GAP:
         what = "the net learned its images by heart (overfitting)"
         tries = ["more images"] + ["--augment"] * (not recipe["augment"])
-        tries += ["--weights of a net that was trained on others"] * (not recipe["weights"])
+        net = "" if recipe["model"].startswith("torchvision:") else "--model torchvision:resnet18 "
+        tries += [f"{net}--weights DEFAULT"] * (not recipe["weights"])
     elif max(trained, other) < LEARNED:
         what = "the net has not learned its images yet (underfitting)"
         tries = ["more --epochs", "a larger --image-size", "another --model"]
