@@ -29,14 +29,13 @@ from ddp_mnist.errors import CheckpointError, DataError, DdpMnistError, printabl
 from ddp_mnist.run import folder, weights
 from ddp_mnist.run.console import Console, warn
 from ddp_mnist.run.evaluation import MANY_CLASSES, most_confused, unpacked
-from ddp_mnist.run.summary import changed_since
+from ddp_mnist.run.summary import TOO_FAR, changed_since
 from ddp_mnist.verbs import plots
 from ddp_mnist.verbs.flags import Report
 from ddp_mnist.verbs.render import render
 
 MOST_WRONG = 24
 TOP, TOP_FROM = 5, 20  # the top-5 accuracy is shown from so many classes on
-GAP = 0.1  # of two accuracies, above which a net has learned its training images by heart
 LEARNED = 0.9  # of the training images
 NOT_IN_A_ROW = (
     "ranks",
@@ -199,7 +198,7 @@ def said_together(run: ReportedRun) -> str:
     split, other = "validation", run.summary["val_accuracy"]
     if other is None:
         split, other = "test", run.summary["test_accuracy"]
-    if trained - other > GAP:
+    if trained - other > TOO_FAR:
         what = "the net learned its images by heart (overfitting)"
         tries = ["more images"] + ["--augment"] * (not recipe["augment"])
         net = "" if recipe["model"].startswith("torchvision:") else "--model torchvision:resnet18 "
