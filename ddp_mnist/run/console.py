@@ -51,8 +51,11 @@ class Console:
         """Print a line. Raise StorageError, but not if the reader went away (`| head -1`)."""
         if self.verbose:
             self._last = time.monotonic()
-            write = print if self._bar is None else self._bar.write
-            self.verbose = write_stdout(lambda: write(line, file=sys.stdout), self.must_arrive)
+            text = f"{line}\n"
+            if self._bar is not None:  # at once, or it would be gone for a moment
+                bar = str(self._bar)
+                text = f"\r{' ' * len(bar)}\r{text}\r{bar}"
+            self.verbose = write_stdout(lambda: sys.stdout.write(text), self.must_arrive)
 
     def tell(self, line: str) -> None:
         """Print a line on stderr, verbose or not; the bar stays below it."""
