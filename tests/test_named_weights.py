@@ -292,7 +292,8 @@ def test_a_run_begins_with_the_weights_and_goes_on_without_their_file(
     body = [key for key in given if key.startswith("features")]
     assert all(torch.allclose(state[key], given[key], atol=1e-5) for key in body)
     summary, config = read_json(Path("run/summary.json")), read_json(Path("run/config.json"))
-    assert summary["weights"] == config["recipe"]["weights"] == "DEFAULT"
+    assert summary["weights"] == "SqueezeNet1_1_Weights.IMAGENET1K_V1"  # whatever DEFAULT becomes
+    assert config["recipe"]["weights"] == "DEFAULT"
     assert note in summary["notes"] and config["run"]["image_size"] == "224"
 
     shutil.copytree("run", "broken")
@@ -320,3 +321,7 @@ def test_a_run_begins_with_the_weights_and_goes_on_without_their_file(
     assert (ended.code, ended.err) == (0, "") and ended.out.count("\n") == 6
     ended = typed("evaluate", "run", "--dataset", "moved")
     assert (ended.code, ended.err) == (0, "")
+    ended = typed("export", "run", "--format", "safetensors")
+    assert (ended.code, ended.err) == (0, "")
+    card = next(Path("run").rglob("README.md")).read_text()
+    assert r"started from | the weights SqueezeNet1\_1\_Weights.IMAGENET1K\_V1" in card

@@ -21,6 +21,7 @@ from ddp_mnist.config import ResolvedConfig, TrainConfig, wrong_on_purpose
 from ddp_mnist.data.batches import ImageData
 from ddp_mnist.errors import printable
 from ddp_mnist.flags import flag_fields, flag_name
+from ddp_mnist.pretrained import find_named
 from ddp_mnist.run.console import Console, panel
 from ddp_mnist.run.evaluation import Metrics, packed, shown
 from ddp_mnist.run.folder import RunFolder
@@ -205,6 +206,7 @@ def summarise(
     progress, recipe = state.progress, config.recipe
     batch_size, seconds = recipe.batch_size, progress.train_seconds
     part = (progress.step - [0, *progress.resumed_from][-1]) * batch_size  # images, of this part
+    named = find_named(recipe.model, recipe.weights)
     gpu = "none used" if device(world) == "cpu" else torch.cuda.get_device_name(device(world))
     return {
         "outcome": "finished",
@@ -224,7 +226,8 @@ def summarise(
         "precision": world.precision,
         "compile": world.compiled_by,
         "seed": config.run.seed,
-        **{name: getattr(recipe, name) for name in ("model", "weights", "inject", "grad_accum")},
+        **{name: getattr(recipe, name) for name in ("model", "inject", "grad_accum")},
+        "weights": str(named) if named else recipe.weights,  # DEFAULT may mean others one day
         "train_seconds": round(seconds, 3),
         "save_seconds": round(progress.save_seconds, 3),
         "total_seconds": round(time.monotonic() - state.started, 3),

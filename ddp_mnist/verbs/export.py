@@ -235,7 +235,7 @@ def model_card(trained: Trained, flags: Export, files: list[str]) -> str:
         tags=["image-classification", "ddp_mnist", *trained.architecture.split(":"), *formats],
         scores={metric: value for metric, value in scores.items() if value is not None},
         shape=trained.preparation.shape,
-        weights=Path(config["recipe"]["weights"] or "").name,  # that training began from
+        weights=Path(summary.get("weights") or "").name,  # that training began from
         parameters=sum(parameter.numel() for parameter in trained.net.parameters()),
         s=summary,
         wrong=wrong_on_purpose(summary.get("inject")),
