@@ -332,7 +332,7 @@ def test_a_mistake_has_its_file_and_many_classes_their_top_5(tmp_path: Path) -> 
         (1.0, 0.56, {}, "images, or --augment, or --model torchvision:resnet18 --weights DEFAULT."),
         (1.0, 0.56, {"augment": True, "weights": "x"}, "(overfitting). To try next: more images."),
         (0.5, 0.45, {}, "(underfitting). To try next: more --epochs, or a larger --image-size,"),
-        (0.97, 0.96, {}, "(neither over- nor underfitting). To try next: more images, or more --e"),
+        (0.97, 0.96, {}, "neither over- nor underfitting. To try next: more images, or more --e"),
     ],
 )
 def test_what_train_and_validation_say_together(

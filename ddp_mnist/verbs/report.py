@@ -207,7 +207,7 @@ def said_together(run: ReportedRun) -> str:
         what = "the net has not learned its images yet (underfitting)"
         tries = ["more --epochs", "a larger --image-size", "another --model"]
     else:
-        what = "the net learned more than its images (neither over- nor underfitting)"
+        what = "neither over- nor underfitting"
         tries = ["more images", "more --epochs", "--preset accurate"]
     return (
         f"In the last epoch, {trained:.4f} of the training images were right, and {other:.4f} of"
