@@ -290,12 +290,10 @@ def test_the_card_of_a_run_from_the_hub_names_data_net_and_scores(
     summary = json.loads((run / "summary.json").read_text())
     summary["dataset"] |= {"name": "mnist", "source": "hub:ylecun/mnist"}
     summary["metrics"] = {"f1": 0.5, "own_metrics:undefined": None}
+    summary["weights"] = "/home/alice/resnet18.pth"
     (copy / "summary.json").write_text(json.dumps(summary))
     trained = weights.from_bytes(weights.read_bytes(str(run)), "")
     trained = dataclasses.replace(trained, architecture="torchvision:resnet18")
-    config = json.loads((run / "config.json").read_text())
-    config["recipe"]["weights"] = "/home/alice/resnet18.pth"
-    (copy / "config.json").write_text(json.dumps(config))
     flags = Export(str(copy), license="apache-2.0")
     text = export.model_card(trained, flags, ["model.safetensors", "model.onnx"])
     about: Any = ModelCard(text).data

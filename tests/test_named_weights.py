@@ -5,6 +5,7 @@ torchvision's own files are not here: a net with random weights is laid where th
 
 import hashlib
 import http.server
+import os
 import re
 import shutil
 import threading
@@ -153,7 +154,8 @@ def test_one_of_the_processes_of_a_machine_fetches_the_file(
 ) -> None:
     digest = hashlib.sha256(server.content).hexdigest()
     url = f"http://127.0.0.1:{server.server_port}/models/net-{digest[:8]}.pth"
-    found = run_world(2, fetch_from, url, folder=tmp_path)
+    home = {"TORCH_HOME": os.environ["TORCH_HOME"]}  # the processes' server may be older
+    found = run_world(2, fetch_from, url, folder=tmp_path, variables=home)
     line = f"fetching   {url}, once, into {torchvisions}"
     assert {digest} == {each for _, each in found}
     assert all(said in ([line], []) for said, _ in found) and [line] in [said for said, _ in found]
