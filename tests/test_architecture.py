@@ -14,7 +14,7 @@ PACKAGE = REPOSITORY / "ddp_mnist"
 # From the ground up. A name is a module of the top folder, or a folder; imports go down only.
 FLOORS = (
     ("__init__",),
-    ("errors", "deadline", "locks", "seeding"),
+    ("errors", "deadline", "limits", "locks", "seeding"),
     ("flags", "own_code", "data", "tutorials"),
     ("config", "models", "augment"),
     ("pretrained", "trial"),

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from ddp_mnist import api
+from ddp_mnist import api, limits
 from ddp_mnist.cluster import hardware
 from ddp_mnist.cluster.device import choose_device, set_threads
 from ddp_mnist.cluster.launch import find_launch
@@ -31,8 +31,8 @@ GB = 10**9
 @pytest.fixture
 def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A machine of 8 cores with 16 GB free, without control groups."""
-    monkeypatch.setattr("ddp_mnist.cluster.hardware.CGROUP", tmp_path)
-    monkeypatch.setattr("ddp_mnist.cluster.hardware.OWN_CGROUPS", tmp_path / "own")
+    monkeypatch.setattr("ddp_mnist.limits.CGROUP", tmp_path)
+    monkeypatch.setattr("ddp_mnist.limits.OWN_CGROUPS", tmp_path / "own")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     monkeypatch.setattr(
         hardware.psutil, "virtual_memory", lambda: SimpleNamespace(available=16 * GB)
@@ -48,9 +48,9 @@ def write(folder: Path, **files: str) -> None:
 
 def test_groups_without_a_limit_change_nothing(groups: Path) -> None:
     for _ in range(2):  # none, and then one without a limit
-        assert hardware.cores() == 8
-        assert hardware.cpu_quota() == float("inf")
-        assert hardware.free_memory() == 16 * GB
+        assert limits.cores() == 8
+        assert limits.cpu_quota() == float("inf")
+        assert limits.free_memory() == 16 * GB
         write(groups, own="0::/", cpu__max="max 100000", memory__max="max", memory__current="5")
         write(groups, memory__stat="inactive_file 0")
 
@@ -58,15 +58,15 @@ def test_groups_without_a_limit_change_nothing(groups: Path) -> None:
 def test_a_container_has_the_cores_of_its_quota(groups: Path) -> None:
     for quota, cores in ((350000, 3), (150000, 1), (50000, 1)):
         write(groups, own="0::/", cpu__max=f"{quota} 100000")
-        assert hardware.cpu_quota() == quota / 100000
-        assert hardware.cores() == cores
+        assert limits.cpu_quota() == quota / 100000
+        assert limits.cores() == cores
 
 
 def test_files_that_were_read_do_not_take_memory_away(groups: Path) -> None:
     write(groups, own="0::/", memory__max=str(3 * GB), memory__current=str(2 * GB))
     for inactive, free in ((0, GB), (GB // 2, 1.5 * GB)):
         write(groups, memory__stat=f"file 1\ninactive_file {inactive}")
-        assert hardware.free_memory() == free
+        assert limits.free_memory() == free
 
 
 def test_the_limit_of_a_group_around_ones_own_holds_too(groups: Path) -> None:
@@ -75,8 +75,8 @@ def test_the_limit_of_a_group_around_ones_own_holds_too(groups: Path) -> None:
     for group in (groups / "slice" / "job", groups / "slice"):
         write(group, memory__current=str(2 * GB), memory__stat="inactive_file 0")
     write(groups / "slice", cpu__max="200000 100000", memory__max=str(4 * GB))
-    assert hardware.cores() == 2
-    assert hardware.free_memory() == 2 * GB
+    assert limits.cores() == 2
+    assert limits.free_memory() == 2 * GB
 
 
 V1 = "3:memory:/docker/5e\n2:cpu,cpuacct:/docker/5e\n1:name=systemd:/docker/5e\n0::/docker/5e"
@@ -90,21 +90,21 @@ def test_an_older_hosts_groups_count_too(groups: Path) -> None:
     write(outer, cpu__cfs_quota_us="-1", cpu__cfs_period_us="100000")
     for quota, cores in (("-1", 8), ("350000", 3), ("50000", 1)):
         write(inner, cpu__cfs_quota_us=quota, cpu__cfs_period_us="100000")
-        assert hardware.cpu_quota() == (float("inf") if quota == "-1" else int(quota) / 100000)
-        assert hardware.cores() == cores
+        assert limits.cpu_quota() == (float("inf") if quota == "-1" else int(quota) / 100000)
+        assert limits.cores() == cores
     # a container may see its own group as the outermost, under the name that the host gave it
     shutil.rmtree(outer / "docker")
     write(outer, cpu__cfs_quota_us="150000")
-    assert hardware.cpu_quota() == 1.5
+    assert limits.cpu_quota() == 1.5
 
     memory = groups / "memory" / "docker"
     statistics = f"inactive_file 0\ntotal_inactive_file {GB // 2}"
     for group, limit in ((memory, NO_LIMIT), (memory / "5e", str(3 * GB))):
         write(group, memory__limit_in_bytes=limit, memory__usage_in_bytes=str(2 * GB))
         write(group, memory__stat=statistics)
-    assert hardware.free_memory() == 1.5 * GB
+    assert limits.free_memory() == 1.5 * GB
     write(memory / "5e", memory__limit_in_bytes=NO_LIMIT)
-    assert hardware.free_memory() == 16 * GB
+    assert limits.free_memory() == 16 * GB
 
 
 LIMITS = {
@@ -116,14 +116,14 @@ LIMITS = {
 @pytest.fixture(params=LIMITS)
 def real_groups(request: pytest.FixtureRequest) -> Iterator[list[Path]]:
     """Return real groups without a limit, in others with half a core and 0.5 GB. Needs root."""
-    name, limits = f"ddp_mnist-{os.getpid()}", LIMITS[request.param]
-    groups = {hardware.CGROUP / controller / name for controller, *_ in limits}
+    name, given = f"ddp_mnist-{os.getpid()}", LIMITS[request.param]
+    groups = {limits.CGROUP / controller / name for controller, *_ in given}
     try:
         for group in groups:
             group.mkdir()
             (group / "inner").mkdir()
-        for controller, file, limit in limits:
-            with (hardware.CGROUP / controller / name / file).open("r+") as opened:
+        for controller, file, limit in given:
+            with (limits.CGROUP / controller / name / file).open("r+") as opened:
                 opened.write(limit)
         yield [group / "inner" for group in groups]
     except OSError as error:
@@ -140,11 +140,12 @@ import os, sys
 for group in sys.argv[1:]:
     with open(f"{group}/cgroup.procs", "w") as file:
         file.write(str(os.getpid()))
+from ddp_mnist import limits
 from ddp_mnist.cluster import hardware
-free = hardware.free_memory()
+free = limits.free_memory()
 held = b"x" * 10**8
-print(hardware.cpu_quota(), hardware.cores(), round(free / 1e9, 1), held[0])
-print(round((free - hardware.free_memory()) / 1e8, 1))
+print(limits.cpu_quota(), limits.cores(), round(free / 1e9, 1), held[0])
+print(round((free - limits.free_memory()) / 1e8, 1))
 """
 
 
@@ -232,7 +233,7 @@ def threads_of_a_run() -> tuple[bool, int]:
 def test_a_process_of_a_fork_server_computes_on_all_cores(tmp_path: Path) -> None:
     """As those of verify, doctor and bench do: their server has used no OpenMP."""
     [found] = run_world(1, threads_of_a_run, folder=tmp_path)
-    assert found == (False, hardware.cores())
+    assert found == (False, limits.cores())
 
 
 # --- GPUs that torch cannot use

@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import nn
 
-from ddp_mnist.cluster import hardware
+from ddp_mnist import limits
 from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.models import MLP
 from ddp_mnist.run import meter, slow_ranks, summary
@@ -196,7 +196,7 @@ def group_of(cores: float, period_ms: int = 100) -> Iterator[Path]:
 
     The process keeps the priority that it has outside.
     """
-    group = hardware.CGROUP / "cpu" / f"ddp_mnist-slow-{os.getpid()}"
+    group = limits.CGROUP / "cpu" / f"ddp_mnist-slow-{os.getpid()}"
     try:
         group.mkdir()
     except OSError as error:

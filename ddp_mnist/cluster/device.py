@@ -10,7 +10,6 @@ from accelerate.utils import TorchDynamoPlugin, is_pynvml_available, parse_flag_
 
 from ddp_mnist.cluster.hardware import (
     TOO_OLD_FIX,
-    cores,
     gpus,
     hidden_once,
     hide_gpus,
@@ -23,6 +22,7 @@ from ddp_mnist.cluster.launcher_options import NO_OPTIONS, PRECISION, LauncherOp
 from ddp_mnist.cluster.store import Place
 from ddp_mnist.config import CONFIGS, Distribution
 from ddp_mnist.errors import UsageError
+from ddp_mnist.limits import cores
 
 # In errors of torch.compile: the first two are Inductor's, on a CPU. The others are Triton's, on a
 # GPU; the last is of its command to the C compiler, which failed.

@@ -1,4 +1,4 @@
-"""Find what this process may use of its machine: a container or its affinity may allow less."""
+"""Find what this machine has, and what other programs use of it."""
 
 import contextlib
 import multiprocessing
@@ -8,10 +8,11 @@ import re
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
+
+from ddp_mnist.limits import affinity, cores
 
 IMPORTED_BY = os.getpid()
 DEVICES = Path("/dev")
@@ -21,7 +22,6 @@ GPU_FIX = "update the driver, or install the torch that fits it (see pytorch.org
 TOO_OLD_FIX = "install a torch built for an older CUDA (see pytorch.org)"
 hidden_once: list[bool] = []  # by this process, which may be a notebook's and set it free again
 NEIGHBOURS_S = 10.0  # of training, to tell a program that stays from one that comes and goes
-CGROUP, OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def describe() -> dict[str, str | int]:
@@ -129,17 +129,6 @@ def is_forked() -> bool:
     return os.getpid() != IMPORTED_BY or kind == "ForkProcess" or by_default
 
 
-def cores() -> int:
-    """Return how many cores this process may keep busy, by its affinity and quota; at least 1."""
-    return max(1, int(min(len(affinity()), cpu_quota())))
-
-
-def affinity() -> set[int]:
-    """Return the numbers of the cores on which this process may run."""
-    on_linux = hasattr(os, "sched_getaffinity")
-    return os.sched_getaffinity(0) if on_linux else set(range(os.cpu_count() or 1))
-
-
 def load(seconds: float = 1.0) -> tuple[float, int, list[str]]:
     """Return how many of this process's cores others hold, how many there are, and who holds most.
 
@@ -198,45 +187,3 @@ def cpu_seconds() -> dict[tuple[int, str], float]:
         for process in psutil.process_iter(["name", "cpu_times"])
         if process.info["cpu_times"] and process.pid != os.getpid()
     }
-
-
-def cpu_quota() -> float:
-    """Return how many CPUs its control groups let it use at once; infinite without a limit."""
-    limits = [*control_groups("", "cpu.max")]
-    limits += control_groups("cpu", "cpu.cfs_quota_us", "cpu.cfs_period_us")
-    quotas = [int(quota) / int(period) for quota, period in limits if quota not in ("max", "-1")]
-    return min(quotas, default=float("inf"))
-
-
-def free_memory() -> float:
-    """Return the free bytes of the machine, as far as its control groups allow.
-
-    What a group has read of files counts as used there, but can be freed.
-    """
-    free = float(psutil.virtual_memory().available)
-    groups = [*control_groups("", "memory.max", "memory.current", "memory.stat")]
-    groups += control_groups(
-        "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat"
-    )
-    for most, used, *stat in groups:
-        if most != "max":  # v1 has a number beyond any machine's memory
-            counts = dict(zip(stat[::2], stat[1::2], strict=True))
-            files = counts.get("total_inactive_file", counts["inactive_file"])
-            free = min(free, int(most) - int(used) + int(files))
-    return free
-
-
-def control_groups(controller: str, *files: str) -> Iterator[list[str]]:
-    """Yield the words of these files of each group around this process that has them.
-
-    A `controller` is one of cgroup v1, which has a hierarchy for each; "" is the one of v2. A limit
-    of any group holds. A container sees its own group as the outermost.
-    """
-    root, lines = CGROUP / controller, OWN_CGROUPS.read_text() if OWN_CGROUPS.exists() else ""
-    for line in lines.splitlines():
-        _, controllers, own = line.split(":", 2)
-        if controller in controllers.split(","):
-            inner = root / own.strip("/")
-            for group in (inner, *inner.parents):
-                if group.is_relative_to(root) and all((group / file).exists() for file in files):
-                    yield [word for file in files for word in (group / file).read_text().split()]

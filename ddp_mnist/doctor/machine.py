@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from packaging.requirements import Requirement
 
+from ddp_mnist import limits
 from ddp_mnist.cluster import hardware
 from ddp_mnist.cluster.interfaces import interfaces_up, why_port_is_taken
 from ddp_mnist.cluster.local_world import run_world
@@ -168,13 +169,13 @@ def nvidia_smi() -> Iterator[CheckResult]:
 
 def capacity(options: Doctor) -> Iterator[CheckResult]:
     """Check cores, after affinity and a container's quota, memory, and what NCCL needs of it."""
-    mine, quota, processes = hardware.cores(), hardware.cpu_quota(), options.processes or 1
+    mine, quota, processes = limits.cores(), limits.cpu_quota(), options.processes or 1
     limit = "" if math.isinf(quota) else f" (its control group allows {quota:g} at once)"
     text = f"{count(mine, 'core')}{limit}, for {processes} processes"
     fewer = f"start at most {mine}, or " if mine < processes else ""  # one may have half a core
     fix = f"{fewer}give this machine or container more cores"
     yield check("cores", min(mine, quota) < processes and not hardware.gpus(), text, fix, WARN)
-    free, needed = hardware.free_memory(), processes * PROCESS_MB * MB
+    free, needed = limits.free_memory(), processes * PROCESS_MB * MB
     text = f"{free / 1e9:.1f} GB free, for {processes} processes"
     fix = f"free {needed / 1e9:.1f} GB, or start fewer processes"
     yield check("memory", free < needed, text, fix)
