@@ -413,7 +413,7 @@ PARQUET_FAULTS: Faults = {
     "truncated": (rewritten(TRAIN_FILE, cut(900)), "cannot be read (Parquet magic bytes"),
     "no image column": (in_both(image=None, label=[1, 2]), "no image column among label;"),
     "no label column": (in_both(label=None), "no label column among image;"),
-    "test without images": (in_test(image=None), "test, column image: row 0 has no image"),
+    "test without images": (in_test(image=None), "test, column image: row 4 (its cell is empty)"),
     "test without labels": (in_test(label=None), "test, column label: row 0 has no label"),
     "words in one split only": (in_test(label=list("abcde")), "cannot be read (Failed to parse"),
     "image of another type": (in_test(image=[1, 2, 3, 4, 5]), "cannot be read ("),
@@ -433,7 +433,7 @@ PARQUET_FAULTS: Faults = {
     "image cut short": (image_at(7, PNGS[7][:300]), f"{IMAGE} row 7 is no readable image (image"),
     "image that is none": (image_at(0, b"GIF, or so"), f"{IMAGE} row 0 is no readable image (of"),
     "image of unknown range": (image_at(4, TIFF), f"{IMAGE} row 4 is no readable image (mode F"),
-    "image of no bytes": (image_at(6, b""), f"{IMAGE} row 6 has no image;"),
+    "image of no bytes": (image_at(6, b""), f"{IMAGE} row 6 is no readable image (its cell"),
     "README that is no YAML": (lambda f: (f / "README.md").write_text(NO_YAML), "cannot be read ("),
 }
 
@@ -471,7 +471,7 @@ IMAGE_FAULTS: Faults = {
     "dead link": (lambda f: (f / "train/1.png").symlink_to("x"), "train/1.png is a link to a f"),
     "broken file": (rewritten(BEE, flipped(200)), f"DIR/{BEE} is no readable image"),
     "no test images": (lambda f: shutil.rmtree(f / "test"), "found: train;"),
-    "none with a known ending": (moved(png="HEIC"), "left out: .HEIC (17); give it images in"),
+    "none with a known ending": (moved(png="RAW"), "left out: .RAW (17); give it images in"),
     "Train and Test": (moved(train="Train", test="Test"), "found the folders Test, Train; rename"),
     "Testing": (moved(test="Testing"), "the folders Testing, train; rename them to test, train"),
     "class train": (moved(bee="train"), "train/13.png is in two splits by its folders; rename its"),
@@ -491,7 +491,7 @@ IMAGE_FAULTS: Faults = {
 def test_what_a_folder_of_images_leaves_out_is_said(tmp_path: Path) -> None:
     write_images(tmp_path)
     for name in (
-        "train/ant/00.HEIC",
+        "train/ant/00.RAW",
         "train/a.docx",
         ".DS_Store",
         "metadata.csv",
@@ -502,7 +502,7 @@ def test_what_a_folder_of_images_leaves_out_is_said(tmp_path: Path) -> None:
     (tmp_path / "valid" / "cat").mkdir(parents=True)
     (tmp_path / "valid" / "cat" / "1.png").write_bytes(PNGS[0])
     assert read(tmp_path).notes == [
-        "files without the suffix of an image were left out: .docx (1), .HEIC (1)",
+        "files without the suffix of an image were left out: .docx (1), .RAW (1)",
         "images outside the splits were left out: 1, as extra/cat/1.png",
         "split validation is not used: validation images are cut out of train (--val-size)",
     ]
@@ -511,7 +511,7 @@ def test_what_a_folder_of_images_leaves_out_is_said(tmp_path: Path) -> None:
     some = ".x0 (3), .x1 (3), .x2 (3), .x3 (3), .x4 (3), ... 4 more kinds"
     assert read(tmp_path).notes[0].endswith(f"were left out: {some}")
     for image in (tmp_path / "train" / "dog").iterdir():
-        image.rename(image.with_suffix(".HEIC"))
+        image.rename(image.with_suffix(".RAW"))
     fault = "class dog has images in test (row 4) and none in train; files without the suffix"
     assert fault in refused(lambda: read(tmp_path), tmp_path)
     tables = write_parquet(tmp_path / "tables")

@@ -1,6 +1,7 @@
 """The one decoder: what it makes of an image file is what a net sees, in training and after it."""
 
 import contextlib
+import functools
 import io
 import warnings
 from collections.abc import Iterator
@@ -26,15 +27,44 @@ TURNS = {  # what makes an image upright, by its orientation in EXIF
     8: TURN.ROTATE_90,
 }
 
+HEADER_ONLY = ("BUFR", "GRIB", "HDF5", "MPEG", "WMF")  # all that Pillow reads of such files
+
+
+@functools.cache
+def reads_heif() -> bool:
+    """Return whether Pillow reads HEIC, as phones store photos: it does if pillow_heif is there."""
+    try:
+        from pillow_heif import register_heif_opener
+    except ImportError:
+        return False
+    register_heif_opener()
+    return True
+
+
+def image_endings() -> frozenset[str]:
+    """Return the suffixes, in lower case, of the files that can be decoded here."""
+    reads_heif()
+    endings = PIL.Image.registered_extensions().items()
+    readable = PIL.Image.OPEN.keys() - HEADER_ONLY
+    return frozenset(ending for ending, kind in endings if kind in readable)
+
 
 @contextlib.contextmanager
 def open_image(file: str | Path | bytes) -> Iterator[PIL.Image.Image]:
     """Open an image file, by its path or of its bytes. Raise what Pillow does."""
+    # It warns of what it can do without, as a part of the EXIF.
+    with warnings.catch_warnings(action="ignore"), open_beside_others(file) as image:
+        yield image
+
+
+@contextlib.contextmanager
+def open_beside_others(file: str | Path | bytes) -> Iterator[PIL.Image.Image]:
+    """Open it in one of several threads, which would undo each other's filters of warnings."""
     # Given a path, Pillow maps an uncompressed file into memory, and misreads the rows of a TIFF
-    # that EXIF turns on its side. It warns of what it can do without, as a part of the EXIF.
+    # that EXIF turns on its side.
+    reads_heif()
     with (
         io.BytesIO(file) if isinstance(file, bytes) else Path(file).open("rb") as stream,
-        warnings.catch_warnings(action="ignore"),
         PIL.Image.open(stream) as image,
     ):
         yield image

@@ -7,6 +7,15 @@ from pathlib import Path
 from ddp_mnist.data.reading import Reading
 from ddp_mnist.errors import DataError, printable
 
+# Words of splits in the names of folders and files, and what is between words, as in `datasets`.
+SPLIT_WORDS = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "dev", "val"),
+    "test": ("test", "testing", "eval", "evaluation"),
+}
+APART = "[-._ 0-9]"
+HEIF = (".heic", ".heif")  # a phone's photos
+HEIF_FIX = "pip install pillow-heif"
 METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")  # of images, beside them
 BESIDE_IMAGES = re.compile(r"\.(arrow|csv|db|ini|jsonl?|md|parquet|tsv|txt|xml|zip)", re.I)
 
@@ -32,15 +41,20 @@ def paths_in(folder: Path) -> list[Path]:
     return [path for path in found if ours.isdisjoint((path, *path.parents))] if ours else found
 
 
-def find_images(where: str, folder: str) -> tuple[list[Path], list[str]]:
+def find_images(
+    where: str, folder: str, found: list[Path] | None = None
+) -> tuple[list[Path], list[str]]:
     """Return the images, relative to the folder, and a note on files with other endings, if any.
 
-    Texts and tables need no word. A linked folder is a DataError.
+    Texts and tables need no word. A linked folder is a DataError. `found` are the paths in the
+    folder, relative to it, if they are known.
     """
-    from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
+    from ddp_mnist.data.decode import image_endings
 
-    endings = frozenset(ImageFolder.EXTENSIONS)
-    paths = [path.relative_to(folder) for path in paths_in(Path(folder))]
+    endings = image_endings()
+    if found is None:
+        found = [path.relative_to(folder) for path in paths_in(Path(folder))]
+    paths = found
     seen = [path for path in paths if Path(folder, path).is_file()]
     if links := [path for path in sorted({*paths} - {*seen}) if Path(folder, path).is_symlink()]:
         fault = f"{where}: {links[0]} is a link to a folder or to nothing, and is not followed"
@@ -49,7 +63,25 @@ def find_images(where: str, folder: str) -> tuple[list[Path], list[str]]:
     kinds = [f"{end} ({n:,})" for end, n in odd.most_common() if not BESIDE_IMAGES.fullmatch(end)]
     kinds[5:] = [f"... {len(kinds) - 5} more kind{'s' * (len(kinds) > 6)}"] * (len(kinds) > 5)
     note = f"files without the suffix of an image were left out: {printable(', '.join(kinds))}"
+    if phones := [end for end in odd if end.lower() in HEIF]:
+        note += f" ({HEIF_FIX} to read {', '.join(phones)})"
     return [file for file in seen if file.suffix.lower() in endings], [note] if kinds else []
+
+
+def tables_of(folder: str, found: list[Path]) -> tuple[list[Path], bool]:
+    """Return the tables of a folder, and whether its card names files instead."""
+    tables = [path for path in found if path.suffix == ".parquet" and path.name not in METADATA]
+    card = Path(folder, "README.md")
+    return tables, card.is_file() and b"configs:" in card.read_bytes()
+
+
+def splits_of_images(
+    folder: str, found: list[Path], images: list[Path], reading: Reading
+) -> dict[str, list[Path]]:
+    """Return the files of each split, unless tables or the folder's card say what is read there."""
+    if not images or any(tables_of(folder, found)):
+        return {}
+    return split_images(images, [path for path in found if path.name in METADATA], reading)
 
 
 def split_images(
@@ -67,26 +99,22 @@ def split_images(
 
 def are_classes_at_the_top(images: list[Path]) -> bool:
     """Return whether all images lie as cat/1.png does, and not as train/1.png."""
-    from datasets.data_files import SPLIT_KEYWORDS
-
-    words = {word for each in SPLIT_KEYWORDS.values() for word in each}
+    words = {word for each in SPLIT_WORDS.values() for word in each}
     tops = {file.parts[0].lower() for file in images}
     return all(len(file.parts) == 2 for file in images) and tops.isdisjoint(words)
 
 
 def split_by_names(files: list[Path], by_file: bool = True) -> dict[str, list[Path]]:
     """Return the files of each split as `datasets` finds them, in the order that it has."""
-    from datasets.data_files import NON_WORDS_CHARS, SPLIT_KEYWORDS
-
-    files, apart = sorted(files, key=str), f"[{NON_WORDS_CHARS}]"
-    for of_file, end in ((False, f"({apart}.*)?"), (True, f"{apart}.*"))[: 1 + by_file]:
+    files = sorted(files, key=str)
+    for of_file, end in ((False, f"({APART}.*)?"), (True, f"{APART}.*"))[: 1 + by_file]:
         found = dict[str, list[Path]]()
-        for split, words in SPLIT_KEYWORDS.items():
-            word = re.compile(f"(.*{apart})?({'|'.join(words)}){end}")
+        for split, words in SPLIT_WORDS.items():
+            word = re.compile(f"(.*{APART})?({'|'.join(words)}){end}")
             for file in files:
                 names = (file.name,) if of_file else file.parent.parts
                 if any(map(word.fullmatch, names)):
-                    found.setdefault(str(split), []).append(file)
+                    found.setdefault(split, []).append(file)
         if found:
             return found
     return {"train": files}
@@ -133,9 +161,7 @@ def _find_fault(
     splits: dict[str, list[Path]], images: list[Path], unused: list[Path], reading: Reading
 ) -> tuple[str, str] | None:
     """Return what is wrong with the images' folders and how to correct it, if anything is."""
-    from datasets.data_files import SPLIT_KEYWORDS
-
-    split_of = {word: str(split) for split, words in SPLIT_KEYWORDS.items() for word in words}
+    split_of = {word: split for split, words in SPLIT_WORDS.items() for word in words}
     ending = re.compile(r"(set)?([-._ 0-9].*)?$")  # of Test, test_set, TestSet and test-2
 
     def meant_by(folder: str) -> str | None:

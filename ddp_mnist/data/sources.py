@@ -60,20 +60,18 @@ class Source:
         Raise UsageError if --test-size does not fit, DataError, or StorageError if there is no
         space to unpack it.
         """
-        where, notes, folder = f"--dataset {self.typed}", list[str](), self.kind == "folder"
+        where, notes = f"--dataset {self.typed}", list[str]()
         with readable(self.typed):
             if self.kind in BUILT_IN:
                 decoded = as_asked(BUILT_IN[self.kind](), self.name, self.reading, reserve)
-            elif folder and (files := find_idx_files(Path(self.place), self.typed)):
-                decoded = as_asked(read_idx(files), self.name, self.reading, reserve)
-            else:
+            elif self.kind == "hub":
                 from ddp_mnist.data.tables import decode_dataset
 
-                if folder:
-                    rows, notes = read_folder(self.place, where, self.reading)
-                else:
-                    rows = read_hub(self.place)
-                decoded = decode_dataset(rows, where, self.reading, reserve)
+                decoded = decode_dataset(read_hub(self.place), where, self.reading, reserve)
+            elif files := find_idx_files(Path(self.place), self.typed):
+                decoded = as_asked(read_idx(files), self.name, self.reading, reserve)
+            else:
+                decoded, notes = read_folder(self.place, self.paths, where, self.reading, reserve)
                 decoded.notes[:0] = notes
         if self.reading.for_evaluation:
             return decoded
@@ -86,17 +84,26 @@ class Source:
         return decoded
 
     @functools.cached_property
+    def paths(self) -> list[Path]:
+        """The paths in a folder, which is listed once."""
+        with readable(self.typed):
+            return folders.paths_in(Path(self.place))
+
+    @functools.cached_property
     def fingerprint(self) -> str:
         """A hash of name, size and time of each file of a folder: they change when the data do."""
         if self.kind != "folder":
             return ""
-        folder = Path(self.place)
+        folder, found = Path(self.place), self.paths
         with readable(self.typed):
-            found = folders.paths_in(folder)
             linked = (path.rglob("*") for path in found if path.is_symlink() and path.is_dir())
             files = sorted(path for paths in (found, *linked) for path in paths if path.is_file())
             stats = [(str(path.relative_to(folder)), path.stat()) for path in files]
-        facts = [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
+        facts: list[Any] = [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
+        if any(name.lower().endswith(folders.HEIF) for name, _ in stats):
+            from ddp_mnist.data.decode import reads_heif
+
+            facts += ["and HEIF is read"] * reads_heif()
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
     def outside(self, files: Iterable[str]) -> dict[str, list[int]]:
@@ -197,71 +204,95 @@ def why_out_of_reach(hub_id: str) -> str:
     return ""
 
 
-def read_folder(folder: str, where: str, reading: Reading) -> tuple[Any, list[str]]:
-    """Read what `load_dataset` or `load_from_disk` can. Return it, and notes on images left out."""
-    import datasets
+def read_folder(
+    folder: str, paths: list[Path], where: str, reading: Reading, reserve: Reserve
+) -> tuple[Decoded, list[str]]:
+    """Decode images in the folders of their classes, or what `datasets` reads there.
+
+    Return it, and notes on images left out.
+    """
+    from ddp_mnist.data.tables import decode_dataset, decode_files
+
+    saved = Path(folder, "dataset_dict.json").exists()
+    found = [] if saved else [path.relative_to(folder) for path in paths]
+    images, odd = folders.find_images(where, folder, found)
+    folders.check_names(where, folder, images)
+    splits = folders.splits_of_images(folder, found, images, reading)
+    if splits and not any(
+        file.name in folders.METADATA for each in splits.values() for file in each
+    ):
+        notes = odd + folders.check_images(where, splits, images, odd, reading)
+        return decode_files(folder, splits, where, reading, reserve), notes
+    # The library's Arrow copy is only needed until the images are decoded.
+    scratch_place = (tempfile.gettempdir(), "TMPDIR", NO_SPACE)
+    fix = "; ".join([*odd, FOLDER_FIX])
+    with library(where, fix, "it names files outside of it", scratch_place):
+        if saved:
+            import datasets
+
+            rows, notes = datasets.load_from_disk(folder), []
+        else:
+            rows, notes = read_tables(folder, found, where, splits, images, odd, reading)
+    return decode_dataset(rows, where, reading, reserve), notes
+
+
+def read_tables(
+    folder: str,
+    found: list[Path],
+    where: str,
+    splits: dict[str, list[Path]],
+    images: list[Path],
+    odd: list[str],
+    reading: Reading,
+) -> tuple[Any, list[str]]:
+    """Read what `load_dataset` can. Return it, and notes on images left out."""
     import pyarrow as pa
     from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
     from pyarrow.dataset import ParquetFragmentScanOptions
 
-    # The library's Arrow copy is only needed until the images are decoded.
-    scratch_place = (tempfile.gettempdir(), "TMPDIR", NO_SPACE)
-    saved = Path(folder, "dataset_dict.json").exists()
-    images, odd = ([], []) if saved else folders.find_images(where, folder)
-    folders.check_names(where, folder, images)
-    fix = "; ".join([*odd, FOLDER_FIX])
-    with library(where, fix, "it names files outside of it", scratch_place):
-        if saved:
-            return datasets.load_from_disk(folder), []
-        with tempfile.TemporaryDirectory(
-            prefix="ddp_mnist-", ignore_cleanup_errors=True
-        ) as scratch:
-            builder = find_builder(folder, where, scratch, images, reading)
-            splits, notes = dict[str, list[Path]](), list[str]()
-            if isinstance(builder, ImageFolder):
-                splits = {
-                    str(split): [Path(os.path.relpath(file, folder)) for file in found]
-                    for split, found in builder.config.data_files.items()
-                }
-                if reading.for_evaluation:
-                    builder.config.drop_labels = False  # of one class too
-                notes = odd + folders.check_images(where, splits, images, odd, reading)
-            if hasattr(builder.config, "fragment_scan_options"):  # of parquet
-                # pyarrow would else hold all that it has read of a file until its end
-                no_buffer = ParquetFragmentScanOptions(pre_buffer=False)
-                builder.config.fragment_scan_options = no_buffer
-                builder.config.batch_size = 100
-            builder.download_and_prepare()
-            pa.default_memory_pool().release_unused()
-            # Mapped, not read: a file that was removed stays as long as it is mapped.
-            rows = builder.as_dataset()
-            notes += folders.not_described(splits, {split: len(rows[split]) for split in rows})
-            return rows, notes
+    with tempfile.TemporaryDirectory(prefix="ddp_mnist-", ignore_cleanup_errors=True) as scratch:
+        builder, notes = find_builder(folder, found, where, scratch, splits), list[str]()
+        if isinstance(builder, ImageFolder):
+            splits = {
+                str(split): [Path(os.path.relpath(file, folder)) for file in files]
+                for split, files in builder.config.data_files.items()
+            }
+            if reading.for_evaluation:
+                builder.config.drop_labels = False  # of one class too
+            notes = odd + folders.check_images(where, splits, images, odd, reading)
+        if hasattr(builder.config, "fragment_scan_options"):  # of parquet
+            # pyarrow would else hold all that it has read of a file until its end
+            no_buffer = ParquetFragmentScanOptions(pre_buffer=False)
+            builder.config.fragment_scan_options = no_buffer
+            builder.config.batch_size = 100
+        builder.download_and_prepare()
+        pa.default_memory_pool().release_unused()
+        # Mapped, not read: a file that was removed stays as long as it is mapped.
+        rows = builder.as_dataset()
+        notes += folders.not_described(splits, {split: len(rows[split]) for split in rows})
+        return rows, notes
 
 
 def find_builder(
-    folder: str, where: str, scratch: str, images: list[Path], reading: Reading
+    folder: str, found: list[Path], where: str, scratch: str, splits: dict[str, list[Path]]
 ) -> Any:
     """Return the builder of `datasets` for a folder that the library did not save.
 
     The library goes by the most common kind of file, so it would miss images with a note beside
-    each, and it takes the folder's name for a pattern. Raise DataError for archives.
+    each, of which we know the `splits`, and it takes the folder's name for a pattern. Raise
+    DataError for archives.
     """
     import datasets
     from datasets.data_files import DataFilesDict, DataFilesList
     from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
     from datasets.packaged_modules.parquet.parquet import Parquet
 
-    paths = [path.relative_to(folder) for path in folders.paths_in(Path(folder))]
-    metadata = [path for path in paths if path.name in folders.METADATA]
-    tables = [path for path in paths if path.suffix == ".parquet" and path not in metadata]
-    card = Path(folder, "README.md")
-    by_card = card.is_file() and b"configs:" in card.read_bytes()  # it names the files
-    if images and not tables and not by_card:
-        kind, splits = ImageFolder, folders.split_images(images, metadata, reading)
+    tables, by_card = folders.tables_of(folder, found)
+    if splits:
+        kind = ImageFolder
     elif (pattern := re.search(r"[][*?]", folder)) and tables and not by_card:
         kind, splits = Parquet, folders.split_by_names(tables)
-    elif archives := [path for path in paths if path.suffix == ".zip" and not tables]:
+    elif archives := [path for path in found if path.suffix == ".zip" and not tables]:
         fix = "unpack it into train/CLASS/ and test/CLASS/"
         raise errors.DataError(f"{where}: {archives[0]} is an archive, and is not opened; {fix}")
     elif pattern:

@@ -1,10 +1,12 @@
 """A table of the library `datasets`: its splits, its columns, and what shape its images get."""
 
 import dataclasses
+import os
 import statistics
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +19,13 @@ from ddp_mnist.data.decode import (
     decode_image,
     facts_of,
     is_clear,
-    open_image,
     stored_pixels,
 )
 from ddp_mnist.data.held_out import draw_by_share, key_of, share_of
+from ddp_mnist.data.image_files import Cell, ImageFiles, threads_for
 from ddp_mnist.data.preparation import Decoded, Reserve, Shape
 from ddp_mnist.data.reading import Reading
-from ddp_mnist.errors import DataError, UsageError, reason
+from ddp_mnist.errors import DataError, UsageError
 
 SPLITS = ("train", "test")
 NAMES = {
@@ -37,17 +39,17 @@ LARGEST_UNASKED = 224  # longest side, in pixels, for mixed sizes: that of torch
 def decode_dataset(dataset: Any, where: str, reading: Reading, reserve: Reserve) -> Decoded:
     """Return every image and label. Raise DataError, which names the file, or column and row."""
     splits, not_used = _splits(dataset, where, reading)
-    train, last = splits["train"], [*splits.values()][-1]
-    image_column, label_column, unused = _find_columns(train, where)
+    each = list(splits.values())
+    first, last = each[0], each[-1]
+    image_column, label_column, unused = _find_columns(first, where)
     for column in (image_column, label_column):
         # Splits that were saved one by one may differ: a 3 of test is then not a 3 of train.
-        if (kind := train.features[column]) != (other := last.features.get(column, "missing")):
+        if (kind := first.features[column]) != (other := last.features.get(column, "missing")):
             raise DataError(
                 f"{where}: column {column} is {kind} in train and {other} in test; give both the"
                 " same type and the same names"
             )
-    labels = {"train": np.zeros(0, dtype=np.int64)}
-    classes: list[str] = []
+    labels, classes = dict[str, np.ndarray](), list[str]()
     for split, rows in splits.items():
         if len(rows) == 0:
             if split == "train" and reading.for_evaluation:
@@ -55,29 +57,66 @@ def decode_dataset(dataset: Any, where: str, reading: Reading, reserve: Reserve)
             raise DataError(f"{where}: split {split} has no rows; check its files")
         at = f"{where}: split {split}"
         labels[split], classes = _decode_labels(rows, label_column, classes, at)
-    shape, notes = _find_shape(splits, image_column, reading, where)
-    images = reserve(shape, {split: len(rows) for split, rows in splits.items()})
-    keys = {split: np.empty(len(rows), np.uint64) for split, rows in splits.items()}
+    cells = {split: partial(_cells, rows, image_column) for split, rows in splits.items()}
+    files = ImageFiles(cells, where, image_column)
+    decoded = decode_images(files, labels, classes, not_used + unused, reading, reserve)
+    decoded.files = [file for rows in splits.values() for file in _files_named(rows, image_column)]
+    return decoded
 
-    def decode(image: PIL.Image.Image) -> tuple[np.ndarray, int, bool]:
-        return decode_image(image, shape), key_of(stored_pixels(image)), is_clear(image)
 
-    clear = 0
-    for split, rows in splits.items():
-        for row, found in enumerate(_of_each(rows, image_column, decode, where, split)):
-            images[split][row], keys[split][row], has_clear_parts = found
-            clear += has_clear_parts
-    if clear:
+def decode_files(
+    folder: str, found: dict[str, list[Path]], where: str, reading: Reading, reserve: Reserve
+) -> Decoded:
+    """Return every image of the files of each split, and its class, which is its folder."""
+    splits, not_used = _splits(found, where, reading)
+    classes = sorted({file.parent.name for files in found.values() for file in files})
+    if len(classes) > MAX_CLASSES:
+        raise DataError(f"{where}: {len(classes)} classes; give at most {MAX_CLASSES}")
+    label_of = {name: label for label, name in enumerate(classes)}
+    labels = {
+        split: np.array([label_of[file.parent.name] for file in files], np.int64)
+        for split, files in splits.items()
+    }
+    paths = {
+        split: partial(map, partial(os.path.join, folder), those) for split, those in splits.items()
+    }
+    return decode_images(ImageFiles(paths, where, ""), labels, classes, not_used, reading, reserve)
+
+
+def decode_images(
+    files: ImageFiles,
+    labels: dict[str, np.ndarray],
+    classes: list[str],
+    notes: list[str],
+    reading: Reading,
+    reserve: Reserve,
+) -> Decoded:
+    """Return the decoded images. Raise DataError, which names all that cannot be read."""
+    shape, converted, largest = _find_shape(files, reading)
+    threads = threads_for(largest)
+    if files.broken:  # by their first bytes; others may be cut short, and be named in the same line
+        for _ in files.each(lambda image, *_: decode_image(image, shape), threads):
+            pass
+        files.refuse_broken()
+    if "train" not in labels:  # nobody asks for it
+        labels = {"train": np.zeros(0, np.int64), **labels}
+    images = reserve(shape, {split: len(each) for split, each in labels.items()})
+    keys = {split: np.empty(len(each), np.uint64) for split, each in labels.items()}
+
+    def decode(image: PIL.Image.Image, split: str, row: int) -> bool:
+        images[split][row] = decode_image(image, shape)
+        keys[split][row] = key_of(stored_pixels(image))
+        return is_clear(image)
+
+    if clear := sum(files.each(decode, threads)):
         total = sum(map(len, images.values()))
-        notes.append(f"{clear:,} of {total:,} images had transparent parts, which became white")
+        converted.append(f"{clear:,} of {total:,} images had transparent parts, which became white")
+    files.refuse_broken()
     highest = max(np.max(each, initial=0) for each in images.values())
-    if any(SIXTEEN_BITS in note for note in notes) and highest < 16:
-        notes.append("all pixels are below 4096 of 65535, as of 12 bits: scale them to 16 bits")
-    files = [file for rows in splits.values() for file in _files_named(rows, image_column)]
-    decoded = Decoded(images, labels, classes, not_used + unused + notes, not notes, keys, files)
-    if "test" in splits:
-        return decoded
-    return _hold_out_test(decoded, reading, reserve)
+    if any(SIXTEEN_BITS in note for note in converted) and highest < 16:
+        converted.append("all pixels are below 4096 of 65535, as of 12 bits: scale them to 16 bits")
+    decoded = Decoded(images, labels, classes, notes + converted, not converted, keys)
+    return decoded if "test" in labels else _hold_out_test(decoded, reading, reserve)
 
 
 def _splits(dataset: Any, where: str, reading: Reading) -> tuple[dict[str, Any], list[str]]:
@@ -88,7 +127,7 @@ def _splits(dataset: Any, where: str, reading: Reading) -> tuple[dict[str, Any],
     note = f"split {unused} is not used: validation images are cut out of train (--val-size)"
     notes, test_size = [note] if unused else [], reading.test_size
     if reading.for_evaluation and "test" in splits:  # all that it needs
-        return {"train": splits["test"].select(()), **splits}, notes
+        return splits, notes
     if [*splits] == ["train"] and test_size is not None:
         most = len(splits["train"]) - 1
         if test_size > (reading.test_of or most):
@@ -114,10 +153,8 @@ def _splits(dataset: Any, where: str, reading: Reading) -> tuple[dict[str, Any],
     return splits, notes
 
 
-def _find_shape(
-    splits: dict[str, Any], column: str, reading: Reading, where: str
-) -> tuple[Shape, list[str]]:
-    """Return the shape that all images get, and a sentence for each conversion that this takes.
+def _find_shape(files: ImageFiles, reading: Reading) -> tuple[Shape, list[str], int]:
+    """Return the shape that all images get, the conversions in words, and the largest's pixels.
 
     It is the size that all have, in colour if any is. If sizes differ, it is a square with the
     median of the shorter sides, LARGEST_UNASKED at most.
@@ -125,11 +162,12 @@ def _find_shape(
     sizes: Counter[tuple[int, int]] = Counter()
     odd: Counter[str] = Counter()
     colourful = 0
-    for split, rows in splits.items():
-        for size, grey, what in _of_each(rows, column, facts_of, where, split):
-            sizes[size] += 1
-            odd.update(what)
-            colourful += not grey
+    for size, grey, what in files.each(lambda image, *_: facts_of(image)):
+        sizes[size] += 1
+        odd.update(what)
+        colourful += not grey
+    if not sizes:
+        files.refuse_broken()
     if reading.size:
         size = reading.size
     elif len(sizes) == 1:
@@ -148,7 +186,7 @@ def _find_shape(
         notes.append(f"{colourful:,} of {total:,} images had colour and became grey")
     elif channels == 3 and colourful < total:
         notes.append(f"{total - colourful:,} of {total:,} images had no colour and became RGB")
-    return (channels, *size), notes
+    return (channels, *size), notes, max(height * width for height, width in sizes)
 
 
 def _find_columns(rows: Any, where: str) -> tuple[str, str, list[str]]:
@@ -224,33 +262,16 @@ def _files_named(rows: Any, column: str) -> Iterator[str]:
             yield from cells.field("path").filter(empty).to_pylist()
 
 
-def _of_each(
-    rows: Any, column: str, function: Callable[[PIL.Image.Image], Any], where: str, split: str
-) -> Iterator[Any]:
-    """Yield what the function returns of each row's opened image file."""
+def _cells(rows: Any, column: str) -> Iterator[Cell]:
+    """Yield what is in each row's image file, or else its path."""
     from datasets import Image
 
     if isinstance(rows.features[column], Image):
         rows = rows.cast_column(column, Image(decode=False))
     # of photos of several megabytes more would fill the memory
-    batches = rows.select_columns([column]).with_format(None).iter(batch_size=100)
-    for row, cell in enumerate(cell for batch in batches for cell in batch[column]):
-        file = cell and (cell["bytes"] or cell.get("path"))
-        name = f"split {split}, column {column}: row {row}"
-        if not file:
-            raise DataError(f"{where}: {name} has no image; add it or leave the row out")
-        try:
-            with open_image(file) as image:
-                found = function(image)
-        except Exception as error:  # Pillow raises OSError, SyntaxError, ValueError and more
-            unknown = isinstance(error, PIL.UnidentifiedImageError)
-            why = "of no format that Pillow knows" if unknown else reason(error)
-            if isinstance(file, str):
-                name = file.removeprefix(f"{Path.cwd()}/")
-            raise DataError(
-                f"{where}: {name} is no readable image ({why}); replace it or leave it out"
-            ) from error
-        yield found
+    for batch in rows.select_columns([column]).with_format(None).iter(batch_size=100):
+        for cell in batch[column]:
+            yield cell and (cell["bytes"] or cell.get("path"))
 
 
 def _hold_out_test(decoded: Decoded, reading: Reading, reserve: Reserve) -> Decoded:

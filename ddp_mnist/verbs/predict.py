@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from ddp_mnist.data import folders
-from ddp_mnist.data.decode import decode_image, open_image
+from ddp_mnist.data.decode import decode_image, open_image, reads_heif
 from ddp_mnist.data.preparation import Preparation
 from ddp_mnist.errors import DataError, UsageError, printable, reason
 from ddp_mnist.run import weights
@@ -159,7 +159,9 @@ def read_image(file: Path, preparation: Preparation, digit_photos: bool) -> np.n
     except Exception as error:  # OSError, SyntaxError, ValueError, struct.error and more
         system = isinstance(error, OSError) and error.errno  # else Pillow's, of several lines
         why = reason(error).lower() if system else "not an image that Pillow can read"
-        raise DataError(f"{why}; give a PNG or JPEG file") from error
+        heif = file.suffix.lower() in folders.HEIF and not reads_heif()
+        fix = f"{folders.HEIF_FIX}, or give" if heif else "give"
+        raise DataError(f"{why}; {fix} a PNG or JPEG file") from error
 
 
 def draw(answers: Sequence[tuple[dict[str, Any], np.ndarray]], path: Path) -> None:

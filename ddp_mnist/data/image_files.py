@@ -1,0 +1,120 @@
+"""Every image file of a data set is opened here, by all cores that this process may use."""
+
+import itertools
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import PIL.Image
+
+from ddp_mnist.data.decode import open_beside_others
+from ddp_mnist.errors import DataError, reason
+from ddp_mnist.limits import cores, free_memory
+
+SHOWN = 10  # broken files in an error
+AHEAD = 4  # images under way for each thread, so that all work while a large one is decoded
+SMALL = 64**2  # pixels of an image below which threads wait for each other: Python runs one at once
+BYTES_A_PIXEL = 20  # that decoding takes at most
+
+Cell = str | bytes | None  # a path, or what is in the file
+
+
+@dataclass
+class ImageFiles:
+    """The image files of each split; those that turn out broken are collected."""
+
+    splits: Mapping[str, Callable[[], Iterable[Cell]]]
+    where: str  # as errors begin
+    column: str  # of the table that holds them or their paths, or ""
+    # The place of each among all, its name, and why it cannot be read.
+    broken: dict[int, tuple[str, str]] = field(default_factory=dict)
+
+    def each(
+        self, function: Callable[[PIL.Image.Image, str, int], Any], threads: int = 1
+    ) -> Iterator[Any]:
+        """Yield what the function returns of each opened image, its split and its row, in order.
+
+        One for which it raises an error is broken, and left out from then on.
+        """
+
+        def opened(place: int, split: str, row: int, cell: Cell) -> tuple[int, Any, str, str]:
+            try:
+                if not cell:
+                    raise ValueError("its cell is empty")
+                with open_beside_others(cell) as image:
+                    return place, function(image, split, row), "", ""
+            except Exception as error:  # Pillow raises OSError, SyntaxError, ValueError and more
+                unknown = isinstance(error, PIL.UnidentifiedImageError)
+                why = "of no format that Pillow knows" if unknown else reason(error)
+                return place, None, self._name(split, row, cell), why
+
+        cells = (
+            (split, *each) for split, cells in self.splits.items() for each in enumerate(cells())
+        )
+        rest = ((place, *each) for place, each in enumerate(cells) if place not in self.broken)
+        with warnings.catch_warnings(action="ignore"):
+            for place, found, name, why in in_order(opened, rest, threads):
+                if why:
+                    self.broken[place] = name, why
+                else:
+                    yield found
+
+    def _name(self, split: str, row: int, cell: Cell) -> str:
+        if cell and isinstance(cell, str):
+            return cell.removeprefix(f"{Path.cwd()}/")
+        return f"split {split}, column {self.column}: row {row}"
+
+    def refuse_broken(self) -> None:
+        """Raise DataError that names the broken images, if there are any."""
+        if not self.broken:
+            return
+        broken = [each for _, each in sorted(self.broken.items())]
+        number, (name, why) = len(broken), broken[0]
+        fault, them, rows = f"{name} is no readable image ({why})", "it", "its row"
+        if number > 1:
+            names = ", ".join(f"{name} ({why})" for name, why in broken[:SHOWN])
+            more = f" and {number - SHOWN:,} more" * (number > SHOWN)
+            fault, them, rows = (
+                f"{number:,} images cannot be read: {names}{more}",
+                "them",
+                "their rows",
+            )
+        leave_out = f"leave {rows} out" if self.column else f"move {them} out of the folder"
+        raise DataError(f"{self.where}: {fault}; replace {them} or {leave_out}")
+
+
+def in_order(
+    function: Callable[..., Any], arguments: Iterable[tuple[Any, ...]], threads: int
+) -> Iterator[Any]:
+    """Yield what the function returns for each of the arguments, computed by so many threads.
+
+    Only a few are taken from `arguments` before they are needed.
+    """
+    if threads == 1:
+        yield from itertools.starmap(function, arguments)
+        return
+    under_way: deque[Future[Any]] = deque()
+    pool = ThreadPoolExecutor(threads)
+    try:
+        for each in arguments:
+            under_way.append(pool.submit(function, *each))
+            if len(under_way) == AHEAD * threads:
+                yield under_way.popleft().result()
+        while under_way:
+            yield under_way.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def threads_for(largest: int) -> int:
+    """Return how many threads are to decode images of so many pixels at the most.
+
+    As many as cores, if their images fit into half of the free memory.
+    """
+    if largest < SMALL:
+        return 1
+    return max(1, min(cores(), int(free_memory() / 2 / (BYTES_A_PIXEL * largest))))

@@ -1,0 +1,259 @@
+"""Image files are opened by several threads, in order, and all broken ones are named at once."""
+
+import re
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import PIL.Image
+import pytest
+
+from ddp_mnist.data import decode, image_files, tables
+from ddp_mnist.data.image_files import AHEAD, SHOWN, in_order, threads_for
+from ddp_mnist.data.names import files_of_test
+from ddp_mnist.data.preparation import Preparation
+from ddp_mnist.data.reading import AS_THEY_ARE, Reading
+from ddp_mnist.data.sources import find_source
+from ddp_mnist.errors import DataError
+from ddp_mnist.verbs.predict import find_images, read_image
+from tests.test_folders import DRAWN, flat, load, sizes, split_up, write
+from tests.test_held_out import noise
+from tests.test_own_images import folder_of, picture
+from tests.test_sources import cells_of, encoded, in_memory, read, write_split
+
+JPEG = encoded(picture((200, 120)), "JPEG")
+BROKEN = {"empty": b"", "a text": b"no image", "cut short": JPEG[: len(JPEG) // 2]}
+UNKNOWN = "(of no format that Pillow knows)"
+TRUNCATED = "(image file is truncated (N bytes not processed))"
+
+
+# --- Broken ones
+
+
+def refused(own: Path, reading: Reading = DRAWN) -> str:
+    with pytest.raises(DataError) as raised:
+        read(own, reading)
+    return re.sub(r"\d+ bytes", "N bytes", str(raised.value))
+
+
+def test_all_broken_files_are_named_at_once_and_the_advice_leads_out(tmp_path: Path) -> None:
+    """Two are broken in their first bytes; that the third is cut short is seen when decoded."""
+    own = write(tmp_path / "own", *flat())
+    broken = [own / "cat" / f"{kind}.jpg" for kind in BROKEN]
+    for file, content in zip(broken, BROKEN.values(), strict=True):
+        file.write_bytes(content)
+    a_text, cut_short, empty = (f"{own}/cat/{kind}.jpg" for kind in sorted(BROKEN))
+    assert refused(own) == (
+        f"--dataset {own}: 3 images cannot be read: {a_text} {UNKNOWN}, {cut_short} {TRUNCATED},"
+        f" {empty} {UNKNOWN}; replace them or move them out of the folder"
+    )
+    for file in broken[1:]:
+        file.rename(tmp_path / file.name)
+    assert refused(own) == (
+        f"--dataset {own}: {empty} is no readable image {UNKNOWN};"
+        " replace it or move it out of the folder"
+    )
+    noise(99).save(broken[0])
+    assert sum(map(len, read(own, DRAWN).labels.values())) == 13
+
+
+def test_rows_of_a_table_are_named_with_their_numbers(tmp_path: Path) -> None:
+    images = [encoded(noise(number)) for number in range(17)]
+    images[3:6], images[9:11] = BROKEN.values(), [b"", JPEG[:-200]]
+    for split in ("train", "test"):
+        write_split(
+            tmp_path, split, image=cells_of(images[:12] if split == "train" else images[12:])
+        )
+    message = refused(tmp_path, AS_THEY_ARE)
+    row = "split train, column image: row"
+    assert message == (
+        f"--dataset {tmp_path}: 5 images cannot be read: {row} 3 (its cell is empty), {row} 4"
+        f" {UNKNOWN}, {row} 5 {TRUNCATED}, {row} 9 (its cell is empty), {row} 10 {TRUNCATED};"
+        " replace them or leave their rows out"
+    )
+
+
+@pytest.mark.parametrize("content", [b"no image", encoded(noise(5))[:100]])
+def test_of_many_the_first_are_named_and_the_others_counted(content: bytes, tmp_path: Path) -> None:
+    """Also if none can be read, before or after the shape of all is known."""
+    own = write(tmp_path / "own", *flat(1234))
+    for file in own.rglob("*.png"):
+        file.write_bytes(content)
+    message = refused(own)
+    assert message.startswith(f"--dataset {own}: 1,234 images cannot be read: {own}/cat/0.png (")
+    assert message.count(".png (") == SHOWN
+    assert message.endswith(") and 1,224 more; replace them or move them out of the folder")
+
+
+# --- Several threads
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_results_keep_their_order_and_few_are_taken_ahead(threads: int) -> None:
+    taken: list[int] = []
+
+    def numbers() -> Iterator[tuple[int]]:
+        for number in range(100):
+            taken.append(number)
+            yield (number,)
+
+    def slow_at_times(number: int) -> int:
+        time.sleep(0.01 * (number % 10 == 0))
+        return number**2
+
+    for number, found in enumerate(in_order(slow_at_times, numbers(), threads)):
+        assert found == number**2
+        assert len(taken) <= number + AHEAD * threads
+    assert number == 99
+
+
+def test_who_stops_early_waits_for_no_more_than_is_under_way() -> None:
+    done, before = list[int](), threading.active_count()
+
+    def fail_at_five(number: int) -> None:
+        done.append(number)
+        assert number != 5
+
+    with pytest.raises(AssertionError):
+        for _ in in_order(fail_at_five, ((number,) for number in range(1000)), 2):
+            pass
+    assert len(done) <= 6 + AHEAD * 2
+    assert threading.active_count() == before
+
+
+def test_threads_are_as_many_as_cores_and_memory_have_room_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(image_files, "cores", lambda: 8)
+    monkeypatch.setattr(image_files, "free_memory", lambda: 2e9)
+    twelve_megapixels = 4000 * 3000
+    assert [threads_for(pixels) for pixels in (28 * 28, 300 * 400, twelve_megapixels)] == [1, 8, 4]
+    assert threads_for(100 * twelve_megapixels) == 1  # more would not help
+
+
+def test_several_threads_decode_what_one_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Images of every size and kind, turned and transparent; and no filter of warnings is lost."""
+    images: list[Any] = [picture((40 + 7 * n, 80 - n), (9 * n, 0, 200)) for n in range(20)]
+    images += [noise(number).convert(mode) for number in range(9) for mode in ("L", "RGBA", "P")]
+    images.append(JPEG)
+    own, seen = folder_of(tmp_path / "own", *images), set[str]()
+    key_of = tables.key_of
+
+    def noted(pixels: np.ndarray) -> int:
+        seen.add(threading.current_thread().name)
+        time.sleep(0.001)
+        return key_of(pixels)
+
+    monkeypatch.setattr(tables, "key_of", noted)
+    found = {}
+    for threads in (1, 4):
+        monkeypatch.setattr(tables, "threads_for", lambda _, threads=threads: threads)
+        before = [*warnings.filters]
+        found[threads] = find_source(str(own)).read(in_memory)
+        assert [*warnings.filters] == before
+    one, four = found.values()
+    assert len(seen) > 2 and one.notes == four.notes
+    for split in ("train", "test"):
+        assert np.array_equal(one.images[split], four.images[split])
+        assert np.array_equal(one.keys[split], four.keys[split])
+
+
+def test_a_folder_is_listed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own, listed, rglob = write(tmp_path / "own", *split_up()), list[str](), Path.rglob
+
+    def noted(self: Path, pattern: str) -> Iterator[Path]:
+        listed.append(str(self))
+        return rglob(self, pattern)
+
+    monkeypatch.setattr(Path, "rglob", noted)
+    assert sizes(load(own)) == (8, 8)
+    assert listed == [str(own)]
+
+
+# --- HEIC
+
+
+@pytest.fixture
+def heif(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
+    """Return what lets pillow_heif be installed, or not; it is undone after the test."""
+    for name in ("EXTENSION", "OPEN", "MIME", "SAVE", "SAVE_ALL"):
+        known = getattr(PIL.Image, name).items()
+        without = {key: value for key, value in known if "HEIF" not in (key, value)}
+        monkeypatch.setattr(PIL.Image, name, without)
+    monkeypatch.setattr(PIL.Image, "ID", [name for name in PIL.Image.ID if name != "HEIF"])
+
+    def install(installed: bool) -> None:
+        decode.reads_heif.cache_clear()
+        if installed:
+            monkeypatch.delitem(sys.modules, "pillow_heif", raising=False)
+        else:
+            monkeypatch.setitem(sys.modules, "pillow_heif", None)
+
+    return install
+
+
+GREY = Preparation((1, 9, 7), (0.5,), (0.5,), [], False, False)
+
+
+def test_without_its_package_heic_is_left_out_and_a_line_says_how_to_read_it(
+    heif: Callable[[bool], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    heif(False)
+    own = write(tmp_path / "own", *split_up())
+    for name in ("train/cat/IMG_1.HEIC", "test/dog/IMG_2.heif", "test/dog/IMG_3.docx"):
+        (own / name).write_bytes(JPEG)
+    suffixes = "files without the suffix of an image were left out: "
+    [note] = load(own).preparation.notes
+    assert note == (
+        f"{suffixes}.heif (1), .docx (1), .HEIC (1) (pip install pillow-heif to read .heif, .HEIC)"
+    )
+    find_images(str(own / "train"))
+    assert capsys.readouterr().err == (
+        f"ddp-mnist: warning: {own}/train: {suffixes}.HEIC (1) (pip install pillow-heif to read"
+        " .HEIC)\n"
+    )
+    (photo := tmp_path / "x.heic").write_bytes(b"of another format")
+    fix = "pip install pillow-heif, or give a PNG or JPEG file$"
+    with pytest.raises(DataError, match=f"^not an image that Pillow can read; {fix}"):
+        read_image(photo, GREY, digit_photos=False)
+
+
+def test_heic_is_read_where_its_package_is_installed(
+    heif: Callable[[bool], None], tmp_path: Path
+) -> None:
+    """Also in a folder that was decoded before it was installed; predict reads it as train did."""
+    pillow_heif = pytest.importorskip("pillow_heif")
+    own = tmp_path / "own"
+    for number, name in enumerate(flat(16, "{n}.heic")):
+        (own / name).parent.mkdir(parents=True, exist_ok=True)
+        image = picture((40, 30 + number), (10 * number, 0, 200))
+        pillow_heif.from_pillow(image).save(own / name, quality=-1)
+    (own / "cat" / "0.heic").rename(own / "cat" / "0.HEIC")
+    write(own, *(f"{name}/{n}.png" for name in ("cat", "dog") for n in range(50, 54)))
+    heif(False)
+    drawn = Reading(test_size=6)
+    before = load(own, drawn)
+    assert (sum(sizes(before)), "left out: .heic (15), .HEIC (1) (pip" in str(before)) == (8, True)
+    heif(True)
+    images = load(own, drawn)
+    assert sum(sizes(images)) == 24 and not any("left out" in n for n in images.preparation.notes)
+    rows = range(len(images.test_labels))
+    files = files_of_test(str(own), images, drawn, rows)
+    assert {*files.values()} <= {path.relative_to(own) for path in find_images(str(own))}
+    assert [*files] == [*rows] and any(file.suffix == ".heic" for file in files.values())
+    for row, file in files.items():
+        seen = read_image(own / file, images.preparation, digit_photos=False)
+        assert np.array_equal(seen, images.test_images[row])
+    cut = (own / "dog" / "1.heic").read_bytes()[:-40]
+    (own / "dog" / "1.heic").write_bytes(cut)
+    with pytest.raises(
+        DataError, match=r"own/dog/1\.heic is no readable image \(.*; replace it or"
+    ):
+        load(own, drawn)
