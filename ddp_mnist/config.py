@@ -82,11 +82,12 @@ class Run(Flags):
 # Our nets, with the optimizer of each. On a CPU, Muon makes their step a tenth longer, and that of
 # resnet18 four times as long: nets that are not ours get adamw.
 NETS = {"cnn": "muon", "cnn_deep": "muon", "mlp": "adamw", "cnn_bn": "muon"}
+OWN = r"[\w.]+:\w+"  # MODULE:NAME
 
 
 def check_model(name: str) -> None:
     """Raise UsageError unless it can be the name of a net."""
-    if name not in NETS and not re.fullmatch(r"[\w.]+:\w+", name):
+    if name not in NETS and not re.fullmatch(OWN, name):
         raise UsageError(
             f"--model {name.rstrip(':')}: choose from {', '.join(NETS)}, torchvision:NAME (e.g."
             f" torchvision:resnet18) or MODULE:NAME{did_you_mean(name, NETS)}"
@@ -176,6 +177,9 @@ class Recipe(Flags):
     label_smoothing: float = flag(
         0.1, "Share of a label spread over all classes.", least=0, below=1
     )
+    loss: str | None = flag(
+        None, "Loss of your own, of each image, as MODULE:FUNCTION [cross-entropy]."
+    )
     augment: bool = flag(
         False,
         "Rotate, scale and shift strokes on black; mirror, crop and colour other images.",
@@ -206,6 +210,11 @@ class Recipe(Flags):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_model(self.model)
+        if self.loss and not re.fullmatch(OWN, self.loss):
+            raise UsageError(
+                f"--loss {self.loss}: give MODULE:FUNCTION, e.g. my_loss:focal for the function"
+                " focal in my_loss.py"
+            )
 
     def val_size_of(self, rows: int) -> int:
         """Return the number of train images, of `rows`, to hold out. Raise UsageError for all."""
@@ -315,7 +324,8 @@ class TrainConfig:
         """Return the flags: what was typed, over what the preset says."""
         chosen = Recipe.of(typed)
         changed = FAULTS[chosen.inject].recipe if chosen.inject else {}
-        given = {**PRESETS[chosen.preset].recipe, **changed, **typed}
+        unsmoothed = {"label_smoothing": 0.0} if chosen.loss else {}
+        given = {**PRESETS[chosen.preset].recipe, **changed, **unsmoothed, **typed}
         groups = Run.of(given), Recipe.of(given), Distribution.of(given)
         return cls(*groups, typed=frozenset(typed))
 
@@ -340,6 +350,11 @@ class TrainConfig:
         self.recipe.refuse_unvalidated(self.recipe.val_size, "give --val-size, e.g. 5000")
         if self.recipe.optimizer == "muon" and self.recipe.model == "mlp":
             raise UsageError("--optimizer muon: mlp has no convolutions; use --optimizer adamw")
+        if self.recipe.loss and "label_smoothing" in self.typed:
+            raise UsageError(
+                f"--label-smoothing {self.recipe.label_smoothing:g}: has no part in --loss"
+                f" {self.recipe.loss}; leave it out"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

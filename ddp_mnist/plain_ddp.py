@@ -16,13 +16,13 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 
 from ddp_mnist.config import Recipe, Run, resolve_recipe
 from ddp_mnist.data import cache
 from ddp_mnist.data.batches import GlobalBatches, ImageData, split_images
 from ddp_mnist.errors import DdpMnistError, one_line
+from ddp_mnist.losses import make_loss
 from ddp_mnist.nets import build_net
 from ddp_mnist.optim import learning_rate, make_optimizer
 
@@ -47,6 +47,7 @@ def train_plain(
     net = net.to(memory_format=torch.channels_last)
     model = nn.parallel.DistributedDataParallel(net, gradient_as_bucket_view=True)
     optimizer = make_optimizer(model, recipe)
+    mean_loss = make_loss(recipe)
 
     # DDP settles how it groups the gradients in the first backward, which is discarded.
     model.eval()
@@ -63,9 +64,7 @@ def train_plain(
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(step, total_steps, recipe.lr, recipe.warmup)
             # backward() averages the gradients over the ranks while it computes them
-            F.cross_entropy(
-                model(inputs), labels, label_smoothing=recipe.label_smoothing
-            ).backward()
+            mean_loss(model(inputs), labels).backward()
             optimizer.step()
             optimizer.zero_grad()
             step += 1

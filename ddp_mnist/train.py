@@ -13,7 +13,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from accelerate.utils import broadcast
 from torch import nn
 
@@ -23,6 +22,7 @@ from ddp_mnist.cluster.world import World, join_world, settle_ddp_buckets
 from ddp_mnist.config import TrainConfig
 from ddp_mnist.data.batches import GlobalBatches, ImageData, make_loader, split_images
 from ddp_mnist.faults import injected
+from ddp_mnist.losses import make_loss
 from ddp_mnist.models import with_test_views
 from ddp_mnist.nets import build_net, memory_format_of
 from ddp_mnist.optim import learning_rate, make_optimizer
@@ -77,7 +77,7 @@ def fit(
     """
     recipe, flags, seed = run.config.recipe, run.config.run, run.config.run.seed
     accelerator, stop, preparation = run.world.accelerator, run.stop, run.images.preparation
-    device, classes, scores = accelerator.device, len(run.images.classes), recipe.metrics
+    device, asked = accelerator.device, (len(run.images.classes), stop, recipe.metrics, recipe.loss)
     accelerator.gradient_accumulation_steps = recipe.grad_accum
 
     # Data, on the device if there is room. Batches are global: Accelerate gives each rank its part.
@@ -87,6 +87,7 @@ def fit(
     # Model and optimizer, equal on every rank.
     net = build(run.config, run.world, run.images)
     optimizer = make_optimizer(net, recipe, accelerator.scaler)
+    mean_loss = make_loss(recipe)
     loader = make_loader(train_rows, batch_sampler=batches)
     model, optimizer, loader = accelerator.prepare(net, optimizer, loader)
     settle_ddp_buckets(accelerator, model, run.images.train_images[: batches.micro_batch_size])
@@ -120,7 +121,7 @@ def fit(
 
             with accelerator.accumulate(model):
                 logits = model(images)
-                loss = F.cross_entropy(logits, labels, label_smoothing=recipe.label_smoothing)
+                loss = mean_loss(logits, labels)  # of this rank's share of the batch
                 accelerator.backward(loss)  # DDP averages the gradients over the ranks meanwhile
                 if accelerator.sync_gradients and recipe.max_grad_norm:
                     accelerator.clip_grad_norm_(model.parameters(), recipe.max_grad_norm)
@@ -151,7 +152,7 @@ def fit(
         if len(val_rows):
             run.phase("validation")
             tested = with_test_views(model, recipe.model)
-            validation = evaluate_split(accelerator, tested, val_loader, classes, stop, scores)
+            validation = evaluate_split(accelerator, tested, val_loader, *asked)
         means = state.end_epoch(recipe, validation)  # counts it; may set stopped_by
         run.log_epoch(means, progress, validation)
 
@@ -165,7 +166,7 @@ def fit(
     if buffers := list(kept.buffers()):  # BatchNorm's; DDP sends them before a forward pass only
         broadcast(buffers)
     tested = with_test_views(kept, recipe.model)
-    test = evaluate_split(accelerator, tested, test_loader, classes, stop, scores)
+    test = evaluate_split(accelerator, tested, test_loader, *asked)
     return run.finish(state, kept, test, meter.forward.mean_ms)
 
 

@@ -1,4 +1,7 @@
-"""Try a net, forward and backward, before there is a run; what is wrong with it is one line."""
+"""Try a net and a loss, forward and backward, before there is a run; a fault is one line."""
+
+import re
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -69,3 +72,40 @@ def try_net(model: nn.Module, name: str, classes: int, shape: tuple[int, ...]) -
             f" [{shape[0]}, {classes}]; correct its last layer and keep the images apart"
         )
     return logits
+
+
+def check_loss(
+    losses_of: Callable[[Tensor, Tensor], Tensor], name: str, classes: int, device: torch.device
+) -> None:
+    """Raise UsageError unless --loss gives each image's loss, and the logits a gradient.
+
+    It is tried on the device of the training, where constants of its file may not lie.
+    """
+    for batch in (3, 1):
+        logits = torch.linspace(-2, 2, batch * classes, device=device).view(batch, classes)
+        labels = torch.arange(batch, device=device) % classes
+        on = f"logits {list(logits.shape)} and labels [{batch}]"
+        try:
+            losses = losses_of(logits.requires_grad_(), labels)
+            if getattr(losses, "requires_grad", False):
+                losses.sum().backward()
+        except Exception as error:
+            why = own_code.said_by(error, losses_of)
+            raise UsageError(f"--loss {name}: fails on {on} ({why}); correct it") from error
+        given = type(losses).__name__
+        if isinstance(losses, Tensor):
+            given = f"{losses.dtype} {list(losses.shape)}".removeprefix("torch.")
+        if not re.fullmatch(rf"b?float\d+ \[{batch}\]", given):
+            raise UsageError(
+                f"--loss {name}: gives {given} for {on}, must be each image's own, float [{batch}];"
+                " leave out the mean, e.g. by reduction='none'"
+            )
+        if not losses.requires_grad:
+            raise UsageError(
+                f"--loss {name}: its losses have no gradient; compute them from the logits without"
+                " torch.no_grad(), detach() and argmax()"
+            )
+        if not losses.isfinite().all():
+            raise UsageError(
+                f"--loss {name}: gives {losses.tolist()} for {on}, must be finite; correct it"
+            )

@@ -18,7 +18,7 @@ FLOORS = (
     ("flags", "own_code", "data", "tutorials"),
     ("config", "models", "augment"),
     ("pretrained", "trial"),
-    ("nets", "optim", "cluster"),
+    ("nets", "optim", "losses", "cluster"),
     ("plain_ddp", "run"),
     ("faults",),
     ("train", "verbs"),

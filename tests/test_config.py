@@ -44,6 +44,7 @@ LEGAL = {
 WITH_A_FORM = {
     "model": (*NETS, "torchvision:resnet18", "own_net:Net", "my_package.nets:make_net"),
     "image_size": ("64", "48x64", "1x9999"),
+    "loss": ("my_loss:focal", "torch.nn.functional:nll_loss"),
 }
 
 

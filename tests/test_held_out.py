@@ -369,7 +369,12 @@ def test_a_run_of_an_older_version_held_out_other_images(
     assert ended.code == 4  # and below as it really is: its test was another one, too
     assert "is of an older version, which held out other images; use --split test" in ended.err
     ended = typed("train", "--resume", tmp_path / "run", "--epochs", "2")
-    assert ended.code == 4 and "(format 8, this is 9)" in ended.err
+    assert ended.code == 4 and "(format 8, this is 10)" in ended.err
+    before = {name: value for name, value in config.items() if name != "own_code"}
+    recipe = {name: value for name, value in config["recipe"].items() if name != "loss"}
+    without_loss = {**before, "format": 9, "recipe": recipe}  # which held out these
+    (tmp_path / "run" / "config.json").write_text(json.dumps(without_loss))
+    assert typed("evaluate", tmp_path / "run", "--split", "validation").code == 0
     older = {**config, "format": 8, "digest": "0" * 64}
     (tmp_path / "run" / "config.json").write_text(json.dumps(older))
     (tmp_path / "run" / "trained_on.npy").unlink()

@@ -167,7 +167,7 @@ def test_a_chinese_page_has_the_sections_commands_links_and_figures_of_the_engli
         [re.sub(" *#.*", "", f.body) for f in each if f.language == "sh"] for each in fences
     ]
     assert commands[0] == commands[1]
-    code = [[f.body for f in each if f.language in ("python", "diff")] for each in fences]
+    code = [[f.body for f in each if f.language == "python"] for each in fences]
     assert code[0] == code[1]
     shown = [[f.body for f in each if f.language == "text"] for each in fences]
     for ours, theirs in zip(*shown, strict=True):

@@ -14,15 +14,21 @@ from ddp_mnist.data import cache
 from ddp_mnist.verify.watch import PROOF, just_train, largest_difference, proof_config, weights_of
 from tests.commands import REPOSITORY, Started, all_succeed
 
+OWN = """
+import torch.nn.functional as F
 
-def train_plainly() -> tuple[dict[str, Any], float]:
+loss = lambda logits, labels: F.multi_margin_loss(logits, labels, reduction="none")
+"""
+
+
+def train_plainly(recipe: dict[str, Any]) -> tuple[dict[str, Any], float]:
     """The plain loop in float64; MASTER_ADDR and the rest are set by the world."""
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     digits = cache.load("digits")
-    model, seconds = plain_ddp.train_plain(digits, Recipe(**PROOF), 0, torch.float64)
+    model, seconds = plain_ddp.train_plain(digits, Recipe(**PROOF, **recipe), 0, torch.float64)
     assert seconds > 0
     accuracy = plain_ddp.test_accuracy(model, digits)
     dist.destroy_process_group()
@@ -30,9 +36,11 @@ def train_plainly() -> tuple[dict[str, Any], float]:
     return {name: tensor.numpy() for name, tensor in weights.items()}, accuracy
 
 
-def test_the_trainer_equals_the_plain_loop(tmp_path: Path) -> None:
-    [trained, _] = run_world(2, just_train, proof_config(), folder=tmp_path)
-    plain = run_world(2, train_plainly, folder=tmp_path)
+@pytest.mark.parametrize("recipe", [{}, {"loss": "own:loss"}])
+def test_the_trainer_equals_the_plain_loop(recipe: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    [trained, _] = run_world(2, just_train, proof_config(**recipe), folder=tmp_path)
+    plain = run_world(2, train_plainly, recipe, folder=tmp_path)
     for weights, accuracy in plain:
         tensors = {name: torch.from_numpy(array) for name, array in weights.items()}
         assert largest_difference(weights_of(tmp_path / "run"), tensors) < 1e-9

@@ -132,7 +132,7 @@ def test_last_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     outcome: dict[str, Any] = {"test_accuracy": 0.9912, "test_count": 10_000, "test_loss": 0.03456}
     outcome |= {"dataset": {"name": "mnist"}, "world_size": 2, "images_per_second": 8617.3}
     outcome |= {"metrics": {}, "train_seconds": 12.34, "total_seconds": 15.67, "inject": None}
-    outcome["images_per_class"] = {"test": [1000] * 10}
+    outcome |= {"images_per_class": {"test": [1000] * 10}, "loss_function": "cross_entropy"}
     monkeypatch.setattr("ddp_mnist.run.summary.program", lambda: "ddp-mnist")
     folder = RunFolder()
     monkeypatch.chdir(tmp_path)

@@ -10,7 +10,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from ddp_mnist.config import FAULTS
+from ddp_mnist.config import FAULTS, Recipe
 from ddp_mnist.errors import CheckFailed
 from ddp_mnist.run import results
 from ddp_mnist.run.results import FAIL, PASS, CheckResult
@@ -154,6 +154,7 @@ def test_flags_of_verify_mean_what_they_mean_for_train() -> None:
     assert proofs.config_of(Verify(inject="batchnorm")).recipe.model == "cnn_bn"
     typed = proofs.config_of(Verify(inject="batchnorm", model="cnn"))
     assert typed.recipe.model == "cnn"  # which has none: train refuses it
+    assert proofs.config_of(Verify(loss="my_loss:focal")).recipe.loss == "my_loss:focal"
     many = proofs.config_of(Verify(inject="epoch", dataset="patches"))
     assert (many.recipe.epochs, proofs.config_of(Verify(dataset="patches")).recipe.epochs) == (2, 1)
 
@@ -174,9 +175,10 @@ def test_the_fix_knows_the_fault_that_was_injected_and_what_a_net_does() -> None
         ("cnn_bn", "batchnorm", (proofs.BY_FAULT, proofs.BY_FAULT, "x")),
         ("cnn", "exit", (proofs.FIX, proofs.FIX, proofs.BY_FAULT)),
     ):
-        fixes = tuple(proofs.explained(check, model, fault).fix for check in (BAD, wrong, runs))
+        recipe = Recipe(model=model)
+        fixes = tuple(proofs.explained(check, recipe, fault).fix for check in (BAD, wrong, runs))
         assert fixes == expected
-        assert proofs.explained(GOOD, model, fault) == GOOD
+        assert proofs.explained(GOOD, recipe, fault) == GOOD
 
 
 def test_what_differs_is_counted_and_bounded() -> None:

@@ -15,7 +15,6 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 
 from ddp_mnist.bench.figures import alternate
 from ddp_mnist.cluster.launch import find_launch
@@ -24,6 +23,7 @@ from ddp_mnist.cluster.world import World, join_world
 from ddp_mnist.config import ResolvedConfig, TrainConfig, resolve_recipe
 from ddp_mnist.data import cache
 from ddp_mnist.data.batches import GlobalBatches, ImageData, Rows, make_loader
+from ddp_mnist.losses import make_loss
 from ddp_mnist.optim import make_optimizer
 from ddp_mnist.plain_ddp import train_plain
 from ddp_mnist.run.session import Session
@@ -76,6 +76,7 @@ def bare_steps(run: Session, *, feed: bool, exchange: bool) -> float:
     images = run.images.to(device)
     rows = Rows(images.train_images, images.train_labels)
     batches = GlobalBatches(rows, recipe.batch_size, seed)
+    mean_loss = make_loss(recipe)
     net = build_model(run.config, run.world, images)
     # Accelerate wraps a model in DDP unless it is told that no training follows.
     model = accelerator.prepare_model(net, evaluation_mode=not exchange).train()
@@ -83,8 +84,7 @@ def bare_steps(run: Session, *, feed: bool, exchange: bool) -> float:
     optimizer, loader = accelerator.prepare(make_optimizer(net, recipe, accelerator.scaler), loader)
 
     def step(batch: Sequence[torch.Tensor]) -> None:
-        logits, smoothing = model(batch[0]), recipe.label_smoothing
-        accelerator.backward(F.cross_entropy(logits, batch[1], label_smoothing=smoothing))
+        accelerator.backward(mean_loss(model(batch[0]), batch[1]))
         optimizer.step()
         optimizer.zero_grad()
 

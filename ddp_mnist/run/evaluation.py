@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -24,7 +23,9 @@ from ddp_mnist.cluster.device import full_precision
 from ddp_mnist.cluster.signals import StopSignals
 from ddp_mnist.cluster.world import broadcast_bytes
 from ddp_mnist.data.batches import Rows, images_a_pass, make_loader
+from ddp_mnist.losses import image_losses
 
+CROSS_ENTROPY = "cross_entropy"  # by the name of a run's loss, if it is not --loss
 MANY_CLASSES = 40  # above it a person is shown the largest cells of a matrix, not all
 
 
@@ -33,7 +34,7 @@ class Metrics:
     """The metrics of a split."""
 
     accuracy: float  # share of rows whose highest logit is the label's
-    loss: float  # mean cross-entropy, without label smoothing, in nats
+    loss: float  # mean of --loss, or of cross-entropy without label smoothing, in nats
     count: int  # rows, each counted once
     confusion: list[list[int]]  # confusion[label][prediction] = rows
     class_accuracy: list[float | None]  # share of correct predictions; None if it has no row
@@ -58,6 +59,12 @@ def prepare_split(accelerator: Accelerator, rows: Rows, per_process: int | None 
 def shown(scores: dict[str, float | None]) -> list[str]:
     """Return each score that --metrics named, as a person reads it."""
     return [f"{name} {'undefined' if s is None else f'{s:.4f}'}" for name, s in scores.items()]
+
+
+def shown_loss(function: str, loss: float) -> str:
+    """Return the loss of a split as a person reads it, with the name of one's own function."""
+    own = "" if function == CROSS_ENTROPY else f"{function} "
+    return f"loss {own}{loss:.4f}"
 
 
 def packed(confusion: list[list[int]]) -> list[list[int]]:
@@ -117,20 +124,22 @@ def evaluate_split(
     classes: int,
     stop: StopSignals | None = None,
     scores: Sequence[str] = (),
+    loss: str | None = None,
 ) -> Metrics:
     """Run the model over the whole split, a loader from `prepare_split`.
 
-    Return the same Metrics on every rank; `scores` are those that --metrics names. Raise
-    RuntimeError if not every row was counted exactly once. With `stop`, all ranks check after each
-    batch whether a stop signal came to any of them, and raise as `StopSignals.obey` does.
+    Return the same Metrics on every rank; `scores` are those that --metrics names, and `loss` the
+    function of --loss. Raise RuntimeError if not every row was counted exactly once. With `stop`,
+    all ranks check after each batch whether a stop signal came to any of them, and raise as
+    `StopSignals.obey` does.
     """
-    was_training = model.training
+    was_training, losses_of = model.training, image_losses(loss)
     model.eval()
     gathered = []
     for images, labels, _ in loader:
         with full_precision():
             logits = model(images)
-        losses = F.cross_entropy(logits, labels, reduction="none").double()
+        losses = losses_of(logits, labels).double()
         # The last batch is padded with repeated rows so that all ranks get equally many;
         # gather_for_metrics drops these again.
         gathered.append(accelerator.gather_for_metrics((labels, logits.argmax(1), losses)))

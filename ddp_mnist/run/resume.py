@@ -9,7 +9,6 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from ddp_mnist import nets
 from ddp_mnist.cluster.launch import CAN_JOIN, nobody_can_join
 from ddp_mnist.cluster.world import World
 from ddp_mnist.config import ResolvedConfig, TrainConfig
@@ -28,9 +27,9 @@ from ddp_mnist.run.folder import (
     read_json,
     without_link,
 )
-from ddp_mnist.run.versions import code_digest, package_versions
+from ddp_mnist.run.versions import code_digest, own_digests, package_versions
 
-FORMAT = 9  # of config.json and of checkpoints
+FORMAT = 10  # of config.json and of checkpoints
 OF_THE_RESULT: tuple[OnResume, ...] = ("must equal", "may change", "same images")
 INHERITED: tuple[OnResume, ...] = (*OF_THE_RESULT, "inherited")
 CANNOT_GROW = f" (no machine can join again; for that, {CAN_JOIN})"
@@ -139,7 +138,7 @@ def identity(config: ResolvedConfig, world: World, run_id: str, digest: str) -> 
         "run_id": run_id,
         "flags": flags,
         "digest": digest,
-        "net": nets.code_digest(config.recipe.model),
+        "own_code": own_digests(config.recipe),
         "world": {
             "world size": world.accelerator.num_processes,
             "device": world.accelerator.device.type,
@@ -200,11 +199,12 @@ def changes(content: dict[str, Any], now: dict[str, Any], where: str) -> list[st
         check_images(flags["dataset"], now["digest"], found)
         for name in fixed:
             _refuse_change(name, flags[name], before[name], where)
-        if content["net"] != now["net"]:
-            raise CheckpointError(
-                f"--model {flags['model']}: its file was changed since {where} was made; use it as"
-                " it was, or begin another run"
-            )
+        for name, code in now["own_code"].items():
+            if content["own_code"][name] != code:
+                raise CheckpointError(
+                    f"{name}: its file was changed since {where} was made; use it as it was, or"
+                    " begin another run"
+                )
         if "fp64" in (is_now := now["world"]["--mixed-precision"], was):  # another dtype
             _refuse_change("mixed_precision", is_now, was, where)
         if content["run_id"] != now["run_id"]:

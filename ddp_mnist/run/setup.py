@@ -27,6 +27,7 @@ from ddp_mnist.data.preparation import Preparation
 from ddp_mnist.data.sources import from_anywhere
 from ddp_mnist.errors import UsageError
 from ddp_mnist.flags import flag_values
+from ddp_mnist.losses import image_losses
 from ddp_mnist.nets import build_net, factory_of, has_batch_norm
 from ddp_mnist.run import resume, summary, tracking
 from ddp_mnist.run.console import Console, draws, panel
@@ -89,6 +90,7 @@ def resolve_and_load(
     config = resume.inherit(config, found)
     own_code.begin()
     factory_of(config.recipe.model)  # a wrong name is refused before the data are read
+    losses_of = image_losses(config.recipe.loss)
     config, prepare = apply_named_weights(config, console)
     store, cache_dir, reading = world.store, config.run.cache_dir, config.run.reading
     store.broadcast_from_rank0("trackers", lambda: tracking.named(config.run.trackers))
@@ -117,6 +119,8 @@ def resolve_and_load(
     sharers = recipe.grad_accum * (1 if config.distribution.sync_bn else store.world_size)
     if taken := check_net(config, images, recipe.batch_size // sharers):
         console.print(panel({"weights": taken}))
+    if recipe.loss:
+        trial.check_loss(losses_of, recipe.loss, len(images.classes), world.accelerator.device)
     place = cache_dir and str(cache.cache_folder(cache_dir).absolute())
     run = replace(config.run, dataset=from_anywhere(name), cache_dir=place)
     resolved = ResolvedConfig(run, config.distribution, config.typed, config.goes_on, recipe=recipe)
@@ -221,6 +225,7 @@ def open_folder(run: Session, found: dict[str, Any] | None) -> list[str]:
             "run_id": run_id,
             "format": resume.FORMAT,
             "digest": run.images.digest,
+            "own_code": run.identity["own_code"],
             "run": flag_values(config.run) | {"run_dir": run.where, "resume": None},
             "recipe": flag_values(config.recipe),
             "distribution": flag_values(config.distribution)

@@ -21,7 +21,7 @@ SKIPPED_STEPS_ALLOWED = 24
 class Sums:
     """Sums over steps and ranks."""
 
-    loss: float = 0.0  # in nats
+    loss: float = 0.0  # as training minimises it: with smoothing and weights, if any
     correct: float = 0.0  # images that were classified right
     seen: float = 0.0  # images
     seconds: float = 0.0
@@ -92,7 +92,8 @@ class Progress:
             what = "loss" if self.bad_in_a_row > allowed else "gradient"
             cure = "use a lower learning rate, or --max-grad-norm 1"
             if self.step <= 2:
-                cure = f"so early it may be the net, {recipe.model}: correct it, or {cure}"
+                loss = f" or the loss, {recipe.loss}" if recipe.loss else ""
+                cure = f"so early it may be the net, {recipe.model}{loss}: correct it, or {cure}"
             raise DivergedError(
                 f"--lr {recipe.lr:g}: by step {self.step} the {what} is not a finite number any"
                 f" more; {cure}"

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from ddp_mnist import nets
 from ddp_mnist.cluster import hardware
 from ddp_mnist.cluster.store import name_of
 from ddp_mnist.cluster.world import World
@@ -23,10 +22,10 @@ from ddp_mnist.errors import printable
 from ddp_mnist.flags import flag_fields, flag_name
 from ddp_mnist.pretrained import find_named
 from ddp_mnist.run.console import Console, panel
-from ddp_mnist.run.evaluation import Metrics, packed, shown
+from ddp_mnist.run.evaluation import CROSS_ENTROPY, Metrics, packed, shown, shown_loss
 from ddp_mnist.run.folder import RunFolder
 from ddp_mnist.run.state import State
-from ddp_mnist.run.versions import code_digest, git_commit, package_versions
+from ddp_mnist.run.versions import code_digest, git_commit, own_digests, package_versions
 
 BY_HEART, TOO_FAR = 0.98, 0.1  # accuracy in training, and validation's below it
 FEW = 20  # images of a class
@@ -49,7 +48,7 @@ def facts(config: TrainConfig, world: World, images: ImageData) -> dict[str, Any
         "--backend": world.backend,
         "the data's digest": images.digest,
         "the code's digest": code_digest(),
-        f"the code of --model {config.recipe.model}": nets.code_digest(config.recipe.model),
+        **{f"the code of {name}": code for name, code in own_digests(config.recipe).items()},
         **package_versions(),
     }
 
@@ -65,6 +64,7 @@ def plan(config: ResolvedConfig, world: World, images: ImageData, folder: Path |
     smoothing, classes = recipe.label_smoothing, len(images.classes)
     least = torch.special.entr((1 - smoothing) * torch.eye(classes)[0] + smoothing / classes).sum()
     smoothed = f", label smoothing {smoothing:g} (the training loss levels off near {least:.2g})"
+    loss = f", loss {recipe.loss}" if recipe.loss else smoothed if smoothing else ""
     strokes = images.preparation.bright_on_black
     changes = "rotated, scaled, shifted" if strokes else "mirrored, cropped, coloured"
     unused = f"{count(left_out, 'image')} {'is' if left_out == 1 else 'are'} left out"
@@ -80,7 +80,7 @@ def plan(config: ResolvedConfig, world: World, images: ImageData, folder: Path |
         "model": f"{recipe.model}, seed {config.run.seed}",
         "recipe": f"{recipe.preset}: {recipe.optimizer}, learning rate up to {recipe.lr:g}"
         f" in the first {recipe.warmup:.0%} of the steps,"
-        f" images {changes if recipe.augment else 'not augmented'}{smoothed if smoothing else ''}",
+        f" images {changes if recipe.augment else 'not augmented'}{loss}",
         "writes": str(folder) if folder else "nothing but the cache of images (--dry-run)",
     }
     return "\n".join([*images.warnings, panel(lines)])
@@ -227,6 +227,7 @@ def summarise(
         "compile": world.compiled_by,
         "seed": config.run.seed,
         **{name: getattr(recipe, name) for name in ("model", "inject", "grad_accum")},
+        "loss_function": recipe.loss or CROSS_ENTROPY,
         "weights": str(named) if named else recipe.weights,  # DEFAULT may mean others one day
         "train_seconds": round(seconds, 3),
         "save_seconds": round(progress.save_seconds, 3),
@@ -288,7 +289,8 @@ def last_lines(outcome: dict[str, Any], run: RunFolder) -> str:
     wrong = round((1 - outcome["test_accuracy"]) * outcome["test_count"])
     result = (
         f"test accuracy {outcome['test_accuracy']:.4f} on {outcome['test_count']:,} images of"
-        f" {outcome['dataset']['name']} ({wrong:,} wrong), loss {outcome['test_loss']:.4f}"
+        f" {outcome['dataset']['name']} ({wrong:,} wrong),"
+        f" {shown_loss(outcome['loss_function'], outcome['test_loss'])}"
     )
     scores = outcome["metrics"]
     lines = {"and": ", ".join(shown(scores))} if scores else {}

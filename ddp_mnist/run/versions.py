@@ -6,6 +6,10 @@ import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from ddp_mnist import own_code
+from ddp_mnist.config import Recipe
+from ddp_mnist.models import is_known
+
 PACKAGES = ("torch", "torchvision", "accelerate", "datasets", "evaluate", "safetensors")
 
 
@@ -24,6 +28,12 @@ def code_digest() -> str:
     """Return the first 16 hex digits of the SHA-256 over this package's modules."""
     files = sorted(Path(__file__).parents[1].rglob("*.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
+
+
+def own_digests(recipe: Recipe) -> dict[str, str]:
+    """Return the SHA-256 of each file of the user's own, by what named it: --model, --loss."""
+    named = {"--model": "" if is_known(recipe.model) else recipe.model, "--loss": recipe.loss}
+    return {f"{flag} {name}": own_code.digest(flag, name) for flag, name in named.items() if name}
 
 
 def git_commit() -> str | None:

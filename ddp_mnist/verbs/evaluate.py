@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ddp_mnist import own_code
 from ddp_mnist.cluster import rendezvous
 from ddp_mnist.cluster.device import within_memory
 from ddp_mnist.cluster.launch import Launch, find_launch
@@ -29,15 +30,16 @@ from ddp_mnist.errors import CheckpointError, DataError, UsageError, printable
 from ddp_mnist.run import weights
 from ddp_mnist.run.console import Console, json_line, warn
 from ddp_mnist.run.evaluation import (
+    CROSS_ENTROPY,
     MANY_CLASSES,
     check_scores,
     evaluate_split,
     most_confused,
     prepare_split,
     shown,
+    shown_loss,
 )
 from ddp_mnist.run.folder import CONFIG, SUMMARY, TRAINED_ON, read_json
-from ddp_mnist.run.resume import FORMAT
 from ddp_mnist.run.summary import changed_since
 from ddp_mnist.verbs.flags import Evaluate
 
@@ -45,6 +47,7 @@ from ddp_mnist.verbs.flags import Evaluate
 NEEDED = ("dataset", "cache_dir", "val_size", "image_size", "grey", "test_size", "metrics")
 MOST_SHOWN = 10  # classes, and pairs of them, of MANY_CLASSES
 MOST_NAMED = 50  # files that are looked for; a line holds fewer
+BY_PIXELS = 9  # the first format of config.json of which hashes of pixels held images out
 OLDER = "is of an older version, which held out other images"
 TABLE_COLUMNS = 80  # names of classes head the columns if the table then fits, else numbers do
 
@@ -66,13 +69,14 @@ def evaluate_run(
         content = weights.read_bytes(run) if store.rank == 0 else b""
         config = store.broadcast_from_rank0("run", lambda: _read_config(run))
         trained = weights.from_bytes(broadcast_bytes(world.accelerator, content), run)
+        loss = _own_loss(run, config)
         images = _load(flags, config, trained) if flags.dataset else _load_own(flags, config)
         store.barrier()
         rendezvous.check_same(store, {"the data's digest": images.digest})
         rows = _rows(images, flags.split, config["val_size"])
         if images.digest != config["digest"]:
             store.broadcast_from_rank0("unseen", lambda: _check_unseen(flags, images, rows))
-        elif flags.split != "test" and config["format"] < FORMAT:
+        elif flags.split != "test" and config["format"] < BY_PIXELS:
             raise CheckpointError(f"--split {flags.split}: {run} {OLDER}; use --split test")
         accelerator, classes = world.accelerator, len(trained.classes)
         model = trained.model.to(accelerator.device)
@@ -82,7 +86,7 @@ def evaluate_run(
         size = loader.total_batch_size // accelerator.num_processes  # a process's, at once
         fix = f"use --batch-size {size // 2}" if size > 1 else "evaluate with --cpu"
         with within_memory(accelerator.device, lambda: (f"--batch-size {size}", fix)):
-            metrics = evaluate_split(accelerator, model, loader, classes, scores=scores)
+            metrics = evaluate_split(accelerator, model, loader, classes, None, scores, loss)
         if not accelerator.is_main_process:
             return None
         return {
@@ -92,6 +96,7 @@ def evaluate_run(
             "world_size": accelerator.num_processes,
             "classes": trained.classes,
             "inject": config["inject"],
+            "loss_function": loss or CROSS_ENTROPY,
             **dataclasses.asdict(metrics),
         }
 
@@ -106,6 +111,7 @@ def _read_config(run: str) -> dict[str, Any]:
         flags = config["run"] | config["recipe"]
         found = {name: flags[name] for name in NEEDED} | {"inject": flags.get("inject")}
         found |= {name: config[name] for name in ("digest", "format")} | {"summary": {}}
+        found |= {"loss": flags.get("loss"), "own_code": config.get("own_code", {})}
     except (OSError, ValueError, LookupError, TypeError) as error:
         why = f"{CONFIG} is missing or damaged; name a run that `train` wrote"
         raise CheckpointError(f"{run}: {why}") from error
@@ -120,7 +126,7 @@ def _load_own(flags: Evaluate, config: dict[str, Any]) -> ImageData:
     images = cache.load(name, flags.cache_dir or config["cache_dir"], Reading.of(config))
     if images.digest == config["digest"]:
         return images
-    if images.test_drawn and config["format"] < FORMAT:
+    if images.test_drawn and config["format"] < BY_PIXELS:
         fix = "train again, or give images that it has not seen, in test/CLASS/: --dataset FOLDER"
         raise CheckpointError(f"{flags.run}: {OLDER}; {fix}")
     fault = changed_since(flags.run, name, config["summary"], images)
@@ -238,6 +244,24 @@ def _check_scores(flags: Evaluate, scores: Sequence[str]) -> None:
         ) from error
 
 
+def _own_loss(run: str, config: dict[str, Any]) -> str | None:
+    """Return --loss of the run. Raise CheckpointError if its file is not here, or has changed."""
+    name = config["loss"]
+    if name:
+        try:
+            code = own_code.digest("--loss", name)
+        except UsageError as error:
+            why = str(error).partition(";")[0]
+            fix = "call this where the run was started"
+            raise CheckpointError(f"{run}: its {why}; {fix}") from error
+        if code != config["own_code"][f"--loss {name}"]:
+            raise CheckpointError(
+                f"{run}: the file of --loss {name} was changed since; use it as it was, or train"
+                " again"
+            )
+    return name
+
+
 # --- What a person sees
 
 
@@ -249,7 +273,8 @@ def metrics_table(metrics: dict[str, Any]) -> str:
         *wrong_on_purpose(metrics["inject"]),
         f"{metrics['split']} split of {printable(metrics['dataset']['name'])}:"
         f" {metrics['count']:,} images",
-        f"accuracy {metrics['accuracy']:.4f}   loss {metrics['loss']:.4f}"
+        f"accuracy {metrics['accuracy']:.4f}"
+        f"   {shown_loss(metrics['loss_function'], metrics['loss'])}"
         + "".join(f"   {score}" for score in shown(metrics["scores"])),
         *by_class(names, metrics["class_accuracy"], metrics["confusion"]),
     ]

@@ -116,6 +116,7 @@ class Verify(Flags):
     )
     gpu: bool = flag(False, "Also compare training on this machine's GPU with the CPU.")
     model: str | None = flag(None, "Model to train, as for train [cnn].")
+    loss: str | None = flag(None, "Loss of your own, as for train [cross-entropy].")
     dataset: str = flag("digits", "Data set, as for train without auto; a large one takes minutes.")
     inject: str | None = flag(
         None,

@@ -41,15 +41,19 @@ STYLE: Any = {
 LEGEND_COLUMNS = 3
 
 
-def title(key: str) -> str:
-    """Return that of a curve, also of one of the scores that --metrics names."""
-    return CURVES.get(key) or f"Validation {key.removeprefix('val_')}"
+def title(key: str, losses: str = "") -> str:
+    """Return that of a curve, also of one of the scores that --metrics names.
+
+    `losses` are the names of --loss in these runs, if there are any.
+    """
+    known = CURVES.get(key) or f"Validation {key.removeprefix('val_')}"
+    return known.partition(" (")[0] + f" ({losses})" if losses and "nats" in known else known
 
 
-def draw(key: str, runs: Mapping[str, Sequence[dict[str, Any]]]) -> Figure | None:
+def draw(key: str, runs: Mapping[str, Sequence[dict[str, Any]]], losses: str = "") -> Figure | None:
     """Return a figure of one curve, with a line per run; None if no run has two points.
 
-    `runs` are the lines of metrics.jsonl by the run's name.
+    `runs` are the lines of metrics.jsonl by the run's name, `losses` the names of theirs.
     """
     points = {
         name: [(line["step"], line[key]) for line in lines if line.get(key) is not None]
@@ -60,7 +64,7 @@ def draw(key: str, runs: Mapping[str, Sequence[dict[str, Any]]]) -> Figure | Non
     legend_rows = -(-len(runs) // LEGEND_COLUMNS) if len(runs) > 1 else 0
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(4.4, 2.5 + 0.16 * legend_rows), layout="constrained")
-        axes = figure.add_subplot(title=title(key), xlabel="optimizer step")
+        axes = figure.add_subplot(title=title(key, losses), xlabel="optimizer step")
         for name, line in points.items():  # an empty one too: a run has one colour in all curves
             steps, values = [step for step, _ in line], [value for _, value in line]
             marker = "o" if key.startswith("val_") or len(line) == 1 else ""  # one value alone

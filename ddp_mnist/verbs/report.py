@@ -28,7 +28,7 @@ from ddp_mnist.data.sources import find_source
 from ddp_mnist.errors import CheckpointError, DataError, DdpMnistError, printable, reason
 from ddp_mnist.run import folder, weights
 from ddp_mnist.run.console import Console, warn
-from ddp_mnist.run.evaluation import MANY_CLASSES, most_confused, unpacked
+from ddp_mnist.run.evaluation import CROSS_ENTROPY, MANY_CLASSES, most_confused, unpacked
 from ddp_mnist.run.summary import TOO_FAR, changed_since
 from ddp_mnist.verbs import plots
 from ddp_mnist.verbs.flags import Report
@@ -80,10 +80,13 @@ def run(flags: Report) -> None:
     metrics = {run.name: run.metrics for run in runs}
     scores = [f"val_{name}" for run in runs for name in run.config["recipe"]["metrics"]]
     keys = dict.fromkeys([*plots.CURVES, *scores])
-    figures = {key: drawn for key in keys if (drawn := plots.draw(key, metrics))}
+    names = dict.fromkeys(run.config["recipe"].get("loss") or CROSS_ENTROPY for run in runs)
+    losses = "" if [*names] == [CROSS_ENTROPY] else ", ".join(names)
+    figures = {key: drawn for key in keys if (drawn := plots.draw(key, metrics, losses))}
     first = Path(flags.runs[0])
     page = Path(flags.out or (first if len(runs) == 1 else first.parent) / "report.html")
-    curves = {plots.title(key): plots.as_svg(figure, key) for key, figure in figures.items()}
+    titles = {key: plots.title(key, losses) for key in figures}
+    curves = {titles[key]: plots.as_svg(figure, key) for key, figure in figures.items()}
     with folder.storage_errors(page, "--out"):
         folder.write_atomically(page, render_page(runs, curves).encode())
         console.print(f"written to {page}")

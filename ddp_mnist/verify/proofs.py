@@ -47,6 +47,7 @@ FIX = (
     " results from this machine"
 )
 BY_FAULT = "this is the fault that was injected"
+BY_LOSS = "the loss of an image must depend on nothing but its own logits and label; correct --loss"
 BY_NET = "expected of a model with BatchNorm (use GroupNorm, or --sync-bn on GPUs) or Dropout"
 
 
@@ -77,10 +78,11 @@ def run(flags: Verify) -> None:
     config, sizes = config_of(flags), sizes_up_to(flags.processes)
     for line in verify(sizes, flags.inject, config, flags.gpu):
         if isinstance(line, CheckResult):
-            checks.append(line := explained(line, config.recipe.model, flags.inject))
+            checks.append(line := explained(line, config.recipe, flags.inject))
         console.print(str(line))
     head = {"passed": results.worst(checks) == PASS, "processes": [1, *sizes]}
-    head |= {"injected": flags.inject, "model": config.recipe.model, "dataset": flags.dataset}
+    head |= {"injected": flags.inject, "dataset": flags.dataset}
+    head |= {name: getattr(config.recipe, name) for name in ("model", "loss")}
     save_json(save, results.describe(checks, "checks", **head))
     if wrong := failure_summary(checks, flags.inject):
         raise CheckFailed(wrong)
@@ -88,11 +90,13 @@ def run(flags: Verify) -> None:
     console.print(f"{passed}; written to {save}")
 
 
-def explained(check: CheckResult, model: str, fault: str | None) -> CheckResult:
-    """Return it with another fix if the injected fault or the net explains the failure."""
+def explained(check: CheckResult, recipe: Recipe, fault: str | None) -> CheckResult:
+    """Return it with another fix if the fault, the net or the loss explains the failure."""
     by_fault = fault and (check.name == "runs") == (fault == "exit")
-    by_net = "difference" in check.figures and model not in ("cnn", "cnn_deep", "mlp")
-    fix = BY_FAULT if by_fault else BY_NET if by_net else check.fix
+    by_net = recipe.model not in ("cnn", "cnn_deep", "mlp")
+    fix = BY_FAULT if by_fault else check.fix
+    if "difference" in check.figures and not by_fault:
+        fix = BY_NET if by_net else BY_LOSS if recipe.loss else fix
     return replace(check, fix=check.fix and fix)
 
 
@@ -105,8 +109,8 @@ def config_of(flags: Verify) -> TrainConfig:
     if flags.inject:
         changed |= FAULTS[flags.inject].recipe
         epochs = max(epochs, FAULTS[flags.inject].epochs)
-    if flags.model:
-        changed["model"] = flags.model
+    given = {"model": flags.model, "loss": flags.loss}
+    changed |= {name: value for name, value in given.items() if value}
     config = proof_config(**changed, epochs=epochs)
     run = replace(config.run, dataset=from_anywhere(flags.dataset))
     timeout = 5 if flags.inject == "exit" else config.distribution.dist_timeout  # it is waited for

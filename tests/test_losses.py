@@ -1,0 +1,193 @@
+"""--loss: an image weighs the same whichever process has it."""
+
+import json
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from ddp_mnist import trial
+from ddp_mnist.cluster.local_world import LocalWorld, run_world
+from ddp_mnist.config import Recipe, TrainConfig
+from ddp_mnist.data import cache
+from ddp_mnist.errors import CheckpointError, UsageError
+from ddp_mnist.losses import image_losses, make_loss
+from ddp_mnist.run.folder import read_json
+from ddp_mnist.run.weights import from_bytes, read_bytes
+from ddp_mnist.verify import proofs, watch
+from tests.commands import Typed
+from tests.test_verify import failed
+from tests.training import few_digits, with_flags
+
+CPU = torch.device("cpu")
+OWN = """
+import torch
+import torch.nn.functional as F
+
+def focal(logits, labels):
+    losses = F.cross_entropy(logits, labels, reduction="none")
+    return (1 - torch.exp(-losses)) ** 2 * losses
+
+mixes = lambda logits, labels: focal(logits, labels) * logits.std()
+mean = lambda logits, labels: focal(logits, labels).mean()
+column = lambda logits, labels: focal(logits, labels)[:, None]
+whole = lambda logits, labels: labels
+number = lambda logits, labels: focal(logits, labels).mean().item()
+detached = lambda logits, labels: focal(logits.detach(), labels)
+endless = lambda logits, labels: focal(logits, labels) / 0
+fails = lambda logits, labels: logits[:, 99]
+in_place = lambda logits, labels: focal(logits.mul_(2), labels)
+seven = 7
+"""
+
+
+@pytest.fixture
+def own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file my_loss.py in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path != str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "my_loss", raising=False)
+    path = tmp_path / "my_loss.py"
+    path.write_text(OWN)
+    return path
+
+
+# --- What may be named
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("no_module:focal", "there is no module no_module in "),
+        ("my_loss:vocal", "my_loss has no vocal; check its spelling$"),
+        ("my_loss:mean", r"gives float32 \[\] for logits \[3, 5\] and labels \[3\], must be each"),
+        ("torch.nn.functional:cross_entropy", r"gives float32 \[\] .*; leave out the mean, e\.g\."),
+        ("my_loss:column", r"gives float32 \[3, 1\] .*, must be each image's own, float \[3\]; "),
+        ("my_loss:whole", r"gives int64 \[3\] for "),
+        ("my_loss:number", "gives float for "),
+        ("my_loss:detached", "its losses have no gradient; compute them from the logits without"),
+        ("my_loss:endless", r"gives \[inf, inf, inf\] for .*, must be finite; correct it$"),
+        ("my_loss:fails", r"fails on logits \[3, 5\] .* \(my_loss\.py:16: index 99 .*\); correct"),
+        ("my_loss:in_place", r"fails on .* a leaf Variable that requires grad .* in-place"),
+        ("my_loss:seven", r"fails on .* \('int' object is not callable\); correct it$"),
+    ],
+)
+def test_what_a_loss_can_get_wrong_is_one_line(name: str, line: str, own_file: Path) -> None:
+    assert own_file.exists()
+    with pytest.raises(UsageError, match=f"^--loss {name}: {line}"):
+        trial.check_loss(image_losses(name), name, 5, CPU)
+
+
+def test_a_loss_of_ones_own_is_refused_before_the_data_are_read(typed: Typed) -> None:
+    for name, line in (("focal", "give MODULE:FUNCTION, e.g. "), ("no_module:f", "there is no")):
+        ended = typed("train", "--dataset", "no_such_folder", "--loss", name)
+        assert (ended.code, f"error: --loss {name}: {line}" in ended.err) == (2, True)
+    ended = typed("train", "--loss", "my_loss:focal", "--label-smoothing", "0.1")
+    assert ended.error_lines == [
+        "ddp-mnist: error: --label-smoothing 0.1: has no part in --loss my_loss:focal; leave it out"
+        " (code 2)"
+    ]
+
+
+# --- What it computes
+
+
+def test_the_default_is_pytorchs_own_cross_entropy_to_the_bit() -> None:
+    draws = torch.Generator().manual_seed(0)
+    logits, labels = torch.randn(72, 10, generator=draws), torch.arange(72) % 10
+    for smoothing in (0.0, 0.1):
+        loss = make_loss(Recipe(label_smoothing=smoothing))(logits, labels)
+        assert torch.equal(loss, F.cross_entropy(logits, labels, label_smoothing=smoothing))
+    losses = image_losses(None)(logits, labels)
+    assert torch.equal(losses, F.cross_entropy(logits, labels, reduction="none"))
+
+
+# --- In a run
+
+
+def proof(run_dir: str, **recipe: Any) -> TrainConfig:
+    own = {"loss": "my_loss:focal", "model": "mlp"}
+    return with_flags(watch.proof_config(run_dir, **{**own, **recipe}), checkpoint_every=8)
+
+
+def test_two_processes_equal_one_and_a_resumed_run_the_unbroken_one(
+    own_file: Path, tmp_path: Path
+) -> None:
+    one = run_world(1, watch.just_train, proof("one"), folder=tmp_path)[0]
+    [two, _] = run_world(2, watch.just_train, proof("two"), folder=tmp_path)
+    runs = (watch.weights_of(tmp_path / name) for name in ("two", "one"))
+    assert watch.largest_difference(*runs) < 1e-9
+    assert two["test_loss"] == pytest.approx(one["test_loss"], rel=1e-9)
+
+    broken = (watch.train_until, proof("broken"), 20, signal.SIGTERM, 1)
+    outcomes = LocalWorld(2, *broken, folder=tmp_path).outcomes()
+    assert [getattr(outcome, "code", outcome) for outcome in outcomes] == [143, 143]
+    own_file.write_text(OWN + "\n# another\n")
+    again = watch.resumed(proof("broken"))
+    with pytest.raises(CheckpointError, match=r"^--loss my_loss:focal: its file was changed since"):
+        run_world(2, watch.just_train, again, folder=tmp_path)
+    own_file.write_text(OWN)
+    run_world(2, watch.just_train, again, folder=tmp_path)
+    assert watch.what_stays(tmp_path / "broken") == watch.what_stays(tmp_path / "two")
+
+
+def test_verify_finds_a_loss_that_mixes_the_images_of_a_batch(
+    own_file: Path, tmp_path: Path
+) -> None:
+    assert own_file.exists()
+    config = proof("run", loss="my_loss:mixes", epochs=1)
+    alone, run = (proofs.watched_run(size, tmp_path, config) for size in (1, 2))
+    checks = list(proofs.equal_to_one(run, alone))
+    assert failed(checks) == {"gradients", "weights"}
+    fixes = {proofs.explained(c, config.recipe, None).fix for c in checks if c.status == "FAIL"}
+    assert fixes == {proofs.BY_LOSS}
+
+
+def test_all_that_speaks_of_the_loss_names_it(typed: Typed, own_file: Path, tmp_path: Path) -> None:
+    few = few_digits(tmp_path / "few", 300, 40)
+    flags = ["--dataset", few, "--model", "mlp", "--epochs", "2", "--log-every", "1"]
+    refused = typed("train", *flags, "--loss", "my_loss:mean")
+    assert (refused.code, (tmp_path / "runs").exists()) == (2, False)
+    trained = typed("train", *flags, "--loss", "my_loss:focal", "--run-dir", "run")
+    assert (trained.code, trained.err) == (0, "")
+    said = " ".join(trained.out.split())
+    assert "not augmented, loss my_loss:focal writes run" in said
+    summary = read_json(tmp_path / "run" / "summary.json")
+    assert f"wrong), loss my_loss:focal {summary['test_loss']:.4f}" in said
+    assert summary["loss_function"] == "my_loss:focal"
+
+    evaluated = json.loads(typed("evaluate", "run", "--json").out)
+    assert evaluated["loss"] == summary["test_loss"]
+    assert evaluated["loss_function"] == "my_loss:focal"
+    images, trained_net = cache.load(str(few)), from_bytes(read_bytes("run"), "run").model
+    with torch.no_grad():
+        losses = image_losses("my_loss:focal")(trained_net(images.test_images), images.test_labels)
+    assert losses.double().mean().item() == pytest.approx(summary["test_loss"], rel=1e-6)
+    shown = typed("evaluate", "run").out
+    assert f"   loss my_loss:focal {summary['test_loss']:.4f}\n" in shown
+
+    assert typed("report", "run").code == 0
+    assert typed("export", "run", "--format", "safetensors").code == 0
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert "Training loss (my_loss:focal)" in page
+    assert "Validation loss (my_loss:focal)" in page
+    card = (tmp_path / "run" / "export" / "README.md").read_text()
+    assert f"| test loss | {summary['test_loss']:.4f}, by my\\_loss:focal |" in card
+    for text in (trained.out, shown, page.replace("<th scope", "\n").replace("--label", ""), card):
+        assert "cross" not in text.lower()
+        assert "label smoothing" not in text
+    assert '"label_smoothing": 0.0' in (tmp_path / "run" / "config.json").read_text()
+
+    own_file.write_text(OWN + "\n# another\n")
+    ended = typed("evaluate", "run")
+    assert ended.code == 4
+    assert "run: the file of --loss my_loss:focal was changed since; use it as it was" in ended.err
+    own_file.unlink()
+    ended = typed("evaluate", "run")
+    assert "error: run: its --loss my_loss:focal: there is no module my_loss in " in ended.err
+    assert ended.err.rstrip().endswith("; call this where the run was started (code 4)")
+    assert typed("report", "run").code == 0  # needs the net alone
