@@ -180,6 +180,11 @@ class Recipe(Flags):
     loss: str | None = flag(
         None, "Loss of your own, of each image, as MODULE:FUNCTION [cross-entropy]."
     )
+    class_weights: str = flag(
+        "none",
+        "balanced: images of rare classes count more in training, so that classes count alike.",
+        choices=("none", "balanced"),
+    )
     augment: bool = flag(
         False,
         "Rotate, scale and shift strokes on black; mirror, crop and colour other images.",

@@ -8,17 +8,19 @@ that pad its last batch can be left out.
 from collections.abc import Callable
 from functools import partial
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ddp_mnist import own_code
 from ddp_mnist.config import Recipe
+from ddp_mnist.data.batches import Rows
 
 # Of logits [B, classes] and int64 labels [B]: floats [B], or a scalar, their mean
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 
-def image_losses(name: str | None) -> Loss:
+def image_losses(name: str | None, smoothing: float = 0.0) -> Loss:
     """Return what gives each image's loss: the function that --loss names, or cross-entropy.
 
     Raise UsageError if there is no such function, or its file cannot be imported.
@@ -26,12 +28,25 @@ def image_losses(name: str | None) -> Loss:
     if name:
         found: Loss = own_code.find("--loss", name)
         return found
-    return partial(F.cross_entropy, reduction="none")
+    return partial(F.cross_entropy, label_smoothing=smoothing, reduction="none")
 
 
-def make_loss(recipe: Recipe) -> Loss:
-    """Return what gives a batch's mean loss."""
-    if not recipe.loss:
+def make_loss(recipe: Recipe, rows: Rows, device: torch.device) -> Loss:
+    """Return what gives a batch's mean loss, whose images `--class-weights` may weight.
+
+    `rows` are those to train on. PyTorch's own `weight` would divide by the sum of the weights of
+    the batch at hand, which differs from rank to rank: N processes would not equal one.
+    """
+    if not recipe.loss and recipe.class_weights == "none":
         return partial(F.cross_entropy, label_smoothing=recipe.label_smoothing)
-    losses_of = image_losses(recipe.loss)
-    return lambda logits, labels: losses_of(logits, labels).mean()
+    losses_of = image_losses(recipe.loss, recipe.label_smoothing)
+    if recipe.class_weights == "none":
+        return lambda logits, labels: losses_of(logits, labels).mean()
+    weights = balanced(rows.labels[rows.rows]).to(device)
+    return lambda logits, labels: (losses_of(logits, labels) * weights[labels]).mean()
+
+
+def balanced(labels: Tensor) -> Tensor:
+    """Return each class's weight: all classes weigh alike, and the mean over the images is 1."""
+    counts = labels.bincount()
+    return len(labels) / (counts.count_nonzero() * counts.clamp(min=1))

@@ -47,7 +47,7 @@ def train_plain(
     net = net.to(memory_format=torch.channels_last)
     model = nn.parallel.DistributedDataParallel(net, gradient_as_bucket_view=True)
     optimizer = make_optimizer(model, recipe)
-    mean_loss = make_loss(recipe)
+    mean_loss = make_loss(recipe, rows, device)
 
     # DDP settles how it groups the gradients in the first backward, which is discarded.
     model.eval()

@@ -87,7 +87,7 @@ def fit(
     # Model and optimizer, equal on every rank.
     net = build(run.config, run.world, run.images)
     optimizer = make_optimizer(net, recipe, accelerator.scaler)
-    mean_loss = make_loss(recipe)
+    mean_loss = make_loss(recipe, train_rows, device)
     loader = make_loader(train_rows, batch_sampler=batches)
     model, optimizer, loader = accelerator.prepare(net, optimizer, loader)
     settle_ddp_buckets(accelerator, model, run.images.train_images[: batches.micro_batch_size])

@@ -1,4 +1,4 @@
-"""--loss: an image weighs the same whichever process has it."""
+"""--loss and --class-weights: an image weighs the same whichever process has it."""
 
 import json
 import signal
@@ -14,8 +14,9 @@ from ddp_mnist import trial
 from ddp_mnist.cluster.local_world import LocalWorld, run_world
 from ddp_mnist.config import Recipe, TrainConfig
 from ddp_mnist.data import cache
+from ddp_mnist.data.batches import Rows
 from ddp_mnist.errors import CheckpointError, UsageError
-from ddp_mnist.losses import image_losses, make_loss
+from ddp_mnist.losses import balanced, image_losses, make_loss
 from ddp_mnist.run.folder import read_json
 from ddp_mnist.run.weights import from_bytes, read_bytes
 from ddp_mnist.verify import proofs, watch
@@ -99,19 +100,34 @@ def test_a_loss_of_ones_own_is_refused_before_the_data_are_read(typed: Typed) ->
 def test_the_default_is_pytorchs_own_cross_entropy_to_the_bit() -> None:
     draws = torch.Generator().manual_seed(0)
     logits, labels = torch.randn(72, 10, generator=draws), torch.arange(72) % 10
+    rows = Rows(torch.zeros(72, 1), labels)
     for smoothing in (0.0, 0.1):
-        loss = make_loss(Recipe(label_smoothing=smoothing))(logits, labels)
+        loss = make_loss(Recipe(label_smoothing=smoothing), rows, CPU)(logits, labels)
         assert torch.equal(loss, F.cross_entropy(logits, labels, label_smoothing=smoothing))
     losses = image_losses(None)(logits, labels)
     assert torch.equal(losses, F.cross_entropy(logits, labels, reduction="none"))
+
+
+def test_weights_of_classes_are_those_of_all_images_and_not_of_the_batch() -> None:
+    """Held-out images do not count; a class without an image gets no part."""
+    labels = torch.tensor([0, 0, 0, 0, 2, 2, 0, 1])
+    assert balanced(labels[:4]).tolist() == [1]
+    assert balanced(labels[:6]).tolist() == [6 / 8, 6 / 2, 6 / 4]
+    assert balanced(labels[:6])[labels[:6]].mean() == 1
+    rows = Rows(torch.zeros(8, 1), labels, torch.arange(6))
+    logits = torch.arange(24.0).view(8, 3).sin()[:3]
+    batch = torch.tensor([0, 2, 2])
+    loss = make_loss(Recipe(class_weights="balanced"), rows, CPU)(logits, batch)
+    each = F.cross_entropy(logits, batch, label_smoothing=0.1, reduction="none")
+    assert loss == pytest.approx(float(0.75 * each[0] + 1.5 * each[1] + 1.5 * each[2]) / 3)
 
 
 # --- In a run
 
 
 def proof(run_dir: str, **recipe: Any) -> TrainConfig:
-    own = {"loss": "my_loss:focal", "model": "mlp"}
-    return with_flags(watch.proof_config(run_dir, **{**own, **recipe}), checkpoint_every=8)
+    both = {"loss": "my_loss:focal", "class_weights": "balanced", "model": "mlp"}
+    return with_flags(watch.proof_config(run_dir, **{**both, **recipe}), checkpoint_every=8)
 
 
 def test_two_processes_equal_one_and_a_resumed_run_the_unbroken_one(
@@ -133,6 +149,13 @@ def test_two_processes_equal_one_and_a_resumed_run_the_unbroken_one(
     own_file.write_text(OWN)
     run_world(2, watch.just_train, again, folder=tmp_path)
     assert watch.what_stays(tmp_path / "broken") == watch.what_stays(tmp_path / "two")
+
+
+def test_smoothed_and_weighted_two_processes_equal_one_too(tmp_path: Path) -> None:
+    for size in (1, 2):
+        run_world(size, watch.just_train, proof(f"on-{size}", loss=None), folder=tmp_path)
+    runs = (watch.weights_of(tmp_path / f"on-{size}") for size in (1, 2))
+    assert watch.largest_difference(*runs) < 1e-9
 
 
 def test_verify_finds_a_loss_that_mixes_the_images_of_a_batch(
@@ -158,7 +181,7 @@ def test_all_that_speaks_of_the_loss_names_it(typed: Typed, own_file: Path, tmp_
     assert "not augmented, loss my_loss:focal writes run" in said
     summary = read_json(tmp_path / "run" / "summary.json")
     assert f"wrong), loss my_loss:focal {summary['test_loss']:.4f}" in said
-    assert summary["loss_function"] == "my_loss:focal"
+    assert (summary["loss_function"], summary["class_weights"]) == ("my_loss:focal", "none")
 
     evaluated = json.loads(typed("evaluate", "run", "--json").out)
     assert evaluated["loss"] == summary["test_loss"]

@@ -36,7 +36,7 @@ def train_plainly(recipe: dict[str, Any]) -> tuple[dict[str, Any], float]:
     return {name: tensor.numpy() for name, tensor in weights.items()}, accuracy
 
 
-@pytest.mark.parametrize("recipe", [{}, {"loss": "own:loss"}])
+@pytest.mark.parametrize("recipe", [{}, {"loss": "own:loss", "class_weights": "balanced"}])
 def test_the_trainer_equals_the_plain_loop(recipe: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(OWN)
     [trained, _] = run_world(2, just_train, proof_config(**recipe), folder=tmp_path)

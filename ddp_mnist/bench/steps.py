@@ -76,7 +76,7 @@ def bare_steps(run: Session, *, feed: bool, exchange: bool) -> float:
     images = run.images.to(device)
     rows = Rows(images.train_images, images.train_labels)
     batches = GlobalBatches(rows, recipe.batch_size, seed)
-    mean_loss = make_loss(recipe)
+    mean_loss = make_loss(recipe, rows, device)
     net = build_model(run.config, run.world, images)
     # Accelerate wraps a model in DDP unless it is told that no training follows.
     model = accelerator.prepare_model(net, evaluation_mode=not exchange).train()

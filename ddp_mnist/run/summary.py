@@ -29,6 +29,7 @@ from ddp_mnist.run.versions import code_digest, git_commit, own_digests, package
 
 BY_HEART, TOO_FAR = 0.98, 0.1  # accuracy in training, and validation's below it
 FEW = 20  # images of a class
+WEIGHABLE = 11  # images of a class: from so many on --class-weights helped where it was tried
 ONE_LINE = 69  # columns beside the name of a panel's line
 FOLDER_KEY = "run folder"  # the broadcast of its path
 
@@ -65,6 +66,7 @@ def plan(config: ResolvedConfig, world: World, images: ImageData, folder: Path |
     least = torch.special.entr((1 - smoothing) * torch.eye(classes)[0] + smoothing / classes).sum()
     smoothed = f", label smoothing {smoothing:g} (the training loss levels off near {least:.2g})"
     loss = f", loss {recipe.loss}" if recipe.loss else smoothed if smoothing else ""
+    weighted = ", rare classes count more" if recipe.class_weights == "balanced" else ""
     strokes = images.preparation.bright_on_black
     changes = "rotated, scaled, shifted" if strokes else "mirrored, cropped, coloured"
     unused = f"{count(left_out, 'image')} {'is' if left_out == 1 else 'are'} left out"
@@ -73,31 +75,33 @@ def plan(config: ResolvedConfig, world: World, images: ImageData, folder: Path |
         "data": f"{images.name}: {train_rows:,} train, {val_rows:,} validation,"
         f" {len(images.test_labels):,} test images, {classes} classes",
         "source": "; ".join([printable(images.source), *images.preparation.notes]),
-        **by_class(images),
+        **by_class(images, recipe.class_weights),
         "processes": f"{size} on {count(world.num_machines, 'machine')}, {computing(world)}",
         "batch": f"{recipe.batch_size} images a step = {count(size, 'process')}{parts} x {share}",
         "steps": f"{recipe.total_steps:,} = {count(recipe.epochs, 'epoch')} x {steps:,}{rest}",
         "model": f"{recipe.model}, seed {config.run.seed}",
         "recipe": f"{recipe.preset}: {recipe.optimizer}, learning rate up to {recipe.lr:g}"
         f" in the first {recipe.warmup:.0%} of the steps,"
-        f" images {changes if recipe.augment else 'not augmented'}{loss}",
+        f" images {changes if recipe.augment else 'not augmented'}{loss}{weighted}",
         "writes": str(folder) if folder else "nothing but the cache of images (--dry-run)",
     }
     return "\n".join([*images.warnings, panel(lines)])
 
 
-def by_class(images: ImageData) -> dict[str, str]:
-    """Return lines of the plan: the train images of each class, and which have few."""
+def by_class(images: ImageData, class_weights: str = "none") -> dict[str, str]:
+    """Return lines of the plan: the train images of each class, which have few and what helps."""
     labels = np.delete(images.train_labels.numpy(), images.val_rows)
     counts = np.bincount(labels, minlength=len(images.classes)).tolist()
     each = dict(zip(map(printable, images.classes), counts, strict=True))
     shown = ", ".join(f"{name}: {number:,}" for name, number in each.items())
+    least, most = min(each, key=each.__getitem__), max(each, key=each.__getitem__)
     if len(shown) > ONE_LINE:
-        least, most = min(each, key=each.__getitem__), max(each, key=each.__getitem__)
         shown = f"{each[least]:,} ({least}) to {each[most]:,} ({most}) train images each"
     few = [f"{name} {number}" for name, number in each.items() if number < FEW]
     few[3:] = [f"{len(few) - 3} more"] * (len(few) > 3)
     hint = f"few train images of {', '.join(few)}; add some, below {FEW} a class is hard to learn"
+    if class_weights == "none" and WEIGHABLE <= each[least] <= each[most] / 2:
+        hint += ", or make them count more: --class-weights balanced"
     return {"classes": shown} | ({"hint": hint} if few else {})
 
 
@@ -228,6 +232,7 @@ def summarise(
         "seed": config.run.seed,
         **{name: getattr(recipe, name) for name in ("model", "inject", "grad_accum")},
         "loss_function": recipe.loss or CROSS_ENTROPY,
+        "class_weights": recipe.class_weights,
         "weights": str(named) if named else recipe.weights,  # DEFAULT may mean others one day
         "train_seconds": round(seconds, 3),
         "save_seconds": round(progress.save_seconds, 3),
