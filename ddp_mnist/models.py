@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ddp_mnist.data.preparation import Preparation, Shape
 
 # Goes up when a net computes something else with the same weights: older files are then refused.
-VERSION = 3
+VERSION = 4
 MNIST: Shape = (1, 28, 28)
 
 
@@ -48,33 +48,55 @@ class GreyAsColour(nn.Module):
         return self.net(x.expand(-1, 3, -1, -1))
 
 
+def deeper(channels: int, shape: Shape, norm: Callable[[int], nn.Module]) -> nn.Sequential:
+    """Return blocks that bring the maps of larger images down to some 3x3, from 56x56 on one.
+
+    Without them the nets below see 20 pixels at once: most of a digit, and little of a photo.
+    """
+    blocks = nn.Sequential()
+    side = min(shape[1:]) // 8 - 1  # of the maps that they get: 3 of MNIST's
+    while side >= 6:
+        conv = nn.Conv2d(channels, channels, 3, padding=1)
+        blocks.append(nn.Sequential(conv, nn.MaxPool2d(2), norm(channels), nn.ReLU()))
+        side //= 2
+    return blocks
+
+
+def group_norm(channels: int) -> nn.Module:
+    return nn.GroupNorm(4, channels)
+
+
 def three_by_three(x: Tensor) -> Tensor:
     """Return the means of 3x3 parts of a map [B, C, H, W]: itself where it is 3x3."""
     return x if x.shape[2:] == (3, 3) else F.adaptive_avg_pool2d(x, 3)
 
 
 class CNN(nn.Module):
-    """Two convolutions, the first of 6x6 with stride 2; 37,834 parameters for ten classes.
+    """Two convolutions, the first of 6x6 with stride 2; 37,834 parameters for ten classes of MNIST.
 
     GroupNorm instead of BatchNorm: a sample's output does not depend on the batch it is in, so N
     processes compute what one process computes. Normalising after the pooling handles a quarter
     of the numbers. The first convolution has no padding, so it makes 12x12 of 28x28, which each
     pooling halves evenly; 14x14 would cost a third more, and the last pooling would drop the extra
-    row and column. Whatever the size of the images, the head sees 3x3.
+    row and column. Larger images get further blocks; whatever their size, the head sees 3x3.
     """
 
     def __init__(self, classes: int = 10, shape: Shape = MNIST) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(shape[0], 32, 6, stride=2)
-        self.norm1: nn.Module = nn.GroupNorm(4, 32)
+        self.norm1 = self.norm(32)
         self.conv2 = nn.Conv2d(32, 96, 3, padding=1)
-        self.norm2: nn.Module = nn.GroupNorm(4, 96)
+        self.norm2 = self.norm(96)
+        self.deeper = deeper(96, shape, self.norm)
         self.head = nn.Linear(96 * 3 * 3, classes)
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.relu(self.norm1(F.max_pool2d(self.conv1(x), 2)))
         x = F.relu(self.norm2(F.max_pool2d(self.conv2(x), 2)))
-        return self.head(three_by_three(x).flatten(1))
+        return self.head(three_by_three(self.deeper(x)).flatten(1))
+
+    def norm(self, channels: int) -> nn.Module:
+        return group_norm(channels)
 
 
 class CNNDeep(nn.Module):
@@ -86,13 +108,14 @@ class CNNDeep(nn.Module):
     def __init__(self, classes: int = 10, shape: Shape = MNIST) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(shape[0], 32, 6, stride=2)
-        self.norm1 = nn.GroupNorm(4, 32)
+        self.norm1 = group_norm(32)
         self.conv2 = nn.Conv2d(32, 32, 3, padding=1)
-        self.norm2 = nn.GroupNorm(4, 32)
+        self.norm2 = group_norm(32)
         self.conv3 = nn.Conv2d(32, 96, 3, padding=1)
-        self.norm3 = nn.GroupNorm(4, 96)
+        self.norm3 = group_norm(96)
         self.conv4 = nn.Conv2d(96, 96, 3, padding=1)
-        self.norm4 = nn.GroupNorm(4, 96)
+        self.norm4 = group_norm(96)
+        self.deeper = deeper(96, shape, group_norm)
         self.head = nn.Linear(96 * 3 * 3, classes)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -100,7 +123,7 @@ class CNNDeep(nn.Module):
         x = F.relu(self.norm2(F.max_pool2d(self.conv2(x), 2)))
         x = F.relu(self.norm3(self.conv3(x)))
         x = F.relu(self.norm4(F.max_pool2d(self.conv4(x), 2)))
-        return self.head(three_by_three(x).flatten(1))
+        return self.head(three_by_three(self.deeper(x)).flatten(1))
 
 
 class MLP(nn.Module):
@@ -122,10 +145,8 @@ class CNNBatchNorm(CNN):
     So N processes do not train as one does, unless --sync-bn makes the statistics global.
     """
 
-    def __init__(self, classes: int = 10, shape: Shape = MNIST) -> None:
-        super().__init__(classes, shape)
-        self.norm1 = nn.BatchNorm2d(32)
-        self.norm2 = nn.BatchNorm2d(96)
+    def norm(self, channels: int) -> nn.Module:
+        return nn.BatchNorm2d(channels)
 
 
 MODELS: dict[str, Callable[[int, Shape], nn.Module]] = {

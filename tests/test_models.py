@@ -10,11 +10,20 @@ from torch import nn
 from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.config import NETS, Recipe
 from ddp_mnist.data.preparation import DIGITS, Preparation
-from ddp_mnist.models import MODELS, VERSION, Normalised, shifted, three_by_three, with_test_views
+from ddp_mnist.models import (
+    CNN,
+    MODELS,
+    VERSION,
+    Normalised,
+    shifted,
+    three_by_three,
+    with_test_views,
+)
 from ddp_mnist.nets import build_net
 from tests.test_nets import COLOUR, GREY
 from tests.training import images
 
+PHOTO = Preparation((3, 112, 128), (0.5, 0.4, 0.3), (0.2, 0.2, 0.2), [], False, False)
 RESNET = "torchvision:resnet18"
 PARAMETERS = {
     # weights and biases of two convolutions, gains and shifts of two norms, and the head
@@ -102,6 +111,30 @@ def test_whatever_the_size_the_head_sees_the_means_of_nine_parts() -> None:
 
 
 @pytest.mark.parametrize(
+    ("side", "blocks", "maps"),
+    [
+        (14, 0, 1),
+        (28, 0, 3),
+        (55, 0, 6),
+        (56, 1, 3),
+        (96, 1, 5),
+        (112, 2, 3),
+        (128, 2, 3),
+        (224, 3, 3),
+    ],
+)
+def test_larger_images_get_more_blocks(side: int, blocks: int, maps: int) -> None:
+    """The head sees 3x3, or the means of a map that is less than twice as large."""
+    for wide in (1, 2):
+        net = CNN(5, (3, side, wide * side))
+        assert len(net.deeper) == blocks
+        seen = list[torch.Size]()
+        net.deeper.register_forward_hook(lambda *a: seen.append(a[2].shape))  # noqa: B023
+        assert net(torch.rand(2, 3, side, wide * side)).shape == (2, 5)
+        assert min(seen[0][2:]) == maps
+
+
+@pytest.mark.parametrize(
     ("name", "preparation", "expected"),
     [
         ("cnn", GREY, 346.7558624882951),
@@ -112,13 +145,16 @@ def test_whatever_the_size_the_head_sees_the_means_of_nine_parts() -> None:
         ("cnn_deep", COLOUR, 469.8267912563163),
         ("mlp", COLOUR, 4479283.806112266),
         ("cnn_bn", COLOUR, 2461099.983633092),
+        ("cnn", PHOTO, 452.32532814438974),
+        ("cnn_deep", PHOTO, 569.9617419800575),
+        ("cnn_bn", PHOTO, 1724102502244.5725),
     ],
 )
 def test_the_same_weights_compute_the_same_in_this_version(
     name: str, preparation: Preparation, expected: float
 ) -> None:
     """Fails when old weights would mean something else: then raise VERSION."""
-    assert VERSION == 3
+    assert VERSION == 4
     net = MODELS[name](3, preparation.shape).double().eval()
     for number, tensor in enumerate(net.state_dict().values()):
         if tensor.is_floating_point():
