@@ -4,7 +4,7 @@ One table of random numbers per epoch, made from (seed, epoch) and read by sampl
 the world size nor a resume can change what happens to an image. The last epochs change images
 less, so that training ends on images close to those that the net will be tested on. What is done
 follows from the data: bright strokes on black are rotated, scaled and shifted; other pictures are
-mirrored, cropped and coloured.
+mirrored, unless they show characters, cropped and coloured.
 """
 
 import math
@@ -40,7 +40,7 @@ def draw_table(preparation: Preparation, rows: int, seed: int, epoch: int, epoch
         u = strength * (torch.rand(rows, 4, generator=stream, dtype=torch.float64) * 2 - 1)
         return _rotations(u, height / width).float()
     u = torch.rand(rows, 8, generator=stream, dtype=torch.float64)
-    return _crops(u, strength).float()
+    return _crops(u, strength, mirrored=not preparation.characters).float()
 
 
 def _rotations(u: Tensor, aspect: float) -> Tensor:
@@ -54,12 +54,23 @@ def _rotations(u: Tensor, aspect: float) -> Tensor:
     return torch.stack([rows_x, rows_y], dim=1)
 
 
-def _crops(u: Tensor, strength: float) -> Tensor:
+def changes(preparation: Preparation, augmented: bool) -> str:
+    """Return in words what the images are, and what happens to them."""
+    kind = "strokes on black" if preparation.bright_on_black else "pictures"
+    if not augmented:
+        return f"{kind}: not augmented"
+    if preparation.bright_on_black:
+        return f"{kind}: rotated, scaled, shifted"
+    how = "cropped, coloured" if preparation.characters else "mirrored, cropped, coloured"
+    return f"{kind}{' of characters' * preparation.characters}: {how}"
+
+
+def _crops(u: Tensor, strength: float, mirrored: bool) -> Tensor:
     """Return maps and colour factors [rows, 3, 3], of numbers in 0..1 [rows, 8]."""
     area = 1 - strength * (1 - LEAST_AREA) * u[:, 0]
     aspect = torch.exp(strength * (2 * u[:, 1] - 1) * math.log(MAX_ASPECT))
     width, height = (area * aspect).sqrt().clamp(max=1), (area / aspect).sqrt().clamp(max=1)
-    mirror = torch.where(u[:, 2] < 0.5, -1.0, 1.0)
+    mirror = torch.where(u[:, 2] < (0.5 if mirrored else 0.0), -1.0, 1.0)
     zero = torch.zeros_like(area)
     rows_x = torch.stack([mirror * width, zero, (2 * u[:, 3] - 1) * (1 - width)], dim=1)
     rows_y = torch.stack([zero, height, (2 * u[:, 4] - 1) * (1 - height)], dim=1)

@@ -32,7 +32,7 @@ class Run(Flags):
     )
     image_size: str | None = flag(
         None,
-        "Resize to N or HEIGHTxWIDTH [unchanged if equal; else square, median short side <= 224].",
+        "Resize to N or HEIGHTxWIDTH [unchanged if equal; else square, up to 96; of 5,000: 224].",
     )
     grey: bool = flag(False, "Convert colour images to grey.")
     test_size: int | None = flag(
@@ -94,17 +94,40 @@ def check_model(name: str) -> None:
         )
 
 
+class Usual(NamedTuple):
+    """The values that a preset chooses for a kind of images; a typed flag beats them."""
+
+    lr: float  # the peak learning rate of our nets
+    augment: bool
+    epochs: int  # the least length of a run
+    # By the number of train images from which on they count, the largest first: images of a step,
+    # and steps, again the least length of a run.
+    batches: dict[int, tuple[int, int]]
+
+
 class Preset(NamedTuple):
-    """The values that --preset stands for, chosen on MNIST; a typed flag beats them."""
+    """The values that --preset stands for; a typed flag beats them."""
 
     recipe: dict[str, Any]  # values of Recipe's fields
-    times_batch: int  # the batch, as a multiple of the data set's usual one
-    least_steps: int  # the least length of a run
+    strokes: Usual  # bright ones on black, chosen on MNIST
+    pictures: Usual  # all other images, chosen on three sets, see docs/benchmarks.md
 
 
-# Chosen with images held out; a run with it trains on all of them.
-ACCURATE: dict[str, Any] = {"model": "cnn_deep", "lr": 1.4e-2, "augment": True, "val_size": 0}
-PRESETS = {"fast": Preset({}, 1, 300), "accurate": Preset(ACCURATE, 2, 4000)}
+PRESETS = {
+    "fast": Preset(
+        {},
+        strokes=Usual(1e-2, False, 1, {7200: (144, 300), 0: (72, 300)}),
+        pictures=Usual(2e-2, True, 10, {7200: (144, 1000), 3600: (72, 700), 0: (24, 2000)}),
+    ),
+    # Chosen with images held out; a run with it trains on all of them.
+    "accurate": Preset(
+        {"model": "cnn_deep", "val_size": 0},
+        strokes=Usual(1.4e-2, True, 1, {7200: (288, 4000), 0: (144, 4000)}),
+        pictures=Usual(2e-2, True, 10, {7200: (288, 4000), 3600: (144, 4000), 0: (48, 4000)}),
+    ),
+}
+# AdamW's peak learning rate for a net that is not ours: at 1e-2, resnet18 learns nothing.
+LR_OF_OTHERS = 1e-3
 
 EXIT_STEP = 20  # from this step on the last rank takes no part, with --inject exit
 
@@ -162,16 +185,25 @@ class Recipe(Flags):
         None,
         "Start from a .pth or .safetensors file, or by name from torchvision's weights: DEFAULT.",
     )
-    epochs: int | None = changeable(None, "Passes over train data [enough for 300 steps].", least=1)
+    epochs: int | None = changeable(
+        None, "Passes over train data [300 steps; pictures: 700 to 2000].", least=1
+    )
     batch_size: int | None = flag(
-        None, "GLOBAL batch size: images per step of all processes [144; small data: 72].", least=1
+        None,
+        "GLOBAL batch size: images per step of all processes [144; small data: 72, pictures: 24].",
+        least=1,
     )
     optimizer: str | None = flag(
         None,
         "muon: Muon for kernels, AdamW for the rest; sgd: with momentum [cnn*: muon, else adamw].",
         choices=("adamw", "muon", "sgd"),
     )
-    lr: float = flag(1e-2, "Peak learning rate.", above=0, most=100)
+    lr: float | None = flag(
+        None,
+        "Peak learning rate [0.01; pictures: 0.02; nets that are not ours: 0.001].",
+        above=0,
+        most=100,
+    )
     weight_decay: float = flag(1e-2, "Weight decay of matrices and kernels.", least=0, most=10)
     warmup: float = flag(0.1, "Share of steps with a rising learning rate.", least=0, below=1)
     label_smoothing: float = flag(
@@ -185,9 +217,9 @@ class Recipe(Flags):
         "balanced: images of rare classes count more in training, so that classes count alike.",
         choices=("none", "balanced"),
     )
-    augment: bool = flag(
-        False,
-        "Rotate, scale and shift strokes on black; mirror, crop and colour other images.",
+    augment: bool | None = flag(
+        None,
+        "Mirror, crop and colour pictures [yes]; rotate, scale and shift strokes on black [no].",
         negatable=True,
     )
     val_size: int | None = flag(
@@ -246,6 +278,7 @@ class ResolvedRecipe(Recipe):
         epochs: int
         batch_size: int
         optimizer: str
+        lr: float
         val_size: int
 
     @property
@@ -370,19 +403,53 @@ class ResolvedConfig(TrainConfig):
 
 
 def resolve_recipe(
-    recipe: Recipe, rows: int, world_size: int, val_rows: int | None = None
+    recipe: Recipe,
+    rows: int,
+    world_size: int,
+    val_rows: int | None = None,
+    pictures: bool = False,
 ) -> ResolvedRecipe:
     """Return the recipe with all that was left open filled in for this data and world size.
 
-    A step takes 144 images (1, 2, 3, 4, 6 and 8 processes divide that), or 72 of a small set, or
-    the next size that divides evenly; a run takes as many epochs as make 300 steps. With --preset
-    accurate it is twice the batch and 4,000 steps. `rows` counts the train split, with
-    the `val_rows` that are held out for validation: as many as asked for, if it is not given.
-    Raise UsageError for what does not fit data or world size.
+    `rows` counts the train split, with the `val_rows` that are held out for validation: as many as
+    asked for, if it is not given. `pictures` are all images but bright strokes on black. Raise
+    UsageError for what does not fit data or world size.
     """
+    preset, model = PRESETS[recipe.preset], recipe.model
+    usual = preset.pictures if pictures else preset.strokes
     val_size = recipe.val_size_of(rows)
     val_rows = val_size if val_rows is None else val_rows
     train_rows = rows - val_rows
+    suits, steps = next(each for least, each in usual.batches.items() if train_rows >= least)
+    batch_size = _batch_size(recipe, train_rows, val_rows, world_size, suits)
+    steps_per_epoch = train_rows // batch_size
+    epochs = max(math.ceil(steps / steps_per_epoch), usual.epochs)
+    optimizer = recipe.optimizer or NETS.get(model, "adamw")
+    lr = usual.lr if model in NETS or optimizer == "sgd" else LR_OF_OTHERS
+    resolved = {
+        "epochs": recipe.epochs or epochs,
+        "batch_size": batch_size,
+        "val_size": val_size,
+        "optimizer": optimizer,
+        "lr": recipe.lr or lr,
+        "augment": usual.augment if recipe.augment is None else recipe.augment,
+        "steps_per_epoch": steps_per_epoch,
+    }
+    found = ResolvedRecipe(**flag_values(recipe) | resolved)
+    # A fifth of four images or fewer is none.
+    fix = "add images, as each class has only one" if val_size else "give --val-size, e.g. 1"
+    found.refuse_unvalidated(val_rows, fix)
+    if found.inject:
+        check_fault(found.inject, world_size, found.epochs, found.total_steps)
+    return found
+
+
+def _batch_size(recipe: Recipe, train_rows: int, val_rows: int, world_size: int, usual: int) -> int:
+    """Return the images of a step: as many as typed, else the `usual` number or the next legal.
+
+    144, 72 and 24 can be divided by 1, 2, 3, 4, 6 and 8 processes. Raise UsageError if what was
+    typed cannot, or if there are too few images.
+    """
     least = world_size * recipe.grad_accum
     legal = range(least, train_rows + 1, least)
     processes = f"{world_size} process{'es' * (world_size > 1)}"
@@ -397,29 +464,13 @@ def resolve_recipe(
         multiples = (size // least * least, -(-size // least) * least)
         return sorted({min(max(n, legal[0]), legal[-1]) for n in multiples})
 
-    preset = PRESETS[recipe.preset]
-    usual = 144 if train_rows >= 50 * 144 else 72
-    batch_size = recipe.batch_size or nearest(preset.times_batch * usual)[-1]
-    if batch_size not in legal:
-        problem = f"not {rule}" if batch_size % least else f"above {most}"
-        fix = f"use {' or '.join(map(str, nearest(batch_size)))}"
-        more = ", or another number of processes" if batch_size % least else ""
-        raise UsageError(f"--batch-size {batch_size}: is {problem}; {fix}{more}")
-    steps_per_epoch = train_rows // batch_size
-    resolved = {
-        "epochs": recipe.epochs or math.ceil(preset.least_steps / steps_per_epoch),
-        "batch_size": batch_size,
-        "val_size": val_size,
-        "optimizer": recipe.optimizer or NETS.get(recipe.model, "adamw"),
-        "steps_per_epoch": steps_per_epoch,
-    }
-    found = ResolvedRecipe(**flag_values(recipe) | resolved)
-    # A fifth of four images or fewer is none.
-    fix = "add images, as each class has only one" if val_size else "give --val-size, e.g. 1"
-    found.refuse_unvalidated(val_rows, fix)
-    if found.inject:
-        check_fault(found.inject, world_size, found.epochs, found.total_steps)
-    return found
+    size = recipe.batch_size or nearest(usual)[-1]
+    if size not in legal:
+        problem = f"not {rule}" if size % least else f"above {most}"
+        fix = f"use {' or '.join(map(str, nearest(size)))}"
+        more = ", or another number of processes" if size % least else ""
+        raise UsageError(f"--batch-size {size}: is {problem}; {fix}{more}")
+    return size
 
 
 def check_fault(name: str, processes: int, epochs: int, steps: int) -> None:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ddp_mnist.augment import augment, draw_table
 from ddp_mnist.config import Recipe, Run, resolve_recipe
 from ddp_mnist.data import cache
 from ddp_mnist.data.batches import GlobalBatches, ImageData, split_images
@@ -36,7 +37,8 @@ def train_plain(
     device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
     every = len(images.train_labels)
     images = images.hold_out(given.val_size_of(every)).to(device)
-    recipe = resolve_recipe(given, every, world_size, len(images.val_rows))
+    pictures = images.preparation.pictures
+    recipe = resolve_recipe(given, every, world_size, len(images.val_rows), pictures)
     rows, _, _ = split_images(images)
     batches = GlobalBatches(rows, recipe.batch_size, seed)
     share = recipe.batch_size // world_size
@@ -59,8 +61,12 @@ def train_plain(
     clock = time.monotonic()
     for epoch in range(recipe.epochs):
         batches.begin(epoch)
+        if recipe.augment:
+            draws = draw_table(images.preparation, len(rows), seed, epoch, recipe.epochs).to(device)
         for batch in batches:
-            inputs, labels, _ = rows.__getitems__(batch[mine])
+            inputs, labels, indices = rows.__getitems__(batch[mine])
+            if recipe.augment:
+                inputs = augment(inputs, draws[indices])
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(step, total_steps, recipe.lr, recipe.warmup)
             # backward() averages the gradients over the ranks while it computes them

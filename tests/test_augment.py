@@ -1,3 +1,4 @@
+import dataclasses
 import math
 
 import pytest
@@ -13,6 +14,7 @@ PIXEL = 2 / 28  # in grid_sample's coordinates
 # Strokes twice as wide as high, and pictures in grey.
 WIDE = Preparation((1, 14, 28), (0.1307,), (0.3081,), [], True, False)
 GREY_PICTURES = Preparation((1, 28, 28), (0.5,), (0.2,), [], False, False)
+CHARACTERS = dataclasses.replace(COLOUR, characters=True)
 STROKES_AND_PICTURES = pytest.mark.parametrize("preparation", [GREY, WIDE, COLOUR, GREY_PICTURES])
 
 
@@ -110,6 +112,15 @@ def test_pictures_are_mirrored_cropped_and_coloured_within_their_bounds(
         assert found[name].mean().item() == pytest.approx(
             {"mirrored": 0.5, "x": 0, "y": 0}.get(name, 1), abs=0.02
         ), name
+
+
+def test_pictures_of_characters_are_not_mirrored() -> None:
+    """A mirror makes a 2 of a 5, or what is no character; all else is as for other pictures."""
+    both = [draw_table(each, 2000, 0, 0, 4) for each in (COLOUR, CHARACTERS)]
+    assert (both[1][:, 0, 0] > 0).all() and (both[0][:, 0, 0] < 0).any()
+    for table in both:
+        table[:, 0, 0].abs_()
+    assert torch.equal(*both)
 
 
 def test_the_last_quarter_of_the_epochs_moves_images_half_as_far() -> None:

@@ -229,14 +229,62 @@ def test_the_accurate_preset_takes_four_thousand_steps_of_twice_the_batch(
     assert recipe.steps_per_epoch == rows // batch_size
 
 
-def test_the_net_decides_the_optimizer_and_what_is_given_stays() -> None:
-    decided = {
-        model: resolve_recipe(Recipe(model=model), DIGITS, 1).optimizer
-        for model in ("cnn", "cnn_deep", "cnn_bn", "mlp", "torchvision:resnet18")
-    }
-    muon = dict.fromkeys(("cnn", "cnn_deep", "cnn_bn"), "muon")
-    assert decided == {**muon, "mlp": "adamw", "torchvision:resnet18": "adamw"}
-    given = Recipe(model="cnn", optimizer="adamw", epochs=1, batch_size=64, val_size=437, lr=0.5)
+OTHERS = ("torchvision:resnet18", "own_net:Net")
+
+
+@pytest.mark.parametrize(
+    ("models", "preset", "typed", "optimizer", "lr"),
+    [
+        (("cnn", "cnn_deep", "cnn_bn"), "fast", None, "muon", 1e-2),
+        (("mlp",), "fast", None, "adamw", 1e-2),
+        (OTHERS, "fast", None, "adamw", 1e-3),
+        (("cnn", "cnn_deep", "cnn_bn"), "accurate", None, "muon", 1.4e-2),
+        (OTHERS, "accurate", None, "adamw", 1e-3),
+        (OTHERS, "fast", "sgd", "sgd", 1e-2),
+        (("cnn",), "fast", "adamw", "adamw", 1e-2),
+    ],
+)
+def test_the_net_decides_optimizer_and_learning_rate(
+    models: tuple[str, ...], preset: str, typed: str | None, optimizer: str, lr: float
+) -> None:
+    for model in models:
+        found = resolve_recipe(Recipe(preset, model, optimizer=typed), DIGITS, 1)
+        assert (found.optimizer, found.lr) == (optimizer, lr)
+
+
+@pytest.mark.parametrize(
+    ("rows", "preset", "batch_size", "epochs"),
+    [
+        (408, "fast", 24, 154),  # 327 to train on, 13 steps
+        (4498, "fast", 24, 14),  # 149 steps
+        (4500, "fast", 72, 14),  # 50 steps
+        (8998, "fast", 72, 10),  # 99 steps
+        (9000, "fast", 144, 20),  # 50 steps
+        (60_000, "fast", 144, 10),
+        (408, "accurate", 48, 667),  # 6 steps
+        (60_000, "accurate", 288, 22),  # 190 steps
+    ],
+)
+def test_few_pictures_take_smaller_steps_and_more_of_them(
+    rows: int, preset: str, batch_size: int, epochs: int
+) -> None:
+    found = resolve_recipe(Recipe(preset), rows, 1, pictures=True)
+    assert (found.batch_size, found.epochs) == (batch_size, epochs)
+    given = resolve_recipe(Recipe(preset, epochs=1, batch_size=72), rows, 1, pictures=True)
+    assert (given.batch_size, given.epochs) == (72, 1)
+
+
+@pytest.mark.parametrize("typed", [None, True, False])
+def test_pictures_are_augmented_and_strokes_are_not_unless_told_otherwise(
+    typed: bool | None,
+) -> None:
+    for pictures in (True, False):
+        found = resolve_recipe(Recipe(augment=typed), DIGITS, 1, pictures=pictures)
+        assert found.augment is (pictures if typed is None else typed)
+
+
+def test_what_is_given_stays() -> None:
+    given = Recipe("fast", "cnn", None, 1, 64, "adamw", 0.5, augment=True, val_size=437)
     assert flag_values(resolve_recipe(given, DIGITS, 2)) == flag_values(given)
 
 

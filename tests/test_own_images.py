@@ -5,6 +5,7 @@ import re
 import shutil
 import struct
 import zlib
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from ddp_mnist.data import cache
 from ddp_mnist.data.batches import ImageData
 from ddp_mnist.data.decode import TURNS, in_mode
 from ddp_mnist.data.reading import AS_THEY_ARE, Reading
+from ddp_mnist.data.tables import usual_size
 from ddp_mnist.errors import DataError, StorageError, UsageError
 from ddp_mnist.run.folder import read_json
 from ddp_mnist.verbs.predict import read_image
@@ -268,7 +270,8 @@ def test_every_orientation_of_every_format_becomes_upright(
     ("sizes", "reading", "shape", "note"),
     [
         ([(20, 12), (40, 12)], AS_THEY_ARE, [12, 12], "12x20, 12x40 became 12x12"),
-        ([(300, 240), (500, 260)], AS_THEY_ARE, [224, 224], "240x300, 260x500 became 224x224"),
+        ([(300, 240), (500, 260)], AS_THEY_ARE, [96, 96], "240x300, 260x500 became 96x96"),
+        ([(640, 480), (640, 480)], AS_THEY_ARE, [96, 128], "480x640 became 96x128"),
         ([(20, 12), (20, 12)], Reading(size=(8, 16)), [8, 16], "12x20 became 8x16"),
         ([(9, 9), (12, 12), (14, 14), (16, 16)], AS_THEY_ARE, [12, 12], "and 1 more size became"),
     ],
@@ -283,6 +286,19 @@ def test_sizes_that_differ_become_one(
     # The middle is kept, and not stretched: its left is black and its right is red.
     assert (images.train_images[:, 0, :, 1] < 30).all()
     assert (images.train_images[:, 0, :, -2] > 170).all()
+
+
+@pytest.mark.parametrize(
+    ("size", "few", "many"),
+    [((640, 480), (96, 128), (224, 299)), ((224, 300), (300, 224), (300, 224))],
+)
+def test_a_large_set_keeps_larger_images(
+    size: tuple[int, int], few: tuple[int, int], many: tuple[int, int]
+) -> None:
+    for count, expected in ((4999, few), (5000, many)):
+        assert usual_size(Counter({size[::-1]: count})) == expected
+        mixed = usual_size(Counter({size[::-1]: count - 1, (500, 500): 1}))
+        assert mixed == ((96, 96) if count < 5000 else (224, 224))
 
 
 def test_grey_and_colour_together_are_colour_unless_grey_is_asked_for(tmp_path: Path) -> None:
@@ -412,10 +428,11 @@ def test_what_a_disk_cannot_hold_is_refused_before_it_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = folder_of(tmp_path / "own", picture((1000, 500)), picture((1000, 500)))
+    reading = Reading(size=(500, 1000))
     usage = cache.shutil.disk_usage(tmp_path)
     monkeypatch.setattr(cache.shutil, "disk_usage", lambda _: usage._replace(free=5_000_000))
     with pytest.raises(StorageError, match="4 images of 500x1000 in colour take 6 MB, and 5 MB"):
-        load(own)
+        load(own, reading)
     assert list((tmp_path / "cache").glob("*.tmp")) == []
 
 

@@ -52,7 +52,8 @@ def time_steps(
 def shortened(config: TrainConfig, world: World, images: ImageData, steps: int) -> Session:
     """Return a run of an epoch of at most `steps` full batches, and 1,000 test images."""
     rows = len(images.train_labels)
-    full = resolve_recipe(config.recipe, rows, world.accelerator.num_processes)
+    size, pictures = world.accelerator.num_processes, images.preparation.pictures
+    full = resolve_recipe(config.recipe, rows, size, pictures=pictures)
     steps = min(steps, rows // full.batch_size)
     rows = steps * full.batch_size
     images = replace(

@@ -27,6 +27,13 @@ class Preparation:
     bright_on_black: bool  # all are bright strokes within a black border
     # They are digits as MNIST stores them: `predict` makes of a photo what MNIST makes of a scan.
     digit_photos: bool
+    # The classes are single characters: in a mirror, some would be another or none.
+    characters: bool = False
+
+    @property
+    def pictures(self) -> bool:
+        """Return whether they are not strokes: training augments them unless told otherwise."""
+        return not self.bright_on_black
 
     @classmethod
     def from_dict(cls, plain: dict[str, Any]) -> "Preparation":
@@ -57,7 +64,8 @@ class Decoded:
         shape = tuple(self.images["train"].shape[1:])
         bright = shape[0] == 1 and bright_on_black(self.images)
         digits = bright and self.as_stored and self.classes == DIGITS and shape == (1, 28, 28)
-        return Preparation(shape, mean, std, self.notes, bright, digits)
+        characters = all(len(name) == 1 for name in self.classes)
+        return Preparation(shape, mean, std, self.notes, bright, digits, characters)
 
 
 def statistics_of(images: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ...]]:

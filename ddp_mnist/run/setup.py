@@ -110,7 +110,13 @@ def resolve_and_load(
         resume.check_images(name, images.digest, found)
     rows = len(images.train_labels)
     images = images.hold_out(config.recipe.val_size_of(rows))
-    recipe = resolve_recipe(config.recipe, rows, store.world_size, len(images.val_rows))
+    recipe = resolve_recipe(
+        config.recipe,
+        rows,
+        store.world_size,
+        len(images.val_rows),
+        images.preparation.pictures,
+    )
     if config.run.profile >= recipe.steps_per_epoch > 1:
         raise UsageError(
             f"--profile {config.run.profile}: an epoch has {recipe.steps_per_epoch} steps; ask for"

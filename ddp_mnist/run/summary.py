@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from ddp_mnist.augment import changes
 from ddp_mnist.cluster import hardware
 from ddp_mnist.cluster.store import name_of
 from ddp_mnist.cluster.world import World
@@ -67,8 +68,6 @@ def plan(config: ResolvedConfig, world: World, images: ImageData, folder: Path |
     smoothed = f", label smoothing {smoothing:g} (the training loss levels off near {least:.2g})"
     loss = f", loss {recipe.loss}" if recipe.loss else smoothed if smoothing else ""
     weighted = ", rare classes count more" if recipe.class_weights == "balanced" else ""
-    strokes = images.preparation.bright_on_black
-    changes = "rotated, scaled, shifted" if strokes else "mirrored, cropped, coloured"
     unused = f"{count(left_out, 'image')} {'is' if left_out == 1 else 'are'} left out"
     rest = f"; {unused}, others in each epoch" if left_out else ""
     lines = {
@@ -82,7 +81,7 @@ def plan(config: ResolvedConfig, world: World, images: ImageData, folder: Path |
         "model": f"{recipe.model}, seed {config.run.seed}",
         "recipe": f"{recipe.preset}: {recipe.optimizer}, learning rate up to {recipe.lr:g}"
         f" in the first {recipe.warmup:.0%} of the steps,"
-        f" images {changes if recipe.augment else 'not augmented'}{loss}{weighted}",
+        f" {changes(images.preparation, recipe.augment)}{loss}{weighted}",
         "writes": str(folder) if folder else "nothing but the cache of images (--dry-run)",
     }
     return "\n".join([*images.warnings, panel(lines)])

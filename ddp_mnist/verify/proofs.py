@@ -169,12 +169,15 @@ def watched_run(
 
 
 def who_took_what(run: Watched) -> Iterator[str]:
-    """Yield the images that each rank took first, by their place in the train split."""
+    """Yield the images that each rank took first, by their place in the train split.
+
+    Augmented ones are shown by a digest of their pixels.
+    """
     train_images = cache.load(run.config.run.dataset).train_images
     places = {watch.digest_of_image(image): place for place, image in enumerate(train_images)}
     for rank, seen in enumerate(run.ranks):
         images = seen.images[0]
-        shown = " ".join(f"{places[image]:>4}" for image in images[:6])
+        shown = " ".join(f"{places.get(image, image[:6]):>4}" for image in images[:6])
         yield f"      step 1, rank {rank} of {len(run.ranks)}: {len(images)} images, {shown} ..."
 
 
