@@ -279,6 +279,7 @@ class ResolvedRecipe(Recipe):
         batch_size: int
         optimizer: str
         lr: float
+        augment: bool
         val_size: int
 
     @property

@@ -10,6 +10,7 @@ import copy
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -77,21 +78,29 @@ def fit(
     """
     recipe, flags, seed = run.config.recipe, run.config.run, run.config.run.seed
     accelerator, stop, preparation = run.world.accelerator, run.stop, run.images.preparation
-    device, asked = accelerator.device, (len(run.images.classes), stop, recipe.metrics, recipe.loss)
+    device = accelerator.device
     accelerator.gradient_accumulation_steps = recipe.grad_accum
 
     # Data, on the device if there is room. Batches are global: Accelerate gives each rank its part.
     train_rows, val_rows, test_rows = split_images(run.images.to(device))
     batches = make_batches(train_rows, recipe.batch_size, seed, recipe.grad_accum)
 
-    # Model and optimizer, equal on every rank.
+    # Loss, model and optimizer, equal on every rank.
+    mean_loss = make_loss(recipe, train_rows, device)
     net = build(run.config, run.world, run.images)
     optimizer = make_optimizer(net, recipe, accelerator.scaler)
-    mean_loss = make_loss(recipe, train_rows, device)
     loader = make_loader(train_rows, batch_sampler=batches)
     model, optimizer, loader = accelerator.prepare(net, optimizer, loader)
     settle_ddp_buckets(accelerator, model, run.images.train_images[: batches.micro_batch_size])
     val_loader, test_loader = (prepare_split(accelerator, rows) for rows in (val_rows, test_rows))
+    evaluate = partial(
+        evaluate_split,
+        accelerator,
+        classes=len(run.images.classes),
+        stop=stop,
+        scores=recipe.metrics,
+        loss=recipe.loss,
+    )
     import_evaluate_meanwhile(accelerator)
 
     # All that training changes: new, or as a checkpoint left it.
@@ -152,7 +161,7 @@ def fit(
         if len(val_rows):
             run.phase("validation")
             tested = with_test_views(model, recipe.model)
-            validation = evaluate_split(accelerator, tested, val_loader, *asked)
+            validation = evaluate(tested, val_loader)
         means = state.end_epoch(recipe, validation)  # counts it; may set stopped_by
         run.log_epoch(means, progress, validation)
 
@@ -166,7 +175,7 @@ def fit(
     if buffers := list(kept.buffers()):  # BatchNorm's; DDP sends them before a forward pass only
         broadcast(buffers)
     tested = with_test_views(kept, recipe.model)
-    test = evaluate_split(accelerator, tested, test_loader, *asked)
+    test = evaluate(tested, test_loader)
     return run.finish(state, kept, test, meter.forward.mean_ms)
 
 

@@ -229,7 +229,7 @@ def test_the_accurate_preset_takes_four_thousand_steps_of_twice_the_batch(
     assert recipe.steps_per_epoch == rows // batch_size
 
 
-OTHERS = ("torchvision:resnet18", "own_net:Net")
+NOT_OURS = ("torchvision:resnet18", "own_net:Net")
 
 
 @pytest.mark.parametrize(
@@ -237,10 +237,10 @@ OTHERS = ("torchvision:resnet18", "own_net:Net")
     [
         (("cnn", "cnn_deep", "cnn_bn"), "fast", None, "muon", 1e-2),
         (("mlp",), "fast", None, "adamw", 1e-2),
-        (OTHERS, "fast", None, "adamw", 1e-3),
+        (NOT_OURS, "fast", None, "adamw", 1e-3),
         (("cnn", "cnn_deep", "cnn_bn"), "accurate", None, "muon", 1.4e-2),
-        (OTHERS, "accurate", None, "adamw", 1e-3),
-        (OTHERS, "fast", "sgd", "sgd", 1e-2),
+        (NOT_OURS, "accurate", None, "adamw", 1e-3),
+        (NOT_OURS, "fast", "sgd", "sgd", 1e-2),
         (("cnn",), "fast", "adamw", "adamw", 1e-2),
     ],
 )
