@@ -13,8 +13,6 @@ import torch
 from ddp_mnist.cluster.local_world import LocalWorld, run_world
 from ddp_mnist.data import cache as caching
 from ddp_mnist.data.batches import (
-    KEYS,
-    TENSORS,
     GlobalBatches,
     ImageData,
     Rows,
@@ -23,7 +21,7 @@ from ddp_mnist.data.batches import (
 )
 from ddp_mnist.data.cache import cache_folder, cached, choose
 from ddp_mnist.data.cache import load as load_cached
-from ddp_mnist.data.preparation import Decoded, Preparation, Reserve
+from ddp_mnist.data.preparation import KEYS, TENSORS, Decoded, Preparation, Reserve
 from ddp_mnist.data.reading import Reading
 from ddp_mnist.data.sources import Source
 from ddp_mnist.errors import DataError, StorageError, printable, reason
@@ -273,8 +271,8 @@ def test_fault_28_auto_falls_back_for_a_lack_of_data_only(
     for name in ("mnist", "digits", "/nowhere"):
         assert choose(name, str(cache)) == (name, [])
     assert not cache.exists()
-    loaded = Mock(return_value=Mock(warnings=["it was built again"]))
-    monkeypatch.setattr("ddp_mnist.data.cache.load", loaded)
+    loaded = Mock(return_value={"warnings": ["it was built again"]})
+    monkeypatch.setattr("ddp_mnist.data.cache.prepare", loaded)
     assert choose("auto", str(cache)) == ("mnist", ["it was built again"])
     loaded.side_effect = DataError("no data; do this; or that")
     name, [why, _] = choose("auto", str(cache))

@@ -14,13 +14,15 @@ import PIL.Image
 import pytest
 
 from ddp_mnist.data import decode, image_files, tables
-from ddp_mnist.data.image_files import AHEAD, SHOWN, in_order, threads_for
+from ddp_mnist.data.image_files import SHOWN, threads_for
 from ddp_mnist.data.names import files_of_test
 from ddp_mnist.data.preparation import Preparation
 from ddp_mnist.data.reading import AS_THEY_ARE, Reading
 from ddp_mnist.data.sources import find_source
+from ddp_mnist.data.threads import AHEAD, in_order
 from ddp_mnist.errors import DataError
 from ddp_mnist.verbs.predict import find_images, read_image
+from tests.commands import python
 from tests.test_folders import DRAWN, flat, load, sizes, split_up, write
 from tests.test_held_out import noise
 from tests.test_own_images import folder_of, picture
@@ -126,14 +128,16 @@ def test_who_stops_early_waits_for_no_more_than_is_under_way() -> None:
     assert threading.active_count() == before
 
 
-def test_threads_are_as_many_as_cores_and_memory_have_room_for(
+def test_threads_are_as_many_as_the_cores_keep_busy_and_memory_has_room_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(image_files, "cores", lambda: 8)
     monkeypatch.setattr(image_files, "free_memory", lambda: 2e9)
     twelve_megapixels = 4000 * 3000
-    assert [threads_for(pixels) for pixels in (28 * 28, 300 * 400, twelve_megapixels)] == [1, 8, 4]
-    assert threads_for(100 * twelve_megapixels) == 1  # more would not help
+    assert [threads_for(pixels) for pixels in (28 * 28, 300 * 400, twelve_megapixels)] == [1, 9, 4]
+    assert threads_for(100 * twelve_megapixels) == 1
+    monkeypatch.setattr(image_files, "cores", lambda: 1)
+    assert threads_for(300 * 400) == 1
 
 
 def test_several_threads_decode_what_one_does(
@@ -175,6 +179,24 @@ def test_a_folder_is_listed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(Path, "rglob", noted)
     assert sizes(load(own)) == (8, 8)
     assert listed == [str(own)]
+
+
+PREPARE = """
+import sys
+from ddp_mnist.cli import main
+try:
+    main(["prepare", "--dataset", sys.argv[1], "--cache-dir", "cache"])
+finally:
+    print([name for name in ("torch", "datasets", "pandas", "pyarrow") if name in sys.modules])
+"""
+
+
+def test_to_prepare_photos_needs_neither_torch_nor_datasets(tmp_path: Path) -> None:
+    """They would take longer than a hundred photos."""
+    own = write(tmp_path / "own", *split_up())
+    ended = python("-c", PREPARE, str(own), folder=tmp_path)
+    assert (ended.code, ended.err) == (0, "")
+    assert ended.out.endswith("\n[]\n") and "8 train and 8 test images" in ended.out
 
 
 # --- HEIC

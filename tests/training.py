@@ -12,7 +12,7 @@ import torch
 
 from ddp_mnist.config import TrainConfig
 from ddp_mnist.data import cache
-from ddp_mnist.data.batches import TENSORS
+from ddp_mnist.data.preparation import TENSORS
 from ddp_mnist.run.folder import read_json
 from ddp_mnist.verify.watch import just_train, largest_difference, weights_of
 

@@ -17,11 +17,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from ddp_mnist.data import held_out
-from ddp_mnist.data.preparation import Preparation
+from ddp_mnist.data.preparation import TENSORS, Preparation
 from ddp_mnist.seeding import generator
-
-TENSORS = ("train_images", "train_labels", "test_images", "test_labels")
-KEYS = ("train_keys", "test_keys")
 
 
 @dataclass(frozen=True)

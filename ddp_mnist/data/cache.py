@@ -11,17 +11,18 @@ import tokenize
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
-from ddp_mnist.data.batches import KEYS, TENSORS, ImageData
-from ddp_mnist.data.preparation import Preparation, Shape
+from ddp_mnist.data.preparation import KEYS, TENSORS, Preparation, Shape
 from ddp_mnist.data.reading import AS_THEY_ARE, Reading
 from ddp_mnist.data.sources import Source, find_source
 from ddp_mnist.errors import DataError, StorageError, reason
 from ddp_mnist.locks import take
+
+if TYPE_CHECKING:
+    from ddp_mnist.data.batches import ImageData
 
 CACHE_FORMAT = 6
 ABOUT = "about.json"  # what is not in the arrays
@@ -50,7 +51,7 @@ def choose(
     if dataset != "auto":
         return dataset, []
     try:
-        return "mnist", load("mnist", cache_dir, reading, log=log).warnings
+        return "mnist", prepare("mnist", cache_dir, reading, log=log)["warnings"]
     except DataError as error:
         return "digits", [
             f"MNIST is not available: {str(error).partition(';')[0]}",
@@ -65,8 +66,23 @@ def load(
     *,
     refresh: bool = False,
     log: Log = None,
-) -> ImageData:
-    """Return the data set from the cache; read and decode it first if it is not there.
+) -> "ImageData":
+    """Return the data set from the cache, mapped; read and decode it first if it is not there.
+
+    Raises as `prepare` does.
+    """
+    return _as_images(prepare(dataset, cache_dir, reading, refresh=refresh, log=log))
+
+
+def prepare(
+    dataset: str,
+    cache_dir: str | None = None,
+    reading: Reading = AS_THEY_ARE,
+    *,
+    refresh: bool = False,
+    log: Log = None,
+) -> dict[str, Any]:
+    """Return the fields of ImageData, with arrays for tensors: to import torch takes a second.
 
     One process per machine decodes, under a file lock; the others wait for it and map its files.
     `refresh` reads it again although it is cached, and removes what other decoders made of it.
@@ -98,16 +114,26 @@ def load(
     except OSError as error:
         raise _unwritable(folder, error) from error
     if replaced:
-        data.warnings.append(f"{path} was damaged or out of date and was built again")
+        data["warnings"].append(f"{path} was damaged or out of date and was built again")
     return data
 
 
 def cached(
     dataset: str, cache_dir: str | None = None, reading: Reading = AS_THEY_ARE
-) -> ImageData | None:
+) -> "ImageData | None":
     """Return the data set if it is in the cache and whole. Raises as `find_source` does."""
     source = find_source(dataset, reading)
-    return _open(_stem_and_path(source, cache_dir)[1], source)
+    fields = _open(_stem_and_path(source, cache_dir)[1], source)
+    return _as_images(fields) if fields else None
+
+
+def _as_images(fields: dict[str, Any]) -> "ImageData":
+    import torch
+
+    from ddp_mnist.data.batches import ImageData
+
+    tensors = {name: torch.from_numpy(fields[name]) for name in TENSORS}
+    return ImageData(**fields | tensors)
 
 
 def _stem_and_path(source: Source, cache_dir: str | None) -> tuple[str, Path]:
@@ -126,8 +152,8 @@ def _stem_and_path(source: Source, cache_dir: str | None) -> tuple[str, Path]:
     return stem, cache_folder(cache_dir) / f"{stem}-{CACHE_FORMAT}-{decoder}"
 
 
-def _open(path: Path, source: Source) -> ImageData | None:
-    """Return the cached data set; None if it is not there, damaged, or not of these files."""
+def _open(path: Path, source: Source) -> dict[str, Any] | None:
+    """Return its fields; None if it is not there, damaged, or not of these files."""
     try:
         about = json.loads((path / ABOUT).read_text("utf-8"))
         # Mapped, not read: the processes of a machine share one copy in memory. "c" is writable
@@ -141,9 +167,7 @@ def _open(path: Path, source: Source) -> ImageData | None:
             return None
         about["warnings"] = [*source.warnings]
         about["preparation"] = Preparation.from_dict(about["preparation"])
-        about |= {name: torch.from_numpy(arrays[name]) for name in TENSORS}
-        about |= {name: arrays[name] for name in KEYS}
-        return ImageData(source.name, f"{source.kind}:{source.place}", **about)
+        return about | arrays | {"name": source.name, "source": f"{source.kind}:{source.place}"}
     except (OSError, EOFError, KeyError, TypeError, ValueError, tokenize.TokenError):
         return None  # the last is NumPy's, of a header with a bracket that is never closed
 

@@ -1,10 +1,7 @@
 """Every image file of a data set is opened here, by all cores that this process may use."""
 
-import itertools
 import warnings
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,11 +9,11 @@ from typing import Any
 import PIL.Image
 
 from ddp_mnist.data.decode import open_beside_others
+from ddp_mnist.data.threads import in_order
 from ddp_mnist.errors import DataError, reason
 from ddp_mnist.limits import cores, free_memory
 
 SHOWN = 10  # broken files in an error
-AHEAD = 4  # images under way for each thread, so that all work while a large one is decoded
 SMALL = 64**2  # pixels of an image below which threads wait for each other: Python runs one at once
 BYTES_A_PIXEL = 20  # that decoding takes at most
 
@@ -87,34 +84,12 @@ class ImageFiles:
         raise DataError(f"{self.where}: {fault}; replace {them} or {leave_out}")
 
 
-def in_order(
-    function: Callable[..., Any], arguments: Iterable[tuple[Any, ...]], threads: int
-) -> Iterator[Any]:
-    """Yield what the function returns for each of the arguments, computed by so many threads.
-
-    Only a few are taken from `arguments` before they are needed.
-    """
-    if threads == 1:
-        yield from itertools.starmap(function, arguments)
-        return
-    under_way: deque[Future[Any]] = deque()
-    pool = ThreadPoolExecutor(threads)
-    try:
-        for each in arguments:
-            under_way.append(pool.submit(function, *each))
-            if len(under_way) == AHEAD * threads:
-                yield under_way.popleft().result()
-        while under_way:
-            yield under_way.popleft().result()
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
 def threads_for(largest: int) -> int:
     """Return how many threads are to decode images of so many pixels at the most.
 
-    As many as cores, if their images fit into half of the free memory.
+    One more than cores, as one often waits for the lock of the interpreter, if their images fit
+    into half of the free memory.
     """
-    if largest < SMALL:
+    if largest < SMALL or (own := cores()) == 1:
         return 1
-    return max(1, min(cores(), int(free_memory() / 2 / (BYTES_A_PIXEL * largest))))
+    return max(1, min(own + 1, int(free_memory() / 2 / (BYTES_A_PIXEL * largest))))

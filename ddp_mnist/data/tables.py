@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import PIL.Image
-import pyarrow.compute as pc
 
 from ddp_mnist.data.decode import (
     SIXTEEN_BITS,
@@ -25,7 +24,9 @@ from ddp_mnist.data.held_out import draw_by_share, key_of, share_of
 from ddp_mnist.data.image_files import Cell, ImageFiles, threads_for
 from ddp_mnist.data.preparation import Decoded, Reserve, Shape
 from ddp_mnist.data.reading import Reading
+from ddp_mnist.data.threads import in_order
 from ddp_mnist.errors import DataError, UsageError
+from ddp_mnist.limits import cores
 
 SPLITS = ("train", "test")
 NAMES = {
@@ -33,6 +34,7 @@ NAMES = {
     "label": ("label", "labels"),
 }
 MAX_CLASSES = 1000
+COPIED = 64  # images at a time, by a thread
 # The shorter side, in pixels, that images get at most unless a size was asked for: that of
 # torchvision's weights, or less for a small set, which learns as well from it and in less time.
 LARGEST, LARGEST_OF_FEW, FEW = 224, 96, 5000
@@ -269,6 +271,8 @@ def _decode_labels(
 
 def _files_named(rows: Any, column: str) -> Iterator[str]:
     """Yield the paths of images that the table names and does not hold."""
+    import pyarrow.compute as pc
+
     for cells in rows.select_columns([column]).with_format("arrow")[:].column(column).chunks:
         if {"bytes", "path"} <= {field.name for field in cells.type}:
             empty = pc.and_(cells.field("bytes").is_null(), cells.field("path").is_valid())
@@ -303,9 +307,16 @@ def _hold_out_test(decoded: Decoded, reading: Reading, reserve: Reserve) -> Deco
         raise UsageError(f"--test-size {test_size}: {problem}")
     rows = {"train": np.delete(np.arange(len(keys)), held), "test": held}
     parts = reserve(images.shape[1:], {split: len(those) for split, those in rows.items()})
-    for split, those in rows.items():
-        for to, row in enumerate(those):  # not at once: a copy of all may not fit into the memory
-            parts[split][to] = images[row]
+
+    def copy(split: str, start: int) -> None:
+        for to, row in enumerate(rows[split][start : start + COPIED], start):
+            parts[split][to] = images[
+                row
+            ]  # not all at once: they may not fit into the memory twice
+
+    starts = ((split, at) for split, those in rows.items() for at in range(0, len(those), COPIED))
+    for _ in in_order(copy, starts, cores()):
+        pass
     return dataclasses.replace(
         decoded,
         images=parts,

@@ -11,11 +11,12 @@ def run(flags: Prepare) -> None:
     console = Console(True)
     reading = Reading.of(vars(flags))
     name, notes = cache.choose(flags.dataset, flags.cache_dir, reading, console.print)
-    images = cache.load(name, flags.cache_dir, reading, refresh=flags.refresh, log=console.print)
-    for note in [*notes, *images.warnings, *images.preparation.notes]:
+    images = cache.prepare(name, flags.cache_dir, reading, refresh=flags.refresh, log=console.print)
+    for note in [*notes, *images["warnings"], *images["preparation"].notes]:
         console.print(note)
+    train, test, classes = map(len, (images[f] for f in ("train_labels", "test_labels", "classes")))
     console.print(
-        f"{images.name}: {len(images.train_labels):,} train and {len(images.test_labels):,} test"
-        f" images of {len(images.classes)} classes in {cache.cache_folder(flags.cache_dir)}"
+        f"{images['name']}: {train:,} train and {test:,} test images of {classes} classes in"
+        f" {cache.cache_folder(flags.cache_dir)}"
     )
-    console.print(f"digest {images.digest}")
+    console.print(f"digest {images['digest']}")
