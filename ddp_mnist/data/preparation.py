@@ -82,7 +82,7 @@ def statistics_of(images: np.ndarray) -> tuple[tuple[float, ...], tuple[float, .
     """
     total, squares = np.zeros(images.shape[1]), np.zeros(images.shape[1])
     blocks = ((block,) for block in blocks_of(images))
-    for sums in in_order(sums_of, blocks, cores()):
+    for sums in in_order(sums_of, blocks, min(4, cores())):  # of 25 MB each
         total, squares = total + sums[0], squares + sums[1]
     pixels = max(1, images[:, 0].size)  # 0 if the test split is read alone
     mean = total / pixels
