@@ -11,8 +11,9 @@ import pyarrow as pa
 import pytest
 
 from ddp_mnist import api
-from ddp_mnist.data import cache
+from ddp_mnist.data import cache, folders
 from ddp_mnist.data.batches import ImageData
+from ddp_mnist.data.decode import image_endings
 from ddp_mnist.data.reading import AS_THEY_ARE, Reading
 from ddp_mnist.data.sources import find_source
 from ddp_mnist.errors import DataError
@@ -195,6 +196,22 @@ def test_splits_by_the_names_of_files_stay(tmp_path: Path) -> None:
         load(own, DRAWN)
 
 
+def test_the_words_of_splits_are_those_of_the_library_that_reads_the_tables() -> None:
+    from datasets.data_files import NON_WORDS_CHARS, SPLIT_KEYWORDS
+
+    theirs = {str(split): tuple(words) for split, words in SPLIT_KEYWORDS.items()}
+    assert f"[{NON_WORDS_CHARS}]" == folders.APART
+    assert [*theirs.items()] == [*folders.SPLIT_WORDS.items()]
+
+
+def test_images_of_every_suffix_that_the_library_takes_are_read() -> None:
+    """But for those of which Pillow reads no more than the header."""
+    from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
+
+    headers = {".bufr", ".grib", ".mpg", ".mpeg", ".wmf", ".emf"}
+    assert {*ImageFolder.EXTENSIONS} - image_endings() == headers
+
+
 # --- Runs in the folder that they are trained on
 
 
@@ -254,6 +271,6 @@ def test_images_outside_of_the_folder_that_names_them_are_read_again(
     assert np.array_equal(second.train_images[0].permute(1, 2, 0), np.asarray(noise(77)))
     Path(files[0]).unlink()
     with pytest.raises(
-        DataError, match=r"2 images cannot be read: .*; replace them or leave their "
+        DataError, match=r"2 of 17 images cannot be read: .*; replace them or leave their "
     ):
         load(own)

@@ -51,8 +51,8 @@ def test_all_broken_files_are_named_at_once_and_the_advice_leads_out(tmp_path: P
         file.write_bytes(content)
     a_text, cut_short, empty = (f"{own}/cat/{kind}.jpg" for kind in sorted(BROKEN))
     assert refused(own) == (
-        f"--dataset {own}: 3 images cannot be read: {a_text} {UNKNOWN}, {cut_short} {TRUNCATED},"
-        f" {empty} {UNKNOWN}; replace them or move them out of the folder"
+        f"--dataset {own}: 3 of 15 images cannot be read: {a_text} {UNKNOWN},"
+        f" {cut_short} {TRUNCATED}, {empty} {UNKNOWN}; replace them or move them out of the folder"
     )
     for file in broken[1:]:
         file.rename(tmp_path / file.name)
@@ -74,7 +74,7 @@ def test_rows_of_a_table_are_named_with_their_numbers(tmp_path: Path) -> None:
     message = refused(tmp_path, AS_THEY_ARE)
     row = "split train, column image: row"
     assert message == (
-        f"--dataset {tmp_path}: 5 images cannot be read: {row} 3 (its cell is empty), {row} 4"
+        f"--dataset {tmp_path}: 5 of 17 images cannot be read: {row} 3 (its cell is empty), {row} 4"
         f" {UNKNOWN}, {row} 5 {TRUNCATED}, {row} 9 (its cell is empty), {row} 10 {TRUNCATED};"
         " replace them or leave their rows out"
     )
@@ -87,7 +87,9 @@ def test_of_many_the_first_are_named_and_the_others_counted(content: bytes, tmp_
     for file in own.rglob("*.png"):
         file.write_bytes(content)
     message = refused(own)
-    assert message.startswith(f"--dataset {own}: 1,234 images cannot be read: {own}/cat/0.png (")
+    assert message.startswith(
+        f"--dataset {own}: 1,234 of 1,234 images cannot be read: {own}/cat/0.png ("
+    )
     assert message.count(".png (") == SHOWN
     assert message.endswith(") and 1,224 more; replace them or move them out of the folder")
 

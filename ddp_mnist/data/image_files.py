@@ -65,8 +65,8 @@ class ImageFiles:
             return cell.removeprefix(f"{Path.cwd()}/")
         return f"split {split}, column {self.column}: row {row}"
 
-    def refuse_broken(self) -> None:
-        """Raise DataError that names the broken images, if there are any."""
+    def refuse_broken(self, total: int) -> None:
+        """Raise DataError that names the broken ones of all images, if there are any."""
         if not self.broken:
             return
         broken = [each for _, each in sorted(self.broken.items())]
@@ -76,7 +76,7 @@ class ImageFiles:
             names = ", ".join(f"{name} ({why})" for name, why in broken[:SHOWN])
             more = f" and {number - SHOWN:,} more" * (number > SHOWN)
             fault, them, rows = (
-                f"{number:,} images cannot be read: {names}{more}",
+                f"{number:,} of {total:,} images cannot be read: {names}{more}",
                 "them",
                 "their rows",
             )

@@ -97,11 +97,11 @@ def decode_images(
 ) -> Decoded:
     """Return the decoded images. Raise DataError, which names all that cannot be read."""
     shape, converted, largest = _find_shape(files, reading)
-    threads = threads_for(largest)
+    threads, total = threads_for(largest), sum(map(len, labels.values()))
     if files.broken:  # by their first bytes; others may be cut short, and be named in the same line
         for _ in files.each(lambda image, *_: decode_image(image, shape), threads):
             pass
-        files.refuse_broken()
+        files.refuse_broken(total)
     if "train" not in labels:  # nobody asks for it
         labels = {"train": np.zeros(0, np.int64), **labels}
     images = reserve(shape, {split: len(each) for split, each in labels.items()})
@@ -113,9 +113,8 @@ def decode_images(
         return is_clear(image)
 
     if clear := sum(files.each(decode, threads)):
-        total = sum(map(len, images.values()))
         converted.append(f"{clear:,} of {total:,} images had transparent parts, which became white")
-    files.refuse_broken()
+    files.refuse_broken(total)
     highest = max(np.max(each, initial=0) for each in images.values())
     if any(SIXTEEN_BITS in note for note in converted) and highest < 16:
         converted.append("all pixels are below 4096 of 65535, as of 12 bits: scale them to 16 bits")
@@ -170,7 +169,7 @@ def _find_shape(files: ImageFiles, reading: Reading) -> tuple[Shape, list[str], 
         odd.update(what)
         colourful += not grey
     if not sizes:
-        files.refuse_broken()
+        files.refuse_broken(len(files.broken))
     size = reading.size or usual_size(sizes)
     total, colour = sizes.total(), bool(colourful) or reading.for_evaluation
     channels = 3 if colour and not reading.grey else 1
