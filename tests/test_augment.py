@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ddp_mnist.augment import augment, draw_table
+from ddp_mnist.augment import augment, changes, draw_table
 from ddp_mnist.data.preparation import Preparation
 from tests.test_nets import COLOUR, GREY
 from tests.training import images
@@ -121,6 +121,22 @@ def test_pictures_of_characters_are_not_mirrored() -> None:
     for table in both:
         table[:, 0, 0].abs_()
     assert torch.equal(*both)
+
+
+@pytest.mark.parametrize(
+    ("preparation", "augmented", "words"),
+    [
+        (GREY, True, "strokes on black: rotated, scaled, shifted"),
+        (GREY, False, "strokes on black: not augmented"),
+        (COLOUR, True, "pictures: mirrored, cropped, coloured"),
+        (CHARACTERS, True, "pictures of characters: cropped, coloured"),
+        (CHARACTERS, False, "pictures: not augmented"),
+    ],
+)
+def test_it_says_what_the_images_are_and_what_happens_to_them(
+    preparation: Preparation, augmented: bool, words: str
+) -> None:
+    assert changes(preparation, augmented) == words
 
 
 def test_the_last_quarter_of_the_epochs_moves_images_half_as_far() -> None:

@@ -119,6 +119,16 @@ def test_digits_as_mnist_stores_them_are_known_by_facts() -> None:
         assert (other.bright_on_black, other.digit_photos) == (False, False)
 
 
+@pytest.mark.parametrize(
+    ("classes", "characters"),
+    [(DIGITS, True), (["p", "q"], True), (["由", "甲"], True), (["cat", "dog"], False)],
+)
+def test_classes_of_single_characters_are_known(classes: list[str], characters: bool) -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (4, 3, 8, 8), dtype=np.uint8)
+    made = preparation_of(noise, classes=classes)
+    assert (made.characters, made.pictures) == (characters, True)
+
+
 # --- Memory
 
 
