@@ -10,7 +10,6 @@ import copy
 import os
 import sys
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,10 +23,9 @@ from ddp_mnist.config import TrainConfig
 from ddp_mnist.data.batches import GlobalBatches, ImageData, make_loader, split_images
 from ddp_mnist.faults import injected
 from ddp_mnist.losses import make_loss
-from ddp_mnist.models import with_test_views
 from ddp_mnist.nets import build_net, memory_format_of
 from ddp_mnist.optim import learning_rate, make_optimizer
-from ddp_mnist.run.evaluation import evaluate_split, import_evaluate_meanwhile, prepare_split
+from ddp_mnist.run.evaluation import import_evaluate_meanwhile, prepare_split
 from ddp_mnist.run.folder import RunFolder
 from ddp_mnist.run.meter import Meter
 from ddp_mnist.run.session import Session
@@ -93,14 +91,6 @@ def fit(
     model, optimizer, loader = accelerator.prepare(net, optimizer, loader)
     settle_ddp_buckets(accelerator, model, run.images.train_images[: batches.micro_batch_size])
     val_loader, test_loader = (prepare_split(accelerator, rows) for rows in (val_rows, test_rows))
-    evaluate = partial(
-        evaluate_split,
-        accelerator,
-        classes=len(run.images.classes),
-        stop=stop,
-        scores=recipe.metrics,
-        loss=recipe.loss,
-    )
     import_evaluate_meanwhile(accelerator)
 
     # All that training changes: new, or as a checkpoint left it.
@@ -160,8 +150,7 @@ def fit(
         validation = None
         if len(val_rows):
             run.phase("validation")
-            tested = with_test_views(model, recipe.model)
-            validation = evaluate(tested, val_loader)
+            validation = run.evaluate(model, val_loader)
         means = state.end_epoch(recipe, validation)  # counts it; may set stopped_by
         run.log_epoch(means, progress, validation)
 
@@ -174,8 +163,7 @@ def fit(
         kept.load_state_dict(state.best_weights)
     if buffers := list(kept.buffers()):  # BatchNorm's; DDP sends them before a forward pass only
         broadcast(buffers)
-    tested = with_test_views(kept, recipe.model)
-    test = evaluate(tested, test_loader)
+    test = run.evaluate(kept, test_loader)
     return run.finish(state, kept, test, meter.forward.mean_ms)
 
 

@@ -120,7 +120,10 @@ def test_what_a_command_line_cannot_be_given_is_refused_too() -> None:
     assert refused(api.evaluate, "a", sync_bn=True).startswith("sync_bn: there is no such keyword")
     assert refused(api.train, grey="no") == "--grey 'no': must be True or False"
     assert api.checked({"preset": "accurate", "val_size": None}, Recipe) == {"preset": "accurate"}
-    assert refused(api.train, lr=None) == "--lr None: must be a number, above 0 and at most 100"
+    assert (
+        refused(api.train, weight_decay=None)
+        == "--weight-decay None: must be a number, at least 0 and at most 10"
+    )
     assert refused(api.train, keep=True).startswith("--keep True: must be a whole number, at ")
 
     array = np.zeros((4, 4), dtype=np.uint8)

@@ -55,11 +55,11 @@ def test_help_of_train_shows_each_flag_with_its_sentence(typed: Typed) -> None:
             assert re.search(rf"{flag_name(field)}\b", shown)
             assert " ".join(field.metadata["help"].split()) in shown
     shown = " ".join(out.split())
-    assert "--lr X Peak learning rate. [0.01]" in shown
+    assert "--warmup X Share of steps with a rising learning rate. [0.1]" in shown
     ours = "cnn, cnn_deep, mlp, cnn_bn"
     own = "torchvision:NAME, or a class of your own as MODULE:NAME."
     assert f"--model TEXT {ours}, {own} [cnn]" in shown
-    assert "--augment, --no-augment Rotate, scale and shift strokes on black" in shown
+    assert "--augment, --no-augment Mirror, crop and colour pictures [yes]; rotate," in shown
 
 
 @pytest.mark.parametrize("verb", [verb for verb in cli.VERBS if verb != "train"])

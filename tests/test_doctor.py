@@ -69,7 +69,7 @@ MISSING = {
     f"{M}.package_versions": always({"python": "3", "accelerate": "missing"}),
     f"{M}.PACKAGES": ("accelerate",),
 }
-QUOTA = {f"{H}.cpu_quota": always(1.5), "os.sched_getaffinity": always({0, 1, 2, 3})}
+QUOTA = {"ddp_mnist.limits.cpu_quota": always(1.5), "os.sched_getaffinity": always({0, 1, 2, 3})}
 LABEL = {
     "psutil.net_if_addrs": always(LABELLED),
     "psutil.net_if_stats": always({"eth9": SimpleNamespace(isup=True)}),
@@ -80,7 +80,7 @@ BAD_PRODUCT = {"torch.Tensor.__matmul__": wrong_product}
 BROKEN_PRODUCT = {
     "torch.Tensor.__matmul__": Mock(side_effect=RuntimeError("CUDA error: out of memory"))
 }
-LITTLE_MEMORY = {f"{H}.free_memory": always(1e9)}
+LITTLE_MEMORY = {"ddp_mnist.limits.free_memory": always(1e9)}
 OTHER_TORCH = {f"{M}.version": always("2.13.0")}
 PORT_TAKEN = {f"{M}.why_port_is_taken": always("Address already in use")}
 

@@ -168,6 +168,7 @@ def table_of(
         "count": 1234,
         "accuracy": 0.75,
         "loss": 0.5,
+        "loss_function": "cross_entropy",
         "scores": {"f1": 0.25},
     }
     of_classes = {"class_accuracy": accuracies, "confusion": confusion}

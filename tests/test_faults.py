@@ -382,9 +382,9 @@ def test_fault_11_in_evaluation_and_during_a_save(
 
 def _stopped_in(config: TrainConfig, phase: str) -> Any:
     """SIGTERM comes to rank 1 as rank 0 enters the phase, or to rank 0 as it writes."""
-    from ddp_mnist import train
+    from ddp_mnist.run import session
 
-    evaluate, save = train.evaluate_split, checkpoint.save
+    evaluate, save = session.evaluate_split, checkpoint.save
 
     def stop() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -404,7 +404,7 @@ def _stopped_in(config: TrainConfig, phase: str) -> Any:
         save(*args, **options)
 
     with (
-        patch.object(train, "evaluate_split", evaluate_and_stop),
+        patch.object(session, "evaluate_split", evaluate_and_stop),
         patch.object(checkpoint, "save", save_and_stop),
     ):
         return watch.just_train(config)

@@ -17,6 +17,7 @@ import pytest
 
 from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.data import cache
+from ddp_mnist.data.reading import Reading
 from ddp_mnist.errors import StorageError, one_line
 from ddp_mnist.verify.watch import just_train, proof_config
 from tests.test_own_images import folder_of, picture
@@ -37,7 +38,8 @@ def load_on_a_disk_that_is_filled(own: Path, cache_dir: Path, function: str, cal
         return found
 
     with patch.object(cache, function, then_fill):
-        return cache.load(str(own), str(cache_dir)).train_images.numpy().copy()
+        reading = Reading(size=(500, 1000))
+        return cache.load(str(own), str(cache_dir), reading).train_images.numpy().copy()
 
 
 # 20 MB have room for the four images of a split, 1.5 MB each, twice.

@@ -466,7 +466,7 @@ def runs(shapes: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("colour", "grey"):
         flags = {"dataset": str(shapes), "mixed_precision": "no", "grey": name == "grey"}
         config = with_flags(watch.proof_config(name), **flags)
-        config = with_flags(config, epochs=50, batch_size=None, log_every=100)
+        config = with_flags(config, epochs=20, batch_size=None, log_every=100)
         run_world(1, watch.just_train, config, folder=folder)
     return folder
 

@@ -297,7 +297,10 @@ def test_real_mnist(mnist: Path) -> None:
     original = struct.pack(">4I", 0x803, 10_000, 28, 28) + images.test_images.numpy().tobytes()
     assert hashlib.md5(original).hexdigest() == "2646ac647ad5339dbf082846283269ea"
     assert images.preparation == Preparation(
-        *((1, 28, 28), (0.1307,), (0.3081,), []), bright_on_black=True, digit_photos=True
+        *((1, 28, 28), (0.1307,), (0.3081,), []),
+        bright_on_black=True,
+        digit_photos=True,
+        characters=True,
     )
 
 

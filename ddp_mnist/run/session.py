@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
+from torch.utils.data import DataLoader
 
 from ddp_mnist.cluster import hardware
 from ddp_mnist.cluster.signals import StopSignals
@@ -13,10 +15,10 @@ from ddp_mnist.cluster.world import World, broadcast_bytes
 from ddp_mnist.config import ResolvedConfig
 from ddp_mnist.data.batches import ImageData
 from ddp_mnist.errors import DivergedError
-from ddp_mnist.models import Normalised
+from ddp_mnist.models import Normalised, with_test_views
 from ddp_mnist.run import checkpoint, summary, weights
 from ddp_mnist.run.console import Console, draws, tell
-from ddp_mnist.run.evaluation import Metrics
+from ddp_mnist.run.evaluation import Metrics, evaluate_split
 from ddp_mnist.run.folder import MODEL, SUMMARY, RunFolder
 from ddp_mnist.run.profiling import StepProfiler
 from ddp_mnist.run.state import Progress, State
@@ -103,6 +105,14 @@ class Session:
         if self.neighbours and (fit := self.neighbours.judge()):
             self.console.print(summary.neighbours_line(fit, self.neighbours.threads))
             self.neighbours = None
+
+    def evaluate(self, net: nn.Module, loader: DataLoader[Any]) -> Metrics:
+        """Return the metrics of a split that `prepare_split` made, as `evaluate_split` does."""
+        recipe, accelerator = self.config.recipe, self.world.accelerator
+        tested, classes = with_test_views(net, recipe.model), len(self.images.classes)
+        return evaluate_split(
+            accelerator, tested, loader, classes, self.stop, recipe.metrics, recipe.loss
+        )
 
     def log_epoch(
         self, means: dict[str, Any], progress: Progress, validation: Metrics | None
