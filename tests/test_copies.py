@@ -58,7 +58,7 @@ def test_ones_own_loss_and_net_are_proven_and_some_folders_are_dispensable(tmp_p
     # an editable install would find the folders where they still are
     finders = "[each for each in sys.meta_path if '__editable__' not in str(each)]"
     (tmp_path / "sitecustomize.py").write_text(f"import sys; sys.meta_path[:] = {finders}\n")
-    ended = run("train", *own, "--dataset", "digits", "--epochs", "5")
+    ended = run("train", *own, "--dataset", "digits", "--epochs", "10")
     accuracy = re.search(r"test accuracy (0\.\d+)", ended.out)
     assert (ended.code, bool(accuracy)) == (0, True), ended.err
     assert accuracy and float(accuracy[1]) > 0.8

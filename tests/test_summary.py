@@ -107,11 +107,11 @@ def test_the_plan_shows_the_train_images_of_each_class_in_a_line() -> None:
     found = summary.by_class(of_classes(ladybird=129, moth=91, ant=21, bee=20, fly=3))
     assert found == {
         "classes": "ladybird: 128, moth: 90, ant: 20, bee: 19, fly: 2",
-        "hint": "few train images of bee 19, fly 2; add some, below 20 a class is hard to learn",
+        "hint": "few train images of bee 19, fly 2: below 20 a class is hard to learn; add some",
     }
     rare = of_classes(ladybird=129, moth=60, bee=12)
-    hint = "few train images of bee 11; add some, below 20 a class is hard to learn"
-    more = ", or make them count more: --class-weights balanced"
+    hint = "few train images of bee 11: below 20 a class is hard to learn; add some"
+    more = ", or let rare classes count more by --class-weights balanced"
     assert summary.by_class(rare)["hint"] == hint + more
     assert summary.by_class(rare, "balanced")["hint"] == hint
     alike = summary.by_class(of_classes(ladybird=22, bee=12))
@@ -120,8 +120,8 @@ def test_the_plan_shows_the_train_images_of_each_class_in_a_line() -> None:
     many = summary.by_class(of_classes(**{f"c{number:03}": number + 2 for number in range(100)}))
     assert many == {
         "classes": "1 (c000) to 100 (c099) train images each",
-        "hint": "few train images of c000 1, c001 2, c002 3, 16 more; add some, below 20 a class is"
-        " hard to learn",
+        "hint": "few train images of c000 1, c001 2, c002 3, 16 more: below 20 a class is hard"
+        " to learn; add some",
     }
 
 

@@ -98,9 +98,9 @@ def by_class(images: ImageData, class_weights: str = "none") -> dict[str, str]:
         shown = f"{each[least]:,} ({least}) to {each[most]:,} ({most}) train images each"
     few = [f"{name} {number}" for name, number in each.items() if number < FEW]
     few[3:] = [f"{len(few) - 3} more"] * (len(few) > 3)
-    hint = f"few train images of {', '.join(few)}; add some, below {FEW} a class is hard to learn"
+    hint = f"few train images of {', '.join(few)}: below {FEW} a class is hard to learn; add some"
     if class_weights == "none" and WEIGHABLE <= each[least] <= each[most] / 2:
-        hint += ", or make them count more: --class-weights balanced"
+        hint += ", or let rare classes count more by --class-weights balanced"
     return {"classes": shown} | ({"hint": hint} if few else {})
 
 
