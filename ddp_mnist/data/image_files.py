@@ -14,7 +14,7 @@ from ddp_mnist.errors import DataError, reason
 from ddp_mnist.limits import cores, free_memory
 
 SHOWN = 10  # broken files in an error
-SMALL = 64**2  # pixels of an image below which threads wait for each other: Python runs one at once
+SMALL = 128**2  # pixels; below, threads wait for each other, as only one at a time runs Python
 BYTES_A_PIXEL = 20  # that decoding takes at most
 
 Cell = str | bytes | None  # a path, or what is in the file
