@@ -274,6 +274,12 @@ def test_few_pictures_take_smaller_steps_and_more_of_them(
     assert (given.batch_size, given.epochs) == (72, 1)
 
 
+def test_from_weights_pictures_take_a_quarter_of_the_steps_and_strokes_as_many() -> None:
+    for pictures, epochs in ((True, 39), (False, 75)):  # of 13 steps, and of 4
+        found = resolve_recipe(Recipe(weights="DEFAULT"), 408, 1, pictures=pictures)
+        assert found.epochs == epochs
+
+
 @pytest.mark.parametrize("typed", [None, True, False])
 def test_pictures_are_augmented_and_strokes_are_not_unless_told_otherwise(
     typed: bool | None,
