@@ -44,7 +44,7 @@ def agents(folder: Path) -> Iterator[Start]:
     """
     (folder / "slow.py").write_text(SLOW)
     started, flags = list[Started](), ["--resume", "auto", "--checkpoint-every", "1"]
-    train = proof(Path("run"), *flags, "--model", "slow:Slow")
+    train = proof(Path("run"), *flags, "--model", "slow:Slow", "--lr", "0.01")
     with Hosts(2) as hosts:
 
         def agent(index: int, variables: dict[str, str]) -> Started:
