@@ -97,6 +97,7 @@ def check_model(name: str) -> None:
 class Usual(NamedTuple):
     """The values that a preset chooses for a kind of images; a typed flag beats them."""
 
+    model: str
     lr: float  # the peak learning rate of our nets
     augment: bool
     epochs: int  # the least length of a run
@@ -116,14 +117,18 @@ class Preset(NamedTuple):
 PRESETS = {
     "fast": Preset(
         {},
-        strokes=Usual(1e-2, False, 1, {7200: (144, 300), 0: (72, 300)}),
-        pictures=Usual(2e-2, True, 10, {7200: (144, 1000), 3600: (72, 700), 0: (24, 2000)}),
+        strokes=Usual("cnn", 1e-2, False, 1, {7200: (144, 300), 0: (72, 300)}),
+        pictures=Usual(
+            "cnn_deep", 2e-2, True, 10, {7200: (144, 1000), 3600: (72, 700), 0: (24, 2000)}
+        ),
     ),
     # Chosen with images held out; a run with it trains on all of them.
     "accurate": Preset(
-        {"model": "cnn_deep", "val_size": 0},
-        strokes=Usual(1.4e-2, True, 1, {7200: (288, 4000), 0: (144, 4000)}),
-        pictures=Usual(2e-2, True, 10, {7200: (288, 4000), 3600: (144, 4000), 0: (48, 4000)}),
+        {"val_size": 0},
+        strokes=Usual("cnn_deep", 1.4e-2, True, 1, {7200: (288, 4000), 0: (144, 4000)}),
+        pictures=Usual(
+            "cnn_deep", 2e-2, True, 10, {7200: (288, 4000), 3600: (144, 4000), 0: (48, 4000)}
+        ),
     ),
 }
 # AdamW's peak learning rate for a net that is not ours: at 1e-2, resnet18 learns nothing.
@@ -179,8 +184,9 @@ class Recipe(Flags):
         "fast: 300 steps or more; accurate: 4,000 or more of a deeper net. Flags override it.",
         choices=tuple(PRESETS),
     )
-    model: str = flag(
-        "cnn", f"{', '.join(NETS)}, torchvision:NAME, or a class of your own as MODULE:NAME."
+    model: str | None = flag(
+        None,
+        f"{', '.join(NETS)}, torchvision:NAME, or your own MODULE:NAME [cnn; pictures: cnn_deep].",
     )
     weights: str | None = flag(
         None,
@@ -247,7 +253,8 @@ class Recipe(Flags):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_model(self.model)
+        if self.model is not None:
+            check_model(self.model)
         if self.loss and not re.fullmatch(OWN, self.loss):
             raise UsageError(
                 f"--loss {self.loss}: give MODULE:FUNCTION, e.g. my_loss:focal for the function"
@@ -276,6 +283,7 @@ class ResolvedRecipe(Recipe):
 
     steps_per_epoch: int
     if TYPE_CHECKING:
+        model: str
         epochs: int
         batch_size: int
         optimizer: str
@@ -417,8 +425,9 @@ def resolve_recipe(
     asked for, if it is not given. `pictures` are all images but bright strokes on black. Raise
     UsageError for what does not fit data or world size.
     """
-    preset, model = PRESETS[recipe.preset], recipe.model
+    preset = PRESETS[recipe.preset]
     usual = preset.pictures if pictures else preset.strokes
+    model = recipe.model or usual.model
     val_size = recipe.val_size_of(rows)
     val_rows = val_size if val_rows is None else val_rows
     train_rows = rows - val_rows
@@ -430,6 +439,7 @@ def resolve_recipe(
     optimizer = recipe.optimizer or NETS.get(model, "adamw")
     lr = usual.lr if model in NETS or optimizer == "sgd" else LR_OF_OTHERS
     resolved = {
+        "model": model,
         "epochs": recipe.epochs or epochs,
         "batch_size": batch_size,
         "val_size": val_size,

@@ -19,7 +19,7 @@ from torch import nn
 from ddp_mnist.augment import augment, draw_table
 from ddp_mnist.cluster.launch import Launch
 from ddp_mnist.cluster.world import World, join_world, settle_ddp_buckets
-from ddp_mnist.config import TrainConfig
+from ddp_mnist.config import ResolvedConfig, TrainConfig
 from ddp_mnist.data.batches import GlobalBatches, ImageData, make_loader, split_images
 from ddp_mnist.faults import injected
 from ddp_mnist.losses import make_loss
@@ -47,7 +47,7 @@ def train(config: TrainConfig, launch: Launch) -> dict[str, Any]:
         return fit(run, **injected(run, build_model)) if run else {}
 
 
-def build_model(config: TrainConfig, world: World, images: ImageData) -> nn.Module:
+def build_model(config: ResolvedConfig, world: World, images: ImageData) -> nn.Module:
     """Return the net on its device, in the dtype of its weights, seeded alike on every rank."""
     torch.manual_seed(config.run.seed)
     name, weights = config.recipe.model, config.initial_weights

@@ -57,8 +57,8 @@ def test_help_of_train_shows_each_flag_with_its_sentence(typed: Typed) -> None:
     shown = " ".join(out.split())
     assert "--warmup X Share of steps with a rising learning rate. [0.1]" in shown
     ours = "cnn, cnn_deep, mlp, cnn_bn"
-    own = "torchvision:NAME, or a class of your own as MODULE:NAME."
-    assert f"--model TEXT {ours}, {own} [cnn]" in shown
+    own = "torchvision:NAME, or your own MODULE:NAME [cnn; pictures: cnn_deep]."
+    assert f"--model TEXT {ours}, {own}" in shown
     assert "--augment, --no-augment Mirror, crop and colour pictures [yes]; rotate," in shown
 
 

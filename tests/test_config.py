@@ -16,6 +16,7 @@ from ddp_mnist.flags import LARGEST, Flags, flag_fields, flag_name, flag_values,
 from ddp_mnist.run.setup import check_net, resolve_and_load
 from ddp_mnist.verbs.flags import Doctor, Evaluate, Export, Predict, Prepare, Report, Verify
 from ddp_mnist.verbs.multinode import Multinode
+from tests.training import resolved
 
 GROUPS: tuple[type[Flags], ...] = (Run, Recipe, Distribution)
 OTHERS = (Evaluate, Predict, Report, Export, Prepare, Multinode, Doctor, Verify)
@@ -174,13 +175,13 @@ def test_sync_bn_needs_a_net_with_batchnorm() -> None:
     for model in ("cnn", "mlp"):
         config = TrainConfig(Run(), Recipe(model=model), sync_bn)
         with pytest.raises(UsageError) as refused:
-            check_net(config, digits)
+            check_net(resolved(config, digits), digits)
         assert str(refused.value) == (
             f"--sync-bn: {model} has no BatchNorm; use --model cnn_bn or leave it out"
         )
-        check_net(TrainConfig(Run(), Recipe(model=model)), digits)
+        check_net(resolved(TrainConfig(Run(), Recipe(model=model)), digits), digits)
     for model in ("cnn_bn", "torchvision:resnet18"):
-        check_net(TrainConfig(Run(), Recipe(model=model), sync_bn), digits)
+        check_net(resolved(TrainConfig(Run(), Recipe(model=model), sync_bn), digits), digits)
 
 
 # --- What is decided by the data set
@@ -287,6 +288,7 @@ def test_pictures_are_augmented_and_strokes_are_not_unless_told_otherwise(
     for pictures in (True, False):
         found = resolve_recipe(Recipe(augment=typed), DIGITS, 1, pictures=pictures)
         assert found.augment is (pictures if typed is None else typed)
+        assert found.model == ("cnn_deep" if pictures else "cnn")
 
 
 def test_what_is_given_stays() -> None:

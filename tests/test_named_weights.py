@@ -90,8 +90,8 @@ def test_a_name_that_the_net_does_not_have_is_one_line_with_those_it_has(typed: 
     )
     ended = typed("train", "--dataset", "no_such_folder", "--weights", "DEFAULT")
     assert ended.err == (
-        "ddp-mnist: error: --weights DEFAULT: cnn has none by name; give a .pth or .safetensors"
-        " file, or use --model torchvision:NAME (code 2)\n"
+        "ddp-mnist: error: --weights DEFAULT: the default net has none by name; give a .pth or"
+        " .safetensors file, or use --model torchvision:NAME (code 2)\n"
     )
     with pytest.raises(UsageError, match=r"no such file; check the path, or write a name in cap"):
         build_net(NET, "ab", PLAIN, "default")

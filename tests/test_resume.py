@@ -22,7 +22,7 @@ from ddp_mnist.verify.watch import Seen, just_train, resumed, weights_of
 from tests.chaos import leftovers, what_stays
 from tests.commands import Typed
 from tests.test_sources import write_idx
-from tests.training import few_digits, what_it_says, with_flags
+from tests.training import few_digits, resolved, what_it_says, with_flags
 
 # All that a checkpoint has to carry: parts of steps, random images, clipping, the best so far.
 EVERYTHING: dict[str, Any] = {"model": "mlp", "epochs": 3, "batch_size": 72, "grad_accum": 2}
@@ -213,7 +213,8 @@ def test_flags_that_contradict_each_other_or_those_of_the_run() -> None:
     assert resume.inherit(again, found).recipe.model == "cnn_bn"
     found["recipe"]["model"] = "cnn"
     with pytest.raises(UsageError, match="--sync-bn: cnn has no BatchNorm"):
-        check_net(resume.inherit(again, found), cache.load("digits"))
+        digits = cache.load("digits")
+        check_net(resolved(resume.inherit(again, found), digits), digits)
     patient = TrainConfig(Run(resume="run"), Recipe(patience=2), typed=frozenset({"patience"}))
     with pytest.raises(UsageError, match="--patience: needs validation images"):
         resume.inherit(patient, found)

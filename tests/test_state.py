@@ -104,7 +104,7 @@ def ranks(count: int, scaler: bool) -> Any:
 
 
 def test_without_a_scaler_one_bad_loss_is_the_end_and_with_one_several() -> None:
-    progress, recipe = Progress(step=7), Recipe(lr=0.01, grad_accum=2)
+    progress, recipe = Progress(step=7), Recipe(model="cnn", lr=0.01, grad_accum=2)
     for _ in range(3):
         progress.add(0.0, 0.0, 0.0, 4.0, 0.1)  # 2 processes x 2 parts
         progress.raise_if_diverged(recipe, ranks(2, scaler=True))

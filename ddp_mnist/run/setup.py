@@ -89,7 +89,8 @@ def resolve_and_load(
     config = apply_launcher_options(config, world.launcher_options, console)
     config = resume.inherit(config, found)
     own_code.begin()
-    factory_of(config.recipe.model)  # a wrong name is refused before the data are read
+    if config.recipe.model:
+        factory_of(config.recipe.model)  # a wrong name is refused before the data are read
     losses_of = image_losses(config.recipe.loss)
     config, prepare = apply_named_weights(config, console)
     store, cache_dir, reading = world.store, config.run.cache_dir, config.run.reading
@@ -122,14 +123,14 @@ def resolve_and_load(
             f"--profile {config.run.profile}: an epoch has {recipe.steps_per_epoch} steps; ask for"
             f" at most {recipe.steps_per_epoch - 1}"
         )
-    sharers = recipe.grad_accum * (1 if config.distribution.sync_bn else store.world_size)
-    if taken := check_net(config, images, recipe.batch_size // sharers):
-        console.print(panel({"weights": taken}))
-    if recipe.loss:
-        trial.check_loss(losses_of, recipe.loss, len(images.classes), world.accelerator.device)
     place = cache_dir and str(cache.cache_folder(cache_dir).absolute())
     run = replace(config.run, dataset=from_anywhere(name), cache_dir=place)
     resolved = ResolvedConfig(run, config.distribution, config.typed, config.goes_on, recipe=recipe)
+    sharers = recipe.grad_accum * (1 if config.distribution.sync_bn else store.world_size)
+    if taken := check_net(resolved, images, recipe.batch_size // sharers):
+        console.print(panel({"weights": taken}))
+    if recipe.loss:
+        trial.check_loss(losses_of, recipe.loss, len(images.classes), world.accelerator.device)
     return resolved, images
 
 
@@ -169,7 +170,7 @@ def apply_named_weights(
     Images get the size that the weights were made for, unless --image-size was given. A run that
     goes on needs no file. Raises as `find_named` and `fetch` do.
     """
-    model, weights = config.recipe.model, config.recipe.weights
+    model, weights = config.recipe.model or "the default net", config.recipe.weights
     entry = pretrained.find_named(model, weights)
     if entry is None:
         return config, lambda preparation: preparation
@@ -181,7 +182,7 @@ def apply_named_weights(
     return config, partial(pretrained.prepared_for, entry, model)
 
 
-def check_net(config: TrainConfig, images: ImageData, at_once: int = 2) -> str:
+def check_net(config: ResolvedConfig, images: ImageData, at_once: int = 2) -> str:
     """Make the net once and throw it away: what is wrong with it is said before a folder is made.
 
     Return what --weights gives it, in words. Raise as `build_net` and `trial.check` do, or

@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from ddp_mnist import own_code
-from ddp_mnist.config import Recipe
+from ddp_mnist.config import ResolvedRecipe
 from ddp_mnist.models import is_known
 
 PACKAGES = ("torch", "torchvision", "accelerate", "datasets", "evaluate", "safetensors")
@@ -30,7 +30,7 @@ def code_digest() -> str:
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
 
-def own_digests(recipe: Recipe) -> dict[str, str]:
+def own_digests(recipe: ResolvedRecipe) -> dict[str, str]:
     """Return the SHA-256 of each file of the user's own, by what named it: --model, --loss."""
     named = {"--model": "" if is_known(recipe.model) else recipe.model, "--loss": recipe.loss}
     return {f"{flag} {name}": own_code.digest(flag, name) for flag, name in named.items() if name}

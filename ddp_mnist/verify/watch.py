@@ -34,7 +34,7 @@ from ddp_mnist.run.weights import digest_of
 
 preload("ddp_mnist.train", "ddp_mnist.run.classification")
 
-PROOF: dict[str, Any] = {"epochs": 3, "batch_size": 72}
+PROOF: dict[str, Any] = {"model": "cnn", "epochs": 3, "batch_size": 72}
 STEPS = 45  # of the digits' 1,150 train rows
 
 
