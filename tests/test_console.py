@@ -184,7 +184,7 @@ def test_hints_come_once(capsys: pytest.CaptureFixture[str]) -> None:
     recipe = SimpleNamespace(epochs=9, augment=False, total_steps=90, batch_size=72)
     config = SimpleNamespace(recipe=recipe)
     run: Any = SimpleNamespace(folder=RunFolder(), console=Console(True), config=config)
-    run.overfits, run.shown = False, lambda: (0.5, "step 45/90")
+    run.overfits, run.began, run.shown = False, None, lambda: (0.5, "step 45/90")
     run.neighbours = SimpleNamespace(threads=2, judge=lambda: 1)
     far = Metrics(0.5, 1.0, 10, [], [])
     for epoch in (1, 2):
@@ -195,6 +195,19 @@ def test_hints_come_once(capsys: pytest.CaptureFixture[str]) -> None:
     said = capsys.readouterr().out
     assert said.count("set OMP_NUM_THREADS=1") == said.count("with --augment") == 1
     assert said.count("validation 0.5000\n") == 2
+
+
+def test_of_many_epochs_some_are_shown_and_the_last(capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = SimpleNamespace(epochs=151, augment=True)
+    config = SimpleNamespace(recipe=recipe)
+    run: Any = SimpleNamespace(folder=RunFolder(), console=Console(True), config=config)
+    for epoch in range(1, 152):
+        means = {"loss": 0.5, "accuracy": 0.9, "images_per_second": 9.0}
+        Session.log_epoch(run, means, Progress(epoch=epoch), None)
+    shown = [
+        int(line.split()[1].partition("/")[0]) for line in capsys.readouterr().out.splitlines()
+    ]
+    assert shown == [*range(4, 151, 4), 151]
 
 
 @pytest.mark.system

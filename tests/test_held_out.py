@@ -167,9 +167,14 @@ def test_classes_without_a_test_image_are_named() -> None:
     def notes(*held: int) -> list[str]:
         return tables._untested(["a", "b", "c", "d", "none"], labels, keys, np.array(held))
 
-    alone = "no image of c, d, none is in the test: add images, as the only one of a class stays in"
+    alone = (
+        'the test has no image of "c", "d", "none": add images, as the only one of a class stays in'
+    )
     assert notes(0, 2) == [f"{alone} train"]
-    assert notes(2) == ["no image of a is in the test: give a larger --test-size", *notes(0, 2)]
+    assert notes(2) == [
+        'the test has no image of "a": give a larger --test-size',
+        *notes(0, 2),
+    ]
     assert tables._untested(["a"], labels[:2], keys[:2], np.array([1])) == []
 
 

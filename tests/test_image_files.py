@@ -248,7 +248,7 @@ def test_without_its_package_heic_is_left_out_and_a_line_says_how_to_read_it(
         " .HEIC)\n"
     )
     (photo := tmp_path / "x.heic").write_bytes(b"of another format")
-    fix = "pip install pillow-heif, or give a PNG or JPEG file$"
+    fix = "pip install pillow-heif, or give a whole PNG or JPEG file$"
     with pytest.raises(DataError, match=f"^not an image that Pillow can read; {fix}"):
         read_image(photo, GREY, digit_photos=False)
 

@@ -420,7 +420,9 @@ def test_images_are_held_out_for_the_test_where_there_is_no_test_split(tmp_path:
     assert reds[0] | reds[1] == set(range(100, 200))
     assert sorted(map(len, reds)) == [count, 100 - count]
     assert load(own, Reading(test_size=20)).digest == images.digest
-    with pytest.raises(UsageError, match=r"^--test-size 100: .* has 100 images; give at most 99"):
+    with pytest.raises(
+        UsageError, match=r"^--test-size 100: .* has 100 images; give at most 99, e.g. 19"
+    ):
         load(own, Reading(test_size=100))
 
 

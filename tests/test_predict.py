@@ -339,8 +339,8 @@ def test_files_that_are_no_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
                 read_image(file, GREY, digit_photos)
         return str(error.value)
 
-    unknown = "not an image that Pillow can read; give a PNG or JPEG file"
-    assert refused(tmp_path / "none") == "no such file or directory; give a PNG or JPEG file"
+    unknown = "not an image that Pillow can read; give a whole PNG or JPEG file"
+    assert refused(tmp_path / "none") == "no such file or directory; check the path"
     assert refused(text) == refused(cut) == unknown
     with monkeypatch.context() as patched:
         patched.setattr(PIL.Image, "MAX_IMAGE_PIXELS", 100)
@@ -416,7 +416,7 @@ def test_files_beside_one_that_cannot_be_read_have_their_answers(
     names = ["0ä.png", "1a.png", "1ä.png", "2ä.png"]
     assert [Path(line["file"]).name for line in lines] == names
     assert ["label" in line for line in lines] == [True, False, True, True]
-    assert lines[1]["error"] == "not an image that Pillow can read; give a PNG or JPEG file"
+    assert lines[1]["error"] == "not an image that Pillow can read; give a whole PNG or JPEG file"
     assert ended.code == 3
     assert ended.err == f"ddp-mnist: error: {tmp_path}/1a.png: {lines[1]['error']} (code 3)\n"
     assert picture.exists()
@@ -476,7 +476,7 @@ def test_one_image_comes_on_stdin(
     assert json.loads(ended.out) == {**expected, "file": "-"}
     assert (ended.code, ended.err) == (0, "")
     with pytest.raises(
-        DataError, match=r"^-: not an image that Pillow can read; give a PNG or JPEG f"
+        DataError, match=r"^-: not an image that Pillow can read; give a whole PNG or JPEG f"
     ):
         list(predict(run, ["-"]))  # at its end
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from ddp_mnist.config import Distribution, Recipe, Run, TrainConfig
+from ddp_mnist.config import Distribution, Recipe, ResolvedConfig, Run, resolve_recipe
 from ddp_mnist.run import summary
 from ddp_mnist.run.folder import RunFolder
 from ddp_mnist.run.versions import code_digest, git_commit, package_versions
@@ -34,7 +34,8 @@ def test_device() -> None:
 
 def test_facts_are_what_has_to_be_equal() -> None:
     images: Any = SimpleNamespace(digest="abc")
-    config = TrainConfig(Run(dataset="digits"), Recipe(epochs=3), Distribution(backend="auto"))
+    recipe = resolve_recipe(Recipe(epochs=3), 1437, 1)
+    config = ResolvedConfig(Run(dataset="digits"), Distribution(backend="auto"), recipe=recipe)
     facts = summary.facts(config, world(), images)
     assert (facts["--epochs"], facts["--seed"]) == (3, 0)
     # what is in effect, not what was asked for
@@ -44,24 +45,24 @@ def test_facts_are_what_has_to_be_equal() -> None:
     assert facts["torch"] == package_versions()["torch"]
     run = Run(dataset="/data/digits", run_dir="x", cache_dir="y", quiet=True)
     other_rank = Distribution(rank=1, world_size=2, local_rank=1, init_method="tcp://h:1")
-    other = TrainConfig(run, Recipe(epochs=3), other_rank)
+    other = ResolvedConfig(run, other_rank, recipe=recipe)
     assert summary.facts(other, world(), images) == facts
 
 
 def test_step_line() -> None:
     line: dict[str, Any] = {"epoch": 1, "loss": 0.51234, "lr": 0.0099}
     line["images_per_second"] = 12345.6
-    shown = summary.step_line(line, 25, 3810, 144)
+    shown = summary.step_line(line, 25, 3810, 44.1)
     assert shown == "step   25/3810  loss 0.5123  lr 0.00990  12,346 images/s  00:44 left"
     assert len(shown) <= 70  # beside a bar, in 80 columns
     line |= {"loss": None, "images_per_second": 0.0}
-    assert summary.step_line(line, 1, 10, 144) == "step  1/10  loss not finite  lr 0.00990"
-    assert summary.step_line({}, 0, 10, 144, "starting") == "step  0/10  starting"
+    assert summary.step_line(line, 1, 10, None) == "step  1/10  loss not finite  lr 0.00990"
+    assert summary.step_line({}, 0, 10, None, "starting") == "step  0/10  starting"
 
 
 def test_a_phase_stands_beside_the_step_and_takes_no_more_room() -> None:
     line: dict[str, Any] = {"loss": 0.51234, "lr": 0.0099, "images_per_second": 12345.6}
-    shown = summary.step_line(line, 25, 3810, 144, "validation")
+    shown = summary.step_line(line, 25, 3810, 44.1, "validation")
     assert shown == "step   25/3810  loss 0.5123  validation  12,346 images/s  00:44 left"
 
 
@@ -107,7 +108,7 @@ def test_the_plan_shows_the_train_images_of_each_class_in_a_line() -> None:
     found = summary.by_class(of_classes(ladybird=129, moth=91, ant=21, bee=20, fly=3))
     assert found == {
         "classes": "ladybird: 128, moth: 90, ant: 20, bee: 19, fly: 2",
-        "hint": "few train images of bee 19, fly 2: below 20 a class is hard to learn; add some",
+        "hint": "few train images of fly 2, bee 19: below 20 a class is hard to learn; add some",
     }
     rare = of_classes(ladybird=129, moth=60, bee=12)
     hint = "few train images of bee 11: below 20 a class is hard to learn; add some"
@@ -139,7 +140,13 @@ def test_epoch_line() -> None:
 def test_last_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     outcome: dict[str, Any] = {"test_accuracy": 0.9912, "test_count": 10_000, "test_loss": 0.03456}
     outcome |= {"dataset": {"name": "mnist"}, "world_size": 2, "images_per_second": 8617.3}
-    outcome |= {"metrics": {}, "train_seconds": 12.34, "total_seconds": 15.67, "inject": None}
+    outcome |= {
+        "steps": 300,
+        "metrics": {},
+        "train_seconds": 12.34,
+        "total_seconds": 15.67,
+        "inject": None,
+    }
     outcome |= {"images_per_class": {"test": [1000] * 10}, "loss_function": "cross_entropy"}
     monkeypatch.setattr("ddp_mnist.run.summary.program", lambda: "ddp-mnist")
     folder = RunFolder()

@@ -135,7 +135,8 @@ def _splits(dataset: Any, where: str, reading: Reading) -> tuple[dict[str, Any],
         most = len(splits["train"]) - 1
         if test_size > (reading.test_of or most):
             raise UsageError(
-                f"--test-size {test_size}: {where} has {most + 1:,} images; give at most {most}"
+                f"--test-size {test_size}: {where} has {most + 1:,} images; give at most {most},"
+                f" e.g. {max(1, most // 5)}"
             )
         return splits, notes
     if reading.for_evaluation:
@@ -147,8 +148,8 @@ def _splits(dataset: Any, where: str, reading: Reading) -> tuple[dict[str, Any],
         some = max(1, len(next(iter(named.values()))) // 5)
         raise DataError(
             f"{where}: needs the splits train and test, found: {found}; name the files or folders"
-            " so, e.g. train/cat/1.png and test/cat/2.png, or hold images out of train, e.g."
-            f" --test-size {some}"
+            " so, e.g. train/cat/1.png and test/cat/2.png, or hold images out in training,"
+            f" e.g. train --test-size {some}"
         )
     if test_size is not None:
         problem = f"{where} has a test split of its own; remove --test-size"
@@ -342,7 +343,7 @@ def _untested(
         (without - alone, "give a larger --test-size"),
         (alone, "add images, as the only one of a class stays in train"),
     ):
-        shown = ", ".join(classes[label] for label in sorted(those))
+        shown = ", ".join(f'"{classes[label]}"' for label in sorted(those))
         shown = textwrap.shorten(shown, 80, placeholder=" ...")
-        notes += [f"no image of {shown} is in the test: {fix}"] if those else []
+        notes += [f"the test has no image of {shown}: {fix}"] if those else []
     return notes

@@ -23,6 +23,8 @@ from ddp_mnist.run.folder import MODEL, SUMMARY, RunFolder
 from ddp_mnist.run.profiling import StepProfiler
 from ddp_mnist.run.state import Progress, State
 
+EPOCH_LINES = 50  # on the console at most, of a run of more epochs; metrics.jsonl has all
+
 
 @dataclass
 class Session:
@@ -41,6 +43,7 @@ class Session:
     neighbours: hardware.Neighbours | None = None  # until they have been told of
     overfits: bool = False  # and has been told so
     line: dict[str, Any] = field(default_factory=dict)  # of the last sync point, as it is logged
+    began: tuple[float, int] | None = None  # when and at which step the first sync point was
 
     def __post_init__(self) -> None:
         steps, accelerator = self.config.run.profile, self.world.accelerator
@@ -91,6 +94,7 @@ class Session:
         means = progress.end_log_line() if log else progress.since_log.means()
         self.line = {"epoch": progress.epoch, "lr": lr, **means}
         self.folder.step = progress.step
+        self.began = self.began or (time.monotonic(), progress.step)
         if log:
             self.folder.append_metrics(progress.step, self.line)
             self.console.progress(*self.shown())
@@ -122,7 +126,9 @@ class Session:
         if validation:
             self.folder.append_metrics(progress.step, {"epoch": epoch, **validation.named("val")})
         recipe = self.config.recipe
-        self.console.print(summary.epoch_line(epoch, recipe.epochs, means, validation))
+        every = -(-recipe.epochs // EPOCH_LINES)
+        if progress.epoch % every == 0 or progress.epoch == recipe.epochs or progress.stopped_by:
+            self.console.print(summary.epoch_line(epoch, recipe.epochs, means, validation))
         hint = summary.overfit_line(means["accuracy"], validation, recipe.augment)
         if hint and not self.overfits:
             self.overfits = True
@@ -137,9 +143,12 @@ class Session:
 
     def shown(self, phase: str = "") -> tuple[float, str]:
         """Return the share that is done and the line of the last sync point."""
-        recipe, step = self.config.recipe, self.folder.step
-        line = summary.step_line(self.line, step, recipe.total_steps, recipe.batch_size, phase)
-        return step / recipe.total_steps, line
+        total, step, left_s = self.config.recipe.total_steps, self.folder.step, None
+        if self.began and step > self.began[1]:
+            left_s = (time.monotonic() - self.began[0]) / (step - self.began[1]) * (total - step)
+        elif speed := self.line.get("images_per_second"):  # of the first step alone
+            left_s = self.config.recipe.batch_size / speed * (total - step)
+        return step / total, summary.step_line(self.line, step, total, left_s, phase)
 
     def save(self, state: State) -> None:
         """Write a checkpoint; all ranks come here at the same step.

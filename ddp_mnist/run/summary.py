@@ -17,7 +17,7 @@ from ddp_mnist.augment import changes
 from ddp_mnist.cluster import hardware
 from ddp_mnist.cluster.store import name_of
 from ddp_mnist.cluster.world import World
-from ddp_mnist.config import ResolvedConfig, TrainConfig, wrong_on_purpose
+from ddp_mnist.config import ResolvedConfig, wrong_on_purpose
 from ddp_mnist.data.batches import ImageData
 from ddp_mnist.errors import printable
 from ddp_mnist.flags import flag_fields, flag_name
@@ -35,7 +35,7 @@ ONE_LINE = 69  # columns beside the name of a panel's line
 FOLDER_KEY = "run folder"  # the broadcast of its path
 
 
-def facts(config: TrainConfig, world: World, images: ImageData) -> dict[str, Any]:
+def facts(config: ResolvedConfig, world: World, images: ImageData) -> dict[str, Any]:
     """Return the values that must be equal on every rank, by the names that a person knows."""
     flags = {
         flag_name(field): getattr(group, field.name)
@@ -96,7 +96,8 @@ def by_class(images: ImageData, class_weights: str = "none") -> dict[str, str]:
     least, most = min(each, key=each.__getitem__), max(each, key=each.__getitem__)
     if len(shown) > ONE_LINE:
         shown = f"{each[least]:,} ({least}) to {each[most]:,} ({most}) train images each"
-    few = [f"{name} {number}" for name, number in each.items() if number < FEW]
+    rarest = sorted(each.items(), key=lambda named: named[1])
+    few = [f"{name} {number}" for name, number in rarest if number < FEW]
     few[3:] = [f"{len(few) - 3} more"] * (len(few) > 3)
     hint = f"few train images of {', '.join(few)}: below {FEW} a class is hard to learn; add some"
     if class_weights == "none" and WEIGHABLE <= each[least] <= each[most] / 2:
@@ -129,18 +130,20 @@ def narrated_elsewhere(world: World, verbose: bool) -> Iterator[None]:
 
 
 def step_line(
-    line: dict[str, Any], step: int, total_steps: int, batch_size: int, phase: str = ""
+    line: dict[str, Any], step: int, total_steps: int, left_s: float | None, phase: str = ""
 ) -> str:
     """Return the line of an optimizer step, in 70 columns; a phase stands in the place of the rate.
 
-    `line` is what metrics.jsonl gets, {} before the first step.
+    `line` is what metrics.jsonl gets, {} before the first step; `left_s` are the seconds left, None
+    if nothing is known of them.
     """
     parts = [f"step {str(step).rjust(len(str(total_steps)))}/{total_steps}"]
     parts += [f"loss {loss(line)}"] if line else []
     parts += [phase or f"lr {line['lr']:.5f}"]
     if speed := line.get("images_per_second"):
-        left = tqdm.format_interval((total_steps - step) * batch_size / speed)
-        parts += [f"{speed:,.0f} images/s", f"{left} left"]
+        parts += [f"{speed:,.0f} images/s"]
+    if left_s is not None:
+        parts += [f"{tqdm.format_interval(left_s)} left"]
     return "  ".join(parts)
 
 
@@ -305,7 +308,10 @@ def last_lines(outcome: dict[str, Any], run: RunFolder) -> str:
     }
     guessed = max(outcome["images_per_class"]["test"]) / outcome["test_count"]  # the largest class
     if outcome["test_accuracy"] < guessed + 0.1 * (1 - guessed):
-        lines["careful"] = "that is hardly better than guessing; use a lower --lr, or more --epochs"
+        fix = (
+            "use a lower --lr, or more --epochs" if outcome["steps"] >= 100 else "train for longer"
+        )
+        lines["careful"] = f"that is hardly better than guessing; {fix}"
     see = f"see        {program()} report {run.path}"  # a command is not wrapped, however long
     return "\n".join([result, panel(lines), see, *wrong_on_purpose(outcome["inject"])])
 

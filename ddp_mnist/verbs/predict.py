@@ -158,10 +158,12 @@ def read_image(file: Path, preparation: Preparation, digit_photos: bool) -> np.n
         raise
     except Exception as error:  # OSError, SyntaxError, ValueError, struct.error and more
         system = isinstance(error, OSError) and error.errno  # else Pillow's, of several lines
+        if isinstance(error, FileNotFoundError):
+            raise DataError("no such file or directory; check the path") from error
         why = reason(error).lower() if system else "not an image that Pillow can read"
         heif = file.suffix.lower() in folders.HEIF and not reads_heif()
         fix = f"{folders.HEIF_FIX}, or give" if heif else "give"
-        raise DataError(f"{why}; {fix} a PNG or JPEG file") from error
+        raise DataError(f"{why}; {fix} a whole PNG or JPEG file") from error
 
 
 def draw(answers: Sequence[tuple[dict[str, Any], np.ndarray]], path: Path) -> None:
