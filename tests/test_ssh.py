@@ -17,6 +17,7 @@ import pytest
 from ddp_mnist.run.folder import read_json
 from tests.chaos import newest_step, wait_until
 from tests.commands import (
+    EXIT_RACE,
     PROOF,
     REPOSITORY,
     SLOW,
@@ -60,8 +61,9 @@ class Cluster:
     def said(self, ended: Ended, index: int, user: str = "") -> list[str]:
         """Return the lines of the part on a host, whose name is in front of each."""
         label = f"{user}{self.hosts.address(index)}: "
-        lines = ended.out.splitlines()
-        return [line.removeprefix(label) for line in lines if line.startswith(label)]
+        lines = ended.out.splitlines(keepends=True)
+        own = "".join(line.removeprefix(label) for line in lines if line.startswith(label))
+        return EXIT_RACE.sub("", own).splitlines()
 
     def left(self, *indices: int) -> list[psutil.Process]:
         """Return what runs on these hosts, but for their sshd."""
