@@ -107,7 +107,8 @@ def main() -> None:
     try:
         run, recipe = Run(arguments.dataset, seed=arguments.seed), Recipe(epochs=arguments.epochs)
         images = cache.load(run.dataset)
-        resolve_recipe(recipe, len(images.train_labels), int(os.environ.get("WORLD_SIZE", 1)))
+        rows, pictures = len(images.train_labels), images.preparation.pictures
+        resolve_recipe(recipe, rows, int(os.environ.get("WORLD_SIZE", 1)), pictures=pictures)
     except DdpMnistError as error:
         print(one_line(error), file=sys.stderr)
         sys.exit(error.code)

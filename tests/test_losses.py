@@ -2,7 +2,6 @@
 
 import json
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from ddp_mnist.run.weights import from_bytes, read_bytes
 from ddp_mnist.verify import proofs, watch
 from tests.commands import Typed
 from tests.test_verify import failed
-from tests.training import few_digits, with_flags
+from tests.training import few_digits, own_module, with_flags
 
 CPU = torch.device("cpu")
 OWN = """
@@ -48,13 +47,7 @@ seven = 7
 
 @pytest.fixture
 def own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A file my_loss.py in the working directory."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [path for path in sys.path if path != str(tmp_path)])
-    monkeypatch.delitem(sys.modules, "my_loss", raising=False)
-    path = tmp_path / "my_loss.py"
-    path.write_text(OWN)
-    return path
+    return own_module("my_loss", OWN, tmp_path, monkeypatch)
 
 
 # --- What may be named

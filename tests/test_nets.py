@@ -19,7 +19,7 @@ from ddp_mnist.run.folder import read_json
 from ddp_mnist.run.session import Session
 from ddp_mnist.verify import watch
 from tests.commands import Typed
-from tests.training import with_flags
+from tests.training import own_module, with_flags
 
 GREY = Preparation((1, 28, 28), (0.1307,), (0.3081,), [], True, True)
 COLOUR = Preparation((3, 32, 40), (0.5, 0.4, 0.3), (0.2, 0.2, 0.2), [], False, False)
@@ -130,13 +130,7 @@ class NoLayers(nn.Module):
 
 @pytest.fixture
 def own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A file own_net.py in the working directory."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [path for path in sys.path if path != str(tmp_path)])
-    monkeypatch.delitem(sys.modules, "own_net", raising=False)
-    path = tmp_path / "own_net.py"
-    path.write_text(OWN)
-    return path
+    return own_module("own_net", OWN, tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("preparation", [GREY, COLOUR])

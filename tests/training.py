@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import io
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,16 @@ def few_digits(folder: Path, train: int, test: int) -> Path:
     digits, rows = cache.load("digits"), {"train": train, "test": test}
     few = {name: getattr(digits, name)[: rows[name.partition("_")[0]]] for name in TENSORS}
     return write_idx(folder, **few)
+
+
+def own_module(name: str, text: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Write a module that the program imports anew, and make its folder the working directory."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path != str(folder)])
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    path = folder / f"{name}.py"
+    path.write_text(text)
+    return path
 
 
 def what_it_says(config: TrainConfig) -> str:
