@@ -21,7 +21,7 @@ from ddp_mnist.cluster.launch import Launch, die_with_parent, find_launch
 from ddp_mnist.config import Distribution, Recipe, Run, TrainConfig, fields_of
 from ddp_mnist.errors import UsageError, did_you_mean
 from ddp_mnist.flags import Flags, add_flags, flag_name
-from ddp_mnist.run.console import Console, open_what_is_closed, tell, write_stdout
+from ddp_mnist.run.console import Console, open_what_is_closed, passing, tell, write_stdout
 from ddp_mnist.tutorials import in_our_words, with_dashes
 
 VERBS = {
@@ -156,7 +156,9 @@ def run_verb(argv: list[str]) -> int | None:
         flags = parse_verb(name, rest)
         if name in SHARED:
             launch_of(flags[1])
-        return importlib.import_module(MODULES.get(name, f"ddp_mnist.verbs.{name}")).run(*flags)
+        with passing("loading ..."):  # PyTorch, for most
+            verb = importlib.import_module(MODULES.get(name, f"ddp_mnist.verbs.{name}"))
+        return verb.run(*flags)
     if name in ("-h", "--help"):
         listed = "\n".join(f"    {verb:<10} {sentence}" for verb, sentence in VERBS.items())
         Console(True).print(HELP.format(listed))

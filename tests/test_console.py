@@ -24,7 +24,7 @@ import pytest
 from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.cluster.signals import StopSignals
 from ddp_mnist.data import cache
-from ddp_mnist.run.console import Console, as_json, json_line, panel, wrapped
+from ddp_mnist.run.console import Console, as_json, json_line, panel, passing, wrapped
 from ddp_mnist.run.evaluation import Metrics
 from ddp_mnist.run.folder import RunFolder, read_json
 from ddp_mnist.run.session import Session
@@ -119,6 +119,19 @@ def test_on_a_terminal_a_status_has_its_colour_and_an_error_breaks_between_words
     piped = python("-c", COLOURED, folder=tmp_path)
     assert "checking" not in piped.out and "\x1b" not in piped.out
     assert piped.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_passing_line_is_gone_when_its_block_ends(
+    is_terminal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = io.StringIO()
+    monkeypatch.setattr(stream, "isatty", lambda: is_terminal)
+    monkeypatch.setattr(sys, "stderr", stream)
+    with pytest.raises(KeyError), passing("loading ..."):
+        assert stream.getvalue() == "loading ..." * is_terminal
+        raise KeyError
+    assert stream.getvalue() == "loading ...\r\x1b[K" * is_terminal
 
 
 def test_what_is_copied_stays_on_one_line() -> None:

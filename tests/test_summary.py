@@ -81,7 +81,8 @@ def test_neighbours_line() -> None:
 
 
 def test_a_net_that_has_learned_its_images_by_heart_gets_the_flag_that_helps() -> None:
-    far, near = SimpleNamespace(accuracy=0.5595), SimpleNamespace(accuracy=0.95)
+    far = SimpleNamespace(accuracy=0.5595, count=84)
+    near, few = SimpleNamespace(accuracy=0.95, count=84), SimpleNamespace(accuracy=0.85, count=20)
 
     def hint(*arguments: Any) -> str:
         return " ".join(summary.overfit_line(*arguments).split())
@@ -91,7 +92,7 @@ def test_a_net_that_has_learned_its_images_by_heart_gets_the_flag_that_helps() -
         " begin anew with --augment"
     )
     assert hint(0.98, far, True).endswith("by heart; give it more images")
-    for arguments in ((1.0, near), (0.97, far), (None, far), (1.0, None)):
+    for arguments in ((1.0, near), (1.0, few), (0.97, far), (None, far), (1.0, None)):
         assert hint(*arguments, False) == ""
 
 

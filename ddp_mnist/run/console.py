@@ -7,7 +7,7 @@ import re
 import sys
 import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Self, TextIO
 
 from ddp_mnist.errors import StorageError, printable, reason
@@ -88,6 +88,19 @@ class Console:
 def draws(stream: TextIO) -> bool:
     """Return whether a stream is a terminal on which a bar can be drawn over and over."""
     return stream.isatty() and os.environ.get("TERM") != "dumb"
+
+
+@contextlib.contextmanager
+def passing(line: str) -> Iterator[None]:
+    """Show a line on stderr while the block runs, and remove it; nothing if it is no terminal."""
+    shown = draws(sys.stderr)
+    if shown:
+        print(line, end="", file=sys.stderr, flush=True)
+    try:
+        yield
+    finally:
+        if shown:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 def width_of(stream: TextIO, elsewhere: int = COLUMNS) -> int:

@@ -1,6 +1,7 @@
 """A run describes itself: the plan, the progress line, summary.json and the last lines."""
 
 import contextlib
+import math
 import os
 import shutil
 import sys
@@ -165,11 +166,20 @@ def neighbours_line(fit: int, threads: int) -> str:
     )
 
 
+def overfits(trained: float, other: float, images: int) -> bool:
+    """Return whether a net is far worse on `images` others than on its own, and not by chance.
+
+    That is by TOO_FAR, and by two standard errors of a share of so many images.
+    """
+    error = math.sqrt(other * (1 - other) / images)
+    return trained - other >= max(TOO_FAR, 2 * error)
+
+
 def overfit_line(accuracy: float | None, validation: Metrics | None, augment: bool) -> str:
     """Return a line that says what helps if the net knows its images and not others, else ""."""
     if accuracy is None or validation is None:
         return ""
-    if accuracy < BY_HEART or accuracy - validation.accuracy < TOO_FAR:
+    if accuracy < BY_HEART or not overfits(accuracy, validation.accuracy, validation.count):
         return ""
     helps = "give it more images" if augment else "begin anew with --augment"
     return panel(

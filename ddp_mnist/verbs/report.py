@@ -29,7 +29,7 @@ from ddp_mnist.errors import CheckpointError, DataError, DdpMnistError, printabl
 from ddp_mnist.run import folder, weights
 from ddp_mnist.run.console import Console, warn
 from ddp_mnist.run.evaluation import CROSS_ENTROPY, MANY_CLASSES, most_confused, unpacked
-from ddp_mnist.run.summary import TOO_FAR, changed_since
+from ddp_mnist.run.summary import changed_since, overfits
 from ddp_mnist.verbs import plots
 from ddp_mnist.verbs.flags import Report
 from ddp_mnist.verbs.render import render
@@ -199,9 +199,10 @@ def said_together(run: ReportedRun) -> str:
         return ""
     recipe, trained = run.config["recipe"], sum(last) / len(last)
     split, other = "validation", run.summary["val_accuracy"]
+    images = run.summary["dataset"]["val_rows"]
     if other is None:
-        split, other = "test", run.summary["test_accuracy"]
-    if trained - other > TOO_FAR:
+        split, other, images = "test", run.summary["test_accuracy"], run.summary["test_count"]
+    if overfits(trained, other, images):
         what = "the net learned its images by heart (overfitting)"
         tries = ["more images"] + ["--augment"] * (not recipe["augment"])
         net = "" if recipe["model"].startswith("torchvision:") else "--model torchvision:resnet18 "
