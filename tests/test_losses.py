@@ -18,6 +18,7 @@ from ddp_mnist.errors import CheckpointError, UsageError
 from ddp_mnist.losses import balanced, image_losses, make_loss
 from ddp_mnist.run.folder import read_json
 from ddp_mnist.run.weights import from_bytes, read_bytes
+from ddp_mnist.verbs.flags import Verify
 from ddp_mnist.verify import proofs, watch
 from tests.commands import Typed
 from tests.test_verify import failed
@@ -161,6 +162,22 @@ def test_verify_finds_a_loss_that_mixes_the_images_of_a_batch(
     assert failed(checks) == {"gradients", "weights"}
     fixes = {proofs.explained(c, config.recipe, None).fix for c in checks if c.status == "FAIL"}
     assert fixes == {proofs.BY_LOSS}
+
+
+def test_verify_finds_a_file_where_it_is_started_and_refuses_what_train_refuses(
+    own_file: Path, tmp_path: Path, typed: Typed
+) -> None:
+    """Its runs are in another folder; `ddp-mnist` does not have the working one on sys.path."""
+    assert own_file.exists()
+    config = proofs.config_of(Verify(model="mlp", loss="my_loss:focal"))
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    [seen] = proofs.watched_run(1, elsewhere, config).ranks
+    assert seen.summary["loss_function"] == "my_loss:focal"
+    for name, line in (("my_loss:vocal", "my_loss has no vocal"), ("my_loss:mean", "gives float")):
+        ended = typed("verify", "--model", "mlp", "--loss", name)
+        [error] = ended.err.splitlines()
+        assert error.startswith(f"ddp-mnist: error: --loss {name}: {line}")
+        assert error.endswith(" (code 2)") and ended.code == 2
 
 
 def test_all_that_speaks_of_the_loss_names_it(typed: Typed, own_file: Path, tmp_path: Path) -> None:

@@ -137,15 +137,15 @@ def test_a_fault_that_is_not_caught_is_a_failure_too(
 
 
 def test_runs_that_break_down_are_no_word_on_a_fault() -> None:
-    broken = proofs.results.failed("runs", "UsageError: --inject batchnorm: mlp has no", proofs.FIX)
+    broken = proofs.results.failed("runs", "PeerError: lost contact with rank 1", proofs.FIX)
     summary = proofs.failure_summary([GOOD, broken], "batchnorm") or ""
     assert summary.startswith("verify --inject batchnorm: the runs broke down before 'weights'")
 
 
 def test_only_a_rank_that_is_waited_for_is_the_fault_exit() -> None:
-    typed = proofs.results.failed("runs", "UsageError: --model no:Net: there is no", proofs.FIX)
+    full = proofs.results.failed("runs", "StorageError: /tmp: cannot be written", proofs.FIX)
     assert "broke down before 'runs' could find it" in (
-        proofs.failure_summary([GOOD, typed], "exit") or ""
+        proofs.failure_summary([GOOD, full], "exit") or ""
     )
 
 
@@ -154,7 +154,8 @@ def test_flags_of_verify_mean_what_they_mean_for_train() -> None:
     assert proofs.config_of(Verify(inject="batchnorm")).recipe.model == "cnn_bn"
     typed = proofs.config_of(Verify(inject="batchnorm", model="cnn"))
     assert typed.recipe.model == "cnn"  # which has none: train refuses it
-    assert proofs.config_of(Verify(loss="my_loss:focal")).recipe.loss == "my_loss:focal"
+    loss = "torch.nn.functional:cross_entropy"
+    assert proofs.config_of(Verify(loss=loss)).recipe.loss == loss
     many = proofs.config_of(Verify(inject="epoch", dataset="patches"))
     assert (many.recipe.epochs, proofs.config_of(Verify(dataset="patches")).recipe.epochs) == (2, 1)
 

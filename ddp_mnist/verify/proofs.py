@@ -26,6 +26,8 @@ from ddp_mnist.data.batches import Rows, images_a_pass
 from ddp_mnist.data.sources import from_anywhere
 from ddp_mnist.errors import CheckFailed, DdpMnistError, UsageError
 from ddp_mnist.faults import prepare_padded
+from ddp_mnist.losses import image_losses
+from ddp_mnist.nets import factory_of
 from ddp_mnist.run import results, weights
 from ddp_mnist.run.console import Console, coloured
 from ddp_mnist.run.evaluation import evaluate_split, prepare_split
@@ -101,7 +103,11 @@ def explained(check: CheckResult, recipe: Recipe, fault: str | None) -> CheckRes
 
 
 def config_of(flags: Verify) -> TrainConfig:
-    """Return the run that is proven, in as many epochs as take watch.STEPS or more."""
+    """Return the run that is proven, in as many epochs as take watch.STEPS or more.
+
+    Raise UsageError for a net or a loss that cannot be found from here: the processes, which run in
+    a folder of their own, find what this one finds.
+    """
     rows = len(cache.load(flags.dataset).train_labels)
     recipe = resolve_recipe(Recipe(**watch.PROOF), rows, 1)
     epochs = math.ceil(watch.STEPS / recipe.steps_per_epoch)
@@ -112,6 +118,8 @@ def config_of(flags: Verify) -> TrainConfig:
     given = {"model": flags.model, "loss": flags.loss}
     changed |= {name: value for name, value in given.items() if value}
     config = proof_config(**changed, epochs=epochs)
+    factory_of(str(config.recipe.model))
+    image_losses(config.recipe.loss)
     run = replace(config.run, dataset=from_anywhere(flags.dataset))
     timeout = 5 if flags.inject == "exit" else config.distribution.dist_timeout  # it is waited for
     limited = replace(config.distribution, dist_timeout=timeout)
@@ -138,8 +146,9 @@ def verify(
     """Yield check results as they come, and lines that show which rank took which images.
 
     Each of `sizes` processes is compared with one. A run that breaks down is a failed check, and
-    the last one. `fault`, one of FAULTS, is injected into all runs but that of one process; those
-    of resume and accumulation, and those `on_gpu`, take no fault: these checks are left out.
+    the last one; a wrong flag raises UsageError. `fault`, one of FAULTS, is injected into all runs
+    but that of one process; those of resume and accumulation, and those `on_gpu`, take no fault:
+    these checks are left out.
     """
     with tempfile.TemporaryDirectory(prefix="ddp-mnist-verify-") as scratch:
         try:
@@ -156,6 +165,8 @@ def verify(
                     yield metrics_are_exact(size, alone, fault)
             if on_gpu and not fault:
                 yield from equal_on("cuda", alone)
+        except UsageError:
+            raise
         except (DdpMnistError, OSError) as error:
             yield results.failed("runs", f"{type(error).__name__}: {error}", FIX)
 
