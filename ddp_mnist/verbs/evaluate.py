@@ -5,7 +5,6 @@ Only rank 0's machine needs the run folder: rank 0 reads the weights and sends t
 
 import contextlib
 import dataclasses
-import itertools
 import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,10 +19,9 @@ from ddp_mnist.cluster.device import within_memory
 from ddp_mnist.cluster.launch import Launch, find_launch
 from ddp_mnist.cluster.world import broadcast_bytes, join_world
 from ddp_mnist.config import Distribution, wrong_on_purpose
-from ddp_mnist.data import cache, folders
+from ddp_mnist.data import cache
 from ddp_mnist.data.batches import ImageData, Rows, split_images
-from ddp_mnist.data.decode import open_image, stored_pixels
-from ddp_mnist.data.held_out import key_of
+from ddp_mnist.data.names import files_of_test
 from ddp_mnist.data.reading import Reading
 from ddp_mnist.data.sources import find_source
 from ddp_mnist.errors import CheckpointError, DataError, UsageError, printable
@@ -47,8 +45,6 @@ from ddp_mnist.verbs.flags import Evaluate
 NEEDED = ("dataset", "cache_dir", "val_size", "image_size", "grey", "test_size", "metrics")
 MOST_SHOWN = 10  # classes, and pairs of them, of MANY_CLASSES
 MOST_NAMED = 50  # files that are looked for; a line holds fewer
-BY_PIXELS = 9  # the first format of config.json of which hashes of pixels held images out
-OLDER = "is of an older version, which held out other images"
 TABLE_COLUMNS = 80  # names of classes head the columns if the table then fits, else numbers do
 
 
@@ -75,9 +71,7 @@ def evaluate_run(
         rendezvous.check_same(store, {"the data's digest": images.digest})
         rows = _rows(images, flags.split, config["val_size"])
         if images.digest != config["digest"]:
-            store.broadcast_from_rank0("unseen", lambda: _check_unseen(flags, images, rows))
-        elif flags.split != "test" and config["format"] < BY_PIXELS:
-            raise CheckpointError(f"--split {flags.split}: {run} {OLDER}; use --split test")
+            store.broadcast_from_rank0("unseen", lambda: _check_unseen(flags, config, images, rows))
         accelerator, classes = world.accelerator, len(trained.classes)
         model = trained.model.to(accelerator.device)
         loader = prepare_split(accelerator, rows, flags.batch_size)
@@ -109,9 +103,10 @@ def _read_config(run: str) -> dict[str, Any]:
     try:
         config = read_json(Path(run) / CONFIG)
         flags = config["run"] | config["recipe"]
-        found = {name: flags[name] for name in NEEDED} | {"inject": flags.get("inject")}
-        found |= {name: config[name] for name in ("digest", "format")} | {"summary": {}}
-        found |= {"loss": flags.get("loss"), "own_code": config.get("own_code", {})}
+        found = {name: flags[name] for name in NEEDED} | {"digest": config["digest"], "summary": {}}
+        # An older run has none of these; its weights are refused, with a better line.
+        found |= {name: flags.get(name) for name in ("inject", "loss")}
+        found |= {"own_code": config.get("own_code")}
     except (OSError, ValueError, LookupError, TypeError) as error:
         why = f"{CONFIG} is missing or damaged; name a run that `train` wrote"
         raise CheckpointError(f"{run}: {why}") from error
@@ -126,9 +121,6 @@ def _load_own(flags: Evaluate, config: dict[str, Any]) -> ImageData:
     images = cache.load(name, flags.cache_dir or config["cache_dir"], Reading.of(config))
     if images.digest == config["digest"]:
         return images
-    if images.test_drawn and config["format"] < BY_PIXELS:
-        fix = "train again, or give images that it has not seen, in test/CLASS/: --dataset FOLDER"
-        raise CheckpointError(f"{flags.run}: {OLDER}; {fix}")
     fault = changed_since(flags.run, name, config["summary"], images)
     fix = f"put them back, or evaluate it on those that are there now: --dataset {name}"
     raise DataError(f"{fault}; {fix}")
@@ -185,7 +177,7 @@ def _rows(images: ImageData, split: str, val_size: int) -> Rows:
     return rows
 
 
-def _check_unseen(flags: Evaluate, images: ImageData, rows: Rows) -> None:
+def _check_unseen(flags: Evaluate, config: dict[str, Any], images: ImageData, rows: Rows) -> None:
     """Raise DataError if the run was trained on some of these images; warn if that is unknown.
 
     If it is unknown and the images were drawn from a train split, as the run's may have been, raise
@@ -204,30 +196,17 @@ def _check_unseen(flags: Evaluate, images: ImageData, rows: Rows) -> None:
             ) from None
         warn(unknown)
         return
-    if len(seen := keys[np.isin(keys, trained_on)]):
+    if len(seen := np.flatnonzero(np.isin(keys, trained_on))):
         fix = "use --split test"
         if flags.split == "test":
-            some = itertools.islice(_files_with(seen, str(flags.dataset), images), MOST_NAMED)
-            names = textwrap.shorten(", ".join(some), 100, placeholder=" ...")
+            place, some = find_source(str(flags.dataset)).place, seen[:MOST_NAMED].tolist()
+            files = map(str, files_of_test(place, images, Reading.of(config), some).values())
+            names = textwrap.shorten(printable(", ".join(files)), 100, placeholder=" ...")
             fix = f"take them out of test ({names})" if names else "take them out of test"
         raise DataError(
             f"--dataset {flags.dataset}: {flags.run} was trained on {len(seen):,} of these"
             f" {len(keys):,} {flags.split} images; {fix}, or choose other images"
         )
-
-
-def _files_with(keys: np.ndarray, dataset: str, images: ImageData) -> Iterator[str]:
-    """Yield the names of the test images with these keys, if the data set is a folder of files."""
-    source, wanted = find_source(dataset), {*keys.tolist()}
-    if source.kind != "folder":
-        return
-    place = Path(source.place)
-    files = [path.relative_to(place) for path in folders.paths_in(place)]
-    # The cache has no names, so they are decoded again; some may be no images.
-    for file in files if images.test_drawn else folders.split_by_names(files).get("test", []):
-        with contextlib.suppress(Exception), open_image(place / file) as image:
-            if key_of(stored_pixels(image)) in wanted:
-                yield printable(str(file))
 
 
 def _check_scores(flags: Evaluate, scores: Sequence[str]) -> None:
