@@ -214,15 +214,14 @@ CONVERTERS: dict[str, tuple[Callable[[Trained], bytes], Callable[[bytes], Output
 def model_card(trained: Trained, flags: Export, files: list[str]) -> str:
     """Return README.md as the Hugging Face Hub reads it; every figure is the run's own.
 
-    For data in a folder it has the digest and not the place. Raise CheckpointError if a file of the
-    run is missing or damaged.
+    For data in a folder it has the digest and not the place. Raise CheckpointError if summary.json
+    is missing or damaged.
     """
     run = flags.run
     try:
         summary = folder.read_json(Path(run) / folder.SUMMARY)
-        config = folder.read_json(Path(run) / folder.CONFIG)
     except (OSError, ValueError) as error:
-        why = f"a file of it is missing or damaged ({reason(error)})"
+        why = f"{folder.SUMMARY} is missing or damaged ({reason(error)})"
         raise CheckpointError(f"{run}: {why}; export a finished run") from error
     name, source = printable(summary["dataset"]["name"]), summary["dataset"]["source"]
     kind, _, place = source.partition(":")
@@ -235,14 +234,13 @@ def model_card(trained: Trained, flags: Export, files: list[str]) -> str:
         tags=["image-classification", "ddp_mnist", *trained.architecture.split(":"), *formats],
         scores={metric: value for metric, value in scores.items() if value is not None},
         shape=trained.preparation.shape,
-        weights=Path(summary.get("weights") or "").name,  # that training began from
+        weights=Path(summary["weights"] or "").name,  # that training began from
         parameters=sum(parameter.numel() for parameter in trained.net.parameters()),
         s=summary,
-        wrong=wrong_on_purpose(summary.get("inject")),
+        wrong=wrong_on_purpose(summary["inject"]),
         name=name,
         hub_id=place if kind == "hub" else None,
         source=name if Path(place).is_absolute() else source,
-        val_rows=summary["dataset"].get("val_rows", config["recipe"]["val_size"]),
         version=__version__,
         files=files,
     )
