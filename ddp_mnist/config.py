@@ -99,41 +99,40 @@ class Usual(NamedTuple):
 
     model: str
     lr: float  # the peak learning rate of our nets
-    augment: bool
-    epochs: int  # the least length of a run
-    # By the number of train images from which on they count, the largest first: images of a step,
-    # and steps, again the least length of a run.
+    # By the least number of train images, descending: batch size and least number of steps.
     batches: dict[int, tuple[int, int]]
+    augment: bool = True
+    epochs: int = 1  # the least number
 
 
 class Preset(NamedTuple):
     """The values that --preset stands for; a typed flag beats them."""
 
     recipe: dict[str, Any]  # values of Recipe's fields
-    strokes: Usual  # bright ones on black, chosen on MNIST
-    pictures: Usual  # all other images, chosen on three sets, see docs/benchmarks.md
+    strokes: Usual  # bright on black; chosen on MNIST
+    pictures: Usual  # all other images; chosen on three data sets, see docs/benchmarks.md
 
 
 PRESETS = {
     "fast": Preset(
         {},
-        strokes=Usual("cnn", 1e-2, False, 1, {7200: (144, 300), 0: (72, 300)}),
+        strokes=Usual("cnn", 1e-2, {7200: (144, 300), 0: (72, 300)}, augment=False),
         pictures=Usual(
-            "cnn_deep", 2e-2, True, 10, {7200: (144, 1000), 3600: (72, 700), 0: (24, 2000)}
+            "cnn_deep", 2e-2, {7200: (144, 1000), 3600: (72, 700), 0: (24, 2000)}, epochs=10
         ),
     ),
     # Chosen with images held out; a run with it trains on all of them.
     "accurate": Preset(
         {"val_size": 0},
-        strokes=Usual("cnn_deep", 1.4e-2, True, 1, {7200: (288, 4000), 0: (144, 4000)}),
+        strokes=Usual("cnn_deep", 1.4e-2, {7200: (288, 4000), 0: (144, 4000)}),
         pictures=Usual(
-            "cnn_deep", 2e-2, True, 10, {7200: (288, 4000), 3600: (144, 4000), 0: (48, 4000)}
+            "cnn_deep", 2e-2, {7200: (288, 4000), 3600: (144, 4000), 0: (48, 4000)}, epochs=10
         ),
     ),
 }
 # AdamW's peak learning rate for a net that is not ours: at 1e-2, resnet18 learns nothing.
 LR_OF_OTHERS = 1e-3
-FROM_WEIGHTS = 4  # times shorter is a run on pictures that begins with --weights
+FROM_WEIGHTS = 4  # a run on pictures that starts from --weights takes a quarter of the steps
 
 EXIT_STEP = 20  # from this step on the last rank takes no part, with --inject exit
 
@@ -423,7 +422,7 @@ def resolve_recipe(
 
     `rows` counts the train split, with the `val_rows` that are held out for validation: as many as
     asked for, if it is not given. `pictures` are all images but bright strokes on black. Raise
-    UsageError for what does not fit data or world size.
+    UsageError for values that do not fit the data or the world size.
     """
     preset = PRESETS[recipe.preset]
     usual = preset.pictures if pictures else preset.strokes
@@ -431,9 +430,10 @@ def resolve_recipe(
     val_size = recipe.val_size_of(rows)
     val_rows = val_size if val_rows is None else val_rows
     train_rows = rows - val_rows
-    suits, steps = next(each for least, each in usual.batches.items() if train_rows >= least)
-    steps //= FROM_WEIGHTS if recipe.weights and pictures else 1
-    batch_size = _batch_size(recipe, train_rows, val_rows, world_size, suits)
+    batch, steps = next(each for least, each in usual.batches.items() if train_rows >= least)
+    if recipe.weights and pictures:
+        steps //= FROM_WEIGHTS
+    batch_size = _batch_size(recipe, train_rows, val_rows, world_size, batch)
     steps_per_epoch = train_rows // batch_size
     epochs = max(math.ceil(steps / steps_per_epoch), usual.epochs)
     optimizer = recipe.optimizer or NETS.get(model, "adamw")

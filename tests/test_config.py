@@ -292,8 +292,9 @@ def test_pictures_are_augmented_and_strokes_are_not_unless_told_otherwise(
 
 
 def test_what_is_given_stays() -> None:
-    given = Recipe("fast", "cnn", None, 1, 64, "adamw", 0.5, augment=True, val_size=437)
-    assert flag_values(resolve_recipe(given, DIGITS, 2)) == flag_values(given)
+    given: dict[str, Any] = {"model": "cnn", "epochs": 1, "batch_size": 64, "optimizer": "adamw"}
+    recipe = Recipe(**given, lr=0.5, augment=True, val_size=437)
+    assert flag_values(resolve_recipe(recipe, DIGITS, 2)) == flag_values(recipe)
 
 
 @pytest.mark.parametrize(
