@@ -104,7 +104,7 @@ def ranks(count: int, scaler: bool) -> Any:
 
 
 def test_without_a_scaler_one_bad_loss_is_the_end_and_with_one_several() -> None:
-    progress, recipe = Progress(step=7), Recipe(model="cnn", lr=0.01, grad_accum=2)
+    progress, recipe = Progress(step=7), resolve_recipe(Recipe(grad_accum=2), 1437, 2)
     for _ in range(3):
         progress.add(0.0, 0.0, 0.0, 4.0, 0.1)  # 2 processes x 2 parts
         progress.raise_if_diverged(recipe, ranks(2, scaler=True))
@@ -124,14 +124,14 @@ def test_without_a_scaler_one_bad_loss_is_the_end_and_with_one_several() -> None
 
 
 def test_fault_24_gradients_that_always_overflow_have_an_end() -> None:
-    progress = Progress()
+    progress, recipe = Progress(), resolve_recipe(Recipe(), 1437, 1)
     for skipped in [True] * 24 + [False] + [True] * 24:
         progress.count_step(skipped)
-        progress.raise_if_diverged(Recipe(lr=0.01), ranks(1, scaler=True))
+        progress.raise_if_diverged(recipe, ranks(1, scaler=True))
     assert (progress.step, progress.skipped_steps) == (49, 48)
     progress.count_step(skipped=True)
     with pytest.raises(DivergedError, match=r"^--lr 0.01: by step 50 the gradient is not"):
-        progress.raise_if_diverged(Recipe(lr=0.01), ranks(1, scaler=True))
+        progress.raise_if_diverged(recipe, ranks(1, scaler=True))
 
 
 @pytest.mark.parametrize("kind", [torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.AdamW])

@@ -6,7 +6,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from ddp_mnist.config import Recipe
+from ddp_mnist.config import ResolvedRecipe
 from ddp_mnist.run.slow_ranks import ForwardClock, SlowRanks
 from ddp_mnist.run.state import Progress
 
@@ -23,7 +23,7 @@ class Meter:
     """
 
     def __init__(
-        self, accelerator: Accelerator, progress: Progress, recipe: Recipe, net: nn.Module
+        self, accelerator: Accelerator, progress: Progress, recipe: ResolvedRecipe, net: nn.Module
     ) -> None:
         self.accelerator, self.progress, self.recipe = accelerator, progress, recipe
         self.forward = ForwardClock(net)

@@ -80,7 +80,7 @@ class Progress:
         self.train_seconds += seconds
         self.bad_in_a_row = self.bad_in_a_row + bad if bad else 0.0
 
-    def raise_if_diverged(self, recipe: Recipe, accelerator: Accelerator) -> None:
+    def raise_if_diverged(self, recipe: ResolvedRecipe, accelerator: Accelerator) -> None:
         """Raise DivergedError, on all ranks alike, once the weights are beyond repair.
 
         Without a loss scaler one loss that is not finite is fatal; fp16's skips such a step, so a
