@@ -135,13 +135,8 @@ def test_threads_are_as_many_as_the_cores_keep_busy_and_memory_has_room_for(
 ) -> None:
     monkeypatch.setattr(image_files, "cores", lambda: 8)
     monkeypatch.setattr(image_files, "free_memory", lambda: 2e9)
-    twelve_megapixels = 4000 * 3000
-    assert [threads_for(pixels) for pixels in (100 * 100, 300 * 400, twelve_megapixels)] == [
-        1,
-        9,
-        4,
-    ]
-    assert threads_for(100 * twelve_megapixels) == 1
+    sizes = (100 * 100, 300 * 400, 4000 * 3000, 40_000 * 30_000)
+    assert [*map(threads_for, sizes)] == [1, 9, 4, 1]
     monkeypatch.setattr(image_files, "cores", lambda: 1)
     assert threads_for(300 * 400) == 1
 

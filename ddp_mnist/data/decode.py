@@ -59,7 +59,7 @@ def open_image(file: str | Path | bytes) -> Iterator[PIL.Image.Image]:
 
 @contextlib.contextmanager
 def open_beside_others(file: str | Path | bytes) -> Iterator[PIL.Image.Image]:
-    """Open it in one of several threads, which would undo each other's filters of warnings."""
+    """Do so in one of several threads: they would undo each other's filters of warnings."""
     # Given a path, Pillow maps an uncompressed file into memory, and misreads the rows of a TIFF
     # that EXIF turns on its side.
     reads_heif()

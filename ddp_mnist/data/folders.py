@@ -46,17 +46,16 @@ def find_images(
 ) -> tuple[list[Path], list[str]]:
     """Return the images, relative to the folder, and a note on files with other endings, if any.
 
-    Texts and tables need no word. A linked folder is a DataError. `found` are the paths in the
-    folder, relative to it, if they are known.
+    Texts and tables need no word. `found` are the paths in the folder, relative to it, if it was
+    listed before. Raise DataError for a link to a folder or to nothing.
     """
     from ddp_mnist.data.decode import image_endings
 
     endings = image_endings()
     if found is None:
         found = [path.relative_to(folder) for path in paths_in(Path(folder))]
-    paths = found
-    seen = [path for path in paths if Path(folder, path).is_file()]
-    if links := [path for path in sorted({*paths} - {*seen}) if Path(folder, path).is_symlink()]:
+    seen = [path for path in found if Path(folder, path).is_file()]
+    if links := [path for path in sorted({*found} - {*seen}) if Path(folder, path).is_symlink()]:
         fault = f"{where}: {links[0]} is a link to a folder or to nothing, and is not followed"
         raise DataError(f"{fault}; replace it with a copy, or with links to the files")
     odd = Counter(file.suffix or "no ending" for file in seen if file.suffix.lower() not in endings)

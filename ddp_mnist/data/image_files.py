@@ -1,4 +1,4 @@
-"""Every image file of a data set is opened here, by all cores that this process may use."""
+"""Every image file of a data set is opened here, on all cores that this process may use."""
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -22,41 +22,43 @@ Cell = str | bytes | None  # a path, or what is in the file
 
 @dataclass
 class ImageFiles:
-    """The image files of each split; those that turn out broken are collected."""
+    """The image files of each split, and which of them are broken."""
 
     splits: Mapping[str, Callable[[], Iterable[Cell]]]
     where: str  # as errors begin
     column: str  # of the table that holds them or their paths, or ""
-    # The place of each among all, its name, and why it cannot be read.
+    # By its place among all files: its name, and why it cannot be read.
     broken: dict[int, tuple[str, str]] = field(default_factory=dict)
 
     def each(
         self, function: Callable[[PIL.Image.Image, str, int], Any], threads: int = 1
     ) -> Iterator[Any]:
-        """Yield what the function returns of each opened image, its split and its row, in order.
+        """Yield the function's result for each opened image, its split and its row, in order.
 
-        One for which it raises an error is broken, and left out from then on.
+        An image for which it raises an error is broken, and left out from then on.
         """
 
-        def opened(place: int, split: str, row: int, cell: Cell) -> tuple[int, Any, str, str]:
+        def open_one(
+            place: int, split: str, row: int, cell: Cell
+        ) -> tuple[int, Any, tuple[str, str] | None]:
             try:
                 if not cell:
                     raise ValueError("its cell is empty")
                 with open_beside_others(cell) as image:
-                    return place, function(image, split, row), "", ""
+                    return place, function(image, split, row), None
             except Exception as error:  # Pillow raises OSError, SyntaxError, ValueError and more
                 unknown = isinstance(error, PIL.UnidentifiedImageError)
                 why = "of no format that Pillow knows" if unknown else reason(error)
-                return place, None, self._name(split, row, cell), why
+                return place, None, (self._name(split, row, cell), why)
 
-        cells = (
+        every = (
             (split, *each) for split, cells in self.splits.items() for each in enumerate(cells())
         )
-        rest = ((place, *each) for place, each in enumerate(cells) if place not in self.broken)
+        rest = ((place, *each) for place, each in enumerate(every) if place not in self.broken)
         with warnings.catch_warnings(action="ignore"):
-            for place, found, name, why in in_order(opened, rest, threads):
-                if why:
-                    self.broken[place] = name, why
+            for place, found, fault in in_order(open_one, rest, threads):
+                if fault:
+                    self.broken[place] = fault
                 else:
                     yield found
 
@@ -66,29 +68,26 @@ class ImageFiles:
         return f"split {split}, column {self.column}: row {row}"
 
     def refuse_broken(self, total: int) -> None:
-        """Raise DataError that names the broken ones of all images, if there are any."""
+        """Raise DataError that names the broken files of `total`, if there are any."""
         if not self.broken:
             return
         broken = [each for _, each in sorted(self.broken.items())]
-        number, (name, why) = len(broken), broken[0]
+        name, why = broken[0]
         fault, them, rows = f"{name} is no readable image ({why})", "it", "its row"
-        if number > 1:
+        if len(broken) > 1:
             names = ", ".join(f"{name} ({why})" for name, why in broken[:SHOWN])
-            more = f" and {number - SHOWN:,} more" * (number > SHOWN)
-            fault, them, rows = (
-                f"{number:,} of {total:,} images cannot be read: {names}{more}",
-                "them",
-                "their rows",
-            )
+            more = f" and {len(broken) - SHOWN:,} more" * (len(broken) > SHOWN)
+            fault = f"{len(broken):,} of {total:,} images cannot be read: {names}{more}"
+            them, rows = "them", "their rows"
         leave_out = f"leave {rows} out" if self.column else f"move {them} out of the folder"
         raise DataError(f"{self.where}: {fault}; replace {them} or {leave_out}")
 
 
 def threads_for(largest: int) -> int:
-    """Return how many threads are to decode images of so many pixels at the most.
+    """Return how many threads to decode with, if the largest image has `largest` pixels.
 
-    One more than cores, as one often waits for the lock of the interpreter, if their images fit
-    into half of the free memory.
+    That is one more than cores, as one often waits for the lock of the interpreter, or as many as
+    have room for their images in half of the free memory.
     """
     if largest < SMALL or (own := cores()) == 1:
         return 1

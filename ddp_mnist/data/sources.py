@@ -218,9 +218,8 @@ def read_folder(
     images, odd = folders.find_images(where, folder, found)
     folders.check_names(where, folder, images)
     splits = folders.splits_of_images(folder, found, images, reading)
-    if splits and not any(
-        file.name in folders.METADATA for each in splits.values() for file in each
-    ):
+    described = any(file.name in folders.METADATA for files in splits.values() for file in files)
+    if splits and not described:
         notes = odd + folders.check_images(where, splits, images, odd, reading)
         return decode_files(folder, splits, where, reading, reserve), notes
     # The library's Arrow copy is only needed until the images are decoded.

@@ -84,7 +84,8 @@ def decode_files(
     paths = {
         split: partial(map, partial(os.path.join, folder), those) for split, those in splits.items()
     }
-    return decode_images(ImageFiles(paths, where, ""), labels, classes, not_used, reading, reserve)
+    files = ImageFiles(paths, where, column="")
+    return decode_images(files, labels, classes, not_used, reading, reserve)
 
 
 def decode_images(
@@ -95,13 +96,9 @@ def decode_images(
     reading: Reading,
     reserve: Reserve,
 ) -> Decoded:
-    """Return the decoded images. Raise DataError, which names all that cannot be read."""
+    """Return the decoded images. Raise DataError, which names all those that cannot be read."""
     shape, converted, largest = _find_shape(files, reading)
     threads, total = threads_for(largest), sum(map(len, labels.values()))
-    if files.broken:  # by their first bytes; others may be cut short, and be named in the same line
-        for _ in files.each(lambda image, *_: decode_image(image, shape), threads):
-            pass
-        files.refuse_broken(total)
     if "train" not in labels:  # nobody asks for it
         labels = {"train": np.zeros(0, np.int64), **labels}
     images = reserve(shape, {split: len(each) for split, each in labels.items()})
@@ -114,9 +111,9 @@ def decode_images(
 
     if clear := sum(files.each(decode, threads)):
         converted.append(f"{clear:,} of {total:,} images had transparent parts, which became white")
-    files.refuse_broken(total)
-    highest = max(np.max(each, initial=0) for each in images.values())
-    if any(SIXTEEN_BITS in note for note in converted) and highest < 16:
+    files.refuse_broken(total)  # by their first bytes, or cut short: all in one line
+    sixteen_bits = any(SIXTEEN_BITS in note for note in converted)
+    if sixteen_bits and max(np.max(each, initial=0) for each in images.values()) < 16:
         converted.append("all pixels are below 4096 of 65535, as of 12 bits: scale them to 16 bits")
     decoded = Decoded(images, labels, classes, notes + converted, not converted, keys)
     return decoded if "test" in labels else _hold_out_test(decoded, reading, reserve)
@@ -310,9 +307,7 @@ def _hold_out_test(decoded: Decoded, reading: Reading, reserve: Reserve) -> Deco
 
     def copy(split: str, start: int) -> None:
         for to, row in enumerate(rows[split][start : start + COPIED], start):
-            parts[split][to] = images[
-                row
-            ]  # not all at once: they may not fit into the memory twice
+            parts[split][to] = images[row]  # one by one: all may not fit into the memory
 
     starts = ((split, at) for split, those in rows.items() for at in range(0, len(those), COPIED))
     for _ in in_order(copy, starts, cores()):

@@ -6,15 +6,15 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-AHEAD = 4  # results under way for each thread, so that all work while one takes long
+AHEAD = 4  # results under way per thread, so that all have work while one takes long
 
 
 def in_order(
     function: Callable[..., Any], arguments: Iterable[tuple[Any, ...]], threads: int
 ) -> Iterator[Any]:
-    """Yield what the function returns for each of the arguments, computed by so many threads.
+    """Yield the function's result for each tuple of arguments, in their order.
 
-    Only a few are taken from `arguments` before they are needed.
+    So many threads compute, AHEAD results each; no more arguments are taken than these need.
     """
     if threads == 1:
         yield from itertools.starmap(function, arguments)
@@ -22,8 +22,8 @@ def in_order(
     under_way: deque[Future[Any]] = deque()
     pool = ThreadPoolExecutor(threads)
     try:
-        for each in arguments:
-            under_way.append(pool.submit(function, *each))
+        for given in arguments:
+            under_way.append(pool.submit(function, *given))
             if len(under_way) == AHEAD * threads:
                 yield under_way.popleft().result()
         while under_way:
