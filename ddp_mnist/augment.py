@@ -26,7 +26,7 @@ LUMA = (0.299, 0.587, 0.114)  # of red, green and blue in a grey (ITU-R BT.601)
 
 
 def draw_table(preparation: Preparation, rows: int, seed: int, epoch: int, epochs: int) -> Tensor:
-    """Return what happens to each sample in `epoch` of `epochs`, float32 [rows, 2 or 3, 3].
+    """Return the change of each sample in `epoch` of `epochs`, float32 [rows, 2 or 3, 3].
 
     The first two lines are an inverse affine map in grid_sample's coordinates; a third one holds
     factors of brightness, contrast and saturation. All draws are uniform within the bounds above,
@@ -55,7 +55,7 @@ def _rotations(u: Tensor, aspect: float) -> Tensor:
 
 
 def changes(preparation: Preparation, augmented: bool) -> str:
-    """Return in words what the images are, and what happens to them."""
+    """Describe the images, and how augmentation changes them."""
     kind = "strokes on black" if preparation.bright_on_black else "pictures"
     if not augmented:
         return f"{kind}: not augmented"

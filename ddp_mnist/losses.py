@@ -1,8 +1,8 @@
-"""The loss: of each image, and its mean over a batch, which is what training minimises.
+"""The loss of each image, and its mean over a batch, which training minimises.
 
-The mean is taken here and not in a loss of one's own. All ranks have equally many images, so the
-mean of their gradients is then that of the global batch; and where a split is evaluated, the rows
-that pad its last batch can be left out.
+The mean is taken here and not in a loss of one's own: all ranks have equally many images, so the
+mean of their gradients is that of the global batch; and an evaluation can leave out the rows that
+pad its last batch.
 """
 
 from collections.abc import Callable
@@ -16,12 +16,12 @@ from ddp_mnist import own_code
 from ddp_mnist.config import Recipe
 from ddp_mnist.data.batches import Rows
 
-# Of logits [B, classes] and int64 labels [B]: floats [B], or a scalar, their mean
+# From logits [B, classes] and int64 labels [B] to floats [B], or to a scalar, their mean.
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 def image_losses(name: str | None, smoothing: float = 0.0) -> Loss:
-    """Return what gives each image's loss: the function that --loss names, or cross-entropy.
+    """Return the function for each image's loss, floats [B]: that of --loss, or cross-entropy.
 
     Raise UsageError if there is no such function, or its file cannot be imported.
     """
@@ -32,10 +32,11 @@ def image_losses(name: str | None, smoothing: float = 0.0) -> Loss:
 
 
 def make_loss(recipe: Recipe, rows: Rows, device: torch.device) -> Loss:
-    """Return what gives a batch's mean loss, whose images `--class-weights` may weight.
+    """Return the function for a batch's mean loss, a scalar; `rows` are those to train on.
 
-    `rows` are those to train on. PyTorch's own `weight` would divide by the sum of the weights of
-    the batch at hand, which differs from rank to rank: N processes would not equal one.
+    With --class-weights it is the mean of weighted losses. PyTorch's own `weight` would divide by
+    the sum of the batch's weights, which differs from rank to rank: N processes would not equal
+    one.
     """
     if not recipe.loss and recipe.class_weights == "none":
         return partial(F.cross_entropy, label_smoothing=recipe.label_smoothing)
@@ -47,6 +48,9 @@ def make_loss(recipe: Recipe, rows: Rows, device: torch.device) -> Loss:
 
 
 def balanced(labels: Tensor) -> Tensor:
-    """Return each class's weight: all classes weigh alike, and the mean over the images is 1."""
+    """Return each class's weight, float32 [classes], from int64 labels [N].
+
+    All classes that have an image weigh alike, and the mean over the images is 1.
+    """
     counts = labels.bincount()
     return len(labels) / (counts.count_nonzero() * counts.clamp(min=1))
