@@ -51,7 +51,10 @@ def test_progress_comes_now_and_then_and_only_from_who_is_verbose(
     silent.print("silent")
     now = 111.5
     console.progress(0.6, "too soon after it")
-    assert capsys.readouterr().out.split("\n") == ["1.0", "2.0", "10.0", "one", "two", ""]
+    for now in (112.0, 120.6, 121.0):
+        console.progress(0, f"{now}", every_s=10)
+    shown = capsys.readouterr().out.split("\n")
+    assert shown == ["1.0", "2.0", "10.0", "one", "two", "120.6", ""]
 
 
 ON_A_TERMINAL = """

@@ -566,6 +566,31 @@ def test_two_machines_meet_and_compare_numbers(processes: int, status: str, last
 RESULTS = [
     passed("speed", "fast", figures={"all-reduce, ms": 2.0, "images/s": 900.0}),
     warned("clocks", "apart", "set them"),
+@pytest.mark.system
+def test_a_lone_rank_says_whom_it_waits_for_and_for_how_long(tmp_path: Path) -> None:
+    """Each on a terminal of its own: who started rank 1 sees no other."""
+
+    def alone(rank: int) -> tuple[int, str]:
+        hand = f"tcp://127.0.0.1:{ports[rank]} --rank {rank} --world-size 2 --dist-timeout 4"
+        command = ("-m", "ddp_mnist", "doctor", "--init-method", *hand.split())
+        return on_terminal(*command, "--dataset", "digits", folder=tmp_path)
+
+    ports = [free_port(), free_port()]
+    with ThreadPoolExecutor(2) as pool:
+        ended = list(pool.map(alone, range(2)))
+    for (code, written), whom, end in zip(
+        ended,
+        ("rank 1", f"rank 0 at 127.0.0.1:{ports[1]}"),
+        ("1 of 2 processes came within 4 s; missing: rank 1", "rank 1 of 2 reached nobody there"),
+        strict=True,
+    ):
+        left = re.findall(rf"waiting up to (\d) s for {whom} \.\.\.", written)
+        assert code == 1 and left == sorted(left, reverse=True)
+        assert {"2", "3"} <= {*left}
+        shown = " ".join(" ".join(left_on_screen(written)).split())
+        assert "FAIL" in shown and end in shown and "waiting" not in shown
+
+
 ]
 LOADED = warned("load", "host0: other programs hold 1.6 of 2 cores (cc1)", "end them")
 BUSY_WHEN = f"machine was measured while it was busy ({LOADED.text})"

@@ -120,6 +120,19 @@ def test_fault_16_fault_23_nobody_else_comes_or_is_at_the_address(
     assert raised.value.agreed is (rank == 0)  # who found no store can tell nobody
 
 
+@pytest.mark.parametrize(("rank", "whom"), [(0, "rank 1, 2"), (1, "rank 0 at 127.0.0.1:{port}")])
+def test_who_is_missing_is_told_and_for_how_long_yet(
+    rank: int, whom: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rendezvous, "LOOK_S", 0.1)
+    port, said = free_port(), list[str]()
+    with pytest.raises(PeerError):
+        meet(place(rank, 3, port), TIMEOUT_S, said.append)
+    ending = f" s for {whom.format(port=port)} ..."
+    seconds = [line.removeprefix("waiting up to ").removesuffix(ending) for line in said]
+    assert seconds == sorted(seconds, reverse=True) and {*seconds} == {"1", "0"}
+
+
 @pytest.mark.parametrize(
     ("rank", "there", "said"),
     [

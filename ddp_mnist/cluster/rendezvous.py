@@ -4,6 +4,7 @@ import json
 import time
 import uuid
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ from ddp_mnist.cluster.store import (
     name_of,
     open_store,
     poll,
+    waiting,
 )
 from ddp_mnist.errors import DdpMnistError, PeerError, UsageError
 
@@ -34,6 +36,7 @@ MET, FIRST_BROADCAST = "met", "broadcast/0"  # once rank 0 has written each rank
 MOVED = b"moved"  # stands there if rank 0 began another meeting before all had come
 ALL_ARRIVED = "all arrived/0"
 GRACE_S = 0.5  # for rank 0, which started a moment later, to name who is missing
+LOOK_S = 1.0  # between two looks for who is missing, where somebody is told
 LATE_S = 5.0  # for one that came in the last moment, and for who names the missing
 BY_LAUNCHER = f"see what the others say, then start again; if machines join or leave, {CAN_JOIN}"
 
@@ -58,9 +61,10 @@ class Seat(NamedTuple):
     address: str | None  # of its machine, towards rank 0's
 
 
-def meet(launch: Launch, timeout_s: float) -> Store:
+def meet(launch: Launch, timeout_s: float, now: Callable[[str], object] | None = None) -> Store:
     """Return the store once every process, or machine, has written there where it runs.
 
+    Tell `now` about once a second who is missing: a look at each seat, which others do not pay for.
     Raise PeerError if not all meet within `timeout_s`, UsageError if the main port is in use, two
     have the same rank or they were given different world sizes, FailedElsewhere if another rank
     reports that.
@@ -77,7 +81,9 @@ def meet(launch: Launch, timeout_s: float) -> Store:
     if launch.agent_store:
         server, fix = "the launcher of machine 0", BY_LAUNCHER
     allow_open_files(size, serve)
-    c10d = open_store(host, port, serve=serve, timeout_s=timeout_s, who=who, fix=fix)
+    c10d = open_store(
+        host, port, serve=serve, timeout_s=timeout_s, who=who, fix=fix, now=now or bool
+    )
     lobby = Store(dist.PrefixStore(unit.name, c10d), rank, size, launch.agent_store, timeout_s)
     seat = Seat(uuid.uuid4().hex, size, host_id(), address_towards(host, port))
     where, deadline, number = f"{host}:{port}", time.monotonic() + timeout_s, 0
@@ -85,7 +91,7 @@ def meet(launch: Launch, timeout_s: float) -> Store:
         while True:
             number = _next_meeting(lobby, number)
             store = replace(lobby, c10d=dist.PrefixStore(str(number), lobby.c10d))
-            if Meeting(store, number, seat, unit, where, deadline).attend():
+            if Meeting(store, number, seat, unit, where, deadline, now).attend():
                 return store
     except RuntimeError as error:
         raise PeerError(
@@ -114,6 +120,7 @@ class Meeting:
     unit: Unit
     where: str  # the main address, with which each error begins
     deadline: float  # time.monotonic() by which all have to be there
+    now: Callable[[str], object] | None = None  # is told who is missing
 
     def attend(self) -> bool:
         """Return whether all, and this process among them, have met; else another meeting follows.
@@ -230,12 +237,17 @@ class Meeting:
         Only the first to notice looks at each seat. If all are taken, the last has just come.
         """
         store, size = self.store, self.store.world_size
+        while self.now and time.monotonic() < deadline - LOOK_S:
+            if store.wait(key, LOOK_S):
+                return
+            if missing := self._missing():
+                self.now(waiting(deadline, f"{self.unit.called} {listed(missing)}"))
         if store.wait(key, deadline - time.monotonic()):
             return
         first = store.call("compare_set", "first to notice", "", str(store.rank))
         if first != b"%d" % store.rank and store.wait("failure", LATE_S):
             store.raise_if_failed()
-        missing = [rank for rank in range(size) if not store.exists(f"here/{rank}")]
+        missing = self._missing()
         if not missing and store.wait(key, LATE_S):
             return
         absent = f"; missing: {self.unit.called} {listed(missing)}"
@@ -247,6 +259,9 @@ class Meeting:
             f"{self.where}: {size - len(missing)} of {size} {self.unit.plural} came within"
             f" {store.patience_s:g} s{lost}; {fix}"
         )
+
+    def _missing(self) -> list[int]:
+        return [rank for rank in range(self.seat.size) if not self.store.exists(f"here/{rank}")]
 
     def _fix(self, by_hand: str) -> str:
         """Return what to do about who is missing: a launcher has started all that it could."""

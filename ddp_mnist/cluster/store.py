@@ -341,6 +341,11 @@ def listed(ranks: Iterable[int]) -> str:
     return shorten(", ".join(map(str, ranks)), 40, placeholder=" ...")
 
 
+def waiting(deadline: float, who: str) -> str:
+    """Return the words for a wait until the `deadline`, of time.monotonic()."""
+    return f"waiting up to {max(0, deadline - time.monotonic()):.0f} s for {who} ..."
+
+
 def poll(is_so: Callable[[], bool], within_s: float) -> bool:
     """Return whether it becomes so within that time; look less and less often."""
     deadline, pause_s = time.monotonic() + within_s, FIRST_POLL_S
@@ -372,9 +377,16 @@ def allow_open_files(world_size: int, serve: bool) -> None:
 
 
 def open_store(
-    host: str, port: int, *, serve: bool, timeout_s: float, who: str, fix: str
+    host: str,
+    port: int,
+    *,
+    serve: bool,
+    timeout_s: float,
+    who: str,
+    fix: str,
+    now: Callable[[str], object] = bool,
 ) -> dist.TCPStore:
-    """Serve the store on `port`, or connect to the one at `host`:`port`.
+    """Serve the store on `port`, or connect to the one at `host`:`port`; tell `now` of the wait.
 
     Plain sockets try first: TCPStore retries in C++, and prints warnings as it does. Raise
     UsageError if the port to serve on is in use, PeerError if nobody, which ends with `fix`, or no
@@ -394,6 +406,7 @@ def open_store(
                     f"{host}:{port}: {who} reached nobody there within {timeout_s:g} s ("
                     f"{reason(error)}); {fix}"
                 ) from None
+        now(waiting(deadline, f"rank 0 at {host}:{port}"))
         time.sleep(min(0.2, left))
     if not (why := why_port_is_taken(port) if serve else ""):
         # Its own server is at localhost, whatever address the others know it by.

@@ -116,14 +116,18 @@ def gather_bytes(accelerator: Accelerator, content: bytes) -> list[bytes]:
 
 @contextlib.contextmanager
 def join_world(
-    flags: Distribution, launch: Launch, *, full_precision: bool = False
+    flags: Distribution,
+    launch: Launch,
+    *,
+    full_precision: bool = False,
+    now: Callable[[str], object] | None = None,
 ) -> Iterator[World]:
     """Meet the other processes, yield the World, and end it in order on every path.
 
-    With `full_precision` it computes in the dtype of the weights and compiles nothing, whatever
-    flags and launcher say. Raise UsageError if what they ask for does not exist or fit together,
-    PeerError if another process did not come, was lost or did not answer in time, FailedElsewhere
-    if another rank failed first.
+    Until they have met, `now` is told who is missing, see `meet`. With `full_precision` it computes
+    in the dtype of the weights and compiles nothing, whatever flags and launcher say. Raise
+    UsageError if what they ask for does not exist or fit together, PeerError if another process did
+    not come, was lost or did not answer in time, FailedElsewhere if another rank failed first.
     """
     started = time.monotonic()
     options = read_launcher_options()
@@ -133,7 +137,7 @@ def join_world(
     backend = choose_backend(flags, launch, device)
     if launch.child_of_launcher:
         die_with_parent()
-    store = meet(launch, flags.dist_timeout)
+    store = meet(launch, flags.dist_timeout, now)
     gc.freeze()  # what was imported stays: walking it would cost 0.3 s in each full collection
     try:
         with accelerate_as_found(), propagate_first_error(store):

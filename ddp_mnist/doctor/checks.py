@@ -40,6 +40,7 @@ from ddp_mnist.verbs.flags import Doctor
 from ddp_mnist.verbs.multinode import Node
 
 START_S = 120  # to start processes and check them once
+WAITED_S = 10.0  # for others, between two lines that say so where there is no terminal
 
 
 def run(flags: Doctor, distribution: Distribution) -> None:
@@ -131,20 +132,24 @@ def check_processes(size: int, flags: Doctor, distribution: Distribution) -> lis
 
 
 def check_together(flags: Doctor, distribution: Distribution, machines: bool) -> list[CheckResult]:
-    """Return what all ranks find together; rank 0 prints it. See `check_group`."""
+    """Return what all ranks find together; rank 0 prints it. See `check_group`.
+
+    Until all have met, each that was started by hand says whom it waits for: its person sees no
+    other.
+    """
     launch, clock, results = find_launch(distribution), time.monotonic(), list[CheckResult]()
-    console = Console(launch.rank == 0 and not flags.json)
+    console = Console(not flags.json and (launch.rank == 0 or launch.launcher == "tcp"))
+    waiting = partial(console.progress, 0, every_s=WAITED_S)
     console.draw(0, f"waiting up to {distribution.dist_timeout:g} s for all to connect ...")
     try:
-        with (
-            console,
-            join_world(distribution, launch) as world,
-            narrated_elsewhere(world, not flags.json),
-        ):
-            met_s = time.monotonic() - clock
-            checks = check_group(world, flags, machines, met_s, partial(console.draw, 0))
-            for result in told(checks, console.print):
-                results.append(result)
+        with console, join_world(distribution, launch, now=waiting) as world:
+            if launch.rank > 0:
+                console.close()
+            with narrated_elsewhere(world, not flags.json):
+                met_s = time.monotonic() - clock
+                checks = check_group(world, flags, machines, met_s, partial(console.draw, 0))
+                for result in told(checks, console.print):
+                    results.append(result)
     except StorageError:  # of stdout
         raise
     except DdpMnistError as error:

@@ -62,9 +62,14 @@ class Console:
         bar = self._bar
         tell(line, print if bar is None else bar.write)
 
-    def progress(self, done: float, line: str) -> None:
+    def close(self) -> None:
+        """Remove the bar, and print nothing any more."""
+        self.__exit__()
+        self.verbose = False
+
+    def progress(self, done: float, line: str, every_s: float = SECONDS_BETWEEN) -> None:
         """Show the share that is done, 0 to 1, with a line of 70 columns."""
-        if not self.draw(done, line) and time.monotonic() - self._last >= SECONDS_BETWEEN:
+        if not self.draw(done, line) and time.monotonic() - self._last >= every_s:
             self.print(line)
 
     def draw(self, done: float, line: str) -> bool:
