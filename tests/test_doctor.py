@@ -38,6 +38,7 @@ from ddp_mnist.run.results import FAIL, PASS, WARN, CheckResult, failed, passed,
 from ddp_mnist.verbs.flags import Doctor
 from ddp_mnist.verbs.multinode import Node
 from tests.commands import Ended, Typed, left_on_screen, on_terminal
+from tests.test_folders import flat, write
 
 Patch = pytest.MonkeyPatch
 Found = dict[str, list[CheckResult]]
@@ -150,6 +151,41 @@ def test_a_fault_of_the_machine_is_named(
                 monkeypatch.setenv(name, value)
         result = only(r for r in check(options) if text in r.text and fix in r.fix)
     assert result.status == status
+
+
+def test_a_folder_that_training_refuses_is_a_failure_in_its_words(
+    tmp_path: Path, typed: Typed
+) -> None:
+    """And once its advice is followed, the data is in the cache, as training takes it."""
+    own, where = write(tmp_path / "own", *flat()), ("--cache-dir", tmp_path / "cache")
+    options = Doctor(dataset=str(own), cache_dir=str(tmp_path / "cache"))
+
+    def found(**flags: Any) -> CheckResult:
+        return only(machine.data_set(dataclasses.replace(options, **flags)))
+
+    def refused(*flags: object) -> str:
+        ended = typed("train", "--dry-run", "--model", "mlp", "--dataset", own, *where, *flags)
+        return ended.err.removeprefix("ddp-mnist: error: ").removesuffix(" (code 3)\n")
+
+    first, *_ = own.rglob("*.png")
+    for flags in ({}, {"test_size": 4}):
+        if flags:
+            first.write_bytes(first.read_bytes()[:-60])
+        result = found(**flags)
+        assert (result.status, result.name) == (FAIL, "data")
+        typed_so = [word for name in flags for word in ("--test-size", flags[name])]
+        assert f"{result.text}; {result.fix}" == refused(*typed_so)
+    assert result.fix == "replace it or move it out of the folder"
+    first.rename(tmp_path / "cut short.png")
+    with Patch.context() as connected:
+        connected.setattr(dist, "is_initialized", lambda: True)
+        result = found(test_size=4)
+        assert_found(result, WARN, "own is not in the cache, so it was not read", "prepare")
+        assert result.fix.endswith(
+            f"ddp-mnist prepare --dataset {own} --test-size 4 on each machine"
+        )
+    assert_found(found(test_size=4), PASS, "own is in the cache", "")
+    assert refused("--test-size", 4) == ""
 
 
 def test_what_the_driver_reports_of_each_gpu(tmp_path: Path, monkeypatch: Patch) -> None:
@@ -530,6 +566,31 @@ def test_on_a_terminal_the_check_that_runs_is_shown_and_then_gone(tmp_path: Path
     assert re.fullmatch(r"verdict: \x1b\[1;3[23]m(PASS|WARN)\x1b\[0m", verdict)
 
 
+@pytest.mark.system
+def test_a_lone_rank_says_whom_it_waits_for_and_for_how_long(tmp_path: Path) -> None:
+    """Each on a terminal of its own: who started rank 1 sees no other."""
+
+    def alone(rank: int) -> tuple[int, str]:
+        hand = f"tcp://127.0.0.1:{ports[rank]} --rank {rank} --world-size 2 --dist-timeout 4"
+        command = ("-m", "ddp_mnist", "doctor", "--init-method", *hand.split())
+        return on_terminal(*command, "--dataset", "digits", folder=tmp_path)
+
+    ports = [free_port(), free_port()]
+    with ThreadPoolExecutor(2) as pool:
+        ended = list(pool.map(alone, range(2)))
+    for (code, written), whom, end in zip(
+        ended,
+        ("rank 1", f"rank 0 at 127.0.0.1:{ports[1]}"),
+        ("1 of 2 processes came within 4 s; missing: rank 1", "rank 1 of 2 reached nobody there"),
+        strict=True,
+    ):
+        left = re.findall(rf"waiting up to (\d) s for {whom} \.\.\.", written)
+        assert code == 1 and left == sorted(left, reverse=True)
+        assert {"2", "3"} <= {*left}
+        shown = " ".join(" ".join(left_on_screen(written)).split())
+        assert "FAIL" in shown and end in shown and "waiting" not in shown
+
+
 def test_a_machine_alone_meets_nobody() -> None:
     lone = dataclasses.replace(node("127.0.0.1"), num_machines=1)
     assert [result.name for result in preflight.check_node(lone, timeout_s=1)] == ["main address"]
@@ -566,31 +627,6 @@ def test_two_machines_meet_and_compare_numbers(processes: int, status: str, last
 RESULTS = [
     passed("speed", "fast", figures={"all-reduce, ms": 2.0, "images/s": 900.0}),
     warned("clocks", "apart", "set them"),
-@pytest.mark.system
-def test_a_lone_rank_says_whom_it_waits_for_and_for_how_long(tmp_path: Path) -> None:
-    """Each on a terminal of its own: who started rank 1 sees no other."""
-
-    def alone(rank: int) -> tuple[int, str]:
-        hand = f"tcp://127.0.0.1:{ports[rank]} --rank {rank} --world-size 2 --dist-timeout 4"
-        command = ("-m", "ddp_mnist", "doctor", "--init-method", *hand.split())
-        return on_terminal(*command, "--dataset", "digits", folder=tmp_path)
-
-    ports = [free_port(), free_port()]
-    with ThreadPoolExecutor(2) as pool:
-        ended = list(pool.map(alone, range(2)))
-    for (code, written), whom, end in zip(
-        ended,
-        ("rank 1", f"rank 0 at 127.0.0.1:{ports[1]}"),
-        ("1 of 2 processes came within 4 s; missing: rank 1", "rank 1 of 2 reached nobody there"),
-        strict=True,
-    ):
-        left = re.findall(rf"waiting up to (\d) s for {whom} \.\.\.", written)
-        assert code == 1 and left == sorted(left, reverse=True)
-        assert {"2", "3"} <= {*left}
-        shown = " ".join(" ".join(left_on_screen(written)).split())
-        assert "FAIL" in shown and end in shown and "waiting" not in shown
-
-
 ]
 LOADED = warned("load", "host0: other programs hold 1.6 of 2 cores (cc1)", "end them")
 BUSY_WHEN = f"machine was measured while it was busy ({LOADED.text})"

@@ -23,6 +23,7 @@ from ddp_mnist.cluster.signals import listen
 from ddp_mnist.cluster.world import World
 from ddp_mnist.config import Recipe, ResolvedConfig, Run, resolve_recipe
 from ddp_mnist.data import cache
+from ddp_mnist.data.reading import Reading
 from ddp_mnist.doctor import collectives
 from ddp_mnist.doctor.compare import LOAD
 from ddp_mnist.doctor.machine import check_machine, nvidia_smi, product
@@ -131,7 +132,8 @@ def machines_alone(group: Group) -> Iterator[CheckResult]:
 def same_everywhere(group: Group) -> Iterator[CheckResult]:
     """Check versions, code and data: DDP would train on in silence where they differ."""
     dataset = group.options.dataset
-    images = cache.cached(dataset, group.options.cache_dir)
+    reading = Reading(test_size=group.options.test_size)
+    images = cache.cached(dataset, group.options.cache_dir, reading)
     # An interface's name may differ.
     names = [name for name in sorted(os.environ) if name.startswith(("NCCL_", "GLOO_"))]
     given = [f"{n}={os.environ[n]}" for n in names if not n.endswith("_SOCKET_IFNAME")]

@@ -21,8 +21,18 @@ from ddp_mnist.cluster import hardware
 from ddp_mnist.cluster.interfaces import interfaces_up, why_port_is_taken
 from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.data import cache, sources
-from ddp_mnist.errors import reason
-from ddp_mnist.run.results import FAIL, WARN, CheckResult, check, failed, passed, warned
+from ddp_mnist.data.reading import Reading
+from ddp_mnist.errors import DdpMnistError, reason
+from ddp_mnist.run.results import (
+    FAIL,
+    WARN,
+    CheckResult,
+    check,
+    failed,
+    from_error,
+    passed,
+    warned,
+)
 from ddp_mnist.run.summary import count
 from ddp_mnist.run.versions import PACKAGES, package_versions
 from ddp_mnist.verbs.flags import Doctor
@@ -33,6 +43,10 @@ CACHE_MB, RUNS_MB = 200, 50  # a decoded MNIST and its lock; three checkpoints a
 PROCESS_MB = 1000  # of a training process, with what torch maps
 SHARED_MEMORY = Path("/dev/shm")  # through which NCCL passes gradients between GPUs
 NO_REPORT = (OSError, RuntimeError, subprocess.SubprocessError)  # no nvidia-smi, CUDA or answer
+NO_HUB_FIX = (
+    "set HF_ENDPOINT to a mirror, or bring the cache from another machine (ddp-mnist prepare);"
+    " --dataset digits needs no network"
+)
 SMI_FIELDS = (
     "index,driver_version,ecc.errors.uncorrected.volatile.total"
     ",clocks_event_reasons.hw_slowdown,temperature.gpu"
@@ -208,21 +222,32 @@ def folders(options: Doctor) -> Iterator[CheckResult]:
 
 
 def data_set(options: Doctor) -> Iterator[CheckResult]:
-    """Check that the data is in the cache, or on the Hub or the mirror that HF_ENDPOINT names."""
-    source, why = sources.find_source(options.dataset), ""
-    if cache.cached(options.dataset, options.cache_dir):
-        text = "is in the cache"
-    elif source.kind != "hub":
-        text = "is on this machine"
-    elif why := sources.why_out_of_reach(source.place):
-        text = f"is not in the cache, and the Hub cannot be reached ({why})"
+    """Check that the data is in the cache, or on the Hub or the mirror that HF_ENDPOINT names.
+
+    A folder is decoded into the cache, as for training, which tells whether it can be read; not
+    beside other machines, which would not wait that long.
+    """
+    dataset, reading = options.dataset, Reading(test_size=options.test_size)
+    source, why, fix = sources.find_source(dataset), "", NO_HUB_FIX
+    try:
+        if source.kind == "folder" and not dist.is_initialized():
+            cache.prepare(dataset, options.cache_dir, reading)
+        if cache.cached(dataset, options.cache_dir, reading):
+            text = "is in the cache"
+        elif source.kind == "folder":
+            text = why = "is not in the cache, so it was not read"
+            drawn = f" --test-size {reading.test_size}" * bool(reading.test_size)
+            fix = f"run ddp-mnist prepare --dataset {dataset}{drawn} on each machine"
+        elif source.kind != "hub":
+            text = "is on this machine"
+        elif why := sources.why_out_of_reach(source.place):
+            text = f"is not in the cache, and the Hub cannot be reached ({why})"
+        else:
+            text = "can be fetched from the Hub"
+    except DdpMnistError as error:
+        yield from_error("data", error)
     else:
-        text = "can be fetched from the Hub"
-    fix = (
-        "set HF_ENDPOINT to a mirror, or bring the cache from another machine (ddp-mnist prepare);"
-        " --dataset digits needs no network"
-    )
-    yield check("data", why, f"{source.name} {text}", fix, WARN)
+        yield check("data", why, f"{source.name} {text}", fix, WARN)
 
 
 def network(_: Doctor) -> Iterator[CheckResult]:

@@ -97,6 +97,7 @@ class Doctor(Flags):
     )
     minutes: float = flag(0.0, "Burn-in: minutes to repeat collectives and training for.", least=0)
     dataset: str = flag("mnist", "Data set that should be available.")
+    test_size: int | None = flag(None, "Images to hold out for testing, as for train.", least=1)
     cache_dir: str | None = flag(None, CACHE_DIR)
     run_dir: str = flag("runs", "Folder in which runs will be written.")
     json: bool = flag(False, "Print one JSON object on stdout.")
