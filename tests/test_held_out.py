@@ -185,6 +185,13 @@ def test_the_share_stays_while_a_folder_grows_a_little(asked: int, rows: int) ->
     assert {share_of(asked, rows + more) for more in (-1, 0, 1)} == {share}
 
 
+def test_a_share_of_nearly_all_leaves_a_fifth(photos: Path) -> None:
+    """Rounded to all, it left one image of each class to train on, of 60."""
+    assert {round(share_of(asked, 100), 3) for asked in (80, 90, 99, 100)} == {0.794}
+    images = load(photos, 55)
+    assert 5 < len(images.train_labels) < 20
+
+
 def test_no_class_loses_all_its_training_images(tmp_path: Path) -> None:
     """Whether the test split is drawn too, or there; also of a class with one image."""
     stream = np.random.default_rng(0)

@@ -96,12 +96,16 @@ def test_a_net_that_has_learned_its_images_by_heart_gets_the_flag_that_helps() -
         assert hint(*arguments, False) == ""
 
 
-def of_classes(**counts: int) -> Any:
-    """Return images of these classes; the first of each is held out."""
+def of_classes(tests: int = 0, **counts: int) -> Any:
+    """Return images of these classes; the first of each is held out, and so many as a test."""
     labels = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor([*counts.values()]))
     first = [labels.tolist().index(label) for label in range(len(counts))]
     return SimpleNamespace(
-        classes=[*counts], train_labels=labels.to(torch.uint8), val_rows=np.array(first)
+        classes=[*counts],
+        train_labels=labels.to(torch.uint8),
+        val_rows=np.array(first),
+        test_labels=labels.new_zeros(tests),
+        test_drawn=tests > 0,
     )
 
 
@@ -119,7 +123,7 @@ def test_the_plan_shows_the_train_images_of_each_class_in_a_line() -> None:
     alike = summary.by_class(of_classes(ladybird=22, bee=12))
     assert alike["hint"] == hint
     assert "hint" not in summary.by_class(of_classes(ladybird=1000, bee=21))
-    many = summary.by_class(of_classes(**{f"c{number:03}": number + 2 for number in range(100)}))
+    many = summary.by_class(of_classes(0, **{f"c{number:03}": number + 2 for number in range(100)}))
     assert many == {
         "classes": "1 (c000) to 100 (c099) train images each",
         "hint": "few train images of c000 1, c001 2, c002 3, 16 more: below 20 a class is hard"
@@ -141,6 +145,19 @@ def test_epoch_line() -> None:
 def test_last_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     outcome: dict[str, Any] = {"test_accuracy": 0.9912, "test_count": 10_000, "test_loss": 0.03456}
     outcome |= {"dataset": {"name": "mnist"}, "world_size": 2, "images_per_second": 8617.3}
+def test_where_most_images_are_held_out_the_hint_names_the_flag() -> None:
+    """The plan has to say it, as one of each class always stays to train on."""
+    few = "few train images of bee 4, fly 12: below 20 a class is hard to learn; "
+    for tests, fix in ((15, "add some"), (17, "give a smaller --test-size")):
+        assert summary.by_class(of_classes(tests, fly=13, bee=5))["hint"] == few + fix
+    images = of_classes(0, fly=13, bee=5)
+    images.val_rows = np.arange(17)
+    assert summary.by_class(images)["hint"] == (
+        "few train images of fly 0, bee 1: below 20 a class is hard to learn;"
+        " give a smaller --val-size"
+    )
+
+
     outcome |= {
         "steps": 300,
         "metrics": {},

@@ -51,10 +51,11 @@ def validation_rows(
 def share_of(asked: int, rows: int) -> float:
     """Return the share that holds out about `asked` of so many rows, now and as they grow.
 
-    It is the nearest of the preferred numbers 10, 12.5, 16, 20, 25, 31.5, 40, 50 ... % (ISO 3,
-    series R10): asked / rows changes with each image that is added, this hardly ever.
+    It is the nearest of the preferred numbers 10, 12.5, 16, 20, 25, 31.5, 40, 50 ... 80 % (ISO 3,
+    series R10): asked / rows changes with each image that is added, this hardly ever. The next one
+    would be all of them.
     """
-    return 10 ** (round(10 * math.log10(asked / rows)) / 10)
+    return 10 ** (min(-1, round(10 * math.log10(asked / rows))) / 10)
 
 
 def draw_by_share(hashes: np.ndarray, labels: np.ndarray, share: float) -> np.ndarray:

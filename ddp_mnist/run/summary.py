@@ -100,7 +100,11 @@ def by_class(images: ImageData, class_weights: str = "none") -> dict[str, str]:
     rarest = sorted(each.items(), key=lambda named: named[1])
     few = [f"{name} {number}" for name, number in rarest if number < FEW]
     few[3:] = [f"{len(few) - 3} more"] * (len(few) > 3)
-    hint = f"few train images of {', '.join(few)}: below {FEW} a class is hard to learn; add some"
+    held = {"--val-size": len(images.val_rows)}
+    held |= {"--test-size": len(images.test_labels)} if images.test_drawn else {}
+    largest = max(held, key=held.__getitem__)
+    fix = f"give a smaller {largest}" if held[largest] > len(labels) else "add some"
+    hint = f"few train images of {', '.join(few)}: below {FEW} a class is hard to learn; {fix}"
     if class_weights == "none" and WEIGHABLE <= each[least] <= each[most] / 2:
         hint += ", or let rare classes count more by --class-weights balanced"
     return {"classes": shown} | ({"hint": hint} if few else {})
