@@ -196,12 +196,14 @@ def test_control_c_is_answered_once_on_a_machine_and_promises_only_what_a_launch
 
 
 def test_hints_come_once(capsys: pytest.CaptureFixture[str]) -> None:
-    """On a net that knows its images by heart, and on programs that take the cores."""
+    """On a net that knows its images by heart, on programs that take the cores, on hours."""
     recipe = SimpleNamespace(epochs=9, augment=False, total_steps=90, batch_size=72)
     config = SimpleNamespace(recipe=recipe)
     run: Any = SimpleNamespace(folder=RunFolder(), console=Console(True), config=config)
-    run.overfits, run.began, run.shown = False, None, lambda: (0.5, "step 45/90")
+    run.overfits, run.shown = False, lambda: (0.5, "step 45/90")
     run.neighbours = SimpleNamespace(threads=2, judge=lambda: 1)
+    run.stop = StopSignals(has_launcher=False)
+    run.judges_length, run.began, run.left_s = True, (time.monotonic() - 10, 1), lambda: 9000.0
     far = Metrics(0.5, 1.0, 10, [], [])
     for epoch in (1, 2):
         progress = Progress(epoch=epoch, step=10 * epoch)
@@ -209,7 +211,8 @@ def test_hints_come_once(capsys: pytest.CaptureFixture[str]) -> None:
         means = {"loss": 0.5, "accuracy": 1.0, "images_per_second": 9.0}
         Session.log_epoch(run, means, progress, far)
     said = capsys.readouterr().out
-    assert said.count("set OMP_NUM_THREADS=1") == said.count("with --augment") == 1
+    for hint in ("OMP_NUM_THREADS=1", "with --augment", "--epochs 3"):
+        assert said.count(hint) == 1
     assert said.count("validation 0.5000\n") == 2
 
 

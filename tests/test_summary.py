@@ -76,8 +76,22 @@ def test_slow_line() -> None:
 def test_neighbours_line() -> None:
     assert summary.neighbours_line(1, 2).splitlines() == [
         "careful    other programs use these cores, which have room for 1 thread of 2,",
-        "           and each step waits for the slowest; set OMP_NUM_THREADS=1",
+        "           and each step waits for the slowest; stop it, and resume it with",
+        "           OMP_NUM_THREADS=1",
     ]
+    more, one = (summary.neighbours_line(fit, 4, has_launcher=True) for fit in (2, 1))
+    assert more.endswith("OMP_NUM_THREADS=2")
+    assert one.endswith("; end them, or wait until they\n           have ended")
+
+
+def test_a_run_of_hours_gets_the_flag_with_which_it_takes_one() -> None:
+    assert summary.long_line(3600.0, 154) == ""
+    assert summary.long_line(9000.0, 154).splitlines() == [
+        "careful    this takes about 2.5 hours on the CPU; for an hour or less, begin",
+        "           anew with --epochs 61",
+    ]
+    alone = " ".join(summary.long_line(9000.0, 1).split())
+    assert alone.endswith("begin anew with a smaller --image-size")
 
 
 def test_a_net_that_has_learned_its_images_by_heart_gets_the_flag_that_helps() -> None:
@@ -131,6 +145,19 @@ def test_the_plan_shows_the_train_images_of_each_class_in_a_line() -> None:
     }
 
 
+def test_where_most_images_are_held_out_the_hint_names_the_flag() -> None:
+    """The plan has to say it, as one of each class always stays to train on."""
+    few = "few train images of bee 4, fly 12: below 20 a class is hard to learn; "
+    for tests, fix in ((15, "add some"), (17, "give a smaller --test-size")):
+        assert summary.by_class(of_classes(tests, fly=13, bee=5))["hint"] == few + fix
+    images = of_classes(0, fly=13, bee=5)
+    images.val_rows = np.arange(17)
+    assert summary.by_class(images)["hint"] == (
+        "few train images of fly 0, bee 1: below 20 a class is hard to learn;"
+        " give a smaller --val-size"
+    )
+
+
 def test_epoch_line() -> None:
     means = {"loss": 0.51234, "accuracy": 0.97, "images_per_second": 12345.6}
     decided: Any = SimpleNamespace(accuracy=0.99139, scores={"f1": 0.98761})
@@ -145,19 +172,6 @@ def test_epoch_line() -> None:
 def test_last_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     outcome: dict[str, Any] = {"test_accuracy": 0.9912, "test_count": 10_000, "test_loss": 0.03456}
     outcome |= {"dataset": {"name": "mnist"}, "world_size": 2, "images_per_second": 8617.3}
-def test_where_most_images_are_held_out_the_hint_names_the_flag() -> None:
-    """The plan has to say it, as one of each class always stays to train on."""
-    few = "few train images of bee 4, fly 12: below 20 a class is hard to learn; "
-    for tests, fix in ((15, "add some"), (17, "give a smaller --test-size")):
-        assert summary.by_class(of_classes(tests, fly=13, bee=5))["hint"] == few + fix
-    images = of_classes(0, fly=13, bee=5)
-    images.val_rows = np.arange(17)
-    assert summary.by_class(images)["hint"] == (
-        "few train images of fly 0, bee 1: below 20 a class is hard to learn;"
-        " give a smaller --val-size"
-    )
-
-
     outcome |= {
         "steps": 300,
         "metrics": {},
@@ -188,6 +202,8 @@ def test_where_most_images_are_held_out_the_hint_names_the_flag() -> None:
     ):
         changed = {**outcome, "test_accuracy": accuracy, "images_per_class": {"test": images}}
         assert ("careful    " in summary.last_lines(changed, folder)) is is_guessed
+    short = {**outcome, "test_accuracy": 0.11, "steps": 99}
+    assert "than guessing; use more --epochs\n" in summary.last_lines(short, folder)
 
 
 @pytest.mark.parametrize(

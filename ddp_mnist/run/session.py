@@ -23,6 +23,7 @@ from ddp_mnist.run.folder import MODEL, SUMMARY, RunFolder
 from ddp_mnist.run.profiling import StepProfiler
 from ddp_mnist.run.state import Progress, State
 
+JUDGED_S = 10.0  # of training, after which its length is judged
 EPOCH_LINES = 50  # on the console at most, of a run of more epochs; metrics.jsonl has all
 
 
@@ -42,6 +43,7 @@ class Session:
     profiler: StepProfiler = field(init=False)
     neighbours: hardware.Neighbours | None = None  # until they have been told of
     overfits: bool = False  # and has been told so
+    judges_length: bool = False  # if the recipe has chosen it; a person waits for a CPU
     line: dict[str, Any] = field(default_factory=dict)  # of the last sync point, as it is logged
     began: tuple[float, int] | None = None  # when and at which step the first sync point was
 
@@ -52,6 +54,7 @@ class Session:
         if self.console.verbose and is_cpu:
             ranks_here = hosts.count(hosts[self.world.store.rank])
             self.neighbours = hardware.Neighbours(self.world.threads, ranks_here)
+            self.judges_length = not self.config.goes_on and "epochs" not in self.config.typed
         self.stop.answer, self.stop.at_once = self.answer, self.give_up
 
     # --- Before the first step
@@ -107,8 +110,13 @@ class Session:
                 self.folder.append_metrics(progress.step, {"epoch": progress.epoch, **slow})
                 self.console.print(summary.slow_line(rank, host, times))
         if self.neighbours and (fit := self.neighbours.judge()):
-            self.console.print(summary.neighbours_line(fit, self.neighbours.threads))
+            threads, has_launcher = self.neighbours.threads, self.stop.has_launcher
+            self.console.print(summary.neighbours_line(fit, threads, has_launcher))
             self.neighbours = None
+        if self.judges_length and time.monotonic() - self.began[0] >= JUDGED_S:
+            self.judges_length = False
+            if line := summary.long_line(self.left_s() or 0.0, self.config.recipe.epochs):
+                self.console.print(line)
 
     def evaluate(self, net: nn.Module, loader: DataLoader[Any]) -> Metrics:
         """Return the metrics of a split that `prepare_split` made, as `evaluate_split` does."""
@@ -143,12 +151,17 @@ class Session:
 
     def shown(self, phase: str = "") -> tuple[float, str]:
         """Return the share that is done and the line of the last sync point."""
-        total, step, left_s = self.config.recipe.total_steps, self.folder.step, None
+        total, step = self.config.recipe.total_steps, self.folder.step
+        return step / total, summary.step_line(self.line, step, total, self.left_s(), phase)
+
+    def left_s(self) -> float | None:
+        """Return the seconds that the run will take yet; None before its first step."""
+        step, steps_left = self.folder.step, self.config.recipe.total_steps - self.folder.step
         if self.began and step > self.began[1]:
-            left_s = (time.monotonic() - self.began[0]) / (step - self.began[1]) * (total - step)
-        elif speed := self.line.get("images_per_second"):  # of the first step alone
-            left_s = self.config.recipe.batch_size / speed * (total - step)
-        return step / total, summary.step_line(self.line, step, total, left_s, phase)
+            return (time.monotonic() - self.began[0]) / (step - self.began[1]) * steps_left
+        if speed := self.line.get("images_per_second"):  # of the first step alone
+            return self.config.recipe.batch_size / speed * steps_left
+        return None
 
     def save(self, state: State) -> None:
         """Write a checkpoint; all ranks come here at the same step.

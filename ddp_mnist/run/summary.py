@@ -30,6 +30,7 @@ from ddp_mnist.run.state import State
 from ddp_mnist.run.versions import code_digest, git_commit, own_digests, package_versions
 
 BY_HEART, TOO_FAR = 0.98, 0.1  # accuracy in training, and validation's below it
+HOUR_S = 3600.0
 FEW = 20  # images of a class
 WEIGHABLE = 11  # images of a class: from so many on --class-weights helped where it was tried
 ONE_LINE = 69  # columns beside the name of a panel's line
@@ -160,14 +161,30 @@ def slow_line(rank: int, host: str, times: float) -> str:
     )
 
 
-def neighbours_line(fit: int, threads: int) -> str:
-    """Return the line that names the number of threads that the cores have room for."""
+def neighbours_line(fit: int, threads: int, has_launcher: bool = False) -> str:
+    """Return the line that names the number of threads that the cores have room for.
+
+    Of a launcher's processes, one thread cannot be asked for: see `set_threads`.
+    """
+    fix = f"stop it, and resume it with OMP_NUM_THREADS={fit}"
+    if has_launcher and fit == 1:
+        fix = "end them, or wait until they have ended"
     return panel(
         {
             "careful": f"other programs use these cores, which have room for {count(fit, 'thread')}"
-            f" of {threads}, and each step waits for the slowest; set OMP_NUM_THREADS={fit}"
+            f" of {threads}, and each step waits for the slowest; {fix}"
         }
     )
+
+
+def long_line(left_s: float, epochs: int) -> str:
+    """Return a line that says how to be done in an hour if it takes longer, else ""."""
+    if left_s <= HOUR_S:
+        return ""
+    fewer = int(epochs * HOUR_S / left_s)
+    fix = f"--epochs {fewer}" if fewer else "a smaller --image-size"
+    took = f"this takes about {left_s / HOUR_S:.1f} hours on the CPU"
+    return panel({"careful": f"{took}; for an hour or less, begin anew with {fix}"})
 
 
 def overfits(trained: float, other: float, images: int) -> bool:
@@ -322,10 +339,8 @@ def last_lines(outcome: dict[str, Any], run: RunFolder) -> str:
     }
     guessed = max(outcome["images_per_class"]["test"]) / outcome["test_count"]  # the largest class
     if outcome["test_accuracy"] < guessed + 0.1 * (1 - guessed):
-        fix = (
-            "use a lower --lr, or more --epochs" if outcome["steps"] >= 100 else "train for longer"
-        )
-        lines["careful"] = f"that is hardly better than guessing; {fix}"
+        fix = "more --epochs" if outcome["steps"] < 100 else "a lower --lr, or more --epochs"
+        lines["careful"] = f"that is hardly better than guessing; use {fix}"
     see = f"see        {program()} report {run.path}"  # a command is not wrapped, however long
     return "\n".join([result, panel(lines), see, *wrong_on_purpose(outcome["inject"])])
 
