@@ -99,9 +99,13 @@ def upright(image: PIL.Image.Image, orientation: int | None = None) -> PIL.Image
 
 
 def orientation_of(image: PIL.Image.Image) -> int:
-    """Return EXIF's 1 (upright) to 8; 1 if the EXIF data are missing or damaged."""
+    """Return EXIF's 1 (upright) to 8; 1 if the EXIF data are missing or damaged.
+
+    Of a PNG that is not loaded, EXIF behind its pixels, where few programs write it, is not found:
+    PngImageFile's own getexif would decode the pixels to look for it.
+    """
     with contextlib.suppress(Exception):
-        orientation = image.getexif().get(Base.Orientation)
+        orientation = PIL.Image.Image.getexif(image).get(Base.Orientation)
         return orientation if orientation in TURNS else 1
     return 1
 
