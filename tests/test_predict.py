@@ -35,7 +35,7 @@ from ddp_mnist.verbs.evaluate import evaluate_run
 from ddp_mnist.verbs.flags import Evaluate, Predict
 from ddp_mnist.verbs.predict import find_images, read_image
 from ddp_mnist.verify.watch import just_train
-from tests.commands import Typed, on_terminal
+from tests.commands import Typed, left_on_screen, on_terminal
 
 CLASSES = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
 GREY = Preparation((1, 28, 28), (0.1307,), (0.3081,), [], bright_on_black=True, digit_photos=True)
@@ -434,7 +434,7 @@ def test_on_a_terminal_the_answers_are_a_table(
     answers = [json.loads(line) for line in typed("predict", run, tmp_path).out.splitlines()]
     command = ["-m", "ddp_mnist", "predict", run, str(tmp_path)]
     code, written = on_terminal(*command, folder=tmp_path, columns=300)
-    head, *rows, broken, error = written.splitlines()
+    head, *rows, broken, error = left_on_screen(written.rstrip())
     assert head.split() == ["file", "label", "probability", "next"]
     assert code == 3
     assert error == f"ddp-mnist: error: {answers[-1]['file']}: {answers[-1]['error']} (code 3)"
