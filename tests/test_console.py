@@ -203,7 +203,7 @@ def test_hints_come_once(capsys: pytest.CaptureFixture[str]) -> None:
     run.overfits, run.shown = False, lambda: (0.5, "step 45/90")
     run.neighbours = SimpleNamespace(threads=2, judge=lambda: 1)
     run.stop = StopSignals(has_launcher=False)
-    run.judges_length, run.began, run.left_s = True, (time.monotonic() - 10, 1), lambda: 9000.0
+    run.judges_length, run.began, run.left_s = True, (time.monotonic() - 30, 1), lambda: 9000.0
     far = Metrics(0.5, 1.0, 10, [], [])
     for epoch in (1, 2):
         progress = Progress(epoch=epoch, step=10 * epoch)

@@ -23,7 +23,7 @@ from ddp_mnist.run.folder import MODEL, SUMMARY, RunFolder
 from ddp_mnist.run.profiling import StepProfiler
 from ddp_mnist.run.state import Progress, State
 
-JUDGED_S = 10.0  # of training, after which its length is judged
+JUDGED_S = 30.0  # of training, after which its length is judged
 EPOCH_LINES = 50  # on the console at most, of a run of more epochs; metrics.jsonl has all
 
 
