@@ -42,7 +42,7 @@ EXAMPLES = {
         "torchrun --nproc-per-node 2 -m ddp_mnist train --dataset photos --model own_net:Net",
     ),
     "evaluate": ("ddp-mnist evaluate runs/latest --split validation",),
-    "predict": ("ddp-mnist predict runs/latest photos/test --top 3 --show seen.png",),
+    "predict": ("ddp-mnist predict runs/latest new_photos --top 3 --show seen.png",),
     "report": ("ddp-mnist report runs/mnist-001 runs/mnist-002 --out compared.html",),
     "export": ("ddp-mnist export runs/latest --format safetensors,onnx",),
     "prepare": ("ddp-mnist prepare --dataset photos --image-size 64",),

@@ -14,6 +14,7 @@ what differs between machines. Where no output is shown, a training has two epoc
 import itertools
 import re
 import shlex
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -96,7 +97,10 @@ def as_compared(text: str) -> str:
 
 
 def write_photos(folder: Path) -> None:
-    """Write JPEG files of mixed sizes, pieces of two photographs, for train and test."""
+    """Write JPEG files of mixed sizes, pieces of two photographs, for train and test, and new ones.
+
+    These lie beside the folder.
+    """
     sizes = [(30, 40), (36, 28), (50, 50), (44, 31)]
     photos = zip(("cat", "dog"), load_sample_images().images, strict=True)
     for (name, photo), (split, top) in itertools.product(photos, (("train", 0), ("test", 210))):
@@ -104,6 +108,7 @@ def write_photos(folder: Path) -> None:
         for number, (height, width) in enumerate(sizes * 5):
             piece = photo[top : top + height, 30 * number : 30 * number + width]
             PIL.Image.fromarray(piece).save(folder / split / name / f"{number}.jpg")
+    shutil.copytree(folder / "test" / "cat", folder.with_name("new_photos"))
 
 
 @pytest.mark.parametrize("page", TYPED, ids=str)
