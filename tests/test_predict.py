@@ -20,6 +20,7 @@ import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from PIL.ExifTags import Base
+from tqdm.utils import disp_len
 
 from ddp_mnist.cluster.launch import Launch
 from ddp_mnist.cluster.local_world import run_world
@@ -450,7 +451,9 @@ def test_on_a_terminal_the_answers_are_a_table(
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     told = ("predict", run, tmp_path / "0.png", "--show", tmp_path / "seen.png")
     shown = typed(*told).out.splitlines()
-    assert shown[1].split() == rows[0].split()[: len(shown[1].split())]
+    file, *cells = shown[1].split()
+    assert cells == rows[0].split()[1 : 1 + len(cells)] and len(cells) > 3
+    assert str(told[2]).endswith(file.removeprefix("...")) and len(shown[1]) <= 80
     assert shown[2:] == [f"written to {told[-1]}"]
     assert json.loads(typed(*told, "--json").out) == answers[0]
 
@@ -464,6 +467,34 @@ def test_a_table_fits_its_terminal_as_far_as_it_can(monkeypatch: pytest.MonkeyPa
     assert head == "file     label          probability   next"
     assert rows[0] == "a.png    寺寺           0.50          a class of many words 0.25"
     assert rows[1] == "bb.png   long-class-name   1.00"
+
+
+@pytest.mark.parametrize(("columns", "others"), [(80, 1), (120, 2)])
+def test_a_table_of_long_file_names_has_their_ends_and_what_the_net_says(
+    columns: int, others: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verb, "width_of", lambda _: columns)
+    files = [f"photos/of the garden/summer/{name}.jpg" for name in ("bee-0001", 10 * "寺")]
+    files.append("summer/moth.jpg")
+    shares = {"ladybird": 0.5, "nothing here": 0.3, "moth": 0.1}
+    answer = {"label": "ladybird", "probability": 0.5, "probabilities": shares}
+    answers = [{"file": file, **answer} for file in files]
+    error = "not an image that Pillow can read; give a whole PNG or JPEG file"
+    head, *rows, broken = verb.table([*answers, {"file": files[0], "error": error}], files)
+    for file, row in zip(files, rows, strict=True):
+        shown, *cells = [cell.strip() for cell in row.split("   ") if cell]
+        assert (shown == file) is (columns == 120 or file == files[2])
+        assert file.endswith(shown.removeprefix("...")) and len(shown) > 14
+        assert cells == ["ladybird", "0.50", "nothing here 0.30", "moth 0.10"][: 2 + others]
+        assert disp_len(row) <= columns
+        assert disp_len(row.partition("ladybird")[0]) == head.index("label")
+    [first, *below] = broken.splitlines()
+    assert max(map(len, [first, *below])) <= columns
+    assert " ".join([first.partition("   ")[2].strip(), *map(str.strip, below)]) == error
+    one = {"label": "a class of many words", "probability": 0.5, "probabilities": {}}
+    one["probabilities"] = {"a class of many words": 0.5, "another of many words": 0.4}
+    [_, row] = verb.table([{"file": files[0], **one}], files)
+    assert row.endswith("   another of many words 0.40") and len(row) <= columns
 
 
 def test_one_image_comes_on_stdin(

@@ -24,7 +24,7 @@ from ddp_mnist.data.decode import decode_image, open_image, reads_heif
 from ddp_mnist.data.preparation import Preparation
 from ddp_mnist.errors import DataError, UsageError, printable, reason
 from ddp_mnist.run import weights
-from ddp_mnist.run.console import Console, json_line, warn, width_of
+from ddp_mnist.run.console import Console, json_line, warn, width_of, wrapped
 from ddp_mnist.run.folder import check_place, storage_errors
 from ddp_mnist.verbs.digit_photos import as_mnist
 from ddp_mnist.verbs.flags import Predict
@@ -32,7 +32,8 @@ from ddp_mnist.verbs.flags import Predict
 STDIN = Path("-")
 MOST_SHOWN, COLUMNS, INCHES, DPI = 64, 8, 1.3, 100  # in the picture that --show writes
 LISTED, IN_A_TABLE = 10, 3  # the most probable classes
-LABEL = 12  # columns of a table; a longer name makes the column wider
+# Columns of a table at least: a longer class makes its own wider, and that of the files narrower.
+LABEL, FILE = 12, 12
 
 
 def run(flags: Predict) -> None:
@@ -53,33 +54,44 @@ def run(flags: Predict) -> None:
 def table(answers: Iterable[dict[str, Any]], files: Sequence[str]) -> Iterator[str]:
     """Yield a head and a line for each answer: its file, label, probability, and the next classes.
 
-    A class that does not fit into the terminal's width is left out.
+    To fit into the terminal's width, the beginning of a long file name is left out, and then all of
+    the next classes but the first.
     """
     from tqdm.utils import disp_len  # a Chinese letter takes two columns
 
-    first, second, width = max(map(disp_len, files)), LABEL, width_of(sys.stdout)
+    first, second, third = max(map(disp_len, ["file", *files])), LABEL, LABEL + len(" 0.25")
+    width = width_of(sys.stdout)
 
-    def row(file: str, label: str, rest: str) -> str:
-        nonlocal second
+    def row(file: str, label: str, share: str, others: Sequence[str]) -> str:
+        nonlocal first, second, third
         second = max(second, disp_len(label))
-        return f"{pad(file, first)}   {pad(label, second)}   {rest}"
+        third = max([third, *map(disp_len, others[:1])])
+        rest = f"   {pad(label, second)}   {share:<11}"
+        first = min(first, max(FILE, width - disp_len(rest) - 3 - third))
+        line = pad(end_of(file), first) + rest
+        for other in others:
+            if disp_len(line) + 3 + disp_len(other) > width:
+                break
+            line += f"   {other}"
+        return line.rstrip()
+
+    def end_of(file: str) -> str:
+        while disp_len(file) > first:
+            file = f"...{file[4:]}"
+        return file
 
     def pad(text: str, columns: int) -> str:
         return text + " " * (columns - disp_len(text))
 
-    yield row("file", "label", "probability   next")
+    yield row("file", "label", "probability", ["next"])
     for each in answers:
         file = printable(each["file"])
         if "error" in each:
-            yield f"{pad(file, first)}   {each['error']}"
+            head = f"{pad(end_of(file), first)}   "
+            yield "\n".join(wrapped(each["error"], head, " " * disp_len(head), width))
             continue
-        line = row(file, printable(each["label"]), f"{each['probability']:<11.2f}")
-        for name, share in list(each["probabilities"].items())[1:]:
-            longer = f"{line}   {printable(name)} {share:.2f}"
-            if disp_len(longer) > width:
-                break
-            line = longer
-        yield line.rstrip()
+        names = [f"{printable(name)} {share:.2f}" for name, share in each["probabilities"].items()]
+        yield row(file, printable(each["label"]), f"{each['probability']:.2f}", names[1:])
 
 
 def answer(flags: Predict) -> Iterator[dict[str, Any]]:
