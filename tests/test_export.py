@@ -1,6 +1,7 @@
 """Each form gives the model's logits, also where this package is not installed."""
 
 import dataclasses
+import io
 import json
 import re
 import shutil
@@ -270,6 +271,16 @@ def test_a_net_that_is_random_is_told_apart_from_a_format_that_fails(
         "; not written, the net's forward has to give the same each time (code 1)\n"
     )
     assert not (tmp_path / "out").exists()
+
+
+def test_on_a_terminal_a_line_says_what_is_written_as_long_as_it_takes(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = io.StringIO()
+    monkeypatch.setattr(shown, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stderr", shown)
+    write(run, "safetensors", out=tmp_path / "out")
+    assert shown.getvalue() == "writing and checking model.safetensors ...\r\x1b[K"
 
 
 def test_onnx_without_its_packages_says_what_to_install(

@@ -24,7 +24,7 @@ from ddp_mnist import __version__
 from ddp_mnist.config import wrong_on_purpose
 from ddp_mnist.errors import CheckFailed, CheckpointError, UsageError, printable, reason
 from ddp_mnist.run import folder, weights
-from ddp_mnist.run.console import Console
+from ddp_mnist.run.console import Console, passing
 from ddp_mnist.run.weights import Trained
 from ddp_mnist.verbs.flags import EXPORTS, Export
 from ddp_mnist.verbs.render import render
@@ -51,7 +51,7 @@ def run(flags: Export) -> None:
     contents, failed = {ABOUT: folder.to_json(about).encode()}, []
     for name in flags.format:
         file, (write, read) = EXPORTS[name], CONVERTERS[name]
-        with quiet():
+        with passing(f"writing and checking {file} ..."), quiet():
             content = written(write, name, trained)
             apart, limit = largest_difference(trained, read(content))
         if apart <= limit:
