@@ -89,6 +89,7 @@ def test_the_figures_are_those_of_summary_json(folder: Path) -> None:
     cells = re.findall(r'<th scope="row">\d</th>\s*((?:<td class="[cz].*?</td>\s*)+)', page)
     assert [re.findall(r">([\d,]+)</td>", row) for row in cells] == rows
     assert "2 on CPU, precision no" in words(path)
+    assert "By rank" in words(path)
     for rank in summary["ranks"]:
         assert f"{rank['images_per_second']:,.0f}" in page
 
@@ -158,6 +159,10 @@ def test_curves_are_drawn_from_metrics_jsonl(folder: Path) -> None:
     assert np.asarray(line.get_ydata()).tolist() == [each["loss"] for each in logged]
     assert plots.draw("accuracy", {"one epoch": lines[:16]})
     assert plots.draw("val_accuracy", {"one epoch": lines[:16]}) is None  # a point is no curve
+    for points, marker in ((plots.DOTS, "o"), (plots.DOTS + 1, "")):  # more would hide the line
+        figure = plots.draw("val_f1", {"a": [{"step": n, "val_f1": n / 99} for n in range(points)]})
+        assert figure
+        assert figure.axes[0].get_lines()[0].get_marker() == marker
     scored = plots.draw("val_f1", {"a": [{"step": n, "val_f1": n / 9} for n in range(3)]})
     assert scored
     assert scored.axes[0].get_title(loc="left") == "Validation f1"
@@ -346,6 +351,7 @@ def test_what_train_and_validation_say_together(
     ]
     config = {"recipe": {"model": "cnn", "augment": False, "weights": None} | recipe}
     summary: dict[str, Any] = {"val_accuracy": validated, "test_accuracy": 0.3}
+    summary |= {"dataset": {"val_rows": 200}, "test_count": 200}
     run = report.ReportedRun("a", config, metrics, summary, {})
     sentence = report.said_together(run)
     assert f"{trained:.4f} of the training images" in sentence
@@ -377,6 +383,7 @@ def test_the_page_in_chromium(folder: Path, tmp_path: Path) -> None:
     """Tables scroll within themselves; the page as a whole is not wider than a phone."""
     run = folder / "second"
     [path] = write(run, out=str(tmp_path / "report.html"))
+    assert "By rank" not in words(path)  # it has one
     assert path.stat().st_size < 1.5e6
     page, accuracy = chromium(path, "--dump-dom"), summary_of(run)["test_accuracy"]
     assert figures(page)["second", "test_accuracy"] == (str(accuracy), f"{accuracy:.4f}")

@@ -39,6 +39,7 @@ STYLE: Any = {
     "text.parse_math": False,  # a run's name may hold dollars
 }
 LEGEND_COLUMNS = 3
+DOTS = 40  # of a line at most: more would touch each other and hide it
 
 
 def title(key: str, losses: str = "") -> str:
@@ -67,9 +68,9 @@ def draw(key: str, runs: Mapping[str, Sequence[dict[str, Any]]], losses: str = "
         axes = figure.add_subplot(title=title(key, losses), xlabel="optimizer step")
         for name, line in points.items():  # an empty one too: a run has one colour in all curves
             steps, values = [step for step, _ in line], [value for _, value in line]
-            marker = "o" if key.startswith("val_") or len(line) == 1 else ""  # one value alone
+            few = len(line) <= (DOTS if key.startswith("val_") else 1)  # one value alone is a dot
             # matplotlib leaves out names that begin with _, but not behind a space of no width
-            axes.plot(steps, values, marker=marker, label=f"\u200b{name}")
+            axes.plot(steps, values, marker="o" if few else "", label=f"\u200b{name}")
         if legend_rows:
             figure.legend(loc="outside lower left", ncols=LEGEND_COLUMNS)
     return figure
