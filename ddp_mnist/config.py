@@ -180,7 +180,8 @@ class Recipe(Flags):
 
     preset: str = flag(
         "fast",
-        "fast: 300 steps or more; accurate: 4,000 or more of a deeper net. Flags override it.",
+        "fast: short, longer on pictures; accurate: cnn_deep for long, on all images."
+        " Flags override it.",
         choices=tuple(PRESETS),
     )
     model: str | None = flag(

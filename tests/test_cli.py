@@ -59,6 +59,7 @@ def test_help_of_train_shows_each_flag_with_its_sentence(typed: Typed) -> None:
     ours = "cnn, cnn_deep, mlp, cnn_bn"
     own = "torchvision:NAME, or your own MODULE:NAME [cnn; pictures: cnn_deep]."
     assert f"--model TEXT {ours}, {own}" in shown
+    assert "accurate} fast: short, longer on pictures; accurate: cnn_deep for long, on" in shown
     assert "--augment, --no-augment Mirror, crop and colour pictures [yes]; rotate," in shown
 
 
