@@ -92,14 +92,17 @@ tell(one_line(CheckFailed("--run-dir runs/a: holds a run; add --resume runs/a to
 """
 
 
-NARROW = """
+READING = "reading    photos, decoded once into /home/me/cache: 500 images of 86x86 take 11 MB"
+NARROW = f"""
+from ddp_mnist.run.console import Console
 from ddp_mnist.run.results import passed
+Console(True).note({READING!r})
 print(passed("training", "took all epochs of --epochs 20 and is done with them"))
 """
 
 
-def test_on_a_terminal_a_status_has_its_colour_and_an_error_breaks_between_words(
-    tmp_path: Path,
+def test_on_a_terminal_a_status_has_its_colour_and_lines_break_between_words(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shown = on_terminal("-c", COLOURED, folder=tmp_path, columns=63)[1]
     assert "checking data ..." in shown
@@ -113,12 +116,19 @@ def test_on_a_terminal_a_status_has_its_colour_and_an_error_breaks_between_words
     ]
     narrow = left_on_screen(on_terminal("-c", NARROW, folder=tmp_path, columns=50)[1])
     assert max(map(len, narrow)) <= 50
-    assert narrow[1:3] == [" " * 21 + "--epochs 20 and is done with", " " * 21 + "them"]
+    assert narrow[:3] == [
+        "reading    photos, decoded once into",
+        " " * 11 + "/home/me/cache: 500 images of 86x86",
+        " " * 11 + "take 11 MB",
+    ]
+    assert narrow[4:6] == [" " * 21 + "--epochs 20 and is done with", " " * 21 + "them"]
     for variables in ({"NO_COLOR": "1"}, {"TERM": "dumb"}):
         plain = on_terminal("-c", COLOURED, folder=tmp_path, variables=variables)[1]
         assert "WARN  data           cannot be reached\n" in plain
         assert "\x1b[1" not in plain
         assert ("checking" in plain) == ("NO_COLOR" in variables)
+    Console(True).note(READING)
+    assert capsys.readouterr().out == f"{READING}\n"  # in a file or a pipe it is one line
     piped = python("-c", COLOURED, folder=tmp_path)
     assert "checking" not in piped.out and "\x1b" not in piped.out
     assert piped.err.count("\n") == 1

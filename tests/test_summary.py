@@ -158,12 +158,20 @@ def test_where_most_images_are_held_out_the_hint_names_the_flag() -> None:
     )
 
 
-def test_epoch_line() -> None:
+def test_epoch_line(monkeypatch: pytest.MonkeyPatch) -> None:
     means = {"loss": 0.51234, "accuracy": 0.97, "images_per_second": 12345.6}
     decided: Any = SimpleNamespace(accuracy=0.99139, scores={"f1": 0.98761})
     assert summary.epoch_line(1, 10, means, decided) == (
         "epoch  2/10  loss 0.5123  accuracy 0.9700  12,346 images/s  validation 0.9914  f1 0.9876"
     )
+    decided.scores |= {"recall": None}
+    monkeypatch.setattr(summary, "width_of", lambda *_, **__: 80)
+    assert summary.epoch_line(1, 10, means, decided).splitlines() == [
+        "epoch  2/10  loss 0.5123  accuracy 0.9700  12,346 images/s  validation 0.9914",
+        "             f1 0.9876  recall undefined",
+    ]
+    monkeypatch.setattr(summary, "width_of", lambda *_, **__: 120)
+    assert summary.epoch_line(1, 10, means, decided).endswith("0.9914  f1 0.9876  recall undefined")
     assert summary.epoch_line(0, 1, {**means, "loss": None, "accuracy": None}, None) == (
         "epoch 1/1  loss not finite  12,346 images/s"
     )

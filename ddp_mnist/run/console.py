@@ -15,6 +15,7 @@ from ddp_mnist.errors import StorageError, printable, reason
 BAR = "{bar:8} {desc}"
 SECONDS_BETWEEN = 1.0  # two lines of progress, where there is no terminal
 COLUMNS = 80  # of wrapped lines
+INDENT = " " * 11  # of what stands beside a name, as in a panel
 COLOURS = {"PASS": "32", "WARN": "33", "FAIL": "31"}  # green, yellow and red, as ECMA-48 has them
 # What a person copies: a command with its first words, a flag with its value. A line that breaks in
 # it would be two.
@@ -56,6 +57,10 @@ class Console:
                 bar = str(self._bar)
                 text = f"\r{' ' * len(bar)}\r{text}\r{bar}"
             self.verbose = write_stdout(lambda: sys.stdout.write(text), self.must_arrive)
+
+    def note(self, line: str) -> None:
+        """Print a line that begins with a name; a narrower terminal has the rest below its text."""
+        self.print(fitted(line, INDENT))
 
     def tell(self, line: str) -> None:
         """Print a line on stderr, verbose or not; the bar stays below it."""
@@ -138,6 +143,15 @@ def wrapped(text: str, first: str = "", rest: str = "", columns: int | None = No
     return [line.replace("\xa0", " ") for line in wrapper.wrap(whole)]
 
 
+def fitted(line: str, rest: str = "", stream: TextIO | None = None) -> str:
+    """Return a line that breaks between words where a terminal, stdout or `stream`, is narrower.
+
+    The terminal itself would break it in the middle of a word.
+    """
+    columns = width_of(stream or sys.stdout, elsewhere=len(line))
+    return line if len(line) <= columns else "\n".join(wrapped(line, rest=rest, columns=columns))
+
+
 def as_json(content: Any, indent: int | None = None, ascii_only: bool = False) -> str:
     """Return JSON whose letters, of any script, can be read; what is not printable is escaped."""
     text = json.dumps(content, indent=indent, ensure_ascii=ascii_only)
@@ -153,19 +167,14 @@ def json_line(content: dict[str, Any]) -> str:
 
 def panel(lines: dict[str, str]) -> str:
     """Return a line for each name and its text, wrapped; see `wrapped`."""
-    each = (wrapped(text, f"{name:<10} ", " " * 11) for name, text in lines.items())
+    each = (wrapped(text, f"{name:<10} ", INDENT) for name, text in lines.items())
     return "\n".join(line for several in each for line in several)
 
 
 def tell(line: str, write: Callable[..., None] = print) -> None:
-    """Print a line on stderr; where that cannot be written either, the exit code has to do.
-
-    A terminal would break a long one in the middle of a word.
-    """
+    """Print a line on stderr; where that cannot be written either, the exit code has to do."""
     try:
-        if len(line) > (columns := width_of(sys.stderr, elsewhere=len(line))):
-            line = "\n".join(wrapped(line, columns=columns))
-        write(line, file=sys.stderr)
+        write(fitted(line, stream=sys.stderr), file=sys.stderr)
         sys.stderr.flush()
     except OSError:
         _discard_buffer(sys.stderr)

@@ -108,7 +108,7 @@ class Session:
                 host = self.world.store.host(rank)
                 slow = {"slow_rank": rank, "host": host, "times_median": round(times, 1)}
                 self.folder.append_metrics(progress.step, {"epoch": progress.epoch, **slow})
-                self.console.print(summary.slow_line(rank, host, times))
+                self.console.note(summary.slow_line(rank, host, times))
         if self.neighbours and (fit := self.neighbours.judge()):
             threads, has_launcher = self.neighbours.threads, self.stop.has_launcher
             self.console.print(summary.neighbours_line(fit, threads, has_launcher))

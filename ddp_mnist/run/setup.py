@@ -73,7 +73,7 @@ def open_run(
                 if world.compiler:
                     notes.append("compiling  the model, which can take minutes")
                 for note in notes:
-                    console.print(note)
+                    console.note(note)
                 run.phase("starting")
                 yield run
 
@@ -98,9 +98,9 @@ def resolve_and_load(
     if config.recipe.metrics:
         store.broadcast_from_rank0("metrics", lambda: check_scores(config.recipe.metrics))
     name, notes = store.broadcast_from_rank0(
-        "dataset", lambda: cache.choose(config.run.dataset, cache_dir, reading, console.print)
+        "dataset", lambda: cache.choose(config.run.dataset, cache_dir, reading, console.note)
     )
-    images = cache.load(name, cache_dir, reading, log=console.print)
+    images = cache.load(name, cache_dir, reading, log=console.note)
     wrong = wrong_on_purpose(config.recipe.inject)
     if unused := hardware.unused_gpus():
         notes = [*notes, f"GPUs: {unused}, so this trains on the CPU; {hardware.GPU_FIX}"]
@@ -176,7 +176,7 @@ def apply_named_weights(
         return config, lambda preparation: preparation
     if config.initial_weights:
         progress = not config.run.quiet and draws(sys.stderr)
-        pretrained.fetch(config.initial_weights, entry, console.print, progress)
+        pretrained.fetch(config.initial_weights, entry, console.note, progress)
     image_size = config.run.image_size or str(pretrained.size_of(entry))
     config = replace(config, run=replace(config.run, image_size=image_size))
     return config, partial(pretrained.prepared_for, entry, model)

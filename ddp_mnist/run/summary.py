@@ -23,7 +23,7 @@ from ddp_mnist.data.batches import ImageData
 from ddp_mnist.errors import printable
 from ddp_mnist.flags import flag_fields, flag_name
 from ddp_mnist.pretrained import find_named
-from ddp_mnist.run.console import Console, panel
+from ddp_mnist.run.console import INDENT, Console, fitted, panel, width_of, wrapped
 from ddp_mnist.run.evaluation import CROSS_ENTROPY, Metrics, packed, shown, shown_loss
 from ddp_mnist.run.folder import RunFolder
 from ddp_mnist.run.state import State
@@ -212,14 +212,19 @@ def overfit_line(accuracy: float | None, validation: Metrics | None, augment: bo
 
 
 def epoch_line(epoch: int, epochs: int, means: dict[str, Any], validation: Metrics | None) -> str:
-    """Return the line of `epoch`, counted from 0, that has ended."""
+    """Return the line of `epoch`, counted from 0, that has ended.
+
+    In a narrow terminal it goes on below, with a whole name and number.
+    """
     parts = [f"epoch {str(epoch + 1).rjust(len(str(epochs)))}/{epochs}", f"loss {loss(means)}"]
     parts += [f"accuracy {means['accuracy']:.4f}"] if means["accuracy"] is not None else []
     parts += [f"{means['images_per_second']:>6,.0f} images/s"]
     if validation:
         parts += [f"validation {validation.accuracy:.4f}"]
         parts += shown(validation.scores)
-    return "  ".join(parts)
+    whole = "  ".join(part.replace(" ", "\xa0") for part in parts)
+    rest, columns = " " * (len(parts[0]) + 2), width_of(sys.stdout, elsewhere=len(whole))
+    return "\n".join(wrapped(whole, rest=rest, columns=columns))
 
 
 def loss(line: dict[str, Any]) -> str:
@@ -325,10 +330,11 @@ def changed_since(run: str, dataset: str, summary: dict[str, Any], images: Image
 def last_lines(outcome: dict[str, Any], run: RunFolder) -> str:
     """Return the result as lines; the first says it all."""
     wrong = round((1 - outcome["test_accuracy"]) * outcome["test_count"])
-    result = (
+    result = fitted(
         f"test accuracy {outcome['test_accuracy']:.4f} on {outcome['test_count']:,} images of"
         f" {outcome['dataset']['name']} ({wrong:,} wrong),"
-        f" {shown_loss(outcome['loss_function'], outcome['test_loss'])}"
+        f" {shown_loss(outcome['loss_function'], outcome['test_loss'])}",
+        INDENT,
     )
     scores = outcome["metrics"]
     lines = {"and": ", ".join(shown(scores))} if scores else {}
