@@ -191,12 +191,19 @@ run.mkdir()
 
 # --- What is printed
 
+
+@pytest.fixture
+def free_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(benches.hardware, "load", lambda: (0.0, 2, []))
+
+
 SPEED = spread([1000.0, 1100.0]).beside("train.py, images/s")
 GOAL = "lower end at least 0.95"
 FASTER = Figure(0.97, 0.96, 0.98, 7, is_ratio=True).beside("ratio", GOAL, True)
 SLOWER = Figure(0.9, 0.8, 0.99, 7, is_ratio=True).beside("ratio", GOAL, False)
 
 
+@pytest.mark.usefixtures("free_cores")
 def test_a_line_of_bench_breaks_between_words_on_a_narrow_terminal(
     typed: Typed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -210,6 +217,23 @@ def test_a_line_of_bench_breaks_between_words_on_a_narrow_terminal(
     ]
 
 
+def test_bench_says_that_other_programs_hold_the_cores(
+    typed: Typed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(benches.BENCHES, "loop", lambda *_: [SPEED])
+    monkeypatch.setattr(benches.hardware, "load", lambda: (1.1, 2, ["other"]))
+    command = ("bench", "loop", "--dataset", "digits")
+    head, *careful, speed = typed(*command, "--processes", "4").out.splitlines()
+    assert head.startswith("loop on digits") and speed.startswith("train.py")
+    assert careful == [
+        "careful    other programs use these cores, which have room for 1 thread of 2,",
+        "           and each step waits for the slowest; end them, and repeat",
+    ]
+    monkeypatch.setattr(benches.hardware, "load", lambda: (0.4, 2, ["other"]))
+    assert len(typed(*command).out.splitlines()) == 2
+
+
+@pytest.mark.usefixtures("free_cores")
 @pytest.mark.parametrize("flags", [[], ["--check"]])
 @pytest.mark.parametrize(("result", "mark"), [(FASTER, "met"), (SLOWER, "missed")])
 def test_a_goal_stands_beside_its_figure_and_missed_fails_a_check(

@@ -82,6 +82,7 @@ def test_neighbours_line() -> None:
     more, one = (summary.neighbours_line(fit, 4, has_launcher=True) for fit in (2, 1))
     assert more.endswith("OMP_NUM_THREADS=2")
     assert one.endswith("; end them, or wait until they\n           have ended")
+    assert summary.neighbours_line(1, 2, fix="end it").endswith("for the slowest; end it")
 
 
 def test_a_run_of_hours_gets_the_flag_with_which_it_takes_one() -> None:

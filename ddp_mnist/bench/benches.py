@@ -25,6 +25,7 @@ from ddp_mnist.errors import CheckFailed, UsageError
 from ddp_mnist.run.console import Console, coloured, width_of, wrapped
 from ddp_mnist.run.folder import METRICS
 from ddp_mnist.run.results import CheckResult, describe, failure_summary
+from ddp_mnist.run.summary import neighbours_line
 from ddp_mnist.verbs.flags import Bench
 
 preload("ddp_mnist.bench.steps", "ddp_mnist.run.classification")
@@ -154,6 +155,9 @@ def run(flags: Bench) -> None:
         )
     cache.load(dataset, flags.cache_dir)  # decodes the images before anything is timed
     console.print(f"{what} on {dataset}: a warm-up and {flags.repeats} rounds of each comparison")
+    held, there, _ = hardware.load()
+    if (fit := round(there - held)) < (wanted := min(processes, there)):
+        console.print(neighbours_line(fit, wanted, fix="end them, and repeat"))
     results = BENCHES[what](replace(flags, dataset=dataset), processes)
     columns = width_of(sys.stdout, elsewhere=1000)
     width = max((len(result.name) for result in results), default=0)

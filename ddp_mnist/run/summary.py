@@ -161,14 +161,14 @@ def slow_line(rank: int, host: str, times: float) -> str:
     )
 
 
-def neighbours_line(fit: int, threads: int, has_launcher: bool = False) -> str:
+def neighbours_line(fit: int, threads: int, has_launcher: bool = False, fix: str = "") -> str:
     """Return the line that names the number of threads that the cores have room for.
 
-    Of a launcher's processes, one thread cannot be asked for: see `set_threads`.
+    Of a launcher's processes, one thread cannot be asked for: see `set_threads`. A verb that cannot
+    be resumed has its own `fix`.
     """
-    fix = f"stop it, and resume it with OMP_NUM_THREADS={fit}"
-    if has_launcher and fit == 1:
-        fix = "end them, or wait until they have ended"
+    wait = "end them, or wait until they have ended" if has_launcher and fit == 1 else ""
+    fix = fix or wait or f"stop it, and resume it with OMP_NUM_THREADS={fit}"
     return panel(
         {
             "careful": f"other programs use these cores, which have room for {count(fit, 'thread')}"
