@@ -207,7 +207,8 @@ def test_control_c_is_answered_once_on_a_machine_and_promises_only_what_a_launch
 
 def test_hints_come_once(capsys: pytest.CaptureFixture[str]) -> None:
     """On a net that knows its images by heart, on programs that take the cores, on hours."""
-    recipe = SimpleNamespace(epochs=9, augment=False, total_steps=90, batch_size=72)
+    recipe = SimpleNamespace(epochs=9, total_steps=90, batch_size=72)
+    recipe.model, recipe.weights, recipe.augment = "cnn", None, False
     config = SimpleNamespace(recipe=recipe)
     run: Any = SimpleNamespace(folder=RunFolder(), console=Console(True), config=config)
     run.overfits, run.shown = False, lambda: (0.5, "step 45/90")
@@ -221,7 +222,7 @@ def test_hints_come_once(capsys: pytest.CaptureFixture[str]) -> None:
         means = {"loss": 0.5, "accuracy": 1.0, "images_per_second": 9.0}
         Session.log_epoch(run, means, progress, far)
     said = capsys.readouterr().out
-    for hint in ("OMP_NUM_THREADS=1", "with --augment", "--epochs 3"):
+    for hint in ("OMP_NUM_THREADS=1", "--augment", "--epochs 3"):
         assert said.count(hint) == 1
     assert said.count("validation 0.5000\n") == 2
 

@@ -99,16 +99,21 @@ def test_a_net_that_has_learned_its_images_by_heart_gets_the_flag_that_helps() -
     far = SimpleNamespace(accuracy=0.5595, count=84)
     near, few = SimpleNamespace(accuracy=0.95, count=84), SimpleNamespace(accuracy=0.85, count=20)
 
-    def hint(*arguments: Any) -> str:
-        return " ".join(summary.overfit_line(*arguments).split())
+    def hint(accuracy: Any, validation: Any, **flags: Any) -> str:
+        recipe: Any = SimpleNamespace(**{"model": "cnn", "weights": None, "augment": False} | flags)
+        return " ".join(summary.overfit_line(accuracy, validation, recipe).split())
 
-    assert hint(1.0, far, False) == (
-        "hint accuracy 1.0000 and validation 0.5595: the net has learned its images by heart;"
-        " begin anew with --augment"
+    assert hint(1.0, far) == (
+        "hint accuracy 1.0000 and validation 0.5595: the net has learned its images by heart"
+        " (overfitting); to try in a new run: more images, or --augment, or --model"
+        " torchvision:resnet18 --weights DEFAULT"
     )
-    assert hint(0.98, far, True).endswith("by heart; give it more images")
+    assert hint(0.98, far, augment=True, model="torchvision:vgg11").endswith(
+        "more images, or --weights DEFAULT"
+    )
+    assert hint(0.98, far, augment=True, weights="x").endswith("to try in a new run: more images")
     for arguments in ((1.0, near), (1.0, few), (0.97, far), (None, far), (1.0, None)):
-        assert hint(*arguments, False) == ""
+        assert hint(*arguments) == ""
 
 
 def of_classes(tests: int = 0, **counts: int) -> Any:
@@ -213,6 +218,7 @@ def test_last_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert ("careful    " in summary.last_lines(changed, folder)) is is_guessed
     short = {**outcome, "test_accuracy": 0.11, "steps": 99}
     assert "than guessing; use more --epochs\n" in summary.last_lines(short, folder)
+    assert "than guessing; see the hint above\n" in summary.last_lines(short, folder, True)
 
 
 @pytest.mark.parametrize(

@@ -137,7 +137,7 @@ class Session:
         every = -(-recipe.epochs // EPOCH_LINES)
         if progress.epoch % every == 0 or progress.epoch == recipe.epochs or progress.stopped_by:
             self.console.print(summary.epoch_line(epoch, recipe.epochs, means, validation))
-        hint = summary.overfit_line(means["accuracy"], validation, recipe.augment)
+        hint = summary.overfit_line(means["accuracy"], validation, recipe)
         if hint and not self.overfits:
             self.overfits = True
             self.console.print(hint)
@@ -221,5 +221,5 @@ class Session:
         times = accelerator.gather(torch.tensor([mine], device=accelerator.device)).tolist()
         outcome = summary.summarise(self.config, self.world, images, state, test, times)
         self.folder.write_json(SUMMARY, outcome)
-        self.console.print(summary.last_lines(outcome, self.folder))
+        self.console.print(summary.last_lines(outcome, self.folder, self.overfits))
         return outcome

@@ -18,7 +18,7 @@ from ddp_mnist.augment import changes
 from ddp_mnist.cluster import hardware
 from ddp_mnist.cluster.store import name_of
 from ddp_mnist.cluster.world import World
-from ddp_mnist.config import ResolvedConfig, wrong_on_purpose
+from ddp_mnist.config import ResolvedConfig, ResolvedRecipe, wrong_on_purpose
 from ddp_mnist.data.batches import ImageData
 from ddp_mnist.errors import printable
 from ddp_mnist.flags import flag_fields, flag_name
@@ -196,17 +196,25 @@ def overfits(trained: float, other: float, images: int) -> bool:
     return trained - other >= max(TOO_FAR, 2 * error)
 
 
-def overfit_line(accuracy: float | None, validation: Metrics | None, augment: bool) -> str:
+def overfitting(model: str, weights: str | None, augment: bool) -> tuple[str, list[str]]:
+    """Return what it is, in words, and what may help a run with these flags."""
+    fixes = ["more images"] + ["--augment"] * (not augment)
+    net = "" if model.startswith("torchvision:") else "--model torchvision:resnet18 "
+    fixes += [f"{net}--weights DEFAULT"] * (not weights)
+    return "the net has learned its images by heart (overfitting)", fixes
+
+
+def overfit_line(accuracy: float | None, validation: Metrics | None, recipe: ResolvedRecipe) -> str:
     """Return a line that says what helps if the net knows its images and not others, else ""."""
     if accuracy is None or validation is None:
         return ""
     if accuracy < BY_HEART or not overfits(accuracy, validation.accuracy, validation.count):
         return ""
-    helps = "give it more images" if augment else "begin anew with --augment"
+    what, fixes = overfitting(recipe.model, recipe.weights, recipe.augment)
     return panel(
         {
-            "hint": f"accuracy {accuracy:.4f} and validation {validation.accuracy:.4f}: the net has"
-            f" learned its images by heart; {helps}"
+            "hint": f"accuracy {accuracy:.4f} and validation {validation.accuracy:.4f}: {what};"
+            f" to try in a new run: {', or '.join(fixes)}"
         }
     )
 
@@ -327,8 +335,11 @@ def changed_since(run: str, dataset: str, summary: dict[str, Any], images: Image
     return f"{run}: the images of {dataset} have changed since the run ({', '.join(parts)})"
 
 
-def last_lines(outcome: dict[str, Any], run: RunFolder) -> str:
-    """Return the result as lines; the first says it all."""
+def last_lines(outcome: dict[str, Any], run: RunFolder, overfitted: bool = False) -> str:
+    """Return the result as lines; the first says it all.
+
+    What helps an `overfitted` net was told while it was trained.
+    """
     wrong = round((1 - outcome["test_accuracy"]) * outcome["test_count"])
     result = fitted(
         f"test accuracy {outcome['test_accuracy']:.4f} on {outcome['test_count']:,} images of"
@@ -346,7 +357,8 @@ def last_lines(outcome: dict[str, Any], run: RunFolder) -> str:
     guessed = max(outcome["images_per_class"]["test"]) / outcome["test_count"]  # the largest class
     if outcome["test_accuracy"] < guessed + 0.1 * (1 - guessed):
         fix = "more --epochs" if outcome["steps"] < 100 else "a lower --lr, or more --epochs"
-        lines["careful"] = f"that is hardly better than guessing; use {fix}"
+        fix = "see the hint above" if overfitted else f"use {fix}"
+        lines["careful"] = f"that is hardly better than guessing; {fix}"
     see = f"see        {program()} report {run.path}"  # a command is not wrapped, however long
     return "\n".join([result, panel(lines), see, *wrong_on_purpose(outcome["inject"])])
 

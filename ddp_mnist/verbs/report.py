@@ -29,7 +29,7 @@ from ddp_mnist.errors import CheckpointError, DataError, DdpMnistError, printabl
 from ddp_mnist.run import folder, weights
 from ddp_mnist.run.console import Console, warn
 from ddp_mnist.run.evaluation import CROSS_ENTROPY, MANY_CLASSES, most_confused, unpacked
-from ddp_mnist.run.summary import changed_since, overfits
+from ddp_mnist.run.summary import changed_since, overfits, overfitting
 from ddp_mnist.verbs import plots
 from ddp_mnist.verbs.flags import Report
 from ddp_mnist.verbs.render import render
@@ -203,10 +203,7 @@ def said_together(run: ReportedRun) -> str:
     if other is None:
         split, other, images = "test", run.summary["test_accuracy"], run.summary["test_count"]
     if overfits(trained, other, images):
-        what = "the net learned its images by heart (overfitting)"
-        tries = ["more images"] + ["--augment"] * (not recipe["augment"])
-        net = "" if recipe["model"].startswith("torchvision:") else "--model torchvision:resnet18 "
-        tries += [f"{net}--weights DEFAULT"] * (not recipe["weights"])
+        what, tries = overfitting(recipe["model"], recipe["weights"], recipe["augment"])
     elif max(trained, other) < LEARNED:
         what = "the net has not learned its images yet (underfitting)"
         tries = ["more --epochs", "a larger --image-size", "another --model"]
