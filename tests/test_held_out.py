@@ -178,6 +178,22 @@ def test_classes_without_a_test_image_are_named() -> None:
     assert tables._untested(["a"], labels[:2], keys[:2], np.array([1])) == []
 
 
+def test_the_plan_and_prepare_warn_of_a_class_without_a_test_image(
+    photos: Path, typed: Typed
+) -> None:
+    (photos / "rare").mkdir()
+    noise(99).save(photos / "rare" / "99.png")
+    folder = ("--dataset", photos, "--test-size", TEST_SIZE, "--cache-dir", photos.parent / "cache")
+    warning = (
+        'the test has no image of "rare": add images, as the only one of a class stays in train'
+    )
+    assert warning in typed("prepare", *folder).out.splitlines()
+    plan = typed("train", *folder, "--model", "mlp", "--dry-run").out
+    lines = {each[:10].strip(): " ".join(each[11:].split()) for each in re.split(r"\n(?=\w)", plan)}
+    assert lines["careful"] == warning
+    assert "were held out for testing" in lines["source"] and warning not in lines["source"]
+
+
 @pytest.mark.parametrize(("asked", "rows"), [(20, 100), (8, 40), (10, 60), (25, 100), (100, 1000)])
 def test_the_share_stays_while_a_folder_grows_a_little(asked: int, rows: int) -> None:
     share = share_of(asked, rows)

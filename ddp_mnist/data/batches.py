@@ -37,6 +37,7 @@ class ImageData:
     train_keys: np.ndarray  # uint64 [N], a hash of each image's pixels, see held_out.py
     test_keys: np.ndarray
     test_drawn: bool = False  # from train: it has no test split of its own, and may grow
+    careful: list[str] = field(default_factory=list)  # what may spoil a result, one sentence each
     warnings: list[str] = field(default_factory=list)  # what happened while it was opened
     val_rows: np.ndarray = field(default_factory=lambda: np.arange(0))  # of train, held out
 

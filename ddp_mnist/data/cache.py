@@ -207,6 +207,7 @@ def _build(path: Path, source: Source, log: Log) -> None:
             "fingerprint": fingerprint,
             "outside": source.outside(decoded.files),
             "test_drawn": decoded.test_drawn,
+            "careful": decoded.careful,
         }
         about = json.loads(json.dumps(about))  # tuples become lists, as when it is read back
         about["checksum"] = _crc32(arrays, about)

@@ -63,6 +63,7 @@ class Decoded:
     keys: dict[str, np.ndarray] = field(default_factory=dict)  # uint64 [N] per split: held_out.py
     files: list[str] = field(default_factory=list)  # that a table names and does not hold
     test_drawn: bool = False  # from train, as there was no test split
+    careful: list[str] = field(default_factory=list)  # what may spoil a result, one sentence each
 
     def preparation(self) -> Preparation:
         """Return the preparation of these images, by facts of the data and not by a name."""

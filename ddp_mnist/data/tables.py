@@ -321,16 +321,16 @@ def _hold_out_test(decoded: Decoded, reading: Reading, reserve: Reserve) -> Deco
         notes=[
             f"{len(held):,} of {len(keys):,} images were held out for testing, chosen by a hash of"
             " their pixels, so each stays there as the folder grows",
-            *_untested(decoded.classes, labels, keys, held),
             *decoded.notes,
         ],
+        careful=_untested(decoded.classes, labels, keys, held),
     )
 
 
 def _untested(
     classes: list[str], labels: np.ndarray, keys: np.ndarray, held: np.ndarray
 ) -> list[str]:
-    """Return notes that name the classes without a test image, if any."""
+    """Return sentences that name the classes without a test image, if any."""
     without = set(range(len(classes))).difference(labels[held].tolist())
     alone = {label for label in without if len(np.unique(keys[labels == label])) < 2}
     notes = []

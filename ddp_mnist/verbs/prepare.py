@@ -10,9 +10,9 @@ def run(flags: Prepare) -> None:
     """Fill the cache; print what is in it."""
     console = Console(True)
     reading = Reading.of(vars(flags))
-    name, notes = cache.choose(flags.dataset, flags.cache_dir, reading, console.print)
-    images = cache.prepare(name, flags.cache_dir, reading, refresh=flags.refresh, log=console.print)
-    for note in [*notes, *images["warnings"], *images["preparation"].notes]:
+    name, notes = cache.choose(flags.dataset, flags.cache_dir, reading, console.note)
+    images = cache.prepare(name, flags.cache_dir, reading, refresh=flags.refresh, log=console.note)
+    for note in [*notes, *images["warnings"], *images["careful"], *images["preparation"].notes]:
         console.print(note)
     train, test, classes = map(len, (images[f] for f in ("train_labels", "test_labels", "classes")))
     console.print(
