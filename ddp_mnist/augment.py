@@ -54,15 +54,15 @@ def _rotations(u: Tensor, aspect: float) -> Tensor:
     return torch.stack([rows_x, rows_y], dim=1)
 
 
-def changes(preparation: Preparation, augmented: bool) -> str:
+def changes(preparation: Preparation, augmented: bool) -> tuple[str, str]:
     """Describe the images, and how augmentation changes them."""
-    kind = "strokes on black" if preparation.bright_on_black else "pictures"
-    if not augmented:
-        return f"{kind}: not augmented"
     if preparation.bright_on_black:
-        return f"{kind}: rotated, scaled, shifted"
-    how = "cropped, coloured" if preparation.characters else "mirrored, cropped, coloured"
-    return f"{kind}{' of characters' * preparation.characters}: {how}"
+        kind, how = "images of strokes on black", "rotated, scaled, shifted"
+    elif preparation.characters:
+        kind, how = "pictures of characters", "cropped, coloured"
+    else:
+        kind, how = "pictures", "mirrored, cropped, coloured"
+    return kind, how if augmented else "not augmented"
 
 
 def _crops(u: Tensor, strength: float, mirrored: bool) -> Tensor:

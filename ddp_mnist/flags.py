@@ -74,6 +74,13 @@ def flag_name(field: dataclasses.Field[Any] | str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def typed_flag(name: str, value: Any) -> str:
+    """Return a flag with its value as it is typed, e.g. --epochs 3 or --no-augment."""
+    if isinstance(value, bool):
+        return flag_name(name) if value else f"--no-{flag_name(name)[2:]}"
+    return f"{flag_name(name)} {','.join(value) if isinstance(value, tuple) else value}"
+
+
 def kind_of(field: dataclasses.Field[Any]) -> str:
     """Return e.g. "int" for `int` and for `int | None`."""
     kind: Any = field.type

@@ -126,15 +126,15 @@ def test_pictures_of_characters_are_not_mirrored() -> None:
 @pytest.mark.parametrize(
     ("preparation", "augmented", "words"),
     [
-        (GREY, True, "strokes on black: rotated, scaled, shifted"),
-        (GREY, False, "strokes on black: not augmented"),
-        (COLOUR, True, "pictures: mirrored, cropped, coloured"),
-        (CHARACTERS, True, "pictures of characters: cropped, coloured"),
-        (CHARACTERS, False, "pictures: not augmented"),
+        (GREY, True, ("images of strokes on black", "rotated, scaled, shifted")),
+        (GREY, False, ("images of strokes on black", "not augmented")),
+        (COLOUR, True, ("pictures", "mirrored, cropped, coloured")),
+        (CHARACTERS, True, ("pictures of characters", "cropped, coloured")),
+        (CHARACTERS, False, ("pictures of characters", "not augmented")),
     ],
 )
 def test_it_says_what_the_images_are_and_what_happens_to_them(
-    preparation: Preparation, augmented: bool, words: str
+    preparation: Preparation, augmented: bool, words: tuple[str, str]
 ) -> None:
     assert changes(preparation, augmented) == words
 

@@ -8,7 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-from ddp_mnist.config import Distribution, Recipe, ResolvedConfig, Run, resolve_recipe
+from ddp_mnist.config import (
+    Distribution,
+    Recipe,
+    ResolvedConfig,
+    Run,
+    TrainConfig,
+    resolve_recipe,
+)
+from ddp_mnist.data.preparation import Preparation
 from ddp_mnist.run import summary
 from ddp_mnist.run.folder import RunFolder
 from ddp_mnist.run.versions import code_digest, git_commit, package_versions
@@ -114,6 +122,31 @@ def test_a_net_that_has_learned_its_images_by_heart_gets_the_flag_that_helps() -
     assert hint(0.98, far, augment=True, weights="x").endswith("to try in a new run: more images")
     for arguments in ((1.0, near), (1.0, few), (0.97, far), (None, far), (1.0, None)):
         assert hint(*arguments) == ""
+
+
+def test_the_plan_says_for_what_the_recipe_was_chosen_and_which_flags_were_typed() -> None:
+    made = Preparation((3, 8, 8), (0.5,) * 3, (0.2,) * 3, [], False, False)
+    photos: Any = SimpleNamespace(preparation=made, classes=["a", "b"])
+    photos.train_labels, photos.val_rows = range(408), range(81)
+
+    def said(goes_on: bool = False, **typed: Any) -> str:
+        config = TrainConfig.of(typed)
+        recipe = resolve_recipe(config.recipe, 408, 1, 81, pictures=True)
+        groups = (config.run, config.distribution, config.typed, goes_on)
+        return summary.recipe_line(ResolvedConfig(*groups, recipe=recipe), photos)
+
+    assert said(preset="fast") == (
+        "fast, chosen for 327 pictures: muon, learning rate up to 0.02 in the first 10% of the"
+        " steps, mirrored, cropped, coloured, label smoothing 0.1 (the training loss levels off"
+        " near 0.2)"
+    )
+    typed = said(epochs=2, lr=0.01, augment=False, seed=1, metrics=["f1", "recall"])
+    assert typed.startswith("fast, chosen for 327 pictures: muon, learning rate up to 0.01 in")
+    typed_flags = "--epochs 2, --lr 0.01, --no-augment, --metrics f1,recall"
+    assert "steps, not augmented, label smoothing 0.1 (the" in typed
+    assert typed.endswith(f"near 0.2); typed: {typed_flags}")
+    on = said(goes_on=True, epochs=9)
+    assert on.startswith("fast, kept for 327 pictures: ") and on.endswith("; typed: --epochs 9")
 
 
 def of_classes(tests: int = 0, **counts: int) -> Any:

@@ -16,7 +16,7 @@ from ddp_mnist.data import cache
 from ddp_mnist.data.reading import Reading
 from ddp_mnist.data.sources import from_anywhere
 from ddp_mnist.errors import CheckpointError, UsageError, reason
-from ddp_mnist.flags import OnResume, flag_name, flag_values
+from ddp_mnist.flags import OnResume, flag_name, flag_values, typed_flag
 from ddp_mnist.run import checkpoint
 from ddp_mnist.run.folder import (
     CONFIG,
@@ -228,10 +228,8 @@ def changes(content: dict[str, Any], now: dict[str, Any], where: str) -> list[st
 def _refuse_change(name: str, value: Any, saved: Any, where: str) -> None:
     """Raise CheckpointError if the flag, given by its field's name, has another value now."""
     if value != saved:
-        flag = flag_name(name)
-        no_flag = f"--no-{flag[2:]}"
-        typed = no_flag if value is False else flag if value is True else f"{flag} {value}"
         made = "without it" if saved is None else f"with {saved}"
         raise CheckpointError(
-            f"{typed}: {where} was made {made}; leave it as it was, or begin another run"
+            f"{typed_flag(name, value)}: {where} was made {made}; leave it as it was, or begin"
+            " another run"
         )

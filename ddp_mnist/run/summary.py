@@ -21,7 +21,7 @@ from ddp_mnist.cluster.world import World
 from ddp_mnist.config import ResolvedConfig, ResolvedRecipe, wrong_on_purpose
 from ddp_mnist.data.batches import ImageData
 from ddp_mnist.errors import printable
-from ddp_mnist.flags import flag_fields, flag_name
+from ddp_mnist.flags import flag_fields, flag_name, typed_flag
 from ddp_mnist.pretrained import find_named
 from ddp_mnist.run.console import INDENT, Console, fitted, panel, width_of, wrapped
 from ddp_mnist.run.evaluation import CROSS_ENTROPY, Metrics, packed, shown, shown_loss
@@ -65,16 +65,11 @@ def plan(config: ResolvedConfig, world: World, images: ImageData, folder: Path |
     left_out = train_rows - steps * recipe.batch_size
     share = recipe.batch_size // size // recipe.grad_accum
     parts = f" x {recipe.grad_accum} parts" if recipe.grad_accum > 1 else ""
-    smoothing, classes = recipe.label_smoothing, len(images.classes)
-    least = torch.special.entr((1 - smoothing) * torch.eye(classes)[0] + smoothing / classes).sum()
-    smoothed = f", label smoothing {smoothing:g} (the training loss levels off near {least:.2g})"
-    loss = f", loss {recipe.loss}" if recipe.loss else smoothed if smoothing else ""
-    weighted = ", rare classes count more" if recipe.class_weights == "balanced" else ""
     unused = f"{count(left_out, 'image')} {'is' if left_out == 1 else 'are'} left out"
     rest = f"; {unused}, others in each epoch" if left_out else ""
     lines = {
         "data": f"{images.name}: {train_rows:,} train, {val_rows:,} validation,"
-        f" {len(images.test_labels):,} test images, {classes} classes",
+        f" {len(images.test_labels):,} test images, {len(images.classes)} classes",
         "source": "; ".join([printable(images.source), *images.preparation.notes]),
         **by_class(images, recipe.class_weights),
         **({"careful": "; ".join(map(printable, images.careful))} if images.careful else {}),
@@ -82,12 +77,34 @@ def plan(config: ResolvedConfig, world: World, images: ImageData, folder: Path |
         "batch": f"{recipe.batch_size} images a step = {count(size, 'process')}{parts} x {share}",
         "steps": f"{recipe.total_steps:,} = {count(recipe.epochs, 'epoch')} x {steps:,}{rest}",
         "model": f"{recipe.model}, seed {config.run.seed}",
-        "recipe": f"{recipe.preset}: {recipe.optimizer}, learning rate up to {recipe.lr:g}"
-        f" in the first {recipe.warmup:.0%} of the steps,"
-        f" {changes(images.preparation, recipe.augment)}{loss}{weighted}",
+        "recipe": recipe_line(config, images),
         "writes": str(folder) if folder else "nothing but the cache of images (--dry-run)",
     }
-    return "\n".join([*images.warnings, panel(lines)])
+    return "\n".join([*map(fitted, images.warnings), panel(lines)])
+
+
+def recipe_line(config: ResolvedConfig, images: ImageData) -> str:
+    """Return how the images are trained on, for which it was chosen, and the flags that were typed.
+
+    A run that goes on keeps what it began with, but for these flags.
+    """
+    recipe, classes = config.recipe, len(images.classes)
+    kind, changed = changes(images.preparation, recipe.augment)
+    smoothing = recipe.label_smoothing
+    least = torch.special.entr((1 - smoothing) * torch.eye(classes)[0] + smoothing / classes).sum()
+    smoothed = f"label smoothing {smoothing:g} (the training loss levels off near {least:.2g})"
+    parts = [
+        f"{recipe.optimizer}, learning rate up to {recipe.lr:g} in the first {recipe.warmup:.0%} of"
+        " the steps",
+        changed,
+        *([f"loss {recipe.loss}"] if recipe.loss else [smoothed] * (smoothing > 0)),
+        *["rare classes count more"] * (recipe.class_weights == "balanced"),
+    ]
+    rows = len(images.train_labels) - len(images.val_rows)
+    chosen = f"{recipe.preset}, {'kept' if config.goes_on else 'chosen'} for {rows:,} {kind}"
+    names = [field.name for field in flag_fields(recipe) if field.name in config.typed - {"preset"}]
+    typed = ", ".join(printable(typed_flag(name, getattr(recipe, name))) for name in names)
+    return f"{chosen}: {', '.join(parts)}" + (f"; typed: {typed}" if typed else "")
 
 
 def by_class(images: ImageData, class_weights: str = "none") -> dict[str, str]:
