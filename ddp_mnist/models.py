@@ -81,6 +81,8 @@ class CNN(nn.Module):
     row and column. Larger images get further blocks; whatever their size, the head sees 3x3.
     """
 
+    norm: Callable[[int], nn.Module] = staticmethod(group_norm)
+
     def __init__(self, classes: int = 10, shape: Shape = MNIST) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(shape[0], 32, 6, stride=2)
@@ -94,9 +96,6 @@ class CNN(nn.Module):
         x = F.relu(self.norm1(F.max_pool2d(self.conv1(x), 2)))
         x = F.relu(self.norm2(F.max_pool2d(self.conv2(x), 2)))
         return self.head(three_by_three(self.deeper(x)).flatten(1))
-
-    def norm(self, channels: int) -> nn.Module:
-        return group_norm(channels)
 
 
 class CNNDeep(nn.Module):
@@ -145,8 +144,7 @@ class CNNBatchNorm(CNN):
     So N processes do not train as one does, unless --sync-bn makes the statistics global.
     """
 
-    def norm(self, channels: int) -> nn.Module:
-        return nn.BatchNorm2d(channels)
+    norm = nn.BatchNorm2d
 
 
 MODELS: dict[str, Callable[[int, Shape], nn.Module]] = {
