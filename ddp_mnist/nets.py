@@ -62,11 +62,6 @@ def factory_of(name: str) -> Factory:
     return own_code.find("--model", name)
 
 
-def code_digest(name: str) -> str:
-    """Return the SHA-256 of the file that a user's net is written in; "" for any other."""
-    return "" if is_known(name) else own_code.digest("--model", name)
-
-
 def memory_format_of(name: str) -> torch.memory_format:
     """Return the order of a net's weights and maps in memory: channels last, which is faster.
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ddp_mnist.errors import UsageError, reason
+from ddp_mnist.errors import CheckpointError, UsageError, reason
 
 SOURCES: dict[str, str] = {}  # by module what its file held when this run imported it
 # Where the lines of a traceback are not the person's: in this package, Python's own, and PyTorch.
@@ -49,6 +49,19 @@ def digest(flag: str, name: str) -> str:
     """Return the SHA-256 of the module's source, as it was imported."""
     import_once(flag, name)
     return hashlib.sha256(SOURCES[name.partition(":")[0]].encode()).hexdigest()
+
+
+def check_unchanged(flag: str, name: str, was: str, run: str) -> None:
+    """Raise CheckpointError unless the module is here, and its digest is what it `was` in `run`."""
+    try:
+        now = digest(flag, name)
+    except UsageError as error:
+        why = str(error).partition(";")[0]
+        raise CheckpointError(f"{run}: its {why}; call this where the run was started") from error
+    if now != was:
+        raise CheckpointError(
+            f"{run}: the file of {flag} {name} was changed since; use it as it was, or train again"
+        )
 
 
 def import_once(flag: str, name: str) -> ModuleType:

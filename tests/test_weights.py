@@ -129,12 +129,14 @@ def test_a_net_that_this_code_does_not_have_is_named(content: bytes) -> None:
     del unversioned["version"]
     other = "^runs/x: holds a net of version {}, these are of version {}; use the code that trained"
     for about, message in (
-        (described(architecture="vgg"), "^runs/x: --model vgg: there is no module vgg in .*; name"),
+        (
+            described(architecture="vgg:A"),
+            "^runs/x: its --model vgg:A: there is no module vgg in .*; call this where the run was",
+        ),
         (
             described(architecture="torchvision:vg"),
             "^runs/x: --model torchvision:vg: torchvision h",
         ),
-        (described(code="0"), "^runs/x: the file of --model mlp was changed since; use it as it w"),
         (described(version=1), other.format(1, VERSION)),
         (described(version=VERSION + 1), other.format(VERSION + 1, VERSION)),
         (json.dumps(unversioned), other.format(1, VERSION)),

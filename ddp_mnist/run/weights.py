@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from ddp_mnist import own_code
 from ddp_mnist.data.preparation import Preparation
 from ddp_mnist.errors import CheckpointError, UsageError, reason
-from ddp_mnist.models import VERSION, Normalised, with_test_views
-from ddp_mnist.nets import build_net, code_digest
+from ddp_mnist.models import VERSION, Normalised, is_known, with_test_views
+from ddp_mnist.nets import build_net
 from ddp_mnist.pretrained import METADATA_KEY
 from ddp_mnist.run.console import warn
 from ddp_mnist.run.folder import MODEL, STATUS, SUMMARY, name_a_run, read_json
@@ -40,7 +40,7 @@ def to_bytes(
     about = {
         "architecture": architecture,
         "classes": classes,
-        "code": code_digest(architecture),
+        "code": "" if is_known(architecture) else own_code.digest("--model", architecture),
         "preparation": dataclasses.asdict(preparation),
         "version": VERSION,
     }
@@ -96,11 +96,8 @@ def from_bytes(content: bytes, where: str) -> Trained:
             )
         preparation = Preparation.from_dict(about["preparation"])
         own_code.begin()
-        if code_digest(name) != about["code"]:
-            raise CheckpointError(
-                f"{where}: the file of --model {name} was changed since; use it as it was, or train"
-                " again"
-            )
+        if not is_known(name):
+            own_code.check_unchanged("--model", name, about["code"], where)
         net = build_net(name, about["classes"], preparation)
         state = load(content)
         dtypes = [tensor.dtype for tensor in state.values() if tensor.is_floating_point()]

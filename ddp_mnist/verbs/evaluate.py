@@ -65,7 +65,8 @@ def evaluate_run(
         content = weights.read_bytes(run) if store.rank == 0 else b""
         config = store.broadcast_from_rank0("run", lambda: _read_config(run))
         trained = weights.from_bytes(broadcast_bytes(world.accelerator, content), run)
-        loss = _own_loss(run, config)
+        if loss := config["loss"]:
+            own_code.check_unchanged("--loss", loss, config["own_code"][f"--loss {loss}"], run)
         images = _load(flags, config, trained) if flags.dataset else _load_own(flags, config)
         store.barrier()
         rendezvous.check_same(store, {"the data's digest": images.digest})
@@ -221,24 +222,6 @@ def _check_scores(flags: Evaluate, scores: Sequence[str]) -> None:
             f"{flags.run}: its {why}; call this where the run was started, or name others, as"
             " --metrics accuracy"
         ) from error
-
-
-def _own_loss(run: str, config: dict[str, Any]) -> str | None:
-    """Return --loss of the run. Raise CheckpointError if its file is not here, or has changed."""
-    name = config["loss"]
-    if name:
-        try:
-            code = own_code.digest("--loss", name)
-        except UsageError as error:
-            why = str(error).partition(";")[0]
-            fix = "call this where the run was started"
-            raise CheckpointError(f"{run}: its {why}; {fix}") from error
-        if code != config["own_code"][f"--loss {name}"]:
-            raise CheckpointError(
-                f"{run}: the file of --loss {name} was changed since; use it as it was, or train"
-                " again"
-            )
-    return name
 
 
 # --- What a person sees
