@@ -413,11 +413,7 @@ class ResolvedConfig(TrainConfig):
 
 
 def resolve_recipe(
-    recipe: Recipe,
-    rows: int,
-    world_size: int,
-    val_rows: int | None = None,
-    pictures: bool = False,
+    recipe: Recipe, rows: int, world_size: int, val_rows: int | None = None, pictures: bool = False
 ) -> ResolvedRecipe:
     """Return the recipe with all that was left open filled in for this data and world size.
 

@@ -13,13 +13,7 @@ from typing import Any
 import numpy as np
 import PIL.Image
 
-from ddp_mnist.data.decode import (
-    SIXTEEN_BITS,
-    decode_image,
-    facts_of,
-    is_clear,
-    stored_pixels,
-)
+from ddp_mnist.data.decode import SIXTEEN_BITS, decode_image, facts_of, is_clear, stored_pixels
 from ddp_mnist.data.held_out import draw_by_share, key_of, share_of
 from ddp_mnist.data.image_files import Cell, ImageFiles, threads_for
 from ddp_mnist.data.preparation import Decoded, Reserve, Shape

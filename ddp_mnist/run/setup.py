@@ -112,11 +112,7 @@ def resolve_and_load(
     rows = len(images.train_labels)
     images = images.hold_out(config.recipe.val_size_of(rows))
     recipe = resolve_recipe(
-        config.recipe,
-        rows,
-        store.world_size,
-        len(images.val_rows),
-        images.preparation.pictures,
+        config.recipe, rows, store.world_size, len(images.val_rows), images.preparation.pictures
     )
     if config.run.profile >= recipe.steps_per_epoch > 1:
         raise UsageError(
