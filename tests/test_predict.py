@@ -451,8 +451,8 @@ def test_on_a_terminal_the_answers_are_a_table(
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     told = ("predict", run, tmp_path / "0.png", "--show", tmp_path / "seen.png")
     shown = typed(*told).out.splitlines()
-    file, *cells = shown[1].split()
-    assert cells == rows[0].split()[1 : 1 + len(cells)] and len(cells) > 3
+    file, *cells = re.split(" {2,}", shown[1])  # a name may have single spaces
+    assert cells == re.split(" {2,}", rows[0])[1 : 1 + len(cells)] and len(cells) > 2
     assert str(told[2]).endswith(file.removeprefix("...")) and len(shown[1]) <= 80
     assert shown[2:] == [f"written to {told[-1]}"]
     assert json.loads(typed(*told, "--json").out) == answers[0]
