@@ -132,7 +132,6 @@ PRESETS = {
 }
 # AdamW's peak learning rate for a net that is not ours: at 1e-2, resnet18 learns nothing.
 LR_OF_OTHERS = 1e-3
-FROM_WEIGHTS = 4  # a run on pictures that starts from --weights takes a quarter of the steps
 
 EXIT_STEP = 20  # from this step on the last rank takes no part, with --inject exit
 
@@ -428,8 +427,6 @@ def resolve_recipe(
     val_rows = val_size if val_rows is None else val_rows
     train_rows = rows - val_rows
     batch, steps = next(each for least, each in usual.batches.items() if train_rows >= least)
-    if recipe.weights and pictures:
-        steps //= FROM_WEIGHTS
     batch_size = _batch_size(recipe, train_rows, val_rows, world_size, batch)
     steps_per_epoch = train_rows // batch_size
     epochs = max(math.ceil(steps / steps_per_epoch), usual.epochs)

@@ -275,10 +275,12 @@ def test_few_pictures_take_smaller_steps_and_more_of_them(
     assert (given.batch_size, given.epochs) == (72, 1)
 
 
-def test_from_weights_pictures_take_a_quarter_of_the_steps_and_strokes_as_many() -> None:
-    for pictures, epochs in ((True, 39), (False, 75)):  # of 13 steps, and of 4
-        found = resolve_recipe(Recipe(weights="DEFAULT"), 408, 1, pictures=pictures)
-        assert found.epochs == epochs
+@pytest.mark.parametrize("pictures", [True, False])
+def test_a_run_from_weights_takes_as_many_steps_as_one_without(pictures: bool) -> None:
+    found = [
+        resolve_recipe(Recipe(weights=w), 408, 1, pictures=pictures) for w in (None, "DEFAULT")
+    ]
+    assert found[0].total_steps == found[1].total_steps == (2002 if pictures else 300)
 
 
 @pytest.mark.parametrize("typed", [None, True, False])
