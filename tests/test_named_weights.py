@@ -160,10 +160,9 @@ def test_one_of_the_processes_of_a_machine_fetches_the_file(
     assert {digest} == {each for _, each in found}
     assert all(said in ([line], []) for said, _ in found) and [line] in [said for said, _ in found]
     assert server.sent == 1
-    assert {file.name for file in torchvisions.iterdir()} == {
-        f"net-{digest[:8]}.pth",
-        f"net-{digest[:8]}.pth.lock",
-    }
+    # The lock's file stays, but on a disk without flock, where its presence is the lock.
+    left = {file.name for file in torchvisions.iterdir()}
+    assert left - {f"net-{digest[:8]}.pth.lock"} == {f"net-{digest[:8]}.pth"}
 
 
 def test_a_file_that_cannot_be_had_is_one_line_that_says_what_to_bring_where(
