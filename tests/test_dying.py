@@ -85,8 +85,8 @@ def prepare():
     before(cache, "load", "decoding")
     before(train, "settle_ddp_buckets", "first step")
     before(train, "seed_draws", "training", lambda device, what, seed, step, rank: step == 25)
-    before(Session, "phase", "validation", lambda run, name, progress: name == "validation")
-    before(Session, "phase", "test", lambda run, name, progress: name == "test")
+    before(Session, "phase", "validation", lambda run, name: name == "validation")
+    before(Session, "phase", "test", lambda run, name: name == "test")
     before(Session, "save", "saving", lambda run, state: state.progress.step >= 20)
 '''
 # Before PyTorch is imported: `host_id`, which is looked up at the meeting, asks for the name.
