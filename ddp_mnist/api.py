@@ -26,9 +26,11 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from ddp_mnist.cluster.hardware import is_forked
 from ddp_mnist.cluster.launch import find_launch
-from ddp_mnist.config import Distribution, Recipe, Run, TrainConfig, fields_of
+from ddp_mnist.config.distribution import Distribution
+from ddp_mnist.config.flags import Flags
+from ddp_mnist.config.recipe import Recipe
+from ddp_mnist.config.run import RunFlags, TrainConfig, fields_of
 from ddp_mnist.errors import UsageError, did_you_mean
-from ddp_mnist.flags import Flags
 from ddp_mnist.run.folder import SUMMARY, read_json
 from ddp_mnist.train import train as run_training
 from ddp_mnist.verbs import evaluate as evaluation
@@ -46,7 +48,7 @@ def train(**flags: Any) -> dict[str, Any]:
     file that can be imported, which is read again at each call. If `resume` names a finished run,
     return its summary.
     """
-    config = TrainConfig.of(checked(flags, Run, Recipe, Distribution))
+    config = TrainConfig.of(checked(flags, RunFlags, Recipe, Distribution))
     with process_as_found():
         summary = run_training(config, find_launch(config.distribution))
     file = Path(config.run.run_dir or config.run.resume or "") / SUMMARY
@@ -153,6 +155,6 @@ def document(function: Callable[..., Any], *groups: type[Flags]) -> None:
     function.__doc__ = "\n".join([function.__doc__ or "", "", *lines])
 
 
-document(train, Run, Recipe, Distribution)
+document(train, RunFlags, Recipe, Distribution)
 document(evaluate, Evaluate, Distribution)
 document(predict, Predict)

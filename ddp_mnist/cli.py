@@ -18,11 +18,13 @@ from typing import Any, NoReturn
 
 from ddp_mnist import __version__, errors
 from ddp_mnist.cluster.launch import Launch, die_with_parent, find_launch
-from ddp_mnist.config import Distribution, Recipe, Run, TrainConfig, fields_of
+from ddp_mnist.config.distribution import Distribution
+from ddp_mnist.config.flags import Flags, add_flags, flag_name
+from ddp_mnist.config.recipe import Recipe
+from ddp_mnist.config.run import RunFlags, TrainConfig, fields_of
 from ddp_mnist.errors import UsageError, did_you_mean
-from ddp_mnist.flags import Flags, add_flags, flag_name
 from ddp_mnist.run.console import Console, open_what_is_closed, passing, tell, write_stdout
-from ddp_mnist.tutorials import in_our_words, with_dashes
+from ddp_mnist.verbs.flag_aliases import in_our_words, with_dashes
 
 VERBS = {
     "train": "Train and validate a model, test it once, and write a run folder.",
@@ -65,7 +67,7 @@ exit codes: 0 done, 1 check failed, 2 usage or configuration, 3 data, 4 checkpoi
 143 SIGTERM or SIGUSR1"""
 FLAGS = "ddp_mnist.verbs.flags"  # of all verbs but train; it imports no torch, for --help
 MODULES = {  # of verbs whose `run` is not in ddp_mnist.verbs
-    "doctor": "ddp_mnist.doctor.checks",
+    "doctor": "ddp_mnist.doctor.verb",
     "verify": "ddp_mnist.verify.proofs",
     "bench": "ddp_mnist.bench.benches",
 }
@@ -235,7 +237,7 @@ def launch_of(flags: Distribution) -> Launch:
 
 def train_config(argv: Sequence[str]) -> TrainConfig:
     """Return the flags: what was typed, perhaps as in tutorials, over what the preset says."""
-    return TrainConfig.of(parse("train", in_our_words(argv), Run, Recipe, Distribution))
+    return TrainConfig.of(parse("train", in_our_words(argv), RunFlags, Recipe, Distribution))
 
 
 # --- Verbs with functions of their own; the last two are what the Makefile calls
@@ -269,7 +271,7 @@ def multinode(argv: list[str]) -> int:
     if flags.verb == "train":
         return run(flags, given, train_config(given).distribution.dist_timeout, meet)
     doctor_flags, distribution = parse_verb("doctor", given)
-    from ddp_mnist.doctor.checks import run_preflight
+    from ddp_mnist.doctor.verb import run_preflight
 
     check = functools.partial(run_preflight, flags=doctor_flags)
     return run(flags, given, distribution.dist_timeout, check)

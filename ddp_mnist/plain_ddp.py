@@ -18,14 +18,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddp_mnist.augment import augment, draw_table
-from ddp_mnist.config import Recipe, Run, resolve_recipe
+from ddp_mnist.config.recipe import Recipe, resolve_recipe
+from ddp_mnist.config.run import RunFlags
 from ddp_mnist.data import cache
-from ddp_mnist.data.batches import GlobalBatches, ImageData, split_images
+from ddp_mnist.data.augment import augment, augmentation_table
+from ddp_mnist.data.batches import GlobalBatchSampler, ImageData, train_val_test_split
 from ddp_mnist.errors import DdpMnistError, one_line
-from ddp_mnist.losses import make_loss
-from ddp_mnist.nets import build_net
-from ddp_mnist.optim import learning_rate, make_optimizer
+from ddp_mnist.nets.build import build_net
+from ddp_mnist.nets.losses import make_loss
+from ddp_mnist.nets.optim import make_optimizer
 
 
 def train_plain(
@@ -37,15 +38,15 @@ def train_plain(
     device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
     every = len(images.train_labels)
     images = images.hold_out(given.val_size_of(every)).to(device)
-    pictures = images.preparation.pictures
+    pictures = images.image_format.pictures
     recipe = resolve_recipe(given, every, world_size, len(images.val_rows), pictures)
-    rows, _, _ = split_images(images)
-    batches = GlobalBatches(rows, recipe.batch_size, seed)
+    rows, _, _ = train_val_test_split(images)
+    batches = GlobalBatchSampler(rows, recipe.batch_size, seed)
     share = recipe.batch_size // world_size
     mine = slice(rank * share, (rank + 1) * share)
 
     torch.manual_seed(seed)
-    net = build_net(recipe.model, images.classes, images.preparation).to(device, dtype)
+    net = build_net(recipe.model, images.classes, images.image_format).to(device, dtype)
     net = net.to(memory_format=torch.channels_last)
     model = nn.parallel.DistributedDataParallel(net, gradient_as_bucket_view=True)
     optimizer = make_optimizer(model, recipe)
@@ -57,18 +58,19 @@ def train_plain(
     model.zero_grad()
     model.train()
 
-    step, total_steps = 0, recipe.total_steps
-    clock = time.monotonic()
+    step, clock = 0, time.monotonic()
     for epoch in range(recipe.epochs):
-        batches.begin(epoch)
+        batches.start_epoch(epoch)
         if recipe.augment:
-            draws = draw_table(images.preparation, len(rows), seed, epoch, recipe.epochs).to(device)
+            draws = augmentation_table(
+                images.image_format, len(rows), seed, epoch, recipe.epochs
+            ).to(device)
         for batch in batches:
             inputs, labels, indices = rows.__getitems__(batch[mine])
             if recipe.augment:
                 inputs = augment(inputs, draws[indices])
             for group in optimizer.param_groups:
-                group["lr"] = learning_rate(step, total_steps, recipe.lr, recipe.warmup)
+                group["lr"] = recipe.learning_rate(step)
             # backward() averages the gradients over the ranks while it computes them
             mean_loss(model(inputs), labels).backward()
             optimizer.step()
@@ -105,9 +107,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     try:
-        run, recipe = Run(arguments.dataset, seed=arguments.seed), Recipe(epochs=arguments.epochs)
+        run, recipe = (
+            RunFlags(arguments.dataset, seed=arguments.seed),
+            Recipe(epochs=arguments.epochs),
+        )
         images = cache.load(run.dataset)
-        rows, pictures = len(images.train_labels), images.preparation.pictures
+        rows, pictures = len(images.train_labels), images.image_format.pictures
         resolve_recipe(recipe, rows, int(os.environ.get("WORLD_SIZE", 1)), pictures=pictures)
     except DdpMnistError as error:
         print(one_line(error), file=sys.stderr)

@@ -6,31 +6,28 @@
 An epoch of MNIST takes four to eight seconds on two cores and ends near 99.2 % test accuracy.
 """
 
-import copy
 import os
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from accelerate.utils import broadcast
 from torch import nn
 
-from ddp_mnist.augment import augment, draw_table
 from ddp_mnist.cluster.launch import Launch
-from ddp_mnist.cluster.world import World, join_world, settle_ddp_buckets
-from ddp_mnist.config import ResolvedConfig, TrainConfig
-from ddp_mnist.data.batches import GlobalBatches, ImageData, make_loader, split_images
-from ddp_mnist.faults import injected
-from ddp_mnist.losses import make_loss
-from ddp_mnist.nets import build_net, memory_format_of
-from ddp_mnist.optim import learning_rate, make_optimizer
-from ddp_mnist.run.evaluation import import_evaluate_meanwhile, prepare_split
+from ddp_mnist.cluster.world import World, join_world, warm_up_ddp
+from ddp_mnist.config.run import ResolvedConfig, TrainConfig
+from ddp_mnist.data.augment import augment, augmentation_table
+from ddp_mnist.data.batches import GlobalBatchSampler, ImageData, make_loader, train_val_test_split
+from ddp_mnist.nets.build import build_net, memory_format_of
+from ddp_mnist.nets.losses import make_loss
+from ddp_mnist.nets.optim import make_optimizer
+from ddp_mnist.run.evaluation import make_eval_loader
 from ddp_mnist.run.folder import RunFolder
 from ddp_mnist.run.meter import Meter
-from ddp_mnist.run.session import Session
-from ddp_mnist.run.setup import open_run
+from ddp_mnist.run.opening import set_up_run
 from ddp_mnist.run.state import State
+from ddp_mnist.run.training_run import TrainingRun
 from ddp_mnist.seeding import seed_draws
 
 
@@ -41,17 +38,17 @@ def train(config: TrainConfig, launch: Launch) -> dict[str, Any]:
     """
     with (
         RunFolder() as folder,  # records how the run ends
-        join_world(config.distribution, launch) as world,  # meet the other processes
-        open_run(config, world, launch, folder) as run,  # agree on settings, data and folder
+        join_world(config.distribution, launch) as world,  # init_process_group, then Accelerator()
+        set_up_run(config, world, launch, folder) as run,  # all ranks agree on settings and data
     ):
-        return fit(run, **injected(run, build_model)) if run else {}
+        return fit(run) if run else {}
 
 
 def build_model(config: ResolvedConfig, world: World, images: ImageData) -> nn.Module:
     """Return the net on its device, in the dtype of its weights, seeded alike on every rank."""
     torch.manual_seed(config.run.seed)
     name, weights = config.recipe.model, config.initial_weights
-    model: nn.Module = build_net(name, images.classes, images.preparation, weights)
+    model: nn.Module = build_net(name, images.classes, images.image_format, weights)
     if world.precision == "fp64":
         model.double()
     if config.distribution.sync_bn:
@@ -62,65 +59,54 @@ def build_model(config: ResolvedConfig, world: World, images: ImageData) -> nn.M
     return model
 
 
-def fit(
-    run: Session,
-    build: Callable[..., nn.Module] = build_model,
-    make_batches: Callable[..., GlobalBatches] = GlobalBatches,
-    learning_rate: Callable[..., float] = learning_rate,
-    prepare_split: Callable[..., Any] = prepare_split,
-) -> dict[str, Any]:
-    """Train, validate after each epoch, test once. Return the summary.
-
-    verify and doctor `build` the net themselves, to keep a reference to it. The functions are
-    arguments so that a fault of faults.py can take the place of one; nothing else passes them.
-    """
+def fit(run: TrainingRun) -> dict[str, Any]:
+    """Train, validate after each epoch, test once. Return the summary."""
     recipe, flags, seed = run.config.recipe, run.config.run, run.config.run.seed
-    accelerator, stop, preparation = run.world.accelerator, run.stop, run.images.preparation
+    accelerator, stop, image_format = run.world.accelerator, run.stop, run.images.image_format
     device = accelerator.device
     accelerator.gradient_accumulation_steps = recipe.grad_accum
 
-    # Data, on the device if there is room. Batches are global: Accelerate gives each rank its part.
-    train_rows, val_rows, test_rows = split_images(run.images.to(device))
-    batches = make_batches(train_rows, recipe.batch_size, seed, recipe.grad_accum)
-
-    # Loss, model and optimizer, equal on every rank.
-    mean_loss = make_loss(recipe, train_rows, device)
-    net = build(run.config, run.world, run.images)
-    optimizer = make_optimizer(net, recipe, accelerator.scaler)
+    # Data, on the device if there is room. Batches are global, the same ones on every rank.
+    train_rows, val_rows, test_rows = train_val_test_split(run.images.to(device))
+    batches = GlobalBatchSampler(train_rows, recipe.batch_size, seed, recipe.grad_accum)
     loader = make_loader(train_rows, batch_sampler=batches)
+
+    # Loss, model and optimizer, equal on every rank. `prepare` wraps the net in DDP, and gives each
+    # rank its part of every batch (split_batches). After a first pass DDP regroups its gradients.
+    mean_loss = make_loss(recipe, train_rows, device)
+    net = build_model(run.config, run.world, run.images)
+    optimizer = make_optimizer(net, recipe, accelerator.scaler)
     model, optimizer, loader = accelerator.prepare(net, optimizer, loader)
-    settle_ddp_buckets(accelerator, model, run.images.train_images[: batches.micro_batch_size])
-    val_loader, test_loader = (prepare_split(accelerator, rows) for rows in (val_rows, test_rows))
-    import_evaluate_meanwhile(accelerator)
+    warm_up_ddp(accelerator, model, run.images.train_images[: batches.micro_batch_size])
+    val_loader = make_eval_loader(accelerator, val_rows)
+    test_loader = make_eval_loader(accelerator, test_rows)
 
     # All that training changes: new, or as a checkpoint left it.
     state = State(net, optimizer, accelerator.scaler, run.world.started)
-    progress = run.restore(state)
-    run.save_when_stopped(state)
-    meter = Meter(accelerator, progress, recipe, net)
+    progress = run.begin(state)
+    meter = Meter(accelerator, progress, recipe, net)  # its hooks time the net's forward passes
 
-    # Train.
     while progress.epoch < recipe.epochs and not progress.stopped_by:
-        epoch, first_step = progress.epoch, progress.epoch * batches.steps_per_epoch
+        epoch, steps_before = progress.epoch, progress.epoch * recipe.steps_per_epoch
         run.phase("training")
         model.train()
-        batches.begin(epoch, progress.step - first_step)
+        batches.start_epoch(epoch, skip_steps=progress.step - steps_before)
         if recipe.augment:
-            draws = draw_table(preparation, len(train_rows), seed, epoch, recipe.epochs).to(device)
+            table = augmentation_table(image_format, len(train_rows), seed, epoch, recipe.epochs)
+            augmentations = table.to(device)
         meter.restart_clock()
         for images, labels, indices in loader:
-            # Learning rate and random draws are functions of the step: there is nothing to save.
-            lr = learning_rate(progress.step, recipe.total_steps, recipe.lr, recipe.warmup)
+            # Learning rate and random numbers are functions of the step: there is nothing to save.
             for group in optimizer.param_groups:
-                group["lr"] = lr
-            if accelerator.sync_gradients:  # the first micro-batch: the step before is complete
+                group["lr"] = lr = recipe.learning_rate(progress.step)
+            if accelerator.sync_gradients:  # still, as at the end of a step: a new one begins
                 seed_draws(device, "step", seed, progress.step, accelerator.process_index)
             if recipe.augment:
-                images = augment(images, draws[indices])
+                images = augment(images, augmentations[indices])
 
-            with accelerator.accumulate(model):
+            with accelerator.accumulate(model):  # DDP's no_sync() until the step's last micro-batch
                 logits = model(images)
-                loss = mean_loss(logits, labels)  # of this rank's share of the batch
+                loss = mean_loss(logits, labels)  # of this rank's part of the batch
                 accelerator.backward(loss)  # DDP averages the gradients over the ranks meanwhile
                 if accelerator.sync_gradients and recipe.max_grad_norm:
                     accelerator.clip_grad_norm_(model.parameters(), recipe.max_grad_norm)
@@ -134,37 +120,30 @@ def fit(
 
             # Once in a while, all ranks at the same step: the loop's only CPU-GPU sync point. With
             # fp16 the loss scaler has one in each step, where it looks for an overflow.
-            ends_epoch = progress.step == first_step + batches.steps_per_epoch
+            ends_epoch = progress.step == steps_before + recipe.steps_per_epoch
             log = ends_epoch or progress.step % flags.log_every == 0
             save = meter.is_save_due(flags.checkpoint_every)
-            if not (log or save or progress.step >= meter.next_sync):
+            if not (log or save or progress.step >= meter.next_sync_step):
                 continue
-            stop_requests = meter.all_reduce(stop.requests)
+            stop_requests = meter.sync(stop.requests)  # how many ranks got each stop signal
             run.report_step(progress, lr, meter.newly_slow, log)
-            if save and not any(stop_requests):
+            stop.save_and_exit_if(stop_requests, accelerator.is_main_process)
+            if save:
                 run.save(state)
                 meter.count_save()
-            stop.obey(stop_requests, accelerator.is_main_process)  # on a signal: save and end
 
         # Validate on images held out. All ranks get the same numbers, so all decide the same.
-        validation = None
-        if len(val_rows):
-            run.phase("validation")
-            validation = run.evaluate(model, val_loader)
+        validation = run.evaluate("validation", model, val_loader) if len(val_rows) else None
         means = state.end_epoch(recipe, validation)  # counts it; may set stopped_by
         run.log_epoch(means, progress, validation)
 
-    # Save, then test the weights that are kept once, in full precision.
+    # Save, then test once, in full precision: the best weights with --patience, else the last.
     run.save(state)
-    run.phase("test")
-    kept = accelerator.unwrap_model(model, keep_fp32_wrapper=False, keep_torch_compile=False)
-    if state.best_weights:
-        kept = copy.deepcopy(kept)  # a copy: a stop during the test still saves the last weights
-        kept.load_state_dict(state.best_weights)
-    if buffers := list(kept.buffers()):  # BatchNorm's; DDP sends them before a forward pass only
-        broadcast(buffers)
-    test = run.evaluate(kept, test_loader)
-    return run.finish(state, kept, test, meter.forward.mean_ms)
+    final_net = state.with_best_weights(accelerator.unwrap_model(model, keep_fp32_wrapper=False))
+    if buffers := list(final_net.buffers()):  # BatchNorm's; DDP sends them only before a forward
+        broadcast(buffers)  # rank 0's, in place
+    test = run.evaluate("test", final_net, test_loader)
+    return run.finish(final_net, test, meter.forward.mean_ms)
 
 
 if __name__ == "__main__":  # as a script: restart as a module, without this folder on sys.path

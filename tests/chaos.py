@@ -15,7 +15,7 @@ import psutil
 
 from ddp_mnist import cli
 from ddp_mnist.cluster.local_world import LocalWorld
-from ddp_mnist.config import TrainConfig
+from ddp_mnist.config.run import TrainConfig
 from ddp_mnist.errors import PeerError
 from ddp_mnist.run import checkpoint
 from ddp_mnist.run.folder import STATUS, SUMMARY, read_json

@@ -15,12 +15,12 @@ import pytest
 import ddp_mnist  # noqa: F401  # sets what has to stand before a test loads torch
 from ddp_mnist import cli
 from ddp_mnist.cluster.local_world import preload
-from ddp_mnist.locks import take
+from ddp_mnist.system.locks import take
 from tests.commands import REPOSITORY, TRAIN, Ended, Typed, proof, python, python_path
 
 Maker = Callable[[Path], None]
 
-preload("ddp_mnist.train", "ddp_mnist.run.classification", "ddp_mnist.verbs.evaluate")
+preload("ddp_mnist.train", "ddp_mnist.run.scores", "ddp_mnist.verbs.evaluate")
 
 LAUNCHER_PREFIXES = ("SLURM_", "ACCELERATE_", "TORCHELASTIC_", "OMPI_", "PMI_", "DDP_MNIST_CACHE")
 LAUNCHER_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")

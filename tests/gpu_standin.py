@@ -55,7 +55,7 @@ def way(variables: dict[str, str], **flags: Any) -> Any:
     from ddp_mnist.cluster import hardware
     from ddp_mnist.cluster.device import choose_backend, choose_device, precision_in_effect
     from ddp_mnist.cluster.launch import find_launch
-    from ddp_mnist.config import Distribution
+    from ddp_mnist.config.distribution import Distribution
     from ddp_mnist.errors import DdpMnistError
 
     typed = Distribution(**flags)
@@ -111,7 +111,7 @@ def on_this_machine() -> dict[str, Any]:
 
     from ddp_mnist.cluster import hardware
     from ddp_mnist.cluster.local_world import backend_among
-    from ddp_mnist.doctor.machine import processors
+    from ddp_mnist.doctor.machine_checks import processors
     from ddp_mnist.verbs import multinode
     from ddp_mnist.verbs.flags import Doctor
 
@@ -136,7 +136,7 @@ def on_this_machine() -> dict[str, Any]:
 def on_the_last_gpu() -> list[str]:
     """Return what the doctor finds if it may use the last GPU alone."""
     from ddp_mnist.cluster.local_world import run_world
-    from ddp_mnist.doctor import machine
+    from ddp_mnist.doctor import machine_checks as machine
     from ddp_mnist.verbs.flags import Doctor
 
     own = {"CUDA_VISIBLE_DEVICES": str(int(os.environ["STANDIN_GPUS"]) - 1)}
@@ -157,7 +157,7 @@ def meet(flags: dict[str, Any], each: list[dict[str, str | None]]) -> list[str]:
 
     from ddp_mnist.cluster.launch import find_launch
     from ddp_mnist.cluster.world import join_world
-    from ddp_mnist.config import Distribution
+    from ddp_mnist.config.distribution import Distribution
 
     for name, value in each[int(os.environ["RANK"])].items():
         if value is None:
@@ -266,7 +266,7 @@ def main() -> None:
             there = functools.partial(run_world, variables=variables)
             with (
                 patch.dict(os.environ, variables),
-                patch("ddp_mnist.doctor.machine.run_world", there),
+                patch("ddp_mnist.doctor.machine_checks.run_world", there),
             ):
                 found[kind] = on_this_machine()
                 if kind == "one":

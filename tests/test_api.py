@@ -28,12 +28,15 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch import nn
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
-from ddp_mnist import api, own_code
+from ddp_mnist import api
 from ddp_mnist.cluster.device import choose_device
 from ddp_mnist.cluster.local_world import free_port
-from ddp_mnist.config import Distribution, Recipe, Run, fields_of
+from ddp_mnist.config.distribution import Distribution
+from ddp_mnist.config.recipe import Recipe
+from ddp_mnist.config.run import RunFlags, fields_of
 from ddp_mnist.data import cache
 from ddp_mnist.errors import DdpMnistError, Preempted, UsageError
+from ddp_mnist.nets import own_code
 from ddp_mnist.run.folder import read_json
 from ddp_mnist.verbs.flags import Evaluate, Predict
 from ddp_mnist.verify import watch
@@ -50,7 +53,7 @@ PROOF |= {"mixed_precision": "fp64", "log_every": 1}
 @pytest.mark.parametrize(
     ("function", "first", "groups"),
     [
-        (api.train, [], (Run, Recipe, Distribution)),
+        (api.train, [], (RunFlags, Recipe, Distribution)),
         (api.evaluate, ["run"], (Evaluate, Distribution)),
         (api.predict, ["run", "images"], (Predict,)),
     ],
@@ -157,7 +160,7 @@ def test_a_class_and_a_function_are_what_would_be_typed(
     assert recipe.model == "torch.nn.modules.linear:Identity"
     assert recipe.metrics == ("tests.test_api:refused", "f1")
     assert Recipe.of({"metrics": refused}).metrics == ("tests.test_api:refused",)
-    assert Run.of({"image_size": 64, "dataset": tmp_path}) == Run(str(tmp_path), "64")
+    assert RunFlags.of({"image_size": 64, "dataset": tmp_path}) == RunFlags(str(tmp_path), "64")
     net = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
     assert refused(api.train, model=net).startswith("--model Sequential( (0): Linear(in")
     assert "\n" not in refused(api.train, model=net)

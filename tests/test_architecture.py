@@ -14,20 +14,17 @@ PACKAGE = REPOSITORY / "ddp_mnist"
 # From the ground up. A name is a module of the top folder, or a folder; imports go down only.
 FLOORS = (
     ("__init__",),
-    ("errors", "deadline", "limits", "locks", "seeding"),
-    ("flags", "own_code", "data", "tutorials"),
-    ("config", "models", "augment"),
-    ("pretrained", "trial"),
-    ("nets", "optim", "losses", "cluster"),
+    ("errors", "seeding", "system"),
+    ("config",),
+    ("data", "cluster"),
+    ("nets",),
     ("plain_ddp", "run"),
-    ("faults",),
     ("train", "verbs"),
     ("api", "verify", "doctor", "bench"),
     ("cli",),
     ("__main__",),
 )
 FLOOR_OF = {name: number for number, names in enumerate(FLOORS) for name in names}
-NO_VERB_FIRST = ("What", "Of", "Whether", "How", "Why", "Where")
 
 
 @cache
@@ -139,26 +136,15 @@ def test_every_module_that_a_command_or_a_script_names_exists() -> None:
 
 
 def test_no_function_is_long() -> None:
-    limits = {"ddp_mnist.train.fit": 105}
+    limits = {"ddp_mnist.train.fit": 85}
     long = [(name, length(node)) for name, node in functions()]
     assert [each for each in long if each[1] > limits.get(each[0], 60)] == []
 
 
 def test_the_training_can_be_read_at_once() -> None:
-    assert len((PACKAGE / "train.py").read_text().splitlines()) <= 175
+    assert len((PACKAGE / "train.py").read_text().splitlines()) <= 150
     [fit] = [node for name, node in functions() if name == "ddp_mnist.train.fit"]
     loops = [node for node in ast.walk(fit) if isinstance(node, ast.For)]
     [batches] = [loop for loop in loops if "loader" in ast.unparse(loop.iter)]
-    assert length(batches) <= 55
+    assert length(batches) <= 50
     assert nesting(batches) <= 3
-
-
-# --- Words
-
-
-def test_a_docstring_is_a_sentence_with_a_verb() -> None:
-    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    for name, tree in files().items():
-        for node in ast.walk(tree):
-            docstring = ast.get_docstring(node) if isinstance(node, kinds) else None
-            assert not re.match(rf"({'|'.join(NO_VERB_FIRST)})\b", docstring or ""), name

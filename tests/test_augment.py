@@ -5,23 +5,23 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ddp_mnist.augment import augment, changes, draw_table
-from ddp_mnist.data.preparation import Preparation
+from ddp_mnist.data.augment import augment, augmentation_table, changes
+from ddp_mnist.data.image_format import ImageFormat
 from tests.test_nets import COLOUR, GREY
 from tests.training import images
 
 PIXEL = 2 / 28  # in grid_sample's coordinates
 # Strokes twice as wide as high, and pictures in grey.
-WIDE = Preparation((1, 14, 28), (0.1307,), (0.3081,), [], True, False)
-GREY_PICTURES = Preparation((1, 28, 28), (0.5,), (0.2,), [], False, False)
+WIDE = ImageFormat((1, 14, 28), (0.1307,), (0.3081,), [], True, False)
+GREY_PICTURES = ImageFormat((1, 28, 28), (0.5,), (0.2,), [], False, False)
 CHARACTERS = dataclasses.replace(COLOUR, characters=True)
-STROKES_AND_PICTURES = pytest.mark.parametrize("preparation", [GREY, WIDE, COLOUR, GREY_PICTURES])
+STROKES_AND_PICTURES = pytest.mark.parametrize("image_format", [GREY, WIDE, COLOUR, GREY_PICTURES])
 
 
-def batch_of(preparation: Preparation, count: int) -> torch.Tensor:
+def batch_of(image_format: ImageFormat, count: int) -> torch.Tensor:
     """Return random pixels, the same each time."""
-    pixels = images(count * math.prod(preparation.shape) // 28**2 + 1).flatten()
-    return pixels[: count * math.prod(preparation.shape)].reshape(count, *preparation.shape)
+    pixels = images(count * math.prod(image_format.shape) // 28**2 + 1).flatten()
+    return pixels[: count * math.prod(image_format.shape)].reshape(count, *image_format.shape)
 
 
 def moves(table: torch.Tensor, aspect: float = 1.0) -> torch.Tensor:
@@ -37,24 +37,24 @@ def moves(table: torch.Tensor, aspect: float = 1.0) -> torch.Tensor:
 
 
 @STROKES_AND_PICTURES
-def test_the_table_is_a_function_of_seed_and_epoch(preparation: Preparation) -> None:
+def test_the_table_is_a_function_of_seed_and_epoch(image_format: ImageFormat) -> None:
     torch.manual_seed(1)
     before = torch.get_rng_state()
-    table = draw_table(preparation, 100, seed=3, epoch=5, epochs=20)
+    table = augmentation_table(image_format, 100, seed=3, epoch=5, epochs=20)
     assert torch.equal(torch.get_rng_state(), before)
-    lines = 2 if preparation.bright_on_black else 3
+    lines = 2 if image_format.bright_on_black else 3
     assert (table.shape, table.dtype) == ((100, lines, 3), torch.float32)
     torch.manual_seed(2)
-    assert torch.equal(table, draw_table(preparation, 100, seed=3, epoch=5, epochs=20))
+    assert torch.equal(table, augmentation_table(image_format, 100, seed=3, epoch=5, epochs=20))
     for seed, epoch in [(3, 6), (4, 5), (5, 3)]:
-        other = draw_table(preparation, 100, seed=seed, epoch=epoch, epochs=20)
+        other = augmentation_table(image_format, 100, seed=seed, epoch=epoch, epochs=20)
         assert (other != table).flatten(1).any(1).all()
 
 
-@pytest.mark.parametrize("preparation", [GREY, WIDE])
-def test_strokes_rotate_scale_and_shift_within_their_bounds(preparation: Preparation) -> None:
-    _, height, width = preparation.shape
-    draws = moves(draw_table(preparation, 20_000, 0, 0, 1), height / width)
+@pytest.mark.parametrize("image_format", [GREY, WIDE])
+def test_strokes_rotate_scale_and_shift_within_their_bounds(image_format: ImageFormat) -> None:
+    _, height, width = image_format.shape
+    draws = moves(augmentation_table(image_format, 20_000, 0, 0, 1), height / width)
     for values, most in zip(draws, (18, math.log(1.20), 4, 4), strict=True):
         assert 0.996 * most < -values.min() <= most + 1e-5
         assert 0.996 * most < values.max() <= most + 1e-5
@@ -68,7 +68,7 @@ def pictures(epoch: int, epochs: int, rows: int = 20_000) -> dict[str, torch.Ten
 
     No line of a map mixes x and y: pictures are neither rotated nor sheared.
     """
-    table = draw_table(COLOUR, rows, 0, epoch, epochs).double()
+    table = augmentation_table(COLOUR, rows, 0, epoch, epochs).double()
     assert not table[:, 0, 1].any()
     assert not table[:, 1, 0].any()
     width, height = table[:, 0, 0].abs(), table[:, 1, 1]
@@ -116,7 +116,7 @@ def test_pictures_are_mirrored_cropped_and_coloured_within_their_bounds(
 
 def test_pictures_of_characters_are_not_mirrored() -> None:
     """A mirror makes a 2 of a 5, or what is no character; all else is as for other pictures."""
-    both = [draw_table(each, 2000, 0, 0, 4) for each in (COLOUR, CHARACTERS)]
+    both = [augmentation_table(each, 2000, 0, 0, 4) for each in (COLOUR, CHARACTERS)]
     assert (both[1][:, 0, 0] > 0).all() and (both[0][:, 0, 0] < 0).any()
     for table in both:
         table[:, 0, 0].abs_()
@@ -124,7 +124,7 @@ def test_pictures_of_characters_are_not_mirrored() -> None:
 
 
 @pytest.mark.parametrize(
-    ("preparation", "augmented", "words"),
+    ("image_format", "augmented", "words"),
     [
         (GREY, True, ("images of strokes on black", "rotated, scaled, shifted")),
         (GREY, False, ("images of strokes on black", "not augmented")),
@@ -134,14 +134,14 @@ def test_pictures_of_characters_are_not_mirrored() -> None:
     ],
 )
 def test_it_says_what_the_images_are_and_what_happens_to_them(
-    preparation: Preparation, augmented: bool, words: tuple[str, str]
+    image_format: ImageFormat, augmented: bool, words: tuple[str, str]
 ) -> None:
-    assert changes(preparation, augmented) == words
+    assert changes(image_format, augmented) == words
 
 
 def test_the_last_quarter_of_the_epochs_moves_images_half_as_far() -> None:
     for epoch, epochs, share in [(15, 20, 0.5), (19, 20, 0.5), (3, 4, 0.5), (14, 20, 1), (0, 1, 1)]:
-        ours, whole = (moves(draw_table(GREY, 50, 0, epoch, of)) for of in (epochs, 1000))
+        ours, whole = (moves(augmentation_table(GREY, 50, 0, epoch, of)) for of in (epochs, 1000))
         assert torch.allclose(ours, share * whole, atol=1e-4)
 
 
@@ -149,8 +149,8 @@ def test_the_last_quarter_of_the_epochs_moves_images_half_as_far() -> None:
 
 
 @STROKES_AND_PICTURES
-def test_it_is_the_affine_grid_of_torch(preparation: Preparation) -> None:
-    batch, table = batch_of(preparation, 64), draw_table(preparation, 64, 0, 0, 1)[:, :2]
+def test_it_is_the_affine_grid_of_torch(image_format: ImageFormat) -> None:
+    batch, table = batch_of(image_format, 64), augmentation_table(image_format, 64, 0, 0, 1)[:, :2]
     grid = F.affine_grid(table, list(batch.shape), align_corners=False)
     expected = F.grid_sample(batch.float(), grid, align_corners=False).round()
     moved = augment(batch, table)
@@ -158,7 +158,7 @@ def test_it_is_the_affine_grid_of_torch(preparation: Preparation) -> None:
     assert (moved.float() - expected).abs().max() <= 1
     assert (moved.float() == expected).float().mean() > 0.999
     assert (moved != batch).flatten(1).any(1).all()
-    assert torch.equal(batch, batch_of(preparation, 64))
+    assert torch.equal(batch, batch_of(image_format, 64))
     identity = torch.eye(2, 3).expand(64, 2, 3)
     assert torch.equal(augment(batch, identity), batch)  # bit for bit
 
@@ -180,9 +180,9 @@ def changed(pixels: torch.Tensor, mirror: float = 1, *colours: float) -> torch.T
     return augment(pixels[None], torch.tensor([rows], dtype=torch.float32))[0]
 
 
-@pytest.mark.parametrize("preparation", [COLOUR, GREY_PICTURES])
-def test_mirror_and_colours_are_what_their_names_say(preparation: Preparation) -> None:
-    [pixels] = batch_of(preparation, 1)
+@pytest.mark.parametrize("image_format", [COLOUR, GREY_PICTURES])
+def test_mirror_and_colours_are_what_their_names_say(image_format: ImageFormat) -> None:
+    [pixels] = batch_of(image_format, 1)
     exact = pixels.double()
     assert torch.equal(changed(pixels), pixels)
     assert torch.equal(changed(pixels, -1), pixels.flip(2))
@@ -199,17 +199,17 @@ def test_mirror_and_colours_are_what_their_names_say(preparation: Preparation) -
     assert torch.equal(pale[0], pale[1]) and torch.equal(pale[0], pale[2])
 
 
-@pytest.mark.parametrize("preparation", [COLOUR, GREY_PICTURES])
-def test_a_crop_at_the_edge_is_not_darkened(preparation: Preparation) -> None:
-    table = draw_table(preparation, 2000, 0, 0, 1)
+@pytest.mark.parametrize("image_format", [COLOUR, GREY_PICTURES])
+def test_a_crop_at_the_edge_is_not_darkened(image_format: ImageFormat) -> None:
+    table = augmentation_table(image_format, 2000, 0, 0, 1)
     table[:, 2] = 1  # all colours stay
-    flat = torch.full((2000, *preparation.shape), 200, dtype=torch.uint8)
+    flat = torch.full((2000, *image_format.shape), 200, dtype=torch.uint8)
     assert torch.equal(augment(flat, table), flat)
 
 
 @STROKES_AND_PICTURES
-def test_a_sample_becomes_the_same_in_any_batch_bit_for_bit(preparation: Preparation) -> None:
-    batch, table = batch_of(preparation, 72), draw_table(preparation, 72, 0, 0, 1)
+def test_a_sample_becomes_the_same_in_any_batch_bit_for_bit(image_format: ImageFormat) -> None:
+    batch, table = batch_of(image_format, 72), augmentation_table(image_format, 72, 0, 0, 1)
     together = augment(batch, table)
     for size in (1, 2, 3, 5, 24, 36):
         parts = zip(batch.split(size), table.split(size), strict=True)

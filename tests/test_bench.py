@@ -10,15 +10,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddp_mnist.bench import benches, figures, steps
-from ddp_mnist.bench.figures import Figure, ratio, spread
+from ddp_mnist.bench import benches, steps
+from ddp_mnist.bench import measurements as figures
+from ddp_mnist.bench.measurements import Figure, ratio, spread
 from ddp_mnist.cluster.launch import find_launch
 from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.cluster.world import join_world
-from ddp_mnist.config import Distribution, TrainConfig
+from ddp_mnist.config.distribution import Distribution
+from ddp_mnist.config.run import TrainConfig
 from ddp_mnist.data import cache
 from ddp_mnist.errors import CheckFailed
-from ddp_mnist.run.results import FAIL, PASS, CheckResult
+from ddp_mnist.verbs.check_result import FAIL, PASS, CheckResult
 from ddp_mnist.verbs.flags import Bench
 from tests.commands import Typed
 

@@ -11,9 +11,11 @@ from unittest.mock import Mock
 import pytest
 
 from ddp_mnist import cli
-from ddp_mnist.config import PRESETS, Distribution, Recipe, Run, TrainConfig
+from ddp_mnist.config.distribution import Distribution
+from ddp_mnist.config.flags import flag_fields, flag_name
+from ddp_mnist.config.recipe import PRESETS, Recipe
+from ddp_mnist.config.run import RunFlags, TrainConfig
 from ddp_mnist.errors import CheckpointError, FailedElsewhere, UsageError
-from ddp_mnist.flags import flag_fields, flag_name
 from ddp_mnist.verbs import multinode
 from tests.commands import Ended, Typed
 
@@ -47,7 +49,7 @@ def test_help_lists_the_verbs_and_the_exit_codes(typed: Typed) -> None:
 def test_help_of_train_shows_each_flag_with_its_sentence(typed: Typed) -> None:
     out = typed("train", "--help").out
     sections = re.split(r"^(?=\w.*:$)", out, flags=re.MULTILINE)
-    for group in (Run, Recipe, Distribution):
+    for group in (RunFlags, Recipe, Distribution):
         [text] = [part for part in sections if part.startswith(f"{group.__name__}:\n")]
         shown = " ".join(text.split())
         assert str(group.__doc__) in shown
@@ -290,10 +292,10 @@ def config_of(line: str) -> TrainConfig:
 def test_what_is_given_arrives() -> None:
     line = "--lr 0.5 --epochs 3 --augment --dataset digits --backend gloo --quiet"
     assert config_of(line) == TrainConfig(
-        Run(dataset="digits", quiet=True),
+        RunFlags(dataset="digits", quiet=True),
         Recipe(lr=0.5, epochs=3, augment=True),
         Distribution(backend="gloo"),
-        typed=frozenset({"lr", "epochs", "augment", "dataset", "backend", "quiet"}),
+        explicit=frozenset({"lr", "epochs", "augment", "dataset", "backend", "quiet"}),
     )
     assert config_of("") == TrainConfig()
 
@@ -306,9 +308,9 @@ def test_a_typed_flag_beats_the_preset_on_either_side_of_it() -> None:
     )
     for config in map(config_of, (before, after)):
         assert config.recipe == Recipe(preset="accurate", **{**preset, "augment": False})
-        assert config.run == Run(seed=7)
+        assert config.run == RunFlags(seed=7)
         # a resumed run keeps its values, whatever the preset stands for
-        assert config.typed == {"preset", "augment", "seed"}
+        assert config.explicit == {"preset", "augment", "seed"}
     assert config_of("--preset fast").recipe == Recipe()
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from ddp_mnist.cluster.device import able_to_compile
 from ddp_mnist.cluster.local_world import LocalWorld, run_world
-from ddp_mnist.config import Distribution
+from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.errors import UsageError
 from ddp_mnist.run.folder import read_json
 from ddp_mnist.verify import watch

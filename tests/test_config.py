@@ -9,16 +9,18 @@ from unittest.mock import Mock
 import pytest
 
 from ddp_mnist.cluster.launcher_options import NO_OPTIONS
-from ddp_mnist.config import NETS, Distribution, Recipe, Run, TrainConfig, resolve_recipe
+from ddp_mnist.config.distribution import Distribution
+from ddp_mnist.config.flags import LARGEST, Flags, flag_fields, flag_name, flag_values, kind_of
+from ddp_mnist.config.recipe import NETS, Recipe, resolve_recipe
+from ddp_mnist.config.run import RunFlags, TrainConfig
 from ddp_mnist.data import cache
 from ddp_mnist.errors import UsageError
-from ddp_mnist.flags import LARGEST, Flags, flag_fields, flag_name, flag_values, kind_of
-from ddp_mnist.run.setup import check_net, resolve_and_load
+from ddp_mnist.run.opening import check_net, resolve_and_load
 from ddp_mnist.verbs.flags import Doctor, Evaluate, Export, Predict, Prepare, Report, Verify
 from ddp_mnist.verbs.multinode import Multinode
 from tests.training import resolved
 
-GROUPS: tuple[type[Flags], ...] = (Run, Recipe, Distribution)
+GROUPS: tuple[type[Flags], ...] = (RunFlags, Recipe, Distribution)
 OTHERS = (Evaluate, Predict, Report, Export, Prepare, Multinode, Doctor, Verify)
 ALL = [(group, field) for group in (*GROUPS, *OTHERS) for field in flag_fields(group)]
 INTS, FLOATS, WORDS = (
@@ -99,11 +101,14 @@ def test_a_net_is_one_of_ours_or_has_a_colon(name: str) -> None:
 )
 def test_an_image_size_is_one_number_or_two(size: str) -> None:
     with pytest.raises(UsageError) as refused:
-        Run(image_size=size)
+        RunFlags(image_size=size)
     assert str(refused.value) == (
         f"--image-size {size}: must be N or HEIGHTxWIDTH up to 9999, e.g. 64 or 48x64"
     )
-    assert [Run(image_size=good).reading.size for good in ("64", "48x96")] == [(64, 64), (48, 96)]
+    assert [RunFlags(image_size=good).image_options.size for good in ("64", "48x96")] == [
+        (64, 64),
+        (48, 96),
+    ]
 
 
 @pytest.mark.parametrize(("group", "field"), ALL, ids=[f"{g.__name__} {f.name}" for g, f in ALL])
@@ -138,7 +143,7 @@ def test_policies_of_a_resumed_run_and_of_ranks() -> None:
         *("seed", "image_size", "grey", "test_size")
     }
     train = [field for group, field in ALL if group in GROUPS]
-    assert {f.name for f in train if f.metadata["may_differ"]} == {
+    assert {f.name for f in train if f.metadata["per_rank"]} == {
         *("dataset", "run_dir", "resume", "cache_dir", "quiet"),
         *("rank", "local_rank", "world_size", "init_method"),
     }
@@ -154,7 +159,7 @@ def test_policies_of_a_resumed_run_and_of_ranks() -> None:
 )
 def test_flags_that_contradict_each_other(recipe: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=f"^{re.escape(message)}"):
-        TrainConfig(Run(), Recipe(**recipe))
+        TrainConfig(RunFlags(), Recipe(**recipe))
 
 
 @pytest.mark.parametrize(("processes", "parts", "fits"), [(4, 1, True), (1, 4, False)])
@@ -163,7 +168,7 @@ def test_batchnorm_takes_more_than_one_map_of_1x1(processes: int, parts: int, fi
     store = Mock(world_size=processes, broadcast_from_rank0=lambda _, function: function())
     line = "--batch-size, so that each process has 2 images or more at once$"
     for sync_bn in (False, True):
-        config = TrainConfig(Run("digits"), recipe, Distribution(sync_bn=sync_bn))
+        config = TrainConfig(RunFlags("digits"), recipe, Distribution(sync_bn=sync_bn))
         refused = pytest.raises(UsageError, match=rf"\[1, 1, 28, 28\] .*; give a larger {line}")
         with contextlib.nullcontext() if fits and sync_bn else refused:
             resolve_and_load(config, Mock(store=store, launcher_options=NO_OPTIONS), Mock(), None)
@@ -173,15 +178,15 @@ def test_sync_bn_needs_a_net_with_batchnorm() -> None:
     """Only the net itself tells; --sync-bn is not refused before there is one."""
     digits, sync_bn = cache.load("digits"), Distribution(sync_bn=True)
     for model in ("cnn", "mlp"):
-        config = TrainConfig(Run(), Recipe(model=model), sync_bn)
+        config = TrainConfig(RunFlags(), Recipe(model=model), sync_bn)
         with pytest.raises(UsageError) as refused:
             check_net(resolved(config, digits), digits)
         assert str(refused.value) == (
             f"--sync-bn: {model} has no BatchNorm; use --model cnn_bn or leave it out"
         )
-        check_net(resolved(TrainConfig(Run(), Recipe(model=model)), digits), digits)
+        check_net(resolved(TrainConfig(RunFlags(), Recipe(model=model)), digits), digits)
     for model in ("cnn_bn", "torchvision:resnet18"):
-        check_net(resolved(TrainConfig(Run(), Recipe(model=model), sync_bn), digits), digits)
+        check_net(resolved(TrainConfig(RunFlags(), Recipe(model=model), sync_bn), digits), digits)
 
 
 # --- What is decided by the data set

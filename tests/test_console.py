@@ -27,8 +27,8 @@ from ddp_mnist.data import cache
 from ddp_mnist.run.console import Console, as_json, json_line, panel, passing, wrapped
 from ddp_mnist.run.evaluation import Metrics
 from ddp_mnist.run.folder import RunFolder, read_json
-from ddp_mnist.run.session import Session
 from ddp_mnist.run.state import Progress
+from ddp_mnist.run.training_run import TrainingRun
 from tests.chaos import SECONDS
 from tests.commands import SLOW, TRAIN, Ended, Started, left_on_screen, on_terminal, python
 from tests.training import metrics
@@ -84,7 +84,7 @@ def test_on_a_terminal_progress_is_a_bar_below_the_lines(kind: str, tmp_path: Pa
 COLOURED = """
 from ddp_mnist.errors import CheckFailed, one_line
 from ddp_mnist.run.console import Console, tell
-from ddp_mnist.run.results import warned
+from ddp_mnist.verbs.check_result import warned
 with Console(True) as console:
     console.draw(0, "checking data ...")
     console.print(str(warned("data", "cannot be reached", "set HF_ENDPOINT")))
@@ -95,7 +95,7 @@ tell(one_line(CheckFailed("--run-dir runs/a: holds a run; add --resume runs/a to
 READING = "reading    photos, decoded once into /home/me/cache: 500 images of 86x86 take 11 MB"
 NARROW = f"""
 from ddp_mnist.run.console import Console
-from ddp_mnist.run.results import passed
+from ddp_mnist.verbs.check_result import passed
 Console(True).note({READING!r})
 print(passed("training", "took all epochs of --epochs 20 and is done with them"))
 """
@@ -201,7 +201,7 @@ def test_control_c_is_answered_once_on_a_machine_and_promises_only_what_a_launch
         run.stop = StopSignals(has_launcher)
         run.world = SimpleNamespace(local_rank=local_rank)
         run.config = SimpleNamespace(run=SimpleNamespace(quiet=quiet))
-        Session.answer(run)
+        TrainingRun.answer(run)
         assert capsys.readouterr().err.strip() == said
 
 
@@ -218,9 +218,9 @@ def test_hints_come_once(capsys: pytest.CaptureFixture[str]) -> None:
     far = Metrics(0.5, 1.0, 10, [], [])
     for epoch in (1, 2):
         progress = Progress(epoch=epoch, step=10 * epoch)
-        Session.report_step(run, progress, 0.1, {}, False)
+        TrainingRun.report_step(run, progress, 0.1, {}, False)
         means = {"loss": 0.5, "accuracy": 1.0, "images_per_second": 9.0}
-        Session.log_epoch(run, means, progress, far)
+        TrainingRun.log_epoch(run, means, progress, far)
     said = capsys.readouterr().out
     for hint in ("OMP_NUM_THREADS=1", "--augment", "--epochs 3"):
         assert said.count(hint) == 1
@@ -233,7 +233,7 @@ def test_of_many_epochs_some_are_shown_and_the_last(capsys: pytest.CaptureFixtur
     run: Any = SimpleNamespace(folder=RunFolder(), console=Console(True), config=config)
     for epoch in range(1, 152):
         means = {"loss": 0.5, "accuracy": 0.9, "images_per_second": 9.0}
-        Session.log_epoch(run, means, Progress(epoch=epoch), None)
+        TrainingRun.log_epoch(run, means, Progress(epoch=epoch), None)
     shown = [
         int(line.split()[1].partition("/")[0]) for line in capsys.readouterr().out.splitlines()
     ]

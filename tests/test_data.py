@@ -11,18 +11,18 @@ import pytest
 import torch
 
 from ddp_mnist.cluster.local_world import LocalWorld, run_world
+from ddp_mnist.config.image_options import ImageOptions
 from ddp_mnist.data import cache as caching
 from ddp_mnist.data.batches import (
-    GlobalBatches,
+    GlobalBatchSampler,
     ImageData,
     Rows,
     make_loader,
-    split_images,
+    train_val_test_split,
 )
 from ddp_mnist.data.cache import cache_folder, cached, choose
 from ddp_mnist.data.cache import load as load_cached
-from ddp_mnist.data.preparation import KEYS, TENSORS, Decoded, Preparation, Reserve
-from ddp_mnist.data.reading import Reading
+from ddp_mnist.data.image_format import KEYS, TENSORS, Decoded, ImageFormat, Reserve
 from ddp_mnist.data.sources import Source
 from ddp_mnist.errors import DataError, StorageError, printable, reason
 from ddp_mnist.seeding import generator
@@ -69,7 +69,7 @@ def built_again(folder: Path) -> list[str]:
 
 
 def same(a: ImageData, b: ImageData) -> bool:
-    names = ("name", "source", "digest", "classes", "preparation")
+    names = ("name", "source", "digest", "classes", "image_format")
     return all(getattr(a, name) == getattr(b, name) for name in names) and all(
         torch.equal(getattr(a, name), getattr(b, name)) for name in TENSORS
     )
@@ -81,7 +81,7 @@ def test_the_first_time_it_is_read_and_then_cached(
     images = load(folder, cache)
     assert images.test_images.tolist() == PIXELS[TRAIN:, None].tolist()
     assert images.train_labels.tolist() == LABELS[:TRAIN]
-    assert images.preparation.notes == images.warnings == []
+    assert images.image_format.notes == images.warnings == []
     about = {"name": "small", "source": f"folder:{folder}", "digest": images.digest}
     assert images.describe() == {**about, "train_rows": TRAIN, "test_rows": TEST}
     before = cached_folder(cache).stat()
@@ -120,17 +120,19 @@ def test_the_digest_is_that_of_the_data_not_of_the_place(tmp_path: Path, cache: 
         load(write_idx(tmp_path / "b", gz=True), cache),
         load(write_idx(tmp_path / "c" / "MNIST" / "raw").parents[1], tmp_path / "other"),
         load(write_parquet(tmp_path / "d", "0123456789"), cache),
-        load(tmp_path / "d", cache, reading=Reading(size=(28, 28))),
+        load(tmp_path / "d", cache, image_options=ImageOptions(size=(28, 28))),
     ]
     assert len(same_data := {images.digest for images in everywhere}) == 1
     for name, rows in zip(KEYS, (TRAIN, TEST), strict=True):
         [keys] = {tuple(getattr(images, name).tolist()) for images in everywhere}
         assert len(set(keys)) == rows
-        smaller_keys = getattr(load(tmp_path / "a", cache, reading=Reading((14, 14))), name)
+        smaller_keys = getattr(
+            load(tmp_path / "a", cache, image_options=ImageOptions((14, 14))), name
+        )
         assert tuple(smaller_keys.tolist()) == keys
     pixel = PIXELS[:TRAIN].copy()
     pixel[7, 13, 13] ^= 1
-    smaller = Reading(size=(14, 14))
+    smaller = ImageOptions(size=(14, 14))
     others = {
         load(write_idx(tmp_path / "pixel", train_images=pixel), cache).digest,
         load(write_idx(tmp_path / "label", test_labels=[0, 1, 2, 3, 1]), cache).digest,
@@ -138,7 +140,7 @@ def test_the_digest_is_that_of_the_data_not_of_the_place(tmp_path: Path, cache: 
         load(write_parquet(tmp_path / "classes"), cache).digest,
         load(save_to_disk(tmp_path / "names"), cache).digest,
         load(save_to_disk(tmp_path / "other", "wxyZ", "wxyZ"), cache).digest,
-        load(tmp_path / "a", cache, reading=smaller).digest,
+        load(tmp_path / "a", cache, image_options=smaller).digest,
     }
     assert len(same_data | others) == 8
 
@@ -250,11 +252,14 @@ def test_a_clone_with_another_decoder_shares_the_folder_and_not_the_files(
 
 def test_each_reading_has_a_folder_of_its_own(folder: Path, cache: Path) -> None:
     assert cached(str(folder), str(cache)) is None
-    plain, small = load(folder, cache), load(folder, cache, reading=Reading(size=(14, 14)))
+    plain, small = (
+        load(folder, cache),
+        load(folder, cache, image_options=ImageOptions(size=(14, 14))),
+    )
     assert len(whole_folders(cache)) == 2
-    assert plain.train_images.shape[1:] == plain.preparation.shape == (1, 28, 28)
-    assert small.train_images.shape[1:] == small.preparation.shape == (1, 14, 14)
-    for images, reading in ((plain, Reading()), (small, Reading(size=(14, 14)))):
+    assert plain.train_images.shape[1:] == plain.image_format.shape == (1, 28, 28)
+    assert small.train_images.shape[1:] == small.image_format.shape == (1, 14, 14)
+    for images, reading in ((plain, ImageOptions()), (small, ImageOptions(size=(14, 14)))):
         found = cached(str(folder), str(cache), reading)
         assert found and same(found, images)
     load(folder, cache, refresh=True)
@@ -395,12 +400,12 @@ def numbered(train: int, test: int = 3) -> ImageData:
         for name, rows in (("train", train), ("test", test))
         for kind, dtype, shape in (("images", torch.uint8, (1, 1, 1)), ("labels", torch.int64, ()))
     }
-    preparation = Preparation((1, 1, 1), (0.5,), (0.5,), [], False, False)
+    image_format = ImageFormat((1, 1, 1), (0.5,), (0.5,), [], False, False)
     keys: dict[str, Any] = {
         name: np.random.default_rng(0).integers(0, 2**64, rows, np.uint64)
         for name, rows in zip(KEYS, (train, test), strict=True)
     }
-    return ImageData("numbers", "", "", [], preparation, **tensors, **keys)
+    return ImageData("numbers", "", "", [], image_format, **tensors, **keys)
 
 
 @pytest.mark.parametrize(("rows", "val_size"), [(1437, 287), (10, 0), (10, 10), (60_000, 5_000)])
@@ -408,14 +413,14 @@ def test_validation_rows_are_held_out_the_same_for_every_seed(rows: int, val_siz
     splits = []
     for seed in (0, 1):
         torch.manual_seed(seed)
-        train, validation, test = split_images(numbered(rows).hold_out(val_size))
+        train, validation, test = train_val_test_split(numbered(rows).hold_out(val_size))
         splits.append([train.rows.tolist(), validation.rows.tolist()])
         assert (len(train), len(validation), len(test)) == (rows - val_size, val_size, 3)
         assert train.rows.dtype == validation.rows.dtype == torch.int64
         assert test.rows.tolist() == test.labels.tolist() == [0, 1, 2]
     assert splits[0] == splits[1]
     assert sorted(chain(*splits[0])) == list(range(rows))
-    of_every_numpy = split_images(numbered(100).hold_out(20))[1].rows[:5].tolist()
+    of_every_numpy = train_val_test_split(numbered(100).hold_out(20))[1].rows[:5].tolist()
     assert of_every_numpy == [2, 3, 11, 13, 15]
 
 
@@ -423,8 +428,8 @@ def rows_of(count: int) -> Rows:
     return Rows(torch.zeros(count, 1, 1, 1), torch.zeros(count))
 
 
-def indices_of(batches: GlobalBatches, epoch: int, first_step: int = 0) -> list[list[int]]:
-    batches.begin(epoch, first_step)
+def indices_of(batches: GlobalBatchSampler, epoch: int, first_step: int = 0) -> list[list[int]]:
+    batches.start_epoch(epoch, first_step)
     steps = [batch.tolist() for batch in batches]
     assert len(steps) == len(batches)
     return steps
@@ -432,7 +437,7 @@ def indices_of(batches: GlobalBatches, epoch: int, first_step: int = 0) -> list[
 
 def test_the_order_is_a_function_of_seed_and_epoch() -> None:
     """An epoch has each row at most once, and leaves out others each time."""
-    batches, left_out = GlobalBatches(rows_of(100), 8, seed=0), set()
+    batches, left_out = GlobalBatchSampler(rows_of(100), 8, seed=0), set()
     orders = [indices_of(batches, epoch) for epoch in range(20)]
     for steps in orders:
         assert [len(step) for step in steps] == [8] * 12
@@ -443,15 +448,17 @@ def test_the_order_is_a_function_of_seed_and_epoch() -> None:
     torch.manual_seed(5)
     assert indices_of(batches, 0) == orders[0]  # whatever was read before
     permutation = torch.randperm(100, generator=generator("order", 1, 0)).tolist()
-    assert list(chain(*indices_of(GlobalBatches(rows_of(100), 8, seed=1), 0))) == permutation[:96]
+    assert (
+        list(chain(*indices_of(GlobalBatchSampler(rows_of(100), 8, seed=1), 0))) == permutation[:96]
+    )
     assert list(chain(*orders[0])) != permutation[:96]
-    assert indices_of(GlobalBatches(rows_of(7), 8, seed=0), 0) == []  # fewer rows than a batch
+    assert indices_of(GlobalBatchSampler(rows_of(7), 8, seed=0), 0) == []  # fewer rows than a batch
 
 
 @pytest.mark.parametrize("parts", [1, 2, 8])
 def test_micro_batches_split_a_step_and_first_step_skips_what_came_before(parts: int) -> None:
-    whole = indices_of(GlobalBatches(rows_of(100), 8, seed=3), 2)
-    batches = GlobalBatches(rows_of(100), 8, seed=3, grad_accum=parts)
+    whole = indices_of(GlobalBatchSampler(rows_of(100), 8, seed=3), 2)
+    batches = GlobalBatchSampler(rows_of(100), 8, seed=3, grad_accum=parts)
     assert batches.micro_batch_size == batches.batch_size == 8 // parts
     assert batches.steps_per_epoch == 12
     pieces = indices_of(batches, 2)
@@ -466,7 +473,7 @@ def test_loaders_give_the_sampler_s_batches_or_all_rows_in_order() -> None:
     before, numbers = torch.get_rng_state(), torch.arange(40)
     images = numbers.to(torch.uint8)[:, None, None, None].expand(40, 3, 20, 28)
     rows, every = Rows(images, numbers + 100, torch.arange(39, 0, -2)), Rows(images, numbers + 100)
-    batches = GlobalBatches(rows, 6, seed=0)
+    batches = GlobalBatchSampler(rows, 6, seed=0)
     expected = indices_of(batches, 4, first_step=1)
     batches_read = list(make_loader(rows, batch_sampler=batches))
     assert [indices.tolist() for _, _, indices in batches_read] == expected

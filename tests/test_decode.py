@@ -10,10 +10,11 @@ import PIL.ImageFile
 import pytest
 
 from ddp_mnist.cluster.local_world import run_world
-from ddp_mnist.data import cache, preparation
+from ddp_mnist.data import cache
+from ddp_mnist.data import image_format as image_format
 from ddp_mnist.data.decode import decode_image, facts_of, in_mode, open_image
-from ddp_mnist.data.preparation import DIGITS, Decoded, Preparation, Shape
-from ddp_mnist.data.tables import SPLITS
+from ddp_mnist.data.hf_dataset import SPLITS
+from ddp_mnist.data.image_format import DIGITS, Decoded, ImageFormat, Shape
 from ddp_mnist.verbs.predict import read_image
 from tests.test_sources import encoded, one_colour
 
@@ -97,8 +98,8 @@ def test_statistics_are_those_of_each_channel(monkeypatch: pytest.MonkeyPatch) -
     images[:, 1] //= 4
     images[:, 2] = 51  # all pixels alike: its deviation is taken to be one step of 255
     expected = [images[:, channel] / 255 for channel in range(3)]
-    for block in (preparation.BLOCK, 120):
-        monkeypatch.setattr(preparation, "BLOCK", block)
+    for block in (image_format.BLOCK, 120):
+        monkeypatch.setattr(image_format, "BLOCK", block)
         made = preparation_of(images, 255 - images)
         assert (made.shape, made.bright_on_black) == ((3, 4, 5), False)
         assert made.mean == pytest.approx([each.mean() for each in expected], abs=5e-5)
@@ -109,8 +110,8 @@ def test_statistics_are_those_of_each_channel(monkeypatch: pytest.MonkeyPatch) -
 # --- What kind of images a data set holds
 
 
-def preparation_of(*splits: np.ndarray, classes: list[str] = DIGITS) -> Preparation:
-    return Decoded(dict(zip(SPLITS, splits, strict=False)), {}, classes).preparation()
+def preparation_of(*splits: np.ndarray, classes: list[str] = DIGITS) -> ImageFormat:
+    return Decoded(dict(zip(SPLITS, splits, strict=False)), {}, classes).image_format()
 
 
 def test_digits_as_mnist_stores_them_are_known_by_facts() -> None:
@@ -121,7 +122,7 @@ def test_digits_as_mnist_stores_them_are_known_by_facts() -> None:
     assert (known.shape, known.notes) == ((1, 28, 28), [])
     few = images.copy()
     few[:15, 0, [0, -1], :15] = few[:15, 0, :15, 0] = 255  # as in 1.3 % of MNIST, and broader
-    assert preparation.bright_on_black({"train": few})
+    assert image_format.bright_on_black({"train": few})
     clothes = images.repeat(2, 2)[:, :, 14:42].copy()  # as Fashion-MNIST's, which fill their frame
     clothes[:, :, :20, 0] = 200
     for other in (
@@ -129,7 +130,7 @@ def test_digits_as_mnist_stores_them_are_known_by_facts() -> None:
         preparation_of(images, classes=[*DIGITS, "none"]),
         preparation_of(np.pad(images, ((0, 0), (0, 0), (2, 2), (2, 2)))),  # of 32x32
         # photos of 96x96, say
-        Decoded({"train": images}, {}, DIGITS, as_stored=False).preparation(),
+        Decoded({"train": images}, {}, DIGITS, as_stored=False).image_format(),
     ):
         assert (other.bright_on_black, other.digit_photos) == (True, False)
     for splits in [
@@ -160,9 +161,9 @@ def test_classes_of_single_characters_are_known(classes: list[str], characters: 
 
 def bytes_a_pixel(file: str, shape: Shape, photo: bool) -> float:
     """Return the highest use of memory while a file is prepared, above what there was before."""
-    preparation = Preparation(shape, (), (), [], photo, photo)
+    image_format = ImageFormat(shape, (), (), [], photo, photo)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    read_image(Path(file), preparation, photo)
+    read_image(Path(file), image_format, photo)
     kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     return kilobytes * 1024 / (MEGAPIXELS * 10**6)
 

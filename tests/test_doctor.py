@@ -27,14 +27,35 @@ from ddp_mnist.cluster import hardware, interfaces
 from ddp_mnist.cluster.launch import find_launch
 from ddp_mnist.cluster.local_world import free_port, run_world
 from ddp_mnist.cluster.world import join_world
-from ddp_mnist.config import Distribution
+from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.data import cache
-from ddp_mnist.doctor import checks, collectives, group, machine, preflight
+from ddp_mnist.doctor import (
+    collectives,
+    preflight,
+)
+from ddp_mnist.doctor import (
+    group_checks as group,
+)
+from ddp_mnist.doctor import (
+    machine_checks as machine,
+)
+from ddp_mnist.doctor import (
+    verb as checks,
+)
 from ddp_mnist.doctor.compare import against
 from ddp_mnist.errors import PeerError
-from ddp_mnist.faults import leave_out_last_parameter
+from ddp_mnist.run.faults import leave_out_last_parameter
 from ddp_mnist.run.folder import read_json
-from ddp_mnist.run.results import FAIL, PASS, WARN, CheckResult, failed, passed, warned, worst
+from ddp_mnist.verbs.check_result import (
+    FAIL,
+    PASS,
+    WARN,
+    CheckResult,
+    failed,
+    passed,
+    warned,
+    worst,
+)
 from ddp_mnist.verbs.flags import Doctor
 from ddp_mnist.verbs.multinode import Node
 from tests.commands import Ended, Typed, left_on_screen, on_terminal
@@ -46,7 +67,7 @@ Found = dict[str, list[CheckResult]]
 # --- One machine
 
 HERE = Path("here")  # stands for the test's folder, which holds an empty file and a GPU's device
-M, H = "ddp_mnist.doctor.machine", "ddp_mnist.cluster.hardware"
+M, H = "ddp_mnist.doctor.machine_checks", "ddp_mnist.cluster.hardware"
 USAGE = namedtuple("USAGE", "total used free")
 
 
@@ -70,7 +91,10 @@ MISSING = {
     f"{M}.package_versions": always({"python": "3", "accelerate": "missing"}),
     f"{M}.PACKAGES": ("accelerate",),
 }
-QUOTA = {"ddp_mnist.limits.cpu_quota": always(1.5), "os.sched_getaffinity": always({0, 1, 2, 3})}
+QUOTA = {
+    "ddp_mnist.system.limits.cpu_quota": always(1.5),
+    "os.sched_getaffinity": always({0, 1, 2, 3}),
+}
 LABEL = {
     "psutil.net_if_addrs": always(LABELLED),
     "psutil.net_if_stats": always({"eth9": SimpleNamespace(isup=True)}),
@@ -81,7 +105,7 @@ BAD_PRODUCT = {"torch.Tensor.__matmul__": wrong_product}
 BROKEN_PRODUCT = {
     "torch.Tensor.__matmul__": Mock(side_effect=RuntimeError("CUDA error: out of memory"))
 }
-LITTLE_MEMORY = {"ddp_mnist.limits.free_memory": always(1e9)}
+LITTLE_MEMORY = {"ddp_mnist.system.limits.free_memory": always(1e9)}
 OTHER_TORCH = {f"{M}.version": always("2.13.0")}
 PORT_TAKEN = {f"{M}.why_port_is_taken": always("Address already in use")}
 

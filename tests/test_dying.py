@@ -80,14 +80,14 @@ def prepare():
     """Strike at each place that comes after the import of the net."""
     from ddp_mnist import train
     from ddp_mnist.data import cache
-    from ddp_mnist.run.session import Session
+    from ddp_mnist.run.training_run import TrainingRun
 
     before(cache, "load", "decoding")
     before(train, "settle_ddp_buckets", "first step")
     before(train, "seed_draws", "training", lambda device, what, seed, step, rank: step == 25)
-    before(Session, "phase", "validation", lambda run, name: name == "validation")
-    before(Session, "phase", "test", lambda run, name: name == "test")
-    before(Session, "save", "saving", lambda run, state: state.progress.step >= 20)
+    before(TrainingRun, "phase", "validation", lambda run, name: name == "validation")
+    before(TrainingRun, "phase", "test", lambda run, name: name == "test")
+    before(TrainingRun, "save", "saving", lambda run, state: state.progress.step >= 20)
 '''
 # Before PyTorch is imported: `host_id`, which is looked up at the meeting, asks for the name.
 SITE = """

@@ -3,8 +3,8 @@ import time
 
 import pytest
 
-from ddp_mnist.deadline import with_deadline
 from ddp_mnist.errors import reason, root_reason
+from ddp_mnist.system.deadline import with_deadline
 
 
 @pytest.mark.parametrize(

@@ -16,11 +16,12 @@ from torch import nn
 from ddp_mnist.cluster.launch import Launch, find_launch
 from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.cluster.world import broadcast_bytes, gather_bytes, join_world
-from ddp_mnist.config import Distribution, TrainConfig
+from ddp_mnist.config.distribution import Distribution
+from ddp_mnist.config.run import TrainConfig
 from ddp_mnist.data import cache
 from ddp_mnist.data.batches import Rows
 from ddp_mnist.errors import UsageError
-from ddp_mnist.run.evaluation import Metrics, evaluate_split, packed, prepare_split, unpacked
+from ddp_mnist.run.evaluation import Metrics, evaluate_split, make_eval_loader, packed, unpacked
 from ddp_mnist.verbs import evaluate
 from ddp_mnist.verbs.flags import Evaluate
 from ddp_mnist.verify.watch import just_train, proof_config
@@ -48,7 +49,7 @@ def make_rows(count: int) -> Rows:
 
 
 def evaluate_cell(accelerator: Accelerator, rows: int, per_process: int) -> Metrics:
-    loader = prepare_split(accelerator, make_rows(rows), per_process)
+    loader = make_eval_loader(accelerator, make_rows(rows), per_process)
     model = TableLookup().train(rows % 2 == 0)
     metrics = evaluate_split(accelerator, model, loader, CLASSES)
     assert model.training is (rows % 2 == 0)  # left in the mode that it was in
@@ -134,7 +135,7 @@ def test_a_batch_is_never_larger_than_the_split() -> None:
         (2, 0, 10**9, 2),
     ):
         fake: Any = SimpleNamespace(num_processes=processes, prepare_data_loader=lambda x: x)
-        assert prepare_split(fake, make_rows(rows), per_process).batch_size == batch_size
+        assert make_eval_loader(fake, make_rows(rows), per_process).batch_size == batch_size
 
 
 @pytest.mark.parametrize(
@@ -152,7 +153,7 @@ def test_large_images_are_evaluated_in_little_memory(
         num_processes=2, prepare_data_loader=lambda loader: loader, device=torch.device(device)
     )
     images = torch.empty(1, dtype=torch.uint8).expand(9000, *shape)
-    loader = prepare_split(fake, Rows(images, torch.zeros(9000, dtype=torch.int64)))
+    loader = make_eval_loader(fake, Rows(images, torch.zeros(9000, dtype=torch.int64)))
     assert loader.batch_size == 2 * count
 
 

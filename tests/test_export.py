@@ -23,17 +23,17 @@ from safetensors.torch import load_file
 
 from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.data.decode import decode_image
-from ddp_mnist.data.preparation import DIGITS, Preparation, Shape
+from ddp_mnist.data.image_format import DIGITS, ImageFormat, Shape
 from ddp_mnist.errors import CheckFailed, UsageError
-from ddp_mnist.models import MODELS, Normalised, with_test_views
+from ddp_mnist.nets.ours import MODELS, Normalised, with_test_time_augmentation
 from ddp_mnist.run import weights
 from ddp_mnist.verbs import export
 from ddp_mnist.verbs.flags import EXPORTS, Export
 from ddp_mnist.verify.watch import just_train, proof_config
 from tests.commands import Typed, fences_of, python, write_given
 
-GREY = Preparation((1, 28, 28), (0.1307,), (0.3081,), [], bright_on_black=True, digit_photos=True)
-COLOUR = Preparation((3, 40, 60), (0.5, 0.4, 0.3), (0.2, 0.3, 0.2), [], False, False)
+GREY = ImageFormat((1, 28, 28), (0.1307,), (0.3081,), [], bright_on_black=True, digit_photos=True)
+COLOUR = ImageFormat((3, 40, 60), (0.5, 0.4, 0.3), (0.2, 0.3, 0.2), [], False, False)
 
 
 @pytest.fixture(scope="module")
@@ -53,17 +53,17 @@ def logits(run: Path, images: torch.Tensor) -> torch.Tensor:
         return weights.from_bytes(weights.read_bytes(str(run)), "").model(images).float()
 
 
-@pytest.mark.parametrize("preparation", [GREY, COLOUR], ids=["grey", "colour"])
+@pytest.mark.parametrize("image_format", [GREY, COLOUR], ids=["grey", "colour"])
 def test_the_cards_snippets_give_the_models_logits_without_this_package(
-    preparation: Preparation, run: Path, tmp_path: Path, typed: Typed
+    image_format: ImageFormat, run: Path, tmp_path: Path, typed: Typed
 ) -> None:
     """The run in colour has a net that nobody trained."""
-    if preparation is COLOUR:
+    if image_format is COLOUR:
         run = shutil.copytree(run, tmp_path / "run")
         net = MODELS["cnn"](10, COLOUR.shape)
         content = weights.to_bytes(net.state_dict(), "cnn", DIGITS, COLOUR)
         (run / "model.safetensors").write_bytes(content)
-    out, shape = tmp_path / "export", preparation.shape
+    out, shape = tmp_path / "export", image_format.shape
     ended = typed("export", run, "--format", "safetensors, torch,onnx", "--out", out)
     said = ended.out.splitlines()
     assert ended.code == 0
@@ -72,24 +72,24 @@ def test_the_cards_snippets_give_the_models_logits_without_this_package(
     images = torch.randint(0, 256, (100, *shape), dtype=torch.uint8)
     torch.save(images, out / "images.pt")
     card = (out / "README.md").read_text()
-    if preparation is COLOUR:
+    if image_format is COLOUR:
         assert "In: uint8 images [B, 3, 40, 60], in colour (RGB)." in card
         check_recipe(card, shape, tmp_path)
         files = write_files(out)
         [answer] = map(json.loads, typed("predict", run, files[0]).out.splitlines())
     snippets = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
-    assert len(snippets) == 3 + (preparation is COLOUR)
+    assert len(snippets) == 3 + (image_format is COLOUR)
     program = """import sys
 images = torch.load('images.pt')
 given = session.run(None, {'images': images.numpy()})[0]
 torch.save((model(images).detach(), torch.from_numpy(given)), 'logits.pt')
 assert 'ddp_mnist' not in sys.modules"""
-    if preparation is COLOUR:  # an image file has predict's probabilities
+    if image_format is COLOUR:  # an image file has predict's probabilities
         program = f"torch.save(model(images).softmax(1).detach(), 'shares.pt')\n{program}"
     command = [sys.executable, "-W", "ignore", "-c", "\n".join([*snippets, program])]
     done = subprocess.run(command, cwd=out, capture_output=True)
     assert done.returncode == 0, done.stderr
-    if preparation is COLOUR:
+    if image_format is COLOUR:
         [shares] = torch.load(out / "shares.pt").tolist()
         assert dict(zip(DIGITS, shares, strict=True)) == pytest.approx(
             answer["probabilities"], abs=2e-6
@@ -138,17 +138,17 @@ def test_the_pages_lines_go_from_a_photo_to_a_word_with_onnxruntime_alone(
     assert len({*words}) > 1
 
 
-@pytest.mark.parametrize("preparation", [GREY, COLOUR], ids=["grey", "colour"])
-def test_the_onnx_file_describes_itself(preparation: Preparation) -> None:
+@pytest.mark.parametrize("image_format", [GREY, COLOUR], ids=["grey", "colour"])
+def test_the_onnx_file_describes_itself(image_format: ImageFormat) -> None:
     import onnxruntime
 
-    net = Normalised(MODELS["mlp"](10, preparation.shape), preparation).eval()
-    trained = weights.Trained(net, net, "mlp", KINDS, preparation)
+    net = Normalised(MODELS["mlp"](10, image_format.shape), image_format).eval()
+    trained = weights.Trained(net, net, "mlp", KINDS, image_format)
     with export.quiet():
         content = export.write_onnx(trained)
     told = onnxruntime.InferenceSession(content).get_modelmeta().custom_metadata_map
     assert json.loads(told["classes"]) == KINDS
-    if preparation is GREY:
+    if image_format is GREY:
         what = "images: uint8 [batch, 1, 28, 28], 0 to 255, grey, bright strokes on black"
         assert told["input"] == what
         assert told["preparation"].startswith("a digit in a photo is cut out first")
@@ -194,15 +194,15 @@ def test_the_card_tells_the_runs_own_figures(run: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("architecture", [name for name in MODELS if name != "cnn"])
-@pytest.mark.parametrize("preparation", [GREY, COLOUR], ids=["grey", "colour"])
+@pytest.mark.parametrize("image_format", [GREY, COLOUR], ids=["grey", "colour"])
 def test_every_net_can_be_exported(
-    architecture: str, preparation: Preparation, monkeypatch: pytest.MonkeyPatch
+    architecture: str, image_format: ImageFormat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(export, "CHECKED_IMAGES", 10)
     torch.manual_seed(0)
-    net = Normalised(MODELS[architecture](10, preparation.shape), preparation).eval()
-    model = with_test_views(net, architecture)
-    trained = weights.Trained(net, model, architecture, DIGITS, preparation)
+    net = Normalised(MODELS[architecture](10, image_format.shape), image_format).eval()
+    model = with_test_time_augmentation(net, architecture)
+    trained = weights.Trained(net, model, architecture, DIGITS, image_format)
     for name in ("safetensors", "torch"):
         write, read = export.CONVERTERS[name]
         with export.quiet():
@@ -323,17 +323,17 @@ def card_of(run: Path, folder: Path, **changes: Any) -> str:
     """The card of a copy of the run, whose images were made otherwise."""
     shutil.copytree(run, copy := folder / "copy")
     trained = weights.from_bytes(weights.read_bytes(str(run)), "")
-    assert trained.preparation
-    preparation = dataclasses.replace(trained.preparation, **changes.pop("preparation", {}))
+    assert trained.image_format
+    image_format = dataclasses.replace(trained.image_format, **changes.pop("image_format", {}))
     classes = changes.pop("classes", trained.classes)
-    content = weights.to_bytes(trained.net.net.state_dict(), "cnn", classes, preparation)
+    content = weights.to_bytes(trained.net.net.state_dict(), "cnn", classes, image_format)
     (copy / "model.safetensors").write_bytes(content)
     summary = json.loads((run / "summary.json").read_text())
     summary["dataset"] |= changes
     (copy / "summary.json").write_text(json.dumps(summary))
     write(copy, "safetensors")
     again = (copy / "export" / "model.safetensors").read_bytes()
-    assert weights.from_bytes(again, "").preparation == preparation  # it goes on with the weights
+    assert weights.from_bytes(again, "").image_format == image_format  # it goes on with the weights
     return (copy / "export" / "README.md").read_text()
 
 
@@ -379,7 +379,7 @@ def test_the_card_says_what_images_these_are(run: Path, tmp_path: Path) -> None:
     made: dict[str, Any] = dict.fromkeys(("bright_on_black", "digit_photos"), False)
     made["notes"] = ["images of 64x64 RGB became 28x28 grey"]
     place = {"name": "project", "source": "folder:/home/alice/project"}
-    card = card_of(run, tmp_path, preparation=made, **place)
+    card = card_of(run, tmp_path, image_format=made, **place)
     photos = " ".join(card.split())
     assert "alice" not in photos  # where the data lies is not published
     assert "1,150 images of project," in photos

@@ -27,7 +27,7 @@ import torch
 
 from ddp_mnist.cluster.local_world import LocalWorld, run_world
 from ddp_mnist.cluster.signals import EXIT_CODES
-from ddp_mnist.config import TrainConfig
+from ddp_mnist.config.run import TrainConfig
 from ddp_mnist.errors import FailedElsewhere, PeerError, StorageError
 from ddp_mnist.run import checkpoint
 from ddp_mnist.run.folder import MODEL, in_use, read_json
@@ -382,7 +382,7 @@ def test_fault_11_in_evaluation_and_during_a_save(
 
 def _stopped_in(config: TrainConfig, phase: str) -> Any:
     """SIGTERM comes to rank 1 as rank 0 enters the phase, or to rank 0 as it writes."""
-    from ddp_mnist.run import session
+    from ddp_mnist.run import training_run as session
 
     evaluate, save = session.evaluate_split, checkpoint.save
 

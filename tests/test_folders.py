@@ -11,10 +11,10 @@ import pyarrow as pa
 import pytest
 
 from ddp_mnist import api
+from ddp_mnist.config.image_options import AS_THEY_ARE, ImageOptions
 from ddp_mnist.data import cache, folders
 from ddp_mnist.data.batches import ImageData
 from ddp_mnist.data.decode import image_endings
-from ddp_mnist.data.reading import AS_THEY_ARE, Reading
 from ddp_mnist.data.sources import find_source
 from ddp_mnist.errors import DataError
 from tests.commands import Typed
@@ -29,7 +29,7 @@ from tests.test_sources import (
     write_split,
 )
 
-DRAWN = Reading(test_size=4)
+DRAWN = ImageOptions(test_size=4)
 
 
 def write(place: Path, *names: str, seed: int = 0) -> Path:
@@ -49,7 +49,7 @@ def split_up(count: int = 8) -> list[str]:
     return [f"{split}/{path}" for split in ("train", "test") for path in flat(count)]
 
 
-def load(place: Path, reading: Reading = AS_THEY_ARE) -> ImageData:
+def load(place: Path, reading: ImageOptions = AS_THEY_ARE) -> ImageData:
     return cache.load(str(place), str(place.parent / "cache"), reading)
 
 
@@ -66,7 +66,7 @@ def test_a_name_is_no_pattern(name: str, tmp_path: Path) -> None:
     for seed, sibling in enumerate(("pX", "abc", "photos1", "y", "zz", "a", name)):
         write(tmp_path / "images" / sibling, *split_up(), seed=seed)
     images = load(tmp_path / "images" / name)
-    assert (sizes(images), images.preparation.notes) == ((8, 8), [])
+    assert (sizes(images), images.image_format.notes) == ((8, 8), [])
     assert np.array_equal(images.train_images[0].permute(1, 2, 0), np.asarray(noise(6000)))
     for writer, sibling in ((write_parquet, "tables"), (save_to_disk, "saved"), (write_idx, "idx")):
         for each in ("pX", "abc", "photos1", "y", "a", name):
@@ -113,11 +113,11 @@ def test_images_that_metadata_does_not_name_are_said_to_be_left_out(tmp_path: Pa
     )
     for split in ("train", "test"):
         describe(own / split / "metadata.jsonl", [f"{c}{n}.png" for c in "ab" for n in range(4)])
-    assert (sizes(load(own)), load(own).preparation.notes) == ((8, 8), [])
+    assert (sizes(load(own)), load(own).image_format.notes) == ((8, 8), [])
     describe(own / "train" / "metadata.jsonl", ["a0.png", "b0.png", "a1.png"])
     images = load(own)
     assert sizes(images) == (3, 8)
-    assert images.preparation.notes == ["5 of 16 images are in no metadata file and were left out"]
+    assert images.image_format.notes == ["5 of 16 images are in no metadata file and were left out"]
 
 
 def zipped(own: Path) -> None:
@@ -175,11 +175,11 @@ def test_names_do_not_hold_images_out_where_a_test_is_drawn(
     with pytest.raises(DataError, match="--test-size") as raised:
         load(own)
     [advised] = re.findall(r"--test-size (\d+)", str(raised.value))
-    assert sum(sizes(load(own, Reading(test_size=int(advised))))) == len(names)
+    assert sum(sizes(load(own, ImageOptions(test_size=int(advised))))) == len(names)
     images = load(own, DRAWN)
     assert sum(sizes(images)) == len(names)
     assert images.classes == sorted({Path(name).parent.name for name in names})
-    [note] = images.preparation.notes
+    [note] = images.image_format.notes
     assert f"of {len(names)} images were held out for testing" in note
 
 

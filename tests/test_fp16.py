@@ -27,7 +27,9 @@ from ddp_mnist.cluster import world
 from ddp_mnist.cluster.device import precision_in_effect
 from ddp_mnist.cluster.launch import Launch
 from ddp_mnist.cluster.local_world import run_world
-from ddp_mnist.config import Distribution, Recipe, ResolvedRecipe, Run, TrainConfig
+from ddp_mnist.config.distribution import Distribution
+from ddp_mnist.config.recipe import Recipe, ResolvedRecipe
+from ddp_mnist.config.run import RunFlags, TrainConfig
 from ddp_mnist.errors import DdpMnistError, UsageError
 from ddp_mnist.run import checkpoint
 from ddp_mnist.run.folder import read_json
@@ -51,7 +53,7 @@ CASES = [(kind, size) for size in (1, 2) for kind in list(KINDS)[: size + 1]]
 
 def config(run_dir: str, **recipe: Any) -> TrainConfig:
     return TrainConfig(
-        Run(dataset="few", run_dir=run_dir, log_every=3, quiet=True),
+        RunFlags(dataset="few", run_dir=run_dir, log_every=3, quiet=True),
         Recipe(**{"epochs": EPOCHS, "batch_size": BATCH, "val_size": VAL_ROWS, **recipe}),
         Distribution(cpu=True, dist_timeout=60),
     )
@@ -87,7 +89,7 @@ def fp16_on_a_cpu(
     SIGTERM. The scale doubles after `growth_interval` steps. No --comm-hook is refused.
     """
     make_accelerator, make_optimizer = world.make_accelerator, train.make_optimizer
-    rate_of, stepped = train.learning_rate, Progress.count_step
+    rate_of, stepped = ResolvedRecipe.learning_rate, Progress.count_step
     seen, step, scalers = Seen(), [-1], list[torch.amp.GradScaler]()
     is_last = os.environ.get("RANK", "0") == str(int(os.environ.get("WORLD_SIZE", 1)) - 1)
 
@@ -115,12 +117,12 @@ def fp16_on_a_cpu(
     def overflow(gradient: Tensor) -> Tensor | None:
         return torch.full_like(gradient, math.inf) if is_last and step[0] in overflows else None
 
-    def rate(now: int, *args: Any) -> float:
+    def rate(recipe: ResolvedRecipe, now: int) -> float:
         step[0] = now
         if is_last and now == until:
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(0.1)  # for the thread that notes it, on a busy machine
-        return rate_of(now, *args)
+        return rate_of(recipe, now)
 
     def watched(progress: Progress, skipped: bool) -> None:
         stepped(progress, skipped)
@@ -131,7 +133,7 @@ def fp16_on_a_cpu(
         patch.object(world, "precision_in_effect", lambda *_: "fp16"),
         patch.object(world, "make_accelerator", accelerator),
         patch.object(train, "make_optimizer", optimizer),
-        patch.object(train, "injected", lambda _, build: {"build": build, "learning_rate": rate}),
+        patch.object(ResolvedRecipe, "learning_rate", rate),
         patch.object(Progress, "count_step", watched),
     ):
         try:

@@ -13,14 +13,16 @@ from typing import Any
 import pytest
 import torch
 
-from ddp_mnist import api, limits
+from ddp_mnist import api
 from ddp_mnist.cluster import hardware
 from ddp_mnist.cluster.device import choose_device, set_threads
 from ddp_mnist.cluster.launch import find_launch
 from ddp_mnist.cluster.local_world import run_world
-from ddp_mnist.config import Distribution, TrainConfig
-from ddp_mnist.doctor.machine import capacity, product
+from ddp_mnist.config.distribution import Distribution
+from ddp_mnist.config.run import TrainConfig
+from ddp_mnist.doctor.machine_checks import capacity, product
 from ddp_mnist.errors import UsageError
+from ddp_mnist.system import limits
 from ddp_mnist.verbs.flags import Doctor
 from tests.commands import python
 from tests.training import what_it_says
@@ -31,8 +33,8 @@ GB = 10**9
 @pytest.fixture
 def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A machine of 8 cores with 16 GB free, without control groups."""
-    monkeypatch.setattr("ddp_mnist.limits.CGROUP", tmp_path)
-    monkeypatch.setattr("ddp_mnist.limits.OWN_CGROUPS", tmp_path / "own")
+    monkeypatch.setattr("ddp_mnist.system.limits.CGROUP", tmp_path)
+    monkeypatch.setattr("ddp_mnist.system.limits.OWN_CGROUPS", tmp_path / "own")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     monkeypatch.setattr(
         hardware.psutil, "virtual_memory", lambda: SimpleNamespace(available=16 * GB)
@@ -140,7 +142,7 @@ import os, sys
 for group in sys.argv[1:]:
     with open(f"{group}/cgroup.procs", "w") as file:
         file.write(str(os.getpid()))
-from ddp_mnist import limits
+from ddp_mnist.system import limits
 from ddp_mnist.cluster import hardware
 free = limits.free_memory()
 held = b"x" * 10**8

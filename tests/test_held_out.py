@@ -12,17 +12,12 @@ import PIL.Image
 import pytest
 
 from ddp_mnist import api
-from ddp_mnist.data import cache, tables
-from ddp_mnist.data.batches import ImageData, split_images
+from ddp_mnist.config.image_options import ImageOptions
+from ddp_mnist.data import cache
+from ddp_mnist.data import hf_dataset as tables
+from ddp_mnist.data.batches import ImageData, train_val_test_split
 from ddp_mnist.data.decode import stored_pixels
-from ddp_mnist.data.held_out import (
-    draw_by_share,
-    draw_exactly,
-    key_of,
-    share_of,
-    validation_rows,
-)
-from ddp_mnist.data.reading import Reading
+from ddp_mnist.data.held_out import draw_by_share, draw_exactly, key_of, share_of, validation_rows
 from ddp_mnist.errors import UsageError
 from ddp_mnist.run.folder import read_json
 from tests.commands import Typed
@@ -49,7 +44,7 @@ def photos(tmp_path: Path) -> Path:
 
 
 def load(place: Path, test_size: int = TEST_SIZE) -> ImageData:
-    return cache.load(str(place), str(place.parent / "cache"), Reading(test_size=test_size))
+    return cache.load(str(place), str(place.parent / "cache"), ImageOptions(test_size=test_size))
 
 
 def parts_of(images: ImageData, val_size: int | None = None) -> dict[bytes, str]:
@@ -58,7 +53,9 @@ def parts_of(images: ImageData, val_size: int | None = None) -> dict[bytes, str]
     return {
         image.numpy().tobytes(): part
         for part, rows in zip(
-            ("train", "validation", "test"), split_images(images.hold_out(val_size)), strict=True
+            ("train", "validation", "test"),
+            train_val_test_split(images.hold_out(val_size)),
+            strict=True,
         )
         for image in rows.images[rows.rows]
     }
@@ -230,7 +227,9 @@ def test_no_class_loses_all_its_training_images(tmp_path: Path) -> None:
         noise(number).save(place / f"{number}.png")
     for test_size in (40, 100):
         images = load(tmp_path / "many", test_size)
-        train, validation, test_rows = split_images(images.hold_out(len(images.train_labels) // 5))
+        train, validation, test_rows = train_val_test_split(
+            images.hold_out(len(images.train_labels) // 5)
+        )
         assert set(images.train_labels[train.rows].tolist()) == set(range(50))
         assert len(validation) and abs(len(test_rows) - test_size) < 25
 
@@ -266,7 +265,7 @@ def test_a_copy_goes_where_the_original_went_in_whatever_format(tmp_path: Path) 
             for image in range(12):
                 name = f"{number * image + (number == 0) * (99 - image)}.{kind.lower()}"
                 noise(1000 * ord(label) + image).save(place / name, lossless=True)
-        reading = Reading((5, 5) if number else None, number == 2, 6)
+        reading = ImageOptions((5, 5) if number else None, number == 2, 6)
         images = cache.load(str(tmp_path / str(number)), str(tmp_path / "cache"), reading)
         keys.append([set(images.train_keys.tolist()), set(images.test_keys.tolist())])
     assert keys[1:] == keys[:1] * 3

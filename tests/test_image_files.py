@@ -13,11 +13,12 @@ import numpy as np
 import PIL.Image
 import pytest
 
-from ddp_mnist.data import decode, image_files, tables
+from ddp_mnist.config.image_options import AS_THEY_ARE, ImageOptions
+from ddp_mnist.data import decode, image_files
+from ddp_mnist.data import hf_dataset as tables
 from ddp_mnist.data.image_files import SHOWN, threads_for
+from ddp_mnist.data.image_format import ImageFormat
 from ddp_mnist.data.names import files_of_test
-from ddp_mnist.data.preparation import Preparation
-from ddp_mnist.data.reading import AS_THEY_ARE, Reading
 from ddp_mnist.data.sources import find_source
 from ddp_mnist.data.threads import AHEAD, in_order
 from ddp_mnist.errors import DataError
@@ -37,7 +38,7 @@ TRUNCATED = "(image file is truncated (N bytes not processed))"
 # --- Broken ones
 
 
-def refused(own: Path, reading: Reading = DRAWN) -> str:
+def refused(own: Path, reading: ImageOptions = DRAWN) -> str:
     with pytest.raises(DataError) as raised:
         read(own, reading)
     return re.sub(r"\d+ bytes", "N bytes", str(raised.value))
@@ -222,7 +223,7 @@ def heif(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
     return install
 
 
-GREY = Preparation((1, 9, 7), (0.5,), (0.5,), [], False, False)
+GREY = ImageFormat((1, 9, 7), (0.5,), (0.5,), [], False, False)
 
 
 def test_without_its_package_heic_is_left_out_and_a_line_says_how_to_read_it(
@@ -233,7 +234,7 @@ def test_without_its_package_heic_is_left_out_and_a_line_says_how_to_read_it(
     for name in ("train/cat/IMG_1.HEIC", "test/dog/IMG_2.heif", "test/dog/IMG_3.docx"):
         (own / name).write_bytes(JPEG)
     suffixes = "files without the suffix of an image were left out: "
-    [note] = load(own).preparation.notes
+    [note] = load(own).image_format.notes
     assert note == (
         f"{suffixes}.heif (1), .docx (1), .HEIC (1) (pip install pillow-heif to read .heif, .HEIC)"
     )
@@ -261,18 +262,18 @@ def test_heic_is_read_where_its_package_is_installed(
     (own / "cat" / "0.heic").rename(own / "cat" / "0.HEIC")
     write(own, *(f"{name}/{n}.png" for name in ("cat", "dog") for n in range(50, 54)))
     heif(False)
-    drawn = Reading(test_size=6)
+    drawn = ImageOptions(test_size=6)
     before = load(own, drawn)
     assert (sum(sizes(before)), "left out: .heic (15), .HEIC (1) (pip" in str(before)) == (8, True)
     heif(True)
     images = load(own, drawn)
-    assert sum(sizes(images)) == 24 and not any("left out" in n for n in images.preparation.notes)
+    assert sum(sizes(images)) == 24 and not any("left out" in n for n in images.image_format.notes)
     rows = range(len(images.test_labels))
     files = files_of_test(str(own), images, drawn, rows)
     assert {*files.values()} <= {path.relative_to(own) for path in find_images(str(own))}
     assert [*files] == [*rows] and any(file.suffix == ".heic" for file in files.values())
     for row, file in files.items():
-        seen = read_image(own / file, images.preparation, digit_photos=False)
+        seen = read_image(own / file, images.image_format, digit_photos=False)
         assert np.array_equal(seen, images.test_images[row])
     cut = (own / "dog" / "1.heic").read_bytes()[:-40]
     (own / "dog" / "1.heic").write_bytes(cut)

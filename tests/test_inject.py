@@ -1,20 +1,23 @@
 """`train --inject` makes the mistake that it names, says so, and does nothing without the flag."""
 
+import dataclasses
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
 
-from ddp_mnist import train
 from ddp_mnist.cluster.local_world import LocalWorld, run_world
-from ddp_mnist.config import EXIT_STEP, FAULTS, Recipe, TrainConfig, resolve_recipe
-from ddp_mnist.data.batches import Rows
+from ddp_mnist.config.faults import EXIT_STEP, FAULTS
+from ddp_mnist.config.recipe import Recipe, resolve_recipe
+from ddp_mnist.config.run import ResolvedConfig, TrainConfig
+from ddp_mnist.data.batches import GlobalBatchSampler, Rows
 from ddp_mnist.errors import CheckpointError, PeerError, UsageError
-from ddp_mnist.faults import MADE_BY, SameOrder, injected
+from ddp_mnist.run.faults import inject, keep_first_order, leave_out_last_parameter, sum_gradients
 from ddp_mnist.run.folder import read_json
 from ddp_mnist.verify.watch import just_train, proof_config, resumed
 from tests.commands import Typed
@@ -59,7 +62,7 @@ def test_evaluate_and_the_model_card_say_so(
 
 def test_two_processes_step_the_schedule_twice(run: tuple[Path, str]) -> None:
     rates = [line["lr"] for line in metrics(run[0])]
-    right = [train.learning_rate(step, 30, 1e-2, 0.1) for step in range(30)]
+    right = [*map(resolve_recipe(config(None).recipe, 1437, 2).learning_rate, range(30))]
     assert rates == right[::2] + [0] * 15
 
 
@@ -87,8 +90,6 @@ def test_a_rank_that_leaves_is_waited_for_and_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("fault", [None, *FAULTS])
 def test_one_process_cannot_make_most_of_them(fault: str | None) -> None:
-    assert FAULTS.keys() - MADE_BY.keys() == {"batchnorm"}  # by the recipe alone
-    assert MADE_BY.keys() < FAULTS.keys()
     if fault in (None, "epoch"):
         assert resolve_recipe(Recipe(inject=fault), 1437, 1).inject == fault
         return
@@ -133,33 +134,34 @@ def test_padded_rows_are_counted(tmp_path: Path) -> None:
 
 def test_the_order_stays() -> None:
     rows = Rows(torch.zeros(12, 1, 1, 1), torch.zeros(12))
-    order = SameOrder(rows, 4, seed=0)
+    order = GlobalBatchSampler(rows, 4, seed=0)
+    keep_first_order(torch.nn.Identity(), order, Mock())
     epochs = []
     for epoch in range(2):
-        order.begin(epoch)
+        order.start_epoch(epoch)
         epochs.append(torch.cat([*order]).tolist())
     assert epochs[0] == epochs[1]
-    order.begin(1, first_step=1)
+    order.start_epoch(1, skip_steps=1)
     assert torch.cat([*order]).tolist() == epochs[0][4:]
 
 
 def test_a_frozen_parameter_is_none_to_get_wrong() -> None:
     (net := torch.nn.Linear(1, 1)).bias.requires_grad_(False)
-    for fault in ("gradients", "parameter"):
-        MADE_BY[fault](Mock(world_size=2), lambda: net)["build"]()
+    for change in (sum_gradients, leave_out_last_parameter):
+        change(net, Mock(), Mock(world_size=2))
     net(torch.ones(1)).backward()
     assert (net.weight.grad, net._ddp_params_and_buffers_to_ignore) == (2, ["weight"])
 
 
-def test_without_the_flag_fit_gets_what_it_always_got() -> None:
-    arguments = injected(Nothing(), train.build_model)  # type: ignore[arg-type]
-    assert arguments == {"build": train.build_model}
-
-
-class Nothing:
-    """A session of which only the recipe is asked."""
-
-    config = TrainConfig()
+@pytest.mark.parametrize("fault", [None, *FAULTS])
+def test_a_fault_changes_what_fit_is_given_and_nothing_else_does(fault: str | None) -> None:
+    methods = {"prepare": 1, "prepare_data_loader": 2, "backward": 3}
+    accelerator, store = SimpleNamespace(**methods), Mock(rank=1, world_size=2)
+    told = ResolvedConfig(recipe=resolve_recipe(Recipe(inject=fault, epochs=2), 1437, 2))
+    given = inject(told, Mock(accelerator=accelerator, store=store))
+    is_changed = given is not told or vars(accelerator) != methods
+    assert is_changed == (fault not in (None, "batchnorm"))  # which is a fault of the recipe
+    assert dataclasses.asdict(given) == dataclasses.asdict(told)  # of which files are written
 
 
 def test_the_help_lists_them(capsys: pytest.CaptureFixture[str]) -> None:

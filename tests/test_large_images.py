@@ -16,8 +16,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from ddp_mnist.cluster.local_world import run_world
+from ddp_mnist.config.image_options import ImageOptions
 from ddp_mnist.data import cache
-from ddp_mnist.data.reading import Reading
 from ddp_mnist.errors import StorageError, one_line
 from ddp_mnist.verify.watch import just_train, proof_config
 from tests.test_own_images import folder_of, picture
@@ -38,7 +38,7 @@ def load_on_a_disk_that_is_filled(own: Path, cache_dir: Path, function: str, cal
         return found
 
     with patch.object(cache, function, then_fill):
-        reading = Reading(size=(500, 1000))
+        reading = ImageOptions(size=(500, 1000))
         return cache.load(str(own), str(cache_dir), reading).train_images.numpy().copy()
 
 

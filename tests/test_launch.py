@@ -9,7 +9,7 @@ import pytest
 from ddp_mnist.cluster import interfaces
 from ddp_mnist.cluster.launch import Launch, find_launch, first_slurm_host, nobody_can_join
 from ddp_mnist.cluster.local_world import free_port
-from ddp_mnist.config import Distribution
+from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.errors import UsageError
 from tests.chaos import seconds_until_gone, wait_until
 from tests.commands import REPOSITORY, Started

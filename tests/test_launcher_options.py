@@ -29,12 +29,12 @@ from ddp_mnist.cluster.device import (
 )
 from ddp_mnist.cluster.launch import find_launch
 from ddp_mnist.cluster.local_world import free_port
-from ddp_mnist.config import Distribution
+from ddp_mnist.config.distribution import Distribution
+from ddp_mnist.config.flags import flag_values
 from ddp_mnist.errors import UsageError
-from ddp_mnist.flags import flag_values
 from ddp_mnist.run import resume
 from ddp_mnist.run.folder import read_json
-from ddp_mnist.run.setup import apply_launcher_options
+from ddp_mnist.run.opening import apply_launcher_options
 from tests.commands import CONFIGS, PROOF, REPOSITORY, TRAIN, Started, all_succeed
 from tests.training import check_equal
 

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from filelock import SoftFileLock, Timeout
 
-from ddp_mnist import locks
 from ddp_mnist.data import cache
 from ddp_mnist.errors import StorageError, UsageError
-from ddp_mnist.locks import here, holder, take
 from ddp_mnist.run.folder import RunFolder, in_use, read_json
+from ddp_mnist.system import locks
+from ddp_mnist.system.locks import here, holder, take
 from tests.chaos import flags_of, newest_step, wait_until
 from tests.commands import REPOSITORY, Started
 from tests.test_own_images import folder_of, picture

@@ -9,13 +9,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ddp_mnist import trial
 from ddp_mnist.cluster.local_world import LocalWorld, run_world
-from ddp_mnist.config import Recipe, TrainConfig
+from ddp_mnist.config.recipe import Recipe
+from ddp_mnist.config.run import TrainConfig
 from ddp_mnist.data import cache
 from ddp_mnist.data.batches import Rows
 from ddp_mnist.errors import CheckpointError, UsageError
-from ddp_mnist.losses import balanced, image_losses, make_loss
+from ddp_mnist.nets import trial
+from ddp_mnist.nets.losses import balanced, image_losses, make_loss
 from ddp_mnist.run.folder import read_json
 from ddp_mnist.run.weights import from_bytes, read_bytes
 from ddp_mnist.verbs.flags import Verify

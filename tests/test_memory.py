@@ -11,7 +11,8 @@ import torch
 from ddp_mnist.cluster import device
 from ddp_mnist.cluster.launch import Launch
 from ddp_mnist.cluster.local_world import LocalWorld, run_world
-from ddp_mnist.config import Distribution, Recipe, resolve_recipe
+from ddp_mnist.config.distribution import Distribution
+from ddp_mnist.config.recipe import Recipe, resolve_recipe
 from ddp_mnist.errors import UsageError
 from ddp_mnist.run.folder import read_json
 from ddp_mnist.verbs.evaluate import evaluate_run
@@ -90,7 +91,7 @@ def test_an_evaluation_that_does_not_fit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("batch_size", "accum", "processes", "goes_on", "words"),
+    ("batch_size", "accum", "processes", "resumes", "words"),
     [
         (144, 1, 1, False, "add --grad-accum 2, or use --batch-size 72"),
         (144, 1, 8, False, "add --grad-accum 2, or use --batch-size 72"),
@@ -101,11 +102,11 @@ def test_an_evaluation_that_does_not_fit(tmp_path: Path) -> None:
     ],
 )
 def test_what_takes_less_memory(
-    batch_size: int, accum: int, processes: int, goes_on: bool, words: str
+    batch_size: int, accum: int, processes: int, resumes: bool, words: str
 ) -> None:
     """Each is legal for this number of processes, and smaller."""
     recipe = resolve_recipe(Recipe(batch_size=batch_size, grad_accum=accum), 60_000, processes)
-    assert recipe.in_less_memory(processes, can_shrink=not goes_on) == words
+    assert recipe.in_less_memory(processes, can_shrink=not resumes) == words
     given = {"batch_size": batch_size, "grad_accum": accum}
     for name, value in re.findall(r"--(batch-size|grad-accum) (\d+)", words):
         smaller = given | {name.replace("-", "_"): int(value)}

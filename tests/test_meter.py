@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from ddp_mnist.config import Recipe, resolve_recipe
+from ddp_mnist.config.recipe import Recipe, resolve_recipe
 from ddp_mnist.errors import DivergedError
 from ddp_mnist.run import meter
 from ddp_mnist.run.meter import Meter, sum_up
@@ -58,17 +58,17 @@ def test_at_a_sync_point_all_ranks_add_up_what_they_saw(clock: Any) -> None:
     see(made, 0.5, [1, 0, 1])
     see(made, 0.25, [1, 1, 1])
     clock.now += 0.5
-    assert made.all_reduce([0.0, 1.0, 0.0]) == [0.0, 2.0, 0.0]
+    assert made.sync([0.0, 1.0, 0.0]) == [0.0, 2.0, 0.0]
     assert progress.in_epoch == Sums(loss=4.5, correct=10.0, seen=12.0, seconds=0.5)
     clock.now += 5.0
     made.restart_clock()  # a checkpoint was written
     see(made, 1.0, [0])
     clock.now += 0.25
-    made.all_reduce([0.0])
+    made.sync([0.0])
     assert progress.since_log == Sums(loss=6.5, correct=10.0, seen=14.0, seconds=0.75)
     see(made, float("nan"), [1])
     with pytest.raises(DivergedError, match=r"^--lr 0\.01: "):
-        made.all_reduce([0.0])
+        made.sync([0.0])
 
 
 def sync_points(clock: Any, seconds_per_step: float, steps: int, first: int = 0) -> list[int]:
@@ -78,9 +78,9 @@ def sync_points(clock: Any, seconds_per_step: float, steps: int, first: int = 0)
     for step in range(first + 1, first + steps + 1):
         progress.step = step
         clock.now += seconds_per_step
-        if step >= made.next_sync:
+        if step >= made.next_sync_step:
             see(made, 0.5, [1])
-            made.all_reduce([])
+            made.sync([])
             found.append(step)
     return found
 
@@ -113,8 +113,8 @@ def test_the_plan_is_made_from_numbers_that_all_ranks_share(clock: Any) -> None:
         for made, seconds in ((one, 0.1 * number), (other, 0.0)):  # no time is no error
             made.clock = clock.now - seconds
             see(made, 0.5, [1])
-            made.all_reduce([])
-        assert progress.step < one.next_sync == other.next_sync
+            made.sync([])
+        assert progress.step < one.next_sync_step == other.next_sync_step
         assert one.agreed_steps_per_s == other.agreed_steps_per_s  # by which saves are due
 
 
@@ -125,9 +125,9 @@ def saves(clock: Any, seconds_per_step: float, steps: int, every: int | None = N
     for progress.step in range(1, steps + 1):
         clock.now += seconds_per_step
         save = made.is_save_due(every)
-        if progress.step >= made.next_sync or save:
+        if progress.step >= made.next_sync_step or save:
             see(made, 0.5, [1])
-            made.all_reduce([])
+            made.sync([])
         if save:
             clock.now += 1
             made.count_save()

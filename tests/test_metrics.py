@@ -16,12 +16,12 @@ import torch
 from sklearn import metrics as sk
 
 from ddp_mnist.cluster.local_world import LocalWorld, run_world
-from ddp_mnist.config import TrainConfig
+from ddp_mnist.config.run import TrainConfig
 from ddp_mnist.data import cache
-from ddp_mnist.data.batches import split_images
+from ddp_mnist.data.batches import train_val_test_split
 from ddp_mnist.errors import FailedElsewhere, UsageError, one_line
-from ddp_mnist.run.classification import Classification, classification_metrics, find_score
 from ddp_mnist.run.folder import read_json
+from ddp_mnist.run.scores import Classification, classification_metrics, find_score
 from ddp_mnist.run.weights import from_bytes, read_bytes
 from ddp_mnist.verify.watch import just_train, proof_config
 from tests.commands import Typed
@@ -140,7 +140,7 @@ def test_scores_are_scikit_learns_on_any_number_of_processes(
         assert silent == [""] * (size - 1)
         summary, images = read_json(run / "summary.json"), cache.load(str(digits / "digits"))
         trained = from_bytes(read_bytes(str(run)), str(run))
-        _, validation, test = split_images(images.hold_out(31))
+        _, validation, test = train_val_test_split(images.hold_out(31))
         for rows, prefix in ((validation, "val"), (test, "test")):
             pixels, labels, _ = rows.__getitems__(torch.arange(len(rows)))
             with torch.inference_mode():

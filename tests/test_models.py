@@ -8,22 +8,22 @@ import torch.nn.functional as F
 from torch import nn
 
 from ddp_mnist.cluster.local_world import run_world
-from ddp_mnist.config import NETS, Recipe
-from ddp_mnist.data.preparation import DIGITS, Preparation
-from ddp_mnist.models import (
+from ddp_mnist.config.recipe import NETS, Recipe
+from ddp_mnist.data.image_format import DIGITS, ImageFormat
+from ddp_mnist.nets.build import build_net
+from ddp_mnist.nets.ours import (
     CNN,
     MODELS,
     VERSION,
     Normalised,
     shifted,
     three_by_three,
-    with_test_views,
+    with_test_time_augmentation,
 )
-from ddp_mnist.nets import build_net
 from tests.test_nets import COLOUR, GREY
 from tests.training import images
 
-PHOTO = Preparation((3, 112, 128), (0.5, 0.4, 0.3), (0.2, 0.2, 0.2), [], False, False)
+PHOTO = ImageFormat((3, 112, 128), (0.5, 0.4, 0.3), (0.2, 0.2, 0.2), [], False, False)
 RESNET = "torchvision:resnet18"
 PARAMETERS = {
     # weights and biases of two convolutions, gains and shifts of two norms, and the head
@@ -99,8 +99,10 @@ def test_the_deep_net_averages_nine_views_with_test_views() -> None:
     views = [net(view) for view in shifted(batch)]
     assert torch.equal(views[4], net(batch))
     assert not torch.allclose(views[4], views[1], rtol=1e-3)
-    assert torch.allclose(with_test_views(net, "cnn_deep")(batch), sum(views) / 9, rtol=1e-12)
-    assert with_test_views(net, "cnn") is net
+    assert torch.allclose(
+        with_test_time_augmentation(net, "cnn_deep")(batch), sum(views) / 9, rtol=1e-12
+    )
+    assert with_test_time_augmentation(net, "cnn") is net
 
 
 def test_whatever_the_size_the_head_sees_the_means_of_nine_parts() -> None:
@@ -135,7 +137,7 @@ def test_larger_images_get_more_blocks(side: int, blocks: int, maps: int) -> Non
 
 
 @pytest.mark.parametrize(
-    ("name", "preparation", "expected"),
+    ("name", "image_format", "expected"),
     [
         ("cnn", GREY, 346.7558624882951),
         ("cnn_deep", GREY, 428.04555493218015),
@@ -151,18 +153,18 @@ def test_larger_images_get_more_blocks(side: int, blocks: int, maps: int) -> Non
     ],
 )
 def test_the_same_weights_compute_the_same_in_this_version(
-    name: str, preparation: Preparation, expected: float
+    name: str, image_format: ImageFormat, expected: float
 ) -> None:
     """Fails when old weights would mean something else: then raise VERSION."""
     assert VERSION == 4
-    net = MODELS[name](3, preparation.shape).double().eval()
+    net = MODELS[name](3, image_format.shape).double().eval()
     for number, tensor in enumerate(net.state_dict().values()):
         if tensor.is_floating_point():
             waves = torch.linspace(-1, 2, tensor.numel(), dtype=torch.float64).sin().abs()
             tensor.copy_(waves.reshape(tensor.shape) + 0.01 * number)
-    pixels = torch.arange(math.prod(preparation.shape)).remainder(251).to(torch.uint8)
-    model = with_test_views(Normalised(net, preparation), name)
-    logits = model(pixels.reshape(1, *preparation.shape))
+    pixels = torch.arange(math.prod(image_format.shape)).remainder(251).to(torch.uint8)
+    model = with_test_time_augmentation(Normalised(net, image_format), name)
+    logits = model(pixels.reshape(1, *image_format.shape))
     assert logits[0, 0].item() == pytest.approx(expected, rel=1e-9)
 
 

@@ -21,18 +21,19 @@ from filelock import SoftFileLock
 from torchvision import models
 from torchvision.transforms import v2
 
-from ddp_mnist import locks, pretrained
 from ddp_mnist.cluster.local_world import run_world
-from ddp_mnist.data.preparation import Preparation
+from ddp_mnist.data.image_format import ImageFormat
 from ddp_mnist.errors import StorageError, UsageError
-from ddp_mnist.nets import build_net, factory_of
+from ddp_mnist.nets import weights_file as pretrained
+from ddp_mnist.nets.build import build_net, factory_of
 from ddp_mnist.run import weights
 from ddp_mnist.run.folder import read_json
+from ddp_mnist.system import locks
 from tests.commands import Typed
 
 NET, FILE = "torchvision:squeezenet1_1", "squeezenet1_1-b8a52dc0.pth"
 ENTRY = models.SqueezeNet1_1_Weights.IMAGENET1K_V1
-PLAIN = Preparation((3, 64, 64), (0.1, 0.2, 0.3), (0.4, 0.4, 0.4), ["a note"], False, False)
+PLAIN = ImageFormat((3, 64, 64), (0.1, 0.2, 0.3), (0.4, 0.4, 0.4), ["a note"], False, False)
 
 
 @pytest.fixture
@@ -233,7 +234,7 @@ def test_a_net_computes_on_an_image_what_torchvision_computes(torchvisions: Path
 
 
 def test_grey_images_have_the_mean_of_three_colours() -> None:
-    grey = Preparation((1, 28, 28), (0.1,), (0.3,), [], True, True)
+    grey = ImageFormat((1, 28, 28), (0.1,), (0.3,), [], True, True)
     prepared = pretrained.prepared_for(ENTRY, NET, grey)
     assert prepared.mean == pytest.approx((0.449,)) and prepared.std == pytest.approx((0.226,))
     assert (prepared.shape, prepared.digit_photos) == (grey.shape, grey.digit_photos)
@@ -253,7 +254,7 @@ def test_old_files_are_read_as_torchvision_reads_them(torchvisions: Path) -> Non
 def test_mnasnet_takes_its_weights_for_grey_images_too(torchvisions: Path) -> None:
     """It refuses tensors without the version of its layers."""
     new = lay(torchvisions / "mnasnet0.5_top1_67.823-3ffadce67e.pth", "mnasnet0_5")
-    grey = Preparation((1, 64, 64), (0.1,), (0.3,), [], False, False)
+    grey = ImageFormat((1, 64, 64), (0.1,), (0.3,), [], False, False)
     net = build_net("torchvision:mnasnet0_5", "abc", grey, "DEFAULT").net.state_dict()
     assert [key for key in new if not torch.equal(net[f"net.{key}"], new[key])] == [*new][-2:]
 
@@ -287,8 +288,8 @@ def test_a_run_begins_with_the_weights_and_goes_on_without_their_file(
     (torchvisions / FILE).unlink()
 
     trained = weights.from_bytes(weights.read_bytes("run"), "run")
-    assert trained.preparation.shape == (3, 224, 224)
-    assert (trained.preparation.mean, trained.preparation.std) == (
+    assert trained.image_format.shape == (3, 224, 224)
+    assert (trained.image_format.mean, trained.image_format.std) == (
         (0.485, 0.456, 0.406),
         (0.229, 0.224, 0.225),
     )
@@ -312,7 +313,7 @@ def test_a_run_begins_with_the_weights_and_goes_on_without_their_file(
     ended = typed(*command, "--resume", "run")  # the command that started it, for one epoch more
     assert (ended.code, ended.err) == (0, "")
     trained = weights.from_bytes(weights.read_bytes("run"), "run")
-    assert trained.preparation.mean == (0.485, 0.456, 0.406)
+    assert trained.image_format.mean == (0.485, 0.456, 0.406)
     photos.rename("moved")
     command[command.index("photos")] = "moved"
     ended = typed(*command, "--resume", "run")

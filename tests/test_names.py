@@ -7,10 +7,10 @@ import numpy as np
 import PIL.Image
 import pytest
 
+from ddp_mnist.config.image_options import ImageOptions
 from ddp_mnist.data import cache
 from ddp_mnist.data.decode import decode_image, open_image
 from ddp_mnist.data.names import files_of_test
-from ddp_mnist.data.reading import Reading
 
 
 def write_images(place: Path, count: int, classes: Sequence[str] = "abc") -> None:
@@ -32,7 +32,7 @@ def test_each_test_image_has_its_file_and_no_other(drawn: bool, tmp_path: Path) 
         write_images(folder / "train", 30)
         write_images(folder / "test", 30)
     (folder / "notes.txt").write_text("no image")
-    reading = Reading(test_size=30 if drawn else None)
+    reading = ImageOptions(test_size=30 if drawn else None)
     images = cache.load(str(folder), str(tmp_path / "cache"), reading)
     rows = range(len(images.test_labels))
     found = files_of_test(str(folder), images, reading, rows)
@@ -40,7 +40,7 @@ def test_each_test_image_has_its_file_and_no_other(drawn: bool, tmp_path: Path) 
     for row, file in found.items():
         assert file.parent.name == images.classes[images.test_labels[row]]
         with open_image(folder / file) as image:
-            pixels = decode_image(image, images.preparation.shape)
+            pixels = decode_image(image, images.image_format.shape)
         assert np.array_equal(pixels, images.test_images[row])
     gone = found[rows[-1]]
     PIL.Image.new("RGB", (8, 8)).save(folder / gone)  # edited since

@@ -24,7 +24,7 @@ from ddp_mnist.cluster.local_world import LocalWorld
 from ddp_mnist.cluster.nccl import NcclAccelerator
 from ddp_mnist.cluster.store import Store
 from ddp_mnist.cluster.world import form_group, make_accelerator
-from ddp_mnist.config import Distribution
+from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.errors import FailedElsewhere
 from ddp_mnist.verify.watch import just_train, proof_config
 from tests.chaos import SECONDS, check_lost

@@ -8,22 +8,22 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ddp_mnist import trial
 from ddp_mnist.cluster.local_world import run_world
-from ddp_mnist.data.preparation import Preparation
+from ddp_mnist.data.image_format import ImageFormat
 from ddp_mnist.errors import CheckpointError, UsageError
-from ddp_mnist.models import is_known
-from ddp_mnist.nets import build_net, has_batch_norm
-from ddp_mnist.pretrained import load_weights
+from ddp_mnist.nets import trial
+from ddp_mnist.nets.build import build_net, has_batch_norm
+from ddp_mnist.nets.ours import is_known
+from ddp_mnist.nets.weights_file import load_weights
 from ddp_mnist.run import weights
 from ddp_mnist.run.folder import read_json
-from ddp_mnist.run.session import Session
+from ddp_mnist.run.training_run import TrainingRun
 from ddp_mnist.verify import watch
 from tests.commands import Typed
 from tests.training import own_module, with_flags
 
-GREY = Preparation((1, 28, 28), (0.1307,), (0.3081,), [], True, True)
-COLOUR = Preparation((3, 32, 40), (0.5, 0.4, 0.3), (0.2, 0.2, 0.2), [], False, False)
+GREY = ImageFormat((1, 28, 28), (0.1307,), (0.3081,), [], True, True)
+COLOUR = ImageFormat((3, 32, 40), (0.5, 0.4, 0.3), (0.2, 0.2, 0.2), [], False, False)
 OWN = """
 import torch
 from torch import nn
@@ -134,14 +134,14 @@ def own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return own_module("own_net", OWN, tmp_path, monkeypatch)
 
 
-@pytest.mark.parametrize("preparation", [GREY, COLOUR])
+@pytest.mark.parametrize("image_format", [GREY, COLOUR])
 @pytest.mark.parametrize(
     "name",
     ["cnn", "cnn_deep", "mlp", "cnn_bn", "torchvision:resnet18", "torchvision:squeezenet1_1"],
 )
-def test_a_net_for_any_channels_and_size(name: str, preparation: Preparation) -> None:
-    net = build_net(name, "abcdefg", preparation).eval()
-    images = torch.randint(0, 256, (3, *preparation.shape), dtype=torch.uint8)
+def test_a_net_for_any_channels_and_size(name: str, image_format: ImageFormat) -> None:
+    net = build_net(name, "abcdefg", image_format).eval()
+    images = torch.randint(0, 256, (3, *image_format.shape), dtype=torch.uint8)
     with torch.no_grad():
         assert list(net(images).shape) == [3, 7]
     assert has_batch_norm(net) == (name in ("cnn_bn", "torchvision:resnet18"))
@@ -401,13 +401,13 @@ def test_a_file_that_is_edited_while_it_trains_is_not_the_runs(
     own_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own_file.write_text(OWN + MORE)
-    finish = Session.finish
+    finish = TrainingRun.finish
 
     def edit_first(*arguments: Any) -> dict[str, Any]:
         own_file.write_text("class Net(:")
         return finish(*arguments)
 
-    monkeypatch.setattr(Session, "finish", edit_first)
+    monkeypatch.setattr(TrainingRun, "finish", edit_first)
     config = watch.proof_config(model="own_net:Net", epochs=1)
     assert watch.just_train(config)["steps"]
     with pytest.raises(CheckpointError, match="own_net:Net: cannot be imported"):

@@ -11,7 +11,7 @@ import pytest
 
 from ddp_mnist.cluster.device import precision_in_effect
 from ddp_mnist.cluster.launch import Launch
-from ddp_mnist.config import Distribution
+from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.run.folder import read_json
 from tests.chaos import newest_step, wait_until
 from tests.commands import MAKE, REPOSITORY, Ended, Started, proof

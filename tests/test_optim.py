@@ -1,4 +1,5 @@
 import copy
+import dataclasses
 import inspect
 from pathlib import Path
 from typing import Any
@@ -12,23 +13,30 @@ from torch import nn
 from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.cluster.store import Store
 from ddp_mnist.cluster.world import make_accelerator
-from ddp_mnist.config import Distribution, Recipe, ResolvedRecipe, resolve_recipe
-from ddp_mnist.models import MNIST, MODELS
-from ddp_mnist.optim import KERNEL_STEP, MOMENTUM, learning_rate, make_optimizer, orthogonal
+from ddp_mnist.config.distribution import Distribution
+from ddp_mnist.config.recipe import Recipe, ResolvedRecipe, resolve_recipe
+from ddp_mnist.nets.optim import KERNEL_STEP, MOMENTUM, make_optimizer, orthogonal
+from ddp_mnist.nets.ours import MNIST, MODELS
 
 
 def resolved(**recipe: Any) -> ResolvedRecipe:
     return resolve_recipe(Recipe(**recipe), rows=1437, world_size=1)
 
 
+def scheduled(total_steps: int, peak: float, warmup: float) -> ResolvedRecipe:
+    recipe = resolved(epochs=1, lr=peak, warmup=warmup)
+    return dataclasses.replace(recipe, steps_per_epoch=total_steps)
+
+
 def rates(total_steps: int, peak: float, warmup: float) -> list[float]:
-    return [learning_rate(step, total_steps, peak, warmup) for step in range(total_steps)]
+    return [*map(scheduled(total_steps, peak, warmup).learning_rate, range(total_steps))]
 
 
 def test_the_rate_rises_to_the_peak_and_falls() -> None:
     # 15 steps up, 85 steps down
     for step, share in [(0, 1 / 15), (6, 7 / 15), (14, 1), (15, 1), (99, 1 / 85), (100, 0)]:
-        assert learning_rate(step, 100, 0.02, 0.15) == pytest.approx(0.02 * share, rel=1e-12)
+        rate = scheduled(100, 0.02, 0.15).learning_rate(step)
+        assert rate == pytest.approx(0.02 * share, rel=1e-12)
     assert max(rates(100, 0.5, 0.15)) == 0.5
     up_and_down = [i / 10 for i in [*range(1, 11), *range(10, 0, -1)]]
     assert rates(20, 1.0, 0.5) == pytest.approx(up_and_down)

@@ -18,11 +18,11 @@ from PIL.ExifTags import Base
 
 from ddp_mnist import api
 from ddp_mnist.cluster.local_world import run_world
+from ddp_mnist.config.image_options import AS_THEY_ARE, ImageOptions
 from ddp_mnist.data import cache
 from ddp_mnist.data.batches import ImageData
 from ddp_mnist.data.decode import TURNS, in_mode
-from ddp_mnist.data.reading import AS_THEY_ARE, Reading
-from ddp_mnist.data.tables import usual_size
+from ddp_mnist.data.hf_dataset import usual_size
 from ddp_mnist.errors import DataError, StorageError, UsageError
 from ddp_mnist.run.folder import read_json
 from ddp_mnist.verbs.predict import read_image
@@ -61,7 +61,7 @@ def stored(image: PIL.Image.Image, **how: Any) -> PIL.Image.Image:
     return image
 
 
-def load(place: Path, reading: Reading = AS_THEY_ARE) -> ImageData:
+def load(place: Path, reading: ImageOptions = AS_THEY_ARE) -> ImageData:
     return cache.load(str(place), str(place.parent / "cache"), reading)
 
 
@@ -212,12 +212,12 @@ def test_an_image_is_taken_as_it_is_and_what_is_odd_is_said(kind: str, tmp_path:
     make, shape, pixel, notes = TAKEN[kind]
     images = load(folder_of(tmp_path / "own", make(), make()))
     assert list(images.train_images.shape[1:]) == shape
-    whole = read_image(tmp_path / "own" / "train" / "b" / "1.png", images.preparation, False)
+    whole = read_image(tmp_path / "own" / "train" / "b" / "1.png", images.image_format, False)
     assert np.array_equal(images.train_images[1], whole)  # `predict` does the same
     near_the_end = images.train_images[0, :, -2, -2].int().numpy()
     np.testing.assert_allclose(near_the_end, pixel, atol=4)  # JPEG's, and a palette's
-    assert len(images.preparation.notes) == len(notes)
-    for note, beginning in zip(images.preparation.notes, notes, strict=True):
+    assert len(images.image_format.notes) == len(notes)
+    for note, beginning in zip(images.image_format.notes, notes, strict=True):
         assert note.startswith(beginning)
 
 
@@ -254,16 +254,16 @@ def test_every_orientation_of_every_format_becomes_upright(
     own = folder_of(tmp_path / "own", *files)
     images = load(own)
     channels = 1 if mode in ("L", "I;16") else 3
-    assert images.preparation.shape == (channels, 40, 24)  # the files' own size: none is cut
+    assert images.image_format.shape == (channels, 40, 24)  # the files' own size: none is cut
     note = "14 of 16 images had an orientation in EXIF and became upright"
-    assert note in images.preparation.notes
+    assert note in images.image_format.notes
     expected = np.asarray(in_mode(upright, "L" if channels == 1 else "RGB")).astype(int)
     expected = expected.reshape(40, 24, channels).transpose(2, 0, 1)
     for file, row in zip(sorted((own / "train").rglob("*.png")), images.train_images, strict=True):
         far = slice(3, None, 33), slice(3, None, 17)  # from the edges, which a lossy format blurs
         part = (slice(None), *far) if form in ("JPEG", "AVIF") else slice(None)
         np.testing.assert_allclose(row.numpy()[part], expected[part], atol=4)
-        assert np.array_equal(read_image(file, images.preparation, False), row)
+        assert np.array_equal(read_image(file, images.image_format, False), row)
 
 
 @pytest.mark.parametrize(
@@ -272,16 +272,16 @@ def test_every_orientation_of_every_format_becomes_upright(
         ([(20, 12), (40, 12)], AS_THEY_ARE, [12, 12], "12x20, 12x40 became 12x12"),
         ([(300, 240), (500, 260)], AS_THEY_ARE, [96, 96], "240x300, 260x500 became 96x96"),
         ([(640, 480), (640, 480)], AS_THEY_ARE, [96, 128], "480x640 became 96x128"),
-        ([(20, 12), (20, 12)], Reading(size=(8, 16)), [8, 16], "12x20 became 8x16"),
+        ([(20, 12), (20, 12)], ImageOptions(size=(8, 16)), [8, 16], "12x20 became 8x16"),
         ([(9, 9), (12, 12), (14, 14), (16, 16)], AS_THEY_ARE, [12, 12], "and 1 more size became"),
     ],
 )
 def test_sizes_that_differ_become_one(
-    sizes: list[tuple[int, int]], reading: Reading, shape: list[int], note: str, tmp_path: Path
+    sizes: list[tuple[int, int]], reading: ImageOptions, shape: list[int], note: str, tmp_path: Path
 ) -> None:
     images = load(folder_of(tmp_path / "own", *map(picture, sizes)), reading)
     assert list(images.train_images.shape[2:]) == shape
-    [said] = images.preparation.notes
+    [said] = images.image_format.notes
     assert note in said
     # The middle is kept, and not stretched: its left is black and its right is red.
     assert (images.train_images[:, 0, :, 1] < 30).all()
@@ -304,10 +304,10 @@ def test_a_large_set_keeps_larger_images(
 def test_grey_and_colour_together_are_colour_unless_grey_is_asked_for(tmp_path: Path) -> None:
     own = folder_of(tmp_path / "own", picture(), picture(right=GREY).convert("L"))
     images = load(own)
-    assert images.preparation.notes == ["2 of 4 images had no colour and became RGB"]
+    assert images.image_format.notes == ["2 of 4 images had no colour and became RGB"]
     assert images.train_images[1, :, 5, 15].tolist() == [90, 90, 90]
-    grey = load(own, Reading(grey=True))
-    assert grey.preparation.notes == ["2 of 4 images had colour and became grey"]
+    grey = load(own, ImageOptions(grey=True))
+    assert grey.image_format.notes == ["2 of 4 images had colour and became grey"]
     assert list(grey.train_images.shape) == [2, 1, 12, 20]
     assert grey.digest != images.digest
     assert load(own).digest == images.digest  # both stay in the cache
@@ -317,7 +317,7 @@ def test_twelve_bits_in_sixteen_are_said_to_lose_their_greys(tmp_path: Path) -> 
     dark = PIL.Image.fromarray(np.asarray(sixteen_bits()) // 16)
     images = load(folder_of(tmp_path / "own", dark, dark))
     assert images.train_images.unique().tolist() == [0, 11]
-    assert images.preparation.notes[1:] == [
+    assert images.image_format.notes[1:] == [
         "all pixels are below 4096 of 65535, as of 12 bits: scale them to 16 bits"
     ]
 
@@ -332,15 +332,15 @@ def test_predict_prepares_each_of_a_mixed_set_as_training_did(tmp_path: Path) ->
     for split, rows in (("train", images.train_images), ("test", images.test_images)):
         files = sorted((own / split).rglob("*.png"))
         for file, row in zip(files, rows, strict=True):
-            assert np.array_equal(read_image(file, images.preparation, False), row), file
+            assert np.array_equal(read_image(file, images.image_format, False), row), file
     assert {
         f"4 of {total} images had an orientation in EXIF and became upright",
         f"6 of {total} images had 16 bits, of which the upper 8 count",
         f"10 of {total} images had transparent parts, which became white",
         f"4 of {total} images had CMYK colours, which became RGB",
         f"6 of {total} images had several frames, of which the first counts",
-    } < set(images.preparation.notes)
-    assert len(images.preparation.notes) == 7  # and that of the sizes, and the grey ones
+    } < set(images.image_format.notes)
+    assert len(images.image_format.notes) == 7  # and that of the sizes, and the grey ones
 
 
 def png_of(width: int, height: int) -> bytes:
@@ -407,30 +407,30 @@ def test_an_image_size_that_is_none(size: str, typed: Typed) -> None:
 def test_images_are_held_out_for_the_test_where_there_is_no_test_split(tmp_path: Path) -> None:
     own = folder_of(tmp_path / "own", *[picture(right=(n, 0, 0)) for n in range(100, 200)])
     with pytest.raises(UsageError, match="has a test split of its own; remove --test-size"):
-        load(own, Reading(test_size=20))
+        load(own, ImageOptions(test_size=20))
     (own / "test").rename(tmp_path / "elsewhere")
     with pytest.raises(DataError, match=r"needs the splits train and test, .* --test-size"):
         load(own)
-    images = load(own, Reading(test_size=20))
+    images = load(own, ImageOptions(test_size=20))
     count = len(images.test_images)
-    [note] = images.preparation.notes
+    [note] = images.image_format.notes
     assert note.startswith(f"{count} of 100 images were held out for testing, chosen by a hash")
     assert 14 <= count <= 26
     reds = [set(split[:, 0, 5, 15].tolist()) for split in (images.train_images, images.test_images)]
     assert reds[0] | reds[1] == set(range(100, 200))
     assert sorted(map(len, reds)) == [count, 100 - count]
-    assert load(own, Reading(test_size=20)).digest == images.digest
+    assert load(own, ImageOptions(test_size=20)).digest == images.digest
     with pytest.raises(
         UsageError, match=r"^--test-size 100: .* has 100 images; give at most 99, e.g. 19"
     ):
-        load(own, Reading(test_size=100))
+        load(own, ImageOptions(test_size=100))
 
 
 def test_what_a_disk_cannot_hold_is_refused_before_it_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = folder_of(tmp_path / "own", picture((1000, 500)), picture((1000, 500)))
-    reading = Reading(size=(500, 1000))
+    reading = ImageOptions(size=(500, 1000))
     usage = cache.shutil.disk_usage(tmp_path)
     monkeypatch.setattr(cache.shutil, "disk_usage", lambda _: usage._replace(free=5_000_000))
     with pytest.raises(StorageError, match="4 images of 500x1000 in colour take 6 MB, and 5 MB"):

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from ddp_mnist.cluster.local_world import LocalWorld, run_world
-from ddp_mnist.config import Distribution, Run, TrainConfig
+from ddp_mnist.config.distribution import Distribution
+from ddp_mnist.config.run import RunFlags, TrainConfig
 from ddp_mnist.data import cache
 from ddp_mnist.verify import watch
 from tests.training import with_flags
@@ -32,8 +33,8 @@ def test_train_and_test_patches_come_from_different_parts() -> None:
         for images in (patches.train_images, patches.test_images)
     )
     assert not train & test
-    assert patches.preparation.mean == (0.4322, 0.4297, 0.3759)
-    assert patches.preparation.std == (0.3575, 0.2837, 0.3097)
+    assert patches.image_format.mean == (0.4322, 0.4297, 0.3759)
+    assert patches.image_format.std == (0.3575, 0.2837, 0.3097)
 
 
 def test_two_processes_equal_one_and_a_resumed_run_the_unbroken_one(tmp_path: Path) -> None:
@@ -55,7 +56,7 @@ def test_two_processes_equal_one_and_a_resumed_run_the_unbroken_one(tmp_path: Pa
 @pytest.mark.parametrize("size", [1, 2])
 def test_the_default_run_learns_them(size: int, tmp_path: Path) -> None:
     config = TrainConfig(
-        Run(dataset="patches", run_dir="run", quiet=True),
+        RunFlags(dataset="patches", run_dir="run", quiet=True),
         distribution=Distribution(cpu=True, mixed_precision="no"),
     )
     summary: Any = run_world(size, watch.just_train, config, folder=tmp_path)[0]

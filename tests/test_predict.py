@@ -24,11 +24,13 @@ from tqdm.utils import disp_len
 
 from ddp_mnist.cluster.launch import Launch
 from ddp_mnist.cluster.local_world import run_world
-from ddp_mnist.config import Distribution, Recipe, Run, TrainConfig
+from ddp_mnist.config.distribution import Distribution
+from ddp_mnist.config.recipe import Recipe
+from ddp_mnist.config.run import RunFlags, TrainConfig
 from ddp_mnist.data import cache
-from ddp_mnist.data.preparation import DIGITS, Preparation
+from ddp_mnist.data.image_format import DIGITS, ImageFormat
 from ddp_mnist.errors import CheckpointError, DataError, UsageError
-from ddp_mnist.models import CNN, Normalised
+from ddp_mnist.nets.ours import CNN, Normalised
 from ddp_mnist.run import weights
 from ddp_mnist.verbs import predict as verb
 from ddp_mnist.verbs.digit_photos import centred
@@ -39,8 +41,8 @@ from ddp_mnist.verify.watch import just_train
 from tests.commands import Typed, left_on_screen, on_terminal
 
 CLASSES = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
-GREY = Preparation((1, 28, 28), (0.1307,), (0.3081,), [], bright_on_black=True, digit_photos=True)
-COLOUR = Preparation((3, 40, 60), (0.5, 0.4, 0.3), (0.2, 0.3, 0.2), [], False, False)
+GREY = ImageFormat((1, 28, 28), (0.1307,), (0.3081,), [], bright_on_black=True, digit_photos=True)
+COLOUR = ImageFormat((3, 40, 60), (0.5, 0.4, 0.3), (0.2, 0.3, 0.2), [], False, False)
 
 
 @pytest.fixture(scope="module")
@@ -49,9 +51,9 @@ def model() -> Normalised:
     return untrained(GREY)
 
 
-def untrained(preparation: Preparation) -> Normalised:
+def untrained(image_format: ImageFormat) -> Normalised:
     torch.manual_seed(3)
-    model = Normalised(CNN(10, preparation.shape), preparation).eval()
+    model = Normalised(CNN(10, image_format.shape), image_format).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(3)
@@ -237,7 +239,7 @@ def train_and_answer(folders: list[str]) -> list[tuple[dict[str, Any], list[int]
     for folder in folders:
         run = f"{folder}-run"
         config = TrainConfig(
-            Run(dataset=folder, run_dir=run, image_size="28", grey=True, quiet=True),
+            RunFlags(dataset=folder, run_dir=run, image_size="28", grey=True, quiet=True),
             Recipe(model="mlp", epochs=16, batch_size=20, val_size=0),
             Distribution(cpu=True, mixed_precision="no"),
         )
@@ -262,7 +264,7 @@ def test_files_of_a_data_set_have_the_labels_that_evaluate_counts(tmp_path: Path
         assert confusion.tolist() == counted["confusion"], kind
 
 
-def run_of(folder: Path, model: Normalised, classes: list[str], made: Preparation) -> str:
+def run_of(folder: Path, model: Normalised, classes: list[str], made: ImageFormat) -> str:
     folder.mkdir()
     content = weights.to_bytes(model.net.state_dict(), "cnn", classes, made)
     (folder / "model.safetensors").write_bytes(content)

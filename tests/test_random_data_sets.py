@@ -24,8 +24,8 @@ import pytest
 import torch
 from PIL.ExifTags import Base
 
+from ddp_mnist.config.image_options import ImageOptions
 from ddp_mnist.data import cache
-from ddp_mnist.data.reading import Reading
 from ddp_mnist.run import weights
 from ddp_mnist.run.folder import read_json
 from ddp_mnist.verbs.predict import read_image
@@ -260,13 +260,13 @@ def test_predict_agrees_with_evaluate_on_each_image_of_any_data_set(
 
     # The images of each split are the files that were written for it, as predict prepares them.
     trained = weights.from_bytes(weights.read_bytes(str(run)), str(run))
-    reading = Reading.of(read_json(run / "config.json")["run"])
-    images = cache.load(str(own.path), reading=reading)
+    reading = ImageOptions.of(read_json(run / "config.json")["run"])
+    images = cache.load(str(own.path), image_options=reading)
     as_rows = {
         "train": rows_of(images.train_images, images.train_labels, images.classes),
         "test": rows_of(images.test_images, images.test_labels, images.classes),
     }
-    seen = {path: read_image(path, trained.preparation, False).tobytes() for path, *_ in own.files}
+    seen = {path: read_image(path, trained.image_format, False).tobytes() for path, *_ in own.files}
     as_files = {
         split: Counter((seen[path], name) for path, name, of in own.files if of == split)
         for split in as_rows

@@ -23,7 +23,7 @@ from ddp_mnist.cluster.launch import Launch, find_launch
 from ddp_mnist.cluster.local_world import LocalWorld, free_port, run_world
 from ddp_mnist.cluster.rendezvous import Seat, check_same, meet
 from ddp_mnist.cluster.store import Place, Store, host_id, name_of, open_store
-from ddp_mnist.config import Distribution
+from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.errors import DataError, FailedElsewhere, PeerError, UsageError
 from tests.chaos import wait_until
 from tests.commands import Typed

@@ -19,8 +19,8 @@ import pytest
 import torch
 
 from ddp_mnist.cluster.local_world import run_world
+from ddp_mnist.config.image_options import ImageOptions
 from ddp_mnist.data import cache
-from ddp_mnist.data.reading import Reading
 from ddp_mnist.errors import CheckpointError
 from ddp_mnist.run import weights
 from ddp_mnist.run.folder import RunFolder, read_json
@@ -320,7 +320,7 @@ def test_a_mistake_has_its_file_and_many_classes_their_top_5(tmp_path: Path) -> 
             assert given.tobytes() == shown.tobytes()
     [page] = write(path)
     assert run.mistakes[0]["place"] in words(page)
-    images = cache.load(str(photos), None, Reading(test_size=60))
+    images = cache.load(str(photos), None, ImageOptions(test_size=60))
     trained = weights.from_bytes(weights.read_bytes(str(path)), "")
     with torch.inference_mode():
         five = trained.model(images.test_images).argsort(1, descending=True)[:, :5]

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from ddp_mnist import cli, config
+from ddp_mnist import cli
+from ddp_mnist.config.run import RunFlags
 from ddp_mnist.run.folder import RunFolder, read_json
 from ddp_mnist.verbs import restart
 from tests.chaos import wait_until
@@ -146,14 +147,14 @@ def test_a_typed_resume_is_left_as_it_is(resume: str, run: Run) -> None:
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_command_that_a_signal_ended_has_a_shells_code(number: signal.Signals) -> None:
     die = f"import os; os.kill(os.getpid(), {int(number)})"
-    assert restart.restart(0, ["-c", die, "train"], config.Run()) == 128 + number
+    assert restart.restart(0, ["-c", die, "train"], RunFlags()) == 128 + number
 
 
 def test_the_run_goes_into_the_folder_that_it_resumes_else_into_a_new_one() -> None:
-    assert restart.choose_folder(config.Run(resume="b")) == (Path("b"), [])
+    assert restart.choose_folder(RunFlags(resume="b")) == (Path("b"), [])
     assert names() == []
     for dataset, new in (("a/b", "runs/a--b-001"), ("auto", "runs/auto-001")):
-        chosen = restart.choose_folder(config.Run(dataset=dataset))
+        chosen = restart.choose_folder(RunFlags(dataset=dataset))
         assert chosen == (Path(new), ["--run-dir", new])
 
 

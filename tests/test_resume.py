@@ -10,13 +10,15 @@ import pytest
 
 from ddp_mnist import cli
 from ddp_mnist.cluster.local_world import LocalWorld, run_world
-from ddp_mnist.config import Distribution, Recipe, Run, TrainConfig
+from ddp_mnist.config.distribution import Distribution
+from ddp_mnist.config.flags import flag_values
+from ddp_mnist.config.recipe import Recipe
+from ddp_mnist.config.run import RunFlags, TrainConfig
 from ddp_mnist.data import cache
 from ddp_mnist.errors import CheckpointError, DdpMnistError, UsageError
-from ddp_mnist.flags import flag_values
 from ddp_mnist.run import checkpoint, resume
 from ddp_mnist.run.folder import STARTING, read_json
-from ddp_mnist.run.setup import check_net
+from ddp_mnist.run.opening import check_net
 from ddp_mnist.verify import watch
 from ddp_mnist.verify.watch import Seen, just_train, resumed, weights_of
 from tests.chaos import leftovers, what_stays
@@ -33,7 +35,7 @@ STEPS = 45
 def config(run_dir: str = "run", **recipe: Any) -> TrainConfig:
     """Return a run in float32 on the digits, with a checkpoint at each eighth step."""
     return TrainConfig(
-        Run(dataset="digits", run_dir=run_dir, checkpoint_every=8, log_every=7, quiet=True),
+        RunFlags(dataset="digits", run_dir=run_dir, checkpoint_every=8, log_every=7, quiet=True),
         Recipe(**{**EVERYTHING, **recipe}),
         Distribution(cpu=True, mixed_precision="no", dist_timeout=30),
     )
@@ -77,7 +79,7 @@ def test_a_resumed_run_is_the_unbroken_one_bit_for_bit(size: int, tmp_path: Path
     run_world(size, just_train, config("unbroken"), folder=tmp_path)
     first = stop(config(), tmp_path, step=20, size=size, by=size - 1)
     assert 20 < first <= 28  # there is a sync point at each log line, if not before
-    again = with_flags(resumed(config()), typed=frozenset({"quiet"}))
+    again = with_flags(resumed(config()), explicit=frozenset({"quiet"}))
     summaries = run_world(size, just_train, again, folder=tmp_path)
     assert (summaries[0]["resumed_from"], summaries[0]["steps"]) == ([first], STEPS)
     assert what_stays(tmp_path / "run") == what_stays(tmp_path / "unbroken")
@@ -94,7 +96,9 @@ def test_one_command_begins_goes_on_twice_and_is_done_bit_for_bit(tmp_path: Path
     (run / "status.json").write_text(json.dumps(STARTING))
     (run / "metrics.jsonl").write_text('{"step": 7, "loss": 1.0}\n')
     (run / ".config.json.1-2.tmp").write_text("{")
-    auto = with_flags(config(), resume="auto", typed=frozenset({"dataset", "epochs", "batch_size"}))
+    auto = with_flags(
+        config(), resume="auto", explicit=frozenset({"dataset", "epochs", "batch_size"})
+    )
     first = stop(auto, tmp_path, step=3, size=2)
     second = stop(auto, tmp_path, step=28, size=2, by=1)
     spelt = with_flags(auto, run_dir="./run/")
@@ -205,17 +209,19 @@ def test_a_preset_typed_again_leaves_the_run_as_it_was() -> None:
 
 def test_flags_that_contradict_each_other_or_those_of_the_run() -> None:
     with pytest.raises(UsageError, match=r"^--resume auto: needs --run-dir"):
-        TrainConfig(Run(resume="auto"))
+        TrainConfig(RunFlags(resume="auto"))
     with pytest.raises(UsageError, match=r"^--resume a: goes on in that folder; leave out"):
-        TrainConfig(Run(resume="a", run_dir="b"))
+        TrainConfig(RunFlags(resume="a", run_dir="b"))
     found = found_of(TrainConfig(recipe=Recipe(model="cnn_bn", val_size=0)))
-    again = TrainConfig(Run(resume="run"), distribution=Distribution(sync_bn=True))
+    again = TrainConfig(RunFlags(resume="run"), distribution=Distribution(sync_bn=True))
     assert resume.inherit(again, found).recipe.model == "cnn_bn"
     found["recipe"]["model"] = "cnn"
     with pytest.raises(UsageError, match="--sync-bn: cnn has no BatchNorm"):
         digits = cache.load("digits")
         check_net(resolved(resume.inherit(again, found), digits), digits)
-    patient = TrainConfig(Run(resume="run"), Recipe(patience=2), typed=frozenset({"patience"}))
+    patient = TrainConfig(
+        RunFlags(resume="run"), Recipe(patience=2), explicit=frozenset({"patience"})
+    )
     with pytest.raises(UsageError, match="--patience: needs validation images"):
         resume.inherit(patient, found)
 
@@ -276,7 +282,7 @@ def test_fault_08_another_recipe_seed_data_set_or_dtype_is_refused_by_name(
     others |= {"dataset": str(write_idx(tmp_path / "images"))}  # fewer than the run's --val-size
     again = resumed(config())
     for name, value in others.items():
-        line = refused(with_flags(again, **{name: value}, typed=frozenset({name})), stopped)
+        line = refused(with_flags(again, **{name: value}, explicit=frozenset({name})), stopped)
         flag = "--no-augment" if name == "augment" else f"--{name.replace('_', '-')} {value}"
         assert line.startswith(f"{flag}: ")
         assert "was made with" in line or name == "dataset"
@@ -289,7 +295,7 @@ def test_fault_08_what_changed_is_said_in_one_line(tmp_path: Path) -> None:
     began = config(epochs=2, patience=None)
     step = stop(began, tmp_path, step=10)
     loud = resumed(began, epochs=3, grad_accum=1)
-    loud = with_flags(loud, quiet=False, log_every=5, typed=loud.typed | {"log_every"})
+    loud = with_flags(loud, quiet=False, log_every=5, explicit=loud.explicit | {"log_every"})
     shown, silent = run_world(2, what_it_says, loud, folder=tmp_path)
     assert silent == ""
     [line] = [line for line in shown.splitlines() if line.startswith("resumed ")]
@@ -326,7 +332,7 @@ def test_a_finished_run_is_one_line_and_untouched(finished: Path) -> None:
     auto = with_flags(config(epochs=1), resume="auto", quiet=False)
     named = with_flags(resumed(auto), quiet=False)
     typed = {"lr": 0.01, "seed": 0, "batch_size": 72, "log_every": 3, "epochs": 1}
-    same = with_flags(named, **typed, typed=frozenset(typed))
+    same = with_flags(named, **typed, explicit=frozenset(typed))
     for again in (auto, named, with_flags(named, resume="latest"), same):
         [line] = run_world(1, what_it_says, again, folder=finished)[0].splitlines()
         assert line.startswith("run: finished already, after epoch 1, test accuracy 0.")
@@ -344,7 +350,7 @@ def test_a_finished_run_is_not_taken_for_another_one(finished: Path, tmp_path: P
         ({"inject": "epoch"}, "--inject epoch: run was made without it; leave it as it was"),
         ({"dataset": other}, f"--dataset {other}: its images are not"),
     ):
-        typed = with_flags(resumed(config()), **flags, typed=frozenset(flags))
+        typed = with_flags(resumed(config()), **flags, explicit=frozenset(flags))
         assert refused(typed, finished).startswith(begins)
 
 

@@ -34,7 +34,7 @@ from ddp_mnist.cluster.world import (
     join_world,
     make_accelerator,
 )
-from ddp_mnist.config import Distribution
+from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.errors import PeerError, UsageError
 from ddp_mnist.verify.watch import just_train, proof_config
 from tests.commands import CONFIGS

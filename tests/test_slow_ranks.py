@@ -18,12 +18,12 @@ import pytest
 import torch
 from torch import nn
 
-from ddp_mnist import limits
 from ddp_mnist.cluster.local_world import run_world
-from ddp_mnist.models import MLP
+from ddp_mnist.nets.ours import MLP
 from ddp_mnist.run import meter, slow_ranks, summary
 from ddp_mnist.run.folder import read_json
 from ddp_mnist.run.slow_ranks import GPU_SAMPLE, ForwardClock, SlowRanks
+from ddp_mnist.system import limits
 from ddp_mnist.verify import watch
 from tests.training import metrics, what_it_says, with_flags
 

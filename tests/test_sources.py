@@ -22,9 +22,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from ddp_mnist.cluster.local_world import free_port
+from ddp_mnist.config.image_options import AS_THEY_ARE, ImageOptions
 from ddp_mnist.data import cache, sources
-from ddp_mnist.data.preparation import Decoded, Preparation, Shape
-from ddp_mnist.data.reading import AS_THEY_ARE, Reading
+from ddp_mnist.data.image_format import Decoded, ImageFormat, Shape
 from ddp_mnist.data.sources import Source, find_source
 from ddp_mnist.errors import DataError, DdpMnistError, StorageError, UsageError, one_line
 from tests.hub import Hub, as_json
@@ -41,7 +41,7 @@ def in_memory(shape: Shape, rows: dict[str, int]) -> dict[str, np.ndarray]:
     return {split: np.empty((count, *shape), dtype=np.uint8) for split, count in rows.items()}
 
 
-def read(folder: Path | str, reading: Reading = AS_THEY_ARE) -> Decoded:
+def read(folder: Path | str, reading: ImageOptions = AS_THEY_ARE) -> Decoded:
     return find_source(str(folder), reading).read(in_memory)
 
 
@@ -180,8 +180,8 @@ def test_digits() -> None:
 
     digits = cache.load("digits")
     assert digits.digest == "d650edc56dd439fe3e68a350cfe6408d232fbe46df6a43b3db9caf9ab58a81b4"
-    assert digits.preparation.notes == ["the 8x8 digits were enlarged to 28x28"]
-    assert (digits.preparation.bright_on_black, digits.preparation.digit_photos) == (True, True)
+    assert digits.image_format.notes == ["the 8x8 digits were enlarged to 28x28"]
+    assert (digits.image_format.bright_on_black, digits.image_format.digit_photos) == (True, True)
     pixels, labels = load_digits(return_X_y=True)
     order = np.random.RandomState(0).permutation(1797)
     for rows, images, given in (
@@ -296,7 +296,7 @@ def test_real_mnist(mnist: Path) -> None:
     # with its header this is t10k-images-idx3-ubyte, whose MD5 is known
     original = struct.pack(">4I", 0x803, 10_000, 28, 28) + images.test_images.numpy().tobytes()
     assert hashlib.md5(original).hexdigest() == "2646ac647ad5339dbf082846283269ea"
-    assert images.preparation == Preparation(
+    assert images.image_format == ImageFormat(
         *((1, 28, 28), (0.1307,), (0.3081,), []),
         bright_on_black=True,
         digit_photos=True,
@@ -318,7 +318,7 @@ def test_other_images_keep_their_picture(tmp_path: Path) -> None:
     others = [one_colour("L", 7, side) for side in (20, 30, 40, 40)]
     files = [encoded(large), jpeg, *map(encoded, (one_colour("RGB", (255, 0, 0)), *others))]
     write_split(write_parquet(tmp_path), "train", image=cells_of([*files, *PNGS[7:TRAIN]]))
-    decoded = read(tmp_path, Reading(grey=True))
+    decoded = read(tmp_path, ImageOptions(grey=True))
     shrunk, *same = decoded.images["train"][:, 0].astype(int)
     # a triangle filter blurs noise, and keeps what it is blurred from
     assert abs(shrunk.mean() - PIXELS[0].mean()) < 2
@@ -334,7 +334,7 @@ def test_other_images_keep_their_picture(tmp_path: Path) -> None:
 @pytest.mark.parametrize("how", ["digits", "idx"])
 def test_what_needs_no_library_is_converted_too(how: str, tmp_path: Path) -> None:
     place = "digits" if how == "digits" else write_idx(tmp_path)
-    plain, small = read(place), read(place, Reading((14, 20)))
+    plain, small = read(place), read(place, ImageOptions((14, 20)))
     assert small.notes == [*plain.notes, "images of 28x28 became 14x20 grey"]
     assert (plain.as_stored, small.as_stored) == (True, False)
     for split, images in plain.images.items():
@@ -345,7 +345,7 @@ def test_what_needs_no_library_is_converted_too(how: str, tmp_path: Path) -> Non
         expected = image.resize((20, 14), PIL.Image.Resampling.BILINEAR, middle)
         assert np.array_equal(small.images[split][3, 0], np.asarray(expected))
     with pytest.raises(UsageError, match=r"^--test-size 3: [\w.-]+ has a test split of its own; "):
-        read(place, Reading(test_size=3))
+        read(place, ImageOptions(test_size=3))
 
 
 # --- Faults: how a good folder is spoilt, and words that the error has to have
@@ -537,7 +537,7 @@ def test_a_split_that_is_not_used_is_not_read_and_their_order_says_nothing(tmp_p
     }
     tables = {split: datasets.Dataset(table) for split, table in splits.items()}
     datasets.DatasetDict(tables).save_to_disk(str(own))
-    for reading in (AS_THEY_ARE, Reading((28, 28), grey=True, for_evaluation=True)):
+    for reading in (AS_THEY_ARE, ImageOptions((28, 28), grey=True, for_evaluation=True)):
         decoded = read(own, reading)
         [note] = decoded.notes
         assert note.startswith("split unsupervised is not used")

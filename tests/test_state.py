@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from ddp_mnist.config import Recipe, resolve_recipe
+from ddp_mnist.config.recipe import Recipe, resolve_recipe
 from ddp_mnist.errors import CheckpointError, DivergedError
 from ddp_mnist.run.state import Progress, State, Sums
 

@@ -44,7 +44,7 @@ def test_every_rank_saves_once_and_ends_with_the_strongest_signals_code(
     stop = StopSignals()
     stop.save = save = Mock(return_value="stopped after step 5 and saved")
     with pytest.raises(Preempted if is_main_process else FailedElsewhere) as raised:
-        stop.obey(requests, is_main_process)
+        stop.save_and_exit_if(requests, is_main_process)
     assert (raised.value.code, raised.value.agreed) == (code, is_main_process)
     assert str(raised.value) == f"{name}: stopped after step 5 and saved"
     save.assert_called_once_with()
@@ -54,16 +54,16 @@ def test_without_a_signal_the_run_goes_on() -> None:
     stop = StopSignals()
     stop.save = Mock(side_effect=AssertionError)
     for is_main_process in (True, False):
-        stop.obey([0.0] * 4, is_main_process)
+        stop.save_and_exit_if([0.0] * 4, is_main_process)
 
 
 def test_what_cannot_be_saved_is_the_error_instead() -> None:
     stop = StopSignals()
     with pytest.raises(Preempted, match=r"^SIGTERM: stopped$"):
-        stop.obey([1, 0, 0, 0], True)  # before there is anything to save
+        stop.save_and_exit_if([1, 0, 0, 0], True)  # before there is anything to save
     stop.save = Mock(side_effect=StorageError("the disk is full"))
     with pytest.raises(StorageError, match="the disk is full"):
-        stop.obey([1, 0, 0, 0], True)
+        stop.save_and_exit_if([1, 0, 0, 0], True)
 
 
 def test_ask_adds_up_the_requests_of_all_ranks() -> None:

@@ -8,15 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from ddp_mnist.config import (
-    Distribution,
-    Recipe,
-    ResolvedConfig,
-    Run,
-    TrainConfig,
-    resolve_recipe,
-)
-from ddp_mnist.data.preparation import Preparation
+from ddp_mnist.config.distribution import Distribution
+from ddp_mnist.config.recipe import Recipe, resolve_recipe
+from ddp_mnist.config.run import ResolvedConfig, RunFlags, TrainConfig
+from ddp_mnist.data.image_format import ImageFormat
 from ddp_mnist.run import summary
 from ddp_mnist.run.folder import RunFolder
 from ddp_mnist.run.versions import code_digest, git_commit, package_versions
@@ -43,7 +38,7 @@ def test_device() -> None:
 def test_facts_are_what_has_to_be_equal() -> None:
     images: Any = SimpleNamespace(digest="abc")
     recipe = resolve_recipe(Recipe(epochs=3), 1437, 1)
-    config = ResolvedConfig(Run(dataset="digits"), Distribution(backend="auto"), recipe=recipe)
+    config = ResolvedConfig(RunFlags(dataset="digits"), Distribution(backend="auto"), recipe=recipe)
     facts = summary.facts(config, world(), images)
     assert (facts["--epochs"], facts["--seed"]) == (3, 0)
     # what is in effect, not what was asked for
@@ -51,7 +46,7 @@ def test_facts_are_what_has_to_be_equal() -> None:
     assert facts["the data's digest"] == "abc"
     assert facts["the code's digest"] == code_digest()
     assert facts["torch"] == package_versions()["torch"]
-    run = Run(dataset="/data/digits", run_dir="x", cache_dir="y", quiet=True)
+    run = RunFlags(dataset="/data/digits", run_dir="x", cache_dir="y", quiet=True)
     other_rank = Distribution(rank=1, world_size=2, local_rank=1, init_method="tcp://h:1")
     other = ResolvedConfig(run, other_rank, recipe=recipe)
     assert summary.facts(other, world(), images) == facts
@@ -125,14 +120,14 @@ def test_a_net_that_has_learned_its_images_by_heart_gets_the_flag_that_helps() -
 
 
 def test_the_plan_says_for_what_the_recipe_was_chosen_and_which_flags_were_typed() -> None:
-    made = Preparation((3, 8, 8), (0.5,) * 3, (0.2,) * 3, [], False, False)
-    photos: Any = SimpleNamespace(preparation=made, classes=["a", "b"])
+    made = ImageFormat((3, 8, 8), (0.5,) * 3, (0.2,) * 3, [], False, False)
+    photos: Any = SimpleNamespace(image_format=made, classes=["a", "b"])
     photos.train_labels, photos.val_rows = range(408), range(81)
 
-    def said(goes_on: bool = False, **typed: Any) -> str:
+    def said(resumes: bool = False, **typed: Any) -> str:
         config = TrainConfig.of(typed)
         recipe = resolve_recipe(config.recipe, 408, 1, 81, pictures=True)
-        groups = (config.run, config.distribution, config.typed, goes_on)
+        groups = (config.run, config.distribution, config.explicit, resumes)
         return summary.recipe_line(ResolvedConfig(*groups, recipe=recipe), photos)
 
     assert said(preset="fast") == (
@@ -145,7 +140,7 @@ def test_the_plan_says_for_what_the_recipe_was_chosen_and_which_flags_were_typed
     typed_flags = "--epochs 2, --lr 0.01, --no-augment, --metrics f1,recall"
     assert "steps, not augmented, label smoothing 0.1 (the" in typed
     assert typed.endswith(f"near 0.2); typed: {typed_flags}")
-    on = said(goes_on=True, epochs=9)
+    on = said(resumes=True, epochs=9)
     assert on.startswith("fast, kept for 327 pictures: ") and on.endswith("; typed: --epochs 9")
 
 

@@ -9,7 +9,7 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, TensorBoardTracker
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from ddp_mnist.cluster.local_world import LocalWorld, run_world
-from ddp_mnist.config import TrainConfig
+from ddp_mnist.config.run import TrainConfig
 from ddp_mnist.errors import UsageError
 from ddp_mnist.run.checkpoint import newest_first
 from ddp_mnist.run.console import Console

@@ -10,9 +10,10 @@ import pytest
 
 from ddp_mnist.cluster.launch import Launch
 from ddp_mnist.cluster.local_world import LocalWorld, run_world
-from ddp_mnist.config import PRESETS, Distribution, Run, TrainConfig
+from ddp_mnist.config.distribution import Distribution
+from ddp_mnist.config.recipe import PRESETS, resolve_recipe
+from ddp_mnist.config.run import RunFlags, TrainConfig
 from ddp_mnist.errors import DdpMnistError
-from ddp_mnist.optim import learning_rate
 from ddp_mnist.run.folder import read_json
 from ddp_mnist.verbs import report
 from ddp_mnist.verbs.evaluate import evaluate_run
@@ -139,11 +140,12 @@ def test_run_folder_of_a_finished_run(one_process: OneProcess) -> None:
     steps, validations = metrics(run), metrics(run, "val_accuracy")
     assert [line["step"] for line in steps] == list(range(1, STEPS + 1))
     assert [line["lr"] for line in steps] == seen.learning_rates
-    assert seen.learning_rates == [learning_rate(step, STEPS, 0.01, 0.1) for step in range(STEPS)]
+    recipe = resolve_recipe(watch.proof_config().recipe, 1437, 1)
+    assert seen.learning_rates == [*map(recipe.learning_rate, range(STEPS))]
     assert [line["step"] for line in validations] == [15, 30, 45]
     assert validations[-1]["val_accuracy"] == summary["val_accuracy"]
-    recipe = read_json(run / "config.json")["recipe"]
-    assert (recipe["batch_size"], recipe["val_size"]) == (72, 287)
+    saved = read_json(run / "config.json")["recipe"]
+    assert (saved["batch_size"], saved["val_size"]) == (72, 287)
 
 
 def test_patience_keeps_the_best_weights(tmp_path: Path) -> None:
@@ -221,7 +223,7 @@ def train_in_a_folder_of_its_own() -> dict[str, Any]:
 
 def test_dry_run_says_all_and_writes_nothing(tmp_path: Path) -> None:
     config = TrainConfig(
-        Run(dataset="digits", dry_run=True),
+        RunFlags(dataset="digits", dry_run=True),
         distribution=Distribution(cpu=True, mixed_precision="no"),
     )
     shown, silent = run_world(2, what_it_says, config, folder=tmp_path)

@@ -119,7 +119,7 @@ def alone() -> Said:
 
 
 def mlp() -> nn.Module:
-    from ddp_mnist.models import MODELS
+    from ddp_mnist.nets.ours import MODELS
 
     return MODELS["mlp"](10, (1, 28, 28))
 

@@ -10,10 +10,11 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from ddp_mnist.config import FAULTS, Recipe
+from ddp_mnist.config.faults import FAULTS
+from ddp_mnist.config.recipe import Recipe
 from ddp_mnist.errors import CheckFailed
-from ddp_mnist.run import results
-from ddp_mnist.run.results import FAIL, PASS, CheckResult
+from ddp_mnist.verbs import check_result as results
+from ddp_mnist.verbs.check_result import FAIL, PASS, CheckResult
 from ddp_mnist.verbs.flags import Verify
 from ddp_mnist.verify import proofs, watch
 from ddp_mnist.verify.proofs import Watched
@@ -88,15 +89,15 @@ def test_an_injected_fault_is_caught_by_the_check_that_is_meant_to(
 def is_caught(fault: str, checks: list[CheckResult]) -> bool:
     """Return whether its own check finds it, in the words of the lab's page but for differences."""
     summary = proofs.failure_summary(checks, fault) or ""
-    [text] = [check.text for check in checks if check.name == FAULTS[fault].found_by]
+    [text] = [check.text for check in checks if check.name == FAULTS[fault].caught_by]
     assert re.sub(r"\d\.\de[+-].*| \(Timed.*", "", text) in " ".join(LAB.split())
-    return summary.startswith(f"verify --inject {fault}: caught by '{FAULTS[fault].found_by}'")
+    return summary.startswith(f"verify --inject {fault}: caught by '{FAULTS[fault].caught_by}'")
 
 
 def test_the_lab_has_a_row_and_a_command_for_each_fault() -> None:
     row = r"^\| `(\w+)` .* \| `([\w ]+)`(?:; code 6 in `status.json`)? \|$"
     rows = dict(re.findall(row, LAB, re.MULTILINE))
-    assert rows == {name: fault.found_by for name, fault in FAULTS.items()}
+    assert rows == {name: fault.caught_by for name, fault in FAULTS.items()}
     for verb in ("train", "verify"):
         typed = re.findall(rf"ddp[-_]mnist {verb} [^`]*?--inject (\w+)", LAB)
         assert set(typed) >= FAULTS.keys(), verb

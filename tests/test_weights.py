@@ -8,14 +8,14 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from ddp_mnist.data.preparation import Preparation
+from ddp_mnist.data.image_format import ImageFormat
 from ddp_mnist.errors import CheckpointError
-from ddp_mnist.models import MODELS, VERSION, Normalised, with_test_views
+from ddp_mnist.nets.ours import MODELS, VERSION, Normalised, with_test_time_augmentation
 from ddp_mnist.run import weights
 
 CLASSES = [str(digit) for digit in range(10)]
-PREPARED = Preparation((1, 28, 28), (0.1307,), (0.3081,), ["3x3 became 28x28"], True, False)
-COLOUR = Preparation((3, 40, 60), (0.5, 0.4, 0.3), (0.2, 0.3, 0.2), [], False, False)
+PREPARED = ImageFormat((1, 28, 28), (0.1307,), (0.3081,), ["3x3 became 28x28"], True, False)
+COLOUR = ImageFormat((3, 40, 60), (0.5, 0.4, 0.3), (0.2, 0.3, 0.2), [], False, False)
 
 
 def state(name: str = "cnn", classes: int = 10) -> dict[str, torch.Tensor]:
@@ -42,20 +42,20 @@ def with_metadata(content: bytes, metadata: dict[str, str]) -> bytes:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", ["cnn", "cnn_deep", "mlp", "cnn_bn"])
-@pytest.mark.parametrize("preparation", [PREPARED, COLOUR], ids=["grey", "colour"])
-def test_round_trip(name: str, dtype: torch.dtype, preparation: Preparation) -> None:
+@pytest.mark.parametrize("image_format", [PREPARED, COLOUR], ids=["grey", "colour"])
+def test_round_trip(name: str, dtype: torch.dtype, image_format: ImageFormat) -> None:
     torch.manual_seed(0)
-    net = MODELS[name](3, preparation.shape).to(dtype).to(memory_format=torch.channels_last)
-    model = Normalised(net, preparation).eval()
+    net = MODELS[name](3, image_format.shape).to(dtype).to(memory_format=torch.channels_last)
+    model = Normalised(net, image_format).eval()
     classes = ["zero", "数", "x y"]
-    content = weights.to_bytes(net.state_dict(), name, classes, preparation)
+    content = weights.to_bytes(net.state_dict(), name, classes, image_format)
     trained = weights.from_bytes(content, "run")
     assert (trained.architecture, trained.classes) == (name, classes)
-    assert trained.preparation == preparation
+    assert trained.image_format == image_format
     assert not trained.net.training
     torch.testing.assert_close(trained.net.state_dict(), model.state_dict(), rtol=0, atol=0)
-    images = torch.randint(0, 256, (2, *preparation.shape), dtype=torch.uint8)
-    expected = with_test_views(model, name)(images)
+    images = torch.randint(0, 256, (2, *image_format.shape), dtype=torch.uint8)
+    expected = with_test_time_augmentation(model, name)(images)
     assert torch.allclose(trained.model(images), expected, atol=1e-5)
 
 
@@ -75,7 +75,7 @@ def test_the_metadata_is_one_key_that_says_what_it_is(content: bytes, tmp_path: 
     (tmp_path / "model").write_bytes(content)
     with safe_open(tmp_path / "model", "pt") as file:
         assert file.metadata() == {"ddp_mnist": described()}
-    assert weights.from_bytes(content, "run").preparation == PREPARED
+    assert weights.from_bytes(content, "run").image_format == PREPARED
 
 
 def check_refused(content: bytes) -> None:
@@ -116,8 +116,8 @@ def test_metadata_that_does_not_fit_is_refused(content: bytes) -> None:
         described(classes=10),
         described(classes=["0", "1"]),
         described(architecture="cnn"),
-        described(preparation={"notes": []}),
-        described(preparation="x"),
+        described(image_format={"notes": []}),
+        described(image_format="x"),
     ):
         check_refused(with_metadata(content, {"ddp_mnist": about}))
     check_refused(with_metadata(content, {}))

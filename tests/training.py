@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from ddp_mnist.config import ResolvedConfig, TrainConfig, resolve_recipe
+from ddp_mnist.config.recipe import resolve_recipe
+from ddp_mnist.config.run import ResolvedConfig, TrainConfig
 from ddp_mnist.data import cache
 from ddp_mnist.data.batches import ImageData
-from ddp_mnist.data.preparation import TENSORS
+from ddp_mnist.data.image_format import TENSORS
 from ddp_mnist.run.folder import read_json
 from ddp_mnist.verify.watch import just_train, largest_difference, weights_of
 
@@ -27,13 +28,13 @@ def with_flags(config: TrainConfig, **flags: Any) -> TrainConfig:
         groups[name] = dataclasses.replace(
             group, **{flag: value for flag, value in flags.items() if hasattr(group, flag)}
         )
-    return dataclasses.replace(config, **groups, typed=flags.get("typed", config.typed))
+    return dataclasses.replace(config, **groups, explicit=flags.get("explicit", config.explicit))
 
 
 def resolved(config: TrainConfig, images: ImageData) -> ResolvedConfig:
     """Return the flags as one process resolves them for these images."""
     recipe = resolve_recipe(config.recipe, len(images.train_labels), 1)
-    parts = (config.run, config.distribution, config.typed, config.goes_on)
+    parts = (config.run, config.distribution, config.explicit, config.resumes)
     return ResolvedConfig(*parts, recipe=recipe)
 
 

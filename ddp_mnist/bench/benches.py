@@ -14,21 +14,22 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ddp_mnist.bench.figures import FIX, alternate, ratio, spread
+from ddp_mnist.bench.measurements import FIX, alternate, ratio, spread
 from ddp_mnist.bench.steps import time_steps
 from ddp_mnist.cluster import hardware
 from ddp_mnist.cluster.launch import own_environment
 from ddp_mnist.cluster.local_world import backend_among, preload, run_world
-from ddp_mnist.config import Distribution, Run, TrainConfig
+from ddp_mnist.config.distribution import Distribution
+from ddp_mnist.config.run import RunFlags, TrainConfig
 from ddp_mnist.data import cache
 from ddp_mnist.errors import CheckFailed, UsageError
 from ddp_mnist.run.console import Console, coloured, width_of, wrapped
 from ddp_mnist.run.folder import METRICS
-from ddp_mnist.run.results import CheckResult, describe, failure_summary
 from ddp_mnist.run.summary import neighbours_line
+from ddp_mnist.verbs.check_result import CheckResult, describe, failure_summary
 from ddp_mnist.verbs.flags import Bench
 
-preload("ddp_mnist.bench.steps", "ddp_mnist.run.classification")
+preload("ddp_mnist.bench.steps", "ddp_mnist.run.scores")
 
 STEPS = 380  # optimizer steps of a timed round at most: an epoch of MNIST
 TIMEOUT_S = 1800.0  # of all rounds of a group of processes
@@ -56,7 +57,7 @@ def speeds_of(
     own share.
     """
     config = TrainConfig(
-        Run(dataset=flags.dataset, cache_dir=flags.cache_dir, quiet=True),
+        RunFlags(dataset=flags.dataset, cache_dir=flags.cache_dir, quiet=True),
         distribution=Distribution(mixed_precision=precision, backend=backend_among(processes)),
     )
     timing = (processes, time_steps, config, kinds, STEPS, flags.repeats)

@@ -16,18 +16,19 @@ from functools import partial
 
 import torch
 
-from ddp_mnist.bench.figures import alternate
+from ddp_mnist.bench.measurements import alternate
 from ddp_mnist.cluster.launch import find_launch
 from ddp_mnist.cluster.signals import StopSignals
 from ddp_mnist.cluster.world import World, join_world
-from ddp_mnist.config import ResolvedConfig, TrainConfig, resolve_recipe
+from ddp_mnist.config.recipe import resolve_recipe
+from ddp_mnist.config.run import ResolvedConfig, TrainConfig
 from ddp_mnist.data import cache
-from ddp_mnist.data.batches import GlobalBatches, ImageData, Rows, make_loader
-from ddp_mnist.losses import make_loss
-from ddp_mnist.optim import make_optimizer
+from ddp_mnist.data.batches import GlobalBatchSampler, ImageData, Rows, make_loader
+from ddp_mnist.nets.losses import make_loss
+from ddp_mnist.nets.optim import make_optimizer
 from ddp_mnist.plain_ddp import train_plain
-from ddp_mnist.run.session import Session
 from ddp_mnist.run.summary import count
+from ddp_mnist.run.training_run import TrainingRun
 from ddp_mnist.train import build_model, fit
 
 
@@ -49,10 +50,10 @@ def time_steps(
         return alternate(kinds, repeats, measure, who * world.accelerator.is_main_process)
 
 
-def shortened(config: TrainConfig, world: World, images: ImageData, steps: int) -> Session:
+def shortened(config: TrainConfig, world: World, images: ImageData, steps: int) -> TrainingRun:
     """Return a run of an epoch of at most `steps` full batches, and 1,000 test images."""
     rows = len(images.train_labels)
-    size, pictures = world.accelerator.num_processes, images.preparation.pictures
+    size, pictures = world.accelerator.num_processes, images.image_format.pictures
     full = resolve_recipe(config.recipe, rows, size, pictures=pictures)
     steps = min(steps, rows // full.batch_size)
     rows = steps * full.batch_size
@@ -67,16 +68,16 @@ def shortened(config: TrainConfig, world: World, images: ImageData, steps: int) 
     )
     recipe = replace(full, epochs=1, val_size=0, steps_per_epoch=steps)
     resolved = ResolvedConfig(config.run, config.distribution, recipe=recipe)
-    return Session(resolved, world, images, StopSignals())
+    return TrainingRun(resolved, world, images, StopSignals())
 
 
-def bare_steps(run: Session, *, feed: bool, exchange: bool) -> float:
+def bare_steps(run: TrainingRun, *, feed: bool, exchange: bool) -> float:
     """Return the seconds of steps on all batches, or of as many on one batch that lies ready."""
     accelerator, recipe = run.world.accelerator, run.config.recipe
     device, seed = accelerator.device, run.config.run.seed
     images = run.images.to(device)
     rows = Rows(images.train_images, images.train_labels)
-    batches = GlobalBatches(rows, recipe.batch_size, seed)
+    batches = GlobalBatchSampler(rows, recipe.batch_size, seed)
     mean_loss = make_loss(recipe, rows, device)
     net = build_model(run.config, run.world, images)
     # Accelerate wraps a model in DDP unless it is told that no training follows.
@@ -98,7 +99,7 @@ def bare_steps(run: Session, *, feed: bool, exchange: bool) -> float:
     return time.monotonic() - clock
 
 
-KINDS: dict[str, Callable[[Session], float]] = {  # of seconds
+KINDS: dict[str, Callable[[TrainingRun], float]] = {  # of seconds
     "train": lambda run: fit(run)["train_seconds"],
     "plain": lambda run: train_plain(
         run.images, run.config.recipe, run.config.run.seed, torch.float32

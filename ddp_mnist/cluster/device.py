@@ -20,9 +20,9 @@ from ddp_mnist.cluster.hardware import (
 from ddp_mnist.cluster.launch import Launch
 from ddp_mnist.cluster.launcher_options import NO_OPTIONS, PRECISION, LauncherOptions
 from ddp_mnist.cluster.store import Place
-from ddp_mnist.config import CONFIGS, Distribution
+from ddp_mnist.config.distribution import CONFIGS, Distribution
 from ddp_mnist.errors import UsageError
-from ddp_mnist.limits import cores
+from ddp_mnist.system.limits import cores
 
 # In errors of torch.compile: the first two are Inductor's, on a CPU. The others are Triton's, on a
 # GPU; the last is of its command to the C compiler, which failed.

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import torch.distributed as dist
 
 from ddp_mnist.cluster.store import Store
-from ddp_mnist.deadline import with_deadline
 from ddp_mnist.errors import DdpMnistError, FailedElsewhere, PeerError, UsageError, reason
+from ddp_mnist.system.deadline import with_deadline
 
 # gloo, NCCL and the store raise RuntimeErrors that differ in their texts alone.
 LOST_CONNECTION = ("connection", "timed out", "timeout", "socket", "broken pipe", "gloo", "nccl")

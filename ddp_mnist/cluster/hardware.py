@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from ddp_mnist.limits import affinity, cores
+from ddp_mnist.system.limits import affinity, cores
 
 IMPORTED_BY = os.getpid()
 DEVICES = Path("/dev")

@@ -16,7 +16,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ddp_mnist.cluster.launcher_options import PRECISION, refuse_unsupported
-from ddp_mnist.config import CONFIGS, Distribution
+from ddp_mnist.config.distribution import CONFIGS, Distribution
 from ddp_mnist.errors import UsageError
 
 # By field of Launch the variable that says it; of several, the first that is set.

@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 
-from ddp_mnist.config import CONFIGS
+from ddp_mnist.config.distribution import CONFIGS
 from ddp_mnist.errors import UsageError, reason
 
 DDP = (

@@ -60,11 +60,11 @@ class StopSignals:
             threading.Thread(target=self.answer, daemon=True).start()
 
     def ask(self, accelerator: Accelerator) -> None:
-        """`obey` where the ranks have nothing else to add up. All of them have to call it."""
+        """Do as `save_and_exit_if`, with nothing else to add up. All ranks have to call it."""
         mine = torch.tensor(self.requests, dtype=torch.float64, device=accelerator.device)
-        self.obey(accelerator.reduce(mine).tolist(), accelerator.is_main_process)
+        self.save_and_exit_if(accelerator.reduce(mine).tolist(), accelerator.is_main_process)
 
-    def obey(self, requests: Sequence[float], is_main_process: bool) -> None:
+    def save_and_exit_if(self, requests: Sequence[float], is_main_process: bool) -> None:
         """Save and end the run if the sums over all ranks of their `requests` show a signal.
 
         Raise Preempted on the main process, FailedElsewhere with the same code on the others.

@@ -23,8 +23,8 @@ import torch.distributed as dist
 
 from ddp_mnist.cluster.heartbeat import Heartbeat
 from ddp_mnist.cluster.interfaces import why_port_is_taken
-from ddp_mnist.deadline import with_deadline
 from ddp_mnist.errors import FailedElsewhere, PeerError, UsageError, reason
+from ddp_mnist.system.deadline import with_deadline
 
 T = TypeVar("T")
 SERVED: dict[int, dist.TCPStore] = {}  # by port; DDP's reducer holds each to the end

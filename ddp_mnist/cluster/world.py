@@ -39,9 +39,9 @@ from ddp_mnist.cluster.launch import Launch, die_with_parent
 from ddp_mnist.cluster.launcher_options import NO_OPTIONS, LauncherOptions, read_launcher_options
 from ddp_mnist.cluster.rendezvous import check_same, meet
 from ddp_mnist.cluster.store import Store
-from ddp_mnist.config import CONFIGS, Distribution
-from ddp_mnist.deadline import with_deadline
+from ddp_mnist.config.distribution import CONFIGS, Distribution
 from ddp_mnist.errors import PeerError, UsageError
+from ddp_mnist.system.deadline import with_deadline
 
 COMM_HOOKS = {
     "none": DDPCommunicationHookType.NO,
@@ -308,10 +308,8 @@ def form_group(store: Store, backend: str, local_rank: int, timeout_s: float) ->
         ) from None
 
 
-def settle_ddp_buckets(
-    accelerator: Accelerator, model: nn.Module, micro_batch: torch.Tensor
-) -> None:
-    """Do one backward pass and throw it away, in fresh and resumed runs alike.
+def warm_up_ddp(accelerator: Accelerator, model: nn.Module, micro_batch: torch.Tensor) -> None:
+    """Do one forward and backward pass and throw it away, in fresh and resumed runs alike.
 
     DDP regroups its gradient buckets after the first backward pass, which changes the order of
     sums, and with it the last bits. In eval mode, which leaves BatchNorm's statistics alone. With

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from ddp_mnist.data import held_out
-from ddp_mnist.data.preparation import TENSORS, Preparation
+from ddp_mnist.data.image_format import TENSORS, ImageFormat
 from ddp_mnist.seeding import generator
 
 
@@ -29,7 +29,7 @@ class ImageData:
     source: str  # kind and place, e.g. hub:ylecun/mnist
     digest: str  # SHA-256 of pixels, labels and class names
     classes: list[str]  # their names; a label is an index into these
-    preparation: Preparation  # how the images were made
+    image_format: ImageFormat  # how the images were made
     train_images: Tensor  # uint8 [N, C, H, W]
     train_labels: Tensor  # int64 [N]
     test_images: Tensor
@@ -89,7 +89,7 @@ class ImageData:
 # --- Rows
 
 
-def split_images(images: ImageData) -> tuple["Rows", "Rows", "Rows"]:
+def train_val_test_split(images: ImageData) -> tuple["Rows", "Rows", "Rows"]:
     """Return the rows to train on, to validate on and to test on."""
     rest = np.delete(np.arange(len(images.train_labels)), images.val_rows)
     return (
@@ -121,7 +121,7 @@ class Rows(Dataset[tuple[Tensor, Tensor, Tensor]]):
         return self.images.index_select(0, rows), self.labels[rows], indices
 
 
-def images_a_pass(images: Tensor, on_gpu: bool = False) -> int:
+def eval_batch_size(images: Tensor, on_gpu: bool = False) -> int:
     """Return the number of these images, [N, C, H, W], per forward pass: it changes no result.
 
     500 small ones would not keep a GPU busy; 55 of 224x224 do.
@@ -132,7 +132,7 @@ def images_a_pass(images: Tensor, on_gpu: bool = False) -> int:
 # --- Their order
 
 
-class GlobalBatches(Sampler[Any]):
+class GlobalBatchSampler(Sampler[Any]):
     """A batch sampler of GLOBAL batches: the same on every rank, a function of (seed, epoch).
 
     A step takes `batch_size` images over all ranks, as `grad_accum` micro-batches. Rows that do
@@ -147,22 +147,22 @@ class GlobalBatches(Sampler[Any]):
         self.steps_per_epoch = len(rows) // batch_size
         self.micro_batch_size = batch_size // grad_accum
         self.batch_size = self.micro_batch_size  # what is yielded: Accelerate reads this name
-        self.epoch = self.first_step = 0
+        self.epoch = self.skip_steps = 0
 
-    def begin(self, epoch: int, first_step: int = 0) -> None:
-        """Make the next iteration that of `epoch`, from its optimizer step `first_step` on.
+    def start_epoch(self, epoch: int, skip_steps: int = 0) -> None:
+        """Make the next iteration that of `epoch`, without its first `skip_steps` optimizer steps.
 
         A resumed run starts in the middle of an epoch without reading what came before.
         """
-        self.epoch, self.first_step = epoch, first_step
+        self.epoch, self.skip_steps = epoch, skip_steps
 
     def __len__(self) -> int:
-        return (self.steps_per_epoch - self.first_step) * self.grad_accum
+        return (self.steps_per_epoch - self.skip_steps) * self.grad_accum
 
     def __iter__(self) -> Iterator[Tensor]:
         order = torch.randperm(len(self.rows), generator=generator("order", self.seed, self.epoch))
         micro_batches = order.to(self.rows.images.device).split(self.micro_batch_size)
-        first, end = self.first_step * self.grad_accum, self.steps_per_epoch * self.grad_accum
+        first, end = self.skip_steps * self.grad_accum, self.steps_per_epoch * self.grad_accum
         yield from micro_batches[first:end]
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ddp_mnist.data.preparation import DIGITS, Decoded
+from ddp_mnist.data.image_format import DIGITS, Decoded
 
 PATCH, STRIDE = 32, 8  # pixels: the side of a patch, and from one patch to the next
 TRAIN_WIDTH = 448  # of the photographs' 640 columns; the test begins a patch further right

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ddp_mnist.data.preparation import KEYS, TENSORS, Preparation, Shape
-from ddp_mnist.data.reading import AS_THEY_ARE, Reading
+from ddp_mnist.config.image_options import AS_THEY_ARE, ImageOptions
+from ddp_mnist.data.image_format import KEYS, TENSORS, ImageFormat, Shape
 from ddp_mnist.data.sources import Source, find_source
 from ddp_mnist.errors import DataError, StorageError, reason
-from ddp_mnist.locks import take
+from ddp_mnist.system.locks import take
 
 if TYPE_CHECKING:
     from ddp_mnist.data.batches import ImageData
@@ -42,7 +42,10 @@ def cache_folder(cache_dir: str | None) -> Path:
 
 
 def choose(
-    dataset: str, cache_dir: str | None = None, reading: Reading = AS_THEY_ARE, log: Log = None
+    dataset: str,
+    cache_dir: str | None = None,
+    image_options: ImageOptions = AS_THEY_ARE,
+    log: Log = None,
 ) -> tuple[str, list[str]]:
     """Return the data set to load, and warnings about the choice.
 
@@ -51,7 +54,7 @@ def choose(
     if dataset != "auto":
         return dataset, []
     try:
-        return "mnist", prepare("mnist", cache_dir, reading, log=log)["warnings"]
+        return "mnist", prepare("mnist", cache_dir, image_options, log=log)["warnings"]
     except DataError as error:
         return "digits", [
             f"MNIST is not available: {str(error).partition(';')[0]}",
@@ -62,7 +65,7 @@ def choose(
 def load(
     dataset: str,
     cache_dir: str | None = None,
-    reading: Reading = AS_THEY_ARE,
+    image_options: ImageOptions = AS_THEY_ARE,
     *,
     refresh: bool = False,
     log: Log = None,
@@ -71,13 +74,13 @@ def load(
 
     Raises as `prepare` does.
     """
-    return _as_images(prepare(dataset, cache_dir, reading, refresh=refresh, log=log))
+    return _as_images(prepare(dataset, cache_dir, image_options, refresh=refresh, log=log))
 
 
 def prepare(
     dataset: str,
     cache_dir: str | None = None,
-    reading: Reading = AS_THEY_ARE,
+    image_options: ImageOptions = AS_THEY_ARE,
     *,
     refresh: bool = False,
     log: Log = None,
@@ -91,7 +94,7 @@ def prepare(
     Raise UsageError or DataError if there is no such data set or it cannot be read, StorageError if
     the cache folder cannot be written.
     """
-    source = find_source(dataset, reading)
+    source = find_source(dataset, image_options)
     stem, path = _stem_and_path(source, cache_dir)
     if not refresh and (data := _open(path, source)):
         return data
@@ -119,10 +122,10 @@ def prepare(
 
 
 def cached(
-    dataset: str, cache_dir: str | None = None, reading: Reading = AS_THEY_ARE
+    dataset: str, cache_dir: str | None = None, image_options: ImageOptions = AS_THEY_ARE
 ) -> "ImageData | None":
     """Return the data set if it is in the cache and whole. Raises as `find_source` does."""
-    source = find_source(dataset, reading)
+    source = find_source(dataset, image_options)
     fields = _open(_stem_and_path(source, cache_dir)[1], source)
     return _as_images(fields) if fields else None
 
@@ -142,7 +145,7 @@ def _stem_and_path(source: Source, cache_dir: str | None) -> tuple[str, Path]:
     A clone with an edited decoder shares the cache but not the folder.
     """
     readable = re.sub(r"[^A-Za-z0-9._-]+", "_", source.name)[:60]
-    fields = dataclasses.asdict(source.reading)
+    fields = dataclasses.asdict(source.image_options)
     # A field that came later leaves the names of older folders as they were: to be removed by them.
     asked = json.dumps({k: v for k, v in fields.items() if v or k in ("size", "grey", "test_size")})
     place = hashlib.sha256(os.fsencode(source.place) + asked.encode()).hexdigest()[:8]
@@ -166,7 +169,7 @@ def _open(path: Path, source: Source) -> dict[str, Any] | None:
         if (outside := about.pop("outside")) != source.outside(outside):
             return None
         about["warnings"] = [*source.warnings]
-        about["preparation"] = Preparation.from_dict(about["preparation"])
+        about["image_format"] = ImageFormat.from_dict(about.pop("preparation"))  # its older name
         return about | arrays | {"name": source.name, "source": f"{source.kind}:{source.place}"}
     except (OSError, EOFError, KeyError, TypeError, ValueError, tokenize.TokenError):
         return None  # the last is NumPy's, of a header with a bracket that is never closed
@@ -202,7 +205,7 @@ def _build(path: Path, source: Source, log: Log) -> None:
             digest.update(arrays[name].data)
         about: dict[str, Any] = {
             "classes": decoded.classes,
-            "preparation": dataclasses.asdict(decoded.preparation()),
+            "preparation": dataclasses.asdict(decoded.image_format()),
             "digest": digest.hexdigest(),
             "fingerprint": fingerprint,
             "outside": source.outside(decoded.files),

@@ -12,7 +12,7 @@ import PIL.Image
 import PIL.ImageOps
 from PIL.ExifTags import Base
 
-from ddp_mnist.data.preparation import Shape
+from ddp_mnist.data.image_format import Shape
 
 GREY_MODES = ("1", "L", "LA", "La")
 SIXTEEN_BITS = "16 bits, of which the upper 8 count"

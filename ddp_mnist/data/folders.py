@@ -4,7 +4,7 @@ import re
 from collections import Counter
 from pathlib import Path
 
-from ddp_mnist.data.reading import Reading
+from ddp_mnist.config.image_options import ImageOptions
 from ddp_mnist.errors import DataError, printable
 
 # Words of splits in the names of folders and files, and what is between words, as in `datasets`.
@@ -75,25 +75,27 @@ def tables_of(folder: str, found: list[Path]) -> tuple[list[Path], bool]:
 
 
 def splits_of_images(
-    folder: str, found: list[Path], images: list[Path], reading: Reading
+    folder: str, found: list[Path], images: list[Path], image_options: ImageOptions
 ) -> dict[str, list[Path]]:
     """Return the files of each split, unless tables or the folder's card say what is read there."""
     if not images or any(tables_of(folder, found)):
         return {}
-    return split_images(images, [path for path in found if path.name in METADATA], reading)
+    return train_val_test_split(
+        images, [path for path in found if path.name in METADATA], image_options
+    )
 
 
-def split_images(
-    images: list[Path], metadata: list[Path], reading: Reading
+def train_val_test_split(
+    images: list[Path], metadata: list[Path], image_options: ImageOptions
 ) -> dict[str, list[Path]]:
     """Return the files of each split.
 
     If a test split is to be drawn from train, the names of files, and of classes at the top, do not
     count as the names of splits.
     """
-    if reading.test_size and not metadata and are_classes_at_the_top(images):
+    if image_options.test_size and not metadata and are_classes_at_the_top(images):
         return {"train": sorted(images, key=str)}
-    return split_by_names([*images, *metadata], by_file=not reading.test_size)
+    return split_by_names([*images, *metadata], by_file=not image_options.test_size)
 
 
 def are_classes_at_the_top(images: list[Path]) -> bool:
@@ -141,7 +143,7 @@ def check_images(
     splits: dict[str, list[Path]],
     images: list[Path],
     odd: list[str],
-    reading: Reading,
+    image_options: ImageOptions,
 ) -> list[str]:
     """Return a note on images that are in no split, if any.
 
@@ -149,7 +151,7 @@ def check_images(
     no class, or if one split has a metadata file and another has none.
     """
     unused = sorted({*images}.difference(*splits.values()))
-    if found := _find_fault(splits, images, unused, reading):
+    if found := _find_fault(splits, images, unused, image_options):
         fault, fix = found
         raise DataError("; ".join([f"{where}: {fault}", *odd, fix]))
     note = f"images outside the splits were left out: {len(unused):,}, as"
@@ -157,7 +159,10 @@ def check_images(
 
 
 def _find_fault(
-    splits: dict[str, list[Path]], images: list[Path], unused: list[Path], reading: Reading
+    splits: dict[str, list[Path]],
+    images: list[Path],
+    unused: list[Path],
+    image_options: ImageOptions,
 ) -> tuple[str, str] | None:
     """Return what is wrong with the images' folders and how to correct it, if anything is."""
     split_of = {word: split for split, words in SPLIT_WORDS.items() for word in words}
@@ -176,7 +181,7 @@ def _find_fault(
     meant = {name: split for name in folders if (split := meant_by(name))}
     read_as = {file.parts[0]: split for split, files in splits.items() for file in files}
     misread = any(read_as.get(name) != split for name, split in meant.items())
-    if misread and len({*meant.values()}) > 1 and not (flat and reading.test_size):
+    if misread and len({*meant.values()}) > 1 and not (flat and image_options.test_size):
         return (
             f"found the folders {', '.join(meant)}",
             f"rename them to {', '.join(meant.values())}",
@@ -194,7 +199,7 @@ def _find_fault(
     if not classes or not {*used} <= {*images}:
         return None  # an archive or metadata has the classes
     complete = not unused and (len(splits) > 1 or "train" in splits)
-    if flat and not complete and not reading.test_size:
+    if flat and not complete and not image_options.test_size:
         split, [file, *_] = next(iter(splits.items()))
         return (
             f"{file} is in the split {split} by a word in its name, and others are in none",
@@ -207,6 +212,6 @@ def _find_fault(
         return f"{' and '.join(depths.values())} are not equally deep", fix
     if len(classes) == 1 and (not classes[0] or meant_by(classes[0])):
         return f"{used[0]} is in no class", fix
-    if len(classes) == 1 and not reading.for_evaluation:
+    if len(classes) == 1 and not image_options.for_evaluation:
         return f"there is only one class, {classes[0]}", fix
     return None

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ddp_mnist.data.preparation import Decoded
+from ddp_mnist.data.image_format import Decoded
 from ddp_mnist.errors import DataError, reason
 
 MNIST = (28, 28)  # height and width

@@ -11,7 +11,7 @@ import PIL.Image
 from ddp_mnist.data.decode import open_beside_others
 from ddp_mnist.data.threads import in_order
 from ddp_mnist.errors import DataError, reason
-from ddp_mnist.limits import cores, free_memory
+from ddp_mnist.system.limits import cores, free_memory
 
 SHOWN = 10  # broken files in an error
 SMALL = 128**2  # pixels; below, threads wait for each other, as only one at a time runs Python

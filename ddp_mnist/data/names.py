@@ -6,16 +6,16 @@ import functools
 from collections.abc import Iterable
 from pathlib import Path
 
+from ddp_mnist.config.image_options import ImageOptions
 from ddp_mnist.data.batches import ImageData
 from ddp_mnist.data.decode import open_image, stored_pixels
-from ddp_mnist.data.folders import find_images, split_images
+from ddp_mnist.data.folders import find_images, train_val_test_split
 from ddp_mnist.data.held_out import key_of
-from ddp_mnist.data.reading import Reading
 from ddp_mnist.errors import DataError
 
 
 def files_of_test(
-    folder: str, images: ImageData, reading: Reading, rows: Iterable[int]
+    folder: str, images: ImageData, image_options: ImageOptions, rows: Iterable[int]
 ) -> dict[int, Path]:
     """Return the file of each of these rows of the test split, relative to the folder of images.
 
@@ -26,7 +26,9 @@ def files_of_test(
     split = "train" if images.test_drawn else "test"
     files: list[Path] = []
     with contextlib.suppress(DataError):
-        files = split_images(find_images(folder, folder)[0], [], reading).get(split, [])
+        files = train_val_test_split(find_images(folder, folder)[0], [], image_options).get(
+            split, []
+        )
     train, test = (
         {key: row for row, key in enumerate(keys.tolist())}
         for keys in (images.train_keys, images.test_keys)

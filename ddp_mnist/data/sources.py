@@ -21,13 +21,13 @@ from typing import Any
 import numpy as np
 
 from ddp_mnist import errors
+from ddp_mnist.config.image_options import AS_THEY_ARE, ImageOptions
 from ddp_mnist.data import folders
 from ddp_mnist.data.built_in import BUILT_IN
 from ddp_mnist.data.held_out import as_in_files, keys_of
 from ddp_mnist.data.idx import find_idx_files, read_idx
-from ddp_mnist.data.preparation import Decoded, Reserve, Shape
-from ddp_mnist.data.reading import AS_THEY_ARE, Reading
-from ddp_mnist.deadline import with_deadline
+from ddp_mnist.data.image_format import Decoded, Reserve, Shape
+from ddp_mnist.system.deadline import with_deadline
 
 HUB_IDS = {"mnist": "ylecun/mnist", "fashion_mnist": "zalando-datasets/fashion_mnist"}
 HUB_TIMEOUT_S = 5.0
@@ -50,7 +50,7 @@ class Source:
     name: str
     kind: str
     place: str
-    reading: Reading = AS_THEY_ARE
+    image_options: ImageOptions = AS_THEY_ARE
     typed: str = field(default="", compare=False)  # its name in errors
     warnings: list[str] = field(default_factory=list, compare=False)
 
@@ -63,17 +63,19 @@ class Source:
         where, notes = f"--dataset {self.typed}", list[str]()
         with readable(self.typed):
             if self.kind in BUILT_IN:
-                decoded = as_asked(BUILT_IN[self.kind](), self.name, self.reading, reserve)
+                decoded = as_asked(BUILT_IN[self.kind](), self.name, self.image_options, reserve)
             elif self.kind == "hub":
-                from ddp_mnist.data.tables import decode_dataset
+                from ddp_mnist.data.hf_dataset import decode_dataset
 
-                decoded = decode_dataset(read_hub(self.place), where, self.reading, reserve)
+                decoded = decode_dataset(read_hub(self.place), where, self.image_options, reserve)
             elif files := find_idx_files(Path(self.place), self.typed):
-                decoded = as_asked(read_idx(files), self.name, self.reading, reserve)
+                decoded = as_asked(read_idx(files), self.name, self.image_options, reserve)
             else:
-                decoded, notes = read_folder(self.place, self.paths, where, self.reading, reserve)
+                decoded, notes = read_folder(
+                    self.place, self.paths, where, self.image_options, reserve
+                )
                 decoded.notes[:0] = notes
-        if self.reading.for_evaluation:
+        if self.image_options.for_evaluation:
             return decoded
         test = decoded.labels["test"]
         if (unseen := np.flatnonzero(~np.isin(test, decoded.labels["train"]))).size:
@@ -129,7 +131,7 @@ def readable(place: str) -> Iterator[None]:
         raise errors.DataError(problem) from error
 
 
-def find_source(dataset: str, reading: Reading = AS_THEY_ARE) -> Source:
+def find_source(dataset: str, image_options: ImageOptions = AS_THEY_ARE) -> Source:
     """Return the source that `--dataset` names. Raise DataError if a path leads to no folder.
 
     Raise UsageError if it is neither a name nor a path.
@@ -138,14 +140,14 @@ def find_source(dataset: str, reading: Reading = AS_THEY_ARE) -> Source:
     notes = [f"{dataset} is the data set of that name; for the folder, give ./{dataset}"] * beside
     if dataset in BUILT_IN:
         place = f"sklearn.datasets.{BUILT_IN[dataset].__name__}"
-        return Source(dataset, dataset, place, reading, warnings=notes)
+        return Source(dataset, dataset, place, image_options, warnings=notes)
     if dataset in HUB_IDS:
-        return Source(dataset, "hub", HUB_IDS[dataset], reading, dataset, notes)
+        return Source(dataset, "hub", HUB_IDS[dataset], image_options, dataset, notes)
     # Unlike pathlib's, these two raise nothing for ~nobody or links in a circle.
     path = Path(os.path.realpath(os.path.expanduser(dataset)))  # noqa: PTH111
     with readable(dataset):
         if dataset and path.is_dir():
-            return Source(errors.printable(path.name), "folder", str(path), reading, dataset)
+            return Source(errors.printable(path.name), "folder", str(path), image_options, dataset)
         if dataset and path.exists():
             raise errors.DataError(f"--dataset {dataset}: is a file; give the folder it lies in")
     names = [*HUB_IDS, *BUILT_IN, *(each.name for each in path.parent.glob("*/"))]
@@ -153,7 +155,7 @@ def find_source(dataset: str, reading: Reading = AS_THEY_ARE) -> Source:
     if dataset.startswith((".", "/", "~")) or dataset.count("/") > 1:
         raise errors.DataError(f"--dataset {dataset}: no such folder; check the path{near}")
     if re.fullmatch(r"[\w.-]+/[\w.-]+", dataset, re.ASCII):
-        return Source(dataset.replace("/", "--"), "hub", dataset, reading, dataset)
+        return Source(dataset.replace("/", "--"), "hub", dataset, image_options, dataset)
     raise errors.UsageError(
         f"--dataset {dataset}: no such data set or folder; choose from mnist, fashion_mnist,"
         f" digits, patches, a Hub id (owner/name) or a folder{near}"
@@ -205,23 +207,23 @@ def why_out_of_reach(hub_id: str) -> str:
 
 
 def read_folder(
-    folder: str, paths: list[Path], where: str, reading: Reading, reserve: Reserve
+    folder: str, paths: list[Path], where: str, image_options: ImageOptions, reserve: Reserve
 ) -> tuple[Decoded, list[str]]:
     """Decode images in the folders of their classes, or what `datasets` reads there.
 
     Return it, and notes on images left out.
     """
-    from ddp_mnist.data.tables import decode_dataset, decode_files
+    from ddp_mnist.data.hf_dataset import decode_dataset, decode_files
 
     saved = Path(folder, "dataset_dict.json").exists()
     found = [] if saved else [path.relative_to(folder) for path in paths]
     images, odd = folders.find_images(where, folder, found)
     folders.check_names(where, folder, images)
-    splits = folders.splits_of_images(folder, found, images, reading)
+    splits = folders.splits_of_images(folder, found, images, image_options)
     described = any(file.name in folders.METADATA for files in splits.values() for file in files)
     if splits and not described:
-        notes = odd + folders.check_images(where, splits, images, odd, reading)
-        return decode_files(folder, splits, where, reading, reserve), notes
+        notes = odd + folders.check_images(where, splits, images, odd, image_options)
+        return decode_files(folder, splits, where, image_options, reserve), notes
     # The library's Arrow copy is only needed until the images are decoded.
     scratch_place = (tempfile.gettempdir(), "TMPDIR", NO_SPACE)
     fix = "; ".join([*odd, FOLDER_FIX])
@@ -231,8 +233,8 @@ def read_folder(
 
             rows, notes = datasets.load_from_disk(folder), []
         else:
-            rows, notes = read_tables(folder, found, where, splits, images, odd, reading)
-    return decode_dataset(rows, where, reading, reserve), notes
+            rows, notes = read_tables(folder, found, where, splits, images, odd, image_options)
+    return decode_dataset(rows, where, image_options, reserve), notes
 
 
 def read_tables(
@@ -242,7 +244,7 @@ def read_tables(
     splits: dict[str, list[Path]],
     images: list[Path],
     odd: list[str],
-    reading: Reading,
+    image_options: ImageOptions,
 ) -> tuple[Any, list[str]]:
     """Read what `load_dataset` can. Return it, and notes on images left out."""
     import pyarrow as pa
@@ -256,9 +258,9 @@ def read_tables(
                 str(split): [Path(os.path.relpath(file, folder)) for file in files]
                 for split, files in builder.config.data_files.items()
             }
-            if reading.for_evaluation:
+            if image_options.for_evaluation:
                 builder.config.drop_labels = False  # of one class too
-            notes = odd + folders.check_images(where, splits, images, odd, reading)
+            notes = odd + folders.check_images(where, splits, images, odd, image_options)
         if hasattr(builder.config, "fragment_scan_options"):  # of parquet
             # pyarrow would else hold all that it has read of a file until its end
             no_buffer = ParquetFragmentScanOptions(pre_buffer=False)
@@ -353,14 +355,14 @@ def library(
 # --- Arrays in memory
 
 
-def as_asked(decoded: Decoded, name: str, reading: Reading, reserve: Reserve) -> Decoded:
+def as_asked(decoded: Decoded, name: str, image_options: ImageOptions, reserve: Reserve) -> Decoded:
     """Return a data set that was read into memory, its images in the size and colours asked for."""
-    if reading.test_size is not None and not reading.for_evaluation:
+    if image_options.test_size is not None and not image_options.for_evaluation:
         problem = f"{name} has a test split of its own; remove --test-size"
-        raise errors.UsageError(f"--test-size {reading.test_size}: {problem}")
+        raise errors.UsageError(f"--test-size {image_options.test_size}: {problem}")
     channels, height, width = decoded.images["train"].shape[1:]
-    wanted = 1 if reading.grey else 3 if reading.for_evaluation else channels
-    shape = (wanted, *(reading.size or (height, width)))
+    wanted = 1 if image_options.grey else 3 if image_options.for_evaluation else channels
+    shape = (wanted, *(image_options.size or (height, width)))
     images = reserve(shape, {split: len(labels) for split, labels in decoded.labels.items()})
     unchanged = shape == (channels, height, width)
     for split, given in decoded.images.items():

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_mnist.errors import UsageError, reason
-from ddp_mnist.run.results import FAIL, WARN, CheckResult, check, warned
+from ddp_mnist.verbs.check_result import FAIL, WARN, CheckResult, check, warned
 
 LOAD = "load"  # the check of what other programs hold
 AGAIN = "check it again while nothing else runs there"

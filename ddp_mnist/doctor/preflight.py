@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from ddp_mnist.cluster import interfaces
 from ddp_mnist.cluster.store import listed
 from ddp_mnist.errors import DdpMnistError, reason
-from ddp_mnist.run.results import FAIL, WARN, CheckResult, check, failed, from_error, passed
+from ddp_mnist.verbs.check_result import FAIL, WARN, CheckResult, check, failed, from_error, passed
 from ddp_mnist.verbs.multinode import Node, meet
 
 

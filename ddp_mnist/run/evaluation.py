@@ -22,8 +22,8 @@ from torch.utils.data import DataLoader
 from ddp_mnist.cluster.device import full_precision
 from ddp_mnist.cluster.signals import StopSignals
 from ddp_mnist.cluster.world import broadcast_bytes
-from ddp_mnist.data.batches import Rows, images_a_pass, make_loader
-from ddp_mnist.losses import image_losses
+from ddp_mnist.data.batches import Rows, eval_batch_size, make_loader
+from ddp_mnist.nets.losses import image_losses
 
 CROSS_ENTROPY = "cross_entropy"  # by the name of a run's loss, if it is not --loss
 MANY_CLASSES = 40  # above it a person is shown the largest cells of a matrix, not all
@@ -47,11 +47,11 @@ class Metrics:
         return {f"{split}_{name}": number for name, number in numbers.items()}
 
 
-def prepare_split(accelerator: Accelerator, rows: Rows, per_process: int | None = None) -> Any:
+def make_eval_loader(accelerator: Accelerator, rows: Rows, per_process: int | None = None) -> Any:
     """Return a loader that splits `rows` among the processes, in order."""
     # More than there are would have Accelerate repeat rows until the last batch is full.
     most = max(1, math.ceil(len(rows) / accelerator.num_processes))
-    a_pass = per_process or images_a_pass(rows.images, accelerator.device.type == "cuda")
+    a_pass = per_process or eval_batch_size(rows.images, accelerator.device.type == "cuda")
     batch_size = min(a_pass, most) * accelerator.num_processes
     return accelerator.prepare_data_loader(make_loader(rows, batch_size=batch_size))
 
@@ -99,7 +99,7 @@ def most_confused(matrix: np.ndarray, most: int) -> list[tuple[int, int, int]]:
 
 def check_scores(names: Sequence[str]) -> None:
     """Raise UsageError if --metrics names something that is no metric."""
-    from ddp_mnist.run.classification import find_score
+    from ddp_mnist.run.scores import find_score
 
     for name in names:
         find_score(name)
@@ -112,7 +112,7 @@ def import_evaluate_meanwhile(accelerator: Accelerator) -> None:
     signals and to the loss of a rank.
     """
     if accelerator.is_main_process:
-        module = ("ddp_mnist.run.classification",)
+        module = ("ddp_mnist.run.scores",)
         threading.Thread(target=importlib.import_module, args=module, daemon=True).start()
 
 
@@ -126,12 +126,12 @@ def evaluate_split(
     scores: Sequence[str] = (),
     loss: str | None = None,
 ) -> Metrics:
-    """Run the model over the whole split, a loader from `prepare_split`.
+    """Run the model over the whole split, a loader from `make_eval_loader`.
 
     Return the same Metrics on every rank; `scores` are those that --metrics names, and `loss` the
     function of --loss. Raise RuntimeError if not every row was counted exactly once. With `stop`,
     all ranks check after each batch whether a stop signal came to any of them, and raise as
-    `StopSignals.obey` does.
+    `StopSignals.save_and_exit_if` does.
     """
     was_training, losses_of = model.training, image_losses(loss)
     model.eval()
@@ -162,7 +162,7 @@ def summarise(
     labels: Tensor, predictions: Tensor, losses: Tensor, classes: int, scores: Sequence[str] = ()
 ) -> Metrics:
     """Return the metrics of int64 labels [N], int64 predictions [N] and float64 losses [N]."""
-    from ddp_mnist.run.classification import classification_metrics
+    from ddp_mnist.run.scores import classification_metrics
 
     guesses, right = predictions.cpu().numpy(), labels.cpu().numpy()
     counted = classification_metrics(guesses, right, classes, scores)

@@ -17,8 +17,8 @@ from typing import Any, Self
 from filelock import FileLock, Timeout
 
 from ddp_mnist.errors import DdpMnistError, Preempted, StorageError, UsageError, reason
-from ddp_mnist.locks import ANOTHER, REFUSED, holder, take
 from ddp_mnist.run.console import as_json, warn
+from ddp_mnist.system.locks import ANOTHER, REFUSED, holder, take
 
 CONFIG, METRICS, MODEL = "config.json", "metrics.jsonl", "model.safetensors"
 STATUS, SUMMARY, CHECKPOINTS, LOCK = "status.json", "summary.json", "checkpoints", ".lock"

@@ -6,7 +6,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from ddp_mnist.config import ResolvedRecipe
+from ddp_mnist.config.recipe import ResolvedRecipe
 from ddp_mnist.run.slow_ranks import ForwardClock, SlowRanks
 from ddp_mnist.run.state import Progress
 
@@ -33,7 +33,9 @@ class Meter:
         self.correct: list[Tensor] = []
         self.images_per_batch = 0
         self.last_sync = progress.step
-        self.next_sync = progress.step + 1  # the step at which it is due, on all ranks the same
+        self.next_sync_step = (
+            progress.step + 1
+        )  # the step at which it is due, on all ranks the same
         self.steps_per_s = 0.0  # this rank's, in the interval before the last sync point
         self.agreed_steps_per_s = 0.0  # the mean of all ranks', one interval earlier
         self.last_save = progress.step
@@ -66,7 +68,7 @@ class Meter:
         self.correct.append((logits.detach().argmax(1) == labels).sum())
         self.images_per_batch = len(labels)
 
-    def all_reduce(self, stop_requests: list[float]) -> list[float]:
+    def sync(self, stop_requests: list[float]) -> list[float]:
         """Add up what all ranks saw into their progress, and plan the next sync point.
 
         Return the sums over all ranks of `stop_requests`, this rank's numbers. Raise DivergedError,
@@ -87,7 +89,7 @@ class Meter:
         self.progress.add(loss, correct, seen, bad, seconds)
         # About a second from here, by the speeds that the ranks had measured before.
         self.agreed_steps_per_s = steps_per_s / size
-        self.next_sync = step + max(1, int(self.agreed_steps_per_s))
+        self.next_sync_step = step + max(1, int(self.agreed_steps_per_s))
         self.steps_per_s = (step - self.last_sync) / max(seconds, 1e-3)
         self.last_sync = step
         self.newly_slow = self.slow_ranks.judge(forward_s, seconds)

@@ -11,12 +11,12 @@ from typing import Any
 
 from ddp_mnist.cluster.launch import CAN_JOIN, nobody_can_join
 from ddp_mnist.cluster.world import World
-from ddp_mnist.config import ResolvedConfig, TrainConfig
+from ddp_mnist.config.flags import OnResume, flag_name, flag_values, typed_flag
+from ddp_mnist.config.image_options import ImageOptions
+from ddp_mnist.config.run import ResolvedConfig, TrainConfig
 from ddp_mnist.data import cache
-from ddp_mnist.data.reading import Reading
 from ddp_mnist.data.sources import from_anywhere
 from ddp_mnist.errors import CheckpointError, UsageError, reason
-from ddp_mnist.flags import OnResume, flag_name, flag_values, typed_flag
 from ddp_mnist.run import checkpoint
 from ddp_mnist.run.folder import (
     CONFIG,
@@ -76,7 +76,7 @@ def find(config: TrainConfig) -> dict[str, Any] | None:
 
 def _wants_more(config: TrainConfig, recipe: dict[str, Any]) -> bool:
     """Return whether a finished run is to train for longer, by its epochs or its stop rules."""
-    typed = {name: getattr(config.recipe, name) for name in config.typed & set(recipe)}
+    typed = {name: getattr(config.recipe, name) for name in config.explicit & set(recipe)}
     stops = [name for name in ("target_accuracy", "patience") if name in typed]
     more_epochs = typed.get("epochs", 0) > recipe["epochs"]
     return more_epochs or any(typed[name] != recipe[name] for name in stops)
@@ -87,12 +87,12 @@ def _refuse_another_run(config: TrainConfig, found: dict[str, Any]) -> None:
     run, path = config.run, found["path"]
     for group, saved in ((run, found["run"]), (config.recipe, found["recipe"])):
         for name, value in flag_values(group, "must equal").items():
-            if name in config.typed:
+            if name in config.explicit:
                 _refuse_change(name, value, saved[name], path)
-    another = "dataset" in config.typed and run.dataset != "auto"
+    another = "dataset" in config.explicit and run.dataset != "auto"
     if another and from_anywhere(run.dataset) != found["run"]["dataset"]:
         cache_dir = run.cache_dir or found["run"]["cache_dir"]
-        images = cache.load(run.dataset, cache_dir, Reading.of(found["run"]))
+        images = cache.load(run.dataset, cache_dir, ImageOptions.of(found["run"]))
         check_images(run.dataset, images.digest, found)  # a folder may have been moved
 
 
@@ -103,7 +103,7 @@ def inherit(config: TrainConfig, found: dict[str, Any] | None) -> TrainConfig:
     was typed does not go with what the run has.
     """
     if found is not None:
-        typed = config.typed - ({"dataset"} if config.run.dataset == "auto" else set())
+        typed = config.explicit - ({"dataset"} if config.run.dataset == "auto" else set())
         groups: dict[str, Any] = {"run": config.run, "recipe": config.recipe}
         try:
             for group, flags in groups.items():
@@ -115,7 +115,7 @@ def inherit(config: TrainConfig, found: dict[str, Any] | None) -> TrainConfig:
             raise CheckpointError(
                 f"{found['path']}: {CONFIG} is damaged ({error}); start a new run in another folder"
             ) from error
-        config = dataclasses.replace(config, goes_on=True, **groups)
+        config = dataclasses.replace(config, resumes=True, **groups)
     config.refuse_contradictions()
     return config
 

@@ -1,15 +1,18 @@
 """All that changes in a run; `State.content` is what a checkpoint keeps of it."""
 
+import copy
 import time
 from dataclasses import asdict, dataclass, field
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from ddp_mnist.config import Recipe, ResolvedRecipe
+from ddp_mnist.config.recipe import Recipe, ResolvedRecipe
 from ddp_mnist.errors import CheckpointError, DivergedError
 from ddp_mnist.run.evaluation import Metrics
+
+Net = TypeVar("Net", bound=nn.Module)
 
 BAD_STEPS_ALLOWED = 3  # of fp16, in a row: losses that are not finite
 # A loss scaler begins at 2**16 and halves with each step that it skips: at 2**-8 it is the
@@ -140,6 +143,16 @@ class State:
                     self.best_weights = {name: w.clone() for name, w in weights.items()}
             progress.decide_to_stop(recipe)
         return means
+
+    def with_best_weights(self, net: Net) -> Net:
+        """Return the net with the weights of the best validation, if any are kept.
+
+        It is then a copy: a stop signal in the test still saves the last weights.
+        """
+        if self.best_weights:
+            net = copy.deepcopy(net)
+            net.load_state_dict(self.best_weights)
+        return net
 
     def content(self) -> dict[str, Any]:
         """Return what a checkpoint keeps: tensors and plain values."""

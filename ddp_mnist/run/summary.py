@@ -14,15 +14,17 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from ddp_mnist.augment import changes
 from ddp_mnist.cluster import hardware
 from ddp_mnist.cluster.store import name_of
 from ddp_mnist.cluster.world import World
-from ddp_mnist.config import ResolvedConfig, ResolvedRecipe, wrong_on_purpose
+from ddp_mnist.config.faults import wrong_on_purpose
+from ddp_mnist.config.flags import flag_fields, flag_name, typed_flag
+from ddp_mnist.config.recipe import ResolvedRecipe
+from ddp_mnist.config.run import ResolvedConfig
+from ddp_mnist.data.augment import changes
 from ddp_mnist.data.batches import ImageData
 from ddp_mnist.errors import printable
-from ddp_mnist.flags import flag_fields, flag_name, typed_flag
-from ddp_mnist.pretrained import find_named
+from ddp_mnist.nets.weights_file import find_named
 from ddp_mnist.run.console import INDENT, Console, fitted, panel, width_of, wrapped
 from ddp_mnist.run.evaluation import CROSS_ENTROPY, Metrics, packed, shown, shown_loss
 from ddp_mnist.run.folder import RunFolder
@@ -43,7 +45,7 @@ def facts(config: ResolvedConfig, world: World, images: ImageData) -> dict[str, 
         flag_name(field): getattr(group, field.name)
         for group in (config.run, config.recipe, config.distribution)
         for field in flag_fields(group)
-        if not field.metadata["may_differ"]
+        if not field.metadata["per_rank"]
     }
     return {
         **flags,
@@ -70,7 +72,7 @@ def plan(config: ResolvedConfig, world: World, images: ImageData, folder: Path |
     lines = {
         "data": f"{images.name}: {train_rows:,} train, {val_rows:,} validation,"
         f" {len(images.test_labels):,} test images, {len(images.classes)} classes",
-        "source": "; ".join([printable(images.source), *images.preparation.notes]),
+        "source": "; ".join([printable(images.source), *images.image_format.notes]),
         **by_class(images, recipe.class_weights),
         **({"careful": "; ".join(map(printable, images.careful))} if images.careful else {}),
         "processes": f"{size} on {count(world.num_machines, 'machine')}, {computing(world)}",
@@ -89,7 +91,7 @@ def recipe_line(config: ResolvedConfig, images: ImageData) -> str:
     A run that goes on keeps what it began with, but for these flags.
     """
     recipe, classes = config.recipe, len(images.classes)
-    kind, changed = changes(images.preparation, recipe.augment)
+    kind, changed = changes(images.image_format, recipe.augment)
     smoothing = recipe.label_smoothing
     least = torch.special.entr((1 - smoothing) * torch.eye(classes)[0] + smoothing / classes).sum()
     smoothed = f"label smoothing {smoothing:g} (the training loss levels off near {least:.2g})"
@@ -101,8 +103,10 @@ def recipe_line(config: ResolvedConfig, images: ImageData) -> str:
         *["rare classes count more"] * (recipe.class_weights == "balanced"),
     ]
     rows = len(images.train_labels) - len(images.val_rows)
-    chosen = f"{recipe.preset}, {'kept' if config.goes_on else 'chosen'} for {rows:,} {kind}"
-    names = [field.name for field in flag_fields(recipe) if field.name in config.typed - {"preset"}]
+    chosen = f"{recipe.preset}, {'kept' if config.resumes else 'chosen'} for {rows:,} {kind}"
+    names = [
+        field.name for field in flag_fields(recipe) if field.name in config.explicit - {"preset"}
+    ]
     typed = ", ".join(printable(typed_flag(name, getattr(recipe, name))) for name in names)
     return f"{chosen}: {', '.join(parts)}" + (f"; typed: {typed}" if typed else "")
 
@@ -306,7 +310,7 @@ def summarise(
         "dataset": images.describe() | {"val_rows": len(images.val_rows)},
         "classes": images.classes,
         "images_per_class": images.per_class(),
-        "notes": [*images.warnings, *images.careful, *images.preparation.notes],
+        "notes": [*images.warnings, *images.careful, *images.image_format.notes],
         "class_accuracy": test.class_accuracy,
         "metrics": test.scores,
         "confusion": packed(test.confusion),

@@ -12,7 +12,7 @@ from typing import Any
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, filter_trackers, get_available_trackers
 
 from ddp_mnist.cluster.world import World
-from ddp_mnist.config import ResolvedConfig
+from ddp_mnist.config.run import ResolvedConfig
 from ddp_mnist.errors import UsageError, did_you_mean, reason
 from ddp_mnist.run.console import Console
 from ddp_mnist.run.folder import RunFolder

@@ -6,9 +6,9 @@ import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from ddp_mnist import own_code
-from ddp_mnist.config import ResolvedRecipe
-from ddp_mnist.models import is_known
+from ddp_mnist.config.recipe import ResolvedRecipe
+from ddp_mnist.nets import own_code
+from ddp_mnist.nets.ours import is_known
 
 PACKAGES = ("torch", "torchvision", "accelerate", "datasets", "evaluate", "safetensors")
 

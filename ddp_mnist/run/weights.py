@@ -1,4 +1,4 @@
-"""A trained model on disk: model.safetensors, which holds its net, classes and preparation."""
+"""A trained model on disk: model.safetensors, which holds its net, classes and image format."""
 
 import contextlib
 import dataclasses
@@ -12,12 +12,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
-from ddp_mnist import own_code
-from ddp_mnist.data.preparation import Preparation
+from ddp_mnist.data.image_format import ImageFormat
 from ddp_mnist.errors import CheckpointError, UsageError, reason
-from ddp_mnist.models import VERSION, Normalised, is_known, with_test_views
-from ddp_mnist.nets import build_net
-from ddp_mnist.pretrained import METADATA_KEY
+from ddp_mnist.nets import own_code
+from ddp_mnist.nets.build import build_net
+from ddp_mnist.nets.ours import VERSION, Normalised, is_known, with_test_time_augmentation
+from ddp_mnist.nets.weights_file import METADATA_KEY
 from ddp_mnist.run.console import warn
 from ddp_mnist.run.folder import MODEL, STATUS, SUMMARY, name_a_run, read_json
 
@@ -27,21 +27,21 @@ class Trained:
     """A net with the weights of a finished run, in eval mode on the CPU."""
 
     net: Normalised  # with the weights
-    model: nn.Module  # gives the logits: the net, or what `with_test_views` makes of it
+    model: nn.Module  # gives the logits: the net, or what `with_test_time_augmentation` makes of it
     architecture: str  # its name, as --model has it
     classes: list[str]  # their names, in the order of the logits
-    preparation: Preparation  # how the images were made that it was trained on
+    image_format: ImageFormat  # how the images were made that it was trained on
 
 
 def to_bytes(
-    state: dict[str, Tensor], architecture: str, classes: list[str], preparation: Preparation
+    state: dict[str, Tensor], architecture: str, classes: list[str], image_format: ImageFormat
 ) -> bytes:
     """Return the file's content. Equal weights give equal bytes."""
     about = {
         "architecture": architecture,
         "classes": classes,
         "code": "" if is_known(architecture) else own_code.digest("--model", architecture),
-        "preparation": dataclasses.asdict(preparation),
+        "preparation": dataclasses.asdict(image_format),
         "version": VERSION,
     }
     return save(apart(state), metadata={METADATA_KEY: json.dumps(about, sort_keys=True)})
@@ -94,11 +94,11 @@ def from_bytes(content: bytes, where: str) -> Trained:
                 f"{where}: holds a net of version {version}, these are of version {VERSION};"
                 " use the code that trained it, or train it again"
             )
-        preparation = Preparation.from_dict(about["preparation"])
+        image_format = ImageFormat.from_dict(about["preparation"])
         own_code.begin()
         if not is_known(name):
             own_code.check_unchanged("--model", name, about["code"], where)
-        net = build_net(name, about["classes"], preparation)
+        net = build_net(name, about["classes"], image_format)
         state = load(content)
         dtypes = [tensor.dtype for tensor in state.values() if tensor.is_floating_point()]
         net.to(dtypes[0])
@@ -110,5 +110,5 @@ def from_bytes(content: bytes, where: str) -> Trained:
             f"{where}: {MODEL} is damaged or not from ddp_mnist ({type(error).__name__});"
             " train the run again"
         ) from error
-    model = with_test_views(net, name).eval()
-    return Trained(net, model, name, about["classes"], preparation)
+    model = with_test_time_augmentation(net, name).eval()
+    return Trained(net, model, name, about["classes"], image_format)

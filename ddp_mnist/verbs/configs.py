@@ -4,7 +4,7 @@ import shlex
 from pathlib import Path
 
 import ddp_mnist
-from ddp_mnist.config import CONFIGS
+from ddp_mnist.config.distribution import CONFIGS
 from ddp_mnist.errors import UsageError
 from ddp_mnist.run import folder
 from ddp_mnist.run.console import Console

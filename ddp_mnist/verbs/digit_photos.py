@@ -4,7 +4,7 @@ import numpy as np
 import PIL.Image
 
 from ddp_mnist.data.decode import in_mode, orientation_of, upright
-from ddp_mnist.data.preparation import is_bright_paper
+from ddp_mnist.data.image_format import is_bright_paper
 from ddp_mnist.errors import DataError
 
 SHAPE = (28, 28)

@@ -13,18 +13,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from ddp_mnist import own_code
 from ddp_mnist.cluster import rendezvous
 from ddp_mnist.cluster.device import within_memory
 from ddp_mnist.cluster.launch import Launch, find_launch
 from ddp_mnist.cluster.world import broadcast_bytes, join_world
-from ddp_mnist.config import Distribution, wrong_on_purpose
+from ddp_mnist.config.distribution import Distribution
+from ddp_mnist.config.faults import wrong_on_purpose
+from ddp_mnist.config.image_options import ImageOptions
 from ddp_mnist.data import cache
-from ddp_mnist.data.batches import ImageData, Rows, split_images
+from ddp_mnist.data.batches import ImageData, Rows, train_val_test_split
 from ddp_mnist.data.names import files_of_test
-from ddp_mnist.data.reading import Reading
 from ddp_mnist.data.sources import find_source
 from ddp_mnist.errors import CheckpointError, DataError, UsageError, printable
+from ddp_mnist.nets import own_code
 from ddp_mnist.run import weights
 from ddp_mnist.run.console import Console, json_line, warn
 from ddp_mnist.run.evaluation import (
@@ -32,8 +33,8 @@ from ddp_mnist.run.evaluation import (
     MANY_CLASSES,
     check_scores,
     evaluate_split,
+    make_eval_loader,
     most_confused,
-    prepare_split,
     shown,
     shown_loss,
 )
@@ -75,7 +76,7 @@ def evaluate_run(
             store.broadcast_from_rank0("unseen", lambda: _check_unseen(flags, config, images, rows))
         accelerator, classes = world.accelerator, len(trained.classes)
         model = trained.model.to(accelerator.device)
-        loader = prepare_split(accelerator, rows, flags.batch_size)
+        loader = make_eval_loader(accelerator, rows, flags.batch_size)
         scores = flags.metrics or config["metrics"]
         store.broadcast_from_rank0("metrics", lambda: _check_scores(flags, scores))
         size = loader.total_batch_size // accelerator.num_processes  # a process's, at once
@@ -119,7 +120,7 @@ def _read_config(run: str) -> dict[str, Any]:
 def _load_own(flags: Evaluate, config: dict[str, Any]) -> ImageData:
     """Return the run's data set. Raise DataError if it has changed since."""
     name = config["dataset"]
-    images = cache.load(name, flags.cache_dir or config["cache_dir"], Reading.of(config))
+    images = cache.load(name, flags.cache_dir or config["cache_dir"], ImageOptions.of(config))
     if images.digest == config["digest"]:
         return images
     fault = changed_since(flags.run, name, config["summary"], images)
@@ -130,15 +131,15 @@ def _load_own(flags: Evaluate, config: dict[str, Any]) -> ImageData:
 def _load(flags: Evaluate, config: dict[str, Any], trained: weights.Trained) -> ImageData:
     """Return the data set that --dataset names, with images of the run's shape and its labels."""
     name, cache_dir = str(flags.dataset), flags.cache_dir or config["cache_dir"]
-    reading = Reading.of(config)
-    channels, height, width = trained.preparation.shape
-    images = cache.cached(name, cache_dir, reading)
+    image_options = ImageOptions.of(config)
+    channels, height, width = trained.image_format.shape
+    images = cache.cached(name, cache_dir, image_options)
     grown = images and images.test_drawn and images.digest != config["digest"]
-    if not images or grown or images.preparation.shape != trained.preparation.shape:
-        test_size, then = reading.test_size, config["summary"].get("dataset", {})
+    if not images or grown or images.image_format.shape != trained.image_format.shape:
+        test_size, then = image_options.test_size, config["summary"].get("dataset", {})
         of = sum(then.get(rows, 0) for rows in ("train_rows", "test_rows")) if test_size else 0
-        reading = Reading((height, width), channels == 1, test_size, True, of or None)
-        images = cache.load(name, cache_dir, reading)
+        image_options = ImageOptions((height, width), channels == 1, test_size, True, of or None)
+        images = cache.load(name, cache_dir, image_options)
     return _relabelled(images, trained, name, flags.split)
 
 
@@ -169,7 +170,9 @@ def _rows(images: ImageData, split: str, val_size: int) -> Rows:
     if split != "test" and val_size < there:
         images = images.hold_out(val_size)
         val_size = len(images.val_rows)
-    rows = dict(zip(("train", "validation", "test"), split_images(images), strict=True))[split]
+    rows = dict(zip(("train", "validation", "test"), train_val_test_split(images), strict=True))[
+        split
+    ]
     if split != "test" and (val_size >= there or not len(rows)):
         raise UsageError(
             f"--split {split}: {images.name} has {there:,} train images, and the run held"
@@ -201,7 +204,7 @@ def _check_unseen(flags: Evaluate, config: dict[str, Any], images: ImageData, ro
         fix = "use --split test"
         if flags.split == "test":
             place, some = find_source(str(flags.dataset)).place, seen[:MOST_NAMED].tolist()
-            files = map(str, files_of_test(place, images, Reading.of(config), some).values())
+            files = map(str, files_of_test(place, images, ImageOptions.of(config), some).values())
             names = textwrap.shorten(printable(", ".join(files)), 100, placeholder=" ...")
             fix = f"take them out of test ({names})" if names else "take them out of test"
         raise DataError(

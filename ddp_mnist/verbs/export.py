@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ddp_mnist import __version__
-from ddp_mnist.config import wrong_on_purpose
+from ddp_mnist.config.faults import wrong_on_purpose
 from ddp_mnist.errors import CheckFailed, CheckpointError, UsageError, printable, reason
 from ddp_mnist.run import folder, weights
 from ddp_mnist.run.console import Console, passing
@@ -114,7 +114,7 @@ def refuse_other_files(out: Path) -> None:
 
 def largest_difference(trained: Trained, outputs: Outputs) -> tuple[float, float]:
     """Return that of the logits of images of noise, all at once and one alone, and its limit."""
-    stream, size = torch.Generator().manual_seed(0), (CHECKED_IMAGES, *trained.preparation.shape)
+    stream, size = torch.Generator().manual_seed(0), (CHECKED_IMAGES, *trained.image_format.shape)
     images = torch.randint(0, 256, size, generator=stream, dtype=torch.uint8)
     with torch.no_grad():  # an exported program takes no tensor of inference mode
         expected, alone = trained.model(images), trained.model(images[:1])
@@ -127,13 +127,13 @@ def largest_difference(trained: Trained, outputs: Outputs) -> tuple[float, float
 
 def example(trained: Trained) -> tuple[Tensor]:
     """Return the inputs with which a model is traced."""
-    return (torch.zeros(2, *trained.preparation.shape, dtype=torch.uint8),)
+    return (torch.zeros(2, *trained.image_format.shape, dtype=torch.uint8),)
 
 
 def write_safetensors(trained: Trained) -> bytes:
     """Return the weights under the names of the net's parameters."""
-    state, preparation = trained.net.net.state_dict(), trained.preparation
-    return weights.to_bytes(state, trained.architecture, trained.classes, preparation)
+    state, image_format = trained.net.net.state_dict(), trained.image_format
+    return weights.to_bytes(state, trained.architecture, trained.classes, image_format)
 
 
 def write_program(trained: Trained) -> bytes:
@@ -165,7 +165,7 @@ def write_onnx(trained: Trained) -> bytes:
 
 def metadata(trained: Trained) -> dict[str, str]:
     """Return what a program needs to go from an image file to the name of a class."""
-    made = trained.preparation
+    made = trained.image_format
     channels, height, width = made.shape
     upright = "upright as EXIF says, on white where it is transparent, of 16 bits the upper 8"
     fitted = f"the middle with the sides' ratio, bilinearly resized to {height}x{width}"
@@ -233,7 +233,7 @@ def model_card(trained: Trained, flags: Export, files: list[str]) -> str:
         license=flags.license,
         tags=["image-classification", "ddp_mnist", *trained.architecture.split(":"), *formats],
         scores={metric: value for metric, value in scores.items() if value is not None},
-        shape=trained.preparation.shape,
+        shape=trained.image_format.shape,
         weights=Path(summary["weights"] or "").name,  # that training began from
         parameters=sum(parameter.numel() for parameter in trained.net.parameters()),
         s=summary,

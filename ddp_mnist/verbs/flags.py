@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 
-from ddp_mnist.config import CONFIGS, FAULT_NAMES
-from ddp_mnist.flags import Flags, argument, flag
+from ddp_mnist.config.distribution import CONFIGS
+from ddp_mnist.config.faults import FAULT_NAMES
+from ddp_mnist.config.flags import Flags, argument, flag
 
 RUN = "Run folder, e.g. runs/latest."
 CACHE_DIR = "Folder of decoded images [$DDP_MNIST_CACHE, else ~/.cache/ddp_mnist]."

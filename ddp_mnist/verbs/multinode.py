@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from ddp_mnist.cluster import hardware
 from ddp_mnist.cluster.launch import Launch
 from ddp_mnist.cluster.local_world import free_port
+from ddp_mnist.config.flags import Flags, flag
 from ddp_mnist.errors import FailedElsewhere, UsageError, one_line
-from ddp_mnist.flags import Flags, flag
 from ddp_mnist.run.console import Console, tell
 from ddp_mnist.verbs.configs import config_file
 
@@ -66,7 +66,7 @@ def meet(node: Node, timeout_s: float) -> None:
 
     Raise UsageError if these differ, and else as `rendezvous.meet` does.
     """
-    from ddp_mnist.cluster import rendezvous  # torch: a rehearsal does without
+    from ddp_mnist.cluster import rendezvous
 
     host, port = node.main_process_ip, node.main_process_port
     launch = Launch("machine", node.machine_rank, node.num_machines, main_host=host, main_port=port)

@@ -21,7 +21,7 @@ import torch
 
 from ddp_mnist.data import folders
 from ddp_mnist.data.decode import decode_image, open_image, reads_heif
-from ddp_mnist.data.preparation import Preparation
+from ddp_mnist.data.image_format import ImageFormat
 from ddp_mnist.errors import DataError, UsageError, printable, reason
 from ddp_mnist.run import weights
 from ddp_mnist.run.console import Console, json_line, warn, width_of, wrapped
@@ -115,18 +115,18 @@ def predict(flags: Predict) -> Iterator[tuple[dict[str, Any], np.ndarray | None]
     labelled, a DataError names it.
     """
     trained = weights.from_bytes(weights.read_bytes(flags.run), flags.run)
-    if flags.digit_photos and not trained.preparation.bright_on_black:
+    if flags.digit_photos and not trained.image_format.bright_on_black:
         raise UsageError(
             f"--digit-photos: {flags.run} was trained on images that are not bright strokes on"
             " black, as it would make them; leave it out"
         )
     photos = flags.digit_photos
-    photos = trained.preparation.digit_photos if photos is None else photos
+    photos = trained.image_format.digit_photos if photos is None else photos
     files = [file for image in flags.images for file in find_images(image)]
     errors = []
     for file in files:
         try:
-            image = read_image(file, trained.preparation, photos)
+            image = read_image(file, trained.image_format, photos)
         except DataError as error:
             errors.append(f"{file}: {error}")
             yield {"file": str(file), "error": str(error)}, None
@@ -157,7 +157,7 @@ def find_images(path: str) -> list[Path]:
 # --- An image file as the net sees it
 
 
-def read_image(file: Path, preparation: Preparation, digit_photos: bool) -> np.ndarray:
+def read_image(file: Path, image_format: ImageFormat, digit_photos: bool) -> np.ndarray:
     """Return uint8 [C, H, W] of an image file or stdin: as MNIST, or as training, would make it.
 
     Where it cannot, the DataError's message has to follow the file's name.
@@ -165,7 +165,7 @@ def read_image(file: Path, preparation: Preparation, digit_photos: bool) -> np.n
     try:
         with open_image(sys.stdin.buffer.read() if file == STDIN else file) as opened:
             image = as_mnist(opened) if digit_photos else opened
-            return decode_image(image, preparation.shape)
+            return decode_image(image, image_format.shape)
     except DataError:
         raise
     except Exception as error:  # OSError, SyntaxError, ValueError, struct.error and more

@@ -1,7 +1,7 @@
 """The verb `prepare`: fetches and decodes a data set once, into the cache."""
 
+from ddp_mnist.config.image_options import ImageOptions
 from ddp_mnist.data import cache
-from ddp_mnist.data.reading import Reading
 from ddp_mnist.run.console import Console
 from ddp_mnist.verbs.flags import Prepare
 
@@ -9,10 +9,12 @@ from ddp_mnist.verbs.flags import Prepare
 def run(flags: Prepare) -> None:
     """Fill the cache; print what is in it."""
     console = Console(True)
-    reading = Reading.of(vars(flags))
-    name, notes = cache.choose(flags.dataset, flags.cache_dir, reading, console.note)
-    images = cache.prepare(name, flags.cache_dir, reading, refresh=flags.refresh, log=console.note)
-    for note in [*notes, *images["warnings"], *images["careful"], *images["preparation"].notes]:
+    image_options = ImageOptions.of(vars(flags))
+    name, notes = cache.choose(flags.dataset, flags.cache_dir, image_options, console.note)
+    images = cache.prepare(
+        name, flags.cache_dir, image_options, refresh=flags.refresh, log=console.note
+    )
+    for note in [*notes, *images["warnings"], *images["careful"], *images["image_format"].notes]:
         console.print(note)
     train, test, classes = map(len, (images[f] for f in ("train_labels", "test_labels", "classes")))
     console.print(

@@ -20,10 +20,10 @@ import numpy as np
 import PIL.Image
 import torch
 
+from ddp_mnist.config.image_options import ImageOptions
 from ddp_mnist.data import cache
-from ddp_mnist.data.batches import ImageData, images_a_pass
+from ddp_mnist.data.batches import ImageData, eval_batch_size
 from ddp_mnist.data.names import files_of_test
-from ddp_mnist.data.reading import Reading
 from ddp_mnist.data.sources import find_source
 from ddp_mnist.errors import CheckpointError, DataError, DdpMnistError, printable, reason
 from ddp_mnist.run import folder, weights
@@ -134,11 +134,11 @@ def find_mistakes(run: ReportedRun, path: Path, places: Report) -> str:
     try:
         trained = weights.from_bytes(weights.read_bytes(str(path)), str(path))
         flags = run.config["run"]
-        reading = Reading.of(flags)
+        image_options = ImageOptions.of(flags)
         dataset, cache_dir = places.dataset or flags["dataset"], places.cache_dir
         # What lies on this machine is read again if it has to be; from the Hub nothing is fetched.
         read = cache.cached if find_source(dataset).kind == "hub" else cache.load
-        images = read(dataset, cache_dir or flags["cache_dir"], reading)
+        images = read(dataset, cache_dir or flags["cache_dir"], image_options)
         if images is None:
             raise DataError(
                 "the test images are not in the cache of this machine; name their place: --dataset"
@@ -151,7 +151,7 @@ def find_mistakes(run: ReportedRun, path: Path, places: Report) -> str:
         change = changed_since(run.name, dataset, run.summary, images)
         run.no_mistakes = f"They cannot be shown: {change}."
         return change
-    batches = images.test_images.split(images_a_pass(images.test_images))
+    batches = images.test_images.split(eval_batch_size(images.test_images))
     probabilities = torch.cat([trained.model(batch).softmax(1) for batch in batches])
     certainty, guesses = probabilities.max(1)
     wrong = (guesses != images.test_labels).nonzero().flatten()
@@ -161,7 +161,7 @@ def find_mistakes(run: ReportedRun, path: Path, places: Report) -> str:
         run.top_accuracy = among.any(1).double().mean().item()
     run.no_mistakes = "There are none."
     shown = certain_first[:MOST_WRONG].tolist()
-    named = places_of(shown, images, dataset, reading)
+    named = places_of(shown, images, dataset, image_options)
     run.mistakes = [
         {
             "index": index,  # in the test split
@@ -178,11 +178,13 @@ def find_mistakes(run: ReportedRun, path: Path, places: Report) -> str:
 
 
 def places_of(
-    rows: Sequence[int], images: ImageData, dataset: str, reading: Reading
+    rows: Sequence[int], images: ImageData, dataset: str, image_options: ImageOptions
 ) -> dict[int, str]:
     """Return for each row of the test split its file in the folder, or where else it is."""
     source = find_source(dataset)
-    files = files_of_test(source.place, images, reading, rows) if source.kind == "folder" else {}
+    files = (
+        files_of_test(source.place, images, image_options, rows) if source.kind == "folder" else {}
+    )
     has_rows = source.kind in ("folder", "hub") and not images.test_drawn
     other = "row {} of split test" if has_rows else "test image {}"
     return {row: printable(str(files.get(row) or other.format(row))) for row in rows}

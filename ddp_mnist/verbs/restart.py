@@ -13,17 +13,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ddp_mnist.config import Run
+from ddp_mnist.config.run import RunFlags
 from ddp_mnist.data.sources import find_source
-from ddp_mnist.locks import holder
 from ddp_mnist.run.console import Console, tell
 from ddp_mnist.run.folder import LOCK, STATUS, in_use, read_json, reserve, without_link
+from ddp_mnist.system.locks import holder
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
 ORPHANS_MAY_TAKE_S = 60  # processes whose launcher was killed save their checkpoint, and end
 
 
-def restart(restarts: int, command: Sequence[str], run: Run) -> int:
+def restart(restarts: int, command: Sequence[str], run: RunFlags) -> int:
     """Run `python COMMAND`, again with `--resume auto` for as long as a process was lost.
 
     The command ends with flags of `train`, which `run` holds. Return the exit code in status.json,
@@ -52,7 +52,7 @@ def restart(restarts: int, command: Sequence[str], run: Run) -> int:
             folder.rmdir()  # no run began
 
 
-def choose_folder(run: Run) -> tuple[Path, list[str]]:
+def choose_folder(run: RunFlags) -> tuple[Path, list[str]]:
     """Return the run's folder, and the flags that put the run there if none were typed."""
     folder = run.run_dir if run.resume in (None, "auto") else run.resume
     if folder:

@@ -20,20 +20,24 @@ from ddp_mnist.cluster import hardware
 from ddp_mnist.cluster.launch import find_launch
 from ddp_mnist.cluster.local_world import LocalWorld, run_world
 from ddp_mnist.cluster.world import join_world
-from ddp_mnist.config import FAULTS, Distribution, Recipe, TrainConfig, resolve_recipe
+from ddp_mnist.config.distribution import Distribution
+from ddp_mnist.config.faults import FAULTS
+from ddp_mnist.config.recipe import Recipe, resolve_recipe
+from ddp_mnist.config.run import TrainConfig
 from ddp_mnist.data import cache
-from ddp_mnist.data.batches import Rows, images_a_pass
+from ddp_mnist.data.batches import Rows, eval_batch_size
 from ddp_mnist.data.sources import from_anywhere
 from ddp_mnist.errors import CheckFailed, DdpMnistError, UsageError
-from ddp_mnist.faults import prepare_padded
-from ddp_mnist.losses import image_losses
-from ddp_mnist.nets import factory_of
-from ddp_mnist.run import results, weights
+from ddp_mnist.nets.build import factory_of
+from ddp_mnist.nets.losses import image_losses
+from ddp_mnist.run import weights
 from ddp_mnist.run.console import Console, coloured
-from ddp_mnist.run.evaluation import evaluate_split, prepare_split
+from ddp_mnist.run.evaluation import evaluate_split, make_eval_loader
+from ddp_mnist.run.faults import count_padding
 from ddp_mnist.run.folder import check_place, save_json
-from ddp_mnist.run.results import FAIL, PASS, CheckResult
 from ddp_mnist.run.summary import count
+from ddp_mnist.verbs import check_result as results
+from ddp_mnist.verbs.check_result import FAIL, PASS, CheckResult
 from ddp_mnist.verbs.flags import Verify
 from ddp_mnist.verify import watch
 from ddp_mnist.verify.watch import Seen, proof_config, weights_of
@@ -260,7 +264,7 @@ def metrics_are_exact(size: int, alone: Watched, fault: str | None = None) -> Ch
     net, classes = weights.from_bytes(weights.read_bytes(run), run).model, len(images.classes)
     compared = images.test_images[: max(rows for rows, _ in SHARDS)]
     with torch.no_grad():
-        batches = compared.split(images_a_pass(compared))
+        batches = compared.split(eval_batch_size(compared))
         guesses = torch.cat([net(batch).argmax(1) for batch in batches])
     cells = classes * images.test_labels[: len(compared)] + guesses
     by_hand = [
@@ -273,12 +277,13 @@ def metrics_are_exact(size: int, alone: Watched, fault: str | None = None) -> Ch
 def count_shards(run: str, dataset: str, fault: str | None) -> list[list[list[int]]]:
     """Return the confusion matrix of each of SHARDS, counted by all ranks together."""
     flags, images, matrices = Distribution(cpu=True), cache.load(dataset), []
-    prepare = prepare_padded if fault == "padding" else prepare_split
     with join_world(flags, find_launch(flags), full_precision=True) as world:
+        if fault == "padding":
+            count_padding(world.accelerator, world.store)
         net = weights.from_bytes(weights.read_bytes(run), run).model
         for count_of_rows, per_process in SHARDS:
             rows = Rows(images.test_images[:count_of_rows], images.test_labels[:count_of_rows])
-            loader = prepare(world.accelerator, rows, per_process)
+            loader = make_eval_loader(world.accelerator, rows, per_process)
             metrics = evaluate_split(world.accelerator, net, loader, len(images.classes))
             matrices.append(metrics.confusion)
     return matrices
@@ -307,7 +312,7 @@ def failure_summary(checks: Sequence[CheckResult], fault: str | None) -> str | N
     """Return in one line what is wrong, or None. An injected fault is wrong in any case."""
     if not fault:
         return results.failure_summary("verify", checks)
-    name = FAULTS[fault].found_by
+    name = FAULTS[fault].caught_by
     text = f"NOT caught by '{name}'; verify is broken here, do not rely on it"
     found = [check for check in checks if check.name == name]
     if name == "runs":  # any breakdown is one; this fault is a rank that was waited for

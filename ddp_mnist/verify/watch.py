@@ -20,19 +20,22 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from ddp_mnist import train
 from ddp_mnist.cluster.launch import find_launch
 from ddp_mnist.cluster.local_world import preload
 from ddp_mnist.cluster.world import join_world
-from ddp_mnist.config import Distribution, Recipe, Run, TrainConfig
-from ddp_mnist.faults import injected
+from ddp_mnist.config.distribution import Distribution
+from ddp_mnist.config.recipe import Recipe
+from ddp_mnist.config.run import RunFlags, TrainConfig
+from ddp_mnist.nets.ours import Normalised
 from ddp_mnist.run.folder import METRICS, MODEL, RunFolder
-from ddp_mnist.run.setup import open_run
+from ddp_mnist.run.opening import set_up_run
 from ddp_mnist.run.weights import digest_of
 
-preload("ddp_mnist.train", "ddp_mnist.run.classification")
+preload("ddp_mnist.train", "ddp_mnist.run.scores")
 
 PROOF: dict[str, Any] = {"model": "cnn", "epochs": 3, "batch_size": 72}
 STEPS = 45  # of the digits' 1,150 train rows
@@ -41,7 +44,7 @@ STEPS = 45  # of the digits' 1,150 train rows
 def proof_config(run_dir: str = "run", **recipe: Any) -> TrainConfig:
     """Return a short run in float64 on the digits, with a log line at every step."""
     return TrainConfig(
-        Run(dataset="digits", run_dir=run_dir, log_every=1, quiet=True),
+        RunFlags(dataset="digits", run_dir=run_dir, log_every=1, quiet=True),
         Recipe(**{**PROOF, **recipe}),
         Distribution(cpu=True, mixed_precision="fp64", dist_timeout=30),
     )
@@ -64,16 +67,11 @@ def just_train(config: TrainConfig) -> dict[str, Any]:
 
 def train_and_watch(config: TrainConfig) -> Seen:
     """Train as `train` does, and return what was seen of it."""
-    seen, nets, launch = Seen(), list[nn.Module](), find_launch(config.distribution)
+    seen, launch = Seen(), find_launch(config.distribution)
 
     def look(net: nn.Module, inputs: tuple[Tensor]) -> None:
-        if net.training:
+        if isinstance(net, Normalised) and net.training:
             seen.images.append([digest_of_image(image) for image in inputs[0]])
-
-    def build(*arguments: Any) -> nn.Module:
-        nets.append(train.build_model(*arguments))
-        nets[0].register_forward_pre_hook(look)
-        return nets[0]
 
     def look_at_step(optimizer: Optimizer, gradients: list[Tensor]) -> None:
         seen.learning_rates.append(optimizer.param_groups[0]["lr"])
@@ -82,12 +80,13 @@ def train_and_watch(config: TrainConfig) -> Seen:
     with (
         RunFolder() as folder,
         join_world(config.distribution, launch) as world,
-        open_run(config, world, launch, folder) as run,
+        set_up_run(config, world, launch, folder) as run,
         before_each_step(look_at_step),
+        register_module_forward_pre_hook(look),
     ):
         assert run, "a finished run has nothing to watch"
-        seen.summary = train.fit(run, **injected(run, build))
-        seen.weights = digest_of(nets[0])
+        seen.summary = train.fit(run)
+        seen.weights = digest_of(run.state.net)
     return seen
 
 
@@ -130,7 +129,7 @@ def resumed(config: TrainConfig, **typed: Any) -> TrainConfig:
     """Return the flags that resume the run of `config`, with `typed` flags of its recipe."""
     run = dataclasses.replace(config.run, run_dir=None, resume=config.run.run_dir)
     recipe, given = dataclasses.replace(config.recipe, **typed), {"resume", "quiet", *typed}
-    return dataclasses.replace(config, run=run, recipe=recipe, typed=frozenset(given))
+    return dataclasses.replace(config, run=run, recipe=recipe, explicit=frozenset(given))
 
 
 def digest_of_image(image: Tensor) -> str:

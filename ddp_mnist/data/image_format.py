@@ -1,6 +1,6 @@
 """A data set, decoded: what shape and statistics its images have, and what they show.
 
-The preparation lies with the weights, so that `predict` prepares an image as training did.
+The format lies with the weights, so that `predict` prepares an image as training did.
 """
 
 import math
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ddp_mnist.data.threads import in_order
-from ddp_mnist.limits import cores
+from ddp_mnist.system.limits import cores
 
 Shape = tuple[int, int, int]  # channels, height and width of an image
 DIGITS = [str(digit) for digit in range(10)]
@@ -20,7 +20,7 @@ BLOCK = 2**22  # pixels of which statistics are taken at a time
 
 
 @dataclass(frozen=True)
-class Preparation:
+class ImageFormat:
     """The way in which a data set's images became what the net was trained on."""
 
     shape: Shape
@@ -39,7 +39,7 @@ class Preparation:
         return not self.bright_on_black
 
     @classmethod
-    def from_dict(cls, plain: dict[str, Any]) -> "Preparation":
+    def from_dict(cls, plain: dict[str, Any]) -> "ImageFormat":
         """Undo asdict and JSON. Raise KeyError or TypeError for the dict of something else."""
         return cls(**plain | {name: tuple(plain[name]) for name in ("shape", "mean", "std")})
 
@@ -65,14 +65,14 @@ class Decoded:
     test_drawn: bool = False  # from train, as there was no test split
     careful: list[str] = field(default_factory=list)  # what may spoil a result, one sentence each
 
-    def preparation(self) -> Preparation:
-        """Return the preparation of these images, by facts of the data and not by a name."""
+    def image_format(self) -> ImageFormat:
+        """Return the format of these images, by facts of the data and not by a name."""
         mean, std = statistics_of(self.images["train"])
         shape = tuple(self.images["train"].shape[1:])
         bright = shape[0] == 1 and bright_on_black(self.images)
         digits = bright and self.as_stored and self.classes == DIGITS and shape == (1, 28, 28)
         characters = all(len(name) == 1 for name in self.classes)
-        return Preparation(shape, mean, std, self.notes, bright, digits, characters)
+        return ImageFormat(shape, mean, std, self.notes, bright, digits, characters)
 
 
 def statistics_of(images: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ...]]:

@@ -16,14 +16,16 @@ import torch
 import torch.distributed as dist
 from packaging.requirements import Requirement
 
-from ddp_mnist import limits
 from ddp_mnist.cluster import hardware
 from ddp_mnist.cluster.interfaces import interfaces_up, why_port_is_taken
 from ddp_mnist.cluster.local_world import run_world
+from ddp_mnist.config.image_options import ImageOptions
 from ddp_mnist.data import cache, sources
-from ddp_mnist.data.reading import Reading
 from ddp_mnist.errors import DdpMnistError, reason
-from ddp_mnist.run.results import (
+from ddp_mnist.run.summary import count
+from ddp_mnist.run.versions import PACKAGES, package_versions
+from ddp_mnist.system import limits
+from ddp_mnist.verbs.check_result import (
     FAIL,
     WARN,
     CheckResult,
@@ -33,8 +35,6 @@ from ddp_mnist.run.results import (
     passed,
     warned,
 )
-from ddp_mnist.run.summary import count
-from ddp_mnist.run.versions import PACKAGES, package_versions
 from ddp_mnist.verbs.flags import Doctor
 from ddp_mnist.verbs.multinode import DEFAULT_PORT
 
@@ -227,16 +227,16 @@ def data_set(options: Doctor) -> Iterator[CheckResult]:
     A folder is decoded into the cache, as for training, which tells whether it can be read; not
     beside other machines, which would not wait that long.
     """
-    dataset, reading = options.dataset, Reading(test_size=options.test_size)
+    dataset, image_options = options.dataset, ImageOptions(test_size=options.test_size)
     source, why, fix = sources.find_source(dataset), "", NO_HUB_FIX
     try:
         if source.kind == "folder" and not dist.is_initialized():
-            cache.prepare(dataset, options.cache_dir, reading)
-        if cache.cached(dataset, options.cache_dir, reading):
+            cache.prepare(dataset, options.cache_dir, image_options)
+        if cache.cached(dataset, options.cache_dir, image_options):
             text = "is in the cache"
         elif source.kind == "folder":
             text = why = "is not in the cache, so it was not read"
-            drawn = f" --test-size {reading.test_size}" * bool(reading.test_size)
+            drawn = f" --test-size {image_options.test_size}" * bool(image_options.test_size)
             fix = f"run ddp-mnist prepare --dataset {dataset}{drawn} on each machine"
         elif source.kind != "hub":
             text = "is on this machine"

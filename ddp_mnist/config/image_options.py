@@ -9,7 +9,7 @@ from ddp_mnist.errors import UsageError
 
 
 @dataclass(frozen=True)
-class Reading:
+class ImageOptions:
     """Say how a data set is read; by default as it is."""
 
     size: tuple[int, int] | None = None  # height and width that all images get
@@ -33,4 +33,4 @@ class Reading:
         return cls((int(sides[1]), int(sides[2] or sides[1])), grey, test_size)
 
 
-AS_THEY_ARE = Reading()
+AS_THEY_ARE = ImageOptions()

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ddp_mnist import own_code
-from ddp_mnist.config import Recipe
+from ddp_mnist.config.recipe import Recipe
 from ddp_mnist.data.batches import Rows
+from ddp_mnist.nets import own_code
 
 # From logits [B, classes] and int64 labels [B] to floats [B], or to a scalar, their mean.
 Loss = Callable[[Tensor, Tensor], Tensor]

@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 import PIL.Image
 
+from ddp_mnist.config.image_options import ImageOptions
 from ddp_mnist.data.decode import SIXTEEN_BITS, decode_image, facts_of, is_clear, stored_pixels
 from ddp_mnist.data.held_out import draw_by_share, key_of, share_of
 from ddp_mnist.data.image_files import Cell, ImageFiles, threads_for
-from ddp_mnist.data.preparation import Decoded, Reserve, Shape
-from ddp_mnist.data.reading import Reading
+from ddp_mnist.data.image_format import Decoded, Reserve, Shape
 from ddp_mnist.data.threads import in_order
 from ddp_mnist.errors import DataError, UsageError
-from ddp_mnist.limits import cores
+from ddp_mnist.system.limits import cores
 
 SPLITS = ("train", "test")
 NAMES = {
@@ -34,9 +34,11 @@ COPIED = 64  # images at a time, by a thread
 LARGEST, LARGEST_OF_FEW, FEW = 224, 96, 5000
 
 
-def decode_dataset(dataset: Any, where: str, reading: Reading, reserve: Reserve) -> Decoded:
+def decode_dataset(
+    dataset: Any, where: str, image_options: ImageOptions, reserve: Reserve
+) -> Decoded:
     """Return every image and label. Raise DataError, which names the file, or column and row."""
-    splits, not_used = _splits(dataset, where, reading)
+    splits, not_used = _splits(dataset, where, image_options)
     each = list(splits.values())
     first, last = each[0], each[-1]
     image_column, label_column, unused = _find_columns(first, where)
@@ -50,23 +52,27 @@ def decode_dataset(dataset: Any, where: str, reading: Reading, reserve: Reserve)
     labels, classes = dict[str, np.ndarray](), list[str]()
     for split, rows in splits.items():
         if len(rows) == 0:
-            if split == "train" and reading.for_evaluation:
+            if split == "train" and image_options.for_evaluation:
                 continue
             raise DataError(f"{where}: split {split} has no rows; check its files")
         at = f"{where}: split {split}"
         labels[split], classes = _decode_labels(rows, label_column, classes, at)
     cells = {split: partial(_cells, rows, image_column) for split, rows in splits.items()}
     files = ImageFiles(cells, where, image_column)
-    decoded = decode_images(files, labels, classes, not_used + unused, reading, reserve)
+    decoded = decode_images(files, labels, classes, not_used + unused, image_options, reserve)
     decoded.files = [file for rows in splits.values() for file in _files_named(rows, image_column)]
     return decoded
 
 
 def decode_files(
-    folder: str, found: dict[str, list[Path]], where: str, reading: Reading, reserve: Reserve
+    folder: str,
+    found: dict[str, list[Path]],
+    where: str,
+    image_options: ImageOptions,
+    reserve: Reserve,
 ) -> Decoded:
     """Return every image of the files of each split, and its class, which is its folder."""
-    splits, not_used = _splits(found, where, reading)
+    splits, not_used = _splits(found, where, image_options)
     classes = sorted({file.parent.name for files in found.values() for file in files})
     if len(classes) > MAX_CLASSES:
         raise DataError(f"{where}: {len(classes)} classes; give at most {MAX_CLASSES}")
@@ -79,7 +85,7 @@ def decode_files(
         split: partial(map, partial(os.path.join, folder), those) for split, those in splits.items()
     }
     files = ImageFiles(paths, where, column="")
-    return decode_images(files, labels, classes, not_used, reading, reserve)
+    return decode_images(files, labels, classes, not_used, image_options, reserve)
 
 
 def decode_images(
@@ -87,11 +93,11 @@ def decode_images(
     labels: dict[str, np.ndarray],
     classes: list[str],
     notes: list[str],
-    reading: Reading,
+    image_options: ImageOptions,
     reserve: Reserve,
 ) -> Decoded:
     """Return the decoded images. Raise DataError, which names all those that cannot be read."""
-    shape, converted, largest = _find_shape(files, reading)
+    shape, converted, largest = _find_shape(files, image_options)
     threads, total = threads_for(largest), sum(map(len, labels.values()))
     if "train" not in labels:  # nobody asks for it
         labels = {"train": np.zeros(0, np.int64), **labels}
@@ -110,27 +116,29 @@ def decode_images(
     if sixteen_bits and max(np.max(each, initial=0) for each in images.values()) < 16:
         converted.append("all pixels are below 4096 of 65535, as of 12 bits: scale them to 16 bits")
     decoded = Decoded(images, labels, classes, notes + converted, not converted, keys)
-    return decoded if "test" in labels else _hold_out_test(decoded, reading, reserve)
+    return decoded if "test" in labels else _hold_out_test(decoded, image_options, reserve)
 
 
-def _splits(dataset: Any, where: str, reading: Reading) -> tuple[dict[str, Any], list[str]]:
+def _splits(
+    dataset: Any, where: str, image_options: ImageOptions
+) -> tuple[dict[str, Any], list[str]]:
     """Return the rows of train and test, or of train to hold a test out of, and notes on others."""
     named = dict(dataset) if isinstance(dataset, dict) else {"train": dataset}
     splits = {split: named[split] for split in SPLITS if split in named}
     found, unused = ", ".join(named), ", ".join(split for split in named if split not in SPLITS)
     note = f"split {unused} is not used: validation images are cut out of train (--val-size)"
-    notes, test_size = [note] if unused else [], reading.test_size
-    if reading.for_evaluation and "test" in splits:  # all that it needs
+    notes, test_size = [note] if unused else [], image_options.test_size
+    if image_options.for_evaluation and "test" in splits:  # all that it needs
         return splits, notes
     if [*splits] == ["train"] and test_size is not None:
         most = len(splits["train"]) - 1
-        if test_size > (reading.test_of or most):
+        if test_size > (image_options.test_of or most):
             raise UsageError(
                 f"--test-size {test_size}: {where} has {most + 1:,} images; give at most {most},"
                 f" e.g. {max(1, most // 5)}"
             )
         return splits, notes
-    if reading.for_evaluation:
+    if image_options.for_evaluation:
         raise DataError(
             f"{where}: needs the split test, found: {found}; name the files or folders so, e.g."
             " test/cat/2.png"
@@ -148,7 +156,7 @@ def _splits(dataset: Any, where: str, reading: Reading) -> tuple[dict[str, Any],
     return splits, notes
 
 
-def _find_shape(files: ImageFiles, reading: Reading) -> tuple[Shape, list[str], int]:
+def _find_shape(files: ImageFiles, image_options: ImageOptions) -> tuple[Shape, list[str], int]:
     """Return the shape that all images get, the conversions in words, and the largest's pixels.
 
     They are in colour if any is.
@@ -162,15 +170,15 @@ def _find_shape(files: ImageFiles, reading: Reading) -> tuple[Shape, list[str], 
         colourful += not grey
     if not sizes:
         files.refuse_broken(len(files.broken))
-    size = reading.size or usual_size(sizes)
-    total, colour = sizes.total(), bool(colourful) or reading.for_evaluation
-    channels = 3 if colour and not reading.grey else 1
+    size = image_options.size or usual_size(sizes)
+    total, colour = sizes.total(), bool(colourful) or image_options.for_evaluation
+    channels = 3 if colour and not image_options.grey else 1
     notes = [f"{count:,} of {total:,} images had {what}" for what, count in odd.items()]
     if set(sizes) != {size}:
         shown = [f"{height}x{width}" for (height, width), _ in sizes.most_common(3)]
         more = f" and {len(sizes) - 3:,} more size{'s' * (len(sizes) > 4)}" * (len(sizes) > 3)
         notes.append(f"images of {', '.join(shown)}{more} became {size[0]}x{size[1]}")
-    if colourful and reading.grey:
+    if colourful and image_options.grey:
         notes.append(f"{colourful:,} of {total:,} images had colour and became grey")
     elif channels == 3 and colourful < total:
         notes.append(f"{total - colourful:,} of {total:,} images had no colour and became RGB")
@@ -282,7 +290,7 @@ def _cells(rows: Any, column: str) -> Iterator[Cell]:
             yield cell and (cell["bytes"] or cell.get("path"))
 
 
-def _hold_out_test(decoded: Decoded, reading: Reading, reserve: Reserve) -> Decoded:
+def _hold_out_test(decoded: Decoded, image_options: ImageOptions, reserve: Reserve) -> Decoded:
     """Return a data set of a train split alone with about `test_size` of its images as test split.
 
     Raise UsageError if there is no image that could be spared.
@@ -290,9 +298,9 @@ def _hold_out_test(decoded: Decoded, reading: Reading, reserve: Reserve) -> Deco
     images, labels, keys = (
         part["train"] for part in (decoded.images, decoded.labels, decoded.keys)
     )
-    test_size = reading.test_size
+    test_size = image_options.test_size
     assert test_size is not None, "there is no test split"
-    held = draw_by_share(keys, labels, share_of(test_size, reading.test_of or len(keys)))
+    held = draw_by_share(keys, labels, share_of(test_size, image_options.test_of or len(keys)))
     if not held.size:
         problem = "each class has only one image; add more to train"
         raise UsageError(f"--test-size {test_size}: {problem}")

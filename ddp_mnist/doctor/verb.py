@@ -15,16 +15,17 @@ from ddp_mnist.cluster import hardware
 from ddp_mnist.cluster.launch import find_launch
 from ddp_mnist.cluster.local_world import backend_among, run_world
 from ddp_mnist.cluster.world import join_world
-from ddp_mnist.config import Distribution
+from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.data.sources import find_source
 from ddp_mnist.doctor.compare import against, busy_with, read_saved
-from ddp_mnist.doctor.group import check_group
-from ddp_mnist.doctor.machine import check_machine, takes_one_process
+from ddp_mnist.doctor.group_checks import check_group
+from ddp_mnist.doctor.machine_checks import check_machine, takes_one_process
 from ddp_mnist.doctor.preflight import check_node
 from ddp_mnist.errors import CheckFailed, DdpMnistError, FailedElsewhere, StorageError, UsageError
 from ddp_mnist.run.console import Console, coloured, tell
 from ddp_mnist.run.folder import check_place, save_json
-from ddp_mnist.run.results import (
+from ddp_mnist.run.summary import narrated_elsewhere
+from ddp_mnist.verbs.check_result import (
     FAIL,
     CheckResult,
     failed,
@@ -34,8 +35,7 @@ from ddp_mnist.run.results import (
     warned,
     worst,
 )
-from ddp_mnist.run.results import describe as results_as_json
-from ddp_mnist.run.summary import narrated_elsewhere
+from ddp_mnist.verbs.check_result import describe as results_as_json
 from ddp_mnist.verbs.flags import Doctor
 from ddp_mnist.verbs.multinode import Node
 

@@ -8,6 +8,7 @@ import os
 import types
 import typing
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any, Literal, Self
 
 from ddp_mnist.errors import UsageError, did_you_mean, printable
@@ -17,7 +18,7 @@ OnResume = Literal[
     "may change",  # inherited; another value counts from then on, and is reported
     "same images",  # inherited; another place is fine where the same images lie
     "inherited",  # inherited; another value counts, the result is the same
-    "forget",  # given anew each time
+    "not inherited",  # given anew each time
 ]
 BOUNDS = {
     "least": ("at least", operator.ge),
@@ -38,7 +39,7 @@ def flag(
     positional: bool = False,  # whether it is typed without --FLAG
     negatable: bool = False,  # whether a bool has --no-FLAG too
     on_resume: OnResume = "must equal",  # read of Run and Recipe only
-    may_differ: bool = False,  # whether ranks may be given different values
+    per_rank: bool = False,  # whether ranks may be given different values
     **bounds: float,  # of a number, with the names in BOUNDS
 ) -> Any:
     """Return a dataclass field that is also a command-line flag."""
@@ -46,8 +47,14 @@ def flag(
         bounds["most"] = LARGEST
     metadata = {"help": help, "choices": choices, "metavar": metavar, "bounds": bounds}
     words = {"positional": positional, "negatable": negatable}
-    policies = {"on_resume": on_resume, "may_differ": may_differ}
+    policies = {"on_resume": on_resume, "per_rank": per_rank}
     return dataclasses.field(default=default, metadata=metadata | words | policies)
+
+
+changeable = partial(flag, on_resume="may change")
+
+
+not_inherited = partial(flag, on_resume="not inherited")
 
 
 def argument(

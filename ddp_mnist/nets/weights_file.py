@@ -12,12 +12,12 @@ from urllib.request import urlopen
 import torch
 from torch import Tensor, nn
 
-from ddp_mnist.data.preparation import Preparation
+from ddp_mnist.data.image_format import ImageFormat
 from ddp_mnist.data.sources import HUB_TIMEOUT_S, UNWRITABLE
-from ddp_mnist.deadline import with_deadline
 from ddp_mnist.errors import StorageError, UsageError, causes, reason, root_reason
-from ddp_mnist.locks import take
-from ddp_mnist.models import GreyAsColour
+from ddp_mnist.nets.ours import GreyAsColour
+from ddp_mnist.system.deadline import with_deadline
+from ddp_mnist.system.locks import take
 
 if TYPE_CHECKING:
     from torchvision.models import WeightsEnum
@@ -101,7 +101,7 @@ def size_of(entry: "WeightsEnum") -> int:
     return entry.transforms().crop_size[0]
 
 
-def prepared_for(entry: "WeightsEnum", model: str, preparation: Preparation) -> Preparation:
+def prepared_for(entry: "WeightsEnum", model: str, image_format: ImageFormat) -> ImageFormat:
     """Return it with the mean and deviation that the net was trained with.
 
     Grey images, which the net gets as three equal channels, have the mean of the three.
@@ -109,10 +109,10 @@ def prepared_for(entry: "WeightsEnum", model: str, preparation: Preparation) -> 
     made = entry.transforms()
     from_tensorflow = model.partition(":")[2] in FROM_TENSORFLOW
     mean, std = ([0.5] * 3, [0.5] * 3) if from_tensorflow else (made.mean, made.std)
-    if preparation.shape[0] == 1:
+    if image_format.shape[0] == 1:
         mean, std = [sum(mean) / 3], [sum(std) / 3]
-    notes = [*preparation.notes, f"normalised as for {entry}"]
-    return dataclasses.replace(preparation, mean=tuple(mean), std=tuple(std), notes=notes)
+    notes = [*image_format.notes, f"normalised as for {entry}"]
+    return dataclasses.replace(image_format, mean=tuple(mean), std=tuple(std), notes=notes)
 
 
 # --- Into the net

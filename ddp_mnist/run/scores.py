@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from ddp_mnist import own_code
 from ddp_mnist.errors import UsageError, did_you_mean
+from ddp_mnist.nets import own_code
 
 # `evaluate` imports these for its Evaluator, which is not used here: half of its import time. An
 # import that finds None raises ImportError, which `evaluate` takes for "is not installed".

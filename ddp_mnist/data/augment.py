@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ddp_mnist.data.preparation import Preparation
+from ddp_mnist.data.image_format import ImageFormat
 from ddp_mnist.seeding import generator
 
 MAX_ROTATION_DEGREES = 18.0
@@ -25,7 +25,9 @@ MAX_COLOUR = 0.2  # by which brightness, contrast and saturation differ from 1
 LUMA = (0.299, 0.587, 0.114)  # of red, green and blue in a grey (ITU-R BT.601)
 
 
-def draw_table(preparation: Preparation, rows: int, seed: int, epoch: int, epochs: int) -> Tensor:
+def augmentation_table(
+    image_format: ImageFormat, rows: int, seed: int, epoch: int, epochs: int
+) -> Tensor:
     """Return the change of each sample in `epoch` of `epochs`, float32 [rows, 2 or 3, 3].
 
     The first two lines are an inverse affine map in grid_sample's coordinates; a third one holds
@@ -35,12 +37,12 @@ def draw_table(preparation: Preparation, rows: int, seed: int, epoch: int, epoch
     """
     stream = generator("augment", seed, epoch)
     strength = 0.5 if epoch >= 0.75 * epochs else 1.0
-    if preparation.bright_on_black:
-        _, height, width = preparation.shape
+    if image_format.bright_on_black:
+        _, height, width = image_format.shape
         u = strength * (torch.rand(rows, 4, generator=stream, dtype=torch.float64) * 2 - 1)
         return _rotations(u, height / width).float()
     u = torch.rand(rows, 8, generator=stream, dtype=torch.float64)
-    return _crops(u, strength, mirrored=not preparation.characters).float()
+    return _crops(u, strength, mirrored=not image_format.characters).float()
 
 
 def _rotations(u: Tensor, aspect: float) -> Tensor:
@@ -54,11 +56,11 @@ def _rotations(u: Tensor, aspect: float) -> Tensor:
     return torch.stack([rows_x, rows_y], dim=1)
 
 
-def changes(preparation: Preparation, augmented: bool) -> tuple[str, str]:
+def changes(image_format: ImageFormat, augmented: bool) -> tuple[str, str]:
     """Describe the images, and how augmentation changes them."""
-    if preparation.bright_on_black:
+    if image_format.bright_on_black:
         kind, how = "images of strokes on black", "rotated, scaled, shifted"
-    elif preparation.characters:
+    elif image_format.characters:
         kind, how = "pictures of characters", "cropped, coloured"
     else:
         kind, how = "pictures", "mirrored, cropped, coloured"
@@ -78,15 +80,15 @@ def _crops(u: Tensor, strength: float, mirrored: bool) -> Tensor:
     return torch.stack([rows_x, rows_y, colours], dim=1)
 
 
-def augment(images: Tensor, draws: Tensor) -> Tensor:
+def augment(images: Tensor, augmentations: Tensor) -> Tensor:
     """Return uint8 [B, C, H, W] with each image moved by its map, bilinear.
 
-    `draws` are rows of `draw_table`, [B, 2 or 3, 3]; a third line changes the colours. Around
-    strokes is black, and around pictures their edge goes on: a crop there reads a fraction of a
-    pixel beyond it. Results are rounded, so a difference in the last bit of a float hardly ever
-    shows.
+    `augmentations` are rows of `augmentation_table`, [B, 2 or 3, 3]; a third line changes the
+    colours. Around strokes is black, and around pictures their edge goes on: a crop there reads a
+    fraction of a pixel beyond it. Results are rounded, so a difference in the last bit of a float
+    hardly ever shows.
     """
-    pictures = draws.shape[1] == 3
+    pictures = augmentations.shape[1] == 3
     # The grid is written out instead of F.affine_grid, whose matrix product may differ in the
     # last bits with the number of images in the batch.
     height, width = images.shape[2:]
@@ -94,7 +96,7 @@ def augment(images: Tensor, draws: Tensor) -> Tensor:
         torch.linspace(-(n - 1) / n, (n - 1) / n, n, device=images.device) for n in (width, height)
     )
     y, x = torch.meshgrid(y_axis, x_axis, indexing="ij")
-    m = draws[:, :2, :, None, None]
+    m = augmentations[:, :2, :, None, None]
     grid = m[:, :, 0] * x + m[:, :, 1] * y + m[:, :, 2]
     moved = F.grid_sample(
         images.float(),
@@ -104,7 +106,7 @@ def augment(images: Tensor, draws: Tensor) -> Tensor:
         align_corners=False,
     ).round_()
     if pictures:
-        moved = _coloured(moved, *draws[:, 2, :, None, None, None].unbind(1)).round_()
+        moved = _coloured(moved, *augmentations[:, 2, :, None, None, None].unbind(1)).round_()
     return moved.clamp_(0, 255).to(torch.uint8)
 
 

@@ -1,4 +1,4 @@
-"""All ranks agree on settings, data and folder before the first step; they get a Session."""
+"""All ranks agree on settings, data and folder before the first step; they get a TrainingRun."""
 
 import contextlib
 import io
@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from ddp_mnist import own_code, pretrained, trial
 from ddp_mnist.cluster import hardware
 from ddp_mnist.cluster.device import able_to_compile, within_memory
 from ddp_mnist.cluster.launch import Launch
@@ -20,26 +19,31 @@ from ddp_mnist.cluster.launcher_options import GRAD_ACCUM, LauncherOptions
 from ddp_mnist.cluster.rendezvous import check_same
 from ddp_mnist.cluster.signals import listen
 from ddp_mnist.cluster.world import World
-from ddp_mnist.config import ResolvedConfig, TrainConfig, resolve_recipe, wrong_on_purpose
+from ddp_mnist.config.faults import wrong_on_purpose
+from ddp_mnist.config.flags import flag_values
+from ddp_mnist.config.recipe import resolve_recipe
+from ddp_mnist.config.run import ResolvedConfig, TrainConfig
 from ddp_mnist.data import cache
 from ddp_mnist.data.batches import ImageData
-from ddp_mnist.data.preparation import Preparation
+from ddp_mnist.data.image_format import ImageFormat
 from ddp_mnist.data.sources import from_anywhere
 from ddp_mnist.errors import UsageError
-from ddp_mnist.flags import flag_values
-from ddp_mnist.losses import image_losses
-from ddp_mnist.nets import build_net, factory_of, has_batch_norm
+from ddp_mnist.nets import own_code, trial
+from ddp_mnist.nets import weights_file as pretrained
+from ddp_mnist.nets.build import build_net, factory_of, has_batch_norm
+from ddp_mnist.nets.losses import image_losses
 from ddp_mnist.run import resume, summary, tracking
 from ddp_mnist.run.console import Console, draws, panel
 from ddp_mnist.run.evaluation import check_scores
+from ddp_mnist.run.faults import inject
 from ddp_mnist.run.folder import CONFIG, TRAINED_ON, RunFolder
-from ddp_mnist.run.session import Session
+from ddp_mnist.run.training_run import TrainingRun
 
 
 @contextlib.contextmanager
-def open_run(
+def set_up_run(
     config: TrainConfig, world: World, launch: Launch, folder: RunFolder
-) -> Iterator[Session | None]:
+) -> Iterator[TrainingRun | None]:
     """Agree with all ranks on settings, data and folder. Yield the run; None if there is none.
 
     There is none after --dry-run, and where the run that --resume names has finished. Raise a
@@ -62,7 +66,7 @@ def open_run(
                 console.print(summary.plan(config, world, images, None))
                 yield None
                 return
-            run = Session(config, world, images, stop, folder, console)
+            run = TrainingRun(inject(config, world), world, images, stop, folder, console)
             notes = open_folder(run, found)
             console.print(summary.plan(config, world, images, folder.path))
             with (
@@ -93,26 +97,26 @@ def resolve_and_load(
         factory_of(config.recipe.model)  # a wrong name is refused before the data are read
     losses_of = image_losses(config.recipe.loss)
     config, prepare = apply_named_weights(config, console)
-    store, cache_dir, reading = world.store, config.run.cache_dir, config.run.reading
+    store, cache_dir, image_options = world.store, config.run.cache_dir, config.run.image_options
     store.broadcast_from_rank0("trackers", lambda: tracking.named(config.run.trackers))
     if config.recipe.metrics:
         store.broadcast_from_rank0("metrics", lambda: check_scores(config.recipe.metrics))
     name, notes = store.broadcast_from_rank0(
-        "dataset", lambda: cache.choose(config.run.dataset, cache_dir, reading, console.note)
+        "dataset", lambda: cache.choose(config.run.dataset, cache_dir, image_options, console.note)
     )
-    images = cache.load(name, cache_dir, reading, log=console.note)
+    images = cache.load(name, cache_dir, image_options, log=console.note)
     wrong = wrong_on_purpose(config.recipe.inject)
     if unused := hardware.unused_gpus():
         notes = [*notes, f"GPUs: {unused}, so this trains on the CPU; {hardware.GPU_FIX}"]
     warnings = [*wrong, *notes, *images.warnings]
-    images = replace(images, warnings=warnings, preparation=prepare(images.preparation))
+    images = replace(images, warnings=warnings, image_format=prepare(images.image_format))
     store.barrier()
     if found:
         resume.check_images(name, images.digest, found)
     rows = len(images.train_labels)
     images = images.hold_out(config.recipe.val_size_of(rows))
     recipe = resolve_recipe(
-        config.recipe, rows, store.world_size, len(images.val_rows), images.preparation.pictures
+        config.recipe, rows, store.world_size, len(images.val_rows), images.image_format.pictures
     )
     if config.run.profile >= recipe.steps_per_epoch > 1:
         raise UsageError(
@@ -121,7 +125,9 @@ def resolve_and_load(
         )
     place = cache_dir and str(cache.cache_folder(cache_dir).absolute())
     run = replace(config.run, dataset=from_anywhere(name), cache_dir=place)
-    resolved = ResolvedConfig(run, config.distribution, config.typed, config.goes_on, recipe=recipe)
+    resolved = ResolvedConfig(
+        run, config.distribution, config.explicit, config.resumes, recipe=recipe
+    )
     sharers = recipe.grad_accum * (1 if config.distribution.sync_bn else store.world_size)
     if taken := check_net(resolved, images, recipe.batch_size // sharers):
         console.print(panel({"weights": taken}))
@@ -130,12 +136,12 @@ def resolve_and_load(
     return resolved, images
 
 
-def takes_memory(run: Session) -> tuple[str, str]:
+def takes_memory(run: TrainingRun) -> tuple[str, str]:
     """Return the flag that fills a GPU's memory in this phase of the run, and what takes less."""
     recipe, size = run.config.recipe, run.world.accelerator.num_processes
     if run.folder.phase in ("validation", "test"):
         return f"--model {recipe.model}", "use a smaller --image-size, or another --model"
-    fix = recipe.in_less_memory(size, can_shrink=not run.config.goes_on)
+    fix = recipe.in_less_memory(size, can_shrink=not run.config.resumes)
     return f"--batch-size {recipe.batch_size}", fix
 
 
@@ -148,11 +154,11 @@ def apply_launcher_options(
     """
     notes, parts, flag = [options.note], options.grad_accum, config.recipe.grad_accum
     if parts and parts != flag:  # 1 asks for nothing: a run that goes on keeps its own
-        if "grad_accum" in config.typed:
+        if "grad_accum" in config.explicit:
             notes.append(f"{GRAD_ACCUM} {parts}: --grad-accum {flag} was typed, and counts")
         else:
             recipe = replace(config.recipe, grad_accum=parts)
-            config = replace(config, recipe=recipe, typed=config.typed | {"grad_accum"})
+            config = replace(config, recipe=recipe, explicit=config.explicit | {"grad_accum"})
     for note in filter(None, notes):
         console.print(panel({"launcher": note}))
     return config
@@ -160,7 +166,7 @@ def apply_launcher_options(
 
 def apply_named_weights(
     config: TrainConfig, console: Console
-) -> tuple[TrainConfig, Callable[[Preparation], Preparation]]:
+) -> tuple[TrainConfig, Callable[[ImageFormat], ImageFormat]]:
     """Fetch the weights that --weights names. Return the flags, and how images are prepared then.
 
     Images get the size that the weights were made for, unless --image-size was given. A run that
@@ -169,7 +175,7 @@ def apply_named_weights(
     model, weights = config.recipe.model or "the default net", config.recipe.weights
     entry = pretrained.find_named(model, weights)
     if entry is None:
-        return config, lambda preparation: preparation
+        return config, lambda image_format: image_format
     if config.initial_weights:
         progress = not config.run.quiet and draws(sys.stderr)
         pretrained.fetch(config.initial_weights, entry, console.note, progress)
@@ -185,8 +191,8 @@ def check_net(config: ResolvedConfig, images: ImageData, at_once: int = 2) -> st
     UsageError for --sync-bn or --inject batchnorm without BatchNorm.
     """
     recipe = config.recipe
-    net = build_net(recipe.model, images.classes, images.preparation)
-    trial.check(net, recipe.model, len(images.classes), images.preparation.shape, at_once)
+    net = build_net(recipe.model, images.classes, images.image_format)
+    trial.check(net, recipe.model, len(images.classes), images.image_format.shape, at_once)
     for needs, typed in (
         (config.distribution.sync_bn, "--sync-bn"),
         (recipe.inject == "batchnorm", "--inject batchnorm"),
@@ -200,7 +206,7 @@ def check_net(config: ResolvedConfig, images: ImageData, at_once: int = 2) -> st
     return pretrained.load_weights(net.net, recipe.model, config.initial_weights, images.classes)
 
 
-def open_folder(run: Session, found: dict[str, Any] | None) -> list[str]:
+def open_folder(run: TrainingRun, found: dict[str, Any] | None) -> list[str]:
     """Make the run's folder, or take over that of a run that goes on: on rank 0's machine.
 
     Return lines for the person, on rank 0. Raises as RunFolder.create and resume.load_latest do.

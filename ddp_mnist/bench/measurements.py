@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ddp_mnist.run.console import tell
-from ddp_mnist.run.results import CheckResult, check
+from ddp_mnist.verbs.check_result import CheckResult, check
 
 FIX = "goals are for MNIST and two free CPU cores: close other programs and repeat"
 

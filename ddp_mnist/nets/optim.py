@@ -1,10 +1,10 @@
-"""The optimizer and its learning rate."""
+"""The optimizers; the learning rate is the recipe's, see `ResolvedRecipe.learning_rate`."""
 
 import torch
 import torch._dynamo  # AdamW would import it later, while signals wait for a second
 from torch import Tensor, nn
 
-from ddp_mnist.config import ResolvedRecipe
+from ddp_mnist.config.recipe import ResolvedRecipe
 
 MOMENTUM = 0.9
 KERNEL_STEP = 5.0  # times the learning rate: the spectral norm of a kernel's step
@@ -71,16 +71,3 @@ def make_optimizer(
         return torch.optim.SGD(groups, lr=recipe.lr, momentum=MOMENTUM, fused=fused)
     kind = Muon if recipe.optimizer == "muon" else torch.optim.AdamW
     return kind(groups, lr=recipe.lr, betas=(0.9, 0.98), fused=fused)
-
-
-def learning_rate(step: int, total_steps: int, peak: float, warmup: float) -> float:
-    """Return peak * min(1, (step + 1) / rising, (total_steps - step) / (total_steps - rising)).
-
-    It rises over the first `rising` = warmup * total_steps optimizer steps, and falls to 0, which
-    it would reach one step after the last. As a function of the step alone, 0 <= step <
-    total_steps, it has no state to save, and no number of processes could step it more than once.
-    """
-    rising = warmup * total_steps
-    up = (step + 1) / rising if rising > 0 else 1.0
-    down = (total_steps - step) / max(1.0, total_steps - rising)
-    return peak * min(1.0, up, down)

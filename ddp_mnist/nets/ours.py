@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ddp_mnist.data.preparation import Preparation, Shape
+from ddp_mnist.data.image_format import ImageFormat, Shape
 
 # Goes up when a net computes something else with the same weights: older files are then refused.
 VERSION = 4
@@ -25,10 +25,10 @@ class Normalised(nn.Module):
     same pixels. Mean and deviation are numbers, because DDP would broadcast buffers in each step.
     """
 
-    def __init__(self, net: nn.Module, preparation: Preparation) -> None:
+    def __init__(self, net: nn.Module, image_format: ImageFormat) -> None:
         super().__init__()
         self.net = net
-        self.mean, self.std = preparation.mean, preparation.std  # per channel, as shares of 255
+        self.mean, self.std = image_format.mean, image_format.std  # per channel, as shares of 255
 
     def forward(self, images: Tensor) -> Tensor:
         x = images.to(next(self.net.parameters()).dtype)
@@ -163,7 +163,7 @@ def is_known(name: str) -> bool:
 # --- At test time
 
 
-def with_test_views(net: nn.Module, name: str) -> nn.Module:
+def with_test_time_augmentation(net: nn.Module, name: str) -> nn.Module:
     """Return the net `name` of MODELS as it is evaluated and used: cnn_deep sees several views."""
     return ShiftedViews(net) if name == "cnn_deep" else net
 

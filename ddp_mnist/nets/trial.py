@@ -6,10 +6,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from ddp_mnist import own_code
-from ddp_mnist.data.preparation import Shape
+from ddp_mnist.data.image_format import Shape
 from ddp_mnist.errors import UsageError
-from ddp_mnist.models import Normalised, is_known
+from ddp_mnist.nets import own_code
+from ddp_mnist.nets.ours import Normalised, is_known
 
 
 def check(model: Normalised, name: str, classes: int, shape: Shape, at_once: int = 2) -> None:

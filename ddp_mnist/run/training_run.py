@@ -12,13 +12,13 @@ from torch.utils.data import DataLoader
 from ddp_mnist.cluster import hardware
 from ddp_mnist.cluster.signals import StopSignals
 from ddp_mnist.cluster.world import World, broadcast_bytes
-from ddp_mnist.config import ResolvedConfig
+from ddp_mnist.config.run import ResolvedConfig
 from ddp_mnist.data.batches import ImageData
 from ddp_mnist.errors import DivergedError
-from ddp_mnist.models import Normalised, with_test_views
+from ddp_mnist.nets.ours import Normalised, with_test_time_augmentation
 from ddp_mnist.run import checkpoint, summary, weights
 from ddp_mnist.run.console import Console, draws, tell
-from ddp_mnist.run.evaluation import Metrics, evaluate_split
+from ddp_mnist.run.evaluation import Metrics, evaluate_split, import_evaluate_meanwhile
 from ddp_mnist.run.folder import MODEL, SUMMARY, RunFolder
 from ddp_mnist.run.profiling import StepProfiler
 from ddp_mnist.run.state import Progress, State
@@ -28,7 +28,7 @@ EPOCH_LINES = 50  # on the console at most, of a run of more epochs; metrics.jso
 
 
 @dataclass
-class Session:
+class TrainingRun:
     """A run, as `fit` gets it; by default it writes nowhere and prints nothing."""
 
     config: ResolvedConfig  # has the values that the data and the number of processes decide
@@ -41,6 +41,7 @@ class Session:
     checkpoint: bytes | None = None  # to go on from: whole on rank 0, empty on the other ranks
     where: str = ""  # the folder's path on rank 0's machine
     profiler: StepProfiler = field(init=False)
+    state: State = field(init=False)  # set by `begin`
     neighbours: hardware.Neighbours | None = None  # until they have been told of
     overfits: bool = False  # and has been told so
     judges_length: bool = False  # if the recipe has chosen it; a person waits for a CPU
@@ -54,36 +55,35 @@ class Session:
         if self.console.verbose and is_cpu:
             ranks_here = hosts.count(hosts[self.world.store.rank])
             self.neighbours = hardware.Neighbours(self.world.threads, ranks_here)
-            self.judges_length = not self.config.goes_on and "epochs" not in self.config.typed
+            self.judges_length = not self.config.resumes and "epochs" not in self.config.explicit
         self.stop.answer, self.stop.at_once = self.answer, self.give_up
 
     # --- Before the first step
 
-    def restore(self, state: State) -> Progress:
+    def begin(self, state: State) -> Progress:
         """Bring every rank to where rank 0's checkpoint left the run. Return how far it has come.
 
-        Raise CheckpointError if its tensors are not those of this net and optimizer.
+        From here on a stop signal saves the state before it ends the run. Raise CheckpointError if
+        the checkpoint's tensors are not those of this net and optimizer.
         """
-        recipe = self.config.recipe
+        recipe, self.state = self.config.recipe, state
         if self.checkpoint is not None:
             raw = broadcast_bytes(self.world.accelerator, self.checkpoint)
             self.checkpoint = None  # it may be large
             content = checkpoint.from_bytes(raw, f"the checkpoint of {self.where}")
             state.restore(content["state"], recipe)
         self.profiler.plan(state.progress.step, recipe.steps_per_epoch, recipe.total_steps)
+        self.stop.save = self.save_to_go_on
+        import_evaluate_meanwhile(self.world.accelerator)
         return state.progress
 
-    def save_when_stopped(self, state: State) -> None:
-        """From here on a stop signal saves the state before it ends the run."""
-
-        def save() -> str:
-            self.save(state)
-            return (
-                f"stopped after step {state.progress.step} and saved; to go on, add"
-                f" --resume {self.where} to the command"
-            )
-
-        self.stop.save = save
+    def save_to_go_on(self) -> str:
+        """Save, and return how the run ended and how it goes on."""
+        self.save(self.state)
+        return (
+            f"stopped after step {self.state.progress.step} and saved; to go on, add"
+            f" --resume {self.where} to the command"
+        )
 
     # --- While it trains
 
@@ -118,10 +118,11 @@ class Session:
             if line := summary.long_line(self.left_s() or 0.0, self.config.recipe.epochs):
                 self.console.print(line)
 
-    def evaluate(self, net: nn.Module, loader: DataLoader[Any]) -> Metrics:
-        """Return the metrics of a split that `prepare_split` made, as `evaluate_split` does."""
+    def evaluate(self, phase: str, net: nn.Module, loader: DataLoader[Any]) -> Metrics:
+        """Return the metrics of a split that `make_eval_loader` made, as `evaluate_split` does."""
+        self.phase(phase)
         recipe, accelerator = self.config.recipe, self.world.accelerator
-        tested, classes = with_test_views(net, recipe.model), len(self.images.classes)
+        tested, classes = with_test_time_augmentation(net, recipe.model), len(self.images.classes)
         return evaluate_split(
             accelerator, tested, loader, classes, self.stop, recipe.metrics, recipe.loss
         )
@@ -207,15 +208,13 @@ class Session:
 
     # --- After the last step
 
-    def finish(
-        self, state: State, net: Normalised, test: Metrics, forward_ms: float
-    ) -> dict[str, Any]:
+    def finish(self, net: Normalised, test: Metrics, forward_ms: float) -> dict[str, Any]:
         """Write the test's metrics, the weights and the summary, and show the result."""
-        progress, accelerator = state.progress, self.world.accelerator
+        state, progress, accelerator = self.state, self.state.progress, self.world.accelerator
         line = {"epoch": progress.epoch - 1, **test.named("test")}
         self.folder.append_metrics(progress.step, line)
         model, images = self.config.recipe.model, self.images
-        content = weights.to_bytes(net.net.state_dict(), model, images.classes, images.preparation)
+        content = weights.to_bytes(net.net.state_dict(), model, images.classes, images.image_format)
         self.folder.write_bytes(MODEL, content)
         mine = [progress.train_seconds - state.seconds_before, forward_ms]
         times = accelerator.gather(torch.tensor([mine], device=accelerator.device)).tolist()

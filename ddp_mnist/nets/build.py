@@ -6,24 +6,24 @@ from typing import Any
 import torch
 from torch import nn
 
-from ddp_mnist import own_code
-from ddp_mnist.data.preparation import Preparation, Shape
+from ddp_mnist.data.image_format import ImageFormat, Shape
 from ddp_mnist.errors import UsageError, did_you_mean
-from ddp_mnist.models import MODELS, GreyAsColour, Normalised, is_known
-from ddp_mnist.pretrained import FROM_TENSORFLOW, load_weights
+from ddp_mnist.nets import own_code
+from ddp_mnist.nets.ours import MODELS, GreyAsColour, Normalised, is_known
+from ddp_mnist.nets.weights_file import FROM_TENSORFLOW, load_weights
 
 Factory = Callable[[int, Shape], nn.Module]
 
 
 def build_net(
-    name: str, classes: Sequence[str], preparation: Preparation, weights: str | None = None
+    name: str, classes: Sequence[str], image_format: ImageFormat, weights: str | None = None
 ) -> Normalised:
     """Return a net that takes a data set's pixels and gives logits [B, classes].
 
     Its weights are new, or those of --weights, see `load_weights`. Raise UsageError, in one line,
     for whatever a user's net can get wrong.
     """
-    shape, make = preparation.shape, factory_of(name)
+    shape, make = image_format.shape, factory_of(name)
     try:
         net = make(len(classes), shape)
     except Exception as error:
@@ -41,7 +41,7 @@ def build_net(
         raise UsageError(
             f"--model {name}: is incomplete; begin its __init__ with super().__init__()"
         )
-    model = Normalised(net, preparation)
+    model = Normalised(net, image_format)
     if any(map(nn.parameter.is_lazy, net.parameters())):  # their shapes come with the first images
         with torch.no_grad():
             model.eval()(torch.zeros((2, *shape), dtype=torch.uint8))

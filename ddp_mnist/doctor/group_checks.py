@@ -14,25 +14,25 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from ddp_mnist import train
 from ddp_mnist.cluster import hardware
 from ddp_mnist.cluster.failures import as_expected, first_cause
 from ddp_mnist.cluster.signals import listen
 from ddp_mnist.cluster.world import World
-from ddp_mnist.config import Recipe, ResolvedConfig, Run, resolve_recipe
+from ddp_mnist.config.image_options import ImageOptions
+from ddp_mnist.config.recipe import Recipe, resolve_recipe
+from ddp_mnist.config.run import ResolvedConfig, RunFlags
 from ddp_mnist.data import cache
-from ddp_mnist.data.reading import Reading
 from ddp_mnist.doctor import collectives
 from ddp_mnist.doctor.compare import LOAD
-from ddp_mnist.doctor.machine import check_machine, nvidia_smi, product
+from ddp_mnist.doctor.machine_checks import check_machine, nvidia_smi, product
 from ddp_mnist.errors import CheckFailed, DdpMnistError, PeerError, reason
-from ddp_mnist.run.results import PASS, WARN, CheckResult, check, failed, passed, warned
-from ddp_mnist.run.session import Session
 from ddp_mnist.run.summary import count, device
+from ddp_mnist.run.training_run import TrainingRun
 from ddp_mnist.run.versions import code_digest, package_versions
 from ddp_mnist.run.weights import digest_of
+from ddp_mnist.verbs.check_result import PASS, WARN, CheckResult, check, failed, passed, warned
 from ddp_mnist.verbs.flags import Doctor
 
 NOT_CACHED = "not cached"
@@ -132,8 +132,8 @@ def machines_alone(group: Group) -> Iterator[CheckResult]:
 def same_everywhere(group: Group) -> Iterator[CheckResult]:
     """Check versions, code and data: DDP would train on in silence where they differ."""
     dataset = group.options.dataset
-    reading = Reading(test_size=group.options.test_size)
-    images = cache.cached(dataset, group.options.cache_dir, reading)
+    image_options = ImageOptions(test_size=group.options.test_size)
+    images = cache.cached(dataset, group.options.cache_dir, image_options)
     # An interface's name may differ.
     names = [name for name in sorted(os.environ) if name.startswith(("NCCL_", "GLOO_"))]
     given = [f"{n}={os.environ[n]}" for n in names if not n.endswith("_SOCKET_IFNAME")]
@@ -312,15 +312,10 @@ def training(group: Group) -> Iterator[CheckResult]:
     images = cache.load("digits", group.options.cache_dir)
     recipe = resolve_recipe(Recipe(epochs=EPOCHS), len(images.train_labels), group.size)
     images = images.hold_out(recipe.val_size)
-    config = ResolvedConfig(run=Run(dataset="digits", quiet=True), recipe=recipe)
-    nets: list[nn.Module] = []
-
-    def build(*arguments: Any) -> nn.Module:
-        nets.append(train.build_model(*arguments))
-        return nets[0]
-
+    config = ResolvedConfig(run=RunFlags(dataset="digits", quiet=True), recipe=recipe)
     with listen(has_launcher=False) as stop:
-        summary = train.fit(Session(config, group.world, images, stop), build)
+        run = TrainingRun(config, group.world, images, stop)
+        summary = train.fit(run)
     group.world.accelerator.free_memory()
 
     def judge(digests: list[str]) -> Iterator[CheckResult]:
@@ -336,7 +331,7 @@ def training(group: Group) -> Iterator[CheckResult]:
         text += f", which is below {LEAST_ACCURACY}" if low else ", equal weights on every rank"
         yield check("training", low, text, VERIFY, figures={"images/s": speed})
 
-    yield from group.judge("training", digest_of(nets[0]), judge)
+    yield from group.judge("training", digest_of(run.state.net), judge)
 
 
 def burn_in(group: Group) -> Iterator[CheckResult]:

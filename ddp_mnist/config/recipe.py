@@ -1,87 +1,19 @@
-"""Every flag of `train` as a field of a frozen dataclass, with its sentence and its legal values.
-
-A dataclass is a help group; a field is a flag. Values are checked when the object is made, so a
-configuration that exists is a legal one, wherever it came from.
-"""
+"""The flags on the model and its training, and the values chosen for those that are not given."""
 
 import math
 import re
-from collections.abc import Collection, Mapping
-from dataclasses import Field, dataclass, field
-from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ddp_mnist.data.reading import Reading
+from ddp_mnist.config.faults import FAULT_NAMES, check_fault
+from ddp_mnist.config.flags import Flags, changeable, flag, flag_name, flag_values
 from ddp_mnist.errors import UsageError, did_you_mean
-from ddp_mnist.flags import Flags, flag, flag_fields, flag_name, flag_values
-
-CONFIGS = "accelerate_configs"  # a folder of the clone; the verb `configs` writes it elsewhere
-changeable = partial(flag, on_resume="may change")
-forgotten = partial(flag, on_resume="forget")
-
-
-@dataclass(frozen=True)
-class Run(Flags):
-    """Choose the data, and where and how often the run is written."""
-
-    dataset: str = flag(
-        "mnist",
-        "mnist, auto (mnist, else digits), fashion_mnist, digits, patches, a Hub id, or a folder.",
-        on_resume="same images",
-        may_differ=True,  # a folder may lie elsewhere on each machine; what it holds is compared
-    )
-    image_size: str | None = flag(
-        None,
-        "Resize to N or HEIGHTxWIDTH [unchanged if equal; else square, up to 96; of 5,000: 224].",
-    )
-    grey: bool = flag(False, "Convert colour images to grey.")
-    test_size: int | None = flag(
-        None, "Images to hold out for testing (about), if the data set has no test split.", least=1
-    )
-    run_dir: str | None = forgotten(
-        None, "Folder to write the run to [runs/<dataset>-<NNN>].", may_differ=True
-    )
-    resume: str | None = forgotten(
-        None,
-        "Run folder to resume; auto: resume --run-dir if it holds a run, else start there.",
-        may_differ=True,
-    )
-    seed: int = flag(0, "Seed of weights, image order and augmentation.", least=0, most=2**31)
-    cache_dir: str | None = flag(
-        None,
-        "Cache folder; prepare --refresh rebuilds it [$DDP_MNIST_CACHE, else ~/.cache/ddp_mnist].",
-        on_resume="inherited",
-        may_differ=True,
-    )
-    checkpoint_every: int | None = changeable(
-        None, "Optimizer steps between checkpoints [100, or as many as take 5 s].", least=1
-    )
-    keep: int = changeable(3, "Number of newest checkpoints to keep.", least=2)
-    log_every: int = changeable(25, "Optimizer steps between log lines.", least=1)
-    trackers: str | None = flag(
-        None,
-        "Log to these besides metrics.jsonl: tensorboard, wandb, mlflow, trackio ... (a,b).",
-        on_resume="inherited",
-    )
-    profile: int = forgotten(
-        0, "Optimizer steps to profile after a warm-up; one trace per rank.", least=0, most=1000
-    )
-    quiet: bool = forgotten(False, "Print errors only.", may_differ=True)
-    dry_run: bool = forgotten(False, "Print what would run, and stop; only the cache is written.")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        Reading.of(vars(self))  # raises UsageError for a malformed --image-size
-
-    @property
-    def reading(self) -> Reading:
-        """Return how the images are to be read."""
-        return Reading.of(vars(self))
-
 
 # Our nets, with the optimizer of each. On a CPU, Muon makes their step a tenth longer, and that of
 # resnet18 four times as long: nets that are not ours get adamw.
 NETS = {"cnn": "muon", "cnn_deep": "muon", "mlp": "adamw", "cnn_bn": "muon"}
+
+
 OWN = r"[\w.]+:\w+"  # MODULE:NAME
 
 
@@ -130,47 +62,10 @@ PRESETS = {
         ),
     ),
 }
+
+
 # AdamW's peak learning rate for a net that is not ours: at 1e-2, resnet18 learns nothing.
 LR_OF_OTHERS = 1e-3
-
-EXIT_STEP = 20  # from this step on the last rank takes no part, with --inject exit
-
-
-class Fault(NamedTuple):
-    """A mistake that --inject makes on purpose; faults.py makes it."""
-
-    what: str
-    found_by: str  # the check of verify
-    recipe: Mapping[str, Any] = {}  # what it changes of the recipe; a typed flag beats it
-    processes: int = 2  # with fewer, or in fewer epochs or steps, nothing would be wrong
-    epochs: int = 1
-    steps: int = 1
-
-
-FAULTS = {
-    "sampler": Fault("each rank shuffles with a seed of its own", "samples"),
-    "gradients": Fault("gradients are summed over the ranks, not averaged", "gradients"),
-    "parameter": Fault("DDP does not synchronise one parameter", "replicas"),
-    "epoch": Fault(
-        "each epoch has the same order, as without set_epoch", "samples", processes=1, epochs=2
-    ),
-    "padding": Fault("rows that fill up the last batches are counted in the metrics", "metrics"),
-    "exit": Fault(
-        f"the last rank leaves in step {EXIT_STEP}, and the others wait", "runs", steps=EXIT_STEP
-    ),
-    "batchnorm": Fault(
-        "BatchNorm (--model cnn_bn) over each process's own share of the batch",
-        "weights",
-        {"model": "cnn_bn"},
-    ),
-    "schedule": Fault("the scheduler is stepped by each process, N times a step", "learning rates"),
-}
-FAULT_NAMES = {name: fault.what for name, fault in FAULTS.items()}  # with their sentences
-
-
-def wrong_on_purpose(fault: str | None) -> list[str]:
-    """Return the line that a run with a fault begins and ends with, if there is one."""
-    return [f"WRONG ON PURPOSE, --inject {fault}: {FAULTS[fault].what}"] if fault else []
 
 
 @dataclass(frozen=True)
@@ -294,6 +189,18 @@ class ResolvedRecipe(Recipe):
     def total_steps(self) -> int:
         return self.epochs * self.steps_per_epoch
 
+    def learning_rate(self, step: int) -> float:
+        """Return lr * min(1, (step + 1) / rising, (total_steps - step) / (total_steps - rising)).
+
+        It rises over the first `rising` = warmup * total_steps optimizer steps, and falls to 0,
+        which it would reach one step after the last. As a function of the step alone, 0 <= step <
+        total_steps, it has no state to save, and no number of processes could step it twice.
+        """
+        rising = self.warmup * self.total_steps
+        up = (step + 1) / rising if rising > 0 else 1.0
+        down = (self.total_steps - step) / max(1.0, self.total_steps - rising)
+        return self.lr * min(1.0, up, down)
+
     def in_less_memory(self, processes: int, can_shrink: bool) -> str:
         """Return the flags with which each process holds fewer images at once, in words.
 
@@ -305,110 +212,6 @@ class ResolvedRecipe(Recipe):
         if can_shrink and (smaller := self.batch_size // 2 // least * least):
             fixes.append(f"use --batch-size {smaller}")
         return ", or ".join(fixes or ["use a smaller --image-size, or another --model"])
-
-
-@dataclass(frozen=True)
-class Distribution(Flags):
-    """Set the processes, their devices and how they communicate."""
-
-    backend: str = flag(
-        "auto",
-        "auto: nccl on GPUs, gloo on CPUs; mpi: refused, as PyTorch's wheels lack it.",
-        choices=("auto", "nccl", "gloo", "mpi"),
-    )
-    init_method: str | None = flag(
-        None, "tcp://HOST:PORT of rank 0, or env://, instead of a launcher.", may_differ=True
-    )
-    rank: int | None = flag(None, "Rank, with --init-method.", least=0, may_differ=True)
-    world_size: int | None = flag(
-        None, "Number of processes, with --init-method.", least=1, most=10**4, may_differ=True
-    )
-    local_rank: int | None = flag(
-        None, "Rank of this process on its machine [detected].", least=0, may_differ=True
-    )
-    cpu: bool = flag(False, "Use the CPU even if there is a GPU.")
-    dist_timeout: float = flag(300.0, "Seconds to wait for another process.", least=1)
-    mixed_precision: str | None = flag(
-        None,
-        "auto: bf16 where GPU or CPU computes in it, else fp16 on GPUs, no on CPUs [launcher's].",
-        choices=("auto", "no", "fp16", "bf16", "fp64"),
-    )
-    sync_bn: bool = flag(False, "Synchronise BatchNorm over all processes (GPUs only).")
-    comm_hook: str = flag(
-        "none",
-        "Compress gradients to send them: half precision, or powersgd (not with fp16 training).",
-        choices=("none", "fp16", "bf16", "powersgd"),
-    )
-    compile: bool = flag(False, "Compile the model with torch.compile.")
-
-
-OF_TRAINING = ("sync_bn", "comm_hook", "compile", "mixed_precision")  # flags of Distribution
-
-
-def fields_of(
-    *groups: type[Flags], more: Collection[str] = ()
-) -> dict[type[Flags], list[Field[Any]]]:
-    """Return the flags of a verb with these groups.
-
-    Those OF_TRAINING belong to a verb with a Recipe; other verbs have those that `more` names.
-    """
-    omitted = () if Recipe in groups else {*OF_TRAINING}.difference(more)
-    return {g: [f for f in flag_fields(g) if f.name not in omitted] for g in groups}
-
-
-@dataclass(frozen=True)
-class TrainConfig:
-    """The flags of `train`."""
-
-    run: Run = field(default_factory=Run)
-    recipe: Recipe = field(default_factory=Recipe)
-    distribution: Distribution = field(default_factory=Distribution)
-    typed: frozenset[str] = frozenset()  # what a person gave; a resumed run inherits the rest
-    goes_on: bool = False  # from a checkpoint, which holds the weights; set by resume.inherit
-
-    @classmethod
-    def of(cls, typed: Mapping[str, Any]) -> Self:
-        """Return the flags: what was typed, over what the preset says."""
-        chosen = Recipe.of(typed)
-        changed = FAULTS[chosen.inject].recipe if chosen.inject else {}
-        unsmoothed = {"label_smoothing": 0.0} if chosen.loss else {}
-        given = {**PRESETS[chosen.preset].recipe, **changed, **unsmoothed, **typed}
-        groups = Run.of(given), Recipe.of(given), Distribution.of(given)
-        return cls(*groups, typed=frozenset(typed))
-
-    def __post_init__(self) -> None:
-        resume, run_dir = self.run.resume, self.run.run_dir
-        if resume is None:  # else the recipe is known once the run's own flags are
-            self.refuse_contradictions()
-        elif resume == "auto" and run_dir is None:
-            raise UsageError("--resume auto: needs --run-dir, the folder to go on in or to begin")
-        elif resume != "auto" and run_dir not in (None, resume):
-            raise UsageError(
-                f"--resume {resume}: goes on in that folder; leave out --run-dir {run_dir}"
-            )
-
-    @property
-    def initial_weights(self) -> str | None:
-        """Return --weights of a run that begins; one that goes on has its own."""
-        return None if self.goes_on else self.recipe.weights
-
-    def refuse_contradictions(self) -> None:
-        """Raise UsageError for flags that do not go together."""
-        self.recipe.refuse_unvalidated(self.recipe.val_size, "give --val-size, e.g. 5000")
-        if self.recipe.optimizer == "muon" and self.recipe.model == "mlp":
-            raise UsageError("--optimizer muon: mlp has no convolutions; use --optimizer adamw")
-        if self.recipe.loss and "label_smoothing" in self.typed:
-            raise UsageError(
-                f"--label-smoothing {self.recipe.label_smoothing:g}: has no part in --loss"
-                f" {self.recipe.loss}; leave it out"
-            )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ResolvedConfig(TrainConfig):
-    """The flags, with the recipe resolved for this data and number of processes."""
-
-    recipe: ResolvedRecipe
 
 
 def resolve_recipe(
@@ -478,16 +281,3 @@ def _batch_size(recipe: Recipe, train_rows: int, val_rows: int, world_size: int,
         more = ", or another number of processes" if size % least else ""
         raise UsageError(f"--batch-size {size}: is {problem}; {fix}{more}")
     return size
-
-
-def check_fault(name: str, processes: int, epochs: int, steps: int) -> None:
-    """Raise UsageError if the fault could not happen, so that nothing would be wrong."""
-    fault = FAULTS[name]
-    if processes < fault.processes:
-        raise UsageError(
-            f"--inject {name}: one process cannot make this mistake; start several, e.g. by"
-            " torchrun --nproc-per-node 2 -m ddp_mnist train"
-        )
-    if epochs < fault.epochs or steps < fault.steps:
-        needed = f"{fault.epochs} epochs" if fault.epochs > 1 else f"{fault.steps} steps"
-        raise UsageError(f"--inject {name}: takes {needed} or more; give more --epochs")

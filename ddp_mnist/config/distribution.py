@@ -1,0 +1,42 @@
+"""The flags on processes, their devices and how they communicate."""
+
+from dataclasses import dataclass
+
+from ddp_mnist.config.flags import Flags, flag
+
+CONFIGS = "accelerate_configs"  # a folder of the clone; the verb `configs` writes it elsewhere
+
+
+@dataclass(frozen=True)
+class Distribution(Flags):
+    """Set the processes, their devices and how they communicate."""
+
+    backend: str = flag(
+        "auto",
+        "auto: nccl on GPUs, gloo on CPUs; mpi: refused, as PyTorch's wheels lack it.",
+        choices=("auto", "nccl", "gloo", "mpi"),
+    )
+    init_method: str | None = flag(
+        None, "tcp://HOST:PORT of rank 0, or env://, instead of a launcher.", per_rank=True
+    )
+    rank: int | None = flag(None, "Rank, with --init-method.", least=0, per_rank=True)
+    world_size: int | None = flag(
+        None, "Number of processes, with --init-method.", least=1, most=10**4, per_rank=True
+    )
+    local_rank: int | None = flag(
+        None, "Rank of this process on its machine [detected].", least=0, per_rank=True
+    )
+    cpu: bool = flag(False, "Use the CPU even if there is a GPU.")
+    dist_timeout: float = flag(300.0, "Seconds to wait for another process.", least=1)
+    mixed_precision: str | None = flag(
+        None,
+        "auto: bf16 where GPU or CPU computes in it, else fp16 on GPUs, no on CPUs [launcher's].",
+        choices=("auto", "no", "fp16", "bf16", "fp64"),
+    )
+    sync_bn: bool = flag(False, "Synchronise BatchNorm over all processes (GPUs only).")
+    comm_hook: str = flag(
+        "none",
+        "Compress gradients to send them: half precision, or powersgd (not with fp16 training).",
+        choices=("none", "fp16", "bf16", "powersgd"),
+    )
+    compile: bool = flag(False, "Compile the model with torch.compile.")

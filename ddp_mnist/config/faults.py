@@ -1,0 +1,60 @@
+"""The mistakes that `train --inject` makes on purpose; run/faults.py makes them."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from ddp_mnist.errors import UsageError
+
+EXIT_STEP = 20  # from this step on the last rank takes no part, with --inject exit
+
+
+class Fault(NamedTuple):
+    """A mistake that --inject makes on purpose; faults.py makes it."""
+
+    what: str
+    caught_by: str  # the check of verify
+    recipe: Mapping[str, Any] = {}  # what it changes of the recipe; a typed flag beats it
+    processes: int = 2  # with fewer, or in fewer epochs or steps, nothing would be wrong
+    epochs: int = 1
+    steps: int = 1
+
+
+FAULTS = {
+    "sampler": Fault("each rank shuffles with a seed of its own", "samples"),
+    "gradients": Fault("gradients are summed over the ranks, not averaged", "gradients"),
+    "parameter": Fault("DDP does not synchronise one parameter", "replicas"),
+    "epoch": Fault(
+        "each epoch has the same order, as without set_epoch", "samples", processes=1, epochs=2
+    ),
+    "padding": Fault("rows that fill up the last batches are counted in the metrics", "metrics"),
+    "exit": Fault(
+        f"the last rank leaves in step {EXIT_STEP}, and the others wait", "runs", steps=EXIT_STEP
+    ),
+    "batchnorm": Fault(
+        "BatchNorm (--model cnn_bn) over each process's own share of the batch",
+        "weights",
+        {"model": "cnn_bn"},
+    ),
+    "schedule": Fault("the scheduler is stepped by each process, N times a step", "learning rates"),
+}
+
+
+FAULT_NAMES = {name: fault.what for name, fault in FAULTS.items()}  # with their sentences
+
+
+def wrong_on_purpose(fault: str | None) -> list[str]:
+    """Return the line that a run with a fault begins and ends with, if there is one."""
+    return [f"WRONG ON PURPOSE, --inject {fault}: {FAULTS[fault].what}"] if fault else []
+
+
+def check_fault(name: str, processes: int, epochs: int, steps: int) -> None:
+    """Raise UsageError if the fault could not happen, so that nothing would be wrong."""
+    fault = FAULTS[name]
+    if processes < fault.processes:
+        raise UsageError(
+            f"--inject {name}: one process cannot make this mistake; start several, e.g. by"
+            " torchrun --nproc-per-node 2 -m ddp_mnist train"
+        )
+    if epochs < fault.epochs or steps < fault.steps:
+        needed = f"{fault.epochs} epochs" if fault.epochs > 1 else f"{fault.steps} steps"
+        raise UsageError(f"--inject {name}: takes {needed} or more; give more --epochs")

@@ -1,0 +1,142 @@
+"""The flags on data and folder, and all flags of `train` together."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import Field, dataclass, field
+from typing import Any, Self
+
+from ddp_mnist.config.distribution import Distribution
+from ddp_mnist.config.faults import FAULTS
+from ddp_mnist.config.flags import Flags, changeable, flag, flag_fields, not_inherited
+from ddp_mnist.config.image_options import ImageOptions
+from ddp_mnist.config.recipe import PRESETS, Recipe, ResolvedRecipe
+from ddp_mnist.errors import UsageError
+
+
+@dataclass(frozen=True)
+class RunFlags(Flags):
+    """Choose the data, and where and how often the run is written."""
+
+    dataset: str = flag(
+        "mnist",
+        "mnist, auto (mnist, else digits), fashion_mnist, digits, patches, a Hub id, or a folder.",
+        on_resume="same images",
+        per_rank=True,  # a folder may lie elsewhere on each machine; what it holds is compared
+    )
+    image_size: str | None = flag(
+        None,
+        "Resize to N or HEIGHTxWIDTH [unchanged if equal; else square, up to 96; of 5,000: 224].",
+    )
+    grey: bool = flag(False, "Convert colour images to grey.")
+    test_size: int | None = flag(
+        None, "Images to hold out for testing (about), if the data set has no test split.", least=1
+    )
+    run_dir: str | None = not_inherited(
+        None, "Folder to write the run to [runs/<dataset>-<NNN>].", per_rank=True
+    )
+    resume: str | None = not_inherited(
+        None,
+        "Run folder to resume; auto: resume --run-dir if it holds a run, else start there.",
+        per_rank=True,
+    )
+    seed: int = flag(0, "Seed of weights, image order and augmentation.", least=0, most=2**31)
+    cache_dir: str | None = flag(
+        None,
+        "Cache folder; prepare --refresh rebuilds it [$DDP_MNIST_CACHE, else ~/.cache/ddp_mnist].",
+        on_resume="inherited",
+        per_rank=True,
+    )
+    checkpoint_every: int | None = changeable(
+        None, "Optimizer steps between checkpoints [100, or as many as take 5 s].", least=1
+    )
+    keep: int = changeable(3, "Number of newest checkpoints to keep.", least=2)
+    log_every: int = changeable(25, "Optimizer steps between log lines.", least=1)
+    trackers: str | None = flag(
+        None,
+        "Log to these besides metrics.jsonl: tensorboard, wandb, mlflow, trackio ... (a,b).",
+        on_resume="inherited",
+    )
+    profile: int = not_inherited(
+        0, "Optimizer steps to profile after a warm-up; one trace per rank.", least=0, most=1000
+    )
+    quiet: bool = not_inherited(False, "Print errors only.", per_rank=True)
+    dry_run: bool = not_inherited(
+        False, "Print what would run, and stop; only the cache is written."
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        ImageOptions.of(vars(self))  # raises UsageError for a malformed --image-size
+
+    @property
+    def image_options(self) -> ImageOptions:
+        """Return how the images are to be read."""
+        return ImageOptions.of(vars(self))
+
+
+OF_TRAINING = ("sync_bn", "comm_hook", "compile", "mixed_precision")  # flags of Distribution
+
+
+def fields_of(
+    *groups: type[Flags], more: Collection[str] = ()
+) -> dict[type[Flags], list[Field[Any]]]:
+    """Return the flags of a verb with these groups.
+
+    Those OF_TRAINING belong to a verb with a Recipe; other verbs have those that `more` names.
+    """
+    omitted = () if Recipe in groups else {*OF_TRAINING}.difference(more)
+    return {g: [f for f in flag_fields(g) if f.name not in omitted] for g in groups}
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """The flags of `train`."""
+
+    run: RunFlags = field(default_factory=RunFlags)
+    recipe: Recipe = field(default_factory=Recipe)
+    distribution: Distribution = field(default_factory=Distribution)
+    explicit: frozenset[str] = frozenset()  # what a person gave; a resumed run inherits the rest
+    resumes: bool = False  # from a checkpoint, which holds the weights; set by resume.inherit
+
+    @classmethod
+    def of(cls, typed: Mapping[str, Any]) -> Self:
+        """Return the flags: what was typed, over what the preset says."""
+        chosen = Recipe.of(typed)
+        changed = FAULTS[chosen.inject].recipe if chosen.inject else {}
+        unsmoothed = {"label_smoothing": 0.0} if chosen.loss else {}
+        given = {**PRESETS[chosen.preset].recipe, **changed, **unsmoothed, **typed}
+        groups = RunFlags.of(given), Recipe.of(given), Distribution.of(given)
+        return cls(*groups, explicit=frozenset(typed))
+
+    def __post_init__(self) -> None:
+        resume, run_dir = self.run.resume, self.run.run_dir
+        if resume is None:  # else the recipe is known once the run's own flags are
+            self.refuse_contradictions()
+        elif resume == "auto" and run_dir is None:
+            raise UsageError("--resume auto: needs --run-dir, the folder to go on in or to begin")
+        elif resume != "auto" and run_dir not in (None, resume):
+            raise UsageError(
+                f"--resume {resume}: goes on in that folder; leave out --run-dir {run_dir}"
+            )
+
+    @property
+    def initial_weights(self) -> str | None:
+        """Return --weights of a run that begins; one that goes on has its own."""
+        return None if self.resumes else self.recipe.weights
+
+    def refuse_contradictions(self) -> None:
+        """Raise UsageError for flags that do not go together."""
+        self.recipe.refuse_unvalidated(self.recipe.val_size, "give --val-size, e.g. 5000")
+        if self.recipe.optimizer == "muon" and self.recipe.model == "mlp":
+            raise UsageError("--optimizer muon: mlp has no convolutions; use --optimizer adamw")
+        if self.recipe.loss and "label_smoothing" in self.explicit:
+            raise UsageError(
+                f"--label-smoothing {self.recipe.label_smoothing:g}: has no part in --loss"
+                f" {self.recipe.loss}; leave it out"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedConfig(TrainConfig):
+    """The flags, with the recipe resolved for this data and number of processes."""
+
+    recipe: ResolvedRecipe

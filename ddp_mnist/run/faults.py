@@ -1,0 +1,132 @@
+"""The mistakes people make with DDP, on purpose: `train --inject`, to see what each one costs.
+
+Each is made in what train.py is given: in its Accelerator, which does what DDP needs, or in the
+recipe's learning rate. train.py knows of none. config/faults.py lists all, with the check of verify
+that finds each; BatchNorm is a fault by the recipe's flags alone.
+"""
+
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+from ddp_mnist.cluster.store import Store
+from ddp_mnist.cluster.world import World
+from ddp_mnist.config.faults import EXIT_STEP
+from ddp_mnist.config.recipe import ResolvedRecipe
+from ddp_mnist.config.run import ResolvedConfig
+from ddp_mnist.data.batches import GlobalBatchSampler, Rows, make_loader
+
+
+def inject(config: ResolvedConfig, world: World) -> ResolvedConfig:
+    """Make the mistake that --inject names, if any. Return the flags, perhaps with another recipe.
+
+    The mistake ends with the world, whose Accelerator it changes.
+    """
+    fault = config.recipe.inject
+    if fault == "schedule":
+        return replace(config, recipe=stepped_by_each(config.recipe, world.store.world_size))
+    if fault in IN_THE_ACCELERATOR:
+        IN_THE_ACCELERATOR[fault](world.accelerator, world.store)
+    return config
+
+
+def stepped_by_each(recipe: ResolvedRecipe, processes: int) -> ResolvedRecipe:
+    """A scheduler that steps once per process is at its end, at 0, N times too early."""
+
+    class SteppedByEach(ResolvedRecipe):
+        def learning_rate(self, step: int) -> float:
+            counted = step * processes
+            return super().learning_rate(counted) if counted < self.total_steps else 0
+
+    return SteppedByEach(**vars(recipe))
+
+
+# --- Before `prepare`, in the net or in the sampler that it gets
+
+
+def before_prepare(
+    change: Callable[[nn.Module, GlobalBatchSampler, Store], None],
+    accelerator: Accelerator,
+    store: Store,
+) -> None:
+    prepare = accelerator.prepare
+
+    def prepare_changed(net: nn.Module, optimizer: Any, loader: Any) -> Any:
+        change(net, loader.batch_sampler, store)
+        return prepare(net, optimizer, loader)
+
+    accelerator.prepare = prepare_changed
+
+
+def shuffle_by_rank(_: nn.Module, batches: GlobalBatchSampler, store: Store) -> None:
+    batches.seed += store.rank
+
+
+def keep_first_order(_: nn.Module, batches: GlobalBatchSampler, __: Store) -> None:
+    """Nobody tells the sampler the epoch: its order is that of the first one, each time."""
+    start_epoch = batches.start_epoch
+    batches.start_epoch = lambda _epoch, skip_steps=0: start_epoch(0, skip_steps)  # type: ignore
+
+
+def sum_gradients(net: nn.Module, _: object, store: Store) -> None:
+    """The mean of N times each rank's gradients is their sum; it is so before they are clipped."""
+    for parameter in (p for p in net.parameters() if p.requires_grad):
+        parameter.register_hook(lambda gradient: gradient * store.world_size)
+
+
+def leave_out_last_parameter(net: nn.Module, *_: object) -> None:
+    """Mark it as one that DistributedDataParallel is not to synchronise."""
+    last = [name for name, parameter in net.named_parameters() if parameter.requires_grad][-1]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, [last])
+
+
+# --- In what the Accelerator does later
+
+
+def count_padding(accelerator: Accelerator, _: Store) -> None:
+    """Repeat rows of an evaluation until all ranks' batches are full, and count each."""
+    prepare = accelerator.prepare_data_loader
+
+    def prepare_padded(loader: DataLoader[Any], **options: Any) -> Any:
+        if size := loader.batch_size:  # None in training, where the sampler makes the batches
+            rows: Any = loader.dataset
+            filled_up = torch.arange(-(-len(rows) // size) * size, device=rows.rows.device)
+            padded = Rows(rows.images, rows.labels, rows.rows[filled_up % len(rows)])
+            loader = make_loader(padded, batch_size=size)
+        return prepare(loader, **options)
+
+    accelerator.prepare_data_loader = prepare_padded
+
+
+def leave(accelerator: Accelerator, store: Store) -> None:
+    """The last rank waits, in step EXIT_STEP of this start, for a word that nobody says.
+
+    Its process lives, so no connection breaks: the others wait for it until --dist-timeout.
+    """
+    backward, steps = accelerator.backward, itertools.count(1)
+
+    def wait_in_step(loss: torch.Tensor) -> None:
+        if accelerator.sync_gradients and next(steps) == EXIT_STEP:
+            store.broadcast_from_rank0("a word that is never said", bool)
+        backward(loss)
+
+    if store.rank == store.world_size - 1:
+        accelerator.backward = wait_in_step
+
+
+IN_THE_ACCELERATOR: dict[str | None, Callable[[Accelerator, Store], None]] = {
+    "sampler": partial(before_prepare, shuffle_by_rank),
+    "epoch": partial(before_prepare, keep_first_order),
+    "gradients": partial(before_prepare, sum_gradients),
+    "parameter": partial(before_prepare, leave_out_last_parameter),
+    "padding": count_padding,
+    "exit": leave,
+}

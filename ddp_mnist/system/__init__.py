@@ -1,0 +1,1 @@
+"""The machine under this process: its cores and memory, locks on files, limits of time."""
