@@ -137,7 +137,7 @@ def test_policies_of_a_resumed_run_and_of_ranks() -> None:
         *("checkpoint_every", "keep", "log_every", "epochs"),
         *("target_accuracy", "patience", "metrics", "grad_accum"),
     }
-    assert named("forget") == {"run_dir", "resume", "profile", "quiet", "dry_run"}
+    assert named("not inherited") == {"run_dir", "resume", "profile", "quiet", "dry_run"}
     recipe_and_distribution = {f.name for group in GROUPS[1:] for f in flag_fields(group)}
     assert named("must equal") - recipe_and_distribution == {
         *("seed", "image_size", "grey", "test_size")

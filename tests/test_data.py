@@ -223,7 +223,7 @@ def test_of_many_megabytes_a_part_is_checked(monkeypatch: pytest.MonkeyPatch) ->
     assert second == last == whole
 
 
-@pytest.mark.parametrize("part", ["built_in", "decode", "held_out", "idx", "sources", "tables"])
+@pytest.mark.parametrize("part", ["built_in", "decode", "held_out", "idx", "sources", "hf_dataset"])
 def test_a_clone_with_another_decoder_shares_the_folder_and_not_the_files(
     part: str, folder: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -116,8 +116,8 @@ def test_metadata_that_does_not_fit_is_refused(content: bytes) -> None:
         described(classes=10),
         described(classes=["0", "1"]),
         described(architecture="cnn"),
-        described(image_format={"notes": []}),
-        described(image_format="x"),
+        described(preparation={"notes": []}),
+        described(preparation="x"),
     ):
         check_refused(with_metadata(content, {"ddp_mnist": about}))
     check_refused(with_metadata(content, {}))

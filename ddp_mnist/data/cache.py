@@ -169,7 +169,7 @@ def _open(path: Path, source: Source) -> dict[str, Any] | None:
         if (outside := about.pop("outside")) != source.outside(outside):
             return None
         about["warnings"] = [*source.warnings]
-        about["image_format"] = ImageFormat.from_dict(about.pop("preparation"))  # its older name
+        about["image_format"] = ImageFormat.from_dict(about["image_format"])
         return about | arrays | {"name": source.name, "source": f"{source.kind}:{source.place}"}
     except (OSError, EOFError, KeyError, TypeError, ValueError, tokenize.TokenError):
         return None  # the last is NumPy's, of a header with a bracket that is never closed
@@ -205,7 +205,7 @@ def _build(path: Path, source: Source, log: Log) -> None:
             digest.update(arrays[name].data)
         about: dict[str, Any] = {
             "classes": decoded.classes,
-            "preparation": dataclasses.asdict(decoded.image_format()),
+            "image_format": dataclasses.asdict(decoded.image_format()),
             "digest": digest.hexdigest(),
             "fingerprint": fingerprint,
             "outside": source.outside(decoded.files),

@@ -17,13 +17,14 @@ from typing import Any
 
 import torch
 
+import ddp_mnist
 from ddp_mnist.errors import CheckpointError, UsageError, reason
 
 SOURCES: dict[str, str] = {}  # by module what its file held when this run imported it
 # Where the lines of a traceback are not the person's: in this package, Python's own, and PyTorch.
 LIBRARIES = (
     "<frozen",
-    *(f"{Path(file).parent}/" for file in (__file__, inspect.__file__, torch.__file__)),
+    *(f"{Path(file).parent}/" for file in (ddp_mnist.__file__, inspect.__file__, torch.__file__)),
 )
 
 
