@@ -62,13 +62,12 @@ def train_plain(
     for epoch in range(recipe.epochs):
         batches.start_epoch(epoch)
         if recipe.augment:
-            draws = augmentation_table(
-                images.image_format, len(rows), seed, epoch, recipe.epochs
-            ).to(device)
+            table = augmentation_table(images.image_format, len(rows), seed, epoch, recipe.epochs)
+            augmentations = table.to(device)
         for batch in batches:
             inputs, labels, indices = rows.__getitems__(batch[mine])
             if recipe.augment:
-                inputs = augment(inputs, draws[indices])
+                inputs = augment(inputs, augmentations[indices])
             for group in optimizer.param_groups:
                 group["lr"] = recipe.learning_rate(step)
             # backward() averages the gradients over the ranks while it computes them
@@ -107,10 +106,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     try:
-        run, recipe = (
-            RunFlags(arguments.dataset, seed=arguments.seed),
-            Recipe(epochs=arguments.epochs),
-        )
+        run = RunFlags(arguments.dataset, seed=arguments.seed)
+        recipe = Recipe(epochs=arguments.epochs)
         images = cache.load(run.dataset)
         rows, pictures = len(images.train_labels), images.image_format.pictures
         resolve_recipe(recipe, rows, int(os.environ.get("WORLD_SIZE", 1)), pictures=pictures)
