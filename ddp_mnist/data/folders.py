@@ -80,12 +80,10 @@ def splits_of_images(
     """Return the files of each split, unless tables or the folder's card say what is read there."""
     if not images or any(tables_of(folder, found)):
         return {}
-    return train_val_test_split(
-        images, [path for path in found if path.name in METADATA], image_options
-    )
+    return split_files(images, [path for path in found if path.name in METADATA], image_options)
 
 
-def train_val_test_split(
+def split_files(
     images: list[Path], metadata: list[Path], image_options: ImageOptions
 ) -> dict[str, list[Path]]:
     """Return the files of each split.

@@ -9,7 +9,7 @@ from pathlib import Path
 from ddp_mnist.config.image_options import ImageOptions
 from ddp_mnist.data.batches import ImageData
 from ddp_mnist.data.decode import open_image, stored_pixels
-from ddp_mnist.data.folders import find_images, train_val_test_split
+from ddp_mnist.data.folders import find_images, split_files
 from ddp_mnist.data.held_out import key_of
 from ddp_mnist.errors import DataError
 
@@ -26,9 +26,7 @@ def files_of_test(
     split = "train" if images.test_drawn else "test"
     files: list[Path] = []
     with contextlib.suppress(DataError):
-        files = train_val_test_split(find_images(folder, folder)[0], [], image_options).get(
-            split, []
-        )
+        files = split_files(find_images(folder, folder)[0], [], image_options).get(split, [])
     train, test = (
         {key: row for row, key in enumerate(keys.tolist())}
         for keys in (images.train_keys, images.test_keys)
