@@ -258,7 +258,8 @@ def train(argv: list[str]) -> None:
 
 def multinode(argv: list[str]) -> int:
     """Run this machine's part of several, or rehearse two here: FLAGS -- FLAGS of the verb."""
-    from ddp_mnist.verbs.multinode import Multinode, meet, run
+    from ddp_mnist.cluster.nodes import meet_machines
+    from ddp_mnist.verbs.multinode import Multinode, run
 
     end = argv.index("--") if "--" in argv else len(argv)
     own, given = argv[:end], argv[end + 1 :]
@@ -269,7 +270,7 @@ def multinode(argv: list[str]) -> int:
         name, _, problem = str(error).removeprefix("--").partition(" ")
         raise UsageError(f"{name.replace('-', '_').upper()}={problem}") from None
     if flags.verb == "train":
-        return run(flags, given, train_config(given).distribution.dist_timeout, meet)
+        return run(flags, given, train_config(given).distribution.dist_timeout, meet_machines)
     doctor_flags, distribution = parse_verb("doctor", given)
     from ddp_mnist.doctor.verb import run_preflight
 

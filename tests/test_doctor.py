@@ -26,6 +26,7 @@ from ddp_mnist import train
 from ddp_mnist.cluster import hardware, interfaces
 from ddp_mnist.cluster.launch import find_launch
 from ddp_mnist.cluster.local_world import free_port, run_world
+from ddp_mnist.cluster.nodes import Node
 from ddp_mnist.cluster.world import join_world
 from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.data import cache
@@ -57,7 +58,6 @@ from ddp_mnist.verbs.check_result import (
     worst,
 )
 from ddp_mnist.verbs.flags import Doctor
-from ddp_mnist.verbs.multinode import Node
 from tests.commands import Ended, Typed, left_on_screen, on_terminal
 from tests.test_folders import flat, write
 

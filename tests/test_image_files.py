@@ -16,9 +16,9 @@ import pytest
 from ddp_mnist.config.image_options import AS_THEY_ARE, ImageOptions
 from ddp_mnist.data import decode, image_files
 from ddp_mnist.data import hf_dataset as tables
+from ddp_mnist.data.file_names import files_of_test
 from ddp_mnist.data.image_files import SHOWN, threads_for
 from ddp_mnist.data.image_format import ImageFormat
-from ddp_mnist.data.names import files_of_test
 from ddp_mnist.data.sources import find_source
 from ddp_mnist.data.threads import AHEAD, in_order
 from ddp_mnist.errors import DataError

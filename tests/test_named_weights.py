@@ -24,7 +24,7 @@ from torchvision.transforms import v2
 from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.data.image_format import ImageFormat
 from ddp_mnist.errors import StorageError, UsageError
-from ddp_mnist.nets import weights_file as pretrained
+from ddp_mnist.nets import initial_weights
 from ddp_mnist.nets.build import build_net, factory_of
 from ddp_mnist.run import weights
 from ddp_mnist.run.folder import read_json
@@ -70,9 +70,9 @@ def photos(tmp_path: Path) -> Path:
 
 def test_a_word_in_capitals_is_a_name_and_all_else_a_file() -> None:
     for name in ("DEFAULT", "IMAGENET1K_V1", "SqueezeNet1_1_Weights.DEFAULT"):
-        assert pretrained.find_named(NET, name) is ENTRY
+        assert initial_weights.find_named(NET, name) is ENTRY
     for file in (None, "w.pth", "./DEFAULT", "runs/a/model.safetensors", "weights", "W.PTH"):
-        assert pretrained.find_named("cnn", file) is None
+        assert initial_weights.find_named("cnn", file) is None
 
 
 def test_a_name_that_the_net_does_not_have_is_one_line_with_those_it_has(typed: Typed) -> None:
@@ -83,7 +83,7 @@ def test_a_name_that_the_net_does_not_have_is_one_line_with_those_it_has(typed: 
         ("vgg16", "IMAGENET1K_FEATURES", "torchvision:vgg16 has none of that name; choose from"),
     ):
         with pytest.raises(UsageError, match=f"^--weights {name}: {line}") as raised:
-            pretrained.find_named(f"torchvision:{net}", name)
+            initial_weights.find_named(f"torchvision:{net}", name)
         assert "FEATURES" not in str(raised.value).partition("; ")[2]
     ended = typed("train", "--dataset", "no_such_folder", "--model", NET, "--weights", "V2")
     assert ended.err == (
@@ -147,8 +147,8 @@ def server(tmp_path: Path) -> Iterator[Server]:
 def fetch_from(url: str) -> tuple[list[str], str]:
     """Return what is said, and the SHA-256 of the file."""
     ENTRY.value.url, said = url, list[str]()
-    pretrained.fetch("DEFAULT", ENTRY, said.append, progress=False)
-    return said, hashlib.sha256(pretrained.file_of(ENTRY).read_bytes()).hexdigest()
+    initial_weights.fetch("DEFAULT", ENTRY, said.append, progress=False)
+    return said, hashlib.sha256(initial_weights.file_of(ENTRY).read_bytes()).hexdigest()
 
 
 def test_one_of_the_processes_of_a_machine_fetches_the_file(
@@ -217,9 +217,9 @@ def test_a_net_computes_on_an_image_what_torchvision_computes(torchvisions: Path
     ):
         lay(torchvisions / file, net, **options)
         name = f"torchvision:{net}"
-        entry = pretrained.find_named(name, "DEFAULT")
-        assert entry and pretrained.size_of(entry) == 224
-        prepared = pretrained.prepared_for(entry, name, PLAIN)
+        entry = initial_weights.find_named(name, "DEFAULT")
+        assert entry and initial_weights.size_of(entry) == 224
+        prepared = initial_weights.prepared_for(entry, name, PLAIN)
         ours = build_net(name, entry.meta["categories"], prepared, "DEFAULT").eval()
         theirs = models.get_model(net, weights=entry).eval()
         images = torch.randint(0, 256, (2, 3, 64, 64), dtype=torch.uint8)
@@ -235,7 +235,7 @@ def test_a_net_computes_on_an_image_what_torchvision_computes(torchvisions: Path
 
 def test_grey_images_have_the_mean_of_three_colours() -> None:
     grey = ImageFormat((1, 28, 28), (0.1,), (0.3,), [], True, True)
-    prepared = pretrained.prepared_for(ENTRY, NET, grey)
+    prepared = initial_weights.prepared_for(ENTRY, NET, grey)
     assert prepared.mean == pytest.approx((0.449,)) and prepared.std == pytest.approx((0.226,))
     assert (prepared.shape, prepared.digit_photos) == (grey.shape, grey.digit_photos)
 

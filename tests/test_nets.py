@@ -13,8 +13,8 @@ from ddp_mnist.data.image_format import ImageFormat
 from ddp_mnist.errors import CheckpointError, UsageError
 from ddp_mnist.nets import trial
 from ddp_mnist.nets.build import build_net, has_batch_norm
+from ddp_mnist.nets.initial_weights import load_weights
 from ddp_mnist.nets.ours import is_known
-from ddp_mnist.nets.weights_file import load_weights
 from ddp_mnist.run import weights
 from ddp_mnist.run.folder import read_json
 from ddp_mnist.run.training_run import TrainingRun

@@ -28,7 +28,7 @@ from ddp_mnist.verbs import plots, report
 from ddp_mnist.verbs.flags import Report
 from ddp_mnist.verify.watch import just_train, proof_config, train_until
 from tests.commands import Typed, require_programs
-from tests.test_names import write_images
+from tests.test_file_names import write_images
 
 ANYWHERE = Report(())  # the images lie where they lay
 

@@ -20,7 +20,8 @@ from ddp_mnist.cluster.hardware import (
 from ddp_mnist.cluster.launch import Launch
 from ddp_mnist.cluster.launcher_options import NO_OPTIONS, PRECISION, LauncherOptions
 from ddp_mnist.cluster.store import Place
-from ddp_mnist.config.distribution import CONFIGS, Distribution
+from ddp_mnist.config import launch_configs
+from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.errors import UsageError
 from ddp_mnist.system.limits import cores
 
@@ -116,7 +117,7 @@ def precision_in_effect(flags: Distribution, launch: Launch, device: str) -> str
         config = "multi_node_cpu" if (launch.num_machines or 1) > 1 else config
         raise UsageError(
             "accelerate launch: its config asks for fp16, which needs a GPU, and none is visible"
-            f" here; use --config_file {CONFIGS}/{config}.yaml, which ddp-mnist configs writes"
+            f" here; use {launch_configs.as_flag(config)}"
         )
     elif requested == "bf16" and device == "cuda" and not has_native_bf16(device):
         typed = "--mixed-precision bf16" if flags.mixed_precision else "accelerate launch: its bf16"
@@ -195,7 +196,7 @@ def gpu_of(local_rank: int) -> int:
 
 
 @contextlib.contextmanager
-def full_precision() -> Iterator[None]:
+def without_tf32() -> Iterator[None]:
     """Compute float32 convolutions in float32 in the block; a GPU would take TF32 for them."""
     cudnn: Any = torch.backends.cudnn
     before, cudnn.conv.fp32_precision = cudnn.conv.fp32_precision, "ieee"

@@ -16,7 +16,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ddp_mnist.cluster.launcher_options import PRECISION, refuse_unsupported
-from ddp_mnist.config.distribution import CONFIGS, Distribution
+from ddp_mnist.config import launch_configs
+from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.errors import UsageError
 
 # By field of Launch the variable that says it; of several, the first that is set.
@@ -184,8 +185,7 @@ def _from_variables(flags: Distribution, env: Mapping[str, str]) -> Launch:
     if "ACCELERATE_USE_CPU" in env and "MASTER_ADDR" in env:
         raise UsageError(
             f"MASTER_ADDR={env['MASTER_ADDR']}: is set, but accelerate launch started one process;"
-            f" for several use --config_file {CONFIGS}/multi_cpu.yaml, which ddp-mnist configs"
-            " writes, for one unset MASTER_ADDR"
+            f" for several use {launch_configs.as_flag('multi_cpu')}, for one unset MASTER_ADDR"
         )
     return Launch("accelerate" if by_accelerate else "python")
 

@@ -14,12 +14,13 @@ from typing import Any
 
 import psutil
 
-from ddp_mnist.config.distribution import CONFIGS
+from ddp_mnist.config import launch_configs
 from ddp_mnist.errors import UsageError, reason
 
 DDP = (
-    f"this trainer is DDP on NVIDIA GPUs or CPUs; use --config_file {CONFIGS}/multi_gpu.yaml"
-    " (multi_cpu.yaml on CPUs) instead; ddp-mnist configs writes both"
+    "this trainer is DDP on NVIDIA GPUs or CPUs;"
+    f" use --config_file {launch_configs.FOLDER}/multi_gpu.yaml (multi_cpu.yaml on CPUs) instead;"
+    " ddp-mnist configs writes both"
 )
 KINDS = ("NO", "MULTI_CPU", "MULTI_GPU")  # of distributed_type, that are not refused
 PRECISION = "ACCELERATE_MIXED_PRECISION"  # each process of accelerate launch has it

@@ -39,7 +39,8 @@ from ddp_mnist.cluster.launch import Launch, die_with_parent
 from ddp_mnist.cluster.launcher_options import NO_OPTIONS, LauncherOptions, read_launcher_options
 from ddp_mnist.cluster.rendezvous import check_same, meet
 from ddp_mnist.cluster.store import Store
-from ddp_mnist.config.distribution import CONFIGS, Distribution
+from ddp_mnist.config import launch_configs
+from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.errors import PeerError, UsageError
 from ddp_mnist.system.deadline import with_deadline
 
@@ -156,7 +157,7 @@ def join_world(
                 raise UsageError(
                     f"WORLD_SIZE={launch.world_size}: but Accelerate formed a group of"
                     f" {accelerator.num_processes}, so each process would train alone;"
-                    f" use a config from {CONFIGS}, which ddp-mnist configs writes"
+                    f" use a config from {launch_configs.FOLDER}, which ddp-mnist configs writes"
                 )
             yield World(
                 accelerator=accelerator,

@@ -4,8 +4,6 @@ from dataclasses import dataclass
 
 from ddp_mnist.config.flags import Flags, flag
 
-CONFIGS = "accelerate_configs"  # a folder of the clone; the verb `configs` writes it elsewhere
-
 
 @dataclass(frozen=True)
 class Distribution(Flags):

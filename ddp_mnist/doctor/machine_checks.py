@@ -19,6 +19,7 @@ from packaging.requirements import Requirement
 from ddp_mnist.cluster import hardware
 from ddp_mnist.cluster.interfaces import interfaces_up, why_port_is_taken
 from ddp_mnist.cluster.local_world import run_world
+from ddp_mnist.cluster.nodes import DEFAULT_PORT
 from ddp_mnist.config.image_options import ImageOptions
 from ddp_mnist.data import cache, sources
 from ddp_mnist.errors import DdpMnistError, reason
@@ -36,7 +37,6 @@ from ddp_mnist.verbs.check_result import (
     warned,
 )
 from ddp_mnist.verbs.flags import Doctor
-from ddp_mnist.verbs.multinode import DEFAULT_PORT
 
 MB = 1e6
 CACHE_MB, RUNS_MB = 200, 50  # a decoded MNIST and its lock; three checkpoints and the rest

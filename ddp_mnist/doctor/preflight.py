@@ -4,10 +4,10 @@ import time
 from collections.abc import Callable, Iterator
 
 from ddp_mnist.cluster import interfaces
+from ddp_mnist.cluster.nodes import Node, meet_machines
 from ddp_mnist.cluster.store import listed
 from ddp_mnist.errors import DdpMnistError, reason
 from ddp_mnist.verbs.check_result import FAIL, WARN, CheckResult, check, failed, from_error, passed
-from ddp_mnist.verbs.multinode import Node, meet
 
 
 def check_node(
@@ -26,7 +26,7 @@ def check_node(
     say(f"waiting up to {timeout_s:g} s for {who} at {where}")
     clock = time.monotonic()
     try:
-        meet(node, timeout_s)
+        meet_machines(node, timeout_s)
     except DdpMnistError as error:
         yield from_error("meeting", error)
     except RuntimeError as error:  # of the store, which machine 0 serves

@@ -14,6 +14,7 @@ from pathlib import Path
 from ddp_mnist.cluster import hardware
 from ddp_mnist.cluster.launch import find_launch
 from ddp_mnist.cluster.local_world import backend_among, run_world
+from ddp_mnist.cluster.nodes import Node
 from ddp_mnist.cluster.world import join_world
 from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.data.sources import find_source
@@ -37,7 +38,6 @@ from ddp_mnist.verbs.check_result import (
 )
 from ddp_mnist.verbs.check_result import describe as results_as_json
 from ddp_mnist.verbs.flags import Doctor
-from ddp_mnist.verbs.multinode import Node
 
 START_S = 120  # to start processes and check them once
 WAITED_S = 10.0  # for others, between two lines that say so where there is no terminal

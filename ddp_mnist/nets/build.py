@@ -9,8 +9,8 @@ from torch import nn
 from ddp_mnist.data.image_format import ImageFormat, Shape
 from ddp_mnist.errors import UsageError, did_you_mean
 from ddp_mnist.nets import own_code
+from ddp_mnist.nets.initial_weights import FROM_TENSORFLOW, load_weights
 from ddp_mnist.nets.ours import MODELS, GreyAsColour, Normalised, is_known
-from ddp_mnist.nets.weights_file import FROM_TENSORFLOW, load_weights
 
 Factory = Callable[[int, Shape], nn.Module]
 

@@ -19,7 +19,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from ddp_mnist.cluster.device import full_precision
+from ddp_mnist.cluster.device import without_tf32
 from ddp_mnist.cluster.signals import StopSignals
 from ddp_mnist.cluster.world import broadcast_bytes
 from ddp_mnist.data.batches import Rows, eval_batch_size, make_loader
@@ -137,7 +137,7 @@ def evaluate_split(
     model.eval()
     gathered = []
     for images, labels, _ in loader:
-        with full_precision():
+        with without_tf32():
             logits = model(images)
         losses = losses_of(logits, labels).double()
         # The last batch is padded with repeated rows so that all ranks get equally many;

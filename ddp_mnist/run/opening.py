@@ -28,8 +28,7 @@ from ddp_mnist.data.batches import ImageData
 from ddp_mnist.data.image_format import ImageFormat
 from ddp_mnist.data.sources import from_anywhere
 from ddp_mnist.errors import UsageError
-from ddp_mnist.nets import own_code, trial
-from ddp_mnist.nets import weights_file as pretrained
+from ddp_mnist.nets import initial_weights, own_code, trial
 from ddp_mnist.nets.build import build_net, factory_of, has_batch_norm
 from ddp_mnist.nets.losses import image_losses
 from ddp_mnist.run import resume, summary, tracking
@@ -173,15 +172,15 @@ def apply_named_weights(
     goes on needs no file. Raises as `find_named` and `fetch` do.
     """
     model, weights = config.recipe.model or "the default net", config.recipe.weights
-    entry = pretrained.find_named(model, weights)
+    entry = initial_weights.find_named(model, weights)
     if entry is None:
         return config, lambda image_format: image_format
     if config.initial_weights:
         progress = not config.run.quiet and draws(sys.stderr)
-        pretrained.fetch(config.initial_weights, entry, console.note, progress)
-    image_size = config.run.image_size or str(pretrained.size_of(entry))
+        initial_weights.fetch(config.initial_weights, entry, console.note, progress)
+    image_size = config.run.image_size or str(initial_weights.size_of(entry))
     config = replace(config, run=replace(config.run, image_size=image_size))
-    return config, partial(pretrained.prepared_for, entry, model)
+    return config, partial(initial_weights.prepared_for, entry, model)
 
 
 def check_net(config: ResolvedConfig, images: ImageData, at_once: int = 2) -> str:
@@ -203,7 +202,9 @@ def check_net(config: ResolvedConfig, images: ImageData, at_once: int = 2) -> st
             )
     if config.initial_weights is None:
         return ""
-    return pretrained.load_weights(net.net, recipe.model, config.initial_weights, images.classes)
+    return initial_weights.load_weights(
+        net.net, recipe.model, config.initial_weights, images.classes
+    )
 
 
 def open_folder(run: TrainingRun, found: dict[str, Any] | None) -> list[str]:

@@ -24,7 +24,7 @@ from ddp_mnist.config.run import ResolvedConfig
 from ddp_mnist.data.augment import changes
 from ddp_mnist.data.batches import ImageData
 from ddp_mnist.errors import printable
-from ddp_mnist.nets.weights_file import find_named
+from ddp_mnist.nets.initial_weights import find_named
 from ddp_mnist.run.console import INDENT, Console, fitted, panel, width_of, wrapped
 from ddp_mnist.run.evaluation import CROSS_ENTROPY, Metrics, packed, shown, shown_loss
 from ddp_mnist.run.folder import RunFolder

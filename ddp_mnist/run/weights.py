@@ -16,8 +16,8 @@ from ddp_mnist.data.image_format import ImageFormat
 from ddp_mnist.errors import CheckpointError, UsageError, reason
 from ddp_mnist.nets import own_code
 from ddp_mnist.nets.build import build_net
+from ddp_mnist.nets.initial_weights import METADATA_KEY
 from ddp_mnist.nets.ours import VERSION, Normalised, is_known, with_test_time_augmentation
-from ddp_mnist.nets.weights_file import METADATA_KEY
 from ddp_mnist.run.console import warn
 from ddp_mnist.run.folder import MODEL, STATUS, SUMMARY, name_a_run, read_json
 

@@ -3,8 +3,7 @@
 import shlex
 from pathlib import Path
 
-import ddp_mnist
-from ddp_mnist.config.distribution import CONFIGS
+from ddp_mnist.config.launch_configs import stored
 from ddp_mnist.errors import UsageError
 from ddp_mnist.run import folder
 from ddp_mnist.run.console import Console
@@ -34,16 +33,3 @@ def run(flags: Configs) -> None:
     console.print(f"written to {out}; to use one:")
     example = shlex.quote(str(out / FOR_EXAMPLE))
     console.print(f"accelerate launch --config_file {example} -m ddp_mnist train")
-
-
-def config_file(name: str) -> Path:
-    """Return the path of a configuration, in this folder or else with the package."""
-    here = Path(CONFIGS) / f"{name}.yaml"
-    return here if here.exists() else next(path for path in stored() if path.name == here.name)
-
-
-def stored() -> list[Path]:
-    """Return the files: an installed package has them inside, a clone has them beside it."""
-    package = Path(ddp_mnist.__file__).parent
-    inside = sorted((package / CONFIGS).glob("*.yaml"))
-    return inside or sorted((package.parent / CONFIGS).glob("*.yaml"))

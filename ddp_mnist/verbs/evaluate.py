@@ -22,7 +22,7 @@ from ddp_mnist.config.faults import wrong_on_purpose
 from ddp_mnist.config.image_options import ImageOptions
 from ddp_mnist.data import cache
 from ddp_mnist.data.batches import ImageData, Rows, train_val_test_split
-from ddp_mnist.data.names import files_of_test
+from ddp_mnist.data.file_names import files_of_test
 from ddp_mnist.data.sources import find_source
 from ddp_mnist.errors import CheckpointError, DataError, UsageError, printable
 from ddp_mnist.nets import own_code

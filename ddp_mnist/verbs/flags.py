@@ -1,8 +1,8 @@
-"""Flags of the verbs; train's are in config.py. Imports no library, for --help."""
+"""Flags of the verbs; train's are in config/. Imports no library, for --help."""
 
 from dataclasses import dataclass
 
-from ddp_mnist.config.distribution import CONFIGS
+from ddp_mnist.config import launch_configs
 from ddp_mnist.config.faults import FAULT_NAMES
 from ddp_mnist.config.flags import Flags, argument, flag
 
@@ -88,7 +88,11 @@ class Prepare(Flags):
 
 @dataclass(frozen=True)
 class Configs(Flags):
-    folder: str = argument("DIR", f"Folder to write the files to [{CONFIGS}].", default=CONFIGS)
+    folder: str = argument(
+        "DIR",
+        f"Folder to write the files to [{launch_configs.FOLDER}].",
+        default=launch_configs.FOLDER,
+    )
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ import torch
 from ddp_mnist.config.image_options import ImageOptions
 from ddp_mnist.data import cache
 from ddp_mnist.data.batches import ImageData, eval_batch_size
-from ddp_mnist.data.names import files_of_test
+from ddp_mnist.data.file_names import files_of_test
 from ddp_mnist.data.sources import find_source
 from ddp_mnist.errors import CheckpointError, DataError, DdpMnistError, printable, reason
 from ddp_mnist.run import folder, weights

@@ -10,7 +10,7 @@ import pytest
 from ddp_mnist.config.image_options import ImageOptions
 from ddp_mnist.data import cache
 from ddp_mnist.data.decode import decode_image, open_image
-from ddp_mnist.data.names import files_of_test
+from ddp_mnist.data.file_names import files_of_test
 
 
 def write_images(place: Path, count: int, classes: Sequence[str] = "abc") -> None:

@@ -1,0 +1,60 @@
+"""One machine among those of a run: what a person says of it, and how they meet before they start.
+
+A bare launcher waits 15 minutes for a missing machine and then does not say which. So the machines
+meet first, with a deadline; then each starts `accelerate launch`.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ddp_mnist.cluster.launch import Launch
+from ddp_mnist.config.launch_configs import config_file
+from ddp_mnist.errors import UsageError
+
+DEFAULT_PORT = 12345
+
+
+@dataclass(frozen=True)
+class Node:
+    """This machine among the machines of a run; `config` names a file of accelerate_configs."""
+
+    machine_rank: int
+    main_process_ip: str
+    main_process_port: int
+    num_machines: int
+    nproc_per_node: int
+    config: str
+    verb: str = "train"
+
+    def command(self, arguments: Sequence[str]) -> list[str]:
+        """Return the command that starts this machine's processes."""
+        return [
+            *(sys.executable, "-m", "accelerate.commands.launch"),
+            *("--config_file", str(config_file(self.config))),
+            *("--num_machines", str(self.num_machines)),
+            *("--num_processes", str(self.num_machines * self.nproc_per_node)),
+            *("--machine_rank", str(self.machine_rank)),
+            *("--main_process_ip", self.main_process_ip),
+            *("--main_process_port", str(self.main_process_port)),
+            *("-m", "ddp_mnist", self.verb, *arguments),
+        ]
+
+
+def meet_machines(node: Node, timeout_s: float) -> None:
+    """Return on every machine once all have come and agree on their numbers.
+
+    Raise UsageError if these differ, and else as `rendezvous.meet` does.
+    """
+    from ddp_mnist.cluster import rendezvous  # imports torch, which a rehearsal does not need
+
+    host, port = node.main_process_ip, node.main_process_port
+    launch = Launch("machine", node.machine_rank, node.num_machines, main_host=host, main_port=port)
+    store = rendezvous.meet(launch, timeout_s)
+    numbers = {"NPROC_PER_NODE": node.nproc_per_node, "the config": f"{node.config}.yaml"}
+    try:
+        rendezvous.check_same(store, numbers)
+    except UsageError:  # every machine finds that
+        store.close()
+        raise
+    store.close()  # the launcher of machine 0 opens the port again

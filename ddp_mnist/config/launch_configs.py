@@ -1,0 +1,25 @@
+"""accelerate launch's configuration files: a folder of the clone, and a part of the package."""
+
+from pathlib import Path
+
+import ddp_mnist
+
+FOLDER = "accelerate_configs"
+
+
+def stored() -> list[Path]:
+    """Return the files: an installed package has them inside, a clone has them beside it."""
+    package = Path(ddp_mnist.__file__).parent
+    inside = sorted((package / FOLDER).glob("*.yaml"))
+    return inside or sorted((package.parent / FOLDER).glob("*.yaml"))
+
+
+def config_file(name: str) -> Path:
+    """Return the path of a configuration: in the working directory, or else with the package."""
+    here = Path(FOLDER) / f"{name}.yaml"
+    return here if here.exists() else next(path for path in stored() if path.name == here.name)
+
+
+def as_flag(name: str) -> str:
+    """Return the words with which an error recommends a configuration, e.g. multi_cpu."""
+    return f"--config_file {FOLDER}/{name}.yaml, which ddp-mnist configs writes"
