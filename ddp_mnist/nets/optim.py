@@ -1,5 +1,8 @@
 """The optimizers; the learning rate is the recipe's, see `ResolvedRecipe.learning_rate`."""
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 import torch._dynamo  # AdamW would import it later, while signals wait for a second
 from torch import Tensor, nn
@@ -54,20 +57,28 @@ def orthogonal(matrix: Tensor) -> Tensor:
     return x.T if rows > columns else x
 
 
+# The second beta is a memory of some 50 steps: better than 0.999 on validation images.
+BETAS = (0.9, 0.98)
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adamw": partial(torch.optim.AdamW, betas=BETAS),  # Loshchilov and Hutter, 2019
+    "muon": partial(Muon, betas=BETAS),
+    "sgd": partial(torch.optim.SGD, momentum=MOMENTUM),
+}
+
+
 def make_optimizer(
     model: nn.Module, recipe: ResolvedRecipe, scaler: torch.amp.GradScaler | None = None
 ) -> torch.optim.Optimizer:
-    """Return AdamW (Loshchilov and Hutter, 2019), Muon or SGD; only matrices and kernels decay."""
+    """Return the recipe's optimizer: one of OPTIMIZERS; only matrices and kernels decay.
+
+    With a loss `scaler`, the step itself must not look for an overflow: see below.
+    """
     parameters = list(model.parameters())
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": recipe.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
-    # The second beta is 0.98, a memory of some 50 steps: better than 0.999 on validation images.
     # Fused is the fastest. But with a loss scaler it would skip a step that overflowed by itself,
     # and the step would count as taken; None lets torch choose the next fastest.
     fused = None if scaler else True
-    if recipe.optimizer == "sgd":
-        return torch.optim.SGD(groups, lr=recipe.lr, momentum=MOMENTUM, fused=fused)
-    kind = Muon if recipe.optimizer == "muon" else torch.optim.AdamW
-    return kind(groups, lr=recipe.lr, betas=(0.9, 0.98), fused=fused)
+    return OPTIMIZERS[recipe.optimizer](groups, lr=recipe.lr, fused=fused)
