@@ -209,7 +209,7 @@ def test_a_cache_without_a_file_of_its_own_is_built_again(
 
 def test_of_many_megabytes_a_part_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first of each of so many parts, where all of it would be read from the disk."""
-    monkeypatch.setattr(caching, "CHECKED", 1)
+    monkeypatch.setattr(caching, "CHECKED_MB", 1)
     array = np.zeros((3, 1, 1024, 1024), dtype=np.uint8)
     arrays = dict.fromkeys((*TENSORS, *KEYS), array)
     checked = []
@@ -217,7 +217,7 @@ def test_of_many_megabytes_a_part_is_checked(monkeypatch: pytest.MonkeyPatch) ->
         changed = array.copy()
         if spoilt is not None:
             changed.reshape(-1)[spoilt] = 1
-        checked.append(caching._crc32(arrays | {"train_images": changed}, {}))
+        checked.append(caching._checksum(arrays | {"train_images": changed}, {}))
     whole, first, last_of_first, second, last = checked
     assert whole != first != last_of_first != whole
     assert second == last == whole
@@ -243,11 +243,9 @@ def test_a_clone_with_another_decoder_shares_the_folder_and_not_the_files(
     with monkeypatch.context() as cached_only:
         cached_only.setattr(Source, "read", Mock(side_effect=AssertionError))
         assert load(folder, cache).warnings == []  # it is read as it was left
-    older, later = (mine.name.replace(f"-{caching.CACHE_FORMAT}-", f"-{n}-") for n in (4, 99))
-    for name in (older, later, f"{older}-mine"):
-        (cache / name).mkdir()
-    load(folder, cache, refresh=True)  # removes what the other one made, and an older version
-    assert {path.name for path in whole_folders(cache)} == {mine.name, later, f"{older}-mine"}
+    (cache / f"{mine.name}-mine").mkdir()
+    load(folder, cache, refresh=True)  # removes what the other one made
+    assert {path.name for path in whole_folders(cache)} == {mine.name, f"{mine.name}-mine"}
 
 
 def test_each_reading_has_a_folder_of_its_own(folder: Path, cache: Path) -> None:

@@ -24,10 +24,10 @@ from ddp_mnist.system.locks import take
 if TYPE_CHECKING:
     from ddp_mnist.data.batches import ImageData
 
-CACHE_FORMAT = 6
 ABOUT = "about.json"  # what is not in the arrays
-DECODER = sorted(Path(__file__).parent.glob("*.py"))  # more than decode, so none is forgotten
-CHECKED = 256  # MB read at most to look for damage
+DECODER = sorted(Path(__file__).parent.glob("*.py"))  # all of data/, so that nothing is forgotten
+HASH = 8  # hex digits, of the source and of the decoder in a folder's name
+CHECKED_MB = 256  # read at most to look for damage
 MOVE = "use --cache-dir or DDP_MNIST_CACHE to put it elsewhere"
 Log = Callable[[str], None] | None
 
@@ -88,8 +88,8 @@ def prepare(
     """Return the fields of ImageData, with arrays for tensors: to import torch takes a second.
 
     One process per machine decodes, under a file lock; the others wait for it and map its files.
-    `refresh` reads it again although it is cached, and removes what other decoders made of it.
-    `log` is called with a line when reading begins, as it can take a minute.
+    `refresh` decodes it again although it is cached, and removes what other decoders made of it.
+    `log` is called with a line when decoding begins, as it can take a minute.
 
     Raise UsageError or DataError if there is no such data set or it cannot be read, StorageError if
     the cache folder cannot be written.
@@ -107,10 +107,10 @@ def prepare(
                 return data
             replaced = path.exists() and not refresh
             for leftover in folder.glob(f"{stem}-*.tmp"):
-                shutil.rmtree(leftover)  # of a builder that was killed; nobody else writes now
+                shutil.rmtree(leftover)  # of a process that was killed; nobody else writes now
             _build(path, source, log)
-            for number in range(CACHE_FORMAT + 1) if refresh else ():  # none of a later version
-                for other in {*folder.glob(f"{stem}-{number}-{'[0-9a-f]' * 8}")} - {path}:
+            for other in folder.glob(f"{stem}-{'[0-9a-f]' * HASH}") if refresh else ():
+                if other != path:
                     shutil.rmtree(other)
             if not (data := _open(path, source)):
                 raise OSError(f"{path.name} cannot be read back")
@@ -140,30 +140,28 @@ def _as_images(fields: dict[str, Any]) -> "ImageData":
 
 
 def _stem_and_path(source: Source, cache_dir: str | None) -> tuple[str, Path]:
-    """Return a prefix of folder names that is the source's own, and the folder of this decoder.
+    """Return the source's prefix of folder names, and its folder, which is this decoder's alone.
 
     A clone with an edited decoder shares the cache but not the folder.
     """
     readable = re.sub(r"[^A-Za-z0-9._-]+", "_", source.name)[:60]
-    fields = dataclasses.asdict(source.image_options)
-    # A field that came later leaves the names of older folders as they were: to be removed by them.
-    asked = json.dumps({k: v for k, v in fields.items() if v or k in ("size", "grey", "test_size")})
-    place = hashlib.sha256(os.fsencode(source.place) + asked.encode()).hexdigest()[:8]
+    options = json.dumps(dataclasses.asdict(source.image_options))
+    place = hashlib.sha256(os.fsencode(source.place) + options.encode()).hexdigest()[:HASH]
     stem = f"{source.kind}-{readable}-{place}"
     code = b"".join(path.read_bytes() for path in DECODER)
-    decoder = hashlib.sha256(code).hexdigest()[:8]
-    return stem, cache_folder(cache_dir) / f"{stem}-{CACHE_FORMAT}-{decoder}"
+    decoder = hashlib.sha256(code).hexdigest()[:HASH]
+    return stem, cache_folder(cache_dir) / f"{stem}-{decoder}"
 
 
 def _open(path: Path, source: Source) -> dict[str, Any] | None:
-    """Return its fields; None if it is not there, damaged, or not of these files."""
+    """Return the fields of ImageData; None if they are not there, damaged, or of other files."""
     try:
         about = json.loads((path / ABOUT).read_text("utf-8"))
         # Mapped, not read: the processes of a machine share one copy in memory. "c" is writable
         # to torch, which warns of anything else; a write would stay in this process.
         names = (*TENSORS, *KEYS)
         arrays = {name: np.load(path / f"{name}.npy", mmap_mode="c") for name in names}
-        whole = about.pop("checksum") == _crc32(arrays, about)
+        whole = about.pop("checksum") == _checksum(arrays, about)
         if not whole or about.pop("fingerprint") != source.fingerprint:
             return None
         if (outside := about.pop("outside")) != source.outside(outside):
@@ -176,19 +174,22 @@ def _open(path: Path, source: Source) -> dict[str, Any] | None:
 
 
 def _build(path: Path, source: Source, log: Log) -> None:
-    """Decode into a temporary folder and rename it: a folder under its own name is whole."""
+    """Decode into a temporary folder and rename it: what has a folder's final name is complete."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
 
     def reserve(shape: Shape, rows: dict[str, int]) -> dict[str, np.ndarray]:
-        """Allocate the images' files and map them, so that images are decoded into their files."""
-        drawn = any(temporary.iterdir())  # the test out of what is decoded already
-        _check_space(path.parent, source, shape, sum(rows.values()), None if drawn else log)
+        """Allocate the images' files and map them, so that images are decoded into their files.
+
+        The second call is for the same images, of which some were drawn for the test.
+        """
+        is_second = any(temporary.iterdir())
+        _check_space(path.parent, source, shape, sum(rows.values()), None if is_second else log)
         try:
             return {
                 split: _allocate(temporary / f"{split}_images.npy", (count, *shape))
                 for split, count in rows.items()
             }
-        except OSError as error:  # which would else be taken for a fault of the data set
+        except OSError as error:  # else taken for a fault of the data set
             raise _unwritable(path.parent, error) from error
 
     temporary.mkdir()
@@ -199,21 +200,16 @@ def _build(path: Path, source: Source, log: Log) -> None:
             for split, values in parts.items():
                 arrays[f"{split}_{kind}"] = values
                 np.save(temporary / f"{split}_{kind}.npy", values)
-        digest = hashlib.sha256(json.dumps(decoded.classes).encode())
-        for name in TENSORS:
-            digest.update(_header(name, arrays[name]))
-            digest.update(arrays[name].data)
         about: dict[str, Any] = {
             "classes": decoded.classes,
             "image_format": dataclasses.asdict(decoded.image_format()),
-            "digest": digest.hexdigest(),
+            "digest": _digest(arrays, decoded.classes),
             "fingerprint": fingerprint,
             "outside": source.outside(decoded.files),
             "test_drawn": decoded.test_drawn,
             "careful": decoded.careful,
         }
-        about = json.loads(json.dumps(about))  # tuples become lists, as when it is read back
-        about["checksum"] = _crc32(arrays, about)
+        about["checksum"] = _checksum(arrays, about)
         (temporary / ABOUT).write_text(json.dumps(about, sort_keys=True), encoding="utf-8")
         if path.exists():
             shutil.rmtree(path)
@@ -225,10 +221,10 @@ def _build(path: Path, source: Source, log: Log) -> None:
 def _allocate(path: Path, shape: tuple[int, ...]) -> np.ndarray:
     """Return a new file of uint8, mapped. Raise OSError if the disk has no room for it.
 
-    Without its blocks, a file on a disk that others fill up meanwhile would end the process by
-    SIGBUS, without a word.
+    Where blocks are missing, a write to the mapped file ends the process by SIGBUS, without a word:
+    a quota may be full although the disk is not, and others may fill it meanwhile.
     """
-    path.unlink(missing_ok=True)  # who has mapped it keeps it
+    path.unlink(missing_ok=True)  # whoever has mapped it keeps it
     images = np.lib.format.open_memmap(path, "w+", np.uint8, shape)
     if hasattr(os, "posix_fallocate"):  # not on macOS
         with path.open("r+b") as file:
@@ -254,16 +250,25 @@ def _check_space(folder: Path, source: Source, shape: Shape, rows: int, log: Log
         log(f"reading    {source.name}, decoded once into {folder}: {what}")
 
 
-def _crc32(arrays: dict[str, np.ndarray], about: dict[str, Any]) -> int:
-    """Return a checksum of the files' content, or of samples of it above CHECKED MB.
+def _digest(arrays: dict[str, np.ndarray], classes: list[str]) -> str:
+    """Return the SHA-256 of pixels, labels and class names, by which runs know a data set."""
+    digest = hashlib.sha256(json.dumps(classes).encode())
+    for name in TENSORS:
+        digest.update(_header(name, arrays[name]))
+        digest.update(arrays[name].data)
+    return digest.hexdigest()
 
-    A damaged cache would mean a wrong result. 18 ms for MNIST; SHA-256 takes up to 140.
+
+def _checksum(arrays: dict[str, np.ndarray], about: dict[str, Any]) -> int:
+    """Return a CRC-32 of the files' content, or of samples of it above CHECKED_MB.
+
+    A damaged cache would mean a wrong result. It takes 18 ms for MNIST; SHA-256 takes up to 140.
     """
     checksum = zlib.crc32(json.dumps(about, sort_keys=True).encode())
     for name in (*TENSORS, *KEYS):
         checksum = zlib.crc32(_header(name, arrays[name]), checksum)
         content = arrays[name].reshape(-1).view(np.uint8)
-        every = max(1, math.ceil(content.nbytes / (CHECKED * 10**6)))
+        every = max(1, math.ceil(content.nbytes / (CHECKED_MB * 10**6)))
         for start in range(0, content.nbytes, 2**20 * every):
             checksum = zlib.crc32(content[start : start + 2**20].data, checksum)
     return checksum

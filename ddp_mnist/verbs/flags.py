@@ -83,7 +83,7 @@ class Prepare(Flags):
     grey: bool = flag(False, "Convert colour images to grey.")
     test_size: int | None = flag(None, "Images to hold out for testing, as for train.", least=1)
     cache_dir: str | None = flag(None, CACHE_DIR)
-    refresh: bool = flag(False, "Decode again even if cached; delete what older versions decoded.")
+    refresh: bool = flag(False, "Decode again even if cached; delete what other versions decoded.")
 
 
 @dataclass(frozen=True)
