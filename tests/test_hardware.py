@@ -167,16 +167,15 @@ def test_doctor_warns_of_less_than_a_core(groups: Path) -> None:
 
 
 def running(monkeypatch: pytest.MonkeyPatch, percent: list[float], **programs: float) -> None:
-    """Let each core be busy for `percent` of a second, and each program for its seconds, twice."""
-    seconds = iter((0.0, 1.0))
+    """Let each core be busy to its `percent`, and each program run twice, with its percent each."""
+    looks = iter((0, 1))
 
     def process_iter(_: list[str]) -> Iterator[Any]:
-        now = next(seconds)
+        second = next(looks)
         for pid, (name, used) in enumerate([*programs.items()] * 2):
-            info = {"name": name, "cpu_times": (5 + 0.75 * used * now, 0.25 * used * now, 9.0)}
-            yield SimpleNamespace(pid=pid, info=info)
-        yield SimpleNamespace(pid=os.getpid(), info={"name": "me", "cpu_times": (9 * now, 0.0)})
-        yield SimpleNamespace(pid=99, info={"name": "another user's", "cpu_times": None})
+            yield SimpleNamespace(pid=pid, info={"name": name, "cpu_percent": used * second})
+        yield SimpleNamespace(pid=os.getpid(), info={"name": "me", "cpu_percent": 900.0 * second})
+        yield SimpleNamespace(pid=99, info={"name": "another user's", "cpu_percent": None})
 
     monkeypatch.setattr(hardware.psutil, "process_iter", process_iter)
     monkeypatch.setattr(hardware.psutil, "cpu_percent", lambda *_, **__: percent)
@@ -184,9 +183,9 @@ def running(monkeypatch: pytest.MonkeyPatch, percent: list[float], **programs: f
 
 def test_what_other_programs_hold_is_named(groups: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     eight = [100.0, 100.0, 50.0, 0.0, 0.0, 0.0, 0.0, 0.0]
-    running(monkeypatch, eight, cc1plus=0.25, make=0.01, python=0.9, firefox=0.1)
+    running(monkeypatch, eight, cc1plus=25, make=1, python=90, firefox=10)
     assert hardware.load() == (2.5, 8, ["python", "cc1plus"])
-    running(monkeypatch, eight, make=0.01)
+    running(monkeypatch, eight, make=1)
     assert hardware.load() == (2.5, 8, [])  # they came and went, or are not shown
     # of the cores that are its own
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {2, 3})

@@ -7,7 +7,7 @@ import platform
 import re
 import sys
 import time
-from collections import defaultdict
+from collections import Counter
 from pathlib import Path
 
 import psutil
@@ -130,18 +130,18 @@ def is_forked() -> bool:
 
 
 def load(seconds: float = 1.0) -> tuple[float, int, list[str]]:
-    """Return how many of this process's cores others hold, how many there are, and who holds most.
+    """Return how many of this process's cores others hold, how many it has, and who holds most.
 
     It measures for `seconds`. Named are the two programs that use most, of those that use a tenth
     of a core or more. Time that a virtual machine's host takes counts as held.
     """
-    before = cpu_seconds()
+    list(psutil.process_iter(["cpu_percent"]))  # the next look measures from this one on
     busy = psutil.cpu_percent(seconds, percpu=True)
-    used: dict[str, float] = defaultdict(float)
-    for process, total in cpu_seconds().items():
-        used[process[1]] += total - before.get(process, total)
-    most = sorted(used, key=used.__getitem__, reverse=True)[:2]
-    programs = [name for name in most if used[name] >= 0.1 * seconds]
+    used = Counter[str]()  # by program, in percent of a core
+    for process in psutil.process_iter(["name", "cpu_percent"]):
+        if process.pid != os.getpid():
+            used[process.info["name"]] += process.info["cpu_percent"] or 0  # None: it is not shown
+    programs = [name for name, percent in used.most_common(2) if percent >= 10]
     mine = affinity()
     shares = [busy[core] for core in mine] if max(mine) < len(busy) else busy
     free = len(shares) - sum(shares) / 100
@@ -178,12 +178,3 @@ class Neighbours:
         found = [core for number, core in enumerate(cores) if number in mine] or cores
         idle = sum(core.idle + getattr(core, "iowait", 0.0) for core in found)
         return time.monotonic(), time.process_time(), idle
-
-
-def cpu_seconds() -> dict[tuple[int, str], float]:
-    """Return the CPU seconds of every other process that can be seen, by PID and name."""
-    return {
-        (process.pid, process.info["name"]): sum(process.info["cpu_times"][:2])
-        for process in psutil.process_iter(["name", "cpu_times"])
-        if process.info["cpu_times"] and process.pid != os.getpid()
-    }
