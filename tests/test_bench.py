@@ -196,7 +196,7 @@ run.mkdir()
 
 @pytest.fixture
 def free_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(benches.hardware, "load", lambda: (0.0, 2, []))
+    monkeypatch.setattr(benches.neighbours, "cores_held", lambda: (0.0, 2, []))
 
 
 SPEED = spread([1000.0, 1100.0]).beside("train.py, images/s")
@@ -223,7 +223,7 @@ def test_bench_says_that_other_programs_hold_the_cores(
     typed: Typed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(benches.BENCHES, "loop", lambda *_: [SPEED])
-    monkeypatch.setattr(benches.hardware, "load", lambda: (1.1, 2, ["other"]))
+    monkeypatch.setattr(benches.neighbours, "cores_held", lambda: (1.1, 2, ["other"]))
     command = ("bench", "loop", "--dataset", "digits")
     head, *careful, speed = typed(*command, "--processes", "4").out.splitlines()
     assert head.startswith("loop on digits") and speed.startswith("train.py")
@@ -231,7 +231,7 @@ def test_bench_says_that_other_programs_hold_the_cores(
         "careful    other programs use these cores, which have room for 1 thread of 2,",
         "           and each step waits for the slowest; end them, and repeat",
     ]
-    monkeypatch.setattr(benches.hardware, "load", lambda: (0.4, 2, ["other"]))
+    monkeypatch.setattr(benches.neighbours, "cores_held", lambda: (0.4, 2, ["other"]))
     assert len(typed(*command).out.splitlines()) == 2
 
 

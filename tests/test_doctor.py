@@ -47,6 +47,7 @@ from ddp_mnist.doctor.compare import against
 from ddp_mnist.errors import PeerError
 from ddp_mnist.run.faults import leave_out_last_parameter
 from ddp_mnist.run.folder import read_json
+from ddp_mnist.system import neighbours
 from ddp_mnist.verbs.check_result import (
     FAIL,
     PASS,
@@ -144,7 +145,7 @@ def assert_found(result: CheckResult, status: str, text: str, fix: str) -> None:
 
 def test_a_healthy_machine_passes(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(machine, "DEFAULT_PORT", free_port())
-    monkeypatch.setattr(hardware, "cores", lambda: 2)  # this machine may have one
+    monkeypatch.setattr(neighbours, "cores", lambda: 2)  # this machine may have one
     cache.load("digits", str(tmp_path))
     options = Doctor(2, dataset="digits", cache_dir=str(tmp_path), run_dir=str(tmp_path))
     results = list(machine.check_machine(options))
@@ -354,11 +355,19 @@ def faults_of_the_group(here: group.Group) -> Iterator[tuple[str, Any, Any]]:
         yield "burn-in", none, group.burn_in
         yield "bad burn-in", unsynchronised_net, group.burn_in
     idle, busy = ((held, 2, ["python", "cc1plus"]) for held in (0.3, 1.6))
-    yield "idle", patch.object(hardware, "load", lambda: idle), group.load
+    yield "idle", patch.object(neighbours, "cores_held", lambda: idle), group.load
     assert here.busy == ""
-    yield "idle meanwhile", patch.object(hardware, "load", lambda: idle), group.load_meanwhile
-    yield "busy meanwhile", patch.object(hardware, "load", lambda: busy), group.load_meanwhile
-    yield "busy", patch.object(hardware, "load", lambda: busy), group.load
+    yield (
+        "idle meanwhile",
+        patch.object(neighbours, "cores_held", lambda: idle),
+        group.load_meanwhile,
+    )
+    yield (
+        "busy meanwhile",
+        patch.object(neighbours, "cores_held", lambda: busy),
+        group.load_meanwhile,
+    )
+    yield "busy", patch.object(neighbours, "cores_held", lambda: busy), group.load
     once = functools.partial(collectives.all_reduce_ms, calls=1)
     yield "speeds", patch.object(collectives, "all_reduce_ms", once), group.speeds
     seconds = 0.1 + 0.2 * here.rank

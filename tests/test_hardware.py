@@ -22,7 +22,7 @@ from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.config.run import TrainConfig
 from ddp_mnist.doctor.machine_checks import capacity, product
 from ddp_mnist.errors import UsageError
-from ddp_mnist.system import limits
+from ddp_mnist.system import limits, neighbours
 from ddp_mnist.verbs.flags import Doctor
 from tests.commands import python
 from tests.training import what_it_says
@@ -36,9 +36,7 @@ def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr("ddp_mnist.system.limits.CGROUP", tmp_path)
     monkeypatch.setattr("ddp_mnist.system.limits.OWN_CGROUPS", tmp_path / "own")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
-    monkeypatch.setattr(
-        hardware.psutil, "virtual_memory", lambda: SimpleNamespace(available=16 * GB)
-    )
+    monkeypatch.setattr(limits.psutil, "virtual_memory", lambda: SimpleNamespace(available=16 * GB))
     return tmp_path
 
 
@@ -177,27 +175,27 @@ def running(monkeypatch: pytest.MonkeyPatch, percent: list[float], **programs: f
         yield SimpleNamespace(pid=os.getpid(), info={"name": "me", "cpu_percent": 900.0 * second})
         yield SimpleNamespace(pid=99, info={"name": "another user's", "cpu_percent": None})
 
-    monkeypatch.setattr(hardware.psutil, "process_iter", process_iter)
-    monkeypatch.setattr(hardware.psutil, "cpu_percent", lambda *_, **__: percent)
+    monkeypatch.setattr(neighbours.psutil, "process_iter", process_iter)
+    monkeypatch.setattr(neighbours.psutil, "cpu_percent", lambda *_, **__: percent)
 
 
 def test_what_other_programs_hold_is_named(groups: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     eight = [100.0, 100.0, 50.0, 0.0, 0.0, 0.0, 0.0, 0.0]
     running(monkeypatch, eight, cc1plus=25, make=1, python=90, firefox=10)
-    assert hardware.load() == (2.5, 8, ["python", "cc1plus"])
+    assert neighbours.cores_held() == (2.5, 8, ["python", "cc1plus"])
     running(monkeypatch, eight, make=1)
-    assert hardware.load() == (2.5, 8, [])  # they came and went, or are not shown
+    assert neighbours.cores_held() == (2.5, 8, [])  # they came and went, or are not shown
     # of the cores that are its own
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {2, 3})
     running(monkeypatch, eight)
-    assert hardware.load() == (0.5, 2, [])
+    assert neighbours.cores_held() == (0.5, 2, [])
     # a quota of 4 of 8: six are free, then two
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     write(groups, own="0::/", cpu__max="400000 100000")
     running(monkeypatch, [100.0, 100.0] + [0.0] * 6)
-    assert hardware.load() == (0, 4, [])
+    assert neighbours.cores_held() == (0, 4, [])
     running(monkeypatch, [100.0] * 6 + [0.0] * 2)
-    assert hardware.load() == (2, 4, [])
+    assert neighbours.cores_held() == (2, 4, [])
 
 
 def say_if_forked() -> None:
@@ -390,13 +388,13 @@ def test_threads_for_which_other_programs_leave_no_room_are_found_after_ten_seco
         mine = SimpleNamespace(idle=now * idle / 2, iowait=0.0)
         return [mine, mine, SimpleNamespace(idle=7 * now, iowait=0.0)]
 
-    monkeypatch.setattr(hardware, "affinity", lambda: {0, 1})
-    monkeypatch.setattr(hardware.psutil, "cpu_times", cores)
-    monkeypatch.setattr(hardware.time, "monotonic", lambda: now)
-    monkeypatch.setattr(hardware.time, "process_time", lambda: now * own)
-    neighbours = hardware.Neighbours(2, ranks)
+    monkeypatch.setattr(neighbours, "affinity", lambda: {0, 1})
+    monkeypatch.setattr(neighbours.psutil, "cpu_times", cores)
+    monkeypatch.setattr(neighbours.time, "monotonic", lambda: now)
+    monkeypatch.setattr(neighbours.time, "process_time", lambda: now * own)
+    found = neighbours.Neighbours(2, ranks)
     now = 9.9
-    assert neighbours.judge() == 0
+    assert found.judge() == 0
     now = 10.1
-    assert neighbours.judge() == fit
-    assert neighbours.judge() == 0  # each time over ten seconds more
+    assert found.judge() == fit
+    assert found.judge() == 0  # each time over ten seconds more

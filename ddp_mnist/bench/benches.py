@@ -26,6 +26,7 @@ from ddp_mnist.errors import CheckFailed, UsageError
 from ddp_mnist.run.console import Console, coloured, width_of, wrapped
 from ddp_mnist.run.folder import METRICS
 from ddp_mnist.run.summary import neighbours_line
+from ddp_mnist.system import neighbours
 from ddp_mnist.verbs.check_result import CheckResult, describe, failure_summary
 from ddp_mnist.verbs.flags import Bench
 
@@ -156,7 +157,7 @@ def run(flags: Bench) -> None:
         )
     cache.load(dataset, flags.cache_dir)  # decodes the images before anything is timed
     console.print(f"{what} on {dataset}: a warm-up and {flags.repeats} rounds of each comparison")
-    held, there, _ = hardware.load()
+    held, there, _ = neighbours.cores_held()
     if (fit := round(there - held)) < (wanted := min(processes, there)):
         console.print(neighbours_line(fit, wanted, fix="end them, and repeat"))
     results = BENCHES[what](replace(flags, dataset=dataset), processes)

@@ -1,4 +1,4 @@
-"""Find what this machine has, and what other programs use of it."""
+"""Find what this machine has: its processor, and the GPUs that torch can compute on."""
 
 import contextlib
 import multiprocessing
@@ -6,13 +6,7 @@ import os
 import platform
 import re
 import sys
-import time
-from collections import Counter
 from pathlib import Path
-
-import psutil
-
-from ddp_mnist.system.limits import affinity, cores
 
 IMPORTED_BY = os.getpid()
 DEVICES = Path("/dev")
@@ -21,7 +15,6 @@ HIDE_GPUS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICE
 GPU_FIX = "update the driver, or install the torch that fits it (see pytorch.org)"
 TOO_OLD_FIX = "install a torch built for an older CUDA (see pytorch.org)"
 hidden_once: list[bool] = []  # by this process, which may be a notebook's and set it free again
-NEIGHBOURS_S = 10.0  # of training, to tell a program that stays from one that comes and goes
 
 
 def describe() -> dict[str, str | int]:
@@ -127,54 +120,3 @@ def is_forked() -> bool:
         return False
     by_default = kind == "Process" and multiprocessing.get_start_method() == "fork"
     return os.getpid() != IMPORTED_BY or kind == "ForkProcess" or by_default
-
-
-def load(seconds: float = 1.0) -> tuple[float, int, list[str]]:
-    """Return how many of this process's cores others hold, how many it has, and who holds most.
-
-    It measures for `seconds`. Named are the two programs that use most, of those that use a tenth
-    of a core or more. Time that a virtual machine's host takes counts as held.
-    """
-    list(psutil.process_iter(["cpu_percent"]))  # the next look measures from this one on
-    busy = psutil.cpu_percent(seconds, percpu=True)
-    used = Counter[str]()  # by program, in percent of a core
-    for process in psutil.process_iter(["name", "cpu_percent"]):
-        if process.pid != os.getpid():
-            used[process.info["name"]] += process.info["cpu_percent"] or 0  # None: it is not shown
-    programs = [name for name, percent in used.most_common(2) if percent >= 10]
-    mine = affinity()
-    shares = [busy[core] for core in mine] if max(mine) < len(busy) else busy
-    free = len(shares) - sum(shares) / 100
-    return max(0.0, cores() - free), cores(), programs
-
-
-class Neighbours:
-    """Finds whether other programs leave the cores to fewer threads than this process has.
-
-    Each parallel loop waits for the slowest of its threads: two threads that share one core take
-    several times as long as one. `ranks` is the number of processes like this one on the machine.
-    """
-
-    def __init__(self, threads: int, ranks: int) -> None:
-        self.threads, self.ranks = threads, ranks
-        self._before = self._look()
-
-    def judge(self) -> int:
-        """Return how many threads the cores have had room for, if that are fewer, else 0.
-
-        It measures over `NEIGHBOURS_S` or more, and returns 0 before.
-        """
-        if time.monotonic() - self._before[0] < NEIGHBOURS_S:
-            return 0
-        now = self._look()
-        seconds, own, idle = (after - b for after, b in zip(now, self._before, strict=True))
-        self._before = now
-        fit = max(1, round((own + idle / self.ranks) / seconds))
-        return fit if fit < self.threads else 0
-
-    def _look(self) -> tuple[float, float, float]:
-        """Return the time, this process's CPU seconds, and those in which its cores were idle."""
-        cores, mine = psutil.cpu_times(percpu=True), affinity()
-        found = [core for number, core in enumerate(cores) if number in mine] or cores
-        idle = sum(core.idle + getattr(core, "iowait", 0.0) for core in found)
-        return time.monotonic(), time.process_time(), idle

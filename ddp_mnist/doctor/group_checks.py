@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 
 from ddp_mnist import train
-from ddp_mnist.cluster import hardware
 from ddp_mnist.cluster.failures import as_expected, first_cause
 from ddp_mnist.cluster.signals import listen
 from ddp_mnist.cluster.world import World
@@ -32,6 +31,7 @@ from ddp_mnist.run.summary import count, device
 from ddp_mnist.run.training_run import TrainingRun
 from ddp_mnist.run.versions import code_digest, package_versions
 from ddp_mnist.run.weights import digest_of
+from ddp_mnist.system import neighbours
 from ddp_mnist.verbs.check_result import PASS, WARN, CheckResult, check, failed, passed, warned
 from ddp_mnist.verbs.flags import Doctor
 
@@ -232,7 +232,7 @@ def load(group: Group) -> Iterator[CheckResult]:
         if most <= BUSY:
             yield passed(LOAD, f"other programs hold {most:.0%} of the cores")
 
-    results = group.judge("load", hardware.load() if group.is_first_here else None, judge)
+    results = group.judge("load", neighbours.cores_held() if group.is_first_here else None, judge)
     if any(result.status != PASS for result in results):
         group.busy = ", on a busy machine"
     yield from results

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from ddp_mnist.cluster import hardware
 from ddp_mnist.cluster.signals import StopSignals
 from ddp_mnist.cluster.world import World, broadcast_bytes
 from ddp_mnist.config.run import ResolvedConfig
@@ -22,6 +21,7 @@ from ddp_mnist.run.evaluation import Metrics, evaluate_split, import_evaluate_me
 from ddp_mnist.run.folder import MODEL, SUMMARY, RunFolder
 from ddp_mnist.run.profiling import StepProfiler
 from ddp_mnist.run.state import Progress, State
+from ddp_mnist.system.neighbours import Neighbours
 
 JUDGED_S = 30.0  # of training, after which its length is judged
 EPOCH_LINES = 50  # on the console at most, of a run of more epochs; metrics.jsonl has all
@@ -42,7 +42,7 @@ class TrainingRun:
     where: str = ""  # the folder's path on rank 0's machine
     profiler: StepProfiler = field(init=False)
     state: State = field(init=False)  # set by `begin`
-    neighbours: hardware.Neighbours | None = None  # until they have been told of
+    neighbours: Neighbours | None = None  # until they have been told of
     overfits: bool = False  # and has been told so
     judges_length: bool = False  # if the recipe has chosen it; a person waits for a CPU
     line: dict[str, Any] = field(default_factory=dict)  # of the last sync point, as it is logged
@@ -54,7 +54,7 @@ class TrainingRun:
         hosts, is_cpu = self.world.store.hosts, accelerator.device.type == "cpu"
         if self.console.verbose and is_cpu:
             ranks_here = hosts.count(hosts[self.world.store.rank])
-            self.neighbours = hardware.Neighbours(self.world.threads, ranks_here)
+            self.neighbours = Neighbours(self.world.threads, ranks_here)
             self.judges_length = not self.config.resumes and "epochs" not in self.config.explicit
         self.stop.answer, self.stop.at_once = self.answer, self.give_up
 
