@@ -19,12 +19,12 @@ from typing import Any, NoReturn
 from ddp_mnist import __version__, errors
 from ddp_mnist.cluster.launch import Launch, die_with_parent, find_launch
 from ddp_mnist.config.distribution import Distribution
+from ddp_mnist.config.flag_aliases import in_our_words, with_dashes
 from ddp_mnist.config.flags import Flags, add_flags, flag_name
 from ddp_mnist.config.recipe import Recipe
 from ddp_mnist.config.run import RunFlags, TrainConfig, fields_of
 from ddp_mnist.errors import UsageError, did_you_mean
 from ddp_mnist.run.console import Console, open_what_is_closed, passing, tell, write_stdout
-from ddp_mnist.verbs.flag_aliases import in_our_words, with_dashes
 
 VERBS = {
     "train": "Train and validate a model, test it once, and write a run folder.",
