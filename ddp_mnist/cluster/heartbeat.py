@@ -11,6 +11,7 @@ import torch.distributed as dist
 MEETING_BEAT_S = 2.0
 # Later a rank makes two calls in this time, or in a fifth to a tenth of a shorter --dist-timeout.
 LONGEST_BEAT_S = 30.0
+beat_key = "beat/{}".format  # of a rank
 MARGIN_S = 8.0  # after --dist-timeout, by which a lost rank is known; 2 s are left to end the run
 
 
@@ -76,10 +77,10 @@ class Heartbeat:
 
     def _beat(self) -> None:
         self._count += 1
-        self.store.set(f"beat/{self.rank}", str(self._count))
+        self.store.set(beat_key(self.rank), str(self._count))
 
     def _run(self) -> None:
-        keys = [f"beat/{rank}" for rank in self._watched]
+        keys = [beat_key(rank) for rank in self._watched]
         before, missed = list[bytes](), dict.fromkeys(self._watched, 0)
         with contextlib.suppress(RuntimeError):  # the store is gone, as the next wait will notice
             while not self._ended.wait(self._pause_s()):

@@ -12,13 +12,16 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from ddp_mnist.cluster.failures import first_cause
-from ddp_mnist.cluster.heartbeat import Heartbeat, meeting_beat_s
+from ddp_mnist.cluster.heartbeat import Heartbeat, beat_key, meeting_beat_s
 from ddp_mnist.cluster.interfaces import address_towards, is_own
 from ddp_mnist.cluster.launch import CAN_JOIN, Launch
 from ddp_mnist.cluster.store import (
+    FAILURE,
     Place,
     Store,
+    all_arrived_key,
     allow_open_files,
+    broadcast_key,
     host_id,
     listed,
     name_of,
@@ -32,9 +35,11 @@ from ddp_mnist.errors import DdpMnistError, PeerError, UsageError
 # numbers the meetings, and those who wait in an older one follow it into the new one.
 MEETINGS = "meetings"  # the key that counts them
 OPEN = "open"  # the key of a meeting under which rank 0 says that it has begun, and for how many
-MET, FIRST_BROADCAST = "met", "broadcast/0"  # once rank 0 has written each rank's place
+MET, FIRST_BROADCAST = "met", broadcast_key(0)  # once rank 0 has written each rank's place
 MOVED = b"moved"  # stands there if rank 0 began another meeting before all had come
-ALL_ARRIVED = "all arrived/0"
+ALL_ARRIVED = all_arrived_key(0)
+seat_key = "here/{}".format  # of a rank
+place_key = "place/{}".format
 GRACE_S = 0.5  # for rank 0, which started a moment later, to name who is missing
 LOOK_S = 1.0  # between two looks for who is missing, where somebody is told
 LATE_S = 5.0  # for one that came in the last moment, and for who names the missing
@@ -164,7 +169,7 @@ class Meeting:
         Raise UsageError if a living process has the seat.
         """
         store, mine, left = self.store, json.dumps(self.seat), ""
-        key = f"here/{store.rank}"
+        key = seat_key(store.rank)
         while (taken := store.call("compare_set", key, left, mine).decode()) != mine:
             self._refuse_if_alive()
             left = taken
@@ -176,7 +181,7 @@ class Meeting:
 
     def _refuse_if_alive(self) -> None:
         """Raise UsageError if another process of this rank beats; that none does takes 2."""
-        store, key = self.store, f"beat/{self.store.rank}"
+        store, key = self.store, beat_key(self.store.rank)
 
         def beat() -> bytes:
             return store.call("get", key) if store.exists(key) else b""
@@ -209,13 +214,13 @@ class Meeting:
         store, ranks = self.store, range(self.seat.size)
         self._wait_for(ALL_ARRIVED, self.deadline)
         store.raise_if_failed()
-        found = store.call("multi_get", [f"here/{rank}" for rank in ranks])
+        found = store.call("multi_get", [seat_key(rank) for rank in ranks])
         seats = [Seat(*json.loads(each)) for each in found]
         store.hosts = [seat.host for seat in seats]
         places = _places(seats)
         store.place = places[0]
         told = [json.dumps([s.token, place]) for s, place in zip(seats, places, strict=True)]
-        store.call("multi_set", [f"place/{rank}" for rank in ranks], told)
+        store.call("multi_set", [place_key(rank) for rank in ranks], told)
         store.broadcast_from_rank0(MET, bool)
         return True
 
@@ -227,7 +232,7 @@ class Meeting:
         if found == MOVED:
             return False
         store.receive(MET, found)
-        token, place = json.loads(store.call("get", f"place/{store.rank}"))
+        token, place = json.loads(store.call("get", place_key(store.rank)))
         store.place = Place(*place)
         return token == self.seat.token  # else this process took a dead one's seat too late
 
@@ -245,7 +250,7 @@ class Meeting:
         if store.wait(key, deadline - time.monotonic()):
             return
         first = store.call("compare_set", "first to notice", "", str(store.rank))
-        if first != b"%d" % store.rank and store.wait("failure", LATE_S):
+        if first != b"%d" % store.rank and store.wait(FAILURE, LATE_S):
             store.raise_if_failed()
         missing = self._missing()
         if not missing and store.wait(key, LATE_S):
@@ -261,7 +266,7 @@ class Meeting:
         )
 
     def _missing(self) -> list[int]:
-        return [rank for rank in range(self.seat.size) if not self.store.exists(f"here/{rank}")]
+        return [rank for rank in range(self.seat.size) if not self.store.exists(seat_key(rank))]
 
     def _fix(self, by_hand: str) -> str:
         """Return what to do about who is missing: a launcher has started all that it could."""

@@ -29,6 +29,11 @@ from ddp_mnist.system.deadline import with_deadline
 T = TypeVar("T")
 SERVED: dict[int, dist.TCPStore] = {}  # by port; DDP's reducer holds each to the end
 LIVENESS = "liveness requested"  # the key for which every rank has to answer
+FAILURE = "failure"  # the key of the failure that was reported first
+# The keys of a broadcast and of a barrier, by its number; see Store.
+broadcast_key = "broadcast/{}".format
+arrived_key = "arrived/{}".format
+all_arrived_key = "all arrived/{}".format
 FAILED = b"failed"  # stands where what others wait for is not to come any more
 FIRST_POLL_S = 0.01  # each pause is twice as long as the one before it
 OWN_FILES = 64  # of a process, beside connections to others: some 25, and those of a data loader
@@ -154,7 +159,7 @@ class Store:
 
         Raise as `raise_if_failed` does.
         """
-        key = f"broadcast/{self.broadcasts}"
+        key = broadcast_key(self.broadcasts)
         if self.rank == 0:
             sent = json.dumps([name, decide()])
             found = self.call("compare_set", key, "", sent) if self.world_size > 1 else sent
@@ -209,13 +214,13 @@ class Store:
 
     def arrive(self, counts: bool = True) -> None:
         """Be counted at the next barrier, unless this rank has been already; wait for nobody."""
-        if counts and self.call("add", f"arrived/{self.arrivals}", 1) == self.world_size:
-            self.call("compare_set", f"all arrived/{self.arrivals}", "", "yes")
+        if counts and self.call("add", arrived_key(self.arrivals), 1) == self.world_size:
+            self.call("compare_set", all_arrived_key(self.arrivals), "", "yes")
         self.arrivals += 1
 
     def _wait_for_all(self, within_s: float = math.inf) -> bool:
         """Return whether every rank arrived within that time where this one did last."""
-        key = f"all arrived/{self.arrivals - 1}"
+        key = all_arrived_key(self.arrivals - 1)
         if not self.wait(key, within_s):
             return False
         self._raise_if(self.call("get", key))
@@ -229,9 +234,11 @@ class Store:
 
     def end_waits(self) -> None:
         """Write FAILED where others may wait: for rank 0's broadcast, or for the last to arrive."""
-        waits = ("broadcast", self.broadcasts), ("all arrived", max(0, self.arrivals - 1))
-        for key, number in waits:
-            while self.call("compare_set", f"{key}/{number}", "", FAILED.decode()) != FAILED:
+        for key_of, number in (
+            (broadcast_key, self.broadcasts),
+            (all_arrived_key, max(0, self.arrivals - 1)),
+        ):
+            while self.call("compare_set", key_of(number), "", FAILED.decode()) != FAILED:
                 number += 1
 
     def close(self) -> None:
@@ -246,7 +253,7 @@ class Store:
         with contextlib.suppress(RuntimeError):  # the store is gone: nobody needs rank 0
             self.call("add", "left", 1)
             if self.rank == 0:
-                came = self.world_size if all_met else self.call("add", "arrived/0", 0)
+                came = self.world_size if all_met else self.call("add", arrived_key(0), 0)
                 leaving = came - len(self.lost)
                 poll(lambda: self.call("add", "left", 0) >= leaving, patience_s)
 
@@ -254,7 +261,7 @@ class Store:
         """Record this rank's error as the run's. Return None, or the one that came before it."""
         mine = {"rank": self.rank, "message": message, "code": code, "lost": self.lost}
         try:
-            first = json.loads(self.call("compare_set", "failure", "", json.dumps(mine)))
+            first = json.loads(self.call("compare_set", FAILURE, "", json.dumps(mine)))
             self.end_waits()
         except RuntimeError:  # rank 0 served the store and is dead
             return None
@@ -264,7 +271,7 @@ class Store:
     def failure(self) -> dict[str, Any] | None:
         """Return the failure reported first: rank, message, code, lost. None if there is none."""
         with contextlib.suppress(RuntimeError):
-            return json.loads(self.call("get", "failure")) if self.exists("failure") else None
+            return json.loads(self.call("get", FAILURE)) if self.exists(FAILURE) else None
         return None
 
     def raise_if_failed(self) -> None:
@@ -327,7 +334,7 @@ class Store:
         deadline, before, answered = time.monotonic() + SEARCH_S, b"nobody", b""
         while answered != before and time.monotonic() < deadline:
             before = answered
-            if poll(lambda: self.exists("failure"), patience_s / 2):
+            if poll(lambda: self.exists(FAILURE), patience_s / 2):
                 break
             answered = self.call("get", "alive")
         if failed := self.failure():
