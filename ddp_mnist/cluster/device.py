@@ -25,14 +25,14 @@ from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.errors import UsageError
 from ddp_mnist.system.limits import cores
 
-# In errors of torch.compile: the first two are Inductor's, on a CPU. The others are Triton's, on a
-# GPU; the last is of its command to the C compiler, which failed.
+# Found in errors of torch.compile: the first two are Inductor's, on a CPU. The others are Triton's,
+# on a GPU; the last is a part of its command to the C compiler, which failed.
 CANNOT_COMPILE = (
     *("InvalidCxxCompiler", "CppCompileError"),
     *("Failed to find C compiler", "Failed to find C++ compiler", "'-shared', '-fPIC'"),
 )
 
-# Backends of torch.compile that torch brings whole; the others need packages, or are gone.
+# Backends of torch.compile that come with torch; the others need packages, or are gone.
 COMPILERS = ("inductor", "cudagraphs", "aot_eager", "eager")
 
 
@@ -45,7 +45,7 @@ def choose_device(flags: Distribution, options: LauncherOptions = NO_OPTIONS) ->
         raise UsageError(f"{word}: must be true or false; correct or unset it") from error
     if wants_cpu:
         hide_gpus()
-    elif torch.cuda._is_in_bad_fork() and torch.cuda.device_count():  # which needs no CUDA
+    elif torch.cuda._is_in_bad_fork() and torch.cuda.device_count():  # the count needs no CUDA
         raise UsageError(
             "notebook_launcher: a GPU was used in this notebook before, and its forked processes"
             " cannot use it; restart the kernel and begin with notebook_launcher, or add cpu=True"
@@ -84,9 +84,9 @@ def choose_backend(flags: Distribution, launch: Launch, device: str) -> str:
 
 
 def has_native_bf16(device: str) -> bool:
-    """Return whether it multiplies bfloat16 itself; emulated, it would be slower than float32.
+    """Return whether the device computes in bfloat16; emulated, it is slower than float32.
 
-    GPUs do from Ampere on; all of this machine have to. On a CPU, torch multiplies by oneDNN, which
+    GPUs do from Ampere on; all of this machine's have to. On a CPU, torch uses oneDNN for it, which
     its wheels for macOS lack.
     """
     if device == "cuda":
@@ -110,7 +110,7 @@ def precision_in_effect(flags: Distribution, launch: Launch, device: str) -> str
         requested = "bf16" if has_native_bf16(device) else "fp16" if device == "cuda" else "no"
     elif requested not in ("no", "fp16", "bf16", "fp64"):
         raise UsageError(f"--mixed_precision {requested}: choose from no, fp16, bf16")
-    elif requested == "fp16" and device == "cpu":  # accelerate would train in fp32 and say fp16
+    elif requested == "fp16" and device == "cpu":  # Accelerate would train in fp32 and report fp16
         if flags.mixed_precision:
             raise UsageError("--mixed-precision fp16: needs a GPU; on a CPU use bf16, no or auto")
         config = "multi_cpu" if launch.world_size > 1 else "cpu"
@@ -125,7 +125,7 @@ def precision_in_effect(flags: Distribution, launch: Launch, device: str) -> str
             f"{typed}: a GPU here is older than Ampere (compute capability 8.0) and would be slower"
             " with it than without; add --mixed-precision auto, which takes fp16 there"
         )
-    # PowerSGD adds what it left unsent to the next gradient: an infinity, which the loss scaler
+    # PowerSGD adds what it did not send to the next gradient: an infinity, which the loss scaler
     # skips once, would come back in every step.
     if flags.comm_hook == "powersgd" and requested == "fp16":
         raise UsageError(
@@ -142,20 +142,20 @@ def compiler_in_effect(flags: Distribution) -> dict[str, Any]:
     without the flag too.
     """
     try:
-        asked = TorchDynamoPlugin()  # reads the launcher's variables
+        plugin = TorchDynamoPlugin()  # reads the launcher's variables
     except ValueError as error:
         raise UsageError(f"ACCELERATE_DYNAMO_*: {error}; correct or unset it") from None
-    if asked.backend.value == "NO":
+    if plugin.backend.value == "NO":
         return {"backend": "inductor"} if flags.compile else {}
-    if (backend := asked.backend.value.lower()) not in COMPILERS:
+    if (backend := plugin.backend.value.lower()) not in COMPILERS:
         raise UsageError(f"dynamo_backend {backend}: choose from {', '.join(COMPILERS)}")
-    return asked.to_kwargs()
+    return plugin.to_kwargs()
 
 
 def choose_local_rank(launch: Launch, place: Place) -> int:
     """Return the launcher's number for this process, else its number on its machine.
 
-    If two nodes are rehearsed on one machine, each launcher counts from 0.
+    In a rehearsal of two nodes on one machine, each launcher counts from 0.
     """
     return place.index_here if launch.local_rank is None else launch.local_rank
 
@@ -165,8 +165,8 @@ def set_threads(
 ) -> int:
     """Share this machine's cores among its processes, and return this one's number of threads.
 
-    A launcher sets OMP_NUM_THREADS=1 of its own accord, which leaves cores idle; a larger number,
-    one that was typed or one set without a launcher was meant and stays.
+    A launcher sets OMP_NUM_THREADS=1 by default, which leaves cores idle, so that is overridden. A
+    larger number, one that was typed, or any that was set without a launcher, stays.
     """
     given = os.environ.get("OMP_NUM_THREADS") or "0"
     outermost = given.partition(",")[0]  # OpenMP takes a list, one entry per level of nesting
@@ -174,12 +174,12 @@ def set_threads(
         raise UsageError(f"OMP_NUM_THREADS={given}: must be a whole number; correct or unset it")
     threads = int(outermost)
     if threads < 1 or (threads == 1 and launch.child_of_launcher and options.threads is None):
-        ours, sharers = cores(), processes_here
+        available, sharers = cores(), processes_here
         if (of_task := os.environ.get("SLURM_CPUS_PER_TASK", "")).isdecimal():
-            # srun starts a process for each task, or a launcher, which starts several
+            # srun starts one process for each task, or a launcher, which starts several
             sharers = (launch.local_world_size or 1) if launch.child_of_launcher else 1
-            ours = min(ours, int(of_task))
-        threads = max(1, ours // sharers) if device == "cpu" else 1
+            available = min(available, int(of_task))
+        threads = max(1, available // sharers) if device == "cpu" else 1
     if is_forked():
         threads = 1
     os.environ["OMP_NUM_THREADS"] = str(threads)
@@ -197,7 +197,7 @@ def gpu_of(local_rank: int) -> int:
 
 @contextlib.contextmanager
 def without_tf32() -> Iterator[None]:
-    """Compute float32 convolutions in float32 in the block; a GPU would take TF32 for them."""
+    """Compute float32 convolutions in full precision in the block; a GPU would use TF32."""
     cudnn: Any = torch.backends.cudnn
     before, cudnn.conv.fp32_precision = cudnn.conv.fp32_precision, "ieee"
     try:
@@ -210,7 +210,7 @@ def without_tf32() -> Iterator[None]:
 def within_memory(device: torch.device, advise: Callable[[], tuple[str, str]]) -> Iterator[None]:
     """Raise UsageError, instead of torch's error, if the memory of the GPU was not enough.
 
-    `advise()` returns what was typed that takes so much, and what would take less.
+    `advise()` returns the words that were typed and take so much, and what would take less.
     """
     try:
         yield
@@ -225,7 +225,7 @@ def card(device: torch.device) -> str:
         return "there is"
     free, total = torch.cuda.mem_get_info(device)
     others = total - free - torch.cuda.memory_reserved(device)
-    # less than a GB are CUDA's own code and those of our libraries
+    # up to a GB is the code of CUDA and of our libraries
     held = f", of which other programs hold {others / 1e9:.1f} GB" if others > 1e9 else ""
     return f"{device} has ({torch.cuda.get_device_name(device)}, {total / 1e9:.1f} GB{held})"
 
@@ -236,10 +236,10 @@ def able_to_compile(flags: Distribution, compiler: dict[str, Any]) -> Iterator[N
     try:
         yield
     except Exception as error:
-        said = str(error)  # torch wraps some, and keeps their texts alone
-        if not compiler or not any(sign in said for sign in CANNOT_COMPILE):
+        text = str(error)  # torch wraps some errors, and keeps only their text
+        if not compiler or not any(sign in text for sign in CANNOT_COMPILE):
             raise
-        lines = said.splitlines()
+        lines = text.splitlines()
         why = next((line for line in lines if "error: " in line), lines[0])[:120]
         typed = "--compile" if flags.compile else "dynamo_backend"
         raise UsageError(

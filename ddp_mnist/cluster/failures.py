@@ -18,21 +18,23 @@ from ddp_mnist.system.deadline import with_deadline
 LOST_CONNECTION = ("connection", "timed out", "timeout", "socket", "broken pipe", "gloo", "nccl")
 ABORT_S = 10.0
 A_GPU_EACH = "give each process a GPU of its own, or share one with --backend gloo"
-aborted: list[dist.ProcessGroup] = []  # kept: destroying one joins threads that sleep long
+aborted: list[dist.ProcessGroup] = []  # kept: their destructor joins threads that sleep long
 
 
 def first_cause(store: Store, error: BaseException) -> BaseException:
-    """Return `error`, marked as agreed, if this rank fails first; else a FailedElsewhere."""
+    """Return `error`, marked as agreed on, if this rank fails first; else a FailedElsewhere."""
     if isinstance(error, FailedElsewhere) or getattr(error, "agreed", False):
         return error
-    if isinstance(error, KeyboardInterrupt):  # it reached every rank, and local rank 0 prints it
+    if isinstance(
+        error, KeyboardInterrupt
+    ):  # Ctrl-C reaches every rank, and local rank 0 prints it
         store.report_failure("interrupted", 130)
         return error
     message = str(error) or type(error).__name__
     failure = store.report_failure(message, getattr(error, "code", 1))
     if failure and failure["rank"] != store.rank:
         return FailedElsewhere(failure["message"], failure["code"])
-    if failure:  # this rank's heartbeat has said it
+    if failure:  # this rank's own heartbeat has reported it
         error = PeerError(failure["message"])
     if isinstance(error, DdpMnistError):
         error.agreed = True
@@ -54,8 +56,8 @@ def propagate_first_error(store: Store) -> Iterator[None]:
         ignored = (signal.SIGTERM, signal.SIGINT)
         before = {number: signal.signal(number, signal.SIG_IGN) for number in ignored}
         cause = first_cause(store, as_expected(store, error))
-        end_group()  # the others' connections break now, and they look for the cause
-        store.shutdown()  # while they read it in its store
+        end_group()  # the others' connections break now, so they look for the cause
+        store.shutdown()  # waits while they read it in the store that this rank may serve
         for number, handler in before.items():
             signal.signal(number, handler)
         if cause is error:
@@ -64,15 +66,15 @@ def propagate_first_error(store: Store) -> Iterator[None]:
 
 
 def end_group(*, in_order: bool = False) -> None:
-    """End the process group. All ranks have come here `in_order`, or one of them has failed.
+    """End the process group: `in_order` if all ranks have come here, else after a failure.
 
-    Then NCCL's collectives may wait for a lost rank, and are aborted: destroy_process_group would
-    first wait until they are done.
+    After a failure NCCL's collectives may wait for a lost rank, so they are aborted:
+    destroy_process_group would first wait until they are done.
     """
     if not dist.is_initialized() or dist.group.WORLD in aborted:
         return
-    # DDP's reducer ends before the group: else a gloo thread may abort at exit. The frames that
-    # held the model have ended by now, or are cleared.
+    # DDP's reducer has to end before the group, else a gloo thread may abort at exit. The frames
+    # that held the model have ended by now, or are cleared.
     gc.collect()
     if in_order or dist.get_backend() != "nccl":
         dist.destroy_process_group()
@@ -87,7 +89,7 @@ def end_group(*, in_order: bool = False) -> None:
 def as_expected(store: Store, error: BaseException) -> BaseException:
     """Return a broken connection as a PeerError that names the lost rank; other errors as they are.
 
-    What NCCL calls a system error has broken one too, even if all ranks are there.
+    NCCL's system errors count as broken connections too, even if no rank is lost.
     """
     text, why = str(error).lower(), re.sub(r"^\[\S*\] ", "", reason(error))  # gloo's source line
     is_lost = isinstance(error, RuntimeError) and any(sign in text for sign in LOST_CONNECTION)
@@ -95,8 +97,8 @@ def as_expected(store: Store, error: BaseException) -> BaseException:
         return error
     if "invalid usage" in text:
         return UsageError(f"--backend nccl: {why}; {A_GPU_EACH}; NCCL_DEBUG=WARN shows more")
-    store.request_liveness()  # before the end, which may take seconds over NCCL
-    end_group()  # closes this rank's connections too: who waits for this one would look lost
+    store.request_liveness()  # before end_group, which may take seconds over NCCL
+    end_group()  # breaks the connections of whoever waits for this rank, so that it answers too
     lost = store.find_dead_ranks()
     more = " with NCCL_DEBUG=WARN" if "nccl" in text else ""
     return store.lost_contact(lost, textwrap.shorten(why, 120), more)

@@ -14,11 +14,11 @@ WSL_CUDA = Path("/usr/lib/wsl/lib/libcuda.so.1")  # there with a driver of NVIDI
 HIDE_GPUS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 GPU_FIX = "update the driver, or install the torch that fits it (see pytorch.org)"
 TOO_OLD_FIX = "install a torch built for an older CUDA (see pytorch.org)"
-hidden_once: list[bool] = []  # by this process, which may be a notebook's and set it free again
+hidden_once: list[bool] = []  # not empty once this process hid GPUs; a notebook may unset that
 
 
 def describe() -> dict[str, str | int]:
-    """Describe this machine, beside figures that were measured on it."""
+    """Describe this machine, next to figures that were measured on it."""
     return {"cpu": cpu_model(), "cores": os.cpu_count() or 1, "system": platform.platform()}
 
 
@@ -34,8 +34,8 @@ def cpu_model() -> str:
 def gpus() -> int:
     """Return how many GPUs torch can compute on here.
 
-    torch's own count includes those whose driver is too old for it, and all that are divided (MIG),
-    of whose parts CUDA shows a process one.
+    torch's own count includes GPUs whose driver is too old for it, and every divided one (MIG),
+    although CUDA shows a process a single part.
     """
     import torch  # slow, so only where the answer is needed
 
@@ -45,16 +45,16 @@ def gpus() -> int:
 
 
 def gpus_shown() -> int:
-    """Return how many GPUs of NVIDIA, or else AMD, the system shows, whatever torch sees."""
+    """Return how many GPUs of NVIDIA, or else of AMD, the system lists, whatever torch sees."""
     nvidia = len(list(DEVICES.glob("nvidia[0-9]*")))
     in_wsl = (DEVICES / "dxg").exists() and WSL_CUDA.exists()
     return nvidia or int(in_wsl or (DEVICES / "kfd").exists())
 
 
 def unused_gpus() -> str:
-    """Return in words that torch cannot use the GPUs that the system shows.
+    """Return a sentence if torch cannot use the GPUs that the system lists.
 
-    "" if it can, there are none, or they are hidden on purpose.
+    Return "" if it can, there are none, or they are hidden on purpose.
     """
     import torch
 
@@ -66,9 +66,9 @@ def unused_gpus() -> str:
 
 
 def gpus_for_make() -> int:
-    """Return how many GPUs `make train` is to use; say on stderr why none of those that are there.
+    """Return how many GPUs `make train` is to use; print on stderr why it cannot use those here.
 
-    torch takes seconds to load: without a device that may be a GPU's it is not asked.
+    torch takes seconds to load, so it is imported only if there is a device that may be a GPU.
     """
     if not any(any(DEVICES.glob(name)) for name in ("nvidia*", "nvhost*", "nvgpu*", "dxg", "kfd")):
         return 0
@@ -78,7 +78,7 @@ def gpus_for_make() -> int:
 
 
 def too_old(number: int) -> str:
-    """Return in words that a GPU is older than all that this torch has kernels for, else ""."""
+    """Return a sentence if a GPU is older than all that this torch has kernels for, else ""."""
     import torch
 
     kernels = [int(cc) for cc in re.findall(r"sm_(\d+)", " ".join(torch.cuda.get_arch_list()))]
@@ -93,27 +93,27 @@ def too_old(number: int) -> str:
 
 
 def default_processes(least: int) -> int:
-    """Return one per GPU, or two where there is none; at least `least`."""
+    """Return one process per GPU, or two where there is none; at least `least`."""
     return max(gpus() or 2, least)
 
 
 def hide_gpus() -> None:
     """Hide all GPUs from this process and its children; CUDA reads this at its first call.
 
-    An optimizer's step on a CPU would open a GPU that torch sees, which may be broken or taken.
+    Otherwise an optimizer's step on the CPU would open a GPU, which may be broken or in use.
     """
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     hidden_once.append(True)
 
 
 def is_forked() -> bool:
-    """Return whether this process is a copy of one that computed, as notebook_launcher makes them.
+    """Return whether this process was forked from one that computed, as by notebook_launcher.
 
     True if it was forked after this module was imported, or by `multiprocessing` before. False
     under a fork server, which imports but computes nothing.
 
-    A copy lacks the threads of OpenMP that the notebook's process may have started, and would wait
-    for them for good in its first parallel loop; with one thread there is none.
+    A forked process lacks the OpenMP threads that its parent may have started, and would wait for
+    them for ever in its first parallel loop; with one thread there is no such loop.
     """
     kind = type(multiprocessing.current_process()).__name__
     if kind == "ForkServerProcess":

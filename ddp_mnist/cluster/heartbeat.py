@@ -1,4 +1,4 @@
-"""Each rank shows that it lives, so that others wait for one that works, and not for a dead one."""
+"""Each rank shows that it is alive, so that others wait for a slow rank, and not for a dead one."""
 
 import contextlib
 import math
@@ -7,12 +7,12 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-# Who comes while the others still meet learns from two beats whether the one before it lives.
+# While ranks still meet, two beats tell a process whether another one with its rank is alive.
 MEETING_BEAT_S = 2.0
-# Later a rank makes two calls in this time, or in a fifth to a tenth of a shorter --dist-timeout.
+# Later a rank beats once in this time, or in a fifth to a tenth of a shorter --dist-timeout.
 LONGEST_BEAT_S = 30.0
 beat_key = "beat/{}".format  # of a rank
-MARGIN_S = 8.0  # after --dist-timeout, by which a lost rank is known; 2 s are left to end the run
+MARGIN_S = 8.0  # after --dist-timeout until a lost rank is noticed; 2 s are left to end the run
 
 
 def meeting_beat_s(timeout_s: float) -> float:
@@ -21,15 +21,15 @@ def meeting_beat_s(timeout_s: float) -> float:
 
 
 class Heartbeat:
-    """A thread that counts up a key of this rank, and sees whose key stands still.
+    """A thread that increments a key of this rank, and notices whose key no longer changes.
 
     It beats from when its rank comes to meet the others, so that a second process of that rank sees
-    whether the first one lives; it looks after the others once all have come.
+    whether the first one is alive; it watches the others once all have come.
 
     It beats while the main thread decodes, imports or compiles; a C function that keeps Python's
-    lock for all of `timeout_s` would stop it, as a kill or SIGSTOP does. Rank 0 looks after all the
-    others, and they after rank 0: the number of calls per rank does not depend on how many there
-    are. What counts is beats missed, not time: a machine that slept as a whole lost nobody.
+    lock for all of `timeout_s` would stop it, as a kill or SIGSTOP does. Rank 0 watches all the
+    others, and they watch rank 0: the number of calls per rank does not depend on how many there
+    are. Beats missed count, not time: a cluster that was suspended as a whole has lost nobody.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Heartbeat:
     ) -> None:
         """Make the first beat, which must be there before another rank's thread looks.
 
-        `when_silent` is called once, in the thread, with the ranks that are lost.
+        `when_silent` is called once, in the thread, with the lost ranks.
         """
         self.silent: list[int] = []  # the ranks that have not beaten for about `timeout_s`
         self.timeout_s, self.rank = timeout_s, rank
@@ -53,7 +53,7 @@ class Heartbeat:
         latest_s = timeout_s + min(MARGIN_S, timeout_s / 5)
         self.misses = int(latest_s / self.every_s + 1e-9) - 1
         self._watched = [*range(1, world_size)] if rank == 0 else [0]
-        # A connection of its own: the main thread may wait on the other one.
+        # A connection of its own: the main thread may be waiting on the other one.
         self.store = store.clone()
         self._when_silent = when_silent
         self._count = 0
@@ -66,11 +66,11 @@ class Heartbeat:
         self._thread.start()
 
     def watch(self) -> None:
-        """Begin to look after the others, all of which have made their first beat."""
+        """Begin to watch the others, all of which have made their first beat."""
         self._all_came.set()
 
     def stop(self) -> None:
-        """Return once the thread has ended; a connection that is dead may hold it a second."""
+        """Return once the thread has ended, or after a second: a dead connection may hold it."""
         self._ended.set()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(1.0)
@@ -82,7 +82,7 @@ class Heartbeat:
     def _run(self) -> None:
         keys = [beat_key(rank) for rank in self._watched]
         before, missed = list[bytes](), dict.fromkeys(self._watched, 0)
-        with contextlib.suppress(RuntimeError):  # the store is gone, as the next wait will notice
+        with contextlib.suppress(RuntimeError):  # the store is gone; the next wait will notice
             while not self._ended.wait(self._pause_s()):
                 self._beat()
                 if not self._all_came.is_set():

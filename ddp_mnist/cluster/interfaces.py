@@ -43,7 +43,7 @@ def own_addresses() -> set[str]:
 
 
 def addresses_of(host: str) -> list[str]:
-    """Return the addresses that `host` stands for. Raise OSError or UnicodeError without any."""
+    """Return the addresses of `host`, sorted. Raise OSError or UnicodeError if it has none."""
     found = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
     return sorted({_plain(str(place[0])) for *_, place in found})
 

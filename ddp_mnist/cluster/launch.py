@@ -1,4 +1,4 @@
-"""Find out how this process was started: its rank, the world size, where rank 0 is.
+"""How this process was started: its rank, the world size, and where rank 0 is.
 
 A launcher (accelerate, torchrun, srun) or a person says so in environment variables; one command
 per process says so in the flags `--init-method tcp://HOST:PORT --rank R --world-size N`. Nothing
@@ -20,7 +20,7 @@ from ddp_mnist.config import launch_configs
 from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.errors import UsageError
 
-# By field of Launch the variable that says it; of several, the first that is set.
+# The variable that gives each field of Launch; of several, the first that is set.
 OF_TORCHRUN = {
     "rank": "RANK",
     "world_size": "WORLD_SIZE",
@@ -37,10 +37,10 @@ OF_SLURM = {
     "main_port": "MASTER_PORT",
 }
 PR_SET_PDEATHSIG = 1  # from linux/prctl.h
-# Without it, torchrun's agents tell those that were there in the first round where the store is
-# that they share with their processes, and nobody later (next_rendezvous in dynamic_rendezvous.py).
+# Without it, torchrun's agents share their store with the processes of the first round, and those
+# that join later never learn where it is (next_rendezvous in dynamic_rendezvous.py).
 CAN_JOIN = "start torchrun everywhere with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
-# All that launchers and batch jobs say to the processes that they start, but how to compute.
+# All that launchers and batch jobs tell the processes that they start, except how to compute.
 OF_LAUNCHERS = re.compile(
     "(SLURM|PMIX?|OMPI|MV2|TORCHELASTIC|ACCELERATE(?!_USE_CPU|_MIXED_PRECISION)|LOCAL|GROUP|ROLE"
     "|MASTER)_.+|RANK|WORLD_SIZE"
@@ -50,9 +50,9 @@ FROM_1 = ("world_size", "local_world_size", "num_machines", "main_port")  # the 
 
 @dataclass(frozen=True)
 class Launch:
-    """One process's place in the run, or a machine's; None where the launcher does not say."""
+    """One process's place in the run, or a machine's; None for what the launcher does not say."""
 
-    # python, accelerate, torchrun, slurm, environment or tcp; machine, which has no process yet
+    # python, accelerate, torchrun, slurm, environment or tcp; machine, if it has no process yet
     launcher: str = "python"
     rank: int = 0
     world_size: int = 1
@@ -65,7 +65,7 @@ class Launch:
 
     @property
     def is_alone(self) -> bool:
-        """Return whether this process forms no group; one of a launcher's does, if only of one."""
+        """Return whether this process forms no group; a launcher's process does, even if alone."""
         return self.world_size == 1 and not self.agent_store
 
     @property
@@ -105,15 +105,15 @@ def find_launch(flags: Distribution, env: Mapping[str, str] = os.environ) -> Lau
 
 
 def own_environment(env: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the environment for processes that this program starts by itself, as verify does.
+    """Return the environment for processes that this program starts itself, as verify does.
 
-    They have no part in the batch job or the launcher in which it runs.
+    They are not members of the batch job or the launcher in which it runs.
     """
     return {name: value for name, value in env.items() if not OF_LAUNCHERS.fullmatch(name)}
 
 
 def nobody_can_join(env: Mapping[str, str] = os.environ) -> bool:
-    """Return whether torchrun started this process again, and admits no machine any more."""
+    """Return whether torchrun has restarted this process, and admits no new machine any more."""
     restarted = env.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     return restarted and env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
@@ -124,7 +124,7 @@ def _from_address(flags: Distribution, env: Mapping[str, str]) -> Launch:
     try:
         url = urlsplit(flags.init_method or "")
         host, port, rest = url.hostname, url.port, (url.path + url.query + url.fragment).strip("/")
-    except ValueError:  # from a port or an IPv6 address that is none
+    except ValueError:  # from a malformed port or IPv6 address
         host = port = rest = None
     if not host or not port or rest or url.scheme != "tcp":
         raise UsageError(f"{shown}: must be tcp://HOST:PORT (port 1 to 65535) or env://")
@@ -139,7 +139,7 @@ def _from_address(flags: Distribution, env: Mapping[str, str]) -> Launch:
 
 
 def _with_flags(flags: Distribution, env: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment and the flags for ranks, which may not contradict it."""
+    """Return the environment with the flags on ranks added. Raise UsageError if they differ."""
     merged = dict(env)
     for name in ("rank", "world_size", "local_rank"):
         value, variable = getattr(flags, name), name.upper()
@@ -180,8 +180,8 @@ def _from_variables(flags: Distribution, env: Mapping[str, str]) -> Launch:
                 f"{name}={env[name]}: mpirun is not supported as a launcher, each process would"
                 " train alone; use torchrun or accelerate launch"
             )
-    # accelerate's MULTI_CPU path starts one process unless mpirun is named. Only a MASTER_ADDR
-    # without a WORLD_SIZE, which a person may have set too, shows that several were requested.
+    # accelerate's MULTI_CPU path starts one process unless mpirun is named. That several were
+    # requested shows only in a MASTER_ADDR without a WORLD_SIZE, which may also be a person's.
     if "ACCELERATE_USE_CPU" in env and "MASTER_ADDR" in env:
         raise UsageError(
             f"MASTER_ADDR={env['MASTER_ADDR']}: is set, but accelerate launch started one process;"
@@ -193,8 +193,8 @@ def _from_variables(flags: Distribution, env: Mapping[str, str]) -> Launch:
 def _from_slurm(env: Mapping[str, str], size: str) -> Launch:
     """Read the variables of srun's tasks, in which SLURM_NTASKS and SLURM_NNODES are the step's.
 
-    In the shell of a job they are the job's. There the step's own are not set, or left over from
-    the step in which sbatch or salloc was typed.
+    In the shell of a job they are the job's; there the step's own variables are not set, or left
+    over from the step in which sbatch or salloc was typed.
     """
     step = {"SLURM_NTASKS": "SLURM_STEP_NUM_TASKS", "SLURM_NNODES": "SLURM_STEP_NUM_NODES"}[size]
     in_step = env.keys() >= {"SLURM_STEP_ID", "SLURM_PROCID"}
@@ -246,5 +246,5 @@ def die_with_parent() -> None:
         return
     parent = os.getppid()
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent:  # it died in between, and the signal will not come
+    if os.getppid() != parent:  # it died before the call, so the signal will not come
         os.kill(os.getpid(), signal.SIGTERM)

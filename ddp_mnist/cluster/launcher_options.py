@@ -1,4 +1,4 @@
-"""Do or refuse what accelerate launch was asked for besides processes.
+"""What accelerate launch was asked for besides processes: done here, or refused.
 
 Its config and its flags reach a process as variables, and some of them not at all: those are read
 from the launcher's own command line. docs/reference.md has every variable that the launcher sets or
@@ -53,7 +53,7 @@ REFUSED = {  # by variable the key or flag that sets it, and why not with what t
 
 @dataclass(frozen=True)
 class LauncherOptions:
-    """Hold what accelerate launch was asked for that neither it nor a flag of ours does."""
+    """What accelerate launch was asked for that neither it nor a flag of ours does."""
 
     cpu: bool = False  # use_cpu, which it does not pass on to several processes
     grad_accum: int | None = None
@@ -68,7 +68,7 @@ def refuse_unsupported(env: Mapping[str, str]) -> None:
     """Raise UsageError if a variable asks for something that this trainer does not do."""
     for variable, (name, refusal) in REFUSED.items():
         if env.get(variable, "").lower() not in OFF:
-            # The launcher sets it as it was asked to; one of the shell would outlast any config.
+            # The launcher sets it, or else the shell did, and then no config changes it.
             fix = "" if variable == name else f"; unset {variable} if your shell has it"
             raise UsageError(f"{name}: {refusal}{fix}")
 
@@ -81,7 +81,7 @@ def read_launcher_options(env: Mapping[str, str] = os.environ) -> LauncherOption
     typed, config = _flags_and_config() if PRECISION in env else ({}, {})
     given = {**(config.get("deepspeed_config") or {}), **typed}
     kind = config.get("distributed_type") or "NO"
-    if kind not in KINDS:  # --cpu started one process all the same; or it is for another device
+    if kind not in KINDS:  # no variable says so with --cpu, or for another device
         raise UsageError(f"distributed_type {kind}: {DDP}")
     if (clipping := given.get(CLIPPING)) is not None:
         refuse_unsupported({"ACCELERATE_GRADIENT_CLIPPING": str(clipping)})
@@ -121,7 +121,7 @@ def _flags_and_config() -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _command_line() -> tuple[list[str], str]:
-    """Return the words behind `accelerate launch` and the folder where it began; [] without it."""
+    """Return the words after `accelerate launch` and its working directory; [] without it."""
     for process in psutil.Process().parents():
         with contextlib.suppress(psutil.Error):
             words = process.cmdline()

@@ -22,7 +22,7 @@ from ddp_mnist.errors import FailedElsewhere, UsageError
 
 PORTS = range(15000, 30000)  # below those that the system picks for outgoing connections
 FORKSERVER = mp.get_context("forkserver")
-LONGEST_TMPDIR = 60  # in bytes; Python adds 32, and a Mac takes 103 in all
+LONGEST_TMPDIR = 60  # bytes; Python adds 32, and a path of a socket has 103 at most on macOS
 SHORT = ("/tmp", "/var/tmp", "/dev/shm")
 _preloaded: list[str] = []
 
@@ -39,7 +39,7 @@ preload("torch._dynamo", __name__)
 def start_server() -> None:
     """Start the forkserver, unless it runs, with a socket whose path is short enough.
 
-    Python puts it into TMPDIR, which schedulers make long. The system takes 107 characters.
+    Python puts the socket into TMPDIR, whose path schedulers make long.
     """
     before = tempfile.gettempdir()
     if len(os.fsencode(before)) > LONGEST_TMPDIR:
@@ -53,7 +53,7 @@ def start_server() -> None:
 def free_port() -> int:
     """Return a port at which nobody listens; UsageError if none is found.
 
-    It is not reserved: open it soon. Two callers at the same time get the same one once in 15,000.
+    It is not reserved: open it soon. Two simultaneous callers get the same one once in 15,000.
     """
     for port in random.SystemRandom().sample(PORTS, 100):
         if not why_port_is_taken(port):
@@ -62,7 +62,7 @@ def free_port() -> int:
 
 
 def backend_among(processes: int) -> str:
-    """Return auto, or gloo where the processes share a GPU, as NCCL needs one each."""
+    """Return auto, or gloo where processes share a GPU: NCCL needs one for each."""
     return "gloo" if 0 < gpus() < processes else "auto"
 
 

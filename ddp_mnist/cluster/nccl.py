@@ -1,10 +1,9 @@
-"""Let a wait for the GPU end when a rank is lost, so that NCCL's runs fail as gloo's do.
+"""End a wait for the GPU when a rank is lost, so that runs over NCCL fail as those over gloo do.
 
 gloo's collectives return when they are done, or raise. NCCL's only enqueue work on the GPU: the
 host waits in CUDA when it next reads a result. If a rank is lost, no Python error ends that wait:
-torch's watchdog ends the process. So the host waits here first, in Python. What "nccl" means is the
-ProcessGroupNCCL2 of torch 2.15. No GPU has run this yet: the tests put stand-ins in the place of
-CUDA's event and of the group.
+torch's watchdog ends the process. So the host waits here first, in Python. "nccl" is torch 2.15's
+ProcessGroupNCCL2. No GPU has run this yet: the tests replace CUDA's event and the group.
 """
 
 import contextlib
@@ -20,18 +19,19 @@ from ddp_mnist.cluster.store import LIVENESS, Store
 
 LOOK_EVERY_S = 0.5
 
-# A launcher that lost a worker sends the others SIGTERM, and SIGKILL 30 s later. A wait that lasts
-# this long after SIGTERM is taken for a wait for the lost worker. Before SIGKILL there is then time
-# to notice (0.5 s), to abort (10 s), to find out who was lost and to tell the others (3.5 s).
+# A launcher that lost a worker sends the others SIGTERM, and SIGKILL 30 s later. A wait that still
+# goes on this long after SIGTERM is taken for one for the lost worker. That leaves time, before
+# SIGKILL, to notice (0.5 s), abort (10 s), find out who was lost and tell the others (3.5 s).
 AFTER_SIGNAL_S = 10.0
 
-# The watchdog's time-out is this much longer than ours, so that ours comes first: it starts when a
-# collective is enqueued, up to a second before the wait. It ends the few waits that are not here.
+# The watchdog's time-out is this much longer than ours, so that ours comes first: the watchdog's
+# starts when a collective is enqueued, up to a second before the wait. It ends the few waits that
+# are not here.
 WATCHDOG_MARGIN_S = 30.0
 
-# After an error it sleeps, and then ends the process: by default in 15 s, most of which our end
-# takes, as an abort joins its thread. With TORCH_NCCL_ASYNC_ERROR_HANDLING=2 it would not end the
-# process, but abort the communicator, and the step would go on with half a sum.
+# After an error the watchdog sleeps, and then ends the process: after 15 s by default, too few for
+# our own end, as an abort joins its thread. With TORCH_NCCL_ASYNC_ERROR_HANDLING=2 it would abort
+# the communicator instead of the process, and the step would go on with half a sum.
 WATCHDOG_ENDS, WATCHDOG_ENDS_MS = "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "60000"
 
 
@@ -64,10 +64,10 @@ class NcclAccelerator(Accelerator):
             self.wait_for_gpu()
 
     def wait_for_gpu(self) -> None:
-        """Return once the GPU has done its work so far, up to 1 ms later than a wait in CUDA.
+        """Return once the GPU has done its work so far, up to 1 ms later than a wait in CUDA would.
 
-        Raise FailedElsewhere if another rank reported its failure, and DistBackendError, as gloo's
-        RuntimeErrors say it, if one is lost or silent.
+        Raise FailedElsewhere if another rank reported its failure, and DistBackendError, with words
+        as in gloo's RuntimeErrors, if one is lost or silent.
         """
         event = self.new_event()
         event.record()
@@ -89,7 +89,7 @@ class NcclAccelerator(Accelerator):
             raise dist.DistBackendError(reason)
 
     def _reason_to_end(self, began: float) -> str | None:
-        """Return why not to wait any longer, in words that `failures` takes for a lost peer."""
+        """Return why to stop waiting, in words that `failures` recognises as a lost peer, if so."""
         if broken := broken_connection():
             return broken
         with contextlib.suppress(RuntimeError):
@@ -106,7 +106,7 @@ class NcclAccelerator(Accelerator):
 
 
 def broken_connection() -> str | None:
-    """Return in words that the watchdog saw an error, if it did."""
+    """Return a sentence if torch's watchdog has seen an error."""
     error = error_of_the_group()
     return None if error == "SUCCESS" else f"NCCL's connection is broken: {error}"
 

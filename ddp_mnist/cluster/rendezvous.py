@@ -1,4 +1,4 @@
-"""The processes, or the machines before them, find each other and agree on what they run."""
+"""Processes, or machines before they start any, find each other and agree on what they run."""
 
 import json
 import time
@@ -31,48 +31,48 @@ from ddp_mnist.cluster.store import (
 )
 from ddp_mnist.errors import DdpMnistError, PeerError, UsageError
 
-# The store outlives a meeting: a process may train twice, and a launcher start it again. So rank 0
-# numbers the meetings, and those who wait in an older one follow it into the new one.
+# The store outlives a meeting: a process may train twice, and a launcher may restart it. So rank 0
+# numbers the meetings, and whoever waits in an older one follows it into the new one.
 MEETINGS = "meetings"  # the key that counts them
-OPEN = "open"  # the key of a meeting under which rank 0 says that it has begun, and for how many
+OPEN = "open"  # the key of a meeting that rank 0 has begun; its value is the world size
 MET, FIRST_BROADCAST = "met", broadcast_key(0)  # once rank 0 has written each rank's place
-MOVED = b"moved"  # stands there if rank 0 began another meeting before all had come
+MOVED = b"moved"  # its value if rank 0 began another meeting before all had come
 ALL_ARRIVED = all_arrived_key(0)
 seat_key = "here/{}".format  # of a rank
 place_key = "place/{}".format
 GRACE_S = 0.5  # for rank 0, which started a moment later, to name who is missing
-LOOK_S = 1.0  # between two looks for who is missing, where somebody is told
-LATE_S = 5.0  # for one that came in the last moment, and for who names the missing
+LOOK_S = 1.0  # between two looks for who is missing, with `on_wait`
+LATE_S = 5.0  # for one that came at the last moment, and for the rank that names the missing
 BY_LAUNCHER = f"see what the others say, then start again; if machines join or leave, {CAN_JOIN}"
 
 
 class Unit(NamedTuple):
-    """Those that meet: processes, or the machines before them."""
+    """What meets, in words: processes, or machines before they start any."""
 
     name: str
     plural: str
-    called: str  # in front of its number
+    called: str  # before its number
 
 
 PROCESS, MACHINE = Unit("process", "processes", "rank"), Unit("machine", "machines", "machine")
 
 
 class Seat(NamedTuple):
-    """One rank in a meeting."""
+    """What one rank tells the others when it joins a meeting."""
 
-    token: str  # of this process and meeting alone
+    token: str  # unique to this process and this call of `meet`
     size: int  # the world size that it was given
     host: str
     address: str | None  # of its machine, towards rank 0's
 
 
-def meet(launch: Launch, timeout_s: float, now: Callable[[str], object] | None = None) -> Store:
+def meet(launch: Launch, timeout_s: float, on_wait: Callable[[str], object] | None = None) -> Store:
     """Return the store once every process, or machine, has written there where it runs.
 
-    Tell `now` about once a second who is missing: a look at each seat, which others do not pay for.
-    Raise PeerError if not all meet within `timeout_s`, UsageError if the main port is in use, two
-    have the same rank or they were given different world sizes, FailedElsewhere if another rank
-    reports that.
+    `on_wait` is called about once a second with a line that says who is missing; ranks without it
+    are spared the look at every seat. Raise PeerError if not all meet within `timeout_s`,
+    UsageError if the main port is in use, two have the same rank or they were given different world
+    sizes, FailedElsewhere if another rank reports one of these.
     """
     rank, size = launch.rank, launch.world_size
     if launch.is_alone:
@@ -87,7 +87,7 @@ def meet(launch: Launch, timeout_s: float, now: Callable[[str], object] | None =
         server, fix = "the launcher of machine 0", BY_LAUNCHER
     allow_open_files(size, serve)
     c10d = open_store(
-        host, port, serve=serve, timeout_s=timeout_s, who=who, fix=fix, now=now or bool
+        host, port, serve=serve, timeout_s=timeout_s, who=who, fix=fix, on_wait=on_wait or bool
     )
     lobby = Store(dist.PrefixStore(unit.name, c10d), rank, size, launch.agent_store, timeout_s)
     seat = Seat(uuid.uuid4().hex, size, host_id(), address_towards(host, port))
@@ -96,7 +96,7 @@ def meet(launch: Launch, timeout_s: float, now: Callable[[str], object] | None =
         while True:
             number = _next_meeting(lobby, number)
             store = replace(lobby, c10d=dist.PrefixStore(str(number), lobby.c10d))
-            if Meeting(store, number, seat, unit, where, deadline, now).attend():
+            if Meeting(store, number, seat, unit, where, deadline, on_wait).attend():
                 return store
     except RuntimeError as error:
         raise PeerError(
@@ -106,11 +106,11 @@ def meet(launch: Launch, timeout_s: float, now: Callable[[str], object] | None =
 
 
 def _next_meeting(lobby: Store, number: int) -> int:
-    """Return the number of the meeting after that one: rank 0 begins a new one."""
+    """Return the number of the next meeting after `number`, which rank 0 begins."""
     if lobby.rank > 0:
         return max(number + 1, lobby.call("add", MEETINGS, 0))
     number = lobby.call("add", MEETINGS, 1)
-    if number > 1:  # if all had met there, its first broadcast stands there already
+    if number > 1:  # no change if all had met there: its first broadcast is written
         lobby.call("compare_set", f"{number - 1}/{FIRST_BROADCAST}", "", MOVED.decode())
     return number
 
@@ -125,7 +125,7 @@ class Meeting:
     unit: Unit
     where: str  # the main address, with which each error begins
     deadline: float  # time.monotonic() by which all have to be there
-    now: Callable[[str], object] | None = None  # is told who is missing
+    on_wait: Callable[[str], object] | None = None  # is called with a line on who is missing
 
     def attend(self) -> bool:
         """Return whether all, and this process among them, have met; else another meeting follows.
@@ -144,7 +144,7 @@ class Meeting:
             )
         elif store.exists(FIRST_BROADCAST):
             return False
-        was_counted = self._sit_down()
+        was_counted = self._take_seat()
         assert store.heartbeat
         try:
             self._refuse_other_size()
@@ -163,8 +163,8 @@ class Meeting:
             store.heartbeat.stop()
         return met
 
-    def _sit_down(self) -> bool:
-        """Take this rank's seat; return whether it was that of a process that is dead.
+    def _take_seat(self) -> bool:
+        """Take this rank's seat; return whether it was taken over from a dead process.
 
         Raise UsageError if a living process has the seat.
         """
@@ -180,7 +180,7 @@ class Meeting:
         return bool(left)
 
     def _refuse_if_alive(self) -> None:
-        """Raise UsageError if another process of this rank beats; that none does takes 2."""
+        """Raise UsageError if another process of this rank beats, within the time of two beats."""
         store, key = self.store, beat_key(self.store.rank)
 
         def beat() -> bytes:
@@ -194,10 +194,10 @@ class Meeting:
             )
 
     def _refuse_other_size(self) -> None:
-        """Raise UsageError if rank 0 was given another number of all.
+        """Raise UsageError if rank 0 was given another world size.
 
-        A launcher's processes get theirs from the launcher, and rank 0 may be dead: of a meeting
-        before some of them were started again.
+        Processes of a launcher are not checked: it gave them theirs, and what rank 0 wrote may be
+        from before a restart.
         """
         store, mine = self.store, self.seat.size
         if store.rank == 0 or store.served_by_launcher:
@@ -210,7 +210,7 @@ class Meeting:
             )
 
     def _lead(self) -> bool:
-        """Let rank 0 wait for all, and tell each its place."""
+        """Wait for all as rank 0, and write each rank's place."""
         store, ranks = self.store, range(self.seat.size)
         self._wait_for(ALL_ARRIVED, self.deadline)
         store.raise_if_failed()
@@ -219,13 +219,13 @@ class Meeting:
         store.hosts = [seat.host for seat in seats]
         places = _places(seats)
         store.place = places[0]
-        told = [json.dumps([s.token, place]) for s, place in zip(seats, places, strict=True)]
-        store.call("multi_set", [place_key(rank) for rank in ranks], told)
+        answers = [json.dumps([s.token, place]) for s, place in zip(seats, places, strict=True)]
+        store.call("multi_set", [place_key(rank) for rank in ranks], answers)
         store.broadcast_from_rank0(MET, bool)
         return True
 
     def _follow(self) -> bool:
-        """Let another rank wait for its place."""
+        """Wait for this rank's place, which rank 0 writes."""
         store = self.store
         self._wait_for(FIRST_BROADCAST, self.deadline + GRACE_S)
         found = store.call("get", FIRST_BROADCAST)
@@ -234,19 +234,20 @@ class Meeting:
         store.receive(MET, found)
         token, place = json.loads(store.call("get", place_key(store.rank)))
         store.place = Place(*place)
-        return token == self.seat.token  # else this process took a dead one's seat too late
+        return token == self.seat.token  # else it took over a dead process's seat too late
 
     def _wait_for(self, key: str, deadline: float) -> None:
-        """Return once `key` is written; at the deadline raise the error that names who is missing.
+        """Return once `key` is written; at the deadline raise PeerError, which names the missing.
 
-        Only the first to notice looks at each seat. If all are taken, the last has just come.
+        Only the first rank to notice looks at every seat. If all are taken, the last one has just
+        come.
         """
         store, size = self.store, self.store.world_size
-        while self.now and time.monotonic() < deadline - LOOK_S:
+        while self.on_wait and time.monotonic() < deadline - LOOK_S:
             if store.wait(key, LOOK_S):
                 return
             if missing := self._missing():
-                self.now(waiting(deadline, f"{self.unit.called} {listed(missing)}"))
+                self.on_wait(waiting(deadline, f"{self.unit.called} {listed(missing)}"))
         if store.wait(key, deadline - time.monotonic()):
             return
         first = store.call("compare_set", "first to notice", "", str(store.rank))
@@ -269,14 +270,14 @@ class Meeting:
         return [rank for rank in range(self.seat.size) if not self.store.exists(seat_key(rank))]
 
     def _fix(self, by_hand: str) -> str:
-        """Return what to do about who is missing: a launcher has started all that it could."""
+        """Return what to do about missing ranks: by hand, unless a launcher starts them."""
         return BY_LAUNCHER if self.store.served_by_launcher else by_hand
 
 
 def _places(seats: list[Seat]) -> list[Place]:
     """Return the place of each rank."""
     here, so_far = Counter(seat.host for seat in seats), Counter[str]()
-    first = dict[str, str]()  # address of each host; two are enough
+    first = dict[str, str]()  # the first address of each host; two hosts are enough
     for seat in seats:
         if seat.address and len(first) < 2:
             first.setdefault(seat.host, seat.address)
@@ -293,7 +294,7 @@ def check_same(store: Store, facts: dict[str, Any], about: str = "facts") -> Non
     """Raise UsageError that names the first of the ranks' `facts` that differs.
 
     DDP compares the shapes of the parameters and nothing else. The keys are names that a person
-    knows. Each rank sends a digest; only if it is not rank 0's are the facts sent, too.
+    knows. Each rank sends a digest, and its facts only if the digest differs from rank 0's.
     """
     facts = json.loads(json.dumps(facts))  # as the others send theirs
     mine, odd = digest(facts), list[int]()

@@ -18,7 +18,7 @@ from ddp_mnist.cluster.hardware import is_forked
 from ddp_mnist.cluster.store import Store
 from ddp_mnist.errors import FailedElsewhere, Preempted
 
-# By signal; of several the last one in this order is obeyed.
+# The exit code of each signal; of several that came, the last one in this order counts.
 EXIT_CODES: dict[int, int] = {
     signal.SIGTERM: 143,
     signal.SIGUSR1: 143,
@@ -46,7 +46,7 @@ class StopSignals:
             return
         slot = list(EXIT_CODES).index(number)
         if number == signal.SIGINT and self.requests[slot]:
-            # A notebook passes Ctrl-C on to forked processes, which the terminal has told already.
+            # A notebook passes Ctrl-C on to forked processes, which the terminal has signalled too.
             if is_forked() and time.monotonic() < self.first_sigint + SAME_PRESS_S:
                 return
             try:
@@ -56,11 +56,11 @@ class StopSignals:
         self.requests[slot] = 1.0
         if number == signal.SIGINT:
             self.first_sigint = time.monotonic()
-            # A terminal may be held (Ctrl-S): the next signal is not to wait for it.
+            # In a thread: the terminal may be stopped (Ctrl-S), and the next signal must not wait.
             threading.Thread(target=self.answer, daemon=True).start()
 
     def ask(self, accelerator: Accelerator) -> None:
-        """Do as `save_and_exit_if`, with nothing else to add up. All ranks have to call it."""
+        """Add up all ranks' requests and do as `save_and_exit_if`. All ranks have to call it."""
         mine = torch.tensor(self.requests, dtype=torch.float64, device=accelerator.device)
         self.save_and_exit_if(accelerator.reduce(mine).tolist(), accelerator.is_main_process)
 

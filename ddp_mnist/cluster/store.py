@@ -34,17 +34,17 @@ FAILURE = "failure"  # the key of the failure that was reported first
 broadcast_key = "broadcast/{}".format
 arrived_key = "arrived/{}".format
 all_arrived_key = "all arrived/{}".format
-FAILED = b"failed"  # stands where what others wait for is not to come any more
+FAILED = b"failed"  # the value of a key that others wait for, once it will not be written
 FIRST_POLL_S = 0.01  # each pause is twice as long as the one before it
-OWN_FILES = 64  # of a process, beside connections to others: some 25, and those of a data loader
-CANCEL_S = 5.0  # in which a wait that is over says so
+OWN_FILES = 64  # open in a process besides its connections: some 25, and a data loader's
+CANCEL_S = 5.0  # for a wait whose time is over to return
 SEARCH_S = 6.0  # the longest search for dead ranks
 
 
 def host_id() -> str:
     """Return a name that differs between machines, and between network namespaces on one machine.
 
-    Cloned machines share a host name, and the first namespace has one number on all of them: only
+    Cloned machines share a host name, and the first namespace has the same number on each: only
     the boot id tells them apart.
     """
     try:
@@ -78,13 +78,13 @@ NOWHERE = Place()
 class Store:
     """The key-value store that all ranks share.
 
-    What it costs a rank does not depend on how many there are. All ranks make the same broadcasts
-    and barriers in the same order, and count them, so each knows the next one's keys:
+    What a call costs does not depend on the number of ranks. All ranks make the same broadcasts and
+    barriers in the same order, and count them, so each knows the keys of the next:
 
         broadcast/N            what rank 0 decided, with its name; the others wait for it
         arrived/N              how many ranks have come to barrier N
-        all arrived/N          written by the last of them; who has to wait for all waits for it
-        value/NAME/RANK        what rank 0 decides on; it reads them once all have arrived
+        all arrived/N          written by the last of them; whoever waits for all waits for it
+        value/NAME/RANK        what rank 0 decides on; it reads all of them once all have arrived
 
     A wait is one call, however long it takes: a rank that fails writes FAILED where others wait.
     Calls raise RuntimeError when the store is gone or does not answer in time.
@@ -98,7 +98,7 @@ class Store:
     hosts: list[str] = field(default_factory=list)  # on rank 0 each rank's `host_id`, once all met
     place: Place = NOWHERE  # of this rank, once all have met
     lost: list[int] = field(default_factory=list)  # the ranks that are known to be dead
-    unreachable = False  # c10d has no server any more, or a dead link to it; no copy inherits that
+    unreachable = False  # whether the server or the link to it is dead; a copy starts anew
     heartbeat: Heartbeat | None = None  # from this rank's seat in the meeting on
     signalled: float | None = None  # time.monotonic() when a stop signal came to this process
     broadcasts: int = 0  # of rank 0, that this rank has received
@@ -115,7 +115,7 @@ class Store:
         return f"rank {shown}" + (" ..." if len(ranks) > 8 else "")
 
     def call(self, method: str, *args: Any) -> Any:
-        """Call a method of torch's store, which over a dead link would wait for good."""
+        """Call a method of torch's store, which over a dead link would wait for ever."""
         return self._within(self.patience_s, lambda: getattr(self.c10d, method)(*args))
 
     def _within(self, seconds: float, function: Callable[[], T]) -> T:
@@ -144,7 +144,7 @@ class Store:
             seconds = max(0.1, min(self.patience_s / 2, deadline - time.monotonic()))
 
             def is_there(seconds: float = seconds) -> bool:
-                with contextlib.suppress(dist.DistStoreError):  # it was not written
+                with contextlib.suppress(dist.DistStoreError):  # not written in time
                     self.c10d.wait([key], timedelta(seconds=seconds))
                     return True
                 return False
@@ -187,7 +187,7 @@ class Store:
 
         Raise as `raise_if_failed` does; PeerError if not all values are there `within_s`.
         """
-        # Under one name again the keys are the same ones: rank 0 has read them before it decides.
+        # A name may be used again, with the same keys: rank 0 has read them before it decides.
         keys, barrier = [f"value/{name}/{rank}" for rank in range(self.world_size)], self.arrivals
         self.set(keys[self.rank], [barrier, mine])
         self.arrive()
@@ -213,13 +213,13 @@ class Store:
         self._wait_for_all()
 
     def arrive(self, counts: bool = True) -> None:
-        """Be counted at the next barrier, unless this rank has been already; wait for nobody."""
+        """Be counted at the next barrier (not again, if not `counts`), and wait for nobody."""
         if counts and self.call("add", arrived_key(self.arrivals), 1) == self.world_size:
             self.call("compare_set", all_arrived_key(self.arrivals), "", "yes")
         self.arrivals += 1
 
     def _wait_for_all(self, within_s: float = math.inf) -> bool:
-        """Return whether every rank arrived within that time where this one did last."""
+        """Return whether every rank arrived at this rank's last barrier within that time."""
         key = all_arrived_key(self.arrivals - 1)
         if not self.wait(key, within_s):
             return False
@@ -233,7 +233,7 @@ class Store:
             raise PeerError("this process has failed; see what it said before, then start again")
 
     def end_waits(self) -> None:
-        """Write FAILED where others may wait: for rank 0's broadcast, or for the last to arrive."""
+        """Write FAILED under the keys that others may wait for: the next broadcast and barrier."""
         for key_of, number in (
             (broadcast_key, self.broadcasts),
             (all_arrived_key, max(0, self.arrivals - 1)),
@@ -242,12 +242,15 @@ class Store:
                 number += 1
 
     def close(self) -> None:
-        """Leave once every rank has come to its end; the one that serves the store leaves last."""
+        """Leave once every rank is done; the one that serves the store leaves last."""
         self.barrier()
         self.shutdown()
 
     def shutdown(self, patience_s: float = 5, all_met: bool = True) -> None:
-        """Leave the store: rank 0, which may serve it, when all who came left or are lost."""
+        """Leave the store; rank 0, which may serve it, waits until all that came left or are lost.
+
+        It waits `patience_s` at most. Without `all_met`, only some ranks have come.
+        """
         if self.heartbeat:
             self.heartbeat.stop()
         with contextlib.suppress(RuntimeError):  # the store is gone: nobody needs rank 0
@@ -287,7 +290,7 @@ class Store:
         assert self.heartbeat
         self.lost = ranks
         error = self._no_sign_of(ranks)
-        # The main thread may wait on the other connection.
+        # The main thread may be waiting on the other connection.
         replace(self, c10d=self.heartbeat.store).report_failure(str(error), error.code)
 
     def _no_sign_of(self, ranks: list[int]) -> PeerError:
@@ -327,7 +330,7 @@ class Store:
         return self.lost
 
     def _search(self, patience_s: float) -> list[int]:
-        """Return the ranks that do not answer, once no more do, or what a reported failure says.
+        """Return the ranks that have not answered once no more answers come, or a failure's `lost`.
 
         Many ranks on few cores answer one after the other.
         """
@@ -354,7 +357,7 @@ def waiting(deadline: float, who: str) -> str:
 
 
 def poll(is_so: Callable[[], bool], within_s: float) -> bool:
-    """Return whether it becomes so within that time; look less and less often."""
+    """Return whether `is_so` becomes true within that time; look less and less often."""
     deadline, pause_s = time.monotonic() + within_s, FIRST_POLL_S
     while not is_so():
         left = deadline - time.monotonic()
@@ -366,7 +369,7 @@ def poll(is_so: Callable[[], bool], within_s: float) -> bool:
 
 
 def allow_open_files(world_size: int, serve: bool) -> None:
-    """Raise this process's limit of open files, which sockets are, to what so many ranks need.
+    """Raise this process's limit of open files, sockets included, to what so many ranks need.
 
     Raise UsageError if the system does not allow as many. gloo has a connection to each other rank;
     the store, where this process serves it, has two with each.
@@ -391,13 +394,13 @@ def open_store(
     timeout_s: float,
     who: str,
     fix: str,
-    now: Callable[[str], object] = bool,
+    on_wait: Callable[[str], object] = bool,
 ) -> dist.TCPStore:
-    """Serve the store on `port`, or connect to the one at `host`:`port`; tell `now` of the wait.
+    """Serve the store on `port`, or connect to the one at `host`:`port`.
 
-    Plain sockets try first: TCPStore retries in C++, and prints warnings as it does. Raise
-    UsageError if the port to serve on is in use, PeerError if nobody, which ends with `fix`, or no
-    store answers.
+    Plain sockets try first: TCPStore retries in C++, and prints warnings as it does. `on_wait` is
+    called with a line after each attempt. Raise UsageError if the port to serve on is in use,
+    PeerError if nobody answers (the error ends with `fix`), or something that is no store.
     """
     if serve and port in SERVED:  # by this process, which trains for a second time
         return SERVED[port]
@@ -407,19 +410,19 @@ def open_store(
         try:
             with socket.create_connection((host, port), timeout=left):
                 break
-        except (OSError, UnicodeError) as error:  # the latter for a name such as a..b
+        except (OSError, UnicodeError) as error:  # UnicodeError: a name such as a..b
             if time.monotonic() >= deadline:
                 raise PeerError(
                     f"{host}:{port}: {who} reached nobody there within {timeout_s:g} s ("
                     f"{reason(error)}); {fix}"
                 ) from None
-        now(waiting(deadline, f"rank 0 at {host}:{port}"))
+        on_wait(waiting(deadline, f"rank 0 at {host}:{port}"))
         time.sleep(min(0.2, left))
     if not (why := why_port_is_taken(port) if serve else ""):
-        # Its own server is at localhost, whatever address the others know it by.
+        # A server connects to itself at localhost, whatever address the others know it by.
         place, timeout = "localhost" if serve else host, timedelta(seconds=timeout_s)
         store = partial(dist.TCPStore, place, port, is_master=serve, timeout=timeout)
-        try:  # its own time-out comes first, unless what answers is no store
+        try:  # TCPStore's own time-out comes first, unless what answers is no store
             opened = with_deadline(lambda: store(wait_for_workers=False), timeout_s + 1)
             if serve:
                 SERVED[port] = opened

@@ -121,14 +121,15 @@ def join_world(
     launch: Launch,
     *,
     full_precision: bool = False,
-    now: Callable[[str], object] | None = None,
+    on_wait: Callable[[str], object] | None = None,
 ) -> Iterator[World]:
     """Meet the other processes, yield the World, and end it in order on every path.
 
-    Until they have met, `now` is told who is missing, see `meet`. With `full_precision` it computes
-    in the dtype of the weights and compiles nothing, whatever flags and launcher say. Raise
-    UsageError if what they ask for does not exist or fit together, PeerError if another process did
-    not come, was lost or did not answer in time, FailedElsewhere if another rank failed first.
+    Until they have met, `on_wait` is called with a line on who is missing, see `meet`. With
+    `full_precision` it computes in the dtype of the weights and compiles nothing, whatever flags
+    and launcher say. Raise UsageError if what they ask for does not exist or fit together,
+    PeerError if another process did not come, was lost or did not answer in time, FailedElsewhere
+    if another rank failed first.
     """
     started = time.monotonic()
     options = read_launcher_options()
@@ -138,8 +139,8 @@ def join_world(
     backend = choose_backend(flags, launch, device)
     if launch.child_of_launcher:
         die_with_parent()
-    store = meet(launch, flags.dist_timeout, now)
-    gc.freeze()  # what was imported stays: walking it would cost 0.3 s in each full collection
+    store = meet(launch, flags.dist_timeout, on_wait)
+    gc.freeze()  # skips what was imported: to walk it costs 0.3 s in each full collection
     try:
         with accelerate_as_found(), propagate_first_error(store):
             local_rank = choose_local_rank(launch, store.place)
@@ -181,8 +182,8 @@ def join_world(
 def accelerate_as_found() -> Iterator[None]:
     """Give the block an Accelerate that no Accelerator was made with; restore the state it had.
 
-    All Accelerators of a process share device, precision and group. One that a notebook, or an
-    earlier call, has left would decide them for this run, or refuse another precision.
+    All Accelerators of a process share device, precision and group. One left behind by a notebook
+    or an earlier call would decide them for this run, or refuse another precision.
     """
     found = [dict(state._shared_state) for state in SHARED_STATES]
     names = dict(vars(accelerate.optimizer))  # `make_accelerator` replaces two
@@ -198,9 +199,9 @@ def accelerate_as_found() -> Iterator[None]:
 
 
 def export_env(launch: Launch, backend: str, local_rank: int) -> None:
-    """Set the variables from which Accelerate learns of the group, however it was started.
+    """Set the variables that Accelerate reads the group from, however the process was started.
 
-    Accelerate takes LOCAL_RANK for the number of the GPU, which DDP sends its batches to.
+    Accelerate takes LOCAL_RANK for the number of the GPU, to which DDP moves its batches.
     """
     if backend == "none":
         os.environ.pop("LOCAL_RANK", None)  # a stale one would have it look for a group
@@ -218,10 +219,10 @@ def make_accelerator(
     flags: Distribution, device: str, backend: str, precision: str, store: Store
 ) -> Accelerator:
     """Return the Accelerator of this process; over NCCL, one whose waits end with a lost peer."""
-    # Its optimizer looks for a package on the disk twice in each step: half a millisecond, and on a
-    # cluster's network disk all ranks at once. One look is enough.
+    # Its optimizer looks for a package on the disk twice in each step: half a millisecond, and
+    # more if all ranks of a cluster look on a network disk at once. Once is enough.
     accelerate.optimizer.is_lomo_available = functools.cache(is_lomo_available)
-    # And it reads the signature of zero_grad in each step, which takes as long as a GPU's kernels.
+    # It also inspects the signature of zero_grad in each step, as slow as a GPU's kernels.
     signature = functools.cache(inspect.signature)
     accelerate.optimizer.inspect = SimpleNamespace(
         signature=lambda method: signature(getattr(method, "__func__", method))
@@ -246,9 +247,10 @@ def make_accelerator(
 
 
 def choose_interface(launch: Launch, store: Store) -> None:
-    """Set gloo's and NCCL's interface to the one that leads to rank 0; a set variable wins.
+    """Set gloo's and NCCL's interface to the one that leads to rank 0, unless a variable is set.
 
-    On rank 0's machine its name may resolve to loopback; it takes the one towards another host.
+    On rank 0's own machine its name may resolve to loopback: there, take the interface that leads
+    to another machine.
     """
     if not (launch.main_host and launch.main_port):
         return

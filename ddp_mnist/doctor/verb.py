@@ -142,7 +142,7 @@ def check_together(flags: Doctor, distribution: Distribution, machines: bool) ->
     waiting = partial(console.progress, 0, every_s=WAITED_S)
     console.draw(0, f"waiting up to {distribution.dist_timeout:g} s for all to connect ...")
     try:
-        with console, join_world(distribution, launch, now=waiting) as world:
+        with console, join_world(distribution, launch, on_wait=waiting) as world:
             if launch.rank > 0:
                 console.close()
             with narrated_elsewhere(world, not flags.json):

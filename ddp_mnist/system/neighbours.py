@@ -31,10 +31,10 @@ def cores_held(seconds: float = 1.0) -> tuple[float, int, list[str]]:
 
 
 class Neighbours:
-    """Finds whether other programs leave the cores to fewer threads than this process has.
+    """Detects that other programs leave cores for fewer threads than this process has.
 
-    Each parallel loop waits for the slowest of its threads: two threads that share one core take
-    several times as long as one. `ranks` is the number of processes like this one on the machine.
+    Each parallel loop waits for its slowest thread: two threads that share one core take several
+    times as long as one. `ranks` is the number of processes of this run on the machine.
     """
 
     def __init__(self, threads: int, ranks: int) -> None:
@@ -42,7 +42,7 @@ class Neighbours:
         self._before = self._look()
 
     def judge(self) -> int:
-        """Return how many threads the cores have had room for, if that are fewer, else 0.
+        """Return how many threads there was room for on the cores, if fewer than there are, else 0.
 
         It measures over `NEIGHBOURS_S` or more, and returns 0 before.
         """
