@@ -83,7 +83,7 @@ def prepare():
     from ddp_mnist.run.training_run import TrainingRun
 
     before(cache, "load", "decoding")
-    before(train, "settle_ddp_buckets", "first step")
+    before(train, "warm_up_ddp", "first step")
     before(train, "seed_draws", "training", lambda device, what, seed, step, rank: step == 25)
     before(TrainingRun, "phase", "validation", lambda run, name: name == "validation")
     before(TrainingRun, "phase", "test", lambda run, name: name == "test")

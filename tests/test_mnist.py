@@ -1,4 +1,4 @@
-"""The real MNIST: skipped where its folder is not. `mnist_run` is an epoch on one process."""
+"""The real MNIST: skipped where its folder is not."""
 
 from pathlib import Path
 from typing import Any
