@@ -166,16 +166,23 @@ def on_terminal(
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (24, columns))
     env = {**os.environ, "TERM": "xterm", **(variables or {})}
-    command, written = [sys.executable, *arguments], b""
+    command = [sys.executable, *arguments]
     with subprocess.Popen(
         command, cwd=folder, stdin=theirs, stdout=theirs, stderr=theirs, env=env
     ) as process:
         os.close(theirs)
-        with contextlib.suppress(OSError):  # Linux's way to say that the other end is closed
-            while part := os.read(ours, 4096):
-                written += part
-    os.close(ours)
-    return process.returncode, written.decode().replace("\r\n", "\n")
+        written = written_to(ours)
+    return process.returncode, written
+
+
+def written_to(terminal: int) -> str:
+    """Return what is written to a terminal until its other end is closed; close it too."""
+    written = b""
+    with contextlib.suppress(OSError):  # Linux's way to say that the other end is closed
+        while part := os.read(terminal, 4096):
+            written += part
+    os.close(terminal)
+    return written.decode().replace("\r\n", "\n")
 
 
 def left_on_screen(written: str) -> list[str]:
@@ -261,6 +268,26 @@ def run_here(argv: list[str], file: bool) -> tuple[int, str]:
                 code = int(ended.code or 0)
         printed.seek(0)
         return code, printed.read()
+
+
+def on_forked_terminal(code: str, columns: int = 80, term: str = "xterm") -> str:
+    """Return what Python code writes to a terminal of that width, in a copy of this process.
+
+    It is for a process of a world, which has no threads and has loaded what takes seconds.
+    """
+    pid, ours = pty.fork()
+    if pid == 0:
+        termios.tcsetwinsize(0, (24, columns))
+        os.environ["TERM"] = term
+        sys.stdout, sys.stderr = (os.fdopen(number, "w", closefd=False) for number in (1, 2))
+        try:
+            exec(code, {"__name__": "__main__"})
+        finally:
+            sys.stdout.flush()
+            os._exit(0 if sys.exc_info()[0] is None else 1)
+    written = written_to(ours)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0, written
+    return written
 
 
 def write_given(fence: Fence, folder: Path) -> None:

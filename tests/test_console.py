@@ -30,7 +30,7 @@ from ddp_mnist.run.folder import RunFolder, read_json
 from ddp_mnist.run.state import Progress
 from ddp_mnist.run.training_run import TrainingRun
 from tests.chaos import SECONDS
-from tests.commands import SLOW, TRAIN, Ended, Started, left_on_screen, on_terminal, python
+from tests.commands import SLOW, TRAIN, Ended, Started, left_on_screen, on_forked_terminal
 from tests.training import metrics
 
 # --- What a console prints
@@ -72,8 +72,7 @@ print("after it")
 @pytest.mark.parametrize("kind", ["xterm", "dumb"])
 def test_on_a_terminal_progress_is_a_bar_below_the_lines(kind: str, tmp_path: Path) -> None:
     """A terminal shows the last text of each line, after its carriage returns; a dumb one all."""
-    code, written = on_terminal("-c", ON_A_TERMINAL, folder=tmp_path, variables={"TERM": kind})
-    assert code == 0
+    [written] = run_world(1, on_forked_terminal, ON_A_TERMINAL, 80, kind, folder=tmp_path)
     if kind == "dumb":  # in less than a second, no line of progress
         assert written == "begins\nepoch 1/2\nafter it\n"
         return
@@ -104,7 +103,7 @@ print(passed("training", "took all epochs of --epochs 20 and is done with them")
 def test_on_a_terminal_a_status_has_its_colour_and_lines_break_between_words(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shown = on_terminal("-c", COLOURED, folder=tmp_path, columns=63)[1]
+    [shown] = run_world(1, on_forked_terminal, COLOURED, 63, folder=tmp_path)
     assert "checking data ..." in shown
     lines = left_on_screen(shown)
     assert lines[0] == "\x1b[1;33mWARN\x1b[0m  data           cannot be reached"
@@ -114,7 +113,7 @@ def test_on_a_terminal_a_status_has_its_colour_and_lines_break_between_words(
         "--resume runs/a to the command (code 1)",
         "",
     ]
-    narrow = left_on_screen(on_terminal("-c", NARROW, folder=tmp_path, columns=50)[1])
+    narrow = left_on_screen(*run_world(1, on_forked_terminal, NARROW, 50, folder=tmp_path))
     assert max(map(len, narrow)) <= 50
     assert narrow[:3] == [
         "reading    photos, decoded once into",
@@ -122,14 +121,16 @@ def test_on_a_terminal_a_status_has_its_colour_and_lines_break_between_words(
         " " * 11 + "take 11 MB",
     ]
     assert narrow[4:6] == [" " * 21 + "--epochs 20 and is done with", " " * 21 + "them"]
-    for variables in ({"NO_COLOR": "1"}, {"TERM": "dumb"}):
-        plain = on_terminal("-c", COLOURED, folder=tmp_path, variables=variables)[1]
+    no_color = {"NO_COLOR": "1"}
+    for term, variables in (("xterm", no_color), ("dumb", {})):
+        plain_on = (on_forked_terminal, COLOURED, 80, term)
+        [plain] = run_world(1, *plain_on, folder=tmp_path, variables=variables)
         assert "WARN  data           cannot be reached\n" in plain
         assert "\x1b[1" not in plain
-        assert ("checking" in plain) == ("NO_COLOR" in variables)
+        assert ("checking" in plain) == (term == "xterm")
     Console(True).note(READING)
     assert capsys.readouterr().out == f"{READING}\n"  # in a file or a pipe it is one line
-    piped = python("-c", COLOURED, folder=tmp_path)
+    [[piped]] = run_world(1, run_all, [(COLOURED, "in", "out", "err")], folder=tmp_path)
     assert "checking" not in piped.out and "\x1b" not in piped.out
     assert piped.err.count("\n") == 1
 
@@ -305,8 +306,11 @@ QUICK = ("--dataset", "digits", "--model", "mlp", "--epochs", "1")
 CANNOT = "stdout: cannot be written"
 
 
-def run_forked(argv: Sequence[str], *streams: str | None) -> Ended:
-    """Run a command in a process that was forked; each stream is a file's name, or closed."""
+def run_forked(does: Sequence[str] | str, *streams: str | None) -> Ended:
+    """Run a command, or Python code, in a process that was forked.
+
+    Each stream is a file's name, or closed.
+    """
     pid = os.fork()
     if pid == 0:
         for number, (file, name) in enumerate(
@@ -320,10 +324,14 @@ def run_forked(argv: Sequence[str], *streams: str | None) -> Ended:
                 os.dup2(opened, number)
                 os.close(opened)
                 setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
-        sys.argv = ["ddp-mnist", *argv]
         from ddp_mnist import cli
 
         try:
+            if isinstance(does, str):
+                exec(does, {})
+                sys.stdout.flush()
+                os._exit(0)
+            sys.argv = ["ddp-mnist", *does]
             cli.program()
         finally:  # whatever else comes out of it is a traceback
             import traceback
