@@ -270,24 +270,27 @@ def run_here(argv: list[str], file: bool) -> tuple[int, str]:
         return code, printed.read()
 
 
-def on_forked_terminal(code: str, columns: int = 80, term: str = "xterm") -> str:
-    """Return what Python code writes to a terminal of that width, in a copy of this process.
+def on_forked_terminal(code: str, columns: int = 80, term: str = "xterm") -> tuple[int, str]:
+    """Return the exit code of Python code on a terminal of that width, and what it writes there.
 
-    It is for a process of a world, which has no threads and has loaded what takes seconds.
+    It runs in a copy of this process: one of a world, which has loaded what takes seconds.
     """
     pid, ours = pty.fork()
     if pid == 0:
         termios.tcsetwinsize(0, (24, columns))
         os.environ["TERM"] = term
         sys.stdout, sys.stderr = (os.fdopen(number, "w", closefd=False) for number in (1, 2))
+        status = 99
         try:
-            exec(code, {"__name__": "__main__"})
+            exec(code, {})
+            status = 0
+        except SystemExit as ended:
+            status = int(ended.code or 0)
         finally:
             sys.stdout.flush()
-            os._exit(0 if sys.exc_info()[0] is None else 1)
+            os._exit(status)
     written = written_to(ours)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0, written
-    return written
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), written
 
 
 def write_given(fence: Fence, folder: Path) -> None:

@@ -14,9 +14,9 @@ import pytest
 
 import ddp_mnist  # noqa: F401  # sets what has to stand before a test loads torch
 from ddp_mnist import cli
-from ddp_mnist.cluster.local_world import preload
+from ddp_mnist.cluster.local_world import preload, run_world
 from ddp_mnist.system.locks import take
-from tests.commands import REPOSITORY, TRAIN, Ended, Typed, proof, python, python_path
+from tests.commands import REPOSITORY, TRAIN, Ended, Typed, proof, python, python_path, run_here
 
 Maker = Callable[[Path], None]
 
@@ -173,8 +173,8 @@ def alone(once: Callable[[str, Maker], Path]) -> Path:
     """Return the run of one process that every other way of starting has to equal."""
 
     def make(folder: Path) -> None:
-        ended = python(*proof(folder / "run"), folder=folder)
-        assert (ended.code, ended.err) == (0, "")
+        [(code, printed)] = run_world(1, run_here, proof(folder / "run")[2:], False, folder=folder)
+        assert code == 0, printed
 
     return once("alone", make) / "run"
 

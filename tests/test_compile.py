@@ -18,7 +18,9 @@ from ddp_mnist.run.folder import read_json
 from ddp_mnist.verify import watch
 from tests.training import with_flags
 
-COMPILED: Any = with_flags(watch.proof_config(epochs=1), compile=True, mixed_precision="no")
+COMPILED: Any = with_flags(
+    watch.proof_config(model="mlp", epochs=1), compile=True, mixed_precision="no"
+)
 NO_PYTHON_H = """#!/bin/sh
 case "$*" in *--version*) echo "g++ (Debian) 14.2.0"; exit 0;; esac
 echo "main.cpp:1:10: fatal error: Python.h: No such file or directory" >&2; exit 1

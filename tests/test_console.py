@@ -72,7 +72,8 @@ print("after it")
 @pytest.mark.parametrize("kind", ["xterm", "dumb"])
 def test_on_a_terminal_progress_is_a_bar_below_the_lines(kind: str, tmp_path: Path) -> None:
     """A terminal shows the last text of each line, after its carriage returns; a dumb one all."""
-    [written] = run_world(1, on_forked_terminal, ON_A_TERMINAL, 80, kind, folder=tmp_path)
+    [(code, written)] = run_world(1, on_forked_terminal, ON_A_TERMINAL, 80, kind, folder=tmp_path)
+    assert code == 0
     if kind == "dumb":  # in less than a second, no line of progress
         assert written == "begins\nepoch 1/2\nafter it\n"
         return
@@ -103,7 +104,7 @@ print(passed("training", "took all epochs of --epochs 20 and is done with them")
 def test_on_a_terminal_a_status_has_its_colour_and_lines_break_between_words(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    [shown] = run_world(1, on_forked_terminal, COLOURED, 63, folder=tmp_path)
+    [(_, shown)] = run_world(1, on_forked_terminal, COLOURED, 63, folder=tmp_path)
     assert "checking data ..." in shown
     lines = left_on_screen(shown)
     assert lines[0] == "\x1b[1;33mWARN\x1b[0m  data           cannot be reached"
@@ -113,7 +114,8 @@ def test_on_a_terminal_a_status_has_its_colour_and_lines_break_between_words(
         "--resume runs/a to the command (code 1)",
         "",
     ]
-    narrow = left_on_screen(*run_world(1, on_forked_terminal, NARROW, 50, folder=tmp_path))
+    [(_, shown)] = run_world(1, on_forked_terminal, NARROW, 50, folder=tmp_path)
+    narrow = left_on_screen(shown)
     assert max(map(len, narrow)) <= 50
     assert narrow[:3] == [
         "reading    photos, decoded once into",
@@ -124,7 +126,7 @@ def test_on_a_terminal_a_status_has_its_colour_and_lines_break_between_words(
     no_color = {"NO_COLOR": "1"}
     for term, variables in (("xterm", no_color), ("dumb", {})):
         plain_on = (on_forked_terminal, COLOURED, 80, term)
-        [plain] = run_world(1, *plain_on, folder=tmp_path, variables=variables)
+        [(_, plain)] = run_world(1, *plain_on, folder=tmp_path, variables=variables)
         assert "WARN  data           cannot be reached\n" in plain
         assert "\x1b[1" not in plain
         assert ("checking" in plain) == (term == "xterm")

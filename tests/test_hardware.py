@@ -1,7 +1,6 @@
 """The share of a machine that a container or its affinity leaves, by the files of Linux."""
 
 import contextlib
-import multiprocessing
 import os
 import re
 import shutil
@@ -198,29 +197,33 @@ def test_what_other_programs_hold_is_named(groups: Path, monkeypatch: pytest.Mon
     assert neighbours.cores_held() == (2, 4, [])
 
 
-def say_if_forked() -> None:
+FORKS = """
+import multiprocessing, os
+from ddp_mnist.cluster import hardware
+
+def say_if_forked():
     print(hardware.is_forked(), flush=True)
 
-
-def say_so_once_imported_here() -> None:
+def say_so_once_imported_here():
     hardware.IMPORTED_BY = os.getpid()
     say_if_forked()
 
-
-def start_each_kind() -> None:
+if __name__ == "__main__":
+    multiprocessing.set_start_method("fork")
     for kind in (multiprocessing, *map(multiprocessing.get_context, ("fork", "spawn"))):
-        process: Any = kind.Process(target=say_so_once_imported_here)  # type: ignore[attr-defined]
+        process = kind.Process(target=say_so_once_imported_here)
         process.start()
         process.join()
     if os.fork():
         os.wait()
     say_if_forked()  # the copy, and then the process that it was copied from
+"""
 
 
 def test_a_forked_process_is_known_whoever_forked_it(tmp_path: Path) -> None:
     """By multiprocessing, whose default on Linux it is, its contexts, and os.fork."""
-    code = "import multiprocessing as m, tests.test_hardware as t; m.set_start_method('fork')"
-    ended = python("-c", f"{code}; t.start_each_kind()", folder=tmp_path)
+    (tmp_path / "forks.py").write_text(FORKS)
+    ended = python("forks.py", folder=tmp_path)
     assert (ended.err, ended.out.split()) == ("", ["True", "True", "False", "True", "False"])
 
 

@@ -127,39 +127,38 @@ def expected(labels: torch.Tensor, predictions: torch.Tensor) -> dict[str, Any]:
         return {name: function(y, p) for name, function in EXPECTED.items()}
 
 
-def test_scores_are_scikit_learns_on_any_number_of_processes(
+def test_scores_are_scikit_learns_on_two_processes_and_evaluates_on_one(
     digits: Path, typed: Typed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Equal to the last bit, of 31 and of 47 images; a class without images makes no noise."""
     monkeypatch.chdir(digits)
     names = [*EXPECTED, "of_mine:ones", "of_mine:undefined"]
-    for size in (1, 2, 3):
-        run = digits / f"on-{size}"
-        asked = config(run.name, *names, dataset=str(digits / "digits"), trackers="tensorboard")
-        said, *silent = run_world(size, what_it_says, asked, folder=digits)
-        assert silent == [""] * (size - 1)
-        summary, images = read_json(run / "summary.json"), cache.load(str(digits / "digits"))
-        trained = from_bytes(read_bytes(str(run)), str(run))
-        _, validation, test = train_val_test_split(images.hold_out(31))
-        for rows, prefix in ((validation, "val"), (test, "test")):
-            pixels, labels, _ = rows.__getitems__(torch.arange(len(rows)))
-            with torch.inference_mode():
-                predictions = trained.model(pixels).argmax(1)
-            wanted = expected(labels, predictions)
-            wanted["of_mine:ones"] = int((predictions == 1).sum())
-            wanted["of_mine:undefined"] = None
-            [line] = metrics(run, f"{prefix}_f1")
-            assert {name: line[f"{prefix}_{name}"] for name in names} == wanted
-            assert sk.confusion_matrix(labels, predictions).sum() == (31, 47)[prefix == "test"]
-        assert 0.3 < wanted["f1"] < wanted["accuracy"] < 1
-        assert sum(summary["confusion"][9]) == 0
-        assert sum(row[9] for row in summary["confusion"])  # of which scikit-learn warns
-        assert summary["metrics"] == wanted
-        words = " ".join(said.split())
-        for name, number in wanted.items():
-            assert f"{name} " + ("undefined" if number is None else f"{number:.4f}") in words
-        counted = typed("evaluate", run, "--json")
-        assert (counted.err, json.loads(counted.out)["scores"]) == ("", wanted)
+    run = digits / "run"
+    asked = config(run.name, *names, dataset=str(digits / "digits"), trackers="tensorboard")
+    said, silent = run_world(2, what_it_says, asked, folder=digits)
+    assert silent == ""
+    summary, images = read_json(run / "summary.json"), cache.load(str(digits / "digits"))
+    trained = from_bytes(read_bytes(str(run)), str(run))
+    _, validation, test = train_val_test_split(images.hold_out(31))
+    for rows, prefix in ((validation, "val"), (test, "test")):
+        pixels, labels, _ = rows.__getitems__(torch.arange(len(rows)))
+        with torch.inference_mode():
+            predictions = trained.model(pixels).argmax(1)
+        wanted = expected(labels, predictions)
+        wanted["of_mine:ones"] = int((predictions == 1).sum())
+        wanted["of_mine:undefined"] = None
+        [line] = metrics(run, f"{prefix}_f1")
+        assert {name: line[f"{prefix}_{name}"] for name in names} == wanted
+        assert sk.confusion_matrix(labels, predictions).sum() == (31, 47)[prefix == "test"]
+    assert 0.3 < wanted["f1"] < wanted["accuracy"] < 1
+    assert sum(summary["confusion"][9]) == 0
+    assert sum(row[9] for row in summary["confusion"])  # of which scikit-learn warns
+    assert summary["metrics"] == wanted
+    words = " ".join(said.split())
+    for name, number in wanted.items():
+        assert f"{name} " + ("undefined" if number is None else f"{number:.4f}") in words
+    counted = typed("evaluate", run, "--json")
+    assert (counted.err, json.loads(counted.out)["scores"]) == ("", wanted)
     assert scalars(run) == logged(run)
     assert {"val_f1", "test_of_mine:ones"} <= scalars(run).keys()
 

@@ -38,7 +38,7 @@ from ddp_mnist.verbs.evaluate import evaluate_run
 from ddp_mnist.verbs.flags import Evaluate, Predict
 from ddp_mnist.verbs.predict import find_images, read_image
 from ddp_mnist.verify.watch import just_train
-from tests.commands import Typed, left_on_screen, on_terminal
+from tests.commands import Typed, left_on_screen, on_forked_terminal
 
 CLASSES = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
 GREY = ImageFormat((1, 28, 28), (0.1307,), (0.3081,), [], bright_on_black=True, digit_photos=True)
@@ -435,8 +435,8 @@ def test_on_a_terminal_the_answers_are_a_table(
         save(image, tmp_path / f"{number}.png")
     (tmp_path / "broken.png").write_text("no picture")
     answers = [json.loads(line) for line in typed("predict", run, tmp_path).out.splitlines()]
-    command = ["-m", "ddp_mnist", "predict", run, str(tmp_path)]
-    code, written = on_terminal(*command, folder=tmp_path, columns=300)
+    command = f"from ddp_mnist import cli; cli.main({['predict', run, str(tmp_path)]})"
+    [(code, written)] = run_world(1, on_forked_terminal, command, 300, folder=tmp_path)
     head, *rows, broken, error = left_on_screen(written.rstrip())
     assert head.split() == ["file", "label", "probability", "next"]
     assert code == 3
@@ -586,6 +586,7 @@ def test_no_name_in_the_picture_overlaps_another(
 ROWS = 300
 
 
+@pytest.mark.system
 def test_photos_of_test_images_are_labelled_as_the_images(
     mnist: Path, mnist_run: Path, tmp_path: Path
 ) -> None:
@@ -610,6 +611,7 @@ def test_photos_of_test_images_are_labelled_as_the_images(
     assert sum(map(operator.eq, of_photos, labels)) >= 0.97 * correct
 
 
+@pytest.mark.system
 def test_what_a_run_prints_fits_a_log(mnist_run: Path) -> None:
     """No control characters, and 80 columns are enough, but for the name of a folder."""
     printed = (mnist_run.parent.parent / "out.txt").read_text()

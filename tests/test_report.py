@@ -379,6 +379,7 @@ def chromium(page: Path, *flags: str) -> str:
     return done.stdout
 
 
+@pytest.mark.system
 def test_the_page_in_chromium(folder: Path, tmp_path: Path) -> None:
     """Tables scroll within themselves; the page as a whole is not wider than a phone."""
     run = folder / "second"
