@@ -87,7 +87,7 @@ def always(value: Any) -> Callable[..., Any]:
 
 LABELLED = {"eth9:vip": [SimpleNamespace(family=socket.AF_INET, address="192.0.2.8")]}
 FULL_DISK = {f"{M}.shutil.disk_usage": always(USAGE(10**9, 10**9 - 10**7, 10**7))}
-NO_HUB = {"ddp_mnist.data.sources.why_out_of_reach": always("no route to host")}
+NO_HUB = {"ddp_mnist.data.datasets_library.why_out_of_reach": always("no route to host")}
 MISSING = {
     f"{M}.package_versions": always({"python": "3", "accelerate": "missing"}),
     f"{M}.PACKAGES": ("accelerate",),

@@ -23,7 +23,7 @@ import pytest
 
 from ddp_mnist.cluster.local_world import free_port
 from ddp_mnist.config.image_options import AS_THEY_ARE, ImageOptions
-from ddp_mnist.data import cache, sources
+from ddp_mnist.data import cache, datasets_library, sources
 from ddp_mnist.data.image_format import Decoded, ImageFormat, Shape
 from ddp_mnist.data.sources import Source, find_source
 from ddp_mnist.errors import DataError, DdpMnistError, StorageError, UsageError, one_line
@@ -662,7 +662,7 @@ def test_fault_29_no_space_to_unpack_in(
 ) -> None:
     error = RuntimeError("while writing a table")  # as datasets wraps it
     error.__cause__ = OSError(code, "Refused")
-    monkeypatch.setattr(sources, "why_out_of_reach", lambda _: "")
+    monkeypatch.setattr(datasets_library, "why_out_of_reach", lambda _: "")
     for name in ("load_dataset", "load_dataset_builder"):
         monkeypatch.setattr(f"datasets.{name}", Mock(side_effect=error))
     mnist = what == "mnist"
@@ -764,7 +764,11 @@ def test_fault_28_the_hub_is_read_once_and_the_caches_do_without_it(
     for library in libraries:
         monkeypatch.setitem(sys.modules, library, None)  # cannot be imported
     check_mnist(ours)
-    assert not any(library in vars(module) for library in libraries for module in (cache, sources))
+    assert not any(
+        library in vars(module)
+        for library in libraries
+        for module in (cache, datasets_library, sources)
+    )
 
 
 @pytest.mark.parametrize("who", ["hub", "name server"])
@@ -772,8 +776,8 @@ def test_fault_28_nothing_cached_and_a_hub_that_does_not_answer(
     who: str, endpoint: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a tenth of the patience; no time-out of a request covers a name server."""
-    assert 2 * sources.HUB_TIMEOUT_S < DEADLINE_S
-    monkeypatch.setattr(sources, "HUB_TIMEOUT_S", sources.HUB_TIMEOUT_S / 10)
+    assert 2 * datasets_library.HUB_TIMEOUT_S < DEADLINE_S
+    monkeypatch.setattr(datasets_library, "HUB_TIMEOUT_S", datasets_library.HUB_TIMEOUT_S / 10)
     end = threading.Event()
     if who == "name server":
         monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: end.wait(60))
@@ -786,8 +790,8 @@ def test_fault_28_nothing_cached_and_a_hub_that_does_not_answer(
     end.set()
     assert 0.4 < time.monotonic() - start < DEADLINE_S
     assert OUT_OF_REACH in str(caught.value)
-    assert str(caught.value).endswith(f"; {sources.OFFLINE_FIX}")
-    assert "HF_ENDPOINT" in sources.OFFLINE_FIX
+    assert str(caught.value).endswith(f"; {datasets_library.OFFLINE_FIX}")
+    assert "HF_ENDPOINT" in datasets_library.OFFLINE_FIX
 
 
 def test_a_hub_that_refuses_or_is_ill(
@@ -799,7 +803,7 @@ def test_a_hub_that_refuses_or_is_ill(
         monkeypatch.setattr(hub, "answer", lambda _: (status, headers, content))
         endpoint(hub.endpoint)
         with hub.running():
-            return sources.why_out_of_reach("ylecun/mnist")
+            return datasets_library.why_out_of_reach("ylecun/mnist")
 
     for status in (401, 403, 404):
         with pytest.raises(DataError, match=r"^--dataset ylecun/mnist: the Hub has no such data"):
@@ -809,4 +813,4 @@ def test_a_hub_that_refuses_or_is_ill(
     assert portal == "Expecting value: line 1 column 1 (char 0)"
     assert ask(*as_json({"id": "ylecun/mnist", "sha": "0" * 40})) == ""
     monkeypatch.undo()  # as tests/conftest.py set it
-    assert sources.why_out_of_reach("ylecun/mnist") == "HF_HUB_OFFLINE is set"
+    assert datasets_library.why_out_of_reach("ylecun/mnist") == "HF_HUB_OFFLINE is set"

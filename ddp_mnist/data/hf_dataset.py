@@ -150,9 +150,7 @@ def _splits(
             " so, e.g. train/cat/1.png and test/cat/2.png, or hold images out in training,"
             f" e.g. train --test-size {some}"
         )
-    if test_size is not None:
-        problem = f"{where} has a test split of its own; remove --test-size"
-        raise UsageError(f"--test-size {test_size}: {problem}")
+    image_options.refuse_test_size(where)
     return splits, notes
 
 

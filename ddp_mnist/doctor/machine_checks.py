@@ -21,7 +21,7 @@ from ddp_mnist.cluster.interfaces import interfaces_up, why_port_is_taken
 from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.cluster.nodes import DEFAULT_PORT
 from ddp_mnist.config.image_options import ImageOptions
-from ddp_mnist.data import cache, sources
+from ddp_mnist.data import cache, datasets_library, sources
 from ddp_mnist.errors import DdpMnistError, reason
 from ddp_mnist.run.summary import count
 from ddp_mnist.run.versions import PACKAGES, package_versions
@@ -240,7 +240,7 @@ def data_set(options: Doctor) -> Iterator[CheckResult]:
             fix = f"run ddp-mnist prepare --dataset {dataset}{drawn} on each machine"
         elif source.kind != "hub":
             text = "is on this machine"
-        elif why := sources.why_out_of_reach(source.place):
+        elif why := datasets_library.why_out_of_reach(source.place):
             text = f"is not in the cache, and the Hub cannot be reached ({why})"
         else:
             text = "can be fetched from the Hub"

@@ -12,8 +12,8 @@ from urllib.request import urlopen
 import torch
 from torch import Tensor, nn
 
+from ddp_mnist.data.datasets_library import HUB_TIMEOUT_S, UNWRITABLE
 from ddp_mnist.data.image_format import ImageFormat
-from ddp_mnist.data.sources import HUB_TIMEOUT_S, UNWRITABLE
 from ddp_mnist.errors import StorageError, UsageError, causes, reason, root_reason
 from ddp_mnist.nets.ours import GreyAsColour
 from ddp_mnist.system.deadline import with_deadline
