@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import os
 import shutil
@@ -19,6 +20,7 @@ from ddp_mnist.errors import CheckpointError, DdpMnistError, UsageError
 from ddp_mnist.run import checkpoint, resume
 from ddp_mnist.run.folder import STARTING, read_json
 from ddp_mnist.run.opening import check_net
+from ddp_mnist.run.resume import EarlierRun
 from ddp_mnist.verify import watch
 from ddp_mnist.verify.watch import Seen, just_train, resumed, weights_of
 from tests.chaos import leftovers, what_stays
@@ -190,21 +192,21 @@ def test_patience_typed_on_resume_begins_to_look_for_the_best_weights(tmp_path: 
 # --- What is inherited
 
 
-def found_of(config: TrainConfig) -> dict[str, Any]:
-    groups = {"run": flag_values(config.run), "recipe": flag_values(config.recipe)}
-    return {"path": "run", **groups}
+def found_of(config: TrainConfig) -> EarlierRun:
+    flags = flag_values(config.run), flag_values(config.recipe)
+    return EarlierRun("run", "id", "digest", *flags)
 
 
 def test_a_preset_typed_again_leaves_the_run_as_it_was() -> None:
     """The run's own values were typed beside it when it began."""
     line = "--preset accurate --dataset digits --model mlp --optimizer adamw"
     found = found_of(cli.train_config(line.split()))
-    found["recipe"]["epochs"] = 4
+    found.recipe["epochs"] = 4
     again = cli.train_config(["--resume", "run", "--preset", "accurate"])
     recipe = resume.inherit(again, found).recipe
     assert (recipe.model, recipe.optimizer, recipe.epochs) == ("mlp", "adamw", 4)
     with pytest.raises(CheckpointError, match=r"config\.json is damaged"):
-        resume.inherit(again, {**found, "recipe": {}})
+        resume.inherit(again, dataclasses.replace(found, recipe={}))
 
 
 def test_flags_that_contradict_each_other_or_those_of_the_run() -> None:
@@ -215,7 +217,7 @@ def test_flags_that_contradict_each_other_or_those_of_the_run() -> None:
     found = found_of(TrainConfig(recipe=Recipe(model="cnn_bn", val_size=0)))
     again = TrainConfig(RunFlags(resume="run"), distribution=Distribution(sync_bn=True))
     assert resume.inherit(again, found).recipe.model == "cnn_bn"
-    found["recipe"]["model"] = "cnn"
+    found.recipe["model"] = "cnn"
     with pytest.raises(UsageError, match="--sync-bn: cnn has no BatchNorm"):
         digits = cache.load("digits")
         check_net(resolved(resume.inherit(again, found), digits), digits)

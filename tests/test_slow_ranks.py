@@ -20,7 +20,7 @@ from torch import nn
 
 from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.nets.ours import MLP
-from ddp_mnist.run import meter, slow_ranks, summary
+from ddp_mnist.run import hints, meter, slow_ranks
 from ddp_mnist.run.folder import read_json
 from ddp_mnist.run.slow_ranks import GPU_SAMPLE, ForwardClock, SlowRanks
 from ddp_mnist.system import limits
@@ -181,7 +181,7 @@ def test_a_slow_rank_is_named_on_the_console_in_the_metrics_and_in_the_summary(
     assert first["times_median"] >= 1.5
     shown = [line for line in said.splitlines() if line.startswith("slow ")]
     assert len(shown) == len(lines)
-    assert shown[0] == summary.slow_line(1, host, first["times_median"])
+    assert shown[0] == hints.slow_line(1, host, first["times_median"])
     assert "slow" not in elsewhere
     even, slow = read_json(tmp_path / "run" / "summary.json")["ranks"]
     assert even["forward_ms"] < 30 <= slow["forward_ms"]

@@ -13,14 +13,16 @@ from ddp_mnist.config.recipe import Recipe, resolve_recipe
 from ddp_mnist.config.run import ResolvedConfig, RunFlags, TrainConfig
 from ddp_mnist.data.image_format import ImageFormat
 from ddp_mnist.run import summary
+from ddp_mnist.run.console import count
 from ddp_mnist.run.folder import RunFolder
+from ddp_mnist.run.identity import facts
 from ddp_mnist.run.versions import code_digest, git_commit, package_versions
 
 
 def test_count() -> None:
     counted = [(1, "process"), (2, "process"), (0, "thread"), (1234, "machine")]
     said = ["1 process", "2 processes", "0 threads", "1,234 machines"]
-    assert [summary.count(number, noun) for number, noun in counted] == said
+    assert [count(number, noun) for number, noun in counted] == said
 
 
 def world(device: str = "cpu") -> Any:
@@ -39,17 +41,17 @@ def test_facts_are_what_has_to_be_equal() -> None:
     images: Any = SimpleNamespace(digest="abc")
     recipe = resolve_recipe(Recipe(epochs=3), 1437, 1)
     config = ResolvedConfig(RunFlags(dataset="digits"), Distribution(backend="auto"), recipe=recipe)
-    facts = summary.facts(config, world(), images)
-    assert (facts["--epochs"], facts["--seed"]) == (3, 0)
+    found = facts(config, world(), images)
+    assert (found["--epochs"], found["--seed"]) == (3, 0)
     # what is in effect, not what was asked for
-    assert (facts["--mixed-precision"], facts["--backend"]) == ("bf16", "gloo")
-    assert facts["the data's digest"] == "abc"
-    assert facts["the code's digest"] == code_digest()
-    assert facts["torch"] == package_versions()["torch"]
+    assert (found["--mixed-precision"], found["--backend"]) == ("bf16", "gloo")
+    assert found["the data's digest"] == "abc"
+    assert found["the code's digest"] == code_digest()
+    assert found["torch"] == package_versions()["torch"]
     run = RunFlags(dataset="/data/digits", run_dir="x", cache_dir="y", quiet=True)
     other_rank = Distribution(rank=1, world_size=2, local_rank=1, init_method="tcp://h:1")
     other = ResolvedConfig(run, other_rank, recipe=recipe)
-    assert summary.facts(other, world(), images) == facts
+    assert facts(other, world(), images) == found
 
 
 def test_step_line() -> None:
@@ -67,56 +69,6 @@ def test_a_phase_stands_beside_the_step_and_takes_no_more_room() -> None:
     line: dict[str, Any] = {"loss": 0.51234, "lr": 0.0099, "images_per_second": 12345.6}
     shown = summary.step_line(line, 25, 3810, 44.1, "validation")
     assert shown == "step   25/3810  loss 0.5123  validation  12,346 images/s  00:44 left"
-
-
-def test_slow_line() -> None:
-    assert summary.slow_line(12, "node7", 2.04) == (
-        "slow       rank 12 on node7 takes 2.0 times as long as the others, which wait for it; see"
-        " what else runs there"
-    )
-
-
-def test_neighbours_line() -> None:
-    assert summary.neighbours_line(1, 2).splitlines() == [
-        "careful    other programs use these cores, which have room for 1 thread of 2,",
-        "           and each step waits for the slowest; stop it, and resume it with",
-        "           OMP_NUM_THREADS=1",
-    ]
-    more, one = (summary.neighbours_line(fit, 4, has_launcher=True) for fit in (2, 1))
-    assert more.endswith("OMP_NUM_THREADS=2")
-    assert one.endswith("; end them, or wait until they\n           have ended")
-    assert summary.neighbours_line(1, 2, fix="end it").endswith("for the slowest; end it")
-
-
-def test_a_run_of_hours_gets_the_flag_with_which_it_takes_one() -> None:
-    assert summary.long_line(3600.0, 154) == ""
-    assert summary.long_line(9000.0, 154).splitlines() == [
-        "careful    this takes about 2.5 hours on the CPU; for an hour or less, begin",
-        "           anew with --epochs 61",
-    ]
-    alone = " ".join(summary.long_line(9000.0, 1).split())
-    assert alone.endswith("begin anew with a smaller --image-size")
-
-
-def test_a_net_that_has_learned_its_images_by_heart_gets_the_flag_that_helps() -> None:
-    far = SimpleNamespace(accuracy=0.5595, count=84)
-    near, few = SimpleNamespace(accuracy=0.95, count=84), SimpleNamespace(accuracy=0.85, count=20)
-
-    def hint(accuracy: Any, validation: Any, **flags: Any) -> str:
-        recipe: Any = SimpleNamespace(**{"model": "cnn", "weights": None, "augment": False} | flags)
-        return " ".join(summary.overfit_line(accuracy, validation, recipe).split())
-
-    assert hint(1.0, far) == (
-        "hint accuracy 1.0000 and validation 0.5595: the net has learned its images by heart"
-        " (overfitting); to try in a new run: more images, or --augment, or --model"
-        " torchvision:resnet18 --weights DEFAULT"
-    )
-    assert hint(0.98, far, augment=True, model="torchvision:vgg11").endswith(
-        "more images, or --weights DEFAULT"
-    )
-    assert hint(0.98, far, augment=True, weights="x").endswith("to try in a new run: more images")
-    for arguments in ((1.0, near), (1.0, few), (0.97, far), (None, far), (1.0, None)):
-        assert hint(*arguments) == ""
 
 
 def test_the_plan_says_for_what_the_recipe_was_chosen_and_which_flags_were_typed() -> None:

@@ -25,7 +25,7 @@ from ddp_mnist.data import cache
 from ddp_mnist.errors import CheckFailed, UsageError
 from ddp_mnist.run.console import Console, coloured, width_of, wrapped
 from ddp_mnist.run.folder import METRICS
-from ddp_mnist.run.summary import neighbours_line
+from ddp_mnist.run.hints import neighbours_line
 from ddp_mnist.system import neighbours
 from ddp_mnist.verbs.check_result import CheckResult, describe, failure_summary
 from ddp_mnist.verbs.flags import Bench

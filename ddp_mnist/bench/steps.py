@@ -27,7 +27,7 @@ from ddp_mnist.data.batches import GlobalBatchSampler, ImageData, Rows, make_loa
 from ddp_mnist.nets.losses import make_loss
 from ddp_mnist.nets.optim import make_optimizer
 from ddp_mnist.plain_ddp import train_plain
-from ddp_mnist.run.summary import count
+from ddp_mnist.run.console import count
 from ddp_mnist.run.training_run import TrainingRun
 from ddp_mnist.train import build_model, fit
 

@@ -27,7 +27,8 @@ from ddp_mnist.doctor import collectives
 from ddp_mnist.doctor.compare import LOAD
 from ddp_mnist.doctor.machine_checks import check_machine, nvidia_smi, product
 from ddp_mnist.errors import CheckFailed, DdpMnistError, PeerError, reason
-from ddp_mnist.run.summary import count, device
+from ddp_mnist.run.console import count
+from ddp_mnist.run.summary import device
 from ddp_mnist.run.training_run import TrainingRun
 from ddp_mnist.run.versions import code_digest, package_versions
 from ddp_mnist.run.weights import digest_of

@@ -23,7 +23,7 @@ from ddp_mnist.cluster.nodes import DEFAULT_PORT
 from ddp_mnist.config.image_options import ImageOptions
 from ddp_mnist.data import cache, datasets_library, sources
 from ddp_mnist.errors import DdpMnistError, reason
-from ddp_mnist.run.summary import count
+from ddp_mnist.run.console import count
 from ddp_mnist.run.versions import PACKAGES, package_versions
 from ddp_mnist.system import limits
 from ddp_mnist.verbs.check_result import (

@@ -165,6 +165,12 @@ def json_line(content: dict[str, Any]) -> str:
     return as_json(content, ascii_only="utf" not in (sys.stdout.encoding or "utf").lower())
 
 
+def count(number: int, noun: str) -> str:
+    """Return e.g. 1 process, 2 processes."""
+    ending = "" if number == 1 else "es" if noun.endswith("s") else "s"
+    return f"{number:,} {noun}{ending}"
+
+
 def panel(lines: dict[str, str]) -> str:
     """Return a line for each name and its text, wrapped; see `wrapped`."""
     each = (wrapped(text, f"{name:<10} ", INDENT) for name, text in lines.items())

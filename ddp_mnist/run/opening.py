@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -36,6 +35,8 @@ from ddp_mnist.run.console import Console, draws, panel
 from ddp_mnist.run.evaluation import check_scores
 from ddp_mnist.run.faults import inject
 from ddp_mnist.run.folder import CONFIG, TRAINED_ON, RunFolder
+from ddp_mnist.run.identity import FORMAT, facts, identify
+from ddp_mnist.run.resume import EarlierRun
 from ddp_mnist.run.training_run import TrainingRun
 
 
@@ -53,14 +54,14 @@ def set_up_run(
         Console(verbose and launch.rank == 0, must_arrive=False) as console,
         summary.narrated_elsewhere(world, verbose),
     ):
-        found = world.store.broadcast_from_rank0("resume", lambda: resume.find(config))
-        if found and found["finished"]:
-            console.print(found["finished"])
+        found = resume.find(config, world.store)
+        if found and found.finished:
+            console.print(found.finished)
             yield None
             return
         config, images = resolve_and_load(config, world, console, found)
         with listen(launch.is_signalled_by_launcher, world.store) as stop:
-            check_same(world.store, summary.facts(config, world, images))
+            check_same(world.store, facts(config, world, images))
             if config.run.dry_run:
                 console.print(summary.plan(config, world, images, None))
                 yield None
@@ -82,7 +83,7 @@ def set_up_run(
 
 
 def resolve_and_load(
-    config: TrainConfig, world: World, console: Console, found: dict[str, Any] | None
+    config: TrainConfig, world: World, console: Console, found: EarlierRun | None
 ) -> tuple[ResolvedConfig, ImageData]:
     """Return the flags, with the recipe resolved for this data and world size, and the data.
 
@@ -207,20 +208,20 @@ def check_net(config: ResolvedConfig, images: ImageData, at_once: int = 2) -> st
     )
 
 
-def open_folder(run: TrainingRun, found: dict[str, Any] | None) -> list[str]:
+def open_folder(run: TrainingRun, found: EarlierRun | None) -> list[str]:
     """Make the run's folder, or take over that of a run that goes on: on rank 0's machine.
 
     Return lines for the person, on rank 0. Raises as RunFolder.create and resume.load_latest do.
     """
     config, world, notes = run.config, run.world, list[str]()
-    run_id = found["run_id"] if found else uuid.uuid4().hex
-    run.identity = resume.identity(config, world, run_id, run.images.digest)
+    run_id = found.run_id if found else uuid.uuid4().hex
+    run.identity = identity = identify(config, world, run_id, run.images.digest)
     run.checkpoint = b"" if found else None
 
     def open_it() -> str:
         if found:
-            path = Path(found["path"])
-            run.checkpoint, lines = resume.load_latest(run.folder, path, run.identity, config)
+            path = Path(found.path)
+            run.checkpoint, lines = resume.load_latest(run.folder, path, identity, config)
             run.folder.begin()
             notes.extend(lines)
         else:
@@ -233,9 +234,9 @@ def open_folder(run: TrainingRun, found: dict[str, Any] | None) -> list[str]:
         CONFIG,
         {
             "run_id": run_id,
-            "format": resume.FORMAT,
+            "format": FORMAT,
             "digest": run.images.digest,
-            "own_code": run.identity["own_code"],
+            "own_code": identity.own_code,
             "run": flag_values(config.run) | {"run_dir": run.where, "resume": None},
             "recipe": flag_values(config.recipe),
             "distribution": flag_values(config.distribution)

@@ -1,7 +1,6 @@
 """A run describes itself: the plan, the progress line, summary.json and the last lines."""
 
 import contextlib
-import math
 import os
 import shutil
 import sys
@@ -18,45 +17,22 @@ from ddp_mnist.cluster import hardware
 from ddp_mnist.cluster.store import name_of
 from ddp_mnist.cluster.world import World
 from ddp_mnist.config.faults import wrong_on_purpose
-from ddp_mnist.config.flags import flag_fields, flag_name, typed_flag
-from ddp_mnist.config.recipe import ResolvedRecipe
+from ddp_mnist.config.flags import flag_fields, typed_flag
 from ddp_mnist.config.run import ResolvedConfig
 from ddp_mnist.data.augment import changes
 from ddp_mnist.data.batches import ImageData
 from ddp_mnist.errors import printable
 from ddp_mnist.nets.initial_weights import find_named
-from ddp_mnist.run.console import INDENT, Console, fitted, panel, width_of, wrapped
+from ddp_mnist.run.console import INDENT, Console, count, fitted, panel, width_of, wrapped
 from ddp_mnist.run.evaluation import CROSS_ENTROPY, Metrics, packed, shown, shown_loss
 from ddp_mnist.run.folder import RunFolder
 from ddp_mnist.run.state import State
-from ddp_mnist.run.versions import code_digest, git_commit, own_digests, package_versions
+from ddp_mnist.run.versions import git_commit, package_versions
 
-BY_HEART, TOO_FAR = 0.98, 0.1  # accuracy in training, and validation's below it
-HOUR_S = 3600.0
 FEW = 20  # images of a class
 WEIGHABLE = 11  # images of a class: from so many on --class-weights helped where it was tried
 ONE_LINE = 69  # columns beside the name of a panel's line
 FOLDER_KEY = "run folder"  # the broadcast of its path
-
-
-def facts(config: ResolvedConfig, world: World, images: ImageData) -> dict[str, Any]:
-    """Return the values that must be equal on every rank, by the names that a person knows."""
-    flags = {
-        flag_name(field): getattr(group, field.name)
-        for group in (config.run, config.recipe, config.distribution)
-        for field in flag_fields(group)
-        if not field.metadata["per_rank"]
-    }
-    return {
-        **flags,
-        "--mixed-precision": world.precision,
-        "--compile": world.compiled_by,
-        "--backend": world.backend,
-        "the data's digest": images.digest,
-        "the code's digest": code_digest(),
-        **{f"the code of {name}": code for name, code in own_digests(config.recipe).items()},
-        **package_versions(),
-    }
 
 
 def plan(config: ResolvedConfig, world: World, images: ImageData, folder: Path | None) -> str:
@@ -173,72 +149,6 @@ def step_line(
     if left_s is not None:
         parts += [f"{tqdm.format_interval(left_s)} left"]
     return "  ".join(parts)
-
-
-def slow_line(rank: int, host: str, times: float) -> str:
-    """Return the line that names a rank that takes `times` the median."""
-    return (
-        f"slow       rank {rank} on {host} takes {times:.1f} times as long as the others,"
-        " which wait for it; see what else runs there"
-    )
-
-
-def neighbours_line(fit: int, threads: int, has_launcher: bool = False, fix: str = "") -> str:
-    """Return the line that names the number of threads that the cores have room for.
-
-    Of a launcher's processes, one thread cannot be asked for: see `set_threads`. A verb that cannot
-    be resumed has its own `fix`.
-    """
-    wait = "end them, or wait until they have ended" if has_launcher and fit == 1 else ""
-    fix = fix or wait or f"stop it, and resume it with OMP_NUM_THREADS={fit}"
-    return panel(
-        {
-            "careful": f"other programs use these cores, which have room for {count(fit, 'thread')}"
-            f" of {threads}, and each step waits for the slowest; {fix}"
-        }
-    )
-
-
-def long_line(left_s: float, epochs: int) -> str:
-    """Return a line that says how to be done in an hour if it takes longer, else ""."""
-    if left_s <= HOUR_S:
-        return ""
-    fewer = int(epochs * HOUR_S / left_s)
-    fix = f"--epochs {fewer}" if fewer else "a smaller --image-size"
-    took = f"this takes about {left_s / HOUR_S:.1f} hours on the CPU"
-    return panel({"careful": f"{took}; for an hour or less, begin anew with {fix}"})
-
-
-def overfits(trained: float, other: float, images: int) -> bool:
-    """Return whether a net is far worse on `images` others than on its own, and not by chance.
-
-    That is by TOO_FAR, and by two standard errors of a share of so many images.
-    """
-    error = math.sqrt(other * (1 - other) / images)
-    return trained - other >= max(TOO_FAR, 2 * error)
-
-
-def overfitting(model: str, weights: str | None, augment: bool) -> tuple[str, list[str]]:
-    """Return what it is, in words, and what may help a run with these flags."""
-    fixes = ["more images"] + ["--augment"] * (not augment)
-    net = "" if model.startswith("torchvision:") else "--model torchvision:resnet18 "
-    fixes += [f"{net}--weights DEFAULT"] * (not weights)
-    return "the net has learned its images by heart (overfitting)", fixes
-
-
-def overfit_line(accuracy: float | None, validation: Metrics | None, recipe: ResolvedRecipe) -> str:
-    """Return a line that says what helps if the net knows its images and not others, else ""."""
-    if accuracy is None or validation is None:
-        return ""
-    if accuracy < BY_HEART or not overfits(accuracy, validation.accuracy, validation.count):
-        return ""
-    what, fixes = overfitting(recipe.model, recipe.weights, recipe.augment)
-    return panel(
-        {
-            "hint": f"accuracy {accuracy:.4f} and validation {validation.accuracy:.4f}: {what};"
-            f" to try in a new run: {', or '.join(fixes)}"
-        }
-    )
 
 
 def epoch_line(epoch: int, epochs: int, means: dict[str, Any], validation: Metrics | None) -> str:
@@ -398,9 +308,3 @@ def device(world: World) -> str:
     """Return cpu or cuda:N. Accelerate numbers the CPU of several processes, but no lone GPU."""
     found = world.accelerator.device
     return "cpu" if found.type == "cpu" else f"{found.type}:{found.index or 0}"
-
-
-def count(number: int, noun: str) -> str:
-    """Return e.g. 1 process, 2 processes."""
-    ending = "" if number == 1 else "es" if noun.endswith("s") else "s"
-    return f"{number:,} {noun}{ending}"

@@ -2,7 +2,7 @@
 
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -15,10 +15,11 @@ from ddp_mnist.config.run import ResolvedConfig
 from ddp_mnist.data.batches import ImageData
 from ddp_mnist.errors import DivergedError
 from ddp_mnist.nets.ours import Normalised, with_test_time_augmentation
-from ddp_mnist.run import checkpoint, summary, weights
+from ddp_mnist.run import checkpoint, hints, summary, weights
 from ddp_mnist.run.console import Console, draws, tell
 from ddp_mnist.run.evaluation import Metrics, evaluate_split, import_evaluate_meanwhile
 from ddp_mnist.run.folder import MODEL, SUMMARY, RunFolder
+from ddp_mnist.run.identity import Identity
 from ddp_mnist.run.profiling import StepProfiler
 from ddp_mnist.run.state import Progress, State
 from ddp_mnist.system.neighbours import Neighbours
@@ -37,7 +38,7 @@ class TrainingRun:
     stop: StopSignals
     folder: RunFolder = field(default_factory=RunFolder)  # has no place where it is not written
     console: Console = field(default_factory=lambda: Console(False))  # silent on all but one
-    identity: dict[str, Any] = field(default_factory=dict)  # in each checkpoint, see resume.py
+    identity: Identity | None = None  # of a run that is written: it is in each checkpoint
     checkpoint: bytes | None = None  # to go on from: whole on rank 0, empty on the other ranks
     where: str = ""  # the folder's path on rank 0's machine
     profiler: StepProfiler = field(init=False)
@@ -108,14 +109,14 @@ class TrainingRun:
                 host = self.world.store.host(rank)
                 slow = {"slow_rank": rank, "host": host, "times_median": round(times, 1)}
                 self.folder.append_metrics(progress.step, {"epoch": progress.epoch, **slow})
-                self.console.note(summary.slow_line(rank, host, times))
+                self.console.note(hints.slow_line(rank, host, times))
         if self.neighbours and (fit := self.neighbours.judge()):
             threads, has_launcher = self.neighbours.threads, self.stop.has_launcher
-            self.console.print(summary.neighbours_line(fit, threads, has_launcher))
+            self.console.print(hints.neighbours_line(fit, threads, has_launcher))
             self.neighbours = None
         if self.judges_length and time.monotonic() - self.began[0] >= JUDGED_S:
             self.judges_length = False
-            if line := summary.long_line(self.left_s() or 0.0, self.config.recipe.epochs):
+            if line := hints.long_line(self.left_s() or 0.0, self.config.recipe.epochs):
                 self.console.print(line)
 
     def evaluate(self, phase: str, net: nn.Module, loader: DataLoader[Any]) -> Metrics:
@@ -138,7 +139,7 @@ class TrainingRun:
         every = -(-recipe.epochs // EPOCH_LINES)
         if progress.epoch % every == 0 or progress.epoch == recipe.epochs or progress.stopped_by:
             self.console.print(summary.epoch_line(epoch, recipe.epochs, means, validation))
-        hint = summary.overfit_line(means["accuracy"], validation, recipe)
+        hint = hints.overfit_line(means["accuracy"], validation, recipe)
         if hint and not self.overfits:
             self.overfits = True
             self.console.print(hint)
@@ -177,8 +178,8 @@ class TrainingRun:
                 " any more; use a lower learning rate, or --max-grad-norm 1"
             )
         self.folder.step = step
-        if self.folder.path:
-            about = {**self.identity, "metrics_lines": self.folder.metrics_lines}
+        if self.folder.path and self.identity:
+            about = {**asdict(self.identity), "metrics_lines": self.folder.metrics_lines}
             content = {**about, "state": state.content()}
             checkpoint.save(self.folder.path, step, content, self.config.run.keep)
         state.progress.save_seconds += time.monotonic() - clock

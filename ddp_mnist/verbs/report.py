@@ -29,7 +29,8 @@ from ddp_mnist.errors import CheckpointError, DataError, DdpMnistError, printabl
 from ddp_mnist.run import folder, weights
 from ddp_mnist.run.console import Console, warn
 from ddp_mnist.run.evaluation import CROSS_ENTROPY, MANY_CLASSES, most_confused, unpacked
-from ddp_mnist.run.summary import changed_since, overfits, overfitting
+from ddp_mnist.run.hints import overfits, overfitting
+from ddp_mnist.run.summary import changed_since
 from ddp_mnist.verbs import plots
 from ddp_mnist.verbs.flags import Report
 from ddp_mnist.verbs.render import render

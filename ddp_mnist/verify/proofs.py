@@ -31,11 +31,10 @@ from ddp_mnist.errors import CheckFailed, DdpMnistError, UsageError
 from ddp_mnist.nets.build import factory_of
 from ddp_mnist.nets.losses import image_losses
 from ddp_mnist.run import weights
-from ddp_mnist.run.console import Console, coloured
+from ddp_mnist.run.console import Console, coloured, count
 from ddp_mnist.run.evaluation import evaluate_split, make_eval_loader
 from ddp_mnist.run.faults import count_padding
 from ddp_mnist.run.folder import check_place, save_json
-from ddp_mnist.run.summary import count
 from ddp_mnist.verbs import check_result as results
 from ddp_mnist.verbs.check_result import FAIL, PASS, CheckResult
 from ddp_mnist.verbs.flags import Verify

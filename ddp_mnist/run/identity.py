@@ -1,0 +1,63 @@
+"""What identifies a run: the values that all ranks share, and those that a checkpoint carries."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from ddp_mnist.cluster.world import World
+from ddp_mnist.config.flags import OnResume, flag_fields, flag_name, flag_values
+from ddp_mnist.config.run import ResolvedConfig
+from ddp_mnist.data.batches import ImageData
+from ddp_mnist.run.versions import code_digest, own_digests, package_versions
+
+FORMAT = 10  # of config.json and of checkpoints; another one cannot be resumed
+OF_THE_RESULT: tuple[OnResume, ...] = ("must equal", "may change", "same images")
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What a checkpoint says of its run, beside the State."""
+
+    format: int
+    run_id: str
+    flags: dict[str, Any]  # those OF_THE_RESULT, by field name
+    digest: str  # of the images
+    own_code: dict[str, str]  # SHA-256 of each file of the user's own, by the flag that names it
+    world: dict[str, Any]  # may change, and is reported, by the names that a person knows
+
+
+def identify(config: ResolvedConfig, world: World, run_id: str, digest: str) -> Identity:
+    """Return the identity of a run in this world, on images with this digest."""
+    flags = flag_values(config.run, *OF_THE_RESULT) | flag_values(config.recipe, *OF_THE_RESULT)
+    may_change = {
+        "world size": world.accelerator.num_processes,
+        "device": world.accelerator.device.type,
+        "--backend": world.backend,
+        "--mixed-precision": world.precision,
+        "--sync-bn": config.distribution.sync_bn,
+        "--comm-hook": config.distribution.comm_hook,
+        "--compile": bool(world.compiler) and world.compiled_by,
+        "threads": world.threads,
+        **package_versions(),
+        "the code's digest": code_digest(),
+    }
+    return Identity(FORMAT, run_id, flags, digest, own_digests(config.recipe), may_change)
+
+
+def facts(config: ResolvedConfig, world: World, images: ImageData) -> dict[str, Any]:
+    """Return the values that must be equal on every rank, by the names that a person knows."""
+    flags = {
+        flag_name(field): getattr(group, field.name)
+        for group in (config.run, config.recipe, config.distribution)
+        for field in flag_fields(group)
+        if not field.metadata["per_rank"]
+    }
+    return {
+        **flags,
+        "--mixed-precision": world.precision,
+        "--compile": world.compiled_by,
+        "--backend": world.backend,
+        "the data's digest": images.digest,
+        "the code's digest": code_digest(),
+        **{f"the code of {name}": code for name, code in own_digests(config.recipe).items()},
+        **package_versions(),
+    }
