@@ -1,1 +1,1 @@
-"""The data set, decoded once, cached, and read in global batches; knows no rank, config or run."""
+"""The data set: decoded once, cached, and read in global batches. Knows no rank and no run."""

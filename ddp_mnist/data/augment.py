@@ -1,10 +1,10 @@
-"""Random changes of a whole batch of images, the same for a sample on every rank.
+"""Augmentation: random changes of a batch of images, the same for a sample on every rank.
 
-One table of random numbers per epoch, made from (seed, epoch) and read by sample number: neither
-the world size nor a resume can change what happens to an image. The last epochs change images
-less, so that training ends on images close to those that the net will be tested on. What is done
-follows from the data: bright strokes on black are rotated, scaled and shifted; other pictures are
-mirrored, unless they show characters, cropped and coloured.
+One table of random numbers per epoch is drawn from (seed, epoch) and indexed by sample number, so
+neither the world size nor a resume changes what happens to an image. The last epochs change images
+less, so that training ends on images close to those that the net is tested on. The kind of images
+decides: bright strokes on black are rotated, scaled and shifted; other pictures are cropped and
+coloured, and mirrored unless they show characters.
 """
 
 import math
@@ -17,12 +17,12 @@ from ddp_mnist.data.image_format import ImageFormat
 from ddp_mnist.seeding import generator
 
 MAX_ROTATION_DEGREES = 18.0
-MAX_SHIFT = 4 / 14  # half sides: 4 of MNIST's 28 pixels
+MAX_SHIFT = 4 / 14  # of half a side: 4 of MNIST's 28 pixels
 MAX_SCALE = 0.20
-LEAST_AREA = 0.5  # of a picture, that a crop keeps
-MAX_ASPECT = 4 / 3  # of a crop's sides, either way
-MAX_COLOUR = 0.2  # by which brightness, contrast and saturation differ from 1
-LUMA = (0.299, 0.587, 0.114)  # of red, green and blue in a grey (ITU-R BT.601)
+LEAST_AREA = 0.5  # the share of a picture that a crop keeps
+MAX_ASPECT = 4 / 3  # the ratio of a crop's sides, either way
+MAX_COLOUR = 0.2  # how far factors of brightness, contrast and saturation are from 1
+LUMA = (0.299, 0.587, 0.114)  # weights of red, green and blue in grey (ITU-R BT.601)
 
 
 def augmentation_table(
@@ -84,13 +84,13 @@ def augment(images: Tensor, augmentations: Tensor) -> Tensor:
     """Return uint8 [B, C, H, W] with each image moved by its map, bilinear.
 
     `augmentations` are rows of `augmentation_table`, [B, 2 or 3, 3]; a third line changes the
-    colours. Around strokes is black, and around pictures their edge goes on: a crop there reads a
-    fraction of a pixel beyond it. Results are rounded, so a difference in the last bit of a float
-    hardly ever shows.
+    colours. Outside of an image is black for strokes; for pictures the edge is repeated, as a crop
+    may reach a fraction of a pixel beyond it. Results are rounded, so a difference in the last bit
+    of a float hardly ever shows.
     """
     pictures = augmentations.shape[1] == 3
-    # The grid is written out instead of F.affine_grid, whose matrix product may differ in the
-    # last bits with the number of images in the batch.
+    # Computed here because the matrix product in F.affine_grid may differ in the last bits with the
+    # number of images in the batch.
     height, width = images.shape[2:]
     x_axis, y_axis = (
         torch.linspace(-(n - 1) / n, (n - 1) / n, n, device=images.device) for n in (width, height)

@@ -1,7 +1,7 @@
-"""The data set as a learner meets it: rows of images, and the order in which they are read.
+"""The data set as training reads it: rows of images, and their order.
 
 N processes equal one only if together they read the same batches. So the sampler yields
-GLOBAL batches, the same on every rank, and Accelerate gives each rank its part of each one
+GLOBAL batches, the same on every rank, and Accelerate gives each rank its part of each of them
 (`DataLoaderConfiguration(split_batches=True)`). Nothing here knows its rank.
 """
 
@@ -36,15 +36,15 @@ class ImageData:
     test_labels: Tensor
     train_keys: np.ndarray  # uint64 [N], a hash of each image's pixels, see held_out.py
     test_keys: np.ndarray
-    test_drawn: bool = False  # from train: it has no test split of its own, and may grow
+    test_drawn: bool = False  # from train, as there is no test split; the data set may grow
     careful: list[str] = field(default_factory=list)  # what may spoil a result, one sentence each
     warnings: list[str] = field(default_factory=list)  # what happened while it was opened
     val_rows: np.ndarray = field(default_factory=lambda: np.arange(0))  # of train, held out
 
     def to(self, device: torch.device) -> "ImageData":
-        """Return the same in a device's memory (55 MB for MNIST), if half of that is enough.
+        """Return the data set in the device's memory (55 MB for MNIST) if half of that is enough.
 
-        Else, and on a CPU, it stays mapped from the disk, and batches are sent one by one.
+        Otherwise, and on a CPU, it stays mapped from the disk, and batches are sent one by one.
         """
         if device.type == "cpu":
             return self  # Accelerate numbers each process's CPU: .to() would unmap the file
@@ -57,23 +57,23 @@ class ImageData:
         return dataclasses.replace(self, **moved)
 
     def hold_out(self, val_size: int) -> "ImageData":
-        """Return the same with `val_size` train images held out, the same ones for every seed.
+        """Return the data set with `val_size` train images held out, the same for every seed.
 
-        They are about as many if the test was drawn from train too.
+        If the test split was drawn from train too, their number is approximate.
         """
         labels, by_share = self.train_labels.numpy(), self.test_drawn
         val_rows = held_out.validation_rows(self.train_keys, labels, val_size, by_share)
         return dataclasses.replace(self, val_rows=val_rows)
 
     def trained_on(self) -> np.ndarray:
-        """Return the keys of the train images that are not held out, each once, sorted."""
+        """Return the distinct keys, sorted, of the train images that are not held out."""
         return np.unique(np.delete(self.train_keys, self.val_rows))
 
     def per_class(self) -> dict[str, list[int]]:
         """Return the number of images of each class, by split."""
         splits = {"train": self.train_labels, "test": self.test_labels}
-        many = len(self.classes)
-        return {name: labels.bincount(minlength=many).tolist() for name, labels in splits.items()}
+        count = len(self.classes)
+        return {name: labels.bincount(minlength=count).tolist() for name, labels in splits.items()}
 
     def describe(self) -> dict[str, Any]:
         """Return the data set's entry in summary.json, but for `val_rows`."""
@@ -122,9 +122,9 @@ class Rows(Dataset[tuple[Tensor, Tensor, Tensor]]):
 
 
 def eval_batch_size(images: Tensor, on_gpu: bool = False) -> int:
-    """Return the number of these images, [N, C, H, W], per forward pass: it changes no result.
+    """Return how many of these images, [N, C, H, W], to evaluate at once; it changes no result.
 
-    500 small ones would not keep a GPU busy; 55 of 224x224 do.
+    500 small images would not keep a GPU busy; 55 of 224x224 do.
     """
     return max(1, min(4000 if on_gpu else 500, 2**23 // math.prod(images.shape[1:])))
 
@@ -136,8 +136,8 @@ class GlobalBatchSampler(Sampler[Any]):
     """A batch sampler of GLOBAL batches: the same on every rank, a function of (seed, epoch).
 
     A step takes `batch_size` images over all ranks, as `grad_accum` micro-batches. Rows that do
-    not fill a last step are left out; the shuffle leaves out other ones in each epoch. An epoch's
-    order is sent once to the device that the rows lie on, not batch by batch.
+    not fill a last step are left out; the shuffle leaves out others in each epoch. An epoch's order
+    is sent to the device of the rows once, not batch by batch.
     """
 
     drop_last = True  # Accelerate reads this name and `batch_size`
@@ -168,6 +168,6 @@ class GlobalBatchSampler(Sampler[Any]):
 
 def make_loader(rows: Rows, **order: Any) -> DataLoader[Any]:
     """Return a loader with a `batch_sampler`, or of all rows in order, `batch_size` at a time."""
-    # Rows returns whole batches, so there is nothing to collate. And a generator of its own:
-    # iterating would otherwise take a seed from the global one.
+    # Rows returns whole batches, so there is nothing to collate. Without a generator of its own the
+    # loader would draw a seed from the global one.
     return DataLoader(rows, collate_fn=lambda batch: batch, generator=torch.Generator(), **order)

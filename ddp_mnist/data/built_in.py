@@ -37,7 +37,7 @@ def load_digits() -> Decoded:
 def load_sample_images() -> Decoded:
     """Return 32x32 patches in colour of two photographs, a temple in China and a flower.
 
-    Those of the test come from the right of each photograph, the others from its left, with a
+    Test patches come from the right of each photograph, train patches from its left, with a
     patch's width between them. Source: scikit-learn's sample images china.jpg, by danielbuechele,
     and flower.jpg, by vultilion, both CC BY 2.0.
     """
@@ -61,5 +61,5 @@ def load_sample_images() -> Decoded:
     )
 
 
-# By the name that --dataset has for it.
+# By their names in --dataset.
 BUILT_IN = {"digits": load_digits, "patches": load_sample_images}

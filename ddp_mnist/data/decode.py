@@ -1,4 +1,4 @@
-"""The one decoder: what it makes of an image file is what a net sees, in training and after it."""
+"""The one decoder of image files, for training, evaluation and prediction alike."""
 
 import contextlib
 import functools
@@ -17,7 +17,7 @@ from ddp_mnist.data.image_format import Shape
 GREY_MODES = ("1", "L", "LA", "La")
 SIXTEEN_BITS = "16 bits, of which the upper 8 count"
 TURN = PIL.Image.Transpose
-TURNS = {  # what makes an image upright, by its orientation in EXIF
+TURNS = {  # the transposition that makes an image upright, by its EXIF orientation
     2: TURN.FLIP_LEFT_RIGHT,
     3: TURN.ROTATE_180,
     4: TURN.FLIP_TOP_BOTTOM,
@@ -27,12 +27,12 @@ TURNS = {  # what makes an image upright, by its orientation in EXIF
     8: TURN.ROTATE_90,
 }
 
-HEADER_ONLY = ("BUFR", "GRIB", "HDF5", "MPEG", "WMF")  # all that Pillow reads of such files
+HEADER_ONLY = ("BUFR", "GRIB", "HDF5", "MPEG", "WMF")  # formats of which Pillow reads no pixels
 
 
 @functools.cache
 def reads_heif() -> bool:
-    """Return whether Pillow reads HEIC, as phones store photos: it does if pillow_heif is there."""
+    """Return whether Pillow can read a phone's HEIC: with pillow_heif, which is registered here."""
     try:
         from pillow_heif import register_heif_opener
     except ImportError:
@@ -51,17 +51,17 @@ def image_endings() -> frozenset[str]:
 
 @contextlib.contextmanager
 def open_image(file: str | Path | bytes) -> Iterator[PIL.Image.Image]:
-    """Open an image file, by its path or of its bytes. Raise what Pillow does."""
-    # It warns of what it can do without, as a part of the EXIF.
-    with warnings.catch_warnings(action="ignore"), open_beside_others(file) as image:
+    """Open an image file, given its path or its bytes. Raise what Pillow raises."""
+    # Pillow warns of what it can do without, such as a part of the EXIF.
+    with warnings.catch_warnings(action="ignore"), open_in_thread(file) as image:
         yield image
 
 
 @contextlib.contextmanager
-def open_beside_others(file: str | Path | bytes) -> Iterator[PIL.Image.Image]:
-    """Do so in one of several threads: they would undo each other's filters of warnings."""
-    # Given a path, Pillow maps an uncompressed file into memory, and misreads the rows of a TIFF
-    # that EXIF turns on its side.
+def open_in_thread(file: str | Path | bytes) -> Iterator[PIL.Image.Image]:
+    """Do so in one of several threads, which would undo each other's warning filters."""
+    # A stream: given a path, Pillow maps an uncompressed file into memory, and misreads the rows of
+    # a TIFF that EXIF turns on its side.
     reads_heif()
     with (
         io.BytesIO(file) if isinstance(file, bytes) else Path(file).open("rb") as stream,
@@ -73,10 +73,10 @@ def open_beside_others(file: str | Path | bytes) -> Iterator[PIL.Image.Image]:
 def decode_image(image: PIL.Image.Image, shape: Shape) -> np.ndarray:
     """Return an opened image file, upright, as uint8 [C, H, W].
 
-    The middle of an image of another size is kept, as much as has the wanted sides' ratio.
+    An image of another size is cropped around its centre to the wanted ratio, then resized.
     """
     channels, height, width = shape
-    image.load()  # damage is an error here: getexif of a PNG would load it, and be forgiven
+    image.load()  # raises an error if damaged; for a PNG, getexif would load it and hide the error
     image = in_mode(upright(image), "L" if channels == 1 else "RGB")
     if image.size != (width, height):
         image = PIL.ImageOps.fit(image, (width, height), PIL.Image.Resampling.BILINEAR)
@@ -85,15 +85,15 @@ def decode_image(image: PIL.Image.Image, shape: Shape) -> np.ndarray:
 
 
 def stored_pixels(image: PIL.Image.Image) -> np.ndarray:
-    """Return the pixels of a loaded image file, [H, W] or [H, W, channels], as its mode has them.
+    """Return the pixels of a loaded image file, [H, W] or [H, W, channels], in its own mode.
 
-    They are neither turned nor resized. A number of a palette says nothing without its colour.
+    They are neither turned nor resized. A palette's indices are replaced by their colours.
     """
     return np.asarray(image.convert("RGBA") if image.mode in ("P", "PA") else image)
 
 
 def upright(image: PIL.Image.Image, orientation: int | None = None) -> PIL.Image.Image:
-    """Return the image turned as its EXIF data, or else `orientation`, say."""
+    """Return the image turned upright by `orientation`, or else by its EXIF data."""
     turn = TURNS.get(orientation or orientation_of(image))
     return image if turn is None else image.transpose(turn)
 
@@ -101,7 +101,7 @@ def upright(image: PIL.Image.Image, orientation: int | None = None) -> PIL.Image
 def orientation_of(image: PIL.Image.Image) -> int:
     """Return EXIF's 1 (upright) to 8; 1 if the EXIF data are missing or damaged.
 
-    Of a PNG that is not loaded, EXIF behind its pixels, where few programs write it, is not found:
+    In a PNG that is not loaded, EXIF after the pixels, where few programs write it, is not found:
     PngImageFile's own getexif would decode the pixels to look for it.
     """
     with contextlib.suppress(Exception):
@@ -111,7 +111,7 @@ def orientation_of(image: PIL.Image.Image) -> int:
 
 
 def in_mode(image: PIL.Image.Image, mode: str, paper: str = "white") -> PIL.Image.Image:
-    """Return it in mode L or RGB, on `paper` if parts are clear; of 16 bits, the upper 8 count.
+    """Return the image in mode L or RGB, transparent parts on `paper`, of 16 bits the upper 8.
 
     Raise ValueError for mode F.
     """
@@ -126,20 +126,20 @@ def in_mode(image: PIL.Image.Image, mode: str, paper: str = "white") -> PIL.Imag
     return image if image.mode == mode else image.convert(mode)
 
 
-def is_clear(image: PIL.Image.Image) -> bool:
-    """Return whether parts of a decoded image are transparent; its header says whether they may."""
+def has_transparent_pixels(image: PIL.Image.Image) -> bool:
+    """Return whether a decoded image has transparent pixels; its header says only if it may."""
     if not image.has_transparency_data:
         return False
     return bool((np.asarray(image.convert("RGBA").getchannel("A")) < 255).any())
 
 
 def facts_of(image: PIL.Image.Image) -> tuple[tuple[int, int], bool, list[str]]:
-    """Return an opened file's height and width (upright), whether it is grey, and its oddities.
+    """Return an opened file's upright height and width, whether it is grey, and what is unusual.
 
-    Only its header is read.
+    Only the header is read.
     """
     turned, odd = orientation_of(image), []
-    across = turned >= 5 and image.format != "TIFF"  # of which Pillow says the size when upright
+    across = turned >= 5 and image.format != "TIFF"  # whose size Pillow gives as upright
     size = (image.width, image.height) if across else (image.height, image.width)
     sixteen = image.mode.startswith("I")
     for wrong, what in (

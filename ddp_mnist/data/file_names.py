@@ -1,4 +1,4 @@
-"""Which file an image of the test split came from: the cache of decoded images has no names."""
+"""Find the file of a test image: the cache of decoded images has no names."""
 
 import bisect
 import contextlib
@@ -19,9 +19,9 @@ def files_of_test(
 ) -> dict[int, Path]:
     """Return the file of each of these rows of the test split, relative to the folder of images.
 
-    Rows have the order of the files, also those that were drawn from train: a row is looked for by
-    bisection there. A file counts only if it has the row's key, so none is named wrongly; what is
-    not found is left out, as in a folder of tables. About ten files a row are decoded at most.
+    Rows are in the order of the files, also where they were drawn from train: there, a row is found
+    by bisection. A file counts only if it has the row's key, so none is named wrongly; rows that
+    are not found are left out, as in a folder of tables. About ten files are decoded per row.
     """
     split = "train" if images.test_drawn else "test"
     files: list[Path] = []
@@ -39,7 +39,7 @@ def files_of_test(
         return None
 
     def is_not_before(row: int, place: int) -> bool:
-        """Return whether the file at this place is that of the test's row, or behind it."""
+        """Return whether the file at this place is the test row's, or comes after it."""
         key = key_at(place)
         if key in test:
             return test[key] >= row

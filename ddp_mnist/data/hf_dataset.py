@@ -1,4 +1,4 @@
-"""A table of the library `datasets`: its splits, its columns, and what shape its images get."""
+"""Decode the splits, labels and images of a table of the library `datasets`, or of files."""
 
 import dataclasses
 import os
@@ -14,7 +14,13 @@ import numpy as np
 import PIL.Image
 
 from ddp_mnist.config.image_options import ImageOptions
-from ddp_mnist.data.decode import SIXTEEN_BITS, decode_image, facts_of, is_clear, stored_pixels
+from ddp_mnist.data.decode import (
+    SIXTEEN_BITS,
+    decode_image,
+    facts_of,
+    has_transparent_pixels,
+    stored_pixels,
+)
 from ddp_mnist.data.held_out import draw_by_share, key_of, share_of
 from ddp_mnist.data.image_files import Cell, ImageFiles, threads_for
 from ddp_mnist.data.image_format import Decoded, Reserve, Shape
@@ -107,7 +113,7 @@ def decode_images(
     def decode(image: PIL.Image.Image, split: str, row: int) -> bool:
         images[split][row] = decode_image(image, shape)
         keys[split][row] = key_of(stored_pixels(image))
-        return is_clear(image)
+        return has_transparent_pixels(image)
 
     if clear := sum(files.each(decode, threads)):
         converted.append(f"{clear:,} of {total:,} images had transparent parts, which became white")

@@ -8,21 +8,21 @@ from typing import Any
 
 import PIL.Image
 
-from ddp_mnist.data.decode import open_beside_others
+from ddp_mnist.data.decode import open_in_thread
 from ddp_mnist.data.threads import in_order
 from ddp_mnist.errors import DataError, reason
 from ddp_mnist.system.limits import cores, free_memory
 
 SHOWN = 10  # broken files in an error
-SMALL = 128**2  # pixels; below, threads wait for each other, as only one at a time runs Python
-BYTES_A_PIXEL = 20  # that decoding takes at most
+SMALL = 128**2  # pixels; below this, threads mostly wait for each other to run Python
+BYTES_A_PIXEL = 20  # at most, while an image is decoded
 
 Cell = str | bytes | None  # a path, or what is in the file
 
 
 @dataclass
 class ImageFiles:
-    """The image files of each split, and which of them are broken."""
+    """The image files of each split, and those of them that are broken."""
 
     splits: Mapping[str, Callable[[], Iterable[Cell]]]
     where: str  # as errors begin
@@ -44,7 +44,7 @@ class ImageFiles:
             try:
                 if not cell:
                     raise ValueError("its cell is empty")
-                with open_beside_others(cell) as image:
+                with open_in_thread(cell) as image:
                     return place, function(image, split, row), None
             except Exception as error:  # Pillow raises OSError, SyntaxError, ValueError and more
                 unknown = isinstance(error, PIL.UnidentifiedImageError)
@@ -84,10 +84,10 @@ class ImageFiles:
 
 
 def threads_for(largest: int) -> int:
-    """Return how many threads to decode with, if the largest image has `largest` pixels.
+    """Return how many threads are to decode images, the largest of `largest` pixels.
 
-    That is one more than cores, as one often waits for the lock of the interpreter, or as many as
-    have room for their images in half of the free memory.
+    That is one more than there are cores, as one often waits for Python's lock, or as many as have
+    room for their images in half of the free memory.
     """
     if largest < SMALL or (own := cores()) == 1:
         return 1

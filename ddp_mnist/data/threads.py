@@ -1,4 +1,4 @@
-"""Work in several threads: Pillow and NumPy compute without the lock of the interpreter."""
+"""Work in several threads: Pillow and NumPy release Python's lock while they compute."""
 
 import itertools
 from collections import deque
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-AHEAD = 4  # results under way per thread, so that all have work while one takes long
+AHEAD = 4  # calls under way per thread, so that all have work while one takes long
 
 
 def in_order(
@@ -14,7 +14,7 @@ def in_order(
 ) -> Iterator[Any]:
     """Yield the function's result for each tuple of arguments, in their order.
 
-    So many threads compute, AHEAD results each; no more arguments are taken than these need.
+    Arguments are taken only as needed, at most AHEAD for each thread in advance.
     """
     if threads == 1:
         yield from itertools.starmap(function, arguments)

@@ -20,8 +20,8 @@ def build_net(
 ) -> Normalised:
     """Return a net that takes a data set's pixels and gives logits [B, classes].
 
-    Its weights are new, or those of --weights, see `load_weights`. Raise UsageError, in one line,
-    for whatever a user's net can get wrong.
+    Its weights are new, or those of --weights, see `load_weights`. Raise UsageError for whatever a
+    user's net can get wrong.
     """
     shape, make = image_format.shape, factory_of(name)
     try:
@@ -29,7 +29,7 @@ def build_net(
     except Exception as error:
         raise UsageError(
             f"--model {name}: cannot be made for {len(classes)} classes of {shape}"
-            f" ({own_code.said_by(error, make)}); it is called with the number of classes and"
+            f" ({own_code.locate(error, make)}); it is called with the number of classes and"
             " (channels, height, width)"
         ) from error
     if not isinstance(net, nn.Module):
@@ -51,7 +51,7 @@ def build_net(
 
 
 def factory_of(name: str) -> Factory:
-    """Return what makes the net when it is called with the classes and the shape of an image.
+    """Return a function of the number of classes and the shape of an image, which makes the net.
 
     Raise UsageError if there is no such net, or its file cannot be imported.
     """
@@ -63,20 +63,20 @@ def factory_of(name: str) -> Factory:
 
 
 def memory_format_of(name: str) -> torch.memory_format:
-    """Return the order of a net's weights and maps in memory: channels last, which is faster.
+    """Return the memory format of a net's weights and maps: channels last, which is faster.
 
-    A user's net gets contiguous ones, because it may .view its maps.
+    A user's net gets the contiguous format, because it may .view its maps.
     """
     return torch.channels_last if is_known(name) else torch.contiguous_format
 
 
 def has_batch_norm(net: nn.Module) -> bool:
-    """Return whether it has BatchNorm: without --sync-bn it depends on how a batch is divided."""
+    """Return whether it has BatchNorm, which without --sync-bn depends on how batches are split."""
     return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in net.modules())
 
 
 def from_torchvision(name: str) -> Factory:
-    """Return what makes one of torchvision's nets for classification: all take colour images."""
+    """Return a function that makes a classification net of torchvision, for colour images."""
     from torchvision import models  # over a second, so only where it is used
 
     names = models.list_models(module=models)
@@ -84,9 +84,9 @@ def from_torchvision(name: str) -> Factory:
         hint = did_you_mean(name, names) or "; see torchvision.models.list_models()"
         what = "net for classification" if name in models.list_models() else "net"
         raise UsageError(f"--model torchvision:{name}: torchvision has no such {what}{hint}")
-    # In training these two give several logits, unless they are made without.
-    alone = {"aux_logits": False, "init_weights": True}
-    options: dict[str, Any] = alone if name in FROM_TENSORFLOW else {}
+    # Unless told otherwise, these two give auxiliary logits too in training.
+    no_auxiliary = {"aux_logits": False, "init_weights": True}
+    options: dict[str, Any] = no_auxiliary if name in FROM_TENSORFLOW else {}
 
     def make(classes: int, shape: Shape) -> nn.Module:
         if name.startswith("vit_") and shape[1] % int(name[-2:]) == 0:  # whole patches

@@ -1,4 +1,4 @@
-"""The weights that a net starts from: a file, or those that torchvision has of it by a name."""
+"""The weights that --weights names: a file, or torchvision's for a net, by name."""
 
 import dataclasses
 import json
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from torchvision.models import WeightsEnum
 
 METADATA_KEY = "ddp_mnist"  # one key: with several, safetensors writes them in random order
-# Trained in TensorFlow. torchvision normalises for these like for all others, and undoes that
-# inside the net; without, its input has mean 0.5 and deviation 0.5.
+# Trained in TensorFlow, with mean 0.5 and deviation 0.5. torchvision normalises for these as for
+# all others, and undoes that inside the net.
 FROM_TENSORFLOW = ("googlenet", "inception_v3")
 
 
@@ -32,9 +32,9 @@ FROM_TENSORFLOW = ("googlenet", "inception_v3")
 
 
 def find_named(model: str, weights: str | None) -> "WeightsEnum | None":
-    """Return torchvision's entry of the weights; None if they are a file's, or not asked for.
+    """Return torchvision's entry for the weights; None if they are in a file, or not asked for.
 
-    A name is a word in capitals, as DEFAULT, or follows that of its class, as in torchvision's
+    A name is a word in capitals, such as DEFAULT, perhaps after its class, as in torchvision's
     pages: ResNet18_Weights.DEFAULT. Raise UsageError if the net has no weights of that name.
     """
     if not weights or not re.fullmatch(r"(\w+_Weights\.)?[A-Z0-9_]+", weights):
@@ -48,7 +48,7 @@ def find_named(model: str, weights: str | None) -> "WeightsEnum | None":
     from torchvision.models import get_model_weights
 
     entries = get_model_weights(net)
-    # Those without categories are a part of the net; NaN is the rest.
+    # Those without categories hold only a part of the net; the rest is NaN.
     names = [name for name, each in entries.__members__.items() if each.meta["categories"]]
     if (name := weights.removeprefix(f"{entries.__name__}.")) not in names:
         raise UsageError(
@@ -59,11 +59,11 @@ def find_named(model: str, weights: str | None) -> "WeightsEnum | None":
 
 
 def fetch(weights: str, entry: "WeightsEnum", log: Callable[[str], None], progress: bool) -> None:
-    """Put the file of the weights where torchvision looks for it, unless it is there.
+    """Download the file of the weights to where torchvision looks for it, unless it is there.
 
-    One process per machine fetches it, under a file lock; the others wait. `log` is called with a
-    line before that, and a bar is drawn on stderr if there is to be `progress`. Raise UsageError if
-    it cannot be had, StorageError if the folder cannot be written.
+    One process per machine does, under a file lock; the others wait. `log` is called with a line
+    first, and with `progress` a bar is drawn on stderr. Raise UsageError if the file cannot be
+    fetched, StorageError if the folder cannot be written.
     """
     file = file_of(entry)
     if file.exists():
@@ -79,7 +79,7 @@ def fetch(weights: str, entry: "WeightsEnum", log: Callable[[str], None], progre
                 )
                 [begin_of_hash] = re.findall(r"-([0-9a-f]+)\.", file.name)
                 torch.hub.download_url_to_file(entry.url, str(file), begin_of_hash, progress)
-    except (OSError, HTTPException, RuntimeError) as error:  # the last is of another hash
+    except (OSError, HTTPException, RuntimeError) as error:  # RuntimeError: a wrong hash
         if any(getattr(cause, "errno", None) in UNWRITABLE for cause in causes(error)):
             raise StorageError(
                 f"{file.parent}: cannot be written ({root_reason(error)}); set TORCH_HOME to"
@@ -102,9 +102,9 @@ def size_of(entry: "WeightsEnum") -> int:
 
 
 def prepared_for(entry: "WeightsEnum", model: str, image_format: ImageFormat) -> ImageFormat:
-    """Return it with the mean and deviation that the net was trained with.
+    """Return the format with the mean and deviation that the net was trained with.
 
-    Grey images, which the net gets as three equal channels, have the mean of the three.
+    For grey images, which the net gets as three equal channels, they are the mean of the three.
     """
     made = entry.transforms()
     from_tensorflow = model.partition(":")[2] in FROM_TENSORFLOW
@@ -115,20 +115,20 @@ def prepared_for(entry: "WeightsEnum", model: str, image_format: ImageFormat) ->
     return dataclasses.replace(image_format, mean=tuple(mean), std=tuple(std), notes=notes)
 
 
-# --- Into the net
+# --- Load them into the net
 
 
 def load_weights(net: nn.Module, model: str, weights: str, classes: Sequence[str]) -> str:
-    """Take over the tensors of --weights into the net of --model. Return a sentence that says so.
+    """Load the tensors of --weights into the net of --model. Return a sentence that says so.
 
     If they were made for other classes, the net's last layer (the one registered last) keeps its
     new weights. Raise UsageError if anything else does not fit.
     """
     flag, cure = f"--weights {weights}", "name the --model that it was made for"
-    said = f"from {weights}"
+    origin = f"from {weights}"
     if entry := find_named(model, weights):
         given, made_for = read_named(model, weights, entry)
-        cure, said = f"use --image-size {size_of(entry)}", f"{entry}, from {file_of(entry)}"
+        cure, origin = f"use --image-size {size_of(entry)}", f"{entry}, from {file_of(entry)}"
     else:
         given, made_for = read_weights(weights)
     if isinstance(net, GreyAsColour):  # a file of the net itself, or of a run on grey images
@@ -162,10 +162,10 @@ def load_weights(net: nn.Module, model: str, weights: str, classes: Sequence[str
         outputs = given[last[0]].shape[:1].numel()
         given = {key: given[key] for key in given if key not in last}
         what = f"{outputs} classes" if outputs != len(classes) else "other classes or sizes"
-        said += f"; {' and '.join(last)} are initialised again: made for {what}"
-    own |= given  # beside the tensors, it has the versions of the layers, which mnasnet needs
+        origin += f"; {' and '.join(last)} are initialised again: made for {what}"
+    own |= given  # not `given` alone: it lacks the layers' versions, which mnasnet needs
     net.load_state_dict(own)
-    return said
+    return origin
 
 
 def read_named(
@@ -173,13 +173,13 @@ def read_named(
 ) -> tuple[dict[str, Tensor], list[str] | None]:
     """Return the tensors that torchvision's net has with the weights, and the names of its classes.
 
-    torchvision's code reads the file, because old ones have other names and fewer tensors.
+    torchvision's code reads the file: in old ones tensors have other names, or are missing.
     """
     from torchvision.models import get_model
 
     file = file_of(entry)
     try:
-        torch.load(file, map_location="cpu", weights_only=True)  # torchvision would run its code
+        torch.load(file, map_location="cpu", weights_only=True)  # torchvision would run code in it
         net = get_model(model.partition(":")[2], weights=entry)
     except Exception as error:
         raise UsageError(

@@ -1,8 +1,8 @@
 """The loss of each image, and its mean over a batch, which training minimises.
 
-The mean is taken here and not in a loss of one's own: all ranks have equally many images, so the
-mean of their gradients is that of the global batch; and an evaluation can leave out the rows that
-pad its last batch.
+The mean is taken here and not in a user's loss: all ranks have equally many images, so the mean of
+their gradients is that of the global batch; and an evaluation can leave out the rows that pad its
+last batch.
 """
 
 from collections.abc import Callable
@@ -50,7 +50,7 @@ def make_loss(recipe: Recipe, rows: Rows, device: torch.device) -> Loss:
 def balanced(labels: Tensor) -> Tensor:
     """Return each class's weight, float32 [classes], from int64 labels [N].
 
-    All classes that have an image weigh alike, and the mean over the images is 1.
+    Classes that have an image get equal totals, and the mean over the images is 1.
     """
     counts = labels.bincount()
     return len(labels) / (counts.count_nonzero() * counts.clamp(min=1))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ddp_mnist.config.recipe import ResolvedRecipe
 
 MOMENTUM = 0.9
-KERNEL_STEP = 5.0  # times the learning rate: the spectral norm of a kernel's step
+KERNEL_STEP = 5.0  # the spectral norm of a kernel's step, in learning rates
 
 
 class Muon(torch.optim.AdamW):
@@ -69,9 +69,9 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 def make_optimizer(
     model: nn.Module, recipe: ResolvedRecipe, scaler: torch.amp.GradScaler | None = None
 ) -> torch.optim.Optimizer:
-    """Return the recipe's optimizer: one of OPTIMIZERS; only matrices and kernels decay.
+    """Return the recipe's optimizer, one of OPTIMIZERS; only matrices and kernels decay.
 
-    With a loss `scaler`, the step itself must not look for an overflow: see below.
+    `scaler` is the loss scaler of a training in fp16.
     """
     parameters = list(model.parameters())
     groups = [

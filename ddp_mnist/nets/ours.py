@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ddp_mnist.data.image_format import ImageFormat, Shape
 
-# Goes up when a net computes something else with the same weights: older files are then refused.
+# Raised when a net computes something else with the same weights; older files are then refused.
 VERSION = 4
 MNIST: Shape = (1, 28, 28)
 
@@ -22,7 +22,7 @@ class Normalised(nn.Module):
     """A net that takes pixels: uint8 [B, C, H, W] get mean 0 and deviation 1 per channel.
 
     They are converted to the dtype of the net's weights, so float32, float64 and autocast take the
-    same pixels. Mean and deviation are numbers, because DDP would broadcast buffers in each step.
+    same pixels. Mean and deviation are no buffers: DDP would broadcast those in each step.
     """
 
     def __init__(self, net: nn.Module, image_format: ImageFormat) -> None:
@@ -38,7 +38,7 @@ class Normalised(nn.Module):
 
 
 class GreyAsColour(nn.Module):
-    """A net for colour images that is given grey ones, as three equal channels."""
+    """A net for colour images that gets grey ones, as three equal channels."""
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
@@ -49,9 +49,9 @@ class GreyAsColour(nn.Module):
 
 
 def deeper(channels: int, shape: Shape, norm: Callable[[int], nn.Module]) -> nn.Sequential:
-    """Return blocks that bring the maps of larger images down to some 3x3, from 56x56 on one.
+    """Return blocks that reduce the maps of images of 56x56 or more to about 3x3; else none.
 
-    Without them the nets below see 20 pixels at once: most of a digit, and little of a photo.
+    Without them a pixel of the last maps depends on 20x20: most of a digit, but little of a photo.
     """
     blocks = nn.Sequential()
     side = min(shape[1:]) // 8 - 1  # of the maps that they get: 3 of MNIST's
@@ -67,7 +67,7 @@ def group_norm(channels: int) -> nn.Module:
 
 
 def three_by_three(x: Tensor) -> Tensor:
-    """Return the means of 3x3 parts of a map [B, C, H, W]: itself where it is 3x3."""
+    """Return a map [B, C, H, W] as 3x3, averaged if it is larger."""
     return x if x.shape[2:] == (3, 3) else F.adaptive_avg_pool2d(x, 3)
 
 
@@ -156,7 +156,7 @@ MODELS: dict[str, Callable[[int, Shape], nn.Module]] = {
 
 
 def is_known(name: str) -> bool:
-    """Return whether it is one of ours or of torchvision's, and not the user's own."""
+    """Return whether the net is one of ours or of torchvision's, and not the user's own."""
     return name in MODELS or name.startswith("torchvision:")
 
 
@@ -164,14 +164,14 @@ def is_known(name: str) -> bool:
 
 
 def with_test_time_augmentation(net: nn.Module, name: str) -> nn.Module:
-    """Return the net `name` of MODELS as it is evaluated and used: cnn_deep sees several views."""
+    """Return the net `name` as it is evaluated and used: cnn_deep sees several views."""
     return ShiftedViews(net) if name == "cnn_deep" else net
 
 
 class ShiftedViews(nn.Module):
     """The mean of a net's logits over nine views of an image, each moved by up to a pixel.
 
-    This test-time augmentation fixes one error in ten, and training does not get slower.
+    This test-time augmentation fixes one error in ten, and does not slow down training.
     """
 
     def __init__(self, net: nn.Module) -> None:

@@ -1,7 +1,7 @@
 """The user's own Python code, named MODULE:NAME on the command line.
 
-A run imports it once, at its start, and what it records of the code is what was imported then: the
-file may be edited while the run goes on.
+A run imports it once, when it starts, and records what was imported then: the file may be edited
+while it trains.
 """
 
 import contextlib
@@ -20,8 +20,8 @@ import torch
 import ddp_mnist
 from ddp_mnist.errors import CheckpointError, UsageError, reason
 
-SOURCES: dict[str, str] = {}  # by module what its file held when this run imported it
-# Where the lines of a traceback are not the person's: in this package, Python's own, and PyTorch.
+SOURCES: dict[str, str] = {}  # the source of each module, as this run imported it
+# Where lines of a traceback are not the user's: Python's own files, this package and PyTorch.
 LIBRARIES = (
     "<frozen",
     *(f"{Path(file).parent}/" for file in (ddp_mnist.__file__, inspect.__file__, torch.__file__)),
@@ -29,15 +29,15 @@ LIBRARIES = (
 
 
 def begin() -> None:
-    """Have each file imported once more: it may have been edited since the last run."""
+    """Begin a run: each file is imported anew, as it may have been edited since the last run."""
     SOURCES.clear()
 
 
 def find(flag: str, name: str) -> Any:
-    """Return what `name`, e.g. my_package.nets:Net, stands for; `flag` is what named it.
+    """Return the object `name`, e.g. my_package.nets:Net, that was typed after `flag`.
 
-    The working directory counts as a place of modules. Raise UsageError, in one line, where there
-    is no such thing or its module cannot be imported.
+    Modules are looked for in the working directory too. Raise UsageError if there is no such object
+    or its module cannot be imported.
     """
     module, _, attribute = name.partition(":")
     found = getattr(import_once(flag, name), attribute, None)
@@ -53,7 +53,7 @@ def digest(flag: str, name: str) -> str:
 
 
 def check_unchanged(flag: str, name: str, was: str, run: str) -> None:
-    """Raise CheckpointError unless the module is here, and its digest is what it `was` in `run`."""
+    """Raise CheckpointError unless the module is here and has the digest it `was` saved with."""
     try:
         now = digest(flag, name)
     except UsageError as error:
@@ -78,7 +78,8 @@ def import_once(flag: str, name: str) -> ModuleType:
         found = importlib.import_module(module)
         file = found.__file__ or ""
         if found is before and file.startswith(f"{here}/") and "-packages" not in file:
-            with contextlib.suppress(OSError):  # edited within a second it would look current
+            # Bytecode is dated to the second: after a quick edit it would still look current.
+            with contextlib.suppress(OSError):
                 Path(importlib.util.cache_from_source(file)).unlink()
             found = importlib.reload(found)
         SOURCES[module] = inspect.getsource(found) if file.endswith(".py") else ""
@@ -91,14 +92,14 @@ def import_once(flag: str, name: str) -> ModuleType:
                 " packages; name it as in an import, without .py"
             ) from error
         raise UsageError(
-            f"{flag} {name}: cannot be imported ({said_by(error)}); correct it, or leave it out"
+            f"{flag} {name}: cannot be imported ({locate(error)}); correct it, or leave it out"
         ) from error
 
 
-def said_by(error: Exception, called: object = None) -> str:
-    """Return what an error says, and the last line of the person's code on the way to it.
+def locate(error: Exception, called: object = None) -> str:
+    """Return an error's reason after the last line of the user's code, e.g. `my_net.py:3: ...`.
 
-    If no line of theirs ran, because the call itself failed, name the line that defines `called`.
+    If none of theirs ran, because the call itself failed, name the line that defines `called`.
     """
     passed = traceback.extract_tb(error.__traceback__)
     lines = [line for line in passed if not line.filename.startswith(LIBRARIES)]

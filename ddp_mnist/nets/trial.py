@@ -1,4 +1,4 @@
-"""Try a net and a loss, forward and backward, before there is a run; a fault is one line."""
+"""Try a net and a loss, forward and backward, before a run begins; a fault is one line."""
 
 import re
 from collections.abc import Callable
@@ -15,8 +15,8 @@ from ddp_mnist.nets.ours import Normalised, is_known
 def check(model: Normalised, name: str, classes: int, shape: Shape, at_once: int = 2) -> None:
     """Raise UsageError if the net fails, or DDP would: each parameter has to get a gradient.
 
-    In training, `at_once` is how many images BatchNorm sees: of one, 1x1 maps have no variance.
-    Leaves gradients behind, and BatchNorm's statistics: give it a net to be thrown away.
+    `at_once` is how many images BatchNorm gets in training: of one, 1x1 maps have no variance.
+    Gradients and BatchNorm's statistics are changed: give it a net to be thrown away.
     """
     if lacks_parameters(model.net):
         raise UsageError(f"--model {name}: lacks parameters; put lists of layers in nn.ModuleList")
@@ -37,7 +37,7 @@ def check(model: Normalised, name: str, classes: int, shape: Shape, at_once: int
 
 
 def lacks_parameters(net: nn.Module) -> bool:
-    """Return whether there are none, or a plain list hides a layer's, which stay untrained."""
+    """Return whether a net has no parameters, or hides those of layers in a plain list."""
     modules = {*net.modules()}
     values = [value for module in modules for value in vars(module).values()]
     listed = [each for value in values if isinstance(value, list) for each in value]
@@ -58,12 +58,12 @@ def try_net(model: nn.Module, name: str, classes: int, shape: tuple[int, ...]) -
                 logits.sum().backward()
     except Exception as error:
         cure = "give another --image-size, e.g. 224"
-        if model.training and shape[0] == 1:  # two were tried before
+        if model.training and shape[0] == 1:  # with two images it did not fail
             cure = "give a larger --batch-size, so that each process has 2 images or more at once"
         elif not is_known(name):
             cure = f"correct its forward, or {cure}"
         raise UsageError(
-            f"--model {name}: fails{mode} on images {images} ({own_code.said_by(error)}); {cure}"
+            f"--model {name}: fails{mode} on images {images} ({own_code.locate(error)}); {cure}"
         ) from error
     given = list(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
     if given != [shape[0], classes]:
@@ -79,7 +79,7 @@ def check_loss(
 ) -> None:
     """Raise UsageError unless --loss gives each image's loss, and the logits a gradient.
 
-    It is tried on the device of the training, where constants of its file may not lie.
+    It is tried on the device of the training: constants of its file may be on another one.
     """
     for batch in (3, 1):
         logits = torch.linspace(-2, 2, batch * classes, device=device).view(batch, classes)
@@ -90,7 +90,7 @@ def check_loss(
             if getattr(losses, "requires_grad", False):
                 losses.sum().backward()
         except Exception as error:
-            why = own_code.said_by(error, losses_of)
+            why = own_code.locate(error, losses_of)
             raise UsageError(f"--loss {name}: fails on {on} ({why}); correct it") from error
         given = type(losses).__name__
         if isinstance(losses, Tensor):

@@ -102,7 +102,7 @@ def score(
     except Exception as error:
         raise UsageError(
             f"--metrics {name}: gives no number for labels and predicted classes"
-            f" ({own_code.said_by(error, function)}); correct it, or choose another"
+            f" ({own_code.locate(error, function)}); correct it, or choose another"
         ) from error
 
 

@@ -1,1 +1,1 @@
-"""The machine under this process: its cores and memory, locks on files, limits of time."""
+"""The machine that this process runs on: cores, memory, other programs, file locks, deadlines."""

@@ -1,4 +1,4 @@
-"""A time limit for calls that nothing can interrupt: a name server, a store behind a dead link."""
+"""A time limit for calls that cannot be interrupted: to a name server, or over a dead link."""
 
 import threading
 from collections.abc import Callable
@@ -11,7 +11,7 @@ T = TypeVar("T")
 def with_deadline(function: Callable[[], T], seconds: float) -> T:
     """Return what `function` returns, or raise what it raises; TimeoutError after `seconds`.
 
-    It runs in a thread, which is left behind if it does not end; starting one costs some 50 us.
+    It runs in a thread, which is abandoned if it does not end; to start one takes some 50 us.
     """
     future: Future[T] = Future()
 

@@ -1,4 +1,4 @@
-"""Find how many cores and how much memory this process may use: its machine may have more."""
+"""How many cores and how much memory this process may use; its machine may have more."""
 
 import os
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ CGROUP, OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def cores() -> int:
-    """Return how many cores this process may keep busy, by its affinity and quota; at least 1."""
+    """Return how many cores this process may keep busy, by affinity and quota; at least 1."""
     return max(1, int(min(len(affinity()), cpu_quota())))
 
 
@@ -31,7 +31,7 @@ def cpu_quota() -> float:
 def free_memory() -> float:
     """Return the free bytes of the machine, as far as its control groups allow.
 
-    What a group has read of files counts as used there, but can be freed.
+    A group counts the page cache of files that it has read as used, although it can be freed.
     """
     free = float(psutil.virtual_memory().available)
     groups = [*control_groups("", "memory.max", "memory.current", "memory.stat")]
@@ -49,8 +49,8 @@ def free_memory() -> float:
 def control_groups(controller: str, *files: str) -> Iterator[list[str]]:
     """Yield the words of these files of each group around this process that has them.
 
-    A `controller` is one of cgroup v1, which has a hierarchy for each; "" is the one of v2. A limit
-    of any group holds. A container sees its own group as the outermost.
+    `controller` names one of cgroup v1's hierarchies; "" is that of v2. Limits of the outer groups
+    hold too. A container sees its own group as the outermost.
     """
     root, lines = CGROUP / controller, OWN_CGROUPS.read_text() if OWN_CGROUPS.exists() else ""
     for line in lines.splitlines():

@@ -1,7 +1,7 @@
-"""Locks on files, through which processes agree who writes.
+"""File locks, by which processes agree who writes.
 
-They are the kernel's flock, which a killed process frees. Lustre and others may be mounted without
-it: there filelock writes a file that names the process, and we remove what a killed one left.
+They are the kernel's flock, which ends with its process. Lustre and others may be mounted without
+it: there filelock writes a file that names the process, and stale ones are removed here.
 """
 
 import contextlib
@@ -18,22 +18,24 @@ from filelock import AcquireReturnProxy, FileLock, SoftFileLock, Timeout
 
 POLL_S = 0.05
 ANOTHER = "another process"
-REFUSED = (errno.ENOLCK, errno.EOPNOTSUPP)  # by a disk that knows locks, and gives none (NFS)
-FILTERS = threading.Lock()  # of warnings: threads that set them at once would undo each other's
-FIRST_PIDS = 0xEFFFFFFC  # the namespace of pids that every Linux machine starts with
+REFUSED = (errno.ENOLCK, errno.EOPNOTSUPP)  # from a disk with locks that grants none (NFS)
+FILTERS = threading.Lock()  # for warning filters: threads would undo each other's
+FIRST_PIDS = 0xEFFFFFFC  # the PID namespace that every Linux machine starts with
 
 
 def take(path: Path, wait: bool = False) -> AcquireReturnProxy[FileLock]:
-    """Return the lock, taken; it is a context manager that frees it.
+    """Acquire the lock and return it, as a context manager that releases it.
 
-    Raise Timeout if another process has it and this one is not to `wait`, OSError if the file
-    cannot be written or the disk gives no locks.
+    Raise Timeout if another process holds it and this one is not to `wait`, OSError if the file
+    cannot be written or the disk grants no locks.
     """
     lock = FileLock(path, thread_local=False)
     while True:
         try:
             with FILTERS, warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "flock not supported")  # on its way to a file
+                warnings.filterwarnings(
+                    "ignore", "flock not supported"
+                )  # filelock falls back to a file
                 return lock.acquire(timeout=0)
         except Timeout:
             if isinstance(lock, SoftFileLock) and (not holder(path) or (wait and is_empty(path))):
@@ -45,26 +47,26 @@ def take(path: Path, wait: bool = False) -> AcquireReturnProxy[FileLock]:
 
 
 def remove_stale(path: Path, wait: bool) -> None:
-    """Remove a lock's file if its process runs no more; raise as `take` does.
+    """Remove a lock's file if its process no longer runs; raise as `take` does.
 
-    Whoever removes holds a lock on that, and looks again: another may have removed the file, and
-    taken the lock, since this process looked. What remains is filelock, which on a disk that
-    exchanges two names takes over a stale file without that lock: in the instant between the look
-    and the removal. Lustre exchanges none.
+    To remove it, this process takes a second lock and looks again: another one may have removed the
+    file, and taken the lock, in between. One race remains: where a disk can exchange two names,
+    filelock takes over a stale file without that second lock, perhaps between the look and the
+    removal. Lustre cannot exchange names.
     """
     with (
         take(path.with_name(f"{path.name}.stale"), wait),
-        contextlib.suppress(FileNotFoundError),  # it was freed: what is there next is another's
+        contextlib.suppress(FileNotFoundError),  # it was released: the next one is another's
     ):
         if not holder_of(path) or (wait and is_empty(path)):
             path.unlink()
 
 
 def is_empty(path: Path) -> bool:
-    """Return whether a lock's file has stood for a minute with nothing in it.
+    """Return whether a lock's file has been empty for a minute.
 
-    A flock leaves such files; it may have been taken where the same disk is mounted with them. A
-    file that is itself the lock is written at once.
+    A flock leaves such files, on another machine that mounts the same disk with flock. A file that
+    is itself the lock is written at once.
     """
     with contextlib.suppress(FileNotFoundError):
         found = path.stat()
@@ -75,8 +77,8 @@ def is_empty(path: Path) -> bool:
 def holder(path: Path) -> str:
     """Return the holder of the lock, e.g. `process 7 on node-a` or `another process`; "" if free.
 
-    Nothing is written, as the file may be another user's. What cannot be found out is `another
-    process`; a process on another machine, or in another container, is taken to live.
+    Nothing is written, as the file may be another user's. A holder without a name is `another
+    process`; one on another machine, or in another container, is assumed to run.
     """
     with contextlib.suppress(FileNotFoundError):
         return holder_of(path)
@@ -99,7 +101,7 @@ def holder_of(path: Path) -> str:
         raise
     except OSError:
         return ANOTHER
-    except ValueError:  # it is not written to the end
+    except ValueError:  # it is not completely written
         pid, host, started = "", "", []
     if not pid.isdecimal():
         return "a process that left no name"
@@ -116,9 +118,9 @@ def here() -> str:
 
 
 def runs(pid: int, started: list[str]) -> bool:
-    """Return whether the process runs; one that `started` at another time has its number alone.
+    """Return whether the process runs; one that `started` at another time only reuses its PID.
 
-    filelock writes the boot, shifted by 64 bits, and the kernel's ticks from there to the start.
+    filelock writes one number: the boot in the upper bits, below 2**64 the ticks until the start.
     """
     with contextlib.suppress(OSError, ValueError, IndexError):
         ticks = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
