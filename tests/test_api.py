@@ -5,6 +5,7 @@ import hashlib
 import inspect
 import json
 import logging
+import multiprocessing
 import os
 import random
 import re
@@ -13,6 +14,7 @@ import signal
 import sys
 import threading
 import time
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -30,7 +32,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from ddp_mnist import api
 from ddp_mnist.cluster.device import choose_device
-from ddp_mnist.cluster.local_world import free_port
+from ddp_mnist.cluster.local_world import free_port, run_world
 from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.config.recipe import Recipe
 from ddp_mnist.config.run import RunFlags, fields_of
@@ -40,7 +42,7 @@ from ddp_mnist.nets import own_code
 from ddp_mnist.run.folder import read_json
 from ddp_mnist.verbs.flags import Evaluate, Predict
 from ddp_mnist.verify import watch
-from tests.commands import Typed, python
+from tests.commands import Typed
 from tests.training import check_equal, metrics
 
 # Those of tests.commands.PROOF, as keywords.
@@ -248,6 +250,10 @@ def train_twice(name: str) -> None:
 def in_one_interpreter() -> None:
     """Do all that a person may do in a notebook, one after the other; write what came of it."""
     os.setsid()  # an interrupt is for this test's processes alone
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    warnings.simplefilter("error")
+    with open("err.txt", "wb") as file:
+        os.dup2(file.fileno(), 2)
     before, told = what_may_change(), dict[str, Any]()
     told["planned"] = api.train(dry_run=True, **PROOF)
     with contextlib.suppress(UsageError):
@@ -289,11 +295,10 @@ def in_one_interpreter() -> None:
 
 @pytest.mark.usefixtures("flock")  # Accelerate's debug_launcher needs it
 def test_many_calls_in_one_interpreter(alone: Path, tmp_path: Path) -> None:
-    code = "from tests.test_api import in_one_interpreter; in_one_interpreter()"
-    ended = python("-W", "error", "-c", code, folder=tmp_path)
+    run_world(1, in_one_interpreter, folder=tmp_path)
     answer = "ddp-mnist: stopping after this step"
     again = "; press Ctrl-C again to stop without saving"  # not under a launcher
-    assert (ended.code, ended.err) == (0, f"{answer}{again}\n{answer}\n")
+    assert (tmp_path / "err.txt").read_text() == f"{answer}{again}\n{answer}\n"
     told = read_json(tmp_path / "told.json")
     assert told["planned"] == {}
     assert told["photos"]["metrics"] == {"own_count:count": 2}

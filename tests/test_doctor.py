@@ -304,6 +304,9 @@ def test_a_check_that_breaks_down_is_a_failure(monkeypatch: Patch) -> None:
 # --- Processes that have connected
 
 
+ONE_CALL = functools.partial(collectives.all_reduce_ms, calls=1)
+
+
 def on_rank_1(fault: Any) -> Any:
     return fault if os.environ["RANK"] == "1" else contextlib.nullcontext()
 
@@ -368,8 +371,7 @@ def faults_of_the_group(here: group.Group) -> Iterator[tuple[str, Any, Any]]:
         group.load_meanwhile,
     )
     yield "busy", patch.object(neighbours, "cores_held", lambda: busy), group.load
-    once = functools.partial(collectives.all_reduce_ms, calls=1)
-    yield "speeds", patch.object(collectives, "all_reduce_ms", once), group.speeds
+    yield "speeds", patch.object(collectives, "all_reduce_ms", ONE_CALL), group.speeds
     seconds = 0.1 + 0.2 * here.rank
     yield "slow", patch.object(group, "compute_s", always(seconds)), group.slowest
     yield "accuracy", patch.object(group, "LEAST_ACCURACY", 1.1), group.training
@@ -464,7 +466,11 @@ def break_down(*_: Any, **__: Any) -> None:
 
 
 def check_until_it_breaks_down() -> list[CheckResult]:
-    with patch.object(dist, "scatter", break_down):
+    with (
+        patch.object(dist, "scatter", break_down),
+        patch.object(collectives, "all_reduce_ms", ONE_CALL),
+        patch.object(group, "EPOCHS", 1),
+    ):
         flags, options = Distribution(cpu=True, dist_timeout=2), Doctor(dataset="digits", json=True)
         return checks.check_together(options, flags, machines=False)
 
@@ -486,10 +492,9 @@ def check_with_a_fault_in_the_check(rank: int) -> tuple[list[CheckResult], float
         return 1.0
 
     flags, options = Distribution(cpu=True, dist_timeout=90), Doctor(dataset="digits", json=True)
-    once = functools.partial(collectives.all_reduce_ms, calls=1)
     with (
         patch.object(group, "compute_s", compute_s),
-        patch.object(collectives, "all_reduce_ms", once),
+        patch.object(collectives, "all_reduce_ms", ONE_CALL),
     ):
         started = time.monotonic()
         return checks.check_together(options, flags, machines=False), time.monotonic() - started
