@@ -31,7 +31,7 @@ RESTART = $(PY) $(if $(filter-out 0,$(RESTARTS)),-m ddp_mnist restart $(RESTARTS
 OWN = PYTHON=/path/to/python VENV=
 LAUNCH = $(RESTART) -m accelerate.commands.launch --main_process_port 0 --config_file accelerate_configs
 TRAIN = -m ddp_mnist train --dataset auto
-# A file on one worker, in the order of tests/conftest.py
+# A file on one worker, those that took longest the last time first: see tests/conftest.py
 WHOLE = --dist loadfile --no-loadscope-reorder
 MULTINODE = $(PY) -m ddp_mnist multinode --machine-rank="$(MACHINE_RANK)" \
 	--main-process-ip="$(MAIN_PROCESS_IP)" --main-process-port="$(MAIN_PROCESS_PORT)" \

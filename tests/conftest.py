@@ -1,10 +1,12 @@
 import fcntl
+import itertools
 import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import tempfile
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from multiprocessing import forkserver
 from pathlib import Path
@@ -32,12 +34,7 @@ HUGGINGFACE = tempfile.TemporaryDirectory(prefix="ddp_mnist-")
 os.environ.update(HF_HUB_OFFLINE="1", HF_HOME=HUGGINGFACE.name)
 os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # as the command line sets it
 
-LONGEST = (
-    *("test_slurm.py", "test_docs.py", "test_gpu_standin.py", "test_ssh.py", "test_launchers.py"),
-    *("test_elastic.py", "test_configs.py", "test_launcher_options.py", "test_networks.py"),
-    *("test_own_images.py", "test_faults.py", "test_report.py", "test_resume.py", "test_train.py"),
-    *("test_predict.py", "test_api.py"),
-)
+SECONDS = "ddp_mnist/seconds"  # of each file's tests the last time, in pytest's cache
 
 
 def is_requested(marker: str, config: pytest.Config) -> bool:
@@ -56,17 +53,26 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sort the longest files first, so that the workers end at about the same time.
+def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Config) -> None:
+    """Sort the files that took longest first, so that the workers end at about the same time."""
+    if cache := getattr(config, "cache", None):  # -p no:cacheprovider leaves none
+        seconds = cache.get(SECONDS, {})
+        items.sort(key=lambda item: -seconds.get(item.path.name, 0))
 
-    The first of `make test-system` mostly wait, for daemons and machines.
-    """
-    order = {name: place for place, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: order.get(item.path.name, len(order)))
+
+def remember_seconds(terminalreporter: Any, config: pytest.Config) -> None:
+    """Note how long each file's tests took, beside what is known of other files."""
+    seconds = defaultdict[str, float](float)
+    for report in itertools.chain(*terminalreporter.stats.values()):
+        if isinstance(report, pytest.TestReport):
+            seconds[Path(report.location[0]).name] += report.duration
+    if cache := getattr(config, "cache", None):
+        cache.set(SECONDS, cache.get(SECONDS, {}) | seconds)
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     """Print after the long tests how often each fault was tried, and how often we held."""
+    remember_seconds(terminalreporter, config)
     if not is_requested("soak", config):
         return
     terminalreporter.section("tried / held")

@@ -211,6 +211,7 @@ def test_fault_38_a_disk_that_gives_no_locks_is_no_full_disk(
     )
 
 
+@pytest.mark.system
 def test_fault_38_a_killed_run_is_restarted_and_reported_without_flock(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(NO_FLOCK)
     variables = {"PYTHONPATH": f"{tmp_path}:{REPOSITORY}", "OMP_NUM_THREADS": "1"}
