@@ -96,10 +96,6 @@ REFUSED = {
     "train --lr x": "--lr x: must be a number, above 0 and at most 100",
     "train --lr": "--lr: expected one argument; see ddp-mnist train --help",
     "train --preset accurate --lr 0": "--lr 0.0: must be above 0",
-    "train --image-size 0": "--image-size 0: must be N or HEIGHTxWIDTH up to 9999, ",
-    "train --image-size 3x": "--image-size 3x: must be N or HEIGHTxWIDTH up to 9999",
-    "train --test-size 0": "--test-size 0: must be at least 1",
-    "train --model resnet18": "--model resnet18: choose from cnn, cnn_deep, mlp, cnn_bn, torchvisi",
     "train --metrics ''": "--metrics '': is empty; give a value",
     "train --backend mpi": "--backend mpi: PyTorch's wheels are built without MPI; use g",
     # no such flag, argument or verb

@@ -30,19 +30,10 @@ from ddp_mnist.cluster.nodes import Node
 from ddp_mnist.cluster.world import join_world
 from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.data import cache
-from ddp_mnist.doctor import (
-    collectives,
-    preflight,
-)
-from ddp_mnist.doctor import (
-    group_checks as group,
-)
-from ddp_mnist.doctor import (
-    machine_checks as machine,
-)
-from ddp_mnist.doctor import (
-    verb as checks,
-)
+from ddp_mnist.doctor import collectives, preflight
+from ddp_mnist.doctor import group_checks as group
+from ddp_mnist.doctor import machine_checks as machine
+from ddp_mnist.doctor import verb as checks
 from ddp_mnist.doctor.compare import against
 from ddp_mnist.errors import PeerError
 from ddp_mnist.run.faults import leave_out_last_parameter

@@ -60,15 +60,11 @@ def test_step_line() -> None:
     shown = summary.step_line(line, 25, 3810, 44.1)
     assert shown == "step   25/3810  loss 0.5123  lr 0.00990  12,346 images/s  00:44 left"
     assert len(shown) <= 70  # beside a bar, in 80 columns
+    shown = summary.step_line(line, 25, 3810, 44.1, "validation")  # a phase, which needs no room
+    assert shown == "step   25/3810  loss 0.5123  validation  12,346 images/s  00:44 left"
     line |= {"loss": None, "images_per_second": 0.0}
     assert summary.step_line(line, 1, 10, None) == "step  1/10  loss not finite  lr 0.00990"
     assert summary.step_line({}, 0, 10, None, "starting") == "step  0/10  starting"
-
-
-def test_a_phase_stands_beside_the_step_and_takes_no_more_room() -> None:
-    line: dict[str, Any] = {"loss": 0.51234, "lr": 0.0099, "images_per_second": 12345.6}
-    shown = summary.step_line(line, 25, 3810, 44.1, "validation")
-    assert shown == "step   25/3810  loss 0.5123  validation  12,346 images/s  00:44 left"
 
 
 def test_the_plan_says_for_what_the_recipe_was_chosen_and_which_flags_were_typed() -> None:
