@@ -23,6 +23,7 @@ from tests.commands import REPOSITORY, TRAIN, Ended, Typed, proof, python, pytho
 Maker = Callable[[Path], None]
 
 preload("ddp_mnist.train", "ddp_mnist.run.scores", "ddp_mnist.verbs.evaluate")
+preload("ddp_mnist.doctor.verb", "tests.commands", "tests.training")
 
 LAUNCHER_PREFIXES = ("SLURM_", "ACCELERATE_", "TORCHELASTIC_", "OMPI_", "PMI_", "DDP_MNIST_CACHE")
 LAUNCHER_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
