@@ -1,1 +1,1 @@
-"""Measure speed, as ratios of what ran side by side; may import all but verify, doctor and cli."""
+"""Measure speed, always as a ratio of two programs that ran side by side."""

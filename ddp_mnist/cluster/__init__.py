@@ -1,2 +1,4 @@
-"""Processes and machines that find each other, agree, and notice who is lost: the only folder that
-opens a socket. Imports config, deadline and errors; knows no data set and no run folder."""
+"""The processes of a run: how they are started, find each other, and notice that one is lost.
+
+The only folder that opens a socket. It knows no data set and no run folder.
+"""

@@ -1,4 +1,8 @@
-"""A flag is a field of a frozen dataclass: its sentence, its legal values and its policies."""
+"""How a flag is declared: a field of a frozen dataclass, with its help, legal values and policies.
+
+Those of train are in run.py, recipe.py and distribution.py, those of other verbs in
+verbs/flags.py.
+"""
 
 import argparse
 import contextlib

@@ -1,4 +1,7 @@
-"""The flags on data and folder, and all flags of `train` together."""
+"""The flags on data and folder, and `TrainConfig`, which holds all groups of flags of `train`.
+
+The other groups are Recipe in recipe.py and Distribution in distribution.py.
+"""
 
 from collections.abc import Collection, Mapping
 from dataclasses import Field, dataclass, field

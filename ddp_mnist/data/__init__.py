@@ -1,1 +1,1 @@
-"""The data set: decoded once, cached, and read in global batches. Knows no rank and no run."""
+"""The data set: read, decoded once, cached, sampled in global batches, augmented."""

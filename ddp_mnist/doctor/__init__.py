@@ -1,1 +1,1 @@
-"""Accept or reject a machine or a cluster; may import everything but verify, bench and cli."""
+"""Accept or reject a machine or a cluster before it is trained on."""

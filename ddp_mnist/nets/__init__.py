@@ -1,1 +1,1 @@
-"""Nets by name, ours and others, with the losses and optimizers that train them."""
+"""The nets that --model can name, with their initial weights, losses and optimizers."""

@@ -1,1 +1,1 @@
-"""One run: what it is told, keeps, prints and saves. Imports what stands below it, no verb."""
+"""One training run: its agreement, state, checkpoints, metrics, files and printed lines."""

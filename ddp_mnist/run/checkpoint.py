@@ -2,6 +2,9 @@
 
 A file is what torch.save writes, followed by the 32-byte SHA-256 of that. torch.load does not check
 the checksums inside the zip: of 200 flipped bits it loads 195 without a word.
+
+TrainingRun.save decides what a checkpoint holds: the run's Identity with its FORMAT (identity.py),
+`State.content`, and how many lines metrics.jsonl had.
 """
 
 import hashlib

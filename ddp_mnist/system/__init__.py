@@ -1,1 +1,1 @@
-"""The machine that this process runs on: cores, memory, other programs, file locks, deadlines."""
+"""The machine under this process: cores, memory, other programs, file locks, deadlines."""

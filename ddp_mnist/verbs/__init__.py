@@ -1,1 +1,1 @@
-"""The other commands: their flags, a file for each, and what `make` calls; they may import run/."""
+"""The commands beside `train`: their flags, and a file for each."""

@@ -1,1 +1,1 @@
-"""Prove what train promises, by training; may import everything but doctor, bench and cli."""
+"""Prove on this machine what `train` promises, by small runs in float64."""
