@@ -13,6 +13,7 @@ from ddp_mnist.data import cache
 from ddp_mnist.verify.watch import just_train
 
 
+@pytest.mark.system
 def test_mean_and_deviation_are_those_that_the_nets_take_off(mnist: Path) -> None:
     images = cache.load(str(mnist))
     assert (len(images.train_labels), len(images.test_labels)) == (60_000, 10_000)
