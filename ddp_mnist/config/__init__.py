@@ -1,1 +1,1 @@
-"""The flags of `train`: their legal values, and what is chosen for those that are not given."""
+"""The flags of `train`: their legal values, and the values chosen for those not given."""

@@ -1,4 +1,4 @@
-"""The mistakes that `train --inject` makes on purpose; run/faults.py makes them."""
+"""The mistakes that `train --inject` can make on purpose; run/faults.py makes them."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -9,12 +9,12 @@ EXIT_STEP = 20  # from this step on the last rank takes no part, with --inject e
 
 
 class Fault(NamedTuple):
-    """A mistake that --inject makes on purpose; faults.py makes it."""
+    """A mistake of distributed training."""
 
     what: str
-    caught_by: str  # the check of verify
-    recipe: Mapping[str, Any] = {}  # what it changes of the recipe; a typed flag beats it
-    processes: int = 2  # with fewer, or in fewer epochs or steps, nothing would be wrong
+    caught_by: str  # the check of `verify`
+    recipe: Mapping[str, Any] = {}  # fields of the recipe that it sets, unless they are typed
+    processes: int = 2  # at least; with fewer, or in fewer epochs or steps, it changes nothing
     epochs: int = 1
     steps: int = 1
 
@@ -39,7 +39,7 @@ FAULTS = {
 }
 
 
-FAULT_NAMES = {name: fault.what for name, fault in FAULTS.items()}  # with their sentences
+FAULT_NAMES = {name: fault.what for name, fault in FAULTS.items()}
 
 
 def wrong_on_purpose(fault: str | None) -> list[str]:
@@ -48,7 +48,7 @@ def wrong_on_purpose(fault: str | None) -> list[str]:
 
 
 def check_fault(name: str, processes: int, epochs: int, steps: int) -> None:
-    """Raise UsageError if the fault could not happen, so that nothing would be wrong."""
+    """Raise UsageError if the fault could not happen in a run of this size."""
     fault = FAULTS[name]
     if processes < fault.processes:
         raise UsageError(

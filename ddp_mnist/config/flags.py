@@ -19,10 +19,10 @@ from ddp_mnist.errors import UsageError, did_you_mean, printable
 
 OnResume = Literal[
     "must equal",  # inherited; another value is refused
-    "may change",  # inherited; another value counts from then on, and is reported
+    "may change",  # inherited; another value applies from then on, and is reported
     "same images",  # inherited; another place is fine where the same images lie
-    "inherited",  # inherited; another value counts, the result is the same
-    "not inherited",  # given anew each time
+    "inherited",  # inherited; another value applies, and changes no result
+    "not inherited",  # applies to this call alone
 ]
 BOUNDS = {
     "least": ("at least", operator.ge),
@@ -30,19 +30,19 @@ BOUNDS = {
     "most": ("at most", operator.le),
     "below": ("below", operator.lt),
 }
-LARGEST = 10**6  # of a number whose flag says nothing else; more would fill the memory at best
+LARGEST = 10**6  # a number's default upper bound
 NUMBERS: dict[str, Any] = {"int": int, "float": float}
 
 
 def flag(
-    default: Any,  # None means "decided later, and then shown"
+    default: Any,  # None: chosen later, and then shown
     help: str,
     *,
-    choices: Iterable[str] = (),  # the legal words; their sentences, if any, end the help
+    choices: Iterable[str] = (),  # the legal words
     metavar: str = "",
     positional: bool = False,  # whether it is typed without --FLAG
     negatable: bool = False,  # whether a bool has --no-FLAG too
-    on_resume: OnResume = "must equal",  # read of Run and Recipe only
+    on_resume: OnResume = "must equal",  # used for RunFlags and Recipe only
     per_rank: bool = False,  # whether ranks may be given different values
     **bounds: float,  # of a number, with the names in BOUNDS
 ) -> Any:
@@ -56,8 +56,6 @@ def flag(
 
 
 changeable = partial(flag, on_resume="may change")
-
-
 not_inherited = partial(flag, on_resume="not inherited")
 
 
@@ -80,7 +78,7 @@ def flag_values(group: "Flags", *on_resume: OnResume) -> dict[str, Any]:
 
 
 def flag_name(field: dataclasses.Field[Any] | str) -> str:
-    """Return it as typed, e.g. --batch-size."""
+    """Return the flag as it is typed, e.g. --batch-size."""
     name = field if isinstance(field, str) else field.name
     return "--" + name.replace("_", "-")
 
@@ -93,7 +91,7 @@ def typed_flag(name: str, value: Any) -> str:
 
 
 def kind_of(field: dataclasses.Field[Any]) -> str:
-    """Return e.g. "int" for `int` and for `int | None`."""
+    """Return the name of the value's type, e.g. "int" for `int` and for `int | None`."""
     kind: Any = field.type
     return (typing.get_args(kind)[0] if isinstance(kind, types.UnionType) else kind).__name__
 
@@ -106,7 +104,7 @@ class Flags:
 
     @classmethod
     def of(cls, typed: Mapping[str, Any]) -> Self:
-        """Return an instance with those of the values that are its own, read as if typed."""
+        """Return an instance from those values that are its fields, read as if typed."""
         own = {
             field.name: _read(field, typed[field.name])
             for field in flag_fields(cls)
@@ -123,7 +121,7 @@ class Flags:
 
 
 def _read(field: dataclasses.Field[Any], value: Any) -> Any:
-    """Return the flag's value from text, or from Python; what is none stays text, for `_check`."""
+    """Return the flag's value, given as text or in Python; no number stays text, for `_check`."""
     kind = kind_of(field)
     if value is None and field.default is None:
         return None
@@ -153,7 +151,7 @@ def _as_typed(field: dataclasses.Field[Any], value: Any) -> str:
 
 
 def _check(field: dataclasses.Field[Any], value: Any) -> None:
-    """Raise UsageError if this is none of the flag's values."""
+    """Raise UsageError if this is not a legal value of the flag."""
     kind, choices, bounds = kind_of(field), field.metadata["choices"], field.metadata["bounds"]
     if choices and value not in choices:
         problem = f"choose from {', '.join(choices)}{did_you_mean(str(value), choices)}"
@@ -177,7 +175,7 @@ def add_flags(
     fields: Iterable[dataclasses.Field[Any]],
     defaults: Mapping[str, Any] = types.MappingProxyType({}),
 ) -> None:
-    """Add an argument for each field. What is not typed is not in the namespace."""
+    """Add an argument for each field. Those not typed are not in the namespace."""
     for field in fields:
         default: Any = defaults.get(field.name, field.default)
         kind, about = kind_of(field), field.metadata

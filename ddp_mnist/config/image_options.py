@@ -1,4 +1,4 @@
-"""The flags on how images are read, before any is decoded. It imports no library, for --help."""
+"""How images are to be read. Imports no library, for --help."""
 
 import re
 from collections.abc import Mapping
@@ -10,14 +10,14 @@ from ddp_mnist.errors import UsageError
 
 @dataclass(frozen=True)
 class ImageOptions:
-    """Say how a data set is read; by default as it is."""
+    """How a data set is to be read; by default, its images are not changed."""
 
-    size: tuple[int, int] | None = None  # height and width that all images get
+    size: tuple[int, int] | None = None  # height and width of all images
     grey: bool = False
     test_size: int | None = None  # images held out of train, of a set without a test split
-    # For a finished run: in RGB unless grey, and the train split may be missing.
+    # To evaluate a finished run: in RGB unless grey, and the train split may be missing.
     for_evaluation: bool = False
-    test_of: int | None = None  # the number of images that `test_size` refers to, if not now's
+    test_of: int | None = None  # the number of images that `test_size` refers to; None: all
 
     @classmethod
     def of(cls, flags: Mapping[str, Any]) -> Self:

@@ -9,16 +9,14 @@ from ddp_mnist.config.faults import FAULT_NAMES, check_fault
 from ddp_mnist.config.flags import Flags, changeable, flag, flag_name, flag_values
 from ddp_mnist.errors import UsageError, did_you_mean
 
-# Our nets, with the optimizer of each. On a CPU, Muon makes their step a tenth longer, and that of
-# resnet18 four times as long: nets that are not ours get adamw.
+# Our nets, each with its optimizer. On a CPU, Muon makes their step a tenth longer, but that of
+# resnet18 four times as long: other nets get adamw.
 NETS = {"cnn": "muon", "cnn_deep": "muon", "mlp": "adamw", "cnn_bn": "muon"}
-
-
 OWN = r"[\w.]+:\w+"  # MODULE:NAME
 
 
 def check_model(name: str) -> None:
-    """Raise UsageError unless it can be the name of a net."""
+    """Raise UsageError unless `name` has the form of a net's name."""
     if name not in NETS and not re.fullmatch(OWN, name):
         raise UsageError(
             f"--model {name.rstrip(':')}: choose from {', '.join(NETS)}, torchvision:NAME (e.g."
@@ -31,7 +29,7 @@ class Usual(NamedTuple):
 
     model: str
     lr: float  # the peak learning rate of our nets
-    # By the least number of train images, descending: batch size and least number of steps.
+    # Batch size and least number of steps, by the least number of train images, descending.
     batches: dict[int, tuple[int, int]]
     augment: bool = True
     epochs: int = 1  # the least number
@@ -173,7 +171,7 @@ class Recipe(Flags):
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedRecipe(Recipe):
-    """A recipe for one data set and one number of processes, in which nothing is left open."""
+    """A recipe for one data set and one number of processes, with every value chosen."""
 
     steps_per_epoch: int
     if TYPE_CHECKING:
@@ -202,9 +200,9 @@ class ResolvedRecipe(Recipe):
         return self.lr * min(1.0, up, down)
 
     def in_less_memory(self, processes: int, can_shrink: bool) -> str:
-        """Return the flags with which each process holds fewer images at once, in words.
+        """Return, in words, flags with which each process holds fewer images at once.
 
-        A run that goes on keeps its batch: `can_shrink` is False.
+        A resumed run keeps its batch size: `can_shrink` is False.
         """
         least, share = processes * self.grad_accum, self.batch_size // processes
         more = (k for k in range(2 * self.grad_accum, share + 1) if share % k == 0)
@@ -217,10 +215,10 @@ class ResolvedRecipe(Recipe):
 def resolve_recipe(
     recipe: Recipe, rows: int, world_size: int, val_rows: int | None = None, pictures: bool = False
 ) -> ResolvedRecipe:
-    """Return the recipe with all that was left open filled in for this data and world size.
+    """Return the recipe with every open value chosen for this data and world size.
 
-    `rows` counts the train split, with the `val_rows` that are held out for validation: as many as
-    asked for, if it is not given. `pictures` are all images but bright strokes on black. Raise
+    `rows` is the size of the train split, with the `val_rows` held out for validation (by default
+    as many as asked for). `pictures`: whether the images are not bright strokes on black. Raise
     UsageError for values that do not fit the data or the world size.
     """
     preset = PRESETS[recipe.preset]
@@ -255,7 +253,7 @@ def resolve_recipe(
 
 
 def _batch_size(recipe: Recipe, train_rows: int, val_rows: int, world_size: int, usual: int) -> int:
-    """Return the images of a step: as many as typed, else the `usual` number or the next legal.
+    """Return the number of images per step: as typed, else the `usual` or the next legal one.
 
     144, 72 and 24 can be divided by 1, 2, 3, 4, 6 and 8 processes. Raise UsageError if what was
     typed cannot, or if there are too few images.

@@ -72,11 +72,11 @@ class RunFlags(Flags):
 
     @property
     def image_options(self) -> ImageOptions:
-        """Return how the images are to be read."""
+        """The flags on how images are read."""
         return ImageOptions.of(vars(self))
 
 
-OF_TRAINING = ("sync_bn", "comm_hook", "compile", "mixed_precision")  # flags of Distribution
+OF_TRAINING = ("sync_bn", "comm_hook", "compile", "mixed_precision")  # fields of Distribution
 
 
 def fields_of(
@@ -97,12 +97,12 @@ class TrainConfig:
     run: RunFlags = field(default_factory=RunFlags)
     recipe: Recipe = field(default_factory=Recipe)
     distribution: Distribution = field(default_factory=Distribution)
-    explicit: frozenset[str] = frozenset()  # what a person gave; a resumed run inherits the rest
+    explicit: frozenset[str] = frozenset()  # flags that were typed; a resumed run inherits the rest
     resumes: bool = False  # from a checkpoint, which holds the weights; set by resume.inherit
 
     @classmethod
     def of(cls, typed: Mapping[str, Any]) -> Self:
-        """Return the flags: what was typed, over what the preset says."""
+        """Return the flags: what was typed, else what the preset says."""
         chosen = Recipe.of(typed)
         changed = FAULTS[chosen.inject].recipe if chosen.inject else {}
         unsmoothed = {"label_smoothing": 0.0} if chosen.loss else {}
@@ -123,7 +123,7 @@ class TrainConfig:
 
     @property
     def initial_weights(self) -> str | None:
-        """Return --weights of a run that begins; one that goes on has its own."""
+        """Return --weights, but None for a resumed run, which has weights of its own."""
         return None if self.resumes else self.recipe.weights
 
     def refuse_contradictions(self) -> None:

@@ -1,4 +1,4 @@
-"""`datasets` goes by the names of files and folders: this finds the images that it would lose."""
+"""The images of a folder, split as `datasets` does it, with errors where it would lose some."""
 
 import re
 from collections import Counter
@@ -7,7 +7,8 @@ from pathlib import Path
 from ddp_mnist.config.image_options import ImageOptions
 from ddp_mnist.errors import DataError, printable
 
-# Words of splits in the names of folders and files, and what is between words, as in `datasets`.
+# The words in names of folders and files that mean a split, and what separates words, as `datasets`
+# has them.
 SPLIT_WORDS = {
     "train": ("train", "training"),
     "validation": ("validation", "valid", "dev", "val"),
@@ -16,7 +17,7 @@ SPLIT_WORDS = {
 APART = "[-._ 0-9]"
 HEIF = (".heic", ".heif")  # a phone's photos
 HEIF_FIX = "pip install pillow-heif"
-METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")  # of images, beside them
+METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")  # describe images next to them
 BESIDE_IMAGES = re.compile(r"\.(arrow|csv|db|ini|jsonl?|md|parquet|tsv|txt|xml|zip)", re.I)
 
 
@@ -30,7 +31,7 @@ def paths_in(folder: Path) -> list[Path]:
         return (path / "status.json").exists() and (path / "config.json").exists()
 
     hidden = re.compile(r"(.*/)?(\.|__).*", re.DOTALL)
-    every = sorted(folder.rglob("*"))  # which follows no link
+    every = sorted(folder.rglob("*"))  # follows no link
     found = [path for path in every if not hidden.fullmatch(str(path.relative_to(folder)))]
     links = (path for path in found if path.is_symlink())
     runs = {path.parent for path in found if path.name == "status.json" and is_run(path.parent)}
@@ -46,8 +47,8 @@ def find_images(
 ) -> tuple[list[Path], list[str]]:
     """Return the images, relative to the folder, and a note on files with other endings, if any.
 
-    Texts and tables need no word. `found` are the paths in the folder, relative to it, if it was
-    listed before. Raise DataError for a link to a folder or to nothing.
+    Texts and tables are not worth a note. `found` are the paths in the folder, relative to it, if
+    it was listed before. Raise DataError for a link to a folder or to nothing.
     """
     from ddp_mnist.data.decode import image_endings
 
@@ -68,7 +69,7 @@ def find_images(
 
 
 def tables_of(folder: str, found: list[Path]) -> tuple[list[Path], bool]:
-    """Return the tables of a folder, and whether its card names files instead."""
+    """Return the tables of a folder, and whether its card (README.md) names the files instead."""
     tables = [path for path in found if path.suffix == ".parquet" and path.name not in METADATA]
     card = Path(folder, "README.md")
     return tables, card.is_file() and b"configs:" in card.read_bytes()
@@ -77,7 +78,7 @@ def tables_of(folder: str, found: list[Path]) -> tuple[list[Path], bool]:
 def splits_of_images(
     folder: str, found: list[Path], images: list[Path], image_options: ImageOptions
 ) -> dict[str, list[Path]]:
-    """Return the files of each split, unless tables or the folder's card say what is read there."""
+    """Return the files of each split; {} if tables or the folder's card say what is read."""
     if not images or any(tables_of(folder, found)):
         return {}
     return split_files(images, [path for path in found if path.name in METADATA], image_options)
@@ -88,8 +89,8 @@ def split_files(
 ) -> dict[str, list[Path]]:
     """Return the files of each split.
 
-    If a test split is to be drawn from train, the names of files, and of classes at the top, do not
-    count as the names of splits.
+    If a test split is to be drawn from train, names of files, and of classes at the top level, do
+    not count as names of splits.
     """
     if image_options.test_size and not metadata and are_classes_at_the_top(images):
         return {"train": sorted(images, key=str)}
@@ -104,7 +105,7 @@ def are_classes_at_the_top(images: list[Path]) -> bool:
 
 
 def split_by_names(files: list[Path], by_file: bool = True) -> dict[str, list[Path]]:
-    """Return the files of each split as `datasets` finds them, in the order that it has."""
+    """Return the files of each split as `datasets` finds them, in its order."""
     files = sorted(files, key=str)
     for of_file, end in ((False, f"({APART}.*)?"), (True, f"{APART}.*"))[: 1 + by_file]:
         found = dict[str, list[Path]]()
@@ -145,8 +146,8 @@ def check_images(
 ) -> list[str]:
     """Return a note on images that are in no split, if any.
 
-    Raise DataError if an image is in two splits, in another one than its folder's name says, or in
-    no class, or if one split has a metadata file and another has none.
+    Raise DataError if an image is in two splits, in a split other than its folder's name says, or
+    in no class, or if one split has a metadata file and another has none.
     """
     unused = sorted({*images}.difference(*splits.values()))
     if found := _find_fault(splits, images, unused, image_options):
@@ -162,7 +163,7 @@ def _find_fault(
     unused: list[Path],
     image_options: ImageOptions,
 ) -> tuple[str, str] | None:
-    """Return what is wrong with the images' folders and how to correct it, if anything is."""
+    """Return what is wrong with the images' folders, if anything is, and how to correct it."""
     split_of = {word: split for split, words in SPLIT_WORDS.items() for word in words}
     ending = re.compile(r"(set)?([-._ 0-9].*)?$")  # of Test, test_set, TestSet and test-2
 
@@ -195,7 +196,7 @@ def _find_fault(
 
     classes = sorted({file.parent.name for file in splits.get("train", used)})
     if not classes or not {*used} <= {*images}:
-        return None  # an archive or metadata has the classes
+        return None  # the classes are in an archive or in metadata
     complete = not unused and (len(splits) > 1 or "train" in splits)
     if flat and not complete and not image_options.test_size:
         split, [file, *_] = next(iter(splits.items()))

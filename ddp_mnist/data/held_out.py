@@ -1,6 +1,6 @@
-"""Which images are held out: a hash of its pixels, the key, decides for each image.
+"""Which images are held out: decided for each image by its key, a hash of its pixels.
 
-Names and order have no part in it. An image has the same key in every lossless format and whatever
+Names and order do not matter. An image has the same key in every lossless format and whatever
 size or colour is asked for, so a copy goes where the original went: nothing leaks into the test.
 """
 
@@ -12,7 +12,7 @@ import numpy as np
 
 
 def key_of(pixels: np.ndarray) -> int:
-    """Return a hash, 64 bits, of an image's pixels as stored, [H, W] or [H, W, channels].
+    """Return a 64-bit hash of an image's pixels as stored, [H, W] or [H, W, channels].
 
     37 ms for 12 megapixels, a quarter of what their JPEG takes to decode.
     """
@@ -52,8 +52,8 @@ def share_of(asked: int, rows: int) -> float:
     """Return the share that holds out about `asked` of so many rows, now and as they grow.
 
     It is the nearest of the preferred numbers 10, 12.5, 16, 20, 25, 31.5, 40, 50 ... 80 % (ISO 3,
-    series R10): asked / rows changes with each image that is added, this hardly ever. The next one
-    would be all of them.
+    series R10): asked / rows changes with each image that is added, this hardly ever. Above 80 %
+    comes 100 %, which would leave no train images.
     """
     return 10 ** (min(-1, round(10 * math.log10(asked / rows))) / 10)
 
@@ -61,8 +61,8 @@ def share_of(asked: int, rows: int) -> float:
 def draw_by_share(hashes: np.ndarray, labels: np.ndarray, share: float) -> np.ndarray:
     """Return the rows to hold out: those whose hash is below `share` of the range of uint64.
 
-    So each is decided alone, with two exceptions: the largest hash of each class is not held out,
-    and if nothing else is, the lowest one is.
+    So each row is decided on its own, with two exceptions: the largest hash of each class is never
+    held out, and if no hash is below, the lowest one is held out.
     """
     largest = np.zeros(labels.max() + 1, np.uint64)
     np.maximum.at(largest, labels, hashes)

@@ -35,15 +35,15 @@ NAMES = {
 }
 MAX_CLASSES = 1000
 COPIED = 64  # images at a time, by a thread
-# The shorter side, in pixels, that images get at most unless a size was asked for: that of
-# torchvision's weights, or less for a small set, which learns as well from it and in less time.
+# The largest shorter side, in pixels, that images get unless a size was asked for: that of
+# torchvision's weights, or less for a small data set, which trains as well and faster with it.
 LARGEST, LARGEST_OF_FEW, FEW = 224, 96, 5000
 
 
 def decode_dataset(
     dataset: Any, where: str, image_options: ImageOptions, reserve: Reserve
 ) -> Decoded:
-    """Return every image and label. Raise DataError, which names the file, or column and row."""
+    """Decode a table. Raise DataError, which names the file, or column and row."""
     splits, not_used = _splits(dataset, where, image_options)
     each = list(splits.values())
     first, last = each[0], each[-1]
@@ -77,7 +77,7 @@ def decode_files(
     image_options: ImageOptions,
     reserve: Reserve,
 ) -> Decoded:
-    """Return every image of the files of each split, and its class, which is its folder."""
+    """Decode the image files of each split; the class of each is its folder."""
     splits, not_used = _splits(found, where, image_options)
     classes = sorted({file.parent.name for files in found.values() for file in files})
     if len(classes) > MAX_CLASSES:
@@ -102,10 +102,10 @@ def decode_images(
     image_options: ImageOptions,
     reserve: Reserve,
 ) -> Decoded:
-    """Return the decoded images. Raise DataError, which names all those that cannot be read."""
+    """Decode the images. Raise DataError, which names all those that cannot be read."""
     shape, converted, largest = _find_shape(files, image_options)
     threads, total = threads_for(largest), sum(map(len, labels.values()))
-    if "train" not in labels:  # nobody asks for it
+    if "train" not in labels:  # an evaluation does not need it
         labels = {"train": np.zeros(0, np.int64), **labels}
     images = reserve(shape, {split: len(each) for split, each in labels.items()})
     keys = {split: np.empty(len(each), np.uint64) for split, each in labels.items()}
@@ -117,7 +117,7 @@ def decode_images(
 
     if clear := sum(files.each(decode, threads)):
         converted.append(f"{clear:,} of {total:,} images had transparent parts, which became white")
-    files.refuse_broken(total)  # by their first bytes, or cut short: all in one line
+    files.refuse_broken(total)  # all in one line, whether found by header or by decoding
     sixteen_bits = any(SIXTEEN_BITS in note for note in converted)
     if sixteen_bits and max(np.max(each, initial=0) for each in images.values()) < 16:
         converted.append("all pixels are below 4096 of 65535, as of 12 bits: scale them to 16 bits")
@@ -128,7 +128,7 @@ def decode_images(
 def _splits(
     dataset: Any, where: str, image_options: ImageOptions
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the rows of train and test, or of train to hold a test out of, and notes on others."""
+    """Return the rows of train and test, or of train alone for --test-size, and notes on others."""
     named = dict(dataset) if isinstance(dataset, dict) else {"train": dataset}
     splits = {split: named[split] for split in SPLITS if split in named}
     found, unused = ", ".join(named), ", ".join(split for split in named if split not in SPLITS)
@@ -161,9 +161,9 @@ def _splits(
 
 
 def _find_shape(files: ImageFiles, image_options: ImageOptions) -> tuple[Shape, list[str], int]:
-    """Return the shape that all images get, the conversions in words, and the largest's pixels.
+    """Return the shape of all images, notes on conversions, and the pixels of the largest image.
 
-    They are in colour if any is.
+    All are in colour if any is.
     """
     sizes: Counter[tuple[int, int]] = Counter()
     odd: Counter[str] = Counter()
@@ -190,11 +190,10 @@ def _find_shape(files: ImageFiles, image_options: ImageOptions) -> tuple[Shape, 
 
 
 def usual_size(sizes: Counter[tuple[int, int]]) -> tuple[int, int]:
-    """Return the size that suits images of these sizes.
+    """Return the height and width to give to images of these sizes.
 
-    It is the size that all have; if its shorter side is above LARGEST, a smaller one of that ratio.
-    If sizes differ, it is a square with the median of the shorter sides, LARGEST or LARGEST_OF_FEW
-    at most.
+    If all are equal, it is their size, or, above LARGEST, a smaller one of the same ratio. Else it
+    is a square whose side is the median of the shorter sides, LARGEST or LARGEST_OF_FEW at most.
     """
     most = LARGEST if sizes.total() >= FEW else LARGEST_OF_FEW
     if len(sizes) > 1:
@@ -210,7 +209,7 @@ def usual_size(sizes: Counter[tuple[int, int]]) -> tuple[int, int]:
 def _find_columns(rows: Any, where: str) -> tuple[str, str, list[str]]:
     """Return the names of the image column and of the label column, and notes on unused ones.
 
-    Of several that could be it, the name decides, in the order of NAMES, then the first is taken.
+    Of several candidates, the first in the order of NAMES is taken, else the first in the table.
     """
     from datasets import ClassLabel, Image
 
@@ -242,9 +241,9 @@ def _find_columns(rows: Any, where: str) -> tuple[str, str, list[str]]:
 def _decode_labels(
     rows: Any, column: str, classes: list[str], where: str
 ) -> tuple[np.ndarray, list[str]]:
-    """Return int64 labels and the names of the classes; `classes` are train's, once it is decoded.
+    """Return int64 labels and the names of the classes; `classes` are train's, once decoded.
 
-    Unless they are declared, these are the words, sorted, or 0 to the highest number.
+    Unless declared, the names are the words, sorted, or the numbers from 0 to the highest.
     """
     values = rows.with_format("arrow")[:].column(column).to_pylist()
     given = [value for value in values if value is not None]
@@ -273,7 +272,7 @@ def _decode_labels(
 
 
 def _files_named(rows: Any, column: str) -> Iterator[str]:
-    """Yield the paths of images that the table names and does not hold."""
+    """Yield the paths of images that the table names instead of holding their bytes."""
     import pyarrow.compute as pc
 
     for cells in rows.select_columns([column]).with_format("arrow")[:].column(column).chunks:
@@ -283,21 +282,21 @@ def _files_named(rows: Any, column: str) -> Iterator[str]:
 
 
 def _cells(rows: Any, column: str) -> Iterator[Cell]:
-    """Yield what is in each row's image file, or else its path."""
+    """Yield the bytes of each row's image file, or else its path."""
     from datasets import Image
 
     if isinstance(rows.features[column], Image):
         rows = rows.cast_column(column, Image(decode=False))
-    # of photos of several megabytes more would fill the memory
+    # more photos of several megabytes each would fill the memory
     for batch in rows.select_columns([column]).with_format(None).iter(batch_size=100):
         for cell in batch[column]:
             yield cell and (cell["bytes"] or cell.get("path"))
 
 
 def _hold_out_test(decoded: Decoded, image_options: ImageOptions, reserve: Reserve) -> Decoded:
-    """Return a data set of a train split alone with about `test_size` of its images as test split.
+    """Return the data set with about `test_size` of its train images moved to a test split.
 
-    Raise UsageError if there is no image that could be spared.
+    Raise UsageError if each class has only one image.
     """
     images, labels, keys = (
         part["train"] for part in (decoded.images, decoded.labels, decoded.keys)
@@ -313,7 +312,7 @@ def _hold_out_test(decoded: Decoded, image_options: ImageOptions, reserve: Reser
 
     def copy(split: str, start: int) -> None:
         for to, row in enumerate(rows[split][start : start + COPIED], start):
-            parts[split][to] = images[row]  # one by one: all may not fit into the memory
+            parts[split][to] = images[row]  # one by one: they may not all fit into memory
 
     starts = ((split, at) for split, those in rows.items() for at in range(0, len(those), COPIED))
     for _ in in_order(copy, starts, cores()):
@@ -336,7 +335,7 @@ def _hold_out_test(decoded: Decoded, image_options: ImageOptions, reserve: Reser
 def _untested(
     classes: list[str], labels: np.ndarray, keys: np.ndarray, held: np.ndarray
 ) -> list[str]:
-    """Return sentences that name the classes without a test image, if any."""
+    """Return notes that name the classes without a test image, if any."""
     without = set(range(len(classes))).difference(labels[held].tolist())
     alone = {label for label in without if len(np.unique(keys[labels == label])) < 2}
     notes = []

@@ -1,6 +1,6 @@
-"""A data set, decoded: what shape and statistics its images have, and what they show.
+"""A decoded data set, and its image format: shape, statistics, and the kind of images.
 
-The format lies with the weights, so that `predict` prepares an image as training did.
+The format is saved with the weights, so that `predict` prepares an image as training did.
 """
 
 import math
@@ -15,39 +15,39 @@ from ddp_mnist.system.limits import cores
 
 Shape = tuple[int, int, int]  # channels, height and width of an image
 DIGITS = [str(digit) for digit in range(10)]
-DARK = 32  # of 255: less is black to the eye, and what JPEG makes of black
-BLOCK = 2**22  # pixels of which statistics are taken at a time
+DARK = 32  # of 255: what is darker looks black, and JPEG makes such values of black
+BLOCK = 2**22  # pixels at a time, for statistics
 
 
 @dataclass(frozen=True)
 class ImageFormat:
-    """The way in which a data set's images became what the net was trained on."""
+    """How a data set's images were prepared for the net."""
 
     shape: Shape
     mean: tuple[float, ...]  # of the train images' pixels, per channel, as shares of 255
     std: tuple[float, ...]
     notes: list[str]  # what was converted, one sentence each
     bright_on_black: bool  # all are bright strokes within a black border
-    # They are digits as MNIST stores them: `predict` makes of a photo what MNIST makes of a scan.
+    # The images are digits in MNIST's format: `predict` prepares a photo as MNIST did a scan.
     digit_photos: bool
     # The classes are single characters: in a mirror, some would be another or none.
     characters: bool = False
 
     @property
     def pictures(self) -> bool:
-        """Return whether they are not strokes: training augments them unless told otherwise."""
+        """Whether the images are no strokes on black; if so, training augments them by default."""
         return not self.bright_on_black
 
     @classmethod
     def from_dict(cls, plain: dict[str, Any]) -> "ImageFormat":
-        """Undo asdict and JSON. Raise KeyError or TypeError for the dict of something else."""
+        """Return the format of an asdict that went through JSON; else KeyError or TypeError."""
         return cls(**plain | {name: tuple(plain[name]) for name in ("shape", "mean", "std")})
 
 
 TENSORS = ("train_images", "train_labels", "test_images", "test_labels")
 KEYS = ("train_keys", "test_keys")
 
-# Makes room for uint8 images of a shape and a number of rows per split, in memory or in files.
+# Allocates uint8 images, given their shape and the number of rows per split, in memory or in files.
 Reserve = Callable[[Shape, dict[str, int]], dict[str, np.ndarray]]
 
 
@@ -59,14 +59,14 @@ class Decoded:
     labels: dict[str, np.ndarray]  # int64 [N] per split, 0 <= label < len(classes)
     classes: list[str]
     notes: list[str] = field(default_factory=list)  # what was converted, one sentence each
-    as_stored: bool = True  # no file had to be converted
+    as_stored: bool = True  # whether no image had to be converted
     keys: dict[str, np.ndarray] = field(default_factory=dict)  # uint64 [N] per split: held_out.py
     files: list[str] = field(default_factory=list)  # that a table names and does not hold
     test_drawn: bool = False  # from train, as there was no test split
     careful: list[str] = field(default_factory=list)  # what may spoil a result, one sentence each
 
     def image_format(self) -> ImageFormat:
-        """Return the format of these images, by facts of the data and not by a name."""
+        """Return the format of these images, which follows from the data, not from its name."""
         mean, std = statistics_of(self.images["train"])
         shape = tuple(self.images["train"].shape[1:])
         bright = shape[0] == 1 and bright_on_black(self.images)
@@ -98,22 +98,22 @@ def sums_of(block: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def blocks_of(images: np.ndarray) -> Iterator[np.ndarray]:
-    """Yield some of the images at a time: a copy of all of them may not fit into the memory."""
+    """Yield some of the images at a time: a copy of all of them may not fit into memory."""
     rows = max(1, BLOCK // math.prod(images.shape[1:]))
     for start in range(0, len(images), rows):
         yield images[start : start + rows]
 
 
 def is_bright_paper(border: np.ndarray) -> np.ndarray:
-    """Return whether most of an image's border is bright; of uint8 [..., pixels] bool [...]."""
+    """Return whether most of an image's border, uint8 [..., pixels], is bright: bool [...]."""
     return np.median(border, axis=-1) >= 128
 
 
 def bright_on_black(images: dict[str, np.ndarray]) -> bool:
     """Return whether uint8 [N, 1, H, W] are bright strokes within a black border, as MNIST's are.
 
-    None is blank, none has a bright border, and hardly any has something in its outermost pixels:
-    of MNIST's train images 1.3 %, of pictures that fill their frame most.
+    None is blank, none has a bright border, and fewer than 10 % have strokes in their outermost
+    pixels: 1.3 % of MNIST's train images do, but most pictures, which fill their frame.
     """
     for split in images.values():
         dark = 0
