@@ -20,8 +20,10 @@ from PIL import Image
 FIGURES = Path(__file__).parent / "figures"
 WIDTH, HEIGHT = 480, 668
 SCHEMES = {"dark": 0, "light": 1}  # as Chromium counts them
-CHECKS = ("packages", "GPUs", "cores", "memory", "main port", "rendezvous", "same")
-CHECKS += ("collectives", "speed", "training")
+CHECKS = (
+    *("packages", "GPUs", "cores", "memory", "main port", "rendezvous", "same"),
+    *("collectives", "speed", "training"),
+)
 
 REPORT = """
 html { border: 1px solid var(--faint); height: 100vh; box-sizing: border-box; overflow: hidden; }

@@ -1,0 +1,113 @@
+"""docs/check.py finds each kind of fault in a page, and none in those that are here."""
+
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.commands import REPOSITORY
+
+CHECK: dict[str, Any] = runpy.run_path(str(REPOSITORY / "docs" / "check.py"))
+ENGLISH = """# A page
+
+See [the part](#a-part), `run/state.py` and **bold**. It took 1.25 s with `--epochs 3`.
+
+## A part
+
+![A drawing](figures/ddp.en.svg)
+
+| a | b |
+|---|---|
+| 1 | 2 |
+
+<details>
+
+```sh fails
+ls -l
+```
+
+</details>
+
+```python ddp_mnist/train.py
+    run.save(state)
+```
+"""
+CHINESE = ENGLISH.replace("A page", "一页").replace("A drawing", "图").replace("took", "用时")
+
+
+def faults(page: Path, text: str) -> list[str]:
+    page.write_text(text, encoding="utf-8")
+    found: list[str] = CHECK["faults_of"](page)
+    return found
+
+
+@pytest.fixture
+def pages(tmp_path: Path) -> tuple[Path, Path]:
+    (tmp_path / "figures").symlink_to(REPOSITORY / "docs" / "figures")
+    (tmp_path / "page.md").write_text(ENGLISH)
+    return tmp_path / "page.md", tmp_path / "page.zh-CN.md"
+
+
+def test_there_are_pages_and_all_are_right() -> None:
+    names = {path.name for path in CHECK["pages"]()}
+    assert {"README.md", "README.zh-CN.md", "CONTRIBUTING.md", "guide.md"} <= names
+    assert CHECK["main"]() == 0
+
+
+def test_a_right_page_has_no_fault(pages: tuple[Path, Path]) -> None:
+    for page, text in zip(pages, (ENGLISH, CHINESE), strict=True):
+        assert faults(page, text) == []
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "fault"),
+    [
+        ("See [", "$$x$$ See [", "'$$' is not drawn everywhere"),
+        ("| 1 | 2 |", "| 1 | 2 | 3 |", "line 9: the table's rows have unequally many cells"),
+        ("| 1 | 2 |", "| 1 | 2 |\n\ntext\n- item", "line 14: begins a block without a blank line"),
+        ("</details>", "", "<details> without an end"),
+        ("</details>", "</details>\n\n</details>", "line 21: <details> and </details> do not"),
+        ("<details>\n\n", "<details>\n", "Markdown begins again behind a blank line"),
+        ("    run.save(state)\n```\n", "    run.save(state)\n", "line 21: a fence without an end"),
+        ("See [", "```ls``` [", "line 3: a fence in one line; give its marks lines of their own"),
+        ("```sh fails", "```bash", "line 15: a fence of bash; write sh, python or text"),
+        ("```sh fails", "```sh later", "line 15: unknown mark later; choose from fails, gpu"),
+        ("ls -l", "ls (", "line 15: bash cannot parse it"),
+        ("run.save(state)", "run.keep(state)", "ddp_mnist/train.py does not have these lines"),
+        ("**bold**", "**bold.**x", "** is shown, not bold"),
+        ("![A drawing]", "![]", "figures/ddp.en.svg: has no alternative text"),
+        ("ddp.en.svg", "gone.svg", "figures/gone.svg: cannot be drawn"),
+        ("ddp.en.svg", "../page.md", "figures/../page.md: cannot be drawn"),
+        ("(#a-part)", "(#b-part)", "#b-part: page.md has no such heading"),
+        ("(#a-part)", "(gone.md)", "gone.md: leads nowhere"),
+        ("`run/state.py`", "`run/gone.py`", "run/gone.py: there is no such file"),
+        ("| 1 | 2 |", "| `gone.py` | 2 |", "gone.py: there is no such file"),
+    ],
+)
+def test_a_fault_is_named(right: str, wrong: str, fault: str, pages: tuple[Path, Path]) -> None:
+    assert right in ENGLISH
+    found = faults(pages[0], ENGLISH.replace(right, wrong, 1))
+    assert any(fault in line for line in found), found
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "fault"),
+    [
+        ("## A part", "### A part", "headings' levels differ from page.md"),
+        ("ls -l", "ls -a", "commands differ from page.md: 'ls -l"),
+        ("run.save(state)", "progress = run.begin(state)", "code differ from page.md"),
+        ("1.25", "1.26", "figures differ from page.md: '1.25'"),
+        ("--epochs 3", "--epoch 3", "flags differ from page.md: '--epochs'"),
+        ("(#a-part)", "(page.md)", "links differ from page.md"),
+        ("`run/state.py`", "run/state.py", "lacks `run/state.py` of page.md"),
+        ("用时", "用\n时间", "a space or a line break between Chinese letters"),
+        ("用时", "用时 很长", "a space or a line break between Chinese letters"),
+    ],
+)
+def test_a_fault_of_a_translation_is_named(
+    right: str, wrong: str, fault: str, pages: tuple[Path, Path]
+) -> None:
+    assert right in CHINESE
+    found = faults(pages[1], CHINESE.replace(right, wrong, 1))
+    assert any(fault in line for line in found), found
