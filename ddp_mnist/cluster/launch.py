@@ -2,7 +2,8 @@
 
 A launcher (accelerate, torchrun, srun) or a person says so in environment variables; one command
 per process says so in the flags `--init-method tcp://HOST:PORT --rank R --world-size N`. Nothing
-here imports torch or opens a connection.
+here imports torch or opens a connection. What a rank does with it is elsewhere: world.py joins the
+group, and device.py chooses the local rank, the device and the threads.
 """
 
 import ctypes
