@@ -112,7 +112,7 @@ def resolve_and_load(
     images = replace(images, warnings=warnings, image_format=prepare(images.image_format))
     store.barrier()
     if found:
-        resume.check_images(name, images.digest, found)
+        resume.check_images(name, images.digest, found, found.path)
     rows = len(images.train_labels)
     images = images.hold_out(config.recipe.val_size_of(rows))
     recipe = resolve_recipe(

@@ -124,7 +124,7 @@ def _refuse_another_run(config: TrainConfig, finished: EarlierRun) -> None:
     now = inherit(config, finished).run
     if from_anywhere(now.dataset) != finished.run["dataset"]:  # the same images may have moved
         images = cache.load(now.dataset, now.cache_dir, ImageOptions.of(finished.run))
-        check_images(now.dataset, images.digest, finished)
+        check_images(now.dataset, images.digest, finished, finished.path)
 
 
 def inherit(config: TrainConfig, found: EarlierRun | None) -> TrainConfig:
@@ -190,8 +190,7 @@ def changes(content: dict[str, Any], now: Identity, where: str) -> list[str]:
             raise CheckpointError(f"{where}: has format {content['format']}, this is {FORMAT}")
         content["metrics_lines"], content["state"]["progress"]["step"]  # a KeyError if missing
         before = Identity(**{f.name: content[f.name] for f in dataclasses.fields(Identity)})
-        then = EarlierRun(where, before.run_id, before.digest, before.flags, {})
-        check_images(now.flags["dataset"], now.digest, then)
+        check_images(now.flags["dataset"], now.digest, before, where)
         refuse_changes({name: now.flags[name] for name in MUST_EQUAL}, before.flags, where)
         for name, code in now.own_code.items():
             if before.own_code[name] != code:
@@ -231,11 +230,11 @@ def refuse_changes(asked: Mapping[str, Any], before: Mapping[str, Any], where: s
             )
 
 
-def check_images(dataset: str, digest: str, found: EarlierRun) -> None:
-    """Raise CheckpointError if these are other images than the run's, wherever they lie now."""
-    if found.digest != digest:
+def check_images(dataset: str, digest: str, before: EarlierRun | Identity, where: str) -> None:
+    """Raise CheckpointError if these are other images than before, wherever they lie now."""
+    if before.digest != digest:
         raise CheckpointError(
-            f"--dataset {dataset}: its images are not those of {found.path}"
-            f" ({found.run['dataset']}, digest {found.digest[:8]}, now {digest[:8]});"
-            " leave it as it was, or begin another run"
+            f"--dataset {dataset}: its images are not those of {where} ({before.flags['dataset']},"
+            f" digest {before.digest[:8]}, now {digest[:8]}); leave it as it was, or begin another"
+            " run"
         )
