@@ -298,6 +298,29 @@ SAID = {
 }
 
 
+def test_a_run_of_an_earlier_version_has_the_defaults_of_younger_flags(
+    trained: Path, tmp_path: Path, typed: Typed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its config.json has neither them nor the digests of a user's code."""
+    shutil.copytree(trained / "run", tmp_path / "run")
+    monkeypatch.chdir(trained)
+    now = json.loads(typed("evaluate", tmp_path / "run", "--json").out)
+    config = read_json(tmp_path / "run/config.json")
+    size = config["run"].pop("image_size")
+    for name in ("grey", "cache_dir"):
+        del config["run"][name]
+    for name in ("metrics", "loss", "inject"):
+        del config["recipe"][name]
+    del config["own_code"]
+    place = tmp_path / "run/config.json"
+    place.write_text(json.dumps(config))
+    assert size is None
+    assert json.loads(typed("evaluate", tmp_path / "run", "--json").out) == now
+    del config["recipe"]["val_size"]  # it has no default that could be the run's
+    place.write_text(json.dumps(config))
+    assert "config.json is missing or damaged" in typed("evaluate", tmp_path / "run").err
+
+
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_run_is_not_measured_on_a_folder_that_changed_since(
     change: str, trained: Path, tmp_path: Path, typed: Typed, monkeypatch: pytest.MonkeyPatch

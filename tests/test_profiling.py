@@ -2,11 +2,9 @@ import gzip
 import json
 import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.run.console import Console
@@ -63,15 +61,15 @@ def test_more_than_an_epoch_has_is_refused_and_nothing_begun(tmp_path: Path) -> 
 def test_the_last_steps_of_a_warm_epoch_are_traced(
     steps: int, done: int, per_epoch: int, total: int, begin: int | None
 ) -> None:
-    accelerator: Any = SimpleNamespace(device=torch.device("cpu"))
-    profiler = StepProfiler(steps, accelerator, RunFolder(), Console(False))
+    world: Any = None  # the other processes are not asked
+    profiler = StepProfiler(steps, world, RunFolder(), Console(False))
     profiler.plan(done, per_epoch, total)
     assert profiler.begin == begin
 
 
 def test_a_run_with_too_few_steps_left_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    accelerator: Any = SimpleNamespace(device=torch.device("cpu"))
-    profiler = StepProfiler(5, accelerator, RunFolder(), Console(True))
+    world: Any = None  # the other processes are not asked
+    profiler = StepProfiler(5, world, RunFolder(), Console(True))
     profiler.plan(40, 15, 45)
     for step in range(41, 46):
         profiler.step(step)

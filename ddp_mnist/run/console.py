@@ -152,9 +152,9 @@ def fitted(line: str, rest: str = "", stream: TextIO | None = None) -> str:
     return line if len(line) <= columns else "\n".join(wrapped(line, rest=rest, columns=columns))
 
 
-def as_json(content: Any, indent: int | None = None, ascii_only: bool = False) -> str:
+def as_json(content: Any, indent: int | None = None) -> str:
     """Return JSON whose letters, of any script, can be read; what is not printable is escaped."""
-    text = json.dumps(content, indent=indent, ensure_ascii=ascii_only)
+    text = json.dumps(content, indent=indent, ensure_ascii=False)
     return re.sub(
         r"[^\n -~]", lambda m: m[0] if m[0].isprintable() else json.dumps(m[0])[1:-1], text
     )
@@ -162,7 +162,8 @@ def as_json(content: Any, indent: int | None = None, ascii_only: bool = False) -
 
 def json_line(content: dict[str, Any]) -> str:
     """Return an object as a line for stdout, in ASCII where that cannot take all letters."""
-    return as_json(content, ascii_only="utf" not in (sys.stdout.encoding or "utf").lower())
+    takes_all = "utf" in (sys.stdout.encoding or "utf").lower()
+    return as_json(content) if takes_all else json.dumps(content)
 
 
 def count(number: int, noun: str) -> str:

@@ -12,11 +12,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import torch
-from accelerate import Accelerator
 from accelerate.utils import ProfileKwargs
 
-from ddp_mnist.cluster.world import gather_bytes
+from ddp_mnist.cluster.world import World, gather_bytes
 from ddp_mnist.run.console import Console
 from ddp_mnist.run.folder import RunFolder, storage_errors, write_atomically
 
@@ -28,10 +26,8 @@ FOLDER = "profile"
 class StepProfiler:
     """Traces `steps` optimizer steps through Accelerate, the same on every rank; none with 0."""
 
-    def __init__(
-        self, steps: int, accelerator: Accelerator, folder: RunFolder, console: Console
-    ) -> None:
-        self.steps, self.accelerator = steps, accelerator
+    def __init__(self, steps: int, world: World, folder: RunFolder, console: Console) -> None:
+        self.steps, self.world = steps, world
         self.folder, self.console = folder, console
         self.begin: int | None = None  # the step after which tracing begins
         self._tracing = ExitStack()
@@ -53,15 +49,17 @@ class StepProfiler:
                 )
 
     def step(self, done: int) -> None:
-        """Begin or end the trace, on all ranks after optimizer step `done`. Raise StorageError."""
+        """Begin or end the trace, on all ranks after optimizer step `done`.
+
+        Raise StorageError, and over NCCL as `World.wait_for_gpu` does.
+        """
         if self.begin is None or done not in (self.begin, self.begin + self.steps):
             return
-        activities = ["cpu"]
-        if self.accelerator.device.type == "cuda":
-            activities.append("cuda")
-            torch.cuda.synchronize()  # the clock is read once the GPU has done its work
+        accelerator = self.world.accelerator
+        activities = ["cpu", "cuda"] if accelerator.device.type == "cuda" else ["cpu"]
+        self.world.wait_for_gpu()  # the clock is read once the GPU has done its work
         if done == self.begin:
-            profile = self.accelerator.profile(ProfileKwargs(activities=activities))
+            profile = accelerator.profile(ProfileKwargs(activities=activities))
             self._profile = self._tracing.enter_context(profile)
             self._started = time.monotonic()
         else:
@@ -81,7 +79,7 @@ class StepProfiler:
         with tempfile.TemporaryDirectory(prefix="ddp_mnist-") as scratch:
             trace = Path(scratch) / "trace.json"
             self._profile.export_chrome_trace(str(trace))
-            traces = gather_bytes(self.accelerator, gzip.compress(trace.read_bytes(), 6))
+            traces = gather_bytes(self.world.accelerator, gzip.compress(trace.read_bytes(), 6))
         if self.folder.path:
             place = self.folder.path / FOLDER
             with storage_errors(place):

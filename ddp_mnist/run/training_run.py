@@ -50,9 +50,9 @@ class TrainingRun:
     began: tuple[float, int] | None = None  # when and at which step the first sync point was
 
     def __post_init__(self) -> None:
-        steps, accelerator = self.config.run.profile, self.world.accelerator
-        self.profiler = StepProfiler(steps, accelerator, self.folder, self.console)
-        hosts, is_cpu = self.world.store.hosts, accelerator.device.type == "cpu"
+        steps, is_cpu = self.config.run.profile, self.world.accelerator.device.type == "cpu"
+        self.profiler = StepProfiler(steps, self.world, self.folder, self.console)
+        hosts = self.world.store.hosts
         if self.console.verbose and is_cpu:
             ranks_here = hosts.count(hosts[self.world.store.rank])
             self.neighbours = Neighbours(self.world.threads, ranks_here)
@@ -123,9 +123,9 @@ class TrainingRun:
         """Return the metrics of a split that `make_eval_loader` made, as `evaluate_split` does."""
         self.phase(phase)
         recipe, accelerator = self.config.recipe, self.world.accelerator
-        tested, classes = with_test_time_augmentation(net, recipe.model), len(self.images.classes)
+        eval_net, classes = with_test_time_augmentation(net, recipe.model), len(self.images.classes)
         return evaluate_split(
-            accelerator, tested, loader, classes, self.stop, recipe.metrics, recipe.loss
+            accelerator, eval_net, loader, classes, self.stop, recipe.metrics, recipe.loss
         )
 
     def log_epoch(

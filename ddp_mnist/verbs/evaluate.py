@@ -19,7 +19,10 @@ from ddp_mnist.cluster.launch import Launch, find_launch
 from ddp_mnist.cluster.world import broadcast_bytes, join_world
 from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.config.faults import wrong_on_purpose
+from ddp_mnist.config.flags import flag_values
 from ddp_mnist.config.image_options import ImageOptions
+from ddp_mnist.config.recipe import Recipe
+from ddp_mnist.config.run import RunFlags
 from ddp_mnist.data import cache
 from ddp_mnist.data.batches import ImageData, Rows, train_val_test_split
 from ddp_mnist.data.file_names import files_of_test
@@ -42,8 +45,6 @@ from ddp_mnist.run.folder import CONFIG, SUMMARY, TRAINED_ON, read_json
 from ddp_mnist.run.summary import changed_since
 from ddp_mnist.verbs.flags import Evaluate
 
-# of config.json
-NEEDED = ("dataset", "cache_dir", "val_size", "image_size", "grey", "test_size", "metrics")
 MOST_SHOWN = 10  # classes, and pairs of them, of MANY_CLASSES
 MOST_NAMED = 50  # files that are looked for; a line holds fewer
 TABLE_COLUMNS = 80  # names of classes head the columns if the table then fits, else numbers do
@@ -101,17 +102,19 @@ def evaluate_run(
 
 
 def _read_config(run: str) -> dict[str, Any]:
-    """Return the NEEDED of config.json, and summary.json if it is whole. Raise CheckpointError."""
+    """Return the flags, digest and own_code of config.json, and summary.json if it is whole.
+
+    A flag that is younger than the run has its default. Raise CheckpointError.
+    """
     try:
         config = read_json(Path(run) / CONFIG)
-        flags = config["run"] | config["recipe"]
-        found = {name: flags[name] for name in NEEDED} | {"digest": config["digest"], "summary": {}}
-        # An older run has none of these; its weights are refused, with a better line.
-        found |= {name: flags.get(name) for name in ("inject", "loss")}
-        found |= {"own_code": config.get("own_code")}
+        given = config["run"] | config["recipe"]
+        found = {name: given[name] for name in ("dataset", "val_size")}  # of any version
+        found |= {"digest": config["digest"], "own_code": config.get("own_code"), "summary": {}}
     except (OSError, ValueError, LookupError, TypeError) as error:
         why = f"{CONFIG} is missing or damaged; name a run that `train` wrote"
         raise CheckpointError(f"{run}: {why}") from error
+    found = flag_values(RunFlags()) | flag_values(Recipe()) | given | found
     with contextlib.suppress(OSError, ValueError):
         found["summary"] = read_json(Path(run) / SUMMARY)
     return found
@@ -170,9 +173,7 @@ def _rows(images: ImageData, split: str, val_size: int) -> Rows:
     if split != "test" and val_size < there:
         images = images.hold_out(val_size)
         val_size = len(images.val_rows)
-    rows = dict(zip(("train", "validation", "test"), train_val_test_split(images), strict=True))[
-        split
-    ]
+    rows = train_val_test_split(images)[("train", "validation", "test").index(split)]
     if split != "test" and (val_size >= there or not len(rows)):
         raise UsageError(
             f"--split {split}: {images.name} has {there:,} train images, and the run held"
