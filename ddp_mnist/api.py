@@ -143,14 +143,15 @@ def adopt_ranks_of_debug_launcher() -> None:
 
 def document(function: Callable[..., Any], *groups: type[Flags]) -> None:
     """Give a function of keywords the signature and the help of the flags."""
-    own = inspect.signature(function).parameters
-    named = [parameter for parameter in own.values() if parameter.kind is not parameter.VAR_KEYWORD]
-    fields = [f for each in fields_of(*groups).values() for f in each if f.name not in own]
-    keyword = inspect.Parameter.KEYWORD_ONLY
+    own = inspect.signature(function)
+    *named, flags = own.parameters.values()
+    fields = [f for each in fields_of(*groups).values() for f in each]
+    fields = [field for field in fields if field.name not in own.parameters]
+    kind = flags.KEYWORD_ONLY
     named += [
-        inspect.Parameter(f.name, keyword, default=f.default, annotation=f.type) for f in fields
+        flags.replace(name=f.name, kind=kind, default=f.default, annotation=f.type) for f in fields
     ]
-    function.__signature__ = inspect.Signature(named)  # type: ignore[attr-defined]
+    function.__signature__ = own.replace(parameters=named)  # type: ignore[attr-defined]
     lines = [f"    {field.name}: {field.metadata['help']}" for field in fields]
     function.__doc__ = "\n".join([function.__doc__ or "", "", *lines])
 

@@ -48,11 +48,10 @@ def in_our_words(argv: Sequence[str]) -> list[str]:
         name = "--gpu" if name == "-g" else name.replace("_", "-")
         here = IN_TUTORIALS.get(name)
         if isinstance(here, tuple):
-            if not value and words and re.match(r"[^-]|-\d", words[0]):
-                value = words.pop(0)
-                word += f" {value}"
-            while name == "--gpu" and words and re.fullmatch(r"[\d,]+", words[0]):  # --gpu 0 1
-                value += f" {words[0]}"
+            while words and re.match(r"[\d,]+$" if value else r"[^-]|-\d", words[0]):
+                if value and name != "--gpu":  # which alone may have several: --gpu 0 1
+                    break
+                value = f"{value} {words[0]}".lstrip()
                 word += f" {words.pop(0)}"
             why, more = here
             added += more.split()

@@ -1,12 +1,12 @@
 """Compare this machine's figures with those that another machine's doctor saved."""
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from ddp_mnist.errors import UsageError, reason
+from ddp_mnist.run.folder import read_json
 from ddp_mnist.verbs.check_result import FAIL, WARN, CheckResult, check, warned
 
 LOAD = "load"  # the check of what other programs hold
@@ -59,7 +59,7 @@ def figures_of(entries: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 def read_saved(file: str) -> dict[str, Any]:
     """Return what --save wrote there. Raise UsageError if it did not write this file."""
     try:
-        saved = json.loads(Path(file).read_text(encoding="utf-8"))
+        saved = read_json(Path(file))
         list(map(float, [saved["processes"], *figures_of(saved["findings"]).values()]))
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         why = reason(error) if isinstance(error, OSError) else "not from doctor --save"

@@ -91,12 +91,13 @@ def check_group(
     checks = [machines_alone, *checks] if machines else checks
     checks = [*checks, burn_in] if options.minutes else checks
     for function in checks:
-        now(f"checking {function.__name__.replace('_', ' ')} ...")
+        name = function.__name__.replace("_", " ")
+        now(f"checking {name} ...")
         try:
             yield from function(group)
         except (RuntimeError, ValueError, DdpMnistError) as error:
             cause = first_cause(group.store, as_expected(group.store, error))
-            yield broken_down(group, function.__name__.replace("_", " "), cause)
+            yield broken_down(group, name, cause)
             raise CheckFailed(reason(cause)) from error
 
 
@@ -151,25 +152,23 @@ def same_everywhere(group: Group) -> Iterator[CheckResult]:
     yield from group.judge("versions", mine, functools.partial(differences, group))
 
 
-def differences(group: Group, everyone: list[dict[str, str]]) -> Iterator[CheckResult]:
-    """Yield what differs between the ranks, and who has what."""
-    all_equal = True
+def differences(group: Group, everyone: list[dict[str, str]]) -> list[CheckResult]:
+    """Return what differs between the ranks, and who has what; a PASS if nothing does."""
+    results = list[CheckResult]()
     for what in everyone[0]:
         values = [theirs.get(what) for theirs in everyone]
         first = next((value for value in values if value != NOT_CACHED), NOT_CACHED)
         odd = [rank for rank, value in enumerate(values) if value not in (first, NOT_CACHED)]
         without = [rank for rank, value in enumerate(values) if NOT_CACHED == value != first]
-        all_equal = all_equal and not odd and not without
         if odd:
             text = f"{what}: rank {values.index(first)} has {first}, {group.store.who(odd)}"
             fix = "make versions, variables, code and data the same everywhere"
-            yield failed("same", f"{text} {values[odd[0]]}", fix)
+            results.append(failed("same", f"{text} {values[odd[0]]}", fix))
         elif without:
             text = f"{what}: not cached on {group.store.who(without)}"
-            yield warned("same data", text, "run ddp-mnist prepare on each machine")
-    if all_equal:
-        text = f"versions, code and data of {count(group.size, 'process')} are equal"
-        yield passed("same", text)
+            results.append(warned("same data", text, "run ddp-mnist prepare on each machine"))
+    equal = f"versions, code and data of {count(group.size, 'process')} are equal"
+    return results or [passed("same", equal)]
 
 
 def right_results(group: Group) -> Iterator[CheckResult]:
@@ -321,15 +320,16 @@ def training(group: Group) -> Iterator[CheckResult]:
 
     def judge(digests: list[str]) -> Iterator[CheckResult]:
         if odd := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
-            yield failed(
-                "training", f"other weights than rank 0's on {group.store.who(odd)}", VERIFY
-            )
+            text = f"other weights than rank 0's on {group.store.who(odd)}"
+            yield failed("training", text, VERIFY)
             return
         accuracy, speed = summary["test_accuracy"], summary["images_per_second"]
-        text = f"{summary['steps']} steps on the digits, accuracy {accuracy:.2f},"
-        text += f" {speed:,.0f} images/s{group.busy}"
         low = accuracy < LEAST_ACCURACY
-        text += f", which is below {LEAST_ACCURACY}" if low else ", equal weights on every rank"
+        end = f"which is below {LEAST_ACCURACY}" if low else "equal weights on every rank"
+        text = (
+            f"{summary['steps']} steps on the digits, accuracy {accuracy:.2f},"
+            f" {speed:,.0f} images/s{group.busy}, {end}"
+        )
         yield check("training", low, text, VERIFY, figures={"images/s": speed})
 
     yield from group.judge("training", digest_of(run.state.net), judge)

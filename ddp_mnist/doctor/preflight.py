@@ -11,11 +11,11 @@ from ddp_mnist.verbs.check_result import FAIL, WARN, CheckResult, check, failed,
 
 
 def check_node(
-    node: Node, timeout_s: float, say: Callable[[str], object] = bool
+    node: Node, timeout_s: float, show: Callable[[str], object] = bool
 ) -> Iterator[CheckResult]:
     """Yield one machine's results in the order in which things have to work, up to a FAIL.
 
-    Say whom it waits for before it does.
+    Before it waits, `show` is called with a line on whom it waits for.
     """
     yield (address := main_address(node))
     if address.status == FAIL or node.num_machines == 1:
@@ -23,7 +23,7 @@ def check_node(
     others = [rank for rank in range(node.num_machines) if rank != node.machine_rank]
     who = f"machine{'s' * (len(others) > 1)} {listed(others)}"
     where = f"{node.main_process_ip}:{node.main_process_port}"
-    say(f"waiting up to {timeout_s:g} s for {who} at {where}")
+    show(f"waiting up to {timeout_s:g} s for {who} at {where}")
     clock = time.monotonic()
     try:
         meet_machines(node, timeout_s)

@@ -62,17 +62,17 @@ def run(flags: Doctor, distribution: Distribution) -> None:
     flags = replace(flags, dataset=dataset, processes=processes)
     if alone:
         with console:
-            results = list(told(check_machine(flags, partial(console.draw, 0)), console.print))
+            results = list(shown(check_machine(flags, partial(console.draw, 0)), console.print))
         results += check_processes(processes, flags, distribution)
     else:
         results = check_together(flags, distribution, machines=True)
     if compared_with:
         comparisons = against(list(results), compared_with, flags.tolerance, processes)
-        results += told(comparisons, console.print)
+        results += shown(comparisons, console.print)
     if save and (busy := busy_with(list(map(asdict, results)))):
         text = f"{save}: is of a busy machine ({busy}), no measure for another"
         save_again = warned("save", text, "save it again while nothing else runs here")
-        results += told([save_again], console.print)
+        results += shown([save_again], console.print)
     verdict = results_as_json(results, "findings", verdict=worst(results), processes=processes)
     if save:
         save_json(save, verdict)
@@ -89,10 +89,10 @@ def run_preflight(node: Node, timeout_s: float, flags: Doctor) -> None:
     """
     out, who = tell if flags.json else Console(True).print, f"machine {node.machine_rank}"
 
-    def say(line: str) -> None:
+    def show(line: str) -> None:
         out(f"{who}: {line}")
 
-    results = list(told(check_node(node, timeout_s, say), say))
+    results = list(shown(check_node(node, timeout_s, show), show))
     if wrong := failure_summary("doctor", results):
         verdict = results_as_json(results, "findings", verdict=FAIL, processes=0)
         if flags.save:
@@ -101,10 +101,10 @@ def run_preflight(node: Node, timeout_s: float, flags: Doctor) -> None:
         raise CheckFailed(f"{who}: {wrong}")
 
 
-def told(checks: Iterable[CheckResult], say: Callable[[str], None]) -> Iterator[CheckResult]:
-    """Yield the results, each said as it comes."""
+def shown(checks: Iterable[CheckResult], show: Callable[[str], None]) -> Iterator[CheckResult]:
+    """Yield the results, each shown as it comes."""
     for result in checks:
-        say(str(result))
+        show(str(result))
         yield result
 
 
@@ -113,14 +113,15 @@ def check_processes(size: int, flags: Doctor, distribution: Distribution) -> lis
     timeout_s = START_S + distribution.dist_timeout + 60 * flags.minutes
     if distribution.backend == "auto":
         distribution = replace(distribution, backend=backend_among(size))
-    notes, too_few = [], not distribution.cpu and 0 < hardware.gpus() < size
+    notes, console = list[CheckResult](), Console(not flags.json)
+    too_few = not distribution.cpu and 0 < hardware.gpus() < size
     try:
         if too_few and run_world(1, takes_one_process, folder=Path.cwd())[0]:
             distribution = replace(distribution, cpu=True, backend="auto")
             text = f"{size} on the CPU, as the GPU takes one at a time (Exclusive_Process)"
-            notes = list(told([passed("processes", text)], Console(not flags.json).print))
+            notes += shown([passed("processes", text)], console.print)
         members = (size, check_together, flags, distribution, False)
-        with Console(not flags.json) as console:
+        with console:
             console.draw(0, f"starting {size} processes ...")
             return notes + run_world(*members, folder=Path.cwd(), timeout_s=timeout_s)[0]
     except (OSError, RuntimeError, ValueError) as error:  # one was killed, or came to no end
@@ -128,7 +129,7 @@ def check_processes(size: int, flags: Doctor, distribution: Distribution) -> lis
         wrong = failed("processes", text, "see dmesg for what killed it, or try --processes 2")
     except DdpMnistError as error:
         wrong = from_error("processes", error)
-    return notes + list(told([wrong], Console(not flags.json).print))
+    return [*notes, *shown([wrong], console.print)]
 
 
 def check_together(flags: Doctor, distribution: Distribution, machines: bool) -> list[CheckResult]:
@@ -148,12 +149,12 @@ def check_together(flags: Doctor, distribution: Distribution, machines: bool) ->
             with narrated_elsewhere(world, not flags.json):
                 met_s = time.monotonic() - clock
                 checks = check_group(world, flags, machines, met_s, partial(console.draw, 0))
-                for result in told(checks, console.print):
+                for result in shown(checks, console.print):
                     results.append(result)
     except StorageError:  # of stdout
         raise
     except DdpMnistError as error:
         if worst(results) != FAIL:  # a check that failed says more
             end = from_error("the end" if results else "rendezvous", error)
-            results += told([end], console.print)
+            results += shown([end], console.print)
     return results

@@ -173,7 +173,7 @@ def count(number: int, noun: str) -> str:
 
 
 def panel(lines: dict[str, str]) -> str:
-    """Return a line for each name and its text, wrapped; see `wrapped`."""
+    """Return a line for each name and its text, wrapped, see `wrapped`; none without a text."""
     each = (wrapped(text, f"{name:<10} ", INDENT) for name, text in lines.items())
     return "\n".join(line for several in each for line in several)
 

@@ -50,7 +50,7 @@ def plan(config: ResolvedConfig, world: World, images: ImageData, folder: Path |
         f" {len(images.test_labels):,} test images, {len(images.classes)} classes",
         "source": "; ".join([printable(images.source), *images.image_format.notes]),
         **by_class(images, recipe.class_weights),
-        **({"careful": "; ".join(map(printable, images.careful))} if images.careful else {}),
+        "careful": "; ".join(map(printable, images.careful)),
         "processes": f"{size} on {count(world.num_machines, 'machine')}, {computing(world)}",
         "batch": f"{recipe.batch_size} images a step = {count(size, 'process')}{parts} x {share}",
         "steps": f"{recipe.total_steps:,} = {count(recipe.epochs, 'epoch')} x {steps:,}{rest}",
@@ -279,9 +279,8 @@ def last_lines(outcome: dict[str, Any], run: RunFolder, overfitted: bool = False
         f" {shown_loss(outcome['loss_function'], outcome['test_loss'])}",
         INDENT,
     )
-    scores = outcome["metrics"]
-    lines = {"and": ", ".join(shown(scores))} if scores else {}
-    lines |= {
+    lines = {
+        "and": ", ".join(shown(outcome["metrics"])),
         "trained": f"{outcome['train_seconds']:.1f} s on {count(outcome['world_size'], 'process')},"
         f" {outcome['images_per_second']:,.0f} images/s; {outcome['total_seconds']:.1f} s in all",
         "written to": str(run.path),

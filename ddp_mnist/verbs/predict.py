@@ -66,28 +66,25 @@ def table(answers: Iterable[dict[str, Any]], files: Sequence[str]) -> Iterator[s
         nonlocal first, second, third
         second = max(second, disp_len(label))
         third = max([third, *map(disp_len, others[:1])])
-        rest = f"   {pad(label, second)}   {share:<11}"
+        rest = f"   {cell(label, second)}   {share:<11}"
         first = min(first, max(FILE, width - disp_len(rest) - 3 - third))
-        line = pad(end_of(file), first) + rest
+        line = cell(file, first) + rest
         for other in others:
             if disp_len(line) + 3 + disp_len(other) > width:
                 break
             line += f"   {other}"
         return line.rstrip()
 
-    def end_of(file: str) -> str:
-        while disp_len(file) > first:
-            file = f"...{file[4:]}"
-        return file
-
-    def pad(text: str, columns: int) -> str:
+    def cell(text: str, columns: int) -> str:
+        while disp_len(text) > columns:
+            text = f"...{text[4:]}"
         return text + " " * (columns - disp_len(text))
 
     yield row("file", "label", "probability", ["next"])
     for each in answers:
         file = printable(each["file"])
         if "error" in each:
-            head = f"{pad(end_of(file), first)}   "
+            head = f"{cell(file, first)}   "
             yield "\n".join(wrapped(each["error"], head, " " * disp_len(head), width))
             continue
         names = [f"{printable(name)} {share:.2f}" for name, share in each["probabilities"].items()]

@@ -15,6 +15,7 @@ from typing import Any
 
 from ddp_mnist.config.run import RunFlags
 from ddp_mnist.data.sources import find_source
+from ddp_mnist.errors import PeerError
 from ddp_mnist.run.console import Console, tell
 from ddp_mnist.run.folder import LOCK, STATUS, in_use, read_json, reserve, without_link
 from ddp_mnist.system.locks import holder
@@ -33,16 +34,13 @@ def restart(restarts: int, command: Sequence[str], run: RunFlags) -> int:
     again = [] if run.resume else ["--resume", "auto"]
     try:
         for attempt in range(restarts + 1):
-            before = written_at(folder)
-            resume = again if attempt else []
+            before, resume = written_at(folder), again if attempt else []
             code, signalled = run_once([sys.executable, *command, *flags, *resume])
             # A status that this attempt did not write is an older one's.
             status = read_status(folder) if written_at(folder) != before else {}
-            reason = None
+            reason = status["error"] if status.get("exit_code") == PeerError.code else None
             if status.get("state") == "running":
                 reason = "the process that wrote the run folder was killed"
-            elif status.get("state") == "failed" and status["exit_code"] == 6:
-                reason = status["error"]
             if code == 0 or signalled or reason is None or attempt == restarts:
                 break
             Console(True, must_arrive=False).print(f"restart {attempt + 1} of {restarts}: {reason}")

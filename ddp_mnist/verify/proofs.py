@@ -97,12 +97,14 @@ def run(flags: Verify) -> None:
 
 def explained(check: CheckResult, recipe: Recipe, fault: str | None) -> CheckResult:
     """Return it with another fix if the fault, the net or the loss explains the failure."""
-    by_fault = fault and (check.name == "runs") == (fault == "exit")
-    by_net = recipe.model not in ("cnn", "cnn_deep", "mlp")
-    fix = BY_FAULT if by_fault else check.fix
-    if "difference" in check.figures and not by_fault:
-        fix = BY_NET if by_net else BY_LOSS if recipe.loss else fix
-    return replace(check, fix=check.fix and fix)
+    fix = check.fix
+    if fault and (check.name == "runs") == (fault == "exit"):
+        fix = BY_FAULT
+    elif "difference" in check.figures and recipe.model not in ("cnn", "cnn_deep", "mlp"):
+        fix = BY_NET
+    elif "difference" in check.figures and recipe.loss:
+        fix = BY_LOSS
+    return replace(check, fix=fix if check.fix else "")
 
 
 def config_of(flags: Verify) -> TrainConfig:
@@ -114,12 +116,11 @@ def config_of(flags: Verify) -> TrainConfig:
     rows = len(cache.load(flags.dataset).train_labels)
     recipe = resolve_recipe(Recipe(**watch.PROOF), rows, 1)
     epochs = math.ceil(watch.STEPS / recipe.steps_per_epoch)
-    changed = dict[str, Any]()
-    if flags.inject:
-        changed |= FAULTS[flags.inject].recipe
-        epochs = max(epochs, FAULTS[flags.inject].epochs)
     given = {"model": flags.model, "loss": flags.loss}
-    changed |= {name: value for name, value in given.items() if value}
+    changed: dict[str, Any] = {name: value for name, value in given.items() if value}
+    if flags.inject:
+        changed = {**FAULTS[flags.inject].recipe, **changed}
+        epochs = max(epochs, FAULTS[flags.inject].epochs)
     config = proof_config(**changed, epochs=epochs)
     factory_of(str(config.recipe.model))
     image_losses(config.recipe.loss)
@@ -177,9 +178,14 @@ def verify(
 def watched_run(
     size: int, folder: Path, config: TrainConfig | None = None, fault: str | None = None
 ) -> Watched:
-    config = named(config or proof_config(), f"on-{size}", inject=fault)
+    """Train with the fault in `folder`/on-`size`."""
+    return watch_run(size, folder, named(config or proof_config(), f"on-{size}", inject=fault))
+
+
+def watch_run(size: int, folder: Path, config: TrainConfig) -> Watched:
+    """Train in the folder that `config` names, which is in `folder`."""
     ranks = run_world(size, watch.train_and_watch, config, folder=folder, timeout_s=HOUR)
-    return Watched(config, folder / f"on-{size}", ranks)
+    return Watched(config, folder / str(config.run.run_dir), ranks)
 
 
 def who_took_what(run: Watched) -> Iterator[str]:
@@ -242,15 +248,12 @@ def equal_on(device: str, alone: Watched) -> Iterator[CheckResult]:
     there = replace(alone.config.distribution, cpu=device == "cpu", backend="gloo")
     for size in (1, 2):
         config = named(replace(alone.config, distribution=there), f"{device}-{size}")
-        [seen, *_] = run_world(
-            size, watch.train_and_watch, config, folder=alone.folder.parent, timeout_s=HOUR
-        )
-        used, steps = seen.summary["device"], len(seen.learning_rates)
+        run = watch_run(size, alone.folder.parent, config)
+        used, steps = run.ranks[0].summary["device"], len(run.ranks[0].learning_rates)
         if not used.startswith(device):
             yield results.failed("GPU", f"{count(size, 'process')}: trained on {used}", FIX)
             return
-        trained = weights_of(alone.folder.parent / f"{device}-{size}")
-        difference = watch.largest_difference(trained, weights_of(alone.folder))
+        difference = watch.largest_difference(weights_of(run.folder), weights_of(alone.folder))
         yield bounded("GPU", size, f"weights on {used}, {steps} steps", difference)
 
 

@@ -90,11 +90,8 @@ def train_and_watch(config: TrainConfig) -> Seen:
     return seen
 
 
-BeforeStep = Callable[[Optimizer, list[Tensor]], None]
-
-
 @contextlib.contextmanager
-def before_each_step(function: BeforeStep) -> Iterator[None]:
+def before_each_step(function: Callable[[Optimizer, list[Tensor]], None]) -> Iterator[None]:
     """Call `function` before each optimizer step in the block, with the averaged gradients too."""
 
     def hook(optimizer: Optimizer, *_: Any) -> None:
