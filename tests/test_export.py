@@ -53,7 +53,11 @@ def logits(run: Path, images: torch.Tensor) -> torch.Tensor:
         return weights.from_bytes(weights.read_bytes(str(run)), "").model(images).float()
 
 
-@pytest.mark.parametrize("image_format", [GREY, COLOUR], ids=["grey", "colour"])
+@pytest.mark.parametrize(
+    "image_format",
+    [pytest.param(GREY, marks=pytest.mark.system), COLOUR],
+    ids=["grey", "colour"],
+)
 def test_the_cards_snippets_give_the_models_logits_without_this_package(
     image_format: ImageFormat, run: Path, tmp_path: Path, typed: Typed
 ) -> None:
