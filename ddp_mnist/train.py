@@ -32,7 +32,7 @@ from ddp_mnist.seeding import seed_draws
 
 
 def train(config: TrainConfig, launch: Launch) -> dict[str, Any]:
-    """Train on this rank. Return the summary; {} after --dry-run, or if the run has finished.
+    """Train on this rank. Return the summary; {} after --dry-run, or if nothing is left to resume.
 
     Raise a DdpMnistError for every expected failure, see errors.py; Preempted if a signal came.
     """
@@ -71,8 +71,8 @@ def fit(run: TrainingRun) -> dict[str, Any]:
     batches = GlobalBatchSampler(train_rows, recipe.batch_size, seed, recipe.grad_accum)
     loader = make_loader(train_rows, batch_sampler=batches)
 
-    # Loss, model and optimizer, equal on every rank. `prepare` wraps the net in DDP, and gives each
-    # rank its part of every batch (split_batches). After a first pass DDP regroups its gradients.
+    # Loss, net and optimizer, equal on every rank. `model` is the net in DDP; the loader gives each
+    # rank its part of every batch (split_batches=True). DDP rebuilds its buckets after one pass.
     mean_loss = make_loss(recipe, train_rows, device)
     net = build_model(run.config, run.world, run.images)
     optimizer = make_optimizer(net, recipe, accelerator.scaler)
@@ -96,10 +96,10 @@ def fit(run: TrainingRun) -> dict[str, Any]:
             augmentations = table.to(device)
         meter.restart_clock()
         for images, labels, indices in loader:
-            # Learning rate and random numbers are functions of the step: there is nothing to save.
+            # Functions of the step alone: a checkpoint needs no scheduler and no random state.
             for group in optimizer.param_groups:
                 group["lr"] = lr = recipe.learning_rate(progress.step)
-            if accelerator.sync_gradients:  # still, as at the end of a step: a new one begins
+            if accelerator.sync_gradients:  # still True from the last step: this one begins
                 seed_draws(device, "step", seed, progress.step, accelerator.process_index)
             if recipe.augment:
                 images = augment(images, augmentations[indices])
@@ -107,10 +107,10 @@ def fit(run: TrainingRun) -> dict[str, Any]:
             with accelerator.accumulate(model):  # DDP's no_sync() until the step's last micro-batch
                 logits = model(images)
                 loss = mean_loss(logits, labels)  # of this rank's part of the batch
-                accelerator.backward(loss)  # DDP averages the gradients over the ranks meanwhile
+                accelerator.backward(loss)  # of loss / grad_accum; DDP averages over the ranks
                 if accelerator.sync_gradients and recipe.max_grad_norm:
                     accelerator.clip_grad_norm_(model.parameters(), recipe.max_grad_norm)
-                optimizer.step()
+                optimizer.step()  # Accelerate skips it, and zero_grad, until the last micro-batch
                 optimizer.zero_grad()
             meter.update(loss, logits, labels)
             if not accelerator.sync_gradients:
@@ -118,8 +118,8 @@ def fit(run: TrainingRun) -> dict[str, Any]:
             progress.count_step(skipped=accelerator.optimizer_step_was_skipped)
             run.profiler.step(progress.step)
 
-            # Once in a while, all ranks at the same step: the loop's only CPU-GPU sync point. With
-            # fp16 the loss scaler has one in each step, where it looks for an overflow.
+            # Now and then, at the same step on all ranks, the loop waits for the GPU. With fp16 the
+            # loss scaler does so in each step, to look for an overflow.
             ends_epoch = progress.step == steps_before + recipe.steps_per_epoch
             log = ends_epoch or progress.step % flags.log_every == 0
             save = meter.is_save_due(flags.checkpoint_every)
@@ -127,14 +127,14 @@ def fit(run: TrainingRun) -> dict[str, Any]:
                 continue
             stop_requests = meter.sync(stop.requests)  # how many ranks got each stop signal
             run.report_step(progress, lr, meter.newly_slow, log)
-            stop.save_and_exit_if(stop_requests, accelerator.is_main_process)
+            stop.save_and_exit_if(stop_requests, accelerator.is_main_process)  # raises Preempted
             if save:
                 run.save(state)
                 meter.count_save()
 
         # Validate on images held out. All ranks get the same numbers, so all decide the same.
         validation = run.evaluate("validation", model, val_loader) if len(val_rows) else None
-        means = state.end_epoch(recipe, validation)  # counts it; may set stopped_by
+        means = state.end_epoch(recipe, validation)  # of the epoch's steps; may set stopped_by
         run.log_epoch(means, progress, validation)
 
     # Save, then test once, in full precision: the best weights with --patience, else the last.
