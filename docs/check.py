@@ -30,6 +30,9 @@ FENCE_MARK = re.compile(r"`{3,}|~{3,}")
 # What the commands of a fence need, or what is done with them; see tests/test_docs.py.
 MARKS = {"gpu", "slurm", "hub", "network", "hosts", "images", "minutes", "proof", "fails"}
 README_WORDS = 1300
+FOLDERS = ("ddp_mnist", "docs", "tests", "deploy", "accelerate_configs", ".github")
+GUIDES_FIGURES = ["ddp", "buckets", "ring", "speed", "dataparallel", "multinode"]
+EXIT_CODES = 11
 PICTURE_BYTES, PICTURE_SIZE = 150_000, (960, 1336)  # side by side; two pixels a point
 
 
@@ -180,14 +183,12 @@ def links(page: Page) -> Iterator[str]:
 
 def named_files(page: Page) -> Iterator[str]:
     """A file in backticks that is named with its folder is one of ours; so is one in a table."""
-    for name in re.findall(r"`([\w./-]+\.py)`", page.prose):
-        place = REPOSITORY / name
-        if "/" in name and not (place.exists() or (REPOSITORY / "ddp_mnist" / name).exists()):
+    in_tables = "\n".join(re.findall(r"^\|.*$", page.prose, re.MULTILINE))
+    files = [path for folder in FOLDERS for path in (REPOSITORY / folder).rglob("*.*")]
+    with_folder = re.findall(r"`((?:\w+/)+[\w.-]+\.(?:py|sh|sbatch|yaml))`", page.prose)
+    for name in [*with_folder, *re.findall(r"`(\w+\.py)`", in_tables)]:
+        if not any(path.match(name) for path in files):
             yield f"{name}: there is no such file; name it as it is called now"
-    for row in re.findall(r"^\|.*\.py`.*$", page.prose, re.MULTILINE):
-        for name in re.findall(r"`(\w+\.py)`", row.split("|")[1]):
-            if not any(REPOSITORY.glob(f"ddp_mnist/**/{name}")):
-                yield f"{name}: there is no such file; name it as it is called now"
 
 
 # --- Two languages
@@ -277,7 +278,7 @@ def readmes() -> Iterator[str]:
         ]:
             yield f"{name}: show report and doctor, light and dark"
         for *files, alternative in shown:
-            if bool(re.search(WIDE, alternative)) != ("zh-CN" in name):
+            if bool(re.search(r"[\u4e00-\u9fff]", alternative)) != ("zh-CN" in name):
                 yield f"{name}: {files[0]} has its alternative text in the other language"
             for file in map(REPOSITORY.joinpath, files):
                 with PIL.Image.open(file) as picture:
@@ -312,6 +313,9 @@ def figures() -> Iterator[str]:
     stored = {file.name: file.read_bytes() for file in (REPOSITORY / "docs/figures").glob("*.svg")}
     if new != stored:
         yield "docs/figures: differ from what docs/figures.py draws; run it"
+    shown = [Path(file).name for file, _ in images_of(Page(REPOSITORY / "docs/guide.md").tokens)]
+    if shown != [f"{name}.en.svg" for name in GUIDES_FIGURES]:
+        yield f"docs/guide.md: shows {', '.join(shown)}; show {', '.join(GUIDES_FIGURES)}"
     measured = (REPOSITORY / "docs/benchmarks.md").read_text("utf-8")
     rows = [f"{median:,} ({low:,} to {high:,})" for median, low, high in drawn["MEASURED"]]
     pairs = zip(drawn["HERE"], drawn["ETHERNET"], strict=True)
@@ -330,10 +334,15 @@ def versions() -> Iterator[str]:
     version = ddp_mnist.__version__
     if citation["version"] != version or f"## [{version}]" not in changelog:
         yield f"CITATION.cff, CHANGELOG.md: have another version than {version}; bring them along"
+    authors = [{"name": "The ddp_mnist developers"}]
+    about = {"cff-version": "1.2.0", "license": "Apache-2.0", "authors": authors}
+    if {name: citation.get(name) for name in about} != about:
+        yield f"CITATION.cff: has not all of {about}; correct it"
     codes = re.findall(r"\b(\d+) ", cli.HELP)
     for name in ("reference.md", "reference.zh-CN.md"):
         text = (REPOSITORY / "docs" / name).read_text("utf-8")
-        if re.findall(r"^\| (\d+) \| [^|]+ \|$", text, re.MULTILINE) != codes:
+        told = re.findall(r"^\| (\d+) \| [^|]+ \|$", text, re.MULTILINE)
+        if told != codes or len(codes) != EXIT_CODES:
             yield f"{name}: its exit codes are not those of --help; copy them"
 
 

@@ -52,7 +52,22 @@ def pages(tmp_path: Path) -> tuple[Path, Path]:
 def test_there_are_pages_and_all_are_right() -> None:
     names = {path.name for path in CHECK["pages"]()}
     assert {"README.md", "README.zh-CN.md", "CONTRIBUTING.md", "guide.md"} <= names
+    quotes = [f for path in CHECK["pages"]() for f in CHECK["Page"](path).fences("python")]
+    assert sum(len(fence.info.split()) == 2 for fence in quotes) >= 10
     assert CHECK["main"]() == 0
+
+
+def test_facts_that_stand_in_two_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = CHECK["facts"].__globals__
+    for name, value, fault in (
+        ("README_WORDS", 100, "words; keep it below 100"),
+        ("PICTURE_BYTES", 10, "below 10 bytes"),
+        ("GUIDES_FIGURES", ["ddp"], "show ddp"),
+        ("EXIT_CODES", 10, "reference.md: its exit codes are not those of --help"),
+    ):
+        with monkeypatch.context() as context:
+            context.setitem(own, name, value)
+            assert any(fault in line for line in CHECK["facts"]()), name
 
 
 def test_a_right_page_has_no_fault(pages: tuple[Path, Path]) -> None:
@@ -82,7 +97,8 @@ def test_a_right_page_has_no_fault(pages: tuple[Path, Path]) -> None:
         ("(#a-part)", "(#b-part)", "#b-part: page.md has no such heading"),
         ("(#a-part)", "(gone.md)", "gone.md: leads nowhere"),
         ("`run/state.py`", "`run/gone.py`", "run/gone.py: there is no such file"),
-        ("| 1 | 2 |", "| `gone.py` | 2 |", "gone.py: there is no such file"),
+        ("| 1 | 2 |", "| 1 | `gone.py` |", "gone.py: there is no such file"),
+        ("| 1 | 2 |", "| 1 | `deploy/gone.yaml` |", "deploy/gone.yaml: there is no such file"),
     ],
 )
 def test_a_fault_is_named(right: str, wrong: str, fault: str, pages: tuple[Path, Path]) -> None:
