@@ -260,7 +260,7 @@ def test_weights_come_from_a_file_and_only_the_last_layer_may_differ(
         build_net("mlp", "abc", COLOUR, file)
     save({**given, "fc.bias": torch.zeros(3)}, file)
     with pytest.raises(
-        UsageError, match=f"^--weights {file}: has fc.bias, which this net has not;"
+        UsageError, match=f"^--weights {file}: has fc.bias, which this net does not have;"
     ):
         build_net("cnn", "abc", COLOUR, file)
     Path(file).write_bytes(b"x" * 99)

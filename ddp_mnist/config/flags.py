@@ -121,7 +121,10 @@ class Flags:
 
 
 def _read(field: dataclasses.Field[Any], value: Any) -> Any:
-    """Return the flag's value, given as text or in Python; no number stays text, for `_check`."""
+    """Return the flag's value, given as text or in Python.
+
+    Text that is not a number is returned as it is, and `_check` refuses it.
+    """
     kind = kind_of(field)
     if value is None and field.default is None:
         return None

@@ -163,7 +163,7 @@ class Recipe(Flags):
         return val_size
 
     def refuse_unvalidated(self, held_out: int | None, fix: str) -> None:
-        """Raise UsageError if it is to stop by validation images, and none are held out."""
+        """Raise UsageError if --patience or --target-accuracy has no validation images."""
         for name in ("target_accuracy", "patience"):
             if held_out == 0 and getattr(self, name) is not None:
                 raise UsageError(f"{flag_name(name)}: needs validation images; {fix}")
@@ -244,7 +244,7 @@ def resolve_recipe(
         "steps_per_epoch": steps_per_epoch,
     }
     found = ResolvedRecipe(**flag_values(recipe) | resolved)
-    # A fifth of four images or fewer is none.
+    # A fifth of four images or fewer rounds down to none.
     fix = "add images, as each class has only one" if val_size else "give --val-size, e.g. 1"
     found.refuse_unvalidated(val_rows, fix)
     if found.inject:

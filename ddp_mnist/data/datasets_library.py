@@ -123,7 +123,7 @@ def read_tables(
                 builder.config.drop_labels = False  # of one class too
             notes = odd + folders.check_images(where, splits, images, odd, image_options)
         if hasattr(builder.config, "fragment_scan_options"):  # of parquet
-            # pyarrow would else hold all that it has read of a file until its end
+            # otherwise pyarrow keeps all that it has read of a file until its end
             no_buffer = ParquetFragmentScanOptions(pre_buffer=False)
             builder.config.fragment_scan_options = no_buffer
             builder.config.batch_size = 100

@@ -59,7 +59,10 @@ def open_image(file: str | Path | bytes) -> Iterator[PIL.Image.Image]:
 
 @contextlib.contextmanager
 def open_in_thread(file: str | Path | bytes) -> Iterator[PIL.Image.Image]:
-    """Do so in one of several threads, which would undo each other's warning filters."""
+    """Do as `open_image` in one of several threads.
+
+    There it would undo the warning filters of the others.
+    """
     # A stream: given a path, Pillow maps an uncompressed file into memory, and misreads the rows of
     # a TIFF that EXIF turns on its side.
     reads_heif()
@@ -111,7 +114,9 @@ def orientation_of(image: PIL.Image.Image) -> int:
 
 
 def in_mode(image: PIL.Image.Image, mode: str, paper: str = "white") -> PIL.Image.Image:
-    """Return the image in mode L or RGB, transparent parts on `paper`, of 16 bits the upper 8.
+    """Return the image in mode L or RGB, transparent parts laid over `paper`.
+
+    Of 16-bit values the upper 8 bits are kept.
 
     Raise ValueError for mode F.
     """

@@ -72,7 +72,7 @@ def draw_by_share(hashes: np.ndarray, labels: np.ndarray, share: float) -> np.nd
 
 
 def draw_exactly(keys: np.ndarray, labels: np.ndarray, count: int) -> np.ndarray:
-    """Return `count` rows to hold out: the lowest keys of each class, as many as is its share.
+    """Return `count` rows to hold out: the lowest keys of each class, in proportion to its size.
 
     Shares are rounded as seats are by Webster and Sainte-Lague: the image of rank r (from 0) among
     the n of its class has the place (r + 1/2) / n in the queue of all. The largest key of a class

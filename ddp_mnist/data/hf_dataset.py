@@ -49,7 +49,7 @@ def decode_dataset(
     first, last = each[0], each[-1]
     image_column, label_column, unused = _find_columns(first, where)
     for column in (image_column, label_column):
-        # Splits that were saved one by one may differ: a 3 of test is then not a 3 of train.
+        # Splits that were saved one by one may differ: label 3 may be another class in test.
         if (kind := first.features[column]) != (other := last.features.get(column, "missing")):
             raise DataError(
                 f"{where}: column {column} is {kind} in train and {other} in test; give both the"

@@ -15,7 +15,7 @@ from ddp_mnist.system.limits import cores
 
 Shape = tuple[int, int, int]  # channels, height and width of an image
 DIGITS = [str(digit) for digit in range(10)]
-DARK = 32  # of 255: what is darker looks black, and JPEG makes such values of black
+DARK = 32  # of 255: anything darker looks black; JPEG turns pure black into such values
 BLOCK = 2**22  # pixels at a time, for statistics
 
 
@@ -35,7 +35,7 @@ class ImageFormat:
 
     @property
     def pictures(self) -> bool:
-        """Whether the images are no strokes on black; if so, training augments them by default."""
+        """Whether they are anything but bright strokes on black: augmented by default."""
         return not self.bright_on_black
 
     @classmethod

@@ -142,7 +142,7 @@ def load_weights(net: nn.Module, model: str, weights: str, classes: Sequence[str
         if key not in given:
             raise UsageError(f"{flag}: has no {key}, which this net needs; {cure}")
         if key not in own:
-            raise UsageError(f"{flag}: has {key}, which this net has not; {cure}")
+            raise UsageError(f"{flag}: has {key}, which this net does not have; {cure}")
     layer = [*own][-1].rpartition(".")[0]
     last = [key for key in own if key.rpartition(".")[0] == layer]
     other = [key for key in own if own[key].shape != given[key].shape]

@@ -1,4 +1,7 @@
-"""The optimizers; the learning rate is the recipe's, see `ResolvedRecipe.learning_rate`."""
+"""The optimizers, by the names that --optimizer in config/recipe.py offers.
+
+The learning rate is the recipe's: see `ResolvedRecipe.learning_rate` there.
+"""
 
 from collections.abc import Callable
 from functools import partial

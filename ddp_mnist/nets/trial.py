@@ -15,7 +15,7 @@ from ddp_mnist.nets.ours import Normalised, is_known
 def check(model: Normalised, name: str, classes: int, shape: Shape, at_once: int = 2) -> None:
     """Raise UsageError if the net fails, or DDP would: each parameter has to get a gradient.
 
-    `at_once` is how many images BatchNorm gets in training: of one, 1x1 maps have no variance.
+    `at_once` is how many images BatchNorm gets in training: 1x1 maps of one have no variance.
     Gradients and BatchNorm's statistics are changed: give it a net to be thrown away.
     """
     if lacks_parameters(model.net):

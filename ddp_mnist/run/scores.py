@@ -1,5 +1,7 @@
 """Classification metrics as classes of `evaluate`, which need neither the Hub nor a lock file.
 
+What a run keeps of them is `Metrics` in evaluation.py; --metrics adds scikit-learn's and one's own.
+
 Importing this imports `evaluate` and `datasets`, which takes over a second: only rank 0 does, when
 it has something to count.
 """

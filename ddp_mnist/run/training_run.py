@@ -43,8 +43,8 @@ class TrainingRun:
     where: str = ""  # the folder's path on rank 0's machine
     profiler: StepProfiler = field(init=False)
     state: State = field(init=False)  # set by `begin`
-    neighbours: Neighbours | None = None  # until they have been told of
-    overfits: bool = False  # and has been told so
+    neighbours: Neighbours | None = None  # other programs on these cores, until reported
+    overfits: bool = False  # whether the hint has been printed
     judges_length: bool = False  # if the recipe has chosen it; a person waits for a CPU
     line: dict[str, Any] = field(default_factory=dict)  # of the last sync point, as it is logged
     began: tuple[float, int] | None = None  # when and at which step the first sync point was

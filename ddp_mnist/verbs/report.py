@@ -3,6 +3,8 @@
     ddp-mnist report runs/latest
     ddp-mnist report runs/mnist-001 runs/mnist-002
 
+The page is templates/report.html, its figures are drawn by plots.py.
+
 No network and no script; light or dark as the reader's system; the figures are summary.json's. The
 images that the model got wrong are found by running it once more: seconds.
 """
