@@ -9,6 +9,7 @@ import pytest
 
 from ddp_mnist.cluster.local_world import LocalWorld, run_world
 from ddp_mnist.config.distribution import Distribution
+from ddp_mnist.config.recipe import Recipe
 from ddp_mnist.config.run import RunFlags, TrainConfig
 from ddp_mnist.data import cache
 from ddp_mnist.verify import watch
@@ -72,10 +73,12 @@ def test_two_processes_equal_one_and_a_resumed_run_the_unbroken_one(
 
 
 @pytest.mark.system
-def test_the_default_run_learns_them(tmp_path: Path) -> None:
+def test_the_default_recipe_learns_them_in_two_of_its_epochs(tmp_path: Path) -> None:
     config = TrainConfig(
         RunFlags(dataset="patches", run_dir="run", quiet=True),
-        distribution=Distribution(cpu=True, mixed_precision="no"),
+        Recipe(epochs=2),
+        Distribution(cpu=True, mixed_precision="no"),
     )
-    summary: Any = run_world(2, watch.just_train, config, folder=tmp_path)[0]
+    summary: Any = run_world(2, watch.just_train, config, folder=tmp_path, timeout_s=240)[0]
+    assert summary["model"] == "cnn_deep"
     assert summary["test_accuracy"] >= 0.95
