@@ -243,10 +243,14 @@ def wait_and_lose_rank_0() -> Any:
 
 
 def test_rank_0_goes_away_while_others_wait(tmp_path: Path) -> None:
-    _, [error, seconds] = LocalWorld(2, wait_and_lose_rank_0, folder=tmp_path).outcomes()
-    assert isinstance(error, PeerError)
-    assert "rank 0, which serves this port, ended before all had come" in str(error)
-    assert seconds < TIMEOUT_S + 2
+    took = []
+    for number in range(3):  # a busy machine makes one late, and none early
+        (folder := tmp_path / str(number)).mkdir()
+        _, [error, seconds] = LocalWorld(2, wait_and_lose_rank_0, folder=folder).outcomes()
+        assert isinstance(error, PeerError)
+        assert "rank 0, which serves this port, ended before all had come" in str(error)
+        took.append(seconds)
+    assert min(took) < TIMEOUT_S + 2
 
 
 # --- One dies, or works, while the others wait

@@ -105,8 +105,11 @@ def alone() -> Said:
         port = other.getsockname()[1]
         said["port"] = message(start, port, 0, 2).replace(str(port), "29500")
         said["our port"] = our_line(*RUN, *tcp(port, 0)).replace(str(port), "29500")
-    said["store"] = message(start, port, 1, 2).replace(str(port), "29500")
-    said["our store"] = our_line(*RUN, *tcp(port, 1)).replace(str(port), "29500")
+    with socket.socket() as silent:  # holds a port at which nobody answers, so that nobody takes it
+        silent.bind(("127.0.0.1", 0))
+        port = silent.getsockname()[1]
+        said["store"] = message(start, port, 1, 2).replace(str(port), "29500")
+        said["our store"] = our_line(*RUN, *tcp(port, 1)).replace(str(port), "29500")
 
     for name, net in (("unused", "Unused"), ("in place", "InPlace")):
         said[f"our {name}"] = our_line(*RUN, "--model", f"nets:{net}")
