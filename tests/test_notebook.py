@@ -60,6 +60,7 @@ def test_it_runs_from_the_first_cell_to_the_last(
     for variable in ("TMPDIR", "IPYTHONDIR", "JUPYTER_RUNTIME_DIR"):
         monkeypatch.setenv(variable, str(tmp_path))
     monkeypatch.delenv("MPLBACKEND", raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # waits for no other on busy cores
     notebook, launched = read(), "num_processes=2)"
     for cell in notebook.cells:
         port = f'num_processes=2, use_port="{free_port()}")'
