@@ -13,7 +13,7 @@ from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.data import cache
 from ddp_mnist.data import image_format as image_format
 from ddp_mnist.data.decode import decode_image, facts_of, in_mode, open_image
-from ddp_mnist.data.hf_dataset import SPLITS
+from ddp_mnist.data.image_files import SPLITS
 from ddp_mnist.data.image_format import DIGITS, Decoded, ImageFormat, Shape
 from ddp_mnist.verbs.predict import read_image
 from tests.test_sources import encoded, one_colour

@@ -14,7 +14,7 @@ import pytest
 from ddp_mnist import api
 from ddp_mnist.config.image_options import ImageOptions
 from ddp_mnist.data import cache
-from ddp_mnist.data import hf_dataset as tables
+from ddp_mnist.data import decode_all
 from ddp_mnist.data.batches import ImageData, train_val_test_split
 from ddp_mnist.data.decode import stored_pixels
 from ddp_mnist.data.held_out import draw_by_share, draw_exactly, key_of, share_of, validation_rows
@@ -162,7 +162,7 @@ def test_classes_without_a_test_image_are_named() -> None:
     labels, keys = np.array([0, 0, 1, 1, 2, 3, 3]), np.array([1, 2, 3, 4, 5, 6, 6], np.uint64)
 
     def notes(*held: int) -> list[str]:
-        return tables._untested(["a", "b", "c", "d", "none"], labels, keys, np.array(held))
+        return decode_all._untested(["a", "b", "c", "d", "none"], labels, keys, np.array(held))
 
     alone = (
         'the test has no image of "c", "d", "none": add images, as the only one of a class stays in'
@@ -172,7 +172,7 @@ def test_classes_without_a_test_image_are_named() -> None:
         'the test has no image of "a": give a larger --test-size',
         *notes(0, 2),
     ]
-    assert tables._untested(["a"], labels[:2], keys[:2], np.array([1])) == []
+    assert decode_all._untested(["a"], labels[:2], keys[:2], np.array([1])) == []
 
 
 def test_the_plan_and_prepare_warn_of_a_class_without_a_test_image(

@@ -15,12 +15,11 @@ import pytest
 
 from ddp_mnist.config.image_options import AS_THEY_ARE, ImageOptions
 from ddp_mnist.data import decode, image_files
-from ddp_mnist.data import hf_dataset as tables
-from ddp_mnist.data.file_names import files_of_test
-from ddp_mnist.data.image_files import SHOWN, threads_for
+from ddp_mnist.data import decode_all
+from ddp_mnist.data.image_files import AHEAD, SHOWN, in_order, threads_for
 from ddp_mnist.data.image_format import ImageFormat
 from ddp_mnist.data.sources import find_source
-from ddp_mnist.data.threads import AHEAD, in_order
+
 from ddp_mnist.errors import DataError
 from ddp_mnist.verbs.predict import find_images, read_image
 from tests.commands import python
@@ -150,17 +149,17 @@ def test_several_threads_decode_what_one_does(
     images += [noise(number).convert(mode) for number in range(9) for mode in ("L", "RGBA", "P")]
     images.append(JPEG)
     own, seen = folder_of(tmp_path / "own", *images), set[str]()
-    key_of = tables.key_of
+    key_of = decode_all.key_of
 
     def noted(pixels: np.ndarray) -> int:
         seen.add(threading.current_thread().name)
         time.sleep(0.001)
         return key_of(pixels)
 
-    monkeypatch.setattr(tables, "key_of", noted)
+    monkeypatch.setattr(decode_all, "key_of", noted)
     found = {}
     for threads in (1, 4):
-        monkeypatch.setattr(tables, "threads_for", lambda _, threads=threads: threads)
+        monkeypatch.setattr(decode_all, "threads_for", lambda _, threads=threads: threads)
         before = [*warnings.filters]
         found[threads] = find_source(str(own)).read(in_memory)
         assert [*warnings.filters] == before

@@ -32,11 +32,5 @@ class ImageOptions:
             )
         return cls((int(sides[1]), int(sides[2] or sides[1])), grey, test_size)
 
-    def refuse_test_size(self, data_set: str) -> None:
-        """Raise UsageError if images are to be held out of one that has a test split of its own."""
-        if self.test_size is not None and not self.for_evaluation:
-            problem = f"{data_set} has a test split of its own; remove --test-size"
-            raise UsageError(f"--test-size {self.test_size}: {problem}")
-
 
 AS_THEY_ARE = ImageOptions()

@@ -7,7 +7,7 @@ GLOBAL batches, the same on every rank, and Accelerate gives each rank its part 
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +36,7 @@ class ImageData:
     test_labels: Tensor
     train_keys: np.ndarray  # uint64 [N], a hash of each image's pixels, see held_out.py
     test_keys: np.ndarray
+    test_files: list[str] = field(default_factory=list)  # in the folder; [] or "" if unknown
     test_drawn: bool = False  # from train, as there is no test split; the data set may grow
     careful: list[str] = field(default_factory=list)  # what may spoil a result, one sentence each
     warnings: list[str] = field(default_factory=list)  # what happened while it was opened
@@ -68,6 +69,10 @@ class ImageData:
     def trained_on(self) -> np.ndarray:
         """Return the distinct keys, sorted, of the train images that are not held out."""
         return np.unique(np.delete(self.train_keys, self.val_rows))
+
+    def files_of_test(self, rows: Iterable[int]) -> dict[int, str]:
+        """Return the files, relative to their folder, of those test images that have one."""
+        return {row: file for row in rows if self.test_files and (file := self.test_files[row])}
 
     def per_class(self) -> dict[str, list[int]]:
         """Return the number of images of each class, by split."""

@@ -4,13 +4,14 @@ from pathlib import Path
 
 import numpy as np
 
-from ddp_mnist.data.image_format import DIGITS, Decoded
+from ddp_mnist.data.image_files import ImageFiles
+from ddp_mnist.data.image_format import DIGITS
 
 PATCH, STRIDE = 32, 8  # pixels: the side of a patch, and from one patch to the next
 TRAIN_WIDTH = 448  # of the photographs' 640 columns; the test begins a patch further right
 
 
-def load_digits() -> Decoded:
+def load_digits(where: str) -> ImageFiles:
     """Return 1,797 handwritten digits of 8x8 in 0..16 as 28x28 in 0..255; 360 are for the test.
 
     Each pixel is repeated 3x3, smoothed by a 3x3 mean and framed by 2 pixels, in whole numbers,
@@ -26,15 +27,16 @@ def load_digits() -> Decoded:
     images = (np.sum(shifted, axis=0) * 255 // (16 * 9)).astype(np.uint8)
     order = np.random.RandomState(0).permutation(len(images))  # frozen by NumPy for all time
     splits = {"train": order[360:], "test": order[:360]}
-    return Decoded(
-        images={split: images[rows, None] for split, rows in splits.items()},
-        labels={split: labels[rows].astype(np.int64) for split, rows in splits.items()},
-        classes=DIGITS,
+    return ImageFiles(
+        where,
+        {split: images[rows] for split, rows in splits.items()},
+        {split: labels[rows].astype(np.int64) for split, rows in splits.items()},
+        DIGITS,
         notes=["the 8x8 digits were enlarged to 28x28"],
     )
 
 
-def load_sample_images() -> Decoded:
+def load_sample_images(where: str) -> ImageFiles:
     """Return 32x32 patches in colour of two photographs, a temple in China and a flower.
 
     Test patches come from the right of each photograph, train patches from its left, with a
@@ -45,20 +47,19 @@ def load_sample_images() -> Decoded:
 
     photos = datasets.load_sample_images()
     classes = [Path(name).stem for name in photos.filenames]
-    images: dict[str, list[np.ndarray]] = {"train": [], "test": []}
-    labels: dict[str, list[np.ndarray]] = {"train": [], "test": []}
-    for label, photo in enumerate(photos.images):
-        parts = {"train": photo[:, :TRAIN_WIDTH], "test": photo[:, TRAIN_WIDTH + PATCH :]}
-        for split, part in parts.items():
-            windows = np.lib.stride_tricks.sliding_window_view(part, (PATCH, PATCH), axis=(0, 1))
-            patches = windows[::STRIDE, ::STRIDE].reshape(-1, 3, PATCH, PATCH)
-            images[split].append(patches)
-            labels[split].append(np.full(len(patches), label))
-    return Decoded(
-        images={split: np.concatenate(parts) for split, parts in images.items()},
-        labels={split: np.concatenate(parts).astype(np.int64) for split, parts in labels.items()},
-        classes=classes,
-    )
+    parts = {"train": np.s_[:TRAIN_WIDTH], "test": np.s_[TRAIN_WIDTH + PATCH :]}
+    images, labels = dict[str, np.ndarray](), dict[str, np.ndarray]()
+    for split, columns in parts.items():
+        of_photos = [_patches(photo[:, columns]) for photo in photos.images]
+        images[split] = np.concatenate(of_photos)
+        labels[split] = np.repeat(np.arange(len(classes)), [len(each) for each in of_photos])
+    return ImageFiles(where, images, labels, classes, notes=[])
+
+
+def _patches(photo: np.ndarray) -> np.ndarray:
+    """Return the patches of a photograph, row by row: uint8 [N, PATCH, PATCH, 3]."""
+    windows = np.lib.stride_tricks.sliding_window_view(photo, (PATCH, PATCH), axis=(0, 1))
+    return np.moveaxis(windows[::STRIDE, ::STRIDE].reshape(-1, 3, PATCH, PATCH), 1, 3)
 
 
 # By their names in --dataset.

@@ -1,13 +1,13 @@
 """The cache: each data set is decoded once, into files that all processes of a machine map."""
 
 import dataclasses
+import errno
 import hashlib
 import json
 import math
 import os
 import re
 import shutil
-import tokenize
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ddp_mnist.config.image_options import AS_THEY_ARE, ImageOptions
-from ddp_mnist.data.image_format import KEYS, TENSORS, ImageFormat, Shape
+from ddp_mnist.data.image_format import KEYS, TENSORS, Decoded, ImageFormat, Shape
 from ddp_mnist.data.sources import Source, find_source
 from ddp_mnist.errors import DataError, StorageError, reason
 from ddp_mnist.system.locks import take
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ddp_mnist.data.batches import ImageData
 
 ABOUT = "about.json"  # what is not in the arrays
+ARRAYS = (*TENSORS, *KEYS)
 DECODER = sorted(Path(__file__).parent.glob("*.py"))  # all of data/, so that nothing is forgotten
 HASH = 8  # hex digits, of the source and of the decoder in a folder's name
 CHECKED_MB = 256  # read at most to look for damage
@@ -109,13 +110,14 @@ def prepare(
             for leftover in folder.glob(f"{stem}-*.tmp"):
                 shutil.rmtree(leftover)  # of a process that was killed; nobody else writes now
             _build(path, source, log)
-            for other in folder.glob(f"{stem}-{'[0-9a-f]' * HASH}") if refresh else ():
+            for other in folder.glob(f"{stem}-{'?' * HASH}") if refresh else ():
                 if other != path:
                     shutil.rmtree(other)
             if not (data := _open(path, source)):
                 raise OSError(f"{path.name} cannot be read back")
     except OSError as error:
-        raise _unwritable(folder, error) from error
+        why = f"the cache cannot be written ({reason(error)})"
+        raise StorageError(f"{folder}: {why}; {MOVE}") from error
     if replaced:
         data["warnings"].append(f"{path} was damaged or out of date and was built again")
     return data
@@ -157,20 +159,20 @@ def _open(path: Path, source: Source) -> dict[str, Any] | None:
     """Return the fields of ImageData; None if they are not there, damaged, or of other files."""
     try:
         about = json.loads((path / ABOUT).read_text("utf-8"))
+        if about.pop("checksum") != _checksum(path, about):
+            return None
+        outside = about.pop("outside")
+        same = outside == source.facts_outside(name for name, *_ in outside)
+        if not same or about.pop("fingerprint") != source.fingerprint:
+            return None
         # Mapped, not read: the processes of a machine share one copy in memory. "c" is writable
         # to torch, which warns of anything else; a write would stay in this process.
-        names = (*TENSORS, *KEYS)
-        arrays = {name: np.load(path / f"{name}.npy", mmap_mode="c") for name in names}
-        whole = about.pop("checksum") == _checksum(arrays, about)
-        if not whole or about.pop("fingerprint") != source.fingerprint:
-            return None
-        if (outside := about.pop("outside")) != source.outside(outside):
-            return None
-        about["warnings"] = [*source.warnings]
+        arrays = {name: np.load(path / f"{name}.npy", mmap_mode="c") for name in ARRAYS}
         about["image_format"] = ImageFormat.from_dict(about["image_format"])
-        return about | arrays | {"name": source.name, "source": f"{source.kind}:{source.place}"}
-    except (OSError, EOFError, KeyError, TypeError, ValueError, tokenize.TokenError):
-        return None  # the last is NumPy's, of a header with a bracket that is never closed
+        of_source = {"name": source.name, "source": f"{source.kind}:{source.place}"}
+        return about | arrays | of_source | {"warnings": [*source.warnings]}
+    except (OSError, KeyError, TypeError, ValueError):
+        return None
 
 
 def _build(path: Path, source: Source, log: Log) -> None:
@@ -182,40 +184,54 @@ def _build(path: Path, source: Source, log: Log) -> None:
 
         The second call is for the same images, of which some were drawn for the test.
         """
-        is_second = any(temporary.iterdir())
-        _check_space(path.parent, source, shape, sum(rows.values()), None if is_second else log)
+        channels, height, width = shape
+        count, kind = sum(rows.values()), "in colour" if channels == 3 else "grey"
+        mb = count * math.prod(shape) / 1e6
+        what = f"{count:,} images of {height}x{width} {kind} take {mb:,.0f} MB"
+        if log and not any(temporary.iterdir()):
+            log(f"reading    {source.name}, decoded once into {path.parent}: {what}")
         try:
+            if count * math.prod(shape) > shutil.disk_usage(temporary).free:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             return {
                 split: _allocate(temporary / f"{split}_images.npy", (count, *shape))
                 for split, count in rows.items()
             }
-        except OSError as error:  # else taken for a fault of the data set
-            raise _unwritable(path.parent, error) from error
+        except OSError as error:
+            raise StorageError(
+                f"{path.parent}: {what}, and the cache cannot be written ({reason(error)});"
+                f" {MOVE}, or give a smaller --image-size"
+            ) from error
 
     temporary.mkdir()
     try:
         fingerprint, decoded = source.fingerprint, source.read(reserve)
-        arrays = {f"{split}_images": images for split, images in decoded.images.items()}
         for kind, parts in (("labels", decoded.labels), ("keys", decoded.keys)):
             for split, values in parts.items():
-                arrays[f"{split}_{kind}"] = values
                 np.save(temporary / f"{split}_{kind}.npy", values)
         about: dict[str, Any] = {
             "classes": decoded.classes,
             "image_format": dataclasses.asdict(decoded.image_format()),
-            "digest": _digest(arrays, decoded.classes),
+            "digest": _digest(decoded),
             "fingerprint": fingerprint,
-            "outside": source.outside(decoded.files),
+            "outside": source.facts_outside(decoded.paths.values()),
+            "test_files": _test_files(decoded, source),
             "test_drawn": decoded.test_drawn,
             "careful": decoded.careful,
         }
-        about["checksum"] = _checksum(arrays, about)
+        about["checksum"] = _checksum(temporary, about)
         (temporary / ABOUT).write_text(json.dumps(about, sort_keys=True), encoding="utf-8")
         if path.exists():
             shutil.rmtree(path)
         temporary.rename(path)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _test_files(decoded: Decoded, source: Source) -> list[str]:
+    """Return the file of each test image in its folder, or "" of what is no file of its own."""
+    paths = [decoded.paths.get(("test", row), "") for row in range(len(decoded.labels["test"]))]
+    return [path.removeprefix(f"{source.place}/") for path in paths if source.kind == "folder"]
 
 
 def _allocate(path: Path, shape: tuple[int, ...]) -> np.ndarray:
@@ -232,47 +248,26 @@ def _allocate(path: Path, shape: tuple[int, ...]) -> np.ndarray:
     return images
 
 
-def _unwritable(folder: Path, error: OSError) -> StorageError:
-    return StorageError(f"{folder}: the cache cannot be written ({reason(error)}); {MOVE}")
-
-
-def _check_space(folder: Path, source: Source, shape: Shape, rows: int, log: Log) -> None:
-    """Log how much will be written. Raise StorageError if the disk has less room than that."""
-    channels, height, width = shape
-    mb, free = rows * math.prod(shape) / 1e6, shutil.disk_usage(folder).free / 1e6
-    kind = "in colour" if channels == 3 else "grey"
-    what = f"{rows:,} images of {height}x{width} {kind} take {mb:,.0f} MB"
-    if mb > free:
-        raise StorageError(
-            f"{folder}: {what}, and {free:,.0f} MB are free; give --image-size, or {MOVE}"
-        )
-    if log:
-        log(f"reading    {source.name}, decoded once into {folder}: {what}")
-
-
-def _digest(arrays: dict[str, np.ndarray], classes: list[str]) -> str:
+def _digest(decoded: Decoded) -> str:
     """Return the SHA-256 of pixels, labels and class names, by which runs know a data set."""
-    digest = hashlib.sha256(json.dumps(classes).encode())
+    digest = hashlib.sha256(json.dumps(decoded.classes).encode())
     for name in TENSORS:
-        digest.update(_header(name, arrays[name]))
-        digest.update(arrays[name].data)
+        split, _, kind = name.partition("_")
+        array = getattr(decoded, kind)[split]
+        digest.update(f"{name} {array.dtype} {list(array.shape)}".encode())
+        digest.update(array.data)
     return digest.hexdigest()
 
 
-def _checksum(arrays: dict[str, np.ndarray], about: dict[str, Any]) -> int:
+def _checksum(folder: Path, about: dict[str, Any]) -> int:
     """Return a CRC-32 of the files' content, or of samples of it above CHECKED_MB.
 
     A damaged cache would mean a wrong result. It takes 18 ms for MNIST; SHA-256 takes up to 140.
     """
     checksum = zlib.crc32(json.dumps(about, sort_keys=True).encode())
-    for name in (*TENSORS, *KEYS):
-        checksum = zlib.crc32(_header(name, arrays[name]), checksum)
-        content = arrays[name].reshape(-1).view(np.uint8)
+    for name in ARRAYS:
+        content = np.memmap(folder / f"{name}.npy", np.uint8, "r")
         every = max(1, math.ceil(content.nbytes / (CHECKED_MB * 10**6)))
         for start in range(0, content.nbytes, 2**20 * every):
             checksum = zlib.crc32(content[start : start + 2**20].data, checksum)
     return checksum
-
-
-def _header(name: str, array: np.ndarray) -> bytes:
-    return f"{name} {array.dtype} {list(array.shape)}".encode()

@@ -5,7 +5,7 @@ Heavy libraries are imported where they are used, because a cached run needs non
 
 import contextlib
 import errno
-import os
+import functools
 import re
 import tempfile
 import warnings
@@ -15,7 +15,8 @@ from typing import Any
 
 from ddp_mnist.config.image_options import ImageOptions
 from ddp_mnist.data import folders
-from ddp_mnist.data.image_format import Decoded, Reserve
+from ddp_mnist.data.hf_dataset import from_table
+from ddp_mnist.data.image_files import ImageFiles
 from ddp_mnist.errors import DataError, StorageError, causes, root_reason
 from ddp_mnist.system.deadline import with_deadline
 
@@ -32,8 +33,8 @@ NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 UNWRITABLE = (*NO_SPACE, errno.EACCES, errno.EROFS, errno.ENOTDIR)
 
 
-def read_hub(hub_id: str) -> Any:
-    """Return the table of a data set on the Hub, or in Hugging Face's own cache if out of reach.
+def read_hub(hub_id: str, image_options: ImageOptions) -> ImageFiles:
+    """Return a data set on the Hub, or in Hugging Face's own cache if the Hub is out of reach.
 
     One request with a deadline decides which: `load_dataset` on its own would retry for 24 s.
     """
@@ -43,8 +44,10 @@ def read_hub(hub_id: str) -> Any:
     if why := why_out_of_reach(hub_id):
         why = f"not in the cache, and the Hub cannot be reached: {why}"
     home = (huggingface_hub.constants.HF_HOME, "HF_HOME", UNWRITABLE)
-    with quiet_library(f"--dataset {hub_id}", OFFLINE_FIX, why, home):
-        return datasets.load_dataset(hub_id)
+    where = f"--dataset {hub_id}"
+    with quiet_library(where, OFFLINE_FIX, why, home):
+        table = datasets.load_dataset(hub_id)
+    return from_table(table, where, image_options)
 
 
 def why_out_of_reach(hub_id: str) -> str:
@@ -68,60 +71,48 @@ def why_out_of_reach(hub_id: str) -> str:
 
 
 def read_folder(
-    folder: str, paths: list[Path], where: str, image_options: ImageOptions, reserve: Reserve
-) -> tuple[Decoded, list[str]]:
-    """Decode images in the folders of their classes, or what `datasets` reads there.
+    folder: str, paths: list[Path], where: str, image_options: ImageOptions
+) -> ImageFiles:
+    """Return the images in the folders of their classes, or what `datasets` reads there."""
+    quiet = functools.partial(
+        quiet_library,
+        where,
+        why_offline="it names files outside of it",
+        written=(tempfile.gettempdir(), "TMPDIR", NO_SPACE),
+    )
+    if Path(folder, "dataset_dict.json").exists():
+        import datasets
 
-    Return it, and notes on images left out.
-    """
-    from ddp_mnist.data.hf_dataset import decode_dataset, decode_files
-
-    saved = Path(folder, "dataset_dict.json").exists()
-    found = [] if saved else [path.relative_to(folder) for path in paths]
-    images, odd = folders.find_images(where, folder, found)
-    folders.check_names(where, folder, images)
-    splits = folders.splits_of_images(folder, found, images, image_options)
-    described = any(file.name in folders.METADATA for files in splits.values() for file in files)
-    if splits and not described:
-        notes = odd + folders.check_images(where, splits, images, odd, image_options)
-        return decode_files(folder, splits, where, image_options, reserve), notes
-    # The library's Arrow copy is only needed until the images are decoded.
-    scratch_place = (tempfile.gettempdir(), "TMPDIR", NO_SPACE)
-    fix = "; ".join([*odd, FOLDER_FIX])
-    with quiet_library(where, fix, "it names files outside of it", scratch_place):
-        if saved:
-            import datasets
-
-            rows, notes = datasets.load_from_disk(folder), []
-        else:
-            rows, notes = read_tables(folder, found, where, splits, images, odd, image_options)
-    return decode_dataset(rows, where, image_options, reserve), notes
+        with quiet(FOLDER_FIX):
+            saved = datasets.load_from_disk(folder)
+        return from_table(saved, where, image_options)
+    listing = folders.list_images(where, folder, paths, image_options)
+    splits = folders.splits_of_images(listing)
+    every = [path for of_split in splits.values() for path in of_split]
+    images = [path for path in every if not folders.is_metadata(path)]
+    notes = folders.check_images(listing, splits) if splits else []
+    if images and images == every:
+        files = folders.image_files(listing, splits)
+    else:
+        with quiet("; ".join([*listing.notes, FOLDER_FIX])):
+            table = read_tables(listing, splits)
+        files = from_table(table, where, image_options)
+        if missing := max(0, len(images) - sum(map(len, table.values()))):
+            left_out = f"{missing:,} of {len(images):,} images are in no metadata file"
+            notes.append(f"{left_out} and were left out")
+    files.notes[:0] = notes
+    return files
 
 
-def read_tables(
-    folder: str,
-    found: list[Path],
-    where: str,
-    splits: dict[str, list[Path]],
-    images: list[Path],
-    odd: list[str],
-    image_options: ImageOptions,
-) -> tuple[Any, list[str]]:
-    """Read what `load_dataset` can. Return it, and notes on images left out."""
+def read_tables(listing: folders.Listing, splits: dict[str, list[Path]]) -> Any:
+    """Return the table that `load_dataset` would."""
     import pyarrow as pa
-    from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
     from pyarrow.dataset import ParquetFragmentScanOptions
 
+    # The library's Arrow copy is only needed until the images are decoded. It is mapped, not read:
+    # a file that was removed stays as long as it is mapped.
     with tempfile.TemporaryDirectory(prefix="ddp_mnist-", ignore_cleanup_errors=True) as scratch:
-        builder, notes = find_builder(folder, found, where, scratch, splits), list[str]()
-        if isinstance(builder, ImageFolder):
-            splits = {
-                str(split): [Path(os.path.relpath(file, folder)) for file in files]
-                for split, files in builder.config.data_files.items()
-            }
-            if image_options.for_evaluation:
-                builder.config.drop_labels = False  # of one class too
-            notes = odd + folders.check_images(where, splits, images, odd, image_options)
+        builder = find_builder(listing, scratch, splits)
         if hasattr(builder.config, "fragment_scan_options"):  # of parquet
             # otherwise pyarrow keeps all that it has read of a file until its end
             no_buffer = ParquetFragmentScanOptions(pre_buffer=False)
@@ -129,15 +120,10 @@ def read_tables(
             builder.config.batch_size = 100
         builder.download_and_prepare()
         pa.default_memory_pool().release_unused()
-        # Mapped, not read: a file that was removed stays as long as it is mapped.
-        rows = builder.as_dataset()
-        notes += folders.not_described(splits, {split: len(rows[split]) for split in rows})
-        return rows, notes
+        return builder.as_dataset()
 
 
-def find_builder(
-    folder: str, found: list[Path], where: str, scratch: str, splits: dict[str, list[Path]]
-) -> Any:
+def find_builder(listing: folders.Listing, scratch: str, splits: dict[str, list[Path]]) -> Any:
     """Return the builder of `datasets` for a folder that the library did not save.
 
     The library goes by the most common kind of file, so it would miss images with a note beside
@@ -149,17 +135,18 @@ def find_builder(
     from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
     from datasets.packaged_modules.parquet.parquet import Parquet
 
-    tables, by_card = folders.tables_of(folder, found)
+    folder, tables = listing.folder, listing.tables
+    pattern = re.search(r"[][*?]", folder)
     if splits:
         kind = ImageFolder
-    elif (pattern := re.search(r"[][*?]", folder)) and tables and not by_card:
+    elif pattern and tables and not listing.card_names_files:
         kind, splits = Parquet, folders.split_by_names(tables)
-    elif archives := [path for path in found if path.suffix == ".zip" and not tables]:
+    elif archives := [path for path in listing.paths if path.suffix == ".zip" and not tables]:
         fix = "unpack it into train/CLASS/ and test/CLASS/"
-        raise DataError(f"{where}: {archives[0]} is an archive, and is not opened; {fix}")
+        raise DataError(f"{listing.where}: {archives[0]} is an archive, and is not opened; {fix}")
     elif pattern:
         problem = f"has {pattern[0]} in its path, which would be a pattern here; rename it"
-        raise DataError(f"{where}: {problem}")
+        raise DataError(f"{listing.where}: {problem}")
     else:
         return datasets.load_dataset_builder(folder, cache_dir=scratch)
     files = {

@@ -51,21 +51,24 @@ def image_endings() -> frozenset[str]:
 
 @contextlib.contextmanager
 def open_image(file: str | Path | bytes) -> Iterator[PIL.Image.Image]:
-    """Open an image file, given its path or its bytes. Raise what Pillow raises."""
+    """Open an image file, given its path or its content. Raise what Pillow raises."""
     # Pillow warns of what it can do without, such as a part of the EXIF.
     with warnings.catch_warnings(action="ignore"), open_in_thread(file) as image:
         yield image
 
 
 @contextlib.contextmanager
-def open_in_thread(file: str | Path | bytes) -> Iterator[PIL.Image.Image]:
-    """Do as `open_image` in one of several threads.
+def open_in_thread(file: str | Path | bytes | np.ndarray) -> Iterator[PIL.Image.Image]:
+    """Open an image file, or an array of pixels, in one of several threads.
 
-    There it would undo the warning filters of the others.
+    Warnings are the caller's: filters that a thread sets are undone by the others.
     """
+    reads_heif()
+    if isinstance(file, np.ndarray):
+        yield PIL.Image.fromarray(file)
+        return
     # A stream: given a path, Pillow maps an uncompressed file into memory, and misreads the rows of
     # a TIFF that EXIF turns on its side.
-    reads_heif()
     with (
         io.BytesIO(file) if isinstance(file, bytes) else Path(file).open("rb") as stream,
         PIL.Image.open(stream) as image,
@@ -143,16 +146,14 @@ def facts_of(image: PIL.Image.Image) -> tuple[tuple[int, int], bool, list[str]]:
 
     Only the header is read.
     """
-    turned, odd = orientation_of(image), []
+    turned, sixteen = orientation_of(image), image.mode.startswith("I")
     across = turned >= 5 and image.format != "TIFF"  # whose size Pillow gives as upright
     size = (image.width, image.height) if across else (image.height, image.width)
-    sixteen = image.mode.startswith("I")
-    for wrong, what in (
-        (turned != 1, "an orientation in EXIF and became upright"),
-        (getattr(image, "is_animated", False), "several frames, of which the first counts"),
-        (sixteen, SIXTEEN_BITS),
-        (image.mode == "CMYK", "CMYK colours, which became RGB"),
-    ):
-        if wrong:
-            odd.append(what)
+    unusual = {
+        "an orientation in EXIF and became upright": turned != 1,
+        "several frames, of which the first counts": getattr(image, "is_animated", False),
+        SIXTEEN_BITS: sixteen,
+        "CMYK colours, which became RGB": image.mode == "CMYK",
+    }
+    odd = [what for what, is_so in unusual.items() if is_so]
     return size, sixteen or image.mode in GREY_MODES, odd

@@ -2,9 +2,15 @@
 
 import re
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from ddp_mnist.config.image_options import ImageOptions
+from ddp_mnist.data.decode import image_endings
+from ddp_mnist.data.image_files import ImageFiles, choose_splits
 from ddp_mnist.errors import DataError, printable
 
 # The words in names of folders and files that mean a split, and what separates words, as `datasets`
@@ -14,94 +20,122 @@ SPLIT_WORDS = {
     "validation": ("validation", "valid", "dev", "val"),
     "test": ("test", "testing", "eval", "evaluation"),
 }
+SPLIT_OF = {word: split for split, words in SPLIT_WORDS.items() for word in words}
 APART = "[-._ 0-9]"
 HEIF = (".heic", ".heif")  # a phone's photos
 HEIF_FIX = "pip install pillow-heif"
-METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")  # describe images next to them
-BESIDE_IMAGES = re.compile(r"\.(arrow|csv|db|ini|jsonl?|md|parquet|tsv|txt|xml|zip)", re.I)
+BESIDE_IMAGES = (  # files that nobody takes for images
+    *(".arrow", ".csv", ".db", ".ini", ".json", ".jsonl", ".md"),
+    *(".parquet", ".tsv", ".txt", ".xml", ".zip"),
+)
+
+
+@dataclass(frozen=True)
+class Listing:
+    """What lies in a folder, by paths relative to it."""
+
+    where: str  # as errors begin
+    folder: str
+    paths: list[Path]
+    images: list[Path]
+    notes: list[str]  # on what is left out
+    image_options: ImageOptions
+
+    @property
+    def tables(self) -> list[Path]:
+        return [p for p in self.paths if p.suffix == ".parquet" and not is_metadata(p)]
+
+    @property
+    def card_names_files(self) -> bool:
+        """Whether the data set's card (README.md) says which files are read."""
+        card = Path(self.folder, "README.md")
+        return card.is_file() and b"configs:" in card.read_bytes()
+
+
+def is_metadata(file: Path) -> bool:
+    """Return whether a file describes the images next to it."""
+    return file.name in ("metadata.csv", "metadata.jsonl", "metadata.parquet")
 
 
 def paths_in(folder: Path) -> list[Path]:
-    """Return the paths in a folder, sorted, without hidden ones (.name, __name) and run folders.
+    """Return the paths in a folder, sorted and relative to it, without hidden ones and runs.
 
-    A run may be written into the folder that it trains on: `cd photos; train --dataset .`
+    Names of hidden ones begin with a dot or `__`. A run may be written into the folder that it
+    trains on: `cd photos; train --dataset .`
     """
 
     def is_run(path: Path) -> bool:
         return (path / "status.json").exists() and (path / "config.json").exists()
 
-    hidden = re.compile(r"(.*/)?(\.|__).*", re.DOTALL)
     every = sorted(folder.rglob("*"))  # follows no link
-    found = [path for path in every if not hidden.fullmatch(str(path.relative_to(folder)))]
-    links = (path for path in found if path.is_symlink())
-    runs = {path.parent for path in found if path.name == "status.json" and is_run(path.parent)}
-    runs |= {
-        link for link in links if is_run(link) or (link.name == "latest" and not link.exists())
-    }
-    ours = runs - {folder}
-    return [path for path in found if ours.isdisjoint((path, *path.parents))] if ours else found
+    runs = {path.parent for path in every if path.name == "status.json" and is_run(path.parent)}
+    for link in every:
+        if link.is_symlink() and (is_run(link) or (link.name == "latest" and not link.exists())):
+            runs.add(link)
+    runs.discard(folder)
+    return [
+        path.relative_to(folder)
+        for path in every
+        if not any(part.startswith((".", "__")) for part in path.relative_to(folder).parts)
+        and runs.isdisjoint((path, *path.parents))
+    ]
 
 
 def find_images(
-    where: str, folder: str, found: list[Path] | None = None
+    where: str, folder: str, found: Sequence[Path] | None = None
 ) -> tuple[list[Path], list[str]]:
     """Return the images, relative to the folder, and a note on files with other endings, if any.
 
     Texts and tables are not worth a note. `found` are the paths in the folder, relative to it, if
     it was listed before. Raise DataError for a link to a folder or to nothing.
     """
-    from ddp_mnist.data.decode import image_endings
-
-    endings = image_endings()
-    if found is None:
-        found = [path.relative_to(folder) for path in paths_in(Path(folder))]
-    seen = [path for path in found if Path(folder, path).is_file()]
-    if links := [path for path in sorted({*found} - {*seen}) if Path(folder, path).is_symlink()]:
-        fault = f"{where}: {links[0]} is a link to a folder or to nothing, and is not followed"
-        raise DataError(f"{fault}; replace it with a copy, or with links to the files")
-    odd = Counter(file.suffix or "no ending" for file in seen if file.suffix.lower() not in endings)
-    kinds = [f"{end} ({n:,})" for end, n in odd.most_common() if not BESIDE_IMAGES.fullmatch(end)]
-    kinds[5:] = [f"... {len(kinds) - 5} more kind{'s' * (len(kinds) > 6)}"] * (len(kinds) > 5)
+    endings, images, odd = image_endings(), list[Path](), Counter[str]()
+    for path in paths_in(Path(folder)) if found is None else found:
+        suffix = path.suffix.lower()
+        if Path(folder, path).is_file():
+            if suffix in endings:
+                images.append(path)
+            elif suffix not in BESIDE_IMAGES:
+                odd[path.suffix or "no ending"] += 1
+        elif Path(folder, path).is_symlink():
+            fault = f"{where}: {path} is a link to a folder or to nothing, and is not followed"
+            raise DataError(f"{fault}; replace it with a copy, or with links to the files")
+    kinds = [f"{ending} ({count:,})" for ending, count in odd.most_common(5)]
+    kinds += ["..."] * (len(odd) > 5)
     note = f"files without the suffix of an image were left out: {printable(', '.join(kinds))}"
-    if phones := [end for end in odd if end.lower() in HEIF]:
+    if phones := [ending for ending in odd if ending.lower() in HEIF]:
         note += f" ({HEIF_FIX} to read {', '.join(phones)})"
-    return [file for file in seen if file.suffix.lower() in endings], [note] if kinds else []
+    return images, [note] if odd else []
 
 
-def tables_of(folder: str, found: list[Path]) -> tuple[list[Path], bool]:
-    """Return the tables of a folder, and whether its card (README.md) names the files instead."""
-    tables = [path for path in found if path.suffix == ".parquet" and path.name not in METADATA]
-    card = Path(folder, "README.md")
-    return tables, card.is_file() and b"configs:" in card.read_bytes()
+def list_images(where: str, folder: str, paths: list[Path], image_options: ImageOptions) -> Listing:
+    """Return what lies in a folder. Raise DataError for a name that `datasets` cannot read."""
+    images, notes = find_images(where, folder, paths)
+    for path in map(str, (folder, *images)):
+        if path != path.encode(errors="replace").decode():
+            raise DataError(f"{where}: {path} has a name that is not UTF-8; rename it")
+    return Listing(where, folder, paths, images, notes, image_options)
 
 
-def splits_of_images(
-    folder: str, found: list[Path], images: list[Path], image_options: ImageOptions
-) -> dict[str, list[Path]]:
-    """Return the files of each split; {} if tables or the folder's card say what is read."""
-    if not images or any(tables_of(folder, found)):
-        return {}
-    return split_files(images, [path for path in found if path.name in METADATA], image_options)
+def splits_of_images(listing: Listing) -> dict[str, list[Path]]:
+    """Return the images of each split, and the metadata files that describe them.
 
-
-def split_files(
-    images: list[Path], metadata: list[Path], image_options: ImageOptions
-) -> dict[str, list[Path]]:
-    """Return the files of each split.
-
-    If a test split is to be drawn from train, names of files, and of classes at the top level, do
-    not count as names of splits.
+    They are {} if tables or the folder's card say what is read. If a test split is to be drawn from
+    train, names of files, and of classes at the top level, do not count as names of splits.
     """
-    if image_options.test_size and not metadata and are_classes_at_the_top(images):
+    images, drawn = listing.images, listing.image_options.test_size
+    if not images or listing.tables or listing.card_names_files:
+        return {}
+    metadata = [*filter(is_metadata, listing.paths)]
+    if drawn and not metadata and are_classes_at_the_top(images):
         return {"train": sorted(images, key=str)}
-    return split_by_names([*images, *metadata], by_file=not image_options.test_size)
+    return split_by_names([*images, *metadata], by_file=not drawn)
 
 
 def are_classes_at_the_top(images: list[Path]) -> bool:
     """Return whether all images lie as cat/1.png does, and not as train/1.png."""
-    words = {word for each in SPLIT_WORDS.values() for word in each}
     tops = {file.parts[0].lower() for file in images}
-    return all(len(file.parts) == 2 for file in images) and tops.isdisjoint(words)
+    return all(len(file.parts) == 2 for file in images) and tops.isdisjoint(SPLIT_OF)
 
 
 def split_by_names(files: list[Path], by_file: bool = True) -> dict[str, list[Path]]:
@@ -120,97 +154,64 @@ def split_by_names(files: list[Path], by_file: bool = True) -> dict[str, list[Pa
     return {"train": files}
 
 
-def not_described(splits: dict[str, list[Path]], rows: dict[str, int]) -> list[str]:
-    """Return a note on images of the splits that no metadata file names, if any."""
-    images = {
-        split: sum(file.name not in METADATA for file in files) for split, files in splits.items()
+def image_files(listing: Listing, found: dict[str, list[Path]]) -> ImageFiles:
+    """Return the images of these splits; the class of each is its folder."""
+    splits, notes = choose_splits(found, listing.where, listing.image_options)
+    classes = sorted({file.parent.name for files in found.values() for file in files})
+    label_of = {name: label for label, name in enumerate(classes)}
+    labels = {
+        split: np.array([label_of[file.parent.name] for file in files], np.int64)
+        for split, files in splits.items()
     }
-    missing = sum(max(0, count - rows.get(split, 0)) for split, count in images.items())
-    note = f"{missing:,} of {sum(images.values()):,} images are in no metadata file and were left"
-    return [f"{note} out"] if missing else []
+    folder = Path(listing.folder)
+    paths = {split: [str(folder / file) for file in files] for split, files in splits.items()}
+    return ImageFiles(listing.where, paths, labels, classes, notes)
 
 
-def check_names(where: str, folder: str, images: list[Path]) -> None:
-    """Raise DataError for a path that is not UTF-8: `datasets` cannot read it."""
-    for path in map(str, (folder, *images)):
-        if path != path.encode(errors="replace").decode():
-            raise DataError(f"{where}: {path} has a name that is not UTF-8; rename it")
-
-
-def check_images(
-    where: str,
-    splits: dict[str, list[Path]],
-    images: list[Path],
-    odd: list[str],
-    image_options: ImageOptions,
-) -> list[str]:
-    """Return a note on images that are in no split, if any.
+def check_images(listing: Listing, splits: dict[str, list[Path]]) -> list[str]:
+    """Return notes on what is left out.
 
     Raise DataError if an image is in two splits, in a split other than its folder's name says, or
     in no class, or if one split has a metadata file and another has none.
     """
-    unused = sorted({*images}.difference(*splits.values()))
-    if found := _find_fault(splits, images, unused, image_options):
-        fault, fix = found
-        raise DataError("; ".join([f"{where}: {fault}", *odd, fix]))
+    used = [file for files in splits.values() for file in files]
+    unused = sorted({*listing.images}.difference(used))
+    if found := _find_fault(listing, splits, used, unused):
+        raise DataError(f"{listing.where}: {found}")
     note = f"images outside the splits were left out: {len(unused):,}, as"
-    return [f"{note} {printable(str(file))}" for file in unused[:1]]
+    return listing.notes + [f"{note} {printable(str(file))}" for file in unused[:1]]
 
 
 def _find_fault(
-    splits: dict[str, list[Path]],
-    images: list[Path],
-    unused: list[Path],
-    image_options: ImageOptions,
-) -> tuple[str, str] | None:
-    """Return what is wrong with the images' folders, if anything is, and how to correct it."""
-    split_of = {word: split for split, words in SPLIT_WORDS.items() for word in words}
-    ending = re.compile(r"(set)?([-._ 0-9].*)?$")  # of Test, test_set, TestSet and test-2
+    listing: Listing, splits: dict[str, list[Path]], used: list[Path], unused: list[Path]
+) -> str:
+    """Return what is wrong with the images' folders and how to correct it, or ""."""
+    images, image_options = listing.images, listing.image_options
+    if len({*used}) < len(used):
+        [(file, _)] = Counter(used).most_common(1)
+        return f"{file} is in two splits by its folders; rename its class"
 
-    def meant_by(folder: str) -> str | None:
-        return split_of.get(ending.sub("", folder.lower()))
+    tops = sorted({file.parts[0] for file in images})
+    meant = {top: SPLIT_OF[top.lower()] for top in tops if top.lower() in SPLIT_OF}
+    if not meant.keys() <= SPLIT_OF.keys() and len({*meant.values()}) > 1:  # Train and Test
+        return f"found the folders {', '.join(meant)}; rename them to {', '.join(meant.values())}"
 
-    used = [file for files in splits.values() for file in files]
-    for file, count in Counter(used).items():
-        if count > 1:
-            return f"{file} is in two splits by its folders", "rename its class"
+    described = {file: split for split in splits for file in splits[split] if is_metadata(file)}
+    if described:  # the classes are in them
+        file, lacks = next(iter(described)), ", ".join(splits.keys() - described.values())
+        fix = f"give it one, or move {file} elsewhere if the folders are the classes"
+        fault = f"{file} describes images, and split {lacks} has no such file; {fix}"
+        return fault if lacks else ""
 
-    flat = are_classes_at_the_top(images)
-    folders = sorted({file.parts[0] for file in images if len(file.parts) > 1})
-    meant = {name: split for name in folders if (split := meant_by(name))}
-    read_as = {file.parts[0]: split for split, files in splits.items() for file in files}
-    misread = any(read_as.get(name) != split for name, split in meant.items())
-    if misread and len({*meant.values()}) > 1 and not (flat and image_options.test_size):
-        return (
-            f"found the folders {', '.join(meant)}",
-            f"rename them to {', '.join(meant.values())}",
-        )
-
-    metadata = {s: [str(f) for f in files if f.name in METADATA] for s, files in splits.items()}
-    lacks = [split for split, files in metadata.items() if not files]
-    if lacks and (alone := [file for files in metadata.values() for file in files]):
-        return (
-            f"{alone[0]} describes images, and split {lacks[0]} has no such file",
-            f"give it one, or move {alone[0]} elsewhere if the folders are the classes",
-        )
-
-    classes = sorted({file.parent.name for file in splits.get("train", used)})
-    if not classes or not {*used} <= {*images}:
-        return None  # the classes are in an archive or in metadata
-    complete = not unused and (len(splits) > 1 or "train" in splits)
-    if flat and not complete and not image_options.test_size:
-        split, [file, *_] = next(iter(splits.items()))
-        return (
-            f"{file} is in the split {split} by a word in its name, and others are in none",
-            f"give e.g. --test-size {max(1, len(images) // 5)} to hold images out whatever their"
-            " names are",
-        )
+    if unused and are_classes_at_the_top(images) and not image_options.test_size:
+        fault = f"{used[0]} is in a split by a word in its name, and {unused[0]} is in none"
+        fix = f"give e.g. --test-size {max(1, len(images) // 5)}"
+        return f"{fault}; {fix} to hold images out whatever their names are"
     fix = "put each image into the folder of its class, of two or more"
     depths = {len(file.parts): str(file) for file in used}
     if len(depths) > 1:
-        return f"{' and '.join(depths.values())} are not equally deep", fix
-    if len(classes) == 1 and (not classes[0] or meant_by(classes[0])):
-        return f"{used[0]} is in no class", fix
+        return f"{' and '.join(depths.values())} are not equally deep; {fix}"
+    classes = {file.parent.name for file in splits.get("train", used)}
     if len(classes) == 1 and not image_options.for_evaluation:
-        return f"there is only one class, {classes[0]}", fix
-    return None
+        return f"there is only one class, {classes.pop() or 'the folder itself'}; {fix}"
+    return ""

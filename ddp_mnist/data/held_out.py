@@ -6,7 +6,6 @@ size or colour is asked for, so a copy goes where the original went: nothing lea
 
 import hashlib
 import math
-from collections.abc import Iterator
 
 import numpy as np
 
@@ -19,17 +18,6 @@ def key_of(pixels: np.ndarray) -> int:
     found = hashlib.blake2b(f"{pixels.dtype.str} {pixels.shape}".encode(), digest_size=8)
     found.update(np.ascontiguousarray(pixels).data)
     return int.from_bytes(found.digest(), "big")
-
-
-def keys_of(images: np.ndarray) -> np.ndarray:
-    """Return the keys, uint64 [N], of images that came as arrays, uint8 [N, C, H, W]."""
-    return np.fromiter(map(key_of, as_in_files(images)), np.uint64, len(images))
-
-
-def as_in_files(images: np.ndarray) -> Iterator[np.ndarray]:
-    """Yield uint8 [N, C, H, W] one by one, as image files hold them: [H, W] or [H, W, C]."""
-    for image in np.moveaxis(images, 1, 3):
-        yield image[..., 0] if image.shape[2] == 1 else image
 
 
 def validation_rows(

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ddp_mnist.data.image_format import Decoded
+from ddp_mnist.data.image_files import ImageFiles
 from ddp_mnist.errors import DataError, reason
 
 MNIST = (28, 28)  # height and width
@@ -21,7 +21,7 @@ STEMS = {"train": "train", "test": "t10k"}
 DIMENSIONS = {"images": 3, "labels": 1}
 
 
-def find_idx_files(folder: Path, typed: str) -> dict[tuple[str, str], Path]:
+def find_idx_files(folder: Path, where: str) -> dict[tuple[str, str], Path]:
     """Return {(split, kind): file}, if the folder, or raw/ or MNIST/raw/ in it, holds them."""
     for base in (folder, folder / "raw", folder / "MNIST" / "raw"):
         files = {}
@@ -31,15 +31,15 @@ def find_idx_files(folder: Path, typed: str) -> dict[tuple[str, str], Path]:
                 files[split, kind] = file
         if files and len(files) < 4:
             few = f"of MNIST's four IDX files only {len(files)} are there"
-            raise DataError(f"--dataset {typed}: {few}; fetch the others")
+            raise DataError(f"{where}: {few}; fetch the others")
         if files:
             return files
     return {}
 
 
-def read_idx(files: dict[tuple[str, str], Path]) -> Decoded:
+def read_idx(files: dict[tuple[str, str], Path], where: str) -> ImageFiles:
     """Return the data set in these files; its classes are the digits, or more if labels say so."""
-    images = {split: _read_array(files[split, "images"], MNIST)[:, None] for split in STEMS}
+    images = {split: _read_array(files[split, "images"], MNIST) for split in STEMS}
     labels = {split: _read_array(files[split, "labels"], ()).astype(np.int64) for split in STEMS}
     for split in STEMS:
         if len(images[split]) != len(labels[split]) or len(labels[split]) == 0:
@@ -47,8 +47,9 @@ def read_idx(files: dict[tuple[str, str], Path]) -> Decoded:
                 f"{files[split, 'images']}: {len(images[split])} images but {len(labels[split])}"
                 " labels; fetch both files again"
             )
-    highest = max(int(split.max()) for split in labels.values())
-    return Decoded(images, labels, classes=[str(label) for label in range(max(10, highest + 1))])
+    highest = max(int(each.max()) for each in labels.values())
+    classes = [str(label) for label in range(max(10, highest + 1))]
+    return ImageFiles(where, images, labels, classes, notes=[])
 
 
 def _read_array(file: Path, row_shape: tuple[int, ...]) -> np.ndarray:
@@ -57,11 +58,11 @@ def _read_array(file: Path, row_shape: tuple[int, ...]) -> np.ndarray:
         raw = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{file}: cannot be read ({reason(error)}); fetch it again") from error
-    dimensions = 1 + len(row_shape)
-    header = 4 + 4 * dimensions
-    shape = struct.unpack(f">{dimensions}I", raw[4:header].ljust(4 * dimensions, b"\0"))
-    magic = bytes([0, 0, UNSIGNED_BYTE, dimensions])
-    if raw[:4] != magic or len(raw) != header + math.prod(shape) or shape[1:] != row_shape:
+    start = 4 * (2 + len(row_shape))
+    count, rest = divmod(len(raw) - start, math.prod(row_shape))
+    shape = (max(0, count), *row_shape)
+    header = struct.pack(f">4B{len(shape)}I", 0, 0, UNSIGNED_BYTE, len(shape), *shape)
+    if rest or not raw.startswith(header):
         rows = f"rows of {'x'.join(map(str, row_shape)) or 1} bytes"
         raise DataError(f"{file}: is no IDX file of {rows}, or is cut short; fetch MNIST's own")
-    return np.frombuffer(raw, dtype=np.uint8, offset=header).reshape(shape)
+    return np.frombuffer(raw, dtype=np.uint8, offset=start).reshape(shape)

@@ -10,9 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from ddp_mnist.data.threads import in_order
-from ddp_mnist.system.limits import cores
-
 Shape = tuple[int, int, int]  # channels, height and width of an image
 DIGITS = [str(digit) for digit in range(10)]
 DARK = 32  # of 255: anything darker looks black; JPEG turns pure black into such values
@@ -61,7 +58,7 @@ class Decoded:
     notes: list[str] = field(default_factory=list)  # what was converted, one sentence each
     as_stored: bool = True  # whether no image had to be converted
     keys: dict[str, np.ndarray] = field(default_factory=dict)  # uint64 [N] per split: held_out.py
-    files: list[str] = field(default_factory=list)  # that a table names and does not hold
+    paths: dict[tuple[str, int], str] = field(default_factory=dict)  # of files, by split and row
     test_drawn: bool = False  # from train, as there was no test split
     careful: list[str] = field(default_factory=list)  # what may spoil a result, one sentence each
 
@@ -82,19 +79,14 @@ def statistics_of(images: np.ndarray) -> tuple[tuple[float, ...], tuple[float, .
     MNIST the 0.1307 and 0.3081 that everybody uses.
     """
     total, squares = np.zeros(images.shape[1]), np.zeros(images.shape[1])
-    blocks = ((block,) for block in blocks_of(images))
-    for sums in in_order(sums_of, blocks, min(4, cores())):  # of 25 MB each
-        total, squares = total + sums[0], squares + sums[1]
+    for block in blocks_of(images):
+        block = block.astype(np.uint16)  # holds 255 squared; in 64 bits it takes 3 times as long
+        total += block.sum((0, 2, 3), dtype=np.uint64)
+        squares += (block**2).sum((0, 2, 3), dtype=np.uint64)
     pixels = max(1, images[:, 0].size)  # 0 if the test split is read alone
     mean = total / pixels
     std = np.sqrt(np.maximum(squares / pixels - mean**2, 1))  # of one grey alone it would be 0
     return tuple((mean / 255).round(4).tolist()), tuple((std / 255).round(4).tolist())
-
-
-def sums_of(block: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the sums of the pixels of each channel and of their squares."""
-    block = block.astype(np.uint16)  # which holds 255 squared; in 64 bits it takes 3 times as long
-    return block.sum((0, 2, 3), dtype=np.uint64), (block**2).sum((0, 2, 3), dtype=np.uint64)
 
 
 def blocks_of(images: np.ndarray) -> Iterator[np.ndarray]:

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -11,15 +12,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from ddp_mnist import errors
 from ddp_mnist.config.image_options import AS_THEY_ARE, ImageOptions
 from ddp_mnist.data import datasets_library, folders
 from ddp_mnist.data.built_in import BUILT_IN
+from ddp_mnist.data.decode import reads_heif
+from ddp_mnist.data.decode_all import decode_all
 from ddp_mnist.data.idx import find_idx_files, read_idx
+from ddp_mnist.data.image_files import ImageFiles, choose_splits
 from ddp_mnist.data.image_format import Decoded, Reserve
-from ddp_mnist.data.in_memory import as_asked
 
 HUB_IDS = {"mnist": "ylecun/mnist", "fashion_mnist": "zalando-datasets/fashion_mnist"}
 
@@ -41,35 +42,25 @@ class Source:
         Raise UsageError if --test-size does not fit, DataError, or StorageError if there is no
         space to unpack it.
         """
-        where, notes = f"--dataset {self.typed}", list[str]()
         with readable(self.typed):
-            if self.kind in BUILT_IN:
-                decoded = as_asked(BUILT_IN[self.kind](), self.name, self.image_options, reserve)
-            elif self.kind == "hub":
-                from ddp_mnist.data.hf_dataset import decode_dataset
+            return decode_all(self._files(), self.image_options, reserve)
 
-                table = datasets_library.read_hub(self.place)
-                decoded = decode_dataset(table, where, self.image_options, reserve)
-            elif files := find_idx_files(Path(self.place), self.typed):
-                decoded = as_asked(read_idx(files), self.name, self.image_options, reserve)
-            else:
-                decoded, notes = datasets_library.read_folder(
-                    self.place, self.paths, where, self.image_options, reserve
-                )
-                decoded.notes[:0] = notes
-        if self.image_options.for_evaluation:
-            return decoded
-        test = decoded.labels["test"]
-        if (unseen := np.flatnonzero(~np.isin(test, decoded.labels["train"]))).size:
-            row, label = unseen[0], decoded.classes[test[unseen[0]]]
-            fault = f"{where}: class {label} has images in test (row {row}) and none in train"
-            fix = "add some to train, or correct the labels"
-            raise errors.DataError("; ".join([fault, *notes, fix]))
-        return decoded
+    def _files(self) -> ImageFiles:
+        where, image_options = f"--dataset {self.typed}", self.image_options
+        if self.kind == "hub":
+            return datasets_library.read_hub(self.place, image_options)
+        if self.kind in BUILT_IN:
+            files = BUILT_IN[self.kind](where)
+        elif idx := find_idx_files(Path(self.place), where):
+            files = read_idx(idx, where)
+        else:
+            return datasets_library.read_folder(self.place, self.paths, where, image_options)
+        choose_splits(files.labels, where, image_options)
+        return files
 
     @functools.cached_property
     def paths(self) -> list[Path]:
-        """The paths in a folder, which is listed once."""
+        """The paths in a folder, relative to it; it is listed once."""
         with readable(self.typed):
             return folders.paths_in(Path(self.place))
 
@@ -78,28 +69,30 @@ class Source:
         """A hash of name, size and time of each file of a folder: they change when the data do."""
         if self.kind != "folder":
             return ""
-        folder, found = Path(self.place), self.paths
         with readable(self.typed):
-            linked = (path.rglob("*") for path in found if path.is_symlink() and path.is_dir())
-            files = sorted(path for paths in (found, *linked) for path in paths if path.is_file())
-            stats = [(str(path.relative_to(folder)), path.stat()) for path in files]
-        facts: list[Any] = [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
-        if any(name.lower().endswith(folders.HEIF) for name, _ in stats):
-            from ddp_mnist.data.decode import reads_heif
-
-            facts += ["and HEIF is read"] * reads_heif()
+            places = [Path(self.place, path) for path in self.paths]
+            linked = (link.rglob("*") for link in places if link.is_symlink() and link.is_dir())
+            files = {path for path in itertools.chain(places, *linked) if path.is_file()}
+            facts: list[Any] = [*map(_fact, sorted(files))]
+        if any(path.suffix.lower() in folders.HEIF for path in files):
+            facts.append(reads_heif())
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
-    def outside(self, files: Iterable[str]) -> dict[str, list[int]]:
-        """Return size and time of those of the files, which a table names, outside the folder."""
+    def facts_outside(self, files: Iterable[str]) -> list[Any]:
+        """Return name, size and time of those of the files that lie outside the folder."""
         if self.kind != "folder":
-            return {}
-        paths = (Path(os.path.abspath(file)) for file in files)  # noqa: PTH100 # as it is named
-        return {
-            str(path): [path.stat().st_size, path.stat().st_mtime_ns] if path.exists() else []
-            for path in paths
-            if not path.is_relative_to(self.place)
-        }
+            return []
+        paths = {Path(os.path.abspath(file)) for file in files if file}  # noqa: PTH100 # as it is named
+        return [_fact(path) for path in sorted(paths) if not path.is_relative_to(self.place)]
+
+
+def _fact(path: Path) -> list[Any]:
+    """Return a file's name, size and time, or its name alone if it is gone."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return [str(path)]
+    return [str(path), found.st_size, found.st_mtime_ns]
 
 
 @contextlib.contextmanager

@@ -25,8 +25,6 @@ from ddp_mnist.config.recipe import Recipe
 from ddp_mnist.config.run import RunFlags
 from ddp_mnist.data import cache
 from ddp_mnist.data.batches import ImageData, Rows, train_val_test_split
-from ddp_mnist.data.file_names import files_of_test
-from ddp_mnist.data.sources import find_source
 from ddp_mnist.errors import CheckpointError, DataError, UsageError, printable
 from ddp_mnist.nets import own_code
 from ddp_mnist.run import weights
@@ -74,7 +72,7 @@ def evaluate_run(
         rendezvous.check_same(store, {"the data's digest": images.digest})
         rows = _rows(images, flags.split, config["val_size"])
         if images.digest != config["digest"]:
-            store.broadcast_from_rank0("unseen", lambda: _check_unseen(flags, config, images, rows))
+            store.broadcast_from_rank0("unseen", lambda: _check_unseen(flags, images, rows))
         accelerator, classes = world.accelerator, len(trained.classes)
         model = trained.model.to(accelerator.device)
         loader = make_eval_loader(accelerator, rows, flags.batch_size)
@@ -182,7 +180,7 @@ def _rows(images: ImageData, split: str, val_size: int) -> Rows:
     return rows
 
 
-def _check_unseen(flags: Evaluate, config: dict[str, Any], images: ImageData, rows: Rows) -> None:
+def _check_unseen(flags: Evaluate, images: ImageData, rows: Rows) -> None:
     """Raise DataError if the run was trained on some of these images; warn if that is unknown.
 
     If it is unknown and the images were drawn from a train split, as the run's may have been, raise
@@ -204,8 +202,7 @@ def _check_unseen(flags: Evaluate, config: dict[str, Any], images: ImageData, ro
     if len(seen := np.flatnonzero(np.isin(keys, trained_on))):
         fix = "use --split test"
         if flags.split == "test":
-            place, some = find_source(str(flags.dataset)).place, seen[:MOST_NAMED].tolist()
-            files = map(str, files_of_test(place, images, ImageOptions.of(config), some).values())
+            files = images.files_of_test(seen[:MOST_NAMED].tolist()).values()
             names = textwrap.shorten(printable(", ".join(files)), 100, placeholder=" ...")
             fix = f"take them out of test ({names})" if names else "take them out of test"
         raise DataError(

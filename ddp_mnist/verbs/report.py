@@ -25,7 +25,6 @@ import torch
 from ddp_mnist.config.image_options import ImageOptions
 from ddp_mnist.data import cache
 from ddp_mnist.data.batches import ImageData, eval_batch_size
-from ddp_mnist.data.file_names import files_of_test
 from ddp_mnist.data.sources import find_source
 from ddp_mnist.errors import CheckpointError, DataError, DdpMnistError, printable, reason
 from ddp_mnist.run import folder, weights
@@ -164,7 +163,7 @@ def find_mistakes(run: ReportedRun, path: Path, places: Report) -> str:
         run.top_accuracy = among.any(1).double().mean().item()
     run.no_mistakes = "There are none."
     shown = certain_first[:MOST_WRONG].tolist()
-    named = places_of(shown, images, dataset, image_options)
+    named = places_of(shown, images, dataset)
     run.mistakes = [
         {
             "index": index,  # in the test split
@@ -180,17 +179,12 @@ def find_mistakes(run: ReportedRun, path: Path, places: Report) -> str:
     return ""
 
 
-def places_of(
-    rows: Sequence[int], images: ImageData, dataset: str, image_options: ImageOptions
-) -> dict[int, str]:
+def places_of(rows: Sequence[int], images: ImageData, dataset: str) -> dict[int, str]:
     """Return for each row of the test split its file in the folder, or where else it is."""
-    source = find_source(dataset)
-    files = (
-        files_of_test(source.place, images, image_options, rows) if source.kind == "folder" else {}
-    )
-    has_rows = source.kind in ("folder", "hub") and not images.test_drawn
+    files = images.files_of_test(rows)
+    has_rows = find_source(dataset).kind in ("folder", "hub") and not images.test_drawn
     other = "row {} of split test" if has_rows else "test image {}"
-    return {row: printable(str(files.get(row) or other.format(row))) for row in rows}
+    return {row: printable(files.get(row) or other.format(row)) for row in rows}
 
 
 def said_together(run: ReportedRun) -> str:
