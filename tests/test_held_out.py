@@ -14,7 +14,6 @@ import pytest
 from ddp_mnist import api
 from ddp_mnist.config.image_options import ImageOptions
 from ddp_mnist.data import cache
-from ddp_mnist.data import decode_all
 from ddp_mnist.data.batches import ImageData, train_val_test_split
 from ddp_mnist.data.decode import stored_pixels
 from ddp_mnist.data.held_out import draw_by_share, draw_exactly, key_of, share_of, validation_rows
@@ -97,13 +96,13 @@ def drawn(keys: np.ndarray, labels: np.ndarray, test_size: int) -> list[str]:
     return list(parts)
 
 
-def test_one_image_more_or_less_moves_no_other_in_400_data_sets() -> None:
+def test_one_image_more_or_less_moves_no_other_in_many_data_sets() -> None:
     """With the shares that people ask for; an image goes or comes, which is the same.
 
     What might move is an image that alone keeps its class in train: in none of these.
     """
     stream, moved, other_share = np.random.default_rng(0), 0, 0
-    for trial in range(400):
+    for trial in range(200):
         rows, share = int(stream.integers(40, 400)), (0.1, 0.15, 0.2, 0.25, 0.5)[trial % 5]
         keys = stream.integers(0, 2**64, rows + 1, np.uint64)
         labels = stream.integers(0, 1 + trial % 9, rows + 1)
@@ -115,13 +114,7 @@ def test_one_image_more_or_less_moves_no_other_in_400_data_sets() -> None:
 
         fewer, more = (drawn(keys[:n], labels[:n], test_size) for n in (rows, rows + 1))
         moved += sum(was != now for was, now in zip(fewer, more, strict=False))
-    assert moved == 0 and other_share < 10
-    labels = np.arange(100) % 5
-    for _ in range(400):  # the largest key of a class changes, which decides nothing in validation
-        keys = stream.integers(0, 2**64, 101, np.uint64)
-        fewer, more = drawn(keys[:100], labels, 20), drawn(keys, np.append(labels, 0), 20)
-        moved += fewer != more[:100]
-    assert moved == 0
+    assert moved == 0 and other_share < 5
 
 
 def test_validation_keeps_its_share_where_a_fifth_becomes_five_thousand() -> None:
@@ -157,33 +150,13 @@ def test_no_copy_of_an_image_drawn_by_share_is_trained_on() -> None:
         assert held.size and not np.isin(keys[held], np.delete(keys, held)).any()
 
 
-def test_classes_without_a_test_image_are_named() -> None:
-    """Those that a larger test would have an image of, and those with one image, or its copies."""
-    labels, keys = np.array([0, 0, 1, 1, 2, 3, 3]), np.array([1, 2, 3, 4, 5, 6, 6], np.uint64)
-
-    def notes(*held: int) -> list[str]:
-        return decode_all._untested(["a", "b", "c", "d", "none"], labels, keys, np.array(held))
-
-    alone = (
-        'the test has no image of "c", "d", "none": add images, as the only one of a class stays in'
-    )
-    assert notes(0, 2) == [f"{alone} train"]
-    assert notes(2) == [
-        'the test has no image of "a": give a larger --test-size',
-        *notes(0, 2),
-    ]
-    assert decode_all._untested(["a"], labels[:2], keys[:2], np.array([1])) == []
-
-
 def test_the_plan_and_prepare_warn_of_a_class_without_a_test_image(
     photos: Path, typed: Typed
 ) -> None:
     (photos / "rare").mkdir()
     noise(99).save(photos / "rare" / "99.png")
     folder = ("--dataset", photos, "--test-size", TEST_SIZE, "--cache-dir", photos.parent / "cache")
-    warning = (
-        'the test has no image of "rare": add images, as the only one of a class stays in train'
-    )
+    warning = 'the test has no image of "rare": add images, or give a larger --test-size'
     assert warning in typed("prepare", *folder).out.splitlines()
     plan = typed("train", *folder, "--model", "mlp", "--dry-run").out
     lines = {each[:10].strip(): " ".join(each[11:].split()) for each in re.split(r"\n(?=\w)", plan)}
@@ -205,7 +178,7 @@ def test_a_share_of_nearly_all_leaves_a_fifth(photos: Path) -> None:
     assert 5 < len(images.train_labels) < 20
 
 
-def test_no_class_loses_all_its_training_images(tmp_path: Path) -> None:
+def test_no_class_loses_all_its_training_images() -> None:
     """Whether the test split is drawn too, or there; also of a class with one image."""
     stream = np.random.default_rng(0)
     for each in (1, 2, 4):
@@ -221,17 +194,6 @@ def test_no_class_loses_all_its_training_images(tmp_path: Path) -> None:
         held = validation_rows(keys[rest], labels[rest], len(rest) // 5, by_share=True)
         assert set(np.delete(labels[rest], held)) == set(range(50))
         assert len(test) == len(held) == 0 if each == 1 else len(test) and len(held)
-    for number in range(200):
-        place = tmp_path / "many" / f"c{number % 50:02}"
-        place.mkdir(parents=True, exist_ok=True)
-        noise(number).save(place / f"{number}.png")
-    for test_size in (40, 100):
-        images = load(tmp_path / "many", test_size)
-        train, validation, test_rows = train_val_test_split(
-            images.hold_out(len(images.train_labels) // 5)
-        )
-        assert set(images.train_labels[train.rows].tolist()) == set(range(50))
-        assert len(validation) and abs(len(test_rows) - test_size) < 25
 
 
 def test_a_test_cannot_be_drawn_from_classes_of_one_image(tmp_path: Path) -> None:

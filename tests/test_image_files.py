@@ -14,12 +14,10 @@ import PIL.Image
 import pytest
 
 from ddp_mnist.config.image_options import AS_THEY_ARE, ImageOptions
-from ddp_mnist.data import decode, image_files
-from ddp_mnist.data import decode_all
+from ddp_mnist.data import decode, decode_all, image_files
 from ddp_mnist.data.image_files import AHEAD, SHOWN, in_order, threads_for
 from ddp_mnist.data.image_format import ImageFormat
 from ddp_mnist.data.sources import find_source
-
 from ddp_mnist.errors import DataError
 from ddp_mnist.verbs.predict import find_images, read_image
 from tests.commands import python
@@ -46,34 +44,26 @@ def refused(own: Path, reading: ImageOptions = DRAWN) -> str:
 def test_all_broken_files_are_named_at_once_and_the_advice_leads_out(tmp_path: Path) -> None:
     """Two are broken in their first bytes; that the third is cut short is seen when decoded."""
     own = write(tmp_path / "own", *flat())
-    broken = [own / "cat" / f"{kind}.jpg" for kind in BROKEN]
-    for file, content in zip(broken, BROKEN.values(), strict=True):
-        file.write_bytes(content)
+    for kind, content in BROKEN.items():
+        (own / "cat" / f"{kind}.jpg").write_bytes(content)
     a_text, cut_short, empty = (f"{own}/cat/{kind}.jpg" for kind in sorted(BROKEN))
     assert refused(own) == (
         f"--dataset {own}: 3 of 15 images cannot be read: {a_text} {UNKNOWN},"
         f" {cut_short} {TRUNCATED}, {empty} {UNKNOWN}; replace them or move them out of the folder"
     )
-    for file in broken[1:]:
-        file.rename(tmp_path / file.name)
-    assert refused(own) == (
-        f"--dataset {own}: {empty} is no readable image {UNKNOWN};"
-        " replace it or move it out of the folder"
-    )
-    noise(99).save(broken[0])
+    for file in (a_text, cut_short):
+        Path(file).unlink()
+    noise(99).save(empty)
     assert sum(map(len, read(own, DRAWN).labels.values())) == 13
 
 
 def test_rows_of_a_table_are_named_with_their_numbers(tmp_path: Path) -> None:
     images = [encoded(noise(number)) for number in range(17)]
     images[3:6], images[9:11] = BROKEN.values(), [b"", JPEG[:-200]]
-    for split in ("train", "test"):
-        write_split(
-            tmp_path, split, image=cells_of(images[:12] if split == "train" else images[12:])
-        )
-    message = refused(tmp_path, AS_THEY_ARE)
+    write_split(tmp_path, "train", image=cells_of(images[:12]))
+    write_split(tmp_path, "test", image=cells_of(images[12:]))
     row = "split train, column image: row"
-    assert message == (
+    assert refused(tmp_path, AS_THEY_ARE) == (
         f"--dataset {tmp_path}: 5 of 17 images cannot be read: {row} 3 (its cell is empty), {row} 4"
         f" {UNKNOWN}, {row} 5 {TRUNCATED}, {row} 9 (its cell is empty), {row} 10 {TRUNCATED};"
         " replace them or leave their rows out"
@@ -81,17 +71,15 @@ def test_rows_of_a_table_are_named_with_their_numbers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"no image", encoded(noise(5))[:100]])
-def test_of_many_the_first_are_named_and_the_others_counted(content: bytes, tmp_path: Path) -> None:
+def test_of_many_the_first_are_named(content: bytes, tmp_path: Path) -> None:
     """Also if none can be read, before or after the shape of all is known."""
-    own = write(tmp_path / "own", *flat(1234))
+    own = write(tmp_path / "own", *flat(123))
     for file in own.rglob("*.png"):
         file.write_bytes(content)
     message = refused(own)
-    assert message.startswith(
-        f"--dataset {own}: 1,234 of 1,234 images cannot be read: {own}/cat/0.png ("
-    )
+    assert f"{own}: 123 of 123 images cannot be read: {own}/cat/0.png (" in message
     assert message.count(".png (") == SHOWN
-    assert message.endswith(") and 1,224 more; replace them or move them out of the folder")
+    assert message.endswith("), ...; replace them or move them out of the folder")
 
 
 # --- Several threads
@@ -268,15 +256,13 @@ def test_heic_is_read_where_its_package_is_installed(
     images = load(own, drawn)
     assert sum(sizes(images)) == 24 and not any("left out" in n for n in images.image_format.notes)
     rows = range(len(images.test_labels))
-    files = files_of_test(str(own), images, drawn, rows)
-    assert {*files.values()} <= {path.relative_to(own) for path in find_images(str(own))}
-    assert [*files] == [*rows] and any(file.suffix == ".heic" for file in files.values())
+    files = images.files_of_test(rows)
+    assert {*files.values()} <= {str(path.relative_to(own)) for path in find_images(str(own))}
+    assert [*files] == [*rows] and any(file.endswith(".heic") for file in files.values())
     for row, file in files.items():
         seen = read_image(own / file, images.image_format, digit_photos=False)
         assert np.array_equal(seen, images.test_images[row])
     cut = (own / "dog" / "1.heic").read_bytes()[:-40]
     (own / "dog" / "1.heic").write_bytes(cut)
-    with pytest.raises(
-        DataError, match=r"own/dog/1\.heic is no readable image \(.*; replace it or"
-    ):
+    with pytest.raises(DataError, match=r"own/dog/1\.heic \(.*; replace them or"):
         load(own, drawn)

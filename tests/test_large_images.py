@@ -1,5 +1,6 @@
 """Data sets larger than what a process may take of the memory, or than a disk has room for."""
 
+import re
 import shutil
 import sys
 import threading
@@ -27,9 +28,9 @@ from tests.training import with_flags
 # --- A disk that another program fills up meanwhile
 
 
-def load_on_a_disk_that_is_filled(own: Path, cache_dir: Path, function: str, call: int) -> Any:
-    """Return the train images; the disk is full but for 64 KB from that call of a function on."""
-    original, calls = getattr(cache, function), iter(range(10))
+def load_on_a_disk_that_is_filled(own: Path, cache_dir: Path, call: int) -> Any:
+    """Return the train images; the disk is full but for 64 KB once so many files have room."""
+    original, calls = cache._allocate, iter(range(10))
 
     def then_fill(*given: Any) -> Any:
         found = original(*given)
@@ -37,7 +38,7 @@ def load_on_a_disk_that_is_filled(own: Path, cache_dir: Path, function: str, cal
             (cache_dir / "other").write_bytes(bytes(shutil.disk_usage(cache_dir).free - 2**16))
         return found
 
-    with patch.object(cache, function, then_fill):
+    with patch.object(cache, "_allocate", then_fill):
         reading = ImageOptions(size=(500, 1000))
         return cache.load(str(own), str(cache_dir), reading).train_images.numpy().copy()
 
@@ -50,17 +51,17 @@ def test_no_disk_that_fills_up_ends_the_process_without_a_word(
     """A file has its room before it is written through the memory, where a full disk is SIGBUS."""
     images = [picture((1000, 500), (50 + n, 0, 0)) for n in range(4)]
     own, run = folder_of(tmp_path / "own", *images), load_on_a_disk_that_is_filled
-    for call in ("_check_space", 0), ("_allocate", 0):
-        with pytest.raises(StorageError) as raised:
-            run_world(1, run, own, small_disk, *call, folder=tmp_path)
-        line = one_line(raised.value)
-        assert line.startswith(
-            f"ddp-mnist: error: {small_disk}: the cache cannot be written (No sp"
-        )
-        assert line.endswith("; use --cache-dir or DDP_MNIST_CACHE to put it elsewhere (code 5)")
-        (small_disk / "other").unlink()
-        assert {path.suffix for path in small_disk.iterdir()} <= {".lock"}
-    [found] = run_world(1, run, own, small_disk, "_allocate", 1, folder=tmp_path)
+    with pytest.raises(StorageError) as raised:
+        run_world(1, run, own, small_disk, 0, folder=tmp_path)
+    assert re.fullmatch(
+        rf"ddp-mnist: error: {small_disk}: 8 images of 500x1000 in colour take 12 MB, and the cache"
+        r" cannot be written \(No space left on device\); use --cache-dir or DDP_MNIST_CACHE to put"
+        r" it elsewhere, or give a smaller --image-size \(code 5\)",
+        one_line(raised.value),
+    )
+    (small_disk / "other").unlink()
+    assert {path.suffix for path in small_disk.iterdir()} <= {".lock"}
+    [found] = run_world(1, run, own, small_disk, 1, folder=tmp_path)
     assert shutil.disk_usage(small_disk).free < 2**16
     for place, number in enumerate((0, 2, 1, 3)):  # in the order of the classes a and b
         assert np.array_equal(found[place], np.asarray(images[number]).transpose(2, 0, 1))

@@ -17,7 +17,6 @@ import pytest
 from PIL.ExifTags import Base
 
 from ddp_mnist import api
-from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.config.image_options import AS_THEY_ARE, ImageOptions
 from ddp_mnist.data import cache
 from ddp_mnist.data.batches import ImageData
@@ -26,10 +25,8 @@ from ddp_mnist.data.decode_all import usual_size
 from ddp_mnist.errors import DataError, StorageError, UsageError
 from ddp_mnist.run.folder import read_json
 from ddp_mnist.verbs.predict import read_image
-from ddp_mnist.verify import watch
 from tests.commands import Typed
 from tests.test_sources import encoded
-from tests.training import with_flags
 
 RED, BLUE, GREY = (200, 10, 10), (10, 10, 200), (90, 90, 90)
 
@@ -393,11 +390,9 @@ def shapes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def runs(shapes: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The runs `colour` and `grey` on them."""
     folder = tmp_path_factory.mktemp("runs")
+    flags: dict[str, Any] = {"model": "cnn", "epochs": 8, "quiet": True, "cpu": True}
     for name in ("colour", "grey"):
-        flags = {"dataset": str(shapes), "mixed_precision": "no", "grey": name == "grey"}
-        config = with_flags(watch.proof_config(name), **flags)
-        config = with_flags(config, epochs=8, batch_size=None, log_every=100)
-        run_world(1, watch.just_train, config, folder=folder)
+        api.train(dataset=shapes, run_dir=folder / name, grey=name == "grey", **flags)
     return folder
 
 

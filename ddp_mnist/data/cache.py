@@ -67,15 +67,13 @@ def load(
     dataset: str,
     cache_dir: str | None = None,
     image_options: ImageOptions = AS_THEY_ARE,
-    *,
-    refresh: bool = False,
     log: Log = None,
 ) -> "ImageData":
     """Return the data set from the cache, mapped; read and decode it first if it is not there.
 
     Raises as `prepare` does.
     """
-    return _as_images(prepare(dataset, cache_dir, image_options, refresh=refresh, log=log))
+    return _as_images(prepare(dataset, cache_dir, image_options, log=log))
 
 
 def prepare(

@@ -115,7 +115,7 @@ def find_source(dataset: str, image_options: ImageOptions = AS_THEY_ARE) -> Sour
     notes = [f"{dataset} is the data set of that name; for the folder, give ./{dataset}"] * beside
     if dataset in BUILT_IN:
         place = f"sklearn.datasets.{BUILT_IN[dataset].__name__}"
-        return Source(dataset, dataset, place, image_options, warnings=notes)
+        return Source(dataset, dataset, place, image_options, dataset, notes)
     if dataset in HUB_IDS:
         return Source(dataset, "hub", HUB_IDS[dataset], image_options, dataset, notes)
     # Unlike pathlib's, these two raise nothing for ~nobody or links in a circle.
