@@ -192,7 +192,7 @@ def test_a_folder_that_training_refuses_is_a_failure_in_its_words(
         assert (result.status, result.name) == (FAIL, "data")
         typed_so = [word for name in flags for word in ("--test-size", flags[name])]
         assert f"{result.text}; {result.fix}" == refused(*typed_so)
-    assert result.fix == "replace it or move it out of the folder"
+    assert result.fix == "replace them or move them out of the folder"
     first.rename(tmp_path / "cut short.png")
     with Patch.context() as connected:
         connected.setattr(dist, "is_initialized", lambda: True)

@@ -38,20 +38,6 @@ def proof(few: Path, run_dir: str) -> TrainConfig:
     return with_flags(config, dataset=str(few), checkpoint_every=4)
 
 
-def test_train_and_test_patches_come_from_different_parts() -> None:
-    patches = cache.load("patches")
-    assert patches.classes == ["china", "flower"]
-    assert list(patches.train_images.shape) == [5300, 3, 32, 32]
-    assert list(patches.test_images.shape) == [1700, 3, 32, 32]
-    train, test = (
-        {image.numpy().tobytes() for image in images}
-        for images in (patches.train_images, patches.test_images)
-    )
-    assert not train & test
-    assert patches.image_format.mean == (0.4322, 0.4297, 0.3759)
-    assert patches.image_format.std == (0.3575, 0.2837, 0.3097)
-
-
 def test_two_processes_equal_one_and_a_resumed_run_the_unbroken_one(
     few: Path, tmp_path: Path
 ) -> None:

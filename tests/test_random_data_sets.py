@@ -218,23 +218,18 @@ def in_utf_8(name: str) -> str:
     return os.fsencode(name).decode("latin-1")
 
 
-CURES: dict[str, Callable[[RandomSet], None]] = {
-    r"^--dataset .*: .* has a name that is not UTF-8; rename it": rename,
-}
-
-
 def prepared(own: RandomSet, typed: Typed) -> str:
     """Prepare it, and first cure what is refused. Return the line that refused it, or ""."""
     ended, said = typed("prepare", "--dataset", own.path, *own.flags), ""
     if ended.code:
-        assert ended.code == 3 and re.fullmatch(r"ddp-mnist: error: .* \(code 3\)\n", ended.err)
-        said = ended.err.removeprefix("ddp-mnist: error: ")
-        cures = [cure for line, cure in CURES.items() if re.search(line, said)]
-        assert len(cures) == 1, said
-        cures[0](own)
+        [said] = ended.error_lines
+        assert re.search(
+            r"--dataset .*: .* has a name that is not UTF-8; rename it \(code 3\)", said
+        )
+        rename(own)
         ended = typed("prepare", "--dataset", own.path, *own.flags)
     assert (ended.code, ended.err) == (0, "")
-    return said.strip()
+    return said
 
 
 # --- All of them

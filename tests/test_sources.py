@@ -175,13 +175,19 @@ def test_a_name_or_path_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyP
 # --- Good data
 
 
-def test_digits() -> None:
-    """They are scikit-learn's in a fixed order, the same bytes on every machine."""
-    digits = cache.load("digits")
-    assert digits.digest == "d650edc56dd439fe3e68a350cfe6408d232fbe46df6a43b3db9caf9ab58a81b4"
-    assert digits.image_format.notes == ["the 8x8 digits were enlarged to 28x28"]
-    assert (digits.image_format.bright_on_black, digits.image_format.digit_photos) == (True, True)
-    assert (len(digits.train_labels), len(digits.test_labels)) == (1437, 360)
+DIGESTS = {
+    "digits": "d650edc56dd439fe3e68a350cfe6408d232fbe46df6a43b3db9caf9ab58a81b4",
+    "patches": "81c0f555098bcfac0cf79b37b80b4b1f3fc16e349b9c61c703f4de95f679e9c0",
+}
+
+
+@pytest.mark.parametrize("name", DIGESTS)
+def test_what_comes_with_scikit_learn_is_the_same_bytes_on_every_machine(name: str) -> None:
+    images, is_digits = cache.load(name), name == "digits"
+    assert images.digest == DIGESTS[name]
+    assert not {*images.train_keys.tolist()} & {*images.test_keys.tolist()}
+    assert images.image_format.bright_on_black == images.image_format.digit_photos == is_digits
+    assert images.image_format.notes == ["the 8x8 digits were enlarged to 28x28"] * is_digits
 
 
 def in_several_files(folder: Path) -> None:

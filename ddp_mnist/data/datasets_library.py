@@ -33,7 +33,7 @@ NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 UNWRITABLE = (*NO_SPACE, errno.EACCES, errno.EROFS, errno.ENOTDIR)
 
 
-def read_hub(hub_id: str, image_options: ImageOptions) -> ImageFiles:
+def read_hub(hub_id: str, where: str, image_options: ImageOptions) -> ImageFiles:
     """Return a data set on the Hub, or in Hugging Face's own cache if the Hub is out of reach.
 
     One request with a deadline decides which: `load_dataset` on its own would retry for 24 s.
@@ -44,7 +44,6 @@ def read_hub(hub_id: str, image_options: ImageOptions) -> ImageFiles:
     if why := why_out_of_reach(hub_id):
         why = f"not in the cache, and the Hub cannot be reached: {why}"
     home = (huggingface_hub.constants.HF_HOME, "HF_HOME", UNWRITABLE)
-    where = f"--dataset {hub_id}"
     with quiet_library(where, OFFLINE_FIX, why, home):
         table = datasets.load_dataset(hub_id)
     return from_table(table, where, image_options)

@@ -67,18 +67,16 @@ def paths_in(folder: Path) -> list[Path]:
     def is_run(path: Path) -> bool:
         return (path / "status.json").exists() and (path / "config.json").exists()
 
+    hidden = re.compile(r"(^|/)(\.|__)")
     every = sorted(folder.rglob("*"))  # follows no link
-    runs = {path.parent for path in every if path.name == "status.json" and is_run(path.parent)}
-    for link in every:
+    found = [path for path in every if not hidden.search(str(path.relative_to(folder)))]
+    runs = {path.parent for path in found if path.name == "status.json" and is_run(path.parent)}
+    for link in found:
         if link.is_symlink() and (is_run(link) or (link.name == "latest" and not link.exists())):
             runs.add(link)
     runs.discard(folder)
-    return [
-        path.relative_to(folder)
-        for path in every
-        if not any(part.startswith((".", "__")) for part in path.relative_to(folder).parts)
-        and runs.isdisjoint((path, *path.parents))
-    ]
+    outside = [path for path in found if not runs or runs.isdisjoint((path, *path.parents))]
+    return [path.relative_to(folder) for path in outside]
 
 
 def find_images(

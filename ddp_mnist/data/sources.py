@@ -48,7 +48,7 @@ class Source:
     def _files(self) -> ImageFiles:
         where, image_options = f"--dataset {self.typed}", self.image_options
         if self.kind == "hub":
-            return datasets_library.read_hub(self.place, image_options)
+            return datasets_library.read_hub(self.place, where, image_options)
         if self.kind in BUILT_IN:
             files = BUILT_IN[self.kind](where)
         elif idx := find_idx_files(Path(self.place), where):
