@@ -6,7 +6,6 @@ import uuid
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from hashlib import blake2b
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -16,17 +15,16 @@ from ddp_mnist.cluster.heartbeat import Heartbeat, beat_key, meeting_beat_s
 from ddp_mnist.cluster.interfaces import address_towards, is_own
 from ddp_mnist.cluster.launch import CAN_JOIN, Launch
 from ddp_mnist.cluster.store import (
-    FAILURE,
     Place,
     Store,
-    all_arrived_key,
     allow_open_files,
-    broadcast_key,
+    connect_to_store,
     host_id,
     listed,
     name_of,
-    open_store,
+    point_key,
     poll,
+    serve_store,
     waiting,
 )
 from ddp_mnist.errors import DdpMnistError, PeerError, UsageError
@@ -35,14 +33,13 @@ from ddp_mnist.errors import DdpMnistError, PeerError, UsageError
 # numbers the meetings, and whoever waits in an older one follows it into the new one.
 MEETINGS = "meetings"  # the key that counts them
 OPEN = "open"  # the key of a meeting that rank 0 has begun; its value is the world size
-MET, FIRST_BROADCAST = "met", broadcast_key(0)  # once rank 0 has written each rank's place
-MOVED = b"moved"  # its value if rank 0 began another meeting before all had come
-ALL_ARRIVED = all_arrived_key(0)
-seat_key = "here/{}".format  # of a rank
-place_key = "place/{}".format
-GRACE_S = 0.5  # for rank 0, which started a moment later, to name who is missing
+HERE = "here"  # the roll of those that have come
+seat_key, place_key = "seat/{}".format, "place/{}".format  # of a rank
+ALL_HERE, VERDICT = point_key(0), point_key(1)  # rank 0 says whether all met, or moved on
+GRACE_S = 0.5  # for rank 0, which started a moment later, to say who is missing
 LOOK_S = 1.0  # between two looks for who is missing, with `on_wait`
-LATE_S = 5.0  # for one that came at the last moment, and for the rank that names the missing
+LATE_S = 5.0  # for rank 0 to say that all met, after the last one came just in time
+MET = "met"  # the name of its first broadcast
 BY_LAUNCHER = f"see what the others say, then start again; if machines join or leave, {CAN_JOIN}"
 
 
@@ -69,10 +66,9 @@ class Seat(NamedTuple):
 def meet(launch: Launch, timeout_s: float, on_wait: Callable[[str], object] | None = None) -> Store:
     """Return the store once every process, or machine, has written there where it runs.
 
-    `on_wait` is called about once a second with a line that says who is missing; ranks without it
-    are spared the look at every seat. Raise PeerError if not all meet within `timeout_s`,
-    UsageError if the main port is in use, two have the same rank or they were given different world
-    sizes, FailedElsewhere if another rank reports one of these.
+    `on_wait` is called about once a second with a line that says who is missing. Raise PeerError if
+    not all meet within `timeout_s`, UsageError if the main port is in use, two have the same rank
+    or they were given different world sizes, FailedElsewhere if another rank reports one of these.
     """
     rank, size = launch.rank, launch.world_size
     if launch.is_alone:
@@ -81,14 +77,16 @@ def meet(launch: Launch, timeout_s: float, on_wait: Callable[[str], object] | No
     host, port = launch.main_host, launch.main_port
     assert host is not None and port is not None
     unit = MACHINE if launch.launcher == "machine" else PROCESS
-    serve, who = rank == 0 and not launch.agent_store, f"{unit.called} {rank} of {size}"
     server, fix = "rank 0", "is rank 0 running, is the address right, is the port open?"
     if launch.agent_store:
         server, fix = "the launcher of machine 0", BY_LAUNCHER
+    serve = rank == 0 and not launch.agent_store
     allow_open_files(size, serve)
-    c10d = open_store(
-        host, port, serve=serve, timeout_s=timeout_s, who=who, fix=fix, on_wait=on_wait or bool
-    )
+    if serve:
+        c10d = serve_store(port, timeout_s)
+    else:
+        who = f"{unit.called} {rank} of {size}"
+        c10d = connect_to_store(host, port, timeout_s, who, fix, on_wait)
     lobby = Store(dist.PrefixStore(unit.name, c10d), rank, size, launch.agent_store, timeout_s)
     seat = Seat(uuid.uuid4().hex, size, host_id(), address_towards(host, port))
     where, deadline, number = f"{host}:{port}", time.monotonic() + timeout_s, 0
@@ -110,8 +108,8 @@ def _next_meeting(lobby: Store, number: int) -> int:
     if lobby.rank > 0:
         return max(number + 1, lobby.call("add", MEETINGS, 0))
     number = lobby.call("add", MEETINGS, 1)
-    if number > 1:  # no change if all had met there: its first broadcast is written
-        lobby.call("compare_set", f"{number - 1}/{FIRST_BROADCAST}", "", MOVED.decode())
+    # Whoever still waits in the meeting before this one moves on; nobody does if all met there.
+    lobby.call("compare_set", f"{number - 1}/{VERDICT}", "", json.dumps([MET, False]))
     return number
 
 
@@ -125,7 +123,7 @@ class Meeting:
     unit: Unit
     where: str  # the main address, with which each error begins
     deadline: float  # time.monotonic() by which all have to be there
-    on_wait: Callable[[str], object] | None = None  # is called with a line on who is missing
+    on_wait: Callable[[str], object] | None  # is called with a line on who is missing
 
     def attend(self) -> bool:
         """Return whether all, and this process among them, have met; else another meeting follows.
@@ -142,42 +140,43 @@ class Meeting:
                 f"{self.where}: {called} 0 did not come to meet this one within"
                 f" {store.patience_s:g} s; {self._fix(fix)}{again if self.number > 1 else ''}"
             )
-        elif store.exists(FIRST_BROADCAST):
+        elif store.exists(VERDICT):
             return False
-        was_counted = self._take_seat()
-        assert store.heartbeat
+        heartbeat = self._take_seat()
         try:
             self._refuse_other_size()
-            store.arrive(counts=not was_counted)
-            met = self._lead() if store.rank == 0 else self._follow()
+            met = self._come_together()
         except DdpMnistError as error:
             cause = first_cause(store, error)
-            store.shutdown(all_met=False)
+            if store.rank == 0:  # which waits for the others, to tell them
+                store.lost = store.absent(HERE)
+            store.shutdown()
             raise cause from None
         except BaseException:
-            store.heartbeat.stop()  # else its seat would look taken
+            heartbeat.stop()  # else its seat would look taken
             raise
         if met:
-            store.heartbeat.watch()
+            heartbeat.watch()
         else:
-            store.heartbeat.stop()
+            heartbeat.stop()
         return met
 
-    def _take_seat(self) -> bool:
-        """Take this rank's seat; return whether it was taken over from a dead process.
+    def _take_seat(self) -> Heartbeat:
+        """Take this rank's seat, or that of a dead process, and begin to beat.
 
         Raise UsageError if a living process has the seat.
         """
         store, mine, left = self.store, json.dumps(self.seat), ""
-        key = seat_key(store.rank)
-        while (taken := store.call("compare_set", key, left, mine).decode()) != mine:
+        while (
+            taken := store.call("compare_set", seat_key(store.rank), left, mine)
+        ) != mine.encode():
             self._refuse_if_alive()
-            left = taken
+            left = taken.decode()
         store.heartbeat = Heartbeat(
-            store.c10d, store.rank, self.seat.size, store.patience_s, when_silent=store.name_silent
+            store.c10d, store.rank, store.world_size, store.patience_s, store.report_silent
         )
         store.heartbeat.start()
-        return bool(left)
+        return store.heartbeat
 
     def _refuse_if_alive(self) -> None:
         """Raise UsageError if another process of this rank beats, within the time of two beats."""
@@ -200,74 +199,62 @@ class Meeting:
         from before a restart.
         """
         store, mine = self.store, self.seat.size
-        if store.rank == 0 or store.served_by_launcher:
-            return
-        size = json.loads(store.call("get", OPEN))
+        size = mine if store.served_by_launcher else json.loads(store.call("get", OPEN))
         if size != mine:
             raise UsageError(
                 f"{self.where}: rank {store.rank} was given {mine} as the number of all, rank 0"
                 f" {size}; start every {self.unit.name} with the same number"
             )
 
-    def _lead(self) -> bool:
-        """Wait for all as rank 0, and write each rank's place."""
-        store, ranks = self.store, range(self.seat.size)
-        self._wait_for(ALL_ARRIVED, self.deadline)
-        store.raise_if_failed()
-        found = store.call("multi_get", [seat_key(rank) for rank in ranks])
-        seats = [Seat(*json.loads(each)) for each in found]
-        store.hosts = [seat.host for seat in seats]
-        places = _places(seats)
-        store.place = places[0]
-        answers = [json.dumps([s.token, place]) for s, place in zip(seats, places, strict=True)]
-        store.call("multi_set", [place_key(rank) for rank in ranks], answers)
-        store.broadcast_from_rank0(MET, bool)
-        return True
-
-    def _follow(self) -> bool:
-        """Wait for this rank's place, which rank 0 writes."""
+    def _come_together(self) -> bool:
+        """Wait for all, and for this rank's place, which rank 0 gives it."""
         store = self.store
-        self._wait_for(FIRST_BROADCAST, self.deadline + GRACE_S)
-        found = store.call("get", FIRST_BROADCAST)
-        if found == MOVED:
+        store.sign(HERE)
+        if not store.absent(HERE):
+            store.call("compare_set", ALL_HERE, "", "all came")
+        store.points = 1
+        if store.rank == 0:
+            self._wait_for(ALL_HERE, self.deadline)
+            store.raise_if_failed()
+            self._give_places()
+        else:
+            self._wait_for(VERDICT, self.deadline + GRACE_S)
+        if not store.broadcast_from_rank0(MET, lambda: True):
             return False
-        store.receive(MET, found)
         token, place = json.loads(store.call("get", place_key(store.rank)))
         store.place = Place(*place)
         return token == self.seat.token  # else it took over a dead process's seat too late
 
-    def _wait_for(self, key: str, deadline: float) -> None:
-        """Return once `key` is written; at the deadline raise PeerError, which names the missing.
+    def _give_places(self) -> None:
+        store, ranks = self.store, range(self.seat.size)
+        found = store.call("multi_get", [seat_key(rank) for rank in ranks])
+        seats = [Seat(*json.loads(each)) for each in found]
+        store.hosts = [seat.host for seat in seats]
+        given = zip(seats, _places(seats), strict=True)
+        answers = [json.dumps([seat.token, place]) for seat, place in given]
+        store.call("multi_set", [place_key(rank) for rank in ranks], answers)
 
-        Only the first rank to notice looks at every seat. If all are taken, the last one has just
-        come.
+    def _wait_for(self, key: str, deadline: float) -> None:
+        """Return once `key` is written; raise PeerError, which names the missing, if it is not.
+
+        Every rank does so after its deadline, and the first to report it is heard. If nobody is
+        missing then, the last one has just come.
         """
-        store, size = self.store, self.store.world_size
-        while self.on_wait and time.monotonic() < deadline - LOOK_S:
-            if store.wait(key, LOOK_S):
+        store, called = self.store, self.unit.called
+        while (left := deadline - time.monotonic()) > 0:
+            if store.wait(key, min(LOOK_S, left) if self.on_wait else left):
                 return
-            if missing := self._missing():
-                self.on_wait(waiting(deadline, f"{self.unit.called} {listed(missing)}"))
-        if store.wait(key, deadline - time.monotonic()):
-            return
-        first = store.call("compare_set", "first to notice", "", str(store.rank))
-        if first != b"%d" % store.rank and store.wait(FAILURE, LATE_S):
-            store.raise_if_failed()
-        missing = self._missing()
+            if self.on_wait and (missing := store.absent(HERE)):
+                self.on_wait(waiting(deadline, f"{called} {listed(missing)}"))
+        missing = store.absent(HERE)
         if not missing and store.wait(key, LATE_S):
             return
-        absent = f"; missing: {self.unit.called} {listed(missing)}"
-        lost = absent if missing else ", but one of them is lost"
+        came = f"{store.world_size - len(missing)} of {store.world_size} {self.unit.plural} came"
+        lost = f"; missing: {called} {listed(missing)}" if missing else ", but one of them is lost"
         foreign = store.rank == 0 and not is_own(self.where.rpartition(":")[0])
         note = ", which is none of this machine's own" if foreign else ""
         fix = self._fix(f"start them, or check that they use this address{note}")
-        raise PeerError(
-            f"{self.where}: {size - len(missing)} of {size} {self.unit.plural} came within"
-            f" {store.patience_s:g} s{lost}; {fix}"
-        )
-
-    def _missing(self) -> list[int]:
-        return [rank for rank in range(self.seat.size) if not self.store.exists(seat_key(rank))]
+        raise PeerError(f"{self.where}: {came} within {store.patience_s:g} s{lost}; {fix}")
 
     def _fix(self, by_hand: str) -> str:
         """Return what to do about missing ranks: by hand, unless a launcher starts them."""
@@ -293,41 +280,22 @@ def _places(seats: list[Seat]) -> list[Place]:
 def check_same(store: Store, facts: dict[str, Any], about: str = "facts") -> None:
     """Raise UsageError that names the first of the ranks' `facts` that differs.
 
-    DDP compares the shapes of the parameters and nothing else. The keys are names that a person
-    knows. Each rank sends a digest, and its facts only if the digest differs from rank 0's.
+    DDP compares the shapes of the parameters and nothing else. The keys are names that users know,
+    the values JSON's types.
     """
-    facts = json.loads(json.dumps(facts))  # as the others send theirs
-    mine, odd = digest(facts), list[int]()
-
-    def compare(digests: list[str]) -> str | None:
-        odd.extend(rank for rank, theirs in enumerate(digests) if theirs != mine)
-        return mine if odd else None
-
-    def explain() -> str:
-        keys = [f"{about}/{rank}" for rank in odd]
-        theirs = [json.loads(each) for each in store.call("multi_get", keys)]
-        return first_difference(facts, dict(zip(odd, theirs, strict=True)))
-
-    expected = store.decide_for_all(about, mine, compare)
-    if expected is None:
-        return
-    if mine != expected:
-        store.set(f"{about}/{store.rank}", facts)
-    raise UsageError(store.broadcast_from_rank0(f"{about} that differ", explain))
+    if difference := store.decide_for_all(about, facts, first_difference):
+        raise UsageError(difference)
 
 
-def digest(facts: dict[str, Any]) -> str:
-    return blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=16).hexdigest()
-
-
-def first_difference(ours: dict[str, Any], theirs: dict[int, dict[str, Any]]) -> str:
-    """Return the line that names the first of rank 0's facts that differs, and on which ranks."""
-    for key in ours | next(iter(theirs.values())):
-        odd = [rank for rank, facts in theirs.items() if facts.get(key) != ours.get(key)]
+def first_difference(everyone: list[dict[str, Any]]) -> str | None:
+    """Return the line that names the first fact that differs from rank 0's, and on which ranks."""
+    ours = everyone[0]
+    for key in dict.fromkeys(key for facts in everyone for key in facts):
+        odd = [rank for rank, facts in enumerate(everyone) if facts.get(key) != ours.get(key)]
         if odd:
             return (
                 f"{key}: rank 0 has {ours.get(key)}, rank {listed(odd)} has"
-                f" {theirs[odd[0]].get(key)}; start every process with the same flags, data and"
+                f" {everyone[odd[0]].get(key)}; start every process with the same flags, data and"
                 " packages"
             )
-    raise AssertionError("digests differ, and facts do not")
+    return None

@@ -30,11 +30,9 @@ T = TypeVar("T")
 SERVED: dict[int, dist.TCPStore] = {}  # by port; DDP's reducer holds each to the end
 LIVENESS = "liveness requested"  # the key for which every rank has to answer
 FAILURE = "failure"  # the key of the failure that was reported first
-# The keys of a broadcast and of a barrier, by its number; see Store.
-broadcast_key = "broadcast/{}".format
-arrived_key = "arrived/{}".format
-all_arrived_key = "all arrived/{}".format
-FAILED = b"failed"  # the value of a key that others wait for, once it will not be written
+ALIVE = "alive"  # the roll of those that have answered
+FAILED = b"failed"  # the value of a point that will never be reached
+point_key, arrived_key = "point/{}".format, "arrived/{}".format  # by number; see Store
 FIRST_POLL_S = 0.01  # each pause is twice as long as the one before it
 OWN_FILES = 64  # open in a process besides its connections: some 25, and a data loader's
 CANCEL_S = 5.0  # for a wait whose time is over to return
@@ -71,20 +69,17 @@ class Place(NamedTuple):
     elsewhere: str | None = None  # the address of another machine
 
 
-NOWHERE = Place()
-
-
 @dataclass(eq=False)
 class Store:
     """The key-value store that all ranks share.
 
-    What a call costs does not depend on the number of ranks. All ranks make the same broadcasts and
-    barriers in the same order, and count them, so each knows the keys of the next:
+    What a call costs does not depend on the number of ranks. All ranks pass the same points in the
+    same order, barriers and broadcasts, and count them, so each knows the key of the next:
 
-        broadcast/N            what rank 0 decided, with its name; the others wait for it
-        arrived/N              how many ranks have come to barrier N
-        all arrived/N          written by the last of them; whoever waits for all waits for it
-        value/NAME/RANK        what rank 0 decides on; it reads all of them once all have arrived
+        point/N            once it is reached: by a barrier's last rank, or by rank 0, whose
+                           broadcast is the value; the others wait for it
+        arrived/N          how many ranks have come to barrier N
+        value/NAME/RANK    what rank 0 decides on; it reads all of them once all have arrived
 
     A wait is one call, however long it takes: a rank that fails writes FAILED where others wait.
     Calls raise RuntimeError when the store is gone or does not answer in time.
@@ -96,14 +91,13 @@ class Store:
     served_by_launcher: bool = False  # and ends with it; else with rank 0
     patience_s: float = 60.0  # how long one call may take
     hosts: list[str] = field(default_factory=list)  # on rank 0 each rank's `host_id`, once all met
-    place: Place = NOWHERE  # of this rank, once all have met
-    lost: list[int] = field(default_factory=list)  # the ranks that are known to be dead
+    place: Place = field(default_factory=Place)  # of this rank, once all have met
+    lost: list[int] = field(default_factory=list)  # the ranks that never came, or are dead
     unreachable = False  # whether the server or the link to it is dead; a copy starts anew
     heartbeat: Heartbeat | None = None  # from this rank's seat in the meeting on
-    signalled: float | None = None  # time.monotonic() when a stop signal came to this process
-    broadcasts: int = 0  # of rank 0, that this rank has received
-    received: dict[str, Any] = field(default_factory=dict)  # what they were, by name
-    arrivals: int = 0  # of this rank, at barriers
+    signalled: float | None = None  # time.monotonic() when a stop signal reached this process
+    points: int = 0  # that this rank has passed, or waits for
+    received: dict[str, Any] = field(default_factory=dict)  # rank 0's broadcasts, by name
 
     def host(self, rank: int) -> str:
         """Return the name of a rank's machine, which rank 0 knows."""
@@ -142,38 +136,41 @@ class Store:
         deadline = time.monotonic() + within_s
         while True:
             seconds = max(0.1, min(self.patience_s / 2, deadline - time.monotonic()))
-
-            def is_there(seconds: float = seconds) -> bool:
-                with contextlib.suppress(dist.DistStoreError):  # not written in time
-                    self.c10d.wait([key], timedelta(seconds=seconds))
-                    return True
-                return False
-
-            if self._within(seconds + CANCEL_S, is_there):
+            if self._within(seconds + CANCEL_S, partial(self._is_written, key, seconds)):
                 return True
             if time.monotonic() >= deadline:
                 return False
+
+    def _is_written(self, key: str, seconds: float) -> bool:
+        with contextlib.suppress(dist.DistStoreError):  # not in time
+            self.c10d.wait([key], timedelta(seconds=seconds))
+            return True
+        return False
+
+    def sign(self, roll: str) -> None:
+        """Add this rank to those that have signed the roll."""
+        self.call("append", roll, f"{self.rank} ")
+
+    def absent(self, roll: str) -> list[int]:
+        """Return the ranks that have not signed the roll, which this one has."""
+        signed = set(self.call("get", roll).split())
+        return [rank for rank in range(self.world_size) if b"%d" % rank not in signed]
 
     def broadcast_from_rank0(self, name: str, decide: Callable[[], Any]) -> Any:
         """Return on every rank what `decide` returns on rank 0, however long it takes.
 
         Raise as `raise_if_failed` does.
         """
-        key = broadcast_key(self.broadcasts)
+        key = point_key(self.points)
         if self.rank == 0:
-            sent = json.dumps([name, decide()])
-            found = self.call("compare_set", key, "", sent) if self.world_size > 1 else sent
+            found = self.call("compare_set", key, "", json.dumps([name, decide()]))
         else:
             self.wait(key)
             found = self.call("get", key)
-        return self.receive(name, found)
-
-    def receive(self, name: str, found: bytes | str) -> Any:
-        """Return the value of rank 0's next broadcast; raise as `raise_if_failed` does."""
         self._raise_if(found)
         sent, self.received[name] = json.loads(found)
         assert sent == name, f"rank {self.rank} is at {name!r}, rank 0 at {sent!r}"
-        self.broadcasts += 1
+        self.points += 1
         return self.received[name]
 
     def decide_for_all(
@@ -188,13 +185,13 @@ class Store:
         Raise as `raise_if_failed` does; PeerError if not all values are there `within_s`.
         """
         # A name may be used again, with the same keys: rank 0 has read them before it decides.
-        keys, barrier = [f"value/{name}/{rank}" for rank in range(self.world_size)], self.arrivals
-        self.set(keys[self.rank], [barrier, mine])
+        keys, point = [f"value/{name}/{rank}" for rank in range(self.world_size)], self.points
+        self.set(keys[self.rank], [point, mine])
         self.arrive()
 
         def gather() -> Any:
             if not self._wait_for_all(within_s):
-                late = [rank for rank, key in enumerate(keys) if not self._is_of(key, barrier)]
+                late = [rank for rank, key in enumerate(keys) if not self._is_of(key, point)]
                 raise PeerError(
                     f"no word of {name} from {self.who(late)} within {within_s:g} s; see what it"
                     " says, then start again"
@@ -203,61 +200,58 @@ class Store:
 
         return self.broadcast_from_rank0(name, gather)
 
-    def _is_of(self, key: str, barrier: int) -> bool:
-        """Return whether the value under `key` was written at that barrier, not at one before."""
-        return self.exists(key) and json.loads(self.call("get", key))[0] == barrier
+    def _is_of(self, key: str, point: int) -> bool:
+        """Return whether the value under `key` was written at that point, not at one before."""
+        return self.exists(key) and json.loads(self.call("get", key))[0] == point
 
     def barrier(self) -> None:
         """Return once every rank has arrived here; raise as `raise_if_failed` does."""
         self.arrive()
         self._wait_for_all()
 
-    def arrive(self, counts: bool = True) -> None:
-        """Be counted at the next barrier (not again, if not `counts`), and wait for nobody."""
-        if counts and self.call("add", arrived_key(self.arrivals), 1) == self.world_size:
-            self.call("compare_set", all_arrived_key(self.arrivals), "", "yes")
-        self.arrivals += 1
+    def arrive(self) -> None:
+        """Be counted at the next barrier, and wait for nobody."""
+        if self.call("add", arrived_key(self.points), 1) == self.world_size:
+            self.call("compare_set", point_key(self.points), "", "all arrived")
+        self.points += 1
 
     def _wait_for_all(self, within_s: float = math.inf) -> bool:
         """Return whether every rank arrived at this rank's last barrier within that time."""
-        key = all_arrived_key(self.arrivals - 1)
+        key = point_key(self.points - 1)
         if not self.wait(key, within_s):
             return False
         self._raise_if(self.call("get", key))
         return True
 
-    def _raise_if(self, found: bytes | str) -> None:
+    def _raise_if(self, found: bytes) -> None:
         """Raise as `raise_if_failed` does if it is FAILED."""
         if found == FAILED:
             self.raise_if_failed()
-            raise PeerError("this process has failed; see what it said before, then start again")
+            raise RuntimeError("the connection to the main address is gone")
 
     def end_waits(self) -> None:
-        """Write FAILED under the keys that others may wait for: the next broadcast and barrier."""
-        for key_of, number in (
-            (broadcast_key, self.broadcasts),
-            (all_arrived_key, max(0, self.arrivals - 1)),
-        ):
-            while self.call("compare_set", key_of(number), "", FAILED.decode()) != FAILED:
-                number += 1
+        """Write FAILED where others may wait: for the next point, or rank 0's word after it."""
+        number = max(0, self.points - 1)
+        while self.call("compare_set", point_key(number), "", FAILED.decode()) != FAILED:
+            number += 1
+        self.call("compare_set", point_key(number + 1), "", FAILED.decode())
 
     def close(self) -> None:
         """Leave once every rank is done; the one that serves the store leaves last."""
         self.barrier()
         self.shutdown()
 
-    def shutdown(self, patience_s: float = 5, all_met: bool = True) -> None:
-        """Leave the store; rank 0, which may serve it, waits until all that came left or are lost.
+    def shutdown(self, patience_s: float = 5) -> None:
+        """Leave the store; rank 0, which may serve it, waits until the others left or are lost.
 
-        It waits `patience_s` at most. Without `all_met`, only some ranks have come.
+        It waits `patience_s` at most.
         """
         if self.heartbeat:
             self.heartbeat.stop()
         with contextlib.suppress(RuntimeError):  # the store is gone: nobody needs rank 0
             self.call("add", "left", 1)
             if self.rank == 0:
-                came = self.world_size if all_met else self.call("add", arrived_key(0), 0)
-                leaving = came - len(self.lost)
+                leaving = self.world_size - len(self.lost)
                 poll(lambda: self.call("add", "left", 0) >= leaving, patience_s)
 
     def report_failure(self, message: str, code: int) -> dict[str, Any] | None:
@@ -278,23 +272,19 @@ class Store:
         return None
 
     def raise_if_failed(self) -> None:
-        """Raise FailedElsewhere if another rank has reported its failure, PeerError if one died."""
-        failure = self.failure()
-        if failure and failure["rank"] != self.rank:
-            raise FailedElsewhere(failure["message"], failure["code"])
-        if self.heartbeat and (silent := self.heartbeat.silent):
-            raise self._no_sign_of(silent)
+        """Raise FailedElsewhere if another rank has reported its failure, PeerError if this one."""
+        if failure := self.failure():
+            self.lost = failure["lost"]
+            mine = failure["rank"] == self.rank  # as its heartbeat does, of a lost rank
+            raise (PeerError if mine else FailedElsewhere)(failure["message"], failure["code"])
 
-    def name_silent(self, ranks: list[int]) -> None:
+    def report_silent(self, ranks: list[int]) -> None:
         """Report that these ranks have died in silence; called in the heartbeat's thread."""
         assert self.heartbeat
         self.lost = ranks
-        error = self._no_sign_of(ranks)
+        error = self.lost_contact(ranks, f"no sign of life for {self.patience_s:g} s")
         # The main thread may be waiting on the other connection.
         replace(self, c10d=self.heartbeat.store).report_failure(str(error), error.code)
-
-    def _no_sign_of(self, ranks: list[int]) -> PeerError:
-        return self.lost_contact(ranks, f"no sign of life for {self.patience_s:g} s")
 
     def lost_contact(self, lost: list[int], why: str, more: str = "") -> PeerError:
         """Return the error that names the lost ranks; `more` follows its advice."""
@@ -310,40 +300,28 @@ class Store:
         """Request an answer from every rank, and answer for this one."""
         with contextlib.suppress(RuntimeError):
             self.set(LIVENESS, True)
-            self.call("append", "alive", f"{self.rank} ")
+            self.sign(ALIVE)
 
     def find_dead_ranks(self, patience_s: float = 1.5) -> list[int]:
         """Return the ranks that do not answer after a connection broke.
 
-        Every survivor has to call this at about the same time; the first of them searches for all.
-        A failure that a rank reports ends the search: it says which ranks are lost.
+        Every survivor has to call this at about the same time. Many ranks on few cores answer one
+        after the other, so a rank waits until no more answers arrive, or until another rank reports
+        a failure, which says which ranks are lost.
         """
         self.patience_s = min(self.patience_s, 3.0)  # the time-out has passed already
         self.request_liveness()
+        deadline, before, silent = time.monotonic() + SEARCH_S, None, list[int]()
         try:
-            if self.call("compare_set", "searches", "", str(self.rank)) == b"%d" % self.rank:
-                self.set("dead", self._search(patience_s))
-            found = self.wait("dead", patience_s + SEARCH_S)
-            self.lost = json.loads(self.call("get", "dead")) if found else []
+            while silent != before and time.monotonic() < deadline:
+                if self.wait(FAILURE, patience_s / 2):
+                    silent = json.loads(self.call("get", FAILURE))["lost"]
+                    break
+                before, silent = silent, self.absent(ALIVE)
+            self.lost = silent
         except RuntimeError:
             self.lost = [] if self.served_by_launcher else [0]
         return self.lost
-
-    def _search(self, patience_s: float) -> list[int]:
-        """Return the ranks that have not answered once no more answers come, or a failure's `lost`.
-
-        Many ranks on few cores answer one after the other.
-        """
-        deadline, before, answered = time.monotonic() + SEARCH_S, b"nobody", b""
-        while answered != before and time.monotonic() < deadline:
-            before = answered
-            if poll(lambda: self.exists(FAILURE), patience_s / 2):
-                break
-            answered = self.call("get", "alive")
-        if failed := self.failure():
-            return failed["lost"]
-        alive = set(answered.split())
-        return [rank for rank in range(self.world_size) if b"%d" % rank not in alive]
 
 
 def listed(ranks: Iterable[int]) -> str:
@@ -386,26 +364,38 @@ def allow_open_files(world_size: int, serve: bool) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
-def open_store(
+def serve_store(port: int, timeout_s: float) -> dist.TCPStore:
+    """Serve the store on `port` until this process ends. Raise UsageError if the port is in use."""
+    if port not in SERVED:  # else this process trains for a second time
+        why = why_port_is_taken(port)  # TCPStore would retry in C++, and print warnings
+        try:
+            if not why:
+                # It connects to itself at localhost, whatever address the others know it by.
+                SERVED[port] = _tcp_store("localhost", port, timeout_s, is_master=True)
+        except RuntimeError as error:
+            why = reason(error)
+        if why:
+            raise UsageError(
+                f"port {port}: cannot be opened here ({why}); stop the program that uses it, or"
+                " give every process another port"
+            )
+    return SERVED[port]
+
+
+def connect_to_store(
     host: str,
     port: int,
-    *,
-    serve: bool,
     timeout_s: float,
     who: str,
     fix: str,
-    on_wait: Callable[[str], object] = bool,
+    on_wait: Callable[[str], object] | None,
 ) -> dist.TCPStore:
-    """Serve the store on `port`, or connect to the one at `host`:`port`.
+    """Return the store at `host`:`port`; `on_wait` is called with a line after each failed attempt.
 
-    Plain sockets try first: TCPStore retries in C++, and prints warnings as it does. `on_wait` is
-    called with a line after each attempt. Raise UsageError if the port to serve on is in use,
-    PeerError if nobody answers (the error ends with `fix`), or something that is no store.
+    Raise PeerError if nobody answers (the error ends with `fix`), or something that is no store.
     """
-    if serve and port in SERVED:  # by this process, which trains for a second time
-        return SERVED[port]
     deadline = time.monotonic() + timeout_s
-    while not serve:
+    while True:
         left = max(0.1, min(5.0, deadline - time.monotonic()))
         try:
             with socket.create_connection((host, port), timeout=left):
@@ -416,25 +406,18 @@ def open_store(
                     f"{host}:{port}: {who} reached nobody there within {timeout_s:g} s ("
                     f"{reason(error)}); {fix}"
                 ) from None
-        on_wait(waiting(deadline, f"rank 0 at {host}:{port}"))
+        if on_wait:
+            on_wait(waiting(deadline, f"rank 0 at {host}:{port}"))
         time.sleep(min(0.2, left))
-    if not (why := why_port_is_taken(port) if serve else ""):
-        # A server connects to itself at localhost, whatever address the others know it by.
-        place, timeout = "localhost" if serve else host, timedelta(seconds=timeout_s)
-        store = partial(dist.TCPStore, place, port, is_master=serve, timeout=timeout)
-        try:  # TCPStore's own time-out comes first, unless what answers is no store
-            opened = with_deadline(lambda: store(wait_for_workers=False), timeout_s + 1)
-            if serve:
-                SERVED[port] = opened
-            return opened
-        except (RuntimeError, TimeoutError) as error:
-            why = reason(error)
-    if serve:
-        raise UsageError(
-            f"port {port}: cannot be opened here ({why}); stop the program that uses it, or give"
-            " every process another port"
-        )
-    raise PeerError(
-        f"{host}:{port}: {who} found something there that is not rank 0 ({why});"
-        " is the address right, is the port used by another program?"
-    )
+    try:  # TCPStore's own time-out comes first, unless what answers is no store
+        return with_deadline(partial(_tcp_store, host, port, timeout_s), timeout_s + 1)
+    except (RuntimeError, TimeoutError) as error:
+        raise PeerError(
+            f"{host}:{port}: {who} found something there that is not rank 0 ({reason(error)});"
+            " is the address right, is the port used by another program?"
+        ) from None
+
+
+def _tcp_store(host: str, port: int, timeout_s: float, is_master: bool = False) -> dist.TCPStore:
+    timeout = timedelta(seconds=timeout_s)
+    return dist.TCPStore(host, port, is_master=is_master, timeout=timeout, wait_for_workers=False)
