@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from ddp_mnist.cluster import rendezvous
 from ddp_mnist.cluster.failures import first_cause, propagate_first_error
-from ddp_mnist.cluster.heartbeat import BEAT_S, Heartbeat, meeting_beat_s
+from ddp_mnist.cluster.heartbeat import BEAT_S, Heartbeat
 from ddp_mnist.cluster.launch import Launch, find_launch
 from ddp_mnist.cluster.local_world import LocalWorld, free_port, run_world
 from ddp_mnist.cluster.rendezvous import Seat, check_same, meet
@@ -43,6 +43,7 @@ def meet_as(ranks: list[int], world_sizes: list[int], host: str = "127.0.0.1") -
     Path(f"started-{number}").touch()
     while len(list(Path().glob("started-*"))) < len(ranks):
         time.sleep(0.01)  # starting a process takes long where others use the machine too
+    os.getpid = lambda: 7  # as it may be in each of several containers
     started = time.monotonic()
     try:
         store = meet(place(ranks[number], world_sizes[number], port, host), TIMEOUT_S)
@@ -69,7 +70,7 @@ def test_processes_meet_and_know_where_each_runs(host: str, tmp_path: Path) -> N
 
 def test_each_rank_gets_a_place_on_its_machine_and_the_address_of_another() -> None:
     where = [("a", "10.0.0.1"), ("b", None), ("a", None), ("c", "10.0.0.3"), ("b", "10.0.0.2")]
-    places = rendezvous._places([Seat("token", 5, *each) for each in where])
+    places = rendezvous._places([Seat("token", *each) for each in where])
     assert [each.index_here for each in places] == [0, 0, 1, 0, 1]
     assert [each.ranks_here for each in places] == [2, 2, 2, 1, 2]
     assert [each.address for each in places] == [address for _, address in where]
@@ -182,11 +183,12 @@ def test_fault_15_a_port_that_is_taken_is_named_at_once(stranger: int) -> None:
 
 def test_two_processes_with_one_rank(tmp_path: Path) -> None:
     outcomes = meetings([0, 1, 1], [3, 3, 3], tmp_path)
-    [second] = [error for error, _ in outcomes if isinstance(error, UsageError)]
-    assert "another process came with rank 1 before this one" in str(second)
-    assert "a rank of its own, 0 to 2" in str(second)
-    # those that were there before go on waiting for the rank that is missing
-    others = [error for error, _ in outcomes if error is not second]
+    [first] = [error for error, _ in outcomes if isinstance(error, UsageError)]
+    assert "another process came with rank 1 after this one" in str(first)
+    assert "a rank of its own, 0 to 2" in str(first)
+    assert first.agreed  # so it is printed
+    # the second may replace the first, so the others go on waiting for the rank that is missing
+    others = [error for error, _ in outcomes if error is not first]
     assert [error.code for error in others] == [6, 6]
     assert all("2 of 3 processes came" in str(error) for error in others)
 
@@ -312,7 +314,6 @@ def test_a_thread_beats_until_its_rank_leaves() -> None:
     zero.heartbeat, one.heartbeat = hearts
     for heart in hearts:
         heart.start()
-        heart.watch()
     keys = ["beat/0", "beat/1"]
     wait_until(lambda: min(map(int, store.multi_get(keys))) > 2 * hearts[0].misses)
     assert zero.failure() is None
@@ -331,7 +332,6 @@ def test_few_beats_and_time_to_name_the_lost_rank() -> None:
         heart = Heartbeat(dist.HashStore(), 0, 2, timeout_s, when_silent=print)
         assert heart.misses * heart.every_s == pytest.approx(timeout_s)  # never before
         assert 0.04 <= heart.every_s <= min(BEAT_S, timeout_s / 5)
-        assert meeting_beat_s(timeout_s) <= 2
 
 
 # --- The store, which threads share
@@ -570,7 +570,6 @@ class Comes(NamedTuple):
     restarts: int = 0  # that its own launcher counted
     twice: bool = False
     host: str | None = None  # another than this machine
-    pid: int = 0  # in a container
     waits_s: float = 15
 
 
@@ -588,8 +587,6 @@ def come(size: int, *places: Comes) -> Any:
     launch, tokens = find_launch(Distribution(), os.environ | said), []
     if this.host:
         rendezvous.host_id = lambda: this.host or ""
-    if this.pid:
-        os.getpid = lambda: this.pid
     try:
         for _ in range(1 + this.twice):
             store = meet(launch, this.waits_s)
@@ -622,7 +619,7 @@ def test_restarted_processes_meet_whatever_each_launcher_counted(
     come_together: Callable[..., list[Any]],
 ) -> None:
     """A launcher counts its own restarts alone, and one that joins later begins at 0."""
-    killed = come_together(2, Comes(0, dies_after_s=1), Comes(1, dies_after_s=1))
+    killed = come_together(2, Comes(0, dies_after_s=0.6), Comes(1, dies_after_s=0.6))
     assert [type(each) for each in killed] == [ConnectionError] * 2
     ranks = [Comes(0, 0.3, restarts=1), Comes(1)], [Comes(0, restarts=1), Comes(1, 0.3, restarts=2)]
     for places in ranks:
@@ -644,7 +641,7 @@ def test_a_process_takes_the_place_of_a_dead_one_while_others_wait(
     rank: int, come_together: Callable[..., list[Any]]
 ) -> None:
     dies, waits = Comes(rank, dies_after_s=0.5), Comes(1 - rank)
-    died, *met = come_together(3, dies, waits, Comes(rank, 1.0, restarts=1), Comes(2, 7))
+    died, *met = come_together(3, dies, waits, Comes(rank, 0.8, restarts=1), Comes(2, 1.2))
     assert isinstance(died, ConnectionError)
     assert len(met) == 3
     assert len(set(met[0][0])) == 3
@@ -652,8 +649,8 @@ def test_a_process_takes_the_place_of_a_dead_one_while_others_wait(
 
 def test_a_second_process_of_a_rank_is_told_so(come_together: Callable[..., list[Any]]) -> None:
     """After all have met it waits for the next meeting, as a restarted one has to."""
-    works = [Comes(rank, dies_after_s=6) for rank in range(2)]
-    *_, second = come_together(2, *works, Comes(1, 2, waits_s=1))
+    works = [Comes(rank, dies_after_s=3) for rank in range(2)]
+    *_, second = come_together(2, *works, Comes(1, 1, waits_s=1))
     assert str(second).startswith("127.0.0.1:")
     assert "rank 0 did not come to meet this one within 1 s; see what the others" in str(second)
     assert str(second).endswith("; a meeting is over: is there a second rank 1?")
@@ -668,12 +665,3 @@ def test_of_a_meeting_that_was_never_complete_the_dead_refuse_nobody(
     [one], [zero] = come_together(2, Comes(1, restarts=1), Comes(0, 1.5, restarts=1))
     assert len(set(one)) == 2
     assert one == zero
-
-
-def test_a_second_process_in_a_container_of_its_own_is_refused(
-    come_together: Callable[..., list[Any]],
-) -> None:
-    """Containers on one host may share its name and network, and each numbers its processes."""
-    waits = [Comes(rank, dies_after_s=5, pid=7) for rank in range(2)]
-    *_, second = come_together(3, *waits, Comes(1, 1.5, pid=7))
-    assert "another process came with rank 1 before this one; give each" in str(second)

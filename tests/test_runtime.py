@@ -222,7 +222,7 @@ def test_set_threads(
 def test_local_rank_and_ranks_on_a_machine(
     launch: Launch, hosts: str, expected: tuple[int, int]
 ) -> None:
-    seats = [Seat("token", launch.world_size, host, None) for host in hosts]
+    seats = [Seat("token", host, None) for host in hosts]
     place = _places(seats)[launch.rank]
     assert (choose_local_rank(launch, place), place.ranks_here) == expected
 

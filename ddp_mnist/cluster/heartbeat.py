@@ -7,24 +7,14 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-# While ranks still meet, two beats tell a process whether another one with its rank is alive.
-MEETING_BEAT_S = 2.0
-# Later a rank beats this often, or five times in a shorter --dist-timeout. That is also how long
-# after --dist-timeout a lost rank is noticed at the latest; 2 s are left to end the run.
+# A rank beats this often, or five times in a shorter --dist-timeout. That is also how long after
+# --dist-timeout a lost rank is noticed at the latest; 2 s are left to end the run.
 BEAT_S = 8.0
 beat_key = "beat/{}".format  # of a rank
 
 
-def meeting_beat_s(timeout_s: float) -> float:
-    """Return the seconds between two beats until all ranks have met."""
-    return min(MEETING_BEAT_S, timeout_s / 4)
-
-
 class Heartbeat(threading.Thread):
     """A thread that increments a key of this rank, and notices whose key no longer changes.
-
-    It beats from when its rank joins the meeting, so that a second process of that rank sees
-    whether the first one is alive; it watches the others once all have met.
 
     It beats while the main thread decodes, imports or compiles; a C function that keeps Python's
     lock for all of `timeout_s` would stop it, as a kill or SIGSTOP does. Rank 0 watches all the
@@ -40,7 +30,7 @@ class Heartbeat(threading.Thread):
         timeout_s: float,
         when_silent: Callable[[list[int]], None],
     ) -> None:
-        """Make the first beat, which must be there before another rank's thread looks.
+        """Make the first beat, which must be there before another rank's thread looks for it.
 
         `when_silent` is called once, in the thread, with the ranks that have not beaten for
         `timeout_s`, or up to one beat more.
@@ -48,23 +38,12 @@ class Heartbeat(threading.Thread):
         super().__init__(name="heartbeat", daemon=True)
         self.rank, self.when_silent = rank, when_silent
         self.misses = max(5, math.ceil(timeout_s / BEAT_S))  # after which a rank is lost
-        self.every_s, self.meeting_s = timeout_s / self.misses, meeting_beat_s(timeout_s)
+        self.every_s = timeout_s / self.misses
         self.watched = range(1, world_size) if rank == 0 else [0]
         # A connection of its own: the main thread may be waiting on the other one.
         self.store = store.clone()
-        self.count = 0
-        self.all_met, self.ended = threading.Event(), threading.Event()
+        self.count, self.ended = 0, threading.Event()
         self.beat()
-
-    def watch(self) -> None:
-        """Begin to watch the others, all of which have made their first beat."""
-        self.all_met.set()
-
-    def stop(self) -> None:
-        """Return once the thread has ended, or after a second: a dead connection may hold it."""
-        self.ended.set()
-        if self.is_alive() and self is not threading.current_thread():
-            self.join(1.0)
 
     def beat(self) -> None:
         """Show that this rank is alive."""
@@ -73,12 +52,8 @@ class Heartbeat(threading.Thread):
 
     def run(self) -> None:
         """Beat, and watch the others, until this rank stops or another one is lost."""
+        before, missed = list[bytes](), dict.fromkeys(self.watched, 0)
         with contextlib.suppress(RuntimeError):  # the store is gone; the next wait will notice
-            while not self.all_met.is_set():
-                if self.ended.wait(self.meeting_s):
-                    return
-                self.beat()
-            before, missed = list[bytes](), dict.fromkeys(self.watched, 0)
             while not self.ended.wait(self.every_s):
                 self.beat()
                 beats = self.store.multi_get([beat_key(rank) for rank in self.watched])
@@ -88,3 +63,9 @@ class Heartbeat(threading.Thread):
                 if silent := [rank for rank in missed if missed[rank] >= self.misses]:
                     self.when_silent(silent)
                     return
+
+    def stop(self) -> None:
+        """Return once the thread has ended, or after a second: a dead connection may hold it."""
+        self.ended.set()
+        if self.is_alive() and self is not threading.current_thread():
+            self.join(1.0)

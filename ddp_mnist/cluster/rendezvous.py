@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from ddp_mnist.cluster.failures import first_cause
-from ddp_mnist.cluster.heartbeat import Heartbeat, beat_key, meeting_beat_s
+from ddp_mnist.cluster.heartbeat import Heartbeat
 from ddp_mnist.cluster.interfaces import address_towards, is_own
 from ddp_mnist.cluster.launch import CAN_JOIN, Launch
 from ddp_mnist.cluster.store import (
@@ -23,7 +23,6 @@ from ddp_mnist.cluster.store import (
     listed,
     name_of,
     point_key,
-    poll,
     serve_store,
     waiting,
 )
@@ -35,11 +34,13 @@ MEETINGS = "meetings"  # the key that counts them
 OPEN = "open"  # the key of a meeting that rank 0 has begun; its value is the world size
 HERE = "here"  # the roll of those that have come
 seat_key, place_key = "seat/{}".format, "place/{}".format  # of a rank
-ALL_HERE, VERDICT = point_key(0), point_key(1)  # rank 0 says whether all met, or moved on
+# Rank 0 then says whether all met here, in a broadcast of this name.
+ALL_HERE, VERDICT, MET = point_key(0), point_key(1), "met"
 GRACE_S = 0.5  # for rank 0, which started a moment later, to say who is missing
-LOOK_S = 1.0  # between two looks for who is missing, with `on_wait`
+# Between two looks at one's seat, and with `on_wait` for who is missing; at most a quarter of the
+# time-out.
+LOOK_S = 2.0
 LATE_S = 5.0  # for rank 0 to say that all met, after the last one came just in time
-MET = "met"  # the name of its first broadcast
 BY_LAUNCHER = f"see what the others say, then start again; if machines join or leave, {CAN_JOIN}"
 
 
@@ -58,7 +59,6 @@ class Seat(NamedTuple):
     """What one rank tells the others when it joins a meeting."""
 
     token: str  # unique to this process and this call of `meet`
-    size: int  # the world size that it was given
     host: str
     address: str | None  # of its machine, towards rank 0's
 
@@ -66,7 +66,7 @@ class Seat(NamedTuple):
 def meet(launch: Launch, timeout_s: float, on_wait: Callable[[str], object] | None = None) -> Store:
     """Return the store once every process, or machine, has written there where it runs.
 
-    `on_wait` is called about once a second with a line that says who is missing. Raise PeerError if
+    `on_wait` is called every other second with a line that says who is missing. Raise PeerError if
     not all meet within `timeout_s`, UsageError if the main port is in use, two have the same rank
     or they were given different world sizes, FailedElsewhere if another rank reports one of these.
     """
@@ -88,7 +88,7 @@ def meet(launch: Launch, timeout_s: float, on_wait: Callable[[str], object] | No
         who = f"{unit.called} {rank} of {size}"
         c10d = connect_to_store(host, port, timeout_s, who, fix, on_wait)
     lobby = Store(dist.PrefixStore(unit.name, c10d), rank, size, launch.agent_store, timeout_s)
-    seat = Seat(uuid.uuid4().hex, size, host_id(), address_towards(host, port))
+    seat = Seat(uuid.uuid4().hex, host_id(), address_towards(host, port))
     where, deadline, number = f"{host}:{port}", time.monotonic() + timeout_s, 0
     try:
         while True:
@@ -130,67 +130,30 @@ class Meeting:
 
         Before it raises, this rank tells the others why it leaves.
         """
-        store = self.store
+        store, called = self.store, self.unit.called
         if store.rank == 0:
-            store.set(OPEN, self.seat.size)
+            store.set(OPEN, store.world_size)
         elif not store.wait(OPEN, self.deadline - time.monotonic()):
-            called, fix = self.unit.called, "start it, or check that it uses this address"
+            fix = self._fix("start it, or check that it uses this address")
             again = f"; a meeting is over: is there a second {called} {store.rank}?"
             raise PeerError(
                 f"{self.where}: {called} 0 did not come to meet this one within"
-                f" {store.patience_s:g} s; {self._fix(fix)}{again if self.number > 1 else ''}"
+                f" {store.patience_s:g} s; {fix}{again if self.number > 1 else ''}"
             )
         elif store.exists(VERDICT):
             return False
-        heartbeat = self._take_seat()
+        store.set(seat_key(store.rank), self.seat)
         try:
             self._refuse_other_size()
-            met = self._come_together()
+            return self._come_together()
         except DdpMnistError as error:
+            if error.agreed:
+                raise
             cause = first_cause(store, error)
             if store.rank == 0:  # which waits for the others, to tell them
                 store.lost = store.absent(HERE)
             store.shutdown()
             raise cause from None
-        except BaseException:
-            heartbeat.stop()  # else its seat would look taken
-            raise
-        if met:
-            heartbeat.watch()
-        else:
-            heartbeat.stop()
-        return met
-
-    def _take_seat(self) -> Heartbeat:
-        """Take this rank's seat, or that of a dead process, and begin to beat.
-
-        Raise UsageError if a living process has the seat.
-        """
-        store, mine, left = self.store, json.dumps(self.seat), ""
-        while (
-            taken := store.call("compare_set", seat_key(store.rank), left, mine)
-        ) != mine.encode():
-            self._refuse_if_alive()
-            left = taken.decode()
-        store.heartbeat = Heartbeat(
-            store.c10d, store.rank, store.world_size, store.patience_s, store.report_silent
-        )
-        store.heartbeat.start()
-        return store.heartbeat
-
-    def _refuse_if_alive(self) -> None:
-        """Raise UsageError if another process of this rank beats, within the time of two beats."""
-        store, key = self.store, beat_key(self.store.rank)
-
-        def beat() -> bytes:
-            return store.call("get", key) if store.exists(key) else b""
-
-        before, name = beat(), self.unit.name
-        if poll(lambda: beat() != before, 2 * meeting_beat_s(store.patience_s)):
-            raise UsageError(
-                f"{self.where}: another {name} came with rank {store.rank} before this one;"
-                f" give each {name} a rank of its own, 0 to {store.world_size - 1}"
-            )
 
     def _refuse_other_size(self) -> None:
         """Raise UsageError if rank 0 was given another world size.
@@ -198,7 +161,7 @@ class Meeting:
         Processes of a launcher are not checked: it gave them theirs, and what rank 0 wrote may be
         from before a restart.
         """
-        store, mine = self.store, self.seat.size
+        store, mine = self.store, self.store.world_size
         size = mine if store.served_by_launcher else json.loads(store.call("get", OPEN))
         if size != mine:
             raise UsageError(
@@ -207,8 +170,11 @@ class Meeting:
             )
 
     def _come_together(self) -> bool:
-        """Wait for all, and for this rank's place, which rank 0 gives it."""
+        """Wait for all, and for this rank's place, which rank 0 gives to the one in its seat."""
         store = self.store
+        heartbeat = Heartbeat(
+            store.c10d, store.rank, store.world_size, store.patience_s, store.report_silent
+        )
         store.sign(HERE)
         if not store.absent(HERE):
             store.call("compare_set", ALL_HERE, "", "all came")
@@ -222,11 +188,15 @@ class Meeting:
         if not store.broadcast_from_rank0(MET, lambda: True):
             return False
         token, place = json.loads(store.call("get", place_key(store.rank)))
-        store.place = Place(*place)
-        return token == self.seat.token  # else it took over a dead process's seat too late
+        if token != self.seat.token:
+            self._refuse_second()
+            return False  # it took the seat of a dead process too late
+        store.place, store.heartbeat = Place(*place), heartbeat
+        heartbeat.start()
+        return True
 
     def _give_places(self) -> None:
-        store, ranks = self.store, range(self.seat.size)
+        store, ranks = self.store, range(self.store.world_size)
         found = store.call("multi_get", [seat_key(rank) for rank in ranks])
         seats = [Seat(*json.loads(each)) for each in found]
         store.hosts = [seat.host for seat in seats]
@@ -241,9 +211,11 @@ class Meeting:
         missing then, the last one has just come.
         """
         store, called = self.store, self.unit.called
+        look_s = min(LOOK_S, store.patience_s / 4)
         while (left := deadline - time.monotonic()) > 0:
-            if store.wait(key, min(LOOK_S, left) if self.on_wait else left):
+            if store.wait(key, min(look_s, left)):
                 return
+            self._refuse_second()
             if self.on_wait and (missing := store.absent(HERE)):
                 self.on_wait(waiting(deadline, f"{called} {listed(missing)}"))
         missing = store.absent(HERE)
@@ -255,6 +227,20 @@ class Meeting:
         note = ", which is none of this machine's own" if foreign else ""
         fix = self._fix(f"start them, or check that they use this address{note}")
         raise PeerError(f"{self.where}: {came} within {store.patience_s:g} s{lost}; {fix}")
+
+    def _refuse_second(self) -> None:
+        """Raise UsageError if another process of this rank has taken its seat.
+
+        It may be meant to replace this one. So the others are not told, and go on waiting.
+        """
+        store, name = self.store, self.unit.name
+        if json.loads(store.call("get", seat_key(store.rank)))[0] != self.seat.token:
+            error = UsageError(
+                f"{self.where}: another {name} came with rank {store.rank} after this one;"
+                f" give each {name} a rank of its own, 0 to {store.world_size - 1}"
+            )
+            error.agreed = True
+            raise error
 
     def _fix(self, by_hand: str) -> str:
         """Return what to do about missing ranks: by hand, unless a launcher starts them."""

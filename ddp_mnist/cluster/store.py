@@ -94,7 +94,7 @@ class Store:
     place: Place = field(default_factory=Place)  # of this rank, once all have met
     lost: list[int] = field(default_factory=list)  # the ranks that never came, or are dead
     unreachable = False  # whether the server or the link to it is dead; a copy starts anew
-    heartbeat: Heartbeat | None = None  # from this rank's seat in the meeting on
+    heartbeat: Heartbeat | None = None  # from this rank's meeting on
     signalled: float | None = None  # time.monotonic() when a stop signal reached this process
     points: int = 0  # that this rank has passed, or waits for
     received: dict[str, Any] = field(default_factory=dict)  # rank 0's broadcasts, by name
@@ -251,8 +251,11 @@ class Store:
         with contextlib.suppress(RuntimeError):  # the store is gone: nobody needs rank 0
             self.call("add", "left", 1)
             if self.rank == 0:
-                leaving = self.world_size - len(self.lost)
-                poll(lambda: self.call("add", "left", 0) >= leaving, patience_s)
+                leaving, pause_s = self.world_size - len(self.lost), FIRST_POLL_S
+                deadline = time.monotonic() + patience_s
+                while self.call("add", "left", 0) < leaving and time.monotonic() < deadline:
+                    time.sleep(pause_s)
+                    pause_s *= 2
 
     def report_failure(self, message: str, code: int) -> dict[str, Any] | None:
         """Record this rank's error as the run's. Return None, or the one that came before it."""
@@ -332,18 +335,6 @@ def listed(ranks: Iterable[int]) -> str:
 def waiting(deadline: float, who: str) -> str:
     """Return the words for a wait until the `deadline`, of time.monotonic()."""
     return f"waiting up to {max(0, deadline - time.monotonic()):.0f} s for {who} ..."
-
-
-def poll(is_so: Callable[[], bool], within_s: float) -> bool:
-    """Return whether `is_so` becomes true within that time; look less and less often."""
-    deadline, pause_s = time.monotonic() + within_s, FIRST_POLL_S
-    while not is_so():
-        left = deadline - time.monotonic()
-        if left <= 0:
-            return False
-        time.sleep(min(pause_s, left))
-        pause_s *= 2
-    return True
 
 
 def allow_open_files(world_size: int, serve: bool) -> None:
