@@ -310,8 +310,7 @@ def test_fault_36_a_rank_that_works_is_waited_for_and_one_that_dies_is_named(
 def test_a_thread_beats_until_its_rank_leaves() -> None:
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     zero, one = (Store(store, rank, 2, patience_s=0.4) for rank in range(2))
-    hearts = [Heartbeat(store, s.rank, 2, 0.4, when_silent=s.report_silent) for s in (zero, one)]
-    zero.heartbeat, one.heartbeat = hearts
+    zero.heartbeat, one.heartbeat = hearts = [Heartbeat(each) for each in (zero, one)]
     for heart in hearts:
         heart.start()
     keys = ["beat/0", "beat/1"]
@@ -329,7 +328,7 @@ def test_a_thread_beats_until_its_rank_leaves() -> None:
 
 def test_few_beats_and_time_to_name_the_lost_rank() -> None:
     for timeout_s in (0.4, 8, 60, 80, 100, 300, 3600):
-        heart = Heartbeat(dist.HashStore(), 0, 2, timeout_s, when_silent=print)
+        heart = Heartbeat(Store(dist.HashStore(), 0, 2, patience_s=timeout_s))
         assert heart.misses * heart.every_s == pytest.approx(timeout_s)  # never before
         assert 0.04 <= heart.every_s <= min(BEAT_S, timeout_s / 5)
 

@@ -172,9 +172,7 @@ class Meeting:
     def _come_together(self) -> bool:
         """Wait for all, and for this rank's place, which rank 0 gives to the one in its seat."""
         store = self.store
-        heartbeat = Heartbeat(
-            store.c10d, store.rank, store.world_size, store.patience_s, store.report_silent
-        )
+        heartbeat = Heartbeat(store)
         store.sign(HERE)
         if not store.absent(HERE):
             store.call("compare_set", ALL_HERE, "", "all came")

@@ -10,9 +10,10 @@ import math
 import platform
 import resource
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
-from ddp_mnist.cluster.heartbeat import Heartbeat
 from ddp_mnist.cluster.interfaces import why_port_is_taken
 from ddp_mnist.errors import FailedElsewhere, PeerError, UsageError, reason
 from ddp_mnist.system.deadline import with_deadline
@@ -31,9 +31,8 @@ SERVED: dict[int, dist.TCPStore] = {}  # by port; DDP's reducer holds each to th
 LIVENESS = "liveness requested"  # the key for which every rank has to answer
 FAILURE = "failure"  # the key of the failure that was reported first
 ALIVE = "alive"  # the roll of those that have answered
-FAILED = b"failed"  # the value of a point that will never be reached
+FAILED = "failed"  # the value of a point that will never be reached
 point_key, arrived_key = "point/{}".format, "arrived/{}".format  # by number; see Store
-FIRST_POLL_S = 0.01  # each pause is twice as long as the one before it
 OWN_FILES = 64  # open in a process besides its connections: some 25, and a data loader's
 CANCEL_S = 5.0  # for a wait whose time is over to return
 SEARCH_S = 6.0  # the longest search for dead ranks
@@ -94,7 +93,8 @@ class Store:
     place: Place = field(default_factory=Place)  # of this rank, once all have met
     lost: list[int] = field(default_factory=list)  # the ranks that never came, or are dead
     unreachable = False  # whether the server or the link to it is dead; a copy starts anew
-    heartbeat: Heartbeat | None = None  # from this rank's meeting on
+    left: threading.Event = field(default_factory=threading.Event)  # set once this rank left
+    heartbeat: threading.Thread | None = None  # runs from when all have met until this rank leaves
     signalled: float | None = None  # time.monotonic() when a stop signal reached this process
     points: int = 0  # that this rank has passed, or waits for
     received: dict[str, Any] = field(default_factory=dict)  # rank 0's broadcasts, by name
@@ -225,16 +225,16 @@ class Store:
 
     def _raise_if(self, found: bytes) -> None:
         """Raise as `raise_if_failed` does if it is FAILED."""
-        if found == FAILED:
+        if found == FAILED.encode():
             self.raise_if_failed()
             raise RuntimeError("the connection to the main address is gone")
 
     def end_waits(self) -> None:
         """Write FAILED where others may wait: for the next point, or rank 0's word after it."""
         number = max(0, self.points - 1)
-        while self.call("compare_set", point_key(number), "", FAILED.decode()) != FAILED:
+        while self.call("compare_set", point_key(number), "", FAILED) != FAILED.encode():
             number += 1
-        self.call("compare_set", point_key(number + 1), "", FAILED.decode())
+        self.call("compare_set", point_key(number + 1), "", FAILED)
 
     def close(self) -> None:
         """Leave once every rank is done; the one that serves the store leaves last."""
@@ -246,12 +246,13 @@ class Store:
 
         It waits `patience_s` at most.
         """
+        self.left.set()
         if self.heartbeat:
-            self.heartbeat.stop()
+            self.heartbeat.join(1.0)  # a dead connection may hold it
         with contextlib.suppress(RuntimeError):  # the store is gone: nobody needs rank 0
             self.call("add", "left", 1)
             if self.rank == 0:
-                leaving, pause_s = self.world_size - len(self.lost), FIRST_POLL_S
+                leaving, pause_s = self.world_size - len(self.lost), 0.01
                 deadline = time.monotonic() + patience_s
                 while self.call("add", "left", 0) < leaving and time.monotonic() < deadline:
                     time.sleep(pause_s)
@@ -280,14 +281,6 @@ class Store:
             self.lost = failure["lost"]
             mine = failure["rank"] == self.rank  # as its heartbeat does, of a lost rank
             raise (PeerError if mine else FailedElsewhere)(failure["message"], failure["code"])
-
-    def report_silent(self, ranks: list[int]) -> None:
-        """Report that these ranks have died in silence; called in the heartbeat's thread."""
-        assert self.heartbeat
-        self.lost = ranks
-        error = self.lost_contact(ranks, f"no sign of life for {self.patience_s:g} s")
-        # The main thread may be waiting on the other connection.
-        replace(self, c10d=self.heartbeat.store).report_failure(str(error), error.code)
 
     def lost_contact(self, lost: list[int], why: str, more: str = "") -> PeerError:
         """Return the error that names the lost ranks; `more` follows its advice."""
