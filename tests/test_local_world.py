@@ -25,8 +25,10 @@ STAYS = {"ACCELERATE_USE_CPU": "true", "ACCELERATE_MIXED_PRECISION": "no", "RANK
 
 WORLDS = """
 from pathlib import Path
-from ddp_mnist.cluster.local_world import run_world
+from ddp_mnist.cluster.local_world import FORKSERVER, run_world
 from tests.test_local_world import seen
+
+FORKSERVER.set_forkserver_preload([])  # which takes seconds
 
 print(run_world(1, seen, folder=Path.cwd()) + run_world(2, seen, folder=Path.cwd()))
 """

@@ -346,6 +346,7 @@ class Group:
         )
         monkeypatch.setattr("ddp_mnist.cluster.failures.dist", found)
         monkeypatch.setattr("ddp_mnist.cluster.failures.aborted", [])
+        monkeypatch.setattr("ddp_mnist.cluster.failures.gc", Mock())  # all tests' objects are many
 
     def abort(self) -> None:
         self.calls.append("abort")

@@ -215,7 +215,7 @@ def test_processes_that_were_given_different_world_sizes(tmp_path: Path) -> None
 def meet_and_leave_late() -> Any:
     def slowly(store: Store, error: BaseException) -> BaseException:
         cause = first_cause(store, error)
-        time.sleep(2 * store.rank)  # rank 0, which serves the store, ends in this time
+        time.sleep(store.rank)  # rank 0, which serves the store, ends in this time
         return cause
 
     with patch.object(rendezvous, "first_cause", slowly):
@@ -273,16 +273,14 @@ def lose(who: int, stopped: bool, by_launcher: bool) -> tuple[str, float]:
             if rank == who:
                 Path("lost").write_text(str(time.monotonic()))  # one clock for all processes
                 os.kill(os.getpid(), signal.SIGSTOP if stopped else signal.SIGKILL)
-            time.sleep(3 * PATIENCE_S if (rank, who) == (0, 1) else 0)  # the other finds it
+            time.sleep(2 * PATIENCE_S if (rank, who) == (0, 1) else 0)  # the other finds it
             check_same(store, {"--seed": 0})
     except (PeerError, FailedElsewhere) as error:
         return str(error), time.monotonic() - float(Path("lost").read_text())
     return "", 0.0
 
 
-@pytest.mark.parametrize(
-    ("who", "stopped", "by_launcher"), [(1, False, False), (1, True, True), (0, False, True)]
-)
+@pytest.mark.parametrize(("who", "stopped", "by_launcher"), [(1, True, False), (0, False, True)])
 def test_fault_36_a_rank_that_works_is_waited_for_and_one_that_dies_is_named(
     who: int, stopped: bool, by_launcher: bool, tmp_path: Path
 ) -> None:
@@ -302,7 +300,7 @@ def test_fault_36_a_rank_that_works_is_waited_for_and_one_that_dies_is_named(
         assert told, f"rank {rank} waits"
         error, seconds = told
         assert error.startswith(NO_SIGN.format(who))
-        works_s = 3 * PATIENCE_S if (rank, who) == (0, 1) else PATIENCE_S
+        works_s = 2 * PATIENCE_S if (rank, who) == (0, 1) else PATIENCE_S
         # its last beat was up to a fifth of the time-out before its loss
         assert works_s - PATIENCE_S / 5 < seconds < works_s + 3
 
@@ -482,14 +480,8 @@ def test_the_first_failure_counts_and_its_rank_tells(
     assert first_cause(zero, interrupt) is interrupt
 
 
-def test_dead_ranks() -> None:
-    zero, one, _, three = stores(4)
-    results = at_once(*[partial(store.find_dead_ranks, 0.3) for store in (zero, one, three)])
-    assert results == [[2]] * 3
-
-
-def test_ranks_that_answer_one_after_the_other_are_alive() -> None:
-    """As many do that share a few cores."""
+def test_dead_are_the_ranks_that_do_not_answer_however_slow_the_others_are() -> None:
+    """Many that share a few cores answer one after the other."""
 
     def answer(number: int, store: Store) -> list[int]:
         time.sleep(0.3 * number)

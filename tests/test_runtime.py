@@ -279,12 +279,11 @@ GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
         ("127.0.0.1", "lo", {}, {GLOO: "lo"}),
         ("127.0.0.1", "lo", {GLOO: "eth7"}, {GLOO: "eth7"}),
         ("unknown", None, {}, {}),
-        (None, "eth1", {}, {}),
         ("h", "eth1", {GLOO: "mine"}, {GLOO: "mine", NCCL: "=eth1"}),
     ],
 )
 def test_choose_interface(
-    host: str | None, towards: str | None, before: dict[str, str], after: dict[str, str]
+    host: str, towards: str | None, before: dict[str, str], after: dict[str, str]
 ) -> None:
     launch = Launch("tcp", 0, 2, main_host=host, main_port=9)
     with (

@@ -50,26 +50,24 @@ def choose_device(flags: Distribution, options: LauncherOptions = NO_OPTIONS) ->
             "notebook_launcher: a GPU was used in this notebook before, and its forked processes"
             " cannot use it; restart the kernel and begin with notebook_launcher, or add cpu=True"
         )
-    device = "cuda" if not wants_cpu and gpus() else "cpu"
-    for number in range(gpus() if device == "cuda" else 0):
+    count = 0 if wants_cpu else gpus()
+    for number in range(count):
         if why := too_old(number):
-            raise UsageError(
-                f"cuda:{number}: {why}; {TOO_OLD_FIX}, hide it by CUDA_VISIBLE_DEVICES, or add"
-                " --cpu"
-            )
-    if device == "cpu" and hidden_once and unused_gpus():
+            fix = f"{TOO_OLD_FIX}, hide it by CUDA_VISIBLE_DEVICES, or add --cpu"
+            raise UsageError(f"cuda:{number}: {why}; {fix}")
+    if not count and hidden_once and unused_gpus():
         raise UsageError(
             "GPU: an earlier run with cpu=True hid it from this process, and CUDA does not look"
             " again; restart the kernel, or add cpu=True"
         )
-    if device == "cuda" and "ACCELERATE_CPU_AFFINITY" in os.environ and not is_pynvml_available():
+    if count and "ACCELERATE_CPU_AFFINITY" in os.environ and not is_pynvml_available():
         raise UsageError(
             "enable_cpu_affinity: Accelerate needs the package nvidia-ml-py for it; pip install it,"
             " or leave enable_cpu_affinity out"
         )
-    if flags.sync_bn and device == "cpu":
+    if flags.sync_bn and not count:
         raise UsageError("--sync-bn: needs GPUs; on a CPU use --model cnn, which has GroupNorm")
-    return device
+    return "cuda" if count else "cpu"
 
 
 def choose_backend(flags: Distribution, launch: Launch, device: str) -> str:
@@ -173,15 +171,15 @@ def set_threads(
     if not outermost.isdecimal():
         raise UsageError(f"OMP_NUM_THREADS={given}: must be a whole number; correct or unset it")
     threads = int(outermost)
-    if threads < 1 or (threads == 1 and launch.child_of_launcher and options.threads is None):
+    if is_forked():
+        threads = 1
+    elif threads < 1 or (threads == 1 and launch.child_of_launcher and options.threads is None):
         available, sharers = cores(), processes_here
         if (of_task := os.environ.get("SLURM_CPUS_PER_TASK", "")).isdecimal():
             # srun starts one process for each task, or a launcher, which starts several
             sharers = (launch.local_world_size or 1) if launch.child_of_launcher else 1
             available = min(available, int(of_task))
         threads = max(1, available // sharers) if device == "cpu" else 1
-    if is_forked():
-        threads = 1
     os.environ["OMP_NUM_THREADS"] = str(threads)
     torch.set_num_threads(threads)
     return threads

@@ -25,9 +25,7 @@ def first_cause(store: Store, error: BaseException) -> BaseException:
     """Return `error`, marked as agreed on, if this rank fails first; else a FailedElsewhere."""
     if isinstance(error, FailedElsewhere) or getattr(error, "agreed", False):
         return error
-    if isinstance(
-        error, KeyboardInterrupt
-    ):  # Ctrl-C reaches every rank, and local rank 0 prints it
+    if isinstance(error, KeyboardInterrupt):  # reaches every rank, and local rank 0 prints it
         store.report_failure("interrupted", 130)
         return error
     message = str(error) or type(error).__name__

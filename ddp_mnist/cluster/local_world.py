@@ -80,12 +80,12 @@ class LocalWorld:
         shared = {"OMP_NUM_THREADS": "1"}
         if size > 1:  # what torchrun sets, but for the store of its agent
             shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-            shared |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
+            shared |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(size))
         start_server()
         self.pipes, self.processes = [], []
         for rank in range(size):
-            mine = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if size > 1 else {}
-            mine |= shared | (variables or {})
+            ranks = dict.fromkeys(("RANK", "LOCAL_RANK") if size > 1 else (), str(rank))
+            mine = shared | ranks | (variables or {})
             ours, theirs = FORKSERVER.Pipe(duplex=False)
             process = FORKSERVER.Process(
                 target=_member, args=(theirs, function, mine, str(folder), args), daemon=True

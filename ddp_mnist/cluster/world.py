@@ -252,17 +252,14 @@ def choose_interface(launch: Launch, store: Store) -> None:
     On rank 0's own machine its name may resolve to loopback: there, take the interface that leads
     to another machine.
     """
-    if not (launch.main_host and launch.main_port):
-        return
+    assert launch.main_host and launch.main_port
     towards, own = launch.main_host, store.place.address
     if own is None or is_loopback(own):
         towards = store.place.elsewhere or towards
-    interface = interface_towards(towards, launch.main_port)
-    if interface is None:
-        return
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    if interface != "lo":
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # without =, eth10 too
+    if interface := interface_towards(towards, launch.main_port):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        if interface != "lo":
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # without =, eth10 too
 
 
 def form_group(store: Store, backend: str, local_rank: int, timeout_s: float) -> None:
@@ -280,10 +277,11 @@ def form_group(store: Store, backend: str, local_rank: int, timeout_s: float) ->
         raise UsageError(
             f"TORCH_DISTRIBUTED_DEBUG={debug}: makes torch {version} crash in DDP; use INFO"
         )
-    variable = f"{backend.upper()}_SOCKET_IFNAME"
-    if is_nccl := backend == "nccl":
+    device, collectives_s = None, timeout_s
+    if backend == "nccl":
         os.environ.setdefault(nccl.WATCHDOG_ENDS, nccl.WATCHDOG_ENDS_MS)
-    collectives_s = timeout_s + (nccl.WATCHDOG_MARGIN_S if is_nccl else 0)
+        device = torch.device("cuda", gpu_of(local_rank))
+        collectives_s += nccl.WATCHDOG_MARGIN_S
     connect = functools.partial(
         dist.init_process_group,
         backend,
@@ -291,11 +289,12 @@ def form_group(store: Store, backend: str, local_rank: int, timeout_s: float) ->
         rank=store.rank,
         world_size=store.world_size,
         timeout=timedelta(seconds=collectives_s),
-        device_id=torch.device("cuda", gpu_of(local_rank)) if is_nccl else None,
+        device_id=device,
     )
     try:
         with_deadline(connect, timeout_s + 1)  # gloo tries five times as long
     except (RuntimeError, TimeoutError) as error:
+        variable = f"{backend.upper()}_SOCKET_IFNAME"
         if "Unable to find address" in str(error) and variable in os.environ:
             raise UsageError(
                 f"{variable}={os.environ[variable]}: this machine has no such interface; unset it,"

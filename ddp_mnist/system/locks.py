@@ -33,9 +33,8 @@ def take(path: Path, wait: bool = False) -> AcquireReturnProxy[FileLock]:
     while True:
         try:
             with FILTERS, warnings.catch_warnings():
-                warnings.filterwarnings(
-                    "ignore", "flock not supported"
-                )  # filelock falls back to a file
+                # filelock falls back to a file
+                warnings.filterwarnings("ignore", "flock not supported")
                 return lock.acquire(timeout=0)
         except Timeout:
             if isinstance(lock, SoftFileLock) and (not holder(path) or (wait and is_empty(path))):
@@ -96,13 +95,12 @@ def holder_of(path: Path) -> str:
                 if error.errno != errno.ENOSYS:
                     return ANOTHER
             text = file.read().decode(errors="replace")
-            pid, host, *started = text.splitlines() if text.endswith("\n") else []
     except FileNotFoundError:
         raise
     except OSError:
         return ANOTHER
-    except ValueError:  # it is not completely written
-        pid, host, started = "", "", []
+    written = text.splitlines() if text.endswith("\n") else []  # else it is being written
+    pid, host, *started = [*written, "", ""]
     if not pid.isdecimal():
         return "a process that left no name"
     return "" if host == here() and not runs(int(pid), started) else f"process {pid} on {host}"
