@@ -3,6 +3,7 @@
 import contextlib
 import math
 import threading
+from collections import Counter
 from dataclasses import replace
 
 from ddp_mnist.cluster.store import Store
@@ -41,15 +42,15 @@ class Heartbeat(threading.Thread):
         """Beat and watch the others, until this rank leaves the store or another one is lost."""
         store = self.store
         watched = range(1, store.world_size) if store.rank == 0 else [0]
-        before, missed = list[bytes](), dict.fromkeys(watched, 0)
+        seen, missed = dict[int, bytes](), Counter[int]()
         with contextlib.suppress(RuntimeError):  # the store is gone; the next wait will notice
             while not store.left.wait(self.every_s):
                 self.beat()
                 beats = self.c10d.multi_get([beat_key(rank) for rank in watched])
-                for rank, now, then in zip(watched, beats, before or beats, strict=True):
-                    missed[rank] = missed[rank] + 1 if before and now == then else 0
-                before = beats
-                if lost := [rank for rank in missed if missed[rank] >= self.misses]:
+                for rank, beat in zip(watched, beats, strict=True):
+                    missed[rank] = missed[rank] + 1 if seen.get(rank) == beat else 0
+                    seen[rank] = beat
+                if lost := [rank for rank in watched if missed[rank] >= self.misses]:
                     why = f"no sign of life for {store.patience_s:g} s"
                     error = store.lost_contact(lost, why)
                     replace(store, c10d=self.c10d, lost=lost).report_failure(str(error), error.code)

@@ -18,6 +18,7 @@ from ddp_mnist.cluster.store import (
     Place,
     Store,
     allow_open_files,
+    arrived_key,
     connect_to_store,
     host_id,
     listed,
@@ -32,15 +33,15 @@ from ddp_mnist.errors import DdpMnistError, PeerError, UsageError
 # numbers the meetings, and whoever waits in an older one follows it into the new one.
 MEETINGS = "meetings"  # the key that counts them
 OPEN = "open"  # the key of a meeting that rank 0 has begun; its value is the world size
-HERE = "here"  # the roll of those that have come
 seat_key, place_key = "seat/{}".format, "place/{}".format  # of a rank
-# Rank 0 then says whether all met here, in a broadcast of this name.
-ALL_HERE, VERDICT, MET = point_key(0), point_key(1), "met"
+# The first point is that all have come; then rank 0 says in a broadcast whether they met here.
+HERE, ALL_HERE, VERDICT, MET = arrived_key(0), point_key(0), point_key(1), "met"
 GRACE_S = 0.5  # for rank 0, which started a moment later, to say who is missing
 # Between two looks at one's seat, and with `on_wait` for who is missing; at most a quarter of the
 # time-out.
 LOOK_S = 2.0
 LATE_S = 5.0  # for rank 0 to say that all met, after the last one came just in time
+BY_HAND = "is rank 0 running, is the address right, is the port open?"
 BY_LAUNCHER = f"see what the others say, then start again; if machines join or leave, {CAN_JOIN}"
 
 
@@ -77,15 +78,13 @@ def meet(launch: Launch, timeout_s: float, on_wait: Callable[[str], object] | No
     host, port = launch.main_host, launch.main_port
     assert host is not None and port is not None
     unit = MACHINE if launch.launcher == "machine" else PROCESS
-    server, fix = "rank 0", "is rank 0 running, is the address right, is the port open?"
-    if launch.agent_store:
-        server, fix = "the launcher of machine 0", BY_LAUNCHER
     serve = rank == 0 and not launch.agent_store
     allow_open_files(size, serve)
     if serve:
         c10d = serve_store(port, timeout_s)
     else:
         who = f"{unit.called} {rank} of {size}"
+        fix = BY_LAUNCHER if launch.agent_store else BY_HAND
         c10d = connect_to_store(host, port, timeout_s, who, fix, on_wait)
     lobby = Store(dist.PrefixStore(unit.name, c10d), rank, size, launch.agent_store, timeout_s)
     seat = Seat(uuid.uuid4().hex, host_id(), address_towards(host, port))
@@ -98,7 +97,7 @@ def meet(launch: Launch, timeout_s: float, on_wait: Callable[[str], object] | No
                 return store
     except RuntimeError as error:
         raise PeerError(
-            f"{where}: {server}, which serves this port, ended before all had come;"
+            f"{where}: rank 0 or its launcher, which serves this port, ended before all had come;"
             " see what it says, then start again"
         ) from error
 
@@ -173,10 +172,7 @@ class Meeting:
         """Wait for all, and for this rank's place, which rank 0 gives to the one in its seat."""
         store = self.store
         heartbeat = Heartbeat(store)
-        store.sign(HERE)
-        if not store.absent(HERE):
-            store.call("compare_set", ALL_HERE, "", "all came")
-        store.points = 1
+        store.arrive()
         if store.rank == 0:
             self._wait_for(ALL_HERE, self.deadline)
             store.raise_if_failed()
@@ -248,16 +244,12 @@ class Meeting:
 def _places(seats: list[Seat]) -> list[Place]:
     """Return the place of each rank."""
     here, so_far = Counter(seat.host for seat in seats), Counter[str]()
-    first = dict[str, str]()  # the first address of each host; two hosts are enough
-    for seat in seats:
-        if seat.address and len(first) < 2:
-            first.setdefault(seat.host, seat.address)
-    places = []
-    for seat in seats:
-        elsewhere = next((first[host] for host in first if host != seat.host), None)
-        index, main = so_far[seat.host], name_of(seats[0].host)
-        places.append(Place(index, here[seat.host], len(here), main, seat.address, elsewhere))
-        so_far[seat.host] += 1
+    main, places = name_of(seats[0].host), list[Place]()
+    for _, host, own in seats:
+        elsewhere = (seat.address for seat in seats if seat.host != host and seat.address)
+        place = Place(so_far[host], here[host], len(here), main, own, next(elsewhere, None))
+        places.append(place)
+        so_far[host] += 1
     return places
 
 

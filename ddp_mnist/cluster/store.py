@@ -77,7 +77,7 @@ class Store:
 
         point/N            once it is reached: by a barrier's last rank, or by rank 0, whose
                            broadcast is the value; the others wait for it
-        arrived/N          how many ranks have come to barrier N
+        arrived/N          the roll of the ranks that have come to barrier N
         value/NAME/RANK    what rank 0 decides on; it reads all of them once all have arrived
 
     A wait is one call, however long it takes: a rank that fails writes FAILED where others wait.
@@ -185,24 +185,20 @@ class Store:
         Raise as `raise_if_failed` does; PeerError if not all values are there `within_s`.
         """
         # A name may be used again, with the same keys: rank 0 has read them before it decides.
-        keys, point = [f"value/{name}/{rank}" for rank in range(self.world_size)], self.points
-        self.set(keys[self.rank], [point, mine])
+        keys = [f"value/{name}/{rank}" for rank in range(self.world_size)]
+        self.set(keys[self.rank], mine)
         self.arrive()
 
         def gather() -> Any:
             if not self._wait_for_all(within_s):
-                late = [rank for rank, key in enumerate(keys) if not self._is_of(key, point)]
+                late = self.who(self.absent(arrived_key(self.points - 1)))
                 raise PeerError(
-                    f"no word of {name} from {self.who(late)} within {within_s:g} s; see what it"
-                    " says, then start again"
+                    f"no word of {name} from {late} within {within_s:g} s; see what it says, then"
+                    " start again"
                 )
-            return decide([json.loads(found)[1] for found in self.call("multi_get", keys)])
+            return decide([json.loads(found) for found in self.call("multi_get", keys)])
 
         return self.broadcast_from_rank0(name, gather)
-
-    def _is_of(self, key: str, point: int) -> bool:
-        """Return whether the value under `key` was written at that point, not at one before."""
-        return self.exists(key) and json.loads(self.call("get", key))[0] == point
 
     def barrier(self) -> None:
         """Return once every rank has arrived here; raise as `raise_if_failed` does."""
@@ -211,7 +207,9 @@ class Store:
 
     def arrive(self) -> None:
         """Be counted at the next barrier, and wait for nobody."""
-        if self.call("add", arrived_key(self.points), 1) == self.world_size:
+        roll = arrived_key(self.points)
+        self.sign(roll)
+        if not self.absent(roll):
             self.call("compare_set", point_key(self.points), "", "all arrived")
         self.points += 1
 
