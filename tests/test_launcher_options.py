@@ -7,15 +7,11 @@ the start of processes is left out.
 import ast
 import os
 import re
-import subprocess
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import accelerate
 import pytest
-import torch.distributed.run
-from accelerate.commands import launch as launcher
 from accelerate.commands.config.cluster import get_cluster_input
 from accelerate.commands.config.default import write_basic_config
 
@@ -36,6 +32,7 @@ from ddp_mnist.run import resume
 from ddp_mnist.run.folder import read_json
 from ddp_mnist.run.opening import apply_launcher_options
 from tests.commands import CONFIGS, PROOF, REPOSITORY, TRAIN, Started, all_succeed
+from tests.gpu_standin import workers
 from tests.training import check_equal
 
 Patch = pytest.MonkeyPatch
@@ -102,46 +99,18 @@ def test_a_variable_that_asks_for_something_else_is_refused(variable: str) -> No
 # --- Configs, through accelerate's own launcher
 
 
-class Begun(Exception):
-    """Ends the launcher where it would start processes; holds their environment."""
-
-
-def worker_of(words: list[str], patch: Patch) -> dict[str, str]:
-    """Return the environment in which `accelerate launch WORDS` would start rank 0."""
-
-    def one_process(_command: list[str], env: dict[str, str]) -> None:
-        raise Begun(env)
-
-    def torchrun(args: Any) -> None:
-        of_agent: dict[str, Any] = {
-            "RANK": 0,
-            "LOCAL_RANK": 0,
-            "WORLD_SIZE": int(args.nproc_per_node),
-        }
-        of_agent |= {"MASTER_ADDR": "h", "MASTER_PORT": 1, "TORCHELASTIC_RUN_ID": "none"}
-        raise Begun({**os.environ, **{name: str(value) for name, value in of_agent.items()}})
-
-    with patch.context() as context:
-        context.setattr(subprocess, "Popen", one_process)
-        context.setattr(torch.distributed.run, "run", torchrun)
-        with pytest.raises(Begun) as begun:
-            launcher.launch_command(launcher.launch_command_parser().parse_args(words))
-    env: dict[str, str] = begun.value.args[0]
-    return env
-
-
 def in_effect(words: list[str], folder: Path, patch: Patch) -> str:
     """Return what rank 0 of `accelerate launch WORDS` takes up, or the line that refuses it."""
-    words = ["--main_process_port", "0", *words, "-m", "ddp_mnist", "train"]
-    flags = Distribution()
+    words, flags = ["--main_process_port", "0", *words], Distribution()
     with patch.context() as context:
         try:
-            env = worker_of(words, patch)
+            env = workers(*words)[0]
         except (ImportError, RuntimeError, ValueError) as error:
             return f"accelerate: {str(error).strip()}"
         for name, value in env.items():
             context.setenv(name, value)
-        context.setattr(launcher_options, "_command_line", lambda: (words, str(folder)))
+        line = [*words, "-m", "ddp_mnist", "train"]
+        context.setattr(launcher_options, "_command_line", lambda: (line, str(folder)))
         context.setattr("ddp_mnist.cluster.device.gpus", lambda: int("GPU" in os.environ))
         context.setattr("ddp_mnist.cluster.device.too_old", lambda _: "")
         context.setattr("ddp_mnist.cluster.device.unused_gpus", lambda: "")

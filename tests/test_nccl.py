@@ -269,7 +269,7 @@ def test_fault_01_a_rank_that_is_lost_is_named_in_one_line(
 
 
 @pytest.mark.skipif(not dist.is_nccl_available(), reason="this torch has no NCCL")
-def test_torch_has_what_only_a_gpu_would_call() -> None:
+def test_torch_has_what_only_a_gpu_would_call(monkeypatch: Patch) -> None:
     assert callable(dist.ProcessGroup.abort)
     assert callable(dist.ProcessGroup._get_backend)
     assert callable(dist.ProcessGroupNCCL2.get_error)
@@ -277,11 +277,7 @@ def test_torch_has_what_only_a_gpu_would_call() -> None:
 
     assert ErrorType.SUCCESS.name == "SUCCESS"
     assert issubclass(dist.DistBackendError, RuntimeError)
-
-
-@pytest.mark.skipif(not dist.is_nccl_available(), reason="this torch has no NCCL")
-def test_what_torch_calls_nccl(monkeypatch: Patch) -> None:
-    """nccl.py is written for this class, whose watchdog and errors another one may not have."""
+    # nccl.py is written for this class, whose watchdog and errors another one may not have
     monkeypatch.delenv("TORCH_DIST_USE_NCCL2", raising=False)
     monkeypatch.setattr(dist.Backend, "_plugins", {})
     dist.Backend._ensure_backend_registered("nccl")
@@ -290,33 +286,24 @@ def test_what_torch_calls_nccl(monkeypatch: Patch) -> None:
     assert "backend = ProcessGroupNCCL2(" in inspect.getsource(made_by)
 
 
-@pytest.mark.parametrize("own", [None, "5000"])
-def test_the_watchdog_leaves_time_to_name_the_lost_rank(
-    own: str | None, monkeypatch: Patch
+@pytest.mark.parametrize(
+    ("backend", "own", "ends_ms", "seconds"),
+    [("gloo", None, None, 20.0), ("nccl", None, "60000", 50.0), ("nccl", "5000", "5000", 50.0)],
+)
+def test_the_watchdog_is_later_than_our_waits_and_leaves_time_to_name_the_lost_rank(
+    backend: str, own: str | None, ends_ms: str | None, seconds: float, monkeypatch: Patch
 ) -> None:
-    found: list[str] = []
-    monkeypatch.setattr(
-        dist, "init_process_group", lambda *_, **__: found.append(os.environ[nccl.WATCHDOG_ENDS])
-    )
-    monkeypatch.setattr("ddp_mnist.cluster.device.gpus", lambda: 1)
-    with patch.dict(os.environ, {nccl.WATCHDOG_ENDS: own} if own else {}):
-        if not own:
-            os.environ.pop(nccl.WATCHDOG_ENDS, None)
-        form_group(Store(dist.HashStore(), 0, 1), "nccl", 0, 20.0)
-    assert found == [own or "60000"]  # ms, and set when the group is formed
+    def init(*_: Any, timeout: timedelta, **__: Any) -> None:
+        found.append((os.environ.get(nccl.WATCHDOG_ENDS), timeout.total_seconds()))
 
-
-@pytest.mark.parametrize(("backend", "seconds"), [("gloo", 20.0), ("nccl", 50.0)])
-def test_the_watchdogs_timeout_is_later_than_the_waits(
-    backend: str, seconds: float, monkeypatch: Patch
-) -> None:
-    init = Mock()
+    found = list[Any]()
     monkeypatch.setattr(dist, "init_process_group", init)
     monkeypatch.setattr("ddp_mnist.cluster.device.gpus", lambda: 1)
-    store = Store(dist.HashStore(), 0, 1)
     with patch.dict(os.environ):
-        form_group(store, backend, 0, 20.0)
-    assert init.call_args.kwargs["timeout"] == timedelta(seconds=seconds)
+        os.environ.pop(nccl.WATCHDOG_ENDS, None)
+        os.environ.update({nccl.WATCHDOG_ENDS: own} if own else {})
+        form_group(Store(dist.HashStore(), 0, 1), backend, 0, 20.0)
+    assert found == [(ends_ms, seconds)]
 
 
 def test_only_nccl_has_an_accelerator_of_its_own(monkeypatch: Patch) -> None:

@@ -91,10 +91,9 @@ def find_launch(flags: Distribution, env: Mapping[str, str] = os.environ) -> Lau
             "--backend mpi: PyTorch's wheels are built without MPI; use gloo (CPUs) or nccl (GPUs)"
         )
     refuse_unsupported(env)
-    if flags.init_method in (None, "env://"):
-        launch = _from_variables(flags, _with_flags(flags, env))
-    else:
-        launch = _from_address(flags, env)
+    env = _with_flags(flags, env)
+    by_variables = flags.init_method in (None, "env://")
+    launch = _from_variables(flags, env) if by_variables else _from_address(flags)
     rank = {"tcp": "--rank", "slurm": "SLURM_PROCID"}.get(launch.launcher, "RANK")
     for name, number in ((rank, launch.rank), ("--local-rank", flags.local_rank or 0)):
         if number >= launch.world_size:
@@ -119,7 +118,7 @@ def nobody_can_join(env: Mapping[str, str] = os.environ) -> bool:
     return restarted and env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def _from_address(flags: Distribution, env: Mapping[str, str]) -> Launch:
+def _from_address(flags: Distribution) -> Launch:
     """Read `--init-method tcp://HOST:PORT --rank R --world-size N`, one command per process."""
     shown = f"--init-method {flags.init_method}"
     try:
@@ -134,9 +133,8 @@ def _from_address(flags: Distribution, env: Mapping[str, str]) -> Launch:
             f"{shown}: each process needs --rank R --world-size N beside it; under a launcher,"
             " leave out all three"
         )
-    _with_flags(flags, env)
-    rank, world_size = flags.rank, flags.world_size
-    return Launch("tcp", rank, world_size, flags.local_rank, main_host=host, main_port=port)
+    numbers = (flags.rank, flags.world_size, flags.local_rank)
+    return Launch("tcp", *numbers, main_host=host, main_port=port)
 
 
 def _with_flags(flags: Distribution, env: Mapping[str, str]) -> dict[str, str]:
