@@ -1,7 +1,7 @@
 """The failures that we expect, with the exit code of each and its one line.
 
-A person sees one line on stderr: what was typed or found, where, and what to do.
-A traceback means a bug in this package.
+The user sees one line on stderr: what was typed or found, where, and what to do. A traceback means
+a bug in this package.
 """
 
 import re
@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 
 
 class DdpMnistError(Exception):
-    """An expected failure. Its message begins with what the person typed and ends with a fix."""
+    """An expected failure. Its message begins with what was typed and ends with what to do."""
 
     code = 1  # the exit code
     agreed = False  # whether the ranks have agreed that this one prints it
@@ -48,7 +48,7 @@ class StorageError(DdpMnistError):
 
 
 class PeerError(DdpMnistError):
-    """Another process was lost, or did not come or answer in time."""
+    """Another process was lost, never arrived, or did not answer in time."""
 
     code = 6
 
@@ -109,7 +109,7 @@ def did_you_mean(typed: str, legal: Iterable[str]) -> str:
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield the error, then the one that it came from, down to the bottom."""
+    """Yield the error, then what caused it, and so on down to the first cause."""
     yield error
     cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     if cause is not None:

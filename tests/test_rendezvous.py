@@ -560,7 +560,6 @@ class Comes(NamedTuple):
     dies_after_s: float = 0  # it is killed then
     restarts: int = 0  # that its own launcher counted
     twice: bool = False
-    host: str | None = None  # another than this machine
     waits_s: float = 15
 
 
@@ -576,8 +575,6 @@ def come(size: int, *places: Comes) -> Any:
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
     launch, tokens = find_launch(Distribution(), os.environ | said), []
-    if this.host:
-        rendezvous.host_id = lambda: this.host or ""
     try:
         for _ in range(1 + this.twice):
             store = meet(launch, this.waits_s)
@@ -650,8 +647,8 @@ def test_a_second_process_of_a_rank_is_told_so(come_together: Callable[..., list
 def test_of_a_meeting_that_was_never_complete_the_dead_refuse_nobody(
     come_together: Callable[..., list[Any]],
 ) -> None:
-    """Neither by their number of all, before rank 0 is back, nor by their rank elsewhere."""
-    died = come_together(3, *[Comes(rank, dies_after_s=0.5, host="node-a") for rank in range(2)])
+    """By their number of all, before rank 0 is back."""
+    died = come_together(3, *[Comes(rank, dies_after_s=0.5) for rank in range(2)])
     assert [type(each) for each in died] == [ConnectionError] * 2
     [one], [zero] = come_together(2, Comes(1, restarts=1), Comes(0, 1.5, restarts=1))
     assert len(set(one)) == 2

@@ -1,9 +1,9 @@
 """How this process was started: its rank, the world size, and where rank 0 is.
 
-A launcher (accelerate, torchrun, srun) or a person says so in environment variables; one command
-per process says so in the flags `--init-method tcp://HOST:PORT --rank R --world-size N`. Nothing
-here imports torch or opens a connection. What a rank does with it is elsewhere: world.py joins the
-group, and device.py chooses the local rank, the device and the threads.
+A launcher (accelerate, torchrun, srun) or the user says so in environment variables. Where each
+process has a command of its own, the flags say it: `--init-method tcp://HOST:PORT --rank R
+--world-size N`. Nothing here imports torch or opens a connection. What a rank does with it is
+elsewhere: world.py joins the group, and device.py chooses the local rank, the device and threads.
 """
 
 import ctypes
@@ -180,7 +180,7 @@ def _from_variables(flags: Distribution, env: Mapping[str, str]) -> Launch:
                 " train alone; use torchrun or accelerate launch"
             )
     # accelerate's MULTI_CPU path starts one process unless mpirun is named. That several were
-    # requested shows only in a MASTER_ADDR without a WORLD_SIZE, which may also be a person's.
+    # requested shows only in a MASTER_ADDR without a WORLD_SIZE, which users may also set.
     if "ACCELERATE_USE_CPU" in env and "MASTER_ADDR" in env:
         raise UsageError(
             f"MASTER_ADDR={env['MASTER_ADDR']}: is set, but accelerate launch started one process;"

@@ -1,4 +1,4 @@
-"""What accelerate launch was asked for besides processes: done here, or refused.
+"""What accelerate launch was asked for besides processes: it is done here, or refused.
 
 Its config and its flags reach a process as variables, and some of them not at all: those are read
 from the launcher's own command line. docs/reference.md has every variable that the launcher sets or
@@ -53,7 +53,7 @@ REFUSED = {  # by variable the key or flag that sets it, and why not with what t
 
 @dataclass(frozen=True)
 class LauncherOptions:
-    """What accelerate launch was asked for that neither it nor a flag of ours does."""
+    """What was requested of accelerate launch that it does not pass on to the processes."""
 
     cpu: bool = False  # use_cpu, which it does not pass on to several processes
     grad_accum: int | None = None
@@ -74,7 +74,7 @@ def refuse_unsupported(env: Mapping[str, str]) -> None:
 
 
 def read_launcher_options(env: Mapping[str, str] = os.environ) -> LauncherOptions:
-    """Return what `accelerate launch` was asked for, and does not do by itself.
+    """Return what was requested of `accelerate launch` that it does not do by itself.
 
     Raise UsageError for what this trainer does not do.
     """

@@ -1,4 +1,4 @@
-"""One machine among those of a run: what a person says of it, and how they meet before they start.
+"""One machine of a run over several: its settings, and how the machines meet before they start.
 
 A bare launcher waits 15 minutes for a missing machine and then does not say which. So the machines
 meet first, with a deadline; then each starts `accelerate launch`.
@@ -54,7 +54,7 @@ def meet_machines(node: Node, timeout_s: float) -> None:
     numbers = {"NPROC_PER_NODE": node.nproc_per_node, "the config": f"{node.config}.yaml"}
     try:
         rendezvous.check_same(store, numbers)
-    except UsageError:  # every machine finds that
+    except UsageError:  # every machine finds the difference
         store.close()
         raise
     store.close()  # the launcher of machine 0 opens the port again

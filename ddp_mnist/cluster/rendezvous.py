@@ -65,11 +65,12 @@ class Seat(NamedTuple):
 
 
 def meet(launch: Launch, timeout_s: float, on_wait: Callable[[str], object] | None = None) -> Store:
-    """Return the store once every process, or machine, has written there where it runs.
+    """Return the store in which all processes, or machines, have met.
 
     `on_wait` is called every other second with a line that says who is missing. Raise PeerError if
-    not all meet within `timeout_s`, UsageError if the main port is in use, two have the same rank
-    or they were given different world sizes, FailedElsewhere if another rank reports one of these.
+    not all meet within `timeout_s`; UsageError if the main port is in use, if two have the same
+    rank, or if they were given different world sizes; FailedElsewhere if another rank reports one
+    of these.
     """
     rank, size = launch.rank, launch.world_size
     if launch.is_alone:
@@ -125,7 +126,7 @@ class Meeting:
     on_wait: Callable[[str], object] | None  # is called with a line on who is missing
 
     def attend(self) -> bool:
-        """Return whether all, and this process among them, have met; else another meeting follows.
+        """Return whether all have met, including this process; if not, another meeting follows.
 
         Before it raises, this rank tells the others why it leaves.
         """
@@ -202,7 +203,7 @@ class Meeting:
         """Return once `key` is written; raise PeerError, which names the missing, if it is not.
 
         Every rank does so after its deadline, and the first to report it is heard. If nobody is
-        missing then, the last one has just come.
+        missing by then, the last one has just arrived.
         """
         store, called = self.store, self.unit.called
         look_s = min(LOOK_S, store.patience_s / 4)

@@ -77,7 +77,7 @@ class Store:
 
         point/N            once it is reached: by a barrier's last rank, or by rank 0, whose
                            broadcast is the value; the others wait for it
-        arrived/N          the roll of the ranks that have come to barrier N
+        arrived/N          the roll of the ranks that have reached barrier N
         value/NAME/RANK    what rank 0 decides on; it reads all of them once all have arrived
 
     A wait is one call, however long it takes: a rank that fails writes FAILED where others wait.
@@ -91,7 +91,7 @@ class Store:
     patience_s: float = 60.0  # how long one call may take
     hosts: list[str] = field(default_factory=list)  # on rank 0 each rank's `host_id`, once all met
     place: Place = field(default_factory=Place)  # of this rank, once all have met
-    lost: list[int] = field(default_factory=list)  # the ranks that never came, or are dead
+    lost: list[int] = field(default_factory=list)  # the ranks that never arrived, or are dead
     unreachable = False  # whether the server or the link to it is dead; a copy starts anew
     left: threading.Event = field(default_factory=threading.Event)  # set once this rank left
     heartbeat: threading.Thread | None = None  # runs from when all have met until this rank leaves
@@ -257,7 +257,7 @@ class Store:
                     pause_s *= 2
 
     def report_failure(self, message: str, code: int) -> dict[str, Any] | None:
-        """Record this rank's error as the run's. Return None, or the one that came before it."""
+        """Record this rank's error as the run's. Return None, or the one reported before it."""
         mine = {"rank": self.rank, "message": message, "code": code, "lost": self.lost}
         try:
             first = json.loads(self.call("compare_set", FAILURE, "", json.dumps(mine)))
@@ -268,7 +268,7 @@ class Store:
         return None if first == mine else first
 
     def failure(self) -> dict[str, Any] | None:
-        """Return the failure reported first: rank, message, code, lost. None if there is none."""
+        """Return the failure that was reported first, if any: its rank, message, code and lost."""
         with contextlib.suppress(RuntimeError):
             return json.loads(self.call("get", FAILURE)) if self.exists(FAILURE) else None
         return None

@@ -62,7 +62,7 @@ def remove_stale(path: Path, wait: bool) -> None:
 
 
 def is_empty(path: Path) -> bool:
-    """Return whether a lock's file has been empty for a minute.
+    """Return whether a lock's file has been empty for a minute; nobody holds such a lock.
 
     A flock leaves such files, on another machine that mounts the same disk with flock. A file that
     is itself the lock is written at once.
