@@ -21,8 +21,9 @@ from ddp_mnist.cluster.failures import first_cause, propagate_first_error
 from ddp_mnist.cluster.heartbeat import BEAT_S, Heartbeat
 from ddp_mnist.cluster.launch import Launch, find_launch
 from ddp_mnist.cluster.local_world import LocalWorld, free_port, run_world
+from ddp_mnist.cluster.main_port import serve_store
 from ddp_mnist.cluster.rendezvous import Seat, check_same, meet
-from ddp_mnist.cluster.store import Place, Store, host_id, name_of, serve_store
+from ddp_mnist.cluster.store import Place, Store, host_id, name_of
 from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.errors import DataError, FailedElsewhere, PeerError, UsageError
 from tests.chaos import wait_until
@@ -637,8 +638,8 @@ def test_a_process_takes_the_place_of_a_dead_one_while_others_wait(
 
 def test_a_second_process_of_a_rank_is_told_so(come_together: Callable[..., list[Any]]) -> None:
     """After all have met it waits for the next meeting, as a restarted one has to."""
-    works = [Comes(rank, dies_after_s=3) for rank in range(2)]
-    *_, second = come_together(2, *works, Comes(1, 1, waits_s=1))
+    works = [Comes(rank, dies_after_s=2.5) for rank in range(2)]
+    *_, second = come_together(2, *works, Comes(1, 0.8, waits_s=1))
     assert str(second).startswith("127.0.0.1:")
     assert "rank 0 did not come to meet this one within 1 s; see what the others" in str(second)
     assert str(second).endswith("; a meeting is over: is there a second rank 1?")
@@ -650,6 +651,6 @@ def test_of_a_meeting_that_was_never_complete_the_dead_refuse_nobody(
     """By their number of all, before rank 0 is back."""
     died = come_together(3, *[Comes(rank, dies_after_s=0.5) for rank in range(2)])
     assert [type(each) for each in died] == [ConnectionError] * 2
-    [one], [zero] = come_together(2, Comes(1, restarts=1), Comes(0, 1.5, restarts=1))
+    [one], [zero] = come_together(2, Comes(1, restarts=1), Comes(0, 0.8, restarts=1))
     assert len(set(one)) == 2
     assert one == zero

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from ddp_mnist.cluster.failures import propagate_first_error
 from ddp_mnist.cluster.launch import Launch
 from ddp_mnist.cluster.local_world import LocalWorld, run_world
+from ddp_mnist.cluster.main_port import allow_open_files
 from ddp_mnist.cluster.rendezvous import LOOK_S, check_same, meet
-from ddp_mnist.cluster.store import allow_open_files
 from ddp_mnist.errors import DdpMnistError, UsageError
 from ddp_mnist.verify.watch import just_train, proof_config
 from tests.training import with_flags

@@ -4,7 +4,6 @@ import json
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -13,20 +12,9 @@ import torch.distributed as dist
 from ddp_mnist.cluster.failures import first_cause
 from ddp_mnist.cluster.heartbeat import Heartbeat
 from ddp_mnist.cluster.interfaces import address_towards, is_own
-from ddp_mnist.cluster.launch import CAN_JOIN, Launch
-from ddp_mnist.cluster.store import (
-    Place,
-    Store,
-    allow_open_files,
-    arrived_key,
-    connect_to_store,
-    host_id,
-    listed,
-    name_of,
-    point_key,
-    serve_store,
-    waiting,
-)
+from ddp_mnist.cluster.launch import Launch
+from ddp_mnist.cluster.main_port import BY_LAUNCHER, OnWait, open_store, waiting
+from ddp_mnist.cluster.store import Place, Store, arrived_key, host_id, listed, name_of, point_key
 from ddp_mnist.errors import DdpMnistError, PeerError, UsageError
 
 # The store outlives a meeting: a process may train twice, and a launcher may restart it. So rank 0
@@ -41,8 +29,6 @@ GRACE_S = 0.5  # for rank 0, which started a moment later, to say who is missing
 # time-out.
 LOOK_S = 2.0
 LATE_S = 5.0  # for rank 0 to say that all met, after the last one came just in time
-BY_HAND = "is rank 0 running, is the address right, is the port open?"
-BY_LAUNCHER = f"see what the others say, then start again; if machines join or leave, {CAN_JOIN}"
 
 
 class Unit(NamedTuple):
@@ -64,7 +50,7 @@ class Seat(NamedTuple):
     address: str | None  # of its machine, towards rank 0's
 
 
-def meet(launch: Launch, timeout_s: float, on_wait: Callable[[str], object] | None = None) -> Store:
+def meet(launch: Launch, timeout_s: float, on_wait: OnWait = None) -> Store:
     """Return the store in which all processes, or machines, have met.
 
     `on_wait` is called every other second with a line that says who is missing. Raise PeerError if
@@ -77,16 +63,9 @@ def meet(launch: Launch, timeout_s: float, on_wait: Callable[[str], object] | No
         here = host_id()
         return Store(dist.HashStore(), 0, 1, hosts=[here], place=Place(main_host=name_of(here)))
     host, port = launch.main_host, launch.main_port
-    assert host is not None and port is not None
+    assert host and port
     unit = MACHINE if launch.launcher == "machine" else PROCESS
-    serve = rank == 0 and not launch.agent_store
-    allow_open_files(size, serve)
-    if serve:
-        c10d = serve_store(port, timeout_s)
-    else:
-        who = f"{unit.called} {rank} of {size}"
-        fix = BY_LAUNCHER if launch.agent_store else BY_HAND
-        c10d = connect_to_store(host, port, timeout_s, who, fix, on_wait)
+    c10d = open_store(launch, f"{unit.called} {rank} of {size}", timeout_s, on_wait)
     lobby = Store(dist.PrefixStore(unit.name, c10d), rank, size, launch.agent_store, timeout_s)
     seat = Seat(uuid.uuid4().hex, host_id(), address_towards(host, port))
     where, deadline, number = f"{host}:{port}", time.monotonic() + timeout_s, 0
@@ -123,7 +102,7 @@ class Meeting:
     unit: Unit
     where: str  # the main address, with which each error begins
     deadline: float  # time.monotonic() by which all have to be there
-    on_wait: Callable[[str], object] | None  # is called with a line on who is missing
+    on_wait: OnWait  # is told who is missing
 
     def attend(self) -> bool:
         """Return whether all have met, including this process; if not, another meeting follows.

@@ -1,15 +1,12 @@
 """The store through which processes exchange JSON, by key, outside of collectives.
 
-It is torch.distributed's TCPStore at the main address, served by rank 0 or by the launcher's agent.
-It listens on all interfaces without authentication, so the main port belongs on a private network.
+It is torch.distributed's TCPStore at the main address; see main_port.py.
 """
 
 import contextlib
 import json
 import math
 import platform
-import resource
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -22,18 +19,15 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
-from ddp_mnist.cluster.interfaces import why_port_is_taken
-from ddp_mnist.errors import FailedElsewhere, PeerError, UsageError, reason
+from ddp_mnist.errors import FailedElsewhere, PeerError
 from ddp_mnist.system.deadline import with_deadline
 
 T = TypeVar("T")
-SERVED: dict[int, dist.TCPStore] = {}  # by port; DDP's reducer holds each to the end
 LIVENESS = "liveness requested"  # the key for which every rank has to answer
 FAILURE = "failure"  # the key of the failure that was reported first
 ALIVE = "alive"  # the roll of those that have answered
 FAILED = "failed"  # the value of a point that will never be reached
 point_key, arrived_key = "point/{}".format, "arrived/{}".format  # by number; see Store
-OWN_FILES = 64  # open in a process besides its connections: some 25, and a data loader's
 CANCEL_S = 5.0  # for a wait whose time is over to return
 SEARCH_S = 6.0  # the longest search for dead ranks
 
@@ -321,85 +315,3 @@ class Store:
 def listed(ranks: Iterable[int]) -> str:
     """Return e.g. `1, 3, 7`, cut to 40 characters."""
     return shorten(", ".join(map(str, ranks)), 40, placeholder=" ...")
-
-
-def waiting(deadline: float, who: str) -> str:
-    """Return the words for a wait until the `deadline`, of time.monotonic()."""
-    return f"waiting up to {max(0, deadline - time.monotonic()):.0f} s for {who} ..."
-
-
-def allow_open_files(world_size: int, serve: bool) -> None:
-    """Raise this process's limit of open files, sockets included, to what so many ranks need.
-
-    Raise UsageError if the system does not allow as many. gloo has a connection to each other rank;
-    the store, where this process serves it, has two with each.
-    """
-    needed = (3 if serve else 1) * world_size + OWN_FILES
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard != resource.RLIM_INFINITY and hard < needed:
-        raise UsageError(
-            f"ulimit -n: is at most {hard} here, and this process of {world_size} needs"
-            f" {needed:,} open files; raise the hard limit (LimitNOFILE of a systemd service,"
-            " /etc/security/limits.conf)"
-        )
-    if soft != resource.RLIM_INFINITY and soft < needed:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
-
-
-def serve_store(port: int, timeout_s: float) -> dist.TCPStore:
-    """Serve the store on `port` until this process ends. Raise UsageError if the port is in use."""
-    if port not in SERVED:  # else this process trains for a second time
-        why = why_port_is_taken(port)  # TCPStore would retry in C++, and print warnings
-        try:
-            if not why:
-                # It connects to itself at localhost, whatever address the others know it by.
-                SERVED[port] = _tcp_store("localhost", port, timeout_s, is_master=True)
-        except RuntimeError as error:
-            why = reason(error)
-        if why:
-            raise UsageError(
-                f"port {port}: cannot be opened here ({why}); stop the program that uses it, or"
-                " give every process another port"
-            )
-    return SERVED[port]
-
-
-def connect_to_store(
-    host: str,
-    port: int,
-    timeout_s: float,
-    who: str,
-    fix: str,
-    on_wait: Callable[[str], object] | None,
-) -> dist.TCPStore:
-    """Return the store at `host`:`port`; `on_wait` is called with a line after each failed attempt.
-
-    Raise PeerError if nobody answers (the error ends with `fix`), or something that is no store.
-    """
-    deadline = time.monotonic() + timeout_s
-    while True:
-        left = max(0.1, min(5.0, deadline - time.monotonic()))
-        try:
-            with socket.create_connection((host, port), timeout=left):
-                break
-        except (OSError, UnicodeError) as error:  # UnicodeError: a name such as a..b
-            if time.monotonic() >= deadline:
-                raise PeerError(
-                    f"{host}:{port}: {who} reached nobody there within {timeout_s:g} s ("
-                    f"{reason(error)}); {fix}"
-                ) from None
-        if on_wait:
-            on_wait(waiting(deadline, f"rank 0 at {host}:{port}"))
-        time.sleep(min(0.2, left))
-    try:  # TCPStore's own time-out comes first, unless what answers is no store
-        return with_deadline(partial(_tcp_store, host, port, timeout_s), timeout_s + 1)
-    except (RuntimeError, TimeoutError) as error:
-        raise PeerError(
-            f"{host}:{port}: {who} found something there that is not rank 0 ({reason(error)});"
-            " is the address right, is the port used by another program?"
-        ) from None
-
-
-def _tcp_store(host: str, port: int, timeout_s: float, is_master: bool = False) -> dist.TCPStore:
-    timeout = timedelta(seconds=timeout_s)
-    return dist.TCPStore(host, port, is_master=is_master, timeout=timeout, wait_for_workers=False)
