@@ -268,8 +268,8 @@ def test_a_run_that_goes_on_keeps_its_parts_unless_the_launcher_asks_for_others(
 ) -> None:
     options, console = launcher_options.LauncherOptions(grad_accum=asked), Mock()
     config = cli.train_config(["--grad-accum", "2"])
-    flags = flag_values(config.run), flag_values(config.recipe)
-    began = resume.EarlierRun("run", "id", "digest", *flags)
+    flags = flag_values(config.run) | flag_values(config.recipe)
+    began = resume.EarlierRun("run", "id", "digest", flags)
     again = apply_launcher_options(cli.train_config(["--resume", "run"]), options, console)
     assert resume.inherit(again, began).recipe.grad_accum == parts
     console.print.assert_not_called()

@@ -1,4 +1,4 @@
-"""The program's lines on stdout and stderr: they arrive, or the exit code says that they do not."""
+"""Output on stdout and stderr. If a line cannot be written, the exit code says so."""
 
 import contextlib
 import json
@@ -15,10 +15,9 @@ from ddp_mnist.errors import StorageError, printable, reason
 BAR = "{bar:8} {desc}"
 SECONDS_BETWEEN = 1.0  # two lines of progress, where there is no terminal
 COLUMNS = 80  # of wrapped lines
-INDENT = " " * 11  # of what stands beside a name, as in a panel
+INDENT = " " * 11  # of the text beside a name, as in a panel
 COLOURS = {"PASS": "32", "WARN": "33", "FAIL": "31"}  # green, yellow and red, as ECMA-48 has them
-# What a person copies: a command with its first words, a flag with its value. A line that breaks in
-# it would be two.
+# What users copy: a command with its first words, a flag with its value. It stays on one line.
 COPIED = re.compile(
     r"(?<!\S)(?:(?:\S*python3?|ddp-mnist|pip|make|hf|torchrun|accelerate)(?: [^\s,;()]+){1,6}"
     r"|--?[a-z][\w-]* [^\s,;()]+)"
@@ -52,11 +51,12 @@ class Console:
         """Print a line. Raise StorageError, but not if the reader went away (`| head -1`)."""
         if self.verbose:
             self._last = time.monotonic()
-            text = f"{line}\n"
-            if self._bar is not None:  # at once, or it would be gone for a moment
-                bar = str(self._bar)
-                text = f"\r{' ' * len(bar)}\r{text}\r{bar}"
-            self.verbose = write_stdout(lambda: sys.stdout.write(text), self.must_arrive)
+            self.verbose = write_stdout(lambda: self._write(line), self.must_arrive)
+
+    @property
+    def _write(self) -> Callable[..., None]:
+        """A function like `print`, which leaves the bar below the line."""
+        return print if self._bar is None else self._bar.write
 
     def note(self, line: str) -> None:
         """Print a line that begins with a name; a narrower terminal has the rest below its text."""
@@ -64,8 +64,7 @@ class Console:
 
     def tell(self, line: str) -> None:
         """Print a line on stderr, verbose or not; the bar stays below it."""
-        bar = self._bar
-        tell(line, print if bar is None else bar.write)
+        tell(line, self._write)
 
     def close(self) -> None:
         """Remove the bar, and print nothing any more."""
@@ -144,26 +143,25 @@ def wrapped(text: str, first: str = "", rest: str = "", columns: int | None = No
 
 
 def fitted(line: str, rest: str = "", stream: TextIO | None = None) -> str:
-    """Return a line that breaks between words where a terminal, stdout or `stream`, is narrower.
+    """Return a line, broken between words if a terminal, stdout or `stream`, is narrower.
 
-    The terminal itself would break it in the middle of a word.
+    The terminal itself would break it in the middle of a word. No-break spaces become spaces.
     """
     columns = width_of(stream or sys.stdout, elsewhere=len(line))
-    return line if len(line) <= columns else "\n".join(wrapped(line, rest=rest, columns=columns))
+    lines = [line] if len(line) <= columns else wrapped(line, rest=rest, columns=columns)
+    return "\n".join(lines).replace("\xa0", " ")
 
 
 def as_json(content: Any, indent: int | None = None) -> str:
-    """Return JSON whose letters, of any script, can be read; what is not printable is escaped."""
-    text = json.dumps(content, indent=indent, ensure_ascii=False)
+    """Return JSON with readable letters of any script, unless stdout cannot show them all.
+
+    What is not printable is escaped.
+    """
+    in_ascii = "utf" not in (sys.stdout.encoding or "utf").lower()
+    text = json.dumps(content, indent=indent, ensure_ascii=in_ascii)
     return re.sub(
         r"[^\n -~]", lambda m: m[0] if m[0].isprintable() else json.dumps(m[0])[1:-1], text
     )
-
-
-def json_line(content: dict[str, Any]) -> str:
-    """Return an object as a line for stdout, in ASCII where that cannot take all letters."""
-    takes_all = "utf" in (sys.stdout.encoding or "utf").lower()
-    return as_json(content) if takes_all else json.dumps(content)
 
 
 def count(number: int, noun: str) -> str:
@@ -179,7 +177,7 @@ def panel(lines: dict[str, str]) -> str:
 
 
 def tell(line: str, write: Callable[..., None] = print) -> None:
-    """Print a line on stderr; where that cannot be written either, the exit code has to do."""
+    """Print a line on stderr. If that fails too, only the exit code is left."""
     try:
         write(fitted(line, stream=sys.stderr), file=sys.stderr)
         sys.stderr.flush()
@@ -188,7 +186,7 @@ def tell(line: str, write: Callable[..., None] = print) -> None:
 
 
 def warn(message: str) -> None:
-    """Print on stderr that a result may not be the one that was meant."""
+    """Warn on stderr that the result may not be what the user expects."""
     tell(f"ddp-mnist: warning: {printable(message)}")
 
 

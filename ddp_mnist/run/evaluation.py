@@ -26,7 +26,7 @@ from ddp_mnist.data.batches import Rows, eval_batch_size, make_loader
 from ddp_mnist.nets.losses import image_losses
 
 CROSS_ENTROPY = "cross_entropy"  # by the name of a run's loss, if it is not --loss
-MANY_CLASSES = 40  # above it a person is shown the largest cells of a matrix, not all
+MANY_CLASSES = 40  # above it only the largest cells of a matrix are shown
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Metrics:
 
 def make_eval_loader(accelerator: Accelerator, rows: Rows, per_process: int | None = None) -> Any:
     """Return a loader that splits `rows` among the processes, in order."""
-    # More than there are would have Accelerate repeat rows until the last batch is full.
+    # With a batch larger than the split, Accelerate would repeat rows to fill it.
     most = max(1, math.ceil(len(rows) / accelerator.num_processes))
     a_pass = per_process or eval_batch_size(rows.images, accelerator.device.type == "cuda")
     batch_size = min(a_pass, most) * accelerator.num_processes
@@ -57,12 +57,12 @@ def make_eval_loader(accelerator: Accelerator, rows: Rows, per_process: int | No
 
 
 def shown(scores: dict[str, float | None]) -> list[str]:
-    """Return each score that --metrics named, as a person reads it."""
+    """Return each score that --metrics named, as it is printed."""
     return [f"{name} {'undefined' if s is None else f'{s:.4f}'}" for name, s in scores.items()]
 
 
 def shown_loss(function: str, loss: float) -> str:
-    """Return the loss of a split as a person reads it, with the name of one's own function."""
+    """Return the loss of a split as it is printed, with the name of the user's own function."""
     own = "" if function == CROSS_ENTROPY else f"{function} "
     return f"loss {own}{loss:.4f}"
 
@@ -98,7 +98,7 @@ def most_confused(matrix: np.ndarray, most: int) -> list[tuple[int, int, int]]:
 
 
 def check_scores(names: Sequence[str]) -> None:
-    """Raise UsageError if --metrics names something that is no metric."""
+    """Raise UsageError if a name in --metrics is not a metric."""
     from ddp_mnist.run.scores import find_score
 
     for name in names:
@@ -106,10 +106,10 @@ def check_scores(names: Sequence[str]) -> None:
 
 
 def import_evaluate_meanwhile(accelerator: Accelerator) -> None:
-    """Import `evaluate` in a thread, on rank 0, beside the first steps of a training.
+    """Import `evaluate` in a background thread on rank 0, during the first training steps.
 
-    It takes over a second, for which all ranks would wait in the first validation, deaf to
-    signals and to the loss of a rank.
+    The import takes over a second. Done in the first validation, it would block every rank, and
+    with them the answer to signals and to the loss of a rank.
     """
     if accelerator.is_main_process:
         module = ("ddp_mnist.run.scores",)
@@ -162,11 +162,7 @@ def summarise(
     labels: Tensor, predictions: Tensor, losses: Tensor, classes: int, scores: Sequence[str] = ()
 ) -> Metrics:
     """Return the metrics of int64 labels [N], int64 predictions [N] and float64 losses [N]."""
-    from ddp_mnist.run.scores import classification_metrics
+    from ddp_mnist.run.scores import count
 
-    guesses, right = predictions.cpu().numpy(), labels.cpu().numpy()
-    counted = classification_metrics(guesses, right, classes, scores)
-    confusion = counted["confusion"]
-    per_class = [row[c] / sum(row) if sum(row) else None for c, row in enumerate(confusion)]
-    loss = losses.sum().item() / len(losses)
-    return Metrics(counted["accuracy"], loss, len(labels), confusion, per_class, counted["scores"])
+    counted = count(predictions.cpu().numpy(), labels.cpu().numpy(), classes, scores)
+    return Metrics(loss=losses.sum().item() / len(losses), count=len(labels), **counted)

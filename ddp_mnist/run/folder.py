@@ -53,42 +53,45 @@ class RunFolder:
         try:
             if not self._began:
                 return
-            if error is None:
-                self.status(state="finished", exit_code=0, phase="done")
-            elif isinstance(error, DdpMnistError):
-                state = "preempted" if isinstance(error, Preempted) else "failed"
-                self.record_outcome(state, error.code, str(error))
-            elif isinstance(error, KeyboardInterrupt):
-                self.record_outcome("failed", 130, "interrupted")
-            else:
-                self.record_outcome("failed", 1, repr(error))
+            match error:
+                case None:
+                    self.status(state="finished", exit_code=0, phase="done")
+                case Preempted():
+                    self.record_outcome("preempted", error.code, str(error))
+                case DdpMnistError():
+                    self.record_outcome("failed", error.code, str(error))
+                case KeyboardInterrupt():
+                    self.record_outcome("failed", 130, "interrupted")
+                case _:
+                    self.record_outcome("failed", 1, repr(error))
         finally:
             self.release()
 
     def create(self, run_dir: str | None, dataset: str, begin_again: bool = False) -> None:
         """Make and open `run_dir`, or else runs/<dataset>-<NNN> with the next free number.
 
-        Raise UsageError if the folder holds another program's files, or a run already: to
-        `begin_again` in that of one that saved nothing is no error. Raise StorageError if it cannot
-        be made or written.
+        Raise UsageError if the folder holds another program's files or a run; `begin_again` allows
+        the folder of a run that saved nothing. Raise StorageError if it cannot be made or written.
         """
         with storage_errors(Path(run_dir or RUNS)):
             path = reserve(dataset) if run_dir is None else without_link(Path(run_dir))
             latest = RUNS / LATEST
             if path.absolute() == latest.absolute():
                 raise UsageError(
-                    f"--run-dir {run_dir}: is the name of the link to the run that began last; name"
-                    " another folder, or leave it out"
+                    f"--run-dir {run_dir}: is reserved for the link to the newest run; name another"
+                    " folder, or leave it out"
                 )
             path.mkdir(parents=True, exist_ok=True)
         self.open(path)
-        names, held = (CONFIG, METRICS, MODEL, SUMMARY, CHECKPOINTS, TRAINED_ON), ""
-        there = ", ".join(name for name in names if (path / name).exists())
-        if not (path / STATUS).exists():  # it is a run's first file: the others are not a run's
-            held = there and f"files that are not of a run and would be written over ({there})"
-        elif not begin_again or any((path / CHECKPOINTS).glob("step-*.pt")):
+        names = (CONFIG, METRICS, MODEL, SUMMARY, CHECKPOINTS, TRAINED_ON)
+        others = ", ".join(name for name in names if (path / name).exists())
+        if (path / STATUS).exists():  # a run writes it first: without it, these are not a run's
+            free = begin_again and not any((path / CHECKPOINTS).glob("step-*.pt"))
             held = f"a run already (to go on: --resume {path})"
-        if held:
+        else:
+            free = not others
+            held = f"files that are not of a run and would be written over ({others})"
+        if not free:
             raise UsageError(f"--run-dir {path}: holds {held}; name another folder")
         self.cut_metrics(0)
         if path.parent == RUNS:
@@ -169,7 +172,7 @@ class RunFolder:
 def _link(latest: Path, path: Path) -> None:
     """Make `latest` a link to this run, or warn that it has to stay as it is."""
     if latest.exists() and not latest.is_symlink():  # `scp -r` copies the link as a folder
-        warn(f"{latest}: is no link and was left alone; move it away, for a link to {path}")
+        warn(f"{latest}: is not a link, so it was left alone; move it away to get a link to {path}")
         return
     link = latest.with_name(f".{LATEST}-{path.name}")
     with storage_errors(link):
@@ -194,7 +197,7 @@ def reserve(dataset: str) -> Path:
 
 
 def name_a_run() -> str:
-    """Return the advice for a path that is no run: name one, or train first."""
+    """Return a hint for a path that holds no run: name one, or train first."""
     there = (RUNS / LATEST).exists()
     return f"name one, e.g. {RUNS / LATEST}" if there else "there is none here yet, so train first"
 
@@ -226,7 +229,7 @@ def take_lock(path: Path) -> FileLock:
 
 
 def in_use(path: Path) -> bool:
-    """Return whether a process is writing this run folder; True if that cannot be found out."""
+    """Return whether a process is writing this run folder; True if that cannot be determined."""
     return bool(holder(path / LOCK))
 
 
@@ -277,19 +280,21 @@ def storage_errors(path: Path, flag: str = "--run-dir") -> Iterator[None]:
 def check_place(file: str | None, flag: str, ending: str = "") -> Path | None:
     """Return the path of a result, checked before minutes are spent on computing it.
 
-    Raise UsageError if no file can be there (nor replace a device), StorageError if nothing can be
-    written there.
+    Raise UsageError unless it is a regular file or a new one in an existing folder, StorageError if
+    nothing can be written there.
     """
     if file is None:
         return None
     path = Path(file)
+    folder = path.absolute().parent
     try:
-        exists = path.absolute().parent.is_dir() and (path.is_file() or not path.exists())
-        if not exists or not path.name.endswith(ending):
-            kind = ending or "file"
-            raise UsageError(f"{flag} {path}: must be a {kind} in a folder that is there")
+        fits = folder.is_dir() and (path.is_file() or not path.exists())
+        if not fits or not path.name.endswith(ending):
+            raise UsageError(
+                f"{flag} {path}: must be a {ending or 'file'} in a folder that is there"
+            )
         # Tried, as os.access knows nothing of a full disk, and lets root write anywhere.
-        with tempfile.TemporaryFile(dir=path.absolute().parent, buffering=0) as probe:
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as probe:
             probe.write(bytes(4096))
     except OSError as error:
         raise StorageError(

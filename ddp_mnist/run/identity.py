@@ -15,14 +15,14 @@ OF_THE_RESULT: tuple[OnResume, ...] = ("must equal", "may change", "same images"
 
 @dataclass(frozen=True)
 class Identity:
-    """What a checkpoint says of its run, beside the State."""
+    """A checkpoint's metadata: all but the State."""
 
     format: int
     run_id: str
     flags: dict[str, Any]  # those OF_THE_RESULT, by field name
     digest: str  # of the images
     own_code: dict[str, str]  # SHA-256 of each file of the user's own, by the flag that names it
-    world: dict[str, Any]  # may change, and is reported, by the names that a person knows
+    world: dict[str, Any]  # may change, and is reported, by the names that users know
 
 
 def identify(config: ResolvedConfig, world: World, run_id: str, digest: str) -> Identity:
@@ -31,33 +31,33 @@ def identify(config: ResolvedConfig, world: World, run_id: str, digest: str) -> 
     may_change = {
         "world size": world.accelerator.num_processes,
         "device": world.accelerator.device.type,
-        "--backend": world.backend,
-        "--mixed-precision": world.precision,
         "--sync-bn": config.distribution.sync_bn,
         "--comm-hook": config.distribution.comm_hook,
         "--compile": bool(world.compiler) and world.compiled_by,
         "threads": world.threads,
-        **package_versions(),
-        "the code's digest": code_digest(),
+        **in_effect(world),
     }
     return Identity(FORMAT, run_id, flags, digest, own_digests(config.recipe), may_change)
 
 
 def facts(config: ResolvedConfig, world: World, images: ImageData) -> dict[str, Any]:
-    """Return the values that must be equal on every rank, by the names that a person knows."""
+    """Return the values that must be equal on every rank, by the names that users know."""
     flags = {
         flag_name(field): getattr(group, field.name)
         for group in (config.run, config.recipe, config.distribution)
         for field in flag_fields(group)
         if not field.metadata["per_rank"]
     }
+    own_code = {f"the code of {name}": code for name, code in own_digests(config.recipe).items()}
+    others = {"--compile": world.compiled_by, "the data's digest": images.digest}
+    return flags | others | own_code | in_effect(world)
+
+
+def in_effect(world: World) -> dict[str, Any]:
+    """Return how this process communicates and computes, and with which code."""
     return {
-        **flags,
-        "--mixed-precision": world.precision,
-        "--compile": world.compiled_by,
         "--backend": world.backend,
-        "the data's digest": images.digest,
-        "the code's digest": code_digest(),
-        **{f"the code of {name}": code for name, code in own_digests(config.recipe).items()},
+        "--mixed-precision": world.precision,
         **package_versions(),
+        "the code's digest": code_digest(),
     }

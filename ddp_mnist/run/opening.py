@@ -4,10 +4,9 @@ import contextlib
 import io
 import sys
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -17,6 +16,7 @@ from ddp_mnist.cluster.launch import Launch
 from ddp_mnist.cluster.launcher_options import GRAD_ACCUM, LauncherOptions
 from ddp_mnist.cluster.rendezvous import check_same
 from ddp_mnist.cluster.signals import listen
+from ddp_mnist.cluster.store import Store
 from ddp_mnist.cluster.world import World
 from ddp_mnist.config.faults import wrong_on_purpose
 from ddp_mnist.config.flags import flag_values
@@ -24,7 +24,6 @@ from ddp_mnist.config.recipe import resolve_recipe
 from ddp_mnist.config.run import ResolvedConfig, TrainConfig
 from ddp_mnist.data import cache
 from ddp_mnist.data.batches import ImageData
-from ddp_mnist.data.image_format import ImageFormat
 from ddp_mnist.data.sources import from_anywhere
 from ddp_mnist.errors import UsageError
 from ddp_mnist.nets import initial_weights, own_code, trial
@@ -39,15 +38,19 @@ from ddp_mnist.run.identity import FORMAT, facts, identify
 from ddp_mnist.run.resume import EarlierRun
 from ddp_mnist.run.training_run import TrainingRun
 
+if TYPE_CHECKING:
+    from torchvision.models import WeightsEnum
+
 
 @contextlib.contextmanager
 def set_up_run(
     config: TrainConfig, world: World, launch: Launch, folder: RunFolder
 ) -> Iterator[TrainingRun | None]:
-    """Agree with all ranks on settings, data and folder. Yield the run; None if there is none.
+    """Agree with all ranks on settings, data and folder, and yield the run.
 
-    There is none after --dry-run, and where the run that --resume names has finished. Raise a
-    DdpMnistError on all ranks: for whatever is missing, damaged, contradictory or different.
+    Yield None if there is nothing to train: after --dry-run, or if the run that --resume names has
+    finished. Raise a DdpMnistError on all ranks for whatever is missing, damaged, contradictory or
+    different.
     """
     verbose = not config.run.quiet
     with (
@@ -67,7 +70,7 @@ def set_up_run(
                 yield None
                 return
             run = TrainingRun(inject(config, world), world, images, stop, folder, console)
-            notes = open_folder(run, found)
+            open_folder(run, found)
             console.print(summary.plan(config, world, images, folder.path))
             with (
                 tracking.tracked(config, folder, world, console),
@@ -75,65 +78,9 @@ def set_up_run(
                 able_to_compile(config.distribution, world.compiler),
             ):
                 if world.compiler:
-                    notes.append("compiling  the model, which can take minutes")
-                for note in notes:
-                    console.note(note)
+                    console.note("compiling  the model, which can take minutes")
                 run.phase("starting")
                 yield run
-
-
-def resolve_and_load(
-    config: TrainConfig, world: World, console: Console, found: EarlierRun | None
-) -> tuple[ResolvedConfig, ImageData]:
-    """Return the flags, with the recipe resolved for this data and world size, and the data.
-
-    Every machine has the data before the first collective; rank 0 decides what `auto` means.
-    A run that goes on keeps the values that it began with, but for the flags that were typed.
-    """
-    config = apply_launcher_options(config, world.launcher_options, console)
-    config = resume.inherit(config, found)
-    own_code.begin()
-    if config.recipe.model:
-        factory_of(config.recipe.model)  # a wrong name is refused before the data are read
-    losses_of = image_losses(config.recipe.loss)
-    config, prepare = apply_named_weights(config, console)
-    store, cache_dir, image_options = world.store, config.run.cache_dir, config.run.image_options
-    store.broadcast_from_rank0("trackers", lambda: tracking.named(config.run.trackers))
-    if config.recipe.metrics:
-        store.broadcast_from_rank0("metrics", lambda: check_scores(config.recipe.metrics))
-    name, notes = store.broadcast_from_rank0(
-        "dataset", lambda: cache.choose(config.run.dataset, cache_dir, image_options, console.note)
-    )
-    images = cache.load(name, cache_dir, image_options, log=console.note)
-    wrong = wrong_on_purpose(config.recipe.inject)
-    if unused := hardware.unused_gpus():
-        notes = [*notes, f"GPUs: {unused}, so this trains on the CPU; {hardware.GPU_FIX}"]
-    warnings = [*wrong, *notes, *images.warnings]
-    images = replace(images, warnings=warnings, image_format=prepare(images.image_format))
-    store.barrier()
-    if found:
-        resume.check_images(name, images.digest, found, found.path)
-    rows = len(images.train_labels)
-    images = images.hold_out(config.recipe.val_size_of(rows))
-    recipe = resolve_recipe(
-        config.recipe, rows, store.world_size, len(images.val_rows), images.image_format.pictures
-    )
-    if config.run.profile >= recipe.steps_per_epoch > 1:
-        raise UsageError(
-            f"--profile {config.run.profile}: an epoch has {recipe.steps_per_epoch} steps; ask for"
-            f" at most {recipe.steps_per_epoch - 1}"
-        )
-    place = cache_dir and str(cache.cache_folder(cache_dir).absolute())
-    run = replace(config.run, dataset=from_anywhere(name), cache_dir=place)
-    resolved = ResolvedConfig(
-        run, config.distribution, config.explicit, config.resumes, recipe=recipe
-    )
-    sharers = recipe.grad_accum * (1 if config.distribution.sync_bn else store.world_size)
-    if taken := check_net(resolved, images, recipe.batch_size // sharers):
-        console.print(panel({"weights": taken}))
-    if recipe.loss:
-        trial.check_loss(losses_of, recipe.loss, len(images.classes), world.accelerator.device)
-    return resolved, images
 
 
 def takes_memory(run: TrainingRun) -> tuple[str, str]:
@@ -145,6 +92,48 @@ def takes_memory(run: TrainingRun) -> tuple[str, str]:
     return f"--batch-size {recipe.batch_size}", fix
 
 
+# --- Settings and data
+
+
+def resolve_and_load(
+    config: TrainConfig, world: World, console: Console, found: EarlierRun | None
+) -> tuple[ResolvedConfig, ImageData]:
+    """Return the flags, with the recipe resolved for this data and world size, and the data.
+
+    A resumed run keeps its original settings, except those that were typed.
+    """
+    config = apply_launcher_options(config, world.launcher_options, console)
+    config = resume.inherit(config, found) if found else config
+    config.refuse_contradictions()
+    config, named = check_names(config, world.store, console)
+    name, images = load_images(config, world.store, console)
+    if named:
+        made = initial_weights.prepared_for(named, config.recipe.model or "", images.image_format)
+        images = replace(images, image_format=made)
+    if found:
+        resume.check_images(name, images.digest, found)
+    rows, size = len(images.train_labels), world.store.world_size
+    images = images.hold_out(config.recipe.val_size_of(rows))
+    pictures = images.image_format.pictures
+    recipe = resolve_recipe(config.recipe, rows, size, len(images.val_rows), pictures)
+    if config.run.profile >= recipe.steps_per_epoch > 1:
+        raise UsageError(
+            f"--profile {config.run.profile}: an epoch has {recipe.steps_per_epoch} steps; ask for"
+            f" at most {recipe.steps_per_epoch - 1}"
+        )
+    place = config.run.cache_dir and str(cache.cache_folder(config.run.cache_dir).absolute())
+    run = replace(config.run, dataset=from_anywhere(name), cache_dir=place)
+    flags = (run, config.distribution, config.explicit, config.resumes)
+    resolved = ResolvedConfig(*flags, recipe=recipe)
+    sharers = recipe.grad_accum * (1 if config.distribution.sync_bn else size)
+    if taken := check_net(resolved, images, recipe.batch_size // sharers):
+        console.print(panel({"weights": taken}))
+    if recipe.loss:
+        loss, device = image_losses(recipe.loss), world.accelerator.device
+        trial.check_loss(loss, recipe.loss, len(images.classes), device)
+    return resolved, images
+
+
 def apply_launcher_options(
     config: TrainConfig, options: LauncherOptions, console: Console
 ) -> TrainConfig:
@@ -153,7 +142,7 @@ def apply_launcher_options(
     Print what was asked for and is not done.
     """
     notes, parts, flag = [options.note], options.grad_accum, config.recipe.grad_accum
-    if parts and parts != flag:  # 1 asks for nothing: a run that goes on keeps its own
+    if parts and parts != flag:  # 1 asks for nothing: a resumed run keeps its own
         if "grad_accum" in config.explicit:
             notes.append(f"{GRAD_ACCUM} {parts}: --grad-accum {flag} was typed, and counts")
         else:
@@ -164,28 +153,53 @@ def apply_launcher_options(
     return config
 
 
-def apply_named_weights(
-    config: TrainConfig, console: Console
-) -> tuple[TrainConfig, Callable[[ImageFormat], ImageFormat]]:
-    """Fetch the weights that --weights names. Return the flags, and how images are prepared then.
+def check_names(
+    config: TrainConfig, store: Store, console: Console
+) -> tuple[TrainConfig, "WeightsEnum | None"]:
+    """Refuse wrong names of a net, loss, tracker, metric or weights, before the data are read.
 
-    Images get the size that the weights were made for, unless --image-size was given. A run that
-    goes on needs no file. Raises as `find_named` and `fetch` do.
+    Fetch the weights that --weights names, unless a checkpoint has the weights. Return them, and
+    the flags with the image size that they were made for, unless --image-size was given. Raises as
+    `find_named` and `fetch` do.
     """
-    model, weights = config.recipe.model or "the default net", config.recipe.weights
-    entry = initial_weights.find_named(model, weights)
-    if entry is None:
-        return config, lambda image_format: image_format
-    if config.initial_weights:
-        progress = not config.run.quiet and draws(sys.stderr)
-        initial_weights.fetch(config.initial_weights, entry, console.note, progress)
-    image_size = config.run.image_size or str(initial_weights.size_of(entry))
-    config = replace(config, run=replace(config.run, image_size=image_size))
-    return config, partial(initial_weights.prepared_for, entry, model)
+    recipe = config.recipe
+    own_code.begin()
+    if recipe.model:
+        factory_of(recipe.model)
+    image_losses(recipe.loss)
+    named = initial_weights.find_named(recipe.model or "the default net", recipe.weights)
+    if named:
+        if config.initial_weights:
+            progress = not config.run.quiet and draws(sys.stderr)
+            initial_weights.fetch(config.initial_weights, named, console.note, progress)
+        image_size = config.run.image_size or str(initial_weights.size_of(named))
+        config = replace(config, run=replace(config.run, image_size=image_size))
+    store.broadcast_from_rank0("trackers", lambda: tracking.named(config.run.trackers))
+    if recipe.metrics:
+        store.broadcast_from_rank0("metrics", lambda: check_scores(recipe.metrics))
+    return config, named
+
+
+def load_images(config: TrainConfig, store: Store, console: Console) -> tuple[str, ImageData]:
+    """Return the data set's name and images, which each machine has before the first collective.
+
+    Rank 0 decides what `auto` means.
+    """
+    flags = config.run
+    name, notes = store.broadcast_from_rank0(
+        "dataset",
+        lambda: cache.choose(flags.dataset, flags.cache_dir, flags.image_options, console.note),
+    )
+    images = cache.load(name, flags.cache_dir, flags.image_options, log=console.note)
+    if unused := hardware.unused_gpus():
+        notes = [*notes, f"GPUs: {unused}, so this trains on the CPU; {hardware.GPU_FIX}"]
+    warnings = [*wrong_on_purpose(config.recipe.inject), *notes, *images.warnings]
+    store.barrier()
+    return name, replace(images, warnings=warnings)
 
 
 def check_net(config: ResolvedConfig, images: ImageData, at_once: int = 2) -> str:
-    """Make the net once and throw it away: what is wrong with it is said before a folder is made.
+    """Build the net once and discard it, so that its errors come before there is a run folder.
 
     Return what --weights gives it, in words. Raise as `build_net` and `trial.check` do, or
     UsageError for --sync-bn or --inject batchnorm without BatchNorm.
@@ -193,14 +207,11 @@ def check_net(config: ResolvedConfig, images: ImageData, at_once: int = 2) -> st
     recipe = config.recipe
     net = build_net(recipe.model, images.classes, images.image_format)
     trial.check(net, recipe.model, len(images.classes), images.image_format.shape, at_once)
-    for needs, typed in (
-        (config.distribution.sync_bn, "--sync-bn"),
-        (recipe.inject == "batchnorm", "--inject batchnorm"),
-    ):
-        if needs and not has_batch_norm(net):
-            raise UsageError(
-                f"{typed}: {recipe.model} has no BatchNorm; use --model cnn_bn or leave it out"
-            )
+    if (config.distribution.sync_bn or recipe.inject == "batchnorm") and not has_batch_norm(net):
+        typed = "--sync-bn" if config.distribution.sync_bn else "--inject batchnorm"
+        raise UsageError(
+            f"{typed}: {recipe.model} has no BatchNorm; use --model cnn_bn or leave it out"
+        )
     if config.initial_weights is None:
         return ""
     return initial_weights.load_weights(
@@ -208,29 +219,37 @@ def check_net(config: ResolvedConfig, images: ImageData, at_once: int = 2) -> st
     )
 
 
-def open_folder(run: TrainingRun, found: EarlierRun | None) -> list[str]:
-    """Make the run's folder, or take over that of a run that goes on: on rank 0's machine.
+# --- The folder
 
-    Return lines for the person, on rank 0. Raises as RunFolder.create and resume.load_latest do.
+
+def open_folder(run: TrainingRun, found: EarlierRun | None) -> None:
+    """Create the run folder on rank 0's machine, or reopen it if the run is resumed.
+
+    Raises as RunFolder.create and resume.load_latest do.
     """
-    config, world, notes = run.config, run.world, list[str]()
+    config, world, folder = run.config, run.world, run.folder
     run_id = found.run_id if found else uuid.uuid4().hex
     run.identity = identity = identify(config, world, run_id, run.images.digest)
     run.checkpoint = b"" if found else None
 
     def open_it() -> str:
         if found:
-            path = Path(found.path)
-            run.checkpoint, lines = resume.load_latest(run.folder, path, identity, config)
-            run.folder.begin()
-            notes.extend(lines)
+            run.checkpoint, lines = resume.load_latest(folder, found, identity, config)
+            folder.begin()
+            for line in lines:
+                run.console.note(line)
         else:
             begin_again = config.run.resume == "auto"
-            run.folder.create(config.run.run_dir, run.images.name, begin_again=begin_again)
-        return str(run.folder.path)
+            folder.create(config.run.run_dir, run.images.name, begin_again)
+        return str(folder.path)
 
     run.where = world.store.broadcast_from_rank0(summary.FOLDER_KEY, open_it)
-    run.folder.write_json(
+    distribution = flag_values(config.distribution) | {
+        "backend": world.backend,
+        "mixed_precision": world.precision,
+        "compile": bool(world.compiler),
+    }
+    folder.write_json(
         CONFIG,
         {
             "run_id": run_id,
@@ -239,11 +258,8 @@ def open_folder(run: TrainingRun, found: EarlierRun | None) -> list[str]:
             "own_code": identity.own_code,
             "run": flag_values(config.run) | {"run_dir": run.where, "resume": None},
             "recipe": flag_values(config.recipe),
-            "distribution": flag_values(config.distribution)
-            | {"backend": world.backend, "mixed_precision": world.precision}
-            | {"compile": bool(world.compiler)},
+            "distribution": distribution,
         },
     )
     np.save(keys := io.BytesIO(), run.images.trained_on())
-    run.folder.write_bytes(TRAINED_ON, keys.getvalue())
-    return notes
+    folder.write_bytes(TRAINED_ON, keys.getvalue())

@@ -39,43 +39,44 @@ class StepProfiler:
 
         Say so if too few are left.
         """
-        if self.steps:
-            warm = done + max(1, min(WARM_UP, per_epoch - self.steps))
-            begins = range(per_epoch - self.steps, total - self.steps + 1, per_epoch)
-            self.begin = next((begin for begin in begins if begin >= warm), None)
-            if self.begin is None:
-                self.console.print(
-                    f"--profile {self.steps}: nothing is traced, no epoch has so many warm steps"
-                )
+        warm = done + max(1, min(WARM_UP, per_epoch - self.steps))
+        begins = range(per_epoch - self.steps, total - self.steps + 1, per_epoch)
+        self.begin = next((begin for begin in begins if begin >= warm), None)
+        if self.steps and self.begin is None:
+            self.console.print(
+                f"--profile {self.steps}: nothing is traced, no epoch has so many warm steps"
+            )
 
     def step(self, done: int) -> None:
         """Begin or end the trace, on all ranks after optimizer step `done`.
 
         Raise StorageError, and over NCCL as `World.wait_for_gpu` does.
         """
-        if self.begin is None or done not in (self.begin, self.begin + self.steps):
+        if not self.steps or self.begin is None:
             return
-        accelerator = self.world.accelerator
-        activities = ["cpu", "cuda"] if accelerator.device.type == "cuda" else ["cpu"]
-        self.world.wait_for_gpu()  # the clock is read once the GPU has done its work
         if done == self.begin:
-            profile = accelerator.profile(ProfileKwargs(activities=activities))
-            self._profile = self._tracing.enter_context(profile)
+            self.world.wait_for_gpu()  # the clock is read once the GPU has done its work
+            on_gpu = self.world.accelerator.device.type == "cuda"
+            kinds = ProfileKwargs(activities=["cpu", "cuda"] if on_gpu else ["cpu"])
+            self._profile = self._tracing.enter_context(self.world.accelerator.profile(kinds))
             self._started = time.monotonic()
-        else:
-            seconds = time.monotonic() - self._started
+        elif done == self.begin + self.steps:
+            self.world.wait_for_gpu()
+            ms = 1e3 * (time.monotonic() - self._started) / self.steps
             self._tracing.close()
             self._write_traces()
-            order = f"self_{activities[-1].replace('cuda', 'device')}_time_total"
-            averages = self._profile.key_averages()
-            table = averages.table(sort_by=order, row_limit=ROWS, max_name_column_width=40).strip()
-            ms = 1e3 * seconds / self.steps
-            head = f"profile    {self.steps} steps of rank 0, {ms:.2f} ms a step"
-            self.console.print(f"{head}\n{table}")
-            self.console.print(f"traces     {self.folder.path}/{FOLDER}/rank-0.json.gz ...")
+            self._print_table(ms)
+
+    def _print_table(self, ms: float) -> None:
+        device = self.world.accelerator.device.type.replace("cuda", "device")
+        averages, order = self._profile.key_averages(), f"self_{device}_time_total"
+        table = averages.table(sort_by=order, row_limit=ROWS, max_name_column_width=40).strip()
+        head = f"profile    {self.steps} steps of rank 0, {ms:.2f} ms a step"
+        self.console.print(f"{head}\n{table}")
+        self.console.print(f"traces     {self.folder.path}/{FOLDER}/rank-0.json.gz ...")
 
     def _write_traces(self) -> None:
-        """Gather every rank's trace, and write them where the run folder is."""
+        """Gather every rank's trace, and write them to the run folder."""
         with tempfile.TemporaryDirectory(prefix="ddp_mnist-") as scratch:
             trace = Path(scratch) / "trace.json"
             self._profile.export_chrome_trace(str(trace))

@@ -91,16 +91,10 @@ class Progress:
         """
         batches_per_step = accelerator.num_processes * recipe.grad_accum
         allowed = BAD_STEPS_ALLOWED * batches_per_step if accelerator.scaler else 0
-        if self.bad_in_a_row > allowed or self.skipped_in_a_row > SKIPPED_STEPS_ALLOWED:
-            what = "loss" if self.bad_in_a_row > allowed else "gradient"
-            cure = "use a lower learning rate, or --max-grad-norm 1"
-            if self.step <= 2:
-                loss = f" or the loss, {recipe.loss}" if recipe.loss else ""
-                cure = f"so early it may be the net, {recipe.model}{loss}: correct it, or {cure}"
-            raise DivergedError(
-                f"--lr {recipe.lr:g}: by step {self.step} the {what} is not a finite number any"
-                f" more; {cure}"
-            )
+        if self.bad_in_a_row > allowed:
+            raise diverged(recipe, self.step, "the loss")
+        if self.skipped_in_a_row > SKIPPED_STEPS_ALLOWED:
+            raise diverged(recipe, self.step, "the gradient")
 
     def end_log_line(self) -> dict[str, float | None]:
         """Return the means since the last log line, and begin anew."""
@@ -115,6 +109,17 @@ class Progress:
             self.stopped_by = "--target-accuracy"
         elif patience is not None and self.epoch - self.best_epoch >= patience:
             self.stopped_by = "--patience"
+
+
+def diverged(recipe: ResolvedRecipe, step: int, what: str) -> DivergedError:
+    """Return the error that ends a run in which `what` is no longer finite."""
+    cure = "use a lower learning rate, or --max-grad-norm 1"
+    if step <= 2:
+        loss = f" or the loss, {recipe.loss}" if recipe.loss else ""
+        cure = f"so early it may be the net, {recipe.model}{loss}: correct it, or {cure}"
+    return DivergedError(
+        f"--lr {recipe.lr:g}: by step {step} {what} is not a finite number any more; {cure}"
+    )
 
 
 @dataclass
@@ -165,10 +170,11 @@ class State:
             "best_weights": self.best_weights,
         }
 
-    def restore(self, content: dict[str, Any], recipe: ResolvedRecipe) -> None:
+    def restore(self, content: dict[str, Any], recipe: ResolvedRecipe) -> Progress:
         """Take over what `content` returned, under a recipe that may have changed since.
 
-        Raise CheckpointError if the tensors are not those of this net and optimizer.
+        Return how far the run has come. Raise CheckpointError if the tensors are not those of this
+        net and optimizer.
         """
         groups = self.optimizer.param_groups
         try:
@@ -194,3 +200,4 @@ class State:
         self.seconds_before = progress.train_seconds
         if progress.step == progress.epoch * recipe.steps_per_epoch:  # it was just validated
             progress.decide_to_stop(recipe)
+        return progress

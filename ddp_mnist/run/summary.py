@@ -17,22 +17,23 @@ from ddp_mnist.cluster import hardware
 from ddp_mnist.cluster.store import name_of
 from ddp_mnist.cluster.world import World
 from ddp_mnist.config.faults import wrong_on_purpose
-from ddp_mnist.config.flags import flag_fields, typed_flag
 from ddp_mnist.config.run import ResolvedConfig
 from ddp_mnist.data.augment import changes
 from ddp_mnist.data.batches import ImageData
 from ddp_mnist.errors import printable
 from ddp_mnist.nets.initial_weights import find_named
-from ddp_mnist.run.console import INDENT, Console, count, fitted, panel, width_of, wrapped
+from ddp_mnist.run.console import INDENT, Console, count, fitted, panel
 from ddp_mnist.run.evaluation import CROSS_ENTROPY, Metrics, packed, shown, shown_loss
 from ddp_mnist.run.folder import RunFolder
 from ddp_mnist.run.state import State
 from ddp_mnist.run.versions import git_commit, package_versions
 
 FEW = 20  # images of a class
-WEIGHABLE = 11  # images of a class: from so many on --class-weights helped where it was tried
 ONE_LINE = 69  # columns beside the name of a panel's line
 FOLDER_KEY = "run folder"  # the broadcast of its path
+
+
+# --- Before the first step
 
 
 def plan(config: ResolvedConfig, world: World, images: ImageData, folder: Path | None) -> str:
@@ -43,52 +44,45 @@ def plan(config: ResolvedConfig, world: World, images: ImageData, folder: Path |
     left_out = train_rows - steps * recipe.batch_size
     share = recipe.batch_size // size // recipe.grad_accum
     parts = f" x {recipe.grad_accum} parts" if recipe.grad_accum > 1 else ""
-    unused = f"{count(left_out, 'image')} {'is' if left_out == 1 else 'are'} left out"
-    rest = f"; {unused}, others in each epoch" if left_out else ""
+    are = "is" if left_out == 1 else "are"
+    rest = f"; {count(left_out, 'image')} {are} left out, others in each epoch" if left_out else ""
+    compiled = f", compiled by {world.compiled_by}" if world.compiler else ""
     lines = {
         "data": f"{images.name}: {train_rows:,} train, {val_rows:,} validation,"
         f" {len(images.test_labels):,} test images, {len(images.classes)} classes",
         "source": "; ".join([printable(images.source), *images.image_format.notes]),
-        **by_class(images, recipe.class_weights),
+        **by_class(images),
         "careful": "; ".join(map(printable, images.careful)),
-        "processes": f"{size} on {count(world.num_machines, 'machine')}, {computing(world)}",
+        "processes": f"{size} on {count(world.num_machines, 'machine')}, backend {world.backend},"
+        f" device {device(world)}, {count(world.threads, 'thread')} each,"
+        f" precision {world.precision}{compiled}",
         "batch": f"{recipe.batch_size} images a step = {count(size, 'process')}{parts} x {share}",
         "steps": f"{recipe.total_steps:,} = {count(recipe.epochs, 'epoch')} x {steps:,}{rest}",
         "model": f"{recipe.model}, seed {config.run.seed}",
         "recipe": recipe_line(config, images),
-        "writes": str(folder) if folder else "nothing but the cache of images (--dry-run)",
+        "writes": str(folder or "nothing but the cache of images (--dry-run)"),
     }
     return "\n".join([*map(fitted, images.warnings), panel(lines)])
 
 
 def recipe_line(config: ResolvedConfig, images: ImageData) -> str:
-    """Return how the images are trained on, for which it was chosen, and the flags that were typed.
-
-    A run that goes on keeps what it began with, but for these flags.
-    """
-    recipe, classes = config.recipe, len(images.classes)
+    """Return how the images are trained on, and for which images that was chosen."""
+    recipe = config.recipe
     kind, changed = changes(images.image_format, recipe.augment)
-    smoothing = recipe.label_smoothing
-    least = torch.special.entr((1 - smoothing) * torch.eye(classes)[0] + smoothing / classes).sum()
-    smoothed = f"label smoothing {smoothing:g} (the training loss levels off near {least:.2g})"
-    parts = [
-        f"{recipe.optimizer}, learning rate up to {recipe.lr:g} in the first {recipe.warmup:.0%} of"
-        " the steps",
-        changed,
-        *([f"loss {recipe.loss}"] if recipe.loss else [smoothed] * (smoothing > 0)),
-        *["rare classes count more"] * (recipe.class_weights == "balanced"),
-    ]
     rows = len(images.train_labels) - len(images.val_rows)
     chosen = f"{recipe.preset}, {'kept' if config.resumes else 'chosen'} for {rows:,} {kind}"
-    names = [
-        field.name for field in flag_fields(recipe) if field.name in config.explicit - {"preset"}
-    ]
-    typed = ", ".join(printable(typed_flag(name, getattr(recipe, name))) for name in names)
-    return f"{chosen}: {', '.join(parts)}" + (f"; typed: {typed}" if typed else "")
+    rising = f"up to {recipe.lr:g} in the first {recipe.warmup:.0%} of the steps"
+    parts = [f"{recipe.optimizer}, learning rate {rising}", changed]
+    if recipe.loss or recipe.label_smoothing:
+        smoothing = f"label smoothing {recipe.label_smoothing:g}"
+        parts.append(f"loss {recipe.loss}" if recipe.loss else smoothing)
+    if recipe.class_weights == "balanced":
+        parts.append("rare classes count more")
+    return f"{chosen}: {', '.join(parts)}"
 
 
-def by_class(images: ImageData, class_weights: str = "none") -> dict[str, str]:
-    """Return lines of the plan: the train images of each class, which have few and what helps."""
+def by_class(images: ImageData) -> dict[str, str]:
+    """Return lines of the plan: the train images of each class, and what helps if it has few."""
     labels = np.delete(images.train_labels.numpy(), images.val_rows)
     counts = np.bincount(labels, minlength=len(images.classes)).tolist()
     each = dict(zip(map(printable, images.classes), counts, strict=True))
@@ -96,26 +90,18 @@ def by_class(images: ImageData, class_weights: str = "none") -> dict[str, str]:
     least, most = min(each, key=each.__getitem__), max(each, key=each.__getitem__)
     if len(shown) > ONE_LINE:
         shown = f"{each[least]:,} ({least}) to {each[most]:,} ({most}) train images each"
-    rarest = sorted(each.items(), key=lambda named: named[1])
-    few = [f"{name} {number}" for name, number in rarest if number < FEW]
-    few[3:] = [f"{len(few) - 3} more"] * (len(few) > 3)
-    held = {"--val-size": len(images.val_rows)}
-    held |= {"--test-size": len(images.test_labels)} if images.test_drawn else {}
-    largest = max(held, key=held.__getitem__)
-    fix = f"give a smaller {largest}" if held[largest] > len(labels) else "add some"
-    hint = f"few train images of {', '.join(few)}: below {FEW} a class is hard to learn; {fix}"
-    if class_weights == "none" and WEIGHABLE <= each[least] <= each[most] / 2:
-        hint += ", or let rare classes count more by --class-weights balanced"
-    return {"classes": shown} | ({"hint": hint} if few else {})
+    lines = {"classes": shown}
+    if each[least] < FEW:
+        lines["hint"] = (
+            f"few train images of {least}: below {FEW} a class is hard to learn; add some, or try"
+            " --class-weights balanced"
+        )
+    return lines
 
 
-def computing(world: World) -> str:
-    """Return in words the backend, device, threads and precision of each process."""
-    compiled = f", compiled by {world.compiled_by}" if world.compiler else ""
-    return (
-        f"backend {world.backend}, device {device(world)}, {count(world.threads, 'thread')} each,"
-        f" precision {world.precision}{compiled}"
-    )
+def first_three(words: list[str]) -> str:
+    more = [f"{len(words) - 3} more"] if len(words) > 3 else []
+    return ", ".join(words[:3] + more)
 
 
 @contextlib.contextmanager
@@ -128,9 +114,11 @@ def narrated_elsewhere(world: World, verbose: bool) -> Iterator[None]:
         f"joined     as rank {store.rank} of {store.world_size}; rank 0 on {host} reports"
     )
     yield
-    if console.verbose:
-        folder = f", in {store.received[FOLDER_KEY]}" if FOLDER_KEY in store.received else ""
-        console.print(f"done       the result is on {host}{folder}")
+    folder = f", in {store.received[FOLDER_KEY]}" if FOLDER_KEY in store.received else ""
+    console.print(f"done       the result is on {host}{folder}")
+
+
+# --- While it trains
 
 
 def step_line(
@@ -141,7 +129,7 @@ def step_line(
     `line` is what metrics.jsonl gets, {} before the first step; `left_s` are the seconds left, None
     if nothing is known of them.
     """
-    parts = [f"step {str(step).rjust(len(str(total_steps)))}/{total_steps}"]
+    parts = [f"step {step:>{len(str(total_steps))}}/{total_steps}"]
     parts += [f"loss {loss(line)}"] if line else []
     parts += [phase or f"lr {line['lr']:.5f}"]
     if speed := line.get("images_per_second"):
@@ -154,21 +142,22 @@ def step_line(
 def epoch_line(epoch: int, epochs: int, means: dict[str, Any], validation: Metrics | None) -> str:
     """Return the line of `epoch`, counted from 0, that has ended.
 
-    In a narrow terminal it goes on below, with a whole name and number.
+    In a narrow terminal it breaks before a whole name and number.
     """
-    parts = [f"epoch {str(epoch + 1).rjust(len(str(epochs)))}/{epochs}", f"loss {loss(means)}"]
+    parts = [f"epoch {epoch + 1:>{len(str(epochs))}}/{epochs}", f"loss {loss(means)}"]
     parts += [f"accuracy {means['accuracy']:.4f}"] if means["accuracy"] is not None else []
     parts += [f"{means['images_per_second']:>6,.0f} images/s"]
     if validation:
-        parts += [f"validation {validation.accuracy:.4f}"]
-        parts += shown(validation.scores)
+        parts += [f"validation {validation.accuracy:.4f}", *shown(validation.scores)]
     whole = "  ".join(part.replace(" ", "\xa0") for part in parts)
-    rest, columns = " " * (len(parts[0]) + 2), width_of(sys.stdout, elsewhere=len(whole))
-    return "\n".join(wrapped(whole, rest=rest, columns=columns))
+    return fitted(whole, " " * (len(parts[0]) + 2))
 
 
 def loss(line: dict[str, Any]) -> str:
     return "not finite" if line["loss"] is None else f"{line['loss']:.4f}"
+
+
+# --- At the end
 
 
 def summarise(
@@ -185,11 +174,10 @@ def summarise(
     seconds in training steps and milliseconds in a forward pass, in this part alone: other parts
     had other ranks.
     """
-    progress, recipe = state.progress, config.recipe
+    progress, recipe, placed = state.progress, config.recipe, device(world)
     batch_size, seconds = recipe.batch_size, progress.train_seconds
     part = (progress.step - [0, *progress.resumed_from][-1]) * batch_size  # images, of this part
     named = find_named(recipe.model, recipe.weights)
-    gpu = "none used" if device(world) == "cpu" else torch.cuda.get_device_name(device(world))
     return {
         "outcome": "finished",
         "stopped_by": progress.stopped_by,
@@ -199,16 +187,19 @@ def summarise(
         "val_accuracy": progress.best_accuracy if state.best_weights else progress.val_accuracy,
         "epochs": progress.epoch,
         "steps": progress.step,
-        **{name: getattr(progress, name) for name in ("skipped_steps", "resumed_from")},
+        "skipped_steps": progress.skipped_steps,
+        "resumed_from": progress.resumed_from,
         "global_batch_size": batch_size,
         "world_size": world.accelerator.num_processes,
         "num_machines": world.num_machines,
-        "device": device(world),
+        "device": placed,
         "backend": world.backend,
         "precision": world.precision,
         "compile": world.compiled_by,
         "seed": config.run.seed,
-        **{name: getattr(recipe, name) for name in ("model", "inject", "grad_accum")},
+        "model": recipe.model,
+        "inject": recipe.inject,
+        "grad_accum": recipe.grad_accum,
         "loss_function": recipe.loss or CROSS_ENTROPY,
         "class_weights": recipe.class_weights,
         "weights": str(named) if named else recipe.weights,  # DEFAULT may mean others one day
@@ -224,7 +215,10 @@ def summarise(
         "class_accuracy": test.class_accuracy,
         "metrics": test.scores,
         "confusion": packed(test.confusion),
-        "machine": {**hardware.describe(), "gpu": gpu},
+        "machine": {
+            **hardware.describe(),
+            "gpu": "none used" if placed == "cpu" else torch.cuda.get_device_name(placed),
+        },
         "versions": package_versions(),
         "git": git_commit(),
     }
@@ -249,29 +243,24 @@ def by_rank(hosts: list[str], times: list[list[float]], images: float) -> list[d
 
 def changed_since(run: str, dataset: str, summary: dict[str, Any], images: ImageData) -> str:
     """Return in words how a run's images have changed; `summary` is its own, {} if that is lost."""
-    before, classes = summary.get("images_per_class"), images.classes
-    if classes != summary.get("classes", classes):
-        gone = [f"{name} is gone" for name in summary["classes"] if name not in classes]
-        new = [f"{name} is new" for name in classes if name not in summary["classes"]]
-        parts = [f"class {each}" for each in gone + new] or ["the order of the classes"]
-    elif before is None:
-        parts = ["other images"]
-    else:
-        parts = [
-            f"{split} has {now:,} of class {name}, and had {was:,}"
-            for split, counts in images.per_class().items()
-            for name, now, was in zip(classes, counts, before[split], strict=True)
-            if now != was
-        ] or ["as many images, with other pixels, labels or names"]
-    parts[3:] = [f"{len(parts) - 3} more"] * (len(parts) > 3)
-    return f"{run}: the images of {dataset} have changed since the run ({', '.join(parts)})"
+    before, classes = summary.get("images_per_class", {}), images.classes
+    then = summary.get("classes", classes)
+    had = {split: dict(zip(then, counts, strict=True)) for split, counts in before.items()}
+    parts = [
+        f"{split} has {now:,} of class {name}, and had {had[split][name]:,}"
+        for split, counts in images.per_class().items()
+        for name, now in zip(classes, counts, strict=True)
+        if had and now != had[split].get(name, now)
+    ]
+    odd = sorted({*then} ^ {*classes})
+    parts = [f"class {name} is {'new' if name in classes else 'gone'}" for name in odd] or parts
+    same = "as many images, with other pixels, labels or names" if had else "other images"
+    parts = parts or [same]
+    return f"{run}: the images of {dataset} have changed since the run ({first_three(parts)})"
 
 
-def last_lines(outcome: dict[str, Any], run: RunFolder, overfitted: bool = False) -> str:
-    """Return the result as lines; the first says it all.
-
-    What helps an `overfitted` net was told while it was trained.
-    """
+def last_lines(outcome: dict[str, Any], run: RunFolder) -> str:
+    """Return the result as lines; the first says it all."""
     wrong = round((1 - outcome["test_accuracy"]) * outcome["test_count"])
     result = fitted(
         f"test accuracy {outcome['test_accuracy']:.4f} on {outcome['test_count']:,} images of"
@@ -287,9 +276,8 @@ def last_lines(outcome: dict[str, Any], run: RunFolder, overfitted: bool = False
     }
     guessed = max(outcome["images_per_class"]["test"]) / outcome["test_count"]  # the largest class
     if outcome["test_accuracy"] < guessed + 0.1 * (1 - guessed):
-        fix = "more --epochs" if outcome["steps"] < 100 else "a lower --lr, or more --epochs"
-        fix = "see the hint above" if overfitted else f"use {fix}"
-        lines["careful"] = f"that is hardly better than guessing; {fix}"
+        fixes = "more --epochs, a lower --lr, or more images"
+        lines["careful"] = f"that is hardly better than guessing; try {fixes}"
     see = f"see        {program()} report {run.path}"  # a command is not wrapped, however long
     return "\n".join([result, panel(lines), see, *wrong_on_purpose(outcome["inject"])])
 
@@ -298,9 +286,7 @@ def program() -> str:
     """Return the command that starts this program here: `make` activates no environment."""
     if shutil.which("ddp-mnist"):
         return "ddp-mnist"
-    python = sys.executable
-    here = os.path.relpath(python)
-    return f"{here if len(here) < len(python) else python} -m ddp_mnist"
+    return f"{min(sys.executable, os.path.relpath(sys.executable), key=len)} -m ddp_mnist"
 
 
 def device(world: World) -> str:

@@ -13,7 +13,6 @@ from ddp_mnist.cluster.signals import StopSignals
 from ddp_mnist.cluster.world import World, broadcast_bytes
 from ddp_mnist.config.run import ResolvedConfig
 from ddp_mnist.data.batches import ImageData
-from ddp_mnist.errors import DivergedError
 from ddp_mnist.nets.ours import Normalised, with_test_time_augmentation
 from ddp_mnist.run import checkpoint, hints, summary, weights
 from ddp_mnist.run.console import Console, draws, tell
@@ -21,42 +20,32 @@ from ddp_mnist.run.evaluation import Metrics, evaluate_split, import_evaluate_me
 from ddp_mnist.run.folder import MODEL, SUMMARY, RunFolder
 from ddp_mnist.run.identity import Identity
 from ddp_mnist.run.profiling import StepProfiler
-from ddp_mnist.run.state import Progress, State
+from ddp_mnist.run.state import Progress, State, diverged
 from ddp_mnist.system.neighbours import Neighbours
 
-JUDGED_S = 30.0  # of training, after which its length is judged
 EPOCH_LINES = 50  # on the console at most, of a run of more epochs; metrics.jsonl has all
 
 
 @dataclass
 class TrainingRun:
-    """A run, as `fit` gets it; by default it writes nowhere and prints nothing."""
+    """What `fit` needs to train one run. By default it writes and prints nothing."""
 
-    config: ResolvedConfig  # has the values that the data and the number of processes decide
+    config: ResolvedConfig  # with the values that the data and the number of processes decide
     world: World  # all processes
     images: ImageData
     stop: StopSignals
-    folder: RunFolder = field(default_factory=RunFolder)  # has no place where it is not written
+    folder: RunFolder = field(default_factory=RunFolder)  # has no path on ranks that do not write
     console: Console = field(default_factory=lambda: Console(False))  # silent on all but one
     identity: Identity | None = None  # of a run that is written: it is in each checkpoint
-    checkpoint: bytes | None = None  # to go on from: whole on rank 0, empty on the other ranks
+    checkpoint: bytes | None = None  # to resume from: whole on rank 0, empty on the other ranks
     where: str = ""  # the folder's path on rank 0's machine
+    state: State = field(init=False)  # set by `begin`, as the profiler
     profiler: StepProfiler = field(init=False)
-    state: State = field(init=False)  # set by `begin`
     neighbours: Neighbours | None = None  # other programs on these cores, until reported
-    overfits: bool = False  # whether the hint has been printed
-    judges_length: bool = False  # if the recipe has chosen it; a person waits for a CPU
     line: dict[str, Any] = field(default_factory=dict)  # of the last sync point, as it is logged
     began: tuple[float, int] | None = None  # when and at which step the first sync point was
 
     def __post_init__(self) -> None:
-        steps, is_cpu = self.config.run.profile, self.world.accelerator.device.type == "cpu"
-        self.profiler = StepProfiler(steps, self.world, self.folder, self.console)
-        hosts = self.world.store.hosts
-        if self.console.verbose and is_cpu:
-            ranks_here = hosts.count(hosts[self.world.store.rank])
-            self.neighbours = Neighbours(self.world.threads, ranks_here)
-            self.judges_length = not self.config.resumes and "epochs" not in self.config.explicit
         self.stop.answer, self.stop.at_once = self.answer, self.give_up
 
     # --- Before the first step
@@ -67,16 +56,21 @@ class TrainingRun:
         From here on a stop signal saves the state before it ends the run. Raise CheckpointError if
         the checkpoint's tensors are not those of this net and optimizer.
         """
-        recipe, self.state = self.config.recipe, state
+        recipe, world, progress = self.config.recipe, self.world, state.progress
+        self.state = state
         if self.checkpoint is not None:
-            raw = broadcast_bytes(self.world.accelerator, self.checkpoint)
+            raw = broadcast_bytes(world.accelerator, self.checkpoint)
             self.checkpoint = None  # it may be large
             content = checkpoint.from_bytes(raw, f"the checkpoint of {self.where}")
-            state.restore(content["state"], recipe)
-        self.profiler.plan(state.progress.step, recipe.steps_per_epoch, recipe.total_steps)
+            progress = state.restore(content["state"], recipe)
+        self.profiler = StepProfiler(self.config.run.profile, world, self.folder, self.console)
+        self.profiler.plan(progress.step, recipe.steps_per_epoch, recipe.total_steps)
+        if self.console.verbose and world.accelerator.device.type == "cpu":
+            ranks_here = world.store.hosts.count(world.store.hosts[world.store.rank])
+            self.neighbours = Neighbours(world.threads, ranks_here)
         self.stop.save = self.save_to_go_on
-        import_evaluate_meanwhile(self.world.accelerator)
-        return state.progress
+        import_evaluate_meanwhile(world.accelerator)
+        return progress
 
     def save_to_go_on(self) -> str:
         """Save, and return how the run ended and how it goes on."""
@@ -95,29 +89,26 @@ class TrainingRun:
 
         Name each slow rank.
         """
+        step, epoch, store = progress.step, progress.epoch, self.world.store
         means = progress.end_log_line() if log else progress.since_log.means()
-        self.line = {"epoch": progress.epoch, "lr": lr, **means}
-        self.folder.step = progress.step
-        self.began = self.began or (time.monotonic(), progress.step)
+        self.line = {"epoch": epoch, "lr": lr, **means}
+        self.folder.step = step
+        self.began = self.began or (time.monotonic(), step)
         if log:
-            self.folder.append_metrics(progress.step, self.line)
+            self.folder.append_metrics(step, self.line)
             self.console.progress(*self.shown())
         else:
             self.console.draw(*self.shown())
-        if newly_slow and self.world.store.rank == 0:  # which knows the machines
+        if store.rank == 0:  # which knows the machines
             for rank, times in newly_slow.items():
-                host = self.world.store.host(rank)
-                slow = {"slow_rank": rank, "host": host, "times_median": round(times, 1)}
-                self.folder.append_metrics(progress.step, {"epoch": progress.epoch, **slow})
-                self.console.note(hints.slow_line(rank, host, times))
+                slow = {"slow_rank": rank, "host": store.host(rank)}
+                slow |= {"epoch": epoch, "times_median": round(times, 1)}
+                self.folder.append_metrics(step, slow)
+                self.console.note(hints.slow_line(rank, store.host(rank), times))
         if self.neighbours and (fit := self.neighbours.judge()):
             threads, has_launcher = self.neighbours.threads, self.stop.has_launcher
             self.console.print(hints.neighbours_line(fit, threads, has_launcher))
             self.neighbours = None
-        if self.judges_length and time.monotonic() - self.began[0] >= JUDGED_S:
-            self.judges_length = False
-            if line := hints.long_line(self.left_s() or 0.0, self.config.recipe.epochs):
-                self.console.print(line)
 
     def evaluate(self, phase: str, net: nn.Module, loader: DataLoader[Any]) -> Metrics:
         """Return the metrics of a split that `make_eval_loader` made, as `evaluate_split` does."""
@@ -132,38 +123,27 @@ class TrainingRun:
         self, means: dict[str, Any], progress: Progress, validation: Metrics | None
     ) -> None:
         """Write what the validation found, and show the epoch that has ended."""
-        epoch = progress.epoch - 1
+        recipe, epoch = self.config.recipe, progress.epoch - 1
         if validation:
             self.folder.append_metrics(progress.step, {"epoch": epoch, **validation.named("val")})
-        recipe = self.config.recipe
         every = -(-recipe.epochs // EPOCH_LINES)
         if progress.epoch % every == 0 or progress.epoch == recipe.epochs or progress.stopped_by:
             self.console.print(summary.epoch_line(epoch, recipe.epochs, means, validation))
-        hint = hints.overfit_line(means["accuracy"], validation, recipe)
-        if hint and not self.overfits:
-            self.overfits = True
-            self.console.print(hint)
         if progress.stopped_by:
             self.console.print(f"stopped by {progress.stopped_by} after epoch {progress.epoch}")
 
     def phase(self, name: str) -> None:
-        """Say in status.json and on the bar, beside the step, what comes now."""
+        """Announce the next phase in status.json and on the bar."""
         self.folder.status(phase=name)
         self.console.draw(*self.shown(name))
 
     def shown(self, phase: str = "") -> tuple[float, str]:
         """Return the share that is done and the line of the last sync point."""
-        total, step = self.config.recipe.total_steps, self.folder.step
-        return step / total, summary.step_line(self.line, step, total, self.left_s(), phase)
-
-    def left_s(self) -> float | None:
-        """Return the seconds that the run will take yet; None before its first step."""
-        step, steps_left = self.folder.step, self.config.recipe.total_steps - self.folder.step
+        total, step, left_s = self.config.recipe.total_steps, self.folder.step, None
         if self.began and step > self.began[1]:
-            return (time.monotonic() - self.began[0]) / (step - self.began[1]) * steps_left
-        if speed := self.line.get("images_per_second"):  # of the first step alone
-            return self.config.recipe.batch_size / speed * steps_left
-        return None
+            seconds, steps = time.monotonic() - self.began[0], step - self.began[1]
+            left_s = seconds / steps * (total - step)
+        return step / total, summary.step_line(self.line, step, total, left_s, phase)
 
     def save(self, state: State) -> None:
         """Write a checkpoint; all ranks come here at the same step.
@@ -173,10 +153,7 @@ class TrainingRun:
         clock, step = time.monotonic(), state.progress.step
         finite = [torch.isfinite(parameter).all() for parameter in state.net.parameters()]
         if not torch.stack(finite).all():
-            raise DivergedError(
-                f"--lr {self.config.recipe.lr:g}: by step {step} the weights are not finite numbers"
-                " any more; use a lower learning rate, or --max-grad-norm 1"
-            )
+            raise diverged(self.config.recipe, step, "a weight")
         self.folder.step = step
         if self.folder.path and self.identity:
             about = {**asdict(self.identity), "metrics_lines": self.folder.metrics_lines}
@@ -194,7 +171,7 @@ class TrainingRun:
             self.console.tell(f"ddp-mnist: stopping after this step{again}")
 
     def give_up(self) -> None:
-        """Say what is saved already, after a second Ctrl-C, which saves nothing any more."""
+        """After a second Ctrl-C, report the last checkpoint; nothing more is saved."""
         if self.folder.path is None:
             return
         self.folder.record_outcome("failed", 130, "interrupted twice")
@@ -202,8 +179,8 @@ class TrainingRun:
         if saved := checkpoint.newest_first(self.folder.path):
             rest = (
                 f"nothing after step {checkpoint.step_of(saved[0])} is saved; to go on from there,"
-                f" add --resume {self.where} to the command"
             )
+            rest = f"{rest} add --resume {self.where} to the command"
         below_the_bar = "\n" if draws(sys.stderr) else ""
         tell(f"{below_the_bar}ddp-mnist: interrupted twice: stopped at once, {rest} (code 130)")
 
@@ -221,5 +198,5 @@ class TrainingRun:
         times = accelerator.gather(torch.tensor([mine], device=accelerator.device)).tolist()
         outcome = summary.summarise(self.config, self.world, images, state, test, times)
         self.folder.write_json(SUMMARY, outcome)
-        self.console.print(summary.last_lines(outcome, self.folder, self.overfits))
+        self.console.print(summary.last_lines(outcome, self.folder))
         return outcome

@@ -28,7 +28,7 @@ class Trained:
 
     net: Normalised  # with the weights
     model: nn.Module  # gives the logits: the net, or what `with_test_time_augmentation` makes of it
-    architecture: str  # its name, as --model has it
+    architecture: str  # its name, as typed after --model
     classes: list[str]  # their names, in the order of the logits
     image_format: ImageFormat  # how the images were made that it was trained on
 
@@ -63,24 +63,29 @@ def read_bytes(run: str) -> bytes:
     A run that was resumed for more epochs, and has not finished since, still holds the model of
     its earlier part: that is returned, with a warning on stderr.
     """
-    known: dict[str, dict[str, Any]] = {STATUS: {}, SUMMARY: {}}
-    for name in known:
-        with contextlib.suppress(OSError, ValueError, TypeError):  # a model may lie alone
-            known[name] = dict(read_json(Path(run) / name))
-    state, earlier = known[STATUS].get("state"), known[SUMMARY].get("steps")
-    words = {"running": "is", "failed": "failed", "preempted": "was stopped"}
-    now = f"{words[state]} at step {known[STATUS].get('step')}" if state in words else ""
-    wait = "let it finish, or " * (state == "running")
-    go_on = f"{wait}resume it with the command that started it, plus --resume {run}"
+    status, summary = (read_if_whole(Path(run) / name) for name in (STATUS, SUMMARY))
+    unfinished = status.get("state", "finished") != "finished"
+    so_far = f"state {status.get('state')}, step {status.get('step')}"
+    go_on = f"let it finish, or add --resume {run} to the command that started it"
     try:
         content = (Path(run) / MODEL).read_bytes()
     except OSError as error:
-        missing = f"there is no model of a finished run ({MODEL}: {reason(error)}); {name_a_run()}"
-        unfinished = f"the run {now} and has no final model; {go_on}"
-        raise CheckpointError(f"{run}: {unfinished if now else missing}") from error
-    if now and earlier is not None:
-        warn(f"{run}: resumed, it {now}; this is its earlier model, of step {earlier}; {go_on}")
+        if unfinished:
+            why = f"the run has no final model yet ({so_far}); {go_on}"
+        else:
+            why = f"there is no model of a finished run ({MODEL}: {reason(error)}); {name_a_run()}"
+        raise CheckpointError(f"{run}: {why}") from error
+    if unfinished and "steps" in summary:
+        earlier = f"this is the model of step {summary['steps']}, from before the run was resumed"
+        warn(f"{run}: {earlier} ({so_far}); {go_on}")
     return content
+
+
+def read_if_whole(path: Path) -> dict[str, Any]:
+    """Return the object in a file that a model alone lacks; {} if it is missing or damaged."""
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        return dict(read_json(path))
+    return {}
 
 
 def from_bytes(content: bytes, where: str) -> Trained:
@@ -88,7 +93,7 @@ def from_bytes(content: bytes, where: str) -> Trained:
     try:
         header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
         about = json.loads(header["__metadata__"][METADATA_KEY])
-        name, version = about["architecture"], about.get("version", 1)
+        name, classes, version = about["architecture"], about["classes"], about.get("version", 1)
         if version != VERSION:
             raise CheckpointError(
                 f"{where}: holds a net of version {version}, these are of version {VERSION};"
@@ -98,17 +103,15 @@ def from_bytes(content: bytes, where: str) -> Trained:
         own_code.begin()
         if not is_known(name):
             own_code.check_unchanged("--model", name, about["code"], where)
-        net = build_net(name, about["classes"], image_format)
-        state = load(content)
-        dtypes = [tensor.dtype for tensor in state.values() if tensor.is_floating_point()]
-        net.to(dtypes[0])
+        net, state = build_net(name, classes, image_format), load(content)
+        net.to(next(tensor.dtype for tensor in state.values() if tensor.is_floating_point()))
         net.net.load_state_dict(state)
     except UsageError as error:  # of --model, which was typed for the training
         raise CheckpointError(f"{where}: {error}") from error
-    except (ValueError, LookupError, TypeError, RuntimeError, SafetensorError) as error:
+    except (ValueError, LookupError, TypeError, RuntimeError, SafetensorError, StopIteration) as e:
         raise CheckpointError(
-            f"{where}: {MODEL} is damaged or not from ddp_mnist ({type(error).__name__});"
+            f"{where}: {MODEL} is damaged or not from ddp_mnist ({type(e).__name__});"
             " train the run again"
-        ) from error
+        ) from e
     model = with_test_time_augmentation(net, name).eval()
-    return Trained(net, model, name, about["classes"], image_format)
+    return Trained(net, model, name, classes, image_format)

@@ -28,7 +28,7 @@ from ddp_mnist.data.batches import ImageData, Rows, train_val_test_split
 from ddp_mnist.errors import CheckpointError, DataError, UsageError, printable
 from ddp_mnist.nets import own_code
 from ddp_mnist.run import weights
-from ddp_mnist.run.console import Console, json_line, warn
+from ddp_mnist.run.console import Console, as_json, warn
 from ddp_mnist.run.evaluation import (
     CROSS_ENTROPY,
     MANY_CLASSES,
@@ -52,7 +52,7 @@ def run(flags: Evaluate, distribution: Distribution) -> None:
     """Print the metrics, on rank 0."""
     metrics = evaluate_run(flags, distribution, find_launch(distribution))
     if metrics is not None:
-        Console(True).print(json_line(metrics) if flags.json else metrics_table(metrics))
+        Console(True).print(as_json(metrics) if flags.json else metrics_table(metrics))
 
 
 def evaluate_run(

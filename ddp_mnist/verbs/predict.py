@@ -24,7 +24,7 @@ from ddp_mnist.data.decode import decode_image, open_image, reads_heif
 from ddp_mnist.data.image_format import ImageFormat
 from ddp_mnist.errors import DataError, UsageError, printable, reason
 from ddp_mnist.run import weights
-from ddp_mnist.run.console import Console, json_line, warn, width_of, wrapped
+from ddp_mnist.run.console import Console, as_json, warn, width_of, wrapped
 from ddp_mnist.run.folder import check_place, storage_errors
 from ddp_mnist.verbs.digit_photos import as_mnist
 from ddp_mnist.verbs.flags import Predict
@@ -43,7 +43,7 @@ def run(flags: Predict) -> None:
         files = tuple(str(file) for image in flags.images for file in find_images(image))
         flags = dataclasses.replace(flags, images=files, top=flags.top or IN_A_TABLE)
     answers = answer(flags)
-    for line in table(answers, flags.images) if as_table else map(json_line, answers):
+    for line in table(answers, flags.images) if as_table else map(as_json, answers):
         console.print(line)
         if not (console.verbose or flags.show):
             return  # nobody reads the rest
