@@ -148,7 +148,7 @@ def wait_for(started: LocalWorld | Started) -> None:
     started.outcomes() if isinstance(started, LocalWorld) else started.ended()
 
 
-def wait_until(condition: Callable[[], Any], timeout_s: float = 60, every_s: float = 0.002) -> None:
+def wait_until(condition: Callable[[], Any], timeout_s: float = 60, every_s: float = 0.01) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline:

@@ -4,7 +4,6 @@ A process that has torch loaded forks for each command, which then takes a secon
 """
 
 import io
-import itertools
 import json
 import os
 import pty
@@ -365,8 +364,10 @@ def check_finished(run: Path) -> None:
 
 def test_fault_35_streams_that_were_closed_before_the_start(folder: Path) -> None:
     commands: list[Any] = [(["predict", "run", "-"], CLOSED, "out", "err")]
-    choices = (("in", CLOSED), ("out", CLOSED), ("err", CLOSED))
-    for number, streams in enumerate(itertools.product(*choices)):
+    choices = ("out", "err"), (CLOSED, "err"), ("out", CLOSED), (CLOSED, CLOSED)
+    for number, streams in enumerate(
+        [("in", "out", "err"), *((CLOSED, *each) for each in choices)]
+    ):
         commands.append((["predict", "run", "image.png"], *streams))
         commands.append((["train", *QUICK, "--run-dir", f"closed-{number}"], *streams))
     without_stdin, *others = run_in(folder, commands)

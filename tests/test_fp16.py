@@ -44,8 +44,8 @@ FIRST_SCALE, GROWTH_INTERVAL = 2.0**20, 5  # torch's 2**16 and 2,000 are for lon
 OVERFLOWS = (10, 21)  # steps, from 0: before and after the interruption
 INTERRUPTED = 12
 KINDS: dict[str, dict[str, Any]] = {
-    "accumulated and clipped": {"model": "mlp", "grad_accum": 2, "max_grad_norm": 0.5},
-    "patient": {"model": "mlp", "patience": 2, "epochs": 30, "lr": 0.03},
+    "patient": {"model": "mlp", "patience": 2, "epochs": 30, "lr": 0.03, "grad_accum": 2}
+    | {"max_grad_norm": 0.5},
     "convolutions": {"model": "cnn_bn", "optimizer": "muon"},
 }
 PROCESSES = 2

@@ -34,7 +34,7 @@ import warnings
 
 def ones(labels, predictions):
     warnings.warn("of a person's own")
-    labels += 1  # theirs, and of no effect on what comes after
+    labels += 1  # a copy's, and of no effect on what comes after
     return (predictions == 1).sum()
 
 def raises(labels, predictions):
@@ -132,7 +132,7 @@ def test_scores_are_scikit_learns_on_two_processes_and_evaluates_on_one(
 ) -> None:
     """Equal to the last bit, of 31 and of 47 images; a class without images makes no noise."""
     monkeypatch.chdir(digits)
-    names = [*EXPECTED, "of_mine:ones", "of_mine:undefined"]
+    names = ["of_mine:ones", *EXPECTED, "of_mine:undefined"]
     run = digits / "run"
     asked = config(run.name, *names, dataset=str(digits / "digits"), trackers="tensorboard")
     said, silent = run_world(2, what_it_says, asked, folder=digits)
@@ -154,6 +154,7 @@ def test_scores_are_scikit_learns_on_two_processes_and_evaluates_on_one(
     assert sum(summary["confusion"][9]) == 0
     assert sum(row[9] for row in summary["confusion"])  # of which scikit-learn warns
     assert summary["metrics"] == wanted
+    assert summary["test_accuracy"] == wanted["accuracy"]
     words = " ".join(said.split())
     for name, number in wanted.items():
         assert f"{name} " + ("undefined" if number is None else f"{number:.4f}") in words

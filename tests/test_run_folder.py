@@ -250,7 +250,7 @@ def test_never_do_two_hold_the_lock_although_its_file_comes_and_goes(
     most = []
 
     def take_and_leave() -> None:
-        for _ in range(200):
+        for _ in range(50):
             with contextlib.suppress(UsageError), RunFolder() as run:
                 run.open(tmp_path)
                 inside.append(1)

@@ -34,16 +34,16 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> OneProcess:
     return folder / "run", seen
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_n_processes_equal_one(size: int, one_process: OneProcess, tmp_path: Path) -> None:
+def test_three_processes_equal_one(one_process: OneProcess, tmp_path: Path) -> None:
+    """Two do in the tests of launchers, with the mlp."""
     reference, alone = one_process
-    ranks = run_world(size, watch.train_and_watch, watch.proof_config(), folder=tmp_path)
+    ranks = run_world(3, watch.train_and_watch, watch.proof_config(), folder=tmp_path)
     assert watch.per_step(ranks) == watch.per_step([alone])
     assert len(alone.images) == STEPS
     assert all(seen.learning_rates == alone.learning_rates for seen in ranks)
-    assert [seen.summary["test_count"] for seen in ranks] == [360] * size
+    assert [seen.summary["test_count"] for seen in ranks] == [360] * 3
     assert ranks[0].summary["confusion"] == alone.summary["confusion"]
-    check_equal(tmp_path / "run", reference, size)  # the logged losses are those of all processes
+    check_equal(tmp_path / "run", reference, 3)  # the logged losses are those of all processes
 
 
 def apart(folder: Path, one: str, other: str) -> float:
@@ -63,12 +63,12 @@ def test_accumulation_changes_no_result_nor_do_augmentation_and_clipping_break_i
         ("without clipping", 1, {"max_grad_norm": None}),
         ("without augmentation", 1, {"augment": False}),
     ):
-        both = {"augment": True, "max_grad_norm": 0.5}
+        both = {"epochs": 1, "augment": True, "max_grad_norm": 0.5}
         config = watch.proof_config(name, model="mlp", **{**both, **recipe})
         runs[name] = run_world(size, watch.train_and_watch, config, folder=tmp_path)
     [whole], parts = runs["whole"], runs["in parts"]
     assert watch.per_step(parts, parts=3) == watch.per_step([whole])
-    assert parts[0].summary["steps"] == STEPS
+    assert parts[0].summary["steps"] == 15
     assert parts[0].learning_rates == whole.learning_rates
     assert apart(tmp_path, "in parts", "whole") < 1e-9
     assert apart(tmp_path, "without clipping", "whole") > 1e-2
@@ -236,10 +236,10 @@ def test_dry_run_says_all_and_writes_nothing(tmp_path: Path) -> None:
         "72 images a step = 2 processes x 36",
         "300 = 20 epochs x 15",
         "70 images are left out",
-        "label smoothing 0.1",
+        "in the first 10% of the steps, not augmented, label smoothing 0.1",
         "nothing but the cache of images (--dry-run)",
     ):
-        assert part in shown
+        assert part in " ".join(shown.split())
 
 
 # --- Other machines
@@ -276,5 +276,5 @@ def test_the_second_machine_says_who_reports_and_where_the_result_is(tmp_path: P
     assert [code for _, code in both] == [143, 143]
     assert both[1][0].splitlines() == [joined]
 
-    quiet = with_flags(loud, run_dir="quiet", quiet=True)
+    quiet = with_flags(loud, dry_run=True, quiet=True)
     assert run_world(2, on_two_machines, quiet, folder=tmp_path) == [("", 0), ("", 0)]

@@ -93,7 +93,7 @@ def score(
     """Return what the function says, without its warnings, e.g. of classes that have no image."""
     try:
         with warnings.catch_warnings(action="ignore"):
-            return float(function(labels, predictions))
+            return float(function(labels.copy(), predictions.copy()))  # it may change them
     except Exception as error:
         raise UsageError(
             f"--metrics {name}: gives no number for labels and predicted classes"

@@ -99,11 +99,6 @@ def by_class(images: ImageData) -> dict[str, str]:
     return lines
 
 
-def first_three(words: list[str]) -> str:
-    more = [f"{len(words) - 3} more"] if len(words) > 3 else []
-    return ", ".join(words[:3] + more)
-
-
 @contextlib.contextmanager
 def narrated_elsewhere(world: World, verbose: bool) -> Iterator[None]:
     """Say on each machine but rank 0's that it joined, and at the end where the result is."""
@@ -178,6 +173,7 @@ def summarise(
     batch_size, seconds = recipe.batch_size, progress.train_seconds
     part = (progress.step - [0, *progress.resumed_from][-1]) * batch_size  # images, of this part
     named = find_named(recipe.model, recipe.weights)
+    gpu = "none used" if placed == "cpu" else torch.cuda.get_device_name(placed)
     return {
         "outcome": "finished",
         "stopped_by": progress.stopped_by,
@@ -197,11 +193,8 @@ def summarise(
         "precision": world.precision,
         "compile": world.compiled_by,
         "seed": config.run.seed,
-        "model": recipe.model,
-        "inject": recipe.inject,
-        "grad_accum": recipe.grad_accum,
+        **{n: getattr(recipe, n) for n in ("model", "inject", "grad_accum", "class_weights")},
         "loss_function": recipe.loss or CROSS_ENTROPY,
-        "class_weights": recipe.class_weights,
         "weights": str(named) if named else recipe.weights,  # DEFAULT may mean others one day
         "train_seconds": round(seconds, 3),
         "save_seconds": round(progress.save_seconds, 3),
@@ -215,10 +208,7 @@ def summarise(
         "class_accuracy": test.class_accuracy,
         "metrics": test.scores,
         "confusion": packed(test.confusion),
-        "machine": {
-            **hardware.describe(),
-            "gpu": "none used" if placed == "cpu" else torch.cuda.get_device_name(placed),
-        },
+        "machine": hardware.describe() | {"gpu": gpu},
         "versions": package_versions(),
         "git": git_commit(),
     }
@@ -256,7 +246,8 @@ def changed_since(run: str, dataset: str, summary: dict[str, Any], images: Image
     parts = [f"class {name} is {'new' if name in classes else 'gone'}" for name in odd] or parts
     same = "as many images, with other pixels, labels or names" if had else "other images"
     parts = parts or [same]
-    return f"{run}: the images of {dataset} have changed since the run ({first_three(parts)})"
+    parts[3:] = [f"{len(parts) - 3} more"] * (len(parts) > 3)
+    return f"{run}: the images of {dataset} have changed since the run ({', '.join(parts)})"
 
 
 def last_lines(outcome: dict[str, Any], run: RunFolder) -> str:
