@@ -82,28 +82,28 @@ def from_bytes(raw: bytes, where: object) -> dict[str, Any]:
 
 
 def read_newest(run: Path) -> tuple[bytes, int, list[str]]:
-    """Return the bytes of the newest whole checkpoint, its step, and a line for each passed over.
+    """Return the bytes of the newest whole checkpoint, its step, and a line for each one skipped.
 
-    Those passed over are renamed, so that none of them is taken for the newest again. Raise
-    CheckpointError if there is none, or none is whole.
+    Skipped ones are renamed, so that they are not tried again. Raise CheckpointError if there is no
+    whole checkpoint.
     """
-    passed_over: dict[Path, str] = {}
+    skipped: dict[Path, str] = {}
     for path in newest_first(run):
         try:
             if is_whole(raw := path.read_bytes()):
                 break
-            passed_over[path] = DAMAGED
+            skipped[path] = DAMAGED
         except OSError as error:
-            passed_over[path] = f"cannot be read ({reason(error)})"
+            skipped[path] = f"cannot be read ({reason(error)})"
     else:
-        found = ", ".join(f"{path.name} {why}" for path, why in passed_over.items())
+        found = ", ".join(f"{path.name} {why}" for path, why in skipped.items())
         fix = "in another --run-dir" if found else f"with --resume auto --run-dir {run}"
         raise CheckpointError(
             f"{run}: holds no complete checkpoint ({found or 'it has none'}); start it again {fix}"
         )
     step = step_of(path)
     with storage_errors(path):
-        for bad in passed_over:
+        for bad in skipped:
             os.replace(bad, bad.with_name(f"{bad.name}.damaged"))
-    lines = [f"{bad}: {why}; going on from step {step}" for bad, why in passed_over.items()]
+    lines = [f"{bad}: {why}; going on from step {step}" for bad, why in skipped.items()]
     return raw, step, lines

@@ -13,7 +13,7 @@ from typing import Any, Self, TextIO
 from ddp_mnist.errors import StorageError, printable, reason
 
 BAR = "{bar:8} {desc}"
-SECONDS_BETWEEN = 1.0  # two lines of progress, where there is no terminal
+SECONDS_BETWEEN = 1.0  # two lines of progress, if there is no terminal
 COLUMNS = 80  # of wrapped lines
 INDENT = " " * 11  # of the text beside a name, as in a panel
 COLOURS = {"PASS": "32", "WARN": "33", "FAIL": "31"}  # green, yellow and red, as ECMA-48 has them
@@ -29,8 +29,8 @@ class Console:
 
     On a terminal progress is a bar below the lines, elsewhere a line now and then: what goes to a
     file, a pipe or a dumb terminal has no control characters. As a context manager it removes the
-    bar at the end. A line that cannot be written is an error if it `must_arrive`; a training goes
-    on, silent.
+    bar at the end. A line that cannot be written is an error if it `must_arrive`; if not, the
+    console falls silent.
     """
 
     def __init__(self, verbose: bool, *, must_arrive: bool = True) -> None:
@@ -171,7 +171,7 @@ def count(number: int, noun: str) -> str:
 
 
 def panel(lines: dict[str, str]) -> str:
-    """Return a line for each name and its text, wrapped, see `wrapped`; none without a text."""
+    """Return a line for each name that has a text, wrapped, see `wrapped`."""
     each = (wrapped(text, f"{name:<10} ", INDENT) for name, text in lines.items())
     return "\n".join(line for several in each for line in several)
 

@@ -1,7 +1,7 @@
 """Exact metrics of a split on any number of processes.
 
-Predictions and labels are gathered as integers and given to metrics that derive from
-`evaluate.Metric`, on rank 0. Neither the Hub nor a lock file is involved; the rows are counted.
+Predictions and labels are gathered as integers, and rank 0 counts them with a class that derives
+from `evaluate.Metric`. Neither the Hub nor a lock file is involved; the rows are counted.
 """
 
 import dataclasses
@@ -70,8 +70,8 @@ def shown_loss(function: str, loss: float) -> str:
 def packed(confusion: list[list[int]]) -> list[list[int]]:
     """Return the matrix as summary.json has it: of more than MANY_CLASSES its cells alone.
 
-    A cell is [label, prediction, rows], and those without a row are left out: of 1,000 classes the
-    whole matrix takes 9 MB.
+    A cell is [label, prediction, rows], and those without a row are left out: with 1,000 classes
+    the whole matrix takes 9 MB.
     """
     if len(confusion) <= MANY_CLASSES:
         return confusion
@@ -130,7 +130,7 @@ def evaluate_split(
 
     Return the same Metrics on every rank; `scores` are those that --metrics names, and `loss` the
     function of --loss. Raise RuntimeError if not every row was counted exactly once. With `stop`,
-    all ranks check after each batch whether a stop signal came to any of them, and raise as
+    all ranks check after each batch whether any of them got a stop signal, and raise as
     `StopSignals.save_and_exit_if` does.
     """
     was_training, losses_of = model.training, image_losses(loss)

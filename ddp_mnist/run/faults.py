@@ -1,8 +1,8 @@
 """The mistakes people make with DDP, on purpose: `train --inject`, to see what each one costs.
 
-Each is made in what train.py is given: in its Accelerator, which does what DDP needs, or in the
-recipe's learning rate. train.py knows of none. config/faults.py lists all, with the check of verify
-that finds each; BatchNorm is a fault by the recipe's flags alone.
+Each is made in what train.py is given, its Accelerator or the recipe's learning rate, so train.py
+does not know them. config/faults.py lists all, with the check of verify that finds each. The fault
+of BatchNorm lies in the recipe's flags alone.
 """
 
 import itertools
@@ -71,7 +71,7 @@ def shuffle_by_rank(_: nn.Module, batches: GlobalBatchSampler, store: Store) -> 
 
 
 def keep_first_order(_: nn.Module, batches: GlobalBatchSampler, __: Store) -> None:
-    """Nobody tells the sampler the epoch: its order is that of the first one, each time."""
+    """The sampler is not told the epoch, so each one has the order of the first."""
     start_epoch = batches.start_epoch
     batches.start_epoch = lambda _epoch, skip_steps=0: start_epoch(0, skip_steps)  # type: ignore
 
@@ -83,7 +83,7 @@ def sum_gradients(net: nn.Module, _: object, store: Store) -> None:
 
 
 def leave_out_last_parameter(net: nn.Module, *_: object) -> None:
-    """Mark it as one that DistributedDataParallel is not to synchronise."""
+    """Tell DistributedDataParallel to ignore the last parameter."""
     last = [name for name, parameter in net.named_parameters() if parameter.requires_grad][-1]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, [last])
 

@@ -24,7 +24,7 @@ CONFIG, METRICS, MODEL = "config.json", "metrics.jsonl", "model.safetensors"
 STATUS, SUMMARY, CHECKPOINTS, LOCK = "status.json", "summary.json", "checkpoints", ".lock"
 TRAINED_ON = "trained_on.npy"  # the keys of the images, see data/held_out.py
 RUNS = Path("runs")  # where run folders are numbered
-LATEST = "latest"  # a link, beside the runs
+LATEST = "latest"  # a link to the newest run
 LEFTOVER = ".*.[0-9]*-[0-9]*.tmp"  # of a process that was killed while it wrote
 STARTING = {"state": "running", "exit_code": None, "phase": "starting", "step": 0, "error": None}
 
@@ -32,8 +32,8 @@ STARTING = {"state": "running", "exit_code": None, "phase": "starting", "step": 
 class RunFolder:
     """A run's files, and in status.json how the run ended, whatever ended it.
 
-    It has no place until `create` or `open` gives it one, which only rank 0 does; without a place
-    every method does nothing. As a context manager it frees the folder at the end.
+    It has no path until `create` or `open` sets one, which only rank 0 does; without a path every
+    method does nothing. As a context manager it frees the folder at the end.
     """
 
     def __init__(self) -> None:

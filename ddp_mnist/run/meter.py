@@ -17,9 +17,9 @@ SAVE_S = 5.0  # so many seconds of training
 class Meter:
     """A rank's counts since the last sync point; at a sync point all ranks add theirs up.
 
-    Between sync points nothing is read from the device, so the host runs ahead of a GPU. They come
-    about once a second, at the same step on all ranks: each plans the next one from the mean of all
-    ranks' speeds.
+    Between sync points nothing is read from the device, so the host runs ahead of a GPU. There is
+    one about every second, at the same step on all ranks: each plans the next one from the mean of
+    all ranks' speeds.
     """
 
     def __init__(
@@ -32,17 +32,14 @@ class Meter:
         self.losses: list[Tensor] = []
         self.correct: list[Tensor] = []
         self.images_per_batch = 0
-        self.last_sync = progress.step
-        self.next_sync_step = (
-            progress.step + 1
-        )  # the step at which it is due, on all ranks the same
+        self.last_sync = self.last_save = progress.step
+        self.next_sync_step = progress.step + 1  # when it is due, on all ranks the same
         self.steps_per_s = 0.0  # this rank's, in the interval before the last sync point
         self.agreed_steps_per_s = 0.0  # the mean of all ranks', one interval earlier
-        self.last_save = progress.step
         self.restart_clock()
 
     def restart_clock(self) -> None:
-        """Leave out of the training's seconds what came since the last sync point."""
+        """Leave the time since the last sync point out of the training's seconds."""
         self.clock = time.monotonic()
 
     def is_save_due(self, every: int | None) -> bool:

@@ -1,4 +1,4 @@
-"""Finds the ranks for which the others wait: every step takes as long as the slowest rank's."""
+"""Find the ranks that the others wait for: every step takes as long as the slowest rank's."""
 
 import time
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
-"""The trackers that --trackers names: what Accelerate logs to, beside metrics.jsonl.
+"""The trackers that --trackers names: what Accelerate logs to, besides metrics.jsonl.
 
-Only the process that has the run folder has them. One that raises an error, as when its server is
-gone, is left out from there on, and the training goes on; one that is slow holds up the steps.
+Only the process that has the run folder has them. A tracker that raises an error, e.g. because its
+server is gone, is dropped, and the training continues; a slow one holds up the steps.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ PROJECT, FOLDER = "ddp_mnist", "tracking"
 
 
 def named(trackers: str | None) -> list[str]:
-    """Return the names, which commas separate; to be called where the trackers run: on rank 0.
+    """Return the names, which commas separate; to be called on rank 0, where the trackers run.
 
     Raise UsageError if Accelerate knows no such tracker, or its package is not installed.
     """
@@ -41,7 +41,7 @@ def named(trackers: str | None) -> list[str]:
 def tracked(
     config: ResolvedConfig, folder: RunFolder, world: World, console: Console
 ) -> Iterator[None]:
-    """Log to the trackers too what the block logs. Raise UsageError if one cannot be started."""
+    """Log what the block logs to the trackers too. Raise UsageError if one cannot be started."""
     names = named(config.run.trackers) if folder.path else []
     if folder.path is None or not names:
         yield
@@ -79,7 +79,7 @@ def tracked(
 
 
 class Trackers:
-    """Trackers of Accelerate's, each of which is left out after its first error."""
+    """Accelerate's trackers, each of which is dropped after its first error."""
 
     def __init__(self, trackers: list[Any], console: Console) -> None:
         self.working, self.console = list(trackers), console

@@ -73,7 +73,7 @@ class TrainingRun:
         return progress
 
     def save_to_go_on(self) -> str:
-        """Save, and return how the run ended and how it goes on."""
+        """Save, and return how the run ended and how to resume it."""
         self.save(self.state)
         return (
             f"stopped after step {self.state.progress.step} and saved; to go on, add"
@@ -146,7 +146,7 @@ class TrainingRun:
         return step / total, summary.step_line(self.line, step, total, left_s, phase)
 
     def save(self, state: State) -> None:
-        """Write a checkpoint; all ranks come here at the same step.
+        """Write a checkpoint; all ranks call this at the same step.
 
         Raise DivergedError if the weights are not finite numbers, although each loss was.
         """
@@ -162,9 +162,9 @@ class TrainingRun:
         state.progress.save_seconds += time.monotonic() - clock
 
     def answer(self) -> None:
-        """Say what a first Ctrl-C does: once on each machine where it is pressed.
+        """Say what a first Ctrl-C does, once on each machine where it is pressed.
 
-        Of a second one a launcher makes a SIGTERM to its processes, which save then as well.
+        A launcher turns a second one into a SIGTERM to its processes, which then save as well.
         """
         again = "; press Ctrl-C again to stop without saving" * (not self.stop.has_launcher)
         if self.where and self.world.local_rank == 0 and not self.config.run.quiet:

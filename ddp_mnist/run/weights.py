@@ -53,7 +53,7 @@ def digest_of(net: nn.Module) -> str:
 
 
 def apart(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return copies on the CPU: safetensors refuses a tensor that a net has under two names."""
+    """Return copies on the CPU: safetensors refuses tensors that share their memory."""
     return {name: tensor.detach().cpu().clone().contiguous() for name, tensor in state.items()}
 
 
