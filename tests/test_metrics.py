@@ -21,7 +21,7 @@ from ddp_mnist.data import cache
 from ddp_mnist.data.batches import train_val_test_split
 from ddp_mnist.errors import FailedElsewhere, UsageError, one_line
 from ddp_mnist.run.folder import read_json
-from ddp_mnist.run.scores import Classification, count, find_score
+from ddp_mnist.run.scores import Classification, classification_metrics, find_score
 from ddp_mnist.run.weights import from_bytes, read_bytes
 from ddp_mnist.verify.watch import just_train, proof_config
 from tests.commands import Typed
@@ -238,7 +238,9 @@ def test_scores_are_counted_by_a_class_of_evaluate_without_a_network(
     monkeypatch.setattr(evaluate, "load", Mock(side_effect=AssertionError("the Hub")))
     assert issubclass(Classification, evaluate.Metric)
     labels, guesses = np.array([0, 0, 2, 2, 1]), np.array([0, 1, 2, 2, 1])
-    found = count(guesses, labels, 3, ("f1", "recall"))
+    found = classification_metrics(guesses, labels, 3, ("f1", "recall"))
     assert found["scores"] == {"f1": (2 / 3 + 2 / 3 + 1) / 3, "recall": (1 / 2 + 1 + 1) / 3}
     # One class alone, and all are right: there is no agreement by chance to compare with.
-    assert count(labels[:2], labels[:2], 3, ("cohen_kappa",))["scores"] == {"cohen_kappa": None}
+    assert classification_metrics(labels[:2], labels[:2], 3, ("cohen_kappa",))["scores"] == {
+        "cohen_kappa": None
+    }

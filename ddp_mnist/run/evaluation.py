@@ -162,7 +162,9 @@ def summarise(
     labels: Tensor, predictions: Tensor, losses: Tensor, classes: int, scores: Sequence[str] = ()
 ) -> Metrics:
     """Return the metrics of int64 labels [N], int64 predictions [N] and float64 losses [N]."""
-    from ddp_mnist.run.scores import count
+    from ddp_mnist.run.scores import classification_metrics
 
-    counted = count(predictions.cpu().numpy(), labels.cpu().numpy(), classes, scores)
+    counted = classification_metrics(
+        predictions.cpu().numpy(), labels.cpu().numpy(), classes, scores
+    )
     return Metrics(loss=losses.sum().item() / len(losses), count=len(labels), **counted)
