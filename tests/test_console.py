@@ -23,7 +23,7 @@ import pytest
 from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.cluster.signals import StopSignals
 from ddp_mnist.data import cache
-from ddp_mnist.run.console import Console, as_json, count, panel, passing, wrapped
+from ddp_mnist.run.console import Console, as_json, count, passing, wrapped
 from ddp_mnist.run.folder import RunFolder, read_json
 from ddp_mnist.run.state import Progress
 from ddp_mnist.run.training_run import TrainingRun
@@ -163,15 +163,6 @@ def test_what_is_copied_stays_on_one_line() -> None:
             assert sum(text in line for line in lines) == 1, (columns, lines)
             assert " ".join(lines) == f"some words before; {text}, and others behind it"
             assert [line for line in lines if len(line) > columns and text not in line] == []
-
-
-def test_a_panel_fits_in_80_columns() -> None:
-    path = "/a/very/long/path/" * 6
-    shown = panel({"data": "of " + 30 * "words ", "source": path}).splitlines()
-    assert shown[0].startswith("data       of words words")
-    assert shown[1].startswith("           words")
-    assert max(map(len, shown[:-1])) <= 80
-    assert path in shown[-1]  # a path stays whole, to be copied
 
 
 def read_until(terminal: int, wanted: str, timeout_s: float) -> str:

@@ -168,7 +168,7 @@ def test_what_a_run_without_a_model_is(tmp_path: Path, monkeypatch: pytest.Monke
         weights.read_bytes(str(stopped))
 
 
-@pytest.mark.parametrize("state", ["running", "failed", "preempted", "finished"])
+@pytest.mark.parametrize("state", ["running", "finished"])
 def test_a_model_of_before_more_epochs_is_returned_with_a_warning(
     state: str, tmp_path: Path, content: bytes, capsys: pytest.CaptureFixture[str]
 ) -> None:

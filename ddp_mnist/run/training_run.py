@@ -96,9 +96,8 @@ class TrainingRun:
         self.began = self.began or (time.monotonic(), step)
         if log:
             self.folder.append_metrics(step, self.line)
-            self.console.progress(*self.shown())
-        else:
-            self.console.draw(*self.shown())
+        show = self.console.progress if log else self.console.draw
+        show(*self.shown())
         if store.rank == 0:  # which knows the machines
             for rank, times in newly_slow.items():
                 slow = {"slow_rank": rank, "host": store.host(rank)}
