@@ -104,14 +104,15 @@ def from_bytes(content: bytes, where: str) -> Trained:
         if not is_known(name):
             own_code.check_unchanged("--model", name, about["code"], where)
         net, state = build_net(name, classes, image_format), load(content)
-        net.to(next(tensor.dtype for tensor in state.values() if tensor.is_floating_point()))
+        dtypes = [tensor.dtype for tensor in state.values() if tensor.is_floating_point()]
+        net.to(dtypes[0])
         net.net.load_state_dict(state)
     except UsageError as error:  # of --model, which was typed for the training
         raise CheckpointError(f"{where}: {error}") from error
-    except (ValueError, LookupError, TypeError, RuntimeError, SafetensorError, StopIteration) as e:
+    except (ValueError, LookupError, TypeError, RuntimeError, SafetensorError) as error:
         raise CheckpointError(
-            f"{where}: {MODEL} is damaged or not from ddp_mnist ({type(e).__name__});"
+            f"{where}: {MODEL} is damaged or not from ddp_mnist ({type(error).__name__});"
             " train the run again"
-        ) from e
+        ) from error
     model = with_test_time_augmentation(net, name).eval()
     return Trained(net, model, name, classes, image_format)
