@@ -7,6 +7,7 @@ import argparse
 import contextlib
 import functools
 import importlib
+import inspect
 import io
 import logging
 import os
@@ -38,22 +39,6 @@ VERBS = {
     "verify": "Prove on this machine that N processes train as one and resume exactly.",
     "bench": "Measure speed on this machine, as ratios of what runs side by side.",
 }
-EXAMPLES = {
-    "train": (
-        "ddp-mnist train --epochs 5 --lr 0.005",
-        "torchrun --nproc-per-node 2 -m ddp_mnist train --dataset photos --model own_net:Net",
-    ),
-    "evaluate": ("ddp-mnist evaluate runs/latest --split validation",),
-    "predict": ("ddp-mnist predict runs/latest new_photos --top 3 --show seen.png",),
-    "report": ("ddp-mnist report runs/mnist-001 runs/mnist-002 --out compared.html",),
-    "export": ("ddp-mnist export runs/latest --format safetensors,onnx",),
-    "prepare": ("ddp-mnist prepare --dataset photos --image-size 64",),
-    "configs": ("ddp-mnist configs my_configs",),
-    "doctor": ("ddp-mnist doctor --save good.json", "ddp-mnist doctor --against good.json"),
-    "verify": ("ddp-mnist verify --processes 4", "ddp-mnist verify --inject gradients"),
-    "bench": ("ddp-mnist bench loop --repeats 5",),
-    "multinode": ("make train-multinode MACHINE_RANK=0 MAIN_PROCESS_IP=192.168.1.201",),
-}
 HELP = """usage: ddp-mnist [-h] [--version] VERB ...
 
 Train MNIST or your own images with PyTorch DDP: one process, many, or many machines.
@@ -65,14 +50,13 @@ ddp-mnist VERB --help shows the flags of a verb, and an example.
 exit codes: 0 done, 1 check failed, 2 usage or configuration, 3 data, 4 checkpoint,
 5 storage, 6 peer lost or time-out, 7 diverged, 129 SIGHUP, 130 SIGINT,
 143 SIGTERM or SIGUSR1"""
-FLAGS = "ddp_mnist.verbs.flags"  # of all verbs but train; it imports no torch, for --help
 MODULES = {  # of verbs whose `run` is not in ddp_mnist.verbs
     "doctor": "ddp_mnist.doctor.verb",
     "verify": "ddp_mnist.verify.proofs",
     "bench": "ddp_mnist.bench.benches",
 }
-# Verbs other than train that run on several processes, with defaults of their own. A person waits
-# for doctor, which computes in the precision that training takes.
+# Verbs other than train that run on several processes, with their own defaults. The user waits for
+# doctor, which computes in the precision that training takes.
 SHARED: dict[str, dict[str, Any]] = {
     "evaluate": {},
     "doctor": {"dist_timeout": 60.0, "mixed_precision": None},
@@ -95,29 +79,28 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     # When a peer is lost, torch's store would print a C++ stack for each call; it raises as well.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's starts and stops
-    # Without a home folder, Matplotlib would log where its cache is.
+    # Without a home folder, Matplotlib would log where it puts its cache.
     logging.getLogger("matplotlib").setLevel(logging.ERROR)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a folder's name may be no UTF-8
+        sys.stdout.reconfigure(errors="backslashreplace")  # a folder's name may not be UTF-8
     try:
         code = run_verb(list(sys.argv[1:] if argv is None else argv)) or 0
     except errors.FailedElsewhere as error:
         code = error.code
-        first_here = local_rank() == "0" and os.environ.get("RANK", "0") != "0"
-        if first_here:  # on another machine than rank 0
+        if is_first_here() and os.environ.get("RANK", "0") != "0":  # on another machine than rank 0
             tell(f"ended      {errors.printable(str(error))}")
     except (errors.DdpMnistError, ModuleNotFoundError) as caught:
         failed = not_installed(caught) if isinstance(caught, ModuleNotFoundError) else caught
-        # All ranks of a launcher meet the same wrong flag. Local rank 0 prints it; the launcher
-        # then ends the others, which hold their line back for as long as that takes. One that is
-        # still alive met something that local rank 0 did not.
+        # Under a launcher all ranks meet the same wrong flag. Local rank 0 prints it; the launcher
+        # then ends the others, which wait for as long as that takes. One that is still alive met
+        # something that local rank 0 did not.
         code = failed.code
-        if local_rank() != "0" and not failed.agreed:
+        if not (is_first_here() or failed.agreed):
             time.sleep(3)
         tell(errors.one_line(failed))
     except KeyboardInterrupt:
         code = 130
-        if local_rank() == "0":
+        if is_first_here():
             tell("ddp-mnist: interrupted (code 130)")
     except SystemExit as ended:  # argparse's, after --help
         code = int(ended.code or 0)
@@ -134,13 +117,16 @@ def not_installed(error: ModuleNotFoundError) -> UsageError:
     """Return the error for a missing package. Re-raise it if the module is our own."""
     if not error.name or error.name.startswith("ddp_mnist"):
         raise error
-    why = f"{error.name}: is not installed for {sys.executable}; activate the environment that"
-    return UsageError(f"{why} has it (source .venv/bin/activate), or make venv")
+    return UsageError(
+        f"{error.name}: is not installed for {sys.executable}; activate the environment that has it"
+        " (source .venv/bin/activate), or make venv"
+    )
 
 
-def local_rank() -> str:
-    """Return this process's local rank, as the launcher or `join_world` set it."""
-    return os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0"
+def is_first_here() -> bool:
+    """Return whether this is local rank 0, as the launcher or `join_world` numbers processes."""
+    rank = os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0"
+    return rank == "0"
 
 
 def run_verb(argv: list[str]) -> int | None:
@@ -151,9 +137,8 @@ def run_verb(argv: list[str]) -> int | None:
     name, *rest = argv or ["--help"]
     if sys.platform == "win32" and name in VERBS:  # it lacks SIGUSR1, fcntl and more
         raise UsageError(f"{name}: does not run on Windows; use WSL 2 (wsl --install)")
-    own = {"train": train, "multinode": multinode, "restart": restart}.get(name)
-    if own:
-        return own(rest)
+    if function := {"train": train, "multinode": multinode, "restart": restart}.get(name):
+        return function(rest)
     if name in VERBS:
         flags = parse_verb(name, rest)
         if name in SHARED:
@@ -186,24 +171,27 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(f"{typed}; see {self.prog} --help")
 
 
-def parse(name: str, argv: Sequence[str], *groups: type[Flags]) -> dict[str, Any]:
-    """Return the values that were typed, as text, by field name. Raise UsageError for others."""
+def parse(name: str, argv: Sequence[str], documented: Any, *groups: type[Flags]) -> dict[str, Any]:
+    """Return the values that were typed, as text, by field name. Raise UsageError for others.
+
+    What follows an empty line in the docstring of `documented` is shown below the flags: examples.
+    """
     parser = Parser(
         prog=f"ddp-mnist {name}",
         description=VERBS.get(name),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    trains, epilog, defaults = Recipe in groups, list[str](), SHARED.get(name, {})
+    trains, choices, defaults = Recipe in groups, list[str](), SHARED.get(name, {})
     for group, fields in fields_of(*groups, more=defaults).items():
         section = parser.add_argument_group(group.__name__, group.__doc__) if trains else parser
         add_flags(section, fields, defaults)
         for field in fields:
-            if isinstance(choices := field.metadata["choices"], Mapping):
-                lines = (f"  {word:<11} {what}" for word, what in choices.items())
-                epilog += [f"{field.metadata['metavar'] or flag_name(field)}:", *lines, ""]
-    epilog += ["for example:", *(f"  {line}" for line in EXAMPLES[name])]
-    parser.epilog = "\n".join(epilog)
+            if isinstance(words := field.metadata["choices"], Mapping):
+                lines = (f"  {word:<11} {what}" for word, what in words.items())
+                choices += [f"{field.metadata['metavar'] or flag_name(field)}:", *lines, ""]
+    _, _, examples = inspect.cleandoc(documented.__doc__).partition("\n\n")
+    parser.epilog = "\n".join([*choices, examples])
     words = with_dashes(argv)
     known, unknown = parser.parse_known_args(words)
     if unknown:
@@ -217,15 +205,22 @@ def parse(name: str, argv: Sequence[str], *groups: type[Flags]) -> dict[str, Any
 
 def parse_verb(name: str, argv: Sequence[str]) -> tuple[Any, ...]:
     """Return the verb's own flags, and those of Distribution if several processes share it."""
-    own: type[Flags] = getattr(importlib.import_module(FLAGS), name.capitalize())
+    flags = importlib.import_module("ddp_mnist.verbs.flags")  # which README lets people delete
+    own: type[Flags] = getattr(flags, name.capitalize())
     if name not in SHARED:
-        return (own.of(parse(name, argv, own)),)
-    typed = parse(name, argv, own, Distribution)
+        return (own.of(parse(name, argv, own, own)),)
+    typed = parse(name, argv, own, own, Distribution)
     return own.of(typed), Distribution.of(SHARED[name] | typed)
 
 
+def train_config(argv: Sequence[str]) -> TrainConfig:
+    """Return the flags: what was typed, perhaps as in tutorials, over what the preset says."""
+    words = in_our_words(argv)
+    return TrainConfig.of(parse("train", words, train, RunFlags, Recipe, Distribution))
+
+
 def launch_of(flags: Distribution) -> Launch:
-    """Return this process's place. A launcher's worker ends with it from here on.
+    """Return this process's place. A launcher's worker ends with its launcher from here on.
 
     So it does while it imports PyTorch, for seconds, or minutes from a cluster's disk.
     """
@@ -235,16 +230,16 @@ def launch_of(flags: Distribution) -> Launch:
     return launch
 
 
-def train_config(argv: Sequence[str]) -> TrainConfig:
-    """Return the flags: what was typed, perhaps as in tutorials, over what the preset says."""
-    return TrainConfig.of(parse("train", in_our_words(argv), RunFlags, Recipe, Distribution))
-
-
 # --- Verbs with functions of their own; the last two are what the Makefile calls
 
 
 def train(argv: list[str]) -> None:
-    """Meet the other processes, if any, and train."""
+    """Meet the other processes, if any, and train.
+
+    for example:
+      ddp-mnist train --epochs 5 --lr 0.005
+      torchrun --nproc-per-node 2 -m ddp_mnist train --dataset photos --model own_net:Net
+    """
     config = train_config(argv)
     launch = launch_of(config.distribution)
     console = Console(launch.rank == 0 and not config.run.quiet, must_arrive=config.run.dry_run)
@@ -262,11 +257,11 @@ def multinode(argv: list[str]) -> int:
     from ddp_mnist.verbs.multinode import Multinode, run
 
     end = argv.index("--") if "--" in argv else len(argv)
-    own, given = argv[:end], argv[end + 1 :]
-    own = [word for word in own if not word.endswith("=")]  # a variable that make was not given
+    given = argv[end + 1 :]
+    own = [word for word in argv[:end] if not word.endswith("=")]  # make was not given these
     try:
-        flags = Multinode.of(parse("multinode", own, Multinode))
-    except UsageError as error:  # a person gave make MACHINE_RANK=0, not --machine-rank 0
+        flags = Multinode.of(parse("multinode", own, Multinode, Multinode))
+    except UsageError as error:  # the user gave make MACHINE_RANK=0, not --machine-rank 0
         name, _, problem = str(error).removeprefix("--").partition(" ")
         raise UsageError(f"{name.replace('-', '_').upper()}={problem}") from None
     if flags.verb == "train":

@@ -78,8 +78,8 @@ def test_help_of_each_verb(verb: str, typed: Typed) -> None:
 @pytest.mark.parametrize("verb", cli.VERBS)
 def test_help_ends_with_examples_that_are_right(verb: str, typed: Typed) -> None:
     examples = typed(verb, "--help").out.partition("\nfor example:\n  ")[2].splitlines()
-    assert [line.strip() for line in examples] == list(cli.EXAMPLES[verb])
-    for line in cli.EXAMPLES[verb]:
+    assert examples
+    for line in map(str.strip, examples):
         before, _, flags = line.partition(f" {verb} ")
         assert before in ("ddp-mnist", "torchrun --nproc-per-node 2 -m ddp_mnist")
         (cli.train_config if verb == "train" else partial(cli.parse_verb, verb))(flags.split())

@@ -1,4 +1,4 @@
-"""Flags of the verbs; train's are in config/. Imports no library, for --help."""
+"""Flags of the verbs but `train`, with the examples of --help. Imports no library."""
 
 from dataclasses import dataclass
 
@@ -23,6 +23,12 @@ BENCHES = {  # a sentence of each
 
 @dataclass(frozen=True)
 class Evaluate(Flags):
+    """The flags of `evaluate`.
+
+    for example:
+      ddp-mnist evaluate runs/latest --split validation
+    """
+
     run: str = argument("RUN", RUN)
     split: str = flag("test", "Images to evaluate on.", choices=("test", "validation", "train"))
     dataset: str | None = flag(None, "Evaluate on this data set instead of the run's.")
@@ -34,6 +40,12 @@ class Evaluate(Flags):
 
 @dataclass(frozen=True)
 class Predict(Flags):
+    """The flags of `predict`.
+
+    for example:
+      ddp-mnist predict runs/latest new_photos --top 3 --show seen.png
+    """
+
     run: str = argument("RUN", RUN)
     images: tuple[str, ...] = argument(
         "IMAGE", "Image file, folder to search for images, or - for an image on stdin."
@@ -52,6 +64,12 @@ class Predict(Flags):
 
 @dataclass(frozen=True)
 class Report(Flags):
+    """The flags of `report`.
+
+    for example:
+      ddp-mnist report runs/mnist-001 runs/mnist-002 --out compared.html
+    """
+
     runs: tuple[str, ...] = argument("RUN", RUN)
     out: str | None = flag(
         None, "Page to write [RUN/report.html; of several runs, beside the first].", metavar="FILE"
@@ -63,6 +81,12 @@ class Report(Flags):
 
 @dataclass(frozen=True)
 class Export(Flags):
+    """The flags of `export`.
+
+    for example:
+      ddp-mnist export runs/latest --format safetensors,onnx
+    """
+
     run: str = argument("RUN", RUN)
     format: tuple[str, ...] = flag(
         ("safetensors", "torch"),
@@ -78,6 +102,12 @@ class Export(Flags):
 
 @dataclass(frozen=True)
 class Prepare(Flags):
+    """The flags of `prepare`.
+
+    for example:
+      ddp-mnist prepare --dataset photos --image-size 64
+    """
+
     dataset: str = flag("mnist", DATASET)
     image_size: str | None = flag(None, "Size to resize images to, as for train.")
     grey: bool = flag(False, "Convert colour images to grey.")
@@ -88,6 +118,12 @@ class Prepare(Flags):
 
 @dataclass(frozen=True)
 class Configs(Flags):
+    """The flags of `configs`.
+
+    for example:
+      ddp-mnist configs my_configs
+    """
+
     folder: str = argument(
         "DIR",
         f"Folder to write the files to [{launch_configs.FOLDER}].",
@@ -97,6 +133,13 @@ class Configs(Flags):
 
 @dataclass(frozen=True)
 class Doctor(Flags):
+    """The flags of `doctor`.
+
+    for example:
+      ddp-mnist doctor --save good.json
+      ddp-mnist doctor --against good.json
+    """
+
     processes: int | None = flag(
         None, "Processes to start, without a launcher [one per GPU, else 2].", least=1, most=10**4
     )
@@ -117,6 +160,13 @@ class Doctor(Flags):
 
 @dataclass(frozen=True)
 class Verify(Flags):
+    """The flags of `verify`.
+
+    for example:
+      ddp-mnist verify --processes 4
+      ddp-mnist verify --inject gradients
+    """
+
     processes: int = flag(
         3, "Compare 2, 3 ... N processes with one, where they divide 24.", least=2, most=10**4
     )
@@ -134,6 +184,12 @@ class Verify(Flags):
 
 @dataclass(frozen=True)
 class Bench(Flags):
+    """The flags of `bench`.
+
+    for example:
+      ddp-mnist bench loop --repeats 5
+    """
+
     what: str = argument("WHAT", "Benchmark to run, one of those below.", BENCHES)
     dataset: str = flag("mnist", DATASET)
     cache_dir: str | None = flag(None, CACHE_DIR)

@@ -21,7 +21,11 @@ from ddp_mnist.run.console import Console, tell
 
 @dataclass(frozen=True)
 class Multinode(Flags):
-    """The variables that a person gives make, and the verb to run."""
+    """The variables that make was given, and the verb to run.
+
+    for example:
+      make train-multinode MACHINE_RANK=0 MAIN_PROCESS_IP=192.168.1.201
+    """
 
     machine_rank: int | None = flag(None, "This machine's number, from 0.", least=0)
     main_process_ip: str | None = flag(None, "Host name or address of machine 0.")
