@@ -81,7 +81,7 @@ def predict(
     if is_forked():
         torch.set_num_threads(1)
     with torch.random.fork_rng(()):  # a net of one's own is made on the CPU
-        return list(prediction.answer(own))
+        return list(prediction.answer(own, prediction.load(own)))
 
 
 def checked(typed: dict[str, Any], *groups: type[Flags]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """The command line: it turns a verb into a call, and an error into the exit code.
 
-Heavy imports stand inside the verbs, so that `--help` and a wrong flag answer at once.
+Heavy imports are inside the functions, so that `--help` and a wrong flag answer at once.
 """
 
 import argparse

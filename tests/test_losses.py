@@ -207,8 +207,7 @@ def test_all_that_speaks_of_the_loss_names_it(typed: Typed, own_file: Path, tmp_
     assert typed("report", "run").code == 0
     assert typed("export", "run", "--format", "safetensors").code == 0
     page = (tmp_path / "run" / "report.html").read_text()
-    assert "Training loss (my_loss:focal)" in page
-    assert "Validation loss (my_loss:focal)" in page
+    assert "Loss: my_loss:focal." in page
     card = (tmp_path / "run" / "export" / "README.md").read_text()
     assert f"| test loss | {summary['test_loss']:.4f}, by my\\_loss:focal |" in card
     for text in (trained.out, shown, page.replace("<th scope", "\n").replace("--label", ""), card):

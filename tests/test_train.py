@@ -203,7 +203,7 @@ def evaluate_and_report(run: str) -> tuple[int, str]:
     counted = evaluate_run(Evaluate(run), Distribution(cpu=True), Launch())
     assert counted
     reported = report.read_run(Path(run))
-    report.find_mistakes(reported, Path(run), Report((run,)))
+    report.find_mistakes(reported, Report((run,)))
     assert reported.mistakes or reported.no_mistakes
     return counted["count"], reported.no_mistakes
 

@@ -1,1 +1,1 @@
-"""The commands beside `train`: their flags, and a file for each."""
+"""The commands besides `train`: their flags, and a file for each."""

@@ -1,4 +1,4 @@
-"""One record of a checked thing, for verify, doctor and bench: its line, fix and figures."""
+"""CheckResult, the outcome of one check in verify, doctor or bench: its line, fix and figures."""
 
 import platform
 from collections.abc import Iterable, Sequence
@@ -29,7 +29,7 @@ class CheckResult:
     figures: dict[str, float] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        """Return it in 80 columns at most, and in colour; the fix begins on a line of its own."""
+        """Return it in colour and at most 80 columns; the fix begins on a new line."""
         head = f"{self.status}  {self.name:<14} "
         lines = wrapped(self.text, head, INDENT)
         lines += wrapped(self.fix, f"{INDENT}-> ", f"{INDENT}   ")
@@ -53,7 +53,7 @@ def check(
 
 
 def from_error(name: str, error: DdpMnistError) -> CheckResult:
-    """Return a FAIL; the fix is what the error says behind its last semicolon."""
+    """Return a FAIL; the fix is what follows the last semicolon of the error."""
     text, semicolon, fix = str(error).rpartition("; ")
     return failed(name, text, fix) if semicolon else failed(name, fix)
 

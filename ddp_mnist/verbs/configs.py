@@ -1,4 +1,4 @@
-"""The verb `configs`: writes accelerate launch's configuration files, for use without a clone."""
+"""The verb `configs`: write accelerate launch's configuration files, for use without a clone."""
 
 import shlex
 from pathlib import Path
@@ -17,19 +17,16 @@ def run(flags: Configs) -> None:
     out, console = Path(flags.folder), Console(True)
     contents = {path.name: path.read_bytes() for path in stored()}
     with folder.storage_errors(out, "DIR"):
-        new = [name for name in contents if not (out / name).exists()]
-        for name in contents.keys() - new:
-            if (out / name).read_bytes() != contents[name]:
+        for name, content in contents.items():
+            if (out / name).exists() and (out / name).read_bytes() != content:
                 raise UsageError(
                     f"{out / name}: is there with other content; move it away, or name another DIR"
                 )
         out.mkdir(parents=True, exist_ok=True)
-        for name in new:
-            folder.write_atomically(out / name, contents[name])
-    width = max(map(len, contents))
-    for name, content in contents.items():
-        purpose = content.decode().splitlines()[0].removeprefix("# ")
-        console.print(f"{name:<{width}}  {purpose}")
-    console.print(f"written to {out}; to use one:")
+        for name, content in contents.items():
+            folder.write_atomically(out / name, content)
+            purpose = content.decode().splitlines()[0].removeprefix("# ")
+            console.print(f"{name:<20} {purpose}")
     example = shlex.quote(str(out / FOR_EXAMPLE))
+    console.print(f"written to {out}; to use one:")
     console.print(f"accelerate launch --config_file {example} -m ddp_mnist train")

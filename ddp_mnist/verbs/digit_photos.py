@@ -1,4 +1,4 @@
-"""A photo of a digit is made what MNIST's authors made of scans, for nets trained on MNIST."""
+"""Turn a photo of a digit into an image like MNIST's, for nets trained on MNIST."""
 
 import numpy as np
 import PIL.Image
@@ -16,16 +16,16 @@ FAINT = 0.25  # of the strongest stroke: less is paper, its shadows and its grai
 def as_mnist(image: PIL.Image.Image) -> PIL.Image.Image:
     """Return an opened image as MNIST draws digits: 28x28 grey, bright strokes on black.
 
-    28x28 images are taken as they are, but for dark strokes on a bright ground, which are
-    inverted. In others the paper may have any brightness; they are cropped to their strokes,
-    scaled to fit 20x20 and placed with their centre of mass in the middle: how MNIST itself was
-    made (LeCun et al., 1998, section III.A). Raise DataError if there are no strokes.
+    28x28 images are used as they are, except that dark strokes on a bright ground are inverted. In
+    others the paper may have any brightness; they are cropped to their strokes, scaled to fit 20x20
+    and placed with their centre of mass in the middle, as MNIST itself was made (LeCun et al.,
+    1998, section III.A). Raise DataError if there are no strokes.
     """
     grey = as_viewed(image)
     borders, (height, width) = (*grey[[0, -1]], *grey.T[[0, -1]]), grey.shape
     if grey.shape == SHAPE and np.ptp(grey):
         return PIL.Image.fromarray(255 - grey if is_bright_paper(np.concatenate(borders)) else grey)
-    # As light falls from one side, the paper is a plane through what most of each border has.
+    # Light falls from one side: the paper is a plane through the medians of the borders.
     top, bottom, left, right = map(np.median, borders)
     paper = (top + bottom + left + right) / 4
     down, across = np.linspace(-0.5, 0.5, height), np.linspace(-0.5, 0.5, width)
@@ -38,8 +38,8 @@ def as_mnist(image: PIL.Image.Image) -> PIL.Image.Image:
 
 
 def as_viewed(image: PIL.Image.Image) -> np.ndarray:
-    """Return uint8 [H, W], upright, and small at once, as what follows takes 40 bytes a pixel."""
-    image.draft("L", (LONGEST_SIDE, LONGEST_SIDE))  # a JPEG is not even decoded in full
+    """Return uint8 [H, W], upright, and made small first: what follows takes 40 bytes a pixel."""
+    image.draft("L", (LONGEST_SIDE, LONGEST_SIDE))  # so that a JPEG is not decoded in full
     grey = in_mode(image, "L")
     low, high = grey.getextrema()
     if low == high and image.has_transparency_data:
@@ -49,7 +49,7 @@ def as_viewed(image: PIL.Image.Image) -> np.ndarray:
 
 
 def centred(strokes: np.ndarray) -> PIL.Image.Image:
-    """Return a 28x28 image with a digit as MNIST places it, of uint8 [H, W] on black."""
+    """Return a 28x28 image with the strokes, uint8 [H, W] on black, where MNIST places them."""
     drawn = PIL.Image.fromarray(strokes)
     crop = drawn.crop(drawn.getbbox())
     size = [max(1, round(20 * side / max(crop.size))) for side in crop.size]

@@ -27,23 +27,13 @@ from ddp_mnist.data import cache
 from ddp_mnist.data.batches import ImageData, Rows, train_val_test_split
 from ddp_mnist.errors import CheckpointError, DataError, UsageError, printable
 from ddp_mnist.nets import own_code
-from ddp_mnist.run import weights
+from ddp_mnist.run import evaluation, weights
 from ddp_mnist.run.console import Console, as_json, warn
-from ddp_mnist.run.evaluation import (
-    CROSS_ENTROPY,
-    MANY_CLASSES,
-    check_scores,
-    evaluate_split,
-    make_eval_loader,
-    most_confused,
-    shown,
-    shown_loss,
-)
 from ddp_mnist.run.folder import CONFIG, SUMMARY, TRAINED_ON, read_json
 from ddp_mnist.run.summary import changed_since
 from ddp_mnist.verbs.flags import Evaluate
 
-MOST_SHOWN = 10  # classes, and pairs of them, of MANY_CLASSES
+MOST_SHOWN = 10  # classes, and pairs of them, if there are many
 MOST_NAMED = 50  # files that are looked for; a line holds fewer
 TABLE_COLUMNS = 80  # names of classes head the columns if the table then fits, else numbers do
 
@@ -61,10 +51,10 @@ def evaluate_run(
     """Return metrics in full precision, as a dict for JSON, on rank 0; None on the other ranks."""
     run = flags.run
     with join_world(distribution, launch, full_precision=True) as world:
-        store = world.store
+        store, accelerator = world.store, world.accelerator
         content = weights.read_bytes(run) if store.rank == 0 else b""
-        config = store.broadcast_from_rank0("run", lambda: _read_config(run))
-        trained = weights.from_bytes(broadcast_bytes(world.accelerator, content), run)
+        config = store.broadcast_from_rank0("run", lambda: _read_config(run, flags.metrics))
+        trained = weights.from_bytes(broadcast_bytes(accelerator, content), run)
         if loss := config["loss"]:
             own_code.check_unchanged("--loss", loss, config["own_code"][f"--loss {loss}"], run)
         images = _load(flags, config, trained) if flags.dataset else _load_own(flags, config)
@@ -73,15 +63,14 @@ def evaluate_run(
         rows = _rows(images, flags.split, config["val_size"])
         if images.digest != config["digest"]:
             store.broadcast_from_rank0("unseen", lambda: _check_unseen(flags, images, rows))
-        accelerator, classes = world.accelerator, len(trained.classes)
-        model = trained.model.to(accelerator.device)
-        loader = make_eval_loader(accelerator, rows, flags.batch_size)
-        scores = flags.metrics or config["metrics"]
-        store.broadcast_from_rank0("metrics", lambda: _check_scores(flags, scores))
+        model, classes = trained.model.to(accelerator.device), len(trained.classes)
+        loader = evaluation.make_eval_loader(accelerator, rows, flags.batch_size)
         size = loader.total_batch_size // accelerator.num_processes  # a process's, at once
         fix = f"use --batch-size {size // 2}" if size > 1 else "evaluate with --cpu"
         with within_memory(accelerator.device, lambda: (f"--batch-size {size}", fix)):
-            metrics = evaluate_split(accelerator, model, loader, classes, None, scores, loss)
+            metrics = evaluation.evaluate_split(
+                accelerator, model, loader, classes, scores=config["metrics"], loss=loss
+            )
         if not accelerator.is_main_process:
             return None
         return {
@@ -91,7 +80,7 @@ def evaluate_run(
             "world_size": accelerator.num_processes,
             "classes": trained.classes,
             "inject": config["inject"],
-            "loss_function": loss or CROSS_ENTROPY,
+            "loss_function": loss or evaluation.CROSS_ENTROPY,
             **dataclasses.asdict(metrics),
         }
 
@@ -99,10 +88,11 @@ def evaluate_run(
 # --- The run and the images
 
 
-def _read_config(run: str) -> dict[str, Any]:
-    """Return the flags, digest and own_code of config.json, and summary.json if it is whole.
+def _read_config(run: str, metrics: Sequence[str]) -> dict[str, Any]:
+    """Return the run's flags, the digest and own_code of config.json, and summary.json or {}.
 
-    A flag that is younger than the run has its default. Raise CheckpointError.
+    A flag that is younger than the run has its default; --metrics, if typed, replace the run's.
+    Raise CheckpointError if config.json is damaged, UsageError for an unknown metric.
     """
     try:
         config = read_json(Path(run) / CONFIG)
@@ -112,10 +102,19 @@ def _read_config(run: str) -> dict[str, Any]:
     except (OSError, ValueError, LookupError, TypeError) as error:
         why = f"{CONFIG} is missing or damaged; name a run that `train` wrote"
         raise CheckpointError(f"{run}: {why}") from error
-    found = flag_values(RunFlags()) | flag_values(Recipe()) | given | found
     with contextlib.suppress(OSError, ValueError):
         found["summary"] = read_json(Path(run) / SUMMARY)
-    return found
+    found = flag_values(RunFlags()) | flag_values(Recipe()) | given | found
+    try:
+        evaluation.check_scores(metrics or found["metrics"])
+    except UsageError as error:
+        if metrics:
+            raise
+        raise UsageError(
+            f"{run}: its {str(error).partition(';')[0]}; call this where the run was started, or"
+            " name others, as --metrics accuracy"
+        ) from error
+    return found | {"metrics": metrics or found["metrics"]}
 
 
 def _load_own(flags: Evaluate, config: dict[str, Any]) -> ImageData:
@@ -168,16 +167,17 @@ def _relabelled(images: ImageData, trained: weights.Trained, name: str, split: s
 def _rows(images: ImageData, split: str, val_size: int) -> Rows:
     """Return the split's images and labels; the run held `val_size` of the train images out."""
     there = len(images.train_labels)
-    if split != "test" and val_size < there:
+    if split == "test":
+        return train_val_test_split(images)[2]
+    if val_size < there:
         images = images.hold_out(val_size)
+        if len(rows := train_val_test_split(images)[split == "validation"]):
+            return rows
         val_size = len(images.val_rows)
-    rows = train_val_test_split(images)[("train", "validation", "test").index(split)]
-    if split != "test" and (val_size >= there or not len(rows)):
-        raise UsageError(
-            f"--split {split}: {images.name} has {there:,} train images, and the run held"
-            f" {val_size:,} out; use --split test"
-        )
-    return rows
+    raise UsageError(
+        f"--split {split}: {images.name} has {there:,} train images, and the run held"
+        f" {val_size:,} out; use --split test"
+    )
 
 
 def _check_unseen(flags: Evaluate, images: ImageData, rows: Rows) -> None:
@@ -194,9 +194,8 @@ def _check_unseen(flags: Evaluate, images: ImageData, rows: Rows) -> None:
     except (OSError, ValueError):
         unknown = f"{flags.run}: has no {TRAINED_ON}, so whether it was trained on these is unknown"
         if images.test_drawn:
-            raise DataError(
-                f"{unknown}; give images that it has not seen, in test/CLASS/"
-            ) from None
+            fix = "give images that it has not seen, in test/CLASS/"
+            raise DataError(f"{unknown}; {fix}") from None
         warn(unknown)
         return
     if len(seen := np.flatnonzero(np.isin(keys, trained_on))):
@@ -211,34 +210,20 @@ def _check_unseen(flags: Evaluate, images: ImageData, rows: Rows) -> None:
         )
 
 
-def _check_scores(flags: Evaluate, scores: Sequence[str]) -> None:
-    """Raise UsageError for an unknown one; a run's own may lie where the run was started."""
-    try:
-        check_scores(scores)
-    except UsageError as error:
-        if flags.metrics:
-            raise
-        why = str(error).partition(";")[0]
-        raise UsageError(
-            f"{flags.run}: its {why}; call this where the run was started, or name others, as"
-            " --metrics accuracy"
-        ) from error
-
-
-# --- What a person sees
+# --- The table
 
 
 def metrics_table(metrics: dict[str, Any]) -> str:
-    """Return accuracy, loss and the confusion matrix, or the worst of it if it has MANY_CLASSES."""
+    """Return accuracy, loss and the confusion matrix, or the worst of it if that is large."""
     names = [printable(name) for name in metrics["classes"]]
-    by_class = _worst if len(names) > MANY_CLASSES else _matrix
+    by_class = _worst if len(names) > evaluation.MANY_CLASSES else _matrix
+    loss = evaluation.shown_loss(metrics["loss_function"], metrics["loss"])
+    numbers = [f"accuracy {metrics['accuracy']:.4f}", loss, *evaluation.shown(metrics["scores"])]
+    data = printable(metrics["dataset"]["name"])
     lines = [
         *wrong_on_purpose(metrics["inject"]),
-        f"{metrics['split']} split of {printable(metrics['dataset']['name'])}:"
-        f" {metrics['count']:,} images",
-        f"accuracy {metrics['accuracy']:.4f}"
-        f"   {shown_loss(metrics['loss_function'], metrics['loss'])}"
-        + "".join(f"   {score}" for score in shown(metrics["scores"])),
+        f"{metrics['split']} split of {data}: {metrics['count']:,} images",
+        "   ".join(numbers),
         *by_class(names, metrics["class_accuracy"], metrics["confusion"]),
     ]
     return "\n".join(lines)
@@ -277,5 +262,5 @@ def _worst(
     for share, label in sorted(known)[:MOST_SHOWN]:
         yield f"{share:>8.4f}   {matrix[label].sum():>6,}   {names[label]}"
     yield "images   most often taken for another (--json has all)"
-    for label, guess, rows in most_confused(matrix, MOST_SHOWN):
+    for label, guess, rows in evaluation.most_confused(matrix, MOST_SHOWN):
         yield f"{rows:>6,}   {names[label]}, taken for {names[guess]}"

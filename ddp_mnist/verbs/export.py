@@ -29,7 +29,7 @@ from ddp_mnist.run.weights import Trained
 from ddp_mnist.verbs.flags import EXPORTS, Export
 from ddp_mnist.verbs.render import render
 
-CARD, ABOUT, DESCRIBED = "README.md", "config.json", ("architecture", "classes")
+CARD, ABOUT = "README.md", "config.json"
 CHECKED_IMAGES = 100
 LIMIT = 1e-4  # share of the largest logit, or of 1: other libraries sum in another order
 ANY_BATCH = ({0: torch.export.Dim("batch", min=1)},)
@@ -37,7 +37,7 @@ Outputs = Callable[[Tensor], Tensor]  # of images, logits
 
 
 def run(flags: Export) -> None:
-    """Write the files and a model card in place of an earlier export; say where, and what next."""
+    """Write the files and a model card in place of an earlier export; print where."""
     packages = ("onnx", "onnxscript", "onnxruntime") if "onnx" in flags.format else ()
     if need := [package for package in packages if importlib.util.find_spec(package) is None]:
         raise UsageError(
@@ -47,8 +47,7 @@ def run(flags: Export) -> None:
     refuse_other_files(out)
     trained = weights.from_bytes(weights.read_bytes(flags.run), flags.run)
     trained.model.float()
-    console, about = Console(True), {name: getattr(trained, name) for name in DESCRIBED}
-    contents, failed = {ABOUT: folder.to_json(about).encode()}, []
+    console, contents, failed = Console(True), dict[str, bytes](), list[str]()
     for name in flags.format:
         file, (write, read) = EXPORTS[name], CONVERTERS[name]
         with passing(f"writing and checking {file} ..."), quiet():
@@ -60,34 +59,33 @@ def run(flags: Export) -> None:
                 f"{file}: logits of {CHECKED_IMAGES} images within {apart:.0e} of the model's"
             )
         else:
-            far = f"gives logits that differ by {apart:.1e} from the model's"
-            failed.append(f"{file}: {far}, allowed are {limit:.1e}")
-    if len(contents) > 1:
+            failed.append(f"{file}: gives logits {apart:.1e} from the model's, above {limit:.1e}")
+    if contents:
         write_folder(out, contents, trained, flags, console)
         console.print(f"written to {out}")
         console.print(f"to the Hub: hf upload YOUR_NAME/{Path(flags.run).resolve().name} {out}")
     if failed:
-        rest = ",".join(name for name in flags.format if EXPORTS[name] in contents)
-        fix = f"leave that format out: --format {rest or 'safetensors'}"
-        if "safetensors" in flags.format and EXPORTS["safetensors"] not in contents:
-            fix = "the net's forward has to give the same each time"  # these are its weights alone
-        raise CheckFailed(f"{', '.join(failed)}; not written, {fix}")
+        raise CheckFailed(
+            f"{', '.join(failed)}; not written, leave that format out, or have the net's forward"
+            " give the same each time"
+        )
 
 
 def write_folder(
     out: Path, contents: dict[str, bytes], trained: Trained, flags: Export, console: Console
 ) -> None:
     """Write the files and their card; remove those of an earlier export. Raise StorageError."""
-    contents[CARD] = model_card(trained, flags, list(contents)).encode()
+    card = model_card(trained, flags, list(contents))
+    about = {"architecture": trained.architecture, "classes": trained.classes}
+    others = {CARD: card.encode(), ABOUT: folder.to_json(about).encode()}
     with folder.storage_errors(out, "--out"):
         out.mkdir(parents=True, exist_ok=True)
-        for file, content in contents.items():
+        for file, content in (contents | others).items():
             folder.write_atomically(out / file, content)
-        for name, file in EXPORTS.items():
+        for file in EXPORTS.values():
             if file not in contents and (out / file).exists():
                 (out / file).unlink()
-                fix = "" if name in flags.format else "; name all in one --format"
-                console.print(f"{file}: removed, of an earlier export{fix}")
+                console.print(f"{file}: removed, of an earlier export; name all in one --format")
 
 
 def written(write: Callable[[Trained], bytes], name: str, trained: Trained) -> bytes:
@@ -102,10 +100,10 @@ def written(write: Callable[[Trained], bytes], name: str, trained: Trained) -> b
 
 
 def refuse_other_files(out: Path) -> None:
-    """Raise UsageError if something would be lost; what begins with a dot may be there."""
+    """Raise UsageError if files would be lost; dotfiles do not count."""
     others = {path.name for path in out.glob("[!.]*")} | ({"a file"} if out.is_file() else set())
     with contextlib.suppress(OSError, ValueError):
-        if set(folder.read_json(out / ABOUT)) == set(DESCRIBED):  # an earlier export
+        if folder.read_json(out / ABOUT).keys() == {"architecture", "classes"}:  # of an export
             others -= {CARD, ABOUT, *EXPORTS.values()}
     if others:
         there = ", ".join(sorted(others)[:3])
@@ -113,7 +111,10 @@ def refuse_other_files(out: Path) -> None:
 
 
 def largest_difference(trained: Trained, outputs: Outputs) -> tuple[float, float]:
-    """Return that of the logits of images of noise, all at once and one alone, and its limit."""
+    """Compare the logits of images of noise, all at once and one alone, with the model's.
+
+    Return the largest difference, and its limit.
+    """
     stream, size = torch.Generator().manual_seed(0), (CHECKED_IMAGES, *trained.image_format.shape)
     images = torch.randint(0, 256, size, generator=stream, dtype=torch.uint8)
     with torch.no_grad():  # an exported program takes no tensor of inference mode
@@ -167,15 +168,18 @@ def metadata(trained: Trained) -> dict[str, str]:
     """Return what a program needs to go from an image file to the name of a class."""
     made = trained.image_format
     channels, height, width = made.shape
-    upright = "upright as EXIF says, on white where it is transparent, of 16 bits the upper 8"
-    fitted = f"the middle with the sides' ratio, bilinearly resized to {height}x{width}"
-    cut_out = "a digit in a photo is cut out first, as ddp-mnist predict does it"
+    colour = "RGB" if channels == 3 else "grey"
+    colour += ", bright strokes on black" if made.bright_on_black else ""
+    preparation = (
+        "a digit in a photo is cut out first, as ddp-mnist predict does it"
+        if made.digit_photos
+        else "upright as EXIF says, on white where it is transparent, of 16 bits the upper 8; the"
+        f" middle with the sides' ratio, bilinearly resized to {height}x{width}"
+    )
     return {
         "classes": json.dumps(trained.classes, ensure_ascii=False),
-        "input": f"images: uint8 [batch, {channels}, {height}, {width}], 0 to 255, "
-        + ("RGB" if channels == 3 else "grey")
-        + ", bright strokes on black" * made.bright_on_black,
-        "preparation": cut_out if made.digit_photos else f"{upright}; {fitted}",
+        "input": f"images: uint8 [batch, {channels}, {height}, {width}], 0 to 255, {colour}",
+        "preparation": preparation,
         "output": f"logits: float32 [batch, {len(trained.classes)}], in the order of classes;"
         " their softmax are probabilities. The model itself normalises the pixels",
     }
@@ -191,7 +195,6 @@ def read_onnx(content: bytes) -> Outputs:
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Silence torch.export, which warns, logs and prints about its own workings."""
-    level = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
         with (
@@ -201,7 +204,7 @@ def quiet() -> Iterator[None]:
         ):
             yield
     finally:
-        logging.disable(level)
+        logging.disable(logging.NOTSET)
 
 
 CONVERTERS: dict[str, tuple[Callable[[Trained], bytes], Callable[[bytes], Outputs]]] = {
@@ -211,36 +214,34 @@ CONVERTERS: dict[str, tuple[Callable[[Trained], bytes], Callable[[bytes], Output
 }
 
 
+# --- The card
+
+
 def model_card(trained: Trained, flags: Export, files: list[str]) -> str:
     """Return README.md as the Hugging Face Hub reads it; every figure is the run's own.
 
-    For data in a folder it has the digest and not the place. Raise CheckpointError if summary.json
-    is missing or damaged.
+    Data in a folder are named by the digest, not by their place. Raise CheckpointError if
+    summary.json is missing or damaged.
     """
-    run = flags.run
     try:
-        summary = folder.read_json(Path(run) / folder.SUMMARY)
+        summary = folder.read_json(Path(flags.run) / folder.SUMMARY)
     except (OSError, ValueError) as error:
         why = f"{folder.SUMMARY} is missing or damaged ({reason(error)})"
-        raise CheckpointError(f"{run}: {why}; export a finished run") from error
-    name, source = printable(summary["dataset"]["name"]), summary["dataset"]["source"]
-    kind, _, place = source.partition(":")
-    formats = [each for each in ("safetensors", "onnx") if EXPORTS[each] in files]  # the Hub's tags
+        raise CheckpointError(f"{flags.run}: {why}; export a finished run") from error
+    kind, _, place = summary["dataset"]["source"].partition(":")
     scores = {"accuracy": summary["test_accuracy"], **summary["metrics"]}
     return render(
         "model_card.md",
         trained=trained,
+        s=summary,
         license=flags.license,
-        tags=["image-classification", "ddp_mnist", *trained.architecture.split(":"), *formats],
+        files=files,
         scores={metric: value for metric, value in scores.items() if value is not None},
-        shape=trained.image_format.shape,
         weights=Path(summary["weights"] or "").name,  # that training began from
         parameters=sum(parameter.numel() for parameter in trained.net.parameters()),
-        s=summary,
         wrong=wrong_on_purpose(summary["inject"]),
-        name=name,
+        name=printable(summary["dataset"]["name"]),
         hub_id=place if kind == "hub" else None,
-        source=name if Path(place).is_absolute() else source,
+        in_a_folder=Path(place).is_absolute(),
         version=__version__,
-        files=files,
     )

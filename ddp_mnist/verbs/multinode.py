@@ -40,7 +40,7 @@ def run(
 ) -> int:
     """Return the exit code of the rehearsal, or of a machine that failed; else become the launcher.
 
-    `arguments` are the verb's; `first` raises if the other machines do not come within `timeout_s`.
+    `arguments` are the verb's; `first` raises if the other machines do not join within `timeout_s`.
     """
     if flags.machine_rank is None and flags.main_process_ip is None:
         return rehearse(flags, arguments)
@@ -52,14 +52,14 @@ def run(
         )
     try:
         first(node, timeout_s)
-    except FailedElsewhere as error:  # it was said on that machine's screen only
+    except FailedElsewhere as error:  # printed on that machine only
         tell(one_line(error))
         return error.code
     return os.execv(sys.executable, node.command(arguments))
 
 
 def make_node(flags: Multinode) -> Node:
-    """Return this machine, with as many processes as it has GPUs, or one."""
+    """Return this machine, with one process per GPU, or one."""
     rank, address, size = flags.machine_rank, flags.main_process_ip, flags.num_machines
     if rank is None or address is None:
         given = "MAIN_PROCESS_IP" if rank is None else "MACHINE_RANK"

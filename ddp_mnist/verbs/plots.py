@@ -6,14 +6,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import matplotlib
+import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.rcsetup import cycler
 
 CURVES = {  # titles of what metrics.jsonl has for some of a run's steps
-    "loss": "Training loss (nats, with label smoothing)",
+    "loss": "Training loss",
     "accuracy": "Training accuracy (share correct)",
     "val_accuracy": "Validation accuracy (share correct)",
-    "val_loss": "Validation loss (nats)",
+    "val_loss": "Validation loss",
     "lr": "Learning rate (of the step)",
     "images_per_second": "Speed (images/s, all processes)",
 }
@@ -42,19 +43,15 @@ LEGEND_COLUMNS = 3
 DOTS = 40  # of a line at most: more would touch each other and hide it
 
 
-def title(key: str, losses: str = "") -> str:
-    """Return that of a curve, also of one of the scores that --metrics names.
-
-    `losses` are the names of --loss in these runs, if there are any.
-    """
-    known = CURVES.get(key) or f"Validation {key.removeprefix('val_')}"
-    return known.partition(" (")[0] + f" ({losses})" if losses and "nats" in known else known
+def title(key: str) -> str:
+    """Return a curve's title, including those of the scores that --metrics names."""
+    return CURVES.get(key) or f"Validation {key.removeprefix('val_')}"
 
 
-def draw(key: str, runs: Mapping[str, Sequence[dict[str, Any]]], losses: str = "") -> Figure | None:
+def draw(key: str, runs: Mapping[str, Sequence[dict[str, Any]]]) -> Figure | None:
     """Return a figure of one curve, with a line per run; None if no run has two points.
 
-    `runs` are the lines of metrics.jsonl by the run's name, `losses` the names of theirs.
+    `runs` are the lines of metrics.jsonl by the run's name.
     """
     points = {
         name: [(line["step"], line[key]) for line in lines if line.get(key) is not None]
@@ -65,12 +62,11 @@ def draw(key: str, runs: Mapping[str, Sequence[dict[str, Any]]], losses: str = "
     legend_rows = -(-len(runs) // LEGEND_COLUMNS) if len(runs) > 1 else 0
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(4.4, 2.5 + 0.16 * legend_rows), layout="constrained")
-        axes = figure.add_subplot(title=title(key, losses), xlabel="optimizer step")
+        axes = figure.add_subplot(title=title(key), xlabel="optimizer step")
         for name, line in points.items():  # an empty one too: a run has one colour in all curves
-            steps, values = [step for step, _ in line], [value for _, value in line]
-            few = len(line) <= (DOTS if key.startswith("val_") else 1)  # one value alone is a dot
             # matplotlib leaves out names that begin with _, but not behind a space of no width
-            axes.plot(steps, values, marker="o" if few else "", label=f"\u200b{name}")
+            marker = "o" if len(line) <= DOTS else ""
+            axes.plot(*np.reshape(line, (-1, 2)).T, marker=marker, label=f"\u200b{name}")
         if legend_rows:
             figure.legend(loc="outside lower left", ncols=LEGEND_COLUMNS)
     return figure

@@ -1,11 +1,11 @@
-"""The verb `predict`: the class of image files, for a person's own pictures too.
+"""The verb `predict`: classify image files, including your own photos.
 
     ddp-mnist predict runs/latest seven.png photos/        # on a terminal, a table
     ddp-mnist predict runs/latest photos/ > answers.jsonl  # elsewhere, or with --json, JSON lines
     cat seven.png | ddp-mnist predict runs/latest -
 
-An image is prepared as training prepared it. If the run was trained on MNIST or the like, a file
-that is not 28x28 is a photo of a digit, see digit_photos.py.
+An image is prepared as training prepared its own. If the run was trained on MNIST or the like, a
+file that is not 28x28 is a photo of a digit, see digit_photos.py.
 """
 
 import dataclasses
@@ -26,24 +26,29 @@ from ddp_mnist.errors import DataError, UsageError, printable, reason
 from ddp_mnist.run import weights
 from ddp_mnist.run.console import Console, as_json, warn, width_of, wrapped
 from ddp_mnist.run.folder import check_place, storage_errors
+from ddp_mnist.run.weights import Trained
 from ddp_mnist.verbs.digit_photos import as_mnist
 from ddp_mnist.verbs.flags import Predict
 
 STDIN = Path("-")
-MOST_SHOWN, COLUMNS, INCHES, DPI = 64, 8, 1.3, 100  # in the picture that --show writes
 LISTED, IN_A_TABLE = 10, 3  # the most probable classes
-# Columns of a table at least: a longer class makes its own wider, and that of the files narrower.
-LABEL, FILE = 12, 12
+# Columns of a table: of a file's name at least, and of a class's name at most.
+FILE, LABEL = 12, 30
+MOST_SHOWN, PER_ROW, INCHES, DPI = 64, 8, 1.3, 100  # in the picture that --show writes
+LETTERS = 18  # above an image of INCHES, each 0.6 of 8 points wide
 
 
 def run(flags: Predict) -> None:
     """Print a line for each image: of a table on a terminal, else of JSON."""
-    console = Console(True)
-    if as_table := sys.stdout.isatty() and not flags.json:
+    console, as_table = Console(True), sys.stdout.isatty() and not flags.json
+    trained = load(flags)
+    if as_table:
         files = tuple(str(file) for image in flags.images for file in find_images(image))
         flags = dataclasses.replace(flags, images=files, top=flags.top or IN_A_TABLE)
-    answers = answer(flags)
-    for line in table(answers, flags.images) if as_table else map(as_json, answers):
+        lines = table(answer(flags, trained), files, trained.classes)
+    else:
+        lines = map(as_json, answer(flags, trained))
+    for line in lines:
         console.print(line)
         if not (console.verbose or flags.show):
             return  # nobody reads the rest
@@ -51,7 +56,9 @@ def run(flags: Predict) -> None:
         console.print(f"written to {flags.show}")
 
 
-def table(answers: Iterable[dict[str, Any]], files: Sequence[str]) -> Iterator[str]:
+def table(
+    answers: Iterable[dict[str, Any]], files: Sequence[str], classes: Sequence[str]
+) -> Iterator[str]:
     """Yield a head and a line for each answer: its file, label, probability, and the next classes.
 
     To fit into the terminal's width, the beginning of a long file name is left out, and then all of
@@ -59,84 +66,72 @@ def table(answers: Iterable[dict[str, Any]], files: Sequence[str]) -> Iterator[s
     """
     from tqdm.utils import disp_len  # a Chinese letter takes two columns
 
-    first, second, third = max(map(disp_len, ["file", *files])), LABEL, LABEL + len(" 0.25")
-    width = width_of(sys.stdout)
-
-    def row(file: str, label: str, share: str, others: Sequence[str]) -> str:
-        nonlocal first, second, third
-        second = max(second, disp_len(label))
-        third = max([third, *map(disp_len, others[:1])])
-        rest = f"   {cell(label, second)}   {share:<11}"
-        first = min(first, max(FILE, width - disp_len(rest) - 3 - third))
-        line = cell(file, first) + rest
-        for other in others:
-            if disp_len(line) + 3 + disp_len(other) > width:
-                break
-            line += f"   {other}"
-        return line.rstrip()
-
-    def cell(text: str, columns: int) -> str:
-        while disp_len(text) > columns:
-            text = f"...{text[4:]}"
+    def padded(text: str, columns: int) -> str:
         return text + " " * (columns - disp_len(text))
 
-    yield row("file", "label", "probability", ["next"])
+    width = width_of(sys.stdout)
+    second = min(LABEL, max(map(disp_len, ["label", *map(printable, classes)])))
+    rest = 2 * second + 25  # columns of the label, the probability and one of the next classes
+    first = min(max(map(disp_len, ["file", *files])), max(FILE, width - rest))
+    yield f"{padded('file', first)}   {padded('label', second)}   probability   next"
     for each in answers:
         file = printable(each["file"])
+        while disp_len(file) > first:
+            file = f"...{file[4:]}"
+        line = f"{padded(file, first)}   "
         if "error" in each:
-            head = f"{cell(file, first)}   "
-            yield "\n".join(wrapped(each["error"], head, " " * disp_len(head), width))
+            yield "\n".join(wrapped(each["error"], line, " " * disp_len(line), width))
             continue
         names = [f"{printable(name)} {share:.2f}" for name, share in each["probabilities"].items()]
-        yield row(file, printable(each["label"]), f"{each['probability']:.2f}", names[1:])
+        line += f"{padded(printable(each['label']), second)}   {each['probability']:<11.2f}"
+        for other in names[1:]:
+            if disp_len(line) + 3 + disp_len(other) <= width:
+                line += f"   {other}"
+        yield line.rstrip()
 
 
-def answer(flags: Predict) -> Iterator[dict[str, Any]]:
-    """Yield what `predict` does for each image, and at the end draw them if --show asks for it."""
-    picture, answers = check_place(flags.show, "--show", ".png"), []
-    try:
-        for line, seen in predict(flags):
-            if picture and seen is not None:
-                answers.append((line, seen))
-            yield line
-    finally:  # after an unreadable file too, whose error goes on from here
-        if picture and answers:
-            draw(answers, picture)
-
-
-@torch.inference_mode()
-def predict(flags: Predict) -> Iterator[tuple[dict[str, Any], np.ndarray | None]]:
-    """Yield {file, label, probability, probabilities} and the net's input, uint8 [C, H, W].
-
-    For a file that cannot be read they are {file, error} and None, and once all others are
-    labelled, a DataError names it.
-    """
+def load(flags: Predict) -> Trained:
+    """Return the run's model. Raise UsageError for flags that it does not fit, CheckpointError."""
+    check_place(flags.show, "--show", ".png")
     trained = weights.from_bytes(weights.read_bytes(flags.run), flags.run)
     if flags.digit_photos and not trained.image_format.bright_on_black:
         raise UsageError(
             f"--digit-photos: {flags.run} was trained on images that are not bright strokes on"
             " black, as it would make them; leave it out"
         )
-    photos = flags.digit_photos
-    photos = trained.image_format.digit_photos if photos is None else photos
+    return trained
+
+
+@torch.inference_mode()
+def answer(flags: Predict, trained: Trained) -> Iterator[dict[str, Any]]:
+    """Yield {file, label, probability, probabilities} for each image; with --show, draw them.
+
+    For a file that cannot be read it is {file, error}, and once all others are labelled, a
+    DataError names it.
+    """
+    made = trained.image_format
+    digit_photos = made.digit_photos if flags.digit_photos is None else flags.digit_photos
+    seen, errors = list[tuple[str, np.ndarray]](), list[str]()
     files = [file for image in flags.images for file in find_images(image)]
-    errors = []
     for file in files:
         try:
-            image = read_image(file, trained.image_format, photos)
+            image = read_image(file, made, digit_photos)
         except DataError as error:
             errors.append(f"{file}: {error}")
-            yield {"file": str(file), "error": str(error)}, None
+            yield {"file": str(file), "error": str(error)}
             continue
         row = trained.model(torch.tensor(image[None])).softmax(1)[0].tolist()
         likely = sorted(zip(trained.classes, row, strict=True), key=lambda pair: -pair[1])
-        probabilities = {name: round(share, 6) for name, share in likely[: flags.top or LISTED]}
-        best = likely[0][0]
-        answer = {"label": best, "probability": probabilities[best], "probabilities": probabilities}
-        yield {"file": str(file), **answer}, image
+        shares = {name: round(share, 6) for name, share in likely[: flags.top or LISTED]}
+        label, share = next(iter(shares.items()))
+        if flags.show:
+            seen.append((titled(file.name, f"{label} ({share:.2f})"), image))
+        yield {"file": str(file), "label": label, "probability": share, "probabilities": shares}
+    if flags.show and seen:
+        draw(seen, Path(flags.show))
     if errors:
-        others = f" ({len(errors)} of {len(files):,} files have no answer)"
-        raise DataError(errors[0] + (others if len(errors) > 1 else ""))
+        others = f" ({len(errors)} of {len(files):,} files have no answer)" * (len(errors) > 1)
+        raise DataError(errors[0] + others)
 
 
 def find_images(path: str) -> list[Path]:
@@ -157,7 +152,7 @@ def find_images(path: str) -> list[Path]:
 def read_image(file: Path, image_format: ImageFormat, digit_photos: bool) -> np.ndarray:
     """Return uint8 [C, H, W] of an image file or stdin: as MNIST, or as training, would make it.
 
-    Where it cannot, the DataError's message has to follow the file's name.
+    If it cannot be read, the DataError's message has to follow the file's name.
     """
     try:
         with open_image(sys.stdin.buffer.read() if file == STDIN else file) as opened:
@@ -165,48 +160,45 @@ def read_image(file: Path, image_format: ImageFormat, digit_photos: bool) -> np.
             return decode_image(image, image_format.shape)
     except DataError:
         raise
+    except FileNotFoundError as error:
+        raise DataError("no such file or directory; check the path") from error
     except Exception as error:  # OSError, SyntaxError, ValueError, struct.error and more
-        system = isinstance(error, OSError) and error.errno  # else Pillow's, of several lines
-        if isinstance(error, FileNotFoundError):
-            raise DataError("no such file or directory; check the path") from error
-        why = reason(error).lower() if system else "not an image that Pillow can read"
+        is_systems = isinstance(error, OSError) and error.errno  # else Pillow's, of several lines
+        why = reason(error).lower() if is_systems else "not an image that Pillow can read"
         heif = file.suffix.lower() in folders.HEIF and not reads_heif()
         fix = f"{folders.HEIF_FIX}, or give" if heif else "give"
         raise DataError(f"{why}; {fix} a whole PNG or JPEG file") from error
 
 
-def draw(answers: Sequence[tuple[dict[str, Any], np.ndarray]], path: Path) -> None:
-    """Write a picture of the first MOST_SHOWN of what `predict` yielded. Raise StorageError."""
-    from matplotlib.backends.backend_agg import RendererAgg
+# --- The picture that --show writes
+
+
+def titled(name: str, answer: str) -> str:
+    """Return the end of a file's name, and below it the answer, as lines above an image."""
+    from tqdm.utils import disp_len
+
+    texts = printable(name[-LETTERS:]), answer
+    wide = max(map(disp_len, texts)) > max(map(len, texts))  # a Chinese letter takes two columns
+    return "\n".join(textwrap.fill(text, LETTERS // (1 + wide)) for text in texts)
+
+
+def draw(seen: Sequence[tuple[str, np.ndarray]], path: Path) -> None:
+    """Write a picture of the first MOST_SHOWN images, with their titles. Raise StorageError."""
     from matplotlib.figure import Figure
     from matplotlib.font_manager import FontProperties, fontManager
 
     chinese = [font.name for font in fontManager.ttflist if " CJK " in font.name]
-    fonts = ["DejaVu Sans", *chinese[:1]]
-    font, canvas = FontProperties(family=fonts, size=8), RendererAgg(1, 1, DPI)
-
-    def wrapped(text: str) -> str:
-        """Return as long lines as fit above an image: letters differ in their width."""
-        for letters in range(20, 0, -1):
-            lines = textwrap.wrap(text, letters)
-            widths = [canvas.get_text_width_height_descent(line, font, False)[0] for line in lines]
-            if max(widths, default=0) < 0.94 * INCHES * DPI:
-                break
-        return "\n".join(lines)
-
-    shown = answers[:MOST_SHOWN]
+    font = FontProperties(family=["DejaVu Sans Mono", *chinese[:1]], size=8)
+    shown = seen[:MOST_SHOWN]
+    rows, lines = -(-len(shown) // PER_ROW), max(title.count("\n") for title, _ in shown)
+    size = PER_ROW * INCHES, rows * INCHES * (1.23 + 0.12 * lines) + 0.3
+    figure = Figure(figsize=size, layout="constrained")
+    figure.suptitle(f"{len(shown)} of {len(seen):,} images", fontsize=9)
+    for place, (title, image) in enumerate(shown, start=1):
+        axis = figure.add_subplot(rows, PER_ROW, place)
+        axis.imshow(image.transpose(1, 2, 0), cmap="gray", vmin=0, vmax=255)
+        axis.set_title(title, parse_math=False, fontproperties=font)
+        axis.axis("off")
     # matplotlib warns of each letter that no font has
     with storage_errors(path, "--show"), warnings.catch_warnings(action="ignore"):
-        said = [f"{line['label']} ({line['probability']:.2f})" for line, _ in shown]
-        names = [printable(Path(line["file"]).name[-18:]) for line, _ in shown]
-        titles = [f"{wrapped(a)}\n{wrapped(b)}" for a, b in zip(names, said, strict=True)]
-        rows, lines = -(-len(shown) // COLUMNS), max(title.count("\n") for title in titles)
-        height = rows * INCHES * (1.23 + 0.12 * lines) + 0.3
-        figure = Figure(figsize=(COLUMNS * INCHES, height), layout="constrained")
-        figure.suptitle(f"{len(shown)} of {len(answers):,} images", fontsize=9)
-        for place, (title, (_, image)) in enumerate(zip(titles, shown, strict=True), start=1):
-            axis = figure.add_subplot(rows, COLUMNS, place)
-            axis.imshow(image.transpose(1, 2, 0), cmap="gray", vmin=0, vmax=255)
-            axis.set_title(title, parse_math=False, fontproperties=font)
-            axis.axis("off")
         figure.savefig(path, dpi=DPI)

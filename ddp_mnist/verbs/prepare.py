@@ -1,4 +1,4 @@
-"""The verb `prepare`: fetches and decodes a data set once, into the cache."""
+"""The verb `prepare`: fetch and decode a data set once, into the cache."""
 
 from ddp_mnist.config.image_options import ImageOptions
 from ddp_mnist.data import cache

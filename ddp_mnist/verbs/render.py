@@ -1,4 +1,4 @@
-"""Texts with places for figures: the report's page and the model card."""
+"""Fill in the templates: the report's page and the model card."""
 
 import re
 from pathlib import Path
@@ -11,7 +11,7 @@ from ddp_mnist.run.console import as_json
 
 
 def markdown(text: str) -> str:
-    """Return text that Markdown and its HTML show as it is: names come from who made the data."""
+    """Return text that Markdown and its HTML show as it is: names come with the data set."""
     return re.sub(r"([\\`*_{}\[\]<>()#+!|&~$-])", r"\\\1", printable(text))
 
 
@@ -23,7 +23,7 @@ ENVIRONMENT = jinja2.Environment(
     lstrip_blocks=True,
 )
 ENVIRONMENT.policies |= {"json.dumps_function": as_json, "json.dumps_kwargs": {}}
-ENVIRONMENT.filters |= {"markdown": markdown, "thousands": "{:,}".format}
+ENVIRONMENT.filters |= {"markdown": markdown, "printable": printable, "thousands": "{:,}".format}
 
 
 def render(template: str, **facts: Any) -> str:

@@ -1,12 +1,11 @@
-"""The verb `report`: one HTML file about one or more runs, which needs nothing else.
+"""The verb `report`: write one HTML file about one or more runs, which needs nothing else.
 
     ddp-mnist report runs/latest
     ddp-mnist report runs/mnist-001 runs/mnist-002
 
-The page is templates/report.html, its figures are drawn by plots.py.
-
-No network and no script; light or dark as the reader's system; the figures are summary.json's. The
-images that the model got wrong are found by running it once more: seconds.
+The page is templates/report.html; plots.py draws its curves. It needs no network and no script, is
+light or dark as the reader's system, and its figures are those of summary.json. The images that the
+model got wrong are found by running it once more, which takes seconds.
 """
 
 import base64
@@ -22,6 +21,7 @@ import numpy as np
 import PIL.Image
 import torch
 
+from ddp_mnist.config.flags import flag_name
 from ddp_mnist.config.image_options import ImageOptions
 from ddp_mnist.data import cache
 from ddp_mnist.data.batches import ImageData, eval_batch_size
@@ -29,7 +29,7 @@ from ddp_mnist.data.sources import find_source
 from ddp_mnist.errors import CheckpointError, DataError, DdpMnistError, printable, reason
 from ddp_mnist.run import folder, weights
 from ddp_mnist.run.console import Console, warn
-from ddp_mnist.run.evaluation import CROSS_ENTROPY, MANY_CLASSES, most_confused, unpacked
+from ddp_mnist.run.evaluation import MANY_CLASSES, most_confused, unpacked
 from ddp_mnist.run.hints import overfits, overfitting
 from ddp_mnist.run.summary import changed_since
 from ddp_mnist.verbs import plots
@@ -39,20 +39,15 @@ from ddp_mnist.verbs.render import render
 MOST_WRONG = 24
 TOP, TOP_FROM = 5, 20  # the top-5 accuracy is shown from so many classes on
 LEARNED = 0.9  # of the training images
-NOT_IN_A_ROW = (
-    "ranks",
-    "confusion",
-    "classes",
-    "class_accuracy",
-    "images_per_class",
-    "notes",
-)  # of the settings
+# Lists in summary.json which are not among the settings
+LISTS = ("ranks", "confusion", "classes", "class_accuracy", "images_per_class", "notes")
 
 
 @dataclass
 class ReportedRun:
-    """A run folder's content."""
+    """The content of a run folder, and what its model gets wrong."""
 
+    path: Path
     name: str  # of the folder
     config: dict[str, Any]
     metrics: list[dict[str, Any]]  # the lines of metrics.jsonl
@@ -64,31 +59,26 @@ class ReportedRun:
 
 
 def run(flags: Report) -> None:
-    """Write the page, and with --png each curve beside it; say where.
+    """Write the page, and with --png each curve beside it; print where.
 
-    Raise DataError at the end if mistakes are missing there because images have changed.
+    Raise DataError at the end if the page lacks mistakes because images have changed.
     """
     folder.check_place(flags.out, "--out")
     console = Console(True)
     console.print("reading    the runs and their predictions")
-    paths = list(dict.fromkeys(Path(run).resolve() for run in flags.runs))
-    runs = [read_run(path) for path in paths]
-    alike = len({run.name for run in runs}) < len(runs)
-    changed = []
-    for path, run in zip(paths, runs, strict=True):
-        run.name = printable(str(path)) if alike else run.name
-        if run.status["state"] == "finished" and (change := find_mistakes(run, path, flags)):
-            changed.append(change)
-    metrics = {run.name: run.metrics for run in runs}
+    runs = [read_run(path) for path in dict.fromkeys(Path(run).resolve() for run in flags.runs)]
+    if len({run.name for run in runs}) < len(runs):
+        for run in runs:
+            run.name = printable(str(run.path))
+    finished = [run for run in runs if run.status["state"] == "finished"]
+    changed = [change for run in finished if (change := find_mistakes(run, flags))]
     scores = [f"val_{name}" for run in runs for name in run.config["recipe"]["metrics"]]
+    metrics = {run.name: run.metrics for run in runs}
     keys = dict.fromkeys([*plots.CURVES, *scores])
-    names = dict.fromkeys(run.config["recipe"].get("loss") or CROSS_ENTROPY for run in runs)
-    losses = "" if [*names] == [CROSS_ENTROPY] else ", ".join(names)
-    figures = {key: drawn for key in keys if (drawn := plots.draw(key, metrics, losses))}
+    figures = {key: figure for key in keys if (figure := plots.draw(key, metrics))}
+    curves = {plots.title(key): plots.as_svg(figure, key) for key, figure in figures.items()}
     first = Path(flags.runs[0])
     page = Path(flags.out or (first if len(runs) == 1 else first.parent) / "report.html")
-    titles = {key: plots.title(key, losses) for key in figures}
-    curves = {titles[key]: plots.as_svg(figure, key) for key, figure in figures.items()}
     with folder.storage_errors(page, "--out"):
         folder.write_atomically(page, render_page(runs, curves).encode())
         console.print(f"written to {page}")
@@ -97,13 +87,12 @@ def run(flags: Report) -> None:
             figure.savefig(picture, dpi=200)
             console.print(f"written to {picture}")
     if changed:
-        more = f" (and so for {len(changed) - 1} more)" * (len(changed) > 1)
         fix = "put them back, or name a copy of them with --dataset"
-        raise DataError(f"{changed[0]}{more}, so the page shows no mistakes of it; {fix}")
+        raise DataError(f"{changed[0]}, so the page shows no mistakes of it; {fix}")
 
 
 def read_run(path: Path) -> ReportedRun:
-    """Return the folder's content. Raise CheckpointError unless it is a run of this version."""
+    """Return a run folder's content. Raise CheckpointError unless it is a run of this version."""
     try:
         status = folder.read_json(path / folder.STATUS)
         if status["state"] == "running" and not folder.in_use(path):
@@ -111,13 +100,14 @@ def read_run(path: Path) -> ReportedRun:
         metrics, summary = path / folder.METRICS, path / folder.SUMMARY
         lines = metrics.read_text(encoding="utf-8").split("\n") if metrics.exists() else []
         run = ReportedRun(
+            path,
             printable(path.name),
             folder.read_json(path / folder.CONFIG),
             [json.loads(line) for line in lines[:-1]],  # the last may be torn
             folder.read_json(summary) if summary.exists() else {},
             status,
         )
-        render_page([run], {})  # which shows whether all is there
+        render_page([run], {})  # fails if a field is missing
         return run
     except OSError as error:
         why = f"holds no run to report on ({Path(error.filename or path).name}: {reason(error)})"
@@ -128,19 +118,21 @@ def read_run(path: Path) -> ReportedRun:
 
 
 @torch.inference_mode()
-def find_mistakes(run: ReportedRun, path: Path, places: Report) -> str:
-    """Fill in `run.mistakes` of a finished run, or `run.no_mistakes` if none can be shown.
+def find_mistakes(run: ReportedRun, places: Report) -> str:
+    """Fill in `mistakes` of a finished run, or `no_mistakes` if none can be shown.
 
-    Return how the images have changed since, in words; "" if they have not.
+    Return in words how the images have changed since the run; "" if they have not.
     """
+    flags = run.config["run"]
+    dataset, cache_dir = places.dataset or flags["dataset"], places.cache_dir or flags["cache_dir"]
+    image_options = ImageOptions.of(flags)
     try:
-        trained = weights.from_bytes(weights.read_bytes(str(path)), str(path))
-        flags = run.config["run"]
-        image_options = ImageOptions.of(flags)
-        dataset, cache_dir = places.dataset or flags["dataset"], places.cache_dir
-        # What lies on this machine is read again if it has to be; from the Hub nothing is fetched.
-        read = cache.cached if find_source(dataset).kind == "hub" else cache.load
-        images = read(dataset, cache_dir or flags["cache_dir"], image_options)
+        trained = weights.from_bytes(weights.read_bytes(str(run.path)), str(run.path))
+        source = find_source(dataset)
+        # What is on this machine is decoded again if necessary; nothing is fetched from the Hub.
+        images = (cache.cached if source.kind == "hub" else cache.load)(
+            dataset, cache_dir, image_options
+        )
         if images is None:
             raise DataError(
                 "the test images are not in the cache of this machine; name their place: --dataset"
@@ -153,28 +145,28 @@ def find_mistakes(run: ReportedRun, path: Path, places: Report) -> str:
         change = changed_since(run.name, dataset, run.summary, images)
         run.no_mistakes = f"They cannot be shown: {change}."
         return change
+    run.no_mistakes = "There are none."
     batches = images.test_images.split(eval_batch_size(images.test_images))
     probabilities = torch.cat([trained.model(batch).softmax(1) for batch in batches])
     certainty, guesses = probabilities.max(1)
-    wrong = (guesses != images.test_labels).nonzero().flatten()
-    certain_first = wrong[certainty[wrong].argsort(descending=True, stable=True)]
+    labels = images.test_labels
     if len(trained.classes) >= TOP_FROM:
-        among = probabilities.topk(TOP).indices == images.test_labels[:, None]
-        run.top_accuracy = among.any(1).double().mean().item()
-    run.no_mistakes = "There are none."
-    shown = certain_first[:MOST_WRONG].tolist()
+        is_among = (probabilities.topk(TOP).indices == labels[:, None]).any(1)
+        run.top_accuracy = is_among.double().mean().item()
+    certain_first = certainty.argsort(descending=True, stable=True)
+    shown = certain_first[(guesses != labels)[certain_first]][:MOST_WRONG].tolist()
     named = places_of(shown, images, dataset)
     run.mistakes = [
         {
-            "index": index,  # in the test split
-            "place": named[index],
-            "label": trained.classes[label := int(images.test_labels[index])],
-            "label_probability": float(probabilities[index, label]),
-            "guess": trained.classes[guesses[index]],
-            "guess_probability": float(certainty[index]),
-            "png": as_data_uri(images.test_images[index]),
+            "index": row,  # in the test split
+            "place": named[row],
+            "label": trained.classes[label := int(labels[row])],
+            "label_probability": float(probabilities[row, label]),
+            "guess": trained.classes[guesses[row]],
+            "guess_probability": float(certainty[row]),
+            "png": as_data_uri(images.test_images[row]),
         }
-        for index in shown
+        for row in shown
     ]
     return ""
 
@@ -187,20 +179,38 @@ def places_of(rows: Sequence[int], images: ImageData, dataset: str) -> dict[int,
     return {row: printable(files.get(row) or other.format(row)) for row in rows}
 
 
-def said_together(run: ReportedRun) -> str:
+def as_data_uri(image: torch.Tensor) -> str:
+    """Return an image, uint8 [C, H, W], as the URI of a PNG, which the page holds."""
+    pixels = image.permute(1, 2, 0).squeeze(2).numpy()  # PIL has no channel for grey
+    PIL.Image.fromarray(pixels).save(written := io.BytesIO(), format="PNG")
+    return f"data:image/png;base64,{base64.b64encode(written.getvalue()).decode()}"
+
+
+# --- What the page says
+
+
+def render_page(runs: Sequence[ReportedRun], curves: dict[str, str]) -> str:
+    """Return the page's HTML, with `curves`: an <svg> by its title."""
+    facts = {"runs": runs, "curves": curves, "rows": side_by_side(runs)}
+    sizes = {"many": MANY_CLASSES, "most": MOST_WRONG}
+    functions = (advice, by_class, most_confused, unpacked)
+    return render("report.html", **facts, **sizes, **{each.__name__: each for each in functions})
+
+
+def advice(run: ReportedRun) -> str:
     """Return what the accuracies of training and validation say together, and what to try next.
 
-    Without a validation the test takes its place; "" where no step was logged.
+    Without a validation the test takes its place; "" if no step was logged.
     """
     lines = [line for line in run.metrics if line.get("accuracy") is not None]
     last = [line["accuracy"] for line in lines if line["epoch"] == lines[-1]["epoch"]]
     if not last:
         return ""
-    recipe, trained = run.config["recipe"], sum(last) / len(last)
-    split, other = "validation", run.summary["val_accuracy"]
-    images = run.summary["dataset"]["val_rows"]
-    if other is None:
-        split, other, images = "test", run.summary["test_accuracy"], run.summary["test_count"]
+    recipe, summary, trained = run.config["recipe"], run.summary, sum(last) / len(last)
+    if summary["val_accuracy"] is None:
+        split, other, images = "test", summary["test_accuracy"], summary["test_count"]
+    else:
+        split, other, images = "validation", summary["val_accuracy"], summary["dataset"]["val_rows"]
     if overfits(trained, other, images):
         what, tries = overfitting(recipe["model"], recipe["weights"], recipe["augment"])
     elif max(trained, other) < LEARNED:
@@ -215,66 +225,30 @@ def said_together(run: ReportedRun) -> str:
     )
 
 
-def as_data_uri(image: torch.Tensor) -> str:
-    """Return uint8 [C, H, W] as a PNG within the page."""
-    pixels = image.permute(1, 2, 0).squeeze(2).numpy()  # PIL has no channel for grey
-    PIL.Image.fromarray(pixels).save(written := io.BytesIO(), format="PNG")
-    return f"data:image/png;base64,{base64.b64encode(written.getvalue()).decode()}"
+def by_class(names: list[str], matrix: np.ndarray) -> Iterator[tuple[str | int, ...]]:
+    """Yield for each class its name, images, correct ones, guesses, and its main confusion.
+
+    The guesses are all images taken for the class. The confusion is how many of its images were
+    taken for the same other class, and the name of that.
+    """
+    correct = matrix.diagonal()
+    wrong = matrix - np.diag(correct)
+    taken_for = [names[guess] for guess in wrong.argmax(1)]
+    counts = (each.tolist() for each in (matrix.sum(1), correct, matrix.sum(0), wrong.max(1)))
+    return zip(names, *counts, taken_for, strict=True)
 
 
-def render_page(runs: Sequence[ReportedRun], curves: dict[str, str]) -> str:
-    """Return the page's HTML, with `curves`: an <svg> by its title."""
-    rows, many = side_by_side(runs), MANY_CLASSES
-    parts = {"by_class": by_class, "confusions": confusions, "said_together": said_together}
-    return render("report.html", runs=runs, curves=curves, rows=rows, many=many, **parts)
-
-
-def by_class(summary: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield for each class how its test images, and those taken for it, are counted."""
-    matrix = unpacked(summary["confusion"], len(summary["classes"]))
-    wrong = matrix - np.diag(matrix.diagonal())
-    for label, name in enumerate(summary["classes"]):
-        taken_for = int(wrong[label].argmax())
-        yield {
-            "name": name,
-            "images": int(matrix[label].sum()),
-            "correct": int(matrix[label, label]),
-            "guessed": int(matrix[:, label].sum()),
-            "most": int(wrong[label, taken_for]),
-            "taken_for": summary["classes"][taken_for],
-        }
-
-
-def confusions(summary: dict[str, Any]) -> Iterator[tuple[str, str, int]]:
-    """Yield class, what it was taken for, and how often: the most frequent of MANY_CLASSES."""
-    names = summary["classes"]
-    matrix = unpacked(summary["confusion"], len(names))
-    for label, guess, rows in most_confused(matrix, MOST_WRONG):
-        yield names[label], names[guess], rows
-
-
-def side_by_side(runs: Sequence[ReportedRun]) -> list[tuple[str, list[str], bool]]:
-    """Return name, value of each run, and whether they differ: the result, then every setting."""
+def side_by_side(runs: Sequence[ReportedRun]) -> dict[str, list[Any]]:
+    """Return each run's value by its name: the results, then every setting."""
     columns = []
     for run in runs:
         column = {"state": run.status["state"]}
         for name, value in run.summary.items() if column["state"] == "finished" else ():
             inner = value if isinstance(value, dict) else {"": value}
-            if name not in NOT_IN_A_ROW:
+            if name not in LISTS:
                 column |= {f"{name} {key}".strip(): each for key, each in inner.items()}
         for group in ("run", "recipe", "distribution"):
-            flags = run.config[group].items()
-            column |= {f"--{name.replace('_', '-')}": value for name, value in flags}
-        columns.append({name: shown(value) for name, value in column.items()})
+            column |= {flag_name(name): value for name, value in run.config[group].items()}
+        columns.append(column)
     names = dict.fromkeys(name for column in columns for name in column)
-    rows = [(name, [column.get(name, "") for column in columns]) for name in names]
-    return [(name, values, len(set(values)) > 1) for name, values in rows]
-
-
-def shown(value: Any) -> str:
-    """Return a value of the settings as the page shows it."""
-    if isinstance(value, list):
-        return ", ".join(map(str, value)) or "none"
-    if value is None:
-        return "not given"
-    return f"{value:.4g}" if isinstance(value, float) else printable(str(value))
+    return {name: [column.get(name, "") for column in columns] for name in names}

@@ -1,7 +1,7 @@
 """`make train RESTARTS=3`: run a training command again when it lost a process.
 
 A launcher's exit code is 1 whatever happened, and its own restart would repeat a mistyped flag too;
-status.json in the run folder says what it was. Only rank 0's machine has that file: a run over many
+status.json in the run folder has the cause. Only rank 0's machine has that file, so a run over many
 machines is restarted by its scheduler.
 """
 
@@ -21,14 +21,14 @@ from ddp_mnist.run.folder import LOCK, STATUS, in_use, read_json, reserve, witho
 from ddp_mnist.system.locks import holder
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
-ORPHANS_MAY_TAKE_S = 60  # processes whose launcher was killed save their checkpoint, and end
+ORPHANS_MAY_TAKE_S = 60  # processes whose launcher was killed save a checkpoint, and end
 
 
 def restart(restarts: int, command: Sequence[str], run: RunFlags) -> int:
-    """Run `python COMMAND`, again with `--resume auto` for as long as a process was lost.
+    """Run `python COMMAND`, then again with `--resume auto` as long as it lost a process.
 
-    The command ends with flags of `train`, which `run` holds. Return the exit code in status.json,
-    or else the command's. Raise as `find_source` and `reserve` do.
+    The command ends with the flags of `train`; `run` holds those on the run. Return the exit code
+    in status.json, or else the command's. Raise as `find_source` and `reserve` do.
     """
     folder, flags = choose_folder(run)
     again = [] if run.resume else ["--resume", "auto"]
@@ -36,7 +36,7 @@ def restart(restarts: int, command: Sequence[str], run: RunFlags) -> int:
         for attempt in range(restarts + 1):
             before, resume = written_at(folder), again if attempt else []
             code, signalled = run_once([sys.executable, *command, *flags, *resume])
-            # A status that this attempt did not write is an older one's.
+            # A status that this attempt did not write is of an older one.
             status = read_status(folder) if written_at(folder) != before else {}
             reason = status["error"] if status.get("exit_code") == PeerError.code else None
             if status.get("state") == "running":
@@ -51,11 +51,11 @@ def restart(restarts: int, command: Sequence[str], run: RunFlags) -> int:
 
 
 def choose_folder(run: RunFlags) -> tuple[Path, list[str]]:
-    """Return the run's folder, and the flags that put the run there if none were typed."""
+    """Return the run's folder, and the flags that choose it if none were typed."""
     folder = run.run_dir if run.resume in (None, "auto") else run.resume
     if folder:
         return without_link(Path(folder)), []
-    # What `auto` is would take torch, and perhaps a network, to find out: here it is a name.
+    # To find out what `auto` stands for takes torch, and perhaps a network; here it is a name.
     made = reserve("auto" if run.dataset == "auto" else find_source(run.dataset).name)
     return made, ["--run-dir", str(made)]
 
@@ -63,7 +63,7 @@ def choose_folder(run: RunFlags) -> tuple[Path, list[str]]:
 def run_once(command: list[str]) -> tuple[int, bool]:
     """Return the command's exit code, and whether this process was asked to stop meanwhile.
 
-    Signals are forwarded, but for SIGINT, which a terminal sends to the command too.
+    Signals are forwarded, except SIGINT, which a terminal sends to the command too.
     """
     received: list[int] = []
     # Under nohup SIGHUP is ignored, here and in the command, which inherits that.
@@ -90,7 +90,7 @@ def written_at(folder: Path) -> int | None:
 
 
 def read_status(folder: Path) -> dict[str, Any]:
-    """Return status.json once no process writes the folder any more; {} if one does not end."""
+    """Return status.json once no process writes the folder any longer; {} if one does not end."""
     deadline = time.monotonic() + ORPHANS_MAY_TAKE_S
     while in_use(folder):
         if time.monotonic() > deadline:
