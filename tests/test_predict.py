@@ -1,3 +1,5 @@
+"""What predict sees in an image file, what it answers, and how it shows that."""
+
 import dataclasses
 import io
 import itertools
@@ -28,7 +30,7 @@ from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.config.recipe import Recipe
 from ddp_mnist.config.run import RunFlags, TrainConfig
 from ddp_mnist.data import cache
-from ddp_mnist.data.image_format import DIGITS, ImageFormat
+from ddp_mnist.data.image_format import ImageFormat
 from ddp_mnist.errors import CheckpointError, DataError, UsageError
 from ddp_mnist.nets.ours import CNN, Normalised
 from ddp_mnist.run import weights
@@ -43,15 +45,16 @@ from tests.commands import Typed, left_on_screen, on_forked_terminal
 CLASSES = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
 GREY = ImageFormat((1, 28, 28), (0.1307,), (0.3081,), [], bright_on_black=True, digit_photos=True)
 COLOUR = ImageFormat((3, 40, 60), (0.5, 0.4, 0.3), (0.2, 0.3, 0.2), [], False, False)
+UNREADABLE = "not an image that Pillow can read; give a whole PNG or JPEG file"
 
 
 @pytest.fixture(scope="module")
 def model() -> Normalised:
-    """A net that nobody trained, but with an opinion of its own."""
     return untrained(GREY)
 
 
 def untrained(image_format: ImageFormat) -> Normalised:
+    """A net that nobody trained, but with an opinion of its own."""
     torch.manual_seed(3)
     model = Normalised(CNN(10, image_format.shape), image_format).eval()
     with torch.no_grad():
@@ -65,8 +68,23 @@ def run(model: Normalised, tmp_path_factory: pytest.TempPathFactory) -> str:
     return run_of(tmp_path_factory.mktemp("base") / "run", model, CLASSES, GREY)
 
 
-def predict(run: str, images: list[str], digit_photos: bool | None = None, top: int = 10) -> Any:
-    return verb.predict(Predict(run, tuple(images), top=top, digit_photos=digit_photos))
+def run_of(folder: Path, model: Normalised, classes: list[str], made: ImageFormat) -> str:
+    folder.mkdir()
+    content = weights.to_bytes(model.net.state_dict(), "cnn", classes, made)
+    (folder / "model.safetensors").write_bytes(content)
+    return str(folder)
+
+
+def predict(run: str, *images: object, **more: Any) -> list[dict[str, Any]]:
+    flags = Predict(run, tuple(map(str, images)), **more)
+    return list(verb.answer(flags, verb.load(flags)))
+
+
+def shares_of(model: Normalised, image: np.ndarray) -> Any:
+    """The probabilities of the classes, in their order, of uint8 [C, H, W]."""
+    with torch.inference_mode():
+        shares = model(torch.tensor(image[None])).softmax(1)[0].tolist()
+    return pytest.approx(dict(zip(CLASSES, shares, strict=True)), abs=1e-5)
 
 
 def as_mnist(file: Path) -> np.ndarray:
@@ -216,80 +234,87 @@ def test_a_large_photo_is_seen_as_a_small_one_is(tmp_path: Path) -> None:
 # --- As training prepared it
 
 
-def write_files(kind: str, folder: Path) -> str:
-    """Write 200 train images and 50 test images, each in the folder of its label."""
+def write_files(folder: Path) -> str:
+    """Write 200 train and 50 test images, dark on bright in colour, in folders of their labels."""
     images = cache.load("digits")
     for split, rows in {"train": 200, "test": 50}.items():
-        labels = getattr(images, f"{split}_labels")[:rows].numpy()
+        labels = getattr(images, f"{split}_labels")[:rows].tolist()
         pixels = getattr(images, f"{split}_images")[:rows, 0].numpy()
         for number, (image, label) in enumerate(zip(pixels, labels, strict=True)):
-            picture = PIL.Image.fromarray(image)
-            if kind == "dark 96":  # and in colour
-                large = picture.resize((96, 96), PIL.Image.Resampling.BICUBIC)
-                picture = PIL.ImageOps.colorize(large, "wheat", "navy")
-            place = folder / kind / split / f"class {label}"
+            large = PIL.Image.fromarray(image).resize((96, 96), PIL.Image.Resampling.BICUBIC)
+            place = folder / split / f"class {label}"
             place.mkdir(parents=True, exist_ok=True)
-            picture.save(place / f"{number:04d}.png")
-    return str(folder / kind)
+            PIL.ImageOps.colorize(large, "wheat", "navy").save(place / f"{number:04d}.png")
+    return str(folder)
 
 
-def train_and_answer(folders: list[str]) -> list[tuple[dict[str, Any], list[int], list[str]]]:
+def train_and_answer(folder: str) -> tuple[dict[str, Any], list[int], list[str]]:
     """Return what evaluate counts, the labels of the test files, and what predict answers."""
-    outcomes = []
-    for folder in folders:
-        run = f"{folder}-run"
-        config = TrainConfig(
-            RunFlags(dataset=folder, run_dir=run, image_size="28", grey=True, quiet=True),
-            Recipe(model="mlp", epochs=16, batch_size=20, val_size=0),
-            Distribution(cpu=True, mixed_precision="no"),
-        )
-        just_train(config)
-        counted = evaluate_run(Evaluate(run), config.distribution, Launch())
-        assert counted
-        files = [str(file) for file in sorted((Path(folder) / "test").rglob("*.png"))]
-        answers = [line["label"] for line, _ in predict(run, files)]
-        outcomes.append((counted, cache.load(folder).test_labels.tolist(), answers))
-    return outcomes
+    config = TrainConfig(
+        RunFlags(dataset=folder, run_dir="run", image_size="28", grey=True, quiet=True),
+        Recipe(model="mlp", epochs=16, batch_size=20, val_size=0),
+        Distribution(cpu=True, mixed_precision="no"),
+    )
+    just_train(config)
+    counted = evaluate_run(Evaluate("run"), config.distribution, Launch())
+    assert counted
+    files = sorted((Path(folder) / "test").rglob("*.png"))
+    answers = [line["label"] for line in predict("run", *files)]
+    return counted, cache.load(folder).test_labels.tolist(), answers
 
 
 def test_files_of_a_data_set_have_the_labels_that_evaluate_counts(tmp_path: Path) -> None:
-    kinds = ("digits 28", "dark 96")
-    folders = [write_files(kind, tmp_path) for kind in kinds]
-    [outcomes] = run_world(1, train_and_answer, folders, folder=tmp_path)
-    for kind, (counted, labels, answers) in zip(kinds, outcomes, strict=True):
-        assert counted["accuracy"] > 0.8, kind  # and not by chance
-        confusion = np.zeros_like(counted["confusion"])
-        for label, answer in zip(labels, answers, strict=True):
-            confusion[label][counted["classes"].index(answer)] += 1
-        assert confusion.tolist() == counted["confusion"], kind
-
-
-def run_of(folder: Path, model: Normalised, classes: list[str], made: ImageFormat) -> str:
-    folder.mkdir()
-    content = weights.to_bytes(model.net.state_dict(), "cnn", classes, made)
-    (folder / "model.safetensors").write_bytes(content)
-    return str(folder)
+    folder = write_files(tmp_path / "dark")
+    [(counted, labels, answers)] = run_world(1, train_and_answer, folder, folder=tmp_path)
+    assert counted["accuracy"] > 0.8  # and not by chance
+    confusion = np.zeros_like(counted["confusion"])
+    for label, answer in zip(labels, answers, strict=True):
+        confusion[label][counted["classes"].index(answer)] += 1
+    assert confusion.tolist() == counted["confusion"]
 
 
 def test_photos_of_digits_are_cut_out_on_request(model: Normalised, tmp_path: Path) -> None:
     """The net alone knows what it was trained on, and so says what photos are made into."""
     page = save(np.pad(255 - digits(1)[0], 30, constant_values=255), tmp_path / "x.png")
-    as_it_is, cut_out = read_image(page, GREY, digit_photos=False), as_mnist(page)[None]
+    as_it_is = shares_of(model, read_image(page, GREY, digit_photos=False))
+    cut_out = shares_of(model, as_mnist(page)[None])
+    assert as_it_is.expected != cut_out
     bright = dataclasses.replace(GREY, digit_photos=False)
     dark = dataclasses.replace(bright, bright_on_black=False)
-    letters = run_of(tmp_path / "letters", model, list("abcdefghij"), bright)
-    own = run_of(tmp_path / "own", model, DIGITS, dark)
-
-    for run, digit_photos, expected in (
+    letters = run_of(tmp_path / "letters", model, CLASSES, bright)
+    own = run_of(tmp_path / "own", model, CLASSES, dark)
+    digit = run_of(tmp_path / "digits", model, CLASSES, GREY)
+    for run, asked, expected in (
         (letters, None, as_it_is),
         (letters, True, cut_out),
         (letters, False, as_it_is),
         (own, None, as_it_is),
+        (digit, None, cut_out),
+        (digit, False, as_it_is),
     ):
-        [(_, seen)] = predict(run, [str(page)], digit_photos)
-        assert np.array_equal(seen, expected)
+        [line] = predict(run, page, digit_photos=asked)
+        assert line["probabilities"] == expected
     with pytest.raises(UsageError, match=f"^--digit-photos: {own} .*; leave it out$"):
-        list(predict(own, [str(page)], digit_photos=True))
+        predict(own, page, digit_photos=True)
+
+
+@pytest.mark.parametrize("channels", [3, 1])
+def test_a_picture_of_any_size_is_seen_as_training_would_see_it(
+    channels: int, tmp_path: Path
+) -> None:
+    """Its middle is kept, three wide for two high."""
+    made = dataclasses.replace(COLOUR, shape=(channels, 40, 60))
+    made = made if channels == 3 else dataclasses.replace(made, mean=(0.5,), std=(0.2,))
+    own = run_of(tmp_path / "own", model := untrained(made), CLASSES, made)
+    middle = np.random.default_rng(0).integers(0, 256, (40, 60, 3), dtype=np.uint8)
+    framed = np.pad(middle, ((0, 0), (20, 20), (0, 0)))
+    pixels = np.asarray(PIL.Image.fromarray(middle).convert("RGB" if channels == 3 else "L"))
+    expected = pixels.reshape(40, 60, channels).transpose(2, 0, 1)
+    for given in (middle, framed):
+        file = save(given, tmp_path / "x.png")
+        assert np.array_equal(read_image(file, made, digit_photos=False), expected)
+        [line] = predict(own, file)
+        assert line["probabilities"] == shares_of(model, expected)
 
 
 # --- Which files
@@ -298,23 +323,21 @@ def test_photos_of_digits_are_cut_out_on_request(model: Normalised, tmp_path: Pa
 def test_a_folder_is_read_in_the_order_of_names(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "x.RAW").touch()
-    for name in ("b.PNG", "a.jpeg", "10.png", "9.png", "notes.txt", ".hidden", "._9.png"):
-        (tmp_path / name).touch()
     (tmp_path / "folder.png").mkdir()
-    assert [p.name for p in find_images(str(tmp_path))] == ["10.png", "9.png", "a.jpeg", "b.PNG"]
     (tmp_path / "a" / ".b").mkdir(parents=True)
+    for name in ("b.PNG", "a.jpeg", "10.png", "9.png", "notes.txt", ".hidden", "._9.png", "x.RAW"):
+        (tmp_path / name).touch()
     for name in ("a/1.png", "a/.b/2.png"):
         (tmp_path / name).touch()
     found = [str(path.relative_to(tmp_path)) for path in find_images(str(tmp_path))]
     assert found == ["10.png", "9.png", "a/1.png", "a.jpeg", "b.PNG"]
     note = f"{tmp_path}: files without the suffix of an image were left out: .RAW (1)"
-    assert capsys.readouterr().err == f"ddp-mnist: warning: {note}\n" * 2
+    assert capsys.readouterr().err == f"ddp-mnist: warning: {note}\n"
     assert find_images("what/ever.xyz") == [Path("what/ever.xyz")]
     with pytest.raises(DataError, match=r"folder\.png: holds no images; give files or a folder"):
         find_images(str(tmp_path / "folder.png"))
     with pytest.raises(CheckpointError, match=f"^{tmp_path}: there is no model of a finished run"):
-        list(predict(str(tmp_path), ["x.png"]))
+        predict(str(tmp_path), "x.png")
 
 
 def test_a_folder_has_the_images_that_training_takes(tmp_path: Path) -> None:
@@ -342,69 +365,13 @@ def test_files_that_are_no_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
                 read_image(file, GREY, digit_photos)
         return str(error.value)
 
-    unknown = "not an image that Pillow can read; give a whole PNG or JPEG file"
     assert refused(tmp_path / "none") == "no such file or directory; check the path"
-    assert refused(text) == refused(cut) == unknown
+    assert refused(text) == refused(cut) == UNREADABLE
     with monkeypatch.context() as patched:
         patched.setattr(PIL.Image, "MAX_IMAGE_PIXELS", 100)
-        assert refused(large) == unknown
+        assert refused(large) == UNREADABLE
     monkeypatch.setattr(PIL.Image, "open", Mock(side_effect=struct.error("bad char")))
-    assert refused(large) == unknown
-
-
-# --- Labels
-
-
-def test_labels_are_the_nets_own(run: str, model: Normalised, tmp_path: Path) -> None:
-    images = digits(40)
-    files = [str(save(image, tmp_path / f"{n:03d}.png")) for n, image in enumerate(images)]
-    with torch.inference_mode():
-        expected = model(torch.from_numpy(images[:, None])).softmax(1)
-    assert len(set(expected.argmax(1).tolist())) > 1
-    found = [line for line, _ in predict(run, files)]
-    assert [line["file"] for line in found] == files
-    assert [line["label"] for line in found] == [CLASSES[i] for i in expected.argmax(1)]
-    for line, row in zip(found, expected.tolist(), strict=True):
-        probabilities = line["probabilities"]
-        assert probabilities == pytest.approx(dict(zip(CLASSES, row, strict=True)), abs=1e-5)
-        assert list(probabilities.values()) == sorted(probabilities.values(), reverse=True)
-        assert line["probability"] == probabilities[line["label"]] == max(probabilities.values())
-    assert [line for line, _ in predict(run, [str(tmp_path)])] == found
-
-
-def test_the_classes_beyond_the_top_are_left_out(run: str, tmp_path: Path) -> None:
-    file = str(save(digits(1)[0], tmp_path / "x.png"))
-    [(line, _)] = predict(run, [file])
-    likely = list(line["probabilities"].items())
-    for top, shown in ((1, likely[:1]), (3, likely[:3]), (99, likely)):
-        [(found, _)] = predict(run, [file], top=top)
-        assert list(found["probabilities"].items()) == shown
-        assert (found["label"], found["probability"]) == likely[0]
-
-
-@pytest.mark.parametrize("channels", [3, 1])
-def test_a_picture_of_any_size_is_seen_as_training_would_see_it(
-    channels: int, tmp_path: Path
-) -> None:
-    """Its middle is kept, three wide for two high; the net's answer is that to these pixels."""
-    made = dataclasses.replace(COLOUR, shape=(channels, 40, 60))
-    made = made if channels == 3 else dataclasses.replace(made, mean=(0.5,), std=(0.2,))
-    model = untrained(made)
-    own = run_of(tmp_path / "own", model, CLASSES, made)
-    stream = np.random.default_rng(0)
-    middle = stream.integers(0, 256, (40, 60, 3), dtype=np.uint8)
-    framed = np.pad(middle, ((0, 0), (20, 20), (0, 0)))
-    expected = np.asarray(PIL.Image.fromarray(middle).convert("RGB" if channels == 3 else "L"))
-    expected = expected.reshape(40, 60, channels).transpose(2, 0, 1)
-    for name, pixels in (("as_it_is", middle), ("framed", framed)):
-        [(line, seen)] = predict(own, [str(save(pixels, tmp_path / f"{name}.png"))])
-        assert np.array_equal(seen, expected)
-        with torch.inference_mode():
-            row = model(torch.tensor(expected[None])).softmax(1)[0].tolist()
-        assert line["label"] == CLASSES[int(np.argmax(row))]
-        assert line["probabilities"] == pytest.approx(
-            dict(zip(CLASSES, row, strict=True)), abs=1e-5
-        )
+    assert refused(large) == UNREADABLE
 
 
 def test_files_beside_one_that_cannot_be_read_have_their_answers(
@@ -419,13 +386,46 @@ def test_files_beside_one_that_cannot_be_read_have_their_answers(
     names = ["0ä.png", "1a.png", "1ä.png", "2ä.png"]
     assert [Path(line["file"]).name for line in lines] == names
     assert ["label" in line for line in lines] == [True, False, True, True]
-    assert lines[1]["error"] == "not an image that Pillow can read; give a whole PNG or JPEG file"
-    assert ended.code == 3
-    assert ended.err == f"ddp-mnist: error: {tmp_path}/1a.png: {lines[1]['error']} (code 3)\n"
+    assert lines[1]["error"] == UNREADABLE
+    message = f"{tmp_path}/1a.png: {UNREADABLE} (code 3)"
+    assert (ended.code, ended.err) == (3, f"ddp-mnist: error: {message}\n")
     assert picture.exists()
     (tmp_path / "2ä.png").write_text("no picture")
     with pytest.raises(DataError, match=r"1a\.png: .* \(2 of 5 files have no answer\)$"):
-        list(predict(run, [str(tmp_path)]))
+        predict(run, tmp_path)
+
+
+def test_one_image_comes_on_stdin(
+    run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, typed: Typed
+) -> None:
+    image = save(digits(1)[0], tmp_path / "x.png")
+    [expected] = predict(run, image)
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(image.read_bytes())))
+    ended = typed("predict", run, "-")
+    assert json.loads(ended.out) == {**expected, "file": "-"}
+    assert (ended.code, ended.err) == (0, "")
+    with pytest.raises(DataError, match=f"^-: {UNREADABLE}$"):
+        predict(run, "-")  # at its end
+
+
+# --- Answers
+
+
+def test_labels_are_the_nets_own(run: str, model: Normalised, tmp_path: Path) -> None:
+    images = digits(40)
+    files = [save(image, tmp_path / f"{n:03d}.png") for n, image in enumerate(images)]
+    found = predict(run, *files)
+    assert predict(run, tmp_path) == found
+    assert [line["file"] for line in found] == list(map(str, files))
+    assert len({line["label"] for line in found}) > 1
+    for line, image in zip(found, images, strict=True):
+        likely = line["probabilities"]
+        assert likely == shares_of(model, image[None])
+        assert list(likely.values()) == sorted(likely.values(), reverse=True)
+        assert (line["label"], line["probability"]) == next(iter(likely.items()))
+    for top in (1, 3, 99):
+        [line] = predict(run, files[-1], top=top)
+        assert list(line["probabilities"].items()) == list(likely.items())[:top]
 
 
 def test_on_a_terminal_the_answers_are_a_table(
@@ -440,91 +440,68 @@ def test_on_a_terminal_the_answers_are_a_table(
     head, *rows, broken, error = left_on_screen(written.rstrip())
     assert head.split() == ["file", "label", "probability", "next"]
     assert code == 3
-    assert error == f"ddp-mnist: error: {answers[-1]['file']}: {answers[-1]['error']} (code 3)"
-    assert broken == f"{answers[-1]['file']}   {answers[-1]['error']}"
+    assert broken == f"{answers[-1]['file']}   {UNREADABLE}"
+    assert error == f"ddp-mnist: error: {answers[-1]['file']}: {UNREADABLE} (code 3)"
     for row, answer in zip(rows, answers, strict=False):
         [(best, share), *others] = list(answer["probabilities"].items())[:3]
         likely = [f"{name} {each:.2f}" for name, each in others]
-        cells = [cell for cell in row.split("  ") if cell]
-        assert [cell.strip() for cell in cells] == [answer["file"], best, f"{share:.2f}", *likely]
+        assert re.split(" {2,}", row) == [answer["file"], best, f"{share:.2f}", *likely]
         assert row.index(best) == head.index("label")
         assert row.index(f"{share:.2f}") == head.index("probability")
         assert row.index(likely[0]) == head.index("next")
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     told = ("predict", run, tmp_path / "0.png", "--show", tmp_path / "seen.png")
-    shown = typed(*told).out.splitlines()
-    file, *cells = re.split(" {2,}", shown[1])  # a name may have single spaces
-    assert cells == re.split(" {2,}", rows[0])[1 : 1 + len(cells)] and len(cells) > 2
-    assert str(told[2]).endswith(file.removeprefix("...")) and len(shown[1]) <= 80
-    assert shown[2:] == [f"written to {told[-1]}"]
+    assert typed(*told).out.splitlines()[2:] == [f"written to {told[-1]}"]
     assert json.loads(typed(*told, "--json").out) == answers[0]
 
 
-def test_a_table_fits_its_terminal_as_far_as_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verb, "width_of", lambda _: 70)
-    shares = {"寺寺": 0.5, "a class of many words": 0.25, "b": 0.125}
-    one = {"file": "a.png", "label": "寺寺", "probability": 0.5, "probabilities": shares}
-    two = {"file": "bb.png", "label": "long-class-name", "probability": 1.0, "probabilities": {}}
-    head, *rows = verb.table([one, two], ["a.png", "bb.png"])
-    assert head == "file     label          probability   next"
-    assert rows[0] == "a.png    寺寺           0.50          a class of many words 0.25"
-    assert rows[1] == "bb.png   long-class-name   1.00"
-
-
-@pytest.mark.parametrize(("columns", "others"), [(80, 1), (120, 2)])
-def test_a_table_of_long_file_names_has_their_ends_and_what_the_net_says(
-    columns: int, others: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("columns", "file", "classes", "cells"),
+    [
+        (80, "bb.png", "ladybird|no moth|bee", "bb.png|ladybird|0.50|no moth 0.25|bee 0.12"),
+        (
+            80,
+            "x" * 40,
+            "ladybird|nothing here|bee",
+            f"...{'x' * 28}|ladybird|0.50|nothing here 0.25",
+        ),
+        (120, "x" * 44, "ladybird|no moth|bee", f"{'x' * 44}|ladybird|0.50|no moth 0.25|bee 0.12"),
+        (80, f"{'x' * 19}{'寺' * 10}", "bee|b|c", f"{'x' * 19}{'寺' * 10}|bee|0.50|b 0.25|c 0.12"),
+        (80, f"{'x' * 9}{'寺' * 20}", "bee|b|c", f"...xx{'寺' * 20}|bee|0.50|b 0.25"),
+        (
+            80,
+            "x" * 40,
+            "a class of many words|b|c",
+            f"...{'x' * 10}|a class of many words|0.50|b 0.25|c 0.12",
+        ),
+        (80, "x" * 40, f"{'寺' * 40}|b|c", f"...{'x' * 9}|{'寺' * 40}|0.50"),
+    ],
+)
+def test_a_table_fits_its_terminal_as_far_as_it_can(
+    columns: int, file: str, classes: str, cells: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The end of a file's name is shown, the answer whole, and of the next classes what fits."""
     monkeypatch.setattr(verb, "width_of", lambda _: columns)
-    files = [f"photos/of the garden/summer/{name}.jpg" for name in ("bee-0001", 10 * "寺")]
-    files.append("summer/moth.jpg")
-    shares = {"ladybird": 0.5, "nothing here": 0.3, "moth": 0.1}
-    answer = {"label": "ladybird", "probability": 0.5, "probabilities": shares}
-    answers = [{"file": file, **answer} for file in files]
-    error = "not an image that Pillow can read; give a whole PNG or JPEG file"
-    head, *rows, broken = verb.table([*answers, {"file": files[0], "error": error}], files)
-    for file, row in zip(files, rows, strict=True):
-        shown, *cells = [cell.strip() for cell in row.split("   ") if cell]
-        assert (shown == file) is (columns == 120 or file == files[2])
-        assert file.endswith(shown.removeprefix("...")) and len(shown) > 14
-        assert cells == ["ladybird", "0.50", "nothing here 0.30", "moth 0.10"][: 2 + others]
-        assert disp_len(row) <= columns
-        assert disp_len(row.partition("ladybird")[0]) == head.index("label")
-    [first, *below] = broken.splitlines()
-    assert max(map(len, [first, *below])) <= columns
-    assert " ".join([first.partition("   ")[2].strip(), *map(str.strip, below)]) == error
-    one = {"label": "a class of many words", "probability": 0.5, "probabilities": {}}
-    one["probabilities"] = {"a class of many words": 0.5, "another of many words": 0.4}
-    [_, row] = verb.table([{"file": files[0], **one}], files)
-    assert row.endswith("   another of many words 0.40") and len(row) <= columns
+    shares = dict(zip(classes.split("|"), (0.5, 0.25, 0.125), strict=True))
+    answer = {
+        "file": file,
+        "label": next(iter(shares)),
+        "probability": 0.5,
+        "probabilities": shares,
+    }
+    files = [file, "a/longer/name.png"]
+    unreadable = {"file": files[1], "error": UNREADABLE}
+    head, row, broken = verb.table([answer, unreadable], files, [*shares])
+    assert "|".join(re.split(" {2,}", row)) == cells
+    assert disp_len(row) <= columns or len(answer["label"]) == 40
+    label = head.index("label")
+    assert disp_len(row.partition(f"   {answer['label']}")[0]) == label - 3
+    lines = broken.splitlines()
+    assert max(map(len, lines)) <= columns
+    assert " ".join(line[label:].strip() for line in lines) == UNREADABLE
 
 
-def test_one_image_comes_on_stdin(
-    run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, typed: Typed
-) -> None:
-    image = save(digits(1)[0], tmp_path / "x.png")
-    [(expected, _)] = predict(run, [str(image)])
-    monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(image.read_bytes())))
-    ended = typed("predict", run, "-")
-    assert json.loads(ended.out) == {**expected, "file": "-"}
-    assert (ended.code, ended.err) == (0, "")
-    with pytest.raises(
-        DataError, match=r"^-: not an image that Pillow can read; give a whole PNG or JPEG f"
-    ):
-        list(predict(run, ["-"]))  # at its end
-
-
-def test_colours_are_drawn_as_the_model_saw_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, typed: Typed
-) -> None:
-    own = run_of(tmp_path / "own", untrained(COLOUR), CLASSES, COLOUR)
-    pixels = np.random.default_rng(0).integers(0, 256, (40, 60, 3), dtype=np.uint8)
-    figures: list[Figure] = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
-    picture = save(pixels, tmp_path / "x.png")
-    assert typed("predict", own, picture, "--show", tmp_path / "seen.png").code == 0
-    [[axis]] = [figure.axes for figure in figures]
-    assert np.array_equal(np.asarray(axis.get_images()[0].get_array()), pixels)
+# --- The picture
 
 
 def test_what_the_model_saw_is_drawn(
@@ -533,7 +510,7 @@ def test_what_the_model_saw_is_drawn(
     for number, image in enumerate(digits(12)):
         name = os.fsdecode(b"%02d_$^$\xe9.png" % number)  # no formula, no UTF-8
         save(255 - image, tmp_path / name)
-    answers = [line for line, _ in predict(run, [str(tmp_path)])]
+    answers = predict(run, tmp_path)
     picture = tmp_path / "seen.png"
     savefig = Mock(side_effect=Figure.savefig, autospec=True)
     monkeypatch.setattr(Figure, "savefig", lambda *given, **named: savefig(*given, **named))
@@ -550,35 +527,27 @@ def test_what_the_model_saw_is_drawn(
 
 
 @pytest.mark.filterwarnings("ignore:Glyph")  # where no font has Chinese
-def test_no_name_in_the_picture_overlaps_another(
+def test_no_name_in_the_picture_overlaps_another_and_colours_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     figures: list[Figure] = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
-    names = [
-        "W" * 40,
-        "a name of forty letters in several words",
-        "很长的中文类别名称" * 4,
-        "MW " * 13,
-    ]
-    answers = [
-        (
-            {"file": f"{'W' * 30}{number}.png", "label": name, "probability": 0.5},
-            np.zeros((1, 9, 9)),
-        )
-        for number, name in enumerate(names * 5)
-    ]
-    verb.draw(answers, tmp_path / "x.png")
+    names = ["W" * 40, "a name of forty letters in words", "很长的中文类别名称" * 4, "MW " * 13]
+    image = np.random.default_rng(0).integers(0, 256, (3, 9, 9), dtype=np.uint8)
+    seen = [(verb.titled(f"{'W' * 30}.png", f"{name} (0.50)"), image) for name in names * 3]
+    verb.draw(seen, tmp_path / "x.png")
     [figure] = figures
     (canvas := FigureCanvasAgg(figure)).draw()
     renderer = canvas.get_renderer()
+    drawn = [axis.get_images()[0] for axis in figure.axes]
+    assert np.array_equal(np.asarray(drawn[0].get_array()), image.transpose(1, 2, 0))
     boxes = [axis.title.get_window_extent(renderer) for axis in figure.axes]
-    boxes += [axis.get_images()[0].get_window_extent(renderer) for axis in figure.axes]
-    assert len(boxes) == 40
+    boxes += [each.get_window_extent(renderer) for each in drawn]
+    assert len(boxes) == 24
     assert not [1 for one, other in itertools.combinations(boxes, 2) if one.overlaps(other)]
     assert min(box.x0 for box in boxes) >= 0
     assert max(box.x1 for box in boxes) <= figure.bbox.width
-    assert min(box.height for box in boxes[20:]) > 70  # pixels, of an image
+    assert min(box.height for box in boxes[12:]) > 70  # pixels, of an image
 
 
 # --- The real MNIST
@@ -605,7 +574,7 @@ def test_photos_of_test_images_are_labelled_as_the_images(
         photo = np.asarray(page) * np.linspace(1, 0.5, page.width)
         photo += random.normal(0, 5, photo.shape)
         save(photo.clip(0, 255).astype(np.uint8), tmp_path / f"{number:04d}.png")
-    of_photos = [int(line["label"]) for line, _ in predict(str(mnist_run), [str(tmp_path)])]
+    of_photos = [int(line["label"]) for line in predict(str(mnist_run), tmp_path)]
     correct = sum(map(operator.eq, of_images, labels))
     assert correct > 0.98 * ROWS
     assert sum(map(operator.eq, of_photos, labels)) >= 0.97 * correct

@@ -71,6 +71,20 @@ def summary_of(run: Path) -> dict[str, Any]:
     return read_json(run / "summary.json")
 
 
+def read(run: Path) -> report.ReportedRun:
+    """Return a run with its mistakes."""
+    found = report.read_run(run)
+    assert report.find_mistakes(found, ANYWHERE) == ""
+    return found
+
+
+def changed(folder: Path, copy: Path, file: str = "summary.json", **changes: Any) -> Path:
+    """Copy a finished run, one of whose files says something else."""
+    shutil.copytree(folder / "first", copy, dirs_exist_ok=True)
+    (copy / file).write_text(json.dumps(read_json(copy / file) | changes))
+    return copy
+
+
 def test_the_figures_are_those_of_summary_json(folder: Path) -> None:
     [path] = write(folder / "first")
     assert path == folder / "first" / "report.html"
@@ -88,23 +102,32 @@ def test_the_figures_are_those_of_summary_json(folder: Path) -> None:
     rows = [[str(n) for n in row] for row in summary["confusion"]]
     cells = re.findall(r'<th scope="row">\d</th>\s*((?:<td class="[cz].*?</td>\s*)+)', page)
     assert [re.findall(r">([\d,]+)</td>", row) for row in cells] == rows
+    matrix = np.array(summary["confusion"])
+    wrong_ones = matrix - np.diag(matrix.diagonal())
+    for label, row in enumerate(re.findall(r"<td>[^<]*</td>\s*<td>.*?</tr>", page, re.DOTALL)[:10]):
+        images, correct = int(matrix[label].sum()), int(matrix[label, label])
+        precision = correct / max(1, matrix[:, label].sum())
+        told = [*re.findall(r">([^<\s][^<]*)<", row), ""][:5]
+        most = wrong_ones[label].max()
+        confused = f"{wrong_ones[label].argmax()} ({most})" if most else ""
+        shares = [f"{correct / images:.4f}", f"{precision:.4f}"]
+        assert told == [str(images), str(correct), *shares, confused]
     assert "2 on CPU, precision no" in words(path)
     assert "By rank" in words(path)
+    assert "Loss: cross-entropy in nats, with label smoothing in training." in words(path)
     for rank in summary["ranks"]:
         assert f"{rank['images_per_second']:,.0f}" in page
 
 
 def test_the_most_certain_mistakes_are_shown(folder: Path) -> None:
-    path, images = folder / "first", cache.load("digits")
-    run = report.read_run(path)
-    report.find_mistakes(run, path, ANYWHERE)
+    run, images = read(folder / "first"), cache.load("digits")
     wrong = round((1 - run.summary["test_accuracy"]) * 360)
     assert 0 < len(run.mistakes) == min(report.MOST_WRONG, wrong)
     certainty = [mistake["guess_probability"] for mistake in run.mistakes]
     assert certainty == sorted(certainty, reverse=True)
     for mistake in run.mistakes:
-        assert mistake["label"] == images.classes[images.test_labels[mistake["index"]]]
-        assert mistake["label"] != mistake["guess"]
+        row = int(mistake["place"].removeprefix("test image "))
+        assert mistake["label"] == images.classes[images.test_labels[row]] != mistake["guess"]
         assert mistake["label_probability"] < mistake["guess_probability"]
 
 
@@ -120,12 +143,29 @@ def test_runs_side_by_side_on_a_page_that_needs_nothing_else(folder: Path, tmp_p
     assert ("stopped", "test_accuracy") not in shown
     step = read_json(folder / "stopped" / "status.json")["step"]
     assert f"has no result. It was stopped, at step {step}" in words(out)
+    assert [path.name for path in written[1:]] == [f"both-{key}.png" for key in plots.CURVES]
+    for path in written[1:]:
+        with PIL.Image.open(path) as picture:
+            assert picture.size == (880, 532)  # with a line of names
     # one that a link leads to is there once, and several have a page of their own
     (folder / "latest").symlink_to("first")
     [beside] = write(*runs[:2], folder / "latest")
     assert beside == folder / "report.html"
     page = beside.read_text()
     assert list(figures(page)) == list(shown)
+    rows = {
+        name: (re.findall(r"<td>\s*(.*?)\s*</td>", cells, re.DOTALL), bool(differs))
+        for differs, name, cells in re.findall(
+            r'<tr( class="differs")?><th scope="row">([-\w ]+)</th>(.*?)</tr>', page, re.DOTALL
+        )
+    }
+    assert rows["test_accuracy"][0] == [f"{s['test_accuracy']:.4g}" for s in summaries.values()]
+    assert rows["dataset name"] == (["digits"] * 2, False)
+    assert rows["resumed_from"] == (["none"] * 2, False)
+    assert rows["--image-size"] == (["not given"] * 2, False)
+    assert rows["--epochs"] == (["3", "1"], True)
+    assert rows["--label-smoothing"] == (["0.1", "0"], True)
+    assert not rows.keys() & set(report.LISTS)
     # and the page needs nothing else
     assert "<script" not in page
     assert "@import" not in page
@@ -135,18 +175,6 @@ def test_runs_side_by_side_on_a_page_that_needs_nothing_else(folder: Path, tmp_p
     ids = re.findall(r'\bid="(.*?)"', page)
     assert len(ids) == len(set(ids))
     assert set(re.findall(r'href="#(.*?)"', page)) <= set(ids)
-    both = [report.read_run(run) for run in runs[:2]]
-    rows = {name: (values, differ) for name, values, differ in report.side_by_side(both)}
-    accuracies = [f"{summary['test_accuracy']:.4g}" for summary in summaries.values()]
-    assert rows["test_accuracy"][0] == accuracies
-    assert rows["dataset name"] == (["digits"] * 2, False)
-    assert rows["--epochs"] == (["3", "1"], True)
-    assert rows["--label-smoothing"] == (["0.1", "0"], True)
-    assert rows["--seed"] == (["0", "0"], False)
-    assert [path.name for path in written[1:]] == [f"both-{key}.png" for key in plots.CURVES]
-    for path in written[1:]:
-        with PIL.Image.open(path) as picture:
-            assert picture.size == (880, 532)  # with a line of names
 
 
 def test_curves_are_drawn_from_metrics_jsonl(folder: Path) -> None:
@@ -161,11 +189,8 @@ def test_curves_are_drawn_from_metrics_jsonl(folder: Path) -> None:
     assert plots.draw("val_accuracy", {"one epoch": lines[:16]}) is None  # a point is no curve
     for points, marker in ((plots.DOTS, "o"), (plots.DOTS + 1, "")):  # more would hide the line
         figure = plots.draw("val_f1", {"a": [{"step": n, "val_f1": n / 99} for n in range(points)]})
-        assert figure
-        assert figure.axes[0].get_lines()[0].get_marker() == marker
-    scored = plots.draw("val_f1", {"a": [{"step": n, "val_f1": n / 9} for n in range(3)]})
-    assert scored
-    assert scored.axes[0].get_title(loc="left") == "Validation f1"
+        assert figure and figure.axes[0].get_lines()[0].get_marker() == marker
+        assert figure.axes[0].get_title(loc="left") == "Validation f1"
 
 
 def test_without_the_images_page_and_terminal_say_so(
@@ -174,11 +199,11 @@ def test_without_the_images_page_and_terminal_say_so(
     """Those of the Hub are not fetched; those that lie here are read."""
     run = report.read_run(folder / "first")
     run.config["run"]["cache_dir"] = str(tmp_path)
-    assert not report.find_mistakes(run, folder / "first", ANYWHERE)
+    assert not report.find_mistakes(run, ANYWHERE)
     mistakes, run.mistakes = run.mistakes, ()
     assert mistakes or run.no_mistakes == "There are none."
     run.config["run"]["dataset"] = "fashion_mnist"
-    assert not report.find_mistakes(run, folder / "first", ANYWHERE)
+    assert not report.find_mistakes(run, ANYWHERE)
     assert not run.mistakes
     missing = "the test images are not in the cache of this machine; name their place: --dataset"
     assert run.no_mistakes == f"They cannot be shown: {missing}."
@@ -186,26 +211,30 @@ def test_without_the_images_page_and_terminal_say_so(
     assert capsys.readouterr() == ("", said)
 
 
-def test_what_is_no_run_is_one_line(tmp_path: Path, typed: Typed) -> None:
+def test_what_is_no_run_is_one_line(folder: Path, tmp_path: Path, typed: Typed) -> None:
     for place in (tmp_path, tmp_path / "none"):
         ended = typed("report", place)
         [line] = ended.error_lines
         assert (ended.code, ended.err) == (4, f"{line}\n")
         assert f"{place}: holds no run to report on (status.json: No such" in line
-
-
-def unfinished(folder: Path, copy: Path, **status: Any) -> Path:
-    """Copy a finished run; its status says something else."""
-    shutil.copytree(folder / "first", copy)
-    (copy / "status.json").write_text(json.dumps(read_json(copy / "status.json") | status))
-    return copy
+    summary = summary_of(folder / "first")
+    for name in ("ranks", "dataset"):
+        run = changed(folder, tmp_path / "run")
+        lacking = {key: value for key, value in summary.items() if key != name}
+        (run / "summary.json").write_text(json.dumps(lacking))
+        with pytest.raises(CheckpointError, match=rf"run: is .* of another version .*{name}'"):
+            write(folder / "first", run)
+    changed(folder, run)
+    (run / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"run: is .* of another version of .*'run'"):
+        write(run)
 
 
 def test_a_result_from_before_more_epochs_is_none(
     folder: Path, tmp_path: Path, typed: Typed
 ) -> None:
     """The run was taken up again, with a model and a summary of its first end, and was stopped."""
-    run = unfinished(folder, tmp_path / "run", state="preempted", step=50)
+    run = changed(folder, tmp_path / "run", "status.json", state="preempted", step=50)
     accuracy = f"{summary_of(run)['test_accuracy']:.4f}"
     assert typed("report", run).err == ""  # the page says it
     page = run / "report.html"
@@ -227,7 +256,7 @@ def test_a_run_without_a_result_says_why(
     state: str, error: str | None, sentence: str, folder: Path, tmp_path: Path
 ) -> None:
     state, _, here = state.partition(", ")
-    run = unfinished(folder, tmp_path / "run", state=state, step=7, error=error)
+    run = changed(folder, tmp_path / "run", "status.json", state=state, step=7, error=error)
     (run / "metrics.jsonl").write_text('{"step": 8, "lo')  # torn
     with RunFolder() as writing:
         if here:
@@ -238,8 +267,8 @@ def test_a_run_without_a_result_says_why(
 
 
 def test_any_name_is_in_the_legend_and_none_is_html(folder: Path, tmp_path: Path) -> None:
-    runs = [shutil.copytree(folder / "first", tmp_path / name) for name in ("a$^$", "_b", "<b>c")]
-    no_utf_8 = shutil.copytree(folder / "first", tmp_path / os.fsdecode(b"\xe9"))
+    runs = [changed(folder, tmp_path / name) for name in ("a$^$", "_b", "<b>c")]
+    no_utf_8 = changed(folder, tmp_path / os.fsdecode(b"\xe9"))
     config = read_json(runs[0] / "config.json")
     config["run"]["dataset"] = "<script>alert(1)</script>"
     (runs[0] / "config.json").write_text(json.dumps(config))
@@ -253,50 +282,24 @@ def test_any_name_is_in_the_legend_and_none_is_html(folder: Path, tmp_path: Path
         assert svg.count(f"\u200b{name}<") == len(plots.CURVES)
 
 
-def test_names_of_classes_are_shown_whole(folder: Path, tmp_path: Path) -> None:
-    shutil.copytree(folder / "first", run := tmp_path / "run")
+def test_names_are_shown_whole_and_what_is_missing_is_not_shown(
+    folder: Path, tmp_path: Path
+) -> None:
+    """Of an older run whose forward passes were not timed; a class without images is not right."""
     names = [f"a class with a long name, number {n}" for n in range(10)]
-    (run / "summary.json").write_text(json.dumps(summary_of(run) | {"classes": names}))
-    summary = summary_of(run)  # a class without images is not all right
+    summary = summary_of(folder / "first")
     summary["confusion"][0] = [0] * 10
-    (run / "summary.json").write_text(json.dumps(summary))
-    [path] = write(run)
-    assert path.read_text().count('class="cell-right"') == 9
-    heads = re.findall(r'<th scope="(col|row)">(a class .*?)</th>', path.read_text())
+    ranks = [
+        {name: rank[name] for name in rank if name != "forward_ms"} for rank in summary["ranks"]
+    ]
+    more = {"classes": names, "confusion": summary["confusion"], "ranks": ranks}
+    [path] = write(changed(folder, tmp_path / "run", **more))
+    page = path.read_text()
+    assert "Forward pass, ms" in page
+    assert page.count('class="cell-right"') == 9
+    heads = re.findall(r'<th scope="(col|row)">(a class .*?)</th>', page)
     assert [name for scope, name in heads if scope == "col"] == names
     assert [name for scope, name in heads if scope == "row"] == names * 2  # and the list by class
-
-
-def test_a_picture_in_colour_is_in_the_page_as_it_is() -> None:
-    image = torch.randint(0, 256, (3, 20, 30), dtype=torch.uint8)
-    kind, _, encoded = report.as_data_uri(image).partition(",")
-    assert kind == "data:image/png;base64"
-    with PIL.Image.open(io.BytesIO(base64.b64decode(encoded))) as shown:
-        assert np.array_equal(np.asarray(shown), image.permute(1, 2, 0))
-
-
-def test_a_run_of_another_version_is_one_line(folder: Path, tmp_path: Path) -> None:
-    shutil.copytree(folder / "first", run := tmp_path / "run")
-    summary = summary_of(run)
-    for name in ("ranks", "dataset"):
-        lacking = {key: value for key, value in summary.items() if key != name}
-        (run / "summary.json").write_text(json.dumps(lacking))
-        with pytest.raises(CheckpointError, match=rf"run: is .* of another version .*{name}'"):
-            write(folder / "first", run)
-    (run / "summary.json").write_text(json.dumps(summary))
-    (run / "config.json").write_text("{}")
-    with pytest.raises(CheckpointError, match=r"run: is .* of another version of .*'run'"):
-        write(run)
-
-
-def test_a_run_whose_forward_passes_were_not_timed_is_shown(folder: Path, tmp_path: Path) -> None:
-    shutil.copytree(folder / "first", run := tmp_path / "run")
-    summary = summary_of(run)
-    for rank in summary["ranks"]:
-        del rank["forward_ms"]
-    (run / "summary.json").write_text(json.dumps(summary))
-    [path] = write(run)
-    assert "Forward pass, ms" in words(path)
 
 
 # --- What to make of it
@@ -308,9 +311,7 @@ def test_a_mistake_has_its_file_and_many_classes_their_top_5(tmp_path: Path) -> 
     own = proof_config("own", model="mlp", epochs=1, batch_size=24, val_size=0)
     run_of_photos = dataclasses.replace(own.run, dataset=str(photos), test_size=60)
     run_world(1, just_train, dataclasses.replace(own, run=run_of_photos), folder=tmp_path)
-    path = tmp_path / "own"
-    run = report.read_run(path)
-    assert report.find_mistakes(run, path, ANYWHERE) == ""
+    run = read(path := tmp_path / "own")
     assert len(run.mistakes) == report.MOST_WRONG
     for mistake in run.mistakes:
         file = photos / mistake["place"]
@@ -324,11 +325,13 @@ def test_a_mistake_has_its_file_and_many_classes_their_top_5(tmp_path: Path) -> 
     trained = weights.from_bytes(weights.read_bytes(str(path)), "")
     with torch.inference_mode():
         five = trained.model(images.test_images).argsort(1, descending=True)[:, :5]
-    right = [
-        label in row for label, row in zip(images.test_labels.tolist(), five.tolist(), strict=True)
-    ]
+    right = (five == images.test_labels[:, None]).any(1).double().mean().item()
     value, _ = figures(page.read_text())["own", "top_accuracy"]
-    assert float(value) == pytest.approx(sum(right) / len(right), abs=1e-12)
+    assert float(value) == pytest.approx(right, abs=1e-12)
+    image = torch.randint(0, 256, (3, 20, 30), dtype=torch.uint8)  # and one in colour
+    encoded = report.as_data_uri(image).removeprefix("data:image/png;base64,")
+    with PIL.Image.open(io.BytesIO(base64.b64decode(encoded))) as shown:
+        assert np.array_equal(np.asarray(shown), image.permute(1, 2, 0))
 
 
 @pytest.mark.parametrize(
@@ -352,14 +355,14 @@ def test_what_train_and_validation_say_together(
     config = {"recipe": {"model": "cnn", "augment": False, "weights": None} | recipe}
     summary: dict[str, Any] = {"val_accuracy": validated, "test_accuracy": 0.3}
     summary |= {"dataset": {"val_rows": 200}, "test_count": 200}
-    run = report.ReportedRun("a", config, metrics, summary, {})
-    sentence = report.said_together(run)
+    run = report.ReportedRun(Path("a"), "a", config, metrics, summary, {})
+    sentence = report.advice(run)
     assert f"{trained:.4f} of the training images" in sentence
     assert f"{validated:.4f} of the validation images: " in sentence
     assert said in sentence
     summary["val_accuracy"] = None  # --val-size 0: the test takes its place
-    assert "0.3000 of the test images: the net" in report.said_together(run)
-    assert report.said_together(dataclasses.replace(run, metrics=[])) == ""
+    assert "0.3000 of the test images: the net" in report.advice(run)
+    assert report.advice(dataclasses.replace(run, metrics=[])) == ""
 
 
 # --- In a browser

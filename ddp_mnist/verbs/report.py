@@ -158,7 +158,6 @@ def find_mistakes(run: ReportedRun, places: Report) -> str:
     named = places_of(shown, images, dataset)
     run.mistakes = [
         {
-            "index": row,  # in the test split
             "place": named[row],
             "label": trained.classes[label := int(labels[row])],
             "label_probability": float(probabilities[row, label]),
