@@ -63,10 +63,8 @@ def make_node(flags: Multinode) -> Node:
     rank, address, size = flags.machine_rank, flags.main_process_ip, flags.num_machines
     if rank is None or address is None:
         given = "MAIN_PROCESS_IP" if rank is None else "MACHINE_RANK"
-        raise UsageError(
-            f"{given}: MACHINE_RANK and MAIN_PROCESS_IP must be given together, e.g."
-            " MACHINE_RANK=0 MAIN_PROCESS_IP=192.168.1.201; or give neither, to rehearse here"
-        )
+        together = "MACHINE_RANK and MAIN_PROCESS_IP must be given together"
+        raise UsageError(f"{given}: {together}; or give neither, to rehearse here")
     if rank >= size:
         raise UsageError(f"MACHINE_RANK={rank}: must be below NUM_MACHINES={size}; correct one")
     gpus, port = hardware.gpus(), flags.main_process_port or DEFAULT_PORT

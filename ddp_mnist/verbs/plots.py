@@ -8,7 +8,8 @@ from typing import Any
 import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.rcsetup import cycler
+
+from ddp_mnist.verbs.render import TEMPLATES
 
 CURVES = {  # titles of what metrics.jsonl has for some of a run's steps
     "loss": "Training loss",
@@ -19,26 +20,7 @@ CURVES = {  # titles of what metrics.jsonl has for some of a run's steps
     "images_per_second": "Speed (images/s, all processes)",
 }
 
-# After Okabe and Ito, 2008; each has a contrast of 3 or more to a light and to a dark page.
-SERIES = ("#1f83c4", "#d55e00", "#009e73", "#cc79a7", "#a87400", "#7a7de0")
-GREY = "#808080"  # reads on a light page and on a dark one too
-
-STYLE: Any = {
-    **dict.fromkeys(("axes.edgecolor", "grid.color", "xtick.color", "ytick.color"), GREY),
-    **dict.fromkeys(("xtick.labelcolor", "ytick.labelcolor"), "black"),
-    **dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon"), False),
-    "axes.grid": True,
-    "axes.prop_cycle": cycler(linestyle=("-", "--", "-.", ":")) * cycler(color=SERIES),
-    "axes.titlelocation": "left",
-    "axes.titlesize": 9,
-    "font.size": 8,
-    "grid.linewidth": 0.2,
-    "legend.fontsize": 7,
-    "lines.linewidth": 1.4,
-    "lines.markersize": 3,
-    "svg.fonttype": "none",
-    "text.parse_math": False,  # a run's name may hold dollars
-}
+STYLE = matplotlib.rc_params_from_file(TEMPLATES / "curves.mplstyle", use_default_template=False)
 LEGEND_COLUMNS = 3
 DOTS = 40  # of a line at most: more would touch each other and hide it
 

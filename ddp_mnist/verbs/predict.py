@@ -85,8 +85,9 @@ def table(
         names = [f"{printable(name)} {share:.2f}" for name, share in each["probabilities"].items()]
         line += f"{padded(printable(each['label']), second)}   {each['probability']:<11.2f}"
         for other in names[1:]:
-            if disp_len(line) + 3 + disp_len(other) <= width:
-                line += f"   {other}"
+            if disp_len(line) + 3 + disp_len(other) > width:
+                break
+            line += f"   {other}"
         yield line.rstrip()
 
 
@@ -95,10 +96,8 @@ def load(flags: Predict) -> Trained:
     check_place(flags.show, "--show", ".png")
     trained = weights.from_bytes(weights.read_bytes(flags.run), flags.run)
     if flags.digit_photos and not trained.image_format.bright_on_black:
-        raise UsageError(
-            f"--digit-photos: {flags.run} was trained on images that are not bright strokes on"
-            " black, as it would make them; leave it out"
-        )
+        other = f"{flags.run} was trained on other images than bright strokes on black"
+        raise UsageError(f"--digit-photos: {other}; leave it out")
     return trained
 
 

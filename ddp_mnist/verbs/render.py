@@ -15,8 +15,9 @@ def markdown(text: str) -> str:
     return re.sub(r"([\\`*_{}\[\]<>()#+!|&~$-])", r"\\\1", printable(text))
 
 
+TEMPLATES = Path(__file__).parent / "templates"
 ENVIRONMENT = jinja2.Environment(
-    loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
+    loader=jinja2.FileSystemLoader(TEMPLATES),
     autoescape=jinja2.select_autoescape(["html"]),
     undefined=jinja2.StrictUndefined,
     trim_blocks=True,

@@ -130,9 +130,8 @@ def find_mistakes(run: ReportedRun, places: Report) -> str:
         trained = weights.from_bytes(weights.read_bytes(str(run.path)), str(run.path))
         source = find_source(dataset)
         # What is on this machine is decoded again if necessary; nothing is fetched from the Hub.
-        images = (cache.cached if source.kind == "hub" else cache.load)(
-            dataset, cache_dir, image_options
-        )
+        read = cache.cached if source.kind == "hub" else cache.load
+        images = read(dataset, cache_dir, image_options)
         if images is None:
             raise DataError(
                 "the test images are not in the cache of this machine; name their place: --dataset"
