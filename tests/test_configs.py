@@ -69,16 +69,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("ddp_mnist", "accelerate_configs"):
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(REPOSITORY / name, source / name, ignore=ignored)
-    command = [
-        *PIP,
-        "wheel",
-        *OFFLINE,
-        "--no-build-isolation",
-        "--wheel-dir",
-        str(built),
-        str(source),
-    ]
-    subprocess.run(command, check=True)
+    flags = (*OFFLINE, "--no-build-isolation", "--wheel-dir", str(built))
+    subprocess.run([*PIP, "wheel", *flags, str(source)], check=True)
     [wheel] = built.iterdir()
     return wheel
 

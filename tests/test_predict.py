@@ -44,19 +44,14 @@ from tests.commands import Typed, left_on_screen, on_forked_terminal
 
 CLASSES = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
 GREY = ImageFormat((1, 28, 28), (0.1307,), (0.3081,), [], bright_on_black=True, digit_photos=True)
-COLOUR = ImageFormat((3, 40, 60), (0.5, 0.4, 0.3), (0.2, 0.3, 0.2), [], False, False)
 UNREADABLE = "not an image that Pillow can read; give a whole PNG or JPEG file"
 
 
 @pytest.fixture(scope="module")
 def model() -> Normalised:
-    return untrained(GREY)
-
-
-def untrained(image_format: ImageFormat) -> Normalised:
     """A net that nobody trained, but with an opinion of its own."""
     torch.manual_seed(3)
-    model = Normalised(CNN(10, image_format.shape), image_format).eval()
+    model = Normalised(CNN(10, GREY.shape), GREY).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(3)
@@ -296,25 +291,6 @@ def test_photos_of_digits_are_cut_out_on_request(model: Normalised, tmp_path: Pa
         assert line["probabilities"] == expected
     with pytest.raises(UsageError, match=f"^--digit-photos: {own} .*; leave it out$"):
         predict(own, page, digit_photos=True)
-
-
-@pytest.mark.parametrize("channels", [3, 1])
-def test_a_picture_of_any_size_is_seen_as_training_would_see_it(
-    channels: int, tmp_path: Path
-) -> None:
-    """Its middle is kept, three wide for two high."""
-    made = dataclasses.replace(COLOUR, shape=(channels, 40, 60))
-    made = made if channels == 3 else dataclasses.replace(made, mean=(0.5,), std=(0.2,))
-    own = run_of(tmp_path / "own", model := untrained(made), CLASSES, made)
-    middle = np.random.default_rng(0).integers(0, 256, (40, 60, 3), dtype=np.uint8)
-    framed = np.pad(middle, ((0, 0), (20, 20), (0, 0)))
-    pixels = np.asarray(PIL.Image.fromarray(middle).convert("RGB" if channels == 3 else "L"))
-    expected = pixels.reshape(40, 60, channels).transpose(2, 0, 1)
-    for given in (middle, framed):
-        file = save(given, tmp_path / "x.png")
-        assert np.array_equal(read_image(file, made, digit_photos=False), expected)
-        [line] = predict(own, file)
-        assert line["probabilities"] == shares_of(model, expected)
 
 
 # --- Which files

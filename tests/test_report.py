@@ -229,31 +229,24 @@ def test_what_is_no_run_is_one_line(folder: Path, tmp_path: Path, typed: Typed) 
         write(run)
 
 
-def test_a_result_from_before_more_epochs_is_none(
-    folder: Path, tmp_path: Path, typed: Typed
-) -> None:
-    """The run was taken up again, with a model and a summary of its first end, and was stopped."""
-    run = changed(folder, tmp_path / "run", "status.json", state="preempted", step=50)
-    accuracy = f"{summary_of(run)['test_accuracy']:.4f}"
-    assert typed("report", run).err == ""  # the page says it
-    page = run / "report.html"
-    assert figures(page.read_text()) == {}
-    text = words(page)
-    assert "It was stopped, at step 50" in text
-    assert f"finished before, after step 45 with test accuracy {accuracy}, and was resumed" in text
-
-
 @pytest.mark.parametrize(
     ("state", "error", "sentence"),
     [
+        ("preempted", None, "no result. It was stopped, at step 7."),
         ("failed", "--lr 1: no number", "no result. It failed, at step 7: --lr 1: no number."),
         ("running", None, "no result. It was killed, at step 7."),
         ("running, here", None, "no result yet. It is running, at step 7."),
     ],
 )
 def test_a_run_without_a_result_says_why(
-    state: str, error: str | None, sentence: str, folder: Path, tmp_path: Path
+    state: str,
+    error: str | None,
+    sentence: str,
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """A result from before more epochs is none: its model and summary are of its first end."""
     state, _, here = state.partition(", ")
     run = changed(folder, tmp_path / "run", "status.json", state=state, step=7, error=error)
     (run / "metrics.jsonl").write_text('{"step": 8, "lo')  # torn
@@ -261,8 +254,12 @@ def test_a_run_without_a_result_says_why(
         if here:
             writing.open(run)
         [path] = write(run)
-    assert sentence in words(path)
-    assert "Too few steps were logged for a curve." in words(path)
+    assert capsys.readouterr().err == ""  # the page says it
+    text, accuracy = words(path), f"{summary_of(run)['test_accuracy']:.4f}"
+    assert figures(path.read_text()) == {}
+    assert sentence in text
+    assert f"finished before, after step 45 with test accuracy {accuracy}, and was resumed" in text
+    assert "Too few steps were logged for a curve." in text
 
 
 def test_any_name_is_in_the_legend_and_none_is_html(folder: Path, tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def evaluate_run(
         trained = weights.from_bytes(broadcast_bytes(accelerator, content), run)
         if loss := config["loss"]:
             own_code.check_unchanged("--loss", loss, config["own_code"][f"--loss {loss}"], run)
-        images = _load(flags, config, trained) if flags.dataset else _load_own(flags, config)
+        images = _load(flags, config, trained)
         store.barrier()
         rendezvous.check_same(store, {"the data's digest": images.digest})
         rows = _rows(images, flags.split, config["val_size"])
@@ -117,45 +117,44 @@ def _read_config(run: str, metrics: Sequence[str]) -> dict[str, Any]:
     return found | {"metrics": metrics or found["metrics"]}
 
 
-def _load_own(flags: Evaluate, config: dict[str, Any]) -> ImageData:
-    """Return the run's data set. Raise DataError if it has changed since."""
-    name = config["dataset"]
-    images = cache.load(name, flags.cache_dir or config["cache_dir"], ImageOptions.of(config))
-    if images.digest == config["digest"]:
-        return images
-    fault = changed_since(flags.run, name, config["summary"], images)
-    fix = f"put them back, or evaluate it on those that are there now: --dataset {name}"
-    raise DataError(f"{fault}; {fix}")
-
-
 def _load(flags: Evaluate, config: dict[str, Any], trained: weights.Trained) -> ImageData:
-    """Return the data set that --dataset names, with images of the run's shape and its labels."""
-    name, cache_dir = str(flags.dataset), flags.cache_dir or config["cache_dir"]
+    """Return the run's data set, or that of --dataset with images of the run's shape and labels.
+
+    Raise DataError if the run's own has changed since.
+    """
+    name, cache_dir = config["dataset"], flags.cache_dir or config["cache_dir"]
     image_options = ImageOptions.of(config)
-    channels, height, width = trained.image_format.shape
-    images = cache.cached(name, cache_dir, image_options)
-    grown = images and images.test_drawn and images.digest != config["digest"]
-    if not images or grown or images.image_format.shape != trained.image_format.shape:
-        test_size, then = image_options.test_size, config["summary"].get("dataset", {})
-        of = sum(then.get(rows, 0) for rows in ("train_rows", "test_rows")) if test_size else 0
-        image_options = ImageOptions((height, width), channels == 1, test_size, True, of or None)
+    if not flags.dataset:
         images = cache.load(name, cache_dir, image_options)
-    return _relabelled(images, trained, name, flags.split)
+        if images.digest == config["digest"]:
+            return images
+        fault = changed_since(flags.run, name, config["summary"], images)
+        fix = f"put them back, or evaluate it on those that are there now: --dataset {name}"
+        raise DataError(f"{fault}; {fix}")
+    known = cache.cached(flags.dataset, cache_dir, image_options)
+    grown = known and known.test_drawn and known.digest != config["digest"]
+    if known and not grown and known.image_format.shape == trained.image_format.shape:
+        return _relabelled(known, trained, flags)
+    test_size, then = image_options.test_size, config["summary"].get("dataset", {})
+    of = sum(then.get(rows, 0) for rows in ("train_rows", "test_rows")) if test_size else 0
+    channels, height, width = trained.image_format.shape
+    image_options = ImageOptions((height, width), channels == 1, test_size, True, of or None)
+    return _relabelled(cache.load(flags.dataset, cache_dir, image_options), trained, flags)
 
 
-def _relabelled(images: ImageData, trained: weights.Trained, name: str, split: str) -> ImageData:
+def _relabelled(images: ImageData, trained: weights.Trained, flags: Evaluate) -> ImageData:
     """Return the images with the run's labels, matched by class names; -1 for other classes.
 
     Raise UsageError if an image of the split is of such a class.
     """
     labels = [images.train_labels, images.test_labels]
     index_of = {name: index for index, name in enumerate(trained.classes)}
-    for label in labels[split == "test"].unique().tolist():
+    for label in labels[flags.split == "test"].unique().tolist():
         if images.classes[label] not in index_of:
             known = textwrap.shorten(", ".join(trained.classes), 100, placeholder=" ...")
             raise UsageError(
-                f"--dataset {name}: class {images.classes[label]} is none of the run's ({known});"
-                " rename it to one of them, or leave its images out"
+                f"--dataset {flags.dataset}: class {images.classes[label]} is none of the run's"
+                f" ({known}); rename it to one of them, or leave its images out"
             )
     of_run = torch.tensor([index_of.get(name, -1) for name in images.classes])
     train, test = (of_run[each] for each in labels)

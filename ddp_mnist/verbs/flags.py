@@ -47,13 +47,9 @@ class Predict(Flags):
     """
 
     run: str = argument("RUN", RUN)
-    images: tuple[str, ...] = argument(
-        "IMAGE", "Image file, folder to search for images, or - for an image on stdin."
-    )
+    images: tuple[str, ...] = argument("IMAGE", "Image file, folder of images, or - for stdin.")
     show: str | None = flag(None, "Write a PNG of what the model saw and answered.", metavar="FILE")
-    top: int | None = flag(
-        None, "How many of the most probable classes to list [10; 3 in a table].", least=1
-    )
+    top: int | None = flag(None, "Most probable classes to list [10; in a table 3].", least=1)
     digit_photos: bool | None = flag(
         None,
         "Find and crop the digit in images that are not 28x28 grey [if trained on digits].",
@@ -72,7 +68,7 @@ class Report(Flags):
 
     runs: tuple[str, ...] = argument("RUN", RUN)
     out: str | None = flag(
-        None, "Page to write [RUN/report.html; of several runs, beside the first].", metavar="FILE"
+        None, "Page to write [RUN/report.html; of several, beside RUN].", metavar="FILE"
     )
     png: bool = flag(False, "Also write each curve as a PNG, beside the page.")
     dataset: str | None = flag(None, "Where the runs' images are now, if they were moved.")
@@ -95,9 +91,7 @@ class Export(Flags):
         metavar="A,B",
     )
     out: str | None = flag(None, "Folder to write to [RUN/export].", metavar="FOLDER")
-    license: str = flag(
-        "unknown", "License that you give the weights, for the card, e.g. apache-2.0.", metavar="ID"
-    )
+    license: str = flag("unknown", "License of the weights, e.g. apache-2.0.", metavar="ID")
 
 
 @dataclass(frozen=True)
@@ -175,9 +169,7 @@ class Verify(Flags):
     loss: str | None = flag(None, "Loss of your own, as for train [cross-entropy].")
     dataset: str = flag("digits", "Data set, as for train without auto; a large one takes minutes.")
     inject: str | None = flag(
-        None,
-        "Inject one of the faults below, for a check to catch; exit code 1.",
-        choices=FAULT_NAMES,
+        None, "Inject a fault, which a check has to catch; exit code 1.", choices=FAULT_NAMES
     )
     save: str = flag("verify.json", "Write the results to this file.", metavar="FILE")
 
