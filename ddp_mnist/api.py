@@ -132,12 +132,14 @@ def process_as_found() -> Iterator[None]:
 def adopt_ranks_of_debug_launcher() -> None:
     """Take over the ranks of the group that accelerate.debug_launcher forms, and end the group.
 
-    It tells a process its rank in no other way, and a process can be in one group only.
+    It tells a process its rank in no other way, and a process can be in one group only. All ranks
+    end it together: one that is still connecting would fail when another closed its connections.
     """
     if "ACCELERATE_DEBUG_RDV_FILE" in os.environ and dist.is_initialized():
         rank = str(dist.get_rank())
         os.environ.update(RANK=rank, LOCAL_RANK=rank)
         KEPT.append(_get_default_store())
+        dist.barrier()
         dist.destroy_process_group()
 
 
