@@ -1,4 +1,4 @@
-"""The tutorials' commands and flags are taken, or answered with a command that is."""
+"""The tutorials' commands and flags are taken, or refused with what to do instead."""
 
 import re
 import shlex
@@ -14,9 +14,6 @@ from tests.commands import REPOSITORY, Typed
 PAGE = (REPOSITORY / "docs" / "tutorials.md").read_text("utf-8")
 [TABLE] = re.findall(r"^## Word for word\n(.*?)^## ", PAGE, re.DOTALL | re.MULTILINE)
 WORD_FOR_WORD = re.findall(r"^\| `(python .*?)`.*? \| `(.*?)`", TABLE, re.MULTILINE)
-
-
-TORCHRUN = "torchrun --nproc-per-node"
 
 
 def config_of(command: str) -> TrainConfig:
@@ -46,7 +43,7 @@ def test_a_command_is_taken_or_answered_with_ours(command: str, ours: str) -> No
     if " -g" in command:
         with pytest.raises(UsageError) as refused:
             config_of(command)
-        assert re.fullmatch(rf"-g [0-9,]+: .*: {re.escape(ours)}", str(refused.value))
+        assert re.fullmatch("-g: .*; put CUDA_VISIBLE_DEVICES=0 before the .*", str(refused.value))
     else:
         assert config_of(command) == config
     if "torch.distributed.launch" in command:
@@ -83,45 +80,28 @@ def test_a_flag_is_taken_where_it_means_ours(theirs: str, ours: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("typed", "begins", "instead"),
+    ("typed", "instead"),
     [
-        ("--gpu=1 --epochs 3", "--gpu=1: ", "CUDA_VISIBLE_DEVICES=1 ddp-mnist train --epochs 3"),
-        ("-g1 --workers 4", "-g1: ", "CUDA_VISIBLE_DEVICES=1 ddp-mnist train"),
-        ("--workers 4 --gpu 1", "--workers 4: ", "CUDA_VISIBLE_DEVICES=1 ddp-mnist train"),
-        ("--gpu -1", "--gpu -1: ", "CUDA_VISIBLE_DEVICES=-1 ddp-mnist train"),
-        ("--gpu cuda:1", "--gpu cuda:1: ", "CUDA_VISIBLE_DEVICES=1 ddp-mnist train"),
-        ("-g --cpu", "-g: ", "CUDA_VISIBLE_DEVICES=0 ddp-mnist train --cpu"),
-        ("-g 2,3 --rank 1", "-g 2,3: ", "CUDA_VISIBLE_DEVICES=2 ddp-mnist train --rank 1"),
-        (
-            "--gpu 0 1 --cpu",
-            "--gpu 0 1: ",
-            f"CUDA_VISIBLE_DEVICES=0,1 {TORCHRUN} 2 -m ddp_mnist train --cpu",
-        ),
-        ("--gpus 2", "--gpus 2: a launcher starts the ", f"{TORCHRUN} 2 -m ddp_mnist train"),
-        ("--gpus 0", "--gpus 0: the CPU is chosen by a flag of its own", "ddp-mnist train --cpu"),
-        ("--gpus=-1 --epochs 3", "--gpus=-1: a ", f"{TORCHRUN} gpu -m ddp_mnist train --epochs 3"),
-        ("--nproc_per_node=gpu", "--nproc_per_node=gpu: ", f"{TORCHRUN} gpu -m ddp_mnist train"),
-        ("--gpus 0,1", "--gpus 0,1: ", f"CUDA_VISIBLE_DEVICES=0,1 {TORCHRUN} 2 -m ddp_mnist train"),
-        ("--save_model --run-dir 'a b'", "--save_model: ", "ddp-mnist train --run-dir 'a b'"),
-        ("--num_workers=4", "--num_workers=4: ", "ddp-mnist train"),
-        ("--opt-level O1", "--opt-level O1: ", "ddp-mnist train --mixed-precision fp16"),
-        ("--evaluate", "--evaluate: is another command, ", "ddp-mnist train"),
+        ("-g", "put CUDA_VISIBLE_DEVICES=0 before the command"),
+        ("-g1", "put CUDA_VISIBLE_DEVICES=0 before"),
+        ("-g0,1", "start torchrun --nproc-per-node N -m ddp_mnist train"),
+        ("--gpu=cuda:1", "put CUDA_VISIBLE_DEVICES=0 before"),
+        ("--gpus", "start torchrun --nproc-per-node N -m ddp_mnist train, or give --cpu"),
+        ("--nproc_per_node=gpu", "start torchrun --nproc-per-node N -m ddp_mnist train"),
+        ("--save_model", "leave it out"),
+        ("--num_workers=4", "leave it out"),
+        ("--workers", "leave it out"),
+        ("--opt-level", "use --mixed-precision fp16"),
+        ("--evaluate", "use ddp-mnist evaluate RUN"),
+        ("--fp16=True", "see ddp-mnist train --help"),  # it takes no value
+        ("--no_cuda=1", "see ddp-mnist train --help"),
     ],
 )
-def test_a_flag_that_is_none_here_is_answered_with_the_whole_command(
-    typed: str, begins: str, instead: str
-) -> None:
+def test_a_flag_without_an_equivalent_is_refused_with_what_to_do(typed: str, instead: str) -> None:
     with pytest.raises(UsageError) as refused:
-        config_of(f"train {typed}")
-    assert str(refused.value).startswith(begins)
-    assert str(refused.value).endswith(f": {instead}")
-    config_of(instead)  # which is taken
-
-
-@pytest.mark.parametrize("typed", ["--fp16=True", "--no_cuda=1"])
-def test_a_flag_without_a_value_is_given_one(typed: str) -> None:
-    with pytest.raises(UsageError, match=rf"^{typed}: takes no value; type --"):
-        config_of(f"train {typed}")
+        config_of(f"train --epochs 3 {typed} 2")
+    assert str(refused.value).startswith(f"{typed.partition('=')[0]}")
+    assert instead in str(refused.value).partition("; ")[2]
 
 
 def test_underscores_are_dashes_at_other_verbs_but_not_behind_two_dashes(typed: Typed) -> None:
