@@ -17,6 +17,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -72,9 +73,8 @@ def predict(
 
     Raise DataError if one cannot be read: the answers to the others are not returned.
     """
-    given: Any = images
-    several = isinstance(given, Iterable) and not isinstance(given, str | bytes)
-    files = [*given] if several else [given]
+    several = isinstance(images, Iterable) and not isinstance(images, str | bytes)
+    files: list[Any] = [*images] if several else [images]  # type: ignore[misc]
     for file in files:
         check_path("images", file, "paths of image files; save it as one first")
     own = Predict.of(checked({"run": run, "images": files, **flags}, Predict))
@@ -86,7 +86,7 @@ def predict(
 
 def checked(typed: dict[str, Any], *groups: type[Flags]) -> dict[str, Any]:
     """Return the keywords without defaults of None. Raise UsageError for one that is no flag's."""
-    known = {f.name: f.default for fields in fields_of(*groups).values() for f in fields}
+    known = {field.name: field.default for field in chain(*fields_of(*groups).values())}
     if typed.get("dataset") is not None:
         check_path("dataset", typed["dataset"], "a name, or the path of a folder of images")
     for name in typed.keys() - known.keys():
@@ -144,17 +144,11 @@ def adopt_ranks_of_debug_launcher() -> None:
 
 
 def document(function: Callable[..., Any], *groups: type[Flags]) -> None:
-    """Give a function of keywords the signature and the help of the flags."""
-    own = inspect.signature(function)
-    *named, flags = own.parameters.values()
-    fields = [f for each in fields_of(*groups).values() for f in each]
-    fields = [field for field in fields if field.name not in own.parameters]
-    kind = flags.KEYWORD_ONLY
-    named += [
-        flags.replace(name=f.name, kind=kind, default=f.default, annotation=f.type) for f in fields
+    """Add to a function's help the default of each keyword, and the sentence of its flag."""
+    own, fields = inspect.signature(function).parameters, chain(*fields_of(*groups).values())
+    lines = [
+        f"    {f.name}={f.default!r}: {f.metadata['help']}" for f in fields if f.name not in own
     ]
-    function.__signature__ = own.replace(parameters=named)  # type: ignore[attr-defined]
-    lines = [f"    {field.name}: {field.metadata['help']}" for field in fields]
     function.__doc__ = "\n".join([function.__doc__ or "", "", *lines])
 
 

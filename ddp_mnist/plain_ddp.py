@@ -3,9 +3,9 @@
     python -m ddp_mnist.plain_ddp --dataset digits --epochs 2
     torchrun --nproc-per-node 2 -m ddp_mnist.plain_ddp --dataset digits --epochs 2
 
-Same order, learning rates and weights as `ddp_mnist train` (a test compares them in float64); no
-accumulation, augmentation, clipping, validation, run folder or mixed precision. Read it beside
-train.py.
+Read it next to train.py. The order of the images, the learning rates and the weights are those of
+`ddp_mnist train`, which a test compares in float64. What that has on top is missing here: gradient
+accumulation, clipping, validation, mixed precision, checkpoints and the run folder.
 """
 
 import argparse
@@ -17,8 +17,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
-from ddp_mnist.config.recipe import Recipe, resolve_recipe
+from ddp_mnist.config.recipe import Recipe, ResolvedRecipe, resolve_recipe
 from ddp_mnist.config.run import RunFlags
 from ddp_mnist.data import cache
 from ddp_mnist.data.augment import augment, augmentation_table
@@ -29,36 +30,44 @@ from ddp_mnist.nets.losses import make_loss
 from ddp_mnist.nets.optim import make_optimizer
 
 
+def load(dataset: str, given: Recipe, world_size: int) -> tuple[ImageData, ResolvedRecipe]:
+    """Return the images, without those held out for validation, and the recipe for them."""
+    images = cache.load(dataset)
+    train_rows, pictures = len(images.train_labels), images.image_format.pictures
+    images = images.hold_out(given.val_size_of(train_rows))
+    held_out = len(images.val_rows)
+    return images, resolve_recipe(given, train_rows, world_size, held_out, pictures)
+
+
 def train_plain(
-    images: ImageData, given: Recipe, seed: int, dtype: torch.dtype
+    images: ImageData, recipe: ResolvedRecipe, seed: int, dtype: torch.dtype
 ) -> tuple[nn.Module, float]:
     """Train in the existing process group. Return the net and the seconds that it took."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    gpu = torch.cuda.is_available()
+    rank, gpu = dist.get_rank(), torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
-    every = len(images.train_labels)
-    images = images.hold_out(given.val_size_of(every)).to(device)
-    pictures = images.image_format.pictures
-    recipe = resolve_recipe(given, every, world_size, len(images.val_rows), pictures)
-    rows, _, _ = train_val_test_split(images)
+    rows, _, _ = train_val_test_split(images.to(device))
+
+    # Every rank draws the same global batches and takes its own share of each.
     batches = GlobalBatchSampler(rows, recipe.batch_size, seed)
-    share = recipe.batch_size // world_size
+    share = recipe.batch_size // dist.get_world_size()
     mine = slice(rank * share, (rank + 1) * share)
 
+    # The seed makes the weights equal on every rank; DDP would send those of rank 0 otherwise.
     torch.manual_seed(seed)
     net = build_net(recipe.model, images.classes, images.image_format).to(device, dtype)
-    net = net.to(memory_format=torch.channels_last)
-    model = nn.parallel.DistributedDataParallel(net, gradient_as_bucket_view=True)
+    model = DistributedDataParallel(
+        net.to(memory_format=torch.channels_last), gradient_as_bucket_view=True
+    )
     optimizer = make_optimizer(model, recipe)
     mean_loss = make_loss(recipe, rows, device)
 
-    # DDP settles how it groups the gradients in the first backward, which is discarded.
+    # DDP decides how to group the gradients in its first backward pass, whose result is discarded.
     model.eval()
     model(rows.__getitems__(torch.arange(share))[0]).sum().backward()
     model.zero_grad()
     model.train()
 
-    step, clock = 0, time.monotonic()
+    step, started = 0, time.monotonic()
     for epoch in range(recipe.epochs):
         batches.start_epoch(epoch)
         if recipe.augment:
@@ -70,33 +79,42 @@ def train_plain(
                 inputs = augment(inputs, augmentations[indices])
             for group in optimizer.param_groups:
                 group["lr"] = recipe.learning_rate(step)
-            # backward() averages the gradients over the ranks while it computes them
-            mean_loss(model(inputs), labels).backward()
-            optimizer.step()
+            loss = mean_loss(model(inputs), labels)  # of this rank's share
+            loss.backward()  # while it computes the gradients, DDP averages them over the ranks
+            optimizer.step()  # the same on every rank, so the weights stay equal
             optimizer.zero_grad()
             step += 1
     if gpu:
         torch.cuda.synchronize()  # the last steps are only queued so far
-    return net, time.monotonic() - clock
+    return net, time.monotonic() - started
 
 
+@torch.no_grad()
 def test_accuracy(net: nn.Module, images: ImageData) -> float:
-    """Return the accuracy: every rank counts its own rows, the counts are added, divided once."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    """Return the accuracy: each rank counts its own test images, and the counts are added up."""
     device = next(net.parameters()).device
-    counts = torch.zeros(2, dtype=torch.int64, device=device)  # correct, seen
+    correct = torch.zeros((), dtype=torch.int64, device=device)
+    count = len(images.test_labels)
     net.eval()
-    with torch.no_grad():
-        for start in range(rank, len(images.test_labels), world_size * 1000):
-            part = slice(start, start + world_size * 1000, world_size)
-            labels = images.test_labels[part].to(device)
-            predictions = net(images.test_images[part].to(device)).argmax(1)
-            counts[0] += (predictions == labels).sum()
-            counts[1] += len(labels)
-    dist.all_reduce(counts)
-    correct, seen = counts.tolist()
-    assert seen == len(images.test_labels)
-    return correct / seen
+    for rows in torch.arange(dist.get_rank(), count, dist.get_world_size()).split(1000):
+        predicted = net(images.test_images[rows].to(device)).argmax(1)
+        correct += (predicted == images.test_labels[rows].to(device)).sum()
+    dist.all_reduce(correct)  # the sum over the ranks, on every rank
+    return correct.item() / count
+
+
+def join_process_group() -> None:
+    """Meet the other processes that torchrun started, or be the only one."""
+    if not os.environ.keys() & {"RANK", "WORLD_SIZE", "SLURM_PROCID"}:
+        alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+        os.environ |= alone | {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    processes_here = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
+    if gpus:  # each process takes one; otherwise all would open GPU 0 as well
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % gpus)
+    backend = "nccl" if gpus >= processes_here else "gloo"  # NCCL needs a GPU for each process
+    # It reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+    dist.init_process_group(backend, timeout=timedelta(seconds=300))
 
 
 def main() -> None:
@@ -104,28 +122,16 @@ def main() -> None:
     parser.add_argument("--dataset", default="mnist")
     parser.add_argument("--epochs", type=int)
     parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
+    typed = parser.parse_args()
     try:
-        run = RunFlags(arguments.dataset, seed=arguments.seed)
-        recipe = Recipe(epochs=arguments.epochs)
-        images = cache.load(run.dataset)
-        rows, pictures = len(images.train_labels), images.image_format.pictures
-        resolve_recipe(recipe, rows, int(os.environ.get("WORLD_SIZE", 1)), pictures=pictures)
+        run, given = RunFlags(typed.dataset, seed=typed.seed), Recipe(epochs=typed.epochs)
+        images, recipe = load(run.dataset, given, int(os.environ.get("WORLD_SIZE", "1")))
     except DdpMnistError as error:
         print(one_line(error), file=sys.stderr)
         sys.exit(error.code)
 
-    if not os.environ.keys() & {"RANK", "WORLD_SIZE", "SLURM_PROCID"}:  # no launcher: one process
-        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-        os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    processes_here = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
-    backend = "nccl" if gpus >= processes_here else "gloo"  # NCCL needs a GPU for each process
-    if gpus:  # else every process would open GPU 0 as well
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % gpus)
-    # It reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
-    dist.init_process_group(backend, timeout=timedelta(seconds=300))
-    net, seconds = train_plain(images, recipe, arguments.seed, torch.float32)
+    join_process_group()
+    net, seconds = train_plain(images, recipe, run.seed, torch.float32)
     accuracy = test_accuracy(net, images)
     if dist.get_rank() == 0:
         count = f"{len(images.test_labels):,}"

@@ -24,8 +24,7 @@ GROUPS: tuple[type[Flags], ...] = (RunFlags, Recipe, Distribution)
 OTHERS = (Evaluate, Predict, Report, Export, Prepare, Multinode, Doctor, Verify)
 ALL = [(group, field) for group in (*GROUPS, *OTHERS) for field in flag_fields(group)]
 INTS, FLOATS, WORDS = (
-    [(g, f) for g, f in ALL if g in GROUPS and kind_of(f) == kind]
-    for kind in ("int", "float", "str")
+    [(g, f) for g, f in ALL if g in GROUPS and kind_of(f) is kind] for kind in (int, float, str)
 )
 # The lowest and the highest legal value, where they are not 1 and a million.
 LEGAL = {
@@ -58,7 +57,7 @@ def test_bounds(group: type[Flags], field: dataclasses.Field[Any]) -> None:
     for value in (lowest, highest):
         assert getattr(group(**{field.name: value}), field.name) == value
     beside = (math.nextafter(lowest, -math.inf), math.nextafter(highest, math.inf))
-    if kind_of(field) == "int":
+    if kind_of(field) is int:
         beside = (lowest - 1, highest + 1)
     for value in (*beside, math.nan, math.inf, -math.inf):
         start = f"{flag_name(field)} {value}: must be "
@@ -119,7 +118,7 @@ def test_every_flag_has_a_sentence_and_a_legal_default(
     assert sentence.endswith((".", "]"))
     assert "%" not in sentence  # argparse's own
     assert len(sentence) < 100
-    assert kind_of(field) in ("int", "float", "str", "bool", "tuple")
+    assert kind_of(field) in (int, float, str, bool, tuple)
     required = {f.name: "x" for f in flag_fields(group) if f.default is dataclasses.MISSING}
     if field.name not in required:
         assert getattr(group(**required), field.name) == field.default

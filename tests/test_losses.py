@@ -3,7 +3,6 @@
 import json
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -120,14 +119,23 @@ def test_weights_of_classes_are_those_of_all_images_and_not_of_the_batch() -> No
 # --- In a run
 
 
-def proof(run_dir: str, **recipe: Any) -> TrainConfig:
-    both = {"loss": "my_loss:focal", "class_weights": "balanced", "model": "mlp"}
-    return with_flags(watch.proof_config(run_dir, **{**both, **recipe}), checkpoint_every=8)
+NET = """
+from ddp_mnist.nets.ours import MLP
+
+class Net(MLP):
+    pass
+"""
 
 
-def test_two_processes_equal_one_and_a_resumed_run_the_unbroken_one(
+def proof(run_dir: str) -> TrainConfig:
+    given = {"loss": "my_loss:focal", "class_weights": "balanced", "model": "own_net:Net"}
+    return with_flags(watch.proof_config(run_dir, **given, epochs=2), checkpoint_every=8)
+
+
+def test_with_ones_own_net_and_loss_two_equal_one_and_a_resumed_run_the_unbroken_one(
     own_file: Path, tmp_path: Path
 ) -> None:
+    (net := tmp_path / "own_net.py").write_text(NET)
     one = run_world(1, watch.just_train, proof("one"), folder=tmp_path)[0]
     [two, _] = run_world(2, watch.just_train, proof("two"), folder=tmp_path)
     runs = (watch.weights_of(tmp_path / name) for name in ("two", "one"))
@@ -137,43 +145,31 @@ def test_two_processes_equal_one_and_a_resumed_run_the_unbroken_one(
     broken = (watch.train_until, proof("broken"), 20, signal.SIGTERM, 1)
     outcomes = LocalWorld(2, *broken, folder=tmp_path).outcomes()
     assert [getattr(outcome, "code", outcome) for outcome in outcomes] == [143, 143]
-    own_file.write_text(OWN + "\n# another\n")
     again = watch.resumed(proof("broken"))
-    with pytest.raises(CheckpointError, match=r"^--loss my_loss:focal: its file was changed since"):
-        run_world(2, watch.just_train, again, folder=tmp_path)
-    own_file.write_text(OWN)
+    for file, typed in ((own_file, "--loss my_loss:focal"), (net, "--model own_net:Net")):
+        text = file.read_text()
+        file.write_text(f"{text}\n# another\n")
+        with pytest.raises(CheckpointError, match=f"^{typed}: its file was changed since"):
+            watch.just_train(again)
+        file.write_text(text)
     run_world(2, watch.just_train, again, folder=tmp_path)
     assert watch.what_stays(tmp_path / "broken") == watch.what_stays(tmp_path / "two")
 
 
-def test_smoothed_and_weighted_two_processes_equal_one_too(tmp_path: Path) -> None:
-    for size in (1, 2):
-        run_world(size, watch.just_train, proof(f"on-{size}", loss=None), folder=tmp_path)
-    runs = (watch.weights_of(tmp_path / f"on-{size}") for size in (1, 2))
-    assert watch.largest_difference(*runs) < 1e-9
-
-
 def test_verify_finds_a_loss_that_mixes_the_images_of_a_batch(
-    own_file: Path, tmp_path: Path
-) -> None:
-    assert own_file.exists()
-    config = proof("run", loss="my_loss:mixes", epochs=1)
-    alone, run = (proofs.watched_run(size, tmp_path, config) for size in (1, 2))
-    checks = list(proofs.equal_to_one(run, alone))
-    assert failed(checks) == {"gradients", "weights"}
-    fixes = {proofs.explained(c, config.recipe, None).fix for c in checks if c.status == "FAIL"}
-    assert fixes == {proofs.BY_LOSS}
-
-
-def test_verify_finds_a_file_where_it_is_started_and_refuses_what_train_refuses(
     own_file: Path, tmp_path: Path, typed: Typed
 ) -> None:
     """Its runs are in another folder; `ddp-mnist` does not have the working one on sys.path."""
     assert own_file.exists()
-    config = proofs.config_of(Verify(model="mlp", loss="my_loss:focal"))
     (elsewhere := tmp_path / "elsewhere").mkdir()
-    [seen] = proofs.watched_run(1, elsewhere, config).ranks
-    assert seen.summary["loss_function"] == "my_loss:focal"
+    config = proofs.config_of(Verify(model="mlp", loss="my_loss:mixes"))
+    config = with_flags(config, epochs=1)
+    alone, run = (proofs.watched_run(size, elsewhere, config) for size in (1, 2))
+    assert alone.ranks[0].summary["loss_function"] == "my_loss:mixes"
+    checks = list(proofs.equal_to_one(run, alone))
+    assert failed(checks) == {"gradients", "weights"}
+    fixes = {proofs.explained(c, config.recipe, None).fix for c in checks if c.status == "FAIL"}
+    assert fixes == {proofs.BY_LOSS}
     for name, line in (("my_loss:vocal", "my_loss has no vocal"), ("my_loss:mean", "gives float")):
         ended = typed("verify", "--model", "mlp", "--loss", name)
         [error] = ended.err.splitlines()

@@ -55,10 +55,10 @@ def lay(file: Path, net: str = "squeezenet1_1", **options: Any) -> dict[str, tor
 
 @pytest.fixture
 def photos(tmp_path: Path) -> Path:
-    """Write 30 images of two classes, 40x50, of which 6 are for the test."""
+    """Write 12 images of two classes, 40x50, of which 4 are for the test."""
     random = np.random.default_rng(0)
-    for number in range(30):
-        split, name = ("test" if number < 6 else "train"), "ab"[number % 2]
+    for number in range(12):
+        split, name = ("test" if number < 4 else "train"), "ab"[number % 2]
         file = tmp_path / "photos" / split / name / f"{number}.png"
         file.parent.mkdir(parents=True, exist_ok=True)
         PIL.Image.fromarray(random.integers(0, 256, (40, 50, 3), np.uint8)).save(file)
@@ -276,13 +276,13 @@ def test_a_run_begins_with_the_weights_and_goes_on_without_their_file(
     monkeypatch.chdir(photos.parent)
     given = lay(torchvisions / FILE)
     command = ["train", "--dataset", "photos", "--model", NET, "--weights", "DEFAULT", "--lr"]
-    command += ["1e-9", "--epochs", "1", "--batch-size", "10", "--val-size", "0"]
+    command += ["1e-9", "--epochs", "1", "--batch-size", "4", "--val-size", "0"]
     command += ["--checkpoint-every", "1"]
     ended = typed(*command, "--run-dir", "run")
     assert (ended.code, ended.err) == (0, "")
     said = " ".join(ended.out.split())
     assert f"weights SqueezeNet1_1_Weights.IMAGENET1K_V1, from {torchvisions / FILE};" in said
-    assert "classifier.1.weight and classifier.1.bias are initialised again: made for 1000" in said
+    assert "classifier.1.weight and classifier.1.bias are initialised again: made for other" in said
     note = "normalised as for SqueezeNet1_1_Weights.IMAGENET1K_V1"
     assert f"images of 40x50 became 224x224; {note}" in said
     (torchvisions / FILE).unlink()
@@ -309,21 +309,16 @@ def test_a_run_begins_with_the_weights_and_goes_on_without_their_file(
     assert "after step 1" in ended.out
     assert weights.read_bytes("broken") == weights.read_bytes("run")  # bit for bit
 
-    command[command.index("--epochs") + 1] = "2"
-    ended = typed(*command, "--resume", "run")  # the command that started it, for one epoch more
-    assert (ended.code, ended.err) == (0, "")
-    trained = weights.from_bytes(weights.read_bytes("run"), "run")
-    assert trained.image_format.mean == (0.485, 0.456, 0.406)
     photos.rename("moved")
     command[command.index("photos")] = "moved"
     ended = typed(*command, "--resume", "run")
     assert (ended.code, ended.err) == (0, "")
-    assert "run: finished already, after epoch 2" in ended.out
+    assert "run: finished already, after epoch 1" in ended.out
 
     ended = typed(*command, "--weights", "IMAGENET1K_V1", "--resume", "run")
     assert ended.err.startswith("ddp-mnist: error: --weights IMAGENET1K_V1: run was made with DEF")
     ended = typed("predict", "run", "moved/test")
-    assert (ended.code, ended.err) == (0, "") and ended.out.count("\n") == 6
+    assert (ended.code, ended.err) == (0, "") and ended.out.count("\n") == 4
     ended = typed("evaluate", "run", "--dataset", "moved")
     assert (ended.code, ended.err) == (0, "")
     ended = typed("export", "run", "--format", "safetensors")

@@ -10,7 +10,6 @@ import torch
 from ddp_mnist import plain_ddp
 from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.config.recipe import Recipe
-from ddp_mnist.data import cache
 from ddp_mnist.verify.watch import PROOF, just_train, largest_difference, proof_config, weights_of
 from tests.commands import REPOSITORY, run_here
 
@@ -27,8 +26,8 @@ def train_plainly(recipe: dict[str, Any]) -> tuple[dict[str, Any], float]:
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    digits = cache.load("digits")
-    model, seconds = plain_ddp.train_plain(digits, Recipe(**{**PROOF, **recipe}), 0, torch.float64)
+    digits, resolved = plain_ddp.load("digits", Recipe(**{**PROOF, **recipe}), 2)
+    model, seconds = plain_ddp.train_plain(digits, resolved, 0, torch.float64)
     assert seconds > 0
     accuracy = plain_ddp.test_accuracy(model, digits)
     dist.destroy_process_group()
@@ -38,12 +37,8 @@ def train_plainly(recipe: dict[str, Any]) -> tuple[dict[str, Any], float]:
 
 @pytest.mark.parametrize(
     "recipe",
-    [
-        {"epochs": 1},
-        {"model": "mlp"},
-        {"model": "mlp", "loss": "own:loss", "class_weights": "balanced"},
-    ],
-    ids=["cnn with Muon", "45 steps", "own loss"],
+    [{"epochs": 1}, {"model": "mlp", "loss": "own:loss", "class_weights": "balanced"}],
+    ids=["cnn with Muon", "45 steps with a loss of one's own"],
 )
 def test_the_trainer_equals_the_plain_loop(recipe: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(OWN)
@@ -80,14 +75,9 @@ def test_on_a_mac_it_computes_on_the_cpu(tmp_path: Path) -> None:
 
 
 def test_started_plainly_it_trains_alone(tmp_path: Path) -> None:
-    script = [
-        str(REPOSITORY / "ddp_mnist" / "plain_ddp.py"),
-        "--dataset",
-        "digits",
-        "--epochs",
-        "1",
-    ]
-    [(code, printed)] = run_world(1, run_here, script, True, folder=tmp_path)
+    script = str(REPOSITORY / "ddp_mnist" / "plain_ddp.py")
+    typed = [script, "--dataset", "digits", "--epochs", "1"]
+    [(code, printed)] = run_world(1, run_here, typed, True, folder=tmp_path)
     assert code == 0
     assert re.match(r"test accuracy 0\.\d{4} on 360 images, ", printed)
 

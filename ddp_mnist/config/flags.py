@@ -5,7 +5,6 @@ verbs/flags.py.
 """
 
 import argparse
-import contextlib
 import dataclasses
 import operator
 import os
@@ -31,7 +30,7 @@ BOUNDS = {
     "below": ("below", operator.lt),
 }
 LARGEST = 10**6  # a number's default upper bound
-NUMBERS: dict[str, Any] = {"int": int, "float": float}
+NUMBERS = {int: "a whole number", float: "a number"}
 
 
 def flag(
@@ -49,10 +48,10 @@ def flag(
     """Return a dataclass field that is also a command-line flag."""
     if not bounds.keys() & {"most", "below"}:
         bounds["most"] = LARGEST
-    metadata = {"help": help, "choices": choices, "metavar": metavar, "bounds": bounds}
-    words = {"positional": positional, "negatable": negatable}
+    shown = {"help": help, "choices": choices, "metavar": metavar, "bounds": bounds}
+    kinds = {"positional": positional, "negatable": negatable}
     policies = {"on_resume": on_resume, "per_rank": per_rank}
-    return dataclasses.field(default=default, metadata=metadata | words | policies)
+    return dataclasses.field(default=default, metadata=shown | kinds | policies)
 
 
 changeable = partial(flag, on_resume="may change")
@@ -86,14 +85,16 @@ def flag_name(field: dataclasses.Field[Any] | str) -> str:
 def typed_flag(name: str, value: Any) -> str:
     """Return a flag with its value as it is typed, e.g. --epochs 3 or --no-augment."""
     if isinstance(value, bool):
-        return flag_name(name) if value else f"--no-{flag_name(name)[2:]}"
+        return flag_name(name if value else f"no_{name}")
     return f"{flag_name(name)} {','.join(value) if isinstance(value, tuple) else value}"
 
 
-def kind_of(field: dataclasses.Field[Any]) -> str:
-    """Return the name of the value's type, e.g. "int" for `int` and for `int | None`."""
+def kind_of(field: dataclasses.Field[Any]) -> type:
+    """Return the value's type, e.g. `int` for `int | None` and `tuple` for `tuple[str, ...]`."""
     kind: Any = field.type
-    return (typing.get_args(kind)[0] if isinstance(kind, types.UnionType) else kind).__name__
+    if isinstance(kind, types.UnionType):
+        kind = typing.get_args(kind)[0]
+    return typing.get_origin(kind) or kind
 
 
 class Flags:
@@ -105,12 +106,8 @@ class Flags:
     @classmethod
     def of(cls, typed: Mapping[str, Any]) -> Self:
         """Return an instance from those values that are its fields, read as if typed."""
-        own = {
-            field.name: _read(field, typed[field.name])
-            for field in flag_fields(cls)
-            if field.name in typed
-        }
-        return cls(**own)
+        fields = [field for field in flag_fields(cls) if field.name in typed]
+        return cls(**{field.name: _read(field, typed[field.name]) for field in fields})
 
     def __post_init__(self) -> None:
         for field in flag_fields(self):
@@ -128,45 +125,48 @@ def _read(field: dataclasses.Field[Any], value: Any) -> Any:
     kind = kind_of(field)
     if value is None and field.default is None:
         return None
-    if kind == "bool":
+    if kind is bool:
         if not isinstance(value, bool):
             raise UsageError(f"{flag_name(field)} {value!r}: must be True or False")
         return value
-    if kind == "tuple":
+    if kind is tuple:
         if isinstance(value, str):
-            return tuple(dict.fromkeys(value.replace(" ", "").split(",")))
+            value = dict.fromkeys(value.replace(" ", "").split(","))
         several = value if isinstance(value, Iterable) else (value,)
         return tuple(_as_typed(field, each) for each in several)
     text = _as_typed(field, value)
-    with contextlib.suppress(ValueError):
-        return NUMBERS.get(kind, str)(text)
-    return text
+    try:
+        return kind(text)
+    except ValueError:
+        return text
 
 
 def _as_typed(field: dataclasses.Field[Any], value: Any) -> str:
     """Return a value of Python as it would be typed, and MODULE:NAME of a class or a function."""
     if isinstance(value, type | types.FunctionType):
         if value.__module__ == "__main__":
-            name = f"{flag_name(field)} {value.__name__}"
-            raise UsageError(f"{name}: is of this session alone; import it from a file of its own")
+            raise UsageError(
+                f"{flag_name(field)} {value.__name__}: exists in this session alone; import it"
+                " from a file of its own"
+            )
         return f"{value.__module__}:{value.__qualname__}"
     return str(value) if isinstance(value, str | os.PathLike) else printable(str(value))[:60]
 
 
 def _check(field: dataclasses.Field[Any], value: Any) -> None:
     """Raise UsageError if this is not a legal value of the flag."""
-    kind, choices, bounds = kind_of(field), field.metadata["choices"], field.metadata["bounds"]
+    number = NUMBERS.get(kind_of(field))
+    choices, bounds = field.metadata["choices"], field.metadata["bounds"]
     if choices and value not in choices:
         problem = f"choose from {', '.join(choices)}{did_you_mean(str(value), choices)}"
-    elif value == "" and kind not in NUMBERS:
-        problem = "is empty; give a value or leave it out"
-    elif kind in NUMBERS and not (
-        isinstance(value, int | float)
-        and all(BOUNDS[bound][1](value, limit) for bound, limit in bounds.items())
+    elif number and (
+        isinstance(value, str)
+        or not all(BOUNDS[bound][1](value, limit) for bound, limit in bounds.items())
     ):
-        legal = " and ".join(f"{BOUNDS[bound][0]} {n:,.10g}" for bound, n in bounds.items())
-        number = {"int": "a whole number, ", "float": "a number, "}[kind]
-        problem = f"must be {number if isinstance(value, str) else ''}{legal}"
+        legal = " and ".join(f"{BOUNDS[bound][0]} {limit:,.10g}" for bound, limit in bounds.items())
+        problem = f"must be {f'{number}, ' if isinstance(value, str) else ''}{legal}"
+    elif value == "":
+        problem = "is empty; give a value or leave it out"
     else:
         return
     typed = "" if field.metadata["positional"] else f"{flag_name(field)} "
@@ -183,17 +183,17 @@ def add_flags(
         default: Any = defaults.get(field.name, field.default)
         kind, about = kind_of(field), field.metadata
         words = "{" + ",".join(about["choices"]) + "}" if about["choices"] else ""
-        words = about["metavar"] or words or {"int": "N", "float": "X"}.get(kind, "TEXT")
+        words = about["metavar"] or words or {int: "N", float: "X"}.get(kind, "TEXT")
         options = {"help": about["help"], "default": argparse.SUPPRESS}
         if about["positional"]:
-            count = "+" if kind == "tuple" else None if default is dataclasses.MISSING else "?"
+            count = "+" if kind is tuple else None if default is dataclasses.MISSING else "?"
             section.add_argument(field.name, metavar=words, nargs=count, **options)
             continue
-        if kind == "bool":
+        if kind is bool:
             negatable = about["negatable"]
             options["action"] = argparse.BooleanOptionalAction if negatable else "store_true"
         else:
             options["metavar"] = words
-            shown = {"tuple": ",".join, "float": "{:g}".format}.get(kind, str)
+            shown = {tuple: ",".join, float: "{:g}".format}.get(kind, str)
             options["help"] += "" if default in (None, ()) else f" [{shown(default)}]"
         section.add_argument(flag_name(field), **options)

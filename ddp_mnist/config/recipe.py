@@ -15,15 +15,6 @@ NETS = {"cnn": "muon", "cnn_deep": "muon", "mlp": "adamw", "cnn_bn": "muon"}
 OWN = r"[\w.]+:\w+"  # MODULE:NAME
 
 
-def check_model(name: str) -> None:
-    """Raise UsageError unless `name` has the form of a net's name."""
-    if name not in NETS and not re.fullmatch(OWN, name):
-        raise UsageError(
-            f"--model {name.rstrip(':')}: choose from {', '.join(NETS)}, torchvision:NAME (e.g."
-            f" torchvision:resnet18) or MODULE:NAME{did_you_mean(name, NETS)}"
-        )
-
-
 class Usual(NamedTuple):
     """The values that a preset chooses for a kind of images; a typed flag beats them."""
 
@@ -62,10 +53,6 @@ PRESETS = {
 }
 
 
-# AdamW's peak learning rate for a net that is not ours: at 1e-2, resnet18 learns nothing.
-LR_OF_OTHERS = 1e-3
-
-
 @dataclass(frozen=True)
 class Recipe(Flags):
     """Choose the model, and how it is trained."""
@@ -77,12 +64,10 @@ class Recipe(Flags):
         choices=tuple(PRESETS),
     )
     model: str | None = flag(
-        None,
-        f"{', '.join(NETS)}, torchvision:NAME, or your own MODULE:NAME [cnn; pictures: cnn_deep].",
+        None, f"{', '.join(NETS)}, torchvision:NAME, or own MODULE:NAME [cnn; pictures: cnn_deep]."
     )
     weights: str | None = flag(
-        None,
-        "Start from a .pth or .safetensors file, or by name from torchvision's weights: DEFAULT.",
+        None, "Start from a .pth or .safetensors file, or torchvision's weights by name: DEFAULT."
     )
     epochs: int | None = changeable(
         None, "Passes over train data [300 steps; pictures: 700 to 2000].", least=1
@@ -98,23 +83,16 @@ class Recipe(Flags):
         choices=("adamw", "muon", "sgd"),
     )
     lr: float | None = flag(
-        None,
-        "Peak learning rate [0.01; pictures: 0.02; nets that are not ours: 0.001].",
-        above=0,
-        most=100,
+        None, "Peak learning rate [0.01; pictures: 0.02; other nets: 0.001].", above=0, most=100
     )
     weight_decay: float = flag(1e-2, "Weight decay of matrices and kernels.", least=0, most=10)
     warmup: float = flag(0.1, "Share of steps with a rising learning rate.", least=0, below=1)
     label_smoothing: float = flag(
         0.1, "Share of a label spread over all classes.", least=0, below=1
     )
-    loss: str | None = flag(
-        None, "Loss of your own, of each image, as MODULE:FUNCTION [cross-entropy]."
-    )
+    loss: str | None = flag(None, "Your own loss of each image, MODULE:FUNCTION [cross-entropy].")
     class_weights: str = flag(
-        "none",
-        "balanced: images of rare classes count more in training, so that classes count alike.",
-        choices=("none", "balanced"),
+        "none", "balanced: in training all classes count alike.", choices=("none", "balanced")
     )
     augment: bool | None = flag(
         None,
@@ -131,22 +109,21 @@ class Recipe(Flags):
         None, "Stop after N epochs without a better validation accuracy; keep the best.", least=1
     )
     metrics: tuple[str, ...] = changeable(
-        (),
-        "More metrics: scikit-learn's, without _score (f1,balanced_accuracy), or MODULE:FUNCTION.",
-        metavar="A,B",
+        (), "Metrics: scikit-learn's, e.g. f1,balanced_accuracy, or MODULE:FUNCTION.", metavar="A,B"
     )
     grad_accum: int = changeable(
         1, "Micro-batches per step; changes results only with BatchNorm or Dropout.", least=1
     )
     max_grad_norm: float | None = flag(None, "Clip each step's gradient to this norm.", above=0)
-    inject: str | None = flag(
-        None, "Make this mistake on purpose: one of those below.", choices=FAULT_NAMES
-    )
+    inject: str | None = flag(None, "Make this mistake on purpose.", choices=FAULT_NAMES)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.model is not None:
-            check_model(self.model)
+        if self.model not in (None, *NETS) and not re.fullmatch(OWN, str(self.model)):
+            raise UsageError(
+                f"--model {self.model}: choose from {', '.join(NETS)}, torchvision:NAME (e.g."
+                f" torchvision:resnet18) or MODULE:NAME{did_you_mean(str(self.model), NETS)}"
+            )
         if self.loss and not re.fullmatch(OWN, self.loss):
             raise UsageError(
                 f"--loss {self.loss}: give MODULE:FUNCTION, e.g. my_loss:focal for the function"
@@ -232,7 +209,8 @@ def resolve_recipe(
     steps_per_epoch = train_rows // batch_size
     epochs = max(math.ceil(steps / steps_per_epoch), usual.epochs)
     optimizer = recipe.optimizer or NETS.get(model, "adamw")
-    lr = usual.lr if model in NETS or optimizer == "sgd" else LR_OF_OTHERS
+    # With AdamW and the rate of our nets, resnet18 learns nothing.
+    lr = usual.lr if model in NETS or optimizer == "sgd" else 1e-3
     resolved = {
         "model": model,
         "epochs": recipe.epochs or epochs,
@@ -259,23 +237,19 @@ def _batch_size(recipe: Recipe, train_rows: int, val_rows: int, world_size: int,
     typed cannot, or if there are too few images.
     """
     least = world_size * recipe.grad_accum
-    legal = range(least, train_rows + 1, least)
+    largest = train_rows // least * least
     processes = f"{world_size} process{'es' * (world_size > 1)}"
     rule = f"divisible by {least} ({processes} x --grad-accum {recipe.grad_accum})"
     most = f"{train_rows}, the train images without {val_rows} for validation"
-    if not legal:
+    if not largest:
         fix = "use fewer processes or micro-batches"
         raise UsageError(f"--batch-size: must be {rule} and at most {most}; {fix}")
-
-    def nearest(size: int) -> list[int]:
-        """Return the legal size below and the one above, or the last one at either end."""
-        multiples = (size // least * least, -(-size // least) * least)
-        return sorted({min(max(n, legal[0]), legal[-1]) for n in multiples})
-
-    size = recipe.batch_size or nearest(usual)[-1]
-    if size not in legal:
+    size = recipe.batch_size or usual
+    multiples = (size // least * least, -(-size // least) * least)
+    nearest = sorted({min(max(each, least), largest) for each in multiples})
+    if recipe.batch_size and size not in nearest:
         problem = f"not {rule}" if size % least else f"above {most}"
-        fix = f"use {' or '.join(map(str, nearest(size)))}"
+        fix = f"use {' or '.join(map(str, nearest))}"
         more = ", or another number of processes" if size % least else ""
         raise UsageError(f"--batch-size {size}: is {problem}; {fix}{more}")
-    return size
+    return nearest[-1]

@@ -26,8 +26,7 @@ class RunFlags(Flags):
         per_rank=True,  # a folder may lie elsewhere on each machine; what it holds is compared
     )
     image_size: str | None = flag(
-        None,
-        "Resize to N or HEIGHTxWIDTH [unchanged if equal; else square, up to 96; of 5,000: 224].",
+        None, "Resize to N or HEIGHTxWIDTH [unchanged if equal; else square, up to 96 or 224]."
     )
     grey: bool = flag(False, "Convert colour images to grey.")
     test_size: int | None = flag(
@@ -62,9 +61,7 @@ class RunFlags(Flags):
         0, "Optimizer steps to profile after a warm-up; one trace per rank.", least=0, most=1000
     )
     quiet: bool = not_inherited(False, "Print errors only.", per_rank=True)
-    dry_run: bool = not_inherited(
-        False, "Print what would run, and stop; only the cache is written."
-    )
+    dry_run: bool = not_inherited(False, "Print what would run; write only the cache.")
 
     def __post_init__(self) -> None:
         super().__post_init__()

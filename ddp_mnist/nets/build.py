@@ -32,14 +32,10 @@ def build_net(
             f" ({own_code.locate(error, make)}); it is called with the number of classes and"
             " (channels, height, width)"
         ) from error
-    if not isinstance(net, nn.Module):
+    if not isinstance(net, nn.Module) or "_modules" not in vars(net):
         raise UsageError(
-            f"--model {name}: gives {type(net).__name__}, not a torch.nn.Module; name a class that"
-            " is one, or a function that returns one"
-        )
-    if "_modules" not in vars(net):
-        raise UsageError(
-            f"--model {name}: is incomplete; begin its __init__ with super().__init__()"
+            f"--model {name}: does not make a torch.nn.Module; name a class that is one and whose"
+            " __init__ begins with super().__init__(), or a function that returns one"
         )
     model = Normalised(net, image_format)
     if any(map(nn.parameter.is_lazy, net.parameters())):  # their shapes come with the first images
@@ -82,11 +78,12 @@ def from_torchvision(name: str) -> Factory:
     names = models.list_models(module=models)
     if name not in names:
         hint = did_you_mean(name, names) or "; see torchvision.models.list_models()"
-        what = "net for classification" if name in models.list_models() else "net"
-        raise UsageError(f"--model torchvision:{name}: torchvision has no such {what}{hint}")
-    # Unless told otherwise, these two give auxiliary logits too in training.
-    no_auxiliary = {"aux_logits": False, "init_weights": True}
-    options: dict[str, Any] = no_auxiliary if name in FROM_TENSORFLOW else {}
+        raise UsageError(
+            f"--model torchvision:{name}: torchvision has no such net for classification{hint}"
+        )
+    options: dict[str, Any] = {}
+    if name in FROM_TENSORFLOW:  # which by default have auxiliary logits in training
+        options |= {"aux_logits": False, "init_weights": True}
 
     def make(classes: int, shape: Shape) -> nn.Module:
         if name.startswith("vit_") and shape[1] % int(name[-2:]) == 0:  # whole patches

@@ -124,13 +124,12 @@ def load_weights(net: nn.Module, model: str, weights: str, classes: Sequence[str
     If they were made for other classes, the net's last layer (the one registered last) keeps its
     new weights. Raise UsageError if anything else does not fit.
     """
-    flag, cure = f"--weights {weights}", "name the --model that it was made for"
-    origin = f"from {weights}"
     if entry := find_named(model, weights):
         given, made_for = read_named(model, weights, entry)
         cure, origin = f"use --image-size {size_of(entry)}", f"{entry}, from {file_of(entry)}"
     else:
         given, made_for = read_weights(weights)
+        cure, origin = "name the --model that it was made for", f"from {weights}"
     if isinstance(net, GreyAsColour):  # a file of the net itself, or of a run on grey images
         net, given = net.net, {key.removeprefix("net."): given[key] for key in given}
     if getattr(net, "aux_logits", None) is False:  # torchvision's files have them
@@ -138,31 +137,28 @@ def load_weights(net: nn.Module, model: str, weights: str, classes: Sequence[str
     own = net.state_dict()
     if not own.keys() & given.keys():  # DDP's own state_dict() has a prefix
         given = {key.removeprefix("module."): given[key] for key in given}
-    for key in (*own, *given):
-        if key not in given:
-            raise UsageError(f"{flag}: has no {key}, which this net needs; {cure}")
-        if key not in own:
-            raise UsageError(f"{flag}: has {key}, which this net does not have; {cure}")
+
     layer = [*own][-1].rpartition(".")[0]
     last = [key for key in own if key.rpartition(".")[0] == layer]
-    other = [key for key in own if own[key].shape != given[key].shape]
-    if misfits := [key for key in other if key not in last]:
-        key = misfits[0]
-        raise UsageError(
-            f"{flag}: {key} has the shape {list(given[key].shape)}, the net's is"
-            f" {list(own[key].shape)}; {cure}"
-        )
-    renamed = made_for is not None and made_for != [*classes]
-    if other or renamed:
+    initialise_again = made_for not in (None, [*classes])
+    for key in own | given:
+        mine, theirs = (list(t[key].shape) if key in t else "missing" for t in (own, given))
+        if mine == theirs:
+            continue
+        if key not in last or theirs == "missing":
+            raise UsageError(
+                f"--weights {weights}: {key} is {theirs} in the file, {mine} in the net; {cure}"
+            )
+        initialise_again = True
+    if initialise_again:
         if any(own[key].shape[:1] != (len(classes),) for key in last):
             raise UsageError(
-                f"{flag}: was made for other classes, and the net's last layer, {layer}, does not"
-                f" give the {len(classes)}; define the layer that gives the logits last"
+                f"--weights {weights}: was made for other classes, and the net's last layer,"
+                f" {layer}, does not give the {len(classes)}; define the layer that gives the"
+                " logits last"
             )
-        outputs = given[last[0]].shape[:1].numel()
         given = {key: given[key] for key in given if key not in last}
-        what = f"{outputs} classes" if outputs != len(classes) else "other classes or sizes"
-        origin += f"; {' and '.join(last)} are initialised again: made for {what}"
+        origin += f"; {' and '.join(last)} are initialised again: made for other classes or sizes"
     own |= given  # not `given` alone: it lacks the layers' versions, which mnasnet needs
     net.load_state_dict(own)
     return origin
@@ -191,10 +187,7 @@ def read_named(
 
 def read_weights(file: str) -> tuple[dict[str, Tensor], list[str] | None]:
     """Return a file's tensors, and the names of the classes if one of our runs wrote it."""
-    flag, path, why = f"--weights {file}", Path(file), "it holds more than tensors, or is damaged"
-    if path.is_dir() or path.match("checkpoints/step-*.pt"):
-        what, run = ("a folder", path) if path.is_dir() else ("a checkpoint", path.parents[1])
-        raise UsageError(f"{flag}: is {what}; give {run}/model.safetensors, of a finished run")
+    why = "it holds more than tensors, or is damaged"
     try:
         if file.endswith(".safetensors"):
             from safetensors import safe_open
@@ -207,9 +200,11 @@ def read_weights(file: str) -> tuple[dict[str, Tensor], list[str] | None]:
         if all(isinstance(tensor, Tensor) for tensor in given.values()):
             return given, None
     except FileNotFoundError as error:
-        # The names of torchvision's weights have no suffix.
-        fix = "check the path" + (", or write a name in capitals: DEFAULT" * (not path.suffix))
-        raise UsageError(f"{flag}: there is no such file; {fix}") from error
+        fix = "check the path, or write a name, such as DEFAULT, in capitals"
+        raise UsageError(f"--weights {file}: there is no such file; {fix}") from error
     except Exception as error:
         why = reason(error) if isinstance(error, OSError) else why
-    raise UsageError(f"{flag}: cannot be read ({why}); save net.state_dict() alone")
+    raise UsageError(
+        f"--weights {file}: cannot be read ({why}); give model.safetensors of a finished run, or"
+        " save net.state_dict() alone"
+    )

@@ -6,6 +6,7 @@ A net takes normalised images [B, C, H, W] in the dtype of its weights. `build_n
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -62,8 +63,7 @@ def deeper(channels: int, shape: Shape, norm: Callable[[int], nn.Module]) -> nn.
     return blocks
 
 
-def group_norm(channels: int) -> nn.Module:
-    return nn.GroupNorm(4, channels)
+group_norm = partial(nn.GroupNorm, 4)
 
 
 def three_by_three(x: Tensor) -> Tensor:
