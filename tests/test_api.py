@@ -63,30 +63,21 @@ PROOF |= {"mixed_precision": "fp64", "log_every": 1}
 def test_the_keywords_are_the_flags(function: Any, first: list[str], groups: Any) -> None:
     fields = [f for each in fields_of(*groups).values() for f in each if f.name not in first]
     assert ("sync_bn" in {field.name for field in fields}) == (function is api.train)  # as --help
-    shown = list(inspect.signature(function).parameters.values())
-    assert [parameter.name for parameter in shown] == first + [field.name for field in fields]
-    for parameter, field in zip(shown[len(first) :], fields, strict=True):
-        assert (parameter.annotation, parameter.default) == (field.type, field.default)
-        assert parameter.kind is parameter.KEYWORD_ONLY
-        assert f"    {field.name}: {field.metadata['help']}\n" in function.__doc__ + "\n"
+    assert [*inspect.signature(function).parameters] == [*first, "flags"]
+    lines = [f"    {f.name}={f.default!r}: {f.metadata['help']}" for f in fields]
+    assert function.__doc__.endswith("\n".join(["", *lines]))
 
 
 @pytest.mark.parametrize(
     ("keywords", "flags"),
     [
-        ({"epochs": 0}, "--epochs 0"),
         ({"epochs": 2.5}, "--epochs 2.5"),
-        ({"epochs": "two"}, "--epochs two"),
         ({"lr": "high"}, "--lr high"),
-        ({"model": "cn"}, "--model cn"),
         ({"image_size": "big"}, "--image-size big"),
-        ({"preset": ""}, "--preset ''"),
         ({"comm_hook": "fp8"}, "--comm-hook fp8"),
         ({"patience": 2, "val_size": 0}, "--patience 2 --val-size 0"),
-        ({"resume": "auto"}, "--resume auto"),
         ({"dataset": Path("no/photos")}, "--dataset no/photos"),
         ({"dataset": "digits", "weights": Path("no.pth")}, "--dataset digits --weights no.pth"),
-        ({"dataset": "digits", "model": "no_file:Net"}, "--dataset digits --model no_file:Net"),
         ({"dataset": "digits", "batch_size": 5000}, "--dataset digits --batch-size 5000"),
         ({"dataset": "digits", "metrics": ["f2"]}, "--dataset digits --metrics f2"),
     ],
@@ -167,7 +158,9 @@ def test_a_class_and_a_function_are_what_would_be_typed(
     assert refused(api.train, model=net).startswith("--model Sequential( (0): Linear(in")
     assert "\n" not in refused(api.train, model=net)
     monkeypatch.setattr(refused, "__module__", "__main__")
-    assert refused(api.train, model=refused).startswith("--model refused: is of this session alone")
+    assert refused(api.train, model=refused).startswith(
+        "--model refused: exists in this session al"
+    )
     assert refused(api.train, metrics=[refused]).endswith("; import it from a file of its own")
     with pytest.raises(TypeError):
         api.train("photos")  # type: ignore[call-arg]
@@ -233,11 +226,11 @@ def train_until_interrupted(run_dir: str) -> None:
         api.train(run_dir=run_dir, **PROOF)
 
 
-def train_twice(name: str) -> None:
+def train_and_evaluate(name: str, times: int) -> None:
     """Train as one of the processes that a launcher forks."""
     if name == "debug":
         os.environ["MASTER_PORT"] = os.environ["TEST_PORT"]  # not the one that it always takes
-    for number in (1, 2):
+    for number in range(times):
         summary = api.train(run_dir=f"{name}-{number}", **PROOF)
         written = read_json(Path(f"{name}-{number}", "summary.json"))
         same = ("test_loss", "confusion", "steps", "world_size")  # times are each rank's own
@@ -263,12 +256,11 @@ def in_one_interpreter() -> None:
         Path(path).mkdir(parents=True)
         PIL.Image.new("L", (8, 8)).save(f"{path}/1.png")
     own = {"dataset": "photos", "cache_dir": "cache", "metrics": "own_count:count"}
-    told["photos"] = api.train(run_dir="photos-run", epochs=1, val_size=0, model="mlp", **own)
+    short = {"epochs": 1, "val_size": 0, "model": "mlp", "mixed_precision": "no"}
+    told["photos"] = api.train(run_dir="photos-run", **own, **short)
     api.predict("photos-run", [])
     told["first"] = api.train(run_dir=Path("first"), **PROOF)
     told["again"] = api.train(resume="first", epochs=None, patience=None)
-    told["single"] = api.train(run_dir="single", **PROOF | {"mixed_precision": "no", "epochs": 1})
-    told["second"] = api.train(run_dir="second", **PROOF)
     try:
         train_until_interrupted("stopped")
     except Preempted as error:
@@ -282,9 +274,9 @@ def in_one_interpreter() -> None:
     os.environ |= {"OMP_NUM_THREADS": "4", "TEST_PORT": str(free_port())}
     torch.set_num_threads(4)
     torch.randn(4000, 4000).relu().sum()
-    debug_launcher(train_twice, args=("debug",), num_processes=2)
-    port = str(free_port())
-    notebook_launcher(train_twice, args=("notebook",), num_processes=2, use_port=port)
+    debug_launcher(train_and_evaluate, args=("debug", 2), num_processes=2)
+    port, arguments = str(free_port()), ("notebook", 1)
+    notebook_launcher(train_and_evaluate, args=arguments, num_processes=2, use_port=port)
     logging.disable(logging.WARNING)  # the launcher's words on what it does
     try:
         notebook_launcher(train_until_interrupted, args=("both",), num_processes=2, use_port=port)
@@ -302,8 +294,8 @@ def test_many_calls_in_one_interpreter(alone: Path, tmp_path: Path) -> None:
     told = read_json(tmp_path / "told.json")
     assert told["planned"] == {}
     assert told["photos"]["metrics"] == {"own_count:count": 2}
+    assert told["photos"]["precision"] == "no"
     assert told["first"] == told["again"] == read_json(tmp_path / "first" / "summary.json")
-    assert (told["single"]["precision"], told["single"]["steps"]) == ("no", 15)
     sentence, code = told["stopped"]
     match = r"SIGINT: stopped after step (\d+) and saved; to go on, add --resume stopped to the .*"
     stopped = re.fullmatch(match, sentence)
@@ -312,7 +304,7 @@ def test_many_calls_in_one_interpreter(alone: Path, tmp_path: Path) -> None:
     assert code == 130
     # without a launcher bit for bit what the command line does
     expected = watch.what_stays(alone)
-    for name in ("first", "second", "stopped"):
+    for name in ("first", "stopped"):
         assert watch.what_stays(tmp_path / name) == expected, name
     assert not any(told["changed"])
     assert (tmp_path / "signalled").read_text() == "SIGINT"
@@ -322,8 +314,8 @@ def test_many_calls_in_one_interpreter(alone: Path, tmp_path: Path) -> None:
     assert watch.largest_difference(weights, watch.weights_of(alone)) < 1e-9
     for launcher in ("debug", "notebook"):
         assert all((tmp_path / f"{launcher}-rank-{rank}").exists() for rank in (0, 1))
-        for number in (1, 2):
-            check_equal(tmp_path / f"{launcher}-{number}", alone, 2)
+    for name in ("debug-0", "debug-1", "notebook-0"):
+        check_equal(tmp_path / name, alone, 2)
 
 
 def test_ones_own_file_counts_as_it_is_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,7 +59,7 @@ def test_help_of_train_shows_each_flag_with_its_sentence(typed: Typed) -> None:
     shown = " ".join(out.split())
     assert "--warmup X Share of steps with a rising learning rate. [0.1]" in shown
     ours = "cnn, cnn_deep, mlp, cnn_bn"
-    own = "torchvision:NAME, or your own MODULE:NAME [cnn; pictures: cnn_deep]."
+    own = "torchvision:NAME, or own MODULE:NAME [cnn; pictures: cnn_deep]."
     assert f"--model TEXT {ours}, {own}" in shown
     assert "accurate} fast: short, longer on pictures; accurate: cnn_deep for long, on" in shown
     assert "--augment, --no-augment Mirror, crop and colour pictures [yes]; rotate," in shown
@@ -103,9 +103,9 @@ REFUSED = {
     "train --ünïcode": "--ünïcode: there is no such flag or argument here; see ddp-mnist tr",
     "train mnist": "mnist: there is no such flag or argument here",
     "train --quiet=yes": "--quiet: ignored explicit argument 'yes'; see ddp-mnist train",
-    "train --workers 4": "--workers 4: none are needed, the images are in memory: ddp-mnist train",
+    "train --workers 4": "--workers: is not needed, as all images are in memory; leave it out",
     "train -gpu 0": "-gpu: there is no such flag or argument here",
-    "LOCAL_RANK=1 train -g 0": "-g 0: each process takes the GPU of its local rank; leave it out",
+    "LOCAL_RANK=1 train -g 0": "-g: each process takes the GPU of its local rank; leave it out",
     "trian": f"trian: choose from {VERBS}; did you mean train?",
     "''": f": choose from {VERBS}",
     "--local-rank x train": "--local-rank: comes after the verb",

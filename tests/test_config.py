@@ -82,32 +82,30 @@ def test_words(group: type[Flags], field: dataclasses.Field[Any]) -> None:
             group(**{field.name: [*choices][-1] + "x"})
 
 
-@pytest.mark.parametrize(
-    "name", ["resnet18", "cn", "torchvision:", ":Net", "net.py:Net:x", "a b:c", "a/b:c", "n:a.b"]
-)
-def test_a_net_is_one_of_ours_or_has_a_colon(name: str) -> None:
-    hint = "; did you mean cnn?" if name == "cn" else ""
-    with pytest.raises(UsageError) as refused:
-        Recipe(model=name)
-    assert str(refused.value) == (
-        f"--model {name.rstrip(':')}: choose from cnn, cnn_deep, mlp, cnn_bn, torchvision:NAME"
-        f" (e.g. torchvision:resnet18) or MODULE:NAME{hint}"
-    )
+NETS_LEGAL = "choose from cnn, cnn_deep, mlp, cnn_bn, torchvision:NAME (e.g. torchvision:resnet18)"
+SIZE_LEGAL = "must be N or HEIGHTxWIDTH up to 9999, e.g. 64 or 48x64"
+WRONG_FORMS: dict[str, list[str]] = {
+    f"--model {{}}: {NETS_LEGAL} or MODULE:NAME": [
+        *("resnet18", "torchvision:", ":Net", "net.py:Net:x", "a b:c", "a/b:c", "n:a.b")
+    ],
+    f"--model {{}}: {NETS_LEGAL} or MODULE:NAME; did you mean cnn?": ["cn"],
+    f"--image-size {{}}: {SIZE_LEGAL}": [
+        *("0", "x", "3x", "x3", "48x0", "-1", "1.5", "10000", "64X48", " 8")
+    ],
+}
 
 
-@pytest.mark.parametrize(
-    "size", ["0", "x", "3x", "x3", "48x0", "-1", "1.5", "10000", "64X48", " 8"]
-)
-def test_an_image_size_is_one_number_or_two(size: str) -> None:
-    with pytest.raises(UsageError) as refused:
-        RunFlags(image_size=size)
-    assert str(refused.value) == (
-        f"--image-size {size}: must be N or HEIGHTxWIDTH up to 9999, e.g. 64 or 48x64"
-    )
-    assert [RunFlags(image_size=good).image_options.size for good in ("64", "48x96")] == [
-        (64, 64),
-        (48, 96),
-    ]
+@pytest.mark.parametrize("line", WRONG_FORMS)
+def test_words_of_another_form_are_refused_with_the_form(line: str) -> None:
+    for word in WRONG_FORMS[line]:
+        with pytest.raises(UsageError) as refused:
+            RunFlags(image_size=word) if "size" in line else Recipe(model=word)
+        assert str(refused.value) == line.format(word)
+
+
+def test_an_image_size_is_one_number_or_two() -> None:
+    for word, size in (("64", (64, 64)), ("48x96", (48, 96))):
+        assert RunFlags(image_size=word).image_options.size == size
 
 
 @pytest.mark.parametrize(("group", "field"), ALL, ids=[f"{g.__name__} {f.name}" for g, f in ALL])
@@ -163,7 +161,8 @@ def test_flags_that_contradict_each_other(recipe: dict[str, Any], message: str) 
 
 @pytest.mark.parametrize(("processes", "parts", "fits"), [(4, 1, True), (1, 4, False)])
 def test_batchnorm_takes_more_than_one_map_of_1x1(processes: int, parts: int, fits: bool) -> None:
-    recipe = Recipe(model="torchvision:resnet18", batch_size=4, grad_accum=parts)
+    net = "torchvision:shufflenet_v2_x0_5"
+    recipe = Recipe(model=net, batch_size=4, grad_accum=parts)
     store = Mock(world_size=processes, broadcast_from_rank0=lambda _, function: function())
     line = "--batch-size, so that each process has 2 images or more at once$"
     for sync_bn in (False, True):
@@ -175,17 +174,15 @@ def test_batchnorm_takes_more_than_one_map_of_1x1(processes: int, parts: int, fi
 
 def test_sync_bn_needs_a_net_with_batchnorm() -> None:
     """Only the net itself tells; --sync-bn is not refused before there is one."""
-    digits, sync_bn = cache.load("digits"), Distribution(sync_bn=True)
-    for model in ("cnn", "mlp"):
-        config = TrainConfig(RunFlags(), Recipe(model=model), sync_bn)
-        with pytest.raises(UsageError) as refused:
-            check_net(resolved(config, digits), digits)
-        assert str(refused.value) == (
-            f"--sync-bn: {model} has no BatchNorm; use --model cnn_bn or leave it out"
-        )
-        check_net(resolved(TrainConfig(RunFlags(), Recipe(model=model)), digits), digits)
-    for model in ("cnn_bn", "torchvision:resnet18"):
-        check_net(resolved(TrainConfig(RunFlags(), Recipe(model=model), sync_bn), digits), digits)
+    digits = cache.load("digits")
+    for model, sync_bn in (("cnn", False), ("cnn_bn", True)):
+        config = TrainConfig(RunFlags(), Recipe(model=model), Distribution(sync_bn=sync_bn))
+        check_net(resolved(config, digits), digits)
+    config = TrainConfig(RunFlags(), Recipe(model="cnn"), Distribution(sync_bn=True))
+    with pytest.raises(
+        UsageError, match=r"^--sync-bn: cnn has no BatchNorm; use --model cnn_bn or"
+    ):
+        check_net(resolved(config, digits), digits)
 
 
 # --- What is decided by the data set
@@ -193,45 +190,53 @@ def test_sync_bn_needs_a_net_with_batchnorm() -> None:
 MNIST, DIGITS = 60_000, 1437
 
 
+PICTURES: dict[str, Any] = {"pictures": True}
+ACCURATE: dict[str, Any] = {"preset": "accurate", "val_size": 0}
+
+
 @pytest.mark.parametrize(
-    ("rows", "world_size", "grad_accum", "batch_size", "val_size", "epochs"),
+    ("rows", "given", "batch_size", "val_size", "epochs"),
     [
-        *[(MNIST, size, 1, 144, 5000, 1) for size in (1, 2, 3, 4, 6, 8)],
-        (MNIST, 5, 1, 145, 5000, 1),
-        (MNIST, 7, 1, 147, 5000, 1),
-        (MNIST, 2, 5, 150, 5000, 1),
-        *[(DIGITS, size, 1, 72, 287, 20) for size in (1, 2, 3, 4, 6, 8)],
-        (DIGITS, 5, 1, 75, 287, 20),
-        (DIGITS, 7, 1, 77, 287, 22),
-        (9000, 1, 1, 144, 1800, 6),  # 50 batches of 144
-        (8998, 1, 1, 72, 1799, 4),  # one image less
-        (100, 8, 4, 64, 20, 300),  # 96 would be nearer, but there are 80
-        (10, 3, 1, 6, 2, 300),
-        (1, 1, 1, 1, 0, 300),
+        *[(MNIST, {"world_size": size}, 144, 5000, 1) for size in (1, 2, 3, 4, 6, 8)],
+        (MNIST, {"world_size": 5}, 145, 5000, 1),
+        (MNIST, {"world_size": 7}, 147, 5000, 1),
+        (MNIST, {"world_size": 2, "grad_accum": 5}, 150, 5000, 1),
+        (MNIST, {"weights": "DEFAULT"}, 144, 5000, 1),  # as many steps as without
+        *[(DIGITS, {"world_size": size}, 72, 287, 20) for size in (1, 2, 3, 4, 6, 8)],
+        (DIGITS, {"world_size": 5}, 75, 287, 20),
+        (DIGITS, {"world_size": 7}, 77, 287, 22),
+        (9000, {}, 144, 1800, 6),  # 50 batches of 144
+        (8998, {}, 72, 1799, 4),  # one image less
+        (100, {"world_size": 8, "grad_accum": 4}, 64, 20, 300),  # 96 would be nearer: there are 80
+        (10, {"world_size": 3}, 6, 2, 300),
+        (1, {}, 1, 0, 300),
+        # Few pictures take smaller steps, and more of them.
+        (408, PICTURES, 24, 81, 154),  # 327 to train on, 13 steps
+        (408, PICTURES | {"weights": "DEFAULT"}, 24, 81, 154),
+        (4498, PICTURES, 24, 899, 14),  # 149 steps
+        (4500, PICTURES, 72, 900, 14),  # 50 steps
+        (8998, PICTURES, 72, 1799, 10),  # 99 steps
+        (9000, PICTURES, 144, 1800, 20),  # 50 steps
+        (MNIST, PICTURES, 144, 5000, 10),
+        (MNIST, PICTURES | {"epochs": 1, "batch_size": 72}, 72, 5000, 1),
+        # The accurate preset takes 4,000 steps, each of twice the batch.
+        (408, PICTURES | {"preset": "accurate"}, 48, 81, 667),  # 6 steps
+        (MNIST, PICTURES | {"preset": "accurate"}, 288, 5000, 22),  # 190 steps
+        (MNIST, ACCURATE, 288, 0, 20),  # of 208 steps
+        (DIGITS, ACCURATE, 144, 0, 445),  # of 9
+        (MNIST, ACCURATE | {"epochs": 3, "batch_size": 100}, 100, 0, 3),
+        (MNIST, ACCURATE | {"batch_size": 1000}, 1000, 0, 67),
     ],
 )
-def test_defaults(
-    rows: int, world_size: int, grad_accum: int, batch_size: int, val_size: int, epochs: int
+def test_the_data_set_decides_batch_size_and_epochs(
+    rows: int, given: dict[str, Any], batch_size: int, val_size: int, epochs: int
 ) -> None:
-    recipe = resolve_recipe(Recipe(grad_accum=grad_accum), rows, world_size)
+    typed = {name: given[name] for name in given if name not in ("world_size", "pictures")}
+    recipe = resolve_recipe(
+        Recipe(**typed), rows, given.get("world_size", 1), pictures="pictures" in given
+    )
     assert (recipe.batch_size, recipe.val_size, recipe.epochs) == (batch_size, val_size, epochs)
-
-
-@pytest.mark.parametrize(
-    ("rows", "given", "batch_size", "epochs"),
-    [
-        (MNIST, {}, 288, 20),  # of 208 steps
-        (DIGITS, {}, 144, 445),  # of 9
-        (MNIST, {"epochs": 3, "batch_size": 100}, 100, 3),
-        (MNIST, {"batch_size": 1000}, 1000, 67),
-    ],
-)
-def test_the_accurate_preset_takes_four_thousand_steps_of_twice_the_batch(
-    rows: int, given: dict[str, Any], batch_size: int, epochs: int
-) -> None:
-    recipe = resolve_recipe(Recipe(preset="accurate", val_size=0, **given), rows, 1)
-    assert (recipe.batch_size, recipe.epochs) == (batch_size, epochs)
-    assert recipe.steps_per_epoch == rows // batch_size
+    assert recipe.steps_per_epoch == (rows - val_size) // batch_size
 
 
 NOT_OURS = ("torchvision:resnet18", "own_net:Net")
@@ -255,36 +260,6 @@ def test_the_net_decides_optimizer_and_learning_rate(
     for model in models:
         found = resolve_recipe(Recipe(preset, model, optimizer=typed), DIGITS, 1)
         assert (found.optimizer, found.lr) == (optimizer, lr)
-
-
-@pytest.mark.parametrize(
-    ("rows", "preset", "batch_size", "epochs"),
-    [
-        (408, "fast", 24, 154),  # 327 to train on, 13 steps
-        (4498, "fast", 24, 14),  # 149 steps
-        (4500, "fast", 72, 14),  # 50 steps
-        (8998, "fast", 72, 10),  # 99 steps
-        (9000, "fast", 144, 20),  # 50 steps
-        (60_000, "fast", 144, 10),
-        (408, "accurate", 48, 667),  # 6 steps
-        (60_000, "accurate", 288, 22),  # 190 steps
-    ],
-)
-def test_few_pictures_take_smaller_steps_and_more_of_them(
-    rows: int, preset: str, batch_size: int, epochs: int
-) -> None:
-    found = resolve_recipe(Recipe(preset), rows, 1, pictures=True)
-    assert (found.batch_size, found.epochs) == (batch_size, epochs)
-    given = resolve_recipe(Recipe(preset, epochs=1, batch_size=72), rows, 1, pictures=True)
-    assert (given.batch_size, given.epochs) == (72, 1)
-
-
-@pytest.mark.parametrize("pictures", [True, False])
-def test_a_run_from_weights_takes_as_many_steps_as_one_without(pictures: bool) -> None:
-    found = [
-        resolve_recipe(Recipe(weights=w), 408, 1, pictures=pictures) for w in (None, "DEFAULT")
-    ]
-    assert found[0].total_steps == found[1].total_steps == (2002 if pictures else 300)
 
 
 @pytest.mark.parametrize("typed", [None, True, False])

@@ -319,8 +319,6 @@ def test_a_run_begins_with_the_weights_and_goes_on_without_their_file(
     assert ended.err.startswith("ddp-mnist: error: --weights IMAGENET1K_V1: run was made with DEF")
     ended = typed("predict", "run", "moved/test")
     assert (ended.code, ended.err) == (0, "") and ended.out.count("\n") == 4
-    ended = typed("evaluate", "run", "--dataset", "moved")
-    assert (ended.code, ended.err) == (0, "")
     ended = typed("export", "run", "--format", "safetensors")
     assert (ended.code, ended.err) == (0, "")
     card = next(Path("run").rglob("README.md")).read_text()

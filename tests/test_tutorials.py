@@ -43,7 +43,9 @@ def test_a_command_is_taken_or_answered_with_ours(command: str, ours: str) -> No
     if " -g" in command:
         with pytest.raises(UsageError) as refused:
             config_of(command)
-        assert re.fullmatch("-g: .*; put CUDA_VISIBLE_DEVICES=0 before the .*", str(refused.value))
+        assert re.fullmatch(
+            "-g: .*; leave it out, and put CUDA_VISIBLE_DEVICES=0 .*", str(refused.value)
+        )
     else:
         assert config_of(command) == config
     if "torch.distributed.launch" in command:
@@ -84,10 +86,10 @@ def test_a_flag_is_taken_where_it_means_ours(theirs: str, ours: str) -> None:
     [
         ("-g", "put CUDA_VISIBLE_DEVICES=0 before the command"),
         ("-g1", "put CUDA_VISIBLE_DEVICES=0 before"),
-        ("-g0,1", "start torchrun --nproc-per-node N -m ddp_mnist train"),
+        ("-g0,1", "put CUDA_VISIBLE_DEVICES=0 before the command"),
         ("--gpu=cuda:1", "put CUDA_VISIBLE_DEVICES=0 before"),
-        ("--gpus", "start torchrun --nproc-per-node N -m ddp_mnist train, or give --cpu"),
-        ("--nproc_per_node=gpu", "start torchrun --nproc-per-node N -m ddp_mnist train"),
+        ("--gpus", "use torchrun --nproc-per-node N -m ddp_mnist train, or --cpu"),
+        ("--nproc_per_node=gpu", "use torchrun --nproc-per-node N -m ddp_mnist train"),
         ("--save_model", "leave it out"),
         ("--num_workers=4", "leave it out"),
         ("--workers", "leave it out"),

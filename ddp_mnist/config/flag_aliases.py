@@ -13,11 +13,12 @@ TRANSLATED = {  # flags without a value
 }
 RENAMED = {"--dist-backend": "--backend", "--dist-url": "--init-method"}
 CHOOSE_GPU = (
-    "is chosen outside the program; put CUDA_VISIBLE_DEVICES=0 before the command, or for several"
-    " GPUs start torchrun --nproc-per-node N -m ddp_mnist train"
+    "each process takes the GPU of its local rank; leave it out, and put CUDA_VISIBLE_DEVICES=0"
+    " before the command to choose one"
 )
 USE_LAUNCHER = (
-    "is a launcher's; start torchrun --nproc-per-node N -m ddp_mnist train, or give --cpu for none"
+    "a launcher starts the processes; leave it out, and use torchrun --nproc-per-node N -m"
+    " ddp_mnist train, or --cpu"
 )
 NO_WORKERS = "is not needed, as all images are in memory; leave it out"
 REFUSED = {

@@ -90,7 +90,7 @@ class Recipe(Flags):
     label_smoothing: float = flag(
         0.1, "Share of a label spread over all classes.", least=0, below=1
     )
-    loss: str | None = flag(None, "Your own loss of each image, MODULE:FUNCTION [cross-entropy].")
+    loss: str | None = flag(None, "Your own loss of each image, MODULE:FUNCTION [cross entropy].")
     class_weights: str = flag(
         "none", "balanced: in training all classes count alike.", choices=("none", "balanced")
     )

@@ -200,7 +200,7 @@ def read_weights(file: str) -> tuple[dict[str, Tensor], list[str] | None]:
         if all(isinstance(tensor, Tensor) for tensor in given.values()):
             return given, None
     except FileNotFoundError as error:
-        fix = "check the path, or write a name, such as DEFAULT, in capitals"
+        fix = "check the path, or write a name in capitals: DEFAULT"
         raise UsageError(f"--weights {file}: there is no such file; {fix}") from error
     except Exception as error:
         why = reason(error) if isinstance(error, OSError) else why
