@@ -132,7 +132,7 @@ def test_a_net_that_this_code_does_not_have_is_named(content: bytes) -> None:
     for about, message in (
         (
             described(architecture="vgg:A"),
-            "^runs/x: its --model vgg:A: there is no module vgg in .*; call this where the run was",
+            "^runs/x: its --model vgg:A: cannot be imported .*; call this where the run was",
         ),
         (
             described(architecture="torchvision:vg"),

@@ -85,14 +85,9 @@ def import_once(flag: str, name: str) -> ModuleType:
         SOURCES[module] = inspect.getsource(found) if file.endswith(".py") else ""
         return found
     except Exception as error:
-        missing = getattr(error, "name", None) or ""
-        if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{missing}."):
-            raise UsageError(
-                f"{flag} {name}: there is no module {missing} in {here} or among the installed"
-                " packages; name it as in an import, without .py"
-            ) from error
         raise UsageError(
-            f"{flag} {name}: cannot be imported ({locate(error)}); correct it, or leave it out"
+            f"{flag} {name}: cannot be imported ({locate(error)}); correct the file, or name a"
+            f" module in {here} or an installed one, without .py"
         ) from error
 
 

@@ -1,6 +1,5 @@
 """Try a net and a loss, forward and backward, before a run begins; a fault is one line."""
 
-import re
 from collections.abc import Callable
 
 import torch
@@ -9,7 +8,7 @@ from torch import Tensor, nn
 from ddp_mnist.data.image_format import Shape
 from ddp_mnist.errors import UsageError
 from ddp_mnist.nets import own_code
-from ddp_mnist.nets.ours import Normalised, is_known
+from ddp_mnist.nets.ours import Normalised
 
 
 def check(model: Normalised, name: str, classes: int, shape: Shape, at_once: int = 2) -> None:
@@ -50,18 +49,16 @@ def try_net(model: nn.Module, name: str, classes: int, shape: tuple[int, ...]) -
 
     Raise UsageError if the net fails, or gives something else.
     """
-    images, mode = list(shape), " in training" if model.training else ""
+    images, mode = list(shape), " in training" * model.training
     try:
         with torch.set_grad_enabled(model.training):
             logits = model(torch.zeros(shape, dtype=torch.uint8))
             if getattr(logits, "requires_grad", False):
                 logits.sum().backward()
     except Exception as error:
-        cure = "give another --image-size, e.g. 224"
+        cure = "correct its forward, or give another --image-size, e.g. 224"
         if model.training and shape[0] == 1:  # with two images it did not fail
             cure = "give a larger --batch-size, so that each process has 2 images or more at once"
-        elif not is_known(name):
-            cure = f"correct its forward, or {cure}"
         raise UsageError(
             f"--model {name}: fails{mode} on images {images} ({own_code.locate(error)}); {cure}"
         ) from error
@@ -86,26 +83,19 @@ def check_loss(
         labels = torch.arange(batch, device=device) % classes
         on = f"logits {list(logits.shape)} and labels [{batch}]"
         try:
-            losses = losses_of(logits.requires_grad_(), labels)
-            if getattr(losses, "requires_grad", False):
+            losses = torch.as_tensor(losses_of(logits.requires_grad_(), labels))
+            each_has_one = losses.is_floating_point() and losses.shape == labels.shape
+            if losses.requires_grad:
                 losses.sum().backward()
         except Exception as error:
             why = own_code.locate(error, losses_of)
             raise UsageError(f"--loss {name}: fails on {on} ({why}); correct it") from error
-        given = type(losses).__name__
-        if isinstance(losses, Tensor):
-            given = f"{losses.dtype} {list(losses.shape)}".removeprefix("torch.")
-        if not re.fullmatch(rf"b?float\d+ \[{batch}\]", given):
-            raise UsageError(
-                f"--loss {name}: gives {given} for {on}, must be each image's own, float [{batch}];"
-                " leave out the mean, e.g. by reduction='none'"
-            )
-        if not losses.requires_grad:
-            raise UsageError(
-                f"--loss {name}: its losses have no gradient; compute them from the logits without"
-                " torch.no_grad(), detach() and argmax()"
-            )
-        if not losses.isfinite().all():
-            raise UsageError(
-                f"--loss {name}: gives {losses.tolist()} for {on}, must be finite; correct it"
-            )
+        if not each_has_one:
+            problem = "give the float loss of each image, not their mean: e.g. reduction='none'"
+        elif not losses.requires_grad:
+            problem = "compute it from the logits without torch.no_grad(), detach() and argmax()"
+        elif not losses.isfinite().all():
+            problem = "correct it, so that it is finite"
+        else:
+            continue
+        raise UsageError(f"--loss {name}: gives {losses.tolist()} for {on}; {problem}")
