@@ -12,7 +12,6 @@ import re
 import shlex
 import signal
 import sys
-import threading
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -105,44 +104,57 @@ def refused(function: Any, *args: Any, **keywords: Any) -> str:
     return str(raised.value)
 
 
-def test_what_a_command_line_cannot_be_given_is_refused_too() -> None:
-    for function, first in ((api.train, ()), (api.evaluate, ("a",)), (api.predict, ("a", "b"))):
-        name = "no such keyword here; see help() of this function"
-        assert refused(function, *first, dogs=1) == f"dogs: there is {name}"
-    unknown = "there is no such keyword here; did you mean"
-    assert refused(api.train, epoch=1) == f"epoch: {unknown} epochs?"
-    assert refused(api.evaluate, "a", splits="test") == f"splits: {unknown} split?"
-    assert refused(api.predict, "a", "b", topp=1) == f"topp: {unknown} top?"
-    assert refused(api.evaluate, "a", sync_bn=True).startswith("sync_bn: there is no such keyword")
-    assert refused(api.train, grey="no") == "--grey 'no': must be True or False"
+ARRAY = np.zeros((4, 4), dtype=np.uint8)
+IMAGE = PIL.Image.fromarray(ARRAY)
+HELP = "there is no such keyword here; see help() of this function"
+UNKNOWN = "there is no such keyword here; did you mean"
+PATHS = "; give paths of image files; save it as one first"
+DATA_SETS = "; give a name, or the path of a folder of images"
+NO_COMMAND_LINES: list[tuple[Any, dict[str, Any], str]] = [
+    (api.train, {"dogs": 1}, f"dogs: {HELP}"),
+    (api.evaluate, {"dogs": 1}, f"dogs: {HELP}"),
+    (api.predict, {"images": "b", "dogs": 1}, f"dogs: {HELP}"),
+    (api.train, {"epoch": 1}, f"epoch: {UNKNOWN} epochs?"),
+    (api.evaluate, {"splits": "test"}, f"splits: {UNKNOWN} split?"),
+    (api.predict, {"images": "b", "topp": 1}, f"topp: {UNKNOWN} top?"),
+    (api.evaluate, {"sync_bn": True}, "sync_bn: there is no such keyword"),
+    (api.train, {"grey": "no"}, "--grey 'no': must be True or False"),
+    (api.train, {"weight_decay": None}, "--weight-decay None: must be a number, at least 0 and at"),
+    (api.train, {"keep": True}, "--keep True: must be a whole number, at "),
+    *[
+        (api.predict, {"images": given}, f"images: takes no {kind}{PATHS}")
+        for given, kind in (
+            *((IMAGE, "Image"), (ARRAY, "ndarray"), (torch.zeros(4, 4), "Tensor")),
+            *((b"\xff\xd8", "bytes"), ([IMAGE], "Image"), (None, "NoneType")),
+        )
+    ],
+    *[
+        (function, {"dataset": given}, f"dataset: takes no {type(given).__name__}{DATA_SETS}")
+        for function in (api.train, api.evaluate)
+        for given in (IMAGE, ARRAY, b"\xff\xd8", [IMAGE])
+    ],
+]
+
+
+@pytest.mark.parametrize(("function", "keywords", "line"), NO_COMMAND_LINES)
+def test_what_a_command_line_cannot_be_given_is_refused_too(
+    function: Any, keywords: dict[str, Any], line: str
+) -> None:
+    run = () if function is api.train else ("a",)
+    assert refused(function, *run, **keywords).startswith(line)
+
+
+def test_none_is_the_default_of_what_has_no_other() -> None:
     assert api.checked({"preset": "accurate", "val_size": None}, Recipe) == {"preset": "accurate"}
-    assert (
-        refused(api.train, weight_decay=None)
-        == "--weight-decay None: must be a number, at least 0 and at most 10"
+
+
+def test_another_thread_than_the_main_one_is_refused() -> None:
+    with ThreadPoolExecutor(1, "other") as threads:
+        told = threads.submit(refused, api.train, dataset="digits").result()
+    assert told == (
+        "thread other_0: signals reach the main thread alone; call the trainer there, or in a"
+        " process of its own"
     )
-    assert refused(api.train, keep=True).startswith("--keep True: must be a whole number, at ")
-
-    array = np.zeros((4, 4), dtype=np.uint8)
-    image, paths = PIL.Image.fromarray(array), "give paths of image files; save it as one first"
-    for given in (image, array, torch.zeros(4, 4), b"\xff\xd8", [image], None):
-        [kind] = {type(each).__name__ for each in (given if isinstance(given, list) else [given])}
-        assert refused(api.predict, "a", given) == f"images: takes no {kind}; {paths}"
-        name = f"dataset: takes no {type(given).__name__}; give a name, or the path of a folder"
-        if given is not None:
-            assert refused(api.train, dataset=given) == f"{name} of images"
-            assert refused(api.evaluate, "a", dataset=given) == f"{name} of images"
-
-    def elsewhere() -> None:
-        told.append(refused(api.train, dataset="digits"))
-
-    told: list[str] = []
-    thread = threading.Thread(target=elsewhere, name="other")
-    thread.start()
-    thread.join()
-    assert told == [
-        "thread other: signals reach the main thread alone; call the trainer there, or in a process"
-        " of its own"
-    ]
 
 
 def test_a_class_and_a_function_are_what_would_be_typed(

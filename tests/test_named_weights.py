@@ -9,9 +9,10 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Iterator
+import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import PIL.Image
@@ -102,94 +103,67 @@ def test_a_name_that_the_net_does_not_have_is_one_line_with_those_it_has(typed: 
 # --- The file
 
 
-class Server(http.server.ThreadingHTTPServer):
-    """Serves a content, whatever the path; `sent` counts how often it was sent to its end."""
-
-    def __init__(self, content: bytes) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.content, self.sent = content, 0
-
-
-class Handler(http.server.BaseHTTPRequestHandler):
-    server: Server
-
-    def do_GET(self) -> None:
-        if "nonsense" in self.path:
-            self.wfile.write(b"nonsense\r\n\r\n")
-            return
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(self.server.content)))
-        self.end_headers()
-        try:
-            self.wfile.write(self.server.content)
-            self.server.sent += 1
-        except OSError:
-            pass  # the first request only asks whether there is an answer
-
-    def log_message(self, *args: Any) -> None:
-        """Keep the tests' console clean."""
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
-    lay(tmp_path / "net.pth")
-    # More than a connection holds, which is closed unread by who only asks for an answer
-    content = (tmp_path / "net.pth").read_bytes() + bytes(2**24)
-    server = Server(content)
-    thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
-    thread.start()
-    yield server
-    server.shutdown()
-    server.server_close()
-    thread.join()
-
-
 def fetch_from(url: str) -> tuple[list[str], str]:
-    """Return what is said, and the SHA-256 of the file."""
-    ENTRY.value.url, said = url, list[str]()
-    initial_weights.fetch("DEFAULT", ENTRY, said.append, progress=False)
+    """Return what is said, and the SHA-256 of the file; note a download in the file `downloads`."""
+    ENTRY.value.url, said, download = url, list[str](), torch.hub.download_url_to_file
+
+    def noted(*arguments: Any) -> None:
+        with open("downloads", "a") as file:
+            file.write("one ")
+        time.sleep(0.3)  # long enough for another process to begin as well
+        download(*arguments)
+
+    with patch.object(torch.hub, "download_url_to_file", noted):
+        initial_weights.fetch("DEFAULT", ENTRY, said.append, progress=False)
     return said, hashlib.sha256(initial_weights.file_of(ENTRY).read_bytes()).hexdigest()
 
 
 def test_one_of_the_processes_of_a_machine_fetches_the_file(
-    server: Server, tmp_path: Path, torchvisions: Path
+    tmp_path: Path, torchvisions: Path
 ) -> None:
-    digest = hashlib.sha256(server.content).hexdigest()
-    url = f"http://127.0.0.1:{server.server_port}/models/net-{digest[:8]}.pth"
+    digest = hashlib.sha256(b"weights").hexdigest()
+    (file := tmp_path / f"net-{digest[:8]}.pth").write_bytes(b"weights")
     home = {"TORCH_HOME": os.environ["TORCH_HOME"]}  # the processes' server may be older
-    found = run_world(2, fetch_from, url, folder=tmp_path, variables=home)
-    line = f"fetching   {url}, once, into {torchvisions}"
+    found = run_world(2, fetch_from, file.as_uri(), folder=tmp_path, variables=home)
+    line = f"fetching   {file.as_uri()}, once, into {torchvisions}"
     assert {digest} == {each for _, each in found}
     assert all(said in ([line], []) for said, _ in found) and [line] in [said for said, _ in found]
-    assert server.sent == 1
-    left = {f"net-{digest[:8]}.pth"}
+    assert (tmp_path / "downloads").read_text() == "one "
+    left = {file.name}
     with locks.take(tmp_path / "lock") as lock:
         if not isinstance(lock, SoftFileLock):  # on a disk without flock, the file is the lock
-            left.add(f"net-{digest[:8]}.pth.lock")
+            left.add(f"{file.name}.lock")
     assert {file.name for file in torchvisions.iterdir()} == left
 
 
+class Nonsense(http.server.BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.wfile.write(b"nonsense\r\n\r\n")
+
+
 def test_a_file_that_cannot_be_had_is_one_line_that_says_what_to_bring_where(
-    server: Server, torchvisions: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    torchvisions: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    place = f"http://127.0.0.1:{server.server_port}/net-0123abcd.pth"
-    for url, why in (
-        (place, r"invalid hash value .*"),  # the connection broke, or a proxy answers
-        (place.replace("net", "nonsense/net"), "nonsense"),
-        ("http://127.0.0.1:1/net-0123abcd.pth", "Connection refused"),
-        ((tmp_path / "net-0123abcd.pth").as_uri(), "No such file or directory"),
-    ):
-        monkeypatch.setattr(ENTRY.value, "url", url)
-        bring = f"bring {url} to {torchvisions}, under this name"
-        line = rf"^--weights DEFAULT: net-0123abcd.pth cannot be fetched \({why}\); {bring}$"
-        with pytest.raises(UsageError, match=line):
-            fetch_from(url)
-        assert not [file for file in torchvisions.iterdir() if file.suffix != ".lock"]
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "file"))
+    monkeypatch.chdir(tmp_path)
+    (damaged := tmp_path / "net-0123abcd.pth").touch()
+    with http.server.HTTPServer(("127.0.0.1", 0), Nonsense) as server:
+        threading.Thread(target=server.handle_request, daemon=True).start()
+        for url, why in (
+            (damaged.as_uri(), "invalid hash value .*"),  # what a broken connection leaves
+            (f"http://127.0.0.1:{server.server_port}/net-0123abcd.pth", "nonsense"),
+            ("http://127.0.0.1:1/net-0123abcd.pth", "Connection refused"),
+            ((tmp_path / "no" / "net-0123abcd.pth").as_uri(), "No such file or directory"),
+        ):
+            monkeypatch.setattr(ENTRY.value, "url", url)
+            bring = f"bring {url} to {torchvisions}, under this name"
+            line = rf"^--weights DEFAULT: net-0123abcd.pth cannot be fetched \({why}\); {bring}$"
+            with pytest.raises(UsageError, match=line):
+                fetch_from(url)
+            assert not [file for file in torchvisions.iterdir() if file.suffix != ".lock"]
+    monkeypatch.setenv("TORCH_HOME", str(damaged))
     fix = r"cannot be written \(Not a directory\); set TORCH_HOME to another folder$"
-    with pytest.raises(StorageError, match=f"^{tmp_path}/file/hub/checkpoints: {fix}"):
-        fetch_from(place)
+    with pytest.raises(StorageError, match=f"^{damaged}/hub/checkpoints: {fix}"):
+        fetch_from(damaged.as_uri())
 
 
 def test_a_file_that_holds_something_else_is_one_line(torchvisions: Path) -> None:
