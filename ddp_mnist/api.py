@@ -38,22 +38,22 @@ from ddp_mnist.verbs import evaluate as evaluation
 from ddp_mnist.verbs import predict as prediction
 from ddp_mnist.verbs.flags import Evaluate, Predict
 
-# debug_launcher's: closing one removes a file that the launcher removes too
+# debug_launcher's stores: closing one would remove a file that the launcher removes too.
 KEPT: list[dist.Store] = []
 
 
 def train(**flags: Any) -> dict[str, Any]:
     """Train as `ddp-mnist train` does. Return the content of summary.json; {} after `dry_run`.
 
-    All are keywords, as `dataset="photos"`; `model` and `metrics` may be classes and functions of a
-    file that can be imported, which is read again at each call. If `resume` names a finished run,
-    return its summary.
+    All arguments are keywords, e.g. `dataset="photos"`. `model` and `metrics` may be classes and
+    functions that are imported from a file, which is read again at each call. If `resume` names a
+    finished run, return its summary.
     """
     config = TrainConfig.of(checked(flags, RunFlags, Recipe, Distribution))
     with process_as_found():
         summary = run_training(config, find_launch(config.distribution))
     file = Path(config.run.run_dir or config.run.resume or "") / SUMMARY
-    if not summary and not config.run.dry_run and file.exists():  # where rank 0's machine has it
+    if not summary and not config.run.dry_run and file.exists():  # on rank 0's machine alone
         summary = read_json(file)
     return summary
 
@@ -69,9 +69,9 @@ def evaluate(run: str | Path, **flags: Any) -> dict[str, Any] | None:
 def predict(
     run: str | Path, images: str | Path | Sequence[str | Path], **flags: Any
 ) -> list[dict[str, Any]]:
-    """Return for each image file its class, as `ddp-mnist predict` prints it: a dict for a line.
+    """Return the class of each image file: the dict that `ddp-mnist predict` prints as a line.
 
-    Raise DataError if one cannot be read: the answers to the others are not returned.
+    Raise DataError if a file cannot be read; the answers for the others are not returned.
     """
     several = isinstance(images, Iterable) and not isinstance(images, str | bytes)
     files: list[Any] = [*images] if several else [images]  # type: ignore[misc]
@@ -80,12 +80,12 @@ def predict(
     own = Predict.of(checked({"run": run, "images": files, **flags}, Predict))
     if is_forked():
         torch.set_num_threads(1)
-    with torch.random.fork_rng(()):  # a net of one's own is made on the CPU
+    with torch.random.fork_rng(()):  # a user's net draws its weights on the CPU
         return list(prediction.answer(own, prediction.load(own)))
 
 
 def checked(typed: dict[str, Any], *groups: type[Flags]) -> dict[str, Any]:
-    """Return the keywords without defaults of None. Raise UsageError for one that is no flag's."""
+    """Return the keywords, except those that are None by default. Raise UsageError for others."""
     known = {field.name: field.default for field in chain(*fields_of(*groups).values())}
     if typed.get("dataset") is not None:
         check_path("dataset", typed["dataset"], "a name, or the path of a folder of images")
@@ -96,17 +96,17 @@ def checked(typed: dict[str, Any], *groups: type[Flags]) -> dict[str, Any]:
 
 
 def check_path(keyword: str, value: Any, legal: str) -> None:
-    """Raise UsageError for what is neither text nor a path, as an image, an array or bytes."""
+    """Raise UsageError unless the value is text or a path, and not an image, an array or bytes."""
     if not isinstance(value, str | os.PathLike):
         raise UsageError(f"{keyword}: takes no {type(value).__name__}; give {legal}")
 
 
 @contextlib.contextmanager
 def process_as_found() -> Iterator[None]:
-    """Restore at the end what a run changes in its process, which may be a notebook's.
+    """Restore what a run changes in its process, which may be a notebook's.
 
-    That is the environment, sys.path, the number of threads and torch's random state. `join_world`
-    does so for Accelerate's own state.
+    These are the environment, sys.path, the number of threads and torch's random state;
+    `join_world` restores Accelerate's own state.
     """
     if threading.current_thread() is not threading.main_thread():
         raise UsageError(

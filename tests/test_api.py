@@ -121,18 +121,12 @@ NO_COMMAND_LINES: list[tuple[Any, dict[str, Any], str]] = [
     (api.train, {"grey": "no"}, "--grey 'no': must be True or False"),
     (api.train, {"weight_decay": None}, "--weight-decay None: must be a number, at least 0 and at"),
     (api.train, {"keep": True}, "--keep True: must be a whole number, at "),
-    *[
-        (api.predict, {"images": given}, f"images: takes no {kind}{PATHS}")
-        for given, kind in (
-            *((IMAGE, "Image"), (ARRAY, "ndarray"), (torch.zeros(4, 4), "Tensor")),
-            *((b"\xff\xd8", "bytes"), ([IMAGE], "Image"), (None, "NoneType")),
-        )
-    ],
-    *[
-        (function, {"dataset": given}, f"dataset: takes no {type(given).__name__}{DATA_SETS}")
-        for function in (api.train, api.evaluate)
-        for given in (IMAGE, ARRAY, b"\xff\xd8", [IMAGE])
-    ],
+    (api.predict, {"images": IMAGE}, f"images: takes no Image{PATHS}"),
+    (api.predict, {"images": [IMAGE]}, f"images: takes no Image{PATHS}"),
+    (api.predict, {"images": b"\xff\xd8"}, f"images: takes no bytes{PATHS}"),
+    (api.predict, {"images": None}, f"images: takes no NoneType{PATHS}"),
+    (api.train, {"dataset": ARRAY}, f"dataset: takes no ndarray{DATA_SETS}"),
+    (api.evaluate, {"dataset": [IMAGE]}, f"dataset: takes no list{DATA_SETS}"),
 ]
 
 

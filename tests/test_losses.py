@@ -54,35 +54,26 @@ def own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 # --- What may be named
 
 
-@pytest.mark.parametrize(
-    ("name", "line"),
-    [
-        (
-            "no_module:focal",
-            r"cannot be imported \(No module named 'no_module'\); correct the file",
-        ),
-        ("my_loss:vocal", "my_loss has no vocal; check its spelling$"),
-        (
-            "my_loss:mean",
-            r"gives [0-9.]+ for logits \[3, 5\] and labels \[3\]; give the float loss",
-        ),
-        ("torch.nn.functional:cross_entropy", r"gives .* of each image, not their mean: e\.g\."),
-        ("my_loss:column", r"gives \[\[.* of each image"),
-        ("my_loss:whole", r"gives \[0, 1, 2\] for .* give the float loss of each image"),
-        ("my_loss:number", r"gives [0-9.]+ for .* of each image"),
-        (
-            "my_loss:detached",
-            r"gives .*; compute it from the logits without torch.no_grad\(\), det",
-        ),
-        ("my_loss:endless", r"gives \[inf, inf, inf\] for .*; correct it, so that it is finite$"),
-        ("my_loss:fails", r"fails on logits \[3, 5\] .* \(my_loss\.py:16: index 99 .*\); correct"),
-        ("my_loss:in_place", r"fails on .* a leaf Variable that requires grad .* in-place"),
-        ("my_loss:seven", r"fails on .* \('int' object is not callable\); correct it$"),
-    ],
-)
-def test_what_a_loss_can_get_wrong_is_one_line(name: str, line: str, own_file: Path) -> None:
+WRONG = {
+    "no_module:focal": r"cannot be imported \(No module named 'no_module'\); correct the file",
+    "my_loss:vocal": "my_loss has no vocal; check its spelling$",
+    "my_loss:mean": r"gives [0-9.]+ for logits \[3, 5\] and labels \[3\]; give the float loss",
+    "torch.nn.functional:cross_entropy": r"gives .* of each image, not their mean: e\.g\.",
+    "my_loss:column": r"gives \[\[.* of each image",
+    "my_loss:whole": r"gives \[0, 1, 2\] for .* give the float loss of each image",
+    "my_loss:number": r"gives [0-9.]+ for .* of each image",
+    "my_loss:detached": r"gives .*; compute it from the logits without torch.no_grad\(\), det",
+    "my_loss:endless": r"gives \[inf, inf, inf\] for .*; correct it, so that it is finite$",
+    "my_loss:fails": r"fails on logits \[3, 5\] .* \(my_loss\.py:16: index 99 .*\); correct",
+    "my_loss:in_place": r"fails on .* a leaf Variable that requires grad .* in-place",
+    "my_loss:seven": r"fails on .* \('int' object is not callable\); correct it$",
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_a_loss_can_get_wrong_is_one_line(name: str, own_file: Path) -> None:
     assert own_file.exists()
-    with pytest.raises(UsageError, match=f"^--loss {name}: {line}"):
+    with pytest.raises(UsageError, match=f"^--loss {name}: {WRONG[name]}"):
         trial.check_loss(image_losses(name), name, 5, CPU)
 
 

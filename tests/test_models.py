@@ -106,19 +106,10 @@ def test_whatever_the_size_the_head_sees_the_means_of_nine_parts() -> None:
     torch.testing.assert_close(three_by_three(large), parts)
 
 
-@pytest.mark.parametrize(
-    ("side", "blocks", "maps"),
-    [
-        (14, 0, 1),
-        (28, 0, 3),
-        (55, 0, 6),
-        (56, 1, 3),
-        (96, 1, 5),
-        (112, 2, 3),
-        (128, 2, 3),
-        (224, 3, 3),
-    ],
-)
+SIDES = [(14, 0, 1), (28, 0, 3), (55, 0, 6), (56, 1, 3), (96, 1, 5), (112, 2, 3), (224, 3, 3)]
+
+
+@pytest.mark.parametrize(("side", "blocks", "maps"), SIDES)
 def test_larger_images_get_more_blocks(side: int, blocks: int, maps: int) -> None:
     """The head sees 3x3, or the means of a map that is less than twice as large."""
     for wide in (1, 2):

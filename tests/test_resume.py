@@ -217,7 +217,7 @@ def test_a_preset_typed_again_leaves_the_run_as_it_was() -> None:
 def test_flags_that_contradict_each_other_or_those_of_the_run() -> None:
     with pytest.raises(UsageError, match=r"^--resume auto: needs --run-dir"):
         TrainConfig(RunFlags(resume="auto"))
-    with pytest.raises(UsageError, match=r"^--resume a: goes on in that folder; leave out"):
+    with pytest.raises(UsageError, match=r"^--resume a: resumes the run in that folder; leave out"):
         TrainConfig(RunFlags(resume="a", run_dir="b"))
     found = found_of(TrainConfig(recipe=Recipe(model="cnn_bn", val_size=0)))
     again = TrainConfig(RunFlags(resume="run"), distribution=Distribution(sync_bn=True))

@@ -1,4 +1,4 @@
-"""How a flag is declared: a field of a frozen dataclass, with its help, legal values and policies.
+"""Flags as fields of frozen dataclasses: their help, legal values and policies.
 
 Those of train are in run.py, recipe.py and distribution.py, those of other verbs in
 verbs/flags.py.
@@ -40,7 +40,6 @@ def flag(
     choices: Iterable[str] = (),  # the legal words
     metavar: str = "",
     positional: bool = False,  # whether it is typed without --FLAG
-    negatable: bool = False,  # whether a bool has --no-FLAG too
     on_resume: OnResume = "must equal",  # used for RunFlags and Recipe only
     per_rank: bool = False,  # whether ranks may be given different values
     **bounds: float,  # of a number, with the names in BOUNDS
@@ -48,10 +47,9 @@ def flag(
     """Return a dataclass field that is also a command-line flag."""
     if not bounds.keys() & {"most", "below"}:
         bounds["most"] = LARGEST
-    shown = {"help": help, "choices": choices, "metavar": metavar, "bounds": bounds}
-    kinds = {"positional": positional, "negatable": negatable}
-    policies = {"on_resume": on_resume, "per_rank": per_rank}
-    return dataclasses.field(default=default, metadata=shown | kinds | policies)
+    typed = {"help": help, "choices": choices, "metavar": metavar, "positional": positional}
+    policies = {"bounds": bounds, "on_resume": on_resume, "per_rank": per_rank}
+    return dataclasses.field(default=default, metadata=typed | policies)
 
 
 changeable = partial(flag, on_resume="may change")
@@ -120,7 +118,7 @@ class Flags:
 def _read(field: dataclasses.Field[Any], value: Any) -> Any:
     """Return the flag's value, given as text or in Python.
 
-    Text that is not a number is returned as it is, and `_check` refuses it.
+    Text that is not a number is returned unchanged, and `_check` refuses it.
     """
     kind = kind_of(field)
     if value is None and field.default is None:
@@ -189,9 +187,8 @@ def add_flags(
             count = "+" if kind is tuple else None if default is dataclasses.MISSING else "?"
             section.add_argument(field.name, metavar=words, nargs=count, **options)
             continue
-        if kind is bool:
-            negatable = about["negatable"]
-            options["action"] = argparse.BooleanOptionalAction if negatable else "store_true"
+        if kind is bool:  # without a default, there is --no-FLAG too
+            options["action"] = "store_true" if default is False else argparse.BooleanOptionalAction
         else:
             options["metavar"] = words
             shown = {tuple: ",".join, float: "{:g}".format}.get(kind, str)

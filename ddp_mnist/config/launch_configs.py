@@ -8,14 +8,14 @@ FOLDER = "accelerate_configs"
 
 
 def stored() -> list[Path]:
-    """Return the files: an installed package has them inside, a clone has them beside it."""
+    """Return the files: inside an installed package, or next to the package in a clone."""
     package = Path(ddp_mnist.__file__).parent
     inside = sorted((package / FOLDER).glob("*.yaml"))
     return inside or sorted((package.parent / FOLDER).glob("*.yaml"))
 
 
 def config_file(name: str) -> Path:
-    """Return the path of a configuration: in the working directory, or else with the package."""
+    """Return the path of a configuration: in the working directory, or else the package's."""
     here = Path(FOLDER) / f"{name}.yaml"
     return here if here.exists() else next(path for path in stored() if path.name == here.name)
 

@@ -97,7 +97,6 @@ class Recipe(Flags):
     augment: bool | None = flag(
         None,
         "Mirror, crop and colour pictures [yes]; rotate, scale and shift strokes on black [no].",
-        negatable=True,
     )
     val_size: int | None = flag(
         None, "Train images to hold out for validation; 0: none [5000, at most a fifth].", least=0

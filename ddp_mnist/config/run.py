@@ -109,22 +109,22 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         resume, run_dir = self.run.resume, self.run.run_dir
-        if resume is None:  # else the recipe is known once the run's own flags are
+        if resume is None:  # otherwise the recipe is known only with that of the resumed run
             self.refuse_contradictions()
         elif resume == "auto" and run_dir is None:
-            raise UsageError("--resume auto: needs --run-dir, the folder to go on in or to begin")
+            raise UsageError("--resume auto: needs --run-dir, the folder to resume or to start in")
         elif resume != "auto" and run_dir not in (None, resume):
             raise UsageError(
-                f"--resume {resume}: goes on in that folder; leave out --run-dir {run_dir}"
+                f"--resume {resume}: resumes the run in that folder; leave out --run-dir {run_dir}"
             )
 
     @property
     def initial_weights(self) -> str | None:
-        """Return --weights, but None for a resumed run, which has weights of its own."""
+        """Return --weights, or None for a resumed run, whose weights are in its checkpoint."""
         return None if self.resumes else self.recipe.weights
 
     def refuse_contradictions(self) -> None:
-        """Raise UsageError for flags that do not go together."""
+        """Raise UsageError for flags that contradict each other."""
         self.recipe.refuse_unvalidated(self.recipe.val_size, "give --val-size, e.g. 5000")
         if self.recipe.optimizer == "muon" and self.recipe.model == "mlp":
             raise UsageError("--optimizer muon: mlp has no convolutions; use --optimizer adamw")

@@ -18,10 +18,10 @@ Factory = Callable[[int, Shape], nn.Module]
 def build_net(
     name: str, classes: Sequence[str], image_format: ImageFormat, weights: str | None = None
 ) -> Normalised:
-    """Return a net that takes a data set's pixels and gives logits [B, classes].
+    """Return the net `name`, which takes a data set's pixels and gives logits [B, classes].
 
-    Its weights are new, or those of --weights, see `load_weights`. Raise UsageError for whatever a
-    user's net can get wrong.
+    The pixels are uint8 [B, C, H, W]. The weights are new, or those of --weights: see
+    `load_weights`. Raise UsageError for a user's net that cannot be made.
     """
     shape, make = image_format.shape, factory_of(name)
     try:
@@ -38,7 +38,7 @@ def build_net(
             " __init__ begins with super().__init__(), or a function that returns one"
         )
     model = Normalised(net, image_format)
-    if any(map(nn.parameter.is_lazy, net.parameters())):  # their shapes come with the first images
+    if any(map(nn.parameter.is_lazy, net.parameters())):  # the first images decide their shapes
         with torch.no_grad():
             model.eval()(torch.zeros((2, *shape), dtype=torch.uint8))
     if weights:
@@ -67,7 +67,7 @@ def memory_format_of(name: str) -> torch.memory_format:
 
 
 def has_batch_norm(net: nn.Module) -> bool:
-    """Return whether it has BatchNorm, which without --sync-bn depends on how batches are split."""
+    """Return whether the net has BatchNorm, whose results depend on how batches are split."""
     return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in net.modules())
 
 

@@ -1,4 +1,4 @@
-"""The weights that --weights names: a file, or torchvision's for a net, by name."""
+"""The weights that --weights names: those in a file, or torchvision's, by name."""
 
 import dataclasses
 import json
@@ -59,11 +59,11 @@ def find_named(model: str, weights: str | None) -> "WeightsEnum | None":
 
 
 def fetch(weights: str, entry: "WeightsEnum", log: Callable[[str], None], progress: bool) -> None:
-    """Download the file of the weights to where torchvision looks for it, unless it is there.
+    """Download the weights to the folder where torchvision looks for them, unless they are there.
 
-    One process per machine does, under a file lock; the others wait. `log` is called with a line
-    first, and with `progress` a bar is drawn on stderr. Raise UsageError if the file cannot be
-    fetched, StorageError if the folder cannot be written.
+    One process per machine does so, under a file lock, and the others wait. `log` gets a line
+    before, and with `progress` a bar is drawn on stderr. Raise UsageError if the file cannot be
+    fetched, and StorageError if the folder cannot be written.
     """
     file = file_of(entry)
     if file.exists():
@@ -119,7 +119,7 @@ def prepared_for(entry: "WeightsEnum", model: str, image_format: ImageFormat) ->
 
 
 def load_weights(net: nn.Module, model: str, weights: str, classes: Sequence[str]) -> str:
-    """Load the tensors of --weights into the net of --model. Return a sentence that says so.
+    """Load the tensors of --weights into the net of --model. Return where they are from, in words.
 
     If they were made for other classes, the net's last layer (the one registered last) keeps its
     new weights. Raise UsageError if anything else does not fit.

@@ -1,8 +1,8 @@
 """The loss of each image, and its mean over a batch, which training minimises.
 
-The mean is taken here and not in a user's loss: all ranks have equally many images, so the mean of
-their gradients is that of the global batch; and an evaluation can leave out the rows that pad its
-last batch.
+The mean is taken here and not in a user's loss. All ranks have equally many images, so the mean of
+their gradients is that of the global batch; and an evaluation can ignore the rows that pad its last
+batch.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,7 @@
 """The user's own Python code, named MODULE:NAME on the command line.
 
-A run imports it once, when it starts, and records what was imported then: the file may be edited
-while it trains.
+A run imports it once, when it starts, and records what it imported: the file may be edited while
+the run trains.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ import ddp_mnist
 from ddp_mnist.errors import CheckpointError, UsageError, reason
 
 SOURCES: dict[str, str] = {}  # the source of each module, as this run imported it
-# Where lines of a traceback are not the user's: Python's own files, this package and PyTorch.
+# Lines of a traceback in these files are not the user's: Python's own, this package's, PyTorch's.
 LIBRARIES = (
     "<frozen",
     *(f"{Path(file).parent}/" for file in (ddp_mnist.__file__, inspect.__file__, torch.__file__)),
@@ -36,8 +36,8 @@ def begin() -> None:
 def find(flag: str, name: str) -> Any:
     """Return the object `name`, e.g. my_package.nets:Net, that was typed after `flag`.
 
-    Modules are looked for in the working directory too. Raise UsageError if there is no such object
-    or its module cannot be imported.
+    Modules are searched for in the working directory too. Raise UsageError if there is no such
+    object, or its module cannot be imported.
     """
     module, _, attribute = name.partition(":")
     found = getattr(import_once(flag, name), attribute, None)
@@ -53,7 +53,7 @@ def digest(flag: str, name: str) -> str:
 
 
 def check_unchanged(flag: str, name: str, was: str, run: str) -> None:
-    """Raise CheckpointError unless the module is here and has the digest it `was` saved with."""
+    """Raise CheckpointError unless the module can be imported and its digest is still `was`."""
     try:
         now = digest(flag, name)
     except UsageError as error:
@@ -94,7 +94,7 @@ def import_once(flag: str, name: str) -> ModuleType:
 def locate(error: Exception, called: object = None) -> str:
     """Return an error's reason after the last line of the user's code, e.g. `my_net.py:3: ...`.
 
-    If none of theirs ran, because the call itself failed, name the line that defines `called`.
+    If none of it ran, because the call itself failed, name the line that defines `called`.
     """
     passed = traceback.extract_tb(error.__traceback__)
     lines = [line for line in passed if not line.filename.startswith(LIBRARIES)]

@@ -1,6 +1,7 @@
-"""Try a net and a loss, forward and backward, before a run begins; a fault is one line."""
+"""Try a net and a loss, forward and backward, before a run begins; a failure is one line."""
 
 from collections.abc import Callable
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +15,8 @@ from ddp_mnist.nets.ours import Normalised
 def check(model: Normalised, name: str, classes: int, shape: Shape, at_once: int = 2) -> None:
     """Raise UsageError if the net fails, or DDP would: each parameter has to get a gradient.
 
-    `at_once` is how many images BatchNorm gets in training: 1x1 maps of one have no variance.
-    Gradients and BatchNorm's statistics are changed: give it a net to be thrown away.
+    `at_once` is how many images BatchNorm gets in training: 1x1 maps of one image have no variance.
+    The trial changes gradients and BatchNorm's statistics: pass a net to be thrown away.
     """
     if lacks_parameters(model.net):
         raise UsageError(f"--model {name}: lacks parameters; put lists of layers in nn.ModuleList")
@@ -36,12 +37,12 @@ def check(model: Normalised, name: str, classes: int, shape: Shape, at_once: int
 
 
 def lacks_parameters(net: nn.Module) -> bool:
-    """Return whether a net has no parameters, or hides those of layers in a plain list."""
+    """Return whether a net has no parameters, or layers in a plain list, where they are hidden."""
     modules = {*net.modules()}
-    values = [value for module in modules for value in vars(module).values()]
-    listed = [each for value in values if isinstance(value, list) for each in value]
-    hidden = [each for each in listed if isinstance(each, nn.Module) and each not in modules]
-    return bool(hidden) or not [*net.parameters()]
+    values = chain.from_iterable(vars(module).values() for module in modules)
+    listed = chain.from_iterable(value for value in values if isinstance(value, list))
+    hidden = any(isinstance(each, nn.Module) and each not in modules for each in listed)
+    return hidden or not [*net.parameters()]
 
 
 def try_net(model: nn.Module, name: str, classes: int, shape: tuple[int, ...]) -> Tensor:
@@ -76,7 +77,7 @@ def check_loss(
 ) -> None:
     """Raise UsageError unless --loss gives each image's loss, and the logits a gradient.
 
-    It is tried on the device of the training: constants of its file may be on another one.
+    The trial runs on the training's device: constants of the file may be on another one.
     """
     for batch in (3, 1):
         logits = torch.linspace(-2, 2, batch * classes, device=device).view(batch, classes)

@@ -53,7 +53,6 @@ class Predict(Flags):
     digit_photos: bool | None = flag(
         None,
         "Find and crop the digit in images that are not 28x28 grey [if trained on digits].",
-        negatable=True,
     )
     json: bool = flag(False, "Print JSON lines on a terminal too, not a table.")
 
