@@ -135,7 +135,7 @@ def proof(run_dir: str) -> TrainConfig:
     return with_flags(watch.proof_config(run_dir, **given, epochs=2), checkpoint_every=8)
 
 
-def test_with_ones_my_net_and_loss_two_equal_one_and_a_resumed_run_the_unbroken_one(
+def test_with_ones_own_net_and_loss_two_equal_one_and_a_resumed_run_the_unbroken_one(
     own_file: Path, tmp_path: Path
 ) -> None:
     (net := tmp_path / "my_net.py").write_text(NET)
