@@ -23,7 +23,7 @@ from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.config.run import RunFlags, TrainConfig
 from ddp_mnist.data import cache
 from ddp_mnist.errors import CheckFailed, UsageError
-from ddp_mnist.run.console import Console, coloured, width_of, wrapped
+from ddp_mnist.run.console import Console, coloured, count, fitted
 from ddp_mnist.run.folder import METRICS
 from ddp_mnist.run.hints import neighbours_line
 from ddp_mnist.system import neighbours
@@ -34,7 +34,7 @@ preload("ddp_mnist.bench.steps", "ddp_mnist.run.scores")
 
 STEPS = 380  # optimizer steps of a timed round at most: an epoch of MNIST
 TIMEOUT_S = 1800.0  # of all rounds of a group of processes
-# The least that a program does which trains with Accelerate: one step, and a line as train writes.
+# The smallest program that trains with Accelerate: one step, and one line of metrics.
 BASELINE = """
 import os, pathlib, sys, accelerate, torch
 accelerator = accelerate.Accelerator(cpu=not torch.cuda.is_available())
@@ -66,7 +66,7 @@ def speeds_of(
     speeds: dict[str, list[float]] = {}
     for kind in kinds:
         rounds = zip(*(rank[kind] for rank in ranks), strict=True)
-        speeds[kind] = [statistics.fmean(each) if kind in ALONE else min(each) for each in rounds]
+        speeds[kind] = list(map(statistics.fmean if kind in ALONE else min, rounds))
     return speeds
 
 
@@ -83,24 +83,22 @@ def loop(flags: Bench, processes: int) -> list[CheckResult]:
 
 def scaling(flags: Bench, processes: int) -> list[CheckResult]:
     """Time 1 to N processes against as many independent ones; shares of a step."""
-    results, kinds = [], ["train", "independent", "resident", "silent"]
+    results = list[CheckResult]()
     for size in range(1, processes + 1):
-        who = "1 process" if size == 1 else f"{size} processes"
-        speeds = speeds_of(kinds, flags, size)
-        seconds = {kind: [1 / speed for speed in speeds[kind]] for kind in kinds}
-        efficiency = ratio(speeds["train"], speeds["independent"])
+        speeds = speeds_of(["train", "independent", "resident", "silent"], flags, size)
+        train, resident, silent = (
+            [1 / speed for speed in speeds[kind]] for kind in ("train", "resident", "silent")
+        )
+        efficiency, who = ratio(speeds["train"], speeds["independent"]), count(size, "process")
         goal, met = ("at least 0.95", efficiency.median >= 0.95) if size > 1 else ("", True)
         results += [
             spread(speeds["train"]).beside(f"{who}: images/s"),
             efficiency.beside(f"{who}: of as many independent ones", goal, met),
+            ratio(silent, train).beside(f"{who}: share of computing"),
+            # and of waiting for the slowest rank
+            ratio(resident, train, silent).beside(f"{who}: share of exchanging gradients"),
+            ratio(train, train, resident).beside(f"{who}: share of the rest"),
         ]
-        for part, kind, less in (
-            ("computing", "silent", None),
-            ("exchanging gradients", "resident", "silent"),  # and waiting for the slowest rank
-            ("the rest", "train", "resident"),
-        ):
-            share = ratio(seconds[kind], seconds["train"], less=seconds[less] if less else None)
-            results.append(share.beside(f"{who}: share of {part}"))
     return results
 
 
@@ -112,10 +110,11 @@ def startup(flags: Bench, _processes: int) -> list[CheckResult]:
     measured = alternate(
         list(commands), flags.repeats, lambda kind: seconds_to_first_step(commands[kind]), "startup"
     )
-    results = [spread(measured[kind]).beside(f"{kind}, s") for kind in commands]
     over = ratio(measured["train"], measured["baseline program"])
-    goal, met = "at most 1.25", over.median <= 1.25
-    return [*results, over.beside("train over baseline program", goal, met)]
+    return [
+        *(spread(seconds).beside(f"{kind}, s") for kind, seconds in measured.items()),
+        over.beside("train over baseline program", "at most 1.25", over.median <= 1.25),
+    ]
 
 
 def seconds_to_first_step(command: Sequence[str]) -> float:
@@ -124,14 +123,14 @@ def seconds_to_first_step(command: Sequence[str]) -> float:
         run, begun = Path(scratch) / "run", time.monotonic()
         typed, metrics = [sys.executable, *command, "--run-dir", str(run)], run / METRICS
         with subprocess.Popen(typed, stdout=subprocess.DEVNULL, env=own_environment()) as process:
-            while not (taken := metrics.exists() and metrics.stat().st_size > 0):
+            while not (metrics.exists() and metrics.stat().st_size):
                 if process.poll() is not None:
-                    break
+                    raise CheckFailed(
+                        f"{' '.join(typed)}: ended without a first step; run it by hand"
+                    )
                 time.sleep(0.005)
             seconds = time.monotonic() - begun
             process.kill()
-    if not taken:
-        raise CheckFailed(f"{' '.join(typed)}: ended without a first step; run it by hand")
     return seconds
 
 
@@ -139,34 +138,32 @@ BENCHES = {bench.__name__: bench for bench in (loop, startup, scaling)}
 
 
 def run(flags: Bench) -> None:
-    """Print each figure beside its goal, or all as one line of JSON.
+    """Print each figure next to its goal, or all as one line of JSON.
 
-    With --check, raise CheckFailed where a goal is missed.
+    With --check, raise CheckFailed if a goal is missed.
     """
     console, what = Console(not flags.json), flags.what
     dataset, notes = cache.choose(flags.dataset, flags.cache_dir)
     processes = flags.processes or hardware.default_processes(2 if what == "loop" else 1)
     if processes == 1 and what == "loop":
         raise UsageError("--processes 1: bench loop needs a process group; give at least 2")
-    for note in notes:
-        console.print(note)
     if backend_among(processes) == "gloo":
-        console.print(
+        notes.append(
             f"{processes} processes share the GPUs of this machine ({hardware.gpus()}) over gloo:"
             " compare the ratios below, not the speeds, with those of processes that have one each"
         )
     cache.load(dataset, flags.cache_dir)  # decodes the images before anything is timed
-    console.print(f"{what} on {dataset}: a warm-up and {flags.repeats} rounds of each comparison")
+    notes.append(f"{what} on {dataset}: a warm-up and {flags.repeats} rounds of each comparison")
     held, there, _ = neighbours.cores_held()
     if (fit := round(there - held)) < (wanted := min(processes, there)):
-        console.print(neighbours_line(fit, wanted, fix="end them, and repeat"))
+        notes.append(neighbours_line(fit, wanted, fix="end them, and repeat"))
+    console.print("\n".join(notes))
     results = BENCHES[what](replace(flags, dataset=dataset), processes)
-    columns = width_of(sys.stdout, elsewhere=1000)
     width = max((len(result.name) for result in results), default=0)
-    for result in results:  # in a narrow terminal a goal stands below its figure
-        lines = wrapped(result.text, f"{result.name:<{width}} ", " " * (width + 1), columns)
-        figure, word, goal = "\n".join(lines).partition("goal ")
-        console.print(figure + (word and coloured(result.status, word + goal)))
+    for status, name, text, *_ in results:  # in a narrow terminal a goal is below its figure
+        line = fitted(f"{name:<{width}} {text}", " " * (width + 1))
+        figure, word, goal = line.partition("goal ")
+        console.print(figure + (word and coloured(status, word + goal)))
     head = {"bench": what, "dataset": dataset, "processes": processes, "repeats": flags.repeats}
     Console(flags.json).print(json.dumps(describe(results, "rows", **head)))
     if flags.check and (summary := failure_summary(f"bench {what}", results, FIX)):

@@ -3,18 +3,19 @@
 import itertools
 import math
 import statistics
-import time
+import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
-from ddp_mnist.run.console import tell
+from tqdm import tqdm
+
+from ddp_mnist.run.console import draws
 from ddp_mnist.verbs.check_result import CheckResult, check
 
 FIX = "goals are for MNIST and two free CPU cores: close other programs and repeat"
 
 
-@dataclass(frozen=True)
-class Figure:
+class Figure(NamedTuple):
     """The median of `n` measurements, and how far they spread."""
 
     median: float
@@ -24,16 +25,15 @@ class Figure:
     is_ratio: bool = False  # of what ran in one round
 
     def __str__(self) -> str:
-        digits = ".3f" if self.is_ratio else ".4g"
-        median, low, high = (format(x, digits) for x in (self.median, self.low, self.high))
-        sure = "90 %: " if self.is_ratio and self.n >= 5 else ""
+        digits, sure = (".3f", "90 %: " * (self.n >= 5)) if self.is_ratio else (".4g", "")
+        median, low, high = (format(number, digits) for number in self[:3])
         return f"{median}  ({sure}{low} to {high}, n = {self.n})"
 
     def beside(self, name: str, goal: str = "", met: bool = True) -> CheckResult:
         """Return it as the result `name` with its goal; FAIL if that is missed."""
         text = f"{self}  goal {'met' if met else 'missed'}: {goal}" if goal else str(self)
-        numbers = {"median": self.median, "low": self.low, "high": self.high, "n": self.n}
-        return check(name, not met, text, FIX, figures=numbers)
+        figures = dict(zip(self._fields, self[:4], strict=False))
+        return check(name, not met, text, FIX, figures=figures)
 
 
 def spread(values: Sequence[float]) -> Figure:
@@ -63,18 +63,12 @@ def alternate(
 ) -> dict[str, list[float]]:
     """Return measure(kind) of each kind in `repeats` rounds, every other one in reverse order.
 
-    A first round is discarded. Unless `who` measures is "", it reports each round on stderr, with
-    the time left, for the person who waits.
+    A first round is discarded. On a terminal, a bar on stderr shows the time left, unless `who`
+    measures is "".
     """
     measured: dict[str, list[float]] = {kind: [] for kind in kinds}
-    begun = time.monotonic()
-    for number in range(-1, repeats):
-        figures = {kind: measure(kind) for kind in (kinds if number % 2 == 0 else reversed(kinds))}
-        for kind in kinds if number >= 0 else ():
-            measured[kind].append(figures[kind])
-        if who:
-            left_s = (time.monotonic() - begun) / (number + 2) * (repeats - number - 1)
-            name = f"round {number + 1} of {repeats}" if number >= 0 else "warm-up"
-            shown = ", ".join(f"{kind} {figures[kind]:.4g}" for kind in kinds)
-            tell(f"{who}, {name}, {left_s // 60:.0f}:{left_s % 60:02.0f} left: {shown}")
-    return measured
+    is_shown = bool(who) and draws(sys.stderr)
+    for number in tqdm(range(repeats + 1), who, leave=False, disable=not is_shown):
+        for kind in kinds if number % 2 else reversed(kinds):
+            measured[kind].append(measure(kind))
+    return {kind: values[1:] for kind, values in measured.items()}

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -57,18 +58,14 @@ def shortened(config: TrainConfig, world: World, images: ImageData, steps: int) 
     full = resolve_recipe(config.recipe, rows, size, pictures=pictures)
     steps = min(steps, rows // full.batch_size)
     rows = steps * full.batch_size
-    images = replace(
-        images,
-        train_images=images.train_images[:rows],
-        train_labels=images.train_labels[:rows],
-        train_keys=images.train_keys[:rows],
-        test_images=images.test_images[:1000],
-        test_labels=images.test_labels[:1000],
-        test_keys=images.test_keys[:1000],
-    )
+    short: dict[str, Any] = {
+        f"{split}_{name}": getattr(images, f"{split}_{name}")[:number]
+        for split, number in (("train", rows), ("test", 1000))
+        for name in ("images", "labels", "keys")
+    }
     recipe = replace(full, epochs=1, val_size=0, steps_per_epoch=steps)
     resolved = ResolvedConfig(config.run, config.distribution, recipe=recipe)
-    return TrainingRun(resolved, world, images, StopSignals())
+    return TrainingRun(resolved, world, replace(images, **short), StopSignals())
 
 
 def bare_steps(run: TrainingRun, *, feed: bool, exchange: bool) -> float:

@@ -1,12 +1,13 @@
-"""Run every collective, check its result, and time an all-reduce by message size.
+"""Every collective and its right result, and the time of an all-reduce by message size.
 
 The payload is whole numbers in float32, below 2**13, so that sums over 2,000 ranks are exact in any
 order.
 """
 
 import statistics
-import time
-from collections.abc import Callable
+import timeit
+from collections.abc import Callable, Iterable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -14,74 +15,68 @@ from torch import Tensor
 
 LENGTH = 1000  # elements; no multiple of a likely number of ranks
 SIZES = {"1 KB": 2**10, "64 KB": 2**16, "1 MB": 2**20, "16 MB": 2**24}  # bytes
-COLLECTIVES = (
-    *("broadcast", "all-reduce", "all-reduce (max)", "reduce", "all-gather", "gather", "scatter"),
-    *("reduce-scatter", "all-to-all"),  # NCCL's all-to-all sends and receives
-)
+MAX = dist.ReduceOp.MAX
 
 
-def payload(rank: int, device: torch.device, parts: int = 1, first: int = 0) -> Tensor:
-    """Return what `rank` contributes: float32 [parts, LENGTH], different on each rank.
+def payload(ranks: Iterable[int], parts: Iterable[int], device: torch.device) -> Tensor:
+    """Return the `parts` that `ranks` contribute: float32 [ranks, parts, LENGTH], all different."""
+    by_rank, by_part = (torch.tensor([*each], device=device) for each in (ranks, parts))
+    numbers = torch.arange(LENGTH, device=device) + LENGTH * by_part[:, None]
+    return ((numbers + 31 * by_rank[:, None, None]) % 2**13).float()
 
-    The `first` part may be another than 0: all parts would be 4 MB for each of 1,000 ranks.
+
+def collectives(
+    rank: int, size: int, device: torch.device
+) -> dict[str, tuple[Tensor, Callable[[Tensor], object], Tensor | None]]:
+    """Return each collective by name: a tensor, the call on a copy of it, and what that becomes.
+
+    It becomes None where this rank receives nothing.
     """
-    numbers = torch.arange(first * LENGTH, (first + parts) * LENGTH, device=device)
-    return ((numbers.view(parts, LENGTH) + 31 * rank) % 2**13).float()
-
-
-def run(name: str, rank: int, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Run a collective. Return what this rank received, and what it should have."""
-    mine, parts = payload(rank, device), payload(rank, device, size)
-    everyone = torch.cat([payload(other, device) for other in range(size)])
-    rows = list(torch.zeros(size, 1, LENGTH, device=device))
-    match name:
-        case "broadcast":
-            dist.broadcast(mine, src=size - 1)
-            return mine[0], everyone[-1]
-        case "all-reduce":
-            dist.all_reduce(mine)
-            return mine[0], everyone.sum(0)
-        case "all-reduce (max)":
-            dist.all_reduce(mine, dist.ReduceOp.MAX)
-            return mine[0], everyone.amax(0)
-        case "reduce":
-            dist.reduce(mine, dst=0)
-            return mine[0], everyone.sum(0) if rank == 0 else mine[0]
-        case "all-gather":
-            dist.all_gather(rows, mine)
-            return torch.cat(rows), everyone
-        case "gather":
-            dist.gather(mine, rows if rank == 0 else None, dst=0)
-            return torch.cat(rows), everyone if rank == 0 else torch.cat(rows)
-        case "scatter":
-            dist.scatter(rows[0], list(everyone.split(1)) if rank == 0 else None, src=0)
-            return rows[0][0], everyone[rank]
-    to_this_rank = [payload(other, device, 1, rank)[0] for other in range(size)]
-    if name == "all-to-all":
-        received = torch.zeros_like(parts)
-        dist.all_to_all_single(received, parts)
-        return received, torch.stack(to_this_rank)
-    dist.reduce_scatter_tensor(rows[0], parts)
-    return rows[0][0], torch.stack(to_this_rank).sum(0)
+    everyone = payload(range(size), [0], device)[:, 0]
+    mine, nothing, is_first = everyone[rank], torch.zeros_like(everyone), rank == 0
+    parts = payload([rank], range(size), device)[0]  # one for each rank
+    to_this_rank = payload(range(size), [rank], device)[:, 0]
+    return {
+        "broadcast": (mine, lambda to: dist.broadcast(to, size - 1), everyone[-1]),
+        "all-reduce": (mine, lambda to: dist.all_reduce(to), everyone.sum(0)),
+        "all-reduce (max)": (mine, lambda to: dist.all_reduce(to, MAX), everyone.amax(0)),
+        "reduce": (mine, lambda to: dist.reduce(to, 0), everyone.sum(0) if is_first else None),
+        "all-gather": (nothing, lambda to: dist.all_gather(list(to), mine), everyone),
+        "gather": (
+            nothing,
+            lambda to: dist.gather(mine, list(to) if is_first else None),
+            everyone if is_first else None,
+        ),
+        "scatter": (
+            nothing[0],
+            lambda to: dist.scatter(to, list(everyone) if is_first else None),
+            mine,
+        ),
+        "reduce-scatter": (
+            mine,
+            lambda to: dist.reduce_scatter_tensor(to, parts.flatten()),
+            to_this_rank.sum(0),
+        ),
+        # NCCL's sends and receives
+        "all-to-all": (nothing, lambda to: dist.all_to_all_single(to, parts), to_this_rank),
+    }
 
 
 def all_reduce_ms(
     device: torch.device, wait: Callable[[], None], calls: int = 20
 ) -> dict[str, float]:
-    """Return the milliseconds of an all-reduce, by message size: the best of three medians.
+    """Return the milliseconds of an all-reduce by message size, as the best of three medians.
 
-    Another program's share of the cores makes a median several times as long, for a while.
+    While another program uses the cores, a median is several times as long.
     """
+
+    def step(numbers: Tensor) -> None:
+        dist.all_reduce(numbers)
+        wait()
+
     best = {}
     for name, size in SIZES.items():
-        numbers, medians = torch.zeros(size // 4, device=device), []
-        for _ in range(3):
-            seconds = []
-            for _ in range(calls + 1):
-                clock = time.monotonic()
-                dist.all_reduce(numbers)
-                wait()
-                seconds.append(time.monotonic() - clock)
-            medians.append(statistics.median(seconds[1:]))
-        best[name] = 1e3 * min(medians)
+        timed = partial(step, torch.zeros(size // 4, device=device))
+        rounds = [timeit.repeat(timed, number=1, repeat=calls + 1)[1:] for _ in range(3)]
+        best[name] = 1e3 * min(map(statistics.median, rounds))
     return best

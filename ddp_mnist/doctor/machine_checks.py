@@ -6,7 +6,7 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Any
@@ -53,10 +53,10 @@ SMI_FIELDS = (
 )
 
 
-def check_machine(options: Doctor, now: Callable[[str], object] = bool) -> Iterator[CheckResult]:
-    """Yield the results of each check, told to `now` first; one that breaks down is a FAIL too."""
+def check_machine(options: Doctor) -> Iterator[CheckResult | str]:
+    """Yield what is being checked, and the results; a check that breaks down is a FAIL too."""
     for checks in CHECKS:
-        now(f"checking {checks.__name__.replace('_', ' ')} ...")
+        yield f"checking {checks.__name__.replace('_', ' ')} ..."
         try:
             yield from checks(options)
         except Exception as error:  # whatever it is, the rest is still worth knowing
@@ -69,7 +69,7 @@ def software(_: Doctor) -> Iterator[CheckResult]:
     found, broken = package_versions(), list[str]()
     for name in PACKAGES:
         broken += [f"{name} is missing"] if found[name] == "missing" else unmet(name)
-    text = "; ".join(broken) or ", ".join(f"{name} {found[name]}" for name in found)
+    text = "; ".join(broken) or ", ".join(map(" ".join, found.items()))
     fix = "install the versions of constraints.txt: make clean, then make venv"
     yield check("packages", broken, text, fix)
 
@@ -90,15 +90,15 @@ def unmet(package: str) -> Iterator[str]:
 def processors(_: Doctor) -> Iterator[CheckResult]:
     """Check that torch sees the GPUs that are there, and that each processor computes right."""
     there, mine, unused = hardware.gpus_shown(), hardware.gpus(), hardware.unused_gpus()
-    text = unused or "none; training runs on the CPU, with gloo"
     if mine:
         nccl = ".".join(map(str, torch.cuda.nccl.version()))
-        part = f" of {there} in /dev" if there > mine else ""
         built = f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
-        text = f"{mine}{part}, {built}, NCCL {nccl}"
+        text = f"{mine}, {built}, NCCL {nccl}"
     elif there and not unused:
-        by = [f"{name}={os.environ[name]}" for name in hardware.HIDE_GPUS if os.environ.get(name)]
-        text = f"{there}, hidden by {' '.join(by) or '--cpu, or CUDA_VISIBLE_DEVICES='}"
+        by = [f"{name}={os.environ[name]}" for name in hardware.HIDE_GPUS if name in os.environ]
+        text = f"{there}, hidden by {' '.join(by)} (as --cpu does)"
+    else:
+        text = unused or "none; training runs on the CPU, with gloo"
     # Graphics inside a processor of AMD may not be worth another torch.
     is_nvidia = any(hardware.DEVICES.glob("nvidia[0-9]*"))
     worst = FAIL if is_nvidia or torch.version.hip else WARN
@@ -208,14 +208,13 @@ def folders(options: Doctor) -> Iterator[CheckResult]:
         ("runs", Path(options.run_dir), RUNS_MB, "--run-dir"),
     ):
         there = next(f for f in (folder, *folder.absolute().parents) if f.exists())
-        problem, free = "", shutil.disk_usage(there).free / MB
+        free = shutil.disk_usage(there).free / MB
+        problem = f"{free:,.0f} MB free, needs {needed_mb}" if free < needed_mb else ""
         try:
             with tempfile.TemporaryFile(dir=there, buffering=0) as file:
                 file.write(bytes(4096))
         except OSError as error:
             problem = f"cannot be written ({reason(error)})"
-        if free < needed_mb:
-            problem = problem or f"{free:,.0f} MB free, needs {needed_mb:,.0f}"
         text = f"{folder}: {problem or f'writable, {free / 1e3:,.1f} GB free'}"
         fix = f"fix permissions or free space, or name another with {flag}"
         yield check(name, problem, text, fix)
@@ -227,40 +226,41 @@ def data_set(options: Doctor) -> Iterator[CheckResult]:
     A folder is decoded into the cache, as for training, which tells whether it can be read; not
     beside other machines, which would not wait that long.
     """
-    dataset, image_options = options.dataset, ImageOptions(test_size=options.test_size)
-    source, why, fix = sources.find_source(dataset), "", NO_HUB_FIX
+    source = sources.find_source(options.dataset)
+    name, place = source.name, (options.dataset, options.cache_dir)
+    image_options = ImageOptions(test_size=options.test_size)
     try:
         if source.kind == "folder" and not dist.is_initialized():
-            cache.prepare(dataset, options.cache_dir, image_options)
-        if cache.cached(dataset, options.cache_dir, image_options):
-            text = "is in the cache"
+            cache.prepare(*place, image_options)
+        if cache.cached(*place, image_options):
+            yield passed("data", f"{name} is in the cache")
         elif source.kind == "folder":
-            text = why = "is not in the cache, so it was not read"
-            drawn = f" --test-size {image_options.test_size}" * bool(image_options.test_size)
-            fix = f"run ddp-mnist prepare --dataset {dataset}{drawn} on each machine"
+            drawn = f" --test-size {options.test_size}" * bool(options.test_size)
+            fix = f"run ddp-mnist prepare --dataset {options.dataset}{drawn} on each machine"
+            yield warned("data", f"{name} is not in the cache, so it was not read", fix)
         elif source.kind != "hub":
-            text = "is on this machine"
+            yield passed("data", f"{name} is on this machine")
         elif why := datasets_library.why_out_of_reach(source.place):
-            text = f"is not in the cache, and the Hub cannot be reached ({why})"
+            text = f"{name} is not in the cache, and the Hub cannot be reached ({why})"
+            yield warned("data", text, NO_HUB_FIX)
         else:
-            text = "can be fetched from the Hub"
+            yield passed("data", f"{name} can be fetched from the Hub")
     except DdpMnistError as error:
         yield from_error("data", error)
-    else:
-        yield check("data", why, f"{source.name} {text}", fix, WARN)
 
 
 def network(_: Doctor) -> Iterator[CheckResult]:
     """Check that gloo's interfaces exist, and that rank 0 could listen; list the interfaces."""
-    chosen, known = os.environ.get("GLOO_SOCKET_IFNAME"), psutil.net_if_addrs()
-    unknown = ", ".join(name for name in chosen.split(",") if name not in known) if chosen else ""
-    up = ", ".join(f"{name} ({address})" for name, address in interfaces_up().items())
-    text = f"GLOO_SOCKET_IFNAME={chosen}: there is no interface {unknown}" if unknown else up
-    fix = f"unset it, or name one of {', '.join(known)}"
-    yield check("interfaces", unknown, text or "none but loopback: this machine is alone", fix)
+    chosen, known = os.environ.get("GLOO_SOCKET_IFNAME", ""), psutil.net_if_addrs()
+    unknown = [name for name in chosen.split(",") if name and name not in known]
+    up = [f"{name} ({address})" for name, address in interfaces_up().items()]
+    text = ", ".join(up) or "none but loopback: this machine is alone"
+    if unknown:
+        text = f"GLOO_SOCKET_IFNAME={chosen}: there is no interface {', '.join(unknown)}"
+    yield check("interfaces", unknown, text, f"unset it, or name one of {', '.join(known)}")
     if not dist.is_initialized():  # else it is in use rightly
         why = why_port_is_taken(DEFAULT_PORT)
-        text = f"{DEFAULT_PORT} {f'cannot be opened ({why})' if why else 'is free'}"
+        text = f"{DEFAULT_PORT} cannot be opened ({why})" if why else f"{DEFAULT_PORT} is free"
         fix = "stop the program that uses it, or give MAIN_PROCESS_PORT another"
         yield check("main port", why, text, fix, WARN)
 

@@ -6,8 +6,8 @@ launcher on one or more machines, what they are together.
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from ddp_mnist.cluster.nodes import Node
 from ddp_mnist.cluster.world import join_world
 from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.data.sources import find_source
-from ddp_mnist.doctor.compare import against, busy_with, read_saved
+from ddp_mnist.doctor.compare import Measured, against, read_saved
 from ddp_mnist.doctor.group_checks import check_group
 from ddp_mnist.doctor.machine_checks import check_machine, takes_one_process
 from ddp_mnist.doctor.preflight import check_node
@@ -26,17 +26,16 @@ from ddp_mnist.errors import CheckFailed, DdpMnistError, FailedElsewhere, Storag
 from ddp_mnist.run.console import Console, coloured, tell
 from ddp_mnist.run.folder import check_place, save_json
 from ddp_mnist.run.summary import narrated_elsewhere
+from ddp_mnist.verbs import check_result
 from ddp_mnist.verbs.check_result import (
     FAIL,
     CheckResult,
     failed,
-    failure_summary,
     from_error,
     passed,
     warned,
     worst,
 )
-from ddp_mnist.verbs.check_result import describe as results_as_json
 from ddp_mnist.verbs.flags import Doctor
 
 START_S = 120  # to start processes and check them once
@@ -46,66 +45,74 @@ WAITED_S = 10.0  # for others, between two lines that say so where there is no t
 def run(flags: Doctor, distribution: Distribution) -> None:
     """Print each check as it is done, and the verdict; on rank 0, which has the files.
 
-    Raise CheckFailed where a check says FAIL.
+    Raise CheckFailed if a check says FAIL.
     """
     launch = find_launch(distribution)
     if distribution.cpu:
         hardware.hide_gpus()
-    is_rank0, dataset = launch.rank == 0, "mnist" if flags.dataset == "auto" else flags.dataset
+    is_rank0, is_alone = launch.rank == 0, launch.world_size == 1
     save = check_place(flags.save if is_rank0 else None, "--save")
-    compared_with = read_saved(flags.against) if flags.against and is_rank0 else None
-    find_source(dataset)  # refuses a name that is none before anything else
+    saved = read_saved(flags.against) if flags.against and is_rank0 else None
+    dataset = "mnist" if flags.dataset == "auto" else flags.dataset
+    find_source(dataset)  # refuses an unknown data set before anything else
     if flags.processes == 1:  # which a machine of several may have; not one alone
         raise UsageError("--processes 1: must be at least 2, to have something to connect")
-    alone, console = launch.world_size == 1, Console(is_rank0 and not flags.json)
-    processes = flags.processes or hardware.default_processes(2) if alone else launch.world_size
+    processes = flags.processes or hardware.default_processes(2) if is_alone else launch.world_size
     flags = replace(flags, dataset=dataset, processes=processes)
-    if alone:
+    console = Console(is_rank0 and not flags.json)
+    if is_alone:
         with console:
-            results = list(shown(check_machine(flags, partial(console.draw, 0)), console.print))
+            results = list(shown(check_machine(flags), console))
         results += check_processes(processes, flags, distribution)
     else:
         results = check_together(flags, distribution, machines=True)
-    if compared_with:
-        comparisons = against(list(results), compared_with, flags.tolerance, processes)
-        results += shown(comparisons, console.print)
-    if save and (busy := busy_with(list(map(asdict, results)))):
-        text = f"{save}: is of a busy machine ({busy}), no measure for another"
-        save_again = warned("save", text, "save it again while nothing else runs here")
-        results += shown([save_again], console.print)
-    verdict = results_as_json(results, "findings", verdict=worst(results), processes=processes)
-    if save:
-        save_json(save, verdict)
-    Console(is_rank0 and flags.json).print(json.dumps(verdict))
-    console.print(f"verdict: {coloured(verdict['verdict'])}")
-    if wrong := failure_summary("doctor", results):
+    measured = Measured(processes, list(results))
+    if saved:
+        results += shown(against(measured, saved, flags.tolerance), console)
+    if save and measured.busy_with:
+        text = f"{save}: is of a busy machine ({measured.busy_with}), no measure for another"
+        results += shown(
+            [warned("save", text, "save it again while nothing else runs here")], console
+        )
+    if is_rank0:
+        report(results, flags, processes)
+    console.print(f"verdict: {coloured(worst(results))}")
+    if wrong := check_result.failure_summary("doctor", results):
         raise CheckFailed(wrong) if is_rank0 else FailedElsewhere(wrong, CheckFailed.code)
 
 
 def run_preflight(node: Node, timeout_s: float, flags: Doctor) -> None:
     """Connect to the other machines, and print how far it goes.
 
-    Raise CheckFailed where a check says FAIL.
+    Raise CheckFailed if a check says FAIL.
     """
-    out, who = tell if flags.json else Console(True).print, f"machine {node.machine_rank}"
-
-    def show(line: str) -> None:
-        out(f"{who}: {line}")
-
-    results = list(shown(check_node(node, timeout_s, show), show))
-    if wrong := failure_summary("doctor", results):
-        verdict = results_as_json(results, "findings", verdict=FAIL, processes=0)
-        if flags.save:
-            save_json(Path(flags.save), verdict)
-        Console(flags.json).print(json.dumps(verdict))
+    show, who = tell if flags.json else Console(True).print, f"machine {node.machine_rank}"
+    results = list[CheckResult]()
+    for each in check_node(node, timeout_s):
+        show(f"{who}: {each}")
+        results += [each] if isinstance(each, CheckResult) else []
+    if wrong := check_result.failure_summary("doctor", results):
+        report(results, flags, processes=0)
         raise CheckFailed(f"{who}: {wrong}")
 
 
-def shown(checks: Iterable[CheckResult], show: Callable[[str], None]) -> Iterator[CheckResult]:
-    """Yield the results, each shown as it comes."""
-    for result in checks:
-        show(str(result))
-        yield result
+def report(results: list[CheckResult], flags: Doctor, processes: int) -> None:
+    """Write the results to --save, and with --json to stdout."""
+    head = {"verdict": worst(results), "processes": processes}
+    verdict = check_result.describe(results, "findings", **head)
+    if flags.save:
+        save_json(Path(flags.save), verdict)
+    Console(flags.json).print(json.dumps(verdict))
+
+
+def shown(checks: Iterable[CheckResult | str], console: Console) -> Iterator[CheckResult]:
+    """Yield the results, each printed as it comes; show the lines between them for a while."""
+    for each in checks:
+        if isinstance(each, CheckResult):
+            console.print(str(each))
+            yield each
+        else:
+            console.draw(0, each)
 
 
 def check_processes(size: int, flags: Doctor, distribution: Distribution) -> list[CheckResult]:
@@ -119,7 +126,7 @@ def check_processes(size: int, flags: Doctor, distribution: Distribution) -> lis
         if too_few and run_world(1, takes_one_process, folder=Path.cwd())[0]:
             distribution = replace(distribution, cpu=True, backend="auto")
             text = f"{size} on the CPU, as the GPU takes one at a time (Exclusive_Process)"
-            notes += shown([passed("processes", text)], console.print)
+            notes += shown([passed("processes", text)], console)
         members = (size, check_together, flags, distribution, False)
         with console:
             console.draw(0, f"starting {size} processes ...")
@@ -129,14 +136,14 @@ def check_processes(size: int, flags: Doctor, distribution: Distribution) -> lis
         wrong = failed("processes", text, "see dmesg for what killed it, or try --processes 2")
     except DdpMnistError as error:
         wrong = from_error("processes", error)
-    return [*notes, *shown([wrong], console.print)]
+    return [*notes, *shown([wrong], console)]
 
 
 def check_together(flags: Doctor, distribution: Distribution, machines: bool) -> list[CheckResult]:
     """Return what all ranks find together; rank 0 prints it. See `check_group`.
 
-    Until all have met, each that was started by hand says whom it waits for: its person sees no
-    other.
+    Until all have met, each that was started by hand says whom it waits for: whoever started it
+    sees no other.
     """
     launch, clock, results = find_launch(distribution), time.monotonic(), list[CheckResult]()
     console = Console(not flags.json and (launch.rank == 0 or launch.launcher == "tcp"))
@@ -148,13 +155,12 @@ def check_together(flags: Doctor, distribution: Distribution, machines: bool) ->
                 console.close()
             with narrated_elsewhere(world, not flags.json):
                 met_s = time.monotonic() - clock
-                checks = check_group(world, flags, machines, met_s, partial(console.draw, 0))
-                for result in shown(checks, console.print):
+                for result in shown(check_group(world, flags, machines, met_s), console):
                     results.append(result)
     except StorageError:  # of stdout
         raise
     except DdpMnistError as error:
         if worst(results) != FAIL:  # a check that failed says more
             end = from_error("the end" if results else "rendezvous", error)
-            results += shown([end], console.print)
+            results += shown([end], console)
     return results

@@ -1,11 +1,10 @@
-"""CheckResult, the outcome of one check in verify, doctor or bench: its line, fix and figures."""
+"""CheckResult, the outcome of one check of verify, doctor or bench: its line, fix and figures."""
 
 import platform
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import date
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from ddp_mnist.cluster import hardware
 from ddp_mnist.errors import DdpMnistError
@@ -17,21 +16,19 @@ INDENT = " " * 21
 FIX = "do what their lines say, then check again"
 
 
-@dataclass(frozen=True)
-class CheckResult:
-    """The result of one check; its fields are an entry of every JSON report."""
+class CheckResult(NamedTuple):
+    """The outcome of one check; its fields are an entry of every JSON report."""
 
     status: str  # PASS, WARN (works, but look at it) or FAIL (do not rely on it)
     name: str
     text: str
     fix: str = ""  # what to do; empty for a PASS
     # measured numbers by name; a name that ends with ` ms` or ` s` is better if smaller
-    figures: dict[str, float] = field(default_factory=dict)
+    figures: Mapping[str, float] = {}
 
     def __str__(self) -> str:
-        """Return it in colour and at most 80 columns; the fix begins on a new line."""
-        head = f"{self.status}  {self.name:<14} "
-        lines = wrapped(self.text, head, INDENT)
+        """Return lines of at most 80 columns, in colour; the fix begins on a line of its own."""
+        lines = wrapped(self.text, f"{self.status}  {self.name:<14} ", INDENT)
         lines += wrapped(self.fix, f"{INDENT}-> ", f"{INDENT}   ")
         return coloured(self.status) + "\n".join(lines).removeprefix(self.status)
 
@@ -45,38 +42,38 @@ def check(
     text: str,
     fix: str,
     status: str = FAIL,
-    figures: dict[str, float] | None = None,
+    figures: Mapping[str, float] = {},
 ) -> CheckResult:
     """Return a PASS if there is no problem, else a result with `status` and the fix."""
     status, fix = (status, fix) if problem else (PASS, "")
-    return CheckResult(status, name, text, fix, figures or {})
+    return CheckResult(status, name, text, fix, figures)
 
 
 def from_error(name: str, error: DdpMnistError) -> CheckResult:
-    """Return a FAIL; the fix is what follows the last semicolon of the error."""
-    text, semicolon, fix = str(error).rpartition("; ")
-    return failed(name, text, fix) if semicolon else failed(name, fix)
+    """Return a FAIL whose fix is what the error says after its last semicolon."""
+    text, _, fix = str(error).rpartition("; ")
+    return failed(name, text or fix, fix if text else "")
 
 
 def worst(results: Iterable[CheckResult]) -> str:
-    """Return the worst status among them; PASS if there is none."""
+    """Return the worst status among the results; PASS if there are none."""
     return max((result.status for result in results), key=(PASS, WARN, FAIL).index, default=PASS)
 
 
-def failure_summary(what: str, results: Sequence[CheckResult], fix: str = FIX) -> str | None:
-    """Return one line that names the failed checks, or None if none failed."""
+def failure_summary(what: str, results: Sequence[CheckResult], fix: str = FIX) -> str:
+    """Return one line that names the failed checks; "" if none failed."""
     wrong = [result.name for result in results if result.status == FAIL]
     names = ", ".join(dict.fromkeys(wrong))
     summary = f"{what}: {len(wrong)} of {len(results)} checks failed ({names}); {fix}"
-    return summary if wrong else None
+    return summary if wrong else ""
 
 
 def describe(results: Iterable[CheckResult], key: str, **head: Any) -> dict[str, Any]:
-    """Return for JSON: `head`, the results under `key`, the date, the machine and versions."""
+    """Return a JSON report: `head`, the date, the results under `key`, machine and versions."""
     return {
         **head,
         "date": date.today().isoformat(),
-        key: [asdict(result) for result in results],
+        key: [result._asdict() for result in results],
         "machine": {"host": platform.node(), **hardware.describe(), "gpus": hardware.gpus()},
         "versions": package_versions(),
     }

@@ -1,4 +1,4 @@
-"""The verb `verify`: proves on this machine what the trainer promises, by training on its CPU.
+"""The verb `verify`: prove on this machine what the trainer promises, by training on its CPU.
 
 Each proof is a small run in float64, so that no fault hides behind rounding: correct float32 code
 on two processes drifts a hundredth away from one process, float64 some 1e-13.
@@ -25,7 +25,7 @@ from ddp_mnist.config.faults import FAULTS
 from ddp_mnist.config.recipe import Recipe, resolve_recipe
 from ddp_mnist.config.run import TrainConfig
 from ddp_mnist.data import cache
-from ddp_mnist.data.batches import Rows, eval_batch_size
+from ddp_mnist.data.batches import Rows
 from ddp_mnist.data.sources import from_anywhere
 from ddp_mnist.errors import CheckFailed, DdpMnistError, UsageError
 from ddp_mnist.nets.build import factory_of
@@ -35,8 +35,8 @@ from ddp_mnist.run.console import Console, coloured, count
 from ddp_mnist.run.evaluation import evaluate_split, make_eval_loader
 from ddp_mnist.run.faults import count_padding
 from ddp_mnist.run.folder import check_place, save_json
-from ddp_mnist.verbs import check_result as results
-from ddp_mnist.verbs.check_result import FAIL, PASS, CheckResult
+from ddp_mnist.verbs import check_result
+from ddp_mnist.verbs.check_result import FAIL, PASS, CheckResult, check, describe, failed, worst
 from ddp_mnist.verbs.flags import Verify
 from ddp_mnist.verify import watch
 from ddp_mnist.verify.watch import Seen, proof_config, weights_of
@@ -47,6 +47,7 @@ HOUR = 3600  # seconds, for a large data set; a rank that hangs is left after --
 STOPS_AT = 20  # the step at which a run is interrupted
 # Rows, and images per process and pass: fewer rows than processes, a short last pass, none short
 SHARDS = ((1, 4), (7, 4), (101, 10), (360, 30))
+PROVEN = ("cnn", "cnn_deep", "mlp")  # nets that do not depend on the number of processes
 FIX = (
     "install the versions in constraints.txt and run verify again; until it passes, do not trust"
     " results from this machine"
@@ -70,41 +71,40 @@ def run(flags: Verify) -> None:
 
     Raise CheckFailed if one failed or a fault was injected.
     """
-    save = check_place(flags.save, "--save")
-    assert save
+    save = Path(flags.save)
+    check_place(flags.save, "--save")
     if (size := os.environ.get("WORLD_SIZE") or "1") != "1":
         raise UsageError(
             f"WORLD_SIZE={size}: verify starts its own processes; start it without a launcher, or"
             " unset WORLD_SIZE"
         )
-    console, checks = Console(True), list[CheckResult]()
     if flags.gpu and not hardware.gpus():
         raise UsageError("--gpu: torch sees none here; ask ddp-mnist doctor why, or leave it out")
+    console, checks = Console(True), list[CheckResult]()
     config, sizes = config_of(flags), sizes_up_to(flags.processes)
-    for line in verify(sizes, flags.inject, config, flags.gpu):
+    for line in verify(sizes, config, flags.gpu):
         if isinstance(line, CheckResult):
-            checks.append(line := explained(line, config.recipe, flags.inject))
+            checks.append(line := explained(line, config.recipe))
         console.print(str(line))
-    head = {"passed": results.worst(checks) == PASS, "processes": [1, *sizes]}
-    head |= {"injected": flags.inject, "dataset": flags.dataset}
-    head |= {name: getattr(config.recipe, name) for name in ("model", "loss")}
-    save_json(save, results.describe(checks, "checks", **head))
+    head = {"passed": worst(checks) == PASS, "processes": [1, *sizes], "injected": flags.inject}
+    head |= {"dataset": flags.dataset, "model": config.recipe.model, "loss": config.recipe.loss}
+    save_json(save, describe(checks, "checks", **head))
     if wrong := failure_summary(checks, flags.inject):
         raise CheckFailed(wrong)
     passed = coloured(PASS, f"all {len(checks)} checks passed")
     console.print(f"{passed}; written to {save}")
 
 
-def explained(check: CheckResult, recipe: Recipe, fault: str | None) -> CheckResult:
-    """Return it with another fix if the fault, the net or the loss explains the failure."""
-    fix = check.fix
+def explained(check: CheckResult, recipe: Recipe) -> CheckResult:
+    """Return the check with a better fix if the fault, the net or the loss explains the failure."""
+    fix, fault = check.fix, recipe.inject
     if fault and (check.name == "runs") == (fault == "exit"):
         fix = BY_FAULT
-    elif "difference" in check.figures and recipe.model not in ("cnn", "cnn_deep", "mlp"):
+    elif "difference" in check.figures and recipe.model not in PROVEN:
         fix = BY_NET
     elif "difference" in check.figures and recipe.loss:
         fix = BY_LOSS
-    return replace(check, fix=fix if check.fix else "")
+    return check._replace(fix=fix if check.fix else "")
 
 
 def config_of(flags: Verify) -> TrainConfig:
@@ -114,20 +114,21 @@ def config_of(flags: Verify) -> TrainConfig:
     a folder of their own, find what this one finds.
     """
     rows = len(cache.load(flags.dataset).train_labels)
-    recipe = resolve_recipe(Recipe(**watch.PROOF), rows, 1)
-    epochs = math.ceil(watch.STEPS / recipe.steps_per_epoch)
-    given = {"model": flags.model, "loss": flags.loss}
-    changed: dict[str, Any] = {name: value for name, value in given.items() if value}
+    epochs = math.ceil(watch.STEPS / resolve_recipe(Recipe(**watch.PROOF), rows, 1).steps_per_epoch)
+    typed = {"model": flags.model, "loss": flags.loss, "inject": flags.inject}
+    changed: dict[str, Any] = {name: value for name, value in typed.items() if value}
     if flags.inject:
         changed = {**FAULTS[flags.inject].recipe, **changed}
         epochs = max(epochs, FAULTS[flags.inject].epochs)
     config = proof_config(**changed, epochs=epochs)
     factory_of(str(config.recipe.model))
     image_losses(config.recipe.loss)
-    run = replace(config.run, dataset=from_anywhere(flags.dataset))
     timeout = 5 if flags.inject == "exit" else config.distribution.dist_timeout  # it is waited for
-    limited = replace(config.distribution, dist_timeout=timeout)
-    return replace(config, run=run, distribution=limited)
+    return replace(
+        config,
+        run=replace(config.run, dataset=from_anywhere(flags.dataset)),
+        distribution=replace(config.distribution, dist_timeout=timeout),
+    )
 
 
 def named(config: TrainConfig, run_dir: str, **recipe: Any) -> TrainConfig:
@@ -142,23 +143,20 @@ def sizes_up_to(processes: int) -> list[int]:
 
 
 def verify(
-    sizes: Sequence[int],
-    fault: str | None = None,
-    config: TrainConfig | None = None,
-    on_gpu: bool = False,
+    sizes: Sequence[int], config: TrainConfig, on_gpu: bool = False
 ) -> Iterator[CheckResult | str]:
     """Yield check results as they come, and lines that show which rank took which images.
 
     Each of `sizes` processes is compared with one. A run that breaks down is a failed check, and
-    the last one; a wrong flag raises UsageError. `fault`, one of FAULTS, is injected into all runs
-    but that of one process; those of resume and accumulation, and those `on_gpu`, take no fault:
-    these checks are left out.
+    the last one; a wrong flag raises UsageError. The fault of `config` is injected into all runs
+    but that of one process; resume, accumulation and the GPU are then not checked.
     """
+    fault = config.recipe.inject
     with tempfile.TemporaryDirectory(prefix="ddp-mnist-verify-") as scratch:
         try:
             alone = watched_run(1, Path(scratch), config)
             for size in (1, *sizes):
-                run = alone if size == 1 else watched_run(size, Path(scratch), config, fault)
+                run = alone if size == 1 else watched_run(size, Path(scratch), config)
                 yield from who_took_what(run)
                 if size > 1:
                     yield from equal_to_one(run, alone)
@@ -172,20 +170,15 @@ def verify(
         except UsageError:
             raise
         except (DdpMnistError, OSError) as error:
-            yield results.failed("runs", f"{type(error).__name__}: {error}", FIX)
+            yield failed("runs", f"{type(error).__name__}: {error}", FIX)
 
 
-def watched_run(
-    size: int, folder: Path, config: TrainConfig | None = None, fault: str | None = None
-) -> Watched:
-    """Train with the fault in `folder`/on-`size`."""
-    return watch_run(size, folder, named(config or proof_config(), f"on-{size}", inject=fault))
-
-
-def watch_run(size: int, folder: Path, config: TrainConfig) -> Watched:
-    """Train in the folder that `config` names, which is in `folder`."""
+def watched_run(size: int, folder: Path, config: TrainConfig, name: str = "on") -> Watched:
+    """Train in `folder`/`name`-`size`; only several processes make the mistake of `config`."""
+    inject = config.recipe.inject if size > 1 else None
+    config = named(config, f"{name}-{size}", inject=inject)
     ranks = run_world(size, watch.train_and_watch, config, folder=folder, timeout_s=HOUR)
-    return Watched(config, folder / str(config.run.run_dir), ranks)
+    return Watched(config, folder / f"{name}-{size}", ranks)
 
 
 def who_took_what(run: Watched) -> Iterator[str]:
@@ -209,8 +202,7 @@ def equal_to_one(run: Watched, alone: Watched) -> Iterator[CheckResult]:
     yield exact("learning rates", size, "ranks' schedules", rates, [one.learning_rates] * size)
     first = abs(run.ranks[0].gradient_norms[0] / one.gradient_norms[0] - 1)
     yield bounded("gradients", size, "first gradient's norm", first)
-    difference = watch.largest_difference(weights_of(run.folder), weights_of(alone.folder))
-    yield bounded("weights", size, f"weights after {len(one.images)} steps", difference)
+    yield near("weights", size, f"weights after {len(one.images)} steps", run.folder, alone)
     digests = [rank.weights for rank in run.ranks]
     yield exact("replicas", size, "ranks' weights", digests, digests[:1] * size)
 
@@ -223,21 +215,19 @@ def resume_is_exact(run: Watched) -> CheckResult:
     LocalWorld(size, *until, folder=folder).outcomes(HOUR)
     go_on = watch.just_train, watch.resumed(config)
     [again, *_] = run_world(size, *go_on, folder=folder, timeout_s=HOUR)
-    net, log = watch.what_stays(folder / name)
-    unbroken, lines = watch.what_stays(run.folder)
-    result = exact("resume", size, "weights and log lines", [net, *log], [unbroken, *lines])
-    times = len(again.get("resumed_from", []))  # a run that had finished returns nothing
-    text = f"{result.text}, but it was resumed {times} times, must be 1"
-    return result if times == 1 else results.failed("resume", text, FIX)
+    resumed = len(again.get("resumed_from", []))  # a run that had finished returns nothing
+    (net, log), (unbroken, lines) = map(watch.what_stays, (folder / name, run.folder))
+    found, expected = [(net, resumed), *log], [(unbroken, 1), *lines]
+    return exact("resume", size, "weights and log lines", found, expected)
 
 
 def accumulation_is_exact(size: int, alone: Watched) -> CheckResult:
     """Compare steps in parts with whole steps."""
     config = named(alone.config, f"parts-on-{size}", grad_accum=PARTS)
-    run_world(size, watch.just_train, config, folder=alone.folder.parent, timeout_s=HOUR)
-    parts = weights_of(alone.folder.parent / f"parts-on-{size}")
-    difference = watch.largest_difference(parts, weights_of(alone.folder))
-    return bounded("accumulation", size, f"weights by {PARTS} parts a step", difference)
+    folder = alone.folder.parent
+    run_world(size, watch.just_train, config, folder=folder, timeout_s=HOUR)
+    what = f"weights by {PARTS} parts a step"
+    return near("accumulation", size, what, folder / f"parts-on-{size}", alone)
 
 
 def equal_on(device: str, alone: Watched) -> Iterator[CheckResult]:
@@ -246,57 +236,55 @@ def equal_on(device: str, alone: Watched) -> Iterator[CheckResult]:
     It is done by one process, and by two that share the GPU over gloo. A test passes "cpu".
     """
     there = replace(alone.config.distribution, cpu=device == "cpu", backend="gloo")
+    config = replace(alone.config, distribution=there)
     for size in (1, 2):
-        config = named(replace(alone.config, distribution=there), f"{device}-{size}")
-        run = watch_run(size, alone.folder.parent, config)
+        run = watched_run(size, alone.folder.parent, config, device)
         used, steps = run.ranks[0].summary["device"], len(run.ranks[0].learning_rates)
         if not used.startswith(device):
-            yield results.failed("GPU", f"{count(size, 'process')}: trained on {used}", FIX)
+            yield failed("GPU", f"{count(size, 'process')}: trained on {used}", FIX)
             return
-        difference = watch.largest_difference(weights_of(run.folder), weights_of(alone.folder))
-        yield bounded("GPU", size, f"weights on {used}, {steps} steps", difference)
+        yield near("GPU", size, f"weights on {used}, {steps} steps", run.folder, alone)
 
 
 def metrics_are_exact(size: int, alone: Watched, fault: str | None = None) -> CheckResult:
     """Compare confusion matrices with counts by hand, on shards of unequal length too."""
-    run, dataset = str(alone.folder), alone.config.run.dataset
-    images = cache.load(dataset)
-    shards = (count_shards, run, dataset, fault)
-    counted = run_world(size, *shards, folder=alone.folder.parent)[0]
-    net, classes = weights.from_bytes(weights.read_bytes(run), run).model, len(images.classes)
-    compared = images.test_images[: max(rows for rows, _ in SHARDS)]
-    with torch.no_grad():
-        batches = compared.split(eval_batch_size(compared))
-        guesses = torch.cat([net(batch).argmax(1) for batch in batches])
-    cells = classes * images.test_labels[: len(compared)] + guesses
-    by_hand = [
-        torch.bincount(cells[:rows], minlength=classes**2).view(classes, classes).tolist()
-        for rows, _ in SHARDS
-    ]
+    shards = (count_shards, str(alone.folder), alone.config.run.dataset, fault)
+    [(counted, by_hand), *_] = run_world(size, *shards, folder=alone.folder.parent)
     return exact("metrics", size, "splits' confusion matrices", counted, by_hand)
 
 
-def count_shards(run: str, dataset: str, fault: str | None) -> list[list[list[int]]]:
-    """Return the confusion matrix of each of SHARDS, counted by all ranks together."""
-    flags, images, matrices = Distribution(cpu=True), cache.load(dataset), []
-    with join_world(flags, find_launch(flags), full_precision=True) as world:
+def count_shards(run: str, dataset: str, fault: str | None) -> tuple[list[Any], list[Any]]:
+    """Return the confusion matrices of SHARDS: counted by all ranks together, and row by row."""
+    flags, images = Distribution(cpu=True), cache.load(dataset)
+    net = weights.from_bytes(weights.read_bytes(run), run).model
+    together, by_hand = [], []
+    with join_world(flags, find_launch(flags), full_precision=True) as world, torch.no_grad():
         if fault == "padding":
             count_padding(world.accelerator, world.store)
-        net = weights.from_bytes(weights.read_bytes(run), run).model
+        guesses = [net(image[None]).argmax() for image in images.test_images[: max(SHARDS)[0]]]
         for count_of_rows, per_process in SHARDS:
             rows = Rows(images.test_images[:count_of_rows], images.test_labels[:count_of_rows])
             loader = make_eval_loader(world.accelerator, rows, per_process)
             metrics = evaluate_split(world.accelerator, net, loader, len(images.classes))
-            matrices.append(metrics.confusion)
-    return matrices
+            together.append(metrics.confusion)
+            matrix = torch.zeros_like(torch.tensor(metrics.confusion))
+            for label, guess in zip(rows.labels, guesses, strict=False):
+                matrix[label, guess] += 1
+            by_hand.append(matrix.tolist())
+    return together, by_hand
+
+
+def near(name: str, size: int, what: str, run: Path, alone: Watched) -> CheckResult:
+    """Compare the weights of a run with those of one process."""
+    difference = watch.largest_difference(weights_of(run), weights_of(alone.folder))
+    return bounded(name, size, what, difference)
 
 
 def bounded(name: str, size: int, what: str, difference: float) -> CheckResult:
     """Return a FAIL if the difference is above LIMIT, or NaN."""
-    text = f"{count(size, 'process')}: {what}, off by {difference:.1e}"
     problem = "" if difference <= LIMIT else f", must be at most {LIMIT:.0e}"
-    figures = {"processes": size, "difference": difference}
-    return results.check(name, problem, text + problem, FIX, figures=figures)
+    text = f"{count(size, 'process')}: {what}, off by {difference:.1e}{problem}"
+    return check(name, problem, text, FIX, figures={"processes": size, "difference": difference})
 
 
 def exact(
@@ -304,23 +292,23 @@ def exact(
 ) -> CheckResult:
     """Return a FAIL if any of them differs, or is missing."""
     different = sum(a != b for a, b in itertools.zip_longest(found, expected))
-    text = f"{count(size, 'process')}: {different} of {len(expected)} {what} differ"
     problem = ", must be 0" if different else ""
+    text = f"{count(size, 'process')}: {different} of {len(expected)} {what} differ{problem}"
     figures = {"processes": size, "different": different, "compared": len(expected)}
-    return results.check(name, problem, text + problem, FIX, figures=figures)
+    return check(name, problem, text, FIX, figures=figures)
 
 
-def failure_summary(checks: Sequence[CheckResult], fault: str | None) -> str | None:
-    """Return in one line what is wrong, or None. An injected fault is wrong in any case."""
+def failure_summary(checks: Sequence[CheckResult], fault: str | None) -> str:
+    """Return in one line what is wrong, "" if nothing. An injected fault is wrong in any case."""
     if not fault:
-        return results.failure_summary("verify", checks)
+        return check_result.failure_summary("verify", checks)
     name = FAULTS[fault].caught_by
+    # Any breakdown of the runs has that name; `exit` is a rank that was waited for.
+    begins = "PeerError: lost contact" if name == "runs" else ""
+    found = {c.status for c in checks if c.name == name and c.text.startswith(begins)}
     text = f"NOT caught by '{name}'; verify is broken here, do not rely on it"
-    found = [check for check in checks if check.name == name]
-    if name == "runs":  # any breakdown is one; this fault is a rank that was waited for
-        found = [check for check in found if check.text.startswith("PeerError: lost contact")]
-    if {check.status for check in found} == {FAIL}:
-        text = f"caught by '{name}', as it should be; leave the flag out to test what is here"
+    if found == {FAIL}:
+        text = f"caught by '{name}', as it should be; leave out --inject for the real check"
     elif checks[-1].name == "runs":
         text = f"the runs broke down before '{name}' could find it; see the line above"
     return f"verify --inject {fault}: {text}"

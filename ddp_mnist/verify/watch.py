@@ -4,7 +4,6 @@ Nothing here takes part in a training: torch's public hooks see what the net is 
 optimizer steps by.
 """
 
-import contextlib
 import dataclasses
 import hashlib
 import itertools
@@ -12,7 +11,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from ddp_mnist import train
 from ddp_mnist.cluster.launch import find_launch
@@ -90,9 +90,11 @@ def train_and_watch(config: TrainConfig) -> Seen:
     return seen
 
 
-@contextlib.contextmanager
-def before_each_step(function: Callable[[Optimizer, list[Tensor]], None]) -> Iterator[None]:
-    """Call `function` before each optimizer step in the block, with the averaged gradients too."""
+def before_each_step(function: Callable[[Optimizer, list[Tensor]], None]) -> RemovableHandle:
+    """Call `function` before each optimizer step, with the averaged gradients too.
+
+    It ends with the `with` block of what is returned.
+    """
 
     def hook(optimizer: Optimizer, *_: Any) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -101,11 +103,7 @@ def before_each_step(function: Callable[[Optimizer, list[Tensor]], None]) -> Ite
         if len(gradients) == sum(p.requires_grad for p in parameters):
             function(optimizer, gradients)
 
-    handle = register_optimizer_step_pre_hook(hook)
-    try:
-        yield
-    finally:
-        handle.remove()
+    return register_optimizer_step_pre_hook(hook)
 
 
 def train_until(config: TrainConfig, step: int, number: int = signal.SIGTERM, by: int = 0) -> None:
