@@ -171,7 +171,7 @@ def test_verify_finds_a_loss_that_mixes_the_images_of_a_batch(
     assert alone.ranks[0].summary["loss_function"] == "my_loss:mixes"
     checks = list(proofs.equal_to_one(run, alone))
     assert failed(checks) == {"gradients", "weights"}
-    fixes = {proofs.explained(c, config.recipe, None).fix for c in checks if c.status == "FAIL"}
+    fixes = {proofs.explained(c, config.recipe).fix for c in checks if c.status == "FAIL"}
     assert fixes == {proofs.BY_LOSS}
     for name, line in (("my_loss:vocal", "my_loss has no vocal"), ("my_loss:mean", "gives ")):
         ended = typed("verify", "--model", "mlp", "--loss", name)

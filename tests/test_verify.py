@@ -1,36 +1,70 @@
 """`verify` passes here, and each of its checks fails where it has to."""
 
-import dataclasses
 import json
 import re
-import shutil
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 import torch
 
+from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.config.faults import FAULTS
 from ddp_mnist.config.recipe import Recipe
-from ddp_mnist.errors import CheckFailed
-from ddp_mnist.verbs import check_result as results
+from ddp_mnist.config.run import TrainConfig
+from ddp_mnist.errors import CheckFailed, PeerError
+from ddp_mnist.run.folder import read_json
 from ddp_mnist.verbs.check_result import FAIL, PASS, CheckResult
 from ddp_mnist.verbs.flags import Verify
 from ddp_mnist.verify import proofs, watch
 from ddp_mnist.verify.proofs import Watched
 from ddp_mnist.verify.watch import largest_difference
 from tests.commands import REPOSITORY, Typed
+from tests.training import with_flags
 
 MLP = watch.proof_config(model="mlp")
+BATCHNORM = watch.proof_config(model="cnn_bn", epochs=1, inject="batchnorm")
 LAB = (REPOSITORY / "docs" / "lab.md").read_text()
 GOOD = proofs.exact("samples", 2, "steps' images", [1, 2, 3], [1, 2, 3])
 BAD = proofs.bounded("weights", 3, "weights after 45 steps", 1.0)
+CAUGHT = {  # the checks that each fault fails
+    "sampler": {"samples", "gradients", "weights"},
+    "gradients": {"gradients", "weights"},
+    "parameter": {"gradients", "weights", "replicas"},
+    "epoch": {"samples", "weights"},
+    "schedule": {"learning rates", "weights"},
+    "batchnorm": {"gradients", "weights"},  # of each process's own share, not of the batch
+}
+
+
+def watch_all(configs: list[TrainConfig]) -> list[watch.Seen]:
+    return [watch.train_and_watch(config) for config in configs]
+
+
+def watched(size: int, folder: Path, **configs: TrainConfig) -> dict[str, Watched]:
+    """Train with each of the flags in one world; a folder is named like its flags."""
+    named = {name: proofs.named(config, name) for name, config in configs.items()}
+    ranks = run_world(size, watch_all, list(named.values()), folder=folder)
+    each = zip(named.items(), zip(*ranks, strict=True), strict=True)
+    return {name: Watched(config, folder / name, [*seen]) for (name, config), seen in each}
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Watched:
-    """Return the run of one process that the others are compared with, of the quickest net."""
-    return proofs.watched_run(1, tmp_path_factory.mktemp("proofs"), MLP)
+def one(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Watched]:
+    """Return the runs of one process that others are compared with, of the quickest nets."""
+    sgd = watch.proof_config(model="mlp", optimizer="sgd")
+    batchnorm = proofs.named(BATCHNORM, "run", inject=None)
+    folder = tmp_path_factory.mktemp("one")
+    return watched(1, folder, adamw=MLP, sgd=sgd, batchnorm=batchnorm)
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Watched]:
+    """Return those of two processes, the right ones and one for each fault."""
+    configs = {name: proofs.named(MLP, "run", inject=name) for name in CAUGHT}
+    configs |= {"batchnorm": BATCHNORM, "adamw": MLP}
+    configs["sgd"] = watch.proof_config(model="mlp", optimizer="sgd")
+    return watched(2, tmp_path_factory.mktemp("two"), **configs)
 
 
 def failed(checks: list[CheckResult]) -> set[str]:
@@ -69,20 +103,12 @@ def test_all_checks_pass_here(
     assert all(float(difference) < 1e-11 for difference in differences)
 
 
-@pytest.mark.parametrize(
-    ("fault", "fails"),
-    [
-        ("sampler", {"samples", "gradients", "weights"}),
-        ("gradients", {"gradients", "weights"}),
-        ("parameter", {"gradients", "weights", "replicas"}),
-        ("epoch", {"samples", "weights"}),
-        ("schedule", {"learning rates", "weights"}),
-    ],
-)
+@pytest.mark.parametrize(("fault", "fails"), CAUGHT.items())
 def test_an_injected_fault_is_caught_by_the_check_that_is_meant_to(
-    fault: str, fails: set[str], alone: Watched, tmp_path: Path
+    fault: str, fails: set[str], one: dict[str, Watched], two: dict[str, Watched]
 ) -> None:
-    checks = list(proofs.equal_to_one(proofs.watched_run(2, tmp_path, MLP, fault), alone))
+    alone = one["batchnorm" if fault == "batchnorm" else "adamw"]
+    checks = list(proofs.equal_to_one(two[fault], alone))
     assert failed(checks) == fails
     assert is_caught(fault, checks)
 
@@ -105,27 +131,52 @@ def test_the_lab_has_a_row_and_a_command_for_each_fault() -> None:
         assert set(typed) >= FAULTS.keys(), verb
 
 
-def test_padded_rows_in_the_metrics_are_caught(alone: Watched) -> None:
-    check = proofs.metrics_are_exact(2, alone, "padding")
+def test_padded_rows_in_the_metrics_are_caught(one: dict[str, Watched]) -> None:
+    check = proofs.metrics_are_exact(2, one["adamw"], "padding")
     assert check.text == "2 processes: 3 of 4 splits' confusion matrices differ, must be 0"
     assert is_caught("padding", [check])
 
 
-def test_a_rank_that_leaves_is_caught(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_rank_that_leaves_is_waited_for_named_and_caught(tmp_path: Path) -> None:
     config = proofs.config_of(Verify(inject="exit", model="mlp"))
     assert config.distribution.dist_timeout == 5
-    *_, last = proofs.verify([2], "exit", config)
-    assert isinstance(last, CheckResult)
-    assert last.text.startswith("PeerError: lost contact with rank 1 of 2 (")
-    assert is_caught("exit", [last])
+    with pytest.raises(PeerError) as ended:
+        proofs.watched_run(2, tmp_path, with_flags(config, dist_timeout=2))
+    status = read_json(tmp_path / "on-2" / "status.json")
+    assert (status["exit_code"], status["error"]) == (6, str(ended.value))
+    assert str(ended.value).startswith("lost contact with rank 1 of 2 (")
+    text = str(ended.value).replace("2000ms", "5000ms")
+    assert is_caught("exit", [proofs.failed("runs", f"PeerError: {text}", proofs.FIX)])
 
 
-def test_sgd_is_proven_too(tmp_path: Path) -> None:
-    config = watch.proof_config(model="mlp", optimizer="sgd")
-    one, two = (proofs.watched_run(size, tmp_path, config) for size in (1, 2))
-    checks = [*proofs.equal_to_one(two, one), proofs.resume_is_exact(two)]
-    assert [check.name for check in checks if check.status == FAIL] == []
+def test_sgd_is_proven_too(one: dict[str, Watched], two: dict[str, Watched]) -> None:
+    checks = [*proofs.equal_to_one(two["sgd"], one["sgd"]), proofs.resume_is_exact(two["sgd"])]
+    assert failed(checks) == set()
+
+
+@pytest.mark.parametrize(
+    ("fault", "checks", "summary"),
+    [
+        (None, [GOOD, GOOD], ""),
+        (None, [GOOD, BAD], "verify: 1 of 2 checks failed (weights); do what their lines say"),
+        ("gradients", [GOOD, BAD], "verify --inject gradients: NOT caught by 'gradients'"),
+        (
+            "batchnorm",
+            [GOOD, proofs.failed("runs", "PeerError: lost contact with rank 1")],
+            "verify --inject batchnorm: the runs broke down before 'weights' could find it",
+        ),
+        (  # only a rank that is waited for is the fault exit
+            "exit",
+            [GOOD, proofs.failed("runs", "StorageError: /tmp: cannot be written")],
+            "verify --inject exit: the runs broke down before 'runs' could find it",
+        ),
+    ],
+)
+def test_failed_checks_are_summed_up_in_a_line(
+    fault: str | None, checks: list[CheckResult], summary: str
+) -> None:
+    assert proofs.failure_summary(checks, fault).startswith(summary)
+    assert bool(summary) == bool(proofs.failure_summary(checks, fault))
 
 
 def test_a_fault_that_is_not_caught_is_a_failure_too(
@@ -135,43 +186,28 @@ def test_a_fault_that_is_not_caught_is_a_failure_too(
     file = tmp_path / "v.json"
     with pytest.raises(CheckFailed, match="--inject gradients: NOT caught by 'gradients'"):
         proofs.run(Verify(inject="gradients", save=str(file)))
-    written = json.loads(file.read_text())
+    written = read_json(file)
     assert (written["passed"], written["injected"]) == (False, "gradients")
 
 
-def test_runs_that_break_down_are_no_word_on_a_fault() -> None:
-    broken = proofs.results.failed("runs", "PeerError: lost contact with rank 1", proofs.FIX)
-    summary = proofs.failure_summary([GOOD, broken], "batchnorm") or ""
-    assert summary.startswith("verify --inject batchnorm: the runs broke down before 'weights'")
-
-
-def test_only_a_rank_that_is_waited_for_is_the_fault_exit() -> None:
-    full = proofs.results.failed("runs", "StorageError: /tmp: cannot be written", proofs.FIX)
-    assert "broke down before 'runs' could find it" in (
-        proofs.failure_summary([GOOD, full], "exit") or ""
-    )
-
-
 def test_flags_of_verify_mean_what_they_mean_for_train() -> None:
-    assert proofs.config_of(Verify()).recipe.model == "cnn"
-    assert proofs.config_of(Verify(inject="batchnorm")).recipe.model == "cnn_bn"
-    typed = proofs.config_of(Verify(inject="batchnorm", model="cnn"))
-    assert typed.recipe.model == "cnn"  # which has none: train refuses it
     loss = "torch.nn.functional:cross_entropy"
-    assert proofs.config_of(Verify(loss=loss)).recipe.loss == loss
-    many = proofs.config_of(Verify(inject="epoch", dataset="patches"))
-    assert (many.recipe.epochs, proofs.config_of(Verify(dataset="patches")).recipe.epochs) == (2, 1)
-
-
-def test_failed_checks_are_summed_up_in_a_line() -> None:
-    assert proofs.failure_summary([GOOD, GOOD], None) is None
-    summary = proofs.failure_summary([GOOD, BAD], None) or ""
-    assert summary.startswith("verify: 1 of 2 checks failed (weights); do what their lines say")
+    for flags, model, epochs in (
+        (Verify(), "cnn", 3),
+        (Verify(inject="batchnorm"), "cnn_bn", 3),
+        (Verify(inject="batchnorm", model="cnn"), "cnn", 3),  # which has none: train refuses it
+        (Verify(loss=loss), "cnn", 3),
+        (Verify(dataset="patches"), "cnn", 1),
+        (Verify(dataset="patches", inject="epoch"), "cnn", 2),
+    ):
+        recipe = proofs.config_of(flags).recipe
+        assert (recipe.model, recipe.epochs) == (model, epochs)
+        assert (recipe.loss, recipe.inject) == (flags.loss, flags.inject)
 
 
 def test_the_fix_knows_the_fault_that_was_injected_and_what_a_net_does() -> None:
     """Only what a net computes may differ by its BatchNorm, so other checks fail for real."""
-    wrong, runs = proofs.exact("samples", 2, "images", [1], [2]), results.failed("runs", "", "x")
+    wrong, runs = proofs.exact("samples", 2, "images", [1], [2]), proofs.failed("runs", "", "x")
     for model, fault, expected in (
         ("cnn", None, (proofs.FIX, proofs.FIX, "x")),
         ("cnn_bn", None, (proofs.BY_NET, proofs.FIX, "x")),
@@ -179,10 +215,10 @@ def test_the_fix_knows_the_fault_that_was_injected_and_what_a_net_does() -> None
         ("cnn_bn", "batchnorm", (proofs.BY_FAULT, proofs.BY_FAULT, "x")),
         ("cnn", "exit", (proofs.FIX, proofs.FIX, proofs.BY_FAULT)),
     ):
-        recipe = Recipe(model=model)
-        fixes = tuple(proofs.explained(check, recipe, fault).fix for check in (BAD, wrong, runs))
+        recipe = Recipe(model=model, inject=fault)
+        fixes = tuple(proofs.explained(check, recipe).fix for check in (BAD, wrong, runs))
         assert fixes == expected
-        assert proofs.explained(GOOD, recipe, fault) == GOOD
+        assert proofs.explained(GOOD, recipe) == GOOD
 
 
 def test_what_differs_is_counted_and_bounded() -> None:
@@ -198,26 +234,17 @@ def test_what_differs_is_counted_and_bounded() -> None:
 
 
 def test_a_run_that_was_not_interrupted_proves_nothing(
-    alone: Watched, monkeypatch: pytest.MonkeyPatch
+    one: dict[str, Watched], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(proofs, "STOPS_AT", 1000)
-    check = proofs.resume_is_exact(alone)
+    check = proofs.resume_is_exact(one["adamw"])
     assert check.status == FAIL
-    assert "0 of 50 weights and log lines differ, but it was resumed 0 times" in check.text
-
-
-def test_a_net_that_depends_on_the_number_of_processes_is_found(tmp_path: Path) -> None:
-    """BatchNorm of each process's own share is not that of the batch."""
-    config = watch.proof_config(model="cnn_bn", epochs=1)
-    one = proofs.watched_run(1, tmp_path, config)
-    checks = list(proofs.equal_to_one(proofs.watched_run(2, tmp_path, config, "batchnorm"), one))
-    assert failed(checks) == {"gradients", "weights"}
-    assert is_caught("batchnorm", checks)
+    assert "1 of 50 weights and log lines differ" in check.text
 
 
 def test_a_run_that_breaks_down_is_a_failed_check(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proofs, "watched_run", Mock(side_effect=ConnectionError("was killed")))
-    [check] = proofs.verify([2, 3])
+    [check] = proofs.verify([2, 3], MLP)
     assert isinstance(check, CheckResult)
     assert (check.name, check.status, check.text) == ("runs", FAIL, "ConnectionError: was killed")
 
@@ -227,24 +254,41 @@ def test_the_numbers_of_processes_that_can_be_compared() -> None:
     assert proofs.sizes_up_to(8) == [2, 3, 4, 6, 8]
 
 
-def test_training_on_another_device_is_compared_with_the_cpu(alone: Watched) -> None:
-    """Here the CPU stands in for the GPU; another seed stands in for a GPU that computes wrong."""
-    good = list(proofs.equal_on("cpu", alone))
-    assert [(check.status, check.name) for check in good] == [(PASS, "GPU")] * 2
-    assert good[0].text == "1 process: weights on cpu, 45 steps, off by 0.0e+00"
-    assert 0 < good[1].figures["difference"] < 1e-9  # two processes
-    run = dataclasses.replace(alone.config.run, seed=1)
-    other = Watched(dataclasses.replace(alone.config, run=run), alone.folder, alone.ranks)
-    shutil.rmtree(alone.folder.parent / "cpu-1")
-    wrong = next(proofs.equal_on("cpu", other))
-    assert (wrong.status, wrong.name) == (FAIL, "GPU")
-    assert wrong.figures["difference"] > 1e-3
-    assert "must be at most 1e-09" in wrong.text
+@pytest.mark.parametrize(
+    ("device", "run", "expected"),
+    [
+        ("cpu", "adamw", [(PASS, r"weights on cpu, 45 steps, off by \S+")] * 2),
+        (
+            "cpu",
+            "sgd",
+            [(FAIL, r"weights on cpu, 45 steps, off by \S+, must be at most 1e-09")] * 2,
+        ),
+        ("cuda", "adamw", [(FAIL, "trained on cpu")]),  # which proves nothing
+    ],
+)
+def test_training_on_a_gpu_is_compared_with_the_cpu(
+    device: str,
+    run: str,
+    expected: list[tuple[str, str]],
+    one: dict[str, Watched],
+    two: dict[str, Watched],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Here the CPU stands in for the GPU; another optimizer for a GPU that computes wrong."""
 
+    def trained(size: int, folder: Path, config: TrainConfig, name: str) -> Watched:
+        there = config.distribution
+        assert (there.cpu, there.backend, name) == (device == "cpu", "gloo", device)
+        assert folder == one["adamw"].folder.parent
+        return {1: one, 2: two}[size][run]
 
-def test_training_that_was_not_on_the_gpu_proves_nothing(alone: Watched) -> None:
-    [check] = proofs.equal_on("cuda", alone)
-    assert (check.status, check.text) == (FAIL, "1 process: trained on cpu")
+    monkeypatch.setattr(proofs, "watched_run", trained)
+    checks = list(proofs.equal_on(device, one["adamw"]))
+    who = ["1 process", "2 processes"]
+    for check, (status, text), number in zip(checks, expected, who, strict=False):
+        assert (check.status, check.name) == (status, "GPU")
+        assert re.fullmatch(f"{number}: {text}", check.text)
+    assert len(checks) == len(expected)
 
 
 def test_a_gpu_that_is_not_there_is_refused(typed: Typed) -> None:
