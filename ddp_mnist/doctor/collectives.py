@@ -8,6 +8,7 @@ import statistics
 import timeit
 from collections.abc import Callable, Iterable
 from functools import partial
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from torch import Tensor
 LENGTH = 1000  # elements; no multiple of a likely number of ranks
 SIZES = {"1 KB": 2**10, "64 KB": 2**16, "1 MB": 2**20, "16 MB": 2**24}  # bytes
 MAX = dist.ReduceOp.MAX
+T = TypeVar("T")
 
 
 def payload(ranks: Iterable[int], parts: Iterable[int], device: torch.device) -> Tensor:
@@ -33,28 +35,24 @@ def collectives(
     It becomes None where this rank receives nothing.
     """
     everyone = payload(range(size), [0], device)[:, 0]
-    mine, nothing, is_first = everyone[rank], torch.zeros_like(everyone), rank == 0
+    mine, nothing = everyone[rank], torch.zeros_like(everyone)
     parts = payload([rank], range(size), device)[0]  # one for each rank
     to_this_rank = payload(range(size), [rank], device)[:, 0]
+
+    def at_root(value: T) -> T | None:
+        return value if rank == 0 else None
+
     return {
         "broadcast": (mine, lambda to: dist.broadcast(to, size - 1), everyone[-1]),
         "all-reduce": (mine, lambda to: dist.all_reduce(to), everyone.sum(0)),
         "all-reduce (max)": (mine, lambda to: dist.all_reduce(to, MAX), everyone.amax(0)),
-        "reduce": (mine, lambda to: dist.reduce(to, 0), everyone.sum(0) if is_first else None),
+        "reduce": (mine, lambda to: dist.reduce(to, 0), at_root(everyone.sum(0))),
         "all-gather": (nothing, lambda to: dist.all_gather(list(to), mine), everyone),
-        "gather": (
-            nothing,
-            lambda to: dist.gather(mine, list(to) if is_first else None),
-            everyone if is_first else None,
-        ),
-        "scatter": (
-            nothing[0],
-            lambda to: dist.scatter(to, list(everyone) if is_first else None),
-            mine,
-        ),
+        "gather": (nothing, lambda to: dist.gather(mine, at_root(list(to))), at_root(everyone)),
+        "scatter": (nothing[0], lambda to: dist.scatter(to, at_root(list(everyone))), mine),
         "reduce-scatter": (
-            mine,
-            lambda to: dist.reduce_scatter_tensor(to, parts.flatten()),
+            nothing[0],
+            lambda to: dist.reduce_scatter(to, list(parts)),
             to_this_rank.sum(0),
         ),
         # NCCL's sends and receives

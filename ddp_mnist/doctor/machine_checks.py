@@ -26,16 +26,7 @@ from ddp_mnist.errors import DdpMnistError, reason
 from ddp_mnist.run.console import count
 from ddp_mnist.run.versions import PACKAGES, package_versions
 from ddp_mnist.system import limits
-from ddp_mnist.verbs.check_result import (
-    FAIL,
-    WARN,
-    CheckResult,
-    check,
-    failed,
-    from_error,
-    passed,
-    warned,
-)
+from ddp_mnist.verbs.check_result import FAIL, WARN, CheckResult, check, failed, passed, warned
 from ddp_mnist.verbs.flags import Doctor
 
 MB = 1e6
@@ -246,7 +237,7 @@ def data_set(options: Doctor) -> Iterator[CheckResult]:
         else:
             yield passed("data", f"{name} can be fetched from the Hub")
     except DdpMnistError as error:
-        yield from_error("data", error)
+        yield CheckResult.from_error("data", error)
 
 
 def network(_: Doctor) -> Iterator[CheckResult]:

@@ -8,7 +8,7 @@ from ddp_mnist.cluster.nodes import Node, meet_machines
 from ddp_mnist.cluster.store import listed
 from ddp_mnist.errors import DdpMnistError, reason
 from ddp_mnist.run.console import count
-from ddp_mnist.verbs.check_result import FAIL, CheckResult, failed, from_error, passed, warned
+from ddp_mnist.verbs.check_result import FAIL, CheckResult, failed, passed, warned
 
 
 def check_node(node: Node, timeout_s: float) -> Iterator[CheckResult | str]:
@@ -26,7 +26,7 @@ def check_node(node: Node, timeout_s: float) -> Iterator[CheckResult | str]:
     try:
         meet_machines(node, timeout_s)
     except DdpMnistError as error:
-        yield from_error("meeting", error)
+        yield CheckResult.from_error("meeting", error)
     except RuntimeError as error:  # of the store, which machine 0 serves
         text = f"machine 0 went away ({reason(error)})"
         yield failed("meeting", text, "see what it says there, then start again")

@@ -27,15 +27,7 @@ from ddp_mnist.run.console import Console, coloured, tell
 from ddp_mnist.run.folder import check_place, save_json
 from ddp_mnist.run.summary import narrated_elsewhere
 from ddp_mnist.verbs import check_result
-from ddp_mnist.verbs.check_result import (
-    FAIL,
-    CheckResult,
-    failed,
-    from_error,
-    passed,
-    warned,
-    worst,
-)
+from ddp_mnist.verbs.check_result import FAIL, CheckResult, failed, passed, warned, worst
 from ddp_mnist.verbs.flags import Doctor
 
 START_S = 120  # to start processes and check them once
@@ -135,7 +127,7 @@ def check_processes(size: int, flags: Doctor, distribution: Distribution) -> lis
         text = f"{size} of this machine: {type(error).__name__}: {error}"
         wrong = failed("processes", text, "see dmesg for what killed it, or try --processes 2")
     except DdpMnistError as error:
-        wrong = from_error("processes", error)
+        wrong = CheckResult.from_error("processes", error)
     return [*notes, *shown([wrong], console)]
 
 
@@ -161,6 +153,6 @@ def check_together(flags: Doctor, distribution: Distribution, machines: bool) ->
         raise
     except DdpMnistError as error:
         if worst(results) != FAIL:  # a check that failed says more
-            end = from_error("the end" if results else "rendezvous", error)
+            end = CheckResult.from_error("the end" if results else "rendezvous", error)
             results += shown([end], console)
     return results

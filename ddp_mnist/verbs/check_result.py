@@ -4,7 +4,7 @@ import platform
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import date
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from ddp_mnist.cluster import hardware
 from ddp_mnist.errors import DdpMnistError
@@ -25,6 +25,12 @@ class CheckResult(NamedTuple):
     fix: str = ""  # what to do; empty for a PASS
     # measured numbers by name; a name that ends with ` ms` or ` s` is better if smaller
     figures: Mapping[str, float] = {}
+
+    @classmethod
+    def from_error(cls, name: str, error: DdpMnistError) -> Self:
+        """Return a FAIL whose fix is what the error says after its last semicolon."""
+        text, _, fix = str(error).rpartition("; ")
+        return cls(FAIL, name, text or fix, fix if text else "")
 
     def __str__(self) -> str:
         """Return lines of at most 80 columns, in colour; the fix begins on a line of its own."""
@@ -47,12 +53,6 @@ def check(
     """Return a PASS if there is no problem, else a result with `status` and the fix."""
     status, fix = (status, fix) if problem else (PASS, "")
     return CheckResult(status, name, text, fix, figures)
-
-
-def from_error(name: str, error: DdpMnistError) -> CheckResult:
-    """Return a FAIL whose fix is what the error says after its last semicolon."""
-    text, _, fix = str(error).rpartition("; ")
-    return failed(name, text or fix, fix if text else "")
 
 
 def worst(results: Iterable[CheckResult]) -> str:

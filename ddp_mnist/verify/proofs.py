@@ -124,11 +124,9 @@ def config_of(flags: Verify) -> TrainConfig:
     factory_of(str(config.recipe.model))
     image_losses(config.recipe.loss)
     timeout = 5 if flags.inject == "exit" else config.distribution.dist_timeout  # it is waited for
-    return replace(
-        config,
-        run=replace(config.run, dataset=from_anywhere(flags.dataset)),
-        distribution=replace(config.distribution, dist_timeout=timeout),
-    )
+    distribution = replace(config.distribution, dist_timeout=timeout)
+    run = replace(config.run, dataset=from_anywhere(flags.dataset))
+    return replace(config, run=run, distribution=distribution)
 
 
 def named(config: TrainConfig, run_dir: str, **recipe: Any) -> TrainConfig:
