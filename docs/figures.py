@@ -86,9 +86,9 @@ TEXTS = {
     "large net": ("A large net: several buckets", "较大的模型：多个梯度桶"),
     "large note": (
         "While bucket 4 travels, backward computes\nlayer 3. Only the last bucket is waited for.\n"
-        "A bucket is sent at 25 MiB, the first at 1 MiB.",
+        "A bucket is closed at 25 MiB, the first at 1 MiB.",
         "第 4 组的桶传输时，反向正在计算第 3 组。\n只有最后一个桶需要等待。\n"
-        "攒满 25 MiB 就发，第一个 1 MiB（默认值）。",
+        "攒够 25 MiB 就封口，第一个 1 MiB（默认值）。",
     ),
     "small net": ("This project's net: one bucket", "本项目的模型：只有一个桶"),
     "small note": (

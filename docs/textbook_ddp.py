@@ -3,9 +3,8 @@
     torchrun --nproc-per-node 2 docs/textbook_ddp.py
     torchrun --nproc-per-node 2 docs/textbook_ddp.py --forget-set-epoch
 
-Two mistakes of textbooks are visible. DistributedSampler gives each rank equally many rows, and
-repeats some where they do not come out even: the test counts 398 rows of 397. And without set_epoch
-each epoch has the same order: with the flag, rank 0 begins each of them with the same rows.
+It shows two mistakes of textbooks. DistributedSampler repeats rows that do not divide evenly, so the
+test counts 398 rows of 397; and without set_epoch, rank 0 begins all epochs with the same rows.
 """
 
 import gc
@@ -40,7 +39,8 @@ def test(title, loader):
         print(f"{title}: {correct:.0f} of {seen:.0f} rows right, accuracy {correct / seen:.4f}")
 
 
-gpu = torch.cuda.is_available() and torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
+processes_here = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
+gpu = torch.cuda.is_available() and torch.cuda.device_count() >= processes_here
 device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
 dist.init_process_group("nccl" if gpu else "gloo")  # reads RANK, WORLD_SIZE, MASTER_ADDR, _PORT
 rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -57,12 +57,12 @@ model = DistributedDataParallel(net, device_ids=[device] if gpu else None)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 for epoch in range(5):
     if "--forget-set-epoch" not in sys.argv:
-        sampler.set_epoch(epoch)  # else the same order in each epoch
+        sampler.set_epoch(epoch)  # otherwise all epochs have the same order
     loss_sum = seen = 0
     for images, labels in train_loader:
         loss = F.cross_entropy(model(images.to(device)), labels.to(device))
         optimizer.zero_grad()
-        loss.backward()  # DDP averages the gradients over the ranks meanwhile
+        loss.backward()  # meanwhile DDP averages the gradients over the ranks
         optimizer.step()
         loss_sum, seen = loss_sum + loss.item() * len(labels), seen + len(labels)
     loss_sum, seen = sum_over_ranks(loss_sum, seen)
@@ -74,7 +74,7 @@ padded = DistributedSampler(test_rows, shuffle=False)  # the textbook's way
 test("test, DistributedSampler", DataLoader(test_rows, batch_size=100, sampler=padded))
 mine = Subset(test_rows, range(rank, len(test_rows), world_size))  # the right way
 test("test, each row once     ", DataLoader(mine, batch_size=100))
-# Else gloo's threads would outlive the group, and on a busy machine the end of Python may abort.
+# Otherwise gloo's threads outlive the group, and on a busy machine Python may abort at its end.
 model = net = optimizer = loss = images = labels = None
 gc.collect()
 dist.destroy_process_group()

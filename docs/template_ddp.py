@@ -1,0 +1,165 @@
+"""A training program in plain PyTorch to begin your own with: copy it and replace net and data.
+
+    python docs/template_ddp.py --epochs 2                              # one process
+    torchrun --nproc-per-node 2 docs/template_ddp.py --epochs 2         # two
+    torchrun --nproc-per-node 2 docs/template_ddp.py --epochs 4 --resume
+
+DDP, mixed precision with clipping, validation that counts each row once, and a checkpoint after
+each epoch, from which --resume continues exactly. It needs torch, and scikit-learn for the digits.
+"""
+
+import argparse
+import gc
+import os
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, TensorDataset
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--batch-size", type=int, default=32, help="of a step, over all processes")
+    parser.add_argument("--lr", type=float, default=0.1)
+    parser.add_argument("--clip", type=float, default=1.0, help="the gradients' highest norm")
+    parser.add_argument("--precision", choices=["no", "bf16", "fp16"], help="default: the GPU's")
+    parser.add_argument("--checkpoint", type=Path, default=Path("template.pt"))
+    parser.add_argument("--resume", action="store_true", help="continue from --checkpoint")
+    return parser.parse_args()
+
+
+# --- Replace these two
+
+
+def make_data() -> tuple[Dataset, Dataset]:
+    digits = load_digits()
+    rows = TensorDataset(torch.tensor(digits.data).float() / 16, torch.tensor(digits.target))
+    return Subset(rows, range(1400)), Subset(rows, range(1400, len(rows)))
+
+
+def make_net() -> nn.Module:
+    return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 10))
+
+
+# --- Processes
+
+
+def join_group() -> torch.device:
+    """Join the process group. Return this process's device: the GPU of LOCAL_RANK, or the CPU."""
+    alone = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "localhost"}
+    if "RANK" not in os.environ:  # started without a launcher
+        os.environ |= {name: str(value) for name, value in alone.items()} | {"MASTER_PORT": "0"}
+    if not torch.cuda.is_available():
+        dist.init_process_group("gloo")
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)  # without it, all processes of a machine use GPU 0
+    dist.init_process_group("nccl")
+    return device
+
+
+def sum_over_ranks(device: torch.device, *numbers: float) -> list[float]:
+    total = torch.tensor(numbers, dtype=torch.float64, device=device)
+    dist.all_reduce(total)
+    return total.tolist()
+
+
+# --- Checkpoints
+
+
+def save(file: Path, parts: dict, epoch: int) -> None:
+    """Save on rank 0, under another name first: a kill in between leaves the old file whole."""
+    if dist.get_rank() == 0:
+        unfinished = file.with_suffix(".tmp")
+        with unfinished.open("wb") as stream:
+            states = {name: part.state_dict() for name, part in parts.items()}
+            torch.save({**states, "epoch": epoch}, stream)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(unfinished, file)
+
+
+def load(file: Path, parts: dict, device: torch.device) -> int:
+    """Load on every rank, each onto its own device. Return the number of complete epochs."""
+    saved = torch.load(file, map_location=device, weights_only=True)  # else all load onto GPU 0
+    for name, part in parts.items():
+        part.load_state_dict(saved[name])
+    return saved["epoch"]
+
+
+# --- Training
+
+
+def train(arguments: argparse.Namespace, device: torch.device) -> None:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    if arguments.batch_size % world_size:
+        raise SystemExit(f"--batch-size must be divisible by the {world_size} processes")
+    train_rows, val_rows = make_data()
+    sampler = DistributedSampler(train_rows, seed=0, drop_last=True)
+    share = arguments.batch_size // world_size
+    loader = DataLoader(train_rows, batch_size=share, sampler=sampler, drop_last=True)
+    mine = Subset(val_rows, range(rank, len(val_rows), world_size))  # no row on two ranks
+    val_loader = DataLoader(mine, batch_size=500)
+
+    torch.manual_seed(0)
+    net = make_net().to(device)
+    model = DistributedDataParallel(net, device_ids=[device] if device.type == "cuda" else None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=arguments.lr, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)  # by epochs
+
+    gpus = "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported(False) else "fp16"
+    precision = arguments.precision or (gpus if device.type == "cuda" else "no")
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
+    autocast = torch.autocast(device.type, dtype) if dtype else nullcontext()
+    scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
+
+    parts = {"net": net, "optimizer": optimizer, "schedule": schedule, "scaler": scaler}
+    epochs_done = load(arguments.checkpoint, parts, device) if arguments.resume else 0
+    for epoch in range(epochs_done, arguments.epochs):
+        sampler.set_epoch(epoch)  # another order in each epoch
+        torch.manual_seed(1000 * epoch + rank)  # of dropout: each rank its own, also after --resume
+        model.train()
+        loss_sum = torch.zeros((), device=device)  # stays there: .item() would wait in each step
+        for inputs, labels in loader:
+            inputs, labels = inputs.to(device), labels.to(device)
+            with autocast:
+                loss = F.cross_entropy(model(inputs), labels)
+            optimizer.zero_grad()
+            scaler.scale(loss).backward()  # DDP averages the gradients over the ranks
+            scaler.unscale_(optimizer)  # so that clipping sees the true gradients
+            nn.utils.clip_grad_norm_(model.parameters(), arguments.clip)
+            scaler.step(optimizer)
+            scaler.update()
+            loss_sum += loss.detach()
+        schedule.step()
+
+        net.eval()
+        right = seen = 0
+        with torch.no_grad(), autocast:
+            for inputs, labels in val_loader:  # `net`, not `model`: no communication in forward
+                right += (net(inputs.to(device)).argmax(1) == labels.to(device)).sum().item()
+                seen += len(labels)
+        loss_mean, right, seen = sum_over_ranks(
+            device, loss_sum.item() / len(loader) / world_size, right, seen
+        )
+        if rank == 0:
+            print(f"epoch {epoch + 1}: loss {loss_mean:.4f}, {right:.0f} of {seen:.0f} rows right")
+        save(arguments.checkpoint, parts, epoch + 1)
+
+
+def main() -> None:
+    device = join_group()
+    train(parse_arguments(), device)
+    gc.collect()  # frees DDP before the group: else gloo's threads may abort at Python's end
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
