@@ -7,11 +7,13 @@ CommonMark with GitHub's tables. What one viewer draws and another shows as sour
 TeX between dollars) is not in them: pictures are files.
 """
 
+import io
 import re
 import runpy
 import subprocess
 import sys
 import tempfile
+import tokenize
 import xml.etree.ElementTree as ET
 from collections.abc import Callable, Iterator
 from functools import cached_property
@@ -31,7 +33,9 @@ FENCE_MARK = re.compile(r"`{3,}|~{3,}")
 MARKS = {"gpu", "slurm", "hub", "network", "hosts", "images", "minutes", "proof", "fails"}
 README_WORDS = 1300
 FOLDERS = ("ddp_mnist", "docs", "tests", "deploy", "accelerate_configs", ".github")
-GUIDES_FIGURES = ["ddp", "buckets", "ring", "speed", "dataparallel", "multinode"]
+COURSE = REPOSITORY / "docs" / "course"
+COURSE_LINES = 400
+COURSE_FIGURES = ["ddp", "dataparallel", "buckets", "ring", "speed", "multinode"]
 EXIT_CODES = 11
 PICTURE_BYTES, PICTURE_SIZE = 150_000, (960, 1336)  # side by side; two pixels a point
 
@@ -230,10 +234,23 @@ def found_in(pattern: str) -> Callable[[Page], list[str]]:
     return find
 
 
+def code_of(fence: Token) -> str:
+    """Return a program without its comments, which are in the page's language, as its tokens.
+
+    Its first line stays, which names its file; so does all of a quote from a file of ours.
+    """
+    if len(fence.info.split()) > 1:
+        return fence.content
+    name, _, _ = fence.content.partition("\n")
+    found = tokenize.generate_tokens(io.StringIO(fence.content).readline)
+    no_code = {tokenize.COMMENT, tokenize.NL}
+    return " ".join([name, *(token.string for token in found if token.type not in no_code)])
+
+
 SAME: dict[str, Callable[[Page], list[str]]] = {
     "headings' levels": lambda page: re.findall(r"^(#+) ", page.prose, re.MULTILINE),
     "commands": lambda page: [re.sub(" *#.*", "", f.content) for f in page.fences("sh")],
-    "code": lambda page: [f.content for f in page.fences("python")],
+    "code": lambda page: [code_of(fence) for fence in page.fences("python")],
     "numbers of outputs": lambda page: [str(len(page.fences("text")))],
     "links": found_in(r"\]\(([^)#]*)"),
     "flags": found_in(r"--[a-z][a-z-]+"),
@@ -258,10 +275,36 @@ def chinese(page: Page) -> Iterator[str]:
 
 
 def facts() -> Iterator[str]:
+    yield from course()
     yield from readmes()
     yield from glossaries()
     yield from figures()
     yield from versions()
+
+
+def course_pages() -> list[Page]:
+    """Return the English pages of the course, in its order."""
+    return [page for page in map(Page, sorted(COURSE.glob("*.md"))) if not page.is_chinese]
+
+
+def course() -> Iterator[str]:
+    """Each page leads to the ones before and after it, above and below; its lessons are listed."""
+    english = course_pages()
+    for number, page in enumerate(english):
+        if len(page.text.splitlines()) > COURSE_LINES:
+            yield f"{page.path.name}: has more than {COURSE_LINES} lines; split it"
+        around = [*english[:number][-1:], *english[number + 1 : number + 2]]
+        for each in (page, Page(page.chinese)):
+            ends = ["../guide.md", *(f"{other.path.name}" for other in around)]
+            ends = [name.replace(".md", ".zh-CN.md") if each.is_chinese else name for name in ends]
+            parts = each.text.split("\n## ")
+            top, bottom = parts[0], parts[-1].split("</details>")[-1]
+            if missing := [name for name in ends if f"({name})" not in top or name not in bottom]:
+                yield f"{each.path.name}: lacks a link to {missing[0]} above or below; add it"
+            contents = (each.path.parent / ends[0]).read_text("utf-8")
+            for heading in re.findall(r"^## (\d+\. .*)$", each.prose, re.MULTILINE):
+                if f"(course/{each.path.name}#{anchor(heading)})" not in contents:
+                    yield f"{ends[0]}: does not list {heading!r} of {each.path.name}; add it"
 
 
 def readmes() -> Iterator[str]:
@@ -313,9 +356,9 @@ def figures() -> Iterator[str]:
     stored = {file.name: file.read_bytes() for file in (REPOSITORY / "docs/figures").glob("*.svg")}
     if new != stored:
         yield "docs/figures: differ from what docs/figures.py draws; run it"
-    shown = [Path(file).name for file, _ in images_of(Page(REPOSITORY / "docs/guide.md").tokens)]
-    if shown != [f"{name}.en.svg" for name in GUIDES_FIGURES]:
-        yield f"docs/guide.md: shows {', '.join(shown)}; show {', '.join(GUIDES_FIGURES)}"
+    shown = [Path(file).name for page in course_pages() for file, _ in images_of(page.tokens)]
+    if shown != [f"{name}.en.svg" for name in COURSE_FIGURES]:
+        yield f"docs/course: shows {', '.join(shown)}; show {', '.join(COURSE_FIGURES)}"
     measured = (REPOSITORY / "docs/benchmarks.md").read_text("utf-8")
     rows = [f"{median:,} ({low:,} to {high:,})" for median, low, high in drawn["MEASURED"]]
     pairs = zip(drawn["HERE"], drawn["ETHERNET"], strict=True)
@@ -350,7 +393,7 @@ OF_A_PAGE = (blocks, fences, bold, pictures, links, named_files, translation, ch
 
 
 def pages() -> list[Path]:
-    places = ("*.md", "docs/*.md", "deploy/*.md")
+    places = ("*.md", "docs/*.md", "docs/course/*.md", "deploy/*.md")
     return sorted(path for place in places for path in REPOSITORY.glob(place))
 
 

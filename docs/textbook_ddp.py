@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 2 docs/textbook_ddp.py
     torchrun --nproc-per-node 2 docs/textbook_ddp.py --forget-set-epoch
 
-It shows two mistakes of textbooks. DistributedSampler repeats rows that do not divide evenly, so the
-test counts 398 rows of 397; and without set_epoch, rank 0 begins all epochs with the same rows.
+It shows two mistakes of textbooks. DistributedSampler repeats rows that do not divide evenly: the
+test counts 398 rows of 397. And without set_epoch, rank 0 begins all epochs with the same rows.
 """
 
 import gc

@@ -201,9 +201,10 @@ def all_succeed(started: list[Started]) -> list[Ended]:
 
 PAGES = sorted(
     path.relative_to(REPOSITORY)
-    for folder in ("", "docs", "deploy")
+    for folder in ("", "docs", "docs/course", "deploy")
     for path in (REPOSITORY / folder).glob("*.md")
 )
+ENGLISH = [page for page in PAGES if not page.name.endswith(".zh-CN.md")]  # of equal commands
 
 
 @dataclass(frozen=True)

@@ -128,7 +128,8 @@ def test_a_folder_defines_and_exports_nothing() -> None:
 
 def test_every_module_that_a_command_or_a_script_names_exists() -> None:
     """Names in strings, in the Makefile and in documents, where no type checker looks."""
-    places = [REPOSITORY / "Makefile", *REPOSITORY.glob("deploy/*"), *REPOSITORY.glob("docs/*.md")]
+    places = [REPOSITORY / "Makefile", *REPOSITORY.glob("deploy/*")]
+    places += REPOSITORY.glob("docs/**/*.md")
     places += [*PACKAGE.rglob("*.py"), *(REPOSITORY / "tests").glob("*.py")]
     pattern = re.compile(r"(?:-m |from |import )(ddp_mnist(?:\.[a-z_]+)+)")
     named = {name for place in places for name in pattern.findall(place.read_text("utf-8"))}

@@ -62,7 +62,8 @@ def test_facts_that_stand_in_two_places(monkeypatch: pytest.MonkeyPatch) -> None
     for name, value, fault in (
         ("README_WORDS", 100, "words; keep it below 100"),
         ("PICTURE_BYTES", 10, "below 10 bytes"),
-        ("GUIDES_FIGURES", ["ddp"], "show ddp"),
+        ("COURSE_FIGURES", ["ddp"], "show ddp"),
+        ("COURSE_LINES", 100, "1-one-step.md: has more than 100 lines"),
         ("EXIT_CODES", 10, "reference.md: its exit codes are not those of --help"),
     ):
         with monkeypatch.context() as context:
@@ -127,3 +128,10 @@ def test_a_fault_of_a_translation_is_named(
     assert right in CHINESE
     found = faults(pages[1], CHINESE.replace(right, wrong, 1))
     assert any(fault in line for line in found), found
+
+
+def test_a_comment_is_translated_and_the_code_is_not(pages: tuple[Path, Path]) -> None:
+    program = "\n```python\n# a.py\nf()  # a comment\n```\n"
+    assert faults(pages[0], ENGLISH + program) == []
+    assert faults(pages[1], CHINESE + program.replace("a comment", "注释")) == []
+    assert faults(pages[1], CHINESE + program.replace("f()", "g()"))[0].startswith("code differ")

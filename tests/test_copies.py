@@ -6,15 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import (
-    REPOSITORY,
-    TORCHRUN,
-    Ended,
-    fences_of,
-    python,
-    python_path,
-    write_given,
-)
+from tests.commands import REPOSITORY, TORCHRUN, Ended, fences_of, python, python_path, write_given
 
 pytestmark = pytest.mark.system
 

@@ -1,6 +1,6 @@
 """Every way of starting, with the real launchers: one training, and always the same.
 
-The guide's own lines are among them: a fence marked `proof` is run here, with the proof's flags.
+The course's own lines are among them: a fence marked `proof` is run here, with the proof's flags.
 """
 
 import json
@@ -14,6 +14,7 @@ from ddp_mnist.run.folder import read_json
 from tests.commands import (
     ACCELERATE,
     CONFIGS,
+    ENGLISH,
     PROOF,
     REPOSITORY,
     TORCHRUN,
@@ -33,8 +34,9 @@ pytestmark = pytest.mark.system
 # torchrun remarks that it sets OMP_NUM_THREADS, torch.distributed.launch that it is deprecated
 HUSH = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore::FutureWarning"}
 TWO = ["--standalone", "--nproc-per-node", "2"]
-GUIDE = [fence for fence in fences_of(Path("docs/guide.md")) if fence.mark == "proof"]
-TRAININGS = {fence.body.split()[0]: fence for fence in GUIDE if "evaluate" not in fence.body}
+COURSE = [fence for page in ENGLISH if page.match("course/*") for fence in fences_of(page)]
+PROOFS = [fence for fence in COURSE if fence.mark == "proof"]
+TRAININGS = {fence.body.split()[0]: fence for fence in PROOFS if "evaluate" not in fence.body}
 
 
 def run_fence(fence: Fence, folder: Path, written: str, instead: str) -> Ended:
@@ -49,14 +51,14 @@ def run_fence(fence: Fence, folder: Path, written: str, instead: str) -> Ended:
 # --- One training, whatever starts it
 
 
-def test_the_guide_shows_each_way_of_starting() -> None:
+def test_the_course_shows_each_way_of_starting() -> None:
     ways = {"torchrun", "python", "MASTER_ADDR=127.0.0.1", "accelerate", "make"}
     assert set(TRAININGS) == ways
-    assert len(GUIDE) == len(ways) + 1  # and an evaluation
+    assert len(PROOFS) == len(ways) + 1  # and an evaluation
 
 
 @pytest.mark.parametrize("way", TRAININGS)
-def test_the_guides_own_line(way: str, alone: Path, tmp_path: Path) -> None:
+def test_the_courses_own_line(way: str, alone: Path, tmp_path: Path) -> None:
     flags = rf"{PROOF} {tmp_path / 'run'}"
     ended = run_fence(TRAININGS[way], tmp_path, r"--dataset digits(?: --epochs \d)?", flags)
     # Of two nodes' launchers the one that serves the store may end first, which the other reports.
@@ -89,8 +91,8 @@ def test_older_ways(starts: list[str], alone: Path, tmp_path: Path) -> None:
 
 def test_evaluate_under_a_launcher_equals_the_summary(alone: Path, tmp_path: Path) -> None:
     """On three processes, which the 360 images and the batches do not come out even for."""
-    [fence] = [fence for fence in GUIDE if "evaluate" in fence.body]
-    ended = run_fence(fence, tmp_path, "runs/bf16", f"{alone} --json")
+    [fence] = [fence for fence in PROOFS if "evaluate" in fence.body]
+    ended = run_fence(fence, tmp_path, "runs/metrics", f"{alone} --json")
     assert ended.code == 0, ended.err
     found, summary = json.loads(ended.out), read_json(alone / "summary.json")
     assert (found["world_size"], found["count"]) == (3, 360)
