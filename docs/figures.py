@@ -1,5 +1,5 @@
 # ruff: noqa: RUF001  (the signs of Chinese and of mathematics are meant)
-"""This program draws the figures of the guide: `python docs/figures.py`, a second.
+"""This program draws the figures of the course: `python docs/figures.py`, a second.
 
 It writes figures/NAME.en.svg and figures/NAME.zh.svg: the same geometry, with texts of TEXTS. They
 are made for a phone, 360 units wide, and follow the reader's light or dark scheme. Everywhere a

@@ -29,7 +29,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=32, help="of a step, over all processes")
     parser.add_argument("--lr", type=float, default=0.1)
     parser.add_argument("--clip", type=float, default=1.0, help="the gradients' highest norm")
-    parser.add_argument("--precision", choices=["no", "bf16", "fp16"], help="default: the GPU's")
+    parser.add_argument("--precision", choices=["no", "bf16", "fp16"], help="default: by the GPU")
     parser.add_argument("--checkpoint", type=Path, default=Path("template.pt"))
     parser.add_argument("--resume", action="store_true", help="continue from --checkpoint")
     return parser.parse_args()
@@ -114,8 +114,9 @@ def train(arguments: argparse.Namespace, device: torch.device) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=arguments.lr, momentum=0.9)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)  # by epochs
 
-    gpus = "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported(False) else "fp16"
-    precision = arguments.precision or (gpus if device.type == "cuda" else "no")
+    on_gpu = device.type == "cuda"
+    native_bf16 = on_gpu and torch.cuda.is_bf16_supported(including_emulation=False)
+    precision = arguments.precision or ("bf16" if native_bf16 else "fp16" if on_gpu else "no")
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
     autocast = torch.autocast(device.type, dtype) if dtype else nullcontext()
     scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
