@@ -331,9 +331,9 @@ def slow_load(folder: str, cache: str) -> tuple[str, list[str]]:
 def test_fault_30_several_processes_build_one_cache_once(
     folder: Path, cache: Path, tmp_path: Path
 ) -> None:
-    results = run_world(3, slow_load, str(folder), str(cache), folder=tmp_path)
+    results = run_world(2, slow_load, str(folder), str(cache), folder=tmp_path)
     assert (tmp_path / "log").read_text() == "read\n"
-    assert results == [(load(folder, cache).digest, [])] * 3
+    assert results == [(load(folder, cache).digest, [])] * 2
 
 
 def get_stuck(folder: str, cache: str) -> None:

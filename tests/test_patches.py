@@ -33,8 +33,8 @@ def few(tmp_path: Path) -> Path:
 
 
 def proof(few: Path, run_dir: str) -> TrainConfig:
-    """Return two epochs in float64 of the default net, with augmentation."""
-    config = watch.proof_config(run_dir, epochs=2, augment=True)
+    """Return two epochs in float64, with augmentation."""
+    config = watch.proof_config(run_dir, model="mlp", epochs=2, augment=True)
     return with_flags(config, dataset=str(few), checkpoint_every=4)
 
 
