@@ -190,7 +190,7 @@ def parse(name: str, argv: Sequence[str], documented: Any, *groups: type[Flags])
             if isinstance(words := field.metadata["choices"], Mapping):
                 lines = (f"  {word:<11} {what}" for word, what in words.items())
                 choices += [f"{field.metadata['metavar'] or flag_name(field)}:", *lines, ""]
-    _, _, examples = inspect.cleandoc(documented.__doc__).partition("\n\n")
+    _, _, examples = inspect.cleandoc(documented.__doc__ or "").partition("\n\n")
     parser.epilog = "\n".join([*choices, examples])
     words = with_dashes(argv)
     known, unknown = parser.parse_known_args(words)
