@@ -126,7 +126,9 @@ NET = """
 from ddp_mnist.nets.ours import MLP
 
 class Net(MLP):
-    pass
+    def __init__(self, classes, shape):
+        super().__init__(classes, shape)
+        self.head.bias.requires_grad_(False)  # frozen
 """
 
 
