@@ -191,8 +191,12 @@ def test_splits_by_the_names_of_files_stay(tmp_path: Path) -> None:
         for n in range(4)
     ]
     assert sizes(load(write(tmp_path / "own", *names))) == (8, 8)
-    own = write(tmp_path / "misspelt", *(f"{s}/{p}" for s in ("Train", "Testing") for p in flat()))
-    with pytest.raises(DataError, match="found the folders Testing, Train; rename them to test"):
+
+
+@pytest.mark.parametrize("misspelt", [("Testing", "Train"), ("TestSet", "Train_set")])
+def test_misspelt_splits_are_not_mixed(misspelt: tuple[str, str], tmp_path: Path) -> None:
+    own = write(tmp_path / "own", *(f"{split}/{path}" for split in misspelt for path in flat()))
+    with pytest.raises(DataError, match=f"found the folders {', '.join(misspelt)}; rename them to"):
         load(own, DRAWN)
 
 

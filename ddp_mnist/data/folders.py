@@ -21,6 +21,7 @@ SPLIT_WORDS = {
     "test": ("test", "testing", "eval", "evaluation"),
 }
 SPLIT_OF = {word: split for split, words in SPLIT_WORDS.items() for word in words}
+SPLIT_ENDING = re.compile(r"(set)?([-._ 0-9].*)?$")  # of Test, test_set, TestSet and test-2
 APART = "[-._ 0-9]"
 HEIF = (".heic", ".heif")  # a phone's photos
 HEIF_FIX = "pip install pillow-heif"
@@ -189,9 +190,13 @@ def _find_fault(
         [(file, _)] = Counter(used).most_common(1)
         return f"{file} is in two splits by its folders; rename its class"
 
-    tops = sorted({file.parts[0] for file in images})
-    meant = {top: SPLIT_OF[top.lower()] for top in tops if top.lower() in SPLIT_OF}
-    if not meant.keys() <= SPLIT_OF.keys() and len({*meant.values()}) > 1:  # Train and Test
+    flat = are_classes_at_the_top(images)
+    tops = sorted({file.parts[0] for file in images if len(file.parts) > 1})
+    words = {top: SPLIT_ENDING.sub("", top.lower()) for top in tops}
+    meant = {top: SPLIT_OF[word] for top, word in words.items() if word in SPLIT_OF}
+    read_as = {file.parts[0]: split for split, files in splits.items() for file in files}
+    misread = any(read_as.get(top) != split for top, split in meant.items())
+    if misread and len({*meant.values()}) > 1 and not (flat and image_options.test_size):
         return f"found the folders {', '.join(meant)}; rename them to {', '.join(meant.values())}"
 
     described = {file: split for split in splits for file in splits[split] if is_metadata(file)}
@@ -201,7 +206,7 @@ def _find_fault(
         fault = f"{file} describes images, and split {lacks} has no such file; {fix}"
         return fault if lacks else ""
 
-    if unused and are_classes_at_the_top(images) and not image_options.test_size:
+    if unused and flat and not image_options.test_size:
         fault = f"{used[0]} is in a split by a word in its name, and {unused[0]} is in none"
         fix = f"give e.g. --test-size {max(1, len(images) // 5)}"
         return f"{fault}; {fix} to hold images out whatever their names are"
