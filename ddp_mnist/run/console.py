@@ -51,12 +51,11 @@ class Console:
         """Print a line. Raise StorageError, but not if the reader went away (`| head -1`)."""
         if self.verbose:
             self._last = time.monotonic()
-            self.verbose = write_stdout(lambda: self._write(line), self.must_arrive)
-
-    @property
-    def _write(self) -> Callable[..., None]:
-        """A function like `print`, which leaves the bar below the line."""
-        return print if self._bar is None else self._bar.write
+            text = f"{line}\n"
+            if self._bar is not None:  # in one write: tqdm's own removes the bar for a moment
+                bar = str(self._bar)
+                text = f"\r{' ' * len(bar)}\r{text}\r{bar}"
+            self.verbose = write_stdout(lambda: sys.stdout.write(text), self.must_arrive)
 
     def note(self, line: str) -> None:
         """Print a line that begins with a name; a narrower terminal has the rest below its text."""
@@ -64,7 +63,7 @@ class Console:
 
     def tell(self, line: str) -> None:
         """Print a line on stderr, verbose or not; the bar stays below it."""
-        tell(line, self._write)
+        tell(line, print if self._bar is None else self._bar.write)
 
     def close(self) -> None:
         """Remove the bar, and print nothing any more."""
