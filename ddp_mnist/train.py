@@ -19,6 +19,7 @@ from ddp_mnist.cluster.world import World, join_world, warm_up_ddp
 from ddp_mnist.config.run import ResolvedConfig, TrainConfig
 from ddp_mnist.data.augment import augment, augmentation_table
 from ddp_mnist.data.batches import GlobalBatchSampler, ImageData, make_loader, train_val_test_split
+from ddp_mnist.data.seeding import seed_draws
 from ddp_mnist.nets.build import build_net, memory_format_of
 from ddp_mnist.nets.losses import make_loss
 from ddp_mnist.nets.optim import make_optimizer
@@ -28,7 +29,6 @@ from ddp_mnist.run.meter import Meter
 from ddp_mnist.run.opening import set_up_run
 from ddp_mnist.run.state import State
 from ddp_mnist.run.training_run import TrainingRun
-from ddp_mnist.seeding import seed_draws
 
 
 def train(config: TrainConfig, launch: Launch) -> dict[str, Any]:

@@ -16,7 +16,7 @@ PACKAGE = REPOSITORY / "ddp_mnist"
 # From the ground up. A name is a module of the top folder, or a folder; imports go down only.
 FLOORS = (
     ("__init__",),
-    ("errors", "seeding", "system"),
+    ("errors", "system"),
     ("config",),
     ("data", "cluster"),
     ("nets",),

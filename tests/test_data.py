@@ -23,9 +23,9 @@ from ddp_mnist.data.batches import (
 from ddp_mnist.data.cache import cache_folder, cached, choose
 from ddp_mnist.data.cache import load as load_cached
 from ddp_mnist.data.image_format import KEYS, TENSORS, Decoded, ImageFormat, Reserve
+from ddp_mnist.data.seeding import generator
 from ddp_mnist.data.sources import Source
 from ddp_mnist.errors import DataError, StorageError, printable, reason
-from ddp_mnist.seeding import generator
 from tests.chaos import wait_until
 from tests.test_sources import (
     LABELS,

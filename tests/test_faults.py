@@ -30,7 +30,7 @@ from ddp_mnist.cluster.signals import EXIT_CODES
 from ddp_mnist.config.run import TrainConfig
 from ddp_mnist.errors import FailedElsewhere, PeerError, StorageError
 from ddp_mnist.run import checkpoint
-from ddp_mnist.run.folder import MODEL, in_use, read_json
+from ddp_mnist.run.folder import MODEL, read_json, writer_of
 from ddp_mnist.verify import watch
 from tests.chaos import (
     SECONDS,
@@ -98,7 +98,7 @@ def test_fault_01_fault_02_fault_34_a_worker_is_killed_and_then_the_launcher(
     workers = launcher.children()
     launcher.kill()
     assert seconds_until_gone(workers) < 5  # no orphan, and no second writer
-    assert not in_use(run)
+    assert not writer_of(run)
     [ended] = world.outcomes()
     assert status(run) == ("preempted", 143)  # the workers had the time to save
     assert ended.code == 143

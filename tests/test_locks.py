@@ -13,7 +13,7 @@ from filelock import SoftFileLock, Timeout
 
 from ddp_mnist.data import cache
 from ddp_mnist.errors import StorageError, UsageError
-from ddp_mnist.run.folder import RunFolder, in_use, read_json
+from ddp_mnist.run.folder import RunFolder, read_json, writer_of
 from ddp_mnist.system import locks
 from ddp_mnist.system.locks import here, holder, take
 from tests.chaos import flags_of, newest_step, wait_until
@@ -181,7 +181,7 @@ def test_fault_38_without_flock_another_machines_process_is_named_with_the_way_o
     tmp_path: Path,
 ) -> None:
     (tmp_path / ".lock").write_text(ELSEWHERE)
-    assert in_use(tmp_path)
+    assert writer_of(tmp_path)
     with pytest.raises(UsageError) as refused, RunFolder() as run:
         run.open(tmp_path)
     assert str(refused.value) == (
@@ -191,8 +191,8 @@ def test_fault_38_without_flock_another_machines_process_is_named_with_the_way_o
     (tmp_path / ".lock").unlink()
     with RunFolder() as run:
         run.open(tmp_path)
-        assert in_use(tmp_path)
-    assert not in_use(tmp_path)
+        assert writer_of(tmp_path)
+    assert not writer_of(tmp_path)
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP])

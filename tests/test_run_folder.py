@@ -13,7 +13,7 @@ import pytest
 
 from ddp_mnist.cluster.local_world import LocalWorld
 from ddp_mnist.errors import DataError, FailedElsewhere, Preempted, StorageError, UsageError
-from ddp_mnist.run.folder import RUNS, RunFolder, in_use, read_json, reserve
+from ddp_mnist.run.folder import RUNS, RunFolder, read_json, reserve, writer_of
 from tests.chaos import wait_until
 from tests.test_rendezvous import at_once
 
@@ -205,14 +205,14 @@ def test_fault_14_a_folder_that_another_process_writes_is_refused_until_it_is_ki
         with pytest.raises(UsageError, match=f"^{tmp_path}: another run .* --run-dir$"):
             take()
         assert time.monotonic() - started < 2
-        assert in_use(tmp_path)
+        assert writer_of(tmp_path)
     holder.kill()
     holder.join()
     assert names(tmp_path) == [".lock", leftover.name]
     with RunFolder() as run:
         run.open(tmp_path)  # the kernel freed it
-        assert in_use(tmp_path)
-    assert not in_use(tmp_path)
+        assert writer_of(tmp_path)
+    assert not writer_of(tmp_path)
     assert names(tmp_path) == []
 
 
@@ -222,8 +222,8 @@ def test_to_ask_whether_a_folder_is_in_use_needs_no_permission_and_leaves_nothin
     # pytest's own folder belongs to one user, as a TMPDIR may
     with tempfile.TemporaryDirectory(dir="/tmp") as place, contextlib.ExitStack() as stack:
         folder = Path(place)
-        assert not in_use(folder / "gone")
-        assert not in_use(folder)
+        assert not writer_of(folder / "gone")
+        assert not writer_of(folder)
         assert names(folder) == []
         run = stack.enter_context(RunFolder())
         run.open(folder)
@@ -233,10 +233,10 @@ def test_to_ask_whether_a_folder_is_in_use_needs_no_permission_and_leaves_nothin
         if os.geteuid() == 0:
             stack.callback(os.seteuid, 0)
             os.seteuid(65534)
-        assert in_use(folder)
+        assert writer_of(folder)
         assert run._lock
         run._lock.release()  # its file stays, as that of a process that was killed
-        assert not in_use(folder)
+        assert not writer_of(folder)
         assert names(folder) == [".lock"]
 
 
@@ -304,14 +304,14 @@ def test_how_a_run_ended_is_recorded_and_its_folder_free(
         run.step = 7
         run.status(phase="validation")
         assert read_json(status) == FRESH | {"phase": "validation", "step": 7}
-        assert in_use(tmp_path)
+        assert writer_of(tmp_path)
         if error:
             raise error
     assert not error or (raised and raised.value is error)
     phase = "validation" if error else "done"
     ended = {"state": state, "exit_code": code, "phase": phase, "step": 7, "error": message}
     assert read_json(status) == ended
-    assert not in_use(tmp_path)
+    assert not writer_of(tmp_path)
     assert names(tmp_path) == ["status.json"]
 
 

@@ -2,7 +2,7 @@ import itertools
 
 import torch
 
-from ddp_mnist.seeding import generator, seed_draws, seed_of
+from ddp_mnist.data.seeding import generator, seed_draws, seed_of
 
 
 def test_seeds_are_the_same_for_all_time() -> None:

@@ -2,14 +2,12 @@
 
 from pathlib import Path
 
-import ddp_mnist
-
 FOLDER = "accelerate_configs"
 
 
 def stored() -> list[Path]:
     """Return the files: inside an installed package, or next to the package in a clone."""
-    package = Path(ddp_mnist.__file__).parent
+    package = Path(__file__).parents[1]
     inside = sorted((package / FOLDER).glob("*.yaml"))
     return inside or sorted((package.parent / FOLDER).glob("*.yaml"))
 

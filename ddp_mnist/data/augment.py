@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ddp_mnist.data.image_format import ImageFormat
-from ddp_mnist.seeding import generator
+from ddp_mnist.data.seeding import generator
 
 MAX_ROTATION_DEGREES = 18.0
 MAX_SHIFT = 4 / 14  # of half a side: 4 of MNIST's 28 pixels

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from ddp_mnist.data import held_out
 from ddp_mnist.data.image_format import TENSORS, ImageFormat
-from ddp_mnist.seeding import generator
+from ddp_mnist.data.seeding import generator
 
 
 @dataclass(frozen=True)

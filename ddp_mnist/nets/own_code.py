@@ -17,15 +17,12 @@ from typing import Any
 
 import torch
 
-import ddp_mnist
 from ddp_mnist.errors import CheckpointError, UsageError, reason
 
 SOURCES: dict[str, str] = {}  # the source of each module, as this run imported it
 # Lines of a traceback in these files are not the user's: Python's own, this package's, PyTorch's.
-LIBRARIES = (
-    "<frozen",
-    *(f"{Path(file).parent}/" for file in (ddp_mnist.__file__, inspect.__file__, torch.__file__)),
-)
+PLACES = (Path(__file__).parents[1], Path(inspect.__file__).parent, Path(torch.__file__).parent)
+LIBRARIES = ("<frozen", *(f"{place}/" for place in PLACES))
 
 
 def begin() -> None:

@@ -228,9 +228,9 @@ def take_lock(path: Path) -> FileLock:
         ) from error
 
 
-def in_use(path: Path) -> bool:
-    """Return whether a process is writing this run folder; True if that cannot be determined."""
-    return bool(holder(path / LOCK))
+def writer_of(path: Path) -> str:
+    """Return who is writing this run folder, e.g. `process 7 on node-a`, or "" if nobody is."""
+    return holder(path / LOCK)
 
 
 # --- Files

@@ -95,7 +95,7 @@ def read_run(path: Path) -> ReportedRun:
     """Return a run folder's content. Raise CheckpointError unless it is a run of this version."""
     try:
         status = folder.read_json(path / folder.STATUS)
-        if status["state"] == "running" and not folder.in_use(path):
+        if status["state"] == "running" and not folder.writer_of(path):
             status["state"] = "killed"
         metrics, summary = path / folder.METRICS, path / folder.SUMMARY
         lines = metrics.read_text(encoding="utf-8").split("\n") if metrics.exists() else []

@@ -17,8 +17,7 @@ from ddp_mnist.config.run import RunFlags
 from ddp_mnist.data.sources import find_source
 from ddp_mnist.errors import PeerError
 from ddp_mnist.run.console import Console, tell
-from ddp_mnist.run.folder import LOCK, STATUS, in_use, read_json, reserve, without_link
-from ddp_mnist.system.locks import holder
+from ddp_mnist.run.folder import STATUS, read_json, reserve, without_link, writer_of
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
 ORPHANS_MAY_TAKE_S = 60  # processes whose launcher was killed save a checkpoint, and end
@@ -92,9 +91,8 @@ def written_at(folder: Path) -> int | None:
 def read_status(folder: Path) -> dict[str, Any]:
     """Return status.json once no process writes the folder any longer; {} if one does not end."""
     deadline = time.monotonic() + ORPHANS_MAY_TAKE_S
-    while in_use(folder):
+    while who := writer_of(folder):
         if time.monotonic() > deadline:
-            who = holder(folder / LOCK)
             tell(f"restart: {folder} is still being written by {who}; not restarted")
             return {}
         time.sleep(0.1)
