@@ -28,7 +28,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from ddp_mnist.cluster.hardware import is_forked
 from ddp_mnist.cluster.launch import find_launch
 from ddp_mnist.config.distribution import Distribution
-from ddp_mnist.config.flags import Flags
+from ddp_mnist.config.flag_fields import Flags
 from ddp_mnist.config.recipe import Recipe
 from ddp_mnist.config.run import RunFlags, TrainConfig, fields_of
 from ddp_mnist.errors import UsageError, did_you_mean

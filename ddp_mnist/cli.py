@@ -21,7 +21,7 @@ from ddp_mnist import __version__, errors
 from ddp_mnist.cluster.launch import Launch, die_with_parent, find_launch
 from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.config.flag_aliases import in_our_words, with_dashes
-from ddp_mnist.config.flags import Flags, add_flags, flag_name
+from ddp_mnist.config.flag_fields import Flags, add_flags, flag_name
 from ddp_mnist.config.recipe import Recipe
 from ddp_mnist.config.run import RunFlags, TrainConfig, fields_of
 from ddp_mnist.errors import UsageError, did_you_mean

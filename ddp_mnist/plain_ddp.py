@@ -45,7 +45,7 @@ def train_plain(
     """Train in the existing process group. Return the net and the seconds that it took."""
     rank, gpu = dist.get_rank(), torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
-    rows, _, _ = train_val_test_split(images.to(device))
+    rows, _, _ = train_val_test_split(images.to_if_it_fits(device))
 
     # Every rank draws the same global batches and takes its own share of each.
     batches = GlobalBatchSampler(rows, recipe.batch_size, seed)

@@ -34,7 +34,9 @@ MAKE_NAMES = ("MAKEFLAGS", "MAKEOVERRIDES", "MFLAGS", "VENV", "PYTHON")
 HUGGINGFACE = tempfile.TemporaryDirectory(prefix="ddp_mnist-")
 os.environ.update(HF_HUB_OFFLINE="1", HF_HOME=HUGGINGFACE.name)
 os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # as the command line sets it
-if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores, where OpenMP's threads would spin
+if (
+    "PYTEST_XDIST_WORKER" in os.environ
+):  # workers share the cores, where OpenMP's threads would spin
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 SECONDS = "ddp_mnist/seconds"  # of each file's tests the last time, in pytest's cache

@@ -113,7 +113,7 @@ def test_a_fault_is_named(right: str, wrong: str, fault: str, pages: tuple[Path,
     [
         ("## A part", "### A part", "headings' levels differ from page.md"),
         ("ls -l", "ls -a", "commands differ from page.md: 'ls -l"),
-        ("run.save(state)", "progress = run.begin(state)", "code differ from page.md"),
+        ("run.save(state)", "progress = run.begin_or_resume(state)", "code differ from page.md"),
         ("1.25", "1.26", "figures differ from page.md: '1.25'"),
         ("--epochs 3", "--epoch 3", "flags differ from page.md: '--epochs'"),
         ("(#a-part)", "(page.md)", "links differ from page.md"),

@@ -10,12 +10,19 @@ import pytest
 
 from ddp_mnist.cluster.launcher_options import NO_OPTIONS
 from ddp_mnist.config.distribution import Distribution
-from ddp_mnist.config.flags import LARGEST, Flags, flag_fields, flag_name, flag_values, kind_of
+from ddp_mnist.config.flag_fields import (
+    LARGEST,
+    Flags,
+    flag_fields,
+    flag_name,
+    flag_values,
+    kind_of,
+)
 from ddp_mnist.config.recipe import NETS, Recipe, resolve_recipe
 from ddp_mnist.config.run import RunFlags, TrainConfig
 from ddp_mnist.data import cache
 from ddp_mnist.errors import UsageError
-from ddp_mnist.run.opening import check_net, resolve_and_load
+from ddp_mnist.run.set_up import check_net, resolve_and_load
 from ddp_mnist.verbs.flags import Doctor, Evaluate, Export, Predict, Prepare, Report, Verify
 from ddp_mnist.verbs.multinode import Multinode
 from tests.training import resolved

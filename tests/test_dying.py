@@ -84,7 +84,7 @@ def prepare():
 
     before(cache, "load", "decoding")
     before(train, "warm_up_ddp", "first step")
-    before(train, "seed_draws", "training", lambda device, what, seed, step, rank: step == 25)
+    before(train, "seed_forward", "training", lambda device, what, seed, step, rank: step == 25)
     before(TrainingRun, "phase", "validation", lambda run, name: name == "validation")
     before(TrainingRun, "phase", "test", lambda run, name: name == "test")
     before(TrainingRun, "save", "saving", lambda run, state: state.progress.step >= 20)

@@ -19,18 +19,18 @@ from ddp_mnist import cli
 from ddp_mnist.cluster import launcher_options
 from ddp_mnist.cluster.device import (
     choose_device,
-    compiler_in_effect,
+    compile_options_in_effect,
     precision_in_effect,
     set_threads,
 )
 from ddp_mnist.cluster.launch import find_launch
 from ddp_mnist.cluster.local_world import free_port
 from ddp_mnist.config.distribution import Distribution
-from ddp_mnist.config.flags import flag_values
+from ddp_mnist.config.flag_fields import flag_values
 from ddp_mnist.errors import UsageError
 from ddp_mnist.run import resume
 from ddp_mnist.run.folder import read_json
-from ddp_mnist.run.opening import apply_launcher_options
+from ddp_mnist.run.set_up import apply_launcher_options
 from tests.commands import CONFIGS, PROOF, REPOSITORY, TRAIN, Started, all_succeed
 from tests.gpu_standin import workers
 from tests.training import check_equal
@@ -118,7 +118,7 @@ def in_effect(words: list[str], folder: Path, patch: Patch) -> str:
             launch, options = find_launch(flags, env), launcher_options.read_launcher_options(env)
             device = choose_device(flags, options)
             precision = precision_in_effect(flags, launch, device)
-            compiler = compiler_in_effect(flags).get("backend", "no")
+            compiler = compile_options_in_effect(flags).get("backend", "no")
         except UsageError as error:
             return str(error)
     parts = options.grad_accum or 1

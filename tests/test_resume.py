@@ -13,7 +13,7 @@ from ddp_mnist import cli
 from ddp_mnist.cluster.launcher_options import NO_OPTIONS
 from ddp_mnist.cluster.local_world import LocalWorld, run_world
 from ddp_mnist.config.distribution import Distribution
-from ddp_mnist.config.flags import flag_values
+from ddp_mnist.config.flag_fields import flag_values
 from ddp_mnist.config.recipe import Recipe
 from ddp_mnist.config.run import RunFlags, TrainConfig
 from ddp_mnist.data import cache
@@ -21,8 +21,8 @@ from ddp_mnist.errors import CheckpointError, DdpMnistError, UsageError
 from ddp_mnist.run import checkpoint, resume
 from ddp_mnist.run.console import Console
 from ddp_mnist.run.folder import STARTING, read_json
-from ddp_mnist.run.opening import check_net, resolve_and_load
 from ddp_mnist.run.resume import EarlierRun
+from ddp_mnist.run.set_up import check_net, resolve_and_load
 from ddp_mnist.verify import watch
 from ddp_mnist.verify.watch import Seen, just_train, resumed, weights_of
 from tests.chaos import leftovers, what_stays

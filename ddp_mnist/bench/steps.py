@@ -72,7 +72,7 @@ def bare_steps(run: TrainingRun, *, feed: bool, exchange: bool) -> float:
     """Return the seconds of steps on all batches, or of as many on one batch that lies ready."""
     accelerator, recipe = run.world.accelerator, run.config.recipe
     device, seed = accelerator.device, run.config.run.seed
-    images = run.images.to(device)
+    images = run.images.to_if_it_fits(device)
     rows = Rows(images.train_images, images.train_labels)
     batches = GlobalBatchSampler(rows, recipe.batch_size, seed)
     mean_loss = make_loss(recipe, rows, device)

@@ -133,7 +133,7 @@ def precision_in_effect(flags: Distribution, launch: Launch, device: str) -> str
     return requested
 
 
-def compiler_in_effect(flags: Distribution) -> dict[str, Any]:
+def compile_options_in_effect(flags: Distribution) -> dict[str, Any]:
     """Return the arguments of torch.compile, with a `backend`; {} if the model is not compiled.
 
     --compile means inductor, unless the launcher was asked for another backend, which compiles

@@ -28,7 +28,7 @@ from ddp_mnist.cluster.device import (
     choose_backend,
     choose_device,
     choose_local_rank,
-    compiler_in_effect,
+    compile_options_in_effect,
     gpu_of,
     precision_in_effect,
     set_threads,
@@ -70,14 +70,14 @@ class World:
     local_rank: int  # among the processes of its launcher, or else of its machine
     threads: int  # of this process, on the CPU
     started: float  # time.monotonic() when this process began to look for the others
-    compiler: dict[str, Any] = field(default_factory=dict)  # torch.compile's arguments; {}: unused
+    compile_options: dict[str, Any] = field(default_factory=dict)  # of torch.compile; {}: not used
     launcher_options: LauncherOptions = NO_OPTIONS
 
     @property
     def compiled_by(self) -> str:
         """Return the compiler's backend, with the options that are set; "no" without one."""
-        options = [f"{k} {v}" for k, v in self.compiler.items() if v and k != "backend"]
-        return ", ".join([self.compiler.get("backend", "no"), *options])
+        options = [f"{k} {v}" for k, v in self.compile_options.items() if v and k != "backend"]
+        return ", ".join([self.compile_options.get("backend", "no"), *options])
 
     def wait_for_gpu(self) -> None:
         """Return once this process's GPU has done its work so far; at once on a CPU.
@@ -135,7 +135,7 @@ def join_world(
     options = read_launcher_options()
     device = choose_device(flags, options)
     precision = "no" if full_precision else precision_in_effect(flags, launch, device)
-    compiler = {} if full_precision else compiler_in_effect(flags)
+    compile_options = {} if full_precision else compile_options_in_effect(flags)
     backend = choose_backend(flags, launch, device)
     if launch.child_of_launcher:
         die_with_parent()
@@ -169,7 +169,7 @@ def join_world(
                 local_rank=local_rank,
                 threads=threads,
                 started=started,
-                compiler=compiler,
+                compile_options=compile_options,
                 launcher_options=options,
             )
             store.close()

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ddp_mnist.config.flags import Flags, flag
+from ddp_mnist.config.flag_fields import Flags, flag
 
 
 @dataclass(frozen=True)

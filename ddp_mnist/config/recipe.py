@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ddp_mnist.config.faults import FAULT_NAMES, check_fault
-from ddp_mnist.config.flags import Flags, changeable, flag, flag_name, flag_values
+from ddp_mnist.config.flag_fields import Flags, changeable, flag, flag_name, flag_values
 from ddp_mnist.errors import UsageError, did_you_mean
 
 # Our nets, each with its optimizer. On a CPU, Muon makes their step a tenth longer, but that of

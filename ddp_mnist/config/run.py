@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.config.faults import FAULTS
-from ddp_mnist.config.flags import Flags, changeable, flag, flag_fields, not_inherited
+from ddp_mnist.config.flag_fields import Flags, changeable, flag, flag_fields, not_inherited
 from ddp_mnist.config.image_options import ImageOptions
 from ddp_mnist.config.recipe import PRESETS, Recipe, ResolvedRecipe
 from ddp_mnist.errors import UsageError

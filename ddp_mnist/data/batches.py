@@ -42,7 +42,7 @@ class ImageData:
     warnings: list[str] = field(default_factory=list)  # what happened while it was opened
     val_rows: np.ndarray = field(default_factory=lambda: np.arange(0))  # of train, held out
 
-    def to(self, device: torch.device) -> "ImageData":
+    def to_if_it_fits(self, device: torch.device) -> "ImageData":
         """Return the data set in the device's memory (55 MB for MNIST) if half of that is enough.
 
         Otherwise, and on a CPU, it stays mapped from the disk, and batches are sent one by one.

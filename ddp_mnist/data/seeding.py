@@ -16,7 +16,7 @@ def generator(purpose: str, *counters: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed_of(purpose, *counters))
 
 
-def seed_draws(device: torch.device, purpose: str, *counters: int) -> None:
+def seed_forward(device: torch.device, purpose: str, *counters: int) -> None:
     """Seed the random numbers that a net may draw in forward, on this device.
 
     torch.manual_seed does so for every kind of device, and for each that is not there it notes the

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ddp_mnist.cluster.world import World
-from ddp_mnist.config.flags import OnResume, flag_fields, flag_name, flag_values
+from ddp_mnist.config.flag_fields import OnResume, flag_fields, flag_name, flag_values
 from ddp_mnist.config.run import ResolvedConfig
 from ddp_mnist.data.batches import ImageData
 from ddp_mnist.run.versions import code_digest, own_digests, package_versions
@@ -33,7 +33,7 @@ def identify(config: ResolvedConfig, world: World, run_id: str, digest: str) -> 
         "device": world.accelerator.device.type,
         "--sync-bn": config.distribution.sync_bn,
         "--comm-hook": config.distribution.comm_hook,
-        "--compile": bool(world.compiler) and world.compiled_by,
+        "--compile": bool(world.compile_options) and world.compiled_by,
         "threads": world.threads,
         **in_effect(world),
     }

@@ -12,7 +12,7 @@ from typing import Any
 
 from ddp_mnist.cluster.launch import CAN_JOIN, nobody_can_join
 from ddp_mnist.cluster.store import Store
-from ddp_mnist.config.flags import OnResume, flag_fields, flag_name, flag_values, typed_flag
+from ddp_mnist.config.flag_fields import OnResume, flag_fields, flag_name, flag_values, typed_flag
 from ddp_mnist.config.recipe import Recipe
 from ddp_mnist.config.run import ResolvedConfig, RunFlags, TrainConfig
 from ddp_mnist.data import cache

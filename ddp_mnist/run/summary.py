@@ -46,7 +46,7 @@ def plan(config: ResolvedConfig, world: World, images: ImageData, folder: Path |
     parts = f" x {recipe.grad_accum} parts" if recipe.grad_accum > 1 else ""
     are = "is" if left_out == 1 else "are"
     rest = f"; {count(left_out, 'image')} {are} left out, others in each epoch" if left_out else ""
-    compiled = f", compiled by {world.compiled_by}" if world.compiler else ""
+    compiled = f", compiled by {world.compiled_by}" if world.compile_options else ""
     lines = {
         "data": f"{images.name}: {train_rows:,} train, {val_rows:,} validation,"
         f" {len(images.test_labels):,} test images, {len(images.classes)} classes",

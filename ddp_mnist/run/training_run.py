@@ -50,7 +50,7 @@ class TrainingRun:
 
     # --- Before the first step
 
-    def begin(self, state: State) -> Progress:
+    def begin_or_resume(self, state: State) -> Progress:
         """Bring every rank to where rank 0's checkpoint left the run. Return how far it has come.
 
         From here on a stop signal saves the state before it ends the run. Raise CheckpointError if

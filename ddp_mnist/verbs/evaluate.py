@@ -19,7 +19,7 @@ from ddp_mnist.cluster.launch import Launch, find_launch
 from ddp_mnist.cluster.world import broadcast_bytes, join_world
 from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.config.faults import wrong_on_purpose
-from ddp_mnist.config.flags import flag_values
+from ddp_mnist.config.flag_fields import flag_values
 from ddp_mnist.config.image_options import ImageOptions
 from ddp_mnist.config.recipe import Recipe
 from ddp_mnist.config.run import RunFlags

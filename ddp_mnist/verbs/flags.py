@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from ddp_mnist.config import launch_configs
 from ddp_mnist.config.faults import FAULT_NAMES
-from ddp_mnist.config.flags import Flags, argument, flag
+from ddp_mnist.config.flag_fields import Flags, argument, flag
 
 RUN = "Run folder, e.g. runs/latest."
 CACHE_DIR = "Folder of decoded images [$DDP_MNIST_CACHE, else ~/.cache/ddp_mnist]."

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from ddp_mnist.cluster import hardware
 from ddp_mnist.cluster.local_world import free_port
 from ddp_mnist.cluster.nodes import DEFAULT_PORT, Node
-from ddp_mnist.config.flags import Flags, flag
+from ddp_mnist.config.flag_fields import Flags, flag
 from ddp_mnist.errors import FailedElsewhere, UsageError, one_line
 from ddp_mnist.run.console import Console, tell
 

@@ -21,7 +21,7 @@ import numpy as np
 import PIL.Image
 import torch
 
-from ddp_mnist.config.flags import flag_name
+from ddp_mnist.config.flag_fields import flag_name
 from ddp_mnist.config.image_options import ImageOptions
 from ddp_mnist.data import cache
 from ddp_mnist.data.batches import ImageData, eval_batch_size

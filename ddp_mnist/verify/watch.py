@@ -32,7 +32,7 @@ from ddp_mnist.config.recipe import Recipe
 from ddp_mnist.config.run import RunFlags, TrainConfig
 from ddp_mnist.nets.ours import Normalised
 from ddp_mnist.run.folder import METRICS, MODEL, RunFolder
-from ddp_mnist.run.opening import set_up_run
+from ddp_mnist.run.set_up import set_up_run
 from ddp_mnist.run.weights import digest_of
 
 preload("ddp_mnist.train", "ddp_mnist.run.scores")

@@ -19,7 +19,7 @@ from ddp_mnist.cluster.signals import listen
 from ddp_mnist.cluster.store import Store
 from ddp_mnist.cluster.world import World
 from ddp_mnist.config.faults import wrong_on_purpose
-from ddp_mnist.config.flags import flag_values
+from ddp_mnist.config.flag_fields import flag_values
 from ddp_mnist.config.recipe import resolve_recipe
 from ddp_mnist.config.run import ResolvedConfig, TrainConfig
 from ddp_mnist.data import cache
@@ -75,9 +75,9 @@ def set_up_run(
             with (
                 tracking.tracked(config, folder, world, console),
                 within_memory(world.accelerator.device, lambda: takes_memory(run)),
-                able_to_compile(config.distribution, world.compiler),
+                able_to_compile(config.distribution, world.compile_options),
             ):
-                if world.compiler:
+                if world.compile_options:
                     console.note("compiling  the model, which can take minutes")
                 run.phase("starting")
                 yield run
@@ -247,7 +247,7 @@ def open_folder(run: TrainingRun, found: EarlierRun | None) -> None:
     distribution = flag_values(config.distribution) | {
         "backend": world.backend,
         "mixed_precision": world.precision,
-        "compile": bool(world.compiler),
+        "compile": bool(world.compile_options),
     }
     folder.write_json(
         CONFIG,
