@@ -144,11 +144,16 @@ def adopt_ranks_of_debug_launcher() -> None:
 
 
 def document(function: Callable[..., Any], *groups: type[Flags]) -> None:
-    """Add to a function's help the default of each keyword, and the sentence of its flag."""
-    own, fields = inspect.signature(function).parameters, chain(*fields_of(*groups).values())
-    lines = [
-        f"    {f.name}={f.default!r}: {f.metadata['help']}" for f in fields if f.name not in own
+    """Give a function the flags as keywords, which a notebook completes, and their help."""
+    own = inspect.signature(function)
+    *named, flags = own.parameters.values()
+    fields = [f for f in chain(*fields_of(*groups).values()) if f.name not in own.parameters]
+    named += [
+        flags.replace(name=f.name, kind=flags.KEYWORD_ONLY, default=f.default, annotation=f.type)
+        for f in fields
     ]
+    function.__signature__ = own.replace(parameters=named)  # type: ignore[attr-defined]
+    lines = [f"    {field.name}: {field.metadata['help']}" for field in fields]
     function.__doc__ = "\n".join([function.__doc__ or "", "", *lines])
 
 

@@ -62,9 +62,12 @@ PROOF |= {"mixed_precision": "fp64", "log_every": 1}
 def test_the_keywords_are_the_flags(function: Any, first: list[str], groups: Any) -> None:
     fields = [f for each in fields_of(*groups).values() for f in each if f.name not in first]
     assert ("sync_bn" in {field.name for field in fields}) == (function is api.train)  # as --help
-    assert [*inspect.signature(function).parameters] == [*first, "flags"]
-    lines = [f"    {f.name}={f.default!r}: {f.metadata['help']}" for f in fields]
-    assert function.__doc__.endswith("\n".join(["", *lines]))
+    shown = list(inspect.signature(function).parameters.values())
+    assert [parameter.name for parameter in shown] == first + [field.name for field in fields]
+    for parameter, field in zip(shown[len(first) :], fields, strict=True):
+        assert (parameter.annotation, parameter.default) == (field.type, field.default)
+        assert parameter.kind is parameter.KEYWORD_ONLY
+        assert f"    {field.name}: {field.metadata['help']}\n" in function.__doc__ + "\n"
 
 
 @pytest.mark.parametrize(

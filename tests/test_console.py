@@ -24,6 +24,7 @@ from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.cluster.signals import StopSignals
 from ddp_mnist.data import cache
 from ddp_mnist.run.console import Console, as_json, count, passing, wrapped
+from ddp_mnist.run.evaluation import Metrics
 from ddp_mnist.run.folder import RunFolder, read_json
 from ddp_mnist.run.state import Progress
 from ddp_mnist.run.training_run import TrainingRun
@@ -195,6 +196,29 @@ def test_control_c_is_answered_once_on_a_machine_and_promises_only_what_a_launch
         run.config = SimpleNamespace(run=SimpleNamespace(quiet=quiet))
         TrainingRun.answer(run)
         assert capsys.readouterr().err.strip() == said
+
+
+def test_hints_come_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """On a net that knows its images by heart, on programs that take the cores, on hours."""
+    recipe = SimpleNamespace(epochs=9, total_steps=90, batch_size=72)
+    recipe.model, recipe.weights, recipe.augment = "cnn", None, False
+    config = SimpleNamespace(recipe=recipe)
+    run: Any = SimpleNamespace(folder=RunFolder(), console=Console(True), config=config)
+    run.overfits, run.shown = False, lambda: (0.5, "step 45/90")
+    run.world = SimpleNamespace(store=SimpleNamespace(rank=0))
+    run.neighbours = SimpleNamespace(threads=2, judge=lambda: 1)
+    run.stop = StopSignals(has_launcher=False)
+    run.judges_length, run.began, run.left_s = True, (time.monotonic() - 30, 1), lambda: 9000.0
+    far = Metrics(0.5, 1.0, 10, [], [])
+    for epoch in (1, 2):
+        progress = Progress(epoch=epoch, step=10 * epoch)
+        TrainingRun.report_step(run, progress, 0.1, {}, False)
+        means = {"loss": 0.5, "accuracy": 1.0, "images_per_second": 9.0}
+        TrainingRun.log_epoch(run, means, progress, far)
+    said = capsys.readouterr().out
+    for hint in ("OMP_NUM_THREADS=1", "--augment", "--epochs 3"):
+        assert said.count(hint) == 1
+    assert said.count("validation 0.5000\n") == 2
 
 
 def test_of_many_epochs_some_are_shown_and_the_last(capsys: pytest.CaptureFixture[str]) -> None:

@@ -190,7 +190,7 @@ def test_all_that_speaks_of_the_loss_names_it(typed: Typed, own_file: Path, tmp_
     trained = typed("train", *flags, "--loss", "my_loss:focal", "--run-dir", "run")
     assert (trained.code, trained.err) == (0, "")
     said = " ".join(trained.out.split())
-    assert "not augmented, loss my_loss:focal writes" in said
+    assert "not augmented, loss my_loss:focal; typed: --model mlp, --epochs 2, --loss" in said
     summary = read_json(tmp_path / "run" / "summary.json")
     assert f"wrong), loss my_loss:focal {summary['test_loss']:.4f}" in said
     assert (summary["loss_function"], summary["class_weights"]) == ("my_loss:focal", "none")

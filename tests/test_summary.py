@@ -60,9 +60,10 @@ def test_step_line() -> None:
     assert summary.step_line({}, 0, 10, None, "starting") == "step  0/10  starting"
 
 
-def test_the_plan_says_for_what_the_recipe_was_chosen() -> None:
+def test_the_plan_says_for_what_the_recipe_was_chosen_and_which_flags_were_typed() -> None:
     made = ImageFormat((3, 8, 8), (0.5,) * 3, (0.2,) * 3, [], False, False)
-    photos: Any = SimpleNamespace(image_format=made, train_labels=range(408), val_rows=range(81))
+    photos: Any = SimpleNamespace(image_format=made, classes=["a", "b"])
+    photos.train_labels, photos.val_rows = range(408), range(81)
 
     def said(resumes: bool = False, **typed: Any) -> str:
         config = TrainConfig.of(typed)
@@ -72,28 +73,64 @@ def test_the_plan_says_for_what_the_recipe_was_chosen() -> None:
 
     assert said(preset="fast") == (
         "fast, chosen for 327 pictures: muon, learning rate up to 0.02 in the first 10% of the"
-        " steps, mirrored, cropped, coloured, label smoothing 0.1"
+        " steps, mirrored, cropped, coloured, label smoothing 0.1 (the training loss levels off"
+        " near 0.2)"
     )
-    assert said(True, lr=0.01, augment=False, class_weights="balanced", label_smoothing=0.0) == (
-        "fast, kept for 327 pictures: muon, learning rate up to 0.01 in the first 10% of the"
-        " steps, not augmented, rare classes count more"
-    )
+    typed = said(epochs=2, lr=0.01, augment=False, seed=1, metrics=["f1", "recall"])
+    assert typed.startswith("fast, chosen for 327 pictures: muon, learning rate up to 0.01 in")
+    typed_flags = "--epochs 2, --lr 0.01, --no-augment, --metrics f1,recall"
+    assert "steps, not augmented, label smoothing 0.1 (the" in typed
+    assert typed.endswith(f"near 0.2); typed: {typed_flags}")
+    on = said(resumes=True, epochs=9)
+    assert on.startswith("fast, kept for 327 pictures: ") and on.endswith("; typed: --epochs 9")
 
 
-def of_classes(**counts: int) -> Any:
-    """Return images of these classes; the first of each is held out."""
+def of_classes(tests: int = 0, **counts: int) -> Any:
+    """Return images of these classes; the first of each is held out, and so many as a test."""
     labels = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor([*counts.values()]))
     first = [labels.tolist().index(label) for label in range(len(counts))]
-    return SimpleNamespace(classes=[*counts], train_labels=labels, val_rows=np.array(first))
+    return SimpleNamespace(
+        classes=[*counts],
+        train_labels=labels.to(torch.uint8),
+        val_rows=np.array(first),
+        test_labels=labels.new_zeros(tests),
+        test_drawn=tests > 0,
+    )
 
 
 def test_the_plan_shows_the_train_images_of_each_class_in_a_line() -> None:
-    found = summary.by_class(of_classes(ladybird=129, moth=91, ant=21, bee=20))
-    assert found["classes"] == "ladybird: 128, moth: 90, ant: 20, bee: 19"
-    assert found["hint"].startswith("few train images of bee: below 20 a class is hard to learn; ")
+    found = summary.by_class(of_classes(ladybird=129, moth=91, ant=21, bee=20, fly=3))
+    assert found == {
+        "classes": "ladybird: 128, moth: 90, ant: 20, bee: 19, fly: 2",
+        "hint": "few train images of fly 2, bee 19: below 20 a class is hard to learn; add some",
+    }
+    rare = of_classes(ladybird=129, moth=60, bee=12)
+    hint = "few train images of bee 11: below 20 a class is hard to learn; add some"
+    more = ", or let rare classes count more by --class-weights balanced"
+    assert summary.by_class(rare)["hint"] == hint + more
+    assert summary.by_class(rare, "balanced")["hint"] == hint
+    alike = summary.by_class(of_classes(ladybird=22, bee=12))
+    assert alike["hint"] == hint
     assert "hint" not in summary.by_class(of_classes(ladybird=1000, bee=21))
-    many = summary.by_class(of_classes(**{f"c{number:03}": number + 22 for number in range(100)}))
-    assert many == {"classes": "21 (c000) to 120 (c099) train images each"}
+    many = summary.by_class(of_classes(0, **{f"c{number:03}": number + 2 for number in range(100)}))
+    assert many == {
+        "classes": "1 (c000) to 100 (c099) train images each",
+        "hint": "few train images of c000 1, c001 2, c002 3, 16 more: below 20 a class is hard"
+        " to learn; add some",
+    }
+
+
+def test_where_most_images_are_held_out_the_hint_names_the_flag() -> None:
+    """The plan has to say it, as one of each class always stays to train on."""
+    few = "few train images of bee 4, fly 12: below 20 a class is hard to learn; "
+    for tests, fix in ((15, "add some"), (17, "give a smaller --test-size")):
+        assert summary.by_class(of_classes(tests, fly=13, bee=5))["hint"] == few + fix
+    images = of_classes(0, fly=13, bee=5)
+    images.val_rows = np.arange(17)
+    assert summary.by_class(images)["hint"] == (
+        "few train images of fly 0, bee 1: below 20 a class is hard to learn;"
+        " give a smaller --val-size"
+    )
 
 
 def test_epoch_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,6 +156,7 @@ def test_last_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     outcome: dict[str, Any] = {"test_accuracy": 0.9912, "test_count": 10_000, "test_loss": 0.03456}
     outcome |= {"dataset": {"name": "mnist"}, "world_size": 2, "images_per_second": 8617.3}
     outcome |= {"metrics": {}, "train_seconds": 12.34, "total_seconds": 15.67, "inject": None}
+    outcome |= {"steps": 300}
     outcome |= {"images_per_class": {"test": [1000] * 10}, "loss_function": "cross_entropy"}
     monkeypatch.setattr(summary, "program", lambda: "ddp-mnist")
     folder = RunFolder()
@@ -141,6 +179,9 @@ def test_last_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         changed = {**outcome, "test_accuracy": accuracy, "images_per_class": {"test": images}}
         assert ("careful    " in summary.last_lines(changed, folder)) is is_guessed
+    short = {**outcome, "test_accuracy": 0.11, "steps": 99}
+    assert "than guessing; use more --epochs\n" in summary.last_lines(short, folder)
+    assert "than guessing; see the hint above\n" in summary.last_lines(short, folder, True)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,8 @@ TRANSLATED = {  # flags without a value
 RENAMED = {"--dist-backend": "--backend", "--dist-url": "--init-method"}
 CHOOSE_GPU = (
     "each process takes the GPU of its local rank; leave it out, and put CUDA_VISIBLE_DEVICES=0"
-    " before the command to choose one"
+    " before the command to choose one, or CUDA_VISIBLE_DEVICES=0,1 and torchrun --nproc-per-node 2"
+    " for two"
 )
 USE_LAUNCHER = (
     "a launcher starts the processes; leave it out, and use torchrun --nproc-per-node N -m"

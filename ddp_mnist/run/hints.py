@@ -1,10 +1,13 @@
-"""Advice on a slow rank, other programs on the cores, and overfitting."""
+"""Advice to whoever waits for a run: a slow rank, other programs, a long run, overfitting."""
 
 import math
 
+from ddp_mnist.config.recipe import ResolvedRecipe
 from ddp_mnist.run.console import count, panel
+from ddp_mnist.run.evaluation import Metrics
 
-TOO_FAR = 0.1  # between the accuracy in training and that of other images
+BY_HEART, TOO_FAR = 0.98, 0.1  # accuracy in training, and validation's below it
+HOUR_S = 3600.0
 
 
 def slow_line(rank: int, host: str, times: float) -> str:
@@ -23,11 +26,22 @@ def neighbours_line(fit: int, threads: int, has_launcher: bool = False, fix: str
     """
     wait = "end them, or wait until they have ended" if has_launcher and fit == 1 else ""
     fix = fix or wait or f"stop it, and resume it with OMP_NUM_THREADS={fit}"
-    text = (
-        f"other programs use these cores, which have room for {count(fit, 'thread')} of {threads},"
-        f" and each step waits for the slowest; {fix}"
+    return panel(
+        {
+            "careful": f"other programs use these cores, which have room for {count(fit, 'thread')}"
+            f" of {threads}, and each step waits for the slowest; {fix}"
+        }
     )
-    return panel({"careful": text})
+
+
+def long_line(left_s: float, epochs: int) -> str:
+    """Return a line that says how to be done in an hour if it takes longer, else ""."""
+    if left_s <= HOUR_S:
+        return ""
+    fewer = int(epochs * HOUR_S / left_s)
+    fix = f"--epochs {fewer}" if fewer else "a smaller --image-size"
+    took = f"this takes about {left_s / HOUR_S:.1f} hours on the CPU"
+    return panel({"careful": f"{took}; for an hour or less, begin anew with {fix}"})
 
 
 def overfits(trained: float, other: float, images: int) -> bool:
@@ -45,3 +59,18 @@ def overfitting(model: str, weights: str | None, augment: bool) -> tuple[str, li
     net = "" if model.startswith("torchvision:") else "--model torchvision:resnet18 "
     fixes += [f"{net}--weights DEFAULT"] * (not weights)
     return "the net has learned its images by heart (overfitting)", fixes
+
+
+def overfit_line(accuracy: float | None, validation: Metrics | None, recipe: ResolvedRecipe) -> str:
+    """Return a line that says what helps if the net knows its images and not others, else ""."""
+    if accuracy is None or validation is None:
+        return ""
+    if accuracy < BY_HEART or not overfits(accuracy, validation.accuracy, validation.count):
+        return ""
+    what, fixes = overfitting(recipe.model, recipe.weights, recipe.augment)
+    return panel(
+        {
+            "hint": f"accuracy {accuracy:.4f} and validation {validation.accuracy:.4f}: {what};"
+            f" to try in a new run: {', or '.join(fixes)}"
+        }
+    )

@@ -17,6 +17,7 @@ from ddp_mnist.cluster import hardware
 from ddp_mnist.cluster.store import name_of
 from ddp_mnist.cluster.world import World
 from ddp_mnist.config.faults import wrong_on_purpose
+from ddp_mnist.config.flag_fields import flag_fields, typed_flag
 from ddp_mnist.config.run import ResolvedConfig
 from ddp_mnist.data.augment import changes
 from ddp_mnist.data.batches import ImageData
@@ -29,6 +30,7 @@ from ddp_mnist.run.state import State
 from ddp_mnist.run.versions import git_commit, package_versions
 
 FEW = 20  # images of a class
+WEIGHABLE = 11  # images of a class: from so many on --class-weights helped where it was tried
 ONE_LINE = 69  # columns beside the name of a panel's line
 FOLDER_KEY = "run folder"  # the broadcast of its path
 
@@ -51,7 +53,7 @@ def plan(config: ResolvedConfig, world: World, images: ImageData, folder: Path |
         "data": f"{images.name}: {train_rows:,} train, {val_rows:,} validation,"
         f" {len(images.test_labels):,} test images, {len(images.classes)} classes",
         "source": "; ".join([printable(images.source), *images.image_format.notes]),
-        **by_class(images),
+        **by_class(images, recipe.class_weights),
         "careful": "; ".join(map(printable, images.careful)),
         "processes": f"{size} on {count(world.num_machines, 'machine')}, backend {world.backend},"
         f" device {device(world)}, {count(world.threads, 'thread')} each,"
@@ -66,23 +68,33 @@ def plan(config: ResolvedConfig, world: World, images: ImageData, folder: Path |
 
 
 def recipe_line(config: ResolvedConfig, images: ImageData) -> str:
-    """Return how the images are trained on, and for which images that was chosen."""
-    recipe = config.recipe
+    """Return how the images are trained on, for which it was chosen, and the flags that were typed.
+
+    A run that goes on keeps what it began with, but for these flags.
+    """
+    recipe, classes = config.recipe, len(images.classes)
     kind, changed = changes(images.image_format, recipe.augment)
+    smoothing = recipe.label_smoothing
+    least = torch.special.entr((1 - smoothing) * torch.eye(classes)[0] + smoothing / classes).sum()
+    smoothed = f"label smoothing {smoothing:g} (the training loss levels off near {least:.2g})"
+    parts = [
+        f"{recipe.optimizer}, learning rate up to {recipe.lr:g} in the first {recipe.warmup:.0%} of"
+        " the steps",
+        changed,
+        *([f"loss {recipe.loss}"] if recipe.loss else [smoothed] * (smoothing > 0)),
+        *["rare classes count more"] * (recipe.class_weights == "balanced"),
+    ]
     rows = len(images.train_labels) - len(images.val_rows)
     chosen = f"{recipe.preset}, {'kept' if config.resumes else 'chosen'} for {rows:,} {kind}"
-    rising = f"up to {recipe.lr:g} in the first {recipe.warmup:.0%} of the steps"
-    parts = [f"{recipe.optimizer}, learning rate {rising}", changed]
-    if recipe.loss or recipe.label_smoothing:
-        smoothing = f"label smoothing {recipe.label_smoothing:g}"
-        parts.append(f"loss {recipe.loss}" if recipe.loss else smoothing)
-    if recipe.class_weights == "balanced":
-        parts.append("rare classes count more")
-    return f"{chosen}: {', '.join(parts)}"
+    names = [
+        field.name for field in flag_fields(recipe) if field.name in config.explicit - {"preset"}
+    ]
+    typed = ", ".join(printable(typed_flag(name, getattr(recipe, name))) for name in names)
+    return f"{chosen}: {', '.join(parts)}" + (f"; typed: {typed}" if typed else "")
 
 
-def by_class(images: ImageData) -> dict[str, str]:
-    """Return lines of the plan: the train images of each class, and what helps if it has few."""
+def by_class(images: ImageData, class_weights: str = "none") -> dict[str, str]:
+    """Return lines of the plan: the train images of each class, which have few and what helps."""
     labels = np.delete(images.train_labels.numpy(), images.val_rows)
     counts = np.bincount(labels, minlength=len(images.classes)).tolist()
     each = dict(zip(map(printable, images.classes), counts, strict=True))
@@ -90,13 +102,17 @@ def by_class(images: ImageData) -> dict[str, str]:
     least, most = min(each, key=each.__getitem__), max(each, key=each.__getitem__)
     if len(shown) > ONE_LINE:
         shown = f"{each[least]:,} ({least}) to {each[most]:,} ({most}) train images each"
-    lines = {"classes": shown}
-    if each[least] < FEW:
-        lines["hint"] = (
-            f"few train images of {least}: below {FEW} a class is hard to learn; add some, or try"
-            " --class-weights balanced"
-        )
-    return lines
+    rarest = sorted(each.items(), key=lambda named: named[1])
+    few = [f"{name} {number}" for name, number in rarest if number < FEW]
+    few[3:] = [f"{len(few) - 3} more"] * (len(few) > 3)
+    held = {"--val-size": len(images.val_rows)}
+    held |= {"--test-size": len(images.test_labels)} if images.test_drawn else {}
+    largest = max(held, key=held.__getitem__)
+    fix = f"give a smaller {largest}" if held[largest] > len(labels) else "add some"
+    hint = f"few train images of {', '.join(few)}: below {FEW} a class is hard to learn; {fix}"
+    if class_weights == "none" and WEIGHABLE <= each[least] <= each[most] / 2:
+        hint += ", or let rare classes count more by --class-weights balanced"
+    return {"classes": shown} | ({"hint": hint} if few else {})
 
 
 @contextlib.contextmanager
@@ -250,8 +266,11 @@ def changed_since(run: str, dataset: str, summary: dict[str, Any], images: Image
     return f"{run}: the images of {dataset} have changed since the run ({', '.join(parts)})"
 
 
-def last_lines(outcome: dict[str, Any], run: RunFolder) -> str:
-    """Return the result as lines; the first says it all."""
+def last_lines(outcome: dict[str, Any], run: RunFolder, overfitted: bool = False) -> str:
+    """Return the result as lines; the first says it all.
+
+    What helps an `overfitted` net was said during training.
+    """
     wrong = round((1 - outcome["test_accuracy"]) * outcome["test_count"])
     result = fitted(
         f"test accuracy {outcome['test_accuracy']:.4f} on {outcome['test_count']:,} images of"
@@ -267,8 +286,9 @@ def last_lines(outcome: dict[str, Any], run: RunFolder) -> str:
     }
     guessed = max(outcome["images_per_class"]["test"]) / outcome["test_count"]  # the largest class
     if outcome["test_accuracy"] < guessed + 0.1 * (1 - guessed):
-        fixes = "more --epochs, a lower --lr, or more images"
-        lines["careful"] = f"that is hardly better than guessing; try {fixes}"
+        fix = "more --epochs" if outcome["steps"] < 100 else "a lower --lr, or more --epochs"
+        fix = "see the hint above" if overfitted else f"use {fix}"
+        lines["careful"] = f"that is hardly better than guessing; {fix}"
     see = f"see        {program()} report {run.path}"  # a command is not wrapped, however long
     return "\n".join([result, panel(lines), see, *wrong_on_purpose(outcome["inject"])])
 

@@ -23,6 +23,7 @@ from ddp_mnist.run.profiling import StepProfiler
 from ddp_mnist.run.state import Progress, State, diverged
 from ddp_mnist.system.neighbours import Neighbours
 
+JUDGED_S = 30.0  # of training, after which its length is judged
 EPOCH_LINES = 50  # on the console at most, of a run of more epochs; metrics.jsonl has all
 
 
@@ -42,6 +43,8 @@ class TrainingRun:
     state: State = field(init=False)  # set by `begin`, as the profiler
     profiler: StepProfiler = field(init=False)
     neighbours: Neighbours | None = None  # other programs on these cores, until reported
+    overfits: bool = False  # whether the hint has been printed
+    judges_length: bool = False  # if the recipe has chosen it, on a CPU, where somebody waits
     line: dict[str, Any] = field(default_factory=dict)  # of the last sync point, as it is logged
     began: tuple[float, int] | None = None  # when and at which step the first sync point was
 
@@ -68,6 +71,7 @@ class TrainingRun:
         if self.console.verbose and world.accelerator.device.type == "cpu":
             ranks_here = world.store.hosts.count(world.store.hosts[world.store.rank])
             self.neighbours = Neighbours(world.threads, ranks_here)
+            self.judges_length = not self.config.resumes and "epochs" not in self.config.explicit
         self.stop.save = self.save_to_go_on
         import_evaluate_meanwhile(world.accelerator)
         return progress
@@ -108,6 +112,10 @@ class TrainingRun:
             threads, has_launcher = self.neighbours.threads, self.stop.has_launcher
             self.console.print(hints.neighbours_line(fit, threads, has_launcher))
             self.neighbours = None
+        if self.judges_length and time.monotonic() - self.began[0] >= JUDGED_S:
+            self.judges_length = False
+            if line := hints.long_line(self.left_s() or 0.0, self.config.recipe.epochs):
+                self.console.print(line)
 
     def evaluate(self, phase: str, net: nn.Module, loader: DataLoader[Any]) -> Metrics:
         """Return the metrics of a split that `make_eval_loader` made, as `evaluate_split` does."""
@@ -128,6 +136,10 @@ class TrainingRun:
         every = -(-recipe.epochs // EPOCH_LINES)
         if progress.epoch % every == 0 or progress.epoch == recipe.epochs or progress.stopped_by:
             self.console.print(summary.epoch_line(epoch, recipe.epochs, means, validation))
+        hint = hints.overfit_line(means["accuracy"], validation, recipe)
+        if hint and not self.overfits:
+            self.overfits = True
+            self.console.print(hint)
         if progress.stopped_by:
             self.console.print(f"stopped by {progress.stopped_by} after epoch {progress.epoch}")
 
@@ -138,11 +150,17 @@ class TrainingRun:
 
     def shown(self, phase: str = "") -> tuple[float, str]:
         """Return the share that is done and the line of the last sync point."""
-        total, step, left_s = self.config.recipe.total_steps, self.folder.step, None
+        total, step = self.config.recipe.total_steps, self.folder.step
+        return step / total, summary.step_line(self.line, step, total, self.left_s(), phase)
+
+    def left_s(self) -> float | None:
+        """Return the seconds that the run will still take; None before its first step."""
+        step, steps_left = self.folder.step, self.config.recipe.total_steps - self.folder.step
         if self.began and step > self.began[1]:
-            seconds, steps = time.monotonic() - self.began[0], step - self.began[1]
-            left_s = seconds / steps * (total - step)
-        return step / total, summary.step_line(self.line, step, total, left_s, phase)
+            return (time.monotonic() - self.began[0]) / (step - self.began[1]) * steps_left
+        if speed := self.line.get("images_per_second"):  # of the first step alone
+            return self.config.recipe.batch_size / speed * steps_left
+        return None
 
     def save(self, state: State) -> None:
         """Write a checkpoint; all ranks call this at the same step.
@@ -197,5 +215,5 @@ class TrainingRun:
         times = accelerator.gather(torch.tensor([mine], device=accelerator.device)).tolist()
         outcome = summary.summarise(self.config, self.world, images, state, test, times)
         self.folder.write_json(SUMMARY, outcome)
-        self.console.print(summary.last_lines(outcome, self.folder))
+        self.console.print(summary.last_lines(outcome, self.folder, self.overfits))
         return outcome
