@@ -1,7 +1,7 @@
 """The benchmarks of the verb `bench`, and the goals that their figures should meet.
 
-Each alternates what it compares, discards a first round, and reports median and spread. Processes
-have one CPU thread each, as under `make train` on two cores.
+Each alternates between what it compares, discards a first round, and reports median and spread.
+Processes have one CPU thread each, as under `make train` on two cores.
 """
 
 import json
@@ -32,7 +32,7 @@ from ddp_mnist.verbs.flags import Bench
 
 preload("ddp_mnist.bench.steps", "ddp_mnist.run.scores")
 
-STEPS = 380  # optimizer steps of a timed round at most: an epoch of MNIST
+STEPS = 380  # optimizer steps in a timed round, at most: an epoch of MNIST
 TIMEOUT_S = 1800.0  # of all rounds of a group of processes
 # The smallest program that trains with Accelerate: one step, and one line of metrics.
 BASELINE = """
@@ -54,8 +54,7 @@ def speeds_of(
 ) -> dict[str, list[float]]:
     """Return images/s over all processes, for each round of each kind of step.
 
-    Ranks that exchange gradients are as fast as the slowest; of those that do not, each adds its
-    own share.
+    If ranks exchange gradients, all are as fast as the slowest; if not, each adds its own share.
     """
     config = TrainConfig(
         RunFlags(dataset=flags.dataset, cache_dir=flags.cache_dir, quiet=True),
@@ -72,7 +71,7 @@ def speeds_of(
 
 def loop(flags: Bench, processes: int) -> list[CheckResult]:
     """Time train.py's loop against plain_ddp.py's."""
-    speeds = speeds_of(["train", "plain"], flags, processes, precision="no")  # plain has no other
+    speeds = speeds_of(["train", "plain"], flags, processes, precision="no")  # as plain_ddp.py
     share = ratio(speeds["train"], speeds["plain"])
     return [
         spread(speeds["train"]).beside("train.py, images/s"),

@@ -16,13 +16,13 @@ FIX = "goals are for MNIST and two free CPU cores: close other programs and repe
 
 
 class Figure(NamedTuple):
-    """The median of `n` measurements, and how far they spread."""
+    """The median of `n` measurements, and their spread."""
 
     median: float
     low: float  # the lowest; of a ratio, the lower end of the 90 % interval of its median
     high: float  # the same above; a ratio of fewer than five rounds has no interval
     n: int
-    is_ratio: bool = False  # of what ran in one round
+    is_ratio: bool = False  # of two measurements from the same round
 
     def __str__(self) -> str:
         digits, sure = (".3f", "90 %: " * (self.n >= 5)) if self.is_ratio else (".4g", "")
@@ -30,7 +30,7 @@ class Figure(NamedTuple):
         return f"{median}  ({sure}{low} to {high}, n = {self.n})"
 
     def beside(self, name: str, goal: str = "", met: bool = True) -> CheckResult:
-        """Return it as the result `name` with its goal; FAIL if that is missed."""
+        """Return the check result for this figure and its goal: FAIL if the goal is missed."""
         text = f"{self}  goal {'met' if met else 'missed'}: {goal}" if goal else str(self)
         figures = dict(zip(self._fields, self[:4], strict=False))
         return check(name, not met, text, FIX, figures=figures)
@@ -47,8 +47,8 @@ def ratio(
 
     The interval of their median is that of the sign test (Conover, 1999), which assumes no
     distribution. Each value lies below the true median with probability 1/2, so the k-th lowest
-    lies above it with that of fewer than k heads in n throws; k is the largest for which this is
-    at most 5 %.
+    lies above it as often as n throws of a coin give fewer than k heads; k is the largest for which
+    this is at most 5 %.
     """
     n = len(over)
     rounds = zip(over, less or [0.0] * n, under, strict=True)

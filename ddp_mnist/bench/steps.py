@@ -3,7 +3,7 @@
 Each kind returns the seconds for the images of all global batches. KINDS takes a step apart:
     train         train.py's loop, by its own count of seconds in training
     plain         plain_ddp.py's
-    resident      forward, backward and update on one batch that lies ready: no feed
+    resident      forward, backward and update on one batch that is ready: no feed
     silent        the same without the exchange of gradients: compute alone
     independent   the feed and silent steps, without train.py's bookkeeping
 """
@@ -36,7 +36,7 @@ from ddp_mnist.train import build_model, fit
 def time_steps(
     config: TrainConfig, kinds: Sequence[str], steps: int, repeats: int
 ) -> dict[str, list[float]]:
-    """Return images/s over all ranks, for each round of each kind; all ranks have to call it."""
+    """Return images/s over all ranks, for each round of each kind. All ranks must call it."""
     with join_world(config.distribution, find_launch(config.distribution)) as world:
         images = cache.load(config.run.dataset, config.run.cache_dir)
         run = shortened(config, world, images, steps)
@@ -69,7 +69,7 @@ def shortened(config: TrainConfig, world: World, images: ImageData, steps: int) 
 
 
 def bare_steps(run: TrainingRun, *, feed: bool, exchange: bool) -> float:
-    """Return the seconds of steps on all batches, or of as many on one batch that lies ready."""
+    """Return the seconds that steps on all batches take, or as many steps on one ready batch."""
     accelerator, recipe = run.world.accelerator, run.config.recipe
     device, seed = accelerator.device, run.config.run.seed
     images = run.images.to_if_it_fits(device)
