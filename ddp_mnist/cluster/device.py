@@ -1,4 +1,4 @@
-"""Choose what a process computes with: device, backend, precision, threads, one of the GPUs."""
+"""Choose what a process computes with: device, backend, precision, threads and which GPU."""
 
 import contextlib
 import os
@@ -32,12 +32,12 @@ CANNOT_COMPILE = (
     *("Failed to find C compiler", "Failed to find C++ compiler", "'-shared', '-fPIC'"),
 )
 
-# Backends of torch.compile that come with torch; the others need packages, or are gone.
+# Backends of torch.compile that torch itself includes; the others need packages, or are gone.
 COMPILERS = ("inductor", "cudagraphs", "aot_eager", "eager")
 
 
 def choose_device(flags: Distribution, options: LauncherOptions = NO_OPTIONS) -> str:
-    """Return cuda where there is a GPU and nobody requested the CPU, else cpu."""
+    """Return cuda if there is a GPU and the CPU was not requested, else cpu."""
     try:
         wants_cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or flags.cpu or options.cpu
     except ValueError as error:  # Accelerate would end with it, even with --cpu
@@ -71,7 +71,7 @@ def choose_device(flags: Distribution, options: LauncherOptions = NO_OPTIONS) ->
 
 
 def choose_backend(flags: Distribution, launch: Launch, device: str) -> str:
-    """Return none for a process on its own, else gloo or nccl."""
+    """Return "none" for a single process without a group, else gloo or nccl."""
     if flags.backend == "nccl" and device == "cpu":
         raise UsageError("--backend nccl: needs a GPU, and none is visible here; use gloo")
     if launch.is_alone:
@@ -82,10 +82,10 @@ def choose_backend(flags: Distribution, launch: Launch, device: str) -> str:
 
 
 def has_native_bf16(device: str) -> bool:
-    """Return whether the device computes in bfloat16; emulated, it is slower than float32.
+    """Return whether the device supports bfloat16 natively; emulated, it is slower than float32.
 
-    GPUs do from Ampere on; all of this machine's have to. On a CPU, torch uses oneDNN for it, which
-    its wheels for macOS lack.
+    GPUs do from Ampere on; every GPU of this machine must. On a CPU, torch uses oneDNN for it,
+    which its wheels for macOS lack.
     """
     if device == "cuda":
         return min(map(torch.cuda.get_device_capability, range(gpus()))) >= (8, 0)
@@ -96,7 +96,7 @@ def has_native_bf16(device: str) -> bool:
 
 
 def precision_in_effect(flags: Distribution, launch: Launch, device: str) -> str:
-    """Return no, fp16, bf16 or fp64. The flag beats the launcher's YAML; neither means auto.
+    """Return no, fp16, bf16 or fp64. The flag beats the launcher's YAML; without either it is auto.
 
     A YAML's fp16 is meant for GPUs, so --cpu overrides it.
     """
@@ -124,7 +124,7 @@ def precision_in_effect(flags: Distribution, launch: Launch, device: str) -> str
             " with it than without; add --mixed-precision auto, which takes fp16 there"
         )
     # PowerSGD adds what it did not send to the next gradient: an infinity, which the loss scaler
-    # skips once, would come back in every step.
+    # skips once, would return in every step.
     if flags.comm_hook == "powersgd" and requested == "fp16":
         raise UsageError(
             "--comm-hook powersgd: cannot recover from an overflow, and fp16 has some in most runs;"
@@ -151,7 +151,7 @@ def compile_options_in_effect(flags: Distribution) -> dict[str, Any]:
 
 
 def choose_local_rank(launch: Launch, place: Place) -> int:
-    """Return the launcher's number for this process, else its number on its machine.
+    """Return this process's rank under its launcher, or else on its machine.
 
     In a rehearsal of two nodes on one machine, each launcher counts from 0.
     """
@@ -164,7 +164,7 @@ def set_threads(
     """Share this machine's cores among its processes, and return this one's number of threads.
 
     A launcher sets OMP_NUM_THREADS=1 by default, which leaves cores idle, so that is overridden. A
-    larger number, one that was typed, or any that was set without a launcher, stays.
+    larger number is kept; so is one that was typed, or set without a launcher.
     """
     given = os.environ.get("OMP_NUM_THREADS") or "0"
     outermost = given.partition(",")[0]  # OpenMP takes a list, one entry per level of nesting
@@ -186,9 +186,9 @@ def set_threads(
 
 
 def gpu_of(local_rank: int) -> int:
-    """Return the number of a rank's GPU: its local rank, modulo the GPUs that it sees.
+    """Return the index of a rank's GPU: its local rank, modulo the GPUs that it sees.
 
-    SLURM, or CUDA_VISIBLE_DEVICES, may show each rank its own GPU alone, as number 0.
+    SLURM, or CUDA_VISIBLE_DEVICES, may show each rank only its own GPU, as number 0.
     """
     return local_rank % gpus()
 
@@ -206,9 +206,9 @@ def without_tf32() -> Iterator[None]:
 
 @contextlib.contextmanager
 def within_memory(device: torch.device, advise: Callable[[], tuple[str, str]]) -> Iterator[None]:
-    """Raise UsageError, instead of torch's error, if the memory of the GPU was not enough.
+    """Raise UsageError, instead of torch's error, if the GPU ran out of memory.
 
-    `advise()` returns the words that were typed and take so much, and what would take less.
+    `advise()` returns the typed words that need so much of it, and a fix that needs less.
     """
     try:
         yield

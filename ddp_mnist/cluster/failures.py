@@ -1,4 +1,4 @@
-"""An error on one rank ends them all: the first one is raised, the others are silent."""
+"""An error on one rank ends all ranks: the first error is raised, the others stay silent."""
 
 import contextlib
 import gc
@@ -25,7 +25,7 @@ def first_cause(store: Store, error: BaseException) -> BaseException:
     """Return `error`, marked as agreed on, if this rank fails first; else a FailedElsewhere."""
     if isinstance(error, FailedElsewhere) or getattr(error, "agreed", False):
         return error
-    if isinstance(error, KeyboardInterrupt):  # reaches every rank, and local rank 0 prints it
+    if isinstance(error, KeyboardInterrupt):  # every rank has it, and local rank 0 prints it
         store.report_failure("interrupted", 130)
         return error
     message = str(error) or type(error).__name__
@@ -49,7 +49,7 @@ def propagate_first_error(store: Store) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        traceback.clear_frames(error.__traceback__)  # they hold the model, and it the group
+        traceback.clear_frames(error.__traceback__)  # they hold the model, which holds the group
         # A launcher that lost a worker sends SIGTERM while this rank finds out why.
         ignored = (signal.SIGTERM, signal.SIGINT)
         before = {number: signal.signal(number, signal.SIG_IGN) for number in ignored}
@@ -64,7 +64,7 @@ def propagate_first_error(store: Store) -> Iterator[None]:
 
 
 def end_group(*, in_order: bool = False) -> None:
-    """End the process group: `in_order` if all ranks have come here, else after a failure.
+    """End the process group: `in_order` if all ranks have arrived here, else after a failure.
 
     After a failure NCCL's collectives may wait for a lost rank, so they are aborted:
     destroy_process_group would first wait until they are done.
@@ -96,7 +96,7 @@ def as_expected(store: Store, error: BaseException) -> BaseException:
     if "invalid usage" in text:
         return UsageError(f"--backend nccl: {why}; {A_GPU_EACH}; NCCL_DEBUG=WARN shows more")
     store.request_liveness()  # before end_group, which may take seconds over NCCL
-    end_group()  # breaks the connections of whoever waits for this rank, so that it answers too
+    end_group()  # breaks the connections of ranks that wait for this one, so that they answer too
     lost = store.find_dead_ranks()
     more = " with NCCL_DEBUG=WARN" if "nccl" in text else ""
     return store.lost_contact(lost, textwrap.shorten(why, 120), more)

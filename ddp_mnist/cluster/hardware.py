@@ -1,4 +1,4 @@
-"""Find what this machine has: its processor, and the GPUs that torch can compute on."""
+"""Find this machine's hardware: its processor, and the GPUs that torch can compute on."""
 
 import contextlib
 import multiprocessing
@@ -10,7 +10,7 @@ from pathlib import Path
 
 IMPORTED_BY = os.getpid()
 DEVICES = Path("/dev")
-WSL_CUDA = Path("/usr/lib/wsl/lib/libcuda.so.1")  # there with a driver of NVIDIA on Windows
+WSL_CUDA = Path("/usr/lib/wsl/lib/libcuda.so.1")  # exists if NVIDIA's driver is on the Windows side
 HIDE_GPUS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 GPU_FIX = "update the driver, or install the torch that fits it (see pytorch.org)"
 TOO_OLD_FIX = "install a torch built for an older CUDA (see pytorch.org)"
@@ -34,10 +34,10 @@ def cpu_model() -> str:
 def gpus() -> int:
     """Return how many GPUs torch can compute on here.
 
-    torch's own count includes GPUs whose driver is too old for it, and every divided one (MIG),
-    although CUDA shows a process a single part.
+    torch's own count includes GPUs whose driver is too old, and every divided one (MIG), although
+    CUDA shows a process a single part.
     """
-    import torch  # slow, so only where the answer is needed
+    import torch  # slow, so only if the answer is needed
 
     if not torch.cuda.is_available():
         return 0
@@ -54,7 +54,7 @@ def gpus_shown() -> int:
 def unused_gpus() -> str:
     """Return a sentence if torch cannot use the GPUs that the system lists.
 
-    Return "" if it can, there are none, or they are hidden on purpose.
+    Return "" if torch can use them, if none exist, or if they are hidden on purpose.
     """
     import torch
 
@@ -66,7 +66,7 @@ def unused_gpus() -> str:
 
 
 def gpus_for_make() -> int:
-    """Return how many GPUs `make train` is to use; print on stderr why it cannot use those here.
+    """Return how many GPUs `make train` should use; print on stderr why it cannot use those here.
 
     torch takes seconds to load, so it is imported only if there is a device that may be a GPU.
     """
@@ -93,7 +93,7 @@ def too_old(number: int) -> str:
 
 
 def default_processes(least: int) -> int:
-    """Return one process per GPU, or two where there is none; at least `least`."""
+    """Return the number of processes: one per GPU, or two without a GPU; at least `least`."""
     return max(gpus() or 2, least)
 
 
@@ -109,11 +109,11 @@ def hide_gpus() -> None:
 def is_forked() -> bool:
     """Return whether this process was forked from one that computed, as by notebook_launcher.
 
-    True if it was forked after this module was imported, or by `multiprocessing` before. False
+    True if it was forked after this module was imported, or before that by `multiprocessing`. False
     under a fork server, which imports but computes nothing.
 
     A forked process lacks the OpenMP threads that its parent may have started, and would wait for
-    them for ever in its first parallel loop; with one thread there is no such loop.
+    them forever in its first parallel loop; with one thread it never enters one.
     """
     kind = type(multiprocessing.current_process()).__name__
     if kind == "ForkServerProcess":

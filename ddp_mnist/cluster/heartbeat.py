@@ -1,4 +1,4 @@
-"""Each rank shows that it is alive, so that others wait for a slow rank, and not for a dead one."""
+"""Each rank shows that it is alive, so that others wait for a slow rank but not for a dead one."""
 
 import contextlib
 import math
@@ -20,13 +20,13 @@ class Heartbeat(threading.Thread):
     It beats while the main thread decodes, imports or compiles; a C function that keeps Python's
     lock for all of the time-out would stop it, as a kill or SIGSTOP does. Rank 0 watches all the
     others, and they watch rank 0: the number of calls per rank does not depend on how many there
-    are. Beats missed count, not time: a cluster that was suspended as a whole has lost nobody.
+    are. Missed beats count, not time: a cluster that was suspended as a whole has lost no rank.
     """
 
     def __init__(self, store: Store) -> None:
-        """Make the first beat, which must be there before another rank's thread looks for it."""
+        """Make the first beat, which must exist before another rank's thread looks for it."""
         super().__init__(name="heartbeat", daemon=True)
-        # A connection of its own: the main thread may be waiting on the other one.
+        # A separate connection: the main thread may be waiting on the other one.
         self.store, self.c10d = store, store.c10d.clone()
         self.misses = max(5, math.ceil(store.patience_s / BEAT_S))  # after which a rank is lost
         self.every_s = store.patience_s / self.misses

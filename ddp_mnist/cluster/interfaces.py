@@ -9,7 +9,7 @@ from ddp_mnist.errors import reason
 
 
 def address_towards(host: str, port: int) -> str | None:
-    """Return this machine's address that packets to `host` leave from; None without a route.
+    """Return the address from which this machine sends packets to `host`; None without a route.
 
     A UDP socket is connected, which consults the routing table and sends nothing.
     """

@@ -1,8 +1,8 @@
 """How this process was started: its rank, the world size, and where rank 0 is.
 
-A launcher (accelerate, torchrun, srun) or the user says so in environment variables. Where each
-process has a command of its own, the flags say it: `--init-method tcp://HOST:PORT --rank R
---world-size N`. Nothing here imports torch or opens a connection. What a rank does with it is
+A launcher (accelerate, torchrun, srun) or the user says so in environment variables. If each
+process is started by its own command, flags say it: `--init-method tcp://HOST:PORT --rank R
+--world-size N`. Nothing here imports torch or opens a connection. How a rank uses it is defined
 elsewhere: world.py joins the group, and device.py chooses the local rank, the device and threads.
 """
 
@@ -39,9 +39,9 @@ OF_SLURM = {
 }
 PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 # Without it, torchrun's agents share their store with the processes of the first round, and those
-# that join later never learn where it is (next_rendezvous in dynamic_rendezvous.py).
+# that join later never learn its address (next_rendezvous in dynamic_rendezvous.py).
 CAN_JOIN = "start torchrun everywhere with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
-# All that launchers and batch jobs tell the processes that they start, except how to compute.
+# All variables of launchers and batch jobs for their processes, except those on how to compute.
 OF_LAUNCHERS = re.compile(
     "(SLURM|PMIX?|OMPI|MV2|TORCHELASTIC|ACCELERATE(?!_USE_CPU|_MIXED_PRECISION)|LOCAL|GROUP|ROLE"
     "|MASTER)_.+|RANK|WORLD_SIZE"
@@ -53,7 +53,7 @@ FROM_1 = ("world_size", "local_world_size", "num_machines", "main_port")  # the 
 class Launch:
     """One process's place in the run, or a machine's; None for what the launcher does not say."""
 
-    # python, accelerate, torchrun, slurm, environment or tcp; machine, if it has no process yet
+    # python, accelerate, torchrun, slurm, environment or tcp; machine: no process yet
     launcher: str = "python"
     rank: int = 0
     world_size: int = 1
@@ -66,25 +66,25 @@ class Launch:
 
     @property
     def is_alone(self) -> bool:
-        """Return whether this process forms no group; a launcher's process does, even if alone."""
+        """Return whether this process forms no group; a launcher's process always forms one."""
         return self.world_size == 1 and not self.agent_store
 
     @property
     def child_of_launcher(self) -> bool:
-        """Return whether a launcher started this process, which has to end with it."""
+        """Return whether a launcher started this process, which must end with it."""
         return self.launcher in ("accelerate", "torchrun")
 
     @property
     def is_signalled_by_launcher(self) -> bool:
-        """Return whether a launcher signals its processes, each at a moment of its own."""
+        """Return whether a launcher signals its processes, each at a different moment."""
         return self.child_of_launcher or self.launcher == "slurm"
 
 
 def find_launch(flags: Distribution, env: Mapping[str, str] = os.environ) -> Launch:
     """Return this process's place, from the flags or else from the environment.
 
-    Raise UsageError if they are incomplete, contradict each other, come from a launcher with which
-    this process would train alone, or ask for something else than DDP.
+    Raise UsageError if they are incomplete, contradict each other, are from a launcher under which
+    this process would train alone, or ask for something other than DDP.
     """
     if flags.backend == "mpi":
         raise UsageError(
@@ -113,7 +113,7 @@ def own_environment(env: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 
 def nobody_can_join(env: Mapping[str, str] = os.environ) -> bool:
-    """Return whether torchrun has restarted this process, and admits no new machine any more."""
+    """Return whether torchrun has restarted this process, and no longer admits new machines."""
     restarted = env.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     return restarted and env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
@@ -179,8 +179,8 @@ def _from_variables(flags: Distribution, env: Mapping[str, str]) -> Launch:
                 f"{name}={env[name]}: mpirun is not supported as a launcher, each process would"
                 " train alone; use torchrun or accelerate launch"
             )
-    # accelerate's MULTI_CPU path starts one process unless mpirun is named. That several were
-    # requested shows only in a MASTER_ADDR without a WORLD_SIZE, which users may also set.
+    # accelerate's MULTI_CPU path starts one process unless mpirun is named. The only sign that
+    # several were requested is a MASTER_ADDR without a WORLD_SIZE, which users may also set.
     if "ACCELERATE_USE_CPU" in env and "MASTER_ADDR" in env:
         raise UsageError(
             f"MASTER_ADDR={env['MASTER_ADDR']}: is set, but accelerate launch started one process;"
@@ -245,5 +245,5 @@ def die_with_parent() -> None:
         return
     parent = os.getppid()
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent:  # it died before the call, so the signal will not come
+    if os.getppid() != parent:  # it died before the call, so no signal will follow
         os.kill(os.getpid(), signal.SIGTERM)

@@ -1,8 +1,8 @@
-"""What accelerate launch was asked for besides processes: it is done here, or refused.
+"""What accelerate launch was asked for, besides starting processes: done here, or refused.
 
-Its config and its flags reach a process as variables, and some of them not at all: those are read
-from the launcher's own command line. docs/reference.md has every variable that the launcher sets or
-Accelerate reads, and what becomes of it here.
+Its config and its flags reach a process as variables, except for some, which are read from the
+launcher's own command line. docs/reference.md has every variable that the launcher sets or
+Accelerate reads, and what this trainer does with it.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ KINDS = ("NO", "MULTI_CPU", "MULTI_GPU")  # of distributed_type, that are not re
 PRECISION = "ACCELERATE_MIXED_PRECISION"  # each process of accelerate launch has it
 OFF = ("", "0", "f", "false", "n", "no", "off")
 GRAD_ACCUM, CLIPPING = "gradient_accumulation_steps", "gradient_clipping"
-REFUSED = {  # by variable the key or flag that sets it, and why not with what to do instead
+REFUSED = {  # variable: the key or flag that sets it; why it is refused, and what to do instead
     "ACCELERATE_USE_FSDP": ("distributed_type FSDP, or --use_fsdp", DDP),
     "ACCELERATE_USE_DEEPSPEED": ("distributed_type DEEPSPEED, or --use_deepspeed", DDP),
     "ACCELERATE_USE_MEGATRON_LM": ("distributed_type MEGATRON_LM, or --use_megatron_lm", DDP),
@@ -53,35 +53,35 @@ REFUSED = {  # by variable the key or flag that sets it, and why not with what t
 
 @dataclass(frozen=True)
 class LauncherOptions:
-    """What was requested of accelerate launch that it does not pass on to the processes."""
+    """Requests to accelerate launch that it does not pass on to the processes."""
 
     cpu: bool = False  # use_cpu, which it does not pass on to several processes
     grad_accum: int | None = None
     threads: int | None = None  # as typed; OMP_NUM_THREADS may be the launcher's own 1
-    note: str = ""  # what it did not do
+    note: str = ""  # of which it did nothing
 
 
 NO_OPTIONS = LauncherOptions()
 
 
 def refuse_unsupported(env: Mapping[str, str]) -> None:
-    """Raise UsageError if a variable asks for something that this trainer does not do."""
+    """Raise UsageError if a variable asks for something that this trainer does not support."""
     for variable, (name, refusal) in REFUSED.items():
         if env.get(variable, "").lower() not in OFF:
-            # The launcher sets it, or else the shell did, and then no config changes it.
+            # The launcher set it, or else the shell did, and then no config can change it.
             fix = "" if variable == name else f"; unset {variable} if your shell has it"
             raise UsageError(f"{name}: {refusal}{fix}")
 
 
 def read_launcher_options(env: Mapping[str, str] = os.environ) -> LauncherOptions:
-    """Return what was requested of `accelerate launch` that it does not do by itself.
+    """Return the requests to `accelerate launch` that it does not carry out itself.
 
-    Raise UsageError for what this trainer does not do.
+    Raise UsageError for one that this trainer does not support.
     """
     typed, config = _flags_and_config() if PRECISION in env else ({}, {})
     given = {**(config.get("deepspeed_config") or {}), **typed}
     kind = config.get("distributed_type") or "NO"
-    if kind not in KINDS:  # no variable says so with --cpu, or for another device
+    if kind not in KINDS:  # with --cpu, or for another device, no variable says so
         raise UsageError(f"distributed_type {kind}: {DDP}")
     if (clipping := given.get(CLIPPING)) is not None:
         refuse_unsupported({"ACCELERATE_GRADIENT_CLIPPING": str(clipping)})

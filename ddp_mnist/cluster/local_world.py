@@ -1,6 +1,6 @@
 """Run one function in several processes of this machine, which can form a group.
 
-They are forked by a server that has torch loaded, so one starts in 0.1 s instead of 5: proofs,
+A server that has torch loaded forks them, so that each starts in 0.1 s instead of 5: proofs,
 benchmarks and tests need many such worlds.
 """
 
@@ -51,7 +51,7 @@ def start_server() -> None:
 
 
 def free_port() -> int:
-    """Return a port at which nobody listens; UsageError if none is found.
+    """Return a free port. Raise UsageError if none is found.
 
     It is not reserved: open it soon. Two simultaneous callers get the same one once in 15,000.
     """
@@ -62,7 +62,7 @@ def free_port() -> int:
 
 
 def backend_among(processes: int) -> str:
-    """Return auto, or gloo where processes share a GPU: NCCL needs one for each."""
+    """Return auto, or gloo if processes share a GPU: NCCL needs one for each."""
     return "gloo" if 0 < gpus() < processes else "auto"
 
 
@@ -78,7 +78,7 @@ class LocalWorld:
         variables: dict[str, str] | None = None,
     ) -> None:
         shared = {"OMP_NUM_THREADS": "1"}
-        if size > 1:  # what torchrun sets, but for the store of its agent
+        if size > 1:  # as torchrun sets them, except for its agent's store
             shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
             shared |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(size))
         start_server()
@@ -96,7 +96,7 @@ class LocalWorld:
             self.processes.append(process)
 
     def outcomes(self, timeout_s: float = 120) -> list[Any]:
-        """Return per rank what the function returned, or the exception that ended it."""
+        """Return each rank's result, or the exception that ended it."""
         results = []
         try:
             for rank, pipe in enumerate(self.pipes):
@@ -117,9 +117,9 @@ class LocalWorld:
 def run_world(
     size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 120, **options: Any
 ) -> list[Any]:
-    """Return what `function` returned on each of `size` processes; see LocalWorld.
+    """Return the results of `function` on `size` processes, by rank; see LocalWorld.
 
-    Raise what a rank raised, the first cause first.
+    If ranks raised exceptions, raise the first cause.
     """
     outcomes = LocalWorld(size, function, *args, **options).outcomes(timeout_s)
     errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]

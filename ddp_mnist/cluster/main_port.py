@@ -1,6 +1,7 @@
-"""The main port: rank 0, or the launcher's agent, serves the store there; the others connect to it.
+"""The main port, where rank 0 or the launcher's agent serves the store and others connect.
 
-It listens on all interfaces without authentication, so the main port belongs on a private network.
+The store listens on all interfaces without authentication, so the main port belongs on a private
+network.
 """
 
 import resource
@@ -17,18 +18,18 @@ from ddp_mnist.cluster.launch import CAN_JOIN, Launch
 from ddp_mnist.errors import PeerError, UsageError, reason
 from ddp_mnist.system.deadline import with_deadline
 
-SERVED: dict[int, dist.TCPStore] = {}  # by port; DDP's reducer holds each to the end
-OWN_FILES = 64  # open in a process besides its connections: some 25, and a data loader's
+SERVED: dict[int, dist.TCPStore] = {}  # by port; DDP's reducer holds each until the end
+OWN_FILES = 64  # open files besides connections: some 25, and a data loader's
 BY_HAND = "is rank 0 running, is the address right, is the port open?"
 BY_LAUNCHER = f"see what the others say, then start again; if machines join or leave, {CAN_JOIN}"
-OnWait = Callable[[str], object] | None  # is called with a line about what is waited for
+OnWait = Callable[[str], object] | None  # called with a line that says what the wait is for
 
 
 def open_store(launch: Launch, who: str, timeout_s: float, on_wait: OnWait) -> dist.TCPStore:
-    """Return the store at the main address, which this process serves if it is to.
+    """Return the store at the main address; this process serves it if that is its task.
 
-    Raise UsageError if the port is in use, or not enough files may be open; PeerError if nobody
-    answers, or something that is no store.
+    Raise UsageError if the port is in use, or too few files may be open; PeerError if nothing
+    answers there, or something that is not a store.
     """
     assert launch.main_host and launch.main_port
     serve = launch.rank == 0 and not launch.agent_store
@@ -50,7 +51,7 @@ def open_store(launch: Launch, who: str, timeout_s: float, on_wait: OnWait) -> d
         if on_wait:
             on_wait(waiting(deadline, f"rank 0 at {shown}"))
         time.sleep(min(0.2, left))
-    try:  # TCPStore's own time-out comes first, unless what answers is no store
+    try:  # TCPStore's own time-out is shorter, unless what answers is not a store
         return with_deadline(partial(_tcp_store, *where, timeout_s), timeout_s + 1)
     except (RuntimeError, TimeoutError) as error:
         raise PeerError(
@@ -61,11 +62,11 @@ def open_store(launch: Launch, who: str, timeout_s: float, on_wait: OnWait) -> d
 
 def serve_store(port: int, timeout_s: float) -> dist.TCPStore:
     """Serve the store on `port` until this process ends. Raise UsageError if the port is in use."""
-    if port not in SERVED:  # else this process trains for a second time
+    if port not in SERVED:  # otherwise this process is training a second time
         why = why_port_is_taken(port)  # TCPStore would retry, as above
         try:
             if not why:
-                # It connects to itself at localhost, whatever address the others know it by.
+                # It connects to itself at localhost, whatever address the others use.
                 SERVED[port] = _tcp_store("localhost", port, timeout_s, is_master=True)
         except RuntimeError as error:
             why = reason(error)
@@ -83,15 +84,15 @@ def _tcp_store(host: str, port: int, timeout_s: float, is_master: bool = False) 
 
 
 def waiting(deadline: float, who: str) -> str:
-    """Return the words for a wait until the `deadline`, of time.monotonic()."""
+    """Return a line about waiting for `who` until the `deadline`, a time.monotonic()."""
     return f"waiting up to {max(0, deadline - time.monotonic()):.0f} s for {who} ..."
 
 
 def allow_open_files(world_size: int, serve: bool) -> None:
-    """Raise this process's limit of open files, sockets included, to what so many ranks need.
+    """Raise this process's limit of open files, which includes sockets, to what `world_size` needs.
 
-    Raise UsageError if the system does not allow as many. gloo has a connection to each other rank;
-    the process that serves the store has two more with each.
+    Raise UsageError if the system does not allow that many. gloo has a connection to each other
+    rank; the process that serves the store has two more with each.
     """
     needed = (3 if serve else 1) * world_size + OWN_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -1,4 +1,4 @@
-"""End a wait for the GPU when a rank is lost, so that runs over NCCL fail as those over gloo do.
+"""End a wait for the GPU when a rank is lost, so that NCCL runs fail like gloo runs.
 
 gloo's collectives return when they are done, or raise. NCCL's only enqueue work on the GPU: the
 host waits in CUDA when it next reads a result. If a rank is lost, no Python error ends that wait:
@@ -20,23 +20,23 @@ from ddp_mnist.cluster.store import LIVENESS, Store
 LOOK_EVERY_S = 0.5
 
 # A launcher that lost a worker sends the others SIGTERM, and SIGKILL 30 s later. A wait that still
-# goes on this long after SIGTERM is taken for one for the lost worker. That leaves time, before
+# lasts this long after SIGTERM is assumed to be for the lost worker. That leaves time, before
 # SIGKILL, to notice (0.5 s), abort (10 s), find out who was lost and tell the others (3.5 s).
 AFTER_SIGNAL_S = 10.0
 
-# The watchdog's time-out is this much longer than ours, so that ours comes first: the watchdog's
-# starts when a collective is enqueued, up to a second before the wait. It ends the few waits that
-# are not here.
+# The watchdog's time-out is this much longer than ours, so that ours expires first: the watchdog's
+# starts when a collective is enqueued, up to a second before the wait. The watchdog ends the few
+# waits that do not pass through this module.
 WATCHDOG_MARGIN_S = 30.0
 
 # After an error the watchdog sleeps, and then ends the process: after 15 s by default, too few for
 # our own end, as an abort joins its thread. With TORCH_NCCL_ASYNC_ERROR_HANDLING=2 it would abort
-# the communicator instead of the process, and the step would go on with half a sum.
+# the communicator instead of the process, and the step would continue with half a sum.
 WATCHDOG_ENDS, WATCHDOG_ENDS_MS = "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "60000"
 
 
 class NcclAccelerator(Accelerator):
-    """An Accelerator that waits for its GPU wherever the host is about to read a result.
+    """An Accelerator that waits for its GPU whenever the host is about to read a result.
 
     The host reads what `reduce` and `gather` return; a loss scaler reads whether the gradients that
     `backward` exchanged overflowed. A wait may take `timeout_s`.
@@ -66,8 +66,8 @@ class NcclAccelerator(Accelerator):
     def wait_for_gpu(self) -> None:
         """Return once the GPU has done its work so far, up to 1 ms later than a wait in CUDA would.
 
-        Raise FailedElsewhere if another rank reported its failure, and DistBackendError, with words
-        as in gloo's RuntimeErrors, if one is lost or silent.
+        Raise FailedElsewhere if another rank reported its failure, and DistBackendError, worded
+        like gloo's RuntimeErrors, if a rank is lost or silent.
         """
         event = self.new_event()
         event.record()
@@ -83,13 +83,16 @@ class NcclAccelerator(Accelerator):
         self._end_for(broken_connection())  # an abort ends what the GPU waits for, too
 
     def _end_for(self, reason: str | None) -> None:
-        """Raise DistBackendError if there is a reason to."""
+        """Raise DistBackendError if the wait has to stop."""
         if reason:
             self.store.request_liveness()
             raise dist.DistBackendError(reason)
 
     def _reason_to_end(self, began: float) -> str | None:
-        """Return why to stop waiting, in words that `failures` recognises as a lost peer, if so."""
+        """Return the reason to stop waiting, if any.
+
+        `failures` recognises the words for a lost peer.
+        """
         if broken := broken_connection():
             return broken
         with contextlib.suppress(RuntimeError):
@@ -112,9 +115,10 @@ def broken_connection() -> str | None:
 
 
 def error_of_the_group() -> str:
-    """Return what torch's watchdog saw, once a second: SUCCESS, COMM_ERROR or TIMEOUT.
+    """Return the state that torch's watchdog last saw: SUCCESS, COMM_ERROR or TIMEOUT.
 
-    A backend that is wrapped for debugging does not know it.
+    The watchdog looks once a second. A backend that is wrapped for debugging does not know its
+    state.
     """
     assert dist.group.WORLD
     with contextlib.suppress(RuntimeError):

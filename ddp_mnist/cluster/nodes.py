@@ -1,7 +1,7 @@
-"""One machine of a run over several: its settings, and how the machines meet before they start.
+"""One machine of a run over several: its settings, and how the machines meet beforehand.
 
-A bare launcher waits 15 minutes for a missing machine and then does not say which. So the machines
-meet first, with a deadline; then each starts `accelerate launch`.
+A bare launcher waits 15 minutes for a missing machine and then does not say which one. So the
+machines meet first, with a deadline; then each starts `accelerate launch`.
 """
 
 import sys
@@ -42,11 +42,11 @@ class Node:
 
 
 def meet_machines(node: Node, timeout_s: float) -> None:
-    """Return on every machine once all have come and agree on their numbers.
+    """Return on every machine once all have joined and agree on their numbers.
 
-    Raise UsageError if these differ, and else as `rendezvous.meet` does.
+    Raise UsageError if the numbers differ; otherwise raise as `rendezvous.meet` does.
     """
-    from ddp_mnist.cluster import rendezvous  # imports torch, which a rehearsal does not need
+    from ddp_mnist.cluster import rendezvous  # imports torch, which a rehearsal can do without
 
     host, port = node.main_process_ip, node.main_process_port
     launch = Launch("machine", node.machine_rank, node.num_machines, main_host=host, main_port=port)

@@ -1,4 +1,4 @@
-"""Processes, or machines before they start any, find each other and agree on what they run."""
+"""How processes (or machines, before they start any) find each other and agree on the run."""
 
 import json
 import time
@@ -18,21 +18,21 @@ from ddp_mnist.cluster.store import Place, Store, arrived_key, host_id, listed, 
 from ddp_mnist.errors import DdpMnistError, PeerError, UsageError
 
 # The store outlives a meeting: a process may train twice, and a launcher may restart it. So rank 0
-# numbers the meetings, and whoever waits in an older one follows it into the new one.
+# numbers the meetings, and a rank that waits in an older one follows it to the new one.
 MEETINGS = "meetings"  # the key that counts them
 OPEN = "open"  # the key of a meeting that rank 0 has begun; its value is the world size
 seat_key, place_key = "seat/{}".format, "place/{}".format  # of a rank
-# The first point is that all have come; then rank 0 says in a broadcast whether they met here.
+# The first point: all have joined. Then rank 0 broadcasts whether they met in this meeting.
 HERE, ALL_HERE, VERDICT, MET = arrived_key(0), point_key(0), point_key(1), "met"
-GRACE_S = 0.5  # for rank 0, which started a moment later, to say who is missing
-# Between two looks at one's seat, and with `on_wait` for who is missing; at most a quarter of the
-# time-out.
+GRACE_S = 0.5  # extra time for rank 0, which started a moment later, to say who is missing
+# Between two looks at this rank's seat, and, with `on_wait`, for missing ranks; at most a quarter
+# of the time-out.
 LOOK_S = 2.0
-LATE_S = 5.0  # for rank 0 to say that all met, after the last one came just in time
+LATE_S = 5.0  # for rank 0 to say that all met, after the last one joined just in time
 
 
 class Unit(NamedTuple):
-    """What meets, in words: processes, or machines before they start any."""
+    """Who is meeting, in words: processes, or machines before they start any."""
 
     name: str
     plural: str
@@ -47,11 +47,11 @@ class Seat(NamedTuple):
 
     token: str  # unique to this process and this call of `meet`
     host: str
-    address: str | None  # of its machine, towards rank 0's
+    address: str | None  # its machine's, towards rank 0's machine
 
 
 def meet(launch: Launch, timeout_s: float, on_wait: OnWait = None) -> Store:
-    """Return the store in which all processes, or machines, have met.
+    """Return the store once all processes (or machines) have met in it.
 
     `on_wait` is called every other second with a line that says who is missing. Raise PeerError if
     not all meet within `timeout_s`; UsageError if the main port is in use, if two have the same
@@ -83,26 +83,26 @@ def meet(launch: Launch, timeout_s: float, on_wait: OnWait = None) -> Store:
 
 
 def _next_meeting(lobby: Store, number: int) -> int:
-    """Return the number of the next meeting after `number`, which rank 0 begins."""
+    """Return the number of the next meeting after `number`; rank 0 begins it."""
     if lobby.rank > 0:
         return max(number + 1, lobby.call("add", MEETINGS, 0))
     number = lobby.call("add", MEETINGS, 1)
-    # Whoever still waits in the meeting before this one moves on; nobody does if all met there.
+    # A rank that still waits in the meeting before this one moves on; none waits if all met there.
     lobby.call("compare_set", f"{number - 1}/{VERDICT}", "", json.dumps([MET, False]))
     return number
 
 
 @dataclass
 class Meeting:
-    """A meeting as one rank attends it. Its methods raise as `meet` does."""
+    """One rank's view of a meeting. Its methods raise as `meet` does."""
 
     store: Store  # the meeting's own keys
     number: int
     seat: Seat
     unit: Unit
-    where: str  # the main address, with which each error begins
-    deadline: float  # time.monotonic() by which all have to be there
-    on_wait: OnWait  # is told who is missing
+    where: str  # the main address, which begins each error
+    deadline: float  # time.monotonic() by which all must have joined
+    on_wait: OnWait  # called with a line on who is missing
 
     def attend(self) -> bool:
         """Return whether all have met, including this process; if not, another meeting follows.
@@ -129,7 +129,7 @@ class Meeting:
             if error.agreed:
                 raise
             cause = first_cause(store, error)
-            if store.rank == 0:  # which waits for the others, to tell them
+            if store.rank == 0:  # which waits for the others in order to tell them
                 store.lost = store.absent(HERE)
             store.shutdown()
             raise cause from None
@@ -137,8 +137,8 @@ class Meeting:
     def _refuse_other_size(self) -> None:
         """Raise UsageError if rank 0 was given another world size.
 
-        Processes of a launcher are not checked: it gave them theirs, and what rank 0 wrote may be
-        from before a restart.
+        Processes of a launcher are not checked: the launcher set their world size, and rank 0's
+        entry may date from before a restart.
         """
         store, mine = self.store, self.store.world_size
         size = mine if store.served_by_launcher else json.loads(store.call("get", OPEN))
@@ -149,7 +149,7 @@ class Meeting:
             )
 
     def _come_together(self) -> bool:
-        """Wait for all, and for this rank's place, which rank 0 gives to the one in its seat."""
+        """Wait for all ranks, and for this rank's place, which rank 0 gives to its seat."""
         store = self.store
         heartbeat = Heartbeat(store)
         store.arrive()
@@ -179,10 +179,12 @@ class Meeting:
         store.call("multi_set", [place_key(rank) for rank in ranks], answers)
 
     def _wait_for(self, key: str, deadline: float) -> None:
-        """Return once `key` is written; raise PeerError, which names the missing, if it is not.
+        """Return once `key` is written.
 
-        Every rank does so after its deadline, and the first to report it is heard. If nobody is
-        missing by then, the last one has just arrived.
+        If it is not, raise PeerError, which names the missing ranks.
+
+        Every rank does so after its deadline, and the first report counts. If no rank is missing by
+        then, the last one has just arrived.
         """
         store, called = self.store, self.unit.called
         look_s = min(LOOK_S, store.patience_s / 4)
@@ -205,7 +207,7 @@ class Meeting:
     def _refuse_second(self) -> None:
         """Raise UsageError if another process of this rank has taken its seat.
 
-        It may be meant to replace this one. So the others are not told, and go on waiting.
+        It may be meant to replace this one. So the others are not told, and keep waiting.
         """
         store, name = self.store, self.unit.name
         if json.loads(store.call("get", seat_key(store.rank)))[0] != self.seat.token:
@@ -217,12 +219,12 @@ class Meeting:
             raise error
 
     def _fix(self, by_hand: str) -> str:
-        """Return what to do about missing ranks: by hand, unless a launcher starts them."""
+        """Return the advice on missing ranks: start them by hand, unless a launcher does."""
         return BY_LAUNCHER if self.store.served_by_launcher else by_hand
 
 
 def _places(seats: list[Seat]) -> list[Place]:
-    """Return the place of each rank."""
+    """Return each rank's Place."""
     here, so_far = Counter(seat.host for seat in seats), Counter[str]()
     main, places = name_of(seats[0].host), list[Place]()
     for _, host, own in seats:
@@ -234,7 +236,7 @@ def _places(seats: list[Seat]) -> list[Place]:
 
 
 def check_same(store: Store, facts: dict[str, Any], about: str = "facts") -> None:
-    """Raise UsageError that names the first of the ranks' `facts` that differs.
+    """Raise a UsageError that names the first of the `facts` that differs between ranks.
 
     DDP compares the shapes of the parameters and nothing else. The keys are names that users know,
     the values JSON's types.
@@ -244,7 +246,7 @@ def check_same(store: Store, facts: dict[str, Any], about: str = "facts") -> Non
 
 
 def first_difference(everyone: list[dict[str, Any]]) -> str | None:
-    """Return the line that names the first fact that differs from rank 0's, and on which ranks."""
+    """Return a line that names the first fact that differs from rank 0's, and the ranks."""
     ours = everyone[0]
     for key in dict.fromkeys(key for facts in everyone for key in facts):
         odd = [rank for rank, facts in enumerate(everyone) if facts.get(key) != ours.get(key)]

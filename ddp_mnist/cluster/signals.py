@@ -1,4 +1,4 @@
-"""Stop signals: noted the moment they come, obeyed once all ranks have agreed.
+"""Stop signals: noted as they arrive, obeyed once all ranks have agreed.
 
 A scheduler may signal one process of many; the ranks have to stop at the same step.
 """
@@ -18,7 +18,7 @@ from ddp_mnist.cluster.hardware import is_forked
 from ddp_mnist.cluster.store import Store
 from ddp_mnist.errors import FailedElsewhere, Preempted
 
-# The exit code of each signal; of several that came, the last one in this order counts.
+# The exit code of each signal; if several arrived, the last one in this order counts.
 EXIT_CODES: dict[int, int] = {
     signal.SIGTERM: 143,
     signal.SIGUSR1: 143,
@@ -29,11 +29,11 @@ SAME_PRESS_S = 0.5
 
 
 class StopSignals:
-    """The signals that this process got, and what all ranks do about them."""
+    """The stop signals that this process got, and how all ranks act on them."""
 
     def __init__(self, has_launcher: bool = False) -> None:
-        self.has_launcher = has_launcher  # which signals its processes itself
-        self.requests = [0.0] * len(EXIT_CODES)  # 1 once the signal came, in their order
+        self.has_launcher = has_launcher  # which also signals the processes itself
+        self.requests = [0.0] * len(EXIT_CODES)  # 1 once the signal arrived, in their order
         self.first_sigint = 0.0  # time.monotonic()
         self.save: Callable[[], str] = lambda: "stopped"  # on every rank, at the same step
         # In another thread: at the first SIGINT, and at the second.
@@ -42,7 +42,7 @@ class StopSignals:
 
     def note(self, number: int) -> None:
         """Fill the signal's slot. A second SIGINT waits for nobody, and for no collective."""
-        if number not in EXIT_CODES:  # other signals with a Python handler come here too
+        if number not in EXIT_CODES:  # other signals with a Python handler arrive here too
             return
         slot = list(EXIT_CODES).index(number)
         if number == signal.SIGINT and self.requests[slot]:
@@ -60,7 +60,10 @@ class StopSignals:
             threading.Thread(target=self.answer, daemon=True).start()
 
     def ask(self, accelerator: Accelerator) -> None:
-        """Add up all ranks' requests and do as `save_and_exit_if`. All ranks have to call it."""
+        """Sum all ranks' requests, then `save_and_exit_if`.
+
+        A collective: every rank must call it.
+        """
         mine = torch.tensor(self.requests, dtype=torch.float64, device=accelerator.device)
         self.save_and_exit_if(accelerator.reduce(mine).tolist(), accelerator.is_main_process)
 
@@ -78,12 +81,12 @@ class StopSignals:
 
 @contextlib.contextmanager
 def listen(has_launcher: bool = True, store: Store | None = None) -> Iterator[StopSignals]:
-    """Note the stop signals from here on, also while the main thread waits in a collective.
+    """Note the stop signals from here on, even while the main thread waits in a collective.
 
-    A Python handler would run when the collective returns, up to the time-out later; the byte
-    that the C handler writes is read by a thread at once. When the first signal comes, `signalled`
-    of the store is set. After an error they stay ignored if there is a launcher, which may end the
-    other workers, and could cut this one's last line short. SIGHUP is left alone under nohup.
+    A Python handler would run only when the collective returns, up to the time-out later; so a
+    thread reads the byte that the C handler writes, at once. The first signal sets the store's
+    `signalled`. After an error under a launcher, signals stay ignored: the launcher may be ending
+    the workers, and this one must finish its last line. SIGHUP is left alone under nohup.
     """
     stop = StopSignals(has_launcher)
     reader, writer = socket.socketpair()

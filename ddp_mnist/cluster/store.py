@@ -23,20 +23,20 @@ from ddp_mnist.errors import FailedElsewhere, PeerError
 from ddp_mnist.system.deadline import with_deadline
 
 T = TypeVar("T")
-LIVENESS = "liveness requested"  # the key for which every rank has to answer
+LIVENESS = "liveness requested"  # the key that asks every rank for an answer
 FAILURE = "failure"  # the key of the failure that was reported first
 ALIVE = "alive"  # the roll of those that have answered
 FAILED = "failed"  # the value of a point that will never be reached
 point_key, arrived_key = "point/{}".format, "arrived/{}".format  # by number; see Store
-CANCEL_S = 5.0  # for a wait whose time is over to return
+CANCEL_S = 5.0  # for a wait that has timed out to return
 SEARCH_S = 6.0  # the longest search for dead ranks
 
 
 def host_id() -> str:
-    """Return a name that differs between machines, and between network namespaces on one machine.
+    """Return a name that differs between machines, and between network namespaces on a machine.
 
-    Cloned machines share a host name, and the first namespace has the same number on each: only
-    the boot id tells them apart.
+    Cloned machines share a host name, and the first namespace has the same number on each: only the
+    boot id tells them apart.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -66,8 +66,8 @@ class Place(NamedTuple):
 class Store:
     """The key-value store that all ranks share.
 
-    What a call costs does not depend on the number of ranks. All ranks pass the same points in the
-    same order, barriers and broadcasts, and count them, so each knows the key of the next:
+    What a call costs does not depend on the number of ranks. All ranks pass the same points
+    (barriers and broadcasts) in the same order, and count them, so each knows the key of the next:
 
         point/N            once it is reached: by a barrier's last rank, or by rank 0, whose
                            broadcast is the value; the others wait for it
@@ -86,9 +86,9 @@ class Store:
     hosts: list[str] = field(default_factory=list)  # on rank 0 each rank's `host_id`, once all met
     place: Place = field(default_factory=Place)  # of this rank, once all have met
     lost: list[int] = field(default_factory=list)  # the ranks that never arrived, or are dead
-    unreachable = False  # whether the server or the link to it is dead; a copy starts anew
-    left: threading.Event = field(default_factory=threading.Event)  # set once this rank left
-    heartbeat: threading.Thread | None = None  # runs from when all have met until this rank leaves
+    unreachable = False  # whether the server or the link to it is dead; a copy starts afresh
+    left: threading.Event = field(default_factory=threading.Event)  # set once this rank has left
+    heartbeat: threading.Thread | None = None  # runs from the meeting until this rank leaves
     signalled: float | None = None  # time.monotonic() when a stop signal reached this process
     points: int = 0  # that this rank has passed, or waits for
     received: dict[str, Any] = field(default_factory=dict)  # rank 0's broadcasts, by name
@@ -103,7 +103,7 @@ class Store:
         return f"rank {shown}" + (" ..." if len(ranks) > 8 else "")
 
     def call(self, method: str, *args: Any) -> Any:
-        """Call a method of torch's store, which over a dead link would wait for ever."""
+        """Call a method of torch's store, with a deadline: a dead link would block forever."""
         return self._within(self.patience_s, lambda: getattr(self.c10d, method)(*args))
 
     def _within(self, seconds: float, function: Callable[[], T]) -> T:
@@ -126,7 +126,10 @@ class Store:
         return self.call("check", [key])
 
     def wait(self, key: str, within_s: float = math.inf) -> bool:
-        """Return whether `key` was written within that time: one call, unless it takes minutes."""
+        """Return whether `key` was written within that time.
+
+        It is one call, unless it takes minutes.
+        """
         deadline = time.monotonic() + within_s
         while True:
             seconds = max(0.1, min(self.patience_s / 2, deadline - time.monotonic()))
@@ -142,16 +145,16 @@ class Store:
         return False
 
     def sign(self, roll: str) -> None:
-        """Add this rank to those that have signed the roll."""
+        """Sign a roll: add this rank to it."""
         self.call("append", roll, f"{self.rank} ")
 
     def absent(self, roll: str) -> list[int]:
-        """Return the ranks that have not signed the roll, which this one has."""
+        """Return the ranks that have not yet signed the roll; this one has."""
         signed = set(self.call("get", roll).split())
         return [rank for rank in range(self.world_size) if b"%d" % rank not in signed]
 
     def broadcast_from_rank0(self, name: str, decide: Callable[[], Any]) -> Any:
-        """Return on every rank what `decide` returns on rank 0, however long it takes.
+        """Return, on every rank, the result of `decide` on rank 0, however long it takes.
 
         Raise as `raise_if_failed` does.
         """
@@ -174,11 +177,11 @@ class Store:
         decide: Callable[[list[Any]], Any],
         within_s: float = math.inf,
     ) -> Any:
-        """Return on every rank what `decide` makes on rank 0 of each rank's value, by rank.
+        """Return, on every rank, the result of `decide` on rank 0 from all ranks' values, by rank.
 
-        Raise as `raise_if_failed` does; PeerError if not all values are there `within_s`.
+        Raise as `raise_if_failed` does; raise PeerError if a value has not arrived `within_s`.
         """
-        # A name may be used again, with the same keys: rank 0 has read them before it decides.
+        # A name, and so its keys, may be used again: rank 0 has read them before it decides.
         keys = [f"value/{name}/{rank}" for rank in range(self.world_size)]
         self.set(keys[self.rank], mine)
         self.arrive()
@@ -200,7 +203,7 @@ class Store:
         self._wait_for_all()
 
     def arrive(self) -> None:
-        """Be counted at the next barrier, and wait for nobody."""
+        """Be counted at the next barrier, without waiting."""
         roll = arrived_key(self.points)
         self.sign(roll)
         if not self.absent(roll):
@@ -216,25 +219,25 @@ class Store:
         return True
 
     def _raise_if(self, found: bytes) -> None:
-        """Raise as `raise_if_failed` does if it is FAILED."""
+        """Raise as `raise_if_failed` does if the value is FAILED."""
         if found == FAILED.encode():
             self.raise_if_failed()
             raise RuntimeError("the connection to the main address is gone")
 
     def end_waits(self) -> None:
-        """Write FAILED where others may wait: for the next point, or rank 0's word after it."""
+        """Write FAILED to the keys that others may wait for: the next point's, or the verdict's."""
         number = max(0, self.points - 1)
         while self.call("compare_set", point_key(number), "", FAILED) != FAILED.encode():
             number += 1
         self.call("compare_set", point_key(number + 1), "", FAILED)
 
     def close(self) -> None:
-        """Leave once every rank is done; the one that serves the store leaves last."""
+        """Leave once every rank is done; the rank that serves the store leaves last."""
         self.barrier()
         self.shutdown()
 
     def shutdown(self, patience_s: float = 5) -> None:
-        """Leave the store; rank 0, which may serve it, waits until the others left or are lost.
+        """Leave the store; rank 0, which may serve it, waits until all others are gone.
 
         It waits `patience_s` at most.
         """
@@ -262,7 +265,7 @@ class Store:
         return None if first == mine else first
 
     def failure(self) -> dict[str, Any] | None:
-        """Return the failure that was reported first, if any: its rank, message, code and lost."""
+        """Return the failure reported first, if any: its rank, message, code and lost ranks."""
         with contextlib.suppress(RuntimeError):
             return json.loads(self.call("get", FAILURE)) if self.exists(FAILURE) else None
         return None
@@ -271,7 +274,7 @@ class Store:
         """Raise FailedElsewhere if another rank has reported its failure, PeerError if this one."""
         if failure := self.failure():
             self.lost = failure["lost"]
-            mine = failure["rank"] == self.rank  # as its heartbeat does, of a lost rank
+            mine = failure["rank"] == self.rank  # as its heartbeat does when a rank is lost
             raise (PeerError if mine else FailedElsewhere)(failure["message"], failure["code"])
 
     def lost_contact(self, lost: list[int], why: str, more: str = "") -> PeerError:
@@ -295,7 +298,7 @@ class Store:
 
         Every survivor has to call this at about the same time. Many ranks on few cores answer one
         after the other, so a rank waits until no more answers arrive, or until another rank reports
-        a failure, which says which ranks are lost.
+        a failure, which names the lost ranks.
         """
         self.patience_s = min(self.patience_s, 3.0)  # the time-out has passed already
         self.request_liveness()

@@ -1,6 +1,7 @@
-"""Join the processes of a run, and leave them in order: `join_world`, which yields a World.
+"""Join the processes of a run, and leave in order: `join_world`, which yields a World.
 
-Only here do train and the verbs form a group and make an Accelerator; one process forms no group.
+train and the verbs form their group and make their Accelerator only here; a single process forms no
+group.
 """
 
 import contextlib
@@ -55,7 +56,7 @@ COMM_HOOKS = {
 # gradient of zeros cannot be orthogonalised without the epsilon.
 POWERSGD = {"start_powerSGD_iter": 32, "orthogonalization_epsilon": 1e-8}
 SHARED_STATES = (PartialState, AcceleratorState, GradientState)  # by all Accelerators of a process
-CRASHES_IN_DETAIL = "2.15."  # of torch: a segmentation fault where DDP begins to log
+CRASHES_IN_DETAIL = "2.15."  # versions of torch: a segmentation fault when DDP begins to log
 
 
 @dataclass(frozen=True)
@@ -63,12 +64,12 @@ class World:
     """This process's view of all processes."""
 
     accelerator: Accelerator  # prepared for this device, precision and world size
-    store: Store  # through which the ranks exchange JSON outside of collectives
-    backend: str  # nccl, gloo, or none for a process on its own
+    store: Store  # for JSON between ranks, outside of collectives
+    backend: str  # nccl, gloo, or none for a single process
     precision: str  # the one in effect: no, fp16, bf16 or fp64
     num_machines: int
     local_rank: int  # among the processes of its launcher, or else of its machine
-    threads: int  # of this process, on the CPU
+    threads: int  # this process's, on the CPU
     started: float  # time.monotonic() when this process began to look for the others
     compile_options: dict[str, Any] = field(default_factory=dict)  # of torch.compile; {}: not used
     launcher_options: LauncherOptions = NO_OPTIONS
@@ -90,12 +91,12 @@ class World:
             torch.cuda.synchronize()
 
 
-# Objects would travel as pickles, and whoever reads a pickle runs what its sender put there.
+# Bytes, not objects: objects travel as pickles, and unpickling runs the sender's code.
 def broadcast_bytes(accelerator: Accelerator, content: bytes) -> bytes:
     """Return rank 0's `content` on every rank.
 
-    It is a sum with zeros, because over NCCL a wait for the Accelerator's reduce notices a lost
-    peer, where one for a broadcast would not.
+    It is a sum with zeros, because over NCCL only the Accelerator's `reduce` and `gather` notice a
+    lost peer while they wait; a broadcast would not.
     """
     device = accelerator.device
     mine = content if accelerator.is_main_process else b""
@@ -123,12 +124,12 @@ def join_world(
     full_precision: bool = False,
     on_wait: Callable[[str], object] | None = None,
 ) -> Iterator[World]:
-    """Meet the other processes, yield the World, and end it in order on every path.
+    """Meet the other processes, yield the World, and shut it down cleanly however the block ends.
 
     Until they have met, `on_wait` is called with a line on who is missing, see `meet`. With
     `full_precision` it computes in the dtype of the weights and compiles nothing, whatever flags
-    and launcher say. Raise UsageError if what they ask for does not exist or fit together,
-    PeerError if another process did not come, was lost or did not answer in time, FailedElsewhere
+    and launcher say. Raise UsageError if they ask for what does not exist or does not fit together,
+    PeerError if another process did not join, was lost or did not answer in time, FailedElsewhere
     if another rank failed first.
     """
     started = time.monotonic()
@@ -140,7 +141,7 @@ def join_world(
     if launch.child_of_launcher:
         die_with_parent()
     store = meet(launch, flags.dist_timeout, on_wait)
-    gc.freeze()  # skips what was imported: to walk it costs 0.3 s in each full collection
+    gc.freeze()  # skips imported modules: walking them costs 0.3 s in each full collection
     try:
         with accelerate_as_found(), propagate_first_error(store):
             local_rank = choose_local_rank(launch, store.place)
@@ -201,10 +202,10 @@ def accelerate_as_found() -> Iterator[None]:
 def export_env(launch: Launch, backend: str, local_rank: int) -> None:
     """Set the variables that Accelerate reads the group from, however the process was started.
 
-    Accelerate takes LOCAL_RANK for the number of the GPU, to which DDP moves its batches.
+    Accelerate uses LOCAL_RANK as the GPU's index, and DDP moves its batches to that GPU.
     """
     if backend == "none":
-        os.environ.pop("LOCAL_RANK", None)  # a stale one would have it look for a group
+        os.environ.pop("LOCAL_RANK", None)  # a stale one would make it look for a group
         return
     os.environ.update(
         RANK=str(launch.rank),
@@ -219,8 +220,8 @@ def make_accelerator(
     flags: Distribution, device: str, backend: str, precision: str, store: Store
 ) -> Accelerator:
     """Return the Accelerator of this process; over NCCL, one whose waits end with a lost peer."""
-    # Its optimizer looks for a package on the disk twice in each step: half a millisecond, and
-    # more if all ranks of a cluster look on a network disk at once. Once is enough.
+    # Its optimizer looks for a package on disk twice in each step: half a millisecond, and more if
+    # all ranks of a cluster search a network disk at once. Once is enough.
     accelerate.optimizer.is_lomo_available = functools.cache(is_lomo_available)
     # It also inspects the signature of zero_grad in each step, as slow as a GPU's kernels.
     signature = functools.cache(inspect.signature)
@@ -233,7 +234,7 @@ def make_accelerator(
     return kind(
         cpu=device == "cpu",
         mixed_precision="no" if precision == "fp64" else precision,
-        dynamo_backend="no",  # whoever builds the model compiles it, before DDP wraps it
+        dynamo_backend="no",  # the model is compiled where it is built, before DDP wraps it
         dataloader_config=accelerate.DataLoaderConfiguration(split_batches=True, non_blocking=True),
         kwargs_handlers=[
             accelerate.InitProcessGroupKwargs(backend=None if backend == "none" else backend),
@@ -249,8 +250,8 @@ def make_accelerator(
 def choose_interface(launch: Launch, store: Store) -> None:
     """Set gloo's and NCCL's interface to the one that leads to rank 0, unless a variable is set.
 
-    On rank 0's own machine its name may resolve to loopback: there, take the interface that leads
-    to another machine.
+    On rank 0's own machine its name may resolve to loopback, so there the interface that leads to
+    another machine is used.
     """
     assert launch.main_host and launch.main_port
     towards, own = launch.main_host, store.place.address
@@ -263,9 +264,9 @@ def choose_interface(launch: Launch, store: Store) -> None:
 
 
 def form_group(store: Store, backend: str, local_rank: int, timeout_s: float) -> None:
-    """Open the connections between the ranks, all of which have come.
+    """Open the connections between the ranks, all of which have joined.
 
-    Raise PeerError if some cannot be made, as where a firewall opens the main port alone.
+    Raise PeerError if some cannot be made, for example because a firewall opens only the main port.
     """
     if dist.is_initialized():
         raise UsageError(
@@ -311,11 +312,12 @@ def form_group(store: Store, backend: str, local_rank: int, timeout_s: float) ->
 
 
 def warm_up_ddp(accelerator: Accelerator, model: nn.Module, micro_batch: torch.Tensor) -> None:
-    """Do one forward and backward pass and throw it away, in fresh and resumed runs alike.
+    """Do one forward and backward pass and discard the result, in fresh and resumed runs alike.
 
     DDP regroups its gradient buckets after the first backward pass, which changes the order of
-    sums, and with it the last bits. In eval mode, which leaves BatchNorm's statistics alone. With
-    as many images as this rank has in training: torch.compile would compile for each other number.
+    sums, and with it the last bits. The pass runs in eval mode, which leaves BatchNorm's statistics
+    alone, and with as many images as this rank trains on at once, because torch.compile would
+    compile for each other number.
     """
     share = micro_batch[: len(micro_batch) // accelerator.num_processes]
     model.eval()
