@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from ddp_mnist.errors import UsageError
 
-EXIT_STEP = 20  # from this step on the last rank takes no part, with --inject exit
+EXIT_STEP = 20  # with --inject exit, the last rank takes no part from this step on
 
 
 class Fault(NamedTuple):
@@ -14,7 +14,7 @@ class Fault(NamedTuple):
     what: str
     caught_by: str  # the check of `verify`
     recipe: Mapping[str, Any] = {}  # fields of the recipe that it sets, unless they are typed
-    processes: int = 2  # at least; with fewer, or in fewer epochs or steps, it changes nothing
+    processes: int = 2  # at least; with fewer, the fault changes nothing
     epochs: int = 1
     steps: int = 1
 
@@ -43,7 +43,7 @@ FAULT_NAMES = {name: fault.what for name, fault in FAULTS.items()}
 
 
 def wrong_on_purpose(fault: str | None) -> list[str]:
-    """Return the line that a run with a fault begins and ends with, if there is one."""
+    """Return the warning line that is printed first and last with --inject; "" without it."""
     return [f"WRONG ON PURPOSE, --inject {fault}: {FAULTS[fault].what}"] if fault else []
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from ddp_mnist.errors import UsageError
 
 TRANSLATED = {  # flags without a value
-    "--amp": ("--mixed-precision", "auto"),  # 16 bits on a GPU; theirs does nothing on a CPU
+    "--amp": ("--mixed-precision", "auto"),  # 16 bits on a GPU; tutorials' does nothing on a CPU
     "--fp16": ("--mixed-precision", "fp16"),
     "--no-cuda": ("--cpu",),
     "--use-mix-precision": ("--mixed-precision", "auto"),
@@ -45,7 +45,7 @@ def with_dashes(argv: Sequence[str]) -> list[str]:
 def in_our_words(argv: Sequence[str]) -> list[str]:
     """Return train's arguments with our flags for those of tutorials.
 
-    Raise UsageError for a flag without an equivalent; it says what to do instead.
+    Raise UsageError, with what to do instead, for a flag without an equivalent.
     """
     ours = list[str]()
     for typed, word in zip(argv, with_dashes(argv), strict=True):

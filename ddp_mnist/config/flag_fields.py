@@ -17,11 +17,11 @@ from typing import Any, Literal, Self
 from ddp_mnist.errors import UsageError, did_you_mean, printable
 
 OnResume = Literal[
-    "must equal",  # inherited; another value is refused
-    "may change",  # inherited; another value applies from then on, and is reported
-    "same images",  # inherited; another place is fine where the same images lie
-    "inherited",  # inherited; another value applies, and changes no result
-    "not inherited",  # applies to this call alone
+    "must equal",  # inherited; a different value is refused
+    "may change",  # inherited; a different value applies from then on, and is reported
+    "same images",  # inherited; a different place is fine if it holds the same images
+    "inherited",  # inherited; a different value applies, and changes no result
+    "not inherited",  # applies only to this call
 ]
 BOUNDS = {
     "least": ("at least", operator.ge),
@@ -116,7 +116,7 @@ class Flags:
 
 
 def _read(field: dataclasses.Field[Any], value: Any) -> Any:
-    """Return the flag's value, given as text or in Python.
+    """Parse a flag's value from text or Python.
 
     Text that is not a number is returned unchanged, and `_check` refuses it.
     """
@@ -140,7 +140,7 @@ def _read(field: dataclasses.Field[Any], value: Any) -> Any:
 
 
 def _as_typed(field: dataclasses.Field[Any], value: Any) -> str:
-    """Return a value of Python as it would be typed, and MODULE:NAME of a class or a function."""
+    """Return a Python value as it would be typed: MODULE:NAME for a class or a function."""
     if isinstance(value, type | types.FunctionType):
         if value.__module__ == "__main__":
             raise UsageError(
@@ -152,7 +152,7 @@ def _as_typed(field: dataclasses.Field[Any], value: Any) -> str:
 
 
 def _check(field: dataclasses.Field[Any], value: Any) -> None:
-    """Raise UsageError if this is not a legal value of the flag."""
+    """Raise UsageError if the flag does not accept this value."""
     number = NUMBERS.get(kind_of(field))
     choices, bounds = field.metadata["choices"], field.metadata["bounds"]
     if choices and value not in choices:
@@ -187,7 +187,7 @@ def add_flags(
             count = "+" if kind is tuple else None if default is dataclasses.MISSING else "?"
             section.add_argument(field.name, metavar=words, nargs=count, **options)
             continue
-        if kind is bool:  # without a default, there is --no-FLAG too
+        if kind is bool:  # without a default, --no-FLAG exists too
             options["action"] = "store_true" if default is False else argparse.BooleanOptionalAction
         else:
             options["metavar"] = words

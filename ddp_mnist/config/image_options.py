@@ -14,7 +14,7 @@ class ImageOptions:
 
     size: tuple[int, int] | None = None  # height and width of all images
     grey: bool = False
-    test_size: int | None = None  # images held out of train, of a set without a test split
+    test_size: int | None = None  # train images to hold out, if there is no test split
     # To evaluate a finished run: in RGB unless grey, and the train split may be missing.
     for_evaluation: bool = False
     test_of: int | None = None  # the number of images that `test_size` refers to; None: all

@@ -1,4 +1,4 @@
-"""accelerate launch's configuration files: a folder of the clone, and a part of the package."""
+"""accelerate launch's configuration files: a folder of the clone, and part of the package."""
 
 from pathlib import Path
 
@@ -19,5 +19,5 @@ def config_file(name: str) -> Path:
 
 
 def as_flag(name: str) -> str:
-    """Return the words with which an error recommends a configuration, e.g. multi_cpu."""
+    """Return the words in which an error recommends a configuration, e.g. multi_cpu."""
     return f"--config_file {FOLDER}/{name}.yaml, which ddp-mnist configs writes"

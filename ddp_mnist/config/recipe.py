@@ -1,4 +1,4 @@
-"""The flags on the model and its training, and the values chosen for those that are not given."""
+"""The flags on the model and its training, and the values chosen for flags not given."""
 
 import math
 import re
@@ -9,8 +9,8 @@ from ddp_mnist.config.faults import FAULT_NAMES, check_fault
 from ddp_mnist.config.flag_fields import Flags, changeable, flag, flag_name, flag_values
 from ddp_mnist.errors import UsageError, did_you_mean
 
-# Our nets, each with its optimizer. On a CPU, Muon makes their step a tenth longer, but that of
-# resnet18 four times as long: other nets get adamw.
+# Our nets, each with its optimizer. On a CPU, Muon makes their steps a tenth longer, but those of
+# resnet18 four times as long, so other nets get adamw.
 NETS = {"cnn": "muon", "cnn_deep": "muon", "mlp": "adamw", "cnn_bn": "muon"}
 OWN = r"[\w.]+:\w+"  # MODULE:NAME
 
@@ -139,7 +139,7 @@ class Recipe(Flags):
         return val_size
 
     def refuse_unvalidated(self, held_out: int | None, fix: str) -> None:
-        """Raise UsageError if --patience or --target-accuracy has no validation images."""
+        """Raise UsageError if --patience or --target-accuracy lacks validation images."""
         for name in ("target_accuracy", "patience"):
             if held_out == 0 and getattr(self, name) is not None:
                 raise UsageError(f"{flag_name(name)}: needs validation images; {fix}")
@@ -147,7 +147,7 @@ class Recipe(Flags):
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedRecipe(Recipe):
-    """A recipe for one data set and one number of processes, with every value chosen."""
+    """A recipe with every default filled in for one data set and number of processes."""
 
     steps_per_epoch: int
     if TYPE_CHECKING:
@@ -168,7 +168,7 @@ class ResolvedRecipe(Recipe):
 
         It rises over the first `rising` = warmup * total_steps optimizer steps, and falls to 0,
         which it would reach one step after the last. As a function of the step alone, 0 <= step <
-        total_steps, it has no state to save, and no number of processes could step it twice.
+        total_steps, it has no state to save, and several processes cannot step it twice.
         """
         rising = self.warmup * self.total_steps
         up = (step + 1) / rising if rising > 0 else 1.0
@@ -176,7 +176,7 @@ class ResolvedRecipe(Recipe):
         return self.lr * min(1.0, up, down)
 
     def in_less_memory(self, processes: int, can_shrink: bool) -> str:
-        """Return, in words, flags with which each process holds fewer images at once.
+        """Return advice, in words: flags with which each process holds fewer images at once.
 
         A resumed run keeps its batch size: `can_shrink` is False.
         """
@@ -193,9 +193,9 @@ def resolve_recipe(
 ) -> ResolvedRecipe:
     """Return the recipe with every open value chosen for this data and world size.
 
-    `rows` is the size of the train split, with the `val_rows` held out for validation (by default
-    as many as asked for). `pictures`: whether the images are not bright strokes on black. Raise
-    UsageError for values that do not fit the data or the world size.
+    `rows` is the size of the train split, including the `val_rows` held out for validation (by
+    default as many as asked for). `pictures` is true unless the images are bright strokes on black.
+    Raise UsageError for values that do not fit the data or the world size.
     """
     preset = PRESETS[recipe.preset]
     usual = preset.pictures if pictures else preset.strokes
@@ -208,7 +208,7 @@ def resolve_recipe(
     steps_per_epoch = train_rows // batch_size
     epochs = max(math.ceil(steps / steps_per_epoch), usual.epochs)
     optimizer = recipe.optimizer or NETS.get(model, "adamw")
-    # With AdamW and the rate of our nets, resnet18 learns nothing.
+    # With AdamW and our nets' learning rate, resnet18 learns nothing.
     lr = usual.lr if model in NETS or optimizer == "sgd" else 1e-3
     resolved = {
         "model": model,
@@ -221,7 +221,7 @@ def resolve_recipe(
         "steps_per_epoch": steps_per_epoch,
     }
     found = ResolvedRecipe(**flag_values(recipe) | resolved)
-    # A fifth of four images or fewer rounds down to none.
+    # A fifth of four images or fewer rounds down to 0.
     fix = "add images, as each class has only one" if val_size else "give --val-size, e.g. 1"
     found.refuse_unvalidated(val_rows, fix)
     if found.inject:
@@ -232,8 +232,8 @@ def resolve_recipe(
 def _batch_size(recipe: Recipe, train_rows: int, val_rows: int, world_size: int, usual: int) -> int:
     """Return the number of images per step: as typed, else the `usual` or the next legal one.
 
-    144, 72 and 24 can be divided by 1, 2, 3, 4, 6 and 8 processes. Raise UsageError if what was
-    typed cannot, or if there are too few images.
+    144, 72 and 24 can be divided by 1, 2, 3, 4, 6 and 8 processes. Raise UsageError if the typed
+    number cannot be divided, or if there are too few images.
     """
     least = world_size * recipe.grad_accum
     largest = train_rows // least * least

@@ -23,7 +23,7 @@ class RunFlags(Flags):
         "mnist",
         "mnist, auto (mnist, else digits), fashion_mnist, digits, patches, a Hub id, or a folder.",
         on_resume="same images",
-        per_rank=True,  # a folder may lie elsewhere on each machine; what it holds is compared
+        per_rank=True,  # each machine may have its folder elsewhere; the contents are compared
     )
     image_size: str | None = flag(
         None, "Resize to N or HEIGHTxWIDTH [unchanged if equal; else square, up to 96 or 224]."
@@ -81,7 +81,7 @@ def fields_of(
 ) -> dict[type[Flags], list[Field[Any]]]:
     """Return the flags of a verb with these groups.
 
-    Those OF_TRAINING belong to a verb with a Recipe; other verbs have those that `more` names.
+    Flags OF_TRAINING belong to a verb with a Recipe; other verbs have only those that `more` names.
     """
     omitted = () if Recipe in groups else {*OF_TRAINING}.difference(more)
     return {g: [f for f in flag_fields(g) if f.name not in omitted] for g in groups}
@@ -95,11 +95,11 @@ class TrainConfig:
     recipe: Recipe = field(default_factory=Recipe)
     distribution: Distribution = field(default_factory=Distribution)
     explicit: frozenset[str] = frozenset()  # flags that were typed; a resumed run inherits the rest
-    resumes: bool = False  # from a checkpoint, which holds the weights; set by resume.inherit
+    resumes: bool = False  # the weights are in a checkpoint; set by resume.inherit
 
     @classmethod
     def of(cls, typed: Mapping[str, Any]) -> Self:
-        """Return the flags: what was typed, else what the preset says."""
+        """Return the flags as typed; the preset fills in others."""
         chosen = Recipe.of(typed)
         changed = FAULTS[chosen.inject].recipe if chosen.inject else {}
         unsmoothed = {"label_smoothing": 0.0} if chosen.loss else {}
@@ -109,7 +109,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         resume, run_dir = self.run.resume, self.run.run_dir
-        if resume is None:  # otherwise the recipe is known only with that of the resumed run
+        if resume is None:  # otherwise part of the recipe is the resumed run's, not known yet
             self.refuse_contradictions()
         elif resume == "auto" and run_dir is None:
             raise UsageError("--resume auto: needs --run-dir, the folder to resume or to start in")
