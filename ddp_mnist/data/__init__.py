@@ -1,1 +1,1 @@
-"""The data set: read, decoded once, cached, sampled in global batches, augmented."""
+"""The data set: reading, decoding once, caching, sampling in global batches, augmentation."""

@@ -2,9 +2,9 @@
 
 One table of random numbers per epoch is drawn from (seed, epoch) and indexed by sample number, so
 neither the world size nor a resume changes what happens to an image. The last epochs change images
-less, so that training ends on images close to those that the net is tested on. The kind of images
-decides: bright strokes on black are rotated, scaled and shifted; other pictures are cropped and
-coloured, and mirrored unless they show characters.
+less, so that training ends on images close to those that the net is tested on. The changes depend
+on the kind of images: bright strokes on black are rotated, scaled and shifted; other pictures are
+cropped and coloured, and mirrored unless they show characters.
 """
 
 import math
@@ -20,15 +20,15 @@ MAX_ROTATION_DEGREES = 18.0
 MAX_SHIFT = 4 / 14  # of half a side: 4 of MNIST's 28 pixels
 MAX_SCALE = 0.20
 LEAST_AREA = 0.5  # the share of a picture that a crop keeps
-MAX_ASPECT = 4 / 3  # the ratio of a crop's sides, either way
-MAX_COLOUR = 0.2  # how far factors of brightness, contrast and saturation are from 1
+MAX_ASPECT = 4 / 3  # the ratio of a crop's sides, in either direction
+MAX_COLOUR = 0.2  # how far the factors of brightness, contrast and saturation may be from 1
 LUMA = (0.299, 0.587, 0.114)  # weights of red, green and blue in grey (ITU-R BT.601)
 
 
 def augmentation_table(
     image_format: ImageFormat, rows: int, seed: int, epoch: int, epochs: int
 ) -> Tensor:
-    """Return the change of each sample in `epoch` of `epochs`, float32 [rows, 2 or 3, 3].
+    """Return each sample's changes in `epoch` of `epochs`, float32 [rows, 2 or 3, 3].
 
     The first two lines are an inverse affine map in grid_sample's coordinates; a third one holds
     factors of brightness, contrast and saturation. All draws are uniform within the bounds above,
@@ -57,7 +57,7 @@ def _rotations(u: Tensor, aspect: float) -> Tensor:
 
 
 def changes(image_format: ImageFormat, augmented: bool) -> tuple[str, str]:
-    """Describe the images, and how augmentation changes them."""
+    """Describe, in words, the kind of images and how augmentation changes them."""
     if image_format.bright_on_black:
         kind, how = "images of strokes on black", "rotated, scaled, shifted"
     elif image_format.characters:
@@ -84,7 +84,7 @@ def augment(images: Tensor, augmentations: Tensor) -> Tensor:
     """Return uint8 [B, C, H, W] with each image moved by its map, bilinear.
 
     `augmentations` are rows of `augmentation_table`, [B, 2 or 3, 3]; a third line changes the
-    colours. Outside of an image is black for strokes; for pictures the edge is repeated, as a crop
+    colours. Outside an image it is black for strokes; for pictures the edge is repeated, as a crop
     may reach a fraction of a pixel beyond it. Results are rounded, so a difference in the last bit
     of a float hardly ever shows.
     """

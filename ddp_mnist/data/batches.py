@@ -1,7 +1,7 @@
 """The data set as training reads it: rows of images, and their order.
 
-N processes equal one only if together they read the same batches. So the sampler yields
-GLOBAL batches, the same on every rank, and Accelerate gives each rank its part of each of them
+N processes train as one only if together they read the same batches. So the sampler yields GLOBAL
+batches, the same on every rank, and Accelerate gives each rank its part of each batch
 (`DataLoaderConfiguration(split_batches=True)`). Nothing here knows its rank.
 """
 
@@ -29,7 +29,7 @@ class ImageData:
     source: str  # kind and place, e.g. hub:ylecun/mnist
     digest: str  # SHA-256 of pixels, labels and class names
     classes: list[str]  # their names; a label is an index into these
-    image_format: ImageFormat  # how the images were made
+    image_format: ImageFormat  # how the images were prepared
     train_images: Tensor  # uint8 [N, C, H, W]
     train_labels: Tensor  # int64 [N]
     test_images: Tensor
@@ -37,9 +37,9 @@ class ImageData:
     train_keys: np.ndarray  # uint64 [N], a hash of each image's pixels, see held_out.py
     test_keys: np.ndarray
     test_files: list[str] = field(default_factory=list)  # in the folder; [] or "" if unknown
-    test_drawn: bool = False  # from train, as there is no test split; the data set may grow
+    test_drawn: bool = False  # drawn from train, for want of a test split; the data set may grow
     careful: list[str] = field(default_factory=list)  # what may spoil a result, one sentence each
-    warnings: list[str] = field(default_factory=list)  # what happened while it was opened
+    warnings: list[str] = field(default_factory=list)  # messages from opening it
     val_rows: np.ndarray = field(default_factory=lambda: np.arange(0))  # of train, held out
 
     def to_if_it_fits(self, device: torch.device) -> "ImageData":
@@ -48,7 +48,7 @@ class ImageData:
         Otherwise, and on a CPU, it stays mapped from the disk, and batches are sent one by one.
         """
         if device.type == "cpu":
-            return self  # Accelerate numbers each process's CPU: .to() would unmap the file
+            return self  # Accelerate calls a process's CPU cpu:N; .to() would unmap the file
         if (
             self.train_images.nbytes + self.test_images.nbytes
             > torch.cuda.mem_get_info(device)[0] / 2
@@ -157,7 +157,7 @@ class GlobalBatchSampler(Sampler[Any]):
     def start_epoch(self, epoch: int, skip_steps: int = 0) -> None:
         """Make the next iteration that of `epoch`, without its first `skip_steps` optimizer steps.
 
-        A resumed run starts in the middle of an epoch without reading what came before.
+        A resumed run starts in the middle of an epoch without reading earlier batches.
         """
         self.epoch, self.skip_steps = epoch, skip_steps
 
@@ -173,6 +173,6 @@ class GlobalBatchSampler(Sampler[Any]):
 
 def make_loader(rows: Rows, **order: Any) -> DataLoader[Any]:
     """Return a loader with a `batch_sampler`, or of all rows in order, `batch_size` at a time."""
-    # Rows returns whole batches, so there is nothing to collate. Without a generator of its own the
+    # Rows returns whole batches, so there is nothing to collate. Without its own generator the
     # loader would draw a seed from the global one.
     return DataLoader(rows, collate_fn=lambda batch: batch, generator=torch.Generator(), **order)

@@ -1,4 +1,4 @@
-"""The data sets that need no network: they come with scikit-learn."""
+"""The data sets that need no network: they are part of scikit-learn."""
 
 from pathlib import Path
 
@@ -12,11 +12,11 @@ TRAIN_WIDTH = 448  # of the photographs' 640 columns; the test begins a patch fu
 
 
 def load_digits(where: str) -> ImageFiles:
-    """Return 1,797 handwritten digits of 8x8 in 0..16 as 28x28 in 0..255; 360 are for the test.
+    """Return 1,797 handwritten digits of 8x8 in 0..16 as 28x28 in 0..255; 360 are for testing.
 
-    Each pixel is repeated 3x3, smoothed by a 3x3 mean and framed by 2 pixels, in whole numbers,
-    so that every machine gets the same bytes. The split is a fixed permutation.
-    Source: E. Alpaydin and C. Kaynak, Optical Recognition of Handwritten Digits, UCI, 1998.
+    Each pixel is repeated 3x3, smoothed by a 3x3 mean and framed by 2 pixels, in whole numbers, so
+    that every machine gets the same bytes. The split is a fixed permutation. Source: E. Alpaydin
+    and C. Kaynak, Optical Recognition of Handwritten Digits, UCI, 1998.
     """
     from sklearn import datasets
 
@@ -25,7 +25,7 @@ def load_digits(where: str) -> ImageFiles:
     large = np.pad(small.repeat(3, axis=1).repeat(3, axis=2), ((0, 0), (3, 3), (3, 3)))
     shifted = [large[:, dy : dy + 28, dx : dx + 28] for dy in range(3) for dx in range(3)]
     images = (np.sum(shifted, axis=0) * 255 // (16 * 9)).astype(np.uint8)
-    order = np.random.RandomState(0).permutation(len(images))  # frozen by NumPy for all time
+    order = np.random.RandomState(0).permutation(len(images))  # NumPy guarantees it never to change
     splits = {"train": order[360:], "test": order[:360]}
     return ImageFiles(
         where,
@@ -39,7 +39,7 @@ def load_digits(where: str) -> ImageFiles:
 def load_sample_images(where: str) -> ImageFiles:
     """Return 32x32 patches in colour of two photographs, a temple in China and a flower.
 
-    Test patches come from the right of each photograph, train patches from its left, with a
+    Test patches are cut from the right of each photograph, train patches from its left, with a
     patch's width between them. Source: scikit-learn's sample images china.jpg, by danielbuechele,
     and flower.jpg, by vultilion, both CC BY 2.0.
     """

@@ -1,4 +1,4 @@
-"""The cache: each data set is decoded once, into files that all processes of a machine map."""
+"""The cache: each data set is decoded once, into files that all of a machine's processes map."""
 
 import dataclasses
 import errno
@@ -24,7 +24,7 @@ from ddp_mnist.system.locks import take
 if TYPE_CHECKING:
     from ddp_mnist.data.batches import ImageData
 
-ABOUT = "about.json"  # what is not in the arrays
+ABOUT = "about.json"  # everything but the arrays
 ARRAYS = (*TENSORS, *KEYS)
 DECODER = sorted(Path(__file__).parent.glob("*.py"))  # all of data/, so that nothing is forgotten
 HASH = 8  # hex digits, of the source and of the decoder in a folder's name
@@ -50,7 +50,7 @@ def choose(
 ) -> tuple[str, list[str]]:
     """Return the data set to load, and warnings about the choice.
 
-    `auto` is mnist if it can be had, else digits. Any other name stands for itself.
+    `auto` is mnist if it is available, else digits. Any other name is used as given.
     """
     if dataset != "auto":
         return dataset, []
@@ -69,7 +69,7 @@ def load(
     image_options: ImageOptions = AS_THEY_ARE,
     log: Log = None,
 ) -> "ImageData":
-    """Return the data set from the cache, mapped; read and decode it first if it is not there.
+    """Return the data set from the cache, mapped; read and decode it first if it is not cached.
 
     Raises as `prepare` does.
     """
@@ -84,13 +84,13 @@ def prepare(
     refresh: bool = False,
     log: Log = None,
 ) -> dict[str, Any]:
-    """Return the fields of ImageData, with arrays for tensors: to import torch takes a second.
+    """Return the fields of ImageData, with arrays for tensors: importing torch takes a second.
 
     One process per machine decodes, under a file lock; the others wait for it and map its files.
-    `refresh` decodes it again although it is cached, and removes what other decoders made of it.
-    `log` is called with a line when decoding begins, as it can take a minute.
+    `refresh` decodes again even if cached, and deletes what other decoders wrote. `log` is called
+    with a line when decoding begins, as it can take a minute.
 
-    Raise UsageError or DataError if there is no such data set or it cannot be read, StorageError if
+    Raise UsageError or DataError if the data set does not exist or cannot be read, StorageError if
     the cache folder cannot be written.
     """
     source = find_source(dataset, image_options)
@@ -106,7 +106,7 @@ def prepare(
                 return data
             replaced = path.exists() and not refresh
             for leftover in folder.glob(f"{stem}-*.tmp"):
-                shutil.rmtree(leftover)  # of a process that was killed; nobody else writes now
+                shutil.rmtree(leftover)  # of a killed process; no other writes now
             _build(path, source, log)
             for other in folder.glob(f"{stem}-{'?' * HASH}") if refresh else ():
                 if other != path:
@@ -140,7 +140,7 @@ def _as_images(fields: dict[str, Any]) -> "ImageData":
 
 
 def _stem_and_path(source: Source, cache_dir: str | None) -> tuple[str, Path]:
-    """Return the source's prefix of folder names, and its folder, which is this decoder's alone.
+    """Return the prefix of the source's folder names, and the folder for this decoder.
 
     A clone with an edited decoder shares the cache but not the folder.
     """
@@ -154,7 +154,7 @@ def _stem_and_path(source: Source, cache_dir: str | None) -> tuple[str, Path]:
 
 
 def _open(path: Path, source: Source) -> dict[str, Any] | None:
-    """Return the fields of ImageData; None if they are not there, damaged, or of other files."""
+    """Return the fields of ImageData; None if they are missing, damaged, or of other files."""
     try:
         about = json.loads((path / ABOUT).read_text("utf-8"))
         if about.pop("checksum") != _checksum(path, about):
@@ -163,7 +163,7 @@ def _open(path: Path, source: Source) -> dict[str, Any] | None:
         same = outside == source.facts_outside(name for name, *_ in outside)
         if not same or about.pop("fingerprint") != source.fingerprint:
             return None
-        # Mapped, not read: the processes of a machine share one copy in memory. "c" is writable
+        # Mapped, not read: the processes of a machine share one copy in memory. "c" looks writable
         # to torch, which warns of anything else; a write would stay in this process.
         arrays = {name: np.load(path / f"{name}.npy", mmap_mode="c") for name in ARRAYS}
         about["image_format"] = ImageFormat.from_dict(about["image_format"])
@@ -174,13 +174,13 @@ def _open(path: Path, source: Source) -> dict[str, Any] | None:
 
 
 def _build(path: Path, source: Source, log: Log) -> None:
-    """Decode into a temporary folder and rename it: what has a folder's final name is complete."""
+    """Decode into a temporary folder, then rename it: a folder with its final name is complete."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
 
     def reserve(shape: Shape, rows: dict[str, int]) -> dict[str, np.ndarray]:
-        """Allocate the images' files and map them, so that images are decoded into their files.
+        """Allocate and map the images' files, so that images are decoded straight into them.
 
-        The second call is for the same images, of which some were drawn for the test.
+        A second call is for the same images, some of which were drawn for testing.
         """
         channels, height, width = shape
         count, kind = sum(rows.values()), "in colour" if channels == 3 else "grey"
@@ -227,7 +227,7 @@ def _build(path: Path, source: Source, log: Log) -> None:
 
 
 def _test_files(decoded: Decoded, source: Source) -> list[str]:
-    """Return the file of each test image in its folder, or "" of what is no file of its own."""
+    """Return each test image's path in its folder, or "" if it is not a separate file."""
     paths = [decoded.paths.get(("test", row), "") for row in range(len(decoded.labels["test"]))]
     return [path.removeprefix(f"{source.place}/") for path in paths if source.kind == "folder"]
 
@@ -235,10 +235,10 @@ def _test_files(decoded: Decoded, source: Source) -> list[str]:
 def _allocate(path: Path, shape: tuple[int, ...]) -> np.ndarray:
     """Return a new file of uint8, mapped. Raise OSError if the disk has no room for it.
 
-    Where blocks are missing, a write to the mapped file ends the process by SIGBUS, without a word:
-    a quota may be full although the disk is not, and others may fill it meanwhile.
+    If blocks were missing, a write to the mapped file would end the process by SIGBUS, without a
+    message: a quota may be full although the disk is not, and others may fill it meanwhile.
     """
-    path.unlink(missing_ok=True)  # whoever has mapped it keeps it
+    path.unlink(missing_ok=True)  # processes that have mapped it keep it
     images = np.lib.format.open_memmap(path, "w+", np.uint8, shape)
     if hasattr(os, "posix_fallocate"):  # not on macOS
         with path.open("r+b") as file:
@@ -247,7 +247,7 @@ def _allocate(path: Path, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def _digest(decoded: Decoded) -> str:
-    """Return the SHA-256 of pixels, labels and class names, by which runs know a data set."""
+    """Return the SHA-256 of pixels, labels and class names, by which runs recognise a data set."""
     digest = hashlib.sha256(json.dumps(decoded.classes).encode())
     for name in TENSORS:
         split, _, kind = name.partition("_")
@@ -260,7 +260,7 @@ def _digest(decoded: Decoded) -> str:
 def _checksum(folder: Path, about: dict[str, Any]) -> int:
     """Return a CRC-32 of the files' content, or of samples of it above CHECKED_MB.
 
-    A damaged cache would mean a wrong result. It takes 18 ms for MNIST; SHA-256 takes up to 140.
+    A damaged cache would mean a wrong result. This takes 18 ms for MNIST; SHA-256 up to 140.
     """
     checksum = zlib.crc32(json.dumps(about, sort_keys=True).encode())
     for name in ARRAYS:

@@ -1,6 +1,6 @@
-"""What the library `datasets` reads: a data set on the Hub, and a folder's tables and images.
+"""Reading with the library `datasets`: a data set on the Hub, or a folder's tables and images.
 
-Heavy libraries are imported where they are used, because a cached run needs none.
+Heavy libraries are imported where they are used, because a cached run needs none of them.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ UNWRITABLE = (*NO_SPACE, errno.EACCES, errno.EROFS, errno.ENOTDIR)
 def read_hub(hub_id: str, where: str, image_options: ImageOptions) -> ImageFiles:
     """Return a data set on the Hub, or in Hugging Face's own cache if the Hub is out of reach.
 
-    One request with a deadline decides which: `load_dataset` on its own would retry for 24 s.
+    One request with a deadline decides which: `load_dataset` itself would retry for 24 s.
     """
     import datasets
     import huggingface_hub
@@ -50,14 +50,14 @@ def read_hub(hub_id: str, where: str, image_options: ImageOptions) -> ImageFiles
 
 
 def why_out_of_reach(hub_id: str) -> str:
-    """Return why the Hub is out of reach, or "". Raise DataError if it has no such data set."""
+    """Return why the Hub is out of reach, or "". Raise DataError if it lacks the data set."""
     import huggingface_hub.constants
 
     if huggingface_hub.constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE is set"
     hub = huggingface_hub.HfApi()
     try:
-        # No time-out of a request covers a name server that does not answer.
+        # A request's time-out does not cover a name server that does not answer.
         with_deadline(lambda: hub.dataset_info(hub_id, timeout=HUB_TIMEOUT_S), HUB_TIMEOUT_S)
     except Exception as error:  # any transport's own: httpx, requests, sockets, proxies
         if getattr(getattr(error, "response", None), "status_code", None) in (401, 403, 404):
@@ -72,7 +72,7 @@ def why_out_of_reach(hub_id: str) -> str:
 def read_folder(
     folder: str, paths: list[Path], where: str, image_options: ImageOptions
 ) -> ImageFiles:
-    """Return the images in the folders of their classes, or what `datasets` reads there."""
+    """Return the images in folders of their classes, or the table that `datasets` reads there."""
     quiet = functools.partial(
         quiet_library,
         where,
@@ -104,16 +104,16 @@ def read_folder(
 
 
 def read_tables(listing: folders.Listing, splits: dict[str, list[Path]]) -> Any:
-    """Return the table that `load_dataset` would."""
+    """Return the table that `load_dataset` would return."""
     import pyarrow as pa
     from pyarrow.dataset import ParquetFragmentScanOptions
 
     # The library's Arrow copy is only needed until the images are decoded. It is mapped, not read:
-    # a file that was removed stays as long as it is mapped.
+    # a file that was removed exists as long as it is mapped.
     with tempfile.TemporaryDirectory(prefix="ddp_mnist-", ignore_cleanup_errors=True) as scratch:
         builder = find_builder(listing, scratch, splits)
         if hasattr(builder.config, "fragment_scan_options"):  # of parquet
-            # otherwise pyarrow keeps all that it has read of a file until its end
+            # otherwise pyarrow keeps in memory all that it has read of a file
             no_buffer = ParquetFragmentScanOptions(pre_buffer=False)
             builder.config.fragment_scan_options = no_buffer
             builder.config.batch_size = 100
@@ -125,8 +125,8 @@ def read_tables(listing: folders.Listing, splits: dict[str, list[Path]]) -> Any:
 def find_builder(listing: folders.Listing, scratch: str, splits: dict[str, list[Path]]) -> Any:
     """Return the builder of `datasets` for a folder that the library did not save.
 
-    The library goes by the most common kind of file, so it would miss images with a note beside
-    each, of which we know the `splits`, and it takes the folder's name for a pattern. Raise
+    The library goes by the most common kind of file, so it would miss images that each have a note
+    next to them; of those we know the `splits`. It takes the folder's name for a pattern. Raise
     DataError for archives.
     """
     import datasets
@@ -159,11 +159,11 @@ def find_builder(listing: folders.Listing, scratch: str, splits: dict[str, list[
 def quiet_library(
     where: str, fix: str, why_offline: str, written: tuple[str, str, tuple[int, ...]]
 ) -> Iterator[None]:
-    """Keep `datasets` in the block quiet and, if there is a reason `why_offline`, off the network.
+    """Keep `datasets` in the block quiet and, given a reason `why_offline`, off the network.
 
     Raise DataError, which ends with `fix`, if the data set cannot be read, and StorageError if the
     library cannot write: `written` is the folder that it writes to, the variable that moves it, and
-    the errno codes that mean so.
+    the errno codes of a failed write.
     """
     import datasets
     import huggingface_hub
@@ -177,7 +177,7 @@ def quiet_library(
         ours.HF_HUB_OFFLINE = theirs.HF_HUB_OFFLINE = True
     try:
         with warnings.catch_warnings():
-            # Its lock on the files it writes is then a file, too.
+            # Its lock on the files it writes is then a file as well.
             warnings.filterwarnings("ignore", "flock not supported")
             yield
     except DataError:

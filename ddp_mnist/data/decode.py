@@ -15,7 +15,7 @@ from PIL.ExifTags import Base
 from ddp_mnist.data.image_format import Shape
 
 GREY_MODES = ("1", "L", "LA", "La")
-SIXTEEN_BITS = "16 bits, of which the upper 8 count"
+SIXTEEN_BITS = "16 bits, of which the upper 8 are used"
 TURN = PIL.Image.Transpose
 TURNS = {  # the transposition that makes an image upright, by its EXIF orientation
     2: TURN.FLIP_LEFT_RIGHT,
@@ -27,12 +27,12 @@ TURNS = {  # the transposition that makes an image upright, by its EXIF orientat
     8: TURN.ROTATE_90,
 }
 
-HEADER_ONLY = ("BUFR", "GRIB", "HDF5", "MPEG", "WMF")  # formats of which Pillow reads no pixels
+HEADER_ONLY = ("BUFR", "GRIB", "HDF5", "MPEG", "WMF")  # formats whose pixels Pillow cannot read
 
 
 @functools.cache
 def reads_heif() -> bool:
-    """Return whether Pillow can read a phone's HEIC: with pillow_heif, which is registered here."""
+    """Return whether Pillow can read a phone's HEIC; if pillow_heif is installed, register it."""
     try:
         from pillow_heif import register_heif_opener
     except ImportError:
@@ -52,7 +52,7 @@ def image_endings() -> frozenset[str]:
 @contextlib.contextmanager
 def open_image(file: str | Path | bytes) -> Iterator[PIL.Image.Image]:
     """Open an image file, given its path or its content. Raise what Pillow raises."""
-    # Pillow warns of what it can do without, such as a part of the EXIF.
+    # Pillow warns even of faults that it can ignore, such as in the EXIF.
     with warnings.catch_warnings(action="ignore"), open_in_thread(file) as image:
         yield image
 
@@ -61,7 +61,7 @@ def open_image(file: str | Path | bytes) -> Iterator[PIL.Image.Image]:
 def open_in_thread(file: str | Path | bytes | np.ndarray) -> Iterator[PIL.Image.Image]:
     """Open an image file, or an array of pixels, in one of several threads.
 
-    Warnings are the caller's: filters that a thread sets are undone by the others.
+    The caller filters warnings: threads would undo each other's filters.
     """
     reads_heif()
     if isinstance(file, np.ndarray):
@@ -79,7 +79,7 @@ def open_in_thread(file: str | Path | bytes | np.ndarray) -> Iterator[PIL.Image.
 def decode_image(image: PIL.Image.Image, shape: Shape) -> np.ndarray:
     """Return an opened image file, upright, as uint8 [C, H, W].
 
-    An image of another size is cropped around its centre to the wanted ratio, then resized.
+    An image of a different size is cropped around its centre to the wanted ratio, then resized.
     """
     channels, height, width = shape
     image.load()  # raises an error if damaged; for a PNG, getexif would load it and hide the error
@@ -107,7 +107,7 @@ def upright(image: PIL.Image.Image, orientation: int | None = None) -> PIL.Image
 def orientation_of(image: PIL.Image.Image) -> int:
     """Return EXIF's 1 (upright) to 8; 1 if the EXIF data are missing or damaged.
 
-    In a PNG that is not loaded, EXIF after the pixels, where few programs write it, is not found:
+    In a PNG that is not loaded, EXIF after the pixels (few programs write it there) is not found:
     PngImageFile's own getexif would decode the pixels to look for it.
     """
     with contextlib.suppress(Exception):
@@ -117,7 +117,7 @@ def orientation_of(image: PIL.Image.Image) -> int:
 
 
 def in_mode(image: PIL.Image.Image, mode: str, paper: str = "white") -> PIL.Image.Image:
-    """Return the image in mode L or RGB, transparent parts laid over `paper`.
+    """Return the image in mode L or RGB, with transparent parts laid over `paper`.
 
     Of 16-bit values the upper 8 bits are kept.
 
@@ -135,7 +135,7 @@ def in_mode(image: PIL.Image.Image, mode: str, paper: str = "white") -> PIL.Imag
 
 
 def has_transparent_pixels(image: PIL.Image.Image) -> bool:
-    """Return whether a decoded image has transparent pixels; its header says only if it may."""
+    """Return whether a decoded image has transparent pixels; its header says whether it may."""
     if not image.has_transparency_data:
         return False
     return bool((np.asarray(image.convert("RGBA").getchannel("A")) < 255).any())

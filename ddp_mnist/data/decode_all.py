@@ -1,4 +1,4 @@
-"""Decode all images of a data set: their common shape, their pixels, and a test split if drawn."""
+"""Decode all images of a data set: their common shape, their pixels, and a drawn test split."""
 
 import dataclasses
 import statistics
@@ -23,14 +23,15 @@ from ddp_mnist.errors import DataError, UsageError
 
 MAX_CLASSES = 1000
 # The largest shorter side, in pixels, that images get unless a size was asked for: that of
-# torchvision's weights, or less for a small data set, which trains as well and faster with it.
+# torchvision's weights, or less for a small data set, which then trains faster and just as well.
 LARGEST, LARGEST_OF_FEW, FEW = 224, 96, 5000
 
 
 def decode_all(files: ImageFiles, image_options: ImageOptions, reserve: Reserve) -> Decoded:
     """Decode the images into the room that `reserve` makes for them.
 
-    Raise DataError, which names all images that cannot be read, UsageError if no test can be drawn.
+    Raise DataError, which names all images that cannot be read, or UsageError if no test split can
+    be drawn.
     """
     where, classes, labels = files.where, files.classes, files.labels
     if len(classes) > MAX_CLASSES:
@@ -38,7 +39,7 @@ def decode_all(files: ImageFiles, image_options: ImageOptions, reserve: Reserve)
     if not image_options.for_evaluation and "test" in labels:
         _check_classes(files)
     shape, converted, largest = _find_shape(files, image_options)
-    labels = {"train": np.zeros(0, np.int64)} | labels  # an evaluation may do without
+    labels = {"train": np.zeros(0, np.int64)} | labels  # an evaluation can do without it
     images = reserve(shape, {split: len(each) for split, each in labels.items()})
     keys = {split: np.empty(len(each), np.uint64) for split, each in labels.items()}
 
@@ -50,7 +51,7 @@ def decode_all(files: ImageFiles, image_options: ImageOptions, reserve: Reserve)
     if clear := sum(files.each(decode, threads_for(largest))):
         total = sum(map(len, labels.values()))
         converted.append(f"{clear:,} of {total:,} images had transparent parts, which became white")
-    files.refuse_broken()  # all in one line, whether found by header or by decoding
+    files.refuse_broken()  # in one line, whether the header or decoding showed them
     sixteen_bits = any(SIXTEEN_BITS in note for note in converted)
     if sixteen_bits and max(np.max(each, initial=0) for each in images.values()) < 16:
         converted.append("all pixels are below 4096 of 65535, as of 12 bits: scale them to 16 bits")
@@ -60,7 +61,7 @@ def decode_all(files: ImageFiles, image_options: ImageOptions, reserve: Reserve)
 
 
 def _check_classes(files: ImageFiles) -> None:
-    """Raise DataError if the test has a class that train lacks."""
+    """Raise DataError if the test split has a class that train lacks."""
     test = files.labels["test"]
     if (unseen := np.flatnonzero(~np.isin(test, files.labels["train"]))).size:
         row, label = unseen[0], files.classes[test[unseen[0]]]
@@ -70,7 +71,7 @@ def _check_classes(files: ImageFiles) -> None:
 
 
 def _find_shape(files: ImageFiles, image_options: ImageOptions) -> tuple[Shape, list[str], int]:
-    """Return the shape of all images, notes on conversions, and the pixels of the largest image.
+    """Return the shape that all images get, notes on conversions, and the largest image's pixels.
 
     All are in colour if any is.
     """
@@ -100,8 +101,9 @@ def _find_shape(files: ImageFiles, image_options: ImageOptions) -> tuple[Shape, 
 def usual_size(sizes: Counter[tuple[int, int]]) -> tuple[int, int]:
     """Return the height and width to give to images of these sizes.
 
-    If all are equal, it is their size, or, above LARGEST, a smaller one of the same ratio. Else it
-    is a square whose side is the median of the shorter sides, LARGEST or LARGEST_OF_FEW at most.
+    If all are equal, that is their size, or, above LARGEST, a smaller one of the same ratio.
+    Otherwise it is a square whose side is the median of the shorter sides, at most LARGEST or
+    LARGEST_OF_FEW.
     """
     most = LARGEST if sizes.total() >= FEW else LARGEST_OF_FEW
     if len(sizes) > 1:

@@ -1,4 +1,4 @@
-"""The images of a folder, split as `datasets` does it, with errors where it would lose some."""
+"""The images of a folder, split as `datasets` does it, with an error if it would lose some."""
 
 import re
 from collections import Counter
@@ -25,7 +25,7 @@ SPLIT_ENDING = re.compile(r"(set)?([-._ 0-9].*)?$")  # of Test, test_set, TestSe
 APART = "[-._ 0-9]"
 HEIF = (".heic", ".heif")  # a phone's photos
 HEIF_FIX = "pip install pillow-heif"
-BESIDE_IMAGES = (  # files that nobody takes for images
+BESIDE_IMAGES = (  # files that are clearly not images
     *(".arrow", ".csv", ".db", ".ini", ".json", ".jsonl", ".md"),
     *(".parquet", ".tsv", ".txt", ".xml", ".zip"),
 )
@@ -33,7 +33,7 @@ BESIDE_IMAGES = (  # files that nobody takes for images
 
 @dataclass(frozen=True)
 class Listing:
-    """What lies in a folder, by paths relative to it."""
+    """The contents of a folder, by paths relative to it."""
 
     where: str  # as errors begin
     folder: str
@@ -48,7 +48,7 @@ class Listing:
 
     @property
     def card_names_files(self) -> bool:
-        """Whether the data set's card (README.md) says which files are read."""
+        """Whether the data set's card (README.md) says which files to read."""
         card = Path(self.folder, "README.md")
         return card.is_file() and b"configs:" in card.read_bytes()
 
@@ -108,7 +108,7 @@ def find_images(
 
 
 def list_images(where: str, folder: str, paths: list[Path], image_options: ImageOptions) -> Listing:
-    """Return what lies in a folder. Raise DataError for a name that `datasets` cannot read."""
+    """Return the Listing of a folder. Raise DataError for a name that `datasets` cannot read."""
     images, notes = find_images(where, folder, paths)
     for path in map(str, (folder, *images)):
         if path != path.encode(errors="replace").decode():
@@ -119,8 +119,9 @@ def list_images(where: str, folder: str, paths: list[Path], image_options: Image
 def splits_of_images(listing: Listing) -> dict[str, list[Path]]:
     """Return the images of each split, and the metadata files that describe them.
 
-    They are {} if tables or the folder's card say what is read. If a test split is to be drawn from
-    train, names of files, and of classes at the top level, do not count as names of splits.
+    They are {} if tables or the folder's card say which files to read. If a test split is to be
+    drawn from train, names of files, and of classes at the top level, do not count as names of
+    splits.
     """
     images, drawn = listing.images, listing.image_options.test_size
     if not images or listing.tables or listing.card_names_files:
@@ -132,7 +133,7 @@ def splits_of_images(listing: Listing) -> dict[str, list[Path]]:
 
 
 def are_classes_at_the_top(images: list[Path]) -> bool:
-    """Return whether all images lie as cat/1.png does, and not as train/1.png."""
+    """Return whether all images lie like cat/1.png, and not like train/1.png."""
     tops = {file.parts[0].lower() for file in images}
     return all(len(file.parts) == 2 for file in images) and tops.isdisjoint(SPLIT_OF)
 
@@ -168,10 +169,10 @@ def image_files(listing: Listing, found: dict[str, list[Path]]) -> ImageFiles:
 
 
 def check_images(listing: Listing, splits: dict[str, list[Path]]) -> list[str]:
-    """Return notes on what is left out.
+    """Return notes on files that are left out.
 
     Raise DataError if an image is in two splits, in a split other than its folder's name says, or
-    in no class, or if one split has a metadata file and another has none.
+    in no class, or if only one split has a metadata file.
     """
     used = [file for files in splits.values() for file in files]
     unused = sorted({*listing.images}.difference(used))
@@ -184,7 +185,7 @@ def check_images(listing: Listing, splits: dict[str, list[Path]]) -> list[str]:
 def _find_fault(
     listing: Listing, splits: dict[str, list[Path]], used: list[Path], unused: list[Path]
 ) -> str:
-    """Return what is wrong with the images' folders and how to correct it, or ""."""
+    """Return the fault of the images' folders and how to correct it, or "" without one."""
     images, image_options = listing.images, listing.image_options
     if len({*used}) < len(used):
         [(file, _)] = Counter(used).most_common(1)

@@ -1,7 +1,8 @@
-"""Which images are held out: decided for each image by its key, a hash of its pixels.
+"""Choose the images to hold out, each by its key, a hash of its pixels.
 
-Names and order do not matter. An image has the same key in every lossless format and whatever
-size or colour is asked for, so a copy goes where the original went: nothing leaks into the test.
+Names and order do not matter. An image has the same key in every lossless format and whatever size
+or colour is asked for, so a copy lands in the same split as the original: nothing leaks into the
+test.
 """
 
 import hashlib
@@ -32,7 +33,7 @@ def validation_rows(
     if not by_share:
         return draw_exactly(keys, labels, val_size)
     share = share_of(1, 5) if val_size == len(keys) // 5 else share_of(val_size, len(keys))
-    # With its halves swapped, a key is decided by bits that had no part in the draw of the test.
+    # With the halves of a key swapped, bits decide that had no part in the draw of the test.
     return draw_by_share((keys << np.uint64(32)) | (keys >> np.uint64(32)), labels, share)
 
 
@@ -41,7 +42,7 @@ def share_of(asked: int, rows: int) -> float:
 
     It is the nearest of the preferred numbers 10, 12.5, 16, 20, 25, 31.5, 40, 50 ... 80 % (ISO 3,
     series R10): asked / rows changes with each image that is added, this hardly ever. Above 80 %
-    comes 100 %, which would leave no train images.
+    the series has 100 %, which would leave no train images.
     """
     return 10 ** (min(-1, round(10 * math.log10(asked / rows))) / 10)
 
@@ -49,12 +50,12 @@ def share_of(asked: int, rows: int) -> float:
 def draw_by_share(hashes: np.ndarray, labels: np.ndarray, share: float) -> np.ndarray:
     """Return the rows to hold out: those whose hash is below `share` of the range of uint64.
 
-    So each row is decided on its own, with two exceptions: the largest hash of each class is never
+    So each row is decided by itself, with two exceptions: the largest hash of each class is never
     held out, and if no hash is below, the lowest one is held out.
     """
     largest = np.zeros(labels.max() + 1, np.uint64)
     np.maximum.at(largest, labels, hashes)
-    free = np.flatnonzero(~np.isin(hashes, largest))  # not its copies in another class either
+    free = np.flatnonzero(~np.isin(hashes, largest))  # nor its copies in another class
     lowest = hashes[free].min(initial=2**64 - 1)
     return free[(hashes[free] < share * 2.0**64) | (hashes[free] == lowest)]
 
@@ -64,7 +65,7 @@ def draw_exactly(keys: np.ndarray, labels: np.ndarray, count: int) -> np.ndarray
 
     Shares are rounded as seats are by Webster and Sainte-Lague: the image of rank r (from 0) among
     the n of its class has the place (r + 1/2) / n in the queue of all. The largest key of a class
-    comes last. An image whose copy stays in train stays too, so there may be fewer than `count`.
+    is last. An image whose copy stays in train stays too, so there may be fewer than `count`.
     """
     order = np.lexsort((keys, labels))
     keys, labels, row = keys[order], labels[order], np.arange(len(keys))

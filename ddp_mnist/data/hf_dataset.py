@@ -18,7 +18,7 @@ NAMES = {
 
 
 def from_table(dataset: Any, where: str, image_options: ImageOptions) -> ImageFiles:
-    """Return what is in a table. Raise DataError, which names column and row."""
+    """Return a table's files and labels. Raise DataError, which names column and row."""
     named = dict(dataset) if isinstance(dataset, dict) else {"train": dataset}
     splits, notes = choose_splits(named, where, image_options)
     if image_options.for_evaluation and not len(splits.get("train", "none")):
@@ -46,7 +46,7 @@ def from_table(dataset: Any, where: str, image_options: ImageOptions) -> ImageFi
 def _find_columns(rows: Any, where: str) -> tuple[str, str, list[str]]:
     """Return the names of the image column and of the label column, and notes on unused ones.
 
-    Of several candidates, the first in the order of NAMES is taken, else the first in the table.
+    If several qualify, the first in the order of NAMES is used, else the first in the table.
     """
     from datasets import ClassLabel, Image
 
@@ -73,7 +73,8 @@ def _decode_labels(
 ) -> tuple[np.ndarray, list[str]]:
     """Return int64 labels and the names of the classes; `classes` are train's, once decoded.
 
-    Unless declared, the names are the words, sorted, or the numbers from 0 to the highest.
+    Unless declared, the names are the label words, sorted, or the numbers from 0 to the highest
+    label.
     """
     values = rows.with_format("arrow")[:].column(column).to_pylist()
     given = [value for value in values if value is not None]
@@ -97,7 +98,7 @@ def _decode_labels(
 
 @dataclass
 class Cells:
-    """A column of images: of each row the bytes of its file, or else its path."""
+    """A column of images: for each row the bytes of its file, or else its path."""
 
     rows: Any
     column: str

@@ -38,7 +38,7 @@ def find_idx_files(folder: Path, where: str) -> dict[tuple[str, str], Path]:
 
 
 def read_idx(files: dict[tuple[str, str], Path], where: str) -> ImageFiles:
-    """Return the data set in these files; its classes are the digits, or more if labels say so."""
+    """Return the data set in these files; its classes are the digits, or more if labels need it."""
     images = {split: _read_array(files[split, "images"], MNIST) for split in STEMS}
     labels = {split: _read_array(files[split, "labels"], ()).astype(np.int64) for split in STEMS}
     for split in STEMS:

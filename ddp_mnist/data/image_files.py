@@ -18,10 +18,10 @@ from ddp_mnist.errors import DataError, UsageError, reason
 from ddp_mnist.system.limits import cores, free_memory
 
 SPLITS = ("train", "test")
-SHOWN = 10  # broken files in an error
+SHOWN = 10  # broken files to name in an error
 SMALL = 128**2  # pixels; below this, threads mostly wait for each other to run Python
 BYTES_A_PIXEL = 20  # at most, while an image is decoded
-AHEAD = 4  # calls under way per thread, so that all have work while one takes long
+AHEAD = 4  # queued calls per thread, so that all have work while one takes long
 
 Cell = str | bytes | np.ndarray | None  # an image file's path or content, or its pixels
 Split = TypeVar("Split", bound=Collection[Any])
@@ -35,9 +35,9 @@ class ImageFiles:
     splits: Mapping[str, Iterable[Cell]]  # read twice: headers first, then pixels
     labels: dict[str, np.ndarray]  # int64 [N] of each split, 0 <= label < len(classes)
     classes: list[str]
-    notes: list[str]  # what a user should know of them, one sentence each
-    column: str = ""  # of the table that holds the files or their paths
-    paths: dict[tuple[str, int], str] = field(default_factory=dict)  # by split and row, once read
+    notes: list[str]  # notes for the user, one sentence each
+    column: str = ""  # the table's column of files or paths
+    paths: dict[tuple[str, int], str] = field(default_factory=dict)  # by split and row, if read
     broken: dict[int, str] = field(default_factory=dict)  # name and reason, by place among all
 
     def each(
@@ -45,8 +45,8 @@ class ImageFiles:
     ) -> Iterator[Any]:
         """Yield the function's result, which is not None, for each opened image, split and row.
 
-        The order is that of the files. An image for which the function raises an error is broken,
-        and left out from then on.
+        The order is that of the files. An image for which the function raises an error counts as
+        broken, and is left out from then on.
         """
 
         def open_one(place: int, split: str, row: int, cell: Cell) -> Any:
@@ -71,7 +71,7 @@ class ImageFiles:
             yield from (result for result in results if result is not None)
 
     def refuse_broken(self) -> None:
-        """Raise DataError that names the broken files, if there are any."""
+        """Raise a DataError that names the broken files, if any."""
         if not self.broken:
             return
         named = [name for _, name in sorted(self.broken.items())]
@@ -87,7 +87,7 @@ class ImageFiles:
 def choose_splits(
     found: Mapping[str, Split], where: str, image_options: ImageOptions
 ) -> tuple[dict[str, Split], list[str]]:
-    """Return train and test, or train alone if the test is to be drawn from it, and a note.
+    """Return train and test, or train alone if the test will be drawn from it, and a note.
 
     The note, if any, names splits that are not used. Raise DataError if one is missing, UsageError
     if --test-size does not fit.
@@ -138,10 +138,10 @@ def in_order(
 
 
 def threads_for(largest: int) -> int:
-    """Return how many threads are to decode images, the largest of `largest` pixels.
+    """Return how many threads should decode images, the largest of which has `largest` pixels.
 
-    That is one more than there are cores, as one often waits for Python's lock, or as many as have
-    room for their images in half of the free memory.
+    That is one more than there are cores, as one often waits for Python's lock, or fewer if their
+    images would not fit into half of the free memory.
     """
     if largest < SMALL or (own := cores()) == 1:
         return 1

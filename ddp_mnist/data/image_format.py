@@ -27,17 +27,20 @@ class ImageFormat:
     bright_on_black: bool  # all are bright strokes within a black border
     # The images are digits in MNIST's format: `predict` prepares a photo as MNIST did a scan.
     digit_photos: bool
-    # The classes are single characters: in a mirror, some would be another or none.
+    # The classes are single characters: mirrored, some would be another one or meaningless.
     characters: bool = False
 
     @property
     def pictures(self) -> bool:
-        """Whether they are anything but bright strokes on black: augmented by default."""
+        """Whether the images are not bright strokes on black: pictures are augmented by default."""
         return not self.bright_on_black
 
     @classmethod
     def from_dict(cls, plain: dict[str, Any]) -> "ImageFormat":
-        """Return the format of an asdict that went through JSON; else KeyError or TypeError."""
+        """Rebuild from an `asdict` that went through JSON.
+
+        Raise KeyError or TypeError if it is not one.
+        """
         return cls(**plain | {name: tuple(plain[name]) for name in ("shape", "mean", "std")})
 
 
@@ -59,7 +62,7 @@ class Decoded:
     as_stored: bool = True  # whether no image had to be converted
     keys: dict[str, np.ndarray] = field(default_factory=dict)  # uint64 [N] per split: held_out.py
     paths: dict[tuple[str, int], str] = field(default_factory=dict)  # of files, by split and row
-    test_drawn: bool = False  # from train, as there was no test split
+    test_drawn: bool = False  # drawn from train, for want of a test split
     careful: list[str] = field(default_factory=list)  # what may spoil a result, one sentence each
 
     def image_format(self) -> ImageFormat:
@@ -80,12 +83,12 @@ def statistics_of(images: np.ndarray) -> tuple[tuple[float, ...], tuple[float, .
     """
     total, squares = np.zeros(images.shape[1]), np.zeros(images.shape[1])
     for block in blocks_of(images):
-        block = block.astype(np.uint16)  # holds 255 squared; in 64 bits it takes 3 times as long
+        block = block.astype(np.uint16)  # holds 255 squared; 64 bits take 3 times as long
         total += block.sum((0, 2, 3), dtype=np.uint64)
         squares += (block**2).sum((0, 2, 3), dtype=np.uint64)
     pixels = max(1, images[:, 0].size)  # 0 if the test split is read alone
     mean = total / pixels
-    std = np.sqrt(np.maximum(squares / pixels - mean**2, 1))  # of one grey alone it would be 0
+    std = np.sqrt(np.maximum(squares / pixels - mean**2, 1))  # 0 if all pixels were equal
     return tuple((mean / 255).round(4).tolist()), tuple((std / 255).round(4).tolist())
 
 
@@ -104,8 +107,9 @@ def is_bright_paper(border: np.ndarray) -> np.ndarray:
 def bright_on_black(images: dict[str, np.ndarray]) -> bool:
     """Return whether uint8 [N, 1, H, W] are bright strokes within a black border, as MNIST's are.
 
-    None is blank, none has a bright border, and fewer than 10 % have strokes in their outermost
-    pixels: 1.3 % of MNIST's train images do, but most pictures, which fill their frame.
+    That is so if no image is blank or has a bright border, and fewer than 10 % have strokes in
+    their outermost pixels. 1.3 % of MNIST's train images do, and most pictures, which fill their
+    frame.
     """
     for split in images.values():
         dark = 0

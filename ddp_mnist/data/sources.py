@@ -1,4 +1,4 @@
-"""What --dataset names: a data set on the Hub, in a folder, or inside scikit-learn."""
+"""Resolve --dataset: a data set on the Hub, in a folder, or built into scikit-learn."""
 
 import contextlib
 import functools
@@ -37,10 +37,10 @@ class Source:
     warnings: list[str] = field(default_factory=list, compare=False)
 
     def read(self, reserve: Reserve) -> Decoded:
-        """Decode all of it, into the room that `reserve` makes for the images.
+        """Decode the whole data set, into the room that `reserve` makes for the images.
 
-        Raise UsageError if --test-size does not fit, DataError, or StorageError if there is no
-        space to unpack it.
+        Raise UsageError if --test-size does not fit, DataError if it cannot be read, or
+        StorageError if the disk has no space to unpack it.
         """
         with readable(self.typed):
             return decode_all(self._files(), self.image_options, reserve)
@@ -60,13 +60,13 @@ class Source:
 
     @functools.cached_property
     def paths(self) -> list[Path]:
-        """The paths in a folder, relative to it; it is listed once."""
+        """The paths in a folder, relative to it; the folder is listed once."""
         with readable(self.typed):
             return folders.paths_in(Path(self.place))
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """A hash of name, size and time of each file of a folder: they change when the data do."""
+        """A hash of name, size and time of each file of a folder, which change when the data do."""
         if self.kind != "folder":
             return ""
         with readable(self.typed):
@@ -107,9 +107,10 @@ def readable(place: str) -> Iterator[None]:
 
 
 def find_source(dataset: str, image_options: ImageOptions = AS_THEY_ARE) -> Source:
-    """Return the source that `--dataset` names. Raise DataError if a path leads to no folder.
+    """Return the source that `--dataset` names.
 
-    Raise UsageError if it is neither a name nor a path.
+    Raise DataError if a path does not lead to a folder, UsageError if it is neither a name nor a
+    path.
     """
     beside = dataset in (*BUILT_IN, *HUB_IDS) and Path(dataset).is_dir()
     notes = [f"{dataset} is the data set of that name; for the folder, give ./{dataset}"] * beside
