@@ -1,4 +1,4 @@
-"""Every collective and its right result, and the time of an all-reduce by message size.
+"""Every collective with its right result, and the time of an all-reduce by message size.
 
 The payload is whole numbers in float32, below 2**13, so that sums over 2,000 ranks are exact in any
 order.
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-LENGTH = 1000  # elements; no multiple of a likely number of ranks
+LENGTH = 1000  # elements; not a multiple of any likely number of ranks
 SIZES = {"1 KB": 2**10, "64 KB": 2**16, "1 MB": 2**20, "16 MB": 2**24}  # bytes
 MAX = dist.ReduceOp.MAX
 T = TypeVar("T")
@@ -30,9 +30,9 @@ def payload(ranks: Iterable[int], parts: Iterable[int], device: torch.device) ->
 def collectives(
     rank: int, size: int, device: torch.device
 ) -> dict[str, tuple[Tensor, Callable[[Tensor], object], Tensor | None]]:
-    """Return each collective by name: a tensor, the call on a copy of it, and what that becomes.
+    """Return each collective by name: a tensor, the call on a copy of it, and the right result.
 
-    It becomes None where this rank receives nothing.
+    The result is None if this rank receives nothing.
     """
     everyone = payload(range(size), [0], device)[:, 0]
     mine, nothing = everyone[rank], torch.zeros_like(everyone)
@@ -55,7 +55,7 @@ def collectives(
             lambda to: dist.reduce_scatter(to, list(parts)),
             to_this_rank.sum(0),
         ),
-        # NCCL's sends and receives
+        # over NCCL, sends and receives
         "all-to-all": (nothing, lambda to: dist.all_to_all_single(to, parts), to_this_rank),
     }
 

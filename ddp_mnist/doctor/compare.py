@@ -8,19 +8,19 @@ from ddp_mnist.errors import UsageError, reason
 from ddp_mnist.run.folder import read_json
 from ddp_mnist.verbs.check_result import FAIL, WARN, CheckResult, check, warned
 
-LOAD = "load"  # the check of what other programs hold
+LOAD = "load"  # the check for other programs
 AGAIN = "check it again while nothing else runs there"
 
 
 class Measured(NamedTuple):
-    """What doctor found on a machine."""
+    """Doctor's findings on a machine."""
 
     processes: int
     results: Sequence[CheckResult]
 
     @property
     def busy_with(self) -> str:
-        """Return what other programs held of its cores meanwhile; "" if it was little."""
+        """Return a note on other programs that held its cores meanwhile; "" if they held little."""
         return "; ".join(r.text for r in self.results if (r.name, r.status) == (LOAD, WARN))
 
     @property
@@ -32,8 +32,8 @@ class Measured(NamedTuple):
 def against(here: Measured, there: Measured, tolerance: float) -> Iterator[CheckResult]:
     """Yield each figure next to that of another machine of the same type.
 
-    FAIL if it is more than 1 + `tolerance` times as slow; WARN if it is not comparable, or if a
-    busy machine may have made it so: a machine must not be rejected for what its neighbours do.
+    FAIL if it is more than 1 + `tolerance` times as slow; WARN if it is not comparable, or if one
+    of the machines was busy: a machine must not be rejected for what its neighbours do.
     """
     if here.processes != there.processes:
         text = f"{here.processes} processes here, {there.processes} there"
@@ -61,7 +61,7 @@ def against(here: Measured, there: Measured, tolerance: float) -> Iterator[Check
 
 
 def read_saved(file: str) -> Measured:
-    """Return what --save wrote there. Raise UsageError if it did not write this file."""
+    """Read a file that --save wrote. Raise UsageError for any other file."""
     try:
         saved = read_json(Path(file))
         found = Measured(saved["processes"], [CheckResult(**each) for each in saved["findings"]])

@@ -1,7 +1,7 @@
 """Checks of processes that have connected, on one machine or on many.
 
-Every rank takes part in each check, and gives rank 0 what it found, over the store. Rank 0 judges,
-and `check_group` tells all ranks its results: what a check returns elsewhere is not used.
+Every rank takes part in each check, and sends rank 0 its findings, over the store. Rank 0 judges,
+and `check_group` tells all ranks its results: what a check returns on other ranks is not used.
 """
 
 import os
@@ -40,7 +40,7 @@ from ddp_mnist.verbs.flags import Doctor
 NOT_CACHED = "not cached"
 LATE_S = 0.2
 BUSY = 0.25  # of a machine's cores, that other programs may hold
-TRIES, TRIES_S = 15, 2.0  # of ten matrix products, at most and about
+TRIES, TRIES_S = 15, 2.0  # of ten matrix products: at most this many tries, for about this long
 SLOW = 1.5  # times the median rank's seconds
 EPOCHS = 5  # of the digits: 75 steps
 LEAST_ACCURACY = 0.8  # after them; a net that guesses has 0.1
@@ -54,26 +54,26 @@ BAD_MACHINE = (
 
 
 class Group:
-    """The processes that have connected, and what they tell rank 0."""
+    """The processes that have connected, and their reports to rank 0."""
 
     def __init__(self, world: World, options: Doctor) -> None:
         self.world, self.store, self.options = world, world.store, options
         self.rank, self.size = world.store.rank, world.accelerator.num_processes
         self.device = world.accelerator.device
         self.is_first_here = world.store.place.index_here == 0
-        self.busy = ""  # on rank 0, what is added to a speed; see `load`
+        self.busy = ""  # on rank 0, a remark that is added to speeds; see `load`
 
     def gather(self, mine: Any) -> list[Any]:
         """Return each rank's value, by rank, on rank 0; [] elsewhere. JSON's types only.
 
-        A machine that hangs fails here, although it lives.
+        A machine that hangs fails here, even though its heartbeat continues.
         """
         everyone = list[Any]()
         self.store.decide_for_all("doctor's check", mine, everyone.extend, self.store.patience_s)
         return everyone
 
     def merge(self, mine: list[CheckResult]) -> list[CheckResult]:
-        """Return on rank 0 what all ranks found; what several found is one, and names them."""
+        """Return, on rank 0, all ranks' findings; equal ones are merged, with the ranks' names."""
         ranks = defaultdict[tuple[str, ...], list[int]](list)
         for rank, results in enumerate(self.gather(mine)):
             for status, name, text, fix, _ in results:
@@ -92,10 +92,10 @@ class Group:
 def check_group(
     world: World, options: Doctor, machines: bool, met_s: float
 ) -> Iterator[CheckResult | str]:
-    """Yield what is being checked, and the results; with `machines` each machine alone first.
+    """Yield a line on each check, then its results; with `machines`, each machine alone first.
 
     Raise CheckFailed, after a FAIL, if a check ends with an error, here or on another rank: the
-    others have to learn of it, since they would wait for this rank in the next check.
+    others have to know, since they would wait for this rank in the next check.
     """
     group, store = Group(world, options), world.store
     who = f"{count(group.size, 'process')} on {count(world.num_machines, 'machine')}"
@@ -116,7 +116,7 @@ def check_group(
 
 
 def machines_alone(group: Group) -> list[CheckResult]:
-    """Check each machine by its first rank: what is wrong has a line, the rest is counted."""
+    """Check each machine by its first rank: each problem gets a line, the rest is counted."""
     mine = list[CheckResult]()
     if group.is_first_here:
         options = replace(group.options, processes=group.store.place.ranks_here)
@@ -132,7 +132,7 @@ def machines_alone(group: Group) -> list[CheckResult]:
 
 
 def same_everywhere(group: Group) -> list[CheckResult]:
-    """Check versions, code and data: DDP would train on in silence if they differed."""
+    """Check that versions, code and data agree: if they differed, DDP would train on silently."""
     dataset = group.options.dataset
     image_options = ImageOptions(test_size=group.options.test_size)
     images = cache.cached(dataset, group.options.cache_dir, image_options)
@@ -151,7 +151,7 @@ def same_everywhere(group: Group) -> list[CheckResult]:
         mine["GPU"] = torch.cuda.get_device_name(group.device)
     everyone, different = group.gather(mine), list[CheckResult]()
     for what in mine:
-        ranks = defaultdict[str, list[int]](list)  # by what they have
+        ranks = defaultdict[str, list[int]](list)  # the ranks that have each value
         for rank, theirs in enumerate(everyone):
             ranks[theirs.get(what)].append(rank)
         text = "; ".join(f"{group.store.who(ranks[has])} has {has}" for has in ranks)
@@ -165,7 +165,7 @@ def same_everywhere(group: Group) -> list[CheckResult]:
 
 
 def right_results(group: Group) -> list[CheckResult]:
-    """Check every collective's result; a rank goes no further than one that ends with an error."""
+    """Check every collective's result; a rank stops at the first that ends with an error."""
     cases, wrong = collectives(group.rank, group.size, group.device), list[CheckResult]()
     for name in (names := [*cases, "barrier"]):
         try:
@@ -182,14 +182,14 @@ def right_results(group: Group) -> list[CheckResult]:
 def receives(
     group: Group, mine: Tensor, call: Callable[[Tensor], object], expected: Tensor | None
 ) -> bool:
-    """Return whether a collective gives this rank what it should; see `collectives`."""
+    """Return whether a collective gives this rank the right result; see `collectives`."""
     call(received := mine.clone())
-    group.world.wait_for_gpu()  # a comparison alone would wait for a lost peer for good
+    group.world.wait_for_gpu()  # a bare comparison would wait forever for a lost peer
     return expected is None or torch.equal(received, expected)
 
 
 def waits_for_all(group: Group) -> bool:
-    """Return whether this rank leaves a barrier after the last rank, which is late, has entered."""
+    """Return whether this rank leaves a barrier only after the last rank, made late, entered it."""
     key = f"doctor/entered/{group.store.points}"  # a number that is equal on all ranks
     if group.rank == group.size - 1:
         time.sleep(LATE_S)
@@ -200,7 +200,7 @@ def waits_for_all(group: Group) -> bool:
 
 
 def load(group: Group) -> list[CheckResult]:
-    """Check what other programs hold of each machine, while all ranks wait: speeds come later."""
+    """Check how much other programs hold of each machine, while all ranks wait; speeds are next."""
     mine = list[CheckResult]()
     if group.is_first_here:
         held, cores, programs = neighbours.cores_held()
@@ -215,7 +215,7 @@ def load(group: Group) -> list[CheckResult]:
 
 
 def load_meanwhile(group: Group) -> list[CheckResult]:
-    """Look again: a program that began after the first look has slowed what was measured since."""
+    """Look again: a program that began after the first look has slowed all measurements since."""
     was_busy, results = group.busy, load(group)
     return [result for result in results if result.status != PASS and not was_busy]
 
@@ -245,8 +245,8 @@ def slowest(group: Group) -> list[CheckResult]:
 def compute_s(device: torch.device) -> float:
     """Return the least seconds of ten matrix products: other programs can only make it longer.
 
-    [512, 512] in float32 on a CPU; on a GPU [8192, 8192] in float16: small ones would not occupy
-    it, and training uses its units for 16 bits. A slow device tries less often, for about 2 s.
+    [512, 512] in float32 on a CPU; on a GPU [8192, 8192] in float16: small ones would not keep it
+    busy, and training uses its 16-bit units. A slow device tries less often, for about 2 s.
     """
     size, dtype = (8192, torch.float16) if device.type == "cuda" else (512, torch.float32)
     square, seconds = torch.ones(size, size, device=device, dtype=dtype), list[float]()
@@ -261,7 +261,7 @@ def compute_s(device: torch.device) -> float:
 
 
 def faulty_devices(group: Group) -> list[CheckResult]:
-    """Return what is wrong with a rank's device, or its machine's GPUs, right after they worked."""
+    """Return the faults of a rank's device, or its machine's GPUs, right after they worked."""
     mine = [product(torch.device(device(group.world)))]
     if group.device.type == "cuda" and group.is_first_here:
         mine += nvidia_smi()
@@ -290,7 +290,7 @@ def training(group: Group) -> list[CheckResult]:
 
 
 def burn_in(group: Group) -> list[CheckResult]:
-    """Work and train again and again: what heats up or comes loose shows after a while."""
+    """Work and train again and again: overheating and loose contacts show only after a while."""
     minutes, rounds, results = group.options.minutes, 0, list[CheckResult]()
     until = time.monotonic() + 60 * minutes
     while group.store.broadcast_from_rank0("doctor's burn-in", lambda: time.monotonic() < until):

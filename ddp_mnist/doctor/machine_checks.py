@@ -31,7 +31,7 @@ from ddp_mnist.verbs.flags import Doctor
 
 MB = 1e6
 CACHE_MB, RUNS_MB = 200, 50  # a decoded MNIST and its lock; three checkpoints and the rest
-PROCESS_MB = 1000  # of a training process, with what torch maps
+PROCESS_MB = 1000  # of a training process, including torch's mapped files
 SHARED_MEMORY = Path("/dev/shm")  # through which NCCL passes gradients between GPUs
 NO_REPORT = (OSError, RuntimeError, subprocess.SubprocessError)  # no nvidia-smi, CUDA or answer
 NO_HUB_FIX = (
@@ -45,12 +45,12 @@ SMI_FIELDS = (
 
 
 def check_machine(options: Doctor) -> Iterator[CheckResult | str]:
-    """Yield what is being checked, and the results; a check that breaks down is a FAIL too."""
+    """Yield a line on each check, then its results; a check that breaks down is a FAIL too."""
     for checks in CHECKS:
         yield f"checking {checks.__name__.replace('_', ' ')} ..."
         try:
             yield from checks(options)
-        except Exception as error:  # whatever it is, the rest is still worth knowing
+        except Exception as error:  # whatever happened, the other results are worth having
             text = f"could not be checked ({type(error).__name__}: {error})"
             yield failed(checks.__name__, text, "check whether this machine is damaged")
 
@@ -66,7 +66,7 @@ def software(_: Doctor) -> Iterator[CheckResult]:
 
 
 def unmet(package: str) -> Iterator[str]:
-    """Yield what `package` requires and does not find, such as torchvision another torch."""
+    """Yield each unmet requirement of `package`, such as torchvision's for another torch."""
     for needed in map(Requirement, requires(package) or []):
         if needed.marker and not needed.marker.evaluate({"extra": ""}):
             continue
@@ -79,7 +79,7 @@ def unmet(package: str) -> Iterator[str]:
 
 
 def processors(_: Doctor) -> Iterator[CheckResult]:
-    """Check that torch sees the GPUs that are there, and that each processor computes right."""
+    """Check that torch sees all GPUs of the machine, and that each processor computes correctly."""
     there, mine, unused = hardware.gpus_shown(), hardware.gpus(), hardware.unused_gpus()
     if mine:
         nccl = ".".join(map(str, torch.cuda.nccl.version()))
@@ -90,7 +90,7 @@ def processors(_: Doctor) -> Iterator[CheckResult]:
         text = f"{there}, hidden by {' '.join(by)} (as --cpu does)"
     else:
         text = unused or "none; training runs on the CPU, with gloo"
-    # Graphics inside a processor of AMD may not be worth another torch.
+    # Graphics inside an AMD processor may not be worth a different torch.
     is_nvidia = any(hardware.DEVICES.glob("nvidia[0-9]*"))
     worst = FAIL if is_nvidia or torch.version.hip else WARN
     yield check("GPUs", unused, text, hardware.GPU_FIX, worst)
@@ -102,9 +102,9 @@ def processors(_: Doctor) -> Iterator[CheckResult]:
 
 
 def check_gpus() -> list[CheckResult]:
-    """Check each GPU, in a process of its own: whoever opened one keeps it open until the end.
+    """Check each GPU, in a separate process: a process that opens one keeps it open until it ends.
 
-    In the compute mode EXCLUSIVE_PROCESS that would keep out the processes that are started next.
+    In the compute mode EXCLUSIVE_PROCESS that would lock out the processes that are started next.
     """
     numbers = range(hardware.gpus())
     return [*(product(torch.device("cuda", number)) for number in numbers), *nvidia_smi()]
@@ -129,11 +129,12 @@ def product(device: torch.device) -> CheckResult:
 
 
 def ask_driver(fields: str) -> list[list[str]]:
-    """Return what nvidia-smi reports of each GPU that this process may use, a cell for each field.
+    """Return nvidia-smi's report on each GPU that this process may use, a cell for each field.
 
-    The others of the machine are somebody else's. CUDA numbers the fastest first and nvidia-smi by
-    bus, so each is named by its place there, for which torch initializes CUDA. A part of a GPU
-    (MIG) is none to nvidia-smi: it reports all then. Raise one of NO_REPORT if it reports nothing.
+    Other GPUs of the machine belong to others. CUDA numbers the fastest first and nvidia-smi by
+    bus, so each is named by its bus address, for which torch initializes CUDA. nvidia-smi does not
+    count a part of a GPU (MIG) as one: it then reports all. Raise one of NO_REPORT if it reports
+    nothing.
     """
     command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
     ours = os.environ.get("CUDA_VISIBLE_DEVICES", "")
@@ -146,14 +147,14 @@ def ask_driver(fields: str) -> list[list[str]]:
 
 
 def takes_one_process() -> bool:
-    """Return whether a GPU is in the compute mode in which one process has it for itself."""
+    """Return whether a GPU is in the compute mode that admits only one process."""
     with contextlib.suppress(*NO_REPORT):
         return ["Exclusive_Process"] in ask_driver("compute_mode")
     return False
 
 
 def nvidia_smi() -> Iterator[CheckResult]:
-    """Check what the driver reports of each GPU: memory errors, and clocks that it holds back."""
+    """Check the driver's report on each GPU: memory errors, and throttled clocks."""
     if torch.version.hip:  # a GPU of AMD
         return
     try:
@@ -173,11 +174,11 @@ def nvidia_smi() -> Iterator[CheckResult]:
 
 
 def capacity(options: Doctor) -> Iterator[CheckResult]:
-    """Check cores, after affinity and a container's quota, memory, and what NCCL needs of it."""
+    """Check cores (after affinity and a container's quota), memory, and shared memory for NCCL."""
     mine, quota, processes = limits.cores(), limits.cpu_quota(), options.processes or 1
     limit = "" if math.isinf(quota) else f" (its control group allows {quota:g} at once)"
     text = f"{count(mine, 'core')}{limit}, for {processes} processes"
-    fewer = f"start at most {mine}, or " if mine < processes else ""  # one may have half a core
+    fewer = f"start at most {mine}, or " if mine < processes else ""  # some have half a core
     fix = f"{fewer}give this machine or container more cores"
     yield check("cores", min(mine, quota) < processes and not hardware.gpus(), text, fix, WARN)
     free, needed = limits.free_memory(), processes * PROCESS_MB * MB
@@ -192,7 +193,7 @@ def capacity(options: Doctor) -> Iterator[CheckResult]:
 
 
 def folders(options: Doctor) -> Iterator[CheckResult]:
-    """Check by writing in each folder, or in the one in which it would be made."""
+    """Check each folder by writing to it, or to the folder in which it would be made."""
     cached = cache.cache_folder(options.cache_dir)
     for name, folder, needed_mb, flag in (
         ("cache", cached, CACHE_MB, "--cache-dir or DDP_MNIST_CACHE"),
@@ -214,8 +215,8 @@ def folders(options: Doctor) -> Iterator[CheckResult]:
 def data_set(options: Doctor) -> Iterator[CheckResult]:
     """Check that the data is in the cache, or on the Hub or the mirror that HF_ENDPOINT names.
 
-    A folder is decoded into the cache, as for training, which tells whether it can be read; not
-    beside other machines, which would not wait that long.
+    A folder is decoded into the cache, as for training, which shows whether it can be read; but not
+    if several machines are checked, which would not wait that long.
     """
     source = sources.find_source(options.dataset)
     name, place = source.name, (options.dataset, options.cache_dir)
@@ -249,7 +250,7 @@ def network(_: Doctor) -> Iterator[CheckResult]:
     if unknown:
         text = f"GLOO_SOCKET_IFNAME={chosen}: there is no interface {', '.join(unknown)}"
     yield check("interfaces", unknown, text, f"unset it, or name one of {', '.join(known)}")
-    if not dist.is_initialized():  # else it is in use rightly
+    if not dist.is_initialized():  # else doctor itself uses it
         why = why_port_is_taken(DEFAULT_PORT)
         text = f"{DEFAULT_PORT} cannot be opened ({why})" if why else f"{DEFAULT_PORT} is free"
         fix = "stop the program that uses it, or give MAIN_PROCESS_PORT another"

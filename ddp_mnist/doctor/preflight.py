@@ -14,7 +14,7 @@ from ddp_mnist.verbs.check_result import FAIL, CheckResult, failed, passed, warn
 def check_node(node: Node, timeout_s: float) -> Iterator[CheckResult | str]:
     """Yield one machine's results in the order in which things have to work, up to a FAIL.
 
-    Before it waits, it yields a line that says whom it waits for.
+    Before a wait, yield a line that names the machines waited for.
     """
     yield (address := main_address(node))
     if address.status == FAIL or node.num_machines == 1:
@@ -27,7 +27,7 @@ def check_node(node: Node, timeout_s: float) -> Iterator[CheckResult | str]:
         meet_machines(node, timeout_s)
     except DdpMnistError as error:
         yield CheckResult.from_error("meeting", error)
-    except RuntimeError as error:  # of the store, which machine 0 serves
+    except RuntimeError as error:  # from the store, which machine 0 serves
         text = f"machine 0 went away ({reason(error)})"
         yield failed("meeting", text, "see what it says there, then start again")
     else:
@@ -36,7 +36,7 @@ def check_node(node: Node, timeout_s: float) -> Iterator[CheckResult | str]:
 
 
 def main_address(node: Node) -> CheckResult:
-    """Check that the main address is one, and machine 0's."""
+    """Check that the main address can be resolved, and is machine 0's."""
     host = node.main_process_ip
     try:
         addresses = interfaces.addresses_of(host)

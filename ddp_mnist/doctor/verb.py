@@ -1,7 +1,7 @@
 """The verb `doctor`: check as much as this start allows.
 
 Started alone, it checks this machine and then processes that it starts itself; started by a
-launcher on one or more machines, what they are together.
+launcher, on one or more machines, it checks them together.
 """
 
 import json
@@ -31,13 +31,13 @@ from ddp_mnist.verbs.check_result import FAIL, CheckResult, failed, passed, warn
 from ddp_mnist.verbs.flags import Doctor
 
 START_S = 120  # to start processes and check them once
-WAITED_S = 10.0  # for others, between two lines that say so where there is no terminal
+WAITED_S = 10.0  # between two lines about waiting for others, without a terminal
 
 
 def run(flags: Doctor, distribution: Distribution) -> None:
-    """Print each check as it is done, and the verdict; on rank 0, which has the files.
+    """Print each check as it is done, and the verdict, on rank 0, which has the files.
 
-    Raise CheckFailed if a check says FAIL.
+    Raise CheckFailed if any check is a FAIL.
     """
     launch = find_launch(distribution)
     if distribution.cpu:
@@ -47,7 +47,7 @@ def run(flags: Doctor, distribution: Distribution) -> None:
     saved = read_saved(flags.against) if flags.against and is_rank0 else None
     dataset = "mnist" if flags.dataset == "auto" else flags.dataset
     find_source(dataset)  # refuses an unknown data set before anything else
-    if flags.processes == 1:  # which a machine of several may have; not one alone
+    if flags.processes == 1:  # one of several machines may have just 1; a lone one may not
         raise UsageError("--processes 1: must be at least 2, to have something to connect")
     processes = flags.processes or hardware.default_processes(2) if is_alone else launch.world_size
     flags = replace(flags, dataset=dataset, processes=processes)
@@ -74,9 +74,9 @@ def run(flags: Doctor, distribution: Distribution) -> None:
 
 
 def run_preflight(node: Node, timeout_s: float, flags: Doctor) -> None:
-    """Connect to the other machines, and print how far it goes.
+    """Connect to the other machines, and print how far that goes.
 
-    Raise CheckFailed if a check says FAIL.
+    Raise CheckFailed if any check is a FAIL.
     """
     show, who = tell if flags.json else Console(True).print, f"machine {node.machine_rank}"
     results = list[CheckResult]()
@@ -98,7 +98,7 @@ def report(results: list[CheckResult], flags: Doctor, processes: int) -> None:
 
 
 def shown(checks: Iterable[CheckResult | str], console: Console) -> Iterator[CheckResult]:
-    """Yield the results, each printed as it comes; show the lines between them for a while."""
+    """Yield the results, each printed at once; show the lines between them only for a while."""
     for each in checks:
         if isinstance(each, CheckResult):
             console.print(str(each))
@@ -108,7 +108,7 @@ def shown(checks: Iterable[CheckResult | str], console: Console) -> Iterator[Che
 
 
 def check_processes(size: int, flags: Doctor, distribution: Distribution) -> list[CheckResult]:
-    """Start processes on this machine, and return what they find."""
+    """Start processes on this machine, and return their results."""
     timeout_s = START_S + distribution.dist_timeout + 60 * flags.minutes
     if distribution.backend == "auto":
         distribution = replace(distribution, backend=backend_among(size))
@@ -123,7 +123,7 @@ def check_processes(size: int, flags: Doctor, distribution: Distribution) -> lis
         with console:
             console.draw(0, f"starting {size} processes ...")
             return notes + run_world(*members, folder=Path.cwd(), timeout_s=timeout_s)[0]
-    except (OSError, RuntimeError, ValueError) as error:  # one was killed, or came to no end
+    except (OSError, RuntimeError, ValueError) as error:  # one was killed, or did not end
         text = f"{size} of this machine: {type(error).__name__}: {error}"
         wrong = failed("processes", text, "see dmesg for what killed it, or try --processes 2")
     except DdpMnistError as error:
@@ -132,10 +132,10 @@ def check_processes(size: int, flags: Doctor, distribution: Distribution) -> lis
 
 
 def check_together(flags: Doctor, distribution: Distribution, machines: bool) -> list[CheckResult]:
-    """Return what all ranks find together; rank 0 prints it. See `check_group`.
+    """Return the results of all ranks together; rank 0 prints them. See `check_group`.
 
-    Until all have met, each that was started by hand says whom it waits for: whoever started it
-    sees no other.
+    Until all have met, each rank that was started by hand says which ranks it waits for, because
+    its terminal shows no other.
     """
     launch, clock, results = find_launch(distribution), time.monotonic(), list[CheckResult]()
     console = Console(not flags.json and (launch.rank == 0 or launch.launcher == "tcp"))
