@@ -18,7 +18,7 @@ Factory = Callable[[int, Shape], nn.Module]
 def build_net(
     name: str, classes: Sequence[str], image_format: ImageFormat, weights: str | None = None
 ) -> Normalised:
-    """Return the net `name`, which takes a data set's pixels and gives logits [B, classes].
+    """Return the net `name`, which takes a data set's pixels and returns logits [B, classes].
 
     The pixels are uint8 [B, C, H, W]. The weights are new, or those of --weights: see
     `load_weights`. Raise UsageError for a user's net that cannot be made.
@@ -47,9 +47,9 @@ def build_net(
 
 
 def factory_of(name: str) -> Factory:
-    """Return a function of the number of classes and the shape of an image, which makes the net.
+    """Return the net's factory, to be called with the number of classes and an image's shape.
 
-    Raise UsageError if there is no such net, or its file cannot be imported.
+    Raise UsageError if the net does not exist, or its file cannot be imported.
     """
     if name in MODELS:
         return MODELS[name]
@@ -72,8 +72,8 @@ def has_batch_norm(net: nn.Module) -> bool:
 
 
 def from_torchvision(name: str) -> Factory:
-    """Return a function that makes a classification net of torchvision, for colour images."""
-    from torchvision import models  # over a second, so only where it is used
+    """Return the factory of one of torchvision's classification nets, for colour images."""
+    from torchvision import models  # takes over a second, so only where it is used
 
     names = models.list_models(module=models)
     if name not in names:
@@ -82,12 +82,12 @@ def from_torchvision(name: str) -> Factory:
             f"--model torchvision:{name}: torchvision has no such net for classification{hint}"
         )
     options: dict[str, Any] = {}
-    if name in FROM_TENSORFLOW:  # which by default have auxiliary logits in training
+    if name in FROM_TENSORFLOW:  # which by default also return auxiliary logits in training
         options |= {"aux_logits": False, "init_weights": True}
 
     def make(classes: int, shape: Shape) -> nn.Module:
         if name.startswith("vit_") and shape[1] % int(name[-2:]) == 0:  # whole patches
-            options["image_size"] = shape[1]  # else 224, and it takes no other
+            options["image_size"] = shape[1]  # else 224, and the net takes no other size
         net: nn.Module = models.get_model(name, num_classes=classes, **options)
         return net if shape[0] == 3 else GreyAsColour(net)
 

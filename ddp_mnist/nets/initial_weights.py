@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from torchvision.models import WeightsEnum
 
 METADATA_KEY = "ddp_mnist"  # one key: with several, safetensors writes them in random order
-# Trained in TensorFlow, with mean 0.5 and deviation 0.5. torchvision normalises for these as for
-# all others, and undoes that inside the net.
+# Trained in TensorFlow, with mean 0.5 and deviation 0.5. torchvision normalises for these weights
+# as for all others, and undoes that inside the net.
 FROM_TENSORFLOW = ("googlenet", "inception_v3")
 
 
@@ -34,8 +34,8 @@ FROM_TENSORFLOW = ("googlenet", "inception_v3")
 def find_named(model: str, weights: str | None) -> "WeightsEnum | None":
     """Return torchvision's entry for the weights; None if they are in a file, or not asked for.
 
-    A name is a word in capitals, such as DEFAULT, perhaps after its class, as in torchvision's
-    pages: ResNet18_Weights.DEFAULT. Raise UsageError if the net has no weights of that name.
+    A name is a word in capitals, such as DEFAULT, perhaps after its class, as torchvision's pages
+    write it: ResNet18_Weights.DEFAULT. Raise UsageError if the net has no weights of that name.
     """
     if not weights or not re.fullmatch(r"(\w+_Weights\.)?[A-Z0-9_]+", weights):
         return None
@@ -59,11 +59,11 @@ def find_named(model: str, weights: str | None) -> "WeightsEnum | None":
 
 
 def fetch(weights: str, entry: "WeightsEnum", log: Callable[[str], None], progress: bool) -> None:
-    """Download the weights to the folder where torchvision looks for them, unless they are there.
+    """Download the weights to torchvision's own folder for them, unless they are there already.
 
-    One process per machine does so, under a file lock, and the others wait. `log` gets a line
-    before, and with `progress` a bar is drawn on stderr. Raise UsageError if the file cannot be
-    fetched, and StorageError if the folder cannot be written.
+    One process per machine does so, under a file lock, and the others wait. `log` is called with a
+    line beforehand, and with `progress` a bar is drawn on stderr. Raise UsageError if the file
+    cannot be fetched, and StorageError if the folder cannot be written.
     """
     file = file_of(entry)
     if file.exists():
@@ -104,7 +104,8 @@ def size_of(entry: "WeightsEnum") -> int:
 def prepared_for(entry: "WeightsEnum", model: str, image_format: ImageFormat) -> ImageFormat:
     """Return the format with the mean and deviation that the net was trained with.
 
-    For grey images, which the net gets as three equal channels, they are the mean of the three.
+    For grey images, which the net gets as three equal channels, they are the means over the
+    channels.
     """
     made = entry.transforms()
     from_tensorflow = model.partition(":")[2] in FROM_TENSORFLOW
@@ -119,7 +120,7 @@ def prepared_for(entry: "WeightsEnum", model: str, image_format: ImageFormat) ->
 
 
 def load_weights(net: nn.Module, model: str, weights: str, classes: Sequence[str]) -> str:
-    """Load the tensors of --weights into the net of --model. Return where they are from, in words.
+    """Load the tensors of --weights into the net of --model. Return their origin, in words.
 
     If they were made for other classes, the net's last layer (the one registered last) keeps its
     new weights. Raise UsageError if anything else does not fit.
@@ -167,7 +168,7 @@ def load_weights(net: nn.Module, model: str, weights: str, classes: Sequence[str
 def read_named(
     model: str, weights: str, entry: "WeightsEnum"
 ) -> tuple[dict[str, Tensor], list[str] | None]:
-    """Return the tensors that torchvision's net has with the weights, and the names of its classes.
+    """Return the tensors of torchvision's net with these weights, and the names of its classes.
 
     torchvision's code reads the file: in old ones tensors have other names, or are missing.
     """

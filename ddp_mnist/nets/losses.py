@@ -1,8 +1,8 @@
 """The loss of each image, and its mean over a batch, which training minimises.
 
-The mean is taken here and not in a user's loss. All ranks have equally many images, so the mean of
-their gradients is that of the global batch; and an evaluation can ignore the rows that pad its last
-batch.
+The mean is taken here, not in a user's loss. All ranks have equally many images, so the mean of
+their gradients is the gradient of the global batch; and an evaluation can ignore the rows that pad
+its last batch.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 def image_losses(name: str | None, smoothing: float = 0.0) -> Loss:
     """Return the function for each image's loss, floats [B]: that of --loss, or cross-entropy.
 
-    Raise UsageError if there is no such function, or its file cannot be imported.
+    Raise UsageError if the function does not exist, or its file cannot be imported.
     """
     if name:
         found: Loss = own_code.find("--loss", name)
@@ -32,10 +32,10 @@ def image_losses(name: str | None, smoothing: float = 0.0) -> Loss:
 
 
 def make_loss(recipe: Recipe, rows: Rows, device: torch.device) -> Loss:
-    """Return the function for a batch's mean loss, a scalar; `rows` are those to train on.
+    """Return the function for a batch's mean loss, a scalar; `rows` are the train rows.
 
     With --class-weights it is the mean of weighted losses. PyTorch's own `weight` would divide by
-    the sum of the batch's weights, which differs from rank to rank: N processes would not equal
+    the sum of the batch's weights, which differs from rank to rank: N processes would not train as
     one.
     """
     if not recipe.loss and recipe.class_weights == "none":
@@ -50,7 +50,7 @@ def make_loss(recipe: Recipe, rows: Rows, device: torch.device) -> Loss:
 def balanced(labels: Tensor) -> Tensor:
     """Return each class's weight, float32 [classes], from int64 labels [N].
 
-    Classes that have an image get equal totals, and the mean over the images is 1.
+    All classes that have images get equal totals, and the mean over the images is 1.
     """
     counts = labels.bincount()
     return len(labels) / (counts.count_nonzero() * counts.clamp(min=1))

@@ -7,22 +7,22 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-import torch._dynamo  # AdamW would import it later, while signals wait for a second
+import torch._dynamo  # AdamW would import it mid-run, delaying signals by a second
 from torch import Tensor, nn
 
 from ddp_mnist.config.recipe import ResolvedRecipe
 
 MOMENTUM = 0.9
-KERNEL_STEP = 5.0  # the spectral norm of a kernel's step, in learning rates
+KERNEL_STEP = 5.0  # the spectral norm of a kernel's step, in units of the learning rate
 
 
 class Muon(torch.optim.AdamW):
     """AdamW, except that convolution kernels move along their orthogonalised momentum.
 
-    Jordan et al., Muon: an optimizer for hidden layers in neural networks, 2024. A kernel
-    [out, in, height, width] is a matrix [out, in x height x width]. torch.optim.Muon takes no
-    kernels, and computes in bfloat16, where N processes would not equal one; this one computes in
-    the dtype of the weights.
+    Jordan et al., Muon: an optimizer for hidden layers in neural networks, 2024. A kernel [out, in,
+    height, width] is a matrix [out, in x height x width]. torch.optim.Muon takes no kernels, and
+    computes in bfloat16, in which N processes would not train as one; this class computes in the
+    dtype of the weights.
     """
 
     @torch.no_grad()
@@ -44,7 +44,7 @@ class Muon(torch.optim.AdamW):
 
 
 def orthogonal(matrix: Tensor) -> Tensor:
-    """Return nearly U V' of the singular value decomposition U S V' of a matrix [rows, columns].
+    """Return approximately U V' of the singular value decomposition U S V' of [rows, columns].
 
     Five steps of a Newton-Schulz iteration whose polynomial (Jordan et al.) raises small singular
     values quickly and leaves them between 0.7 and 1.2. Zeros stay zeros.
@@ -74,14 +74,14 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """Return the recipe's optimizer, one of OPTIMIZERS; only matrices and kernels decay.
 
-    `scaler` is the loss scaler of a training in fp16.
+    `scaler` is the loss scaler if training is in fp16.
     """
     parameters = list(model.parameters())
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": recipe.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
-    # Fused is the fastest. But with a loss scaler it would skip a step that overflowed by itself,
-    # and the step would count as taken; None lets torch choose the next fastest.
+    # Fused is the fastest. But with a loss scaler, a fused optimizer itself skips a step that
+    # overflowed, and the step would count as taken; None lets torch choose the next fastest.
     fused = None if scaler else True
     return OPTIMIZERS[recipe.optimizer](groups, lr=recipe.lr, fused=fused)

@@ -1,7 +1,7 @@
-"""The nets: each is made for a number of classes and a shape, and gives logits [B, classes].
+"""Our nets: each is made for a number of classes and a shape, and returns logits [B, classes].
 
 A net takes normalised images [B, C, H, W] in the dtype of its weights. `build_net` puts it behind
-`Normalised`, which takes the pixels themselves. None knows a rank, a device or a flag.
+`Normalised`, which takes the pixels themselves. No net knows a rank, a device or a flag.
 """
 
 import math
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ddp_mnist.data.image_format import ImageFormat, Shape
 
-# Raised when a net computes something else with the same weights; older files are then refused.
+# Raise it when a net's results change for the same weights; older files are then refused.
 VERSION = 4
 MNIST: Shape = (1, 28, 28)
 
@@ -23,7 +23,7 @@ class Normalised(nn.Module):
     """A net that takes pixels: uint8 [B, C, H, W] get mean 0 and deviation 1 per channel.
 
     They are converted to the dtype of the net's weights, so float32, float64 and autocast take the
-    same pixels. Mean and deviation are no buffers: DDP would broadcast those in each step.
+    same pixels. Mean and deviation are not buffers: DDP would broadcast those in each step.
     """
 
     def __init__(self, net: nn.Module, image_format: ImageFormat) -> None:
@@ -39,7 +39,7 @@ class Normalised(nn.Module):
 
 
 class GreyAsColour(nn.Module):
-    """A net for colour images that gets grey ones, as three equal channels."""
+    """A net for colour images that is given grey ones, as three equal channels."""
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
@@ -50,12 +50,12 @@ class GreyAsColour(nn.Module):
 
 
 def deeper(channels: int, shape: Shape, norm: Callable[[int], nn.Module]) -> nn.Sequential:
-    """Return blocks that reduce the maps of images of 56x56 or more to about 3x3; else none.
+    """Return blocks that reduce the maps of images of 56x56 or more to about 3x3; [] for smaller.
 
     Without them a pixel of the last maps depends on 20x20: most of a digit, but little of a photo.
     """
     blocks = nn.Sequential()
-    side = min(shape[1:]) // 8 - 1  # of the maps that they get: 3 of MNIST's
+    side = min(shape[1:]) // 8 - 1  # of the maps they get: 3 for MNIST
     while side >= 6:
         conv = nn.Conv2d(channels, channels, 3, padding=1)
         blocks.append(nn.Sequential(conv, nn.MaxPool2d(2), norm(channels), nn.ReLU()))
@@ -156,7 +156,7 @@ MODELS: dict[str, Callable[[int, Shape], nn.Module]] = {
 
 
 def is_known(name: str) -> bool:
-    """Return whether the net is one of ours or of torchvision's, and not the user's own."""
+    """Return whether the net is built in or torchvision's, not the user's own."""
     return name in MODELS or name.startswith("torchvision:")
 
 
@@ -164,7 +164,7 @@ def is_known(name: str) -> bool:
 
 
 def with_test_time_augmentation(net: nn.Module, name: str) -> nn.Module:
-    """Return the net `name` as it is evaluated and used: cnn_deep sees several views."""
+    """Return the net `name` as it is evaluated and used: cnn_deep gets several views."""
     return ShiftedViews(net) if name == "cnn_deep" else net
 
 

@@ -19,22 +19,22 @@ import torch
 
 from ddp_mnist.errors import CheckpointError, UsageError, reason
 
-SOURCES: dict[str, str] = {}  # the source of each module, as this run imported it
+SOURCES: dict[str, str] = {}  # each module's source, as this run imported it
 # Lines of a traceback in these files are not the user's: Python's own, this package's, PyTorch's.
 PLACES = (Path(__file__).parents[1], Path(inspect.__file__).parent, Path(torch.__file__).parent)
 LIBRARIES = ("<frozen", *(f"{place}/" for place in PLACES))
 
 
 def begin() -> None:
-    """Begin a run: each file is imported anew, as it may have been edited since the last run."""
+    """Begin a run: each file is imported again, as it may have been edited since the last run."""
     SOURCES.clear()
 
 
 def find(flag: str, name: str) -> Any:
     """Return the object `name`, e.g. my_package.nets:Net, that was typed after `flag`.
 
-    Modules are searched for in the working directory too. Raise UsageError if there is no such
-    object, or its module cannot be imported.
+    Modules are searched for in the working directory too. Raise UsageError if the object does not
+    exist, or its module cannot be imported.
     """
     module, _, attribute = name.partition(":")
     found = getattr(import_once(flag, name), attribute, None)
@@ -70,7 +70,7 @@ def import_once(flag: str, name: str) -> ModuleType:
     if here not in sys.path:
         sys.path.append(here)  # at the end: a file evaluate.py must not hide the library
     try:
-        importlib.invalidate_caches()  # the file may be younger than what Python saw of its folder
+        importlib.invalidate_caches()  # the file may be newer than Python's listing of its folder
         before = sys.modules.get(module)
         found = importlib.import_module(module)
         file = found.__file__ or ""
@@ -91,7 +91,7 @@ def import_once(flag: str, name: str) -> ModuleType:
 def locate(error: Exception, called: object = None) -> str:
     """Return an error's reason after the last line of the user's code, e.g. `my_net.py:3: ...`.
 
-    If none of it ran, because the call itself failed, name the line that defines `called`.
+    If no such line ran, because the call itself failed, name the line that defines `called`.
     """
     passed = traceback.extract_tb(error.__traceback__)
     lines = [line for line in passed if not line.filename.startswith(LIBRARIES)]

@@ -16,11 +16,11 @@ def check(model: Normalised, name: str, classes: int, shape: Shape, at_once: int
     """Raise UsageError if the net fails, or DDP would: each parameter has to get a gradient.
 
     `at_once` is how many images BatchNorm gets in training: 1x1 maps of one image have no variance.
-    The trial changes gradients and BatchNorm's statistics: pass a net to be thrown away.
+    The trial changes gradients and BatchNorm's statistics: pass a net that will be discarded.
     """
     if lacks_parameters(model.net):
         raise UsageError(f"--model {name}: lacks parameters; put lists of layers in nn.ModuleList")
-    for batch in (3, 1):  # as an epoch's last batch, or predict's only one
+    for batch in (3, 1):  # as in an epoch's last batch, or predict's only one
         try_net(model.eval(), name, classes, (batch, *shape))
     if not try_net(model.train(), name, classes, (2, *shape)).requires_grad:
         raise UsageError(
@@ -37,7 +37,7 @@ def check(model: Normalised, name: str, classes: int, shape: Shape, at_once: int
 
 
 def lacks_parameters(net: nn.Module) -> bool:
-    """Return whether a net has no parameters, or layers in a plain list, where they are hidden."""
+    """Return whether a net lacks parameters, or hides layers in a plain list, untrained."""
     modules = {*net.modules()}
     values = chain.from_iterable(vars(module).values() for module in modules)
     listed = chain.from_iterable(value for value in values if isinstance(value, list))
@@ -48,7 +48,7 @@ def lacks_parameters(net: nn.Module) -> bool:
 def try_net(model: nn.Module, name: str, classes: int, shape: tuple[int, ...]) -> Tensor:
     """Return the logits [B, classes] of black images [B, C, H, W], in training after a backward.
 
-    Raise UsageError if the net fails, or gives something else.
+    Raise UsageError if the net fails, or returns something else.
     """
     images, mode = list(shape), " in training" * model.training
     try:
@@ -77,7 +77,8 @@ def check_loss(
 ) -> None:
     """Raise UsageError unless --loss gives each image's loss, and the logits a gradient.
 
-    The trial runs on the training's device: constants of the file may be on another one.
+    The trial runs on the training's device, as constants in the user's file may be on a different
+    one.
     """
     for batch in (3, 1):
         logits = torch.linspace(-2, 2, batch * classes, device=device).view(batch, classes)
