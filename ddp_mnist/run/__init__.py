@@ -1,1 +1,1 @@
-"""One training run: its agreement, state, checkpoints, metrics, files and printed lines."""
+"""One training run: what its ranks agree on, its state, checkpoints, metrics, files and output."""

@@ -1,9 +1,9 @@
-"""Checkpoints: one file per step, whole or not there, and read without running any code from it.
+"""Checkpoints: one file per step, complete or absent, read without running any code from it.
 
-A file is what torch.save writes, followed by the 32-byte SHA-256 of that. torch.load does not check
-the checksums inside the zip: of 200 flipped bits it loads 195 without a word.
+A file is the output of torch.save, followed by its 32-byte SHA-256. torch.load does not check the
+checksums inside the zip: of 200 flipped bits it loads 195 without an error.
 
-TrainingRun.save decides what a checkpoint holds: the run's Identity with its FORMAT (identity.py),
+TrainingRun.save decides the content: the run's Identity with its FORMAT (identity.py),
 `State.content`, and how many lines metrics.jsonl had.
 """
 
@@ -27,9 +27,9 @@ DAMAGED = "is damaged or cut short: its SHA-256 does not match"
 def save(run: Path, step: int, content: dict[str, Any], keep: int) -> None:
     """Write the checkpoint of an optimizer step, then remove all but the `keep` newest.
 
-    The file and its folder are on the disk before an older one goes. The content may hold tensors,
-    numbers, texts, None, and lists and dicts of these. Raise StorageError if it cannot be written;
-    the older ones are as they were.
+    The file and its folder are on the disk before an older one is removed. The content may hold
+    tensors, numbers, texts, None, and lists and dicts of these. Raise StorageError if it cannot be
+    written; the older ones are then unchanged.
     """
     path = run / CHECKPOINTS / f"step-{step:08d}.pt"
     with storage_errors(path):
@@ -40,7 +40,7 @@ def save(run: Path, step: int, content: dict[str, Any], keep: int) -> None:
 
 
 def newest_first(run: Path) -> list[Path]:
-    """Return the checkpoints by step: clocks jump, and a copied folder has other times."""
+    """Return the checkpoints, sorted by step: clocks jump, and copying a folder changes times."""
     found = (run / CHECKPOINTS).glob("step-*.pt")
     files = [path for path in found if NAME.fullmatch(path.name) and path.is_file()]
     return sorted(files, key=step_of, reverse=True)
@@ -52,7 +52,7 @@ def step_of(path: Path) -> int:
 
 
 def to_bytes(content: dict[str, Any]) -> bytes:
-    """Return what a checkpoint's file holds."""
+    """Return the content of a checkpoint's file."""
     file = io.BytesIO()
     torch.save(content, file)
     file.write(hashlib.sha256(file.getbuffer()).digest())
@@ -67,14 +67,14 @@ def is_whole(raw: bytes) -> bool:
 def from_bytes(raw: bytes, where: object) -> dict[str, Any]:
     """Return the content that `to_bytes` was given, with all tensors on the CPU.
 
-    Raise CheckpointError if it is not whole, or holds more than tensors and plain values.
+    Raise CheckpointError if it is incomplete, or holds more than tensors and plain values.
     """
     if not is_whole(raw):
         raise CheckpointError(f"{where}: {DAMAGED}; remove it to use the one before")
     try:
         file = io.BytesIO(memoryview(raw)[:-DIGEST_BYTES])
         return torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # whatever a file that was made to deceive makes the parser raise
+    except Exception as error:  # whatever a malicious file makes the parser raise
         raise CheckpointError(
             f"{where}: holds more than tensors and plain values, or is no checkpoint"
             f" ({type(error).__name__}); nothing of it was run; remove it to use the one before"
@@ -84,8 +84,8 @@ def from_bytes(raw: bytes, where: object) -> dict[str, Any]:
 def read_newest(run: Path) -> tuple[bytes, int, list[str]]:
     """Return the bytes of the newest whole checkpoint, its step, and a line for each one skipped.
 
-    Skipped ones are renamed, so that they are not tried again. Raise CheckpointError if there is no
-    whole checkpoint.
+    Skipped ones are renamed, so that they are not tried again. Raise CheckpointError if no
+    checkpoint is complete.
     """
     skipped: dict[Path, str] = {}
     for path in newest_first(run):

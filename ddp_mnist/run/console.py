@@ -13,11 +13,11 @@ from typing import Any, Self, TextIO
 from ddp_mnist.errors import StorageError, printable, reason
 
 BAR = "{bar:8} {desc}"
-SECONDS_BETWEEN = 1.0  # two lines of progress, if there is no terminal
+SECONDS_BETWEEN = 1.0  # between two lines of progress, without a terminal
 COLUMNS = 80  # of wrapped lines
-INDENT = " " * 11  # of the text beside a name, as in a panel
+INDENT = " " * 11  # of the text next to a name, as in a panel
 COLOURS = {"PASS": "32", "WARN": "33", "FAIL": "31"}  # green, yellow and red, as ECMA-48 has them
-# What users copy: a command with its first words, a flag with its value. It stays on one line.
+# Text that users copy: a command with its first words, a flag with its value. It stays on one line.
 COPIED = re.compile(
     r"(?<!\S)(?:(?:\S*python3?|ddp-mnist|pip|make|hf|torchrun|accelerate)(?: [^\s,;()]+){1,6}"
     r"|--?[a-z][\w-]* [^\s,;()]+)"
@@ -27,7 +27,7 @@ COPIED = re.compile(
 class Console:
     """Prints lines and progress on stdout, if `verbose`: on one rank, and not with --quiet.
 
-    On a terminal progress is a bar below the lines, elsewhere a line now and then: what goes to a
+    On a terminal, progress is a bar below the lines, elsewhere a line now and then: output to a
     file, a pipe or a dumb terminal has no control characters. As a context manager it removes the
     bar at the end. A line that cannot be written is an error if it `must_arrive`; if not, the
     console falls silent.
@@ -42,13 +42,16 @@ class Console:
         return self
 
     def __exit__(self, *_error: object) -> None:
-        """Remove the bar, so that what others print begins a line."""
+        """Remove the bar, so that the next output of others begins a line."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None
 
     def print(self, line: str) -> None:
-        """Print a line. Raise StorageError, but not if the reader went away (`| head -1`)."""
+        """Print a line.
+
+        Raise StorageError, but not if the reader has closed the pipe (`| head -1`).
+        """
         if self.verbose:
             self._last = time.monotonic()
             text = f"{line}\n"
@@ -66,7 +69,7 @@ class Console:
         tell(line, print if self._bar is None else self._bar.write)
 
     def close(self) -> None:
-        """Remove the bar, and print nothing any more."""
+        """Remove the bar, and print nothing from here on."""
         self.__exit__()
         self.verbose = False
 
@@ -76,7 +79,7 @@ class Console:
             self.print(line)
 
     def draw(self, done: float, line: str) -> bool:
-        """Show it as a bar where there is a terminal, and nowhere else. Return whether it is."""
+        """Show progress as a bar on a terminal, and nowhere else. Return whether it is shown."""
         if drawn := self.verbose and draws(sys.stdout):
             self.verbose = write_stdout(lambda: self._draw(done, line), self.must_arrive)
         return drawn
@@ -100,7 +103,7 @@ def draws(stream: TextIO) -> bool:
 
 @contextlib.contextmanager
 def passing(line: str) -> Iterator[None]:
-    """Show a line on stderr while the block runs, and remove it; nothing if it is no terminal."""
+    """Show a line on stderr while the block runs, then remove it; only if stderr is a terminal."""
     shown = draws(sys.stderr)
     if shown:
         print(line, end="", file=sys.stderr, flush=True)
@@ -112,14 +115,14 @@ def passing(line: str) -> Iterator[None]:
 
 
 def width_of(stream: TextIO, elsewhere: int = COLUMNS) -> int:
-    """Return the columns of a terminal; `elsewhere` of a file, a pipe, or one that does not say."""
+    """Return a terminal's columns; `elsewhere` for a file, a pipe, or if they are unknown."""
     with contextlib.suppress(OSError, ValueError):  # a test's stream has no number
         return os.get_terminal_size(stream.fileno()).columns or elsewhere
     return elsewhere
 
 
 def coloured(status: str, text: str = "") -> str:
-    """Return the text, or PASS, WARN or FAIL itself, in that one's colour where stdout shows it.
+    """Return the text, or PASS, WARN or FAIL itself, in that one's colour if stdout shows colours.
 
     NO_COLOR (no-color.org) is respected.
     """

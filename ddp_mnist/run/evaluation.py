@@ -25,7 +25,7 @@ from ddp_mnist.cluster.world import broadcast_bytes
 from ddp_mnist.data.batches import Rows, eval_batch_size, make_loader
 from ddp_mnist.nets.losses import image_losses
 
-CROSS_ENTROPY = "cross_entropy"  # by the name of a run's loss, if it is not --loss
+CROSS_ENTROPY = "cross_entropy"  # the name of a run's loss without --loss
 MANY_CLASSES = 40  # above it only the largest cells of a matrix are shown
 
 
@@ -37,8 +37,8 @@ class Metrics:
     loss: float  # mean of --loss, or of cross-entropy without label smoothing, in nats
     count: int  # rows, each counted once
     confusion: list[list[int]]  # confusion[label][prediction] = rows
-    class_accuracy: list[float | None]  # share of correct predictions; None if it has no row
-    # Those that --metrics names; None for one that these images leave undefined.
+    class_accuracy: list[float | None]  # share correct, per class; None without a row
+    # The values of --metrics, by name; None for one that these images leave undefined.
     scores: dict[str, float | None] = field(default_factory=dict)
 
     def named(self, split: str) -> dict[str, float | None]:
@@ -68,7 +68,7 @@ def shown_loss(function: str, loss: float) -> str:
 
 
 def packed(confusion: list[list[int]]) -> list[list[int]]:
-    """Return the matrix as summary.json has it: of more than MANY_CLASSES its cells alone.
+    """Return the matrix as summary.json has it: for more than MANY_CLASSES classes, only its cells.
 
     A cell is [label, prediction, rows], and those without a row are left out: with 1,000 classes
     the whole matrix takes 9 MB.
@@ -80,7 +80,7 @@ def packed(confusion: list[list[int]]) -> list[list[int]]:
 
 
 def unpacked(confusion: list[list[int]], classes: int) -> np.ndarray:
-    """Return the whole matrix [classes, classes] of what `packed` returns."""
+    """Return the whole matrix [classes, classes] from the result of `packed`."""
     if len(confusion[0]) == classes:
         return np.array(confusion)
     matrix = np.zeros((classes, classes), dtype=np.int64)
@@ -90,7 +90,7 @@ def unpacked(confusion: list[list[int]], classes: int) -> np.ndarray:
 
 
 def most_confused(matrix: np.ndarray, most: int) -> list[tuple[int, int, int]]:
-    """Return (label, prediction, rows) of the pairs that were confused, the most frequent first."""
+    """Return (label, prediction, rows) for each confused pair, the most frequent first."""
     wrong = matrix - np.diag(matrix.diagonal())
     order = np.argsort(-wrong, axis=None, kind="stable")[: min(most, np.count_nonzero(wrong))]
     pairs = zip(*np.unravel_index(order, wrong.shape), strict=True)
@@ -128,9 +128,9 @@ def evaluate_split(
 ) -> Metrics:
     """Run the model over the whole split, a loader from `make_eval_loader`.
 
-    Return the same Metrics on every rank; `scores` are those that --metrics names, and `loss` the
-    function of --loss. Raise RuntimeError if not every row was counted exactly once. With `stop`,
-    all ranks check after each batch whether any of them got a stop signal, and raise as
+    Return the same Metrics on every rank; `scores` are the names given to --metrics, and `loss` is
+    the function given to --loss. Raise RuntimeError unless every row was counted exactly once. With
+    `stop`, all ranks check after each batch whether any of them got a stop signal, and raise as
     `StopSignals.save_and_exit_if` does.
     """
     was_training, losses_of = model.training, image_losses(loss)

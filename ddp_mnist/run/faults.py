@@ -1,8 +1,8 @@
-"""The mistakes people make with DDP, on purpose: `train --inject`, to see what each one costs.
+"""Common mistakes with DDP, made on purpose: `train --inject`, to see what each one costs.
 
-Each is made in what train.py is given, its Accelerator or the recipe's learning rate, so train.py
-does not know them. config/faults.py lists all, with the check of verify that finds each. The fault
-of BatchNorm lies in the recipe's flags alone.
+Each changes an object that train.py is given, its Accelerator or the recipe's learning rate, so
+train.py does not know about faults. config/faults.py lists them all, with the check of verify that
+finds each. `batchnorm` only changes the recipe's flags.
 """
 
 import itertools
@@ -26,7 +26,9 @@ from ddp_mnist.data.batches import GlobalBatchSampler, Rows, make_loader
 
 
 def inject(config: ResolvedConfig, world: World) -> ResolvedConfig:
-    """Make the mistake that --inject names, if any. Return the flags, perhaps with another recipe.
+    """Make the mistake that --inject names, if any.
+
+    Return the flags, perhaps with a changed recipe.
 
     The mistake ends with the world, whose Accelerator it changes.
     """
@@ -39,7 +41,7 @@ def inject(config: ResolvedConfig, world: World) -> ResolvedConfig:
 
 
 def stepped_by_each(recipe: ResolvedRecipe, processes: int) -> ResolvedRecipe:
-    """A scheduler that steps once per process is at its end, at 0, N times too early."""
+    """A scheduler that is stepped once per process reaches 0 N times too early."""
 
     class SteppedByEach(ResolvedRecipe):
         def learning_rate(self, step: int) -> float:
@@ -49,7 +51,7 @@ def stepped_by_each(recipe: ResolvedRecipe, processes: int) -> ResolvedRecipe:
     return SteppedByEach(**vars(recipe))
 
 
-# --- Before `prepare`, in the net or in the sampler that it gets
+# --- Before `prepare`, in the net or in the sampler
 
 
 def before_prepare(
@@ -71,13 +73,13 @@ def shuffle_by_rank(_: nn.Module, batches: GlobalBatchSampler, store: Store) -> 
 
 
 def keep_first_order(_: nn.Module, batches: GlobalBatchSampler, __: Store) -> None:
-    """The sampler is not told the epoch, so each one has the order of the first."""
+    """The sampler is never told the epoch, so every epoch repeats the first one's order."""
     start_epoch = batches.start_epoch
     batches.start_epoch = lambda _epoch, skip_steps=0: start_epoch(0, skip_steps)  # type: ignore
 
 
 def sum_gradients(net: nn.Module, _: object, store: Store) -> None:
-    """The mean of N times each rank's gradients is their sum; it is so before they are clipped."""
+    """Scale each rank's gradients by N, so that DDP's mean is their sum, before any clipping."""
     for parameter in (p for p in net.parameters() if p.requires_grad):
         parameter.register_hook(lambda gradient: gradient * store.world_size)
 
@@ -88,15 +90,15 @@ def leave_out_last_parameter(net: nn.Module, *_: object) -> None:
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, [last])
 
 
-# --- In what the Accelerator does later
+# --- Later, in the Accelerator's methods
 
 
 def count_padding(accelerator: Accelerator, _: Store) -> None:
-    """Repeat rows of an evaluation until all ranks' batches are full, and count each."""
+    """Repeat rows of an evaluation until all ranks' batches are full, and count them all."""
     prepare = accelerator.prepare_data_loader
 
     def prepare_padded(loader: DataLoader[Any], **options: Any) -> Any:
-        if size := loader.batch_size:  # None in training, where the sampler makes the batches
+        if size := loader.batch_size:  # None in training: the sampler makes the batches
             rows: Any = loader.dataset
             filled_up = torch.arange(-(-len(rows) // size) * size, device=rows.rows.device)
             padded = Rows(rows.images, rows.labels, rows.rows[filled_up % len(rows)])
@@ -107,7 +109,7 @@ def count_padding(accelerator: Accelerator, _: Store) -> None:
 
 
 def leave(accelerator: Accelerator, store: Store) -> None:
-    """The last rank waits, in step EXIT_STEP of this start, for a word that nobody says.
+    """The last rank blocks, in step EXIT_STEP of this start, on a key that is never set.
 
     Its process lives, so no connection breaks: the others wait for it until --dist-timeout.
     """

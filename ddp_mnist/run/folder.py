@@ -25,7 +25,7 @@ STATUS, SUMMARY, CHECKPOINTS, LOCK = "status.json", "summary.json", "checkpoints
 TRAINED_ON = "trained_on.npy"  # the keys of the images, see data/held_out.py
 RUNS = Path("runs")  # where run folders are numbered
 LATEST = "latest"  # a link to the newest run
-LEFTOVER = ".*.[0-9]*-[0-9]*.tmp"  # of a process that was killed while it wrote
+LEFTOVER = ".*.[0-9]*-[0-9]*.tmp"  # left by a process that was killed while writing
 STARTING = {"state": "running", "exit_code": None, "phase": "starting", "step": 0, "error": None}
 
 
@@ -38,9 +38,9 @@ class RunFolder:
 
     def __init__(self) -> None:
         self.path: Path | None = None
-        self.step = 0  # the last one that the run is known to have taken
-        self.metrics_lines = 0  # of this run in metrics.jsonl
-        self.trackers: Any = None  # what the metrics are logged to as well, see tracking.py
+        self.step = 0  # the last step that the run is known to have taken
+        self.metrics_lines = 0  # number of this run's lines in metrics.jsonl
+        self.trackers: Any = None  # they get the metrics as well, see tracking.py
         self._lock: FileLock | None = None
         self._status: dict[str, Any] = dict(STARTING)
         self._began = False
@@ -49,7 +49,7 @@ class RunFolder:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        """Record how the run ended, if it began, with the exit code that the process will have."""
+        """Record how the run ended, if it began, with the process's exit code."""
         try:
             if not self._began:
                 return
@@ -71,7 +71,7 @@ class RunFolder:
         """Make and open `run_dir`, or else runs/<dataset>-<NNN> with the next free number.
 
         Raise UsageError if the folder holds another program's files or a run; `begin_again` allows
-        the folder of a run that saved nothing. Raise StorageError if it cannot be made or written.
+        a run that saved nothing. Raise StorageError if the folder cannot be made or written.
         """
         with storage_errors(Path(run_dir or RUNS)):
             path = reserve(dataset) if run_dir is None else without_link(Path(run_dir))
@@ -85,7 +85,7 @@ class RunFolder:
         self.open(path)
         names = (CONFIG, METRICS, MODEL, SUMMARY, CHECKPOINTS, TRAINED_ON)
         others = ", ".join(name for name in names if (path / name).exists())
-        if (path / STATUS).exists():  # a run writes it first: without it, these are not a run's
+        if (path / STATUS).exists():  # a run writes it first: without it, no run is here
             free = begin_again and not any((path / CHECKPOINTS).glob("step-*.pt"))
             held = f"a run already (to go on: --resume {path})"
         else:
@@ -99,7 +99,7 @@ class RunFolder:
         self.begin()
 
     def open(self, path: Path) -> None:
-        """Lock the folder of a run, and remove what a killed process left half written there.
+        """Lock the folder of a run, and remove files that a killed process left half-written.
 
         Raise UsageError if another process is writing it, StorageError if it cannot be written.
         """
@@ -117,7 +117,7 @@ class RunFolder:
     def release(self) -> None:
         """Let other processes write the folder."""
         if self._lock:
-            with contextlib.suppress(OSError):  # unlinked first: who waits sees that, and retries
+            with contextlib.suppress(OSError):  # unlinked first: waiters see it, and retry
                 Path(self._lock.lock_file).unlink()
             self._lock.release()
 
@@ -132,7 +132,7 @@ class RunFolder:
         return str(self._status["phase"])
 
     def record_outcome(self, state: str, exit_code: int, error: str) -> None:
-        """Write to status.json what ended the run; if that fails, the first error counts."""
+        """Write the error that ended the run to status.json; if that fails, drop the new error."""
         with contextlib.suppress(StorageError):
             self.status(state=state, exit_code=exit_code, error=error)
 
@@ -158,19 +158,19 @@ class RunFolder:
             self.trackers.log(metrics, step)
 
     def cut_metrics(self, count: int) -> None:
-        """Cut off all but the first `count` lines: they are of steps that are done again."""
+        """Cut off all but the first `count` lines: their steps are about to be repeated."""
         self.metrics_lines = 0
         if self.path and (path := self.path / METRICS).exists():
             with storage_errors(path):
                 lines = path.read_bytes().splitlines(keepends=True)[:count]
-                # A crash of the machine may have torn the last one.
+                # A crash of the machine may have truncated the last one.
                 kept = [line for line in lines if line.endswith(b"\n")]
                 os.truncate(path, sum(map(len, kept)))
             self.metrics_lines = len(kept)
 
 
 def _link(latest: Path, path: Path) -> None:
-    """Make `latest` a link to this run, or warn that it has to stay as it is."""
+    """Make `latest` a link to this run, or warn that it was left as it is."""
     if latest.exists() and not latest.is_symlink():  # `scp -r` copies the link as a folder
         warn(f"{latest}: is not a link, so it was left alone; move it away to get a link to {path}")
         return
@@ -214,7 +214,7 @@ def take_lock(path: Path) -> FileLock:
         return take(lock).lock
     except Timeout:
         who, end = holder(lock), "name another --run-dir"
-        if who not in ("", ANOTHER):  # named in the file: if its machine crashed, nobody frees it
+        if who not in ("", ANOTHER):  # named in a lock file, which outlives a crash of its machine
             end = f"{end}; if {who} no longer runs, remove {lock}"
         raise UsageError(
             f"{path}: another run is writing there; wait until it has ended, or {end}"
@@ -267,7 +267,7 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 @contextlib.contextmanager
 def storage_errors(path: Path, flag: str = "--run-dir") -> Iterator[None]:
-    """Turn an OSError of the block into a StorageError; `flag` is what moves the place."""
+    """Turn an OSError of the block into a StorageError; `flag` names the option for the place."""
     try:
         yield
     except OSError as error:

@@ -21,8 +21,8 @@ def slow_line(rank: int, host: str, times: float) -> str:
 def neighbours_line(fit: int, threads: int, has_launcher: bool = False, fix: str = "") -> str:
     """Return the line that names the number of threads that the cores have room for.
 
-    Of a launcher's processes, one thread cannot be asked for: see `set_threads`. A verb that cannot
-    be resumed has its own `fix`.
+    A launcher's processes cannot be set to one thread: see `set_threads`. A verb that cannot be
+    resumed has its own `fix`.
     """
     wait = "end them, or wait until they have ended" if has_launcher and fit == 1 else ""
     fix = fix or wait or f"stop it, and resume it with OMP_NUM_THREADS={fit}"
@@ -45,16 +45,17 @@ def long_line(left_s: float, epochs: int) -> str:
 
 
 def overfits(trained: float, other: float, images: int) -> bool:
-    """Return whether a net is far worse on `images` others than on its own, and not by chance.
+    """Return whether a net is far worse on `images` other images than on its own, beyond chance.
 
-    That is by TOO_FAR, and by two standard errors of a share of so many images.
+    That means by more than TOO_FAR, and by more than two standard errors of a share of so many
+    images.
     """
     error = math.sqrt(other * (1 - other) / images)
     return trained - other >= max(TOO_FAR, 2 * error)
 
 
 def overfitting(model: str, weights: str | None, augment: bool) -> tuple[str, list[str]]:
-    """Return what it is, in words, and what may help a run with these flags."""
+    """Name overfitting, in words, and return what may help a run with these flags."""
     fixes = ["more images"] + ["--augment"] * (not augment)
     net = "" if model.startswith("torchvision:") else "--model torchvision:resnet18 "
     fixes += [f"{net}--weights DEFAULT"] * (not weights)

@@ -1,4 +1,4 @@
-"""What identifies a run: the values that all ranks share, and those that a checkpoint carries."""
+"""A run's identity: the values that all ranks share, and those that a checkpoint holds."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +9,7 @@ from ddp_mnist.config.run import ResolvedConfig
 from ddp_mnist.data.batches import ImageData
 from ddp_mnist.run.versions import code_digest, own_digests, package_versions
 
-FORMAT = 10  # of config.json and of checkpoints; another one cannot be resumed
+FORMAT = 10  # of config.json and of checkpoints; a different one cannot be resumed
 OF_THE_RESULT: tuple[OnResume, ...] = ("must equal", "may change", "same images")
 
 
@@ -21,7 +21,7 @@ class Identity:
     run_id: str
     flags: dict[str, Any]  # those OF_THE_RESULT, by field name
     digest: str  # of the images
-    own_code: dict[str, str]  # SHA-256 of each file of the user's own, by the flag that names it
+    own_code: dict[str, str]  # SHA-256 of each of the user's own files, by the flag that names it
     world: dict[str, Any]  # may change, and is reported, by the names that users know
 
 
@@ -54,7 +54,7 @@ def facts(config: ResolvedConfig, world: World, images: ImageData) -> dict[str, 
 
 
 def in_effect(world: World) -> dict[str, Any]:
-    """Return how this process communicates and computes, and with which code."""
+    """Return this process's communication, precision and code."""
     return {
         "--backend": world.backend,
         "--mixed-precision": world.precision,

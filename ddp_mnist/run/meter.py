@@ -10,16 +10,16 @@ from ddp_mnist.config.recipe import ResolvedRecipe
 from ddp_mnist.run.slow_ranks import ForwardClock, SlowRanks
 from ddp_mnist.run.state import Progress
 
-SAVE_STEPS = 100  # between checkpoints at the least, if --checkpoint-every is not given, and
-SAVE_S = 5.0  # so many seconds of training
+SAVE_STEPS = 100  # least steps between checkpoints, if --checkpoint-every is not given, and
+SAVE_S = 5.0  # least seconds of training between them
 
 
 class Meter:
     """A rank's counts since the last sync point; at a sync point all ranks add theirs up.
 
-    Between sync points nothing is read from the device, so the host runs ahead of a GPU. There is
-    one about every second, at the same step on all ranks: each plans the next one from the mean of
-    all ranks' speeds.
+    Between sync points nothing is read from the device, so the host runs ahead of a GPU. They are
+    about a second apart, and at the same step on all ranks: each plans the next one from the mean
+    of all ranks' speeds.
     """
 
     def __init__(
@@ -28,24 +28,24 @@ class Meter:
         self.accelerator, self.progress, self.recipe = accelerator, progress, recipe
         self.forward = ForwardClock(net)
         self.slow_ranks = SlowRanks(accelerator.num_processes)
-        self.newly_slow: dict[int, float] = {}  # ranks, at the last sync point: times the median
+        self.newly_slow: dict[int, float] = {}  # rank: times the median, at the last sync point
         self.losses: list[Tensor] = []
         self.correct: list[Tensor] = []
         self.images_per_batch = 0
         self.last_sync = self.last_save = progress.step
-        self.next_sync_step = progress.step + 1  # when it is due, on all ranks the same
+        self.next_sync_step = progress.step + 1  # the same on all ranks
         self.steps_per_s = 0.0  # this rank's, in the interval before the last sync point
         self.agreed_steps_per_s = 0.0  # the mean of all ranks', one interval earlier
         self.restart_clock()
 
     def restart_clock(self) -> None:
-        """Leave the time since the last sync point out of the training's seconds."""
+        """Exclude the time since the last sync point from the training's seconds."""
         self.clock = time.monotonic()
 
     def is_save_due(self, every: int | None) -> bool:
-        """Return whether to save after this step: each `every` steps, as typed, else by the clock.
+        """Return whether to save after this step: every `every` steps if typed, else by the clock.
 
-        A GPU can take 100 steps in 0.2 s, most of which a save on a network's disk would take too.
+        A GPU can take 100 steps in 0.2 s, and a save to a network disk would take nearly as long.
         The ranks agree, as they count the seconds since the last save by the mean of their speeds.
         """
         step = self.progress.step
@@ -55,7 +55,7 @@ class Meter:
         return step % SAVE_STEPS == 0 and step - self.last_save >= least
 
     def count_save(self) -> None:
-        """Note that this step was saved, and leave that out of the training's seconds."""
+        """Note that this step was saved, and exclude that time from the training's seconds."""
         self.last_save = self.progress.step
         self.restart_clock()
 
@@ -66,14 +66,14 @@ class Meter:
         self.images_per_batch = len(labels)
 
     def sync(self, stop_requests: list[float]) -> list[float]:
-        """Add up what all ranks saw into their progress, and plan the next sync point.
+        """Add all ranks' counts to their progress, and plan the next sync point.
 
-        Return the sums over all ranks of `stop_requests`, this rank's numbers. Raise DivergedError,
-        on all ranks alike.
+        Return the sums over all ranks of `stop_requests`, which are this rank's. Raise
+        DivergedError, on all ranks alike.
         """
         sums = sum_up(self.losses, self.correct, self.images_per_batch)
         size = self.accelerator.num_processes
-        forward_s = [0.0] * size  # each rank fills in its own place: 8 bytes a rank, in all
+        forward_s = [0.0] * size  # each rank fills in its own slot: 8 bytes per rank
         forward_s[self.accelerator.process_index] = self.forward.seconds
         mine = sums.new_tensor([*forward_s, *stop_requests, self.steps_per_s])
         reduced = self.accelerator.reduce(torch.cat([sums, mine])).tolist()
@@ -98,10 +98,9 @@ class Meter:
 def sum_up(losses: list[Tensor], correct: list[Tensor], images_per_batch: int) -> Tensor:
     """Return float64 [loss, correct, seen, bad] over batches, without a sync of the device.
 
-    Each batch of `images_per_batch` images on this rank has its mean loss and its number of images
-    that were classified right, both scalars. One whose loss is not finite counts as bad and is left
-    out of the other sums. Rounded to 2**-30, sums are exact, and therefore equal however a run was
-    cut into parts.
+    A batch of `images_per_batch` images on this rank has two scalars, its mean loss and its number
+    of correct predictions. A batch whose loss is not finite counts as bad and is left out of the
+    other sums. Rounded to 2**-30, sums are exact, and therefore equal however a run was divided.
     """
     loss = torch.stack(losses).double()
     finite = torch.isfinite(loss)

@@ -1,8 +1,8 @@
-"""`--profile N`: where the time of N steps goes, on every rank.
+"""`--profile N`: trace where the time of N steps goes, on every rank.
 
-They are steps in a row of one epoch, so that no validation is among them. The traces are gathered
-on rank 0, as machines share no disk: RUN/profile/rank-0.json.gz and so on, which chrome://tracing
-and ui.perfetto.dev open as they are.
+They are consecutive steps of one epoch, so that no validation is among them. The traces are
+gathered on rank 0, as machines may share no disk: RUN/profile/rank-0.json.gz and so on, which
+chrome://tracing and ui.perfetto.dev open directly.
 """
 
 import gzip
@@ -18,13 +18,13 @@ from ddp_mnist.cluster.world import World, gather_bytes
 from ddp_mnist.run.console import Console
 from ddp_mnist.run.folder import RunFolder, storage_errors, write_atomically
 
-WARM_UP = 10  # steps before, if an epoch has so many; the first are slower than all others
+WARM_UP = 10  # steps before, if an epoch has so many: the first steps are the slowest
 ROWS = 10  # of the table
 FOLDER = "profile"
 
 
 class StepProfiler:
-    """Traces `steps` optimizer steps through Accelerate, the same on every rank; none with 0."""
+    """Traces `steps` optimizer steps through Accelerate, the same steps on every rank; 0: none."""
 
     def __init__(self, steps: int, world: World, folder: RunFolder, console: Console) -> None:
         self.steps, self.world = steps, world

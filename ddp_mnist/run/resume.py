@@ -1,8 +1,8 @@
 """Resuming a run: which settings carry over, which may change, and which may not.
 
 A flag that is not typed keeps the value that the run began with, so `--resume runs/mnist-001` is
-all that is needed. Each flag declares its own policy. Those of Distribution, how many processes
-there are and how they communicate, are given anew each time.
+enough. Each flag declares its own policy. Those of Distribution, the processes and how they
+communicate, have to be given each time.
 """
 
 import dataclasses
@@ -43,13 +43,13 @@ class EarlierRun:
     run_id: str
     digest: str  # of its images
     flags: dict[str, Any]  # its RunFlags and its resolved recipe, by field name
-    finished: str = ""  # what to print if nothing is left to do
+    finished: str = ""  # the line to print if nothing is left to do
 
 
 def find(config: TrainConfig, store: Store) -> EarlierRun | None:
     """Return the run to resume, found by rank 0, which has the folder; None to begin one.
 
-    Raise CheckpointError if --resume names no run, its files cannot be read, or what was typed is
+    Raise CheckpointError if --resume names no run, its files cannot be read, or the typed flags are
     another run's.
     """
     found = store.broadcast_from_rank0("resume", lambda: (run := _find(config)) and asdict(run))
@@ -105,13 +105,13 @@ def inherit(config: TrainConfig, found: EarlierRun) -> TrainConfig:
 
 
 def wants_more(now: Recipe, before: dict[str, Any]) -> bool:
-    """Return whether a finished run is to train for longer, by its epochs or its stop rules."""
+    """Return whether a finished run should train longer, by its epochs or its stop rules."""
     stops = ("target_accuracy", "patience")
     return (now.epochs or 0) > before["epochs"] or any(getattr(now, n) != before[n] for n in stops)
 
 
 def has_finished(path: Path) -> str:
-    """Return the line on a finished run that is not to train for longer."""
+    """Return the line on a finished run that should not train longer."""
     summary = read_json(path / SUMMARY)
     stopped_by = summary["stopped_by"]
     early = f", stopped by {stopped_by}" if stopped_by else ""
@@ -127,9 +127,9 @@ def load_latest(
     """Lock the run's folder, and read its newest whole checkpoint; on rank 0.
 
     `config` and `now` are those of this part of the run. Return the checkpoint's bytes, and lines
-    to print: which files were skipped, what changed. Raise CheckpointError if no checkpoint is
-    whole or the newest is another run's, UsageError if another process is writing the folder or
-    fewer epochs are asked for than done.
+    to print on skipped files and changes. Raise CheckpointError if no checkpoint is whole or the
+    newest is another run's, UsageError if another process is writing the folder or fewer epochs are
+    requested than are done.
     """
     path = Path(found.path)
     folder.open(path)
@@ -170,7 +170,7 @@ def load_latest(
 
 
 def changes(before: Identity, now: Identity) -> list[str]:
-    """Return in words what this part of a run does otherwise than the part before."""
+    """Return, in words, what this part of a run does differently from the part before."""
     flags = {flag_name(n): (before.flags[n], v) for n, v in now.flags.items() if n != "dataset"}
     world = {name: (before.world.get(name), value) for name, value in now.world.items()}
     notes = {"--epochs": " (another learning-rate schedule from here on)"}
@@ -181,7 +181,7 @@ def changes(before: Identity, now: Identity) -> list[str]:
 
 
 def refuse_another(name: str, now: Any, before: Any, path: Path) -> None:
-    """Raise CheckpointError if a flag, by its field's name, has another value than before."""
+    """Raise CheckpointError if a flag, by its field's name, has a different value than before."""
     if now != before:
         made = "without it" if before is None else f"with {before}"
         raise CheckpointError(
@@ -191,7 +191,7 @@ def refuse_another(name: str, now: Any, before: Any, path: Path) -> None:
 
 
 def check_images(dataset: str, digest: str, found: EarlierRun) -> None:
-    """Raise CheckpointError if these are other images than the run's, wherever they lie now."""
+    """Raise CheckpointError if these are not the run's images, wherever they lie now."""
     if digest != found.digest:
         raise CheckpointError(
             f"--dataset {dataset}: its images are not those of {found.path}"

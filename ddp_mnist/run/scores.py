@@ -2,8 +2,8 @@
 
 A run keeps them as `Metrics`, see evaluation.py. --metrics adds scikit-learn's and the user's own.
 
-Importing this imports `evaluate` and `datasets`, which takes over a second: only rank 0 does, when
-it has something to count.
+Importing this imports `evaluate` and `datasets`, which takes over a second, so only rank 0 does so,
+when it has something to count.
 """
 
 import functools
@@ -21,7 +21,7 @@ from ddp_mnist.errors import UsageError, did_you_mean
 from ddp_mnist.nets import own_code
 
 # `evaluate` imports these for its Evaluator, which is not used here: half of its import time. An
-# import that finds None raises ImportError, which `evaluate` takes for "is not installed".
+# import that finds None raises ImportError, which `evaluate` reads as "is not installed".
 hidden = [name for name in ("scipy.stats", "transformers") if name not in sys.modules]
 sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]
 try:
@@ -35,7 +35,7 @@ KNOWN = "f1, precision, recall, balanced_accuracy, cohen_kappa, matthews_corrcoe
 
 
 class Classification(evaluate.Metric):
-    """Share of correct predictions, how often each class was taken for each, and --metrics."""
+    """Share of correct predictions, how often each class was predicted as each, and --metrics."""
 
     def _info(self) -> evaluate.MetricInfo:
         columns = Features(dict.fromkeys(("predictions", "references"), Value("int64")))
@@ -58,10 +58,10 @@ class Classification(evaluate.Metric):
 
 
 def find_score(name: str) -> Callable[[Any, Any], float]:
-    """Return the function of int64 labels [N] and predictions [N] that --metrics NAME stands for.
+    """Return the function of int64 labels [N] and predictions [N] that --metrics NAME means.
 
     Without a colon it is scikit-learn's NAME or NAME_score, the mean over the classes if it offers
-    a choice (macro). Raise UsageError if there is none, or if it needs more than predicted classes,
+    a choice (macro). Raise UsageError if it is unknown, or if it needs more than predicted classes,
     which a trial with three classes shows.
     """
     module, _, called = name.rpartition(":")
@@ -81,7 +81,7 @@ def find_score(name: str) -> Callable[[Any, Any], float]:
         means = {"average": "macro", "zero_division": 0}
         given = {key: value for key, value in means.items() if key in takes}
         function = functools.partial(function, **given)
-    # The user's own function may be for two classes, or undefined without an image of a third.
+    # The user's own function may be meant for two classes, or undefined without images of a third.
     tried = ([0, 1, 1, 1], [0, 0, 1, 1]) if own else ([0, 1, 2, 1], [0, 2, 2, 1])
     score(name, function, *map(np.array, tried))
     return function
@@ -90,7 +90,7 @@ def find_score(name: str) -> Callable[[Any, Any], float]:
 def score(
     name: str, function: Callable[[Any, Any], Any], labels: np.ndarray, predictions: np.ndarray
 ) -> float:
-    """Return what the function says, without its warnings, e.g. of classes that have no image."""
+    """Call the function, silencing its warnings, e.g. about classes that have no image."""
     try:
         with warnings.catch_warnings(action="ignore"):
             return float(function(labels.copy(), predictions.copy()))  # it may change them
@@ -106,9 +106,9 @@ def classification_metrics(
 ) -> dict[str, Any]:
     """Count int64 predictions [N] against references [N], both in 0..classes-1.
 
-    Return the fields of `Metrics` but for the loss and the count.
+    Return the fields of `Metrics` except the loss and the count.
     """
-    # Metric.__init__ makes a folder even for what it keeps in memory.
+    # Metric.__init__ makes a folder even if it keeps everything in memory.
     with tempfile.TemporaryDirectory(prefix="ddp_mnist-") as scratch:
         metric = Classification(keep_in_memory=True, cache_dir=scratch)
         given = {"predictions": predictions, "references": references}

@@ -48,9 +48,8 @@ def set_up_run(
 ) -> Iterator[TrainingRun | None]:
     """Agree with all ranks on settings, data and folder, and yield the run.
 
-    Yield None if there is nothing to train: after --dry-run, or if the run that --resume names has
-    finished. Raise a DdpMnistError on all ranks for whatever is missing, damaged, contradictory or
-    different.
+    Yield None if there is nothing to train: after --dry-run, or if --resume names a finished run.
+    Raise a DdpMnistError on all ranks for whatever is missing, damaged, contradictory or different.
     """
     verbose = not config.run.quiet
     with (
@@ -84,7 +83,7 @@ def set_up_run(
 
 
 def takes_memory(run: TrainingRun) -> tuple[str, str]:
-    """Return the flag that fills a GPU's memory in this phase of the run, and what takes less."""
+    """Return the flag that fills a GPU's memory in this phase of the run, and a smaller choice."""
     recipe, size = run.config.recipe, run.world.accelerator.num_processes
     if run.folder.phase in ("validation", "test"):
         return f"--model {recipe.model}", "use a smaller --image-size, or another --model"
@@ -100,7 +99,7 @@ def resolve_and_load(
 ) -> tuple[ResolvedConfig, ImageData]:
     """Return the flags, with the recipe resolved for this data and world size, and the data.
 
-    A resumed run keeps its original settings, except those that were typed.
+    A resumed run keeps its original settings, except those typed on the command line.
     """
     config = apply_launcher_options(config, world.launcher_options, console)
     config = resume.inherit(config, found) if found else config
@@ -137,12 +136,12 @@ def resolve_and_load(
 def apply_launcher_options(
     config: TrainConfig, options: LauncherOptions, console: Console
 ) -> TrainConfig:
-    """Return the flags with what accelerate launch was asked for; a flag that was typed beats it.
+    """Return the flags with the requests to accelerate launch added; a typed flag beats them.
 
-    Print what was asked for and is not done.
+    Print the requests that are not carried out.
     """
     notes, parts, flag = [options.note], options.grad_accum, config.recipe.grad_accum
-    if parts and parts != flag:  # 1 asks for nothing: a resumed run keeps its own
+    if parts and parts != flag:  # 1 requests nothing: a resumed run keeps its own
         if "grad_accum" in config.explicit:
             notes.append(f"{GRAD_ACCUM} {parts}: --grad-accum {flag} was typed, and counts")
         else:
@@ -156,9 +155,9 @@ def apply_launcher_options(
 def check_names(
     config: TrainConfig, store: Store, console: Console
 ) -> tuple[TrainConfig, "WeightsEnum | None"]:
-    """Refuse wrong names of a net, loss, tracker, metric or weights, before the data are read.
+    """Refuse unknown names of a net, loss, tracker, metric or weights, before the data is read.
 
-    Fetch the weights that --weights names, unless a checkpoint has the weights. Return them, and
+    Fetch the weights that --weights names, unless a checkpoint holds the weights. Return them, and
     the flags with the image size that they were made for, unless --image-size was given. Raises as
     `find_named` and `fetch` do.
     """
@@ -181,7 +180,7 @@ def check_names(
 
 
 def load_images(config: TrainConfig, store: Store, console: Console) -> tuple[str, ImageData]:
-    """Return the data set's name and images, which each machine has before the first collective.
+    """Return the data set's name and images; each machine has them before the first collective.
 
     Rank 0 decides what `auto` means.
     """
@@ -199,10 +198,10 @@ def load_images(config: TrainConfig, store: Store, console: Console) -> tuple[st
 
 
 def check_net(config: ResolvedConfig, images: ImageData, at_once: int = 2) -> str:
-    """Build the net once and discard it, so that its errors come before there is a run folder.
+    """Build the net once and discard it, so that errors surface before the run folder exists.
 
-    Return what --weights gives it, in words. Raise as `build_net` and `trial.check` do, or
-    UsageError for --sync-bn or --inject batchnorm without BatchNorm.
+    Return, in words, the origin of its weights if --weights is given. Raise as `build_net` and
+    `trial.check` do, or UsageError for --sync-bn or --inject batchnorm without BatchNorm.
     """
     recipe = config.recipe
     net = build_net(recipe.model, images.classes, images.image_format)

@@ -1,4 +1,4 @@
-"""Find the ranks that the others wait for: every step takes as long as the slowest rank's."""
+"""Find the ranks that the others wait for: every step takes as long as the slowest rank."""
 
 import time
 from collections.abc import Sequence
@@ -9,31 +9,32 @@ import torch
 from torch import nn
 
 SLOW = 1.5  # times the median
-# A minute, in parts: the first steps, a compilation or a process that was stopped, for however
-# long, are in one of them, or in two.
+# A minute, in windows: the first steps, a compilation or a stopped process, however long, fall into
+# one of them, or two.
 WINDOW_S, WINDOWS = 10.0, 6
-GPU_SAMPLE = 8  # one of so many passes is timed on a GPU, whose steps may take only a millisecond
+GPU_SAMPLE = 8  # on a GPU, whose steps may take only a millisecond, one pass in so many is timed
 
 
 class ForwardClock:
     """Times this rank's forward passes in training, the part of a step in which no rank waits.
 
-    By hooks, as DDP sends BatchNorm's buffers to all ranks just before it calls the net. Only with
-    --sync-bn, ranks wait for each other in the net as well, and take about equally long there.
+    The net's hooks do it, because DDP sends BatchNorm's buffers to all ranks just before it calls
+    the net. Only with --sync-bn do ranks wait for each other inside the net; all then take about
+    equally long.
     """
 
     def __init__(self, net: nn.Module) -> None:
         self.seconds, self.passes = 0.0, 0  # up to the last `read`
         self._gpu = next(net.parameters()).device.type == "cuda"
-        self._marks: list[Any] = []  # times, or a GPU's events: beginning, end, beginning, ...
+        self._marks: list[Any] = []  # times, or a GPU's events: start, end, start, ...
         self._calls = 0  # since the last `read`
-        mark = torch.compiler.disable(self._mark)  # it is no part of a compiled net's graph
+        mark = torch.compiler.disable(self._mark)  # not part of a compiled net's graph
         net.register_forward_pre_hook(mark)
         net.register_forward_hook(mark)
 
     @property
     def mean_ms(self) -> float:
-        """Return the milliseconds that a pass takes."""
+        """Return the mean milliseconds of a forward pass."""
         return 1e3 * self.seconds / max(self.passes, 1)
 
     def _mark(self, net: nn.Module, *_: Any) -> None:
@@ -47,7 +48,7 @@ class ForwardClock:
         self._calls += 1
 
     def read(self) -> None:
-        """Add up what has been timed since, at a sync point, which a GPU's events are behind."""
+        """Add up the times since the last read; at a sync point a GPU's events are complete."""
         for began, ended in zip(self._marks[::2], self._marks[1::2], strict=True):
             self.seconds += began.elapsed_time(ended) / 1e3 if self._gpu else ended - began
         self.passes += len(self._marks) // 2
@@ -56,10 +57,10 @@ class ForwardClock:
 
 
 class SlowRanks:
-    """Compares the seconds of all ranks in forward passes, of which each does equally many.
+    """Compares all ranks' seconds in forward passes; each rank does equally many passes.
 
-    The median of an even number of ranks is the lower of the two in the middle. Of two ranks it is
-    thus the faster one's: both wait for the slower.
+    The median of an even number of ranks is the lower of the two in the middle. With two ranks it
+    is thus the faster one's: both wait for the slower.
     """
 
     def __init__(self, ranks: int) -> None:
@@ -68,10 +69,10 @@ class SlowRanks:
         self._slow_windows = np.zeros(ranks, dtype=int)  # in a row, up to this window
 
     def judge(self, seconds: Sequence[float], passed_s: float) -> dict[int, float]:
-        """Take each rank's seconds in forward passes so far, `passed_s` of training later.
+        """Note each rank's seconds in forward passes so far, `passed_s` of training later.
 
-        Return the ranks that have just been slow for a minute, with how many times the median they
-        take; one that stays slow is not returned again.
+        Return the ranks that have just been slow for a minute, each with its multiple of the
+        median; a rank that stays slow is not returned again.
         """
         self._passed_s += passed_s
         if self._passed_s < WINDOW_S:

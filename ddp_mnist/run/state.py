@@ -1,4 +1,4 @@
-"""All that changes in a run; `State.content` is what a checkpoint keeps of it."""
+"""Everything that changes in a run; a checkpoint keeps `State.content` of it."""
 
 import copy
 import time
@@ -15,8 +15,8 @@ from ddp_mnist.run.evaluation import Metrics
 Net = TypeVar("Net", bound=nn.Module)
 
 BAD_STEPS_ALLOWED = 3  # of fp16, in a row: losses that are not finite
-# A loss scaler begins at 2**16 and halves with each step that it skips: at 2**-8 it is the
-# gradients themselves that are not finite.
+# A loss scaler begins at 2**16 and halves with each step that it skips: at 2**-8 the gradients
+# themselves are not finite.
 SKIPPED_STEPS_ALLOWED = 24
 
 
@@ -25,7 +25,7 @@ class Sums:
     """Sums over steps and ranks."""
 
     loss: float = 0.0  # as training minimises it: with smoothing and weights, if any
-    correct: float = 0.0  # images that were classified right
+    correct: float = 0.0  # images classified correctly
     seen: float = 0.0  # images
     seconds: float = 0.0
 
@@ -42,7 +42,7 @@ class Sums:
 class Progress:
     """Counts and times of a run, summed over its first start and every resume.
 
-    Equal on all ranks, but for the seconds, which each rank measures itself.
+    Equal on all ranks, except the seconds, which each rank measures itself.
     """
 
     epoch: int = 0  # epochs completed
@@ -52,29 +52,32 @@ class Progress:
     train_seconds: float = 0.0  # in training steps, without validation and saving
     save_seconds: float = 0.0  # in saving checkpoints
     total_seconds: float = 0.0  # since the processes began to look for each other
-    val_accuracy: float | None = None  # of the weights as they are; None before a validation
+    val_accuracy: float | None = None  # of the current weights; None before a validation
     best_accuracy: float = -1.0  # the highest so far
     best_epoch: int = 0  # the epoch, counted from 1, that reached it
     stopped_by: str | None = None  # the flag that ended the run early
     resumed_from: list[int] = field(default_factory=list)  # steps
-    bad_in_a_row: float = 0.0  # batches whose loss was not finite, up to now
+    bad_in_a_row: float = 0.0  # batches so far whose loss was not finite
     since_log: Sums = field(default_factory=Sums)  # over the steps since the last log line
     in_epoch: Sums = field(default_factory=Sums)  # over this epoch's steps
 
     @classmethod
     def from_dict(cls, plain: dict[str, Any]) -> Self:
-        """Undo asdict. Raise KeyError or TypeError for the dict of something else."""
+        """Rebuild from `asdict`. Raise KeyError or TypeError if the dict is not a Progress."""
         sums = {name: Sums(**plain[name]) for name in ("since_log", "in_epoch")}
         return cls(**{**plain, **sums})
 
     def count_step(self, skipped: bool) -> None:
-        """Count an optimizer step. All ranks skip it or none: each sees the averaged gradients."""
+        """Count an optimizer step.
+
+        All ranks skip it or none does: each sees the averaged gradients.
+        """
         self.step += 1
         self.skipped_steps += skipped
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
 
     def add(self, loss: float, correct: float, seen: float, bad: float, seconds: float) -> None:
-        """Add what all ranks saw since the last sync point."""
+        """Add all ranks' counts since the last sync point."""
         for sums in (self.since_log, self.in_epoch):
             sums.loss += loss
             sums.correct += correct
@@ -97,7 +100,7 @@ class Progress:
             raise diverged(recipe, self.step, "the gradient")
 
     def end_log_line(self) -> dict[str, float | None]:
-        """Return the means since the last log line, and begin anew."""
+        """Return the means since the last log line, and start over."""
         line, self.since_log = self.since_log.means(), Sums()
         return line
 
@@ -124,7 +127,7 @@ def diverged(recipe: ResolvedRecipe, step: int, what: str) -> DivergedError:
 
 @dataclass
 class State:
-    """All that changes in a run."""
+    """Everything that changes in a run."""
 
     net: nn.Module  # without DDP around it
     optimizer: Any  # with its moments and step counts
@@ -160,7 +163,7 @@ class State:
         return net
 
     def content(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps: tensors and plain values."""
+        """Return the content of a checkpoint: tensors and plain values."""
         self.progress.total_seconds = time.monotonic() - self.started
         return {
             "model": self.net.state_dict(),
@@ -171,10 +174,10 @@ class State:
         }
 
     def restore(self, content: dict[str, Any], recipe: ResolvedRecipe) -> Progress:
-        """Take over what `content` returned, under a recipe that may have changed since.
+        """Restore the result of `content`, under a recipe that may have changed since.
 
-        Return how far the run has come. Raise CheckpointError if the tensors are not those of this
-        net and optimizer.
+        Return the run's progress. Raise CheckpointError if the tensors are not those of this net
+        and optimizer.
         """
         groups = self.optimizer.param_groups
         try:
@@ -193,7 +196,7 @@ class State:
                 f"the checkpoint does not fit the model or the optimizer ({error}); undo what has"
                 " changed in their code since, or begin a new run"
             ) from error
-        if recipe.patience and self.best_weights is None:  # none were kept: the search begins here
+        if recipe.patience and self.best_weights is None:  # none yet: the search begins here
             progress.best_accuracy, progress.best_epoch = -1.0, progress.epoch
         self.started -= progress.total_seconds
         progress.resumed_from.append(progress.step)

@@ -39,7 +39,7 @@ FOLDER_KEY = "run folder"  # the broadcast of its path
 
 
 def plan(config: ResolvedConfig, world: World, images: ImageData, folder: Path | None) -> str:
-    """Return the resolved run as a panel, to be shown before its first step."""
+    """Return the resolved run as a panel, to show before its first step."""
     recipe, size = config.recipe, world.accelerator.num_processes
     val_rows, steps = len(images.val_rows), recipe.steps_per_epoch
     train_rows = len(images.train_labels) - val_rows
@@ -117,7 +117,7 @@ def by_class(images: ImageData, class_weights: str = "none") -> dict[str, str]:
 
 @contextlib.contextmanager
 def narrated_elsewhere(world: World, verbose: bool) -> Iterator[None]:
-    """Say on each machine but rank 0's that it joined, and at the end where the result is."""
+    """On each machine except rank 0's, say that it joined, and at the end where the result is."""
     store = world.store
     console = Console(verbose and store.rank > 0 and world.local_rank == 0, must_arrive=False)
     host = store.place.main_host
@@ -135,10 +135,10 @@ def narrated_elsewhere(world: World, verbose: bool) -> Iterator[None]:
 def step_line(
     line: dict[str, Any], step: int, total_steps: int, left_s: float | None, phase: str = ""
 ) -> str:
-    """Return the line of an optimizer step, in 70 columns; a phase stands in the place of the rate.
+    """Return the line of an optimizer step, in 70 columns; a phase replaces the learning rate.
 
-    `line` is what metrics.jsonl gets, {} before the first step; `left_s` are the seconds left, None
-    if nothing is known of them.
+    `line` is the line for metrics.jsonl, {} before the first step; `left_s` is the time left in
+    seconds, None if unknown.
     """
     parts = [f"step {step:>{len(str(total_steps))}}/{total_steps}"]
     parts += [f"loss {loss(line)}"] if line else []
@@ -153,7 +153,7 @@ def step_line(
 def epoch_line(epoch: int, epochs: int, means: dict[str, Any], validation: Metrics | None) -> str:
     """Return the line of `epoch`, counted from 0, that has ended.
 
-    In a narrow terminal it breaks before a whole name and number.
+    In a narrow terminal it breaks between pairs of name and number.
     """
     parts = [f"epoch {epoch + 1:>{len(str(epochs))}}/{epochs}", f"loss {loss(means)}"]
     parts += [f"accuracy {means['accuracy']:.4f}"] if means["accuracy"] is not None else []
@@ -179,7 +179,7 @@ def summarise(
     test: Metrics,
     times: list[list[float]],
 ) -> dict[str, Any]:
-    """Return summary.json: the result, and all that is needed to judge it.
+    """Return summary.json: the result, and everything needed to judge it.
 
     Seconds are wall-clock, summed over the parts of a run that was resumed. `times` are each rank's
     seconds in training steps and milliseconds in a forward pass, in this part alone: other parts

@@ -1,4 +1,4 @@
-"""The trackers that --trackers names: what Accelerate logs to, besides metrics.jsonl.
+"""The trackers that --trackers names: Accelerate logs to them, besides metrics.jsonl.
 
 Only the process that has the run folder has them. A tracker that raises an error, e.g. because its
 server is gone, is dropped, and the training continues; a slow one holds up the steps.
@@ -21,9 +21,9 @@ PROJECT, FOLDER = "ddp_mnist", "tracking"
 
 
 def named(trackers: str | None) -> list[str]:
-    """Return the names, which commas separate; to be called on rank 0, where the trackers run.
+    """Return the comma-separated names; to be called on rank 0, where the trackers run.
 
-    Raise UsageError if Accelerate knows no such tracker, or its package is not installed.
+    Raise UsageError if Accelerate does not know a tracker, or its package is not installed.
     """
     names = [name.strip() for name in (trackers or "").split(",") if name.strip()]
     installed = [str(name) for name in get_available_trackers()] if names else []
@@ -41,7 +41,7 @@ def named(trackers: str | None) -> list[str]:
 def tracked(
     config: ResolvedConfig, folder: RunFolder, world: World, console: Console
 ) -> Iterator[None]:
-    """Log what the block logs to the trackers too. Raise UsageError if one cannot be started."""
+    """Log the block's metrics to the trackers too. Raise UsageError if one cannot be started."""
     names = named(config.run.trackers) if folder.path else []
     if folder.path is None or not names:
         yield
@@ -50,7 +50,7 @@ def tracked(
     accelerator.project_configuration.set_directories(place)
     accelerator.log_with = filter_trackers(names, place)
     options = {
-        "tensorboard": {"purge_step": folder.step + 1},  # steps that are done again
+        "tensorboard": {"purge_step": folder.step + 1},  # from steps that are repeated
         "wandb": {"name": run_name, "dir": place},
         "mlflow": {"run_name": run_name},
         "trackio": {"name": run_name},

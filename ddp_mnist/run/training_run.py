@@ -37,8 +37,8 @@ class TrainingRun:
     stop: StopSignals
     folder: RunFolder = field(default_factory=RunFolder)  # has no path on ranks that do not write
     console: Console = field(default_factory=lambda: Console(False))  # silent on all but one
-    identity: Identity | None = None  # of a run that is written: it is in each checkpoint
-    checkpoint: bytes | None = None  # to resume from: whole on rank 0, empty on the other ranks
+    identity: Identity | None = None  # None if nothing is written; each checkpoint holds it
+    checkpoint: bytes | None = None  # to resume from: complete on rank 0, empty on other ranks
     where: str = ""  # the folder's path on rank 0's machine
     state: State = field(init=False)  # set by `begin`, as the profiler
     profiler: StepProfiler = field(init=False)
@@ -46,7 +46,7 @@ class TrainingRun:
     overfits: bool = False  # whether the hint has been printed
     judges_length: bool = False  # if the recipe has chosen it, on a CPU, where somebody waits
     line: dict[str, Any] = field(default_factory=dict)  # of the last sync point, as it is logged
-    began: tuple[float, int] | None = None  # when and at which step the first sync point was
+    began: tuple[float, int] | None = None  # time and step of the first sync point
 
     def __post_init__(self) -> None:
         self.stop.answer, self.stop.at_once = self.answer, self.give_up
@@ -129,7 +129,7 @@ class TrainingRun:
     def log_epoch(
         self, means: dict[str, Any], progress: Progress, validation: Metrics | None
     ) -> None:
-        """Write what the validation found, and show the epoch that has ended."""
+        """Write the validation's results, and show the epoch that has ended."""
         recipe, epoch = self.config.recipe, progress.epoch - 1
         if validation:
             self.folder.append_metrics(progress.step, {"epoch": epoch, **validation.named("val")})
@@ -179,7 +179,7 @@ class TrainingRun:
         state.progress.save_seconds += time.monotonic() - clock
 
     def answer(self) -> None:
-        """Say what a first Ctrl-C does, once on each machine where it is pressed.
+        """Say what a first Ctrl-C does, once on each machine on which it is pressed.
 
         A launcher turns a second one into a SIGTERM to its processes, which then save as well.
         """

@@ -1,4 +1,4 @@
-"""The versions of what runs here: packages, code, commit."""
+"""The versions of packages, code and commit that run here."""
 
 import hashlib
 import platform
@@ -31,7 +31,7 @@ def code_digest() -> str:
 
 
 def own_digests(recipe: ResolvedRecipe) -> dict[str, str]:
-    """Return the SHA-256 of each file of the user's own, by what named it: --model, --loss."""
+    """Return the SHA-256 of each of the user's own files, by its flag: --model, --loss."""
     named = {"--model": "" if is_known(recipe.model) else recipe.model, "--loss": recipe.loss}
     return {f"{flag} {name}": own_code.digest(flag, name) for flag, name in named.items() if name}
 

@@ -27,10 +27,10 @@ class Trained:
     """A net with the weights of a finished run, in eval mode on the CPU."""
 
     net: Normalised  # with the weights
-    model: nn.Module  # gives the logits: the net, or what `with_test_time_augmentation` makes of it
+    model: nn.Module  # returns the logits: the net, with its test-time augmentation if it has any
     architecture: str  # its name, as typed after --model
     classes: list[str]  # their names, in the order of the logits
-    image_format: ImageFormat  # how the images were made that it was trained on
+    image_format: ImageFormat  # how its training images were prepared
 
 
 def to_bytes(
@@ -58,10 +58,10 @@ def apart(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def read_bytes(run: str) -> bytes:
-    """Return model.safetensors of run folder `run`. Raise CheckpointError if there is none.
+    """Return model.safetensors of run folder `run`. Raise CheckpointError if it is missing.
 
-    A run that was resumed for more epochs, and has not finished since, still holds the model of
-    its earlier part: that is returned, with a warning on stderr.
+    A run that was resumed for more epochs, and has not finished since, still holds the model of its
+    earlier part, which is then returned, with a warning on stderr.
     """
     status, summary = (read_if_whole(Path(run) / name) for name in (STATUS, SUMMARY))
     unfinished = status.get("state", "finished") != "finished"
@@ -82,7 +82,7 @@ def read_bytes(run: str) -> bytes:
 
 
 def read_if_whole(path: Path) -> dict[str, Any]:
-    """Return the object in a file that a model alone lacks; {} if it is missing or damaged."""
+    """Return the JSON object in a file of the run folder; {} if it is missing or damaged."""
     with contextlib.suppress(OSError, ValueError, TypeError):
         return dict(read_json(path))
     return {}
@@ -107,7 +107,7 @@ def from_bytes(content: bytes, where: str) -> Trained:
         dtypes = [tensor.dtype for tensor in state.values() if tensor.is_floating_point()]
         net.to(dtypes[0])
         net.net.load_state_dict(state)
-    except UsageError as error:  # of --model, which was typed for the training
+    except UsageError as error:  # of --model, as typed for the training
         raise CheckpointError(f"{where}: {error}") from error
     except (ValueError, LookupError, TypeError, RuntimeError, SafetensorError) as error:
         raise CheckpointError(
