@@ -9,9 +9,9 @@ T = TypeVar("T")
 
 
 def with_deadline(function: Callable[[], T], seconds: float) -> T:
-    """Return what `function` returns, or raise what it raises; TimeoutError after `seconds`.
+    """Return the result of `function`, or raise its exception; TimeoutError after `seconds`.
 
-    It runs in a thread, which is abandoned if it does not end; to start one takes some 50 us.
+    It runs in a thread, which is abandoned if it does not end; starting one takes some 50 us.
     """
     future: Future[T] = Future()
 

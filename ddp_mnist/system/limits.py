@@ -31,7 +31,7 @@ def cpu_quota() -> float:
 def free_memory() -> float:
     """Return the free bytes of the machine, as far as its control groups allow.
 
-    A group counts the page cache of files that it has read as used, although it can be freed.
+    A group counts the page cache of files it has read as used, although it can be freed.
     """
     free = float(psutil.virtual_memory().available)
     groups = [*control_groups("", "memory.max", "memory.current", "memory.stat")]
@@ -47,7 +47,7 @@ def free_memory() -> float:
 
 
 def control_groups(controller: str, *files: str) -> Iterator[list[str]]:
-    """Yield the words of these files of each group around this process that has them.
+    """Yield these files' words, for each control group around this process that has the files.
 
     `controller` names one of cgroup v1's hierarchies; "" is that of v2. Limits of the outer groups
     hold too. A container sees its own group as the outermost.

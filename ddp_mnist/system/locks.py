@@ -18,7 +18,7 @@ from filelock import AcquireReturnProxy, FileLock, SoftFileLock, Timeout
 
 POLL_S = 0.05
 ANOTHER = "another process"
-REFUSED = (errno.ENOLCK, errno.EOPNOTSUPP)  # from a disk with locks that grants none (NFS)
+REFUSED = (errno.ENOLCK, errno.EOPNOTSUPP)  # from a disk that has locks but grants none (NFS)
 FILTERS = threading.Lock()  # for warning filters: threads would undo each other's
 FIRST_PIDS = 0xEFFFFFFC  # the PID namespace that every Linux machine starts with
 
@@ -26,8 +26,8 @@ FIRST_PIDS = 0xEFFFFFFC  # the PID namespace that every Linux machine starts wit
 def take(path: Path, wait: bool = False) -> AcquireReturnProxy[FileLock]:
     """Acquire the lock and return it, as a context manager that releases it.
 
-    Raise Timeout if another process holds it and this one is not to `wait`, OSError if the file
-    cannot be written or the disk grants no locks.
+    Raise Timeout if another process holds it and `wait` is false, OSError if the file cannot be
+    written or the disk grants no locks.
     """
     lock = FileLock(path, thread_local=False)
     while True:
@@ -49,20 +49,20 @@ def remove_stale(path: Path, wait: bool) -> None:
     """Remove a lock's file if its process no longer runs; raise as `take` does.
 
     To remove it, this process takes a second lock and looks again: another one may have removed the
-    file, and taken the lock, in between. One race remains: where a disk can exchange two names,
+    file, and taken the lock, in between. One race remains: if a disk can exchange two names,
     filelock takes over a stale file without that second lock, perhaps between the look and the
     removal. Lustre cannot exchange names.
     """
     with (
         take(path.with_name(f"{path.name}.stale"), wait),
-        contextlib.suppress(FileNotFoundError),  # it was released: the next one is another's
+        contextlib.suppress(FileNotFoundError),  # it was released: a new one is not ours
     ):
         if not holder_of(path) or (wait and is_empty(path)):
             path.unlink()
 
 
 def is_empty(path: Path) -> bool:
-    """Return whether a lock's file has been empty for a minute; nobody holds such a lock.
+    """Return whether a lock's file has been empty for a minute; no process holds such a lock.
 
     A flock leaves such files, on another machine that mounts the same disk with flock. A file that
     is itself the lock is written at once.

@@ -1,4 +1,4 @@
-"""Other programs on this machine: how many of its cores they hold, and whether they slow a run."""
+"""Other programs on this machine: how many cores they use, and whether they slow a run."""
 
 import os
 import time
@@ -8,21 +8,21 @@ import psutil
 
 from ddp_mnist.system.limits import affinity, cores
 
-NEIGHBOURS_S = 10.0  # of training, to tell a program that stays from one that comes and goes
+NEIGHBOURS_S = 10.0  # of training, to tell a lasting program from a short one
 
 
 def cores_held(seconds: float = 1.0) -> tuple[float, int, list[str]]:
-    """Return how many of this process's cores others hold, how many it has, and who holds most.
+    """Return how many cores others use, how many this process has, and the busiest programs.
 
-    It measures for `seconds`. Named are the two programs that use most, of those that use a tenth
-    of a core or more. Time that a virtual machine's host takes counts as held.
+    It measures for `seconds`. The two busiest programs are named, if they use a tenth of a core or
+    more. Time that a virtual machine's host takes counts as used.
     """
     list(psutil.process_iter(["cpu_percent"]))  # the next look measures from this one on
     busy = psutil.cpu_percent(seconds, percpu=True)
     used = Counter[str]()  # by program, in percent of a core
     for process in psutil.process_iter(["name", "cpu_percent"]):
         if process.pid != os.getpid():
-            used[process.info["name"]] += process.info["cpu_percent"] or 0  # None: it is not shown
+            used[process.info["name"]] += process.info["cpu_percent"] or 0  # None: access denied
     programs = [name for name, percent in used.most_common(2) if percent >= 10]
     mine = affinity()
     shares = [busy[core] for core in mine] if max(mine) < len(busy) else busy
@@ -42,7 +42,7 @@ class Neighbours:
         self._before = self._look()
 
     def judge(self) -> int:
-        """Return how many threads there was room for on the cores, if fewer than there are, else 0.
+        """Return how many threads the cores had room for, if fewer than run here, else 0.
 
         It measures over `NEIGHBOURS_S` or more, and returns 0 before.
         """
