@@ -28,12 +28,12 @@ class CheckResult(NamedTuple):
 
     @classmethod
     def from_error(cls, name: str, error: DdpMnistError) -> Self:
-        """Return a FAIL whose fix is what the error says after its last semicolon."""
+        """Return a FAIL; its fix is the error's text after the last semicolon."""
         text, _, fix = str(error).rpartition("; ")
         return cls(FAIL, name, text or fix, fix if text else "")
 
     def __str__(self) -> str:
-        """Return lines of at most 80 columns, in colour; the fix begins on a line of its own."""
+        """Return lines of at most 80 columns, in colour; the fix begins a new line."""
         lines = wrapped(self.text, f"{self.status}  {self.name:<14} ", INDENT)
         lines += wrapped(self.fix, f"{INDENT}-> ", f"{INDENT}   ")
         return coloured(self.status) + "\n".join(lines).removeprefix(self.status)

@@ -13,7 +13,7 @@ FOR_EXAMPLE = "multi_cpu.yaml"  # it runs on any machine
 
 
 def run(flags: Configs) -> None:
-    """Write the files; print what each is for, and a command with one. Replace no other file."""
+    """Write the files; print the purpose of each, and a command with one. Replace no other file."""
     out, console = Path(flags.folder), Console(True)
     contents = {path.name: path.read_bytes() for path in stored()}
     with folder.storage_errors(out, "DIR"):

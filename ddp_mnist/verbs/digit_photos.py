@@ -25,7 +25,7 @@ def as_mnist(image: PIL.Image.Image) -> PIL.Image.Image:
     borders, (height, width) = (*grey[[0, -1]], *grey.T[[0, -1]]), grey.shape
     if grey.shape == SHAPE and np.ptp(grey):
         return PIL.Image.fromarray(255 - grey if is_bright_paper(np.concatenate(borders)) else grey)
-    # Light falls from one side: the paper is a plane through the medians of the borders.
+    # Light may fall from one side: the paper is a plane through the medians of the borders.
     top, bottom, left, right = map(np.median, borders)
     paper = (top + bottom + left + right) / 4
     down, across = np.linspace(-0.5, 0.5, height), np.linspace(-0.5, 0.5, width)
@@ -38,7 +38,7 @@ def as_mnist(image: PIL.Image.Image) -> PIL.Image.Image:
 
 
 def as_viewed(image: PIL.Image.Image) -> np.ndarray:
-    """Return uint8 [H, W], upright, and made small first: what follows takes 40 bytes a pixel."""
+    """Return uint8 [H, W], upright, and shrunk first: later steps take 40 bytes per pixel."""
     image.draft("L", (LONGEST_SIDE, LONGEST_SIDE))  # so that a JPEG is not decoded in full
     grey = in_mode(image, "L")
     low, high = grey.getextrema()
@@ -57,7 +57,7 @@ def centred(strokes: np.ndarray) -> PIL.Image.Image:
     frame = np.zeros(SHAPE, dtype=np.uint8)
     place = []
     for axis, side in enumerate(small.shape):
-        mass = small.sum(1 - axis) + 1e-9  # thin strokes of a large page may have vanished
+        mass = small.sum(1 - axis) + 1e-9  # thin strokes on a large page may have vanished
         start = round(13.5 - np.average(np.arange(side), weights=mass))
         start = min(max(start, 0), 28 - side)
         place.append(slice(start, start + side))

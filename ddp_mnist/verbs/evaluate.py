@@ -34,8 +34,8 @@ from ddp_mnist.run.summary import changed_since
 from ddp_mnist.verbs.flags import Evaluate
 
 MOST_SHOWN = 10  # classes, and pairs of them, if there are many
-MOST_NAMED = 50  # files that are looked for; a line holds fewer
-TABLE_COLUMNS = 80  # names of classes head the columns if the table then fits, else numbers do
+MOST_NAMED = 50  # files that are looked up; a line holds fewer
+TABLE_COLUMNS = 80  # columns for names of classes as heads; otherwise numbers
 
 
 def run(flags: Evaluate, distribution: Distribution) -> None:
@@ -65,7 +65,7 @@ def evaluate_run(
             store.broadcast_from_rank0("unseen", lambda: _check_unseen(flags, images, rows))
         model, classes = trained.model.to(accelerator.device), len(trained.classes)
         loader = evaluation.make_eval_loader(accelerator, rows, flags.batch_size)
-        size = loader.total_batch_size // accelerator.num_processes  # a process's, at once
+        size = loader.total_batch_size // accelerator.num_processes  # of a process, at once
         fix = f"use --batch-size {size // 2}" if size > 1 else "evaluate with --cpu"
         with within_memory(accelerator.device, lambda: (f"--batch-size {size}", fix)):
             metrics = evaluation.evaluate_split(
@@ -91,8 +91,8 @@ def evaluate_run(
 def _read_config(run: str, metrics: Sequence[str]) -> dict[str, Any]:
     """Return the run's flags, the digest and own_code of config.json, and summary.json or {}.
 
-    A flag that is younger than the run has its default; --metrics, if typed, replace the run's.
-    Raise CheckpointError if config.json is damaged, UsageError for an unknown metric.
+    A flag newer than the run has its default; --metrics, if typed, replaces the run's. Raise
+    CheckpointError if config.json is damaged, UsageError for an unknown metric.
     """
     try:
         config = read_json(Path(run) / CONFIG)
@@ -120,7 +120,7 @@ def _read_config(run: str, metrics: Sequence[str]) -> dict[str, Any]:
 def _load(flags: Evaluate, config: dict[str, Any], trained: weights.Trained) -> ImageData:
     """Return the run's data set, or that of --dataset with images of the run's shape and labels.
 
-    Raise DataError if the run's own has changed since.
+    Raise DataError if the run's own data set has changed since.
     """
     name, cache_dir = config["dataset"], flags.cache_dir or config["cache_dir"]
     image_options = ImageOptions.of(config)
@@ -145,7 +145,7 @@ def _load(flags: Evaluate, config: dict[str, Any], trained: weights.Trained) -> 
 def _relabelled(images: ImageData, trained: weights.Trained, flags: Evaluate) -> ImageData:
     """Return the images with the run's labels, matched by class names; -1 for other classes.
 
-    Raise UsageError if an image of the split is of such a class.
+    Raise UsageError if an image of the split has such a class.
     """
     labels = [images.train_labels, images.test_labels]
     index_of = {name: index for index, name in enumerate(trained.classes)}
@@ -164,7 +164,7 @@ def _relabelled(images: ImageData, trained: weights.Trained, flags: Evaluate) ->
 
 
 def _rows(images: ImageData, split: str, val_size: int) -> Rows:
-    """Return the split's images and labels; the run held `val_size` of the train images out."""
+    """Return the split's images and labels; the run held out `val_size` of the train images."""
     there = len(images.train_labels)
     if split == "test":
         return train_val_test_split(images)[2]
@@ -183,7 +183,7 @@ def _check_unseen(flags: Evaluate, images: ImageData, rows: Rows) -> None:
     """Raise DataError if the run was trained on some of these images; warn if that is unknown.
 
     If it is unknown and the images were drawn from a train split, as the run's may have been, raise
-    DataError too.
+    DataError as well.
     """
     if flags.split == "train":
         return

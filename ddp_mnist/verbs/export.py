@@ -3,9 +3,9 @@
     ddp-mnist export runs/latest                    # RUN/export/: safetensors, torch.export, a card
     ddp-mnist export runs/latest --format onnx      # needs the extra `onnx`
 
-Every file takes uint8 images [B, C, H, W] with any B, and gives logits [B, classes]: the model
-normalises the pixels itself. The card says which images these are, and so do model.onnx's metadata.
-Nothing is written before all are checked, nor a file with other outputs.
+Every file takes uint8 images [B, C, H, W] with any B, and returns logits [B, classes]: the model
+normalises the pixels itself. The card describes the images, as do model.onnx's metadata. Nothing is
+written before all formats are checked, and never a file whose outputs differ.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ Outputs = Callable[[Tensor], Tensor]  # of images, logits
 
 
 def run(flags: Export) -> None:
-    """Write the files and a model card in place of an earlier export; print where."""
+    """Write the files and a model card, replacing an earlier export; print where."""
     packages = ("onnx", "onnxscript", "onnxruntime") if "onnx" in flags.format else ()
     if need := [package for package in packages if importlib.util.find_spec(package) is None]:
         raise UsageError(
@@ -92,7 +92,7 @@ def written(write: Callable[[Trained], bytes], name: str, trained: Trained) -> b
     """Return the file's content. Raise UsageError for a net that the format cannot hold."""
     try:
         return write(trained)
-    except Exception as error:  # of many kinds, as of an `if` on what the images are
+    except Exception as error:  # of many types, e.g. for an `if` on the pixels
         raise UsageError(
             f"--format {name}: {trained.architecture} cannot be exported ({reason(error)}); leave"
             " that format out: --format safetensors"
@@ -117,13 +117,13 @@ def largest_difference(trained: Trained, outputs: Outputs) -> tuple[float, float
     """
     stream, size = torch.Generator().manual_seed(0), (CHECKED_IMAGES, *trained.image_format.shape)
     images = torch.randint(0, 256, size, generator=stream, dtype=torch.uint8)
-    with torch.no_grad():  # an exported program takes no tensor of inference mode
+    with torch.no_grad():  # exported programs refuse tensors of inference mode
         expected, alone = trained.model(images), trained.model(images[:1])
         apart = torch.cat([outputs(images) - expected, outputs(images[:1]) - alone]).abs().max()
     return apart.item(), LIMIT * max(1.0, expected.abs().max().item())
 
 
-# --- The formats: each is written from a trained net, and read back as others will read it
+# --- The formats: each is written from a trained net, and read back as users will read it
 
 
 def example(trained: Trained) -> tuple[Tensor]:
@@ -138,7 +138,7 @@ def write_safetensors(trained: Trained) -> bytes:
 
 
 def write_program(trained: Trained) -> bytes:
-    """Return weights and computation, which torch.export.load reads without this package."""
+    """Return weights and computation, for torch.export.load, which does not need this package."""
     buffer = io.BytesIO()
     program = torch.export.export(trained.model, example(trained), dynamic_shapes=ANY_BATCH)
     torch.export.save(program, buffer)
@@ -146,7 +146,7 @@ def write_program(trained: Trained) -> bytes:
 
 
 def write_onnx(trained: Trained) -> bytes:
-    """Return the model for ONNX Runtime and whatever else reads it, with `metadata` of it."""
+    """Return the model for ONNX Runtime and other readers, with its `metadata`."""
     import onnx
 
     program = torch.onnx.export(
@@ -165,7 +165,7 @@ def write_onnx(trained: Trained) -> bytes:
 
 
 def metadata(trained: Trained) -> dict[str, str]:
-    """Return what a program needs to go from an image file to the name of a class."""
+    """Return the facts that a program needs to get from an image file to a class name."""
     made = trained.image_format
     channels, height, width = made.shape
     colour = "RGB" if channels == 3 else "grey"
@@ -194,7 +194,7 @@ def read_onnx(content: bytes) -> Outputs:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Silence torch.export, which warns, logs and prints about its own workings."""
+    """Silence torch.export, which warns, logs and prints about its internals."""
     logging.disable(logging.WARNING)
     try:
         with (
@@ -220,8 +220,8 @@ CONVERTERS: dict[str, tuple[Callable[[Trained], bytes], Callable[[bytes], Output
 def model_card(trained: Trained, flags: Export, files: list[str]) -> str:
     """Return README.md as the Hugging Face Hub reads it; every figure is the run's own.
 
-    Data in a folder are named by the digest, not by their place. Raise CheckpointError if
-    summary.json is missing or damaged.
+    A folder of data is named by its digest, not by its path. Raise CheckpointError if summary.json
+    is missing or damaged.
     """
     try:
         summary = folder.read_json(Path(flags.run) / folder.SUMMARY)

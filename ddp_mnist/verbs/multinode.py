@@ -1,6 +1,6 @@
 """One machine's part of a run over several: `make train-multinode`, or `make doctor`.
 
-Without rank and address, two nodes are rehearsed on this machine, over TCP, each with its own
+Without a rank and an address, two nodes are rehearsed on this machine, over TCP, each with its own
 launcher.
 """
 
@@ -38,7 +38,7 @@ class Multinode(Flags):
 def run(
     flags: Multinode, arguments: list[str], timeout_s: float, first: Callable[[Node, float], None]
 ) -> int:
-    """Return the exit code of the rehearsal, or of a machine that failed; else become the launcher.
+    """Return the exit code of the rehearsal, or of a failed machine; else become the launcher.
 
     `arguments` are the verb's; `first` raises if the other machines do not join within `timeout_s`.
     """

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from ddp_mnist.verbs.render import TEMPLATES
 
-CURVES = {  # titles of what metrics.jsonl has for some of a run's steps
+CURVES = {  # titles of the values in metrics.jsonl
     "loss": "Training loss",
     "accuracy": "Training accuracy (share correct)",
     "val_accuracy": "Validation accuracy (share correct)",
@@ -22,7 +22,7 @@ CURVES = {  # titles of what metrics.jsonl has for some of a run's steps
 
 STYLE = matplotlib.rc_params_from_file(TEMPLATES / "curves.mplstyle", use_default_template=False)
 LEGEND_COLUMNS = 3
-DOTS = 40  # of a line at most: more would touch each other and hide it
+DOTS = 40  # per line, at most: more would overlap and hide it
 
 
 def title(key: str) -> str:
@@ -45,7 +45,7 @@ def draw(key: str, runs: Mapping[str, Sequence[dict[str, Any]]]) -> Figure | Non
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(4.4, 2.5 + 0.16 * legend_rows), layout="constrained")
         axes = figure.add_subplot(title=title(key), xlabel="optimizer step")
-        for name, line in points.items():  # an empty one too: a run has one colour in all curves
+        for name, line in points.items():  # even if empty: a run has the same colour in all curves
             # matplotlib leaves out names that begin with _, but not behind a space of no width
             marker = "o" if len(line) <= DOTS else ""
             axes.plot(*np.reshape(line, (-1, 2)).T, marker=marker, label=f"\u200b{name}")
@@ -55,11 +55,11 @@ def draw(key: str, runs: Mapping[str, Sequence[dict[str, Any]]]) -> Figure | Non
 
 
 def as_svg(figure: Figure, key: str) -> str:
-    """Return an <svg> element for a page; the page's CSS colours its text, which has no colour."""
+    """Return an <svg> element for a page; its text has no colour, so the page's CSS sets it."""
     written = io.StringIO()
     with matplotlib.rc_context(STYLE | {"svg.hashsalt": key}):
         figure.savefig(written, format="svg", transparent=True, metadata={"Date": None})
     svg = written.getvalue()
-    # An id may stand once in a page, and matplotlib numbers its groups alike in each figure.
+    # An id must be unique in a page, and matplotlib numbers its groups alike in each figure.
     unused = r' id="[a-z0-9.]+_\d+"|<metadata>.*?</metadata>'
     return re.sub(unused, "", svg[svg.index("<svg") :], flags=re.DOTALL)

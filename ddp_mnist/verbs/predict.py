@@ -5,7 +5,7 @@
     cat seven.png | ddp-mnist predict runs/latest -
 
 An image is prepared as training prepared its own. If the run was trained on MNIST or the like, a
-file that is not 28x28 is a photo of a digit, see digit_photos.py.
+file that is not 28x28 is taken for a photo of a digit, see digit_photos.py.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ from ddp_mnist.verbs.flags import Predict
 
 STDIN = Path("-")
 LISTED, IN_A_TABLE = 10, 3  # the most probable classes
-# Columns of a table: of a file's name at least, and of a class's name at most.
+# Columns of a table: for a file's name at least, and for a class's name at most.
 FILE, LABEL = 12, 30
 MOST_SHOWN, PER_ROW, INCHES, DPI = 64, 8, 1.3, 100  # in the picture that --show writes
 LETTERS = 18  # above an image of INCHES, each 0.6 of 8 points wide
@@ -51,7 +51,7 @@ def run(flags: Predict) -> None:
     for line in lines:
         console.print(line)
         if not (console.verbose or flags.show):
-            return  # nobody reads the rest
+            return  # the reader has closed the pipe
     if as_table and flags.show:
         console.print(f"written to {flags.show}")
 
@@ -59,10 +59,10 @@ def run(flags: Predict) -> None:
 def table(
     answers: Iterable[dict[str, Any]], files: Sequence[str], classes: Sequence[str]
 ) -> Iterator[str]:
-    """Yield a head and a line for each answer: its file, label, probability, and the next classes.
+    """Yield a heading, then a line for each answer: file, label, probability, and next classes.
 
-    To fit into the terminal's width, the beginning of a long file name is left out, and then all of
-    the next classes but the first.
+    To fit the terminal's width, the beginning of a long file name is left out, and then all of the
+    next classes but the first.
     """
     from tqdm.utils import disp_len  # a Chinese letter takes two columns
 
@@ -92,7 +92,7 @@ def table(
 
 
 def load(flags: Predict) -> Trained:
-    """Return the run's model. Raise UsageError for flags that it does not fit, CheckpointError."""
+    """Return the run's model. Raise UsageError if it does not fit the flags, or CheckpointError."""
     check_place(flags.show, "--show", ".png")
     trained = weights.from_bytes(weights.read_bytes(flags.run), flags.run)
     if flags.digit_photos and not trained.image_format.bright_on_black:
@@ -105,8 +105,8 @@ def load(flags: Predict) -> Trained:
 def answer(flags: Predict, trained: Trained) -> Iterator[dict[str, Any]]:
     """Yield {file, label, probability, probabilities} for each image; with --show, draw them.
 
-    For a file that cannot be read it is {file, error}, and once all others are labelled, a
-    DataError names it.
+    For a file that cannot be read yield {file, error}; once all others are labelled, a DataError
+    names it.
     """
     made = trained.image_format
     digit_photos = made.digit_photos if flags.digit_photos is None else flags.digit_photos
@@ -149,7 +149,7 @@ def find_images(path: str) -> list[Path]:
 
 
 def read_image(file: Path, image_format: ImageFormat, digit_photos: bool) -> np.ndarray:
-    """Return uint8 [C, H, W] of an image file or stdin: as MNIST, or as training, would make it.
+    """Return an image file, or stdin, as uint8 [C, H, W], prepared like MNIST or as in training.
 
     If it cannot be read, the DataError's message has to follow the file's name.
     """

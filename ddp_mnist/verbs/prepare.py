@@ -7,7 +7,7 @@ from ddp_mnist.verbs.flags import Prepare
 
 
 def run(flags: Prepare) -> None:
-    """Fill the cache; print what is in it."""
+    """Fill the cache; print its data set."""
     console = Console(True)
     image_options = ImageOptions.of(vars(flags))
     name, notes = cache.choose(flags.dataset, flags.cache_dir, image_options, console.note)

@@ -11,7 +11,7 @@ from ddp_mnist.run.console import as_json
 
 
 def markdown(text: str) -> str:
-    """Return text that Markdown and its HTML show as it is: names come with the data set."""
+    """Return text that Markdown and its HTML show literally: data sets choose their own names."""
     return re.sub(r"([\\`*_{}\[\]<>()#+!|&~$-])", r"\\\1", printable(text))
 
 

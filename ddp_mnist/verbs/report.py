@@ -37,21 +37,21 @@ from ddp_mnist.verbs.flags import Report
 from ddp_mnist.verbs.render import render
 
 MOST_WRONG = 24
-TOP, TOP_FROM = 5, 20  # the top-5 accuracy is shown from so many classes on
+TOP, TOP_FROM = 5, 20  # the top-5 accuracy is shown for so many classes or more
 LEARNED = 0.9  # of the training images
-# Lists in summary.json which are not among the settings
+# Entries of summary.json that are not among the settings
 LISTS = ("ranks", "confusion", "classes", "class_accuracy", "images_per_class", "notes")
 
 
 @dataclass
 class ReportedRun:
-    """The content of a run folder, and what its model gets wrong."""
+    """The content of a run folder, and its model's mistakes."""
 
     path: Path
     name: str  # of the folder
     config: dict[str, Any]
     metrics: list[dict[str, Any]]  # the lines of metrics.jsonl
-    summary: dict[str, Any]  # perhaps of the part before a resume; {} if it has never finished
+    summary: dict[str, Any]  # perhaps from before a resume; {} if it has never finished
     status: dict[str, Any]  # its state may be "killed" too
     mistakes: Sequence[dict[str, Any]] = ()  # the most certain ones first
     no_mistakes: str = "The run has not finished."  # why none are shown
@@ -59,7 +59,7 @@ class ReportedRun:
 
 
 def run(flags: Report) -> None:
-    """Write the page, and with --png each curve beside it; print where.
+    """Write the page, and with --png each curve next to it; print where.
 
     Raise DataError at the end if the page lacks mistakes because images have changed.
     """
@@ -103,7 +103,7 @@ def read_run(path: Path) -> ReportedRun:
             path,
             printable(path.name),
             folder.read_json(path / folder.CONFIG),
-            [json.loads(line) for line in lines[:-1]],  # the last may be torn
+            [json.loads(line) for line in lines[:-1]],  # the last line may be incomplete
             folder.read_json(summary) if summary.exists() else {},
             status,
         )
@@ -121,7 +121,7 @@ def read_run(path: Path) -> ReportedRun:
 def find_mistakes(run: ReportedRun, places: Report) -> str:
     """Fill in `mistakes` of a finished run, or `no_mistakes` if none can be shown.
 
-    Return in words how the images have changed since the run; "" if they have not.
+    Return, in words, how the images have changed since the run; "" if they have not.
     """
     flags = run.config["run"]
     dataset, cache_dir = places.dataset or flags["dataset"], places.cache_dir or flags["cache_dir"]
@@ -129,7 +129,7 @@ def find_mistakes(run: ReportedRun, places: Report) -> str:
     try:
         trained = weights.from_bytes(weights.read_bytes(str(run.path)), str(run.path))
         source = find_source(dataset)
-        # What is on this machine is decoded again if necessary; nothing is fetched from the Hub.
+        # Images on this machine are decoded again if necessary; nothing is fetched from the Hub.
         read = cache.cached if source.kind == "hub" else cache.load
         images = read(dataset, cache_dir, image_options)
         if images is None:
@@ -170,7 +170,7 @@ def find_mistakes(run: ReportedRun, places: Report) -> str:
 
 
 def places_of(rows: Sequence[int], images: ImageData, dataset: str) -> dict[int, str]:
-    """Return for each row of the test split its file in the folder, or where else it is."""
+    """Return, for each row of the test split, its file in the folder, or its place elsewhere."""
     files = images.files_of_test(rows)
     has_rows = find_source(dataset).kind in ("folder", "hub") and not images.test_drawn
     other = "row {} of split test" if has_rows else "test image {}"
@@ -184,7 +184,7 @@ def as_data_uri(image: torch.Tensor) -> str:
     return f"data:image/png;base64,{base64.b64encode(written.getvalue()).decode()}"
 
 
-# --- What the page says
+# --- The page's text
 
 
 def render_page(runs: Sequence[ReportedRun], curves: dict[str, str]) -> str:
@@ -196,9 +196,9 @@ def render_page(runs: Sequence[ReportedRun], curves: dict[str, str]) -> str:
 
 
 def advice(run: ReportedRun) -> str:
-    """Return what the accuracies of training and validation say together, and what to try next.
+    """Compare the accuracies of training and validation, in words, and say what to try next.
 
-    Without a validation the test takes its place; "" if no step was logged.
+    Without a validation the test replaces it; "" if no step was logged.
     """
     lines = [line for line in run.metrics if line.get("accuracy") is not None]
     last = [line["accuracy"] for line in lines if line["epoch"] == lines[-1]["epoch"]]

@@ -1,4 +1,4 @@
-"""`make train RESTARTS=3`: run a training command again when it lost a process.
+"""`make train RESTARTS=3`: run a training command again if it lost a process.
 
 A launcher's exit code is 1 whatever happened, and its own restart would repeat a mistyped flag too;
 status.json in the run folder has the cause. Only rank 0's machine has that file, so a run over many
@@ -20,14 +20,14 @@ from ddp_mnist.run.console import Console, tell
 from ddp_mnist.run.folder import STATUS, read_json, reserve, without_link, writer_of
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
-ORPHANS_MAY_TAKE_S = 60  # processes whose launcher was killed save a checkpoint, and end
+ORPHANS_MAY_TAKE_S = 60  # for processes of a killed launcher to save and end
 
 
 def restart(restarts: int, command: Sequence[str], run: RunFlags) -> int:
     """Run `python COMMAND`, then again with `--resume auto` as long as it lost a process.
 
-    The command ends with the flags of `train`; `run` holds those on the run. Return the exit code
-    in status.json, or else the command's. Raise as `find_source` and `reserve` do.
+    The command ends with the flags of `train`; `run` holds the parsed RunFlags. Return the exit
+    code in status.json, or else the command's. Raise as `find_source` and `reserve` do.
     """
     folder, flags = choose_folder(run)
     again = [] if run.resume else ["--resume", "auto"]
@@ -35,7 +35,7 @@ def restart(restarts: int, command: Sequence[str], run: RunFlags) -> int:
         for attempt in range(restarts + 1):
             before, resume = written_at(folder), again if attempt else []
             code, signalled = run_once([sys.executable, *command, *flags, *resume])
-            # A status that this attempt did not write is of an older one.
+            # A status that this attempt did not write is an earlier attempt's.
             status = read_status(folder) if written_at(folder) != before else {}
             reason = status["error"] if status.get("exit_code") == PeerError.code else None
             if status.get("state") == "running":
@@ -50,17 +50,17 @@ def restart(restarts: int, command: Sequence[str], run: RunFlags) -> int:
 
 
 def choose_folder(run: RunFlags) -> tuple[Path, list[str]]:
-    """Return the run's folder, and the flags that choose it if none were typed."""
+    """Return the run's folder, and flags that choose it unless they were typed."""
     folder = run.run_dir if run.resume in (None, "auto") else run.resume
     if folder:
         return without_link(Path(folder)), []
-    # To find out what `auto` stands for takes torch, and perhaps a network; here it is a name.
+    # Resolving `auto` takes torch, and perhaps a network; here it is just a name.
     made = reserve("auto" if run.dataset == "auto" else find_source(run.dataset).name)
     return made, ["--run-dir", str(made)]
 
 
 def run_once(command: list[str]) -> tuple[int, bool]:
-    """Return the command's exit code, and whether this process was asked to stop meanwhile.
+    """Run the command. Return its exit code, and whether this process was asked to stop meanwhile.
 
     Signals are forwarded, except SIGINT, which a terminal sends to the command too.
     """
@@ -83,13 +83,13 @@ def run_once(command: list[str]) -> tuple[int, bool]:
 
 
 def written_at(folder: Path) -> int | None:
-    """Return the time of status.json, in ns; None if there is no such file."""
+    """Return the time of status.json, in ns; None if the file does not exist."""
     status = folder / STATUS
     return status.stat().st_mtime_ns if status.exists() else None
 
 
 def read_status(folder: Path) -> dict[str, Any]:
-    """Return status.json once no process writes the folder any longer; {} if one does not end."""
+    """Return status.json once no process is writing the folder; {} if one does not end."""
     deadline = time.monotonic() + ORPHANS_MAY_TAKE_S
     while who := writer_of(folder):
         if time.monotonic() > deadline:
