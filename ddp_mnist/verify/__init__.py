@@ -1,1 +1,1 @@
-"""Prove on this machine what `train` promises, by small runs in float64."""
+"""Prove the promises of `train` on this machine, by small runs in float64."""

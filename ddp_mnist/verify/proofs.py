@@ -43,9 +43,9 @@ from ddp_mnist.verify.watch import Seen, proof_config, weights_of
 
 LIMIT = 1e-9  # of a relative difference
 PARTS = 3  # that a step is split into
-HOUR = 3600  # seconds, for a large data set; a rank that hangs is left after --dist-timeout
+HOUR = 3600  # seconds, for a large data set; a rank that hangs is given up after --dist-timeout
 STOPS_AT = 20  # the step at which a run is interrupted
-# Rows, and images per process and pass: fewer rows than processes, a short last pass, none short
+# Rows, and images per process and pass: fewer rows than processes, a short last pass, full passes
 SHARDS = ((1, 4), (7, 4), (101, 10), (360, 30))
 PROVEN = ("cnn", "cnn_deep", "mlp")  # nets that do not depend on the number of processes
 FIX = (
@@ -59,7 +59,7 @@ BY_NET = "expected of a model with BatchNorm (use GroupNorm, or --sync-bn on GPU
 
 @dataclass(frozen=True)
 class Watched:
-    """A run of one world: its flags and folder, and what each rank saw."""
+    """A run of one world: its flags and folder, and each rank's record."""
 
     config: TrainConfig
     folder: Path
@@ -96,7 +96,7 @@ def run(flags: Verify) -> None:
 
 
 def explained(check: CheckResult, recipe: Recipe) -> CheckResult:
-    """Return the check with a better fix if the fault, the net or the loss explains the failure."""
+    """Return the check, its fix improved if the fault, the net or the loss explains the failure."""
     fix, fault = check.fix, recipe.inject
     if fault and (check.name == "runs") == (fault == "exit"):
         fix = BY_FAULT
@@ -108,10 +108,10 @@ def explained(check: CheckResult, recipe: Recipe) -> CheckResult:
 
 
 def config_of(flags: Verify) -> TrainConfig:
-    """Return the run that is proven, in as many epochs as take watch.STEPS or more.
+    """Return the run to prove, with as many epochs as take watch.STEPS or more.
 
-    Raise UsageError for a net or a loss that cannot be found from here: the processes, which run in
-    a folder of their own, find what this one finds.
+    Raise UsageError for a net or a loss that cannot be found from here: the processes run in a
+    separate folder, but find what this one finds.
     """
     rows = len(cache.load(flags.dataset).train_labels)
     epochs = math.ceil(watch.STEPS / resolve_recipe(Recipe(**watch.PROOF), rows, 1).steps_per_epoch)
@@ -123,14 +123,16 @@ def config_of(flags: Verify) -> TrainConfig:
     config = proof_config(**changed, epochs=epochs)
     factory_of(str(config.recipe.model))
     image_losses(config.recipe.loss)
-    timeout = 5 if flags.inject == "exit" else config.distribution.dist_timeout  # it is waited for
+    timeout = (
+        5 if flags.inject == "exit" else config.distribution.dist_timeout
+    )  # others wait for it
     distribution = replace(config.distribution, dist_timeout=timeout)
     run = replace(config.run, dataset=from_anywhere(flags.dataset))
     return replace(config, run=run, distribution=distribution)
 
 
 def named(config: TrainConfig, run_dir: str, **recipe: Any) -> TrainConfig:
-    """Return the same run with a folder of its own, and other values of its recipe."""
+    """Return the same run with its own folder, and other values in its recipe."""
     run, recipe_of_it = replace(config.run, run_dir=run_dir), replace(config.recipe, **recipe)
     return replace(config, run=run, recipe=recipe_of_it)
 
@@ -143,11 +145,11 @@ def sizes_up_to(processes: int) -> list[int]:
 def verify(
     sizes: Sequence[int], config: TrainConfig, on_gpu: bool = False
 ) -> Iterator[CheckResult | str]:
-    """Yield check results as they come, and lines that show which rank took which images.
+    """Yield each check's result at once, and lines that show which rank took which images.
 
-    Each of `sizes` processes is compared with one. A run that breaks down is a failed check, and
-    the last one; a wrong flag raises UsageError. The fault of `config` is injected into all runs
-    but that of one process; resume, accumulation and the GPU are then not checked.
+    For each of `sizes`, so many processes are compared with one. A run that breaks down is a failed
+    check, and the last one; a wrong flag raises UsageError. The fault of `config` is injected into
+    all runs but that of one process; resume, accumulation and the GPU are then not checked.
     """
     fault = config.recipe.inject
     with tempfile.TemporaryDirectory(prefix="ddp-mnist-verify-") as scratch:
@@ -180,9 +182,9 @@ def watched_run(size: int, folder: Path, config: TrainConfig, name: str = "on") 
 
 
 def who_took_what(run: Watched) -> Iterator[str]:
-    """Yield the images that each rank took first, by their place in the train split.
+    """Yield the images that each rank took first, by their row in the train split.
 
-    Augmented ones are shown by a digest of their pixels.
+    Augmented images are shown by a digest of their pixels.
     """
     train_images = cache.load(run.config.run.dataset).train_images
     places = {watch.digest_of_image(image): place for place, image in enumerate(train_images)}
@@ -206,21 +208,21 @@ def equal_to_one(run: Watched, alone: Watched) -> Iterator[CheckResult]:
 
 
 def resume_is_exact(run: Watched) -> CheckResult:
-    """Compare a run that a signal to its last rank interrupts, and its resumption, with `run`."""
+    """Compare `run` with one that a signal to its last rank interrupts and that is then resumed."""
     size, folder, name = len(run.ranks), run.folder.parent, f"interrupted-on-{len(run.ranks)}"
     config = named(run.config, name)
     until = (watch.train_until, config, STOPS_AT, signal.SIGTERM, size - 1)
     LocalWorld(size, *until, folder=folder).outcomes(HOUR)
     go_on = watch.just_train, watch.resumed(config)
     [again, *_] = run_world(size, *go_on, folder=folder, timeout_s=HOUR)
-    resumed = len(again.get("resumed_from", []))  # a run that had finished returns nothing
+    resumed = len(again.get("resumed_from", []))  # a finished run would have returned nothing
     (net, log), (unbroken, lines) = map(watch.what_stays, (folder / name, run.folder))
     found, expected = [(net, resumed), *log], [(unbroken, 1), *lines]
     return exact("resume", size, "weights and log lines", found, expected)
 
 
 def accumulation_is_exact(size: int, alone: Watched) -> CheckResult:
-    """Compare steps in parts with whole steps."""
+    """Compare accumulated steps with undivided ones."""
     config = named(alone.config, f"parts-on-{size}", grad_accum=PARTS)
     folder = alone.folder.parent
     run_world(size, watch.just_train, config, folder=folder, timeout_s=HOUR)
@@ -231,7 +233,7 @@ def accumulation_is_exact(size: int, alone: Watched) -> CheckResult:
 def equal_on(device: str, alone: Watched) -> Iterator[CheckResult]:
     """Compare training on a GPU with that of one process on the CPU.
 
-    It is done by one process, and by two that share the GPU over gloo. A test passes "cpu".
+    One process does it, and two that share the GPU over gloo. A test passes "cpu".
     """
     there = replace(alone.config.distribution, cpu=device == "cpu", backend="gloo")
     config = replace(alone.config, distribution=there)
@@ -245,7 +247,7 @@ def equal_on(device: str, alone: Watched) -> Iterator[CheckResult]:
 
 
 def metrics_are_exact(size: int, alone: Watched, fault: str | None = None) -> CheckResult:
-    """Compare confusion matrices with counts by hand, on shards of unequal length too."""
+    """Compare confusion matrices with row-by-row counts, also on shards of unequal length."""
     shards = (count_shards, str(alone.folder), alone.config.run.dataset, fault)
     [(counted, by_hand), *_] = run_world(size, *shards, folder=alone.folder.parent)
     return exact("metrics", size, "splits' confusion matrices", counted, by_hand)
@@ -297,11 +299,11 @@ def exact(
 
 
 def failure_summary(checks: Sequence[CheckResult], fault: str | None) -> str:
-    """Return in one line what is wrong, "" if nothing. An injected fault is wrong in any case."""
+    """Return the failure in one line, or "" without one. An injected fault is always a failure."""
     if not fault:
         return check_result.failure_summary("verify", checks)
     name = FAULTS[fault].caught_by
-    # Any breakdown of the runs has that name; `exit` is a rank that was waited for.
+    # Any breakdown of the runs has this name; with `exit`, it must be a rank that was waited for.
     begins = "PeerError: lost contact" if name == "runs" else ""
     found = {c.status for c in checks if c.name == name and c.text.startswith(begins)}
     text = f"NOT caught by '{name}'; verify is broken here, do not rely on it"

@@ -1,7 +1,7 @@
 """Small runs of the real trainer, watched from outside: what `verify` and the tests compare.
 
-Nothing here takes part in a training: torch's public hooks see what the net is given and what the
-optimizer steps by.
+Nothing here takes part in training: torch's public hooks see the net's inputs and the optimizer's
+gradients.
 """
 
 import dataclasses
@@ -52,13 +52,13 @@ def proof_config(run_dir: str = "run", **recipe: Any) -> TrainConfig:
 
 @dataclass
 class Seen:
-    """Hold what one rank did in a run."""
+    """A record of one rank in a run."""
 
     summary: dict[str, Any] = field(default_factory=dict)
     images: list[list[str]] = field(default_factory=list)  # a digest of each, per micro-batch
     learning_rates: list[float] = field(default_factory=list)  # per optimizer step
-    gradient_norms: list[float] = field(default_factory=list)  # of all averaged ones, per step
-    weights: str = ""  # a digest of the net that the rank ended with
+    gradient_norms: list[float] = field(default_factory=list)  # of all averaged gradients, per step
+    weights: str = ""  # a digest of the rank's final net
 
 
 def just_train(config: TrainConfig) -> dict[str, Any]:
@@ -66,7 +66,7 @@ def just_train(config: TrainConfig) -> dict[str, Any]:
 
 
 def train_and_watch(config: TrainConfig) -> Seen:
-    """Train as `train` does, and return what was seen of it."""
+    """Train as `train` does, and return this rank's record."""
     seen, launch = Seen(), find_launch(config.distribution)
 
     def look(net: nn.Module, inputs: tuple[Tensor]) -> None:
@@ -93,13 +93,14 @@ def train_and_watch(config: TrainConfig) -> Seen:
 def before_each_step(function: Callable[[Optimizer, list[Tensor]], None]) -> RemovableHandle:
     """Call `function` before each optimizer step, with the averaged gradients too.
 
-    It ends with the `with` block of what is returned.
+    The returned context manager ends it.
     """
 
     def hook(optimizer: Optimizer, *_: Any) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         gradients = [p.grad for p in parameters if p.grad is not None]
-        # Muon's step ends with AdamW's, where the hook may run again, without kernels' gradients.
+        # Muon's step ends with AdamW's, in which the hook may run again, without kernels'
+        # gradients.
         if len(gradients) == sum(p.requires_grad for p in parameters):
             function(optimizer, gradients)
 
@@ -107,7 +108,7 @@ def before_each_step(function: Callable[[Optimizer, list[Tensor]], None]) -> Rem
 
 
 def train_until(config: TrainConfig, step: int, number: int = signal.SIGTERM, by: int = 0) -> None:
-    """Train; rank `by` gets the signal `number` in the process's step `step`, before it."""
+    """Train; rank `by` gets the signal `number` just before the process's step `step`."""
 
     calls = itertools.count()
 
@@ -150,7 +151,7 @@ def largest_difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
     assert a.keys() == b.keys()
     each = torch.stack([(a[k].double() - b[k].double()).abs().max() for k in a])
     largest = torch.stack([b[k].double().abs().max() for k in a]).clamp(min=1e-300)  # a frozen 0
-    return (each / largest).max().item()  # NaN if any is, which Python's max may pass over
+    return (each / largest).max().item()  # NaN if any is; Python's max may overlook one
 
 
 def what_stays(run: Path) -> tuple[bytes, list[dict[str, Any]]]:
