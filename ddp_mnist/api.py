@@ -8,7 +8,7 @@
 
 An expected failure raises one of ddp_mnist.errors, with the sentence that the command line prints;
 Ctrl-C, or the notebook's stop button, saves a checkpoint and raises Preempted. Several processes
-start as Accelerate's users do it: `accelerate.notebook_launcher(train_it, num_processes=2)`.
+are started as always with Accelerate: `accelerate.notebook_launcher(train_it, num_processes=2)`.
 """
 
 import contextlib
@@ -53,13 +53,13 @@ def train(**flags: Any) -> dict[str, Any]:
     with process_as_found():
         summary = run_training(config, find_launch(config.distribution))
     file = Path(config.run.run_dir or config.run.resume or "") / SUMMARY
-    if not summary and not config.run.dry_run and file.exists():  # on rank 0's machine alone
+    if not summary and not config.run.dry_run and file.exists():  # only on rank 0's machine
         summary = read_json(file)
     return summary
 
 
 def evaluate(run: str | Path, **flags: Any) -> dict[str, Any] | None:
-    """Return the exact metrics of a finished run on a split; None on other ranks than rank 0."""
+    """Return the exact metrics of a finished run on a split; None on ranks other than 0."""
     typed = checked({"run": run, **flags}, Evaluate, Distribution)
     own, distribution = Evaluate.of(typed), Distribution.of(typed)
     with process_as_found():
@@ -85,7 +85,10 @@ def predict(
 
 
 def checked(typed: dict[str, Any], *groups: type[Flags]) -> dict[str, Any]:
-    """Return the keywords, except those that are None by default. Raise UsageError for others."""
+    """Return the keywords, dropping a None that is the default.
+
+    Raise UsageError for unknown ones.
+    """
     known = {field.name: field.default for field in chain(*fields_of(*groups).values())}
     if typed.get("dataset") is not None:
         check_path("dataset", typed["dataset"], "a name, or the path of a folder of images")
@@ -96,7 +99,7 @@ def checked(typed: dict[str, Any], *groups: type[Flags]) -> dict[str, Any]:
 
 
 def check_path(keyword: str, value: Any, legal: str) -> None:
-    """Raise UsageError unless the value is text or a path, and not an image, an array or bytes."""
+    """Raise UsageError unless the value is text or a path; images, arrays and bytes are refused."""
     if not isinstance(value, str | os.PathLike):
         raise UsageError(f"{keyword}: takes no {type(value).__name__}; give {legal}")
 
@@ -132,8 +135,9 @@ def process_as_found() -> Iterator[None]:
 def adopt_ranks_of_debug_launcher() -> None:
     """Take over the ranks of the group that accelerate.debug_launcher forms, and end the group.
 
-    It tells a process its rank in no other way, and a process can be in one group only. All ranks
-    end it together: one that is still connecting would fail when another closed its connections.
+    The group is the only way it tells a process its rank, and a process can be in just one group.
+    All ranks end it together: one that is still connecting would fail if another closed its
+    connections.
     """
     if "ACCELERATE_DEBUG_RDV_FILE" in os.environ and dist.is_initialized():
         rank = str(dist.get_rank())

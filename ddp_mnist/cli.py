@@ -56,7 +56,7 @@ MODULES = {  # of verbs whose `run` is not in ddp_mnist.verbs
     "bench": "ddp_mnist.bench.benches",
 }
 # Verbs other than train that run on several processes, with their own defaults. The user waits for
-# doctor, which computes in the precision that training takes.
+# doctor, which computes in the precision that training uses.
 SHARED: dict[str, dict[str, Any]] = {
     "evaluate": {},
     "doctor": {"dist_timeout": 60.0, "mixed_precision": None},
@@ -64,7 +64,7 @@ SHARED: dict[str, dict[str, Any]] = {
 
 
 def program() -> NoReturn:
-    """Call `main`, then end the process at once: to unload torch would take a second."""
+    """Call `main`, then end the process at once: unloading torch would take a second."""
     open_what_is_closed()
     try:
         main()
@@ -87,13 +87,13 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         code = run_verb(list(sys.argv[1:] if argv is None else argv)) or 0
     except errors.FailedElsewhere as error:
         code = error.code
-        if is_first_here() and os.environ.get("RANK", "0") != "0":  # on another machine than rank 0
+        if is_first_here() and os.environ.get("RANK", "0") != "0":  # not rank 0's machine
             tell(f"ended      {errors.printable(str(error))}")
     except (errors.DdpMnistError, ModuleNotFoundError) as caught:
         failed = not_installed(caught) if isinstance(caught, ModuleNotFoundError) else caught
-        # Under a launcher all ranks meet the same wrong flag. Local rank 0 prints it; the launcher
-        # then ends the others, which wait for as long as that takes. One that is still alive met
-        # something that local rank 0 did not.
+        # Under a launcher all ranks hit the same wrong flag. Local rank 0 prints it, and the
+        # launcher ends the others, so they wait before printing. One that is still alive after that
+        # hit a problem of its own.
         code = failed.code
         if not (is_first_here() or failed.agreed):
             time.sleep(3)
@@ -172,7 +172,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse(name: str, argv: Sequence[str], documented: Any, *groups: type[Flags]) -> dict[str, Any]:
-    """Return the values that were typed, as text, by field name. Raise UsageError for others.
+    """Return the typed values, as text, by field name. Raise UsageError for unknown flags.
 
     What follows an empty line in the docstring of `documented` is shown below the flags: examples.
     """
@@ -205,7 +205,7 @@ def parse(name: str, argv: Sequence[str], documented: Any, *groups: type[Flags])
 
 def parse_verb(name: str, argv: Sequence[str]) -> tuple[Any, ...]:
     """Return the verb's own flags, and those of Distribution if several processes share it."""
-    flags = importlib.import_module("ddp_mnist.verbs.flags")  # which README lets people delete
+    flags = importlib.import_module("ddp_mnist.verbs.flags")  # which the README says may be deleted
     own: type[Flags] = getattr(flags, name.capitalize())
     if name not in SHARED:
         return (own.of(parse(name, argv, own, own)),)
@@ -214,15 +214,15 @@ def parse_verb(name: str, argv: Sequence[str]) -> tuple[Any, ...]:
 
 
 def train_config(argv: Sequence[str]) -> TrainConfig:
-    """Return the flags: what was typed, perhaps as in tutorials, over what the preset says."""
+    """Return the flags as typed, perhaps in tutorials' words; the preset fills in others."""
     words = in_our_words(argv)
     return TrainConfig.of(parse("train", words, train, RunFlags, Recipe, Distribution))
 
 
 def launch_of(flags: Distribution) -> Launch:
-    """Return this process's place. A launcher's worker ends with its launcher from here on.
+    """Return this process's place. From here on, a launcher's worker ends with its launcher.
 
-    So it does while it imports PyTorch, for seconds, or minutes from a cluster's disk.
+    That holds during the import of PyTorch too: seconds, or minutes from a cluster's disk.
     """
     launch = find_launch(flags)
     if launch.child_of_launcher:
@@ -230,7 +230,7 @@ def launch_of(flags: Distribution) -> Launch:
     return launch
 
 
-# --- Verbs with functions of their own; the last two are what the Makefile calls
+# --- Verbs implemented here; the last two are for the Makefile
 
 
 def train(argv: list[str]) -> None:
@@ -252,7 +252,10 @@ def train(argv: list[str]) -> None:
 
 
 def multinode(argv: list[str]) -> int:
-    """Run this machine's part of several, or rehearse two here: FLAGS -- FLAGS of the verb."""
+    """Run this machine's part of a multi-node run, or rehearse two here:
+
+    FLAGS -- FLAGS of the verb.
+    """
     from ddp_mnist.cluster.nodes import meet_machines
     from ddp_mnist.verbs.multinode import Multinode, run
 
@@ -274,7 +277,7 @@ def multinode(argv: list[str]) -> int:
 
 
 def restart(argv: list[str]) -> int:
-    """Run a training command again when it lost a process: N -- COMMAND ... train FLAGS."""
+    """Run a training command again if it lost a process: N -- COMMAND ... train FLAGS."""
     restarts, *rest = argv or [""]
     if not restarts.isdecimal():
         raise UsageError(f"RESTARTS={restarts}: must be a whole number")

@@ -1,4 +1,4 @@
-"""The failures that we expect, with the exit code of each and its one line.
+"""The expected failures, each with its exit code and its one line.
 
 The user sees one line on stderr: what was typed or found, where, and what to do. A traceback means
 a bug in this package.
@@ -67,7 +67,7 @@ class Preempted(DdpMnistError):
 
 
 class FailedElsewhere(DdpMnistError):
-    """Another rank failed first and prints it; this one ends silently with the same code."""
+    """Another rank failed first and prints why; this one ends silently with the same code."""
 
     code = 6
 
@@ -78,16 +78,16 @@ def one_line(error: DdpMnistError) -> str:
 
 
 def printable(text: str) -> str:
-    """Return one line without terminal control characters, which names of files may contain."""
+    """Return one line without terminal control characters, which file names may contain."""
     words = " ".join(text.split())
     return "".join(character if character.isprintable() else "?" for character in words)
 
 
 def reason(error: BaseException) -> str:
-    """Return in one short line why something failed, as the system or a library puts it.
+    """Return, in one short line, why something failed, as the system or a library puts it.
 
-    The text of NCCL's errors begins with where it happened; its reason stands behind `Last error:`,
-    or `NCCL Last Error:`, if it has one.
+    NCCL's errors begin with their place in the source; their reason, if any, follows `Last error:`
+    or `NCCL Last Error:`.
     """
     text = getattr(error, "strerror", None) or str(error)
     parts = re.split(r"(?:nccl )?last error:", text, flags=re.IGNORECASE)
@@ -96,13 +96,13 @@ def reason(error: BaseException) -> str:
 
 
 def root_reason(error: BaseException) -> str:
-    """Return the reason at the bottom of the chain; libraries wrap what the system said."""
+    """Return the reason at the bottom of the chain; libraries wrap the system's error."""
     return reason([*causes(error)][-1])
 
 
 def did_you_mean(typed: str, legal: Iterable[str]) -> str:
-    """Return e.g. `; did you mean cnn?`, to end an error with; "" where no legal word is near."""
-    import difflib  # only a wrong word needs it
+    """Return e.g. `; did you mean cnn?`, to end an error with; "" if no legal word is similar."""
+    import difflib  # needed only for a wrong word
 
     near = difflib.get_close_matches(typed.lower(), legal, n=1, cutoff=0.7)
     return f"; did you mean {near[0]}?" if near else ""

@@ -1,11 +1,11 @@
-"""The same training on torch alone, to see what Accelerate's `prepare` and `accumulate` stand for.
+"""The core of the training on torch alone, to see what Accelerate's `prepare` does for it.
 
     python -m ddp_mnist.plain_ddp --dataset digits --epochs 2
     torchrun --nproc-per-node 2 -m ddp_mnist.plain_ddp --dataset digits --epochs 2
 
 Read it next to train.py. The order of the images, the learning rates and the weights are those of
-`ddp_mnist train`, which a test compares in float64. What that has on top is missing here: gradient
-accumulation, clipping, validation, mixed precision, checkpoints and the run folder.
+`ddp_mnist train`; a test compares them in float64. Left out are gradient accumulation, clipping,
+validation, mixed precision, checkpoints and the run folder.
 """
 
 import argparse
@@ -104,7 +104,7 @@ def test_accuracy(net: nn.Module, images: ImageData) -> float:
 
 
 def join_process_group() -> None:
-    """Meet the other processes that torchrun started, or be the only one."""
+    """Join the other processes that torchrun started, or form a group of one."""
     if not os.environ.keys() & {"RANK", "WORLD_SIZE", "SLURM_PROCID"}:
         alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
         os.environ |= alone | {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}

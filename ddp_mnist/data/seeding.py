@@ -1,4 +1,4 @@
-"""Random streams that are a function of what they are for: nothing to save, nothing to share."""
+"""Random streams that are functions of their purpose: nothing to save, nothing to share."""
 
 import hashlib
 
@@ -19,8 +19,8 @@ def generator(purpose: str, *counters: int) -> torch.Generator:
 def seed_forward(device: torch.device, purpose: str, *counters: int) -> None:
     """Seed the random numbers that a net may draw in forward, on this device.
 
-    torch.manual_seed does so for every kind of device, and for each that is not there it notes the
-    call with its stack: 0.9 ms and a little memory, for each step.
+    torch.manual_seed seeds every type of device, and for an absent one queues the call with its
+    stack trace: 0.9 ms and some memory in each step.
     """
     seed = seed_of(purpose, *counters)
     torch.default_generator.manual_seed(seed)
