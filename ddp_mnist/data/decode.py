@@ -15,7 +15,7 @@ from PIL.ExifTags import Base
 from ddp_mnist.data.image_format import Shape
 
 GREY_MODES = ("1", "L", "LA", "La")
-SIXTEEN_BITS = "16 bits, of which the upper 8 are used"
+SIXTEEN_BITS = "16 bits, of which the upper 8 count"
 TURN = PIL.Image.Transpose
 TURNS = {  # the transposition that makes an image upright, by its EXIF orientation
     2: TURN.FLIP_LEFT_RIGHT,
