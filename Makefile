@@ -2,7 +2,7 @@
 # make train      sets up what it needs, trains on this machine's GPUs, else in two CPU processes
 # make test       sets up what it needs, runs the tests
 #
-# Each target first makes .venv with the pinned versions. To use an environment of your own:
+# Each target first makes .venv with the pinned versions. To use your own environment:
 #   make train PYTHON=/path/to/python VENV=
 # Flags for ddp-mnist: make train ARGS="--epochs 5 --seed 1"
 # To restart up to three times when a process is lost: make train RESTARTS=3
@@ -55,7 +55,7 @@ help: ## List the targets
 
 venv: $(READY) ## Make .venv with the pinned versions (about 6.5 GB on Linux, a few minutes)
 
-# A set-up that failed half-way has no .ready: it says where it failed, the next make goes on.
+# A set-up that failed half-way has no .ready: it says where it failed, the next make resumes there.
 # The import at the end finds a torch of another release than torchvision's, which pip lets pass.
 $(VENV)/.ready: pyproject.toml constraints.txt
 	@fail() { echo "make venv: $$1" >&2; exit 1; }; \
@@ -68,7 +68,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	"make $(MAKECMDGOALS) $(OWN)"; \
 	$(PY) -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev]' || \
 	fail "pip failed (see above); check network and disk space, then make again, or use an \
-	environment that is there: make $(MAKECMDGOALS) $(OWN)"; \
+	existing environment: make $(MAKECMDGOALS) $(OWN)"; \
 	$(PY) -c 'import torch, torchvision' || \
 	fail "torch and torchvision do not fit together (see above); make clean, then make again"; \
 	touch $@

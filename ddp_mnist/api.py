@@ -94,14 +94,14 @@ def checked(typed: dict[str, Any], *groups: type[Flags]) -> dict[str, Any]:
         check_path("dataset", typed["dataset"], "a name, or the path of a folder of images")
     for name in typed.keys() - known.keys():
         hint = did_you_mean(name, known) or "; see help() of this function"
-        raise UsageError(f"{name}: there is no such keyword here{hint}")
+        raise UsageError(f"{name}: unknown keyword{hint}")
     return {k: value for k, value in typed.items() if value is not None or known[k] is not None}
 
 
 def check_path(keyword: str, value: Any, legal: str) -> None:
     """Raise UsageError unless the value is text or a path; images, arrays and bytes are refused."""
     if not isinstance(value, str | os.PathLike):
-        raise UsageError(f"{keyword}: takes no {type(value).__name__}; give {legal}")
+        raise UsageError(f"{keyword}: got {type(value).__name__}; give {legal}")
 
 
 @contextlib.contextmanager
@@ -114,7 +114,7 @@ def process_as_found() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         raise UsageError(
             f"thread {threading.current_thread().name}: signals reach the main thread alone; call"
-            " the trainer there, or in a process of its own"
+            " the trainer there, or in a separate process"
         )
     adopt_ranks_of_debug_launcher()
     variables, path = dict(os.environ), sys.path[:]

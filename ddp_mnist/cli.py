@@ -152,7 +152,7 @@ def run_verb(argv: list[str]) -> int | None:
     elif name == "--version":
         Console(True).print(f"ddp-mnist {__version__}")
     elif name.startswith("-"):
-        raise UsageError(f"{name}: comes after the verb; see ddp-mnist --help")
+        raise UsageError(f"{name}: must follow the verb; see ddp-mnist --help")
     else:
         raise UsageError(f"{name}: choose from {', '.join(VERBS)}{did_you_mean(name, VERBS)}")
     return 0
@@ -199,7 +199,7 @@ def parse(name: str, argv: Sequence[str], documented: Any, *groups: type[Flags])
         typed = argv[words.index(flags[0])].partition("=")[0]
         legal = re.findall(r"--[a-z-]+", parser.format_usage())
         hint = did_you_mean(typed, legal) or f"; see {parser.prog} --help"
-        raise UsageError(f"{typed}: there is no such flag or argument here{hint}")
+        raise UsageError(f"{typed}: unknown flag or argument{hint}")
     return vars(known)
 
 

@@ -109,8 +109,8 @@ def refused(function: Any, *args: Any, **keywords: Any) -> str:
 
 ARRAY = np.zeros((4, 4), dtype=np.uint8)
 IMAGE = PIL.Image.fromarray(ARRAY)
-HELP = "there is no such keyword here; see help() of this function"
-UNKNOWN = "there is no such keyword here; did you mean"
+HELP = "unknown keyword; see help() of this function"
+UNKNOWN = "unknown keyword; did you mean"
 PATHS = "; give paths of image files; save it as one first"
 DATA_SETS = "; give a name, or the path of a folder of images"
 NO_COMMAND_LINES: list[tuple[Any, dict[str, Any], str]] = [
@@ -120,16 +120,16 @@ NO_COMMAND_LINES: list[tuple[Any, dict[str, Any], str]] = [
     (api.train, {"epoch": 1}, f"epoch: {UNKNOWN} epochs?"),
     (api.evaluate, {"splits": "test"}, f"splits: {UNKNOWN} split?"),
     (api.predict, {"images": "b", "topp": 1}, f"topp: {UNKNOWN} top?"),
-    (api.evaluate, {"sync_bn": True}, "sync_bn: there is no such keyword"),
+    (api.evaluate, {"sync_bn": True}, "sync_bn: unknown keyword"),
     (api.train, {"grey": "no"}, "--grey 'no': must be True or False"),
     (api.train, {"weight_decay": None}, "--weight-decay None: must be a number, at least 0 and at"),
     (api.train, {"keep": True}, "--keep True: must be a whole number, at "),
-    (api.predict, {"images": IMAGE}, f"images: takes no Image{PATHS}"),
-    (api.predict, {"images": [IMAGE]}, f"images: takes no Image{PATHS}"),
-    (api.predict, {"images": b"\xff\xd8"}, f"images: takes no bytes{PATHS}"),
-    (api.predict, {"images": None}, f"images: takes no NoneType{PATHS}"),
-    (api.train, {"dataset": ARRAY}, f"dataset: takes no ndarray{DATA_SETS}"),
-    (api.evaluate, {"dataset": [IMAGE]}, f"dataset: takes no list{DATA_SETS}"),
+    (api.predict, {"images": IMAGE}, f"images: got Image{PATHS}"),
+    (api.predict, {"images": [IMAGE]}, f"images: got Image{PATHS}"),
+    (api.predict, {"images": b"\xff\xd8"}, f"images: got bytes{PATHS}"),
+    (api.predict, {"images": None}, f"images: got NoneType{PATHS}"),
+    (api.train, {"dataset": ARRAY}, f"dataset: got ndarray{DATA_SETS}"),
+    (api.evaluate, {"dataset": [IMAGE]}, f"dataset: got list{DATA_SETS}"),
 ]
 
 
@@ -170,7 +170,7 @@ def test_a_class_and_a_function_are_what_would_be_typed(
     assert refused(api.train, model=refused).startswith(
         "--model refused: exists in this session al"
     )
-    assert refused(api.train, metrics=[refused]).endswith("; import it from a file of its own")
+    assert refused(api.train, metrics=[refused]).endswith("; define it in a file and import it")
     with pytest.raises(TypeError):
         api.train("photos")  # type: ignore[call-arg]
     assert '`dataset="photos"`' in str(api.train.__doc__)

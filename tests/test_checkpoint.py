@@ -153,7 +153,7 @@ def check_passed_over(damaged: bytes, folder: Path) -> None:
     """Assert that `damaged` is not read, neither before an older whole one nor alone."""
     whole = to_bytes(content(1))
     place(folder, {1: whole, 2: damaged})
-    assert read_newest(folder) == (whole, 1, [f"{at(folder, 2)}: {DAMAGED}; going on from step 1"])
+    assert read_newest(folder) == (whole, 1, [f"{at(folder, 2)}: {DAMAGED}; resuming from step 1"])
     assert names(folder) == ["step-00000001.pt", "step-00000002.pt.damaged"]
     assert at(folder, 2).with_suffix(".pt.damaged").read_bytes() == damaged
     assert read_newest(folder) == (whole, 1, [])
@@ -196,7 +196,7 @@ def test_fault_07_each_damaged_one_is_reported(tmp_path: Path) -> None:
     assert (raw, step) == (whole, 2)
     reasons = {5: "cannot be read (Input/output error)", 4: DAMAGED, 3: DAMAGED}
     assert lines == [
-        f"{at(tmp_path, n)}: {why}; going on from step 2" for n, why in reasons.items()
+        f"{at(tmp_path, n)}: {why}; resuming from step 2" for n, why in reasons.items()
     ]
     damaged = [f"step-0000000{number}.pt.damaged" for number in (3, 4, 5)]
     assert names(tmp_path) == ["step-00000001.pt", "step-00000002.pt", *damaged]
@@ -269,5 +269,5 @@ def test_fault_09_a_file_that_would_run_code_is_refused_and_runs_none(
 
 @pytest.mark.parametrize("raw", [b"x", b"PK\3\4" + b"x" * 200, b"\x80\2.", b"\0" * 1000])
 def test_garbage_with_a_digest_is_refused(raw: bytes) -> None:
-    with pytest.raises(CheckpointError, match=r"^here: holds more than .* or is no check"):
+    with pytest.raises(CheckpointError, match=r"^here: holds more than .* or is not a check"):
         from_bytes(digested(raw), "here")

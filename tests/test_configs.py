@@ -49,7 +49,7 @@ def test_configs_replaces_no_file_of_ones_own(typed: Typed, tmp_path: Path) -> N
     own = tmp_path / "single_gpu.yaml"
     own.write_text("mine")
     refused = typed("configs", tmp_path)
-    message = f"{own}: is there with other content; move it away, or name another DIR (code 2)"
+    message = f"{own}: exists with other content; move it away, or name another DIR (code 2)"
     assert refused == Ended(2, "", f"ddp-mnist: error: {message}\n")
     assert files_in(tmp_path) == {own.name: b"mine"}  # nothing is written before all are looked at
     refused = typed("configs", own)

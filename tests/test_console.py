@@ -441,7 +441,7 @@ def test_fault_05_a_training_goes_on_although_stdout_is_full_and_errors_keep_the
     full, *others = run_in(folder, commands)
     assert [ended.code for ended in (full, *others)] == [0, 0, 2, 4]
     assert full.err.startswith(f"ddp-mnist: warning: {CANNOT} (No space left on device); ")
-    assert full.err.endswith("the run goes on without output; see its folder\n")
+    assert full.err.endswith("the run continues without output; see its folder\n")
     assert full.err.count("\n") == 1
     check_finished(folder / "silent")
     check_finished(folder / "mute")

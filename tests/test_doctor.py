@@ -533,7 +533,7 @@ def node(host: str, machine_rank: int = 0, port: int = 12345) -> Node:
         (
             "203.0.113.5",
             0,
-            "FAIL .*: 203.0.113.5, which is no address of .* -> .*its own: 192.0.2.7",
+            "FAIL .*: 203.0.113.5, which is not an address of .* -> .*its own: 192.0.2.7",
         ),
         ("no-such-host.invalid", 1, r"FAIL .*: no-such.* has no address \(.* -> .*/etc/hosts"),
         ("127.0.0.1", 0, "WARN .*: 127.0.0.1, which only this .* -> give the .* one of 192.0.2.7"),
@@ -695,7 +695,7 @@ def test_the_verb(doctor: Callable[..., Ended], tmp_path: Path) -> None:
     doctor([*RESULTS, LOADED], "--save", first)  # no measure for another machine
     warning = read_json(first)["findings"][-1]
     assert (warning["status"], warning["name"]) == (WARN, "save")
-    assert warning["text"].startswith(f"{first}: is of a busy machine ({LOADED.text})")
+    assert warning["text"].startswith(f"{first}: is from a busy machine ({LOADED.text})")
     first.write_text('{"findings": []}')
     assert "(not from doctor --save); save one" in doctor(RESULTS, "--against", first).err
 

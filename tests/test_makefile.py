@@ -46,7 +46,7 @@ def make(checkout: Path, *arguments: str) -> Ended:
     [
         ("version", "older than Python 3.11; name one: make PYTHON=python3.12"),
         ("venv", "apt install python3-venv"),
-        ("pip", "that is there: make train-single PYTHON=/path/to/python VENV="),
+        ("pip", "existing environment: make train-single PYTHON=/path/to/python VENV="),
         ("pair", "torch and torchvision do not fit together (see above); make clean"),
     ],
 )

@@ -330,7 +330,7 @@ def test_an_image_size_that_is_none(size: str, typed: Typed) -> None:
 
 def test_images_are_held_out_for_the_test_where_there_is_no_test_split(tmp_path: Path) -> None:
     own = folder_of(tmp_path / "own", *[picture(right=(n, 0, 0)) for n in range(100, 200)])
-    with pytest.raises(UsageError, match="has a test split of its own; remove --test-size"):
+    with pytest.raises(UsageError, match="already has a test split; remove --test-size"):
         load(own, ImageOptions(test_size=20))
     (own / "test").rename(tmp_path / "elsewhere")
     with pytest.raises(DataError, match=r"needs the splits train and test, .* --test-size"):
@@ -456,7 +456,7 @@ def test_a_run_is_evaluated_on_another_folder_of_the_same_classes(
     assert moved and moved["confusion"] == summary["confusion"]
     (tmp_path / "moved/train/blue").rename(tmp_path / "moved/train/sky")
     assert typed("evaluate", "held", "--dataset", "moved").err == (
-        "ddp-mnist: error: --dataset moved: class sky is none of the run's (blue, green, red,"
+        "ddp-mnist: error: --dataset moved: class sky is not one of the run's (blue, green, red,"
         " violet, yellow); rename it to one of them, or leave its images out (code 2)\n"
     )
     shutil.rmtree("moved/train/sky")  # the held-out images of the others stay held out

@@ -139,7 +139,7 @@ def test_who_is_missing_is_told_and_for_how_long_yet(
     ("rank", "there", "said"),
     [
         (0, True, "1 of 2 processes came within 0.8 s; missing: rank 1; "),
-        (1, True, "rank 0 did not come to meet this one within 0.8 s; "),
+        (1, True, "rank 0 did not meet this one within 0.8 s; "),
         (1, False, NOBODY),
     ],
 )
@@ -186,7 +186,7 @@ def test_two_processes_with_one_rank(tmp_path: Path) -> None:
     outcomes = meetings([0, 1, 1], [3, 3, 3], tmp_path)
     [first] = [error for error, _ in outcomes if isinstance(error, UsageError)]
     assert "another process came with rank 1 after this one" in str(first)
-    assert "a rank of its own, 0 to 2" in str(first)
+    assert "its own rank, 0 to 2" in str(first)
     assert first.agreed  # so it is printed
     # the second may replace the first, so the others go on waiting for the rank that is missing
     others = [error for error, _ in outcomes if error is not first]
@@ -641,7 +641,7 @@ def test_a_second_process_of_a_rank_is_told_so(come_together: Callable[..., list
     works = [Comes(rank, dies_after_s=2.5) for rank in range(2)]
     *_, second = come_together(2, *works, Comes(1, 0.8, waits_s=1))
     assert str(second).startswith("127.0.0.1:")
-    assert "rank 0 did not come to meet this one within 1 s; see what the others" in str(second)
+    assert "rank 0 did not meet this one within 1 s; see what the others" in str(second)
     assert str(second).endswith("; a meeting is over: is there a second rank 1?")
 
 

@@ -348,7 +348,7 @@ def test_a_finished_run_is_one_line_and_untouched(finished: Path) -> None:
     for again in (auto, named, with_flags(named, resume="latest"), same):
         [line] = run_world(1, what_it_says, again, folder=finished)[0].splitlines()
         assert line.startswith("run: finished already, after epoch 1, test accuracy 0.")
-        assert line.endswith("; to go on, change --epochs")
+        assert line.endswith("; to train longer, change --epochs")
     assert snapshot(finished) == before
 
 

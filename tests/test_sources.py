@@ -528,13 +528,13 @@ SAVED_FAULTS: Faults = {
 }
 
 IMAGES, IDX_LABELS = "train-images-idx3-ubyte", "train-labels-idx1-ubyte"
-NO_IDX = "is no IDX file of rows of "
+NO_IDX = "is not an IDX file of rows of "
 IDX_FAULTS: Faults = {
     "cut short": (rewritten(IMAGES, cut(-1)), f"DIR/{IMAGES}: {NO_IDX}"),
     "cut in the header": (rewritten(IMAGES, cut(10)), f"DIR/{IMAGES}: {NO_IDX}"),
     "wrong magic": (rewritten(IMAGES, flipped(2)), f"DIR/{IMAGES}: {NO_IDX}"),
     "huge sizes": (rewritten(IMAGES, lambda c: c[:4] + b"\xff" * 12 + c[16:]), NO_IDX),
-    "three of four": (removed(IDX_LABELS), "of MNIST's four IDX files only 3 are there; fetch"),
+    "three of four": (removed(IDX_LABELS), "has only 3 of MNIST's four IDX files; fetch"),
     "counts differ": (partial(write_idx, test_labels=[1]), "5 images but 1 labels;"),
     "no rows": (partial(write_idx, train_images=PIXELS[:0], train_labels=[]), "0 images but 0"),
     "other size": (partial(write_idx, train_images=PIXELS[:TRAIN, :14]), f"{NO_IDX}28x28 bytes"),
@@ -697,7 +697,7 @@ def test_fault_28_the_hub_is_read_once_and_the_caches_do_without_it(
         for name in hub.files:
             assert sum(r.startswith("GET") and r.endswith(f"/{name}") for r in hub.requests) == 1
         assert cache.choose("auto", ours) == ("mnist", [])
-        with pytest.raises(DataError, match=r"^--dataset a/b: the Hub has no such data set for y"):
+        with pytest.raises(DataError, match=r"^--dataset a/b: not on the Hub, or not visible to y"):
             cache.load("a/b", ours)  # which is not blamed on the cache
         assert not list(Path(ours).glob("*.tmp"))
     endpoint(nobody)
@@ -748,7 +748,7 @@ def test_a_hub_that_refuses_or_is_ill(
             return datasets_library.why_out_of_reach("ylecun/mnist")
 
     for status in (401, 403, 404):
-        with pytest.raises(DataError, match=r"^--dataset ylecun/mnist: the Hub has no such data"):
+        with pytest.raises(DataError, match=r"^--dataset ylecun/mnist: not on the Hub, or not"):
             ask(status, {}, b"")
     assert "503 Service Unavailable" in ask(503, {}, b"")
     portal = ask(200, {"Content-Type": "text/html"}, b"<html>please log in</html>")

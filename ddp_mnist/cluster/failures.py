@@ -17,7 +17,7 @@ from ddp_mnist.system.deadline import with_deadline
 # gloo, NCCL and the store raise RuntimeErrors that differ in their texts alone.
 LOST_CONNECTION = ("connection", "timed out", "timeout", "socket", "broken pipe", "gloo", "nccl")
 ABORT_S = 10.0
-A_GPU_EACH = "give each process a GPU of its own, or share one with --backend gloo"
+A_GPU_EACH = "give each process its own GPU, or share one with --backend gloo"
 aborted: list[dist.ProcessGroup] = []  # kept: their destructor joins threads that sleep long
 
 

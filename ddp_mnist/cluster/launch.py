@@ -130,7 +130,7 @@ def _from_address(flags: Distribution) -> Launch:
         raise UsageError(f"{shown}: must be tcp://HOST:PORT (port 1 to 65535) or env://")
     if flags.rank is None or flags.world_size is None:
         raise UsageError(
-            f"{shown}: each process needs --rank R --world-size N beside it; under a launcher,"
+            f"{shown}: each process needs --rank R --world-size N too; under a launcher,"
             " leave out all three"
         )
     numbers = (flags.rank, flags.world_size, flags.local_rank)
@@ -154,7 +154,7 @@ def _from_variables(flags: Distribution, env: Mapping[str, str]) -> Launch:
     """Read the variables of the launcher that set them; without one, this process is alone."""
     for flag, value in (("--rank", flags.rank), ("--world-size", flags.world_size)):
         if value is not None and "MASTER_ADDR" not in env:
-            raise UsageError(f"{flag} {value}: needs --init-method tcp://HOST:PORT beside it")
+            raise UsageError(f"{flag} {value}: needs --init-method tcp://HOST:PORT too")
     by_accelerate = PRECISION in env
     if flags.init_method or "WORLD_SIZE" in env or "RANK" in env:
         by_agent = "TORCHELASTIC_RUN_ID" in env

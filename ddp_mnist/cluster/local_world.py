@@ -138,6 +138,6 @@ def _member(
     try:
         results.send(function(*args))
     except BaseException as error:
-        error.add_note(f"in a process of its own:\n{traceback.format_exc()}")
+        error.add_note(f"in a separate process:\n{traceback.format_exc()}")
         results.send(error)
     results.close()

@@ -77,7 +77,7 @@ def meet(launch: Launch, timeout_s: float, on_wait: OnWait = None) -> Store:
                 return store
     except RuntimeError as error:
         raise PeerError(
-            f"{where}: rank 0 or its launcher, which serves this port, ended before all had come;"
+            f"{where}: rank 0 or its launcher, which serves this port, ended before all had joined;"
             " see what it says, then start again"
         ) from error
 
@@ -116,7 +116,7 @@ class Meeting:
             fix = self._fix("start it, or check that it uses this address")
             again = f"; a meeting is over: is there a second {called} {store.rank}?"
             raise PeerError(
-                f"{self.where}: {called} 0 did not come to meet this one within"
+                f"{self.where}: {called} 0 did not meet this one within"
                 f" {store.patience_s:g} s; {fix}{again if self.number > 1 else ''}"
             )
         elif store.exists(VERDICT):
@@ -200,7 +200,7 @@ class Meeting:
         came = f"{store.world_size - len(missing)} of {store.world_size} {self.unit.plural} came"
         lost = f"; missing: {called} {listed(missing)}" if missing else ", but one of them is lost"
         foreign = store.rank == 0 and not is_own(self.where.rpartition(":")[0])
-        note = ", which is none of this machine's own" if foreign else ""
+        note = ", which is not an address of this machine" if foreign else ""
         fix = self._fix(f"start them, or check that they use this address{note}")
         raise PeerError(f"{self.where}: {came} within {store.patience_s:g} s{lost}; {fix}")
 
@@ -212,8 +212,8 @@ class Meeting:
         store, name = self.store, self.unit.name
         if json.loads(store.call("get", seat_key(store.rank)))[0] != self.seat.token:
             error = UsageError(
-                f"{self.where}: another {name} came with rank {store.rank} after this one;"
-                f" give each {name} a rank of its own, 0 to {store.world_size - 1}"
+                f"{self.where}: another {name} joined as rank {store.rank} after this one;"
+                f" give each {name} its own rank, 0 to {store.world_size - 1}"
             )
             error.agreed = True
             raise error

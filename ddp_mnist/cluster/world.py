@@ -271,7 +271,7 @@ def form_group(store: Store, backend: str, local_rank: int, timeout_s: float) ->
     if dist.is_initialized():
         raise UsageError(
             f"WORLD_SIZE={store.world_size}: a process group of {dist.get_world_size()} exists"
-            " already in this process; start the trainer in a process of its own"
+            " already in this process; start the trainer in a separate process"
         )
     version, debug = torch.__version__, os.environ.get("TORCH_DISTRIBUTED_DEBUG", "")
     if debug.upper() == "DETAIL" and store.world_size > 1 and version.startswith(CRASHES_IN_DETAIL):

@@ -28,7 +28,7 @@ class Distribution(Flags):
     dist_timeout: float = flag(300.0, "Seconds to wait for another process.", least=1)
     mixed_precision: str | None = flag(
         None,
-        "auto: bf16 where GPU or CPU computes in it, else fp16 on GPUs, no on CPUs [launcher's].",
+        "auto: bf16 if the GPU or CPU has it, else fp16 on GPUs, no on CPUs [launcher's].",
         choices=("auto", "no", "fp16", "bf16", "fp64"),
     )
     sync_bn: bool = flag(False, "Synchronise BatchNorm over all processes (GPUs only).")

@@ -20,7 +20,7 @@ class Fault(NamedTuple):
 
 
 FAULTS = {
-    "sampler": Fault("each rank shuffles with a seed of its own", "samples"),
+    "sampler": Fault("each rank shuffles with its own seed", "samples"),
     "gradients": Fault("gradients are summed over the ranks, not averaged", "gradients"),
     "parameter": Fault("DDP does not synchronise one parameter", "replicas"),
     "epoch": Fault(
@@ -57,4 +57,4 @@ def check_fault(name: str, processes: int, epochs: int, steps: int) -> None:
         )
     if epochs < fault.epochs or steps < fault.steps:
         needed = f"{fault.epochs} epochs" if fault.epochs > 1 else f"{fault.steps} steps"
-        raise UsageError(f"--inject {name}: takes {needed} or more; give more --epochs")
+        raise UsageError(f"--inject {name}: needs {needed} or more; raise --epochs")

@@ -27,7 +27,7 @@ REFUSED = {
     "--gpu": CHOOSE_GPU,
     "--gpus": USE_LAUNCHER,
     "--nproc-per-node": USE_LAUNCHER,
-    "--evaluate": "is a command of its own; use ddp-mnist evaluate RUN",
+    "--evaluate": "is a separate command; use ddp-mnist evaluate RUN",
     "--num-workers": NO_WORKERS,
     "--workers": NO_WORKERS,
     "--opt-level": "belongs to Apex; use --mixed-precision fp16",

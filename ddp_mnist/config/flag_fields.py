@@ -144,8 +144,8 @@ def _as_typed(field: dataclasses.Field[Any], value: Any) -> str:
     if isinstance(value, type | types.FunctionType):
         if value.__module__ == "__main__":
             raise UsageError(
-                f"{flag_name(field)} {value.__name__}: exists in this session alone; import it"
-                " from a file of its own"
+                f"{flag_name(field)} {value.__name__}: exists only in this session; define it in"
+                " a file and import it"
             )
         return f"{value.__module__}:{value.__qualname__}"
     return str(value) if isinstance(value, str | os.PathLike) else printable(str(value))[:60]

@@ -62,8 +62,8 @@ def why_out_of_reach(hub_id: str) -> str:
     except Exception as error:  # any transport's own: httpx, requests, sockets, proxies
         if getattr(getattr(error, "response", None), "status_code", None) in (401, 403, 404):
             raise DataError(
-                f"--dataset {hub_id}: the Hub has no such data set for you; check the id, or log in"
-                " (hf auth login) if it is private"
+                f"--dataset {hub_id}: not on the Hub, or not visible to you; check the id, or log"
+                " in (hf auth login) if it is private"
             ) from error
         return root_reason(error)
     return ""

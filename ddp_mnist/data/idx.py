@@ -30,7 +30,7 @@ def find_idx_files(folder: Path, where: str) -> dict[tuple[str, str], Path]:
             if file.is_file():
                 files[split, kind] = file
         if files and len(files) < 4:
-            few = f"of MNIST's four IDX files only {len(files)} are there"
+            few = f"has only {len(files)} of MNIST's four IDX files"
             raise DataError(f"{where}: {few}; fetch the others")
         if files:
             return files
@@ -64,5 +64,5 @@ def _read_array(file: Path, row_shape: tuple[int, ...]) -> np.ndarray:
     header = struct.pack(f">4B{len(shape)}I", 0, 0, UNSIGNED_BYTE, len(shape), *shape)
     if rest or not raw.startswith(header):
         rows = f"rows of {'x'.join(map(str, row_shape)) or 1} bytes"
-        raise DataError(f"{file}: is no IDX file of {rows}, or is cut short; fetch MNIST's own")
+        raise DataError(f"{file}: is not an IDX file of {rows}, or is cut short; fetch MNIST's own")
     return np.frombuffer(raw, dtype=np.uint8, offset=start).reshape(shape)

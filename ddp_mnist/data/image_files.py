@@ -110,7 +110,7 @@ def choose_splits(
             f" so, e.g. test/cat/2.png{'' if for_evaluation else fix}"
         )
     elif test_size is not None and not for_evaluation:
-        problem = f"{where} has a test split of its own; remove --test-size"
+        problem = f"{where} already has a test split; remove --test-size"
         raise UsageError(f"--test-size {test_size}: {problem}")
     unused = ", ".join(split for split in found if split not in SPLITS)
     note = f"split {unused} is not used: validation images are cut out of train (--val-size)"

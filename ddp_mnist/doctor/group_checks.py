@@ -207,7 +207,7 @@ def load(group: Group) -> list[CheckResult]:
         if held > BUSY * cores:
             names = ", ".join(programs) or "none that uses much by itself"
             text = f"other programs hold {held:.1f} of {count(cores, 'core')} ({names})"
-            fix = "end them, or wait, and check again: the speeds are too low beside them"
+            fix = "end them, or wait, and check again: while they run, speeds are too low"
             mine = [warned(LOAD, text, fix)]
     if busy := group.merge(mine):
         group.busy = ", on a busy machine"

@@ -51,7 +51,7 @@ def main_address(node: Node) -> CheckResult:
         return warned("main address", f"{text}, which is this machine's own", fix)
     if is_first and not is_own:
         fix = f"on machine 0, give one of its own: {own}"
-        return failed("main address", f"{text}, which is no address of this machine", fix)
+        return failed("main address", f"{text}, which is not an address of this machine", fix)
     if is_first and all(map(interfaces.is_loopback, addresses)):
         fix = f"give the other machines one of {own}"
         return warned("main address", f"{text}, which only this machine can reach", fix)

@@ -62,7 +62,7 @@ def run(flags: Doctor, distribution: Distribution) -> None:
     if saved:
         results += shown(against(measured, saved, flags.tolerance), console)
     if save and measured.busy_with:
-        text = f"{save}: is of a busy machine ({measured.busy_with}), no measure for another"
+        text = f"{save}: is from a busy machine ({measured.busy_with}), no measure for another"
         results += shown(
             [warned("save", text, "save it again while nothing else runs here")], console
         )

@@ -76,7 +76,7 @@ def from_bytes(raw: bytes, where: object) -> dict[str, Any]:
         return torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # whatever a malicious file makes the parser raise
         raise CheckpointError(
-            f"{where}: holds more than tensors and plain values, or is no checkpoint"
+            f"{where}: holds more than tensors and plain values, or is not a checkpoint"
             f" ({type(error).__name__}); nothing of it was run; remove it to use the one before"
         ) from error
 
@@ -105,5 +105,5 @@ def read_newest(run: Path) -> tuple[bytes, int, list[str]]:
     with storage_errors(path):
         for bad in skipped:
             os.replace(bad, bad.with_name(f"{bad.name}.damaged"))
-    lines = [f"{bad}: {why}; going on from step {step}" for bad, why in skipped.items()]
+    lines = [f"{bad}: {why}; resuming from step {step}" for bad, why in skipped.items()]
     return raw, step, lines

@@ -208,7 +208,7 @@ def write_stdout(write: Callable[[], object] = bool, must_arrive: bool = True) -
             line = f"stdout: cannot be written ({reason(error)}); "
             if must_arrive:
                 raise StorageError(f"{line}free space, or redirect it elsewhere") from error
-            warn(f"{line}the run goes on without output; see its folder")
+            warn(f"{line}the run continues without output; see its folder")
         return False
 
 

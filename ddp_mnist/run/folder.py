@@ -87,10 +87,10 @@ class RunFolder:
         others = ", ".join(name for name in names if (path / name).exists())
         if (path / STATUS).exists():  # a run writes it first: without it, no run is here
             free = begin_again and not any((path / CHECKPOINTS).glob("step-*.pt"))
-            held = f"a run already (to go on: --resume {path})"
+            held = f"a run already (to resume it: --resume {path})"
         else:
             free = not others
-            held = f"files that are not of a run and would be written over ({others})"
+            held = f"files that no run wrote and that would be overwritten ({others})"
         if not free:
             raise UsageError(f"--run-dir {path}: holds {held}; name another folder")
         self.cut_metrics(0)
@@ -290,9 +290,7 @@ def check_place(file: str | None, flag: str, ending: str = "") -> Path | None:
     try:
         fits = folder.is_dir() and (path.is_file() or not path.exists())
         if not fits or not path.name.endswith(ending):
-            raise UsageError(
-                f"{flag} {path}: must be a {ending or 'file'} in a folder that is there"
-            )
+            raise UsageError(f"{flag} {path}: must be a {ending or 'file'} in an existing folder")
         # Tried, as os.access knows nothing of a full disk, and lets root write anywhere.
         with tempfile.TemporaryFile(dir=folder, buffering=0) as probe:
             probe.write(bytes(4096))

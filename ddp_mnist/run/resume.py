@@ -85,7 +85,7 @@ def _find(config: TrainConfig) -> EarlierRun | None:
         return dataclasses.replace(found, finished=has_finished(path))
     except (OSError, ValueError, KeyError, TypeError) as error:
         name = Path(getattr(error, "filename", None) or path).name
-        why = reason(error) if isinstance(error, OSError) else "damaged, or of another program"
+        why = reason(error) if isinstance(error, OSError) else "damaged, or from another program"
         raise CheckpointError(
             f"--resume {resume}: {path} holds no run to resume ({name}: {why}); {name_a_run()}"
         ) from error
@@ -117,7 +117,7 @@ def has_finished(path: Path) -> str:
     early = f", stopped by {stopped_by}" if stopped_by else ""
     return (
         f"{path}: finished already, after epoch {summary['epochs']}{early}, test accuracy"
-        f" {summary['test_accuracy']:.4f}; to go on, change {stopped_by or '--epochs'}"
+        f" {summary['test_accuracy']:.4f}; to train longer, change {stopped_by or '--epochs'}"
     )
 
 

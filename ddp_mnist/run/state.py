@@ -121,7 +121,7 @@ def diverged(recipe: ResolvedRecipe, step: int, what: str) -> DivergedError:
         loss = f" or the loss, {recipe.loss}" if recipe.loss else ""
         cure = f"so early it may be the net, {recipe.model}{loss}: correct it, or {cure}"
     return DivergedError(
-        f"--lr {recipe.lr:g}: by step {step} {what} is not a finite number any more; {cure}"
+        f"--lr {recipe.lr:g}: by step {step} {what} is no longer a finite number; {cure}"
     )
 
 

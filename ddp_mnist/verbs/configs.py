@@ -20,7 +20,7 @@ def run(flags: Configs) -> None:
         for name, content in contents.items():
             if (out / name).exists() and (out / name).read_bytes() != content:
                 raise UsageError(
-                    f"{out / name}: is there with other content; move it away, or name another DIR"
+                    f"{out / name}: exists with other content; move it away, or name another DIR"
                 )
         out.mkdir(parents=True, exist_ok=True)
         for name, content in contents.items():

@@ -129,7 +129,7 @@ def _load(flags: Evaluate, config: dict[str, Any], trained: weights.Trained) -> 
         if images.digest == config["digest"]:
             return images
         fault = changed_since(flags.run, name, config["summary"], images)
-        fix = f"put them back, or evaluate it on those that are there now: --dataset {name}"
+        fix = f"put them back, or evaluate it on the current ones: --dataset {name}"
         raise DataError(f"{fault}; {fix}")
     known = cache.cached(flags.dataset, cache_dir, image_options)
     grown = known and known.test_drawn and known.digest != config["digest"]
@@ -153,7 +153,7 @@ def _relabelled(images: ImageData, trained: weights.Trained, flags: Evaluate) ->
         if images.classes[label] not in index_of:
             known = textwrap.shorten(", ".join(trained.classes), 100, placeholder=" ...")
             raise UsageError(
-                f"--dataset {flags.dataset}: class {images.classes[label]} is none of the run's"
+                f"--dataset {flags.dataset}: class {images.classes[label]} is not one of the run's"
                 f" ({known}); rename it to one of them, or leave its images out"
             )
     of_run = torch.tensor([index_of.get(name, -1) for name in images.classes])

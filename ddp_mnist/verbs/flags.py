@@ -67,9 +67,9 @@ class Report(Flags):
 
     runs: tuple[str, ...] = argument("RUN", RUN)
     out: str | None = flag(
-        None, "Page to write [RUN/report.html; of several, beside RUN].", metavar="FILE"
+        None, "Page to write [RUN/report.html; of several, next to RUN].", metavar="FILE"
     )
-    png: bool = flag(False, "Also write each curve as a PNG, beside the page.")
+    png: bool = flag(False, "Also write each curve as a PNG, next to the page.")
     dataset: str | None = flag(None, "Where the runs' images are now, if they were moved.")
     cache_dir: str | None = flag(None, CACHE_DIR)
 
@@ -161,11 +161,11 @@ class Verify(Flags):
     """
 
     processes: int = flag(
-        3, "Compare 2, 3 ... N processes with one, where they divide 24.", least=2, most=10**4
+        3, "Compare 2, 3 ... N processes with one, if they divide 24.", least=2, most=10**4
     )
     gpu: bool = flag(False, "Also compare training on this machine's GPU with the CPU.")
     model: str | None = flag(None, "Model to train, as for train [cnn].")
-    loss: str | None = flag(None, "Loss of your own, as for train [cross-entropy].")
+    loss: str | None = flag(None, "Your own loss, as for train [cross-entropy].")
     dataset: str = flag("digits", "Data set, as for train without auto; a large one takes minutes.")
     inject: str | None = flag(
         None, "Inject a fault, which a check has to catch; exit code 1.", choices=FAULT_NAMES
