@@ -37,6 +37,20 @@ COURSE = REPOSITORY / "docs" / "course"
 COURSE_LINES = 400
 COURSE_FIGURES = ["ddp", "dataparallel", "buckets", "ring", "speed", "multinode"]
 EXIT_CODES = 11
+# Turns of phrase that tire a reader of the package, and what to write instead.
+WORN_PHRASES = {
+    r"\b(?:Return|Say) what\b": "name the thing",
+    r"\b(?:is|are) none\b": "is not one, is missing, without",
+    r"(?<!there )\b(?:is|are) no\b(?! longer)": "is not a, lacks",
+    r"\b(?:a|the) person\b": "the user, you",
+    r"\b(?:go|goes|going) on\b": "continue, resume",
+    r"\bbeside\b": "next to, besides, with",
+    r"\b(?:came|comes?)\b": "arrive, join, follow",
+    r"\bof (?:its|one's|their) own\b": "its own, separate",
+    r"\bany more\b": "no longer",
+    r"\b[Ww]here (?:there (?:is|are)|it can|no|none|nobody)\b": "if",
+}
+OFTEN_ENOUGH = 4
 PICTURE_BYTES, PICTURE_SIZE = 150_000, (960, 1336)  # side by side; two pixels a point
 
 
@@ -280,6 +294,7 @@ def facts() -> Iterator[str]:
     yield from glossaries()
     yield from figures()
     yield from versions()
+    yield from worn_phrases()
 
 
 def course_pages() -> list[Page]:
@@ -387,6 +402,25 @@ def versions() -> Iterator[str]:
         told = re.findall(r"^\| (\d+) \| [^|]+ \|$", text, re.MULTILINE)
         if told != codes or len(codes) != EXIT_CODES:
             yield f"{name}: its exit codes are not those of --help; copy them"
+
+
+def worn_phrases() -> Iterator[str]:
+    """In docstrings, comments and messages of the package, no worn phrase is frequent."""
+    found: dict[str, list[str]] = {pattern: [] for pattern in WORN_PHRASES}
+    for path in sorted((REPOSITORY / "ddp_mnist").rglob("*.py")):
+        with path.open("rb") as file:
+            tokens = [*tokenize.tokenize(file.readline)]
+        for token in tokens:
+            if tokenize.tok_name[token.type] not in ("COMMENT", "STRING", "FSTRING_MIDDLE"):
+                continue
+            for pattern, places in found.items():
+                for match in re.finditer(pattern, token.string):
+                    line = token.start[0] + token.string.count("\n", 0, match.start())
+                    places.append(f"{path.relative_to(REPOSITORY)}:{line}: {match[0]!r}")
+    for pattern, places in found.items():
+        if len(places) > OFTEN_ENOUGH:
+            often = f"is one of {len(places)}, at most {OFTEN_ENOUGH} are allowed"
+            yield f"{places[OFTEN_ENOUGH]} {often}; write: {WORN_PHRASES[pattern]}"
 
 
 OF_A_PAGE = (blocks, fences, bold, pictures, links, named_files, translation, chinese)
