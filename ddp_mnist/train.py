@@ -34,7 +34,7 @@ from ddp_mnist.run.training_run import TrainingRun
 def train(config: TrainConfig, launch: Launch) -> dict[str, Any]:
     """Train on this rank. Return the summary; {} after --dry-run, or if the run has finished.
 
-    Raise a DdpMnistError for every expected failure, see errors.py; Preempted if a signal came.
+    Raise a DdpMnistError for every expected failure, see errors.py; Preempted after a signal.
     """
     with (
         RunFolder() as folder,  # records how the run ends; set_up_run gives rank 0's its path
