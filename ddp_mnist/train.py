@@ -66,7 +66,7 @@ def fit(run: TrainingRun) -> dict[str, Any]:
     device = accelerator.device
     accelerator.gradient_accumulation_steps = recipe.grad_accum  # known since the ranks agreed
 
-    # Data. Batches are global, the same on every rank; a step's come in grad_accum parts.
+    # Data. Batches are global, the same on every rank; a step takes grad_accum of them.
     train_rows, val_rows, test_rows = train_val_test_split(run.images.to_if_it_fits(device))
     batches = GlobalBatchSampler(train_rows, recipe.batch_size, seed, recipe.grad_accum)
     loader = make_loader(train_rows, batch_sampler=batches)

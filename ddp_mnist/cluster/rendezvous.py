@@ -1,4 +1,8 @@
-"""How processes (or machines, before they start any) find each other and agree on the run."""
+"""How processes (or machines, before they start any) find each other and agree on the run.
+
+A start can hang in three stages: connecting to the main port (main_port.py), meeting the others
+(here), and opening the connections between all of them (`form_group` in world.py).
+"""
 
 import json
 import time
@@ -25,8 +29,8 @@ seat_key, place_key = "seat/{}".format, "place/{}".format  # of a rank
 # The first point: all have joined. Then rank 0 broadcasts whether they met in this meeting.
 HERE, ALL_HERE, VERDICT, MET = arrived_key(0), point_key(0), point_key(1), "met"
 GRACE_S = 0.5  # extra time for rank 0, which started a moment later, to say who is missing
-# Between two looks at this rank's seat, and, with `on_wait`, for missing ranks; at most a quarter
-# of the time-out.
+# How often a waiting rank checks that its seat is still its own and, with `on_wait`, reports who is
+# missing; at most a quarter of the time-out.
 LOOK_S = 2.0
 LATE_S = 5.0  # for rank 0 to say that all met, after the last one joined just in time
 
@@ -149,7 +153,10 @@ class Meeting:
             )
 
     def _come_together(self) -> bool:
-        """Wait for all ranks, and for this rank's place, which rank 0 gives to its seat."""
+        """Wait until all have joined and rank 0 has given this rank its place.
+
+        The place goes to the process that took the seat last.
+        """
         store = self.store
         heartbeat = Heartbeat(store)
         store.arrive()

@@ -1,4 +1,7 @@
-"""The flags on the model and its training, and the values chosen for flags not given."""
+"""The flags on the model and its training, and the values chosen for flags not given.
+
+PRESETS has what --preset chooses.
+"""
 
 import math
 import re
@@ -18,9 +21,9 @@ OWN = r"[\w.]+:\w+"  # MODULE:NAME
 class Usual(NamedTuple):
     """The values that a preset chooses for a kind of images; a typed flag beats them."""
 
-    model: str
+    model: str  # one of NETS; a preset with another net names it, and its lr, in `recipe`
     lr: float  # the peak learning rate of our nets
-    # Batch size and least number of steps, by the least number of train images, descending.
+    # {at least so many train images: (batch size, least number of steps)}, descending
     batches: dict[int, tuple[int, int]]
     augment: bool = True
     epochs: int = 1  # the least number
@@ -29,7 +32,7 @@ class Usual(NamedTuple):
 class Preset(NamedTuple):
     """The values that --preset stands for; a typed flag beats them."""
 
-    recipe: dict[str, Any]  # values of Recipe's fields
+    recipe: dict[str, Any]  # values of any flags of train, whatever the images are
     strokes: Usual  # bright on black; chosen on MNIST
     pictures: Usual  # all other images; chosen on three data sets, see docs/benchmarks.md
 

@@ -1,4 +1,4 @@
-"""Checks of processes that have connected, on one machine or on many.
+"""Checks of processes that have connected, on one machine or many: those in CHECKS at the end.
 
 Every rank takes part in each check, and sends rank 0 its findings, over the store. Rank 0 judges,
 and `check_group` tells all ranks its results: what a check returns on other ranks is not used.

@@ -1,4 +1,4 @@
-"""Checks of one machine alone, before any process group forms."""
+"""Checks of one machine by itself, which need no process group: those in CHECKS at the end."""
 
 import contextlib
 import math

@@ -10,8 +10,10 @@ from ddp_mnist.config.recipe import ResolvedRecipe
 from ddp_mnist.run.slow_ranks import ForwardClock, SlowRanks
 from ddp_mnist.run.state import Progress
 
-SAVE_STEPS = 100  # least steps between checkpoints, if --checkpoint-every is not given, and
-SAVE_S = 5.0  # least seconds of training between them
+# Without --checkpoint-every: at least so many steps, and so many seconds of training, between two
+# checkpoints.
+SAVE_STEPS = 100
+SAVE_S = 5.0
 
 
 class Meter:

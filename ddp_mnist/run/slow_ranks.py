@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 SLOW = 1.5  # times the median
-# A minute, in windows: the first steps, a compilation or a stopped process, however long, fall into
-# one of them, or two.
+# Slow for six windows in a row, a minute. A one-off delay, such as the first steps, a compilation
+# or a stopped process, falls into one or two of them, however long it is.
 WINDOW_S, WINDOWS = 10.0, 6
 GPU_SAMPLE = 8  # on a GPU, whose steps may take only a millisecond, one pass in so many is timed
 

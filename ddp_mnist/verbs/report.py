@@ -3,9 +3,9 @@
     ddp-mnist report runs/latest
     ddp-mnist report runs/mnist-001 runs/mnist-002
 
-The page is templates/report.html; plots.py draws its curves. It needs no network and no script, is
-light or dark as the reader's system, and its figures are those of summary.json. The images that the
-model got wrong are found by running it once more, which takes seconds.
+The page is verbs/templates/report.html; plots.py draws its curves. It needs no network and no
+script, is light or dark as the reader's system, and its figures are those of summary.json. The
+images that the model got wrong are found by running it once more, which takes seconds.
 """
 
 import base64
