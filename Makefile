@@ -31,7 +31,9 @@ RESTART = $(PY) $(if $(filter-out 0,$(RESTARTS)),-m ddp_mnist restart $(RESTARTS
 OWN = PYTHON=/path/to/python VENV=
 LAUNCH = $(RESTART) -m accelerate.commands.launch --main_process_port 0 --config_file accelerate_configs
 TRAIN = -m ddp_mnist train --dataset auto
-# A file on one worker, those that took longest the last time first: see tests/conftest.py
+# A file on one worker, those that took longest the last time first: see tests/conftest.py. pytest
+# keeps what it has compiled, or each worker would compile all tests again each time.
+PYTEST = PYTHONDONTWRITEBYTECODE= $(PY) -m pytest
 WHOLE = --dist loadfile --no-loadscope-reorder
 MULTINODE = $(PY) -m ddp_mnist multinode --machine-rank="$(MACHINE_RANK)" \
 	--main-process-ip="$(MAIN_PROCESS_IP)" --main-process-port="$(MAIN_PROCESS_PORT)" \
@@ -106,10 +108,10 @@ bench: $(READY) ## Measure speed here: BENCH=loop, startup or scaling
 	@$(PY) -m ddp_mnist bench $(BENCH) --dataset auto $(ARGS)
 
 test: $(READY) ## Run the tests (about 5 minutes on 2 cores, no network)
-	@$(PY) -m pytest -n 2 $(WHOLE) $(ARGS)
+	@$(PYTEST) -n 2 $(WHOLE) $(ARGS)
 
 test-system: $(READY) ## Test launchers, recipes, networks and documents (about 5 minutes)
-	@$(PY) -m pytest -n 3 $(WHOLE) -m "system and not soak and not gpu" $(ARGS)
+	@$(PYTEST) -n 3 $(WHOLE) -m "system and not soak and not gpu" $(ARGS)
 
 soak: $(READY) ## Run the long tests (under an hour); CHAOS=200 runs are hit at random
 	@CHAOS=$(CHAOS) $(PY) -m pytest -m soak -n 2 --timeout 3600 $(ARGS)

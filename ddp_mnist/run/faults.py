@@ -41,7 +41,7 @@ def inject(config: ResolvedConfig, world: World) -> ResolvedConfig:
 
 
 def stepped_by_each(recipe: ResolvedRecipe, processes: int) -> ResolvedRecipe:
-    """Return the recipe with a scheduler stepped once per process: it reaches 0 N times too early."""
+    """Return the recipe, its scheduler stepped once per process: it reaches 0 N times too early."""
 
     class SteppedByEach(ResolvedRecipe):
         def learning_rate(self, step: int) -> float:
