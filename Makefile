@@ -5,7 +5,7 @@
 # Each target first makes .venv with the pinned versions. To use your own environment:
 #   make train PYTHON=/path/to/python VENV=
 # Flags for ddp-mnist: make train ARGS="--epochs 5 --seed 1"
-# To restart up to three times when a process is lost: make train RESTARTS=3
+# To restart up to three times if a process is lost: make train RESTARTS=3
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -16,7 +16,7 @@ RESTARTS ?= 0
 CHAOS ?= 200
 BENCH ?= loop
 
-# One word to the shell if it is a path, which may have spaces; else perhaps a command with arguments
+# Quoted if it is a path, which may have spaces; otherwise perhaps a command with arguments
 GIVEN := $(if $(shell [ -x "$(PYTHON)" ] && echo yes),'$(PYTHON)',$(PYTHON))
 
 ifeq ($(VENV),)
@@ -38,13 +38,13 @@ WHOLE = --dist loadfile --no-loadscope-reorder
 MULTINODE = $(PY) -m ddp_mnist multinode --machine-rank="$(MACHINE_RANK)" \
 	--main-process-ip="$(MAIN_PROCESS_IP)" --main-process-port="$(MAIN_PROCESS_PORT)" \
 	--num-machines="$(NUM_MACHINES)" --nproc-per-node="$(NPROC_PER_NODE)"
-# torchrun and accelerate launch would stop at SIGHUP under nohup too, which ignores signal 1
+# torchrun and accelerate launch would stop at SIGHUP (signal 1) even under nohup, which ignores it
 ifneq ($(shell grep '^SigIgn:.*[13579bdf]$$' /proc/self/status 2>/dev/null),)
 export PET_SIGNALS_TO_HANDLE ?= SIGTERM,SIGINT,SIGQUIT
 endif
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-# A variable that nothing reads would be ignored silently
+# A variable that nothing reads would silently be ignored
 $(foreach name,DATASET EPOCHS LR MODEL SEED,$(if $(filter command,$(firstword $(origin $(name)))),\
 $(error $(name)=$($(name)): is a flag, not a variable; make train ARGS="--$(shell echo $(name) | tr A-Z a-z) $($(name))")))
 
@@ -57,8 +57,8 @@ help: ## List the targets
 
 venv: $(READY) ## Make .venv with the pinned versions (about 6.5 GB on Linux, a few minutes)
 
-# A set-up that failed half-way has no .ready: it says where it failed, the next make resumes there.
-# The import at the end finds a torch of another release than torchvision's, which pip lets pass.
+# A set-up that failed half-way has no .ready: it says where it failed, and the next make continues.
+# The import at the end finds a torch and a torchvision of different releases, which pip allows.
 $(VENV)/.ready: pyproject.toml constraints.txt
 	@fail() { echo "make venv: $$1" >&2; exit 1; }; \
 	$(GIVEN) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
@@ -66,7 +66,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PY) -c '' 2>/dev/null || $(GIVEN) -m venv --clear $(VENV) || \
 	fail "$(PYTHON) -m venv failed; on Debian and Ubuntu: apt install python3-venv"; \
 	echo "setting up $(VENV) with the versions of constraints.txt (6.5 GB on Linux, minutes);" \
-	"for an environment with a torch of your own, such as PyTorch's CPU wheels (see pytorch.org):" \
+	"for an environment with your own torch, such as PyTorch's CPU wheels (see pytorch.org):" \
 	"make $(MAKECMDGOALS) $(OWN)"; \
 	$(PY) -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev]' || \
 	fail "pip failed (see above); check network and disk space, then make again, or use an \

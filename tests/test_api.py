@@ -150,7 +150,7 @@ def test_another_thread_than_the_main_one_is_refused() -> None:
         told = threads.submit(refused, api.train, dataset="digits").result()
     assert told == (
         "thread other_0: signals reach the main thread alone; call the trainer there, or in a"
-        " process of its own"
+        " separate process"
     )
 
 
@@ -167,9 +167,7 @@ def test_a_class_and_a_function_are_what_would_be_typed(
     assert refused(api.train, model=net).startswith("--model Sequential( (0): Linear(in")
     assert "\n" not in refused(api.train, model=net)
     monkeypatch.setattr(refused, "__module__", "__main__")
-    assert refused(api.train, model=refused).startswith(
-        "--model refused: exists in this session al"
-    )
+    assert refused(api.train, model=refused).startswith("--model refused: exists only in this se")
     assert refused(api.train, metrics=[refused]).endswith("; define it in a file and import it")
     with pytest.raises(TypeError):
         api.train("photos")  # type: ignore[call-arg]

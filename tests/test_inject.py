@@ -77,7 +77,7 @@ def test_a_resumed_run_keeps_its_fault(run: tuple[Path, str], tmp_path: Path) ->
 TOO_SMALL = [
     *((fault, 1, 2, "one process cannot") for fault in FAULTS if fault != "epoch"),
     ("epoch", 1, 1, "needs 2 epochs or more; raise"),
-    ("exit", 2, 1, f"takes {EXIT_STEP} steps or more; give more"),
+    ("exit", 2, 1, f"needs {EXIT_STEP} steps or more; raise"),
 ]
 
 

@@ -185,7 +185,7 @@ def test_fault_15_a_port_that_is_taken_is_named_at_once(stranger: int) -> None:
 def test_two_processes_with_one_rank(tmp_path: Path) -> None:
     outcomes = meetings([0, 1, 1], [3, 3, 3], tmp_path)
     [first] = [error for error, _ in outcomes if isinstance(error, UsageError)]
-    assert "another process came with rank 1 after this one" in str(first)
+    assert "another process joined as rank 1 after this one" in str(first)
     assert "its own rank, 0 to 2" in str(first)
     assert first.agreed  # so it is printed
     # the second may replace the first, so the others go on waiting for the rank that is missing
