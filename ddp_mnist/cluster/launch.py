@@ -21,7 +21,7 @@ from ddp_mnist.config import launch_configs
 from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.errors import UsageError
 
-# The variable that gives each field of Launch; of several, the first that is set.
+# The variables that give each field of Launch; the first that is set counts.
 OF_TORCHRUN = {
     "rank": "RANK",
     "world_size": "WORLD_SIZE",

@@ -41,7 +41,10 @@ class StopSignals:
         self.at_once: Callable[[], None] = lambda: None
 
     def note(self, number: int) -> None:
-        """Fill the signal's slot. A second SIGINT waits for nobody, and for no collective."""
+        """Fill the signal's slot.
+
+        A second SIGINT does not wait for other ranks, or for a collective.
+        """
         if number not in EXIT_CODES:  # other signals with a Python handler arrive here too
             return
         slot = list(EXIT_CODES).index(number)

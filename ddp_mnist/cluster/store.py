@@ -115,7 +115,7 @@ class Store:
             self.unreachable = True
             late = "timed out: " if isinstance(error, TimeoutError) else ""
             raise RuntimeError(f"{late}{error}") from None
-        except KeyboardInterrupt:  # the connection is still busy with what was interrupted
+        except KeyboardInterrupt:  # the connection is still busy with the interrupted call
             self.c10d = self.c10d.clone()
             raise
 
@@ -244,7 +244,7 @@ class Store:
         self.left.set()
         if self.heartbeat:
             self.heartbeat.join(1.0)  # a dead connection may hold it
-        with contextlib.suppress(RuntimeError):  # the store is gone: nobody needs rank 0
+        with contextlib.suppress(RuntimeError):  # the store is gone: no rank needs rank 0
             self.call("add", "left", 1)
             if self.rank == 0:
                 leaving, pause_s = self.world_size - len(self.lost), 0.01

@@ -1,4 +1,4 @@
-"""How images are to be read. Imports no library, for --help."""
+"""How to read images. Imports no library, for --help."""
 
 import re
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from ddp_mnist.errors import UsageError
 
 @dataclass(frozen=True)
 class ImageOptions:
-    """How a data set is to be read; by default, its images are not changed."""
+    """How to read a data set; by default, its images are not changed."""
 
     size: tuple[int, int] | None = None  # height and width of all images
     grey: bool = False

@@ -30,7 +30,7 @@ class Usual(NamedTuple):
 
 
 class Preset(NamedTuple):
-    """The values that --preset stands for; a typed flag beats them."""
+    """The values behind a --preset; a typed flag beats them."""
 
     recipe: dict[str, Any]  # values of any flags of train, whatever the images are
     strokes: Usual  # bright on black; chosen on MNIST

@@ -81,7 +81,7 @@ class ImageData:
         return {name: labels.bincount(minlength=count).tolist() for name, labels in splits.items()}
 
     def describe(self) -> dict[str, Any]:
-        """Return the data set's entry in summary.json, but for `val_rows`."""
+        """Return the data set's entry in summary.json, except `val_rows`."""
         return {
             "name": self.name,
             "source": self.source,

@@ -13,8 +13,8 @@ from ddp_mnist.data.decode import image_endings
 from ddp_mnist.data.image_files import ImageFiles, choose_splits
 from ddp_mnist.errors import DataError, printable
 
-# The words in names of folders and files that mean a split, and what separates words, as `datasets`
-# has them.
+# The words in names of folders and files that mean a split, and the characters that separate words,
+# as `datasets` defines them.
 SPLIT_WORDS = {
     "train": ("train", "training"),
     "validation": ("validation", "valid", "dev", "val"),

@@ -109,7 +109,7 @@ class Cells:
         rows = self.rows
         if isinstance(rows.features[self.column], Image):
             rows = rows.cast_column(self.column, Image(decode=False))
-        # more photos of several megabytes each would fill the memory
+        # more photos of several megabytes would fill the memory
         for batch in rows.select_columns([self.column]).with_format(None).iter(batch_size=100):
             for cell in batch[self.column]:
                 yield (cell["bytes"] or cell.get("path") or None) if cell else None
