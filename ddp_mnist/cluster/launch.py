@@ -51,7 +51,7 @@ FROM_1 = ("world_size", "local_world_size", "num_machines", "main_port")  # the 
 
 @dataclass(frozen=True)
 class Launch:
-    """One process's place in the run, or a machine's; None for what the launcher does not say."""
+    """One process's place in the run, or a machine's; None for fields that are not set."""
 
     # python, accelerate, torchrun, slurm, environment or tcp; machine: no process yet
     launcher: str = "python"

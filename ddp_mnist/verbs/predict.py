@@ -162,9 +162,7 @@ def read_image(file: Path, image_format: ImageFormat, digit_photos: bool) -> np.
     except FileNotFoundError as error:
         raise DataError("no such file or directory; check the path") from error
     except Exception as error:  # OSError, SyntaxError, ValueError, struct.error and more
-        is_systems = (
-            isinstance(error, OSError) and error.errno
-        )  # else Pillow's, often several lines
+        is_systems = isinstance(error, OSError) and error.errno  # else Pillow's, in many lines
         why = reason(error).lower() if is_systems else "not an image that Pillow can read"
         heif = file.suffix.lower() in folders.HEIF and not reads_heif()
         fix = f"{folders.HEIF_FIX}, or give" if heif else "give"
