@@ -32,8 +32,8 @@ class Measured(NamedTuple):
 def against(here: Measured, there: Measured, tolerance: float) -> Iterator[CheckResult]:
     """Yield each figure next to that of another machine of the same type.
 
-    FAIL if it is more than 1 + `tolerance` times as slow; WARN if it is not comparable, or if one
-    of the machines was busy: a machine must not be rejected for what its neighbours do.
+    FAIL if it is more than 1 + `tolerance` times as slow, but WARN if one of the machines was busy:
+    a machine must not be rejected for what its neighbours do. WARN too if it is not comparable.
     """
     if here.processes != there.processes:
         text = f"{here.processes} processes here, {there.processes} there"

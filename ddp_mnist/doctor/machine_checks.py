@@ -178,7 +178,7 @@ def capacity(options: Doctor) -> Iterator[CheckResult]:
     mine, quota, processes = limits.cores(), limits.cpu_quota(), options.processes or 1
     limit = "" if math.isinf(quota) else f" (its control group allows {quota:g} at once)"
     text = f"{count(mine, 'core')}{limit}, for {processes} processes"
-    fewer = f"start at most {mine}, or " if mine < processes else ""  # some have half a core
+    fewer = f"start at most {mine}, or " if mine < processes else ""  # quotas may be half a core
     fix = f"{fewer}give this machine or container more cores"
     yield check("cores", min(mine, quota) < processes and not hardware.gpus(), text, fix, WARN)
     free, needed = limits.free_memory(), processes * PROCESS_MB * MB

@@ -54,7 +54,7 @@ def facts(config: ResolvedConfig, world: World, images: ImageData) -> dict[str, 
 
 
 def in_effect(world: World) -> dict[str, Any]:
-    """Return this process's communication, precision and code."""
+    """Return how this process communicates and computes, and with which code."""
     return {
         "--backend": world.backend,
         "--mixed-precision": world.precision,

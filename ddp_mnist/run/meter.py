@@ -19,9 +19,9 @@ SAVE_S = 5.0
 class Meter:
     """A rank's counts since the last sync point; at a sync point all ranks add theirs up.
 
-    Between sync points nothing is read from the device, so the host runs ahead of a GPU. They are
-    about a second apart, and at the same step on all ranks: each plans the next one from the mean
-    of all ranks' speeds.
+    Between sync points nothing is read from the device, so the host runs ahead of a GPU. Sync
+    points are about a second apart, and at the same step on all ranks: each plans the next one from
+    the mean of all ranks' speeds.
     """
 
     def __init__(

@@ -35,7 +35,7 @@ from ddp_mnist.verbs.flags import Evaluate
 
 MOST_SHOWN = 10  # classes, and pairs of them, if there are many
 MOST_NAMED = 50  # files that are looked up; a line holds fewer
-TABLE_COLUMNS = 80  # columns for names of classes as heads; otherwise numbers
+TABLE_COLUMNS = 80  # up to this width, class names head the columns; else numbers
 
 
 def run(flags: Evaluate, distribution: Distribution) -> None:

@@ -123,9 +123,7 @@ def config_of(flags: Verify) -> TrainConfig:
     config = proof_config(**changed, epochs=epochs)
     factory_of(str(config.recipe.model))
     image_losses(config.recipe.loss)
-    timeout = (
-        5 if flags.inject == "exit" else config.distribution.dist_timeout
-    )  # others wait for it
+    timeout = 5 if flags.inject == "exit" else config.distribution.dist_timeout  # it hangs
     distribution = replace(config.distribution, dist_timeout=timeout)
     run = replace(config.run, dataset=from_anywhere(flags.dataset))
     return replace(config, run=run, distribution=distribution)
