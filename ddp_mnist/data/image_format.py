@@ -108,8 +108,8 @@ def bright_on_black(images: dict[str, np.ndarray]) -> bool:
     """Return whether uint8 [N, 1, H, W] are bright strokes within a black border, as MNIST's are.
 
     That is so if no image is blank or has a bright border, and fewer than 10 % have strokes in
-    their outermost pixels. 1.3 % of MNIST's train images do, and most pictures, which fill their
-    frame.
+    their outermost pixels. 1.3 % of MNIST's train images have; so have most pictures, as they fill
+    their frame.
     """
     for split in images.values():
         dark = 0
