@@ -239,7 +239,7 @@ def test_fault_24_gradients_that_always_overflow_end_the_run_on_all_ranks(tmp_pa
         assert seen.scales[-1] == FIRST_SCALE / 2**25
         assert seen.result.code == 7
     [spoken] = [seen.result for seen in ranks if seen.result.agreed]
-    assert str(spoken).startswith("--lr 0.01: by step 25 the gradient is not a finite number any")
+    assert str(spoken).startswith("--lr 0.01: by step 25 the gradient is no longer a finite number")
     status = read_json(tmp_path / "run" / "status.json")
     assert (status["state"], status["exit_code"]) == ("failed", 7)
 

@@ -146,7 +146,7 @@ def test_files_of_another_program_are_not_written_over(
     file = tmp_path / (name if "." in name else f"{name}/step-00000001.pt")
     file.parent.mkdir(exist_ok=True)
     file.write_text("a model of the Hub")
-    with pytest.raises(UsageError, match=f"^--run-dir .*written over \\({name}\\); name"):
+    with pytest.raises(UsageError, match=f"^--run-dir .*overwritten \\({name}\\); name"):
         create(tmp_path, begin_again=begin_again)
     assert file.read_text() == "a model of the Hub"
     assert names(tmp_path) == [name]
