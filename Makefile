@@ -107,10 +107,10 @@ verify: $(READY) ## Prove here that N processes train as one and resume exactly
 bench: $(READY) ## Measure speed here: BENCH=loop, startup or scaling
 	@$(PY) -m ddp_mnist bench $(BENCH) --dataset auto $(ARGS)
 
-test: $(READY) ## Run the tests (about 5 minutes on 2 cores, no network)
+test: $(READY) ## Run the tests (about 3 minutes on 2 cores, no network)
 	@$(PYTEST) -n 2 $(WHOLE) $(ARGS)
 
-test-system: $(READY) ## Test launchers, recipes, networks and documents (about 5 minutes)
+test-system: $(READY) ## Test launchers, recipes, networks and documents (about 6 minutes)
 	@$(PYTEST) -n 3 $(WHOLE) -m "system and not soak and not gpu" $(ARGS)
 
 soak: $(READY) ## Run the long tests (under an hour); CHAOS=200 runs are hit at random

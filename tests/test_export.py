@@ -108,6 +108,7 @@ def test_the_cards_snippets_for_digits_give_the_models_logits(
     check_logits(run, out, tmp_path / "elsewhere")
 
 
+@pytest.mark.system
 def test_the_cards_snippets_give_the_models_logits_and_predicts_shares_without_this_package(
     exported: Path, tmp_path: Path, typed: Typed
 ) -> None:
