@@ -1,4 +1,4 @@
-"""The core of the training on torch alone, to see what Accelerate's `prepare` does for it.
+"""The core of the training without Accelerate, to see what `accelerator.prepare` does for it.
 
     python -m ddp_mnist.plain_ddp --dataset digits --epochs 2
     torchrun --nproc-per-node 2 -m ddp_mnist.plain_ddp --dataset digits --epochs 2
@@ -52,7 +52,7 @@ def train_plain(
     share = recipe.batch_size // dist.get_world_size()
     mine = slice(rank * share, (rank + 1) * share)
 
-    # The seed makes the weights equal on every rank; DDP would send those of rank 0 otherwise.
+    # The seed makes the weights those of train.py; DDP sends rank 0's to all in any case.
     torch.manual_seed(seed)
     net = build_net(recipe.model, images.classes, images.image_format).to(device, dtype)
     model = DistributedDataParallel(
@@ -61,9 +61,10 @@ def train_plain(
     optimizer = make_optimizer(model, recipe)
     mean_loss = make_loss(recipe, rows, device)
 
-    # DDP decides how to group the gradients in its first backward pass, whose result is discarded.
+    # As in train.py: DDP rebuilds its buckets once, after the first backward pass. Its gradients
+    # are discarded.
     model.eval()
-    model(rows.__getitems__(torch.arange(share))[0]).sum().backward()
+    model(rows.take(torch.arange(share))[0]).sum().backward()
     model.zero_grad()
     model.train()
 
@@ -74,7 +75,7 @@ def train_plain(
             table = augmentation_table(images.image_format, len(rows), seed, epoch, recipe.epochs)
             augmentations = table.to(device)
         for batch in batches:
-            inputs, labels, indices = rows.__getitems__(batch[mine])
+            inputs, labels, indices = rows.take(batch[mine])
             if recipe.augment:
                 inputs = augment(inputs, augmentations[indices])
             for group in optimizer.param_groups:

@@ -5,7 +5,8 @@
     torchrun --nproc-per-node 2 docs/template_ddp.py --epochs 4 --resume
 
 DDP, mixed precision with clipping, validation that counts each row once, and a checkpoint after
-each epoch, from which --resume continues exactly. It needs torch, and scikit-learn for the digits.
+each epoch, from which --resume continues with the same flags and number of processes: on a CPU to
+the same weights, bit for bit. It needs torch, and scikit-learn for the digits.
 """
 
 import argparse
@@ -26,12 +27,16 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, Te
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--epochs", type=int, default=4)
-    parser.add_argument("--batch-size", type=int, default=32, help="of a step, over all processes")
+    parser.add_argument("--batch-size", type=int, default=32, help="of all processes together")
     parser.add_argument("--lr", type=float, default=0.1)
-    parser.add_argument("--clip", type=float, default=1.0, help="the gradients' highest norm")
-    parser.add_argument("--precision", choices=["no", "bf16", "fp16"], help="default: by the GPU")
+    parser.add_argument("--clip", type=float, default=1.0, help="largest norm of the gradients")
+    parser.add_argument(
+        "--precision",
+        choices=["no", "bf16", "fp16"],
+        help="default: bf16 or fp16, whichever the GPU computes in; no on a CPU",
+    )
     parser.add_argument("--checkpoint", type=Path, default=Path("template.pt"))
-    parser.add_argument("--resume", action="store_true", help="continue from --checkpoint")
+    parser.add_argument("--resume", action="store_true", help="from --checkpoint, if it exists")
     return parser.parse_args()
 
 
@@ -54,14 +59,14 @@ def make_net() -> nn.Module:
 def join_group() -> torch.device:
     """Join the process group. Return this process's device: the GPU of LOCAL_RANK, or the CPU."""
     alone = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "localhost"}
-    if "RANK" not in os.environ:  # started without a launcher
+    if not os.environ.keys() & {"RANK", "WORLD_SIZE", "SLURM_PROCID"}:  # without a launcher
         os.environ |= {name: str(value) for name, value in alone.items()} | {"MASTER_PORT": "0"}
     if not torch.cuda.is_available():
         dist.init_process_group("gloo")
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)  # without it, all processes of a machine use GPU 0
-    dist.init_process_group("nccl")
+    torch.cuda.set_device(device)  # else whatever means "the current GPU" opens GPU 0 as well
+    dist.init_process_group("nccl", device_id=device)
     return device
 
 
@@ -87,7 +92,10 @@ def save(file: Path, parts: dict, epoch: int) -> None:
 
 
 def load(file: Path, parts: dict, device: torch.device) -> int:
-    """Load on every rank, each onto its own device. Return the number of complete epochs."""
+    """Load on every rank, each onto its own device. Return the number of complete epochs.
+
+    All machines read the file, so it has to be on a disk that they share.
+    """
     saved = torch.load(file, map_location=device, weights_only=True)  # else all load onto GPU 0
     for name, part in parts.items():
         part.load_state_dict(saved[name])
@@ -104,17 +112,25 @@ def train(arguments: argparse.Namespace, device: torch.device) -> None:
     train_rows, val_rows = make_data()
     sampler = DistributedSampler(train_rows, seed=0, drop_last=True)
     share = arguments.batch_size // world_size
-    loader = DataLoader(train_rows, batch_size=share, sampler=sampler, drop_last=True)
+    on_gpu = device.type == "cuda"
+    loader = DataLoader(
+        train_rows,
+        batch_size=share,
+        sampler=sampler,
+        drop_last=True,
+        num_workers=2 if on_gpu else 0,  # processes that prepare batches while the GPU computes
+        persistent_workers=on_gpu,
+        pin_memory=on_gpu,  # so that the copies to the GPU need not be waited for
+    )
     mine = Subset(val_rows, range(rank, len(val_rows), world_size))  # no row on two ranks
     val_loader = DataLoader(mine, batch_size=500)
 
     torch.manual_seed(0)
     net = make_net().to(device)
-    model = DistributedDataParallel(net, device_ids=[device] if device.type == "cuda" else None)
+    model = DistributedDataParallel(net, device_ids=[device] if on_gpu else None)
     optimizer = torch.optim.SGD(model.parameters(), lr=arguments.lr, momentum=0.9)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)  # by epochs
 
-    on_gpu = device.type == "cuda"
     native_bf16 = on_gpu and torch.cuda.is_bf16_supported(including_emulation=False)
     precision = arguments.precision or ("bf16" if native_bf16 else "fp16" if on_gpu else "no")
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
@@ -122,14 +138,19 @@ def train(arguments: argparse.Namespace, device: torch.device) -> None:
     scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
 
     parts = {"net": net, "optimizer": optimizer, "schedule": schedule, "scaler": scaler}
-    epochs_done = load(arguments.checkpoint, parts, device) if arguments.resume else 0
+    epochs_done, file = 0, arguments.checkpoint
+    if arguments.resume and (found := sum_over_ranks(device, file.exists())[0]):
+        if found < world_size:
+            raise SystemExit(f"--checkpoint {file}: {found:.0f} of {world_size} processes have it")
+        epochs_done = load(file, parts, device)
     for epoch in range(epochs_done, arguments.epochs):
         sampler.set_epoch(epoch)  # another order in each epoch
-        torch.manual_seed(1000 * epoch + rank)  # of dropout: each rank its own, also after --resume
+        torch.manual_seed(1000 * epoch + rank)  # dropout: another on each rank, equal on a resume
         model.train()
         loss_sum = torch.zeros((), device=device)  # stays there: .item() would wait in each step
         for inputs, labels in loader:
-            inputs, labels = inputs.to(device), labels.to(device)
+            inputs = inputs.to(device, non_blocking=True)
+            labels = labels.to(device, non_blocking=True)
             with autocast:
                 loss = F.cross_entropy(model(inputs), labels)
             optimizer.zero_grad()
@@ -141,6 +162,8 @@ def train(arguments: argparse.Namespace, device: torch.device) -> None:
             loss_sum += loss.detach()
         schedule.step()
 
+        for buffer in net.buffers():  # BatchNorm's: DDP sends them only before a forward pass
+            dist.broadcast(buffer, 0)
         net.eval()
         right = seen = 0
         with torch.no_grad(), autocast:
@@ -152,13 +175,13 @@ def train(arguments: argparse.Namespace, device: torch.device) -> None:
         )
         if rank == 0:
             print(f"epoch {epoch + 1}: loss {loss_mean:.4f}, {right:.0f} of {seen:.0f} rows right")
-        save(arguments.checkpoint, parts, epoch + 1)
+        save(file, parts, epoch + 1)
 
 
 def main() -> None:
-    device = join_group()
-    train(parse_arguments(), device)
-    gc.collect()  # frees DDP before the group: else gloo's threads may abort at Python's end
+    arguments = parse_arguments()
+    train(arguments, join_group())
+    gc.collect()  # frees DDP before the group: else gloo's threads may abort as Python exits
     dist.destroy_process_group()
 
 

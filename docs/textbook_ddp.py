@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 2 docs/textbook_ddp.py
     torchrun --nproc-per-node 2 docs/textbook_ddp.py --forget-set-epoch
 
-It shows two mistakes of textbooks. DistributedSampler repeats rows that do not divide evenly: the
-test counts 398 rows of 397. And without set_epoch, rank 0 begins all epochs with the same rows.
+It shows two mistakes that textbooks make. DistributedSampler repeats rows if their number does not
+divide evenly: the test counts 398 rows of 397. And without set_epoch, every epoch has one order.
 """
 
 import gc
@@ -74,7 +74,7 @@ padded = DistributedSampler(test_rows, shuffle=False)  # the textbook's way
 test("test, DistributedSampler", DataLoader(test_rows, batch_size=100, sampler=padded))
 mine = Subset(test_rows, range(rank, len(test_rows), world_size))  # the right way
 test("test, each row once     ", DataLoader(mine, batch_size=100))
-# Otherwise gloo's threads outlive the group, and on a busy machine Python may abort at its end.
+# Otherwise gloo's threads outlive the group, and on a busy machine Python may abort as it exits.
 model = net = optimizer = loss = images = labels = None
 gc.collect()
 dist.destroy_process_group()

@@ -48,7 +48,7 @@ from tests.chaos import (
 from tests.commands import Ended
 
 # Long enough to be hit in the middle: 900 steps of the smallest net.
-LONG = ["--epochs", "60", "--dist-timeout", "4"]
+LONG = ["--epochs", "60"]
 RUN = Path("run")
 FILE_CALLS = ("open", "write", "flush", "fsync", "replace", "unlink")
 
@@ -164,7 +164,8 @@ def what_it_said(folder: Path, code: int = 0) -> Ended:
 
 def test_fault_20_a_frozen_peer_that_is_woken_in_time_and_one_that_is_not(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    world = LocalWorld(2, watch.just_train, config_of("patient", RUN, *LONG), folder=tmp_path)
+    config = config_of("patient", RUN, *LONG, "--dist-timeout", "4")
+    world = LocalWorld(2, watch.just_train, config, folder=tmp_path)
     wait_for_step(run, 1)
     _, frozen = workers_of(world)
     frozen.suspend()

@@ -119,11 +119,13 @@ class Rows(Dataset[tuple[Tensor, Tensor, Tensor]]):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitems__(self, indices: list[int] | Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def take(self, indices: list[int] | Tensor) -> tuple[Tensor, Tensor, Tensor]:
         indices = torch.as_tensor(indices, device=self.rows.device)
         rows = self.rows[indices]
         # images[rows] would copy pixel by pixel: four times as long
         return self.images.index_select(0, rows), self.labels[rows], indices
+
+    __getitems__ = take  # the name by which DataLoader calls it
 
 
 def eval_batch_size(images: Tensor, on_gpu: bool = False) -> int:
