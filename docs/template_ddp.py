@@ -119,7 +119,6 @@ def train(arguments: argparse.Namespace, device: torch.device) -> None:
         sampler=sampler,
         drop_last=True,
         num_workers=2 if on_gpu else 0,  # processes that prepare batches while the GPU computes
-        persistent_workers=on_gpu,
         pin_memory=on_gpu,  # so that the copies to the GPU need not be waited for
     )
     mine = Subset(val_rows, range(rank, len(val_rows), world_size))  # no row on two ranks
@@ -145,7 +144,8 @@ def train(arguments: argparse.Namespace, device: torch.device) -> None:
         epochs_done = load(file, parts, device)
     for epoch in range(epochs_done, arguments.epochs):
         sampler.set_epoch(epoch)  # another order in each epoch
-        torch.manual_seed(1000 * epoch + rank)  # dropout: another on each rank, equal on a resume
+        # Dropout, and workers if they augment: other on each rank, and the same after --resume.
+        torch.manual_seed(1000 * epoch + rank)
         model.train()
         loss_sum = torch.zeros((), device=device)  # stays there: .item() would wait in each step
         for inputs, labels in loader:
