@@ -389,7 +389,14 @@ def test_nothing_of_others_is_replaced_and_a_file_that_fails_leaves_nothing(
 ) -> None:
     before = {path: path.read_bytes() for path in run.iterdir() if path.is_file()}
     (readme := tmp_path / "README.md").write_text("mine")
-    for out, others in ((run, ".*"), (tmp_path, "README.md"), (readme, "a file")):
+    (listed := tmp_path / "listed").mkdir()
+    (listed / "config.json").write_text("[]")
+    for out, others in (
+        (run, ".*"),
+        (tmp_path, "README.md, listed"),
+        (readme, "a file"),
+        (listed, "config.json"),
+    ):
         refused = rf"^--out {out}: is or holds other files \({others}\); name a new folder$"
         with pytest.raises(UsageError, match=refused):
             write(run, "safetensors", out=out)
@@ -398,4 +405,4 @@ def test_nothing_of_others_is_replaced_and_a_file_that_fails_leaves_nothing(
     monkeypatch.setattr(export, "LIMIT", -1.0)
     with pytest.raises(CheckFailed):
         write(run, "safetensors", out=tmp_path / "out")
-    assert list(tmp_path.iterdir()) == [readme]
+    assert sorted(tmp_path.iterdir()) == [readme, listed]

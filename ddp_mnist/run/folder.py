@@ -246,6 +246,13 @@ def read_json(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
+def read_if_whole(path: Path) -> dict[str, Any]:
+    """Return the JSON object in the file; {} if it is missing or damaged."""
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        return dict(read_json(path))
+    return {}
+
+
 def write_atomically(path: Path, content: bytes) -> None:
     """Write a file so that readers see the old content or the new one, also after a power cut."""
     # A signal's thread may write the same file as the main thread.

@@ -1,12 +1,10 @@
 """A trained model on disk: model.safetensors, which holds its net, classes and image format."""
 
-import contextlib
 import dataclasses
 import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load, save
@@ -19,7 +17,7 @@ from ddp_mnist.nets.build import build_net
 from ddp_mnist.nets.initial_weights import METADATA_KEY
 from ddp_mnist.nets.ours import VERSION, Normalised, is_known, with_test_time_augmentation
 from ddp_mnist.run.console import warn
-from ddp_mnist.run.folder import MODEL, STATUS, SUMMARY, name_a_run, read_json
+from ddp_mnist.run.folder import MODEL, STATUS, SUMMARY, name_a_run, read_if_whole
 
 
 @dataclass(frozen=True)
@@ -79,13 +77,6 @@ def read_bytes(run: str) -> bytes:
         earlier = f"this is the model of step {summary['steps']}, from before the run was resumed"
         warn(f"{run}: {earlier} ({so_far}); {go_on}")
     return content
-
-
-def read_if_whole(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file of the run folder; {} if it is missing or damaged."""
-    with contextlib.suppress(OSError, ValueError, TypeError):
-        return dict(read_json(path))
-    return {}
 
 
 def from_bytes(content: bytes, where: str) -> Trained:

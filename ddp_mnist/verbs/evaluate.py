@@ -3,7 +3,6 @@
 Only rank 0's machine needs the run folder: rank 0 reads the weights and sends them to the others.
 """
 
-import contextlib
 import dataclasses
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -29,7 +28,7 @@ from ddp_mnist.errors import CheckpointError, DataError, UsageError, printable
 from ddp_mnist.nets import own_code
 from ddp_mnist.run import evaluation, weights
 from ddp_mnist.run.console import Console, as_json, warn
-from ddp_mnist.run.folder import CONFIG, SUMMARY, TRAINED_ON, read_json
+from ddp_mnist.run.folder import CONFIG, SUMMARY, TRAINED_ON, read_if_whole, read_json
 from ddp_mnist.run.summary import changed_since
 from ddp_mnist.verbs.flags import Evaluate
 
@@ -98,12 +97,11 @@ def _read_config(run: str, metrics: Sequence[str]) -> dict[str, Any]:
         config = read_json(Path(run) / CONFIG)
         given = config["run"] | config["recipe"]
         found = {name: given[name] for name in ("dataset", "val_size")}  # of any version
-        found |= {"digest": config["digest"], "own_code": config.get("own_code"), "summary": {}}
+        found |= {"digest": config["digest"], "own_code": config.get("own_code")}
     except (OSError, ValueError, LookupError, TypeError) as error:
         why = f"{CONFIG} is missing or damaged; name a run that `train` wrote"
         raise CheckpointError(f"{run}: {why}") from error
-    with contextlib.suppress(OSError, ValueError):
-        found["summary"] = read_json(Path(run) / SUMMARY)
+    found["summary"] = read_if_whole(Path(run) / SUMMARY)
     found = flag_values(RunFlags()) | flag_values(Recipe()) | given | found
     try:
         evaluation.check_scores(metrics or found["metrics"])

@@ -102,9 +102,8 @@ def written(write: Callable[[Trained], bytes], name: str, trained: Trained) -> b
 def refuse_other_files(out: Path) -> None:
     """Raise UsageError if files would be lost; dotfiles do not count."""
     others = {path.name for path in out.glob("[!.]*")} | ({"a file"} if out.is_file() else set())
-    with contextlib.suppress(OSError, ValueError):
-        if folder.read_json(out / ABOUT).keys() == {"architecture", "classes"}:  # of an export
-            others -= {CARD, ABOUT, *EXPORTS.values()}
+    if folder.read_if_whole(out / ABOUT).keys() == {"architecture", "classes"}:  # of an export
+        others -= {CARD, ABOUT, *EXPORTS.values()}
     if others:
         there = ", ".join(sorted(others)[:3])
         raise UsageError(f"--out {out}: is or holds other files ({there}); name a new folder")
