@@ -169,6 +169,9 @@ DAMAGES: dict[str, tuple[str, Callable[[bytes], bytes | None]]] = {
     "no facts": ("about.json", lambda _: None),
     "facts cut short": ("about.json", lambda content: content[:-1]),
     "nothing of ours": ("about.json", lambda _: b"[]"),
+    "a text": ("about.json", lambda _: b'"x"'),
+    "a number": ("about.json", lambda _: b"3"),
+    "null": ("about.json", lambda _: b"null"),
 }
 
 

@@ -697,6 +697,12 @@ def test_fault_28_the_hub_is_read_once_and_the_caches_do_without_it(
         for name in hub.files:
             assert sum(r.startswith("GET") and r.endswith(f"/{name}") for r in hub.requests) == 1
         assert cache.choose("auto", ours) == ("mnist", [])
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "mnist").mkdir()  # which is told once, by `load`
+        assert cache.choose("auto", ours) == ("mnist", [])
+        [beside] = cache.load("mnist", ours).warnings
+        assert beside == "mnist is the data set of that name; for the folder, give ./mnist"
+        (tmp_path / "mnist").rmdir()
         with pytest.raises(DataError, match=r"^--dataset a/b: not on the Hub, or not visible to y"):
             cache.load("a/b", ours)  # which is not blamed on the cache
         assert not list(Path(ours).glob("*.tmp"))

@@ -151,7 +151,8 @@ def run(flags: Bench) -> None:
             f"{processes} processes share the GPUs of this machine ({hardware.gpus()}) over gloo:"
             " compare the ratios below, not the speeds, with those of processes that have one each"
         )
-    cache.load(dataset, flags.cache_dir)  # decodes the images before anything is timed
+    # This decodes the images before anything is timed.
+    notes += cache.load(dataset, flags.cache_dir).warnings
     notes.append(f"{what} on {dataset}: a warm-up and {flags.repeats} rounds of each comparison")
     held, there, _ = neighbours.cores_held()
     if (fit := round(there - held)) < (wanted := min(processes, there)):

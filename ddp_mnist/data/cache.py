@@ -48,19 +48,21 @@ def choose(
     image_options: ImageOptions = AS_THEY_ARE,
     log: Log = None,
 ) -> tuple[str, list[str]]:
-    """Return the data set to load, and warnings about the choice.
+    """Return the data set to load, and warnings about the choice but for those of `load`.
 
     `auto` is mnist if it is available, else digits. Any other name is used as given.
     """
     if dataset != "auto":
         return dataset, []
     try:
-        return "mnist", prepare("mnist", cache_dir, image_options, log=log)["warnings"]
+        warnings = prepare("mnist", cache_dir, image_options, log=log)["warnings"]
     except DataError as error:
         return "digits", [
             f"MNIST is not available: {str(error).partition(';')[0]}",
             "INSTEAD OF MNIST, this is a run on the 1,797 digits built into scikit-learn",
         ]
+    said_by_load = find_source("mnist", image_options).warnings
+    return "mnist", [each for each in warnings if each not in said_by_load]
 
 
 def load(
@@ -156,7 +158,7 @@ def _stem_and_path(source: Source, cache_dir: str | None) -> tuple[str, Path]:
 def _open(path: Path, source: Source) -> dict[str, Any] | None:
     """Return the fields of ImageData; None if they are missing, damaged, or of other files."""
     try:
-        about = json.loads((path / ABOUT).read_text("utf-8"))
+        about = dict(json.loads((path / ABOUT).read_text("utf-8")))
         if about.pop("checksum") != _checksum(path, about):
             return None
         outside = about.pop("outside")
