@@ -217,6 +217,18 @@ def test_a_variable_that_make_was_not_given_is_none(monkeypatch: pytest.MonkeyPa
     assert run.call_args.args[2] == 60  # a person waits for the verdict
 
 
+def test_without_an_address_the_verb_that_was_named_is_rehearsed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started = Mock(return_value=Mock(poll=Mock(return_value=0)))
+    monkeypatch.setattr(multinode.subprocess, "Popen", started)
+    for verb in ("train", "doctor"):
+        flags = multinode.Multinode(verb=verb)
+        assert multinode.run(flags, ["--json"], 1.0, Mock()) == 0
+        [command] = started.call_args.args
+        assert command[-4:] == ["-m", "ddp_mnist", verb, "--json"]
+
+
 NO_RUN, NO = CheckpointError("runs/x:\n  is no\x1b[2J run\ud8ff"), UsageError("--x: no")
 AGREED, ELSEWHERE = UsageError("--x: no"), FailedElsewhere("rank 0 says it", 7)
 AGREED.agreed = True

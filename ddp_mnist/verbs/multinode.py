@@ -85,7 +85,7 @@ def rehearse(flags: Multinode, arguments: list[str]) -> int:
     launchers: list[subprocess.Popen[bytes]] = []
     try:
         for rank in range(2):
-            node = Node(rank, "127.0.0.1", port, 2, per_node, "multi_node_cpu")
+            node = Node(rank, "127.0.0.1", port, 2, per_node, "multi_node_cpu", flags.verb)
             console.print(f"node {rank}: {' '.join(node.command(arguments)[1:])}")
             launchers.append(subprocess.Popen(node.command(arguments)))
         while True:
