@@ -86,6 +86,11 @@ QUOTA = {f"{SYSTEM}.cpu_quota": always(1.5), "os.sched_getaffinity": always({0, 
 LABEL: dict[str, Any] = {"GLOO_SOCKET_IFNAME": "eth9:vip,eth9:vip"}
 LABEL |= {f"{NETWORK}addrs": always(LABELLED), f"{NETWORK}stats": always(UP)}
 NO_GPUS_SEEN = {f"{H}.DEVICES": HERE, "CUDA_VISIBLE_DEVICES": None}
+ONE_SEEN = {f"{H}.DEVICES": HERE, f"{H}.gpus": always(1), f"{H}.unused_gpus": always("")}
+ONE_SEEN |= {f"{M}.run_world": always([[]]), "torch.cuda.nccl.version": always((2, 30))}
+SOME_SEEN = ONE_SEEN | {"CUDA_VISIBLE_DEVICES": None, f"{H}.gpus_shown": always(8)}
+ALL_SEEN = ONE_SEEN | {"CUDA_VISIBLE_DEVICES": None}
+SOME_CHOSEN = SOME_SEEN | {"CUDA_VISIBLE_DEVICES": "3"}
 HIDDEN_GPU = {f"{H}.DEVICES": HERE, "CUDA_VISIBLE_DEVICES": "-1"}
 PRODUCT = "torch.Tensor.__matmul__"
 BROKEN = Mock(side_effect=RuntimeError("CUDA error: out of memory"))
@@ -97,6 +102,13 @@ MACHINE_FAULTS: list[tuple[dict[str, Any], Any, str]] = [
     (MISSING, machine.software, "FAIL packages: accelerate is missing -> .*make venv"),
     (NO_GPUS_SEEN, machine.processors, "FAIL GPUs: 1 in /dev, but torch .* -> update the driver"),
     (HIDDEN_GPU, machine.processors, "PASS GPUs: 1, hidden by CUDA_VISIBLE_DEVICES=-1"),
+    (
+        SOME_SEEN,
+        machine.processors,
+        "WARN GPUs: 1 of the 8 in /dev, .* -> see nvidia-smi and dmesg",
+    ),
+    (SOME_CHOSEN, machine.processors, "PASS GPUs: 1 of the 8 in /dev, .* -> $"),
+    (ALL_SEEN, machine.processors, "PASS GPUs: 1, .* NCCL 2.30 -> $"),
     ({PRODUCT: wrong_product}, machine.processors, "FAIL cpu: .* 1 wrong numbers .* -> do not tra"),
     (
         {PRODUCT: BROKEN},
@@ -243,7 +255,7 @@ def test_gpus_are_judged_by_what_their_driver_reports_but_for_those_of_others(
         return [int(n) for n in os.environ["CUDA_VISIBLE_DEVICES"].split(",")]
 
     def properties(number: int) -> SimpleNamespace:
-        on_bus = 12 - visible_gpus()[number]
+        on_bus = 13 - visible_gpus()[number]
         return SimpleNamespace(pci_domain_id=0, pci_bus_id=on_bus, pci_device_id=0)
 
     monkeypatch.setattr(machine.hardware, "gpus", lambda: len(visible_gpus()))
@@ -252,6 +264,7 @@ def test_gpus_are_judged_by_what_their_driver_reports_but_for_those_of_others(
         "0, 580.1, 3, Not Active, 35",
         "1, 580.1, 0, Not Active, 35",
         "2, 9, [N/A], Active, 91",
+        "3, 580.1, [N/A], Not Active, 35",
     ]
     smi_of(lines, tmp_path, monkeypatch)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -259,14 +272,15 @@ def test_gpus_are_judged_by_what_their_driver_reports_but_for_those_of_others(
         (FAIL, "GPU 0", "3 uncorrected memory errors"),
         (PASS, "GPU 1", "driver 580.1, 35 C, no memory errors, full clocks"),
         (WARN, "GPU 2", "throttled by its hardware at 91 C"),
+        (PASS, "GPU 3", "driver 580.1, 35 C, memory errors not counted (no ECC), full clocks"),
     ]
     assert [each[:3] for each in machine.nvidia_smi()] == all_found
     for visible, found in (
-        ("1", [1]),
-        ("0", [2]),
-        ("2", [0]),
-        ("0,2", [0, 2]),
-        ("MIG-4f", [0, 1, 2]),
+        ("1", [2]),
+        ("0", [3]),
+        ("3", [0]),
+        ("1,3", [0, 2]),
+        ("MIG-4f", [0, 1, 2, 3]),
     ):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         assert [each[:3] for each in machine.nvidia_smi()] == [all_found[n] for n in found]
@@ -333,11 +347,25 @@ def hot(device: torch.device) -> CheckResult:
         return machine.product(device)
 
 
+@contextlib.contextmanager
+def on_a_gpu(here: group.Group, driver: str | Exception) -> Iterator[None]:
+    """Let this rank have a GPU, of which nvidia-smi reports this driver, or fails."""
+    report = Mock(side_effect=driver if isinstance(driver, Exception) else always([[driver]]))
+    nccl = SimpleNamespace(version=always((2, 30)))
+    with (
+        patch.object(here, "device", SimpleNamespace(type="cuda")),
+        patch.multiple(torch.cuda, get_device_name=always("H100"), nccl=nccl),
+        patch.object(group, "ask_driver", report),
+    ):
+        yield
+
+
 def faults_of_the_group(here: group.Group) -> Iterator[tuple[str, Any, Any]]:
     """Yield name, fault and check: on rank 1 if the name does not say more."""
     digits = dataclasses.replace(cache.load("digits"), digest="0" * 64)
     older = {**group.package_versions(), "torch": "2.14.0"}
     variables = {"NCCL_ALGO": "Ring", "GLOO_SOCKET_IFNAME": "ib0"}
+    logs = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "NET"}
     none = contextlib.nullcontext()
     same, right = group.same_everywhere, group.right_results
     for name, fault, check in (
@@ -345,6 +373,7 @@ def faults_of_the_group(here: group.Group) -> Iterator[tuple[str, Any, Any]]:
         ("version", patch.object(group, "package_versions", lambda: older), same),
         ("code", patch.object(group, "code_digest", lambda: "0"), same),
         ("variable", patch.dict(os.environ, variables), same),
+        ("variables that may differ", patch.dict(os.environ, logs), same),
         ("data", patch.object(group.cache, "cached", always(digits)), same),
         ("no data", patch.object(group.cache, "cached", always(None)), same),
         ("collectives", none, right),
@@ -352,6 +381,11 @@ def faults_of_the_group(here: group.Group) -> Iterator[tuple[str, Any, Any]]:
         ("hot", patch.object(group, "product", hot), group.faulty_devices),
     ):
         yield name, on_rank_1(fault), check
+    for name, answers in (
+        ("driver", ["580", "590"]),
+        ("no driver", ["580", OSError("no such file")]),
+    ):
+        yield name, on_a_gpu(here, answers[here.rank]), same
     yield "broken", patch.object(dist, "all_reduce", Mock(side_effect=NOT_SUPPORTED)), right
     yield "barrier", patch.object(dist, "barrier", lambda: None), right
     dist.barrier()
@@ -401,6 +435,7 @@ BUSY = r"WARN load: rank 0 \([^,]*\): other programs hold 1.6 of 2 cores \(pytho
 FOUND = {
     "version": r"FAIL same: torch: rank 0 .* has 2.1.*; rank 1 \(.* 2.14.0 -> .* same everywhere",
     "variable": "FAIL same: NCCL_.* has none; rank 1 .* has NCCL_ALGO=Ring -> .* everywhere",
+    "driver": "FAIL same: the GPU driver: rank 0 .* has 580; rank 1 .* has 590 -> .* everywhere",
     "code": "FAIL same: the code of ddp_mnist: rank 0 .* has .*; rank 1 .* has 0 -> .* everywhere",
     "data": "FAIL same: the data of digits: rank 0 .* has .*; rank 1 .* has 0+ -> .* everywhere",
     "no data": r"WARN same data: .* rank 1 \(.* not cached -> run ddp-mnist prepare on each",
@@ -417,8 +452,10 @@ FOUND = {
     "idle": "PASS load: other programs hold at most 25% of the cores -> $",
     "speeds": r"PASS speed: all-reduce of 1 KB .* MB/s\), on a busy machine -> $",
     "machine": "PASS machine: [^:]+: 3 of 3 checks passed -> $",  # one line for both ranks
-    "burn-in": "PASS burn-in: 1 rounds in 0.001 minutes, .* images/s at first and .* at last -> $",
+    "burn-in": "PASS burn-in: 1 round in 0.001 minutes, .* images/s at first and .* at last -> $",
     "same": "PASS same: versions, code and data of 2 processes are equal -> $",
+    "no driver": "PASS same: versions, code and data of 2 processes are equal -> $",
+    "variables that may differ": "PASS same: versions, code and data of 2 processes are equal -> $",
     "collectives": "PASS collectives: right on every rank: broadcast, all-reduce, .*, barrier -> $",
 }
 

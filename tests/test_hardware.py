@@ -157,9 +157,10 @@ def test_real_groups_with_half_a_core_and_half_a_gigabyte(
 
 def test_doctor_warns_of_less_than_a_core(groups: Path) -> None:
     write(groups, own="0::/", cpu__max="50000 100000")
-    cores, *_ = capacity(Doctor(processes=1))
+    cores, memory, *_ = capacity(Doctor(processes=1))
     assert cores.status == "WARN"
-    assert cores.text.startswith("1 core (its control group allows 0.5 at once), for 1 process")
+    assert cores.text == "1 core (its control group allows 0.5 at once), for 1 process"
+    assert memory.text == "16.0 GB free, for 1 process"
     assert cores.fix == "give this machine or container more cores"  # it cannot start fewer
 
 

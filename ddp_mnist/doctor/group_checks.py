@@ -4,6 +4,7 @@ Every rank takes part in each check, and sends rank 0 its findings, over the sto
 and `check_group` tells all ranks its results: what a check returns on other ranks is not used.
 """
 
+import contextlib
 import os
 import statistics
 import time
@@ -26,7 +27,13 @@ from ddp_mnist.config.run import ResolvedConfig, RunFlags
 from ddp_mnist.data import cache
 from ddp_mnist.doctor.collectives import SIZES, all_reduce_ms, collectives
 from ddp_mnist.doctor.compare import LOAD
-from ddp_mnist.doctor.machine_checks import check_machine, nvidia_smi, product
+from ddp_mnist.doctor.machine_checks import (
+    NO_REPORT,
+    ask_driver,
+    check_machine,
+    nvidia_smi,
+    product,
+)
 from ddp_mnist.errors import CheckFailed, DdpMnistError, reason
 from ddp_mnist.run.console import count
 from ddp_mnist.run.summary import device
@@ -136,9 +143,7 @@ def same_everywhere(group: Group) -> list[CheckResult]:
     dataset = group.options.dataset
     image_options = ImageOptions(test_size=group.options.test_size)
     images = cache.cached(dataset, group.options.cache_dir, image_options)
-    # An interface's name may differ.
-    names = [name for name in sorted(os.environ) if name.startswith(("NCCL_", "GLOO_"))]
-    given = [f"{n}={os.environ[n]}" for n in names if not n.endswith("_SOCKET_IFNAME")]
+    given = [f"{name}={value}" for name, value in sorted(os.environ.items()) if must_equal(name)]
     mine = {
         **package_versions(),
         "the code of ddp_mnist": code_digest(),
@@ -149,11 +154,15 @@ def same_everywhere(group: Group) -> list[CheckResult]:
         mine["CUDA"] = str(torch.version.cuda)
         mine["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
         mine["GPU"] = torch.cuda.get_device_name(group.device)
+        with contextlib.suppress(*NO_REPORT):
+            drivers = {cells[0] for cells in ask_driver("driver_version")}
+            mine["the GPU driver"] = ", ".join(sorted(drivers))
     everyone, different = group.gather(mine), list[CheckResult]()
     for what in mine:
         ranks = defaultdict[str, list[int]](list)  # the ranks that have each value
         for rank, theirs in enumerate(everyone):
-            ranks[theirs.get(what)].append(rank)
+            if what in theirs:  # nvidia-smi may not answer everywhere
+                ranks[theirs[what]].append(rank)
         text = "; ".join(f"{group.store.who(ranks[has])} has {has}" for has in ranks)
         if len(ranks.keys() - {NOT_CACHED}) > 1:
             different.append(failed("same", f"{what}: {text}", SAME))
@@ -162,6 +171,15 @@ def same_everywhere(group: Group) -> list[CheckResult]:
             different.append(warned("same data", f"{what}: {text}", fix))
     equal = f"versions, code and data of {count(group.size, 'process')} are equal"
     return different or [passed("same", equal)]
+
+
+def must_equal(variable: str) -> bool:
+    """Return whether an environment variable of NCCL or gloo must have one value everywhere.
+
+    An interface's name may differ, and so may what NCCL logs.
+    """
+    may_differ = variable.endswith("_SOCKET_IFNAME") or variable.startswith("NCCL_DEBUG")
+    return variable.startswith(("NCCL_", "GLOO_")) and not may_differ
 
 
 def right_results(group: Group) -> list[CheckResult]:
@@ -300,7 +318,7 @@ def burn_in(group: Group) -> list[CheckResult]:
         rounds += 1
     speed = [result.figures["images/s"] for result in results if result.name == "training"]
     early, late = statistics.median(speed[:3]), statistics.median(speed[-3:])
-    text = f"{rounds} rounds in {minutes:g} minutes, {early:,.0f} images/s at first and"
+    text = f"{count(rounds, 'round')} in {minutes:g} minutes, {early:,.0f} images/s at first and"
     text += f" {late:,.0f} at last"
     if wrong := [result for result in results if result.status != PASS]:
         text += f"; first of {len(wrong)} faults: {wrong[0].name}, {wrong[0].text}"

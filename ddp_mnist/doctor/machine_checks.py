@@ -38,6 +38,7 @@ NO_HUB_FIX = (
     "set HF_ENDPOINT to a mirror, or bring the cache from another machine (ddp-mnist prepare);"
     " --dataset digits needs no network"
 )
+SOME_GPUS_FIX = "see nvidia-smi and dmesg for the others, or hide them with CUDA_VISIBLE_DEVICES"
 SMI_FIELDS = (
     "index,driver_version,ecc.errors.uncorrected.volatile.total"
     ",clocks_event_reasons.hw_slowdown,temperature.gpu"
@@ -81,19 +82,23 @@ def unmet(package: str) -> Iterator[str]:
 def processors(_: Doctor) -> Iterator[CheckResult]:
     """Check that torch sees all GPUs of the machine, and that each processor computes correctly."""
     there, mine, unused = hardware.gpus_shown(), hardware.gpus(), hardware.unused_gpus()
+    hidden_by = [f"{name}={os.environ[name]}" for name in hardware.HIDE_GPUS if name in os.environ]
     if mine:
         nccl = ".".join(map(str, torch.cuda.nccl.version()))
         built = f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
-        text = f"{mine}, {built}, NCCL {nccl}"
+        of = f" of the {there} in /dev" if mine < there else ""
+        text = f"{mine}{of}, {built}, NCCL {nccl}"
     elif there and not unused:
-        by = [f"{name}={os.environ[name]}" for name in hardware.HIDE_GPUS if name in os.environ]
-        text = f"{there}, hidden by {' '.join(by)} (as --cpu does)"
+        text = f"{there}, hidden by {' '.join(hidden_by)} (as --cpu does)"
     else:
         text = unused or "none; training runs on the CPU, with gloo"
     # Graphics inside an AMD processor may not be worth a different torch.
     is_nvidia = any(hardware.DEVICES.glob("nvidia[0-9]*"))
     worst = FAIL if is_nvidia or torch.version.hip else WARN
-    yield check("GPUs", unused, text, hardware.GPU_FIX, worst)
+    if 0 < mine < there and not hidden_by:
+        yield warned("GPUs", text, SOME_GPUS_FIX)
+    else:
+        yield check("GPUs", unused, text, hardware.GPU_FIX, worst)
     if mine and not dist.is_initialized():  # else each rank checks its own
         yield from run_world(1, check_gpus, folder=Path.cwd())[0]
     elif mine:
@@ -170,19 +175,22 @@ def nvidia_smi() -> Iterator[CheckResult]:
         elif slowdown == "Active":
             yield warned(name, f"throttled by its hardware at {celsius} C", "fix cooling or power")
         else:
-            yield passed(name, f"driver {driver}, {celsius} C, no memory errors, full clocks")
+            memory = (
+                "no memory errors" if errors.isdecimal() else "memory errors not counted (no ECC)"
+            )
+            yield passed(name, f"driver {driver}, {celsius} C, {memory}, full clocks")
 
 
 def capacity(options: Doctor) -> Iterator[CheckResult]:
     """Check cores (after affinity and a container's quota), memory, and shared memory for NCCL."""
     mine, quota, processes = limits.cores(), limits.cpu_quota(), options.processes or 1
     limit = "" if math.isinf(quota) else f" (its control group allows {quota:g} at once)"
-    text = f"{count(mine, 'core')}{limit}, for {processes} processes"
+    text = f"{count(mine, 'core')}{limit}, for {count(processes, 'process')}"
     fewer = f"start at most {mine}, or " if mine < processes else ""  # quotas may be half a core
     fix = f"{fewer}give this machine or container more cores"
     yield check("cores", min(mine, quota) < processes and not hardware.gpus(), text, fix, WARN)
     free, needed = limits.free_memory(), processes * PROCESS_MB * MB
-    text = f"{free / 1e9:.1f} GB free, for {processes} processes"
+    text = f"{free / 1e9:.1f} GB free, for {count(processes, 'process')}"
     fix = f"free {needed / 1e9:.1f} GB, or start fewer processes"
     yield check("memory", free < needed, text, fix)
     if SHARED_MEMORY.is_dir():

@@ -106,6 +106,7 @@ for owner, name, stand_in in (
     (torch.cuda, "device_count", count),
     (torch._C, "_cuda_getDeviceCount", count),
     (hardware, "DEVICES", Path(__file__).parent / "dev"),
+    (hardware, "gpus_shown", lambda: int(os.environ["STANDIN_GPUS"])),
     (torch.cuda, "is_available", works),
     (torch.cuda, "set_device", set_device),
     (torch.cuda, "current_device", lambda: current[0]),
