@@ -14,7 +14,7 @@ from ddp_mnist.run.evaluation import Metrics
 
 Net = TypeVar("Net", bound=nn.Module)
 
-BAD_STEPS_ALLOWED = 3  # of fp16, in a row: losses that are not finite
+BAD_STEPS_ALLOWED = 3  # of fp16, with losses that are not finite: see `bad_in_a_row`
 # A loss scaler begins at 2**16 and halves with each step that it skips: at 2**-8 the gradients
 # themselves are not finite.
 SKIPPED_STEPS_ALLOWED = 24
@@ -57,7 +57,8 @@ class Progress:
     best_epoch: int = 0  # the epoch, counted from 1, that reached it
     stopped_by: str | None = None  # the flag that ended the run early
     resumed_from: list[int] = field(default_factory=list)  # steps
-    bad_in_a_row: float = 0.0  # the latest batches, if their losses were not finite
+    # Batches whose losses were not finite, since the last sync point before which there were none.
+    bad_in_a_row: float = 0.0
     since_log: Sums = field(default_factory=Sums)  # over the steps since the last log line
     in_epoch: Sums = field(default_factory=Sums)  # over this epoch's steps
 
@@ -90,7 +91,7 @@ class Progress:
         """Raise DivergedError, on all ranks alike, once the weights are beyond repair.
 
         Without a loss scaler one loss that is not finite is fatal; fp16's skips such a step, so a
-        few in a row are allowed.
+        few are allowed, until a whole stretch between two sync points has none.
         """
         batches_per_step = accelerator.num_processes * recipe.grad_accum
         allowed = BAD_STEPS_ALLOWED * batches_per_step if accelerator.scaler else 0
