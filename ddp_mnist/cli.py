@@ -182,7 +182,8 @@ def parse(name: str, argv: Sequence[str], documented: Any, *groups: type[Flags])
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    trains, choices, defaults = Recipe in groups, list[str](), SHARED.get(name, {})
+    trains, defaults = Recipe in groups, SHARED.get(name, {})
+    choices = list[str]()
     for group, fields in fields_of(*groups, more=defaults).items():
         section = parser.add_argument_group(group.__name__, group.__doc__) if trains else parser
         add_flags(section, fields, defaults)

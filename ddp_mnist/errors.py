@@ -5,7 +5,8 @@ a bug in this package.
 """
 
 import re
-from collections.abc import Iterable, Iterator
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
 
 
 class DdpMnistError(Exception):
@@ -81,6 +82,16 @@ def printable(text: str) -> str:
     """Return one line without terminal control characters, which file names may contain."""
     words = " ".join(text.split())
     return "".join(character if character.isprintable() else "?" for character in words)
+
+
+def joined(names: Iterable[str], columns: int) -> str:
+    """Return the names with commas between them, cut to so many columns by a final `...`."""
+    return textwrap.shorten(", ".join(names), columns, placeholder=" ...")
+
+
+def first_of(names: Sequence[str], most: int) -> list[str]:
+    """Return at most so many of the names, and then `...` if there are more."""
+    return [*names[:most], "..."] if len(names) > most else [*names]
 
 
 def reason(error: BaseException) -> str:

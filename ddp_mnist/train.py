@@ -130,7 +130,7 @@ def fit(run: TrainingRun) -> dict[str, Any]:
             stop.save_and_exit_if(stop_requests, accelerator.is_main_process)  # raises Preempted
             if save_due:
                 run.save(state)
-                meter.count_save()
+                meter.note_save()
 
         # Validate on images held out. All ranks get the same numbers, so all decide the same.
         validation = run.evaluate("validation", model, val_loader) if len(val_rows) else None

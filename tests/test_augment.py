@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ddp_mnist.data.augment import augment, augmentation_table, changes
+from ddp_mnist.data.augment import augment, augmentation_table, describe_augmentation
 from ddp_mnist.data.image_format import ImageFormat
 from tests.test_nets import COLOUR, GREY
 from tests.training import images
@@ -116,9 +116,12 @@ def test_pictures_are_mirrored_cropped_and_coloured_within_their_bounds(
 
 def test_pictures_of_characters_are_not_mirrored() -> None:
     """A mirror makes a 2 of a 5, or what is no character; all else is as for other pictures."""
-    assert changes(COLOUR, True) == ("pictures", "mirrored, cropped, coloured")
-    assert changes(CHARACTERS, True) == ("pictures of characters", "cropped, coloured")
-    assert changes(GREY, False) == ("images of strokes on black", "not augmented")
+    assert describe_augmentation(COLOUR, True) == ("pictures", "mirrored, cropped, coloured")
+    assert describe_augmentation(CHARACTERS, True) == (
+        "pictures of characters",
+        "cropped, coloured",
+    )
+    assert describe_augmentation(GREY, False) == ("images of strokes on black", "not augmented")
     both = [augmentation_table(each, 2000, 0, 0, 4) for each in (COLOUR, CHARACTERS)]
     assert (both[1][:, 0, 0] > 0).all() and (both[0][:, 0, 0] < 0).any()
     for table in both:

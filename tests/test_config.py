@@ -184,12 +184,12 @@ def test_sync_bn_needs_a_net_with_batchnorm() -> None:
     digits = cache.load("digits")
     for model, sync_bn in (("cnn", False), ("cnn_bn", True)):
         config = TrainConfig(RunFlags(), Recipe(model=model), Distribution(sync_bn=sync_bn))
-        check_net(resolved(config, digits), digits)
+        check_net(resolved(config, digits), digits, at_once=2)
     config = TrainConfig(RunFlags(), Recipe(model="cnn"), Distribution(sync_bn=True))
     with pytest.raises(
         UsageError, match=r"^--sync-bn: cnn has no BatchNorm; use --model cnn_bn or"
     ):
-        check_net(resolved(config, digits), digits)
+        check_net(resolved(config, digits), digits, at_once=2)
 
 
 # --- What is decided by the data set

@@ -204,7 +204,7 @@ def test_hints_come_once(capsys: pytest.CaptureFixture[str]) -> None:
     recipe.model, recipe.weights, recipe.augment = "cnn", None, False
     config = SimpleNamespace(recipe=recipe)
     run: Any = SimpleNamespace(folder=RunFolder(), console=Console(True), config=config)
-    run.overfits, run.shown = False, lambda: (0.5, "step 45/90")
+    run.overfits, run.progress_line = False, lambda: (0.5, "step 45/90")
     run.world = SimpleNamespace(store=SimpleNamespace(rank=0))
     run.neighbours = SimpleNamespace(threads=2, judge=lambda: 1)
     run.stop = StopSignals(has_launcher=False)

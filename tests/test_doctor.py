@@ -348,14 +348,14 @@ def hot(device: torch.device) -> CheckResult:
 
 
 @contextlib.contextmanager
-def on_a_gpu(here: group.Group, driver: str | Exception) -> Iterator[None]:
+def on_a_gpu(here: group.Group, driver: Any) -> Iterator[None]:
     """Let this rank have a GPU, of which nvidia-smi reports this driver, or fails."""
-    report = Mock(side_effect=driver if isinstance(driver, Exception) else always([[driver]]))
+    report = always([[driver]]) if isinstance(driver, str) else Mock(side_effect=driver)
     nccl = SimpleNamespace(version=always((2, 30)))
     with (
         patch.object(here, "device", SimpleNamespace(type="cuda")),
         patch.multiple(torch.cuda, get_device_name=always("H100"), nccl=nccl),
-        patch.object(group, "ask_driver", report),
+        patch.object(machine, "ask_driver", report),
     ):
         yield
 
@@ -381,11 +381,8 @@ def faults_of_the_group(here: group.Group) -> Iterator[tuple[str, Any, Any]]:
         ("hot", patch.object(group, "product", hot), group.faulty_devices),
     ):
         yield name, on_rank_1(fault), check
-    for name, answers in (
-        ("driver", ["580", "590"]),
-        ("no driver", ["580", OSError("no such file")]),
-    ):
-        yield name, on_a_gpu(here, answers[here.rank]), same
+    for name, of_rank_1 in {"driver": "590", "no driver": OSError("no such file")}.items():
+        yield name, on_a_gpu(here, of_rank_1 if here.rank else "580"), same
     yield "broken", patch.object(dist, "all_reduce", Mock(side_effect=NOT_SUPPORTED)), right
     yield "barrier", patch.object(dist, "barrier", lambda: None), right
     dist.barrier()

@@ -130,7 +130,7 @@ def saves(clock: Any, seconds_per_step: float, steps: int, every: int | None = N
             made.sync([])
         if save:
             clock.now += 1
-            made.count_save()
+            made.note_save()
             found.append(progress.step)
     return found
 

@@ -193,7 +193,7 @@ def test_a_net_computes_on_an_image_what_torchvision_computes(torchvisions: Path
         name = f"torchvision:{net}"
         entry = initial_weights.find_named(name, "DEFAULT")
         assert entry and initial_weights.size_of(entry) == 224
-        prepared = initial_weights.prepared_for(entry, name, PLAIN)
+        prepared = initial_weights.normalised_for(entry, name, PLAIN)
         ours = build_net(name, entry.meta["categories"], prepared, "DEFAULT").eval()
         theirs = models.get_model(net, weights=entry).eval()
         images = torch.randint(0, 256, (2, 3, 64, 64), dtype=torch.uint8)
@@ -209,7 +209,7 @@ def test_a_net_computes_on_an_image_what_torchvision_computes(torchvisions: Path
 
 def test_grey_images_have_the_mean_of_three_colours() -> None:
     grey = ImageFormat((1, 28, 28), (0.1,), (0.3,), [], True, True)
-    prepared = initial_weights.prepared_for(ENTRY, NET, grey)
+    prepared = initial_weights.normalised_for(ENTRY, NET, grey)
     assert prepared.mean == pytest.approx((0.449,)) and prepared.std == pytest.approx((0.226,))
     assert (prepared.shape, prepared.digit_photos) == (grey.shape, grey.digit_photos)
 

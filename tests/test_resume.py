@@ -225,7 +225,7 @@ def test_flags_that_contradict_each_other_or_those_of_the_run() -> None:
     found.flags["model"] = "cnn"
     with pytest.raises(UsageError, match="--sync-bn: cnn has no BatchNorm"):
         digits = cache.load("digits")
-        check_net(resolved(resume.inherit(again, found), digits), digits)
+        check_net(resolved(resume.inherit(again, found), digits), digits, at_once=2)
     patient = TrainConfig(
         RunFlags(resume="run"), Recipe(patience=2), explicit=frozenset({"patience"})
     )

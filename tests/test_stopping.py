@@ -102,7 +102,7 @@ def test_all_is_as_before_but_after_an_error_the_signals_stay_ignored(
     ours.setblocking(False)
     with ours, other:
         usual = signal.set_wakeup_fd(ours.fileno())  # as somebody else may have done before
-        with contextlib.suppress(ZeroDivisionError), listen():
+        with contextlib.suppress(ZeroDivisionError), listen(has_launcher=True):
             assert all(now != before[number] for number, now in handlers().items())
             assert signal.set_wakeup_fd(-1) not in (ours.fileno(), -1)
             if fails:
@@ -117,7 +117,7 @@ def test_each_signal_has_a_slot_and_the_store_knows_when_the_first_came() -> Non
     store = Store(dist.HashStore(), 0, 1)
     winch = signal.signal(signal.SIGWINCH, lambda *_: None)  # some other signal with a handler
     try:
-        with listen(store=store) as stop:
+        with listen(has_launcher=True, store=store) as stop:
             os.kill(os.getpid(), signal.SIGWINCH)
             time.sleep(0.1)
             assert (stop.requests, store.signalled) == ([0] * 4, None)
@@ -155,7 +155,7 @@ mutex = ctypes.create_string_buffer(256)
 libc.pthread_mutex_init(mutex, None)
 libc.pthread_mutex_lock(mutex)
 
-with listen() as stop:
+with listen(has_launcher=True) as stop:
     def report():
         while not any(stop.requests):
             time.sleep(0.01)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from ddp_mnist.cluster.world import World
 from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.config.recipe import Recipe, resolve_recipe
 from ddp_mnist.config.run import ResolvedConfig, RunFlags, TrainConfig
@@ -19,15 +20,14 @@ from ddp_mnist.run.versions import code_digest, git_commit, package_versions
 
 
 def world(device: str = "cpu") -> Any:
-    accelerator = SimpleNamespace(device=torch.device(device), num_processes=1)
-    return SimpleNamespace(
-        accelerator=accelerator, precision="bf16", backend="gloo", compiled_by="no"
-    )
+    accelerator: Any = SimpleNamespace(device=torch.device(device), num_processes=1)
+    store: Any = None
+    return World(accelerator, store, "gloo", "bf16", 1, 0, 1, started=0.0)
 
 
 def test_device() -> None:
     devices = {"cpu": "cpu", "cpu:1": "cpu", "cuda:1": "cuda:1", "cuda": "cuda:0"}
-    assert {name: summary.device(world(name)) for name in devices} == devices
+    assert {name: world(name).device_name for name in devices} == devices
 
 
 def test_facts_are_what_has_to_be_equal() -> None:

@@ -14,20 +14,20 @@ from ddp_mnist.errors import UsageError
 from ddp_mnist.run.checkpoint import newest_first
 from ddp_mnist.run.console import Console
 from ddp_mnist.run.folder import read_json
-from ddp_mnist.run.tracking import Trackers, named
+from ddp_mnist.run.tracking import Trackers, known_trackers
 from ddp_mnist.verify.watch import just_train, proof_config, resumed, train_until
 from tests.training import metrics, with_flags
 
 
 def test_names_are_separated_by_commas_and_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ddp_mnist.run.tracking.get_available_trackers", lambda: ["tensorboard"])
-    assert named(None) == named("") == named(" , ") == []
-    assert named(" tensorboard,") == ["tensorboard"]
+    assert known_trackers(None) == known_trackers("") == known_trackers(" , ") == []
+    assert known_trackers(" tensorboard,") == ["tensorboard"]
     with pytest.raises(UsageError, match=r"^--trackers tensorbord: choose .*mean tensorboard\?$"):
-        named("tensorbord")
+        known_trackers("tensorbord")
     for name in set(LOGGER_TYPE_TO_CLASS) - {"tensorboard"}:
         with pytest.raises(UsageError, match=f"^--trackers {name}: its package is not .*; pip"):
-            named(f"tensorboard,{name}")
+            known_trackers(f"tensorboard,{name}")
 
 
 def test_one_that_fails_is_left_out_and_reported_once(capsys: pytest.CaptureFixture[str]) -> None:

@@ -45,7 +45,7 @@ def watch_all(configs: list[TrainConfig]) -> list[watch.Seen]:
 
 def watched(size: int, folder: Path, **configs: TrainConfig) -> Runs:
     """Train with each of the flags in one world; a folder is named like its flags."""
-    named = {name: proofs.named(config, name) for name, config in configs.items()}
+    named = {name: proofs.with_run_dir(config, name) for name, config in configs.items()}
     ranks = run_world(size, watch_all, list(named.values()), folder=folder)
     each = zip(named.items(), zip(*ranks, strict=True), strict=True)
     return {name: Watched(config, folder / name, [*seen]) for (name, config), seen in each}
@@ -54,7 +54,7 @@ def watched(size: int, folder: Path, **configs: TrainConfig) -> Runs:
 @pytest.fixture(scope="module")
 def one(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     """Return the runs of one process that others are compared with, of the quickest nets."""
-    batchnorm = proofs.named(BATCHNORM, "run", inject=None)
+    batchnorm = proofs.with_run_dir(BATCHNORM, "run", inject=None)
     folder = tmp_path_factory.mktemp("one")
     return watched(1, folder, adamw=MLP, sgd=SGD, batchnorm=batchnorm)
 
@@ -62,7 +62,7 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     """Return those of two processes, one for each fault."""
-    configs = {name: proofs.named(MLP, "run", inject=name) for name in CAUGHT}
+    configs = {name: proofs.with_run_dir(MLP, "run", inject=name) for name in CAUGHT}
     configs |= {"batchnorm": BATCHNORM, "sgd": SGD}
     return watched(2, tmp_path_factory.mktemp("two"), **configs)
 
@@ -241,7 +241,7 @@ def test_a_run_that_was_not_interrupted_proves_nothing(
 
 def test_a_run_that_breaks_down_is_a_failed_check(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proofs, "watched_run", Mock(side_effect=ConnectionError("was killed")))
-    [check] = proofs.verify([2, 3], MLP)
+    [check] = proofs.verify([2, 3], MLP, on_gpu=False)
     assert isinstance(check, CheckResult)
     assert (check.name, check.status, check.text) == ("runs", FAIL, "ConnectionError: was killed")
 

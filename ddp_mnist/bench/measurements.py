@@ -25,7 +25,8 @@ class Figure(NamedTuple):
     is_ratio: bool = False  # of two measurements from the same round
 
     def __str__(self) -> str:
-        digits, sure = (".3f", "90 %: " * (self.n >= 5)) if self.is_ratio else (".4g", "")
+        digits = ".3f" if self.is_ratio else ".4g"
+        sure = "90 %: " if self.is_ratio and self.n >= 5 else ""
         median, low, high = (format(number, digits) for number in self[:3])
         return f"{median}  ({sure}{low} to {high}, n = {self.n})"
 
@@ -37,6 +38,7 @@ class Figure(NamedTuple):
 
 
 def spread(values: Sequence[float]) -> Figure:
+    """Return the median of the values, with the lowest and the highest."""
     return Figure(statistics.median(values), min(values), max(values), len(values))
 
 

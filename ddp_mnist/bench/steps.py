@@ -48,7 +48,7 @@ def time_steps(
             return len(run.images.train_labels) / seconds
 
         who = count(world.accelerator.num_processes, "process")
-        return alternate(kinds, repeats, measure, who * world.accelerator.is_main_process)
+        return alternate(kinds, repeats, measure, who if world.accelerator.is_main_process else "")
 
 
 def shortened(config: TrainConfig, world: World, images: ImageData, steps: int) -> TrainingRun:

@@ -123,9 +123,10 @@ def _from_address(flags: Distribution) -> Launch:
     shown = f"--init-method {flags.init_method}"
     try:
         url = urlsplit(flags.init_method or "")
-        host, port, rest = url.hostname, url.port, (url.path + url.query + url.fragment).strip("/")
+        host, port = url.hostname, url.port
+        rest = (url.path + url.query + url.fragment).strip("/")
     except ValueError:  # from a malformed port or IPv6 address
-        host = port = rest = None
+        host = port = None
     if not host or not port or rest or url.scheme != "tcp":
         raise UsageError(f"{shown}: must be tcp://HOST:PORT (port 1 to 65535) or env://")
     if flags.rank is None or flags.world_size is None:
@@ -217,11 +218,12 @@ def first_slurm_host(nodes: str) -> str:
 
 def _numbers(env: Mapping[str, str], variables: dict[str, str]) -> dict[str, Any]:
     """Return the fields of Launch that the environment gives."""
-    return {
-        fact: _number(env, name, int(fact in FROM_1), 65535 if fact == "main_port" else None)
-        for fact, names in variables.items()
-        for name in [name for name in names.split() if env.get(name)][:1]
-    }
+    found = dict[str, Any]()
+    for fact, names in variables.items():
+        if name := next(filter(env.get, names.split()), None):  # the first that is set
+            most = 65535 if fact == "main_port" else None
+            found[fact] = _number(env, name, int(fact in FROM_1), most)
+    return found
 
 
 def _number(

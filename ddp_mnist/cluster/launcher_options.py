@@ -30,10 +30,7 @@ REFUSED = {  # variable: the key or flag that sets it; why it is refused, and wh
     "ACCELERATE_USE_FSDP": ("distributed_type FSDP, or --use_fsdp", DDP),
     "ACCELERATE_USE_DEEPSPEED": ("distributed_type DEEPSPEED, or --use_deepspeed", DDP),
     "ACCELERATE_USE_MEGATRON_LM": ("distributed_type MEGATRON_LM, or --use_megatron_lm", DDP),
-    "ACCELERATE_USE_PARALLELISM_CONFIG": (
-        "parallelism_config, or --use_parallelism_config",
-        DDP,
-    ),
+    "ACCELERATE_USE_PARALLELISM_CONFIG": ("parallelism_config, or --use_parallelism_config", DDP),
     "ACCELERATE_USE_SAGEMAKER": ("compute_environment AMAZON_SAGEMAKER", DDP),
     "ACCELERATE_IN_TPU_POD": ("distributed_type XLA, or --tpu", DDP),
     "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": (

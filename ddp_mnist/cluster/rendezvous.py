@@ -72,7 +72,9 @@ def meet(launch: Launch, timeout_s: float, on_wait: OnWait = None) -> Store:
     c10d = open_store(launch, f"{unit.called} {rank} of {size}", timeout_s, on_wait)
     lobby = Store(dist.PrefixStore(unit.name, c10d), rank, size, launch.agent_store, timeout_s)
     seat = Seat(uuid.uuid4().hex, host_id(), address_towards(host, port))
-    where, deadline, number = f"{host}:{port}", time.monotonic() + timeout_s, 0
+    where = f"{host}:{port}"
+    deadline = time.monotonic() + timeout_s
+    number = 0
     try:
         while True:
             number = _next_meeting(lobby, number)

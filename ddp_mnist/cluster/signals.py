@@ -83,7 +83,7 @@ class StopSignals:
 
 
 @contextlib.contextmanager
-def listen(has_launcher: bool = True, store: Store | None = None) -> Iterator[StopSignals]:
+def listen(has_launcher: bool, store: Store | None = None) -> Iterator[StopSignals]:
     """Note the stop signals from here on, even while the main thread waits in a collective.
 
     A Python handler would run only when the collective returns, up to the time-out later; so a

@@ -14,12 +14,11 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from textwrap import shorten
 from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
-from ddp_mnist.errors import FailedElsewhere, PeerError
+from ddp_mnist.errors import FailedElsewhere, PeerError, joined
 from ddp_mnist.system.deadline import with_deadline
 
 T = TypeVar("T")
@@ -171,11 +170,7 @@ class Store:
         return self.received[name]
 
     def decide_for_all(
-        self,
-        name: str,
-        mine: Any,
-        decide: Callable[[list[Any]], Any],
-        within_s: float = math.inf,
+        self, name: str, mine: Any, decide: Callable[[list[Any]], Any], within_s: float = math.inf
     ) -> Any:
         """Return, on every rank, the result of `decide` on rank 0 from all ranks' values, by rank.
 
@@ -302,7 +297,8 @@ class Store:
         """
         self.patience_s = min(self.patience_s, 3.0)  # the time-out has passed already
         self.request_liveness()
-        deadline, before, silent = time.monotonic() + SEARCH_S, None, list[int]()
+        deadline = time.monotonic() + SEARCH_S
+        before, silent = None, list[int]()
         try:
             while silent != before and time.monotonic() < deadline:
                 if self.wait(FAILURE, patience_s / 2):
@@ -317,4 +313,4 @@ class Store:
 
 def listed(ranks: Iterable[int]) -> str:
     """Return e.g. `1, 3, 7`, cut to 40 characters."""
-    return shorten(", ".join(map(str, ranks)), 40, placeholder=" ...")
+    return joined(map(str, ranks), 40)

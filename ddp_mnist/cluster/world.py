@@ -80,6 +80,12 @@ class World:
         options = [f"{k} {v}" for k, v in self.compile_options.items() if v and k != "backend"]
         return ", ".join([self.compile_options.get("backend", "no"), *options])
 
+    @property
+    def device_name(self) -> str:
+        """Return cpu or cuda:N. Accelerate numbers several processes' CPU, but no lone GPU."""
+        found = self.accelerator.device
+        return "cpu" if found.type == "cpu" else f"{found.type}:{found.index or 0}"
+
     def wait_for_gpu(self) -> None:
         """Return once this process's GPU has done its work so far; at once on a CPU.
 

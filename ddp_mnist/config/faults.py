@@ -43,7 +43,7 @@ FAULT_NAMES = {name: fault.what for name, fault in FAULTS.items()}
 
 
 def wrong_on_purpose(fault: str | None) -> list[str]:
-    """Return the warning line that is printed first and last with --inject; "" without it."""
+    """Return the warning line printed first and last with --inject, as a list; [] without it."""
     return [f"WRONG ON PURPOSE, --inject {fault}: {FAULTS[fault].what}"] if fault else []
 
 

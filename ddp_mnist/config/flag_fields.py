@@ -174,7 +174,7 @@ def _check(field: dataclasses.Field[Any], value: Any) -> None:
 def add_flags(
     section: argparse._ActionsContainer,
     fields: Iterable[dataclasses.Field[Any]],
-    defaults: Mapping[str, Any] = types.MappingProxyType({}),
+    defaults: Mapping[str, Any],
 ) -> None:
     """Add an argument for each field. Those not typed are not in the namespace."""
     for field in fields:

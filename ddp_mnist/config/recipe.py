@@ -240,7 +240,7 @@ def _batch_size(recipe: Recipe, train_rows: int, val_rows: int, world_size: int,
     """
     least = world_size * recipe.grad_accum
     largest = train_rows // least * least
-    processes = f"{world_size} process{'es' * (world_size > 1)}"
+    processes = f"{world_size} process{'es' if world_size > 1 else ''}"
     rule = f"divisible by {least} ({processes} x --grad-accum {recipe.grad_accum})"
     most = f"{train_rows}, the train images without {val_rows} for validation"
     if not largest:

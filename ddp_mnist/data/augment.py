@@ -56,7 +56,7 @@ def _rotations(u: Tensor, aspect: float) -> Tensor:
     return torch.stack([rows_x, rows_y], dim=1)
 
 
-def changes(image_format: ImageFormat, augmented: bool) -> tuple[str, str]:
+def describe_augmentation(image_format: ImageFormat, augmented: bool) -> tuple[str, str]:
     """Describe, in words, the kind of images and how augmentation changes them."""
     if image_format.bright_on_black:
         kind, how = "images of strokes on black", "rotated, scaled, shifted"

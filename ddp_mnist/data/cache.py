@@ -43,10 +43,7 @@ def cache_folder(cache_dir: str | None) -> Path:
 
 
 def choose(
-    dataset: str,
-    cache_dir: str | None = None,
-    image_options: ImageOptions = AS_THEY_ARE,
-    log: Log = None,
+    dataset: str, cache_dir: str | None, image_options: ImageOptions = AS_THEY_ARE, log: Log = None
 ) -> tuple[str, list[str]]:
     """Return the data set to load, and warnings about the choice but for those of `load`.
 

@@ -89,7 +89,7 @@ def read_folder(
     splits = folders.splits_of_images(listing)
     every = [path for of_split in splits.values() for path in of_split]
     images = [path for path in every if not folders.is_metadata(path)]
-    notes = folders.check_images(listing, splits) if splits else []
+    notes = folders.check_splits(listing, splits) if splits else []
     if images and images == every:
         files = folders.image_files(listing, splits)
     else:

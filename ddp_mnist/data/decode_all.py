@@ -2,7 +2,6 @@
 
 import dataclasses
 import statistics
-import textwrap
 from collections import Counter
 
 import numpy as np
@@ -19,7 +18,7 @@ from ddp_mnist.data.decode import (
 from ddp_mnist.data.held_out import draw_by_share, key_of, share_of
 from ddp_mnist.data.image_files import ImageFiles, threads_for
 from ddp_mnist.data.image_format import Decoded, Reserve, Shape
-from ddp_mnist.errors import DataError, UsageError
+from ddp_mnist.errors import DataError, UsageError, first_of, joined
 
 MAX_CLASSES = 1000
 # The largest shorter side, in pixels, that images get unless a size was asked for: that of
@@ -88,9 +87,8 @@ def _find_shape(files: ImageFiles, image_options: ImageOptions) -> tuple[Shape, 
     colour = (colourful or image_options.for_evaluation) and not image_options.grey
     notes = [f"{count:,} of {total:,} images had {what}" for what, count in odd.items()]
     if set(sizes) != {size}:
-        shown = [f"{height}x{width}" for (height, width), _ in sizes.most_common(3)]
-        shown += ["..."] * (len(sizes) > 3)
-        notes.append(f"images of {', '.join(shown)} became {size[0]}x{size[1]}")
+        shown = [f"{height}x{width}" for (height, width), _ in sizes.most_common()]
+        notes.append(f"images of {', '.join(first_of(shown, 3))} became {size[0]}x{size[1]}")
     if colourful and image_options.grey:
         notes.append(f"{colourful:,} of {total:,} images had colour and became grey")
     elif colour and colourful < total:
@@ -121,11 +119,8 @@ def _hold_out_test(decoded: Decoded, image_options: ImageOptions, reserve: Reser
 
     Raise UsageError if each class has only one image.
     """
-    images, keys, test_size = (
-        decoded.images["train"],
-        decoded.keys["train"],
-        image_options.test_size,
-    )
+    images, keys = decoded.images["train"], decoded.keys["train"]
+    test_size = image_options.test_size
     assert test_size is not None, "there is no test split"
     share = share_of(test_size, image_options.test_of or len(keys))
     held = draw_by_share(keys, decoded.labels["train"], share)
@@ -139,9 +134,7 @@ def _hold_out_test(decoded: Decoded, image_options: ImageOptions, reserve: Reser
     labels = {split: decoded.labels["train"][those] for split, those in rows.items()}
     paths = {("test", at): decoded.paths.get(("train", row), "") for at, row in enumerate(held)}
     without = sorted(set(labels["train"]) - set(labels["test"]))
-    shown = textwrap.shorten(
-        ", ".join(f'"{decoded.classes[label]}"' for label in without), 80, placeholder=" ..."
-    )
+    shown = joined((f'"{decoded.classes[label]}"' for label in without), 80)
     fix = "add images, or give a larger --test-size"
     note = (
         f"{len(held):,} of {len(keys):,} images were held out for testing, chosen by a hash of"

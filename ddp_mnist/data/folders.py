@@ -11,7 +11,7 @@ import numpy as np
 from ddp_mnist.config.image_options import ImageOptions
 from ddp_mnist.data.decode import image_endings
 from ddp_mnist.data.image_files import ImageFiles, choose_splits
-from ddp_mnist.errors import DataError, printable
+from ddp_mnist.errors import DataError, first_of, printable
 
 # The words in names of folders and files that mean a split, and the characters that separate words,
 # as `datasets` defines them.
@@ -88,7 +88,8 @@ def find_images(
     Texts and tables are not worth a note. `found` are the paths in the folder, relative to it, if
     it was listed before. Raise DataError for a link to a folder or to nothing.
     """
-    endings, images, odd = image_endings(), list[Path](), Counter[str]()
+    endings = image_endings()
+    images, odd = list[Path](), Counter[str]()
     for path in paths_in(Path(folder)) if found is None else found:
         suffix = path.suffix.lower()
         if Path(folder, path).is_file():
@@ -99,9 +100,9 @@ def find_images(
         elif Path(folder, path).is_symlink():
             fault = f"{where}: {path} is a link to a folder or to nothing, and is not followed"
             raise DataError(f"{fault}; replace it with a copy, or with links to the files")
-    kinds = [f"{ending} ({count:,})" for ending, count in odd.most_common(5)]
-    kinds += ["..."] * (len(odd) > 5)
-    note = f"files without the suffix of an image were left out: {printable(', '.join(kinds))}"
+    kinds = [f"{ending} ({count:,})" for ending, count in odd.most_common()]
+    shown = printable(", ".join(first_of(kinds, 5)))
+    note = f"files without the suffix of an image were left out: {shown}"
     if phones := [ending for ending in odd if ending.lower() in HEIF]:
         note += f" ({HEIF_FIX} to read {', '.join(phones)})"
     return images, [note] if odd else []
@@ -168,7 +169,7 @@ def image_files(listing: Listing, found: dict[str, list[Path]]) -> ImageFiles:
     return ImageFiles(listing.where, paths, labels, classes, notes)
 
 
-def check_images(listing: Listing, splits: dict[str, list[Path]]) -> list[str]:
+def check_splits(listing: Listing, splits: dict[str, list[Path]]) -> list[str]:
     """Return notes on files that are left out.
 
     Raise DataError if an image is in two splits, in a split other than its folder's name says, or

@@ -14,7 +14,7 @@ import PIL.Image
 
 from ddp_mnist.config.image_options import ImageOptions
 from ddp_mnist.data.decode import open_in_thread
-from ddp_mnist.errors import DataError, UsageError, reason
+from ddp_mnist.errors import DataError, UsageError, first_of, reason
 from ddp_mnist.system.limits import cores, free_memory
 
 SPLITS = ("train", "test")
@@ -76,7 +76,7 @@ class ImageFiles:
             return
         named = [name for _, name in sorted(self.broken.items())]
         total = sum(map(len, self.labels.values()))
-        shown = ", ".join(named[:SHOWN] + ["..."] * (len(named) > SHOWN))
+        shown = ", ".join(first_of(named, SHOWN))
         leave_out = "leave their rows out" if self.column else "move them out of the folder"
         raise DataError(
             f"{self.where}: {len(named):,} of {total:,} images cannot be read: {shown};"

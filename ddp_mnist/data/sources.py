@@ -116,7 +116,8 @@ def find_source(dataset: str, image_options: ImageOptions = AS_THEY_ARE) -> Sour
     path.
     """
     beside = dataset in (*BUILT_IN, *HUB_IDS) and Path(dataset).is_dir()
-    notes = [f"{dataset} is the data set of that name; for the folder, give ./{dataset}"] * beside
+    note = f"{dataset} is the data set of that name; for the folder, give ./{dataset}"
+    notes = [note] if beside else []
     if dataset in BUILT_IN:
         place = f"sklearn.datasets.{BUILT_IN[dataset].__name__}"
         return Source(dataset, dataset, place, image_options, dataset, notes)

@@ -35,7 +35,8 @@ def collectives(
     The result is None if this rank receives nothing.
     """
     everyone = payload(range(size), [0], device)[:, 0]
-    mine, nothing = everyone[rank], torch.zeros_like(everyone)
+    mine = everyone[rank]
+    nothing = torch.zeros_like(everyone)
     parts = payload([rank], range(size), device)[0]  # one for each rank
     to_this_rank = payload(range(size), [rank], device)[:, 0]
 

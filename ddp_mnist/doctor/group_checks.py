@@ -4,7 +4,6 @@ Every rank takes part in each check, and sends rank 0 its findings, over the sto
 and `check_group` tells all ranks its results: what a check returns on other ranks is not used.
 """
 
-import contextlib
 import os
 import statistics
 import time
@@ -27,16 +26,9 @@ from ddp_mnist.config.run import ResolvedConfig, RunFlags
 from ddp_mnist.data import cache
 from ddp_mnist.doctor.collectives import SIZES, all_reduce_ms, collectives
 from ddp_mnist.doctor.compare import LOAD
-from ddp_mnist.doctor.machine_checks import (
-    NO_REPORT,
-    ask_driver,
-    check_machine,
-    nvidia_smi,
-    product,
-)
+from ddp_mnist.doctor.machine_checks import check_machine, driver_version, nvidia_smi, product
 from ddp_mnist.errors import CheckFailed, DdpMnistError, reason
 from ddp_mnist.run.console import count
-from ddp_mnist.run.summary import device
 from ddp_mnist.run.training_run import TrainingRun
 from ddp_mnist.run.versions import code_digest, package_versions
 from ddp_mnist.run.weights import digest_of
@@ -108,7 +100,9 @@ def check_group(
     who = f"{count(group.size, 'process')} on {count(world.num_machines, 'machine')}"
     text = f"{who} connected within {met_s:.1f} s, backend {world.backend}"
     yield passed("rendezvous", f"{text}, precision {world.precision}")
-    checks = [*[machines_alone] * machines, *CHECKS, *[burn_in] * bool(options.minutes)]
+    checks = [machines_alone, *CHECKS] if machines else [*CHECKS]
+    if options.minutes:
+        checks.append(burn_in)
     for function in checks:
         name = function.__name__.replace("_", " ")
         yield f"checking {name} ..."
@@ -154,9 +148,8 @@ def same_everywhere(group: Group) -> list[CheckResult]:
         mine["CUDA"] = str(torch.version.cuda)
         mine["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
         mine["GPU"] = torch.cuda.get_device_name(group.device)
-        with contextlib.suppress(*NO_REPORT):
-            drivers = {cells[0] for cells in ask_driver("driver_version")}
-            mine["the GPU driver"] = ", ".join(sorted(drivers))
+        if driver := driver_version():
+            mine["the GPU driver"] = driver
     everyone, different = group.gather(mine), list[CheckResult]()
     for what in mine:
         ranks = defaultdict[str, list[int]](list)  # the ranks that have each value
@@ -280,7 +273,7 @@ def compute_s(device: torch.device) -> float:
 
 def faulty_devices(group: Group) -> list[CheckResult]:
     """Return the faults of a rank's device, or its machine's GPUs, right after they worked."""
-    mine = [product(torch.device(device(group.world)))]
+    mine = [product(torch.device(group.world.device_name))]
     if group.device.type == "cuda" and group.is_first_here:
         mine += nvidia_smi()
     return group.merge([result for result in mine if result.status != PASS])
@@ -309,8 +302,9 @@ def training(group: Group) -> list[CheckResult]:
 
 def burn_in(group: Group) -> list[CheckResult]:
     """Work and train again and again: overheating and loose contacts show only after a while."""
-    minutes, rounds, results = group.options.minutes, 0, list[CheckResult]()
-    until = time.monotonic() + 60 * minutes
+    rounds = 0
+    results = list[CheckResult]()
+    until = time.monotonic() + 60 * group.options.minutes
     while group.store.broadcast_from_rank0("doctor's burn-in", lambda: time.monotonic() < until):
         results += [*right_results(group), *training(group)]
         compute_s(group.device)
@@ -318,8 +312,8 @@ def burn_in(group: Group) -> list[CheckResult]:
         rounds += 1
     speed = [result.figures["images/s"] for result in results if result.name == "training"]
     early, late = statistics.median(speed[:3]), statistics.median(speed[-3:])
-    text = f"{count(rounds, 'round')} in {minutes:g} minutes, {early:,.0f} images/s at first and"
-    text += f" {late:,.0f} at last"
+    text = f"{count(rounds, 'round')} in {group.options.minutes:g} minutes, {early:,.0f} images/s"
+    text += f" at first and {late:,.0f} at last"
     if wrong := [result for result in results if result.status != PASS]:
         text += f"; first of {len(wrong)} faults: {wrong[0].name}, {wrong[0].text}"
         return [wrong[0]._replace(name="burn-in", text=text)]

@@ -5,7 +5,6 @@ import math
 import os
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
@@ -24,6 +23,7 @@ from ddp_mnist.config.image_options import ImageOptions
 from ddp_mnist.data import cache, datasets_library, sources
 from ddp_mnist.errors import DdpMnistError, reason
 from ddp_mnist.run.console import count
+from ddp_mnist.run.folder import try_to_write
 from ddp_mnist.run.versions import PACKAGES, package_versions
 from ddp_mnist.system import limits
 from ddp_mnist.verbs.check_result import FAIL, WARN, CheckResult, check, failed, passed, warned
@@ -94,11 +94,10 @@ def processors(_: Doctor) -> Iterator[CheckResult]:
         text = unused or "none; training runs on the CPU, with gloo"
     # Graphics inside an AMD processor may not be worth a different torch.
     is_nvidia = any(hardware.DEVICES.glob("nvidia[0-9]*"))
-    worst = FAIL if is_nvidia or torch.version.hip else WARN
-    if 0 < mine < there and not hidden_by:
-        yield warned("GPUs", text, SOME_GPUS_FIX)
-    else:
-        yield check("GPUs", unused, text, hardware.GPU_FIX, worst)
+    worst, fix = FAIL if is_nvidia or torch.version.hip else WARN, hardware.GPU_FIX
+    if fewer := 0 < mine < there and not hidden_by:
+        worst, fix = WARN, SOME_GPUS_FIX
+    yield check("GPUs", unused or fewer, text, fix, worst)
     if mine and not dist.is_initialized():  # else each rank checks its own
         yield from run_world(1, check_gpus, folder=Path.cwd())[0]
     elif mine:
@@ -149,6 +148,13 @@ def ask_driver(fields: str) -> list[list[str]]:
         command += ["-i", ",".join("{:08X}:{:02X}:{:02X}.0".format(*place) for place in places)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
     return [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines()]
+
+
+def driver_version() -> str:
+    """Return the version of the GPUs' driver; "" if nvidia-smi does not report it."""
+    with contextlib.suppress(*NO_REPORT):
+        return ", ".join(sorted({cells[0] for cells in ask_driver("driver_version")}))
+    return ""
 
 
 def takes_one_process() -> bool:
@@ -211,8 +217,7 @@ def folders(options: Doctor) -> Iterator[CheckResult]:
         free = shutil.disk_usage(there).free / MB
         problem = f"{free:,.0f} MB free, needs {needed_mb}" if free < needed_mb else ""
         try:
-            with tempfile.TemporaryFile(dir=there, buffering=0) as file:
-                file.write(bytes(4096))
+            try_to_write(there)
         except OSError as error:
             problem = f"cannot be written ({reason(error)})"
         text = f"{folder}: {problem or f'writable, {free / 1e3:,.1f} GB free'}"
@@ -235,7 +240,7 @@ def data_set(options: Doctor) -> Iterator[CheckResult]:
         if cache.cached(*place, image_options):
             yield passed("data", f"{name} is in the cache")
         elif source.kind == "folder":
-            drawn = f" --test-size {options.test_size}" * bool(options.test_size)
+            drawn = f" --test-size {options.test_size}" if options.test_size else ""
             fix = f"run ddp-mnist prepare --dataset {options.dataset}{drawn} on each machine"
             yield warned("data", f"{name} is not in the cache, so it was not read", fix)
         elif source.kind != "hub":

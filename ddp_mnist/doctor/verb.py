@@ -54,18 +54,17 @@ def run(flags: Doctor, distribution: Distribution) -> None:
     console = Console(is_rank0 and not flags.json)
     if is_alone:
         with console:
-            results = list(shown(check_machine(flags), console))
+            results = list(print_each(check_machine(flags), console))
         results += check_processes(processes, flags, distribution)
     else:
         results = check_together(flags, distribution, machines=True)
     measured = Measured(processes, list(results))
     if saved:
-        results += shown(against(measured, saved, flags.tolerance), console)
+        results += print_each(against(measured, saved, flags.tolerance), console)
     if save and measured.busy_with:
         text = f"{save}: is from a busy machine ({measured.busy_with}), no measure for another"
-        results += shown(
-            [warned("save", text, "save it again while nothing else runs here")], console
-        )
+        fix = "save it again while nothing else runs here"
+        results += print_each([warned("save", text, fix)], console)
     if is_rank0:
         report(results, flags, processes)
     console.print(f"verdict: {coloured(worst(results))}")
@@ -97,7 +96,7 @@ def report(results: list[CheckResult], flags: Doctor, processes: int) -> None:
     Console(flags.json).print(json.dumps(verdict))
 
 
-def shown(checks: Iterable[CheckResult | str], console: Console) -> Iterator[CheckResult]:
+def print_each(checks: Iterable[CheckResult | str], console: Console) -> Iterator[CheckResult]:
     """Yield the results, each printed at once; show the lines between them only for a while."""
     for each in checks:
         if isinstance(each, CheckResult):
@@ -118,7 +117,7 @@ def check_processes(size: int, flags: Doctor, distribution: Distribution) -> lis
         if too_few and run_world(1, takes_one_process, folder=Path.cwd())[0]:
             distribution = replace(distribution, cpu=True, backend="auto")
             text = f"{size} on the CPU, as the GPU takes one at a time (Exclusive_Process)"
-            notes += shown([passed("processes", text)], console)
+            notes += print_each([passed("processes", text)], console)
         members = (size, check_together, flags, distribution, False)
         with console:
             console.draw(0, f"starting {size} processes ...")
@@ -128,7 +127,7 @@ def check_processes(size: int, flags: Doctor, distribution: Distribution) -> lis
         wrong = failed("processes", text, "see dmesg for what killed it, or try --processes 2")
     except DdpMnistError as error:
         wrong = CheckResult.from_error("processes", error)
-    return [*notes, *shown([wrong], console)]
+    return [*notes, *print_each([wrong], console)]
 
 
 def check_together(flags: Doctor, distribution: Distribution, machines: bool) -> list[CheckResult]:
@@ -137,7 +136,8 @@ def check_together(flags: Doctor, distribution: Distribution, machines: bool) ->
     Until all have met, each rank that was started by hand says which ranks it waits for, because
     its terminal shows no other.
     """
-    launch, clock, results = find_launch(distribution), time.monotonic(), list[CheckResult]()
+    launch, clock = find_launch(distribution), time.monotonic()
+    results = list[CheckResult]()
     console = Console(not flags.json and (launch.rank == 0 or launch.launcher == "tcp"))
     waiting = partial(console.progress, 0, every_s=WAITED_S)
     console.draw(0, f"waiting up to {distribution.dist_timeout:g} s for all to connect ...")
@@ -147,12 +147,12 @@ def check_together(flags: Doctor, distribution: Distribution, machines: bool) ->
                 console.close()
             with narrated_elsewhere(world, not flags.json):
                 met_s = time.monotonic() - clock
-                for result in shown(check_group(world, flags, machines, met_s), console):
+                for result in print_each(check_group(world, flags, machines, met_s), console):
                     results.append(result)
     except StorageError:  # of stdout
         raise
     except DdpMnistError as error:
         if worst(results) != FAIL:  # a check that failed says more
             end = CheckResult.from_error("the end" if results else "rendezvous", error)
-            results += shown([end], console)
+            results += print_each([end], console)
     return results

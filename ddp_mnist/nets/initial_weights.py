@@ -101,7 +101,7 @@ def size_of(entry: "WeightsEnum") -> int:
     return entry.transforms().crop_size[0]
 
 
-def prepared_for(entry: "WeightsEnum", model: str, image_format: ImageFormat) -> ImageFormat:
+def normalised_for(entry: "WeightsEnum", model: str, image_format: ImageFormat) -> ImageFormat:
     """Return the format with the mean and deviation that the net was trained with.
 
     For grey images, which the net gets as three equal channels, they are the means over the

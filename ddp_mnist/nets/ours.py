@@ -50,7 +50,7 @@ class GreyAsColour(nn.Module):
 
 
 def deeper(channels: int, shape: Shape, norm: Callable[[int], nn.Module]) -> nn.Sequential:
-    """Return blocks that reduce the maps of images of 56x56 or more to about 3x3; [] for smaller.
+    """Return blocks that reduce the maps of images of 56x56 or more to about 3x3; none for less.
 
     Without them a pixel of the last maps depends on 20x20: most of a digit, but little of a photo.
     """

@@ -50,7 +50,7 @@ def try_net(model: nn.Module, name: str, classes: int, shape: tuple[int, ...]) -
 
     Raise UsageError if the net fails, or returns something else.
     """
-    images, mode = list(shape), " in training" * model.training
+    images, mode = list(shape), " in training" if model.training else ""
     try:
         with torch.set_grad_enabled(model.training):
             logits = model(torch.zeros(shape, dtype=torch.uint8))

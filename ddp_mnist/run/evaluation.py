@@ -41,7 +41,7 @@ class Metrics:
     # The values of --metrics, by name; None for one that these images leave undefined.
     scores: dict[str, float | None] = field(default_factory=dict)
 
-    def named(self, split: str) -> dict[str, float | None]:
+    def as_log_line(self, split: str) -> dict[str, float | None]:
         """Return its entries in metrics.jsonl: val_accuracy, val_loss, val_f1 ..."""
         numbers = {"accuracy": self.accuracy, "loss": self.loss, **self.scores}
         return {f"{split}_{name}": number for name, number in numbers.items()}
@@ -56,7 +56,7 @@ def make_eval_loader(accelerator: Accelerator, rows: Rows, per_process: int | No
     return accelerator.prepare_data_loader(make_loader(rows, batch_size=batch_size))
 
 
-def shown(scores: dict[str, float | None]) -> list[str]:
+def score_texts(scores: dict[str, float | None]) -> list[str]:
     """Return each score that --metrics named, as it is printed."""
     return [f"{name} {'undefined' if s is None else f'{s:.4f}'}" for name, s in scores.items()]
 
@@ -109,7 +109,7 @@ def import_evaluate_meanwhile(accelerator: Accelerator) -> None:
     """Import `evaluate` in a background thread on rank 0, during the first training steps.
 
     The import takes over a second. Done in the first validation, it would block every rank, and
-    with them the answer to signals and to the loss of a rank.
+    none would notice a signal or a lost peer.
     """
     if accelerator.is_main_process:
         module = ("ddp_mnist.run.scores",)
@@ -159,7 +159,7 @@ def evaluate_split(
 
 
 def summarise(
-    labels: Tensor, predictions: Tensor, losses: Tensor, classes: int, scores: Sequence[str] = ()
+    labels: Tensor, predictions: Tensor, losses: Tensor, classes: int, scores: Sequence[str]
 ) -> Metrics:
     """Return the metrics of int64 labels [N], int64 predictions [N] and float64 losses [N]."""
     from ddp_mnist.run.scores import classification_metrics

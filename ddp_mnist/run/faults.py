@@ -59,6 +59,7 @@ def before_prepare(
     accelerator: Accelerator,
     store: Store,
 ) -> None:
+    """Let the Accelerator `change` the net or the sampler just before it prepares them."""
     prepare = accelerator.prepare
 
     def prepare_changed(net: nn.Module, optimizer: Any, loader: Any) -> Any:
@@ -69,6 +70,7 @@ def before_prepare(
 
 
 def shuffle_by_rank(_: nn.Module, batches: GlobalBatchSampler, store: Store) -> None:
+    """Give each rank its own seed, so that the ranks' orders differ."""
     batches.seed += store.rank
 
 

@@ -284,6 +284,15 @@ def storage_errors(path: Path, flag: str = "--run-dir") -> Iterator[None]:
         ) from error
 
 
+def try_to_write(folder: Path) -> None:
+    """Write a temporary file to the folder. Raise OSError.
+
+    os.access knows nothing of a full disk, and lets root write anywhere.
+    """
+    with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+        file.write(bytes(4096))
+
+
 def check_place(file: str | None, flag: str, ending: str = "") -> Path | None:
     """Return the path of a result, checked before minutes are spent on computing it.
 
@@ -298,9 +307,7 @@ def check_place(file: str | None, flag: str, ending: str = "") -> Path | None:
         fits = folder.is_dir() and (path.is_file() or not path.exists())
         if not fits or not path.name.endswith(ending):
             raise UsageError(f"{flag} {path}: must be a {ending or 'file'} in an existing folder")
-        # Tried, as os.access knows nothing of a full disk, and lets root write anywhere.
-        with tempfile.TemporaryFile(dir=folder, buffering=0) as probe:
-            probe.write(bytes(4096))
+        try_to_write(folder)
     except OSError as error:
         raise StorageError(
             f"{flag} {path}: cannot be written ({reason(error)}); name another file"

@@ -56,9 +56,12 @@ def overfits(trained: float, other: float, images: int) -> bool:
 
 def overfitting(model: str, weights: str | None, augment: bool) -> tuple[str, list[str]]:
     """Name overfitting, in words, and return what may help a run with these flags."""
-    fixes = ["more images"] + ["--augment"] * (not augment)
-    net = "" if model.startswith("torchvision:") else "--model torchvision:resnet18 "
-    fixes += [f"{net}--weights DEFAULT"] * (not weights)
+    fixes = ["more images"]
+    if not augment:
+        fixes.append("--augment")
+    if not weights:
+        net = "" if model.startswith("torchvision:") else "--model torchvision:resnet18 "
+        fixes.append(f"{net}--weights DEFAULT")
     return "the net has learned its images by heart (overfitting)", fixes
 
 

@@ -56,7 +56,7 @@ class Meter:
         least = max(SAVE_STEPS, SAVE_S * self.agreed_steps_per_s)
         return step % SAVE_STEPS == 0 and step - self.last_save >= least
 
-    def count_save(self) -> None:
+    def note_save(self) -> None:
         """Note that this step was saved, and exclude that time from the training's seconds."""
         self.last_save = self.progress.step
         self.restart_clock()

@@ -52,11 +52,12 @@ def find(config: TrainConfig, store: Store) -> EarlierRun | None:
     Raise CheckpointError if --resume names no run, its files cannot be read, or the typed flags are
     another run's.
     """
-    found = store.broadcast_from_rank0("resume", lambda: (run := _find(config)) and asdict(run))
+    found = store.broadcast_from_rank0("resume", lambda: _find(config))
     return EarlierRun(**found) if found else None
 
 
-def _find(config: TrainConfig) -> EarlierRun | None:
+def _find(config: TrainConfig) -> dict[str, Any] | None:
+    """Return the run's fields on rank 0; raises as `find` does."""
     resume = config.run.resume
     if resume is None:
         return None
@@ -78,11 +79,11 @@ def _find(config: TrainConfig) -> EarlierRun | None:
         for name in MUST_EQUAL:
             refuse_another(name, typed[name], flags[name], path)
         if state != "finished" or wants_more(now.recipe, flags):
-            return found
+            return asdict(found)
         if from_anywhere(now.run.dataset) != flags["dataset"]:  # the same images may have moved
             images = cache.load(now.run.dataset, now.run.cache_dir, now.run.image_options)
-            check_images(now.run.dataset, images.digest, found)
-        return dataclasses.replace(found, finished=has_finished(path))
+            check_same_images(now.run.dataset, images.digest, found)
+        return asdict(found) | {"finished": has_finished(path)}
     except (OSError, ValueError, KeyError, TypeError) as error:
         name = Path(getattr(error, "filename", None) or path).name
         why = reason(error) if isinstance(error, OSError) else "damaged, or from another program"
@@ -190,7 +191,7 @@ def refuse_another(name: str, now: Any, before: Any, path: Path) -> None:
         )
 
 
-def check_images(dataset: str, digest: str, found: EarlierRun) -> None:
+def check_same_images(dataset: str, digest: str, found: EarlierRun) -> None:
     """Raise CheckpointError if these are not the run's images, wherever they lie now."""
     if digest != found.digest:
         raise CheckpointError(

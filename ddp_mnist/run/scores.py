@@ -102,7 +102,7 @@ def score(
 
 
 def classification_metrics(
-    predictions: np.ndarray, references: np.ndarray, classes: int, scores: Sequence[str] = ()
+    predictions: np.ndarray, references: np.ndarray, classes: int, scores: Sequence[str]
 ) -> dict[str, Any]:
     """Count int64 predictions [N] against references [N], both in 0..classes-1.
 

@@ -73,7 +73,7 @@ def set_up_run(
             console.print(summary.plan(config, world, images, folder.path))
             with (
                 tracking.tracked(config, folder, world, console),
-                within_memory(world.accelerator.device, lambda: takes_memory(run)),
+                within_memory(world.accelerator.device, lambda: what_fills_memory(run)),
                 able_to_compile(config.distribution, world.compile_options),
             ):
                 if world.compile_options:
@@ -82,7 +82,7 @@ def set_up_run(
                 yield run
 
 
-def takes_memory(run: TrainingRun) -> tuple[str, str]:
+def what_fills_memory(run: TrainingRun) -> tuple[str, str]:
     """Return the flag that fills a GPU's memory in this phase of the run, and a smaller choice."""
     recipe, size = run.config.recipe, run.world.accelerator.num_processes
     if run.folder.phase in ("validation", "test"):
@@ -107,10 +107,10 @@ def resolve_and_load(
     config, named = check_names(config, world.store, console)
     name, images = load_images(config, world.store, console)
     if named:
-        made = initial_weights.prepared_for(named, config.recipe.model or "", images.image_format)
+        made = initial_weights.normalised_for(named, config.recipe.model or "", images.image_format)
         images = replace(images, image_format=made)
     if found:
-        resume.check_images(name, images.digest, found)
+        resume.check_same_images(name, images.digest, found)
     rows, size = len(images.train_labels), world.store.world_size
     images = images.hold_out(config.recipe.val_size_of(rows))
     pictures = images.image_format.pictures
@@ -140,7 +140,8 @@ def apply_launcher_options(
 
     Print the requests that are not carried out.
     """
-    notes, parts, flag = [options.note], options.grad_accum, config.recipe.grad_accum
+    notes = [options.note]
+    parts, flag = options.grad_accum, config.recipe.grad_accum
     if parts and parts != flag:  # 1 requests nothing: a resumed run keeps its own
         if "grad_accum" in config.explicit:
             notes.append(f"{GRAD_ACCUM} {parts}: --grad-accum {flag} was typed, and counts")
@@ -173,7 +174,7 @@ def check_names(
             initial_weights.fetch(config.initial_weights, named, console.note, progress)
         image_size = config.run.image_size or str(initial_weights.size_of(named))
         config = replace(config, run=replace(config.run, image_size=image_size))
-    store.broadcast_from_rank0("trackers", lambda: tracking.named(config.run.trackers))
+    store.broadcast_from_rank0("trackers", lambda: tracking.known_trackers(config.run.trackers))
     if recipe.metrics:
         store.broadcast_from_rank0("metrics", lambda: check_scores(recipe.metrics))
     return config, named
@@ -197,7 +198,7 @@ def load_images(config: TrainConfig, store: Store, console: Console) -> tuple[st
     return name, replace(images, warnings=warnings)
 
 
-def check_net(config: ResolvedConfig, images: ImageData, at_once: int = 2) -> str:
+def check_net(config: ResolvedConfig, images: ImageData, at_once: int) -> str:
     """Build the net once and discard it, so that errors surface before the run folder exists.
 
     Return, in words, the origin of its weights if --weights is given. Raise as `build_net` and

@@ -1,7 +1,6 @@
 """Everything that changes in a run; a checkpoint keeps `State.content` of it."""
 
 import copy
-import time
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self, TypeVar
 
@@ -165,7 +164,6 @@ class State:
 
     def content(self) -> dict[str, Any]:
         """Return the content of a checkpoint: tensors and plain values."""
-        self.progress.total_seconds = time.monotonic() - self.started
         return {
             "model": self.net.state_dict(),
             "optimizer": self.optimizer.state_dict(),

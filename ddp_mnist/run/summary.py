@@ -19,12 +19,12 @@ from ddp_mnist.cluster.world import World
 from ddp_mnist.config.faults import wrong_on_purpose
 from ddp_mnist.config.flag_fields import flag_fields, typed_flag
 from ddp_mnist.config.run import ResolvedConfig
-from ddp_mnist.data.augment import changes
+from ddp_mnist.data.augment import describe_augmentation
 from ddp_mnist.data.batches import ImageData
 from ddp_mnist.errors import printable
 from ddp_mnist.nets.initial_weights import find_named
 from ddp_mnist.run.console import INDENT, Console, count, fitted, panel
-from ddp_mnist.run.evaluation import CROSS_ENTROPY, Metrics, packed, shown, shown_loss
+from ddp_mnist.run.evaluation import CROSS_ENTROPY, Metrics, packed, score_texts, shown_loss
 from ddp_mnist.run.folder import RunFolder
 from ddp_mnist.run.state import State
 from ddp_mnist.run.versions import git_commit, package_versions
@@ -56,7 +56,7 @@ def plan(config: ResolvedConfig, world: World, images: ImageData, folder: Path |
         **by_class(images, recipe.class_weights),
         "careful": "; ".join(map(printable, images.careful)),
         "processes": f"{size} on {count(world.num_machines, 'machine')}, backend {world.backend},"
-        f" device {device(world)}, {count(world.threads, 'thread')} each,"
+        f" device {world.device_name}, {count(world.threads, 'thread')} each,"
         f" precision {world.precision}{compiled}",
         "batch": f"{recipe.batch_size} images a step = {count(size, 'process')}{parts} x {share}",
         "steps": f"{recipe.total_steps:,} = {count(recipe.epochs, 'epoch')} x {steps:,}{rest}",
@@ -70,20 +70,25 @@ def plan(config: ResolvedConfig, world: World, images: ImageData, folder: Path |
 def recipe_line(config: ResolvedConfig, images: ImageData) -> str:
     """Return how the images are trained on, for which it was chosen, and the flags that were typed.
 
-    A run that goes on keeps what it began with, but for these flags.
+    A resumed run keeps its original settings, except these flags.
     """
     recipe, classes = config.recipe, len(images.classes)
-    kind, changed = changes(images.image_format, recipe.augment)
-    smoothing = recipe.label_smoothing
-    least = torch.special.entr((1 - smoothing) * torch.eye(classes)[0] + smoothing / classes).sum()
-    smoothed = f"label smoothing {smoothing:g} (the training loss levels off near {least:.2g})"
+    kind, changed = describe_augmentation(images.image_format, recipe.augment)
     parts = [
         f"{recipe.optimizer}, learning rate up to {recipe.lr:g} in the first {recipe.warmup:.0%} of"
         " the steps",
         changed,
-        *([f"loss {recipe.loss}"] if recipe.loss else [smoothed] * (smoothing > 0)),
-        *["rare classes count more"] * (recipe.class_weights == "balanced"),
     ]
+    if recipe.loss:
+        parts.append(f"loss {recipe.loss}")
+    elif smoothing := recipe.label_smoothing:
+        target = (1 - smoothing) * torch.eye(classes)[0] + smoothing / classes
+        least = torch.special.entr(target).sum()
+        parts.append(
+            f"label smoothing {smoothing:g} (the training loss levels off near {least:.2g})"
+        )
+    if recipe.class_weights == "balanced":
+        parts.append("rare classes count more")
     rows = len(images.train_labels) - len(images.val_rows)
     chosen = f"{recipe.preset}, {'kept' if config.resumes else 'chosen'} for {rows:,} {kind}"
     names = [
@@ -104,12 +109,11 @@ def by_class(images: ImageData, class_weights: str = "none") -> dict[str, str]:
         shown = f"{each[least]:,} ({least}) to {each[most]:,} ({most}) train images each"
     rarest = sorted(each.items(), key=lambda named: named[1])
     few = [f"{name} {number}" for name, number in rarest if number < FEW]
-    few[3:] = [f"{len(few) - 3} more"] * (len(few) > 3)
     held = {"--val-size": len(images.val_rows)}
     held |= {"--test-size": len(images.test_labels)} if images.test_drawn else {}
     largest = max(held, key=held.__getitem__)
     fix = f"give a smaller {largest}" if held[largest] > len(labels) else "add some"
-    hint = f"few train images of {', '.join(few)}: below {FEW} a class is hard to learn; {fix}"
+    hint = f"few train images of {first_three(few)}: below {FEW} a class is hard to learn; {fix}"
     if class_weights == "none" and WEIGHABLE <= each[least] <= each[most] / 2:
         hint += ", or let rare classes count more by --class-weights balanced"
     return {"classes": shown} | ({"hint": hint} if few else {})
@@ -141,7 +145,7 @@ def step_line(
     seconds, None if unknown.
     """
     parts = [f"step {step:>{len(str(total_steps))}}/{total_steps}"]
-    parts += [f"loss {loss(line)}"] if line else []
+    parts += [f"loss {loss_text(line)}"] if line else []
     parts += [phase or f"lr {line['lr']:.5f}"]
     if speed := line.get("images_per_second"):
         parts += [f"{speed:,.0f} images/s"]
@@ -155,16 +159,17 @@ def epoch_line(epoch: int, epochs: int, means: dict[str, Any], validation: Metri
 
     In a narrow terminal it breaks between pairs of name and number.
     """
-    parts = [f"epoch {epoch + 1:>{len(str(epochs))}}/{epochs}", f"loss {loss(means)}"]
+    parts = [f"epoch {epoch + 1:>{len(str(epochs))}}/{epochs}", f"loss {loss_text(means)}"]
     parts += [f"accuracy {means['accuracy']:.4f}"] if means["accuracy"] is not None else []
     parts += [f"{means['images_per_second']:>6,.0f} images/s"]
     if validation:
-        parts += [f"validation {validation.accuracy:.4f}", *shown(validation.scores)]
+        parts += [f"validation {validation.accuracy:.4f}", *score_texts(validation.scores)]
     whole = "  ".join(part.replace(" ", "\xa0") for part in parts)
     return fitted(whole, " " * (len(parts[0]) + 2))
 
 
-def loss(line: dict[str, Any]) -> str:
+def loss_text(line: dict[str, Any]) -> str:
+    """Return a mean loss as it is printed; it is None if no batch had a finite one."""
     return "not finite" if line["loss"] is None else f"{line['loss']:.4f}"
 
 
@@ -185,11 +190,13 @@ def summarise(
     seconds in training steps and milliseconds in a forward pass, in this part alone: other parts
     had other ranks.
     """
-    progress, recipe, placed = state.progress, config.recipe, device(world)
-    batch_size, seconds = recipe.batch_size, progress.train_seconds
-    part = (progress.step - [0, *progress.resumed_from][-1]) * batch_size  # images, of this part
+    progress, recipe = state.progress, config.recipe
+    images_trained_on = progress.step * recipe.batch_size
+    first_step = progress.resumed_from[-1] if progress.resumed_from else 0  # of this part
+    in_this_part = (progress.step - first_step) * recipe.batch_size
     named = find_named(recipe.model, recipe.weights)
-    gpu = "none used" if placed == "cpu" else torch.cuda.get_device_name(placed)
+    device = world.device_name
+    gpu = "none used" if device == "cpu" else torch.cuda.get_device_name(device)
     return {
         "outcome": "finished",
         "stopped_by": progress.stopped_by,
@@ -201,10 +208,10 @@ def summarise(
         "steps": progress.step,
         "skipped_steps": progress.skipped_steps,
         "resumed_from": progress.resumed_from,
-        "global_batch_size": batch_size,
+        "global_batch_size": recipe.batch_size,
         "world_size": world.accelerator.num_processes,
         "num_machines": world.num_machines,
-        "device": placed,
+        "device": device,
         "backend": world.backend,
         "precision": world.precision,
         "compile": world.compiled_by,
@@ -212,11 +219,11 @@ def summarise(
         **{n: getattr(recipe, n) for n in ("model", "inject", "grad_accum", "class_weights")},
         "loss_function": recipe.loss or CROSS_ENTROPY,
         "weights": str(named) if named else recipe.weights,  # DEFAULT may mean others one day
-        "train_seconds": round(seconds, 3),
+        "train_seconds": round(progress.train_seconds, 3),
         "save_seconds": round(progress.save_seconds, 3),
         "total_seconds": round(time.monotonic() - state.started, 3),
-        "images_per_second": round(progress.step * batch_size / max(seconds, 1e-9), 1),
-        "ranks": by_rank(world.store.hosts, times, part / len(times)),
+        "images_per_second": round(images_trained_on / max(progress.train_seconds, 1e-9), 1),
+        "ranks": by_rank(world.store.hosts, times, in_this_part / len(times)),
         "dataset": images.describe() | {"val_rows": len(images.val_rows)},
         "classes": images.classes,
         "images_per_class": images.per_class(),
@@ -261,9 +268,16 @@ def changed_since(run: str, dataset: str, summary: dict[str, Any], images: Image
     odd = sorted({*then} ^ {*classes})
     parts = [f"class {name} is {'new' if name in classes else 'gone'}" for name in odd] or parts
     same = "as many images, with other pixels, labels or names" if had else "other images"
-    parts = parts or [same]
-    parts[3:] = [f"{len(parts) - 3} more"] * (len(parts) > 3)
-    return f"{run}: the images of {dataset} have changed since the run ({', '.join(parts)})"
+    what = first_three(parts or [same])
+    return f"{run}: the images of {dataset} have changed since the run ({what})"
+
+
+def first_three(parts: list[str]) -> str:
+    """Return three of the parts at most, and how many more there are."""
+    shown = parts[:3]
+    if len(parts) > 3:
+        shown.append(f"{len(parts) - 3} more")
+    return ", ".join(shown)
 
 
 def last_lines(outcome: dict[str, Any], run: RunFolder, overfitted: bool = False) -> str:
@@ -279,7 +293,7 @@ def last_lines(outcome: dict[str, Any], run: RunFolder, overfitted: bool = False
         INDENT,
     )
     lines = {
-        "and": ", ".join(shown(outcome["metrics"])),
+        "and": ", ".join(score_texts(outcome["metrics"])),
         "trained": f"{outcome['train_seconds']:.1f} s on {count(outcome['world_size'], 'process')},"
         f" {outcome['images_per_second']:,.0f} images/s; {outcome['total_seconds']:.1f} s in all",
         "written to": str(run.path),
@@ -298,9 +312,3 @@ def program() -> str:
     if shutil.which("ddp-mnist"):
         return "ddp-mnist"
     return f"{min(sys.executable, os.path.relpath(sys.executable), key=len)} -m ddp_mnist"
-
-
-def device(world: World) -> str:
-    """Return cpu or cuda:N. Accelerate numbers the CPU of several processes, but no lone GPU."""
-    found = world.accelerator.device
-    return "cpu" if found.type == "cpu" else f"{found.type}:{found.index or 0}"

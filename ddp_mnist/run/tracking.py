@@ -20,7 +20,7 @@ from ddp_mnist.run.folder import RunFolder
 PROJECT, FOLDER = "ddp_mnist", "tracking"
 
 
-def named(trackers: str | None) -> list[str]:
+def known_trackers(trackers: str | None) -> list[str]:
     """Return the comma-separated names; to be called on rank 0, where the trackers run.
 
     Raise UsageError if Accelerate does not know a tracker, or its package is not installed.
@@ -42,11 +42,12 @@ def tracked(
     config: ResolvedConfig, folder: RunFolder, world: World, console: Console
 ) -> Iterator[None]:
     """Log the block's metrics to the trackers too. Raise UsageError if one cannot be started."""
-    names = named(config.run.trackers) if folder.path else []
+    names = known_trackers(config.run.trackers) if folder.path else []
     if folder.path is None or not names:
         yield
         return
-    accelerator, place, run_name = world.accelerator, str(folder.path / FOLDER), folder.path.name
+    accelerator = world.accelerator
+    place, run_name = str(folder.path / FOLDER), folder.path.name
     accelerator.project_configuration.set_directories(place)
     accelerator.log_with = filter_trackers(names, place)
     options = {

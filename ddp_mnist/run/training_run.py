@@ -101,7 +101,7 @@ class TrainingRun:
         if log:
             self.folder.append_metrics(step, self.line)
         show = self.console.progress if log else self.console.draw
-        show(*self.shown())
+        show(*self.progress_line())
         if store.rank == 0:  # which knows the machines
             for rank, times in newly_slow.items():
                 slow = {"slow_rank": rank, "host": store.host(rank)}
@@ -132,7 +132,9 @@ class TrainingRun:
         """Write the validation's results, and show the epoch that has ended."""
         recipe, epoch = self.config.recipe, progress.epoch - 1
         if validation:
-            self.folder.append_metrics(progress.step, {"epoch": epoch, **validation.named("val")})
+            self.folder.append_metrics(
+                progress.step, {"epoch": epoch, **validation.as_log_line("val")}
+            )
         every = -(-recipe.epochs // EPOCH_LINES)
         if progress.epoch % every == 0 or progress.epoch == recipe.epochs or progress.stopped_by:
             self.console.print(summary.epoch_line(epoch, recipe.epochs, means, validation))
@@ -146,9 +148,9 @@ class TrainingRun:
     def phase(self, name: str) -> None:
         """Announce the next phase in status.json and on the bar."""
         self.folder.status(phase=name)
-        self.console.draw(*self.shown(name))
+        self.console.draw(*self.progress_line(name))
 
-    def shown(self, phase: str = "") -> tuple[float, str]:
+    def progress_line(self, phase: str = "") -> tuple[float, str]:
         """Return the share that is done and the line of the last sync point."""
         total, step = self.config.recipe.total_steps, self.folder.step
         return step / total, summary.step_line(self.line, step, total, self.left_s(), phase)
@@ -174,6 +176,7 @@ class TrainingRun:
         self.folder.step = step
         if self.folder.path and self.identity:
             about = {**asdict(self.identity), "metrics_lines": self.folder.metrics_lines}
+            state.progress.total_seconds = time.monotonic() - state.started
             content = {**about, "state": state.content()}
             checkpoint.save(self.folder.path, step, content, self.config.run.keep)
         state.progress.save_seconds += time.monotonic() - clock
@@ -183,7 +186,7 @@ class TrainingRun:
 
         A launcher turns a second one into a SIGTERM to its processes, which then save as well.
         """
-        again = "; press Ctrl-C again to stop without saving" * (not self.stop.has_launcher)
+        again = "" if self.stop.has_launcher else "; press Ctrl-C again to stop without saving"
         if self.where and self.world.local_rank == 0 and not self.config.run.quiet:
             self.console.tell(f"ddp-mnist: stopping after this step{again}")
 
@@ -206,7 +209,7 @@ class TrainingRun:
     def finish(self, net: Normalised, test: Metrics, forward_ms: float) -> dict[str, Any]:
         """Write the test's metrics, the weights and the summary, and show the result."""
         state, progress, accelerator = self.state, self.state.progress, self.world.accelerator
-        line = {"epoch": progress.epoch - 1, **test.named("test")}
+        line = {"epoch": progress.epoch - 1, **test.as_log_line("test")}
         self.folder.append_metrics(progress.step, line)
         model, images = self.config.recipe.model, self.images
         content = weights.to_bytes(net.net.state_dict(), model, images.classes, images.image_format)

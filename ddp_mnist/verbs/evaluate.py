@@ -4,7 +4,6 @@ Only rank 0's machine needs the run folder: rank 0 reads the weights and sends t
 """
 
 import dataclasses
-import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from ddp_mnist.config.recipe import Recipe
 from ddp_mnist.config.run import RunFlags
 from ddp_mnist.data import cache
 from ddp_mnist.data.batches import ImageData, Rows, train_val_test_split
-from ddp_mnist.errors import CheckpointError, DataError, UsageError, printable
+from ddp_mnist.errors import CheckpointError, DataError, UsageError, joined, printable
 from ddp_mnist.nets import own_code
 from ddp_mnist.run import evaluation, weights
 from ddp_mnist.run.console import Console, as_json, warn
@@ -149,7 +148,7 @@ def _relabelled(images: ImageData, trained: weights.Trained, flags: Evaluate) ->
     index_of = {name: index for index, name in enumerate(trained.classes)}
     for label in labels[flags.split == "test"].unique().tolist():
         if images.classes[label] not in index_of:
-            known = textwrap.shorten(", ".join(trained.classes), 100, placeholder=" ...")
+            known = joined(trained.classes, 100)
             raise UsageError(
                 f"--dataset {flags.dataset}: class {images.classes[label]} is not one of the run's"
                 f" ({known}); rename it to one of them, or leave its images out"
@@ -199,7 +198,7 @@ def _check_unseen(flags: Evaluate, images: ImageData, rows: Rows) -> None:
         fix = "use --split test"
         if flags.split == "test":
             files = images.files_of_test(seen[:MOST_NAMED].tolist()).values()
-            names = textwrap.shorten(printable(", ".join(files)), 100, placeholder=" ...")
+            names = joined(map(printable, files), 100)
             fix = f"take them out of test ({names})" if names else "take them out of test"
         raise DataError(
             f"--dataset {flags.dataset}: {flags.run} was trained on {len(seen):,} of these"
@@ -215,7 +214,8 @@ def metrics_table(metrics: dict[str, Any]) -> str:
     names = [printable(name) for name in metrics["classes"]]
     by_class = _worst if len(names) > evaluation.MANY_CLASSES else _matrix
     loss = evaluation.shown_loss(metrics["loss_function"], metrics["loss"])
-    numbers = [f"accuracy {metrics['accuracy']:.4f}", loss, *evaluation.shown(metrics["scores"])]
+    numbers = [f"accuracy {metrics['accuracy']:.4f}", loss]
+    numbers += evaluation.score_texts(metrics["scores"])
     data = printable(metrics["dataset"]["name"])
     lines = [
         *wrong_on_purpose(metrics["inject"]),

@@ -47,7 +47,8 @@ def run(flags: Export) -> None:
     refuse_other_files(out)
     trained = weights.from_bytes(weights.read_bytes(flags.run), flags.run)
     trained.model.float()
-    console, contents, failed = Console(True), dict[str, bytes](), list[str]()
+    console = Console(True)
+    contents, failed = dict[str, bytes](), list[str]()
     for name in flags.format:
         file, (write, read) = EXPORTS[name], CONVERTERS[name]
         with passing(f"writing and checking {file} ..."), quiet():

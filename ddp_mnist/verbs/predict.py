@@ -129,8 +129,8 @@ def answer(flags: Predict, trained: Trained) -> Iterator[dict[str, Any]]:
     if flags.show and seen:
         draw(seen, Path(flags.show))
     if errors:
-        others = f" ({len(errors)} of {len(files):,} files have no answer)" * (len(errors) > 1)
-        raise DataError(errors[0] + others)
+        several = f" ({len(errors)} of {len(files):,} files have no answer)"
+        raise DataError(errors[0] + (several if len(errors) > 1 else ""))
 
 
 def find_images(path: str) -> list[Path]:

@@ -204,7 +204,8 @@ def advice(run: ReportedRun) -> str:
     last = [line["accuracy"] for line in lines if line["epoch"] == lines[-1]["epoch"]]
     if not last:
         return ""
-    recipe, summary, trained = run.config["recipe"], run.summary, sum(last) / len(last)
+    recipe, summary = run.config["recipe"], run.summary
+    trained = sum(last) / len(last)
     if summary["val_accuracy"] is None:
         split, other, images = "test", summary["test_accuracy"], summary["test_count"]
     else:

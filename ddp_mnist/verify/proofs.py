@@ -129,7 +129,7 @@ def config_of(flags: Verify) -> TrainConfig:
     return replace(config, run=run, distribution=distribution)
 
 
-def named(config: TrainConfig, run_dir: str, **recipe: Any) -> TrainConfig:
+def with_run_dir(config: TrainConfig, run_dir: str, **recipe: Any) -> TrainConfig:
     """Return the same run with its own folder, and other values in its recipe."""
     run, recipe_of_it = replace(config.run, run_dir=run_dir), replace(config.recipe, **recipe)
     return replace(config, run=run, recipe=recipe_of_it)
@@ -140,9 +140,7 @@ def sizes_up_to(processes: int) -> list[int]:
     return [n for n in range(2, processes + 1) if watch.PROOF["batch_size"] % (PARTS * n) == 0]
 
 
-def verify(
-    sizes: Sequence[int], config: TrainConfig, on_gpu: bool = False
-) -> Iterator[CheckResult | str]:
+def verify(sizes: Sequence[int], config: TrainConfig, on_gpu: bool) -> Iterator[CheckResult | str]:
     """Yield each check's result at once, and lines that show which rank took which images.
 
     For each of `sizes`, so many processes are compared with one. A run that breaks down is a failed
@@ -174,7 +172,7 @@ def verify(
 def watched_run(size: int, folder: Path, config: TrainConfig, name: str = "on") -> Watched:
     """Train in `folder`/`name`-`size`; only several processes make the mistake of `config`."""
     inject = config.recipe.inject if size > 1 else None
-    config = named(config, f"{name}-{size}", inject=inject)
+    config = with_run_dir(config, f"{name}-{size}", inject=inject)
     ranks = run_world(size, watch.train_and_watch, config, folder=folder, timeout_s=HOUR)
     return Watched(config, folder / f"{name}-{size}", ranks)
 
@@ -207,8 +205,9 @@ def equal_to_one(run: Watched, alone: Watched) -> Iterator[CheckResult]:
 
 def resume_is_exact(run: Watched) -> CheckResult:
     """Compare `run` with one that a signal to its last rank interrupts and that is then resumed."""
-    size, folder, name = len(run.ranks), run.folder.parent, f"interrupted-on-{len(run.ranks)}"
-    config = named(run.config, name)
+    size, folder = len(run.ranks), run.folder.parent
+    name = f"interrupted-on-{size}"
+    config = with_run_dir(run.config, name)
     until = (watch.train_until, config, STOPS_AT, signal.SIGTERM, size - 1)
     LocalWorld(size, *until, folder=folder).outcomes(HOUR)
     go_on = watch.just_train, watch.resumed(config)
@@ -221,7 +220,7 @@ def resume_is_exact(run: Watched) -> CheckResult:
 
 def accumulation_is_exact(size: int, alone: Watched) -> CheckResult:
     """Compare accumulated steps with undivided ones."""
-    config = named(alone.config, f"parts-on-{size}", grad_accum=PARTS)
+    config = with_run_dir(alone.config, f"parts-on-{size}", grad_accum=PARTS)
     folder = alone.folder.parent
     run_world(size, watch.just_train, config, folder=folder, timeout_s=HOUR)
     what = f"weights by {PARTS} parts a step"
@@ -244,7 +243,7 @@ def equal_on(device: str, alone: Watched) -> Iterator[CheckResult]:
         yield near("GPU", size, f"weights on {used}, {steps} steps", run.folder, alone)
 
 
-def metrics_are_exact(size: int, alone: Watched, fault: str | None = None) -> CheckResult:
+def metrics_are_exact(size: int, alone: Watched, fault: str | None) -> CheckResult:
     """Compare confusion matrices with row-by-row counts, also on shards of unequal length."""
     shards = (count_shards, str(alone.folder), alone.config.run.dataset, fault)
     [(counted, by_hand), *_] = run_world(size, *shards, folder=alone.folder.parent)
