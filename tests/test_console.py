@@ -26,6 +26,7 @@ from ddp_mnist.data import cache
 from ddp_mnist.run.console import Console, as_json, count, passing, wrapped
 from ddp_mnist.run.evaluation import Metrics
 from ddp_mnist.run.folder import RunFolder, read_json
+from ddp_mnist.run.hints import Hints
 from ddp_mnist.run.state import Progress
 from ddp_mnist.run.training_run import TrainingRun
 from tests.chaos import SECONDS
@@ -204,11 +205,11 @@ def test_hints_come_once(capsys: pytest.CaptureFixture[str]) -> None:
     recipe.model, recipe.weights, recipe.augment = "cnn", None, False
     config = SimpleNamespace(recipe=recipe)
     run: Any = SimpleNamespace(folder=RunFolder(), console=Console(True), config=config)
-    run.overfits, run.progress_line = False, lambda: (0.5, "step 45/90")
+    run.progress_line, run.left_s = lambda: (0.5, "step 45/90"), lambda: 9000.0
     run.world = SimpleNamespace(store=SimpleNamespace(rank=0))
-    run.neighbours = SimpleNamespace(threads=2, judge=lambda: 1)
-    run.stop = StopSignals(has_launcher=False)
-    run.judges_length, run.began, run.left_s = True, (time.monotonic() - 30, 1), lambda: 9000.0
+    neighbours: Any = SimpleNamespace(threads=2, judge=lambda: 1)
+    run.hints = Hints(run.console, neighbours, judges_length=True)
+    run.stop, run.began = StopSignals(has_launcher=False), (time.monotonic() - 30, 1)
     far = Metrics(0.5, 1.0, 10, [], [])
     for epoch in (1, 2):
         progress = Progress(epoch=epoch, step=10 * epoch)
@@ -225,6 +226,7 @@ def test_of_many_epochs_some_are_shown_and_the_last(capsys: pytest.CaptureFixtur
     recipe = SimpleNamespace(epochs=151, augment=True)
     config = SimpleNamespace(recipe=recipe)
     run: Any = SimpleNamespace(folder=RunFolder(), console=Console(True), config=config)
+    run.hints = Hints(run.console)
     for epoch in range(1, 152):
         means = {"loss": 0.5, "accuracy": 0.9, "images_per_second": 9.0}
         TrainingRun.log_epoch(run, means, Progress(epoch=epoch), None)

@@ -14,16 +14,16 @@ from ddp_mnist.cluster.world import World, broadcast_bytes
 from ddp_mnist.config.run import ResolvedConfig
 from ddp_mnist.data.batches import ImageData
 from ddp_mnist.nets.ours import Normalised, with_test_time_augmentation
-from ddp_mnist.run import checkpoint, hints, summary, weights
+from ddp_mnist.run import checkpoint, summary, weights
 from ddp_mnist.run.console import Console, draws, tell
 from ddp_mnist.run.evaluation import Metrics, evaluate_split, import_evaluate_meanwhile
 from ddp_mnist.run.folder import MODEL, SUMMARY, RunFolder
+from ddp_mnist.run.hints import Hints, slow_line
 from ddp_mnist.run.identity import Identity
 from ddp_mnist.run.profiling import StepProfiler
 from ddp_mnist.run.state import Progress, State, diverged
 from ddp_mnist.system.neighbours import Neighbours
 
-JUDGED_S = 30.0  # of training, after which its length is judged
 EPOCH_LINES = 50  # on the console at most, of a run of more epochs; metrics.jsonl has all
 
 
@@ -42,14 +42,13 @@ class TrainingRun:
     where: str = ""  # the folder's path on rank 0's machine
     state: State = field(init=False)  # set by `begin`, as the profiler
     profiler: StepProfiler = field(init=False)
-    neighbours: Neighbours | None = None  # other programs on these cores, until reported
-    overfits: bool = False  # whether the hint has been printed
-    judges_length: bool = False  # if the recipe has chosen it, on a CPU, where somebody waits
+    hints: Hints = field(init=False)
     line: dict[str, Any] = field(default_factory=dict)  # of the last sync point, as it is logged
     began: tuple[float, int] | None = None  # time and step of the first sync point
 
     def __post_init__(self) -> None:
         self.stop.answer, self.stop.at_once = self.answer, self.give_up
+        self.hints = Hints(self.console)
 
     # --- Before the first step
 
@@ -70,8 +69,9 @@ class TrainingRun:
         self.profiler.plan(progress.step, recipe.steps_per_epoch, recipe.total_steps)
         if self.console.verbose and world.accelerator.device.type == "cpu":
             ranks_here = world.store.hosts.count(world.store.hosts[world.store.rank])
-            self.neighbours = Neighbours(world.threads, ranks_here)
-            self.judges_length = not self.config.resumes and "epochs" not in self.config.explicit
+            self.hints.neighbours = Neighbours(world.threads, ranks_here)
+            typed_or_kept = "epochs" in self.config.explicit or self.config.resumes
+            self.hints.judges_length = not typed_or_kept
         self.stop.save = self.save_to_go_on
         import_evaluate_meanwhile(world.accelerator)
         return progress
@@ -107,15 +107,9 @@ class TrainingRun:
                 slow = {"slow_rank": rank, "host": store.host(rank)}
                 slow |= {"epoch": epoch, "times_median": round(times, 1)}
                 self.folder.append_metrics(step, slow)
-                self.console.note(hints.slow_line(rank, store.host(rank), times))
-        if self.neighbours and (fit := self.neighbours.judge()):
-            threads, has_launcher = self.neighbours.threads, self.stop.has_launcher
-            self.console.print(hints.neighbours_line(fit, threads, has_launcher))
-            self.neighbours = None
-        if self.judges_length and time.monotonic() - self.began[0] >= JUDGED_S:
-            self.judges_length = False
-            if line := hints.long_line(self.left_s() or 0.0, self.config.recipe.epochs):
-                self.console.print(line)
+                self.console.note(slow_line(rank, store.host(rank), times))
+        trained_s, epochs = time.monotonic() - self.began[0], self.config.recipe.epochs
+        self.hints.after_step(trained_s, self.left_s() or 0.0, epochs, self.stop.has_launcher)
 
     def evaluate(self, phase: str, net: nn.Module, loader: DataLoader[Any]) -> Metrics:
         """Return the metrics of a split that `make_eval_loader` made, as `evaluate_split` does."""
@@ -132,16 +126,12 @@ class TrainingRun:
         """Write the validation's results, and show the epoch that has ended."""
         recipe, epoch = self.config.recipe, progress.epoch - 1
         if validation:
-            self.folder.append_metrics(
-                progress.step, {"epoch": epoch, **validation.as_log_line("val")}
-            )
+            line = {"epoch": epoch, **validation.as_log_line("val")}
+            self.folder.append_metrics(progress.step, line)
         every = -(-recipe.epochs // EPOCH_LINES)
         if progress.epoch % every == 0 or progress.epoch == recipe.epochs or progress.stopped_by:
             self.console.print(summary.epoch_line(epoch, recipe.epochs, means, validation))
-        hint = hints.overfit_line(means["accuracy"], validation, recipe)
-        if hint and not self.overfits:
-            self.overfits = True
-            self.console.print(hint)
+        self.hints.after_epoch(means["accuracy"], validation, recipe)
         if progress.stopped_by:
             self.console.print(f"stopped by {progress.stopped_by} after epoch {progress.epoch}")
 
@@ -218,5 +208,5 @@ class TrainingRun:
         times = accelerator.gather(torch.tensor([mine], device=accelerator.device)).tolist()
         outcome = summary.summarise(self.config, self.world, images, state, test, times)
         self.folder.write_json(SUMMARY, outcome)
-        self.console.print(summary.last_lines(outcome, self.folder, self.overfits))
+        self.console.print(summary.last_lines(outcome, self.folder, self.hints.overfits))
         return outcome

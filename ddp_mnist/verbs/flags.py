@@ -51,8 +51,7 @@ class Predict(Flags):
     show: str | None = flag(None, "Write a PNG of what the model saw and answered.", metavar="FILE")
     top: int | None = flag(None, "Most probable classes to list [10; in a table 3].", least=1)
     digit_photos: bool | None = flag(
-        None,
-        "Find and crop the digit in images that are not 28x28 grey [if trained on digits].",
+        None, "Find and crop the digit in images that are not 28x28 grey [if trained on digits]."
     )
     json: bool = flag(False, "Print JSON lines on a terminal too, not a table.")
 
