@@ -391,12 +391,8 @@ def test_nothing_of_others_is_replaced_and_a_file_that_fails_leaves_nothing(
     (readme := tmp_path / "README.md").write_text("mine")
     (listed := tmp_path / "listed").mkdir()
     (listed / "config.json").write_text("[]")
-    for out, others in (
-        (run, ".*"),
-        (tmp_path, "README.md, listed"),
-        (readme, "a file"),
-        (listed, "config.json"),
-    ):
+    places = {run: ".*", tmp_path: "README.md, listed", readme: "a file", listed: "config.json"}
+    for out, others in places.items():
         refused = rf"^--out {out}: is or holds other files \({others}\); name a new folder$"
         with pytest.raises(UsageError, match=refused):
             write(run, "safetensors", out=out)

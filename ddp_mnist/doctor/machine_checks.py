@@ -181,10 +181,8 @@ def nvidia_smi() -> Iterator[CheckResult]:
         elif slowdown == "Active":
             yield warned(name, f"throttled by its hardware at {celsius} C", "fix cooling or power")
         else:
-            memory = (
-                "no memory errors" if errors.isdecimal() else "memory errors not counted (no ECC)"
-            )
-            yield passed(name, f"driver {driver}, {celsius} C, {memory}, full clocks")
+            ecc = "no memory errors" if errors.isdecimal() else "memory errors not counted (no ECC)"
+            yield passed(name, f"driver {driver}, {celsius} C, {ecc}, full clocks")
 
 
 def capacity(options: Doctor) -> Iterator[CheckResult]:

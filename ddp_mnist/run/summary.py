@@ -274,10 +274,8 @@ def changed_since(run: str, dataset: str, summary: dict[str, Any], images: Image
 
 def first_three(parts: list[str]) -> str:
     """Return three of the parts at most, and how many more there are."""
-    shown = parts[:3]
-    if len(parts) > 3:
-        shown.append(f"{len(parts) - 3} more")
-    return ", ".join(shown)
+    more = [f"{len(parts) - 3} more"] if len(parts) > 3 else []
+    return ", ".join([*parts[:3], *more])
 
 
 def last_lines(outcome: dict[str, Any], run: RunFolder, overfitted: bool = False) -> str:

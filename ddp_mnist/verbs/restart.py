@@ -33,7 +33,8 @@ def restart(restarts: int, command: Sequence[str], run: RunFlags) -> int:
     again = [] if run.resume else ["--resume", "auto"]
     try:
         for attempt in range(restarts + 1):
-            before, resume = written_at(folder), again if attempt else []
+            before = written_at(folder)
+            resume = again if attempt else []
             code, signalled = run_once([sys.executable, *command, *flags, *resume])
             # A status that this attempt did not write is an earlier attempt's.
             status = read_status(folder) if written_at(folder) != before else {}
