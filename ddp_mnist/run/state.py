@@ -56,7 +56,7 @@ class Progress:
     best_epoch: int = 0  # the epoch, counted from 1, that reached it
     stopped_by: str | None = None  # the flag that ended the run early
     resumed_from: list[int] = field(default_factory=list)  # steps
-    # Batches whose losses were not finite, since the last sync point before which there were none.
+    # Batches whose loss was not finite, since the last stretch between two sync points without any
     bad_in_a_row: float = 0.0
     since_log: Sums = field(default_factory=Sums)  # over the steps since the last log line
     in_epoch: Sums = field(default_factory=Sums)  # over this epoch's steps
