@@ -42,6 +42,7 @@ from ddp_mnist.run.folder import read_json
 from ddp_mnist.verbs.flags import Evaluate, Predict
 from ddp_mnist.verify import watch
 from tests.commands import Typed
+from tests.data_sets import split_up, write_noise
 from tests.training import check_equal, metrics
 
 # Those of tests.commands.PROOF, as keywords.
@@ -259,9 +260,7 @@ def in_one_interpreter() -> None:
     with contextlib.suppress(UsageError):
         api.train(dataset="digits", batch_size=5000)
     Path("own_count.py").write_text("def count(labels, predictions):\n    return len(labels)\n")
-    for path in [f"photos/{split}/{name}" for split in ("train", "test") for name in "ab"]:
-        Path(path).mkdir(parents=True)
-        PIL.Image.new("L", (8, 8)).save(f"{path}/1.png")
+    write_noise(Path("photos"), *split_up(2))
     own = {"dataset": "photos", "cache_dir": "cache", "metrics": "own_count:count"}
     short = {"epochs": 1, "val_size": 0, "model": "mlp", "mixed_precision": "no"}
     told["photos"] = api.train(run_dir="photos-run", **own, **short)

@@ -7,8 +7,7 @@ import torch.nn.functional as F
 
 from ddp_mnist.data.augment import augment, augmentation_table, describe_augmentation
 from ddp_mnist.data.image_format import ImageFormat
-from tests.test_nets import COLOUR, GREY
-from tests.training import images
+from tests.data_sets import COLOUR, GREY, images
 
 PIXEL = 2 / 28  # in grid_sample's coordinates
 # Strokes twice as wide as high, and pictures in grey.

@@ -27,7 +27,7 @@ from ddp_mnist.data.seeding import generator
 from ddp_mnist.data.sources import Source
 from ddp_mnist.errors import DataError, StorageError, printable, reason
 from tests.chaos import wait_until
-from tests.test_sources import (
+from tests.data_sets import (
     LABELS,
     PIXELS,
     TEST,

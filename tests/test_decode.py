@@ -16,7 +16,7 @@ from ddp_mnist.data.decode import decode_image, facts_of, in_mode, open_image
 from ddp_mnist.data.image_files import SPLITS
 from ddp_mnist.data.image_format import DIGITS, Decoded, ImageFormat, Shape
 from ddp_mnist.verbs.predict import read_image
-from tests.test_sources import encoded
+from tests.data_sets import encoded
 
 MEGAPIXELS = 12
 

@@ -51,6 +51,7 @@ from ddp_mnist.verbs.check_result import (
 )
 from ddp_mnist.verbs.flags import Doctor
 from tests.commands import Ended, Typed, left_on_screen, on_terminal
+from tests.data_sets import flat, write_noise
 
 Patch = pytest.MonkeyPatch
 Found = dict[str, list[CheckResult]]
@@ -202,9 +203,8 @@ def test_a_folder_that_training_refuses_is_a_failure_in_its_words(
     tmp_path: Path, typed: Typed
 ) -> None:
     """And once its advice is followed, the data is in the cache, as training takes it."""
-    from tests.test_folders import flat, write  # with libraries that the group can spare
 
-    own, where = write(tmp_path / "own", *flat()), ("--cache-dir", tmp_path / "cache")
+    own, where = write_noise(tmp_path / "own", *flat()), ("--cache-dir", tmp_path / "cache")
     options = Doctor(dataset=str(own), cache_dir=str(tmp_path / "cache"))
 
     def found(**flags: Any) -> CheckResult:

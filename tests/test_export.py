@@ -30,9 +30,8 @@ from ddp_mnist.verbs import export
 from ddp_mnist.verbs.flags import EXPORTS, Export
 from ddp_mnist.verify.watch import just_train, proof_config
 from tests.commands import Typed, fences_of, python, write_given
+from tests.data_sets import COLOUR, GREY
 
-GREY = ImageFormat((1, 28, 28), (0.1307,), (0.3081,), [], bright_on_black=True, digit_photos=True)
-COLOUR = ImageFormat((3, 40, 60), (0.5, 0.4, 0.3), (0.2, 0.3, 0.2), [], False, False)
 KINDS = ["ladybird", "寺", 'a "moth"', *map(str, range(7))]
 PAGE = Path("docs/your-data-your-model.md")
 

@@ -1,35 +1,24 @@
 """The file of each test image is found again, and none is named wrongly."""
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-import PIL.Image
 import pytest
 
 from ddp_mnist.config.image_options import ImageOptions
 from ddp_mnist.data import cache
 from ddp_mnist.data.decode import decode_image, open_image
-
-
-def write_images(place: Path, count: int, classes: Sequence[str] = "abc") -> None:
-    """Write images of noise, each in the folder of its class."""
-    for number in range(count):
-        folder = place / classes[number % len(classes)]
-        folder.mkdir(parents=True, exist_ok=True)
-        pixels = np.random.default_rng(number).integers(0, 256, (8, 8, 3), dtype=np.uint8)
-        PIL.Image.fromarray(pixels).save(folder / f"{number}.png")
+from tests.data_sets import flat, split_up, write_noise
 
 
 @pytest.mark.parametrize("drawn", [False, True])
 def test_each_test_image_has_its_file_and_no_other(drawn: bool, tmp_path: Path) -> None:
     folder = tmp_path / "photos"
     if drawn:
-        write_images(folder, 90)
-        (folder / "a" / "0 copy.png").write_bytes((folder / "a" / "0.png").read_bytes())
+        write_noise(folder, *flat(90))
+        (folder / "cat" / "0 copy.png").write_bytes((folder / "cat" / "0.png").read_bytes())
     else:
-        write_images(folder / "train", 30)
-        write_images(folder / "test", 30)
+        write_noise(folder, *split_up(30))
     (folder / "notes.txt").write_text("no image")
     reading = ImageOptions(test_size=30 if drawn else None)
     images = cache.load(str(folder), str(tmp_path / "cache"), reading)

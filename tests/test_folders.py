@@ -11,51 +11,28 @@ import pyarrow as pa
 import pytest
 
 from ddp_mnist import api
-from ddp_mnist.config.image_options import AS_THEY_ARE, ImageOptions
-from ddp_mnist.data import cache, folders
-from ddp_mnist.data.batches import ImageData
+from ddp_mnist.config.image_options import ImageOptions
+from ddp_mnist.data import folders
 from ddp_mnist.data.decode import image_endings
 from ddp_mnist.data.sources import find_source
 from ddp_mnist.errors import DataError
 from tests.commands import Typed
-from tests.test_held_out import noise
-from tests.test_sources import (
+from tests.data_sets import (
+    DRAWN,
     LABELS,
     TEST,
     TRAIN,
+    flat,
+    load,
+    noise,
     save_to_disk,
+    sizes,
+    split_up,
     write_idx,
+    write_noise,
     write_parquet,
     write_split,
 )
-
-DRAWN = ImageOptions(test_size=4)
-
-
-def write(place: Path, *names: str, seed: int = 0) -> Path:
-    """Write an image of noise under each name."""
-    for number, name in enumerate(names):
-        (place / name).parent.mkdir(parents=True, exist_ok=True)
-        noise(1000 * seed + number).save(place / name)
-    return place
-
-
-def flat(count: int = 12, name: str = "{n}.png", classes: str = "cat dog") -> list[str]:
-    each = classes.split()
-    return [f"{each[n % len(each)]}/{name.format(n=n)}" for n in range(count)]
-
-
-def split_up(count: int = 8) -> list[str]:
-    return [f"{split}/{path}" for split in ("train", "test") for path in flat(count)]
-
-
-def load(place: Path, reading: ImageOptions = AS_THEY_ARE) -> ImageData:
-    return cache.load(str(place), str(place.parent / "cache"), reading)
-
-
-def sizes(images: ImageData) -> tuple[int, int]:
-    return len(images.train_labels), len(images.test_labels)
-
 
 # --- Its name
 
@@ -64,7 +41,7 @@ def sizes(images: ImageData) -> tuple[int, int]:
 def test_a_name_is_no_pattern(name: str, tmp_path: Path) -> None:
     """Of images, tables, saved tables and IDX files; the siblings are what it would match."""
     for seed, sibling in enumerate(("pX", "abc", "photos1", "a", name)):
-        write(tmp_path / "images" / sibling, *split_up(), seed=seed)
+        write_noise(tmp_path / "images" / sibling, *split_up(), seed=seed)
     images = load(tmp_path / "images" / name)
     assert (sizes(images), images.image_format.notes) == ((8, 8), [])
     assert np.array_equal(images.train_images[0].permute(1, 2, 0), np.asarray(noise(4000)))
@@ -90,7 +67,7 @@ def test_what_would_be_read_with_its_siblings_is_refused(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("kind", ["txt", "xml", "json", "csv", "md", "jsonl", "yaml"])
 def test_a_file_beside_each_image_does_not_make_it_a_table(kind: str, tmp_path: Path) -> None:
-    own = write(tmp_path / "own", *split_up())
+    own = write_noise(tmp_path / "own", *split_up())
     plain = load(own)
     for image in [*own.rglob("*.png")]:
         for name in (image.stem, f"{image.stem}-more"):
@@ -107,7 +84,7 @@ def describe(place: Path, names: list[str]) -> None:
 
 
 def test_images_that_metadata_does_not_name_are_said_to_be_left_out(tmp_path: Path) -> None:
-    own = write(
+    own = write_noise(
         tmp_path / "own",
         *(f"{s}/{c}{n}.png" for s in ("train", "test") for c in "ab" for n in range(4)),
     )
@@ -141,7 +118,7 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
 @pytest.mark.parametrize("what", WRONG)
 def test_what_is_not_read_is_named(what: str, tmp_path: Path) -> None:
     """And the advice leads out."""
-    own = write(tmp_path / "own", *split_up())
+    own = write_noise(tmp_path / "own", *split_up())
     spoil, line = WRONG[what]
     spoil(own)
     with pytest.raises(DataError) as raised:
@@ -171,7 +148,7 @@ def test_what_is_not_read_is_named(what: str, tmp_path: Path) -> None:
 def test_names_do_not_hold_images_out_where_a_test_is_drawn(
     names: list[str], tmp_path: Path
 ) -> None:
-    own = write(tmp_path / "own", *names)
+    own = write_noise(tmp_path / "own", *names)
     with pytest.raises(DataError, match="--test-size") as raised:
         load(own)
     [advised] = re.findall(r"--test-size (\d+)", str(raised.value))
@@ -190,12 +167,14 @@ def test_splits_by_the_names_of_files_stay(tmp_path: Path) -> None:
         for split in ("train", "test")
         for n in range(4)
     ]
-    assert sizes(load(write(tmp_path / "own", *names))) == (8, 8)
+    assert sizes(load(write_noise(tmp_path / "own", *names))) == (8, 8)
 
 
 @pytest.mark.parametrize("misspelt", [("Testing", "Train"), ("TestSet", "Train_set")])
 def test_misspelt_splits_are_not_mixed(misspelt: tuple[str, str], tmp_path: Path) -> None:
-    own = write(tmp_path / "own", *(f"{split}/{path}" for split in misspelt for path in flat()))
+    own = write_noise(
+        tmp_path / "own", *(f"{split}/{path}" for split in misspelt for path in flat())
+    )
     with pytest.raises(DataError, match=f"found the folders {', '.join(misspelt)}; rename them to"):
         load(own, DRAWN)
 
@@ -222,7 +201,7 @@ def test_images_of_every_suffix_that_the_library_takes_are_read() -> None:
 def test_a_folder_holds_the_runs_that_were_trained_on_it(
     tmp_path: Path, typed: Typed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = write(tmp_path / "own", *split_up())
+    own = write_noise(tmp_path / "own", *split_up())
     monkeypatch.chdir(own)
     before = find_source(".").fingerprint
     flags = ("--epochs", "1", "--model", "mlp", "--batch-size", "4", "--quiet", "--cpu")
@@ -246,7 +225,7 @@ def test_a_folder_of_a_built_in_name_is_not_meant_and_a_line_says_so(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert typed("prepare", "--dataset", "digits").out.count("give ./digits") == 0
-    write(tmp_path / "digits", *split_up())
+    write_noise(tmp_path / "digits", *split_up())
     ended = typed("prepare", "--dataset", "digits")
     assert "digits is the data set of that name; for the folder, give ./digits\n" in ended.out
     assert "1,437 train" in ended.out
@@ -259,7 +238,7 @@ def test_images_outside_of_the_folder_that_names_them_are_read_again(
     declared: bool, tmp_path: Path
 ) -> None:
     """As a parquet file may, in a column of paths and no bytes."""
-    away, own = write(tmp_path / "away", *flat(TRAIN)), tmp_path / "own"
+    away, own = write_noise(tmp_path / "away", *flat(TRAIN)), tmp_path / "own"
     files = [str(path) for path in sorted(away.rglob("*.png"))]
     for split, count in (("train", TRAIN), ("test", TEST)):
         cells = [{"bytes": None, "path": file} for file in files[:count]]

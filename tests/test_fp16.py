@@ -35,7 +35,8 @@ from ddp_mnist.run import checkpoint
 from ddp_mnist.run.folder import read_json
 from ddp_mnist.run.state import Progress
 from ddp_mnist.verify.watch import just_train, resumed, weights_of, what_stays
-from tests.training import few_digits, with_flags
+from tests.data_sets import few_digits
+from tests.training import with_flags
 
 TRAIN_ROWS, VAL_ROWS, TEST_ROWS = 120, 30, 40
 BATCH, EPOCHS = 12, 3

@@ -20,26 +20,15 @@ from ddp_mnist.data.held_out import draw_by_share, draw_exactly, key_of, share_o
 from ddp_mnist.errors import UsageError
 from ddp_mnist.run.folder import read_json
 from tests.commands import Typed
+from tests.data_sets import flat, noise, write_noise
 
 TEST_SIZE = 12  # of the 60 photos
-CLASSES = "abc"
-
-
-def noise(seed: int) -> PIL.Image.Image:
-    return PIL.Image.fromarray(np.random.default_rng(seed).integers(0, 256, (9, 7, 3), np.uint8))
-
-
-def write_photos(place: Path) -> Path:
-    for number in range(60):
-        folder = place / "photos" / CLASSES[number % 3]
-        folder.mkdir(parents=True, exist_ok=True)
-        noise(number).save(folder / f"{number}.png")
-    return place / "photos"
+PHOTOS = flat(60, classes="a b c")
 
 
 @pytest.fixture
 def photos(tmp_path: Path) -> Path:
-    return write_photos(tmp_path)
+    return write_noise(tmp_path / "photos", *PHOTOS)
 
 
 def load(place: Path, test_size: int = TEST_SIZE) -> ImageData:
@@ -197,9 +186,7 @@ def test_no_class_loses_all_its_training_images() -> None:
 
 
 def test_a_test_cannot_be_drawn_from_classes_of_one_image(tmp_path: Path) -> None:
-    for number in range(3):
-        (tmp_path / "own" / str(number)).mkdir(parents=True)
-        noise(number).save(tmp_path / "own" / str(number) / "x.png")
+    write_noise(tmp_path / "own", *flat(3, classes="a b c"))
     with pytest.raises(UsageError, match=r"^--test-size 1: each class has only one image; add"):
         load(tmp_path / "own", 1)
 
@@ -245,7 +232,7 @@ def test_a_copy_goes_where_the_original_went_in_whatever_format(tmp_path: Path) 
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the run `run` on `photos`."""
     place = tmp_path_factory.mktemp("trained")
-    write_photos(place)
+    write_noise(place / "photos", *PHOTOS)
     flags = {"model": "mlp", "epochs": 1, "batch_size": 8, "quiet": True, "cpu": True}
     api.train(dataset=place / "photos", test_size=TEST_SIZE, run_dir=place / "run", **flags)
     return place

@@ -21,10 +21,22 @@ from ddp_mnist.data.sources import find_source
 from ddp_mnist.errors import DataError
 from ddp_mnist.verbs.predict import find_images, read_image
 from tests.commands import python
-from tests.test_folders import DRAWN, flat, load, sizes, split_up, write
-from tests.test_held_out import noise
-from tests.test_own_images import folder_of, picture
-from tests.test_sources import cells_of, encoded, in_memory, read, write_split
+from tests.data_sets import (
+    DRAWN,
+    cells_of,
+    encoded,
+    flat,
+    folder_of,
+    in_memory,
+    load,
+    noise,
+    picture,
+    read,
+    sizes,
+    split_up,
+    write_noise,
+    write_split,
+)
 
 JPEG = encoded(picture((200, 120)), "JPEG")
 BROKEN = {"empty": b"", "a text": b"no image", "cut short": JPEG[: len(JPEG) // 2]}
@@ -43,7 +55,7 @@ def refused(own: Path, reading: ImageOptions = DRAWN) -> str:
 
 def test_all_broken_files_are_named_at_once_and_the_advice_leads_out(tmp_path: Path) -> None:
     """Two are broken in their first bytes; that the third is cut short is seen when decoded."""
-    own = write(tmp_path / "own", *flat())
+    own = write_noise(tmp_path / "own", *flat())
     for kind, content in BROKEN.items():
         (own / "cat" / f"{kind}.jpg").write_bytes(content)
     a_text, cut_short, empty = (f"{own}/cat/{kind}.jpg" for kind in sorted(BROKEN))
@@ -73,7 +85,7 @@ def test_rows_of_a_table_are_named_with_their_numbers(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", [b"no image", encoded(noise(5))[:100]])
 def test_of_many_the_first_are_named(content: bytes, tmp_path: Path) -> None:
     """Also if none can be read, before or after the shape of all is known."""
-    own = write(tmp_path / "own", *flat(123))
+    own = write_noise(tmp_path / "own", *flat(123))
     for file in own.rglob("*.png"):
         file.write_bytes(content)
     message = refused(own)
@@ -159,7 +171,7 @@ def test_several_threads_decode_what_one_does(
 
 
 def test_a_folder_is_listed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    own, listed, rglob = write(tmp_path / "own", *split_up()), list[str](), Path.rglob
+    own, listed, rglob = write_noise(tmp_path / "own", *split_up()), list[str](), Path.rglob
 
     def noted(self: Path, pattern: str) -> Iterator[Path]:
         listed.append(str(self))
@@ -182,7 +194,7 @@ finally:
 
 def test_to_prepare_photos_needs_neither_torch_nor_datasets(tmp_path: Path) -> None:
     """They would take longer than a hundred photos."""
-    own = write(tmp_path / "own", *split_up())
+    own = write_noise(tmp_path / "own", *split_up())
     ended = python("-c", PREPARE, str(own), folder=tmp_path)
     assert (ended.code, ended.err) == (0, "")
     assert ended.out.endswith("\n[]\n") and "8 train and 8 test images" in ended.out
@@ -217,7 +229,7 @@ def test_without_its_package_heic_is_left_out_and_a_line_says_how_to_read_it(
     heif: Callable[[bool], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     heif(False)
-    own = write(tmp_path / "own", *split_up())
+    own = write_noise(tmp_path / "own", *split_up())
     for name in ("train/cat/IMG_1.HEIC", "test/dog/IMG_2.heif", "test/dog/IMG_3.docx"):
         (own / name).write_bytes(JPEG)
     suffixes = "files without the suffix of an image were left out: "
@@ -247,7 +259,7 @@ def test_heic_is_read_where_its_package_is_installed(
         image = picture((40, 30 + number), (10 * number, 0, 200))
         pillow_heif.from_pillow(image).save(own / name, quality=-1)
     (own / "cat" / "0.heic").rename(own / "cat" / "0.HEIC")
-    write(own, *(f"{name}/{n}.png" for name in ("cat", "dog") for n in range(50, 54)))
+    write_noise(own, *(f"{name}/{n}.png" for name in ("cat", "dog") for n in range(50, 54)))
     heif(False)
     drawn = ImageOptions(test_size=6)
     before = load(own, drawn)

@@ -21,8 +21,7 @@ from ddp_mnist.config.image_options import ImageOptions
 from ddp_mnist.data import cache
 from ddp_mnist.errors import StorageError, one_line
 from ddp_mnist.verify.watch import just_train, proof_config
-from tests.test_own_images import folder_of, picture
-from tests.test_sources import cells_of, encoded
+from tests.data_sets import cells_of, encoded, folder_of, picture
 from tests.training import with_flags
 
 # --- A disk that another program fills up meanwhile

@@ -18,7 +18,7 @@ from ddp_mnist.system import locks
 from ddp_mnist.system.locks import here, holder, take
 from tests.chaos import flags_of, newest_step, wait_until
 from tests.commands import REPOSITORY, Started
-from tests.test_own_images import folder_of, picture
+from tests.data_sets import folder_of, picture
 
 # A sitecustomize.py, which Python imports before all else: the disk is Lustre without -o flock.
 NO_FLOCK = """

@@ -21,8 +21,9 @@ from ddp_mnist.run.weights import from_bytes, read_bytes
 from ddp_mnist.verbs.flags import Verify
 from ddp_mnist.verify import proofs, watch
 from tests.commands import Typed
+from tests.data_sets import few_digits
 from tests.test_verify import failed
-from tests.training import few_digits, own_module, with_flags
+from tests.training import own_module, with_flags
 
 CPU = torch.device("cpu")
 OWN = """

@@ -25,7 +25,7 @@ from ddp_mnist.run.scores import Classification, classification_metrics, find_sc
 from ddp_mnist.run.weights import from_bytes, read_bytes
 from ddp_mnist.verify.watch import just_train, proof_config
 from tests.commands import Typed
-from tests.test_sources import write_idx
+from tests.data_sets import write_idx
 from tests.test_tracking import logged, scalars
 from tests.training import metrics, what_it_says, with_flags
 

@@ -20,8 +20,7 @@ from ddp_mnist.nets.ours import (
     three_by_three,
     with_test_time_augmentation,
 )
-from tests.test_nets import COLOUR, GREY
-from tests.training import images
+from tests.data_sets import COLOUR, GREY, images
 
 PHOTO = ImageFormat((3, 112, 128), (0.5, 0.4, 0.3), (0.2, 0.2, 0.2), [], False, False)
 RESNET = "torchvision:resnet18"

@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import numpy as np
-import PIL.Image
 import pytest
 import torch
 from filelock import SoftFileLock
@@ -31,6 +29,7 @@ from ddp_mnist.run import weights
 from ddp_mnist.run.folder import read_json
 from ddp_mnist.system import locks
 from tests.commands import Typed
+from tests.data_sets import flat, write_noise
 
 NET, FILE = "torchvision:squeezenet1_1", "squeezenet1_1-b8a52dc0.pth"
 ENTRY = models.SqueezeNet1_1_Weights.IMAGENET1K_V1
@@ -57,12 +56,8 @@ def lay(file: Path, net: str = "squeezenet1_1", **options: Any) -> dict[str, tor
 @pytest.fixture
 def photos(tmp_path: Path) -> Path:
     """Write 12 images of two classes, 40x50, of which 4 are for the test."""
-    random = np.random.default_rng(0)
-    for number in range(12):
-        split, name = ("test" if number < 4 else "train"), "ab"[number % 2]
-        file = tmp_path / "photos" / split / name / f"{number}.png"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        PIL.Image.fromarray(random.integers(0, 256, (40, 50, 3), np.uint8)).save(file)
+    write_noise(tmp_path / "photos" / "train", *flat(8), size=(40, 50))
+    write_noise(tmp_path / "photos" / "test", *flat(4), size=(40, 50), seed=1)
     return tmp_path / "photos"
 
 

@@ -20,10 +20,9 @@ from ddp_mnist.run.folder import read_json
 from ddp_mnist.run.training_run import TrainingRun
 from ddp_mnist.verify import watch
 from tests.commands import Typed
+from tests.data_sets import COLOUR, GREY
 from tests.training import own_module, with_flags
 
-GREY = ImageFormat((1, 28, 28), (0.1307,), (0.3081,), [], True, True)
-COLOUR = ImageFormat((3, 32, 40), (0.5, 0.4, 0.3), (0.2, 0.2, 0.2), [], False, False)
 OWN = """
 import torch
 from torch import nn

@@ -19,47 +19,15 @@ from PIL.ExifTags import Base
 from ddp_mnist import api
 from ddp_mnist.config.image_options import AS_THEY_ARE, ImageOptions
 from ddp_mnist.data import cache
-from ddp_mnist.data.batches import ImageData
 from ddp_mnist.data.decode import TURNS, in_mode
 from ddp_mnist.data.decode_all import usual_size
 from ddp_mnist.errors import DataError, StorageError, UsageError
 from ddp_mnist.run.folder import read_json
 from ddp_mnist.verbs.predict import read_image
 from tests.commands import Typed
-from tests.test_sources import encoded
+from tests.data_sets import RED, encoded, folder_of, load, picture, stored
 
-RED, BLUE, GREY = (200, 10, 10), (10, 10, 200), (90, 90, 90)
-
-
-def picture(size: tuple[int, int] = (20, 12), right: tuple[int, int, int] = RED) -> PIL.Image.Image:
-    """Return an image of width and height `size`, black on its left half."""
-    image = PIL.Image.new("RGB", size)
-    image.paste(right, (size[0] // 2, 0, *size))
-    return image
-
-
-def folder_of(place: Path, *images: Any) -> Path:
-    """Write each image, or its bytes, to train/ and test/, in classes a and b by turns."""
-    for split in ("train", "test"):
-        for number, image in enumerate(images):
-            path = place / split / "ab"[number % 2] / f"{number}.png"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            if isinstance(image, bytes):
-                path.write_bytes(image)
-            else:
-                how: dict[str, Any] = {"format": "PNG", **image.info}
-                image.save(path, **how)
-    return place
-
-
-def stored(image: PIL.Image.Image, **how: Any) -> PIL.Image.Image:
-    """Return an image that `folder_of` saves with these options of Pillow's."""
-    image.info = dict[Any, Any](how)
-    return image
-
-
-def load(place: Path, reading: ImageOptions = AS_THEY_ARE) -> ImageData:
-    return cache.load(str(place), str(place.parent / "cache"), reading)
+BLUE = (10, 10, 200)
 
 
 def turned(orientation: int) -> PIL.Image.Image:
@@ -236,7 +204,7 @@ def test_a_large_set_keeps_larger_images(
 
 
 def test_grey_and_colour_together_are_colour_unless_grey_is_asked_for(tmp_path: Path) -> None:
-    own = folder_of(tmp_path / "own", picture(), picture(right=GREY).convert("L"))
+    own = folder_of(tmp_path / "own", picture(), picture(right=(90, 90, 90)).convert("L"))
     images = load(own)
     assert images.image_format.notes == ["2 of 4 images had no colour and became RGB"]
     assert images.train_images[1, :, 5, 15].tolist() == [90, 90, 90]

@@ -41,9 +41,9 @@ from ddp_mnist.verbs.flags import Evaluate, Predict
 from ddp_mnist.verbs.predict import find_images, read_image
 from ddp_mnist.verify.watch import just_train
 from tests.commands import Typed, left_on_screen, on_forked_terminal
+from tests.data_sets import GREY
 
 CLASSES = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
-GREY = ImageFormat((1, 28, 28), (0.1307,), (0.3081,), [], bright_on_black=True, digit_photos=True)
 UNREADABLE = "not an image that Pillow can read; give a whole PNG or JPEG file"
 
 

@@ -30,7 +30,7 @@ from ddp_mnist.run import weights
 from ddp_mnist.run.folder import read_json
 from ddp_mnist.verbs.predict import read_image
 from tests.commands import Typed
-from tests.test_sources import cells_of, encoded
+from tests.data_sets import cells_of, encoded
 
 SETS = 30
 FORMATS = {  # by suffix: Pillow's name, and modes that it writes

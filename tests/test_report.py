@@ -28,7 +28,7 @@ from ddp_mnist.verbs import plots, report
 from ddp_mnist.verbs.flags import Report
 from ddp_mnist.verify.watch import just_train, proof_config, train_until
 from tests.commands import Typed, require_programs
-from tests.test_file_names import write_images
+from tests.data_sets import flat, write_noise
 
 ANYWHERE = Report(())  # the images lie where they lay
 
@@ -302,8 +302,8 @@ def test_names_are_shown_whole_and_what_is_missing_is_not_shown(
 
 
 def test_a_mistake_has_its_file_and_many_classes_their_top_5(tmp_path: Path) -> None:
-    classes = [f"class-{number:02d}" for number in range(20)]
-    write_images(photos := tmp_path / "photos", 200, classes)
+    classes = " ".join(f"class-{number:02d}" for number in range(20))
+    photos = write_noise(tmp_path / "photos", *flat(200, classes=classes))
     own = proof_config("own", model="mlp", epochs=1, batch_size=24, val_size=0)
     run_of_photos = dataclasses.replace(own.run, dataset=str(photos), test_size=60)
     run_world(1, just_train, dataclasses.replace(own, run=run_of_photos), folder=tmp_path)

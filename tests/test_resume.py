@@ -27,8 +27,8 @@ from ddp_mnist.verify import watch
 from ddp_mnist.verify.watch import Seen, just_train, resumed, weights_of
 from tests.chaos import leftovers, what_stays
 from tests.commands import Typed
-from tests.test_sources import write_idx
-from tests.training import few_digits, resolved, what_it_says, with_flags
+from tests.data_sets import few_digits, write_idx
+from tests.training import resolved, what_it_says, with_flags
 
 # All that a checkpoint has to carry: parts of steps, random images, clipping, the best so far.
 EVERYTHING: dict[str, Any] = {"model": "mlp", "epochs": 2, "batch_size": 72, "grad_accum": 2}

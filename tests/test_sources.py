@@ -1,6 +1,4 @@
-import gzip
 import hashlib
-import io
 import os
 import re
 import shutil
@@ -10,7 +8,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,110 +23,30 @@ import pytest
 from ddp_mnist.cluster.local_world import free_port
 from ddp_mnist.config.image_options import AS_THEY_ARE, ImageOptions
 from ddp_mnist.data import cache, datasets_library, sources
-from ddp_mnist.data.image_format import Decoded, ImageFormat, Shape
+from ddp_mnist.data.image_format import ImageFormat
 from ddp_mnist.data.sources import Source, find_source
 from ddp_mnist.errors import DataError, DdpMnistError, StorageError, UsageError, one_line
+from tests.data_sets import (
+    LABELS,
+    PIXELS,
+    PNGS,
+    SPLITS,
+    TEST,
+    TRAIN,
+    cells_of,
+    encoded,
+    flipped,
+    read,
+    save_to_disk,
+    table_of,
+    write_idx,
+    write_images,
+    write_parquet,
+    write_split,
+)
 from tests.hub import Hub, as_json
 
 # datasets and huggingface_hub read their environment at import: not before conftest.py set it.
-
-TRAIN, TEST = 12, 5
-PIXELS = np.random.default_rng(0).integers(0, 256, (TRAIN + TEST, 28, 28), dtype=np.uint8)
-LABELS = [row % 4 for row in range(TRAIN + TEST)]
-SPLITS = {"train": slice(0, TRAIN), "test": slice(TRAIN, TRAIN + TEST)}
-
-
-def in_memory(shape: Shape, rows: dict[str, int]) -> dict[str, np.ndarray]:
-    return {split: np.empty((count, *shape), dtype=np.uint8) for split, count in rows.items()}
-
-
-def read(folder: Path | str, reading: ImageOptions = AS_THEY_ARE) -> Decoded:
-    return find_source(str(folder), reading).read(in_memory)
-
-
-# --- Folders of every format
-
-
-def encoded(pixels: Any, kind: str = "PNG", **options: Any) -> bytes:
-    """Return an image file of a Pillow image or of an array."""
-    image = pixels if isinstance(pixels, PIL.Image.Image) else PIL.Image.fromarray(pixels)
-    file = io.BytesIO()
-    image.save(file, kind, **options)
-    return file.getvalue()
-
-
-PNGS = [encoded(pixels) for pixels in PIXELS]
-
-
-def cells_of(files: Sequence[bytes | None]) -> pa.Array:
-    cells = [None if file is None else {"bytes": file, "path": None} for file in files]
-    return pa.array(cells, pa.struct([("bytes", pa.binary()), ("path", pa.string())]))
-
-
-def table_of(split: str, names: Sequence[str] = (), **columns: Any) -> pa.Table:
-    """Return a split's columns `image` and `label`; `columns` replace them, or leave out if None.
-
-    With `names` it has Hugging Face's metadata, as MNIST has.
-    """
-    rows = SPLITS[split]
-    every = {"image": cells_of(PNGS[rows]), "label": LABELS[rows], **columns}
-    table = pa.table({name: values for name, values in every.items() if values is not None})
-    if not names:
-        return table
-    import datasets
-
-    features = {"image": datasets.Image(), "label": datasets.ClassLabel(names=list(names))}
-    return table.cast(datasets.Features(features).arrow_schema)
-
-
-def write_split(folder: Path, split: str, names: Sequence[str] = (), **columns: Any) -> None:
-    folder.mkdir(exist_ok=True)
-    pq.write_table(table_of(split, names, **columns), folder / f"{split}-00000-of-00001.parquet")
-
-
-def write_parquet(folder: Path, names: Sequence[str] = ()) -> Path:
-    for split in SPLITS:
-        write_split(folder, split, names)
-    return folder
-
-
-def write_images(folder: Path) -> Path:
-    """Write train/CLASS/*.png and test/CLASS/*.png, of the classes ant, bee, cat, dog."""
-    for split, rows in SPLITS.items():
-        for row in range(rows.start, rows.stop):
-            file = folder / split / ("ant", "bee", "cat", "dog")[LABELS[row]] / f"{row:02}.png"
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_bytes(PNGS[row])
-    return folder
-
-
-def save_to_disk(
-    folder: Path, train_names: str = "wxyz", test_names: str = "wxyz", **test_columns: Any
-) -> Path:
-    import datasets
-
-    datasets.disable_progress_bars()
-    train, test = table_of("train", train_names), table_of("test", test_names, **test_columns)
-    splits = {"train": datasets.Dataset(train), "test": datasets.Dataset(test)}
-    datasets.DatasetDict(splits).with_format("arrow").save_to_disk(str(folder))
-    return folder
-
-
-def write_idx(folder: Path, *, gz: bool = False, dot: str = "-", **changed: Any) -> Path:
-    """Write MNIST's four files; `changed` has other train_images, train_labels, test_images, ..."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for split, stem in (("train", "train"), ("test", "t10k")):
-        images = np.asarray(changed.get(f"{split}_images", PIXELS[SPLITS[split]]))
-        labels = np.asarray(changed.get(f"{split}_labels", LABELS[SPLITS[split]]))
-        images = images.reshape(-1, *images.shape[-2:])  # of one channel, whether it says so or not
-        for kind, array in (("images", images), ("labels", labels)):
-            content = struct.pack(f">{array.ndim + 1}I", 0x800 + array.ndim, *array.shape)
-            content += array.astype(np.uint8).tobytes()
-            name = f"{stem}-{kind}{dot}idx{array.ndim}-ubyte"
-            path = folder / (f"{name}.gz" if gz else name)
-            path.write_bytes(gzip.compress(content) if gz else content)
-    return folder
-
 
 # --- Which source
 
@@ -327,17 +245,6 @@ def removed(name: str) -> Spoiler:
 
 def cut(size: int) -> Callable[[bytes], bytes]:
     return lambda content: content[:size]
-
-
-def flipped(at: int) -> Callable[[bytes], bytes]:
-    """Return what flips some bits of the byte at this place, counted from the end if negative."""
-
-    def flip(content: bytes) -> bytes:
-        spoilt = bytearray(content)
-        spoilt[at] ^= 0x55
-        return bytes(spoilt)
-
-    return flip
 
 
 def in_train(names: str = "", **columns: Any) -> Spoiler:

@@ -19,8 +19,8 @@ from ddp_mnist.verbs import report
 from ddp_mnist.verbs.evaluate import evaluate_run
 from ddp_mnist.verbs.flags import Evaluate, Report
 from ddp_mnist.verify import watch
-from tests.test_sources import write_idx
-from tests.training import check_equal, few_digits, metrics, what_it_says, with_flags
+from tests.data_sets import few_digits, write_idx
+from tests.training import check_equal, metrics, what_it_says, with_flags
 
 STEPS = 45
 OneProcess = tuple[Path, watch.Seen]

@@ -9,13 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from ddp_mnist.config.recipe import resolve_recipe
 from ddp_mnist.config.run import ResolvedConfig, TrainConfig
-from ddp_mnist.data import cache
 from ddp_mnist.data.batches import ImageData
-from ddp_mnist.data.image_format import TENSORS
 from ddp_mnist.run.folder import read_json
 from ddp_mnist.verify.watch import just_train, largest_difference, weights_of
 
@@ -36,21 +33,6 @@ def resolved(config: TrainConfig, images: ImageData) -> ResolvedConfig:
     recipe = resolve_recipe(config.recipe, len(images.train_labels), 1)
     parts = (config.run, config.distribution, config.explicit, config.resumes)
     return ResolvedConfig(*parts, recipe=recipe)
-
-
-def images(count: int) -> torch.Tensor:
-    """Return random pixels, the same each time, uint8 [count, 1, 28, 28]."""
-    stream = torch.Generator().manual_seed(1)
-    return torch.randint(0, 256, (count, 1, 28, 28), dtype=torch.uint8, generator=stream)
-
-
-def few_digits(folder: Path, train: int, test: int) -> Path:
-    """Write a folder of the first digits of each split, as IDX files."""
-    from tests.test_sources import write_idx  # with libraries that processes in a world can spare
-
-    digits, rows = cache.load("digits"), {"train": train, "test": test}
-    few = {name: getattr(digits, name)[: rows[name.partition("_")[0]]] for name in TENSORS}
-    return write_idx(folder, **few)
 
 
 def own_module(name: str, text: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
