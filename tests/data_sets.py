@@ -22,7 +22,7 @@ from ddp_mnist.data.sources import find_source
 # datasets reads its environment at import: not before conftest.py set it.
 
 GREY = ImageFormat((1, 28, 28), (0.1307,), (0.3081,), [], bright_on_black=True, digit_photos=True)
-COLOUR = ImageFormat((3, 32, 40), (0.5, 0.4, 0.3), (0.2, 0.3, 0.2), [], False, False)
+COLOUR = ImageFormat((3, 32, 40), (0.5, 0.4, 0.3), (0.2, 0.2, 0.2), [], False, False)
 DRAWN = ImageOptions(test_size=4)
 RED = (200, 10, 10)
 

@@ -43,7 +43,7 @@ from ddp_mnist.verbs.flags import Evaluate, Predict
 from ddp_mnist.verify import watch
 from tests.commands import Typed
 from tests.data_sets import split_up, write_noise
-from tests.training import check_equal, metrics
+from tests.training import apart, check_equal, metrics
 
 # Those of tests.commands.PROOF, as keywords.
 PROOF: dict[str, Any] = {"dataset": "digits", "model": "mlp", "epochs": 3, "batch_size": 72}
@@ -316,8 +316,7 @@ def test_many_calls_in_one_interpreter(alone: Path, tmp_path: Path) -> None:
     assert (tmp_path / "signalled").read_text() == "SIGINT"
     assert read_json(tmp_path / "both" / "summary.json")["resumed_from"] == [21]
     assert len(metrics(tmp_path / "both")) == 45
-    weights = watch.weights_of(tmp_path / "both")
-    assert watch.largest_difference(weights, watch.weights_of(alone)) < 1e-9
+    assert apart(tmp_path / "both", alone) < 1e-9
     for launcher in ("debug", "notebook"):
         assert all((tmp_path / f"{launcher}-rank-{rank}").exists() for rank in (0, 1))
     for name in ("debug-0", "debug-1", "notebook-0"):

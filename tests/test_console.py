@@ -25,13 +25,13 @@ from ddp_mnist.cluster.signals import StopSignals
 from ddp_mnist.data import cache
 from ddp_mnist.run.console import Console, as_json, count, passing, wrapped
 from ddp_mnist.run.evaluation import Metrics
-from ddp_mnist.run.folder import RunFolder, read_json
+from ddp_mnist.run.folder import RunFolder
 from ddp_mnist.run.hints import Hints
 from ddp_mnist.run.state import Progress
 from ddp_mnist.run.training_run import TrainingRun
 from tests.chaos import SECONDS
 from tests.commands import SLOW, TRAIN, Ended, Started, left_on_screen, on_forked_terminal
-from tests.training import metrics
+from tests.training import metrics, status
 
 # --- What a console prints
 
@@ -374,8 +374,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def check_finished(run: Path) -> None:
     """Assert that the run finished, and that nothing which was printed went into its files."""
-    status = read_json(run / "status.json")
-    assert (status["state"], status["exit_code"]) == ("finished", 0)
+    assert status(run) == ("finished", 0)
     assert metrics(run, "step")[-1]["test_accuracy"] > 0.1
 
 

@@ -25,6 +25,7 @@ from ddp_mnist.run.evaluation import Metrics, evaluate_split, make_eval_loader, 
 from ddp_mnist.verbs import evaluate
 from ddp_mnist.verbs.flags import Evaluate
 from ddp_mnist.verify.watch import just_train, proof_config
+from tests.training import net_that
 
 CLASSES = 4
 
@@ -269,20 +270,10 @@ def test_a_split_that_another_data_set_is_too_small_for() -> None:
 
 
 NOTES = """
-import torch
-from torch import nn
-
-
-class Net(nn.Sequential):
-    def __init__(self, classes, shape):
-        super().__init__(nn.Flatten(), nn.Linear(784, classes))
-
-    def forward(self, x):
         if not torch.is_grad_enabled():
             cudnn = torch.backends.cudnn
             with open("precisions", "a") as file:
                 print(cudnn.conv.fp32_precision, file=file)
-        return super().forward(x)
 """
 
 
@@ -300,7 +291,7 @@ def train_and_evaluate(config: TrainConfig) -> list[str]:
 
 def test_evaluation_is_in_full_precision_on_a_gpu_too(tmp_path: Path) -> None:
     """Where float32 convolutions are TF32 by default, as in training."""
-    (tmp_path / "notes_it.py").write_text(NOTES)
+    (tmp_path / "notes_it.py").write_text(net_that(NOTES))
     config = proof_config(model="notes_it:Net", epochs=1)
     [found] = run_world(1, train_and_evaluate, config, folder=tmp_path)
     assert found[-4:] == ["ieee", "ieee", "ieee", "tf32"]

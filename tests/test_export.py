@@ -30,8 +30,9 @@ from ddp_mnist.verbs import export
 from ddp_mnist.verbs.flags import EXPORTS, Export
 from ddp_mnist.verify.watch import just_train, proof_config
 from tests.commands import Typed, fences_of, python, write_given
-from tests.data_sets import COLOUR, GREY
+from tests.data_sets import GREY
 
+COLOUR = ImageFormat((3, 40, 60), (0.5, 0.4, 0.3), (0.2, 0.3, 0.2), [], False, False)
 KINDS = ["ladybird", "寺", 'a "moth"', *map(str, range(7))]
 PAGE = Path("docs/your-data-your-model.md")
 

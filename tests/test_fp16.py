@@ -32,11 +32,10 @@ from ddp_mnist.config.recipe import Recipe, ResolvedRecipe
 from ddp_mnist.config.run import RunFlags, TrainConfig
 from ddp_mnist.errors import DdpMnistError, UsageError
 from ddp_mnist.run import checkpoint
-from ddp_mnist.run.folder import read_json
 from ddp_mnist.run.state import Progress
 from ddp_mnist.verify.watch import just_train, resumed, weights_of, what_stays
 from tests.data_sets import few_digits
-from tests.training import with_flags
+from tests.training import status, told_once, with_flags
 
 TRAIN_ROWS, VAL_ROWS, TEST_ROWS = 120, 30, 40
 BATCH, EPOCHS = 12, 3
@@ -233,16 +232,14 @@ def test_overflows_unbroken_or_interrupted(kind: str, tmp_path: Path) -> None:
 
 
 def test_fault_24_gradients_that_always_overflow_end_the_run_on_all_ranks(tmp_path: Path) -> None:
-    told = with_flags(config("run", model="mlp"), log_every=1)
-    ranks = seen_in(tmp_path, told, overflows=range(STEPS))
+    config_of_run = with_flags(config("run", model="mlp"), log_every=1)
+    ranks = seen_in(tmp_path, config_of_run, overflows=range(STEPS))
     for seen in ranks:
         assert seen.skipped_steps == list(range(25))
         assert seen.scales[-1] == FIRST_SCALE / 2**25
-        assert seen.result.code == 7
-    [spoken] = [seen.result for seen in ranks if seen.result.agreed]
-    assert str(spoken).startswith("--lr 0.01: by step 25 the gradient is no longer a finite number")
-    status = read_json(tmp_path / "run" / "status.json")
-    assert (status["state"], status["exit_code"]) == ("failed", 7)
+    told = told_once([seen.result for seen in ranks], 7)
+    assert str(told).startswith("--lr 0.01: by step 25 the gradient is no longer a finite number")
+    assert status(tmp_path / "run") == ("failed", 7)
 
 
 def test_comm_hooks_and_one_overflow(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from ddp_mnist.run.folder import read_json
 from ddp_mnist.verify import proofs, watch
 from tests.chaos import newest_step, wait_until, workers_of
 from tests.commands import ACCELERATE, CONFIGS, TORCHRUN, TRAIN, Started, python
-from tests.training import with_flags
+from tests.training import apart, net_that, status, stop, with_flags
 
 DEVICE = "cpu" if os.environ.get("GPU_CHECK_ON") == "cpu" else "cuda"
 pytestmark = [
@@ -41,18 +41,8 @@ SLOW_S = 300.0  # to compile, at the most
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
 HUNGRY = """
-import torch
-from torch import nn
-
-
-class Net(nn.Sequential):
-    def __init__(self, classes, shape):
-        super().__init__(nn.Flatten(), nn.Linear(784, classes))
-
-    def forward(self, x):
         if torch.is_grad_enabled() and len(x) > 18:
             torch.empty(2**42, device=x.device)  # 17 TB
-        return super().forward(x)
 """
 
 
@@ -85,8 +75,7 @@ def test_augmented_colour_images_on_the_gpu_equal_those_on_the_cpu(tmp_path: Pat
     there = on_the_device(config, run_dir="gpu")
     [summary] = run_world(1, watch.just_train, there, folder=tmp_path)
     assert summary["device"].startswith(DEVICE)
-    two = (watch.weights_of(tmp_path / name) for name in ("gpu", "cpu"))
-    assert watch.largest_difference(*two) < 1e-9
+    assert apart(tmp_path / "gpu", tmp_path / "cpu") < 1e-9
 
 
 def deterministically(function: Any, *arguments: Any) -> Any:
@@ -121,10 +110,9 @@ def test_a_resumed_run_with_convolutions_ends_near_an_unbroken_one(tmp_path: Pat
     config = on_the_device(watch.proof_config())
     broken = with_flags(config, run_dir="broken")
     run_world(1, watch.just_train, config, folder=tmp_path)
-    LocalWorld(1, watch.train_until, broken, 20, folder=tmp_path).outcomes()
+    stop(broken, tmp_path, step=20)
     run_world(1, watch.just_train, watch.resumed(broken), folder=tmp_path)
-    two = (watch.weights_of(tmp_path / name) for name in ("broken", "run"))
-    assert watch.largest_difference(*two) < 1e-9
+    assert apart(tmp_path / "broken", tmp_path / "run") < 1e-9
 
 
 # --- Precision, compiler, launchers
@@ -226,8 +214,7 @@ def test_a_signal_stops_and_saves_and_the_run_goes_on(tmp_path: Path) -> None:
     started.process.send_signal(signal.SIGTERM)
     ended = started.ended()
     assert ended.code == 143, ended.err
-    status = read_json(tmp_path / "run" / "status.json")
-    assert (status["state"], status["exit_code"]) == ("preempted", 143)
+    assert status(tmp_path / "run") == ("preempted", 143)
     saved = newest_step(tmp_path / "run")
     more = ["--resume", "run", "--epochs", str(saved // 15 + 2)]
     summary = summary_of(*TRAIN, *more, *PLACE, folder=tmp_path)
@@ -236,7 +223,7 @@ def test_a_signal_stops_and_saves_and_the_run_goes_on(tmp_path: Path) -> None:
 
 @on_a_gpu_alone
 def test_out_of_memory_is_one_line_whose_advice_leads_out(tmp_path: Path) -> None:
-    (tmp_path / "hungry.py").write_text(HUNGRY)
+    (tmp_path / "hungry.py").write_text(net_that(HUNGRY))
     typed = [*TRAIN, "--dataset", "digits", "--model", "hungry:Net"]
     ended = python(*typed, "--run-dir", "run", folder=tmp_path)
     [line] = ended.error_lines
@@ -267,7 +254,6 @@ def test_fault_01_a_worker_killed_over_nccl_ends_the_other_with_code_6(tmp_path:
     began = time.monotonic()
     ended = started.ended()
     assert time.monotonic() - began < 30  # when the launcher would kill the other one
-    status = read_json(tmp_path / "run" / "status.json")
-    assert (status["state"], status["exit_code"]) == ("failed", 6)
+    assert status(tmp_path / "run") == ("failed", 6)
     [line] = ended.error_lines
     assert line.startswith("ddp-mnist: error: lost contact with rank 1 of 2 (")

@@ -13,7 +13,7 @@ import torch
 
 from ddp_mnist.cluster.local_world import LocalWorld, run_world
 from ddp_mnist.config.faults import EXIT_STEP, FAULTS
-from ddp_mnist.config.recipe import Recipe, resolve_recipe
+from ddp_mnist.config.recipe import resolve_recipe
 from ddp_mnist.config.run import ResolvedConfig, TrainConfig
 from ddp_mnist.data.batches import GlobalBatchSampler, Rows
 from ddp_mnist.errors import CheckpointError, UsageError
@@ -21,7 +21,7 @@ from ddp_mnist.run.faults import inject, keep_first_order, leave_out_last_parame
 from ddp_mnist.run.folder import read_json
 from ddp_mnist.verify.watch import just_train, proof_config, resumed
 from tests.commands import Typed
-from tests.training import metrics, what_it_says, with_flags
+from tests.training import metrics, recipe_of, what_it_says, with_flags
 
 BATCHNORM = TrainConfig.of({"inject": "batchnorm"})
 
@@ -87,9 +87,9 @@ def test_a_run_too_small_for_a_fault_is_refused(
 ) -> None:
     """Nothing would be wrong in it. The digits have 15 steps an epoch."""
     with pytest.raises(UsageError, match=f"^--inject {fault}: {refused}"):
-        resolve_recipe(Recipe(inject=fault, epochs=epochs), 1437, processes)
+        recipe_of(processes, inject=fault, epochs=epochs)
     least = 1 if fault == "epoch" else 2
-    assert resolve_recipe(Recipe(inject=fault, epochs=2), 1437, least).inject == fault
+    assert recipe_of(least, inject=fault, epochs=2).inject == fault
 
 
 def test_batchnorm_takes_a_net_that_has_it(tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ def test_a_frozen_parameter_is_none_to_get_wrong() -> None:
 def test_a_fault_changes_what_fit_is_given_and_nothing_else_does(fault: str | None) -> None:
     methods = {"prepare": 1, "prepare_data_loader": 2, "backward": 3}
     accelerator, store = SimpleNamespace(**methods), Mock(rank=1, world_size=2)
-    told = ResolvedConfig(recipe=resolve_recipe(Recipe(inject=fault, epochs=2), 1437, 2))
+    told = ResolvedConfig(recipe=recipe_of(2, inject=fault, epochs=2))
     given = inject(told, Mock(accelerator=accelerator, store=store))
     is_changed = given is not told or vars(accelerator) != methods
     assert is_changed == (fault not in (None, "batchnorm"))  # which is a fault of the recipe

@@ -1,14 +1,13 @@
 """--loss and --class-weights: an image weighs the same whichever process has it."""
 
 import json
-import signal
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from ddp_mnist.cluster.local_world import LocalWorld, run_world
+from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.config.recipe import Recipe
 from ddp_mnist.config.run import TrainConfig
 from ddp_mnist.data import cache
@@ -23,7 +22,7 @@ from ddp_mnist.verify import proofs, watch
 from tests.commands import Typed
 from tests.data_sets import few_digits
 from tests.test_verify import failed
-from tests.training import own_module, with_flags
+from tests.training import apart, own_module, stop, with_flags
 
 CPU = torch.device("cpu")
 OWN = """
@@ -144,13 +143,10 @@ def test_with_ones_own_net_and_loss_two_equal_one_and_a_resumed_run_the_unbroken
     (net := tmp_path / "my_net.py").write_text(NET)
     one = run_world(1, watch.just_train, proof("one"), folder=tmp_path)[0]
     [two, _] = run_world(2, watch.just_train, proof("two"), folder=tmp_path)
-    runs = (watch.weights_of(tmp_path / name) for name in ("two", "one"))
-    assert watch.largest_difference(*runs) < 1e-9
+    assert apart(tmp_path / "two", tmp_path / "one") < 1e-9
     assert two["test_loss"] == pytest.approx(one["test_loss"], rel=1e-9)
 
-    broken = (watch.train_until, proof("broken"), 20, signal.SIGTERM, 1)
-    outcomes = LocalWorld(2, *broken, folder=tmp_path).outcomes()
-    assert [getattr(outcome, "code", outcome) for outcome in outcomes] == [143, 143]
+    stop(proof("broken"), tmp_path, step=20, size=2, by=1)
     again = watch.resumed(proof("broken"))
     for file, typed in ((own_file, "--loss my_loss:focal"), (net, "--model my_net:Net")):
         text = file.read_text()

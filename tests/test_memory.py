@@ -14,32 +14,20 @@ from ddp_mnist.cluster.local_world import LocalWorld, run_world
 from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.config.recipe import Recipe, resolve_recipe
 from ddp_mnist.errors import UsageError
-from ddp_mnist.run.folder import read_json
 from ddp_mnist.verbs.evaluate import evaluate_run
 from ddp_mnist.verbs.flags import Evaluate
 from ddp_mnist.verify import watch
-from tests.training import with_flags
+from tests.training import net_that, status, with_flags
 
 HUNGRY = """
-import os
-import torch
-from torch import nn
-
-
-class Net(nn.Sequential):
-    def __init__(self, classes, shape):
-        super().__init__(nn.Flatten(), nn.Linear(784, classes))
-
-    def forward(self, x):
         if len(x) > int(os.environ.get("MOST_IN_" + str(self.training).upper(), 1000)):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0")
-        return super().forward(x)
 """
 IN_TRAINING, IN_EVALUATION = "MOST_IN_TRUE", "MOST_IN_FALSE"  # images that the net can take
 
 
 def hungry(folder: Path, **flags: Any) -> Any:
-    (folder / "hungry.py").write_text(HUNGRY)
+    (folder / "hungry.py").write_text(net_that(HUNGRY))
     return with_flags(watch.proof_config(model="hungry:Net", epochs=1), **flags)
 
 
@@ -62,8 +50,7 @@ def test_what_the_line_advises_leads_out(tmp_path: Path) -> None:
             f"--batch-size 72: needs more memory than there is; add --grad-accum {parts},"
             " or use --batch-size 36"
         )
-        status = read_json(tmp_path / f"run-{parts}" / "status.json")
-        assert (status["state"], status["exit_code"]) == ("failed", 2)
+        assert status(tmp_path / f"run-{parts}") == ("failed", 2)
         flags = {"grad_accum": parts}
     trains = partial(run_world, 2, watch.just_train, folder=tmp_path, variables=most)
     assert trains(hungry(tmp_path, **flags))[0]["steps"] == 15

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from ddp_mnist.config.recipe import Recipe, resolve_recipe
 from ddp_mnist.errors import DivergedError
 from ddp_mnist.run import meter
 from ddp_mnist.run.meter import Meter, sum_up
 from ddp_mnist.run.state import Progress, Sums
+from tests.training import recipe_of
 
 
 def test_a_batch_whose_loss_is_not_finite_is_neither_seen_nor_summed() -> None:
@@ -39,7 +39,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 RANK_0 = {"process_index": 0, "scaler": None}
 NET = nn.Linear(1, 1)
-RECIPE = resolve_recipe(Recipe(), 1437, 1)
+RECIPE = recipe_of()
 
 
 def ranks(count: int) -> Any:

@@ -16,7 +16,7 @@ from ddp_mnist.run.folder import read_json
 from tests.chaos import newest_step, wait_until
 from tests.commands import MAKE, REPOSITORY, Ended, Started, proof
 from tests.hosts import Hosts, require_hosts
-from tests.training import check_equal
+from tests.training import check_equal, status
 
 pytestmark = pytest.mark.system
 PORT = 29444
@@ -169,6 +169,5 @@ def test_fault_17_fault_18_a_late_node_and_a_link_that_is_cut_for_3_s_and_for_go
         assert ended.code == 6
         [line] = ended.err.splitlines()
         assert line.startswith(f"ddp-mnist: error: lost contact with rank {1 - rank} of 2 (")
-    status = read_json(run / "status.json")
-    assert (status["state"], status["exit_code"]) == ("failed", 6)
+    assert status(run) == ("failed", 6)
     assert newest_step(run) >= kept

@@ -2,7 +2,6 @@ import copy
 import dataclasses
 import inspect
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -14,17 +13,14 @@ from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.cluster.store import Store
 from ddp_mnist.cluster.world import make_accelerator
 from ddp_mnist.config.distribution import Distribution
-from ddp_mnist.config.recipe import Recipe, ResolvedRecipe, resolve_recipe
+from ddp_mnist.config.recipe import ResolvedRecipe
 from ddp_mnist.nets.optim import KERNEL_STEP, MOMENTUM, make_optimizer, orthogonal
 from ddp_mnist.nets.ours import MNIST, MODELS
-
-
-def resolved(**recipe: Any) -> ResolvedRecipe:
-    return resolve_recipe(Recipe(**recipe), rows=1437, world_size=1)
+from tests.training import recipe_of
 
 
 def scheduled(total_steps: int, peak: float, warmup: float) -> ResolvedRecipe:
-    recipe = resolved(epochs=1, lr=peak, warmup=warmup)
+    recipe = recipe_of(epochs=1, lr=peak, warmup=warmup)
     return dataclasses.replace(recipe, steps_per_epoch=total_steps)
 
 
@@ -55,7 +51,7 @@ def test_the_rate_rises_to_the_peak_and_falls() -> None:
 @pytest.mark.parametrize("name", ["cnn", "cnn_deep", "mlp", "cnn_bn"])
 def test_matrices_and_kernels_decay_and_nothing_else(name: str) -> None:
     model = MODELS[name](10, MNIST)
-    optimizer = make_optimizer(model, resolved(optimizer="adamw", lr=0.3, weight_decay=0.25))
+    optimizer = make_optimizer(model, recipe_of(optimizer="adamw", lr=0.3, weight_decay=0.25))
     names = {parameter: name for name, parameter in model.named_parameters()}
     decaying, other = ({names[p] for p in group["params"]} for group in optimizer.param_groups)
     assert decaying == {n for n in names.values() if n.endswith("weight") and "norm" not in n}
@@ -69,7 +65,7 @@ def test_matrices_and_kernels_decay_and_nothing_else(name: str) -> None:
 def test_without_a_loss_scaler_the_step_is_fused() -> None:
     """With one it would pass over an fp16 overflow by itself; False would be the slowest."""
     for scaler, fused in ((None, True), (torch.amp.GradScaler("cpu"), None)):
-        optimizer = make_optimizer(MODELS["mlp"](10, MNIST), resolved(optimizer="adamw"), scaler)
+        optimizer = make_optimizer(MODELS["mlp"](10, MNIST), recipe_of(optimizer="adamw"), scaler)
         assert [group["fused"] for group in optimizer.param_groups] == [fused, fused]
 
 
@@ -101,7 +97,7 @@ def test_muon_moves_kernels_by_its_own_rule_and_all_else_as_adamw() -> None:
     moved = {}
     for name in ("muon", "adamw"):
         moved[name] = copy.deepcopy(net)
-        recipe = resolved(optimizer=name, lr=0.1, weight_decay=0.5)
+        recipe = recipe_of(optimizer=name, lr=0.1, weight_decay=0.5)
         optimizer = make_optimizer(moved[name], recipe)
         for gradients in steps:
             for parameter, gradient in zip(moved[name].parameters(), gradients, strict=True):
@@ -128,7 +124,7 @@ def test_sgd_has_momentum_and_the_same_decay() -> None:
     torch.manual_seed(0)
     net = MODELS["mlp"](10, MNIST).double()
     before = copy.deepcopy(net)
-    optimizer = make_optimizer(net, resolved(optimizer="sgd", lr=0.1, weight_decay=0.5))
+    optimizer = make_optimizer(net, recipe_of(optimizer="sgd", lr=0.1, weight_decay=0.5))
     for _ in range(2):
         for parameter in net.parameters():
             parameter.grad = torch.ones_like(parameter)

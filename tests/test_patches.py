@@ -1,19 +1,18 @@
 """Images in colour train as digits do: N processes as one, a resumed run as the unbroken one."""
 
-import signal
 from pathlib import Path
 from typing import Any
 
 import PIL.Image
 import pytest
 
-from ddp_mnist.cluster.local_world import LocalWorld, run_world
+from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.config.recipe import Recipe
 from ddp_mnist.config.run import RunFlags, TrainConfig
 from ddp_mnist.data import cache
 from ddp_mnist.verify import watch
-from tests.training import with_flags
+from tests.training import apart, stop, with_flags
 
 STEPS = 12  # two epochs of 480 train rows
 
@@ -45,16 +44,12 @@ def test_two_processes_equal_one_and_a_resumed_run_the_unbroken_one(
     two = run_world(2, watch.train_and_watch, proof(few, "two"), folder=tmp_path)
     assert len(one.images) == STEPS
     assert watch.per_step(two) == watch.per_step([one])
-    runs = (watch.weights_of(tmp_path / name) for name in ("two", "one"))
-    assert watch.largest_difference(*runs) < 1e-9
+    assert apart(tmp_path / "two", tmp_path / "one") < 1e-9
 
-    broken = (watch.train_until, proof(few, "broken"), 7, signal.SIGTERM, 1)
-    outcomes = LocalWorld(2, *broken, folder=tmp_path).outcomes()
-    assert [getattr(outcome, "code", outcome) for outcome in outcomes] == [143, 143]
-    [again, _] = run_world(
-        2, watch.just_train, watch.resumed(proof(few, "broken")), folder=tmp_path
-    )
-    assert len(again["resumed_from"]) == 1
+    broken = proof(few, "broken")
+    stopped_at = stop(broken, tmp_path, step=7, size=2, by=1)
+    [again, _] = run_world(2, watch.just_train, watch.resumed(broken), folder=tmp_path)
+    assert again["resumed_from"] == [stopped_at]
     assert watch.what_stays(tmp_path / "broken") == watch.what_stays(tmp_path / "two")
 
 

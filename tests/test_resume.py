@@ -1,7 +1,6 @@
 import json
 import os
 import shutil
-import signal
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +10,7 @@ import pytest
 
 from ddp_mnist import cli
 from ddp_mnist.cluster.launcher_options import NO_OPTIONS
-from ddp_mnist.cluster.local_world import LocalWorld, run_world
+from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.config.flag_fields import flag_values
 from ddp_mnist.config.recipe import Recipe
@@ -24,11 +23,11 @@ from ddp_mnist.run.folder import STARTING, read_json
 from ddp_mnist.run.resume import EarlierRun
 from ddp_mnist.run.set_up import check_net, resolve_and_load
 from ddp_mnist.verify import watch
-from ddp_mnist.verify.watch import Seen, just_train, resumed, weights_of
+from ddp_mnist.verify.watch import Seen, just_train, resumed
 from tests.chaos import leftovers, what_stays
 from tests.commands import Typed
 from tests.data_sets import few_digits, write_idx
-from tests.training import resolved, what_it_says, with_flags
+from tests.training import apart, resolved, stop, what_it_says, with_flags
 
 # All that a checkpoint has to carry: parts of steps, random images, clipping, the best so far.
 EVERYTHING: dict[str, Any] = {"model": "mlp", "epochs": 2, "batch_size": 72, "grad_accum": 2}
@@ -43,17 +42,6 @@ def config(run_dir: str = "run", **recipe: Any) -> TrainConfig:
         Recipe(**{**EVERYTHING, **recipe}),
         Distribution(cpu=True, mixed_precision="no", dist_timeout=30),
     )
-
-
-def stop(config: TrainConfig, folder: Path, step: int, size: int = 1, by: int = 0) -> int:
-    """Send SIGTERM to rank `by` at `step`. Return the step at which the run stopped."""
-    interrupted = (config, step, signal.SIGTERM, by)
-    outcomes = LocalWorld(size, watch.train_until, *interrupted, folder=folder).outcomes()
-    assert [getattr(outcome, "code", outcome) for outcome in outcomes] == [143] * size
-    run = folder / str(config.run.run_dir)
-    status = read_json(run / "status.json")
-    assert (status["state"], status["exit_code"]) == ("preempted", 143)
-    return checkpoint.step_of(checkpoint.newest_first(run)[0])
 
 
 def refusals(configs: list[TrainConfig], folder: Path, untouched: bool = True) -> list[str]:
@@ -260,7 +248,7 @@ def test_the_rest_of_the_samples_in_order_on_another_world_size(
     assert ranks[0].learning_rates == whole.learning_rates[step:]
     summary = ranks[0].summary
     assert (summary["world_size"], summary["resumed_from"]) == (after, [step])
-    assert watch.largest_difference(weights_of(tmp_path / "run"), weights_of(unbroken)) < 1e-9
+    assert apart(tmp_path / "run", unbroken) < 1e-9
     assert len([*tmp_path.glob("rank*")]) == after - 1
     assert [*tmp_path.glob("rank*/*")] == []
 

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from ddp_mnist.config.recipe import Recipe, resolve_recipe
+from ddp_mnist.config.recipe import Recipe
 from ddp_mnist.errors import CheckpointError, DivergedError
 from ddp_mnist.run.state import Progress, State, Sums
+from tests.training import recipe_of
 
 
 def begun(**counts: Any) -> tuple[State, Progress]:
@@ -104,7 +105,7 @@ def ranks(count: int, scaler: bool) -> Any:
 
 
 def test_without_a_scaler_one_bad_loss_is_the_end_and_with_one_several() -> None:
-    progress, recipe = Progress(step=7), resolve_recipe(Recipe(grad_accum=2), 1437, 2)
+    progress, recipe = Progress(step=7), recipe_of(2, grad_accum=2)
     for _ in range(3):
         progress.add(0.0, 0.0, 0.0, 4.0, 0.1)  # 2 processes x 2 parts
         progress.raise_if_diverged(recipe, ranks(2, scaler=True))
@@ -124,7 +125,7 @@ def test_without_a_scaler_one_bad_loss_is_the_end_and_with_one_several() -> None
 
 
 def test_fault_24_gradients_that_always_overflow_have_an_end() -> None:
-    progress, recipe = Progress(), resolve_recipe(Recipe(), 1437, 1)
+    progress, recipe = Progress(), recipe_of()
     for skipped in [True] * 24 + [False] + [True] * 24:
         progress.count_step(skipped)
         progress.raise_if_diverged(recipe, ranks(1, scaler=True))
@@ -154,7 +155,7 @@ def test_a_run_with_any_optimizer_of_torch_goes_on(kind: type[torch.optim.Optimi
     progress.step = 1
     content = copy.deepcopy(before.content())
     after, _ = begin()
-    recipe = resolve_recipe(Recipe(), rows=1437, world_size=1)
+    recipe = recipe_of()
     after.restore(content, recipe)
     assert (after.progress.step, after.progress.resumed_from) == (1, [1])
     assert step(after) == step(before)
@@ -164,7 +165,7 @@ def test_a_good_checkpoint_that_does_not_fit_is_not_to_be_removed() -> None:
     before, _ = begun()
     before.optimizer = torch.optim.SGD(before.net.parameters(), lr=0.1)
     content = {**before.content(), "model": {"another": torch.zeros(1)}}
-    recipe = resolve_recipe(Recipe(), rows=1437, world_size=1)
+    recipe = recipe_of()
     with pytest.raises(CheckpointError) as refused:
         before.restore(content, recipe)
     assert "remove" not in str(refused.value)

@@ -10,13 +10,14 @@ import torch
 
 from ddp_mnist.cluster.world import World
 from ddp_mnist.config.distribution import Distribution
-from ddp_mnist.config.recipe import Recipe, resolve_recipe
+from ddp_mnist.config.recipe import resolve_recipe
 from ddp_mnist.config.run import ResolvedConfig, RunFlags, TrainConfig
 from ddp_mnist.data.image_format import ImageFormat
 from ddp_mnist.run import console, summary
 from ddp_mnist.run.folder import RunFolder
 from ddp_mnist.run.identity import facts
 from ddp_mnist.run.versions import code_digest, git_commit, package_versions
+from tests.training import recipe_of
 
 
 def world(device: str = "cpu") -> Any:
@@ -32,7 +33,7 @@ def test_device() -> None:
 
 def test_facts_are_what_has_to_be_equal() -> None:
     images: Any = SimpleNamespace(digest="abc")
-    recipe = resolve_recipe(Recipe(epochs=3), 1437, 1)
+    recipe = recipe_of(epochs=3)
     config = ResolvedConfig(RunFlags(dataset="digits"), Distribution(backend="auto"), recipe=recipe)
     found = facts(config, world(), images)
     assert (found["--epochs"], found["--seed"]) == (3, 0)

@@ -8,15 +8,15 @@ import pytest
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, TensorBoardTracker
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from ddp_mnist.cluster.local_world import LocalWorld, run_world
+from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.config.run import TrainConfig
 from ddp_mnist.errors import UsageError
 from ddp_mnist.run.checkpoint import newest_first
 from ddp_mnist.run.console import Console
 from ddp_mnist.run.folder import read_json
 from ddp_mnist.run.tracking import Trackers, known_trackers
-from ddp_mnist.verify.watch import just_train, proof_config, resumed, train_until
-from tests.training import metrics, with_flags
+from ddp_mnist.verify.watch import just_train, proof_config, resumed
+from tests.training import metrics, status, stop, with_flags
 
 
 def test_names_are_separated_by_commas_and_checked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +72,7 @@ def logged(run: Path) -> dict[str, dict[int, Any]]:
 def test_tensorboard_holds_what_metrics_jsonl_holds_also_after_a_resume(tmp_path: Path) -> None:
     """Of two processes one writes; steps that are done again are there once."""
     config = config_with("tensorboard")
-    LocalWorld(2, train_until, config, 25, folder=tmp_path).outcomes()
+    stop(config, tmp_path, step=25, size=2)
     run = tmp_path / "run"
     assert scalars(run) == logged(run)
     assert len(list((run / "tracking" / "ddp_mnist").glob("events.*"))) == 1
@@ -108,5 +108,4 @@ def train_with_a_broken_one(config: Any) -> str:
 def test_one_that_cannot_be_started_ends_the_run_with_a_line(tmp_path: Path) -> None:
     [line] = run_world(1, train_with_a_broken_one, config_with("tensorboard"), folder=tmp_path)
     assert line.startswith("--trackers tensorboard: cannot be started (no licence); fix that")
-    status = read_json(tmp_path / "run" / "status.json")
-    assert (status["state"], status["exit_code"]) == ("failed", 2)
+    assert status(tmp_path / "run") == ("failed", 2)

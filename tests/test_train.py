@@ -20,7 +20,7 @@ from ddp_mnist.verbs.evaluate import evaluate_run
 from ddp_mnist.verbs.flags import Evaluate, Report
 from ddp_mnist.verify import watch
 from tests.data_sets import few_digits, write_idx
-from tests.training import check_equal, metrics, what_it_says, with_flags
+from tests.training import apart, check_equal, metrics, status, told_once, what_it_says, with_flags
 
 STEPS = 45
 OneProcess = tuple[Path, watch.Seen]
@@ -46,12 +46,6 @@ def test_n_processes_equal_one(size: int, one_process: OneProcess, tmp_path: Pat
     check_equal(tmp_path / "run", reference, size)  # the logged losses are those of all processes
 
 
-def apart(folder: Path, one: str, other: str) -> float:
-    return watch.largest_difference(
-        watch.weights_of(folder / one), watch.weights_of(folder / other)
-    )
-
-
 def test_accumulation_changes_no_result_nor_do_augmentation_and_clipping_break_it(
     tmp_path: Path,
 ) -> None:
@@ -70,9 +64,9 @@ def test_accumulation_changes_no_result_nor_do_augmentation_and_clipping_break_i
     assert watch.per_step(parts, parts=3) == watch.per_step([whole])
     assert parts[0].summary["steps"] == 15
     assert parts[0].learning_rates == whole.learning_rates
-    assert apart(tmp_path, "in parts", "whole") < 1e-9
-    assert apart(tmp_path, "without clipping", "whole") > 1e-2
-    assert apart(tmp_path, "without augmentation", "whole") > 1e-2
+    assert apart(tmp_path / "in parts", tmp_path / "whole") < 1e-9
+    assert apart(tmp_path / "without clipping", tmp_path / "whole") > 1e-2
+    assert apart(tmp_path / "without augmentation", tmp_path / "whole") > 1e-2
 
 
 def test_the_accurate_preset_on_two_processes_equals_one(tmp_path: Path) -> None:
@@ -82,7 +76,7 @@ def test_the_accurate_preset_on_two_processes_equals_one(tmp_path: Path) -> None
     for name, size in (("one", 1), ("two", 2)):
         config = with_flags(watch.proof_config(name, **recipe), dataset=str(few))
         assert run_world(size, watch.just_train, config, folder=tmp_path)[0]["steps"] == 13
-    assert apart(tmp_path, "two", "one") < 1e-9
+    assert apart(tmp_path / "two", tmp_path / "one") < 1e-9
 
 
 def test_what_a_comm_hook_sends_is_coarser_and_the_same_for_all(tmp_path: Path) -> None:
@@ -110,7 +104,7 @@ def test_fp32_after_one_step_on_two_processes_is_near_one(tmp_path: Path) -> Non
     for size in (1, 2):
         config = with_flags(watch.proof_config(f"on{size}", **recipe), mixed_precision="no")
         assert run_world(size, watch.just_train, config, folder=tmp_path)[0]["steps"] == 1
-    assert apart(tmp_path, "on2", "on1") < 1e-5
+    assert apart(tmp_path / "on2", tmp_path / "on1") < 1e-5
 
 
 def test_run_folder_of_a_finished_run(one_process: OneProcess) -> None:
@@ -133,9 +127,8 @@ def test_run_folder_of_a_finished_run(one_process: OneProcess) -> None:
     assert summary["dataset"]["name"] == "digits"
     assert (summary["dataset"]["train_rows"], summary["dataset"]["test_rows"]) == (1437, 360)
 
-    status = read_json(run / "status.json")
     expected = {"state": "finished", "exit_code": 0, "phase": "done", "step": STEPS, "error": None}
-    assert status == expected
+    assert read_json(run / "status.json") == expected
 
     steps, validations = metrics(run), metrics(run, "val_accuracy")
     assert [line["step"] for line in steps] == list(range(1, STEPS + 1))
@@ -169,11 +162,8 @@ def test_fault_24_divergence_ends_with_code_7_on_every_rank(tmp_path: Path) -> N
     config = watch.proof_config(model="mlp", lr=99.0, weight_decay=10.0, warmup=0.0)
     config = with_flags(config, mixed_precision="no", log_every=5)
     outcomes = LocalWorld(2, watch.just_train, config, folder=tmp_path).outcomes()
-    assert [getattr(error, "code", None) for error in outcomes] == [7, 7]
-    [told] = [error for error in outcomes if error.agreed]
-    assert str(told).startswith("--lr 99: ")
-    status = read_json(tmp_path / "run" / "status.json")
-    assert (status["state"], status["exit_code"]) == ("failed", 7)
+    assert str(told_once(outcomes, 7)).startswith("--lr 99: ")
+    assert status(tmp_path / "run") == ("failed", 7)
     assert not (tmp_path / "run" / "model.safetensors").exists()
 
 

@@ -12,10 +12,10 @@ from ddp_mnist.data.image_format import ImageFormat
 from ddp_mnist.errors import CheckpointError
 from ddp_mnist.nets.ours import MODELS, VERSION, Normalised, with_test_time_augmentation
 from ddp_mnist.run import weights
-from tests.data_sets import COLOUR
 
 CLASSES = [str(digit) for digit in range(10)]
 PREPARED = ImageFormat((1, 28, 28), (0.1307,), (0.3081,), ["3x3 became 28x28"], True, False)
+COLOUR = ImageFormat((3, 40, 60), (0.5, 0.4, 0.3), (0.2, 0.3, 0.2), [], False, False)
 
 
 def state(name: str = "cnn", classes: int = 10) -> dict[str, torch.Tensor]:

@@ -4,17 +4,20 @@ import contextlib
 import dataclasses
 import io
 import json
+import signal
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ddp_mnist.config.recipe import resolve_recipe
+from ddp_mnist.cluster.local_world import LocalWorld
+from ddp_mnist.config.recipe import Recipe, ResolvedRecipe, resolve_recipe
 from ddp_mnist.config.run import ResolvedConfig, TrainConfig
 from ddp_mnist.data.batches import ImageData
-from ddp_mnist.run.folder import read_json
-from ddp_mnist.verify.watch import just_train, largest_difference, weights_of
+from ddp_mnist.run import checkpoint
+from ddp_mnist.run.folder import STATUS, read_json
+from ddp_mnist.verify.watch import just_train, largest_difference, train_until, weights_of
 
 
 def with_flags(config: TrainConfig, **flags: Any) -> TrainConfig:
@@ -33,6 +36,28 @@ def resolved(config: TrainConfig, images: ImageData) -> ResolvedConfig:
     recipe = resolve_recipe(config.recipe, len(images.train_labels), 1)
     parts = (config.run, config.distribution, config.explicit, config.resumes)
     return ResolvedConfig(*parts, recipe=recipe)
+
+
+def recipe_of(processes: int = 1, **recipe: Any) -> ResolvedRecipe:
+    """Return a recipe as it is resolved for the digits."""
+    return resolve_recipe(Recipe(**recipe), 1437, processes)
+
+
+def net_that(does: str) -> str:
+    """Return the file of a Net that first does this with its images `x`."""
+    return f"""
+import os
+
+import torch
+
+from ddp_mnist.nets.ours import MLP
+
+
+class Net(MLP):
+    def forward(self, x):
+        {does}
+        return super().forward(x)
+"""
 
 
 def own_module(name: str, text: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -58,6 +83,33 @@ def metrics(run: Path, kind: str = "loss") -> list[dict[str, Any]]:
     return [line for line in lines if kind in line]
 
 
+def status(run: Path) -> tuple[str, int | None]:
+    """Return how a run stands, and its exit code."""
+    found = read_json(run / STATUS)
+    return found["state"], found["exit_code"]
+
+
+def told_once(outcomes: list[Any], code: int) -> Any:
+    """Check that all ranks end with this code; return the error of the one that tells it."""
+    assert [getattr(outcome, "code", outcome) for outcome in outcomes] == [code] * len(outcomes)
+    [told] = [outcome for outcome in outcomes if outcome.agreed]
+    return told
+
+
+def stop(config: TrainConfig, folder: Path, step: int, size: int = 1, by: int = 0) -> int:
+    """Send SIGTERM to rank `by` at `step`. Return the step at which the run stopped."""
+    interrupted = (config, step, signal.SIGTERM, by)
+    told_once(LocalWorld(size, train_until, *interrupted, folder=folder).outcomes(), 143)
+    run = folder / str(config.run.run_dir)
+    assert status(run) == ("preempted", 143)
+    return checkpoint.step_of(checkpoint.newest_first(run)[0])
+
+
+def apart(run: Path, other: Path) -> float:
+    """Return the largest difference between the weights of two runs."""
+    return largest_difference(weights_of(run), weights_of(other))
+
+
 def check_equal(run: Path, one_process: Path, world_size: int, num_machines: int = 1) -> None:
     """Compare a proof's run with that of one process: world, learning rates, losses, weights."""
     summary = read_json(run / "summary.json")
@@ -71,4 +123,4 @@ def check_equal(run: Path, one_process: Path, world_size: int, num_machines: int
     # equal losses at every step: the same images were seen
     expected = [line["loss"] for line in theirs]
     assert [line["loss"] for line in ours] == pytest.approx(expected, rel=1e-9)
-    assert largest_difference(weights_of(run), weights_of(one_process)) < 1e-9
+    assert apart(run, one_process) < 1e-9
