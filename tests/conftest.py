@@ -1,3 +1,4 @@
+import errno
 import fcntl
 import itertools
 import multiprocessing
@@ -119,6 +120,18 @@ def flock(tmp_path: Path) -> None:
             fcntl.flock(file, fcntl.LOCK_EX)
         except OSError as error:
             pytest.skip(f"no flock on the disk of {tmp_path} ({error.strerror})")
+
+
+@pytest.fixture
+def no_flock(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Refuse flock, as Lustre without -o flock does, or with the error that the test names."""
+    number = getattr(request, "param", errno.ENOSYS)
+
+    def flock(*_: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    return number
 
 
 @pytest.fixture

@@ -404,8 +404,8 @@ def rows_of(count: int) -> Rows:
     return Rows(torch.zeros(count, 1, 1, 1), torch.zeros(count))
 
 
-def indices_of(batches: GlobalBatchSampler, epoch: int, first_step: int = 0) -> list[list[int]]:
-    batches.start_epoch(epoch, first_step)
+def indices_of(batches: GlobalBatchSampler, epoch: int, skip_steps: int = 0) -> list[list[int]]:
+    batches.start_epoch(epoch, skip_steps)
     steps = [batch.tolist() for batch in batches]
     assert len(steps) == len(batches)
     return steps
@@ -432,7 +432,7 @@ def test_the_order_is_a_function_of_seed_and_epoch() -> None:
 
 
 @pytest.mark.parametrize("parts", [1, 2, 8])
-def test_micro_batches_split_a_step_and_first_step_skips_what_came_before(parts: int) -> None:
+def test_micro_batches_split_a_step_and_skip_steps_leaves_out_what_came_before(parts: int) -> None:
     whole = indices_of(GlobalBatchSampler(rows_of(100), 8, seed=3), 2)
     batches = GlobalBatchSampler(rows_of(100), 8, seed=3, grad_accum=parts)
     assert batches.micro_batch_size == batches.batch_size == 8 // parts
@@ -440,8 +440,8 @@ def test_micro_batches_split_a_step_and_first_step_skips_what_came_before(parts:
     pieces = indices_of(batches, 2)
     assert {len(piece) for piece in pieces} == {8 // parts}
     assert list(chain(*pieces)) == list(chain(*whole))
-    for first_step in (0, 1, 7, 11, 12):
-        assert indices_of(batches, 2, first_step) == pieces[first_step * parts :]
+    for skip_steps in (0, 1, 7, 11, 12):
+        assert indices_of(batches, 2, skip_steps) == pieces[skip_steps * parts :]
 
 
 def test_loaders_give_the_sampler_s_batches_or_all_rows_in_order() -> None:
@@ -450,7 +450,7 @@ def test_loaders_give_the_sampler_s_batches_or_all_rows_in_order() -> None:
     images = numbers.to(torch.uint8)[:, None, None, None].expand(40, 3, 20, 28)
     rows, every = Rows(images, numbers + 100, torch.arange(39, 0, -2)), Rows(images, numbers + 100)
     batches = GlobalBatchSampler(rows, 6, seed=0)
-    expected = indices_of(batches, 4, first_step=1)
+    expected = indices_of(batches, 4, skip_steps=1)
     batches_read = list(make_loader(rows, batch_sampler=batches))
     assert [indices.tolist() for _, _, indices in batches_read] == expected
     for batch in batches_read:

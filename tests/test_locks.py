@@ -1,5 +1,4 @@
 import errno
-import fcntl
 import os
 import signal
 import time
@@ -30,14 +29,6 @@ def flock(*_):
 fcntl.flock = flock
 """
 ELSEWHERE = "7\nnode-a\n"  # what a process on another machine has left, or has
-
-
-@pytest.fixture
-def no_flock(monkeypatch: pytest.MonkeyPatch) -> None:
-    def flock(*_: Any) -> None:
-        raise OSError(errno.ENOSYS, "Function not implemented")
-
-    monkeypatch.setattr(fcntl, "flock", flock)
 
 
 def killed_process(lock: Path) -> int:
@@ -195,19 +186,14 @@ def test_fault_38_without_flock_another_machines_process_is_named_with_the_way_o
     assert not writer_of(tmp_path)
 
 
-@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP])
-def test_fault_38_a_disk_that_gives_no_locks_is_no_full_disk(
-    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def flock(*_: Any) -> None:
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(fcntl, "flock", flock)
+@pytest.mark.parametrize("no_flock", [errno.ENOLCK, errno.EOPNOTSUPP], indirect=True)
+def test_fault_38_a_disk_that_gives_no_locks_is_no_full_disk(no_flock: int, tmp_path: Path) -> None:
     with pytest.raises(StorageError) as refused, RunFolder() as run:
         run.open(tmp_path)
+    why = os.strerror(no_flock)
     assert str(refused.value) == (
-        f"{tmp_path}: this disk gives no file locks ({os.strerror(number)}), without which two runs"
-        " could write one folder; use a --run-dir on another disk, or mount this one with locks"
+        f"{tmp_path}: this disk gives no file locks ({why}), without which two runs could write one"
+        " folder; use a --run-dir on another disk, or mount this one with locks"
     )
 
 

@@ -2,6 +2,7 @@
 
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -171,47 +172,78 @@ def test_a_net_is_refused_before_the_data_are_read_or_a_folder_is_made(
 # --- --weights
 
 
-@pytest.mark.parametrize("ending", [".pth", ".safetensors"])
+Tensors = dict[str, torch.Tensor]
+ENDINGS = pytest.mark.parametrize("ending", [".pth", ".safetensors"])
+AGAIN = "head.weight and head.bias are initialised again: made for other classes or sizes"
+UNREADABLE = r"cannot be read \(it holds more than tensors, or is damaged\); give model.safetensors"
+OF_COLOURS = r"conv1.weight is \[32, 3, 6, 6\] in the file, \[32, 1, 6, 6\] in the net"
+OTHER_MODEL = "name the --model that it was made for$"
+
+
+def write_weights(file: Path, tensors: Tensors) -> None:
+    torch.save(tensors, file) if file.suffix == ".pth" else save_file(tensors, file)
+
+
+@ENDINGS
 def test_weights_come_from_a_file_and_only_the_last_layer_may_differ(
     ending: str, tmp_path: Path
 ) -> None:
-    file = str(tmp_path / f"weights{ending}")
+    file = tmp_path / f"weights{ending}"
     given = build_net("cnn", "abc", COLOUR).net.state_dict()
-    save: Any = torch.save if ending == ".pth" else save_file
-    save(given, file)
-    same = build_net("cnn", "xyz", COLOUR, file).net.state_dict()
+    write_weights(file, given)
+    same = build_net("cnn", "xyz", COLOUR, str(file)).net.state_dict()
     assert all(torch.equal(same[name], given[name]) for name in given)
     net = build_net("cnn", "abcde", COLOUR).net
-    again = "head.weight and head.bias are initialised again: made for other classes or sizes"
-    assert load_weights(net, "cnn", file, "abcde") == f"from {file}; {again}"
+    assert load_weights(net, "cnn", str(file), "abcde") == f"from {file}; {AGAIN}"
     new_head = net.state_dict()
     differ = [name for name in given if not torch.equal(new_head[name], given[name])]
     assert differ == ["head.weight", "head.bias"]
 
-    def line(model: str, image_format: ImageFormat, name: str = file) -> str:
-        with pytest.raises(UsageError, match=f"^--weights {name}: ") as raised:
-            build_net(model, "abc", image_format, name)
-        return str(raised.value).partition(": ")[2]
 
-    fix = "name the --model that it was made for"
-    sizes = "conv1.weight is [32, 3, 6, 6] in the file, [32, 1, 6, 6] in the net"
-    assert line("cnn", GREY) == f"{sizes}; {fix}"
-    assert line("mlp", COLOUR).startswith("hidden1.weight is missing in the file, [128, 3840] in")
-    save({**given, "fc.bias": torch.zeros(3)}, file)
-    assert line("cnn", COLOUR) == f"fc.bias is [3] in the file, missing in the net; {fix}"
-    Path(file).write_bytes(b"x" * 99)
-    unreadable = (
-        "cannot be read (it holds more than tensors, or is damaged); give model.safetensors"
-    )
-    assert line("cnn", COLOUR).startswith(unreadable)
-    assert line("cnn", COLOUR, f"no{ending}").startswith("there is no such file; check the path")
-    for other in ({"model": given, "epoch": 3}, Path("x")):  # a checkpoint, and what runs code
-        torch.save(other, tmp_path / "other.pth")
-        assert line("cnn", COLOUR, str(tmp_path / "other.pth")).startswith(unreadable)
-    folder = line("cnn", COLOUR, str(tmp_path))
-    assert folder.startswith(
-        "cannot be read (Is a directory); give model.safetensors of a finished"
-    )
+# What is written in the place of a cnn's tensors, and the line.
+NOT_LOADED: dict[str, tuple[Callable[[Path, Tensors], object], str]] = {
+    "with more": (
+        lambda file, given: write_weights(file, {**given, "fc.bias": torch.zeros(3)}),
+        rf"fc.bias is \[3\] in the file, missing in the net; {OTHER_MODEL}",
+    ),
+    "damaged": (lambda file, _: file.write_bytes(b"x" * 99), UNREADABLE),
+    "a checkpoint": (lambda file, it: torch.save({"model": it, "epoch": 3}, file), UNREADABLE),
+    "what runs code": (lambda file, _: torch.save(Path("x"), file), UNREADABLE),
+    "missing": (lambda *_: None, "there is no such file; check the path"),
+    "a folder": (
+        lambda file, _: file.mkdir(),
+        r"cannot be read \((Is a dir|No such device).*\); give model.safetensors of a fin",
+    ),
+}
+
+
+@ENDINGS
+@pytest.mark.parametrize("kind", NOT_LOADED)
+def test_a_file_that_holds_no_weights_of_this_net_is_refused(
+    kind: str, ending: str, tmp_path: Path
+) -> None:
+    write, line = NOT_LOADED[kind]
+    file = tmp_path / f"weights{ending}"
+    write(file, build_net("cnn", "abc", COLOUR).net.state_dict())
+    with pytest.raises(UsageError, match=rf"^--weights {file}: {line}"):
+        build_net("cnn", "abc", COLOUR, str(file))
+
+
+@ENDINGS
+@pytest.mark.parametrize(
+    ("model", "image_format", "line"),
+    [
+        ("cnn", GREY, f"{OF_COLOURS}; {OTHER_MODEL}"),
+        ("mlp", COLOUR, r"hidden1.weight is missing in the file, \[128, 3840\] in"),
+    ],
+)
+def test_weights_of_another_net_are_refused(
+    model: str, image_format: ImageFormat, line: str, ending: str, tmp_path: Path
+) -> None:
+    file = tmp_path / f"weights{ending}"
+    write_weights(file, build_net("cnn", "abc", COLOUR).net.state_dict())
+    with pytest.raises(UsageError, match=rf"^--weights {file}: {line}"):
+        build_net(model, "abc", image_format, str(file))
 
 
 def test_weights_of_a_run_keep_the_last_layer_only_for_the_same_classes(own_file: Path) -> None:
@@ -221,9 +253,7 @@ def test_weights_of_a_run_keep_the_last_layer_only_for_the_same_classes(own_file
     assert load_weights(net, "cnn", "w.safetensors", "abc") == "from w.safetensors"
     assert torch.equal(net.state_dict()["head.bias"], trained["head.bias"])
     said = load_weights(build_net("cnn", "xyz", COLOUR).net, "cnn", "w.safetensors", "xyz")
-    assert said.endswith(
-        "head.weight and head.bias are initialised again: made for other classes or sizes"
-    )
+    assert said.endswith(AGAIN)
 
     own_file.write_text(OWN + MORE)  # whose last layer gives no logits
     net = build_net("own_net:HeadFirst", "abc", GREY).net

@@ -24,11 +24,7 @@ from matplotlib.figure import Figure
 from PIL.ExifTags import Base
 from tqdm.utils import disp_len
 
-from ddp_mnist.cluster.launch import Launch
 from ddp_mnist.cluster.local_world import run_world
-from ddp_mnist.config.distribution import Distribution
-from ddp_mnist.config.recipe import Recipe
-from ddp_mnist.config.run import RunFlags, TrainConfig
 from ddp_mnist.data import cache
 from ddp_mnist.data.image_format import ImageFormat
 from ddp_mnist.errors import CheckpointError, DataError, UsageError
@@ -36,10 +32,8 @@ from ddp_mnist.nets.ours import CNN, Normalised
 from ddp_mnist.run import weights
 from ddp_mnist.verbs import predict as verb
 from ddp_mnist.verbs.digit_photos import centred
-from ddp_mnist.verbs.evaluate import evaluate_run
-from ddp_mnist.verbs.flags import Evaluate, Predict
+from ddp_mnist.verbs.flags import Predict
 from ddp_mnist.verbs.predict import find_images, read_image
-from ddp_mnist.verify.watch import just_train
 from tests.commands import Typed, left_on_screen, on_forked_terminal
 from tests.data_sets import GREY
 
@@ -226,71 +220,45 @@ def test_a_large_photo_is_seen_as_a_small_one_is(tmp_path: Path) -> None:
         assert np.abs(as_mnist(tmp_path / f"large.{form}") - expected).mean() < 4
 
 
-# --- As training prepared it
+LETTERS = dataclasses.replace(GREY, digit_photos=False)
+DARK = dataclasses.replace(LETTERS, bright_on_black=False)
 
 
-def write_files(folder: Path) -> str:
-    """Write 200 train and 50 test images, dark on bright in colour, in folders of their labels."""
-    images = cache.load("digits")
-    for split, rows in {"train": 200, "test": 50}.items():
-        labels = getattr(images, f"{split}_labels")[:rows].tolist()
-        pixels = getattr(images, f"{split}_images")[:rows, 0].numpy()
-        for number, (image, label) in enumerate(zip(pixels, labels, strict=True)):
-            large = PIL.Image.fromarray(image).resize((96, 96), PIL.Image.Resampling.BICUBIC)
-            place = folder / split / f"class {label}"
-            place.mkdir(parents=True, exist_ok=True)
-            PIL.ImageOps.colorize(large, "wheat", "navy").save(place / f"{number:04d}.png")
-    return str(folder)
+def page_of(folder: Path) -> Path:
+    """Write a photo of a digit, dark on a bright page."""
+    return save(np.pad(255 - digits(1)[0], 30, constant_values=255), folder / "x.png")
 
 
-def train_and_answer(folder: str) -> tuple[dict[str, Any], list[int], list[str]]:
-    """Return what evaluate counts, the labels of the test files, and what predict answers."""
-    config = TrainConfig(
-        RunFlags(dataset=folder, run_dir="run", image_size="28", grey=True, quiet=True),
-        Recipe(model="mlp", epochs=16, batch_size=20, val_size=0),
-        Distribution(cpu=True, mixed_precision="no"),
-    )
-    just_train(config)
-    counted = evaluate_run(Evaluate("run"), config.distribution, Launch())
-    assert counted
-    files = sorted((Path(folder) / "test").rglob("*.png"))
-    answers = [line["label"] for line in predict("run", *files)]
-    return counted, cache.load(folder).test_labels.tolist(), answers
-
-
-def test_files_of_a_data_set_have_the_labels_that_evaluate_counts(tmp_path: Path) -> None:
-    folder = write_files(tmp_path / "dark")
-    [(counted, labels, answers)] = run_world(1, train_and_answer, folder, folder=tmp_path)
-    assert counted["accuracy"] > 0.8  # and not by chance
-    confusion = np.zeros_like(counted["confusion"])
-    for label, answer in zip(labels, answers, strict=True):
-        confusion[label][counted["classes"].index(answer)] += 1
-    assert confusion.tolist() == counted["confusion"]
-
-
-def test_photos_of_digits_are_cut_out_on_request(model: Normalised, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("made", "asked", "is_cut_out"),
+    [
+        (LETTERS, None, False),
+        (LETTERS, True, True),
+        (LETTERS, False, False),
+        (DARK, None, False),
+        (GREY, None, True),
+        (GREY, False, False),
+    ],
+)
+def test_photos_of_digits_are_cut_out_on_request(
+    made: ImageFormat, asked: bool | None, is_cut_out: bool, model: Normalised, tmp_path: Path
+) -> None:
     """The net alone knows what it was trained on, and so says what photos are made into."""
-    page = save(np.pad(255 - digits(1)[0], 30, constant_values=255), tmp_path / "x.png")
+    page = page_of(tmp_path)
     as_it_is = shares_of(model, read_image(page, GREY, digit_photos=False))
     cut_out = shares_of(model, as_mnist(page)[None])
     assert as_it_is.expected != cut_out
-    bright = dataclasses.replace(GREY, digit_photos=False)
-    dark = dataclasses.replace(bright, bright_on_black=False)
-    letters = run_of(tmp_path / "letters", model, CLASSES, bright)
-    own = run_of(tmp_path / "own", model, CLASSES, dark)
-    digit = run_of(tmp_path / "digits", model, CLASSES, GREY)
-    for run, asked, expected in (
-        (letters, None, as_it_is),
-        (letters, True, cut_out),
-        (letters, False, as_it_is),
-        (own, None, as_it_is),
-        (digit, None, cut_out),
-        (digit, False, as_it_is),
-    ):
-        [line] = predict(run, page, digit_photos=asked)
-        assert line["probabilities"] == expected
-    with pytest.raises(UsageError, match=f"^--digit-photos: {own} .*; leave it out$"):
-        predict(own, page, digit_photos=True)
+    run = run_of(tmp_path / "run", model, CLASSES, made)
+    [line] = predict(run, page, digit_photos=asked)
+    assert line["probabilities"] == (cut_out if is_cut_out else as_it_is)
+
+
+def test_photos_are_not_cut_out_for_a_net_of_other_strokes(
+    model: Normalised, tmp_path: Path
+) -> None:
+    run = run_of(tmp_path / "own", model, CLASSES, DARK)
+    with pytest.raises(UsageError, match=f"^--digit-photos: {run} .*; leave it out$"):
+        predict(run, page_of(tmp_path), digit_photos=True)
 
 
 # --- Which files

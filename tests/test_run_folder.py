@@ -1,6 +1,5 @@
 import contextlib
 import errno
-import fcntl
 import json
 import os
 import tempfile
@@ -242,10 +241,10 @@ def test_to_ask_whether_a_folder_is_in_use_needs_no_permission_and_leaves_nothin
 
 @pytest.mark.parametrize("has_flock", [True, False])
 def test_never_do_two_hold_the_lock_although_its_file_comes_and_goes(
-    has_flock: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    has_flock: bool, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     if not has_flock:
-        monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(errno.ENOSYS, "no flock")))
+        request.getfixturevalue("no_flock")
     inside: list[int] = []
     most = []
 
