@@ -107,6 +107,11 @@ class Ended:
     out: str
     err: str
 
+    def succeeds(self) -> str:
+        """Check that it ended with code 0 and nothing on stderr; return what it printed."""
+        assert (self.code, self.err) == (0, ""), f"{self.out}\n{self.err}"
+        return self.out
+
     @property
     def error_lines(self) -> list[str]:
         lines = self.err.splitlines()
@@ -190,11 +195,10 @@ def left_on_screen(written: str) -> list[str]:
     return [line.rpartition("\r")[2].replace("\x1b[K", "") for line in written.split("\n")]
 
 
-def all_succeed(started: list[Started]) -> list[Ended]:
-    """Wait for each, which has to end with code 0 and nothing on stderr."""
+def all_succeed(started: list[Started]) -> list[str]:
+    """Wait for all before one may fail; return what each printed."""
     ended = [each.ended() for each in started]
-    assert [(each.code, each.err) for each in ended] == [(0, "")] * len(ended)
-    return ended
+    return [each.succeeds() for each in ended]
 
 
 # --- Commands of the documents

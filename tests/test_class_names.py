@@ -86,10 +86,9 @@ def test_names_are_shown_whole_everywhere(
     figures: list[Figure] = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
     file = tmp_path / "own" / "test" / names[-1] / "0.png"
-    ended = typed("predict", "run", file, "--top", count, "--show", "seen.png")
-    assert (ended.code, ended.err) == (0, "")
-    answer = json.loads(ended.out)
-    assert f'"{names[-1]}": ' in ended.out
+    printed = typed("predict", "run", file, "--top", count, "--show", "seen.png").succeeds()
+    answer = json.loads(printed)
+    assert f'"{names[-1]}": ' in printed
     assert sorted(answer["probabilities"]) == names
     assert answer["label"] in (names[-1:] if count == 2 else names)
     [[axis]] = [figure.axes for figure in figures]

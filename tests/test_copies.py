@@ -6,7 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import REPOSITORY, TORCHRUN, Ended, fences_of, python, python_path, write_given
+from tests.commands import (
+    REPOSITORY,
+    TORCHRUN,
+    Ended,
+    Started,
+    all_succeed,
+    fences_of,
+    python,
+    python_path,
+    write_given,
+)
 
 pytestmark = pytest.mark.system
 
@@ -18,14 +28,37 @@ def test_the_textbooks_way_stands_alone_and_counts_rows_twice(tmp_path: Path) ->
     (tmp_path / "textbook_ddp.py").write_text(source)
     three = ["--standalone", "--nproc-per-node", "3", "textbook_ddp.py"]
     ended = python(*TORCHRUN, *three, folder=tmp_path, variables={"OMP_NUM_THREADS": "1"})
-    assert (ended.code, ended.err) == (0, "")
-    assert ended.out.count(" over 1401 rows, ") == 5  # of 1,400
-    counts = re.findall(r"(\d+) of (\d+) rows right, accuracy (0\.\d{4})", ended.out)
+    printed = ended.succeeds()
+    assert printed.count(" over 1401 rows, ") == 5  # of 1,400
+    counts = re.findall(r"(\d+) of (\d+) rows right, accuracy (0\.\d{4})", printed)
     assert [int(seen) for _, seen, _ in counts] == [399, 397]
     for correct, seen, accuracy in counts:
         assert float(accuracy) == pytest.approx(int(correct) / int(seen), abs=5e-5)
         assert float(accuracy) > 0.8
     assert 0 <= int(counts[0][0]) - int(counts[1][0]) <= 2
+
+
+def test_the_template_learns_on_processes_and_alone_and_resumes_where_it_was(
+    tmp_path: Path,
+) -> None:
+    """In half precision on the CPU; a finished run has nothing left to do."""
+    launchers = {"fp16": [*TORCHRUN, "--standalone", "--nproc-per-node", "2"], "bf16": []}
+    checkpoints = [tmp_path / f"{precision}.pt" for precision in launchers]
+
+    def train(*more: str) -> list[str]:
+        started = []
+        for (precision, launcher), file in zip(launchers.items(), checkpoints, strict=True):
+            flags = ["--epochs", "1", "--precision", precision, "--checkpoint", str(file)]
+            command = [*launcher, str(REPOSITORY / "docs" / "template_ddp.py"), *flags, *more]
+            started.append(Started(command, tmp_path, {"OMP_NUM_THREADS": "1"}))
+        return all_succeed(started)
+
+    for out in train():
+        [right] = re.findall(r"^epoch 1: loss [\d.]+, (\d+) of 397 rows right$", out, re.MULTILINE)
+        assert int(right) >= 330
+    before = [file.read_bytes() for file in checkpoints]
+    assert train("--resume") == ["", ""]
+    assert [file.read_bytes() for file in checkpoints] == before
 
 
 def test_ones_own_loss_and_net_are_proven_and_some_folders_are_dispensable(tmp_path: Path) -> None:

@@ -65,10 +65,6 @@ def agents(folder: Path) -> Iterator[Start]:
             kill(each)
 
 
-def workers_of(agent: Started) -> list[psutil.Process]:
-    return psutil.Process(agent.process.pid).children()
-
-
 def kill(agent: Started) -> None:
     """Kill an agent with its worker, as a machine that loses its power; not one that has ended."""
     if agent.process.poll() is None:

@@ -172,8 +172,7 @@ def test_make_train_takes_the_best_set_up(
 def test_make_train_on_one_gpu(tmp_path: Path) -> None:
     run = tmp_path / "run"
     flags = f"--dataset digits --model mlp --epochs 2 --run-dir {run}"
-    ended = make_train("one", flags, Path(sys.executable))
-    assert (ended.code, ended.err) == (0, "")
+    make_train("one", flags, Path(sys.executable)).succeeds()
     summary = read_json(run / "summary.json")
     found = (summary["device"], summary["backend"], summary["precision"])
     assert found == ("cuda:0", "none", "bf16")

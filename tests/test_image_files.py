@@ -195,9 +195,8 @@ finally:
 def test_to_prepare_photos_needs_neither_torch_nor_datasets(tmp_path: Path) -> None:
     """They would take longer than a hundred photos."""
     own = write_noise(tmp_path / "own", *split_up())
-    ended = python("-c", PREPARE, str(own), folder=tmp_path)
-    assert (ended.code, ended.err) == (0, "")
-    assert ended.out.endswith("\n[]\n") and "8 train and 8 test images" in ended.out
+    printed = python("-c", PREPARE, str(own), folder=tmp_path).succeeds()
+    assert printed.endswith("\n[]\n") and "8 train and 8 test images" in printed
 
 
 # --- HEIC

@@ -319,12 +319,12 @@ def test_accumulation_and_a_compiler_that_the_launcher_asks_for_change_no_weight
     )
     config = ["--config_file", "own.yaml", "--main_process_port", "0"]
     asked = ["--gradient_accumulation_steps", "4", *TRAIN, *PROOF.split(), "run"]
-    [ended] = all_succeed([accelerate_("launch", *config, *asked, folder=tmp_path)])
+    [printed] = all_succeed([accelerate_("launch", *config, *asked, folder=tmp_path)])
     check_equal(tmp_path / "run", alone, 2)
     summary, settings = (read_json(tmp_path / "run" / f) for f in ("summary.json", "config.json"))
     assert (summary["grad_accum"], summary["compile"]) == (4, "eager")
     assert (settings["recipe"]["grad_accum"], settings["distribution"]["compile"]) == (4, True)
-    plan = " ".join(ended.out.split())
+    plan = " ".join(printed.split())
     assert "precision fp64, compiled by eager" in plan
     assert "72 images a step = 2 processes x 4 parts x 9" in plan
 

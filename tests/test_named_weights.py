@@ -247,9 +247,8 @@ def test_a_run_begins_with_the_weights_and_goes_on_without_their_file(
     command = ["train", "--dataset", "photos", "--model", NET, "--weights", "DEFAULT", "--lr"]
     command += ["1e-9", "--epochs", "1", "--batch-size", "4", "--val-size", "0"]
     command += ["--checkpoint-every", "1"]
-    ended = typed(*command, "--run-dir", "run")
-    assert (ended.code, ended.err) == (0, "")
-    said = " ".join(ended.out.split())
+    printed = typed(*command, "--run-dir", "run").succeeds()
+    said = " ".join(printed.split())
     assert f"weights SqueezeNet1_1_Weights.IMAGENET1K_V1, from {torchvisions / FILE};" in said
     assert "classifier.1.weight and classifier.1.bias are initialised again: made for other" in said
     note = "normalised as for SqueezeNet1_1_Weights.IMAGENET1K_V1"
@@ -273,22 +272,18 @@ def test_a_run_begins_with_the_weights_and_goes_on_without_their_file(
     shutil.copytree("run", "broken")
     Path("broken/checkpoints/step-00000002.pt").unlink()
     Path("broken/status.json").write_text('{"state": "preempted"}')
-    ended = typed(*command, "--resume", "broken")
-    assert (ended.code, ended.err) == (0, "")
-    assert "after step 1" in ended.out
+    printed = typed(*command, "--resume", "broken").succeeds()
+    assert "after step 1" in printed
     assert weights.read_bytes("broken") == weights.read_bytes("run")  # bit for bit
 
     photos.rename("moved")
     command[command.index("photos")] = "moved"
-    ended = typed(*command, "--resume", "run")
-    assert (ended.code, ended.err) == (0, "")
-    assert "run: finished already, after epoch 1" in ended.out
+    printed = typed(*command, "--resume", "run").succeeds()
+    assert "run: finished already, after epoch 1" in printed
 
     ended = typed(*command, "--weights", "IMAGENET1K_V1", "--resume", "run")
     assert ended.err.startswith("ddp-mnist: error: --weights IMAGENET1K_V1: run was made with DEF")
-    ended = typed("predict", "run", "moved/test")
-    assert (ended.code, ended.err) == (0, "") and ended.out.count("\n") == 4
-    ended = typed("export", "run", "--format", "safetensors")
-    assert (ended.code, ended.err) == (0, "")
+    assert typed("predict", "run", "moved/test").succeeds().count("\n") == 4
+    typed("export", "run", "--format", "safetensors").succeeds()
     card = next(Path("run").rglob("README.md")).read_text()
     assert r"started from | the weights SqueezeNet1\_1\_Weights.IMAGENET1K\_V1" in card

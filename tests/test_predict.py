@@ -345,9 +345,7 @@ def test_one_image_comes_on_stdin(
     image = save(digits(1)[0], tmp_path / "x.png")
     [expected] = predict(run, image)
     monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(image.read_bytes())))
-    ended = typed("predict", run, "-")
-    assert json.loads(ended.out) == {**expected, "file": "-"}
-    assert (ended.code, ended.err) == (0, "")
+    assert json.loads(typed("predict", run, "-").succeeds()) == {**expected, "file": "-"}
     with pytest.raises(DataError, match=f"^-: {UNREADABLE}$"):
         predict(run, "-")  # at its end
 

@@ -228,7 +228,7 @@ def prepared(own: RandomSet, typed: Typed) -> str:
         )
         rename(own)
         ended = typed("prepare", "--dataset", own.path, *own.flags)
-    assert (ended.code, ended.err) == (0, "")
+    ended.succeeds()
     return said
 
 
@@ -248,8 +248,7 @@ def test_predict_agrees_with_evaluate_on_each_image_of_any_data_set(
     if said := prepared(own, typed):
         record_property("details", f"{details}; first refused: {said.replace(str(tmp_path), '')}")
     options = ["--model", own.what["model"], "--epochs", 2, "--batch-size", 6, "--cpu"]
-    ended = typed("train", "--dataset", own.path, *own.flags, *options, "--run-dir", run)
-    assert (ended.code, ended.err) == (0, "")
+    typed("train", "--dataset", own.path, *own.flags, *options, "--run-dir", run).succeeds()
     counted = json.loads(typed("evaluate", run, "--json").out)
     assert counted["confusion"] == read_json(run / "summary.json")["confusion"]
 

@@ -76,9 +76,8 @@ def test_all_checks_pass_here(
     model: str, typed: Typed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    ended = typed("verify", "--processes", "2", "--model", model)
-    assert (ended.code, ended.err) == (0, "")
-    *lines, last = ended.out.splitlines()
+    printed = typed("verify", "--processes", "2", "--model", model).succeeds()
+    *lines, last = printed.splitlines()
     assert last == "all 10 checks passed; written to verify.json"
     assert max(map(len, lines)) <= 80
     # which rank took which images: each rank of one and of two processes
@@ -98,7 +97,7 @@ def test_all_checks_pass_here(
         *((name, 2) for name in (*compared, *on_each, "metrics")),
     ]
     assert all(check["status"] == PASS for check in written["checks"])
-    differences = re.findall(r"off by (\S+)", ended.out)
+    differences = re.findall(r"off by (\S+)", printed)
     assert len(differences) == 4
     assert all(float(difference) < 1e-11 for difference in differences)
 
