@@ -123,6 +123,13 @@ def flock(tmp_path: Path) -> None:
 
 
 @pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the test's folder, in which it works."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
 def no_flock(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """Refuse flock, as Lustre without -o flock does, or with the error that the test names."""
     number = getattr(request, "param", errno.ENOSYS)

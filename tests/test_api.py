@@ -90,16 +90,14 @@ def test_an_error_is_the_command_lines(
     keywords: dict[str, Any],
     flags: str,
     typed: Typed,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    here: Path,
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     with pytest.raises(DdpMnistError) as raised:
         api.train(quiet=True, **keywords)
     ended = typed("train", "--quiet", *shlex.split(flags))
     line = f"ddp-mnist: error: {raised.value} (code {raised.value.code})\n"
     assert (ended.code, ended.err) == (raised.value.code, line)
-    assert list(tmp_path.iterdir()) == []
+    assert list(here.iterdir()) == []
 
 
 def refused(function: Any, *args: Any, **keywords: Any) -> str:
@@ -156,14 +154,13 @@ def test_another_thread_than_the_main_one_is_refused() -> None:
 
 
 def test_a_class_and_a_function_are_what_would_be_typed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     recipe = Recipe.of({"model": nn.Identity, "metrics": [refused, "f1"]})
     assert recipe.model == "torch.nn.modules.linear:Identity"
     assert recipe.metrics == ("tests.test_api:refused", "f1")
     assert Recipe.of({"metrics": refused}).metrics == ("tests.test_api:refused",)
-    assert RunFlags.of({"image_size": 64, "dataset": tmp_path}) == RunFlags(str(tmp_path), "64")
+    assert RunFlags.of({"image_size": 64, "dataset": here}) == RunFlags(str(here), "64")
     net = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
     assert refused(api.train, model=net).startswith("--model Sequential( (0): Linear(in")
     assert "\n" not in refused(api.train, model=net)
@@ -323,9 +320,9 @@ def test_many_calls_in_one_interpreter(alone: Path, tmp_path: Path) -> None:
         check_equal(tmp_path / name, alone, 2)
 
 
-def test_ones_own_file_counts_as_it_is_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("here")
+def test_ones_own_file_counts_as_it_is_now(monkeypatch: pytest.MonkeyPatch) -> None:
     """A notebook writes it again and again, with %%writefile."""
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     for units in (7, 8, 9):
         Path("net_of_a_notebook.py").write_text(f"UNITS = {units}")

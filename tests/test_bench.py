@@ -112,14 +112,13 @@ def test_only_full_batches_are_counted() -> None:
 
 
 def test_each_kind_of_step_is_timed_from_end_to_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(benches, "STEPS", 3)
-    monkeypatch.chdir(tmp_path)
     flags: Any = SimpleNamespace(dataset="digits", cache_dir=None, repeats=1)
     speeds = benches.speeds_of([*steps.KINDS], flags, 2)
     assert all(1 < images_per_s < 1e6 for [images_per_s] in speeds.values())
-    assert list(tmp_path.iterdir()) == []  # a timed run writes nothing
+    assert list(here.iterdir()) == []  # a timed run writes nothing
     monkeypatch.setattr(benches, "speeds_of", lambda *_: speeds)
     found = {result.name: result.figures["median"] for result in benches.scaling(flags, 2)}
     for who in ("1 process", "2 processes"):

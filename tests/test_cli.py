@@ -150,9 +150,8 @@ REFUSED = {
 
 @pytest.mark.parametrize(("line", "begins"), REFUSED.items(), ids=[line[:40] for line in REFUSED])
 def test_fault_32_a_wrong_command_line_is_one_line_that_begins_with_what_was_typed(
-    line: str, begins: str, typed: Typed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    line: str, begins: str, typed: Typed, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     words = shlex.split(line)
     while re.match("[A-Z_]+=", words[0]):  # as a shell reads it
         monkeypatch.setenv(*words.pop(0).split("="))
@@ -162,7 +161,7 @@ def test_fault_32_a_wrong_command_line_is_one_line_that_begins_with_what_was_typ
     assert match, ended.err
     assert match[1].startswith(begins)
     assert len(ended.err) < 250
-    assert list(tmp_path.iterdir()) == []
+    assert list(here.iterdir()) == []
 
 
 LINES = "verify --save", "doctor --save", "report RUN --out", "predict RUN x.png --show"

@@ -27,13 +27,10 @@ def files_in(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_configs_writes_the_files_and_says_what_each_is_for(
-    typed: Typed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_configs_writes_the_files_and_says_what_each_is_for(typed: Typed, here: Path) -> None:
     shown = typed("configs")
     assert (shown.code, shown.err, len(FILES)) == (0, "", 6)
-    assert files_in(tmp_path / "accelerate_configs") == FILES
+    assert files_in(here / "accelerate_configs") == FILES
     *lines, written, command = shown.out.splitlines()
     assert [line.split()[0] for line in lines] == sorted(FILES)
     assert "multi_cpu.yaml       Two processes on this machine's CPU. Backend: gloo." in lines
@@ -41,7 +38,7 @@ def test_configs_writes_the_files_and_says_what_each_is_for(
     assert f"#   {command}".encode() in FILES["multi_cpu.yaml"].splitlines()
     assert typed("configs") == shown  # what is there already is right
     out = typed("configs", "my own/files").out
-    assert files_in(tmp_path / "my own" / "files") == FILES
+    assert files_in(here / "my own" / "files") == FILES
     assert "accelerate launch --config_file 'my own/files/multi_cpu.yaml' -m ddp_mnist" in out
 
 

@@ -102,21 +102,18 @@ def write_photos(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("page", TYPED, ids=str)
-def test_what_a_page_tells_to_type_works_and_prints_what_it_shows(
-    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "docs").symlink_to(REPOSITORY / "docs")
-    write_photos(tmp_path / "photos")
+def test_what_a_page_tells_to_type_works_and_prints_what_it_shows(page: Path, here: Path) -> None:
+    (here / "docs").symlink_to(REPOSITORY / "docs")
+    write_photos(here / "photos")
     everything = ""
     for fence in FENCES[page]:
         if fence.language == "python" and not fence.mark:
-            write_given(fence, tmp_path)
+            write_given(fence, here)
         if not is_run(fence):
             continue
         shown, printed = shown_by(fence), ""
         for line in fence.body.splitlines():
-            codes, said = run_line(line, shown, tmp_path)
+            codes, said = run_line(line, shown, here)
             printed += said
             assert any(codes) == (fence.mark == "fails"), f"{fence}: {line}\n{said}"
         everything += printed
@@ -130,7 +127,7 @@ def test_what_a_page_tells_to_type_works_and_prints_what_it_shows(
         assert "became 30x30" in said  # of the shorter sides 28, 30, 31 and 50 the lower median
         scores = r"f1 0\.\d+, balanced_accuracy 0\.\d+, own_metrics:second_class_missed 0\.\d+"
         assert re.search(scores, said)
-        [(_, said)] = run_world(1, run_here, ["from_python.py"], True, folder=tmp_path)
+        [(_, said)] = run_world(1, run_here, ["from_python.py"], True, folder=here)
         assert re.search(r"[01]\.\d+ \[\[\d+, \d+\], \[\d+, \d+\]\]\n(cat|dog)\n$", said)
 
 

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from ddp_mnist.run.folder import read_json
-from tests.chaos import newest_step, wait_until
+from tests.chaos import newest_step, wait_until, workers_of
 from tests.commands import SLOW, TORCHRUN, Started, fences_of, proof
 from tests.hosts import Hosts, require_hosts
 from tests.training import check_equal

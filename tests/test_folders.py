@@ -220,11 +220,10 @@ def test_a_folder_holds_the_runs_that_were_trained_on_it(
 
 
 def test_a_folder_of_a_built_in_name_is_not_meant_and_a_line_says_so(
-    tmp_path: Path, typed: Typed, monkeypatch: pytest.MonkeyPatch
+    here: Path, typed: Typed
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     assert typed("prepare", "--dataset", "digits").out.count("give ./digits") == 0
-    write_noise(tmp_path / "digits", *split_up())
+    write_noise(here / "digits", *split_up())
     ended = typed("prepare", "--dataset", "digits")
     assert "digits is the data set of that name; for the folder, give ./digits\n" in ended.out
     assert "1,437 train" in ended.out

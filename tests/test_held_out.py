@@ -272,13 +272,12 @@ def test_a_run_of_an_earlier_version_has_the_defaults_of_younger_flags(
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_run_is_not_measured_on_a_folder_that_changed_since(
-    change: str, trained: Path, tmp_path: Path, typed: Typed, monkeypatch: pytest.MonkeyPatch
+    change: str, trained: Path, here: Path, typed: Typed
 ) -> None:
     """Unless it is named: then none is counted that the run was trained on."""
-    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
-    monkeypatch.chdir(tmp_path)
+    shutil.copytree(trained, here, dirs_exist_ok=True)
     config = read_json(Path("run/config.json"))
-    config["run"]["dataset"] = str(tmp_path / "photos")
+    config["run"]["dataset"] = str(here / "photos")
     Path("run/config.json").write_text(json.dumps(config))
     before = json.loads(typed("evaluate", "run", "--json").out)
     assert before["count"] == read_json(Path("run/summary.json"))["test_count"]
@@ -291,8 +290,8 @@ def test_a_run_is_not_measured_on_a_folder_that_changed_since(
         ended = typed(*command)
         assert (ended.code, ended.out) == (3, "")
         [line] = ended.error_lines
-        assert f"run: the images of {tmp_path}/photos have changed since the run (" in line
-        assert SAID[change] in line and f"--dataset {tmp_path}/photos (code 3)" in line
+        assert f"run: the images of {here}/photos have changed since the run (" in line
+        assert SAID[change] in line and f"--dataset {here}/photos (code 3)" in line
     ended = typed("report", "run")
     assert ended.code == 3 and "written to run/report.html" in ended.out
     assert SAID[change] in ended.err and "so the page shows no mistakes of it; put" in ended.err
@@ -311,10 +310,8 @@ def test_a_name_that_leaves_the_order_is_no_change(photos: Path) -> None:
     assert load(photos).digest == before
 
 
-def test_an_image_that_was_trained_on_is_never_counted(
-    trained: Path, tmp_path: Path, typed: Typed, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.usefixtures("here")
+def test_an_image_that_was_trained_on_is_never_counted(trained: Path, typed: Typed) -> None:
     shutil.copytree(trained / "run", "run")
     shutil.copytree(trained / "photos", "other/test")
     seen = len(np.load("run/trained_on.npy"))

@@ -212,11 +212,10 @@ FOR_DDP = {  # by config and flags, the beginning of what comes of it
     ids=[" ".join(given) for given in FOR_DDP],
 )
 def test_a_config_does_what_it_says_or_one_line_refuses_it(
-    config: str, flags: str, expected: str, tmp_path: Path, monkeypatch: Patch
+    config: str, flags: str, expected: str, here: Path, monkeypatch: Patch
 ) -> None:
-    (tmp_path / "own.yaml").write_text(f"{{compute_environment: LOCAL_MACHINE, {config}}}")
-    monkeypatch.chdir(tmp_path)
-    found = in_effect(["--config_file", "own.yaml", *flags.split()], tmp_path, monkeypatch)
+    (here / "own.yaml").write_text(f"{{compute_environment: LOCAL_MACHINE, {config}}}")
+    found = in_effect(["--config_file", "own.yaml", *flags.split()], here, monkeypatch)
     assert found.startswith(expected)
     assert "\n" not in found or found.startswith("accelerate:")
 

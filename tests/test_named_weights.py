@@ -137,17 +137,16 @@ class Nonsense(http.server.BaseHTTPRequestHandler):
 
 
 def test_a_file_that_cannot_be_had_is_one_line_that_says_what_to_bring_where(
-    torchvisions: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    torchvisions: Path, monkeypatch: pytest.MonkeyPatch, here: Path
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    (damaged := tmp_path / "net-0123abcd.pth").touch()
+    (damaged := here / "net-0123abcd.pth").touch()
     with http.server.HTTPServer(("127.0.0.1", 0), Nonsense) as server:
         threading.Thread(target=server.handle_request, daemon=True).start()
         for url, why in (
             (damaged.as_uri(), "invalid hash value .*"),  # what a broken connection leaves
             (f"http://127.0.0.1:{server.server_port}/net-0123abcd.pth", "nonsense"),
             ("http://127.0.0.1:1/net-0123abcd.pth", "Connection refused"),
-            ((tmp_path / "no" / "net-0123abcd.pth").as_uri(), "No such file or directory"),
+            ((here / "no" / "net-0123abcd.pth").as_uri(), "No such file or directory"),
         ):
             monkeypatch.setattr(ENTRY.value, "url", url)
             bring = f"bring {url} to {torchvisions}, under this name"

@@ -380,10 +380,8 @@ def test_dropout_draws_anew_for_each_part_of_a_step_and_alike_in_each_run(own_fi
     assert torch.equal(*drawn)
 
 
-def test_weights_are_a_record_of_a_run_that_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.usefixtures("here")
+def test_weights_are_a_record_of_a_run_that_goes_on() -> None:
     torch.save(build_net("mlp", [*"0123456789"], GREY).net.state_dict(), "w.pth")
     config = watch.proof_config(model="mlp", epochs=1, weights="w.pth")
     watch.just_train(config)

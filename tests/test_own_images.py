@@ -365,12 +365,10 @@ def runs(shapes: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.usefixtures("here")
 @pytest.mark.system
-def test_they_are_proven_like_the_digits(
-    shapes: Path, tmp_path: Path, typed: Typed, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_they_are_proven_like_the_digits(shapes: Path, typed: Typed) -> None:
     """On one process and two: weights to 1e-9, an exact resume, parts of steps, exact metrics."""
-    monkeypatch.chdir(tmp_path)
     printed = typed("verify", "--processes", "2", "--dataset", shapes, "--model", "mlp").succeeds()
     assert printed.endswith("all 10 checks passed; written to verify.json\n")
     [weights] = re.findall(r"weights after (\d+) steps, off by (\S+)", printed)
@@ -407,10 +405,9 @@ def copied(folder: Path, place: Path, change: Callable[[PIL.Image.Image], PIL.Im
 
 
 def test_a_run_is_evaluated_on_another_folder_of_the_same_classes(
-    shapes: Path, runs: Path, tmp_path: Path, typed: Typed, monkeypatch: pytest.MonkeyPatch
+    shapes: Path, runs: Path, here: Path, typed: Typed
 ) -> None:
     """Of any size, with a test split or without; a class of another name is one line."""
-    monkeypatch.chdir(tmp_path)
     copied(shapes, Path("large"), lambda image: image.resize((48, 48)))
     shutil.copytree("large/train/red", "large/train/zebra")  # which is not what is counted
     assert api.evaluate(runs / "colour", dataset="large")["accuracy"] >= 0.9  # type: ignore[index]
@@ -422,7 +419,7 @@ def test_a_run_is_evaluated_on_another_folder_of_the_same_classes(
     Path("large").rename("moved")
     moved = api.evaluate("held", dataset="moved")
     assert moved and moved["confusion"] == summary["confusion"]
-    (tmp_path / "moved/train/blue").rename(tmp_path / "moved/train/sky")
+    (here / "moved/train/blue").rename(here / "moved/train/sky")
     assert typed("evaluate", "held", "--dataset", "moved").err == (
         "ddp-mnist: error: --dataset moved: class sky is not one of the run's (blue, green, red,"
         " violet, yellow); rename it to one of them, or leave its images out (code 2)\n"
@@ -485,10 +482,10 @@ def test_new_images_are_counted_as_predict_labels_them(
     assert confusion.any(0).sum() > 1 or count == 20  # and not by chance
 
 
+@pytest.mark.usefixtures("here")
 def test_new_images_in_no_split_are_refused_with_a_way_out(
-    shapes: Path, runs: Path, tmp_path: Path, typed: Typed, monkeypatch: pytest.MonkeyPatch
+    shapes: Path, runs: Path, typed: Typed
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     shutil.copytree(shapes / "test", "new")
     assert typed("evaluate", runs / "colour", "--dataset", "new").err == (
         "ddp-mnist: error: --dataset new: needs the split test, found: train; name the files or"

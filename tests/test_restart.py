@@ -53,17 +53,12 @@ if wait:
     time.sleep(wait)
 end()
 """
+pytestmark = pytest.mark.usefixtures("here")
 COMMAND = ["-I", "-c", SCRIPT, "train"]
 DIGITS = ("--dataset", "digits")
 RUN_DIR = ["--run-dir", "runs/digits-001"]
 AUTO = ["--resume", "auto"]
 Attempt = tuple[Any, ...]  # exit code, what it writes into status.json, seconds before that
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
 def calls() -> list[list[str]]:
@@ -218,13 +213,13 @@ def test_the_lock_file_of_a_killed_process_is_no_reason_to_wait(run: Run) -> Non
     ],
 )
 def test_a_signal_is_forwarded_and_nothing_is_run_after_it(
-    number: signal.Signals, status: dict[str, Any], code: int, folder: Path
+    number: signal.Signals, status: dict[str, Any], code: int, here: Path
 ) -> None:
     """SIGINT is not forwarded: a terminal sends it to the command too."""
     interrupt = number == signal.SIGINT
     plan = [(143, status, 0.5 if interrupt else 30), (0,)]
     arguments = [*ENTRY, "3", "--", *COMMAND, *DIGITS]
-    started = Started(arguments, folder, {"PLAN": json.dumps(plan)})
+    started = Started(arguments, here, {"PLAN": json.dumps(plan)})
     wait_until(Path("ready").exists, timeout_s=20)
     started.process.send_signal(number)
     ended = started.ended(10)

@@ -396,11 +396,10 @@ def test_fault_07_a_checkpoint_of_another_run_or_step_is_never_taken(
 
 
 def test_a_finished_run_knows_its_images_in_a_folder_that_was_moved(
-    tmp_path: Path, typed: Typed, monkeypatch: pytest.MonkeyPatch
+    here: Path, typed: Typed
 ) -> None:
     """As the run read them: flags that are not typed are its own."""
-    monkeypatch.chdir(tmp_path)
-    few_digits(tmp_path / "few", 150, 20)
+    few_digits(here / "few", 150, 20)
     command = ["train", "--dataset", "few", "--model", "mlp", "--epochs", "1", "--quiet"]
     assert typed(*command, "--image-size", "20", "--run-dir", "run").code == 0
     Path("few").rename("moved")

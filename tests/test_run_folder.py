@@ -16,6 +16,7 @@ from ddp_mnist.run.folder import RUNS, RunFolder, read_json, reserve, writer_of
 from tests.chaos import wait_until
 from tests.test_rendezvous import at_once
 
+pytestmark = pytest.mark.usefixtures("here")
 FRESH = {"state": "running", "exit_code": None, "phase": "starting", "step": 0, "error": None}
 FULL = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
 
@@ -39,11 +40,6 @@ def unlocked(path: Path) -> RunFolder:
 
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
-
-
-@pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 # --- Which folder

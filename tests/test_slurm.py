@@ -204,7 +204,7 @@ def one_of_an_array_is_requeued_and_the_other_cancelled(slurm: Slurm, folder: Pa
 
     first.cancel()
     last.trains(after=stopped)
-    assert f"resumed    after step {stopped}; nothing changed\n" in last.succeeds()
+    assert f"resumed    after step {stopped}; nothing changed\n" in last.printed()
     last.cancel()
     for job, restarts in ((first, "0"), (last, "1")):
         assert job.shown().items() >= {"JobState": "CANCELLED", "Restarts": restarts}.items()
@@ -218,7 +218,7 @@ def a_task_that_hangs_ends_the_job(slurm: Slurm, folder: Path) -> None:
     job.trains()
     job.task(1).send_signal(signal.SIGSTOP)
     job.becomes(JobState="FAILED", Restarts="0")
-    assert "ddp-mnist: error: lost contact with rank 1 of 2 (" in job.succeeds()
+    assert "ddp-mnist: error: lost contact with rank 1 of 2 (" in job.printed()
 
 
 def a_node_dies_and_comes_back(slurm: Slurm, folder: Path) -> None:
@@ -231,7 +231,7 @@ def a_node_dies_and_comes_back(slurm: Slurm, folder: Path) -> None:
     slurm.hosts.mend(2)
     slurm.start(2, "slurmd", "-D")
     job.trains(after=max(saved, reached))
-    assert f"resumed    after step {saved}; nothing changed\n" in job.succeeds()
+    assert f"resumed    after step {saved}; nothing changed\n" in job.printed()
     job.runs_out_of_time()
     job.becomes(JobState="PENDING", Restarts="2")
     job.cancel()

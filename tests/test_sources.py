@@ -51,20 +51,19 @@ from tests.hub import Hub, as_json
 # --- Which source
 
 
-def test_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder is the same under any spelling."""
-    (tmp_path / "sub" / "numbers").mkdir(parents=True)
-    (tmp_path / "link").symlink_to("sub/numbers")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    folder = str(tmp_path.resolve() / "sub" / "numbers")
+    (here / "sub" / "numbers").mkdir(parents=True)
+    (here / "link").symlink_to("sub/numbers")
+    monkeypatch.setenv("HOME", str(here))
+    folder = str(here.resolve() / "sub" / "numbers")
     for dataset, source in {
         "mnist": Source("mnist", "hub", "ylecun/mnist"),
         "fashion_mnist": Source("fashion_mnist", "hub", "zalando-datasets/fashion_mnist"),
         "digits": Source("digits", "digits", "sklearn.datasets.load_digits"),
         "patches": Source("patches", "patches", "sklearn.datasets.load_sample_images"),
         "someone/some-set_2.0": Source("someone--some-set_2.0", "hub", "someone/some-set_2.0"),
-        "./sub/..": Source(tmp_path.name, "folder", str(tmp_path.resolve())),
+        "./sub/..": Source(here.name, "folder", str(here.resolve())),
         **dict.fromkeys(
             ("sub/numbers", "./sub/numbers/", "~/sub/numbers", folder, "link"),
             Source("numbers", "folder", folder),
@@ -73,10 +72,9 @@ def test_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert find_source(dataset) == source
 
 
-def test_a_name_or_path_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "loop").symlink_to("loop")
-    (tmp_path / "train.parquet").touch()
-    monkeypatch.chdir(tmp_path)
+def test_a_name_or_path_that_is_none(here: Path) -> None:
+    (here / "loop").symlink_to("loop")
+    (here / "train.parquet").touch()
     for datasets, error, fix in (
         (("mnits", "auto", "", " ", "a b/c", "é/1"), UsageError, "choose from mnist, fashion_mn"),
         (("/nowhere", "./x", "a/b/c", "~nobody-here/x", "loop/x/y"), DataError, "check the path"),
@@ -399,12 +397,9 @@ def test_a_split_that_is_not_used_is_not_read_and_their_order_says_nothing(tmp_p
         assert decoded.images.keys() == decoded.keys.keys() == {"train", "test"}
 
 
-def test_errors_name_a_folder_as_it_was_typed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (write_images(tmp_path / "photos") / BEE).write_bytes(b"hello")
-    (tmp_path / "empty").mkdir()
-    monkeypatch.chdir(tmp_path)
+def test_errors_name_a_folder_as_it_was_typed(here: Path) -> None:
+    (write_images(here / "photos") / BEE).write_bytes(b"hello")
+    (here / "empty").mkdir()
     for typed, line in {
         "photos": rf"1 of 17 images cannot be read: photos/{BEE} \(of no",
         "./empty/": ".*; give it images in train/CLASS/",

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -27,7 +28,7 @@ from tests.commands import (
     require_programs,
 )
 from tests.hosts import Hosts, require_hosts, run
-from tests.training import check_equal
+from tests.training import check_equal, status
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 SSHD = "/usr/sbin/sshd"  # which wants its whole path
@@ -57,6 +58,13 @@ class Cluster:
         command = self.hosts.command(0, "sh", "-c", there, "sh", SCRIPT, *names)
         own = {"FOLDER": "$HOME/clone", **variables}
         return Started(command, self.disks[0], own, program=None, terminal=terminal)
+
+    def trains(self, name: str, **more: Any) -> tuple[Path, Started]:
+        """Start a long run on two hosts; return its folder, and it, once it has saved."""
+        run = self.disks[0] / name
+        started = self.start(0, 1, ARGS=f"{LONG} $$HOME/{name}", **more)
+        wait_until(lambda: newest_step(run), PATIENCE_S, every_s=0.1)
+        return run, started
 
     def said(self, ended: Ended, index: int, user: str = "") -> list[str]:
         """Return the lines of the part on a host, whose name is in front of each."""
@@ -167,29 +175,25 @@ def test_two_hosts_train_as_one_process(cluster: Cluster, alone: Path) -> None:
 
 def test_ctrl_c_saves_and_ends_all_parts(cluster: Cluster, terminal: tuple[int, int]) -> None:
     person, command = terminal
-    run = cluster.disks[0] / "stopped"
-    started = cluster.start(0, 1, ARGS=f"{LONG} $$HOME/stopped", terminal=command)
-    wait_until(lambda: newest_step(run), PATIENCE_S, every_s=0.1)
+    run, started = cluster.trains("stopped", terminal=command)
     os.write(person, b"\3")
     ended = started.ended(PATIENCE_S)
     assert (ended.code, ended.err) == (130, ""), ended.out
-    status = read_json(run / "status.json")
-    assert (status["state"], status["exit_code"]) == ("preempted", 130)
-    assert status["step"] == newest_step(run)
+    assert status(run) == ("preempted", 130)
+    step = newest_step(run)
+    assert read_json(run / "status.json")["step"] == step
     cluster.empties(0, 1)
     said = "\n".join(cluster.said(ended, 0))
-    assert f"SIGINT: stopped after step {status['step']} and saved" in said
+    assert f"SIGINT: stopped after step {step} and saved" in said
 
 
 def test_a_lost_process_ends_all_parts_with_a_code(cluster: Cluster) -> None:
     """That of make, which is 2 whatever the program's was."""
-    run = cluster.disks[0] / "lost"
-    started = cluster.start(0, 1, ARGS=f"{LONG} $$HOME/lost")
-    wait_until(lambda: newest_step(run), PATIENCE_S, every_s=0.1)
+    run, started = cluster.trains("lost")
     cluster.worker(1).kill()
     ended = started.ended(PATIENCE_S)
     assert (ended.code, ended.err) == (2, ""), ended.out
-    assert read_json(run / "status.json")["exit_code"] == 6
+    assert status(run) == ("failed", 6)
     said = "\n".join(cluster.said(ended, 0))
     assert "ddp-mnist: error: lost contact with rank 1 of 2 (" in said
     cluster.empties(0, 1)
@@ -244,15 +248,13 @@ def test_a_host_that_is_down_or_asks_ends_all_with_a_line(
 
 @pytest.mark.soak
 def test_a_part_that_hangs_is_cut_off(cluster: Cluster) -> None:
-    run = cluster.disks[0] / "hung"
-    started = cluster.start(0, 1, ARGS=f"{LONG} $$HOME/hung")
-    wait_until(lambda: newest_step(run), PATIENCE_S, every_s=0.1)
+    run, started = cluster.trains("hung")
     hung = [each for each in cluster.left(1) if each.name() != "sshd"]
     for process in hung:
         process.suspend()
     ended = started.ended(PATIENCE_S)
     assert (ended.code, ended.err) == (2, ""), ended.out
-    assert read_json(run / "status.json")["exit_code"] == 6
+    assert status(run) == ("failed", 6)
     for process in hung:
         process.resume()
     cluster.empties(1)

@@ -71,11 +71,9 @@ def failed(checks: list[CheckResult]) -> set[str]:
     return {check.name for check in checks if check.status == FAIL}
 
 
+@pytest.mark.usefixtures("here")
 @pytest.mark.parametrize("model", ["mlp", pytest.param("cnn", marks=pytest.mark.system)])
-def test_all_checks_pass_here(
-    model: str, typed: Typed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_all_checks_pass_here(model: str, typed: Typed) -> None:
     printed = typed("verify", "--processes", "2", "--model", model).succeeds()
     *lines, last = printed.splitlines()
     assert last == "all 10 checks passed; written to verify.json"

@@ -146,16 +146,15 @@ def test_a_net_that_this_code_does_not_have_is_named(content: bytes) -> None:
             weights.from_bytes(with_metadata(content, {"ddp_mnist": about}), "runs/x")
 
 
-def test_what_a_run_without_a_model_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stopped = tmp_path / "stopped"
+def test_what_a_run_without_a_model_is(here: Path) -> None:
+    stopped = here / "stopped"
     stopped.mkdir()
     (stopped / "status.json").write_text('{"state": "preempted", "step": 33}')
     missing = r"there is no model of a finished run \(model.safetensors: No such file .*\)"
-    monkeypatch.chdir(tmp_path)
     for folder, fix in (
-        (tmp_path, "there is none here yet, so train first"),
+        (here, "there is none here yet, so train first"),
         (Path("runs/latest"), "there is none here yet, so train first"),
-        (tmp_path / "none", "name one, e.g. runs/latest"),
+        (here / "none", "name one, e.g. runs/latest"),
     ):
         with pytest.raises(CheckpointError, match=f"^{folder}: {missing}; {fix}$"):
             weights.read_bytes(str(folder))
