@@ -159,6 +159,7 @@ def write_noise(place: Path, *names: str, size: tuple[int, int] = (9, 7), seed: 
 
 
 def flat(count: int = 12, name: str = "{n}.png", classes: str = "cat dog") -> list[str]:
+    """Return names of images, each in the folder of its class."""
     each = classes.split()
     return [f"{each[n % len(each)]}/{name.format(n=n)}" for n in range(count)]
 

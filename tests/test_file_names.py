@@ -8,7 +8,7 @@ import pytest
 from ddp_mnist.config.image_options import ImageOptions
 from ddp_mnist.data import cache
 from ddp_mnist.data.decode import decode_image, open_image
-from tests.data_sets import flat, split_up, write_noise
+from tests.data_sets import flat, load, split_up, write_noise
 
 
 @pytest.mark.parametrize("drawn", [False, True])
@@ -21,7 +21,7 @@ def test_each_test_image_has_its_file_and_no_other(drawn: bool, tmp_path: Path) 
         write_noise(folder, *split_up(30))
     (folder / "notes.txt").write_text("no image")
     reading = ImageOptions(test_size=30 if drawn else None)
-    images = cache.load(str(folder), str(tmp_path / "cache"), reading)
+    images = load(folder, reading)
     rows = range(len(images.test_labels))
     found = images.files_of_test(rows)
     assert len(rows) > 20 and [*found] == [*rows]

@@ -13,12 +13,12 @@ import pytest
 
 from ddp_mnist import api
 from ddp_mnist.config.image_options import ImageOptions
-from ddp_mnist.data import cache
 from ddp_mnist.data.batches import ImageData, train_val_test_split
 from ddp_mnist.data.decode import stored_pixels
 from ddp_mnist.data.held_out import draw_by_share, draw_exactly, key_of, share_of, validation_rows
 from ddp_mnist.errors import UsageError
 from ddp_mnist.run.folder import read_json
+from tests import data_sets
 from tests.commands import Typed
 from tests.data_sets import flat, noise, write_noise
 
@@ -32,7 +32,7 @@ def photos(tmp_path: Path) -> Path:
 
 
 def load(place: Path, test_size: int = TEST_SIZE) -> ImageData:
-    return cache.load(str(place), str(place.parent / "cache"), ImageOptions(test_size=test_size))
+    return data_sets.load(place, ImageOptions(test_size=test_size))
 
 
 def parts_of(images: ImageData, val_size: int | None = None) -> dict[bytes, str]:
@@ -215,7 +215,7 @@ def test_a_copy_goes_where_the_original_went_in_whatever_format(tmp_path: Path) 
                 name = f"{number * image + (number == 0) * (99 - image)}.{kind.lower()}"
                 noise(1000 * ord(label) + image).save(place / name, lossless=True)
         reading = ImageOptions((5, 5) if number else None, number == 2, 6)
-        images = cache.load(str(tmp_path / str(number)), str(tmp_path / "cache"), reading)
+        images = data_sets.load(tmp_path / str(number), reading)
         keys.append([set(images.train_keys.tolist()), set(images.test_keys.tolist())])
     assert keys[1:] == keys[:1] * 3
     turned = noise(3)

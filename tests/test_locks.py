@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 from filelock import SoftFileLock, Timeout
 
-from ddp_mnist.data import cache
 from ddp_mnist.errors import StorageError, UsageError
 from ddp_mnist.run.folder import RunFolder, read_json, writer_of
 from ddp_mnist.system import locks
 from ddp_mnist.system.locks import here, holder, take
 from tests.chaos import flags_of, newest_step, wait_until
 from tests.commands import REPOSITORY, Started
-from tests.data_sets import folder_of, picture
+from tests.data_sets import folder_of, load, picture
 
 # A sitecustomize.py, which Python imports before all else: the disk is Lustre without -o flock.
 NO_FLOCK = """
@@ -131,7 +130,7 @@ def test_without_flock_nobody_waits_for_the_empty_file_that_a_flock_has_left(
 def test_without_flock_datasets_reads_and_says_nothing(tmp_path: Path) -> None:
     own = folder_of(tmp_path / "own", picture(), picture(right=(0, 0, 250)))
     with warnings.catch_warnings(action="error"):
-        images = cache.load(str(own), str(tmp_path / "cache"))
+        images = load(own)
     assert len(images.train_labels) == 2
 
 

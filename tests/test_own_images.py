@@ -225,12 +225,16 @@ def test_twelve_bits_in_sixteen_are_said_to_lose_their_greys(tmp_path: Path) -> 
 
 
 def test_predict_prepares_each_of_a_mixed_set_as_training_did(tmp_path: Path) -> None:
-    """All of the above and more sizes in one set: it is in colour, of the median of the sides."""
+    """All of the above and more sizes in one set: it is in colour, of the median of the sides.
+
+    Or it is grey, and of the size that was asked for.
+    """
     more = [picture(size) for size in ((64, 48), (31, 90))]
     own = folder_of(tmp_path / "own", *[taken.make() for taken in TAKEN.values()], *more)
     total = 2 * (len(TAKEN) + 2)
-    for reading, shape in ((ImageOptions((28, 28), grey=True), (1, 28, 28)), (None, (3, 12, 12))):
-        images = load(own, reading or AS_THEY_ARE)
+    small = ImageOptions((28, 28), grey=True)
+    for reading, shape in ((small, (1, 28, 28)), (AS_THEY_ARE, (3, 12, 12))):
+        images = load(own, reading)
         assert images.train_images.shape == (len(TAKEN) + 2, *shape)
         for split, rows in (("train", images.train_images), ("test", images.test_images)):
             files = sorted((own / split).rglob("*.png"))

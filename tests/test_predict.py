@@ -35,7 +35,7 @@ from ddp_mnist.verbs.digit_photos import centred
 from ddp_mnist.verbs.flags import Predict
 from ddp_mnist.verbs.predict import find_images, read_image
 from tests.commands import Typed, left_on_screen, on_forked_terminal
-from tests.data_sets import GREY
+from tests.data_sets import GREY, load
 
 CLASSES = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
 UNREADABLE = "not an image that Pillow can read; give a whole PNG or JPEG file"
@@ -292,7 +292,7 @@ def test_a_folder_has_the_images_that_training_takes(tmp_path: Path) -> None:
         for split in ("train", "test"):
             path = tmp_path / "own" / split / "ab"[number % 2] / f"{number:02}{suffix}"
             PIL.Image.new("L", (4, 4), number).save(path, "PNG")
-    images = cache.load(str(tmp_path / "own"), str(tmp_path / "cache"))
+    images = load(tmp_path / "own")
     found = find_images(str(tmp_path / "own" / "test"))
     assert [int(path.name[:2]) for path in found] == images.test_images[:, 0, 0, 0].tolist()
     assert {".jfif", ".jp2", ".ppm", ".tga", ".webp"} < {path.suffix for path in found}
