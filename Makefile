@@ -45,8 +45,12 @@ endif
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
 # A variable that nothing reads would silently be ignored
-$(foreach name,DATASET EPOCHS LR MODEL SEED,$(if $(filter command,$(firstword $(origin $(name)))),\
-$(error $(name)=$($(name)): is a flag, not a variable; make train ARGS="--$(shell echo $(name) | tr A-Z a-z) $($(name))")))
+FLAGS = DATASET EPOCHS BATCH_SIZE LR MODEL SEED RESUME RUN_DIR
+$(foreach name,$(FLAGS) $(shell echo $(FLAGS) | tr A-Z a-z),$(if $(filter command,$(firstword $(origin $(name)))),\
+$(error $(name)=$($(name)): is a flag, not a variable; make train ARGS="--$(shell echo $(name) | tr A-Z_ a-z-) $($(name))")))
+
+$(if $(shell echo '$(PROCESSES)' | grep -xE '[1-9][0-9]*'),,\
+$(error PROCESSES=$(PROCESSES): must be a whole number of at least 1))
 
 .DEFAULT_GOAL := help
 .PHONY: help venv train train-single train-multi train-multinode evaluate report doctor verify bench \

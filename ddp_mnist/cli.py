@@ -14,6 +14,7 @@ import os
 import re
 import sys
 import time
+import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -102,8 +103,10 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         code = 130
         if is_first_here():
             tell("ddp-mnist: interrupted (code 130)")
-    except SystemExit as ended:  # argparse's, after --help
-        code = int(ended.code or 0)
+    except SystemExit as ended:
+        if by := exit_of_own_code(ended):
+            tell(f"ddp-mnist: error: {by}; remove what calls sys.exit() (code 1)")
+        code = 1 if by else 0
     try:
         write_stdout()
     except errors.StorageError as error:
@@ -111,6 +114,15 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
             code = error.code
             tell(errors.one_line(error))
     sys.exit(code)
+
+
+def exit_of_own_code(error: SystemExit) -> str:
+    """Return where the user's code ended the program; "" if argparse did, after --help."""
+    if traceback.extract_tb(error.__traceback__)[-1].filename == argparse.__file__:
+        return ""
+    from ddp_mnist.nets.own_code import locate
+
+    return locate(error)
 
 
 def not_installed(error: ModuleNotFoundError) -> UsageError:
@@ -281,7 +293,7 @@ def restart(argv: list[str]) -> int:
     """Run a training command again if it lost a process: N -- COMMAND ... train FLAGS."""
     restarts, *rest = argv or [""]
     if not restarts.isdecimal():
-        raise UsageError(f"RESTARTS={restarts}: must be a whole number")
+        raise UsageError(f"RESTARTS={restarts}: must be a whole number of at least 0")
     if rest[:1] != ["--"] or "train" not in rest:
         raise UsageError("restart: needs N -- COMMAND ... train FLAGS")
     config = train_config(rest[rest.index("train") + 1 :])  # refused once, not in each process

@@ -131,8 +131,8 @@ REFUSED = {
     "verify --inject seed": "--inject seed: choose from sampler, gradients, parameter,",
     # what the Makefile calls
     "multinode --verb bench": "VERB=bench: choose from train, doctor",
-    "multinode --machine-rank 0": "MACHINE_RANK: MACHINE_RANK and MAIN_PROCESS_IP must",
-    "multinode --main-process-ip a": "MAIN_PROCESS_IP: MACHINE_RANK and MAIN_PROCESS_IP must be",
+    "multinode --machine-rank 0": "MACHINE_RANK=0: MAIN_PROCESS_IP is missing; give it too, or",
+    "multinode --main-process-ip a": "MAIN_PROCESS_IP=a: MACHINE_RANK is missing; give it too",
     "multinode --machine-rank 2 --main-process-ip a": "MACHINE_RANK=2: must be below NUM",
     "multinode --machine-rank x": "MACHINE_RANK=x: must be a whole number",
     "multinode --nproc-per-node -1": "NPROC_PER_NODE=-1: must be at least 1",
@@ -140,8 +140,8 @@ REFUSED = {
         ("restart 3 --", "restart 3 -- -c x", "restart 3 -c x train"),
         "restart: needs N -- COMMAND ... train FLAGS",
     ),
-    "restart -1 -- -c x train": "RESTARTS=-1: must be a whole number",
-    "restart '' -- -c x train": "RESTARTS=: must be a whole number",
+    "restart -1 -- -c x train": "RESTARTS=-1: must be a whole number of at least 0",
+    "restart '' -- -c x train": "RESTARTS=: must be a whole number of at least 0",
     "restart 3 -- -c x train --epoch 3": "--epoch: unknown flag or argument; did you",
     "restart 3 -- -c x train --run-dir ''": "--run-dir '': is empty;",
     "restart 3 -- -c x train --dataset x": "--dataset x: no such data set or folder; choose from",
@@ -162,6 +162,19 @@ def test_fault_32_a_wrong_command_line_is_one_line_that_begins_with_what_was_typ
     assert match[1].startswith(begins)
     assert len(ended.err) < 250
     assert list(here.iterdir()) == []
+
+
+def test_code_of_the_user_s_that_ends_the_program_is_no_success(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "run_verb", lambda _: sys.exit())
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["train"])
+    assert ended.value.code == 1
+    line = (
+        r"ddp-mnist: error: test_cli.py:\d+: ends the program; remove .*sys.exit\(\) \(code 1\)\n"
+    )
+    assert re.fullmatch(line, capsys.readouterr().err)
 
 
 LINES = "verify --save", "doctor --save", "report RUN --out", "predict RUN x.png --show"

@@ -307,6 +307,18 @@ def test_fault_27_what_does_not_fit_is_refused_with_what_would(
     assert {"val_size", "patience"} & given.keys() or parts in str(refused.value)
 
 
+def test_a_resumed_run_s_batch_is_not_to_be_changed() -> None:
+    """It must stay, so the line advises what may change."""
+    shared = resolve_recipe(Recipe(batch_size=24, grad_accum=2), DIGITS, 3, resumes=True)
+    assert shared.batch_size == 24
+    with pytest.raises(UsageError) as refused:
+        resolve_recipe(Recipe(batch_size=24, grad_accum=5), DIGITS, 1, resumes=True)
+    assert str(refused.value) == (
+        "--resume: the run's batch of 24 images cannot be shared by 5 (1 processes x --grad-accum"
+        " 5); let their product be one of 1, 2, 3, 4, 6, 8, 12, 24"
+    )
+
+
 ROWS = (1, 2, 5, 9, 10, 11, 50, 79, 100, 333, 1437, 7199, 8999, 9000, 9001, 60_000)
 TYPED = (1, 2, 7, 64, 100, 143, 1000, 59_999, 10**6)
 

@@ -171,6 +171,7 @@ FOR_DDP = {  # by config and flags, the beginning of what comes of it
     (TWO, "--gradient_accumulation_steps 4 --dynamo_backend aot_eager"): (
         "2 on cpu, no, compiled by aot_eager, 4 parts"
     ),
+    (f"{TWO}, deepspeed_config: [1]", ""): PAIR,  # of another distributed_type
     (f"{TWO}, deepspeed_config: {{gradient_accumulation_steps: 2}}", ""): (
         "2 on cpu, no, compiled by no, 2 parts"
     ),

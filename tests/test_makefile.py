@@ -93,9 +93,15 @@ def test_the_python_is_a_path_with_spaces_or_a_command(checkout: Path, tmp_path:
 def test_a_flag_that_was_given_as_a_variable_is_refused(
     checkout: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    refused = make(checkout, "train-single", "EPOCHS=3")
-    assert refused.code != 0
-    assert 'EPOCHS=3: is a flag, not a variable; make train ARGS="--epochs 3"' in refused.err
+    for given, says in {
+        "EPOCHS=3": 'EPOCHS=3: is a flag, not a variable; make train ARGS="--epochs 3"',
+        "batch_size=3": 'batch_size=3: is a flag, not a variable; make train ARGS="--batch-size 3"',
+        "PROCESSES=0": "PROCESSES=0: must be a whole number of at least 1",
+        "PROCESSES=": "PROCESSES=: must be a whole number of at least 1",
+    }.items():
+        refused = make(checkout, "train-single", given)
+        assert refused.code != 0
+        assert says in refused.err
     monkeypatch.setenv("EPOCHS", "3")  # of something else
     assert make(checkout, "train-single").code == 0
 

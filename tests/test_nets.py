@@ -123,6 +123,7 @@ NOT_MADE = {
 }
 NOT_COMPUTED = {  # what `forward` returns
     "super().forward(x)[:, :1]": r"gives \[3, 1\] for images .*, must be logits \[3, 5\]; corr",
+    "exit()": r"fails on images \[3, 3, 32, 40\] \(own_net.py:41: ends the program\); correct",
     "{}['no such layer']": r"fails on images \[3, 3, 32, 40\] \(own_net.py:41: 'no such layer'\)",
     "super().forward(x).flatten()[:10].view(2, 5)": r"gives \[2, 5\] for images \[3, 3, 32, 40\]",
     "super().forward(x).squeeze()": r"gives \[5\] for images \[1, 3, .*, must be logits \[1, 5\]",
@@ -153,9 +154,14 @@ def test_a_net_that_cannot_be_trained(code: str, own_file: Path) -> None:
 def test_a_net_is_refused_before_the_data_are_read_or_a_folder_is_made(
     typed: Typed, own_file: Path
 ) -> None:
-    for name in ("torchvision:resnet19", "no_module:Net"):
+    Path("program.py").write_text("raise SystemExit\n")  # it is not below `if __name__ ...`
+    for name, why in {
+        "torchvision:resnet19": "torchvision has no such net",
+        "no_module:Net": "cannot be imported (No module named 'no_module')",
+        "program:Net": "cannot be imported (program.py:1: ends the program); put what only a",
+    }.items():
         ended = typed("train", "--dataset", "no_such_folder", "--model", name)
-        assert f"--model {name}: " in ended.err
+        assert (ended.code, f"--model {name}: {why}" in ended.err) == (2, True), ended.err
     own_file.write_text(OWN + VARIANT.format(init="self.fc2 = nn.Linear(3, 3)", forward=LOGITS))
     torch.save(build_net("mlp", "abc", GREY).net.state_dict(), "weights.pth")
     ended = typed("train", "--dataset", "digits", "--model", "own_net:Own")

@@ -211,11 +211,11 @@ def test_without_the_images_page_and_terminal_say_so(
 
 
 def test_what_is_no_run_is_one_line(folder: Path, tmp_path: Path, typed: Typed) -> None:
-    for place in (tmp_path, tmp_path / "none"):
+    for place in (tmp_path, Path("none")):
         ended = typed("report", place)
         [line] = ended.error_lines
         assert (ended.code, ended.err) == (4, f"{line}\n")
-        assert f"{place}: holds no run to report on (status.json: No such" in line
+        assert f"error: {place}: holds no run to report on (status.json: No such" in line
     summary = summary_of(folder / "first")
     for name in ("ranks", "dataset"):
         run = changed(folder, tmp_path / "run")
@@ -223,6 +223,10 @@ def test_what_is_no_run_is_one_line(folder: Path, tmp_path: Path, typed: Typed) 
         (run / "summary.json").write_text(json.dumps(lacking))
         with pytest.raises(CheckpointError, match=rf"run: is .* of another version .*{name}'"):
             write(folder / "first", run)
+    for name, content in (("summary.json", "[]"), ("metrics.jsonl", "[]\n")):
+        (changed(folder, run) / name).write_text(content)
+        with pytest.raises(CheckpointError, match=r"run: is damaged, or of another version"):
+            write(run)
     changed(folder, run)
     (run / "config.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"run: is .* of another version of .*'run'"):

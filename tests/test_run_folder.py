@@ -83,6 +83,21 @@ def test_a_reserved_folder_or_one_that_the_person_names(tmp_path: Path) -> None:
         assert read_json(path / "status.json") == FRESH
 
 
+def test_a_run_that_cannot_begin_leaves_neither_a_folder_nor_a_link(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert create(None) == RUNS / "digits-001"
+    (own := RUNS / "mine").mkdir()
+    with monkeypatch.context() as context:
+        context.setattr("os.fsync", FULL)
+        for given in (None, str(own)):
+            with pytest.raises(StorageError, match=r"status.json: cannot be written \(No space"):
+                create(given)
+    assert names(RUNS) == ["digits-001", "latest", "mine"]
+    assert (RUNS / "latest").readlink() == Path("digits-001")
+    assert create(None) == RUNS / "digits-002"
+
+
 def test_a_folder_called_latest_stays_and_ends_no_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

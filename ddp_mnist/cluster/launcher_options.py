@@ -76,7 +76,8 @@ def read_launcher_options(env: Mapping[str, str] = os.environ) -> LauncherOption
     Raise UsageError for one that this trainer does not support.
     """
     typed, config = _flags_and_config() if PRECISION in env else ({}, {})
-    given = {**(config.get("deepspeed_config") or {}), **typed}
+    block = config.get("deepspeed_config")
+    given = {**(block if isinstance(block, dict) else {}), **typed}
     kind = config.get("distributed_type") or "NO"
     if kind not in KINDS:  # with --cpu, or for another device, no variable says so
         raise UsageError(f"distributed_type {kind}: {DDP}")

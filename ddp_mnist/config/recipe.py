@@ -192,12 +192,18 @@ class ResolvedRecipe(Recipe):
 
 
 def resolve_recipe(
-    recipe: Recipe, rows: int, world_size: int, val_rows: int | None = None, pictures: bool = False
+    recipe: Recipe,
+    rows: int,
+    world_size: int,
+    val_rows: int | None = None,
+    pictures: bool = False,
+    resumes: bool = False,
 ) -> ResolvedRecipe:
     """Return the recipe with every open value chosen for this data and world size.
 
     `rows` is the size of the train split, including the `val_rows` held out for validation (by
     default as many as asked for). `pictures` is true unless the images are bright strokes on black.
+    With `resumes`, the batch size is the earlier run's.
     Raise UsageError for values that do not fit the data or the world size.
     """
     preset = PRESETS[recipe.preset]
@@ -207,6 +213,14 @@ def resolve_recipe(
     val_rows = val_size if val_rows is None else val_rows
     train_rows = rows - val_rows
     batch, steps = next(each for least, each in usual.batches.items() if train_rows >= least)
+    parts = world_size * recipe.grad_accum
+    if resumes and (batch_size := recipe.batch_size or batch) % parts:
+        legal = [str(each) for each in range(1, batch_size + 1) if batch_size % each == 0]
+        raise UsageError(
+            f"--resume: the run's batch of {batch_size} images cannot be shared by {parts}"
+            f" ({world_size} processes x --grad-accum {recipe.grad_accum}); let their product be"
+            f" one of {', '.join(legal)}"
+        )
     batch_size = _batch_size(recipe, train_rows, val_rows, world_size, batch)
     steps_per_epoch = train_rows // batch_size
     epochs = max(math.ceil(steps / steps_per_epoch), usual.epochs)

@@ -26,7 +26,7 @@ def build_net(
     shape, make = image_format.shape, factory_of(name)
     try:
         net = make(len(classes), shape)
-    except Exception as error:
+    except own_code.FAILURES as error:
         raise UsageError(
             f"--model {name}: cannot be made for {len(classes)} classes of {shape}"
             f" ({own_code.locate(error, make)}); it is called with the number of classes and"

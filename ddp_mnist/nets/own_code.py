@@ -23,6 +23,7 @@ SOURCES: dict[str, str] = {}  # each module's source, as this run imported it
 # Lines of a traceback in these files are not the user's: Python's own, this package's, PyTorch's.
 PLACES = (Path(__file__).parents[1], Path(inspect.__file__).parent, Path(torch.__file__).parent)
 LIBRARIES = ("<frozen", *(f"{place}/" for place in PLACES))
+FAILURES = (Exception, SystemExit)  # a file that is a program too may call sys.exit()
 
 
 def begin() -> None:
@@ -81,14 +82,14 @@ def import_once(flag: str, name: str) -> ModuleType:
             found = importlib.reload(found)
         SOURCES[module] = inspect.getsource(found) if file.endswith(".py") else ""
         return found
-    except Exception as error:
-        raise UsageError(
-            f"{flag} {name}: cannot be imported ({locate(error)}); correct the file, or name a"
-            f" module in {here} or an installed one, without .py"
-        ) from error
+    except FAILURES as error:
+        fix = f"correct the file, or name a module in {here} or an installed one, without .py"
+        if isinstance(error, SystemExit):
+            fix = 'put what only a program does below `if __name__ == "__main__":`'
+        raise UsageError(f"{flag} {name}: cannot be imported ({locate(error)}); {fix}") from error
 
 
-def locate(error: Exception, called: object = None) -> str:
+def locate(error: BaseException, called: object = None) -> str:
     """Return an error's reason after the last line of the user's code, e.g. `my_net.py:3: ...`.
 
     If no such line ran, because the call itself failed, name the line that defines `called`.
@@ -99,4 +100,5 @@ def locate(error: Exception, called: object = None) -> str:
     places = [(line.filename, line.lineno) for line in own]
     if not places and (code := getattr(called, "__code__", None)):
         places = [(code.co_filename, code.co_firstlineno)]
-    return "".join(f"{Path(file).name}:{line}: " for file, line in places[-1:]) + reason(error)
+    why = "ends the program" if isinstance(error, SystemExit) else reason(error)
+    return "".join(f"{Path(file).name}:{line}: " for file, line in places[-1:]) + why

@@ -56,7 +56,7 @@ def try_net(model: nn.Module, name: str, classes: int, shape: tuple[int, ...]) -
             logits = model(torch.zeros(shape, dtype=torch.uint8))
             if getattr(logits, "requires_grad", False):
                 logits.sum().backward()
-    except Exception as error:
+    except own_code.FAILURES as error:
         cure = "correct its forward, or give another --image-size, e.g. 224"
         if model.training and shape[0] == 1:  # with two images it did not fail
             cure = "give a larger --batch-size, so that each process has 2 images or more at once"
@@ -89,7 +89,7 @@ def check_loss(
             each_has_one = losses.is_floating_point() and losses.shape == labels.shape
             if losses.requires_grad:
                 losses.sum().backward()
-        except Exception as error:
+        except own_code.FAILURES as error:
             why = own_code.locate(error, losses_of)
             raise UsageError(f"--loss {name}: fails on {on} ({why}); correct it") from error
         if not each_has_one:

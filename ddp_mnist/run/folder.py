@@ -94,9 +94,15 @@ class RunFolder:
         if not free:
             raise UsageError(f"--run-dir {path}: holds {held}; name another folder")
         self.cut_metrics(0)
+        try:
+            self.begin()
+        except StorageError:
+            self.release()
+            if run_dir is None:
+                path.rmdir()  # it was made just now
+            raise
         if path.parent == RUNS:
             _link(latest, path)
-        self.begin()
 
     def open(self, path: Path) -> None:
         """Lock the folder of a run, and remove files that a killed process left half-written.
@@ -198,7 +204,7 @@ def reserve(dataset: str) -> Path:
 
 def name_a_run() -> str:
     """Return a hint for a path that holds no run: name one, or train first."""
-    there = (RUNS / LATEST).exists()
+    there = (RUNS / LATEST / STATUS).exists()
     return f"name one, e.g. {RUNS / LATEST}" if there else "there is none here yet, so train first"
 
 
@@ -242,14 +248,17 @@ def to_json(content: dict[str, Any]) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in the file. Raise OSError or ValueError."""
-    return json.loads(path.read_text(encoding="utf-8"))
+    """Return the object in the file. Raise OSError, or ValueError unless it holds one."""
+    content = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(content, dict):
+        raise ValueError("not a JSON object")
+    return content
 
 
 def read_if_whole(path: Path) -> dict[str, Any]:
     """Return the JSON object in the file; {} if it is missing or damaged."""
-    with contextlib.suppress(OSError, ValueError, TypeError):
-        return dict(read_json(path))
+    with contextlib.suppress(OSError, ValueError):
+        return read_json(path)
     return {}
 
 

@@ -94,7 +94,7 @@ def score(
     try:
         with warnings.catch_warnings(action="ignore"):
             return float(function(labels.copy(), predictions.copy()))  # it may change them
-    except Exception as error:
+    except own_code.FAILURES as error:
         raise UsageError(
             f"--metrics {name}: gives no number for labels and predicted classes"
             f" ({own_code.locate(error, function)}); correct it, or choose another"

@@ -114,7 +114,8 @@ def resolve_and_load(
     rows, size = len(images.train_labels), world.store.world_size
     images = images.hold_out(config.recipe.val_size_of(rows))
     pictures = images.image_format.pictures
-    recipe = resolve_recipe(config.recipe, rows, size, len(images.val_rows), pictures)
+    val_rows = len(images.val_rows)
+    recipe = resolve_recipe(config.recipe, rows, size, val_rows, pictures, config.resumes)
     if config.run.profile >= recipe.steps_per_epoch > 1:
         raise UsageError(
             f"--profile {config.run.profile}: an epoch has {recipe.steps_per_epoch} steps; ask for"

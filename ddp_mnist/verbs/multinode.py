@@ -62,9 +62,11 @@ def make_node(flags: Multinode) -> Node:
     """Return this machine, with one process per GPU, or one."""
     rank, address, size = flags.machine_rank, flags.main_process_ip, flags.num_machines
     if rank is None or address is None:
-        given = "MAIN_PROCESS_IP" if rank is None else "MACHINE_RANK"
-        together = "MACHINE_RANK and MAIN_PROCESS_IP must be given together"
-        raise UsageError(f"{given}: {together}; or give neither, to rehearse here")
+        given, missing = f"MACHINE_RANK={rank}", "MAIN_PROCESS_IP"
+        if rank is None:
+            given, missing = f"MAIN_PROCESS_IP={address}", "MACHINE_RANK"
+        alone = "rehearse here" if flags.verb == "train" else "check this machine alone"
+        raise UsageError(f"{given}: {missing} is missing; give it too, or neither, to {alone}")
     if rank >= size:
         raise UsageError(f"MACHINE_RANK={rank}: must be below NUM_MACHINES={size}; correct one")
     gpus, port = hardware.gpus(), flags.main_process_port or DEFAULT_PORT

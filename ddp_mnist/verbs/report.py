@@ -66,7 +66,10 @@ def run(flags: Report) -> None:
     folder.check_place(flags.out, "--out")
     console = Console(True)
     console.print("reading    the runs and their predictions")
-    runs = [read_run(path) for path in dict.fromkeys(Path(run).resolve() for run in flags.runs)]
+    once = dict[Path, Path]()  # several of the paths may lead to one folder
+    for typed in map(Path, flags.runs):
+        once.setdefault(typed.resolve(), typed)
+    runs = [read_run(path) for path in once.values()]
     if len({run.name for run in runs}) < len(runs):
         for run in runs:
             run.name = printable(str(run.path))
@@ -101,9 +104,9 @@ def read_run(path: Path) -> ReportedRun:
         lines = metrics.read_text(encoding="utf-8").split("\n") if metrics.exists() else []
         run = ReportedRun(
             path,
-            printable(path.name),
+            printable(path.resolve().name),
             folder.read_json(path / folder.CONFIG),
-            [json.loads(line) for line in lines[:-1]],  # the last line may be incomplete
+            [{**json.loads(line)} for line in lines[:-1]],  # the last line may be incomplete
             folder.read_json(summary) if summary.exists() else {},
             status,
         )
