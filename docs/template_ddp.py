@@ -40,10 +40,11 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-# --- Replace these two
+# --- Replace these two, and for other tasks than classification the loss and the count in `train`
 
 
 def make_data() -> tuple[Dataset, Dataset]:
+    """Return the rows to train on and those to validate on. If you download them, do it before."""
     digits = load_digits()
     rows = TensorDataset(torch.tensor(digits.data).float() / 16, torch.tensor(digits.target))
     return Subset(rows, range(1400)), Subset(rows, range(1400, len(rows)))
@@ -108,7 +109,7 @@ def load(file: Path, parts: dict, device: torch.device) -> int:
 def train(arguments: argparse.Namespace, device: torch.device) -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if arguments.batch_size % world_size:
-        raise SystemExit(f"--batch-size must be divisible by the {world_size} processes")
+        raise SystemExit(f"--batch-size {arguments.batch_size}: must be a multiple of {world_size}")
     train_rows, val_rows = make_data()
     sampler = DistributedSampler(train_rows, seed=0, drop_last=True)
     share = arguments.batch_size // world_size
@@ -121,6 +122,10 @@ def train(arguments: argparse.Namespace, device: torch.device) -> None:
         num_workers=2 if on_gpu else 0,  # processes that prepare batches while the GPU computes
         pin_memory=on_gpu,  # so that the copies to the GPU need not be waited for
     )
+    if not len(loader):
+        raise SystemExit(
+            f"--batch-size {arguments.batch_size}: is more than {len(train_rows)} rows"
+        )
     mine = Subset(val_rows, range(rank, len(val_rows), world_size))  # no row on two ranks
     val_loader = DataLoader(mine, batch_size=500)
 
@@ -142,6 +147,8 @@ def train(arguments: argparse.Namespace, device: torch.device) -> None:
         if found < world_size:
             raise SystemExit(f"--checkpoint {file}: {found:.0f} of {world_size} processes have it")
         epochs_done = load(file, parts, device)
+        if rank == 0:
+            print(f"resumed from {file}, which has {epochs_done} of {arguments.epochs} epochs")
     for epoch in range(epochs_done, arguments.epochs):
         sampler.set_epoch(epoch)  # another order in each epoch
         # Dropout, and workers if they augment: other on each rank, and the same after --resume.
