@@ -255,9 +255,10 @@ def a_shell_of_a_job_has_no_rank(slurm: Slurm, folder: Path) -> None:
 
 def the_doctor_examines_the_nodes(slurm: Slurm, folder: Path) -> None:
     doctor = [sys.executable, "-m", "ddp_mnist", "doctor", "--dataset", "digits"]
-    ended = slurm.typed(folder, "srun", "--nodes=2", *doctor)
-    assert "2 processes on 2 machines connected" in ended.out
-    assert ended.code == 0, ended.out
+    for nodes, connected in ((2, "on 2 machines connected"), (1, "on 1 machine connected")):
+        ended = slurm.typed(folder, "srun", f"--nodes={nodes}", f"--ntasks={nodes}", *doctor)
+        assert f"2 processes {connected}" in ended.out
+        assert ended.code == 0, ended.out
 
 
 DONE = (
