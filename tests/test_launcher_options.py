@@ -13,6 +13,7 @@ from unittest.mock import Mock
 import accelerate
 import pytest
 from accelerate.commands.config.cluster import get_cluster_input
+from accelerate.commands.config.config_args import ClusterConfig
 from accelerate.commands.config.default import write_basic_config
 
 from ddp_mnist import cli
@@ -82,6 +83,11 @@ def test_the_page_has_every_variable_that_accelerate_reads() -> None:
 
 def test_the_page_has_every_variable_that_is_refused() -> None:
     assert launcher_options.REFUSED.keys() - NAMES == set()
+
+
+def test_what_the_page_begins_a_row_with_is_a_flag_or_a_key_at_the_top_of_the_config() -> None:
+    names = {*re.findall(r"^\| `(\w+)", SECTION.partition("Without meaning")[0], re.MULTILINE)}
+    assert names - ClusterConfig.__dataclass_fields__.keys() == set() != names
 
 
 @pytest.mark.parametrize("variable", launcher_options.REFUSED)
