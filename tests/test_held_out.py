@@ -187,7 +187,8 @@ def test_no_class_loses_all_its_training_images() -> None:
 
 def test_a_test_cannot_be_drawn_from_classes_of_one_image(tmp_path: Path) -> None:
     write_noise(tmp_path / "own", *flat(3, classes="a b c"))
-    with pytest.raises(UsageError, match=r"^--test-size 1: each class has only one image; add"):
+    shutil.copy(tmp_path / "own/a/0.png", tmp_path / "own/a/copy.png")
+    with pytest.raises(UsageError, match=r"^--test-size 1: .* \(copies count as one\); add more"):
         load(tmp_path / "own", 1)
 
 

@@ -125,7 +125,7 @@ def _hold_out_test(decoded: Decoded, image_options: ImageOptions, reserve: Reser
     share = share_of(test_size, image_options.test_of or len(keys))
     held = draw_by_share(keys, decoded.labels["train"], share)
     if not held.size:
-        problem = "each class has only one image; add more to train"
+        problem = "each class has only one image (copies count as one); add more to train"
         raise UsageError(f"--test-size {test_size}: {problem}")
     rows = {"train": np.delete(np.arange(len(keys)), held), "test": held}
     parts = reserve(images.shape[1:], {split: len(those) for split, those in rows.items()})
