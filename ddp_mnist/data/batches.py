@@ -47,12 +47,9 @@ class ImageData:
 
         Otherwise, and on a CPU, it stays mapped from the disk, and batches are sent one by one.
         """
-        if device.type == "cpu":
-            return self  # Accelerate calls a process's CPU cpu:N; .to() would unmap the file
-        if (
-            self.train_images.nbytes + self.test_images.nbytes
-            > torch.cuda.mem_get_info(device)[0] / 2
-        ):
+        size = self.train_images.nbytes + self.test_images.nbytes
+        # Accelerate calls a process's CPU cpu:N; .to() would unmap the file.
+        if device.type == "cpu" or size > torch.cuda.mem_get_info(device)[0] / 2:
             return self
         moved = {name: getattr(self, name).to(device) for name in TENSORS}
         return dataclasses.replace(self, **moved)

@@ -61,10 +61,9 @@ def why_out_of_reach(hub_id: str) -> str:
         with_deadline(lambda: hub.dataset_info(hub_id, timeout=HUB_TIMEOUT_S), HUB_TIMEOUT_S)
     except Exception as error:  # any transport's own: httpx, requests, sockets, proxies
         if getattr(getattr(error, "response", None), "status_code", None) in (401, 403, 404):
-            raise DataError(
-                f"--dataset {hub_id}: not on the Hub, or not visible to you; check the id, or log"
-                " in (hf auth login) if it is private"
-            ) from error
+            fault = f"--dataset {hub_id}: not on the Hub, or not visible to you"
+            fix = "check the id, or log in (hf auth login) if it is private"
+            raise DataError(f"{fault}; {fix}") from error
         return root_reason(error)
     return ""
 
@@ -186,9 +185,8 @@ def quiet_library(
         folder, name, codes = written
         for cause in causes(error):
             if isinstance(cause, OSError) and cause.errno in codes:
-                raise StorageError(
-                    f"{folder}: cannot be written ({cause.strerror}); set {name} to another folder"
-                ) from error
+                fault = f"{folder}: cannot be written ({cause.strerror})"
+                raise StorageError(f"{fault}; set {name} to another folder") from error
         offline = why_offline and isinstance(error, ConnectionError)
         why = why_offline if offline else root_reason(error)
         raise DataError(f"{where}: cannot be read ({why}); {fix}") from error

@@ -29,10 +29,8 @@ def from_table(dataset: Any, where: str, image_options: ImageOptions) -> ImageFi
     for column in (image_column, label_column):
         # Splits that were saved one by one may differ: label 3 may be another class in test.
         if (kind := first.features[column]) != (other := last.features.get(column, "missing")):
-            raise DataError(
-                f"{where}: column {column} is {kind} in train and {other} in test; give both the"
-                " same type and the same names"
-            )
+            fault = f"{where}: column {column} is {kind} in train and {other} in test"
+            raise DataError(f"{fault}; give both the same type and the same names")
     labels, classes = dict[str, np.ndarray](), list[str]()
     for split, rows in splits.items():
         at = f"{where}: split {split}"

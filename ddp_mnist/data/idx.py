@@ -42,11 +42,10 @@ def read_idx(files: dict[tuple[str, str], Path], where: str) -> ImageFiles:
     images = {split: _read_array(files[split, "images"], MNIST) for split in STEMS}
     labels = {split: _read_array(files[split, "labels"], ()).astype(np.int64) for split in STEMS}
     for split in STEMS:
-        if len(images[split]) != len(labels[split]) or len(labels[split]) == 0:
-            raise DataError(
-                f"{files[split, 'images']}: {len(images[split])} images but {len(labels[split])}"
-                " labels; fetch both files again"
-            )
+        rows, named = len(images[split]), len(labels[split])
+        if rows != named or named == 0:
+            fault = f"{files[split, 'images']}: {rows} images but {named} labels"
+            raise DataError(f"{fault}; fetch both files again")
     highest = max(int(each.max()) for each in labels.values())
     classes = [str(label) for label in range(max(10, highest + 1))]
     return ImageFiles(where, images, labels, classes, notes=[])

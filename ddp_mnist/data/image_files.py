@@ -78,10 +78,8 @@ class ImageFiles:
         total = sum(map(len, self.labels.values()))
         shown = ", ".join(first_of(named, SHOWN))
         leave_out = "leave their rows out" if self.column else "move them out of the folder"
-        raise DataError(
-            f"{self.where}: {len(named):,} of {total:,} images cannot be read: {shown};"
-            f" replace them or {leave_out}"
-        )
+        fault = f"{self.where}: {len(named):,} of {total:,} images cannot be read: {shown}"
+        raise DataError(f"{fault}; replace them or {leave_out}")
 
 
 def choose_splits(
@@ -98,17 +96,13 @@ def choose_splits(
     fifth = max(1, count // 5)
     if test_size is not None and [*splits] == ["train"]:
         if test_size > (image_options.test_of or count - 1):
-            raise UsageError(
-                f"--test-size {test_size}: {where} has {count:,} images; give at most {count - 1},"
-                f" e.g. {fifth}"
-            )
+            fix = f"give at most {count - 1}, e.g. {fifth}"
+            raise UsageError(f"--test-size {test_size}: {where} has {count:,} images; {fix}")
     elif "test" not in splits or (len(splits) == 1 and not for_evaluation):
         needed = "split test" if for_evaluation else "splits train and test"
-        fix = f", or hold images out in training, e.g. train --test-size {fifth}"
-        raise DataError(
-            f"{where}: needs the {needed}, found: {', '.join(found)}; name the files or folders"
-            f" so, e.g. test/cat/2.png{'' if for_evaluation else fix}"
-        )
+        draw = f", or hold images out in training, e.g. train --test-size {fifth}"
+        fix = f"name the files or folders so, e.g. test/cat/2.png{'' if for_evaluation else draw}"
+        raise DataError(f"{where}: needs the {needed}, found: {', '.join(found)}; {fix}")
     elif test_size is not None and not for_evaluation:
         problem = f"{where} already has a test split; remove --test-size"
         raise UsageError(f"--test-size {test_size}: {problem}")

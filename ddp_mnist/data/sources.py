@@ -136,10 +136,8 @@ def find_source(dataset: str, image_options: ImageOptions = AS_THEY_ARE) -> Sour
         raise errors.DataError(f"--dataset {dataset}: no such folder; check the path{near}")
     if re.fullmatch(r"[\w.-]+/[\w.-]+", dataset, re.ASCII):
         return Source(dataset.replace("/", "--"), "hub", dataset, image_options, dataset)
-    raise errors.UsageError(
-        f"--dataset {dataset}: no such data set or folder; choose from mnist, fashion_mnist,"
-        f" digits, patches, a Hub id (owner/name) or a folder{near}"
-    )
+    fix = "choose from mnist, fashion_mnist, digits, patches, a Hub id (owner/name) or a folder"
+    raise errors.UsageError(f"--dataset {dataset}: no such data set or folder; {fix}{near}")
 
 
 def from_anywhere(dataset: str) -> str:

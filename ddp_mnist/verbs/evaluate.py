@@ -148,11 +148,10 @@ def _relabelled(images: ImageData, trained: weights.Trained, flags: Evaluate) ->
     index_of = {name: index for index, name in enumerate(trained.classes)}
     for label in labels[flags.split == "test"].unique().tolist():
         if images.classes[label] not in index_of:
+            fault = f"class {images.classes[label]} is not one of the run's"
+            fix = "rename it to one of them, or leave its images out"
             known = joined(trained.classes, 100)
-            raise UsageError(
-                f"--dataset {flags.dataset}: class {images.classes[label]} is not one of the run's"
-                f" ({known}); rename it to one of them, or leave its images out"
-            )
+            raise UsageError(f"--dataset {flags.dataset}: {fault} ({known}); {fix}")
     of_run = torch.tensor([index_of.get(name, -1) for name in images.classes])
     train, test = (of_run[each] for each in labels)
     return dataclasses.replace(
@@ -170,10 +169,8 @@ def _rows(images: ImageData, split: str, val_size: int) -> Rows:
         if len(rows := train_val_test_split(images)[split == "validation"]):
             return rows
         val_size = len(images.val_rows)
-    raise UsageError(
-        f"--split {split}: {images.name} has {there:,} train images, and the run held"
-        f" {val_size:,} out; use --split test"
-    )
+    held = f"{images.name} has {there:,} train images, and the run held {val_size:,} out"
+    raise UsageError(f"--split {split}: {held}; use --split test")
 
 
 def _check_unseen(flags: Evaluate, images: ImageData, rows: Rows) -> None:
@@ -200,10 +197,9 @@ def _check_unseen(flags: Evaluate, images: ImageData, rows: Rows) -> None:
             files = images.files_of_test(seen[:MOST_NAMED].tolist()).values()
             names = joined(map(printable, files), 100)
             fix = f"take them out of test ({names})" if names else "take them out of test"
-        raise DataError(
-            f"--dataset {flags.dataset}: {flags.run} was trained on {len(seen):,} of these"
-            f" {len(keys):,} {flags.split} images; {fix}, or choose other images"
-        )
+        those = f"{len(seen):,} of these {len(keys):,} {flags.split} images"
+        fault = f"--dataset {flags.dataset}: {flags.run} was trained on {those}"
+        raise DataError(f"{fault}; {fix}, or choose other images")
 
 
 # --- The table
