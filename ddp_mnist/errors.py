@@ -84,6 +84,11 @@ def printable(text: str) -> str:
     return "".join(character if character.isprintable() else "?" for character in words)
 
 
+def shown_name(name: str) -> str:
+    """Return a class's name as it is printed: in quotes if it would not be seen whole."""
+    return name if name and printable(name) == name else repr(name)
+
+
 def joined(names: Iterable[str], columns: int) -> str:
     """Return the names with commas between them, cut to so many columns by a final `...`."""
     return textwrap.shorten(", ".join(names), columns, placeholder=" ...")

@@ -188,6 +188,7 @@ def table_of(
     ("names", "heads", "rows"),
     [
         (["cat", "dog"], ["cat", "dog"], ["cat", "dog"]),
+        (["a", " a"], ["a", "'", "a'"], ["a", "' a'"]),
         (["ok", "a name of " + "x" * 90], ["0", "1"], ["0 ok", "1 a name of " + "x" * 90]),
         (
             [f"name {n:05d}" for n in range(11)],
@@ -221,7 +222,7 @@ def test_a_table_fits_a_terminal_and_does_not_steer_it() -> None:
         "class             accuracy       0     1     2     3     4",
         "0 T - shirt / top   0.5000       7     0     0     0     0",
     ]
-    assert lines[5].startswith("1 a?[2Jb  ")
+    assert lines[5].startswith("1 'a\\x1b[2Jb'  ")
     assert lines[8].split() == ["4", "Ankle", "boot", "-", *"00007"]
     assert "".join(lines).isprintable()
 

@@ -400,6 +400,7 @@ def test_on_a_terminal_the_answers_are_a_table(
 @pytest.mark.parametrize(
     ("columns", "file", "classes", "cells"),
     [
+        (80, "x", "a| a|b", "x|a|0.50|' a' 0.25|b 0.12"),
         (80, "bb.png", "ladybird|no moth|bee", "bb.png|ladybird|0.50|no moth 0.25|bee 0.12"),
         (
             80,

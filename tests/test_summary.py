@@ -105,6 +105,11 @@ def test_the_plan_shows_the_train_images_of_each_class_in_a_line() -> None:
         "classes": "ladybird: 128, moth: 90, ant: 20, bee: 19, fly: 2",
         "hint": "few train images of fly 2, bee 19: below 20 a class is hard to learn; add some",
     }
+    seen_alike = summary.by_class(of_classes(**{"a": 4, " a": 31, "a\n": 3, "": 32}))
+    assert seen_alike == {
+        "classes": "a: 3, ' a': 30, 'a\\n': 2, '': 31",
+        "hint": "few train images of 'a\\n' 2, a 3: below 20 a class is hard to learn; add some",
+    }
     rare = of_classes(ladybird=129, moth=60, bee=12)
     hint = "few train images of bee 11: below 20 a class is hard to learn; add some"
     more = ", or let rare classes count more by --class-weights balanced"

@@ -21,7 +21,7 @@ from ddp_mnist.config.flag_fields import flag_fields, typed_flag
 from ddp_mnist.config.run import ResolvedConfig
 from ddp_mnist.data.augment import describe_augmentation
 from ddp_mnist.data.batches import ImageData
-from ddp_mnist.errors import printable
+from ddp_mnist.errors import printable, shown_name
 from ddp_mnist.nets.initial_weights import find_named
 from ddp_mnist.run.console import INDENT, Console, count, fitted, panel
 from ddp_mnist.run.evaluation import CROSS_ENTROPY, Metrics, packed, score_texts, shown_loss
@@ -102,19 +102,19 @@ def by_class(images: ImageData, class_weights: str = "none") -> dict[str, str]:
     """Return lines of the plan: the train images of each class, which have few and what helps."""
     labels = np.delete(images.train_labels.numpy(), images.val_rows)
     counts = np.bincount(labels, minlength=len(images.classes)).tolist()
-    each = dict(zip(map(printable, images.classes), counts, strict=True))
-    shown = ", ".join(f"{name}: {number:,}" for name, number in each.items())
-    least, most = min(each, key=each.__getitem__), max(each, key=each.__getitem__)
+    each = [*zip(map(shown_name, images.classes), counts, strict=True)]
+    shown = ", ".join(f"{name}: {number:,}" for name, number in each)
+    rarest = sorted(each, key=lambda named: named[1])
+    (rare, least), (common, most) = rarest[0], rarest[-1]
     if len(shown) > ONE_LINE:
-        shown = f"{each[least]:,} ({least}) to {each[most]:,} ({most}) train images each"
-    rarest = sorted(each.items(), key=lambda named: named[1])
+        shown = f"{least:,} ({rare}) to {most:,} ({common}) train images each"
     few = [f"{name} {number}" for name, number in rarest if number < FEW]
     held = {"--val-size": len(images.val_rows)}
     held |= {"--test-size": len(images.test_labels)} if images.test_drawn else {}
     largest = max(held, key=held.__getitem__)
     fix = f"give a smaller {largest}" if held[largest] > len(labels) else "add some"
     hint = f"few train images of {first_three(few)}: below {FEW} a class is hard to learn; {fix}"
-    if class_weights == "none" and WEIGHABLE <= each[least] <= each[most] / 2:
+    if class_weights == "none" and WEIGHABLE <= least <= most / 2:
         hint += ", or let rare classes count more by --class-weights balanced"
     return {"classes": shown} | ({"hint": hint} if few else {})
 

@@ -23,7 +23,7 @@ from ddp_mnist.config.recipe import Recipe
 from ddp_mnist.config.run import RunFlags
 from ddp_mnist.data import cache
 from ddp_mnist.data.batches import ImageData, Rows, train_val_test_split
-from ddp_mnist.errors import CheckpointError, DataError, UsageError, joined, printable
+from ddp_mnist.errors import CheckpointError, DataError, UsageError, joined, printable, shown_name
 from ddp_mnist.nets import own_code
 from ddp_mnist.run import evaluation, weights
 from ddp_mnist.run.console import Console, as_json, warn
@@ -207,7 +207,7 @@ def _check_unseen(flags: Evaluate, images: ImageData, rows: Rows) -> None:
 
 def metrics_table(metrics: dict[str, Any]) -> str:
     """Return accuracy, loss and the confusion matrix, or the worst of it if that is large."""
-    names = [printable(name) for name in metrics["classes"]]
+    names = [shown_name(name) for name in metrics["classes"]]
     by_class = _worst if len(names) > evaluation.MANY_CLASSES else _matrix
     loss = evaluation.shown_loss(metrics["loss_function"], metrics["loss"])
     numbers = [f"accuracy {metrics['accuracy']:.4f}", loss]

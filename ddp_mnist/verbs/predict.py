@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import PIL.Image
 import torch
 
 from ddp_mnist.data import folders
 from ddp_mnist.data.decode import decode_image, open_image, reads_heif
 from ddp_mnist.data.image_format import ImageFormat
-from ddp_mnist.errors import DataError, UsageError, printable, reason
+from ddp_mnist.errors import DataError, UsageError, printable, reason, shown_name
 from ddp_mnist.run import weights
 from ddp_mnist.run.console import Console, as_json, warn, width_of, wrapped
 from ddp_mnist.run.folder import check_place, storage_errors
@@ -70,7 +71,7 @@ def table(
         return text + " " * (columns - disp_len(text))
 
     width = width_of(sys.stdout)
-    second = min(LABEL, max(map(disp_len, ["label", *map(printable, classes)])))
+    second = min(LABEL, max(map(disp_len, ["label", *map(shown_name, classes)])))
     rest = 2 * second + 25  # columns of the label, the probability and one of the next classes
     first = min(max(map(disp_len, ["file", *files])), max(FILE, width - rest))
     yield f"{padded('file', first)}   {padded('label', second)}   probability   next"
@@ -82,8 +83,8 @@ def table(
         if "error" in each:
             yield "\n".join(wrapped(each["error"], line, " " * disp_len(line), width))
             continue
-        names = [f"{printable(name)} {share:.2f}" for name, share in each["probabilities"].items()]
-        line += f"{padded(printable(each['label']), second)}   {each['probability']:<11.2f}"
+        names = [f"{shown_name(name)} {share:.2f}" for name, share in each["probabilities"].items()]
+        line += f"{padded(shown_name(each['label']), second)}   {each['probability']:<11.2f}"
         for other in names[1:]:
             if disp_len(line) + 3 + disp_len(other) > width:
                 break
@@ -124,7 +125,7 @@ def answer(flags: Predict, trained: Trained) -> Iterator[dict[str, Any]]:
         shares = {name: round(share, 6) for name, share in likely[: flags.top or LISTED]}
         label, share = next(iter(shares.items()))
         if flags.show:
-            seen.append((titled(file.name, f"{label} ({share:.2f})"), image))
+            seen.append((titled(file.name, f"{shown_name(label)} ({share:.2f})"), image))
         yield {"file": str(file), "label": label, "probability": share, "probabilities": shares}
     if flags.show and seen:
         draw(seen, Path(flags.show))
