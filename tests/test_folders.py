@@ -170,6 +170,25 @@ def test_splits_by_the_names_of_files_stay(tmp_path: Path) -> None:
     assert sizes(load(write_noise(tmp_path / "own", *names))) == (8, 8)
 
 
+@pytest.mark.parametrize("drawn", [None, 4])
+@pytest.mark.parametrize(
+    "classes", ["bus car train", "test train", "bus train training", "x/bus x/car x/my-train_2"]
+)
+def test_classes_that_are_named_like_splits_are_renamed_as_advised(
+    classes: str, drawn: int | None, tmp_path: Path
+) -> None:
+    own = write_noise(tmp_path / "own", *flat(classes=classes))
+    with pytest.raises(DataError, match="are in a split by their folder's name") as raised:
+        load(own, ImageOptions(test_size=drawn))
+    pattern = "; rename (.*) to (.*?)(?: and give e.g. --test-size (.*))? if you mean classes, or"
+    [(old, new, size)] = re.findall(pattern, str(raised.value))
+    for name, other in zip(old.split(", "), new.split(", "), strict=True):
+        [folder] = own.rglob(name)
+        folder.rename(folder.with_name(other))
+    images = load(own, ImageOptions(test_size=drawn or int(size)))
+    assert (sum(sizes(images)), len(images.classes)) == (12, len(classes.split()))
+
+
 @pytest.mark.parametrize("misspelt", [("Testing", "Train"), ("TestSet", "Train_set")])
 def test_misspelt_splits_are_not_mixed(misspelt: tuple[str, str], tmp_path: Path) -> None:
     own = write_noise(

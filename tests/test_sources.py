@@ -343,7 +343,7 @@ IMAGE_FAULTS: Faults = {
         lambda f: (f / "train/ant").rename(f / "train/dog/ant"),
         "are not equally deep; put each image into the folder",
     ),
-    "no classes": (without_classes, "there is only one class, train; put each image into"),
+    "no classes": (without_classes, "by their folder's name; rename test, train to tests, trains"),
 }
 
 
