@@ -271,19 +271,20 @@ TRAIN_FILE, TEST_FILE = "train-00000-of-00001.parquet", "test-00000-of-00001.par
 MANY_WORDS = {"image": cells_of(PNGS[:1] * 1001), "label": [f"w{n}" for n in range(1001)]}
 NO_ROWS = {"image": cells_of([]), "label": pa.array([], pa.int64())}
 NOT_TEXT = pa.array([b"a\xff"] * 5, pa.binary()).view(pa.string())
+NUMBERS = {"label": [1, 2], **{f"p{n}": [0, 0] for n in range(784)}}
 NO_YAML = "---\nconfigs: [\n---\n"
 LABEL = "split train, column label:"
 
 PARQUET_FAULTS: Faults = {
     "truncated": (rewritten(TRAIN_FILE, cut(900)), "cannot be read (Parquet magic bytes"),
-    "no image column": (in_both(image=None, label=[1, 2]), "no image column among label;"),
+    "no image column": (in_both(image=None, **NUMBERS), "p14, p15, ...; add one, named image"),
     "no label column": (in_both(label=None), "no label column among image;"),
     "test without images": (in_test(image=None), "test, column image: row 4 (its cell is empty)"),
     "test without labels": (in_test(label=None), "test, column label: row 0 has label None; give"),
     "words in one split only": (in_test(label=list("abcde")), "cannot be read (Failed to parse"),
     "image of another type": (in_test(image=[1, 2, 3, 4, 5]), "cannot be read ("),
-    "label -1": (label_at(3, -1), f"{LABEL} row 3 has label -1; give a whole number below 4"),
-    "label beyond declared": (in_train("xyz"), "row 3 has label 3; give a whole number below 3"),
+    "label -1": (label_at(3, -1), f"{LABEL} row 3 has label -1; give a whole number from 0 to"),
+    "label beyond declared": (in_train("xyz"), "label 3; give a whole number from 0 to 2"),
     "huge label": (label_at(1, 2**40), f"{LABEL} row 1 has label {2**40}; give a whole number"),
     "fractions": (in_both(label=[0.0, 1.0, 2.5, 3.0, 1.0]), "label: labels are float;"),
     "labels that are no text": (in_both(label=NOT_TEXT), "cannot be read ("),

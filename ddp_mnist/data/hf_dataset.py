@@ -9,7 +9,7 @@ import numpy as np
 from ddp_mnist.config.image_options import ImageOptions
 from ddp_mnist.data.decode_all import MAX_CLASSES
 from ddp_mnist.data.image_files import Cell, ImageFiles, choose_splits
-from ddp_mnist.errors import DataError
+from ddp_mnist.errors import DataError, joined
 
 NAMES = {
     "image": ("image", "images", "img", "pixels", "pixel_values"),
@@ -58,7 +58,7 @@ def _find_columns(rows: Any, where: str) -> tuple[str, str, list[str]]:
     notes = []
     for what, columns in found.items():
         if not columns:
-            among = ", ".join(rows.column_names)
+            among = joined(rows.column_names, 80)
             raise DataError(f"{where}: no {what} column among {among}; add one, named {what}")
         columns.sort(key=lambda name: [*NAMES[what], name].index(name))
         if others := ", ".join(columns[1:]):
@@ -81,15 +81,16 @@ def _decode_labels(
         fault = f"labels are {type(given[0]).__name__}; give whole numbers or words"
         raise DataError(f"{where}, column {column}: {fault}")
     classes = classes or getattr(rows.features[column], "names", [])  # of a ClassLabel
+    most = len(classes) or MAX_CLASSES
     if not classes and words:
         classes = sorted(set(given))
     elif not classes:
-        highest = min(max(0, *given), MAX_CLASSES - 1)
+        highest = min(max(0, *given), most - 1)
         classes = [str(label) for label in range(highest + 1)]
     index_of = {name if words else index: index for index, name in enumerate(classes)}
     for row, value in enumerate(values):
         if value not in index_of:
-            legal = "a word that train has" if words else f"a whole number below {len(classes)}"
+            legal = "a word that train has" if words else f"a whole number from 0 to {most - 1}"
             raise DataError(f"{where}, column {column}: row {row} has label {value}; give {legal}")
     return np.asarray([index_of[value] for value in values], dtype=np.int64), list(classes)
 
