@@ -313,7 +313,13 @@ def test_files_that_are_no_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert refused(text) == refused(cut) == UNREADABLE
     with monkeypatch.context() as patched:
         patched.setattr(PIL.Image, "MAX_IMAGE_PIXELS", 100)
-        assert refused(large) == UNREADABLE
+        limit = "image size (32000 pixels) exceeds limit of 200 pixels; make it smaller"
+        assert refused(large) == limit
+    PIL.Image.new("F", (9, 9)).save(tmp_path / "x.tif")
+    assert refused(tmp_path / "x.tif") == "mode F has no fixed range: save 8-bit images"
+    os.mkfifo(tmp_path / "pipe")
+    pipe = "not a regular file; give one, or - and the image on stdin"
+    assert refused(tmp_path / "pipe") == pipe
     monkeypatch.setattr(PIL.Image, "open", Mock(side_effect=struct.error("bad char")))
     assert refused(large) == UNREADABLE
 

@@ -13,6 +13,7 @@ import PIL.ImageOps
 from PIL.ExifTags import Base
 
 from ddp_mnist.data.image_format import Shape
+from ddp_mnist.errors import DataError
 
 GREY_MODES = ("1", "L", "LA", "La")
 SIXTEEN_BITS = "16 bits, of which the upper 8 count"
@@ -121,13 +122,13 @@ def in_mode(image: PIL.Image.Image, mode: str, paper: str = "white") -> PIL.Imag
 
     Of 16-bit values the upper 8 bits are kept.
 
-    Raise ValueError for mode F.
+    Raise DataError for mode F.
     """
     if image.mode.startswith("I"):  # convert("L") would make all above 255 white
         upper = (np.asarray(image) // 256).clip(0, 255).astype(np.uint8)
         image = PIL.Image.fromarray(upper)
     if image.mode == "F":
-        raise ValueError("mode F has no fixed range: save 8-bit images")
+        raise DataError("mode F has no fixed range: save 8-bit images")
     if image.has_transparency_data:
         layer = image.convert("RGBA")
         image = PIL.Image.alpha_composite(PIL.Image.new("RGBA", layer.size, paper), layer)

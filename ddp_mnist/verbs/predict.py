@@ -155,6 +155,8 @@ def read_image(file: Path, image_format: ImageFormat, digit_photos: bool) -> np.
     If it cannot be read, the DataError's message has to follow the file's name.
     """
     try:
+        if file.exists() and not file.is_file():  # reading a pipe may never end
+            raise DataError("not a regular file; give one, or - and the image on stdin")
         with open_image(sys.stdin.buffer.read() if file == STDIN else file) as opened:
             image = as_mnist(opened) if digit_photos else opened
             return decode_image(image, image_format.shape)
@@ -162,6 +164,8 @@ def read_image(file: Path, image_format: ImageFormat, digit_photos: bool) -> np.
         raise
     except FileNotFoundError as error:
         raise DataError("no such file or directory; check the path") from error
+    except PIL.Image.DecompressionBombError as error:
+        raise DataError(f"{reason(error).partition(',')[0].lower()}; make it smaller") from error
     except Exception as error:  # OSError, SyntaxError, ValueError, struct.error and more
         is_systems = isinstance(error, OSError) and error.errno  # else Pillow's, in many lines
         why = reason(error).lower() if is_systems else "not an image that Pillow can read"
