@@ -44,7 +44,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def make_data() -> tuple[Dataset, Dataset]:
-    """Return the rows to train on and those to validate on. If you download them, do it before."""
+    """Return the rows to train on and to validate on. Download before: all processes call this."""
     digits = load_digits()
     rows = TensorDataset(torch.tensor(digits.data).float() / 16, torch.tensor(digits.target))
     return Subset(rows, range(1400)), Subset(rows, range(1400, len(rows)))

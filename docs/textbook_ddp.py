@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 2 docs/textbook_ddp.py --forget-set-epoch
 
 It shows two mistakes that textbooks make. DistributedSampler repeats rows if their number does not
-divide evenly: the test counts 398 rows of 397. And without set_epoch, every epoch has one order.
+divide evenly: the test counts 398 rows of 397. Without set_epoch, all epochs have one order.
 """
 
 import gc
