@@ -40,6 +40,7 @@ VERBS = {
     "verify": "Prove on this machine that N processes train as one and resume exactly.",
     "bench": "Measure speed on this machine, as ratios of what runs side by side.",
 }
+ALONE = ("predict", "report", "export")
 HELP = """usage: ddp-mnist [-h] [--version] VERB ...
 
 Train MNIST or your own images with PyTorch DDP: one process, many, or many machines.
@@ -151,6 +152,8 @@ def run_verb(argv: list[str]) -> int | None:
         raise UsageError(f"{name}: does not run on Windows; use WSL 2 (wsl --install)")
     if function := {"train": train, "multinode": multinode, "restart": restart}.get(name):
         return function(rest)
+    if name in ALONE and "TORCHELASTIC_RUN_ID" in os.environ and os.environ["WORLD_SIZE"] != "1":
+        raise UsageError(f"{name}: every process would do all of it; start it without a launcher")
     if name in VERBS:
         flags = parse_verb(name, rest)
         if name in SHARED:

@@ -164,6 +164,16 @@ def test_fault_32_a_wrong_command_line_is_one_line_that_begins_with_what_was_typ
     assert list(here.iterdir()) == []
 
 
+@pytest.mark.parametrize("verb", ["predict", "report", "export"])
+def test_what_one_process_does_is_not_done_by_each(
+    verb: str, typed: Typed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    [line] = typed(verb, "runs/latest").error_lines
+    assert f"{verb}: every process would do all of it; start it without a launcher" in line
+
+
 def test_code_of_the_user_s_that_ends_the_program_is_no_success(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
