@@ -172,7 +172,7 @@ def assert_found(result: CheckResult, status: str, text: str, fix: str) -> None:
 
 def test_a_healthy_machine_passes(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(machine, "DEFAULT_PORT", free_port())
-    monkeypatch.setattr(neighbours, "cores", lambda: 2)  # this machine may have one
+    monkeypatch.setattr("ddp_mnist.system.limits.cores", lambda: 2)  # this machine may have one
     cache.load("digits", str(tmp_path))
     options = Doctor(2, dataset="digits", cache_dir=str(tmp_path), run_dir=str(tmp_path))
     results = checked(machine.check_machine(options))
