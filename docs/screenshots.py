@@ -31,7 +31,7 @@ main, header { padding: 0 12px; } header { padding-top: 8px; }
 nav, header p, .headline ~ p, h2, h3, h3 + .scroll, caption { display: none; }
 .headline { grid-template-columns: 1fr 1fr 1fr; gap: 8px; margin: 8px 0; }
 .headline div { padding: 4px 8px; } .headline dt { font-size: 12px; }
-.headline dd small { font-size: 11px; letter-spacing: -.2px; }
+.headline dd small { font-size: 10px; letter-spacing: -.3px; white-space: nowrap; }
 .headline dd { font-size: 19px; line-height: 1.3; }
 .curves { grid-template-columns: 1fr 1fr; gap: 12px; margin: 12px 0 0; }
 .curves svg { overflow: visible; } .curves text { font-size: 11px !important; }
