@@ -57,7 +57,8 @@ def test_the_template_learns_on_processes_and_alone_and_resumes_where_it_was(
         [right] = re.findall(r"^epoch 1: loss [\d.]+, (\d+) of 397 rows right$", out, re.MULTILINE)
         assert int(right) >= 330
     before = [file.read_bytes() for file in checkpoints]
-    assert train("--resume") == ["", ""]
+    for out, file in zip(train("--resume"), checkpoints, strict=True):
+        assert out == f"resumed from {file}, which has 1 of 1 epochs\n"
     assert [file.read_bytes() for file in checkpoints] == before
 
 
