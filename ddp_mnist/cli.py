@@ -152,7 +152,8 @@ def run_verb(argv: list[str]) -> int | None:
         raise UsageError(f"{name}: does not run on Windows; use WSL 2 (wsl --install)")
     if function := {"train": train, "multinode": multinode, "restart": restart}.get(name):
         return function(rest)
-    if name in ALONE and "TORCHELASTIC_RUN_ID" in os.environ and os.environ["WORLD_SIZE"] != "1":
+    size = os.environ.get("WORLD_SIZE", "1") if "TORCHELASTIC_RUN_ID" in os.environ else "1"
+    if name in ALONE and size != "1":
         raise UsageError(f"{name}: every process would do all of it; start it without a launcher")
     if name in VERBS:
         flags = parse_verb(name, rest)

@@ -172,6 +172,9 @@ def test_what_one_process_does_is_not_done_by_each(
     monkeypatch.setenv("WORLD_SIZE", "2")
     [line] = typed(verb, "runs/latest").error_lines
     assert f"{verb}: every process would do all of it; start it without a launcher" in line
+    monkeypatch.delenv("WORLD_SIZE")  # what is left is no launcher's
+    [line] = typed(verb, *["runs/none"] * (1 + (verb == "predict"))).error_lines
+    assert "runs/none: " in line
 
 
 def test_code_of_the_user_s_that_ends_the_program_is_no_success(

@@ -314,8 +314,8 @@ def test_a_resumed_run_s_batch_is_not_to_be_changed() -> None:
     with pytest.raises(UsageError) as refused:
         resolve_recipe(Recipe(batch_size=24, grad_accum=5), DIGITS, 1, resumes=True)
     assert str(refused.value) == (
-        "--resume: the run's batch of 24 images cannot be shared by 5 (1 processes x --grad-accum"
-        " 5); let their product be one of 1, 2, 3, 4, 6, 8, 12, 24"
+        "--resume: the run's batch of 24 is not divisible by 5 (1 process x --grad-accum 5); let"
+        " that product be one of 1, 2, 3, 4, 6, 8, 12, 24"
     )
 
 

@@ -213,15 +213,7 @@ def resolve_recipe(
     val_rows = val_size if val_rows is None else val_rows
     train_rows = rows - val_rows
     batch, steps = next(each for least, each in usual.batches.items() if train_rows >= least)
-    parts = world_size * recipe.grad_accum
-    if resumes and (batch_size := recipe.batch_size or batch) % parts:
-        legal = [str(each) for each in range(1, batch_size + 1) if batch_size % each == 0]
-        raise UsageError(
-            f"--resume: the run's batch of {batch_size} images cannot be shared by {parts}"
-            f" ({world_size} processes x --grad-accum {recipe.grad_accum}); let their product be"
-            f" one of {', '.join(legal)}"
-        )
-    batch_size = _batch_size(recipe, train_rows, val_rows, world_size, batch)
+    batch_size = _batch_size(recipe, train_rows, val_rows, world_size, batch, resumes)
     steps_per_epoch = train_rows // batch_size
     epochs = max(math.ceil(steps / steps_per_epoch), usual.epochs)
     optimizer = recipe.optimizer or NETS.get(model, "adamw")
@@ -246,7 +238,9 @@ def resolve_recipe(
     return found
 
 
-def _batch_size(recipe: Recipe, train_rows: int, val_rows: int, world_size: int, usual: int) -> int:
+def _batch_size(
+    recipe: Recipe, train_rows: int, val_rows: int, world_size: int, usual: int, resumes: bool
+) -> int:
     """Return the number of images per step: as typed, else the `usual` or the next legal one.
 
     144, 72 and 24 can be divided by 1, 2, 3, 4, 6 and 8 processes. Raise UsageError if the typed
@@ -261,6 +255,10 @@ def _batch_size(recipe: Recipe, train_rows: int, val_rows: int, world_size: int,
         fix = "use fewer processes or micro-batches"
         raise UsageError(f"--batch-size: must be {rule} and at most {most}; {fix}")
     size = recipe.batch_size or usual
+    if resumes and size % least:  # only the others may change
+        legal = ", ".join(str(each) for each in range(1, size + 1) if size % each == 0)
+        fix = f"let that product be one of {legal}"
+        raise UsageError(f"--resume: the run's batch of {size} is not {rule}; {fix}")
     multiples = (size // least * least, -(-size // least) * least)
     nearest = sorted({min(max(each, least), largest) for each in multiples})
     if recipe.batch_size and size not in nearest:
