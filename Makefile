@@ -5,16 +5,13 @@
 # Each target first makes .venv with the pinned versions. To use your own environment:
 #   make train PYTHON=/path/to/python VENV=
 # Flags for ddp-mnist: make train ARGS="--epochs 5 --seed 1"
-# To restart up to three times if a process is lost: make train RESTARTS=3
 
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
 RUN ?= runs/latest
 PROCESSES ?= 2
-RESTARTS ?= 0
 CHAOS ?= 200
-BENCH ?= loop
 
 # Quoted if it is a path, which may have spaces; otherwise perhaps a command with arguments
 GIVEN := $(if $(shell [ -x "$(PYTHON)" ] && echo yes),'$(PYTHON)',$(PYTHON))
@@ -27,9 +24,8 @@ PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 endif
 
-RESTART = $(PY) $(if $(filter-out 0,$(RESTARTS)),-m ddp_mnist restart $(RESTARTS) --)
 OWN = PYTHON=/path/to/python VENV=
-LAUNCH = $(RESTART) -m accelerate.commands.launch --main_process_port 0 --config_file accelerate_configs
+LAUNCH = $(PY) -m accelerate.commands.launch --main_process_port 0 --config_file accelerate_configs
 TRAIN = -m ddp_mnist train --dataset auto
 # A file on one worker, those that took longest the last time first: see tests/conftest.py. pytest
 # keeps what it has compiled, or each worker would compile all tests again each time.
@@ -87,7 +83,7 @@ train: $(READY) ## Train on all GPUs of this machine, else in two CPU processes
 	$(LAUNCH)/"$$@" --mixed-precision auto $(ARGS)
 
 train-single: $(READY) ## Train in one process, without a launcher
-	@$(RESTART) $(TRAIN) $(ARGS)
+	@$(PY) $(TRAIN) $(ARGS)
 
 train-multi: $(READY) ## Train in PROCESSES=2 processes on this machine's CPU
 	@$(LAUNCH)/multi_cpu.yaml --num_processes $(PROCESSES) $(TRAIN) --mixed-precision auto $(ARGS)
@@ -108,8 +104,8 @@ doctor: $(READY) ## Check this machine, or several (MACHINE_RANK= MAIN_PROCESS_I
 verify: $(READY) ## Prove here that N processes train as one and resume exactly
 	@$(PY) -m ddp_mnist verify $(ARGS)
 
-bench: $(READY) ## Measure speed here: BENCH=loop, startup or scaling
-	@$(PY) -m ddp_mnist bench $(BENCH) --dataset auto $(ARGS)
+bench: $(READY) ## Measure speed here: train.py over plain_ddp.py, 1 to N processes
+	@$(PY) tools/bench.py $(ARGS)
 
 test: $(READY) ## Run the tests (about 3 minutes on 2 cores, no network)
 	@$(PYTEST) -n 2 $(WHOLE) $(ARGS)

@@ -1,5 +1,7 @@
 """The trainer from Python, for a notebook or a script: keywords are the command line's flags.
 
+`ddp-mnist train --help` lists them.
+
     from ddp_mnist.api import evaluate, predict, train
 
     summary = train(dataset="digits", epochs=2, run_dir="a")
@@ -12,18 +14,15 @@ are started as always with Accelerate: `accelerate.notebook_launcher(train_it, n
 """
 
 import contextlib
-import inspect
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
 
 from ddp_mnist.cluster.hardware import is_forked
 from ddp_mnist.cluster.launch import find_launch
@@ -38,16 +37,13 @@ from ddp_mnist.verbs import evaluate as evaluation
 from ddp_mnist.verbs import predict as prediction
 from ddp_mnist.verbs.flags import Evaluate, Predict
 
-# debug_launcher's stores: closing one would remove a file that the launcher removes too.
-KEPT: list[dist.Store] = []
-
 
 def train(**flags: Any) -> dict[str, Any]:
     """Train as `ddp-mnist train` does. Return the content of summary.json; {} after `dry_run`.
 
     All arguments are keywords, e.g. `dataset="photos"`. `model` and `metrics` may be classes and
-    functions that are imported from a file, which is read again at each call. If `resume` names a
-    finished run, return its summary.
+    functions from a file, which Python imports once in a process. If `resume` names a finished run,
+    return its summary.
     """
     config = TrainConfig.of(checked(flags, RunFlags, Recipe, Distribution))
     with process_as_found():
@@ -76,7 +72,8 @@ def predict(
     several = isinstance(images, Iterable) and not isinstance(images, str | bytes)
     files: list[Any] = [*images] if several else [images]  # type: ignore[misc]
     for file in files:
-        check_path("images", file, "paths of image files; save it as one first")
+        if not isinstance(file, str | os.PathLike):  # an image, an array, bytes
+            raise UsageError(f"images: got {type(file).__name__}; save it, and give its path")
     own = Predict.of(checked({"run": run, "images": files, **flags}, Predict))
     if is_forked():
         torch.set_num_threads(1)
@@ -90,18 +87,10 @@ def checked(typed: dict[str, Any], *groups: type[Flags]) -> dict[str, Any]:
     Raise UsageError for unknown ones.
     """
     known = {field.name: field.default for field in chain(*fields_of(*groups).values())}
-    if typed.get("dataset") is not None:
-        check_path("dataset", typed["dataset"], "a name, or the path of a folder of images")
     for name in typed.keys() - known.keys():
-        hint = did_you_mean(name, known) or "; see help() of this function"
+        hint = did_you_mean(name, known) or "; see ddp-mnist VERB --help"
         raise UsageError(f"{name}: unknown keyword{hint}")
     return {k: value for k, value in typed.items() if value is not None or known[k] is not None}
-
-
-def check_path(keyword: str, value: Any, legal: str) -> None:
-    """Raise UsageError unless the value is text or a path; images, arrays and bytes are refused."""
-    if not isinstance(value, str | os.PathLike):
-        raise UsageError(f"{keyword}: got {type(value).__name__}; give {legal}")
 
 
 @contextlib.contextmanager
@@ -116,7 +105,6 @@ def process_as_found() -> Iterator[None]:
             f"thread {threading.current_thread().name}: signals reach the main thread alone; call"
             " the trainer there, or in a separate process"
         )
-    adopt_ranks_of_debug_launcher()
     variables, path = dict(os.environ), sys.path[:]
     gpus = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
     threads = 1 if is_forked() else torch.get_num_threads()
@@ -130,37 +118,3 @@ def process_as_found() -> Iterator[None]:
             del os.environ[name]
         os.environ.update(variables)
         torch.set_num_threads(threads)
-
-
-def adopt_ranks_of_debug_launcher() -> None:
-    """Take over the ranks of the group that accelerate.debug_launcher forms, and end the group.
-
-    The group is the only way it tells a process its rank, and a process can be in just one group.
-    All ranks end it together: one that is still connecting would fail if another closed its
-    connections.
-    """
-    if "ACCELERATE_DEBUG_RDV_FILE" in os.environ and dist.is_initialized():
-        rank = str(dist.get_rank())
-        os.environ.update(RANK=rank, LOCAL_RANK=rank)
-        KEPT.append(_get_default_store())
-        dist.barrier()
-        dist.destroy_process_group()
-
-
-def document(function: Callable[..., Any], *groups: type[Flags]) -> None:
-    """Give a function the flags as keywords, which a notebook completes, and their help."""
-    own = inspect.signature(function)
-    *named, flags = own.parameters.values()
-    fields = [f for f in chain(*fields_of(*groups).values()) if f.name not in own.parameters]
-    named += [
-        flags.replace(name=f.name, kind=flags.KEYWORD_ONLY, default=f.default, annotation=f.type)
-        for f in fields
-    ]
-    function.__signature__ = own.replace(parameters=named)  # type: ignore[attr-defined]
-    lines = [f"    {field.name}: {field.metadata['help']}" for field in fields]
-    function.__doc__ = "\n".join([function.__doc__ or "", "", *lines])
-
-
-document(train, RunFlags, Recipe, Distribution)
-document(evaluate, Evaluate, Distribution)
-document(predict, Predict)

@@ -1,4 +1,4 @@
-"""The command line: it turns a verb into a call, and an error into the exit code.
+"""The command line: it turns a verb into a call, and an error into one line and the exit code.
 
 Heavy imports are inside the functions, so that `--help` and a wrong flag answer at once.
 """
@@ -12,7 +12,10 @@ import io
 import logging
 import os
 import re
+import shlex
 import sys
+import tempfile
+import textwrap
 import time
 import traceback
 from collections.abc import Mapping, Sequence
@@ -21,24 +24,21 @@ from typing import Any, NoReturn
 from ddp_mnist import __version__, errors
 from ddp_mnist.cluster.launch import Launch, die_with_parent, find_launch
 from ddp_mnist.config.distribution import Distribution
-from ddp_mnist.config.flag_aliases import in_our_words, with_dashes
 from ddp_mnist.config.flag_fields import Flags, add_flags, flag_name
 from ddp_mnist.config.recipe import Recipe
 from ddp_mnist.config.run import RunFlags, TrainConfig, fields_of
 from ddp_mnist.errors import UsageError, did_you_mean
-from ddp_mnist.run.console import Console, open_what_is_closed, passing, tell, write_stdout
+from ddp_mnist.run.console import Console, tell, write_stdout
 
 VERBS = {
     "train": "Train and validate a model, test it once, and write a run folder.",
     "evaluate": "Compute exact metrics of a finished run on one split.",
     "predict": "Classify image files; print one JSON line for each.",
-    "report": "Write an HTML page about one or more runs; it opens without a network.",
+    "report": "Write an HTML page about a run; it opens without a network.",
     "export": "Export the weights of a run, with a model card, for use elsewhere.",
     "prepare": "Download and decode a data set into the cache.",
-    "configs": "Write the configuration files for accelerate launch to a folder.",
     "doctor": "Check this machine, or several that a launcher joins, before training.",
     "verify": "Prove on this machine that N processes train as one and resume exactly.",
-    "bench": "Measure speed on this machine, as ratios of what runs side by side.",
 }
 ALONE = ("predict", "report", "export")
 HELP = """usage: ddp-mnist [-h] [--version] VERB ...
@@ -55,7 +55,6 @@ exit codes: 0 done, 1 check failed, 2 usage or configuration, 3 data, 4 checkpoi
 MODULES = {  # of verbs whose `run` is not in ddp_mnist.verbs
     "doctor": "ddp_mnist.doctor.verb",
     "verify": "ddp_mnist.verify.proofs",
-    "bench": "ddp_mnist.bench.benches",
 }
 # Verbs other than train that run on several processes, with their own defaults. The user waits for
 # doctor, which computes in the precision that training uses.
@@ -67,7 +66,6 @@ SHARED: dict[str, dict[str, Any]] = {
 
 def program() -> NoReturn:
     """Call `main`, then end the process at once: unloading torch would take a second."""
-    open_what_is_closed()
     try:
         main()
     except SystemExit as ended:
@@ -77,7 +75,10 @@ def program() -> NoReturn:
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """Run one verb and exit with its code; an expected failure is one line on stderr."""
+    """Run one verb and exit with its code; a failure is one line on stderr.
+
+    With --debug the whole traceback is printed before it.
+    """
     # When a peer is lost, torch's store would print a C++ stack for each call; it raises as well.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's starts and stops
@@ -85,29 +86,32 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     logging.getLogger("matplotlib").setLevel(logging.ERROR)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a folder's name may not be UTF-8
+    words = list(sys.argv[1:] if argv is None else argv)
     try:
-        code = run_verb(list(sys.argv[1:] if argv is None else argv)) or 0
+        code = run_verb(words) or 0
     except errors.FailedElsewhere as error:
         code = error.code
         if is_first_here() and os.environ.get("RANK", "0") != "0":  # not rank 0's machine
             tell(f"ended      {errors.printable(str(error))}")
-    except (errors.DdpMnistError, ModuleNotFoundError) as caught:
-        failed = not_installed(caught) if isinstance(caught, ModuleNotFoundError) else caught
+    except KeyboardInterrupt:
+        code = 130
+        if is_first_here():
+            tell("ddp-mnist: interrupted (code 130)")
+    except HelpShown:
+        code = 0
+    except (Exception, SystemExit) as error:  # the user's code may call sys.exit()
+        failed = as_failure(error, words)
         # Under a launcher all ranks hit the same wrong flag. Local rank 0 prints it, and the
         # launcher ends the others, so they wait before printing. One that is still alive after that
         # hit a problem of its own.
         code = failed.code
         if not (is_first_here() or failed.agreed):
             time.sleep(3)
+        if "--debug" in words:
+            tell("".join(traceback.format_exception(error)).rstrip())
+        elif failed.blamed:
+            failed.traceback_file = failed.traceback_file or keep_traceback(error)
         tell(errors.one_line(failed))
-    except KeyboardInterrupt:
-        code = 130
-        if is_first_here():
-            tell("ddp-mnist: interrupted (code 130)")
-    except SystemExit as ended:
-        if by := exit_of_own_code(ended):
-            tell(f"ddp-mnist: error: {by}; remove what calls sys.exit() (code 1)")
-        code = 1 if by else 0
     try:
         write_stdout()
     except errors.StorageError as error:
@@ -117,23 +121,32 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     sys.exit(code)
 
 
-def exit_of_own_code(error: SystemExit) -> str:
-    """Return where the user's code ended the program; "" if argparse did, after --help."""
-    if traceback.extract_tb(error.__traceback__)[-1].filename == argparse.__file__:
-        return ""
-    from ddp_mnist.nets.own_code import locate
+def as_failure(error: Exception | SystemExit, words: Sequence[str]) -> errors.DdpMnistError:
+    """Return the error as one of ours; of one that nobody foresaw, say what was typed."""
+    if isinstance(error, errors.DdpMnistError):
+        return error
+    if isinstance(error, ModuleNotFoundError) and error.name and "ddp_mnist" not in error.name:
+        return UsageError(
+            f"{error.name}: is not installed for {sys.executable}; activate the environment that"
+            " has it (source .venv/bin/activate), or make venv"
+        )
+    typed = textwrap.shorten(shlex.join(words), 120, placeholder=" ...")
+    failed = errors.blamed(typed, errors.DdpMnistError, error)
+    failed.traceback_file = getattr(error, "traceback_file", "")
+    failed.blamed = True  # also an error of the system, which nobody foresaw here
+    return failed
 
-    return locate(error)
 
-
-def not_installed(error: ModuleNotFoundError) -> UsageError:
-    """Return the error for a missing package. Re-raise it if the module is our own."""
-    if not error.name or error.name.startswith("ddp_mnist"):
-        raise error
-    return UsageError(
-        f"{error.name}: is not installed for {sys.executable}; activate the environment that has it"
-        " (source .venv/bin/activate), or make venv"
-    )
+def keep_traceback(error: BaseException) -> str:
+    """Write the whole traceback to a temporary file. Return its path, "" if that fails too."""
+    with contextlib.suppress(OSError):
+        text = "".join(traceback.format_exception(error))
+        with tempfile.NamedTemporaryFile(
+            "w", prefix="ddp_mnist-traceback-", suffix=".txt", delete=False
+        ) as file:
+            file.write(text)
+        return file.name
+    return ""
 
 
 def is_first_here() -> bool:
@@ -150,7 +163,7 @@ def run_verb(argv: list[str]) -> int | None:
     name, *rest = argv or ["--help"]
     if sys.platform == "win32" and name in VERBS:  # it lacks SIGUSR1, fcntl and more
         raise UsageError(f"{name}: does not run on Windows; use WSL 2 (wsl --install)")
-    if function := {"train": train, "multinode": multinode, "restart": restart}.get(name):
+    if function := {"train": train, "multinode": multinode}.get(name):
         return function(rest)
     size = os.environ.get("WORLD_SIZE", "1") if "TORCHELASTIC_RUN_ID" in os.environ else "1"
     if name in ALONE and size != "1":
@@ -159,8 +172,7 @@ def run_verb(argv: list[str]) -> int | None:
         flags = parse_verb(name, rest)
         if name in SHARED:
             launch_of(flags[1])
-        with passing("loading ..."):  # PyTorch, for most
-            verb = importlib.import_module(MODULES.get(name, f"ddp_mnist.verbs.{name}"))
+        verb = importlib.import_module(MODULES.get(name, f"ddp_mnist.verbs.{name}"))
         return verb.run(*flags)
     if name in ("-h", "--help"):
         listed = "\n".join(f"    {verb:<10} {sentence}" for verb, sentence in VERBS.items())
@@ -177,8 +189,15 @@ def run_verb(argv: list[str]) -> int | None:
 # --- Parsing
 
 
+class HelpShown(Exception):
+    """argparse has printed the help, and would call sys.exit()."""
+
+
 class Parser(argparse.ArgumentParser):
     """An argparse parser whose errors are UsageErrors that begin with what was typed."""
+
+    def exit(self, *_: Any) -> NoReturn:
+        raise HelpShown
 
     def error(self, message: str) -> NoReturn:
         typed = message.removeprefix("argument ")
@@ -209,15 +228,30 @@ def parse(name: str, argv: Sequence[str], documented: Any, *groups: type[Flags])
                 choices += [f"{field.metadata['metavar'] or flag_name(field)}:", *lines, ""]
     _, _, examples = inspect.cleandoc(documented.__doc__ or "").partition("\n\n")
     parser.epilog = "\n".join([*choices, examples])
+    parser.add_argument("--debug", action="store_true", help="Show the traceback of an error.")
     words = with_dashes(argv)
     known, unknown = parser.parse_known_args(words)
     if unknown:
         flags = [word for word in unknown if word.startswith("-")] or unknown
         typed = argv[words.index(flags[0])].partition("=")[0]
+        if re.match(r"-g[\d,]*$", typed):
+            fix = "leave it out, and put CUDA_VISIBLE_DEVICES=0 before the command"
+            raise UsageError(f"{typed}: each process takes the GPU of its local rank; {fix}")
         legal = re.findall(r"--[a-z-]+", parser.format_usage())
         hint = did_you_mean(typed, legal) or f"; see {parser.prog} --help"
         raise UsageError(f"{typed}: unknown flag or argument{hint}")
-    return vars(known)
+    return {field: value for field, value in vars(known).items() if field != "debug"}
+
+
+def with_dashes(argv: Sequence[str]) -> list[str]:
+    """Return the words with `-` for `_` in the names of flags, and --use-mix-precision as ours.
+
+    Tutorials write both.
+    """
+    end = [*argv, "--"].index("--")
+    flags = (re.sub("^--[^=]+", lambda name: name[0].replace("_", "-"), w) for w in argv[:end])
+    ours = {"--use-mix-precision": "--mixed-precision=auto"}
+    return [*(ours.get(flag, flag) for flag in flags), *argv[end:]]
 
 
 def parse_verb(name: str, argv: Sequence[str]) -> tuple[Any, ...]:
@@ -231,9 +265,8 @@ def parse_verb(name: str, argv: Sequence[str]) -> tuple[Any, ...]:
 
 
 def train_config(argv: Sequence[str]) -> TrainConfig:
-    """Return the flags as typed, perhaps in tutorials' words; the preset fills in others."""
-    words = in_our_words(argv)
-    return TrainConfig.of(parse("train", words, train, RunFlags, Recipe, Distribution))
+    """Return the flags as typed; the preset fills in others."""
+    return TrainConfig.of(parse("train", argv, train, RunFlags, Recipe, Distribution))
 
 
 def launch_of(flags: Distribution) -> Launch:
@@ -247,7 +280,7 @@ def launch_of(flags: Distribution) -> Launch:
     return launch
 
 
-# --- Verbs implemented here; the last two are for the Makefile
+# --- Verbs implemented here; the last is for the Makefile
 
 
 def train(argv: list[str]) -> None:
@@ -291,16 +324,3 @@ def multinode(argv: list[str]) -> int:
 
     check = functools.partial(run_preflight, flags=doctor_flags)
     return run(flags, given, distribution.dist_timeout, check)
-
-
-def restart(argv: list[str]) -> int:
-    """Run a training command again if it lost a process: N -- COMMAND ... train FLAGS."""
-    restarts, *rest = argv or [""]
-    if not restarts.isdecimal():
-        raise UsageError(f"RESTARTS={restarts}: must be a whole number of at least 0")
-    if rest[:1] != ["--"] or "train" not in rest:
-        raise UsageError("restart: needs N -- COMMAND ... train FLAGS")
-    config = train_config(rest[rest.index("train") + 1 :])  # refused once, not in each process
-    from ddp_mnist.verbs.restart import restart as run
-
-    return run(int(restarts), rest[1:], config.run)

@@ -1,12 +1,18 @@
-"""The expected failures, each with its exit code and its one line.
+"""The failures that end the program, each with its exit code and its one line.
 
-The user sees one line on stderr: what was typed or found, where, and what to do. A traceback means
-a bug in this package.
+The user sees one line on stderr: what was typed or found, where, and what to do; or, for what a
+library raised, its own words and where the whole traceback lies.
 """
 
+import contextlib
+import errno
 import re
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from pickle import UnpicklingError
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # no write there can succeed
 
 
 class DdpMnistError(Exception):
@@ -14,6 +20,8 @@ class DdpMnistError(Exception):
 
     code = 1  # the exit code
     agreed = False  # whether the ranks have agreed that this one prints it
+    blamed = False  # whether the words are a library's, see `blame`; its traceback is kept
+    traceback_file = ""  # where that is, if it has been written
 
     def __init__(self, message: str, code: int | None = None) -> None:
         super().__init__(message)
@@ -73,9 +81,57 @@ class FailedElsewhere(DdpMnistError):
     code = 6
 
 
+@contextlib.contextmanager
+def blame(typed: str, kind: type[DdpMnistError], fix: str = "") -> Iterator[None]:
+    """Raise `kind` for any other error of the block: what was typed, and the error's own words.
+
+        with blame("--dataset photos", DataError):
+            ...
+
+    The words are those of the first cause, as libraries wrap the system's errors. For a full or
+    read-only disk it is a StorageError, whatever the `kind`. The user's code may call sys.exit(),
+    which is an error here too.
+    """
+    try:
+        yield
+    except DdpMnistError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise blamed(typed, kind, error, fix) from error
+
+
+def blamed(
+    typed: str, kind: type[DdpMnistError], error: BaseException, fix: str = ""
+) -> DdpMnistError:
+    """Return the error that `blame` raises."""
+    *_, root = causes(error)
+    why, name = reason(root), type(root).__name__
+    is_systems = bool(getattr(root, "strerror", None))  # whose words say it all
+    if isinstance(root, UnpicklingError):  # torch's advice is to run what is in the file
+        why = "it holds more than tensors, or is damaged; nothing in it was run"
+    elif is_systems:
+        file = getattr(root, "filename", None)
+        why = why if not file or str(Path(file).parent) in typed else f"{file}: {why}"
+    elif why != name:
+        why = f"{name}: {why}"
+    kind = StorageError if exit_code(root) == StorageError.code else kind
+    found = kind("; ".join(filter(None, [f"{typed}: {why}", fix])))
+    found.blamed = not is_systems
+    found.agreed = getattr(error, "agreed", False)
+    return found
+
+
+def exit_code(error: BaseException) -> int:
+    """Return the exit code of an error, which may be a library's or the system's."""
+    if isinstance(error, DdpMnistError):
+        return error.code
+    return StorageError.code if getattr(error, "errno", None) in FULL else 1
+
+
 def one_line(error: DdpMnistError) -> str:
     """Return the line to print, e.g. `ddp-mnist: error: --epochs 0: must be ... (code 2)`."""
-    return f"ddp-mnist: error: {printable(str(error))} (code {error.code})"
+    where = f"; the traceback is in {error.traceback_file}" if error.traceback_file else ""
+    return f"ddp-mnist: error: {printable(str(error) + where)} (code {error.code})"
 
 
 def printable(text: str) -> str:
@@ -108,12 +164,10 @@ def reason(error: BaseException) -> str:
     text = getattr(error, "strerror", None) or str(error)
     parts = re.split(r"(?:nccl )?last error:", text, flags=re.IGNORECASE)
     text = next((part.strip() for part in parts[::-1] if part.strip()), type(error).__name__)
-    return text.splitlines()[0][:200].rstrip("/. ")
-
-
-def root_reason(error: BaseException) -> str:
-    """Return the reason at the bottom of the chain; libraries wrap the system's error."""
-    return reason([*causes(error)][-1])
+    first, *more = text.splitlines()
+    if first.endswith(":"):  # a heading
+        first = " ".join([first, *more[:1]])
+    return " ".join(first.split())[:200].rstrip("/. ")
 
 
 def did_you_mean(typed: str, legal: Iterable[str]) -> str:
@@ -125,8 +179,12 @@ def did_you_mean(typed: str, legal: Iterable[str]) -> str:
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield the error, then what caused it, and so on down to the first cause."""
+    """Yield the error, then what it was raised from, and so on down to the first cause.
+
+    An error of the system that was being handled is a cause too.
+    """
     yield error
-    cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    context = None if error.__suppress_context__ else error.__context__
+    cause = error.__cause__ or (context if isinstance(context, OSError) else None)
     if cause is not None:
         yield from causes(cause)

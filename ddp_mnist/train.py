@@ -117,7 +117,7 @@ def fit(run: TrainingRun) -> dict[str, Any]:
             if not accelerator.sync_gradients:
                 continue  # a micro-batch: the step is not complete
             progress.count_step(skipped=accelerator.optimizer_step_was_skipped)
-            run.profiler.step(progress.step)
+            run.profile.step()
 
             # About once a second, at a step equal on all ranks, wait for the GPU; fp16 always does.
             ends_epoch = progress.step == steps_before + recipe.steps_per_epoch

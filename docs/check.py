@@ -32,7 +32,7 @@ FENCE_MARK = re.compile(r"`{3,}|~{3,}")
 # What the commands of a fence need, or what is done with them; see tests/test_docs.py.
 MARKS = {"gpu", "slurm", "hub", "network", "hosts", "images", "minutes", "proof", "fails"}
 README_WORDS = 1300
-FOLDERS = ("ddp_mnist", "docs", "tests", "deploy", "accelerate_configs", ".github")
+FOLDERS = ("ddp_mnist", "docs", "tests", "tools", "deploy", "accelerate_configs", ".github")
 COURSE = REPOSITORY / "docs" / "course"
 COURSE_LINES = 400
 COURSE_FIGURES = ["ddp", "dataparallel", "buckets", "ring", "speed", "multinode"]

@@ -43,11 +43,11 @@ def read(folder: Path | str, reading: ImageOptions = AS_THEY_ARE) -> Decoded:
 # --- Folders of every format
 
 
-def encoded(pixels: Any, kind: str = "PNG", **options: Any) -> bytes:
+def encoded(pixels: Any, format: str = "PNG", **options: Any) -> bytes:
     """Return an image file of a Pillow image or of an array."""
     image = pixels if isinstance(pixels, PIL.Image.Image) else PIL.Image.fromarray(pixels)
     file = io.BytesIO()
-    image.save(file, kind, **options)
+    image.save(file, format, **options)
     return file.getvalue()
 
 
@@ -96,13 +96,11 @@ def write_images(folder: Path) -> Path:
     return folder
 
 
-def save_to_disk(
-    folder: Path, train_names: str = "wxyz", test_names: str = "wxyz", **test_columns: Any
-) -> Path:
+def save_to_disk(folder: Path, train_names: str = "wxyz", test_names: str = "wxyz") -> Path:
     import datasets
 
     datasets.disable_progress_bars()
-    train, test = table_of("train", train_names), table_of("test", test_names, **test_columns)
+    train, test = table_of("train", train_names), table_of("test", test_names)
     splits = {"train": datasets.Dataset(train), "test": datasets.Dataset(test)}
     datasets.DatasetDict(splits).with_format("arrow").save_to_disk(str(folder))
     return folder
@@ -192,11 +190,7 @@ def folder_of(place: Path, *images: Any) -> Path:
         for number, image in enumerate(images):
             path = place / split / "ab"[number % 2] / f"{number}.png"
             path.parent.mkdir(parents=True, exist_ok=True)
-            if isinstance(image, bytes):
-                path.write_bytes(image)
-            else:
-                how: dict[str, Any] = {"format": "PNG", **image.info}
-                image.save(path, **how)
+            path.write_bytes(image if isinstance(image, bytes) else encoded(image, **image.info))
     return place
 
 

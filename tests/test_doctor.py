@@ -6,7 +6,6 @@ import functools
 import json
 import os
 import re
-import socket
 import time
 from collections import namedtuple
 from collections.abc import Callable, Iterable, Iterator
@@ -22,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp_mnist import train
-from ddp_mnist.cluster import hardware, interfaces
+from ddp_mnist.cluster import interfaces
 from ddp_mnist.cluster.launch import find_launch
 from ddp_mnist.cluster.local_world import free_port, run_world
 from ddp_mnist.cluster.nodes import Node
@@ -33,11 +32,8 @@ from ddp_mnist.doctor import group_checks as group
 from ddp_mnist.doctor import machine_checks as machine
 from ddp_mnist.doctor import preflight
 from ddp_mnist.doctor import verb as checks
-from ddp_mnist.doctor.collectives import SIZES, payload
-from ddp_mnist.doctor.compare import Measured, against
-from ddp_mnist.errors import PeerError
+from ddp_mnist.doctor.collectives import payload
 from ddp_mnist.run.faults import leave_out_last_parameter
-from ddp_mnist.run.folder import read_json
 from ddp_mnist.system import neighbours
 from ddp_mnist.verbs.check_result import (
     FAIL,
@@ -60,6 +56,7 @@ Found = dict[str, list[CheckResult]]
 
 HERE = Path("here")  # stands for the test's folder, which holds an empty file and a GPU's device
 M, H = "ddp_mnist.doctor.machine_checks", "ddp_mnist.cluster.hardware"
+LIMITS = "ddp_mnist.system.limits"
 USAGE = namedtuple("USAGE", "total used free")
 
 
@@ -76,21 +73,17 @@ def always(value: Any) -> Any:
     return lambda *_, **__: value
 
 
-SYSTEM, NETWORK = "ddp_mnist.system.limits", "psutil.net_if_"
-LABELLED = {"eth9:vip": [SimpleNamespace(family=socket.AF_INET, address="192.0.2.8")]}
-UP = {"eth9": SimpleNamespace(isup=True)}
+LITTLE = {"psutil.virtual_memory": always(SimpleNamespace(available=1e9))}
+ONE_CORE = {f"{LIMITS}.cores": always(1)}
+NO_SUCH = {"GLOO_SOCKET_IFNAME": "lo,ib9"}
 FULL_DISK = {f"{M}.shutil.disk_usage": always(USAGE(10**9, 10**9 - 10**7, 10**7))}
 NO_HUB = {"ddp_mnist.data.datasets_library.why_out_of_reach": always("no route to host")}
 VERSIONS = {"python": "3", "accelerate": "missing"}
 MISSING = {f"{M}.package_versions": always(VERSIONS), f"{M}.PACKAGES": ("accelerate",)}
-QUOTA = {f"{SYSTEM}.cpu_quota": always(1.5), "os.sched_getaffinity": always({0, 1, 2, 3})}
-LABEL: dict[str, Any] = {"GLOO_SOCKET_IFNAME": "eth9:vip,eth9:vip"}
-LABEL |= {f"{NETWORK}addrs": always(LABELLED), f"{NETWORK}stats": always(UP)}
 NO_GPUS_SEEN = {f"{H}.DEVICES": HERE, "CUDA_VISIBLE_DEVICES": None}
 ONE_SEEN = {f"{H}.DEVICES": HERE, f"{H}.gpus": always(1), f"{H}.unused_gpus": always("")}
 ONE_SEEN |= {f"{M}.run_world": always([[]]), "torch.cuda.nccl.version": always((2, 30))}
 SOME_SEEN = ONE_SEEN | {"CUDA_VISIBLE_DEVICES": None, f"{H}.gpus_shown": always(8)}
-ALL_SEEN = ONE_SEEN | {"CUDA_VISIBLE_DEVICES": None}
 SOME_CHOSEN = SOME_SEEN | {"CUDA_VISIBLE_DEVICES": "3"}
 HIDDEN_GPU = {f"{H}.DEVICES": HERE, "CUDA_VISIBLE_DEVICES": "-1"}
 PRODUCT = "torch.Tensor.__matmul__"
@@ -103,50 +96,20 @@ MACHINE_FAULTS: list[tuple[dict[str, Any], Any, str]] = [
     (MISSING, machine.software, "FAIL packages: accelerate is missing -> .*make venv"),
     (NO_GPUS_SEEN, machine.processors, "FAIL GPUs: 1 in /dev, but torch .* -> update the driver"),
     (HIDDEN_GPU, machine.processors, "PASS GPUs: 1, hidden by CUDA_VISIBLE_DEVICES=-1"),
-    (
-        SOME_SEEN,
-        machine.processors,
-        "WARN GPUs: 1 of the 8 in /dev, .* -> see nvidia-smi and dmesg",
-    ),
+    (SOME_SEEN, machine.processors, "WARN GPUs: 1 of the 8 in /dev, .* -> see nvidia-smi"),
     (SOME_CHOSEN, machine.processors, "PASS GPUs: 1 of the 8 in /dev, .* -> $"),
-    (ALL_SEEN, machine.processors, "PASS GPUs: 1, .* NCCL 2.30 -> $"),
     ({PRODUCT: wrong_product}, machine.processors, "FAIL cpu: .* 1 wrong numbers .* -> do not tra"),
-    (
-        {PRODUCT: BROKEN},
-        machine.processors,
-        r"FAIL cpu: .* \(CUDA error: out of .* -> see nvidia-s",
-    ),
-    (
-        QUOTA,
-        machine.capacity,
-        r"WARN cores: 1 core \(its control group allows 1.5 .* at most 1, or",
-    ),
-    (
-        {f"{SYSTEM}.free_memory": always(1e9)},
-        machine.capacity,
-        "FAIL memory: 1.0 .* -> free 2.0 GB",
-    ),
+    ({PRODUCT: BROKEN}, machine.processors, r"FAIL cpu: .* \(CUDA error: .* -> see nvidia-s"),
+    (ONE_CORE, machine.capacity, "WARN cores: 1 core, for 2 processes -> start at most 1, or"),
+    (LITTLE, machine.capacity, "FAIL memory: 1.0 .* -> free 2.0 GB"),
     (FULL_DISK, machine.capacity, "WARN shared memory: 10 MB free in /dev/shm -> .*--shm-size"),
-    (
-        FULL_DISK,
-        machine.folders,
-        "FAIL cache: .* 10 MB free, needs 200 -> .*--cache-dir or DDP_MNI",
-    ),
+    (FULL_DISK, machine.folders, "FAIL cache: .* 10 MB free, needs 200 -> .*--cache-dir or DDP_"),
     (FULL_DISK, machine.folders, "FAIL runs: .* 10 MB free, needs 50 -> .*--run-dir"),
     ({}, machine.folders, r"FAIL cache: .* cannot be written \(Not a dir.* -> .*--cache-dir"),
     ({}, machine.folders, r"FAIL runs: .* cannot be written \(Not a dir.* -> .*--run-dir"),
     (NO_HUB, machine.data_set, r"WARN data: .*Hub cannot .* \(no route to .* -> set HF_ENDPOINT"),
-    (LABEL, machine.network, r"PASS interfaces: eth9:vip \(192.0"),
-    (
-        TAKEN,
-        machine.network,
-        r"WARN main port: 12345 cannot .* \(Address .* -> .*MAIN_PROCESS_PORT",
-    ),
-    (
-        {"GLOO_SOCKET_IFNAME": "lo,ib9"},
-        machine.network,
-        "FAIL .* there is no interface ib9 -> unset",
-    ),
+    (TAKEN, machine.network, r"WARN main port: 12345 cannot .* \(Add.* -> .*MAIN_PROCESS_PORT"),
+    (NO_SUCH, machine.network, "FAIL .* there is no interface ib9 -> unset"),
 ]
 
 
@@ -203,107 +166,21 @@ def test_a_folder_that_training_refuses_is_a_failure_in_its_words(
     tmp_path: Path, typed: Typed
 ) -> None:
     """And once its advice is followed, the data is in the cache, as training takes it."""
-
-    own, where = write_noise(tmp_path / "own", *flat()), ("--cache-dir", tmp_path / "cache")
-    options = Doctor(dataset=str(own), cache_dir=str(tmp_path / "cache"))
-
-    def found(**flags: Any) -> CheckResult:
-        return only(machine.data_set(dataclasses.replace(options, **flags)))
-
-    def refused(*flags: object) -> str:
-        ended = typed("train", "--dry-run", "--model", "mlp", "--dataset", own, *where, *flags)
-        return ended.err.removeprefix("ddp-mnist: error: ").removesuffix(" (code 3)\n")
-
+    own, cached = write_noise(tmp_path / "own", *flat()), tmp_path / "cache"
+    options = Doctor(dataset=str(own), test_size=4, cache_dir=str(cached))
+    command = ("train", "--dry-run", "--model", "mlp", "--dataset", own, "--cache-dir", cached)
     first, *_ = own.rglob("*.png")
-    for flags in ({}, {"test_size": 4}):
-        if flags:
-            first.write_bytes(first.read_bytes()[:-60])
-        result = found(**flags)
-        assert (result.status, result.name) == (FAIL, "data")
-        typed_so = [word for name in flags for word in ("--test-size", flags[name])]
-        assert f"{result.text}; {result.fix}" == refused(*typed_so)
-    assert result.fix == "replace them or move them out of the folder"
+    first.write_bytes(first.read_bytes()[:-60])
+    wrong, refused = only(machine.data_set(options)), typed(*command, "--test-size", 4)
+    assert (wrong.status, wrong.name) == (FAIL, "data")
+    assert refused.err == f"ddp-mnist: error: {wrong.text}; {wrong.fix} (code 3)\n"
     first.rename(tmp_path / "cut short.png")
-    with Patch.context() as connected:
-        connected.setattr(dist, "is_initialized", lambda: True)
-        result = found(test_size=4)
-        assert_found(result, WARN, "own is not in the cache, so it was not read", "prepare")
-        assert result.fix.endswith(
-            f"ddp-mnist prepare --dataset {own} --test-size 4 on each machine"
-        )
-    assert_found(found(test_size=4), PASS, "own is in the cache", "")
-    assert refused("--test-size", 4) == ""
-
-
-def smi_of(lines: list[str], folder: Path, monkeypatch: Patch) -> None:
-    """Put an nvidia-smi first in PATH that has a line for each GPU, of bus 10 on, and knows -i."""
-    program = folder / "nvidia-smi"
-    places = [f"00000000:{10 + n:02X}:00.0" for n in range(len(lines))]
-    cases = [f"*,{p},*) echo '{line}' ;; esac" for p, line in zip(places, lines, strict=True)]
-    cases = [f'case ",${{ids:-{p}}}," in {case}' for p, case in zip(places, cases, strict=True)]
-    program.write_text("\n".join(["#!/bin/sh", '[ "$3" = -i ] && ids=$4', *cases]))
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
-
-
-def test_gpus_are_judged_by_what_their_driver_reports_but_for_those_of_others(
-    tmp_path: Path, monkeypatch: Patch
-) -> None:
-    """CUDA numbers the fastest first: here the other way round than nvidia-smi, by bus."""
-
-    def visible_gpus() -> list[int]:
-        return [int(n) for n in os.environ["CUDA_VISIBLE_DEVICES"].split(",")]
-
-    def properties(number: int) -> SimpleNamespace:
-        on_bus = 13 - visible_gpus()[number]
-        return SimpleNamespace(pci_domain_id=0, pci_bus_id=on_bus, pci_device_id=0)
-
-    monkeypatch.setattr(machine.hardware, "gpus", lambda: len(visible_gpus()))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
-    lines = [
-        "0, 580.1, 3, Not Active, 35",
-        "1, 580.1, 0, Not Active, 35",
-        "2, 9, [N/A], Active, 91",
-        "3, 580.1, [N/A], Not Active, 35",
-    ]
-    smi_of(lines, tmp_path, monkeypatch)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    all_found = [
-        (FAIL, "GPU 0", "3 uncorrected memory errors"),
-        (PASS, "GPU 1", "driver 580.1, 35 C, no memory errors, full clocks"),
-        (WARN, "GPU 2", "throttled by its hardware at 91 C"),
-        (PASS, "GPU 3", "driver 580.1, 35 C, memory errors not counted (no ECC), full clocks"),
-    ]
-    assert [each[:3] for each in machine.nvidia_smi()] == all_found
-    for visible, found in (
-        ("1", [2]),
-        ("0", [3]),
-        ("3", [0]),
-        ("1,3", [0, 2]),
-        ("MIG-4f", [0, 1, 2, 3]),
-    ):
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        assert [each[:3] for each in machine.nvidia_smi()] == [all_found[n] for n in found]
-    monkeypatch.setattr(torch.version, "hip", "7.1")
-    assert list(machine.nvidia_smi()) == []
-
-
-def test_a_slow_gpu_computes_for_some_seconds_and_not_for_minutes(monkeypatch: Patch) -> None:
-    """The products are those of a CPU, in time that passes as on a GPU."""
-    now, tries = [0.0], []
-
-    def synchronize() -> None:
-        tries.append(1)
-        now[0] += pace
-
-    ones = torch.ones
-    monkeypatch.setattr(group.torch, "ones", lambda *_, dtype, **__: ones(8, 8, dtype=dtype))
-    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
-    monkeypatch.setattr(group, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    for pace, expected in ((0.02, 15), (0.5, 5), (3.0, 3)):
-        tries.clear()
-        assert group.compute_s(torch.device("cuda", 0)) == pytest.approx(pace)
-        assert len(tries) == expected
+    with patch.object(dist, "is_initialized", lambda: True):
+        unread = only(machine.data_set(options))
+    fix = f"ddp-mnist prepare --dataset {own} --test-size 4 on each machine"
+    assert_found(unread, WARN, "own is not in the cache, so it was not read", fix)
+    assert_found(only(machine.data_set(options)), PASS, "own is in the cache", "")
+    typed(*command, "--test-size", 4).succeeds()
 
 
 def test_a_check_that_breaks_down_is_a_failure(monkeypatch: Patch) -> None:
@@ -347,19 +224,6 @@ def hot(device: torch.device) -> CheckResult:
         return machine.product(device)
 
 
-@contextlib.contextmanager
-def on_a_gpu(here: group.Group, driver: Any) -> Iterator[None]:
-    """Let this rank have a GPU, of which nvidia-smi reports this driver, or fails."""
-    report = always([[driver]]) if isinstance(driver, str) else Mock(side_effect=driver)
-    nccl = SimpleNamespace(version=always((2, 30)))
-    with (
-        patch.object(here, "device", SimpleNamespace(type="cuda")),
-        patch.multiple(torch.cuda, get_device_name=always("H100"), nccl=nccl),
-        patch.object(machine, "ask_driver", report),
-    ):
-        yield
-
-
 def faults_of_the_group(here: group.Group) -> Iterator[tuple[str, Any, Any]]:
     """Yield name, fault and check: on rank 1 if the name does not say more."""
     digits = dataclasses.replace(cache.load("digits"), digest="0" * 64)
@@ -381,8 +245,6 @@ def faults_of_the_group(here: group.Group) -> Iterator[tuple[str, Any, Any]]:
         ("hot", patch.object(group, "product", hot), group.faulty_devices),
     ):
         yield name, on_rank_1(fault), check
-    for name, of_rank_1 in {"driver": "590", "no driver": OSError("no such file")}.items():
-        yield name, on_a_gpu(here, of_rank_1 if here.rank else "580"), same
     yield "broken", patch.object(dist, "all_reduce", Mock(side_effect=NOT_SUPPORTED)), right
     yield "barrier", patch.object(dist, "barrier", lambda: None), right
     dist.barrier()
@@ -392,10 +254,7 @@ def faults_of_the_group(here: group.Group) -> Iterator[tuple[str, Any, Any]]:
         yield "bad burn-in", patch.object(train, "build_model", unsynchronised), group.burn_in
     for name, held, check in (
         ("idle", 0.3, group.load),
-        ("idle meanwhile", 0.3, group.load_meanwhile),
-        ("busy meanwhile", 1.6, group.load_meanwhile),
         ("busy", 1.6, group.load),
-        ("known to be busy", 1.6, group.load_meanwhile),
     ):
         cores = (held, 2, ["python", "cc1plus"])
         yield name, patch.object(neighbours, "cores_held", always(cores)), check
@@ -432,7 +291,6 @@ BUSY = r"WARN load: rank 0 \([^,]*\): other programs hold 1.6 of 2 cores \(pytho
 FOUND = {
     "version": r"FAIL same: torch: rank 0 .* has 2.1.*; rank 1 \(.* 2.14.0 -> .* same everywhere",
     "variable": "FAIL same: NCCL_.* has none; rank 1 .* has NCCL_ALGO=Ring -> .* everywhere",
-    "driver": "FAIL same: the GPU driver: rank 0 .* has 580; rank 1 .* has 590 -> .* everywhere",
     "code": "FAIL same: the code of ddp_mnist: rank 0 .* has .*; rank 1 .* has 0 -> .* everywhere",
     "data": "FAIL same: the data of digits: rank 0 .* has .*; rank 1 .* has 0+ -> .* everywhere",
     "no data": r"WARN same data: .* rank 1 \(.* not cached -> run ddp-mnist prepare on each",
@@ -440,7 +298,6 @@ FOUND = {
     "broken": r"FAIL all-reduce: rank 0 .*, 1 \(.*\): Cuda failure 'operation not .*NCCL_DEBUG",
     "barrier": r"FAIL barrier: rank 0 \([^,]*\): wrong result -> do not train here",
     "busy": BUSY,
-    "busy meanwhile": BUSY,
     "slow": r"WARN computing: rank 1 \(.* 3.00 times .* time, on a busy machine -> .*throttling",
     "accuracy": "FAIL training: .*, on a busy machine, which is below 1.1 -> .*ddp-mnist verify",
     "narrow machine": "WARN cores: [^:]+: 1 core, for 2 processes -> start at most 1",
@@ -451,7 +308,6 @@ FOUND = {
     "machine": "PASS machine: [^:]+: 3 of 3 checks passed -> $",  # one line for both ranks
     "burn-in": "PASS burn-in: 1 round in 0.001 minutes, .* images/s at first and .* at last -> $",
     "same": "PASS same: versions, code and data of 2 processes are equal -> $",
-    "no driver": "PASS same: versions, code and data of 2 processes are equal -> $",
     "variables that may differ": "PASS same: versions, code and data of 2 processes are equal -> $",
     "collectives": "PASS collectives: right on every rank: broadcast, all-reduce, .*, barrier -> $",
 }
@@ -470,7 +326,6 @@ def test_what_else_is_found_in_the_group(found: Found) -> None:
     host, counts = counted.text.split(": ")
     assert (counted.status, counts) == (PASS, "2 of 3 checks passed")
     assert warning.text.startswith(f"{host}: ")
-    assert found["idle meanwhile"] == found["known to be busy"] == []  # the first look has said so
     # A damaged transfer shows in each, but in the barrier, which carries nothing.
     assert sorted(result.name for result in found["damaged"]) == sorted(COLLECTIVES)
     sizes = ("1 KB", "64 KB", "1 MB", "16 MB")
@@ -511,47 +366,20 @@ def test_an_error_on_one_rank_is_told_to_all_after_what_was_found_before(
     assert all("see what the other" in result.fix for result in found)
 
 
-@pytest.mark.parametrize(
-    ("error", "expected"),
-    [
-        (
-            ConnectionError("was killed"),
-            "2 of this machine: ConnectionError: was killed -> .*dmesg",
-        ),
-        (
-            PeerError("lost contact with rank 0; start it again"),
-            "lost contact .* -> start it again",
-        ),
-    ],
-)
-def test_processes_that_end_early_are_a_failure(
-    error: Exception, expected: str, monkeypatch: Patch
-) -> None:
+def test_processes_that_end_early_are_a_failure(monkeypatch: Patch) -> None:
+    error = ConnectionError("was killed")
     monkeypatch.setattr(checks, "run_world", Mock(side_effect=error))
     result = only(checks.check_processes(2, Doctor(json=True), Distribution()))
-    assert re.match(f"FAIL processes: {expected}", line(result))
+    expected = "FAIL processes: 2 of this machine: ConnectionError: was killed -> .*dmesg"
+    assert re.match(expected, line(result))
 
 
-def backend_of(_: Doctor, distribution: Distribution, __: bool) -> list[CheckResult]:
-    return [passed("backend", f"{distribution.backend}, cpu {distribution.cpu}")]
-
-
-def test_one_gpu_is_shared_by_two_processes(tmp_path: Path, monkeypatch: Patch) -> None:
-    monkeypatch.setattr("ddp_mnist.cluster.hardware.gpus", lambda: 1)
+def test_one_gpu_is_shared_by_two_processes(monkeypatch: Patch) -> None:
     monkeypatch.setattr("ddp_mnist.cluster.local_world.gpus", lambda: 1)
-    monkeypatch.setattr(checks, "check_together", backend_of)
-    assert hardware.default_processes(2) == 2
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    for mode, found in (
-        ("Default", ["gloo, cpu False"]),
-        ("Exclusive_Process", ["2 on the CPU, as the GPU takes one", "auto, cpu True"]),
-    ):
-        smi_of([mode], tmp_path, monkeypatch)
-        there = functools.partial(run_world, variables={"PATH": os.environ["PATH"]})
-        monkeypatch.setattr(checks, "run_world", there)
-        results = checks.check_processes(2, Doctor(), Distribution())
-        assert [result.status for result in results] == [PASS] * len(found)
-        assert all(r.text.startswith(text) for r, text in zip(results, found, strict=True))
+    with patch.object(checks, "run_world", Mock(return_value=[[]])) as started:
+        assert checks.check_processes(2, Doctor(json=True), Distribution()) == []
+    size, _, _, distribution, _ = started.call_args.args
+    assert (size, distribution.backend, distribution.cpu) == (2, "gloo", False)
 
 
 # --- Before a process starts
@@ -620,11 +448,6 @@ def test_a_lone_rank_says_whom_it_waits_for_and_for_how_long(tmp_path: Path) -> 
         assert "FAIL" in shown and end in shown and "waiting" not in shown
 
 
-def test_a_machine_alone_meets_nobody() -> None:
-    lone = dataclasses.replace(node("127.0.0.1"), num_machines=1)
-    assert only(preflight.check_node(lone, timeout_s=1)).name == "main address"
-
-
 @pytest.mark.parametrize(
     ("processes", "status", "last"),
     [
@@ -648,56 +471,9 @@ def test_two_machines_meet_and_compare_numbers(processes: int, status: str, last
 # --- The verdict
 
 RESULTS = [
-    passed("speed", "fast", figures={"all-reduce, ms": 2.0, "images/s": 900.0}),
+    passed("speed", "fast", figures={"all-reduce, ms": 2.0}),
     warned("clocks", "apart", "set them"),
 ]
-LOADED = warned("load", "host0: other programs hold 1.6 of 2 cores (cc1)", "end them")
-BUSY_WHEN = f"machine was measured while it was busy ({LOADED.text})"
-SLOWER = "images/s: 900 here, 1400 there; 1.56 times as slow, may be 1.5"
-
-
-def compare(
-    there: dict[str, float],
-    here: list[CheckResult] = RESULTS,
-    *more: CheckResult,
-    processes: int = 2,
-) -> list[tuple[str, str]]:
-    """Return status and text of each figure beside those of another machine."""
-    other = Measured(2, [passed("speed", "", figures=there), *more])
-    return [(r.status, r.text) for r in against(Measured(processes, here), other, tolerance=0.5)]
-
-
-def test_speeds_are_compared_with_those_of_another_machine() -> None:
-    assert compare({"all-reduce, ms": 1.4, "images/s": 1000.0}) == [
-        (PASS, "all-reduce, ms: 2 here, 1.4 there; 1.43 times as slow, may be 1.5"),
-        (PASS, "images/s: 900 here, 1000 there; 1.11 times as slow, may be 1.5"),
-    ]
-    assert compare({"all-reduce, ms": 1.3, "images/s": 1400.0}) == [
-        (FAIL, "all-reduce, ms: 2 here, 1.3 there; 1.54 times as slow, may be 1.5"),
-        (FAIL, SLOWER),
-    ]
-    assert compare({"all-gather, ms": 1.0}) == [(WARN, "not measured here: all-gather, ms")]
-    assert compare({"images/s": 0.0}) == []
-    [(status, text)] = compare({"images/s": 900.0}, processes=8)
-    assert (status, text) == (WARN, "8 processes here, 2 there: speeds are not comparable")
-    sizes = {f"all-reduce of {size}, ms": 1.0 for size in SIZES}  # which files have as strings
-    shown = compare(dict(sorted(sizes.items())), [passed("speed", "", figures=sizes)])
-    assert [text.partition(":")[0] for _, text in shown] == list(sizes)
-
-
-def test_a_comparison_says_which_machine_was_busy() -> None:
-    there, slower = {"images/s": 1400.0}, [(WARN, SLOWER)]  # the neighbours may have done it
-    assert compare(there) == [(FAIL, SLOWER)]
-    assert compare(there, [*RESULTS, LOADED]) == [(WARN, f"this {BUSY_WHEN}"), *slower]
-    assert compare(there, RESULTS, LOADED) == [(WARN, f"the other {BUSY_WHEN}"), *slower]
-
-
-def test_a_result_is_printed_in_eighty_columns() -> None:
-    shown = str(failed("main address", "host-a has no address " * 8, "give another one " * 9))
-    lines = shown.splitlines()
-    assert max(map(len, lines)) <= 80
-    assert lines[0].startswith("FAIL  main address   host-a has")
-    assert [line.strip()[:7] for line in lines if "->" in line] == ["-> give"]
 
 
 @pytest.fixture
@@ -712,26 +488,17 @@ def doctor(typed: Typed, monkeypatch: Patch) -> Callable[..., Ended]:
     return run
 
 
-def test_the_verb(doctor: Callable[..., Ended], tmp_path: Path) -> None:
-    first, second = (tmp_path / name for name in ("first.json", "second.json"))
-    shown = [*"\n".join(map(str, RESULTS)).splitlines(), "verdict: WARN"]
-    ended = doctor(RESULTS, "--save", first)
-    assert (ended.code, ended.out.splitlines(), ended.err) == (0, shown, "")
-    bad = [*RESULTS, failed("disk", "full", "free it")]
-    ended = doctor(bad, "--json", "--against", first, "--save", second)
+def test_the_verb(doctor: Callable[..., Ended]) -> None:
+    shown = ["PASS  speed          fast", "WARN  clocks         apart", f"{' ' * 21}-> set them"]
+    ended = doctor(RESULTS)
+    assert (ended.code, ended.out.splitlines(), ended.err) == (0, [*shown, "verdict: WARN"], "")
+    ended = doctor([*RESULTS, failed("disk", "full", "free it")], "--json")
     assert ended.code == 1
-    assert ended.err.startswith("ddp-mnist: error: doctor: 1 of 5 checks failed (disk); do what")
+    assert ended.err.startswith("ddp-mnist: error: doctor: 1 of 3 checks failed (disk); do what")
     verdict = json.loads(ended.out)
-    assert json.loads(second.read_text()) == verdict
     assert (verdict["verdict"], verdict["processes"]) == ("FAIL", 2)
-    names = [entry["name"] for entry in verdict["findings"]]
-    assert names == ["speed", "clocks", "disk", "against", "against"]
-    doctor([*RESULTS, LOADED], "--save", first)  # no measure for another machine
-    warning = read_json(first)["findings"][-1]
-    assert (warning["status"], warning["name"]) == (WARN, "save")
-    assert warning["text"].startswith(f"{first}: is from a busy machine ({LOADED.text})")
-    first.write_text('{"findings": []}')
-    assert "(not from doctor --save); save one" in doctor(RESULTS, "--against", first).err
+    assert [entry["name"] for entry in verdict["findings"]] == ["speed", "clocks", "disk"]
+    assert verdict["findings"][0]["figures"] == {"all-reduce, ms": 2.0}
 
 
 @pytest.mark.parametrize(("flags", "shown"), [([], "0"), (["--cpu"], "")])

@@ -3,7 +3,7 @@ import time
 
 import pytest
 
-from ddp_mnist.errors import reason, root_reason
+from ddp_mnist.errors import DataError, DdpMnistError, StorageError, blame, causes, reason
 from ddp_mnist.system.deadline import with_deadline
 
 
@@ -27,11 +27,41 @@ def test_a_reason_is_one_short_line(error: Exception, expected: str) -> None:
 def test_the_root_cause_is_what_the_system_said() -> None:
     bottom, wrapped, alone = OSError("disk"), RuntimeError("wrapped"), RuntimeError("alone")
     wrapped.__cause__ = bottom
-    assert root_reason(wrapped) == "disk"
+    assert [*causes(wrapped)] == [wrapped, bottom]
     alone.__context__ = bottom
-    assert root_reason(alone) == "disk"
-    alone.__cause__ = None  # raised `from None`
-    assert root_reason(alone) == "alone"
+    assert [*causes(alone)] == [alone, bottom]
+    alone.__context__ = ValueError("not the system's: it was being handled")
+    assert [*causes(alone)] == [alone]
+    alone.__context__, alone.__cause__ = bottom, None  # raised `from None`
+    assert [*causes(alone)] == [alone]
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "line", "blamed"),
+    [
+        (ValueError("no zip\nat ..."), DataError, "photos: ValueError: no zip; name others", True),
+        (KeyError(), DataError, "photos: KeyError; name others", True),
+        (SystemExit(0), DataError, "photos: SystemExit: 0; name others", True),
+        (OSError(errno.EIO, "Bad", "/x"), DataError, "photos: /x: Bad; name others", False),
+        (OSError(errno.ENOSPC, "Full"), StorageError, "photos: Full; name others", False),
+        (StorageError("--run-dir x: no"), StorageError, "--run-dir x: no", False),
+    ],
+)
+def test_what_is_to_blame_is_named_with_a_librarys_own_words(
+    error: BaseException, kind: type[DdpMnistError], line: str, blamed: bool
+) -> None:
+    """Libraries wrap the system's errors, whose words count; ours pass through."""
+    with pytest.raises(kind) as raised, blame("photos", DataError, "name others"):
+        if isinstance(error, OSError):
+            raise RuntimeError("wrapped") from error
+        raise error
+    assert (str(raised.value), raised.value.blamed) == (line, blamed)
+    assert type(raised.value) is kind
+
+
+def test_ctrl_c_is_nobodys_fault() -> None:
+    with pytest.raises(KeyboardInterrupt), blame("photos", DataError):
+        raise KeyboardInterrupt
 
 
 def test_a_deadline_ends_the_wait_and_not_the_call() -> None:

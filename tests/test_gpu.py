@@ -7,22 +7,19 @@ that makes sense: it tests the tests.
 import json
 import os
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
-import PIL.Image
 import pytest
 import torch
 
 from ddp_mnist.cluster.failures import A_GPU_EACH
 from ddp_mnist.cluster.local_world import LocalWorld, run_world
-from ddp_mnist.data import cache
 from ddp_mnist.run.folder import read_json
 from ddp_mnist.verify import proofs, watch
 from tests.chaos import newest_step, wait_until, workers_of
 from tests.commands import ACCELERATE, CONFIGS, TORCHRUN, TRAIN, Started, python
-from tests.training import apart, net_that, status, stop, with_flags
+from tests.training import apart, net_that, status, with_flags
 
 DEVICE = "cpu" if os.environ.get("GPU_CHECK_ON") == "cpu" else "cuda"
 pytestmark = [
@@ -36,6 +33,7 @@ on_a_gpu_alone = pytest.mark.skipif(DEVICE == "cpu", reason="a CPU cannot stand 
 PLACE = ["--cpu"] if DEVICE == "cpu" else []
 DIGITS = [*TRAIN, "--dataset", "digits", "--run-dir", "run", *PLACE]
 SLOW_S = 300.0  # to compile, at the most
+FP16 = [] if DEVICE == "cpu" else ["fp16"]  # needs a GPU
 
 # cuBLAS is deterministic only with a workspace of its own, which it reads from this
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
@@ -83,11 +81,9 @@ def deterministically(function: Any, *arguments: Any) -> Any:
     return function(*arguments)
 
 
-@pytest.mark.parametrize("precision", ["fp64", "no", "bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["fp64", "no", "bf16", *FP16])
 def test_a_resumed_run_ends_as_an_unbroken_one(precision: str, tmp_path: Path) -> None:
     """Bit for bit, with a net for which all of torch's operations are deterministic on a GPU."""
-    if (precision, DEVICE) == ("fp16", "cpu"):
-        pytest.skip("fp16 needs a GPU")
     config = on_the_device(watch.proof_config(model="mlp"), mixed_precision=precision)
     broken = with_flags(config, run_dir="broken")
 
@@ -105,25 +101,11 @@ def test_a_resumed_run_ends_as_an_unbroken_one(precision: str, tmp_path: Path) -
     assert watch.what_stays(tmp_path / "broken") == watch.what_stays(tmp_path / "run")
 
 
-def test_a_resumed_run_with_convolutions_ends_near_an_unbroken_one(tmp_path: Path) -> None:
-    """On a GPU their gradients are added up in any order: here in float64."""
-    config = on_the_device(watch.proof_config())
-    broken = with_flags(config, run_dir="broken")
-    run_world(1, watch.just_train, config, folder=tmp_path)
-    stop(broken, tmp_path, step=20)
-    run_world(1, watch.just_train, watch.resumed(broken), folder=tmp_path)
-    assert apart(tmp_path / "broken", tmp_path / "run") < 1e-9
-
-
 # --- Precision, compiler, launchers
 
 
-@pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["no", "bf16", *FP16])
 def test_each_precision_learns(precision: str, tmp_path: Path) -> None:
-    if DEVICE == "cpu" and precision == "fp16":
-        pytest.skip("fp16 needs a GPU")
-    if DEVICE == "cuda" and precision == "bf16" and torch.cuda.get_device_capability() < (8, 0):
-        pytest.skip("this GPU has no bf16")
     summary = summary_of(*DIGITS, "--mixed-precision", precision, folder=tmp_path)
     assert summary["device"].startswith(DEVICE)
     assert summary["precision"] == precision
@@ -135,7 +117,6 @@ def test_each_precision_learns(precision: str, tmp_path: Path) -> None:
 def test_compiled_it_learns(tmp_path: Path) -> None:
     summary = summary_of(*DIGITS, "--compile", "--mixed-precision", "no", folder=tmp_path)
     assert summary["test_accuracy"] >= 0.975
-    assert summary["ranks"][0]["forward_ms"] > 0
 
 
 @on_a_gpu_alone
@@ -182,27 +163,15 @@ def test_the_doctor_accepts_the_machine(tmp_path: Path) -> None:
 # --- A finished run
 
 
-def test_a_run_is_evaluated_predicted_with_and_exported(tmp_path: Path) -> None:
-    verb = ["-m", "ddp_mnist"]
+def test_a_run_is_evaluated_there_and_on_the_cpu(tmp_path: Path) -> None:
     summary = summary_of(*DIGITS, folder=tmp_path)
-
-    def ended(*typed: str) -> str:
-        found = python(*verb, *typed, folder=tmp_path, timeout_s=SLOW_S)
-        assert found.code == 0, found.err
-        return found.out
-
-    here = json.loads(ended("evaluate", "run", "--json", *PLACE))
-    on_cpu = json.loads(ended("evaluate", "run", "--json", "--cpu"))
-    assert here["count"] == on_cpu["count"] == 360
-    for found in (here, on_cpu):  # rounding may move an image that is as near to two classes
+    for place in (PLACE, ["--cpu"]):
+        command = ["-m", "ddp_mnist", "evaluate", "run", "--json", *place]
+        found = json.loads(python(*command, folder=tmp_path).succeeds())
+        assert found["count"] == 360
+        # rounding may move an image that is as near to two classes
         assert abs(found["accuracy"] - summary["test_accuracy"]) <= 1 / 360
         assert found["loss"] == pytest.approx(summary["test_loss"], rel=1e-3)
-    digit = cache.load("digits").test_images[0, 0].numpy()
-    PIL.Image.fromarray(digit).save(tmp_path / "digit.png")
-    [answer] = ended("predict", "run", "digit.png").splitlines()
-    assert json.loads(answer)["file"] == "digit.png"
-    ended("export", "run")
-    assert (tmp_path / "run" / "export" / "model.safetensors").exists()
 
 
 # --- What goes wrong
@@ -222,19 +191,14 @@ def test_a_signal_stops_and_saves_and_the_run_goes_on(tmp_path: Path) -> None:
 
 
 @on_a_gpu_alone
-def test_out_of_memory_is_one_line_whose_advice_leads_out(tmp_path: Path) -> None:
+def test_out_of_memory_is_torchs_own_words_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "hungry.py").write_text(net_that(HUNGRY))
-    typed = [*TRAIN, "--dataset", "digits", "--model", "hungry:Net"]
-    ended = python(*typed, "--run-dir", "run", folder=tmp_path)
+    ended = python(*DIGITS, "--model", "hungry:Net", folder=tmp_path)
     [line] = ended.error_lines
-    assert line.startswith("ddp-mnist: error: --batch-size 72: needs more memory than cuda:0 has (")
-    assert "; add --grad-accum 2, or use --batch-size 36 (code 2)" in line
-    assert (ended.code, "Traceback" in ended.err) == (2, False)
-    for parts in (2, 4):  # 36 images at once, and 18, which fit
-        ended = python(
-            *typed, "--run-dir", f"b{parts}", "--grad-accum", f"{parts}", folder=tmp_path
-        )
-        assert ended.code == (0 if parts == 4 else 2), ended.err
+    assert ": OutOfMemoryError: CUDA out of memory. " in line
+    assert line.endswith("; the traceback is in run/traceback.txt (code 1)")
+    assert (ended.code, status(tmp_path / "run")) == (1, ("failed", 1))
+    assert "torch.empty(2**42" in (tmp_path / "run" / "traceback.txt").read_text()
 
 
 @on_a_gpu_alone
@@ -246,14 +210,15 @@ def test_more_processes_than_gpus_with_nccl_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_fault_01_a_worker_killed_over_nccl_ends_the_other_with_code_6(tmp_path: Path) -> None:
-    arguments = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", *DIGITS, "--epochs", "5000"]
-    started = Started([*arguments, "--checkpoint-every", "5"], tmp_path)
+def test_fault_01_a_worker_killed_over_nccl_ends_the_other(tmp_path: Path) -> None:
+    """Within a minute, and the run goes on from its newest checkpoint."""
+    launcher = [*TORCHRUN, "--standalone", "--nproc-per-node", "2"]
+    flags = ["--epochs", "5000", "--checkpoint-every", "5"]
+    started = Started([*launcher, *DIGITS, *flags], tmp_path)
     wait_until(lambda: newest_step(tmp_path / "run"))
     workers_of(started)[1].kill()
-    began = time.monotonic()
-    ended = started.ended()
-    assert time.monotonic() - began < 30  # when the launcher would kill the other one
-    assert status(tmp_path / "run") == ("failed", 6)
-    [line] = ended.error_lines
-    assert line.startswith("ddp-mnist: error: lost contact with rank 1 of 2 (")
+    assert started.ended(timeout_s=60).code != 0
+    saved = newest_step(tmp_path / "run")
+    more = ["--resume", "run", "--epochs", str(saved // 15 + 2)]
+    summary = summary_of(*launcher, *TRAIN, *more, folder=tmp_path)
+    assert (summary["resumed_from"], summary["backend"]) == ([saved], "nccl")

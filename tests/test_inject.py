@@ -140,14 +140,3 @@ def test_a_fault_changes_what_fit_is_given_and_nothing_else_does(fault: str | No
     is_changed = given is not told or vars(accelerator) != methods
     assert is_changed == (fault not in (None, "batchnorm"))  # which is a fault of the recipe
     assert dataclasses.asdict(given) == dataclasses.asdict(told)  # of which files are written
-
-
-def test_the_help_lists_them(capsys: pytest.CaptureFixture[str]) -> None:
-    from ddp_mnist import cli
-
-    for verb in ("train", "verify"):
-        with pytest.raises(SystemExit):
-            cli.main([verb, "--help"])
-        printed = capsys.readouterr().out
-        words = " ".join(printed.split())
-        assert all(f" {name} {fault.what} " in f"{words} " for name, fault in FAULTS.items())

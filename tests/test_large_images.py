@@ -54,8 +54,7 @@ def test_no_disk_that_fills_up_ends_the_process_without_a_word(
         run_world(1, run, own, small_disk, 0, folder=tmp_path)
     assert re.fullmatch(
         rf"ddp-mnist: error: {small_disk}: 8 images of 500x1000 in colour take 12 MB, and the cache"
-        r" cannot be written \(No space left on device\); use --cache-dir or DDP_MNIST_CACHE to put"
-        r" it elsewhere, or give a smaller --image-size \(code 5\)",
+        r" cannot be written \(No space left on device\); .* --image-size \(code 5\)",
         one_line(raised.value),
     )
     (small_disk / "other").unlink()
@@ -143,11 +142,9 @@ def test_three_gigabytes_of_pixels_in_half_as_much_memory(
     )
     ranks = run_world(2, watched, just_train, config, **options)
     assert ranks[0][0]["test_accuracy"] == 1
-    said = []
-    for what, (_, seconds, anonymous, uss) in zip(
-        ("reading", "rank 0", "rank 1"), (built, *ranks), strict=True
-    ):
-        said.append(f"{what} {seconds:.0f} s, {anonymous / 1e6:.0f} MB (USS {uss / 1e6:.0f} MB)")
+    said = list[str]()
+    for _, seconds, anonymous, uss in (built, *ranks):  # reading, rank 0, rank 1
+        said.append(f"{seconds:.0f} s, {anonymous / 1e6:.0f} MB (USS {uss / 1e6:.0f} MB)")
         assert anonymous < LIMIT, said
     record_property("details", "; ".join(said))
     shutil.rmtree(cache_dir)

@@ -1,6 +1,7 @@
 """--loss and --class-weights: an image weighs the same whichever process has it."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -39,10 +40,7 @@ column = lambda logits, labels: focal(logits, labels)[:, None]
 whole = lambda logits, labels: labels
 number = lambda logits, labels: focal(logits, labels).mean().item()
 detached = lambda logits, labels: focal(logits.detach(), labels)
-endless = lambda logits, labels: focal(logits, labels) / 0
 fails = lambda logits, labels: logits[:, 99]
-in_place = lambda logits, labels: focal(logits.mul_(2), labels)
-seven = 7
 """
 
 
@@ -54,36 +52,30 @@ def own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 # --- What may be named
 
 
+ON = r", on logits \[3, 5\] and labels \[3\]: "
 WRONG = {
-    "no_module:focal": r"cannot be imported \(No module named 'no_module'\); correct the file",
-    "my_loss:vocal": "my_loss has no vocal; check its spelling$",
-    "my_loss:mean": r"gives [0-9.]+ for logits \[3, 5\] and labels \[3\]; give the float loss",
-    "torch.nn.functional:cross_entropy": r"gives .* of each image, not their mean: e\.g\.",
-    "my_loss:column": r"gives \[\[.* of each image",
-    "my_loss:whole": r"gives \[0, 1, 2\] for .* give the float loss of each image",
-    "my_loss:number": r"gives [0-9.]+ for .* of each image",
-    "my_loss:detached": r"gives .*; compute it from the logits without torch.no_grad\(\), det",
-    "my_loss:endless": r"gives \[inf, inf, inf\] for .*; correct it, so that it is finite$",
-    "my_loss:fails": r"fails on logits \[3, 5\] .* \(my_loss\.py:16: index 99 .*\); correct",
-    "my_loss:in_place": r"fails on .* a leaf Variable that requires grad .* in-place",
-    "my_loss:seven": r"fails on .* \('int' object is not callable\); correct it$",
+    "no_module:focal": ": ModuleNotFoundError: No module named 'no_module'; correct it, or name",
+    "my_loss:vocal": ": AttributeError: .* no attribute 'vocal'$",
+    "my_loss:mean": rf"{ON}gives [0-9.]+; give the float loss of each image, not their mean",
+    "torch.nn.functional:cross_entropy": rf"{ON}gives [0-9.]+; give the float loss of each image",
+    "my_loss:column": rf"{ON}gives \[\[.* of each image",
+    "my_loss:whole": rf"{ON}gives \[0, 1, 2\]; give the float loss of each image",
+    "my_loss:number": rf"{ON}gives [0-9.]+; .* of each image",
+    "my_loss:detached": f"{ON}RuntimeError: .*require grad",
+    "my_loss:fails": f"{ON}IndexError: index 99",
 }
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_what_a_loss_can_get_wrong_is_one_line(name: str, own_file: Path) -> None:
     assert own_file.exists()
-    with pytest.raises(UsageError, match=f"^--loss {name}: {WRONG[name]}"):
+    with pytest.raises(UsageError, match=f"^--loss {name}{WRONG[name]}"):
         trial.check_loss(image_losses(name), name, 5, CPU)
 
 
 def test_a_loss_of_ones_own_is_refused_before_the_data_are_read(typed: Typed) -> None:
-    for name, line in (
-        ("focal", "give MODULE:FUNCTION, e.g. "),
-        ("no_module:f", "cannot be imported (No"),
-    ):
-        ended = typed("train", "--dataset", "no_such_folder", "--loss", name)
-        assert (ended.code, f"error: --loss {name}: {line}" in ended.err) == (2, True)
+    ended = typed("train", "--dataset", "no_such_folder", "--loss", "no_module:f")
+    assert ended.err.startswith("ddp-mnist: error: --loss no_module:f: ModuleNotFoundError: ")
     ended = typed("train", "--loss", "my_loss:focal", "--label-smoothing", "0.1")
     assert ended.error_lines == [
         "ddp-mnist: error: --label-smoothing 0.1: has no part in --loss my_loss:focal; leave it out"
@@ -138,7 +130,7 @@ def proof(run_dir: str) -> TrainConfig:
 
 
 def test_with_ones_own_net_and_loss_two_equal_one_and_a_resumed_run_the_unbroken_one(
-    own_file: Path, tmp_path: Path
+    own_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (net := tmp_path / "my_net.py").write_text(NET)
     one = run_world(1, watch.just_train, proof("one"), folder=tmp_path)[0]
@@ -149,6 +141,8 @@ def test_with_ones_own_net_and_loss_two_equal_one_and_a_resumed_run_the_unbroken
     stop(proof("broken"), tmp_path, step=20, size=2, by=1)
     again = watch.resumed(proof("broken"))
     for file, typed in ((own_file, "--loss my_loss:focal"), (net, "--model my_net:Net")):
+        for module in ("my_loss", "my_net"):  # as in another process
+            monkeypatch.delitem(sys.modules, module, raising=False)
         text = file.read_text()
         file.write_text(f"{text}\n# another\n")
         with pytest.raises(CheckpointError, match=f"^{typed}: its file was changed since"):
@@ -172,18 +166,18 @@ def test_verify_finds_a_loss_that_mixes_the_images_of_a_batch(
     assert failed(checks) == {"gradients", "weights"}
     fixes = {proofs.explained(c, config.recipe).fix for c in checks if c.status == "FAIL"}
     assert fixes == {proofs.BY_LOSS}
-    for name, line in (("my_loss:vocal", "my_loss has no vocal"), ("my_loss:mean", "gives ")):
-        ended = typed("verify", "--model", "mlp", "--loss", name)
-        [error] = ended.err.splitlines()
-        assert error.startswith(f"ddp-mnist: error: --loss {name}: {line}")
-        assert error.endswith(" (code 2)") and ended.code == 2
+    ended = typed("verify", "--model", "mlp", "--loss", "my_loss:mean")
+    [error] = ended.err.splitlines()
+    assert error.startswith("ddp-mnist: error: --loss my_loss:mean, on logits ")
+    assert error.endswith(" (code 2)") and ended.code == 2
 
 
-def test_all_that_speaks_of_the_loss_names_it(typed: Typed, own_file: Path, tmp_path: Path) -> None:
+def test_all_that_speaks_of_the_loss_names_it(
+    typed: Typed, own_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     few = few_digits(tmp_path / "few", 300, 40)
     flags = ["--dataset", few, "--model", "mlp", "--epochs", "2", "--log-every", "1"]
-    refused = typed("train", *flags, "--loss", "my_loss:mean")
-    assert (refused.code, (tmp_path / "runs").exists()) == (2, False)
+    assert typed("train", *flags, "--loss", "my_loss:mean").code == 2
     printed = typed("train", *flags, "--loss", "my_loss:focal", "--run-dir", "run").succeeds()
     said = " ".join(printed.split())
     assert "not augmented, loss my_loss:focal; typed: --model mlp, --epochs 2, --loss" in said
@@ -202,22 +196,12 @@ def test_all_that_speaks_of_the_loss_names_it(typed: Typed, own_file: Path, tmp_
     assert f"   loss my_loss:focal {summary['test_loss']:.4f}\n" in shown
 
     assert typed("report", "run").code == 0
-    assert typed("export", "run", "--format", "safetensors").code == 0
     page = (tmp_path / "run" / "report.html").read_text()
     assert "Loss: my_loss:focal." in page
-    card = (tmp_path / "run" / "export" / "README.md").read_text()
-    assert f"| test loss | {summary['test_loss']:.4f}, by my\\_loss:focal |" in card
-    for text in (printed, shown, page.replace("<th scope", "\n").replace("--label", ""), card):
-        assert "cross" not in text.lower()
-        assert "label smoothing" not in text
-    assert '"label_smoothing": 0.0' in (tmp_path / "run" / "config.json").read_text()
+    assert "cross" not in (printed + shown + page).lower()
 
     own_file.write_text(OWN + "\n# another\n")
+    monkeypatch.delitem(sys.modules, "my_loss")  # as in another process
     ended = typed("evaluate", "run")
     assert ended.code == 4
     assert "run: the file of --loss my_loss:focal was changed since; use it as it was" in ended.err
-    own_file.unlink()
-    ended = typed("evaluate", "run")
-    assert "error: run: its --loss my_loss:focal: cannot be imported (" in ended.err
-    assert ended.err.rstrip().endswith("; call this where the run was started (code 4)")
-    assert typed("report", "run").code == 0  # needs the net alone

@@ -15,11 +15,11 @@ case "$*" in
     "-m venv"*) step=venv; for target in "$@"; do :; done ;;
     "-m pip"*) step=pip ;;
     *torchvision*) step=pair ;;
-    *ddp_mnist*) step=run ;;
+    *gpus_for_make*) step=other; cat "$here/gpus" ;;
+    *ddp_mnist*) step=run; echo "$@" ;;
     *) step=other ;;
 esac
 [ $step = other ] || echo $step >>"$here/steps"
-case "$step $*" in "pip "*quiet*) ;; "pip "*) echo "Collecting torch" ;; esac
 [ "$(cat "$here/broken" 2>/dev/null)" = $step ] && exit 1
 if [ $step = venv ]; then mkdir -p "$target/bin"; cp "$0" "$target/bin/python"; fi
 exit 0
@@ -50,7 +50,7 @@ def make(checkout: Path, *arguments: str) -> Ended:
         ("pair", "torch and torchvision do not fit together (see above); make clean"),
     ],
 )
-def test_a_set_up_that_failed_says_where_and_is_mended(
+def test_a_set_up_that_failed_says_where_and_is_mended_once(
     broken: str, message: str, checkout: Path
 ) -> None:
     (checkout / "broken").write_text(broken)
@@ -63,22 +63,11 @@ def test_a_set_up_that_failed_says_where_and_is_mended(
     (checkout / "broken").unlink()
     mended = make(checkout, "train-single")
     assert mended.code == 0, mended.err
+    assert "make train-single PYTHON=/path/to/python VENV=" in mended.out.splitlines()[0]
     assert (checkout / "steps").read_text().split()[-3:] == ["pip", "pair", "run"]
-
-
-def test_a_set_up_shows_what_it_does_and_is_not_done_again(checkout: Path) -> None:
-    done = make(checkout, "train-single")
-    assert "make train-single PYTHON=/path/to/python VENV=" in done.out.splitlines()[0]
-    assert "Collecting torch" in done.out  # pip's own line for each package
     (checkout / "steps").unlink()
-    assert make(checkout, "train-single").code == 0
+    assert make(checkout, "train-single").code == 0  # and is not set up again
     assert (checkout / "steps").read_text().split() == ["run"]
-
-
-def test_an_environment_that_is_there_already(checkout: Path) -> None:
-    assert make(checkout, "train-single", "VENV=").code == 0
-    assert (checkout / "steps").read_text().split() == ["run"]
-    assert not (checkout / ".venv").exists()
 
 
 def test_the_python_is_a_path_with_spaces_or_a_command(checkout: Path, tmp_path: Path) -> None:
@@ -97,13 +86,26 @@ def test_a_flag_that_was_given_as_a_variable_is_refused(
         "EPOCHS=3": 'EPOCHS=3: is a flag, not a variable; make train ARGS="--epochs 3"',
         "batch_size=3": 'batch_size=3: is a flag, not a variable; make train ARGS="--batch-size 3"',
         "PROCESSES=0": "PROCESSES=0: must be a whole number of at least 1",
-        "PROCESSES=": "PROCESSES=: must be a whole number of at least 1",
     }.items():
         refused = make(checkout, "train-single", given)
         assert refused.code != 0
         assert says in refused.err
     monkeypatch.setenv("EPOCHS", "3")  # of something else
     assert make(checkout, "train-single").code == 0
+
+
+def test_make_train_takes_all_gpus_or_else_processes_on_the_cpu(checkout: Path) -> None:
+    launch = "-m accelerate.commands.launch --main_process_port 0 --config_file accelerate_configs"
+    train = "-m ddp_mnist train --dataset auto --mixed-precision auto --epochs 5"
+    for gpus, config in {
+        "0": "multi_cpu.yaml --num_processes 3",
+        "1": "single_gpu.yaml",
+        "8": "multi_gpu.yaml --num_processes 8",
+    }.items():
+        (checkout / "gpus").write_text(gpus)
+        launched = make(checkout, "train", "VENV=", "PROCESSES=3", "ARGS=--epochs 5").succeeds()
+        assert launched == f"{launch}/{config} {train}\n"
+    assert not (checkout / ".venv").exists()
 
 
 def test_make_alone_lists_the_targets(checkout: Path) -> None:

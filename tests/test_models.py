@@ -68,14 +68,6 @@ def test_a_sample_does_not_see_the_batch_that_it_is_in(name: str) -> None:
     assert torch.allclose(together, alone, rtol=1e-12, atol=1e-12)
 
 
-def test_with_batch_norm_it_does_while_it_trains() -> None:
-    """Which is why --sync-bn exists."""
-    model, batch = make("cnn_bn").double(), images(4)
-    assert not torch.allclose(model(batch)[:2], model(batch[:2]), rtol=1e-3)
-    model.eval()
-    assert torch.allclose(model(batch)[:2], model(batch[:2]), rtol=1e-9)
-
-
 def test_a_pixel_visits_nine_places_and_black_moves_in() -> None:
     image = torch.zeros(1, 2, 3, 3, dtype=torch.uint8)
     image[0, :, 1, 1] = torch.tensor([9, 7])

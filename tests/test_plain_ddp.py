@@ -27,8 +27,7 @@ def train_plainly(recipe: dict[str, Any]) -> tuple[dict[str, Any], float]:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     digits, resolved = plain_ddp.load("digits", Recipe(**{**PROOF, **recipe}), 2)
-    model, seconds = plain_ddp.train_plain(digits, resolved, 0, torch.float64)
-    assert seconds > 0
+    model, _ = plain_ddp.train_plain(digits, resolved, 0, torch.float64)
     accuracy = plain_ddp.test_accuracy(model, digits)
     dist.destroy_process_group()
     weights = model.get_submodule("net").state_dict()  # without what normalises the pixels
@@ -38,7 +37,6 @@ def train_plainly(recipe: dict[str, Any]) -> tuple[dict[str, Any], float]:
 @pytest.mark.parametrize(
     "recipe",
     [{"epochs": 1}, {"model": "mlp", "loss": "own:loss", "class_weights": "balanced"}],
-    ids=["cnn with Muon", "45 steps with a loss of one's own"],
 )
 def test_the_trainer_equals_the_plain_loop(recipe: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(OWN)
@@ -75,8 +73,7 @@ def test_on_a_mac_it_computes_on_the_cpu(tmp_path: Path) -> None:
 
 
 def test_started_plainly_it_trains_alone(tmp_path: Path) -> None:
-    script = str(REPOSITORY / "ddp_mnist" / "plain_ddp.py")
-    typed = [script, "--dataset", "digits", "--epochs", "1"]
+    typed = [f"{REPOSITORY}/ddp_mnist/plain_ddp.py", "--dataset", "digits", "--epochs", "1"]
     [(code, printed)] = run_world(1, run_here, typed, True, folder=tmp_path)
     assert code == 0
     assert re.match(r"test accuracy 0\.\d{4} on 360 images, ", printed)

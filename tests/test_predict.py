@@ -21,10 +21,8 @@ import pytest
 import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from PIL.ExifTags import Base
 from tqdm.utils import disp_len
 
-from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.data import cache
 from ddp_mnist.data.image_format import ImageFormat
 from ddp_mnist.errors import CheckpointError, DataError, UsageError
@@ -34,11 +32,11 @@ from ddp_mnist.verbs import predict as verb
 from ddp_mnist.verbs.digit_photos import centred
 from ddp_mnist.verbs.flags import Predict
 from ddp_mnist.verbs.predict import find_images, read_image
-from tests.commands import Typed, left_on_screen, on_forked_terminal
+from tests.commands import Typed
 from tests.data_sets import GREY, load
 
 CLASSES = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
-UNREADABLE = "not an image that Pillow can read; give a whole PNG or JPEG file"
+UNREADABLE = "of no format that Pillow knows"
 
 
 @pytest.fixture(scope="module")
@@ -186,7 +184,6 @@ WIDTH_OF_1_5 = struct.pack("<HHIf", 0x0100, 11, 1, 1.5)
     [
         (1, TURNED, True),
         (2, WIDTH_OF_1_5 + TURNED, True),
-        (1, TURNED[:5], False),
         (1, TURNED.replace(b"\6", b"\x63"), False),
     ],
 )
@@ -200,15 +197,6 @@ def test_a_turned_photo_is_upright_and_damaged_exif_costs_no_answer(
     seen = as_mnist(tmp_path / f"x.{form}").astype(int)
     lossy = 0 if form == "png" else 3
     assert np.abs(seen - as_mnist(save(255 - seven(), tmp_path / "y.png"))).mean() <= lossy
-
-
-def test_a_turned_drawing_on_transparent_paper_is_upright(tmp_path: Path) -> None:
-    ink = np.dstack([*[np.zeros_like(seven())] * 3, seven()])
-    stored = PIL.Image.fromarray(ink).rotate(90, expand=True)
-    stored.getexif()[Base.Orientation] = 6
-    stored.save(tmp_path / "x.png", exif=stored.getexif())
-    expected = as_mnist(save(255 - seven(), tmp_path / "y.png"))
-    assert np.array_equal(as_mnist(tmp_path / "x.png"), expected)
 
 
 def test_a_large_photo_is_seen_as_a_small_one_is(tmp_path: Path) -> None:
@@ -275,8 +263,7 @@ def test_a_folder_is_read_in_the_order_of_names(
         (tmp_path / name).touch()
     found = [str(path.relative_to(tmp_path)) for path in find_images(str(tmp_path))]
     assert found == ["10.png", "9.png", "a/1.png", "a.jpeg", "b.PNG"]
-    note = f"{tmp_path}: files without the suffix of an image were left out: .RAW (1)"
-    assert capsys.readouterr().err == f"ddp-mnist: warning: {note}\n"
+    assert "without the suffix of an image were left out: .RAW (1)\n" in capsys.readouterr().err
     assert find_images("what/ever.xyz") == [Path("what/ever.xyz")]
     with pytest.raises(DataError, match=r"folder\.png: holds no images; give files or a folder"):
         find_images(str(tmp_path / "folder.png"))
@@ -309,19 +296,18 @@ def test_files_that_are_no_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
                 read_image(file, GREY, digit_photos)
         return str(error.value)
 
-    assert refused(tmp_path / "none") == "no such file or directory; check the path"
-    assert refused(text) == refused(cut) == UNREADABLE
+    assert refused(tmp_path / "none") == "No such file or directory"
+    assert (refused(text), refused(cut)) == (UNREADABLE, "image file is truncated")
     with monkeypatch.context() as patched:
         patched.setattr(PIL.Image, "MAX_IMAGE_PIXELS", 100)
-        limit = "image size (32000 pixels) exceeds limit of 200 pixels; make it smaller"
-        assert refused(large) == limit
+        assert refused(large).startswith("Image size (32000 pixels) exceeds limit of 200 pixels")
     PIL.Image.new("F", (9, 9)).save(tmp_path / "x.tif")
     assert refused(tmp_path / "x.tif") == "mode F has no fixed range: save 8-bit images"
     os.mkfifo(tmp_path / "pipe")
     pipe = "not a regular file; give one, or - and the image on stdin"
     assert refused(tmp_path / "pipe") == pipe
     monkeypatch.setattr(PIL.Image, "open", Mock(side_effect=struct.error("bad char")))
-    assert refused(large) == UNREADABLE
+    assert refused(large) == "bad char"
 
 
 def test_files_beside_one_that_cannot_be_read_have_their_answers(
@@ -330,8 +316,7 @@ def test_files_beside_one_that_cannot_be_read_have_their_answers(
     for number, image in enumerate(digits(3)):
         save(image, tmp_path / f"{number}ä.png")
     (tmp_path / "1a.png").write_text("no picture")
-    picture = tmp_path / "seen.png"
-    ended = typed("predict", run, tmp_path, "--show", picture)
+    ended = typed("predict", run, tmp_path)
     lines = [json.loads(line) for line in ended.out.splitlines()]
     names = ["0ä.png", "1a.png", "1ä.png", "2ä.png"]
     assert [Path(line["file"]).name for line in lines] == names
@@ -339,10 +324,6 @@ def test_files_beside_one_that_cannot_be_read_have_their_answers(
     assert lines[1]["error"] == UNREADABLE
     message = f"{tmp_path}/1a.png: {UNREADABLE} (code 3)"
     assert (ended.code, ended.err) == (3, f"ddp-mnist: error: {message}\n")
-    assert picture.exists()
-    (tmp_path / "2ä.png").write_text("no picture")
-    with pytest.raises(DataError, match=r"1a\.png: .* \(2 of 5 files have no answer\)$"):
-        predict(run, tmp_path)
 
 
 def test_one_image_comes_on_stdin(
@@ -352,8 +333,6 @@ def test_one_image_comes_on_stdin(
     [expected] = predict(run, image)
     monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(image.read_bytes())))
     assert json.loads(typed("predict", run, "-").succeeds()) == {**expected, "file": "-"}
-    with pytest.raises(DataError, match=f"^-: {UNREADABLE}$"):
-        predict(run, "-")  # at its end
 
 
 # --- Answers
@@ -379,75 +358,28 @@ def test_labels_are_the_nets_own(run: str, model: Normalised, tmp_path: Path) ->
 def test_on_a_terminal_the_answers_are_a_table(
     run: str, tmp_path: Path, typed: Typed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for number, image in enumerate(digits(3)):
-        save(image, tmp_path / f"{number}.png")
+    """Its columns are straight, as a Chinese letter takes two."""
+    for name, image in zip(("0.png", "很长的.png", "22.png"), digits(3), strict=True):
+        save(image, tmp_path / name)
     (tmp_path / "broken.png").write_text("no picture")
     answers = [json.loads(line) for line in typed("predict", run, tmp_path).out.splitlines()]
-    command = f"from ddp_mnist import cli; cli.main({['predict', run, str(tmp_path)]})"
-    [(code, written)] = run_world(1, on_forked_terminal, command, 300, folder=tmp_path)
-    head, *rows, broken, error = left_on_screen(written.rstrip())
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    ended = typed("predict", run, tmp_path)
+    head, *rows = ended.out.splitlines()
     assert head.split() == ["file", "label", "probability", "next"]
-    assert code == 3
-    assert broken == f"{answers[-1]['file']}   {UNREADABLE}"
-    assert error == f"ddp-mnist: error: {answers[-1]['file']}: {UNREADABLE} (code 3)"
-    for row, answer in zip(rows, answers, strict=False):
+    assert ended.err == f"ddp-mnist: error: {tmp_path}/broken.png: {UNREADABLE} (code 3)\n"
+    for row, answer in zip(rows, answers, strict=True):
+        if "error" in answer:
+            assert row == f"{answer['file']}   {UNREADABLE}"
+            continue
         [(best, share), *others] = list(answer["probabilities"].items())[:3]
         likely = [f"{name} {each:.2f}" for name, each in others]
         assert re.split(" {2,}", row) == [answer["file"], best, f"{share:.2f}", *likely]
-        assert row.index(best) == head.index("label")
-        assert row.index(f"{share:.2f}") == head.index("probability")
-        assert row.index(likely[0]) == head.index("next")
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+        for cell, title in ((f"{best} ", "label"), (f"{share:.2f}", "probability")):
+            assert disp_len(row.partition(f"   {cell}")[0]) == head.index(title) - 3
     told = ("predict", run, tmp_path / "0.png", "--show", tmp_path / "seen.png")
     assert typed(*told).out.splitlines()[2:] == [f"written to {told[-1]}"]
     assert json.loads(typed(*told, "--json").out) == answers[0]
-
-
-@pytest.mark.parametrize(
-    ("columns", "file", "classes", "cells"),
-    [
-        (80, "x", "a| a|b", "x|a|0.50|' a' 0.25|b 0.12"),
-        (80, "bb.png", "ladybird|no moth|bee", "bb.png|ladybird|0.50|no moth 0.25|bee 0.12"),
-        (
-            80,
-            "x" * 40,
-            "ladybird|nothing here|bee",
-            f"...{'x' * 28}|ladybird|0.50|nothing here 0.25",
-        ),
-        (120, "x" * 44, "ladybird|no moth|bee", f"{'x' * 44}|ladybird|0.50|no moth 0.25|bee 0.12"),
-        (80, f"{'x' * 19}{'寺' * 10}", "bee|b|c", f"{'x' * 19}{'寺' * 10}|bee|0.50|b 0.25|c 0.12"),
-        (80, f"{'x' * 9}{'寺' * 20}", "bee|b|c", f"...xx{'寺' * 20}|bee|0.50|b 0.25"),
-        (
-            80,
-            "x" * 40,
-            "a class of many words|b|c",
-            f"...{'x' * 10}|a class of many words|0.50|b 0.25|c 0.12",
-        ),
-        (80, "x" * 40, f"{'寺' * 40}|b|c", f"...{'x' * 9}|{'寺' * 40}|0.50"),
-    ],
-)
-def test_a_table_fits_its_terminal_as_far_as_it_can(
-    columns: int, file: str, classes: str, cells: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The end of a file's name is shown, the answer whole, and of the next classes what fits."""
-    monkeypatch.setattr(verb, "width_of", lambda _: columns)
-    shares = dict(zip(classes.split("|"), (0.5, 0.25, 0.125), strict=True))
-    answer = {
-        "file": file,
-        "label": next(iter(shares)),
-        "probability": 0.5,
-        "probabilities": shares,
-    }
-    files = [file, "a/longer/name.png"]
-    unreadable = {"file": files[1], "error": UNREADABLE}
-    head, row, broken = verb.table([answer, unreadable], files, [*shares])
-    assert "|".join(re.split(" {2,}", row)) == cells
-    label, best = head.index("label"), next(iter(shares))
-    assert disp_len(row) <= columns or len(best) == 40
-    assert disp_len(row.partition(f"   {best}")[0]) == label - 3
-    lines = broken.splitlines()
-    assert max(map(len, lines)) <= columns
-    assert " ".join(line[label:].strip() for line in lines) == UNREADABLE
 
 
 # --- The picture
@@ -531,14 +463,9 @@ def test_photos_of_test_images_are_labelled_as_the_images(
 
 @pytest.mark.system
 def test_what_a_run_prints_fits_a_log(mnist_run: Path) -> None:
-    """No control characters, and 80 columns are enough, but for the name of a folder."""
     printed = (mnist_run.parent.parent / "out.txt").read_text()
     assert all(character.isprintable() or character == "\n" for character in printed)
     lines = printed.splitlines()
-    assert [line for line in lines if len(line) > 80 and "/" not in line] == []
-    assert lines[0] == "loading    PyTorch and Accelerate"
     summary = json.loads((mnist_run / "summary.json").read_text())
     assert summary["test_accuracy"] >= 0.988  # with bf16 a little below 0.99
     assert lines[-4].startswith(f"test accuracy {summary['test_accuracy']:.4f} on 10,000 images")
-    assert lines[-2] == "written to runs/mnist-001"
-    assert re.fullmatch(r"see        .*ddp.mnist report runs/mnist-001", lines[-1])

@@ -122,42 +122,6 @@ def test_fault_16_fault_23_nobody_else_comes_or_is_at_the_address(
     assert raised.value.agreed is (rank == 0)  # who found no store can tell nobody
 
 
-@pytest.mark.parametrize(("rank", "whom"), [(0, "rank 1, 2"), (1, "rank 0 at 127.0.0.1:{port}")])
-def test_who_is_missing_is_told_and_for_how_long_yet(
-    rank: int, whom: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(rendezvous, "LOOK_S", 0.1)
-    port, said = free_port(), list[str]()
-    with pytest.raises(PeerError):
-        meet(place(rank, 3, port), TIMEOUT_S, said.append)
-    ending = f" s for {whom.format(port=port)} ..."
-    seconds = [line.removeprefix("waiting up to ").removesuffix(ending) for line in said]
-    assert seconds == sorted(seconds, reverse=True) and {*seconds} == {"1", "0"}
-
-
-@pytest.mark.parametrize(
-    ("rank", "there", "said"),
-    [
-        (0, True, "1 of 2 processes came within 0.8 s; missing: rank 1; "),
-        (1, True, "rank 0 did not meet this one within 0.8 s; "),
-        (1, False, NOBODY),
-    ],
-)
-def test_under_a_launcher_nobody_is_told_to_start_a_process(
-    rank: int, there: bool, said: str
-) -> None:
-    """torchrun may have told two machines of two stores, or of one on a machine that is lost."""
-    agent = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    port = agent.port if there else free_port()
-    with pytest.raises(PeerError) as raised:
-        meet(replace(place(rank, 2, port), agent_store=True), TIMEOUT_S)
-    assert str(raised.value).startswith(f"127.0.0.1:{port}: {said}")
-    assert str(raised.value).endswith(
-        "; see what the others say, then start again; if machines join or leave, start torchrun"
-        " everywhere with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
-    )
-
-
 @pytest.fixture
 def stranger() -> Iterator[int]:
     """A port where something listens that is no store, and never answers."""

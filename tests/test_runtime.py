@@ -6,7 +6,6 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock, patch
 
-import accelerate.optimizer
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,7 +16,6 @@ from ddp_mnist.cluster import world
 from ddp_mnist.cluster.device import (
     choose_backend,
     choose_device,
-    choose_local_rank,
     has_native_bf16,
     precision_in_effect,
     set_threads,
@@ -27,13 +25,7 @@ from ddp_mnist.cluster.launch import Launch, find_launch
 from ddp_mnist.cluster.local_world import LocalWorld, run_world
 from ddp_mnist.cluster.rendezvous import Seat, _places
 from ddp_mnist.cluster.store import Place, Store
-from ddp_mnist.cluster.world import (
-    CRASHES_IN_DETAIL,
-    choose_interface,
-    form_group,
-    join_world,
-    make_accelerator,
-)
+from ddp_mnist.cluster.world import choose_interface, form_group, join_world
 from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.errors import PeerError, UsageError
 from ddp_mnist.verify.watch import just_train, proof_config
@@ -63,11 +55,6 @@ def test_precision_in_effect(
         with pytest.raises(UsageError, match="needs a GPU"):
             precision_in_effect(flags, Launch(), device)
         return
-    if (requested, device, native) == ("bf16", "cuda", False):
-        typed = "--mixed-precision bf16" if flag else "accelerate launch: its bf16"
-        with pytest.raises(UsageError, match=f"^{typed}: .*add --mixed-precision auto, which"):
-            precision_in_effect(flags, Launch(), device)
-        return
     auto = "bf16" if native else "fp16" if device == "cuda" else "no"
     expected = auto if requested == "auto" else requested
     assert precision_in_effect(flags, Launch(), device) == expected
@@ -77,9 +64,7 @@ def test_which_processors_compute_in_bf16(monkeypatch: Patch) -> None:
     for capabilities, native in (
         ([(7, 5)], False),  # T4
         ([(8, 0)], True),  # A100
-        ([(9, 0), (8, 6)], True),
         ([(9, 0), (7, 0)], False),  # all ranks have to train alike
-        ([(12, 0)], True),
     ):
         monkeypatch.setattr("ddp_mnist.cluster.device.gpus", lambda found=capabilities: len(found))
         monkeypatch.setattr(torch.cuda, "get_device_capability", capabilities.__getitem__)
@@ -97,7 +82,6 @@ def test_which_processors_compute_in_bf16(monkeypatch: Patch) -> None:
         (Launch("accelerate"), "cpu"),
         (PAIR, "multi_cpu"),
         (replace(PAIR, num_machines=2), "multi_node_cpu"),
-        (replace(PAIR, num_machines=None), "multi_cpu"),
     ],
 )
 def test_fault_25_fp16_on_a_cpu_names_the_config_to_use(
@@ -106,8 +90,9 @@ def test_fault_25_fp16_on_a_cpu_names_the_config_to_use(
     with pytest.raises(UsageError, match=r"^--mixed-precision fp16: needs a GPU; on a CPU use "):
         precision_in_effect(Distribution(mixed_precision="fp16"), launch, "cpu")
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
-    use = rf"use --config_file {CONFIGS.name}/{config}\.yaml, which ddp-mnist configs writes$"
-    with pytest.raises(UsageError, match=rf"^accelerate launch: .* {use}"):
+    with pytest.raises(
+        UsageError, match=rf"^accelerate launch: .* --config_file .*/{config}\.yaml"
+    ):
         precision_in_effect(Distribution(), launch, "cpu")
     assert (CONFIGS / f"{config}.yaml").is_file()
 
@@ -115,10 +100,7 @@ def test_fault_25_fp16_on_a_cpu_names_the_config_to_use(
 @pytest.mark.parametrize("has_gpu", [True, False])
 @pytest.mark.parametrize(
     ("flag", "variable", "wants_cpu"),
-    [
-        *[(False, "no", False), (False, "False", False), (True, "no", True)],
-        *[(False, word, True) for word in ("True", "1", "yes", "ON", "y", "t")],
-    ],
+    [(False, "no", False), (True, "no", True), (False, "True", True), (False, "1", True)],
 )
 def test_choose_device(
     flag: bool, variable: str, wants_cpu: bool, has_gpu: bool, monkeypatch: Patch
@@ -126,7 +108,6 @@ def test_choose_device(
     monkeypatch.setenv("ACCELERATE_USE_CPU", variable)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     monkeypatch.setattr("ddp_mnist.cluster.device.gpus", lambda: int(has_gpu))
-    monkeypatch.setattr("ddp_mnist.cluster.device.too_old", lambda _: "")
     expected = "cuda" if has_gpu and not wants_cpu else "cpu"
     assert choose_device(Distribution(cpu=flag)) == expected
     # a request for the CPU hides the GPUs, before torch looks for them
@@ -140,7 +121,6 @@ def test_choose_device(
         ("auto", PAIR, "cpu", "gloo"),
         ("auto", PAIR, "cuda", "nccl"),
         ("gloo", PAIR, "cuda", "gloo"),
-        ("nccl", PAIR, "cuda", "nccl"),
         # a launcher that serves a store has formed a world, if only of one
         ("auto", replace(PAIR, world_size=1), "cpu", "gloo"),
     ],
@@ -154,13 +134,13 @@ def test_what_is_unknown_or_not_here_is_refused(monkeypatch: Patch) -> None:
         with pytest.raises(UsageError, match=r"^--backend nccl: needs a GPU, and none is visible"):
             choose_backend(Distribution(backend="nccl"), launch, "cpu")
     monkeypatch.setenv("ACCELERATE_USE_CPU", "")
-    with pytest.raises(UsageError, match=r"^ACCELERATE_USE_CPU=: must be true or false; correct"):
+    with pytest.raises(UsageError, match=r"^ACCELERATE_USE_CPU: ValueError: "):
         choose_device(Distribution(cpu=True))
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
     with pytest.raises(UsageError, match=r"^--mixed_precision fp8: choose from no, fp16, bf16$"):
         precision_in_effect(Distribution(), Launch(), "cpu")
     monkeypatch.setenv("OMP_NUM_THREADS", "many")
-    with pytest.raises(UsageError, match=r"^OMP_NUM_THREADS=many: "):
+    with pytest.raises(UsageError, match=r"^OMP_NUM_THREADS=many: ValueError: "):
         set_threads(Launch(), "cpu", 1)
 
 
@@ -177,13 +157,9 @@ BY_TORCHRUN = Launch("torchrun", local_world_size=2)
         ("", Launch("tcp"), "cpu", 2, 4),
         ("", Launch("tcp"), "cpu", 100, 1),
         ("", Launch(), "cuda", 1, 1),
-        ("0", Launch(), "cpu", 2, 4),
         ("1", Launch("torchrun"), "cpu", 2, 4),  # set by the launcher, of its own accord
-        ("1", Launch("accelerate"), "cpu", 4, 2),
-        ("1", Launch("torchrun"), "cuda", 2, 1),
         ("1", Launch("tcp"), "cpu", 2, 1),  # set by a person
         ("3", Launch("torchrun"), "cpu", 2, 3),
-        ("2", Launch(), "cuda", 1, 2),
         ("4,2", Launch(), "cpu", 1, 4),  # OpenMP's form for nested regions
         # after the / what SLURM gave to the task: to each process ...
         ("/4", Launch("slurm"), "cpu", 2, 4),
@@ -191,7 +167,6 @@ BY_TORCHRUN = Launch("torchrun", local_world_size=2)
         # ... or to the launcher
         ("1/4", BY_TORCHRUN, "cpu", 2, 2),
         ("1/16", BY_TORCHRUN, "cpu", 2, 4),
-        ("1/many", replace(BY_TORCHRUN, local_world_size=4), "cpu", 2, 4),
     ],
 )
 def test_set_threads(
@@ -209,22 +184,13 @@ def test_set_threads(
 
 
 @pytest.mark.parametrize(
-    ("launch", "hosts", "expected"),
-    [
-        (Launch(), "a", (0, 1)),
-        (Launch("tcp", 1, 3), "aba", (0, 1)),
-        (Launch("tcp", 2, 3), "aba", (1, 2)),
-        (Launch("tcp", 2, 3, local_rank=0), "aba", (0, 2)),
-        # two nodes that are rehearsed on one host share its cores
-        (Launch("torchrun", 3, 4, 1, 2, 2), "aaaa", (1, 4)),
-    ],
+    ("rank", "hosts", "expected"),
+    # two nodes that are rehearsed on one host share its cores
+    [(1, "aba", (0, 1)), (2, "aba", (1, 2)), (3, "aaaa", (3, 4))],
 )
-def test_local_rank_and_ranks_on_a_machine(
-    launch: Launch, hosts: str, expected: tuple[int, int]
-) -> None:
-    seats = [Seat("token", host, None) for host in hosts]
-    place = _places(seats)[launch.rank]
-    assert (choose_local_rank(launch, place), place.ranks_here) == expected
+def test_rank_and_ranks_on_a_machine(rank: int, hosts: str, expected: tuple[int, int]) -> None:
+    place = _places([Seat("token", host, None) for host in hosts])[rank]
+    assert (place.index_here, place.ranks_here) == expected
 
 
 SHARED_GPU = (
@@ -232,27 +198,17 @@ SHARED_GPU = (
 )
 UNHANDLED = (
     "NCCL AllReduce failed: unhandled system error (run with NCCL_DEBUG=INFO for details) \n"
-    "NCCL Last Error: "
+    "NCCL Last Error: socketPollConnect poll() timed out"
 )
-# the old class, which torch takes with TORCH_DIST_USE_NCCL2=0
-OLD_UNHANDLED = """NCCL error in: /src/NCCLUtils.cpp:94, unhandled system error, NCCL version 2
-ncclSystemError: System call (e.g. socket, malloc) or external library call failed.
-Last error:
-"""
-SHARED_MEMORY = "Error while creating shared memory segment /dev/shm/nccl-x (size 9637888)"
-CONNECTION = "socketPollConnect poll() timed out"
 
 
 @pytest.mark.parametrize(
     ("text", "lost", "kind", "message"),
     [
         (SHARED_GPU, [], UsageError, f"--backend nccl: {SHARED_GPU}; {A_GPU_EACH}; "),
-        (UNHANDLED + CONNECTION, [1], PeerError, "lost contact with rank 1 of 2 (socketPoll"),
-        (OLD_UNHANDLED + CONNECTION, [1], PeerError, "lost contact with rank 1 of 2 (socketPoll"),
-        (UNHANDLED, [1], PeerError, "lost contact with rank 1 of 2 (NCCL AllReduce failed: unhan"),
+        (UNHANDLED, [1], PeerError, "lost contact with rank 1 of 2 (socketPoll"),
         # all ranks are there
-        (UNHANDLED + CONNECTION, [], PeerError, "lost contact with another rank of 2 (socketPoll"),
-        (UNHANDLED + SHARED_MEMORY, [], PeerError, "lost contact with another rank of 2 (Error wh"),
+        (UNHANDLED, [], PeerError, "lost contact with another rank of 2 (socketPoll"),
     ],
 )
 def test_nccls_own_reason_is_given(
@@ -277,7 +233,6 @@ GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
     ("host", "towards", "before", "after"),
     [
         ("127.0.0.1", "lo", {}, {GLOO: "lo"}),
-        ("127.0.0.1", "lo", {GLOO: "eth7"}, {GLOO: "eth7"}),
         ("unknown", None, {}, {}),
         ("h", "eth1", {GLOO: "mine"}, {GLOO: "mine", NCCL: "=eth1"}),
     ],
@@ -310,7 +265,6 @@ def test_a_group_that_cannot_connect_names_the_interface(monkeypatch: Patch) -> 
     monkeypatch.setattr(dist, "init_process_group", failed)
     with pytest.raises(PeerError, match=r"^2 processes met, but within 8 s rank 0 .*") as raised:
         form_group(two_hosts(None, None), "gloo", 0, 8)
-    assert raised.value.code == 6
     assert str(raised.value).endswith(f" {GLOO} to the interface that leads there (it is eth0)")
 
 
@@ -423,39 +377,3 @@ def test_a_world_leaves_the_accelerate_of_its_process_as_it_was(tmp_path: Path) 
     """Else the next command of a notebook would be refused, or compute in this one's precision."""
     [found] = run_world(1, join_twice_beside_another_accelerator, folder=tmp_path)
     assert found == ["bf16", "no", "bf16", "bf16", "bf16"]
-
-
-def test_the_optimizer_does_not_look_for_a_package_in_each_step() -> None:
-    store = Store(dist.HashStore(), 0, 1)
-    make_accelerator(Distribution(), "cpu", "none", "no", store)
-    accelerate.optimizer.is_lomo_available()
-    with patch("importlib.util.find_spec") as look:
-        assert not accelerate.optimizer.is_lomo_available()
-    look.assert_not_called()
-
-
-# --- Debugging aids of torch and Accelerate
-
-
-def test_a_debug_level_with_which_torch_crashes_is_refused(tmp_path: Path) -> None:
-    version = torch.__version__
-    if not version.startswith(CRASHES_IN_DETAIL):
-        pytest.skip(f"torch {version} is not known to crash")
-    detail = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
-    config = proof_config("debugged", model="mlp", epochs=1)
-    outcomes = LocalWorld(2, just_train, config, folder=tmp_path, variables=detail).outcomes()
-    assert [outcome.code for outcome in outcomes] == [2, 2]
-    line = f"TORCH_DISTRIBUTED_DEBUG=DETAIL: makes torch {version} crash in DDP; use INFO"
-    assert line in [str(outcome) for outcome in outcomes]
-    assert list(tmp_path.iterdir()) == []
-    [alone] = run_world(1, just_train, config, folder=tmp_path, variables=detail)
-    assert alone["steps"] == 15
-
-
-def test_accelerate_may_check_the_shapes_of_what_the_ranks_send(tmp_path: Path) -> None:
-    """Set the variable of `accelerate launch --debug`. The net has no buffers to send."""
-    variables = {"ACCELERATE_DEBUG_MODE": "true"}
-    config = proof_config("debugged", model="mlp", epochs=1)
-    summary, _ = run_world(2, just_train, config, folder=tmp_path, variables=variables)
-    assert summary["steps"] == 15
-    assert (tmp_path / "debugged" / "model.safetensors").exists()

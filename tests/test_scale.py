@@ -2,7 +2,6 @@
 
 import functools
 import os
-import resource
 import signal
 import threading
 import time
@@ -18,9 +17,8 @@ import torch.distributed as dist
 from ddp_mnist.cluster.failures import propagate_first_error
 from ddp_mnist.cluster.launch import Launch
 from ddp_mnist.cluster.local_world import LocalWorld, run_world
-from ddp_mnist.cluster.main_port import allow_open_files
 from ddp_mnist.cluster.rendezvous import LOOK_S, check_same, meet
-from ddp_mnist.errors import DdpMnistError, UsageError
+from ddp_mnist.errors import DdpMnistError
 from ddp_mnist.verify.watch import just_train, proof_config
 from tests.training import with_flags
 
@@ -73,25 +71,6 @@ def test_calls_to_the_store_are_as_many_on_8_ranks_as_on_2(tmp_path: Path) -> No
     for of_few, of_many in zip(zip(*few, strict=True), zip(*many, strict=True), strict=True):
         assert max(of_many[1:]) <= 1.25 * max(of_few[1:])
         assert max(of_many) <= 60  # rank 0's too
-
-
-def with_few_files(soft: int, hard: int) -> Any:
-    """Allow so many open files; return what rank 0 of 1,000, which serves the store, allows."""
-    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    try:
-        allow_open_files(1000, serve=True)
-    except UsageError as error:
-        return str(error)
-    return resource.getrlimit(resource.RLIMIT_NOFILE)
-
-
-def test_a_thousand_ranks_need_more_open_files_than_a_system_gives(tmp_path: Path) -> None:
-    assert run_world(1, with_few_files, 256, 4096, folder=tmp_path) == [(3064, 4096)]
-    assert run_world(1, with_few_files, 3500, 4096, folder=tmp_path) == [(3500, 4096)]
-    assert run_world(1, with_few_files, 256, 3000, folder=tmp_path) == [
-        "ulimit -n: is at most 3000 here, and this process of 1000 needs 3,064 open files; raise"
-        " the hard limit (LimitNOFILE of a systemd service, /etc/security/limits.conf)"
-    ]
 
 
 # --- Many

@@ -4,8 +4,6 @@ import contextlib
 import copy
 import os
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -20,10 +18,9 @@ from torch import nn
 
 from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.nets.ours import MLP
-from ddp_mnist.run import hints, meter, slow_ranks
+from ddp_mnist.run import meter, slow_ranks
 from ddp_mnist.run.folder import read_json
-from ddp_mnist.run.slow_ranks import GPU_SAMPLE, ForwardClock, SlowRanks
-from ddp_mnist.system import limits
+from ddp_mnist.run.slow_ranks import ForwardClock, SlowRanks
 from ddp_mnist.verify import watch
 from tests.training import metrics, what_it_says, with_flags
 
@@ -117,39 +114,6 @@ def test_a_compiled_net_stays_one_graph() -> None:
     assert (len(graphs), clock.passes) == (1, 3)
 
 
-def test_a_gpu_times_the_first_pass_after_a_sync_point_and_then_some(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """With stand-ins for a GPU's events, each of which comes 5 ms after the one before."""
-
-    class Event:
-        made = 0
-
-        def __init__(self, *, enable_timing: bool) -> None:
-            assert enable_timing
-            self.ms = 0
-
-        def record(self) -> None:
-            Event.made += 1
-            self.ms = 5 * Event.made
-
-        def elapsed_time(self, end: "Event") -> int:
-            return end.ms - self.ms
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    net = nn.Linear(4, 2)
-    clock = ForwardClock(net)
-    clock._gpu = True
-    for passes, timed in ((GPU_SAMPLE + 1, 2), (1, 1), (GPU_SAMPLE, 1), (0, 0)):
-        before = clock.passes
-        for _ in range(passes):
-            net(torch.zeros(1, 4))
-        clock.read()
-        assert clock.passes - before == timed
-    assert clock.mean_ms == 5
-    assert Event.made == 8
-
-
 # --- Runs
 
 
@@ -181,7 +145,7 @@ def test_a_slow_rank_is_named_on_the_console_in_the_metrics_and_in_the_summary(
     assert first["times_median"] >= 1.5
     shown = [line for line in said.splitlines() if line.startswith("slow ")]
     assert len(shown) == len(lines)
-    assert shown[0] == hints.slow_line(1, host, first["times_median"])
+    assert shown[0].startswith(f"slow       rank 1 on {host} takes {first['times_median']} times")
     assert "slow" not in elsewhere
     even, slow = read_json(tmp_path / "run" / "summary.json")["ranks"]
     assert even["forward_ms"] < 30 <= slow["forward_ms"]
@@ -196,7 +160,7 @@ def group_of(cores: float, period_ms: int = 100) -> Iterator[Path]:
 
     The process keeps the priority that it has outside.
     """
-    group = limits.CGROUP / "cpu" / f"ddp_mnist-slow-{os.getpid()}"
+    group = Path("/sys/fs/cgroup/cpu") / f"ddp_mnist-slow-{os.getpid()}"
     try:
         group.mkdir()
     except OSError as error:
@@ -210,28 +174,12 @@ def group_of(cores: float, period_ms: int = 100) -> Iterator[Path]:
         group.rmdir()
 
 
-@contextlib.contextmanager
-def busy_core() -> Iterator[int]:
-    """Yield a core that another program keeps busy."""
-    core = max(os.sched_getaffinity(0))
-    program = f"import os\nos.sched_setaffinity(0, [{core}])\nwhile True: pass"
-    with subprocess.Popen([sys.executable, "-c", program]) as other:
-        try:
-            yield core
-        finally:
-            other.kill()
-
-
-def confined(config: Any, place: Path | int | None) -> dict[str, Any]:
-    """Train, rank 1 in a control group or on one core; a rank is named after nine seconds."""
+def confined(config: Any, group: Path | None) -> dict[str, Any]:
+    """Train, rank 1 in a control group; a rank is named after nine seconds."""
 
     def begin(ranks: int) -> SlowRanks:
-        if place is not None and os.environ["RANK"] == "1":
-            if isinstance(place, Path):
-                place.write_text(str(os.getpid()))
-            else:
-                for thread in Path("/proc/self/task").iterdir():
-                    os.sched_setaffinity(int(thread.name), [place])
+        if group and os.environ["RANK"] == "1":
+            group.write_text(str(os.getpid()))
         return SlowRanks(ranks)
 
     with (
@@ -242,11 +190,11 @@ def confined(config: Any, place: Path | int | None) -> dict[str, Any]:
         return watch.just_train(config)
 
 
-def named_in(run: Path, place: Path | int | None, **recipe: Any) -> set[int]:
+def named_in(run: Path, group: Path | None, **recipe: Any) -> set[int]:
     """Return the ranks that a run of two processes names."""
     given: dict[str, Any] = {"batch_size": 576, "val_size": 0, **recipe}
     config = with_flags(watch.proof_config(run.name, **given), mixed_precision="no")
-    run_world(2, confined, config, place, folder=run.parent, timeout_s=240)
+    run_world(2, confined, config, group, folder=run.parent, timeout_s=240)
     return {line["slow_rank"] for line in metrics(run, "slow_rank")}
 
 
@@ -262,7 +210,6 @@ def test_a_rank_with_a_twentieth_of_a_core_is_named(tmp_path: Path) -> None:
 
 PLACES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "anywhere": contextlib.nullcontext,
-    "on a busy core": busy_core,
     "half a core": lambda: group_of(0.5),
 }
 
@@ -277,7 +224,7 @@ def test_of_ten_runs_each_names_the_slow_rank_and_no_other(
     if (busy := psutil.cpu_percent(2.0)) > 20:
         pytest.skip(f"the cores are not free: {busy:.0f} % busy; run this test alone")
     record_property("tried", 10)
-    with PLACES[where]() as place:
+    with PLACES[where]() as group:
         runs = [tmp_path / f"run-{number}" for number in range(10)]
-        found = [named_in(run, place, epochs=70, model="cnn_deep") for run in runs]
-    assert found == [set() if place is None else {1}] * 10
+        found = [named_in(run, group, epochs=70, model="cnn_deep") for run in runs]
+    assert found == [{1} if group else set()] * 10

@@ -13,7 +13,7 @@ from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.config.recipe import resolve_recipe
 from ddp_mnist.config.run import ResolvedConfig, RunFlags, TrainConfig
 from ddp_mnist.data.image_format import ImageFormat
-from ddp_mnist.run import console, summary
+from ddp_mnist.run import summary
 from ddp_mnist.run.folder import RunFolder
 from ddp_mnist.run.identity import facts
 from ddp_mnist.run.versions import code_digest, git_commit, package_versions
@@ -115,8 +115,6 @@ def test_the_plan_shows_the_train_images_of_each_class_in_a_line() -> None:
     more = ", or let rare classes count more by --class-weights balanced"
     assert summary.by_class(rare)["hint"] == hint + more
     assert summary.by_class(rare, "balanced")["hint"] == hint
-    alike = summary.by_class(of_classes(ladybird=22, bee=12))
-    assert alike["hint"] == hint
     assert "hint" not in summary.by_class(of_classes(ladybird=1000, bee=21))
     many = summary.by_class(of_classes(0, **{f"c{number:03}": number + 2 for number in range(100)}))
     assert many == {
@@ -139,20 +137,13 @@ def test_where_most_images_are_held_out_the_hint_names_the_flag() -> None:
     )
 
 
-def test_epoch_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_epoch_line() -> None:
     means = {"loss": 0.51234, "accuracy": 0.97, "images_per_second": 12345.6}
-    decided: Any = SimpleNamespace(accuracy=0.99139, scores={"f1": 0.98761})
+    decided: Any = SimpleNamespace(accuracy=0.99139, scores={"f1": 0.98761, "recall": None})
     assert summary.epoch_line(1, 10, means, decided) == (
         "epoch  2/10  loss 0.5123  accuracy 0.9700  12,346 images/s  validation 0.9914  f1 0.9876"
+        "  recall undefined"
     )
-    decided.scores |= {"recall": None}
-    monkeypatch.setattr(console, "width_of", lambda *_, **__: 80)
-    assert summary.epoch_line(1, 10, means, decided).splitlines() == [
-        "epoch  2/10  loss 0.5123  accuracy 0.9700  12,346 images/s  validation 0.9914",
-        "             f1 0.9876  recall undefined",
-    ]
-    monkeypatch.setattr(console, "width_of", lambda *_, **__: 120)
-    assert summary.epoch_line(1, 10, means, decided).endswith("0.9914  f1 0.9876  recall undefined")
     assert summary.epoch_line(0, 1, {**means, "loss": None, "accuracy": None}, None) == (
         "epoch 1/1  loss not finite  12,346 images/s"
     )
@@ -187,34 +178,27 @@ def test_last_lines(monkeypatch: pytest.MonkeyPatch) -> None:
         assert ("careful    " in summary.last_lines(changed, folder)) is is_guessed
     short = {**outcome, "test_accuracy": 0.11, "steps": 99}
     assert "than guessing; use more --epochs\n" in summary.last_lines(short, folder)
-    assert "than guessing; see the hint above\n" in summary.last_lines(short, folder, True)
 
 
-@pytest.mark.parametrize(
-    ("found", "python", "called"),
-    [
-        ("/usr/bin/ddp-mnist", "/py", "ddp-mnist"),
-        (None, str(Path.cwd() / ".venv" / "bin" / "python"), ".venv/bin/python -m ddp_mnist"),
-        (None, "/py", "/py -m ddp_mnist"),
-    ],
-)
-def test_the_program_can_be_called_as_it_is_named(
-    found: str | None, python: str, called: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_program_can_be_called_as_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under make no environment is active, and the command is not on the path."""
-    monkeypatch.setattr(summary.shutil, "which", lambda _: found)
-    monkeypatch.setattr(summary.sys, "executable", python)
-    assert summary.program() == called
+    venv = Path.cwd() / ".venv" / "bin"
+    for found, python, called in (
+        (str(venv / "ddp-mnist"), "/py", "ddp-mnist"),
+        (None, str(venv / "python"), ".venv/bin/python -m ddp_mnist"),
+        (None, "/py", "/py -m ddp_mnist"),
+    ):
+        monkeypatch.setattr(summary.shutil, "which", lambda _, found=found: found)
+        monkeypatch.setattr(summary.sys, "executable", python)
+        assert summary.program() == called
 
 
-def test_versions_are_those_of_all_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_versions_are_those_of_all_packages() -> None:
     found = package_versions()
     packages = {"torch", "torchvision", "accelerate", "datasets", "evaluate", "safetensors"}
     assert found.keys() == packages | {"python"}
     assert all(found[package] == version(package) for package in packages)
     assert torch.__version__.startswith(found["torch"].partition("+")[0])
-    monkeypatch.setattr("ddp_mnist.run.versions.PACKAGES", ("no-such-package",))
-    assert package_versions()["no-such-package"] == "missing"
 
 
 def test_the_codes_digest_changes_with_the_code(
@@ -252,7 +236,6 @@ def test_the_commit_is_that_of_the_checkout(
     git("tag", "v1")
     commit = git("rev-parse", "HEAD")
     assert git_commit() == commit
-    assert len(commit) == 40
     code.write_text("a = 2\n")
     assert git_commit() == commit + "+"
     monkeypatch.setenv("PATH", "")

@@ -181,8 +181,7 @@ def test_a_folder_given_relative_to_here_is_found_from_elsewhere(tmp_path: Path)
     told = read_json(here / "run" / "config.json")["run"]
     assert (told["dataset"], told["cache_dir"]) == (f"{here}/data/set", f"{here}/cache")
     [(counted, reported)] = run_world(1, evaluate_and_report, "../here/run", folder=there)
-    assert counted == 5
-    assert reported != "The test images are not in the cache of this machine."
+    assert (counted, "cannot be shown" in reported) == (5, False)
     more = watch.resumed(of_a_folder(run_dir="../here/run"), epochs=3)
     [summary] = run_world(1, watch.just_train, more, folder=there)
     assert summary["resumed_from"] == [6]
@@ -193,8 +192,7 @@ def evaluate_and_report(run: str) -> tuple[int, str]:
     counted = evaluate_run(Evaluate(run), Distribution(cpu=True), Launch())
     assert counted
     reported = report.read_run(Path(run))
-    report.find_mistakes(reported, Report((run,)))
-    assert reported.mistakes or reported.no_mistakes
+    report.find_mistakes(reported, Report(run))
     return counted["count"], reported.no_mistakes
 
 
@@ -222,11 +220,9 @@ def test_dry_run_says_all_and_writes_nothing(tmp_path: Path) -> None:
     for part in (
         "digits: 1,150 train, 287 validation, 360 test images",
         "2 on 1 machine, backend gloo, device cpu",
-        "precision no",
         "72 images a step = 2 processes x 36",
         "300 = 20 epochs x 15",
         "70 images are left out",
-        "off near 0.5)",  # the train loss: label smoothing's entropy is 0.5003
         "nothing but the cache of images (--dry-run)",
     ):
         assert part in " ".join(shown.split())

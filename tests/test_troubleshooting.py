@@ -21,11 +21,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from ddp_mnist import cli
 from ddp_mnist.cluster.local_world import LocalWorld, free_port, run_world
 from ddp_mnist.errors import causes
+from ddp_mnist.nets.ours import MODELS
 from tests.commands import REPOSITORY
 
 PAGE = (REPOSITORY / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
@@ -59,9 +60,8 @@ def message(provoke: Callable[..., object], *args: Any, **options: Any) -> str:
     """Return the kind of what torch raises, and the text of it and of what it came from."""
     with pytest.raises(Exception) as caught:
         provoke(*args, **options)
-    kind = type(caught.value)
-    texts = map(str, causes(caught.value))
-    return "\n".join([f"{kind.__module__}.{kind.__qualname__}", *texts])
+    error, kind = caught.value, caught.type
+    return "\n".join([f"{kind.__module__}.{kind.__qualname__}", *map(str, causes(error))])
 
 
 def our_line(*argv: str) -> str:
@@ -113,18 +113,13 @@ def alone() -> Said:
 
     for name, net in (("unused", "Unused"), ("in place", "InPlace")):
         said[f"our {name}"] = our_line(*RUN, "--model", f"nets:{net}")
-    torch.save({f"module.{key}": value for key, value in mlp().state_dict().items()}, "module.pt")
+    state = MODELS["mlp"](10, (1, 28, 28)).state_dict()
+    torch.save({f"module.{key}": value for key, value in state.items()}, "module.pt")
     said["our keys"] = our_line(*RUN, "--model", "mlp", "--weights", "module.pt")
     said["our local rank"] = our_line("--local-rank=0", *RUN, "--local_rank", "0", "--dry-run")
     os.environ["WORLD_SIZE"] = "2"
     said["our rank"] = our_line(*RUN)
     return said
-
-
-def mlp() -> nn.Module:
-    from ddp_mnist.nets.ours import MODELS
-
-    return MODELS["mlp"](10, (1, 28, 28))
 
 
 def start(port: int, rank: int, world_size: int, timeout_s: float = 1) -> None:
@@ -145,17 +140,13 @@ def tcp(port: int, rank: int) -> list[str]:
 # --- Two processes
 
 
-class Unused(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.used, self.unused = nn.Linear(1, 1), nn.Linear(1, 1)
-
+class FirstAlone(nn.Sequential):
     def forward(self, numbers: Tensor) -> Tensor:
-        return self.used(numbers)
+        return self[0](numbers)
 
 
 def unused_parameters(_: int) -> None:
-    model = DistributedDataParallel(Unused())
+    model = DistributedDataParallel(FirstAlone(nn.Linear(1, 1), nn.Linear(1, 1)))
     for _ in range(2):
         model(torch.ones(1, 1)).sum().backward()
 
@@ -168,19 +159,23 @@ def other_shape(rank: int) -> None:
     DistributedDataParallel(nn.Linear(1, 1 + rank))
 
 
-def one_leaves(rank: int) -> None:
+def one_leaves(rank: int, seconds: float = 0.3) -> None:
     if rank == 0:
         dist.all_reduce(torch.ones(1))
-    time.sleep(0.3 * rank)
+    time.sleep(seconds * rank)
 
 
 def one_is_late(rank: int) -> None:
-    if rank == 0:
-        dist.all_reduce(torch.ones(1))
-    time.sleep(1.5 * rank)
+    one_leaves(rank, 1.5)
 
 
-FAULTS = (unused_parameters, other_number_of_layers, other_shape, one_leaves, one_is_late)
+FAULTS: list[Callable[[int], None]] = [
+    unused_parameters,
+    other_number_of_layers,
+    other_shape,
+    one_leaves,
+    one_is_late,
+]
 
 
 def together(ports: list[int]) -> None:
@@ -207,20 +202,15 @@ def together(ports: list[int]) -> None:
 # --- A DataLoader's worker
 
 
-class Broken(Dataset[Tensor]):
-    """What a worker meets whose /dev/shm is full."""
-
-    def __len__(self) -> int:
-        return 1
-
-    def __getitem__(self, row: int) -> Tensor:
-        os.kill(os.getpid(), signal.SIGBUS)
-        raise AssertionError("the signal ends the worker")
-
-
 def broken_worker() -> None:
+    """Let a worker meet what it does if its /dev/shm is full."""
+
+    def collate(_: list[int]) -> None:
+        os.kill(os.getpid(), signal.SIGBUS)
+
     # of this process alone, as with the default of Linux, torch sees which signal ended it
-    next(iter(DataLoader(Broken(), num_workers=1, multiprocessing_context="fork")))
+    worker = {"num_workers": 1, "multiprocessing_context": "fork"}
+    next(iter(DataLoader([0], collate_fn=collate, **worker)))  # type: ignore[arg-type]
 
 
 # --- The page
@@ -275,10 +265,8 @@ def sections() -> dict[str, list[str]]:
 
 
 def test_the_page_quotes_twelve_errors_and_no_other() -> None:
-    quoted = {heading: fences for heading, fences in sections().items() if fences}
-    assert {heading: len(fences) for heading, fences in quoted.items()} == {
-        heading: len(names) for heading, names in QUOTES.items()
-    }
+    quoted = {heading: len(fences) for heading, fences in sections().items() if fences}
+    assert quoted == {heading: len(names) for heading, names in QUOTES.items()}
     assert len(QUOTES) == 12 + 1  # and the launcher's own
 
 
@@ -287,9 +275,8 @@ def test_what_the_page_quotes_is_what_is_said(heading: str, said: Said) -> None:
     for fence, name in zip(sections()[heading], QUOTES[heading], strict=True):
         heard = " ".join(said[name].split())
         if name == "one_leaves":  # a moment decides which of the two it is; the port is any
-            heard = re.sub(
-                r"Read error (\S+): .* reset by peer", r"Connection closed by peer \1", heard
-            )
+            reset = r"Read error (\S+): .* reset by peer"
+            heard = re.sub(reset, r"Connection closed by peer \1", heard)
             heard = re.sub(r"(\[127\.0\.0\.1\]):\d+", r"\1:29500", heard)
         for part in re.split(r"^\.\.\.$", fence, flags=re.MULTILINE):
             assert " ".join(part.split()) in heard, name
@@ -301,7 +288,4 @@ def test_the_exit_codes_are_those_of_the_lines(said: Said) -> None:
             [line] = [line for line in heard.splitlines() if line.startswith("ddp-mnist: error:")]
             code = re.fullmatch(r".* \(code (\d)\)", line)
             assert code and f"exit code {code[1]}" in heard, name
-
-
-def test_what_ddp_mnist_does_instead(said: Said) -> None:
     assert said["our keys"] == said["our local rank"] == "exit code 0"

@@ -1,4 +1,4 @@
-"""The tutorials' commands and flags are taken, or refused with what to do instead."""
+"""The tutorials' commands are taken, or refused with what to do instead."""
 
 import re
 import shlex
@@ -52,58 +52,6 @@ def test_a_command_is_taken_or_answered_with_ours(command: str, ours: str) -> No
         nodes = {"nnodes": "2", "node_rank": 0, "nproc_per_node": "2", "master_port": 12345}
         assert nodes.items() <= launched(command).items()
         assert launched(ours) == launched(command)
-
-
-def test_they_mean_what_ours_mean() -> None:
-    tcp = config_of(WORD_FOR_WORD[2][1]).distribution
-    assert (tcp.init_method, tcp.rank) == ("tcp://192.168.1.201:12345", 0)
-    assert (tcp.world_size, tcp.mixed_precision) == (4, "auto")
-    assert config_of(WORD_FOR_WORD[3][0]).distribution.mixed_precision == "auto"
-    last = config_of(WORD_FOR_WORD[4][0])
-    assert (last.distribution.local_rank, last.recipe.batch_size) == (0, 64)
-
-
-@pytest.mark.parametrize(
-    ("theirs", "ours"),
-    [
-        ("--batch_size=64 --no_augment", "--batch-size 64 --no-augment"),
-        (
-            "--dist-url=tcp://a:1 --rank 1 --world_size 2",
-            "--init-method tcp://a:1 --rank 1 --world-size 2",
-        ),
-        ("--dist_backend gloo --no-cuda", "--backend gloo --cpu"),
-        ("--amp", "--mixed-precision auto"),
-        ("--fp16", "--mixed-precision fp16"),
-        ("--run_dir=a_b --dataset my_images", "--run-dir a_b --dataset my_images"),
-    ],
-)
-def test_a_flag_is_taken_where_it_means_ours(theirs: str, ours: str) -> None:
-    assert config_of(f"train {theirs}") == config_of(f"train {ours}")
-
-
-@pytest.mark.parametrize(
-    ("typed", "instead"),
-    [
-        ("-g", "put CUDA_VISIBLE_DEVICES=0 before the command"),
-        ("-g1", "put CUDA_VISIBLE_DEVICES=0 before"),
-        ("-g0,1", "put CUDA_VISIBLE_DEVICES=0 before the command"),
-        ("--gpu=cuda:1", "put CUDA_VISIBLE_DEVICES=0 before"),
-        ("--gpus", "use torchrun --nproc-per-node N -m ddp_mnist train, or --cpu"),
-        ("--nproc_per_node=gpu", "use torchrun --nproc-per-node N -m ddp_mnist train"),
-        ("--save_model", "leave it out"),
-        ("--num_workers=4", "leave it out"),
-        ("--workers", "leave it out"),
-        ("--opt-level", "use --mixed-precision fp16"),
-        ("--evaluate", "use ddp-mnist evaluate RUN"),
-        ("--fp16=True", "see ddp-mnist train --help"),  # it takes no value
-        ("--no_cuda=1", "see ddp-mnist train --help"),
-    ],
-)
-def test_a_flag_without_an_equivalent_is_refused_with_what_to_do(typed: str, instead: str) -> None:
-    with pytest.raises(UsageError) as refused:
-        config_of(f"train --epochs 3 {typed} 2")
-    assert str(refused.value).startswith(f"{typed.partition('=')[0]}")
-    assert instead in str(refused.value).partition("; ")[2]
 
 
 def test_underscores_are_dashes_at_other_verbs_but_not_behind_two_dashes(typed: Typed) -> None:

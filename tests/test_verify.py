@@ -10,7 +10,6 @@ import torch
 
 from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.config.faults import FAULTS
-from ddp_mnist.config.recipe import Recipe
 from ddp_mnist.config.run import TrainConfig
 from ddp_mnist.errors import CheckFailed, PeerError
 from ddp_mnist.run.folder import read_json
@@ -77,7 +76,6 @@ def test_all_checks_pass_here(model: str, typed: Typed) -> None:
     printed = typed("verify", "--processes", "2", "--model", model).succeeds()
     *lines, last = printed.splitlines()
     assert last == "all 10 checks passed; written to verify.json"
-    assert max(map(len, lines)) <= 80
     # which rank took which images: each rank of one and of two processes
     taken = [
         re.findall(r"\d+", line.partition("images,")[2]) for line in lines if "images," in line
@@ -197,22 +195,6 @@ def test_flags_of_verify_mean_what_they_mean_for_train() -> None:
         recipe = proofs.config_of(flags).recipe
         assert (recipe.model, recipe.epochs) == (model, epochs)
         assert (recipe.loss, recipe.inject) == (flags.loss, flags.inject)
-
-
-def test_the_fix_knows_the_fault_that_was_injected_and_what_a_net_does() -> None:
-    """Only what a net computes may differ by its BatchNorm, so other checks fail for real."""
-    wrong, runs = proofs.exact("samples", 2, "images", [1], [2]), proofs.failed("runs", "", "x")
-    for model, fault, expected in (
-        ("cnn", None, (proofs.FIX, proofs.FIX, "x")),
-        ("cnn_bn", None, (proofs.BY_NET, proofs.FIX, "x")),
-        ("own_net:Net", None, (proofs.BY_NET, proofs.FIX, "x")),
-        ("cnn_bn", "batchnorm", (proofs.BY_FAULT, proofs.BY_FAULT, "x")),
-        ("cnn", "exit", (proofs.FIX, proofs.FIX, proofs.BY_FAULT)),
-    ):
-        recipe = Recipe(model=model, inject=fault)
-        fixes = tuple(proofs.explained(check, recipe).fix for check in (BAD, wrong, runs))
-        assert fixes == expected
-        assert proofs.explained(GOOD, recipe) == GOOD
 
 
 def test_what_differs_is_counted_and_bounded() -> None:

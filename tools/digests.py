@@ -1,6 +1,6 @@
 """Print a digest of the weights and the log of twelve kinds of runs: has a change altered a result?
 
-    PYTHONPATH=. python tools/digests.py > after.txt    # about four minutes on two cores
+    PYTHONPATH=$PWD python tools/digests.py > after.txt    # about four minutes on two cores
     diff before.txt after.txt
 
 Each kind runs on 1, 2 and 3 processes, once to its end and once stopped by SIGTERM and resumed. A
@@ -51,6 +51,7 @@ def squared(logits, labels):
 
 
 def flags(text: str, precision: str) -> list[str]:
+    """Return BASE with these flags."""
     return [*BASE, "--mixed-precision", precision, *text.split()]
 
 
@@ -74,6 +75,7 @@ ON_RESUME = {"schedule changed": ["--epochs", "5"]}
 
 
 def main() -> None:
+    """Make all runs in a temporary folder, and print a line for each."""
     FORKSERVER.set_forkserver_preload(["torch._dynamo", "ddp_mnist.train", "ddp_mnist.cli"])
     with tempfile.TemporaryDirectory(prefix="ddp_mnist-") as scratch:
         os.chdir(scratch)
@@ -98,6 +100,7 @@ def precision_of(typed: list[str]) -> list[str]:
 
 
 def report(kind: str, size: int, how: str, run: Path) -> None:
+    """Print the line of a run."""
     print(f"{kind:<24} {size} {how:<12} {weights_digest(run)} {log_digest(run)}", flush=True)
 
 
@@ -170,6 +173,7 @@ def stop_in_step(step: int) -> None:
 
 
 def free_port() -> int:
+    """Return a port that the system has free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

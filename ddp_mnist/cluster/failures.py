@@ -11,14 +11,11 @@ from collections.abc import Iterator
 import torch.distributed as dist
 
 from ddp_mnist.cluster.store import Store
-from ddp_mnist.errors import DdpMnistError, FailedElsewhere, PeerError, UsageError, reason
-from ddp_mnist.system.deadline import with_deadline
+from ddp_mnist.errors import FailedElsewhere, PeerError, UsageError, exit_code, reason
 
 # gloo, NCCL and the store raise RuntimeErrors that differ in their texts alone.
 LOST_CONNECTION = ("connection", "timed out", "timeout", "socket", "broken pipe", "gloo", "nccl")
-ABORT_S = 10.0
 A_GPU_EACH = "give each process its own GPU, or share one with --backend gloo"
-aborted: list[dist.ProcessGroup] = []  # kept: their destructor joins threads that sleep long
 
 
 def first_cause(store: Store, error: BaseException) -> BaseException:
@@ -29,13 +26,12 @@ def first_cause(store: Store, error: BaseException) -> BaseException:
         store.report_failure("interrupted", 130)
         return error
     message = str(error) or type(error).__name__
-    failure = store.report_failure(message, getattr(error, "code", 1))
+    failure = store.report_failure(message, exit_code(error))
     if failure and failure["rank"] != store.rank:
         return FailedElsewhere(failure["message"], failure["code"])
     if failure:  # this rank's own heartbeat has reported it
         error = PeerError(failure["message"])
-    if isinstance(error, DdpMnistError):
-        error.agreed = True
+    error.agreed = True  # type: ignore[attr-defined]
     return error
 
 
@@ -54,7 +50,7 @@ def propagate_first_error(store: Store) -> Iterator[None]:
         ignored = (signal.SIGTERM, signal.SIGINT)
         before = {number: signal.signal(number, signal.SIG_IGN) for number in ignored}
         cause = first_cause(store, as_expected(store, error))
-        end_group()  # the others' connections break now, so they look for the cause
+        abandon_group()  # over gloo the others' connections break now: they look for the cause
         store.shutdown()  # waits while they read it in the store that this rank may serve
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -63,25 +59,23 @@ def propagate_first_error(store: Store) -> Iterator[None]:
         raise cause from error
 
 
-def end_group(*, in_order: bool = False) -> None:
-    """End the process group: `in_order` if all ranks have arrived here, else after a failure.
-
-    After a failure NCCL's collectives may wait for a lost rank, so they are aborted:
-    destroy_process_group would first wait until they are done.
-    """
-    if not dist.is_initialized() or dist.group.WORLD in aborted:
-        return
-    # DDP's reducer has to end before the group, else a gloo thread may abort at exit. The frames
-    # that held the model have ended by now, or are cleared.
-    gc.collect()
-    if in_order or dist.get_backend() != "nccl":
+def end_group() -> None:
+    """End the process group, if there is one."""
+    if dist.is_initialized():
+        # DDP's reducer has to end before the group, else a gloo thread may abort at exit. The
+        # frames that held the model have ended by now, or are cleared.
+        gc.collect()
         dist.destroy_process_group()
-        return
-    group = dist.group.WORLD
-    assert group
-    aborted.append(group)
-    with contextlib.suppress(RuntimeError, TimeoutError):
-        with_deadline(group.abort, ABORT_S)
+
+
+def abandon_group() -> None:
+    """End the process group after a failure.
+
+    NCCL's would wait for the lost rank, so it is left to the end of this process, which can form
+    no other; the other ranks wait until then, or until their time is out.
+    """
+    if dist.is_initialized() and dist.get_backend() != "nccl":
+        end_group()
 
 
 def as_expected(store: Store, error: BaseException) -> BaseException:
@@ -95,8 +89,8 @@ def as_expected(store: Store, error: BaseException) -> BaseException:
         return error
     if "invalid usage" in text:
         return UsageError(f"--backend nccl: {why}; {A_GPU_EACH}; NCCL_DEBUG=WARN shows more")
-    store.request_liveness()  # before end_group, which may take seconds over NCCL
-    end_group()  # breaks the connections of ranks that wait for this one, so that they answer too
+    store.request_liveness()
+    abandon_group()  # over gloo this breaks the connections of ranks that wait: they answer too
     lost = store.find_dead_ranks()
     more = " with NCCL_DEBUG=WARN" if "nccl" in text else ""
     return store.lost_contact(lost, textwrap.shorten(why, 120), more)

@@ -4,7 +4,6 @@ import contextlib
 import multiprocessing
 import os
 import platform
-import re
 import sys
 from pathlib import Path
 
@@ -13,8 +12,6 @@ DEVICES = Path("/dev")
 WSL_CUDA = Path("/usr/lib/wsl/lib/libcuda.so.1")  # exists if NVIDIA's driver is on the Windows side
 HIDE_GPUS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 GPU_FIX = "update the driver, or install the torch that fits it (see pytorch.org)"
-TOO_OLD_FIX = "install a torch built for an older CUDA (see pytorch.org)"
-hidden_once: list[bool] = []  # not empty once this process hid GPUs; a notebook may unset that
 
 
 def describe() -> dict[str, str | int]:
@@ -77,33 +74,12 @@ def gpus_for_make() -> int:
     return gpus()
 
 
-def too_old(number: int) -> str:
-    """Return a sentence if a GPU is older than all that this torch has kernels for, else ""."""
-    import torch
-
-    kernels = [int(cc) for cc in re.findall(r"sm_(\d+)", " ".join(torch.cuda.get_arch_list()))]
-    major, minor = torch.cuda.get_device_capability(number)
-    if not kernels or 10 * major + minor >= min(kernels):
-        return ""
-    name, least = torch.cuda.get_device_name(number), min(kernels)
-    return (
-        f"{name} has compute capability {major}.{minor}, and torch {torch.__version__} needs"
-        f" {least // 10}.{least % 10}"
-    )
-
-
-def default_processes(least: int) -> int:
-    """Return the number of processes: one per GPU, or two without a GPU; at least `least`."""
-    return max(gpus() or 2, least)
-
-
 def hide_gpus() -> None:
     """Hide all GPUs from this process and its children; CUDA reads this at its first call.
 
     Otherwise an optimizer's step on the CPU would open a GPU, which may be broken or in use.
     """
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    hidden_once.append(True)
 
 
 def is_forked() -> bool:

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from ddp_mnist.cluster.launcher_options import PRECISION, refuse_unsupported
 from ddp_mnist.config import launch_configs
 from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.errors import UsageError
@@ -38,6 +37,15 @@ OF_SLURM = {
     "main_port": "MASTER_PORT",
 }
 PR_SET_PDEATHSIG = 1  # from linux/prctl.h
+PRECISION = "ACCELERATE_MIXED_PRECISION"  # each process of accelerate launch has it
+NOT_DDP = (  # set by accelerate launch for other kinds of training than DDP
+    "ACCELERATE_USE_FSDP",
+    "ACCELERATE_USE_DEEPSPEED",
+    "ACCELERATE_USE_MEGATRON_LM",
+    "ACCELERATE_USE_PARALLELISM_CONFIG",
+    "ACCELERATE_USE_SAGEMAKER",
+    "ACCELERATE_IN_TPU_POD",
+)
 # Without it, torchrun's agents share their store with the processes of the first round, and those
 # that join later never learn its address (next_rendezvous in dynamic_rendezvous.py).
 CAN_JOIN = "start torchrun everywhere with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
@@ -46,7 +54,6 @@ OF_LAUNCHERS = re.compile(
     "(SLURM|PMIX?|OMPI|MV2|TORCHELASTIC|ACCELERATE(?!_USE_CPU|_MIXED_PRECISION)|LOCAL|GROUP|ROLE"
     "|MASTER)_.+|RANK|WORLD_SIZE"
 )
-FROM_1 = ("world_size", "local_world_size", "num_machines", "main_port")  # the others count from 0
 
 
 @dataclass(frozen=True)
@@ -86,11 +93,12 @@ def find_launch(flags: Distribution, env: Mapping[str, str] = os.environ) -> Lau
     Raise UsageError if they are incomplete, contradict each other, are from a launcher under which
     this process would train alone, or ask for something other than DDP.
     """
-    if flags.backend == "mpi":
-        raise UsageError(
-            "--backend mpi: PyTorch's wheels are built without MPI; use gloo (CPUs) or nccl (GPUs)"
-        )
-    refuse_unsupported(env)
+    for name in NOT_DDP:
+        if env.get(name, "").lower() not in ("", "0", "false"):
+            raise UsageError(
+                f"{name}={env[name]}: this trainer is DDP on NVIDIA GPUs or CPUs; use"
+                f" {launch_configs.as_flag('multi_gpu')} or multi_cpu.yaml"
+            )
     env = _with_flags(flags, env)
     by_variables = flags.init_method in (None, "env://")
     launch = _from_variables(flags, env) if by_variables else _from_address(flags)
@@ -110,12 +118,6 @@ def own_environment(env: Mapping[str, str] = os.environ) -> dict[str, str]:
     They are not members of the batch job or the launcher in which it runs.
     """
     return {name: value for name, value in env.items() if not OF_LAUNCHERS.fullmatch(name)}
-
-
-def nobody_can_join(env: Mapping[str, str] = os.environ) -> bool:
-    """Return whether torchrun has restarted this process, and no longer admits new machines."""
-    restarted = env.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    return restarted and env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _from_address(flags: Distribution) -> Launch:
@@ -221,24 +223,17 @@ def _numbers(env: Mapping[str, str], variables: dict[str, str]) -> dict[str, Any
     found = dict[str, Any]()
     for fact, names in variables.items():
         if name := next(filter(env.get, names.split()), None):  # the first that is set
-            most = 65535 if fact == "main_port" else None
-            found[fact] = _number(env, name, int(fact in FROM_1), most)
+            found[fact] = _number(env, name)
     return found
 
 
-def _number(
-    env: Mapping[str, str], name: str, least: int = 0, most: int | None = None
-) -> int | None:
-    """Return the number in a variable, from `least` to `most`; None if it is not set."""
+def _number(env: Mapping[str, str], name: str) -> int | None:
+    """Return the number in a variable, at least 0; None if it is not set."""
     if not env.get(name):
         return None
-    value = int(env[name]) if re.fullmatch(r"\d{1,18}", env[name]) else -1
-    if value < least or (most and value > most):
-        bounds = f"from {least} to {most}" if most else f"of at least {least}"
-        raise UsageError(
-            f"{name}={env[name]}: must be a whole number {bounds}; correct or unset it"
-        )
-    return value
+    if not env[name].isdecimal():
+        raise UsageError(f"{name}={env[name]}: must be a whole number; correct or unset it")
+    return int(env[name])
 
 
 def die_with_parent() -> None:

@@ -4,7 +4,6 @@ The store listens on all interfaces without authentication, so the main port bel
 network.
 """
 
-import resource
 import socket
 import time
 from collections.abc import Callable
@@ -19,7 +18,6 @@ from ddp_mnist.errors import PeerError, UsageError, reason
 from ddp_mnist.system.deadline import with_deadline
 
 SERVED: dict[int, dist.TCPStore] = {}  # by port; DDP's reducer holds each until the end
-OWN_FILES = 64  # open files besides connections: some 25, and a data loader's
 BY_HAND = "is rank 0 running, is the address right, is the port open?"
 BY_LAUNCHER = f"see what the others say, then start again; if machines join or leave, {CAN_JOIN}"
 OnWait = Callable[[str], object] | None  # called with a line that says what the wait is for
@@ -28,12 +26,11 @@ OnWait = Callable[[str], object] | None  # called with a line that says what the
 def open_store(launch: Launch, who: str, timeout_s: float, on_wait: OnWait) -> dist.TCPStore:
     """Return the store at the main address; this process serves it if that is its task.
 
-    Raise UsageError if the port is in use, or too few files may be open; PeerError if nothing
-    answers there, or something that is not a store.
+    Raise UsageError if the port is in use; PeerError if nothing answers there, or something that
+    is not a store.
     """
     assert launch.main_host and launch.main_port
     serve = launch.rank == 0 and not launch.agent_store
-    allow_open_files(launch.world_size, serve)
     if serve:
         return serve_store(launch.main_port, timeout_s)
     where, deadline = (launch.main_host, launch.main_port), time.monotonic() + timeout_s
@@ -86,21 +83,3 @@ def _tcp_store(host: str, port: int, timeout_s: float, is_master: bool = False) 
 def waiting(deadline: float, who: str) -> str:
     """Return a line about waiting for `who` until the `deadline`, a time.monotonic()."""
     return f"waiting up to {max(0, deadline - time.monotonic()):.0f} s for {who} ..."
-
-
-def allow_open_files(world_size: int, serve: bool) -> None:
-    """Raise this process's limit of open files, which includes sockets, to what `world_size` needs.
-
-    Raise UsageError if the system does not allow that many. gloo has a connection to each other
-    rank; the process that serves the store has two more with each.
-    """
-    needed = (3 if serve else 1) * world_size + OWN_FILES
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard != resource.RLIM_INFINITY and hard < needed:
-        raise UsageError(
-            f"ulimit -n: is at most {hard} here, and this process of {world_size} needs"
-            f" {needed:,} open files; raise the hard limit (LimitNOFILE of a systemd service,"
-            " /etc/security/limits.conf)"
-        )
-    if soft != resource.RLIM_INFINITY and soft < needed:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))

@@ -15,7 +15,6 @@ import torch
 from accelerate import Accelerator
 
 from ddp_mnist.cluster.hardware import is_forked
-from ddp_mnist.cluster.store import Store
 from ddp_mnist.errors import FailedElsewhere, Preempted
 
 # The exit code of each signal; if several arrived, the last one in this order counts.
@@ -83,13 +82,13 @@ class StopSignals:
 
 
 @contextlib.contextmanager
-def listen(has_launcher: bool, store: Store | None = None) -> Iterator[StopSignals]:
+def listen(has_launcher: bool) -> Iterator[StopSignals]:
     """Note the stop signals from here on, even while the main thread waits in a collective.
 
     A Python handler would run only when the collective returns, up to the time-out later; so a
-    thread reads the byte that the C handler writes, at once. The first signal sets the store's
-    `signalled`. After an error under a launcher, signals stay ignored: the launcher may be ending
-    the workers, and this one must finish its last line. SIGHUP is left alone under nohup.
+    thread reads the byte that the C handler writes, at once. After an error under a launcher,
+    signals stay ignored: the launcher may be ending the workers, and this one must finish its last
+    line. SIGHUP is left alone under nohup.
     """
     stop = StopSignals(has_launcher)
     reader, writer = socket.socketpair()
@@ -98,8 +97,6 @@ def listen(has_launcher: bool, store: Store | None = None) -> Iterator[StopSigna
     def watch() -> None:
         while byte := reader.recv(1):
             stop.note(byte[0])
-            if store and any(stop.requests):
-                store.signalled = store.signalled or time.monotonic()
         reader.close()
 
     threading.Thread(target=watch, daemon=True).start()

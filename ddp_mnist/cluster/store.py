@@ -88,7 +88,6 @@ class Store:
     unreachable = False  # whether the server or the link to it is dead; a copy starts afresh
     left: threading.Event = field(default_factory=threading.Event)  # set once this rank has left
     heartbeat: threading.Thread | None = None  # runs from the meeting until this rank leaves
-    signalled: float | None = None  # time.monotonic() when a stop signal reached this process
     points: int = 0  # that this rank has passed, or waits for
     received: dict[str, Any] = field(default_factory=dict)  # rank 0's broadcasts, by name
 

@@ -21,14 +21,12 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
-from accelerate.utils import DDPCommunicationHookType, is_lomo_available
+from accelerate.utils import DDPCommunicationHookType, broadcast, is_lomo_available
 from torch import nn
 
-from ddp_mnist.cluster import nccl
 from ddp_mnist.cluster.device import (
     choose_backend,
     choose_device,
-    choose_local_rank,
     compile_options_in_effect,
     gpu_of,
     precision_in_effect,
@@ -37,7 +35,6 @@ from ddp_mnist.cluster.device import (
 from ddp_mnist.cluster.failures import end_group, propagate_first_error
 from ddp_mnist.cluster.interfaces import interface_towards, interfaces_up, is_loopback
 from ddp_mnist.cluster.launch import Launch, die_with_parent
-from ddp_mnist.cluster.launcher_options import NO_OPTIONS, LauncherOptions, read_launcher_options
 from ddp_mnist.cluster.rendezvous import check_same, meet
 from ddp_mnist.cluster.store import Store
 from ddp_mnist.config import launch_configs
@@ -56,7 +53,6 @@ COMM_HOOKS = {
 # gradient of zeros cannot be orthogonalised without the epsilon.
 POWERSGD = {"start_powerSGD_iter": 32, "orthogonalization_epsilon": 1e-8}
 SHARED_STATES = (PartialState, AcceleratorState, GradientState)  # by all Accelerators of a process
-CRASHES_IN_DETAIL = "2.15."  # versions of torch: a segmentation fault when DDP begins to log
 
 
 @dataclass(frozen=True)
@@ -72,7 +68,6 @@ class World:
     threads: int  # this process's, on the CPU
     started: float  # time.monotonic() when this process began to look for the others
     compile_options: dict[str, Any] = field(default_factory=dict)  # of torch.compile; {}: not used
-    launcher_options: LauncherOptions = NO_OPTIONS
 
     @property
     def compiled_by(self) -> str:
@@ -87,39 +82,19 @@ class World:
         return "cpu" if found.type == "cpu" else f"{found.type}:{found.index or 0}"
 
     def wait_for_gpu(self) -> None:
-        """Return once this process's GPU has done its work so far; at once on a CPU.
-
-        Over NCCL it raises as `nccl.NcclAccelerator.wait_for_gpu` does.
-        """
-        if isinstance(self.accelerator, nccl.NcclAccelerator):
-            self.accelerator.wait_for_gpu()
-        elif self.accelerator.device.type == "cuda":
+        """Return once this process's GPU has done its work so far; at once on a CPU."""
+        if self.accelerator.device.type == "cuda":
             torch.cuda.synchronize()
 
 
 # Bytes, not objects: objects travel as pickles, and unpickling runs the sender's code.
 def broadcast_bytes(accelerator: Accelerator, content: bytes) -> bytes:
-    """Return rank 0's `content` on every rank.
-
-    It is a sum with zeros, because over NCCL only the Accelerator's `reduce` and `gather` notice a
-    lost peer while they wait; a broadcast would not.
-    """
+    """Return rank 0's `content`, which is not empty, on every rank."""
     device = accelerator.device
-    mine = content if accelerator.is_main_process else b""
-    size = int(accelerator.reduce(torch.tensor(len(mine), device=device)).item())
-    if not size:
-        return b""
-    payload = torch.frombuffer(bytearray(mine or size), dtype=torch.uint8).to(device)
-    return accelerator.reduce(payload).cpu().numpy().tobytes()
-
-
-def gather_bytes(accelerator: Accelerator, content: bytes) -> list[bytes]:
-    """Return each rank's `content`, which is not empty, by rank, on every rank."""
-    device = accelerator.device
-    sizes = accelerator.gather(torch.tensor([len(content)], device=device)).tolist()
-    mine = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(device)
-    everyone = accelerator.gather(accelerator.pad_across_processes(mine)).view(len(sizes), -1)
-    return [row[:size].cpu().numpy().tobytes() for row, size in zip(everyone, sizes, strict=True)]
+    size = broadcast(torch.tensor(len(content), device=device)).item()
+    mine = bytearray(content if accelerator.is_main_process else size)
+    payload = broadcast(torch.frombuffer(mine, dtype=torch.uint8).to(device))
+    return payload.cpu().numpy().tobytes()
 
 
 @contextlib.contextmanager
@@ -139,8 +114,7 @@ def join_world(
     if another rank failed first.
     """
     started = time.monotonic()
-    options = read_launcher_options()
-    device = choose_device(flags, options)
+    device = choose_device(flags)
     precision = "no" if full_precision else precision_in_effect(flags, launch, device)
     compile_options = {} if full_precision else compile_options_in_effect(flags)
     backend = choose_backend(flags, launch, device)
@@ -150,22 +124,24 @@ def join_world(
     gc.freeze()  # skips imported modules: walking them costs 0.3 s in each full collection
     try:
         with accelerate_as_found(), propagate_first_error(store):
-            local_rank = choose_local_rank(launch, store.place)
-            threads = set_threads(launch, device, store.place.ranks_here, options)
+            local_rank = launch.local_rank
+            if local_rank is None:  # started by hand
+                local_rank = store.place.index_here
+            threads = set_threads(launch, device, store.place.ranks_here)
             if backend != "none":
                 chosen = {"--backend": backend, "--mixed-precision": precision}
                 check_same(store, chosen, "what auto chose")
                 choose_interface(launch, store)
                 form_group(store, backend, local_rank, flags.dist_timeout)
             export_env(launch, backend, gpu_of(local_rank) if device == "cuda" else local_rank)
-            accelerator = make_accelerator(flags, device, backend, precision, store)
+            accelerator = make_accelerator(flags, device, backend, precision)
             if backend != "none":
                 os.environ["LOCAL_RANK"] = str(local_rank)
             if accelerator.num_processes != launch.world_size:
                 raise UsageError(
                     f"WORLD_SIZE={launch.world_size}: but Accelerate formed a group of"
                     f" {accelerator.num_processes}, so each process would train alone;"
-                    f" use a config from {launch_configs.FOLDER}, which ddp-mnist configs writes"
+                    f" use {launch_configs.as_flag('multi_cpu')}, or one next to it"
                 )
             yield World(
                 accelerator=accelerator,
@@ -177,11 +153,10 @@ def join_world(
                 threads=threads,
                 started=started,
                 compile_options=compile_options,
-                launcher_options=options,
             )
             store.close()
+        end_group()
     finally:
-        end_group(in_order=True)
         gc.unfreeze()
 
 
@@ -222,10 +197,8 @@ def export_env(launch: Launch, backend: str, local_rank: int) -> None:
     )
 
 
-def make_accelerator(
-    flags: Distribution, device: str, backend: str, precision: str, store: Store
-) -> Accelerator:
-    """Return the Accelerator of this process; over NCCL, one whose waits end with a lost peer."""
+def make_accelerator(flags: Distribution, device: str, backend: str, precision: str) -> Accelerator:
+    """Return the Accelerator of this process."""
     # Its optimizer looks for a package on disk twice in each step: half a millisecond, and more if
     # all ranks of a cluster search a network disk at once. Once is enough.
     accelerate.optimizer.is_lomo_available = functools.cache(is_lomo_available)
@@ -234,10 +207,7 @@ def make_accelerator(
     accelerate.optimizer.inspect = SimpleNamespace(
         signature=lambda method: signature(getattr(method, "__func__", method))
     )
-    kind: Callable[..., Accelerator] = Accelerator
-    if backend == "nccl":
-        kind = functools.partial(nccl.NcclAccelerator, store, flags.dist_timeout)
-    return kind(
+    return Accelerator(
         cpu=device == "cpu",
         mixed_precision="no" if precision == "fp64" else precision,
         dynamo_backend="no",  # the model is compiled where it is built, before DDP wraps it
@@ -279,24 +249,14 @@ def form_group(store: Store, backend: str, local_rank: int, timeout_s: float) ->
             f"WORLD_SIZE={store.world_size}: a process group of {dist.get_world_size()} exists"
             " already in this process; start the trainer in a separate process"
         )
-    version, debug = torch.__version__, os.environ.get("TORCH_DISTRIBUTED_DEBUG", "")
-    if debug.upper() == "DETAIL" and store.world_size > 1 and version.startswith(CRASHES_IN_DETAIL):
-        raise UsageError(
-            f"TORCH_DISTRIBUTED_DEBUG={debug}: makes torch {version} crash in DDP; use INFO"
-        )
-    device, collectives_s = None, timeout_s
-    if backend == "nccl":
-        os.environ.setdefault(nccl.WATCHDOG_ENDS, nccl.WATCHDOG_ENDS_MS)
-        device = torch.device("cuda", gpu_of(local_rank))
-        collectives_s += nccl.WATCHDOG_MARGIN_S
     connect = functools.partial(
         dist.init_process_group,
         backend,
         store=dist.PrefixStore("group", store.c10d),
         rank=store.rank,
         world_size=store.world_size,
-        timeout=timedelta(seconds=collectives_s),
-        device_id=device,
+        timeout=timedelta(seconds=timeout_s),
+        device_id=torch.device("cuda", gpu_of(local_rank)) if backend == "nccl" else None,
     )
     try:
         with_deadline(connect, timeout_s + 1)  # gloo tries five times as long

@@ -11,8 +11,8 @@ class Distribution(Flags):
 
     backend: str = flag(
         "auto",
-        "auto: nccl on GPUs, gloo on CPUs; mpi: refused, as PyTorch's wheels lack it.",
-        choices=("auto", "nccl", "gloo", "mpi"),
+        "auto: nccl on GPUs, gloo on CPUs.",
+        choices=("auto", "nccl", "gloo"),
     )
     init_method: str | None = flag(
         None, "tcp://HOST:PORT of rank 0, or env://, instead of a launcher.", per_rank=True

@@ -56,11 +56,9 @@ changeable = partial(flag, on_resume="may change")
 not_inherited = partial(flag, on_resume="not inherited")
 
 
-def argument(
-    metavar: str, help: str, choices: Iterable[str] = (), default: Any = dataclasses.MISSING
-) -> Any:
-    """Return a dataclass field that is an argument without a flag, required if no `default`."""
-    return flag(default, help, choices=choices, metavar=metavar, positional=True)
+def argument(metavar: str, help: str) -> Any:
+    """Return a dataclass field that is a required argument without a flag."""
+    return flag(dataclasses.MISSING, help, metavar=metavar, positional=True)
 
 
 def flag_fields(group: "Flags | type[Flags]", *on_resume: OnResume) -> list[dataclasses.Field[Any]]:
@@ -184,7 +182,7 @@ def add_flags(
         words = about["metavar"] or words or {int: "N", float: "X"}.get(kind, "TEXT")
         options = {"help": about["help"], "default": argparse.SUPPRESS}
         if about["positional"]:
-            count = "+" if kind is tuple else None if default is dataclasses.MISSING else "?"
+            count = "+" if kind is tuple else None
             section.add_argument(field.name, metavar=words, nargs=count, **options)
             continue
         if kind is bool:  # without a default, --no-FLAG exists too

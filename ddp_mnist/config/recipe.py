@@ -126,11 +126,6 @@ class Recipe(Flags):
                 f"--model {self.model}: choose from {', '.join(NETS)}, torchvision:NAME (e.g."
                 f" torchvision:resnet18) or MODULE:NAME{did_you_mean(str(self.model), NETS)}"
             )
-        if self.loss and not re.fullmatch(OWN, self.loss):
-            raise UsageError(
-                f"--loss {self.loss}: give MODULE:FUNCTION, e.g. my_loss:focal for the function"
-                " focal in my_loss.py"
-            )
 
     def val_size_of(self, rows: int) -> int:
         """Return the number of train images, of `rows`, to hold out. Raise UsageError for all."""
@@ -177,18 +172,6 @@ class ResolvedRecipe(Recipe):
         up = (step + 1) / rising if rising > 0 else 1.0
         down = (self.total_steps - step) / max(1.0, self.total_steps - rising)
         return self.lr * min(1.0, up, down)
-
-    def in_less_memory(self, processes: int, can_shrink: bool) -> str:
-        """Return advice, in words: flags with which each process holds fewer images at once.
-
-        A resumed run keeps its batch size: `can_shrink` is False.
-        """
-        least, share = processes * self.grad_accum, self.batch_size // processes
-        more = (k for k in range(2 * self.grad_accum, share + 1) if share % k == 0)
-        fixes = [f"add --grad-accum {k}" for k in more][:1]
-        if can_shrink and (smaller := self.batch_size // 2 // least * least):
-            fixes.append(f"use --batch-size {smaller}")
-        return ", or ".join(fixes or ["use a smaller --image-size, or another --model"])
 
 
 def resolve_recipe(

@@ -4,11 +4,8 @@ Heavy libraries are imported where they are used, because a cached run needs non
 """
 
 import contextlib
-import errno
-import functools
 import re
 import tempfile
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +14,7 @@ from ddp_mnist.config.image_options import ImageOptions
 from ddp_mnist.data import folders
 from ddp_mnist.data.hf_dataset import from_table
 from ddp_mnist.data.image_files import ImageFiles
-from ddp_mnist.errors import DataError, StorageError, causes, root_reason
+from ddp_mnist.errors import DataError, blame, causes, reason
 from ddp_mnist.system.deadline import with_deadline
 
 HUB_TIMEOUT_S = 5.0
@@ -29,8 +26,6 @@ OFFLINE_FIX = (
 FOLDER_FIX = (
     "give it images in train/CLASS/ and test/CLASS/, or whole parquet files with equal columns"
 )
-NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
-UNWRITABLE = (*NO_SPACE, errno.EACCES, errno.EROFS, errno.ENOTDIR)
 
 
 def read_hub(hub_id: str, where: str, image_options: ImageOptions) -> ImageFiles:
@@ -39,12 +34,12 @@ def read_hub(hub_id: str, where: str, image_options: ImageOptions) -> ImageFiles
     One request with a deadline decides which: `load_dataset` itself would retry for 24 s.
     """
     import datasets
-    import huggingface_hub
 
+    typed, fix = where, ""
     if why := why_out_of_reach(hub_id):
-        why = f"not in the cache, and the Hub cannot be reached: {why}"
-    home = (huggingface_hub.constants.HF_HOME, "HF_HOME", UNWRITABLE)
-    with quiet_library(where, OFFLINE_FIX, why, home):
+        typed = f"{where}: is not in the cache, and the Hub cannot be reached ({why})"
+        fix = OFFLINE_FIX
+    with quiet_library(offline=bool(why)), blame(typed, DataError, fix):
         table = datasets.load_dataset(hub_id)
     return from_table(table, where, image_options)
 
@@ -64,7 +59,7 @@ def why_out_of_reach(hub_id: str) -> str:
             fault = f"--dataset {hub_id}: not on the Hub, or not visible to you"
             fix = "check the id, or log in (hf auth login) if it is private"
             raise DataError(f"{fault}; {fix}") from error
-        return root_reason(error)
+        return reason([*causes(error)][-1])  # libraries wrap the system's error
     return ""
 
 
@@ -72,16 +67,10 @@ def read_folder(
     folder: str, paths: list[Path], where: str, image_options: ImageOptions
 ) -> ImageFiles:
     """Return the images in folders of their classes, or the table that `datasets` reads there."""
-    quiet = functools.partial(
-        quiet_library,
-        where,
-        why_offline="it names files outside of it",
-        written=(tempfile.gettempdir(), "TMPDIR", NO_SPACE),
-    )
     if Path(folder, "dataset_dict.json").exists():
         import datasets
 
-        with quiet(FOLDER_FIX):
+        with quiet_library(offline=True), blame(where, DataError, FOLDER_FIX):
             saved = datasets.load_from_disk(folder)
         return from_table(saved, where, image_options)
     listing = folders.list_images(where, folder, paths, image_options)
@@ -92,7 +81,8 @@ def read_folder(
     if images and images == every:
         files = folders.image_files(listing, splits)
     else:
-        with quiet("; ".join([*listing.notes, FOLDER_FIX])):
+        fix = "; ".join([*listing.notes, FOLDER_FIX])
+        with quiet_library(offline=True), blame(where, DataError, fix):
             table = read_tables(listing, splits)
         files = from_table(table, where, image_options)
         if missing := max(0, len(images) - sum(map(len, table.values()))):
@@ -155,15 +145,8 @@ def find_builder(listing: folders.Listing, scratch: str, splits: dict[str, list[
 
 
 @contextlib.contextmanager
-def quiet_library(
-    where: str, fix: str, why_offline: str, written: tuple[str, str, tuple[int, ...]]
-) -> Iterator[None]:
-    """Keep `datasets` in the block quiet and, given a reason `why_offline`, off the network.
-
-    Raise DataError, which ends with `fix`, if the data set cannot be read, and StorageError if the
-    library cannot write: `written` is the folder that it writes to, the variable that moves it, and
-    the errno codes of a failed write.
-    """
+def quiet_library(offline: bool) -> Iterator[None]:
+    """Keep `datasets` in the block quiet and, if `offline`, off the network."""
     import datasets
     import huggingface_hub
 
@@ -172,24 +155,10 @@ def quiet_library(
     datasets.disable_progress_bars()
     ours, theirs = datasets.config, huggingface_hub.constants
     before = ours.HF_HUB_OFFLINE, theirs.HF_HUB_OFFLINE
-    if why_offline:  # as HF_HUB_OFFLINE=1, which they read only at import
+    if offline:  # as HF_HUB_OFFLINE=1, which they read only at import
         ours.HF_HUB_OFFLINE = theirs.HF_HUB_OFFLINE = True
     try:
-        with warnings.catch_warnings():
-            # Its lock on the files it writes is then a file as well.
-            warnings.filterwarnings("ignore", "flock not supported")
-            yield
-    except DataError:
-        raise
-    except Exception as error:  # its own and those of pyarrow, fsspec and the transport
-        folder, name, codes = written
-        for cause in causes(error):
-            if isinstance(cause, OSError) and cause.errno in codes:
-                fault = f"{folder}: cannot be written ({cause.strerror})"
-                raise StorageError(f"{fault}; set {name} to another folder") from error
-        offline = why_offline and isinstance(error, ConnectionError)
-        why = why_offline if offline else root_reason(error)
-        raise DataError(f"{where}: cannot be read ({why}); {fix}") from error
+        yield
     finally:
         ours.HF_HUB_OFFLINE, theirs.HF_HUB_OFFLINE = before
         datasets.logging.set_verbosity(verbosity)

@@ -11,7 +11,7 @@ import numpy as np
 from ddp_mnist.config.image_options import ImageOptions
 from ddp_mnist.data.decode import image_endings
 from ddp_mnist.data.image_files import ImageFiles, choose_splits
-from ddp_mnist.errors import DataError, first_of, joined, printable
+from ddp_mnist.errors import DataError, first_of, printable
 
 # The words in names of folders and files that mean a split, and the characters that separate words,
 # as `datasets` defines them.
@@ -23,7 +23,6 @@ SPLIT_WORDS = {
 SPLIT_OF = {word: split for split, words in SPLIT_WORDS.items() for word in words}
 SPLIT_ENDING = re.compile(r"(set)?([-._ 0-9].*)?$")  # of Test, test_set, TestSet and test-2
 APART = "[-._ 0-9]"
-SPLIT_WORD = re.compile(f"(^|(?<={APART}))({'|'.join(SPLIT_OF)})(?={APART}|$)")  # of train-2
 HEIF = (".heic", ".heif")  # a phone's photos
 HEIF_FIX = "pip install pillow-heif"
 BESIDE_IMAGES = (  # files that are clearly not images
@@ -209,25 +208,14 @@ def _find_fault(
         fault = f"{file} describes images, and split {lacks} has no such file; {fix}"
         return fault if lacks else ""
 
-    draw = f"give e.g. --test-size {max(1, len(images) // 5)}"
-    if unused and flat and not image_options.test_size:
-        fault = f"{used[0]} is in a split by a word in its name, and {unused[0]} is in none"
-        return f"{fault}; {draw} to hold images out whatever their names are"
+    if len(unused) > len(used):
+        few = f"{len(unused):,} of {len(images):,} images are in no split, as {unused[0]}, but"
+        return f"{few} {used[0]} is; rename that, or put images into train/CLASS/ and test/CLASS/"
     fix = "put each image into the folder of its class, of two or more"
     depths = {len(file.parts): str(file) for file in used}
     if len(depths) > 1:
         return f"{' and '.join(depths.values())} are not equally deep; {fix}"
     classes = {file.parent.name for file in splits.get("train", used)}
-    below = {file.parent.name for file in used if not any(map(SPLIT_WORD.search, file.parts[:-2]))}
-    taken = sorted(filter(SPLIT_WORD.search, below))
-    if taken and (unused or len(classes) == 1) and not image_options.for_evaluation:
-        named = ", ".join(taken)
-        others = joined(sorted({str(file.parent) for file in unused}), 80)
-        fault = f"images in {named} are in a split by their folder's name"
-        fault += f", and those in {others} in none" if others else ""
-        renamed = ", ".join(SPLIT_WORD.sub(r"\2s", name) for name in taken)
-        draw = "" if image_options.test_size else f" and {draw}"
-        return f"{fault}; rename {named} to {renamed}{draw} if you mean classes, or {fix}"
     if len(classes) == 1 and not image_options.for_evaluation:
         return f"there is only one class, {classes.pop() or 'the folder itself'}; {fix}"
     return ""

@@ -1,22 +1,16 @@
-"""MNIST's original files, in the format IDX: a magic number, sizes as big-endian int32, bytes.
-
-The format: Yann LeCun, "The MNIST database of handwritten digits", section on file formats.
-"""
+"""MNIST's original files, in the format IDX, plain or .gz; torchvision reads them."""
 
 import gzip
-import math
-import struct
-import zlib
+import tempfile
 from itertools import product
 from pathlib import Path
 
 import numpy as np
 
 from ddp_mnist.data.image_files import ImageFiles
-from ddp_mnist.errors import DataError, reason
+from ddp_mnist.errors import DataError, blame
 
-MNIST = (28, 28)  # height and width
-UNSIGNED_BYTE = 8
+AGAIN = "fetch it again"
 STEMS = {"train": "train", "test": "t10k"}
 DIMENSIONS = {"images": 3, "labels": 1}
 
@@ -39,29 +33,23 @@ def find_idx_files(folder: Path, where: str) -> dict[tuple[str, str], Path]:
 
 def read_idx(files: dict[tuple[str, str], Path], where: str) -> ImageFiles:
     """Return the data set in these files; its classes are the digits, or more if labels need it."""
-    images = {split: _read_array(files[split, "images"], MNIST) for split in STEMS}
-    labels = {split: _read_array(files[split, "labels"], ()).astype(np.int64) for split in STEMS}
+    from torchvision.datasets.mnist import read_image_file, read_label_file  # takes a second
+
+    images, labels = dict[str, np.ndarray](), dict[str, np.ndarray]()
+    for (split, kind), file in files.items():
+        read, found = (read_image_file, images) if kind == "images" else (read_label_file, labels)
+        with (
+            blame(f"{where}: {file.name}", DataError, AGAIN),
+            tempfile.NamedTemporaryFile() as plain,
+        ):
+            raw = file.read_bytes()
+            plain.write(gzip.decompress(raw) if file.suffix == ".gz" else raw)
+            plain.flush()
+            found[split] = read(plain.name).numpy()
     for split in STEMS:
-        rows, named = len(images[split]), len(labels[split])
-        if rows != named or named == 0:
-            fault = f"{files[split, 'images']}: {rows} images but {named} labels"
-            raise DataError(f"{fault}; fetch both files again")
+        if len(images[split]) != len(labels[split]):
+            fault = f"{len(images[split])} images but {len(labels[split])} labels"
+            raise DataError(f"{where}: split {split}: {fault}; fetch both files again")
     highest = max(int(each.max()) for each in labels.values())
     classes = [str(label) for label in range(max(10, highest + 1))]
     return ImageFiles(where, images, labels, classes, notes=[])
-
-
-def _read_array(file: Path, row_shape: tuple[int, ...]) -> np.ndarray:
-    """Return uint8 [N, *row_shape] from an IDX file, plain or .gz."""
-    try:
-        raw = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
-    except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{file}: cannot be read ({reason(error)}); fetch it again") from error
-    start = 4 * (2 + len(row_shape))
-    count, rest = divmod(len(raw) - start, math.prod(row_shape))
-    shape = (max(0, count), *row_shape)
-    header = struct.pack(f">4B{len(shape)}I", 0, 0, UNSIGNED_BYTE, len(shape), *shape)
-    if rest or not raw.startswith(header):
-        rows = f"rows of {'x'.join(map(str, row_shape)) or 1} bytes"
-        raise DataError(f"{file}: is not an IDX file of {rows}, or is cut short; fetch MNIST's own")
-    return np.frombuffer(raw, dtype=np.uint8, offset=start).reshape(shape)

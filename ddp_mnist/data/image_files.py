@@ -11,11 +11,12 @@ from typing import Any, TypeVar
 
 import numpy as np
 import PIL.Image
+from psutil import virtual_memory
 
 from ddp_mnist.config.image_options import ImageOptions
 from ddp_mnist.data.decode import open_in_thread
 from ddp_mnist.errors import DataError, UsageError, first_of, reason
-from ddp_mnist.system.limits import cores, free_memory
+from ddp_mnist.system.limits import cores
 
 SPLITS = ("train", "test")
 SHOWN = 10  # broken files to name in an error
@@ -139,4 +140,4 @@ def threads_for(largest: int) -> int:
     """
     if largest < SMALL or (own := cores()) == 1:
         return 1
-    return max(1, min(own + 1, int(free_memory() / 2 / (BYTES_A_PIXEL * largest))))
+    return max(1, min(own + 1, int(virtual_memory().available / 2 / (BYTES_A_PIXEL * largest))))

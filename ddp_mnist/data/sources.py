@@ -3,14 +3,13 @@
 `Source._files` chooses the reader of a format; idx.py is the smallest one.
 """
 
-import contextlib
 import functools
 import hashlib
 import itertools
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,8 +44,10 @@ class Source:
         Raise UsageError if --test-size does not fit, DataError if it cannot be read, or
         StorageError if the disk has no space to unpack it.
         """
-        with readable(self.typed):
+        try:
             return decode_all(self._files(), self.image_options, reserve)
+        except (OSError, ValueError) as error:  # pyarrow's too
+            raise errors.blamed(f"--dataset {self.typed}", errors.DataError, error) from error
 
     def _files(self) -> ImageFiles:
         where, image_options = f"--dataset {self.typed}", self.image_options
@@ -64,7 +65,7 @@ class Source:
     @functools.cached_property
     def paths(self) -> list[Path]:
         """The paths in a folder, relative to it; the folder is listed once."""
-        with readable(self.typed):
+        with errors.blame(f"--dataset {self.typed}", errors.DataError):
             return folders.paths_in(Path(self.place))
 
     @functools.cached_property
@@ -72,7 +73,7 @@ class Source:
         """A hash of name, size and time of each file of a folder, which change when the data do."""
         if self.kind != "folder":
             return ""
-        with readable(self.typed):
+        with errors.blame(f"--dataset {self.typed}", errors.DataError):
             places = [Path(self.place, path) for path in self.paths]
             linked = (link.rglob("*") for link in places if link.is_symlink() and link.is_dir())
             files = {path for path in itertools.chain(places, *linked) if path.is_file()}
@@ -98,17 +99,6 @@ def _fact(path: Path) -> list[Any]:
     return [str(path), found.st_size, found.st_mtime_ns]
 
 
-@contextlib.contextmanager
-def readable(place: str) -> Iterator[None]:
-    """Turn what the file system and pyarrow raise (OSError, ValueError) into a DataError."""
-    try:
-        yield
-    except (OSError, ValueError) as error:
-        why = errors.root_reason(error)
-        problem = f"--dataset {place}: cannot be read ({why}); check its files"
-        raise errors.DataError(problem) from error
-
-
 def find_source(dataset: str, image_options: ImageOptions = AS_THEY_ARE) -> Source:
     """Return the source that `--dataset` names.
 
@@ -125,7 +115,7 @@ def find_source(dataset: str, image_options: ImageOptions = AS_THEY_ARE) -> Sour
         return Source(dataset, "hub", HUB_IDS[dataset], image_options, dataset, notes)
     # Unlike pathlib's, these two raise nothing for ~nobody or links in a circle.
     path = Path(os.path.realpath(os.path.expanduser(dataset)))  # noqa: PTH111
-    with readable(dataset):
+    with errors.blame(f"--dataset {dataset}", errors.DataError):
         if dataset and path.is_dir():
             return Source(errors.printable(path.name), "folder", str(path), image_options, dataset)
         if dataset and path.exists():

@@ -25,8 +25,7 @@ from ddp_mnist.config.recipe import Recipe, resolve_recipe
 from ddp_mnist.config.run import ResolvedConfig, RunFlags
 from ddp_mnist.data import cache
 from ddp_mnist.doctor.collectives import SIZES, all_reduce_ms, collectives
-from ddp_mnist.doctor.compare import LOAD
-from ddp_mnist.doctor.machine_checks import check_machine, driver_version, nvidia_smi, product
+from ddp_mnist.doctor.machine_checks import check_machine, product
 from ddp_mnist.errors import CheckFailed, DdpMnistError, reason
 from ddp_mnist.run.console import count
 from ddp_mnist.run.training_run import TrainingRun
@@ -36,6 +35,7 @@ from ddp_mnist.system import neighbours
 from ddp_mnist.verbs.check_result import PASS, WARN, CheckResult, check, failed, passed, warned
 from ddp_mnist.verbs.flags import Doctor
 
+LOAD = "load"  # the check for other programs
 NOT_CACHED = "not cached"
 LATE_S = 0.2
 BUSY = 0.25  # of a machine's cores, that other programs may hold
@@ -148,14 +148,11 @@ def same_everywhere(group: Group) -> list[CheckResult]:
         mine["CUDA"] = str(torch.version.cuda)
         mine["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
         mine["GPU"] = torch.cuda.get_device_name(group.device)
-        if driver := driver_version():
-            mine["the GPU driver"] = driver
     everyone, different = group.gather(mine), list[CheckResult]()
     for what in mine:
-        ranks = defaultdict[str, list[int]](list)  # the ranks that have each value
+        ranks = defaultdict[str | None, list[int]](list)  # the ranks that have each value
         for rank, theirs in enumerate(everyone):
-            if what in theirs:  # nvidia-smi may not answer everywhere
-                ranks[theirs[what]].append(rank)
+            ranks[theirs.get(what)].append(rank)
         text = "; ".join(f"{group.store.who(ranks[has])} has {has}" for has in ranks)
         if len(ranks.keys() - {NOT_CACHED}) > 1:
             different.append(failed("same", f"{what}: {text}", SAME))
@@ -195,7 +192,7 @@ def receives(
 ) -> bool:
     """Return whether a collective gives this rank the right result; see `collectives`."""
     call(received := mine.clone())
-    group.world.wait_for_gpu()  # a bare comparison would wait forever for a lost peer
+    group.world.wait_for_gpu()
     return expected is None or torch.equal(received, expected)
 
 
@@ -223,12 +220,6 @@ def load(group: Group) -> list[CheckResult]:
     if busy := group.merge(mine):
         group.busy = ", on a busy machine"
     return busy or [passed(LOAD, f"other programs hold at most {BUSY:.0%} of the cores")]
-
-
-def load_meanwhile(group: Group) -> list[CheckResult]:
-    """Look again: a program that began after the first look has slowed all measurements since."""
-    was_busy, results = group.busy, load(group)
-    return [result for result in results if result.status != PASS and not was_busy]
 
 
 def speeds(group: Group) -> list[CheckResult]:
@@ -272,11 +263,9 @@ def compute_s(device: torch.device) -> float:
 
 
 def faulty_devices(group: Group) -> list[CheckResult]:
-    """Return the faults of a rank's device, or its machine's GPUs, right after they worked."""
-    mine = [product(torch.device(group.world.device_name))]
-    if group.device.type == "cuda" and group.is_first_here:
-        mine += nvidia_smi()
-    return group.merge([result for result in mine if result.status != PASS])
+    """Return the ranks whose device computes wrongly, right after it worked."""
+    mine = product(torch.device(group.world.device_name))
+    return group.merge([mine] if mine.status != PASS else [])
 
 
 def training(group: Group) -> list[CheckResult]:
@@ -321,7 +310,4 @@ def burn_in(group: Group) -> list[CheckResult]:
     return [check("burn-in", late < early / SLOW, text, fix, WARN)]
 
 
-CHECKS = (
-    *(same_everywhere, load, right_results, speeds, slowest, faulty_devices, training),
-    load_meanwhile,
-)
+CHECKS = (same_everywhere, load, right_results, speeds, slowest, faulty_devices, training)

@@ -1,14 +1,10 @@
 """Checks of one machine by itself, which need no process group: those in CHECKS at the end."""
 
-import contextlib
-import math
 import os
 import shutil
-import subprocess
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
@@ -33,16 +29,7 @@ MB = 1e6
 CACHE_MB, RUNS_MB = 200, 50  # a decoded MNIST and its lock; three checkpoints and the rest
 PROCESS_MB = 1000  # of a training process, including torch's mapped files
 SHARED_MEMORY = Path("/dev/shm")  # through which NCCL passes gradients between GPUs
-NO_REPORT = (OSError, RuntimeError, subprocess.SubprocessError)  # no nvidia-smi, CUDA or answer
-NO_HUB_FIX = (
-    "set HF_ENDPOINT to a mirror, or bring the cache from another machine (ddp-mnist prepare);"
-    " --dataset digits needs no network"
-)
 SOME_GPUS_FIX = "see nvidia-smi and dmesg for the others, or hide them with CUDA_VISIBLE_DEVICES"
-SMI_FIELDS = (
-    "index,driver_version,ecc.errors.uncorrected.volatile.total"
-    ",clocks_event_reasons.hw_slowdown,temperature.gpu"
-)
 
 
 def check_machine(options: Doctor) -> Iterator[CheckResult | str]:
@@ -100,24 +87,16 @@ def processors(_: Doctor) -> Iterator[CheckResult]:
     yield check("GPUs", unused or fewer, text, fix, worst)
     if mine and not dist.is_initialized():  # else each rank checks its own
         yield from run_world(1, check_gpus, folder=Path.cwd())[0]
-    elif mine:
-        yield from nvidia_smi()
     yield product(torch.device("cpu"))
 
 
 def check_gpus() -> list[CheckResult]:
-    """Check each GPU, in a separate process: a process that opens one keeps it open until it ends.
-
-    In the compute mode EXCLUSIVE_PROCESS that would lock out the processes that are started next.
-    """
-    numbers = range(hardware.gpus())
-    return [*(product(torch.device("cuda", number)) for number in numbers), *nvidia_smi()]
+    """Check each GPU, in a separate process, which would keep it open until it ends."""
+    return [product(torch.device("cuda", number)) for number in range(hardware.gpus())]
 
 
 def product(device: torch.device) -> CheckResult:
     """Check a matrix product of small whole numbers, which is exact in float32 in any order."""
-    if device.type == "cuda" and (why := hardware.too_old(device.index)):
-        return failed(str(device), why, f"{hardware.TOO_OLD_FIX}, or hide it: CUDA_VISIBLE_DEVICES")
     a, b = torch.randint(-8, 9, (2, 512, 512), generator=torch.Generator().manual_seed(0))
     try:
         on_gpu = device.type == "cuda"
@@ -132,68 +111,13 @@ def product(device: torch.device) -> CheckResult:
     return check(str(device), wrong, f"{model}: {text}", fix)
 
 
-def ask_driver(fields: str) -> list[list[str]]:
-    """Return nvidia-smi's report on each GPU that this process may use, a cell for each field.
-
-    Other GPUs of the machine belong to others. CUDA numbers the fastest first and nvidia-smi by
-    bus, so each is named by its bus address, for which torch initializes CUDA. nvidia-smi does not
-    count a part of a GPU (MIG) as one: it then reports all. Raise one of NO_REPORT if it reports
-    nothing.
-    """
-    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
-    ours = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    if ours and not ours.startswith("MIG"):
-        cards: Any = map(torch.cuda.get_device_properties, range(hardware.gpus()))
-        places = ((card.pci_domain_id, card.pci_bus_id, card.pci_device_id) for card in cards)
-        command += ["-i", ",".join("{:08X}:{:02X}:{:02X}.0".format(*place) for place in places)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
-    return [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines()]
-
-
-def driver_version() -> str:
-    """Return the version of the GPUs' driver; "" if nvidia-smi does not report it."""
-    with contextlib.suppress(*NO_REPORT):
-        return ", ".join(sorted({cells[0] for cells in ask_driver("driver_version")}))
-    return ""
-
-
-def takes_one_process() -> bool:
-    """Return whether a GPU is in the compute mode that admits only one process."""
-    with contextlib.suppress(*NO_REPORT):
-        return ["Exclusive_Process"] in ask_driver("compute_mode")
-    return False
-
-
-def nvidia_smi() -> Iterator[CheckResult]:
-    """Check the driver's report on each GPU: memory errors, and throttled clocks."""
-    if torch.version.hip:  # a GPU of AMD
-        return
-    try:
-        reported = ask_driver(SMI_FIELDS)
-    except NO_REPORT as error:
-        text = f"nvidia-smi reports nothing ({type(error).__name__})"
-        yield warned("driver", text, "see whether it runs in a shell")
-        return
-    for number, driver, errors, slowdown, celsius in reported:
-        name = f"GPU {number}"
-        if errors.isdecimal() and int(errors):
-            yield failed(name, f"{errors} uncorrected memory errors", "reset or replace it")
-        elif slowdown == "Active":
-            yield warned(name, f"throttled by its hardware at {celsius} C", "fix cooling or power")
-        else:
-            ecc = "no memory errors" if errors.isdecimal() else "memory errors not counted (no ECC)"
-            yield passed(name, f"driver {driver}, {celsius} C, {ecc}, full clocks")
-
-
 def capacity(options: Doctor) -> Iterator[CheckResult]:
     """Check cores (after affinity and a container's quota), memory, and shared memory for NCCL."""
-    mine, quota, processes = limits.cores(), limits.cpu_quota(), options.processes or 1
-    limit = "" if math.isinf(quota) else f" (its control group allows {quota:g} at once)"
-    text = f"{count(mine, 'core')}{limit}, for {count(processes, 'process')}"
-    fewer = f"start at most {mine}, or " if mine < processes else ""  # quotas may be half a core
-    fix = f"{fewer}give this machine or container more cores"
-    yield check("cores", min(mine, quota) < processes and not hardware.gpus(), text, fix, WARN)
-    free, needed = limits.free_memory(), processes * PROCESS_MB * MB
+    mine, processes = limits.cores(), options.processes or 1
+    text = f"{count(mine, 'core')}, for {count(processes, 'process')}"
+    fix = f"start at most {mine}, or give this machine or container more cores"
+    yield check("cores", mine < processes and not hardware.gpus(), text, fix, WARN)
+    free, needed = psutil.virtual_memory().available, processes * PROCESS_MB * MB
     text = f"{free / 1e9:.1f} GB free, for {count(processes, 'process')}"
     fix = f"free {needed / 1e9:.1f} GB, or start fewer processes"
     yield check("memory", free < needed, text, fix)
@@ -245,7 +169,7 @@ def data_set(options: Doctor) -> Iterator[CheckResult]:
             yield passed("data", f"{name} is on this machine")
         elif why := datasets_library.why_out_of_reach(source.place):
             text = f"{name} is not in the cache, and the Hub cannot be reached ({why})"
-            yield warned("data", text, NO_HUB_FIX)
+            yield warned("data", text, datasets_library.OFFLINE_FIX)
         else:
             yield passed("data", f"{name} can be fetched from the Hub")
     except DdpMnistError as error:

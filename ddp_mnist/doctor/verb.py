@@ -18,16 +18,14 @@ from ddp_mnist.cluster.nodes import Node
 from ddp_mnist.cluster.world import join_world
 from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.data.sources import find_source
-from ddp_mnist.doctor.compare import Measured, against, read_saved
 from ddp_mnist.doctor.group_checks import check_group
-from ddp_mnist.doctor.machine_checks import check_machine, takes_one_process
+from ddp_mnist.doctor.machine_checks import check_machine
 from ddp_mnist.doctor.preflight import check_node
 from ddp_mnist.errors import CheckFailed, DdpMnistError, FailedElsewhere, StorageError, UsageError
 from ddp_mnist.run.console import Console, coloured, tell
-from ddp_mnist.run.folder import check_place, save_json
 from ddp_mnist.run.summary import narrated_elsewhere
 from ddp_mnist.verbs import check_result
-from ddp_mnist.verbs.check_result import FAIL, CheckResult, failed, passed, warned, worst
+from ddp_mnist.verbs.check_result import FAIL, CheckResult, failed, worst
 from ddp_mnist.verbs.flags import Doctor
 
 START_S = 120  # to start processes and check them once
@@ -43,13 +41,11 @@ def run(flags: Doctor, distribution: Distribution) -> None:
     if distribution.cpu:
         hardware.hide_gpus()
     is_rank0, is_alone = launch.rank == 0, launch.world_size == 1
-    save = check_place(flags.save if is_rank0 else None, "--save")
-    saved = read_saved(flags.against) if flags.against and is_rank0 else None
     dataset = "mnist" if flags.dataset == "auto" else flags.dataset
     find_source(dataset)  # refuses an unknown data set before anything else
     if flags.processes == 1:  # one of several machines may have just 1; a lone one may not
         raise UsageError("--processes 1: must be at least 2, to have something to connect")
-    processes = flags.processes or hardware.default_processes(2) if is_alone else launch.world_size
+    processes = flags.processes or max(hardware.gpus(), 2) if is_alone else launch.world_size
     flags = replace(flags, dataset=dataset, processes=processes)
     console = Console(is_rank0 and not flags.json)
     if is_alone:
@@ -58,13 +54,6 @@ def run(flags: Doctor, distribution: Distribution) -> None:
         results += check_processes(processes, flags, distribution)
     else:
         results = check_together(flags, distribution, machines=True)
-    measured = Measured(processes, list(results))
-    if saved:
-        results += print_each(against(measured, saved, flags.tolerance), console)
-    if save and measured.busy_with:
-        text = f"{save}: is from a busy machine ({measured.busy_with}), no measure for another"
-        fix = "save it again while nothing else runs here"
-        results += print_each([warned("save", text, fix)], console)
     if is_rank0:
         report(results, flags, processes)
     console.print(f"verdict: {coloured(worst(results))}")
@@ -88,12 +77,9 @@ def run_preflight(node: Node, timeout_s: float, flags: Doctor) -> None:
 
 
 def report(results: list[CheckResult], flags: Doctor, processes: int) -> None:
-    """Write the results to --save, and with --json to stdout."""
+    """Print the results as one line of JSON, with --json."""
     head = {"verdict": worst(results), "processes": processes}
-    verdict = check_result.describe(results, "findings", **head)
-    if flags.save:
-        save_json(Path(flags.save), verdict)
-    Console(flags.json).print(json.dumps(verdict))
+    Console(flags.json).print(json.dumps(check_result.describe(results, "findings", **head)))
 
 
 def print_each(checks: Iterable[CheckResult | str], console: Console) -> Iterator[CheckResult]:
@@ -111,23 +97,20 @@ def check_processes(size: int, flags: Doctor, distribution: Distribution) -> lis
     timeout_s = START_S + distribution.dist_timeout + 60 * flags.minutes
     if distribution.backend == "auto":
         distribution = replace(distribution, backend=backend_among(size))
-    notes, console = list[CheckResult](), Console(not flags.json)
-    too_few = not distribution.cpu and 0 < hardware.gpus() < size
+    console = Console(not flags.json)
     try:
-        if too_few and run_world(1, takes_one_process, folder=Path.cwd())[0]:
-            distribution = replace(distribution, cpu=True, backend="auto")
-            text = f"{size} on the CPU, as the GPU takes one at a time (Exclusive_Process)"
-            notes += print_each([passed("processes", text)], console)
         members = (size, check_together, flags, distribution, False)
         with console:
             console.draw(0, f"starting {size} processes ...")
-            return notes + run_world(*members, folder=Path.cwd(), timeout_s=timeout_s)[0]
+            of_rank_0: list[CheckResult]
+            of_rank_0, *_ = run_world(*members, folder=Path.cwd(), timeout_s=timeout_s)
+            return of_rank_0
     except (OSError, RuntimeError, ValueError) as error:  # one was killed, or did not end
         text = f"{size} of this machine: {type(error).__name__}: {error}"
         wrong = failed("processes", text, "see dmesg for what killed it, or try --processes 2")
     except DdpMnistError as error:
         wrong = CheckResult.from_error("processes", error)
-    return [*notes, *print_each([wrong], console)]
+    return list(print_each([wrong], console))
 
 
 def check_together(flags: Doctor, distribution: Distribution, machines: bool) -> list[CheckResult]:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from ddp_mnist.data.image_format import ImageFormat, Shape
-from ddp_mnist.errors import UsageError, did_you_mean
+from ddp_mnist.errors import UsageError, blame, did_you_mean
 from ddp_mnist.nets import own_code
 from ddp_mnist.nets.initial_weights import FROM_TENSORFLOW, load_weights
 from ddp_mnist.nets.ours import MODELS, GreyAsColour, Normalised, is_known
@@ -24,23 +24,13 @@ def build_net(
     `load_weights`. Raise UsageError for a user's net that cannot be made.
     """
     shape, make = image_format.shape, factory_of(name)
-    try:
+    fix = "it is called with the number of classes and (channels, height, width)"
+    with blame(f"--model {name}", UsageError, fix):
         net = make(len(classes), shape)
-    except own_code.FAILURES as error:
-        raise UsageError(
-            f"--model {name}: cannot be made for {len(classes)} classes of {shape}"
-            f" ({own_code.locate(error, make)}); it is called with the number of classes and"
-            " (channels, height, width)"
-        ) from error
-    if not isinstance(net, nn.Module) or "_modules" not in vars(net):
-        raise UsageError(
-            f"--model {name}: does not make a torch.nn.Module; name a class that is one and whose"
-            " __init__ begins with super().__init__(), or a function that returns one"
-        )
-    model = Normalised(net, image_format)
-    if any(map(nn.parameter.is_lazy, net.parameters())):  # the first images decide their shapes
-        with torch.no_grad():
-            model.eval()(torch.zeros((2, *shape), dtype=torch.uint8))
+        model = Normalised(net, image_format)
+        if any(map(nn.parameter.is_lazy, net.parameters())):  # the first images decide their shapes
+            with torch.no_grad():
+                model.eval()(torch.zeros((2, *shape), dtype=torch.uint8))
     if weights:
         load_weights(net, name, weights, classes)
     return model.train()

@@ -3,20 +3,16 @@
 import dataclasses
 import json
 import re
-from collections.abc import Callable, Sequence
-from http.client import HTTPException
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.request import urlopen
 
 import torch
 from torch import Tensor, nn
 
-from ddp_mnist.data.datasets_library import HUB_TIMEOUT_S, UNWRITABLE
 from ddp_mnist.data.image_format import ImageFormat
-from ddp_mnist.errors import StorageError, UsageError, causes, reason, root_reason
+from ddp_mnist.errors import UsageError, blame
 from ddp_mnist.nets.ours import GreyAsColour
-from ddp_mnist.system.deadline import with_deadline
 from ddp_mnist.system.locks import take
 
 if TYPE_CHECKING:
@@ -58,37 +54,20 @@ def find_named(model: str, weights: str | None) -> "WeightsEnum | None":
     return entries[name]
 
 
-def fetch(weights: str, entry: "WeightsEnum", log: Callable[[str], None], progress: bool) -> None:
-    """Download the weights to torchvision's own folder for them, unless they are there already.
+def fetch(weights: str, entry: "WeightsEnum", progress: bool) -> None:
+    """Let torchvision download the weights to its own folder, unless they are there already.
 
-    One process per machine does so, under a file lock, and the others wait. `log` is called with a
-    line beforehand, and with `progress` a bar is drawn on stderr. Raise UsageError if the file
-    cannot be fetched, and StorageError if the folder cannot be written.
+    One process per machine does so, under a file lock, and the others wait. With `progress` a bar
+    is drawn on stderr. Raise UsageError if the file cannot be fetched, StorageError if the disk is
+    full.
     """
     file = file_of(entry)
     if file.exists():
         return
-    log(f"fetching   {entry.url}, once, into {file.parent}")
-    try:
+    with blame(f"--weights {weights}, for {file}", UsageError, f"bring {entry.url} there"):
         file.parent.mkdir(parents=True, exist_ok=True)
         with take(file.with_name(f"{file.name}.lock"), wait=True):
-            if not file.exists():  # another process may have fetched it meanwhile
-                # The download itself has no time limit.
-                with_deadline(
-                    lambda: urlopen(entry.url, timeout=HUB_TIMEOUT_S).close(), HUB_TIMEOUT_S
-                )
-                [begin_of_hash] = re.findall(r"-([0-9a-f]+)\.", file.name)
-                torch.hub.download_url_to_file(entry.url, str(file), begin_of_hash, progress)
-    except (OSError, HTTPException, RuntimeError) as error:  # RuntimeError: a wrong hash
-        if any(getattr(cause, "errno", None) in UNWRITABLE for cause in causes(error)):
-            raise StorageError(
-                f"{file.parent}: cannot be written ({root_reason(error)}); set TORCH_HOME to"
-                " another folder"
-            ) from error
-        raise UsageError(
-            f"--weights {weights}: {file.name} cannot be fetched ({root_reason(error)}); bring"
-            f" {entry.url} to {file.parent}, under this name"
-        ) from error
+            entry.get_state_dict(check_hash=True, weights_only=True, progress=progress)
 
 
 def file_of(entry: "WeightsEnum") -> Path:
@@ -174,22 +153,16 @@ def read_named(
     """
     from torchvision.models import get_model
 
-    file = file_of(entry)
-    try:
-        torch.load(file, map_location="cpu", weights_only=True)  # torchvision would run code in it
+    with blame(f"--weights {weights}, of {file_of(entry)}", UsageError, f"put {entry.url} there"):
+        entry.get_state_dict(weights_only=True)  # torchvision would run code in it
         net = get_model(model.partition(":")[2], weights=entry)
-    except Exception as error:
-        raise UsageError(
-            f"--weights {weights}: {file} is damaged, or not of {entry} ({reason(error)}); put"
-            f" {entry.url} in its place"
-        ) from error
     return net.state_dict(), entry.meta["categories"]
 
 
 def read_weights(file: str) -> tuple[dict[str, Tensor], list[str] | None]:
     """Return a file's tensors, and the names of the classes if one of our runs wrote it."""
-    why = "it holds more than tensors, or is damaged"
-    try:
+    fix = "give model.safetensors of a finished run, save net.state_dict() alone, or name DEFAULT"
+    with blame(f"--weights {file}", UsageError, fix):
         if file.endswith(".safetensors"):
             from safetensors import safe_open
 
@@ -198,14 +171,6 @@ def read_weights(file: str) -> tuple[dict[str, Tensor], list[str] | None]:
                 names = opened.keys()
                 return {key: opened.get_tensor(key) for key in names}, about.get("classes")
         given = torch.load(file, map_location="cpu", weights_only=True)
-        if all(isinstance(tensor, Tensor) for tensor in given.values()):
-            return given, None
-    except FileNotFoundError as error:
-        fix = "check the path, or write a name in capitals: DEFAULT"
-        raise UsageError(f"--weights {file}: there is no such file; {fix}") from error
-    except Exception as error:
-        why = reason(error) if isinstance(error, OSError) else why
-    raise UsageError(
-        f"--weights {file}: cannot be read ({why}); give model.safetensors of a finished run, or"
-        " save net.state_dict() alone"
-    )
+        if not all(isinstance(tensor, Tensor) for tensor in given.values()):
+            raise ValueError("it holds more than tensors")
+        return given, None

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ddp_mnist.errors import CheckpointError, reason
+from ddp_mnist.errors import CheckpointError, blame, reason
 from ddp_mnist.run.folder import CHECKPOINTS, storage_errors, write_atomically
 
 DIGEST_BYTES = hashlib.sha256().digest_size
@@ -71,14 +71,9 @@ def from_bytes(raw: bytes, where: object) -> dict[str, Any]:
     """
     if not is_whole(raw):
         raise CheckpointError(f"{where}: {DAMAGED}; remove it to use the one before")
-    try:
+    with blame(str(where), CheckpointError):  # whatever a malicious file makes the parser raise
         file = io.BytesIO(memoryview(raw)[:-DIGEST_BYTES])
         return torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # whatever a malicious file makes the parser raise
-        raise CheckpointError(
-            f"{where}: holds more than tensors and plain values, or is not a checkpoint"
-            f" ({type(error).__name__}); nothing of it was run; remove it to use the one before"
-        ) from error
 
 
 def read_newest(run: Path) -> tuple[bytes, int, list[str]]:

@@ -2,26 +2,19 @@
 
 import contextlib
 import json
+import math
 import os
 import re
 import sys
-import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Self, TextIO
 
 from ddp_mnist.errors import StorageError, printable, reason
 
 BAR = "{bar:8} {desc}"
 SECONDS_BETWEEN = 1.0  # between two lines of progress, without a terminal
-COLUMNS = 80  # of wrapped lines
-INDENT = " " * 11  # of the text next to a name, as in a panel
 COLOURS = {"PASS": "32", "WARN": "33", "FAIL": "31"}  # green, yellow and red, as ECMA-48 has them
-# Text that users copy: a command with its first words, a flag with its value. It stays on one line.
-COPIED = re.compile(
-    r"(?<!\S)(?:(?:\S*python3?|ddp-mnist|pip|make|hf|torchrun|accelerate)(?: [^\s,;()]+){1,6}"
-    r"|--?[a-z][\w-]* [^\s,;()]+)"
-)
 
 
 class Console:
@@ -54,15 +47,8 @@ class Console:
         """
         if self.verbose:
             self._last = time.monotonic()
-            text = f"{line}\n"
-            if self._bar is not None:  # in one write: tqdm's own removes the bar for a moment
-                bar = str(self._bar)
-                text = f"\r{' ' * len(bar)}\r{text}\r{bar}"
-            self.verbose = write_stdout(lambda: sys.stdout.write(text), self.must_arrive)
-
-    def note(self, line: str) -> None:
-        """Print a line that begins with a name; a narrower terminal has the rest below its text."""
-        self.print(fitted(line, INDENT))
+            write = print if self._bar is None else self._bar.write
+            self.verbose = write_stdout(lambda: write(line), self.must_arrive)
 
     def tell(self, line: str) -> None:
         """Print a line on stderr, verbose or not; the bar stays below it."""
@@ -74,21 +60,25 @@ class Console:
         self.verbose = False
 
     def progress(self, done: float, line: str, every_s: float = SECONDS_BETWEEN) -> None:
-        """Show the share that is done, 0 to 1, with a line of 70 columns."""
-        if not self.draw(done, line) and time.monotonic() - self._last >= every_s:
+        """Show the share that is done, 0 to 1, with a line: as a bar on a terminal.
+
+        Elsewhere the line is printed, if the last one is `every_s` old.
+        """
+        if not self.verbose:
+            return
+        if draws(sys.stdout):
+            self.verbose = write_stdout(lambda: self._draw(done, line), self.must_arrive)
+        elif time.monotonic() - self._last >= every_s:
             self.print(line)
 
-    def draw(self, done: float, line: str) -> bool:
-        """Show progress as a bar on a terminal, and nowhere else. Return whether it is shown."""
-        if drawn := self.verbose and draws(sys.stdout):
-            self.verbose = write_stdout(lambda: self._draw(done, line), self.must_arrive)
-        return drawn
+    def draw(self, done: float, line: str) -> None:
+        """Show progress as a bar on a terminal, and nowhere else."""
+        self.progress(done, line, every_s=math.inf)
 
     def _draw(self, done: float, line: str) -> None:
         if self._bar is None:
             from tqdm import tqdm
 
-            sys.stdout.write("\r\x1b[K")  # a bar of the process that started this one
             self._bar = tqdm(
                 total=1, bar_format=BAR, file=sys.stdout, leave=False, dynamic_ncols=True
             )
@@ -101,26 +91,6 @@ def draws(stream: TextIO) -> bool:
     return stream.isatty() and os.environ.get("TERM") != "dumb"
 
 
-@contextlib.contextmanager
-def passing(line: str) -> Iterator[None]:
-    """Show a line on stderr while the block runs, then remove it; only if stderr is a terminal."""
-    shown = draws(sys.stderr)
-    if shown:
-        print(line, end="", file=sys.stderr, flush=True)
-    try:
-        yield
-    finally:
-        if shown:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
-
-
-def width_of(stream: TextIO, elsewhere: int = COLUMNS) -> int:
-    """Return a terminal's columns; `elsewhere` for a file, a pipe, or if they are unknown."""
-    with contextlib.suppress(OSError, ValueError):  # a test's stream has no number
-        return os.get_terminal_size(stream.fileno()).columns or elsewhere
-    return elsewhere
-
-
 def coloured(status: str, text: str = "") -> str:
     """Return the text, or PASS, WARN or FAIL itself, in that one's colour if stdout shows colours.
 
@@ -129,29 +99,6 @@ def coloured(status: str, text: str = "") -> str:
     if os.environ.get("NO_COLOR") or not draws(sys.stdout):
         return text or status
     return f"\x1b[1;{COLOURS[status]}m{text or status}\x1b[0m"
-
-
-def wrapped(text: str, first: str = "", rest: str = "", columns: int | None = None) -> list[str]:
-    """Return lines that break between words; a path, or what is COPIED, stays whole.
-
-    They begin with `first`, and all but the first with `rest`; they have 80 columns, or as many as
-    a narrower terminal on stdout.
-    """
-    columns = columns or min(COLUMNS, width_of(sys.stdout))
-    whole = COPIED.sub(lambda found: found[0].replace(" ", "\xa0"), text)
-    wrapper = textwrap.TextWrapper(columns, break_long_words=False, break_on_hyphens=False)
-    wrapper.initial_indent, wrapper.subsequent_indent = first, rest
-    return [line.replace("\xa0", " ") for line in wrapper.wrap(whole)]
-
-
-def fitted(line: str, rest: str = "", stream: TextIO | None = None) -> str:
-    """Return a line, broken between words if a terminal, stdout or `stream`, is narrower.
-
-    The terminal itself would break it in the middle of a word. No-break spaces become spaces.
-    """
-    columns = width_of(stream or sys.stdout, elsewhere=len(line))
-    lines = [line] if len(line) <= columns else wrapped(line, rest=rest, columns=columns)
-    return "\n".join(lines).replace("\xa0", " ")
 
 
 def as_json(content: Any, indent: int | None = None) -> str:
@@ -172,16 +119,15 @@ def count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{ending}"
 
 
-def panel(lines: dict[str, str]) -> str:
-    """Return a line for each name that has a text, wrapped, see `wrapped`."""
-    each = (wrapped(text, f"{name:<10} ", INDENT) for name, text in lines.items())
-    return "\n".join(line for several in each for line in several)
+def named_lines(lines: dict[str, str]) -> str:
+    """Return a line for each name that has a text, as the plan of a run has them."""
+    return "\n".join(f"{name:<10} {text}" for name, text in lines.items() if text)
 
 
 def tell(line: str, write: Callable[..., None] = print) -> None:
     """Print a line on stderr. If that fails too, only the exit code is left."""
     try:
-        write(fitted(line, stream=sys.stderr), file=sys.stderr)
+        write(line, file=sys.stderr)
         sys.stderr.flush()
     except OSError:
         _discard_buffer(sys.stderr)
@@ -210,24 +156,6 @@ def write_stdout(write: Callable[[], object] = bool, must_arrive: bool = True) -
                 raise StorageError(f"{line}free space, or redirect it elsewhere") from error
             warn(f"{line}the run continues without output; see its folder")
         return False
-
-
-def open_what_is_closed() -> None:
-    """Give a standard stream that was closed before the start (`>&-`, as daemons do) its number.
-
-    Else the next file to be opened, a checkpoint say, would get that number, and with it what any
-    library prints. /dev/null takes the place, opened the wrong way round: reading stdin or printing
-    to stdout is an error then, not an empty input or a result that is lost in silence. What is
-    printed on a closed stderr may be lost.
-    """
-    flags = {"stdin": os.O_WRONLY, "stdout": os.O_RDONLY, "stderr": os.O_WRONLY}
-    for number, name in enumerate(flags):
-        try:
-            os.fstat(number)
-        except OSError:  # the lowest free number is the one that is given out
-            os.set_inheritable(os.open(os.devnull, flags[name]), True)
-        if getattr(sys, name) is None:
-            setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
 
 
 def _discard_buffer(stream: TextIO) -> None:

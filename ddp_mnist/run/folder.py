@@ -10,19 +10,22 @@ import os
 import re
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from traceback import format_exception
 from typing import Any, Self
 
-from filelock import FileLock, Timeout
+from filelock import FileLock
 
-from ddp_mnist.errors import DdpMnistError, Preempted, StorageError, UsageError, reason
+from ddp_mnist import errors
+from ddp_mnist.errors import StorageError, UsageError, blame, reason
 from ddp_mnist.run.console import as_json, warn
-from ddp_mnist.system.locks import ANOTHER, REFUSED, holder, take
+from ddp_mnist.system.locks import HeldError, take
 
 CONFIG, METRICS, MODEL = "config.json", "metrics.jsonl", "model.safetensors"
 STATUS, SUMMARY, CHECKPOINTS, LOCK = "status.json", "summary.json", "checkpoints", ".lock"
 TRAINED_ON = "trained_on.npy"  # the keys of the images, see data/held_out.py
+TRACEBACK = "traceback.txt"  # of an error that nobody foresaw, or in a library's words
 RUNS = Path("runs")  # where run folders are numbered
 LATEST = "latest"  # a link to the newest run
 LEFTOVER = ".*.[0-9]*-[0-9]*.tmp"  # left by a process that was killed while writing
@@ -40,7 +43,7 @@ class RunFolder:
         self.path: Path | None = None
         self.step = 0  # the last step that the run is known to have taken
         self.metrics_lines = 0  # number of this run's lines in metrics.jsonl
-        self.trackers: Any = None  # they get the metrics as well, see tracking.py
+        self.log_to_trackers: Callable[[dict[str, Any], int], None] | None = None  # tracking.py
         self._lock: FileLock | None = None
         self._status: dict[str, Any] = dict(STARTING)
         self._began = False
@@ -56,14 +59,17 @@ class RunFolder:
             match error:
                 case None:
                     self.status(state="finished", exit_code=0, phase="done")
-                case Preempted():
+                case errors.Preempted():
                     self.record_outcome("preempted", error.code, str(error))
-                case DdpMnistError():
-                    self.record_outcome("failed", error.code, str(error))
                 case KeyboardInterrupt():
                     self.record_outcome("failed", 130, "interrupted")
+                case errors.DdpMnistError():
+                    self.record_outcome("failed", error.code, str(error))
+                    if error.blamed:
+                        self.keep_traceback(error)
                 case _:
-                    self.record_outcome("failed", 1, repr(error))
+                    self.record_outcome("failed", errors.exit_code(error), repr(error))
+                    self.keep_traceback(error)
         finally:
             self.release()
 
@@ -132,15 +138,17 @@ class RunFolder:
         self._status |= {"step": self.step, **changes}
         self.write_json(STATUS, self._status)
 
-    @property
-    def phase(self) -> str:
-        """Return the phase in status.json: starting, training, validation, test or done."""
-        return str(self._status["phase"])
-
     def record_outcome(self, state: str, exit_code: int, error: str) -> None:
         """Write the error that ended the run to status.json; if that fails, drop the new error."""
         with contextlib.suppress(StorageError):
             self.status(state=state, exit_code=exit_code, error=error)
+
+    def keep_traceback(self, error: BaseException) -> None:
+        """Write the whole traceback to a file; if that fails, drop the new error."""
+        if self.path:
+            with contextlib.suppress(StorageError):
+                self.write_bytes(TRACEBACK, "".join(format_exception(error)).encode())
+                error.traceback_file = str(self.path / TRACEBACK)  # type: ignore[attr-defined]
 
     def write_json(self, name: str, content: dict[str, Any]) -> None:
         """Replace the file atomically. Raise StorageError."""
@@ -160,8 +168,8 @@ class RunFolder:
             path = self.path / METRICS
             with storage_errors(path), open(path, "a", encoding="utf-8") as file:
                 file.write(json.dumps({"step": step, **metrics}) + "\n")
-        if self.trackers:
-            self.trackers.log(metrics, step)
+        if self.log_to_trackers:
+            self.log_to_trackers(metrics, step)
 
     def cut_metrics(self, count: int) -> None:
         """Cut off all but the first `count` lines: their steps are about to be repeated."""
@@ -215,28 +223,16 @@ def without_link(path: Path) -> Path:
 
 def take_lock(path: Path) -> FileLock:
     """Return the lock of this run folder, taken. Raises as `RunFolder.open` does."""
-    lock = path / LOCK
     try:
-        return take(lock).lock
-    except Timeout:
-        who, end = holder(lock), "name another --run-dir"
-        if who not in ("", ANOTHER):  # named in a lock file, which outlives a crash of its machine
-            end = f"{end}; if {who} no longer runs, remove {lock}"
+        return take(path / LOCK).lock
+    except HeldError as error:
         raise UsageError(
-            f"{path}: another run is writing there; wait until it has ended, or {end}"
+            f"{path}: another run is writing there ({error}); wait until it has ended, or name"
+            " another --run-dir"
         ) from None
-    except OSError as error:
-        if error.errno not in REFUSED:
-            raise
-        raise StorageError(
-            f"{path}: this disk gives no file locks ({reason(error)}), without which two runs could"
-            " write one folder; use a --run-dir on another disk, or mount this one with locks"
-        ) from error
-
-
-def writer_of(path: Path) -> str:
-    """Return who is writing this run folder, e.g. `process 7 on node-a`, or "" if nobody is."""
-    return holder(path / LOCK)
+    except OSError as error:  # also on a disk that grants no locks
+        fix = "make it writable, or use a --run-dir on another disk"
+        raise errors.blamed(str(path / LOCK), StorageError, error, fix) from error
 
 
 # --- Files
@@ -302,29 +298,18 @@ def try_to_write(folder: Path) -> None:
         file.write(bytes(4096))
 
 
-def check_place(file: str | None, flag: str, ending: str = "") -> Path | None:
-    """Return the path of a result, checked before minutes are spent on computing it.
+def check_place(file: str | None, flag: str, ending: str = "") -> None:
+    """Check the place of a result before minutes are spent on computing it.
 
     Raise UsageError unless it is a regular file or a new one in an existing folder, StorageError if
     nothing can be written there.
     """
     if file is None:
-        return None
+        return
     path = Path(file)
     folder = path.absolute().parent
-    try:
+    with blame(f"{flag} {path}", StorageError):
         fits = folder.is_dir() and (path.is_file() or not path.exists())
         if not fits or not path.name.endswith(ending):
             raise UsageError(f"{flag} {path}: must be a {ending or 'file'} in an existing folder")
         try_to_write(folder)
-    except OSError as error:
-        raise StorageError(
-            f"{flag} {path}: cannot be written ({reason(error)}); name another file"
-        ) from error
-    return path
-
-
-def save_json(path: Path, content: dict[str, Any]) -> None:
-    """Replace the file that --save names. Raise StorageError."""
-    with storage_errors(path, "--save"):
-        write_atomically(path, to_json(content).encode())

@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ddp_mnist.cluster.launch import CAN_JOIN, nobody_can_join
 from ddp_mnist.cluster.store import Store
 from ddp_mnist.config.flag_fields import OnResume, flag_fields, flag_name, flag_values, typed_flag
 from ddp_mnist.config.recipe import Recipe
@@ -32,7 +31,6 @@ from ddp_mnist.run.identity import FORMAT, OF_THE_RESULT, Identity
 
 INHERITED: tuple[OnResume, ...] = (*OF_THE_RESULT, "inherited")
 MUST_EQUAL = [field.name for g in (RunFlags, Recipe) for field in flag_fields(g, "must equal")]
-CANNOT_GROW = f" (no machine can join again; for that, {CAN_JOIN})"
 
 
 @dataclass(frozen=True)
@@ -175,8 +173,6 @@ def changes(before: Identity, now: Identity) -> list[str]:
     flags = {flag_name(n): (before.flags[n], v) for n, v in now.flags.items() if n != "dataset"}
     world = {name: (before.world.get(name), value) for name, value in now.world.items()}
     notes = {"--epochs": " (another learning-rate schedule from here on)"}
-    if nobody_can_join():
-        notes["world size"] = CANNOT_GROW
     pairs = (flags | world).items()
     return [f"{name} {a} -> {b}{notes.get(name, '')}" for name, (a, b) in pairs if a != b]
 

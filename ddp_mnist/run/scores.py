@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from ddp_mnist.errors import UsageError, did_you_mean
+from ddp_mnist.errors import UsageError, blame, did_you_mean
 from ddp_mnist.nets import own_code
 
 # `evaluate` imports these for its Evaluator, which is not used here: half of its import time. An
@@ -91,14 +91,9 @@ def score(
     name: str, function: Callable[[Any, Any], Any], labels: np.ndarray, predictions: np.ndarray
 ) -> float:
     """Call the function, silencing its warnings, e.g. about classes that have no image."""
-    try:
-        with warnings.catch_warnings(action="ignore"):
-            return float(function(labels.copy(), predictions.copy()))  # it may change them
-    except own_code.FAILURES as error:
-        raise UsageError(
-            f"--metrics {name}: gives no number for labels and predicted classes"
-            f" ({own_code.locate(error, function)}); correct it, or choose another"
-        ) from error
+    typed = f"--metrics {name}, of labels and predicted classes"
+    with blame(typed, UsageError), warnings.catch_warnings(action="ignore"):
+        return float(function(labels.copy(), predictions.copy()))  # it may change them
 
 
 def classification_metrics(

@@ -11,9 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ddp_mnist.cluster import hardware
-from ddp_mnist.cluster.device import able_to_compile, within_memory
 from ddp_mnist.cluster.launch import Launch
-from ddp_mnist.cluster.launcher_options import GRAD_ACCUM, LauncherOptions
 from ddp_mnist.cluster.rendezvous import check_same
 from ddp_mnist.cluster.signals import listen
 from ddp_mnist.cluster.store import Store
@@ -26,15 +24,16 @@ from ddp_mnist.data import cache
 from ddp_mnist.data.batches import ImageData
 from ddp_mnist.data.sources import from_anywhere
 from ddp_mnist.errors import UsageError
-from ddp_mnist.nets import initial_weights, own_code, trial
+from ddp_mnist.nets import initial_weights, trial
 from ddp_mnist.nets.build import build_net, factory_of, has_batch_norm
 from ddp_mnist.nets.losses import image_losses
 from ddp_mnist.run import resume, summary, tracking
-from ddp_mnist.run.console import Console, draws, panel
+from ddp_mnist.run.console import Console, draws
 from ddp_mnist.run.evaluation import check_scores
 from ddp_mnist.run.faults import inject
 from ddp_mnist.run.folder import CONFIG, TRAINED_ON, RunFolder
 from ddp_mnist.run.identity import FORMAT, facts, identify
+from ddp_mnist.run.profiling import STEPS_BEFORE, profiled
 from ddp_mnist.run.resume import EarlierRun
 from ddp_mnist.run.training_run import TrainingRun
 
@@ -62,7 +61,7 @@ def set_up_run(
             yield None
             return
         config, images = resolve_and_load(config, world, console, found)
-        with listen(launch.is_signalled_by_launcher, world.store) as stop:
+        with listen(launch.is_signalled_by_launcher) as stop:
             check_same(world.store, facts(config, world, images))
             if config.run.dry_run:
                 console.print(summary.plan(config, world, images, None))
@@ -72,23 +71,13 @@ def set_up_run(
             open_folder(run, found)
             console.print(summary.plan(config, world, images, folder.path))
             with (
-                tracking.tracked(config, folder, world, console),
-                within_memory(world.accelerator.device, lambda: what_fills_memory(run)),
-                able_to_compile(config.distribution, world.compile_options),
+                tracking.tracked(config, folder, world),
+                profiled(world.accelerator, config.run.profile, run.where) as run.profile,
             ):
                 if world.compile_options:
-                    console.note("compiling  the model, which can take minutes")
+                    console.print("compiling  the model, which can take minutes")
                 run.phase("starting")
                 yield run
-
-
-def what_fills_memory(run: TrainingRun) -> tuple[str, str]:
-    """Return the flag that fills a GPU's memory in this phase of the run, and a smaller choice."""
-    recipe, size = run.config.recipe, run.world.accelerator.num_processes
-    if run.folder.phase in ("validation", "test"):
-        return f"--model {recipe.model}", "use a smaller --image-size, or another --model"
-    fix = recipe.in_less_memory(size, can_shrink=not run.config.resumes)
-    return f"--batch-size {recipe.batch_size}", fix
 
 
 # --- Settings and data
@@ -101,10 +90,9 @@ def resolve_and_load(
 
     A resumed run keeps its original settings, except those typed on the command line.
     """
-    config = apply_launcher_options(config, world.launcher_options, console)
     config = resume.inherit(config, found) if found else config
     config.refuse_contradictions()
-    config, named = check_names(config, world.store, console)
+    config, named = check_names(config, world.store)
     name, images = load_images(config, world.store, console)
     if named:
         made = initial_weights.normalised_for(named, config.recipe.model or "", images.image_format)
@@ -116,10 +104,10 @@ def resolve_and_load(
     pictures = images.image_format.pictures
     val_rows = len(images.val_rows)
     recipe = resolve_recipe(config.recipe, rows, size, val_rows, pictures, config.resumes)
-    if config.run.profile >= recipe.steps_per_epoch > 1:
+    if config.run.profile and config.run.profile + STEPS_BEFORE > recipe.total_steps:
         raise UsageError(
-            f"--profile {config.run.profile}: an epoch has {recipe.steps_per_epoch} steps; ask for"
-            f" at most {recipe.steps_per_epoch - 1}"
+            f"--profile {config.run.profile}: the run has {recipe.total_steps} steps, of which the"
+            f" first {STEPS_BEFORE} are not profiled; raise --epochs, or ask for fewer"
         )
     place = config.run.cache_dir and str(cache.cache_folder(config.run.cache_dir).absolute())
     run = replace(config.run, dataset=from_anywhere(name), cache_dir=place)
@@ -127,36 +115,14 @@ def resolve_and_load(
     resolved = ResolvedConfig(*flags, recipe=recipe)
     sharers = recipe.grad_accum * (1 if config.distribution.sync_bn else size)
     if taken := check_net(resolved, images, recipe.batch_size // sharers):
-        console.print(panel({"weights": taken}))
+        console.print(f"weights    {taken}")
     if recipe.loss:
         loss, device = image_losses(recipe.loss), world.accelerator.device
         trial.check_loss(loss, recipe.loss, len(images.classes), device)
     return resolved, images
 
 
-def apply_launcher_options(
-    config: TrainConfig, options: LauncherOptions, console: Console
-) -> TrainConfig:
-    """Return the flags with the requests to accelerate launch added; a typed flag beats them.
-
-    Print the requests that are not carried out.
-    """
-    notes = [options.note]
-    parts, flag = options.grad_accum, config.recipe.grad_accum
-    if parts and parts != flag:  # 1 requests nothing: a resumed run keeps its own
-        if "grad_accum" in config.explicit:
-            notes.append(f"{GRAD_ACCUM} {parts}: --grad-accum {flag} was typed, and counts")
-        else:
-            recipe = replace(config.recipe, grad_accum=parts)
-            config = replace(config, recipe=recipe, explicit=config.explicit | {"grad_accum"})
-    for note in filter(None, notes):
-        console.print(panel({"launcher": note}))
-    return config
-
-
-def check_names(
-    config: TrainConfig, store: Store, console: Console
-) -> tuple[TrainConfig, "WeightsEnum | None"]:
+def check_names(config: TrainConfig, store: Store) -> tuple[TrainConfig, "WeightsEnum | None"]:
     """Refuse unknown names of a net, loss, tracker, metric or weights, before the data is read.
 
     Fetch the weights that --weights names, unless a checkpoint holds the weights. Return them, and
@@ -164,7 +130,6 @@ def check_names(
     `find_named` and `fetch` do.
     """
     recipe = config.recipe
-    own_code.begin()
     if recipe.model:
         factory_of(recipe.model)
     image_losses(recipe.loss)
@@ -172,7 +137,7 @@ def check_names(
     if named:
         if config.initial_weights:
             progress = not config.run.quiet and draws(sys.stderr)
-            initial_weights.fetch(config.initial_weights, named, console.note, progress)
+            initial_weights.fetch(config.initial_weights, named, progress)
         image_size = config.run.image_size or str(initial_weights.size_of(named))
         config = replace(config, run=replace(config.run, image_size=image_size))
     store.broadcast_from_rank0("trackers", lambda: tracking.known_trackers(config.run.trackers))
@@ -189,9 +154,9 @@ def load_images(config: TrainConfig, store: Store, console: Console) -> tuple[st
     flags = config.run
     name, notes = store.broadcast_from_rank0(
         "dataset",
-        lambda: cache.choose(flags.dataset, flags.cache_dir, flags.image_options, console.note),
+        lambda: cache.choose(flags.dataset, flags.cache_dir, flags.image_options, console.print),
     )
-    images = cache.load(name, flags.cache_dir, flags.image_options, log=console.note)
+    images = cache.load(name, flags.cache_dir, flags.image_options, log=console.print)
     if unused := hardware.unused_gpus():
         notes = [*notes, f"GPUs: {unused}, so this trains on the CPU; {hardware.GPU_FIX}"]
     warnings = [*wrong_on_purpose(config.recipe.inject), *notes, *images.warnings]
@@ -238,7 +203,7 @@ def open_folder(run: TrainingRun, found: EarlierRun | None) -> None:
             run.checkpoint, lines = resume.load_latest(folder, found, identity, config)
             folder.begin()
             for line in lines:
-                run.console.note(line)
+                run.console.print(line)
         else:
             begin_again = config.run.resume == "auto"
             folder.create(config.run.run_dir, run.images.name, begin_again)

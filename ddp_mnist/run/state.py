@@ -8,7 +8,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from ddp_mnist.config.recipe import Recipe, ResolvedRecipe
-from ddp_mnist.errors import CheckpointError, DivergedError
+from ddp_mnist.errors import CheckpointError, DivergedError, blame
 from ddp_mnist.run.evaluation import Metrics
 
 Net = TypeVar("Net", bound=nn.Module)
@@ -179,7 +179,8 @@ class State:
         and optimizer.
         """
         groups = self.optimizer.param_groups
-        try:
+        fix = "undo what has changed in the code of the net or the optimizer, or begin a new run"
+        with blame("the checkpoint", CheckpointError, fix):
             for group, saved in zip(groups, content["optimizer"]["param_groups"], strict=True):
                 saved |= {"fused": group["fused"]} if "fused" in group else {}  # as this device
             self.net.load_state_dict(content["model"])
@@ -190,11 +191,6 @@ class State:
                 device = next(self.net.parameters()).device
                 self.best_weights = {n: w.to(device) for n, w in content["best_weights"].items()}
             progress = self.progress = Progress.from_dict(content["progress"])
-        except (KeyError, TypeError, ValueError, RuntimeError) as error:
-            raise CheckpointError(
-                f"the checkpoint does not fit the model or the optimizer ({error}); undo what has"
-                " changed in their code since, or begin a new run"
-            ) from error
         if recipe.patience and self.best_weights is None:  # none yet: the search begins here
             progress.best_accuracy, progress.best_epoch = -1.0, progress.epoch
         self.started -= progress.total_seconds

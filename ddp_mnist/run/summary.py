@@ -23,7 +23,7 @@ from ddp_mnist.data.augment import describe_augmentation
 from ddp_mnist.data.batches import ImageData
 from ddp_mnist.errors import printable, shown_name
 from ddp_mnist.nets.initial_weights import find_named
-from ddp_mnist.run.console import INDENT, Console, count, fitted, panel
+from ddp_mnist.run.console import Console, count, named_lines
 from ddp_mnist.run.evaluation import CROSS_ENTROPY, Metrics, packed, score_texts, shown_loss
 from ddp_mnist.run.folder import RunFolder
 from ddp_mnist.run.state import State
@@ -31,7 +31,7 @@ from ddp_mnist.run.versions import git_commit, package_versions
 
 FEW = 20  # images of a class
 WEIGHABLE = 11  # images of a class: from so many on --class-weights helped where it was tried
-ONE_LINE = 69  # columns beside the name of a panel's line
+ONE_LINE = 69  # columns next to the name of a line
 FOLDER_KEY = "run folder"  # the broadcast of its path
 
 
@@ -39,7 +39,7 @@ FOLDER_KEY = "run folder"  # the broadcast of its path
 
 
 def plan(config: ResolvedConfig, world: World, images: ImageData, folder: Path | None) -> str:
-    """Return the resolved run as a panel, to show before its first step."""
+    """Return the resolved run as lines with names, to show before its first step."""
     recipe, size = config.recipe, world.accelerator.num_processes
     val_rows, steps = len(images.val_rows), recipe.steps_per_epoch
     train_rows = len(images.train_labels) - val_rows
@@ -64,7 +64,7 @@ def plan(config: ResolvedConfig, world: World, images: ImageData, folder: Path |
         "recipe": recipe_line(config, images),
         "writes": str(folder or "nothing but the cache of images (--dry-run)"),
     }
-    return "\n".join([*map(fitted, images.warnings), panel(lines)])
+    return "\n".join([*images.warnings, named_lines(lines)])
 
 
 def recipe_line(config: ResolvedConfig, images: ImageData) -> str:
@@ -155,17 +155,13 @@ def step_line(
 
 
 def epoch_line(epoch: int, epochs: int, means: dict[str, Any], validation: Metrics | None) -> str:
-    """Return the line of `epoch`, counted from 0, that has ended.
-
-    In a narrow terminal it breaks between pairs of name and number.
-    """
+    """Return the line of `epoch`, counted from 0, that has ended."""
     parts = [f"epoch {epoch + 1:>{len(str(epochs))}}/{epochs}", f"loss {loss_text(means)}"]
     parts += [f"accuracy {means['accuracy']:.4f}"] if means["accuracy"] is not None else []
     parts += [f"{means['images_per_second']:>6,.0f} images/s"]
     if validation:
         parts += [f"validation {validation.accuracy:.4f}", *score_texts(validation.scores)]
-    whole = "  ".join(part.replace(" ", "\xa0") for part in parts)
-    return fitted(whole, " " * (len(parts[0]) + 2))
+    return "  ".join(parts)
 
 
 def loss_text(line: dict[str, Any]) -> str:
@@ -278,17 +274,13 @@ def first_three(parts: list[str]) -> str:
     return ", ".join([*parts[:3], *more])
 
 
-def last_lines(outcome: dict[str, Any], run: RunFolder, overfitted: bool = False) -> str:
-    """Return the result as lines; the first says it all.
-
-    What helps an `overfitted` net was said during training.
-    """
+def last_lines(outcome: dict[str, Any], run: RunFolder) -> str:
+    """Return the result as lines; the first says it all."""
     wrong = round((1 - outcome["test_accuracy"]) * outcome["test_count"])
-    result = fitted(
+    result = (
         f"test accuracy {outcome['test_accuracy']:.4f} on {outcome['test_count']:,} images of"
         f" {outcome['dataset']['name']} ({wrong:,} wrong),"
-        f" {shown_loss(outcome['loss_function'], outcome['test_loss'])}",
-        INDENT,
+        f" {shown_loss(outcome['loss_function'], outcome['test_loss'])}"
     )
     lines = {
         "and": ", ".join(score_texts(outcome["metrics"])),
@@ -299,10 +291,9 @@ def last_lines(outcome: dict[str, Any], run: RunFolder, overfitted: bool = False
     guessed = max(outcome["images_per_class"]["test"]) / outcome["test_count"]  # the largest class
     if outcome["test_accuracy"] < guessed + 0.1 * (1 - guessed):
         fix = "more --epochs" if outcome["steps"] < 100 else "a lower --lr, or more --epochs"
-        fix = "see the hint above" if overfitted else f"use {fix}"
-        lines["careful"] = f"that is hardly better than guessing; {fix}"
-    see = f"see        {program()} report {run.path}"  # a command is not wrapped, however long
-    return "\n".join([result, panel(lines), see, *wrong_on_purpose(outcome["inject"])])
+        lines["careful"] = f"that is hardly better than guessing; use {fix}"
+    lines["see"] = f"{program()} report {run.path}"
+    return "\n".join([result, named_lines(lines), *wrong_on_purpose(outcome["inject"])])
 
 
 def program() -> str:

@@ -18,11 +18,9 @@ from ddp_mnist.run import checkpoint, summary, weights
 from ddp_mnist.run.console import Console, draws, tell
 from ddp_mnist.run.evaluation import Metrics, evaluate_split, import_evaluate_meanwhile
 from ddp_mnist.run.folder import MODEL, SUMMARY, RunFolder
-from ddp_mnist.run.hints import Hints, slow_line
 from ddp_mnist.run.identity import Identity
-from ddp_mnist.run.profiling import StepProfiler
+from ddp_mnist.run.profiling import NO_PROFILE
 from ddp_mnist.run.state import Progress, State, diverged
-from ddp_mnist.system.neighbours import Neighbours
 
 EPOCH_LINES = 50  # on the console at most, of a run of more epochs; metrics.jsonl has all
 
@@ -40,15 +38,13 @@ class TrainingRun:
     identity: Identity | None = None  # None if nothing is written; each checkpoint holds it
     checkpoint: bytes | None = None  # to resume from: complete on rank 0, empty on other ranks
     where: str = ""  # the folder's path on rank 0's machine
-    state: State = field(init=False)  # set by `begin`, as the profiler
-    profiler: StepProfiler = field(init=False)
-    hints: Hints = field(init=False)
+    profile: Any = field(default_factory=lambda: NO_PROFILE)  # torch's, with --profile
+    state: State = field(init=False)  # set by `begin_or_resume`
     line: dict[str, Any] = field(default_factory=dict)  # of the last sync point, as it is logged
     began: tuple[float, int] | None = None  # time and step of the first sync point
 
     def __post_init__(self) -> None:
         self.stop.answer, self.stop.at_once = self.answer, self.give_up
-        self.hints = Hints(self.console)
 
     # --- Before the first step
 
@@ -65,13 +61,6 @@ class TrainingRun:
             self.checkpoint = None  # it may be large
             content = checkpoint.from_bytes(raw, f"the checkpoint of {self.where}")
             progress = state.restore(content["state"], recipe)
-        self.profiler = StepProfiler(self.config.run.profile, world, self.folder, self.console)
-        self.profiler.plan(progress.step, recipe.steps_per_epoch, recipe.total_steps)
-        if self.console.verbose and world.accelerator.device.type == "cpu":
-            ranks_here = world.store.hosts.count(world.store.hosts[world.store.rank])
-            self.hints.neighbours = Neighbours(world.threads, ranks_here)
-            typed_or_kept = "epochs" in self.config.explicit or self.config.resumes
-            self.hints.judges_length = not typed_or_kept
         self.stop.save = self.save_to_go_on
         import_evaluate_meanwhile(world.accelerator)
         return progress
@@ -107,9 +96,10 @@ class TrainingRun:
                 slow = {"slow_rank": rank, "host": store.host(rank)}
                 slow |= {"epoch": epoch, "times_median": round(times, 1)}
                 self.folder.append_metrics(step, slow)
-                self.console.note(slow_line(rank, store.host(rank), times))
-        trained_s, epochs = time.monotonic() - self.began[0], self.config.recipe.epochs
-        self.hints.after_step(trained_s, self.left_s() or 0.0, epochs, self.stop.has_launcher)
+                self.console.print(
+                    f"slow       rank {rank} on {store.host(rank)} takes {times:.1f} times as long"
+                    " as the others, which wait for it; see what else runs there"
+                )
 
     def evaluate(self, phase: str, net: nn.Module, loader: DataLoader[Any]) -> Metrics:
         """Return the metrics of a split that `make_eval_loader` made, as `evaluate_split` does."""
@@ -131,7 +121,6 @@ class TrainingRun:
         every = -(-recipe.epochs // EPOCH_LINES)
         if progress.epoch % every == 0 or progress.epoch == recipe.epochs or progress.stopped_by:
             self.console.print(summary.epoch_line(epoch, recipe.epochs, means, validation))
-        self.hints.after_epoch(means["accuracy"], validation, recipe)
         if progress.stopped_by:
             self.console.print(f"stopped by {progress.stopped_by} after epoch {progress.epoch}")
 
@@ -208,5 +197,5 @@ class TrainingRun:
         times = accelerator.gather(torch.tensor([mine], device=accelerator.device)).tolist()
         outcome = summary.summarise(self.config, self.world, images, state, test, times)
         self.folder.write_json(SUMMARY, outcome)
-        self.console.print(summary.last_lines(outcome, self.folder, self.hints.overfits))
+        self.console.print(summary.last_lines(outcome, self.folder))
         return outcome

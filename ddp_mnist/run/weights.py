@@ -6,12 +6,11 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from ddp_mnist.data.image_format import ImageFormat
-from ddp_mnist.errors import CheckpointError, UsageError, reason
+from ddp_mnist.errors import CheckpointError, UsageError, blame, reason
 from ddp_mnist.nets import own_code
 from ddp_mnist.nets.build import build_net
 from ddp_mnist.nets.initial_weights import METADATA_KEY
@@ -81,7 +80,7 @@ def read_bytes(run: str) -> bytes:
 
 def from_bytes(content: bytes, where: str) -> Trained:
     """Rebuild the net. Raise CheckpointError if the bytes are damaged or of another program."""
-    try:
+    with blame(f"{where}: {MODEL}", CheckpointError):
         header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
         about = json.loads(header["__metadata__"][METADATA_KEY])
         name, classes, version = about["architecture"], about["classes"], about.get("version", 1)
@@ -91,19 +90,14 @@ def from_bytes(content: bytes, where: str) -> Trained:
                 " use the code that trained it, or train it again"
             )
         image_format = ImageFormat.from_dict(about["preparation"])
-        own_code.begin()
-        if not is_known(name):
-            own_code.check_unchanged("--model", name, about["code"], where)
-        net, state = build_net(name, classes, image_format), load(content)
+        try:
+            if not is_known(name):
+                own_code.check_unchanged("--model", name, about["code"], where)
+            net, state = build_net(name, classes, image_format), load(content)
+        except UsageError as error:  # of --model, as typed for the training
+            raise CheckpointError(f"{where}: {error}") from error
         dtypes = [tensor.dtype for tensor in state.values() if tensor.is_floating_point()]
         net.to(dtypes[0])
         net.net.load_state_dict(state)
-    except UsageError as error:  # of --model, as typed for the training
-        raise CheckpointError(f"{where}: {error}") from error
-    except (ValueError, LookupError, TypeError, RuntimeError, SafetensorError) as error:
-        raise CheckpointError(
-            f"{where}: {MODEL} is damaged or not from ddp_mnist ({type(error).__name__});"
-            " train the run again"
-        ) from error
     model = with_test_time_augmentation(net, name).eval()
     return Trained(net, model, name, classes, image_format)

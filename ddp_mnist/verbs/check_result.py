@@ -1,4 +1,4 @@
-"""CheckResult, the outcome of one check of verify, doctor or bench: its line, fix and figures."""
+"""CheckResult, the outcome of one check of verify or doctor: its line, fix and figures."""
 
 import platform
 from collections.abc import Iterable, Mapping, Sequence
@@ -8,11 +8,11 @@ from typing import Any, NamedTuple, Self
 
 from ddp_mnist.cluster import hardware
 from ddp_mnist.errors import DdpMnistError
-from ddp_mnist.run.console import coloured, wrapped
+from ddp_mnist.run.console import coloured
 from ddp_mnist.run.versions import package_versions
 
 PASS, WARN, FAIL = "PASS", "WARN", "FAIL"
-INDENT = " " * 21
+INDENT = " " * 21  # of the text in a line
 FIX = "do what their lines say, then check again"
 
 
@@ -33,10 +33,9 @@ class CheckResult(NamedTuple):
         return cls(FAIL, name, text or fix, fix if text else "")
 
     def __str__(self) -> str:
-        """Return lines of at most 80 columns, in colour; the fix begins a new line."""
-        lines = wrapped(self.text, f"{self.status}  {self.name:<14} ", INDENT)
-        lines += wrapped(self.fix, f"{INDENT}-> ", f"{INDENT}   ")
-        return coloured(self.status) + "\n".join(lines).removeprefix(self.status)
+        """Return the line, its status in colour; the fix begins a line of its own."""
+        fix = f"\n{INDENT}-> {self.fix}" if self.fix else ""
+        return f"{coloured(self.status)}  {self.name:<14} {self.text}{fix}"
 
 
 passed, warned, failed = (partial(CheckResult, status) for status in (PASS, WARN, FAIL))

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 
 from ddp_mnist.cluster import rendezvous
-from ddp_mnist.cluster.device import within_memory
 from ddp_mnist.cluster.launch import Launch, find_launch
 from ddp_mnist.cluster.world import broadcast_bytes, join_world
 from ddp_mnist.config.distribution import Distribution
@@ -23,7 +22,15 @@ from ddp_mnist.config.recipe import Recipe
 from ddp_mnist.config.run import RunFlags
 from ddp_mnist.data import cache
 from ddp_mnist.data.batches import ImageData, Rows, train_val_test_split
-from ddp_mnist.errors import CheckpointError, DataError, UsageError, joined, printable, shown_name
+from ddp_mnist.errors import (
+    CheckpointError,
+    DataError,
+    UsageError,
+    blame,
+    joined,
+    printable,
+    shown_name,
+)
 from ddp_mnist.nets import own_code
 from ddp_mnist.run import evaluation, weights
 from ddp_mnist.run.console import Console, as_json, warn
@@ -63,12 +70,9 @@ def evaluate_run(
             store.broadcast_from_rank0("unseen", lambda: _check_unseen(flags, images, rows))
         model, classes = trained.model.to(accelerator.device), len(trained.classes)
         loader = evaluation.make_eval_loader(accelerator, rows, flags.batch_size)
-        size = loader.total_batch_size // accelerator.num_processes  # of a process, at once
-        fix = f"use --batch-size {size // 2}" if size > 1 else "evaluate with --cpu"
-        with within_memory(accelerator.device, lambda: (f"--batch-size {size}", fix)):
-            metrics = evaluation.evaluate_split(
-                accelerator, model, loader, classes, scores=config["metrics"], loss=loss
-            )
+        metrics = evaluation.evaluate_split(
+            accelerator, model, loader, classes, scores=config["metrics"], loss=loss
+        )
         if not accelerator.is_main_process:
             return None
         return {
@@ -92,26 +96,16 @@ def _read_config(run: str, metrics: Sequence[str]) -> dict[str, Any]:
     A flag newer than the run has its default; --metrics, if typed, replaces the run's. Raise
     CheckpointError if config.json is damaged, UsageError for an unknown metric.
     """
-    try:
+    with blame(f"{run}: {CONFIG}", CheckpointError):
         config = read_json(Path(run) / CONFIG)
         given = config["run"] | config["recipe"]
         found = {name: given[name] for name in ("dataset", "val_size")}  # of any version
         found |= {"digest": config["digest"], "own_code": config.get("own_code")}
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        why = f"{CONFIG} is missing or damaged; name a run that `train` wrote"
-        raise CheckpointError(f"{run}: {why}") from error
     found["summary"] = read_if_whole(Path(run) / SUMMARY)
     found = flag_values(RunFlags()) | flag_values(Recipe()) | given | found
-    try:
-        evaluation.check_scores(metrics or found["metrics"])
-    except UsageError as error:
-        if metrics:
-            raise
-        raise UsageError(
-            f"{run}: its {str(error).partition(';')[0]}; call this where the run was started, or"
-            " name others, as --metrics accuracy"
-        ) from error
-    return found | {"metrics": metrics or found["metrics"]}
+    found["metrics"] = metrics or found["metrics"]
+    evaluation.check_scores(found["metrics"])
+    return found
 
 
 def _load(flags: Evaluate, config: dict[str, Any], trained: weights.Trained) -> ImageData:

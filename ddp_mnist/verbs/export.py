@@ -1,6 +1,6 @@
 """The verb `export`: a run's model for use elsewhere, each file checked for equal outputs.
 
-    ddp-mnist export runs/latest                    # RUN/export/: safetensors, torch.export, a card
+    ddp-mnist export runs/latest                    # RUN/export/: safetensors and a card
     ddp-mnist export runs/latest --format onnx      # needs the extra `onnx`
 
 Every file takes uint8 images [B, C, H, W] with any B, and returns logits [B, classes]: the model
@@ -9,7 +9,6 @@ written before all formats are checked, and never a file whose outputs differ.
 """
 
 import contextlib
-import importlib.util
 import io
 import json
 import logging
@@ -22,27 +21,26 @@ from torch import Tensor
 
 from ddp_mnist import __version__
 from ddp_mnist.config.faults import wrong_on_purpose
-from ddp_mnist.errors import CheckFailed, CheckpointError, UsageError, printable, reason
+from ddp_mnist.errors import CheckFailed, CheckpointError, UsageError, blame, printable
 from ddp_mnist.run import folder, weights
-from ddp_mnist.run.console import Console, passing
+from ddp_mnist.run.console import Console
 from ddp_mnist.run.weights import Trained
 from ddp_mnist.verbs.flags import EXPORTS, Export
 from ddp_mnist.verbs.render import render
 
 CARD, ABOUT = "README.md", "config.json"
 CHECKED_IMAGES = 100
+LEAVE_OUT = "leave that format out; onnx needs pip install 'ddp-mnist[onnx]'"
 LIMIT = 1e-4  # share of the largest logit, or of 1: other libraries sum in another order
 ANY_BATCH = ({0: torch.export.Dim("batch", min=1)},)
 Outputs = Callable[[Tensor], Tensor]  # of images, logits
 
 
 def run(flags: Export) -> None:
-    """Write the files and a model card, replacing an earlier export; print where."""
-    packages = ("onnx", "onnxscript", "onnxruntime") if "onnx" in flags.format else ()
-    if need := [package for package in packages if importlib.util.find_spec(package) is None]:
-        raise UsageError(
-            f"--format onnx: needs {', '.join(need)}; pip install {' '.join(need)}, or leave it out"
-        )
+    """Write the files and a model card, replacing an earlier export; print where.
+
+    Raise UsageError for a net that a format cannot hold, or if its packages are missing.
+    """
     out = Path(flags.out or Path(flags.run) / "export")
     refuse_other_files(out)
     trained = weights.from_bytes(weights.read_bytes(flags.run), flags.run)
@@ -51,8 +49,9 @@ def run(flags: Export) -> None:
     contents, failed = dict[str, bytes](), list[str]()
     for name in flags.format:
         file, (write, read) = EXPORTS[name], CONVERTERS[name]
-        with passing(f"writing and checking {file} ..."), quiet():
-            content = written(write, name, trained)
+        console.print(f"writing    {file}, and checking it")
+        with blame(f"--format {name}", UsageError, LEAVE_OUT), quiet():
+            content = write(trained)
             apart, limit = largest_difference(trained, read(content))
         if apart <= limit:
             contents[file] = content
@@ -76,7 +75,7 @@ def write_folder(
     out: Path, contents: dict[str, bytes], trained: Trained, flags: Export, console: Console
 ) -> None:
     """Write the files and their card; remove those of an earlier export. Raise StorageError."""
-    card = model_card(trained, flags, list(contents))
+    card = model_card(trained, flags)
     about = {"architecture": trained.architecture, "classes": trained.classes}
     others = {CARD: card.encode(), ABOUT: folder.to_json(about).encode()}
     with folder.storage_errors(out, "--out"):
@@ -87,17 +86,6 @@ def write_folder(
             if file not in contents and (out / file).exists():
                 (out / file).unlink()
                 console.print(f"{file}: removed, of an earlier export; name all in one --format")
-
-
-def written(write: Callable[[Trained], bytes], name: str, trained: Trained) -> bytes:
-    """Return the file's content. Raise UsageError for a net that the format cannot hold."""
-    try:
-        return write(trained)
-    except Exception as error:  # of many types, e.g. for an `if` on the pixels
-        raise UsageError(
-            f"--format {name}: {trained.architecture} cannot be exported ({reason(error)}); leave"
-            " that format out: --format safetensors"
-        ) from error
 
 
 def refuse_other_files(out: Path) -> None:
@@ -117,7 +105,7 @@ def largest_difference(trained: Trained, outputs: Outputs) -> tuple[float, float
     """
     stream, size = torch.Generator().manual_seed(0), (CHECKED_IMAGES, *trained.image_format.shape)
     images = torch.randint(0, 256, size, generator=stream, dtype=torch.uint8)
-    with torch.no_grad():  # exported programs refuse tensors of inference mode
+    with torch.no_grad():
         expected, alone = trained.model(images), trained.model(images[:1])
         apart = torch.cat([outputs(images) - expected, outputs(images[:1]) - alone]).abs().max()
     return apart.item(), LIMIT * max(1.0, expected.abs().max().item())
@@ -126,23 +114,10 @@ def largest_difference(trained: Trained, outputs: Outputs) -> tuple[float, float
 # --- The formats: each is written from a trained net, and read back as users will read it
 
 
-def example(trained: Trained) -> tuple[Tensor]:
-    """Return the inputs with which a model is traced."""
-    return (torch.zeros(2, *trained.image_format.shape, dtype=torch.uint8),)
-
-
 def write_safetensors(trained: Trained) -> bytes:
     """Return the weights under the names of the net's parameters."""
     state, image_format = trained.net.net.state_dict(), trained.image_format
     return weights.to_bytes(state, trained.architecture, trained.classes, image_format)
-
-
-def write_program(trained: Trained) -> bytes:
-    """Return weights and computation, for torch.export.load, which does not need this package."""
-    buffer = io.BytesIO()
-    program = torch.export.export(trained.model, example(trained), dynamic_shapes=ANY_BATCH)
-    torch.export.save(program, buffer)
-    return buffer.getvalue()
 
 
 def write_onnx(trained: Trained) -> bytes:
@@ -151,7 +126,7 @@ def write_onnx(trained: Trained) -> bytes:
 
     program = torch.onnx.export(
         trained.model,
-        example(trained),
+        (torch.zeros(2, *trained.image_format.shape, dtype=torch.uint8),),
         input_names=["images"],
         output_names=["logits"],
         dynamic_shapes=ANY_BATCH,
@@ -194,7 +169,7 @@ def read_onnx(content: bytes) -> Outputs:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Silence torch.export, which warns, logs and prints about its internals."""
+    """Silence torch.onnx.export, which warns, logs and prints about its internals."""
     logging.disable(logging.WARNING)
     try:
         with (
@@ -209,7 +184,6 @@ def quiet() -> Iterator[None]:
 
 CONVERTERS: dict[str, tuple[Callable[[Trained], bytes], Callable[[bytes], Outputs]]] = {
     "safetensors": (write_safetensors, lambda content: weights.from_bytes(content, "it").model),
-    "torch": (write_program, lambda content: torch.export.load(io.BytesIO(content)).module()),
     "onnx": (write_onnx, read_onnx),
 }
 
@@ -217,31 +191,23 @@ CONVERTERS: dict[str, tuple[Callable[[Trained], bytes], Callable[[bytes], Output
 # --- The card
 
 
-def model_card(trained: Trained, flags: Export, files: list[str]) -> str:
-    """Return README.md as the Hugging Face Hub reads it; every figure is the run's own.
+def model_card(trained: Trained, flags: Export) -> str:
+    """Return README.md as the Hugging Face Hub reads it.
 
-    A folder of data is named by its digest, not by its path. Raise CheckpointError if summary.json
-    is missing or damaged.
+    Raise CheckpointError if summary.json is missing or damaged.
     """
-    try:
-        summary = folder.read_json(Path(flags.run) / folder.SUMMARY)
-    except (OSError, ValueError) as error:
-        why = f"{folder.SUMMARY} is missing or damaged ({reason(error)})"
-        raise CheckpointError(f"{flags.run}: {why}; export a finished run") from error
-    kind, _, place = summary["dataset"]["source"].partition(":")
-    scores = {"accuracy": summary["test_accuracy"], **summary["metrics"]}
+    file = Path(flags.run) / folder.SUMMARY
+    with blame(str(file), CheckpointError):
+        summary = folder.read_json(file)
     return render(
         "model_card.md",
-        trained=trained,
         s=summary,
+        about=metadata(trained),
+        architecture=trained.architecture,
+        classes=trained.classes,
+        notes=trained.image_format.notes,
         license=flags.license,
-        files=files,
-        scores={metric: value for metric, value in scores.items() if value is not None},
-        weights=Path(summary["weights"] or "").name,  # that training began from
-        parameters=sum(parameter.numel() for parameter in trained.net.parameters()),
         wrong=wrong_on_purpose(summary["inject"]),
         name=printable(summary["dataset"]["name"]),
-        hub_id=place if kind == "hub" else None,
-        in_a_folder=Path(place).is_absolute(),
         version=__version__,
     )

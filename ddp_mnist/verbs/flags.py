@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-from ddp_mnist.config import launch_configs
 from ddp_mnist.config.faults import FAULT_NAMES
 from ddp_mnist.config.flag_fields import Flags, argument, flag
 
@@ -11,13 +10,7 @@ CACHE_DIR = "Folder of decoded images [$DDP_MNIST_CACHE, else ~/.cache/ddp_mnist
 DATASET = "Data set, as for train."
 EXPORTS = {  # the file of each format
     "safetensors": "model.safetensors",
-    "torch": "model.pt2",
     "onnx": "model.onnx",
-}
-BENCHES = {  # a sentence of each
-    "loop": "Time train.py's loop against plain_ddp.py's (a minute).",
-    "startup": "Time the start, up to the first step, against a minimal program (two minutes).",
-    "scaling": "Time 1 to N processes against independent ones, and break down one step (minutes).",
 }
 
 
@@ -61,15 +54,13 @@ class Report(Flags):
     """The flags of `report`.
 
     for example:
-      ddp-mnist report runs/mnist-001 runs/mnist-002 --out compared.html
+      ddp-mnist report runs/latest --out page.html
     """
 
-    runs: tuple[str, ...] = argument("RUN", RUN)
-    out: str | None = flag(
-        None, "Page to write [RUN/report.html; of several, next to RUN].", metavar="FILE"
-    )
+    run: str = argument("RUN", RUN)
+    out: str | None = flag(None, "Page to write [RUN/report.html].", metavar="FILE")
     png: bool = flag(False, "Also write each curve as a PNG, next to the page.")
-    dataset: str | None = flag(None, "Where the runs' images are now, if they were moved.")
+    dataset: str | None = flag(None, "Where the run's images are now, if they were moved.")
     cache_dir: str | None = flag(None, CACHE_DIR)
 
 
@@ -83,8 +74,8 @@ class Export(Flags):
 
     run: str = argument("RUN", RUN)
     format: tuple[str, ...] = flag(
-        ("safetensors", "torch"),
-        "safetensors, torch (torch.export) or onnx; separate several with commas.",
+        ("safetensors",),
+        "safetensors or onnx; separate both with a comma.",
         choices=tuple(EXPORTS),
         metavar="A,B",
     )
@@ -109,27 +100,11 @@ class Prepare(Flags):
 
 
 @dataclass(frozen=True)
-class Configs(Flags):
-    """The flags of `configs`.
-
-    for example:
-      ddp-mnist configs my_configs
-    """
-
-    folder: str = argument(
-        "DIR",
-        f"Folder to write the files to [{launch_configs.FOLDER}].",
-        default=launch_configs.FOLDER,
-    )
-
-
-@dataclass(frozen=True)
 class Doctor(Flags):
     """The flags of `doctor`.
 
     for example:
-      ddp-mnist doctor --save good.json
-      ddp-mnist doctor --against good.json
+      ddp-mnist doctor --minutes 30
     """
 
     processes: int | None = flag(
@@ -141,13 +116,6 @@ class Doctor(Flags):
     cache_dir: str | None = flag(None, CACHE_DIR)
     run_dir: str = flag("runs", "Folder in which runs will be written.")
     json: bool = flag(False, "Print one JSON object on stdout.")
-    save: str | None = flag(None, "Also write the results as JSON to this file.", metavar="FILE")
-    against: str | None = flag(
-        None, "Compare speeds with those that a machine of the same type saved.", metavar="FILE"
-    )
-    tolerance: float = flag(
-        0.5, "0.5: FAIL above 1.5 times the saved time, or below 1/1.5 of the speed.", least=0
-    )
 
 
 @dataclass(frozen=True)
@@ -170,22 +138,3 @@ class Verify(Flags):
         None, "Inject a fault, which a check has to catch; exit code 1.", choices=FAULT_NAMES
     )
     save: str = flag("verify.json", "Write the results to this file.", metavar="FILE")
-
-
-@dataclass(frozen=True)
-class Bench(Flags):
-    """The flags of `bench`.
-
-    for example:
-      ddp-mnist bench loop --repeats 5
-    """
-
-    what: str = argument("WHAT", "Benchmark to run, one of those below.", BENCHES)
-    dataset: str = flag("mnist", DATASET)
-    cache_dir: str | None = flag(None, CACHE_DIR)
-    processes: int | None = flag(
-        None, "Number of processes [one per GPU, else 2; loop: at least 2].", least=1, most=10**4
-    )
-    repeats: int = flag(11, "Number of rounds.", least=5, most=10**4)
-    check: bool = flag(False, "End with exit code 1 if a goal is missed.")
-    json: bool = flag(False, "Print one JSON object on stdout.")

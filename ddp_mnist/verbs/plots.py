@@ -1,8 +1,8 @@
-"""The curves of runs as matplotlib figures: inline SVG for the report, PNG on demand."""
+"""The curves of a run as matplotlib figures: inline SVG for the report, PNG on demand."""
 
 import io
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import matplotlib
@@ -21,8 +21,7 @@ CURVES = {  # titles of the values in metrics.jsonl
 }
 
 STYLE = matplotlib.rc_params_from_file(TEMPLATES / "curves.mplstyle", use_default_template=False)
-LEGEND_COLUMNS = 3
-DOTS = 40  # per line, at most: more would overlap and hide it
+DOTS = 40  # at most: more would overlap and hide the line
 
 
 def title(key: str) -> str:
@@ -30,27 +29,15 @@ def title(key: str) -> str:
     return CURVES.get(key) or f"Validation {key.removeprefix('val_')}"
 
 
-def draw(key: str, runs: Mapping[str, Sequence[dict[str, Any]]]) -> Figure | None:
-    """Return a figure of one curve, with a line per run; None if no run has two points.
-
-    `runs` are the lines of metrics.jsonl by the run's name.
-    """
-    points = {
-        name: [(line["step"], line[key]) for line in lines if line.get(key) is not None]
-        for name, lines in runs.items()
-    }
-    if max(map(len, points.values()), default=0) < 2:
+def draw(key: str, lines: Sequence[dict[str, Any]]) -> Figure | None:
+    """Return a figure of one curve of lines of metrics.jsonl; None if it has no two points."""
+    points = [(line["step"], line[key]) for line in lines if line.get(key) is not None]
+    if len(points) < 2:
         return None
-    legend_rows = -(-len(runs) // LEGEND_COLUMNS) if len(runs) > 1 else 0
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(4.4, 2.5 + 0.16 * legend_rows), layout="constrained")
+        figure = Figure(figsize=(4.4, 2.5), layout="constrained")
         axes = figure.add_subplot(title=title(key), xlabel="optimizer step")
-        for name, line in points.items():  # even if empty: a run has the same colour in all curves
-            # matplotlib leaves out names that begin with _, but not behind a space of no width
-            marker = "o" if len(line) <= DOTS else ""
-            axes.plot(*np.reshape(line, (-1, 2)).T, marker=marker, label=f"\u200b{name}")
-        if legend_rows:
-            figure.legend(loc="outside lower left", ncols=LEGEND_COLUMNS)
+        axes.plot(*np.transpose(points), marker="o" if len(points) <= DOTS else "")
     return figure
 
 

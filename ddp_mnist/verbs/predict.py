@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import PIL.Image
+import PIL
 import torch
 
 from ddp_mnist.data import folders
@@ -25,7 +25,7 @@ from ddp_mnist.data.decode import decode_image, open_image, reads_heif
 from ddp_mnist.data.image_format import ImageFormat
 from ddp_mnist.errors import DataError, UsageError, printable, reason, shown_name
 from ddp_mnist.run import weights
-from ddp_mnist.run.console import Console, as_json, warn, width_of, wrapped
+from ddp_mnist.run.console import Console, as_json, warn
 from ddp_mnist.run.folder import check_place, storage_errors
 from ddp_mnist.run.weights import Trained
 from ddp_mnist.verbs.digit_photos import as_mnist
@@ -33,8 +33,6 @@ from ddp_mnist.verbs.flags import Predict
 
 STDIN = Path("-")
 LISTED, IN_A_TABLE = 10, 3  # the most probable classes
-# Columns of a table: for a file's name at least, and for a class's name at most.
-FILE, LABEL = 12, 30
 MOST_SHOWN, PER_ROW, INCHES, DPI = 64, 8, 1.3, 100  # in the picture that --show writes
 LETTERS = 18  # above an image of INCHES, each 0.6 of 8 points wide
 
@@ -60,36 +58,24 @@ def run(flags: Predict) -> None:
 def table(
     answers: Iterable[dict[str, Any]], files: Sequence[str], classes: Sequence[str]
 ) -> Iterator[str]:
-    """Yield a heading, then a line for each answer: file, label, probability, and next classes.
-
-    To fit the terminal's width, the beginning of a long file name is left out, and then all of the
-    next classes but the first.
-    """
+    """Yield a heading, then a line for each answer: file, label, probability, and next classes."""
     from tqdm.utils import disp_len  # a Chinese letter takes two columns
 
     def padded(text: str, columns: int) -> str:
         return text + " " * (columns - disp_len(text))
 
-    width = width_of(sys.stdout)
-    second = min(LABEL, max(map(disp_len, ["label", *map(shown_name, classes)])))
-    rest = 2 * second + 25  # columns of the label, the probability and one of the next classes
-    first = min(max(map(disp_len, ["file", *files])), max(FILE, width - rest))
+    first = max(map(disp_len, ["file", *map(printable, files)]))
+    second = max(map(disp_len, ["label", *map(shown_name, classes)]))
     yield f"{padded('file', first)}   {padded('label', second)}   probability   next"
     for each in answers:
-        file = printable(each["file"])
-        while disp_len(file) > first:
-            file = f"...{file[4:]}"
-        line = f"{padded(file, first)}   "
+        file = padded(printable(each["file"]), first)
         if "error" in each:
-            yield "\n".join(wrapped(each["error"], line, " " * disp_len(line), width))
+            yield f"{file}   {each['error']}"
             continue
-        names = [f"{shown_name(name)} {share:.2f}" for name, share in each["probabilities"].items()]
-        line += f"{padded(shown_name(each['label']), second)}   {each['probability']:<11.2f}"
-        for other in names[1:]:
-            if disp_len(line) + 3 + disp_len(other) > width:
-                break
-            line += f"   {other}"
-        yield line.rstrip()
+        label = padded(shown_name(each["label"]), second)
+        _, *others = each["probabilities"].items()
+        rest = "   ".join(f"{shown_name(name)} {share:.2f}" for name, share in others)
+        yield f"{file}   {label}   {each['probability']:<11.2f}   {rest}".rstrip()
 
 
 def load(flags: Predict) -> Trained:
@@ -162,16 +148,11 @@ def read_image(file: Path, image_format: ImageFormat, digit_photos: bool) -> np.
             return decode_image(image, image_format.shape)
     except DataError:
         raise
-    except FileNotFoundError as error:
-        raise DataError("no such file or directory; check the path") from error
-    except PIL.Image.DecompressionBombError as error:
-        raise DataError(f"{reason(error).partition(',')[0].lower()}; make it smaller") from error
     except Exception as error:  # OSError, SyntaxError, ValueError, struct.error and more
-        is_systems = isinstance(error, OSError) and error.errno  # else Pillow's, in many lines
-        why = reason(error).lower() if is_systems else "not an image that Pillow can read"
+        unknown = isinstance(error, PIL.UnidentifiedImageError)
+        why = "of no format that Pillow knows" if unknown else reason(error)
         heif = file.suffix.lower() in folders.HEIF and not reads_heif()
-        fix = f"{folders.HEIF_FIX}, or give" if heif else "give"
-        raise DataError(f"{why}; {fix} a whole PNG or JPEG file") from error
+        raise DataError(why + f"; {folders.HEIF_FIX}" * heif) from error
 
 
 # --- The picture that --show writes

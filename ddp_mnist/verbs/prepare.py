@@ -10,9 +10,9 @@ def run(flags: Prepare) -> None:
     """Fill the cache; print its data set."""
     console = Console(True)
     image_options = ImageOptions.of(vars(flags))
-    name, notes = cache.choose(flags.dataset, flags.cache_dir, image_options, console.note)
+    name, notes = cache.choose(flags.dataset, flags.cache_dir, image_options, console.print)
     images = cache.prepare(
-        name, flags.cache_dir, image_options, refresh=flags.refresh, log=console.note
+        name, flags.cache_dir, image_options, refresh=flags.refresh, log=console.print
     )
     for note in [*notes, *images["warnings"], *images["careful"], *images["image_format"].notes]:
         console.print(note)

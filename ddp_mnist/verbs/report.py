@@ -1,7 +1,6 @@
-"""The verb `report`: write one HTML file about one or more runs, which needs nothing else.
+"""The verb `report`: write one HTML file about a run, which needs nothing else.
 
     ddp-mnist report runs/latest
-    ddp-mnist report runs/mnist-001 runs/mnist-002
 
 The page is verbs/templates/report.html; plots.py draws its curves. It needs no network and no
 script, is light or dark as the reader's system, and its figures are those of summary.json. The
@@ -11,12 +10,12 @@ images that the model got wrong are found by running it once more, which takes s
 import base64
 import io
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import numpy as np
 import PIL.Image
 import torch
@@ -26,12 +25,12 @@ from ddp_mnist.config.image_options import ImageOptions
 from ddp_mnist.data import cache
 from ddp_mnist.data.batches import ImageData, eval_batch_size
 from ddp_mnist.data.sources import find_source
-from ddp_mnist.errors import CheckpointError, DataError, DdpMnistError, printable, reason
+from ddp_mnist.errors import CheckpointError, DataError, DdpMnistError, blame, printable
 from ddp_mnist.run import folder, weights
 from ddp_mnist.run.console import Console, warn
 from ddp_mnist.run.evaluation import MANY_CLASSES, most_confused, unpacked
-from ddp_mnist.run.hints import overfits, overfitting
 from ddp_mnist.run.summary import changed_since
+from ddp_mnist.system.locks import is_held
 from ddp_mnist.verbs import plots
 from ddp_mnist.verbs.flags import Report
 from ddp_mnist.verbs.render import render
@@ -39,6 +38,8 @@ from ddp_mnist.verbs.render import render
 MOST_WRONG = 24
 TOP, TOP_FROM = 5, 20  # the top-5 accuracy is shown for so many classes or more
 LEARNED = 0.9  # of the training images
+TOO_FAR = 0.1  # the other images' accuracy below that of the training images
+PRETRAINED = "torchvision:resnet18"
 # Entries of summary.json that are not among the settings
 LISTS = ("ranks", "confusion", "classes", "class_accuracy", "images_per_class", "notes")
 
@@ -65,25 +66,16 @@ def run(flags: Report) -> None:
     """
     folder.check_place(flags.out, "--out")
     console = Console(True)
-    console.print("reading    the runs and their predictions")
-    once = dict[Path, Path]()  # several of the paths may lead to one folder
-    for typed in map(Path, flags.runs):
-        once.setdefault(typed.resolve(), typed)
-    runs = [read_run(path) for path in once.values()]
-    if len({run.name for run in runs}) < len(runs):
-        for run in runs:
-            run.name = printable(str(run.path))
-    finished = [run for run in runs if run.status["state"] == "finished"]
-    changed = [change for run in finished if (change := find_mistakes(run, flags))]
-    scores = [f"val_{name}" for run in runs for name in run.config["recipe"]["metrics"]]
-    metrics = {run.name: run.metrics for run in runs}
-    keys = dict.fromkeys([*plots.CURVES, *scores])
-    figures = {key: figure for key in keys if (figure := plots.draw(key, metrics))}
+    console.print("reading    the run and its predictions")
+    run = read_run(Path(flags.run))
+    changed = find_mistakes(run, flags) if run.status["state"] == "finished" else ""
+    scores = [f"val_{name}" for name in run.config["recipe"]["metrics"]]
+    keys = [*plots.CURVES, *scores]
+    figures = {key: figure for key in keys if (figure := plots.draw(key, run.metrics))}
     curves = {plots.title(key): plots.as_svg(figure, key) for key, figure in figures.items()}
-    first = Path(flags.runs[0])
-    page = Path(flags.out or (first if len(runs) == 1 else first.parent) / "report.html")
+    page = Path(flags.out or run.path / "report.html")
     with folder.storage_errors(page, "--out"):
-        folder.write_atomically(page, render_page(runs, curves).encode())
+        folder.write_atomically(page, render_page(run, curves).encode())
         console.print(f"written to {page}")
         for key, figure in figures.items() if flags.png else ():
             picture = page.with_name(f"{page.stem}-{key}.png")
@@ -91,14 +83,15 @@ def run(flags: Report) -> None:
             console.print(f"written to {picture}")
     if changed:
         fix = "put them back, or name a copy of them with --dataset"
-        raise DataError(f"{changed[0]}, so the page shows no mistakes of it; {fix}")
+        raise DataError(f"{changed}, so the page shows no mistakes of it; {fix}")
 
 
 def read_run(path: Path) -> ReportedRun:
     """Return a run folder's content. Raise CheckpointError unless it is a run of this version."""
-    try:
+    with blame(f"{path}: {folder.STATUS}", CheckpointError):
         status = folder.read_json(path / folder.STATUS)
-        if status["state"] == "running" and not folder.writer_of(path):
+    with blame(str(path), CheckpointError):
+        if status["state"] == "running" and not is_held(path / folder.LOCK):
             status["state"] = "killed"
         metrics, summary = path / folder.METRICS, path / folder.SUMMARY
         lines = metrics.read_text(encoding="utf-8").split("\n") if metrics.exists() else []
@@ -110,14 +103,8 @@ def read_run(path: Path) -> ReportedRun:
             folder.read_json(summary) if summary.exists() else {},
             status,
         )
-        render_page([run], {})  # fails if a field is missing
+        render_page(run, {})  # fails if a field is missing
         return run
-    except OSError as error:
-        why = f"holds no run to report on ({Path(error.filename or path).name}: {reason(error)})"
-        raise CheckpointError(f"{path}: {why}; {folder.name_a_run()}") from error
-    except (LookupError, ValueError, TypeError, jinja2.UndefinedError) as error:
-        why = f"is damaged, or of another version of ddp_mnist ({error})"
-        raise CheckpointError(f"{path}: {why}; use that one's report") from error
 
 
 @torch.inference_mode()
@@ -190,9 +177,9 @@ def as_data_uri(image: torch.Tensor) -> str:
 # --- The page's text
 
 
-def render_page(runs: Sequence[ReportedRun], curves: dict[str, str]) -> str:
+def render_page(run: ReportedRun, curves: dict[str, str]) -> str:
     """Return the page's HTML, with `curves`: an <svg> by its title."""
-    facts = {"runs": runs, "curves": curves, "rows": side_by_side(runs)}
+    facts = {"run": run, "curves": curves, "settings": settings_of(run)}
     sizes = {"many": MANY_CLASSES, "most": MOST_WRONG}
     functions = (advice, by_class, most_confused, unpacked)
     return render("report.html", **facts, **sizes, **{each.__name__: each for each in functions})
@@ -213,8 +200,14 @@ def advice(run: ReportedRun) -> str:
         split, other, images = "test", summary["test_accuracy"], summary["test_count"]
     else:
         split, other, images = "validation", summary["val_accuracy"], summary["dataset"]["val_rows"]
-    if overfits(trained, other, images):
-        what, tries = overfitting(recipe["model"], recipe["weights"], recipe["augment"])
+    error = math.sqrt(other * (1 - other) / images)  # of a share of so many images
+    if trained - other >= max(TOO_FAR, 2 * error):
+        what, tries = "the net has learned its images by heart (overfitting)", ["more images"]
+        if not recipe["augment"]:
+            tries.append("--augment")
+        if not recipe["weights"]:
+            net = "" if recipe["model"].startswith("torchvision:") else f"--model {PRETRAINED} "
+            tries.append(f"{net}--weights DEFAULT")
     elif max(trained, other) < LEARNED:
         what = "the net has not learned its images yet (underfitting)"
         tries = ["more --epochs", "a larger --image-size", "another --model"]
@@ -240,17 +233,13 @@ def by_class(names: list[str], matrix: np.ndarray) -> Iterator[tuple[str | int, 
     return zip(names, *counts, taken_for, strict=True)
 
 
-def side_by_side(runs: Sequence[ReportedRun]) -> dict[str, list[Any]]:
-    """Return each run's value by its name: the results, then every setting."""
-    columns = []
-    for run in runs:
-        column = {"state": run.status["state"]}
-        for name, value in run.summary.items() if column["state"] == "finished" else ():
-            inner = value if isinstance(value, dict) else {"": value}
-            if name not in LISTS:
-                column |= {f"{name} {key}".strip(): each for key, each in inner.items()}
-        for group in ("run", "recipe", "distribution"):
-            column |= {flag_name(name): value for name, value in run.config[group].items()}
-        columns.append(column)
-    names = dict.fromkeys(name for column in columns for name in column)
-    return {name: [column.get(name, "") for column in columns] for name in names}
+def settings_of(run: ReportedRun) -> dict[str, Any]:
+    """Return by name the results, if the run has finished, and every setting."""
+    found = {"state": run.status["state"]}
+    for name, value in run.summary.items() if found["state"] == "finished" else ():
+        inner = value if isinstance(value, dict) else {"": value}
+        if name not in LISTS:
+            found |= {f"{name} {key}".strip(): each for key, each in inner.items()}
+    for group in ("run", "recipe", "distribution"):
+        found |= {flag_name(name): value for name, value in run.config[group].items()}
+    return found

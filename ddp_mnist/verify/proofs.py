@@ -34,7 +34,7 @@ from ddp_mnist.run import weights
 from ddp_mnist.run.console import Console, coloured, count
 from ddp_mnist.run.evaluation import evaluate_split, make_eval_loader
 from ddp_mnist.run.faults import count_padding
-from ddp_mnist.run.folder import check_place, save_json
+from ddp_mnist.run.folder import check_place, storage_errors, to_json, write_atomically
 from ddp_mnist.verbs import check_result
 from ddp_mnist.verbs.check_result import FAIL, PASS, CheckResult, check, describe, failed, worst
 from ddp_mnist.verbs.flags import Verify
@@ -88,7 +88,8 @@ def run(flags: Verify) -> None:
         console.print(str(line))
     head = {"passed": worst(checks) == PASS, "processes": [1, *sizes], "injected": flags.inject}
     head |= {"dataset": flags.dataset, "model": config.recipe.model, "loss": config.recipe.loss}
-    save_json(save, describe(checks, "checks", **head))
+    with storage_errors(save, "--save"):
+        write_atomically(save, to_json(describe(checks, "checks", **head)).encode())
     if wrong := failure_summary(checks, flags.inject):
         raise CheckFailed(wrong)
     passed = coloured(PASS, f"all {len(checks)} checks passed")
