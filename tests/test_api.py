@@ -78,10 +78,9 @@ def refused(function: Any, *args: Any, **keywords: Any) -> str:
 
 ARRAY = np.zeros((4, 4), dtype=np.uint8)
 IMAGE = PIL.Image.fromarray(ARRAY)
-HELP = "unknown keyword; see ddp-mnist VERB --help"
 PATHS = "; save it, and give its path"
 NO_COMMAND_LINES: list[tuple[Any, dict[str, Any], str]] = [
-    (api.train, {"dogs": 1}, f"dogs: {HELP}"),
+    (api.train, {"dogs": 1}, "dogs: unknown keyword; see ddp-mnist VERB --help"),
     (api.train, {"epoch": 1}, "epoch: unknown keyword; did you mean epochs?"),
     (api.evaluate, {"sync_bn": True}, "sync_bn: unknown keyword"),
     (api.train, {"grey": "no"}, "--grey 'no': must be True or False"),

@@ -36,9 +36,9 @@ def take(path: Path, wait: bool = False) -> AcquireReturnProxy[FileLock]:
 
 def is_held(path: Path) -> bool:
     """Return whether a process holds the lock, or may hold it; nothing is written."""
-    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
-        try:
+    try:
+        with path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError:
-            return True
+    except OSError as error:  # it is held, cannot be asked, or may not be read
+        return not isinstance(error, FileNotFoundError)
     return False
