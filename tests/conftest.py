@@ -110,6 +110,7 @@ def clean_environment(tmp_path_factory: pytest.TempPathFactory) -> None:
             del os.environ[name]
     os.environ["DDP_MNIST_CACHE"] = str(tmp_path_factory.mktemp("cache"))
     os.environ["PYTHONPATH"] = python_path(REPOSITORY)
+    os.environ["PYTHONWARNINGS"] = "ignore:flock not supported on this filesystem"
 
 
 @pytest.fixture

@@ -202,6 +202,7 @@ def in_one_interpreter() -> None:
     os.setsid()  # an interrupt is for this test's processes alone
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", "flock not supported on this filesystem")
     with open("err.txt", "wb") as file:
         os.dup2(file.fileno(), 2)
     before, told = what_may_change(), dict[str, Any]()
