@@ -455,7 +455,8 @@ def test_new_images_are_counted_as_predict_labels_them(
         confusion[found["classes"].index(is_), found["classes"].index(taken_for)] += 1
     assert found["confusion"] == confusion.tolist()
     assert (found["accuracy"] > 0.9) == (change is not grey_images and run == "colour")
-    assert confusion.any(0).sum() > 1  # and not by chance
+    if change is not grey_images:  # of which a net that knows colours may answer one for all
+        assert confusion.any(0).sum() > 1  # and not by chance
 
 
 @pytest.mark.usefixtures("here")
