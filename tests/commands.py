@@ -53,6 +53,7 @@ EXIT_RACE = re.compile(
     re.MULTILINE,
 )
 
+WARNINGS = "PYTHONWARNINGS"  # those that a test expects come on top of those of conftest.py
 OPENMP_SEEN = "TEST_OPENMP_SEEN"  # the variable that names the file
 
 
@@ -137,6 +138,8 @@ class Started:
         terminal: int | None = None,
     ) -> None:
         env = {**os.environ, **(variables or {})}
+        if (variables or {}).get(WARNINGS) and WARNINGS in os.environ:
+            env[WARNINGS] = f"{os.environ[WARNINGS]},{env[WARNINGS]}"
         command = [program, *arguments] if program else arguments
         self.process = subprocess.Popen(
             ["setsid", "--ctty", *command] if terminal else command,

@@ -20,6 +20,7 @@ from ddp_mnist import cli
 from ddp_mnist.cluster.local_world import preload, run_world
 from ddp_mnist.system.locks import take
 from tests.commands import REPOSITORY, TRAIN, Ended, Typed, proof, python, python_path, run_here
+from tests.hosts import require_flock
 
 Maker = Callable[[Path], None]
 
@@ -116,11 +117,7 @@ def clean_environment(tmp_path_factory: pytest.TempPathFactory) -> None:
 @pytest.fixture
 def flock(tmp_path: Path) -> None:
     """Skip what is otherwise on a disk without flock; tests/test_locks.py has that."""
-    with tempfile.TemporaryFile(dir=tmp_path) as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError as error:
-            pytest.skip(f"no flock on the disk of {tmp_path} ({error.strerror})")
+    require_flock(tmp_path)
 
 
 @pytest.fixture

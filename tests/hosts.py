@@ -1,6 +1,7 @@
 """Hosts with addresses, names and /etc/hosts of their own: Linux network namespaces. Needs root."""
 
 import contextlib
+import fcntl
 import itertools
 import json
 import os
@@ -8,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -24,6 +26,14 @@ def require_hosts() -> None:
         pytest.skip("this machine does not allow network namespaces")
 
 
+def require_flock(folder: Path) -> None:
+    with tempfile.TemporaryFile(dir=folder) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:
+            pytest.skip(f"no flock on the disk of {folder} ({error.strerror})")
+
+
 def run(*command: str) -> None:
     subprocess.run(command, check=True, capture_output=True, text=True)
 
@@ -38,12 +48,19 @@ class Hosts:
         slow: all links let 20 Mbit/s through, and drop what comes faster.
         ip: 4 or 6; the hosts have no addresses of the other kind.
         decoys: each host's name is the address of an interface that no other host reaches.
+        mute: their name server never answers.
     """
 
     def __init__(
-        self, count: int, *, ip: int = 4, slow: bool = False, decoys: bool = False
+        self,
+        count: int,
+        *,
+        ip: int = 4,
+        slow: bool = False,
+        decoys: bool = False,
+        mute: bool = False,
     ) -> None:
-        self.ip, self.slow, self.decoys = ip, slow, decoys
+        self.ip, self.slow, self.decoys, self.mute = ip, slow, decoys, mute
         number = next(NUMBERS)  # a deleted namespace goes once its last process has gone
         self.names = [f"ddpm{os.getpid()}n{number}h{index}" for index in range(count)]
         self.bridge = f"ddpb{os.getpid() % 10**5}n{number}"  # with p0 behind it, at most 15 letters
@@ -70,6 +87,10 @@ class Hosts:
                 known = [("127.0.0.1", "localhost"), ("::1", "localhost"), (own, name)]
                 known += [(self.address(at), other) for at, other in enumerate(self.names)]
                 hosts.write_text("".join(f"{address} {host}\n" for address, host in known))
+                if self.mute:
+                    server, nobody = f"{SUBNETS[self.ip]}99", "02:00:00:00:00:99"
+                    hosts.with_name("resolv.conf").write_text(f"nameserver {server}\n")
+                    run(*inside, "neigh", "add", server, "lladdr", nobody, "dev", "eth0")
                 if self.decoys:
                     run(*inside, "link", "add", "eth1", "type", "veth", "peer", "eth2")
                     self._give_address(inside, "eth1", own)

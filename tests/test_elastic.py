@@ -20,7 +20,7 @@ import pytest
 from ddp_mnist.run.folder import read_json
 from tests.chaos import newest_step, wait_until, workers_of
 from tests.commands import SLOW, TORCHRUN, Started, fences_of, proof
-from tests.hosts import Hosts, require_hosts
+from tests.hosts import Hosts, require_flock, require_hosts
 from tests.training import check_equal
 
 pytestmark = pytest.mark.system
@@ -167,6 +167,7 @@ def through(happens: Happens, folder: Path) -> Path:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Happens, Future[Path]]]:
     require_hosts()
+    require_flock(tmp_path_factory.getbasetemp())  # else the lock of a lost machine stays
     with ThreadPoolExecutor() as pool:
         folder = tmp_path_factory.mktemp
         yield {each: pool.submit(through, each, folder(each.__name__)) for each in ENDS}
