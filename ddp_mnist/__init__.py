@@ -10,3 +10,11 @@ __version__ = "0.1.0"
 # loaded, so it is set here, at the package's first import. A value that the user has set is kept.
 if not os.environ.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}:
     os.environ["GOMP_SPINCOUNT"] = "10000"
+
+# With one of these, as many clusters set them, OpenMP binds the main thread to its first core while
+# torch is loaded: every process of a machine to the same one. So they are kept from it.
+BINDING = {
+    name: os.environ.pop(name)
+    for name in ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
+    if name in os.environ
+}

@@ -15,6 +15,7 @@ are started as always with Accelerate: `accelerate.notebook_launcher(train_it, n
 
 import contextlib
 import os
+import random
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,6 +23,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from ddp_mnist.cluster.hardware import is_forked
@@ -59,7 +61,7 @@ def evaluate(run: str | Path, **flags: Any) -> dict[str, Any] | None:
     typed = checked({"run": run, **flags}, Evaluate, Distribution)
     own, distribution = Evaluate.of(typed), Distribution.of(typed)
     with process_as_found():
-        return evaluation.evaluate_run(own, distribution, find_launch(distribution))
+        return evaluation.evaluate_run(own, distribution, find_launch(distribution, trains=False))
 
 
 def predict(
@@ -97,7 +99,7 @@ def checked(typed: dict[str, Any], *groups: type[Flags]) -> dict[str, Any]:
 def process_as_found() -> Iterator[None]:
     """Restore what a run changes in its process, which may be a notebook's.
 
-    These are the environment, sys.path, the number of threads and torch's random state;
+    These are the environment, sys.path, the number of threads and the state of random numbers;
     `join_world` restores Accelerate's own state.
     """
     if threading.current_thread() is not threading.main_thread():
@@ -106,6 +108,7 @@ def process_as_found() -> Iterator[None]:
             " the trainer there, or in a separate process"
         )
     variables, path = dict(os.environ), sys.path[:]
+    drawn = random.getstate(), np.random.get_state()
     gpus = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
     threads = 1 if is_forked() else torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -113,6 +116,8 @@ def process_as_found() -> Iterator[None]:
         with torch.random.fork_rng(range(gpus)):
             yield
     finally:
+        random.setstate(drawn[0])
+        np.random.set_state(drawn[1])
         sys.path[:] = path
         for name in os.environ.keys() - variables:
             del os.environ[name]

@@ -5,7 +5,6 @@ Heavy imports are inside the functions, so that `--help` and a wrong flag answer
 
 import argparse
 import contextlib
-import functools
 import importlib
 import inspect
 import io
@@ -23,6 +22,7 @@ from typing import Any, NoReturn
 
 from ddp_mnist import __version__, errors
 from ddp_mnist.cluster.launch import Launch, die_with_parent, find_launch
+from ddp_mnist.cluster.signals import end_at_signals
 from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.config.flag_fields import Flags, add_flags, flag_name
 from ddp_mnist.config.recipe import Recipe
@@ -66,6 +66,7 @@ SHARED: dict[str, dict[str, Any]] = {
 
 def program() -> NoReturn:
     """Call `main`, then end the process at once: unloading torch would take a second."""
+    end_at_signals()
     try:
         main()
     except SystemExit as ended:
@@ -89,29 +90,19 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         code = run_verb(words) or 0
-    except errors.FailedElsewhere as error:
-        code = error.code
-        if is_first_here() and os.environ.get("RANK", "0") != "0":  # not rank 0's machine
-            tell(f"ended      {errors.printable(str(error))}")
-    except KeyboardInterrupt:
-        code = 130
-        if is_first_here():
-            tell("ddp-mnist: interrupted (code 130)")
     except HelpShown:
         code = 0
-    except (Exception, SystemExit) as error:  # the user's code may call sys.exit()
+    except (Exception, SystemExit, KeyboardInterrupt) as error:  # own code may call sys.exit()
         failed = as_failure(error, words)
-        # Under a launcher all ranks hit the same wrong flag. Local rank 0 prints it, and the
-        # launcher ends the others, so they wait before printing. One that is still alive after that
-        # hit a problem of its own.
         code = failed.code
-        if not (is_first_here() or failed.agreed):
-            time.sleep(3)
-        if "--debug" in words:
-            tell("".join(traceback.format_exception(error)).rstrip())
-        elif failed.blamed:
-            failed.traceback_file = failed.traceback_file or keep_traceback(error)
-        tell(errors.one_line(failed))
+        if speaks(failed):
+            if "--debug" in words:
+                tell("".join(traceback.format_exception(error)).rstrip())
+            elif failed.blamed:
+                failed.traceback_file = failed.traceback_file or keep_traceback(error)
+            tell(errors.one_line(failed))
+        elif is_first_here() and os.environ.get("RANK", "0") != "0":  # not rank 0's machine
+            tell(f"ended      {errors.printable(str(failed))}")
     try:
         write_stdout()
     except errors.StorageError as error:
@@ -121,10 +112,28 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     sys.exit(code)
 
 
-def as_failure(error: Exception | SystemExit, words: Sequence[str]) -> errors.DdpMnistError:
+def speaks(error: errors.DdpMnistError) -> bool:
+    """Return whether this process prints the error, as one of all does.
+
+    It is the rank that failed first, once all have met. Before, all hit the same wrong flag: local
+    rank 0 prints it, and while the others wait, their launcher ends them. One that is still there
+    then hit a problem of its own.
+    """
+    if isinstance(error, errors.FailedElsewhere):
+        return False
+    if not (error.agreed or is_first_here()):
+        time.sleep(3)
+    return True
+
+
+def as_failure(error: BaseException, words: Sequence[str]) -> errors.DdpMnistError:
     """Return the error as one of ours; of one that nobody foresaw, say what was typed."""
     if isinstance(error, errors.DdpMnistError):
         return error
+    if isinstance(error, KeyboardInterrupt):  # a launcher passes its signal on to all processes
+        mine = is_first_here() or getattr(error, "agreed", False)
+        failure = errors.DdpMnistError if mine else errors.FailedElsewhere
+        return failure(str(error) or "interrupted", errors.exit_code(error))
     if isinstance(error, ModuleNotFoundError) and error.name and "ddp_mnist" not in error.name:
         return UsageError(
             f"{error.name}: is not installed for {sys.executable}; activate the environment that"
@@ -171,7 +180,7 @@ def run_verb(argv: list[str]) -> int | None:
     if name in VERBS:
         flags = parse_verb(name, rest)
         if name in SHARED:
-            launch_of(flags[1])
+            launch_of(flags[1], trains=False)
         verb = importlib.import_module(MODULES.get(name, f"ddp_mnist.verbs.{name}"))
         return verb.run(*flags)
     if name in ("-h", "--help"):
@@ -269,12 +278,12 @@ def train_config(argv: Sequence[str]) -> TrainConfig:
     return TrainConfig.of(parse("train", argv, train, RunFlags, Recipe, Distribution))
 
 
-def launch_of(flags: Distribution) -> Launch:
+def launch_of(flags: Distribution, trains: bool = True) -> Launch:
     """Return this process's place. From here on, a launcher's worker ends with its launcher.
 
     That holds during the import of PyTorch too: seconds, or minutes from a cluster's disk.
     """
-    launch = find_launch(flags)
+    launch = find_launch(flags, trains=trains)
     if launch.child_of_launcher:
         die_with_parent()
     return launch
@@ -306,7 +315,6 @@ def multinode(argv: list[str]) -> int:
 
     FLAGS -- FLAGS of the verb.
     """
-    from ddp_mnist.cluster.nodes import meet_machines
     from ddp_mnist.verbs.multinode import Multinode, run
 
     end = argv.index("--") if "--" in argv else len(argv)
@@ -318,9 +326,7 @@ def multinode(argv: list[str]) -> int:
         name, _, problem = str(error).removeprefix("--").partition(" ")
         raise UsageError(f"{name.replace('-', '_').upper()}={problem}") from None
     if flags.verb == "train":
-        return run(flags, given, train_config(given).distribution.dist_timeout, meet_machines)
-    doctor_flags, distribution = parse_verb("doctor", given)
-    from ddp_mnist.doctor.verb import run_preflight
-
-    check = functools.partial(run_preflight, flags=doctor_flags)
-    return run(flags, given, distribution.dist_timeout, check)
+        distribution = train_config(given).distribution
+    else:
+        _, distribution = parse_verb("doctor", given)
+    return run(flags, given, distribution.start_timeout or distribution.dist_timeout)

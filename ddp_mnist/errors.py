@@ -13,6 +13,7 @@ from pathlib import Path
 from pickle import UnpicklingError
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # no write there can succeed
+LACKING = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)  # a disk does not have this service
 
 
 class DdpMnistError(Exception):
@@ -81,6 +82,16 @@ class FailedElsewhere(DdpMnistError):
     code = 6
 
 
+class Stopped(KeyboardInterrupt):
+    """A stop signal, of whatever kind, before there is anything to save."""
+
+    agreed = False  # as that of a DdpMnistError
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.code = code
+
+
 @contextlib.contextmanager
 def blame(typed: str, kind: type[DdpMnistError], fix: str = "") -> Iterator[None]:
     """Raise `kind` for any other error of the block: what was typed, and the error's own words.
@@ -123,8 +134,10 @@ def blamed(
 
 def exit_code(error: BaseException) -> int:
     """Return the exit code of an error, which may be a library's or the system's."""
-    if isinstance(error, DdpMnistError):
+    if isinstance(error, DdpMnistError | Stopped):
         return error.code
+    if isinstance(error, KeyboardInterrupt):
+        return 130
     return StorageError.code if getattr(error, "errno", None) in FULL else 1
 
 

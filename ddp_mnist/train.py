@@ -1,6 +1,5 @@
 """The training run, from joining the other processes to the test accuracy.
 
-    python -m ddp_mnist train --dataset digits
     accelerate launch --config_file accelerate_configs/multi_cpu.yaml -m ddp_mnist train
 
 The default run, an epoch of MNIST, reaches 99.2 % in four to nine seconds on two cores.
@@ -10,16 +9,16 @@ import os
 import sys
 from typing import Any
 
-import torch
 from accelerate.utils import broadcast
 from torch import nn
 
 from ddp_mnist.cluster.launch import Launch
+from ddp_mnist.cluster.signals import listen
 from ddp_mnist.cluster.world import World, join_world, warm_up_ddp
 from ddp_mnist.config.run import ResolvedConfig, TrainConfig
 from ddp_mnist.data.augment import augment, augmentation_table
 from ddp_mnist.data.batches import GlobalBatchSampler, ImageData, make_loader, train_val_test_split
-from ddp_mnist.data.seeding import seed_forward
+from ddp_mnist.data.seeding import seed_forward, seed_generators
 from ddp_mnist.nets.build import build_net, memory_format_of
 from ddp_mnist.nets.losses import make_loss
 from ddp_mnist.nets.optim import make_optimizer
@@ -37,16 +36,17 @@ def train(config: TrainConfig, launch: Launch) -> dict[str, Any]:
     Raise a DdpMnistError for every expected failure, see errors.py; Preempted after a signal.
     """
     with (
+        listen(launch.is_signalled_by_launcher) as stop,  # to signals, until the end is recorded
         RunFolder() as folder,  # records how the run ends; only rank 0 gets a path, in set_up_run
         join_world(config.distribution, launch) as world,  # init_process_group, then Accelerator()
-        set_up_run(config, world, launch, folder) as run,  # all ranks agree on settings and data
+        set_up_run(config, world, launch, folder, stop) as run,  # all agree on settings and data
     ):
         return fit(run) if run else {}
 
 
 def build_model(config: ResolvedConfig, world: World, images: ImageData) -> nn.Module:
     """Return the net on its device, seeded alike on every rank; in float64 with fp64."""
-    torch.manual_seed(config.run.seed)
+    seed_generators(world.accelerator.device, config.run.seed)
     name, weights = config.recipe.model, config.initial_weights
     model: nn.Module = build_net(name, images.classes, images.image_format, weights)
     if world.precision == "fp64":
@@ -85,7 +85,7 @@ def fit(run: TrainingRun) -> dict[str, Any]:
     # All that training changes: new, or as a checkpoint left it.
     state = State(net, optimizer, accelerator.scaler, run.world.started)
     progress = run.begin_or_resume(state)  # from now on a stop signal saves the state
-    meter = Meter(accelerator, progress, recipe, net)  # its hooks time the net's forward passes
+    meter = Meter(accelerator, progress, recipe)
 
     while progress.epoch < recipe.epochs and not progress.stopped_by:
         epoch, steps_before = progress.epoch, progress.epoch * recipe.steps_per_epoch
@@ -126,7 +126,7 @@ def fit(run: TrainingRun) -> dict[str, Any]:
             if not (log_due or save_due or progress.step >= meter.next_sync_step):
                 continue
             stop_requests = meter.sync(stop.requests)  # one all-reduce: losses, counts, signals
-            run.report_step(progress, lr, meter.newly_slow, log_due)
+            run.report_step(progress, lr, log_due)
             stop.save_and_exit_if(stop_requests, accelerator.is_main_process)  # raises Preempted
             if save_due:
                 run.save(state)
@@ -143,7 +143,7 @@ def fit(run: TrainingRun) -> dict[str, Any]:
     if buffers := list(final_net.buffers()):  # BatchNorm's; DDP sends them only before a forward
         broadcast(buffers)  # rank 0's, in place
     test = run.evaluate("test", final_net, test_loader)
-    return run.finish(final_net, test, meter.forward.mean_ms)
+    return run.finish(final_net, test)
 
 
 if __name__ == "__main__":  # as a script: restart as a module, without this folder on sys.path

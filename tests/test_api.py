@@ -11,7 +11,6 @@ import re
 import shlex
 import signal
 import sys
-import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -177,7 +176,6 @@ def interrupt_at_step_20(optimizer: torch.optim.Optimizer, _: list[torch.Tensor]
     taken = max((int(state["step"]) for state in optimizer.state.values()), default=0)
     if taken == 20 and os.environ.get("RANK", "0") == "0":
         os.killpg(0, signal.SIGINT)
-        time.sleep(0.5)  # another thread notes it, also on a busy machine
 
 
 def train_until_interrupted(run_dir: str) -> None:

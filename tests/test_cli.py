@@ -211,7 +211,7 @@ def test_a_variable_that_make_was_not_given_is_none(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(multinode, "run", run)
     empty = ["--machine-rank=", "--main-process-ip=", "--num-machines=", "--nproc-per-node=2"]
     assert cli.multinode([*empty, "--", "--dist-timeout", "7"]) == 0
-    [(flags, given, timeout_s, _)] = [call.args for call in run.call_args_list]
+    [(flags, given, timeout_s)] = [call.args for call in run.call_args_list]
     assert flags == multinode.Multinode(nproc_per_node=2)
     assert (given, timeout_s) == (["--dist-timeout", "7"], 7)
     cli.multinode(["--verb", "doctor"])
@@ -225,7 +225,7 @@ def test_without_an_address_the_verb_that_was_named_is_rehearsed(
     monkeypatch.setattr(multinode.subprocess, "Popen", started)
     for verb in ("train", "doctor"):
         flags = multinode.Multinode(verb=verb)
-        assert multinode.run(flags, ["--json"], 1.0, Mock()) == 0
+        assert multinode.run(flags, ["--json"], 1.0) == 0
         [command] = started.call_args.args
         assert command[-4:] == ["-m", "ddp_mnist", verb, "--json"]
 
@@ -244,7 +244,7 @@ NO_LINE = "ddp-mnist: error: --x: no (code 2)\n"
         ("", ELSEWHERE, 7, "", False),
         ("RANK=2 LOCAL_RANK=0", ELSEWHERE, 7, "ended      rank 0 says it\n", False),
         ("RANK=2 LOCAL_RANK=1", ELSEWHERE, 7, "", False),
-        ("", KeyboardInterrupt(), 130, "ddp-mnist: interrupted (code 130)\n", False),
+        ("", KeyboardInterrupt(), 130, "ddp-mnist: error: interrupted (code 130)\n", False),
         ("LOCAL_RANK=1", KeyboardInterrupt(), 130, "", False),
         # what all ranks meet is told by local rank 0 first
         ("LOCAL_RANK=", NO, 2, NO_LINE, False),

@@ -100,7 +100,7 @@ STOPPING = "ddp-mnist: stopping after this step; press Ctrl-C again to stop with
 
 
 def test_control_c_is_answered_once_on_a_machine_and_promises_only_what_a_launcher_lets_it_do(
-    capsys: pytest.CaptureFixture[str],
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     run: Any = SimpleNamespace(where="run", console=Console(False))
     for has_launcher, local_rank, quiet, said in (
@@ -113,7 +113,7 @@ def test_control_c_is_answered_once_on_a_machine_and_promises_only_what_a_launch
         run.world = SimpleNamespace(local_rank=local_rank)
         run.config = SimpleNamespace(run=SimpleNamespace(quiet=quiet))
         TrainingRun.answer(run)
-        assert capsys.readouterr().err.strip() == said
+        assert capfd.readouterr().err.strip() == said
 
 
 @pytest.mark.system

@@ -6,6 +6,9 @@ more where only the silence of the lost rank tells the others.
 
 import contextlib
 import itertools
+import os
+import random
+import sys
 import time
 from pathlib import Path
 
@@ -16,6 +19,7 @@ from ddp_mnist.cluster.local_world import free_port
 from ddp_mnist.run.folder import read_if_whole, read_json
 from tests.chaos import newest_step
 from tests.commands import REPOSITORY, TORCHRUN, TRAIN, Ended, Started
+from tests.training import apart
 
 TIMEOUT_S = 5  # --dist-timeout
 SLACK_S = 10  # in which every process has ended after that
@@ -23,7 +27,8 @@ START_S = 90.0  # until a rank comes to the place, where others use the machine 
 PLACES = ("import", "decoding", "meeting", "first step", "training", "validation", "saving", "test")
 HOWS = ("SIGKILL", "exit 3", "SIGHUP", "exception")
 STARTS = ("tcp", "torchrun")
-LISTENS = PLACES[3:]  # from the first step on a stop signal saves
+SAVES = PLACES[4:]  # where a stop signal saves what the run has
+HAS_FOLDER = PLACES[3:]
 FLAGS = "--dataset digits --model dying:Net --epochs 3 --batch-size 72 --checkpoint-every 10"
 FLAGS += f" --mixed-precision no --quiet --run-dir run --dist-timeout {TIMEOUT_S}"
 
@@ -44,10 +49,11 @@ class Net(nn.Sequential):
         super().__init__(nn.Flatten(), nn.Linear(math.prod(shape), classes))
 """
 STRIKE = '''
-import os, signal, sys, time
+import os, signal, subprocess, sys, time
 from pathlib import Path
 
 PLACE, HOW, WHO = os.environ["STRIKE"].split("/")
+FIRST, _, THEN = HOW.partition(" then ")  # e.g. SIGTERM then INT after 0.02
 
 
 def rank():
@@ -63,7 +69,10 @@ def strike(place):
         os._exit(3)
     if HOW == "exception":
         raise ValueError("struck")
-    os.kill(os.getpid(), getattr(signal, HOW))
+    if THEN:
+        second, _, seconds = THEN.partition(" after ")
+        subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -s {second} {os.getpid()}"])
+    os.kill(os.getpid(), getattr(signal, FIRST))
 
 
 def before(owner, name, place, when=lambda *_: True):
@@ -94,7 +103,14 @@ def prepare():
 SITE = """
 import os, platform, sys
 
+def hear(event, arguments):
+    if event == "import" and arguments[0] == "torch" and "train" in sys.argv[1:2]:
+        from striking import strike
+
+        strike("loading")
+
 if "STRIKE" in os.environ:
+    sys.addaudithook(hear)
     name = platform.node
 
     def node():
@@ -108,12 +124,22 @@ if "STRIKE" in os.environ:
 """
 
 
-def start(how: str, folder: Path, variables: dict[str, str], *more: str) -> list[Started]:
-    """Start two processes, or a launcher of two."""
+def start(
+    how: str, folder: Path, variables: dict[str, str], *more: str, size: int = 2
+) -> list[Started]:
+    """Start `size` processes, a launcher of two, or one as the first of a PID namespace."""
     flags = [*TRAIN, *FLAGS.split(), *more]
+    if how == "pid 1":
+        first = ["unshare", "--pid", "--fork", "--mount-proc", sys.executable]
+        return [Started([*first, *flags], folder, variables, program=None)]
     if how == "tcp":
-        place = ["--init-method", f"tcp://127.0.0.1:{free_port()}", "--world-size", "2", "--rank"]
-        return [Started([*flags, *place, rank], folder, variables) for rank in ("0", "1")]
+        place = [
+            "--init-method",
+            f"tcp://127.0.0.1:{free_port()}",
+            f"--world-size={size}",
+            "--rank",
+        ]
+        return [Started([*flags, *place, str(n)], folder, variables) for n in range(size)]
     launcher = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", *flags]
     return [Started(launcher, folder, variables)]
 
@@ -146,29 +172,35 @@ def check_outcome(
 ) -> None:
     """Check the codes, or in a launcher's place status.json, and the one line."""
     status = read_if_whole(run / "status.json")
-    stops = how == "SIGHUP" and place in LISTENS  # else it kills, as SIGKILL does
-    raises = how == "exception" and place != "meeting"  # where nobody can be told yet
-    lost = 129 if stops else 1 if raises else 6
+    saves = how == "SIGHUP" and place in SAVES
+    tells = how in ("SIGHUP", "exception") and place != "meeting"  # where nobody can be told yet
+    own = {"SIGKILL": -9, "SIGHUP": 129, "exit 3": 3}.get(how, 2 if place == "import" else 1)
+    others = own if tells else 6
     if starts == "tcp":
         codes = [end.code for end in ends]
-        own = {"SIGKILL": -9, "SIGHUP": -1, "exit 3": 3}.get(how, 1)
-        own = 2 if (how, place) == ("exception", "import") else own
-        assert codes[who] == (129 if stops else own), ends
-        assert codes[1 - who] == (own if raises else lost), ends
+        assert (codes[who], codes[1 - who]) == (own, others), ends
         told = [line for end in ends for line in end.error_lines]
-        if how != "exception" and not stops:
-            [line] = told
-            assert line.endswith("(code 6)")
-            assert f"rank {who}" in line or (who, place) == (0, "meeting")
+        *_, line = sorted(told, key=lambda line: line.endswith("(code 6)"))
+        assert line.endswith(f"(code {others})")
+        assert tells or f"rank {who}" in line or (who, place) == (0, "meeting")
+        assert len(told) == (2 if how in ("SIGHUP", "exception") and not tells else 1), told
     else:
         assert [end.code for end in ends] == [1]
-    if stops:
+    if saves:
         found = (status["state"], status["exit_code"], status["step"])
         assert found == ("preempted", 129, newest_step(run))
-    elif who == 0 and how != "exception":  # nobody is left who writes it
+    elif who == 0 and how in ("SIGKILL", "exit 3"):  # nobody is left who writes it
         assert status.get("state") in (None, "running")
-    elif place in LISTENS[1:]:
-        assert (status["state"], status["exit_code"]) == ("failed", lost)
+    elif place in HAS_FOLDER:
+        assert (status["state"], status["exit_code"]) == ("failed", others)
+
+
+def set_trap(folder: Path, strike: str) -> dict[str, str]:
+    """Write the net that strikes. Return the variables with which a run falls into it."""
+    for name, source in (("dying", NET), ("striking", STRIKE), ("sitecustomize", SITE)):
+        (folder / f"{name}.py").write_text(source)
+    python_path = f"{folder}:{REPOSITORY}"
+    return {"PYTHONPATH": python_path, "OMP_NUM_THREADS": "1", "STRIKE": strike}
 
 
 @pytest.mark.soak
@@ -182,13 +214,7 @@ def check_outcome(
 def test_a_rank_that_ends_ends_all(
     starts: str, place: str, how: str, who: int, tmp_path: Path
 ) -> None:
-    for name, source in (("dying", NET), ("striking", STRIKE), ("sitecustomize", SITE)):
-        (tmp_path / f"{name}.py").write_text(source)
-    variables = {
-        "PYTHONPATH": f"{tmp_path}:{REPOSITORY}",
-        "OMP_NUM_THREADS": "1",
-        "STRIKE": f"{place}/{how}/{who}",
-    }
+    variables = set_trap(tmp_path, f"{place}/{how}/{who}")
     started = start(starts, tmp_path, variables)
     try:
         struck, processes = struck_at(tmp_path, started)
@@ -204,3 +230,79 @@ def test_a_rank_that_ends_ends_all(
         again = start(starts, tmp_path, variables, "--resume", "auto")
         assert {each.ended().code for each in again} == {0}
         assert read_json(tmp_path / "run" / "summary.json")["resumed_from"]
+
+
+# --- Two stop signals, as schedulers send them
+
+
+SIZES = {"pid 1": 1, "torchrun": 2, "tcp": 3}
+CODES = {"TERM": 143, "USR1": 143, "HUP": 129, "INT": 130}
+SOON, LATER = "soon", "1"  # seconds; soon is a moment below 0.05, another one for each case
+TWICE = [
+    (starts, place, f"SIG{first} then {second}", delay)
+    for place in ("loading", *PLACES)
+    for starts in SIZES
+    for first in CODES
+    for second in CODES
+    for delay in (SOON, LATER)
+]
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The runs that nothing disturbs, by how they are started."""
+    runs = {}
+    for starts, size in SIZES.items():
+        folder = tmp_path_factory.mktemp("unbroken")
+        for each in start(starts, folder, set_trap(folder, "none/none/0"), size=size):
+            ended = each.ended()
+            assert ended.code == 0, ended
+        runs[starts] = folder / "run"
+    return runs
+
+
+@pytest.mark.parametrize(
+    ("starts", "place", "how", "delay"),
+    [
+        # one of 96 for each place, of all launchers and signals in turn
+        pytest.param(*case, id="-".join(case), marks=marks)
+        for number, case in enumerate(TWICE)
+        for marks in [pytest.mark.system if number % 97 == 0 else pytest.mark.soak]
+    ],
+)
+def test_fault_45_two_stop_signals_end_a_run_once_and_it_goes_on_bit_for_bit(
+    starts: str,
+    place: str,
+    how: str,
+    delay: str,
+    tmp_path: Path,
+    unbroken: dict[str, Path],
+) -> None:
+    if starts == "pid 1" and not (sys.platform == "linux" and os.geteuid() == 0):
+        pytest.skip("a PID namespace needs Linux and root")
+    chance, size = random.Random(f"{starts}{place}{how}"), SIZES[starts]
+    seconds = chance.uniform(0, 0.05) if delay == SOON else float(delay)
+    trap = f"{place}/{how} after {seconds:.3f}/{chance.randrange(size)}"
+    variables = set_trap(tmp_path, trap)
+    started = start(starts, tmp_path, variables, size=size)
+    try:
+        ends = [each.ended(START_S) for each in started]
+    finally:
+        for process in everyone(started):
+            process.kill()
+    allowed = {CODES[word.removeprefix("SIG")] for word in how.split(" then ")}
+    if how == "SIGINT then INT" and delay == LATER:
+        allowed.add(6)  # the others', which did not hear of it
+    codes = {end.code for end in ends}
+    if starts == "torchrun":
+        assert codes == {1}
+    elif place == "meeting":  # the others wait in vain
+        assert codes <= allowed | {6}, ends
+    else:
+        assert codes <= allowed, ends
+    if status := read_if_whole(tmp_path / "run" / "status.json"):
+        assert status["state"] in ("preempted", "failed"), ends
+        assert status["exit_code"] in allowed, ends
+    again = start(starts, tmp_path, variables, "--resume", "auto", size=size)
+    assert {each.ended().code for each in again} == {0}
+    assert apart(tmp_path / "run", unbroken[starts]) == 0

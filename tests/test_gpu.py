@@ -136,7 +136,6 @@ def test_torchrun_on_one_gpu(
     summary = summary_of(*arguments, folder=tmp_path)
     assert (summary["backend"], summary["world_size"]) == (backend, int(processes))
     assert summary["test_accuracy"] >= 0.975
-    assert all(0 < rank["forward_ms"] < 1000 for rank in summary["ranks"])  # by the GPU's events
 
 
 def test_a_cpu_config_uses_no_gpu(tmp_path: Path) -> None:

@@ -2,9 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,39 +14,26 @@ from ddp_mnist.cluster.launch import find_launch
 from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.config.run import TrainConfig
-from ddp_mnist.system import limits, neighbours
+from ddp_mnist.system import limits
 from tests.commands import python
 from tests.training import what_it_says
 
 
 def test_what_other_programs_hold_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each core is busy to its percent, and each program runs twice, with its percent each."""
+    """Each core is busy to its percent."""
 
-    def held(percent: list[float], mine: set[int], cores: int, **programs: float) -> Any:
-        looks = iter((0, 1))
-
-        def process_iter(_: list[str]) -> Iterator[Any]:
-            second = next(looks)
-            for pid, (name, used) in enumerate([*programs.items()] * 2):
-                yield SimpleNamespace(pid=pid, info={"name": name, "cpu_percent": used * second})
-            own = {"name": "me", "cpu_percent": 900.0 * second}
-            yield SimpleNamespace(pid=os.getpid(), info=own)
-            yield SimpleNamespace(pid=99, info={"name": "another user's", "cpu_percent": None})
-
-        monkeypatch.setattr(neighbours.psutil, "process_iter", process_iter)
-        monkeypatch.setattr(neighbours.psutil, "cpu_percent", lambda *_, **__: percent)
+    def held(percent: list[float], mine: set[int], cores: int) -> Any:
+        monkeypatch.setattr(limits.psutil, "cpu_percent", lambda *_, **__: percent)
         monkeypatch.setattr("os.sched_getaffinity", lambda _: mine, raising=False)
-        monkeypatch.setattr(neighbours, "cores", lambda: cores)
-        return neighbours.cores_held()
+        monkeypatch.setattr(limits, "cores", lambda: cores)
+        return limits.cores_held()
 
     eight, everything = [100.0, 100.0, 50.0, 0.0, 0.0, 0.0, 0.0, 0.0], set(range(8))
-    busy = held(eight, everything, 8, cc1plus=25, make=1, python=90, firefox=10)
-    assert busy == (2.5, 8, ["python", "cc1plus"])
-    assert held(eight, everything, 8, make=1) == (2.5, 8, [])  # they came and went
-    assert held(eight, {2, 3}, 2) == (0.5, 2, [])  # of the cores that are its own
+    assert held(eight, everything, 8) == (2.5, 8)
+    assert held(eight, {2, 3}, 2) == (0.5, 2)  # of the cores that are its own
     # a quota of 4 of 8: six are free, then two
-    assert held([100.0, 100.0] + [0.0] * 6, everything, 4) == (0, 4, [])
-    assert held([100.0] * 6 + [0.0] * 2, everything, 4) == (2, 4, [])
+    assert held([100.0, 100.0] + [0.0] * 6, everything, 4) == (0, 4)
+    assert held([100.0] * 6 + [0.0] * 2, everything, 4) == (2, 4)
 
 
 FORKS = """

@@ -54,7 +54,7 @@ def see(made: Meter, loss: float, labels: list[int]) -> None:
 
 def test_at_a_sync_point_all_ranks_add_up_what_they_saw(clock: Any) -> None:
     progress = Progress(step=3)
-    made = Meter(ranks(2), progress, RECIPE, NET)
+    made = Meter(ranks(2), progress, RECIPE)
     see(made, 0.5, [1, 0, 1])
     see(made, 0.25, [1, 1, 1])
     clock.now += 0.5
@@ -74,7 +74,7 @@ def test_at_a_sync_point_all_ranks_add_up_what_they_saw(clock: Any) -> None:
 def sync_points(clock: Any, seconds_per_step: float, steps: int, first: int = 0) -> list[int]:
     """Return the steps at which a rank of this speed comes to sync points."""
     progress = Progress(step=first)
-    made, found = Meter(ranks(1), progress, RECIPE, NET), []
+    made, found = Meter(ranks(1), progress, RECIPE), []
     for step in range(first + 1, first + steps + 1):
         progress.step = step
         clock.now += seconds_per_step
@@ -105,7 +105,7 @@ def test_the_plan_is_made_from_numbers_that_all_ranks_share(clock: Any) -> None:
         return torch.cat([mine[:-1], mine.new_tensor(shared)])
 
     both: Any = SimpleNamespace(**RANK_0, num_processes=2, reduce=reduce)
-    one, other = (Meter(both, progress, RECIPE, NET) for _ in range(2))
+    one, other = (Meter(both, progress, RECIPE) for _ in range(2))
     for number in range(1, 50):
         progress.step += 1 + number % 40
         shared[0] = 10 ** (number % 13 - 6)
@@ -120,7 +120,7 @@ def test_the_plan_is_made_from_numbers_that_all_ranks_share(clock: Any) -> None:
 def saves(clock: Any, seconds_per_step: float, steps: int, every: int | None = None) -> list[int]:
     """Return the steps after which a run of this speed saves, each time in a second."""
     progress = Progress()
-    made, found = Meter(ranks(1), progress, RECIPE, NET), []
+    made, found = Meter(ranks(1), progress, RECIPE), []
     for progress.step in range(1, steps + 1):
         clock.now += seconds_per_step
         save = made.is_save_due(every)

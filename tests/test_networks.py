@@ -69,6 +69,7 @@ def ends_of(started: list[Started]) -> list[Ended]:
     "network",
     [
         pytest.param({"ip": 6}, id="IPv6 only"),
+        pytest.param({"mute": True}, id="fault_50 name server that never answers"),
         pytest.param({"slow": True}, id="fault_19 slow, lossy", marks=pytest.mark.soak),
     ],
 )
@@ -92,8 +93,7 @@ def test_the_doctor_finds_a_healthy_cluster_healthy(tmp_path: Path) -> None:
     assert first.code == 0, first.out + first.err
     assert second.code == 0, second.out + second.err
     for rank, out in enumerate((first.out, second.out)):
-        for name in ("main address", "meeting"):
-            assert f"machine {rank}: PASS  {name}" in out
+        assert f"machine {rank} of 2: meeting the others at " in out
     assert first.out.splitlines()[-1].startswith("verdict: ")
     assert "verdict" not in second.out  # rank 0 tells it
     assert second.out.splitlines()[-2:] == [
@@ -123,7 +123,7 @@ def test_the_doctor_names_a_firewall_that_drops_the_data_ports(tmp_path: Path) -
         assert time.monotonic() - began < 40
     assert first.code != 0
     assert second.code != 0
-    assert "FAIL  rendezvous     2 processes met, but within 8 s rank" in first.out
+    assert "FAIL  rendezvous     2 processes met, but rank" in first.out
     assert "-> open all TCP ports between the machines" in first.out
     assert first.error_lines == [
         "ddp-mnist: error: doctor: 1 of 1 checks failed (rendezvous); do what their lines say,"

@@ -195,7 +195,7 @@ def test_one_that_leaves_after_rank_0_still_says_why(tmp_path: Path) -> None:
 
 def wait_and_lose_rank_0() -> Any:
     if os.environ["RANK"] == "0":
-        store = serve_store(int(os.environ["MASTER_PORT"]), 5)
+        store = serve_store("127.0.0.1", int(os.environ["MASTER_PORT"]), 5)
         Path("started-0").touch()
         store.add("process/meetings", 1)
         store.set("process/1/open", "2")
@@ -433,7 +433,7 @@ def test_the_first_failure_counts_and_its_rank_tells(
     zero, one, two = stores(3)
     zero.raise_if_failed()
     assert first_cause(one, error) is error
-    assert getattr(error, "agreed", True)
+    assert error.agreed  # type: ignore[attr-defined]
     assert zero.failure() == {"rank": 1, "message": message, "code": code, "lost": []}
     with pytest.raises(PeerError, match=message):
         one.raise_if_failed()  # its own, as its heartbeat reports it
@@ -441,8 +441,7 @@ def test_the_first_failure_counts_and_its_rank_tells(
     assert isinstance(late, FailedElsewhere)
     assert (str(late), late.code, late.agreed) == (message, code, False)
     assert first_cause(two, late) is late
-    interrupt = KeyboardInterrupt()  # reaches every rank and stays one
-    assert first_cause(zero, interrupt) is interrupt
+    assert isinstance(first_cause(zero, KeyboardInterrupt()), FailedElsewhere)
 
 
 def test_dead_are_the_ranks_that_do_not_answer_however_slow_the_others_are() -> None:

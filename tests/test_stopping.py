@@ -1,23 +1,15 @@
 import contextlib
-import operator
 import os
 import signal
-import socket
-import threading
-import time
 from collections.abc import Iterator
-from functools import partial
-from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
 
-from ddp_mnist.cluster.signals import EXIT_CODES, StopSignals, listen
-from ddp_mnist.errors import FailedElsewhere, Preempted, StorageError
-from tests.chaos import wait_until
-from tests.commands import Started
+from ddp_mnist.cluster.signals import EXIT_CODES, StopSignals, end_at_signals, listen
+from ddp_mnist.errors import FailedElsewhere, Preempted, Stopped, StorageError
 
 TERM, USR1, HUP, INT = signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT
 
@@ -66,20 +58,21 @@ def test_ask_adds_up_the_requests_of_all_ranks() -> None:
         return mine + torch.tensor([0, 0, 0, 1])
 
     stop = StopSignals()
-    stop.note(TERM)
+    stop.save = lambda: "stopped"
+    stop.hear(TERM)
     with pytest.raises(FailedElsewhere, match="SIGINT: stopped"):
         stop.ask(Mock(device="cpu", reduce=reduce, is_main_process=False))
     assert (sent[0].tolist(), sent[0].dtype) == ([1, 0, 0, 0], torch.float64)
 
 
-# --- Listening
+# --- Hearing them
 
 
 def handlers() -> dict[int, Any]:
     return {number: signal.getsignal(number) for number in EXIT_CODES}
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def before() -> Iterator[dict[int, Any]]:
     """Set handlers that are not the usual ones, and restore the test's own afterwards."""
     usual = handlers()
@@ -92,90 +85,67 @@ def before() -> Iterator[dict[int, Any]]:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_all_is_as_before_but_after_an_error_the_signals_stay_ignored(
+def test_whoever_heard_the_signals_before_hears_them_afterwards(
     fails: bool, before: dict[int, Any]
 ) -> None:
-    threads = set(threading.enumerate())
-    ours, other = socket.socketpair()
-    ours.setblocking(False)
-    with ours, other:
-        usual = signal.set_wakeup_fd(ours.fileno())  # as somebody else may have done before
-        with contextlib.suppress(ZeroDivisionError), listen(has_launcher=True):
-            assert all(now != before[number] for number, now in handlers().items())
-            assert signal.set_wakeup_fd(-1) not in (ours.fileno(), -1)
-            if fails:
-                raise ZeroDivisionError
-        assert signal.set_wakeup_fd(usual) == ours.fileno()
-    assert handlers() == (dict.fromkeys(EXIT_CODES, signal.SIG_IGN) if fails else before)
-    wait_until(lambda: set(threading.enumerate()) <= threads, 2)
+    with contextlib.suppress(ZeroDivisionError), listen():
+        assert all(now != before[number] for number, now in handlers().items())
+        if fails:
+            raise ZeroDivisionError
+    assert handlers() == before
 
 
-@pytest.mark.usefixtures("before")
-def test_each_signal_has_a_slot() -> None:
-    winch = signal.signal(signal.SIGWINCH, lambda *_: None)  # some other signal with a handler
-    try:
-        with listen(has_launcher=True) as stop:
-            os.kill(os.getpid(), signal.SIGWINCH)
-            time.sleep(0.1)
-            assert stop.requests == [0] * 4
-            for number, expected in (
-                *((USR1, [0, 1, 0, 0]), (USR1, [0, 1, 0, 0]), (INT, [0, 1, 0, 1])),
-                *((TERM, [1, 1, 0, 1]), (HUP, [1] * 4), (TERM, [1] * 4)),
-            ):
-                os.kill(os.getpid(), number)
-                time.sleep(0.02)
-                wait_until(partial(operator.eq, stop.requests, expected), 2)
-    finally:
-        signal.signal(signal.SIGWINCH, winch)
+def test_after_an_error_the_program_ends_undisturbed() -> None:
+    end_at_signals()
+    programs = handlers()
+    with listen():
+        assert handlers() != programs
+    assert handlers() == programs
+    with contextlib.suppress(ZeroDivisionError), listen():
+        raise ZeroDivisionError
+    assert handlers() == dict.fromkeys(EXIT_CODES, signal.SIG_IGN)
 
 
-# Its main thread is in a call that no signal ends, so that no Python handler would run.
-HANGS = """
-import ctypes, sys, time
-from pathlib import Path
-from unittest.mock import MagicMock
-stand_ins = dict.fromkeys(["torch", "accelerate"], MagicMock())
-sys.modules.update(stand_ins)  # seconds, and not needed to listen
-from ddp_mnist.cluster.signals import listen
-from ddp_mnist.errors import StorageError
-
-libc = ctypes.CDLL(None)
-mutex = ctypes.create_string_buffer(256)
-libc.pthread_mutex_init(mutex, None)
-libc.pthread_mutex_lock(mutex)
-
-with listen(has_launcher=True) as stop:
-    def at_once():
-        Path("at_once").write_text(str(stop.requests))
-        raise StorageError("full")
-
-    def answer():
-        Path("answered").touch()
-        time.sleep(100)  # as on a terminal that is held
-
-    stop.answer, stop.at_once = answer, at_once
-    Path("ready").touch()
-    libc.pthread_mutex_lock(mutex)
-"""
-
-
-def test_a_process_that_hangs_notes_signals_and_ends_at_the_second_interrupt(
-    tmp_path: Path,
+@pytest.mark.parametrize(("number", "code"), [(TERM, 143), (USR1, 143), (HUP, 129), (INT, 130)])
+def test_the_first_signal_ends_what_has_nothing_to_save_and_the_next_do_not_hurry_it(
+    number: int, code: int
 ) -> None:
-    """It ends whatever happens then: `answer` waits and `at_once` fails."""
-    process = Started(["-c", HANGS], tmp_path).process
-    try:
-        wait_until((tmp_path / "ready").exists, 20)
-        process.send_signal(INT)
-        wait_until((tmp_path / "answered").exists, 5)
-        for number in (TERM, USR1, HUP):
-            process.send_signal(number)
-            time.sleep(0.1)
-        assert process.poll() is None
-        assert not (tmp_path / "at_once").exists()
-        process.send_signal(INT)
-        assert process.wait(5) == 130
-        assert (tmp_path / "at_once").read_text() == str([1.0] * 4)
-    finally:
-        process.kill()
-        assert process.communicate() == ("", "")
+    with listen():
+        with pytest.raises(Stopped, match=r"^SIG\w+: stopped, nothing was to be saved$") as raised:
+            os.kill(os.getpid(), number)
+        assert raised.value.code == code
+        for other in (TERM, USR1, HUP):
+            os.kill(os.getpid(), other)
+
+
+def test_what_can_save_notes_each_signal_in_its_slot() -> None:
+    with listen() as stop:
+        stop.save, stop.answer = str, Mock()
+        for number, expected in (
+            *((USR1, [0, 1, 0, 0]), (USR1, [0, 1, 0, 0]), (INT, [0, 1, 0, 1])),
+            *((TERM, [1, 1, 0, 1]), (HUP, [1] * 4), (TERM, [1] * 4)),
+        ):
+            os.kill(os.getpid(), number)
+            assert stop.requests == expected
+        stop.answer.assert_called_once_with()
+
+
+@pytest.mark.parametrize("saves", [False, True])
+def test_a_second_interrupt_ends_the_process_whatever_happens_then(saves: bool) -> None:
+    with listen() as stop, patch("os._exit") as ended:
+        stop.save, stop.at_once = str if saves else None, Mock(side_effect=StorageError("full"))
+        with contextlib.nullcontext() if saves else pytest.raises(Stopped):
+            os.kill(os.getpid(), INT)
+        os.kill(os.getpid(), INT)  # the same press, passed on by a notebook
+        stop.at_once.assert_not_called()
+        stop.first_sigint -= 1
+        with pytest.raises(StorageError):
+            os.kill(os.getpid(), INT)
+        ended.assert_called_once_with(130)
+
+
+def test_nohup_keeps_sighup_ignored() -> None:
+    signal.signal(HUP, signal.SIG_IGN)
+    with listen():
+        os.kill(os.getpid(), HUP)
+    assert signal.getsignal(HUP) == signal.SIG_IGN

@@ -23,8 +23,11 @@ def scalars(run: Path) -> dict[str, dict[int, float]]:
     """Return what all event files of the run hold, by name and step."""
     events = EventAccumulator(str(run / "tracking" / "ddp_mnist"), purge_orphaned_data=True)
     events.Reload()
-    names = events.Tags()["scalars"]
-    return {name: {e.step: e.value for e in events.Scalars(name)} for name in names}
+    found = {name: events.Scalars(name) for name in events.Tags()["scalars"]}
+    for name, points in found.items():
+        steps = [point.step for point in points]
+        assert steps == sorted(set(steps)) or name == "epoch", name  # which two lines have
+    return {name: {point.step: point.value for point in found[name]} for name in found}
 
 
 def logged(run: Path) -> dict[str, dict[int, Any]]:
@@ -40,16 +43,16 @@ def logged(run: Path) -> dict[str, dict[int, Any]]:
 def test_tensorboard_holds_what_metrics_jsonl_holds_also_after_a_resume(tmp_path: Path) -> None:
     """Of two processes one writes; steps that are done again are there once."""
     config = config_with("tensorboard")
-    stop(config, tmp_path, step=25, size=2)
+    stop(config, tmp_path, step=35, size=2)
     run = tmp_path / "run"
     assert scalars(run) == logged(run)
     assert len(list((run / "tracking" / "ddp_mnist").glob("events.*"))) == 1
-    newest_first(run)[0].unlink()  # back to step 20
+    newest_first(run)[0].unlink()  # back to step 30, an epoch's last, before its validation
     run_world(1, just_train, resumed(config), folder=tmp_path)
     assert scalars(run) == logged(run)
     assert set(scalars(run)) >= {"loss", "accuracy", "lr", "images_per_second", "val_accuracy"}
     summary = read_json(run / "summary.json")
-    assert summary["resumed_from"] == [20]
+    assert summary["resumed_from"] == [30]
     assert scalars(run)["test_accuracy"] == {45: pytest.approx(summary["test_accuracy"])}
 
 

@@ -22,10 +22,8 @@ def first_cause(store: Store, error: BaseException) -> BaseException:
     """Return `error`, marked as agreed on, if this rank fails first; else a FailedElsewhere."""
     if isinstance(error, FailedElsewhere) or getattr(error, "agreed", False):
         return error
-    if isinstance(error, KeyboardInterrupt):  # every rank has it, and local rank 0 prints it
-        store.report_failure("interrupted", 130)
-        return error
-    message = str(error) or type(error).__name__
+    interrupted = "interrupted" if isinstance(error, KeyboardInterrupt) else ""
+    message = str(error) or interrupted or type(error).__name__
     failure = store.report_failure(message, exit_code(error))
     if failure and failure["rank"] != store.rank:
         return FailedElsewhere(failure["message"], failure["code"])
@@ -91,6 +89,11 @@ def as_expected(store: Store, error: BaseException) -> BaseException:
         return UsageError(f"--backend nccl: {why}; {A_GPU_EACH}; NCCL_DEBUG=WARN shows more")
     store.request_liveness()
     abandon_group()  # over gloo this breaks the connections of ranks that wait: they answer too
-    lost = store.find_dead_ranks()
+    lost, why = store.find_dead_ranks(), textwrap.shorten(why, 120)
+    if not lost and not store.unreachable and "nccl" not in text:
+        return PeerError(
+            f"all {store.world_size} ranks are alive, but lost each other ({why}); if they were"
+            " paused together for longer than --dist-timeout, start the run again"
+        )
     more = " with NCCL_DEBUG=WARN" if "nccl" in text else ""
-    return store.lost_contact(lost, textwrap.shorten(why, 120), more)
+    return store.lost_contact(lost, why, more)

@@ -28,8 +28,9 @@ class Heartbeat(threading.Thread):
         super().__init__(name="heartbeat", daemon=True)
         # A separate connection: the main thread may be waiting on the other one.
         self.store, self.c10d = store, store.c10d.clone()
-        self.misses = max(5, math.ceil(store.patience_s / BEAT_S))  # after which a rank is lost
-        self.every_s = store.patience_s / self.misses
+        self.silence_s = store.patience_s  # which a search for the lost shortens
+        self.misses = max(5, math.ceil(self.silence_s / BEAT_S))  # after which a rank is lost
+        self.every_s = self.silence_s / self.misses
         self.count = 0
         self.beat()
 
@@ -51,7 +52,7 @@ class Heartbeat(threading.Thread):
                     missed[rank] = missed[rank] + 1 if seen.get(rank) == beat else 0
                     seen[rank] = beat
                 if lost := [rank for rank in watched if missed[rank] >= self.misses]:
-                    why = f"no sign of life for {store.patience_s:g} s"
+                    why = f"no sign of life for {self.silence_s:g} s"
                     error = store.lost_contact(lost, why)
                     replace(store, c10d=self.c10d, lost=lost).report_failure(str(error), error.code)
                     return

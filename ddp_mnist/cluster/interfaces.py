@@ -1,5 +1,6 @@
 """This machine's addresses, network interfaces and ports."""
 
+import contextlib
 import ipaddress
 import socket
 
@@ -32,6 +33,11 @@ def interface_towards(host: str, port: int) -> str | None:
     return next((name for name, address in _interfaces() if address == own), None)
 
 
+def first_address(interface: str) -> str:
+    """Return the address that gloo takes of an interface, its first; "no address" without one."""
+    return next((address for name, address in _interfaces() if name == interface), "no address")
+
+
 def is_loopback(address: str) -> bool:
     """Return whether only this machine can reach `address`."""
     return ipaddress.ip_address(address).is_loopback
@@ -46,6 +52,17 @@ def addresses_of(host: str) -> list[str]:
     """Return the addresses of `host`, sorted. Raise OSError or UnicodeError if it has none."""
     found = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
     return sorted({_plain(str(place[0])) for *_, place in found})
+
+
+def is_ipv4(host: str) -> bool:
+    """Return whether every machine reaches `host` by IPv4, as far as this one can tell.
+
+    Its own name may stand for 127.0.1.1 here, as on Debian, and for other addresses elsewhere.
+    """
+    with contextlib.suppress(OSError, UnicodeError):
+        found = addresses_of(host)
+        return ":" not in "".join(found) and "127.0.1.1" not in found
+    return False
 
 
 def interfaces_up() -> dict[str, str]:

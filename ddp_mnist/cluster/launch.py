@@ -87,10 +87,13 @@ class Launch:
         return self.child_of_launcher or self.launcher == "slurm"
 
 
-def find_launch(flags: Distribution, env: Mapping[str, str] = os.environ) -> Launch:
+def find_launch(
+    flags: Distribution, env: Mapping[str, str] = os.environ, trains: bool = True
+) -> Launch:
     """Return this process's place, from the flags or else from the environment.
 
-    Raise UsageError if they are incomplete, contradict each other, are from a launcher under which
+    What does not train may do its work alone in the shell of a batch job of several tasks. Raise
+    UsageError if they are incomplete, contradict each other, are from a launcher under which
     this process would train alone, or ask for something other than DDP.
     """
     for name in NOT_DDP:
@@ -101,7 +104,7 @@ def find_launch(flags: Distribution, env: Mapping[str, str] = os.environ) -> Lau
             )
     env = _with_flags(flags, env)
     by_variables = flags.init_method in (None, "env://")
-    launch = _from_variables(flags, env) if by_variables else _from_address(flags)
+    launch = _from_variables(flags, env, trains) if by_variables else _from_address(flags)
     rank = {"tcp": "--rank", "slurm": "SLURM_PROCID"}.get(launch.launcher, "RANK")
     for name, number in ((rank, launch.rank), ("--local-rank", flags.local_rank or 0)):
         if number >= launch.world_size:
@@ -153,7 +156,7 @@ def _with_flags(flags: Distribution, env: Mapping[str, str]) -> dict[str, str]:
     return merged
 
 
-def _from_variables(flags: Distribution, env: Mapping[str, str]) -> Launch:
+def _from_variables(flags: Distribution, env: Mapping[str, str], trains: bool) -> Launch:
     """Read the variables of the launcher that set them; without one, this process is alone."""
     for flag, value in (("--rank", flags.rank), ("--world-size", flags.world_size)):
         if value is not None and "MASTER_ADDR" not in env:
@@ -174,7 +177,7 @@ def _from_variables(flags: Distribution, env: Mapping[str, str]) -> Launch:
         host, numbers = env.get("MASTER_ADDR"), _numbers(env, OF_TORCHRUN)
         return Launch(launcher, main_host=host, agent_store=agent_store, **numbers)
     for name in ("SLURM_NTASKS", "SLURM_NNODES"):
-        if (_number(env, name) or 1) > 1:
+        if (_number(env, name) or 1) > 1 and (trains or is_task_of_srun(env)):
             return _from_slurm(env, name)
     for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE"):
         if (_number(env, name) or 1) > 1:
@@ -192,6 +195,11 @@ def _from_variables(flags: Distribution, env: Mapping[str, str]) -> Launch:
     return Launch("accelerate" if by_accelerate else "python")
 
 
+def is_task_of_srun(env: Mapping[str, str]) -> bool:
+    """Return whether srun started this process, or the shell in which it was typed."""
+    return env.keys() >= {"SLURM_STEP_ID", "SLURM_PROCID"}
+
+
 def _from_slurm(env: Mapping[str, str], size: str) -> Launch:
     """Read the variables of srun's tasks, in which SLURM_NTASKS and SLURM_NNODES are the step's.
 
@@ -199,8 +207,7 @@ def _from_slurm(env: Mapping[str, str], size: str) -> Launch:
     over from the step in which sbatch or salloc was typed.
     """
     step = {"SLURM_NTASKS": "SLURM_STEP_NUM_TASKS", "SLURM_NNODES": "SLURM_STEP_NUM_NODES"}[size]
-    in_step = env.keys() >= {"SLURM_STEP_ID", "SLURM_PROCID"}
-    if not in_step or _number(env, step) not in (None, _number(env, size)):
+    if not is_task_of_srun(env) or _number(env, step) not in (None, _number(env, size)):
         raise UsageError(
             f"{size}={env[size]}: this process was not started by srun and would train alone; put"
             " srun before the command, or unset SLURM_NTASKS SLURM_NNODES"

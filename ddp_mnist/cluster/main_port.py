@@ -4,15 +4,15 @@ The store listens on all interfaces without authentication, so the main port bel
 network.
 """
 
+import os
 import socket
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 
 import torch.distributed as dist
 
-from ddp_mnist.cluster.interfaces import why_port_is_taken
+from ddp_mnist.cluster.interfaces import is_ipv4
 from ddp_mnist.cluster.launch import CAN_JOIN, Launch
 from ddp_mnist.errors import PeerError, UsageError, reason
 from ddp_mnist.system.deadline import with_deadline
@@ -20,10 +20,9 @@ from ddp_mnist.system.deadline import with_deadline
 SERVED: dict[int, dist.TCPStore] = {}  # by port; DDP's reducer holds each until the end
 BY_HAND = "is rank 0 running, is the address right, is the port open?"
 BY_LAUNCHER = f"see what the others say, then start again; if machines join or leave, {CAN_JOIN}"
-OnWait = Callable[[str], object] | None  # called with a line that says what the wait is for
 
 
-def open_store(launch: Launch, who: str, timeout_s: float, on_wait: OnWait) -> dist.TCPStore:
+def open_store(launch: Launch, who: str, timeout_s: float) -> dist.TCPStore:
     """Return the store at the main address; this process serves it if that is its task.
 
     Raise UsageError if the port is in use; PeerError if nothing answers there, or something that
@@ -32,7 +31,7 @@ def open_store(launch: Launch, who: str, timeout_s: float, on_wait: OnWait) -> d
     assert launch.main_host and launch.main_port
     serve = launch.rank == 0 and not launch.agent_store
     if serve:
-        return serve_store(launch.main_port, timeout_s)
+        return serve_store(launch.main_host, launch.main_port, timeout_s)
     where, deadline = (launch.main_host, launch.main_port), time.monotonic() + timeout_s
     shown = "{}:{}".format(*where)
     while True:  # plain sockets first: TCPStore retries in C++, and prints warnings as it does
@@ -45,8 +44,6 @@ def open_store(launch: Launch, who: str, timeout_s: float, on_wait: OnWait) -> d
                 why = f"reached nobody there within {timeout_s:g} s ({reason(error)})"
                 fix = BY_LAUNCHER if launch.agent_store else BY_HAND
                 raise PeerError(f"{shown}: {who} {why}; {fix}") from None
-        if on_wait:
-            on_wait(waiting(deadline, f"rank 0 at {shown}"))
         time.sleep(min(0.2, left))
     try:  # TCPStore's own time-out is shorter, unless what answers is not a store
         return with_deadline(partial(_tcp_store, *where, timeout_s), timeout_s + 1)
@@ -57,29 +54,43 @@ def open_store(launch: Launch, who: str, timeout_s: float, on_wait: OnWait) -> d
         ) from None
 
 
-def serve_store(port: int, timeout_s: float) -> dist.TCPStore:
-    """Serve the store on `port` until this process ends. Raise UsageError if the port is in use."""
+def serve_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
+    """Serve the store on `port` until this process ends. Raise UsageError if the port is in use.
+
+    `host` is the name by which the other ranks reach it.
+    """
     if port not in SERVED:  # otherwise this process is training a second time
-        why = why_port_is_taken(port)  # TCPStore would retry, as above
         try:
-            if not why:
+            with _listen(host, port) as server:
                 # It connects to itself at localhost, whatever address the others use.
-                SERVED[port] = _tcp_store("localhost", port, timeout_s, is_master=True)
-        except RuntimeError as error:
-            why = reason(error)
-        if why:
+                SERVED[port] = _tcp_store("localhost", port, timeout_s, server.detach())
+        except OSError as error:
             raise UsageError(
-                f"port {port}: cannot be opened here ({why}); stop the program that uses it, or"
-                " give every process another port"
-            )
+                f"port {port}: cannot be opened here ({os.strerror(error.errno or 0)}); stop the"
+                " program that uses it, or give every process another port"
+            ) from None
     return SERVED[port]
 
 
-def _tcp_store(host: str, port: int, timeout_s: float, is_master: bool = False) -> dist.TCPStore:
-    timeout = timedelta(seconds=timeout_s)
-    return dist.TCPStore(host, port, is_master=is_master, timeout=timeout, wait_for_workers=False)
+def _listen(host: str, port: int) -> socket.socket:
+    """Return a socket that listens on `port` for all who reach this machine as `host`.
+
+    torch's store looks up the name of each peer before it serves the next one. On a socket of IPv6,
+    which it would open, a peer's 10.0.0.1 is ::ffff:10.0.0.1, a name that /etc/hosts cannot give:
+    every connection then costs a question to the name server, and 10 s if none answers.
+    """
+    both = not is_ipv4(host) and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    return socket.create_server(("", port), family=family, dualstack_ipv6=both)
 
 
-def waiting(deadline: float, who: str) -> str:
-    """Return a line about waiting for `who` until the `deadline`, a time.monotonic()."""
-    return f"waiting up to {max(0, deadline - time.monotonic()):.0f} s for {who} ..."
+def _tcp_store(host: str, port: int, timeout_s: float, served: int | None = None) -> dist.TCPStore:
+    """Return a connection to the store, which this process serves on the socket `served`."""
+    return dist.TCPStore(
+        host,
+        port,
+        is_master=served is not None,
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+        master_listen_fd=served,
+    )

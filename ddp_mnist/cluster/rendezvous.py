@@ -17,7 +17,7 @@ from ddp_mnist.cluster.failures import first_cause
 from ddp_mnist.cluster.heartbeat import Heartbeat
 from ddp_mnist.cluster.interfaces import address_towards, is_own
 from ddp_mnist.cluster.launch import Launch
-from ddp_mnist.cluster.main_port import BY_LAUNCHER, OnWait, open_store, waiting
+from ddp_mnist.cluster.main_port import BY_LAUNCHER, open_store
 from ddp_mnist.cluster.store import Place, Store, arrived_key, host_id, listed, name_of, point_key
 from ddp_mnist.errors import DdpMnistError, PeerError, UsageError
 
@@ -29,8 +29,7 @@ seat_key, place_key = "seat/{}".format, "place/{}".format  # of a rank
 # The first point: all have joined. Then rank 0 broadcasts whether they met in this meeting.
 HERE, ALL_HERE, VERDICT, MET = arrived_key(0), point_key(0), point_key(1), "met"
 GRACE_S = 0.5  # extra time for rank 0, which started a moment later, to say who is missing
-# How often a waiting rank checks that its seat is still its own and, with `on_wait`, reports who is
-# missing; at most a quarter of the time-out.
+# How often a waiting rank checks that its seat is still its own; at most a quarter of the time-out.
 LOOK_S = 2.0
 LATE_S = 5.0  # for rank 0 to say that all met, after the last one joined just in time
 
@@ -54,13 +53,13 @@ class Seat(NamedTuple):
     address: str | None  # its machine's, towards rank 0's machine
 
 
-def meet(launch: Launch, timeout_s: float, on_wait: OnWait = None) -> Store:
+def meet(launch: Launch, timeout_s: float, patience_s: float | None = None) -> Store:
     """Return the store once all processes (or machines) have met in it.
 
-    `on_wait` is called every other second with a line that says who is missing. Raise PeerError if
-    not all meet within `timeout_s`; UsageError if the main port is in use, if two have the same
-    rank, or if they were given different world sizes; FailedElsewhere if another rank reports one
-    of these.
+    From then on they wait for each other for `patience_s`, or else as long. Raise PeerError if not
+    all meet within `timeout_s`; UsageError if the main port is in use, if two have the same rank,
+    or if they were given different world sizes; FailedElsewhere if another rank reports one of
+    these.
     """
     rank, size = launch.rank, launch.world_size
     if launch.is_alone:
@@ -69,8 +68,9 @@ def meet(launch: Launch, timeout_s: float, on_wait: OnWait = None) -> Store:
     host, port = launch.main_host, launch.main_port
     assert host and port
     unit = MACHINE if launch.launcher == "machine" else PROCESS
-    c10d = open_store(launch, f"{unit.called} {rank} of {size}", timeout_s, on_wait)
-    lobby = Store(dist.PrefixStore(unit.name, c10d), rank, size, launch.agent_store, timeout_s)
+    c10d = open_store(launch, f"{unit.called} {rank} of {size}", timeout_s)
+    patience_s = patience_s or timeout_s
+    lobby = Store(dist.PrefixStore(unit.name, c10d), rank, size, launch.agent_store, patience_s)
     seat = Seat(uuid.uuid4().hex, host_id(), address_towards(host, port))
     where = f"{host}:{port}"
     deadline = time.monotonic() + timeout_s
@@ -79,7 +79,7 @@ def meet(launch: Launch, timeout_s: float, on_wait: OnWait = None) -> Store:
         while True:
             number = _next_meeting(lobby, number)
             store = replace(lobby, c10d=dist.PrefixStore(str(number), lobby.c10d))
-            if Meeting(store, number, seat, unit, where, deadline, on_wait).attend():
+            if Meeting(store, number, seat, unit, where, timeout_s, deadline).attend():
                 return store
     except RuntimeError as error:
         raise PeerError(
@@ -107,8 +107,8 @@ class Meeting:
     seat: Seat
     unit: Unit
     where: str  # the main address, which begins each error
-    deadline: float  # time.monotonic() by which all must have joined
-    on_wait: OnWait  # called with a line on who is missing
+    timeout_s: float
+    deadline: float  # time.monotonic() by which all must have joined, after the time-out
 
     def attend(self) -> bool:
         """Return whether all have met, including this process; if not, another meeting follows.
@@ -123,7 +123,7 @@ class Meeting:
             again = f"; a meeting is over: is there a second {called} {store.rank}?"
             raise PeerError(
                 f"{self.where}: {called} 0 did not meet this one within"
-                f" {store.patience_s:g} s; {fix}{again if self.number > 1 else ''}"
+                f" {self.timeout_s:g} s; {fix}{again if self.number > 1 else ''}"
             )
         elif store.exists(VERDICT):
             return False
@@ -196,13 +196,11 @@ class Meeting:
         then, the last one has just arrived.
         """
         store, called = self.store, self.unit.called
-        look_s = min(LOOK_S, store.patience_s / 4)
+        look_s = min(LOOK_S, self.timeout_s / 4)
         while (left := deadline - time.monotonic()) > 0:
-            if store.wait(key, min(look_s, left)):
+            if store.wait(key, min(look_s, left), answer_s=left):
                 return
             self._refuse_second()
-            if self.on_wait and (missing := store.absent(HERE)):
-                self.on_wait(waiting(deadline, f"{called} {listed(missing)}"))
         missing = store.absent(HERE)
         if not missing and store.wait(key, LATE_S):
             return
@@ -211,7 +209,7 @@ class Meeting:
         foreign = store.rank == 0 and not is_own(self.where.rpartition(":")[0])
         note = ", which is not an address of this machine" if foreign else ""
         fix = self._fix(f"start them, or check that they use this address{note}")
-        raise PeerError(f"{self.where}: {came} within {store.patience_s:g} s{lost}; {fix}")
+        raise PeerError(f"{self.where}: {came} within {self.timeout_s:g} s{lost}; {fix}")
 
     def _refuse_second(self) -> None:
         """Raise UsageError if another process of this rank has taken its seat.

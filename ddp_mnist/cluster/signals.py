@@ -1,21 +1,20 @@
-"""Stop signals: noted as they arrive, obeyed once all ranks have agreed.
+"""Stop signals: until a run has something to save they end it, then all ranks agree and save.
 
-A scheduler may signal one process of many; the ranks have to stop at the same step.
+A scheduler may signal one process of many; the ranks have to stop at the same step. A handler runs
+once the main thread is back in Python: during a collective that hangs, after its time-out.
 """
 
 import contextlib
 import os
 import signal
-import socket
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
-import torch
-from accelerate import Accelerator
+from ddp_mnist.errors import FailedElsewhere, Preempted, Stopped
 
-from ddp_mnist.cluster.hardware import is_forked
-from ddp_mnist.errors import FailedElsewhere, Preempted
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 # The exit code of each signal; if several arrived, the last one in this order counts.
 EXIT_CODES: dict[int, int] = {
@@ -24,7 +23,7 @@ EXIT_CODES: dict[int, int] = {
     signal.SIGHUP: 129,  # the terminal was closed, or the link to it broke
     signal.SIGINT: 130,
 }
-SAME_PRESS_S = 0.5
+SAME_PRESS_S = 0.5  # a notebook passes Ctrl-C on to processes that the terminal has signalled too
 
 
 class StopSignals:
@@ -34,38 +33,40 @@ class StopSignals:
         self.has_launcher = has_launcher  # which also signals the processes itself
         self.requests = [0.0] * len(EXIT_CODES)  # 1 once the signal arrived, in their order
         self.first_sigint = 0.0  # time.monotonic()
-        self.save: Callable[[], str] = lambda: "stopped"  # on every rank, at the same step
-        # In another thread: at the first SIGINT, and at the second.
-        self.answer: Callable[[], None] = lambda: None
-        self.at_once: Callable[[], None] = lambda: None
+        self.save: Callable[[], str] | None = None  # on every rank, at the same step
+        self.answer: Callable[[], None] = lambda: None  # to the first SIGINT
+        self.at_once: Callable[[], None] = lambda: None  # at the second, before the process ends
 
-    def note(self, number: int) -> None:
-        """Fill the signal's slot.
+    def hear(self, number: int, _frame: Any = None) -> None:
+        """Handle a signal, as Python calls a handler.
 
-        A second SIGINT does not wait for other ranks, or for a collective.
+        Raise Stopped at the first one, as long as there is nothing to save. Those that follow must
+        not cut the way out short, so only a second SIGINT does.
         """
-        if number not in EXIT_CODES:  # other signals with a Python handler arrive here too
-            return
-        slot = list(EXIT_CODES).index(number)
-        if number == signal.SIGINT and self.requests[slot]:
-            # A notebook passes Ctrl-C on to forked processes, which the terminal has signalled too.
-            if is_forked() and time.monotonic() < self.first_sigint + SAME_PRESS_S:
-                return
-            try:
-                self.at_once()
-            finally:
-                os._exit(EXIT_CODES[number])
-        self.requests[slot] = 1.0
+        is_first, slot = not any(self.requests), list(EXIT_CODES).index(number)
+        again, self.requests[slot] = self.requests[slot], 1.0
         if number == signal.SIGINT:
-            self.first_sigint = time.monotonic()
-            # In a thread: the terminal may be stopped (Ctrl-S), and the next signal must not wait.
-            threading.Thread(target=self.answer, daemon=True).start()
+            now = time.monotonic()
+            self.first_sigint = self.first_sigint or now
+            if now > self.first_sigint + SAME_PRESS_S:
+                try:
+                    self.at_once()
+                finally:
+                    os._exit(EXIT_CODES[number])
+        if self.save is None:
+            if is_first:
+                name = signal.Signals(number).name
+                raise Stopped(f"{name}: stopped, nothing was to be saved", EXIT_CODES[number])
+        elif number == signal.SIGINT and not again:
+            self.answer()
 
-    def ask(self, accelerator: Accelerator) -> None:
+    def ask(self, accelerator: "Accelerator") -> None:
         """Sum all ranks' requests, then `save_and_exit_if`.
 
         A collective: every rank must call it.
         """
+        import torch  # seconds, and signals are heard before
+
         mine = torch.tensor(self.requests, dtype=torch.float64, device=accelerator.device)
         self.save_and_exit_if(accelerator.reduce(mine).tolist(), accelerator.is_main_process)
 
@@ -76,40 +77,40 @@ class StopSignals:
         """
         came = [number for number, ranks in zip(EXIT_CODES, requests, strict=True) if ranks]
         if came:
-            message = f"{signal.Signals(came[-1]).name}: {self.save()}"
+            done = self.save() if self.save else "stopped"
             error = Preempted if is_main_process else FailedElsewhere
-            raise error(message, EXIT_CODES[came[-1]])
+            raise error(f"{signal.Signals(came[-1]).name}: {done}", EXIT_CODES[came[-1]])
+
+
+def end_at_signals() -> None:
+    """Let stop signals end this program from here on, with their codes and a line.
+
+    The system has no default action for the first process of a container: it would run on.
+    """
+    _handle(StopSignals())
 
 
 @contextlib.contextmanager
-def listen(has_launcher: bool) -> Iterator[StopSignals]:
-    """Note the stop signals from here on, even while the main thread waits in a collective.
+def listen(has_launcher: bool = False) -> Iterator[StopSignals]:
+    """Hear the stop signals in the block, and afterwards give them back to who heard them before.
 
-    A Python handler would run only when the collective returns, up to the time-out later; so a
-    thread reads the byte that the C handler writes, at once. After an error under a launcher,
-    signals stay ignored: the launcher may be ending the workers, and this one must finish its last
-    line. SIGHUP is left alone under nohup.
+    That is a notebook, or else `end_at_signals`. After an error they are then ignored until the
+    program ends: a scheduler's second signal, or a launcher that ends its workers, must not take
+    the last line from it.
     """
     stop = StopSignals(has_launcher)
-    reader, writer = socket.socketpair()
-    writer.setblocking(False)
-
-    def watch() -> None:
-        while byte := reader.recv(1):
-            stop.note(byte[0])
-        reader.close()
-
-    threading.Thread(target=watch, daemon=True).start()
-    wakeup_before = signal.set_wakeup_fd(writer.fileno())
-    nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    heard = [number for number in EXIT_CODES if not (nohup and number == signal.SIGHUP)]
-    before = {number: signal.signal(number, lambda *_: None) for number in heard}
-    in_order = False
+    before, failed = _handle(stop), True
     try:
         yield stop
-        in_order = True
+        failed = False
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler if in_order or not has_launcher else signal.SIG_IGN)
-        signal.set_wakeup_fd(wakeup_before)
-        writer.close()
+            is_programs = isinstance(getattr(handler, "__self__", None), StopSignals)
+            signal.signal(number, signal.SIG_IGN if failed and is_programs else handler)
+
+
+def _handle(stop: StopSignals) -> dict[int, Any]:
+    """Make it handle the signals, but SIGHUP under nohup. Return the handlers before."""
+    nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    heard = [number for number in EXIT_CODES if not (nohup and number == signal.SIGHUP)]
+    return {number: signal.signal(number, stop.hear) for number in heard}

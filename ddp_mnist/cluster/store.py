@@ -120,18 +120,25 @@ class Store:
     def set(self, key: str, value: Any) -> None:
         self.call("set", key, json.dumps(value))
 
+    def read(self, key: str) -> Any:
+        """Return the value of `key`; None if it has not been written."""
+        return json.loads(self.call("get", key)) if self.exists(key) else None
+
     def exists(self, key: str) -> bool:
         return self.call("check", [key])
 
-    def wait(self, key: str, within_s: float = math.inf) -> bool:
+    def wait(self, key: str, within_s: float = math.inf, answer_s: float = 0) -> bool:
         """Return whether `key` was written within that time.
 
-        It is one call, unless it takes minutes.
+        It is one call, unless it takes minutes. The server may be busy with something else for
+        `answer_s` before it says that the time is over.
         """
         deadline = time.monotonic() + within_s
         while True:
             seconds = max(0.1, min(self.patience_s / 2, deadline - time.monotonic()))
-            if self._within(seconds + CANCEL_S, partial(self._is_written, key, seconds)):
+            # torch waits as long again if the system wakes it a moment early.
+            longest_s = max(2 * seconds, answer_s) + CANCEL_S
+            if self._within(longest_s, partial(self._is_written, key, seconds)):
                 return True
             if time.monotonic() >= deadline:
                 return False
@@ -261,7 +268,7 @@ class Store:
     def failure(self) -> dict[str, Any] | None:
         """Return the failure reported first, if any: its rank, message, code and lost ranks."""
         with contextlib.suppress(RuntimeError):
-            return json.loads(self.call("get", FAILURE)) if self.exists(FAILURE) else None
+            return self.read(FAILURE)
         return None
 
     def raise_if_failed(self) -> None:

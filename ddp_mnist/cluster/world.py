@@ -10,7 +10,7 @@ import gc
 import inspect
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import SimpleNamespace
@@ -33,7 +33,12 @@ from ddp_mnist.cluster.device import (
     set_threads,
 )
 from ddp_mnist.cluster.failures import end_group, propagate_first_error
-from ddp_mnist.cluster.interfaces import interface_towards, interfaces_up, is_loopback
+from ddp_mnist.cluster.interfaces import (
+    first_address,
+    interface_towards,
+    interfaces_up,
+    is_loopback,
+)
 from ddp_mnist.cluster.launch import Launch, die_with_parent
 from ddp_mnist.cluster.rendezvous import check_same, meet
 from ddp_mnist.cluster.store import Store
@@ -103,15 +108,13 @@ def join_world(
     launch: Launch,
     *,
     full_precision: bool = False,
-    on_wait: Callable[[str], object] | None = None,
 ) -> Iterator[World]:
     """Meet the other processes, yield the World, and shut it down cleanly however the block ends.
 
-    Until they have met, `on_wait` is called with a line on who is missing, see `meet`. With
-    `full_precision` it computes in the dtype of the weights and compiles nothing, whatever flags
-    and launcher say. Raise UsageError if they ask for what does not exist or does not fit together,
-    PeerError if another process did not join, was lost or did not answer in time, FailedElsewhere
-    if another rank failed first.
+    With `full_precision` it computes in the dtype of the weights and compiles nothing, whatever
+    flags and launcher say. Raise UsageError if they ask for what does not exist or does not fit
+    together, PeerError if another process did not join, was lost or did not answer in time,
+    FailedElsewhere if another rank failed first.
     """
     started = time.monotonic()
     device = choose_device(flags)
@@ -120,7 +123,7 @@ def join_world(
     backend = choose_backend(flags, launch, device)
     if launch.child_of_launcher:
         die_with_parent()
-    store = meet(launch, flags.dist_timeout, on_wait)
+    store = meet(launch, flags.start_timeout or flags.dist_timeout, flags.dist_timeout)
     gc.freeze()  # skips imported modules: walking them costs 0.3 s in each full collection
     try:
         with accelerate_as_found(), propagate_first_error(store):
@@ -239,6 +242,9 @@ def choose_interface(launch: Launch, store: Store) -> None:
             os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # without =, eth10 too
 
 
+offer_key = "offer/{}".format  # of a rank: the address and interface at which others reach it
+
+
 def form_group(store: Store, backend: str, local_rank: int, timeout_s: float) -> None:
     """Open the connections between the ranks, all of which have joined.
 
@@ -249,6 +255,9 @@ def form_group(store: Store, backend: str, local_rank: int, timeout_s: float) ->
             f"WORLD_SIZE={store.world_size}: a process group of {dist.get_world_size()} exists"
             " already in this process; start the trainer in a separate process"
         )
+    variable = f"{backend.upper()}_SOCKET_IFNAME"
+    interface = os.environ.get(variable, "")
+    store.set(offer_key(store.rank), f"{first_address(interface)} ({interface or 'not set'})")
     connect = functools.partial(
         dist.init_process_group,
         backend,
@@ -261,20 +270,21 @@ def form_group(store: Store, backend: str, local_rank: int, timeout_s: float) ->
     try:
         with_deadline(connect, timeout_s + 1)  # gloo tries five times as long
     except (RuntimeError, TimeoutError) as error:
-        variable = f"{backend.upper()}_SOCKET_IFNAME"
         if "Unable to find address" in str(error) and variable in os.environ:
             raise UsageError(
                 f"{variable}={os.environ[variable]}: this machine has no such interface; unset it,"
                 f" or name one of {', '.join(interfaces_up()) or 'lo'}"
             ) from error
-        if isinstance(error, RuntimeError) and "connectFullMesh" not in str(error):
+        if isinstance(error, RuntimeError) and "gloo" not in str(error).lower():
             raise
+        offers = (
+            f"rank {rank} is at {store.read(offer_key(rank))}" for rank in (0, store.rank or 1)
+        )
         raise PeerError(
-            f"{store.world_size} processes met, but within {timeout_s:g} s rank {store.rank} could"
-            " not connect to all others; open all TCP ports between the machines, or set"
-            f" {variable} to the interface that leads there (it is"
-            f" {os.environ.get(variable, 'not set')})"
-        ) from None
+            f"{store.world_size} processes met, but rank {store.rank} could not connect to all"
+            f" others within {timeout_s:g} s ({', '.join(offers)}); open all TCP ports between the"
+            f" machines, or set {variable} to the interface that leads there"
+        ) from error
 
 
 def warm_up_ddp(accelerator: Accelerator, model: nn.Module, micro_batch: torch.Tensor) -> None:

@@ -4,6 +4,7 @@ Heavy libraries are imported where they are used, because a cached run needs non
 """
 
 import contextlib
+import os
 import re
 import tempfile
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from ddp_mnist.errors import DataError, blame, causes, reason
 from ddp_mnist.system.deadline import with_deadline
 
 HUB_TIMEOUT_S = 5.0
+PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")  # their values hold passwords
 OFFLINE_FIX = (
     "set HF_ENDPOINT to a mirror of the Hub that answers, run ddp-mnist prepare where there is a"
     " network and copy the cache folder, give a folder (--dataset PATH), or train on the built-in"
@@ -59,7 +61,8 @@ def why_out_of_reach(hub_id: str) -> str:
             fault = f"--dataset {hub_id}: not on the Hub, or not visible to you"
             fix = "check the id, or log in (hf auth login) if it is private"
             raise DataError(f"{fault}; {fix}") from error
-        return reason([*causes(error)][-1])  # libraries wrap the system's error
+        by = next((f" by {name}" for name in PROXIES if os.environ.get(name)), "")
+        return reason([*causes(error)][-1]) + by  # libraries wrap the system's error
     return ""
 
 

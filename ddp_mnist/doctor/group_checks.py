@@ -31,7 +31,7 @@ from ddp_mnist.run.console import count
 from ddp_mnist.run.training_run import TrainingRun
 from ddp_mnist.run.versions import code_digest, package_versions
 from ddp_mnist.run.weights import digest_of
-from ddp_mnist.system import neighbours
+from ddp_mnist.system.limits import cores_held
 from ddp_mnist.verbs.check_result import PASS, WARN, CheckResult, check, failed, passed, warned
 from ddp_mnist.verbs.flags import Doctor
 
@@ -211,11 +211,10 @@ def load(group: Group) -> list[CheckResult]:
     """Check how much other programs hold of each machine, while all ranks wait; speeds are next."""
     mine = list[CheckResult]()
     if group.is_first_here:
-        held, cores, programs = neighbours.cores_held()
+        held, cores = cores_held()
         if held > BUSY * cores:
-            names = ", ".join(programs) or "none that uses much by itself"
-            text = f"other programs hold {held:.1f} of {count(cores, 'core')} ({names})"
-            fix = "end them, or wait, and check again: while they run, speeds are too low"
+            text = f"other programs hold {held:.1f} of {count(cores, 'core')}"
+            fix = "end them (top shows them), or wait: while they run, speeds are too low"
             mine = [warned(LOAD, text, fix)]
     if busy := group.merge(mine):
         group.busy = ", on a busy machine"
@@ -273,7 +272,7 @@ def training(group: Group) -> list[CheckResult]:
     images = cache.load("digits", group.options.cache_dir)
     recipe = resolve_recipe(Recipe(epochs=EPOCHS), len(images.train_labels), group.size)
     config = ResolvedConfig(run=RunFlags(dataset="digits", quiet=True), recipe=recipe)
-    with listen(has_launcher=False) as stop:
+    with listen() as stop:
         run = TrainingRun(config, group.world, images.hold_out(recipe.val_size), stop)
         summary = train.fit(run)
     group.world.accelerator.free_memory()

@@ -4,32 +4,27 @@ Started alone, it checks this machine and then processes that it starts itself; 
 launcher, on one or more machines, it checks them together.
 """
 
-import json
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from ddp_mnist.cluster import hardware
 from ddp_mnist.cluster.launch import find_launch
 from ddp_mnist.cluster.local_world import backend_among, run_world
-from ddp_mnist.cluster.nodes import Node
 from ddp_mnist.cluster.world import join_world
 from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.data.sources import find_source
 from ddp_mnist.doctor.group_checks import check_group
 from ddp_mnist.doctor.machine_checks import check_machine
-from ddp_mnist.doctor.preflight import check_node
 from ddp_mnist.errors import CheckFailed, DdpMnistError, FailedElsewhere, StorageError, UsageError
-from ddp_mnist.run.console import Console, coloured, tell
+from ddp_mnist.run.console import Console, as_json, coloured
 from ddp_mnist.run.summary import narrated_elsewhere
 from ddp_mnist.verbs import check_result
 from ddp_mnist.verbs.check_result import FAIL, CheckResult, failed, worst
 from ddp_mnist.verbs.flags import Doctor
 
 START_S = 120  # to start processes and check them once
-WAITED_S = 10.0  # between two lines about waiting for others, without a terminal
 
 
 def run(flags: Doctor, distribution: Distribution) -> None:
@@ -37,7 +32,7 @@ def run(flags: Doctor, distribution: Distribution) -> None:
 
     Raise CheckFailed if any check is a FAIL.
     """
-    launch = find_launch(distribution)
+    launch = find_launch(distribution, trains=False)
     if distribution.cpu:
         hardware.hide_gpus()
     is_rank0, is_alone = launch.rank == 0, launch.world_size == 1
@@ -61,25 +56,10 @@ def run(flags: Doctor, distribution: Distribution) -> None:
         raise CheckFailed(wrong) if is_rank0 else FailedElsewhere(wrong, CheckFailed.code)
 
 
-def run_preflight(node: Node, timeout_s: float, flags: Doctor) -> None:
-    """Connect to the other machines, and print how far that goes.
-
-    Raise CheckFailed if any check is a FAIL.
-    """
-    show, who = tell if flags.json else Console(True).print, f"machine {node.machine_rank}"
-    results = list[CheckResult]()
-    for each in check_node(node, timeout_s):
-        show(f"{who}: {each}")
-        results += [each] if isinstance(each, CheckResult) else []
-    if wrong := check_result.failure_summary("doctor", results):
-        report(results, flags, processes=0)
-        raise CheckFailed(f"{who}: {wrong}")
-
-
 def report(results: list[CheckResult], flags: Doctor, processes: int) -> None:
     """Print the results as one line of JSON, with --json."""
     head = {"verdict": worst(results), "processes": processes}
-    Console(flags.json).print(json.dumps(check_result.describe(results, "findings", **head)))
+    Console(flags.json).print(as_json(check_result.describe(results, "findings", **head)))
 
 
 def print_each(checks: Iterable[CheckResult | str], console: Console) -> Iterator[CheckResult]:
@@ -114,18 +94,13 @@ def check_processes(size: int, flags: Doctor, distribution: Distribution) -> lis
 
 
 def check_together(flags: Doctor, distribution: Distribution, machines: bool) -> list[CheckResult]:
-    """Return the results of all ranks together; rank 0 prints them. See `check_group`.
-
-    Until all have met, each rank that was started by hand says which ranks it waits for, because
-    its terminal shows no other.
-    """
-    launch, clock = find_launch(distribution), time.monotonic()
+    """Return the results of all ranks together; rank 0 prints them. See `check_group`."""
+    launch, clock = find_launch(distribution, trains=False), time.monotonic()
     results = list[CheckResult]()
     console = Console(not flags.json and (launch.rank == 0 or launch.launcher == "tcp"))
-    waiting = partial(console.progress, 0, every_s=WAITED_S)
-    console.draw(0, f"waiting up to {distribution.dist_timeout:g} s for all to connect ...")
+    console.draw(0, "waiting for all to connect ...")
     try:
-        with console, join_world(distribution, launch, on_wait=waiting) as world:
+        with console, join_world(distribution, launch) as world:
             if launch.rank > 0:
                 console.close()
             with narrated_elsewhere(world, not flags.json):

@@ -1,12 +1,16 @@
 """Try a net and a loss, forward and backward, before a run begins; a failure is one line."""
 
+import contextlib
+import pickle
 from collections.abc import Callable
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ddp_mnist.data.image_format import Shape
+from ddp_mnist.data.seeding import seed_forward, seed_generators
 from ddp_mnist.errors import UsageError, blame
 from ddp_mnist.nets.ours import Normalised
 
@@ -74,6 +78,7 @@ def check_loss(
         labels = torch.arange(batch, device=device) % classes
         typed = f"--loss {name}, on logits {list(logits.shape)} and labels [{batch}]"
         with blame(typed, UsageError):
+            seed_forward(device, "trial")
             losses = torch.as_tensor(losses_of(logits.requires_grad_(), labels))
             if not losses.is_floating_point() or losses.shape != labels.shape:
                 raise UsageError(
@@ -81,3 +86,74 @@ def check_loss(
                     " their mean: e.g. reduction='none'"
                 )
             losses.sum().backward()
+            seed_forward(device, "trial")
+            if not torch.equal(torch.as_tensor(losses_of(logits, labels)), losses):
+                raise UsageError(
+                    f"{typed}: gives others at a second call, so a resumed run would differ; keep"
+                    " nothing between calls, and draw random numbers from torch's default generator"
+                )
+
+
+# --- What a checkpoint would lose
+
+
+def check_state(make: Callable[[], Normalised], name: str, shape: Shape) -> str:
+    """Raise UsageError if a net that is resumed would differ from one that went on.
+
+    After a step, a net that `make` made goes on beside another one, which has nothing of it but its
+    state_dict, as after a resume; both draw the same random numbers. If their logits are equal,
+    return a sentence on the numbers that the state_dict lacks all the same, as a count of calls;
+    "" if there are none.
+    """
+    images = torch.randint(0, 256, (2, *shape), dtype=torch.uint8)
+    unbroken = _made(make)
+    before = _outside_state_dict(unbroken.net)
+    _logits(unbroken.train(), images, step=0)
+    resumed = _made(make)
+    resumed.load_state_dict(unbroken.state_dict())
+    after, there = (_outside_state_dict(net.net) for net in (unbroken, resumed))
+    lost = [key for key, part in after.items() if part != there.get(key)]
+    counts = [key for key in lost if not isinstance(after[key], bytes) and key in before]
+    for training in (True, False):
+        ours, theirs = (_logits(n.train(training), images, 1) for n in (unbroken, resumed))
+        if not torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6, equal_nan=True):
+            what = f"forward changes {', '.join(lost)}" if lost else "forward has a memory"
+            raise UsageError(
+                f"--model {name}: {what}, which is not in its state_dict, so a resumed run would"
+                " differ from an unbroken one; make it a persistent buffer, or draw random numbers"
+                " from torch's default generator"
+            )
+    if not counts:
+        return ""
+    return (
+        f"--model {name}: forward changes {', '.join(counts)}, which is not in its state_dict; if"
+        " the logits ever depend on it, a resumed run will differ"
+    )
+
+
+def _made(make: Callable[[], Normalised]) -> Normalised:
+    seed_generators(torch.device("cpu"), 0)
+    return make()
+
+
+def _logits(net: Normalised, images: Tensor, step: int) -> Tensor:
+    seed_forward(torch.device("cpu"), "trial", step)
+    with torch.no_grad():
+        return net(images).float()
+
+
+def _outside_state_dict(net: nn.Module) -> dict[str, Any]:
+    """Return each attribute and buffer that no state_dict has, by name, as it is now.
+
+    Numbers as they are, all else as its bytes.
+    """
+    found = dict[str, Any]()
+    for prefix, module in net.named_modules():
+        parts = {key: part for key, part in vars(module).items() if key not in vars(nn.Module())}
+        parts |= {key: getattr(module, key) for key in module._non_persistent_buffers_set}
+        for key, part in parts.items():
+            state = part.get_state() if isinstance(part, torch.Generator) else part
+            with contextlib.suppress(Exception):  # e.g. a lambda, which has no bytes
+                is_number = isinstance(state, int | float)
+                found[f"{prefix}.{key}".strip(".")] = state if is_number else pickle.dumps(state)
+    return found

@@ -1,6 +1,7 @@
 """Output on stdout and stderr. If a line cannot be written, the exit code says so."""
 
 import contextlib
+import functools
 import json
 import math
 import os
@@ -49,10 +50,6 @@ class Console:
             self._last = time.monotonic()
             write = print if self._bar is None else self._bar.write
             self.verbose = write_stdout(lambda: write(line), self.must_arrive)
-
-    def tell(self, line: str) -> None:
-        """Print a line on stderr, verbose or not; the bar stays below it."""
-        tell(line, print if self._bar is None else self._bar.write)
 
     def close(self) -> None:
         """Remove the bar, and print nothing from here on."""
@@ -107,10 +104,22 @@ def as_json(content: Any, indent: int | None = None) -> str:
     What is not printable is escaped.
     """
     in_ascii = "utf" not in (sys.stdout.encoding or "utf").lower()
-    text = json.dumps(content, indent=indent, ensure_ascii=in_ascii)
+    text = json.dumps(finite(content), indent=indent, ensure_ascii=in_ascii)
     return re.sub(
         r"[^\n -~]", lambda m: m[0] if m[0].isprintable() else json.dumps(m[0])[1:-1], text
     )
+
+
+def finite(content: Any) -> Any:
+    """Return what JSON can hold: None for NaN and infinity, which Python would write as such."""
+    match content:
+        case dict():
+            return {key: finite(value) for key, value in content.items()}
+        case list() | tuple():
+            return [finite(value) for value in content]
+        case float() if not math.isfinite(content):
+            return None
+    return content
 
 
 def count(number: int, noun: str) -> str:
@@ -124,18 +133,28 @@ def named_lines(lines: dict[str, str]) -> str:
     return "\n".join(f"{name:<10} {text}" for name, text in lines.items() if text)
 
 
-def tell(line: str, write: Callable[..., None] = print) -> None:
+def tell(line: str) -> None:
     """Print a line on stderr. If that fails too, only the exit code is left."""
     try:
-        write(line, file=sys.stderr)
+        print(line, file=sys.stderr)
         sys.stderr.flush()
     except OSError:
         _discard_buffer(sys.stderr)
 
 
+def tell_at_once(line: str) -> None:
+    """Print a line on stderr from a signal's handler, which may interrupt another print."""
+    below_the_bar = "\n" if draws(sys.stderr) else ""
+    with contextlib.suppress(OSError):
+        os.write(2, f"{below_the_bar}{line}\n".encode())
+
+
 def warn(message: str) -> None:
     """Warn on stderr that the result may not be what the user expects."""
     tell(f"ddp-mnist: warning: {printable(message)}")
+
+
+warn_once = functools.cache(warn)  # each message
 
 
 def write_stdout(write: Callable[[], object] = bool, must_arrive: bool = True) -> bool:

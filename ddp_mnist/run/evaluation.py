@@ -24,6 +24,7 @@ from ddp_mnist.cluster.signals import StopSignals
 from ddp_mnist.cluster.world import broadcast_bytes
 from ddp_mnist.data.batches import Rows, eval_batch_size, make_loader
 from ddp_mnist.nets.losses import image_losses
+from ddp_mnist.run.console import warn
 
 CROSS_ENTROPY = "cross_entropy"  # the name of a run's loss without --loss
 MANY_CLASSES = 40  # above it only the largest cells of a matrix are shown
@@ -167,4 +168,7 @@ def summarise(
     counted = classification_metrics(
         predictions.cpu().numpy(), labels.cpu().numpy(), classes, scores
     )
-    return Metrics(loss=losses.sum().item() / len(losses), count=len(labels), **counted)
+    loss = losses.sum().item() / len(losses)
+    if not math.isfinite(loss):
+        warn(f"the mean loss of {len(losses):,} images is {loss}, which files hold as null")
+    return Metrics(loss=loss, count=len(labels), **counted)

@@ -19,7 +19,7 @@ from filelock import FileLock
 
 from ddp_mnist import errors
 from ddp_mnist.errors import StorageError, UsageError, blame, reason
-from ddp_mnist.run.console import as_json, warn
+from ddp_mnist.run.console import as_json, finite, warn, warn_once
 from ddp_mnist.system.locks import HeldError, take
 
 CONFIG, METRICS, MODEL = "config.json", "metrics.jsonl", "model.safetensors"
@@ -62,7 +62,8 @@ class RunFolder:
                 case errors.Preempted():
                     self.record_outcome("preempted", error.code, str(error))
                 case KeyboardInterrupt():
-                    self.record_outcome("failed", 130, "interrupted")
+                    said = str(error) or "interrupted"
+                    self.record_outcome("failed", errors.exit_code(error), said)
                 case errors.DdpMnistError():
                     self.record_outcome("failed", error.code, str(error))
                     if error.blamed:
@@ -167,9 +168,18 @@ class RunFolder:
         if self.path:
             path = self.path / METRICS
             with storage_errors(path), open(path, "a", encoding="utf-8") as file:
-                file.write(json.dumps({"step": step, **metrics}) + "\n")
+                file.write(json.dumps(finite({"step": step, **metrics})) + "\n")
         if self.log_to_trackers:
             self.log_to_trackers(metrics, step)
+
+    def lines_at(self, step: int) -> list[dict[str, Any]]:
+        """Return what metrics.jsonl holds of a step."""
+        if not (self.path and (path := self.path / METRICS).exists()):
+            return []
+        lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+        return [
+            {k: v for k, v in line.items() if k != "step"} for line in lines if line["step"] == step
+        ]
 
     def cut_metrics(self, count: int) -> None:
         """Cut off all but the first `count` lines: their steps are about to be repeated."""
@@ -189,10 +199,12 @@ def _link(latest: Path, path: Path) -> None:
         warn(f"{latest}: is not a link, so it was left alone; move it away to get a link to {path}")
         return
     link = latest.with_name(f".{LATEST}-{path.name}")
-    with storage_errors(link):
+    try:
         link.unlink(missing_ok=True)
         link.symlink_to(path.name)
         os.replace(link, latest)
+    except OSError as error:  # not every disk has links
+        warn(f"{latest}: cannot be made a link to {path} ({reason(error)})")
 
 
 def reserve(dataset: str) -> Path:
@@ -273,6 +285,12 @@ def write_atomically(path: Path, content: bytes) -> None:
     folder = os.open(path.parent, os.O_DIRECTORY)
     try:
         os.fsync(folder)  # the new name is on the disk too
+    except OSError as error:
+        if error.errno not in errors.LACKING:
+            raise
+        warn_once(
+            f"this disk cannot flush folders ({reason(error)}): a power cut may lose the last file"
+        )
     finally:
         os.close(folder)
 

@@ -4,10 +4,9 @@ import time
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor, nn
+from torch import Tensor
 
 from ddp_mnist.config.recipe import ResolvedRecipe
-from ddp_mnist.run.slow_ranks import ForwardClock, SlowRanks
 from ddp_mnist.run.state import Progress
 
 # Without --checkpoint-every: at least so many steps, and so many seconds of training, between two
@@ -25,12 +24,9 @@ class Meter:
     """
 
     def __init__(
-        self, accelerator: Accelerator, progress: Progress, recipe: ResolvedRecipe, net: nn.Module
+        self, accelerator: Accelerator, progress: Progress, recipe: ResolvedRecipe
     ) -> None:
         self.accelerator, self.progress, self.recipe = accelerator, progress, recipe
-        self.forward = ForwardClock(net)
-        self.slow_ranks = SlowRanks(accelerator.num_processes)
-        self.newly_slow: dict[int, float] = {}  # rank: times the median, at the last sync point
         self.losses: list[Tensor] = []
         self.correct: list[Tensor] = []
         self.images_per_batch = 0
@@ -74,25 +70,19 @@ class Meter:
         DivergedError, on all ranks alike.
         """
         sums = sum_up(self.losses, self.correct, self.images_per_batch)
-        size = self.accelerator.num_processes
-        forward_s = [0.0] * size  # each rank fills in its own slot: 8 bytes per rank
-        forward_s[self.accelerator.process_index] = self.forward.seconds
-        mine = sums.new_tensor([*forward_s, *stop_requests, self.steps_per_s])
+        mine = sums.new_tensor([*stop_requests, self.steps_per_s])
         reduced = self.accelerator.reduce(torch.cat([sums, mine])).tolist()
-        loss, correct, seen, bad, *rest, steps_per_s = reduced
-        forward_s, requests = rest[:size], rest[size:]
+        loss, correct, seen, bad, *requests, steps_per_s = reduced
         self.losses.clear()
         self.correct.clear()
         step, seconds = self.progress.step, time.monotonic() - self.clock
         self.restart_clock()
         self.progress.add(loss, correct, seen, bad, seconds)
         # About a second from here, by the speeds that the ranks had measured before.
-        self.agreed_steps_per_s = steps_per_s / size
+        self.agreed_steps_per_s = steps_per_s / self.accelerator.num_processes
         self.next_sync_step = step + max(1, int(self.agreed_steps_per_s))
         self.steps_per_s = (step - self.last_sync) / max(seconds, 1e-3)
         self.last_sync = step
-        self.newly_slow = self.slow_ranks.judge(forward_s, seconds)
-        self.forward.read()  # the GPU's work is done, and the next sync point sends it
         self.progress.raise_if_diverged(self.recipe, self.accelerator)
         return requests
 

@@ -6,6 +6,7 @@ import sys
 import uuid
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,7 +14,7 @@ import numpy as np
 from ddp_mnist.cluster import hardware
 from ddp_mnist.cluster.launch import Launch
 from ddp_mnist.cluster.rendezvous import check_same
-from ddp_mnist.cluster.signals import listen
+from ddp_mnist.cluster.signals import StopSignals
 from ddp_mnist.cluster.store import Store
 from ddp_mnist.cluster.world import World
 from ddp_mnist.config.faults import wrong_on_purpose
@@ -27,6 +28,7 @@ from ddp_mnist.errors import UsageError
 from ddp_mnist.nets import initial_weights, trial
 from ddp_mnist.nets.build import build_net, factory_of, has_batch_norm
 from ddp_mnist.nets.losses import image_losses
+from ddp_mnist.nets.ours import is_known
 from ddp_mnist.run import resume, summary, tracking
 from ddp_mnist.run.console import Console, draws
 from ddp_mnist.run.evaluation import check_scores
@@ -36,6 +38,7 @@ from ddp_mnist.run.identity import FORMAT, facts, identify
 from ddp_mnist.run.profiling import STEPS_BEFORE, profiled
 from ddp_mnist.run.resume import EarlierRun
 from ddp_mnist.run.training_run import TrainingRun
+from ddp_mnist.system.limits import bound_together
 
 if TYPE_CHECKING:
     from torchvision.models import WeightsEnum
@@ -43,7 +46,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def set_up_run(
-    config: TrainConfig, world: World, launch: Launch, folder: RunFolder
+    config: TrainConfig, world: World, launch: Launch, folder: RunFolder, stop: StopSignals
 ) -> Iterator[TrainingRun | None]:
     """Agree with all ranks on settings, data and folder, and yield the run.
 
@@ -61,23 +64,22 @@ def set_up_run(
             yield None
             return
         config, images = resolve_and_load(config, world, console, found)
-        with listen(launch.is_signalled_by_launcher) as stop:
-            check_same(world.store, facts(config, world, images))
-            if config.run.dry_run:
-                console.print(summary.plan(config, world, images, None))
-                yield None
-                return
-            run = TrainingRun(inject(config, world), world, images, stop, folder, console)
-            open_folder(run, found)
-            console.print(summary.plan(config, world, images, folder.path))
-            with (
-                tracking.tracked(config, folder, world),
-                profiled(world.accelerator, config.run.profile, run.where) as run.profile,
-            ):
-                if world.compile_options:
-                    console.print("compiling  the model, which can take minutes")
-                run.phase("starting")
-                yield run
+        check_same(world.store, facts(config, world, images))
+        if config.run.dry_run:
+            console.print(summary.plan(config, world, images, None))
+            yield None
+            return
+        run = TrainingRun(inject(config, world), world, images, stop, folder, console)
+        open_folder(run, found)
+        console.print(summary.plan(config, world, images, folder.path))
+        with (
+            tracking.tracked(config, folder, world),
+            profiled(world.accelerator, config.run.profile, run.where) as run.profile,
+        ):
+            if world.compile_options:
+                console.print("compiling  the model, which can take minutes")
+            run.phase("starting")
+            yield run
 
 
 # --- Settings and data
@@ -116,6 +118,10 @@ def resolve_and_load(
     sharers = recipe.grad_accum * (1 if config.distribution.sync_bn else size)
     if taken := check_net(resolved, images, recipe.batch_size // sharers):
         console.print(f"weights    {taken}")
+    if not is_known(recipe.model):
+        make = partial(build_net, recipe.model, images.classes, images.image_format)
+        if lost := trial.check_state(make, recipe.model, images.image_format.shape):
+            images = replace(images, careful=[*images.careful, lost])
     if recipe.loss:
         loss, device = image_losses(recipe.loss), world.accelerator.device
         trial.check_loss(loss, recipe.loss, len(images.classes), device)
@@ -159,6 +165,8 @@ def load_images(config: TrainConfig, store: Store, console: Console) -> tuple[st
     images = cache.load(name, flags.cache_dir, flags.image_options, log=console.print)
     if unused := hardware.unused_gpus():
         notes = [*notes, f"GPUs: {unused}, so this trains on the CPU; {hardware.GPU_FIX}"]
+    if bound := bound_together(store.place.ranks_here):
+        notes = [*notes, bound]
     warnings = [*wrong_on_purpose(config.recipe.inject), *notes, *images.warnings]
     store.barrier()
     return name, replace(images, warnings=warnings)

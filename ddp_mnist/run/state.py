@@ -135,7 +135,6 @@ class State:
     started: float  # time.monotonic() of the start, moved back by the seconds of earlier parts
     progress: Progress = field(default_factory=Progress)
     best_weights: dict[str, Tensor] | None = None  # of the best validation, with --patience
-    seconds_before: float = 0.0  # in training steps, when this part of the run began
 
     def end_epoch(self, recipe: Recipe, validation: Metrics | None) -> dict[str, float | None]:
         """Count an epoch, keep the best weights, decide whether to stop. Return its means."""
@@ -195,7 +194,6 @@ class State:
             progress.best_accuracy, progress.best_epoch = -1.0, progress.epoch
         self.started -= progress.total_seconds
         progress.resumed_from.append(progress.step)
-        self.seconds_before = progress.train_seconds
         if progress.step == progress.epoch * recipe.steps_per_epoch:  # it was just validated
             progress.decide_to_stop(recipe)
         return progress

@@ -178,18 +178,13 @@ def summarise(
     images: ImageData,
     state: State,
     test: Metrics,
-    times: list[list[float]],
 ) -> dict[str, Any]:
     """Return summary.json: the result, and everything needed to judge it.
 
-    Seconds are wall-clock, summed over the parts of a run that was resumed. `times` are each rank's
-    seconds in training steps and milliseconds in a forward pass, in this part alone: other parts
-    had other ranks.
+    Seconds are wall-clock, summed over the parts of a run that was resumed.
     """
     progress, recipe = state.progress, config.recipe
     images_trained_on = progress.step * recipe.batch_size
-    first_step = progress.resumed_from[-1] if progress.resumed_from else 0  # of this part
-    in_this_part = (progress.step - first_step) * recipe.batch_size
     named = find_named(recipe.model, recipe.weights)
     device = world.device_name
     gpu = "none used" if device == "cpu" else torch.cuda.get_device_name(device)
@@ -219,7 +214,7 @@ def summarise(
         "save_seconds": round(progress.save_seconds, 3),
         "total_seconds": round(time.monotonic() - state.started, 3),
         "images_per_second": round(images_trained_on / max(progress.train_seconds, 1e-9), 1),
-        "ranks": by_rank(world.store.hosts, times, in_this_part / len(times)),
+        "hosts": [name_of(host) for host in world.store.hosts],  # by rank
         "dataset": images.describe() | {"val_rows": len(images.val_rows)},
         "classes": images.classes,
         "images_per_class": images.per_class(),
@@ -231,23 +226,6 @@ def summarise(
         "versions": package_versions(),
         "git": git_commit(),
     }
-
-
-def by_rank(hosts: list[str], times: list[list[float]], images: float) -> list[dict[str, Any]]:
-    """Return the ranks' entries in summary.json; each has trained on `images` images.
-
-    Rank 0, which writes it, knows the `hosts`; the others get an empty list.
-    """
-    return [
-        {
-            "rank": rank,
-            "host": name_of(host),
-            "train_seconds": round(seconds, 3),
-            "images_per_second": round(images / max(seconds, 1e-9), 1),
-            "forward_ms": round(forward_ms, 3),
-        }
-        for rank, (host, (seconds, forward_ms)) in enumerate(zip(hosts, times, strict=False))
-    ]
 
 
 def changed_since(run: str, dataset: str, summary: dict[str, Any], images: ImageData) -> str:

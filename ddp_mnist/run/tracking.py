@@ -45,7 +45,7 @@ def tracked(config: ResolvedConfig, folder: RunFolder, world: World) -> Iterator
     accelerator, typed = world.accelerator, f"--trackers {config.run.trackers}"
     place, run_name = str(folder.path / FOLDER), folder.path.name
     options = {
-        "tensorboard": {"purge_step": folder.step + 1},  # from steps that are repeated
+        "tensorboard": {"purge_step": folder.step},  # what is repeated: validation at that step
         "wandb": {"name": run_name, "dir": place},
         "mlflow": {"run_name": run_name},
         "trackio": {"name": run_name},
@@ -67,6 +67,9 @@ def tracked(config: ResolvedConfig, folder: RunFolder, world: World) -> Iterator
         with blame(typed, StorageError):
             known = {name: value for name, value in metrics.items() if value is not None}
             accelerator.log(known, step)
+
+    for line in folder.lines_at(folder.step):  # which are purged too, but not repeated
+        log(line, folder.step)
 
     def finish() -> None:  # Accelerate's end_training would end the process group too
         for tracker in accelerator.trackers:

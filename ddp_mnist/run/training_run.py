@@ -1,6 +1,5 @@
 """One rank's part in a run: what `fit` gets, and the bookkeeping while it trains."""
 
-import sys
 import time
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -15,7 +14,7 @@ from ddp_mnist.config.run import ResolvedConfig
 from ddp_mnist.data.batches import ImageData
 from ddp_mnist.nets.ours import Normalised, with_test_time_augmentation
 from ddp_mnist.run import checkpoint, summary, weights
-from ddp_mnist.run.console import Console, draws, tell
+from ddp_mnist.run.console import Console, tell_at_once
 from ddp_mnist.run.evaluation import Metrics, evaluate_split, import_evaluate_meanwhile
 from ddp_mnist.run.folder import MODEL, SUMMARY, RunFolder
 from ddp_mnist.run.identity import Identity
@@ -75,14 +74,9 @@ class TrainingRun:
 
     # --- While it trains
 
-    def report_step(
-        self, progress: Progress, lr: float, newly_slow: dict[int, float], log: bool
-    ) -> None:
-        """Show the means since the last log line, at each sync point; with `log`, write them too.
-
-        Name each slow rank.
-        """
-        step, epoch, store = progress.step, progress.epoch, self.world.store
+    def report_step(self, progress: Progress, lr: float, log: bool) -> None:
+        """Show the means since the last log line, at a sync point; with `log`, write them too."""
+        step, epoch = progress.step, progress.epoch
         means = progress.end_log_line() if log else progress.since_log.means()
         self.line = {"epoch": epoch, "lr": lr, **means}
         self.folder.step = step
@@ -91,15 +85,6 @@ class TrainingRun:
             self.folder.append_metrics(step, self.line)
         show = self.console.progress if log else self.console.draw
         show(*self.progress_line())
-        if store.rank == 0:  # which knows the machines
-            for rank, times in newly_slow.items():
-                slow = {"slow_rank": rank, "host": store.host(rank)}
-                slow |= {"epoch": epoch, "times_median": round(times, 1)}
-                self.folder.append_metrics(step, slow)
-                self.console.print(
-                    f"slow       rank {rank} on {store.host(rank)} takes {times:.1f} times as long"
-                    " as the others, which wait for it; see what else runs there"
-                )
 
     def evaluate(self, phase: str, net: nn.Module, loader: DataLoader[Any]) -> Metrics:
         """Return the metrics of a split that `make_eval_loader` made, as `evaluate_split` does."""
@@ -167,7 +152,7 @@ class TrainingRun:
         """
         again = "" if self.stop.has_launcher else "; press Ctrl-C again to stop without saving"
         if self.where and self.world.local_rank == 0 and not self.config.run.quiet:
-            self.console.tell(f"ddp-mnist: stopping after this step{again}")
+            tell_at_once(f"ddp-mnist: stopping after this step{again}")
 
     def give_up(self) -> None:
         """After a second Ctrl-C, report the last checkpoint; nothing more is saved."""
@@ -176,26 +161,21 @@ class TrainingRun:
         self.folder.record_outcome("failed", 130, "interrupted twice")
         rest = "nothing is saved"
         if saved := checkpoint.newest_first(self.folder.path):
-            rest = (
-                f"nothing after step {checkpoint.step_of(saved[0])} is saved; to go on from there,"
-            )
-            rest = f"{rest} add --resume {self.where} to the command"
-        below_the_bar = "\n" if draws(sys.stderr) else ""
-        tell(f"{below_the_bar}ddp-mnist: interrupted twice: stopped at once, {rest} (code 130)")
+            step = checkpoint.step_of(saved[0])
+            rest = f"nothing after step {step} is saved; to go on, add --resume {self.where}"
+        tell_at_once(f"ddp-mnist: interrupted twice: stopped at once, {rest} (code 130)")
 
     # --- After the last step
 
-    def finish(self, net: Normalised, test: Metrics, forward_ms: float) -> dict[str, Any]:
+    def finish(self, net: Normalised, test: Metrics) -> dict[str, Any]:
         """Write the test's metrics, the weights and the summary, and show the result."""
-        state, progress, accelerator = self.state, self.state.progress, self.world.accelerator
+        state, progress = self.state, self.state.progress
         line = {"epoch": progress.epoch - 1, **test.as_log_line("test")}
         self.folder.append_metrics(progress.step, line)
         model, images = self.config.recipe.model, self.images
         content = weights.to_bytes(net.net.state_dict(), model, images.classes, images.image_format)
         self.folder.write_bytes(MODEL, content)
-        mine = [progress.train_seconds - state.seconds_before, forward_ms]
-        times = accelerator.gather(torch.tensor([mine], device=accelerator.device)).tolist()
-        outcome = summary.summarise(self.config, self.world, images, state, test, times)
+        outcome = summary.summarise(self.config, self.world, images, state, test)
         self.folder.write_json(SUMMARY, outcome)
         self.console.print(summary.last_lines(outcome, self.folder))
         return outcome

@@ -1,4 +1,10 @@
-"""How many cores this process may use; its machine may have more."""
+"""How many cores this process may use, and how many are free."""
+
+import os
+
+import psutil
+
+from ddp_mnist import BINDING
 
 
 def cores() -> int:
@@ -10,3 +16,33 @@ def cores() -> int:
     from joblib import cpu_count  # takes a moment, so not for --help
 
     return int(cpu_count())
+
+
+def cores_held(seconds: float = 1.0) -> tuple[float, int]:
+    """Return how many cores others use, measured for `seconds`, and how many this process may use.
+
+    To be called while this process rests. Time that a virtual machine's host takes counts as used.
+    """
+    busy = psutil.cpu_percent(seconds, percpu=True)
+    mine = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(len(busy))
+    shares = [busy[core] for core in mine] if max(mine) < len(busy) else busy
+    free = len(shares) - sum(shares) / 100
+    return max(0.0, cores() - free), cores()
+
+
+def bound_together(processes_here: int) -> str:
+    """Return a sentence if this machine's processes were bound to fewer cores than they are.
+
+    A launcher that loads torch, as torchrun does, is bound by OpenMP's variables itself, and its
+    processes inherit that. "" if they were not, or if no such variable is set.
+    """
+    if not BINDING or not hasattr(os, "sched_getaffinity"):
+        return ""
+    mine = sorted(os.sched_getaffinity(0))
+    if len(mine) >= processes_here:
+        return ""
+    name, value = next(iter(BINDING.items()))
+    return (
+        f"{name}={value}: bound the launcher, and so all {processes_here} processes here, to core"
+        f" {', '.join(map(str, mine))}; unset it before the launcher"
+    )

@@ -45,7 +45,7 @@ TABLE_COLUMNS = 80  # up to this width, class names head the columns; else numbe
 
 def run(flags: Evaluate, distribution: Distribution) -> None:
     """Print the metrics, on rank 0."""
-    metrics = evaluate_run(flags, distribution, find_launch(distribution))
+    metrics = evaluate_run(flags, distribution, find_launch(distribution, trains=False))
     if metrics is not None:
         Console(True).print(as_json(metrics) if flags.json else metrics_table(metrics))
 

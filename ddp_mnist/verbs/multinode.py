@@ -8,12 +8,11 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from ddp_mnist.cluster import hardware
 from ddp_mnist.cluster.local_world import free_port
-from ddp_mnist.cluster.nodes import DEFAULT_PORT, Node
+from ddp_mnist.cluster.nodes import DEFAULT_PORT, Node, meet_machines
 from ddp_mnist.config.flag_fields import Flags, flag
 from ddp_mnist.errors import FailedElsewhere, UsageError, one_line
 from ddp_mnist.run.console import Console, tell
@@ -35,23 +34,20 @@ class Multinode(Flags):
     verb: str = flag("train", "Verb to run.", choices=("train", "doctor"))
 
 
-def run(
-    flags: Multinode, arguments: list[str], timeout_s: float, first: Callable[[Node, float], None]
-) -> int:
+def run(flags: Multinode, arguments: list[str], timeout_s: float) -> int:
     """Return the exit code of the rehearsal, or of a failed machine; else become the launcher.
 
-    `arguments` are the verb's; `first` raises if the other machines do not join within `timeout_s`.
+    `arguments` are the verb's. Raises as `meet_machines` does.
     """
     if flags.machine_rank is None and flags.main_process_ip is None:
         return rehearse(flags, arguments)
     node = make_node(flags)
-    if node.verb == "train":
-        Console(True, must_arrive=False).print(
-            f"machine {node.machine_rank} of {node.num_machines}: meeting the others at"
-            f" {node.main_process_ip}:{node.main_process_port} (up to {timeout_s:g} s)"
-        )
+    Console(True, must_arrive=False).print(
+        f"machine {node.machine_rank} of {node.num_machines}: meeting the others at"
+        f" {node.main_process_ip}:{node.main_process_port} (up to {timeout_s:g} s)"
+    )
     try:
-        first(node, timeout_s)
+        meet_machines(node, timeout_s)
     except FailedElsewhere as error:  # printed on that machine only
         tell(one_line(error))
         return error.code

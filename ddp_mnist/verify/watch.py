@@ -10,7 +10,6 @@ import itertools
 import json
 import os
 import signal
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from ddp_mnist import train
 from ddp_mnist.cluster.launch import find_launch
 from ddp_mnist.cluster.local_world import preload
+from ddp_mnist.cluster.signals import listen
 from ddp_mnist.cluster.world import join_world
 from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.config.recipe import Recipe
@@ -78,9 +78,10 @@ def train_and_watch(config: TrainConfig) -> Seen:
         seen.gradient_norms.append(torch.nn.utils.get_total_norm(gradients).item())
 
     with (
+        listen() as stop,
         RunFolder() as folder,
         join_world(config.distribution, launch) as world,
-        set_up_run(config, world, launch, folder) as run,
+        set_up_run(config, world, launch, folder, stop) as run,
         before_each_step(look_at_step),
         register_module_forward_pre_hook(look),
     ):
@@ -115,7 +116,6 @@ def train_until(config: TrainConfig, step: int, number: int = signal.SIGTERM, by
     def strike(*_: Any) -> None:
         if next(calls) == step and os.environ.get("RANK", "0") == str(by):
             os.kill(os.getpid(), number)
-            time.sleep(0.05)  # another thread notes it
 
     with before_each_step(strike):
         just_train(config)

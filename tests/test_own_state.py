@@ -1,0 +1,146 @@
+"""Own nets and losses with a memory: a resumed run equals the unbroken one, or is refused first."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from ddp_mnist.cluster.local_world import run_world
+from ddp_mnist.errors import UsageError
+from ddp_mnist.verify.watch import just_train, proof_config, resumed
+from tests.training import apart, stop, with_flags
+
+# Each is a net of one layer that draws or remembers in forward: name -> (__init__, forward).
+HEAD = """
+import random, secrets
+import numpy as np
+import torch
+from torch import nn
+
+GENERATOR = np.random.default_rng(0)
+
+class Base(nn.Module):
+    def __init__(self, classes, shape):
+        super().__init__()
+        self.layer = nn.Linear(784, classes)
+        self.make()
+    def make(self): ...
+    def forward(self, x):
+        return self.after(self.layer(x.flatten(1)))
+
+def of(make, after):
+    return type("Net", (Base,), {"make": make, "after": after})
+
+def calls(self, logits):
+    self.calls += 1
+    return logits * (2 if self.calls > 500 else 1)
+
+def running(self, logits):
+    if self.training:
+        self.scale.mul_(0.9).add_(0.1 * logits.detach().abs().mean())
+    return logits / (self.scale + 1)
+
+def temperature(self, logits):
+    if self.training:
+        self.temperature *= 0.99
+    return logits * self.temperature
+
+def keeps(self, logits):
+    self.last, self.names = logits.detach(), ["a"]
+    return logits
+
+class Loss:
+    calls = 0
+    def __call__(self, logits, labels):
+        self.calls += 1
+        return nn.functional.cross_entropy(logits, labels, reduction="none") / self.calls
+"""
+EQUAL = {  # resumed, they are what they would have been
+    "of_torch": "of(lambda s: None, lambda s, y: y * torch.rand(()))",
+    "of_numpy": "of(lambda s: None, lambda s, y: y * np.random.rand())",
+    "of_python": "of(lambda s: None, lambda s, y: y * random.random())",
+    "made": "of(lambda s: setattr(s, 'mask', np.random.rand()), lambda s, y: y * s.mask)",
+    "dropout": "of(lambda s: setattr(s, 'drop', nn.Dropout()), lambda s, y: s.drop(y))",
+    "persistent": "of(lambda s: s.register_buffer('scale', torch.ones(())), running)",
+    "keeps_its_last": "of(lambda s: None, keeps)",
+}
+BUFFER = "s.register_buffer('scale', torch.ones(()), persistent=False)"
+LOST = {  # what each error names
+    "not_persistent": (f"of(lambda s: {BUFFER}, running)", "changes scale, "),
+    "attribute": (
+        "of(lambda s: setattr(s, 'temperature', 1.0), temperature)",
+        "changes temperature, ",
+    ),
+    "own_generator": (
+        "of(lambda s: setattr(s, 'dice', torch.Generator().manual_seed(1)),"
+        " lambda s, y: y * torch.rand((), generator=s.dice))",
+        "changes dice, ",
+    ),
+    "of_the_module": (
+        "of(lambda s: None, lambda s, y: y * GENERATOR.random())",
+        "has a memory, ",
+    ),
+    "of_the_system": (
+        "of(lambda s: None, lambda s, y: y * secrets.randbelow(9))",
+        "has a memory, ",
+    ),
+}
+
+
+def with_nets(folder: Path) -> None:
+    nets = EQUAL | {name: source for name, (source, _) in LOST.items()}
+    lines = [f"{name} = {source}\n" for name, source in nets.items()]
+    counted = "counted = of(lambda s: setattr(s, 'calls', 0), calls)\nloss = Loss()\n"
+    (folder / "own.py").write_text(HEAD + "".join(lines) + counted)
+
+
+def errors_of(flags: dict[str, str]) -> dict[str, str]:
+    """Return the error of a run with each net or loss, by name; the folder may not be there."""
+    found = {}
+    for name, flag in flags.items():
+        config = with_flags(proof_config(**{flag: f"own:{name}"}), run_dir=f"run-{name}")
+        with pytest.raises(UsageError) as raised:
+            just_train(config)
+        found[name] = str(raised.value)
+        assert not Path(f"run-{name}").exists()
+    return found
+
+
+def test_fault_47_state_that_a_checkpoint_would_lose_is_named_before_training(
+    tmp_path: Path,
+) -> None:
+    with_nets(tmp_path)
+    flags = {**dict.fromkeys(LOST, "model"), "loss": "loss"}
+    [errors] = run_world(1, errors_of, flags, folder=tmp_path)
+    for name, (_, what) in LOST.items():
+        assert errors[name].startswith(f"--model own:{name}: forward {what}"), errors[name]
+        assert "which is not in its state_dict, so a resumed run would differ" in errors[name]
+    assert errors["loss"].startswith(
+        "--loss own:loss, on logits [3, 10] and labels [3]: gives others"
+    )
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("name", EQUAL)
+def test_fault_47_what_a_net_draws_or_keeps_does_not_change_a_resumed_run(
+    name: str, size: int, tmp_path: Path
+) -> None:
+    with_nets(tmp_path)
+    config = proof_config(model=f"own:{name}", epochs=1, batch_size=72)
+    whole, broken = (with_flags(config, run_dir=run) for run in ("whole", "broken"))
+    run_world(size, just_train, whole, folder=tmp_path)
+    stop(broken, tmp_path, 7, size, by=size - 1)
+    run_world(size, just_train, resumed(broken), folder=tmp_path)
+    assert apart(tmp_path / "whole", tmp_path / "broken") == 0
+
+
+def careful_of(name: str) -> str:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    summary = just_train(with_flags(proof_config(model=f"own:{name}", epochs=1)))
+    return " ".join(summary["notes"])
+
+
+def test_fault_47_a_number_that_may_decide_later_is_named(tmp_path: Path) -> None:
+    with_nets(tmp_path)
+    [notes] = run_world(1, careful_of, "counted", folder=tmp_path)
+    assert "--model own:counted: forward changes calls, which is not in its state_dict; if" in notes
