@@ -1,5 +1,6 @@
 """docs/check.py finds each kind of fault in a page, and none in those that are here."""
 
+import re
 import runpy
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,15 @@ def test_there_are_pages_and_all_are_right() -> None:
     quotes = [f for path in CHECK["pages"]() for f in CHECK["Page"](path).fences("python")]
     assert sum(len(fence.info.split()) == 2 for fence in quotes) >= 10
     assert CHECK["main"]() == 0
+
+
+def test_each_fault_that_a_test_names_is_a_row_of_the_page() -> None:
+    tests = "".join(path.read_text() for path in (REPOSITORY / "tests").glob("*.py"))
+    named = {int(number) for number in re.findall(r"fault_(\d\d)", tests)}
+    for page in ("faults.md", "faults.zh-CN.md"):
+        rows = re.findall(r"^\| (\d+) \|", (REPOSITORY / "docs" / page).read_text("utf-8"), re.M)
+        assert [*map(int, rows)] == [*range(1, len(rows) + 1)]
+        assert named <= {*map(int, rows)}
 
 
 def test_facts_that_stand_in_two_places(monkeypatch: pytest.MonkeyPatch) -> None:

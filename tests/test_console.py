@@ -15,17 +15,14 @@ import termios
 import time
 import traceback
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from ddp_mnist import cli
 from ddp_mnist.cluster.local_world import run_world
-from ddp_mnist.cluster.signals import StopSignals
 from ddp_mnist.data import cache
 from ddp_mnist.run.console import Console, as_json
-from ddp_mnist.run.training_run import TrainingRun
 from tests.chaos import SECONDS
 from tests.commands import SLOW, TRAIN, Ended, left_on_screen, on_forked_terminal
 from tests.training import metrics, status
@@ -97,23 +94,6 @@ def read_until(terminal: int, wanted: str, timeout_s: float) -> str:
 
 
 STOPPING = "ddp-mnist: stopping after this step; press Ctrl-C again to stop without saving"
-
-
-def test_control_c_is_answered_once_on_a_machine_and_promises_only_what_a_launcher_lets_it_do(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    run: Any = SimpleNamespace(where="run", console=Console(False))
-    for has_launcher, local_rank, quiet, said in (
-        (False, 0, False, STOPPING),
-        (True, 0, False, STOPPING.partition(";")[0]),
-        (True, 1, False, ""),
-        (False, 0, True, ""),
-    ):
-        run.stop = StopSignals(has_launcher)
-        run.world = SimpleNamespace(local_rank=local_rank)
-        run.config = SimpleNamespace(run=SimpleNamespace(quiet=quiet))
-        TrainingRun.answer(run)
-        assert capfd.readouterr().err.strip() == said
 
 
 @pytest.mark.system

@@ -271,12 +271,7 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     ],
 )
 def test_fault_45_two_stop_signals_end_a_run_once_and_it_goes_on_bit_for_bit(
-    starts: str,
-    place: str,
-    how: str,
-    delay: str,
-    tmp_path: Path,
-    unbroken: dict[str, Path],
+    starts: str, place: str, how: str, delay: str, tmp_path: Path, unbroken: dict[str, Path]
 ) -> None:
     if starts == "pid 1" and not (sys.platform == "linux" and os.geteuid() == 0):
         pytest.skip("a PID namespace needs Linux and root")

@@ -160,6 +160,19 @@ def test_fault_20_a_frozen_peer_that_is_woken_in_time_and_one_that_is_not(tmp_pa
     assert str(rank_0).startswith("lost contact with rank 1 of 2 (")
 
 
+def test_fault_46_a_pause_of_all_longer_than_the_time_out_loses_nobody(tmp_path: Path) -> None:
+    config = config_of("patient", RUN, *LONG, "--dist-timeout", "3")
+    world = LocalWorld(2, watch.just_train, config, folder=tmp_path)
+    wait_for_step(tmp_path / "run", 1)
+    for process in workers_of(world):
+        process.suspend()
+    time.sleep(6)
+    for process in workers_of(world):
+        process.resume()
+    told = str(told_once(world.outcomes(), 6))
+    assert told.startswith("all 2 ranks are alive, but lost each other (")
+
+
 @pytest.mark.parametrize(
     ("size", "who", "how"),
     [(3, 2, "raises"), (3, 2, "exits"), (3, 1, "is killed"), (2, 0, "is killed")],

@@ -221,6 +221,13 @@ def test_refused(flags: dict[str, Any], env: Variables, message: str) -> None:
     assert str(raised.value).startswith(message)
 
 
+def test_what_does_not_train_is_alone_in_the_shell_of_a_job_and_together_under_srun() -> None:
+    shell = {"SLURM_JOB_ID": "77", "SLURM_NTASKS": "4", "SLURM_NNODES": "2"}
+    assert find_launch(Distribution(), shell, trains=False) == Launch()
+    task = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_STEP_NODELIST": "n[0-1]"}
+    assert find_launch(Distribution(), shell | task, trains=False).world_size == 4
+
+
 def test_first_slurm_host() -> None:
     nodes = "a[003-005,9],b1 n1 n1,n2 x-[1-2]-y x-[01,3]-y,z n[7] rack[1-2]node[03-04] 10.0.0.1,a"
     first = "a003 n1 n1 x-1-y x-01-y n7 rack1node03 10.0.0.1"

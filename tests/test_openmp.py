@@ -1,14 +1,20 @@
 """How OpenMP's threads wait for each other is settled before torch is loaded, however we start."""
 
-import importlib.util
 import os
 import sysconfig
 from pathlib import Path
 
 import pytest
 
-from ddp_mnist.cluster.local_world import run_world
-from tests.commands import OPENMP_SEEN, REPOSITORY, TRAIN, Started, python_path, sees_torch
+from tests.commands import (
+    OPENMP_SEEN,
+    REPOSITORY,
+    TORCHRUN,
+    TRAIN,
+    Started,
+    python_path,
+    sees_torch,
+)
 
 pytestmark = pytest.mark.system
 
@@ -38,20 +44,12 @@ def test_threads_spin_shortly_unless_a_person_says_otherwise(tmp_path: Path) -> 
         assert (tmp_path / way).read_text().splitlines() == [WAYS[way][2]], way
 
 
-def test_the_runtime_takes_it() -> None:
-    """GNU's tells what it read as it was loaded, which is what counts."""
-    torch = importlib.util.find_spec("torch")
-    assert torch and torch.origin
-    libraries = sorted(Path(torch.origin).parent.glob("lib/libgomp*.so*"))
-    if not libraries:
-        pytest.skip("this torch comes with another OpenMP")
-    load = f"import ctypes, ddp_mnist; ctypes.CDLL({str(libraries[0])!r})"
-    show = {**NEITHER, "OMP_DISPLAY_ENV": "verbose"}
-    ended = Started(["-c", load], REPOSITORY, show).ended()
-    assert ended.code == 0
-    assert "GOMP_SPINCOUNT = '10000'" in ended.err
-
-
-def test_processes_of_a_local_world_inherit_it(tmp_path: Path) -> None:
-    assert os.environ["GOMP_SPINCOUNT"] == "10000"
-    assert run_world(1, os.getenv, "GOMP_SPINCOUNT", folder=tmp_path) == ["10000"]
+def test_fault_48_a_binding_narrows_nothing_and_a_bound_launcher_is_named(tmp_path: Path) -> None:
+    """Were it bound, this process would have one thread; torchrun's are, as it is bound itself."""
+    plan = [*TRAIN, "--dataset", "digits", "--model", "mlp", "--dry-run"]
+    cores, bound = len(os.sched_getaffinity(0)), {"OMP_NUM_THREADS": None, "OMP_PROC_BIND": "close"}
+    torchrun = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", *plan]
+    alone, both = (Started(words, tmp_path, bound) for words in (plan, torchrun))
+    assert f"device cpu, {cores} thread" in alone.ended().out
+    line = "OMP_PROC_BIND=close: bound the launcher, and so all 2 processes here, to core "
+    assert both.ended().out.count(line) == 1

@@ -1,14 +1,18 @@
 """Own nets and losses with a memory: a resumed run equals the unbroken one, or is refused first."""
 
-import os
+import contextlib
+import io
+import json
 from pathlib import Path
 
 import pytest
 
 from ddp_mnist.cluster.local_world import run_world
+from ddp_mnist.config.run import TrainConfig
 from ddp_mnist.errors import UsageError
+from ddp_mnist.run.folder import read_json
 from ddp_mnist.verify.watch import just_train, proof_config, resumed
-from tests.training import apart, stop, with_flags
+from tests.training import apart, metrics, stop, with_flags
 
 # Each is a net of one layer that draws or remembers in forward: name -> (__init__, forward).
 HEAD = """
@@ -54,6 +58,10 @@ class Loss:
     def __call__(self, logits, labels):
         self.calls += 1
         return nn.functional.cross_entropy(logits, labels, reduction="none") / self.calls
+
+def overflows(logits, labels):
+    losses = nn.functional.cross_entropy(logits, labels, reduction="none")
+    return losses if logits.requires_grad else losses * float("inf")
 """
 EQUAL = {  # resumed, they are what they would have been
     "of_torch": "of(lambda s: None, lambda s, y: y * torch.rand(()))",
@@ -135,12 +143,32 @@ def test_fault_47_what_a_net_draws_or_keeps_does_not_change_a_resumed_run(
 
 
 def careful_of(name: str) -> str:
-    os.environ["OMP_NUM_THREADS"] = "1"
-    summary = just_train(with_flags(proof_config(model=f"own:{name}", epochs=1)))
-    return " ".join(summary["notes"])
+    return " ".join(just_train(proof_config(model=f"own:{name}", epochs=1))["notes"])
 
 
 def test_fault_47_a_number_that_may_decide_later_is_named(tmp_path: Path) -> None:
     with_nets(tmp_path)
     [notes] = run_world(1, careful_of, "counted", folder=tmp_path)
     assert "--model own:counted: forward changes calls, which is not in its state_dict; if" in notes
+
+
+# --- Losses that are not finite
+
+
+def test_what_is_no_finite_number_is_null_in_every_file_and_told(tmp_path: Path) -> None:
+    with_nets(tmp_path)
+    config = proof_config(loss="own:overflows", model="mlp", epochs=1)
+    [said] = run_world(1, what_is_told, config, folder=tmp_path)
+    assert said.count("the mean loss of 360 images is inf, which files hold as null") == 1
+    for name in ("summary.json", "metrics.jsonl", "status.json", "config.json"):
+        text = (tmp_path / "run" / name).read_text()
+        lines = text.splitlines() if name.endswith("l") else [text]
+        assert all(json.loads(line, parse_constant=pytest.fail) for line in lines)
+    assert read_json(tmp_path / "run" / "summary.json")["test_loss"] is None
+    assert [line["test_loss"] for line in metrics(tmp_path / "run", "test_loss")] == [None]
+
+
+def what_is_told(config: TrainConfig) -> str:
+    with contextlib.redirect_stderr(io.StringIO()) as told:
+        just_train(config)
+    return told.getvalue()

@@ -2,6 +2,7 @@ import contextlib
 import errno
 import json
 import os
+import stat
 import time
 from pathlib import Path
 from unittest.mock import Mock, patch
@@ -131,6 +132,26 @@ def test_fault_06_a_folder_that_is_read_only_is_noticed_before_training(tmp_path
     broken = patch("ddp_mnist.run.folder.open", Mock(side_effect=denied), create=True)
     with broken, pytest.raises(StorageError, match=f"^{tmp_path}/.*: cannot be written \\(Permiss"):
         create(tmp_path)
+
+
+def test_fault_49_a_disk_that_cannot_flush_folders_or_make_links_is_used_with_a_line(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flush = os.fsync
+
+    def flush_files(number: int) -> None:
+        if stat.S_ISDIR(os.fstat(number).st_mode):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        flush(number)
+
+    monkeypatch.setattr(os, "fsync", flush_files)
+    monkeypatch.setattr(Path, "symlink_to", Mock(side_effect=PermissionError(1, "Not permitted")))
+    with RunFolder() as folder:
+        folder.create(None, "digits")
+    assert read_json(here / "runs" / "digits-001" / "status.json")["state"] == "finished"
+    flushed, linked = capsys.readouterr().err.splitlines()
+    assert "this disk cannot flush folders (Invalid argument): a power cut may lose" in flushed
+    assert "runs/latest: cannot be made a link to runs/digits-001 (Not permitted)" in linked
 
 
 # --- Folders that hold something
