@@ -12,6 +12,7 @@ import logging
 import os
 import re
 import shlex
+import signal
 import sys
 import tempfile
 import textwrap
@@ -22,7 +23,7 @@ from typing import Any, NoReturn
 
 from ddp_mnist import __version__, errors
 from ddp_mnist.cluster.launch import Launch, die_with_parent, find_launch
-from ddp_mnist.cluster.signals import end_at_signals
+from ddp_mnist.cluster.signals import end_at_signals, end_undisturbed
 from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.config.flag_fields import Flags, add_flags, flag_name
 from ddp_mnist.config.recipe import Recipe
@@ -69,7 +70,7 @@ def program() -> NoReturn:
     end_at_signals()
     try:
         main()
-    except SystemExit as ended:
+    except (SystemExit, errors.Stopped) as ended:
         with contextlib.suppress(OSError):
             sys.stderr.flush()
         os._exit(int(ended.code or 0))
@@ -93,6 +94,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     except HelpShown:
         code = 0
     except (Exception, SystemExit, KeyboardInterrupt) as error:  # own code may call sys.exit()
+        end_undisturbed()
         failed = as_failure(error, words)
         code = failed.code
         if speaks(failed):
@@ -103,6 +105,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
             tell(errors.one_line(failed))
         elif is_first_here() and os.environ.get("RANK", "0") != "0":  # not rank 0's machine
             tell(f"ended      {errors.printable(str(failed))}")
+    end_undisturbed()
     try:
         write_stdout()
     except errors.StorageError as error:
@@ -113,15 +116,16 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 
 def speaks(error: errors.DdpMnistError) -> bool:
-    """Return whether this process prints the error, as one of all does.
+    """Return whether this process prints the error.
 
-    It is the rank that failed first, once all have met. Before, all hit the same wrong flag: local
+    Once all have met, the rank that failed first does. Before, all hit the same wrong flag: local
     rank 0 prints it, and while the others wait, their launcher ends them. One that is still there
     then hit a problem of its own.
     """
     if isinstance(error, errors.FailedElsewhere):
         return False
     if not (error.agreed or is_first_here()):
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(3)
     return True
 
@@ -132,7 +136,7 @@ def as_failure(error: BaseException, words: Sequence[str]) -> errors.DdpMnistErr
         return error
     if isinstance(error, KeyboardInterrupt):  # a launcher passes its signal on to all processes
         mine = is_first_here() or getattr(error, "agreed", False)
-        failure = errors.DdpMnistError if mine else errors.FailedElsewhere
+        failure = errors.Preempted if mine else errors.FailedElsewhere
         return failure(str(error) or "interrupted", errors.exit_code(error))
     if isinstance(error, ModuleNotFoundError) and error.name and "ddp_mnist" not in error.name:
         return UsageError(
@@ -180,7 +184,7 @@ def run_verb(argv: list[str]) -> int | None:
     if name in VERBS:
         flags = parse_verb(name, rest)
         if name in SHARED:
-            launch_of(flags[1], trains=False)
+            launch_of(flags[1], trains=name != "evaluate")
         verb = importlib.import_module(MODULES.get(name, f"ddp_mnist.verbs.{name}"))
         return verb.run(*flags)
     if name in ("-h", "--help"):

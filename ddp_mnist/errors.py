@@ -70,10 +70,10 @@ class DivergedError(DdpMnistError):
 
 
 class Preempted(DdpMnistError):
-    """A signal stopped the run: all ranks agreed, and it is saved."""
+    """A signal stopped the program, and this process says so; a run is saved by then."""
 
     code = 143
-    agreed = True  # raised on rank 0 alone
+    agreed = True  # raised on one rank alone
 
 
 class FailedElsewhere(DdpMnistError):
@@ -85,9 +85,7 @@ class FailedElsewhere(DdpMnistError):
 class Stopped(KeyboardInterrupt):
     """A stop signal, of whatever kind, before there is anything to save."""
 
-    agreed = False  # as that of a DdpMnistError
-
-    def __init__(self, message: str, code: int) -> None:
+    def __init__(self, message: str, code: int = 130) -> None:  # none in a pickle
         super().__init__(message)
         self.code = code
 

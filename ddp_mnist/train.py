@@ -36,7 +36,7 @@ def train(config: TrainConfig, launch: Launch) -> dict[str, Any]:
     Raise a DdpMnistError for every expected failure, see errors.py; Preempted after a signal.
     """
     with (
-        listen(launch.is_signalled_by_launcher) as stop,  # to signals, until the end is recorded
+        listen() as stop,  # to signals, until the end of the run is recorded
         RunFolder() as folder,  # records how the run ends; only rank 0 gets a path, in set_up_run
         join_world(config.distribution, launch) as world,  # init_process_group, then Accelerator()
         set_up_run(config, world, launch, folder, stop) as run,  # all agree on settings and data

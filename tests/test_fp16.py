@@ -120,7 +120,7 @@ def fp16_on_a_cpu(
         step[0] = now
         if is_last and now == until:
             os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(0.1)  # for the thread that notes it, on a busy machine
+            time.sleep(0.1)
         return rate_of(recipe, now)
 
     def watched(progress: Progress, skipped: bool) -> None:

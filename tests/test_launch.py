@@ -238,7 +238,6 @@ def test_only_a_worker_dies_with_its_launcher() -> None:
     for launcher in ("accelerate", "torchrun", "slurm", "tcp", "python"):
         launch, parents = Launch(launcher), ("accelerate", "torchrun")
         assert launch.child_of_launcher == (launcher in parents)
-        assert launch.is_signalled_by_launcher == (launcher in (*parents, "slurm"))
 
 
 def test_the_addresses_of_this_machine() -> None:

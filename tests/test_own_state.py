@@ -159,7 +159,7 @@ def test_what_is_no_finite_number_is_null_in_every_file_and_told(tmp_path: Path)
     with_nets(tmp_path)
     config = proof_config(loss="own:overflows", model="mlp", epochs=1)
     [said] = run_world(1, what_is_told, config, folder=tmp_path)
-    assert said.count("the mean loss of 360 images is inf, which files hold as null") == 1
+    assert said.count("the mean loss of 360 images is inf, null in files") == 1
     for name in ("summary.json", "metrics.jsonl", "status.json", "config.json"):
         text = (tmp_path / "run" / name).read_text()
         lines = text.splitlines() if name.endswith("l") else [text]

@@ -3,13 +3,13 @@
 import contextlib
 import gc
 import re
-import signal
 import textwrap
 import traceback
 from collections.abc import Iterator
 
 import torch.distributed as dist
 
+from ddp_mnist.cluster.signals import end_undisturbed
 from ddp_mnist.cluster.store import Store
 from ddp_mnist.errors import FailedElsewhere, PeerError, UsageError, exit_code, reason
 
@@ -22,8 +22,7 @@ def first_cause(store: Store, error: BaseException) -> BaseException:
     """Return `error`, marked as agreed on, if this rank fails first; else a FailedElsewhere."""
     if isinstance(error, FailedElsewhere) or getattr(error, "agreed", False):
         return error
-    interrupted = "interrupted" if isinstance(error, KeyboardInterrupt) else ""
-    message = str(error) or interrupted or type(error).__name__
+    message = str(error) or type(error).__name__
     failure = store.report_failure(message, exit_code(error))
     if failure and failure["rank"] != store.rank:
         return FailedElsewhere(failure["message"], failure["code"])
@@ -44,14 +43,10 @@ def propagate_first_error(store: Store) -> Iterator[None]:
         yield
     except BaseException as error:
         traceback.clear_frames(error.__traceback__)  # they hold the model, which holds the group
-        # A launcher that lost a worker sends SIGTERM while this rank finds out why.
-        ignored = (signal.SIGTERM, signal.SIGINT)
-        before = {number: signal.signal(number, signal.SIG_IGN) for number in ignored}
+        end_undisturbed()  # a launcher that lost a worker sends SIGTERM meanwhile
         cause = first_cause(store, as_expected(store, error))
         abandon_group()  # over gloo the others' connections break now: they look for the cause
         store.shutdown()  # waits while they read it in the store that this rank may serve
-        for number, handler in before.items():
-            signal.signal(number, handler)
         if cause is error:
             raise
         raise cause from error

@@ -23,14 +23,17 @@ class Heartbeat(threading.Thread):
     are. Missed beats count, not time: a cluster that was suspended as a whole has lost no rank.
     """
 
-    def __init__(self, store: Store) -> None:
-        """Make the first beat, which must exist before another rank's thread looks for it."""
+    def __init__(self, store: Store, silence_s: float) -> None:
+        """Make the first beat, which must exist before another rank's thread looks for it.
+
+        A rank without a beat for `silence_s` is lost.
+        """
         super().__init__(name="heartbeat", daemon=True)
         # A separate connection: the main thread may be waiting on the other one.
         self.store, self.c10d = store, store.c10d.clone()
-        self.silence_s = store.patience_s  # which a search for the lost shortens
-        self.misses = max(5, math.ceil(self.silence_s / BEAT_S))  # after which a rank is lost
-        self.every_s = self.silence_s / self.misses
+        self.silence_s = silence_s
+        self.misses = max(5, math.ceil(silence_s / BEAT_S))
+        self.every_s = silence_s / self.misses
         self.count = 0
         self.beat()
 

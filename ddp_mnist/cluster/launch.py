@@ -81,11 +81,6 @@ class Launch:
         """Return whether a launcher started this process, which must end with it."""
         return self.launcher in ("accelerate", "torchrun")
 
-    @property
-    def is_signalled_by_launcher(self) -> bool:
-        """Return whether a launcher signals its processes, each at a different moment."""
-        return self.child_of_launcher or self.launcher == "slurm"
-
 
 def find_launch(
     flags: Distribution, env: Mapping[str, str] = os.environ, trains: bool = True

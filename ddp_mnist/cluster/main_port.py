@@ -4,7 +4,6 @@ The store listens on all interfaces without authentication, so the main port bel
 network.
 """
 
-import os
 import socket
 import time
 from datetime import timedelta
@@ -62,12 +61,13 @@ def serve_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
     if port not in SERVED:  # otherwise this process is training a second time
         try:
             with _listen(host, port) as server:
-                # It connects to itself at localhost, whatever address the others use.
-                SERVED[port] = _tcp_store("localhost", port, timeout_s, server.detach())
-        except OSError as error:
+                # It connects to itself by loopback, whatever address the others use.
+                SERVED[port] = _tcp_store("127.0.0.1", port, timeout_s, server.detach())
+        except (OSError, RuntimeError) as error:
+            why = reason(error).partition(" (while")[0]  # Python adds the address
             raise UsageError(
-                f"port {port}: cannot be opened here ({os.strerror(error.errno or 0)}); stop the"
-                " program that uses it, or give every process another port"
+                f"port {port}: cannot be opened here ({why}); stop the program that uses it, or"
+                " give every process another port"
             ) from None
     return SERVED[port]
 

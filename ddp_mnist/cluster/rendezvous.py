@@ -70,7 +70,8 @@ def meet(launch: Launch, timeout_s: float, patience_s: float | None = None) -> S
     unit = MACHINE if launch.launcher == "machine" else PROCESS
     c10d = open_store(launch, f"{unit.called} {rank} of {size}", timeout_s)
     patience_s = patience_s or timeout_s
-    lobby = Store(dist.PrefixStore(unit.name, c10d), rank, size, launch.agent_store, patience_s)
+    busy_s = max(timeout_s, patience_s)  # the server may be, while all connect
+    lobby = Store(dist.PrefixStore(unit.name, c10d), rank, size, launch.agent_store, busy_s)
     seat = Seat(uuid.uuid4().hex, host_id(), address_towards(host, port))
     where = f"{host}:{port}"
     deadline = time.monotonic() + timeout_s
@@ -79,7 +80,7 @@ def meet(launch: Launch, timeout_s: float, patience_s: float | None = None) -> S
         while True:
             number = _next_meeting(lobby, number)
             store = replace(lobby, c10d=dist.PrefixStore(str(number), lobby.c10d))
-            if Meeting(store, number, seat, unit, where, timeout_s, deadline).attend():
+            if Meeting(store, number, seat, unit, where, timeout_s, deadline, patience_s).attend():
                 return store
     except RuntimeError as error:
         raise PeerError(
@@ -109,6 +110,7 @@ class Meeting:
     where: str  # the main address, which begins each error
     timeout_s: float
     deadline: float  # time.monotonic() by which all must have joined, after the time-out
+    patience_s: float  # the store's, once all have met
 
     def attend(self) -> bool:
         """Return whether all have met, including this process; if not, another meeting follows.
@@ -160,7 +162,7 @@ class Meeting:
         The place goes to the process that took the seat last.
         """
         store = self.store
-        heartbeat = Heartbeat(store)
+        heartbeat = Heartbeat(store, self.patience_s)
         store.arrive()
         if store.rank == 0:
             self._wait_for(ALL_HERE, self.deadline)
@@ -175,6 +177,7 @@ class Meeting:
             self._refuse_second()
             return False  # it took the seat of a dead process too late
         store.place, store.heartbeat = Place(*place), heartbeat
+        store.patience_s = self.patience_s
         heartbeat.start()
         return True
 

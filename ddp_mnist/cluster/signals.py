@@ -23,25 +23,27 @@ EXIT_CODES: dict[int, int] = {
     signal.SIGHUP: 129,  # the terminal was closed, or the link to it broke
     signal.SIGINT: 130,
 }
-SAME_PRESS_S = 0.5  # a notebook passes Ctrl-C on to processes that the terminal has signalled too
+# A second Ctrl-C is one that arrives later: a notebook passes each on to its processes, which the
+# terminal has signalled already.
+SAME_PRESS_S = 0.5
 
 
 class StopSignals:
     """The stop signals that this process got, and how all ranks act on them."""
 
-    def __init__(self, has_launcher: bool = False) -> None:
-        self.has_launcher = has_launcher  # which also signals the processes itself
+    def __init__(self) -> None:
         self.requests = [0.0] * len(EXIT_CODES)  # 1 once the signal arrived, in their order
         self.first_sigint = 0.0  # time.monotonic()
         self.save: Callable[[], str] | None = None  # on every rank, at the same step
+        self.early = "stopped"  # what is said of a signal before that
         self.answer: Callable[[], None] = lambda: None  # to the first SIGINT
         self.at_once: Callable[[], None] = lambda: None  # at the second, before the process ends
 
     def hear(self, number: int, _frame: Any = None) -> None:
         """Handle a signal, as Python calls a handler.
 
-        Raise Stopped at the first one, as long as there is nothing to save. Those that follow must
-        not cut the way out short, so only a second SIGINT does.
+        Raise Stopped at the first one, as long as there is nothing to save. Later ones do not hurry
+        the end, except for a second SIGINT.
         """
         is_first, slot = not any(self.requests), list(EXIT_CODES).index(number)
         again, self.requests[slot] = self.requests[slot], 1.0
@@ -56,7 +58,7 @@ class StopSignals:
         if self.save is None:
             if is_first:
                 name = signal.Signals(number).name
-                raise Stopped(f"{name}: stopped, nothing was to be saved", EXIT_CODES[number])
+                raise Stopped(f"{name}: {self.early}", EXIT_CODES[number])
         elif number == signal.SIGINT and not again:
             self.answer()
 
@@ -65,7 +67,7 @@ class StopSignals:
 
         A collective: every rank must call it.
         """
-        import torch  # seconds, and signals are heard before
+        import torch  # takes seconds, and signals are heard before that
 
         mine = torch.tensor(self.requests, dtype=torch.float64, device=accelerator.device)
         self.save_and_exit_if(accelerator.reduce(mine).tolist(), accelerator.is_main_process)
@@ -91,26 +93,37 @@ def end_at_signals() -> None:
 
 
 @contextlib.contextmanager
-def listen(has_launcher: bool = False) -> Iterator[StopSignals]:
+def listen() -> Iterator[StopSignals]:
     """Hear the stop signals in the block, and afterwards give them back to who heard them before.
 
     That is a notebook, or else `end_at_signals`. After an error they are then ignored until the
     program ends: a scheduler's second signal, or a launcher that ends its workers, must not take
     the last line from it.
     """
-    stop = StopSignals(has_launcher)
+    stop = StopSignals()
+    stop.early = "stopped before there was anything to save"
     before, failed = _handle(stop), True
     try:
         yield stop
         failed = False
     finally:
         for number, handler in before.items():
-            is_programs = isinstance(getattr(handler, "__self__", None), StopSignals)
-            signal.signal(number, signal.SIG_IGN if failed and is_programs else handler)
+            signal.signal(number, signal.SIG_IGN if failed and _is_ours(handler) else handler)
+
+
+def end_undisturbed() -> None:
+    """Ignore the signals that this module handles: what is under way is the end, or an error."""
+    for number in EXIT_CODES:
+        if _is_ours(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_IGN)
+
+
+def _is_ours(handler: Any) -> bool:
+    return isinstance(getattr(handler, "__self__", None), StopSignals)
 
 
 def _handle(stop: StopSignals) -> dict[int, Any]:
-    """Make it handle the signals, but SIGHUP under nohup. Return the handlers before."""
+    """Make it handle the signals, except SIGHUP under nohup. Return the handlers before."""
     nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     heard = [number for number in EXIT_CODES if not (nohup and number == signal.SIGHUP)]
     return {number: signal.signal(number, stop.hear) for number in heard}

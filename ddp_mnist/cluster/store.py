@@ -114,7 +114,10 @@ class Store:
             late = "timed out: " if isinstance(error, TimeoutError) else ""
             raise RuntimeError(f"{late}{error}") from None
         except KeyboardInterrupt:  # the connection is still busy with the interrupted call
-            self.c10d = self.c10d.clone()
+            try:
+                self.c10d = with_deadline(self.c10d.clone, CANCEL_S)
+            except (RuntimeError, TimeoutError):
+                self.unreachable = True
             raise
 
     def set(self, key: str, value: Any) -> None:

@@ -256,7 +256,7 @@ def form_group(store: Store, backend: str, local_rank: int, timeout_s: float) ->
             " already in this process; start the trainer in a separate process"
         )
     variable = f"{backend.upper()}_SOCKET_IFNAME"
-    interface = os.environ.get(variable, "")
+    interface = os.environ.get(variable, "").lstrip("=").partition(",")[0]
     store.set(offer_key(store.rank), f"{first_address(interface)} ({interface or 'not set'})")
     connect = functools.partial(
         dist.init_process_group,

@@ -26,9 +26,7 @@ class Distribution(Flags):
     )
     cpu: bool = flag(False, "Use the CPU even if there is a GPU.")
     dist_timeout: float = flag(300.0, "Seconds to wait for another process.", least=1)
-    start_timeout: float | None = flag(
-        None, "Seconds to wait until all are there [as long].", least=1
-    )
+    start_timeout: float | None = flag(None, "Seconds to wait for all to join [as long].", least=1)
     mixed_precision: str | None = flag(
         None,
         "auto: bf16 if the GPU or CPU has it, else fp16 on GPUs, no on CPUs [launcher's].",

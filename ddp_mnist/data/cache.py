@@ -17,7 +17,7 @@ import numpy as np
 from ddp_mnist.config.image_options import AS_THEY_ARE, ImageOptions
 from ddp_mnist.data.image_format import KEYS, TENSORS, Decoded, ImageFormat, Shape
 from ddp_mnist.data.sources import Source, find_source
-from ddp_mnist.errors import LACKING, DataError, StorageError, blame, reason
+from ddp_mnist.errors import DataError, StorageError, blame, reason
 from ddp_mnist.system.locks import take
 
 if TYPE_CHECKING:
@@ -237,11 +237,7 @@ def _allocate(path: Path, shape: tuple[int, ...]) -> np.ndarray:
     images = np.lib.format.open_memmap(path, "w+", np.uint8, shape)
     if hasattr(os, "posix_fallocate"):  # not on macOS
         with path.open("r+b") as file:
-            try:
-                os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
-            except OSError as error:
-                if error.errno not in LACKING:
-                    raise
+            os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
     return images
 
 

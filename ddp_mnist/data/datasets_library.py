@@ -61,7 +61,7 @@ def why_out_of_reach(hub_id: str) -> str:
             fault = f"--dataset {hub_id}: not on the Hub, or not visible to you"
             fix = "check the id, or log in (hf auth login) if it is private"
             raise DataError(f"{fault}; {fix}") from error
-        by = next((f" by {name}" for name in PROXIES if os.environ.get(name)), "")
+        by = next((f" through {name}" for name in PROXIES if os.environ.get(name)), "")
         return reason([*causes(error)][-1]) + by  # libraries wrap the system's error
     return ""
 

@@ -33,4 +33,4 @@ def seed_generators(device: torch.device, seed: int) -> None:
     if device.type == "cuda":
         torch.cuda.manual_seed(seed)
     random.seed(seed)
-    np.random.seed(seed % 2**32)  # the largest that it takes
+    np.random.seed(seed % 2**32)  # it takes no larger one

@@ -32,7 +32,7 @@ def run(flags: Doctor, distribution: Distribution) -> None:
 
     Raise CheckFailed if any check is a FAIL.
     """
-    launch = find_launch(distribution, trains=False)
+    launch = find_launch(distribution)
     if distribution.cpu:
         hardware.hide_gpus()
     is_rank0, is_alone = launch.rank == 0, launch.world_size == 1
@@ -95,7 +95,7 @@ def check_processes(size: int, flags: Doctor, distribution: Distribution) -> lis
 
 def check_together(flags: Doctor, distribution: Distribution, machines: bool) -> list[CheckResult]:
     """Return the results of all ranks together; rank 0 prints them. See `check_group`."""
-    launch, clock = find_launch(distribution, trains=False), time.monotonic()
+    launch, clock = find_launch(distribution), time.monotonic()
     results = list[CheckResult]()
     console = Console(not flags.json and (launch.rank == 0 or launch.launcher == "tcp"))
     console.draw(0, "waiting for all to connect ...")

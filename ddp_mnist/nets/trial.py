@@ -4,7 +4,6 @@ import contextlib
 import pickle
 from collections.abc import Callable
 from itertools import chain
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -87,7 +86,8 @@ def check_loss(
                 )
             losses.sum().backward()
             seed_forward(device, "trial")
-            if not torch.equal(torch.as_tensor(losses_of(logits, labels)), losses):
+            again = torch.as_tensor(losses_of(logits, labels))
+            if not torch.allclose(again, losses, rtol=1e-5, atol=1e-6, equal_nan=True):
                 raise UsageError(
                     f"{typed}: gives others at a second call, so a resumed run would differ; keep"
                     " nothing between calls, and draw random numbers from torch's default generator"
@@ -105,17 +105,19 @@ def check_state(make: Callable[[], Normalised], name: str, shape: Shape) -> str:
     return a sentence on the numbers that the state_dict lacks all the same, as a count of calls;
     "" if there are none.
     """
-    images = torch.randint(0, 256, (2, *shape), dtype=torch.uint8)
     unbroken = _made(make)
     before = _outside_state_dict(unbroken.net)
-    _logits(unbroken.train(), images, step=0)
-    resumed = _made(make)
-    resumed.load_state_dict(unbroken.state_dict())
+    images = torch.randint(0, 256, (2, 2, *shape), dtype=torch.uint8)
+    with blame(f"--model {name}", UsageError, FIX):
+        _logits(unbroken.train(), images[0], step=0)
+        resumed = _made(make)
+        resumed.load_state_dict(unbroken.state_dict())
     after, there = (_outside_state_dict(net.net) for net in (unbroken, resumed))
     lost = [key for key, part in after.items() if part != there.get(key)]
-    counts = [key for key in lost if not isinstance(after[key], bytes) and key in before]
+    counts = [key for key in lost if isinstance(after[key], str) and key in before]
     for training in (True, False):
-        ours, theirs = (_logits(n.train(training), images, 1) for n in (unbroken, resumed))
+        pair = (net.train(training) for net in (unbroken, resumed))
+        ours, theirs = (_logits(net, images[1], step=1) for net in pair)
         if not torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6, equal_nan=True):
             what = f"forward changes {', '.join(lost)}" if lost else "forward has a memory"
             raise UsageError(
@@ -138,22 +140,19 @@ def _made(make: Callable[[], Normalised]) -> Normalised:
 
 def _logits(net: Normalised, images: Tensor, step: int) -> Tensor:
     seed_forward(torch.device("cpu"), "trial", step)
-    with torch.no_grad():
-        return net(images).float()
+    with torch.set_grad_enabled(net.training):
+        return net(images).detach().float()
 
 
-def _outside_state_dict(net: nn.Module) -> dict[str, Any]:
-    """Return each attribute and buffer that no state_dict has, by name, as it is now.
-
-    Numbers as they are, all else as its bytes.
-    """
-    found = dict[str, Any]()
+def _outside_state_dict(net: nn.Module) -> dict[str, bytes | str]:
+    """Return attributes and buffers that no state_dict has: numbers as text, others as bytes."""
+    found, of_all = dict[str, bytes | str](), vars(nn.Module()).keys()
     for prefix, module in net.named_modules():
-        parts = {key: part for key, part in vars(module).items() if key not in vars(nn.Module())}
+        parts = {key: part for key, part in vars(module).items() if key not in of_all}
         parts |= {key: getattr(module, key) for key in module._non_persistent_buffers_set}
         for key, part in parts.items():
+            name = f"{prefix}.{key}".strip(".")
             state = part.get_state() if isinstance(part, torch.Generator) else part
             with contextlib.suppress(Exception):  # e.g. a lambda, which has no bytes
-                is_number = isinstance(state, int | float)
-                found[f"{prefix}.{key}".strip(".")] = state if is_number else pickle.dumps(state)
+                found[name] = repr(part) if isinstance(part, int | float) else pickle.dumps(state)
     return found

@@ -170,5 +170,5 @@ def summarise(
     )
     loss = losses.sum().item() / len(losses)
     if not math.isfinite(loss):
-        warn(f"the mean loss of {len(losses):,} images is {loss}, which files hold as null")
+        warn(f"the mean loss of {len(losses):,} images is {loss}, null in files")
     return Metrics(loss=loss, count=len(labels), **counted)

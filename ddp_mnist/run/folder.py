@@ -9,7 +9,6 @@ import json
 import os
 import re
 import tempfile
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from traceback import format_exception
@@ -28,7 +27,7 @@ TRAINED_ON = "trained_on.npy"  # the keys of the images, see data/held_out.py
 TRACEBACK = "traceback.txt"  # of an error that nobody foresaw, or in a library's words
 RUNS = Path("runs")  # where run folders are numbered
 LATEST = "latest"  # a link to the newest run
-LEFTOVER = ".*.[0-9]*-[0-9]*.tmp"  # left by a process that was killed while writing
+LEFTOVER = ".*.[0-9]*.tmp"  # left by a process that was killed while writing
 STARTING = {"state": "running", "exit_code": None, "phase": "starting", "step": 0, "error": None}
 
 
@@ -177,9 +176,7 @@ class RunFolder:
         if not (self.path and (path := self.path / METRICS).exists()):
             return []
         lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
-        return [
-            {k: v for k, v in line.items() if k != "step"} for line in lines if line["step"] == step
-        ]
+        return [line for line in lines if line["step"] == step]
 
     def cut_metrics(self, count: int) -> None:
         """Cut off all but the first `count` lines: their steps are about to be repeated."""
@@ -272,8 +269,7 @@ def read_if_whole(path: Path) -> dict[str, Any]:
 
 def write_atomically(path: Path, content: bytes) -> None:
     """Write a file so that readers see the old content or the new one, also after a power cut."""
-    # A signal's thread may write the same file as the main thread.
-    temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "wb") as file:
             file.write(content)

@@ -69,7 +69,7 @@ def tracked(config: ResolvedConfig, folder: RunFolder, world: World) -> Iterator
             accelerator.log(known, step)
 
     for line in folder.lines_at(folder.step):  # which are purged too, but not repeated
-        log(line, folder.step)
+        log(line, line.pop("step"))
 
     def finish() -> None:  # Accelerate's end_training would end the process group too
         for tracker in accelerator.trackers:

@@ -146,13 +146,9 @@ class TrainingRun:
         state.progress.save_seconds += time.monotonic() - clock
 
     def answer(self) -> None:
-        """Say what a first Ctrl-C does, once on each machine on which it is pressed.
-
-        A launcher turns a second one into a SIGTERM to its processes, which then save as well.
-        """
-        again = "" if self.stop.has_launcher else "; press Ctrl-C again to stop without saving"
+        """Say what a first Ctrl-C does, once on each machine on which it is pressed."""
         if self.where and self.world.local_rank == 0 and not self.config.run.quiet:
-            tell_at_once(f"ddp-mnist: stopping after this step{again}")
+            tell_at_once("ddp-mnist: stopping after this step")
 
     def give_up(self) -> None:
         """After a second Ctrl-C, report the last checkpoint; nothing more is saved."""

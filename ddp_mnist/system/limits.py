@@ -36,7 +36,7 @@ def bound_together(processes_here: int) -> str:
     A launcher that loads torch, as torchrun does, is bound by OpenMP's variables itself, and its
     processes inherit that. "" if they were not, or if no such variable is set.
     """
-    if not BINDING or not hasattr(os, "sched_getaffinity"):
+    if not BINDING or "TORCHELASTIC_RUN_ID" not in os.environ:
         return ""
     mine = sorted(os.sched_getaffinity(0))
     if len(mine) >= processes_here:
@@ -44,5 +44,5 @@ def bound_together(processes_here: int) -> str:
     name, value = next(iter(BINDING.items()))
     return (
         f"{name}={value}: bound the launcher, and so all {processes_here} processes here, to core"
-        f" {', '.join(map(str, mine))}; unset it before the launcher"
+        f" {', '.join(map(str, mine))}; unset it before you start the launcher"
     )

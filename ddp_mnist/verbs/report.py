@@ -41,7 +41,7 @@ LEARNED = 0.9  # of the training images
 TOO_FAR = 0.1  # the other images' accuracy below that of the training images
 PRETRAINED = "torchvision:resnet18"
 # Entries of summary.json that are not among the settings
-LISTS = ("hosts", "confusion", "classes", "class_accuracy", "images_per_class", "notes")
+LISTS = ("hosts", "ranks", "confusion", "classes", "class_accuracy", "images_per_class", "notes")
 
 
 @dataclass
