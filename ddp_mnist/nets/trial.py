@@ -90,7 +90,7 @@ def check_loss(
             if not torch.allclose(again, losses, rtol=1e-5, atol=1e-6, equal_nan=True):
                 raise UsageError(
                     f"{typed}: gives others at a second call, so a resumed run would differ; keep"
-                    " nothing between calls, and draw random numbers from torch's default generator"
+                    " nothing between calls, and draw from a default generator (torch, NumPy, random)"
                 )
 
 
@@ -123,7 +123,7 @@ def check_state(make: Callable[[], Normalised], name: str, shape: Shape) -> str:
             raise UsageError(
                 f"--model {name}: {what}, which is not in its state_dict, so a resumed run would"
                 " differ from an unbroken one; make it a persistent buffer, or draw random numbers"
-                " from torch's default generator"
+                " from a default generator (torch, NumPy, random)"
             )
     if not counts:
         return ""

@@ -27,7 +27,7 @@ TRAINED_ON = "trained_on.npy"  # the keys of the images, see data/held_out.py
 TRACEBACK = "traceback.txt"  # of an error that nobody foresaw, or in a library's words
 RUNS = Path("runs")  # where run folders are numbered
 LATEST = "latest"  # a link to the newest run
-LEFTOVER = ".*.[0-9]*.tmp"  # left by a process that was killed while writing
+LEFTOVER = ".*.[0-9]*-[0-9]*.tmp"  # left by a process that was killed while writing
 STARTING = {"state": "running", "exit_code": None, "phase": "starting", "step": 0, "error": None}
 
 
@@ -269,7 +269,7 @@ def read_if_whole(path: Path) -> dict[str, Any]:
 
 def write_atomically(path: Path, content: bytes) -> None:
     """Write a file so that readers see the old content or the new one, also after a power cut."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-0.tmp")  # as LEFTOVER finds it
     try:
         with open(temporary, "wb") as file:
             file.write(content)
