@@ -90,7 +90,7 @@ def check_loss(
             if not torch.allclose(again, losses, rtol=1e-5, atol=1e-6, equal_nan=True):
                 raise UsageError(
                     f"{typed}: gives others at a second call, so a resumed run would differ; keep"
-                    " nothing between calls, and draw from a default generator (torch, NumPy, random)"
+                    " nothing between calls; draw from a default generator (torch, NumPy, random)"
                 )
 
 
