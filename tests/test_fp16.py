@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from ddp_mnist import train
 from ddp_mnist.cluster import world
-from ddp_mnist.cluster.device import precision_in_effect
+from ddp_mnist.cluster.device import Computing, decide
 from ddp_mnist.cluster.launch import Launch
 from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.config.distribution import Distribution
@@ -92,6 +92,9 @@ def fp16_on_a_cpu(
     seen, step, scalers = Seen(), [-1], list[torch.amp.GradScaler]()
     is_last = os.environ.get("RANK", "0") == str(int(os.environ.get("WORLD_SIZE", 1)) - 1)
 
+    def in_fp16(*args: Any) -> Computing:
+        return dataclasses.replace(decide(*args), precision="fp16")
+
     def accelerator(flags: Distribution, *args: Any) -> Accelerator:
         made = make_accelerator(dataclasses.replace(flags, comm_hook=comm_hook), *args)
         assert made.mixed_precision == "fp16"
@@ -129,7 +132,7 @@ def fp16_on_a_cpu(
         seen.scales.append(scalers[0].get_scale())
 
     with (
-        patch.object(world, "precision_in_effect", lambda *_: "fp16"),
+        patch.object(world, "decide", in_fp16),
         patch.object(world, "make_accelerator", accelerator),
         patch.object(train, "make_optimizer", optimizer),
         patch.object(ResolvedRecipe, "learning_rate", rate),
@@ -257,11 +260,12 @@ def test_comm_hooks_and_one_overflow(tmp_path: Path) -> None:
 @pytest.mark.parametrize("native", [True, False])
 def test_powersgd_is_refused_with_fp16(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ddp_mnist.cluster.device.has_native_bf16", lambda _: native)
+    monkeypatch.setattr("ddp_mnist.cluster.device.gpus", lambda: 1)
     auto = "bf16" if native else "fp16"
     for precision in ("no", "fp64", "fp16", None):
         flags = Distribution(comm_hook="powersgd", mixed_precision=precision)
         if (precision or auto) == "fp16":
             with pytest.raises(UsageError, match=r"^--comm-hook powersgd: .*; add --mixed-precisi"):
-                precision_in_effect(flags, Launch(), "cuda")
+                decide(flags, Launch())
         else:
-            assert precision_in_effect(flags, Launch(), "cuda") == (precision or auto)
+            assert decide(flags, Launch()).precision == (precision or auto)

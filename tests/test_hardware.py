@@ -3,7 +3,6 @@
 import os
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,24 +16,6 @@ from ddp_mnist.config.run import TrainConfig
 from ddp_mnist.system import limits
 from tests.commands import python
 from tests.training import what_it_says
-
-
-def test_what_other_programs_hold_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each core is busy to its percent."""
-
-    def held(percent: list[float], mine: set[int], cores: int) -> Any:
-        monkeypatch.setattr(limits.psutil, "cpu_percent", lambda *_, **__: percent)
-        monkeypatch.setattr("os.sched_getaffinity", lambda _: mine, raising=False)
-        monkeypatch.setattr(limits, "cores", lambda: cores)
-        return limits.cores_held()
-
-    eight, everything = [100.0, 100.0, 50.0, 0.0, 0.0, 0.0, 0.0, 0.0], set(range(8))
-    assert held(eight, everything, 8) == (2.5, 8)
-    assert held(eight, {2, 3}, 2) == (0.5, 2)  # of the cores that are its own
-    # a quota of 4 of 8: six are free, then two
-    assert held([100.0, 100.0] + [0.0] * 6, everything, 4) == (0, 4)
-    assert held([100.0] * 6 + [0.0] * 2, everything, 4) == (2, 4)
-
 
 FORKS = """
 import multiprocessing, os

@@ -5,8 +5,8 @@ from pathlib import Path
 import accelerate
 import pytest
 
-from ddp_mnist.cluster.device import compile_options_in_effect
-from ddp_mnist.cluster.launch import NOT_DDP, find_launch
+from ddp_mnist.cluster.device import decide
+from ddp_mnist.cluster.launch import NOT_DDP, Launch, find_launch
 from ddp_mnist.cluster.local_world import free_port
 from ddp_mnist.config.distribution import Distribution
 from ddp_mnist.config.launch_configs import as_flag
@@ -31,14 +31,15 @@ def test_the_compiler_that_the_launcher_names_beats_the_flags(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     plain, compiled = Distribution(), Distribution(compile=True)
-    assert compile_options_in_effect(plain) == {}
-    assert compile_options_in_effect(compiled) == {"backend": "inductor"}
+    assert decide(plain, Launch()).compile_options == {}
+    assert decide(compiled, Launch()).compile_options == {"backend": "inductor"}
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "AOT_EAGER")
     for flags in (plain, compiled):
-        assert compile_options_in_effect(flags)["backend"] == "aot_eager"
+        assert decide(flags, Launch()).compile_options["backend"] == "aot_eager"
+        assert decide(flags, Launch(), full_precision=True).compile_options == {}
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "TVMM")
     with pytest.raises(UsageError, match=r"^ACCELERATE_DYNAMO_\*: "):
-        compile_options_in_effect(plain)
+        decide(plain, Launch())
 
 
 # --- The real launchers

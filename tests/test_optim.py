@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from ddp_mnist.cluster.device import decide
+from ddp_mnist.cluster.launch import Launch
 from ddp_mnist.cluster.local_world import run_world
 from ddp_mnist.cluster.world import make_accelerator
 from ddp_mnist.config.distribution import Distribution
@@ -137,7 +139,9 @@ def signatures_read() -> int:
     """Return how often Accelerate reads zero_grad's signature in three steps."""
     reads = Mock(wraps=inspect.signature)
     inspect.signature = reads
-    accelerator = make_accelerator(Distribution(), "cpu", "none", "no")
+    accelerator = make_accelerator(
+        Distribution(), decide(Distribution(), Launch(), full_precision=True)
+    )
     optimizer = accelerator.prepare(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1))
     before = reads.call_count
     for _ in range(3):

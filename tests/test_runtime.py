@@ -13,13 +13,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 
 from ddp_mnist.cluster import world
-from ddp_mnist.cluster.device import (
-    choose_backend,
-    choose_device,
-    has_native_bf16,
-    precision_in_effect,
-    set_threads,
-)
+from ddp_mnist.cluster.device import decide, has_native_bf16, set_threads
 from ddp_mnist.cluster.failures import A_GPU_EACH, as_expected
 from ddp_mnist.cluster.launch import Launch, find_launch
 from ddp_mnist.cluster.local_world import LocalWorld, run_world
@@ -49,15 +43,17 @@ def test_precision_in_effect(
     if launcher is not None:
         monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launcher)
     monkeypatch.setattr("ddp_mnist.cluster.device.has_native_bf16", lambda _: native)
+    monkeypatch.setattr("ddp_mnist.cluster.device.gpus", lambda: int(device == "cuda"))
     flags = Distribution(mixed_precision=flag)
     requested = flag or launcher or "auto"  # the flag beats the launcher
     if (requested, device) == ("fp16", "cpu"):
         with pytest.raises(UsageError, match="needs a GPU"):
-            precision_in_effect(flags, Launch(), device)
+            decide(flags, Launch())
+        assert decide(flags, Launch(), full_precision=True).precision == "no"
         return
     auto = "bf16" if native else "fp16" if device == "cuda" else "no"
     expected = auto if requested == "auto" else requested
-    assert precision_in_effect(flags, Launch(), device) == expected
+    assert decide(flags, Launch()).precision == expected
 
 
 def test_which_processors_compute_in_bf16(monkeypatch: Patch) -> None:
@@ -88,12 +84,13 @@ def test_fault_25_fp16_on_a_cpu_names_the_config_to_use(
     launch: Launch, config: str, monkeypatch: Patch
 ) -> None:
     with pytest.raises(UsageError, match=r"^--mixed-precision fp16: needs a GPU; on a CPU use "):
-        precision_in_effect(Distribution(mixed_precision="fp16"), launch, "cpu")
+        decide(Distribution(mixed_precision="fp16"), launch)
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
     with pytest.raises(
         UsageError, match=rf"^accelerate launch: .* --config_file .*/{config}\.yaml"
     ):
-        precision_in_effect(Distribution(), launch, "cpu")
+        decide(Distribution(), launch)
+    assert decide(Distribution(cpu=True), launch).precision != "fp16"  # it overrides the YAML
     assert (CONFIGS / f"{config}.yaml").is_file()
 
 
@@ -102,14 +99,15 @@ def test_fault_25_fp16_on_a_cpu_names_the_config_to_use(
     ("flag", "variable", "wants_cpu"),
     [(False, "no", False), (True, "no", True), (False, "True", True), (False, "1", True)],
 )
-def test_choose_device(
+def test_the_device(
     flag: bool, variable: str, wants_cpu: bool, has_gpu: bool, monkeypatch: Patch
 ) -> None:
     monkeypatch.setenv("ACCELERATE_USE_CPU", variable)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     monkeypatch.setattr("ddp_mnist.cluster.device.gpus", lambda: int(has_gpu))
     expected = "cuda" if has_gpu and not wants_cpu else "cpu"
-    assert choose_device(Distribution(cpu=flag)) == expected
+    monkeypatch.setattr("ddp_mnist.cluster.device.has_native_bf16", lambda _: True)
+    assert decide(Distribution(cpu=flag), Launch()).device == expected
     # a request for the CPU hides the GPUs, before torch looks for them
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ("" if wants_cpu else "0")
 
@@ -125,20 +123,27 @@ def test_choose_device(
         ("auto", replace(PAIR, world_size=1), "cpu", "gloo"),
     ],
 )
-def test_choose_backend(flag: str, launch: Launch, device: str, backend: str) -> None:
-    assert choose_backend(Distribution(backend=flag), launch, device) == backend
+def test_the_backend(
+    flag: str, launch: Launch, device: str, backend: str, monkeypatch: Patch
+) -> None:
+    monkeypatch.setattr("ddp_mnist.cluster.device.has_native_bf16", lambda _: True)
+    monkeypatch.setattr("ddp_mnist.cluster.device.gpus", lambda: int(device == "cuda"))
+    assert decide(Distribution(backend=flag), launch).backend == backend
 
 
 def test_what_is_unknown_or_not_here_is_refused(monkeypatch: Patch) -> None:
     for launch in (PAIR, Launch()):
         with pytest.raises(UsageError, match=r"^--backend nccl: needs a GPU, and none is visible"):
-            choose_backend(Distribution(backend="nccl"), launch, "cpu")
+            decide(Distribution(backend="nccl"), launch)
+    with pytest.raises(UsageError, match=r"^--sync-bn: needs GPUs; on a CPU use --model cnn"):
+        decide(Distribution(sync_bn=True), Launch())
     monkeypatch.setenv("ACCELERATE_USE_CPU", "")
     with pytest.raises(UsageError, match=r"^ACCELERATE_USE_CPU: ValueError: "):
-        choose_device(Distribution(cpu=True))
+        decide(Distribution(cpu=True), Launch())
+    monkeypatch.delenv("ACCELERATE_USE_CPU")
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
     with pytest.raises(UsageError, match=r"^--mixed_precision fp8: choose from no, fp16, bf16$"):
-        precision_in_effect(Distribution(), Launch(), "cpu")
+        decide(Distribution(), Launch())
     monkeypatch.setenv("OMP_NUM_THREADS", "many")
     with pytest.raises(UsageError, match=r"^OMP_NUM_THREADS=many: ValueError: "):
         set_threads(Launch(), "cpu", 1)

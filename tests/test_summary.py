@@ -23,7 +23,9 @@ from tests.training import recipe_of
 def world(device: str = "cpu") -> Any:
     accelerator: Any = SimpleNamespace(device=torch.device(device), num_processes=1)
     store: Any = None
-    return World(accelerator, store, "gloo", "bf16", 1, 0, 1, started=0.0)
+    computing: Any = {"device": device, "backend": "gloo", "precision": "bf16"}
+    counts: Any = {"num_machines": 1, "local_rank": 0, "threads": 1, "started": 0.0}
+    return World(**computing, **counts, compile_options={}, accelerator=accelerator, store=store)
 
 
 def test_device() -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,27 +17,82 @@ from ddp_mnist.errors import UsageError, blame
 from ddp_mnist.system.limits import cores
 
 
-def choose_device(flags: Distribution) -> str:
-    """Return cuda if there is a GPU and the CPU was not requested, else cpu."""
+@dataclass(frozen=True, kw_only=True)
+class Computing:
+    """What the processes of a run compute with."""
+
+    device: str  # cuda or cpu
+    backend: str  # nccl, gloo, or none for a single process without a group
+    precision: str  # no, fp16, bf16 or fp64
+    compile_options: dict[str, Any]  # of torch.compile, with a `backend`; {}: not compiled
+
+    @property
+    def compiled_by(self) -> str:
+        """Return the compiler's backend, with the options that are set; "no" without one."""
+        options = [f"{k} {v}" for k, v in self.compile_options.items() if v and k != "backend"]
+        return ", ".join([self.compile_options.get("backend", "no"), *options])
+
+
+def decide(flags: Distribution, launch: Launch, full_precision: bool = False) -> Computing:
+    """Decide from the flags, which beat the launcher's YAML, and from what this machine has.
+
+    With `full_precision` it computes in the dtype of the weights and compiles nothing, whatever
+    flags and launcher say. Raise UsageError for what does not exist here or does not fit together.
+    """
     with blame("ACCELERATE_USE_CPU", UsageError):
         wants_cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or flags.cpu
     if wants_cpu:
         hide_gpus()
-    count = 0 if wants_cpu else gpus()
-    if flags.sync_bn and not count:
+    on_cpu = wants_cpu or not gpus()
+    backend = flags.backend
+    if backend == "auto":
+        backend = "gloo" if on_cpu else "nccl"
+
+    has_bf16 = has_native_bf16("cpu" if on_cpu else "cuda")
+    precision = flags.mixed_precision or os.environ.get(PRECISION) or "auto"
+    if flags.cpu and not flags.mixed_precision and precision == "fp16":
+        precision = "auto"  # a YAML's fp16 is meant for GPUs
+    if full_precision:
+        precision = "no"
+    elif precision == "auto":
+        precision = "bf16" if has_bf16 else "no" if on_cpu else "fp16"
+
+    # What does not exist here, or does not fit together.
+    fp16 = precision == "fp16"
+    if on_cpu and flags.sync_bn:
         raise UsageError("--sync-bn: needs GPUs; on a CPU use --model cnn, which has GroupNorm")
-    return "cuda" if count else "cpu"
-
-
-def choose_backend(flags: Distribution, launch: Launch, device: str) -> str:
-    """Return "none" for a single process without a group, else gloo or nccl."""
-    if flags.backend == "nccl" and device == "cpu":
+    if on_cpu and backend == "nccl":
         raise UsageError("--backend nccl: needs a GPU, and none is visible here; use gloo")
-    if launch.is_alone:
-        return "none"
-    if flags.backend != "auto":
-        return flags.backend
-    return "nccl" if device == "cuda" else "gloo"
+    if precision not in ("no", "fp16", "bf16", "fp64"):
+        raise UsageError(f"--mixed_precision {precision}: choose from no, fp16, bf16")
+    if on_cpu and fp16 and flags.mixed_precision:  # Accelerate would train in fp32 and report fp16
+        raise UsageError("--mixed-precision fp16: needs a GPU; on a CPU use bf16, no or auto")
+    if on_cpu and fp16:
+        config = "multi_cpu" if launch.world_size > 1 else "cpu"
+        config = "multi_node_cpu" if (launch.num_machines or 1) > 1 else config
+        raise UsageError(
+            "accelerate launch: its config asks for fp16, which needs a GPU, and none is visible"
+            f" here; use {launch_configs.as_flag(config)}"
+        )
+    # PowerSGD adds what it did not send to the next gradient: an infinity, which the loss scaler
+    # skips once, would return in every step.
+    if fp16 and flags.comm_hook == "powersgd":
+        raise UsageError(
+            "--comm-hook powersgd: cannot recover from an overflow, and fp16 has some in most runs;"
+            f" add --mixed-precision no{', or bf16' if has_bf16 else ''}"
+        )
+
+    compile_options = {"backend": "inductor"} if flags.compile else {}
+    with blame("ACCELERATE_DYNAMO_*", UsageError):
+        plugin = TorchDynamoPlugin()  # reads the launcher's variables
+    if plugin.backend.value != "NO":  # compiles without the flag too
+        compile_options = plugin.to_kwargs()
+    return Computing(
+        device="cpu" if on_cpu else "cuda",
+        backend="none" if launch.is_alone else backend,
+        precision=precision,
+        compile_options={} if full_precision else compile_options,
+    )
 
 
 def has_native_bf16(device: str) -> bool:
@@ -51,51 +107,6 @@ def has_native_bf16(device: str) -> bool:
     return torch.backends.mkldnn.is_available() and any(
         capabilities.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16")
     )
-
-
-def precision_in_effect(flags: Distribution, launch: Launch, device: str) -> str:
-    """Return no, fp16, bf16 or fp64. The flag beats the launcher's YAML; without either it is auto.
-
-    A YAML's fp16 is meant for GPUs, so --cpu overrides it.
-    """
-    from_launcher = os.environ.get(PRECISION)
-    if flags.cpu and from_launcher == "fp16":
-        from_launcher = None
-    requested = flags.mixed_precision or from_launcher or "auto"
-    if requested == "auto":
-        requested = "bf16" if has_native_bf16(device) else "fp16" if device == "cuda" else "no"
-    elif requested not in ("no", "fp16", "bf16", "fp64"):
-        raise UsageError(f"--mixed_precision {requested}: choose from no, fp16, bf16")
-    elif requested == "fp16" and device == "cpu":  # Accelerate would train in fp32 and report fp16
-        if flags.mixed_precision:
-            raise UsageError("--mixed-precision fp16: needs a GPU; on a CPU use bf16, no or auto")
-        config = "multi_cpu" if launch.world_size > 1 else "cpu"
-        config = "multi_node_cpu" if (launch.num_machines or 1) > 1 else config
-        raise UsageError(
-            "accelerate launch: its config asks for fp16, which needs a GPU, and none is visible"
-            f" here; use {launch_configs.as_flag(config)}"
-        )
-    # PowerSGD adds what it did not send to the next gradient: an infinity, which the loss scaler
-    # skips once, would return in every step.
-    if flags.comm_hook == "powersgd" and requested == "fp16":
-        raise UsageError(
-            "--comm-hook powersgd: cannot recover from an overflow, and fp16 has some in most runs;"
-            f" add --mixed-precision no{', or bf16' if has_native_bf16(device) else ''}"
-        )
-    return requested
-
-
-def compile_options_in_effect(flags: Distribution) -> dict[str, Any]:
-    """Return the arguments of torch.compile, with a `backend`; {} if the model is not compiled.
-
-    --compile means inductor, unless the launcher was asked for another backend, which compiles
-    without the flag too.
-    """
-    with blame("ACCELERATE_DYNAMO_*", UsageError):
-        plugin = TorchDynamoPlugin()  # reads the launcher's variables
-    if plugin.backend.value == "NO":
-        return {"backend": "inductor"} if flags.compile else {}
-    return plugin.to_kwargs()
 
 
 def set_threads(launch: Launch, device: str, processes_here: int) -> int:

@@ -11,10 +11,9 @@ import inspect
 import os
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any
 
 import accelerate.optimizer
 import torch
@@ -24,14 +23,7 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DDPCommunicationHookType, broadcast, is_lomo_available
 from torch import nn
 
-from ddp_mnist.cluster.device import (
-    choose_backend,
-    choose_device,
-    compile_options_in_effect,
-    gpu_of,
-    precision_in_effect,
-    set_threads,
-)
+from ddp_mnist.cluster.device import Computing, decide, gpu_of, set_threads
 from ddp_mnist.cluster.failures import end_group, propagate_first_error
 from ddp_mnist.cluster.interfaces import (
     first_address,
@@ -60,25 +52,16 @@ POWERSGD = {"start_powerSGD_iter": 32, "orthogonalization_epsilon": 1e-8}
 SHARED_STATES = (PartialState, AcceleratorState, GradientState)  # by all Accelerators of a process
 
 
-@dataclass(frozen=True)
-class World:
+@dataclass(frozen=True, kw_only=True)
+class World(Computing):
     """This process's view of all processes."""
 
     accelerator: Accelerator  # prepared for this device, precision and world size
     store: Store  # for JSON between ranks, outside of collectives
-    backend: str  # nccl, gloo, or none for a single process
-    precision: str  # the one in effect: no, fp16, bf16 or fp64
     num_machines: int
     local_rank: int  # among the processes of its launcher, or else of its machine
     threads: int  # this process's, on the CPU
     started: float  # time.monotonic() when this process began to look for the others
-    compile_options: dict[str, Any] = field(default_factory=dict)  # of torch.compile; {}: not used
-
-    @property
-    def compiled_by(self) -> str:
-        """Return the compiler's backend, with the options that are set; "no" without one."""
-        options = [f"{k} {v}" for k, v in self.compile_options.items() if v and k != "backend"]
-        return ", ".join([self.compile_options.get("backend", "no"), *options])
 
     @property
     def device_name(self) -> str:
@@ -88,7 +71,7 @@ class World:
 
     def wait_for_gpu(self) -> None:
         """Return once this process's GPU has done its work so far; at once on a CPU."""
-        if self.accelerator.device.type == "cuda":
+        if self.device == "cuda":
             torch.cuda.synchronize()
 
 
@@ -111,16 +94,11 @@ def join_world(
 ) -> Iterator[World]:
     """Meet the other processes, yield the World, and shut it down cleanly however the block ends.
 
-    With `full_precision` it computes in the dtype of the weights and compiles nothing, whatever
-    flags and launcher say. Raise UsageError if they ask for what does not exist or does not fit
-    together, PeerError if another process did not join, was lost or did not answer in time,
-    FailedElsewhere if another rank failed first.
+    Raise as `decide` does, which explains `full_precision`; PeerError if another process did not
+    join, was lost or did not answer in time, FailedElsewhere if another rank failed first.
     """
     started = time.monotonic()
-    device = choose_device(flags)
-    precision = "no" if full_precision else precision_in_effect(flags, launch, device)
-    compile_options = {} if full_precision else compile_options_in_effect(flags)
-    backend = choose_backend(flags, launch, device)
+    computing = decide(flags, launch, full_precision)
     if launch.child_of_launcher:
         die_with_parent()
     store = meet(launch, flags.start_timeout or flags.dist_timeout, flags.dist_timeout)
@@ -130,15 +108,16 @@ def join_world(
             local_rank = launch.local_rank
             if local_rank is None:  # started by hand
                 local_rank = store.place.index_here
-            threads = set_threads(launch, device, store.place.ranks_here)
-            if backend != "none":
-                chosen = {"--backend": backend, "--mixed-precision": precision}
+            threads = set_threads(launch, computing.device, store.place.ranks_here)
+            if not launch.is_alone:
+                chosen = {"--backend": computing.backend, "--mixed-precision": computing.precision}
                 check_same(store, chosen, "what auto chose")
                 choose_interface(launch, store)
-                form_group(store, backend, local_rank, flags.dist_timeout)
-            export_env(launch, backend, gpu_of(local_rank) if device == "cuda" else local_rank)
-            accelerator = make_accelerator(flags, device, backend, precision)
-            if backend != "none":
+                form_group(store, computing.backend, local_rank, flags.dist_timeout)
+            on_gpu = computing.device == "cuda"
+            export_env(launch, gpu_of(local_rank) if on_gpu else local_rank)
+            accelerator = make_accelerator(flags, computing)
+            if not launch.is_alone:
                 os.environ["LOCAL_RANK"] = str(local_rank)
             if accelerator.num_processes != launch.world_size:
                 raise UsageError(
@@ -147,15 +126,13 @@ def join_world(
                     f" use {launch_configs.as_flag('multi_cpu')}, or one next to it"
                 )
             yield World(
+                **vars(computing),
                 accelerator=accelerator,
                 store=store,
-                backend=backend,
-                precision=precision,
                 num_machines=launch.num_machines or store.place.num_machines,
                 local_rank=local_rank,
                 threads=threads,
                 started=started,
-                compile_options=compile_options,
             )
             store.close()
         end_group()
@@ -183,12 +160,12 @@ def accelerate_as_found() -> Iterator[None]:
         vars(accelerate.optimizer).update(names)
 
 
-def export_env(launch: Launch, backend: str, local_rank: int) -> None:
+def export_env(launch: Launch, local_rank: int) -> None:
     """Set the variables that Accelerate reads the group from, however the process was started.
 
     Accelerate uses LOCAL_RANK as the GPU's index, and DDP moves its batches to that GPU.
     """
-    if backend == "none":
+    if launch.is_alone:
         os.environ.pop("LOCAL_RANK", None)  # a stale one would make it look for a group
         return
     os.environ.update(
@@ -200,8 +177,9 @@ def export_env(launch: Launch, backend: str, local_rank: int) -> None:
     )
 
 
-def make_accelerator(flags: Distribution, device: str, backend: str, precision: str) -> Accelerator:
+def make_accelerator(flags: Distribution, computing: Computing) -> Accelerator:
     """Return the Accelerator of this process."""
+    backend, precision = computing.backend, computing.precision
     # Its optimizer looks for a package on disk twice in each step: half a millisecond, and more if
     # all ranks of a cluster search a network disk at once. Once is enough.
     accelerate.optimizer.is_lomo_available = functools.cache(is_lomo_available)
@@ -211,7 +189,7 @@ def make_accelerator(flags: Distribution, device: str, backend: str, precision: 
         signature=lambda method: signature(getattr(method, "__func__", method))
     )
     return Accelerator(
-        cpu=device == "cpu",
+        cpu=computing.device == "cpu",
         mixed_precision="no" if precision == "fp64" else precision,
         dynamo_backend="no",  # the model is compiled where it is built, before DDP wraps it
         dataloader_config=accelerate.DataLoaderConfiguration(split_batches=True, non_blocking=True),

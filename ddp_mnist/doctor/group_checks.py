@@ -31,14 +31,11 @@ from ddp_mnist.run.console import count
 from ddp_mnist.run.training_run import TrainingRun
 from ddp_mnist.run.versions import code_digest, package_versions
 from ddp_mnist.run.weights import digest_of
-from ddp_mnist.system.limits import cores_held
 from ddp_mnist.verbs.check_result import PASS, WARN, CheckResult, check, failed, passed, warned
 from ddp_mnist.verbs.flags import Doctor
 
-LOAD = "load"  # the check for other programs
 NOT_CACHED = "not cached"
 LATE_S = 0.2
-BUSY = 0.25  # of a machine's cores, that other programs may hold
 TRIES, TRIES_S = 15, 2.0  # of ten matrix products: at most this many tries, for about this long
 SLOW = 1.5  # times the median rank's seconds
 EPOCHS = 5  # of the digits: 75 steps
@@ -60,7 +57,6 @@ class Group:
         self.rank, self.size = world.store.rank, world.accelerator.num_processes
         self.device = world.accelerator.device
         self.is_first_here = world.store.place.index_here == 0
-        self.busy = ""  # on rank 0, a remark that is added to speeds; see `load`
 
     def gather(self, mine: Any) -> list[Any]:
         """Return each rank's value, by rank, on rank 0; [] elsewhere. JSON's types only.
@@ -207,26 +203,12 @@ def waits_for_all(group: Group) -> bool:
     return group.store.exists(key)
 
 
-def load(group: Group) -> list[CheckResult]:
-    """Check how much other programs hold of each machine, while all ranks wait; speeds are next."""
-    mine = list[CheckResult]()
-    if group.is_first_here:
-        held, cores = cores_held()
-        if held > BUSY * cores:
-            text = f"other programs hold {held:.1f} of {count(cores, 'core')}"
-            fix = "end them (top shows them), or wait: while they run, speeds are too low"
-            mine = [warned(LOAD, text, fix)]
-    if busy := group.merge(mine):
-        group.busy = ", on a busy machine"
-    return busy or [passed(LOAD, f"other programs hold at most {BUSY:.0%} of the cores")]
-
-
 def speeds(group: Group) -> list[CheckResult]:
     """Time all-reduces, by message size."""
     ms = all_reduce_ms(group.device, group.world.wait_for_gpu)
     shown = ", ".join(f"{size} {each:.3g} ms" for size, each in ms.items())
     mb_per_s = SIZES["16 MB"] / 1e3 / ms["16 MB"]
-    text = f"all-reduce of {shown} ({mb_per_s:,.0f} MB/s){group.busy}"
+    text = f"all-reduce of {shown} ({mb_per_s:,.0f} MB/s)"
     return [passed("speed", text, figures={f"all-reduce of {k}, ms": v for k, v in ms.items()})]
 
 
@@ -238,7 +220,7 @@ def slowest(group: Group) -> list[CheckResult]:
     middle, most = statistics.median_low(times), max(times)
     slow = [rank for rank, seconds in enumerate(times) if seconds > SLOW * middle]
     who = group.store.who(slow or [times.index(most)])
-    text = f"{who}: {most / middle:.2f} times the median rank's time{group.busy}"
+    text = f"{who}: {most / middle:.2f} times the median rank's time"
     fix = "look for throttling, other programs, fewer cores or an older card there"
     return [check("computing", slow, text, fix, WARN, {"computing, ms": 1e3 * most})]
 
@@ -283,7 +265,7 @@ def training(group: Group) -> list[CheckResult]:
         problem = f"other weights than rank 0's on {group.store.who(odd)}"
     text = (
         f"{summary['steps']} steps on the digits, accuracy {accuracy:.2f},"
-        f" {speed:,.0f} images/s{group.busy}, {problem or 'equal weights on every rank'}"
+        f" {speed:,.0f} images/s, {problem or 'equal weights on every rank'}"
     )
     return [check("training", problem, text, VERIFY, figures={"images/s": speed})]
 
@@ -309,4 +291,4 @@ def burn_in(group: Group) -> list[CheckResult]:
     return [check("burn-in", late < early / SLOW, text, fix, WARN)]
 
 
-CHECKS = (same_everywhere, load, right_results, speeds, slowest, faulty_devices, training)
+CHECKS = (same_everywhere, right_results, speeds, slowest, faulty_devices, training)

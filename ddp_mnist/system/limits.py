@@ -1,8 +1,6 @@
-"""How many cores this process may use, and how many are free."""
+"""How many cores this process may use."""
 
 import os
-
-import psutil
 
 from ddp_mnist import BINDING
 
@@ -16,18 +14,6 @@ def cores() -> int:
     from joblib import cpu_count  # takes a moment, so not for --help
 
     return int(cpu_count())
-
-
-def cores_held(seconds: float = 1.0) -> tuple[float, int]:
-    """Return how many cores others use, measured for `seconds`, and how many this process may use.
-
-    To be called while this process rests. Time that a virtual machine's host takes counts as used.
-    """
-    busy = psutil.cpu_percent(seconds, percpu=True)
-    mine = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(len(busy))
-    shares = [busy[core] for core in mine] if max(mine) < len(busy) else busy
-    free = len(shares) - sum(shares) / 100
-    return max(0.0, cores() - free), cores()
 
 
 def bound_together(processes_here: int) -> str:
