@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from ddp_mnist.cluster.local_world import free_port
-from ddp_mnist.run.folder import read_if_whole, read_json
+from ddp_mnist.run.folder import read_if_whole
 from tests.chaos import newest_step
 from tests.commands import ACCELERATE, CONFIGS, REPOSITORY, TORCHRUN, TRAIN, Ended, Started
 from tests.training import apart
@@ -231,10 +231,6 @@ def test_a_rank_that_ends_ends_all(
     assert took < TIMEOUT_S + SLACK_S, f"{took:.1f} s: {ends}"
     assert psutil.wait_procs(processes, timeout=1)[1] == []
     check_outcome(starts, place, how, who, ends, tmp_path / "run")
-    if newest_step(tmp_path / "run"):
-        again = start(starts, tmp_path, variables, "--resume", "auto", size=size)
-        assert {each.ended().code for each in again} == {0}
-        assert read_json(tmp_path / "run" / "summary.json")["resumed_from"]
 
 
 # --- Two stop signals, as schedulers send them
