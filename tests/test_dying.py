@@ -196,7 +196,10 @@ def check_outcome(
     elif who == 0 and how in ("SIGKILL", "exit 3"):  # nobody is left who writes it
         assert status.get("state") in (None, "running")
     elif place in HAS_FOLDER:
-        assert (status["state"], status["exit_code"]) == ("failed", others)
+        # A launcher that lost a worker sends SIGTERM to the others, which may see it first.
+        codes = {others, 143} if starts != "tcp" and place not in SAVES else {others}
+        assert status["state"] == "failed"
+        assert status["exit_code"] in codes
 
 
 def set_trap(folder: Path, strike: str) -> dict[str, str]:
