@@ -197,9 +197,9 @@ def check_outcome(
         assert status.get("state") in (None, "running")
     elif place in HAS_FOLDER:
         # A launcher that lost a worker sends SIGTERM to the others, which may see it first.
-        codes = {others, 143} if starts != "tcp" and place not in SAVES else {others}
+        either = {others, 143} if starts != "tcp" and place not in SAVES else {others}
         assert status["state"] == "failed"
-        assert status["exit_code"] in codes
+        assert status["exit_code"] in either
 
 
 def set_trap(folder: Path, strike: str) -> dict[str, str]:
