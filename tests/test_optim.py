@@ -139,9 +139,8 @@ def signatures_read() -> int:
     """Return how often Accelerate reads zero_grad's signature in three steps."""
     reads = Mock(wraps=inspect.signature)
     inspect.signature = reads
-    accelerator = make_accelerator(
-        Distribution(), decide(Distribution(), Launch(), full_precision=True)
-    )
+    flags = Distribution()
+    accelerator = make_accelerator(flags, decide(flags, Launch(), full_precision=True))
     optimizer = accelerator.prepare(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1))
     before = reads.call_count
     for _ in range(3):
